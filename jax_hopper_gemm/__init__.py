@@ -1,0 +1,1 @@
+"""GEMM kernels for NVIDIA Hopper, called from JAX."""

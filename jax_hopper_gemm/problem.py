@@ -1,0 +1,91 @@
+"""What is asked of a GEMM: extents, dtypes and where the operands lie in memory.
+
+A `GemmProblem` is plain integers and strings. It says nothing of tiles or devices (that is
+`spec.GemmSpec`) nor of addresses (those exist only while the program runs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Major = Literal["k", "m", "n"]
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class MatrixLayout:
+    """Where the elements of a batch of matrices lie; all strides in elements.
+
+    Attributes:
+      major: the index whose neighbours are adjacent in memory (stride 1).
+      leading_stride: distance between neighbours along the matrix's other index.
+      batch_stride: distance between matrices of the batch; 0 when all share one matrix.
+    """
+
+    major: Major
+    leading_stride: int
+    batch_stride: int = 0
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """D[l, m, n] = sum over k of A[l, m, k] * B[l, k, n], accumulated in float32.
+
+    Attributes:
+      m, n, k: extents of one product.
+      l: number of products.
+      ab_dtype: dtype of A and B, a NumPy name ("bfloat16").
+      d_dtype: dtype of D.
+      a: layout of A, major "k" (stored (M, K)) or "m" (stored (K, M)).
+      b: layout of B, major "n" (stored (K, N)) or "k" (stored (N, K)).
+      d: layout of D, major "n".
+    """
+
+    m: int
+    n: int
+    k: int
+    l: int  # noqa: E741  the field's letter for the batch
+    ab_dtype: str
+    d_dtype: str
+    a: MatrixLayout
+    b: MatrixLayout
+    d: MatrixLayout
+
+    @classmethod
+    def dense(
+        cls,
+        m: int,
+        n: int,
+        k: int,
+        l: int = 1,  # noqa: E741
+        *,
+        a_major: Major = "k",
+        b_major: Major = "n",
+        ab_dtype: str = "bfloat16",
+        d_dtype: str | None = None,
+    ) -> GemmProblem:
+        """Returns the problem for compact operands: A and B batched like D, no padding."""
+        return cls(
+            m, n, k, l, ab_dtype, d_dtype or ab_dtype,
+            a=MatrixLayout(a_major, k if a_major == "k" else m, m * k),
+            b=MatrixLayout(b_major, n if b_major == "n" else k, k * n),
+            d=MatrixLayout("n", n, m * n),
+        )  # fmt: skip
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.l * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes that device memory must move: inputs once, output once."""
+        ab, d = ITEMSIZE[self.ab_dtype], ITEMSIZE[self.d_dtype]
+        batches_a = self.l if self.a.batch_stride else 1
+        batches_b = self.l if self.b.batch_stride else 1
+        inputs = batches_a * self.m * self.k + batches_b * self.k * self.n
+        return inputs * ab + self.l * self.m * self.n * d
+
+    def to_dict(self) -> dict:
+        return asdict(self)

@@ -1,0 +1,191 @@
+"""How a GEMM runs: the choices that are compiled into a kernel, and those made at launch.
+
+`GemmSpec` names one cubin: equal specs share it, whatever the extents. `Traversal` is what a
+launch may still choose. `violations` is the one list of what the kernels can do.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from .problem import ITEMSIZE, Major
+
+SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
+SMEM_BARRIERS = 1024  # bytes in front of the operand stages: mbarriers, scheduler mailbox
+MAX_ACC_REGISTERS = 208  # float32 accumulators a math thread can hold and still not spill
+
+WarpSchedule = Literal["cooperative", "pingpong"]
+TileScheduler = Literal["single", "static", "dynamic"]
+
+
+@dataclass(frozen=True)
+class GemmSpec:
+    """One kernel. All fields are compile-time constants of it.
+
+    Attributes:
+      ab_dtype, d_dtype: as in `GemmProblem`.
+      a_major, b_major: "k" or "m"; "k" or "n".
+      tile_m, tile_n, tile_k: the block of D one CTA (cooperative) or one math warpgroup
+        (pingpong) computes, and the K extent of one stage.
+      cluster_m, cluster_n: CTAs of a cluster along M and N; they share loads by multicast.
+      warp_schedule: "cooperative" (all math warpgroups share a tile) or "pingpong" (two
+        math warpgroups work on alternate tiles).
+      tile_scheduler: "single" (one tile a CTA), "static" (persistent, fixed stride) or
+        "dynamic" (persistent, atomic tile counter).
+      num_stages: stages of the A/B ring in shared memory.
+      epi_tile_n: columns of one staged epilogue tile.
+      epi_stages: staged epilogue tiles in shared memory.
+    """
+
+    ab_dtype: str
+    d_dtype: str
+    a_major: Major
+    b_major: Major
+    tile_m: int
+    tile_n: int
+    tile_k: int = 64
+    cluster_m: int = 1
+    cluster_n: int = 1
+    warp_schedule: WarpSchedule = "cooperative"
+    tile_scheduler: TileScheduler = "static"
+    num_stages: int = 4
+    epi_tile_n: int = 32
+    epi_stages: int = 4
+
+    @property
+    def math_warpgroups(self) -> int:
+        """Math warpgroups of a CTA; one more loads."""
+        if self.warp_schedule == "pingpong":
+            return 2
+        return {64: 1, 128: 2, 192: 3, 256: 2}[self.tile_m]
+
+    @property
+    def rows_per_warpgroup(self) -> int:
+        """Rows of a tile that one math warpgroup accumulates."""
+        share = 1 if self.warp_schedule == "pingpong" else self.math_warpgroups
+        return self.tile_m // share
+
+    @property
+    def acc_registers(self) -> int:
+        """float32 accumulators of one math thread."""
+        return self.rows_per_warpgroup * self.tile_n // 128
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.math_warpgroups + 1)
+
+    @property
+    def epi_tile_m(self) -> int:
+        """Rows of one staged epilogue tile: the tile's rows that math threads write at once."""
+        if self.warp_schedule == "pingpong":
+            return 64
+        return 64 * self.math_warpgroups
+
+    @property
+    def cluster_size(self) -> int:
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of one A/B stage."""
+        return (self.tile_m + self.tile_n) * self.tile_k * ITEMSIZE[self.ab_dtype]
+
+    @property
+    def epi_stage_bytes(self) -> int:
+        return self.epi_tile_m * self.epi_tile_n * ITEMSIZE[self.d_dtype]
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a launch."""
+        ring = self.num_stages * self.stage_bytes
+        return SMEM_BARRIERS + ring + self.epi_stages * self.epi_stage_bytes
+
+    @property
+    def name(self) -> str:
+        """A name a person understands in a profile: operation, dtypes, layout, tile, schedule."""
+        short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+        layout = ("t" if self.a_major == "k" else "n") + ("t" if self.b_major == "n" else "n")
+        return (
+            f"jhg_gemm_{short[self.ab_dtype]}_{short[self.d_dtype]}_{layout}"
+            f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
+            f"_{self.warp_schedule}_{self.tile_scheduler}"
+            f"_s{self.num_stages}_e{self.epi_tile_n}x{self.epi_stages}"
+        )
+
+    def to_json(self) -> str:
+        """Returns canonical JSON: the same text for equal specs."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> GemmSpec:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Traversal:
+    """The order in which tiles are visited, chosen at launch; it compiles nothing.
+
+    Attributes:
+      along: the direction the walk advances in, "m" or "n".
+      swizzle: tiles side by side across that direction before it advances, 1 to 16.
+    """
+
+    along: Literal["m", "n"] = "m"
+    swizzle: int = 8
+
+
+def violations(spec: GemmSpec) -> list[str]:
+    """Returns every reason why no kernel is compiled for `spec`; empty when one can be."""
+    found = []
+
+    def need(ok: bool, reason: str) -> None:
+        if not ok:
+            found.append(reason)
+
+    need(spec.ab_dtype in ("bfloat16", "float16"), f"A and B are {spec.ab_dtype}, not 16-bit float")
+    need(spec.d_dtype in ITEMSIZE, f"D is {spec.d_dtype}, not bfloat16, float16 or float32")
+    need(spec.a_major in ("k", "m"), f"a_major is {spec.a_major!r}, not 'k' or 'm'")
+    need(spec.b_major in ("k", "n"), f"b_major is {spec.b_major!r}, not 'k' or 'n'")
+    need(spec.warp_schedule in ("cooperative", "pingpong"), f"no schedule {spec.warp_schedule!r}")
+    need(spec.tile_scheduler in ("single", "static", "dynamic"), f"no {spec.tile_scheduler!r}")
+    need(spec.tile_m in (64, 128, 192, 256), f"tile_m {spec.tile_m} is not 64, 128, 192 or 256")
+    need(
+        16 <= spec.tile_n <= 256 and spec.tile_n % 16 == 0,
+        f"tile_n {spec.tile_n} is not a multiple of 16 between 16 and 256",
+    )
+    need(spec.tile_k in (64, 128), f"tile_k {spec.tile_k} is not 64 or 128")
+    need(
+        (spec.cluster_m, spec.cluster_n) in ((1, 1), (2, 1), (1, 2), (2, 2)),
+        f"cluster {spec.cluster_m}x{spec.cluster_n} is not 1x1, 2x1, 1x2 or 2x2",
+    )
+    if found:  # what follows does arithmetic on the fields above
+        return found
+    need(
+        spec.acc_registers <= MAX_ACC_REGISTERS,
+        f"{spec.acc_registers} accumulators a thread; at most {MAX_ACC_REGISTERS} do not spill",
+    )
+    need(
+        spec.warp_schedule == "cooperative" or spec.tile_m <= 128,
+        f"pingpong gives one warpgroup a whole tile; tile_m {spec.tile_m} exceeds 128",
+    )
+    need(
+        spec.warp_schedule == "cooperative" or spec.tile_scheduler != "single",
+        "pingpong alternates tiles, so it needs a persistent scheduler",
+    )
+    need(
+        spec.tile_n % (16 * spec.cluster_m) == 0,
+        f"tile_n {spec.tile_n} does not split into {spec.cluster_m} multicast slices of 16 columns",
+    )
+    need(
+        spec.epi_tile_n in (16, 32, 64) and spec.tile_n % spec.epi_tile_n == 0,
+        f"epi_tile_n {spec.epi_tile_n} is not 16, 32 or 64 dividing tile_n {spec.tile_n}",
+    )
+    need(spec.num_stages >= 2, f"num_stages {spec.num_stages} is under 2")
+    need(spec.epi_stages >= 1, f"epi_stages {spec.epi_stages} is under 1")
+    need(
+        spec.smem_bytes <= SMEM_LIMIT,
+        f"{spec.smem_bytes} bytes of shared memory; a CTA has {SMEM_LIMIT}",
+    )
+    return found
