@@ -129,7 +129,7 @@ def make_plan(
         workspaces = (Workspace(nbytes=4, cleared=True),)
         params.append(Pointer(buffer=3))
     return LaunchPlan(
-        grid=(spec.cluster_m, spec.cluster_n, launched),
+        grid=(spec.cluster_m * launched, spec.cluster_n, 1),
         cluster=(spec.cluster_m, spec.cluster_n, 1),
         threads=spec.threads,
         smem_bytes=spec.smem_bytes,
