@@ -49,7 +49,8 @@ ffi::ErrorOr<const Driver*> Driver::Get() {
 ffi::Error Driver::Failure(const char* call, CUresult result, const std::string& detail) const {
   const char* name = nullptr;
   const char* text = nullptr;
-  if (cuGetErrorName(result, &name) != CUDA_SUCCESS) name = "unknown CUDA error";
+  const std::string number = "CUresult " + std::to_string(result);
+  if (cuGetErrorName(result, &name) != CUDA_SUCCESS) name = number.c_str();
   if (cuGetErrorString(result, &text) != CUDA_SUCCESS) text = "no description";
   const ffi::ErrorCode code = result == CUDA_ERROR_OUT_OF_MEMORY
                                   ? ffi::ErrorCode::kResourceExhausted
