@@ -380,8 +380,8 @@ def test_a_plan_cut_short_or_continued_is_refused(launcher, digest):
         (1, 2**31, "grid x, is 2147483648"),
         (2, 65536, "grid y, is 65536, not 1 to 65535"),
         (1, 3, "the cluster does not divide the grid"),
-        (4, -1, "cluster, is -1, not 1 to 16"),
-        (6, 16, "the cluster has more than 16 CTAs"),
+        (4, -1, "cluster, is -1, not 1 to 8"),
+        (6, 8, "the cluster has more than 8 CTAs"),
         (7, 1025, "threads, is 1025, not 1 to 1024"),
         (8, 232449, "shared memory bytes, is 232449, not 0 to 232448"),
         (9, 17, "number of cleared workspaces, is 17, not 0 to 16"),
@@ -425,6 +425,17 @@ def test_a_workspace_smaller_than_what_is_cleared_is_refused(launcher, driver, d
     with pytest.raises(jax.errors.JaxRuntimeError, match="buffer 3 has 4 bytes, of which 8 are"):
         jax.block_until_ready(program(A, B))
     assert driver.calls("cuMemsetD32Async") == []
+
+
+def test_an_address_that_tma_cannot_take_is_refused(launcher, driver, digest):
+    program = launcher.load(PLAN.encode(), digest=digest)
+    launcher.shim.shim_misalign(8)
+    try:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="buffer 0 is not a multiple of 16"):
+            jax.block_until_ready(program(A, B))
+    finally:
+        launcher.shim.shim_misalign(0)
+    assert driver.calls("cuLaunchKernelEx") == []
 
 
 def test_threads_share_a_program_and_keep_their_addresses_apart(launcher, driver, digest):
