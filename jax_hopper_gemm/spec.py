@@ -15,7 +15,9 @@ from .problem import ITEMSIZE, Major
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
 SMEM_BARRIERS = 1024  # bytes in front of the operand stages: mbarriers, scheduler mailbox
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
-MAX_ACC_REGISTERS = 208  # float32 accumulators a math thread can hold and still not spill
+# float32 accumulators a math thread can hold without a spill, by number of math warpgroups:
+# a CTA's 65,536 registers leave a thread up to 240 with one or two of them, 160 with three.
+MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
 
 WarpSchedule = Literal["cooperative", "pingpong"]
 TileScheduler = Literal["single", "static", "dynamic"]
@@ -190,9 +192,11 @@ def violations(spec: GemmSpec) -> list[str]:
     )
     if found:  # what follows does arithmetic on the fields above
         return found
+    limit = MAX_ACC_REGISTERS[spec.math_warpgroups]
     need(
-        spec.acc_registers <= MAX_ACC_REGISTERS,
-        f"{spec.acc_registers} accumulators a thread; at most {MAX_ACC_REGISTERS} do not spill",
+        spec.acc_registers <= limit,
+        f"{spec.acc_registers} accumulators a thread; {limit} fit with "
+        f"{spec.math_warpgroups} math warpgroups",
     )
     need(
         spec.warp_schedule == "cooperative" or spec.tile_m <= 128,

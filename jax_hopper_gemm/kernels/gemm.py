@@ -140,9 +140,9 @@ class GemmKernel:
             cute.arch.setmaxregister_increase(math_registers)
             self.math(ring, tma_d, sA, sB, sD, gD_mnl, walk, cta_m, cta_n, k_tiles)
 
-        if cutlass.const_expr(s.cluster_size > 1):
-            # No CTA leaves while another may still arrive on its barriers.
-            cute.arch.cluster_arrive_relaxed()
+        if cutlass.const_expr(self.scheduler.needs_scheduler_warp and s.cluster_size > 1):
+            # The mailbox's first CTA must not leave while others may still arrive on it.
+            cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     def tiles(self, any_extent, second_is_contiguous, tile):
@@ -170,8 +170,8 @@ class GemmKernel:
             tile_m, tile_n, batch = self.tile_of_cta(index, walk, cta_m, cta_n)
             state = self.mainloop.load(ring, state, tile_m, tile_n, batch, k_tiles)
             index, reader = self.scheduler.next_tile(index, reader)
-        if cutlass.const_expr(self.spec.cluster_size == 1):
-            ring.producer_tail(state)
+        # No CTA leaves before its partners' last arrivals on its barriers have landed.
+        ring.producer_tail(state)
 
     @cute.jit
     def math(self, ring, tma_d, sA, sB, sD, gD_mnl, walk, cta_m, cta_n, k_tiles):
