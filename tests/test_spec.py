@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, violations
+from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, TmaBox, violations
 
 LARGE = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 256)
 
@@ -38,7 +38,7 @@ def test_a_plain_spec_has_no_violations():
         ({"epi_tile_n": 8}, "epi_tile_n 8 "),
         ({"tile_n": 208}, "epi_tile_n 32 is not 16, 32 or 64 dividing tile_n 208"),
         ({"num_stages": 1}, "num_stages 1"),
-        ({"epi_stages": 0}, "epi_stages 0"),
+        ({"epi_stages": 1}, "epi_stages 1"),
         ({"num_stages": 5}, f"a CTA has {SMEM_LIMIT}"),
     ],
 )
@@ -80,6 +80,21 @@ def test_shared_memory_adds_barriers_ring_and_epilogue():
     assert LARGE.epi_stage_bytes == 128 * 32 * 2
     assert LARGE.smem_bytes == 1024 + 4 * 49152 + 4 * 8192
     assert replace(LARGE, d_dtype="float32").epi_stage_bytes == 2 * LARGE.epi_stage_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "a_box", "b_box"),
+    [
+        ({}, TmaBox(64, 128, 128), TmaBox(64, 64, 128)),
+        ({"a_major": "m", "b_major": "k"}, TmaBox(64, 64, 128), TmaBox(64, 256, 128)),
+        ({"cluster_m": 2, "cluster_n": 2}, TmaBox(64, 64, 128), TmaBox(64, 32, 128)),
+        ({"tile_n": 96}, TmaBox(64, 128, 128), TmaBox(32, 64, 64)),
+        ({"tile_n": 16, "tile_k": 128}, TmaBox(64, 128, 128), TmaBox(16, 128, 32)),
+    ],
+)
+def test_boxes_are_as_wide_as_their_swizzle_and_shared_along_the_other_index(change, a_box, b_box):
+    spec = replace(LARGE, **change)
+    assert (spec.a_box, spec.b_box) == (a_box, b_box)
 
 
 def test_json_round_trips_and_is_canonical():

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from ..plan import swizzle_bytes
 from ..problem import ITEMSIZE, Major
 from ..spec import (
     SMEM_BARRIERS,
@@ -133,14 +132,11 @@ def filled_spec(config: Config, types: OperandTypes) -> GemmSpec | None:
 
 
 def worthwhile(spec: GemmSpec) -> bool:
-    """Returns whether MN-major operands arrive in rows of `MIN_SWIZZLE` bytes or whole tiles."""
+    """Returns whether operands arrive in rows of `MIN_SWIZZLE` bytes, or as wide as the tile."""
+    a_extent = spec.tile_k if spec.a_major == "k" else spec.tile_m
+    b_extent = spec.tile_k if spec.b_major == "k" else spec.tile_n
     itemsize = ITEMSIZE[spec.ab_dtype]
-    rows = []
-    if spec.a_major == "m":
-        rows.append((spec.tile_m, spec.cluster_n))
-    if spec.b_major == "n":
-        rows.append((spec.tile_n, spec.cluster_m))
     return all(
-        swizzle_bytes(extent // slices * itemsize) >= min(MIN_SWIZZLE, extent * itemsize)
-        for extent, slices in rows
+        box.swizzle >= min(MIN_SWIZZLE, extent * itemsize)
+        for box, extent in ((spec.a_box, a_extent), (spec.b_box, b_extent))
     )
