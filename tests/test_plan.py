@@ -21,6 +21,7 @@ from jax_hopper_gemm.plan import (
 )
 from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.spec import GemmSpec, Traversal, violations
+from jax_hopper_gemm.walk import make_walk
 
 LARGE = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 256)
 MAJORS = list(product(("k", "m"), ("n", "k")))
@@ -90,15 +91,10 @@ def test_scalars_follow_the_kernels_order():
     problem = GemmProblem.dense(1000, 5000, 136, 3)
     spec = replace(LARGE, cluster_n=2)
     plan = make_plan(problem, spec, Traversal("n", 4), 132)
-    clusters_m, clusters_n, k_tiles = 8, 10, 3
-    assert scalars(plan) == [clusters_m, clusters_n, 3, k_tiles, 4, 0]
-    assert scalars(make_plan(problem, spec, Traversal("m", 1), 132))[-2:] == [1, 1]
-
-
-def test_swizzle_is_no_wider_than_the_result():
-    problem = GemmProblem.dense(1000, 300, 64)
-    assert scalars(make_plan(problem, LARGE, Traversal("m", 16), 132))[-2] == 2
-    assert scalars(make_plan(problem, LARGE, Traversal("n", 16), 132))[-2] == 8
+    for along in ("n", "m"):
+        plan = make_plan(problem, spec, Traversal(along, 4), 132)
+        walk = make_walk(8, 10, 3, along_m=along == "m", swizzle=4)
+        assert scalars(plan) == [*walk, 3]
 
 
 def test_only_the_dynamic_scheduler_has_a_counter():
@@ -161,14 +157,14 @@ def test_boxes_tile_the_share_that_each_cta_loads(a_major, b_major, cluster, til
         assert tensor_map.box[1:] == (long // shares, 1)
         assert tensor_map.box[0] * 2 == tensor_map.swizzle <= 128
         assert max(tensor_map.box) <= 256
-    assert d.box == (32, spec.epi_tile_m, 1) and d.swizzle == 64
+    assert d.box == (32, 64, 1) and d.swizzle == 64
 
 
 def test_a_float32_result_takes_half_as_wide_boxes():
     spec = replace(LARGE, d_dtype="float32", epi_tile_n=64, num_stages=3, epi_stages=2)
     assert violations(spec) == []
     d = tensor_maps(GemmProblem.dense(512, 512, 512, d_dtype="float32"), spec)[2]
-    assert d.box == (32, 128, 1) and d.swizzle == 128
+    assert d.box == (32, 64, 1) and d.swizzle == 128
 
 
 def test_strides_of_extents_of_one_are_legal_whatever_the_layout():
@@ -191,8 +187,9 @@ def test_encoding_decodes_to_the_plan():
     assert decoded["params"] == [
         ("map", 0, float16, swizzle_128, (1000, 136, 3), (2000, 272000), (64, 64, 1)),
         ("map", 1, float16, swizzle_128, (5000, 136, 3), (10000, 1360000), (64, 64, 1)),
-        ("map", 2, float16, swizzle_64, (5000, 1000, 3), (10000, 10000000), (32, 128, 1)),
-        *(("int32", value) for value in (8, 20, 3, 3, 8, 0)),
+        ("map", 2, float16, swizzle_64, (5000, 1000, 3), (10000, 10000000), (32, 64, 1)),
+        *(("int32", value) for value in make_walk(8, 20, 3, along_m=False, swizzle=16)),
+        ("int32", 3),
         ("pointer", 3),
     ]
 
@@ -200,11 +197,16 @@ def test_encoding_decodes_to_the_plan():
 def test_encoding_is_golden():
     plan = make_plan(GemmProblem.dense(256, 512, 128), LARGE, Traversal("m", 8), 132)
     assert plan.encode() == (
-        1,  4, 1, 1,  1, 1, 1,  384, 230400,  0,  9,
+        1,  4, 1, 1,  1, 1, 1,  384, 230400,  0,  20,
         0, 0, 9, 3, 3,  128, 256, 1,  256, 16,  64, 128, 1,
         0, 1, 9, 3, 3,  512, 128, 1,  1024, 16,  64, 64, 1,
-        0, 2, 9, 2, 3,  512, 256, 1,  1024, 16,  32, 128, 1,
-        1, 2,  1, 2,  1, 1,  1, 2,  1, 2,  1, 1,
+        0, 2, 9, 2, 3,  512, 256, 1,  1024, 16,  32, 64, 1,
+        1, 4,  1, 2,  1, 1,
+        1, 4,  1, 2**30,  1, 32,
+        1, 4,  1, 2**30,  1, 32,  1, 1,
+        1, 2,  1, 2**30,  1, 31,
+        1, 1,  1, 2**30,  1, 30,
+        1, 2,
     )  # fmt: skip
 
 

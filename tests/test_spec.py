@@ -54,31 +54,28 @@ def test_violations_report_every_bad_field_at_once():
 
 
 @pytest.mark.parametrize(
-    ("tile_m", "tile_n", "schedule", "warpgroups", "rows", "registers", "epi_tile_m"),
+    ("tile_m", "tile_n", "schedule", "warpgroups", "rows", "registers"),
     [
-        (64, 128, "cooperative", 1, 64, 64, 64),
-        (128, 256, "cooperative", 2, 64, 128, 128),
-        (192, 128, "cooperative", 3, 64, 64, 192),
-        (256, 128, "cooperative", 2, 128, 128, 128),
-        (64, 256, "pingpong", 2, 64, 128, 64),
-        (128, 192, "pingpong", 2, 128, 192, 64),
+        (64, 128, "cooperative", 1, 64, 64),
+        (128, 256, "cooperative", 2, 64, 128),
+        (192, 128, "cooperative", 3, 64, 64),
+        (256, 128, "cooperative", 2, 128, 128),
+        (64, 256, "pingpong", 2, 64, 128),
+        (128, 192, "pingpong", 2, 128, 192),
     ],
 )
-def test_warpgroups_share_a_tile_by_rows(
-    tile_m, tile_n, schedule, warpgroups, rows, registers, epi_tile_m
-):
+def test_warpgroups_share_a_tile_by_rows(tile_m, tile_n, schedule, warpgroups, rows, registers):
     spec = replace(LARGE, tile_m=tile_m, tile_n=tile_n, warp_schedule=schedule)
     assert spec.math_warpgroups == warpgroups
     assert spec.rows_per_warpgroup == rows
     assert spec.acc_registers == registers
-    assert spec.epi_tile_m == epi_tile_m
     assert spec.threads == 128 * (warpgroups + 1)
 
 
 def test_shared_memory_adds_barriers_ring_and_epilogue():
     assert LARGE.stage_bytes == 128 * 64 * 2 + 256 * 64 * 2
-    assert LARGE.epi_stage_bytes == 128 * 32 * 2
-    assert LARGE.smem_bytes == 1024 + 4 * 49152 + 4 * 8192
+    assert LARGE.epi_stage_bytes == 64 * 32 * 2
+    assert LARGE.smem_bytes == 1024 + 4 * 49152 + 2 * 4 * 4096
     assert replace(LARGE, d_dtype="float32").epi_stage_bytes == 2 * LARGE.epi_stage_bytes
 
 

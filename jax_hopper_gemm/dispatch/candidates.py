@@ -124,10 +124,11 @@ def filled_spec(config: Config, types: OperandTypes) -> GemmSpec | None:
     )  # fmt: skip
     if violations(shape):
         return None
-    room = SMEM_LIMIT - SMEM_BARRIERS - 2 * shape.epi_stage_bytes
+    staged = shape.math_warpgroups * shape.epi_stage_bytes
+    room = SMEM_LIMIT - SMEM_BARRIERS - 2 * staged
     num_stages = min(MAX_STAGES, room // shape.stage_bytes)
     left = room - num_stages * shape.stage_bytes
-    epi_stages = 4 if left >= 2 * shape.epi_stage_bytes else 2
+    epi_stages = 4 if left >= 2 * staged else 2
     return replace(shape, num_stages=num_stages, epi_stages=epi_stages)
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from ..plan import TMA_ALIGNMENT, ceil_div
 from ..problem import ITEMSIZE, GemmProblem, MatrixLayout
 from ..spec import GemmSpec
+from ..walk import MAX_TILES
 from .device import Device
 
 AB_DTYPES = ("bfloat16", "float16")
 D_DTYPES = ("bfloat16", "float16", "float32")
 MAX_EXTENT = 2**31 - 1  # TMA coordinates are int32
 MAX_STRIDE_BYTES = 2**40  # a tensor map's strides stay below
-MAX_CLUSTERS = 2**30  # cluster indices are int32 and overshoot the last one by up to a grid
 
 
 def device_violations(device: Device) -> list[str]:
@@ -99,6 +99,6 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
     clusters = (
         ceil_div(p.m, spec.tile_m * spec.cluster_m) * ceil_div(p.n, spec.tile_n * spec.cluster_n)
     ) * p.l
-    if clusters > MAX_CLUSTERS:
-        found.append(f"{clusters} clusters of tiles, over {MAX_CLUSTERS}: split the product")
+    if clusters >= MAX_TILES:
+        found.append(f"{clusters} clusters of tiles, not under {MAX_TILES}: split the product")
     return found
