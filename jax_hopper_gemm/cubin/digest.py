@@ -15,6 +15,8 @@ from ..spec import GemmSpec
 CUTLASS_DSL_VERSION = "4.8.1"  # of nvidia-cutlass-dsl, which pyproject.toml pins as well
 TARGET = "sm_90a"
 
+CONSTANTS = ("problem.py", "spec.py")  # what `kernels/` imports from this package
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -34,10 +36,10 @@ def source_digest(package: Path) -> str:
     """Returns a digest over `kernels/` and the modules it takes constants from.
 
     Args:
-      package: the folder of the package, which holds `spec.py` and `kernels/`.
+      package: the folder of the package.
     """
     found = hashlib.sha256()
-    sources = [package / "problem.py", package / "spec.py", *(package / "kernels").rglob("*.py")]
+    sources = [package / name for name in CONSTANTS] + list((package / "kernels").rglob("*.py"))
     for path in sorted(sources):
         content = path.read_bytes()
         found.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())

@@ -101,9 +101,9 @@ def _sections(cubin: bytes) -> Iterator[_Section]:
         raise CubinError(f"not a cubin: {len(cubin)} bytes that begin with {cubin[:8].hex()}")
     (table,) = struct.unpack_from("<Q", cubin, 40)
     entry_size, count, names_index = struct.unpack_from("<3H", cubin, 58)
-    headers = [struct.unpack_from("<2I4Q2I", cubin, table + i * entry_size) for i in range(count)]
+    headers = [struct.unpack_from("<2I4Q2I2Q", cubin, table + i * entry_size) for i in range(count)]
     names_offset = headers[names_index][4]
-    for name_offset, kind, _, _, offset, size, _, info in headers:
+    for name_offset, kind, _, _, offset, size, _, info, _, _ in headers:
         name = cubin[names_offset + name_offset : cubin.index(b"\0", names_offset + name_offset)]
         content = b"" if kind == _SHT_NOBITS else cubin[offset : offset + size]
         yield _Section(name.decode(), content, size, info)

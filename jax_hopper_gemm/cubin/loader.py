@@ -79,7 +79,7 @@ def load_compiled(compiled: Compiled, driver: Any) -> LoadedKernel:
 
 
 def _driver() -> ModuleType:
-    from cuda.bindings import driver
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
     return driver
 

@@ -58,18 +58,13 @@ class Store:
         cubin_path, manifest_path = self._paths(digest)
         try:
             cubin, text = cubin_path.read_bytes(), manifest_path.read_text()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, UnicodeDecodeError) as error:
             _log.warning("%s: cannot read %s, doing without it: %s", self, digest, error)
             return None
-        try:
-            entry = json.loads(text)
-            manifest = Manifest.from_json(json.dumps(entry["manifest"]))
-            intact = entry["checksum"] == _checksum(cubin, manifest)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            intact = False
-        if not intact:
+        manifest = _intact_manifest(cubin, text)
+        if manifest is None:
             _log.warning("%s: the entry %s is damaged, doing without it", self, digest)
             return None
         return Compiled(cubin, manifest, str(self))
@@ -110,6 +105,17 @@ class Store:
 
     def _paths(self, digest: str) -> tuple[Path, Path]:
         return self.folder / f"{digest}.cubin", self.folder / f"{digest}.json"
+
+
+def _intact_manifest(cubin: bytes, text: str) -> Manifest | None:
+    """Returns the manifest in `text`; None unless it and `cubin` fit the checksum."""
+    try:
+        entry = json.loads(text)
+        manifest = Manifest.from_json(json.dumps(entry["manifest"]))
+        intact = entry["checksum"] == _checksum(cubin, manifest)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return manifest if intact else None
 
 
 def _checksum(cubin: bytes, manifest: Manifest) -> str:
