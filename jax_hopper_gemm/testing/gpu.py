@@ -1,11 +1,10 @@
-"""A GPU through the CUDA driver alone: memory, graphs, time; no XLA.
+"""A GPU and its memory through the CUDA driver alone: no XLA.
 
 Tests, tuner and memory checker use it where jax would stand between them and the kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -16,7 +15,6 @@ import numpy as np
 from ..dispatch import Device
 
 _RANDOM_PERIOD = 4_000_037  # prime: rows of a matrix do not repeat
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 
 
 class CudaError(RuntimeError):
@@ -134,40 +132,6 @@ class Gpu:
           CudaError: a kernel failed.
         """
         self.call("cuCtxSynchronize")
-
-    def time(self, launches: Sequence[Callable[[int], None]], replays: int = 1) -> list[float]:
-        """Returns microseconds per launch, once for each replay of `launches` as a CUDA graph.
-
-        A graph leaves about a microsecond between kernels, far less than launches from Python.
-
-        Args:
-          launches: functions that enqueue work on the stream they are given.
-          replays: how many times the graph runs.
-        """
-        d = self.driver
-        stream = self.call("cuStreamCreate", _NON_BLOCKING)
-        start, end = self.call("cuEventCreate", 0), self.call("cuEventCreate", 0)
-        mode = d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        self.call("cuStreamBeginCapture", stream, mode)
-        for launch in launches:
-            launch(int(stream))
-        graph = self.call("cuStreamEndCapture", stream)
-        executable = self.call("cuGraphInstantiate", graph, 0)
-        samples = []
-        for replay in range(replays + 1):
-            self.call("cuEventRecord", start, stream)
-            self.call("cuGraphLaunch", executable, stream)
-            self.call("cuEventRecord", end, stream)
-            self.call("cuEventSynchronize", end)
-            if replay:  # the first one uploads the graph
-                milliseconds = self.call("cuEventElapsedTime", start, end)
-                samples.append(milliseconds * 1e3 / len(launches))
-        self.call("cuGraphExecDestroy", executable)
-        self.call("cuGraphDestroy", graph)
-        for event in (start, end):
-            self.call("cuEventDestroy", event)
-        self.call("cuStreamDestroy", stream)
-        return samples
 
     def _attribute(self, name: str) -> int:
         attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")

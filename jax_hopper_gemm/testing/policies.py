@@ -27,7 +27,7 @@ CHOICES: dict[str, tuple] = {
     "tile_scheduler": ("single", "static", "dynamic"),
     "num_stages": (2, 3, 4, 5, 7),
     "epi_tile_n": (16, 32, 64),
-    "epi_stages": (1, 2, 4),
+    "epi_stages": (2, 3, 4),
 }
 
 _ATTEMPTS = 400  # random completions tried before a pair counts as impossible

@@ -141,39 +141,45 @@ def sustained(
     return measure
 
 
-def time_kernels(
-    gpu: Gpu,
-    problem: GemmProblem,
-    candidates: Sequence[tuple[GemmSpec, Traversal]],
-    rounds: int = 5,
-) -> list[Timing]:
-    """Returns the burst time of each candidate kernel on `problem`, in their order.
+class KernelTimer:
+    """Times kernels on one problem, launched directly: what a tuner asks.
 
-    For a tuner: kernels are launched directly, as CUDA graphs, and take turns. The times hold
-    the gap between two kernels, about a microsecond.
+    `timer(spec, traversal)` returns microseconds of kernel time in the burst regime, to be
+    compared with `burst` of XLA's product.
     """
-    itemsize = reference.dtype_of(problem, "a").itemsize
-    elements = [reference.num_elements(problem, operand) for operand in ("a", "b", "d")]
-    sets = sets_to_rotate((elements[0] + elements[1]) * itemsize)
-    d_bytes = elements[2] * reference.dtype_of(problem, "d").itemsize
-    operands = [
-        (
-            gpu.random(problem.ab_dtype, elements[0], seed=2 * i),
-            gpu.random(problem.ab_dtype, elements[1], seed=2 * i + 1),
-            gpu.allocate(d_bytes),
-        )
-        for i in range(sets)
-    ]
 
-    def measurement(spec: GemmSpec, traversal: Traversal) -> Callable[[], list[float]]:
-        launches: list[Launch] = [
-            prepare(gpu, problem, spec, traversal, buffers) for buffers in operands
+    def __init__(self, gpu: Gpu, problem: GemmProblem):
+        self.gpu, self.problem = gpu, problem
+        elements = [reference.num_elements(problem, operand) for operand in ("a", "b", "d")]
+        itemsizes = [reference.dtype_of(problem, operand).itemsize for operand in ("a", "d")]
+        sets = sets_to_rotate((elements[0] + elements[1]) * itemsizes[0])
+        self._operands = [
+            (
+                gpu.random(problem.ab_dtype, elements[0], seed=2 * i),
+                gpu.random(problem.ab_dtype, elements[1], seed=2 * i + 1),
+                gpu.allocate(elements[2] * itemsizes[1]),
+            )
+            for i in range(sets)
         ]
-        repeats = -(-_LAUNCHES // sets)
-        return lambda: gpu.time(launches * repeats)
 
-    named = {str(i): measurement(*candidate) for i, candidate in enumerate(candidates)}
-    return list(alternate(named, rounds).values())
+    def __call__(self, spec: GemmSpec, traversal: Traversal) -> float:
+        """Returns the median time of one kernel; it is built if need be."""
+        launches = [
+            (prepare(self.gpu, self.problem, spec, traversal, operands),)
+            for operands in self._operands
+        ]
+        return Timing(tuple(burst(self._enqueue, launches)())).median
+
+    def _enqueue(self, launch: Launch) -> _Enqueued:
+        launch()
+        return _Enqueued(self.gpu)
+
+
+class _Enqueued:
+    """Lets `jax.block_until_ready` wait for work that jax did not enqueue."""
+
+    def __init__(self, gpu: Gpu):
+        self.block_until_ready = gpu.synchronize
 
 
 class _Rotation(jax.stages.Wrapped):
