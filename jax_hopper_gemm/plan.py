@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .problem import ITEMSIZE, GemmProblem, MatrixLayout
-from .spec import GemmSpec, Traversal
+from .spec import GemmSpec, TmaBox, Traversal
 
 PLAN_VERSION = 1
 
@@ -122,8 +122,10 @@ def make_plan(
     if spec.tile_scheduler != "single":
         launched = persistent_clusters(clusters, max_clusters(spec, num_sms))
     params: list[TensorMap | Int32 | Pointer] = list(tensor_maps(problem, spec))
-    scalars = (clusters_m, clusters_n, problem.l, k_tiles, traversal.swizzle, traversal.along == "m")
-    params += [Int32(int(value)) for value in scalars]
+    along_m = traversal.along == "m"
+    swizzle = min(traversal.swizzle, clusters_n if along_m else clusters_m)
+    scalars = (clusters_m, clusters_n, problem.l, k_tiles, swizzle, int(along_m))
+    params += [Int32(value) for value in scalars]
     workspaces: tuple[Workspace, ...] = ()
     if spec.tile_scheduler == "dynamic":
         workspaces = (Workspace(nbytes=4, cleared=True),)
@@ -139,51 +141,36 @@ def make_plan(
 
 
 def tensor_maps(problem: GemmProblem, spec: GemmSpec) -> tuple[TensorMap, TensorMap, TensorMap]:
-    """Returns the tensor maps of A, B and D.
-
-    CTAs of a cluster that need the same operand tile each load one slice of it and multicast
-    it: a row of `cluster_n` CTAs shares A's tile, a column of `cluster_m` CTAs shares B's.
-    """
-    p, s = problem, spec
-    slice_m, slice_n = s.tile_m // s.cluster_n, s.tile_n // s.cluster_m
+    """Returns the tensor maps of A, B and D."""
+    p = problem
     return (
-        _tensor_map(0, p.ab_dtype, p.a, ("m", p.m, slice_m), ("k", p.k, s.tile_k), p.l),
-        _tensor_map(1, p.ab_dtype, p.b, ("n", p.n, slice_n), ("k", p.k, s.tile_k), p.l),
-        _tensor_map(2, p.d_dtype, p.d, ("m", p.m, s.epi_tile_m), ("n", p.n, s.epi_tile_n), p.l),
+        _tensor_map(0, p.ab_dtype, p.a, {"m": p.m, "k": p.k}, p.l, spec.a_box),
+        _tensor_map(1, p.ab_dtype, p.b, {"n": p.n, "k": p.k}, p.l, spec.b_box),
+        _tensor_map(2, p.d_dtype, p.d, {"m": p.m, "n": p.n}, p.l, spec.d_box),
     )
-
-
-def swizzle_bytes(contiguous_bytes: int) -> int:
-    """Returns the widest shared-memory swizzle whose rows tile `contiguous_bytes`."""
-    return next(width for width in (128, 64, 32) if contiguous_bytes % width == 0)
 
 
 def _tensor_map(
     buffer: int,
     dtype: str,
     layout: MatrixLayout,
-    first: tuple[str, int, int],
-    second: tuple[str, int, int],
+    extents: dict[str, int],
     batches: int,
+    box: TmaBox,
 ) -> TensorMap:
-    """Returns the map of one operand whose indices are given as (name, extent, tile extent).
-
-    A box is as wide as the swizzle along the contiguous index, and as long as the tile along
-    the other; a wider tile takes several boxes.
-    """
-    contiguous, other = (first, second) if first[0] == layout.major else (second, first)
+    contiguous = extents.pop(layout.major)
+    (other,) = extents.values()
     itemsize = ITEMSIZE[dtype]
-    swizzle = swizzle_bytes(contiguous[2] * itemsize)
     return TensorMap(
         buffer,
         dtype,
-        dims=(contiguous[1], other[1], batches),
+        dims=(contiguous, other, batches),
         strides=(
-            _stride_bytes(layout.leading_stride, other[1], itemsize),
+            _stride_bytes(layout.leading_stride, other, itemsize),
             _stride_bytes(layout.batch_stride, batches, itemsize),
         ),
-        box=(swizzle // itemsize, other[2], 1),
-        swizzle=swizzle,
+        box=(box.contiguous, box.other, 1),
+        swizzle=box.swizzle,
     )
 
 

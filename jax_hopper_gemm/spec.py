@@ -21,6 +21,19 @@ TileScheduler = Literal["single", "static", "dynamic"]
 
 
 @dataclass(frozen=True)
+class TmaBox:
+    """What one TMA copy moves: `contiguous` elements by `other`, in a `swizzle`-byte pattern.
+
+    A box is as wide as the swizzle and as long as the tile, so a wider tile takes several. CTAs
+    of a cluster that share a tile each load a part of every box and multicast it.
+    """
+
+    contiguous: int
+    other: int
+    swizzle: int
+
+
+@dataclass(frozen=True)
 class GemmSpec:
     """One kernel. All fields are compile-time constants of it.
 
@@ -103,6 +116,18 @@ class GemmSpec:
         return SMEM_BARRIERS + ring + self.epi_stages * self.epi_stage_bytes
 
     @property
+    def a_box(self) -> TmaBox:
+        return _box(self.a_major == "k", self.tile_m, self.tile_k, self.cluster_n, self.ab_dtype)
+
+    @property
+    def b_box(self) -> TmaBox:
+        return _box(self.b_major == "k", self.tile_n, self.tile_k, self.cluster_m, self.ab_dtype)
+
+    @property
+    def d_box(self) -> TmaBox:
+        return _box(True, self.epi_tile_m, self.epi_tile_n, 1, self.d_dtype)
+
+    @property
     def name(self) -> str:
         """A name a person understands in a profile: operation, dtypes, layout, tile, schedule."""
         short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -121,6 +146,13 @@ class GemmSpec:
     @classmethod
     def from_json(cls, text: str) -> GemmSpec:
         return cls(**json.loads(text))
+
+
+def _box(second_is_contiguous: bool, first: int, second: int, shares: int, dtype: str) -> TmaBox:
+    contiguous, other = (second, first) if second_is_contiguous else (first, second)
+    itemsize = ITEMSIZE[dtype]
+    swizzle = next(width for width in (128, 64, 32) if contiguous * itemsize % width == 0)
+    return TmaBox(swizzle // itemsize, other // shares, swizzle)
 
 
 @dataclass(frozen=True)
@@ -183,7 +215,7 @@ def violations(spec: GemmSpec) -> list[str]:
         f"epi_tile_n {spec.epi_tile_n} is not 16, 32 or 64 dividing tile_n {spec.tile_n}",
     )
     need(spec.num_stages >= 2, f"num_stages {spec.num_stages} is under 2")
-    need(spec.epi_stages >= 1, f"epi_stages {spec.epi_stages} is under 1")
+    need(spec.epi_stages >= 2, f"epi_stages {spec.epi_stages} is under 2")
     need(
         spec.smem_bytes <= SMEM_LIMIT,
         f"{spec.smem_bytes} bytes of shared memory; a CTA has {SMEM_LIMIT}",

@@ -1,0 +1,9 @@
+"""NumPy names of dtypes → CuTe's types."""
+
+import cutlass
+
+CUTE_DTYPE = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float32": cutlass.Float32,
+}

@@ -1,0 +1,224 @@
+"""The skeleton of every GEMM kernel: roles, barriers, the tile loop. It knows no policy by name.
+
+    warp        role           does
+    0           loader         A and B tiles → ring of stages, by TMA
+    1           scheduler      next tile → mailbox (only where the scheduler needs one)
+    2, 3        -              nothing
+    4 ...       math           ring → accumulator (wgmma) → D; four warps a warpgroup
+
+    barrier             arrivals                                     waited on by
+    ring full           1 + bytes of a stage                         math
+    ring empty          a warp of each that works on the tile,       loader
+                        in each CTA that shares the stage
+    mailbox             see tile_scheduler/dynamic.py                loader, math
+    named 1 ...         see warp_schedule/                           math
+"""
+
+import re
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32
+
+from ..spec import SMEM_BARRIERS
+from .epilogue import StagedStore
+from .mainloop import SharedSharedMainloop
+from .tile_scheduler import TILE_SCHEDULERS
+from .tile_scheduler.raster import tile_at
+from .warp_schedule import WARP_SCHEDULES
+
+WARPGROUP = 128
+LOADER_WARP, SCHEDULER_WARP, FIRST_MATH_WARP = 0, 1, 4
+
+
+def check_box(atom, box, shares):
+    """Asserts that the compiled copy moves the box that the host's tensor map will name."""
+    compiled = re.search(r'tma_gbasis = <"\((\d+),(\d+),1\)', str(atom._trait.value.type))
+    assert compiled is not None, f"no box in {atom._trait.value.type}"
+    assert tuple(map(int, compiled.groups())) == (box.contiguous, box.other * shares), (
+        f"kernel copies {compiled.group(0)}, spec says {box} in {shares} shares"
+    )
+
+
+class GemmKernel:
+    """One kernel, for one `GemmSpec`."""
+
+    def __init__(self, spec):
+        self.spec = spec
+        self.schedule = WARP_SCHEDULES[spec.warp_schedule](spec)
+        self.scheduler = TILE_SCHEDULERS[spec.tile_scheduler](spec)
+        self.mainloop = SharedSharedMainloop(spec, self.schedule.atom_layout_m)
+        self.epilogue = StagedStore(spec, self.schedule)
+
+    @cute.jit
+    def launch(self, mA, mB, mD, scalars, tile_counter, stream):
+        """Host side, traced only to make the TMA atoms' types; `ffi/` launches for real."""
+        self.mainloop.setup_layouts()
+        self.epilogue.setup_layouts()
+        tma_a, tma_b = self.mainloop.make_tma_atoms(mA, mB)
+        tma_d = self.epilogue.make_tma_atom(mD)
+        for atom, box, shares in (
+            (tma_a, self.spec.a_box, self.spec.cluster_n),
+            (tma_b, self.spec.b_box, self.spec.cluster_m),
+            (tma_d, self.spec.d_box, 1),
+        ):
+            check_box(atom, box, shares)
+        self.kernel(tma_a, tma_b, tma_d, *scalars, tile_counter).launch(
+            grid=(self.spec.cluster_m, self.spec.cluster_n, 1),
+            block=(self.spec.threads, 1, 1),
+            cluster=(self.spec.cluster_m, self.spec.cluster_n, 1),
+            smem=self.spec.smem_bytes,
+            min_blocks_per_mp=1,  # or ptxas drops setmaxnreg
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, tma_a, tma_b, tma_d,
+        clusters_m: Int32, clusters_n: Int32, batches: Int32, k_tiles: Int32,
+        swizzle: Int32, along_m: Int32, tile_counter,
+    ):  # fmt: skip
+        s = self.spec
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cta_m, cta_n, _ = cute.arch.block_in_cluster_idx()
+
+        if warp == LOADER_WARP:
+            for atom in (tma_a, tma_b, tma_d):
+                cute.nvgpu.cpasync.prefetch_descriptor(atom)
+
+        # Shared memory: barriers and mailbox, then the ring, then the epilogue's buffers.
+        self.mainloop.setup_layouts()
+        self.epilogue.setup_layouts()
+
+        @cute.struct
+        class Storage:
+            words: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Int64, SMEM_BARRIERS // 8], 1024
+            ]
+            sA: cute.struct.Align[
+                cute.struct.MemRange[self.mainloop.dtype, cute.cosize(self.mainloop.a_layout)], 1024
+            ]
+            sB: cute.struct.Align[
+                cute.struct.MemRange[self.mainloop.dtype, cute.cosize(self.mainloop.b_layout)], 1024
+            ]
+            sD: cute.struct.Align[
+                cute.struct.MemRange[self.epilogue.dtype, cute.cosize(self.epilogue.layout)], 1024
+            ]
+
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        words = storage.words.data_ptr()
+        sA, sB, sD = (
+            field.get_tensor(layout.outer, swizzle=layout.inner)
+            for field, layout in (
+                (storage.sA, self.mainloop.a_layout),
+                (storage.sB, self.mainloop.b_layout),
+                (storage.sD, self.epilogue.layout),
+            )
+        )
+        ring_words = 2 * s.num_stages
+        assert 8 * (ring_words + self.scheduler.smem_words) <= SMEM_BARRIERS
+        ring = self.mainloop.make_pipeline(words, self.schedule.tile_warps)
+        total = clusters_m * clusters_n * batches
+        readers = 1 + 4 * s.math_warpgroups
+        self.scheduler.setup(words + ring_words, tile_counter, total, readers)
+        pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n), is_relaxed=True)
+
+        # Coordinates of whole tiles; the tensor maps know the true extents and clip.
+        m, n = clusters_m * (s.cluster_m * s.tile_m), clusters_n * (s.cluster_n * s.tile_n)
+        k = k_tiles * s.tile_k
+        gA_mkl = self.tiles((m, k, batches), s.a_major == "k", (s.tile_m, s.tile_k))
+        gB_nkl = self.tiles((n, k, batches), s.b_major == "k", (s.tile_n, s.tile_k))
+        gD_mnl = self.tiles((m, n, batches), True, (s.tile_m, s.tile_n))
+        walk = (clusters_m, clusters_n, swizzle, along_m)
+
+        pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n))
+
+        loader_registers, math_registers = self.schedule.registers
+        if warp < FIRST_MATH_WARP:
+            cute.arch.setmaxregister_decrease(loader_registers)
+            if warp == LOADER_WARP:
+                self.mainloop.partition_for_load(tma_a, tma_b, gA_mkl, gB_nkl, sA, sB, cta_m, cta_n)
+                self.load(ring, walk, cta_m, cta_n, k_tiles)
+            if cutlass.const_expr(self.scheduler.needs_scheduler_warp):
+                if warp == SCHEDULER_WARP and cta_m + cta_n == 0:
+                    self.scheduler.run_scheduler_warp(self.schedule.tiles_in_turn)
+        else:
+            cute.arch.setmaxregister_increase(math_registers)
+            self.math(ring, tma_d, sA, sB, sD, gD_mnl, walk, cta_m, cta_n, k_tiles)
+
+        if cutlass.const_expr(s.cluster_size > 1):
+            # No CTA leaves while another may still arrive on its barriers.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def tiles(self, shape, second_is_contiguous, tile):
+        """Returns TMA coordinates (tile, tile, tiles, tiles, L) of a matrix of whole tiles."""
+        first, second = (1, 0) if second_is_contiguous else (0, 1)
+        stride = (cute.E(first), cute.E(second), cute.E(2))
+        origin = cute.make_identity_tensor((1, 1, 1)).iterator
+        coordinates = cute.make_tensor(origin, cute.make_layout(shape, stride=stride))
+        return cute.local_tile(coordinates, tile, (None, None, None))
+
+    def tile_of_cta(self, index, walk, cta_m, cta_n):
+        """Returns this CTA's (tile_m, tile_n, batch) of cluster tile `index`."""
+        cluster_m, cluster_n, batch = tile_at(index, *walk)
+        s = self.spec
+        return cluster_m * s.cluster_m + cta_m, cluster_n * s.cluster_n + cta_n, batch
+
+    @cute.jit
+    def load(self, ring, walk, cta_m, cta_n, k_tiles):
+        """The loader warp."""
+        state = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Producer, self.spec.num_stages
+        )
+        index, reader = self.scheduler.first_tile(), self.scheduler.new_reader()
+        while index < self.scheduler.total:
+            tile_m, tile_n, batch = self.tile_of_cta(index, walk, cta_m, cta_n)
+            state = self.mainloop.load(ring, state, tile_m, tile_n, batch, k_tiles)
+            index, reader = self.scheduler.next_tile(index, reader)
+        if cutlass.const_expr(self.spec.cluster_size == 1):
+            ring.producer_tail(state)
+
+    @cute.jit
+    def math(self, ring, tma_d, sA, sB, sD, gD_mnl, walk, cta_m, cta_n, k_tiles):
+        """The math warps."""
+        math_thread = cute.arch.thread_idx()[0] - WARPGROUP
+        math_warp = cute.arch.make_warp_uniform(math_thread // 32)
+        warpgroup = cute.arch.make_warp_uniform(math_thread // WARPGROUP)
+        self.schedule.setup(warpgroup)
+        thread = self.schedule.tile_thread(math_thread)
+        is_store_warp = self.schedule.is_store_warp(math_warp)
+
+        tiled_mma = self.mainloop.make_tiled_mma()
+        # Descriptors depend on the warpgroup only; one thread of it stands for all.
+        acc = self.mainloop.partition_for_math(tiled_mma, thread // WARPGROUP * WARPGROUP, sA, sB)
+        self.epilogue.partition(tma_d, tiled_mma, thread, acc, sD, gD_mnl)
+
+        state = pipeline.make_pipeline_state(
+            pipeline.PipelineUserType.Consumer, self.spec.num_stages
+        )
+        index, reader = self.scheduler.first_tile(), self.scheduler.new_reader()
+        written = Int32(0)
+        if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
+            if warpgroup == 1:
+                self.schedule.open()
+                state = self.mainloop.skip(state, k_tiles)
+                index, reader = self.scheduler.next_tile(index, reader)
+
+        while index < self.scheduler.total:
+            tile_m, tile_n, batch = self.tile_of_cta(index, walk, cta_m, cta_n)
+            self.schedule.wait_for_math()
+            state = self.mainloop.multiply(ring, state, acc, k_tiles, self.schedule.pass_math)
+            self.schedule.wait_for_epilogue()
+            written = self.epilogue.store_tile(
+                is_store_warp, written, tile_m, tile_n, batch
+            )
+            if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
+                self.epilogue.drain(is_store_warp)
+            self.schedule.pass_epilogue()
+            index, reader = self.scheduler.next_tile(index, reader)
+            if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
+                state = self.mainloop.skip(state, k_tiles)
+                index, reader = self.scheduler.next_tile(index, reader)
+        self.epilogue.drain(is_store_warp)

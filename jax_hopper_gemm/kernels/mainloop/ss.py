@@ -1,0 +1,186 @@
+"""wgmma with both operands in shared memory ("SS"), loaded by TMA into a ring of stages."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils as utils
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from ..dtypes import CUTE_DTYPE
+
+
+def operand_smem_layout(dtype, is_k_major, rows, tile_k, stages):
+    """Returns the staged, swizzled layout (rows, tile_k, stages) of A or B."""
+    layout = utils.LayoutEnum.ROW_MAJOR if is_k_major else utils.LayoutEnum.COL_MAJOR
+    atom = warpgroup.make_smem_layout_atom(
+        sm90.get_smem_layout_atom(layout, dtype, tile_k if is_k_major else rows), dtype
+    )
+    order = (0, 1, 2) if is_k_major else (1, 0, 2)
+    return cute.tile_to_shape(atom, (rows, tile_k, stages), order=order)
+
+
+class SharedSharedMainloop:
+    """The protocol of a mainloop: layouts and atoms on the host, `load` and `multiply` on the GPU."""
+
+    def __init__(self, spec, atom_layout_m):
+        s = self.spec = spec
+        self.dtype = CUTE_DTYPE[s.ab_dtype]
+        self.atom_layout_m = atom_layout_m
+        self.a_is_k_major, self.b_is_k_major = s.a_major == "k", s.b_major == "k"
+
+    def setup_layouts(self):
+        """Builds the shared-memory layouts; needs an MLIR context, so host or device trace."""
+        s = self.spec
+        self.a_layout = operand_smem_layout(
+            self.dtype, self.a_is_k_major, s.tile_m, s.tile_k, s.num_stages
+        )
+        self.b_layout = operand_smem_layout(
+            self.dtype, self.b_is_k_major, s.tile_n, s.tile_k, s.num_stages
+        )
+
+    def make_tma_atoms(self, mA, mB):
+        """Returns the load atoms of A and B; only their types matter, the host sets the maps."""
+        s = self.spec
+
+        def atom(tensor, layout, tile, multicast):
+            op = (
+                cpasync.CopyBulkTensorTileG2SMulticastOp()
+                if multicast > 1
+                else cpasync.CopyBulkTensorTileG2SOp()
+            )
+            one_stage = cute.slice_(layout, (None, None, 0))
+            return cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile, multicast)[0]
+
+        return (
+            atom(mA, self.a_layout, (s.tile_m, s.tile_k), s.cluster_n),
+            atom(mB, self.b_layout, (s.tile_n, s.tile_k), s.cluster_m),
+        )
+
+    def make_tiled_mma(self):
+        mode = warpgroup.OperandMajorMode
+        return sm90.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            mode.K if self.a_is_k_major else mode.MN,
+            mode.K if self.b_is_k_major else mode.MN,
+            Float32,
+            (self.atom_layout_m, 1, 1),
+            tiler_mn=(64, self.spec.tile_n),
+        )
+
+    def make_pipeline(self, barriers, tile_warps):
+        """Returns the ring: TMA fills a stage, every warp that works on the tile empties it.
+
+        A multicast stage is emptied by the warps of all CTAs that it was sent to, or that sent
+        a slice of it: `cluster_m + cluster_n - 1` of them.
+        """
+        s = self.spec
+        partners = s.cluster_m + s.cluster_n - 1
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=s.num_stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, partners * tile_warps
+            ),
+            tx_count=s.stage_bytes,
+            cta_layout_vmnk=cute.make_layout((1, s.cluster_m, s.cluster_n, 1)),
+            defer_sync=True,
+        )
+
+    def partition_for_load(self, tma_a, tma_b, gA_mkl, gB_nkl, sA, sB, cta_m, cta_n):
+        """Splits tiles among the CTAs of a cluster that share them.
+
+        Args:
+          gA_mkl, gB_nkl: coordinate tensors (bM, bK, tiles_m, k_tiles, L) and the same for N.
+          sA, sB: (bM, bK, stages), (bN, bK, stages).
+          cta_m, cta_n: this CTA's place in its cluster.
+        """
+        s = self.spec
+        self.tma_a, self.tma_b = tma_a, tma_b
+        self.tAsA, self.tAgA = cpasync.tma_partition(
+            tma_a, cta_n, cute.make_layout(s.cluster_n),
+            cute.group_modes(sA, 0, 2), cute.group_modes(gA_mkl, 0, 2),
+        )  # fmt: skip
+        self.tBsB, self.tBgB = cpasync.tma_partition(
+            tma_b, cta_m, cute.make_layout(s.cluster_m),
+            cute.group_modes(sB, 0, 2), cute.group_modes(gB_nkl, 0, 2),
+        )  # fmt: skip
+        # CTA rank in the cluster is cta_m + cluster_m * cta_n.
+        row = sum(1 << (s.cluster_m * j) for j in range(s.cluster_n))
+        column = (1 << s.cluster_m) - 1
+        self.a_mask = cutlass.Int16(row << cta_m) if s.cluster_n > 1 else None
+        self.b_mask = cutlass.Int16(column << (s.cluster_m * cta_n)) if s.cluster_m > 1 else None
+
+    @cute.jit
+    def load(self, ring, state, tile_m, tile_n, batch, k_tiles):
+        """Loader warp: sends a tile's k-tiles into the ring; returns the next stage's state."""
+        tAgA = self.tAgA[None, tile_m, None, batch]
+        tBgB = self.tBgB[None, tile_n, None, batch]
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            ring.producer_acquire(state)
+            full = ring.producer_get_barrier(state)
+            self._copy(self.tma_a, tAgA[None, k_tile], self.tAsA[None, state.index], full, self.a_mask)
+            self._copy(self.tma_b, tBgB[None, k_tile], self.tBsB[None, state.index], full, self.b_mask)
+            state.advance()
+        return state
+
+    def _copy(self, atom, source, target, full, mask):
+        if mask is None:
+            cute.copy(atom, source, target, tma_bar_ptr=full)
+        else:
+            cute.copy(atom, source, target, tma_bar_ptr=full, mcast_mask=mask)
+
+    def partition_for_math(self, tiled_mma, thread, sA, sB):
+        """Makes one math thread's operand descriptors and accumulator."""
+        s = self.spec
+        thr_mma = tiled_mma.get_slice(thread)
+        self.tiled_mma = tiled_mma
+        self.tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
+        self.tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))
+        shape = thr_mma.partition_shape_C((s.tile_m, s.tile_n))
+        return cute.make_rmem_tensor(shape, Float32)
+
+    @cute.jit
+    def multiply(self, ring, state, acc, k_tiles, on_issued: cutlass.Constexpr):
+        """Math warps: accumulates a tile; returns the state past its last stage.
+
+        One wgmma group stays in flight: a stage is released one k-tile late, when the group
+        that read it has retired. `on_issued` is called when the tensor cores have all the
+        tile's work, before it is awaited.
+        """
+        release = state.clone()
+        self.tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+        ring.consumer_wait(state)
+        warpgroup.fence()
+        self._multiply_stage(acc, state.index)
+        state.advance()
+        for _ in cutlass.range(1, k_tiles, unroll=1):
+            ring.consumer_wait(state)
+            self._multiply_stage(acc, state.index)
+            warpgroup.wait_group(1)
+            ring.consumer_release(release)
+            state.advance()
+            release.advance()
+        on_issued()
+        warpgroup.wait_group(0)
+        ring.consumer_release(release)
+        return state
+
+    def _multiply_stage(self, acc, stage):
+        for k_block in range(cute.size(self.tCrA, mode=[2])):
+            at = (None, None, k_block, stage)
+            cute.gemm(self.tiled_mma, acc, self.tCrA[at], self.tCrB[at], acc)
+            self.tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    def skip(self, state, k_tiles):
+        """Returns `state` moved past a tile that another warpgroup works on."""
+        position = state.index + k_tiles
+        wraps = position // self.spec.num_stages
+        index = position - wraps * self.spec.num_stages
+        return pipeline.PipelineState(
+            self.spec.num_stages, Int32(0), index, state.phase ^ (wraps & 1)
+        )
