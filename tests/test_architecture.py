@@ -37,9 +37,7 @@ def read_table(text: str) -> dict[str, Grant]:
     section = text.split("## Who may import whom")[1].split("\n## ")[0]
     rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
     cells = [[frozenset(re.findall(r"`(\w+)`", cell)) for cell in row] for row in rows]
-    return {
-        next(iter(module)): Grant(ours | others, lazy) for module, ours, others, lazy in cells
-    }
+    return {next(iter(module)): Grant(ours | others, lazy) for module, ours, others, lazy in cells}
 
 
 def module_of(path: Path) -> str:
