@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     machine = doctor.machine_facts()
     on_gpu = machine["devices"][0]["runs_kernels"]
     if not args.json:
-        print_facts(f"jax_hopper_gemm {machine['version']}", doctor.described(machine))
+        version = machine["version"] or "(from its sources, not installed)"
+        print_facts(f"jax_hopper_gemm {version}", doctor.described(machine))
     product = check_product(CHECKED_ON_GPU if on_gpu else CHECKED)
     if not args.json:
         print_product(product)
@@ -94,7 +95,7 @@ def print_product(product: dict[str, Any]) -> None:
         f"\nA jitted product with gradients, {extents} {product['dtype']}, against float64",
         {
             name: f"{'good' if result['good'] else 'WRONG'}: largest error "
-            f"{result['error_of_bound']:.2f} of what float32 accumulation may cost"
+            f"{result['error_of_bound']:.2f} of the bound for a {product['dtype']} result"
             for name, result in product["results"].items()
         },
     )
@@ -140,7 +141,7 @@ def print_kernel(kernel: dict[str, Any]) -> None:
         }
     else:
         lines["instructions"] = kernel["instructions"]
-    print_facts(f"\nNo GPU here; the kernel of an H200 for {SHOWN.m}x{SHOWN.n}x{SHOWN.k}", lines)
+    print_facts(f"\nNo Hopper GPU here; the kernel of an H200 for {SHOWN.m}x{SHOWN.n}x{SHOWN.k}", lines)
 
 
 def time_product() -> dict[str, Any]:

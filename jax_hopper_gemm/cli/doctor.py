@@ -37,7 +37,7 @@ def described(facts: dict[str, Any]) -> dict[str, str]:
         "Python": facts["python"],
         "jax, jaxlib": f"{facts['jax']}, {facts['jaxlib']}",
         "devices": devices if hopper else f"{devices}; no Hopper GPU, so products run on XLA",
-        "driver": f"CUDA {driver['cuda']}" if driver["cuda"] else f"none ({driver['error']})",
+        "driver": f"CUDA {driver['cuda']}" if driver["cuda"] else "none",
         "FFI library": library["path"] or f"not loaded: {library['error']}",
         "compiler": f"nvidia-cutlass-dsl {facts['compiler']}" if facts["compiler"] else "none",
         "prebuilt": "{kernels} kernels in {folder}".format(**facts["prebuilt"]),
@@ -71,7 +71,8 @@ def _driver() -> dict[str, str | None]:
 
 def _ffi_library() -> dict[str, str | None]:
     try:
-        return {"path": native.library()._name, "error": None}
+        native.library()
+        return {"path": str(native.library_path()), "error": None}
     except native.NativeLibraryError as error:
         return {"path": None, "error": str(error)}
 
