@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .problem import ITEMSIZE, GemmProblem, MatrixLayout
 from .spec import GemmSpec, TmaBox, Traversal
+from .walk import make_walk
 
 PLAN_VERSION = 1
 
@@ -122,10 +123,11 @@ def make_plan(
     if spec.tile_scheduler != "single":
         launched = persistent_clusters(clusters, max_clusters(spec, num_sms))
     params: list[TensorMap | Int32 | Pointer] = list(tensor_maps(problem, spec))
-    along_m = traversal.along == "m"
-    swizzle = min(traversal.swizzle, clusters_n if along_m else clusters_m)
-    scalars = (clusters_m, clusters_n, problem.l, k_tiles, swizzle, int(along_m))
-    params += [Int32(value) for value in scalars]
+    walk = make_walk(
+        clusters_m, clusters_n, problem.l,
+        along_m=traversal.along == "m", swizzle=traversal.swizzle,
+    )  # fmt: skip
+    params += [Int32(value) for value in (*walk, k_tiles)]
     workspaces: tuple[Workspace, ...] = ()
     if spec.tile_scheduler == "dynamic":
         workspaces = (Workspace(nbytes=4, cleared=True),)
