@@ -99,6 +99,19 @@ def test_every_row_of_the_table_exists():
     assert set(TABLE) == present
 
 
+def test_every_grant_is_used():
+    unused = dict(TABLE)
+    for path in SOURCES:
+        relative = path.relative_to(ROOT / PACKAGE)
+        grant = unused[module_of(relative)]
+        imported = imports_of(path.read_text(), relative)
+        unused[module_of(relative)] = Grant(
+            grant.anywhere - {item.name for item in imported if not item.inside_function},
+            grant.inside_functions - {item.name for item in imported if item.inside_function},
+        )
+    assert {m: g for m, g in unused.items() if g.anywhere or g.inside_functions} == {}
+
+
 def test_package_rows_grant_no_cycle():
     order: list[str] = []
     remaining = {m: (g.anywhere | g.inside_functions) & set(TABLE) - {m} for m, g in TABLE.items()}
