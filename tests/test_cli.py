@@ -111,7 +111,9 @@ def test_build_fills_a_folder_and_reuses_it(capsys, tmp_path, monkeypatch):
 def test_build_can_be_restricted_to_dtypes(monkeypatch):
     built = []
     monkeypatch.setattr(
-        cubin, "build", lambda specs, **kw: built.extend(specs) or cubin.BuildReport(None, (), (), {})
+        cubin,
+        "build",
+        lambda specs, **kw: built.extend(specs) or cubin.BuildReport(None, (), (), {}),
     )
     assert main(["build", "--dtype", "float16", "--result-dtype", "float32"]) == 0
     assert built and {(s.ab_dtype, s.d_dtype) for s in built} == {("float16", "float32")}

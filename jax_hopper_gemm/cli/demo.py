@@ -7,6 +7,7 @@ run on XLA, and the kernel that an H200 would run is compiled and taken apart.
 from __future__ import annotations
 
 import argparse
+import textwrap
 import time
 from dataclasses import asdict
 from typing import Any
@@ -37,6 +38,10 @@ def run(args: argparse.Namespace) -> int:
     product = check_product(CHECKED_ON_GPU if on_gpu else CHECKED)
     if not args.json:
         print_product(product)
+        print(
+            "\nWhich path ran" if on_gpu else "\nWhich path an H200 would take", end=", and why\n"
+        )
+        print(textwrap.indent(product["explanation"], "  "))
     shown = time_product() if on_gpu else take_kernel_apart()
     if args.json:
         print_json({"machine": machine, "product": product, **shown})
@@ -99,7 +104,6 @@ def print_product(product: dict[str, Any]) -> None:
             for name, result in product["results"].items()
         },
     )
-    print(product["explanation"])
 
 
 def take_kernel_apart() -> dict[str, Any]:
@@ -141,7 +145,9 @@ def print_kernel(kernel: dict[str, Any]) -> None:
         }
     else:
         lines["instructions"] = kernel["instructions"]
-    print_facts(f"\nNo Hopper GPU here; the kernel of an H200 for {SHOWN.m}x{SHOWN.n}x{SHOWN.k}", lines)
+    print_facts(
+        f"\nNo Hopper GPU here; the kernel of an H200 for {SHOWN.m}x{SHOWN.n}x{SHOWN.k}", lines
+    )
 
 
 def time_product() -> dict[str, Any]:
