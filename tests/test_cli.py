@@ -54,8 +54,9 @@ def test_explain_json_holds_the_decision(capsys):
 
 
 def test_explain_says_why_a_product_goes_to_xla(capsys):
-    text = output_of(capsys, "explain", "4096", "4096", "4100")
-    assert "XLA" in text and "pad K from 4100 to 4104" in text
+    found = json_of(capsys, "explain", "4096", "4096", "4100")
+    assert found["path"] == "xla" and found["kernel"] is None
+    assert "pad K from 4100 to 4104" in found["reason"]
 
 
 def test_explain_accepts_a_dtype_that_no_kernel_has(capsys):
