@@ -1,1 +1,13 @@
 """GEMM kernels for NVIDIA Hopper, called from JAX."""
+
+from __future__ import annotations
+
+from .config import FallbackWarning as FallbackWarning
+from .ops import Explanation as Explanation
+from .ops import checkpoint_policy as checkpoint_policy
+from .ops import dot_general as dot_general
+from .ops import einsum as einsum
+from .ops import explain as explain
+from .ops import matmul as matmul
+from .ops import supports as supports
+from .primitive import export_disabled_checks as export_disabled_checks

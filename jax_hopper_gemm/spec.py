@@ -14,7 +14,10 @@ from .problem import ITEMSIZE, Major
 
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
 SMEM_BARRIERS = 1024  # bytes in front of the operand stages: mbarriers, scheduler mailbox
-MAX_ACC_REGISTERS = 208  # float32 accumulators a math thread can hold and still not spill
+EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
+# float32 accumulators a math thread can hold without a spill, by number of math warpgroups:
+# a CTA's 65,536 registers leave a thread up to 240 with one or two of them, 160 with three.
+MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
 
 WarpSchedule = Literal["cooperative", "pingpong"]
 TileScheduler = Literal["single", "static", "dynamic"]
@@ -48,8 +51,8 @@ class GemmSpec:
       tile_scheduler: "single" (one tile a CTA), "static" (persistent, fixed stride) or
         "dynamic" (persistent, atomic tile counter).
       num_stages: stages of the A/B ring in shared memory.
-      epi_tile_n: columns of one staged epilogue tile.
-      epi_stages: staged epilogue tiles in shared memory.
+      epi_tile_n: columns of one staged epilogue tile; it has `EPI_TILE_M` rows.
+      epi_stages: staged epilogue tiles in shared memory, for each math warpgroup.
     """
 
     ab_dtype: str
@@ -90,13 +93,6 @@ class GemmSpec:
         return 128 * (self.math_warpgroups + 1)
 
     @property
-    def epi_tile_m(self) -> int:
-        """Rows of one staged epilogue tile: the tile's rows that math threads write at once."""
-        if self.warp_schedule == "pingpong":
-            return 64
-        return 64 * self.math_warpgroups
-
-    @property
     def cluster_size(self) -> int:
         return self.cluster_m * self.cluster_n
 
@@ -107,13 +103,15 @@ class GemmSpec:
 
     @property
     def epi_stage_bytes(self) -> int:
-        return self.epi_tile_m * self.epi_tile_n * ITEMSIZE[self.d_dtype]
+        """Bytes of one staged epilogue tile of one math warpgroup."""
+        return EPI_TILE_M * self.epi_tile_n * ITEMSIZE[self.d_dtype]
 
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a launch."""
         ring = self.num_stages * self.stage_bytes
-        return SMEM_BARRIERS + ring + self.epi_stages * self.epi_stage_bytes
+        staged = self.math_warpgroups * self.epi_stages * self.epi_stage_bytes
+        return SMEM_BARRIERS + ring + staged
 
     @property
     def a_box(self) -> TmaBox:
@@ -125,7 +123,7 @@ class GemmSpec:
 
     @property
     def d_box(self) -> TmaBox:
-        return _box(True, self.epi_tile_m, self.epi_tile_n, 1, self.d_dtype)
+        return _box(True, EPI_TILE_M, self.epi_tile_n, 1, self.d_dtype)
 
     @property
     def name(self) -> str:
@@ -194,9 +192,11 @@ def violations(spec: GemmSpec) -> list[str]:
     )
     if found:  # what follows does arithmetic on the fields above
         return found
+    limit = MAX_ACC_REGISTERS[spec.math_warpgroups]
     need(
-        spec.acc_registers <= MAX_ACC_REGISTERS,
-        f"{spec.acc_registers} accumulators a thread; at most {MAX_ACC_REGISTERS} do not spill",
+        spec.acc_registers <= limit,
+        f"{spec.acc_registers} accumulators a thread; {limit} fit with "
+        f"{spec.math_warpgroups} math warpgroups",
     )
     need(
         spec.warp_schedule == "cooperative" or spec.tile_m <= 128,

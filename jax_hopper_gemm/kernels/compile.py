@@ -1,6 +1,5 @@
 """spec → cubin, with CuTeDSL and no GPU."""
 
-import inspect
 import os
 from pathlib import Path
 
@@ -10,16 +9,15 @@ import cutlass
 import cutlass.cute as cute
 
 from ..spec import GemmSpec
+from ..walk import Walk
 from .dtypes import CUTE_DTYPE
 from .gemm import GemmKernel
 
 
 def parameter_names(spec: GemmSpec) -> tuple[str, ...]:
     """Returns the names of the kernel's parameters in order."""
-    names = list(inspect.signature(GemmKernel.kernel).parameters)[1:]
-    if spec.tile_scheduler != "dynamic":
-        names.remove("tile_counter")
-    return tuple(names)
+    names = ("tma_a", "tma_b", "tma_d", *Walk._fields, "k_tiles")
+    return (*names, "tile_counter") if spec.tile_scheduler == "dynamic" else names
 
 
 def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
@@ -36,7 +34,7 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     mA = operand(spec.ab_dtype, (m, k, l), 1 if spec.a_major == "k" else 0)
     mB = operand(spec.ab_dtype, (n, k, l), 1 if spec.b_major == "k" else 0)
     mD = operand(spec.d_dtype, (m, n, l), 1)
-    scalars = (cutlass.Int32(1),) * 6
+    walk = (cutlass.Int32(1),) * len(Walk._fields)
     counter = None
     if spec.tile_scheduler == "dynamic":
         counter = cute.runtime.make_ptr(cutlass.Int32, 16, cute.AddressSpace.gmem)
@@ -45,7 +43,7 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     )
     kernel = GemmKernel(spec)
     compiled = cute.compile(
-        kernel.launch, mA, mB, mD, scalars, counter, cute.runtime.make_fake_stream(),
+        kernel.launch, mA, mB, mD, walk, cutlass.Int32(1), counter, cute.runtime.make_fake_stream(),
         options=f"--gpu-arch sm_90a --keep-cubin --dump-dir {workdir}",
     )  # fmt: skip
     return compiled.__cubin__

@@ -19,13 +19,13 @@ import re
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from ..spec import SMEM_BARRIERS
+from ..walk import Walk, tile_at
 from .epilogue import StagedStore
 from .mainloop import SharedSharedMainloop
 from .tile_scheduler import TILE_SCHEDULERS
-from .tile_scheduler.raster import tile_at
 from .warp_schedule import WARP_SCHEDULES
 
 WARPGROUP = 128
@@ -49,10 +49,10 @@ class GemmKernel:
         self.schedule = WARP_SCHEDULES[spec.warp_schedule](spec)
         self.scheduler = TILE_SCHEDULERS[spec.tile_scheduler](spec)
         self.mainloop = SharedSharedMainloop(spec, self.schedule.atom_layout_m)
-        self.epilogue = StagedStore(spec, self.schedule)
+        self.epilogue = StagedStore(spec)
 
     @cute.jit
-    def launch(self, mA, mB, mD, scalars, tile_counter, stream):
+    def launch(self, mA, mB, mD, walk, k_tiles, tile_counter, stream):
         """Host side, traced only to make the TMA atoms' types; `ffi/` launches for real."""
         self.mainloop.setup_layouts()
         self.epilogue.setup_layouts()
@@ -64,7 +64,7 @@ class GemmKernel:
             (tma_d, self.spec.d_box, 1),
         ):
             check_box(atom, box, shares)
-        self.kernel(tma_a, tma_b, tma_d, *scalars, tile_counter).launch(
+        self.kernel(tma_a, tma_b, tma_d, walk, k_tiles, tile_counter).launch(
             grid=(self.spec.cluster_m, self.spec.cluster_n, 1),
             block=(self.spec.threads, 1, 1),
             cluster=(self.spec.cluster_m, self.spec.cluster_n, 1),
@@ -74,12 +74,9 @@ class GemmKernel:
         )
 
     @cute.kernel
-    def kernel(
-        self, tma_a, tma_b, tma_d,
-        clusters_m: Int32, clusters_n: Int32, batches: Int32, k_tiles: Int32,
-        swizzle: Int32, along_m: Int32, tile_counter,
-    ):  # fmt: skip
+    def kernel(self, tma_a, tma_b, tma_d, walk, k_tiles, tile_counter):
         s = self.spec
+        walk = Walk(*walk)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta_m, cta_n, _ = cute.arch.block_in_cluster_idx()
 
@@ -119,18 +116,14 @@ class GemmKernel:
         ring_words = 2 * s.num_stages
         assert 8 * (ring_words + self.scheduler.smem_words) <= SMEM_BARRIERS
         ring = self.mainloop.make_pipeline(words, self.schedule.tile_warps)
-        total = clusters_m * clusters_n * batches
         readers = 1 + 4 * s.math_warpgroups
-        self.scheduler.setup(words + ring_words, tile_counter, total, readers)
+        self.scheduler.setup(words + ring_words, tile_counter, walk.total, readers)
         pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n), is_relaxed=True)
 
-        # Coordinates of whole tiles; the tensor maps know the true extents and clip.
-        m, n = clusters_m * (s.cluster_m * s.tile_m), clusters_n * (s.cluster_n * s.tile_n)
-        k = k_tiles * s.tile_k
-        gA_mkl = self.tiles((m, k, batches), s.a_major == "k", (s.tile_m, s.tile_k))
-        gB_nkl = self.tiles((n, k, batches), s.b_major == "k", (s.tile_n, s.tile_k))
-        gD_mnl = self.tiles((m, n, batches), True, (s.tile_m, s.tile_n))
-        walk = (clusters_m, clusters_n, swizzle, along_m)
+        # Coordinates of tiles; only the tensor maps know the extents, and clip.
+        gA_mkl = self.tiles(walk.total, s.a_major == "k", (s.tile_m, s.tile_k))
+        gB_nkl = self.tiles(walk.total, s.b_major == "k", (s.tile_n, s.tile_k))
+        gD_mnl = self.tiles(walk.total, True, (s.tile_m, s.tile_n))
 
         pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n))
 
@@ -147,22 +140,22 @@ class GemmKernel:
             cute.arch.setmaxregister_increase(math_registers)
             self.math(ring, tma_d, sA, sB, sD, gD_mnl, walk, cta_m, cta_n, k_tiles)
 
-        if cutlass.const_expr(s.cluster_size > 1):
-            # No CTA leaves while another may still arrive on its barriers.
+        if cutlass.const_expr(self.scheduler.needs_scheduler_warp and s.cluster_size > 1):
+            # The mailbox's first CTA must not leave while others may still arrive on it.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    def tiles(self, shape, second_is_contiguous, tile):
-        """Returns TMA coordinates (tile, tile, tiles, tiles, L) of a matrix of whole tiles."""
+    def tiles(self, any_extent, second_is_contiguous, tile):
+        """Returns the TMA coordinates (tile, tile, tiles, tiles, L) of an operand."""
         first, second = (1, 0) if second_is_contiguous else (0, 1)
         stride = (cute.E(first), cute.E(second), cute.E(2))
         origin = cute.make_identity_tensor((1, 1, 1)).iterator
-        coordinates = cute.make_tensor(origin, cute.make_layout(shape, stride=stride))
+        coordinates = cute.make_tensor(origin, cute.make_layout((any_extent,) * 3, stride=stride))
         return cute.local_tile(coordinates, tile, (None, None, None))
 
     def tile_of_cta(self, index, walk, cta_m, cta_n):
         """Returns this CTA's (tile_m, tile_n, batch) of cluster tile `index`."""
-        cluster_m, cluster_n, batch = tile_at(index, *walk)
+        cluster_m, cluster_n, batch = tile_at(walk, index, Int64, Int32)
         s = self.spec
         return cluster_m * s.cluster_m + cta_m, cluster_n * s.cluster_n + cta_n, batch
 
@@ -177,8 +170,8 @@ class GemmKernel:
             tile_m, tile_n, batch = self.tile_of_cta(index, walk, cta_m, cta_n)
             state = self.mainloop.load(ring, state, tile_m, tile_n, batch, k_tiles)
             index, reader = self.scheduler.next_tile(index, reader)
-        if cutlass.const_expr(self.spec.cluster_size == 1):
-            ring.producer_tail(state)
+        # No CTA leaves before its partners' last arrivals on its barriers have landed.
+        ring.producer_tail(state)
 
     @cute.jit
     def math(self, ring, tma_d, sA, sB, sD, gD_mnl, walk, cta_m, cta_n, k_tiles):
@@ -187,13 +180,12 @@ class GemmKernel:
         math_warp = cute.arch.make_warp_uniform(math_thread // 32)
         warpgroup = cute.arch.make_warp_uniform(math_thread // WARPGROUP)
         self.schedule.setup(warpgroup)
-        thread = self.schedule.tile_thread(math_thread)
-        is_store_warp = self.schedule.is_store_warp(math_warp)
+        is_store_warp = math_warp % 4 == 0
 
-        tiled_mma = self.mainloop.make_tiled_mma()
-        # Descriptors depend on the warpgroup only; one thread of it stands for all.
-        acc = self.mainloop.partition_for_math(tiled_mma, thread // WARPGROUP * WARPGROUP, sA, sB)
-        self.epilogue.partition(tma_d, tiled_mma, thread, acc, sD, gD_mnl)
+        acc = self.mainloop.partition_for_math(warpgroup, sA, sB)
+        self.epilogue.partition(
+            tma_d, self.mainloop.make_tiled_mma(1), warpgroup, math_thread % WARPGROUP, acc, sD, gD_mnl
+        )
 
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Consumer, self.spec.num_stages
@@ -202,7 +194,7 @@ class GemmKernel:
         written = Int32(0)
         if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
             if warpgroup == 1:
-                self.schedule.open()
+                self.schedule.pass_math()  # the first turn is warpgroup 0's
                 state = self.mainloop.skip(state, k_tiles)
                 index, reader = self.scheduler.next_tile(index, reader)
 
@@ -210,13 +202,7 @@ class GemmKernel:
             tile_m, tile_n, batch = self.tile_of_cta(index, walk, cta_m, cta_n)
             self.schedule.wait_for_math()
             state = self.mainloop.multiply(ring, state, acc, k_tiles, self.schedule.pass_math)
-            self.schedule.wait_for_epilogue()
-            written = self.epilogue.store_tile(
-                is_store_warp, written, tile_m, tile_n, batch
-            )
-            if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
-                self.epilogue.drain(is_store_warp)
-            self.schedule.pass_epilogue()
+            written = self.epilogue.store_tile(is_store_warp, written, tile_m, tile_n, batch)
             index, reader = self.scheduler.next_tile(index, reader)
             if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
                 state = self.mainloop.skip(state, k_tiles)

@@ -58,7 +58,8 @@ class SharedSharedMainloop:
             atom(mB, self.b_layout, (s.tile_n, s.tile_k), s.cluster_m),
         )
 
-    def make_tiled_mma(self):
+    def make_tiled_mma(self, warpgroups):
+        """Returns the MMA of `warpgroups` side by side along M."""
         mode = warpgroup.OperandMajorMode
         return sm90.make_trivial_tiled_mma(
             self.dtype,
@@ -66,7 +67,7 @@ class SharedSharedMainloop:
             mode.K if self.a_is_k_major else mode.MN,
             mode.K if self.b_is_k_major else mode.MN,
             Float32,
-            (self.atom_layout_m, 1, 1),
+            (warpgroups, 1, 1),
             tiler_mn=(64, self.spec.tile_n),
         )
 
@@ -133,11 +134,12 @@ class SharedSharedMainloop:
         else:
             cute.copy(atom, source, target, tma_bar_ptr=full, mcast_mask=mask)
 
-    def partition_for_math(self, tiled_mma, thread, sA, sB):
-        """Makes one math thread's operand descriptors and accumulator."""
+    def partition_for_math(self, warpgroup, sA, sB):
+        """Makes one math warpgroup's operand descriptors; returns a thread's accumulator."""
         s = self.spec
+        tiled_mma = self.tiled_mma = self.make_tiled_mma(self.atom_layout_m)
+        thread = warpgroup * 128 if self.atom_layout_m > 1 else 0  # one stands for its warpgroup
         thr_mma = tiled_mma.get_slice(thread)
-        self.tiled_mma = tiled_mma
         self.tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
         self.tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))
         shape = thr_mma.partition_shape_C((s.tile_m, s.tile_n))

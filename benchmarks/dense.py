@@ -1,0 +1,48 @@
+"""Times dense products: ours, `jnp.matmul`, Pallas, and what else is installed.
+
+    python benchmarks/dense.py bars --regime both --json dense.json --plot dense.png
+
+Takes turns on the same random inputs, in one process; median and quartiles. The bars suite in
+the burst regime takes two to three minutes on an H200. `python -m jax_hopper_gemm bench` runs
+the same without the other libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+
+import jax
+
+from jax_hopper_gemm.problem import GemmProblem
+from jax_hopper_gemm.testing import benchmark, shapes
+
+
+def transformer_engine(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable | None:
+    """TransformerEngine's `dense`: cuBLASLt through its own FFI call."""
+    from transformer_engine.jax.dense import dense
+
+    if problem.l > 1 or problem.d_dtype != problem.ab_dtype:
+        return None
+    contracting, _ = shapes.dimension_numbers(problem)
+    return jax.jit(lambda a, b: dense(a, b, contracting_dims=contracting))
+
+
+OTHERS = {"transformer_engine": transformer_engine}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    benchmark.add_arguments(parser)
+    found = {name for name in OTHERS if importlib.util.find_spec(name)}
+    for name in OTHERS.keys() - found:
+        print(f"{name} is not installed: left out")
+    return benchmark.main(parser.parse_args(), {name: OTHERS[name] for name in sorted(found)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Compiles many kernels at once, ahead of the programs that will ask for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..spec import GemmSpec
+from . import lookup
+from .digest import digest_of
+from .errors import CubinError
+from .store import Store
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What became of each kernel.
+
+    Attributes:
+      folder: where the kernels are; None for the user's cache.
+      compiled: specs compiled now.
+      reused: specs that were there, or that a cache had.
+      failures: why each of the others has no kernel.
+    """
+
+    folder: Path | None
+    compiled: tuple[GemmSpec, ...]
+    reused: tuple[GemmSpec, ...]
+    failures: dict[GemmSpec, str]
+
+    def __str__(self) -> str:
+        where = self.folder or "the cache"
+        lines = [f"{len(self.compiled)} kernels compiled, {len(self.reused)} reused, in {where}"]
+        lines += [f"FAILED {spec.name}: {why}" for spec, why in self.failures.items()]
+        return "\n".join(lines)
+
+
+def build(
+    specs: Iterable[GemmSpec],
+    jobs: int | None = None,
+    progress: bool = True,
+    folder: Path | None = None,
+) -> BuildReport:
+    """Compiles the kernels that are not there yet, each in a process of a pool.
+
+    Processes, because CuTeDSL is not thread-safe. They are started afresh and import the main
+    module again, so a script calls this under `if __name__ == "__main__":`.
+
+    Args:
+      specs: kernels; duplicates are built once.
+      jobs: processes; None for one a core.
+      progress: whether to draw a progress bar on stderr.
+      folder: where to put the kernels, for `JAX_HOPPER_GEMM_CUBINS`; None for the user's cache.
+
+    Returns:
+      What was built and what failed; a failure does not stop the others.
+    """
+    # Only here: together they take some 40 ms, and a program that runs kernels needs none.
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+
+    from tqdm import tqdm
+
+    wanted = list(dict.fromkeys(specs))
+    workers = max(1, min(jobs or os.cpu_count() or 1, len(wanted)))
+    origins: dict[GemmSpec, str] = {}
+    failures: dict[GemmSpec, str] = {}
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        ProcessPoolExecutor(workers, mp_context=spawn) as pool,
+        tqdm(total=len(wanted), desc="kernels", unit="", disable=not progress) as bar,
+    ):
+        futures = {pool.submit(_build_one, spec, folder): spec for spec in wanted}
+        for future in as_completed(futures):
+            spec = futures[future]
+            try:
+                origins[spec] = future.result()
+            except Exception as error:  # the compiler may even have ended its process
+                failures[spec] = str(error) or repr(error)
+            bar.set_postfix_str(spec.name)
+            bar.update()
+    return BuildReport(
+        folder,
+        compiled=tuple(spec for spec in wanted if origins.get(spec) == "compiled"),
+        reused=tuple(spec for spec in wanted if origins.get(spec, "compiled") != "compiled"),
+        failures={spec: failures[spec] for spec in wanted if spec in failures},
+    )
+
+
+def _build_one(spec: GemmSpec, folder: Path | None) -> str:
+    """Makes sure that the kernel is where it is wanted; returns where it came from."""
+    if folder is None:
+        compiled = lookup.get(spec)
+        if compiled.origin == "compiled" and lookup.user_cache().read(digest_of(spec)) is None:
+            raise CubinError(f"the cache {lookup.user_cache().folder} cannot be written")
+        return compiled.origin
+    store = Store(folder, "prebuilt")
+    if there := store.read(digest_of(spec)):
+        return there.origin
+    compiled = lookup.get(spec)
+    store.write(digest_of(spec), compiled.cubin, compiled.manifest)
+    return compiled.origin

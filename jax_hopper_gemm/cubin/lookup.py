@@ -1,0 +1,112 @@
+"""From a spec or a digest to a compiled kernel: the one lookup order.
+
+This process, then kernels built ahead of time, then the user's cache, then the compiler.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+from ..spec import GemmSpec
+from .cache import user_cache
+from .compiler import compile_spec
+from .digest import digest_of
+from .errors import CubinError
+from .store import Compiled, Store
+
+_log = logging.getLogger(__name__)
+
+_known: dict[str, Compiled] = {}
+_looking = threading.Lock()
+_told_of_unwritable_cache = False
+
+
+def get(spec: GemmSpec) -> Compiled:
+    """Returns the kernel of `spec`; compiles it where no cache has it.
+
+    Raises:
+      CubinError: no cache has it and it cannot be compiled.
+    """
+    digest = digest_of(spec)
+    if digest not in _known:
+        with _looking:
+            if digest not in _known:
+                _known[digest] = _find(digest) or _compile(spec, digest)
+    return _known[digest]
+
+
+def resolve(digest: str, spec_json: str) -> Compiled:
+    """Returns the kernel that a lowered program names.
+
+    The program may stem from another process or another version of this library, whose kernel
+    serves as long as a cache still holds it.
+
+    Args:
+      digest: `digest_of` the spec, when the program was lowered.
+      spec_json: `GemmSpec.to_json()`.
+
+    Raises:
+      CubinError: no cache has it, and it cannot be compiled or would be another kernel today.
+    """
+    if found := _known.get(digest) or _find(digest):
+        return _known.setdefault(digest, found)
+    try:
+        spec = GemmSpec.from_json(spec_json)
+    except (ValueError, TypeError):  # fields of another version
+        spec = None
+    if spec is None or digest_of(spec) != digest:
+        raise CubinError(
+            f"the kernel {digest[:16]} of spec {spec_json} belongs to another version of "
+            f"jax_hopper_gemm, and neither {prebuilt()} nor {user_cache()} has it. Trace and lower "
+            "the program again with this version, or point JAX_HOPPER_GEMM_CUBINS at the kernels "
+            "built with the other one."
+        )
+    return get(spec)
+
+
+def prebuilt() -> Store:
+    """Returns the folder of kernels built ahead: `JAX_HOPPER_GEMM_CUBINS`, else the package's."""
+    chosen = os.environ.get("JAX_HOPPER_GEMM_CUBINS")
+    folder = Path(chosen) if chosen else Path(__file__).resolve().parents[1] / "_cubins"
+    return Store(folder, "prebuilt")
+
+
+def _find(digest: str) -> Compiled | None:
+    return prebuilt().read(digest) or user_cache().read(digest)
+
+
+def _compile(spec: GemmSpec, digest: str) -> Compiled:
+    """Compiles under the cache's lock, so of several processes one does the work."""
+    cache = user_cache()
+    with cache.locked(digest):
+        if found := cache.read(digest):
+            return found
+        try:
+            compiled = compile_spec(spec)
+        except CubinError as error:
+            raise CubinError(
+                f"no cubin of {spec.name} (digest {digest[:16]}) in {prebuilt()} or {cache}, and "
+                f"it cannot be compiled here: {error}. `python -m jax_hopper_gemm build` builds "
+                "the kernels of the dispatch table; it needs no GPU, so it can run elsewhere and "
+                f"JAX_HOPPER_GEMM_CUBINS name the result. Spec: {spec.to_json()}"
+            ) from error
+        try:
+            cache.write(digest, compiled.cubin, compiled.manifest)
+        except OSError as error:
+            _tell_of_unwritable_cache(error)
+        return compiled
+
+
+def _tell_of_unwritable_cache(error: OSError) -> None:
+    """Warns once a process; the kernels it compiles live as long as it does."""
+    global _told_of_unwritable_cache
+    if not _told_of_unwritable_cache:
+        _told_of_unwritable_cache = True
+        _log.warning(
+            "compiled kernels cannot be kept: %s. Each process will compile its own; set "
+            "JAX_HOPPER_GEMM_CACHE to a folder that can be written.",
+            error,
+        )

@@ -1,0 +1,129 @@
+"""The manifest of a cubin: what must hold between kernel, launcher and device.
+
+It is derived from the machine code when a kernel is compiled, travels beside the cubin, and is
+compared with what the driver reports when the kernel is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from ..spec import GemmSpec
+from .digest import TARGET
+from .elf import KernelCode, read_kernel
+from .errors import CubinError
+
+
+class Parameter(NamedTuple):
+    """A kernel parameter: its meaning, and where it lies in the constant bank, in bytes."""
+
+    name: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Facts of one compiled kernel.
+
+    Attributes:
+      spec: JSON of the `GemmSpec`.
+      entry: symbol of the kernel.
+      target: architecture.
+      toolkit: CUDA version of the compiler; a driver of an older major version may refuse it.
+      parameters: in the kernel's order.
+      threads: threads of a block.
+      cluster: CTAs of a cluster along x, y, z. It and the dynamic shared memory are set by the
+        launch; the code does not carry them, so they come from the spec.
+      registers: registers of a thread at launch.
+      stack_bytes: local memory of a thread; 0 where nothing spills.
+      static_smem_bytes: shared memory set aside by the compiler.
+      dynamic_smem_bytes: shared memory asked for at launch.
+      cubin_sha256: digest of the cubin's bytes.
+    """
+
+    spec: str
+    entry: str
+    target: str
+    toolkit: tuple[int, int]
+    parameters: tuple[Parameter, ...]
+    threads: int
+    cluster: tuple[int, int, int]
+    registers: int
+    stack_bytes: int
+    static_smem_bytes: int
+    dynamic_smem_bytes: int
+    cubin_sha256: str
+
+    @property
+    def name(self) -> str:
+        """The spec's name, as a person knows the kernel."""
+        return GemmSpec.from_json(self.spec).name
+
+    def to_json(self) -> str:
+        fields = asdict(self) | {"parameters": [p._asdict() for p in self.parameters]}
+        return json.dumps(fields, indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        fields = json.loads(text)
+        fields["toolkit"] = tuple(fields["toolkit"])
+        fields["cluster"] = tuple(fields["cluster"])
+        fields["parameters"] = tuple(Parameter(**p) for p in fields["parameters"])
+        return cls(**fields)
+
+
+def derive_manifest(spec: GemmSpec, cubin: bytes, names: tuple[str, ...]) -> Manifest:
+    """Returns the manifest of `cubin`, read from its code.
+
+    Args:
+      spec: what `cubin` was compiled from.
+      cubin: an ELF file with one kernel.
+      names: the meaning of each parameter, in order (`kernels.parameter_names(spec)`).
+
+    Raises:
+      CubinError: the code does not fit `spec` or `names`; all differences in one message.
+    """
+    code = read_kernel(cubin)
+    if differences := _differences(spec, code, names):
+        raise CubinError(f"{spec.name}: the compiled kernel differs: " + "; ".join(differences))
+    return Manifest(
+        spec=spec.to_json(),
+        entry=code.entry,
+        target=TARGET,
+        toolkit=code.toolkit,
+        parameters=tuple(
+            Parameter(name, *place) for name, place in zip(names, code.parameters, strict=True)
+        ),
+        threads=code.threads,
+        cluster=(spec.cluster_m, spec.cluster_n, 1),
+        registers=code.registers,
+        stack_bytes=code.stack_bytes,
+        static_smem_bytes=code.static_smem_bytes,
+        dynamic_smem_bytes=spec.smem_bytes,
+        cubin_sha256=hashlib.sha256(cubin).hexdigest(),
+    )
+
+
+def _differences(spec: GemmSpec, code: KernelCode, names: tuple[str, ...]) -> list[str]:
+    found = []
+    if TARGET != f"sm_{code.sm}a":
+        found.append(f"it is for sm_{code.sm}, not {TARGET}")
+    if code.threads != spec.threads:
+        found.append(f"a block has {code.threads} threads, the spec {spec.threads}")
+    sizes = [size for _, size in code.parameters]
+    expected = [parameter_size(name) for name in names]
+    if sizes != expected:
+        meant = ", ".join(f"{name} {size}" for name, size in zip(names, expected, strict=True))
+        found.append(f"its parameters have {sizes} bytes, expected {meant}")
+    return found
+
+
+def parameter_size(name: str) -> int:
+    """Returns the bytes of a parameter with this meaning: tensor map, pointer or int32."""
+    if name.startswith("tma_"):
+        return 128
+    return 8 if name == "tile_counter" else 4

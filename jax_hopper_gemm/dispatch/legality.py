@@ -1,0 +1,104 @@
+"""Which problems our kernels can run, and which kernel can run which problem.
+
+Each function returns every reason against, as text for the user; an empty list is a yes. What a
+kernel may be at all is `spec.violations`.
+"""
+
+from __future__ import annotations
+
+from ..plan import TMA_ALIGNMENT, ceil_div
+from ..problem import ITEMSIZE, GemmProblem, MatrixLayout
+from ..spec import GemmSpec
+from ..walk import MAX_TILES
+from .device import Device
+
+AB_DTYPES = ("bfloat16", "float16")
+D_DTYPES = ("bfloat16", "float16", "float32")
+MAX_EXTENT = 2**31 - 1  # TMA coordinates are int32
+MAX_STRIDE_BYTES = 2**40  # a tensor map's strides stay below
+
+
+def device_violations(device: Device) -> list[str]:
+    """Returns why our kernels cannot run on `device`."""
+    if device.compute_capability == (9, 0):
+        return []
+    major, minor = device.compute_capability
+    return [
+        f"the GPU has compute capability {major}.{minor}; the kernels are for 9.0 (H100, H200): "
+        "use XLA there"
+    ]
+
+
+def problem_violations(problem: GemmProblem) -> list[str]:
+    """Returns why no kernel of ours can run `problem`."""
+    p, found = problem, []
+    if p.ab_dtype not in AB_DTYPES:
+        found.append(f"A and B are {p.ab_dtype}: cast them to bfloat16 or float16")
+    if p.d_dtype not in D_DTYPES:
+        found.append(f"D is {p.d_dtype}: ask for bfloat16, float16 or float32")
+    extents = {"M": p.m, "N": p.n, "K": p.k, "L": p.l}
+    for name, extent in extents.items():
+        if extent < 1:
+            found.append(f"{name} is {extent}: an empty product needs no kernel")
+        elif extent > MAX_EXTENT:
+            found.append(f"{name} is {extent}, over {MAX_EXTENT}: split the product")
+    for operand, layout, majors in (("A", p.a, "mk"), ("B", p.b, "nk"), ("D", p.d, "n")):
+        if layout.major not in majors:
+            expected = " or ".join(repr(major) for major in majors)
+            found.append(f"{operand} has major {layout.major!r}, not {expected}")
+    if found:  # what follows does arithmetic on the fields above
+        return found
+    found += _layout_violations("A", p.a, {"m": p.m, "k": p.k}, p.l, p.ab_dtype)
+    found += _layout_violations("B", p.b, {"k": p.k, "n": p.n}, p.l, p.ab_dtype)
+    found += _layout_violations("D", p.d, {"m": p.m, "n": p.n}, p.l, p.d_dtype)
+    if p.m > 1 and p.d.leading_stride < p.n:
+        found.append(f"D's rows of {p.n} elements are {p.d.leading_stride} apart and overlap")
+    if p.l > 1 and p.d.batch_stride == 0:
+        found.append(f"D has batch stride 0, so its {p.l} matrices would overwrite each other")
+    return found
+
+
+def _layout_violations(
+    operand: str, layout: MatrixLayout, extents: dict[str, int], batches: int, dtype: str
+) -> list[str]:
+    """Returns why TMA cannot address an operand: strides are positive multiples of 16 bytes."""
+    (other,) = extents.keys() - {layout.major}
+    contiguous = layout.major
+    stored = f"{operand} is stored ({other.upper()}, {contiguous.upper()}) {dtype}"
+    step = TMA_ALIGNMENT // ITEMSIZE[dtype]
+    way_out = f"choose a stride that is a multiple of {step} elements"
+    if layout.leading_stride == extents[contiguous]:
+        padded = ceil_div(layout.leading_stride, step) * step
+        way_out = f"pad {contiguous.upper()} from {layout.leading_stride} to {padded}"
+    strides = []
+    if extents[other] > 1:
+        strides.append((f"its lines along {contiguous.upper()}", layout.leading_stride, 1))
+    if batches > 1:
+        strides.append(("its matrices", layout.batch_stride, 0))
+    for what, stride, least in strides:
+        nbytes = stride * ITEMSIZE[dtype]
+        if stride < least:
+            return [f"{stored} and {what} are {nbytes} bytes apart: make a compact copy"]
+        if nbytes % TMA_ALIGNMENT:
+            reason = f"{stored} and {what} are {nbytes} bytes apart, not a multiple of"
+            return [f"{reason} {TMA_ALIGNMENT}: {way_out}"]
+        if nbytes >= MAX_STRIDE_BYTES:
+            return [f"{stored} and {what} are {nbytes} bytes apart, not under 2**40: split it"]
+    return []
+
+
+def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
+    """Returns why the kernel of `spec` cannot run `problem`; each is taken to be legal alone."""
+    p, found = problem, []
+    asked = {"ab_dtype": p.ab_dtype, "d_dtype": p.d_dtype}
+    asked |= {"a_major": p.a.major, "b_major": p.b.major}
+    for field, value in asked.items():
+        compiled = getattr(spec, field)
+        if compiled != value:
+            found.append(f"the kernel has {field} {compiled!r}, the problem {value!r}")
+    clusters = (
+        ceil_div(p.m, spec.tile_m * spec.cluster_m) * ceil_div(p.n, spec.tile_n * spec.cluster_n)
+    ) * p.l
+    if clusters >= MAX_TILES:
+        found.append(f"{clusters} clusters of tiles, not under {MAX_TILES}: split the product")
+    return found

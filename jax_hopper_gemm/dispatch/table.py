@@ -1,0 +1,242 @@
+"""Measured choices as JSON data: read, check, look up, write.
+
+    {"version": 1,
+     "device": {"compute_capability": [9, 0], "num_sms": 132},
+     "entries": [
+       {"m": 4096, "n": 4096, "k": 4096, "l": 1, "a_major": "k", "b_major": "n",
+        "ab_dtype": "bfloat16", "d_dtype": "bfloat16",
+        "prefer": "kernel",
+        "kernel": {"tile_m": 128, "tile_n": 256, "tile_k": 64, "cluster_m": 1, ...},
+        "traversal": {"along": "m", "swizzle": 8},
+        "kernel_us": 172.1, "xla_us": 174.7}]}
+
+`kernel` holds the fields of `GemmSpec` that the problem does not fix. An entry that prefers
+"xla" names our best kernel too, for callers who insist on one. Times are medians, or null.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+from ..problem import GemmProblem, Major
+from ..spec import GemmSpec, Traversal, violations
+from .device import Device
+from .legality import pairing_violations
+
+TABLE_VERSION = 1
+PACKAGED = Path(__file__).parent / "tables"
+
+
+class TableError(ValueError):
+    """A table file that cannot be used; the message says which entry and why."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """The problems that an entry is for; strides do not matter to the choice."""
+
+    m: int
+    n: int
+    k: int
+    l: int  # noqa: E741
+    a_major: Major
+    b_major: Major
+    ab_dtype: str
+    d_dtype: str
+
+    @classmethod
+    def of(cls, problem: GemmProblem) -> Key:
+        p = problem
+        return cls(p.m, p.n, p.k, p.l, p.a.major, p.b.major, p.ab_dtype, p.d_dtype)
+
+    def problem(self) -> GemmProblem:
+        """Returns the problem of this key with compact operands."""
+        return GemmProblem.dense(
+            self.m, self.n, self.k, self.l,
+            a_major=self.a_major, b_major=self.b_major,
+            ab_dtype=self.ab_dtype, d_dtype=self.d_dtype,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One measured choice. Times are microseconds, None where not measured."""
+
+    key: Key
+    prefer: Literal["kernel", "xla"]
+    spec: GemmSpec
+    traversal: Traversal
+    kernel_us: float | None = None
+    xla_us: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The measured choices for one kind of GPU. Compared by identity, so it can be a cache key."""
+
+    device: Device
+    entries: Mapping[Key, Entry]
+    origin: str
+
+    @classmethod
+    def of(cls, device: Device, entries: Iterable[Entry], origin: str) -> Table:
+        """Returns a table; of two entries for one key the later holds."""
+        return cls(device, MappingProxyType({entry.key: entry for entry in entries}), origin)
+
+
+@lru_cache(maxsize=8)
+def packaged_table(device: Device) -> Table:
+    """Returns the table that ships with the package, empty where none does."""
+    path = PACKAGED / f"{device.key}.json"
+    return read_table(path) if path.exists() else Table.of(device, (), "no table")
+
+
+def read_table(path: str | os.PathLike[str]) -> Table:
+    """Returns the table stored in `path`.
+
+    Raises:
+      TableError: the file cannot be read, is no such table, or holds an entry that no kernel can
+        serve.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise TableError(
+            f"table {path}: {error}. Write one with `python -m jax_hopper_gemm tune`."
+        ) from error
+    try:
+        _expect_fields(document, {"version", "device", "entries"})
+        if document["version"] != TABLE_VERSION:
+            came = f"version is {document['version']!r}"
+            raise _Bad(f"{came}, this library reads {TABLE_VERSION}: tune again")
+        device = _device(document["device"])
+        rows = _expect(document["entries"], list, "entries")
+    except _Bad as bad:
+        raise TableError(f"table {path}: {bad}") from None
+    entries: dict[Key, Entry] = {}
+    for index, row in enumerate(rows):
+        try:
+            entry = _entry(row)
+            if entry.key in entries:
+                raise _Bad("a second entry for the same problem: keep one of them")
+        except _Bad as bad:
+            raise TableError(f"table {path}, entry {index}: {bad}") from None
+        entries[entry.key] = entry
+    return Table.of(device, entries.values(), str(path))
+
+
+def write_table(table: Table, path: str | os.PathLike[str]) -> None:
+    """Writes `table`, sorted, one entry a line; the file changes at once or not at all."""
+    head = {
+        "compute_capability": list(table.device.compute_capability),
+        "num_sms": table.device.num_sms,
+    }
+    rows = sorted(table.entries.values(), key=lambda entry: tuple(vars(entry.key).values()))
+    lines = ",\n".join("  " + json.dumps(_row(entry)) for entry in rows)
+    text = (
+        f'{{"version": {TABLE_VERSION},\n "device": {json.dumps(head)},\n'
+        f' "entries": [\n{lines}\n ]}}\n'
+    )
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+_KEY_FIELDS = {field.name for field in fields(Key)}
+_SPEC_FIELDS = {field.name for field in fields(GemmSpec)} - _KEY_FIELDS
+_ENTRY_FIELDS = _KEY_FIELDS | {"prefer", "kernel", "traversal", "kernel_us", "xla_us"}
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    kernel = {name: value for name, value in vars(entry.spec).items() if name in _SPEC_FIELDS}
+    return {
+        **vars(entry.key),
+        "prefer": entry.prefer,
+        "kernel": kernel,
+        "traversal": vars(entry.traversal),
+        "kernel_us": entry.kernel_us,
+        "xla_us": entry.xla_us,
+    }
+
+
+def _entry(row: Any) -> Entry:
+    _expect_fields(row, _ENTRY_FIELDS)
+    for name in ("m", "n", "k", "l"):
+        if _expect(row[name], int, name) < 1:
+            raise _Bad(f"{name} is {row[name]}, not at least 1")
+    for name, known in (("a_major", "mk"), ("b_major", "nk")):
+        if _expect(row[name], str, name) not in tuple(known):
+            raise _Bad(f"{name} is {row[name]!r}, not one of {list(known)}")
+    key = Key(**{name: row[name] for name in _KEY_FIELDS})
+    if row["prefer"] not in ("kernel", "xla"):
+        raise _Bad(f"prefer is {row['prefer']!r}, not 'kernel' or 'xla'")
+    kernel = row["kernel"]
+    _expect_fields(kernel, _SPEC_FIELDS, "kernel has")
+    for name, value in kernel.items():
+        _expect(value, str if name in ("warp_schedule", "tile_scheduler") else int, name)
+    spec = GemmSpec(key.ab_dtype, key.d_dtype, key.a_major, key.b_major, **kernel)
+    if reasons := violations(spec) or pairing_violations(key.problem(), spec):
+        raise _Bad("no kernel runs it: " + "; ".join(reasons))
+    times = {name: _microseconds(row[name], name) for name in ("kernel_us", "xla_us")}
+    prefer = cast(Literal["kernel", "xla"], row["prefer"])
+    return Entry(key, prefer, spec, _traversal(row["traversal"]), **times)
+
+
+def _traversal(value: Any) -> Traversal:
+    _expect_fields(value, {"along", "swizzle"}, "traversal has")
+    if value["along"] not in ("m", "n"):
+        raise _Bad(f"traversal along is {value['along']!r}, not 'm' or 'n'")
+    if not 1 <= _expect(value["swizzle"], int, "swizzle") <= 16:
+        raise _Bad(f"traversal swizzle is {value['swizzle']}, not 1 to 16")
+    return Traversal(**value)
+
+
+def _device(value: Any) -> Device:
+    _expect_fields(value, {"compute_capability", "num_sms"}, "device has")
+    capability = _expect(value["compute_capability"], list, "compute_capability")
+    if len(capability) != 2 or not all(type(part) is int for part in capability):
+        raise _Bad(f"compute_capability is {capability}, not [major, minor]")
+    if _expect(value["num_sms"], int, "num_sms") < 1:
+        raise _Bad(f"num_sms is {value['num_sms']}, not at least 1")
+    return Device((capability[0], capability[1]), value["num_sms"])
+
+
+def _microseconds(value: Any, name: str) -> float | None:
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise _Bad(f"{name} is {value!r}, not a positive number of microseconds or null")
+    return float(value)
+
+
+class _Bad(Exception):
+    """What is wrong with a part of a table; the reader adds where it stands."""
+
+
+def _expect(value: Any, kind: type, name: str) -> Any:
+    if type(value) is not kind:
+        raise _Bad(f"{name} is {value!r}, not of type {kind.__name__}")
+    return value
+
+
+def _expect_fields(value: Any, names: set[str], what: str = "it has") -> None:
+    if type(value) is not dict:
+        raise _Bad(f"{what} no fields: it is {value!r}, expected an object with {sorted(names)}")
+    missing, unknown = sorted(names - value.keys()), sorted(value.keys() - names)
+    if missing or unknown:
+        raise _Bad(f"{what} missing fields {missing} and unknown fields {unknown}")

@@ -1,0 +1,11 @@
+"""What users call: JAX's own products, on kernels for Hopper where there is one."""
+
+from __future__ import annotations
+
+from .checkpoint import checkpoint_policy as checkpoint_policy
+from .dense import dot_general as dot_general
+from .dense import einsum as einsum
+from .dense import matmul as matmul
+from .explain import Explanation as Explanation
+from .explain import explain as explain
+from .explain import supports as supports

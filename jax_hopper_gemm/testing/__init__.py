@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: references, error bounds, shapes, timing, a direct launcher."""

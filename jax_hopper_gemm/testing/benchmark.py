@@ -1,0 +1,245 @@
+"""Times dense products: ours, XLA's and Pallas's, taking turns on the same random inputs.
+
+`benchmarks/dense.py` and `python -m jax_hopper_gemm bench` are both this module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import dispatch, ops
+from ..dispatch import Device
+from ..problem import GemmProblem
+from . import results, shapes, timing
+from .results import Row
+
+# Makes a jitted function of (a, b) for a problem and its sets of inputs; None: cannot run it.
+Maker = Callable[[GemmProblem, Sequence[tuple]], Callable | None]
+
+REGIMES = ("burst", "sustained")
+_RATE = 5e14  # FLOP/s that a pause between bursts is reckoned with
+
+
+def ours(implementation: str | None) -> Maker:
+    """Returns the maker of our own `dot_general`."""
+
+    def make(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable:
+        dims = shapes.dimension_numbers(problem)
+        dtype = jnp.dtype(problem.d_dtype)
+        return jax.jit(
+            lambda a, b: ops.dot_general(
+                a, b, dims, preferred_element_type=dtype, implementation=implementation
+            )
+        )
+
+    return make
+
+
+def xla(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable:
+    """What `jnp.matmul` runs, with the operands' layouts as they are."""
+    dims = shapes.dimension_numbers(problem)
+    dtype = jnp.dtype(problem.d_dtype)
+    return jax.jit(lambda a, b: jax.lax.dot_general(a, b, dims, preferred_element_type=dtype))
+
+
+def pallas(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable | None:
+    """jax's own Hopper kernel, in the best of three configurations; whole tiles only."""
+    from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as mgpu
+
+    if problem.l > 1 or shapes.layout_name(problem) != "MK,KN":
+        return None
+    if problem.d_dtype != problem.ab_dtype:
+        return None
+    rows, columns = mgpu.MatmulDimension.M, mgpu.MatmulDimension.N
+    functions = {}
+    for tile_m, tile_n, split in ((128, 128, columns), (128, 128, rows), (64, 128, rows)):
+        cta_m = tile_m * (2 if split is rows else 1)
+        cta_n = tile_n * (2 if split is columns else 1)
+        if problem.m % cta_m or problem.n % cta_n or problem.k % 64:
+            continue
+        config = mgpu.TuningConfig(
+            tile_m=tile_m,
+            tile_n=tile_n,
+            tile_k=64,
+            max_concurrent_steps=4,
+            grid_tile_width=8,
+            wg_dimension=split,
+        )
+        functions[f"{cta_m}x{cta_n}"] = jax.jit(
+            functools.partial(mgpu.matmul, c=None, config=config)
+        )
+    if len(functions) < 2:
+        return next(iter(functions.values()), None)
+    measured = timing.alternate(
+        {name: timing.burst(f, input_sets) for name, f in functions.items()}, rounds=1
+    )
+    return functions[min(measured, key=lambda name: measured[name].median)]
+
+
+MAKERS: dict[str, Maker] = {
+    "hopper": ours("hopper"),
+    "auto": ours(None),
+    "xla": xla,
+    "pallas": pallas,
+}
+
+
+def run(
+    problems: Iterable[GemmProblem],
+    regimes: Sequence[str],
+    makers: Mapping[str, Maker],
+    rounds: int = 5,
+    report: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Times every candidate on every problem; one row for each problem and regime.
+
+    Args:
+      makers: the candidates, by name.
+      rounds: turns of each candidate; 2 at most in the sustained regime.
+      report: called with each row as it is done.
+    """
+    device = this_device()
+    rows = []
+    for problem in problems:
+        forced = dispatch.choose(problem, device, kernel_only=True)
+        free = dispatch.choose(problem, device)
+        kernel = forced.spec.name if forced.spec else ""
+        auto = free.spec.name if free.spec else "XLA"
+        chosen = dict(makers)
+        if not kernel:
+            chosen.pop("hopper", None)
+        # Where they are the same program, it is timed once and shown twice.
+        same = (free.spec, free.traversal) == (forced.spec, forced.traversal) and kernel != ""
+        if same and "hopper" in chosen:
+            chosen.pop("auto", None)
+        input_sets = random_inputs(problem)
+        functions = {name: make(problem, input_sets) for name, make in chosen.items()}
+        functions = {name: f for name, f in functions.items() if f is not None}
+        for function in functions.values():
+            jax.block_until_ready(function(*input_sets[0]))  # compiles
+        for regime in regimes:
+            timings = _time(functions, input_sets, regime, rounds, problem.flops)
+            if same and "auto" in makers and "hopper" in timings:
+                timings["auto"] = timings["hopper"]
+            rows.append(Row(problem, regime, kernel, auto, timings))
+            report(rows[-1])
+    return rows
+
+
+def this_device() -> Device:
+    """Returns jax's first GPU as dispatch sees it.
+
+    Raises:
+      RuntimeError: jax has no Hopper GPU.
+    """
+    gpu = jax.devices()[0]
+    if gpu.platform != "gpu" or not str(gpu.compute_capability).startswith("9."):
+        raise RuntimeError(f"timing needs a Hopper GPU; jax's first device is {gpu}")
+    major, minor = str(gpu.compute_capability).split(".")
+    return Device((int(major), int(minor)), gpu.core_count)
+
+
+def random_inputs(problem: GemmProblem) -> list[tuple[jax.Array, jax.Array]]:
+    """Returns enough sets of normal random A and B to keep them out of L2."""
+    dtype = jnp.dtype(problem.ab_dtype)
+    shape_a, shape_b = (shapes.operand_shape(problem, x) for x in ("a", "b"))
+    sets = timing.sets_to_rotate((math.prod(shape_a) + math.prod(shape_b)) * dtype.itemsize)
+
+    @jax.jit
+    def draw(seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        key_a, key_b = jax.random.split(jax.random.key(seed, impl="rbg"))
+        return jax.random.normal(key_a, shape_a, dtype), jax.random.normal(key_b, shape_b, dtype)
+
+    return [jax.block_until_ready(draw(jnp.uint32(seed))) for seed in range(sets)]
+
+
+def environment() -> dict[str, Any]:
+    """Returns what a figure depends on: GPU and versions."""
+    gpu = jax.devices()[0]
+    return {
+        "device": gpu.device_kind,
+        "sms": gpu.core_count,
+        "platform": gpu.client.platform_version,
+        "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command line that `main` reads."""
+    parser.add_argument(
+        "suites", nargs="*", default=["bars"], help=f"of {', '.join(shapes.SUITES)} [bars]"
+    )
+    parser.add_argument("--regime", choices=(*REGIMES, "both"), default="burst")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each candidate")
+    parser.add_argument("--without", nargs="+", default=[], help="candidates to leave out")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--plot", type=Path, help="write a picture (needs matplotlib)")
+
+
+def main(arguments: argparse.Namespace, extra: Mapping[str, Maker] | None = None) -> int:
+    """Runs the benchmark that the command line asks for; returns the exit status.
+
+    Args:
+      arguments: as `add_arguments` declares them.
+      extra: candidates besides `MAKERS`.
+    """
+    makers = {
+        name: make
+        for name, make in {**MAKERS, **(extra or {})}.items()
+        if name not in arguments.without
+    }
+    problems = dict.fromkeys(p for name in arguments.suites for p in shapes.suite(name))
+    regimes = REGIMES if arguments.regime == "both" else (arguments.regime,)
+    this_device()
+    facts = environment()
+    print("  ".join(f"{key} {value}".replace("\n", " ") for key, value in facts.items()))
+    print(results.HEADER)
+    rows = run(
+        problems,
+        regimes,
+        makers,
+        arguments.rounds,
+        report=lambda row: print(results.format_row(row), flush=True),
+    )
+    totals = results.summary(rows)
+    for name, total in totals.items():
+        print(
+            f"XLA / {name}: geometric mean {total['geometric_mean']:.3f}, "
+            f"minimum {total['minimum']:.3f} at {total['minimum_at']} ({total['problems']})"
+        )
+    if arguments.json:
+        document = {
+            "environment": facts,
+            "summary": totals,
+            "rows": [row.to_dict() for row in rows],
+        }
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    if arguments.plot and not results.plot(rows, arguments.plot, facts["device"]):
+        print("no plot: matplotlib is not installed")
+    return 0
+
+
+def _time(
+    functions: Mapping[str, Callable],
+    input_sets: Sequence[tuple],
+    regime: str,
+    rounds: int,
+    flops: int,
+) -> dict[str, timing.Timing]:
+    if regime == "sustained":
+        loops = {name: timing.sustained(f, input_sets) for name, f in functions.items()}
+        return timing.alternate(loops, min(rounds, 2))
+    bursts = {name: timing.burst(f, input_sets) for name, f in functions.items()}
+    pause = min(1.0, 20 * flops / _RATE)  # twice as long as ten calls, so that the card is cool
+    return timing.alternate(bursts, rounds, rest=functools.partial(time.sleep, pause))

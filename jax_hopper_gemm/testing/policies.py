@@ -1,0 +1,91 @@
+"""A set of kernels in which every pair of legal choices of `GemmSpec` occurs.
+
+Bugs of a kernel sit in single policies and in pairs of them (a schedule with a scheduler, an
+epilogue tile with a result dtype). The whole space has hundreds of thousands of kernels; a
+pairwise covering set has some dozens (https://doi.org/10.1145/1883612.1883618).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from functools import cache
+
+from ..spec import GemmSpec, violations
+
+# Every value of every field. A policy that is added here is tested with all the others.
+CHOICES: dict[str, tuple] = {
+    "ab_dtype": ("bfloat16", "float16"),
+    "d_dtype": ("bfloat16", "float16", "float32"),
+    "a_major": ("k", "m"),
+    "b_major": ("n", "k"),
+    "tile_m": (64, 128, 192, 256),
+    "tile_n": tuple(range(16, 257, 16)),
+    "tile_k": (64, 128),
+    "cluster": ((1, 1), (2, 1), (1, 2), (2, 2)),
+    "warp_schedule": ("cooperative", "pingpong"),
+    "tile_scheduler": ("single", "static", "dynamic"),
+    "num_stages": (2, 3, 4, 5, 7),
+    "epi_tile_n": (16, 32, 64),
+    "epi_stages": (2, 3, 4),
+}
+
+_ATTEMPTS = 400  # random completions tried before a pair counts as impossible
+
+
+@cache
+def covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns legal specs in which each pair of choices that any legal spec has occurs.
+
+    Greedy: take a pair that is still missing, complete it at random, keep the completion that
+    adds the most missing pairs. The same on every machine.
+    """
+    rng = random.Random(seed)
+    missing = {
+        frozenset(pair)
+        for (f, fs), (g, gs) in itertools.combinations(CHOICES.items(), 2)
+        for pair in itertools.product(((f, v) for v in fs), ((g, v) for v in gs))
+    }
+    order = sorted(missing, key=lambda pair: sorted(map(str, pair)))
+    rng.shuffle(order)
+    chosen: list[GemmSpec] = []
+    for pair in order:
+        if pair not in missing:
+            continue
+        completions = _complete(dict(pair), rng, wanted=20)
+        if not completions:
+            missing.discard(pair)
+            continue
+        best = max(completions, key=lambda choice: len(pairs_of(choice) & missing))
+        missing -= pairs_of(best)
+        chosen.append(spec_of(best))
+    return tuple(dict.fromkeys(chosen))
+
+
+def pairs_of(choice: dict) -> set[frozenset]:
+    """Returns the pairs of (field, value) that a choice of all fields holds."""
+    return {frozenset(pair) for pair in itertools.combinations(choice.items(), 2)}
+
+
+def spec_of(choice: dict) -> GemmSpec:
+    fields = dict(choice)
+    cluster_m, cluster_n = fields.pop("cluster")
+    return GemmSpec(**fields, cluster_m=cluster_m, cluster_n=cluster_n)
+
+
+def choice_of(spec: GemmSpec) -> dict:
+    """Returns the choice that `spec_of` makes `spec` from."""
+    rest = {field: getattr(spec, field) for field in CHOICES if field != "cluster"}
+    return {field: rest.get(field, (spec.cluster_m, spec.cluster_n)) for field in CHOICES}
+
+
+def _complete(fixed: dict, rng: random.Random, wanted: int) -> list[dict]:
+    """Returns up to `wanted` legal choices that hold `fixed`; none if none was found."""
+    found = []
+    for _ in range(_ATTEMPTS):
+        choice = {f: fixed.get(f, rng.choice(values)) for f, values in CHOICES.items()}
+        if not violations(spec_of(choice)):
+            found.append(choice)
+            if len(found) == wanted:
+                break
+    return found

@@ -1,0 +1,136 @@
+"""The shapes that are tested and timed, named once.
+
+Model dimensions are those of the published configurations. Every suite is a tuple of
+`GemmProblem`s over compact operands; `operand_shape` and `dimension_numbers` turn one into a
+call of `dot_general`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ..problem import GemmProblem, Major
+from .reference import Operand
+
+DimensionNumbers = tuple[
+    tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
+]
+
+_BARS = (
+    (1024, 1024, 1024),
+    (2048, 2048, 2048),
+    (4096, 4096, 4096),
+    (8192, 8192, 8192),
+    (4096, 11008, 4096),
+    (8192, 28672, 8192),
+    (8192, 8192, 28672),
+    (3000, 5000, 4104),
+    (4096, 14336, 4096),
+    (8192, 1024, 8192),
+    (2048, 8192, 1024),
+)
+
+
+def bars() -> Iterable[GemmProblem]:
+    """What a kernel must not lose to XLA: B as (K, N) and (N, K), and gradients' layouts.
+
+    The gradient of A reads B transposed, (M, K) x (N, K), which is already there; the gradient
+    of B reads A transposed, (K, M) x (K, N).
+    """
+    for m, n, k in _BARS:
+        yield GemmProblem.dense(m, n, k)
+        yield GemmProblem.dense(m, n, k, b_major="k")
+    for size in (4096, 8192):
+        yield GemmProblem.dense(size, size, size, a_major="m")
+
+
+def fallback() -> Iterable[GemmProblem]:
+    """Few rows, or few tiles and a long K: where XLA may well be the better answer."""
+    for n, k in ((4096, 4096), (28672, 8192), (8192, 28672)):
+        for m in (1, 16, 64, 128, 256):
+            yield GemmProblem.dense(m, n, k)
+    yield GemmProblem.dense(512, 512, 16384)
+
+
+def square() -> Iterable[GemmProblem]:
+    for size in (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384):
+        yield GemmProblem.dense(size, size, size)
+
+
+def llama() -> Iterable[GemmProblem]:
+    """Llama 3 8B and 70B over 4096 tokens: QKV, attention output, up, down."""
+    for width, qkv, hidden in ((4096, 6144, 14336), (8192, 10240, 28672)):
+        yield from _layer(4096, width, qkv, width, hidden)
+
+
+def gemma() -> Iterable[GemmProblem]:
+    """Gemma 2 9B and Gemma 3 27B over 4096 tokens; heads do not fill the width."""
+    for width, qkv, heads, hidden in ((3584, 8192, 4096, 14336), (5376, 8192, 4096, 21504)):
+        yield from _layer(4096, width, qkv, heads, hidden)
+
+
+def vit() -> Iterable[GemmProblem]:
+    """ViT-B/16, ViT-L/16 (64 images of 197 tokens) and SigLIP So400m (32 of 256)."""
+    for tokens, width, hidden in ((12608, 768, 3072), (12608, 1024, 4096), (8192, 1152, 4304)):
+        yield from _layer(tokens, width, 3 * width, width, hidden)
+
+
+def decode() -> Iterable[GemmProblem]:
+    """One token a sequence, through the projections of Llama 3 8B and 70B."""
+    for n, k in ((6144, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672)):
+        for m in (1, 8, 16, 32, 64, 128):
+            yield GemmProblem.dense(m, n, k)
+
+
+def _layer(tokens: int, width: int, qkv: int, heads: int, hidden: int) -> tuple[GemmProblem, ...]:
+    """Returns the four products of a transformer layer: QKV, attention output, up, down."""
+    products = ((qkv, width), (width, heads), (hidden, width), (width, hidden))
+    return tuple(GemmProblem.dense(tokens, n, k) for n, k in products)
+
+
+SUITES: dict[str, Callable[[], Iterable[GemmProblem]]] = {
+    "bars": bars,
+    "fallback": fallback,
+    "square": square,
+    "llama": llama,
+    "gemma": gemma,
+    "vit": vit,
+    "decode": decode,
+}
+
+
+def suite(name: str) -> tuple[GemmProblem, ...]:
+    """Returns the problems of a named suite, each once.
+
+    Raises:
+      ValueError: there is no suite of that name.
+    """
+    if name not in SUITES:
+        raise ValueError(f"no suite {name!r}; there are {', '.join(SUITES)}")
+    return tuple(dict.fromkeys(SUITES[name]()))
+
+
+def layout_name(problem: GemmProblem) -> str:
+    """Returns how A and B are stored: "MK,KN" when both are row-major as multiplied."""
+    stored: dict[Major, str] = {"k": "MK", "m": "KM"}
+    return f"{stored[problem.a.major]},{'KN' if problem.b.major == 'n' else 'NK'}"
+
+
+def operand_shape(problem: GemmProblem, operand: Operand) -> tuple[int, ...]:
+    """Returns the shape of the array that stores a compact operand; L leads when over 1."""
+    batch = (problem.l,) if problem.l > 1 else ()
+    m, n, k = problem.m, problem.n, problem.k
+    if operand == "a":
+        return batch + ((m, k) if problem.a.major == "k" else (k, m))
+    if operand == "b":
+        return batch + ((k, n) if problem.b.major == "n" else (n, k))
+    return (*batch, m, n)
+
+
+def dimension_numbers(problem: GemmProblem) -> DimensionNumbers:
+    """Returns the `dot_general` dimension numbers of operands shaped by `operand_shape`."""
+    lead = 1 if problem.l > 1 else 0
+    a_k = lead + (1 if problem.a.major == "k" else 0)
+    b_k = lead + (0 if problem.b.major == "n" else 1)
+    batch = tuple(range(lead))
+    return ((a_k,), (b_k,)), (batch, batch)

@@ -1,0 +1,137 @@
+"""How far a result of the tensor cores may be from the exact product: derived, not tuned.
+
+The model. One `wgmma` of 16-bit floats adds 16 products to a float32 accumulator. The products
+are exact; the 17 terms are aligned to the largest exponent among them and cut off after F = 25
+binary digits; their sum is exact and is cut off (not rounded) to float32. This is what was found
+by testing the hardware bit for bit:
+
+  Xie et al., MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores,
+  https://arxiv.org/abs/2511.10909 (Hopper: F = 25);
+  Khattak and Mikaitis, Accurate Models of NVIDIA Tensor Cores, https://arxiv.org/abs/2512.07004;
+  Fasi et al., Numerical behavior of NVIDIA tensor cores, https://peerj.com/articles/cs-330/.
+
+One instruction. Let S be the sum of |a_k b_k| over the K terms of one element, S_j the part of
+it up to instruction j, and c_j the accumulator after it, so |c_j| <= S_j (1 + delta). Cutting a
+term off loses less than 2**(e - F), where 2**e is at most the largest term, itself at most S_j.
+Cutting the sum off to 24 significant bits loses less than 2**-23 of it. Together
+
+  |c_j - (c_(j-1) + products)|  <=  (17 * 2**-25 + 2**-23) S_j  =  5.25 * 2**-23 S_j.
+
+All of them. There are J = ceil(K / 16), and S_j <= S:
+
+  |c_J - exact|  <=  g / (1 - g) * S,   g = 5.25 * 2**-23 * J,
+
+where 1 / (1 - g) covers delta, as in Higham, Accuracy and Stability of Numerical Algorithms,
+section 3.1. Where a library may have answered with float32 additions, in any order, the same
+section gives g = K * 2**-24, about half as much again: the larger of the two.
+
+The store rounds c_J to nearest in the result's dtype: relative error u, or half the smallest
+subnormal number; nothing where D is float32. So
+
+  |d - exact|  <=  u |exact| + (1 + u) g / (1 - g) S + eta.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+Summation = Literal["wgmma", "float32"]  # by our kernels; by any float32 code
+
+TERMS = 17  # of one wgmma: 16 products and the accumulator
+FRACTION_BITS = 25  # kept of each term when they are aligned
+PER_INSTRUCTION = TERMS * 2.0**-FRACTION_BITS + 2.0**-23
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The element nearest to, or farthest beyond, its bound.
+
+    Attributes:
+      ratio: its error over its bound; 1 is the limit, infinite for a NaN.
+      index: where it is.
+      got, expected, bound: its value, the exact value, and the error allowed.
+    """
+
+    ratio: float
+    index: tuple[int, ...]
+    got: float
+    expected: float
+    bound: float
+
+
+def accumulation_error(k: int, summation: Summation = "wgmma") -> float:
+    """Returns the largest error of a float32 accumulator over K terms, relative to |a| @ |b|."""
+    g = PER_INSTRUCTION * -(-k // 16)
+    if summation == "float32":
+        g = max(g, k * 2.0**-24)
+    return g / (1 - g)
+
+
+def error_bound(
+    expected: np.ndarray,
+    magnitude: np.ndarray,
+    k: int,
+    dtype: str | np.dtype,
+    summation: Summation = "wgmma",
+) -> np.ndarray:
+    """Returns the largest error that each element of a correct result may have.
+
+    Args:
+      expected: a @ b in float64.
+      magnitude: |a| @ |b| in float64, same shape.
+      k: length of the sums.
+      dtype: dtype of the result.
+      summation: what added the products up.
+    """
+    accumulated = accumulation_error(k, summation) * magnitude
+    if jnp.dtype(dtype) == np.float32:
+        return accumulated
+    info = jnp.finfo(dtype)
+    unit = float(info.eps) / 2
+    return unit * np.abs(expected) + (1 + unit) * accumulated + float(info.smallest_subnormal) / 2
+
+
+def worst(
+    result: np.ndarray,
+    expected: np.ndarray,
+    magnitude: np.ndarray,
+    k: int,
+    summation: Summation = "wgmma",
+) -> Worst:
+    """Returns the element of `result` whose error is the largest share of its bound."""
+    got = result.astype(np.float64)
+    bound = error_bound(expected, magnitude, k, result.dtype, summation)
+    error = np.abs(got - expected)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(error == 0, 0.0, error / bound)
+    ratio = np.where(np.isnan(ratio), np.inf, ratio)
+    index = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+    values = (float(x[index]) for x in (ratio, got, expected, bound))
+    ratio_there, *rest = values
+    return Worst(ratio_there, tuple(int(i) for i in index), *rest)
+
+
+def assert_within_bound(
+    result: np.ndarray,
+    expected: np.ndarray,
+    magnitude: np.ndarray,
+    k: int,
+    what: str = "result",
+    summation: Summation = "wgmma",
+) -> Worst:
+    """Returns the worst element of `result`, having checked that it is within its bound.
+
+    Raises:
+      AssertionError: an element is farther from `expected` than the derivation above allows.
+    """
+    assert result.shape == expected.shape, f"{result.shape} is not {expected.shape}"
+    found = worst(result, expected, magnitude, k, summation)
+    assert found.ratio <= 1, (
+        f"{what}: element {found.index} is {found.got!r}, expected {found.expected!r} within "
+        f"{found.bound:.3e}: {found.ratio:.3g} times the bound"
+    )
+    return found

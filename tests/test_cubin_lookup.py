@@ -1,0 +1,350 @@
+"""Prebuilt, cache, compiler: the order, and what happens where one of them is broken."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import json
+import os
+import sys
+import threading
+import time
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cubin_samples import (
+    FAKE_COMPILER,
+    HIDE_CUTLASS,
+    NAMES,
+    SPEC,
+    run_python,
+    sample_cubin,
+    sample_manifest,
+    start_python,
+)
+
+from jax_hopper_gemm import cubin
+from jax_hopper_gemm.cubin import CubinError, compiler, digest_of, lookup, store
+from jax_hopper_gemm.cubin.store import Store
+
+DIGEST = digest_of(SPEC)
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, monkeypatch):
+    """Gives each test an empty cache, no prebuilt kernels and a process that knows none."""
+    monkeypatch.setenv("JAX_HOPPER_GEMM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(tmp_path / "prebuilt"))
+    forget(monkeypatch)
+    monkeypatch.setattr(lookup, "_told_of_unwritable_cache", False)
+
+
+def forget(monkeypatch):
+    """Makes this process as ignorant as a fresh one."""
+    monkeypatch.setattr(lookup, "_known", {})
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """Replaces kernels/; returns the list of specs that were compiled."""
+    compiled = []
+
+    def compile_cubin(spec, workdir):
+        compiled.append(spec)
+        time.sleep(0.05)
+        return sample_cubin(threads=spec.threads)
+
+    kernels = types.SimpleNamespace(compile_cubin=compile_cubin, parameter_names=lambda spec: NAMES)
+    monkeypatch.setitem(sys.modules, "jax_hopper_gemm.kernels", kernels)
+    monkeypatch.setattr("jax_hopper_gemm.kernels", kernels, raising=False)
+    monkeypatch.setattr(compiler, "require_compiler", lambda: None)
+    return compiled
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    def refuse():
+        raise CubinError("nvidia-cutlass-dsl is not installed; run pip")
+
+    monkeypatch.setattr(compiler, "require_compiler", refuse)
+
+
+def write_entry(kind: str, code: bytes) -> bytes:
+    """Puts a kernel for SPEC into the prebuilt folder or the cache; returns the cubin."""
+    content = sample_cubin(code=code)
+    target = lookup.prebuilt() if kind == "prebuilt" else lookup.user_cache()
+    target.write(DIGEST, content, sample_manifest(cubin=content))
+    return content
+
+
+def test_a_kernel_is_compiled_once_a_process(compiles, monkeypatch):
+    first = cubin.get(SPEC)
+    assert cubin.get(SPEC) is first
+    assert first.origin == "compiled"
+    forget(monkeypatch)
+    assert cubin.get(SPEC).origin == f"cache {cubin.cache_dir()}"
+    assert cubin.get(SPEC).cubin == first.cubin
+    assert compiles == [SPEC]
+
+
+def test_two_threads_compile_once(compiles):
+    threads = [threading.Thread(target=cubin.get, args=(SPEC,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiles == [SPEC]
+
+
+def test_processes_that_start_together_compile_once(tmp_path):
+    source = (
+        FAKE_COMPILER
+        + """
+    from cubin_samples import SPEC
+    from jax_hopper_gemm import cubin
+    print(cubin.get(SPEC).origin.split()[0])
+    """
+    )
+    environment = {
+        "JAX_HOPPER_GEMM_CACHE": str(tmp_path / "cache"),
+        "COMPILES": str(tmp_path / "compiles"),
+        "COMPILE_SECONDS": "2",
+    }
+    processes = [start_python(source, **environment) for _ in range(3)]
+    results = [process.communicate(timeout=120) for process in processes]
+    assert sorted(out.strip() for out, _ in results) == ["cache", "cache", "compiled"], results
+    assert (tmp_path / "compiles").read_text().splitlines() == [SPEC.name]
+
+
+def test_prebuilt_comes_before_the_cache_and_the_cache_before_the_compiler(compiles, monkeypatch):
+    cached = write_entry("cache", b"cached".ljust(64))
+    assert cubin.get(SPEC).cubin == cached
+    forget(monkeypatch)
+    prebuilt = write_entry("prebuilt", b"prebuilt".ljust(64))
+    assert cubin.get(SPEC).cubin == prebuilt
+    assert cubin.get(SPEC).origin.startswith("prebuilt ")
+    assert compiles == []
+
+
+def test_prebuilt_kernels_need_no_compiler_and_no_cache(tmp_path):
+    content = write_entry("prebuilt", b"prebuilt".ljust(64))
+    source = (
+        HIDE_CUTLASS
+        + """
+    from cubin_samples import SPEC
+    from jax_hopper_gemm import cubin
+    print(cubin.get(SPEC).manifest.cubin_sha256)
+    """
+    )
+    printed = run_python(
+        source,
+        JAX_HOPPER_GEMM_CUBINS=str(tmp_path / "prebuilt"),
+        JAX_HOPPER_GEMM_CACHE="/proc/nowhere",
+    )
+    assert printed.strip() == sample_manifest(cubin=content).cubin_sha256
+
+
+def test_prebuilt_folder_is_the_packages_own_unless_named(monkeypatch):
+    monkeypatch.delenv("JAX_HOPPER_GEMM_CUBINS")
+    assert cubin.prebuilt().folder == Path(cubin.__file__).parents[1] / "_cubins"
+
+
+def _flip_a_byte(cubin_path, manifest_path):
+    content = bytearray(cubin_path.read_bytes())
+    content[100] ^= 1
+    cubin_path.write_bytes(content)
+
+
+def _change_a_fact(cubin_path, manifest_path):
+    entry = json.loads(manifest_path.read_text())
+    entry["manifest"]["dynamic_smem_bytes"] += 1024
+    manifest_path.write_text(json.dumps(entry))
+
+
+DAMAGE = {
+    "byte flipped": _flip_a_byte,
+    "fact changed": _change_a_fact,
+    "cubin cut short": lambda code, facts: code.write_bytes(code.read_bytes()[:-10]),
+    "cubin empty": lambda code, facts: code.write_bytes(b""),
+    "cubin gone": lambda code, facts: code.unlink(),
+    "manifest cut short": lambda code, facts: facts.write_text(facts.read_text()[:-10]),
+    "manifest binary": lambda code, facts: facts.write_bytes(b"\xff\xfe\x00"),
+    "manifest a list": lambda code, facts: facts.write_text("[]"),
+    "manifest of another version": lambda code, facts: facts.write_text('{"manifest": {"x": 1}}'),
+    "manifest gone": lambda code, facts: facts.unlink(),
+    "cubin a folder": lambda code, facts: (code.unlink(), code.mkdir(), (code / "x").touch()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_entry_is_built_again(compiles, monkeypatch, damage):
+    intact = cubin.get(SPEC)
+    damage(cubin.cache_dir() / f"{DIGEST}.cubin", cubin.cache_dir() / f"{DIGEST}.json")
+    forget(monkeypatch)
+    again = cubin.get(SPEC)
+    assert again.origin == "compiled"
+    assert (again.cubin, again.manifest) == (intact.cubin, intact.manifest)
+    assert compiles == [SPEC, SPEC]
+
+
+def test_a_rebuilt_entry_serves_the_next_process(compiles, monkeypatch):
+    cubin.get(SPEC)
+    _flip_a_byte(cubin.cache_dir() / f"{DIGEST}.cubin", None)
+    for origin in ("compiled", f"cache {cubin.cache_dir()}"):
+        forget(monkeypatch)
+        assert cubin.get(SPEC).origin == origin
+
+
+def test_a_damaged_prebuilt_kernel_is_reported_and_passed_over(compiles, caplog):
+    write_entry("prebuilt", b"prebuilt".ljust(64))
+    _flip_a_byte(cubin.prebuilt().folder / f"{DIGEST}.cubin", None)
+    assert cubin.get(SPEC).origin == "compiled"
+    assert f"{DIGEST} is damaged" in caplog.text
+    assert str(cubin.prebuilt().folder) in caplog.text
+
+
+def _under_a_file(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JAX_HOPPER_GEMM_CACHE", str(tmp_path / "file" / "cache"))
+
+
+def _read_only(tmp_path, monkeypatch):
+    """Root may write everywhere, so the refusal is the file system's, not a mode's."""
+    (tmp_path / "cache").mkdir()
+
+    def refuse(path, content):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(store, "_replace", refuse)
+
+
+@pytest.mark.parametrize("make_unwritable", [_under_a_file, _read_only])
+def test_an_unwritable_cache_still_gives_kernels_and_warns_once(
+    compiles, monkeypatch, caplog, tmp_path, make_unwritable
+):
+    make_unwritable(tmp_path, monkeypatch)
+    other = replace(SPEC, tile_n=64)
+    assert cubin.get(SPEC).origin == cubin.get(other).origin == "compiled"
+    assert cubin.get(SPEC) is cubin.get(SPEC)
+    assert compiles == [SPEC, other]
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 1
+    assert "cannot be kept" in warned[0] and "JAX_HOPPER_GEMM_CACHE" in warned[0]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a read-only folder")
+def test_a_read_only_cache_still_serves_what_it_has(compiles, monkeypatch):
+    cubin.get(SPEC)
+    cubin.cache_dir().chmod(0o500)
+    forget(monkeypatch)
+    assert cubin.get(SPEC).origin == f"cache {cubin.cache_dir()}"
+    assert cubin.get(replace(SPEC, tile_n=64)).origin == "compiled"
+    cubin.cache_dir().chmod(0o700)
+
+
+def test_a_failed_write_leaves_nothing_behind(compiles, monkeypatch, caplog):
+    def fail(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", fail)
+    assert cubin.get(SPEC).origin == "compiled"
+    assert [path.suffix for path in cubin.cache_dir().iterdir()] == [".lock"]
+    assert "No space left" in caplog.text
+
+
+def test_an_error_without_compiler_names_kernel_places_and_command(no_compiler, tmp_path):
+    with pytest.raises(CubinError) as raised:
+        cubin.get(SPEC)
+    message = str(raised.value)
+    for part in (SPEC.name, SPEC.to_json(), str(tmp_path / "cache"), str(tmp_path / "prebuilt"),
+                 "nvidia-cutlass-dsl is not installed", "python -m jax_hopper_gemm build",
+                 "JAX_HOPPER_GEMM_CUBINS"):  # fmt: skip
+        assert part in message
+
+
+def test_a_missing_compiler_is_named_with_its_version(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(CubinError, match=r"not installed.*nvidia-cutlass-dsl==4\.8\.1"):
+        compiler.require_compiler()
+
+
+def test_another_version_of_the_compiler_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.9.0")
+    with pytest.raises(CubinError, match=r"is 4\.9\.0, but kernels are built with 4\.8\.1 only"):
+        compiler.require_compiler()
+
+
+def test_an_illegal_spec_is_refused_with_every_reason():
+    with pytest.raises(CubinError, match="tile_m 100.*tile_n 24"):
+        cubin.get(replace(SPEC, tile_m=100, tile_n=24))
+
+
+def test_a_compilers_failure_names_the_kernel(compiles, monkeypatch):
+    def fail(spec, workdir):
+        raise RuntimeError("ptxas: out of registers")
+
+    monkeypatch.setattr(sys.modules["jax_hopper_gemm.kernels"], "compile_cubin", fail)
+    with pytest.raises(CubinError, match=f"compiling {SPEC.name} failed: ptxas"):
+        cubin.get(SPEC)
+    assert not list(cubin.cache_dir().glob("*.cubin"))
+
+
+def test_a_lowered_program_finds_its_kernel(compiles):
+    assert lookup.resolve(DIGEST, SPEC.to_json()) is cubin.get(SPEC)
+    assert compiles == [SPEC]
+
+
+def test_a_program_of_another_version_runs_while_a_cache_has_its_kernel(no_compiler):
+    content = sample_cubin()
+    lookup.user_cache().write("a" * 64, content, sample_manifest())
+    assert lookup.resolve("a" * 64, SPEC.to_json()).cubin == content
+
+
+@pytest.mark.parametrize("spec_json", [SPEC.to_json(), '{"field_of_tomorrow": 1}', "not json"])
+def test_a_program_of_another_version_is_refused_where_no_cache_has_its_kernel(compiles, spec_json):
+    with pytest.raises(CubinError, match="another version of jax_hopper_gemm.*lower the program"):
+        lookup.resolve("b" * 64, spec_json)
+    assert compiles == []
+
+
+def test_cache_folder_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("JAX_HOPPER_GEMM_CACHE", "/chosen")
+    assert cubin.cache_dir() == Path("/chosen")
+    monkeypatch.delenv("JAX_HOPPER_GEMM_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cubin.cache_dir() == Path("/xdg/jax_hopper_gemm")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/user")
+    assert cubin.cache_dir() == Path("/home/user/.cache/jax_hopper_gemm")
+
+
+def test_cache_lists_its_kernels_and_clears_only_them(compiles):
+    assert cubin.cache_entries() == []
+    assert cubin.clear_cache() == 0
+    other = replace(SPEC, tile_n=64)
+    for spec in (SPEC, other):
+        cubin.get(spec)
+    entries = cubin.cache_entries()
+    assert {(e.digest, e.name) for e in entries} == {(digest_of(s), s.name) for s in (SPEC, other)}
+    assert entries[0].nbytes == len(cubin.get(SPEC).cubin)
+
+    (cubin.cache_dir() / f"{DIGEST}.cubin.0123456789abcdef.tmp").touch()  # of a killed process
+    (cubin.cache_dir() / "mine.txt").touch()
+    assert cubin.clear_cache() > 2 * entries[0].nbytes
+    assert [path.name for path in cubin.cache_dir().iterdir()] == ["mine.txt"]
+
+
+def test_files_of_an_entry_honour_the_umask(tmp_path):
+    """A folder built by one user is read by others."""
+    previous = os.umask(0o022)
+    try:
+        Store(tmp_path, "prebuilt").write(DIGEST, sample_cubin(), sample_manifest())
+    finally:
+        os.umask(previous)
+    modes = {path.stat().st_mode & 0o777 for path in tmp_path.glob(f"{DIGEST}.*")}
+    assert modes == {0o644}

@@ -1,0 +1,186 @@
+"""What dispatch chooses and why, by its model of cost and its rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from jax_hopper_gemm.dispatch import (
+    H200,
+    Device,
+    choice,
+    choose,
+    legal_specs,
+    problem_violations,
+    table_specs,
+)
+from jax_hopper_gemm.dispatch.candidates import (
+    MODEL_CONFIGS,
+    TRAVERSALS,
+    OperandTypes,
+    filled_spec,
+    model_specs,
+)
+from jax_hopper_gemm.dispatch.cost import best_traversal, estimate, memory_bytes, roofline_ns
+from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.plan import make_plan
+from jax_hopper_gemm.problem import GemmProblem, Major
+from jax_hopper_gemm.spec import SMEM_LIMIT, Traversal, violations
+
+A_MAJORS: tuple[Major, ...] = ("k", "m")
+B_MAJORS: tuple[Major, ...] = ("n", "k")
+SQUARE = GemmProblem.dense(4096, 4096, 4096)
+
+
+@pytest.fixture(autouse=True)
+def no_user_tables(monkeypatch):
+    monkeypatch.delenv(choice.TABLE_VARIABLE, raising=False)
+    monkeypatch.setattr(choice, "_tables", choice._UserTables())
+
+
+def random_problem(random: Random) -> GemmProblem:
+    def extent() -> int:
+        return random.choice(
+            [random.randint(1, 9000), 8 * random.randint(1, 1125), 2 ** random.randint(0, 13)]
+        )
+
+    ab_dtype = random.choice(["bfloat16", "float16"])
+    return GemmProblem.dense(
+        extent(), extent(), extent(), random.choice([1, 1, 1, 2, 7]),
+        a_major=random.choice(A_MAJORS), b_major=random.choice(B_MAJORS),
+        ab_dtype=ab_dtype, d_dtype=random.choice([ab_dtype, ab_dtype, "float32"]),
+    )  # fmt: skip
+
+
+def test_choices_are_legal_buildable_and_the_same_again():
+    random, buildable = Random(20), set(table_specs(H200))
+    kernels = 0
+    for _ in range(6000):
+        problem = random_problem(random)
+        decision = choose(problem, H200)
+        strict = choose(problem, H200, kernel_only=True)
+        choice._choose.cache_clear()
+        assert choose(problem, H200) == decision
+        reasons = problem_violations(problem)
+        assert (strict.spec is None) == bool(reasons)
+        if reasons:
+            assert decision.spec is None and decision.reason == "; ".join(reasons)
+            continue
+        assert strict.spec is not None and strict.traversal is not None
+        if decision.spec is not None:
+            assert decision == strict
+        kernels += 1
+        assert strict.spec in buildable
+        assert violations(strict.spec) == [] == pairing_violations(problem, strict.spec)
+        plan = make_plan(problem, strict.spec, strict.traversal, H200.num_sms)
+        assert plan.smem_bytes <= SMEM_LIMIT
+        assert plan.grid[0] * plan.grid[1] <= H200.num_sms
+    assert kernels >= 2000
+
+
+def test_large_products_take_the_largest_tiles():
+    spec = choose(GemmProblem.dense(8192, 8192, 8192), H200).spec
+    assert spec is not None and spec.tile_m * spec.tile_n == 128 * 256
+
+
+def test_small_products_take_tiles_that_reach_most_sms():
+    for side in (512, 1024, 2048):
+        problem = GemmProblem.dense(side, side, side)
+        decision = choose(problem, H200)
+        assert decision.spec is not None and decision.traversal is not None
+        plan = make_plan(problem, decision.spec, decision.traversal, H200.num_sms)
+        assert plan.grid[0] * plan.grid[1] >= 64
+
+
+@pytest.mark.parametrize("n", [16, 32, 64])
+def test_narrow_results_take_narrow_tiles(n):
+    spec = choose(GemmProblem.dense(8192, n, 4096), H200, kernel_only=True).spec
+    assert spec is not None and spec.tile_n <= 64
+
+
+def test_reason_gives_time_bound_tiles_and_waves():
+    decision = choose(SQUARE, H200)
+    assert decision.source == "model"
+    assert "512 tiles of 128x256 in 4 waves, 97% full" in decision.reason
+    assert "bound by tensor cores" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (GemmProblem.dense(1, 8192, 8192), "D is 1x8192"),
+        (GemmProblem.dense(8192, 8, 8192), "D is 8192x8"),
+        (GemmProblem.dense(512, 512, 16384), "K=16384 over 64 tiles"),
+    ],
+)
+def test_xla_is_preferred_with_a_reason_unless_a_kernel_is_asked_for(problem, words):
+    decision = choose(problem, H200)
+    assert decision.spec is None and decision.traversal is None
+    assert words in decision.reason and decision.source == "model"
+    assert choose(problem, H200, kernel_only=True).spec is not None
+
+
+def test_other_gpus_go_to_xla_even_when_a_kernel_is_asked_for():
+    decision = choose(SQUARE, Device((10, 0), 148), kernel_only=True)
+    assert decision.spec is None and "compute capability 10.0" in decision.reason
+    assert table_specs(Device((10, 0), 148)) == []
+    assert legal_specs(SQUARE, Device((10, 0), 148)) == []
+
+
+def test_a_gpu_with_fewer_sms_gets_a_plan_that_fits_it():
+    small = Device((9, 0), 78)
+    decision = choose(SQUARE, small)
+    assert decision.spec is not None and decision.traversal is not None
+    plan = make_plan(SQUARE, decision.spec, decision.traversal, small.num_sms)
+    assert plan.grid[0] * plan.grid[1] <= 78
+
+
+def test_no_estimate_is_under_the_roofline():
+    random = Random(3)
+    for _ in range(200):
+        problem = random_problem(random)
+        if problem_violations(problem):
+            continue
+        for spec in model_specs(choice._types(problem)):
+            cost = estimate(problem, spec, Traversal(), H200)
+            assert cost.ns >= roofline_ns(problem)
+            assert 0 < cost.occupancy <= 1
+
+
+def test_memory_moves_at_least_each_matrix_once():
+    random = Random(4)
+    for _ in range(300):
+        problem = random_problem(random)
+        spec = random.choice(MODEL_CONFIGS)
+        spec = filled_spec(spec, choice._types(problem))
+        assert spec is not None
+        for traversal in TRAVERSALS:
+            assert memory_bytes(problem, spec, traversal, H200) >= problem.bytes
+
+
+def test_best_traversal_moves_the_fewest_bytes():
+    problem = GemmProblem.dense(512, 65536, 8192)
+    spec = filled_spec(MODEL_CONFIGS[0], choice._types(problem))
+    assert spec is not None
+    best = memory_bytes(problem, spec, best_traversal(problem, spec, H200), H200)
+    others = [memory_bytes(problem, spec, traversal, H200) for traversal in TRAVERSALS]
+    assert best == min(others) < max(others)
+
+
+def test_pingpong_hides_the_epilogue_of_short_products():
+    types = OperandTypes("bfloat16", "bfloat16", "k", "n")
+    pingpong = next(s for s in model_specs(types) if s.warp_schedule == "pingpong")
+    cooperative = replace(pingpong, warp_schedule="cooperative")
+    short = GemmProblem.dense(8192, 8192, 256)
+    assert (
+        estimate(short, pingpong, Traversal(), H200).ns
+        < estimate(short, cooperative, Traversal(), H200).ns
+    )
+
+
+def test_a_problem_with_more_tiles_than_int32_counts_goes_to_xla():
+    decision = choose(GemmProblem.dense(2**31 - 8, 2**31 - 8, 64), H200, kernel_only=True)
+    assert decision.spec is None
+    assert "clusters of tiles, not under 1073741824" in decision.reason

@@ -1,0 +1,219 @@
+"""Launch plans: grids, tensor maps and the words that the launcher decodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import pytest
+
+from jax_hopper_gemm.plan import (
+    Int32,
+    LaunchPlan,
+    Pointer,
+    TensorMap,
+    ceil_div,
+    make_plan,
+    max_clusters,
+    persistent_clusters,
+    tensor_maps,
+)
+from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
+from jax_hopper_gemm.spec import GemmSpec, Traversal, violations
+from jax_hopper_gemm.walk import make_walk
+
+LARGE = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 256)
+MAJORS = list(product(("k", "m"), ("n", "k")))
+CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
+
+
+def scalars(plan: LaunchPlan) -> list[int]:
+    return [param.value for param in plan.params if isinstance(param, Int32)]
+
+
+def decode(words: tuple[int, ...]) -> dict:
+    """Reads the encoding as `LaunchPlan.encode` documents it, for this test alone."""
+    stream = iter(words)
+
+    def take(count: int) -> tuple[int, ...]:
+        return tuple(next(stream) for _ in range(count))
+
+    plan: dict = {"version": next(stream), "grid": take(3), "cluster": take(3)}
+    plan |= {"threads": next(stream), "smem": next(stream)}
+    plan["cleared"] = [take(2) for _ in range(next(stream))]
+    plan["params"] = []
+    for _ in range(next(stream)):
+        kind = next(stream)
+        if kind == 0:
+            buffer, dtype, swizzle, rank = take(4)
+            shape = (take(rank), take(rank - 1), take(rank))
+            plan["params"].append(("map", buffer, dtype, swizzle, *shape))
+        else:
+            plan["params"].append(({1: "int32", 2: "pointer"}[kind], next(stream)))
+    assert next(stream, None) is None, "words left over"
+    return plan
+
+
+def test_persistent_grid_is_the_smallest_with_the_same_waves():
+    for limit in (1, 2, 33, 66, 132):
+        for clusters in range(1, 700):
+            grid = persistent_clusters(clusters, limit)
+            waves = ceil_div(clusters, limit)
+            assert grid <= limit
+            assert ceil_div(clusters, grid) == waves
+            assert grid == 1 or ceil_div(clusters, grid - 1) > waves
+
+
+def test_grid_of_8192_cubed_leaves_four_sms_idle():
+    plan = make_plan(GemmProblem.dense(8192, 8192, 8192), LARGE, Traversal(), 132)
+    assert plan.grid == (128, 1, 1)
+
+
+def test_single_scheduler_launches_one_cluster_for_each_of_its_tiles():
+    spec = replace(LARGE, tile_scheduler="single", cluster_m=2)
+    plan = make_plan(GemmProblem.dense(1000, 1000, 64, 3), spec, Traversal(), 132)
+    assert plan.grid == (2 * (4 * 4 * 3), 1, 1)
+    assert plan.cluster == (2, 1, 1)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_grid_is_whole_clusters_that_fit_the_device(cluster):
+    spec = replace(LARGE, cluster_m=cluster[0], cluster_n=cluster[1])
+    plan = make_plan(GemmProblem.dense(8192, 8192, 512), spec, Traversal(), 132)
+    assert plan.cluster == (*cluster, 1)
+    assert plan.grid[0] % cluster[0] == 0 and plan.grid[1] == cluster[1]
+    assert plan.grid[0] * plan.grid[1] <= 132
+    assert max_clusters(spec, 132) * spec.cluster_size <= 132
+
+
+def test_scalars_follow_the_kernels_order():
+    problem = GemmProblem.dense(1000, 5000, 136, 3)
+    spec = replace(LARGE, cluster_n=2)
+    plan = make_plan(problem, spec, Traversal("n", 4), 132)
+    for along in ("n", "m"):
+        plan = make_plan(problem, spec, Traversal(along, 4), 132)
+        walk = make_walk(8, 10, 3, along_m=along == "m", swizzle=4)
+        assert scalars(plan) == [*walk, 3]
+
+
+def test_only_the_dynamic_scheduler_has_a_counter():
+    problem = GemmProblem.dense(1024, 1024, 1024)
+    static = make_plan(problem, LARGE, Traversal(), 132)
+    assert static.workspaces == () and decode(static.encode())["cleared"] == []
+    dynamic = make_plan(problem, replace(LARGE, tile_scheduler="dynamic"), Traversal(), 132)
+    assert dynamic.params[-1] == Pointer(buffer=3)
+    assert decode(dynamic.encode())["cleared"] == [(3, 4)]
+
+
+@pytest.mark.parametrize(("a_major", "b_major"), MAJORS)
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_tensor_maps_address_each_element_where_the_layout_puts_it(a_major, b_major, cluster):
+    m, n, k, batches = 136, 264, 72, 3
+    problem = GemmProblem(
+        m, n, k, batches, "bfloat16", "float32",
+        a=MatrixLayout(a_major, 144, 144 * 200),
+        b=MatrixLayout(b_major, 272, 0),
+        d=MatrixLayout("n", 268, 268 * m),
+    )  # fmt: skip
+    spec = replace(
+        LARGE, d_dtype="float32", a_major=a_major, b_major=b_major, tile_n=128,
+        cluster_m=cluster[0], cluster_n=cluster[1],
+    )  # fmt: skip
+    random = Random(0)
+    extents = {"m": m, "n": n, "k": k}
+    for tensor_map, names, layout, itemsize in zip(
+        tensor_maps(problem, spec), ("mk", "nk", "mn"), (problem.a, problem.b, problem.d),
+        (2, 2, 4), strict=True,
+    ):  # fmt: skip
+        other = names.replace(layout.major, "")
+        assert tensor_map.dims == (extents[layout.major], extents[other], batches)
+        for _ in range(20):
+            index = tuple(random.randrange(extent) for extent in tensor_map.dims)
+            steps = (itemsize, *tensor_map.strides)
+            elements = (1, layout.leading_stride, layout.batch_stride)
+            expected = itemsize * sum(i * s for i, s in zip(index, elements, strict=True))
+            assert sum(i * s for i, s in zip(index, steps, strict=True)) == expected
+
+
+@pytest.mark.parametrize(("a_major", "b_major"), MAJORS)
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("tile", [(64, 32, 128), (128, 192, 64), (128, 128, 128), (256, 96, 64)])
+def test_boxes_tile_the_share_that_each_cta_loads(a_major, b_major, cluster, tile):
+    spec = replace(
+        LARGE, a_major=a_major, b_major=b_major, tile_m=tile[0], tile_n=tile[1], tile_k=tile[2],
+        cluster_m=cluster[0], cluster_n=cluster[1], num_stages=2, epi_stages=2,
+    )  # fmt: skip
+    assert violations(spec) == []
+    problem = GemmProblem.dense(512, 512, 512, a_major=a_major, b_major=b_major)
+    a, b, d = tensor_maps(problem, spec)
+    tiles = dict(zip("mnk", tile, strict=True))
+    for tensor_map, names, major, shares in (
+        (a, "mk", a_major, cluster[1]),
+        (b, "nk", b_major, cluster[0]),
+    ):
+        wide, long = tiles[major], tiles[names.replace(major, "")]
+        assert wide % tensor_map.box[0] == 0
+        assert tensor_map.box[1:] == (long // shares, 1)
+        assert tensor_map.box[0] * 2 == tensor_map.swizzle <= 128
+        assert max(tensor_map.box) <= 256
+    assert d.box == (32, 64, 1) and d.swizzle == 64
+
+
+def test_a_float32_result_takes_half_as_wide_boxes():
+    spec = replace(LARGE, d_dtype="float32", epi_tile_n=64, num_stages=3, epi_stages=2)
+    assert violations(spec) == []
+    d = tensor_maps(GemmProblem.dense(512, 512, 512, d_dtype="float32"), spec)[2]
+    assert d.box == (32, 64, 1) and d.swizzle == 128
+
+
+def test_strides_of_extents_of_one_are_legal_whatever_the_layout():
+    problem = GemmProblem.dense(1, 8, 13, 1)
+    a = tensor_maps(problem, LARGE)[0]
+    assert a.dims == (13, 1, 1) and a.strides == (16, 16)
+
+
+def test_encoding_decodes_to_the_plan():
+    problem = GemmProblem.dense(1000, 5000, 136, 3, a_major="m", ab_dtype="float16")
+    spec = replace(
+        LARGE, ab_dtype="float16", d_dtype="float16", a_major="m", tile_scheduler="dynamic"
+    )
+    plan = make_plan(problem, spec, Traversal("n", 16), 132)
+    decoded = decode(plan.encode())
+    assert decoded["version"] == 1
+    assert decoded["grid"] == plan.grid and decoded["cluster"] == plan.cluster
+    assert decoded["threads"] == 384 and decoded["smem"] == spec.smem_bytes
+    float16, swizzle_64, swizzle_128 = 6, 2, 3
+    assert decoded["params"] == [
+        ("map", 0, float16, swizzle_128, (1000, 136, 3), (2000, 272000), (64, 64, 1)),
+        ("map", 1, float16, swizzle_128, (5000, 136, 3), (10000, 1360000), (64, 64, 1)),
+        ("map", 2, float16, swizzle_64, (5000, 1000, 3), (10000, 10000000), (32, 64, 1)),
+        *(("int32", value) for value in make_walk(8, 20, 3, along_m=False, swizzle=16)),
+        ("int32", 3),
+        ("pointer", 3),
+    ]
+
+
+def test_encoding_is_golden():
+    plan = make_plan(GemmProblem.dense(256, 512, 128), LARGE, Traversal("m", 8), 132)
+    assert plan.encode() == (
+        1,  4, 1, 1,  1, 1, 1,  384, 230400,  0,  20,
+        0, 0, 9, 3, 3,  128, 256, 1,  256, 16,  64, 128, 1,
+        0, 1, 9, 3, 3,  512, 128, 1,  1024, 16,  64, 64, 1,
+        0, 2, 9, 2, 3,  512, 256, 1,  1024, 16,  32, 64, 1,
+        1, 4,  1, 2,  1, 1,
+        1, 4,  1, 2**30,  1, 32,
+        1, 4,  1, 2**30,  1, 32,  1, 1,
+        1, 2,  1, 2**30,  1, 31,
+        1, 1,  1, 2**30,  1, 30,
+        1, 2,
+    )  # fmt: skip
+
+
+def test_words_fit_int64():
+    side = 2**31 - 8
+    maps = (
+        TensorMap(0, "bfloat16", (side, side, side), (2**40 - 16, 2**40 - 16), (64, 256, 1), 128),
+    )
+    plan = LaunchPlan((1, 1, 1), (1, 1, 1), 384, 1024, maps)
+    assert all(-(2**63) <= word < 2**63 for word in plan.encode())
