@@ -11,7 +11,6 @@ the product lowers to `jax.lax.dot_general`.
 
 from __future__ import annotations
 
-import ctypes
 import string
 from dataclasses import dataclass, replace
 from math import prod
@@ -136,21 +135,25 @@ ad.defbilinear(hopper_dot_p, _transpose_lhs, _transpose_rhs)
 
 def _batch(
     axis_data: Any, operands: Any, axes: Any, *, subscripts: str, out_sharding: Any, **params: Any
-) -> tuple[Any, int]:
+) -> tuple[Any, int | None]:
     """Adds a letter: a batch index where both operands have it, else a free one."""
-    lhs, rhs, out = split(subscripts)
-    new = next(x for x in string.ascii_letters if x not in subscripts)
-    lhs, rhs = (
-        labels if axis is None else labels[:axis] + new + labels[axis:]
-        for labels, axis in zip((lhs, rhs), axes, strict=True)
-    )
-    if out_sharding is not None:
-        partitions = padded_partitions(out_sharding, len(out))
-        out_sharding = with_partitions(out_sharding, (axis_data.explicit_mesh_axis, *partitions))
+    mapped = any(axis is not None for axis in axes)  # JAX also asks when nothing is
+    if mapped:
+        lhs, rhs, out = split(subscripts)
+        new = next(x for x in string.ascii_letters if x not in subscripts)
+        lhs, rhs = (
+            labels if axis is None else labels[:axis] + new + labels[axis:]
+            for labels, axis in zip((lhs, rhs), axes, strict=True)
+        )
+        subscripts = f"{lhs},{rhs}->{new}{out}"
+        if out_sharding is not None:
+            partitions = padded_partitions(out_sharding, len(out))
+            partitions = (axis_data.explicit_mesh_axis, *partitions)
+            out_sharding = with_partitions(out_sharding, partitions)
     product = hopper_dot_p.bind(
-        *operands, subscripts=f"{lhs},{rhs}->{new}{out}", out_sharding=out_sharding, **params
+        *operands, subscripts=subscripts, out_sharding=out_sharding, **params
     )
-    return product, 0
+    return product, 0 if mapped else None
 
 
 batching.fancy_primitive_batchers[hopper_dot_p] = _batch
@@ -296,8 +299,6 @@ def _register_target() -> None:
         library = native.library()
     except native.NativeLibraryError:
         return  # lowering gives the reason, where a kernel is wanted
-    for accessor in (library.JhgLaunchTypeId, library.JhgLaunchTypeInfo):
-        accessor.restype = ctypes.c_void_p
     state = {
         "type_id": jax.ffi.pycapsule(library.JhgLaunchTypeId()),
         "type_info": jax.ffi.pycapsule(library.JhgLaunchTypeInfo()),
