@@ -15,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_hopper_gemm.dispatch import H200, problem_violations
 from jax_hopper_gemm.plan import Int32, TensorMap, make_plan
 from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.spec import GemmSpec, Traversal, violations
 from jax_hopper_gemm.testing import (
     benchmark,
+    cases,
     direct,
     policies,
     reference,
@@ -27,6 +29,7 @@ from jax_hopper_gemm.testing import (
     shapes,
     timing,
     tolerance,
+    trial,
     verified,
 )
 from jax_hopper_gemm.testing.gpu import CudaError, Gpu
@@ -331,8 +334,6 @@ def test_benchmark_asks_for_a_hopper_gpu():
 
 
 def test_benchmark_times_one_program_once(monkeypatch):
-    from jax_hopper_gemm.dispatch import H200
-
     timed = []
 
     def alternate(measures, rounds, rest):
@@ -556,6 +557,160 @@ def test_a_missing_driver_is_said():
 
     with pytest.raises(CudaError, match=r"no CUDA driver: libcuda\.so\.1 not found"):
         Gpu(driver=SimpleNamespace(cuInit=missing))
+
+
+# Trials, with a kernel that runs on the host
+
+
+class HostBuffer:
+    def __init__(self, nbytes):
+        self.memory = np.zeros(nbytes, np.uint8)
+
+    def part(self, offset):
+        return self.memory[offset:]
+
+    def fill(self, byte):
+        self.memory[:] = byte
+
+    def download(self, dtype):
+        return self.memory.copy().view(jnp.dtype(dtype))
+
+
+class HostGpu:
+    device = H200
+
+    def allocate(self, nbytes):
+        return HostBuffer(nbytes)
+
+    def upload(self, array):
+        buffer = HostBuffer(array.nbytes)
+        buffer.memory[:] = array.view(np.uint8)
+        return buffer
+
+    def synchronize(self):
+        pass
+
+
+def run_on_host(monkeypatch, problem, a, b, spoil=lambda launches, d, flat: None, repeats=1):
+    """trial.run, with NumPy for the kernel; `spoil` then does what a bug would."""
+    launches = itertools.count()
+
+    def prepare(gpu, problem, spec, traversal, parts, num_sms):
+        flat = [
+            part[: part.size // size * size].view(reference.dtype_of(problem, operand))
+            for part, operand in zip(parts, ("a", "b", "d"), strict=True)
+            for size in (reference.dtype_of(problem, operand).itemsize,)
+        ]
+        a, b, d = (
+            reference.view(problem, operand, x)
+            for operand, x in zip(("a", "b", "d"), flat, strict=True)
+        )
+
+        def launch():
+            d[:] = (a.astype(np.float32) @ b.astype(np.float32)).astype(d.dtype)
+            spoil(next(launches), d, flat[2])
+
+        return launch
+
+    monkeypatch.setattr(trial, "prepare", prepare)
+    return trial.run(HostGpu(), problem, SPEC, Traversal(), a, b, repeats)
+
+
+def trial_problem():
+    problem, _ = cases.edge_problems(SPEC, num_sms=4)[1]
+    return problem, *cases.integers(problem, 0)
+
+
+def test_trial_accepts_a_right_kernel(monkeypatch):
+    problem, a, b = trial_problem()
+    result = run_on_host(monkeypatch, problem, a, b, repeats=3)
+    assert np.array_equal(result, reference.integer_product(a, b, result.dtype))
+
+
+def test_trial_leaves_unwritten_elements_poisoned(monkeypatch):
+    def skip(launches, d, flat):
+        d[1, 2, 3] = np.frombuffer(bytes([trial.POISON] * 4), np.float32)[0]
+
+    result = run_on_host(monkeypatch, *trial_problem(), skip)
+    assert np.argwhere(np.isnan(result)).tolist() == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("where", ["after a row", "after the end"])
+def test_trial_finds_a_write_outside(monkeypatch, where):
+    problem, a, b = trial_problem()
+    end = reference.num_elements(problem, "d")
+    index = {"after a row": problem.n, "after the end": end}[where]
+
+    def stray(launches, d, flat):
+        flat[index] = 1
+
+    with pytest.raises(AssertionError, match=f"wrote 1 elements outside D, the first {index}"):
+        run_on_host(monkeypatch, problem, a, b, stray)
+
+
+def test_trial_finds_a_write_before_the_start():
+    problem, _, _ = trial_problem()
+    bits = np.full(reference.num_elements(problem, "d") + 2 * trial.GUARD, 2**32 - 1, np.uint32)
+    trial.assert_untouched_outside(problem, bits, "kernel")
+    bits[3] = 0
+    with pytest.raises(AssertionError, match=f"the first -{trial.GUARD - 3} elements"):
+        trial.assert_untouched_outside(problem, bits, "kernel")
+
+
+def test_inputs_have_nans_wherever_no_element_is():
+    problem, a, b = trial_problem()
+    flat = trial.guarded(problem, "a", a)
+    values = reference.view(problem, "a", flat[trial.GUARD :])
+    assert np.array_equal(values, a)
+    assert np.isnan(flat.astype(np.float32)).sum() == flat.size - a.size
+
+
+def test_trial_finds_a_repeat_with_other_bits(monkeypatch):
+    def waver(launches, d, flat):
+        d[0, 0, 0] += launches == 2
+
+    with pytest.raises(AssertionError, match="run 2 gave other bits in 1 elements"):
+        run_on_host(monkeypatch, *trial_problem(), waver, repeats=4)
+
+
+def test_random_problems_can_run_and_vary():
+    specs = policies.covering_specs()
+    problems = []
+    for seed in range(400):
+        rng = random.Random(seed)
+        problem, traversal = cases.random_problem(rng, rng.choice(specs))
+        assert problem_violations(problem) == [], problem
+        assert max(problem.m, problem.n, problem.k) <= cases.MAX_EXTENT
+        problems.append((problem, traversal))
+    assert sum(p.l > 1 for p, _ in problems) > 80
+    assert sum(p.l > 1 and p.a.batch_stride == 0 for p, _ in problems) > 20
+    assert sum(p.a.leading_stride > p.a.batch_stride > 0 for p, _ in problems) > 20
+    assert sum(max(p.m, p.n, p.k) > 4000 for p, _ in problems) > 40
+    assert {t.swizzle for _, t in problems} == set(range(1, 17))
+
+
+@pytest.mark.parametrize("spec", policies.covering_specs()[::7], ids=lambda spec: spec.name)
+def test_edge_problems_can_run_and_cover_waves(spec):
+    for problem, traversal in cases.edge_problems(spec, 132):
+        assert problem_violations(problem) == []
+        assert max(problem.m * problem.n, problem.m * problem.k, problem.n * problem.k) < 1 << 25
+        plan = make_plan(problem, spec, traversal, 132)
+        assert plan.grid[0] > 0
+    waves = [
+        math.ceil(p.m / (spec.tile_m * spec.cluster_m))
+        * math.ceil(p.n / (spec.tile_n * spec.cluster_n))
+        / (132 // spec.cluster_size)
+        for p, _ in cases.edge_problems(spec, 132)[2:]
+    ]
+    assert all(2 < wave < 4 for wave in waves)
+
+
+def test_rows_to_check_hold_both_ends_within_the_budget():
+    problem = GemmProblem.dense(9000, 9000, 9000)
+    rows = cases.rows_to_check(problem)
+    assert (rows[0], rows[-1]) == (0, 8999)
+    assert len(rows) * 9000 * 9000 <= 1_000_000_000
+    assert cases.rows_to_check(GemmProblem.dense(50, 50, 50)).tolist() == list(range(50))
 
 
 # The record of verified kernels

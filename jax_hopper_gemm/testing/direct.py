@@ -30,7 +30,7 @@ from ..plan import (
 )
 from ..problem import GemmProblem
 from ..spec import GemmSpec, Traversal
-from .gpu import Buffer, CudaError, Gpu
+from .gpu import Buffer, CudaError, Gpu, Part
 
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
@@ -45,15 +45,17 @@ def prepare(
     problem: GemmProblem,
     spec: GemmSpec,
     traversal: Traversal,
-    buffers: Sequence[Buffer],
+    buffers: Sequence[Buffer | Part],
+    num_sms: int | None = None,
 ) -> Launch:
     """Returns the launch of `spec`'s kernel on `problem`; the kernel is built if need be.
 
     Args:
       buffers: A, B and D, laid out as `problem` says.
+      num_sms: SMs that a persistent grid fills; None for all that the GPU has.
     """
     kernel = load(digest_of(spec), spec.to_json())
-    plan = make_plan(problem, spec, traversal, gpu.device.num_sms)
+    plan = make_plan(problem, spec, traversal, num_sms or gpu.device.num_sms)
     return Launch(gpu, kernel.handle, plan, buffers)
 
 
@@ -68,7 +70,7 @@ class Launch:
       ValueError: the kernel's parameters are not the plan's.
     """
 
-    def __init__(self, gpu: Gpu, kernel: int, plan: LaunchPlan, buffers: Sequence[Buffer]):
+    def __init__(self, gpu: Gpu, kernel: int, plan: LaunchPlan, buffers: Sequence[Buffer | Part]):
         self.gpu, self.plan = gpu, plan
         self.buffers = [*buffers, *(gpu.allocate(w.nbytes) for w in plan.workspaces)]
         self._kernel = gpu.driver.CUkernel(kernel)

@@ -5,6 +5,7 @@ Tests, tuner and memory checker use it where jax would stand between them and th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -49,9 +50,24 @@ class Buffer:
         self.gpu.call("cuMemcpyDtoH", array.ctypes.data, self.address, array.nbytes)
         return array
 
+    def part(self, offset: int) -> Part:
+        return Part(self, offset)
+
     def __del__(self):
-        if hasattr(self, "address"):
+        if hasattr(self, "address"):  # else it was never allocated
             self.gpu.driver.cuMemFree(self.address)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A buffer from some byte on; it keeps the buffer alive."""
+
+    buffer: Buffer
+    offset: int
+
+    @property
+    def address(self) -> int:
+        return self.buffer.address + self.offset
 
 
 class Gpu:

@@ -1,0 +1,70 @@
+// The C entry points that jax_hopper_gemm/primitive.py registers with XLA, as the target
+// "jax_hopper_gemm.v1.launch" and the type of its state.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "cuda.h"
+#include "kernel_table.h"
+#include "launch.h"
+#include "plan.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_hopper_gemm {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// Returns the error with what ran in front of it.
+ffi::Error Named(std::string_view name, const ffi::Error& error) {
+  return ffi::Error(*error.errc(),
+                    "jax_hopper_gemm: " + std::string(name) + ": " + error.message());
+}
+
+// Runs once a call site, when XLA loads the program: all that can be done before addresses exist.
+ffi::ErrorOr<std::unique_ptr<Launch>> Instantiate(std::string_view digest, std::string_view spec,
+                                                  std::string_view name,
+                                                  ffi::Span<const int64_t> words) {
+  ffi::ErrorOr<Plan> plan = DecodePlan(words);
+  if (plan.has_error()) return ffi::Unexpected(Named(name, plan.error()));
+  const ffi::ErrorOr<CUkernel> kernel = FindKernel(digest, spec);
+  if (kernel.has_error()) return ffi::Unexpected(Named(name, kernel.error()));
+  auto launch = Launch::Create(name, *kernel, *std::move(plan));
+  if (launch.has_error()) return ffi::Unexpected(Named(name, launch.error()));
+  return launch;
+}
+
+ffi::Error Execute(CUstream stream, Launch* launch, ffi::RemainingArgs operands,
+                   ffi::RemainingRets results, ffi::Dictionary /*attributes*/) {
+  const ffi::Error error = launch->Run(stream, operands, results);
+  return error.success() ? error : Named(launch->name(), error);
+}
+
+}  // namespace
+}  // namespace jax_hopper_gemm
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JhgLaunchInstantiate, jax_hopper_gemm::Instantiate,
+                              xla::ffi::Ffi::BindInstantiate()
+                                  .Attr<std::string_view>("digest")
+                                  .Attr<std::string_view>("spec")
+                                  .Attr<std::string_view>("name")
+                                  .Attr<xla::ffi::Span<const int64_t>>("plan"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JhgLaunchExecute, jax_hopper_gemm::Execute,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<CUstream>>()
+                                  .Ctx<xla::ffi::State<jax_hopper_gemm::Launch>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DECLARE_TYPE_ID_SYMBOL(JhgLaunchTypeId) { return &jax_hopper_gemm::Launch::id; }
+
+XLA_FFI_DECLARE_TYPE_INFO_SYMBOL(JhgLaunchTypeInfo) {
+  static const XLA_FFI_TypeInfo info = xla::ffi::MakeTypeInfo<jax_hopper_gemm::Launch>();
+  return &info;
+}

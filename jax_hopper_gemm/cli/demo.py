@@ -1,0 +1,172 @@
+"""The demo: a jitted product with gradients, checked; then its speed, or the kernel's facts.
+
+With a Hopper GPU the products run on our kernels and one is timed beside XLA's. Without one they
+run on XLA, and the kernel that an H200 would run is compiled and taken apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+import time
+from dataclasses import asdict
+from typing import Any
+
+from .. import cubin, dispatch, ops
+from ..cubin import sass
+from ..problem import GemmProblem
+from . import doctor
+from .report import bytes_text, print_facts, print_json
+
+CHECKED = GemmProblem.dense(512, 768, 1024)
+CHECKED_ON_GPU = GemmProblem.dense(4096, 4096, 4096)
+CHECKED_ROWS = 64  # of each result, against float64 on the host
+SHOWN = GemmProblem.dense(8192, 8192, 8192)  # timed on a GPU, taken apart without one
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    machine = doctor.machine_facts()
+    on_gpu = machine["devices"][0]["runs_kernels"]
+    if not args.json:
+        version = machine["version"] or "(from its sources, not installed)"
+        print_facts(f"jax_hopper_gemm {version}", doctor.described(machine))
+    product = check_product(CHECKED_ON_GPU if on_gpu else CHECKED)
+    if not args.json:
+        print_product(product)
+        print(
+            "\nWhich path ran" if on_gpu else "\nWhich path an H200 would take", end=", and why\n"
+        )
+        print(textwrap.indent(product["explanation"], "  "))
+    shown = time_product() if on_gpu else take_kernel_apart()
+    if args.json:
+        print_json({"machine": machine, "product": product, **shown})
+    elif on_gpu:
+        print_speed(**shown)
+    else:
+        print_kernel(**shown)
+    return 0 if all(result["good"] for result in product["results"].values()) else 1
+
+
+def check_product(problem: GemmProblem) -> dict[str, Any]:
+    """Returns how A B and its two gradients ran, and their errors as a share of the bound."""
+    import jax
+    import numpy as np
+
+    from ..testing import tolerance
+
+    m, n, k = problem.m, problem.n, problem.k
+    keys = jax.random.split(jax.random.key(0), 3)
+    inputs = [
+        jax.random.normal(key, shape, problem.ab_dtype)
+        for key, shape in zip(keys, ((m, k), (k, n), (m, n)), strict=True)
+    ]
+
+    @jax.jit
+    def product_and_gradients(a, b, dd):
+        d, transpose = jax.vjp(ops.matmul, a, b)
+        return d, *transpose(dd)
+
+    results = [np.asarray(result) for result in product_and_gradients(*inputs)]
+    a, b, dd = (np.asarray(x).astype(np.float64) for x in inputs)
+    report = {}
+    for name, left, right, result in zip(
+        ("D = A B", "dA = dD B^T", "dB = A^T dD"), (a, dd, a.T), (b, b.T, dd), results, strict=True
+    ):
+        rows = np.random.default_rng(0).choice(len(left), CHECKED_ROWS, replace=False)
+        worst = tolerance.worst(
+            result[rows],
+            left[rows] @ right,
+            np.abs(left[rows]) @ np.abs(right),
+            k=left.shape[1],
+            summation="float32",
+        )
+        report[name] = {"error_of_bound": worst.ratio, "good": worst.ratio <= 1}
+    return {
+        "extents": [m, n, k],
+        "dtype": problem.ab_dtype,
+        "explanation": str(ops.explain(*inputs[:2])),
+        "results": report,
+    }
+
+
+def print_product(product: dict[str, Any]) -> None:
+    extents = "x".join(map(str, product["extents"]))
+    print_facts(
+        f"\nA jitted product with gradients, {extents} {product['dtype']}, against float64",
+        {
+            name: f"{'good' if result['good'] else 'WRONG'}: largest error "
+            f"{result['error_of_bound']:.2f} of the bound for a {product['dtype']} result"
+            for name, result in product["results"].items()
+        },
+    )
+
+
+def take_kernel_apart() -> dict[str, Any]:
+    """Returns facts of the kernel that an H200 runs for `SHOWN`; compiles it if need be."""
+    decision = dispatch.choose(SHOWN, dispatch.H200, kernel_only=True)
+    assert decision.spec is not None, decision.reason
+    started = time.perf_counter()
+    compiled = cubin.get(decision.spec)
+    seconds = time.perf_counter() - started
+    facts = {
+        "name": decision.spec.name,
+        "origin": compiled.origin,
+        "seconds": seconds,
+        "threads": compiled.manifest.threads,
+        "registers": compiled.manifest.registers,
+        "shared_memory_bytes": compiled.manifest.dynamic_smem_bytes,
+        "cubin_bytes": len(compiled.cubin),
+    }
+    try:
+        return {"kernel": facts | asdict(sass.sass_facts(compiled.cubin))}
+    except cubin.CubinError as error:  # no disassembler
+        return {"kernel": facts | {"instructions": str(error)}}
+
+
+def print_kernel(kernel: dict[str, Any]) -> None:
+    lines = {
+        "name": kernel["name"],
+        "from": f"{kernel['origin']}, {kernel['seconds']:.1f} s",
+        "block": f"{kernel['threads']} threads, {kernel['registers']} registers each at launch, "
+        f"{bytes_text(kernel['shared_memory_bytes'])} of shared memory",
+        "cubin": bytes_text(kernel["cubin_bytes"]),
+    }
+    if "wgmma" in kernel:
+        lines |= {
+            "instructions": f"{kernel['wgmma']} HGMMA, {kernel['tma_loads']} TMA loads, "
+            f"{kernel['tma_stores']} TMA stores; {kernel['instructions']} in all",
+            "setmaxnreg": " and ".join(map(str, kernel["register_budgets"])),
+            "spills": kernel["local_accesses"] or "none",
+        }
+    else:
+        lines["instructions"] = kernel["instructions"]
+    print_facts(
+        f"\nNo Hopper GPU here; the kernel of an H200 for {SHOWN.m}x{SHOWN.n}x{SHOWN.k}", lines
+    )
+
+
+def time_product() -> dict[str, Any]:
+    """Returns the times of `SHOWN` on this GPU, ours and XLA's in alternation."""
+    from ..testing import benchmark
+
+    makers = {name: benchmark.MAKERS[name] for name in ("auto", "xla")}
+    (row,) = benchmark.run([SHOWN], ["burst"], makers)
+    return {"speed": row.to_dict()}
+
+
+def print_speed(speed: dict[str, Any]) -> None:
+    microseconds = {name: timing["median_us"] for name, timing in speed["timings"].items()}
+    lines = {
+        name: f"{microseconds[key]:.1f} us, {SHOWN.flops / microseconds[key] / 1e6:.0f} TFLOP/s"
+        for name, key in (("jax_hopper_gemm", "auto"), ("XLA", "xla"))
+    }
+    ratio = microseconds["xla"] / microseconds["auto"]
+    print_facts(
+        f"\n{SHOWN.m}x{SHOWN.n}x{SHOWN.k} on this GPU, single kernels in alternation with XLA",
+        lines | {"XLA's time over ours": f"{ratio:.3f}"},
+    )

@@ -1,0 +1,84 @@
+"""What this machine has: GPU, driver, jax, FFI library, compiler, kernels."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Any
+
+from .. import cubin, native
+
+
+def machine_facts() -> dict[str, Any]:
+    """Returns what runs and what is missing, as JSON data; nothing here raises."""
+    import jax
+
+    prebuilt = cubin.prebuilt()
+    return {
+        "version": _version("jax-hopper-gemm"),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": _version("jaxlib"),
+        "devices": [_device_facts(device) for device in jax.local_devices()],
+        "driver": _driver(),
+        "ffi_library": _ffi_library(),
+        "compiler": _version("nvidia-cutlass-dsl"),
+        "prebuilt": {"folder": str(prebuilt.folder), "kernels": len(prebuilt.entries())},
+        "cache": {"folder": str(cubin.cache_dir()), "kernels": len(cubin.cache_entries())},
+    }
+
+
+def described(facts: dict[str, Any]) -> dict[str, str]:
+    """Returns `machine_facts` as lines of text."""
+    hopper = [device for device in facts["devices"] if device["runs_kernels"]]
+    devices = ", ".join(device["text"] for device in facts["devices"])
+    driver, library = facts["driver"], facts["ffi_library"]
+    return {
+        "Python": facts["python"],
+        "jax, jaxlib": f"{facts['jax']}, {facts['jaxlib']}",
+        "devices": devices if hopper else f"{devices}; no Hopper GPU, so products run on XLA",
+        "driver": f"CUDA {driver['cuda']}" if driver["cuda"] else "none",
+        "FFI library": library["path"] or f"not loaded: {library['error']}",
+        "compiler": f"nvidia-cutlass-dsl {facts['compiler']}" if facts["compiler"] else "none",
+        "prebuilt": "{kernels} kernels in {folder}".format(**facts["prebuilt"]),
+        "cache": "{kernels} kernels in {folder}".format(**facts["cache"]),
+    }
+
+
+def _device_facts(device: Any) -> dict[str, Any]:
+    if device.platform != "gpu":
+        return {"text": device.device_kind, "platform": device.platform, "runs_kernels": False}
+    capability = str(device.compute_capability)
+    return {
+        "text": f"{device.device_kind} (compute capability {capability}, {device.core_count} SMs)",
+        "platform": device.platform,
+        "runs_kernels": capability == "9.0",
+    }
+
+
+def _driver() -> dict[str, str | None]:
+    """Returns the CUDA version of the driver, or why there is none."""
+    try:
+        from cuda.bindings import driver
+
+        error, version = driver.cuDriverGetVersion()
+    except (ImportError, RuntimeError) as failure:
+        return {"cuda": None, "error": str(failure)}
+    if int(error):
+        return {"cuda": None, "error": error.name}
+    return {"cuda": f"{version // 1000}.{version % 1000 // 10}", "error": None}
+
+
+def _ffi_library() -> dict[str, str | None]:
+    try:
+        native.library()
+        return {"path": str(native.library_path()), "error": None}
+    except native.NativeLibraryError as error:
+        return {"path": None, "error": str(error)}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

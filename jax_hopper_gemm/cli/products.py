@@ -1,0 +1,49 @@
+"""Arguments that name products: extents, dtypes, layouts."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from ..problem import ITEMSIZE, GemmProblem
+
+OPERAND_DTYPES = ("bfloat16", "float16")
+
+
+def shape(text: str) -> tuple[int, int, int]:
+    """Returns (M, N, K) of "4096x4096x4096"."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not MxNxK, as 4096x4096x4096")
+    m, n, k = map(int, text.split("x"))
+    return m, n, k
+
+
+def positive(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say what a product is, besides M, N and K."""
+    parser.add_argument("--batch", type=positive, default=1, metavar="L", help="products [1]")
+    parser.add_argument(
+        "--a-major", choices=("k", "m"), default="k", help="A stored (M, K) or (K, M) [k]"
+    )
+    parser.add_argument(
+        "--b-major", choices=("n", "k"), default="n", help="B stored (K, N) or (N, K) [n]"
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="of A and B [bfloat16]")
+    parser.add_argument("--result-dtype", choices=tuple(ITEMSIZE), help="of D [that of A and B]")
+
+
+def problem(extents: tuple[int, int, int], args: argparse.Namespace) -> GemmProblem:
+    """Returns the problem that `add_arguments` and three extents describe."""
+    return GemmProblem.dense(
+        *extents,
+        args.batch,
+        a_major=args.a_major,
+        b_major=args.b_major,
+        ab_dtype=args.dtype,
+        d_dtype=args.result_dtype,
+    )

@@ -1,0 +1,116 @@
+"""`tune`: measures candidates on this GPU and writes a table of the best."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .. import cubin, dispatch
+from ..dispatch import table, tuner
+from ..problem import GemmProblem
+from ..spec import GemmSpec, Traversal
+from . import products
+from .report import CommandError
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    text = (
+        "Times candidate kernels for given products, then the best of them in turns with XLA, and "
+        "writes what won to a table for JAX_HOPPER_GEMM_TABLE. Needs a Hopper GPU."
+    )
+    parser = commands.add_parser("tune", help="measure kernels for products", description=text)
+    parser.add_argument("shapes", nargs="*", type=products.shape, metavar="MxNxK")
+    parser.add_argument("--suite", action="append", default=[], help="a named suite of products")
+    products.add_arguments(parser)
+    parser.add_argument(
+        "--count", type=products.positive, default=32, help="candidates a product [32]"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("jax_hopper_gemm_table.json"),
+        help="the table; entries for other products are kept [%(default)s]",
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..testing import shapes
+    from ..testing.gpu import CudaError, Gpu
+
+    problems = [products.problem(extents, args) for extents in args.shapes]
+    try:
+        problems += [problem for name in args.suite for problem in shapes.suite(name)]
+        if not problems:
+            raise ValueError(f"name products, as 4096x4096x4096, or --suite of {[*shapes.SUITES]}")
+        gpu = Gpu()
+        found = read_or_start(args.out, gpu.device)
+    except (CudaError, ValueError) as error:
+        raise CommandError(str(error)) from error
+    for problem in dict.fromkeys(problems):
+        candidates = tuner.ranked_candidates(problem, gpu.device, args.count)
+        cubin.build([spec for spec, _ in candidates])
+        try:
+            entry = tuner.tuned_entry(problem, candidates, *timers(gpu, problem))
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+        found = tuner.merged_table(found, [entry])
+        table.write_table(found, args.out)
+        print(described(entry), flush=True)
+    print(f"{len(found.entries)} entries in {args.out}; JAX_HOPPER_GEMM_TABLE={args.out} uses them")
+    return 0
+
+
+def read_or_start(path: Path, device: dispatch.Device) -> table.Table:
+    """Returns the table at `path`, or an empty one.
+
+    Raises:
+      ValueError: it is for another kind of GPU, or damaged.
+    """
+    if not path.exists():
+        return table.Table.of(device, (), str(path))
+    found = table.read_table(path)
+    if found.device != device:
+        raise ValueError(
+            f"{path} is for {found.device.key}, this GPU is {device.key}: choose another --out"
+        )
+    return found
+
+
+def timers(gpu: Any, problem: GemmProblem) -> tuple[Callable[..., float], Callable[[], float]]:
+    """Returns functions that time one kernel and XLA's product, in microseconds.
+
+    A kernel that cannot be built takes infinitely long. The GPU rests before each measurement.
+    """
+    from ..testing import benchmark, timing
+
+    arrays = benchmark.random_inputs(problem)
+    burst = timing.burst(benchmark.xla(problem, arrays), arrays)
+    kernel_timer = timing.KernelTimer(gpu, problem)
+    pause = min(1.0, 20 * problem.flops / 5e14)  # about twice what ten calls take
+
+    def time_kernel(spec: GemmSpec, traversal: Traversal) -> float:
+        time.sleep(pause)
+        try:
+            return kernel_timer(spec, traversal)
+        except cubin.CubinError as error:
+            print(f"left out: {error}")
+            return math.inf
+
+    def time_xla() -> float:
+        time.sleep(pause)
+        return statistics.median(burst())
+
+    return time_kernel, time_xla
+
+
+def described(entry: table.Entry) -> str:
+    key = entry.key
+    layout = f"A {key.a_major}-major, B {key.b_major}-major"
+    return (
+        f"{key.m}x{key.n}x{key.k} {layout}: {entry.kernel_us:.1f} us, XLA {entry.xla_us:.1f} us, "
+        f"{entry.spec.name} along {entry.traversal.along} swizzle {entry.traversal.swizzle}"
+    )

@@ -1,0 +1,156 @@
+"""Problems and operands that put a kernel's edges to the test."""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import cache
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..plan import ceil_div
+from ..problem import GemmProblem, Major, MatrixLayout
+from ..spec import GemmSpec, Traversal
+from . import reference
+from .reference import Operand
+
+MAX_EXTENT = 9000
+_EDGES = (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+_MAX_ELEMENTS = 1 << 26  # of one operand
+_ALIGNMENT = 8  # elements; 16 bytes of a 16-bit float, so that TMA can address all strides
+_POOL = 4_000_037  # random numbers that operands are cut from; prime, so that rows differ
+
+
+def edge_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Traversal]]:
+    """Returns problems at the edges of a kernel, each with an order of tiles.
+
+    In turn: less than one tile in every direction; K of many turns of the ring of stages, over
+    three matrices; several waves of tiles, so that a persistent grid wraps around. No extent is
+    a whole number of tiles, and rows have gaps.
+    """
+    cluster_m, cluster_n = spec.tile_m * spec.cluster_m, spec.tile_n * spec.cluster_n
+    clusters = math.ceil(2.3 * num_sms / spec.cluster_size)
+    across = max(1, round(math.sqrt(clusters * cluster_m / cluster_n)))  # D is about square
+    down = ceil_div(clusters, across)
+    long_k = spec.tile_k * (2 * spec.num_stages + 1) + 24
+    return [
+        (padded(spec, cluster_m // 2 + 3, cluster_n - 7, 9), Traversal("m", 1)),
+        (padded(spec, cluster_m + 1, cluster_n + 5, long_k, 3), Traversal("n", 3)),
+        (
+            padded(spec, cluster_m * down - 3, cluster_n * across - 5, spec.tile_k + 8),
+            Traversal("m", 8),
+        ),
+        (
+            padded(spec, cluster_m * across - 3, cluster_n * down - 5, 2 * spec.tile_k),
+            Traversal("n", 16),
+        ),
+    ]
+
+
+def padded(spec: GemmSpec, m: int, n: int, k: int, batches: int = 1) -> GemmProblem:
+    """Returns a problem for `spec`'s kernel with gaps after every row and every matrix."""
+    return _problem(spec, m, n, k, batches, lambda *args: _spread(*args, gap=_ALIGNMENT))
+
+
+def random_problem(rng: random.Random, spec: GemmSpec) -> tuple[GemmProblem, Traversal]:
+    """Returns a problem that `spec`'s kernel can run, and an order of tiles.
+
+    Extents go from 1 to 9000, most of them small; batches are separate, interleaved with rows,
+    or share one matrix; strides are any that TMA can address.
+    """
+    m, n, k = (_extent(rng) for _ in range(3))
+    batches = rng.choice((1, 1, 1, 2, 3, 5))
+    while batches * max(m * n, m * k, n * k) > _MAX_ELEMENTS:
+        batches = max(1, batches - 1)
+        m, n, k = (max(1, extent // 2) for extent in (m, n, k))
+
+    def place(major: Major, contiguous: int, other: int, count: int, operand: Operand):
+        kind = rng.choice(("separate", "interleaved", "shared"))
+        gap = _ALIGNMENT * rng.choice((0, 0, 1, 5))
+        if kind == "shared" and operand != "d":
+            return MatrixLayout(major, _aligned(contiguous) + gap, 0)
+        if kind == "interleaved":
+            matrix = _aligned(contiguous) + gap
+            return MatrixLayout(major, matrix * count, matrix)
+        return _spread(major, contiguous, other, count, operand, gap)
+
+    problem = _problem(spec, m, n, k, batches, place)
+    return problem, Traversal(rng.choice(("m", "n")), rng.randint(1, 16))
+
+
+def integers(problem: GemmProblem, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns A (L, M, K) and B (L, K, N) of integers from -3 to 3: their product is exact."""
+    pool = _integer_pool(seed)
+    return _cut(problem, "a", pool), _cut(problem, "b", pool[::-1])
+
+
+def normals(problem: GemmProblem, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns A (L, M, K) and B (L, K, N) of normal random numbers."""
+    start = seed * 9973 % _POOL
+    pool = np.roll(_normal_pool(), start)
+    return _cut(problem, "a", pool), _cut(problem, "b", pool[::-1])
+
+
+def rows_to_check(problem: GemmProblem, budget: int = 1_000_000_000) -> np.ndarray:
+    """Returns rows of D, all or an even spread with both ends, that a reference can afford.
+
+    Args:
+      budget: products of elements that checking may cost.
+    """
+    affordable = max(2, budget // (problem.l * problem.n * problem.k))
+    count = min(problem.m, affordable)
+    return np.unique(np.linspace(0, problem.m - 1, count).astype(int))
+
+
+def _problem(spec, m, n, k, batches, place) -> GemmProblem:
+    a = ("k", k, m) if spec.a_major == "k" else ("m", m, k)
+    b = ("n", n, k) if spec.b_major == "n" else ("k", k, n)
+    return GemmProblem(
+        m,
+        n,
+        k,
+        batches,
+        spec.ab_dtype,
+        spec.d_dtype,
+        a=place(*a, batches, "a"),
+        b=place(*b, batches, "b"),
+        d=place("n", n, m, batches, "d"),
+    )
+
+
+def _spread(
+    major: Major, contiguous: int, other: int, count: int, operand: Operand, gap: int
+) -> MatrixLayout:
+    """Returns one matrix after the other, with a gap after each line and each matrix."""
+    line = _aligned(contiguous) + gap
+    return MatrixLayout(major, line, line * other + gap if count > 1 else 0)
+
+
+def _aligned(extent: int) -> int:
+    return ceil_div(extent, _ALIGNMENT) * _ALIGNMENT
+
+
+def _extent(rng: random.Random) -> int:
+    if rng.random() < 0.2:
+        return rng.choice(_EDGES)
+    return round(math.exp(rng.uniform(0, math.log(MAX_EXTENT))))
+
+
+@cache
+def _integer_pool(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-3, 4, _POOL).astype(np.float32)
+
+
+@cache
+def _normal_pool() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(_POOL, np.float32)
+
+
+def _cut(problem: GemmProblem, operand: Operand, pool: np.ndarray) -> np.ndarray:
+    """Returns an operand filled from `pool`, over again where it is too short."""
+    batches, rows, columns = reference.shape_of(problem, operand)
+    shared = getattr(problem, operand).batch_stride == 0
+    one = np.resize(pool, ((1 if shared else batches), rows, columns))
+    cast = one.astype(jnp.dtype(problem.ab_dtype))
+    return np.broadcast_to(cast, (batches, rows, columns))

@@ -1,0 +1,34 @@
+"""Builds the kernels that the GPU tests run, on a machine that needs no GPU.
+
+    python tests/gpu/build.py FOLDER
+    JAX_HOPPER_GEMM_CUBINS=FOLDER python -m pytest -m gpu tests/gpu
+
+So the machine with the GPU needs no nvidia-cutlass-dsl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from jax_hopper_gemm import cubin
+from jax_hopper_gemm.dispatch import H200, table_specs
+from jax_hopper_gemm.testing.policies import covering_specs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--jobs", type=int, default=None, help="processes [one a core]")
+    arguments = parser.parse_args()
+    specs = (*covering_specs(), *table_specs(H200))
+    report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
+    print(report)
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

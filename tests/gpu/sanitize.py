@@ -1,0 +1,48 @@
+"""Runs every kernel on small problems, for a memory checker to watch.
+
+    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
+    compute-sanitizer --tool racecheck python tests/gpu/sanitize.py --every 4
+
+It launches directly: no XLA, so all that the checker sees is ours. Results are checked, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import numpy as np
+
+from jax_hopper_gemm.dispatch import table_specs
+from jax_hopper_gemm.testing import cases, reference, trial
+from jax_hopper_gemm.testing.gpu import Gpu
+from jax_hopper_gemm.testing.policies import covering_specs
+
+FEW_SMS = 8  # so that a persistent grid wraps around on small problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--every", type=int, default=1, help="run every Nth kernel")
+    parser.add_argument("--first", type=int, default=0, help="leave out the kernels before")
+    arguments = parser.parse_args()
+    gpu = Gpu()
+    specs = list(dict.fromkeys((*covering_specs(), *table_specs(gpu.device))))
+    failures = 0
+    chosen = specs[arguments.first :: arguments.every]
+    for spec in chosen:
+        for problem, traversal in cases.edge_problems(spec, FEW_SMS)[:3]:
+            a, b = cases.integers(problem, 0)
+            result = trial.run(gpu, problem, spec, traversal, a, b, num_sms=FEW_SMS)
+            right = np.array_equal(result, reference.integer_product(a, b, result.dtype))
+            failures += not right
+            if not right:
+                print(f"wrong: {spec.name} on {problem}")
+    print(f"{len(chosen)} kernels, {failures} wrong results")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

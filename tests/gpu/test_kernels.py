@@ -1,0 +1,54 @@
+"""Every kernel that dispatch can choose, and every pair of policies, on memory with guards."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
+from jax_hopper_gemm.testing import cases, reference, tolerance, trial
+from jax_hopper_gemm.testing.policies import covering_specs
+
+SPECS = list(dict.fromkeys((*covering_specs(), *table_specs(H200))))
+RANDOM_PROBLEMS = 320
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_kernel_is_exact_on_integers_and_writes_only_d(spec, gpu, checked):
+    for seed, (problem, traversal) in enumerate(cases.edge_problems(spec, gpu.device.num_sms)):
+        assert problem_violations(problem) == []
+        a, b = cases.integers(problem, seed)
+        result = trial.run(gpu, problem, spec, traversal, a, b)
+        expected = reference.integer_product(a, b, result.dtype)
+        wrong = np.argwhere(~(result == expected))  # a NaN is wrong, too
+        assert wrong.size == 0, (
+            f"{len(wrong)} of {result.size} elements differ, the first at {wrong[0]}: "
+            f"{result[tuple(wrong[0])]} for {expected[tuple(wrong[0])]}; {problem}"
+        )
+    checked(spec)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_kernel_gives_the_same_bits_in_20_repeats(spec, gpu):
+    problem, traversal = cases.edge_problems(spec, gpu.device.num_sms)[1]
+    a, b = cases.normals(problem, 0)
+    result = trial.run(gpu, problem, spec, traversal, a, b, repeats=20)
+    exact, magnitude = reference.product(a, b), reference.magnitude(a, b)
+    tolerance.assert_within_bound(result, exact, magnitude, problem.k, spec.name)
+
+
+@pytest.mark.parametrize("seed", range(RANDOM_PROBLEMS))
+def test_random_problem_is_within_the_derived_bound(seed, gpu):
+    rng = random.Random(seed)
+    spec = rng.choice(SPECS)
+    problem, traversal = cases.random_problem(rng, spec)
+    assert problem_violations(problem) == []
+    a, b = cases.normals(problem, seed)
+    result = trial.run(gpu, problem, spec, traversal, a, b)
+    assert np.isfinite(result.astype(np.float32)).all(), "not every element was written"
+    rows = cases.rows_to_check(problem)
+    exact, magnitude = (f(a[:, rows], b) for f in (reference.product, reference.magnitude))
+    what = f"{spec.name} on {problem} along {traversal}"
+    tolerance.assert_within_bound(result[:, rows], exact, magnitude, problem.k, what)

@@ -1,0 +1,167 @@
+"""What must hold across processes, or needs a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+
+PRELUDE = """
+import sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm.testing import reference, tolerance
+
+def normal(seed, shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+def hopper(a, b):
+    return jhg.matmul(a, b, implementation="hopper")
+
+folder = sys.argv[1]
+"""
+
+
+def run_python(code: str, folder: object, **environment: str) -> str:
+    """Returns what a fresh process prints that runs `code` after the prelude."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(code), str(folder)],
+        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.strip()
+
+
+def test_an_exported_program_runs_in_a_fresh_process(tmp_path):
+    run_python(
+        """
+        a, b = normal(0, (264, 512)), normal(1, (512, 328))
+        f = jax.jit(lambda a, b: jnp.sum(hopper(a, b).astype(jnp.float32) ** 2))
+        program = jax.jit(lambda a, b: (hopper(a, b), jax.grad(f)(a, b)))
+        exported = jax.export.export(program, disabled_checks=jhg.export_disabled_checks())(a, b)
+        open(folder + "/program", "wb").write(exported.serialize())
+        product, gradient = program(a, b)
+        np.savez(folder + "/results", product=product.view("u2"), gradient=gradient.view("u2"))
+        """,
+        tmp_path,
+    )
+    compilers = run_python(
+        """
+        program = jax.export.deserialize(open(folder + "/program", "rb").read())
+        product, gradient = program.call(normal(0, (264, 512)), normal(1, (512, 328)))
+        saved = np.load(folder + "/results.npz")
+        assert np.array_equal(saved["product"], product.view("u2"))
+        assert np.array_equal(saved["gradient"], gradient.view("u2"))
+        assert np.any(saved["gradient"] != 0)
+        print([m for m in sys.modules if m == "cutlass"])
+        """,
+        tmp_path,
+    )
+    assert compilers == "[]"
+
+
+def test_the_second_process_compiles_nothing(tmp_path):
+    code = """
+    events = []
+    jax.monitoring.register_event_listener(lambda event, **kwargs: events.append(event))
+    a, b = np.ones((264, 512), jnp.bfloat16), np.full((512, 328), 2, jnp.bfloat16)
+    product = jax.jit(hopper)(a, b)
+    assert np.array_equal(product, np.full((264, 328), 1024, jnp.bfloat16))
+    hits, misses = (events.count(f"/jax/compilation_cache/cache_{x}") for x in ("hits", "misses"))
+    print(hits, misses, "cutlass" in sys.modules)
+    """
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    hits, misses, _ = run_python(code, tmp_path, **environment).split()
+    assert int(hits) == 0 and int(misses) > 0
+    hits, misses, imported_compiler = run_python(code, tmp_path, **environment).split()
+    assert int(hits) > 0 and int(misses) == 0
+    assert imported_compiler == "False"
+
+
+CHAIN = """
+@jax.jit
+def chain(x, a, b):
+    for _ in range(4):
+        x = hopper(hopper(x, a), b)
+    return x
+
+outputs, kept = [], []
+for seed in range(6):  # new buffers each time: a graph's addresses must be updated
+    x = normal(seed, (264, 264))
+    a, b = normal(10 + seed, (264, 520)) / 23, normal(20 + seed, (520, 264)) / 16
+    kept.append((x, a, b))
+    outputs.append(np.asarray(chain(x, a, b)).view("u2"))
+assert all(np.any(o != outputs[0]) for o in outputs[1:])
+np.save(folder + "/outputs", np.stack(outputs))
+"""
+
+
+def test_cuda_graphs_change_nothing(tmp_path):
+    with_graphs, without = tmp_path / "with", tmp_path / "without"
+    flags = {
+        with_graphs: "--xla_gpu_enable_command_buffer=+CUSTOM_CALL "
+        f"--xla_gpu_graph_min_graph_size=1 --xla_dump_to={with_graphs}",
+        without: "--xla_gpu_enable_command_buffer=",
+    }
+    outputs = []
+    for folder, xla_flags in flags.items():
+        folder.mkdir()
+        run_python(CHAIN, folder, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}")
+        outputs.append(np.load(folder / "outputs.npy"))
+    assert np.array_equal(*outputs)
+    thunks = [p.read_text() for p in with_graphs.glob("*jit_chain*thunk_sequence*")]
+    assert any("kCommandBuffer" in text for text in thunks), "no graph was captured"
+
+
+def test_out_of_memory_is_an_error_and_the_next_product_works(tmp_path):
+    said = run_python(
+        """
+        a, b = normal(0, (65536, 1024)), normal(1, (1024, 65536))
+        try:
+            jax.block_until_ready(jax.jit(hopper)(a, b))
+            print("no error")
+        except jax.errors.JaxRuntimeError as error:
+            print(str(error).splitlines()[0])
+        a, b = normal(0, (64, 64)), normal(1, (64, 64))
+        small = np.asarray(jax.jit(hopper)(a, b))
+        assert np.isfinite(small.astype(np.float32)).all() and np.any(small != 0)
+        """,
+        tmp_path,
+        XLA_PYTHON_CLIENT_PREALLOCATE="true",
+        XLA_PYTHON_CLIENT_MEM_FRACTION=".03",
+    )
+    assert "RESOURCE_EXHAUSTED" in said
+
+
+def test_one_program_lowers_for_cpu_and_gpu(tmp_path):
+    run_python(
+        """
+        a, b = normal(0, (64, 128)), normal(1, (128, 64))
+        exported = jax.export.export(
+            jax.jit(jhg.matmul),
+            platforms=["cpu", "cuda"],
+            disabled_checks=jhg.export_disabled_checks(),
+        )(a, b)
+        host = np.asarray(a), np.asarray(b)
+        exact, magnitude = reference.product(*host), reference.magnitude(*host)
+        for device in (jax.devices()[0], jax.devices("cpu")[0]):
+            result = exported.call(*jax.device_put((a, b), device))
+            assert result.devices() == {device}
+            tolerance.assert_within_bound(
+                np.asarray(result), exact, magnitude, 128, str(device), "float32"
+            )
+        """,
+        tmp_path,
+    )

@@ -1,0 +1,155 @@
+"""The imports of the package are those that docs/architecture.md grants."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "jax_hopper_gemm"
+SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What one module (a file or a folder of the package) may import."""
+
+    anywhere: frozenset[str]
+    inside_functions: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name imported: a module of the package, or the top level of another package."""
+
+    name: str
+    line: int
+    inside_function: bool
+
+
+def read_table(text: str) -> dict[str, Grant]:
+    """Returns the grants of the "Who may import whom" table, by module."""
+    section = text.split("## Who may import whom")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
+    cells = [[frozenset(re.findall(r"`(\w+)`", cell)) for cell in row] for row in rows]
+    return {next(iter(module)): Grant(ours | others, lazy) for module, ours, others, lazy in cells}
+
+
+def module_of(path: Path) -> str:
+    """Returns the row of the table that `path` (relative to the package) belongs to."""
+    return path.parts[0].removesuffix(".py")
+
+
+def imports_of(source: str, path: Path) -> list[Import]:
+    """Returns what `source`, the text of `path` in the package, imports."""
+    found: list[Import] = []
+    here = (PACKAGE, *path.parts[:-1])
+
+    def visit(node: ast.AST, inside: bool) -> None:
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            return
+        if isinstance(node, ast.Import):
+            names = [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) + 1 - node.level] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            # `from . import x` names modules, not attributes.
+            names = [(*base, a.name) for a in node.names] if base == (PACKAGE,) else [base]
+        else:
+            names = []
+        for name in names:
+            top = name[0] if name[0] != PACKAGE else (*name, "__init__")[1]
+            found.append(Import(top, getattr(node, "lineno", 0), inside))
+        inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside)
+
+    visit(ast.parse(source), False)
+    return found
+
+
+def breaches(source: str, path: Path, table: dict[str, Grant]) -> list[str]:
+    """Returns the imports in `source` that `table` does not grant, as text."""
+    module = module_of(path)
+    grant = table[module]
+    found = []
+    for item in imports_of(source, path):
+        allowed = grant.anywhere | (grant.inside_functions if item.inside_function else frozenset())
+        if item.name not in allowed | sys.stdlib_module_names | {module}:
+            where = "inside a function" if item.inside_function else "at the top"
+            found.append(f"{path}:{item.line} imports {item.name} {where}")
+    return found
+
+
+TABLE = read_table((ROOT / "docs" / "architecture.md").read_text())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / PACKAGE)))
+def test_imports_are_granted_by_the_table(path: Path):
+    assert breaches(path.read_text(), path.relative_to(ROOT / PACKAGE), TABLE) == []
+
+
+def test_every_row_of_the_table_exists():
+    present = {module_of(path.relative_to(ROOT / PACKAGE)) for path in SOURCES}
+    assert set(TABLE) == present
+
+
+def test_every_grant_is_used():
+    unused = dict(TABLE)
+    for path in SOURCES:
+        relative = path.relative_to(ROOT / PACKAGE)
+        grant = unused[module_of(relative)]
+        imported = imports_of(path.read_text(), relative)
+        unused[module_of(relative)] = Grant(
+            grant.anywhere - {item.name for item in imported if not item.inside_function},
+            grant.inside_functions - {item.name for item in imported if item.inside_function},
+        )
+    assert {m: g for m, g in unused.items() if g.anywhere or g.inside_functions} == {}
+
+
+def test_package_rows_grant_no_cycle():
+    order: list[str] = []
+    remaining = {m: (g.anywhere | g.inside_functions) & set(TABLE) - {m} for m, g in TABLE.items()}
+    while remaining:
+        free = [m for m, needs in remaining.items() if needs <= set(order)]
+        assert free, f"a cycle among {sorted(remaining)}"
+        order += free
+        remaining = {m: needs for m, needs in remaining.items() if m not in free}
+    assert order.index("problem") < order.index("dispatch") < order.index("ops")
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "imported"),
+    [
+        ("dispatch/cost.py", "import jax.numpy as jnp", "jax at the top"),
+        ("dispatch/cost.py", "from ..cubin import digest_of", "cubin at the top"),
+        ("dispatch/cost.py", "from jax_hopper_gemm.cubin import digest_of", "cubin at the top"),
+        ("plan.py", "def f():\n    from . import dispatch", "dispatch inside a function"),
+        ("ops/matmul.py", "def f():\n    from ..kernels import gemm", "kernels inside a function"),
+        ("cubin/compile.py", "from .. import kernels", "kernels at the top"),
+        ("kernels/gemm.py", "import jax", "jax at the top"),
+        ("primitive.py", "import cutlass.cute as cute", "cutlass at the top"),
+        ("problem.py", "from jax_hopper_gemm import ops", "ops at the top"),
+        ("config.py", "import jax_hopper_gemm", "__init__ at the top"),
+    ],
+)
+def test_a_breach_is_found(path: str, source: str, imported: str):
+    (found,) = breaches(source, Path(path), TABLE)
+    assert found.endswith(f"imports {imported}")
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("dispatch/cost.py", "import math\nfrom ..spec import GemmSpec\nfrom . import table"),
+        ("cubin/compile.py", "def f():\n    from .. import kernels"),
+        ("ops/matmul.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import flax"),
+    ],
+)
+def test_a_granted_import_passes(path: str, source: str):
+    assert breaches(source, Path(path), TABLE) == []

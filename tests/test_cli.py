@@ -1,0 +1,148 @@
+"""The command line: what it prints, what it refuses, and its JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jax_hopper_gemm import cubin, dispatch
+from jax_hopper_gemm.cli import main
+from jax_hopper_gemm.problem import GemmProblem
+
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_HOPPER_GEMM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(tmp_path / "prebuilt"))
+    return tmp_path / "cache"
+
+
+def output_of(capsys, *words: str) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def json_of(capsys, *words: str):
+    return json.loads(output_of(capsys, *words, "--json"))
+
+
+def refusal_of(capsys, *words: str) -> str:
+    """Returns what argparse prints on wrong arguments."""
+    with pytest.raises(SystemExit) as refused:
+        main(words)
+    assert refused.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_explain_names_the_kernel_that_dispatch_chooses(capsys):
+    decision = dispatch.choose(GemmProblem.dense(4096, 8192, 1024), dispatch.H200)
+    assert decision.spec is not None
+    assert decision.spec.name in output_of(capsys, "explain", "4096", "8192", "1024")
+
+
+def test_explain_json_holds_the_decision(capsys):
+    words = ("explain", "4096", "4096", "4096", "--a-major", "m", "--result-dtype", "float32")
+    found = json_of(capsys, *words)
+    assert found["path"] == "hopper"
+    assert found["spec"]["a_major"] == "m" and found["spec"]["d_dtype"] == "float32"
+    assert found["traversal"]["swizzle"] >= 1 and found["waves"] >= 1
+
+
+def test_explain_says_why_a_product_goes_to_xla(capsys):
+    found = json_of(capsys, "explain", "4096", "4096", "4100")
+    assert found["path"] == "xla" and found["kernel"] is None
+    assert "pad K from 4100 to 4104" in found["reason"]
+
+
+def test_explain_accepts_a_dtype_that_no_kernel_has(capsys):
+    assert "float32" in output_of(capsys, "explain", "512", "512", "512", "--dtype", "float32")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("explain", "0", "8", "8"), "'0' is not a positive number"),
+        (("explain", "8", "8", "8", "--a-major", "n"), "invalid choice: 'n'"),
+        (("tune", "4096x4096"), "'4096x4096' is not MxNxK"),
+        (("build", "--dtype", "float32"), "invalid choice: 'float32'"),
+        (("cache",), "ACTION"),
+        (("launch",), "invalid choice: 'launch'"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_what_came(capsys, words, message):
+    assert message in refusal_of(capsys, *words)
+
+
+@pytest.mark.parametrize("words", [("tune", "512x512x512"), ("bench",)])
+def test_measuring_needs_a_gpu(capsys, words):
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and ("GPU" in error or "driver" in error)
+
+
+def test_cache_is_shown_and_cleared(capsys, empty_cache):
+    assert json_of(capsys, "cache", "show") == {"folder": str(empty_cache), "entries": []}
+    (spec, *_) = dispatch.table_specs(dispatch.H200, [("bfloat16", "bfloat16")])
+    nbytes = len(cubin.get(spec).cubin)
+    (entry,) = json_of(capsys, "cache", "show")["entries"]
+    assert entry == {"digest": cubin.digest_of(spec), "name": spec.name, "nbytes": nbytes}
+    assert spec.name in output_of(capsys, "cache", "show")
+    assert json_of(capsys, "cache", "clear")["freed_bytes"] > nbytes
+    assert cubin.cache_entries() == []
+
+
+def test_build_fills_a_folder_and_reuses_it(capsys, tmp_path, monkeypatch):
+    specs = dispatch.table_specs(dispatch.H200, [("float16", "float16")])[:2]
+    monkeypatch.setattr(dispatch, "table_specs", lambda device, dtypes: list(specs))
+    words = ("build", "--out", str(tmp_path / "cubins"), "--jobs", "1")
+    first = json_of(capsys, *words)
+    assert first["compiled"] == [spec.name for spec in specs] and first["failures"] == {}
+    again = json_of(capsys, *words)
+    assert again["reused"] == first["compiled"] and again["compiled"] == []
+    assert {path.stem for path in (tmp_path / "cubins").glob("*.cubin")} == {
+        cubin.digest_of(spec) for spec in specs
+    }
+
+
+def test_build_can_be_restricted_to_dtypes(monkeypatch):
+    built = []
+    monkeypatch.setattr(
+        cubin,
+        "build",
+        lambda specs, **kw: built.extend(specs) or cubin.BuildReport(None, (), (), {}),
+    )
+    assert main(["build", "--dtype", "float16", "--result-dtype", "float32"]) == 0
+    assert built and {(s.ab_dtype, s.d_dtype) for s in built} == {("float16", "float32")}
+
+
+def test_failed_builds_are_listed_and_change_the_exit_status(capsys, monkeypatch):
+    (spec, *_) = dispatch.table_specs(dispatch.H200)
+    report = cubin.BuildReport(None, (), (), {spec: "no compiler here"})
+    monkeypatch.setattr(cubin, "build", lambda specs, **kw: report)
+    assert main(["build"]) == 1
+    out = capsys.readouterr().out
+    assert spec.name in out and "no compiler here" in out
+
+
+def test_demo_checks_a_product_and_shows_a_kernel(empty_cache):
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_hopper_gemm", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=None,
+    )
+    report = json.loads(done.stdout)
+    assert set(report["product"]["results"]) == {"D = A B", "dA = dD B^T", "dB = A^T dD"}
+    assert all(result["good"] for result in report["product"]["results"].values())
+    if "kernel" in report:  # no GPU
+        kernel = report["kernel"]
+        assert kernel["origin"] == "compiled" and kernel["wgmma"] > 0 and kernel["tma_loads"] > 0
+        assert kernel["local_accesses"] == 0 and 0 < kernel["registers"] <= 255
+    else:
+        assert report["speed"]["timings"]["auto"]["median_us"] > 0

@@ -1,0 +1,53 @@
+"""What the documents show is there: links, commands, environment variables, examples."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from jax_hopper_gemm.cli import make_parser
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+VARIABLE = re.compile(r"JAX_HOPPER_GEMM_[A-Z_]*[A-Z]")
+COMMAND = re.compile(r"python -m jax_hopper_gemm([^#`\n]*)")
+
+COMMANDS = [
+    (path.name, match.strip())
+    for path in DOCUMENTS
+    for match in COMMAND.findall(path.read_text())
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_relative_links_lead_to_files(path: Path):
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text())
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize(("document", "arguments"), COMMANDS)
+def test_commands_in_documents_parse(document: str, arguments: str):
+    words = shlex.split(arguments)
+    if words in (["explain"], ["tune"]):  # named in a sentence, without their arguments
+        assert words[0] in make_parser().format_help()
+    else:
+        assert callable(make_parser().parse_args(words).run)
+
+
+def test_readme_lists_exactly_the_variables_that_are_read():
+    sources = [*(ROOT / "jax_hopper_gemm").rglob("*.py"), *(ROOT / "ffi").rglob("*.cc")]
+    read = {name for path in sources for name in VARIABLE.findall(path.read_text())}
+    assert set(VARIABLE.findall(README.read_text())) == read
+
+
+def test_readme_example_runs(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names: dict = {}
+    exec(compile(example, str(README), "exec"), names)
+    assert names["da"].shape == (512, 1024) and names["db"].shape == (1024, 768)
+    assert "1024" in capsys.readouterr().out

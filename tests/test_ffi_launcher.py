@@ -1,0 +1,504 @@
+"""The FFI library, run by XLA's CPU runtime over a stand-in of the CUDA driver.
+
+`fake_driver/fake_cuda.cc` plays libcuda.so.1 and writes down every call; `stream_shim.cc` gives
+the execute stage the stream that a CPU has not. Each test works on a private copy of the library,
+so nothing of this reaches the one that a GPU test in the same process uses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import itertools
+import json
+import os
+import shutil
+import struct
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_hopper_gemm import native
+from jax_hopper_gemm.plan import Int32, LaunchPlan, Pointer, TensorMap, Workspace, make_plan
+from jax_hopper_gemm.problem import GemmProblem
+from jax_hopper_gemm.spec import GemmSpec, Traversal
+
+SOURCES = Path(__file__).parent / "fake_driver"
+NAME = "jhg_gemm_test 64x32x16"
+FAKE_STREAM = 0x57EA  # as stream_shim.cc has it
+OUT_OF_MEMORY, LAUNCH_FAILED, UNNAMED = 2, 719, 12345  # CUresult
+
+A = jnp.arange(64 * 32, dtype=jnp.float32).reshape(64, 32)
+B = jnp.ones((32, 16), jnp.float32)
+D = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+COUNTER = jax.ShapeDtypeStruct((8,), jnp.uint8)
+
+PLAN = LaunchPlan(
+    grid=(4, 2, 1),
+    cluster=(2, 1, 1),
+    threads=384,
+    smem_bytes=1024,
+    params=(
+        TensorMap(0, "float32", (32, 64), (128,), (32, 64), 128),
+        TensorMap(1, "float32", (16, 32), (64,), (16, 32), 64),
+        TensorMap(2, "float32", (16, 64), (64,), (16, 64), 0),
+        Int32(7),
+        Int32(-3),
+        Pointer(3),
+    ),
+    workspaces=(Workspace(8, cleared=True),),
+)
+PARAM_BYTES = {TensorMap: 128, Int32: 4, Pointer: 8}
+
+
+class Launcher:
+    """A private copy of the library, registered with XLA's CPU runtime under its own target."""
+
+    serial = itertools.count()
+
+    def __init__(self, folder: Path, libcuda: Path):
+        self.target = f"jax_hopper_gemm_test_{next(self.serial)}"
+        self.libcuda = libcuda
+        self.library = self._private(native.library_path(), folder)
+        self.shim = self._private(folder / "stream_shim.so", folder)
+        self.resolved: list[tuple[str, str]] = []
+        self.resolve: Callable[[str, str], int] | None = None
+        self._callback = native._Resolver(self._answer)
+        self.library.jhg_set_resolver(self._callback)
+        self.shim.shim_set_handler(self.library.JhgLaunchExecute)
+        self.shim.shim_nanoseconds.restype = ctypes.c_double
+        for accessor in (self.library.JhgLaunchTypeId, self.library.JhgLaunchTypeInfo):
+            accessor.restype = ctypes.c_void_p
+        jax.devices()  # on the CPU, types can be registered once the backend lives
+        jax.ffi.register_ffi_type(
+            f"{self.target}_state",
+            {
+                "type_id": jax.ffi.pycapsule(self.library.JhgLaunchTypeId()),
+                "type_info": jax.ffi.pycapsule(self.library.JhgLaunchTypeInfo()),
+            },
+            platform="cpu",
+        )
+        jax.ffi.register_ffi_target(
+            self.target,
+            {
+                "instantiate": jax.ffi.pycapsule(self.library.JhgLaunchInstantiate),
+                "execute": jax.ffi.pycapsule(self.shim.ShimExecute),
+            },
+            platform="cpu",
+        )
+
+    def _private(self, path: Path, folder: Path) -> ctypes.CDLL:
+        return ctypes.CDLL(str(shutil.copy(path, folder / f"{self.target}_{path.name}")))
+
+    def _answer(self, digest, spec, kernel_out, error_out, capacity) -> int:
+        self.resolved.append((digest.decode(), spec.decode()))
+        try:
+            assert self.resolve is not None
+            kernel_out[0] = self.resolve(*self.resolved[-1])
+        except Exception as error:
+            text = str(error).encode()[: capacity - 1] + b"\0"
+            ctypes.memmove(error_out, text, len(text))
+            return 1
+        return 0
+
+    def call(
+        self, words: Sequence[int], results: Sequence[jax.ShapeDtypeStruct], digest: str = "d" * 64
+    ) -> Any:
+        """Returns a jitted function that makes one FFI call."""
+        attributes = dict(digest=digest, spec='{"tile_m":64}', name=NAME)
+        plan = np.array(words, np.int64)
+
+        @jax.jit
+        def run(*operands):
+            return jax.ffi.ffi_call(self.target, tuple(results))(*operands, plan=plan, **attributes)
+
+        return run
+
+    def load(self, words: Sequence[int], *, operands=(A, B), results=(D, COUNTER), **kwargs):
+        """Returns the program of one call, loaded: its instantiate stage has run."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JAX_HOPPER_GEMM_LIBCUDA", str(self.libcuda))
+            return self.call(words, results, **kwargs).lower(*operands).compile()
+
+
+class Driver:
+    """The stand-in of the CUDA driver."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        self._library.fake_log.restype = ctypes.c_char_p
+        self._handles = itertools.count(0x1000, 16)
+
+    def reset(self) -> None:
+        self._library.fake_reset()
+
+    def stop_recording(self) -> None:
+        self._library.fake_stop_recording()
+
+    def fail(self, call: str, result: int) -> None:
+        self._library.fake_fail(call.encode(), result)
+
+    def add_kernel(self, plan: LaunchPlan) -> int:
+        """Returns the handle of a kernel that takes the plan's parameters."""
+        return self.add_kernel_of([PARAM_BYTES[type(param)] for param in plan.params])
+
+    def add_kernel_of(self, param_bytes: Sequence[int]) -> int:
+        handle = next(self._handles)
+        sizes = (ctypes.c_size_t * len(param_bytes))(*param_bytes)
+        self._library.fake_add_kernel(ctypes.c_uint64(handle), sizes, len(sizes))
+        return handle
+
+    def calls(self, name: str) -> list[dict]:
+        lines = map(json.loads, self._library.fake_log().decode().splitlines())
+        return [line for line in lines if line["call"] == name]
+
+
+def compile_library(source: Path, include: Path, folder: Path) -> Path:
+    output = folder / f"{source.stem}.so"
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-shared", "-fPIC", "-isystem", str(include)]
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run([compiler, *flags, str(source), "-o", str(output)], check=True)
+    return output
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("libraries")
+    cuda = importlib.metadata.distribution("nvidia-cuda-runtime-cu12")
+    cuda_include = Path(str(cuda.locate_file("nvidia/cuda_runtime/include")))
+    compile_library(SOURCES / "fake_cuda.cc", cuda_include, folder)
+    compile_library(SOURCES / "stream_shim.cc", Path(jax.ffi.include_dir()), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(folder) -> tuple[Launcher, Driver]:
+    return Launcher(folder, folder / "fake_cuda.so"), Driver(folder / "fake_cuda.so")
+
+
+@pytest.fixture
+def driver(shared) -> Driver:
+    shared[1].reset()
+    return shared[1]
+
+
+@pytest.fixture
+def launcher(shared, driver) -> Launcher:
+    launcher = shared[0]
+    launcher.resolved.clear()
+    launcher.resolve = lambda digest, spec: driver.add_kernel(PLAN)
+    return launcher
+
+
+@pytest.fixture
+def digest(request) -> str:
+    """A digest no other test uses: a process resolves each one once."""
+    return request.node.name
+
+
+def address(array: jax.Array) -> int:
+    return array.unsafe_buffer_pointer()
+
+
+def test_launch_gets_the_plan_and_the_addresses(launcher, driver, digest):
+    program = launcher.load(PLAN.encode(), digest=digest)
+    d, counter = program(A, B)
+    (launch,) = driver.calls("cuLaunchKernelEx")
+    assert launch["grid"] == [4, 2, 1]
+    assert launch["cluster"] == [2, 1, 1]
+    assert launch["block"] == [384, 1, 1]
+    assert launch["smem_bytes"] == 1024
+    assert launch["stream"] == FAKE_STREAM
+    assert launch["extra"] == 0
+    params = [bytes(param) for param in launch["params"]]
+    assert [struct.unpack("QQ", map_[:16]) for map_ in params[:3]] == [
+        (address(array), 2) for array in (A, B, d)
+    ]
+    assert struct.unpack("i", params[3]) == (7,)
+    assert struct.unpack("i", params[4]) == (-3,)
+    assert struct.unpack("Q", params[5]) == (address(counter),)
+
+
+def test_tensor_maps_are_encoded_while_loading_only(launcher, driver, digest):
+    program = launcher.load(PLAN.encode(), digest=digest)
+    maps = driver.calls("cuTensorMapEncodeTiled")
+    assert [map_["dims"] for map_ in maps] == [[32, 64], [16, 32], [16, 64]]
+    assert [map_["strides"] for map_ in maps] == [[128], [64], [64]]
+    assert [map_["box"] for map_ in maps] == [[32, 64], [16, 32], [16, 64]]
+    assert [map_["swizzle"] for map_ in maps] == [3, 2, 0]
+    assert {map_["dtype"] for map_ in maps} == {7}
+    assert all(map_["element_strides"] == [1, 1] for map_ in maps)
+    assert all(map_["has_context"] == 1 and map_["misalignment"] == 0 for map_ in maps)
+    program(A, B)
+    program(A, B)
+    assert len(driver.calls("cuTensorMapEncodeTiled")) == 3
+    replaced = driver.calls("cuTensorMapReplaceAddress")
+    assert len(replaced) == 6
+    assert all(call["misalignment"] == 0 for call in replaced)
+
+
+def test_a_borrowed_context_is_given_back(launcher, driver, digest):
+    launcher.load(PLAN.encode(), digest=digest)
+    for call in ("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease", "cuCtxPopCurrent"):
+        assert len(driver.calls(call)) == 1
+
+
+def test_a_cleared_workspace_is_set_to_zero_before_the_launch(launcher, driver, digest):
+    _, counter = launcher.load(PLAN.encode(), digest=digest)(A, B)
+    (memset,) = driver.calls("cuMemsetD32Async")
+    assert memset["address"] == address(counter)
+    assert (memset["value"], memset["words"], memset["stream"]) == (0, 2, FAKE_STREAM)
+
+
+def test_a_workspace_that_is_not_flagged_is_left_alone(launcher, driver, digest):
+    plan = replace(PLAN, workspaces=(Workspace(8, cleared=False),))
+    launcher.load(plan.encode(), digest=digest)(A, B)
+    assert driver.calls("cuMemsetD32Async") == []
+    assert len(driver.calls("cuLaunchKernelEx")) == 1
+
+
+def test_a_cluster_of_one_is_launched_without_the_cluster_attribute(launcher, driver, digest):
+    launcher.load(replace(PLAN, cluster=(1, 1, 1)).encode(), digest=digest)(A, B)
+    (launch,) = driver.calls("cuLaunchKernelEx")
+    assert launch["cluster"] == []
+
+
+@pytest.mark.parametrize("scheduler", ["single", "static", "dynamic"])
+def test_the_plan_of_a_gemm_runs(launcher, driver, digest, scheduler):
+    problem = GemmProblem.dense(256, 512, 128, l=2)
+    spec = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 128, tile_scheduler=scheduler)
+    plan = make_plan(problem, spec, Traversal(), num_sms=132)
+    launcher.resolve = lambda digest, spec: driver.add_kernel(plan)
+    operands = [jnp.ones(shape, jnp.bfloat16) for shape in ((2, 256, 128), (2, 128, 512))]
+    results = [jax.ShapeDtypeStruct((2, 256, 512), jnp.bfloat16)]
+    results += [jax.ShapeDtypeStruct((work.nbytes,), jnp.uint8) for work in plan.workspaces]
+    launcher.load(plan.encode(), digest=digest, operands=operands, results=results)(*operands)
+    (launch,) = driver.calls("cuLaunchKernelEx")
+    assert launch["grid"] == list(plan.grid)
+    assert launch["smem_bytes"] == spec.smem_bytes
+    assert len(driver.calls("cuMemsetD32Async")) == len(plan.workspaces)
+
+
+def test_a_digest_is_resolved_once_and_never_while_running(launcher, digest):
+    first = launcher.load(PLAN.encode(), digest=digest)
+    second = launcher.load(replace(PLAN, grid=(2, 1, 1)).encode(), digest=digest)
+    assert launcher.resolved == [(digest, '{"tile_m":64}')]
+    launcher.resolve = None
+    first(A, B)
+    second(A, B)
+    assert len(launcher.resolved) == 1
+
+
+def test_a_kernel_that_cannot_be_found_says_why_and_is_asked_for_again(launcher, driver, digest):
+    def missing(digest, spec):
+        raise LookupError(f"no cubin of {spec}; run python -m jax_hopper_gemm build. " + 8192 * "x")
+
+    launcher.resolve = missing
+    with pytest.raises(jax.errors.JaxRuntimeError, match=NAME) as caught:
+        launcher.load(PLAN.encode(), digest=digest)
+    assert 'the kernel cannot be loaded: no cubin of {"tile_m":64}; run' in str(caught.value)
+    launcher.resolve = lambda digest, spec: driver.add_kernel(PLAN)
+    launcher.load(PLAN.encode(), digest=digest)(A, B)
+
+
+@pytest.mark.parametrize(
+    ("call", "detail"),
+    [
+        ("cuKernelGetParamInfo", ""),
+        (
+            "cuTensorMapEncodeTiled",
+            "; tensor map of buffer 0: extents 32x64, strides in bytes 128, box 32x64",
+        ),
+        ("cuTensorMapReplaceAddress", ""),
+        ("cuMemsetD32Async", ""),
+        (
+            "cuLaunchKernelEx",
+            "; grid 4x2x1, cluster 2x1x1, 384 threads, 1024 bytes of shared memory",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("result", "code", "text"),
+    [
+        (OUT_OF_MEMORY, "RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY (out of memory)"),
+        (LAUNCH_FAILED, "INTERNAL", "CUDA_ERROR_LAUNCH_FAILED (unspecified launch failure)"),
+        (UNNAMED, "INTERNAL", "CUresult 12345 (no description)"),
+    ],
+)
+def test_a_cuda_error_names_kernel_call_and_error(
+    launcher, driver, digest, call, detail, result, code, text
+):
+    driver.fail(call, result)
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        jax.block_until_ready(launcher.load(PLAN.encode(), digest=digest)(A, B))
+    assert str(caught.value).startswith(code)
+    assert f"jax_hopper_gemm: {NAME}: {call} failed: {text}{detail}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("param_bytes", "message"),
+    [
+        ([128, 128, 128, 4, 4], "takes 5 parameters, the launch plan has 6"),
+        ([128, 128, 128, 4, 4, 8, 4], "takes more than 6 parameters, the launch plan has 6"),
+        ([128, 64, 128, 4, 4, 8], "parameter 1 has 64 bytes, the launch plan's has 128"),
+        ([128, 128, 128, 8, 4, 8], "parameter 3 has 8 bytes, the launch plan's has 4"),
+        ([128, 128, 128, 4, 4, 4], "parameter 5 has 4 bytes, the launch plan's has 8"),
+    ],
+)
+def test_a_kernel_with_other_parameters_is_never_launched(
+    launcher, driver, digest, param_bytes, message
+):
+    launcher.resolve = lambda digest, spec: driver.add_kernel_of(param_bytes)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        launcher.load(PLAN.encode(), digest=digest)
+    assert driver.calls("cuLaunchKernelEx") == []
+
+
+def test_a_plan_cut_short_or_continued_is_refused(launcher, digest):
+    words = PLAN.encode()
+    for length in range(len(words)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"ends after {length} words, before"):
+            launcher.load(words[:length], digest=digest)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="2 words follow its end"):
+        launcher.load((*words, 0, 0), digest=digest)
+
+
+@pytest.mark.parametrize(
+    ("position", "word", "message"),
+    [
+        (0, 2, "word 0, version, is 2, not 1 to 1"),
+        (1, 0, "grid x, is 0, not 1 to 2147483647"),
+        (1, 2**31, "grid x, is 2147483648"),
+        (2, 65536, "grid y, is 65536, not 1 to 65535"),
+        (1, 3, "the cluster does not divide the grid"),
+        (4, -1, "cluster, is -1, not 1 to 16"),
+        (6, 16, "the cluster has more than 16 CTAs"),
+        (7, 1025, "threads, is 1025, not 1 to 1024"),
+        (8, 232449, "shared memory bytes, is 232449, not 0 to 232448"),
+        (9, 17, "number of cleared workspaces, is 17, not 0 to 16"),
+        (10, -1, "buffer, is -1, not 0 to 255"),
+        (11, 6, "a cleared workspace is not a multiple of 4 bytes"),
+        (12, 65, "number of parameters, is 65, not 0 to 64"),
+        (13, 3, "word 13, parameter kind, is 3, not 0 to 2"),
+        (15, 99, "tensor map dtype, is 99, not 0 to 12"),
+        (16, 4, "tensor map swizzle, is 4, not 0 to 3"),
+        (17, 6, "tensor map rank, is 6, not 1 to 5"),
+        (18, 0, "tensor map extent, is 0, not 1 to 4294967296"),
+        (20, -16, "tensor map stride, is -16, not 0 to"),
+        (21, 257, "tensor map box, is 257, not 1 to 256"),
+    ],
+)
+def test_a_word_out_of_range_is_named(launcher, digest, position, word, message):
+    words = list(PLAN.encode())
+    words[position] = word
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the launch plan is malformed") as caught:
+        launcher.load(words, digest=digest)
+    assert message in str(caught.value)
+    assert NAME in str(caught.value)
+
+
+def test_more_tensor_maps_than_fit_are_refused(launcher, digest):
+    plan = replace(PLAN, params=17 * PLAN.params[:1])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="it has more than 16 tensor maps"):
+        launcher.load(plan.encode(), digest=digest)
+
+
+def test_a_plan_of_more_buffers_than_the_call_has_is_refused(launcher, driver, digest):
+    program = launcher.load(PLAN.encode(), digest=digest, results=(D,))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="refers to 4 buffers, the call has 3"):
+        jax.block_until_ready(program(A, B))
+    assert driver.calls("cuLaunchKernelEx") == []
+
+
+def test_a_workspace_smaller_than_what_is_cleared_is_refused(launcher, driver, digest):
+    small = jax.ShapeDtypeStruct((4,), jnp.uint8)
+    program = launcher.load(PLAN.encode(), digest=digest, results=(D, small))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="buffer 3 has 4 bytes, of which 8 are"):
+        jax.block_until_ready(program(A, B))
+    assert driver.calls("cuMemsetD32Async") == []
+
+
+def test_threads_share_a_program_and_keep_their_addresses_apart(launcher, driver, digest):
+    program = launcher.load(PLAN.encode(), digest=digest)
+    per_thread = [(A + i, B + i) for i in range(4)]
+    outputs: list[list] = [[] for _ in per_thread]
+
+    def work(i: int) -> None:
+        outputs[i] = [jax.block_until_ready(program(*per_thread[i])) for _ in range(50)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(per_thread))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    launched = {
+        tuple(struct.unpack("Q", bytes(param[:8]))[0] for param in [*call["params"][:3]])
+        for call in driver.calls("cuLaunchKernelEx")
+    }
+    assert launched == {
+        (address(a), address(b), address(d))
+        for (a, b), runs in zip(per_thread, outputs, strict=True)
+        for d, _ in runs
+    }
+
+
+def test_threads_load_programs_at_once(launcher, digest):
+    digests = [f"{digest}_{i % 2}" for i in range(8)]
+    programs: list = [None] * len(digests)
+
+    def work(i: int) -> None:
+        programs[i] = launcher.call(PLAN.encode(), (D, COUNTER), digests[i]).lower(A, B).compile()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(digests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {digest for digest, _ in launcher.resolved} == set(digests)
+    for program in programs:
+        jax.block_until_ready(program(A, B))
+
+
+def test_execute_takes_at_most_three_microseconds(launcher, driver, digest, capsys):
+    program = launcher.load(PLAN.encode(), digest=digest)
+    driver.stop_recording()
+    launcher.shim.shim_time(10_000)
+    jax.block_until_ready(program(A, B))
+    nanoseconds = launcher.shim.shim_nanoseconds()
+    with capsys.disabled():
+        print(f"\nexecute stage without the driver's own time: {nanoseconds:.0f} ns")
+    assert nanoseconds < 3000
+
+
+def test_without_a_driver_loading_says_so(folder, launcher, digest):
+    alone = Launcher(folder, folder / "no_such_libcuda.so")
+    alone.resolve = lambda digest, spec: 1
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        alone.load(PLAN.encode(), digest=digest)
+    assert "the CUDA driver cannot be opened" in str(caught.value)
+    assert "no_such_libcuda.so" in str(caught.value)
+
+
+def test_a_driver_too_old_is_named(folder, digest):
+    source = folder / "old_cuda.cc"
+    source.write_text('extern "C" int cuInit(unsigned) { return 0; }\n')
+    alone = Launcher(folder, compile_library(source, folder, folder))
+    alone.resolve = lambda digest, spec: 1
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"old_cuda.so lacks cu\w+. Update the"):
+        alone.load(PLAN.encode(), digest=digest)
+
+
+def test_without_a_resolver_loading_says_so(folder, digest):
+    alone = Launcher(folder, folder / "fake_cuda.so")
+    alone.library.jhg_set_resolver(None)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Import jax_hopper_gemm before"):
+        alone.load(PLAN.encode(), digest=digest)

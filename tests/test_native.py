@@ -1,0 +1,131 @@
+"""Finding and binding the FFI library."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jax_hopper_gemm import native
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """Forgets the loaded library for the length of a test."""
+    monkeypatch.setattr(native, "_library", None)
+
+
+def resolve(digest: str, spec_json: str, capacity: int = 256) -> tuple[int, int, str]:
+    """Calls the resolver as C++ does; returns its status, the kernel and the message."""
+    kernel = ctypes.c_uint64()
+    message = ctypes.create_string_buffer(capacity)
+    status = native._resolve(digest.encode(), spec_json.encode(), kernel, message, capacity)
+    return status, kernel.value, message.value.decode()
+
+
+def fake_cubin(monkeypatch, load) -> None:
+    module = SimpleNamespace(load=load)
+    monkeypatch.setitem(sys.modules, "jax_hopper_gemm.cubin", module)
+    monkeypatch.setattr("jax_hopper_gemm.cubin", module, raising=False)
+
+
+def test_the_library_is_loaded_once_and_exports_its_entry_points():
+    library = native.library()
+    assert library is native.library()
+    assert ctypes.cast(library.JhgLaunchInstantiate, ctypes.c_void_p).value
+    assert ctypes.cast(library.JhgLaunchExecute, ctypes.c_void_p).value
+    assert library.JhgLaunchTypeId() and library.JhgLaunchTypeInfo()
+
+
+def test_the_library_loads_without_a_driver_and_without_jax():
+    program = (
+        "import sys; from jax_hopper_gemm import native; native.library(); "
+        "print([name for name in ('jax', 'cutlass', 'cuda') if name in sys.modules])"
+    )
+    environment = {"JAX_HOPPER_GEMM_LIBCUDA": "/nonexistent"}
+    root = Path(native.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r}); {program}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_environment_names_the_library(monkeypatch, tmp_path):
+    other = tmp_path / "other.so"
+    other.write_bytes(native.library_path().read_bytes())
+    monkeypatch.setenv("JAX_HOPPER_GEMM_LIBRARY", str(other))
+    assert native.library_path() == other
+
+
+def test_an_installed_library_is_found_where_pip_put_it(monkeypatch, tmp_path):
+    installed = tmp_path / "jax_hopper_gemm" / "_lib" / native.FILE_NAME
+    installed.parent.mkdir(parents=True)
+    installed.touch()
+    sources = tmp_path / "sources" / "native.py"
+    monkeypatch.delenv("JAX_HOPPER_GEMM_LIBRARY", raising=False)
+    monkeypatch.setattr(native, "__file__", str(sources))
+    distribution = SimpleNamespace(locate_file=lambda path: tmp_path / path)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: distribution)
+    assert native.library_path() == installed
+
+
+def test_a_missing_library_says_where_it_was_looked_for_and_how_to_build_it(
+    monkeypatch, tmp_path, unloaded
+):
+    def not_installed(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.delenv("JAX_HOPPER_GEMM_LIBRARY", raising=False)
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    monkeypatch.setattr(importlib.metadata, "distribution", not_installed)
+    with pytest.raises(native.NativeLibraryError) as caught:
+        native.library()
+    assert str(tmp_path / "_lib" / native.FILE_NAME) in str(caught.value)
+    assert "cmake -S ffi -B build/ffi" in str(caught.value)
+
+
+def test_a_file_that_is_no_library_is_named(monkeypatch, tmp_path, unloaded):
+    broken = tmp_path / native.FILE_NAME
+    broken.write_bytes(b"not a shared library")
+    monkeypatch.setenv("JAX_HOPPER_GEMM_LIBRARY", str(broken))
+    with pytest.raises(native.NativeLibraryError, match="cannot be used") as caught:
+        native.library()
+    assert str(broken) in str(caught.value)
+
+
+def test_the_resolver_answers_with_the_kernel_that_cubin_loads(monkeypatch):
+    asked = []
+
+    def load(digest, spec_json):
+        asked.append((digest, spec_json))
+        return SimpleNamespace(handle=0xFEDCBA9876543210)
+
+    fake_cubin(monkeypatch, load)
+    assert resolve("abc", "{}") == (0, 0xFEDCBA9876543210, "")
+    assert asked == [("abc", "{}")]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such kernel"), KeyboardInterrupt()])
+def test_the_resolver_turns_any_exception_into_a_message(monkeypatch, error):
+    def load(digest, spec_json):
+        raise error
+
+    fake_cubin(monkeypatch, load)
+    assert resolve("abc", "{}") == (1, 0, str(error) or "KeyboardInterrupt")
+
+
+def test_the_resolver_cuts_a_long_message_to_what_fits(monkeypatch):
+    def load(digest, spec_json):
+        raise RuntimeError(1000 * "x")
+
+    fake_cubin(monkeypatch, load)
+    assert resolve("abc", "{}", capacity=16) == (1, 0, 15 * "x")
