@@ -10,9 +10,9 @@ from jax_hopper_gemm import native
 
 def pytest_configure(config: pytest.Config) -> None:
     expression = config.getoption("markexpr") or ""
-    if "gpu" not in expression or "not gpu" in expression:
+    if "not gpu" in expression or (expression and "gpu" not in expression):
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_num_cpu_devices", 4)
 
 
 @pytest.fixture

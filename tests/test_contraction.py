@@ -16,7 +16,11 @@ def gemm(subscripts: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]
 
 
 def matrices(
-    memory: np.ndarray, layout: MatrixLayout, rows: tuple[str, int], cols: tuple[str, int], l: int  # noqa: E741
+    memory: np.ndarray,
+    layout: MatrixLayout,
+    rows: tuple[str, int],
+    cols: tuple[str, int],
+    l: int,  # noqa: E741
 ) -> np.ndarray:
     """Returns the (l, rows, cols) view that a layout describes."""
     step = {layout.major: 1}
@@ -78,9 +82,7 @@ def test_all_operand_layouts_are_compact_problems(a_major, b_major, batch):
     m, n, k = 8, 16, 32
     lhs, rhs = ("lmk" if a_major == "k" else "lkm"), ("lkn" if b_major == "n" else "lnk")
     extents = {"l": batch, "m": m, "n": n, "k": k}
-    found = gemm(
-        f"{lhs},{rhs}->lmn", tuple(map(extents.get, lhs)), tuple(map(extents.get, rhs))
-    )
+    found = gemm(f"{lhs},{rhs}->lmn", tuple(map(extents.get, lhs)), tuple(map(extents.get, rhs)))
     assert found == Gemm(
         GemmProblem.dense(m, n, k, batch, a_major=a_major, b_major=b_major), swapped=False
     )

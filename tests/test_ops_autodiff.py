@@ -9,13 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import integers
 
 import jax_hopper_gemm as jhg
-
-
-def integers(shape: tuple[int, ...], dtype="float32", seed: int = 0) -> jax.Array:
-    values = np.random.default_rng([seed, *shape]).integers(-2, 3, shape)
-    return jnp.asarray(values).astype(dtype)
 
 
 def assert_trees_equal(ours, theirs) -> None:
@@ -98,7 +94,11 @@ def test_gradients_have_the_operands_dtypes(a_dtype, b_dtype, preferred):
     assert_trees_equal(ours, theirs)
 
 
-MAPPED = [axes for axes in itertools.product((None, 0, 1, 2), repeat=2) if any(a is not None for a in axes)]
+MAPPED = [
+    axes
+    for axes in itertools.product((None, 0, 1, 2), repeat=2)
+    if any(a is not None for a in axes)
+]
 
 
 @pytest.mark.parametrize("a_axis, b_axis", MAPPED)

@@ -7,13 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from programs import integers
 
 import jax_hopper_gemm as jhg
-
-
-def integers(shape: tuple[int, ...], dtype="float32", seed: int = 0) -> jax.Array:
-    values = np.random.default_rng([seed, *shape]).integers(-4, 5, shape)
-    return jnp.asarray(values).astype(dtype)
 
 
 def assert_same(ours: jax.Array, theirs: jax.Array) -> None:
@@ -73,7 +69,9 @@ def test_preferred_element_type_widens_integers():
 def test_every_form_of_precision_is_taken(precision):
     a, b = integers((3, 8)), integers((8, 5), seed=1)
     dimension_numbers = (((1,), (0,)), ((), ()))
-    ours, theirs = (f(a, b, dimension_numbers, precision) for f in (jhg.dot_general, lax.dot_general))
+    ours, theirs = (
+        f(a, b, dimension_numbers, precision) for f in (jhg.dot_general, lax.dot_general)
+    )
     assert_same(ours, theirs)
 
 

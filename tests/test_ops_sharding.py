@@ -10,17 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs import LAUNCH, integers, lowered
 
 import jax_hopper_gemm as jhg
 
-from .test_ops_lowering import LAUNCH, lowered
-
 pytestmark = pytest.mark.usefixtures("launcher")
-
-
-def integers(shape: tuple[int, ...], dtype="float32", seed: int = 0) -> jax.Array:
-    values = np.random.default_rng([seed, *shape]).integers(-2, 3, shape)
-    return jnp.asarray(values).astype(dtype)
 
 
 def mesh(axis_type: AxisType) -> jax.sharding.Mesh:
@@ -37,7 +31,9 @@ def test_a_program_that_xla_partitions_stays_xlas():
     b = jax.device_put(integers((256, 512), "bfloat16"), on(P(None, "y")))
     np.testing.assert_array_equal(jax.jit(jhg.matmul)(a, b), jnp.matmul(a, b))
     assert LAUNCH not in lowered(jhg.matmul, a, b)
-    with pytest.raises(NotImplementedError, match="over 4 devices.*jax.shard_map over all mesh axes"):
+    with pytest.raises(
+        NotImplementedError, match="over 4 devices.*jax.shard_map over all mesh axes"
+    ):
         lowered(partial(jhg.matmul, implementation="hopper"), a, b)
 
 
@@ -54,7 +50,9 @@ def test_shard_map_launches_on_each_device():
     a, b = integers((256, 256)), integers((256, 512), seed=1)
     np.testing.assert_array_equal(jax.jit(mapped(jhg.matmul))(a, b), a @ b)
     gradients = jax.jit(jax.grad(partial(loss, mapped(jhg.matmul)), (0, 1)))(a, b)
-    for ours, theirs in zip(gradients, jax.grad(partial(loss, jnp.matmul), (0, 1))(a, b), strict=True):
+    for ours, theirs in zip(
+        gradients, jax.grad(partial(loss, jnp.matmul), (0, 1))(a, b), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
     half = [x.astype(jnp.bfloat16) for x in (a, b)]
     assert LAUNCH in lowered(mapped(partial(jhg.matmul, implementation="hopper")), *half)
@@ -62,7 +60,11 @@ def test_shard_map_launches_on_each_device():
 
 def test_shard_map_over_some_axes_stays_xlas():
     mapped = jax.shard_map(
-        jhg.matmul, mesh=mesh(AxisType.Auto), axis_names={"x"}, in_specs=(P("x"), P()), out_specs=P("x")
+        jhg.matmul,
+        mesh=mesh(AxisType.Auto),
+        axis_names={"x"},
+        in_specs=(P("x"), P()),
+        out_specs=P("x"),
     )
     assert LAUNCH not in lowered(mapped, *(integers((256, 256), "bfloat16") for _ in "ab"))
 
@@ -107,7 +109,9 @@ def test_explicit_axes_pass_through_einsum_and_vmap():
         b = jax.reshard(integers((4, 6), seed=1), P("y", None))
 
         def product(einsum, a, b):
-            return jax.vmap(partial(einsum, "mk,kn->nm", out_sharding=P(None, None)), (0, None))(a, b)
+            return jax.vmap(partial(einsum, "mk,kn->nm", out_sharding=P(None, None)), (0, None))(
+                a, b
+            )
 
         ours, theirs = (jax.jit(partial(product, f))(a, b) for f in (jhg.einsum, jnp.einsum))
         assert jax.typeof(ours) == jax.typeof(theirs)

@@ -55,8 +55,7 @@ def check_matmul(a: Any, b: Any) -> None:
         hint = ""
         if len(a_shape) == len(b_shape) == 2 and not _differ(k_a, b_shape[1]):
             hint = (
-                ". Is b stored (N, K)? Contract it with "
-                "dot_general(a, b, (((1,), (1,)), ((), ())))"
+                ". Is b stored (N, K)? Contract it with dot_general(a, b, (((1,), (1,)), ((), ())))"
             )
         problems.append(f"K differs: {given}{hint}")
     for x, y in zip(reversed(a_shape[:-2]), reversed(b_shape[:-2]), strict=False):
