@@ -7,37 +7,32 @@ so nothing of this reaches the one that a GPU test in the same process uses.
 
 from __future__ import annotations
 
-import ctypes
-import importlib.metadata
-import itertools
-import json
-import os
-import shutil
 import struct
-import subprocess
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from fake_driver.harness import (
+    FAKE_STREAM,
+    NAME,
+    Driver,
+    Launcher,
+    build_fakes,
+    compile_library,
+)
 
-from jax_hopper_gemm import native
 from jax_hopper_gemm.plan import Int32, LaunchPlan, Pointer, TensorMap, Workspace, make_plan
 from jax_hopper_gemm.problem import GemmProblem
 from jax_hopper_gemm.spec import GemmSpec, Traversal
 
-SOURCES = Path(__file__).parent / "fake_driver"
-NAME = "jhg_gemm_test 64x32x16"
-FAKE_STREAM = 0x57EA  # as stream_shim.cc has it
 OUT_OF_MEMORY, LAUNCH_FAILED, UNNAMED = 2, 719, 12345  # CUresult
 
-A = jnp.arange(64 * 32, dtype=jnp.float32).reshape(64, 32)
-B = jnp.ones((32, 16), jnp.float32)
+CPU = jax.devices("cpu")[0]
+A = jax.device_put(jnp.arange(64 * 32, dtype=jnp.float32).reshape(64, 32), CPU)
+B = jax.device_put(jnp.ones((32, 16), jnp.float32), CPU)
 D = jax.ShapeDtypeStruct((64, 16), jnp.float32)
 COUNTER = jax.ShapeDtypeStruct((8,), jnp.uint8)
 
@@ -56,127 +51,12 @@ PLAN = LaunchPlan(
     ),
     workspaces=(Workspace(8, cleared=True),),
 )
-PARAM_BYTES = {TensorMap: 128, Int32: 4, Pointer: 8}
-
-
-class Launcher:
-    """A private copy of the library, registered with XLA's CPU runtime under its own target."""
-
-    serial = itertools.count()
-
-    def __init__(self, folder: Path, libcuda: Path):
-        self.target = f"jax_hopper_gemm_test_{next(self.serial)}"
-        self.libcuda = libcuda
-        self.library = self._private(native.library_path(), folder)
-        self.shim = self._private(folder / "stream_shim.so", folder)
-        self.resolved: list[tuple[str, str]] = []
-        self.resolve: Callable[[str, str], int] | None = None
-        self._callback = native._Resolver(self._answer)
-        self.library.jhg_set_resolver(self._callback)
-        self.shim.shim_set_handler(self.library.JhgLaunchExecute)
-        self.shim.shim_nanoseconds.restype = ctypes.c_double
-        for accessor in (self.library.JhgLaunchTypeId, self.library.JhgLaunchTypeInfo):
-            accessor.restype = ctypes.c_void_p
-        jax.devices()  # on the CPU, types can be registered once the backend lives
-        jax.ffi.register_ffi_type(
-            f"{self.target}_state",
-            {
-                "type_id": jax.ffi.pycapsule(self.library.JhgLaunchTypeId()),
-                "type_info": jax.ffi.pycapsule(self.library.JhgLaunchTypeInfo()),
-            },
-            platform="cpu",
-        )
-        jax.ffi.register_ffi_target(
-            self.target,
-            {
-                "instantiate": jax.ffi.pycapsule(self.library.JhgLaunchInstantiate),
-                "execute": jax.ffi.pycapsule(self.shim.ShimExecute),
-            },
-            platform="cpu",
-        )
-
-    def _private(self, path: Path, folder: Path) -> ctypes.CDLL:
-        return ctypes.CDLL(str(shutil.copy(path, folder / f"{self.target}_{path.name}")))
-
-    def _answer(self, digest, spec, kernel_out, error_out, capacity) -> int:
-        self.resolved.append((digest.decode(), spec.decode()))
-        try:
-            assert self.resolve is not None
-            kernel_out[0] = self.resolve(*self.resolved[-1])
-        except Exception as error:
-            text = str(error).encode()[: capacity - 1] + b"\0"
-            ctypes.memmove(error_out, text, len(text))
-            return 1
-        return 0
-
-    def call(
-        self, words: Sequence[int], results: Sequence[jax.ShapeDtypeStruct], digest: str = "d" * 64
-    ) -> Any:
-        """Returns a jitted function that makes one FFI call."""
-        attributes = dict(digest=digest, spec='{"tile_m":64}', name=NAME)
-        plan = np.array(words, np.int64)
-
-        @jax.jit
-        def run(*operands):
-            return jax.ffi.ffi_call(self.target, tuple(results))(*operands, plan=plan, **attributes)
-
-        return run
-
-    def load(self, words: Sequence[int], *, operands=(A, B), results=(D, COUNTER), **kwargs):
-        """Returns the program of one call, loaded: its instantiate stage has run."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("JAX_HOPPER_GEMM_LIBCUDA", str(self.libcuda))
-            return self.call(words, results, **kwargs).lower(*operands).compile()
-
-
-class Driver:
-    """The stand-in of the CUDA driver."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._library = ctypes.CDLL(str(path))
-        self._library.fake_log.restype = ctypes.c_char_p
-        self._handles = itertools.count(0x1000, 16)
-
-    def reset(self) -> None:
-        self._library.fake_reset()
-
-    def stop_recording(self) -> None:
-        self._library.fake_stop_recording()
-
-    def fail(self, call: str, result: int) -> None:
-        self._library.fake_fail(call.encode(), result)
-
-    def add_kernel(self, plan: LaunchPlan) -> int:
-        """Returns the handle of a kernel that takes the plan's parameters."""
-        return self.add_kernel_of([PARAM_BYTES[type(param)] for param in plan.params])
-
-    def add_kernel_of(self, param_bytes: Sequence[int]) -> int:
-        handle = next(self._handles)
-        sizes = (ctypes.c_size_t * len(param_bytes))(*param_bytes)
-        self._library.fake_add_kernel(ctypes.c_uint64(handle), sizes, len(sizes))
-        return handle
-
-    def calls(self, name: str) -> list[dict]:
-        lines = map(json.loads, self._library.fake_log().decode().splitlines())
-        return [line for line in lines if line["call"] == name]
-
-
-def compile_library(source: Path, include: Path, folder: Path) -> Path:
-    output = folder / f"{source.stem}.so"
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-shared", "-fPIC", "-isystem", str(include)]
-    compiler = os.environ.get("CXX", "c++")
-    subprocess.run([compiler, *flags, str(source), "-o", str(output)], check=True)
-    return output
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("libraries")
-    cuda = importlib.metadata.distribution("nvidia-cuda-runtime-cu12")
-    cuda_include = Path(str(cuda.locate_file("nvidia/cuda_runtime/include")))
-    compile_library(SOURCES / "fake_cuda.cc", cuda_include, folder)
-    compile_library(SOURCES / "stream_shim.cc", Path(jax.ffi.include_dir()), folder)
+    build_fakes(folder)
     return folder
 
 
@@ -205,12 +85,17 @@ def digest(request) -> str:
     return request.node.name
 
 
+def load(launcher, words, digest, operands=(A, B), results=(D, COUNTER)):
+    """Returns the program of one call, loaded: its instantiate stage has run."""
+    return launcher.load(words, digest, operands, results)
+
+
 def address(array: jax.Array) -> int:
     return array.unsafe_buffer_pointer()
 
 
 def test_launch_gets_the_plan_and_the_addresses(launcher, driver, digest):
-    program = launcher.load(PLAN.encode(), digest=digest)
+    program = load(launcher, PLAN.encode(), digest)
     d, counter = program(A, B)
     (launch,) = driver.calls("cuLaunchKernelEx")
     assert launch["grid"] == [4, 2, 1]
@@ -229,7 +114,7 @@ def test_launch_gets_the_plan_and_the_addresses(launcher, driver, digest):
 
 
 def test_tensor_maps_are_encoded_while_loading_only(launcher, driver, digest):
-    program = launcher.load(PLAN.encode(), digest=digest)
+    program = load(launcher, PLAN.encode(), digest)
     maps = driver.calls("cuTensorMapEncodeTiled")
     assert [map_["dims"] for map_ in maps] == [[32, 64], [16, 32], [16, 64]]
     assert [map_["strides"] for map_ in maps] == [[128], [64], [64]]
@@ -247,13 +132,13 @@ def test_tensor_maps_are_encoded_while_loading_only(launcher, driver, digest):
 
 
 def test_a_borrowed_context_is_given_back(launcher, driver, digest):
-    launcher.load(PLAN.encode(), digest=digest)
+    load(launcher, PLAN.encode(), digest)
     for call in ("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease", "cuCtxPopCurrent"):
         assert len(driver.calls(call)) == 1
 
 
 def test_a_cleared_workspace_is_set_to_zero_before_the_launch(launcher, driver, digest):
-    _, counter = launcher.load(PLAN.encode(), digest=digest)(A, B)
+    _, counter = load(launcher, PLAN.encode(), digest)(A, B)
     (memset,) = driver.calls("cuMemsetD32Async")
     assert memset["address"] == address(counter)
     assert (memset["value"], memset["words"], memset["stream"]) == (0, 2, FAKE_STREAM)
@@ -261,13 +146,13 @@ def test_a_cleared_workspace_is_set_to_zero_before_the_launch(launcher, driver, 
 
 def test_a_workspace_that_is_not_flagged_is_left_alone(launcher, driver, digest):
     plan = replace(PLAN, workspaces=(Workspace(8, cleared=False),))
-    launcher.load(plan.encode(), digest=digest)(A, B)
+    load(launcher, plan.encode(), digest)(A, B)
     assert driver.calls("cuMemsetD32Async") == []
     assert len(driver.calls("cuLaunchKernelEx")) == 1
 
 
 def test_a_cluster_of_one_is_launched_without_the_cluster_attribute(launcher, driver, digest):
-    launcher.load(replace(PLAN, cluster=(1, 1, 1)).encode(), digest=digest)(A, B)
+    load(launcher, replace(PLAN, cluster=(1, 1, 1)).encode(), digest)(A, B)
     (launch,) = driver.calls("cuLaunchKernelEx")
     assert launch["cluster"] == []
 
@@ -278,10 +163,11 @@ def test_the_plan_of_a_gemm_runs(launcher, driver, digest, scheduler):
     spec = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 128, tile_scheduler=scheduler)
     plan = make_plan(problem, spec, Traversal(), num_sms=132)
     launcher.resolve = lambda digest, spec: driver.add_kernel(plan)
-    operands = [jnp.ones(shape, jnp.bfloat16) for shape in ((2, 256, 128), (2, 128, 512))]
+    shapes = ((2, 256, 128), (2, 128, 512))
+    operands = [jax.device_put(jnp.ones(shape, jnp.bfloat16), CPU) for shape in shapes]
     results = [jax.ShapeDtypeStruct((2, 256, 512), jnp.bfloat16)]
     results += [jax.ShapeDtypeStruct((work.nbytes,), jnp.uint8) for work in plan.workspaces]
-    launcher.load(plan.encode(), digest=digest, operands=operands, results=results)(*operands)
+    load(launcher, plan.encode(), digest, operands=operands, results=results)(*operands)
     (launch,) = driver.calls("cuLaunchKernelEx")
     assert launch["grid"] == list(plan.grid)
     assert launch["smem_bytes"] == spec.smem_bytes
@@ -289,8 +175,8 @@ def test_the_plan_of_a_gemm_runs(launcher, driver, digest, scheduler):
 
 
 def test_a_digest_is_resolved_once_and_never_while_running(launcher, digest):
-    first = launcher.load(PLAN.encode(), digest=digest)
-    second = launcher.load(replace(PLAN, grid=(2, 1, 1)).encode(), digest=digest)
+    first = load(launcher, PLAN.encode(), digest)
+    second = load(launcher, replace(PLAN, grid=(2, 1, 1)).encode(), digest)
     assert launcher.resolved == [(digest, '{"tile_m":64}')]
     launcher.resolve = None
     first(A, B)
@@ -304,10 +190,10 @@ def test_a_kernel_that_cannot_be_found_says_why_and_is_asked_for_again(launcher,
 
     launcher.resolve = missing
     with pytest.raises(jax.errors.JaxRuntimeError, match=NAME) as caught:
-        launcher.load(PLAN.encode(), digest=digest)
+        load(launcher, PLAN.encode(), digest)
     assert 'the kernel cannot be loaded: no cubin of {"tile_m":64}; run' in str(caught.value)
     launcher.resolve = lambda digest, spec: driver.add_kernel(PLAN)
-    launcher.load(PLAN.encode(), digest=digest)(A, B)
+    load(launcher, PLAN.encode(), digest)(A, B)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +225,7 @@ def test_a_cuda_error_names_kernel_call_and_error(
 ):
     driver.fail(call, result)
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        jax.block_until_ready(launcher.load(PLAN.encode(), digest=digest)(A, B))
+        jax.block_until_ready(load(launcher, PLAN.encode(), digest)(A, B))
     assert str(caught.value).startswith(code)
     assert f"jax_hopper_gemm: {NAME}: {call} failed: {text}{detail}" in str(caught.value)
 
@@ -359,7 +245,7 @@ def test_a_kernel_with_other_parameters_is_never_launched(
 ):
     launcher.resolve = lambda digest, spec: driver.add_kernel_of(param_bytes)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        launcher.load(PLAN.encode(), digest=digest)
+        load(launcher, PLAN.encode(), digest)
     assert driver.calls("cuLaunchKernelEx") == []
 
 
@@ -367,9 +253,9 @@ def test_a_plan_cut_short_or_continued_is_refused(launcher, digest):
     words = PLAN.encode()
     for length in range(len(words)):
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"ends after {length} words, before"):
-            launcher.load(words[:length], digest=digest)
+            load(launcher, words[:length], digest)
     with pytest.raises(jax.errors.JaxRuntimeError, match="2 words follow its end"):
-        launcher.load((*words, 0, 0), digest=digest)
+        load(launcher, (*words, 0, 0), digest)
 
 
 @pytest.mark.parametrize(
@@ -380,8 +266,8 @@ def test_a_plan_cut_short_or_continued_is_refused(launcher, digest):
         (1, 2**31, "grid x, is 2147483648"),
         (2, 65536, "grid y, is 65536, not 1 to 65535"),
         (1, 3, "the cluster does not divide the grid"),
-        (4, -1, "cluster, is -1, not 1 to 16"),
-        (6, 16, "the cluster has more than 16 CTAs"),
+        (4, -1, "cluster, is -1, not 1 to 8"),
+        (6, 8, "the cluster has more than 8 CTAs"),
         (7, 1025, "threads, is 1025, not 1 to 1024"),
         (8, 232449, "shared memory bytes, is 232449, not 0 to 232448"),
         (9, 17, "number of cleared workspaces, is 17, not 0 to 16"),
@@ -401,7 +287,7 @@ def test_a_word_out_of_range_is_named(launcher, digest, position, word, message)
     words = list(PLAN.encode())
     words[position] = word
     with pytest.raises(jax.errors.JaxRuntimeError, match="the launch plan is malformed") as caught:
-        launcher.load(words, digest=digest)
+        load(launcher, words, digest)
     assert message in str(caught.value)
     assert NAME in str(caught.value)
 
@@ -409,11 +295,11 @@ def test_a_word_out_of_range_is_named(launcher, digest, position, word, message)
 def test_more_tensor_maps_than_fit_are_refused(launcher, digest):
     plan = replace(PLAN, params=17 * PLAN.params[:1])
     with pytest.raises(jax.errors.JaxRuntimeError, match="it has more than 16 tensor maps"):
-        launcher.load(plan.encode(), digest=digest)
+        load(launcher, plan.encode(), digest)
 
 
 def test_a_plan_of_more_buffers_than_the_call_has_is_refused(launcher, driver, digest):
-    program = launcher.load(PLAN.encode(), digest=digest, results=(D,))
+    program = load(launcher, PLAN.encode(), digest, results=(D,))
     with pytest.raises(jax.errors.JaxRuntimeError, match="refers to 4 buffers, the call has 3"):
         jax.block_until_ready(program(A, B))
     assert driver.calls("cuLaunchKernelEx") == []
@@ -421,14 +307,25 @@ def test_a_plan_of_more_buffers_than_the_call_has_is_refused(launcher, driver, d
 
 def test_a_workspace_smaller_than_what_is_cleared_is_refused(launcher, driver, digest):
     small = jax.ShapeDtypeStruct((4,), jnp.uint8)
-    program = launcher.load(PLAN.encode(), digest=digest, results=(D, small))
+    program = load(launcher, PLAN.encode(), digest, results=(D, small))
     with pytest.raises(jax.errors.JaxRuntimeError, match="buffer 3 has 4 bytes, of which 8 are"):
         jax.block_until_ready(program(A, B))
     assert driver.calls("cuMemsetD32Async") == []
 
 
+def test_an_address_that_tma_cannot_take_is_refused(launcher, driver, digest):
+    program = load(launcher, PLAN.encode(), digest)
+    launcher.shim.shim_misalign(8)
+    try:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="buffer 0 is not a multiple of 16"):
+            jax.block_until_ready(program(A, B))
+    finally:
+        launcher.shim.shim_misalign(0)
+    assert driver.calls("cuLaunchKernelEx") == []
+
+
 def test_threads_share_a_program_and_keep_their_addresses_apart(launcher, driver, digest):
-    program = launcher.load(PLAN.encode(), digest=digest)
+    program = load(launcher, PLAN.encode(), digest)
     per_thread = [(A + i, B + i) for i in range(4)]
     outputs: list[list] = [[] for _ in per_thread]
 
@@ -456,7 +353,7 @@ def test_threads_load_programs_at_once(launcher, digest):
     programs: list = [None] * len(digests)
 
     def work(i: int) -> None:
-        programs[i] = launcher.call(PLAN.encode(), (D, COUNTER), digests[i]).lower(A, B).compile()
+        programs[i] = launcher.call(PLAN.encode(), digests[i], (D, COUNTER)).lower(A, B).compile()
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(digests))]
     for thread in threads:
@@ -469,7 +366,7 @@ def test_threads_load_programs_at_once(launcher, digest):
 
 
 def test_execute_takes_at_most_three_microseconds(launcher, driver, digest, capsys):
-    program = launcher.load(PLAN.encode(), digest=digest)
+    program = load(launcher, PLAN.encode(), digest)
     driver.stop_recording()
     launcher.shim.shim_time(10_000)
     jax.block_until_ready(program(A, B))
@@ -483,7 +380,7 @@ def test_without_a_driver_loading_says_so(folder, launcher, digest):
     alone = Launcher(folder, folder / "no_such_libcuda.so")
     alone.resolve = lambda digest, spec: 1
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        alone.load(PLAN.encode(), digest=digest)
+        load(alone, PLAN.encode(), digest)
     assert "the CUDA driver cannot be opened" in str(caught.value)
     assert "no_such_libcuda.so" in str(caught.value)
 
@@ -494,11 +391,11 @@ def test_a_driver_too_old_is_named(folder, digest):
     alone = Launcher(folder, compile_library(source, folder, folder))
     alone.resolve = lambda digest, spec: 1
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"old_cuda.so lacks cu\w+. Update the"):
-        alone.load(PLAN.encode(), digest=digest)
+        load(alone, PLAN.encode(), digest)
 
 
 def test_without_a_resolver_loading_says_so(folder, digest):
     alone = Launcher(folder, folder / "fake_cuda.so")
     alone.library.jhg_set_resolver(None)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Import jax_hopper_gemm before"):
-        alone.load(PLAN.encode(), digest=digest)
+        load(alone, PLAN.encode(), digest)
