@@ -10,6 +10,7 @@ the same without the other libraries.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -22,8 +23,7 @@ from jax_hopper_gemm.testing import benchmark, shapes
 
 def transformer_engine(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable | None:
     """TransformerEngine's `dense`: cuBLASLt through its own FFI call."""
-    from transformer_engine.jax.dense import dense
-
+    dense = importlib.import_module("transformer_engine.jax.dense").dense
     if problem.l > 1 or problem.d_dtype != problem.ab_dtype:
         return None
     contracting, _ = shapes.dimension_numbers(problem)

@@ -61,15 +61,21 @@ def problem_violations(problem: GemmProblem) -> list[str]:
 def _layout_violations(
     operand: str, layout: MatrixLayout, extents: dict[str, int], batches: int, dtype: str
 ) -> list[str]:
-    """Returns why TMA cannot address an operand: strides are positive multiples of 16 bytes."""
+    """Returns why TMA cannot address an operand.
+
+    Lines and strides are positive multiples of 16 bytes. Of a line that is not, TMA would store
+    up to the next multiple: on an H200 that wrote past D's last column.
+    """
     (other,) = extents.keys() - {layout.major}
     contiguous = layout.major
     stored = f"{operand} is stored ({other.upper()}, {contiguous.upper()}) {dtype}"
     step = TMA_ALIGNMENT // ITEMSIZE[dtype]
+    extent = extents[contiguous]
+    if extent % step:
+        line = f"its lines of {contiguous.upper()}={extent} are {extent * ITEMSIZE[dtype]} bytes"
+        way_out = f"pad {contiguous.upper()} from {extent} to {ceil_div(extent, step) * step}"
+        return [f"{stored} and {line}, not a multiple of {TMA_ALIGNMENT}: {way_out}"]
     way_out = f"choose a stride that is a multiple of {step} elements"
-    if layout.leading_stride == extents[contiguous]:
-        padded = ceil_div(layout.leading_stride, step) * step
-        way_out = f"pad {contiguous.upper()} from {layout.leading_stride} to {padded}"
     strides = []
     if extents[other] > 1:
         strides.append((f"its lines along {contiguous.upper()}", layout.leading_stride, 1))

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ REGIMES = ("burst", "sustained")
 _RATE = 5e14  # FLOP/s that a pause between bursts is reckoned with
 
 
-def ours(implementation: str | None) -> Maker:
+def ours(implementation: Literal["hopper", "xla"] | None) -> Maker:
     """Returns the maker of our own `dot_general`."""
 
     def make(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable:

@@ -104,6 +104,13 @@ def rows_to_check(problem: GemmProblem, budget: int = 1_000_000_000) -> np.ndarr
 
 
 def _problem(spec, m, n, k, batches, place) -> GemmProblem:
+    """Returns the problem with those extents raised to what TMA can address that lie along lines."""
+    narrowest = 4 if spec.d_dtype == "float32" and spec.b_major == "k" else _ALIGNMENT
+    n = ceil_div(n, narrowest) * narrowest
+    if spec.a_major == "m":
+        m = _aligned(m)
+    if spec.a_major == "k" or spec.b_major == "k":
+        k = _aligned(k)
     a = ("k", k, m) if spec.a_major == "k" else ("m", m, k)
     b = ("n", n, k) if spec.b_major == "n" else ("k", k, n)
     return GemmProblem(

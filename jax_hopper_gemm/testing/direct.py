@@ -37,7 +37,7 @@ TENSOR_MAP_ALIGNMENT = 64
 PARAMETER_BYTES = {TensorMap: TENSOR_MAP_BYTES, Int32: 4, Pointer: 8}
 
 _ENCODE_SINCE = 12000  # the CUDA version that brought cuTensorMapEncodeTiled
-_L2_PROMOTION_256B = 3  # CUtensorMapL2promotion
+_L2_PROMOTION_128B = 2  # CUtensorMapL2promotion, as the FFI library sets it
 
 
 def prepare(
@@ -130,7 +130,7 @@ def encode_tensor_map(gpu: Gpu, param: TensorMap, address: int) -> ctypes.Array:
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # no interleave
         TENSOR_MAP_SWIZZLE[param.swizzle],
-        _L2_PROMOTION_256B,
+        _L2_PROMOTION_128B,
         0,  # elements outside read as zero
     )
     if error:

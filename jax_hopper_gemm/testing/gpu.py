@@ -82,7 +82,7 @@ class Gpu:
       CudaError: there is no driver, or no such GPU.
     """
 
-    def __init__(self, ordinal: int = 0, driver: ModuleType | None = None):
+    def __init__(self, ordinal: int = 0, driver: Any = None):
         self.driver: Any = driver or _import_driver()
         try:
             self.call("cuInit", 0)
@@ -155,6 +155,6 @@ class Gpu:
 
 
 def _import_driver() -> ModuleType:
-    from cuda.bindings import driver
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
     return driver

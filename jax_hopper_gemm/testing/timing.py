@@ -188,9 +188,15 @@ class _Rotation(jax.stages.Wrapped):
     It is a `Wrapped` so that `profiler.measure` takes it as it is and does not trace it.
     """
 
-    def __init__(self, function: Callable, input_sets: Sequence[tuple]):
+    def __init__(self, function: Any, input_sets: Sequence[tuple]):
         self._function = function
         self._inputs = itertools.cycle(input_sets)
 
     def __call__(self) -> Any:
         return self._function(*next(self._inputs))
+
+    def trace(self) -> Any:
+        return self._function.trace(*next(self._inputs))
+
+    def lower(self) -> Any:
+        return self.trace().lower()

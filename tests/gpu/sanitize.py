@@ -1,7 +1,7 @@
 """Runs every kernel on small problems, for a memory checker to watch.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
-    compute-sanitizer --tool racecheck python tests/gpu/sanitize.py --every 4
+    compute-sanitizer --tool racecheck python tests/gpu/sanitize.py --every 8
 
 It launches directly: no XLA, so all that the checker sees is ours. Results are checked, too.
 """

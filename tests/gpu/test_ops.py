@@ -14,6 +14,7 @@ import pytest
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import reference, shapes, tolerance
+from jax_hopper_gemm.testing.tolerance import Summation
 
 LAYOUTS = list(itertools.product("km", "nk"))
 
@@ -26,7 +27,7 @@ def hopper(a, b, **kwargs):
     return jhg.matmul(a, b, implementation="hopper", **kwargs)
 
 
-def assert_product(result, a, b, k, what="result", summation="wgmma"):
+def assert_product(result, a, b, k, what="result", summation: Summation = "wgmma"):
     """Checks `result` against a @ b in float64; `a` and `b` broadcast like `jnp.matmul`'s."""
     a, b = np.asarray(a), np.asarray(b)
     expected, magnitude = reference.product(a, b), reference.magnitude(a, b)
@@ -40,7 +41,8 @@ def test_dot_general_reads_every_layout(a_major, b_major, ab_dtype, d_dtype):
     problem = GemmProblem.dense(
         328, 520, 264, 3, a_major=a_major, b_major=b_major, ab_dtype=ab_dtype, d_dtype=d_dtype
     )
-    a, b = (normal(i, shapes.operand_shape(problem, x), ab_dtype) for i, x in enumerate("ab"))
+    a = normal(0, shapes.operand_shape(problem, "a"), ab_dtype)
+    b = normal(1, shapes.operand_shape(problem, "b"), ab_dtype)
     dims = shapes.dimension_numbers(problem)
     result = jax.jit(
         lambda a, b: jhg.dot_general(
@@ -48,7 +50,8 @@ def test_dot_general_reads_every_layout(a_major, b_major, ab_dtype, d_dtype):
         )
     )(a, b)
     assert result.dtype == jnp.dtype(d_dtype)
-    a, b = (reference.view(problem, x, np.ravel(y)) for x, y in (("a", a), ("b", b)))
+    a = reference.view(problem, "a", np.ravel(a))
+    b = reference.view(problem, "b", np.ravel(b))
     assert_product(result, a, b, problem.k)
 
 
@@ -101,8 +104,8 @@ def test_what_tma_cannot_address_goes_to_xla():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8, jnp.complex64])
 def test_other_dtypes_are_those_of_jnp(dtype):
-    a, b = (jnp.arange(64 * 64).reshape(64, 64).astype(dtype) % 7 for _ in range(2))
-    ours, theirs = jhg.matmul(a, b), jnp.matmul(a, b)
+    a = (jnp.arange(64 * 64).reshape(64, 64) % 7).astype(dtype)
+    ours, theirs = jhg.matmul(a, a.T), jnp.matmul(a, a.T)
     assert ours.dtype == theirs.dtype
     assert np.array_equal(ours, theirs)
 
@@ -136,7 +139,8 @@ def test_vmap_maps_either_operand_along_any_axis(in_axes):
         expected.append(np.broadcast_to(np.asarray(x), (batch, *shape)))
         operands.append(x if axis is None else jnp.moveaxis(x, 0, axis))
     result = jax.jit(jax.vmap(product, in_axes))(*operands)
-    assert_product(result, *expected, k, summation="float32" if product != hopper else "wgmma")
+    summation = "wgmma" if product is hopper else "float32"
+    assert_product(result, expected[0], expected[1], k, summation=summation)
 
 
 def test_vmap_of_grad_and_grad_of_vmap_agree_with_each_example():

@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import numpy as np
+import pytest
 
 PRELUDE = """
 import sys
@@ -41,6 +42,7 @@ def run_python(code: str, folder: object, **environment: str) -> str:
 
 
 def test_an_exported_program_runs_in_a_fresh_process(tmp_path):
+    pytest.importorskip("flatbuffers")  # jax serialises with it, and does not ask for it
     run_python(
         """
         a, b = normal(0, (264, 512)), normal(1, (512, 328))
