@@ -50,9 +50,7 @@ class Axis:
 
     def encloses(self, inner: Axis) -> bool:
         """Whether one step of this index spans all of `inner`, in every array."""
-        return all(
-            getattr(self, array) == getattr(inner, array) * inner.extent for array in "abd"
-        )
+        return all(getattr(self, array) == getattr(inner, array) * inner.extent for array in "abd")
 
 
 UNIT = Axis(1, 0, 0, 0)
@@ -121,7 +119,9 @@ def _roles(a: str, b: str, out: str, extents: dict[str, int]) -> tuple[Axis, Axi
     n, spilled_n = _matrix_axis([axis for axis in free if axis.b], "d")
     contracted = _merged(roles.get((False, True), []), "a")
     if len(contracted) > 1:
-        raise NotAGemm("the contracted axes do not lie evenly one inside the other in both operands")
+        raise NotAGemm(
+            "the contracted axes do not lie evenly one inside the other in both operands"
+        )
     batch = _merged([*roles.get((True, True), []), *spilled_m, *spilled_n], "d")
     if len(batch) > 1:
         raise NotAGemm(
@@ -178,7 +178,9 @@ def _layout(
     elif own_extent == other_extent == 1:
         major, contiguous, leading = ("k" if name == "m" else name), 1, (1, 1)
     else:
-        raise NotAGemm("an operand's last axis is a batch axis: no matrix of it has adjacent elements")
+        raise NotAGemm(
+            "an operand's last axis is a batch axis: no matrix of it has adjacent elements"
+        )
     leading_stride = leading[1] if leading[0] > 1 else contiguous
     batch_stride = batch[1] if batch[0] > 1 else own_extent * other_extent
     return MatrixLayout(major, leading_stride, batch_stride)

@@ -37,9 +37,7 @@ def from_subscripts(
     free_lhs = "".join(x for x in lhs if x not in rhs)
     free_rhs = "".join(x for x in rhs if x not in lhs)
     # A precision may tell the operands apart: only one that does not lets them change places.
-    symmetric = precision is None or (
-        isinstance(precision, tuple) and precision[0] == precision[1]
-    )
+    symmetric = precision is None or (isinstance(precision, tuple) and precision[0] == precision[1])
     swapped = symmetric and batch + free_rhs + free_lhs == out != batch + free_lhs + free_rhs
     if swapped:
         lhs, rhs, free_lhs, free_rhs = rhs, lhs, free_rhs, free_lhs

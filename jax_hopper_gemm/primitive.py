@@ -11,9 +11,9 @@ the product lowers to `jax.lax.dot_general`.
 
 from __future__ import annotations
 
-import ctypes
 import string
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -91,13 +91,15 @@ def product_of(lhs: Any, rhs: Any, out: Any, params: dict[str, Any]) -> Product:
     )  # fmt: skip
 
 
-@hopper_dot_p.def_abstract_eval
 def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
     """Shape, dtype, sharding and varying axes are those of `lax.dot_general`."""
     dot = _dot_general(**params)
     operands = (rhs, lhs) if dot.swapped else (lhs, rhs)
     out, _ = lax.dot_general_p.abstract_eval(*operands, **dot.params)
     return lax.transpose_p.abstract_eval(out, permutation=dot.permutation)[0]
+
+
+hopper_dot_p.def_abstract_eval(_abstract_eval)
 
 
 def _reference(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
@@ -136,21 +138,25 @@ ad.defbilinear(hopper_dot_p, _transpose_lhs, _transpose_rhs)
 
 def _batch(
     axis_data: Any, operands: Any, axes: Any, *, subscripts: str, out_sharding: Any, **params: Any
-) -> tuple[Any, int]:
+) -> tuple[Any, int | None]:
     """Adds a letter: a batch index where both operands have it, else a free one."""
-    lhs, rhs, out = split(subscripts)
-    new = next(x for x in string.ascii_letters if x not in subscripts)
-    lhs, rhs = (
-        labels if axis is None else labels[:axis] + new + labels[axis:]
-        for labels, axis in zip((lhs, rhs), axes, strict=True)
-    )
-    if out_sharding is not None:
-        partitions = padded_partitions(out_sharding, len(out))
-        out_sharding = with_partitions(out_sharding, (axis_data.explicit_mesh_axis, *partitions))
+    mapped = any(axis is not None for axis in axes)  # JAX also asks when nothing is
+    if mapped:
+        lhs, rhs, out = split(subscripts)
+        new = next(x for x in string.ascii_letters if x not in subscripts)
+        lhs, rhs = (
+            labels if axis is None else labels[:axis] + new + labels[axis:]
+            for labels, axis in zip((lhs, rhs), axes, strict=True)
+        )
+        subscripts = f"{lhs},{rhs}->{new}{out}"
+        if out_sharding is not None:
+            partitions = padded_partitions(out_sharding, len(out))
+            partitions = (axis_data.explicit_mesh_axis, *partitions)
+            out_sharding = with_partitions(out_sharding, partitions)
     product = hopper_dot_p.bind(
-        *operands, subscripts=f"{lhs},{rhs}->{new}{out}", out_sharding=out_sharding, **params
+        *operands, subscripts=subscripts, out_sharding=out_sharding, **params
     )
-    return product, 0
+    return product, 0 if mapped else None
 
 
 batching.fancy_primitive_batchers[hopper_dot_p] = _batch
@@ -161,13 +167,26 @@ batching.fancy_primitive_batchers[hopper_dot_p] = _batch
 _lower_to_xla = mlir.lower_fun(_reference, multiple_results=False)
 
 
-def _lower_elsewhere(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params: Any) -> Any:
+def _lower(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params: Any) -> Any:
+    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+    on_host = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) == "device_host"
+    if platforms == ("cuda",) and not on_host:
+        return _lower_for_cuda(ctx, lhs, rhs, **params)
     if params["implementation"] == "hopper":
         raise NotImplementedError(
             "implementation='hopper': the kernels run on CUDA, and this program is lowered for "
             "another platform. With implementation=None it runs on either."
         )
-    return _lower_to_xla(ctx, lhs, rhs, **params)
+    lower = _lower_for_each if "cuda" in platforms and not on_host else _lower_to_xla
+    return lower(ctx, lhs, rhs, **params)
+
+
+def _for_each(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    on_cuda, elsewhere = partial(on_cuda_p.bind, **params), partial(_reference, **params)
+    return lax.platform_dependent(lhs, rhs, cuda=on_cuda, default=elsewhere)
+
+
+_lower_for_each = mlir.lower_fun(_for_each, multiple_results=False)
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params: Any) -> Any:
@@ -276,9 +295,14 @@ def _assigned_devices(ctx: mlir.LoweringRuleContext) -> tuple[Any, ...]:
     return getattr(ctx.module_context.axis_context, "device_assignment", None) or ()
 
 
-mlir.register_lowering(hopper_dot_p, _lower_elsewhere)
-# Not cacheable: a cached lowering becomes a function of its own, which hides the transposes.
-mlir.register_lowering(hopper_dot_p, _lower_for_cuda, platform="cuda", cacheable=False)
+# One rule for all platforms, and not cacheable: a cached lowering becomes a function of its own,
+# whose arguments hide the transposes that they come from.
+mlir.register_lowering(hopper_dot_p, _lower, cacheable=False)
+
+# The branch for CUDA of a program for several platforms; it exists while that is lowered.
+on_cuda_p = Primitive("hopper_dot_on_cuda")
+on_cuda_p.def_abstract_eval(_abstract_eval)
+mlir.register_lowering(on_cuda_p, _lower_for_cuda, cacheable=False)
 
 
 def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
@@ -296,8 +320,6 @@ def _register_target() -> None:
         library = native.library()
     except native.NativeLibraryError:
         return  # lowering gives the reason, where a kernel is wanted
-    for accessor in (library.JhgLaunchTypeId, library.JhgLaunchTypeInfo):
-        accessor.restype = ctypes.c_void_p
     state = {
         "type_id": jax.ffi.pycapsule(library.JhgLaunchTypeId()),
         "type_info": jax.ffi.pycapsule(library.JhgLaunchTypeInfo()),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
 from ..routing import array_text
 
 IMPLEMENTATIONS = (None, "hopper", "xla")
+SCALARS = (bool, int, float, complex)
 
 
 def as_arrays(op: str, **operands: Any) -> list[Any]:
@@ -18,11 +20,14 @@ def as_arrays(op: str, **operands: Any) -> list[Any]:
     Raises:
       TypeError: an operand is neither an array nor a scalar.
     """
-    arrays = [x.__jax_array__() if hasattr(x, "__jax_array__") else x for x in operands.values()]
+    arrays = [
+        convert() if (convert := getattr(x, "__jax_array__", None)) else x
+        for x in operands.values()
+    ]
     problems = [
         f"{name} is a {type(x).__name__}, expected an array: convert it with jnp.asarray"
         for name, x in zip(operands, arrays, strict=True)
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")) and not np.isscalar(x)
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")) and not isinstance(x, SCALARS)
     ]
     if problems:
         raise TypeError(f"{op}: {'; '.join(problems)}")
@@ -50,8 +55,7 @@ def check_matmul(a: Any, b: Any) -> None:
         hint = ""
         if len(a_shape) == len(b_shape) == 2 and not _differ(k_a, b_shape[1]):
             hint = (
-                ". Is b stored (N, K)? Contract it with "
-                "dot_general(a, b, (((1,), (1,)), ((), ())))"
+                ". Is b stored (N, K)? Contract it with dot_general(a, b, (((1,), (1,)), ((), ())))"
             )
         problems.append(f"K differs: {given}{hint}")
     for x, y in zip(reversed(a_shape[:-2]), reversed(b_shape[:-2]), strict=False):
@@ -145,8 +149,7 @@ def check_einsum(subscripts: Any, operands: Sequence[Any]) -> None:
 
 def describe(x: Any) -> str:
     """Returns an array as JAX prints it: "bf16[128,4096]"."""
-    dtype = x.dtype if hasattr(x, "dtype") else np.result_type(x)
-    return array_text(np.shape(x), np.dtype(dtype).name)
+    return array_text(np.shape(x), jax.dtypes.result_type(x).name)
 
 
 def _differ(x: Any, y: Any) -> bool:

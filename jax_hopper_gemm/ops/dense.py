@@ -141,8 +141,12 @@ def _run(
     return _traced(function, lhs, rhs, implementation, tuple(options.items()))
 
 
-# One trace for equal arguments; inline, so that the caller's program contains the bare product.
-@partial(jax.jit, static_argnums=(0, 3, 4), inline=True)
+# One trace for equal arguments. Inlined at once, so that the caller's program holds the bare
+# product and lowering sees its operands; from JAX 0.12 on `inline=True` means later.
+_INLINE = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
+
+@partial(jax.jit, static_argnums=(0, 3, 4), inline=_INLINE)
 def _traced(
     function: Any, lhs: Any, rhs: Any, implementation: Implementation, options: tuple[Any, ...]
 ) -> jax.Array:

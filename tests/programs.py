@@ -1,0 +1,51 @@
+"""What tests of the JAX side share: exact data, and programs lowered for CUDA on any machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LAUNCH = "stablehlo.custom_call @jax_hopper_gemm.v1.launch"
+
+
+def integers(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> jax.Array:
+    """Returns integers from -2 to 2, whose sums of products are exact in every float."""
+    values = np.random.default_rng([seed, *shape]).integers(-2, 3, shape)
+    return jnp.asarray(values).astype(dtype)
+
+
+def lowered(function: Callable[..., Any], *args: Any) -> str:
+    """Returns the program for CUDA, without transposes whose result nothing uses."""
+    fresh = jax.jit(lambda *args: function(*args))  # JAX keeps what it lowered for a function
+    text = fresh.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    for name in re.findall(r"(%\d+) = stablehlo.transpose", text):
+        if len(re.findall(rf"{name}\b", text)) == 1:
+            text = re.sub(rf".*{name} = stablehlo.transpose.*\n", "", text)
+    return text
+
+
+def attributes(program: str, name: str) -> list[str]:
+    """Returns a string attribute of every launch in `program`."""
+    found = re.findall(rf'\b{name} = "(.*?)"(?=[,}}])', program)
+    return [text.replace(r"\22", '"') for text in found]
+
+
+def run_fresh(source: str, *args: str, **environment: str) -> str:
+    """Returns what `source` prints in a new process on the CPU; fails where it raises."""
+    process = subprocess.run(
+        [sys.executable, "-c", source, *args],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout

@@ -1,0 +1,133 @@
+"""Canonical forms, checked by computing them with NumPy strides."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from jax_hopper_gemm.contraction import Gemm, NotAGemm, as_gemm
+from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
+
+
+def gemm(subscripts: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Gemm:
+    return as_gemm(subscripts, lhs_shape, rhs_shape, "bfloat16", "bfloat16")
+
+
+def matrices(
+    memory: np.ndarray,
+    layout: MatrixLayout,
+    rows: tuple[str, int],
+    cols: tuple[str, int],
+    l: int,  # noqa: E741
+) -> np.ndarray:
+    """Returns the (l, rows, cols) view that a layout describes."""
+    step = {layout.major: 1}
+    strides = (layout.batch_stride if l > 1 else 0, *(
+        step.get(name, layout.leading_stride) for name, _ in (rows, cols)
+    ))  # fmt: skip
+    assert memory.flags.c_contiguous
+    return np.lib.stride_tricks.as_strided(
+        memory, (l, rows[1], cols[1]), tuple(s * memory.itemsize for s in strides)
+    )
+
+
+def run(found: Gemm, lhs: np.ndarray, rhs: np.ndarray, out_shape: tuple[int, ...]) -> np.ndarray:
+    p = found.problem
+    a, b = (rhs, lhs) if found.swapped else (lhs, rhs)
+    out = np.full(out_shape, np.nan)
+    m, n, k = ("m", p.m), ("n", p.n), ("k", p.k)
+    matrices(out, p.d, m, n, p.l)[...] = matrices(a, p.a, m, k, p.l) @ matrices(b, p.b, k, n, p.l)
+    return out
+
+
+def random_product(rng: random.Random) -> tuple[str, dict[str, int]]:
+    letters = rng.sample("abcdefgh", 8)
+    batch, m, n, k = ([letters.pop() for _ in range(rng.choice((0, 0, 1, 1, 2)))] for _ in range(4))
+    arrays = []
+    for labels in (batch + m + k, batch + k + n, batch + m + n):
+        if rng.random() < 0.6:
+            rng.shuffle(labels)
+        arrays.append("".join(labels))
+    extents = {letter: rng.choice((1, 2, 3, 4)) for letter in "abcdefgh"}
+    return "{},{}->{}".format(*arrays), extents
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_strided_problem_is_the_product(seed):
+    rng, numbers = random.Random(seed), np.random.default_rng(seed)
+    canonical = 0
+    for _ in range(150):
+        subscripts, extents = random_product(rng)
+        lhs_labels, rhs_labels = subscripts.split("->")[0].split(",")
+        lhs, rhs = (
+            numbers.integers(-4, 5, [extents[x] for x in labels]).astype(float)
+            for labels in (lhs_labels, rhs_labels)
+        )
+        try:
+            found = gemm(subscripts, lhs.shape, rhs.shape)
+        except NotAGemm:
+            continue
+        expected = np.einsum(subscripts, lhs, rhs)
+        np.testing.assert_array_equal(run(found, lhs, rhs, expected.shape), expected)
+        canonical += 1
+    assert canonical > 50
+
+
+@pytest.mark.parametrize("a_major", ["k", "m"])
+@pytest.mark.parametrize("b_major", ["n", "k"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_all_operand_layouts_are_compact_problems(a_major, b_major, batch):
+    m, n, k = 8, 16, 32
+    lhs, rhs = ("lmk" if a_major == "k" else "lkm"), ("lkn" if b_major == "n" else "lnk")
+    extents = {"l": batch, "m": m, "n": n, "k": k}
+    found = gemm(f"{lhs},{rhs}->lmn", tuple(map(extents.get, lhs)), tuple(map(extents.get, rhs)))
+    assert found == Gemm(
+        GemmProblem.dense(m, n, k, batch, a_major=a_major, b_major=b_major), swapped=False
+    )
+
+
+def test_leading_axes_fold_into_m():
+    assert gemm("btk,kn->btn", (3, 5, 8), (8, 16)).problem == GemmProblem.dense(15, 16, 8)
+
+
+def test_a_shared_operand_has_batch_stride_0():
+    problem = gemm("mk,lkn->lmn", (8, 16), (3, 16, 32)).problem
+    assert (problem.m, problem.l, problem.a.batch_stride) == (8, 3, 0)
+    assert (problem.b.batch_stride, problem.d.batch_stride) == (16 * 32, 8 * 32)
+
+
+def test_a_batch_between_the_matrix_axes_is_a_stride():
+    problem = gemm("bthd,hde->bthe", (2, 3, 4, 16), (4, 16, 32)).problem
+    assert (problem.m, problem.l) == (6, 4)
+    assert problem.a == MatrixLayout("k", leading_stride=4 * 16, batch_stride=16)
+    assert problem.d == MatrixLayout("n", leading_stride=4 * 32, batch_stride=32)
+
+
+def test_operands_swap_when_the_result_ends_with_the_left_operands_axis():
+    found = gemm("mk,kn->nm", (8, 16), (16, 32))
+    assert found.swapped
+    assert (found.problem.m, found.problem.n) == (32, 8)
+    assert (found.problem.a.major, found.problem.b.major) == ("m", "k")
+
+
+def test_a_matrix_times_a_vector_is_one_row():
+    found = gemm("mk,k->m", (64, 128), (128,))
+    assert (found.problem.m, found.problem.n, found.swapped) == (1, 64, True)
+
+
+@pytest.mark.parametrize(
+    "subscripts, lhs_shape, rhs_shape, reason",
+    [
+        ("mk,kn->mn", (8, 0), (0, 8), "an extent is 0"),
+        ("lmk,lkn->mnl", (2, 4, 8), (2, 8, 4), "last axis is a batch axis"),
+        ("mkl,lkn->lmn", (4, 8, 2), (2, 8, 4), "last axis is a batch axis"),
+        ("kml,lkn->lmn", (8, 1, 2), (2, 8, 4), "last axis is a batch axis"),
+        ("amb,ban->mn", (2, 4, 8), (8, 2, 16), "contracted axes"),
+        ("bthd,bshd->bhts", (2, 3, 4, 8), (2, 5, 4, 8), "batch axes"),
+    ],
+)
+def test_what_is_not_one_strided_batch_says_why(subscripts, lhs_shape, rhs_shape, reason):
+    with pytest.raises(NotAGemm, match=reason):
+        gemm(subscripts, lhs_shape, rhs_shape)

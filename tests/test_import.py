@@ -1,0 +1,49 @@
+"""What `import jax_hopper_gemm` costs and brings with it."""
+
+from __future__ import annotations
+
+from programs import run_fresh
+
+BUDGET_MS = 150  # over `import jax`
+
+
+def test_import_is_quick():
+    source = (
+        "import time, jax\n"
+        "start = time.perf_counter()\n"
+        "import jax_hopper_gemm\n"
+        "print(1e3 * (time.perf_counter() - start))\n"
+    )
+    # The quickest of a few: a busy machine only ever makes it slower.
+    times = []
+    while len(times) < 5 and (not times or min(times) > BUDGET_MS):
+        times.append(float(run_fresh(source)))
+    assert min(times) <= BUDGET_MS
+
+
+def test_import_brings_no_compiler_driver_or_framework():
+    source = (
+        "import sys, jax_hopper_gemm\n"
+        "absent = {'cutlass', 'cuda', 'flax', 'tqdm', 'matplotlib'}\n"
+        "print(sorted(absent & {name.split('.')[0] for name in sys.modules}))\n"
+    )
+    assert run_fresh(source) == "[]\n"
+
+
+def test_import_starts_no_backend():
+    source = (
+        "import jax_hopper_gemm, jax\n"
+        "jax.config.update('jax_num_cpu_devices', 2)  # refused once a backend is up\n"
+        "print(len(jax.devices('cpu')))\n"
+    )
+    assert run_fresh(source) == "2\n"
+
+
+def test_import_needs_no_library():
+    source = (
+        "import jax_hopper_gemm as jhg, jax.numpy as jnp\n"
+        "x = jnp.ones((8, 8), jnp.bfloat16)\n"
+        "print(jhg.matmul(x, x).sum(), jhg.supports(x, x))\n"
+    )
+    out = run_fresh(source, JAX_HOPPER_GEMM_LIBRARY="/nowhere/libjax_hopper_gemm.so")
+    assert out.startswith("512 (False, ") and "/nowhere/libjax_hopper_gemm.so" in out

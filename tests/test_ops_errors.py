@@ -1,0 +1,119 @@
+"""What users read when their arguments do not fit."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_hopper_gemm as jhg
+
+
+def bf16(*shape: int) -> jax.Array:
+    return jnp.zeros(shape, jnp.bfloat16)
+
+
+A, B = bf16(128, 64), bf16(64, 32)
+NO_BATCH = ((), ())
+
+CASES = [
+    (
+        lambda: jhg.matmul(bf16(128, 64), bf16(32, 64)),
+        ValueError,
+        "matmul: K differs: a is bf16[128,64], b is bf16[32,64]. Is b stored (N, K)? Contract it "
+        "with dot_general(a, b, (((1,), (1,)), ((), ())))",
+    ),
+    (
+        lambda: jhg.matmul(bf16(128, 64), jnp.zeros(32)),
+        ValueError,
+        "matmul: K differs: a is bf16[128,64], b is f32[32]",
+    ),
+    (
+        lambda: jhg.matmul(bf16(2, 8, 4), bf16(3, 5, 8)),
+        ValueError,
+        "matmul: K differs: a is bf16[2,8,4], b is bf16[3,5,8]; batch axes (2,) and (3,) do not "
+        "broadcast: a is bf16[2,8,4], b is bf16[3,5,8]",
+    ),
+    (
+        lambda: jhg.matmul(2.0, jnp.int32(3)),
+        ValueError,
+        "matmul: a is a scalar, f32[], expected at least one axis: scale with *; "
+        "b is a scalar, i32[], expected at least one axis: scale with *",
+    ),
+    (
+        lambda: jhg.matmul([[1.0]], "b"),
+        TypeError,
+        "matmul: a is a list, expected an array: convert it with jnp.asarray; "
+        "b is a str, expected an array: convert it with jnp.asarray",
+    ),
+    (
+        lambda: jhg.matmul(A, B, implementation="cublas"),
+        ValueError,
+        "matmul: implementation is 'cublas', expected None, 'hopper' or 'xla'",
+    ),
+    (
+        lambda: jhg.dot_general(A, B, (((1,), (1,)), NO_BATCH)),
+        ValueError,
+        "dot_general: contracting axes (1,) and (1,) have extents (64,) and (32,): "
+        "lhs is bf16[128,64], rhs is bf16[64,32]",
+    ),
+    (
+        lambda: jhg.dot_general(A, B, (((2,), (0, 0)), NO_BATCH)),
+        ValueError,
+        "dot_general: lhs axes (2,) are not all between 0 and 1: lhs is bf16[128,64]; "
+        "rhs axes (0, 0) repeat: each is contracted or batched once; "
+        "contracting axes (2,) and (0, 0) do not pair up",
+    ),
+    (
+        lambda: jhg.dot_general(bf16(2, 3, 4), bf16(5, 4, 3), (((2,), (1,)), ((0,), (0,)))),
+        ValueError,
+        "dot_general: batch axes (0,) and (0,) have extents (2,) and (5,): "
+        "lhs is bf16[2,3,4], rhs is bf16[5,4,3]",
+    ),
+    (
+        lambda: jhg.dot_general(A, B, ((1,), (0,))),
+        TypeError,
+        "dot_general: dimension_numbers is ((1,), (0,)), expected "
+        "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each a sequence of axes",
+    ),
+    (
+        lambda: jhg.einsum("mk,kn,no->mo", A, B, B),
+        ValueError,
+        "einsum: 3 operands came, expected two: use jnp.einsum, or chain products",
+    ),
+    (
+        lambda: jhg.einsum("mk,nk->mn", A, B),
+        ValueError,
+        "einsum: 'k' in 'mk,nk->mn' is 64 and 32",
+    ),
+    (
+        lambda: jhg.einsum("lmk,kn,k->mn", A, B),
+        ValueError,
+        "einsum: subscripts 'lmk,kn,k->mn' name 3 operands, expected two; "
+        "subscripts 'lmk' name 3 axes of an operand that is bf16[128,64]",
+    ),
+    (
+        lambda: jhg.einsum(A, B),
+        TypeError,
+        "einsum: subscripts is a ArrayImpl, expected a string such as 'mk,kn->mn'",
+    ),
+    (
+        lambda: jhg.matmul(A, B, implementation="hopper"),
+        NotImplementedError,
+        "implementation='hopper': the kernels run on CUDA, and this program is lowered for "
+        "another platform. With implementation=None it runs on either.",
+    ),
+]
+
+
+@pytest.mark.parametrize("call, error, message", CASES)
+def test_the_message_says_what_came_and_the_way_out(call, error, message):
+    with pytest.raises(error, match=re.escape(message) + r"(\n|$)"):
+        call()
+
+
+def test_errors_are_raised_while_tracing():
+    with pytest.raises(ValueError, match="K differs: a is bf16"):
+        jax.eval_shape(jhg.matmul, A, A)

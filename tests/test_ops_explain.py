@@ -1,0 +1,102 @@
+"""`explain` and `supports` tell what lowering does."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from programs import LAUNCH, attributes, lowered
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm import dispatch
+from jax_hopper_gemm.plan import make_plan
+from jax_hopper_gemm.problem import GemmProblem
+
+pytestmark = pytest.mark.usefixtures("launcher")
+
+
+def bf16(*extents: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(extents, jnp.bfloat16)
+
+
+A, B = bf16(4096, 4096), bf16(4096, 8192)
+
+
+def test_the_explained_kernel_is_the_one_that_is_launched():
+    found = jhg.explain(A, B, implementation="hopper")
+    program = lowered(lambda a, b: jhg.matmul(a, b, implementation="hopper"), A, B)
+    assert found.path == "hopper" and found.problem == GemmProblem.dense(4096, 8192, 4096)
+    assert attributes(program, "spec") == [found.spec.to_json()]
+    plan = make_plan(found.problem, found.spec, found.traversal, dispatch.H200.num_sms)
+    assert found.grid == plan.grid
+    clusters = -(-4096 // (found.spec.tile_m * found.spec.cluster_m))
+    clusters *= -(-8192 // (found.spec.tile_n * found.spec.cluster_n))
+    assert (found.waves - 1) * 132 < clusters * found.spec.cluster_size <= found.waves * 132
+
+
+@pytest.mark.parametrize("shapes", [((4096, 4096), (4096, 8192)), ((4, 4096), (4096, 4096)),
+                                    ((64, 100), (100, 64)), ((8,), (8,))])  # fmt: skip
+def test_explain_without_a_request_agrees_with_lowering(shapes):
+    a, b = (bf16(*s) for s in shapes)
+    found = jhg.explain(a, b)
+    assert (LAUNCH in lowered(jhg.matmul, a, b)) == (found.path == "hopper")
+    assert found.reason
+
+
+def test_the_report_is_readable():
+    text = str(jhg.explain(A, B, implementation="hopper"))
+    assert "bf16[4096,4096] x bf16[4096,8192]" in text
+    for word in ("compute capability 9.0, 132 SMs", "hopper", "M=4096 N=8192 K=4096", "waves"):
+        assert word in text
+
+
+def test_fields_are_plain_data():
+    fields = asdict(jhg.explain(A, B, implementation="hopper"))
+    assert fields["problem"]["m"] == 4096 and fields["spec"]["ab_dtype"] == "bfloat16"
+
+
+def test_dimension_numbers_explain_a_dot_general():
+    dims = (((1,), (1,)), ((), ()))
+    found = jhg.explain(A, bf16(8192, 4096), dimension_numbers=dims, implementation="hopper")
+    assert (found.problem.b.major, found.spec.b_major) == ("k", "k")
+
+
+def test_xla_on_request_is_explained():
+    found = jhg.explain(A, B, implementation="xla")
+    assert (found.path, found.source, found.spec) == ("xla", "request", None)
+    assert "implementation='xla'" in str(found)
+
+
+@pytest.mark.parametrize(
+    "a, b, options, reason",
+    [
+        (bf16(64, 65), bf16(65, 64), {}, "pad K from 65"),
+        (bf16(64, 64), jax.ShapeDtypeStruct((64, 64), jnp.float32), {}, "bfloat16 and float32"),
+        (
+            bf16(64, 64),
+            bf16(64, 64),
+            {"precision": lax.DotAlgorithmPreset.F16_F16_F16},
+            "precision",
+        ),
+        (bf16(64, 0), bf16(0, 64), {}, "an extent is 0"),
+        (jax.ShapeDtypeStruct((8, 8), jnp.int8),) * 2 + ({}, "int8"),
+    ],
+)
+def test_supports_says_why_not(a, b, options, reason):
+    supported, why = jhg.supports(a, b, **options)
+    assert not supported and reason in why
+    found = jhg.explain(a, b, **options)
+    assert (found.path, found.source) == ("xla", "unsupported")
+
+
+def test_supports_says_yes():
+    assert jhg.supports(A, B)[0]
+    assert jhg.supports(bf16(8, 4096), bf16(4096, 8))[0]
+
+
+def test_explain_raises_what_matmul_would():
+    with pytest.raises(ValueError, match="matmul: K differs"):
+        jhg.explain(A, bf16(8192, 4096))

@@ -1,0 +1,245 @@
+"""Programs lowered for CUDA, on any machine: which products become launches, and of what."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import compute_on
+from programs import LAUNCH, attributes, lowered
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm import config, cubin, dispatch, native, routing
+from jax_hopper_gemm.plan import make_plan
+from jax_hopper_gemm.problem import GemmProblem
+
+pytestmark = pytest.mark.usefixtures("launcher")
+
+
+def shape(*extents: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(extents, dtype)
+
+
+def hopper(subscripts: str):
+    return lambda a, b: jhg.einsum(subscripts, a, b, implementation="hopper")
+
+
+M, N, K = 1024, 2048, 512
+EXTENTS = {"l": 4, "m": M, "n": N, "k": K, "b": 2, "t": 512, "h": 8, "d": 128, "e": 256}
+
+
+def operands(subscripts: str, dtype=jnp.bfloat16) -> list[jax.ShapeDtypeStruct]:
+    return [
+        shape(*(EXTENTS[x] for x in labels), dtype=dtype)
+        for labels in subscripts.split("->")[0].split(",")
+    ]
+
+
+def test_a_product_is_one_launch_of_the_chosen_kernel():
+    problem = GemmProblem.dense(M, N, K)
+    decision = dispatch.choose(problem, dispatch.H200, kernel_only=True)
+    text = lowered(hopper("mk,kn->mn"), *operands("mk,kn->mn"))
+    assert text.count(LAUNCH) == 1
+    assert attributes(text, "digest") == [cubin.digest_of(decision.spec)]
+    assert attributes(text, "spec") == [decision.spec.to_json()]
+    assert attributes(text, "name") == [f"{decision.spec.name} M={M} N={N} K={K} L=1"]
+    (words,) = re.findall(r"plan = dense<\[([-\d, ]+)\]> : tensor<\d+xi64>", text)
+    plan = make_plan(problem, decision.spec, decision.traversal, dispatch.H200.num_sms)
+    assert tuple(map(int, words.split(", "))) == plan.encode()
+
+
+PRODUCTS = [
+    "mk,kn->mn", "km,kn->mn", "mk,nk->mn", "km,nk->mn", "mk,kn->nm",
+    "lmk,lkn->lmn", "lkm,lnk->lmn", "mlk,lkn->mln", "mk,lkn->lmn", "bthd,hde->bthe",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("subscripts", PRODUCTS)
+def test_products_launch_with_nothing_transposed(subscripts):
+    text = lowered(hopper(subscripts), *operands(subscripts))
+    assert text.count(LAUNCH) == 1
+    assert "stablehlo.transpose" not in text and "dot_general" not in text
+
+
+@pytest.mark.parametrize("subscripts", [s for s in PRODUCTS if s != "mk,lkn->lmn"])
+def test_both_gradients_launch_with_nothing_transposed(subscripts):
+    product = hopper(subscripts)
+    gradients = jax.grad(lambda a, b: product(a, b).astype(jnp.float32).sum(), (0, 1))
+    text = lowered(gradients, *operands(subscripts))
+    assert text.count(LAUNCH) == 2
+    assert "stablehlo.transpose" not in text and "dot_general" not in text
+
+
+@pytest.mark.parametrize(
+    "axes", [(0, 0), (1, 0), (0, 1), (0, None), (1, None), (None, 0), (None, 1)]
+)
+def test_vmapped_products_launch_with_nothing_transposed(axes):
+    shapes = [[M, K], [K, N]]
+    for extents, axis in zip(shapes, axes, strict=True):
+        if axis is not None:
+            extents.insert(axis, 4)
+    text = lowered(jax.vmap(hopper("mk,kn->mn"), axes), *(shape(*s) for s in shapes))
+    assert text.count(LAUNCH) == 1 and "stablehlo.transpose" not in text
+
+
+def test_operands_that_are_transposes_are_read_as_they_lie():
+    def product(a, b):
+        return jhg.matmul(a.T, jnp.swapaxes(b, 0, 1), implementation="hopper")
+
+    text = lowered(product, shape(K, M), shape(N, K))
+    assert text.count(LAUNCH) == 1 and "stablehlo.transpose" not in text
+    (spec,) = attributes(text, "spec")
+    assert '"a_major":"m"' in spec and '"b_major":"k"' in spec
+
+
+def test_a_transpose_that_makes_an_operand_readable_is_kept():
+    def product(a, b):  # (K, M) with M = 1001 cannot be addressed, (M, K) can
+        return jhg.matmul(a.T, b, implementation="hopper")
+
+    text = lowered(product, shape(K, 1001), shape(K, N))
+    assert text.count(LAUNCH) == 1 and text.count("stablehlo.transpose") == 1
+
+
+def test_a_swapped_product_takes_its_operands_in_kernel_order():
+    text = lowered(hopper("mk,kn->nm"), *operands("mk,kn->nm"))
+    assert "(%arg1, %arg0)" in text.split(LAUNCH)[1]
+
+
+def test_workspaces_are_results_of_the_launch(monkeypatch):
+    problem = GemmProblem.dense(M, N, K)
+    spec, traversal = next(
+        (spec, traversal)
+        for spec, traversal in dispatch.legal_specs(problem, dispatch.H200)
+        if spec.tile_scheduler == "dynamic"
+    )
+    decision = dispatch.Decision(spec, traversal, "test", "model")
+    monkeypatch.setattr(dispatch, "choose", lambda *args, **kwargs: decision)
+    text = lowered(jhg.matmul, shape(M, K), shape(K, N))
+    assert re.search(rf"-> \(tensor<{M}x{N}xbf16>, tensor<4xui8>\)", text.split(LAUNCH)[1])
+
+
+FALLBACKS = [
+    (hopper("mk,kn->mn"), [shape(M, K), shape(K, 2001)], "2001"),
+    (hopper("mk,kn->mn"), operands("mk,kn->mn", jnp.float32), "float32"),
+    (hopper("mk,kn->mn"), [shape(M, K), shape(K, N, dtype=jnp.float16)], "bfloat16 and float16"),
+    (hopper("mk,kn->mn"), [shape(M, 0), shape(0, N)], "an extent is 0"),
+    (hopper("bthd,bthe->bhde"), operands("bthd,bthe->bhde"), "batch axes"),
+    (
+        lambda a, b: jhg.matmul(
+            a, b, precision=lax.DotAlgorithmPreset.BF16_BF16_F32_X3, implementation="hopper"
+        ),
+        operands("mk,kn->mn", jnp.float32),
+        "precision is",
+    ),
+]
+
+
+@pytest.mark.parametrize("function, args, reason", FALLBACKS)
+def test_hopper_names_the_condition_that_failed(function, args, reason):
+    with pytest.raises(
+        NotImplementedError, match=f"implementation='hopper': no kernel runs.*{reason}"
+    ):
+        lowered(function, *args)
+
+
+def test_any_precision_of_16_bit_operands_is_met_by_the_kernel():
+    for precision in ("default", "high", "highest", lax.DotAlgorithmPreset.BF16_BF16_F32):
+        text = lowered(
+            lambda a, b, p=precision: jhg.matmul(
+                a, b, precision=p, preferred_element_type=jnp.float32, implementation="hopper"
+            ),
+            *operands("mk,kn->mn"),
+        )
+        assert text.count(LAUNCH) == 1
+
+
+def unaligned(a, b):
+    return jhg.matmul(a, b)
+
+
+def test_fallbacks_are_silent_by_default(monkeypatch):
+    monkeypatch.delenv(config.ON_FALLBACK_VARIABLE, raising=False)
+    text = lowered(unaligned, shape(M, K), shape(K, 2001))
+    assert "stablehlo.dot_general" in text and LAUNCH not in text
+
+
+def test_fallbacks_warn_when_asked(monkeypatch):
+    monkeypatch.setenv(config.ON_FALLBACK_VARIABLE, "warn")
+    expected = r"XLA runs bf16\[1024,512\] x bf16\[512,2001\] by 'ab,bc->ac' into bf16: .*2001"
+    with pytest.warns(jhg.FallbackWarning, match=expected):
+        lowered(unaligned, shape(M, K), shape(K, 2001))
+
+
+def test_fallbacks_fail_when_asked(monkeypatch):
+    monkeypatch.setenv(config.ON_FALLBACK_VARIABLE, "error")
+    with pytest.raises(NotImplementedError, match="2001.*JAX_HOPPER_GEMM_ON_FALLBACK=error"):
+        lowered(unaligned, shape(M, K), shape(K, 2001))
+
+
+def test_an_unknown_fallback_policy_is_an_error(monkeypatch):
+    monkeypatch.setenv(config.ON_FALLBACK_VARIABLE, "loud")
+    expected = "JAX_HOPPER_GEMM_ON_FALLBACK is 'loud'; expected one of silent, warn, error"
+    with pytest.raises(ValueError, match=expected):
+        lowered(unaligned, shape(M, K), shape(K, 2001))
+
+
+def test_a_product_that_is_faster_on_xla_is_no_fallback(monkeypatch):
+    def choose(problem, device, *, kernel_only=False):
+        if kernel_only:
+            return real(problem, device, kernel_only=True)
+        return dispatch.Decision(None, None, "XLA is faster", "model")
+
+    real = dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", choose)
+    monkeypatch.setenv(config.ON_FALLBACK_VARIABLE, "error")
+    text = lowered(jhg.matmul, shape(M, K), shape(K, N))
+    assert "stablehlo.dot_general" in text and LAUNCH not in text
+    assert jhg.explain(shape(M, K), shape(K, N)).reason == "XLA is faster"
+    assert jhg.supports(shape(M, K), shape(K, N))[0]
+
+
+def test_another_gpu_runs_on_xla(monkeypatch):
+    ampere = dispatch.Device((8, 0), 108)
+    monkeypatch.setattr("jax_hopper_gemm.primitive.current_device", lambda candidates: ampere)
+    assert LAUNCH not in lowered(jhg.matmul, shape(M, K), shape(K, N))
+    with pytest.raises(NotImplementedError, match="8.0"):
+        lowered(hopper("mk,kn->mn"), shape(M, K), shape(K, N))
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    def library():
+        raise native.NativeLibraryError("the library is missing")
+
+    monkeypatch.setattr(native, "library", library)
+    assert LAUNCH not in lowered(jhg.matmul, shape(M, K), shape(K, N))
+    assert jhg.supports(shape(M, K), shape(K, N)) == (False, "the library is missing")
+    with pytest.raises(NotImplementedError, match="the library is missing"):
+        lowered(hopper("mk,kn->mn"), shape(M, K), shape(K, N))
+
+
+def test_the_device_is_the_first_gpu_among_the_candidates():
+    class Gpu:
+        compute_capability, core_count = "9.0", 114
+
+    cpu = jax.devices("cpu")[0]
+    assert routing.current_device((cpu, Gpu())) == dispatch.Device((9, 0), 114)
+    assert routing.current_device((cpu,)) == dispatch.H200
+
+
+def test_what_computes_on_the_host_stays_there():
+    options = {"compute_type": "device_host", "out_memory_spaces": jax.memory.Space.Device}
+    on_host = getattr(compute_on, "compute_on2", compute_on.compute_on)  # JAX 0.10, 0.12
+    program = lowered(on_host(jhg.matmul, **options), shape(M, K), shape(K, N))
+    assert LAUNCH not in program and "dot_general" in program
+
+
+def test_lowering_compiles_nothing(monkeypatch):
+    def compile_now(*args):
+        raise AssertionError("a kernel was wanted while lowering")
+
+    monkeypatch.setattr(cubin, "get", compile_now)
+    monkeypatch.setattr(cubin, "load", compile_now)
+    assert LAUNCH in lowered(hopper("mk,kn->mn"), shape(M, K), shape(K, N))

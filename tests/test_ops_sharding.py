@@ -1,0 +1,118 @@
+"""Programs over four devices: correct everywhere, launches only where operands are whole."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from programs import LAUNCH, integers, lowered
+
+import jax_hopper_gemm as jhg
+
+pytestmark = pytest.mark.usefixtures("launcher")
+
+
+def mesh(axis_type: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type, axis_type))
+
+
+def loss(matmul, a, b):
+    return (matmul(a, b) ** 2).sum()
+
+
+def test_a_program_that_xla_partitions_stays_xlas():
+    on = partial(NamedSharding, mesh(AxisType.Auto))
+    a = jax.device_put(integers((256, 256), "bfloat16"), on(P("x", None)))
+    b = jax.device_put(integers((256, 512), "bfloat16"), on(P(None, "y")))
+    np.testing.assert_array_equal(jax.jit(jhg.matmul)(a, b), jnp.matmul(a, b))
+    assert LAUNCH not in lowered(jhg.matmul, a, b)
+    with pytest.raises(
+        NotImplementedError, match="over 4 devices.*jax.shard_map over all mesh axes"
+    ):
+        lowered(partial(jhg.matmul, implementation="hopper"), a, b)
+
+
+def test_shard_map_launches_on_each_device():
+    layout = mesh(AxisType.Auto)
+
+    def mapped(matmul):
+        def local(a, b):
+            return jax.lax.psum(matmul(a, b), "y")
+
+        specs = {"in_specs": (P("x", "y"), P("y", None)), "out_specs": P("x", None)}
+        return jax.shard_map(local, mesh=layout, **specs)
+
+    a, b = integers((256, 256)), integers((256, 512), seed=1)
+    np.testing.assert_array_equal(jax.jit(mapped(jhg.matmul))(a, b), a @ b)
+    gradients = jax.jit(jax.grad(partial(loss, mapped(jhg.matmul)), (0, 1)))(a, b)
+    for ours, theirs in zip(
+        gradients, jax.grad(partial(loss, jnp.matmul), (0, 1))(a, b), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    half = [x.astype(jnp.bfloat16) for x in (a, b)]
+    assert LAUNCH in lowered(mapped(partial(jhg.matmul, implementation="hopper")), *half)
+
+
+def test_shard_map_over_some_axes_stays_xlas():
+    mapped = jax.shard_map(
+        jhg.matmul,
+        mesh=mesh(AxisType.Auto),
+        axis_names={"x"},
+        in_specs=(P("x"), P()),
+        out_specs=P("x"),
+    )
+    assert LAUNCH not in lowered(mapped, *(integers((256, 256), "bfloat16") for _ in "ab"))
+
+
+def test_a_replicated_operand_of_shard_map_has_its_gradient_summed():
+    def mapped(matmul):
+        return jax.shard_map(
+            matmul, mesh=mesh(AxisType.Auto), in_specs=(P(("x", "y")), P()), out_specs=P(("x", "y"))
+        )
+
+    a, b = integers((8, 4)), integers((4, 6), seed=1)
+    ours, theirs = (
+        jax.jit(jax.grad(partial(loss, mapped(f)), (0, 1)))(a, b) for f in (jhg.matmul, jnp.matmul)
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("out_spec", [P("x", "y"), P("x", None), P(None, "y"), P()])
+def test_out_sharding_is_that_of_the_result(out_spec):
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        a = jax.reshard(integers((8, 4)), P("x", "y"))
+        b = jax.reshard(integers((4, 6), seed=1), P("y", None))
+
+        def product(matmul, a, b):
+            return matmul(a, b, out_sharding=out_spec)
+
+        ours, theirs = (jax.jit(partial(product, f))(a, b) for f in (jhg.matmul, jnp.matmul))
+        assert jax.typeof(ours) == jax.typeof(theirs)
+        np.testing.assert_array_equal(ours, theirs)
+        gradients = [
+            jax.jit(jax.grad(partial(loss, partial(product, f)), (0, 1)))(a, b)
+            for f in (jhg.matmul, jnp.matmul)
+        ]
+        for ours, theirs in zip(*gradients, strict=True):
+            assert jax.typeof(ours) == jax.typeof(theirs)
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_explicit_axes_pass_through_einsum_and_vmap():
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        a = jax.reshard(integers((2, 8, 4)), P("x", None, "y"))
+        b = jax.reshard(integers((4, 6), seed=1), P("y", None))
+
+        def product(einsum, a, b):
+            return jax.vmap(partial(einsum, "mk,kn->nm", out_sharding=P(None, None)), (0, None))(
+                a, b
+            )
+
+        ours, theirs = (jax.jit(partial(product, f))(a, b) for f in (jhg.einsum, jnp.einsum))
+        assert jax.typeof(ours) == jax.typeof(theirs)
+        np.testing.assert_array_equal(ours, theirs)
