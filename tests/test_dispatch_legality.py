@@ -80,7 +80,7 @@ def test_strides_that_tma_cannot_take_are_named(problem, words):
     "problem",
     [
         GemmProblem.dense(64, 64, 64),
-        with_layout("a", MatrixLayout("k", 3, 0), m=1, batches=1),  # one row: its stride is never used
+        with_layout("a", MatrixLayout("k", 3, 0), m=1, batches=1),  # its stride is never used
         with_layout("a", MatrixLayout("k", 72, 0)),
         with_layout("b", MatrixLayout("n", 64, 0)),
         with_layout("d", MatrixLayout("n", 72, 72 * 64)),

@@ -11,7 +11,10 @@
     ring empty          a warp of each that works on the tile,       loader
                         in each CTA that shares the stage
     mailbox             see tile_scheduler/dynamic.py                loader, math
-    named 1 ...         see warp_schedule/                           math
+    named 1, 2, 3       the 128 threads of a math warpgroup          the same: see epilogue/
+    named 5, 6          256: see warp_schedule/pingpong.py           math
+
+Stages that a tile leaves free fill with the next tile's loads while it is still stored.
 """
 
 import re
@@ -20,6 +23,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32, Int64
+from cutlass.memory import SmemAllocator
 
 from ..spec import SMEM_BARRIERS
 from ..walk import Walk, tile_at
@@ -28,7 +32,8 @@ from .mainloop import SharedSharedMainloop
 from .tile_scheduler import TILE_SCHEDULERS
 from .warp_schedule import WARP_SCHEDULES
 
-WARPGROUP = 128
+WARPGROUP = 128  # threads
+SMEM_ALIGNMENT = 1024  # bytes: where the 128-byte swizzle repeats
 LOADER_WARP, SCHEDULER_WARP, FIRST_MATH_WARP = 0, 1, 4
 
 
@@ -75,6 +80,14 @@ class GemmKernel:
 
     @cute.kernel
     def kernel(self, tma_a, tma_b, tma_d, walk, k_tiles, tile_counter):
+        """Sets up what all threads share, then gives each warp its role.
+
+        Args:
+          tma_a, tma_b, tma_d: tensor maps of A, B and D.
+          walk: the fields of `Walk` over the grid of cluster tiles.
+          k_tiles: k-tiles of a tile.
+          tile_counter: global pointer to an int32 that is zero, for the dynamic scheduler.
+        """
         s = self.spec
         walk = Walk(*walk)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -84,35 +97,7 @@ class GemmKernel:
             for atom in (tma_a, tma_b, tma_d):
                 cute.nvgpu.cpasync.prefetch_descriptor(atom)
 
-        # Shared memory: barriers and mailbox, then the ring, then the epilogue's buffers.
-        self.mainloop.setup_layouts()
-        self.epilogue.setup_layouts()
-
-        @cute.struct
-        class Storage:
-            words: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Int64, SMEM_BARRIERS // 8], 1024
-            ]
-            sA: cute.struct.Align[
-                cute.struct.MemRange[self.mainloop.dtype, cute.cosize(self.mainloop.a_layout)], 1024
-            ]
-            sB: cute.struct.Align[
-                cute.struct.MemRange[self.mainloop.dtype, cute.cosize(self.mainloop.b_layout)], 1024
-            ]
-            sD: cute.struct.Align[
-                cute.struct.MemRange[self.epilogue.dtype, cute.cosize(self.epilogue.layout)], 1024
-            ]
-
-        storage = cutlass.utils.SmemAllocator().allocate(Storage)
-        words = storage.words.data_ptr()
-        sA, sB, sD = (
-            field.get_tensor(layout.outer, swizzle=layout.inner)
-            for field, layout in (
-                (storage.sA, self.mainloop.a_layout),
-                (storage.sB, self.mainloop.b_layout),
-                (storage.sD, self.epilogue.layout),
-            )
-        )
+        words, sA, sB, sD = self.allocate_shared_memory()
         ring_words = 2 * s.num_stages
         assert 8 * (ring_words + self.scheduler.smem_words) <= SMEM_BARRIERS
         ring = self.mainloop.make_pipeline(words, self.schedule.tile_warps)
@@ -144,6 +129,31 @@ class GemmKernel:
             # The mailbox's first CTA must not leave while others may still arrive on it.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    def allocate_shared_memory(self):
+        """Returns barriers and mailbox as 64-bit words, the ring of A and B, the staged D."""
+        self.mainloop.setup_layouts()
+        self.epilogue.setup_layouts()
+        layouts = (self.mainloop.a_layout, self.mainloop.b_layout, self.epilogue.layout)
+        dtypes = (self.mainloop.dtype, self.mainloop.dtype, self.epilogue.dtype)
+
+        def aligned(dtype, count):
+            return cute.struct.Align[cute.struct.MemRange[dtype, count], SMEM_ALIGNMENT]
+
+        a, b, d = (aligned(dtype, cute.cosize(x)) for dtype, x in zip(dtypes, layouts, strict=True))
+
+        @cute.struct
+        class Storage:
+            words: aligned(Int64, SMEM_BARRIERS // 8)
+            sA: a
+            sB: b
+            sD: d
+
+        storage = SmemAllocator().allocate(Storage)
+        assert Storage.size_in_bytes() == self.spec.smem_bytes
+        fields = zip((storage.sA, storage.sB, storage.sD), layouts, strict=True)
+        tensors = (field.get_tensor(x.outer, swizzle=x.inner) for field, x in fields)
+        return storage.words.data_ptr(), *tensors
 
     def tiles(self, any_extent, second_is_contiguous, tile):
         """Returns the TMA coordinates (tile, tile, tiles, tiles, L) of an operand."""
@@ -184,7 +194,13 @@ class GemmKernel:
 
         acc = self.mainloop.partition_for_math(warpgroup, sA, sB)
         self.epilogue.partition(
-            tma_d, self.mainloop.make_tiled_mma(1), warpgroup, math_thread % WARPGROUP, acc, sD, gD_mnl
+            tma_d,
+            self.mainloop.make_tiled_mma(1),
+            warpgroup,
+            math_thread % WARPGROUP,
+            acc,
+            sD,
+            gD_mnl,
         )
 
         state = pipeline.make_pipeline_state(

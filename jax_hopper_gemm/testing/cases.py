@@ -104,7 +104,7 @@ def rows_to_check(problem: GemmProblem, budget: int = 1_000_000_000) -> np.ndarr
 
 
 def _problem(spec, m, n, k, batches, place) -> GemmProblem:
-    """Returns the problem with those extents raised to what TMA can address that lie along lines."""
+    """Returns the problem, its extents along lines raised to whole multiples of 16 bytes."""
     narrowest = 4 if spec.d_dtype == "float32" and spec.b_major == "k" else _ALIGNMENT
     n = ceil_div(n, narrowest) * narrowest
     if spec.a_major == "m":

@@ -8,7 +8,7 @@ nothing here: two that work on one tile drift apart, and one multiplies while th
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-import cutlass.utils as utils
+import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
@@ -32,7 +32,7 @@ class StagedStore:
     def setup_layouts(self):
         s = self.spec
         atom = warpgroup.make_smem_layout_atom(
-            sm90.get_smem_layout_atom(utils.LayoutEnum.ROW_MAJOR, self.dtype, s.epi_tile_n),
+            sm90.get_smem_layout_atom(tensor_utils.LayoutEnum.ROW_MAJOR, self.dtype, s.epi_tile_n),
             self.dtype,
         )
         buffers = s.math_warpgroups * s.epi_stages
@@ -64,7 +64,7 @@ class StagedStore:
         # The copy that follows the accumulator's layout, and the instruction it is made of.
         stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), cutlass.Float16)
         by_acc = cute.make_tiled_copy_C_atom(stmatrix, warpgroup_mma)
-        store = sm90.sm90_get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, self.dtype, Float32)
+        store = sm90.sm90_get_smem_store_op(tensor_utils.LayoutEnum.ROW_MAJOR, self.dtype, Float32)
         self.r2s = cute.make_tiled_copy_S(store, by_acc)
         thr_r2s = self.r2s.get_slice(thread)
         self.tRS_sD = thr_r2s.partition_D(sD)  # (R2S, R2S_M, R2S_N, buffers)

@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-import cutlass.utils as utils
+import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
@@ -13,7 +13,7 @@ from ..dtypes import CUTE_DTYPE
 
 def operand_smem_layout(dtype, is_k_major, rows, tile_k, stages):
     """Returns the staged, swizzled layout (rows, tile_k, stages) of A or B."""
-    layout = utils.LayoutEnum.ROW_MAJOR if is_k_major else utils.LayoutEnum.COL_MAJOR
+    layout = tensor_utils.LayoutEnum.ROW_MAJOR if is_k_major else tensor_utils.LayoutEnum.COL_MAJOR
     atom = warpgroup.make_smem_layout_atom(
         sm90.get_smem_layout_atom(layout, dtype, tile_k if is_k_major else rows), dtype
     )
@@ -22,7 +22,10 @@ def operand_smem_layout(dtype, is_k_major, rows, tile_k, stages):
 
 
 class SharedSharedMainloop:
-    """The protocol of a mainloop: layouts and atoms on the host, `load` and `multiply` on the GPU."""
+    """The protocol of a mainloop.
+
+    Layouts and TMA atoms are made on the host, `load` and `multiply` run on the GPU.
+    """
 
     def __init__(self, spec, atom_layout_m):
         s = self.spec = spec
@@ -60,7 +63,7 @@ class SharedSharedMainloop:
 
     def make_tiled_mma(self, warpgroups):
         """Returns the MMA of `warpgroups` side by side along M."""
-        mode = warpgroup.OperandMajorMode
+        mode = cute.nvgpu.OperandMajorMode
         return sm90.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -83,9 +86,7 @@ class SharedSharedMainloop:
             barrier_storage=barriers,
             num_stages=s.num_stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, partners * tile_warps
-            ),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, partners * tile_warps),
             tx_count=s.stage_bytes,
             cta_layout_vmnk=cute.make_layout((1, s.cluster_m, s.cluster_n, 1)),
             defer_sync=True,
@@ -123,8 +124,9 @@ class SharedSharedMainloop:
         for k_tile in cutlass.range(k_tiles, unroll=1):
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
-            self._copy(self.tma_a, tAgA[None, k_tile], self.tAsA[None, state.index], full, self.a_mask)
-            self._copy(self.tma_b, tBgB[None, k_tile], self.tBsB[None, state.index], full, self.b_mask)
+            sA, sB = self.tAsA[None, state.index], self.tBsB[None, state.index]
+            self._copy(self.tma_a, tAgA[None, k_tile], sA, full, self.a_mask)
+            self._copy(self.tma_b, tBgB[None, k_tile], sB, full, self.b_mask)
             state.advance()
         return state
 
