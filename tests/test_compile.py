@@ -1,7 +1,7 @@
 """Kernels compile without a GPU, and their machine code is what a GEMM on Hopper should be.
 
-Two sets: one that has every policy in combination with the others, and the kernels that the
-dispatch table can choose. Of the latter those with bfloat16 operands and result by default, all
+Two sets: one in which every pair of policies occurs, and the kernels that the dispatch table can
+choose. Of the latter those with bfloat16 operands and result by default, all
 of them with `JAX_HOPPER_GEMM_TEST_ALL_KERNELS=1`. They go through the user's cache, so what
 `python -m jax_hopper_gemm build` made, or a run before, is not compiled again.
 """
@@ -9,7 +9,6 @@ of them with `JAX_HOPPER_GEMM_TEST_ALL_KERNELS=1`. They go through the user's ca
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import re
 import subprocess
@@ -22,7 +21,9 @@ from jax_hopper_gemm import cubin, dispatch
 from jax_hopper_gemm.cubin import CubinError, compiler
 from jax_hopper_gemm.cubin.elf import read_kernel
 from jax_hopper_gemm.cubin.sass import find_nvdisasm, sass_facts
-from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, violations
+from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec
+from jax_hopper_gemm.testing import verified
+from jax_hopper_gemm.testing.policies import covering_specs
 
 try:
     compiler.require_compiler()
@@ -34,55 +35,15 @@ REGISTERS_OF_AN_SM = 65536
 ALL_KERNELS = os.environ.get("JAX_HOPPER_GEMM_TEST_ALL_KERNELS") == "1"
 
 
-def policy_cover() -> list[GemmSpec]:
-    """Returns kernels with each schedule, scheduler and cluster, over all dtypes and layouts."""
-    policies = itertools.product(
-        ("cooperative", "pingpong"),
-        ("single", "static", "dynamic"),
-        ((1, 1), (2, 1), (1, 2), (2, 2)),
-    )
-    tiles = itertools.cycle([(128, 256), (64, 64), (128, 192), (128, 96), (64, 16), (128, 32)])
-    dtypes = itertools.cycle(itertools.product(("bfloat16", "float16"), ("same", "float32")))
-    majors = itertools.cycle(itertools.product(("k", "m"), ("k", "n")))
-    found = []
-    for (schedule, scheduler, cluster), (tile_m, tile_n) in zip(policies, tiles, strict=False):
-        (ab_dtype, d_dtype), (a_major, b_major) = next(dtypes), next(majors)
-        if schedule == "pingpong":
-            tile_n = min(tile_n, 192)  # one warpgroup holds the whole accumulator
-        spec = GemmSpec(
-            ab_dtype, ab_dtype if d_dtype == "same" else d_dtype, a_major, b_major, tile_m,
-            max(tile_n, 16 * cluster[0]), 64, *cluster, schedule, scheduler,
-            num_stages=3, epi_tile_n=16, epi_stages=2,
-        )  # fmt: skip
-        if not violations(spec):
-            found.append(spec)
-    large = {"num_stages": 3, "epi_stages": 2}
-    found += [
-        GemmSpec("bfloat16", "bfloat16", "k", "n", 256, 128, epi_tile_n=64, **large),
-        GemmSpec("float16", "float16", "m", "k", 192, 128, epi_tile_n=32, **large),
-        GemmSpec("bfloat16", "bfloat16", "k", "k", 64, 32, 128, num_stages=8),
-    ]
-    return found
-
-
 TABLE = dispatch.table_specs(dispatch.H200, None if ALL_KERNELS else [("bfloat16", "bfloat16")])
-SPECS = list(dict.fromkeys(policy_cover() + TABLE))
+SPECS = list(dict.fromkeys((*covering_specs(), *TABLE)))
+VERIFIED = Path(__file__).parent / "gpu" / "verified.json"
 
 
 @pytest.fixture(scope="session")
 def built() -> dict[GemmSpec, str]:
     """Compiles all of `SPECS` on all cores; returns the failures."""
     return cubin.build(SPECS, progress=False).failures
-
-
-def test_the_cover_has_every_policy():
-    seen = {(s.warp_schedule, s.tile_scheduler, s.cluster_m, s.cluster_n) for s in policy_cover()}
-    assert len(seen) == 20  # pingpong with one tile a CTA does not exist
-    assert {s.tile_m for s in policy_cover()} == {64, 128, 192, 256}
-    assert {s.epi_tile_n for s in policy_cover()} == {16, 32, 64}
-    assert {s.tile_k for s in policy_cover()} == {64, 128}
-    assert {s.d_dtype for s in policy_cover()} == {"bfloat16", "float16", "float32"}
-    assert len({(s.a_major, s.b_major) for s in policy_cover()}) == 4
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -108,8 +69,19 @@ def test_kernel_compiles_to_the_code_of_a_hopper_gemm(spec, built):
     assert facts.highest_register < math
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_kernel_has_passed_on_a_gpu(spec, built):
+    """The record holds the bytes that ran: another compiler or another source is another kernel."""
+    assert spec not in built, built[spec]
+    sha256 = cubin.get(spec).manifest.cubin_sha256
+    assert verified.missing(VERIFIED, [sha256]) == [], (
+        "no GPU run has covered this kernel: run tests/gpu/run.sh on a Hopper GPU and commit "
+        f"{VERIFIED.name}"
+    )
+
+
 def test_the_same_spec_gives_the_same_bytes_in_two_processes(tmp_path):
-    spec = policy_cover()[0]
+    spec = SPECS[0]
     source = f"""
     from jax_hopper_gemm.cubin.compiler import compile_spec
     from jax_hopper_gemm.spec import GemmSpec
@@ -124,7 +96,7 @@ def test_a_cubin_is_read_as_cuobjdump_reads_it(tmp_path):
     cuobjdump = find_nvdisasm().with_name("cuobjdump")
     if not cuobjdump.exists():
         pytest.skip("cuobjdump is not installed; run python -m pip install nvidia-cuda-cuobjdump")
-    compiled = cubin.get(next(s for s in policy_cover() if s.tile_scheduler == "dynamic"))
+    compiled = cubin.get(next(s for s in SPECS if s.tile_scheduler == "dynamic"))
     path = tmp_path / "kernel.cubin"
     path.write_bytes(compiled.cubin)
     code = read_kernel(compiled.cubin)
