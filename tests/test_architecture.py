@@ -53,6 +53,7 @@ def imports_of(source: str, path: Path) -> list[Import]:
     def visit(node: ast.AST, inside: bool) -> None:
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             return
+        names: list[tuple[str, ...]] = []
         if isinstance(node, ast.Import):
             names = [tuple(alias.name.split(".")) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -60,8 +61,6 @@ def imports_of(source: str, path: Path) -> list[Import]:
             base += tuple(node.module.split(".")) if node.module else ()
             # `from . import x` names modules, not attributes.
             names = [(*base, a.name) for a in node.names] if base == (PACKAGE,) else [base]
-        else:
-            names = []
         for name in names:
             top = name[0] if name[0] != PACKAGE else (*name, "__init__")[1]
             found.append(Import(top, getattr(node, "lineno", 0), inside))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from jax_hopper_gemm import cubin, dispatch
-from jax_hopper_gemm.cli import main
+from jax_hopper_gemm.cli import main, tune
+from jax_hopper_gemm.dispatch import table, tuner
 from jax_hopper_gemm.problem import GemmProblem
+from jax_hopper_gemm.testing import gpu
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
@@ -129,13 +132,56 @@ def test_failed_builds_are_listed_and_change_the_exit_status(capsys, monkeypatch
     assert spec.name in out and "no compiler here" in out
 
 
+@pytest.fixture
+def fake_timers(monkeypatch):
+    """A GPU whose kernels take 2 us a stage, but for one, which takes 1 us; XLA takes 5 us."""
+    problem = GemmProblem.dense(512, 512, 512)
+    fast = tuner.ranked_candidates(problem, dispatch.H200, 4)[2]
+    monkeypatch.setattr(gpu, "Gpu", lambda: SimpleNamespace(device=dispatch.H200))
+    monkeypatch.setattr(cubin, "build", lambda specs: None)
+
+    def timers(gpu, problem):
+        return (lambda *kernel: 1.0 if kernel == fast else 2.0 * kernel[0].num_stages, lambda: 5.0)
+
+    monkeypatch.setattr(tune, "timers", timers)
+    return fast
+
+
+def test_tune_writes_the_fastest_kernel_into_a_table(capsys, tmp_path, fake_timers):
+    out = tmp_path / "table.json"
+    words = ("tune", "512x512x512", "--count", "4", "--out", str(out))
+    assert fake_timers[0].name in output_of(capsys, *words)
+    ((key, entry),) = table.read_table(out).entries.items()
+    assert (key.m, key.n, key.k) == (512, 512, 512)
+    assert (entry.spec, entry.traversal) == fake_timers
+    assert (entry.prefer, entry.kernel_us, entry.xla_us) == ("kernel", 1.0, 5.0)
+
+
+def test_tune_keeps_the_entries_of_other_products(tmp_path, fake_timers):
+    words = ["--count", "2", "--out", str(tmp_path / "table.json")]
+    assert main(["tune", "512x512x512", *words]) == 0
+    assert main(["tune", "256x256x256", "512x512x1024", *words]) == 0
+    assert len(table.read_table(tmp_path / "table.json").entries) == 3
+
+
+def test_tune_refuses_a_table_of_another_gpu(capsys, tmp_path, fake_timers):
+    out = tmp_path / "table.json"
+    table.write_table(table.Table.of(dispatch.Device((9, 0), 114), (), ""), out)
+    assert main(["tune", "512x512x512", "--out", str(out)]) == 1
+    assert "sm90_114, this GPU is sm90_132: choose another --out" in capsys.readouterr().err
+
+
+def test_tune_wants_products(capsys, fake_timers):
+    assert main(["tune"]) == 1
+    assert "--suite" in capsys.readouterr().err
+
+
 def test_demo_checks_a_product_and_shows_a_kernel(empty_cache):
     done = subprocess.run(
         [sys.executable, "-m", "jax_hopper_gemm", "--json"],
         capture_output=True,
         text=True,
         check=True,
-        env=None,
     )
     report = json.loads(done.stdout)
     assert set(report["product"]["results"]) == {"D = A B", "dA = dD B^T", "dB = A^T dD"}

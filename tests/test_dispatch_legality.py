@@ -52,9 +52,9 @@ def test_unaddressable_problems_say_what_came_and_the_way_out(problem, words):
 
 
 def with_layout(
-    operand: str, layout: MatrixLayout, *, k: int = 64, batches: int = 2
+    operand: str, layout: MatrixLayout, *, m: int = 64, k: int = 64, batches: int = 2
 ) -> GemmProblem:
-    problem = GemmProblem.dense(64, 64, k, batches)
+    problem = GemmProblem.dense(m, 64, k, batches)
     return replace(problem, **{operand: layout})
 
 
@@ -80,7 +80,7 @@ def test_strides_that_tma_cannot_take_are_named(problem, words):
     "problem",
     [
         GemmProblem.dense(64, 64, 64),
-        with_layout("a", MatrixLayout("k", 3, 0), m=1),  # one row: its stride is never used
+        with_layout("a", MatrixLayout("k", 3, 0), m=1, batches=1),  # one row: its stride is never used
         with_layout("a", MatrixLayout("k", 72, 0)),
         with_layout("b", MatrixLayout("n", 64, 0)),
         with_layout("d", MatrixLayout("n", 72, 72 * 64)),

@@ -59,7 +59,7 @@ def _device_facts(device: Any) -> dict[str, Any]:
 def _driver() -> dict[str, str | None]:
     """Returns the CUDA version of the driver, or why there is none."""
     try:
-        from cuda.bindings import driver
+        from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
         error, version = driver.cuDriverGetVersion()
     except (ImportError, RuntimeError) as failure:

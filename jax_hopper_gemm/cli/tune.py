@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,8 +54,11 @@ def run(args: argparse.Namespace) -> int:
     for problem in dict.fromkeys(problems):
         candidates = tuner.ranked_candidates(problem, gpu.device, args.count)
         cubin.build([spec for spec, _ in candidates])
+        time_kernel, time_xla = timers(gpu, problem)
         try:
-            entry = tuner.tuned_entry(problem, candidates, *timers(gpu, problem))
+            entry = tuner.tuned_entry(
+                problem, gpu.device, candidates, time_kernel, time_xla, progress=show_progress
+            )
         except ValueError as error:
             raise CommandError(str(error)) from error
         found = tuner.merged_table(found, [entry])
@@ -105,6 +109,12 @@ def timers(gpu: Any, problem: GemmProblem) -> tuple[Callable[..., float], Callab
         return statistics.median(burst())
 
     return time_kernel, time_xla
+
+
+def show_progress(candidate: tuner.Candidate, microseconds: float) -> None:
+    spec, traversal = candidate
+    order = f"along {traversal.along} swizzle {traversal.swizzle}"
+    print(f"{microseconds:10.1f} us  {spec.name} {order}", file=sys.stderr, flush=True)
 
 
 def described(entry: table.Entry) -> str:
