@@ -271,7 +271,7 @@ def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:
     """Returns why no kernel runs in a program that XLA partitions over devices."""
     context: Any = ctx.module_context.axis_context
     devices = getattr(context, "num_devices", 1)
-    if manual := getattr(context, "manual_axes", None):  # inside shard_map
+    if (manual := getattr(context, "manual_axes", None)) is not None:  # inside shard_map
         shape = context.mesh.shape
         devices = prod(extent for axis, extent in shape.items() if axis not in manual)
     if devices == 1:
