@@ -127,7 +127,7 @@ def _roles(a: str, b: str, out: str, extents: dict[str, int]) -> tuple[Axis, Axi
         raise NotAGemm(
             "the batch axes do not lie evenly one inside the other in both operands and the result"
         )
-    return m, n, *(contracted or [UNIT]), *(batch or [UNIT])
+    return m, n, (contracted or [UNIT])[0], (batch or [UNIT])[0]
 
 
 def _strides(labels: str, extents: dict[str, int]) -> dict[str, int]:

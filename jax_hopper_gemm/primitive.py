@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
@@ -190,18 +191,17 @@ _lower_for_each = mlir.lower_fun(_for_each, multiple_results=False)
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params: Any) -> Any:
-    given = Call(product_of(*ctx.avals_in, *ctx.avals_out, params), (lhs, rhs))
     kernel_only = params["implementation"] == "hopper"
-    found: Route | None = None
-    if reason := _partition_violation(ctx) or launcher_violation():
-        found = Route("xla", reason, "unsupported")
-    else:
-        device = current_device(_assigned_devices(ctx))
-        for call in (given.untransposed(), given):
-            found = route(call.product, device, kernel_only=kernel_only)
-            if found.path == "hopper":
-                return call.launch(ctx, found)
-    assert found is not None
+    device = current_device(_assigned_devices(ctx))
+    (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
+    given = Call(product_of(lhs_aval, rhs_aval, out_aval, params), (lhs, rhs))
+    call = given.untransposed()
+    found = route(call.product, device, kernel_only=kernel_only)
+    if not found.supported:
+        call, found = given, route(given.product, device, kernel_only=kernel_only)
+    found = found.unless(_partition_violation(ctx) or launcher_violation())
+    if found.path == "hopper":
+        return call.launch(ctx, found)
     if kernel_only:
         raise NotImplementedError(
             f"implementation='hopper': no kernel runs {given.product}: {found.reason}"
@@ -239,11 +239,11 @@ class Call:
         assert found.gemm and found.spec and found.plan
         product, problem = self.product, found.gemm.problem
         operands = [
-            (self.values[0], jax.core.ShapedArray(product.lhs_shape, product.lhs_dtype)),
-            (self.values[1], jax.core.ShapedArray(product.rhs_shape, product.rhs_dtype)),
+            (self.values[0], ShapedArray(product.lhs_shape, product.lhs_dtype)),
+            (self.values[1], ShapedArray(product.rhs_shape, product.rhs_dtype)),
         ]
         values, avals = zip(*reversed(operands) if found.gemm.swapped else operands, strict=True)
-        workspaces = [jax.core.ShapedArray((w.nbytes,), np.uint8) for w in found.plan.workspaces]
+        workspaces = [ShapedArray((w.nbytes,), np.uint8) for w in found.plan.workspaces]
         results = jax.ffi.ffi_lowering(TARGET)(
             ctx.replace(avals_in=avals, avals_out=[*ctx.avals_out, *workspaces]),
             *values,
@@ -271,7 +271,7 @@ def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:
     """Returns why no kernel runs in a program that XLA partitions over devices."""
     context: Any = ctx.module_context.axis_context
     devices = getattr(context, "num_devices", 1)
-    if manual := getattr(context, "manual_axes", None):  # inside shard_map
+    if (manual := getattr(context, "manual_axes", None)) is not None:  # inside shard_map
         shape = context.mesh.shape
         devices = prod(extent for axis, extent in shape.items() if axis not in manual)
     if devices == 1:
@@ -309,7 +309,8 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     """Returns the `disabled_checks` that `jax.export.export` wants for our products.
 
     JAX keeps exported programs to custom calls whose stability it vouches for. The target of this
-    library carries a version in its name, and its attributes hold all that a launch needs.
+    library carries a version in its name, and its attributes hold all that a launch needs. The
+    process that runs the program on a GPU must `import jax_hopper_gemm`, which registers it.
     """
     return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
 
@@ -320,7 +321,7 @@ def _register_target() -> None:
         library = native.library()
     except native.NativeLibraryError:
         return  # lowering gives the reason, where a kernel is wanted
-    state = {
+    state: Any = {
         "type_id": jax.ffi.pycapsule(library.JhgLaunchTypeId()),
         "type_info": jax.ffi.pycapsule(library.JhgLaunchTypeInfo()),
     }

@@ -67,6 +67,12 @@ class Route:
         """Whether some kernel can run the product, chosen or not."""
         return self.source != "unsupported"
 
+    def unless(self, violation: str | None) -> Route:
+        """Returns this route, or XLA's where a kernel's cannot be taken because of `violation`."""
+        if violation is None or self.path == "xla":
+            return self
+        return Route("xla", violation, "unsupported", self.gemm)
+
 
 def route(product: Product, device: dispatch.Device, *, kernel_only: bool = False) -> Route:
     """Returns how `product` runs on `device`.

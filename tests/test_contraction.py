@@ -82,7 +82,8 @@ def test_all_operand_layouts_are_compact_problems(a_major, b_major, batch):
     m, n, k = 8, 16, 32
     lhs, rhs = ("lmk" if a_major == "k" else "lkm"), ("lkn" if b_major == "n" else "lnk")
     extents = {"l": batch, "m": m, "n": n, "k": k}
-    found = gemm(f"{lhs},{rhs}->lmn", tuple(map(extents.get, lhs)), tuple(map(extents.get, rhs)))
+    lhs_shape, rhs_shape = (tuple(extents[x] for x in labels) for labels in (lhs, rhs))
+    found = gemm(f"{lhs},{rhs}->lmn", lhs_shape, rhs_shape)
     assert found == Gemm(
         GemmProblem.dense(m, n, k, batch, a_major=a_major, b_major=b_major), swapped=False
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ def bf16(*shape: int) -> jax.Array:
 
 A, B = bf16(128, 64), bf16(64, 32)
 NO_BATCH = ((), ())
+MATMUL: Any = jhg.matmul  # taken with arguments of other types than it declares
+EINSUM: Any = jhg.einsum
 
 CASES = [
     (
@@ -43,13 +46,13 @@ CASES = [
         "b is a scalar, i32[], expected at least one axis: scale with *",
     ),
     (
-        lambda: jhg.matmul([[1.0]], "b"),
+        lambda: MATMUL([[1.0]], "b"),
         TypeError,
         "matmul: a is a list, expected an array: convert it with jnp.asarray; "
         "b is a str, expected an array: convert it with jnp.asarray",
     ),
     (
-        lambda: jhg.matmul(A, B, implementation="cublas"),
+        lambda: MATMUL(A, B, implementation="cublas"),
         ValueError,
         "matmul: implementation is 'cublas', expected None, 'hopper' or 'xla'",
     ),
@@ -95,7 +98,7 @@ CASES = [
         "subscripts 'lmk' name 3 axes of an operand that is bf16[128,64]",
     ),
     (
-        lambda: jhg.einsum(A, B),
+        lambda: EINSUM(A, B),
         TypeError,
         "einsum: subscripts is a ArrayImpl, expected a string such as 'mk,kn->mn'",
     ),

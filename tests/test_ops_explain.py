@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ A, B = bf16(4096, 4096), bf16(4096, 8192)
 
 
 def test_the_explained_kernel_is_the_one_that_is_launched():
-    found = jhg.explain(A, B, implementation="hopper")
+    found: Any = jhg.explain(A, B, implementation="hopper")
     program = lowered(lambda a, b: jhg.matmul(a, b, implementation="hopper"), A, B)
     assert found.path == "hopper" and found.problem == GemmProblem.dense(4096, 8192, 4096)
     assert attributes(program, "spec") == [found.spec.to_json()]
@@ -60,7 +61,7 @@ def test_fields_are_plain_data():
 
 def test_dimension_numbers_explain_a_dot_general():
     dims = (((1,), (1,)), ((), ()))
-    found = jhg.explain(A, bf16(8192, 4096), dimension_numbers=dims, implementation="hopper")
+    found: Any = jhg.explain(A, bf16(8192, 4096), dimension_numbers=dims, implementation="hopper")
     assert (found.problem.b.major, found.spec.b_major) == ("k", "k")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ def operands(subscripts: str, dtype=jnp.bfloat16) -> list[jax.ShapeDtypeStruct]:
 
 def test_a_product_is_one_launch_of_the_chosen_kernel():
     problem = GemmProblem.dense(M, N, K)
-    decision = dispatch.choose(problem, dispatch.H200, kernel_only=True)
+    decision: Any = dispatch.choose(problem, dispatch.H200, kernel_only=True)
     text = lowered(hopper("mk,kn->mn"), *operands("mk,kn->mn"))
     assert text.count(LAUNCH) == 1
     assert attributes(text, "digest") == [cubin.digest_of(decision.spec)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,7 +93,8 @@ def test_numpy_arrays_and_wrapped_arrays_are_taken():
             return self.value
 
     a, b = integers((3, 8)), integers((8, 5), seed=1)
-    assert_same(jhg.matmul(np.asarray(a), Wrapped(b)), jnp.matmul(a, b))
+    wrapped: Any = Wrapped(b)
+    assert_same(jhg.matmul(np.asarray(a), wrapped), jnp.matmul(a, b))
 
 
 DOTS = [

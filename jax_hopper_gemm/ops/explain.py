@@ -12,7 +12,7 @@ from .. import dispatch
 from ..plan import ceil_div, max_clusters
 from ..primitive import hopper_dot_p, launcher_violation, product_of
 from ..problem import GemmProblem
-from ..routing import Product, Route, current_device, route
+from ..routing import Product, current_device, route
 from ..spec import GemmSpec, Traversal
 from .dense import Implementation, dot_general, matmul
 
@@ -102,7 +102,8 @@ def explain(
     product, device = _product(a, b, options), current_device()
     if implementation == "xla":
         return Explanation(str(product), device, "xla", "implementation='xla'", "request")
-    found = _route(product, device, kernel_only=implementation == "hopper")
+    found = route(product, device, kernel_only=implementation == "hopper")
+    found = found.unless(launcher_violation())
     if found.path == "xla":
         problem = found.gemm.problem if found.gemm else None
         return Explanation(str(product), device, "xla", found.reason, found.source, problem)
@@ -153,9 +154,3 @@ def _product(a: Any, b: Any, options: dict[str, Any]) -> Product:
     (dot,) = (e for e in equations if e.primitive is hopper_dot_p)
     (lhs, rhs), (out,) = ([v.aval for v in variables] for variables in (dot.invars, dot.outvars))
     return product_of(lhs, rhs, out, dot.params)
-
-
-def _route(product: Product, device: dispatch.Device, *, kernel_only: bool) -> Route:
-    if reason := launcher_violation():
-        return Route("xla", reason, "unsupported")
-    return route(product, device, kernel_only=kernel_only)
