@@ -83,8 +83,9 @@ def test_random_dot_general_is_right_on_kernel_or_xla(seed):
 def test_matmul_folds_leading_dimensions_and_broadcasts():
     a, b = normal(0, (2, 3, 64, 128)), normal(1, (128, 256))
     assert_product(hopper(a, b), a, b, 128)
-    b = normal(1, (3, 128, 256))
-    assert_product(hopper(a, b), a, b, 128)
+    one, b = normal(0, (1, 64, 128)), normal(1, (3, 128, 256))
+    assert_product(hopper(one, b), one, b, 128)  # one matrix shared by the batch
+    assert_product(jhg.matmul(a, b), a, b, 128, summation="float32")  # two strides: XLA
 
 
 @pytest.mark.parametrize(
