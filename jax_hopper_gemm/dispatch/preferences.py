@@ -13,7 +13,7 @@ from .device import Device
 
 Preference = Callable[[GemmProblem, Estimate, Device], str | None]
 
-THIN = 16  # rows or columns of D under which a tile of 64 x 16 is mostly padding
+THIN = 16  # rows or columns of D up to which XLA won all measurements, by 2 to 30 %
 SPLIT_K_EXTENT = 4096  # K from which splitting it over SMs pays for adding the parts
 SPLIT_K_RATIO = 1.8  # times the roofline
 
@@ -21,9 +21,9 @@ SPLIT_K_RATIO = 1.8  # times the roofline
 def thin(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
     """Products that are nearly matrix times vector: XLA has kernels without tensor cores."""
     m, n = problem.m, problem.n
-    if min(m, n) >= THIN:
+    if min(m, n) > THIN:
         return None
-    return f"D is {m}x{n}: with under {THIN} rows or columns it is nearly a matrix-vector product"
+    return f"D is {m}x{n}: up to {THIN} rows or columns it is nearly a matrix-vector product"
 
 
 def needs_split_k(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
