@@ -4,8 +4,8 @@
 
 All kernels have tiles of 128x256x64, cooperative, and spend the same shared memory on staged
 epilogue tiles: 64 columns in 2 stages, 32 in 4, 16 in 8, for each math warpgroup. Takes turns,
-in the burst regime, beside XLA. Each staged tile has 64 rows and leaves by one TMA store. Times
-are those of the kernel; clearing the dynamic scheduler's counter is not in them.
+in the burst regime, beside XLA. Each staged tile has 64 rows and leaves by one TMA store. The
+dynamic scheduler's times include the clearing of its counter.
 """
 
 from __future__ import annotations

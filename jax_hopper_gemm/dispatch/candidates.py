@@ -104,9 +104,7 @@ def _tuner_configs() -> Iterable[Config]:
     tiles += [(192, n) for n in (64, 96, 128, 160, 192)]
     tiles += [(256, n) for n in (32, 64, 96, 128, 160, 192)]
     clusters = ((1, 1), (2, 1), (1, 2), (2, 2))
-    # Not the dynamic scheduler: where nothing else holds SMs it gains less than clearing its
-    # counter costs, some 2 us.
-    schedules = product(("cooperative", "pingpong"), ("static", "single"))
+    schedules = product(("cooperative", "pingpong"), ("static", "single", "dynamic"))
     for (tile_m, tile_n), (cm, cn), (warps, scheduler), tile_k, epi_tile_n in product(
         tiles, clusters, tuple(schedules), (64, 128), (None, 16, 32, 64)
     ):
