@@ -6,9 +6,7 @@ import argparse
 from pathlib import Path
 
 from .. import cubin, dispatch
-from ..dispatch import tuner
 from ..problem import ITEMSIZE
-from ..spec import GemmSpec
 from . import products
 from .report import print_json
 
@@ -33,18 +31,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--sms", type=products.positive, default=dispatch.H200.num_sms,
         help=f"of the GPU that the kernels are for [{dispatch.H200.num_sms}: H200, H100 SXM]",
     )  # fmt: skip
-    parser.add_argument(
-        "--tune", nargs="+", type=products.shape, default=[], metavar="MxNxK",
-        help="also what `tune` tries for these products",
-    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    report = cubin.build(
-        wanted_specs(args), jobs=args.jobs, progress=not args.json, folder=args.out
-    )
+    pairs = [(ab, d) for ab in args.dtype for d in args.result_dtype]
+    specs = dispatch.table_specs(dispatch.Device((9, 0), args.sms), pairs)
+    report = cubin.build(specs, jobs=args.jobs, progress=not args.json, folder=args.out)
     if args.json:
         print_json(
             {
@@ -57,14 +51,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(report)
     return 1 if report.failures else 0
-
-
-def wanted_specs(args: argparse.Namespace) -> list[GemmSpec]:
-    device = dispatch.Device((9, 0), args.sms)
-    pairs = [(ab, d) for ab in args.dtype for d in args.result_dtype]
-    specs = dispatch.table_specs(device, pairs)
-    for extents in args.tune:
-        for ab_dtype in args.dtype:
-            problem = products.GemmProblem.dense(*extents, ab_dtype=ab_dtype)
-            specs += [spec for spec, _ in tuner.ranked_candidates(problem, device)]
-    return specs

@@ -22,7 +22,9 @@ from .report import CommandError
 def add_parser(commands: argparse._SubParsersAction) -> None:
     text = (
         "Times candidate kernels for given products, then the best of them in turns with XLA, and "
-        "writes what won to a table for JAX_HOPPER_GEMM_TABLE. Needs a Hopper GPU."
+        "writes what won to a table for JAX_HOPPER_GEMM_TABLE. Needs a Hopper GPU. Where that has "
+        "no compiler, build the candidates elsewhere with --build-only; what is not in "
+        "JAX_HOPPER_GEMM_CUBINS is then left out."
     )
     parser = commands.add_parser("tune", help="measure kernels for products", description=text)
     parser.add_argument("shapes", nargs="*", type=products.shape, metavar="MxNxK")
@@ -35,23 +37,25 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--out", type=Path, default=Path("jax_hopper_gemm_table.json"),
         help="the table; entries for other products are kept [%(default)s]",
     )  # fmt: skip
+    parser.add_argument(
+        "--build-only", type=Path, metavar="FOLDER",
+        help="compile what would be timed on an H200 into FOLDER, and stop: needs no GPU",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..testing import shapes
     from ..testing.gpu import CudaError, Gpu
 
-    problems = [products.problem(extents, args) for extents in args.shapes]
     try:
-        problems += [problem for name in args.suite for problem in shapes.suite(name)]
-        if not problems:
-            raise ValueError(f"name products, as 4096x4096x4096, or --suite of {[*shapes.SUITES]}")
+        problems = wanted_problems(args)
+        if args.build_only:
+            return build_candidates(problems, args)
         gpu = Gpu()
         found = read_or_start(args.out, gpu.device)
     except (CudaError, ValueError) as error:
         raise CommandError(str(error)) from error
-    for problem in dict.fromkeys(problems):
+    for problem in problems:
         candidates = tuner.ranked_candidates(problem, gpu.device, args.count)
         cubin.build([spec for spec, _ in candidates])
         time_kernel, time_xla = timers(gpu, problem)
@@ -66,6 +70,28 @@ def run(args: argparse.Namespace) -> int:
         print(described(entry), flush=True)
     print(f"{len(found.entries)} entries in {args.out}; JAX_HOPPER_GEMM_TABLE={args.out} uses them")
     return 0
+
+
+def wanted_problems(args: argparse.Namespace) -> list[GemmProblem]:
+    """Returns the problems that the arguments name, each once.
+
+    Raises:
+      ValueError: there are none, or a suite does not exist.
+    """
+    from ..testing import shapes
+
+    problems = [products.problem(extents, args) for extents in args.shapes]
+    problems += [problem for name in args.suite for problem in shapes.suite(name)]
+    if not problems:
+        raise ValueError(f"name products, as 4096x4096x4096, or --suite of {[*shapes.SUITES]}")
+    return list(dict.fromkeys(problems))
+
+
+def build_candidates(problems: list[GemmProblem], args: argparse.Namespace) -> int:
+    specs = [s for p in problems for s in tuner.specs_to_try(p, dispatch.H200, args.count)]
+    report = cubin.build(list(dict.fromkeys(specs)), folder=args.build_only)
+    print(report)
+    return 1 if report.failures else 0
 
 
 def read_or_start(path: Path, device: dispatch.Device) -> table.Table:

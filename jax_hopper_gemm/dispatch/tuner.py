@@ -37,6 +37,13 @@ def ranked_candidates(problem: GemmProblem, device: Device, count: int = 24) -> 
     return candidates[:count]
 
 
+def specs_to_try(problem: GemmProblem, device: Device, count: int = 24) -> list[GemmSpec]:
+    """Returns every kernel that tuning `problem` may time: to be built where there is no GPU."""
+    shapes = {_shape(spec) for spec, _ in ranked_candidates(problem, device, count)}
+    legal = dict.fromkeys(spec for spec, _ in legal_specs(problem, device))
+    return [spec for spec in legal if _shape(spec) in shapes]
+
+
 def variants(problem: GemmProblem, device: Device, candidate: Candidate) -> list[Candidate]:
     """Returns the legal candidates that differ from `candidate` in one detail.
 

@@ -15,7 +15,7 @@ python3 -m pytest -m gpu tests/gpu -q --durations=15 2>&1 |
 [ -f tests/gpu/verified.json ] && cp tests/gpu/verified.json "$folder"
 
 if command -v compute-sanitizer >/dev/null; then
-  compute-sanitizer --tool memcheck --error-exitcode 1 \
+  compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
     python3 tests/gpu/sanitize.py --every 4 2>&1 | tee "$folder/memcheck.log" | tail -5 || status=1
   compute-sanitizer --tool racecheck --error-exitcode 1 \
     python3 tests/gpu/sanitize.py --every 8 2>&1 | tee "$folder/racecheck.log" | tail -5 || status=1

@@ -8,6 +8,8 @@ take their tiles; a static scheduler would wait for the slowest.
       next = launched + atomicAdd(counter, 1)         next = slot
       for each CTA: arrive + expect 4 bytes on full   arrive on empty[slot] of the first CTA
                     st.async next -> its slot
+
+A cluster of one CTA has a plain store and arrival in place of the last two lines.
 """
 
 import cutlass
@@ -50,7 +52,8 @@ class DynamicScheduler(StaticScheduler):
         following = cute.arch.load(self.slots + slot * 2, Int32)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + slot, 0)
+            first_cta = 0 if self.spec.cluster_size > 1 else None
+            cute.arch.mbarrier_arrive(self.empty + slot, first_cta)
         return following, reader + 1
 
     @cute.jit
@@ -72,8 +75,16 @@ class DynamicScheduler(StaticScheduler):
                 claimed = cute.arch.atomic_add(self.counter, Int32(1))
             index = launched + cute.arch.shuffle_sync(claimed, 0)
             if lane < self.spec.cluster_size:
-                cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, 4, lane)
-                cute.arch.store_async_dsmem(self.slots + slot * 2, index, self.full + slot, lane)
+                self.publish(slot, index, lane)
             published += 1
             if index >= self.total:
                 past_the_end += 1
+
+    def publish(self, slot, index, cta):
+        """Writes a slot of one CTA of the cluster and completes its full barrier; one thread."""
+        if self.spec.cluster_size == 1:  # a store to the cluster wants a cluster of two or more
+            cute.arch.store(self.slots + slot * 2, index)
+            cute.arch.mbarrier_arrive(self.full + slot)
+        else:
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, 4, cta)
+            cute.arch.store_async_dsmem(self.slots + slot * 2, index, self.full + slot, cta)
