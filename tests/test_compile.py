@@ -1,8 +1,8 @@
 """Kernels compile without a GPU, and their machine code is what a GEMM on Hopper should be.
 
 Two sets: one in which every pair of policies occurs, and the kernels that the dispatch table can
-choose. Of the latter those with bfloat16 operands and result by default, all
-of them with `JAX_HOPPER_GEMM_TEST_ALL_KERNELS=1`. They go through the user's cache, so what
+choose. Of the latter those with bfloat16 operands and result by default, all of them with
+`JAX_HOPPER_GEMM_TEST_ALL_KERNELS=1`. They go through the user's cache, so what
 `python -m jax_hopper_gemm build` made, or a run before, is not compiled again.
 """
 
@@ -31,10 +31,10 @@ try:
 except CubinError as error:
     pytest.skip(str(error), allow_module_level=True)
 
+pytestmark = pytest.mark.compile
+
 REGISTERS_OF_AN_SM = 65536
 ALL_KERNELS = os.environ.get("JAX_HOPPER_GEMM_TEST_ALL_KERNELS") == "1"
-
-
 TABLE = dispatch.table_specs(dispatch.H200, None if ALL_KERNELS else [("bfloat16", "bfloat16")])
 SPECS = list(dict.fromkeys((*covering_specs(), *TABLE)))
 VERIFIED = Path(__file__).parent / "gpu" / "verified.json"

@@ -58,6 +58,7 @@ def test_a_built_folder_serves_a_machine_without_cutlass(tmp_path):
         JAX_HOPPER_GEMM_CACHE=str(tmp_path / "elsewhere"),
     )
     built = lookup.Store(folder, "prebuilt").read(digest_of(SPEC))
+    assert built is not None
     assert printed.split() == ["prebuilt", str(folder), built.manifest.cubin_sha256]
 
     again = cubin.build([SPEC], folder=folder, progress=False)

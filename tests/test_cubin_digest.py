@@ -8,18 +8,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from cubin_samples import HIDE_CUTLASS, SPEC, run_python
+from cubin_samples import HIDE_CUTLASS, OTHER_VALUES, SPEC, run_python
 
 from jax_hopper_gemm.cubin import digest, digest_of
 
 PACKAGE = Path(digest.__file__).parents[1]
-
-OTHER_VALUES = {
-    "ab_dtype": "float16", "d_dtype": "float32", "a_major": "m", "b_major": "k",
-    "tile_m": 64, "tile_n": 192, "tile_k": 128, "cluster_m": 2, "cluster_n": 2,
-    "warp_schedule": "pingpong", "tile_scheduler": "dynamic", "num_stages": 5,
-    "epi_tile_n": 64, "epi_stages": 2,
-}  # fmt: skip
 
 
 def test_digest_is_64_hexadecimal_digits():

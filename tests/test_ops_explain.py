@@ -13,7 +13,7 @@ from programs import LAUNCH, attributes, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
-from jax_hopper_gemm.plan import make_plan
+from jax_hopper_gemm.plan import make_plan, max_clusters
 from jax_hopper_gemm.problem import GemmProblem
 
 pytestmark = pytest.mark.usefixtures("launcher")
@@ -35,7 +35,8 @@ def test_the_explained_kernel_is_the_one_that_is_launched():
     assert found.grid == plan.grid
     clusters = -(-4096 // (found.spec.tile_m * found.spec.cluster_m))
     clusters *= -(-8192 // (found.spec.tile_n * found.spec.cluster_n))
-    assert (found.waves - 1) * 132 < clusters * found.spec.cluster_size <= found.waves * 132
+    resident = max_clusters(found.spec, dispatch.H200.num_sms)
+    assert (found.waves - 1) * resident < clusters <= found.waves * resident
 
 
 @pytest.mark.parametrize("shapes", [((4096, 4096), (4096, 8192)), ((4, 4096), (4096, 4096)),
@@ -52,6 +53,11 @@ def test_the_report_is_readable():
     assert "bf16[4096,4096] x bf16[4096,8192]" in text
     for word in ("compute capability 9.0, 132 SMs", "hopper", "M=4096 N=8192 K=4096", "waves"):
         assert word in text
+
+
+def test_a_single_wave_is_not_plural():
+    found = jhg.explain(bf16(128, 128), bf16(128, 128), implementation="hopper")
+    assert found.waves == 1 and str(found).endswith("1 wave")
 
 
 def test_fields_are_plain_data():

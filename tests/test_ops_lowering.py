@@ -232,7 +232,7 @@ def test_the_device_is_the_first_gpu_among_the_candidates():
 
 def test_what_computes_on_the_host_stays_there():
     options = {"compute_type": "device_host", "out_memory_spaces": jax.memory.Space.Device}
-    on_host = getattr(compute_on, "compute_on2", compute_on.compute_on)  # JAX 0.10, 0.12
+    on_host: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)  # JAX 0.10, 0.12
     program = lowered(on_host(jhg.matmul, **options), shape(M, K), shape(K, N))
     assert LAUNCH not in program and "dot_general" in program
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from cubin_samples import OTHER_VALUES, SPEC
 
 from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, TmaBox, violations
 
@@ -101,17 +102,11 @@ def test_json_round_trips_and_is_canonical():
 
 
 def test_every_field_changes_json_and_name():
-    changes = {
-        "ab_dtype": "float16", "d_dtype": "float32", "a_major": "m", "b_major": "k",
-        "tile_m": 64, "tile_n": 128, "tile_k": 128, "cluster_m": 2, "cluster_n": 2,
-        "warp_schedule": "pingpong", "tile_scheduler": "dynamic", "num_stages": 3,
-        "epi_tile_n": 64, "epi_stages": 2,
-    }  # fmt: skip
-    assert changes.keys() == vars(LARGE).keys()
-    for field, value in changes.items():
-        other = replace(LARGE, **{field: value})
-        assert other.to_json() != LARGE.to_json()
-        assert other.name != LARGE.name, field
+    assert OTHER_VALUES.keys() == vars(SPEC).keys()
+    for field, value in OTHER_VALUES.items():
+        other = replace(SPEC, **{field: value})
+        assert other.to_json() != SPEC.to_json()
+        assert other.name != SPEC.name, field
 
 
 def test_name_reads_as_operation_dtypes_layout_tile_and_schedule():

@@ -143,7 +143,8 @@ def _run(
 
 # One trace for equal arguments. Inlined at once, so that the caller's program holds the bare
 # product and lowering sees its operands; from JAX 0.12 on `inline=True` means later.
-_INLINE = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+_Inline = getattr(jax, "Inline", None)
+_INLINE: Any = _Inline.JAX_EARLY if _Inline else True
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4), inline=_INLINE)

@@ -66,7 +66,7 @@ class Explanation:
                 f"{spec.warp_schedule}, {spec.tile_scheduler} scheduler"
             )
             lines["traversal"] = f"along {traversal.along}, swizzle {traversal.swizzle}"
-            lines["grid"] = f"{self.grid}, {self.waves} waves"
+            lines["grid"] = f"{self.grid}, {self.waves} {'wave' if self.waves == 1 else 'waves'}"
         return "\n".join(f"{name:<10} {text}" for name, text in lines.items())
 
 
