@@ -517,7 +517,8 @@ def test_failed_driver_calls_name_themselves():
         launch()
 
 
-def test_kernel_timer_launches_on_rotating_operands(monkeypatch):
+@pytest.mark.parametrize(("scheduler", "expected"), [("static", 2.0), ("dynamic", 3.7)])
+def test_kernel_timer_launches_on_rotating_operands(scheduler, expected, monkeypatch):
     driver = FakeDriver(SIZES)
     gpu = Gpu(driver=driver)
     problem = GemmProblem.dense(2048, 2048, 2048)  # 16 MiB of inputs
@@ -526,18 +527,19 @@ def test_kernel_timer_launches_on_rotating_operands(monkeypatch):
     def prepare(gpu, problem, spec, traversal, buffers):
         return lambda: launches.append((spec, tuple(buffer.address for buffer in buffers)))
 
-    def burst(function, input_sets):
+    def burst(function, input_sets, added):
         def measure():
             for launch in input_sets:
                 jax.block_until_ready(function(*launch))
-            return [3.0, 1.0, 2.0]
+            return [3.0 + added, 1.0 + added, 2.0 + added]
 
         return measure
 
     monkeypatch.setattr(timing, "prepare", prepare)
     monkeypatch.setattr(timing, "burst", burst)
-    assert timing.KernelTimer(gpu, problem)(SPEC, Traversal()) == 2.0
-    assert [spec for spec, _ in launches] == [SPEC] * 8
+    spec = dataclasses.replace(SPEC, tile_scheduler=scheduler)
+    assert timing.KernelTimer(gpu, problem)(spec, Traversal()) == expected  # clearing counts
+    assert [spec for spec, _ in launches] == [spec] * 8
     addresses = [address for _, buffers in launches for address in buffers]
     assert len(set(addresses)) == 24
     assert [call[0] for call in driver.calls].count("cuCtxSynchronize") == 8  # each was awaited
