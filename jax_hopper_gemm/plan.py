@@ -190,7 +190,7 @@ def max_clusters(spec: GemmSpec, num_sms: int) -> int:
     """
     if spec.cluster_size <= 2:
         return num_sms // spec.cluster_size
-    return (num_sms - STRANDED_SMS) // spec.cluster_size
+    return max(1, (num_sms - STRANDED_SMS) // spec.cluster_size)
 
 
 def persistent_clusters(clusters: int, limit: int) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import pytest
 
 from jax_hopper_gemm import native
+from jax_hopper_gemm.dispatch import choice
+from jax_hopper_gemm.dispatch.table import Table
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,3 +23,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lowering for CUDA emits launches; whether the FFI library is built is not the matter."""
     monkeypatch.setattr(native, "library", lambda: None)
+
+
+@pytest.fixture
+def no_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leaves dispatch to its model: neither a user's table nor the packaged one."""
+    monkeypatch.delenv(choice.TABLE_VARIABLE, raising=False)
+    monkeypatch.setattr(choice, "_tables", choice._UserTables())
+    monkeypatch.setattr(choice, "packaged_table", lambda device: Table.of(device, (), "no table"))
+    choice._choose.cache_clear()
+    yield
+    choice._choose.cache_clear()

@@ -31,12 +31,7 @@ from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, Traversal, violations
 A_MAJORS: tuple[Major, ...] = ("k", "m")
 B_MAJORS: tuple[Major, ...] = ("n", "k")
 SQUARE = GemmProblem.dense(4096, 4096, 4096)
-
-
-@pytest.fixture(autouse=True)
-def no_user_tables(monkeypatch):
-    monkeypatch.delenv(choice.TABLE_VARIABLE, raising=False)
-    monkeypatch.setattr(choice, "_tables", choice._UserTables())
+pytestmark = pytest.mark.usefixtures("no_tables")
 
 
 def random_problem(random: Random) -> GemmProblem:

@@ -33,12 +33,7 @@ from jax_hopper_gemm.problem import GemmProblem
 from jax_hopper_gemm.spec import GemmSpec, Traversal
 
 SQUARE = GemmProblem.dense(4096, 4096, 4096)
-
-
-@pytest.fixture(autouse=True)
-def no_user_tables(monkeypatch):
-    monkeypatch.delenv(choice.TABLE_VARIABLE, raising=False)
-    monkeypatch.setattr(choice, "_tables", choice._UserTables())
+pytestmark = pytest.mark.usefixtures("no_tables")
 
 
 def entry(
@@ -62,6 +57,20 @@ def saved(tmp_path, *entries: Entry, name: str = "table.json", device: Device = 
 def test_packaged_table_is_valid_and_for_its_device():
     assert packaged_table(H200).device == H200
     assert packaged_table(Device((9, 0), 78)).entries == {}
+
+
+def test_every_packaged_entry_decides_for_its_problem(monkeypatch):
+    monkeypatch.setattr(choice, "packaged_table", packaged_table)
+    buildable = set(table_specs(H200))
+    entries = packaged_table(H200).entries.values()
+    assert entries
+    for measured in entries:
+        assert measured.spec in buildable
+        free = choose(measured.key.problem(), H200)
+        forced = choose(measured.key.problem(), H200, kernel_only=True)
+        assert free.source == forced.source == "table"
+        assert (forced.spec, forced.traversal) == (measured.spec, measured.traversal)
+        assert free.spec == (measured.spec if measured.prefer == "kernel" else None)
 
 
 def test_tables_round_trip_sorted_one_entry_a_line(tmp_path):

@@ -152,7 +152,8 @@ def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decisi
                 return Decision(None, None, reason, "model")
     reason = (
         f"expected {cost.ns / 1e3:.1f} us, bound by {cost.bound}: {cost.tiles} tiles of "
-        f"{spec.tile_m}x{spec.tile_n} in {cost.waves} waves, {cost.occupancy:.0%} full"
+        f"{spec.tile_m}x{spec.tile_n} in {cost.waves} {'wave' if cost.waves == 1 else 'waves'}, "
+        f"{cost.occupancy:.0%} full"
     )
     return Decision(spec, traversal, reason, "model")
 

@@ -25,7 +25,6 @@ from .device import Device
 CYCLES_PER_NS = 1.755  # the clock under load; cycles below are of this clock
 LINE_BYTES = 128  # of L2; a row of a TMA box costs every line it touches
 L2_BYTES = 50e6
-STRANDED_SMS = 12  # left over where clusters of 4 fill their GPCs: 30 ran at once, 32 did not
 MEMORY_BYTES_PER_NS = 4300.0  # measured; 4800 on the datasheet
 
 SM_BYTES_PER_CYCLE = 77.0  # fitted: what an SM takes in, its own loads and multicasts
@@ -70,8 +69,6 @@ def estimate(
     slots = max_clusters(s, device.num_sms)
     waves = ceil_div(clusters, slots)
     active_sms = ceil_div(clusters, waves) * s.cluster_size
-    if s.cluster_size == 4 and active_sms > device.num_sms - STRANDED_SMS:
-        waves *= 2  # the last clusters start when the first have done all their tiles
 
     math = _math_cycles(s)
     load = _load_cycles(p, s, active_sms)

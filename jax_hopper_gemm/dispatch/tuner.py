@@ -127,7 +127,7 @@ def tuned_entry(
             measured.append(time_kernel(*candidate))
             xla_times.append(time_xla())
     winner = min(kernel_times, key=lambda candidate: median(kernel_times[candidate]))
-    kernel_us, xla_us = median(kernel_times[winner]), median(xla_times)
+    kernel_us, xla_us = round(median(kernel_times[winner]), 2), round(median(xla_times), 2)
     prefer = "kernel" if kernel_us <= xla_us else "xla"
     return Entry(Key.of(problem), prefer, *winner, kernel_us=kernel_us, xla_us=xla_us)
 
