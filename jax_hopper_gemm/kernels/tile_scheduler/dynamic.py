@@ -45,16 +45,17 @@ class DynamicScheduler(StaticScheduler):
                         self.empty + slot, num_reader_warps * self.spec.cluster_size
                     )
 
+    @cute.jit
     def next_tile(self, index, reader):
         """Waits for the slot `reader` counts to and returns its tile; called by whole warps."""
         slot, phase = reader % DEPTH, (reader // DEPTH) % 2
         cute.arch.mbarrier_wait(self.full + slot, phase)
-        following = cute.arch.load(self.slots + slot * 2, Int32)
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            first_cta = 0 if self.spec.cluster_size > 1 else None
+        following = Int32(0)
+        if cute.arch.lane_idx() == 0:  # the thread that frees the slot is the one that read it
+            following = cute.arch.load(self.slots + slot * 2, Int32)
+            first_cta = 0 if cutlass.const_expr(self.spec.cluster_size > 1) else None
             cute.arch.mbarrier_arrive(self.empty + slot, first_cta)
-        return following, reader + 1
+        return cute.arch.shuffle_sync(following, 0), reader + 1
 
     @cute.jit
     def run_scheduler_warp(self, tiles_in_turn: cutlass.Constexpr):
