@@ -5,6 +5,7 @@ Tests, tuner and memory checker use it where jax would stand between them and th
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
@@ -54,7 +55,8 @@ class Buffer:
         return Part(self, offset)
 
     def __del__(self):
-        if hasattr(self, "address"):  # else it was never allocated
+        # Not if it was never allocated; and as Python exits, the driver's module goes first.
+        if hasattr(self, "address") and not sys.is_finalizing():
             self.gpu.driver.cuMemFree(self.address)
 
 
