@@ -18,6 +18,7 @@ EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wg
 # float32 accumulators a math thread can hold without a spill, by number of math warpgroups:
 # a CTA's 65,536 registers leave a thread up to 240 with one or two of them, 160 with three.
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
+MAX_ACC_REGISTERS_DYNAMIC = 192  # reading the mailbox takes registers, too
 
 WarpSchedule = Literal["cooperative", "pingpong"]
 TileScheduler = Literal["single", "static", "dynamic"]
@@ -193,10 +194,12 @@ def violations(spec: GemmSpec) -> list[str]:
     if found:  # what follows does arithmetic on the fields above
         return found
     limit = MAX_ACC_REGISTERS[spec.math_warpgroups]
+    if spec.tile_scheduler == "dynamic":
+        limit = min(limit, MAX_ACC_REGISTERS_DYNAMIC)
     need(
         spec.acc_registers <= limit,
         f"{spec.acc_registers} accumulators a thread; {limit} fit with "
-        f"{spec.math_warpgroups} math warpgroups",
+        f"{spec.math_warpgroups} math warpgroups and a {spec.tile_scheduler} tile scheduler",
     )
     need(
         spec.warp_schedule == "cooperative" or spec.tile_m <= 128,
