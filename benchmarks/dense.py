@@ -3,7 +3,7 @@
     python benchmarks/dense.py bars --regime both --json dense.json --plot dense.png
 
 Takes turns on the same random inputs, in one process; median and quartiles. The bars suite in
-the burst regime takes two to three minutes on an H200. `python -m jax_hopper_gemm bench` runs
+the burst regime takes about two minutes on an H200. `python -m jax_hopper_gemm bench` runs
 the same without the other libraries.
 """
 
