@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .problem import ITEMSIZE, GemmProblem, MatrixLayout
-from .spec import GemmSpec, TmaBox, Traversal
+from .spec import EPI_TILE_M, GemmSpec, TmaBox, Traversal
 from .walk import make_walk
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 # Values of CUtensorMapDataType and CUtensorMapSwizzle in cuda.h.
-TENSOR_MAP_DTYPE = {"float16": 6, "float32": 7, "bfloat16": 9}
+TENSOR_MAP_DTYPE = {"bool": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 TENSOR_MAP_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
 STRANDED_SMS = 12  # that clusters of four cannot use
 TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
@@ -32,6 +32,7 @@ class TensorMap:
       strides: bytes between neighbours, for every dimension but the first.
       box: elements one copy moves, along each dimension.
       swizzle: bytes of the shared-memory swizzle: 0, 32, 64 or 128.
+      offset: bytes from the buffer's start to the first element; a multiple of 16.
     """
 
     buffer: int
@@ -40,10 +41,11 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+    offset: int = 0
 
     def encode(self) -> list[int]:
         return [
-            0, self.buffer, TENSOR_MAP_DTYPE[self.dtype], TENSOR_MAP_SWIZZLE[self.swizzle],
+            0, self.buffer, self.offset, TENSOR_MAP_DTYPE[self.dtype], TENSOR_MAP_SWIZZLE[self.swizzle],
             len(self.dims), *self.dims, *self.strides, *self.box,
         ]  # fmt: skip
 
@@ -70,7 +72,7 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch memory: an extra result of the call, after D.
+    """Scratch memory: an extra result of the call, after those of the epilogue.
 
     Attributes:
       nbytes: size; a multiple of 4.
@@ -83,7 +85,11 @@ class Workspace:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """One launch. Buffers are numbered operands first (A 0, B 1), then D, then workspaces."""
+    """One launch.
+
+    Buffers are numbered: A 0, B 1, up where it has an array of its own, the epilogue's operands;
+    then the results, then workspaces.
+    """
 
     grid: tuple[int, int, int]
     cluster: tuple[int, int, int]
@@ -97,7 +103,7 @@ class LaunchPlan:
         """Returns int64 words: version, grid, cluster, threads, smem, cleared, params.
 
         `cleared` is a count, then (buffer, bytes) pairs; `params` a count, then the
-        parameters in the kernel's order, each opened by its kind: 0 tensor map (buffer,
+        parameters in the kernel's order, each opened by its kind: 0 tensor map (buffer, offset,
         CUtensorMapDataType, CUtensorMapSwizzle, rank, dims, strides, box), 1 int32, 2 pointer.
         """
         cleared = [
@@ -117,21 +123,25 @@ def make_plan(
     """Returns the launch of `spec`'s kernel on `problem`, on a GPU with `num_sms` SMs."""
     k_tiles = ceil_div(problem.k, spec.tile_k)
     clusters_m = ceil_div(problem.m, spec.tile_m * spec.cluster_m)
-    clusters_n = ceil_div(problem.n, spec.tile_n * spec.cluster_n)
+    clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.cluster_n)
     clusters = clusters_m * clusters_n * problem.l
     launched = clusters
     if spec.tile_scheduler != "single":
         launched = persistent_clusters(clusters, max_clusters(spec, num_sms))
-    params: list[TensorMap | Int32 | Pointer] = list(tensor_maps(problem, spec))
+    params: list[TensorMap | Int32 | Pointer] = list(_operand_maps(problem, spec))
+    params += [*_result_params(problem, spec), *_epilogue_params(problem, spec)]
     walk = make_walk(
         clusters_m, clusters_n, problem.l,
         along_m=traversal.along == "m", swizzle=traversal.swizzle,
     )  # fmt: skip
     params += [Int32(value) for value in (*walk, k_tiles)]
+    if spec.graph.needs_extents:
+        params += [Int32(problem.m), Int32(problem.n)]
+    first_workspace = num_inputs(problem) + len(result_shapes(problem, spec))
     workspaces: tuple[Workspace, ...] = ()
     if spec.tile_scheduler == "dynamic":
         workspaces = (Workspace(nbytes=4, cleared=True),)
-        params.append(Pointer(buffer=3))
+        params.append(Pointer(first_workspace))
     return LaunchPlan(
         grid=(spec.cluster_m * launched, spec.cluster_n, 1),
         cluster=(spec.cluster_m, spec.cluster_n, 1),
@@ -139,17 +149,116 @@ def make_plan(
         smem_bytes=spec.smem_bytes,
         params=tuple(params),
         workspaces=workspaces,
+        first_workspace=first_workspace,
     )
 
 
-def tensor_maps(problem: GemmProblem, spec: GemmSpec) -> tuple[TensorMap, TensorMap, TensorMap]:
-    """Returns the tensor maps of A, B and D."""
+def num_inputs(problem: GemmProblem) -> int:
+    """Returns how many arrays a call reads: A, B, up in an array of its own, the operands."""
+    return 2 + (problem.gated and problem.up_offset is None) + len(problem.operands)
+
+
+def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int, ...], str]]:
+    """Returns shape and dtype of each array that a kernel writes, without workspaces.
+
+    Matrices are (L, M, N), a pair of planes (L, M, 2, N). Reductions are partial, to be finished
+    along axis 1 in its order, so that results have the same bits on every run:
+
+      column_sum       (L, ceil(M / 64), N)
+      row_sum, row_max (L, tiles along N, M)
+      row_sumexp       (L, tiles along N, 2, M), largest value and sum
+      max              (L, ceil(M / 16), tiles along N), a part for each warp
+      top_k_*          (L, M, k), whole
+    """
     p = problem
-    return (
-        _tensor_map(0, p.ab_dtype, p.a, {"m": p.m, "k": p.k}, p.l, spec.a_box),
-        _tensor_map(1, p.ab_dtype, p.b, {"n": p.n, "k": p.k}, p.l, spec.b_box),
-        _tensor_map(2, p.d_dtype, p.d, {"m": p.m, "n": p.n}, p.l, spec.d_box),
-    )
+    tiles_n = ceil_div(p.n, spec.d_tile_n)
+    shapes = {
+        "column_sum": (p.l, ceil_div(p.m, EPI_TILE_M), p.n),
+        "row_sum": (p.l, tiles_n, p.m),
+        "row_max": (p.l, tiles_n, p.m),
+        "row_sumexp": (p.l, tiles_n, 2, p.m),
+        "max": (p.l, ceil_div(p.m, 16), tiles_n),
+    }
+    found: list[tuple[tuple[int, ...], str]] = []
+    for result in p.graph.results:
+        if result.kind == "matrix":
+            if result.plane == 0:
+                planes = (result.planes,) if result.planes > 1 else ()
+                found.append(((p.l, p.m, *planes, p.n), result.dtype))
+        elif result.kind in shapes:
+            found.append((shapes[result.kind], "float32"))
+        else:
+            dtype = "int32" if result.kind == "top_k_indices" else "float32"
+            found.append(((p.l, p.m, result.k), dtype))
+    return found
+
+
+def _operand_maps(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap]:
+    """Returns the tensor maps of A and B, and of up where there is one."""
+    p = problem
+
+    def b_map(buffer: int, offset: int) -> TensorMap:
+        extents = {"n": p.n, "k": p.k}
+        return _tensor_map(buffer, p.ab_dtype, p.b, extents, p.l, spec.b_box, offset)
+
+    maps = [_tensor_map(0, p.ab_dtype, p.a, {"m": p.m, "k": p.k}, p.l, spec.a_box), b_map(1, 0)]
+    if p.gated and p.up_offset is None:
+        maps.append(b_map(2, 0))
+    elif p.up_offset is not None:
+        maps.append(b_map(1, p.up_offset * ITEMSIZE[p.ab_dtype]))
+    return maps
+
+
+def _result_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Pointer]:
+    """Returns the tensor maps of the matrices, the pointers of the other results, in order."""
+    p, buffer = problem, num_inputs(problem) - 1
+    params: list[TensorMap | Pointer] = []
+    for result in p.graph.results:
+        buffer += result.plane == 0
+        if result.kind != "matrix":
+            params.append(Pointer(buffer))
+            continue
+        layout, planes = p.d, result.planes
+        if planes > 1:
+            layout = MatrixLayout("n", planes * p.n, p.m * planes * p.n)
+        offset = result.plane * p.n * ITEMSIZE[result.dtype]
+        box = spec.epi_box(result.dtype)
+        extents = {"m": p.m, "n": p.n}
+        params.append(_tensor_map(buffer, result.dtype, layout, extents, p.l, box, offset))
+    return params
+
+
+def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Pointer | Int32]:
+    """Returns the epilogue's operands in order.
+
+    A tensor map each; of a scalar a pointer and the distance, in elements, to the next matrix's.
+    """
+    p = problem
+    first = num_inputs(p) - len(p.operands)
+    params: list[TensorMap | Pointer | Int32] = []
+    for i, (operand, layout) in enumerate(zip(p.graph.operands, p.operands, strict=True)):
+        if operand.kind == "scalar":
+            params += [Pointer(first + i), Int32(layout.batch_stride)]
+        elif operand.kind == "matrix":
+            extents, box = {"m": p.m, "n": p.n}, spec.epi_box(operand.dtype)
+            params.append(_tensor_map(first + i, operand.dtype, layout, extents, p.l, box))
+        else:
+            row = operand.kind == "row"
+            params.append(
+                _vector_map(
+                    first + i, operand.dtype, p.n if row else p.m, layout.batch_stride, p.l,
+                    spec.epi_tile_n if row else EPI_TILE_M,
+                )  # fmt: skip
+            )
+    return params
+
+
+def _vector_map(
+    buffer: int, dtype: str, extent: int, batch_stride: int, batches: int, box: int
+) -> TensorMap:
+    """Returns the map over one contiguous vector a matrix of D, of which `box` elements are read."""
+    stride = _stride_bytes(batch_stride, batches, ITEMSIZE[dtype])
+    return TensorMap(buffer, dtype, (extent, batches), (stride,), (box, 1), swizzle=0)
 
 
 def _tensor_map(
@@ -159,6 +268,7 @@ def _tensor_map(
     extents: dict[str, int],
     batches: int,
     box: TmaBox,
+    offset: int = 0,
 ) -> TensorMap:
     contiguous = extents.pop(layout.major)
     (other,) = extents.values()
@@ -173,6 +283,7 @@ def _tensor_map(
         ),
         box=(box.contiguous, box.other, 1),
         swizzle=box.swizzle,
+        offset=offset,
     )
 
 

@@ -7,11 +7,14 @@ A `GemmProblem` is plain integers and strings. It says nothing of tiles or devic
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Literal
+
+from .epilogue import EpilogueGraph, Result
 
 Major = Literal["k", "m", "n"]
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "bool": 1}
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,9 @@ class MatrixLayout:
 class GemmProblem:
     """D[l, m, n] = sum over k of A[l, m, k] * B[l, k, n], accumulated in float32.
 
+    With an epilogue D is what that makes of the sum. A gated product has two B's of one layout,
+    gate and up, and so two sums for each element of D.
+
     Attributes:
       m, n, k: extents of one product.
       l: number of products.
@@ -41,6 +47,12 @@ class GemmProblem:
       a: layout of A, major "k" (stored (M, K)) or "m" (stored (K, M)).
       b: layout of B, major "n" (stored (K, N)) or "k" (stored (N, K)).
       d: layout of D, major "n".
+      epilogue: what happens to the sums before they are stored; None: D is the sum as `d_dtype`.
+        If its results have a matrix, `d_dtype` is the dtype of the first.
+      operands: where the epilogue's operands lie, in order. Of a matrix (major "n") all counts;
+        of a row (major "n") and a column (major "m"), contiguous, and of a scalar only the
+        batch stride.
+      up_offset: of a gated product whose B's lie in one array, elements from gate to up.
     """
 
     m: int
@@ -52,6 +64,9 @@ class GemmProblem:
     a: MatrixLayout
     b: MatrixLayout
     d: MatrixLayout
+    epilogue: EpilogueGraph | None = None
+    operands: tuple[MatrixLayout, ...] = ()
+    up_offset: int | None = None
 
     @classmethod
     def dense(
@@ -75,17 +90,36 @@ class GemmProblem:
         )  # fmt: skip
 
     @property
+    def graph(self) -> EpilogueGraph:
+        """The epilogue; where there is none, the graph that says so."""
+        return self.epilogue or plain_graph(self.d_dtype)
+
+    @property
+    def gated(self) -> bool:
+        """Whether there are two B's."""
+        return self.graph.accumulators == 2
+
+    @property
     def flops(self) -> int:
-        return 2 * self.l * self.m * self.n * self.k
+        return 2 * self.l * self.m * self.n * self.k * self.graph.accumulators
 
     @property
     def bytes(self) -> int:
-        """Fewest bytes that device memory must move: inputs once, output once."""
-        ab, d = ITEMSIZE[self.ab_dtype], ITEMSIZE[self.d_dtype]
+        """Fewest bytes that device memory must move: inputs once, matrices of results once."""
         batches_a = self.l if self.a.batch_stride else 1
         batches_b = self.l if self.b.batch_stride else 1
-        inputs = batches_a * self.m * self.k + batches_b * self.k * self.n
-        return inputs * ab + self.l * self.m * self.n * d
+        b_matrices = batches_b * self.graph.accumulators
+        inputs = batches_a * self.m * self.k + b_matrices * self.k * self.n
+        elements = self.l * self.m * self.n
+        stored = sum(ITEMSIZE[result.dtype] for result in self.graph.matrices)
+        loaded = sum(ITEMSIZE[o.dtype] for o in self.graph.operands if o.kind == "matrix")
+        return inputs * ITEMSIZE[self.ab_dtype] + elements * (stored + loaded)
 
     def to_dict(self) -> dict:
         return asdict(self)
+
+
+@lru_cache
+def plain_graph(d_dtype: str) -> EpilogueGraph:
+    """Returns the graph that stores the accumulator."""
+    return EpilogueGraph(results=(Result("matrix", 0, d_dtype),))

@@ -10,15 +10,20 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from .problem import ITEMSIZE, Major
+from .epilogue import EpilogueGraph, Operand, graph_violations
+from .problem import ITEMSIZE, Major, plain_graph
 
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
-SMEM_BARRIERS = 1024  # bytes in front of the operand stages: mbarriers, scheduler mailbox
+SMEM_ALIGNMENT = 1024  # bytes: where the 128-byte swizzle repeats
+SMEM_VECTOR = 128  # bytes: alignment of rows and columns that TMA loads
+SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbox
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
 # float32 accumulators a math thread can hold without a spill, by number of math warpgroups:
 # a CTA's 65,536 registers leave a thread up to 240 with one or two of them, 160 with three.
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
 MAX_ACC_REGISTERS_DYNAMIC = 192  # reading the mailbox takes registers, too
+
+D_DTYPES = ("bfloat16", "float16", "float32")
 
 WarpSchedule = Literal["cooperative", "pingpong"]
 TileScheduler = Literal["single", "static", "dynamic"]
@@ -53,7 +58,12 @@ class GemmSpec:
         "dynamic" (persistent, atomic tile counter).
       num_stages: stages of the A/B ring in shared memory.
       epi_tile_n: columns of one staged epilogue tile; it has `EPI_TILE_M` rows.
-      epi_stages: staged epilogue tiles in shared memory, for each math warpgroup.
+      epi_stages: staged epilogue tiles in shared memory, for each math warpgroup and each matrix
+        of the results.
+      epilogue: as in `GemmProblem`. A gated product's tile has `tile_n` accumulator columns, the
+        first half of gate, the second of up, and so `tile_n / 2` columns of D.
+      epi_load_stages: epilogue tiles of operands in shared memory, for each math warpgroup; 0
+        where the epilogue loads none.
     """
 
     ab_dtype: str
@@ -70,6 +80,18 @@ class GemmSpec:
     num_stages: int = 4
     epi_tile_n: int = 32
     epi_stages: int = 4
+    epilogue: EpilogueGraph | None = None
+    epi_load_stages: int = 0
+
+    @property
+    def graph(self) -> EpilogueGraph:
+        """The epilogue; where there is none, the graph that says so."""
+        return self.epilogue or plain_graph(self.d_dtype)
+
+    @property
+    def d_tile_n(self) -> int:
+        """Columns of D that a tile covers."""
+        return self.tile_n // self.graph.accumulators
 
     @property
     def math_warpgroups(self) -> int:
@@ -104,15 +126,42 @@ class GemmSpec:
 
     @property
     def epi_stage_bytes(self) -> int:
-        """Bytes of one staged epilogue tile of one math warpgroup."""
-        return EPI_TILE_M * self.epi_tile_n * ITEMSIZE[self.d_dtype]
+        """Bytes of one staged epilogue tile of one math warpgroup, of all results together."""
+        elements = EPI_TILE_M * self.epi_tile_n
+        return elements * sum(ITEMSIZE[result.dtype] for result in self.graph.matrices)
+
+    def loaded_bytes(self, operand: Operand) -> int:
+        """Returns the bytes that one epilogue tile of an operand takes in shared memory."""
+        if operand.kind == "matrix":
+            return EPI_TILE_M * self.epi_tile_n * ITEMSIZE[operand.dtype]
+        elements = self.epi_tile_n if operand.kind == "row" else EPI_TILE_M
+        return _padded(elements * ITEMSIZE[operand.dtype], SMEM_VECTOR)
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of a launch."""
+        """Dynamic shared memory of a launch, its parts in this order.
+
+        Stages of A and B; for each matrix of the results its staged tiles; for each operand that
+        is loaded its tiles, matrices first; scratch; barriers.
+        """
         ring = self.num_stages * self.stage_bytes
         staged = self.math_warpgroups * self.epi_stages * self.epi_stage_bytes
-        return SMEM_BARRIERS + ring + staged
+        buffers = self.math_warpgroups * self.epi_load_stages
+        loaded = buffers * sum(map(self.loaded_bytes, self.graph.loaded))
+        return ring + staged + loaded + self.scratch_bytes + SMEM_BARRIERS
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes in which the four warps of a warpgroup add up columns, in two turns."""
+        sums = sum(result.kind == "column_sum" for result in self.graph.results)
+        return sums * self.math_warpgroups * 2 * 4 * self.epi_tile_n * 4
+
+    @property
+    def barrier_bytes(self) -> int:
+        """Bytes of barriers and mailbox in use: of A and B, of the epilogue's operands, of the
+        dynamic scheduler."""
+        rings = self.num_stages + self.math_warpgroups * self.epi_load_stages
+        return 16 * rings + (72 if self.tile_scheduler == "dynamic" else 0)
 
     @property
     def a_box(self) -> TmaBox:
@@ -120,11 +169,13 @@ class GemmSpec:
 
     @property
     def b_box(self) -> TmaBox:
-        return _box(self.b_major == "k", self.tile_n, self.tile_k, self.cluster_m, self.ab_dtype)
+        """The box of B, or of each of a gated product's B's."""
+        columns = self.d_tile_n
+        return _box(self.b_major == "k", columns, self.tile_k, self.cluster_m, self.ab_dtype)
 
-    @property
-    def d_box(self) -> TmaBox:
-        return _box(True, EPI_TILE_M, self.epi_tile_n, 1, self.d_dtype)
+    def epi_box(self, dtype: str) -> TmaBox:
+        """Returns the box of an epilogue tile: D's, another result's, an operand's."""
+        return _box(True, EPI_TILE_M, self.epi_tile_n, 1, dtype)
 
     @property
     def name(self) -> str:
@@ -136,6 +187,8 @@ class GemmSpec:
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
             f"_{self.warp_schedule}_{self.tile_scheduler}"
             f"_s{self.num_stages}_e{self.epi_tile_n}x{self.epi_stages}"
+            + (f"_l{self.epi_load_stages}" if self.epi_load_stages else "")
+            + (f"_{self.epilogue.label}" if self.epilogue else "")
         )
 
     def to_json(self) -> str:
@@ -144,7 +197,14 @@ class GemmSpec:
 
     @classmethod
     def from_json(cls, text: str) -> GemmSpec:
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        if fields.get("epilogue"):
+            fields["epilogue"] = EpilogueGraph.from_dict(fields["epilogue"])
+        return cls(**fields)
+
+
+def _padded(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment
 
 
 def _box(second_is_contiguous: bool, first: int, second: int, shares: int, dtype: str) -> TmaBox:
@@ -176,7 +236,7 @@ def violations(spec: GemmSpec) -> list[str]:
             found.append(reason)
 
     need(spec.ab_dtype in ("bfloat16", "float16"), f"A and B are {spec.ab_dtype}, not 16-bit float")
-    need(spec.d_dtype in ITEMSIZE, f"D is {spec.d_dtype}, not bfloat16, float16 or float32")
+    need(spec.d_dtype in D_DTYPES, f"D is {spec.d_dtype}, not bfloat16, float16 or float32")
     need(spec.a_major in ("k", "m"), f"a_major is {spec.a_major!r}, not 'k' or 'm'")
     need(spec.b_major in ("k", "n"), f"b_major is {spec.b_major!r}, not 'k' or 'n'")
     need(spec.warp_schedule in ("cooperative", "pingpong"), f"no schedule {spec.warp_schedule!r}")
@@ -191,8 +251,19 @@ def violations(spec: GemmSpec) -> list[str]:
         (spec.cluster_m, spec.cluster_n) in ((1, 1), (2, 1), (1, 2), (2, 2)),
         f"cluster {spec.cluster_m}x{spec.cluster_n} is not 1x1, 2x1, 1x2 or 2x2",
     )
+    for reason in graph_violations(spec.graph):
+        need(False, f"epilogue: {reason}")
     if found:  # what follows does arithmetic on the fields above
         return found
+    graph, columns = spec.graph, spec.d_tile_n
+    need(
+        not graph.matrices or graph.matrices[0].dtype == spec.d_dtype,
+        f"d_dtype is {spec.d_dtype}, but the epilogue's first result is another",
+    )
+    need(
+        spec.tile_n % (16 * graph.accumulators) == 0,
+        f"tile_n {spec.tile_n} does not split into gate and up of multiples of 16 columns",
+    )
     limit = MAX_ACC_REGISTERS[spec.math_warpgroups]
     if spec.tile_scheduler == "dynamic":
         limit = min(limit, MAX_ACC_REGISTERS_DYNAMIC)
@@ -210,17 +281,30 @@ def violations(spec: GemmSpec) -> list[str]:
         "pingpong alternates tiles, so it needs a persistent scheduler",
     )
     need(
-        spec.tile_n % (16 * spec.cluster_m) == 0,
-        f"tile_n {spec.tile_n} does not split into {spec.cluster_m} multicast slices of 16 columns",
+        columns % (16 * spec.cluster_m) == 0,
+        f"{columns} columns do not split into {spec.cluster_m} multicast slices of 16",
     )
     need(
-        spec.epi_tile_n in (16, 32, 64) and spec.tile_n % spec.epi_tile_n == 0,
-        f"epi_tile_n {spec.epi_tile_n} is not 16, 32 or 64 dividing tile_n {spec.tile_n}",
+        spec.epi_tile_n in (16, 32, 64) and columns % spec.epi_tile_n == 0,
+        f"epi_tile_n {spec.epi_tile_n} is not 16, 32 or 64 dividing {columns} columns",
+    )
+    need(
+        spec.epi_tile_n >= 32 or not any(o.dtype == "bool" for o in graph.operands),
+        f"epi_tile_n {spec.epi_tile_n} is under 32, too narrow for a bool operand",
+    )
+    need(
+        spec.epi_load_stages >= 2 if graph.loaded else spec.epi_load_stages == 0,
+        f"epi_load_stages {spec.epi_load_stages}, of an epilogue that loads {len(graph.loaded)} "
+        "operands",
     )
     need(spec.num_stages >= 2, f"num_stages {spec.num_stages} is under 2")
     need(spec.epi_stages >= 2, f"epi_stages {spec.epi_stages} is under 2")
     need(
         spec.smem_bytes <= SMEM_LIMIT,
         f"{spec.smem_bytes} bytes of shared memory; a CTA has {SMEM_LIMIT}",
+    )
+    need(
+        spec.barrier_bytes <= SMEM_BARRIERS,
+        f"{spec.barrier_bytes} bytes of barriers; there is room for {SMEM_BARRIERS}",
     )
     return found

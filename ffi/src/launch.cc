@@ -130,8 +130,11 @@ ffi::Error Launch::Run(CUstream stream, const ffi::RemainingArgs& operands,
     const Param& param = plan_.params[i];
     switch (param.kind) {
       case Param::Kind::kTensorMap: {
-        const int buffer = plan_.tensor_maps[param.value].buffer;
-        void* const address = BufferAt(operands, results, buffer).untyped_data();
+        const TensorMapPlan& planned = plan_.tensor_maps[param.value];
+        const int buffer = planned.buffer;
+        void* const address =
+            static_cast<char*>(BufferAt(operands, results, buffer).untyped_data()) +
+            planned.offset;
         if (reinterpret_cast<uintptr_t>(address) % kTmaAlignment != 0) {
           return ffi::Error::InvalidArgument("the address of buffer " + std::to_string(buffer) +
                                              " is not a multiple of 16");

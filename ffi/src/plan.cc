@@ -9,7 +9,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kVersion = 1;
+constexpr int64_t kVersion = 2;
 constexpr int64_t kMaxGridX = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxGridYZ = 65535;
 constexpr int64_t kMaxClusterSize = 8;  // more is not portable and asks for an attribute
@@ -64,6 +64,7 @@ class Reader {
 TensorMapPlan DecodeTensorMap(Reader& reader) {
   TensorMapPlan map = {};
   map.buffer = reader.NextBuffer();
+  map.offset = reader.Next("tensor map offset", 0, kMaxInt64);
   map.dtype = static_cast<CUtensorMapDataType>(
       reader.Next("tensor map dtype", 0, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32_FTZ));
   map.swizzle = static_cast<CUtensorMapSwizzle>(

@@ -22,6 +22,7 @@ inline constexpr int kMaxRank = 5;
 // A tiled tensor map over one buffer; dimension 0 is contiguous.
 struct TensorMapPlan {
   int buffer;
+  int64_t offset;  // bytes from the buffer's start
   CUtensorMapDataType dtype;
   CUtensorMapSwizzle swizzle;
   int rank;

@@ -66,7 +66,7 @@ class GemmKernel:
         for atom, box, shares in (
             (tma_a, self.spec.a_box, self.spec.cluster_n),
             (tma_b, self.spec.b_box, self.spec.cluster_m),
-            (tma_d, self.spec.d_box, 1),
+            (tma_d, self.spec.epi_box(self.spec.d_dtype), 1),
         ):
             check_box(atom, box, shares)
         self.kernel(tma_a, tma_b, tma_d, walk, k_tiles, tile_counter).launch(

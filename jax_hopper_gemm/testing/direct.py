@@ -94,7 +94,8 @@ class Launch:
 
     def _argument(self, param: TensorMap | Int32 | Pointer) -> Any:
         if isinstance(param, TensorMap):
-            return encode_tensor_map(self.gpu, param, self.buffers[param.buffer].address)
+            address = self.buffers[param.buffer].address + param.offset
+            return encode_tensor_map(self.gpu, param, address)
         if isinstance(param, Pointer):
             return ctypes.c_uint64(self.buffers[param.buffer].address)
         return ctypes.c_int32(param.value)
