@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
-from . import _ops as ops
+from .. import ops
 from .pairs import from_pair
 
 Activation = str | Callable[[jax.Array], jax.Array] | None

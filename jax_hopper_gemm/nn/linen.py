@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from . import _ops as ops
+from .. import ops
 from .layers import Activation, refuse_dot_general
 from .pairs import from_pair
 

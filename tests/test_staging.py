@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from jax_hopper_gemm.fragment import (
+from jax_hopper_gemm.problem import ITEMSIZE
+from jax_hopper_gemm.spec import GemmSpec
+from jax_hopper_gemm.staging import (
     ROWS,
     bank_conflicts,
     fragment_element,
@@ -13,8 +17,6 @@ from jax_hopper_gemm.fragment import (
     stmatrix_row,
     swizzled,
 )
-from jax_hopper_gemm.problem import ITEMSIZE
-from jax_hopper_gemm.spec import GemmSpec
 
 # Staged tiles that kernels have: columns, and the dtype of the result.
 STAGED = [(columns, dtype) for columns in (16, 32, 64) for dtype in ("bfloat16", "float32")]
@@ -96,15 +98,15 @@ def test_swizzle_is_its_own_inverse_and_stays_in_its_row(swizzle):
 
 @pytest.mark.compile
 @pytest.mark.parametrize(("columns", "dtype"), STAGED)
-def test_arithmetic_is_that_of_the_kernels_layouts(columns, dtype):
+def test_arithmetic_is_that_of_the_kernels_layouts(columns, dtype, monkeypatch):
     """The compiler's own layouts of accumulator and staged tile, element by element."""
-    pytest.importorskip("cutlass")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     found = layouts_of_the_compiler(columns, dtype)
     itemsize, swizzle = ITEMSIZE[dtype], swizzle_of(columns, dtype)
     for row in range(ROWS):
         for column in range(columns):
             offset = staged_offset(row, column, itemsize, swizzle)
-            assert found["staged"][row, column] * itemsize == offset
+            assert found["staged"][row, column] == offset
     for thread in range(128):
         for value in range(columns // 2):
             row, column = fragment_element(thread, value)
@@ -112,7 +114,7 @@ def test_arithmetic_is_that_of_the_kernels_layouts(columns, dtype):
 
 
 def layouts_of_the_compiler(columns: int, dtype: str) -> dict[str, dict[tuple[int, int], int]]:
-    """Returns indices into the staged tile by (row, column) and the C tile by (thread, value)."""
+    """Returns bytes into the staged tile by (row, column), indices into C by (thread, value)."""
     import cutlass
     import cutlass.cute as cute
     import cutlass.tensor_utils as tensor_utils
@@ -134,7 +136,12 @@ def layouts_of_the_compiler(columns: int, dtype: str) -> dict[str, dict[tuple[in
         kind = sm90.get_smem_layout_atom(tensor_utils.LayoutEnum.ROW_MAJOR, cute_dtype, columns)
         atom = warpgroup.make_smem_layout_atom(kind, cute_dtype)
         staged = cute.tile_to_shape(atom, (ROWS, columns), order=(0, 1))
-        found["staged"] = indices(staged, ROWS, columns)
+        bits, base, shift = map(int, re.findall(r"\d+", str(staged.inner)))
+        found["staged"] = {
+            at: place ^ (place >> shift & ((1 << bits) - 1) << base)
+            for at, index in indices(staged.outer, ROWS, columns).items()
+            for place in [index * cute_dtype.width // 8]
+        }
         mma = sm90.make_trivial_tiled_mma(
             cutlass.BFloat16, cutlass.BFloat16, cute.nvgpu.OperandMajorMode.K,
             cute.nvgpu.OperandMajorMode.K, cutlass.Float32, (1, 1, 1), (ROWS, columns),
