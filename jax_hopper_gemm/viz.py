@@ -3,8 +3,8 @@
     from jax_hopper_gemm import viz
     viz.draw_shared_memory([spec])
 
-First what is drawn, as data: `shared_memory`, `timeline`. Then the drawings, which need
-matplotlib (extra "notebooks"); each returns its figure.
+First what is shown, as text and data: `graph_lines`, `shared_memory`, `timeline`. Then the
+drawings, which need matplotlib (extra "notebooks"); each returns its figure.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from .dispatch import Device
 from .dispatch.cost import TileCycles, tile_cycles
+from .epilogue import EpilogueGraph
 from .problem import ITEMSIZE, GemmProblem
 from .spec import SMEM_BARRIERS, SMEM_LIMIT, GemmSpec
 from .staging import (
@@ -38,6 +39,19 @@ KIND_COLOURS = {
     "scratch": "#9d4edd",
     "barriers": "#333333",
 }
+
+
+def graph_lines(graph: EpilogueGraph) -> list[str]:
+    """Returns an epilogue as text: what each numbered value is, then the results."""
+    lines = [f"v{i} = accumulator" for i in range(graph.accumulators)]
+    for value in range(graph.accumulators, graph.num_values):
+        if operand := graph.operand(value):
+            lines.append(f"v{value} = {operand.kind} operand, {operand.dtype}")
+        elif node := graph.node(value):
+            arguments = [f"v{argument}" for argument in node.args] + list(map(str, node.params))
+            lines.append(f"v{value} = {node.op}({', '.join(arguments)})")
+    lines += [f"result: {r.kind} of v{r.value}, {r.dtype}" for r in graph.results]
+    return lines
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,21 @@ def test_shared_memory_is_covered_without_gaps(spec: GemmSpec):
     assert end == spec.smem_bytes
 
 
+def test_a_graph_reads_line_by_line():
+    assert viz.graph_lines(FUSED) == [
+        "v0 = accumulator",
+        "v1 = row operand, float32",
+        "v2 = matrix operand, bfloat16",
+        "v3 = add(v0, v1)",
+        "v4 = add(v3, v2)",
+        "result: matrix of v4, bfloat16",
+        "result: matrix of v3, float32",
+        "result: column_sum of v4, float32",
+    ]
+    power = EpilogueGraph(nodes=(Node("integer_pow", (0,), (3,)),), results=(Result("matrix", 1),))
+    assert viz.graph_lines(power)[1] == "v1 = integer_pow(v0, 3)"
+
+
 def test_shared_memory_names_every_buffer():
     names = [part.name for part in viz.shared_memory(KERNELS["fused"])]
     assert len(names) == len(set(names))

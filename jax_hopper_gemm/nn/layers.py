@@ -17,6 +17,8 @@ from .. import ops
 from .pairs import from_pair
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
+Preactivation = Literal["save", "recompute"]
+Implementation = Literal["hopper", "xla"] | None
 
 
 class Linear(nnx.Linear):
@@ -43,16 +45,16 @@ class Linear(nnx.Linear):
         out_features: int,
         *,
         activation: Activation = None,
-        preactivation: Literal["save", "recompute"] = "save",
-        implementation: Literal["hopper", "xla"] | None = None,
+        preactivation: Preactivation = "save",
+        implementation: Implementation = None,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
         refuse_dot_general("Linear", "nnx.Linear", options)
         super().__init__(in_features, out_features, rngs=rngs, **options)
         self.activation = activation
-        self.preactivation = preactivation
-        self.implementation = implementation
+        self.preactivation: Preactivation = preactivation
+        self.implementation: Implementation = implementation
 
     def __call__(self, inputs: Any, out_sharding: Any = None, *, residual: Any = None) -> jax.Array:
         """Returns activation(inputs @ kernel + bias) + residual.
@@ -96,8 +98,8 @@ class GatedLinear(nnx.Module):
         out_features: int,
         *,
         activation: Activation = "silu",
-        preactivation: Literal["save", "recompute"] = "save",
-        implementation: Literal["hopper", "xla"] | None = None,
+        preactivation: Preactivation = "save",
+        implementation: Implementation = None,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
@@ -114,8 +116,8 @@ class GatedLinear(nnx.Module):
         self.promote_dtype = gate.promote_dtype
         self.preferred_element_type = gate.preferred_element_type
         self.activation = activation
-        self.preactivation = preactivation
-        self.implementation = implementation
+        self.preactivation: Preactivation = preactivation
+        self.implementation: Implementation = implementation
 
     def __call__(self, inputs: Any) -> jax.Array:
         """Maps (..., in_features) to (..., out_features)."""
@@ -149,8 +151,8 @@ class MLP(nnx.Module):
         out_features: int | None = None,
         *,
         activation: Activation = "gelu",
-        preactivation: Literal["save", "recompute"] = "save",
-        implementation: Literal["hopper", "xla"] | None = None,
+        preactivation: Preactivation = "save",
+        implementation: Implementation = None,
         down_options: Mapping[str, Any] | None = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -192,8 +194,8 @@ class GatedMLP(nnx.Module):
         *,
         activation: Activation = "silu",
         use_bias: bool = False,
-        preactivation: Literal["save", "recompute"] = "save",
-        implementation: Literal["hopper", "xla"] | None = None,
+        preactivation: Preactivation = "save",
+        implementation: Implementation = None,
         down_options: Mapping[str, Any] | None = None,
         rngs: nnx.Rngs,
         **options: Any,

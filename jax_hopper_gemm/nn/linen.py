@@ -6,14 +6,14 @@ Names of parameters are those of the nnx layers, so `up` and `down` take the par
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from .. import ops
-from .layers import Activation, refuse_dot_general
+from .layers import Activation, Implementation, Preactivation, refuse_dot_general
 from .pairs import from_pair
 
 
@@ -28,8 +28,8 @@ class Dense(nn.Dense):
     """
 
     activation: Activation = None
-    preactivation: Literal["save", "recompute"] = "save"
-    implementation: Literal["hopper", "xla"] | None = None
+    preactivation: Preactivation = "save"
+    implementation: Implementation = None
 
     @nn.compact
     def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
@@ -40,7 +40,8 @@ class Dense(nn.Dense):
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype)
-        x, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        x, kernel, bias = promoted
         return ops.matmul(
             x, kernel, bias=bias, activation=self.activation, residual=residual,
             preactivation=self.preactivation, precision=self.precision,
@@ -59,8 +60,8 @@ class GatedDense(nn.Dense):
     """
 
     activation: Activation = "silu"
-    preactivation: Literal["save", "recompute"] = "save"
-    implementation: Literal["hopper", "xla"] | None = None
+    preactivation: Preactivation = "save"
+    implementation: Implementation = None
 
     @nn.compact
     def __call__(self, inputs: Any) -> jax.Array:
@@ -71,7 +72,8 @@ class GatedDense(nn.Dense):
         bias = None
         if self.use_bias:
             bias = self.param("bias", _pair_of(self.bias_init), shape[1:], self.param_dtype)
-        x, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        x, kernel, bias = promoted
         return ops.gated_linear_unit(
             x, kernel, activation=self.activation, bias=bias, preactivation=self.preactivation,
             precision=self.precision, implementation=self.implementation,
@@ -99,8 +101,8 @@ class MLP(nn.Module):
     kernel_init: Any = nn.Dense.kernel_init
     bias_init: Any = nn.Dense.bias_init
     down_kernel_init: Any = None
-    preactivation: Literal["save", "recompute"] = "save"
-    implementation: Literal["hopper", "xla"] | None = None
+    preactivation: Preactivation = "save"
+    implementation: Implementation = None
 
     @nn.compact
     def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
@@ -128,8 +130,8 @@ class GatedMLP(nn.Module):
     kernel_init: Any = nn.Dense.kernel_init
     bias_init: Any = nn.Dense.bias_init
     down_kernel_init: Any = None
-    preactivation: Literal["save", "recompute"] = "save"
-    implementation: Literal["hopper", "xla"] | None = None
+    preactivation: Preactivation = "save"
+    implementation: Implementation = None
 
     @nn.compact
     def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
