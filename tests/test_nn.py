@@ -332,6 +332,20 @@ def test_a_foreign_dot_general_is_refused_with_the_way_out(make, wanted):
         make()
 
 
+@pytest.mark.parametrize("option", ["implementation", "preactivation"])
+@pytest.mark.parametrize("kind", [nn.MLP, nn.GatedMLP, ours_linen.MLP, ours_linen.GatedMLP])
+def test_options_of_the_product_reach_it(kind: Any, option: str):
+    def call(**options):
+        x = integers((3, 8))
+        if issubclass(kind, nnx.Module):
+            return kind(8, 6, rngs=nnx.Rngs(0), **options)(x)
+        return kind(6, **options).init_with_output(jax.random.key(0), x)
+
+    call(**{option: {"implementation": "xla", "preactivation": "recompute"}[option]})
+    with pytest.raises(ValueError, match=f"{option} is 'nonsense', expected"):
+        call(**{option: "nonsense"})
+
+
 def test_nnx_einsum_takes_our_einsum():
     def make(**options):
         return fill(nnx.Einsum("bti,ihd->bthd", (8, 2, 3), (2, 3), rngs=nnx.Rngs(0), **options))
