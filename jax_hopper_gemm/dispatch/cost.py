@@ -86,6 +86,36 @@ def estimate(
     )
 
 
+@dataclass(frozen=True)
+class TileCycles:
+    """What the estimate is made of, for one CTA among its equals; cycles of one tile.
+
+    Attributes:
+      k_tiles: k-tiles of it.
+      multiply: the tensor cores', for one k-tile.
+      load: in which one k-tile of A and B arrives.
+      epilogue: of one math warpgroup.
+    """
+
+    k_tiles: int
+    multiply: float
+    load: float
+    epilogue: float
+
+
+def tile_cycles(problem: GemmProblem, spec: GemmSpec, device: Device) -> TileCycles:
+    """Returns the parts of `spec`'s expected cost on `problem`."""
+    clusters = _clusters_m(problem, spec) * _clusters_n(problem, spec) * problem.l
+    waves = ceil_div(clusters, max_clusters(spec, device.num_sms))
+    active_sms = ceil_div(clusters, waves) * spec.cluster_size
+    return TileCycles(
+        k_tiles=ceil_div(problem.k, spec.tile_k),
+        multiply=_math_cycles(spec),
+        load=_load_cycles(problem, spec, active_sms),
+        epilogue=_epilogue_cycles(spec),
+    )
+
+
 def _clusters_m(problem: GemmProblem, spec: GemmSpec) -> int:
     return ceil_div(problem.m, spec.tile_m * spec.cluster_m)
 
