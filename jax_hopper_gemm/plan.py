@@ -246,7 +246,11 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | P
             row = operand.kind == "row"
             params.append(
                 _vector_map(
-                    first + i, operand.dtype, p.n if row else p.m, layout.batch_stride, p.l,
+                    first + i,
+                    operand.dtype,
+                    p.n if row else p.m,
+                    layout.batch_stride,
+                    p.l,
                     spec.epi_tile_n if row else EPI_TILE_M,
                 )  # fmt: skip
             )

@@ -16,9 +16,9 @@ from jax_hopper_gemm.dispatch.candidates import (
     tuner_specs,
 )
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.plan import tensor_maps
+from jax_hopper_gemm.plan import TensorMap, make_plan
 from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, violations
+from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, Traversal, violations
 
 TYPES = [
     OperandTypes(*fields)
@@ -119,5 +119,6 @@ def test_every_tuner_candidate_is_legal_and_fills_shared_memory(types):
             512, 512, 512, a_major=types.a_major, b_major=types.b_major,
             ab_dtype=types.ab_dtype, d_dtype=types.d_dtype,
         )  # fmt: skip
-        narrow = [m.buffer for m in tensor_maps(problem, spec)[:2] if m.swizzle < 64]
+        inputs = make_plan(problem, spec, Traversal(), 132).params[:2]
+        narrow = [m.buffer for m in inputs if isinstance(m, TensorMap) and m.swizzle < 64]
         assert narrow == [] or (narrow == [1] and spec.tile_n == 16)
