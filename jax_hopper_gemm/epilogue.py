@@ -240,7 +240,8 @@ def _plane_violations(results: tuple[Result, ...]) -> Iterator[str]:
         expected = None
         if result and result.planes != 1 and result.plane == 0:
             if (result.kind, result.planes) != ("matrix", 2):
-                yield f"result {i} is a {result.kind} in {result.planes} planes; matrices have 1 or 2"
+                came = f"result {i} is a {result.kind} in {result.planes} planes"
+                yield f"{came}; matrices have 1 or 2"
             else:
                 expected = ("matrix", result.dtype, 1, 2)
 

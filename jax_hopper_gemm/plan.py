@@ -45,8 +45,8 @@ class TensorMap:
 
     def encode(self) -> list[int]:
         return [
-            0, self.buffer, self.offset, TENSOR_MAP_DTYPE[self.dtype], TENSOR_MAP_SWIZZLE[self.swizzle],
-            len(self.dims), *self.dims, *self.strides, *self.box,
+            0, self.buffer, self.offset, TENSOR_MAP_DTYPE[self.dtype],
+            TENSOR_MAP_SWIZZLE[self.swizzle], len(self.dims), *self.dims, *self.strides, *self.box,
         ]  # fmt: skip
 
 
@@ -260,7 +260,7 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | P
 def _vector_map(
     buffer: int, dtype: str, extent: int, batch_stride: int, batches: int, box: int
 ) -> TensorMap:
-    """Returns the map over one contiguous vector a matrix of D, of which `box` elements are read."""
+    """Returns the map over one contiguous vector for each matrix of D, read `box` elements a time."""
     stride = _stride_bytes(batch_stride, batches, ITEMSIZE[dtype])
     return TensorMap(buffer, dtype, (extent, batches), (stride,), (box, 1), swizzle=0)
 

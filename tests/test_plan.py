@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.plan import (
     Int32,
     LaunchPlan,
@@ -20,7 +21,6 @@ from jax_hopper_gemm.plan import (
     persistent_clusters,
     result_shapes,
 )
-from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.spec import GemmSpec, Traversal, violations
 from jax_hopper_gemm.walk import make_walk

@@ -1,8 +1,9 @@
 """Sets of kernels in which every pair of legal choices of `GemmSpec` occurs.
 
-One set is of plain products, the other of products with each of `graphs.STANDARD`. Bugs of a kernel sit in single policies and in pairs of them (a schedule with a scheduler, an
-epilogue tile with a result dtype). The whole space has hundreds of thousands of kernels; a
-pairwise covering set has some dozens (https://doi.org/10.1145/1883612.1883618).
+One set is of plain products, the other of products with each of `graphs.STANDARD`. Bugs of a
+kernel sit in single policies and in pairs of them (a schedule with a scheduler, an epilogue tile
+with a result dtype). The whole space has hundreds of thousands of kernels; a pairwise covering
+set has some dozens (https://doi.org/10.1145/1883612.1883618).
 """
 
 from __future__ import annotations
