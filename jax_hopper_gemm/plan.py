@@ -260,7 +260,7 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | P
 def _vector_map(
     buffer: int, dtype: str, extent: int, batch_stride: int, batches: int, box: int
 ) -> TensorMap:
-    """Returns the map over one contiguous vector for each matrix of D, read `box` elements a time."""
+    """Returns the map over one contiguous vector for each matrix of D; a copy reads `box` of it."""
     stride = _stride_bytes(batch_stride, batches, ITEMSIZE[dtype])
     return TensorMap(buffer, dtype, (extent, batches), (stride,), (box, 1), swizzle=0)
 

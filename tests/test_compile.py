@@ -1,9 +1,10 @@
 """Kernels compile without a GPU, and their machine code is what a GEMM on Hopper should be.
 
-Three sets: two in which every pair of policies occurs, without and with epilogues, and the kernels
-that the dispatch table can choose. Of the latter those with bfloat16 operands and result by default,
-all of them with `JAX_HOPPER_GEMM_TEST_ALL_KERNELS=1`; of epilogues one in five, then two. They go through the user's cache, so what
-`python -m jax_hopper_gemm build` made, or a run before, is not compiled again.
+Of the kernels in which every pair of policies occurs the plain ones and one in five of those with
+epilogues; of those that dispatch can choose the plain ones with bfloat16 operands and result and a
+sample of those with epilogues. With `JAX_HOPPER_GEMM_TEST_ALL_KERNELS=1` all plain ones that
+dispatch can choose, and every other one of the pairs with epilogues. They go through the user's
+cache, so what `python -m jax_hopper_gemm build` made, or a run before, is not compiled again.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from jax_hopper_gemm.cubin.elf import read_kernel
 from jax_hopper_gemm.cubin.sass import find_nvdisasm, sass_facts
 from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec
 from jax_hopper_gemm.testing import verified
-from jax_hopper_gemm.testing.graphs import STANDARD
-from jax_hopper_gemm.testing.policies import covering_specs, epilogue_covering_specs
+from jax_hopper_gemm.testing.policies import (
+    chosen_epilogue_specs,
+    covering_specs,
+    epilogue_covering_specs,
+)
 
 try:
     compiler.require_compiler()
@@ -38,13 +42,7 @@ REGISTERS_OF_AN_SM = 65536
 ALL_KERNELS = os.environ.get("JAX_HOPPER_GEMM_TEST_ALL_KERNELS") == "1"
 TABLE = dispatch.table_specs(dispatch.H200, None if ALL_KERNELS else [("bfloat16", "bfloat16")])
 EPILOGUES = epilogue_covering_specs()[:: 2 if ALL_KERNELS else 5]
-# What dispatch chooses for standard epilogues: none may spill, so some of each are compiled.
-CHOSEN = [
-    spec
-    for i, graph in enumerate(STANDARD.values())
-    for spec in dispatch.epilogue_specs(dispatch.H200, [graph], ["bfloat16"])[i % 9 :: 27]
-]
-SPECS = list(dict.fromkeys((*covering_specs(), *EPILOGUES, *CHOSEN, *TABLE)))
+SPECS = list(dict.fromkeys((*covering_specs(), *EPILOGUES, *chosen_epilogue_specs(), *TABLE)))
 VERIFIED = Path(__file__).parent / "gpu" / "verified.json"
 
 

@@ -59,8 +59,8 @@ def random_problem(
 ) -> tuple[GemmProblem, Traversal]:
     """Returns a problem that `spec`'s kernel can run, and an order of tiles.
 
-    Extents go from 1 to `max_extent`, most of them small; batches are separate, interleaved with rows,
-    or share one matrix; strides are any that TMA can address.
+    Extents go from 1 to `max_extent`, most of them small; batches are separate, interleaved with
+    rows, or share one matrix; strides are any that TMA can address.
     """
     m, n, k = (_extent(rng, max_extent) for _ in range(3))
     batches = rng.choice((1, 1, 1, 2, 3, 5))

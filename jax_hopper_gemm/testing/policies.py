@@ -12,6 +12,7 @@ import itertools
 import random
 from functools import cache
 
+from ..dispatch import H200, epilogue_specs
 from ..spec import GemmSpec, violations
 from .graphs import STANDARD
 
@@ -56,6 +57,16 @@ def covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
 def epilogue_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns legal specs with epilogues in which each pair that any such spec has occurs."""
     return _covering(EPILOGUE_CHOICES, seed)
+
+
+@cache
+def chosen_epilogue_specs() -> tuple[GemmSpec, ...]:
+    """Returns a sample of what dispatch chooses for bfloat16 operands and standard epilogues."""
+    return tuple(
+        spec
+        for i, graph in enumerate(STANDARD.values())
+        for spec in epilogue_specs(H200, [graph], ["bfloat16"])[i % 9 :: 27]
+    )
 
 
 def _covering(choices: dict[str, tuple], seed: int) -> tuple[GemmSpec, ...]:

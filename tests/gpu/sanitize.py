@@ -27,7 +27,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="leave out the kernels before")
     arguments = parser.parse_args()
     gpu = Gpu()
-    specs = list(dict.fromkeys((*epilogue_covering_specs(), *covering_specs(), *table_specs(gpu.device))))
+    specs = list(
+        dict.fromkeys((*epilogue_covering_specs(), *covering_specs(), *table_specs(gpu.device)))
+    )
     failures = 0
     chosen = specs[arguments.first :: arguments.every]
     for spec in chosen:

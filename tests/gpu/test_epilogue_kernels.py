@@ -9,9 +9,9 @@ import pytest
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.testing import cases, graphs, outcome, trial
-from jax_hopper_gemm.testing.policies import epilogue_covering_specs
+from jax_hopper_gemm.testing.policies import chosen_epilogue_specs, epilogue_covering_specs
 
-SPECS = epilogue_covering_specs()
+SPECS = list(dict.fromkeys((*epilogue_covering_specs(), *chosen_epilogue_specs())))
 EXACT = [spec for spec in SPECS if graphs.is_exact(spec.graph)]
 FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
 RANDOM_PROBLEMS = 200
