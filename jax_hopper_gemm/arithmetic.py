@@ -117,7 +117,7 @@ class Arithmetic:
         self._split_logistics()
         results = [self.number(result.value) for result in graph.results]
         self.forms = self._choose_forms(self.order(results, through_rows=True))
-        self.kinds: dict[int, OperandKind] = {}
+        self._kinds: dict[int, OperandKind] = {}
 
     def number(self, value: int) -> int:
         """Returns the number of the value that a value of the graph is evaluated as."""
@@ -157,10 +157,10 @@ class Arithmetic:
 
     def varies(self, value: int) -> OperandKind:
         """Returns along which axes of D a value varies, as the kind of an operand that does."""
-        for inner in self.order([value]):
-            if inner not in self.kinds:
-                self.kinds[inner] = self._varies(inner)
-        return self.kinds[value]
+        if value not in self._kinds:
+            for inner in self.order([value]):
+                self._kinds[inner] = self._varies(inner)
+        return self._kinds[value]
 
     def _varies(self, value: int) -> OperandKind:
         node = self._nodes.get(value)
@@ -169,7 +169,7 @@ class Arithmetic:
             return operand.kind if operand else "matrix"
         if node.op in ROW_REDUCTIONS:
             return "column"
-        kinds = {self.kinds[argument] for argument in node.args} - {"scalar"}
+        kinds = {self._kinds[argument] for argument in node.args} - {"scalar"}
         return (kinds or {"scalar"}).pop() if len(kinds) < 2 else "matrix"
 
     # Rewriting: a node of the graph becomes another of the same value.

@@ -52,9 +52,10 @@ class Elements:
     def value(self, number: int, v: Any) -> Any:
         """Returns the value that has `number` in the graph at the v-th element."""
         number = self._arithmetic.number(number)
-        for needed in self._arithmetic.order([number]):
-            if self._key(needed, v) not in self._known:
-                self._known[self._key(needed, v)] = self._computed(needed, v)
+        if self._key(number, v) not in self._known:
+            for needed in self._arithmetic.order([number]):
+                if self._key(needed, v) not in self._known:
+                    self._known[self._key(needed, v)] = self._computed(needed, v)
         return self._known[self._key(number, v)]
 
     def _computed(self, number: int, v: Any) -> Any:

@@ -186,9 +186,7 @@ def sin_or_cos(m, x, quarter_turns):
     reduced = m.where(m.absolute(x) < SIN_COS_LIMIT, m.single(rest), x * 0.0)
     square = reduced * reduced
     cube = square * reduced
-    sine = m.fma(
-        cube, polynomial(m, square, -0.16666655, 8.3321561e-3, -1.9514632e-4), reduced
-    )
+    sine = m.fma(cube, polynomial(m, square, -0.16666655, 8.3321561e-3, -1.9514632e-4), reduced)
     cosine = m.fma(
         square * square,
         polynomial(m, square, 0.041666646, -1.388731e-3, 2.4432413e-5),
