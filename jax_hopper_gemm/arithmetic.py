@@ -299,7 +299,7 @@ class Arithmetic:
             value = self.number(result.value)
             # Of what is stored too, a reduction need not be more exact than the stored numbers.
             if result.kind == "matrix" or value not in stored:
-                precision[value] = max(precision[value], PRECISION[result.dtype])
+                precision[value] = max(precision[value], PRECISION.get(result.dtype, 2))
             factor[value] &= result.kind in _EXACT_UNTIL_SUMMED
         for value in reversed(order):
             node = self._nodes.get(value)

@@ -167,7 +167,7 @@ def _function(node: Node, args: list[Range]) -> Range:
     """Returns the range of a node's values over its arguments' ranges, exactly computed."""
     op = node.op
     if op == "constant":
-        return Range(*[np.float64(node.params[0])] * 3)
+        return Range(*[np.float64(np.float32(node.params[0]))] * 3)
     if op == "convert":
         return Range(*(_rounded(x, node.params[0]) for x in args[0]))
     if op == "integer_pow":
