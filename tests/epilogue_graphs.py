@@ -7,31 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from scipy import special
 
-from jax_hopper_gemm.epilogue import ARITY, EpilogueGraph, Node, Operand, Result
-
-
-class Builder:
-    """Collects nodes: `b.add(1.0, b.tanh(0))` returns the number of the sum."""
-
-    def __init__(self, operands: int = 0):
-        self.operands = (Operand("matrix", "float32"),) * operands
-        self.nodes: list[Node] = []
-
-    def __getattr__(self, op: str) -> Callable[..., int]:
-        def append(*args: int | float, params: tuple = ()) -> int:
-            numbers = tuple(self._number(argument) for argument in args)
-            self.nodes.append(Node(op, numbers, params))
-            return len(self.operands) + len(self.nodes)
-
-        return append
-
-    def _number(self, argument: int | float) -> int:
-        return argument if isinstance(argument, int) else self.constant(params=(argument,))
-
-    def graph(self, *values: int, dtype: str = "bfloat16", kind="matrix") -> EpilogueGraph:
-        results = tuple(Result(kind, value, dtype) for value in values)
-        return EpilogueGraph(1, self.operands, tuple(self.nodes), results)
-
+from jax_hopper_gemm.epilogue import EpilogueGraph
+from jax_hopper_gemm.testing.operations import Builder
 
 SQRT_2_PI, SQRT_HALF = float(np.float32((2 / np.pi) ** 0.5)), float(np.float32(0.5**0.5))
 CUBE = float(np.float32(0.044715))
@@ -134,26 +111,3 @@ def gradient_graph(name: str, dtype: str) -> EpilogueGraph:
     """Returns the graph of its gradient: of the accumulator, times an operand."""
     b = Builder(operands=1)
     return b.graph(GRADIENTS[name](b, 0, 1), dtype=dtype)
-
-
-def operation_graph(op: str, dtype: str, params: tuple = (), operands: int = 0) -> EpilogueGraph:
-    """Returns the graph of one operation of accumulator and operands; truth values select 1 or 0.
-
-    Arguments past the operands are the accumulator too; truth values compare with 0.
-    """
-    b = Builder(operands)
-    given = [i if i <= operands else 0 for i in range(ARITY[op])]
-    if op in ("and", "or", "xor", "not"):
-        found = getattr(b, op)(*(b.gt(argument, 0.0) for argument in given))
-    elif op == "select":
-        found = b.select(b.gt(0, 0.0), *given[1:])
-    else:
-        found = getattr(b, op)(*given, params=params)
-    if op in ("eq", "ne", "lt", "le", "gt", "ge", "is_finite", "and", "or", "xor", "not"):
-        found = b.select(found, 1.0, 0.0)
-    return b.graph(found, dtype=dtype)
-
-
-def parameters_of(op: str) -> tuple:
-    """Returns static parameters for a node of an operation that has some."""
-    return {"integer_pow": (-3,), "convert": ("bfloat16",), "constant": (1.5,)}.get(op, ())

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 from epilogue_graphs import (
     ACTIVATIONS,
-    Builder,
     activation_graph,
-    operation_graph,
-    parameters_of,
 )
 
 from jax_hopper_gemm.arithmetic import arithmetic_of, error_of
@@ -24,14 +21,22 @@ from jax_hopper_gemm.epilogue import (
     Result,
     graph_violations,
 )
+from jax_hopper_gemm.spec import violations
 from jax_hopper_gemm.testing.epilogue import assert_within_bound, evaluate, worst
+from jax_hopper_gemm.testing.operations import (
+    OPERATIONS,
+    Builder,
+    factors_of,
+    operation_graph,
+    operation_specs,
+    parameters_of,
+)
 
 SPECIAL = np.array(
     [0.0, -0.0, 1.0, -1.0, 0.5, 2.5, -2.5, 1e-45, -1e-45, 1.2e-38, 3.4e38, -3.4e38,
      np.inf, -np.inf, np.nan, 88.0, 89.0, -87.0, -110.0, 6.5e4, 7e4],
     np.float32,
 )  # fmt: skip
-OPS = sorted(set(ARITY) - ROW_REDUCTIONS)
 
 
 def numbers(count: int = 3000, seed: int = 0) -> np.ndarray:
@@ -70,7 +75,7 @@ def lax_of(op: str, params: tuple):
     return function
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPERATIONS)
 def test_values_are_those_of_jax_in_float64(op):
     params, count = parameters_of(op), ARITY[op]
     graph = operation_graph(op, "float32", params, operands=min(2, max(0, count - 1)))
@@ -96,7 +101,7 @@ def test_values_are_those_of_jax_in_float64(op):
     assert not np.isnan(bound[0, 0][~np.isnan(expected)]).any()
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPERATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_exact_value_rounded_is_within_its_bound(op, dtype):
     graph = operation_graph(op, dtype, parameters_of(op))
@@ -306,3 +311,21 @@ def test_every_operation_has_an_error_or_is_exact():
     for op in ARITY:
         error = error_of(Node(op, (), parameters_of(op)), "accurate")
         assert (error.relative == 0) == (op in exact), op
+
+
+def test_factors_have_chosen_numbers_for_a_product():
+    x = np.concatenate([numbers(), [np.inf, -np.inf]]).astype(np.float32)
+    x = x[(np.abs(x) > 1e-25) & (np.abs(x) < 1e30) | np.isinf(x) | (x == 0)]
+    exponents = np.arange(-24, 8)
+    a, b = factors_of(x, exponents)
+    with np.errstate(invalid="ignore"):
+        product = a[:, :3].astype(np.float64) @ b[:3].astype(np.float64)
+    np.testing.assert_array_equal(product, x[:, None] * np.exp2(exponents))
+
+
+def test_every_form_of_an_operation_has_a_legal_kernel():
+    specs = operation_specs()
+    assert {name.split("-")[0] for name in specs} == set(OPERATIONS)
+    for name, spec in specs.items():
+        assert violations(spec) == [], name
+    assert {"tanh-approx", "tanh-fast", "tanh-accurate", "exp-fast"} <= set(specs)
