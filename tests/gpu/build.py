@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
+from jax_hopper_gemm.testing.operations import operation_specs
 from jax_hopper_gemm.testing.policies import (
     chosen_epilogue_specs,
     covering_specs,
@@ -35,6 +36,7 @@ def main() -> int:
                 *epilogue_covering_specs(),
                 *chosen_epilogue_specs(),
                 *table_specs(H200),
+                *operation_specs().values(),
             )
         )
     )
