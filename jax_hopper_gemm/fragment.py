@@ -56,7 +56,9 @@ def over_lanes(value: Any, distances: Sequence[int], shuffle: Callable, combine:
     return value
 
 
-def add_columns(sums: Sequence[Any], lane: Any, shuffle: Callable, select: Callable) -> list[Any]:
+def add_columns(
+    sums: Sequence[Any], lane: Any, shuffle: Callable, select: Callable, plus: Callable
+) -> list[Any]:
     """Adds up columns over the lanes that hold them; each lane keeps some, see `kept_columns`.
 
     In each step a lane sends the half that it gives up and keeps the other, so 8 columns take
@@ -69,14 +71,14 @@ def add_columns(sums: Sequence[Any], lane: Any, shuffle: Callable, select: Calla
     kept = list(sums)
     for distance in COLUMN_LANES:
         if len(kept) == 1:
-            kept = [kept[0] + shuffle(kept[0], distance)]
+            kept = [plus(kept[0], shuffle(kept[0], distance))]
             continue
         half = len(kept) // 2
         upper = (lane & distance) != 0
         pairs = list(zip(kept[:half], kept[half:], strict=True))
         sent = [select(upper, low, high) for low, high in pairs]
         kept = [select(upper, high, low) for low, high in pairs]
-        kept = [x + shuffle(y, distance) for x, y in zip(kept, sent, strict=True)]
+        kept = [plus(x, shuffle(y, distance)) for x, y in zip(kept, sent, strict=True)]
     return kept
 
 

@@ -26,6 +26,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32
+from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import select_
 
 from ...fragment import (
@@ -65,7 +66,11 @@ def maximum(x, y):
 
 
 def plus(x, y):
-    return x + y
+    """Returns the sum rounded by itself.
+
+    `x + y` may become a fused multiply-add in one kernel and not in another, and so other bits.
+    """
+    return Float32(nvvm.addf(x.ir_value(), y.ir_value(), rnd=nvvm.FPRoundingMode.RN))
 
 
 def finite_or_zero(largest_value):
@@ -252,7 +257,7 @@ class RowSumExp(Reduction):
         total = None if pair is None else pair[1] * exp(pair[0] - base)
         for value in values:
             term = exp(value - base)
-            total = term if total is None else total + term
+            total = term if total is None else plus(total, term)
         return top, total
 
     def end_rows(self, i_m, place):
@@ -309,11 +314,12 @@ class ColumnSum(Reduction):
 
     def add(self, value, v, i_m, i_n):
         _, column = line_of(v)
-        self.sums[column] = self.sums[column] + value if column in self.sums else value
+        held = self.sums.get(column)
+        self.sums[column] = value if held is None else plus(held, value)
         self.added += 1
         if self.added == self.values:
             sums = [self.sums[i] for i in range(self.columns)]
-            sums = add_columns(sums, self.lane, shuffle, select)
+            sums = add_columns(sums, self.lane, shuffle, select, plus)
             row = self.turn(i_m, i_n) + self.warp * self.spec.epi_tile_n
             for column, partial in zip(self.kept, sums, strict=True):
                 write_scratch(self.scratch, row + column, partial)
@@ -329,7 +335,7 @@ class ColumnSum(Reduction):
         def over_warps():
             rows = [turn + warp * width for warp in range(4)]
             a, b, c, d = (read_scratch(self.scratch, row + self.thread) for row in rows)
-            return (a + b) + (c + d)
+            return plus(plus(a, b), plus(c, d))
 
         column = place.column0 + self.thread
         inside = (self.thread < width) & (place.row0 < place.m) & (column < place.n)
