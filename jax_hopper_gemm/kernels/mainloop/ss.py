@@ -140,19 +140,19 @@ class SharedSharedMainloop:
     def load(self, ring, state, tile_m, tile_n, batch, k_tiles):
         """Loader warp: sends a tile's k-tiles into the ring; returns the next stage's state."""
         tAgA = self.tAgA[None, tile_m, None, batch]
+        tBgBs = tuple(tBgB[None, tile_n, None, batch] for _, tBgB in self.b_parts)
         for k_tile in cutlass.range(k_tiles, unroll=1):
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
             sA = self.tAsA[None, state.index]
             self._copy(self.tma_a, tAgA[None, k_tile], sA, full, self.a_mask)
-            self._load_b(full, state.index, tile_n, k_tile, batch)
+            self._load_b(tBgBs, k_tile, state.index, full)
             state.advance()
         return state
 
-    def _load_b(self, full, stage, tile_n, k_tile, batch):
-        for tma_b, (tBsB, tBgB) in zip(self.tma_bs, self.b_parts, strict=True):
-            source = tBgB[None, tile_n, k_tile, batch]
-            self._copy(tma_b, source, tBsB[None, stage], full, self.b_mask)
+    def _load_b(self, tBgBs, k_tile, stage, full):
+        for tma_b, tBgB, (tBsB, _) in zip(self.tma_bs, tBgBs, self.b_parts, strict=True):
+            self._copy(tma_b, tBgB[None, k_tile], tBsB[None, stage], full, self.b_mask)
 
     def _copy(self, atom, source, target, full, mask):
         if mask is None:
