@@ -144,9 +144,9 @@ class SharedSharedMainloop:
         for k_tile in cutlass.range(k_tiles, unroll=1):
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
+            self._load_b(tBgBs, k_tile, state.index, full)
             sA = self.tAsA[None, state.index]
             self._copy(self.tma_a, tAgA[None, k_tile], sA, full, self.a_mask)
-            self._load_b(tBgBs, k_tile, state.index, full)
             state.advance()
         return state
 
