@@ -98,7 +98,7 @@ class GemmKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta_m, cta_n, _ = cute.arch.block_in_cluster_idx()
 
-        self.epilogue.bind(results, operands, extents)
+        self.epilogue.bind(results, operands, k_tiles, extents)
         if warp == LOADER_WARP:
             self.prefetch((*factors, *self.epilogue.atoms))
 

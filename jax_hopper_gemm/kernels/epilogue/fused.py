@@ -15,6 +15,7 @@ A graph that reads statistics of whole rows goes through a block of 64 rows once
 and a last time to store; its operands are loaded as often.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -99,7 +100,9 @@ class FusedEpilogue:
 
     def check_boxes(self, results, operands, check_box):
         """Calls `check_box(atom, box, 1)` for the tensor maps among the kernel's parameters."""
-        given = zip((*self.graph.results, *self.graph.operands), (*results, *(operands or ())), strict=True)
+        given = zip(
+            (*self.graph.results, *self.graph.operands), (*results, *(operands or ())), strict=True
+        )
         for of, atom in given:
             if of.kind == "matrix":
                 check_box(atom, self.spec.epi_box(of.dtype), 1)
@@ -118,7 +121,7 @@ class FusedEpilogue:
         ]
         self.scratch_turn = turn
 
-    def bind(self, results, operands, extents):
+    def bind(self, results, operands, k_tiles, extents):
         """Takes the kernel's parameters.
 
         Args:
@@ -126,7 +129,7 @@ class FusedEpilogue:
           extents: (M, N) of D if the graph needs them, else None.
         """
         graph = self.graph
-        self.extents = extents
+        self.k_tiles, self.extents = k_tiles, extents
         by_kind = list(zip(graph.results, results, strict=True))
         self.stores = [given for result, given in by_kind if result.kind == "matrix"]
         self.pointers = [given for result, given in by_kind if result.kind != "matrix"]
@@ -211,36 +214,82 @@ class FusedEpilogue:
         Returns:
           `written`, advanced.
         """
-        scalars = dict(zip(self.scalars, scalars, strict=True))
         for reduction in self.reductions:
             reduction.begin_tile()
+        steps = []
         for i_m in range(self.subtiles_m):
-            place = self.place(self.block_m(tile_m, i_m, self.warpgroup), tile_n, batch)
-            before = written + i_m * self.subtiles_n
-            read = before * self.graph.passes
-            known = dict(scalars)
-            for node in self.graph.row_nodes:
-                known[node] = self.row_statistic(node, known, i_m, read, place)
-                read = read + self.subtiles_n
+            steps += self.steps_of_rows(scalars, is_store_warp, written, i_m, tile_m, tile_n, batch)
+        self.run(steps)
+        return written + self.subtiles_m * self.subtiles_n
+
+    def steps_of_rows(self, scalars, is_store_warp, written, i_m, tile_m, tile_n, batch):
+        """Returns what to do with a row block's subtiles, a function each, to be called in order."""
+        known = dict(zip(self.scalars, scalars, strict=True))
+        place = self.place(self.block_m(tile_m, i_m, self.warpgroup), tile_n, batch)
+        before = written + i_m * self.subtiles_n
+        read = before * self.graph.passes
+        steps = []
+        for number in self.graph.row_nodes:
+            rows = self.row_statistics(number)
             for i_n in range(self.subtiles_n):
-                elements = self.elements(known, i_m, i_n, read + i_n)
-                buffer = self.first_buffer + (before + i_n) % self.spec.epi_stages
-                at = self.moved(place, i_n)
-                self.write_subtile(elements, i_m, i_n, buffer, at)
-                if self.needs_barrier:
-                    # One barrier a subtile: the store warp arrives here only after all but the
-                    # newest `epi_stages - 2` groups of stores have been read out, so the next
-                    # buffer is free behind it.
-                    self.barrier.arrive_and_wait()
-                if self.matrices:
-                    row_block = i_m * self.row_blocks + self.first_row_block
-                    subtile = (row_block, i_n, tile_m, tile_n, batch)
-                    self.store_subtile(is_store_warp, buffer, subtile)
-                for reduction in self.reductions:
-                    reduction.end_subtile(i_m, i_n, at)
+                step = partial(self.add_to_rows, rows, number, known, i_m, i_n, read + i_n, place)
+                steps.append(step)
+            read = read + self.subtiles_n
+        for i_n in range(self.subtiles_n):
+            buffer = self.first_buffer + (before + i_n) % self.spec.epi_stages
+            row_block = i_m * self.row_blocks + self.first_row_block
+            subtile = (row_block, i_n, tile_m, tile_n, batch)
+            step = partial(
+                self.finish_subtile,
+                is_store_warp,
+                known,
+                i_m,
+                i_n,
+                read + i_n,
+                place,
+                buffer,
+                subtile,
+            )
+            steps.append(step)
+        return steps
+
+    def run(self, steps):
+        """Calls `steps` in order, and keeps their code in it.
+
+        ptxas would compute all subtiles before it stores the first: stores would start late, and
+        registers run out. It moves nothing over a branch whose condition it cannot know, so each
+        step but the first lies behind one that is always taken. A plain kernel needs none.
+        """
+        if not self.spec.epilogue:
+            for step in steps:
+                step()
+            return
+        steps[0]()
+        if steps[1:]:
+            self.run_behind_branch(steps[1:])
+
+    @cute.jit
+    def run_behind_branch(self, steps: cutlass.Constexpr):
+        if self.k_tiles != -len(steps):
+            self.run(steps)
+
+    def finish_subtile(self, is_store_warp, known, i_m, i_n, count, place, buffer, subtile):
+        """Evaluates a subtile, reduces it and stores it."""
+        elements = self.elements(known, i_m, i_n, count)
+        place = self.moved(place, i_n)
+        self.write_subtile(elements, i_m, i_n, buffer, place)
+        if self.needs_barrier:
+            # One barrier a subtile: the store warp arrives here only after all but the newest
+            # `epi_stages - 2` groups of stores have been read out, so the next buffer is free
+            # behind it.
+            self.barrier.arrive_and_wait()
+        if self.matrices:
+            self.store_subtile(is_store_warp, buffer, subtile)
+        for reduction in self.reductions:
+            reduction.end_subtile(i_m, i_n, place)
+        if i_n == self.subtiles_n - 1:
             for reduction in self.reductions:
                 reduction.end_rows(i_m, place)
-        return written + self.subtiles_m * self.subtiles_n
 
     def elements(self, known, i_m, i_n, count):
         """Returns the values of a thread's subtile (i_m, i_n).
@@ -296,18 +345,22 @@ class FusedEpilogue:
         for matrix in self.matrices:
             matrix.store(buffer, subtile)
 
-    def row_statistic(self, node, known, i_m, count, place):
-        """Returns a row_sum or row_max of a thread's two rows; one pass over the row block."""
-        operation, (argument,) = self.graph.node(node).op, self.graph.node(node).args
-        rows = RowStatistic(operation), RowStatistic(operation)
-        for i_n in range(self.subtiles_n):
-            elements = self.elements(known, i_m, i_n, count + i_n)
-            inside = self.inside(self.moved(place, i_n))
-            for v in range(self.values):
-                value = elements.value(argument, v)
-                row = rows[v // 2 % 2]
-                row.add(self.masked(value, v, inside, False, True, row.identity))
-        return tuple(row.value() for row in rows)
+    def row_statistics(self, number):
+        """Returns what gathers a row_sum or row_max of a thread's two rows."""
+        operation = self.graph.node(number).op
+        return RowStatistic(operation), RowStatistic(operation)
+
+    def add_to_rows(self, rows, number, known, i_m, i_n, count, place):
+        """Adds a subtile to the statistics of its rows; the last one makes them known."""
+        (argument,) = self.graph.node(number).args
+        elements = self.elements(known, i_m, i_n, count)
+        inside = self.inside(self.moved(place, i_n))
+        for v in range(self.values):
+            row = rows[v // 2 % 2]
+            value = elements.value(argument, v)
+            row.add(self.masked(value, v, inside, False, True, row.identity))
+        if i_n == self.subtiles_n - 1:
+            known[number] = tuple(row.value() for row in rows)
 
     def place(self, block_m, tile_n, batch):
         """Returns the place of a row block's first subtile; None if nobody asks."""
