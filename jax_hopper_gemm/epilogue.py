@@ -157,6 +157,17 @@ class EpilogueGraph:
         )
 
     @property
+    def row_nodes(self) -> tuple[int, ...]:
+        """The numbers of the values that are statistics of whole rows."""
+        numbered = enumerate(self.nodes, self.first_node)
+        return tuple(number for number, node in numbered if node.op in ROW_REDUCTIONS)
+
+    @property
+    def passes(self) -> int:
+        """How often a kernel goes over a row: once for each such statistic, once to store."""
+        return len(self.row_nodes) + 1
+
+    @property
     def needs_extents(self) -> bool:
         """Whether the kernel must know M and N: elements outside D count in no reduction."""
         return self.needs_whole_rows or bool(self.reductions)
