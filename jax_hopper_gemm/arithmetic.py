@@ -169,8 +169,11 @@ class Arithmetic:
             return operand.kind if operand else "matrix"
         if node.op in ROW_REDUCTIONS:
             return "column"
-        kinds = {self._kinds[argument] for argument in node.args} - {"scalar"}
-        return (kinds or {"scalar"}).pop() if len(kinds) < 2 else "matrix"
+        kinds: set[OperandKind] = {self._kinds[argument] for argument in node.args}
+        kinds.discard("scalar")
+        if not kinds:
+            return "scalar"
+        return kinds.pop() if len(kinds) == 1 else "matrix"
 
     # Rewriting: a node of the graph becomes another of the same value.
 

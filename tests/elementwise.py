@@ -55,7 +55,8 @@ class Kernel:
         x, y, z, w = inputs
         i = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
         elements = Elements(self.graph, self.read((x, y, z, w), i), lambda v: v, lambda v: v)
-        for r in cutlass.range_constexpr(len(self.graph.results)):
+        results = len(self.graph.results)
+        for r in cutlass.range_constexpr(results):  # pyright: ignore[reportPrivateImportUsage]
             number = self.graph.results[r].value
             outputs[r][i] = elements.value(number, 0)
 

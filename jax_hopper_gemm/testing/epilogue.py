@@ -77,14 +77,14 @@ def evaluate(
     graph: EpilogueGraph,
     accumulators: Sequence[np.ndarray],
     operands: Sequence[np.ndarray],
-    acc_error: Sequence[np.ndarray | float] | np.ndarray | float = 0.0,
+    acc_error: list[np.ndarray] | np.ndarray | float = 0.0,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns each result in float64, and how far a kernel's may be from it.
 
     Args:
       accumulators: one (L, M, N) array in float64 for each of the graph's, exact.
       operands: one array for each of the graph's, which broadcasts to (L, M, N).
-      acc_error: the largest error of each element of the accumulators.
+      acc_error: the largest error of each element of the accumulators; a list has one for each.
 
     Returns:
       (value, bound) for each result in turn, of what the partial results of a kernel add up to:
@@ -92,7 +92,7 @@ def evaluate(
       top_k_indices (L, M, k), where an index has bound 0 if it is certain, else infinite; and
       for row_sumexp two pairs, the largest and the sum, (L, M) each. A NaN must be a NaN.
     """
-    errors = acc_error if isinstance(acc_error, list | tuple) else [acc_error] * 2
+    errors = acc_error if isinstance(acc_error, list) else [acc_error] * 2
     shape = np.shape(accumulators[0])
     arithmetic = arithmetic_of(graph)
     ranges: dict[int, Range] = {}
@@ -101,7 +101,7 @@ def evaluate(
             exact = np.asarray(array, np.float64)
             ranges[i] = _float32(Range(exact, exact - errors[i], exact + errors[i]))
         for i, array in enumerate(operands, graph.accumulators):
-            ranges[i] = Range(*[np.asarray(array, np.float64)] * 3)
+            ranges[i] = _point(array)
         results = [arithmetic.number(result.value) for result in graph.results]
         for value in arithmetic.order(results, through_rows=True):
             if value not in ranges:
@@ -167,7 +167,7 @@ def _function(node: Node, args: list[Range]) -> Range:
     """Returns the range of a node's values over its arguments' ranges, exactly computed."""
     op = node.op
     if op == "constant":
-        return Range(*[np.float64(np.float32(node.params[0]))] * 3)
+        return _point(np.float32(node.params[0]))
     if op == "convert":
         return Range(*(_rounded(x, node.params[0]) for x in args[0]))
     if op == "integer_pow":
@@ -229,7 +229,7 @@ def _integer_pow(x: Range, exponent: int) -> Range:
         # The power comes first, in float32; then it divides 1.
         power = Node("integer_pow", (0,), (-exponent,))
         return _quotients(
-            Range(*[np.float64(1)] * 3),
+            _point(1.0),
             _widened(_integer_pow(x, -exponent), error_of(power, "accurate"), [x]),
         )
     base = _absolute(x) if exponent % 2 == 0 else x
@@ -330,6 +330,10 @@ GENERAL: dict[str, Callable[..., Range]] = {
     "not": _not,
     "select": _select,
 }
+
+
+def _point(x: np.ndarray | np.floating | float) -> Range:
+    return Range(*[np.asarray(x, np.float64)] * 3)
 
 
 def _anything(x: Range, where: np.ndarray) -> Range:

@@ -42,8 +42,8 @@ class Builder:
     def _number(self, argument: int | float) -> int:
         return argument if isinstance(argument, int) else self.constant(params=(argument,))
 
-    def graph(self, *values: int, dtype: str = "bfloat16", kind="matrix") -> EpilogueGraph:
-        results = tuple(Result(kind, value, dtype) for value in values)
+    def graph(self, *values: int, dtype: str = "bfloat16") -> EpilogueGraph:
+        results = tuple(Result("matrix", value, dtype) for value in values)
         return EpilogueGraph(1, self.operands, tuple(self.nodes), results)
 
 

@@ -13,7 +13,7 @@ from jax_hopper_gemm.testing.operations import factors_of, operation_specs, prob
 SPECS = operation_specs()
 M, N = 16384, 64
 EXPONENTS = np.arange(N) - 48  # of the columns: numbers down to 2**-49 and up to 2**16
-SPECIAL = np.float32([0, np.inf, -np.inf, np.nan, 1, -1, 2.5, -2.5, 88, -88])
+SPECIAL = np.array([0, np.inf, -np.inf, np.nan, 1, -1, 2.5, -2.5, 88, -88], np.float32)
 
 
 def accumulators(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -10,7 +10,8 @@ form's error says so, a result under 2**-126 may come out as 0.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -258,7 +259,7 @@ APPROX: dict[str, Callable] = {"tanh": lambda m, x: m.tanh_approx(x)}
 GPU = Gpu()
 
 
-def evaluate(node: Node, form: str, arguments, machine=GPU):
+def evaluate(node: Node, form: str, arguments: Sequence[Any], machine: Any = GPU) -> Any:
     """Returns the value of a node in a form of `arithmetic.Form`, of its arguments' values."""
     table = {"accurate": FUNCTIONS, "fast": FAST, "approx": APPROX}[form]
     return table[node.op](machine, *arguments, *node.params)
