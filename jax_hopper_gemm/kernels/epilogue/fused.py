@@ -30,6 +30,7 @@ from .operands import OperandRing
 from .reductions import RowStatistic, make_reductions
 from .staged import StagedMatrix, copy_by_accumulator
 
+MAX_BRANCHES = 16  # one within the other; each takes a dozen frames of Python's stack
 WARPGROUP_BARRIER = 1  # named barriers 1, 2, ...: one a math warpgroup; 0 is the CTA's
 
 
@@ -223,7 +224,7 @@ class FusedEpilogue:
         return written + self.subtiles_m * self.subtiles_n
 
     def steps_of_rows(self, scalars, is_store_warp, written, i_m, tile_m, tile_n, batch):
-        """Returns what to do with a row block's subtiles, a function each, to be called in order."""
+        """Returns what to do with a row block's subtiles: functions to be called in order."""
         known = dict(zip(self.scalars, scalars, strict=True))
         place = self.place(self.block_m(tile_m, i_m, self.warpgroup), tile_n, batch)
         before = written + i_m * self.subtiles_n
@@ -257,21 +258,24 @@ class FusedEpilogue:
         """Calls `steps` in order, and keeps their code in it.
 
         ptxas would compute all subtiles before it stores the first: stores would start late, and
-        registers run out. It moves nothing over a branch whose condition it cannot know, so each
-        step but the first lies behind one that is always taken. A plain kernel needs none.
+        registers run out. It moves nothing over a branch whose condition it cannot know, so what
+        follows a step lies behind one that is always taken. A plain kernel needs none.
         """
-        if not self.spec.epilogue:
-            for step in steps:
-                step()
-            return
-        steps[0]()
-        if steps[1:]:
-            self.run_behind_branch(steps[1:])
+        together = -(-len(steps) // MAX_BRANCHES) if self.spec.epilogue else len(steps)
+        self.run_together(steps[:together])
+        if steps[together:]:
+            self.run_behind_branches(steps[together:], together)
 
     @cute.jit
-    def run_behind_branch(self, steps: cutlass.Constexpr):
+    def run_behind_branches(self, steps: cutlass.Constexpr, together: cutlass.Constexpr):
         if self.k_tiles != -len(steps):
-            self.run(steps)
+            self.run_together(steps[:together])
+            if cutlass.const_expr(len(steps) > together):
+                self.run_behind_branches(steps[together:], together)
+
+    def run_together(self, steps):
+        for step in steps:
+            step()
 
     def finish_subtile(self, is_store_warp, known, i_m, i_n, count, place, buffer, subtile):
         """Evaluates a subtile, reduces it and stores it."""
