@@ -56,8 +56,8 @@ def shuffle(value, distance):
 
 
 def select(condition, x, y):
-    """Returns x where the condition holds, else y: numbers of x's type."""
-    return type(x)(select_(condition, x, y))
+    """Returns x where the condition holds, else y: numbers of y's type."""
+    return type(y)(select_(condition, x, y))
 
 
 def maximum(x, y):
@@ -70,13 +70,13 @@ def plus(x, y):
 
     `x + y` may become a fused multiply-add in one kernel and not in another, and so other bits.
     """
-    return Float32(nvvm.addf(x.ir_value(), y.ir_value(), rnd=nvvm.FPRoundingMode.RN))
+    return Float32(nvvm.addf(Float32(x).ir_value(), Float32(y).ir_value(), rnd=nvvm.FPRoundingMode.RN))
 
 
 def finite_or_zero(largest_value):
     """Returns what to subtract before `exp`: an infinity minus itself would be NaN."""
-    infinite = cute.arch.fmax(largest_value, -largest_value) == math.inf
-    return select(infinite, Float32(0.0), largest_value)
+    infinite = maximum(largest_value, -largest_value) == math.inf
+    return select(infinite, as_float(0.0), largest_value)
 
 
 def exp(x):
@@ -84,8 +84,12 @@ def exp(x):
     return cute.math.exp2(x * LOG2_E, fastmath=True)
 
 
+def as_float(x):
+    return Float32(x)
+
+
 def float_bits(x):
-    return x.bitcast(Int32)
+    return Float32(x).bitcast(Int32)
 
 
 def float_of(bits):
@@ -142,8 +146,8 @@ class Reduction:
         self.pointer = pointer
         self.warpgroup = warpgroup
         self.thread = thread
-        self.warp, self.lane = thread // 32, thread % 32
-        self.quad, self.quad_lane = self.lane // 4, self.lane % 4
+        self.warp, self.lane = thread >> 5, thread & 31
+        self.quad, self.quad_lane = self.lane >> 2, self.lane & 3
         self.scratch = scratch
 
     def begin_tile(self):
@@ -193,9 +197,8 @@ class RowFold(Reduction):
 class RowStatistic:
     """The sum or largest value of one row, for nodes of a graph whose rows fit a tile.
 
-    Of a thread's two rows of a block each wants one. `add` takes the thread's values of the row,
-    those outside of D replaced by `identity`, in the order of columns; `value` returns the
-    statistic, to all lanes of the quad.
+    Of a thread's two rows of a block each wants one. `add` takes the thread's values of the row in
+    the order of columns; `value` returns the statistic, to all lanes of the quad.
     """
 
     COMBINE = {"row_sum": plus, "row_max": maximum}
@@ -206,8 +209,17 @@ class RowStatistic:
         self.identity = self.IDENTITY[operation]
         self.so_far = None
 
-    def add(self, value):
-        self.so_far = value if self.so_far is None else self.combine(self.so_far, value)
+    def add(self, value, counts=None):
+        """Takes a value; `counts` says whether it lies in D, None that it does or is `identity`.
+
+        A conditional addition holds fewer registers than one of a masked value: that the compiler
+        computes long before it is added.
+        """
+        first = self.so_far is None
+        after = value if first else self.combine(self.so_far, value)
+        if counts is not None:
+            after = select(counts, after, as_float(self.identity) if first else self.so_far)
+        self.so_far = after
 
     def value(self):
         return over_lanes(self.so_far, ROW_LANES, shuffle, self.combine)
@@ -283,8 +295,8 @@ class Max(Reduction):
 
     def end_rows(self, i_m, place):
         found = over_lanes(maximum(*self.so_far), WARP_LANES, shuffle, maximum)
-        block = place.row0 // 16 + self.warp
-        blocks = (place.m + 15) // 16
+        block = (place.row0 >> 4) + self.warp
+        blocks = (place.m + 15) >> 4
         at = (place.batch * blocks + block) * place.tiles_n + place.tile_n
         inside = (block < blocks) & (place.tile_n < place.tiles_n) & (self.lane == 0)
         write_where(inside, self.pointer, at, lambda: found)
@@ -339,8 +351,8 @@ class ColumnSum(Reduction):
 
         column = place.column0 + self.thread
         inside = (self.thread < width) & (place.row0 < place.m) & (column < place.n)
-        blocks = (place.m + EPI_TILE_M - 1) // EPI_TILE_M
-        at = (place.batch * blocks + place.row0 // EPI_TILE_M) * place.n + column
+        blocks = (place.m + 63) >> 6
+        at = (place.batch * blocks + (place.row0 >> 6)) * place.n + column
         write_where(inside, self.pointer, at, over_warps)
         if self.subtiles_m * self.subtiles_n % 2:
             if (i_m, i_n) == (self.subtiles_m - 1, self.subtiles_n - 1):
