@@ -53,7 +53,9 @@ class Scratch:
     A place's `epoch` is that of its last write, `read` that of its last read; barriers count up.
     """
 
-    def __init__(self, size):
+    def __init__(self, columns):
+        size = 2 * 4 * columns
+        self.columns = columns
         self.words = np.full(size, np.nan, np.float32)
         self.written = np.full(size, -1)
         self.read = np.full(size, -1)
@@ -132,8 +134,7 @@ def run(module, spec: GemmSpec, x: np.ndarray) -> list[np.ndarray]:
     for group in range(groups):
         objects = module.make_reductions(spec)
         for thing, memory in zip(objects, memories, strict=True):
-            scratch = Scratch(8 * spec.epi_tile_n)
-            scratch.columns = spec.epi_tile_n
+            scratch = Scratch(spec.epi_tile_n)
             thing.partition(memory, group, THREADS, scratch)
             thing.barrier = SimpleNamespace(arrive_and_wait=scratch.barrier)
         # A cluster of two along both axes may reach past D by a tile.
