@@ -70,7 +70,9 @@ def plus(x, y):
 
     `x + y` may become a fused multiply-add in one kernel and not in another, and so other bits.
     """
-    return Float32(nvvm.addf(Float32(x).ir_value(), Float32(y).ir_value(), rnd=nvvm.FPRoundingMode.RN))
+    return Float32(
+        nvvm.addf(Float32(x).ir_value(), Float32(y).ir_value(), rnd=nvvm.FPRoundingMode.RN)
+    )
 
 
 def finite_or_zero(largest_value):
@@ -266,7 +268,10 @@ class RowSumExp(Reduction):
         if pair is not None:
             top = maximum(top, pair[0])
         base = finite_or_zero(top)
-        total = None if pair is None else pair[1] * exp(pair[0] - base)
+        total = None
+        if pair is not None:
+            # Exactly 1 where nothing changed, be it infinite; below 1 elsewhere, so 0 stays 0.
+            total = pair[1] * select(pair[0] == top, as_float(1.0), exp(pair[0] - top))
         for value in values:
             term = exp(value - base)
             total = term if total is None else plus(total, term)
@@ -429,7 +434,7 @@ class TopK(Reduction):
             taken[word, of_two] = new
         row = self.row(place, of_two)
         at = (place.batch * place.m + row) * self.result.k + round_
-        inside = row < place.m
+        inside = (row < place.m) & (place.tile_n == 0)  # a cluster may reach past D
         if self.value_pointer is not None:
             mine = inside & (self.quad_lane == 0)
             write_where(mine, self.value_pointer, at, lambda: float_of(order_key(key)))
