@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal
 
-from ..epilogue import EpilogueGraph
+from ..epilogue import ROW_REDUCTIONS, EpilogueGraph
 from ..problem import ITEMSIZE, GemmProblem
 from ..spec import GemmSpec, Traversal
 from .candidates import (
@@ -258,7 +258,8 @@ def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decisi
 def _two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
     """Returns why XLA's product and then its epilogue are expected to be faster, if they are.
 
-    XLA's product is taken to be as fast as our plain one, its epilogue to move each byte once.
+    XLA's product is taken to be as fast as our plain one, its epilogue to move each byte once,
+    with a kernel more for each reduction.
     """
     p = problem
     plain = replace(p, n=p.n * p.graph.accumulators, epilogue=None, operands=(), up_offset=None)
@@ -267,7 +268,9 @@ def _two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) 
         return None
     elements = p.l * p.m * p.n
     moved = elements * (p.element_bytes + p.graph.accumulators * ITEMSIZE[p.d_dtype])
-    two_steps = best[0].ns + LAUNCH_NS + moved / MEMORY_BYTES_PER_NS
+    statistics = sum(node.op in ROW_REDUCTIONS for node in p.graph.nodes)
+    kernels = 1 + statistics + len(p.graph.reductions)
+    two_steps = best[0].ns + kernels * LAUNCH_NS + moved / MEMORY_BYTES_PER_NS
     if cost.ns <= two_steps:
         return None
     return (
