@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def problem_of(name: str, m=4096, n=4096, k=4096, batches=1) -> GemmProblem:
     return replace(problem, epilogue=graph, operands=operands)
 
 
-def entry(plain: GemmProblem, *, prefer="kernel", kernel_us=170.0, xla_us=175.0, **changes):
+def entry(plain: GemmProblem, *, prefer: Any = "kernel", kernel_us=170.0, xla_us=175.0, **changes):
     spec = GemmSpec(plain.ab_dtype, plain.d_dtype, plain.a.major, plain.b.major, 128, 256)
     return Entry(
         Key.of(plain), prefer, replace(spec, **{"cluster_m": 2} | changes), Traversal("n", 4),
