@@ -263,16 +263,18 @@ def _predicate_arguments(node: Node) -> tuple[bool, ...]:
     return (node.op in LOGIC,) * len(node.args)
 
 
-# What an epilogue takes of a math thread's registers: conservative figures, in one place.
-IN_FLIGHT = 4  # elements that the compiler evaluates side by side
+# What an epilogue takes of a math thread's registers, in one place: to be calibrated by compiling
+# kernels at the limits and looking for spills.
+IN_FLIGHT = 2  # elements that the compiler evaluates side by side
 TEMPORARIES = {  # registers that an operation takes besides arguments and result; others none
     "erf": 4, "erfc": 6, "pow": 6, "sin": 6, "cos": 6, "log1p": 3, "expm1": 3, "log": 2, "div": 2,
     "tanh": 2, "logistic": 2,
 }  # fmt: skip
 REGISTERS_PER_LOADED = 4  # addresses and coordinates of an operand that TMA loads
 REGISTERS_PER_MATRIX = 4  # the same of a matrix of results after the first
-REDUCTION_REGISTERS = {"row_sum": 2, "row_max": 2, "row_sumexp": 6, "max": 2}  # a row block
-REGISTERS_PER_K = 2  # top-k of a row: value and column
+REDUCTION_REGISTERS = {"row_sum": 10, "row_max": 6, "row_sumexp": 24, "max": 2}
+REGISTERS_PER_STATISTIC = 8  # of a whole row, in a pass of its own
+REGISTERS_PER_SELECTION = 4, 48  # top-k of a row of accumulators, of computed values
 
 
 @lru_cache(maxsize=1024)
@@ -298,19 +300,29 @@ def epilogue_registers(graph: EpilogueGraph, epi_tile_n: int) -> int:
         worst = max(worst, alive + TEMPORARIES.get(node.op, 0))
         ending = {a for a in node.args if last_use[a] == value and graph.operand(a) is None}
         alive -= sum(along[a] == (True, True) and a >= graph.first_node for a in ending)
-    loaded = sum(operand.kind == "matrix" for operand in graph.operands)
-    registers += IN_FLIGHT * (worst + loaded)
-    registers += REGISTERS_PER_LOADED * len(graph.loaded)
-    for result in graph.matrices[1:]:
-        registers += REGISTERS_PER_MATRIX + columns * (2 if result.dtype == "float32" else 1)
+    registers += IN_FLIGHT * worst + REGISTERS_PER_LOADED * len(graph.loaded)
+    for operand in graph.operands:
+        if operand.kind == "matrix":
+            registers += _tile_registers(operand.dtype, epi_tile_n)
+    for i, result in enumerate(graph.matrices):
+        computed = result.value >= graph.accumulators
+        if i or (computed and result.dtype == "float32"):
+            registers += _tile_registers(result.dtype, epi_tile_n)
+        registers += REGISTERS_PER_MATRIX if i else 0
     for result in graph.reductions:
         if result.kind == "column_sum":
             registers += columns
         elif result.kind == "top_k_values":
-            registers += REGISTERS_PER_K * result.k
+            registers += REGISTERS_PER_SELECTION[result.value >= graph.accumulators]
         else:
             registers += REDUCTION_REGISTERS.get(result.kind, 0)
-    return registers
+    statistics = sum(node.op in ROW_REDUCTIONS for node in graph.nodes)
+    return registers + REGISTERS_PER_STATISTIC * statistics
+
+
+def _tile_registers(dtype: str, epi_tile_n: int) -> int:
+    """Returns the registers of a thread's elements of an epilogue tile."""
+    return epi_tile_n // (2 if dtype == "float32" else 4)
 
 
 def variation(graph: EpilogueGraph) -> list[tuple[bool, bool]]:

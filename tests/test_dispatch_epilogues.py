@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def problem_of(name: str, m=4096, n=4096, k=4096, batches=1) -> GemmProblem:
     return replace(problem, epilogue=graph, operands=operands)
 
 
-def entry(plain: GemmProblem, *, prefer="kernel", kernel_us=170.0, xla_us=175.0, **changes):
+def entry(plain: GemmProblem, *, prefer: Any = "kernel", kernel_us=170.0, xla_us=175.0, **changes):
     spec = GemmSpec(plain.ab_dtype, plain.d_dtype, plain.a.major, plain.b.major, 128, 256)
     return Entry(
         Key.of(plain), prefer, replace(spec, **{"cluster_m": 2} | changes), Traversal("n", 4),
@@ -62,7 +63,7 @@ def test_choices_are_legal_buildable_and_the_same_again():
     for name in STANDARD:
         buildable = set(epilogue_specs(H200, [STANDARD[name]], ["bfloat16"]))
         for _ in range(25):
-            n = 16 * random.randint(1, 16 if STANDARD[name].needs_whole_rows else 500)
+            n = 16 * random.randint(1, 12 if STANDARD[name].needs_whole_rows else 500)
             problem = problem_of(name, random.randint(1, 9000), n, 8 * random.randint(8, 900))
             if problem_violations(problem):
                 continue
@@ -130,18 +131,29 @@ def test_rules_for_xla_hold_for_epilogues_and_say_so():
     assert "D is 8x4096" in decision.reason and "epilogue goes there" in decision.reason
 
 
-def test_an_epilogue_that_fits_no_kernel_goes_to_xla_with_the_reason():
+def sum_of_products(count: int) -> GemmProblem:
+    """Returns a problem whose epilogue holds `count` values at once."""
     build = graphs.Builder()
-    for i in range(60):
-        build("mul", 0, float(i))
-    products = list(range(2, 2 + 2 * 60, 2))
+    products = [build("mul", 0, float(i)) for i in range(count)]
     total = products[0]
     for value in products[1:]:
         total = build("add", total, value)
     build.result(total, "bfloat16")
-    problem = replace(GemmProblem.dense(4096, 4096, 4096), epilogue=build.graph())
-    decision = choose(problem, H200, kernel_only=True)
+    return replace(GemmProblem.dense(4096, 4096, 4096), epilogue=build.graph())
+
+
+def test_an_epilogue_that_fits_no_kernel_goes_to_xla_with_the_reason():
+    decision = choose(sum_of_products(120), H200, kernel_only=True)
     assert decision.spec is None and "registers" in decision.reason
+
+
+def test_an_epilogue_that_leaves_room_for_small_tiles_only_goes_to_xla():
+    problem = sum_of_products(60)
+    decision = choose(problem, H200)
+    assert decision.spec is None and "XLA's product and a pass over its result" in decision.reason
+    forced = choose(problem, H200, kernel_only=True).spec
+    assert forced is not None and forced.acc_registers <= 64
+    assert choose(sum_of_products(6), H200).spec is not None
 
 
 def test_other_gpus_have_no_epilogue_kernels():

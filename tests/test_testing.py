@@ -803,10 +803,11 @@ def test_gate_and_up_are_found_in_one_array_and_in_two():
     for m in range(16):
         problem = cases.padded(spec, m + 1, 64, 64, 2)
         inputs = cases.integer_inputs(problem, 0)
-        assert not np.array_equal(*inputs.b)
+        gate, up = inputs.b
+        assert not np.array_equal(gate, up)
         for places in reference.input_places(problem)[1:]:
-            gate, *up = (set(place.view(np.arange(10**6)).ravel()) for place in places)
-            assert not any(gate & other for other in up)
+            first, *others = (set(place.view(np.arange(10**6)).ravel()) for place in places)
+            assert not any(first & other for other in others)
 
 
 def test_random_problems_can_run_and_vary():

@@ -105,10 +105,15 @@ MODEL_CONFIGS = (
 )
 
 
-@lru_cache(maxsize=64)
+# Rows that must fit a tile, with fewer accumulators than the widest tiles have.
+WHOLE_ROW_CONFIGS = (Config(64, 192), Config(128, 192, cluster_m=2))
+
+
+@lru_cache(maxsize=1024)
 def model_specs(types: OperandTypes) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the cost model chooses among."""
-    return _legal(MODEL_CONFIGS, types)
+    whole_rows = types.epilogue is not None and types.epilogue.needs_whole_rows
+    return _legal(MODEL_CONFIGS + (WHOLE_ROW_CONFIGS if whole_rows else ()), types)
 
 
 @lru_cache(maxsize=64)

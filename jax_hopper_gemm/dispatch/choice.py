@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal
 
-from ..epilogue import EpilogueGraph
+from ..epilogue import ROW_REDUCTIONS, EpilogueGraph
 from ..problem import ITEMSIZE, GemmProblem
 from ..spec import GemmSpec, Traversal
 from .candidates import (
@@ -31,7 +31,7 @@ from .candidates import (
     tuner_specs,
     worthwhile,
 )
-from .cost import MEMORY_BYTES_PER_NS, Estimate, best_traversal, estimate
+from .cost import LAUNCH_NS, MEMORY_BYTES_PER_NS, Estimate, best_traversal, estimate
 from .device import Device
 from .legality import (
     AB_DTYPES,
@@ -245,12 +245,38 @@ def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decisi
             if reason := prefers_xla(problem, cost, device):
                 also = "; the epilogue goes there with it" if problem.epilogue else ""
                 return Decision(None, None, reason + also, "model")
+        if problem.epilogue and (reason := _two_steps_are_faster(problem, cost, device)):
+            return Decision(None, None, reason, "model")
     reason = (
         f"expected {cost.ns / 1e3:.1f} us, bound by {cost.bound}: {cost.tiles} tiles of "
         f"{spec.tile_m}x{spec.d_tile_n} in {cost.waves} {'wave' if cost.waves == 1 else 'waves'}, "
         f"{cost.occupancy:.0%} full"
     )
     return Decision(spec, traversal, reason, "model")
+
+
+def _two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
+    """Returns why XLA's product and then its epilogue are expected to be faster, if they are.
+
+    XLA's product is taken to be as fast as our plain one, its epilogue to move each byte once,
+    with a kernel more for each reduction.
+    """
+    p = problem
+    plain = replace(p, n=p.n * p.graph.accumulators, epilogue=None, operands=(), up_offset=None)
+    best, _ = _best(plain, device)
+    if best is None:
+        return None
+    elements = p.l * p.m * p.n
+    moved = elements * (p.element_bytes + p.graph.accumulators * ITEMSIZE[p.d_dtype])
+    statistics = sum(node.op in ROW_REDUCTIONS for node in p.graph.nodes)
+    kernels = 1 + statistics + len(p.graph.reductions)
+    two_steps = best[0].ns + kernels * LAUNCH_NS + moved / MEMORY_BYTES_PER_NS
+    if cost.ns <= two_steps:
+        return None
+    return (
+        f"with the epilogue our best kernel is expected to take {cost.ns / 1e3:.1f} us, XLA's "
+        f"product and a pass over its result {two_steps / 1e3:.1f} us"
+    )
 
 
 class _UserTables:
