@@ -154,7 +154,9 @@ class _Maker:
     def leaf(self) -> Tree:
         """Returns an operand, or an expression of one."""
         labels = self.rng.choice(["", "n", "m", "mn", self.out, self.out.replace("m", "")])
-        dtypes = ["bfloat16", "float32"] if not labels else ["bfloat16", "float32", "bool", "float16"]
+        dtypes = (
+            ["bfloat16", "float32"] if not labels else ["bfloat16", "float32", "bool", "float16"]
+        )
         dtype = self.rng.choice(dtypes)
         self.operands.append((labels, dtype))
         number = len(self.operands)
@@ -162,9 +164,13 @@ class _Maker:
         if dtype == "float32" and self.rng.random() < 0.3:
             name, f = self.rng.choice(sorted(_UNARY.items(), key=lambda item: item[0]))
             return (lambda leaves: f(leaves[number])), f"{name}({text})"
-        if dtype == "bfloat16" and self.rng.random() < 0.3:
-            return (lambda leaves: leaves[number] * 3), f"3 * {text}"
-        return (lambda leaves: leaves[number]), text
+        if dtype in ("bool", "float32"):
+            return (lambda leaves: leaves[number]), text
+        # Of 16-bit arithmetic, what has one right answer.
+        factor = self.rng.choice((1, 1, 3))
+        return (
+            lambda leaves: (leaves[number] * factor).astype(leaves[0].dtype)
+        ), f"{factor} {text}"
 
     def result(self, tree: Tree) -> Tree:
         x, text = tree

@@ -151,7 +151,15 @@ def _one_minus_square(b: Builder, args: Sequence[int], *_: Any) -> int:
     return b.node("mul", b.node("add", one, x), b.node("sub", one, x))
 
 
-# Operations that are nodes of the same name; "is_finite" and comparisons give truth values.
+def _polynomial(b: Builder, args: Sequence[int], dtypes: Sequence[str], *_: Any) -> int:
+    x, *coefficients = args  # of x**0 first
+    value = coefficients[-1]
+    for coefficient in reversed(coefficients[:-1]):
+        value = b.node("add", coefficient, b.node("mul", x, value))
+    return value
+
+
+# Operations that are nodes of the same name.
 _PLAIN = (
     "neg", "abs", "sign", "square", "floor", "ceil", "exp", "exp2", "expm1", "log", "log1p",
     "sqrt", "rsqrt", "tanh", "logistic", "erf", "erfc", "sin", "cos", "add", "sub", "mul", "div",
@@ -171,6 +179,7 @@ _RULES: dict[str, Rule] = {
     "integer_pow": _integer_pow,
     "round": _round,
     "one_minus_square": _one_minus_square,
+    "polynomial": _polynomial,
 }
 # Operations whose result on 16-bit floats is one, and a conversion, which rounds by itself.
 _EXACT = frozenset(
