@@ -1,8 +1,4 @@
-"""Random epilogues, and what an `EpilogueGraph` means: evaluated in float32, or with error bounds.
-
-`interpret` runs a graph operation by operation in float32, as its jaxpr would run. `enclose`
-computes in float64 an interval around everything that a kernel may answer.
-"""
+"""Random epilogues, their gradients, and what a `Fusion` computes, operation by operation."""
 
 from __future__ import annotations
 
@@ -37,6 +33,25 @@ class RandomFunction:
     def random_operands(self, rng: random.Random, extents: Mapping[str, int]) -> list[np.ndarray]:
         """Returns operands of the right shapes, which broadcast against a product "mn" or "bmn"."""
         return [random_operand(rng, labels, dtype, extents) for labels, dtype in self.operands]
+
+
+def vjp_of(function: RandomFunction) -> Callable[..., tuple[Any, ...]]:
+    """Returns h(acc, *operands, *cotangents): gradients of acc, then of each operand of floats."""
+    floats = [i for i, (_, dtype) in enumerate(function.operands) if dtype != "bool"]
+
+    def pullback(acc: Any, *rest: Any) -> tuple[Any, ...]:
+        operands, cotangents = rest[: len(function.operands)], rest[len(function.operands) :]
+
+        def of_floats(acc: Any, *values: Any) -> tuple[Any, ...]:
+            given = list(operands)
+            for i, value in zip(floats, values, strict=True):
+                given[i] = value
+            return function.function(acc, *given)
+
+        _, vjp = jax.vjp(of_floats, acc, *(operands[i] for i in floats))
+        return vjp(tuple(cotangents))
+
+    return pullback
 
 
 def random_operand(

@@ -99,11 +99,13 @@ def flatten(closed: ClosedJaxpr) -> Program:
 def _inline(
     jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], equations: list[Equation]
 ) -> tuple[Atom, ...]:
-    atoms: dict[Any, Atom] = dict(zip(jaxpr.constvars, map(_constant, consts), strict=True))
+    atoms: dict[Any, Atom] = {
+        v: _constant(v, value) for v, value in zip(jaxpr.constvars, consts, strict=True)
+    }
     atoms.update(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> Atom:
-        return _constant(atom.val) if isinstance(atom, Literal) else atoms[atom]
+        return _constant(atom, atom.val) if isinstance(atom, Literal) else atoms[atom]
 
     for eqn in jaxpr.eqns:
         arguments = tuple(map(read, eqn.invars))
@@ -141,8 +143,8 @@ def _variable(v: Any) -> Variable:
     return Variable(tuple(getattr(v.aval, "shape", ())), getattr(v.aval, "dtype", None))
 
 
-def _constant(value: Any) -> Constant:
-    array = np.asarray(value)
+def _constant(v: Any, value: Any) -> Constant:
+    array = np.asarray(value, v.aval.dtype)
     flat = array.reshape(-1)
     if flat.size and (flat == flat[0]).all():
         return Constant(array.shape, array.dtype, flat[0])

@@ -26,6 +26,13 @@ _REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
 _LAYOUT = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
 
 
+def _is_layout(equation: Equation) -> bool:
+    """Whether an equation moves elements and computes nothing: a sum of one element does not."""
+    if equation.name in _REDUCTIONS:
+        return all(equation.inputs[0].shape[d] == 1 for d in equation.params["axes"])
+    return equation.name in _LAYOUT
+
+
 @dataclass(frozen=True)
 class Tracked:
     """A variable as a value of the graph."""
@@ -174,7 +181,7 @@ class Tracker:
         for variable in equation.outputs:
             varies = tuple(extent > 1 for extent in variable.shape)
             if len(equation.outputs) == 1:
-                if equation.name in _LAYOUT and equation.inputs:
+                if _is_layout(equation):
                     names = tuple("?" if v else None for v in self._varies(equation.inputs[0]))
                     with suppress(Uncovered):
                         varies = tuple(map(bool, self._moved(equation, names)))
@@ -203,7 +210,7 @@ class Tracker:
         name = equation.name
         if equation.kept:
             raise Uncovered(name)
-        if name in _LAYOUT:
+        if _is_layout(equation):
             (x, *_) = equation.inputs
             return [Tracked(self._of(x).value, self._moved(equation, self._of(x).axes))]
         if name == "optimization_barrier":
@@ -313,8 +320,10 @@ class Tracker:
 
     def _compute(self, equation: Equation, axes: Axes, cast: str | None) -> int:
         x, name = equation.inputs[0] if equation.inputs else None, equation.name
-        if name in _LAYOUT and isinstance(x, Variable):
+        if _is_layout(equation) and isinstance(x, Variable):
             return self._put(x, self._moved_back(equation, axes), cast)
+        if name in _REDUCTIONS and isinstance(x, Variable) and not cast:
+            return self._reduce_free(equation, x, axes)
         if cast or equation.kept or len(equation.outputs) != 1 or not elementwise.covered(name):
             raise Uncovered(name)
         if (
@@ -324,6 +333,21 @@ class Tracker:
         ):
             return self._put(x, axes, equation.outputs[0].dtype.name)
         return self._apply(equation, axes)
+
+    def _reduce_free(self, equation: Equation, x: Variable, axes: Axes) -> int:
+        """Returns a reduction over whole rows, which `x` must have where D has them."""
+        place, dims = self.place, {int(d) for d in equation.params["axes"]}
+        kept = iter(axes)
+        if (
+            len(x.shape) != len(place.out)
+            or any(x.shape[d] != place.extents[place.out[d]] for d in dims)
+            or {place.out[d] for d in dims} & place.long != place.n
+            or not (place.n and place.row_fits)
+            or x.dtype.name not in elementwise.NUMBERS
+        ):
+            raise Uncovered(equation.name)
+        places = tuple(place.out[d] if d in dims else next(kept) for d in range(len(x.shape)))
+        return self._row_statistic(equation, self._put(x, places))
 
     def _moved_back(self, equation: Equation, axes: Axes) -> Axes:
         """Returns the axes of a layout operation's input, from those of its output."""
@@ -372,8 +396,6 @@ class Tracker:
         reduced = {x.axes[d] for d in dims} - {None}
         if dtype not in elementwise.NUMBERS or (what == "sum" and constant_along):
             raise Uncovered(equation.name)
-        if not reduced:
-            return Tracked(x.value, axes)
         if not self.is_matrix(x.value):
             return None
         value = x.value if what != "min" else self.builder.node("neg", x.value)
@@ -391,13 +413,19 @@ class Tracker:
         self.reductions[out] = Reduction(kind, value, axes, what == "min")
         if not place.row_fits or reduced != place.n:
             return None
-        op = "row_sum" if what == "sum" else "row_max"
-        row = self.builder.row_reduction(op, value, place.columns)
-        if what == "min":
-            row = self.builder.node("neg", row)
+        return Tracked(self._row_statistic(equation, x.value), axes)
+
+    def _row_statistic(self, equation: Equation, value: int) -> int:
+        """Returns a reduction over whole rows as a value of the graph."""
+        op = "row_sum" if equation.name == "reduce_sum" else "row_max"
+        negated = equation.name == "reduce_min"
+        value = self.builder.node("neg", value) if negated else value
+        row = self.builder.row_reduction(op, value, self.place.columns)
+        row = self.builder.node("neg", row) if negated else row
+        dtype = equation.outputs[0].dtype.name
         if dtype in elementwise.NARROW:
             row = self.builder.node("convert", row, params=(dtype,))
-        return Tracked(row, axes)
+        return row
 
     def _top_k(self, equation: Equation) -> list[Tracked | None]:
         (atom, *_), place = equation.inputs, self.place
