@@ -222,7 +222,7 @@ def interpret(
     """Returns the function's outputs: the graph in float32, then `Fusion.finish`."""
     with jax.disable_jit():
         leaves = [jnp.asarray(leaf, jnp.float32) for leaf in accumulators]
-        for leaf in _placed(fusion, operands, out):
+        for leaf in placed_operands(fusion, operands, out):
             leaves.append(jnp.asarray(leaf) if leaf.dtype == bool else jnp.asarray(leaf, "float32"))
         columns = tuple(out.index(x) for x in n)
         for node in fusion.graph.nodes:
@@ -232,7 +232,7 @@ def interpret(
         return fusion.finish(*finished, *operands)
 
 
-def _placed(fusion: Fusion, operands: Sequence[Any], out: str) -> list[np.ndarray]:
+def placed_operands(fusion: Fusion, operands: Sequence[Any], out: str) -> list[np.ndarray]:
     """Returns each operand of the graph with an axis for each letter of `out`."""
     placed = []
     for index, labels, cast in zip(fusion.operands, fusion.labels, fusion.casts, strict=True):

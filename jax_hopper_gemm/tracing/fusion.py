@@ -164,7 +164,7 @@ class _Cut:
             results=tuple(map(self._labels, kept)),
             uncovered=self._uncovered(),
             finish=_finish(
-                tuple(kept),
+                {result: self._shape(result) for result in kept},
                 dict(zip(requested, spelled, strict=True)),
                 tuple(step for _, step in steps),
                 self._program.inputs[self._num_accumulators :],
@@ -187,6 +187,10 @@ class _Cut:
             rest = tuple(letter for letter in out if letter not in n)
             return (*rest, "?") if result.kind.startswith("top_k") else rest
         return tuple(out) if result.planes == 1 else (*out[: -len(n)], "?", *n)
+
+    def _shape(self, result: Result) -> tuple[int, ...]:
+        """Returns the finished array's shape; -1 stands for the axis "?"."""
+        return tuple(self._place.extents.get(x, -1) for x in self._labels(result))
 
     # Stored matrices.
 
@@ -370,7 +374,7 @@ def _arrange(array: Any, labels: Sequence[str], axes: Axes, variable: Variable) 
 
 
 def _finish(
-    kept: tuple[Result, ...],
+    kept: dict[Result, tuple[int, ...]],
     spelled: dict[Result, Result],
     steps: tuple[_Step, ...],
     operands: tuple[Variable, ...],
@@ -379,17 +383,18 @@ def _finish(
     """Returns `Fusion.finish`.
 
     Args:
-      kept: the results of the kernel.
+      kept: the results of the kernel in order, with the shapes of their finished arrays.
       spelled: for each result that a step asks for, the one that holds it.
     """
 
     def finish(*arrays: Any) -> list[Any]:
         waiting = list(arrays)
         given: Finished = {}
-        for result in kept:
-            if result.plane == 0:
-                pair = result.kind == "row_sumexp"
-                given[result] = (waiting.pop(0), waiting.pop(0)) if pair else waiting.pop(0)
+        for result, shape in kept.items():
+            if result.kind == "row_sumexp":
+                given[result] = tuple(jnp.reshape(waiting.pop(0), shape) for _ in range(2))
+            elif result.plane == 0:
+                given[result] = jnp.reshape(waiting.pop(0), shape)
         finished = {
             result: given[source][0] if result != source else given[source]
             for result, source in spelled.items()
