@@ -48,8 +48,8 @@ def vjp_of(function: RandomFunction) -> Callable[..., tuple[Any, ...]]:
                 given[i] = value
             return function.function(acc, *given)
 
-        _, vjp = jax.vjp(of_floats, acc, *(operands[i] for i in floats))
-        return vjp(tuple(cotangents))
+        results, vjp = jax.vjp(of_floats, acc, *(operands[i] for i in floats))
+        return vjp(tuple(c.astype(x.dtype) for c, x in zip(cotangents, results, strict=True)))
 
     return pullback
 
