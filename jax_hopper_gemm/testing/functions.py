@@ -144,6 +144,9 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+_MAX_OPERANDS = 3  # with as many cotangents, kernels still have room for all
+
+
 class _Maker:
     def __init__(self, rng: random.Random, out: str):
         self.rng, self.out = rng, out
@@ -168,13 +171,14 @@ class _Maker:
 
     def leaf(self) -> Tree:
         """Returns an operand, or an expression of one."""
-        labels = self.rng.choice(["", "n", "m", "mn", self.out, self.out.replace("m", "")])
-        dtypes = (
-            ["bfloat16", "float32"] if not labels else ["bfloat16", "float32", "bool", "float16"]
-        )
-        dtype = self.rng.choice(dtypes)
-        self.operands.append((labels, dtype))
-        number = len(self.operands)
+        if len(self.operands) < _MAX_OPERANDS:
+            labels = self.rng.choice(["", "n", "m", "mn", self.out, self.out.replace("m", "")])
+            dtypes = ["bfloat16", "float32", *(["bool", "float16"] if labels else [])]
+            self.operands.append((labels, self.rng.choice(dtypes)))
+            number = len(self.operands)
+        else:
+            number = self.rng.randint(1, len(self.operands))
+        labels, dtype = self.operands[number - 1]
         text = f"{dtype}[{labels}]"
         if dtype == "float32" and self.rng.random() < 0.3:
             name, f = self.rng.choice(sorted(_UNARY.items(), key=lambda item: item[0]))

@@ -157,7 +157,10 @@ class GradientCase:
         )  # fmt: skip
 
     def run(self, a: Any, b: Any, operands: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        """Returns the gradients of A, B and the operands of floats; called with `arguments`."""
+        """Returns the results, and the gradients of A, B and the operands of floats.
+
+        To be called with `arguments`.
+        """
         floats = [i for i, x in enumerate(operands) if x.dtype != bool]
 
         def of_floats(a: Any, b: Any, *values: Any) -> tuple[jax.Array, ...]:
@@ -166,19 +169,20 @@ class GradientCase:
                 given[i] = value
             return self.forward.run(a, b, *given)
 
-        _, vjp = jax.vjp(of_floats, a, b, *(operands[i] for i in floats))
-        return vjp(tuple(cotangents))
+        results, vjp = jax.vjp(of_floats, a, b, *(operands[i] for i in floats))
+        return results, vjp(tuple(cotangents))
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         return self.forward.a, self.forward.b, self.forward.operands, self.cotangents
 
-    def check(self, gradients: Sequence[Any]) -> None:
-        """Checks the results of `run`.
+    def check(self, results: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Checks what `run` returns.
 
         Raises:
-          AssertionError: one is out of its range.
+          AssertionError: a number is out of its range.
         """
+        self.forward.check(results)
         what = self.pullback.description
         (low, high), *others = self.pullback.ranges
         ends = [_rounded(end) for end in (low, high)]

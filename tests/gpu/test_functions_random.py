@@ -33,6 +33,6 @@ def test_gradients_of_random_epilogues_as_epilogues(seed: int, checked):
 @pytest.mark.parametrize("seed", range(random_products.COUNT))
 def test_gradients_of_products_with_random_epilogues(seed: int, checked):
     case = random_products.gradient_case(seed)
-    case.check(jax.jit(case.run)(*case.arguments))
+    case.check(*jax.jit(case.run)(*case.arguments))
     for spec in specs_of(case.run, *case.arguments):
         checked(spec)
