@@ -10,4 +10,4 @@ from .ops import einsum as einsum
 from .ops import explain as explain
 from .ops import matmul as matmul
 from .ops import supports as supports
-from .primitive import export_disabled_checks as export_disabled_checks
+from .lowering import export_disabled_checks as export_disabled_checks

@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 
 from .. import dispatch
 from ..plan import ceil_div, max_clusters
-from ..primitive import hopper_dot_p, launcher_violation, product_of
+from ..lowering import launcher_violation
+from ..primitive import hopper_dot_p, product_of
 from ..problem import GemmProblem
 from ..routing import Product, current_device, route
 from ..spec import GemmSpec, Traversal
