@@ -324,7 +324,10 @@ ad.primitive_jvps[hopper_fused_p] = _jvp
 ad.primitive_transposes[hopper_fused_p] = partial(transpose_by, _reference)
 batching.fancy_primitive_batchers[hopper_fused_p] = _batch
 pe.dce_rules[hopper_fused_p] = _without_unused
-register_lowering(hopper_fused_p, _abstract_eval, _reference, _lower_for_cuda)
+register_lowering(
+    hopper_fused_p, _abstract_eval, _reference, _lower_for_cuda,
+    lambda params: params["accumulate"].implementation,
+)  # fmt: skip
 
 
 # The products of one array with gate and with up. Its transpose is their sum, which the second

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax import numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import ad
@@ -129,9 +128,9 @@ def with_accumulator(closed: ClosedJaxpr, index: int, dtype: Any) -> ClosedJaxpr
     aval = closed.in_avals[index]
 
     def function(accumulator: jax.Array, *others: jax.Array) -> list[Any]:
-        inputs = list(others)
-        inputs.insert(index, accumulator.astype(aval.dtype))
-        return evaluated(closed, inputs, {index: accumulator})
+        inputs, rounded = list(others), accumulator.astype(aval.dtype)
+        inputs.insert(index, rounded)
+        return evaluated(closed, inputs, {id(rounded): (rounded, accumulator)})
 
     others = [a for i, a in enumerate(closed.in_avals) if i != index]
     whole = traced(function, aval.update(dtype=np.dtype(dtype)), *others)
@@ -139,45 +138,41 @@ def with_accumulator(closed: ClosedJaxpr, index: int, dtype: Any) -> ClosedJaxpr
 
 
 def evaluated(
-    closed: ClosedJaxpr, args: Sequence[Any], origins: dict[int, Any] | None = None
+    closed: ClosedJaxpr,
+    args: Sequence[Any],
+    origins: dict[int, tuple[Any, Any]] | None = None,
 ) -> list[Any]:
     """Returns the outputs of a function, with conversions that undo each other left out.
 
     Args:
       args: its inputs.
-      origins: by number of an input, the array that it is a conversion of.
+      origins: pairs of an array and the one that it is a conversion of, by `id` of the former;
+        grows.
     """
-    jaxpr, consts = closed.jaxpr, closed.consts
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    sources = {jaxpr.invars[i]: array for i, array in (origins or {}).items()}
+    jaxpr, origins = closed.jaxpr, {} if origins is None else origins
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    values = dict(zip(variables, [*closed.consts, *args], strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
         name, inputs = equation.primitive.name, [read(atom) for atom in equation.invars]
-        known = {
-            i: sources[atom]
-            for i, atom in enumerate(equation.invars)
-            if not isinstance(atom, Literal) and atom in sources
-        }
-        if name == "convert_element_type" and not equation.params.get("sharding"):
-            new, (array,) = np.dtype(equation.params["new_dtype"]), inputs
-            if 0 in known and known[0].dtype == new:
-                outputs = [known[0]]
-            else:
-                outputs = [lax.convert_element_type(array, new)]
-                if _widens(array, new):
-                    sources[equation.outvars[0]] = array
+        origin = None
+        if convert := name == "convert_element_type":
+            _, origin = origins.get(id(inputs[0]), (None, None))
+        if origin is not None and jax.typeof(origin) == equation.outvars[0].aval:
+            outputs = [origin]
         elif name in INLINED:
-            inner = equation.params[INLINED[name]]
-            outputs = evaluated(inner, inputs, known)
+            outputs = evaluated(equation.params[INLINED[name]], inputs, origins)
         else:
             with equation.ctx.manager:
                 params = equation.primitive.get_bind_params(equation.params)
                 outputs = equation.primitive.bind(*inputs, **params)
             if not equation.primitive.multiple_results:
                 outputs = [outputs]
+            if convert and _widens(inputs[0], outputs[0].dtype):
+                origins[id(outputs[0])] = (outputs[0], inputs[0])
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 

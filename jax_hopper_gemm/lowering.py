@@ -34,7 +34,11 @@ MLIR_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
 def register_lowering(
-    primitive: Primitive, abstract_eval: Callable[..., Any], reference: Any, for_cuda: Any
+    primitive: Primitive,
+    abstract_eval: Callable[..., Any],
+    reference: Any,
+    for_cuda: Any,
+    implementation: Callable[[dict[str, Any]], str | None] = lambda params: None,
 ) -> None:
     """Registers one rule for all platforms.
 
@@ -42,10 +46,11 @@ def register_lowering(
     hide the operations that they come from.
 
     Args:
-      primitive: whose parameter `implementation` may be "hopper".
+      primitive: the primitive.
       abstract_eval: its rule of that name.
       reference: the JAX function of the operands and parameters that it stands for.
       for_cuda: the rule where the program is for CUDA alone: `for_cuda(ctx, *values, **params)`.
+      implementation: gives from the parameters what the user asked for.
     """
     # The branch for CUDA of a program for several platforms; it exists while that is lowered.
     on_cuda_p = Primitive(f"{primitive.name}_on_cuda")
@@ -65,7 +70,7 @@ def register_lowering(
         on_host = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) == "device_host"
         if platforms == ("cuda",) and not on_host:
             return for_cuda(ctx, *values, **params)
-        if params.get("implementation") == "hopper":
+        if implementation(params) == "hopper":
             raise NotImplementedError(
                 "implementation='hopper': the kernels run on CUDA, and this program is lowered for "
                 "another platform. With implementation=None it runs on either."

@@ -174,4 +174,7 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params:
     return launched or _lower_to_xla(ctx, lhs, rhs, **params)
 
 
-register_lowering(hopper_dot_p, _abstract_eval, reference_dot, _lower_for_cuda)
+register_lowering(
+    hopper_dot_p, _abstract_eval, reference_dot, _lower_for_cuda,
+    lambda params: params["implementation"],
+)  # fmt: skip
