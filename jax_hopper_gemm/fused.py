@@ -75,6 +75,7 @@ def fused_dot(
       ValueError: `out_dtypes` has another length than the results.
     """
     operands = tuple(map(jnp.asarray, operands))
+    lhs, *rights = _alike_in_shard_map(lhs, *rights)
     dtype = _accumulator_dtype(product_dtype)
     accumulate = Accumulate(subscripts, dtype, precision, out_sharding, implementation)
     accumulators = jax.eval_shape(partial(accumulate, product=_reference_product), lhs, rights)
@@ -107,6 +108,16 @@ def fused_dot(
     if implementation == "xla":
         return jax.tree.unflatten(structure, _reference(*args, **params))
     return jax.tree.unflatten(structure, hopper_fused_p.bind(*args, **params))
+
+
+def _alike_in_shard_map(*arrays: jax.Array) -> list[jax.Array]:
+    """Returns the arrays, each varying over every mesh axis that one of them varies over."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    missing = [frozenset().union(*varying) - own for own in varying]
+    return [
+        lax.pcast(x, tuple(axes), to="varying") if axes else x
+        for x, axes in zip(arrays, missing, strict=True)
+    ]
 
 
 def _accumulator_dtype(product_dtype: Any) -> np.dtype:
@@ -195,7 +206,8 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
         )
     )  # fmt: skip
     return outputs, [
-        next(tangents_out) if is_inexact(x) else ad.Zero.from_primal_value(x) for x in outputs
+        next(tangents_out) if is_inexact(x) else ad.Zero(jax.typeof(x).to_tangent_aval())
+        for x in outputs
     ]
 
 

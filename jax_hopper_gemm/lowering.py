@@ -97,9 +97,7 @@ class Call:
     avals: tuple[Any, ...] = ()
     in_place: int | None = None
 
-    def lower(
-        self, ctx: mlir.LoweringRuleContext, implementation: str | None
-    ) -> list[Any] | None:
+    def lower(self, ctx: mlir.LoweringRuleContext, implementation: str | None) -> list[Any] | None:
         """Emits the launch, if a kernel is the answer.
 
         Raises:
