@@ -17,13 +17,23 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.core import eval_jaxpr
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, xla
 from jax.interpreters import partial_eval as pe
 
 from .contraction import split
 from .fused_tangent import Accumulate, Recompute, batched_product, epilogue_tangent_p
-from .jaxprs import is_inexact, jvp_by, mapped, pruned, tangent, traced, transpose_by
+from .jaxprs import (
+    ClosedJaxpr,
+    is_inexact,
+    jvp_by,
+    mapped,
+    pruned,
+    tangent,
+    traced,
+    transpose_by,
+)
 from .lowering import Call, register_lowering
 from .primitive import cotangent_of, reference_dot
 from .routing import Product
@@ -94,7 +104,7 @@ def fused_dot(
     count = len(accumulators) + len(operands)
 
     def complete(*args: Any) -> list[Any]:
-        outputs = jax.core.eval_jaxpr(closed.jaxpr, args[count:], *args[:count])
+        outputs = eval_jaxpr(closed.jaxpr, args[count:], *args[:count])
         return [x.astype(to) for x, to in zip(outputs, dtypes, strict=True)]
 
     params = {

@@ -17,13 +17,21 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, xla
 from jax.interpreters import partial_eval as pe
 
 from .contraction import stacked_letter, stacked_result
 from .dot_general import padded_partitions, with_partitions
-from .jaxprs import jvp_by, mapped, pruned, transpose_by, transposed, with_accumulator
+from .jaxprs import (
+    ClosedJaxpr,
+    jvp_by,
+    mapped,
+    pruned,
+    transpose_by,
+    transposed,
+    with_accumulator,
+)
 from .lowering import Call, launcher_violation, product_at, register_lowering
 from .primitive import hopper_dot, with_batch
 
@@ -206,10 +214,9 @@ def _batch_tangent(
         axis = linear_axes[0]
         if axis is not None:
             linear[0], linear_axes[0] = jnp.moveaxis(linear[0], axis, 0), 0
-        shift = 0 if axis is None else 1
-        planes = jax.eval_shape(lambda x: unstacked([x], plane_axis + shift), linear[0])
+            plane_axis += 1
+        planes = jax.eval_shape(partial(unstacked, axis=plane_axis), linear[:1])
         inner_linear, inner_linear_axes = [*planes, *linear[1:]], [linear_axes[0], *linear_axes]
-        plane_axis += shift
     else:
         inner_linear, inner_linear_axes = linear, linear_axes
     function = mapped(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
 from jax import numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend import core
+from jax.extend.core import Literal, jaxpr_as_fun
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
+
+if TYPE_CHECKING:  # JAX 0.12 does not type it
+    ClosedJaxpr: TypeAlias = Any
+else:
+    ClosedJaxpr = core.ClosedJaxpr
 
 INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr"}
 
@@ -62,7 +68,7 @@ def tangent(
     Returns:
       The derivative, and which of the original inputs it needs.
     """
-    avals = list(closed.in_avals)
+    avals: list[Any] = list(closed.in_avals)
     inexact = [i for i, aval in enumerate(closed.out_avals) if is_inexact(aval)]
 
     def derivative(*args: Any) -> list[Any]:
@@ -99,7 +105,7 @@ def transposed(
     Returns:
       The transpose, and which of the residuals it needs.
     """
-    avals = closed.in_avals
+    avals: Any = closed.in_avals
 
     def transpose(*args: Any) -> Any:
         known, cotangents = args[:residuals], list(args[residuals:])
@@ -125,7 +131,7 @@ def with_accumulator(closed: ClosedJaxpr, index: int, dtype: Any) -> ClosedJaxpr
 
     Where the function begins by widening that input to `dtype`, nothing is rounded.
     """
-    aval = closed.in_avals[index]
+    aval: Any = closed.in_avals[index]
 
     def function(accumulator: jax.Array, *others: jax.Array) -> list[Any]:
         inputs, rounded = list(others), accumulator.astype(aval.dtype)

@@ -7,7 +7,7 @@ operation, so that what reads its result can take the product's place, with an e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -160,19 +160,18 @@ class Call:
         inputs = [(v, ShapedArray(*s)) for v, s in zip(self.values, shapes, strict=True)]
         if found.gemm.swapped:
             inputs.reverse()
-        aliases, outputs = {}, list(ctx.avals_out)
+        aliases: dict[int, int] = {}
+        outputs = list(ctx.avals_out)
         if fusion := found.fusion:
+            outputs = self._results(found)
             for index, operand in zip(fusion.operands, fusion.graph.operands, strict=True):
                 value, aval = self.operands[index], self.avals[index]
+                if index == self.in_place and operand.kind == "matrix":
+                    if (aval.shape, aval.dtype) == (outputs[0].shape, outputs[0].dtype):
+                        aliases = {len(inputs): 0}
                 if aval.dtype.name != operand.dtype:
                     value, aval = _converted(ctx, value, aval, operand.dtype)
-                elif index == self.in_place and operand.kind == "matrix":
-                    aliases = {len(inputs): 0}
                 inputs.append((value, aval))
-            outputs = self._results(found)
-            taken = aliases and inputs[next(iter(aliases))][1]
-            if taken and (taken.shape, taken.dtype) != (outputs[0].shape, outputs[0].dtype):
-                aliases = {}
         values, avals = zip(*inputs, strict=True)
         workspaces = [ShapedArray((w.nbytes,), np.uint8) for w in found.plan.workspaces]
         results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
@@ -183,11 +182,12 @@ class Call:
             name=f"{found.spec.name} M={problem.m} N={problem.n} K={problem.k} L={problem.l}",
             plan=np.array(found.plan.encode(), np.int64),
         )
-        results = list(results)[: len(outputs)]
+        results = list[Any](results)[: len(outputs)]
         if fusion is None:
             lhs, rhs, out = split(product.subscripts)
             in_order = f"{rhs},{lhs}->{out}" if found.gemm.swapped else product.subscripts
-            results[0].owner.attributes[PRODUCT] = mlir.ir_attribute(in_order)
+            operation: Any = results[0].owner
+            operation.attributes[PRODUCT] = mlir.ir_attribute(in_order)
             return results
         finish = mlir.lower_fun(partial(self._finished, found), multiple_results=True)
         context = ctx.replace(avals_in=[*outputs, *self.avals])
@@ -308,7 +308,7 @@ def launcher_violation() -> str | None:
     return None
 
 
-def _assigned_devices(ctx: mlir.LoweringRuleContext) -> Iterable[Any]:
+def _assigned_devices(ctx: mlir.LoweringRuleContext) -> tuple[Any, ...]:
     return getattr(ctx.module_context.axis_context, "device_assignment", None) or ()
 
 

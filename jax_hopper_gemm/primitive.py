@@ -169,7 +169,8 @@ _lower_to_xla = mlir.lower_fun(reference_dot, multiple_results=False)
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params: Any) -> Any:
-    call = Call(product_of(*ctx.avals_in, *ctx.avals_out, params), (lhs, rhs))
+    (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
+    call = Call(product_of(lhs_aval, rhs_aval, out_aval, params), (lhs, rhs))
     launched = call.lower(ctx, params["implementation"])
     return launched or _lower_to_xla(ctx, lhs, rhs, **params)
 

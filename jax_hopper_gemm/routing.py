@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.lax import DotAlgorithmPreset, Precision
 
 from . import dispatch
 from .contraction import Gemm, NotAGemm, Roles, as_gemm, roles, split, stacked_letter
+from .jaxprs import ClosedJaxpr
 from .plan import LaunchPlan, make_plan
 from .spec import GemmSpec, Traversal
 from .tracing import Fusion, NotFusable, fuse
