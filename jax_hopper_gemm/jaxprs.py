@@ -37,7 +37,8 @@ def pruned(
     """
     kept = list(kept or [False] * len(closed.in_avals))
     jaxpr, used = pe.dce_jaxpr(closed.jaxpr, list(outputs), kept)
-    return ClosedJaxpr(jaxpr, closed.consts), used
+    closed = core.ClosedJaxpr(jaxpr, closed.consts)  # pyright: ignore[reportPrivateImportUsage]
+    return closed, used
 
 
 def mapped(
