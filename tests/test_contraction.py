@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from jax_hopper_gemm.contraction import Gemm, NotAGemm, as_gemm
+from jax_hopper_gemm.contraction import Gemm, NotAGemm, Roles, as_gemm, roles, stacked_result
+from jax_hopper_gemm.epilogue import EpilogueGraph, Operand, Result
 from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
 
 
@@ -132,3 +133,81 @@ def test_a_matrix_times_a_vector_is_one_row():
 def test_what_is_not_one_strided_batch_says_why(subscripts, lhs_shape, rhs_shape, reason):
     with pytest.raises(NotAGemm, match=reason):
         gemm(subscripts, lhs_shape, rhs_shape)
+
+
+def graph(*kinds: str, accumulators: int = 1, planes: int = 1) -> EpilogueGraph:
+    operands = tuple(Operand(kind, "float32") for kind in kinds)  # pyright: ignore
+    results = tuple(Result("matrix", 0, "bfloat16", plane=i, planes=planes) for i in range(planes))
+    return EpilogueGraph(accumulators, operands, results=results)
+
+
+def fused(
+    subscripts: str, lhs: tuple[int, ...], rhs: tuple[int, ...], epilogue: EpilogueGraph, *labels
+) -> Gemm:
+    return as_gemm(subscripts, lhs, rhs, "bfloat16", "bfloat16", epilogue, labels)
+
+
+@pytest.mark.parametrize(
+    "subscripts, lhs_shape, rhs_shape, labels, expected",
+    [
+        ("mk,kn->mn", (8, 16), (16, 32), (), Roles("m", "n", "", False)),
+        ("btk,kn->btn", (3, 5, 8), (8, 16), (), Roles("bt", "n", "", False)),
+        ("btk,kn->btn", (3, 5, 8), (8, 16), ("n", "bt", "btn"), Roles("bt", "n", "", False)),
+        ("btk,kn->btn", (3, 5, 8), (8, 16), ("bn",), Roles("t", "n", "b", False)),
+        ("btk,kn->btn", (3, 5, 8), (8, 16), ("t",), Roles("t", "n", "b", False)),
+        ("mk,kn->nm", (8, 16), (16, 32), (), Roles("n", "m", "", True)),
+        ("bthd,hde->bthe", (2, 3, 4, 16), (4, 16, 32), (), Roles("bt", "e", "h", False)),
+        ("ambk,kn->ambn", (1, 8, 1, 16), (16, 32), (), Roles("amb", "n", "", False)),
+        ("mk,kcn->mn", (8, 16), (16, 2, 32), (), Roles("m", "n", "", False)),
+    ],
+)
+def test_operands_decide_which_axes_are_rows(subscripts, lhs_shape, rhs_shape, labels, expected):
+    assert roles(subscripts, lhs_shape, rhs_shape, labels) == expected
+
+
+def test_operands_of_an_epilogue_are_read_as_they_lie():
+    epilogue = graph("matrix", "row", "column", "scalar")
+    shapes = (3, 8, 64), (64, 16)
+    found = fused("lmk,kn->lmn", *shapes, epilogue, "lmn", "n", "lm", "").problem
+    assert (found.m, found.l) == (24, 1)  # all of them merge
+    assert found.operands == (
+        MatrixLayout("n", 16, 24 * 16), MatrixLayout("n", 16, 16), MatrixLayout("m", 24, 24),
+        MatrixLayout("n", 1, 1),
+    )  # fmt: skip
+    found = fused("lmk,kn->lmn", *shapes, epilogue, "mn", "ln", "lm", "l").problem
+    assert (found.m, found.l) == (8, 3)
+    assert found.operands == (
+        MatrixLayout("n", 16, 0), MatrixLayout("n", 16, 16), MatrixLayout("m", 8, 8),
+        MatrixLayout("n", 1, 1),
+    )  # fmt: skip
+
+
+def test_an_operand_may_have_a_batch_axis_between_the_others():
+    epilogue, shapes = graph("matrix"), ((2, 3, 4, 16), (4, 16, 32))
+    problem = fused("bthd,hde->bthe", *shapes, epilogue, "bthe").problem
+    assert problem.operands == (MatrixLayout("n", leading_stride=4 * 32, batch_stride=32),)
+    problem = fused("bthd,hde->bthe", *shapes, epilogue, "hbte").problem
+    assert problem.operands == (MatrixLayout("n", leading_stride=32, batch_stride=6 * 32),)
+
+
+def test_gate_and_up_lie_in_one_array():
+    problem = fused("mk,kcn->mn", (8, 16), (16, 2, 32), graph(accumulators=2)).problem
+    assert problem.b == MatrixLayout("n", 64, 16 * 32) and problem.up_offset == 32
+    problem = fused("mk,cnk->mn", (8, 16), (2, 32, 16), graph(accumulators=2)).problem
+    assert problem.b == MatrixLayout("k", 16, 16 * 32) and problem.up_offset == 32 * 16
+    assert stacked_result("bmk,kcn->bmn") == ("bmk,kcn->bmcn", 2)
+
+
+@pytest.mark.parametrize(
+    "subscripts, lhs_shape, rhs_shape, epilogue, labels, reason",
+    [
+        ("mk,kn->mn", (8, 4), (4, 16), graph("matrix"), "nm", "axes are in another order"),
+        ("btk,kn->btn", (3, 5, 8), (8, 16), graph("column"), "tb", "axes are in another order"),
+        ("mk,kcn->nm", (8, 4), (4, 2, 16), graph(accumulators=2), None, "the left operand"),
+        ("bthd,hde->bthe", (2, 3, 4, 8), (4, 8, 16), graph(planes=2), None, "side by side"),
+        ("abmk,kn->abmn", (2, 3, 4, 8), (8, 16), graph("matrix"), "amn", "what the epilogue reads"),
+    ],
+)  # fmt: skip
+def test_what_no_kernel_reads_says_why(subscripts, lhs_shape, rhs_shape, epilogue, labels, reason):
+    with pytest.raises(NotAGemm, match=reason):
+        fused(subscripts, lhs_shape, rhs_shape, epilogue, *([labels] if labels else []))

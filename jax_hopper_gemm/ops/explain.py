@@ -9,8 +9,9 @@ import jax
 from jax.typing import DTypeLike
 
 from .. import dispatch
+from ..lowering import launcher_violation
 from ..plan import ceil_div, max_clusters
-from ..primitive import hopper_dot_p, launcher_violation, product_of
+from ..primitive import hopper_dot_p, product_of
 from ..problem import GemmProblem
 from ..routing import Product, current_device, route
 from ..spec import GemmSpec, Traversal
