@@ -50,8 +50,8 @@ def check_matmul(a: Any, b: Any, given: Mapping[str, Any], activation: Any, pref
     if not problems:
         problems += _broadcasting_problems(_matmul_shape(np.shape(a), np.shape(b)), given)
         problems += _kind_problems(a, b, given, preferred)
-    problems += _factor_problems(given) + _activation_problems(activation)
-    _fail("matmul", problems)
+    problems += _factor_problems(given) + _name_problems(activation)
+    _fail("matmul", problems, _function_problems("activation", activation))
 
 
 def _matmul_problems(a: Any, b: Any) -> list[str]:
@@ -154,25 +154,24 @@ def _kind(x: Any) -> int:
     return int(jnp.issubdtype(dtype, np.floating))
 
 
-def _activation_problems(activation: Any) -> list[str]:
-    if isinstance(activation, str):
-        if activation in ACTIVATIONS:
-            return []
-        return [
-            f"activation is {activation!r}, expected a function or one of {', '.join(ACTIVATIONS)}"
-        ]
-    return [] if activation is None else _function_problems("activation", activation)
+def _name_problems(activation: Any) -> list[str]:
+    if not isinstance(activation, str) or activation in ACTIVATIONS:
+        return []
+    return [f"activation is {activation!r}, expected a function or one of {', '.join(ACTIVATIONS)}"]
 
 
 def _function_problems(name: str, function: Any) -> list[str]:
+    """Returns why an activation or an epilogue is none, as far as its type tells."""
+    if function is None or (name == "activation" and isinstance(function, str)):
+        return []
     if not callable(function):
         return [f"{name} is a {type(function).__name__}, expected a function"]
     try:
         hash(function)
     except TypeError:
         return [
-            f"{name} is a {type(function).__name__}, which cannot be hashed: pass a function of "
-            "epilogue_operands instead of one that holds arrays"
+            f"{name} is a {type(function).__name__}, which cannot be hashed: pass a function, and "
+            "the arrays that it needs as epilogue_operands"
         ]
     return []
 
@@ -193,9 +192,9 @@ def check_steps(
       epilogue, operands, preactivation, preferred, implementation: as the user gave them.
       plain: whether nothing at all follows the product.
     """
-    problems = [] if epilogue is None else _function_problems("epilogue", epilogue)
+    problems, mistyped = [], _function_problems("epilogue", epilogue)
     if not isinstance(operands, tuple | list):
-        problems.append(
+        mistyped.append(
             f"epilogue_operands is a {type(operands).__name__}, expected a tuple of arrays: (x,)"
         )
         operands = ()
@@ -210,7 +209,7 @@ def check_steps(
             "results of an epilogue have one each"
         )
     problems += _choice_problems(preactivation, implementation)
-    _fail(op, problems)
+    _fail(op, problems, mistyped)
     return tuple(as_arrays(op, **{f"epilogue_operands[{i}]": x for i, x in enumerate(operands)}))
 
 
@@ -299,10 +298,9 @@ def check_gated(
       x; the weights: one array or gate and up; the biases: none or gate's and up's.
     """
     op = "gated_linear_unit"
-    named, pairs = {"x": x}, {}
+    named = {"x": x}
     for name, given in (("weights", weights), ("bias", bias)):
         if isinstance(given, tuple | list):
-            pairs[name] = given = tuple(given)
             if len(given) != 2:
                 _fail(op, [f"{name} is {len(given)} arrays, expected one or the pair (gate, up)"])
             named |= {f"{name}[{i}]": each for i, each in enumerate(given)}
@@ -320,22 +318,18 @@ def check_gated(
         k, n = np.shape(rights[0])[0], np.shape(rights[0])[-1]
         if _differ(np.shape(x)[-1], k):
             problems.append(
-                f"K differs: x is {describe(x)}, weights {_each_text(rights)}, expected (..., K) "
-                f"and {'(K, 2, N)' if len(rights) == 1 else '(K, N)'}"
+                f"K differs: x is {describe(x)}, weights is {_each_text(rights)}, expected "
+                f"(..., K) and {'(K, 2, N)' if len(rights) == 1 else '(K, N) twice'}"
             )
         expected = (n,) if len(biases) == 2 else (2, n)
         if any(
             np.ndim(b) != len(expected) or any(map(_differ, np.shape(b), expected)) for b in biases
         ):
             problems.append(f"bias is {_each_text(biases)}, expected {expected}")
-        problems += [
-            f"{name} is {describe(b)}, which is complex, and the products are not"
-            for name, b in zip(("bias", "bias[1]"), biases, strict=False)
-            if _kind(b) == COMPLEX > max(_kind(x), _kind(rights[0]))
-        ]
-    problems += _activation_problems(activation)
-    problems += _choice_problems(preactivation, implementation)
-    _fail(op, problems)
+        if max(map(_kind, biases), default=0) == COMPLEX > max(_kind(x), _kind(rights[0])):
+            problems.append(f"bias is {_each_text(biases)}, and the products are not complex")
+    problems += _name_problems(activation) + _choice_problems(preactivation, implementation)
+    _fail(op, problems, _function_problems("activation", activation))
     if len(biases) == 1:
         biases = (biases[0][0], biases[0][1])
     return x, rights, biases
@@ -409,6 +403,16 @@ def check_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     return (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)
 
 
+def check_explained_dot_general(named: Mapping[str, Any]) -> None:
+    """Checks that no argument is given that only `matmul` has; `named` has them all by name."""
+    given = [name for name, x in named.items() if x is not None]
+    if given:
+        raise TypeError(
+            f"explain: {', '.join(given)} came with dimension_numbers, and dot_general has no such "
+            "argument: write it into epilogue"
+        )
+
+
 def check_einsum(subscripts: Any, operands: Sequence[Any]) -> None:
     """Checks what must hold before `jnp.einsum` parses the subscripts."""
     if not isinstance(subscripts, str):
@@ -478,7 +482,9 @@ def _differ(x: Any, y: Any) -> bool:
     return isinstance(x, int) and isinstance(y, int) and x != y
 
 
-def _fail(op: str, problems: Sequence[str]) -> NoReturn | None:
-    if problems:
-        raise ValueError(f"{op}: {'; '.join(problems)}")
+def _fail(op: str, problems: Sequence[str], mistyped: Sequence[str] = ()) -> NoReturn | None:
+    """Raises one error for all problems: TypeError if a type is among them, else ValueError."""
+    if problems or mistyped:
+        error = TypeError if mistyped else ValueError
+        raise error(f"{op}: {'; '.join([*mistyped, *problems])}")
     return None
