@@ -55,7 +55,7 @@ def reference(
     if c is not None:
         y = y + (1 if beta is None else beta) * jnp.asarray(c, jnp.float32)
     y = y if bias is None else y + bias
-    y = y if activation is None else ACTIVATIONS.get(activation, activation)(y)
+    y = y if activation is None else (ACTIVATIONS.get(activation) or activation)(y)
     y = y if residual is None else y + residual
     out = y if epilogue is None else epilogue(y, *epilogue_operands)
     one = lambda x: x.astype(dtype) if (x.shape, x.dtype) == (shape, y.dtype) else x  # noqa: E731
@@ -112,13 +112,13 @@ def test_arguments_need_no_jit(name):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_activation_goes_by_its_name(name):
-    by_name = {"swish": "silu", "softsign": "soft_sign"}.get(name, name)
     own = {
+        "softsign": jax.nn.soft_sign,
         "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
         "relu_squared": lambda x: jnp.maximum(x, 0) ** 2,
         "identity": lambda x: x,
     }
-    function = own.get(name) or getattr(jax.nn, by_name)
+    function = own.get(name) or getattr(jax.nn, name)
     a = A * 0.25
     assert_close(jhg.matmul(a, B, activation=name), reference(a, B, activation=function))
     assert_close(jhg.matmul(a, B, activation=function), reference(a, B, activation=function))
@@ -139,7 +139,7 @@ def test_operands_broadcast_against_every_result(a_shape, b_shape):
     shape = jnp.matmul(a, b).shape
     row, column = shape[-1:], (*shape[-2:-1], 1) if len(shape) > 1 else ()
     batch = (*shape[:-2], 1, 1) if len(shape) > 2 else ()
-    options = dict(
+    options: Any = dict(
         bias=integers(row, seed=2), residual=integers(shape, seed=3), activation="relu",
         c=integers(column, seed=4), beta=2.0, epilogue=lambda y, s, t: y * s + t,
         epilogue_operands=(integers(row, seed=5), integers(batch, seed=6)),
@@ -158,7 +158,8 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return fused_dot(*args, **options)
 
     monkeypatch.setattr(dense, "fused_dot", recorded)
-    dense._traced_steps.clear_cache()  # or a call that was traced before would not be seen
+    traced: Any = dense._traced_steps
+    traced.clear_cache()  # or a call that was traced before would not be seen
     return calls
 
 
@@ -306,7 +307,7 @@ def differentiable() -> tuple[dict[str, Any], Any]:
     return arrays, lambda y, s, t: (jnp.sin(y) * s + t, jnp.sum(y * t, 0), jnp.max(jnp.abs(y)))
 
 
-def loss_of(matmul: Any, arrays: dict[str, Any], **options: Any) -> jax.Array:
+def loss_of(matmul: Any, arrays: dict[str, Any], **options: Any) -> Any:
     results = matmul(arrays["a"], arrays["b"], **{k: v for k, v in arrays.items() if k not in "ab"},
                      **options)  # fmt: skip
     leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(results)]

@@ -30,7 +30,7 @@ def add(y, x):
 
 
 def nothing(y):
-    y + 1
+    del y
 
 
 class Unhashable:

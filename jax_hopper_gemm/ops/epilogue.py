@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
 from . import checks
 from .activations import Activation
@@ -163,7 +163,7 @@ def traced(
         product_dtype if (x.shape, x.dtype) == (shape, dtype) else x.dtype for x in avals
     )
     if closed.consts:
-        function = partial(_evaluate, closed.jaxpr, len(products) + len(operands))
+        function = partial(_evaluate, closed, len(products) + len(operands))
     return Traced(
         function,
         (*operands, *closed.consts),
@@ -173,6 +173,7 @@ def traced(
     )
 
 
-def _evaluate(jaxpr: Any, num_inputs: int, *args: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns what a program makes of its inputs and, after them, its constants."""
-    return tuple(jaxpr_as_fun(ClosedJaxpr(jaxpr, args[num_inputs:]))(*args[:num_inputs]))
+def _evaluate(closed: Any, num_inputs: int, *args: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what a program makes of its inputs and of the arrays that follow, its constants."""
+    function = jaxpr_as_fun(closed.replace(consts=list(args[num_inputs:])))
+    return tuple(function(*args[:num_inputs]))

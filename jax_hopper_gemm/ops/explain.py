@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import jaxprs_in_params
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from .. import dispatch
 from ..fused import fused_route
@@ -88,12 +88,12 @@ def explain(
     b: Any,
     *,
     dimension_numbers: Any = None,
-    bias: ArrayLike | None = None,
-    residual: ArrayLike | None = None,
+    bias: Any = None,
+    residual: Any = None,
     activation: str | Activation | None = None,
-    alpha: ArrayLike | None = None,
-    beta: ArrayLike | None = None,
-    c: ArrayLike | None = None,
+    alpha: Any = None,
+    beta: Any = None,
+    c: Any = None,
     epilogue: Callable[..., Any] | None = None,
     epilogue_operands: Sequence[Any] = (),
     preactivation: Preactivation = "save",
