@@ -52,8 +52,6 @@ class Route:
         run the product.
       gemm: its canonical form, where it has one.
       spec, traversal, plan: the kernel, its order of tiles and its launch; None with "xla".
-      epilogue: what the kernel computes after the product, as text; empty for nothing.
-      uncovered: names of the operations that follow the product and are XLA's.
     """
 
     path: Literal["hopper", "xla"]
@@ -63,8 +61,6 @@ class Route:
     spec: GemmSpec | None = None
     traversal: Traversal | None = None
     plan: LaunchPlan | None = None
-    epilogue: str = ""
-    uncovered: tuple[str, ...] = ()
 
     @property
     def supported(self) -> bool:
