@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .config import FallbackWarning as FallbackWarning
+from .lowering import export_disabled_checks as export_disabled_checks
 from .ops import Explanation as Explanation
 from .ops import checkpoint_policy as checkpoint_policy
 from .ops import dot_general as dot_general
@@ -11,4 +12,3 @@ from .ops import explain as explain
 from .ops import gated_linear_unit as gated_linear_unit
 from .ops import matmul as matmul
 from .ops import supports as supports
-from .primitive import export_disabled_checks as export_disabled_checks

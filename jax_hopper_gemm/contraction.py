@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from .epilogue import EpilogueGraph
 from .problem import GemmProblem, Major, MatrixLayout
 
 
@@ -37,23 +38,58 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class Axis:
-    """An index of the product: its extent and its stride, in elements, in A, B and D.
+class Roles:
+    """Which axes of the result count the rows and columns of a matrix, and which the matrices.
 
-    A stride is 0 in an array that the index does not appear in.
+    Attributes:
+      m, n, batch: letters of the result, in its order.
+      swapped: as in `Gemm`.
     """
 
+    m: str
+    n: str
+    batch: str
+    swapped: bool
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An index of the product, of one letter or of several merged.
+
+    Attributes:
+      letters: those of more than one element, outer first.
+      extent: number of values.
+      strides: distance of neighbours, in elements, in A, B, D and the epilogue's operands; 0 in an
+        array that the index does not appear in.
+    """
+
+    letters: str
     extent: int
-    a: int
-    b: int
-    d: int
+    strides: tuple[int, ...]
 
     def encloses(self, inner: Axis) -> bool:
         """Whether one step of this index spans all of `inner`, in every array."""
-        return all(getattr(self, array) == getattr(inner, array) * inner.extent for array in "abd")
+        pairs = zip(self.strides, inner.strides, strict=True)
+        return all(outer == stride * inner.extent for outer, stride in pairs)
+
+    def along(self, array: int) -> tuple[int, int]:
+        """Returns extent and stride in an array."""
+        return self.extent, self.strides[array]
 
 
-UNIT = Axis(1, 0, 0, 0)
+A, B, D = 0, 1, 2  # places in `Axis.strides`; the epilogue's operands follow
+FIRST_OPERAND = 3
+
+
+@dataclass(frozen=True)
+class _Indices:
+    """M, N, K and the batch, each as one axis."""
+
+    m: Axis
+    n: Axis
+    k: Axis
+    batch: Axis
+    swapped: bool
 
 
 def split(subscripts: str) -> tuple[str, str, str]:
@@ -63,23 +99,108 @@ def split(subscripts: str) -> tuple[str, str, str]:
     return lhs, rhs, out
 
 
+def stacked_letter(subscripts: str) -> str:
+    """Returns the letter that tells gate from up in a right operand that holds both, or ""."""
+    lhs, rhs, out = split(subscripts)
+    return "".join(letter for letter in rhs if letter not in lhs + out)
+
+
+def stacked_result(subscripts: str) -> tuple[str, int]:
+    """Returns the subscripts whose result keeps the letter of gate and up, and that axis.
+
+    The letter stands in front of the axes that end the result and belong to the right operand
+    alone: the result's matrices have rows of gate and up side by side.
+    """
+    lhs, rhs, out = split(subscripts)
+    axis = len(out.rstrip("".join(set(rhs) - set(lhs))))
+    return f"{lhs},{rhs}->{out[:axis]}{stacked_letter(subscripts)}{out[axis:]}", axis
+
+
+def roles(
+    subscripts: str,
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    operands: Sequence[str] = (),
+) -> Roles:
+    """Returns the roles of the result's axes.
+
+    Args:
+      subscripts, lhs_shape, rhs_shape, operands: as in `as_gemm`.
+
+    Raises:
+      NotAGemm: as `as_gemm`, for reasons of extents and axes.
+    """
+    found = _indices(subscripts, lhs_shape, rhs_shape, operands)
+    lhs, rhs, out = split(subscripts)
+    a, b = (rhs, lhs) if found.swapped else (lhs, rhs)
+    merged = found.m.letters + found.n.letters + found.batch.letters
+    unit = [letter for letter in out if letter not in merged]  # fits any role: the natural one
+
+    def of(axis: Axis, natural: Sequence[str]) -> str:
+        return "".join(x for x in out if x in axis.letters or (x in unit and x in natural))
+
+    both = [letter for letter in out if letter in a and letter in b]
+    return Roles(
+        m=of(found.m, [letter for letter in a if letter not in b]),
+        n=of(found.n, [letter for letter in b if letter not in a]),
+        batch=of(found.batch, both),
+        swapped=found.swapped,
+    )
+
+
 def as_gemm(
     subscripts: str,
     lhs_shape: Sequence[int],
     rhs_shape: Sequence[int],
     ab_dtype: str,
     d_dtype: str,
+    epilogue: EpilogueGraph | None = None,
+    operands: Sequence[str] = (),
 ) -> Gemm:
     """Returns the canonical form of a product.
 
     Args:
       subscripts: "mk,kn->mn", one letter an axis. No letter repeats within an array and each
-        stands in at least two of the three.
+        stands in at least two of the three; but one of extent 2, in the right operand alone,
+        tells gate from up in a product with two right operands ("mk,kcn->mn").
       lhs_shape, rhs_shape: extents, by the letters of the operands.
-      ab_dtype, d_dtype: as in `GemmProblem`.
+      ab_dtype, d_dtype, epilogue: as in `GemmProblem`.
+      operands: for each operand of the epilogue, the letters of the result that it varies along,
+        in the order of its axes.
 
     Raises:
-      NotAGemm: an extent is zero, or the axes of a role do not merge.
+      NotAGemm: an extent is zero, the axes of a role do not merge, or an operand of the epilogue
+        does not lie as a kernel reads it.
+    """
+    i = _indices(subscripts, lhs_shape, rhs_shape, operands)
+    graph_operands = epilogue.operands if epilogue else ()
+    layouts = tuple(
+        _operand_layout(operand.kind, *(x.along(FIRST_OPERAND + j) for x in (i.m, i.n, i.batch)))
+        for j, operand in enumerate(graph_operands)
+    )
+    problem = GemmProblem(
+        i.m.extent, i.n.extent, i.k.extent, i.batch.extent, ab_dtype, d_dtype,
+        a=_layout("m", i.m.along(A), i.k.along(A), i.batch.along(A)),
+        b=_layout("n", i.n.along(B), i.k.along(B), i.batch.along(B)),
+        d=_layout("n", i.n.along(D), i.m.along(D), i.batch.along(D)),
+        epilogue=epilogue,
+        operands=layouts,
+        up_offset=_up_offset(subscripts, rhs_shape),
+    )  # fmt: skip
+    if problem.gated and i.swapped:
+        raise NotAGemm("the result of a gated product ends with an axis of the left operand")
+    compact = MatrixLayout("n", problem.n, problem.m * problem.n)
+    if any(result.planes > 1 for result in problem.graph.results) and problem.d != compact:
+        raise NotAGemm("gate and up would not lie side by side in a result with axes in this order")
+    return Gemm(problem, i.swapped)
+
+
+def _indices(
+    subscripts: str, lhs_shape: Sequence[int], rhs_shape: Sequence[int], operands: Sequence[str]
+) -> _Indices:
+    """Returns M, N, K and the batch.
+
+    Axes of M that do not merge are batch axes along which B stands still; likewise for N.
     """
     lhs, rhs, out = split(subscripts)
     extents = dict(zip(lhs + rhs, (*lhs_shape, *rhs_shape), strict=True))
@@ -90,71 +211,86 @@ def as_gemm(
     if kept and kept[-1] in lhs and kept[-1] in rhs:
         raise NotAGemm("the result's last axis is a batch axis, so no matrix of it is row-major")
     a, b = (rhs, lhs) if swapped else (lhs, rhs)
-    m, n, k, batch = _roles(a, b, out, extents)
-    return Gemm(
-        GemmProblem(
-            m.extent, n.extent, k.extent, batch.extent, ab_dtype, d_dtype,
-            a=_layout("m", (m.extent, m.a), (k.extent, k.a), (batch.extent, batch.a)),
-            b=_layout("n", (n.extent, n.b), (k.extent, k.b), (batch.extent, batch.b)),
-            d=_layout("n", (n.extent, n.d), (m.extent, m.d), (batch.extent, batch.d)),
-        ),
-        swapped,
-    )  # fmt: skip
-
-
-def _roles(a: str, b: str, out: str, extents: dict[str, int]) -> tuple[Axis, Axis, Axis, Axis]:
-    """Returns M, N, K and the batch, each as one axis.
-
-    Axes of M that do not merge are batch axes along which B stands still; likewise for N.
-    """
-    strides_a, strides_b, strides_d = (_strides(labels, extents) for labels in (a, b, out))
-    roles: dict[tuple[bool, bool], list[Axis]] = {}
-    for label in dict.fromkeys(out + a):
+    strides = [_strides(labels, extents) for labels in (a, b, out, *operands)]
+    unit = Axis("", 1, (0,) * len(strides))
+    axes: dict[tuple[bool, bool], list[Axis]] = {}
+    for label in dict.fromkeys(out + lhs):
         if extents[label] > 1:
-            strides = (strides.get(label, 0) for strides in (strides_a, strides_b, strides_d))
-            role = roles.setdefault((label in out, label in a and label in b), [])
-            role.append(Axis(extents[label], *strides))
-    free = roles.get((True, False), [])
-    m, spilled_m = _matrix_axis([axis for axis in free if axis.a], "a")
-    n, spilled_n = _matrix_axis([axis for axis in free if axis.b], "d")
-    contracted = _merged(roles.get((False, True), []), "a")
+            axis = Axis(label, extents[label], tuple(s.get(label, 0) for s in strides))
+            axes.setdefault((label in out, label in a and label in b), []).append(axis)
+    free = axes.get((True, False), [])
+    m, spilled_m = _matrix_axis([axis for axis in free if axis.strides[A]], A, unit)
+    n, spilled_n = _matrix_axis([axis for axis in free if axis.strides[B]], D, unit)
+    contracted = _merged(axes.get((False, True), []), A)
     if len(contracted) > 1:
         raise NotAGemm(
             "the contracted axes do not lie evenly one inside the other in both operands"
         )
-    batch = _merged([*roles.get((True, True), []), *spilled_m, *spilled_n], "d")
+    batch = _merged([*axes.get((True, True), []), *spilled_m, *spilled_n], D)
     if len(batch) > 1:
+        arrays = "both operands, the result and what the epilogue reads"
         raise NotAGemm(
-            "the batch axes do not lie evenly one inside the other in both operands and the result"
+            "the batch axes do not lie evenly one inside the other in "
+            + (arrays if operands else "both operands and the result")
         )
-    return m, n, (contracted or [UNIT])[0], (batch or [UNIT])[0]
+    return _Indices(m, n, (contracted or [unit])[0], (batch or [unit])[0], swapped)
 
 
 def _strides(labels: str, extents: dict[str, int]) -> dict[str, int]:
     return {label: prod(extents[x] for x in labels[i + 1 :]) for i, label in enumerate(labels)}
 
 
-def _matrix_axis(axes: list[Axis], array: str) -> tuple[Axis, list[Axis]]:
+def _up_offset(subscripts: str, rhs_shape: Sequence[int]) -> int | None:
+    letter = stacked_letter(subscripts)
+    _, rhs, _ = split(subscripts)
+    return prod(rhs_shape[rhs.index(letter) + 1 :]) if letter else None
+
+
+def _matrix_axis(axes: list[Axis], array: int, unit: Axis) -> tuple[Axis, list[Axis]]:
     """Returns the axis of one matrix, and those left over.
 
     The axis is the one along which `array` is contiguous, else the longest.
     """
-    merged = _merged(axes, "d")
+    merged = _merged(axes, D)
     if not merged:
-        return UNIT, []
-    best = max(merged, key=lambda axis: (getattr(axis, array) == 1, axis.extent))
+        return unit, []
+    best = max(merged, key=lambda axis: (axis.strides[array] == 1, axis.extent))
     return best, [axis for axis in merged if axis is not best]
 
 
-def _merged(axes: list[Axis], array: str) -> list[Axis]:
+def _merged(axes: list[Axis], array: int) -> list[Axis]:
     """Returns `axes` from outer to inner in `array`, those that enclose their neighbour joined."""
     merged: list[Axis] = []
-    for axis in sorted(axes, key=lambda axis: -getattr(axis, array)):
+    for axis in sorted(axes, key=lambda axis: -axis.strides[array]):
         if merged and merged[-1].encloses(axis):
-            merged[-1] = Axis(merged[-1].extent * axis.extent, axis.a, axis.b, axis.d)
+            outer = merged.pop()
+            extent = outer.extent * axis.extent
+            merged.append(Axis(outer.letters + axis.letters, extent, axis.strides))
         else:
             merged.append(axis)
     return merged
+
+
+def _operand_layout(
+    kind: str, m: tuple[int, int], n: tuple[int, int], batch: tuple[int, int]
+) -> MatrixLayout:
+    """Returns the layout of an epilogue's operand from its (extent, stride) pairs."""
+    (rows, m_stride), (columns, n_stride) = (
+        (extent, stride if extent > 1 else 0) for extent, stride in (m, n)
+    )
+    along_n, along_m = columns > 1 and kind in ("row", "matrix"), rows > 1 and kind == "column"
+    if (along_n and n_stride != 1) or (along_m and m_stride != 1):
+        raise NotAGemm(
+            f"a {kind} that the epilogue reads does not have adjacent elements along the "
+            f"{'columns' if along_n else 'rows'} of the result: its axes are in another order"
+        )
+    if (kind in ("row", "scalar") and m_stride) or (kind in ("column", "scalar") and n_stride):
+        raise NotAGemm(f"a {kind} that the epilogue reads varies within a {kind}")
+    own = {"matrix": rows * columns, "row": columns, "column": rows, "scalar": 1}[kind]
+    batch_stride = batch[1] if batch[0] > 1 else own
+    if kind == "matrix":
+        return MatrixLayout("n", m_stride if rows > 1 else columns, batch_stride)
+    return MatrixLayout("m" if kind == "column" else "n", own, batch_stride)
 
 
 def _layout(

@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.lax import DotAlgorithmPreset, Precision
 
 from . import dispatch
-from .contraction import Gemm, NotAGemm, as_gemm
+from .contraction import Gemm, NotAGemm, Roles, as_gemm, roles, split, stacked_letter
 from .plan import LaunchPlan, make_plan
 from .spec import GemmSpec, Traversal
+from .tracing import Fusion, NotFusable, fuse
 
 # Products of 16-bit floats are exact in float32, where the kernels add them: no `Precision` asks
 # for more, and these algorithms ask for just that.
@@ -25,7 +27,13 @@ EXACT_ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Product:
-    """What is asked of one product: subscripts, shapes, dtypes, precision."""
+    """What is asked of one product: subscripts, shapes, dtypes, precision, an epilogue.
+
+    Attributes:
+      out_dtype: dtype of the result; with an epilogue, of its first one.
+      rights: 2 for a gate and an up operand in two arrays of one shape.
+      function: the epilogue, over the accumulators and its operands; None: there is none.
+    """
 
     subscripts: str
     lhs_shape: tuple[int, ...]
@@ -34,11 +42,18 @@ class Product:
     rhs_dtype: str
     out_dtype: str
     precision: Any = None
+    rights: int = 1
+    function: ClosedJaxpr | None = None
+
+    @property
+    def accumulators(self) -> int:
+        return 2 if self.rights == 2 or stacked_letter(self.subscripts) else 1
 
     def __str__(self) -> str:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)
-        rhs = array_text(self.rhs_shape, self.rhs_dtype)
-        return f"{lhs} x {rhs} by {self.subscripts!r} into {short_dtype(self.out_dtype)}"
+        rhs = " and ".join([array_text(self.rhs_shape, self.rhs_dtype)] * self.rights)
+        text = f"{lhs} x {rhs} by {self.subscripts!r} into {short_dtype(self.out_dtype)}"
+        return f"{text} with an epilogue" if self.function else text
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,7 @@ class Route:
         run the product.
       gemm: its canonical form, where it has one.
       spec, traversal, plan: the kernel, its order of tiles and its launch; None with "xla".
+      fusion, roles: what of the epilogue the kernel computes, and the axes that it was read for.
     """
 
     path: Literal["hopper", "xla"]
@@ -61,6 +77,28 @@ class Route:
     spec: GemmSpec | None = None
     traversal: Traversal | None = None
     plan: LaunchPlan | None = None
+    fusion: Fusion | None = None
+    roles: Roles | None = None
+
+    @property
+    def uncovered(self) -> tuple[str, ...]:
+        """Names of the epilogue's operations that XLA computes after the kernel."""
+        return self.fusion.uncovered if self.fusion else ()
+
+    @property
+    def epilogue(self) -> str:
+        """What of the epilogue the kernel computes, reads and writes; "" where there is none."""
+        if self.fusion is None:
+            return ""
+        graph = self.fusion.graph
+        operations = list(dict.fromkeys(n.op for n in graph.nodes if n.op != "constant"))
+        reads = [f"{operand.kind} {short_dtype(operand.dtype)}" for operand in graph.operands]
+        writes = [
+            f"{r.kind} {short_dtype(r.dtype)}" if r.kind == "matrix" else r.kind
+            for r in graph.results
+        ]
+        parts = (("", operations), ("reads ", reads), ("writes ", writes))
+        return "; ".join(verb + ", ".join(items) for verb, items in parts if items)
 
     @property
     def supported(self) -> bool:
@@ -71,7 +109,9 @@ class Route:
         """Returns this route, or XLA's where a kernel's cannot be taken because of `violation`."""
         if violation is None or self.path == "xla":
             return self
-        return Route("xla", violation, "unsupported", self.gemm)
+        return Route(
+            "xla", violation, "unsupported", self.gemm, fusion=self.fusion, roles=self.roles
+        )
 
 
 def route(product: Product, device: dispatch.Device, *, kernel_only: bool = False) -> Route:
@@ -81,21 +121,67 @@ def route(product: Product, device: dispatch.Device, *, kernel_only: bool = Fals
     """
     if reason := _request_violation(product):
         return Route("xla", reason, "unsupported")
+    fusion, found_roles = None, None
     try:
-        gemm = as_gemm(
-            product.subscripts, product.lhs_shape, product.rhs_shape,
-            product.lhs_dtype, product.out_dtype,
-        )  # fmt: skip
-    except NotAGemm as error:
+        if product.function is None:
+            gemm = _gemm(product, product.out_dtype)
+        else:
+            gemm, fusion, found_roles = _fused(product, product.function)
+    except (NotAGemm, NotFusable) as error:
         return Route("xla", str(error), "unsupported")
     decision = dispatch.choose(gemm.problem, device, kernel_only=kernel_only)
     if decision.spec is None or decision.traversal is None:
         runs = not kernel_only and dispatch.choose(gemm.problem, device, kernel_only=True).spec
-        return Route("xla", decision.reason, decision.source if runs else "unsupported", gemm)
+        source = decision.source if runs else "unsupported"
+        return Route("xla", decision.reason, source, gemm, fusion=fusion, roles=found_roles)
     plan = make_plan(gemm.problem, decision.spec, decision.traversal, device.num_sms)
     return Route(
-        "hopper", decision.reason, decision.source, gemm, decision.spec, decision.traversal, plan
-    )
+        "hopper", decision.reason, decision.source, gemm, decision.spec, decision.traversal, plan,
+        fusion, found_roles,
+    )  # fmt: skip
+
+
+def _gemm(product: Product, d_dtype: str, *epilogue: Any) -> Gemm:
+    return as_gemm(
+        product.subscripts, product.lhs_shape, product.rhs_shape, product.lhs_dtype, d_dtype,
+        *epilogue,
+    )  # fmt: skip
+
+
+def _fused(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles]:
+    """Returns the canonical form of a product with an epilogue.
+
+    Which axes are rows and columns decides what of the function is fused; how its operands vary
+    decides which axes are. Begins with what broadcasting suggests of the operands, and settles.
+
+    Raises:
+      NotAGemm, NotFusable: with the reason.
+    """
+    shapes = product.subscripts, product.lhs_shape, product.rhs_shape
+    _, _, out = split(product.subscripts)
+    avals: Any = function.in_avals[product.accumulators :]
+    expected = [_broadcast_label(aval.shape, out) for aval in avals]
+    try:
+        found = roles(*shapes, expected)
+    except NotAGemm:
+        found = roles(*shapes)
+    for _ in range(3):
+        fusion = fuse(function, product.accumulators, out, found.m, found.n)
+        needed = roles(*shapes, fusion.labels)
+        if needed == found:
+            matrices = fusion.graph.matrices
+            d_dtype = matrices[0].dtype if matrices else product.lhs_dtype
+            return _gemm(product, d_dtype, fusion.graph, fusion.labels), fusion, found
+        found = needed
+    raise NotAGemm("the epilogue's operands leave open which axes of the result are rows")
+
+
+def _broadcast_label(shape: Sequence[int], out: str) -> str:
+    """Returns the letters of the result that an array broadcast against it varies along."""
+    if len(shape) > len(out):
+        return ""
+    aligned = zip(out[len(out) - len(shape) :], shape, strict=True)
+    return "".join(letter for letter, extent in aligned if extent != 1)
 
 
 def _request_violation(product: Product) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,11 +11,13 @@ from jax.extend.core import jaxprs_in_params
 from jax.typing import DTypeLike
 
 from .. import dispatch
-from ..fused import fused_route
+from ..fused import hopper_fused_p
+from ..fused import product_of as fused_product_of
+from ..lowering import launcher_violation
 from ..plan import ceil_div, max_clusters
-from ..primitive import hopper_dot_p, launcher_violation, product_of
+from ..primitive import hopper_dot_p, product_of
 from ..problem import GemmProblem
-from ..routing import Route, current_device, route
+from ..routing import Product, current_device, route
 from ..spec import GemmSpec, Traversal
 from . import checks
 from .activations import Activation
@@ -134,9 +136,11 @@ def explain(
         checks.check_explained_dot_general(named)
         call, options = dot_general, options | {"dimension_numbers": dimension_numbers}
     device = current_device()
-    asked, found = _route(call, a, b, options, device, kernel_only=implementation == "hopper")
+    traced = _traced(call, a, b, options)
+    asked = str(traced.product)
     if implementation == "xla":
         return Explanation(asked, device, "xla", "implementation='xla'", "request")
+    found = route(traced.product, device, kernel_only=implementation == "hopper")
     found = found.unless(launcher_violation())
     if found.path == "xla":
         problem = found.gemm.problem if found.gemm else None
@@ -149,7 +153,7 @@ def explain(
         asked, device, "hopper", found.reason, found.source, found.gemm.problem,
         found.spec, found.traversal, found.plan.grid,
         waves=ceil_div(tiles, max_clusters(found.spec, device.num_sms)),
-        epilogue=found.epilogue, uncovered=found.uncovered,
+        epilogue=found.epilogue, uncovered=(*found.uncovered, *traced.rest),
     )  # fmt: skip
 
 
@@ -166,33 +170,27 @@ def supports(a: Any, b: Any, **options: Any) -> tuple[bool, str]:
     return found.path == "hopper", found.reason
 
 
-def _route(
-    function: Callable[..., Any],
-    a: Any,
-    b: Any,
-    options: dict[str, Any],
-    device: dispatch.Device,
-    *,
-    kernel_only: bool,
-) -> tuple[str, Route]:
-    """Returns what the one product that a call becomes asks for, and how it runs."""
+@dataclass(frozen=True)
+class _Call:
+    """The one product that a call becomes, and the operations that follow it outside of it."""
+
+    product: Product
+    rest: tuple[str, ...]
+
+
+def _traced(function: Callable[..., Any], a: Any, b: Any, options: dict[str, Any]) -> _Call:
     arrays = {k: x for k, x in options.items() if k == "epilogue_operands" or hasattr(x, "shape")}
 
     def call(a: Any, b: Any, arrays: dict[str, Any]) -> Any:
         return function(a, b, **{**options, **arrays})
 
     equations = jax.make_jaxpr(call)(a, b, arrays).jaxpr.eqns
-    for i, equation in enumerate(equations):
-        if equation.primitive is hopper_dot_p:
-            (lhs, rhs), (out,) = (
-                [v.aval for v in variables] for variables in (equation.invars, equation.outvars)
-            )
-            product = product_of(lhs, rhs, out, equation.params)
-            found = route(product, device, kernel_only=kernel_only)
-            return str(product), replace(found, uncovered=_operations(equations[i + 1 :]))
-        if fused := fused_route(equation, device, kernel_only=kernel_only):
-            return fused
-    raise AssertionError("a call without a product")
+    (i,) = (i for i, e in enumerate(equations) if e.primitive in (hopper_dot_p, hopper_fused_p))
+    equation, rest = equations[i], _operations(equations[i + 1 :])
+    avals = [v.aval for v in equation.invars]
+    if equation.primitive is hopper_fused_p:
+        return _Call(fused_product_of(avals, equation.params), rest)
+    return _Call(product_of(*avals, equation.outvars[0].aval, equation.params), rest)
 
 
 # Operations that say where elements lie and what their dtype is, not what is computed.

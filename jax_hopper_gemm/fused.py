@@ -1,0 +1,378 @@
+"""Products with an epilogue: a JAX function of the product, computed by the kernel that makes it.
+
+`hopper_fused` carries the function as a jaxpr. Elsewhere than on a Hopper GPU it is what it says:
+the function of the product. Its derivative is again made of products and functions of arrays:
+`hopper_dot` for the product's tangent and `epilogue_tangent` for the function's, whose transpose
+finds its way into the product that comes before it (see `fused_tangent`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import partial_eval as pe
+
+from .contraction import split
+from .fused_tangent import Accumulate, Recompute, batched_product, epilogue_tangent_p
+from .jaxprs import is_inexact, jvp_by, mapped, pruned, tangent, traced, transpose_by
+from .lowering import Call, register_lowering
+from .primitive import cotangent_of, reference_dot
+from .routing import Product
+
+hopper_fused_p = Primitive("hopper_fused")
+hopper_dots_p = Primitive("hopper_dots")
+for primitive in (hopper_fused_p, hopper_dots_p):
+    primitive.multiple_results = True
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
+
+
+def fused_dot(
+    function: Callable[..., Any],
+    lhs: jax.Array,
+    rights: Sequence[jax.Array],
+    operands: Sequence[Any],
+    *,
+    subscripts: str,
+    precision: Any,
+    product_dtype: Any,
+    out_dtypes: Sequence[Any] | None,
+    preactivation: Literal["save", "recompute"],
+    implementation: str | None,
+    in_place: int | None = None,
+    out_sharding: Any = None,
+) -> Any:
+    """Returns `function(product, *operands)`, or `function(gate, up, *operands)`.
+
+    The function sees products as float32 arrays of the result's axes; of types that float32
+    cannot hold they keep their own. Arrays that it closes over are operands, too.
+
+    Args:
+      lhs: the left operand.
+      rights: the right operand; or gate and up, of one shape; or one array that stacks them, along
+        an axis of extent 2 whose letter stands nowhere else in `subscripts`.
+      operands: arrays.
+      subscripts: as in `contraction.as_gemm`.
+      precision: parameter of `lax.dot_general_p`, already canonical.
+      product_dtype: dtype of the product without a function. A result with the product's shape
+        that the function leaves as it came is cast to it.
+      out_dtypes: for each result the dtype it is cast to, or None; None: no such wishes.
+      preactivation: whether derivatives that need the product keep it, rounded to the dtype of
+        its operands, or compute it anew.
+      implementation: None, "hopper" or "xla".
+      in_place: the operand whose memory the first result may take, if both are alike.
+      out_sharding: as in `hopper_dot`, for the product.
+
+    Raises:
+      ValueError: `out_dtypes` has another length than the results.
+    """
+    operands = tuple(map(jnp.asarray, operands))
+    dtype = _accumulator_dtype(product_dtype)
+    accumulate = Accumulate(subscripts, dtype, precision, out_sharding, implementation)
+    accumulators = jax.eval_shape(partial(accumulate, product=_reference_product), lhs, rights)
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*accumulators, *operands)
+    results, structure = jax.tree.flatten(shapes)
+    if out_dtypes is not None and len(out_dtypes) != len(results):
+        raise ValueError(
+            f"preferred_element_type names {len(out_dtypes)} dtypes, and the epilogue returns "
+            f"{len(results)} arrays: name one for each, None for its own"
+        )
+    product = accumulators[0]
+    dtypes = []
+    for result, wanted in zip(results, out_dtypes or [None] * len(results), strict=True):
+        left = result.shape == product.shape and result.dtype == product.dtype
+        dtypes.append(wanted or (product_dtype if left else result.dtype))
+    count = len(accumulators) + len(operands)
+
+    def complete(*args: Any) -> list[Any]:
+        outputs = jax.core.eval_jaxpr(closed.jaxpr, args[count:], *args[:count])
+        return [x.astype(to) for x, to in zip(outputs, dtypes, strict=True)]
+
+    params = {
+        "jaxpr": traced(complete, *accumulators, *operands, *closed.consts),
+        "rights": len(rights),
+        "accumulate": accumulate,
+        "preactivation": preactivation,
+        "in_place": in_place,
+    }
+    args = (lhs, *rights, *operands, *closed.consts)
+    if implementation == "xla":
+        return jax.tree.unflatten(structure, _reference(*args, **params))
+    return jax.tree.unflatten(structure, hopper_fused_p.bind(*args, **params))
+
+
+def _accumulator_dtype(product_dtype: Any) -> np.dtype:
+    dtype = jnp.dtype(product_dtype)
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4
+    return jnp.dtype("float32") if narrow else dtype
+
+
+def _reference_product(lhs: Any, right: Any, **params: Any) -> jax.Array:
+    return reference_dot(lhs, right, **params)
+
+
+def _split(args: Sequence[Any], rights: int) -> tuple[Any, Sequence[Any], Sequence[Any]]:
+    """Returns the left operand, the right ones and the function's operands."""
+    return args[0], args[1 : 1 + rights], args[1 + rights :]
+
+
+def _reference(
+    *args: Any, jaxpr: ClosedJaxpr, rights: int, accumulate: Accumulate, **params: Any
+) -> list[Any]:
+    """The results as XLA computes them.
+
+    Args:
+      *args: the left operand, the right ones, the function's operands.
+      jaxpr: the function, of the accumulators and its operands.
+      rights: number of right operands.
+      accumulate: how the accumulators come from them.
+      **params: `preactivation` and `in_place` as in `fused_dot`, which only derivatives and
+        kernels heed.
+    """
+    lhs, right_operands, operands = _split(args, rights)
+    accumulators = accumulate(lhs, right_operands, _reference_product)
+    return jaxpr_as_fun(jaxpr)(*accumulators, *operands)
+
+
+def _abstract_eval(*avals: Any, **params: Any) -> list[Any]:
+    return list(traced(partial(_reference, **params), *avals).out_avals)
+
+
+def product_of(avals: Sequence[Any], params: dict[str, Any]) -> Product:
+    """Returns what a `hopper_fused_p` of these abstract values asks for."""
+    lhs, right_avals, _ = _split(avals, params["rights"])
+    right = right_avals[0]
+    accumulate, function = params["accumulate"], params["jaxpr"]
+    return Product(
+        accumulate.subscripts, lhs.shape, lhs.dtype.name, right.shape, right.dtype.name,
+        function.out_avals[0].dtype.name, accumulate.precision, params["rights"], function,
+    )  # fmt: skip
+
+
+# Derivatives.
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    jaxpr, rights = params["jaxpr"], params["rights"]
+    lhs, right_operands, operands = _split(primals, rights)
+    still = [type(x) is ad.Zero for x in tangents]
+    dtypes = {x.dtype for x in (lhs, *right_operands)}
+    accumulate = params["accumulate"]
+    dtype = dtypes.pop() if len(dtypes) == 1 and is_inexact(lhs) else accumulate.dtype
+    accumulate = replace(accumulate, dtype=dtype)
+    moved, plane_axis = _product_tangents(primals, tangents, rights, accumulate)
+    count = len(jaxpr.in_avals) - len(operands)
+    wrt = list(range(count)) if plane_axis is not None else list(moved)
+    wrt += [count + i for i, x in enumerate(still[1 + rights :]) if not x]
+    linear = [*moved.values(), *(x for x in tangents[1 + rights :] if type(x) is not ad.Zero)]
+
+    saved = [dtype] * count + [x.dtype for x in operands]
+    derivative, needed = tangent(jaxpr, wrt, saved)
+    needed_operands = [x for x, need in zip(operands, needed[count:], strict=True) if need]
+    recompute = None
+    if not any(needed[:count]):
+        outputs, residuals = hopper_fused_p.bind(*primals, **params), needed_operands
+    elif params["preactivation"] == "recompute":
+        recompute = Recompute(accumulate, rights, tuple(needed[:count]))
+        outputs = hopper_fused_p.bind(*primals, **params)
+        residuals = [lhs, *right_operands, *needed_operands]
+    else:
+        accumulators = [i for i in range(count) if needed[i]]
+        outputs, kept = _with_accumulators(primals, accumulators, dtype, params)
+        residuals = [*kept, *needed_operands]
+    tangents_out = iter(
+        epilogue_tangent_p.bind(
+            *residuals, *linear, jaxpr=derivative, residuals=len(residuals),
+            plane_axis=plane_axis, recompute=recompute,
+        )
+    )  # fmt: skip
+    return outputs, [
+        next(tangents_out) if is_inexact(x) else ad.Zero.from_primal_value(x) for x in outputs
+    ]
+
+
+def _product_tangents(
+    primals: Any, tangents: Any, rights: int, accumulate: Accumulate
+) -> tuple[dict[int, Any], int | None]:
+    """Returns the tangents of the accumulators that move, by number, in the operands' dtype.
+
+    Where the right operand stacks gate and up, so does the one tangent: along the axis that is
+    returned, else None.
+    """
+    lhs, right_operands, _ = _split(primals, rights)
+    lhs_tangent, right_tangents, _ = _split(tangents, rights)
+    found: dict[int, Any] = {}
+    if type(lhs_tangent) is not ad.Zero:
+        if rights == 2:
+            found |= enumerate(
+                hopper_dots_p.bind(lhs_tangent, *right_operands, accumulate=accumulate)
+            )
+        else:
+            found[0] = accumulate.together(lhs_tangent, right_operands[0])
+    for i, right_tangent in enumerate(right_tangents):
+        if type(right_tangent) is not ad.Zero:
+            product = accumulate.together(lhs, right_tangent)
+            found[i] = lax.add(found[i], product) if i in found else product
+    return found, accumulate.plane_axis() if found else None
+
+
+def _with_accumulators(
+    primals: Any, accumulators: list[int], dtype: Any, params: dict[str, Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns the outputs, and accumulators as further matrices of the same kernel.
+
+    An output that is an accumulator already serves as that.
+    """
+    jaxpr = params["jaxpr"]
+    count = len(jaxpr.out_avals)
+    places = {i: place for i in accumulators if (place := _place(jaxpr, i, dtype)) is not None}
+    added = [i for i in accumulators if i not in places]
+
+    def function(*args: Any) -> list[Any]:
+        return [*jaxpr_as_fun(jaxpr)(*args), *(args[i].astype(dtype) for i in added)]
+
+    extended = {**params, "jaxpr": traced(function, *jaxpr.in_avals)} if added else params
+    outputs = hopper_fused_p.bind(*primals, **extended)
+    places |= {i: count + j for j, i in enumerate(added)}
+    return outputs[:count], [outputs[places[i]] for i in accumulators]
+
+
+def _place(jaxpr: ClosedJaxpr, index: int, dtype: Any) -> int | None:
+    """Returns which output is an input, converted to `dtype`; None where none is."""
+    source = jaxpr.jaxpr.invars[index]
+    same = {source} if source.aval.dtype == dtype else set()
+    for equation in jaxpr.jaxpr.eqns:
+        convert = equation.primitive is lax.convert_element_type_p
+        if convert and equation.invars[0] is source and equation.outvars[0].aval.dtype == dtype:
+            same.add(equation.outvars[0])
+    outputs = enumerate(jaxpr.jaxpr.outvars)
+    return next((i for i, x in outputs if any(x is y for y in same)), None)
+
+
+# vmap, unused results.
+
+
+def _batch(axis_data: Any, args: Any, axes: Any, **params: Any) -> tuple[list[Any], list[Any]]:
+    if all(axis is None for axis in axes):
+        outputs = hopper_fused_p.bind(*args, **params)
+        return outputs, [None] * len(outputs)
+    rights, count = params["rights"], 1 + params["rights"]
+    products, accumulate, product_axis = batched_product(
+        axis_data, args[:count], axes[:count], params["accumulate"]
+    )
+    accumulators = jax.eval_shape(
+        partial(accumulate, product=_reference_product), products[0], products[1:]
+    )
+    function = mapped(
+        params["jaxpr"],
+        [product_axis] * len(accumulators) + list(axes[count:]),
+        axis_data.size,
+        [*accumulators, *args[count:]],
+    )
+    outputs = hopper_fused_p.bind(
+        *products, *args[count:],
+        jaxpr=function, rights=rights, accumulate=accumulate,
+        preactivation=params["preactivation"], in_place=params["in_place"],
+    )  # fmt: skip
+    return outputs, [0] * len(outputs)
+
+
+def _without_unused(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
+    """Drops results that nothing reads and operands that only they need."""
+    equation = args[-1]  # before it, JAX 0.12 passes what matters for mutable references
+    if not any(used):
+        return [False] * len(equation.invars), None
+    params, count = dict(equation.params), 1 + equation.params["rights"]
+    accumulators = len(params["jaxpr"].in_avals) - (len(equation.invars) - count)
+    operands = len(equation.invars) - count
+    kept = [True] * accumulators + [False] * operands
+    params["jaxpr"], needed = pruned(params["jaxpr"], used, kept)
+    needed = needed[accumulators:]
+    if (index := params["in_place"]) is not None:
+        stays = used[0] and needed[index]
+        params["in_place"] = sum(needed[:index]) if stays else None
+    needed = [True] * count + needed
+    return needed, equation.replace(
+        invars=[x for x, need in zip(equation.invars, needed, strict=True) if need],
+        outvars=[x for x, use in zip(equation.outvars, used, strict=True) if use],
+        params=params,
+    )
+
+
+_lower_to_xla = mlir.lower_fun(_reference, multiple_results=True)
+
+
+def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+    lhs, rights, operands = _split(values, params["rights"])
+    _, _, avals = _split(ctx.avals_in, params["rights"])
+    product = product_of(ctx.avals_in, params)
+    call = Call(product, (lhs, *rights), tuple(operands), tuple(avals), params["in_place"])
+    launched = call.lower(ctx, params["accumulate"].implementation)
+    return launched or _lower_to_xla(ctx, *values, **params)
+
+
+hopper_fused_p.def_abstract_eval(_abstract_eval)
+ad.primitive_jvps[hopper_fused_p] = _jvp
+ad.primitive_transposes[hopper_fused_p] = partial(transpose_by, _reference)
+batching.fancy_primitive_batchers[hopper_fused_p] = _batch
+pe.dce_rules[hopper_fused_p] = _without_unused
+register_lowering(hopper_fused_p, _abstract_eval, _reference, _lower_for_cuda)
+
+
+# The products of one array with gate and with up. Its transpose is their sum, which the second
+# product adds to the first one's result where that lies.
+
+
+def _dots(lhs: Any, *rights: Any, accumulate: Accumulate) -> list[Any]:
+    return accumulate(lhs, rights)
+
+
+def _transpose_dots(cotangents: Any, lhs: Any, *rights: Any, accumulate: Accumulate) -> list[Any]:
+    if not ad.is_undefined_primal(lhs):
+        return transpose_by(_dots, cotangents, lhs, *rights, accumulate=accumulate)
+    pairs = zip(cotangents, rights, strict=True)
+    given = [(ct, right) for ct, right in pairs if type(ct) is not ad.Zero]
+    if not given:
+        return [ad.Zero(lhs.aval), *(None for _ in rights)]
+    lhs_labels, rhs_labels, out = split(accumulate.subscripts)
+    (cotangent, right), *more = given
+    gradient = f"{out},{rhs_labels}->{lhs_labels}"
+    first = cotangent_of(
+        lhs.aval, cotangent, right, subscripts=gradient, precision=accumulate.precision,
+        preferred_element_type=accumulate.dtype, out_sharding=None,
+        implementation=accumulate.implementation,
+    )  # fmt: skip
+    for cotangent, right in more:
+        first = fused_dot(
+            lambda product, c: product + c,
+            cotangent, (right,), (first,), subscripts=gradient, precision=accumulate.precision,
+            product_dtype=lhs.aval.dtype, out_dtypes=(lhs.aval.dtype,), preactivation="save",
+            implementation=accumulate.implementation, in_place=0,
+            out_sharding=None if lhs.aval.sharding.mesh.empty else lhs.aval.sharding,
+        )  # fmt: skip
+    return [first, *(None for _ in rights)]
+
+
+def _batch_dots(
+    axis_data: Any, args: Any, axes: Any, *, accumulate: Accumulate
+) -> tuple[list[Any], list[Any]]:
+    args, accumulate, axis = batched_product(axis_data, args, axes, accumulate)
+    outputs = hopper_dots_p.bind(*args, accumulate=accumulate)
+    return outputs, [axis] * len(outputs)
+
+
+hopper_dots_p.def_abstract_eval(
+    lambda *avals, **params: list(traced(partial(_dots, **params), *avals).out_avals)
+)
+ad.primitive_jvps[hopper_dots_p] = partial(jvp_by, _dots)
+ad.primitive_transposes[hopper_dots_p] = _transpose_dots
+batching.fancy_primitive_batchers[hopper_dots_p] = _batch_dots
+mlir.register_lowering(hopper_dots_p, mlir.lower_fun(_dots, multiple_results=True))

@@ -1,0 +1,221 @@
+"""What the fused primitives do with the functions that they carry, as jaxprs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.interpreters import ad
+from jax.interpreters import partial_eval as pe
+
+INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr"}
+
+
+def traced(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
+    """Returns the jaxpr of a function of arrays or abstract values."""
+    return jax.make_jaxpr(function)(*avals)
+
+
+def pruned(
+    closed: ClosedJaxpr, outputs: Sequence[bool], kept: Sequence[bool] | None = None
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """Returns the part that computes some outputs, and which inputs it has.
+
+    Args:
+      outputs: which outputs.
+      kept: inputs that stay though nothing reads them; None: no such inputs.
+    """
+    kept = list(kept or [False] * len(closed.in_avals))
+    jaxpr, used = pe.dce_jaxpr(closed.jaxpr, list(outputs), kept)
+    return ClosedJaxpr(jaxpr, closed.consts), used
+
+
+def mapped(
+    closed: ClosedJaxpr, axes: Sequence[int | None], size: int, args: Sequence[Any]
+) -> ClosedJaxpr:
+    """Returns the jaxpr of `jax.vmap` of a function; outputs are mapped along their first axis.
+
+    Args:
+      axes: of each input, or None where it has none; not all None.
+      args: arrays or abstract values of the mapped function.
+    """
+    function = jax.vmap(jaxpr_as_fun(closed), tuple(axes), 0, axis_size=size)
+    return traced(function, *args)
+
+
+def tangent(
+    closed: ClosedJaxpr, wrt: Sequence[int], saved: Sequence[Any]
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """Returns the derivative of a function, linear in the tangents of some inputs.
+
+    Its inputs are the original ones that it needs, then the tangents; its outputs the tangents of
+    the inexact outputs.
+
+    Args:
+      wrt: numbers of these inputs.
+      saved: dtype of each original input here and of its tangent.
+
+    Returns:
+      The derivative, and which of the original inputs it needs.
+    """
+    avals = list(closed.in_avals)
+    inexact = [i for i, aval in enumerate(closed.out_avals) if is_inexact(aval)]
+
+    def derivative(*args: Any) -> list[Any]:
+        primals = [x.astype(a.dtype) for x, a in zip(args[: len(avals)], avals, strict=True)]
+        tangents = [x.astype(avals[i].dtype) for i, x in zip(wrt, args[len(avals) :], strict=True)]
+
+        def of(*moving: Any) -> list[Any]:
+            inputs = list(primals)
+            for i, x in zip(wrt, moving, strict=True):
+                inputs[i] = x
+            outputs = jaxpr_as_fun(closed)(*inputs)
+            return [outputs[i] for i in inexact]
+
+        return jax.jvp(of, [primals[i] for i in wrt], tangents)[1]
+
+    given = [aval.update(dtype=dtype) for aval, dtype in zip(avals, saved, strict=True)]
+    whole = traced(derivative, *given, *(given[i] for i in wrt))
+    found, used = pruned(whole, [True] * len(inexact), [False] * len(avals) + [True] * len(wrt))
+    return found, used[: len(avals)]
+
+
+def transposed(
+    closed: ClosedJaxpr, residuals: int, given: Sequence[int], wanted: Sequence[int]
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """Returns the transpose of a function that is linear in the inputs after its `residuals`.
+
+    Its inputs are the residuals that it needs, then cotangents of outputs; its outputs
+    cotangents of linear inputs.
+
+    Args:
+      given: outputs that have a cotangent.
+      wanted: linear inputs whose cotangents are wanted, counted from the first linear one.
+
+    Returns:
+      The transpose, and which of the residuals it needs.
+    """
+    avals = closed.in_avals
+
+    def transpose(*args: Any) -> Any:
+        known, cotangents = args[:residuals], list(args[residuals:])
+
+        def of(*moving: Any) -> list[Any]:
+            linear = [jnp.zeros(aval.shape, aval.dtype) for aval in avals[residuals:]]
+            for i, x in zip(wanted, moving, strict=True):
+                linear[i] = x
+            outputs = jaxpr_as_fun(closed)(*known, *linear)
+            return [outputs[i] for i in given]
+
+        return jax.linear_transpose(of, *(avals[residuals + i] for i in wanted))(cotangents)
+
+    whole = traced(transpose, *avals[:residuals], *(closed.out_avals[i] for i in given))
+    whole = traced(lambda *args: evaluated(whole, args), *whole.in_avals)
+    kept = [False] * residuals + [True] * len(given)
+    found, used = pruned(whole, [True] * len(wanted), kept)
+    return found, used[:residuals]
+
+
+def with_accumulator(closed: ClosedJaxpr, index: int, dtype: Any) -> ClosedJaxpr:
+    """Returns the function of a product's accumulator in place of an input, as its first one.
+
+    Where the function begins by widening that input to `dtype`, nothing is rounded.
+    """
+    aval = closed.in_avals[index]
+
+    def function(accumulator: jax.Array, *others: jax.Array) -> list[Any]:
+        inputs = list(others)
+        inputs.insert(index, accumulator.astype(aval.dtype))
+        return evaluated(closed, inputs, {index: accumulator})
+
+    others = [a for i, a in enumerate(closed.in_avals) if i != index]
+    whole = traced(function, aval.update(dtype=np.dtype(dtype)), *others)
+    return pruned(whole, [True] * len(whole.out_avals), [True] * len(whole.in_avals))[0]
+
+
+def evaluated(
+    closed: ClosedJaxpr, args: Sequence[Any], origins: dict[int, Any] | None = None
+) -> list[Any]:
+    """Returns the outputs of a function, with conversions that undo each other left out.
+
+    Args:
+      args: its inputs.
+      origins: by number of an input, the array that it is a conversion of.
+    """
+    jaxpr, consts = closed.jaxpr, closed.consts
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    sources = {jaxpr.invars[i]: array for i, array in (origins or {}).items()}
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        name, inputs = equation.primitive.name, [read(atom) for atom in equation.invars]
+        known = {
+            i: sources[atom]
+            for i, atom in enumerate(equation.invars)
+            if not isinstance(atom, Literal) and atom in sources
+        }
+        if name == "convert_element_type" and not equation.params.get("sharding"):
+            new, (array,) = np.dtype(equation.params["new_dtype"]), inputs
+            if 0 in known and known[0].dtype == new:
+                outputs = [known[0]]
+            else:
+                outputs = [lax.convert_element_type(array, new)]
+                if _widens(array, new):
+                    sources[equation.outvars[0]] = array
+        elif name in INLINED:
+            inner = equation.params[INLINED[name]]
+            outputs = evaluated(inner, inputs, known)
+        else:
+            with equation.ctx.manager:
+                params = equation.primitive.get_bind_params(equation.params)
+                outputs = equation.primitive.bind(*inputs, **params)
+            if not equation.primitive.multiple_results:
+                outputs = [outputs]
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _widens(array: Any, new: np.dtype) -> bool:
+    """Whether a conversion to `new` loses nothing."""
+    old = np.dtype(jnp.result_type(array))
+    return jnp.issubdtype(old, jnp.floating) and jnp.promote_types(old, new) == new != old
+
+
+def transpose_by(function: Callable[..., Any], cotangents: Any, *args: Any, **params: Any) -> Any:
+    """A transpose rule: that of a JAX function which is linear in the undefined arguments."""
+    linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+
+    def of(*moving: Any) -> Any:
+        inputs = list(args)
+        for i, x in zip(linear, moving, strict=True):
+            inputs[i] = x
+        return list(function(*inputs, **params))
+
+    transpose = jax.linear_transpose(of, *(args[i].aval for i in linear))
+    found = transpose([ad.instantiate_zeros(ct) for ct in cotangents])
+    by_index = dict(zip(linear, found, strict=True))
+    return [by_index.get(i) for i in range(len(args))]
+
+
+def jvp_by(function: Callable[..., Any], primals: Any, tangents: Any, **params: Any) -> Any:
+    """A derivative rule: that of a JAX function."""
+    moving = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero]
+
+    def of(*values: Any) -> Any:
+        inputs = list(primals)
+        for i, x in zip(moving, values, strict=True):
+            inputs[i] = x
+        return list(function(*inputs, **params))
+
+    return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+def is_inexact(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact)

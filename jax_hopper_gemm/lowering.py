@@ -1,0 +1,340 @@
+"""Products in a program that is being lowered, and the FFI call that they become on a GPU.
+
+Only lowering for CUDA decides between a kernel and XLA; a primitive hands in what it asks for and
+what it means in plain JAX. A call that holds a bare product says so in an attribute of its
+operation, so that what reads its result can take the product's place, with an epilogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from . import config, native
+from .contraction import split
+from .epilogue import Result
+from .plan import result_shapes
+from .reductions import finish_partials
+from .routing import Product, Route, current_device, route
+
+TARGET = "jax_hopper_gemm.v1.launch"
+PRODUCT = "jax_hopper_gemm.product"  # subscripts, of the call's operands in their order
+MLIR_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+
+
+def register_lowering(
+    primitive: Primitive, abstract_eval: Callable[..., Any], reference: Any, for_cuda: Any
+) -> None:
+    """Registers one rule for all platforms.
+
+    The rule is not cacheable: a cached lowering becomes a function of its own, whose arguments
+    hide the operations that they come from.
+
+    Args:
+      primitive: whose parameter `implementation` may be "hopper".
+      abstract_eval: its rule of that name.
+      reference: the JAX function of the operands and parameters that it stands for.
+      for_cuda: the rule where the program is for CUDA alone: `for_cuda(ctx, *values, **params)`.
+    """
+    # The branch for CUDA of a program for several platforms; it exists while that is lowered.
+    on_cuda_p = Primitive(f"{primitive.name}_on_cuda")
+    on_cuda_p.multiple_results = primitive.multiple_results
+    on_cuda_p.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(on_cuda_p, for_cuda, cacheable=False)
+
+    def for_each(*operands: jax.Array, **params: Any) -> Any:
+        on_cuda, elsewhere = partial(on_cuda_p.bind, **params), partial(reference, **params)
+        return lax.platform_dependent(*operands, cuda=on_cuda, default=elsewhere)
+
+    to_xla = mlir.lower_fun(reference, multiple_results=primitive.multiple_results)
+    to_each = mlir.lower_fun(for_each, multiple_results=primitive.multiple_results)
+
+    def lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+        platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+        on_host = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) == "device_host"
+        if platforms == ("cuda",) and not on_host:
+            return for_cuda(ctx, *values, **params)
+        if params.get("implementation") == "hopper":
+            raise NotImplementedError(
+                "implementation='hopper': the kernels run on CUDA, and this program is lowered for "
+                "another platform. With implementation=None it runs on either."
+            )
+        return (to_each if "cuda" in platforms and not on_host else to_xla)(ctx, *values, **params)
+
+    mlir.register_lowering(primitive, lower, cacheable=False)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A product in the program that is being lowered, and the MLIR values that it reads.
+
+    Attributes:
+      product: what is asked.
+      values: the left operand, the right one or gate and up.
+      operands, avals: what the epilogue reads, in its order, and their abstract values.
+      in_place: the operand whose memory the first result takes, if it is a matrix like it.
+    """
+
+    product: Product
+    values: tuple[Any, ...]
+    operands: tuple[Any, ...] = ()
+    avals: tuple[Any, ...] = ()
+    in_place: int | None = None
+
+    def lower(
+        self, ctx: mlir.LoweringRuleContext, implementation: str | None
+    ) -> list[Any] | None:
+        """Emits the launch, if a kernel is the answer.
+
+        Raises:
+          NotImplementedError: none runs the product, and `implementation` is "hopper" or the user
+            wants an error.
+        """
+        kernel_only = implementation == "hopper"
+        call = self.untransposed()
+        found = call.route(ctx, kernel_only=kernel_only)
+        if not found.supported:
+            call, found = self, self.route(ctx, kernel_only=kernel_only)
+        found = found.unless(_partition_violation(ctx) or launcher_violation())
+        if found.path == "hopper":
+            return call.launch(ctx, found)
+        if kernel_only:
+            raise NotImplementedError(
+                f"implementation='hopper': no kernel runs {self.product}: {found.reason}"
+            )
+        if not found.supported:
+            config.report_fallback(f"XLA runs {self.product}: {found.reason}")
+        return None
+
+    def route(self, ctx: mlir.LoweringRuleContext, *, kernel_only: bool) -> Route:
+        device = current_device(_assigned_devices(ctx))
+        return route(self.product, device, kernel_only=kernel_only)
+
+    def untransposed(self) -> Call:
+        """Returns the same product of the arrays that the operands are transposes of.
+
+        XLA folds a transpose into its own products, but would copy the operand of a custom call.
+        """
+        product = self.product
+        lhs_labels, rhs_labels, out = split(product.subscripts)
+        lhs, lhs_labels, lhs_shape = _beneath_transpose(
+            self.values[0], lhs_labels, product.lhs_shape
+        )
+        rights = [_beneath_transpose(x, rhs_labels, product.rhs_shape) for x in self.values[1:]]
+        ((rhs_labels, rhs_shape), *others) = {(labels, shape) for _, labels, shape in rights}
+        if others:  # gate and up lie differently
+            return self
+        product = replace(
+            product,
+            subscripts=f"{lhs_labels},{rhs_labels}->{out}",
+            lhs_shape=lhs_shape,
+            rhs_shape=rhs_shape,
+        )
+        return replace(self, product=product, values=(lhs, *(value for value, *_ in rights)))
+
+    def launch(self, ctx: mlir.LoweringRuleContext, found: Route) -> list[Any]:
+        """Emits the FFI call, everything row-major, and what XLA does with its results.
+
+        In go A, B, up, the epilogue's operands; out come its results and the workspaces.
+        """
+        from .cubin import digest_of  # brings cuda-python with it
+
+        assert found.gemm and found.spec and found.plan
+        product, problem = self.product, found.gemm.problem
+        shapes = [(product.lhs_shape, product.lhs_dtype)]
+        shapes += [(product.rhs_shape, product.rhs_dtype)] * product.rights
+        inputs = [(v, ShapedArray(*s)) for v, s in zip(self.values, shapes, strict=True)]
+        if found.gemm.swapped:
+            inputs.reverse()
+        aliases, outputs = {}, list(ctx.avals_out)
+        if fusion := found.fusion:
+            for index, operand in zip(fusion.operands, fusion.graph.operands, strict=True):
+                value, aval = self.operands[index], self.avals[index]
+                if aval.dtype.name != operand.dtype:
+                    value, aval = _converted(ctx, value, aval, operand.dtype)
+                elif index == self.in_place and operand.kind == "matrix":
+                    aliases = {len(inputs): 0}
+                inputs.append((value, aval))
+            outputs = self._results(found)
+            taken = aliases and inputs[next(iter(aliases))][1]
+            if taken and (taken.shape, taken.dtype) != (outputs[0].shape, outputs[0].dtype):
+                aliases = {}
+        values, avals = zip(*inputs, strict=True)
+        workspaces = [ShapedArray((w.nbytes,), np.uint8) for w in found.plan.workspaces]
+        results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
+            ctx.replace(avals_in=avals, avals_out=[*outputs, *workspaces]),
+            *values,
+            digest=digest_of(found.spec),
+            spec=found.spec.to_json(),
+            name=f"{found.spec.name} M={problem.m} N={problem.n} K={problem.k} L={problem.l}",
+            plan=np.array(found.plan.encode(), np.int64),
+        )
+        results = list(results)[: len(outputs)]
+        if fusion is None:
+            lhs, rhs, out = split(product.subscripts)
+            in_order = f"{rhs},{lhs}->{out}" if found.gemm.swapped else product.subscripts
+            results[0].owner.attributes[PRODUCT] = mlir.ir_attribute(in_order)
+            return results
+        finish = mlir.lower_fun(partial(self._finished, found), multiple_results=True)
+        context = ctx.replace(avals_in=[*outputs, *self.avals])
+        return list(finish(context, *results, *self.operands))
+
+    def _extents(self) -> dict[str, int]:
+        lhs, rhs, _ = split(self.product.subscripts)
+        shape = (*self.product.lhs_shape, *self.product.rhs_shape)
+        return dict(zip(lhs + rhs, shape, strict=True))
+
+    def _results(self, found: Route) -> list[ShapedArray]:
+        """Returns the arrays that the kernel writes: matrices with the axes of the result."""
+        assert found.gemm and found.spec and found.roles
+        _, _, out = split(self.product.subscripts)
+        extents, columns = self._extents(), len(out.rstrip(found.roles.n))
+        arrays = []
+        whole = [r for r in found.gemm.problem.graph.results if r.plane == 0]
+        written = result_shapes(found.gemm.problem, found.spec)
+        for result, (shape, dtype) in zip(whole, written, strict=True):
+            if result.kind == "matrix":
+                sizes = [extents[letter] for letter in out]
+                planes = [result.planes] if result.planes > 1 else []
+                shape = (*sizes[:columns], *planes, *sizes[columns:])
+            arrays.append(ShapedArray(shape, np.dtype(jnp.dtype(dtype))))
+        return arrays
+
+    def _finished(self, found: Route, *arrays: jax.Array) -> Any:
+        """Returns the function's outputs from what the kernel wrote and the function's operands."""
+        assert found.fusion
+        whole = [result for result in found.fusion.graph.results if result.plane == 0]
+        finished: list[jax.Array] = []
+        for result, array in zip(whole, arrays[: len(whole)], strict=True):
+            if result.kind == "matrix":
+                finished.append(array)
+                continue
+            parts = finish_partials(result, array)
+            parts = parts if isinstance(parts, tuple | list) else (parts,)
+            finished += [self._shaped(found, result, part) for part in parts]
+        return found.fusion.finish(*finished, *arrays[len(whole) :])
+
+    def _shaped(self, found: Route, result: Result, array: jax.Array) -> jax.Array:
+        """Returns a finished reduction, (L, M, ...) or (L, N), with the axes of the result."""
+        assert found.roles
+        if result.kind == "max":
+            return jnp.max(array)
+        axes, extents = found.roles, self._extents()
+        letters = axes.batch + (axes.n if result.kind == "column_sum" else axes.m)
+        trailing = array.shape[2:]
+        array = array.reshape([extents[letter] for letter in letters] + list(trailing))
+        _, _, out = split(self.product.subscripts)
+        order = [letters.index(letter) for letter in out if letter in letters]
+        return lax.transpose(array, (*order, *range(len(letters), array.ndim)))
+
+
+def product_at(value: Any) -> Call | None:
+    """Returns the bare product of ours that an MLIR value is the result of, if it is one.
+
+    Nothing else may use the value yet: the product would be computed for that as well.
+    """
+    operation = value.owner
+    if getattr(operation, "name", None) != "stablehlo.custom_call":  # a block has no name
+        return None
+    if PRODUCT not in operation.attributes or value != operation.results[0] or list(value.uses):
+        return None
+    subscripts = operation.attributes[PRODUCT].value
+    lhs, rhs = list(operation.operands)
+    (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, value))
+    product = Product(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
+    return Call(product, (lhs, rhs))
+
+
+def _typed(value: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(value.type.shape), MLIR_DTYPES[str(value.type.element_type)]
+
+
+def _converted(
+    ctx: mlir.LoweringRuleContext, value: Any, aval: Any, dtype: str
+) -> tuple[Any, ShapedArray]:
+    converted = ShapedArray(aval.shape, np.dtype(jnp.dtype(dtype)))
+    convert = mlir.lower_fun(lambda x: x.astype(dtype), multiple_results=False)
+    (value,) = convert(ctx.replace(avals_in=[aval], avals_out=[converted]), value)
+    return value, converted
+
+
+def _beneath_transpose(
+    value: Any, labels: str, shape: tuple[int, ...]
+) -> tuple[Any, str, tuple[int, ...]]:
+    """Returns the array that `value` is a transpose of, or `value`, with its letters and shape."""
+    operation = value.owner
+    if getattr(operation, "name", None) != "stablehlo.transpose":  # a block has no name
+        return value, labels, shape
+    axis_of = {source: i for i, source in enumerate(operation.attributes["permutation"])}
+    order = [axis_of[source] for source in range(len(labels))]
+    return operation.operands[0], "".join(labels[i] for i in order), tuple(shape[i] for i in order)
+
+
+def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:
+    """Returns why no kernel runs in a program that XLA partitions over devices."""
+    context: Any = ctx.module_context.axis_context
+    devices = getattr(context, "num_devices", 1)
+    if (manual := getattr(context, "manual_axes", None)) is not None:  # inside shard_map
+        shape = context.mesh.shape
+        devices = prod(extent for axis, extent in shape.items() if axis not in manual)
+    if devices == 1:
+        return None
+    return (
+        f"XLA partitions this program over {devices} devices and would gather a kernel's operands "
+        "on each; call it inside jax.shard_map over all mesh axes"
+    )
+
+
+def launcher_violation() -> str | None:
+    """Returns why this process can launch no kernel."""
+    try:
+        native.library()
+    except native.NativeLibraryError as error:
+        return str(error)
+    return None
+
+
+def _assigned_devices(ctx: mlir.LoweringRuleContext) -> Iterable[Any]:
+    return getattr(ctx.module_context.axis_context, "device_assignment", None) or ()
+
+
+def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """Returns the `disabled_checks` that `jax.export.export` wants for our products.
+
+    JAX keeps exported programs to custom calls whose stability it vouches for. The target of this
+    library carries a version in its name, and its attributes hold all that a launch needs. The
+    process that runs the program on a GPU must `import jax_hopper_gemm`, which registers it.
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
+
+
+def _register_target() -> None:
+    """Makes the FFI target known to JAX, so that saved executables find it in a new process."""
+    try:
+        library = native.library()
+    except native.NativeLibraryError:
+        return  # lowering gives the reason, where a kernel is wanted
+    state: Any = {
+        "type_id": jax.ffi.pycapsule(library.JhgLaunchTypeId()),
+        "type_info": jax.ffi.pycapsule(library.JhgLaunchTypeInfo()),
+    }
+    handlers = {
+        "instantiate": jax.ffi.pycapsule(library.JhgLaunchInstantiate),
+        "execute": jax.ffi.pycapsule(library.JhgLaunchExecute),
+    }
+    jax.ffi.register_ffi_type(f"{TARGET}_state", state, platform="CUDA")
+    jax.ffi.register_ffi_target(TARGET, handlers, platform="CUDA")
+
+
+_register_target()
