@@ -405,6 +405,28 @@ def test_vmap_over_any_argument_follows_jnp(mapped):
     assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("policy, batch, products", [
+    # Forward, and once more unless what the kernel writes was saved.
+    (jax.checkpoint_policies.dots_saveable, (2,), 1),
+    (jax.checkpoint_policies.dots_with_no_batch_dims_saveable, (), 1),
+    (jax.checkpoint_policies.dots_with_no_batch_dims_saveable, (2,), 2),
+    (jax.checkpoint_policies.nothing_saveable, (), 2),
+])  # fmt: skip
+@pytest.mark.parametrize("product", ["matmul", "gated_linear_unit"])
+def test_checkpoint_policies_see_products_with_epilogues(product, policy, batch, products):
+    a, b = integers((*batch, M, K)), integers((*batch, K, N), seed=1)
+
+    def block(a, b):
+        if product == "matmul":
+            return jnp.sin(jhg.matmul(a, b, activation="gelu")).sum()
+        unit = jax.vmap(jhg.gated_linear_unit) if batch else jhg.gated_linear_unit
+        return jnp.sin(unit(a, jnp.stack((b, b), -2))).sum()
+
+    block = jax.checkpoint(block, policy=jhg.checkpoint_policy(policy))
+    program = str(jax.make_jaxpr(jax.value_and_grad(block, (0, 1)))(a, b))
+    assert program.count("hopper_fused[") == products
+
+
 # Other products.
 
 

@@ -190,7 +190,8 @@ def _traced(function: Callable[..., Any], a: Any, b: Any, options: dict[str, Any
     avals = [v.aval for v in equation.invars]
     if equation.primitive is hopper_fused_p:
         return _Call(fused_product_of(avals, equation.params), rest)
-    return _Call(product_of(*avals, equation.outvars[0].aval, equation.params), rest)
+    lhs, rhs = avals
+    return _Call(product_of(lhs, rhs, equation.outvars[0].aval, equation.params), rest)
 
 
 # Operations that say where elements lie and what their dtype is, not what is computed.
