@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin import CubinError, compiler
-from jax_hopper_gemm.cubin.sass import disassemble, find_nvdisasm, sass_facts
+from jax_hopper_gemm.cubin.manifest import Manifest
+from jax_hopper_gemm.cubin.sass import SassFacts, disassemble, find_nvdisasm, parse_sass
 from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.plan import Int32, Pointer, TensorMap, make_plan
 from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
@@ -123,12 +125,18 @@ def built() -> dict[GemmSpec, str]:
     return cubin.build(SPECS, progress=False).failures
 
 
+@lru_cache
+def read_kernel(spec: GemmSpec) -> tuple[Manifest, SassFacts, str]:
+    compiled = cubin.get(spec)
+    code = disassemble(compiled.cubin)
+    return compiled.manifest, parse_sass(code), code
+
+
 @pytest.fixture(params=SPECS, ids=lambda spec: spec.name)
 def kernel(request, built):
     spec = request.param
     assert spec not in built, built[spec]
-    compiled = cubin.get(spec)
-    return spec, compiled.manifest, sass_facts(compiled.cubin), disassemble(compiled.cubin)
+    return spec, *read_kernel(spec)
 
 
 def test_epilogue_does_not_spill(kernel):
@@ -178,8 +186,8 @@ def test_operands_are_loaded_by_tma(kernel):
     assert ("LDSM" in code) == any(operand.dtype in (BF16, F16) for operand in matrices)
 
 
-def test_subtiles_are_stored_while_later_ones_are_computed():
-    code = disassemble(cubin.get(SPECS[7]).cubin)
+def test_subtiles_are_stored_while_later_ones_are_computed(built):
+    *_, code = read_kernel(spec_of(GATED, 128, 256, cluster_m=2))
     instructions = re.findall(r"\b(MUFU\.TANH|UTMASTG)\b", code)
     stores = [i for i, name in enumerate(instructions) if name == "UTMASTG"]
     before = [instructions[:i].count("MUFU.TANH") for i in stores]
