@@ -309,6 +309,11 @@ def violations(spec: GemmSpec) -> list[str]:
         f"epi_load_stages {spec.epi_load_stages}, of an epilogue that loads {len(graph.loaded)} "
         "operands",
     )
+    need(
+        not graph.loaded or spec.math_warpgroups <= 2,
+        f"{spec.math_warpgroups} math warpgroups, but two warps that load an epilogue's operands, "
+        "one for each: take another tile_m than 192",
+    )
     need(spec.num_stages >= 2, f"num_stages {spec.num_stages} is under 2")
     need(spec.epi_stages >= 2, f"epi_stages {spec.epi_stages} is under 2")
     need(

@@ -18,7 +18,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint8
 from cutlass.cute.nvgpu import cpasync, warp
 
-from ...problem import ITEMSIZE
 from ...spec import EPI_TILE_M, SMEM_VECTOR
 from ..dtypes import CUTE_DTYPE
 from .staged import check_order, staged_layout
@@ -32,7 +31,7 @@ class LoadedMatrix:
         self.number = number  # of the value
         self.dtype = CUTE_DTYPE[operand.dtype]
         self.subtile = (EPI_TILE_M, spec.epi_tile_n)
-        self.nbytes = EPI_TILE_M * spec.epi_tile_n * ITEMSIZE[operand.dtype]
+        self.nbytes = EPI_TILE_M * spec.epi_tile_n * self.dtype.width // 8
 
     def setup_layouts(self, buffers):
         self.layout = staged_layout(self.dtype, self.spec.epi_tile_n, buffers)
@@ -88,9 +87,9 @@ class LoadedVector:
     def __init__(self, spec, operand, number):
         self.number = number
         self.dtype = CUTE_DTYPE[operand.dtype]
-        self.nbytes = self.extent(spec) * ITEMSIZE[operand.dtype]
+        self.nbytes = self.extent(spec) * self.dtype.width // 8
         self.box = (self.extent(spec),)
-        self.distance = spec.loaded_bytes(operand) // ITEMSIZE[operand.dtype]
+        self.distance = spec.loaded_bytes(operand) * 8 // self.dtype.width
 
     def setup_layouts(self, buffers):
         self.layout = cute.make_layout((*self.box, buffers), stride=(1, self.distance))

@@ -1,0 +1,199 @@
+"""Kernels with epilogues compile without a GPU, and their machine code does what it should."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+
+from jax_hopper_gemm import cubin
+from jax_hopper_gemm.cubin import CubinError, compiler
+from jax_hopper_gemm.cubin.manifest import Manifest
+from jax_hopper_gemm.cubin.sass import SassFacts, disassemble, find_nvdisasm, parse_sass
+from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
+from jax_hopper_gemm.plan import Int32, Pointer, TensorMap, make_plan
+from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
+from jax_hopper_gemm.spec import GemmSpec, Traversal, violations
+
+try:
+    compiler.require_compiler()
+    find_nvdisasm()
+except CubinError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+pytestmark = pytest.mark.compile
+
+BF16, F16, F32 = "bfloat16", "float16", "float32"
+PARAMETER_BYTES = {TensorMap: 128, Int32: 4, Pointer: 8}
+
+
+def matrix(value: int, dtype: str = BF16, plane: int = 0, planes: int = 1) -> Result:
+    return Result("matrix", value, dtype, plane=plane, planes=planes)
+
+
+BIAS_TANH = EpilogueGraph(
+    operands=(Operand("row", BF16),),
+    nodes=(Node("add", (0, 1)), Node("tanh", (2,))),
+    results=(matrix(3),),
+)
+SAVED = replace(BIAS_TANH, results=(matrix(3), matrix(2, F32)))
+RESIDUAL = EpilogueGraph(
+    operands=(Operand("matrix", BF16), Operand("column", F32)),
+    nodes=(Node("mul", (0, 2)), Node("add", (3, 1))),
+    results=(matrix(4),),
+)
+ACCUMULATE = EpilogueGraph(
+    operands=(Operand("matrix", F32), Operand("scalar", F32)),
+    nodes=(Node("mul", (0, 2)), Node("add", (3, 1))),
+    results=(matrix(4, F32),),
+)
+DROPOUT = EpilogueGraph(
+    operands=(Operand("matrix", "bool"), Operand("column", F16)),
+    nodes=(Node("mul", (0, 2)), Node("constant", (), (0.0,)), Node("select", (1, 3, 4))),
+    results=(matrix(5, F16),),
+)
+GATED = EpilogueGraph(2, (), (Node("tanh", (0,)), Node("mul", (2, 1))), (matrix(3),))
+GATED_SAVED = replace(GATED, results=(matrix(3), matrix(0, BF16, 0, 2), matrix(1, BF16, 1, 2)))
+BIAS_GRADIENT = EpilogueGraph(
+    operands=(Operand("matrix", BF16),),
+    nodes=(Node("mul", (0, 1)), Node("abs", (2,))),
+    results=(matrix(2), Result("column_sum", 2), Result("max", 3)),
+)
+LOGSUMEXP = EpilogueGraph(results=(Result("row_sumexp", 0),))
+ROUTER = EpilogueGraph(
+    operands=(Operand("row", F32),),
+    nodes=(
+        Node("add", (0, 1)), Node("row_max", (2,)), Node("sub", (2, 3)), Node("exp", (4,)),
+        Node("row_sum", (5,)), Node("div", (5, 6)),
+    ),
+    results=(matrix(7), Result("top_k_values", 7, k=2), Result("top_k_indices", 7, k=2)),
+)  # fmt: skip
+
+
+def spec_of(graph: EpilogueGraph, tile_m: int, tile_n: int, **fields) -> GemmSpec:
+    d_dtype = graph.matrices[0].dtype if graph.matrices else BF16
+    loads = 2 if graph.loaded else 0
+    defaults = {"a_major": "k", "b_major": "n", "num_stages": 3, "epi_stages": 2}
+    fields = defaults | {"epi_load_stages": loads} | fields
+    return GemmSpec(
+        BF16, d_dtype, tile_m=tile_m, tile_n=tile_n, epilogue=graph, **fields
+    )  # fmt: skip
+
+
+PINGPONG = {"warp_schedule": "pingpong"}
+SPECS = [
+    spec_of(BIAS_TANH, 128, 256, cluster_m=2),
+    spec_of(BIAS_TANH, 64, 128, tile_scheduler="single", epi_tile_n=64),
+    spec_of(SAVED, 128, 128, tile_scheduler="dynamic", **PINGPONG),
+    spec_of(RESIDUAL, 256, 128, cluster_n=2, tile_scheduler="dynamic", b_major="k"),
+    spec_of(RESIDUAL, 128, 128, epi_load_stages=4, epi_tile_n=16, **PINGPONG),
+    spec_of(ACCUMULATE, 128, 256, cluster_m=2, num_stages=2),
+    spec_of(DROPOUT, 128, 128, tile_scheduler="single"),
+    spec_of(GATED, 128, 256, cluster_m=2),
+    spec_of(GATED, 128, 96, cluster_n=2, epi_tile_n=16, **PINGPONG),
+    spec_of(GATED, 64, 128, tile_k=128, b_major="k", num_stages=2),
+    spec_of(GATED_SAVED, 192, 128, a_major="m"),
+    spec_of(BIAS_GRADIENT, 128, 256, cluster_m=2, tile_scheduler="dynamic"),
+    spec_of(LOGSUMEXP, 128, 256, cluster_m=2),
+    spec_of(ROUTER, 128, 128),
+]
+
+
+def problem_of(spec: GemmSpec) -> GemmProblem:
+    problem = GemmProblem.dense(
+        512, 768, 640, 2, a_major=spec.a_major, b_major=spec.b_major, d_dtype=spec.d_dtype
+    )
+    layouts = {
+        "matrix": problem.d,
+        "row": MatrixLayout("n", 768, 768),
+        "column": MatrixLayout("m", 512, 512),
+        "scalar": MatrixLayout("n", 1, 1),
+    }
+    operands = tuple(layouts[operand.kind] for operand in spec.graph.operands)
+    return replace(problem, epilogue=spec.epilogue, operands=operands)
+
+
+def loads_of(code: str, rank: int) -> int:
+    return len(re.findall(rf"UTMALDG\.{rank}D", code))
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[GemmSpec, str]:
+    """Compiles all of `SPECS` on all cores; returns the failures."""
+    return cubin.build(SPECS, progress=False).failures
+
+
+@lru_cache
+def read_kernel(spec: GemmSpec) -> tuple[Manifest, SassFacts, str]:
+    compiled = cubin.get(spec)
+    code = disassemble(compiled.cubin)
+    return compiled.manifest, parse_sass(code), code
+
+
+@pytest.fixture(params=SPECS, ids=lambda spec: spec.name)
+def kernel(request, built):
+    spec = request.param
+    assert spec not in built, built[spec]
+    return spec, *read_kernel(spec)
+
+
+def test_epilogue_does_not_spill(kernel):
+    spec, manifest, facts, _ = kernel
+    assert manifest.stack_bytes == facts.local_accesses == 0, "the kernel spills"
+    _, math = facts.register_budgets
+    assert facts.highest_register < math
+
+
+def test_wgmma_stays_asynchronous(kernel):
+    """One group a k-tile: the first tile's, and that of the loop over the others."""
+    *_, code = kernel
+    assert len(re.findall(r"HGMMA.*gsb0", code)) == 2
+
+
+def test_parameters_are_those_of_the_plan(kernel):
+    spec, manifest, *_ = kernel
+    plan = make_plan(problem_of(spec), spec, Traversal(), num_sms=132)
+    planned = [PARAMETER_BYTES[type(parameter)] for parameter in plan.params]
+    assert [parameter.size for parameter in manifest.parameters] == planned
+    if spec.graph.needs_extents:
+        names = [parameter.name for parameter in manifest.parameters]
+        assert [plan.params[names.index(name)] for name in "mn"] == [Int32(512), Int32(768)]
+
+
+def test_each_matrix_is_stored_once_a_subtile(kernel):
+    spec, _, facts, _ = kernel
+    subtiles = spec.rows_per_warpgroup // 64 * (spec.d_tile_n // spec.epi_tile_n)
+    boxes = sum(
+        spec.epi_tile_n // spec.epi_box(result.dtype).contiguous for result in spec.graph.matrices
+    )
+    assert facts.tma_stores == subtiles * boxes
+
+
+def test_operands_are_loaded_by_tma(kernel):
+    spec, _, _, code = kernel
+    kinds = [operand.kind for operand in spec.graph.loaded]
+    assert loads_of(code, rank=2) == kinds.count("row") + kinds.count("column")
+    factors = [(spec.a_box, spec.tile_m, spec.a_major == "k")]
+    factors += [(spec.b_box, spec.d_tile_n, spec.b_major == "k")] * spec.graph.accumulators
+    copies = sum(
+        (spec.tile_k if k_major else rows) // box.contiguous for box, rows, k_major in factors
+    )
+    matrices = [operand for operand in spec.graph.loaded if operand.kind == "matrix"]
+    copies += sum(spec.epi_tile_n // spec.epi_box(o.dtype).contiguous for o in matrices)
+    assert loads_of(code, rank=3) == copies
+    assert ("LDSM" in code) == any(operand.dtype in (BF16, F16) for operand in matrices)
+
+
+def test_subtiles_are_stored_while_later_ones_are_computed(built):
+    *_, code = read_kernel(spec_of(GATED, 128, 256, cluster_m=2))
+    instructions = re.findall(r"\b(MUFU\.TANH|UTMASTG)\b", code)
+    stores = [i for i, name in enumerate(instructions) if name == "UTMASTG"]
+    before = [instructions[:i].count("MUFU.TANH") for i in stores]
+    assert before == [16, 32, 48, 64]
+
+
+def test_operands_of_three_warpgroups_are_refused():
+    reasons = violations(spec_of(RESIDUAL, 192, 128))
+    assert any("take another tile_m than 192" in reason for reason in reasons)
