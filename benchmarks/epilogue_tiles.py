@@ -1,6 +1,6 @@
 """Times one product over epilogue tiles and tile schedulers.
 
-    python benchmarks/epilogue_tiles.py [--size 8192]
+    python benchmarks/epilogue_tiles.py [--size 8192] [--json tiles.json]
 
 All kernels have tiles of 128x256x64, cooperative, and spend the same shared memory on staged
 epilogue tiles: 64 columns in 2 stages, 32 in 4, 16 in 8, for each math warpgroup. Takes turns,
@@ -11,10 +11,12 @@ dynamic scheduler's times include the clearing of its counter.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
 from itertools import product
+from pathlib import Path
 
 from jax_hopper_gemm.problem import GemmProblem
 from jax_hopper_gemm.spec import EPI_TILE_M, GemmSpec, Traversal
@@ -33,6 +35,7 @@ def main() -> int:
     )
     parser.add_argument("--size", type=int, default=8192, help="M, N and K [%(default)s]")
     parser.add_argument("--rounds", type=int, default=5, help="turns [%(default)s]")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     arguments = parser.parse_args()
     problem = GemmProblem.dense(arguments.size, arguments.size, arguments.size)
     arrays = benchmark.random_inputs(problem)
@@ -65,6 +68,24 @@ def main() -> int:
             f"{medians[spec]:8.1f} {problem.flops / medians[spec] / 1e6:5.0f}"
         )
     print(f"XLA: {medians[None]:.1f} us, {problem.flops / medians[None] / 1e6:.0f} TF")
+    if arguments.json:
+        rows = [
+            {
+                "cluster": [spec.cluster_m, spec.cluster_n],
+                "scheduler": spec.tile_scheduler,
+                "epi_tile_n": spec.epi_tile_n,
+                "epi_stages": spec.epi_stages,
+                "us": medians[spec],
+            }
+            for spec in kernels
+        ]
+        record = {
+            "environment": benchmark.environment(),
+            "problem": problem.to_dict(),
+            "xla_us": medians[None],
+            "rows": rows,
+        }
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 

@@ -9,5 +9,6 @@ from .ops import checkpoint_policy as checkpoint_policy
 from .ops import dot_general as dot_general
 from .ops import einsum as einsum
 from .ops import explain as explain
+from .ops import gated_linear_unit as gated_linear_unit
 from .ops import matmul as matmul
 from .ops import supports as supports

@@ -45,8 +45,8 @@ class TensorMap:
 
     def encode(self) -> list[int]:
         return [
-            0, self.buffer, self.offset, TENSOR_MAP_DTYPE[self.dtype], TENSOR_MAP_SWIZZLE[self.swizzle],
-            len(self.dims), *self.dims, *self.strides, *self.box,
+            0, self.buffer, self.offset, TENSOR_MAP_DTYPE[self.dtype],
+            TENSOR_MAP_SWIZZLE[self.swizzle], len(self.dims), *self.dims, *self.strides, *self.box,
         ]  # fmt: skip
 
 
@@ -246,7 +246,11 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | P
             row = operand.kind == "row"
             params.append(
                 _vector_map(
-                    first + i, operand.dtype, p.n if row else p.m, layout.batch_stride, p.l,
+                    first + i,
+                    operand.dtype,
+                    p.n if row else p.m,
+                    layout.batch_stride,
+                    p.l,
                     spec.epi_tile_n if row else EPI_TILE_M,
                 )  # fmt: skip
             )
@@ -256,7 +260,7 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | P
 def _vector_map(
     buffer: int, dtype: str, extent: int, batch_stride: int, batches: int, box: int
 ) -> TensorMap:
-    """Returns the map over one contiguous vector a matrix of D, of which `box` elements are read."""
+    """Returns the map over one contiguous vector for each matrix of D; a copy reads `box` of it."""
     stride = _stride_bytes(batch_stride, batches, ITEMSIZE[dtype])
     return TensorMap(buffer, dtype, (extent, batches), (stride,), (box, 1), swizzle=0)
 

@@ -111,9 +111,14 @@ class GemmProblem:
         b_matrices = batches_b * self.graph.accumulators
         inputs = batches_a * self.m * self.k + b_matrices * self.k * self.n
         elements = self.l * self.m * self.n
+        return inputs * ITEMSIZE[self.ab_dtype] + elements * self.element_bytes
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes that an element of D moves: those of the results' and the operands' matrices."""
         stored = sum(ITEMSIZE[result.dtype] for result in self.graph.matrices)
         loaded = sum(ITEMSIZE[o.dtype] for o in self.graph.operands if o.kind == "matrix")
-        return inputs * ITEMSIZE[self.ab_dtype] + elements * (stored + loaded)
+        return stored + loaded
 
     def to_dict(self) -> dict:
         return asdict(self)

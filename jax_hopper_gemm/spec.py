@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from .epilogue import EpilogueGraph, Operand, graph_violations
+from .epilogue import EpilogueGraph, Operand, epilogue_registers, graph_violations
 from .problem import ITEMSIZE, Major, plain_graph
 
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
@@ -18,10 +18,12 @@ SMEM_ALIGNMENT = 1024  # bytes: where the 128-byte swizzle repeats
 SMEM_VECTOR = 128  # bytes: alignment of rows and columns that TMA loads
 SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbox
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
-# float32 accumulators a math thread can hold without a spill, by number of math warpgroups:
-# a CTA's 65,536 registers leave a thread up to 240 with one or two of them, 160 with three.
+# Registers of a math thread, by number of math warpgroups: what a CTA's 65,536 leave it. All but
+# so many can be float32 accumulators, without a spill; with three warpgroups ptxas allows 96.
+MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
+OTHER_REGISTERS = 32
+MAILBOX_REGISTERS = 16  # more, with the dynamic scheduler
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
-MAX_ACC_REGISTERS_DYNAMIC = 192  # reading the mailbox takes registers, too
 
 D_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -227,6 +229,17 @@ class Traversal:
     swizzle: int = 8
 
 
+def max_accumulators(spec: GemmSpec) -> int:
+    """Returns how many float32 accumulators a math thread of `spec` can hold without a spill."""
+    warpgroups = spec.math_warpgroups
+    left = MATH_REGISTERS[warpgroups] - OTHER_REGISTERS
+    if spec.tile_scheduler == "dynamic":
+        left -= MAILBOX_REGISTERS
+    if spec.epilogue:
+        left -= epilogue_registers(spec.epilogue, spec.epi_tile_n)
+    return min(MAX_ACC_REGISTERS[warpgroups], left)
+
+
 def violations(spec: GemmSpec) -> list[str]:
     """Returns every reason why no kernel is compiled for `spec`; empty when one can be."""
     found = []
@@ -251,8 +264,8 @@ def violations(spec: GemmSpec) -> list[str]:
         (spec.cluster_m, spec.cluster_n) in ((1, 1), (2, 1), (1, 2), (2, 2)),
         f"cluster {spec.cluster_m}x{spec.cluster_n} is not 1x1, 2x1, 1x2 or 2x2",
     )
-    for reason in graph_violations(spec.graph):
-        need(False, f"epilogue: {reason}")
+    if spec.epilogue:
+        found += [f"epilogue: {reason}" for reason in graph_violations(spec.epilogue)]
     if found:  # what follows does arithmetic on the fields above
         return found
     graph, columns = spec.graph, spec.d_tile_n
@@ -264,13 +277,12 @@ def violations(spec: GemmSpec) -> list[str]:
         spec.tile_n % (16 * graph.accumulators) == 0,
         f"tile_n {spec.tile_n} does not split into gate and up of multiples of 16 columns",
     )
-    limit = MAX_ACC_REGISTERS[spec.math_warpgroups]
-    if spec.tile_scheduler == "dynamic":
-        limit = min(limit, MAX_ACC_REGISTERS_DYNAMIC)
+    limit = max_accumulators(spec)
     need(
         spec.acc_registers <= limit,
         f"{spec.acc_registers} accumulators a thread; {limit} fit with "
-        f"{spec.math_warpgroups} math warpgroups and a {spec.tile_scheduler} tile scheduler",
+        f"{spec.math_warpgroups} math warpgroups, a {spec.tile_scheduler} tile scheduler and "
+        f"{'this' if spec.epilogue else 'no'} epilogue",
     )
     need(
         spec.warp_schedule == "cooperative" or spec.tile_m <= 128,

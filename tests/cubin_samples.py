@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 from jax_hopper_gemm.cubin.manifest import Manifest, derive_manifest
+from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.spec import GemmSpec
 
 SPEC = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 128)
@@ -19,7 +20,11 @@ OTHER_VALUES = {  # for each field of a spec, one that SPEC does not have
     "ab_dtype": "float16", "d_dtype": "float32", "a_major": "m", "b_major": "k",
     "tile_m": 64, "tile_n": 192, "tile_k": 128, "cluster_m": 2, "cluster_n": 2,
     "warp_schedule": "pingpong", "tile_scheduler": "dynamic", "num_stages": 5,
-    "epi_tile_n": 64, "epi_stages": 2,
+    "epi_tile_n": 64, "epi_stages": 2, "epi_load_stages": 2,
+    "epilogue": EpilogueGraph(
+        operands=(Operand("row", "float32"),), nodes=(Node("add", (0, 1)),),
+        results=(Result("matrix", 2, "bfloat16"),),
+    ),
 }  # fmt: skip
 NAMES = ("tma_a", "tma_b", "tma_d", "clusters_m", "k_tiles", "tile_counter")
 PLACES = ((48, 128), (176, 128), (304, 128), (432, 4), (436, 4), (440, 8))

@@ -1,9 +1,10 @@
 """Kernels compile without a GPU, and their machine code is what a GEMM on Hopper should be.
 
-Two sets: one in which every pair of policies occurs, and the kernels that the dispatch table can
-choose. Of the latter those with bfloat16 operands and result by default, all of them with
-`JAX_HOPPER_GEMM_TEST_ALL_KERNELS=1`. They go through the user's cache, so what
-`python -m jax_hopper_gemm build` made, or a run before, is not compiled again.
+Of the kernels in which every pair of policies occurs the plain ones and one in five of those with
+epilogues; of those that dispatch can choose the plain ones with bfloat16 operands and result and a
+sample of those with epilogues. With `JAX_HOPPER_GEMM_TEST_ALL_KERNELS=1` all plain ones that
+dispatch can choose, and every other one of the pairs with epilogues. They go through the user's
+cache, so what `python -m jax_hopper_gemm build` made, or a run before, is not compiled again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from jax_hopper_gemm.cubin.elf import read_kernel
 from jax_hopper_gemm.cubin.sass import find_nvdisasm, sass_facts
 from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec
 from jax_hopper_gemm.testing import verified
-from jax_hopper_gemm.testing.policies import covering_specs
+from jax_hopper_gemm.testing.policies import (
+    chosen_epilogue_specs,
+    covering_specs,
+    epilogue_covering_specs,
+)
 
 try:
     compiler.require_compiler()
@@ -36,7 +41,8 @@ pytestmark = pytest.mark.compile
 REGISTERS_OF_AN_SM = 65536
 ALL_KERNELS = os.environ.get("JAX_HOPPER_GEMM_TEST_ALL_KERNELS") == "1"
 TABLE = dispatch.table_specs(dispatch.H200, None if ALL_KERNELS else [("bfloat16", "bfloat16")])
-SPECS = list(dict.fromkeys((*covering_specs(), *TABLE)))
+EPILOGUES = epilogue_covering_specs()[:: 2 if ALL_KERNELS else 5]
+SPECS = list(dict.fromkeys((*covering_specs(), *EPILOGUES, *chosen_epilogue_specs(), *TABLE)))
 VERIFIED = Path(__file__).parent / "gpu" / "verified.json"
 
 
@@ -58,10 +64,12 @@ def test_kernel_compiles_to_the_code_of_a_hopper_gemm(spec, built):
     assert manifest.registers * manifest.threads <= REGISTERS_OF_AN_SM
 
     assert facts.wgmma >= spec.tile_k // 16 * (spec.rows_per_warpgroup // 64)
-    assert facts.tma_loads >= 2
+    loaded = spec.graph.loaded
+    assert facts.tma_loads >= 2 + (spec.graph.accumulators - 1) + len(loaded)
     assert (facts.multicast_loads > 0) == (spec.cluster_size > 1)
-    assert facts.tma_stores >= 1
-    assert (facts.matrix_stores > 0) == (spec.d_dtype != "float32")
+    matrices = spec.graph.matrices
+    assert facts.tma_stores >= len(matrices)
+    assert (facts.matrix_stores > 0) == any(result.dtype != "float32" for result in matrices)
 
     loading, math = facts.register_budgets
     assert loading < manifest.registers <= math

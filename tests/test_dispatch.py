@@ -19,6 +19,7 @@ from jax_hopper_gemm.dispatch import (
 from jax_hopper_gemm.dispatch.candidates import (
     MODEL_CONFIGS,
     TRAVERSALS,
+    OperandTypes,
     filled_spec,
     model_specs,
 )
@@ -164,7 +165,7 @@ def test_no_estimate_is_under_the_roofline():
         problem = random_problem(random)
         if problem_violations(problem):
             continue
-        for spec in model_specs(choice._types(problem)):
+        for spec in model_specs(OperandTypes.of(problem)):
             cost = estimate(problem, spec, Traversal(), H200)
             assert cost.ns >= roofline_ns(problem)
             assert 0 < cost.occupancy <= 1
@@ -175,7 +176,7 @@ def test_memory_moves_at_least_each_matrix_once():
     for _ in range(300):
         problem = random_problem(random)
         spec = random.choice(MODEL_CONFIGS)
-        spec = filled_spec(spec, choice._types(problem))
+        spec = filled_spec(spec, OperandTypes.of(problem))
         assert spec is not None
         for traversal in TRAVERSALS:
             assert memory_bytes(problem, spec, traversal, H200) >= problem.bytes
@@ -183,7 +184,7 @@ def test_memory_moves_at_least_each_matrix_once():
 
 def test_best_traversal_moves_the_fewest_bytes():
     problem = GemmProblem.dense(512, 65536, 8192)
-    spec = filled_spec(MODEL_CONFIGS[0], choice._types(problem))
+    spec = filled_spec(MODEL_CONFIGS[0], OperandTypes.of(problem))
     assert spec is not None
     best = memory_bytes(problem, spec, best_traversal(problem, spec, H200), H200)
     others = [memory_bytes(problem, spec, traversal, H200) for traversal in TRAVERSALS]

@@ -10,15 +10,18 @@ import pytest
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.candidates import (
     MODEL_CONFIGS,
+    Config,
     OperandTypes,
     filled_spec,
     model_specs,
     tuner_specs,
 )
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.plan import tensor_maps
+from jax_hopper_gemm.epilogue import EpilogueGraph
+from jax_hopper_gemm.plan import TensorMap, make_plan
 from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, violations
+from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, Traversal, violations
+from jax_hopper_gemm.testing.graphs import STANDARD
 
 TYPES = [
     OperandTypes(*fields)
@@ -119,5 +122,119 @@ def test_every_tuner_candidate_is_legal_and_fills_shared_memory(types):
             512, 512, 512, a_major=types.a_major, b_major=types.b_major,
             ab_dtype=types.ab_dtype, d_dtype=types.d_dtype,
         )  # fmt: skip
-        narrow = [m.buffer for m in tensor_maps(problem, spec)[:2] if m.swizzle < 64]
+        inputs = make_plan(problem, spec, Traversal(), 132).params[:2]
+        narrow = [m.buffer for m in inputs if isinstance(m, TensorMap) and m.swizzle < 64]
         assert narrow == [] or (narrow == [1] and spec.tile_n == 16)
+
+
+# Epilogues
+
+
+def with_epilogue(name: str, *layouts: MatrixLayout, **changes) -> GemmProblem:
+    graph = STANDARD[name]
+    d_dtype = graph.matrices[0].dtype if graph.matrices else "bfloat16"
+    problem = GemmProblem.dense(64, 64, 64, 2, d_dtype=d_dtype)
+    return replace(problem, epilogue=graph, operands=layouts, **changes)
+
+
+ROW, COLUMN = MatrixLayout("n", 0, 0), MatrixLayout("m", 0, 0)
+MATRIX = MatrixLayout("n", 64, 4096)
+
+
+def narrow(problem: GemmProblem, n: int) -> GemmProblem:
+    """Returns the problem with N columns, B stored (N, K), so that B asks nothing of N."""
+    return replace(problem, n=n, b=MatrixLayout("k", 64, 0), d=MatrixLayout("n", 64, 4096))
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (with_epilogue("bias"), "has 1 operands, 0 are described"),
+        (with_epilogue("bias", ROW, ROW), "has 1 operands, 2 are described"),
+        (with_epilogue("bias", COLUMN), "a row, has major 'm', not 'n'"),
+        (with_epilogue("bias", MatrixLayout("n", 0, 60)), "a row of bfloat16 for each matrix, 120"),
+        (with_epilogue("bias", MatrixLayout("n", 0, -64)), "batch stride -64"),
+        (with_epilogue("scaled_rows", ROW), "a column, has major 'n', not 'm'"),
+        (with_epilogue("scaled_rows", MatrixLayout("m", 0, 66)), "264 bytes apart, not a multiple"),
+        (with_epilogue("residual", MatrixLayout("m", 64, 4096)), "a matrix, has major 'm'"),
+        (with_epilogue("residual", MatrixLayout("n", 68, 4608)), "operand 0 is stored (M, N)"),
+        (with_epilogue("residual", MatrixLayout("n", 64, 4100)), "its matrices are 8200 bytes"),
+        (narrow(with_epilogue("masked", MATRIX), 56), "operand 0 is stored (M, N) bool"),
+        (narrow(with_epilogue("residual_float32", MATRIX), 6), "lines of N=6 are 24 bytes"),
+        (narrow(with_epilogue("two_matrices"), 60), "D is stored (M, N) bfloat16 and its lines"),
+        (with_epilogue("bias", ROW, d_dtype="float32"), "D is float32, the epilogue's first"),
+        (narrow(with_epilogue("planes"), 60), "lines of N=60 are 120 bytes"),
+        (with_epilogue("bias", ROW, up_offset=64), "the product has one right operand"),
+        (with_epilogue("planes", up_offset=68), "up lies 136 bytes behind gate"),
+        (replace(with_epilogue("bias", ROW), epilogue=EpilogueGraph()), "epilogue: no results"),
+    ],
+)
+def test_epilogues_that_no_kernel_runs_say_why(problem, words):
+    reasons = problem_violations(problem)
+    assert any(words in reason for reason in reasons), reasons
+
+
+@pytest.mark.parametrize(("name", "n"), [("softmax", 264), ("top_k", 512)])
+def test_whole_rows_must_fit_a_tile(name, n):
+    problem = with_epilogue(name)
+    fits = GemmProblem.dense(64, 256, 64, d_dtype=problem.d_dtype)
+    long = GemmProblem.dense(64, n, 64, d_dtype=problem.d_dtype)
+    fits, long = (replace(p, epilogue=problem.epilogue) for p in (fits, long))
+    assert problem_violations(fits) == []
+    (reason,) = problem_violations(long)
+    assert f"N is {n}" in reason and "up to 256 columns" in reason
+    spec = next(s for s in model_specs(OperandTypes.of(fits)) if s.tile_n == 128)
+    assert pairing_violations(fits, spec) == [
+        "rows of 256 columns do not fit the kernel's tile of 128"
+    ]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        with_epilogue("bias", ROW),
+        with_epilogue("bias", MatrixLayout("n", 3, 72)),  # a row has no leading stride
+        replace(with_epilogue("scaled_rows", MatrixLayout("m", 0, 3)), l=1),
+        with_epilogue("scaled_rows", MatrixLayout("m", 0, 68)),
+        with_epilogue("alpha_beta", MatrixLayout("n", 0, 1), MatrixLayout("n", 0, 0), MATRIX),
+        with_epilogue("residual", MatrixLayout("n", 72, 0)),
+        with_epilogue("planes", up_offset=64),
+        narrow(with_epilogue("sums_alone"), 61),  # nothing of D is stored
+    ],
+)
+def test_epilogues_with_padded_shared_and_unused_strides_are_legal(problem):
+    assert problem_violations(problem) == []
+
+
+def test_pairing_tells_epilogues_apart():
+    problem = with_epilogue("bias", ROW)
+    (spec, *_) = model_specs(OperandTypes.of(replace(problem, epilogue=STANDARD["bias_silu"])))
+    (reason,) = pairing_violations(problem, spec)
+    assert reason.startswith("the kernel's epilogue is logistic_")
+    plain = replace(problem, epilogue=None, operands=())
+    assert len(pairing_violations(plain, spec)) == 1
+
+
+@pytest.mark.parametrize("name", STANDARD)
+def test_every_standard_epilogue_has_kernels_of_every_layout(name):
+    graph = STANDARD[name]
+    d_dtype = graph.matrices[0].dtype if graph.matrices else "bfloat16"
+    for a_major, b_major in product(("k", "m"), ("n", "k")):
+        specs = model_specs(OperandTypes("bfloat16", d_dtype, a_major, b_major, graph))
+        assert len(specs) >= 10
+        for spec in specs:
+            assert violations(spec) == []
+            assert (spec.epi_load_stages >= 2) == bool(graph.loaded)
+            full = spec.smem_bytes + 2 * spec.stage_bytes > SMEM_LIMIT
+            assert full or spec.num_stages == 12
+        assert max(spec.tile_m * spec.d_tile_n for spec in specs) >= 128 * 128
+
+
+def test_matrices_that_an_epilogue_loads_get_more_stages_where_the_ring_allows():
+    types = OperandTypes("bfloat16", "bfloat16", "k", "n", STANDARD["residual"])
+    large, small = (filled_spec(Config(*tile), types) for tile in ((128, 256), (128, 128)))
+    assert large is not None and small is not None
+    assert (large.num_stages, large.epi_load_stages) == (4, 2)
+    assert small.num_stages >= 4 and small.epi_load_stages == 4
+    row = filled_spec(Config(128, 128), replace(types, epilogue=STANDARD["bias"]))
+    assert row is not None and row.epi_load_stages == 2

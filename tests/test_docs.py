@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jax_hopper_gemm.cli import make_parser
@@ -45,9 +46,25 @@ def test_readme_lists_exactly_the_variables_that_are_read():
     assert set(VARIABLE.findall(README.read_text())) == read
 
 
-def test_readme_example_runs(capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def run_examples(path: Path) -> dict:
+    """Returns the names that the Python examples of a document define, run one after another."""
     names: dict = {}
-    exec(compile(example, str(README), "exec"), names)
+    for example in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
+        exec(compile(example, str(path), "exec"), names)
+    return names
+
+
+def test_readme_examples_run(capsys):
+    names = run_examples(README)
     assert names["da"].shape == (512, 1024) and names["db"].shape == (1024, 768)
+    assert names["dbias"].shape == (768,) and names["swiglu"].shape == names["y"].shape
     assert "1024" in capsys.readouterr().out
+
+
+def test_examples_of_epilogues_run(capsys):
+    names = run_examples(ROOT / "docs" / "epilogues.md")
+    assert names["weights"].shape == names["experts"].shape == (256, 4)
+    expected = 2 * names["a"].astype("float32").T @ names["residual"].astype("float32")
+    np.testing.assert_allclose(names["gradient"], expected, rtol=0, atol=1e-3)
+    np.testing.assert_array_equal(names["swiglu"], names["same"])
+    assert "sort" in capsys.readouterr().out

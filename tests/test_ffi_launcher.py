@@ -131,6 +131,25 @@ def test_tensor_maps_are_encoded_while_loading_only(launcher, driver, digest):
     assert all(call["misalignment"] == 0 for call in replaced)
 
 
+def test_two_tensor_maps_share_a_buffer_at_their_offsets(launcher, driver, digest):
+    first = TensorMap(0, "float32", (32, 64), (256,), (32, 64), 128)
+    maps = (first, replace(first, offset=128), *PLAN.params[1:3])
+    plan = replace(PLAN, params=(*maps, *PLAN.params[3:]))
+    launcher.resolve = lambda digest, spec: driver.add_kernel(plan)
+    d, _ = load(launcher, plan.encode(), digest)(A, B)
+    (launch,) = driver.calls("cuLaunchKernelEx")
+    starts = [struct.unpack("Q", bytes(param)[:8])[0] for param in launch["params"][:4]]
+    assert starts == [address(A), address(A) + 128, address(B), address(d)]
+
+
+def test_an_offset_that_tma_cannot_take_is_refused(launcher, driver, digest):
+    plan = replace(PLAN, params=(replace(PLAN.params[0], offset=8), *PLAN.params[1:]))
+    launcher.resolve = lambda digest, spec: driver.add_kernel(plan)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="16"):
+        jax.block_until_ready(load(launcher, plan.encode(), digest)(A, B))
+    assert driver.calls("cuLaunchKernelEx") == []
+
+
 def test_a_borrowed_context_is_given_back(launcher, driver, digest):
     load(launcher, PLAN.encode(), digest)
     for call in ("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease", "cuCtxPopCurrent"):
@@ -261,7 +280,7 @@ def test_a_plan_cut_short_or_continued_is_refused(launcher, digest):
 @pytest.mark.parametrize(
     ("position", "word", "message"),
     [
-        (0, 2, "word 0, version, is 2, not 1 to 1"),
+        (0, 1, "word 0, version, is 1, not 2 to 2"),
         (1, 0, "grid x, is 0, not 1 to 2147483647"),
         (1, 2**31, "grid x, is 2147483648"),
         (2, 65536, "grid y, is 65536, not 1 to 65535"),
@@ -275,12 +294,13 @@ def test_a_plan_cut_short_or_continued_is_refused(launcher, digest):
         (11, 6, "a cleared workspace is not a multiple of 4 bytes"),
         (12, 65, "number of parameters, is 65, not 0 to 64"),
         (13, 3, "word 13, parameter kind, is 3, not 0 to 2"),
-        (15, 99, "tensor map dtype, is 99, not 0 to 12"),
-        (16, 4, "tensor map swizzle, is 4, not 0 to 3"),
-        (17, 6, "tensor map rank, is 6, not 1 to 5"),
-        (18, 0, "tensor map extent, is 0, not 1 to 4294967296"),
-        (20, -16, "tensor map stride, is -16, not 0 to"),
-        (21, 257, "tensor map box, is 257, not 1 to 256"),
+        (15, -16, "tensor map offset, is -16, not 0 to"),
+        (16, 99, "tensor map dtype, is 99, not 0 to 12"),
+        (17, 4, "tensor map swizzle, is 4, not 0 to 3"),
+        (18, 6, "tensor map rank, is 6, not 1 to 5"),
+        (19, 0, "tensor map extent, is 0, not 1 to 4294967296"),
+        (21, -16, "tensor map stride, is -16, not 0 to"),
+        (22, 257, "tensor map box, is 257, not 1 to 256"),
     ],
 )
 def test_a_word_out_of_range_is_named(launcher, digest, position, word, message):

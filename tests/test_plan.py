@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.plan import (
     Int32,
     LaunchPlan,
@@ -16,8 +17,9 @@ from jax_hopper_gemm.plan import (
     ceil_div,
     make_plan,
     max_clusters,
+    num_inputs,
     persistent_clusters,
-    tensor_maps,
+    result_shapes,
 )
 from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.spec import GemmSpec, Traversal, violations
@@ -26,6 +28,11 @@ from jax_hopper_gemm.walk import make_walk
 LARGE = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 256)
 MAJORS = list(product(("k", "m"), ("n", "k")))
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
+
+
+def tensor_maps(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap]:
+    params = make_plan(problem, spec, Traversal(), 132).params
+    return [param for param in params if isinstance(param, TensorMap)]
 
 
 def scalars(plan: LaunchPlan) -> list[int]:
@@ -46,9 +53,9 @@ def decode(words: tuple[int, ...]) -> dict:
     for _ in range(next(stream)):
         kind = next(stream)
         if kind == 0:
-            buffer, dtype, swizzle, rank = take(4)
+            buffer, offset, dtype, swizzle, rank = take(5)
             shape = (take(rank), take(rank - 1), take(rank))
-            plan["params"].append(("map", buffer, dtype, swizzle, *shape))
+            plan["params"].append(("map", buffer, offset, dtype, swizzle, *shape))
         else:
             plan["params"].append(({1: "int32", 2: "pointer"}[kind], next(stream)))
     assert next(stream, None) is None, "words left over"
@@ -180,14 +187,14 @@ def test_encoding_decodes_to_the_plan():
     )
     plan = make_plan(problem, spec, Traversal("n", 16), 132)
     decoded = decode(plan.encode())
-    assert decoded["version"] == 1
+    assert decoded["version"] == 2
     assert decoded["grid"] == plan.grid and decoded["cluster"] == plan.cluster
     assert decoded["threads"] == 384 and decoded["smem"] == spec.smem_bytes
     float16, swizzle_64, swizzle_128 = 6, 2, 3
     assert decoded["params"] == [
-        ("map", 0, float16, swizzle_128, (1000, 136, 3), (2000, 272000), (64, 64, 1)),
-        ("map", 1, float16, swizzle_128, (5000, 136, 3), (10000, 1360000), (64, 64, 1)),
-        ("map", 2, float16, swizzle_64, (5000, 1000, 3), (10000, 10000000), (32, 64, 1)),
+        ("map", 0, 0, float16, swizzle_128, (1000, 136, 3), (2000, 272000), (64, 64, 1)),
+        ("map", 1, 0, float16, swizzle_128, (5000, 136, 3), (10000, 1360000), (64, 64, 1)),
+        ("map", 2, 0, float16, swizzle_64, (5000, 1000, 3), (10000, 10000000), (32, 64, 1)),
         *(("int32", value) for value in make_walk(8, 20, 3, along_m=False, swizzle=16)),
         ("int32", 3),
         ("pointer", 3),
@@ -197,10 +204,10 @@ def test_encoding_decodes_to_the_plan():
 def test_encoding_is_golden():
     plan = make_plan(GemmProblem.dense(256, 512, 128), LARGE, Traversal("m", 8), 132)
     assert plan.encode() == (
-        1,  4, 1, 1,  1, 1, 1,  384, 230400,  0,  20,
-        0, 0, 9, 3, 3,  128, 256, 1,  256, 16,  64, 128, 1,
-        0, 1, 9, 3, 3,  512, 128, 1,  1024, 16,  64, 64, 1,
-        0, 2, 9, 2, 3,  512, 256, 1,  1024, 16,  32, 64, 1,
+        2,  4, 1, 1,  1, 1, 1,  384, 229888,  0,  20,
+        0, 0, 0, 9, 3, 3,  128, 256, 1,  256, 16,  64, 128, 1,
+        0, 1, 0, 9, 3, 3,  512, 128, 1,  1024, 16,  64, 64, 1,
+        0, 2, 0, 9, 2, 3,  512, 256, 1,  1024, 16,  32, 64, 1,
         1, 4,  1, 2,  1, 1,
         1, 4,  1, 2**30,  1, 32,
         1, 4,  1, 2**30,  1, 32,  1, 1,
@@ -217,3 +224,142 @@ def test_words_fit_int64():
     )
     plan = LaunchPlan((1, 1, 1), (1, 1, 1), 384, 1024, maps)
     assert all(-(2**63) <= word < 2**63 for word in plan.encode())
+
+
+# Epilogues
+
+PAIR = EpilogueGraph(2, nodes=(Node("mul", (0, 1)),), results=(Result("matrix", 2, "bfloat16"),))
+KINDS = EpilogueGraph(  # an operand of every kind; a mask
+    operands=(
+        Operand("scalar", "float32"), Operand("row", "bfloat16"), Operand("column", "float32"),
+        Operand("matrix", "float32"), Operand("matrix", "bool"),
+    ),
+    nodes=(
+        Node("mul", (0, 1)), Node("add", (6, 2)), Node("mul", (7, 3)), Node("add", (8, 4)),
+        Node("select", (5, 9, 0)),
+    ),
+    results=(Result("matrix", 10, "bfloat16"), Result("matrix", 0), Result("max", 10)),
+)  # fmt: skip
+
+
+def epilogue_case(graph, *layouts, up_offset=None, m=328, n=512, k=64, batches=3, **changes):
+    """Returns a problem of compact A, B and D with an epilogue, and a kernel for it."""
+    problem = replace(
+        GemmProblem.dense(m, n, k, batches), epilogue=graph, operands=layouts, up_offset=up_offset
+    )
+    changes = {"tile_n": 128, "epi_stages": 2, "num_stages": 3} | changes
+    spec = replace(LARGE, epilogue=graph, epi_load_stages=2 if graph.loaded else 0, **changes)
+    assert violations(spec) == []
+    return problem, spec
+
+
+def test_operands_of_every_kind_follow_the_results():
+    problem, spec = epilogue_case(
+        KINDS,
+        MatrixLayout("n", 0, 5),
+        MatrixLayout("n", 0, 520),
+        MatrixLayout("m", 0, 0),
+        MatrixLayout("n", 528, 528 * 400),
+        MatrixLayout("n", 512, 0),
+    )
+    plan = make_plan(problem, spec, Traversal(), 132)
+    a, b, d, raw, largest, scalar, step, row, column, matrix, mask = plan.params[:11]
+    assert [x.buffer for x in (a, b) if isinstance(x, TensorMap)] == [0, 1]
+    # Buffers: A, B, the five operands, then the three results.
+    assert num_inputs(problem) == 7
+    assert d == TensorMap(
+        7, "bfloat16", (512, 328, 3), (1024, 1024 * 328), (32, 64, 1), 64
+    )  # fmt: skip
+    assert raw == TensorMap(8, "float32", (512, 328, 3), (2048, 2048 * 328), (32, 64, 1), 128)
+    assert largest == Pointer(9)
+    assert (scalar, step) == (Pointer(2), Int32(5))
+    assert row == TensorMap(3, "bfloat16", (512, 3), (1040,), (32, 1), 0)
+    assert column == TensorMap(4, "float32", (328, 3), (0,), (64, 1), 0)
+    assert matrix == TensorMap(
+        5, "float32", (512, 328, 3), (528 * 4, 528 * 400 * 4), (32, 64, 1), 128
+    )
+    assert mask == TensorMap(6, "bool", (512, 328, 3), (512, 0), (32, 64, 1), 32)
+    walk = make_walk(3, 4, 3, along_m=True, swizzle=8)
+    assert plan.params[11:] == (*map(Int32, walk), Int32(1), Int32(328), Int32(512))
+
+
+def test_a_vector_shared_by_a_single_matrix_has_a_legal_stride():
+    graph = EpilogueGraph(
+        operands=(Operand("column", "bfloat16"),), nodes=(Node("add", (0, 1)),),
+        results=(Result("matrix", 2, "bfloat16"),),
+    )  # fmt: skip
+    problem, spec = epilogue_case(graph, MatrixLayout("m", 0, 3), m=7, batches=1)
+    assert tensor_maps(problem, spec)[-1] == TensorMap(2, "bfloat16", (7, 1), (16,), (64, 1), 0)
+
+
+@pytest.mark.parametrize("graph", [None, PAIR, KINDS])
+def test_the_extents_are_passed_only_where_elements_are_counted(graph):
+    layouts = (MatrixLayout("n", 512, 0),) * (len(graph.operands) if graph else 0)
+    problem, spec = epilogue_case(graph or EpilogueGraph(results=PAIR.results), *layouts) \
+        if graph else (GemmProblem.dense(328, 512, 64, 3), LARGE)  # fmt: skip
+    trailing = make_plan(problem, spec, Traversal(), 132).params[-2:]
+    assert (trailing == (Int32(328), Int32(512))) == (graph is KINDS)
+
+
+def test_gate_and_up_in_two_arrays_are_two_inputs():
+    problem, spec = epilogue_case(PAIR)
+    gate, up, d = tensor_maps(problem, spec)[1:]
+    assert (gate.buffer, up.buffer, d.buffer) == (1, 2, 3)
+    assert replace(up, buffer=1) == gate
+    assert gate.box == (64, 64, 1)  # half a tile of 128 columns
+    assert d.dims == (512, 328, 3)
+    plan = make_plan(problem, spec, Traversal(), 132)
+    assert plan.grid == (3 * 8 * 3, 1, 1)
+
+
+def test_gate_and_up_in_one_array_are_one_input_at_two_offsets():
+    # weights (K, 2, N): lines of gate and up take turns
+    layout = MatrixLayout("n", 2 * 512, 0)
+    problem, spec = epilogue_case(PAIR, up_offset=512)
+    problem = replace(problem, b=layout)
+    _, gate, up, d = tensor_maps(problem, spec)
+    assert (gate.buffer, up.buffer, d.buffer) == (1, 1, 2)
+    assert (gate.offset, up.offset) == (0, 1024)
+    assert gate.strides == up.strides == (2048, 0)
+    decoded = decode(make_plan(problem, spec, Traversal(), 132).encode())
+    assert [param[1:3] for param in decoded["params"][:4]] == [(0, 0), (1, 0), (1, 1024), (2, 0)]
+
+
+def test_planes_lie_side_by_side_in_one_result():
+    planes = tuple(Result("matrix", i, "float32", plane=i, planes=2) for i in (0, 1))
+    graph = EpilogueGraph(2, results=(*planes, Result("matrix", 0, "bfloat16"), Result("max", 0)))
+    problem, spec = epilogue_case(graph, d_dtype="float32")
+    problem = replace(problem, d_dtype="float32")
+    _, _, _, gate, up, half = tensor_maps(problem, spec)
+    assert result_shapes(problem, spec)[:2] == [
+        ((3, 328, 2, 512), "float32"), ((3, 328, 512), "bfloat16")
+    ]  # fmt: skip
+    assert (gate.buffer, up.buffer, half.buffer) == (3, 3, 4)
+    assert (gate.offset, up.offset, half.offset) == (0, 2048, 0)
+    assert gate.dims == up.dims == (512, 328, 3)
+    assert gate.strides == up.strides == (4096, 4096 * 328)
+    assert half.strides == (1024, 1024 * 328)
+    pointers = [p for p in make_plan(problem, spec, Traversal(), 132).params if type(p) is Pointer]
+    assert pointers == [Pointer(5)]
+
+
+def test_reductions_are_partial_by_tile_and_the_counter_follows_them():
+    kinds = ("column_sum", "row_sum", "row_max", "row_sumexp", "max")
+    top = (Result("top_k_values", 0, k=4), Result("top_k_indices", 0, k=4))
+    graph = EpilogueGraph(results=(*(Result(kind, 0) for kind in kinds), *top))
+    problem, spec = epilogue_case(
+        graph, m=100, n=200, tile_n=96, epi_tile_n=32, tile_scheduler="dynamic"
+    )
+    assert result_shapes(problem, spec) == [
+        ((3, 2, 200), "float32"),
+        ((3, 3, 100), "float32"),
+        ((3, 3, 100), "float32"),
+        ((3, 3, 2, 100), "float32"),
+        ((3, 7, 3), "float32"),
+        ((3, 100, 4), "float32"),
+        ((3, 100, 4), "int32"),
+    ]
+    plan = make_plan(problem, spec, Traversal(), 132)
+    assert plan.params[2:9] == tuple(map(Pointer, range(2, 9)))
+    assert plan.first_workspace == 9 and plan.params[-1] == Pointer(9)
+    assert decode(plan.encode())["cleared"] == [(9, 4)]

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
+
+GATED = EpilogueGraph(  # (gate * up + residual) * row, stored in two dtypes
+    2,
+    (Operand("matrix", "bfloat16"), Operand("row", "float32")),
+    (Node("mul", (0, 1)), Node("add", (4, 2)), Node("mul", (5, 3))),
+    (Result("matrix", 6, "float32"), Result("matrix", 6, "float32")),
+)
 
 
 def test_dense_strides_follow_the_majors():
@@ -40,8 +49,29 @@ def test_bytes_count_a_shared_operand_once(a_batch, b_batch, elements_in):
     assert problem.bytes == 2 * elements_in + 4 * (2 * 15)
 
 
-def test_to_dict_survives_json():
-    problem = GemmProblem.dense(3, 5, 7, 2, a_major="m")
+@pytest.mark.parametrize("graph", [None, GATED])
+def test_to_dict_survives_json(graph):
+    problem = replace(
+        GemmProblem.dense(3, 5, 7, 2, a_major="m", d_dtype="float32"), epilogue=graph,
+        operands=() if graph is None else (MatrixLayout("n", 5, 15), MatrixLayout("n", 0, 5)),
+        up_offset=None if graph is None else 70,
+    )  # fmt: skip
     fields = json.loads(json.dumps(problem.to_dict()))
     fields |= {name: MatrixLayout(**fields[name]) for name in "abd"}
+    fields["operands"] = tuple(MatrixLayout(**layout) for layout in fields["operands"])
+    fields["epilogue"] = fields["epilogue"] and EpilogueGraph.from_dict(fields["epilogue"])
     assert GemmProblem(**fields) == problem
+
+
+def test_a_gated_product_reads_two_right_operands():
+    plain = GemmProblem.dense(3, 5, 7, 2)
+    gated = replace(plain, epilogue=GATED)
+    assert gated.gated and not plain.gated
+    assert gated.flops == 2 * plain.flops
+    # The row of 5 elements is nothing beside the matrices.
+    assert gated.bytes == 2 * (2 * 21 + 2 * 2 * 35) + 2 * 15 * (2 + 4 + 4)
+
+
+def test_without_an_epilogue_the_accumulator_is_stored():
+    graph = GemmProblem.dense(8, 8, 8, d_dtype="float32").graph
+    assert graph == EpilogueGraph(results=(Result("matrix", 0, "float32"),))

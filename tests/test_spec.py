@@ -8,9 +8,29 @@ from dataclasses import replace
 import pytest
 from cubin_samples import OTHER_VALUES, SPEC
 
-from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, TmaBox, violations
+from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
+from jax_hopper_gemm.spec import (
+    MAX_ACC_REGISTERS,
+    SMEM_LIMIT,
+    GemmSpec,
+    TmaBox,
+    max_accumulators,
+    violations,
+)
 
 LARGE = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 256)
+
+ROW, COLUMN = Operand("row", "bfloat16"), Operand("column", "float32")
+MATRIX, MASK = Operand("matrix", "float32"), Operand("matrix", "bool")
+STORED = Result("matrix", 0, "bfloat16")
+# D = (acc + row) * column as bfloat16; the sum before as float32; sums of its columns.
+BUSY = EpilogueGraph(
+    operands=(ROW, COLUMN, MATRIX, Operand("scalar", "float32")),
+    nodes=(Node("add", (0, 1)), Node("mul", (5, 2))),
+    results=(Result("matrix", 6, "bfloat16"), Result("matrix", 5), Result("column_sum", 6)),
+)
+PAIR = EpilogueGraph(2, nodes=(Node("mul", (0, 1)),), results=(Result("matrix", 2, "bfloat16"),))
+MASKED = EpilogueGraph(operands=(MASK,), nodes=(Node("select", (1, 0, 0)),), results=(STORED,))
 
 
 def test_a_plain_spec_has_no_violations():
@@ -21,7 +41,7 @@ def test_a_plain_spec_has_no_violations():
     ("change", "reason"),
     [
         ({"ab_dtype": "float32"}, "A and B are float32"),
-        ({"d_dtype": "int8"}, "D is int8"),
+        ({"d_dtype": "bool"}, "D is bool"),
         ({"a_major": "n"}, "a_major is 'n'"),
         ({"b_major": "m"}, "b_major is 'm'"),
         ({"warp_schedule": "solo"}, "'solo'"),
@@ -35,11 +55,12 @@ def test_a_plain_spec_has_no_violations():
         ({"tile_m": 256, "num_stages": 2}, "256 accumulators"),
         ({"tile_m": 256, "tile_n": 64, "warp_schedule": "pingpong"}, "tile_m 256 exceeds 128"),
         ({"tile_n": 128, "warp_schedule": "pingpong", "tile_scheduler": "single"}, "persistent"),
-        ({"tile_n": 176, "cluster_m": 2, "epi_tile_n": 16}, "tile_n 176 does not split into 2"),
+        ({"tile_n": 176, "cluster_m": 2, "epi_tile_n": 16}, "176 columns do not split into 2"),
         ({"epi_tile_n": 8}, "epi_tile_n 8 "),
-        ({"tile_n": 208}, "epi_tile_n 32 is not 16, 32 or 64 dividing tile_n 208"),
+        ({"tile_n": 208}, "epi_tile_n 32 is not 16, 32 or 64 dividing 208 columns"),
         ({"num_stages": 1}, "num_stages 1"),
         ({"epi_stages": 1}, "epi_stages 1"),
+        ({"epi_load_stages": 2}, "loads 0 operands"),
         ({"num_stages": 5}, f"a CTA has {SMEM_LIMIT}"),
     ],
 )
@@ -47,6 +68,58 @@ def test_each_violation_names_the_value(change, reason):
     found = violations(replace(LARGE, **change))
     assert len(found) == 1, found
     assert reason in found[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"epilogue": EpilogueGraph()}, "epilogue: no results"),
+        ({"epilogue": replace(MASKED, operands=())}, "epilogue: node 0 (select)"),
+        ({"epilogue": PAIR, "d_dtype": "float32"}, "d_dtype is float32"),
+        ({"epilogue": PAIR, "tile_n": 208, "epi_tile_n": 16}, "tile_n 208 does not split"),
+        ({"epilogue": PAIR, "tile_n": 96, "cluster_m": 2, "epi_tile_n": 16}, "48 columns do not"),
+        ({"epilogue": PAIR, "tile_n": 160}, "dividing 80 columns"),
+        ({"epilogue": MASKED, "epi_tile_n": 16, "epi_load_stages": 2}, "narrow for a bool"),
+        ({"epilogue": MASKED}, "epi_load_stages 0, of an epilogue that loads 1 operands"),
+        ({"epilogue": MASKED, "epi_load_stages": 1}, "epi_load_stages 1"),
+        (
+            {
+                "epilogue": MASKED,
+                "epi_load_stages": 22,
+                "tile_m": 64,
+                "tile_n": 32,
+                "num_stages": 12,
+            },
+            "544 bytes of barriers; there is room for 512",
+        ),
+    ],
+)
+def test_each_violation_of_an_epilogue_names_the_value(change, reason):
+    found = violations(replace(LARGE, **change))
+    assert any(reason in violation for violation in found), found
+
+
+def test_an_epilogue_takes_registers_from_the_accumulators():
+    """So that none spills: what holds more at once leaves room for a smaller tile."""
+    assert max_accumulators(LARGE) == 208
+    chain = tuple(Node("exp", (i,)) for i in range(40))
+    long = EpilogueGraph(nodes=chain, results=(Result("matrix", 40, "bfloat16"),))
+    wide = EpilogueGraph(
+        nodes=(*(Node("constant", (), (i,)) for i in range(12)),
+               *(Node("mul", (0, 1 + i)) for i in range(12)),
+               *(Node("add", (13 + i if i == 0 else 24 + i, 14 + i)) for i in range(11))),
+        results=(Result("matrix", 35, "bfloat16"),),
+    )  # fmt: skip
+    limits = [max_accumulators(replace(LARGE, epilogue=graph)) for graph in (long, BUSY, wide)]
+    assert 208 > limits[0] > limits[2], "a chain holds one value, a sum of products 12"
+    assert limits[0] > limits[1], "operands and further results are held, too"
+    narrow = replace(LARGE, epilogue=BUSY, epi_tile_n=16)
+    assert max_accumulators(narrow) > limits[1]
+    (reason,) = violations(replace(LARGE, tile_m=256, tile_n=192, num_stages=3, epilogue=wide))
+    assert f"192 accumulators a thread; {limits[2]} fit" in reason and "this epilogue" in reason
+    for tile_m in (64, 192):
+        spec = replace(LARGE, tile_m=tile_m, epilogue=long)
+        assert max_accumulators(spec) <= MAX_ACC_REGISTERS[spec.math_warpgroups]
 
 
 def test_violations_report_every_bad_field_at_once():
@@ -76,8 +149,28 @@ def test_warpgroups_share_a_tile_by_rows(tile_m, tile_n, schedule, warpgroups, r
 def test_shared_memory_adds_barriers_ring_and_epilogue():
     assert LARGE.stage_bytes == 128 * 64 * 2 + 256 * 64 * 2
     assert LARGE.epi_stage_bytes == 64 * 32 * 2
-    assert LARGE.smem_bytes == 1024 + 4 * 49152 + 2 * 4 * 4096
+    assert LARGE.smem_bytes == 4 * 49152 + 2 * 4 * 4096 + 512
     assert replace(LARGE, d_dtype="float32").epi_stage_bytes == 2 * LARGE.epi_stage_bytes
+
+
+def test_shared_memory_of_an_epilogue_is_staged_loaded_and_scratch():
+    spec = replace(LARGE, tile_n=128, epilogue=BUSY, num_stages=3, epi_stages=2, epi_load_stages=3)
+    assert violations(spec) == []
+    assert spec.epi_stage_bytes == 64 * 32 * (2 + 4)
+    # A row of 32 bfloat16 is padded to 128 bytes; a column has 64 rows.
+    assert [spec.loaded_bytes(o) for o in BUSY.loaded] == [128, 64 * 4, 64 * 32 * 4]
+    assert spec.scratch_bytes == 2 * 2 * 4 * 32 * 4  # warpgroups, turns, warps, columns
+    assert spec.barrier_bytes == 16 * (3 + 2 * 3)
+    staged, loaded = 2 * 2 * spec.epi_stage_bytes, 2 * 3 * (128 + 256 + 8192)
+    assert spec.smem_bytes == 3 * 32768 + staged + loaded + spec.scratch_bytes + 512
+
+
+def test_a_gated_tile_shares_its_columns_between_gate_and_up():
+    spec = replace(LARGE, epilogue=PAIR)
+    assert violations(spec) == []
+    assert (spec.d_tile_n, spec.acc_registers) == (128, 128)
+    assert spec.stage_bytes == LARGE.stage_bytes and spec.b_box == TmaBox(64, 64, 128)
+    assert replace(spec, b_major="k").b_box == TmaBox(64, 128, 128)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +186,21 @@ def test_shared_memory_adds_barriers_ring_and_epilogue():
 def test_boxes_are_as_wide_as_their_swizzle_and_shared_along_the_other_index(change, a_box, b_box):
     spec = replace(LARGE, **change)
     assert (spec.a_box, spec.b_box) == (a_box, b_box)
+
+
+@pytest.mark.parametrize("graph", [None, BUSY, PAIR, MASKED])
+def test_json_restores_an_epilogue(graph):
+    spec = replace(LARGE, epilogue=graph, epi_load_stages=2 if graph and graph.loaded else 0)
+    restored = GemmSpec.from_json(spec.to_json())
+    assert restored == spec and hash(restored) == hash(spec)
+    assert restored.to_json() == spec.to_json() and restored.name == spec.name
+
+
+def test_names_of_epilogues_tell_them_apart():
+    other = replace(BUSY, operands=(replace(ROW, dtype="float16"), *BUSY.operands[1:]))
+    names = {replace(LARGE, epilogue=graph).name for graph in (None, BUSY, other, PAIR, MASKED)}
+    assert len(names) == 5
+    assert all(name.startswith(LARGE.name) for name in names)
 
 
 def test_json_round_trips_and_is_canonical():

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from jax_hopper_gemm.dispatch import H200, problem_violations
+from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.plan import Int32, Pointer, TensorMap, make_plan
 from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.spec import GemmSpec, Traversal, violations
@@ -24,6 +25,8 @@ from jax_hopper_gemm.testing import (
     benchmark,
     cases,
     direct,
+    graphs,
+    outcome,
     policies,
     reference,
     results,
@@ -220,14 +223,28 @@ def test_covering_specs_are_legal_and_few():
     assert len(set(specs)) == len(specs) < 200
 
 
-def test_covering_specs_hold_every_pair_that_a_legal_spec_has():
-    covered = set().union(
-        *(policies.pairs_of(policies.choice_of(s)) for s in policies.covering_specs())
-    )
+def test_both_covering_sets_stay_small_enough_to_compile():
+    specs = policies.covering_specs() + policies.epilogue_covering_specs()
+    assert not any(violations(spec) for spec in specs)
+    assert len(set(specs)) == len(specs) <= 400
+    names = {policies.name_of(spec) for spec in policies.epilogue_covering_specs()}
+    assert names == set(graphs.STANDARD)
+
+
+@pytest.mark.parametrize(
+    ("choices", "specs"),
+    [
+        (policies.CHOICES, policies.covering_specs()),
+        (policies.EPILOGUE_CHOICES, policies.epilogue_covering_specs()),
+    ],
+    ids=["plain", "epilogues"],
+)
+def test_covering_specs_hold_every_pair_that_a_legal_spec_has(choices, specs):
+    covered = set().union(*(policies.pairs_of(policies.choice_of(s)) for s in specs))
     rng = random.Random(1)
     seen = 0
     while seen < 300:
-        choice = {field: rng.choice(values) for field, values in policies.CHOICES.items()}
+        choice = {field: rng.choice(values) for field, values in choices.items()}
         if not violations(policies.spec_of(choice)):
             seen += 1
             assert policies.pairs_of(choice) <= covered
@@ -646,22 +663,23 @@ def test_trial_finds_a_write_outside(monkeypatch, where):
     def stray(launches, d, flat):
         flat[index] = 1
 
-    with pytest.raises(AssertionError, match=f"wrote 1 elements outside D, the first {index}"):
+    with pytest.raises(AssertionError, match=f"wrote 1 elements outside, the first {index}"):
         run_on_host(monkeypatch, problem, a, b, stray)
 
 
 def test_trial_finds_a_write_before_the_start():
     problem, _, _ = trial_problem()
-    bits = np.full(reference.num_elements(problem, "d") + 2 * trial.GUARD, 2**32 - 1, np.uint32)
-    trial.assert_untouched_outside(problem, bits, "kernel")
+    (place,) = reference.result_places(problem, SPEC)
+    bits = np.full(place.end + 2 * trial.GUARD, 2**32 - 1, np.uint32)
+    trial.assert_untouched_outside(place, bits, "kernel")
     bits[3] = 0
     with pytest.raises(AssertionError, match=f"the first -{trial.GUARD - 3} elements"):
-        trial.assert_untouched_outside(problem, bits, "kernel")
+        trial.assert_untouched_outside(place, bits, "kernel")
 
 
 def test_inputs_have_nans_wherever_no_element_is():
     problem, a, b = trial_problem()
-    flat = trial.guarded(problem, "a", a)
+    flat = trial.guarded(reference.input_places(problem)[0], [a])
     values = reference.view(problem, "a", flat[trial.GUARD :])
     assert np.array_equal(values, a)
     assert np.isnan(flat.astype(np.float32)).sum() == flat.size - a.size
@@ -673,6 +691,123 @@ def test_trial_finds_a_repeat_with_other_bits(monkeypatch):
 
     with pytest.raises(AssertionError, match="run 2 gave other bits in 1 elements"):
         run_on_host(monkeypatch, *trial_problem(), waver, repeats=4)
+
+
+# Epilogues, with a kernel that computes on the host what it should
+
+
+EPILOGUE_SPECS = policies.epilogue_covering_specs()
+BY_NAME = {policies.name_of(spec): spec for spec in EPILOGUE_SPECS}
+EXACT = [name for name, graph in graphs.STANDARD.items() if graphs.is_exact(graph)]
+
+
+def run_epilogue_on_host(monkeypatch, spec, spoil=lambda results: None, num_sms=4):
+    """trial.run_all on the second edge problem; `spoil` does what a bug would."""
+    problem, traversal = cases.edge_problems(spec, num_sms)[1]
+    inputs = cases.integer_inputs(problem, 0)
+
+    def prepare(gpu, problem, spec, traversal, parts, num_sms):
+        def flat(part, dtype):
+            return part[: part.size // jnp.dtype(dtype).itemsize * jnp.dtype(dtype).itemsize].view(
+                jnp.dtype(dtype)
+            )
+
+        buffers = reference.input_places(problem)
+        read = [
+            place.view(flat(part, place.dtype))
+            for part, places in zip(parts, buffers, strict=False)
+            for place in places
+        ]
+        written = [
+            place.view(flat(part, place.dtype))
+            for part, place in zip(
+                parts[len(buffers) :], reference.result_places(problem, spec), strict=True
+            )
+        ]
+        count = 1 + problem.graph.accumulators
+        seen = trial.Inputs(read[0], tuple(read[1:count]), tuple(read[count:]))
+
+        def launch():
+            for array, right in zip(written, outcome.exact(problem, spec, seen), strict=True):
+                array[:] = right
+            spoil(written)
+
+        return launch
+
+    monkeypatch.setattr(trial, "prepare", prepare)
+    gpu: Any = HostGpu()
+    return problem, inputs, trial.run_all(gpu, problem, spec, traversal, inputs)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_trial_accepts_a_right_kernel_with_an_epilogue(monkeypatch, name):
+    spec = BY_NAME[name]
+    problem, inputs, results = run_epilogue_on_host(monkeypatch, spec)
+    outcome.assert_exact(results, outcome.exact(problem, spec, inputs), name)
+
+
+def test_trial_finds_one_wrong_part_of_a_reduction(monkeypatch):
+    def spoil(results):
+        results[1][0, 1, 3] += 1
+
+    spec = BY_NAME["column_sum"]
+    problem, inputs, results = run_epilogue_on_host(monkeypatch, spec, spoil)
+    with pytest.raises(AssertionError, match=r"1 of \d+ elements of result 1 .* \[0 1 3\]"):
+        outcome.assert_exact(results, outcome.exact(problem, spec, inputs), "kernel")
+
+
+def test_trial_finds_a_part_of_a_reduction_that_was_not_written(monkeypatch):
+    def spoil(results):
+        results[1].view(np.uint32)[2, 0, 0] = 2**32 - 1
+
+    spec = BY_NAME["amax"]
+    problem, inputs, results = run_epilogue_on_host(monkeypatch, spec, spoil)
+    with pytest.raises(AssertionError, match="elements of result 1 differ"):
+        outcome.assert_exact(results, outcome.exact(problem, spec, inputs), "kernel")
+
+
+def test_the_partial_results_add_up_to_the_whole(monkeypatch):
+    """An independent look at `outcome.exact`: sums and maxima of the matrix beside them."""
+    for name, reduce, axes in (
+        ("column_sum", np.sum, (1,)),
+        ("row_sum", np.sum, (2,)),
+        ("row_max", np.max, (2,)),
+    ):
+        spec = BY_NAME[name]
+        problem, inputs, (_, partial) = run_epilogue_on_host(monkeypatch, spec)
+        product = reference.integer_product(inputs.a, inputs.b[0], np.dtype(np.float32))
+        assert np.array_equal(reduce(partial, axis=1), reduce(product, axis=axes)), name
+    spec = BY_NAME["top_k"]
+    problem, inputs, (_, values, columns) = run_epilogue_on_host(monkeypatch, spec)
+    product = reference.integer_product(inputs.a, inputs.b[0], np.dtype(np.float32))
+    right = jax.lax.top_k(product, values.shape[-1])
+    assert np.array_equal(values, right[0]) and np.array_equal(columns, right[1])
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "top_k"])
+def test_float32_arithmetic_is_within_the_bounds_of_an_epilogue(name):
+    spec = BY_NAME[name]
+    problem, _ = cases.edge_problems(spec, 4)[1]
+    inputs = cases.normal_inputs(problem, 3)
+    results = outcome.exact(problem, spec, inputs)  # NumPy's float32, in another order
+    outcome.assert_within_bound(problem, spec, inputs, results, name)
+    results[-1][(-1,) * results[-1].ndim] += 100
+    with pytest.raises(AssertionError, match="times the bound"):
+        outcome.assert_within_bound(problem, spec, inputs, results, name)
+
+
+def test_gate_and_up_are_found_in_one_array_and_in_two():
+    spec = BY_NAME["planes"]
+    offsets = {cases.padded(spec, m, 64, 64, 2).up_offset for m in range(16)}
+    assert None in offsets and len(offsets) > 1
+    for m in range(16):
+        problem = cases.padded(spec, m + 1, 64, 64, 2)
+        inputs = cases.integer_inputs(problem, 0)
+        gate, up = inputs.b
+        assert not np.array_equal(gate, up)
+        for places in reference.input_places(problem)[1:]:
+            first, *others = (set(place.view(np.arange(10**6)).ravel()) for place in places)
+            assert not any(first & other for other in others)
 
 
 def test_random_problems_can_run_and_vary():
@@ -689,6 +824,17 @@ def test_random_problems_can_run_and_vary():
     assert sum(p.a.leading_stride > p.a.batch_stride > 0 for p, _ in problems) > 20
     assert sum(max(p.m, p.n, p.k) > 4000 for p, _ in problems) > 40
     assert {t.swizzle for _, t in problems} == set(range(1, 17))
+
+
+@pytest.mark.parametrize("spec", EPILOGUE_SPECS[::3], ids=lambda spec: spec.name)
+def test_edge_problems_of_epilogues_can_run(spec):
+    for problem, traversal in [
+        *cases.edge_problems(spec, 132),
+        *(cases.random_problem(random.Random(seed), spec) for seed in range(8)),
+    ]:
+        assert problem_violations(problem) == []
+        assert pairing_violations(problem, spec) == []
+        assert make_plan(problem, spec, traversal, 132).grid[0] > 0
 
 
 @pytest.mark.parametrize("spec", policies.covering_specs()[::7], ids=lambda spec: spec.name)

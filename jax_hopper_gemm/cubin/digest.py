@@ -15,7 +15,8 @@ from ..spec import GemmSpec
 CUTLASS_DSL_VERSION = "4.8.1"  # of nvidia-cutlass-dsl, which pyproject.toml pins as well
 TARGET = "sm_90a"
 
-CONSTANTS = ("problem.py", "spec.py", "walk.py")  # what `kernels/` imports from this package
+# What `kernels/` imports from this package, and what that imports.
+CONSTANTS = ("arithmetic.py", "epilogue.py", "problem.py", "spec.py", "walk.py")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -126,4 +126,4 @@ def parameter_size(name: str) -> int:
     """Returns the bytes of a parameter with this meaning: tensor map, pointer or int32."""
     if name.startswith("tma_"):
         return 128
-    return 8 if name == "tile_counter" else 4
+    return 8 if name.startswith("ptr_") or name == "tile_counter" else 4

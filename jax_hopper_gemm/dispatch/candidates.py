@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from ..problem import ITEMSIZE, Major
+from ..epilogue import EpilogueGraph
+from ..problem import ITEMSIZE, GemmProblem, Major
 from ..spec import (
-    SMEM_BARRIERS,
     SMEM_LIMIT,
     GemmSpec,
     TileScheduler,
@@ -25,6 +25,8 @@ from ..spec import (
 
 MIN_STAGES = 3  # with fewer, the load of a stage cannot hide behind the others' math
 MAX_STAGES = 12  # deeper rings hold more bytes than the memory's latency times its bandwidth
+RING_BEFORE_LOADS = 4  # operand stages that more epilogue stages must leave
+LOAD_STAGES = 4  # of the epilogue's matrices: they hide the memory's latency behind fewer waits
 MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory bandwidth
 
 TRAVERSALS = tuple(Traversal(along, s) for s in (8, 4, 16, 2, 1) for along in ("m", "n"))
@@ -32,7 +34,7 @@ TRAVERSALS = tuple(Traversal(along, s) for s in (8, 4, 16, 2, 1) for along in ("
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel but for dtypes, layout and the depth of its rings."""
+    """A kernel but for dtypes, layout, epilogue and the depth of its rings."""
 
     tile_m: int
     tile_n: int
@@ -41,7 +43,16 @@ class Config:
     cluster_n: int = 1
     warp_schedule: WarpSchedule = "cooperative"
     tile_scheduler: TileScheduler = "static"
-    epi_tile_n: int | None = None  # None: the widest of 32 and 16 that divides tile_n
+    epi_tile_n: int | None = None  # None: the widest of 32 and 16 that is legal
+
+    @classmethod
+    def of(cls, spec: GemmSpec) -> Config:
+        """Returns the configuration of a kernel."""
+        s = spec
+        return cls(
+            s.tile_m, s.tile_n, s.tile_k, s.cluster_m, s.cluster_n, s.warp_schedule,
+            s.tile_scheduler, s.epi_tile_n,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,16 @@ class OperandTypes:
     d_dtype: str
     a_major: Major
     b_major: Major
+    epilogue: EpilogueGraph | None = None
+
+    @classmethod
+    def of(cls, problem: GemmProblem) -> OperandTypes:
+        p = problem
+        return cls(p.ab_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue)
+
+    @classmethod
+    def of_spec(cls, spec: GemmSpec) -> OperandTypes:
+        return cls(spec.ab_dtype, spec.d_dtype, spec.a_major, spec.b_major, spec.epilogue)
 
 
 # Configurations with N and M exchanged, where they differ, serve the transposed problem.
@@ -84,10 +105,15 @@ MODEL_CONFIGS = (
 )
 
 
-@lru_cache(maxsize=64)
+# Rows that must fit a tile, with fewer accumulators than the widest tiles have.
+WHOLE_ROW_CONFIGS = (Config(64, 192), Config(128, 192, cluster_m=2))
+
+
+@lru_cache(maxsize=1024)
 def model_specs(types: OperandTypes) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the cost model chooses among."""
-    return _legal(MODEL_CONFIGS, types)
+    whole_rows = types.epilogue is not None and types.epilogue.needs_whole_rows
+    return _legal(MODEL_CONFIGS + (WHOLE_ROW_CONFIGS if whole_rows else ()), types)
 
 
 @lru_cache(maxsize=64)
@@ -119,29 +145,42 @@ def _legal(configs: Iterable[Config], types: OperandTypes) -> tuple[GemmSpec, ..
 def filled_spec(config: Config, types: OperandTypes) -> GemmSpec | None:
     """Returns the kernel of `config` with its shared memory filled, or None where none fits.
 
-    Two epilogue stages are set aside, operand stages take what they can, and two more epilogue
-    stages what is left: a store is then read while the next is written.
+    Two epilogue stages of each kind are set aside, and operand stages take what they can. Where
+    the epilogue loads matrices, the last operand stage makes room for more stages of them, as long
+    as `RING_BEFORE_LOADS` remain. What is left goes to loads first, then to two more epilogue
+    stages: a store is then read while the next is written.
     """
-    epi_tile_n = config.epi_tile_n or (32 if config.tile_n % 32 == 0 else 16)
-    shape = GemmSpec(
-        types.ab_dtype, types.d_dtype, types.a_major, types.b_major,
-        config.tile_m, config.tile_n, config.tile_k, config.cluster_m, config.cluster_n,
-        config.warp_schedule, config.tile_scheduler, MIN_STAGES, epi_tile_n, epi_stages=2,
-    )  # fmt: skip
-    if violations(shape):
-        return None
-    staged = shape.math_warpgroups * shape.epi_stage_bytes
-    room = SMEM_LIMIT - SMEM_BARRIERS - 2 * staged
-    num_stages = min(MAX_STAGES, room // shape.stage_bytes)
-    left = room - num_stages * shape.stage_bytes
-    epi_stages = 4 if left >= 2 * staged else 2
-    return replace(shape, num_stages=num_stages, epi_stages=epi_stages)
+    widths = (config.epi_tile_n,) if config.epi_tile_n else (32, 16)
+    for epi_tile_n in widths:
+        least = GemmSpec(
+            types.ab_dtype, types.d_dtype, types.a_major, types.b_major,
+            config.tile_m, config.tile_n, config.tile_k, config.cluster_m, config.cluster_n,
+            config.warp_schedule, config.tile_scheduler, MIN_STAGES, epi_tile_n, epi_stages=2,
+            epilogue=types.epilogue,
+            epi_load_stages=2 if types.epilogue and types.epilogue.loaded else 0,
+        )  # fmt: skip
+        if not violations(least):
+            return _filled(least)
+    return None
+
+
+def _filled(least: GemmSpec) -> GemmSpec:
+    room = (SMEM_LIMIT - least.smem_bytes) // least.stage_bytes
+    spec = replace(least, num_stages=min(MAX_STAGES, MIN_STAGES + room))
+    if any(operand.kind == "matrix" for operand in spec.graph.operands):
+        for num_stages in (spec.num_stages, spec.num_stages - 1):
+            deeper = replace(spec, num_stages=num_stages, epi_load_stages=LOAD_STAGES)
+            if num_stages >= min(RING_BEFORE_LOADS, spec.num_stages) and not violations(deeper):
+                spec = deeper
+                break
+    deeper = replace(spec, epi_stages=4)
+    return spec if not spec.graph.matrices or violations(deeper) else deeper
 
 
 def worthwhile(spec: GemmSpec) -> bool:
     """Returns whether operands arrive in rows of `MIN_SWIZZLE` bytes, or as wide as the tile."""
     a_extent = spec.tile_k if spec.a_major == "k" else spec.tile_m
-    b_extent = spec.tile_k if spec.b_major == "k" else spec.tile_n
+    b_extent = spec.tile_k if spec.b_major == "k" else spec.d_tile_n
     itemsize = ITEMSIZE[spec.ab_dtype]
     return all(
         box.swizzle >= min(MIN_SWIZZLE, extent * itemsize)

@@ -2,6 +2,10 @@
 
     user's tables -> packaged table -> cost model and the rules of `preferences`
 
+Tables hold plain products. One with an epilogue takes the kernel measured for the plain product
+of its arithmetic, its shared memory filled anew, unless that kernel cannot hold the epilogue or
+the model expects another one to be faster by more than it errs.
+
 Nothing is timed here; the same problem, device and tables give the same answer.
 """
 
@@ -10,14 +14,24 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Literal
 
-from ..problem import GemmProblem
+from ..epilogue import ROW_REDUCTIONS, EpilogueGraph
+from ..problem import ITEMSIZE, GemmProblem
 from ..spec import GemmSpec, Traversal
-from .candidates import TRAVERSALS, OperandTypes, model_specs, tuner_specs
-from .cost import Estimate, best_traversal, estimate
+from .candidates import (
+    TRAVERSALS,
+    Config,
+    OperandTypes,
+    filled_spec,
+    model_specs,
+    tuner_specs,
+    worthwhile,
+)
+from .cost import LAUNCH_NS, MEMORY_BYTES_PER_NS, Estimate, best_traversal, estimate
 from .device import Device
 from .legality import (
     AB_DTYPES,
@@ -30,6 +44,7 @@ from .preferences import XLA_PREFERENCES
 from .table import Entry, Key, Table, TableError, packaged_table, read_table
 
 TABLE_VARIABLE = "JAX_HOPPER_GEMM_TABLE"
+MODEL_ERROR = 0.05  # of the cost model: times of good kernels were within it, nine out of ten
 ROUGH = TRAVERSALS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
 
 Source = Literal["table", "model", "user table"]
@@ -79,12 +94,12 @@ def legal_specs(problem: GemmProblem, device: Device) -> list[tuple[GemmSpec, Tr
     """Returns every kernel and order of tiles that the tuner may try on `problem`."""
     if device_violations(device) or problem_violations(problem):
         return []
-    specs = tuner_specs(_types(problem))
+    specs = tuner_specs(OperandTypes.of(problem))
     return [(s, t) for s in specs if not pairing_violations(problem, s) for t in TRAVERSALS]
 
 
 def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None) -> list[GemmSpec]:
-    """Returns every kernel that `choose` can return on `device`, with no repeats.
+    """Returns every kernel without an epilogue that `choose` can return on `device`, once each.
 
     Args:
       dtypes: pairs (ab_dtype, d_dtype) to restrict to; None means all of them.
@@ -105,6 +120,40 @@ def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None)
     return list(specs)
 
 
+def epilogue_specs(
+    device: Device, graphs: Iterable[EpilogueGraph], ab_dtypes: Iterable[str] = AB_DTYPES
+) -> list[GemmSpec]:
+    """Returns every kernel that `choose` can return on `device` for these epilogues, once each.
+
+    An epilogue whose results have no matrix is taken to have a `d_dtype` of `ab_dtype`.
+    """
+    if device_violations(device):
+        return []
+    tables = (*_tables.current(), packaged_table(device))
+    measured = [e.spec for t in tables if t.device == device for e in t.entries.values()]
+    specs: dict[GemmSpec, None] = {}
+    for graph, ab_dtype in product(graphs, ab_dtypes):
+        d_dtype = graph.matrices[0].dtype if graph.matrices else ab_dtype
+        for a_major, b_major in product(("k", "m"), ("n", "k")):
+            types = OperandTypes(ab_dtype, d_dtype, a_major, b_major, graph)
+            specs |= dict.fromkeys(model_specs(types))
+            plain = replace(types, epilogue=None)
+            alike = (s for s in measured if OperandTypes.of_spec(s) == plain)
+            refilled = (refilled_spec(spec, types) for spec in alike)
+            specs |= dict.fromkeys(spec for spec in refilled if spec)
+    return list(specs)
+
+
+def refilled_spec(plain: GemmSpec, types: OperandTypes) -> GemmSpec | None:
+    """Returns the kernel of a measured plain one's configuration for an epilogue, if it fits."""
+    config = Config.of(plain)
+    for wanted in (config, replace(config, epi_tile_n=None)):
+        spec = filled_spec(wanted, types)
+        if spec is not None and worthwhile(spec):
+            return spec
+    return None
+
+
 @lru_cache(maxsize=4096)
 def _choose(
     problem: GemmProblem, device: Device, kernel_only: bool, user_tables: tuple[Table, ...]
@@ -112,12 +161,19 @@ def _choose(
     if reasons := device_violations(device) + problem_violations(problem):
         return Decision(None, None, "; ".join(reasons), "model")
     key = Key.of(problem)
-    for table in user_tables:
-        if table.device == device and key in table.entries:
-            return _measured(table.entries[key], table.origin, kernel_only, "user table")
+    measured: list[tuple[Entry, str, Source]] = [
+        (table.entries[key], table.origin, "user table")
+        for table in user_tables
+        if table.device == device and key in table.entries
+    ]
     packaged = packaged_table(device)
     if key in packaged.entries:
-        return _measured(packaged.entries[key], device.key, kernel_only, "table")
+        measured.append((packaged.entries[key], device.key, "table"))
+    for entry, origin, source in measured[:1]:
+        if problem.epilogue is None:
+            return _measured(entry, origin, kernel_only, source)
+        if decision := _refilled(problem, device, entry, origin, kernel_only, source):
+            return decision
     return _modelled(problem, device, kernel_only)
 
 
@@ -128,20 +184,58 @@ def _measured(entry: Entry, origin: str, kernel_only: bool, source: Source) -> D
     return Decision(entry.spec, entry.traversal, times, source)
 
 
+def _refilled(
+    problem: GemmProblem,
+    device: Device,
+    entry: Entry,
+    origin: str,
+    kernel_only: bool,
+    source: Source,
+) -> Decision | None:
+    """Returns the decision that the plain product's entry suggests; None leaves it to the model.
+
+    XLA reads D once more for most epilogues. So where the entry prefers XLA, a kernel runs if
+    that would cost more than the kernel loses.
+    """
+    plain = f"the plain product measured {_us(entry.kernel_us)}, XLA {_us(entry.xla_us)} ({origin})"
+    if entry.prefer == "xla" and not kernel_only:
+        d_bytes = problem.l * problem.m * problem.n * ITEMSIZE[problem.d_dtype]
+        pass_us = d_bytes / MEMORY_BYTES_PER_NS / 1e3
+        lost_us = (entry.kernel_us or 0.0) - (entry.xla_us or 0.0)
+        if lost_us >= pass_us or not entry.kernel_us or not entry.xla_us:
+            return Decision(None, None, f"XLA is faster, and runs the epilogue: {plain}", source)
+    spec = refilled_spec(entry.spec, OperandTypes.of(problem))
+    if spec is None or pairing_violations(problem, spec):
+        return None
+    best = _best(problem, device)[0]
+    ns = estimate(problem, spec, entry.traversal, device).ns
+    if best is not None and ns > (1 + MODEL_ERROR) * best[0].ns:
+        return None
+    return Decision(spec, entry.traversal, f"{plain}; the epilogue rides on its kernel", source)
+
+
 def _us(microseconds: float | None) -> str:
     return "not timed" if microseconds is None else f"{microseconds:.1f} us"
 
 
-def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decision:
+def _best(
+    problem: GemmProblem, device: Device
+) -> tuple[tuple[Estimate, GemmSpec] | None, list[str]]:
+    """Returns the kernel of least expected cost, or None and the reasons against the last one."""
     best: tuple[Estimate, GemmSpec] | None = None
-    reasons: list[str] = []
-    for spec in model_specs(_types(problem)):
+    reasons = ["no kernel has the registers and shared memory that the epilogue needs"]
+    for spec in model_specs(OperandTypes.of(problem)):
         if found := pairing_violations(problem, spec):
             reasons = found
             continue
         cost = min((estimate(problem, spec, t, device) for t in ROUGH), key=lambda e: e.ns)
         if best is None or cost.ns < best[0].ns:
             best = cost, spec
+    return best, reasons
+
+
+def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decision:
+    best, reasons = _best(problem, device)
     if best is None:
         return Decision(None, None, "; ".join(reasons), "model")
     cost, spec = best
@@ -149,17 +243,40 @@ def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decisi
     if not kernel_only:
         for prefers_xla in XLA_PREFERENCES:
             if reason := prefers_xla(problem, cost, device):
-                return Decision(None, None, reason, "model")
+                also = "; the epilogue goes there with it" if problem.epilogue else ""
+                return Decision(None, None, reason + also, "model")
+        if problem.epilogue and (reason := _two_steps_are_faster(problem, cost, device)):
+            return Decision(None, None, reason, "model")
     reason = (
         f"expected {cost.ns / 1e3:.1f} us, bound by {cost.bound}: {cost.tiles} tiles of "
-        f"{spec.tile_m}x{spec.tile_n} in {cost.waves} {'wave' if cost.waves == 1 else 'waves'}, "
+        f"{spec.tile_m}x{spec.d_tile_n} in {cost.waves} {'wave' if cost.waves == 1 else 'waves'}, "
         f"{cost.occupancy:.0%} full"
     )
     return Decision(spec, traversal, reason, "model")
 
 
-def _types(problem: GemmProblem) -> OperandTypes:
-    return OperandTypes(problem.ab_dtype, problem.d_dtype, problem.a.major, problem.b.major)
+def _two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
+    """Returns why XLA's product and then its epilogue are expected to be faster, if they are.
+
+    XLA's product is taken to be as fast as our plain one, its epilogue to move each byte once,
+    with a kernel more for each reduction.
+    """
+    p = problem
+    plain = replace(p, n=p.n * p.graph.accumulators, epilogue=None, operands=(), up_offset=None)
+    best, _ = _best(plain, device)
+    if best is None:
+        return None
+    elements = p.l * p.m * p.n
+    moved = elements * (p.element_bytes + p.graph.accumulators * ITEMSIZE[p.d_dtype])
+    statistics = sum(node.op in ROW_REDUCTIONS for node in p.graph.nodes)
+    kernels = 1 + statistics + len(p.graph.reductions)
+    two_steps = best[0].ns + kernels * LAUNCH_NS + moved / MEMORY_BYTES_PER_NS
+    if cost.ns <= two_steps:
+        return None
+    return (
+        f"with the epilogue our best kernel is expected to take {cost.ns / 1e3:.1f} us, XLA's "
+        f"product and a pass over its result {two_steps / 1e3:.1f} us"
+    )
 
 
 class _UserTables:

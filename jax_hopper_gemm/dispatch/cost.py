@@ -8,17 +8,20 @@ The form is the hardware's; the constants marked "fitted" are least squares over
 timed on an H200 (42 problems of over 16 rows, 6 to 1,400 us), with most weight on the fastest
 of each problem. On these same problems the kernel of least cost was 1 % slower than the fastest
 on average and 3 % at most, split-K's aside; costs of good kernels were within 5 % of their
-times, nine out of ten. With up to 16 rows it was up to 20 % slower.
+times, nine out of ten. With up to 16 rows it was up to 20 % slower. None of them had an epilogue:
+what one adds is reckoned from rates of instructions and latencies.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 
+from ..epilogue import ROW_REDUCTIONS, EpilogueGraph, variation
 from ..plan import ceil_div, max_clusters
 from ..problem import ITEMSIZE, GemmProblem, MatrixLayout
-from ..spec import GemmSpec, TmaBox, Traversal
+from ..spec import EPI_TILE_M, GemmSpec, TmaBox, Traversal
 from .candidates import TRAVERSALS
 from .device import Device
 
@@ -38,6 +41,9 @@ LAUNCH_NS = 1400.0  # fitted; includes the gap between two launches of a CUDA gr
 EPILOGUE_CYCLES = 2700.0  # fitted: fill of the ring, drain of the tensor cores, last store
 SUBTILE_BYTES_PER_CYCLE = 47.0  # fitted: one warpgroup converts and stages
 SUBTILE_WAIT = 100.0  # fitted: two stages: a subtile waits until the one before has been read
+LOAD_CYCLES = 1100.0  # assumed: from asking for an operand's epilogue tile to its arrival
+ISSUE_CYCLES = 1.3  # assumed: of an instruction of one warp, stalls included
+SPECIAL_CYCLES = 8.0  # of one that the special function units execute: 4 lanes a cycle
 EXPOSED = 0.6  # fitted: of an epilogue, in spite of the other warpgroup's multiplication
 DYNAMIC_CYCLES = 900.0  # fitted: to fetch a tile from the counter
 
@@ -80,9 +86,39 @@ def estimate(
     return Estimate(
         ns=LAUNCH_NS + max(sm_ns, memory_ns) + MEMORY_LEAK * min(sm_ns, memory_ns),
         bound=bound,
-        tiles=ceil_div(p.m, s.tile_m) * ceil_div(p.n, s.tile_n) * p.l,
+        tiles=ceil_div(p.m, s.tile_m) * ceil_div(p.n, s.d_tile_n) * p.l,
         waves=waves,
         occupancy=clusters / (waves * slots),
+    )
+
+
+@dataclass(frozen=True)
+class TileCycles:
+    """What the estimate is made of, for one CTA among its equals; cycles of one tile.
+
+    Attributes:
+      k_tiles: k-tiles of it.
+      multiply: the tensor cores', for one k-tile.
+      load: in which one k-tile of A and B arrives.
+      epilogue: of one math warpgroup.
+    """
+
+    k_tiles: int
+    multiply: float
+    load: float
+    epilogue: float
+
+
+def tile_cycles(problem: GemmProblem, spec: GemmSpec, device: Device) -> TileCycles:
+    """Returns the parts of `spec`'s expected cost on `problem`."""
+    clusters = _clusters_m(problem, spec) * _clusters_n(problem, spec) * problem.l
+    waves = ceil_div(clusters, max_clusters(spec, device.num_sms))
+    active_sms = ceil_div(clusters, waves) * spec.cluster_size
+    return TileCycles(
+        k_tiles=ceil_div(problem.k, spec.tile_k),
+        multiply=_math_cycles(spec),
+        load=_load_cycles(problem, spec, active_sms),
+        epilogue=_epilogue_cycles(spec),
     )
 
 
@@ -91,17 +127,19 @@ def _clusters_m(problem: GemmProblem, spec: GemmSpec) -> int:
 
 
 def _clusters_n(problem: GemmProblem, spec: GemmSpec) -> int:
-    return ceil_div(problem.n, spec.tile_n * spec.cluster_n)
+    return ceil_div(problem.n, spec.d_tile_n * spec.cluster_n)
 
 
 def _math_cycles(spec: GemmSpec) -> float:
     """Returns the tensor cores' cycles for one k-tile.
 
     An m64 x N x k16 instruction multiplies for N / 2 cycles, and no faster than it reads 64 x 16
-    of A and N x 16 of B from shared memory, at 128 bytes a cycle.
+    of A and N x 16 of B from shared memory, at 128 bytes a cycle. A gated product takes two.
     """
-    read = (64 + spec.tile_n) * 16 * ITEMSIZE[spec.ab_dtype] / 128
-    return max(spec.tile_n / 2, read) * (spec.tile_m / 64) * (spec.tile_k / 16)
+    columns = spec.d_tile_n
+    read = (64 + columns) * 16 * ITEMSIZE[spec.ab_dtype] / 128
+    instructions = spec.graph.accumulators * (spec.tile_m / 64) * (spec.tile_k / 16)
+    return max(columns / 2, read) * instructions
 
 
 def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float:
@@ -114,14 +152,15 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     p, s = problem, spec
     itemsize = ITEMSIZE[s.ab_dtype]
     clipped = s.tile_m * (1 - p.m / (_clusters_m(p, s) * s.cluster_m * s.tile_m))
-    clipped += s.tile_n * (1 - p.n / (_clusters_n(p, s) * s.cluster_n * s.tile_n))
+    clipped += s.tile_n * (1 - p.n / (_clusters_n(p, s) * s.cluster_n * s.d_tile_n))
     taken = s.stage_bytes / SM_BYTES_PER_CYCLE
     taken += clipped * (s.tile_k * itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
     lines = _lines(p.a, s.a_box, s.tile_m * s.tile_k, itemsize) / s.cluster_n
     lines += _lines(p.b, s.b_box, s.tile_n * s.tile_k, itemsize) / s.cluster_m
     asked = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE
-    late_a = p.m / (p.m + p.n) if s.cluster_m > 1 else 0.0
-    late_b = p.n / (p.m + p.n) if s.cluster_n > 1 else 0.0
+    columns = p.n * p.graph.accumulators
+    late_a = p.m / (p.m + columns) if s.cluster_m > 1 else 0.0
+    late_b = columns / (p.m + columns) if s.cluster_n > 1 else 0.0
     return max(taken, asked) * (1 + CLUSTER_WAIT * (late_a + late_b))
 
 
@@ -154,10 +193,55 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
 
 
 def _epilogue_cycles(spec: GemmSpec) -> float:
-    """Returns the cycles in which one warpgroup stores its rows of a tile."""
-    subtiles = spec.rows_per_warpgroup / 64 * (spec.tile_n / spec.epi_tile_n)
-    wait = SUBTILE_WAIT if spec.epi_stages == 2 else 0.0
-    return EPILOGUE_CYCLES + subtiles * (spec.epi_stage_bytes / SUBTILE_BYTES_PER_CYCLE + wait)
+    """Returns the cycles in which one warpgroup computes and stores its rows of a tile."""
+    subtiles = spec.rows_per_warpgroup / 64 * (spec.d_tile_n / spec.epi_tile_n)
+    wait = SUBTILE_WAIT if spec.epi_stages == 2 and spec.graph.matrices else 0.0
+    cycles = spec.epi_stage_bytes / SUBTILE_BYTES_PER_CYCLE + wait
+    cycles += EPI_TILE_M * spec.epi_tile_n / 128 * element_cycles(spec.graph)
+    late = 0.0
+    if spec.epi_load_stages and any(operand.kind == "matrix" for operand in spec.graph.operands):
+        # The first tiles arrive during the multiplication; each other one is asked for when the
+        # one before it in its stage has been read.
+        late = max(0.0, subtiles - spec.epi_load_stages)
+        late *= max(0.0, LOAD_CYCLES / spec.epi_load_stages - cycles)
+    return EPILOGUE_CYCLES + subtiles * cycles + late
+
+
+# Instructions for one element: on the special function units, and all. Others take one.
+INSTRUCTIONS = {
+    "constant": (0, 0), "select": (0, 1), "exp": (1, 2), "exp2": (1, 1), "log": (1, 3),
+    "expm1": (1, 10), "log1p": (1, 10), "sqrt": (1, 3), "rsqrt": (1, 2), "div": (1, 4),
+    "tanh": (1, 4), "logistic": (2, 5), "erf": (1, 18), "erfc": (1, 24), "pow": (2, 10),
+    "sin": (1, 6), "cos": (1, 6), "sign": (0, 3), "integer_pow": (0, 3), "convert": (0, 2),
+    "round": (0, 1), "floor": (0, 1), "ceil": (0, 1),
+}  # fmt: skip
+REDUCTION_INSTRUCTIONS = {
+    "row_sum": (0, 1), "row_max": (0, 1), "column_sum": (0, 1), "max": (0, 1),
+    "row_sumexp": (1, 4), "top_k_values": (0, 12), "top_k_indices": (0, 0),
+}  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def element_cycles(graph: EpilogueGraph) -> float:
+    """Returns a warp's cycles to compute one element a thread; 0 where it is only stored.
+
+    What varies along rows or columns alone is computed once for each, which counts as nothing.
+    A statistic of a whole row takes a pass of its own over what it reads.
+    """
+    varying = variation(graph)
+    special = total = 0
+    for index, node in enumerate(graph.nodes):
+        if node.op in ROW_REDUCTIONS:
+            total += 1
+        elif varying[graph.first_node + index] == (True, True):
+            counts = INSTRUCTIONS.get(node.op, (0, 1))
+            special, total = special + counts[0], total + counts[1]
+    for result in graph.reductions:
+        counts = REDUCTION_INSTRUCTIONS[result.kind]
+        special, total = special + counts[0], total + counts[1]
+    total += 2 * sum(operand.kind == "matrix" for operand in graph.operands)
+    passes = 1 + sum(node.op in ROW_REDUCTIONS for node in graph.nodes)
+    return passes * max(special * SPECIAL_CYCLES, total * ISSUE_CYCLES)
 
 
 def _in_flight(
@@ -180,7 +264,7 @@ def _in_flight(
     if long > along:
         wide, long = min(across, wave / along), along
     m, n = (long, wide) if traversal.along == "m" else (wide, long)
-    return m * s.tile_m * s.cluster_m, n * s.tile_n * s.cluster_n
+    return m * s.tile_m * s.cluster_m, n * s.d_tile_n * s.cluster_n
 
 
 def memory_bytes(
@@ -193,16 +277,17 @@ def memory_bytes(
     """
     p, s = problem, spec
     itemsize = ITEMSIZE[p.ab_dtype]
-    a_bytes, b_bytes = p.m * p.k * itemsize, p.n * p.k * itemsize
+    pair = p.graph.accumulators
+    a_bytes, b_bytes = p.m * p.k * itemsize, pair * p.n * p.k * itemsize
     if a_bytes + b_bytes <= 0.8 * L2_BYTES:
         return p.bytes
     rows, columns = _in_flight(p, s, traversal, device)
     waves = ceil_div(_clusters_m(p, s) * _clusters_n(p, s), max_clusters(s, device.num_sms))
     inputs = sum(
         whole if whole <= 0.4 * L2_BYTES else max(whole, waves * lines * p.k * itemsize)
-        for whole, lines in ((a_bytes, rows), (b_bytes, columns))
+        for whole, lines in ((a_bytes, rows), (b_bytes, pair * columns))
     )
-    return max(float(p.bytes), p.l * (inputs + p.m * p.n * ITEMSIZE[p.d_dtype]))
+    return max(float(p.bytes), p.l * (inputs + p.m * p.n * p.element_bytes))
 
 
 def best_traversal(problem: GemmProblem, spec: GemmSpec, device: Device) -> Traversal:

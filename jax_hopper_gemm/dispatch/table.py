@@ -41,7 +41,11 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Key:
-    """The problems that an entry is for; strides do not matter to the choice."""
+    """The problems that an entry is for; strides do not matter to the choice.
+
+    A product with an epilogue has the key of the plain product of the same arithmetic: a gated
+    one that of twice its columns.
+    """
 
     m: int
     n: int
@@ -55,7 +59,8 @@ class Key:
     @classmethod
     def of(cls, problem: GemmProblem) -> Key:
         p = problem
-        return cls(p.m, p.n, p.k, p.l, p.a.major, p.b.major, p.ab_dtype, p.d_dtype)
+        n = p.n * p.graph.accumulators
+        return cls(p.m, n, p.k, p.l, p.a.major, p.b.major, p.ab_dtype, p.d_dtype)
 
     def problem(self) -> GemmProblem:
         """Returns the problem of this key with compact operands."""
@@ -158,7 +163,8 @@ def write_table(table: Table, path: str | os.PathLike[str]) -> None:
 
 
 _KEY_FIELDS = {field.name for field in fields(Key)}
-_SPEC_FIELDS = {field.name for field in fields(GemmSpec)} - _KEY_FIELDS
+_EPILOGUE_FIELDS = {"epilogue", "epi_load_stages"}  # entries are for plain products
+_SPEC_FIELDS = {field.name for field in fields(GemmSpec)} - _KEY_FIELDS - _EPILOGUE_FIELDS
 _ENTRY_FIELDS = _KEY_FIELDS | {"prefer", "kernel", "traversal", "kernel_us", "xla_us"}
 
 

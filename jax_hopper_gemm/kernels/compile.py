@@ -15,35 +15,69 @@ from .gemm import GemmKernel
 
 
 def parameter_names(spec: GemmSpec) -> tuple[str, ...]:
-    """Returns the names of the kernel's parameters in order."""
-    names = ("tma_a", "tma_b", "tma_d", *Walk._fields, "k_tiles")
-    return (*names, "tile_counter") if spec.tile_scheduler == "dynamic" else names
+    """Returns the names of the kernel's parameters in order.
+
+    The name says the kind: tma_ a tensor map, ptr_ a pointer, all others int32.
+    """
+    graph = spec.graph
+    names = ["tma_a", "tma_b"] + ["tma_up"] * (graph.accumulators - 1)
+    for i, result in enumerate(graph.results):
+        kind = "tma" if result.kind == "matrix" else "ptr"
+        names.append(f"{kind}_d{i or ''}")
+    for i, operand in enumerate(graph.operands):
+        if operand.kind == "scalar":
+            names += [f"ptr_c{i}", f"batch_stride_c{i}"]
+        else:
+            names.append(f"tma_c{i}")
+    names += [*Walk._fields, "k_tiles"]
+    if graph.needs_extents:
+        names += ["m", "n"]
+    if spec.tile_scheduler == "dynamic":
+        names.append("ptr_tile_counter")
+    return tuple(names)
 
 
 def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     """Returns the sm_90a cubin of `spec`'s kernel; `workdir` holds the compiler's files."""
-    any_extent = [cute.sym_int(divisibility=8) for _ in range(4)]
-    m, n, k, l = any_extent  # noqa: E741
+    graph = spec.graph
+    m, n, k, l = (cute.sym_int(divisibility=8) for _ in range(4))  # noqa: E741
 
-    def operand(dtype, shape, contiguous):
-        order = (0, 1, 2) if contiguous == 0 else (1, 0, 2)
+    def tensor(dtype, shape, contiguous):
+        order = (contiguous, *(i for i in range(len(shape)) if i != contiguous))
         return cute.runtime.make_fake_compact_tensor(
-            CUTE_DTYPE[dtype], shape, stride_order=order, assumed_align=16
-        )
+            CUTE_DTYPE[dtype], shape,
+            stride_order=tuple(order.index(i) for i in range(len(shape))), assumed_align=16,
+        )  # fmt: skip
 
-    mA = operand(spec.ab_dtype, (m, k, l), 1 if spec.a_major == "k" else 0)
-    mB = operand(spec.ab_dtype, (n, k, l), 1 if spec.b_major == "k" else 0)
-    mD = operand(spec.d_dtype, (m, n, l), 1)
+    def pointer(dtype):
+        return cute.runtime.make_ptr(dtype, 16, cute.AddressSpace.gmem)
+
+    def result(r):
+        if r.kind == "matrix":
+            return tensor(r.dtype, (m, n, l), 1)
+        return pointer(cutlass.Int32 if r.kind == "top_k_indices" else cutlass.Float32)
+
+    def operand(o):
+        if o.kind == "scalar":
+            return pointer(cutlass.Float32), cutlass.Int32(1)
+        if o.kind == "matrix":
+            return tensor(o.dtype, (m, n, l), 1)
+        return tensor(o.dtype, (n if o.kind == "row" else m, l), 0)
+
+    mA = tensor(spec.ab_dtype, (m, k, l), 1 if spec.a_major == "k" else 0)
+    mBs = (tensor(spec.ab_dtype, (n, k, l), 1 if spec.b_major == "k" else 0),) * graph.accumulators
     walk = (cutlass.Int32(1),) * len(Walk._fields)
-    counter = None
-    if spec.tile_scheduler == "dynamic":
-        counter = cute.runtime.make_ptr(cutlass.Int32, 16, cute.AddressSpace.gmem)
+    extents = (cutlass.Int32(1),) * 2 if graph.needs_extents else None
+    operands = tuple(map(operand, graph.operands)) or None  # of an empty tuple CuTeDSL warns
+    counter = pointer(cutlass.Int32) if spec.tile_scheduler == "dynamic" else None
     GemmKernel.kernel.set_name_prefix(
         spec.name, remove_cutlass_symbol=True, keep_mangled_name=False
     )
     kernel = GemmKernel(spec)
     compiled = cute.compile(
-        kernel.launch, mA, mB, mD, walk, cutlass.Int32(1), counter, cute.runtime.make_fake_stream(),
+        kernel.launch, mA, mBs, tuple(map(result, graph.results)),
+        operands, walk, cutlass.Int32(1), extents, counter,
+        cute.runtime.make_fake_stream(),
         options=f"--gpu-arch sm_90a --keep-cubin --dump-dir {workdir}",
     )  # fmt: skip
     return compiled.__cubin__

@@ -3,14 +3,16 @@
     warp        role           does
     0           loader         A and B tiles → ring of stages, by TMA
     1           scheduler      next tile → mailbox (only where the scheduler needs one)
-    2, 3        -              nothing
-    4 ...       math           ring → accumulator (wgmma) → D; four warps a warpgroup
+    2, 3        operands       the epilogue's operands → ring of math warpgroup 0, 1, by TMA
+                               (nothing where it loads none)
+    4 ...       math           ring → accumulator (wgmma) → results; four warps a warpgroup
 
     barrier             arrivals                                     waited on by
     ring full           1 + bytes of a stage                         math
     ring empty          a warp of each that works on the tile,       loader
                         in each CTA that shares the stage
-    mailbox             see tile_scheduler/dynamic.py                loader, math
+    operands            see epilogue/operands.py                     operands, math
+    mailbox             see tile_scheduler/dynamic.py                loader, operands, math
     named 1, 2, 3       the 128 threads of a math warpgroup          the same: see epilogue/
     named 5, 6          256: see warp_schedule/pingpong.py           math
 
@@ -18,23 +20,23 @@ Stages that a tile leaves free fill with the next tile's loads while it is still
 """
 
 import re
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32, Int64
-from cutlass.memory import SmemAllocator
 
 from ..spec import SMEM_BARRIERS
 from ..walk import Walk, tile_at
-from .epilogue import StagedStore
+from .epilogue import FusedEpilogue
 from .mainloop import SharedSharedMainloop
+from .shared_memory import SharedMemory
 from .tile_scheduler import TILE_SCHEDULERS
 from .warp_schedule import WARP_SCHEDULES
 
 WARPGROUP = 128  # threads
-SMEM_ALIGNMENT = 1024  # bytes: where the 128-byte swizzle repeats
-LOADER_WARP, SCHEDULER_WARP, FIRST_MATH_WARP = 0, 1, 4
+LOADER_WARP, SCHEDULER_WARP, FIRST_OPERAND_WARP, FIRST_MATH_WARP = 0, 1, 2, 4
 
 
 def check_box(atom, box, shares):
@@ -54,38 +56,41 @@ class GemmKernel:
         self.schedule = WARP_SCHEDULES[spec.warp_schedule](spec)
         self.scheduler = TILE_SCHEDULERS[spec.tile_scheduler](spec)
         self.mainloop = SharedSharedMainloop(spec, self.schedule.atom_layout_m)
-        self.epilogue = StagedStore(spec)
+        self.epilogue = FusedEpilogue(spec)
 
     @cute.jit
-    def launch(self, mA, mB, mD, walk, k_tiles, tile_counter, stream):
+    def launch(self, mA, mBs, results, operands, walk, k_tiles, extents, tile_counter, stream):
         """Host side, traced only to make the TMA atoms' types; `ffi/` launches for real."""
+        s = self.spec
         self.mainloop.setup_layouts()
         self.epilogue.setup_layouts()
-        tma_a, tma_b = self.mainloop.make_tma_atoms(mA, mB)
-        tma_d = self.epilogue.make_tma_atom(mD)
-        for atom, box, shares in (
-            (tma_a, self.spec.a_box, self.spec.cluster_n),
-            (tma_b, self.spec.b_box, self.spec.cluster_m),
-            (tma_d, self.spec.epi_box(self.spec.d_dtype), 1),
-        ):
-            check_box(atom, box, shares)
-        self.kernel(tma_a, tma_b, tma_d, walk, k_tiles, tile_counter).launch(
-            grid=(self.spec.cluster_m, self.spec.cluster_n, 1),
-            block=(self.spec.threads, 1, 1),
-            cluster=(self.spec.cluster_m, self.spec.cluster_n, 1),
-            smem=self.spec.smem_bytes,
+        factors = self.mainloop.make_tma_atoms(mA, mBs)
+        results, operands = self.epilogue.make_tma_atoms(results, operands)
+        check_box(factors[0], s.a_box, s.cluster_n)
+        for tma_b in factors[1:]:
+            check_box(tma_b, s.b_box, s.cluster_m)
+        self.epilogue.check_boxes(results, operands, check_box)
+        self.kernel(factors, results, operands, walk, k_tiles, extents, tile_counter).launch(
+            grid=(s.cluster_m, s.cluster_n, 1),
+            block=(s.threads, 1, 1),
+            cluster=(s.cluster_m, s.cluster_n, 1),
+            smem=s.smem_bytes,
             min_blocks_per_mp=1,  # or ptxas drops setmaxnreg
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, tma_a, tma_b, tma_d, walk, k_tiles, tile_counter):
+    def kernel(self, factors, results, operands, walk, k_tiles, extents, tile_counter):
         """Sets up what all threads share, then gives each warp its role.
 
         Args:
-          tma_a, tma_b, tma_d: tensor maps of A, B and D.
+          factors: tensor maps of A and B, and of up in a gated product.
+          results: a tensor map for each matrix, a pointer for each other result.
+          operands: a tensor map each; of a scalar a pointer and a batch stride in elements; None
+            if there are none.
           walk: the fields of `Walk` over the grid of cluster tiles.
           k_tiles: k-tiles of a tile.
+          extents: (M, N) if the epilogue must know them, else None.
           tile_counter: global pointer to an int32 that is zero, for the dynamic scheduler.
         """
         s = self.spec
@@ -93,22 +98,24 @@ class GemmKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta_m, cta_n, _ = cute.arch.block_in_cluster_idx()
 
+        self.epilogue.bind(results, operands, k_tiles, extents)
         if warp == LOADER_WARP:
-            for atom in (tma_a, tma_b, tma_d):
-                cute.nvgpu.cpasync.prefetch_descriptor(atom)
+            self.prefetch((*factors, *self.epilogue.atoms))
 
-        words, sA, sB, sD = self.allocate_shared_memory()
-        ring_words = 2 * s.num_stages
-        assert 8 * (ring_words + self.scheduler.smem_words) <= SMEM_BARRIERS
+        words = self.allocate_shared_memory()
         ring = self.mainloop.make_pipeline(words, self.schedule.tile_warps)
-        readers = 1 + 4 * s.math_warpgroups
-        self.scheduler.setup(words + ring_words, tile_counter, walk.total, readers)
+        words += 2 * s.num_stages
+        self.epilogue.ring.setup(words)
+        words += self.epilogue.ring.smem_words
+        operand_warps = self.epilogue.ring.loader_warps
+        readers = 1 + operand_warps + 4 * s.math_warpgroups
+        self.scheduler.setup(words, tile_counter, walk.total, readers)
         pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n), is_relaxed=True)
 
         # Coordinates of tiles; only the tensor maps know the extents, and clip.
         gA_mkl = self.tiles(walk.total, s.a_major == "k", (s.tile_m, s.tile_k))
-        gB_nkl = self.tiles(walk.total, s.b_major == "k", (s.tile_n, s.tile_k))
-        gD_mnl = self.tiles(walk.total, True, (s.tile_m, s.tile_n))
+        gB_nkl = self.tiles(walk.total, s.b_major == "k", (s.d_tile_n, s.tile_k))
+        boxes = partial(self.boxes, walk.total)
 
         pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n))
 
@@ -116,44 +123,48 @@ class GemmKernel:
         if warp < FIRST_MATH_WARP:
             cute.arch.setmaxregister_decrease(loader_registers)
             if warp == LOADER_WARP:
-                self.mainloop.partition_for_load(tma_a, tma_b, gA_mkl, gB_nkl, sA, sB, cta_m, cta_n)
+                self.mainloop.partition_for_load(
+                    factors[0], factors[1:], gA_mkl, gB_nkl, cta_m, cta_n
+                )
                 self.load(ring, walk, cta_m, cta_n, k_tiles)
             if cutlass.const_expr(self.scheduler.needs_scheduler_warp):
                 if warp == SCHEDULER_WARP and cta_m + cta_n == 0:
                     self.scheduler.run_scheduler_warp(self.schedule.tiles_in_turn)
+            if cutlass.const_expr(operand_warps > 0):
+                served = warp - FIRST_OPERAND_WARP
+                if served >= 0 and served < operand_warps:
+                    self.epilogue.partition_for_load(boxes)
+                    self.load_operands(served, walk, cta_m, cta_n)
         else:
             cute.arch.setmaxregister_increase(math_registers)
-            self.math(ring, tma_d, sA, sB, sD, gD_mnl, walk, cta_m, cta_n, k_tiles)
+            self.math(ring, boxes, walk, cta_m, cta_n, k_tiles)
 
         if cutlass.const_expr(self.scheduler.needs_scheduler_warp and s.cluster_size > 1):
             # The mailbox's first CTA must not leave while others may still arrive on it.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
+    def prefetch(self, atoms):
+        for atom in atoms:
+            cute.nvgpu.cpasync.prefetch_descriptor(atom)
+
     def allocate_shared_memory(self):
-        """Returns barriers and mailbox as 64-bit words, the ring of A and B, the staged D."""
+        """Takes all parts' shared memory; returns that of barriers and mailbox as int64 words."""
         self.mainloop.setup_layouts()
         self.epilogue.setup_layouts()
-        layouts = (self.mainloop.a_layout, self.mainloop.b_layout, self.epilogue.layout)
-        dtypes = (self.mainloop.dtype, self.mainloop.dtype, self.epilogue.dtype)
-
-        def aligned(dtype, count):
-            return cute.struct.Align[cute.struct.MemRange[dtype, count], SMEM_ALIGNMENT]
-
-        a, b, d = (aligned(dtype, cute.cosize(x)) for dtype, x in zip(dtypes, layouts, strict=True))
-
-        @cute.struct
-        class Storage:
-            words: aligned(Int64, SMEM_BARRIERS // 8)
-            sA: a
-            sB: b
-            sD: d
-
-        storage = SmemAllocator().allocate(Storage)
-        assert Storage.size_in_bytes() == self.spec.smem_bytes
-        fields = zip((storage.sA, storage.sB, storage.sD), layouts, strict=True)
-        tensors = (field.get_tensor(x.outer, swizzle=x.inner) for field, x in fields)
-        return storage.words.data_ptr(), *tensors
+        memory = SharedMemory(self.spec.smem_bytes)
+        self.mainloop.allocate(memory)
+        self.epilogue.allocate(memory)
+        words = memory.pointer(Int64, SMEM_BARRIERS, 8)
+        assert memory.used == self.spec.smem_bytes, (
+            f"{memory.used} bytes are taken, spec says {self.spec.smem_bytes}"
+        )
+        in_use = 2 * self.spec.num_stages + self.epilogue.ring.smem_words
+        in_use = 8 * (in_use + self.scheduler.smem_words)
+        assert in_use == self.spec.barrier_bytes <= SMEM_BARRIERS, (
+            f"{in_use} bytes of barriers, spec says {self.spec.barrier_bytes}"
+        )
+        return words
 
     def tiles(self, any_extent, second_is_contiguous, tile):
         """Returns the TMA coordinates (tile, tile, tiles, tiles, L) of an operand."""
@@ -162,6 +173,19 @@ class GemmKernel:
         origin = cute.make_identity_tensor((1, 1, 1)).iterator
         coordinates = cute.make_tensor(origin, cute.make_layout((any_extent,) * 3, stride=stride))
         return cute.local_tile(coordinates, tile, (None, None, None))
+
+    def boxes(self, any_extent, box):
+        """Returns the TMA coordinates of an epilogue's boxes.
+
+        Args:
+          box: (rows, columns) of a matrix of D's shape: (rows, columns, boxes, boxes, L);
+            (elements,) of a vector: (elements, boxes, L).
+        """
+        if len(box) == 2:
+            return self.tiles(any_extent, True, box)
+        origin = cute.make_identity_tensor((1, 1)).iterator
+        layout = cute.make_layout((any_extent,) * 2, stride=(cute.E(0), cute.E(1)))
+        return cute.local_tile(cute.make_tensor(origin, layout), box, (None, None))
 
     def tile_of_cta(self, index, walk, cta_m, cta_n):
         """Returns this CTA's (tile_m, tile_n, batch) of cluster tile `index`."""
@@ -184,7 +208,26 @@ class GemmKernel:
         ring.producer_tail(state)
 
     @cute.jit
-    def math(self, ring, tma_d, sA, sB, sD, gD_mnl, walk, cta_m, cta_n, k_tiles):
+    def load_operands(self, warpgroup, walk, cta_m, cta_n):
+        """An operand warp: walks the tiles of the math warpgroup that it serves.
+
+        It may leave before its last loads have landed: the warpgroup waits for them, and no other
+        CTA arrives on its barriers.
+        """
+        index, reader = self.scheduler.first_tile(), self.scheduler.new_reader()
+        loaded = Int32(0)
+        if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
+            if warpgroup == 1:
+                index, reader = self.scheduler.next_tile(index, reader)
+        while index < self.scheduler.total:
+            tile_m, tile_n, batch = self.tile_of_cta(index, walk, cta_m, cta_n)
+            loaded = self.epilogue.load_tile(warpgroup, loaded, tile_m, tile_n, batch)
+            index, reader = self.scheduler.next_tile(index, reader)
+            if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
+                index, reader = self.scheduler.next_tile(index, reader)
+
+    @cute.jit
+    def math(self, ring, boxes, walk, cta_m, cta_n, k_tiles):
         """The math warps."""
         math_thread = cute.arch.thread_idx()[0] - WARPGROUP
         math_warp = cute.arch.make_warp_uniform(math_thread // 32)
@@ -192,15 +235,9 @@ class GemmKernel:
         self.schedule.setup(warpgroup)
         is_store_warp = math_warp % 4 == 0
 
-        acc = self.mainloop.partition_for_math(warpgroup, sA, sB)
-        self.epilogue.partition(
-            tma_d,
-            self.mainloop.make_tiled_mma(1),
-            warpgroup,
-            math_thread % WARPGROUP,
-            acc,
-            sD,
-            gD_mnl,
+        acc = self.mainloop.partition_for_math(warpgroup)
+        self.epilogue.partition_for_math(
+            self.mainloop.make_tiled_mma(1), warpgroup, math_thread % WARPGROUP, acc, boxes
         )
 
         state = pipeline.make_pipeline_state(
@@ -216,9 +253,12 @@ class GemmKernel:
 
         while index < self.scheduler.total:
             tile_m, tile_n, batch = self.tile_of_cta(index, walk, cta_m, cta_n)
+            scalars = self.epilogue.load_scalars(batch)
             self.schedule.wait_for_math()
             state = self.mainloop.multiply(ring, state, acc, k_tiles, self.schedule.pass_math)
-            written = self.epilogue.store_tile(is_store_warp, written, tile_m, tile_n, batch)
+            written = self.epilogue.store_tile(
+                scalars, is_store_warp, written, tile_m, tile_n, batch
+            )
             index, reader = self.scheduler.next_tile(index, reader)
             if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
                 state = self.mainloop.skip(state, k_tiles)

@@ -9,3 +9,4 @@ from .dense import matmul as matmul
 from .explain import Explanation as Explanation
 from .explain import explain as explain
 from .explain import supports as supports
+from .gated import gated_linear_unit as gated_linear_unit

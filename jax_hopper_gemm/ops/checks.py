@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ..routing import array_text
+from ..routing import array_text, short_dtype
+from .activations import ACTIVATIONS
 
 IMPLEMENTATIONS = (None, "hopper", "xla")
+PREACTIVATIONS = ("save", "recompute")
 SCALARS = (bool, int, float, complex)
 
 
@@ -27,27 +31,37 @@ def as_arrays(op: str, **operands: Any) -> list[Any]:
     problems = [
         f"{name} is a {type(x).__name__}, expected an array: convert it with jnp.asarray"
         for name, x in zip(operands, arrays, strict=True)
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")) and not isinstance(x, SCALARS)
+        if not _is_array(x)
     ]
     if problems:
         raise TypeError(f"{op}: {'; '.join(problems)}")
     return arrays
 
 
-def check_implementation(op: str, implementation: Any) -> None:
-    if implementation not in IMPLEMENTATIONS:
-        _fail(op, [f"implementation is {implementation!r}, expected None, 'hopper' or 'xla'"])
+def check_matmul(a: Any, b: Any, given: Mapping[str, Any], activation: Any, preferred: Any) -> None:
+    """Checks ranks, K and batch axes by the rules of `jnp.matmul`, then what follows the product.
+
+    Args:
+      a, b: the operands.
+      given: by name, those of bias, residual, c, alpha and beta that are given.
+      activation, preferred: as the user gave them, `preferred` being preferred_element_type.
+    """
+    problems = _matmul_problems(a, b)
+    if not problems:
+        problems += _broadcasting_problems(_matmul_shape(np.shape(a), np.shape(b)), given)
+        problems += _kind_problems(a, b, given, preferred)
+    problems += _factor_problems(given) + _name_problems(activation)
+    _fail("matmul", problems, _function_problems("activation", activation))
 
 
-def check_matmul(a: Any, b: Any) -> None:
-    """Checks ranks, K and batch axes by the rules of `jnp.matmul`."""
+def _matmul_problems(a: Any, b: Any) -> list[str]:
     problems = [
         f"{name} is a scalar, {describe(x)}, expected at least one axis: scale with *"
         for name, x in (("a", a), ("b", b))
         if np.ndim(x) == 0
     ]
     if problems:
-        _fail("matmul", problems)
+        return problems
     a_shape, b_shape = np.shape(a), np.shape(b)
     given = f"a is {describe(a)}, b is {describe(b)}"
     k_a, k_b = a_shape[-1], b_shape[max(len(b_shape) - 2, 0)]
@@ -64,7 +78,283 @@ def check_matmul(a: Any, b: Any) -> None:
                 f"batch axes {a_shape[:-2]} and {b_shape[:-2]} do not broadcast: {given}"
             )
             break
-    _fail("matmul", problems)
+    return problems
+
+
+def _matmul_shape(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the shape of a product of arrays of these shapes, which fit."""
+    batches = zip_longest(reversed(a[:-2]), reversed(b[:-2]), fillvalue=1)
+    batch = [y if isinstance(x, int) and x == 1 else x for x, y in batches]
+    return (*reversed(batch), *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
+
+
+def _broadcasting_problems(shape: tuple[Any, ...], given: Mapping[str, Any]) -> list[str]:
+    """Returns which of bias, residual and c do not broadcast to the result's shape."""
+    problems = []
+    for name in ("bias", "residual", "c"):
+        if name not in given:
+            continue
+        own = np.shape(given[name])
+        fits = len(own) <= len(shape) and not any(
+            _differ(x, y) and x != 1 for x, y in zip(reversed(own), reversed(shape), strict=False)
+        )
+        if not fits:
+            hint = ""
+            if len(own) == 1 and len(shape) > 1 and own[0] == shape[-2]:
+                hint = f". Is it one value a row? Pass {name}[:, None]"
+            problems.append(
+                f"{name} is {describe(given[name])}, which does not broadcast to the result's "
+                f"shape {shape}{hint}"
+            )
+    return problems
+
+
+def _factor_problems(given: Mapping[str, Any]) -> list[str]:
+    problems = [
+        f"{name} is {describe(given[name])}, expected a number or a scalar array"
+        for name in ("alpha", "beta")
+        if name in given and np.ndim(given[name]) > 0
+    ]
+    if "beta" in given and "c" not in given:
+        problems.append("beta came without c: it is the factor of c in alpha * (a @ b) + beta * c")
+    return problems
+
+
+def _kind_problems(a: Any, b: Any, given: Mapping[str, Any], preferred: Any) -> list[str]:
+    """Returns which operand is of a kind of number that does not go with the product."""
+    single = preferred is not None and not isinstance(preferred, tuple | list)
+    c = given.get("c")
+    decides = c is not None and not single and strong_dtype(c) is not None
+    product = _kind(np.result_type(preferred)) if single else max(_kind(a), _kind(b))
+    problems = []
+    if decides and _kind(c) < product:
+        problems.append(
+            f"c is {describe(c)}, whose dtype the result takes and which cannot hold the product "
+            f"of {describe(a)} and {describe(b)}: convert c, or pass preferred_element_type"
+        )
+    elif decides:
+        product = _kind(c)
+    for name, x in given.items():
+        if _kind(x) == COMPLEX > product:
+            problems.append(
+                f"{name} is {describe(x)}, which is complex, and the product is not: convert one "
+                "of them, or pass preferred_element_type"
+            )
+    return problems
+
+
+COMPLEX = 2
+
+
+def _kind(x: Any) -> int:
+    """Returns 0 for integers and truth values, 1 for floats, 2 for complex numbers."""
+    dtype = x if isinstance(x, np.dtype) else jax.dtypes.result_type(x)
+    if jnp.issubdtype(dtype, np.complexfloating):
+        return COMPLEX
+    return int(jnp.issubdtype(dtype, np.floating))
+
+
+def _name_problems(activation: Any) -> list[str]:
+    if not isinstance(activation, str) or activation in ACTIVATIONS:
+        return []
+    return [f"activation is {activation!r}, expected a function or one of {', '.join(ACTIVATIONS)}"]
+
+
+def _function_problems(name: str, function: Any) -> list[str]:
+    """Returns why an activation or an epilogue is none, as far as its type tells."""
+    if function is None or (name == "activation" and isinstance(function, str)):
+        return []
+    if not callable(function):
+        return [f"{name} is a {type(function).__name__}, expected a function"]
+    try:
+        hash(function)
+    except TypeError:
+        return [
+            f"{name} is a {type(function).__name__}, which cannot be hashed: pass a function, and "
+            "the arrays that it needs as epilogue_operands"
+        ]
+    return []
+
+
+def check_steps(
+    op: str,
+    epilogue: Any,
+    operands: Any,
+    plain: bool,
+    preactivation: Any,
+    preferred: Any,
+    implementation: Any,
+) -> tuple[Any, ...]:
+    """Checks what products of every form take, and returns the operands of the epilogue.
+
+    Args:
+      op: what the user called.
+      epilogue, operands, preactivation, preferred, implementation: as the user gave them.
+      plain: whether nothing at all follows the product.
+    """
+    problems, mistyped = [], _function_problems("epilogue", epilogue)
+    if not isinstance(operands, tuple | list):
+        mistyped.append(
+            f"epilogue_operands is a {type(operands).__name__}, expected a tuple of arrays: (x,)"
+        )
+        operands = ()
+    elif operands and epilogue is None:
+        problems.append(
+            f"{len(operands)} epilogue_operands came without an epilogue, the function that takes "
+            "them after the product"
+        )
+    if plain and isinstance(preferred, tuple | list):
+        problems.append(
+            f"preferred_element_type is {_dtypes_text(preferred)}, expected one dtype: only the "
+            "results of an epilogue have one each"
+        )
+    problems += _choice_problems(preactivation, implementation)
+    _fail(op, problems, mistyped)
+    return tuple(as_arrays(op, **{f"epilogue_operands[{i}]": x for i, x in enumerate(operands)}))
+
+
+def _choice_problems(preactivation: Any, implementation: Any) -> list[str]:
+    problems = []
+    if preactivation not in PREACTIVATIONS:
+        problems.append(f"preactivation is {preactivation!r}, expected 'save' or 'recompute'")
+    if implementation not in IMPLEMENTATIONS:
+        problems.append(f"implementation is {implementation!r}, expected None, 'hopper' or 'xla'")
+    return problems
+
+
+def call(op: str, name: str, function: Callable[..., Any], *arrays: Any) -> Any:
+    """Returns `function(*arrays)`, a function of the user's, while it is traced.
+
+    Raises:
+      TypeError or ValueError: it raised an exception, which is the cause.
+    """
+    try:
+        return function(*arrays)
+    except Exception as error:
+        given = ", ".join(map(describe, arrays))
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"{op}: {name} failed when it was traced with ({given}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def check_activated(op: str, out: Any, y: Any) -> None:
+    """Checks that an activation returned one array of the shape that it was given."""
+    if not _is_array(out):
+        raise TypeError(
+            f"{op}: activation returned a {type(out).__name__}, expected an array: a function of "
+            "several results is an epilogue"
+        )
+    if np.shape(out) != np.shape(y):
+        _fail(
+            op,
+            [
+                f"activation returned {describe(out)} for {describe(y)}, expected the same shape: "
+                "a function that is not elementwise is an epilogue"
+            ],
+        )
+
+
+def results(op: str, out: Any) -> tuple[Any, ...]:
+    """Returns what an epilogue returned as a tuple of arrays.
+
+    Raises:
+      TypeError: it returned something else.
+    """
+    found = out if isinstance(out, tuple) else (out,)
+    wrong = [type(x).__name__ for x in found if not _is_array(x)]
+    if not found or wrong:
+        got = "an empty tuple" if not found else f"a {wrong[0]}"
+        if found and isinstance(out, tuple):
+            got = f"a tuple with a {wrong[0]}"
+        hint = ". Has it a return statement?" if out is None else ""
+        raise TypeError(
+            f"{op}: epilogue returned {got}, expected an array or a tuple of arrays{hint}"
+        )
+    return found
+
+
+def check_result_dtypes(op: str, out: Sequence[Any], preferred: Any) -> None:
+    """Checks that a tuple of dtypes has one for each result."""
+    if preferred is not None and len(preferred) != len(out):
+        returned = ", ".join(map(describe, out))
+        _fail(
+            op,
+            [
+                f"preferred_element_type has {_counted(preferred, 'dtype')}, "
+                f"{_dtypes_text(preferred)}, and there {'is' if len(out) == 1 else 'are'} "
+                f"{_counted(out, 'result')}, {returned}: expected one for each"
+            ],
+        )
+
+
+def check_gated(
+    x: Any, weights: Any, bias: Any, activation: Any, preactivation: Any, implementation: Any
+) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """Checks a gated linear unit.
+
+    Returns:
+      x; the weights: one array or gate and up; the biases: none or gate's and up's.
+    """
+    op = "gated_linear_unit"
+    named = {"x": x}
+    for name, given in (("weights", weights), ("bias", bias)):
+        if isinstance(given, tuple | list):
+            if len(given) != 2:
+                _fail(op, [f"{name} is {len(given)} arrays, expected one or the pair (gate, up)"])
+            named |= {f"{name}[{i}]": each for i, each in enumerate(given)}
+        elif name == "weights" or given is not None:
+            named[name] = given
+    arrays = dict(zip(named, as_arrays(op, **named), strict=True))
+    x = arrays["x"]
+    rights = tuple(arrays[name] for name in arrays if name.startswith("weights"))
+    biases = tuple(arrays[name] for name in arrays if name.startswith("bias"))
+    problems = []
+    if np.ndim(x) == 0:
+        problems.append(f"x is a scalar, {describe(x)}, expected (..., K)")
+    problems += _weight_problems(rights)
+    if not problems:
+        k, n = np.shape(rights[0])[0], np.shape(rights[0])[-1]
+        if _differ(np.shape(x)[-1], k):
+            problems.append(
+                f"K differs: x is {describe(x)}, weights is {_each_text(rights)}, expected "
+                f"(..., K) and {'(K, 2, N)' if len(rights) == 1 else '(K, N) twice'}"
+            )
+        expected = (n,) if len(biases) == 2 else (2, n)
+        if any(
+            np.ndim(b) != len(expected) or any(map(_differ, np.shape(b), expected)) for b in biases
+        ):
+            problems.append(f"bias is {_each_text(biases)}, expected {expected}")
+        if max(map(_kind, biases), default=0) == COMPLEX > max(_kind(x), _kind(rights[0])):
+            problems.append(f"bias is {_each_text(biases)}, and the products are not complex")
+    problems += _name_problems(activation) + _choice_problems(preactivation, implementation)
+    _fail(op, problems, _function_problems("activation", activation))
+    if len(biases) == 1:
+        biases = (biases[0][0], biases[0][1])
+    return x, rights, biases
+
+
+def _weight_problems(rights: tuple[Any, ...]) -> list[str]:
+    if len(rights) == 2:
+        problems = [
+            f"weights[{i}] is {describe(w)}, expected (K, N)"
+            for i, w in enumerate(rights)
+            if np.ndim(w) != 2
+        ]
+        gate, up = map(describe, rights)
+        if not problems and gate != up:
+            problems.append(f"gate and up differ: weights[0] is {gate}, weights[1] is {up}")
+        return problems
+    (weights,) = rights
+    if np.ndim(weights) == 3 and not _differ(np.shape(weights)[1], 2):
+        return []
+    hint = "stack gate and up with jnp.stack((gate, up), 1), or pass the pair (gate, up)"
+    if np.ndim(weights) == 2:
+        hint = "reshape (K, 2 * N) to (K, 2, N), or pass the pair (gate, up)"
+    elif np.ndim(weights) == 3 and np.shape(weights)[0] == 2:
+        hint = "is it (2, K, N)? Pass the pair (weights[0], weights[1])"
+    return [f"weights is {describe(weights)}, expected (K, 2, N): {hint}"]
 
 
 def check_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
@@ -113,6 +403,16 @@ def check_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     return (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)
 
 
+def check_explained_dot_general(named: Mapping[str, Any]) -> None:
+    """Checks that no argument is given that only `matmul` has; `named` has them all by name."""
+    given = [name for name, x in named.items() if x is not None]
+    if given:
+        raise TypeError(
+            f"explain: {', '.join(given)} came with dimension_numbers, and dot_general has no such "
+            "argument: write it into epilogue"
+        )
+
+
 def check_einsum(subscripts: Any, operands: Sequence[Any]) -> None:
     """Checks what must hold before `jnp.einsum` parses the subscripts."""
     if not isinstance(subscripts, str):
@@ -152,12 +452,39 @@ def describe(x: Any) -> str:
     return array_text(np.shape(x), jax.dtypes.result_type(x).name)
 
 
+def strong_dtype(x: Any) -> Any:
+    """Returns the dtype of an array; None for None and for numbers, which take any."""
+    if x is None or isinstance(x, SCALARS) or jax.typeof(x).weak_type:
+        return None
+    return jax.dtypes.result_type(x)
+
+
+def _is_array(x: Any) -> bool:
+    return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(x, SCALARS)
+
+
+def _each_text(arrays: Sequence[Any]) -> str:
+    return " and ".join(map(describe, arrays))
+
+
+def _counted(things: Sequence[Any], noun: str) -> str:
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
+
+
+def _dtypes_text(dtypes: Sequence[Any]) -> str:
+    """Returns dtypes as JAX prints them: "(bf16, f32)"."""
+    names = (short_dtype(jnp.dtype(x).name) if x is not None else "None" for x in dtypes)
+    return f"({', '.join(names)})"
+
+
 def _differ(x: Any, y: Any) -> bool:
     """Whether two extents are known and unequal; symbolic ones are JAX's to compare."""
     return isinstance(x, int) and isinstance(y, int) and x != y
 
 
-def _fail(op: str, problems: Sequence[str]) -> NoReturn | None:
-    if problems:
-        raise ValueError(f"{op}: {'; '.join(problems)}")
+def _fail(op: str, problems: Sequence[str], mistyped: Sequence[str] = ()) -> NoReturn | None:
+    """Raises one error for all problems: TypeError if a type is among them, else ValueError."""
+    if problems or mistyped:
+        error = TypeError if mistyped else ValueError
+        raise error(f"{op}: {'; '.join([*mistyped, *problems])}")
     return None

@@ -1,7 +1,8 @@
-"""Dense products: `matmul`, `dot_general` and `einsum` of two operands."""
+"""Dense products: `matmul`, `dot_general`, `einsum` of two operands, and what follows them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -10,22 +11,36 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from ..fused import fused_dot
 from . import checks
-from .substitute import with_hopper_dot
+from .activations import Activation, activation_function
+from .epilogue import NAMED, Steps, accumulator_dtype, traced
+from .substitute import final_product, with_hopper_dot
 
 Implementation = Literal["hopper", "xla"] | None
+Preactivation = Literal["save", "recompute"]
+FACTORS = ("alpha", "beta")
 
 
 def matmul(
     a: ArrayLike,
     b: ArrayLike,
     *,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
+    activation: str | Activation | None = None,
+    alpha: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    c: ArrayLike | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    epilogue_operands: Sequence[ArrayLike] = (),
+    preactivation: Preactivation = "save",
     precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
-) -> jax.Array:
-    """Multiplies two arrays by the rules of `jax.numpy.matmul`.
+) -> Any:
+    """Multiplies two arrays by the rules of `jax.numpy.matmul`, and computes on from there.
 
     On a Hopper GPU a product of bfloat16 or float16 arrays runs on a kernel of this library where
     that is the faster way (`explain` says which), everything else on XLA. Kernels accumulate in
@@ -33,30 +48,66 @@ def matmul(
     memory. A product of two dtypes runs on XLA; so do the gradients of one that asks for float32
     from 16-bit operands, whose cotangent is float32, in JAX as here.
 
+    With any argument from `bias` to `epilogue` the result is
+
+        y = activation(alpha * (a @ b) + beta * c + bias) + residual
+        epilogue(y, *epilogue_operands)
+
+    in float32 from the kernel's accumulators, so that `a @ b` is never rounded or stored (float64,
+    complex and integer products keep their dtype). Gradients are fused as well, those of a biased,
+    activated product being products with the activation's gradient after them. For example
+
+        matmul(a, b, bias=b1, activation="gelu")
+        matmul(a, b, c=gradients)  # adds to an accumulator; in its memory, if donated
+        matmul(a, b, epilogue=lambda y, s: (y, jnp.max(jnp.abs(y * s))), epilogue_operands=(s,))
+
     Args:
       a: (..., M, K) or (K,). Leading axes broadcast against those of `b`.
       b: (..., K, N) or (K,).
+      bias, residual, c: broadcast to the result's shape: (N,), (M, 1), (B, 1, N), ...
+      activation: a function of one array, elementwise, or a name: "relu", "gelu" (by tanh),
+        "gelu_exact", "silu", ...; an unknown one lists them all.
+      alpha, beta: numbers or scalar arrays. `beta` is 1 if None.
+      epilogue: a JAX function of `y`, which has the result's shape, and of `epilogue_operands`.
+        It returns an array or a tuple of arrays. Elementwise operations and the common reductions
+        (sums, maxima, softmax, top-k) run in the kernel, everything else after it.
+      epilogue_operands: arrays. Arrays that `epilogue` closes over are treated like them.
+      preactivation: what gradients find of `a @ b`, where they need it: "save" stores it, in the
+        operands' dtype, in the forward pass; "recompute" multiplies again.
       precision: as in `jax.numpy.matmul`. Products of 16-bit floats are exact in float32, so a
         `Precision` changes nothing on our kernels; an algorithm that does not accumulate in
         float32 goes to XLA.
-      preferred_element_type: dtype of the result; the promoted dtype of the operands if None.
-      out_sharding: sharding of the result, for explicit mesh axes.
+      preferred_element_type: dtype of the result; if None that of `c`, else the promoted dtype of
+        the operands. An epilogue with several results takes a tuple, too, of one dtype each.
+      out_sharding: sharding of the product, for explicit mesh axes.
       implementation: None takes a kernel where it is the faster way; "hopper" insists on a
-        kernel; "xla" is `jax.numpy.matmul` itself.
+        kernel; "xla" is `jax.numpy.matmul` itself, and `jax.numpy` for what follows.
 
     Returns:
-      (..., M, N); without M or N where that operand has one axis.
+      (..., M, N); without M or N where that operand has one axis. What an epilogue returns, if
+      there is one: results of the product's shape and of `y`'s dtype are converted to
+      `preferred_element_type`, the others stay as they are.
 
     Raises:
-      ValueError: K differs between the operands, or leading axes do not broadcast.
-      TypeError: an operand is not an array.
+      ValueError: K differs between the operands, leading axes do not broadcast, or another
+        argument does not fit.
+      TypeError: an operand is not an array, or a function is not callable.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
-    a, b = checks.as_arrays("matmul", a=a, b=b)
-    checks.check_matmul(a, b)
+    given = {"alpha": alpha, "c": c, "beta": beta, "bias": bias, "residual": residual}
+    a, b, *arrays = checks.as_arrays(
+        "matmul", a=a, b=b, **{name: x for name, x in given.items() if x is not None}
+    )
+    given = dict(zip((name for name, x in given.items() if x is not None), arrays, strict=True))
+    checks.check_matmul(a, b, given, activation, preferred_element_type)
+    # A factor of 1 is none. Every other one is an operand, so that no value has its own kernel.
+    named = tuple(x for x in NAMED if x in given and not (x in FACTORS and _is_one(given[x])))
+    steps = Steps("matmul", named, activation_function(activation), epilogue)
     return _run(
-        jnp.matmul, a, b, implementation, precision=precision,
-        preferred_element_type=preferred_element_type, out_sharding=out_sharding,
+        jnp.matmul, a, b, implementation, steps, tuple(given[x] for x in named),
+        epilogue_operands, preactivation, default_dtype=checks.strong_dtype(given.get("c")),
+        precision=precision, preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
     )  # fmt: skip
 
 
@@ -65,11 +116,14 @@ def dot_general(
     rhs: ArrayLike,
     dimension_numbers: Any,
     precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
     *,
+    epilogue: Callable[..., Any] | None = None,
+    epilogue_operands: Sequence[ArrayLike] = (),
+    preactivation: Preactivation = "save",
     out_sharding: Any = None,
     implementation: Implementation = None,
-) -> jax.Array:
+) -> Any:
     """Contracts two arrays by the rules of `jax.lax.dot_general`.
 
     Kernels read either operand with any axis contiguous: nothing is transposed in memory. It
@@ -79,9 +133,12 @@ def dot_general(
       lhs, rhs: the operands.
       dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
       precision, preferred_element_type, out_sharding, implementation: as in `matmul`.
+      epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` is given the result,
+        its axes in the order below.
 
     Returns:
-      The batch axes, then the other axes of `lhs`, then those of `rhs`.
+      The batch axes, then the other axes of `lhs`, then those of `rhs`; or what `epilogue` makes
+      of it.
 
     Raises:
       ValueError: paired axes differ in extent, repeat or do not exist.
@@ -91,7 +148,8 @@ def dot_general(
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.check_dot_general(lhs, rhs, dimension_numbers)
     return _run(
-        lax.dot_general, lhs, rhs, implementation, dimension_numbers=dimension_numbers,
+        lax.dot_general, lhs, rhs, implementation, Steps("dot_general", epilogue=epilogue), (),
+        epilogue_operands, preactivation, dimension_numbers=dimension_numbers,
         precision=precision, preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
     )  # fmt: skip
@@ -101,11 +159,14 @@ def einsum(
     subscripts: str,
     /,
     *operands: ArrayLike,
+    epilogue: Callable[..., Any] | None = None,
+    epilogue_operands: Sequence[ArrayLike] = (),
+    preactivation: Preactivation = "save",
     precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
-) -> jax.Array:
+) -> Any:
     """Contracts two arrays by the rules of `jax.numpy.einsum`.
 
     The kernel writes the result's axes in the order asked for: "bthd,hde->bthe" copies nothing.
@@ -113,6 +174,8 @@ def einsum(
     Args:
       subscripts: such as "mk,kn->mn".
       *operands: two arrays.
+      epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` is given the result
+        that `subscripts` name.
       precision, preferred_element_type, out_sharding, implementation: as in `matmul`.
 
     Raises:
@@ -123,7 +186,8 @@ def einsum(
     checks.check_einsum(subscripts, operands)
     lhs, rhs = checks.as_arrays("einsum", lhs=operands[0], rhs=operands[1])
     return _run(
-        _einsum, lhs, rhs, implementation, subscripts=subscripts, precision=precision,
+        _einsum, lhs, rhs, implementation, Steps("einsum", epilogue=epilogue), (),
+        epilogue_operands, preactivation, subscripts=subscripts, precision=precision,
         preferred_element_type=preferred_element_type, out_sharding=out_sharding,
     )  # fmt: skip
 
@@ -132,22 +196,58 @@ def _einsum(lhs: jax.Array, rhs: jax.Array, *, subscripts: str, **options: Any) 
     return jnp.einsum(subscripts, lhs, rhs, **options)
 
 
+def _is_one(factor: Any) -> bool:
+    return isinstance(factor, checks.SCALARS) and factor == 1
+
+
 def _run(
-    function: Any, lhs: Any, rhs: Any, implementation: Implementation, **options: Any
-) -> jax.Array:
-    checks.check_implementation(function.__name__.lstrip("_"), implementation)
+    function: Any,
+    lhs: Any,
+    rhs: Any,
+    implementation: Implementation,
+    steps: Steps,
+    named_operands: tuple[Any, ...],
+    epilogue_operands: Any,
+    preactivation: Preactivation,
+    *,
+    preferred_element_type: Any,
+    default_dtype: Any = None,
+    **options: Any,
+) -> Any:
+    """Checks what the products have in common and runs one.
+
+    Args:
+      function: JAX's product; `options` are its own.
+      steps: what follows it; `named_operands`, then `epilogue_operands` are its operands.
+      default_dtype: dtype of the product where `preferred_element_type` names no single one.
+    """
+    plain = not (steps.named or steps.activation or steps.epilogue)
+    operands = checks.check_steps(
+        steps.op, steps.epilogue, epilogue_operands, plain, preactivation, preferred_element_type,
+        implementation,
+    )  # fmt: skip
+    dtypes, dtype = None, preferred_element_type
+    if isinstance(dtype, tuple | list):
+        dtypes, dtype = tuple(dtype), None
+    options["preferred_element_type"] = default_dtype if dtype is None else dtype
     if isinstance(options["precision"], list):
         options["precision"] = tuple(options["precision"])
-    return _traced(function, lhs, rhs, implementation, tuple(options.items()))
+    static = tuple(options.items())
+    if plain:
+        return _traced(function, lhs, rhs, implementation, static)
+    operands = (*named_operands, *operands)
+    return _traced_steps(
+        function, lhs, rhs, operands, implementation, static, steps, dtypes, preactivation
+    )
 
 
 # One trace for equal arguments. Inlined at once, so that the caller's program holds the bare
 # product and lowering sees its operands; from JAX 0.12 on `inline=True` means later.
 _Inline = getattr(jax, "Inline", None)
-_INLINE: Any = _Inline.JAX_EARLY if _Inline else True
+INLINE: Any = _Inline.JAX_EARLY if _Inline else True
 
 
-@partial(jax.jit, static_argnums=(0, 3, 4), inline=_INLINE)
+@partial(jax.jit, static_argnums=(0, 3, 4), inline=INLINE)
 def _traced(
     function: Any, lhs: Any, rhs: Any, implementation: Implementation, options: tuple[Any, ...]
 ) -> jax.Array:
@@ -155,3 +255,40 @@ def _traced(
     if implementation == "xla":
         return function(lhs, rhs)
     return with_hopper_dot(function, lhs, rhs, implementation)
+
+
+@partial(jax.jit, static_argnums=(0, *range(4, 9)), inline=INLINE)
+def _traced_steps(
+    function: Any,
+    lhs: Any,
+    rhs: Any,
+    operands: tuple[Any, ...],
+    implementation: Implementation,
+    options: tuple[Any, ...],
+    steps: Steps,
+    dtypes: tuple[Any, ...] | None,
+    preactivation: Preactivation,
+) -> Any:
+    function = partial(function, **dict(options))
+    dtype = jax.eval_shape(function, lhs, rhs).dtype
+    wide = partial(function, preferred_element_type=accumulator_dtype(dtype))
+    product = jax.eval_shape(wide, lhs, rhs)
+    what = traced(steps.op, steps, (product,), operands, dtype, dtypes)
+    if implementation == "xla":
+        return what.apply(wide(lhs, rhs))
+    final = final_product(function, lhs, rhs)
+    if final is None:
+        return what.apply(with_hopper_dot(wide, lhs, rhs, implementation))
+    in_place = None
+    if "c" in steps.named:
+        index = steps.named.index("c")
+        taken = (jnp.shape(operands[index]), jnp.result_type(operands[index]))
+        if taken == (product.shape, what.dtypes[0]) and product.shape == what.shapes[0]:
+            in_place = index
+    results = fused_dot(
+        what.function, final.lhs, (final.rhs,), what.operands, subscripts=final.subscripts,
+        precision=final.precision, product_dtype=dtype, out_dtypes=what.dtypes,
+        preactivation=preactivation, implementation=implementation, in_place=in_place,
+        out_sharding=final.out_sharding,
+    )  # fmt: skip
+    return what.structured(results)

@@ -1,4 +1,4 @@
-"""Runs a JAX function with its `dot_general` computed by `hopper_dot`.
+"""Runs a JAX function with its `dot_general` computed by a product of ours.
 
 `jnp.matmul` and `jnp.einsum` say what their arguments mean: promotion, broadcasting, weak types,
 sharding, precision. Tracing them and putting our product where theirs stands keeps every one of
@@ -7,8 +7,10 @@ those rules, in every version of JAX, without writing them down again.
 
 from __future__ import annotations
 
+import string
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -16,7 +18,14 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from ..dot_general import permuted_result, rearranged, to_subscripts
+from ..contraction import split
+from ..dot_general import (
+    padded_partitions,
+    permuted_result,
+    rearranged,
+    to_subscripts,
+    with_partitions,
+)
 from ..primitive import hopper_dot
 
 
@@ -24,42 +33,92 @@ def with_hopper_dot(
     function: Callable[..., jax.Array], lhs: Any, rhs: Any, implementation: str | None
 ) -> jax.Array:
     """Returns `function(lhs, rhs)`; a transpose that follows the product becomes part of it."""
-    closed = jax.make_jaxpr(function)(lhs, rhs)
-    jaxpr = closed.jaxpr
-    values = dict(zip(jaxpr.constvars + jaxpr.invars, [*closed.consts, lhs, rhs], strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
+    program = _Program(function, lhs, rhs)
+    jaxpr = program.jaxpr
     transposes = _transposes_of_products(jaxpr)
+    absorbed = {id(transpose) for transpose in transposes.values()}
     for equation in jaxpr.eqns:
-        if equation.outvars[0] in values:
-            continue  # a transpose that became part of its product
-        operands = [read(atom) for atom in equation.invars]
-        results = equation.outvars
-        if equation.primitive is lax.dot_general_p:
-            permutation = None
-            if transpose := transposes.get(results[0]):
-                permutation, results = transpose.params["permutation"], transpose.outvars
-            outputs = _product(
-                *operands, permutation=permutation, implementation=implementation, **equation.params
-            )
-        else:
-            outputs = equation.primitive.bind(*operands, **equation.params)
+        if id(equation) in absorbed:
+            continue
+        if equation.primitive is not lax.dot_general_p:
+            program.run(equation)
+            continue
+        steps, results = [], equation.outvars
+        if transpose := transposes.get(results[0]):
+            steps, results = [transpose], transpose.outvars
+        product = _product(equation, steps, *map(program.read, equation.invars))
+        out = hopper_dot(
+            product.lhs,
+            product.rhs,
+            subscripts=product.subscripts,
+            precision=equation.params["precision"],
+            preferred_element_type=equation.params["preferred_element_type"],
+            out_sharding=product.out_sharding,
+            implementation=implementation,
+        )
+        program.values[results[0]] = out
+    return program.read(jaxpr.outvars[0])
+
+
+@dataclass(frozen=True)
+class FinalProduct:
+    """A product by subscripts that gives all of a function's result.
+
+    Attributes:
+      lhs, rhs: what it multiplies.
+      subscripts: as of `hopper_dot`; the axes of the result are in the function's order.
+      precision: canonical.
+      dtype: of the function's result.
+      out_sharding: for the axes of the result.
+    """
+
+    lhs: Any
+    rhs: Any
+    subscripts: str
+    precision: Any
+    dtype: Any
+    out_sharding: Any
+
+
+def final_product(function: Callable[..., jax.Array], lhs: Any, rhs: Any) -> FinalProduct | None:
+    """Returns the product that `function(lhs, rhs)` ends with; None where it ends otherwise.
+
+    Axes of extent 1 that the function adds to the result are added to the left operand.
+    """
+    program = _Program(function, lhs, rhs)
+    jaxpr = program.jaxpr
+    tail = _tail(jaxpr)
+    if tail is None:
+        return None
+    for equation in jaxpr.eqns:
+        if not any(equation is other for other in tail):
+            program.run(equation)
+    dot, *steps = tail
+    return _product(dot, steps, *map(program.read, dot.invars))
+
+
+class _Program:
+    """The jaxpr of a function of two arrays and the values of its variables so far."""
+
+    def __init__(self, function: Callable[..., jax.Array], lhs: Any, rhs: Any) -> None:
+        closed = jax.make_jaxpr(function)(lhs, rhs)
+        self.jaxpr: Any = closed.jaxpr
+        variables = self.jaxpr.constvars + self.jaxpr.invars
+        self.values = dict(zip(variables, [*closed.consts, lhs, rhs], strict=True))
+
+    def read(self, atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else self.values[atom]
+
+    def run(self, equation: Any) -> None:
+        outputs = equation.primitive.bind(*map(self.read, equation.invars), **equation.params)
         if not equation.primitive.multiple_results:
             outputs = [outputs]
-        values.update(zip(results, outputs, strict=True))
-    (out,) = jaxpr.outvars
-    return read(out)
+        self.values.update(zip(equation.outvars, outputs, strict=True))
 
 
 def _transposes_of_products(jaxpr: Any) -> dict[Any, Any]:
     """Returns, by the variable of a product, the transpose that alone uses it."""
-    uses = Counter(
-        atom
-        for atom in chain(*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars)
-        if not isinstance(atom, Literal)
-    )
+    uses = _uses(jaxpr)
     products = {e.outvars[0] for e in jaxpr.eqns if e.primitive is lax.dot_general_p}
     return {
         equation.invars[0]: equation
@@ -70,17 +129,72 @@ def _transposes_of_products(jaxpr: Any) -> dict[Any, Any]:
     }
 
 
-def _product(
-    lhs: Any,
-    rhs: Any,
-    *,
-    permutation: tuple[int, ...] | None,
-    dimension_numbers: Any,
-    out_sharding: Any,
-    **params: Any,
-) -> jax.Array:
-    subscripts = to_subscripts(dimension_numbers, lhs.ndim, rhs.ndim)
-    if permutation is not None:
-        subscripts = permuted_result(subscripts, permutation)
-        out_sharding = rearranged(out_sharding, permutation)
-    return hopper_dot(lhs, rhs, subscripts=subscripts, out_sharding=out_sharding, **params)
+def _uses(jaxpr: Any) -> Counter[Any]:
+    atoms: Iterable[Any] = chain(*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars)
+    return Counter(atom for atom in atoms if not isinstance(atom, Literal))
+
+
+def _tail(jaxpr: Any) -> list[Any] | None:
+    """Returns the equations from the product to the result, if they only rearrange its axes."""
+    makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+    uses = _uses(jaxpr)
+    tail: list[Any] = []
+    (variable,) = jaxpr.outvars
+    while (equation := makers.get(variable)) is not None and uses[variable] == 1:
+        tail.insert(0, equation)
+        if equation.primitive is lax.dot_general_p:
+            return tail
+        if equation.primitive is not lax.transpose_p and not _adds_unit_axes(equation):
+            return None
+        variable = equation.invars[0]
+    return None
+
+
+def _adds_unit_axes(equation: Any) -> bool:
+    if equation.primitive is not lax.broadcast_in_dim_p or len(equation.invars) != 1:
+        return False
+    shape, kept = equation.params["shape"], equation.params["broadcast_dimensions"]
+    same = all(
+        shape[axis] is extent or shape[axis] == extent
+        for axis, extent in zip(kept, equation.invars[0].aval.shape, strict=True)
+    )
+    return same and all(shape[axis] == 1 for axis in range(len(shape)) if axis not in kept)
+
+
+def _product(dot: Any, steps: list[Any], lhs: Any, rhs: Any) -> FinalProduct:
+    """Returns a `dot_general` and the rearrangements of its result as one product."""
+    params = dot.params
+    subscripts = to_subscripts(params["dimension_numbers"], lhs.ndim, rhs.ndim)
+    dtype = dot.outvars[0].aval.dtype
+    product = FinalProduct(lhs, rhs, subscripts, params["precision"], dtype, params["out_sharding"])
+    for step in steps:
+        if step.primitive is lax.transpose_p:
+            permutation = step.params["permutation"]
+            product = replace(
+                product,
+                subscripts=permuted_result(product.subscripts, permutation),
+                out_sharding=rearranged(product.out_sharding, permutation),
+            )
+        else:
+            kept = step.params["broadcast_dimensions"]
+            product = _with_unit_axes(product, len(step.params["shape"]), kept)
+    return product
+
+
+def _with_unit_axes(product: FinalProduct, ndim: int, kept: tuple[int, ...]) -> FinalProduct:
+    """Returns the product whose result has `ndim` axes, all but the `kept` of extent 1."""
+    lhs, rhs, out = split(product.subscripts)
+    fresh = (x for x in string.ascii_letters if x not in product.subscripts)
+    added = {axis: next(fresh) for axis in range(ndim) if axis not in kept}
+    letters = added | dict(zip(kept, out, strict=True))
+    sharding = product.out_sharding
+    if sharding is not None:
+        partitions = dict(zip(kept, padded_partitions(sharding, len(kept)), strict=True))
+        sharding = with_partitions(sharding, tuple(map(partitions.get, range(ndim))))
+    out = "".join(letters[axis] for axis in range(ndim))
+    return replace(
+        product,
+        lhs=lax.expand_dims(product.lhs, range(len(added))),
+        subscripts=f"{''.join(added.values())}{lhs},{rhs}->{out}",
+        out_sharding=sharding,
+    )

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..plan import ceil_div
-from ..problem import GemmProblem, Major, MatrixLayout
+from ..problem import ITEMSIZE, GemmProblem, Major, MatrixLayout
 from ..spec import GemmSpec, Traversal
 from . import reference
-from .reference import Operand
+from .reference import Operand, Place
+from .trial import Inputs
 
 MAX_EXTENT = 9000
 _EDGES = (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257)
@@ -29,7 +30,7 @@ def edge_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Trave
     three matrices; several waves of tiles, so that a persistent grid wraps around. No extent is
     a whole number of tiles, and rows have gaps.
     """
-    cluster_m, cluster_n = spec.tile_m * spec.cluster_m, spec.tile_n * spec.cluster_n
+    cluster_m, cluster_n = spec.tile_m * spec.cluster_m, spec.d_tile_n * spec.cluster_n
     clusters = math.ceil(2.3 * num_sms / spec.cluster_size)
     across = max(1, round(math.sqrt(clusters * cluster_m / cluster_n)))  # D is about square
     down = ceil_div(clusters, across)
@@ -53,13 +54,15 @@ def padded(spec: GemmSpec, m: int, n: int, k: int, batches: int = 1) -> GemmProb
     return _problem(spec, m, n, k, batches, lambda *args: _spread(*args, gap=_ALIGNMENT))
 
 
-def random_problem(rng: random.Random, spec: GemmSpec) -> tuple[GemmProblem, Traversal]:
+def random_problem(
+    rng: random.Random, spec: GemmSpec, max_extent: int = MAX_EXTENT
+) -> tuple[GemmProblem, Traversal]:
     """Returns a problem that `spec`'s kernel can run, and an order of tiles.
 
-    Extents go from 1 to 9000, most of them small; batches are separate, interleaved with rows,
-    or share one matrix; strides are any that TMA can address.
+    Extents go from 1 to `max_extent`, most of them small; batches are separate, interleaved with
+    rows, or share one matrix; strides are any that TMA can address.
     """
-    m, n, k = (_extent(rng) for _ in range(3))
+    m, n, k = (_extent(rng, max_extent) for _ in range(3))
     batches = rng.choice((1, 1, 1, 2, 3, 5))
     while batches * max(m * n, m * k, n * k) > _MAX_ELEMENTS:
         batches = max(1, batches - 1)
@@ -81,15 +84,30 @@ def random_problem(rng: random.Random, spec: GemmSpec) -> tuple[GemmProblem, Tra
 
 def integers(problem: GemmProblem, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns A (L, M, K) and B (L, K, N) of integers from -3 to 3: their product is exact."""
-    pool = _integer_pool(seed)
-    return _cut(problem, "a", pool), _cut(problem, "b", pool[::-1])
+    inputs = integer_inputs(problem, seed)
+    return inputs.a, inputs.b[0]
 
 
 def normals(problem: GemmProblem, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns A (L, M, K) and B (L, K, N) of normal random numbers."""
-    start = seed * 9973 % _POOL
-    pool = np.roll(_normal_pool(), start)
-    return _cut(problem, "a", pool), _cut(problem, "b", pool[::-1])
+    inputs = normal_inputs(problem, seed, 1.0)
+    return inputs.a, inputs.b[0]
+
+
+def integer_inputs(problem: GemmProblem, seed: int) -> Inputs:
+    """Returns inputs of integers from -3 to 3, and masks: sums and products are exact."""
+    return _inputs(problem, _integer_pool(seed))
+
+
+def normal_inputs(problem: GemmProblem, seed: int, spread: float | None = None) -> Inputs:
+    """Returns inputs of normal random numbers, and masks.
+
+    Args:
+      spread: standard deviation of A's elements; None makes that of the product's about 2, where
+        activations bend.
+    """
+    pool = np.roll(_normal_pool(), seed * 9973 % _POOL)
+    return _inputs(problem, pool, 2 / math.sqrt(problem.k) if spread is None else spread)
 
 
 def rows_to_check(problem: GemmProblem, budget: int = 1_000_000_000) -> np.ndarray:
@@ -103,9 +121,15 @@ def rows_to_check(problem: GemmProblem, budget: int = 1_000_000_000) -> np.ndarr
     return np.unique(np.linspace(0, problem.m - 1, count).astype(int))
 
 
-def _problem(spec, m, n, k, batches, place) -> GemmProblem:
+def _problem(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> GemmProblem:
     """Returns the problem, its extents along lines raised to whole multiples of 16 bytes."""
-    narrowest = 4 if spec.d_dtype == "float32" and spec.b_major == "k" else _ALIGNMENT
+    graph = spec.graph
+    along_n = [result.dtype for result in graph.matrices]
+    along_n += [o.dtype for o in graph.operands if o.kind in ("row", "matrix")]
+    along_n += [spec.ab_dtype] if spec.b_major == "n" else []
+    narrowest = max((16 // ITEMSIZE[dtype] for dtype in along_n), default=1)
+    if graph.needs_whole_rows:
+        n = min(n, spec.d_tile_n - 5)
     n = ceil_div(n, narrowest) * narrowest
     if spec.a_major == "m":
         m = _aligned(m)
@@ -113,6 +137,12 @@ def _problem(spec, m, n, k, batches, place) -> GemmProblem:
         k = _aligned(k)
     a = ("k", k, m) if spec.a_major == "k" else ("m", m, k)
     b = ("n", n, k) if spec.b_major == "n" else ("k", k, n)
+    placed_b, up_offset = place(*b, batches, "b"), None
+    if graph.accumulators == 2 and (m + k) % 16 < 8:  # gate's and up's lines take turns in an array
+        up_offset = placed_b.leading_stride
+        twice = 2 * up_offset
+        apart = twice * b[2] if placed_b.batch_stride else 0
+        placed_b = MatrixLayout(placed_b.major, twice, apart)
     return GemmProblem(
         m,
         n,
@@ -121,9 +151,31 @@ def _problem(spec, m, n, k, batches, place) -> GemmProblem:
         spec.ab_dtype,
         spec.d_dtype,
         a=place(*a, batches, "a"),
-        b=place(*b, batches, "b"),
+        b=placed_b,
         d=place("n", n, m, batches, "d"),
+        epilogue=spec.epilogue,
+        operands=tuple(
+            _operand_layout(i, operand.kind, m, n, batches)
+            for i, operand in enumerate(graph.operands)
+        ),
+        up_offset=up_offset,
     )
+
+
+def _operand_layout(index: int, kind: str, m: int, n: int, batches: int) -> MatrixLayout:
+    """Returns where an operand of an epilogue lies; every other one is shared by the batch.
+
+    Distances are multiples of 16 elements, of whatever dtype: masks have a byte each.
+    """
+    shared = batches == 1 or index % 2 == 1
+    if kind == "scalar":
+        return MatrixLayout("n", 0, 0 if shared else 3)
+    if kind == "matrix":
+        line = ceil_div(n, 16) * 16 + 16
+        return MatrixLayout("n", line, 0 if shared else line * m + 16)
+    extent = n if kind == "row" else m
+    apart = 0 if shared else ceil_div(extent, 16) * 16 + 16
+    return MatrixLayout("n" if kind == "row" else "m", 0, apart)
 
 
 def _spread(
@@ -138,10 +190,10 @@ def _aligned(extent: int) -> int:
     return ceil_div(extent, _ALIGNMENT) * _ALIGNMENT
 
 
-def _extent(rng: random.Random) -> int:
+def _extent(rng: random.Random, largest: int) -> int:
     if rng.random() < 0.2:
         return rng.choice(_EDGES)
-    return round(math.exp(rng.uniform(0, math.log(MAX_EXTENT))))
+    return round(math.exp(rng.uniform(0, math.log(largest))))
 
 
 @cache
@@ -154,10 +206,20 @@ def _normal_pool() -> np.ndarray:
     return np.random.default_rng(0).standard_normal(_POOL, np.float32)
 
 
-def _cut(problem: GemmProblem, operand: Operand, pool: np.ndarray) -> np.ndarray:
-    """Returns an operand filled from `pool`, over again where it is too short."""
-    batches, rows, columns = reference.shape_of(problem, operand)
-    shared = getattr(problem, operand).batch_stride == 0
-    one = np.resize(pool, ((1 if shared else batches), rows, columns))
-    cast = one.astype(jnp.dtype(problem.ab_dtype))
-    return np.broadcast_to(cast, (batches, rows, columns))
+def _inputs(problem: GemmProblem, pool: np.ndarray, scale: float = 1.0) -> Inputs:
+    """Returns inputs cut from `pool`, A's elements times `scale`."""
+    buffers = reference.input_places(problem)
+    places = [place for buffer in buffers for place in buffer]
+    values = [_cut(place, np.roll(pool, -i * 1009)) for i, place in enumerate(places)]
+    if scale != 1.0:
+        values[0] = (values[0].astype(np.float32) * scale).astype(values[0].dtype)
+    count = 1 + problem.graph.accumulators
+    return Inputs(values[0], tuple(values[1:count]), tuple(values[count:]))
+
+
+def _cut(place: Place, pool: np.ndarray) -> np.ndarray:
+    """Returns an array filled from `pool`, over again where it is too short."""
+    shared = place.strides[0] == 0
+    one = np.resize(pool, (1 if shared else place.shape[0], *place.shape[1:]))
+    cast = one > 0 if place.dtype == "bool" else one.astype(jnp.dtype(place.dtype))
+    return np.broadcast_to(cast, place.shape)

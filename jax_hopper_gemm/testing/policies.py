@@ -1,8 +1,9 @@
-"""A set of kernels in which every pair of legal choices of `GemmSpec` occurs.
+"""Sets of kernels in which every pair of legal choices of `GemmSpec` occurs.
 
-Bugs of a kernel sit in single policies and in pairs of them (a schedule with a scheduler, an
-epilogue tile with a result dtype). The whole space has hundreds of thousands of kernels; a
-pairwise covering set has some dozens (https://doi.org/10.1145/1883612.1883618).
+One set is of plain products, the other of products with each of `graphs.STANDARD`. Bugs of a
+kernel sit in single policies and in pairs of them (a schedule with a scheduler, an epilogue tile
+with a result dtype). The whole space has hundreds of thousands of kernels; a pairwise covering
+set has some dozens (https://doi.org/10.1145/1883612.1883618).
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import itertools
 import random
 from functools import cache
 
+from ..dispatch import H200, epilogue_specs
 from ..spec import GemmSpec, violations
+from .graphs import STANDARD
 
 # Every value of every field. A policy that is added here is tested with all the others.
 CHOICES: dict[str, tuple] = {
@@ -30,12 +33,44 @@ CHOICES: dict[str, tuple] = {
     "epi_stages": (2, 3, 4),
 }
 
+# The same of a product with an epilogue, which is named; it fixes d_dtype where it has a matrix,
+# and the loads' depth counts only where it loads.
+EPILOGUE_CHOICES: dict[str, tuple] = {
+    **CHOICES,
+    "tile_n": (32, 48, 64, 96, 128, 160, 192, 256),
+    "num_stages": (2, 3, 4),
+    "epi_stages": (2, 3),
+    "epilogue": tuple(STANDARD),
+    "epi_load_stages": (0, 2, 3, 4),
+}
+
 _ATTEMPTS = 400  # random completions tried before a pair counts as impossible
 
 
 @cache
 def covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
-    """Returns legal specs in which each pair of choices that any legal spec has occurs.
+    """Returns legal specs in which each pair of choices that any legal plain spec has occurs."""
+    return _covering(CHOICES, seed)
+
+
+@cache
+def epilogue_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns legal specs with epilogues in which each pair that any such spec has occurs."""
+    return _covering(EPILOGUE_CHOICES, seed)
+
+
+@cache
+def chosen_epilogue_specs() -> tuple[GemmSpec, ...]:
+    """Returns a sample of what dispatch chooses for bfloat16 operands and standard epilogues."""
+    return tuple(
+        spec
+        for i, graph in enumerate(STANDARD.values())
+        for spec in epilogue_specs(H200, [graph], ["bfloat16"])[i % 9 :: 27]
+    )
+
+
+def _covering(choices: dict[str, tuple], seed: int) -> tuple[GemmSpec, ...]:
+    """Returns a set that covers all pairs of legal choices.
 
     Greedy: take a pair that is still missing, complete it at random, keep the completion that
     adds the most missing pairs. The same on every machine.
@@ -43,7 +78,7 @@ def covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     rng = random.Random(seed)
     missing = {
         frozenset(pair)
-        for (f, fs), (g, gs) in itertools.combinations(CHOICES.items(), 2)
+        for (f, fs), (g, gs) in itertools.combinations(choices.items(), 2)
         for pair in itertools.product(((f, v) for v in fs), ((g, v) for v in gs))
     }
     order = sorted(missing, key=lambda pair: sorted(map(str, pair)))
@@ -52,7 +87,7 @@ def covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     for pair in order:
         if pair not in missing:
             continue
-        completions = _complete(dict(pair), rng, wanted=20)
+        completions = _complete(dict(pair), choices, rng, wanted=20)
         if not completions:
             missing.discard(pair)
             continue
@@ -70,22 +105,44 @@ def pairs_of(choice: dict) -> set[frozenset]:
 def spec_of(choice: dict) -> GemmSpec:
     fields = dict(choice)
     cluster_m, cluster_n = fields.pop("cluster")
+    if name := fields.get("epilogue"):
+        fields["epilogue"] = STANDARD[name]
     return GemmSpec(**fields, cluster_m=cluster_m, cluster_n=cluster_n)
 
 
 def choice_of(spec: GemmSpec) -> dict:
     """Returns the choice that `spec_of` makes `spec` from."""
-    rest = {field: getattr(spec, field) for field in CHOICES if field != "cluster"}
-    return {field: rest.get(field, (spec.cluster_m, spec.cluster_n)) for field in CHOICES}
+    choices = EPILOGUE_CHOICES if spec.epilogue else CHOICES
+    rest = {field: getattr(spec, field) for field in choices if field != "cluster"}
+    if spec.epilogue:
+        rest["epilogue"] = name_of(spec)
+    return {field: rest.get(field, (spec.cluster_m, spec.cluster_n)) for field in choices}
 
 
-def _complete(fixed: dict, rng: random.Random, wanted: int) -> list[dict]:
+def name_of(spec: GemmSpec) -> str:
+    """Returns the name in `graphs.STANDARD` of a spec's epilogue; "" of a plain one."""
+    return next((name for name, graph in STANDARD.items() if graph == spec.epilogue), "")
+
+
+def _complete(fixed: dict, choices: dict, rng: random.Random, wanted: int) -> list[dict]:
     """Returns up to `wanted` legal choices that hold `fixed`; none if none was found."""
     found = []
     for _ in range(_ATTEMPTS):
-        choice = {f: fixed.get(f, rng.choice(values)) for f, values in CHOICES.items()}
+        choice = {f: fixed.get(f, rng.choice(values)) for f, values in choices.items()}
+        _settle(choice, fixed)
         if not violations(spec_of(choice)):
             found.append(choice)
             if len(found) == wanted:
                 break
     return found
+
+
+def _settle(choice: dict, fixed: dict) -> None:
+    """Gives what an epilogue decides its one legal value, unless that is `fixed` to another."""
+    if "epilogue" not in choice:
+        return
+    graph = STANDARD[choice["epilogue"]]
+    if graph.matrices and "d_dtype" not in fixed:
+        choice["d_dtype"] = graph.matrices[0].dtype
+    if not graph.loaded and "epi_load_stages" not in fixed:
+        choice["epi_load_stages"] = 0

@@ -9,12 +9,15 @@ places in it, so the same code reads padded, interleaved, transposed and shared 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 
+from ..plan import result_shapes
 from ..problem import GemmProblem
+from ..spec import GemmSpec
 
 Operand = Literal["a", "b", "d"]
 
@@ -62,6 +65,86 @@ def view(problem: GemmProblem, operand: Operand, flat: np.ndarray) -> np.ndarray
         shape_of(problem, operand),
         [s * flat.itemsize for s in strides_of(problem, operand)],
     )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an array of any rank lies in a flat buffer.
+
+    Attributes:
+      shape, strides: of each axis; strides in elements.
+      dtype: of the elements.
+      offset: elements from the buffer's start to the array's.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    offset: int = 0
+
+    @classmethod
+    def compact(cls, shape: tuple[int, ...], dtype: str) -> Place:
+        strides = [1]
+        for extent in reversed(shape[1:]):
+            strides.insert(0, strides[0] * extent)
+        return cls(shape, tuple(strides), dtype)
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.offset + 1 + sum((extent - 1) * stride for extent, stride in steps)
+
+    def view(self, flat: np.ndarray) -> np.ndarray:
+        """Returns the array that lies in `flat`, of this dtype or one as large; not a copy.
+
+        Raises:
+          ValueError: `flat` is too short.
+        """
+        if flat.ndim != 1 or flat.size < self.end:
+            raise ValueError(f"{self} spans {self.end} elements; the buffer has {flat.shape}")
+        strides = [stride * flat.itemsize for stride in self.strides]
+        return np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, strides)
+
+
+def input_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
+    """Returns what lies in each buffer that a kernel reads: A, B, up, the epilogue's operands.
+
+    Gate and up are two places, in two buffers or in one. Operands are (L, M, N), rows (L, N),
+    columns (L, M), scalars (L,).
+    """
+    p = problem
+    a, gate = (Place(shape_of(p, x), strides_of(p, x), p.ab_dtype) for x in ("a", "b"))
+    buffers: list[tuple[Place, ...]] = [(a,), (gate,)]
+    if p.gated and p.up_offset is None:
+        buffers.append((gate,))
+    elif p.up_offset is not None:
+        buffers[1] += (Place(gate.shape, gate.strides, gate.dtype, p.up_offset),)
+    for operand, layout in zip(p.graph.operands, p.operands, strict=True):
+        shape, strides = {
+            "matrix": ((p.m, p.n), (layout.leading_stride, 1)),
+            "row": ((p.n,), (1,)),
+            "column": ((p.m,), (1,)),
+            "scalar": ((), ()),
+        }[operand.kind]
+        place = Place((p.l, *shape), (layout.batch_stride, *strides), operand.dtype)
+        buffers.append((place,))
+    return buffers
+
+
+def result_places(problem: GemmProblem, spec: GemmSpec) -> list[Place]:
+    """Returns where each array that a kernel writes lies in its buffer.
+
+    Matrices lie as D does; pairs of planes and reductions are compact.
+    """
+    arrays = [r for r in problem.graph.results if r.kind != "matrix" or r.plane == 0]
+    places = []
+    for result, (shape, dtype) in zip(arrays, result_shapes(problem, spec), strict=True):
+        if result.kind == "matrix" and result.planes == 1:
+            places.append(Place(shape, strides_of(problem, "d"), dtype))
+        else:
+            places.append(Place.compact(shape, dtype))
+    return places
 
 
 def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -1,23 +1,41 @@
 """A kernel on trial: run on memory where any access out of place shows.
 
-The gaps in and around A and B hold NaNs, so an element that is read but is not the problem's
-spoils the result. D and all around it is filled with NaNs before each run, so an element that
-is not written stays one, and what is written outside is found.
+The gaps in and around all inputs hold NaNs, so an element that is read but is not the problem's
+spoils the result. Results and all around them are filled with NaNs before each run, so an element
+that is not written stays one, and what is written outside is found.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
 import numpy as np
 
 from ..problem import GemmProblem
 from ..spec import GemmSpec, Traversal
-from . import reference
 from .direct import prepare
 from .gpu import Gpu
-from .reference import Operand
+from .reference import Place, input_places, result_places
 
-GUARD = 1024  # elements before and after each operand
-POISON = 0xFF  # a byte; all ones are a NaN in every float
+GUARD = 1024  # elements before and after each array
+POISON = 0xFF  # a byte; all ones are a NaN in every float, true as bool, -1 as int32
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a problem reads.
+
+    Attributes:
+      a: (L, M, K).
+      b: one (L, K, N), or gate and up.
+      operands: of the epilogue: (L, M, N), rows (L, N), columns (L, M), scalars (L,).
+    """
+
+    a: np.ndarray
+    b: tuple[np.ndarray, ...]
+    operands: tuple[np.ndarray, ...] = ()
 
 
 def run(
@@ -30,61 +48,98 @@ def run(
     repeats: int = 1,
     num_sms: int | None = None,
 ) -> np.ndarray:
-    """Returns D as `spec`'s kernel computes it, having checked where it wrote.
+    """Returns D as `spec`'s kernel of a plain product computes it; see `run_all`.
 
     Args:
       a: (L, M, K), of the problem's dtype.
       b: (L, K, N), likewise.
-      repeats: how often the kernel runs, at least once; D is poisoned before each.
-      num_sms: SMs that a persistent grid fills; None for all that the GPU has.
 
     Returns:
       (L, M, N), a view.
+    """
+    return run_all(gpu, problem, spec, traversal, Inputs(a, (b,)), repeats, num_sms)[0]
+
+
+def run_all(
+    gpu: Gpu,
+    problem: GemmProblem,
+    spec: GemmSpec,
+    traversal: Traversal,
+    inputs: Inputs,
+    repeats: int = 1,
+    num_sms: int | None = None,
+) -> list[np.ndarray]:
+    """Returns every array that `spec`'s kernel writes, having checked where it wrote.
+
+    Args:
+      repeats: how often the kernel runs, at least once; results are poisoned before each.
+      num_sms: SMs that a persistent grid fills; None for all that the GPU has.
+
+    Returns:
+      Views of the shapes that `plan.result_shapes` gives.
 
     Raises:
-      AssertionError: memory outside D changed, or a repeat gave other bits.
+      AssertionError: memory outside the results changed, or a repeat gave other bits.
     """
-    dtype = reference.dtype_of(problem, "d")
-    inputs = [gpu.upload(guarded(problem, "a", a)), gpu.upload(guarded(problem, "b", b))]
-    output = gpu.allocate((reference.num_elements(problem, "d") + 2 * GUARD) * dtype.itemsize)
-    operands = [buffer.part(GUARD * a.dtype.itemsize) for buffer in inputs]
-    operands.append(output.part(GUARD * dtype.itemsize))
-    launch = prepare(gpu, problem, spec, traversal, operands, num_sms)
+    pending = [inputs.a, *inputs.b, *inputs.operands]
+    buffers = []
+    for places in input_places(problem):
+        values = [pending.pop(0) for _ in places]
+        flat = guarded(places, values)
+        buffers.append(gpu.upload(flat).part(GUARD * flat.itemsize))
+    assert not pending, f"{len(pending)} inputs have no place in {problem}"
+    places = result_places(problem, spec)
+    sizes = [(place.end + 2 * GUARD) * jnp.dtype(place.dtype).itemsize for place in places]
+    outputs = [gpu.allocate(size) for size in sizes]
+    for output, place in zip(outputs, places, strict=True):
+        buffers.append(output.part(GUARD * jnp.dtype(place.dtype).itemsize))
+    launch = prepare(gpu, problem, spec, traversal, buffers, num_sms)
 
-    def launched() -> np.ndarray:
-        output.fill(POISON)
+    def launched() -> list[np.ndarray]:
+        for output in outputs:
+            output.fill(POISON)
         launch()
         gpu.synchronize()
-        return output.download(f"u{dtype.itemsize}")
+        return [
+            output.download(f"u{jnp.dtype(place.dtype).itemsize}")
+            for output, place in zip(outputs, places, strict=True)
+        ]
 
-    bits = launched()
+    first = launched()
     for repeat in range(1, repeats):
-        differ = np.count_nonzero(launched() != bits)
-        assert differ == 0, f"{spec.name}: run {repeat} gave other bits in {differ} elements"
-    assert_untouched_outside(problem, bits, spec.name)
-    return reference.view(problem, "d", bits.view(dtype)[GUARD:])
+        for i, (bits, again) in enumerate(zip(first, launched(), strict=True)):
+            differ = np.count_nonzero(again != bits)
+            assert differ == 0, (
+                f"{spec.name}: run {repeat} gave other bits in {differ} elements of result {i}"
+            )
+    results = []
+    for i, (bits, place) in enumerate(zip(first, places, strict=True)):
+        assert_untouched_outside(place, bits, f"{spec.name}, result {i},")
+        results.append(place.view(bits.view(jnp.dtype(place.dtype))[GUARD:]))
+    return results
 
 
-def guarded(problem: GemmProblem, operand: Operand, values: np.ndarray) -> np.ndarray:
-    """Returns a flat array with `values` (L, rows, columns) in their places and NaNs elsewhere."""
-    dtype = reference.dtype_of(problem, operand)
-    nbytes = (reference.num_elements(problem, operand) + 2 * GUARD) * dtype.itemsize
-    flat = np.full(nbytes, POISON, np.uint8).view(dtype)
-    reference.view(problem, operand, flat[GUARD:])[:] = values
+def guarded(places: Sequence[Place], values: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns a flat array with `values` in their places and NaNs elsewhere."""
+    dtype = jnp.dtype(places[0].dtype)
+    elements = max(place.end for place in places) + 2 * GUARD
+    flat = np.full(elements * dtype.itemsize, POISON, np.uint8).view(dtype)
+    for place, value in zip(places, values, strict=True):
+        place.view(flat[GUARD:])[:] = value
     return flat
 
 
-def assert_untouched_outside(problem: GemmProblem, bits: np.ndarray, what: str) -> None:
-    """Checks that a guarded D was written in its own elements only.
+def assert_untouched_outside(place: Place, bits: np.ndarray, what: str) -> None:
+    """Checks that a guarded result was written in its own elements only.
 
     Args:
-      bits: the buffer after the run, as unsigned integers of D's size.
+      bits: the buffer after the run, as unsigned integers of the result's size.
     """
     untouched = np.iinfo(bits.dtype).max
     rest = bits.copy()
-    reference.view(problem, "d", rest[GUARD:])[:] = untouched
+    place.view(rest[GUARD:])[:] = untouched
     stray = np.flatnonzero(rest != untouched)
     assert stray.size == 0, (
-        f"{what} wrote {stray.size} elements outside D, the first {stray[0] - GUARD} elements "
-        f"from its start; D spans {reference.num_elements(problem, 'd')}"
+        f"{what} wrote {stray.size} elements outside, the first {stray[0] - GUARD} elements "
+        f"from its start; it spans {place.end}"
     )

@@ -14,7 +14,12 @@ from pathlib import Path
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
-from jax_hopper_gemm.testing.policies import covering_specs
+from jax_hopper_gemm.testing.operations import operation_specs
+from jax_hopper_gemm.testing.policies import (
+    chosen_epilogue_specs,
+    covering_specs,
+    epilogue_covering_specs,
+)
 
 
 def main() -> int:
@@ -24,7 +29,17 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jobs", type=int, default=None, help="processes [one a core]")
     arguments = parser.parse_args()
-    specs = (*covering_specs(), *table_specs(H200))
+    specs = list(
+        dict.fromkeys(
+            (
+                *covering_specs(),
+                *epilogue_covering_specs(),
+                *chosen_epilogue_specs(),
+                *table_specs(H200),
+                *operation_specs().values(),
+            )
+        )
+    )
     report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
     print(report)
     return 1 if report.failures else 0

@@ -1,5 +1,5 @@
-"""Epilogues: accumulator → D. One policy a file."""
+"""Epilogues: accumulator → results. One job a file."""
 
-from .store import StagedStore
+from .fused import FusedEpilogue
 
-__all__ = ["StagedStore"]
+__all__ = ["FusedEpilogue"]

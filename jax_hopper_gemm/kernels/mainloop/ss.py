@@ -11,11 +11,14 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from ..dtypes import CUTE_DTYPE
 
 
-def operand_smem_layout(dtype, is_k_major, rows, tile_k, stages):
-    """Returns the staged, swizzled layout (rows, tile_k, stages) of A or B."""
+def operand_smem_layout(dtype, is_k_major, rows, tile_k, stages, parts=1):
+    """Returns the staged, swizzled layout (rows, tile_k, stages) of A or B.
+
+    `parts` of the rows, each of `rows / parts`, are loaded by themselves: boxes cross none.
+    """
     layout = tensor_utils.LayoutEnum.ROW_MAJOR if is_k_major else tensor_utils.LayoutEnum.COL_MAJOR
     atom = warpgroup.make_smem_layout_atom(
-        sm90.get_smem_layout_atom(layout, dtype, tile_k if is_k_major else rows), dtype
+        sm90.get_smem_layout_atom(layout, dtype, tile_k if is_k_major else rows // parts), dtype
     )
     order = (0, 1, 2) if is_k_major else (1, 0, 2)
     return cute.tile_to_shape(atom, (rows, tile_k, stages), order=order)
@@ -25,6 +28,9 @@ class SharedSharedMainloop:
     """The protocol of a mainloop.
 
     Layouts and TMA atoms are made on the host, `load` and `multiply` run on the GPU.
+
+    A gated product has two B's, gate and up. A stage holds a tile of each side by side, d_tile_n
+    columns of gate and as many of up, and one wgmma of tile_n columns multiplies both.
     """
 
     def __init__(self, spec, atom_layout_m):
@@ -40,11 +46,17 @@ class SharedSharedMainloop:
             self.dtype, self.a_is_k_major, s.tile_m, s.tile_k, s.num_stages
         )
         self.b_layout = operand_smem_layout(
-            self.dtype, self.b_is_k_major, s.tile_n, s.tile_k, s.num_stages
+            self.dtype, self.b_is_k_major, s.tile_n, s.tile_k, s.num_stages, s.graph.accumulators
         )
 
-    def make_tma_atoms(self, mA, mB):
-        """Returns the load atoms of A and B; only their types matter, the host sets the maps."""
+    def allocate(self, memory):
+        """Takes shared memory for the stages: (bM, bK, stages), (bN, bK, stages)."""
+        self.sA = memory.tensor(self.dtype, self.a_layout)
+        self.sB = memory.tensor(self.dtype, self.b_layout)
+
+    def make_tma_atoms(self, mA, mBs):
+        """Returns the load atoms of A and of each B; only their types matter, the host sets the
+        maps."""
         s = self.spec
 
         def atom(tensor, layout, tile, multicast):
@@ -56,9 +68,11 @@ class SharedSharedMainloop:
             one_stage = cute.slice_(layout, (None, None, 0))
             return cpasync.make_tiled_tma_atom(op, tensor, one_stage, tile, multicast)[0]
 
+        b_tile = (s.d_tile_n, s.tile_k)
+        b_layout = operand_smem_layout(self.dtype, self.b_is_k_major, *b_tile, 1)
         return (
             atom(mA, self.a_layout, (s.tile_m, s.tile_k), s.cluster_n),
-            atom(mB, self.b_layout, (s.tile_n, s.tile_k), s.cluster_m),
+            *(atom(mB, b_layout, b_tile, s.cluster_m) for mB in mBs),
         )
 
     def make_tiled_mma(self, warpgroups):
@@ -92,24 +106,30 @@ class SharedSharedMainloop:
             defer_sync=True,
         )
 
-    def partition_for_load(self, tma_a, tma_b, gA_mkl, gB_nkl, sA, sB, cta_m, cta_n):
+    def partition_for_load(self, tma_a, tma_bs, gA_mkl, gB_nkl, cta_m, cta_n):
         """Splits tiles among the CTAs of a cluster that share them.
 
         Args:
-          gA_mkl, gB_nkl: coordinate tensors (bM, bK, tiles_m, k_tiles, L) and the same for N.
-          sA, sB: (bM, bK, stages), (bN, bK, stages).
+          tma_a, tma_bs: tensor maps, of each B.
+          gA_mkl, gB_nkl: coordinates (bM, bK, tiles_m, k_tiles, L), and the same for a B's N.
           cta_m, cta_n: this CTA's place in its cluster.
         """
         s = self.spec
-        self.tma_a, self.tma_b = tma_a, tma_b
+        self.tma_a, self.tma_bs = tma_a, tma_bs
         self.tAsA, self.tAgA = cpasync.tma_partition(
             tma_a, cta_n, cute.make_layout(s.cluster_n),
-            cute.group_modes(sA, 0, 2), cute.group_modes(gA_mkl, 0, 2),
+            cute.group_modes(self.sA, 0, 2), cute.group_modes(gA_mkl, 0, 2),
         )  # fmt: skip
-        self.tBsB, self.tBgB = cpasync.tma_partition(
-            tma_b, cta_m, cute.make_layout(s.cluster_m),
-            cute.group_modes(sB, 0, 2), cute.group_modes(gB_nkl, 0, 2),
-        )  # fmt: skip
+        # (bN of one B, bK, B's, 1, stages)
+        sBs = cute.flat_divide(self.sB, (s.d_tile_n, s.tile_k))
+        self.b_parts = [
+            cpasync.tma_partition(
+                tma_b, cta_m, cute.make_layout(s.cluster_m),
+                cute.group_modes(sBs[None, None, part, 0, None], 0, 2),
+                cute.group_modes(gB_nkl, 0, 2),
+            )
+            for part, tma_b in enumerate(tma_bs)
+        ]  # fmt: skip
         # CTA rank in the cluster is cta_m + cluster_m * cta_n.
         row = sum(1 << (s.cluster_m * j) for j in range(s.cluster_n))
         column = (1 << s.cluster_m) - 1
@@ -120,15 +140,19 @@ class SharedSharedMainloop:
     def load(self, ring, state, tile_m, tile_n, batch, k_tiles):
         """Loader warp: sends a tile's k-tiles into the ring; returns the next stage's state."""
         tAgA = self.tAgA[None, tile_m, None, batch]
-        tBgB = self.tBgB[None, tile_n, None, batch]
+        tBgBs = tuple(tBgB[None, tile_n, None, batch] for _, tBgB in self.b_parts)
         for k_tile in cutlass.range(k_tiles, unroll=1):
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
-            sA, sB = self.tAsA[None, state.index], self.tBsB[None, state.index]
+            self._load_b(tBgBs, k_tile, state.index, full)
+            sA = self.tAsA[None, state.index]
             self._copy(self.tma_a, tAgA[None, k_tile], sA, full, self.a_mask)
-            self._copy(self.tma_b, tBgB[None, k_tile], sB, full, self.b_mask)
             state.advance()
         return state
+
+    def _load_b(self, tBgBs, k_tile, stage, full):
+        for tma_b, tBgB, (tBsB, _) in zip(self.tma_bs, tBgBs, self.b_parts, strict=True):
+            self._copy(tma_b, tBgB[None, k_tile], tBsB[None, stage], full, self.b_mask)
 
     def _copy(self, atom, source, target, full, mask):
         if mask is None:
@@ -136,14 +160,14 @@ class SharedSharedMainloop:
         else:
             cute.copy(atom, source, target, tma_bar_ptr=full, mcast_mask=mask)
 
-    def partition_for_math(self, warpgroup, sA, sB):
+    def partition_for_math(self, warpgroup):
         """Makes one math warpgroup's operand descriptors; returns a thread's accumulator."""
         s = self.spec
         tiled_mma = self.tiled_mma = self.make_tiled_mma(self.atom_layout_m)
         thread = warpgroup * 128 if self.atom_layout_m > 1 else 0  # one stands for its warpgroup
         thr_mma = tiled_mma.get_slice(thread)
-        self.tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(sA))
-        self.tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(sB))
+        self.tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(self.sA))
+        self.tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(self.sB))
         shape = thr_mma.partition_shape_C((s.tile_m, s.tile_n))
         return cute.make_rmem_tensor(shape, Float32)
 

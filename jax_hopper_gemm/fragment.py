@@ -1,0 +1,184 @@
+"""Which elements of a subtile a math thread holds, and in which order lanes combine them.
+
+A subtile is 64 rows by some multiple of 8 columns, held by the 128 threads of a warpgroup as wgmma
+leaves it: quads (4 lanes side by side) hold rows, every 8 lanes of equal `thread % 4` hold columns.
+Like `walk.py` this is arithmetic that the device traces and that also runs on NumPy arrays, one
+element a thread: the tests prove on the CPU what the GPU will do. What differs is handed in:
+
+    shuffle(x, distance)    x of the lane whose number differs by xor
+    select(p, x, y)         x where p, else y
+
+All orders are fixed: a sum has the same bits on every run. Shifts and masks stand where nothing is
+negative: a signed division takes the device some ten instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# Xor distances between the lanes that hold a row; a column (in one warp); all of a warp.
+ROW_LANES = (1, 2)
+COLUMN_LANES = (4, 8, 16)
+WARP_LANES = ROW_LANES + COLUMN_LANES
+
+LEAST_KEY = -(2**31)  # of `order_key`
+NO_COLUMN = 2**20  # comes after all others
+WORD = 32  # bits of a word of columns
+
+
+def row_of(thread: Any, v: int) -> Any:
+    """Returns the row, 0 to 63, of a thread's v-th value of a subtile."""
+    return 16 * (thread >> 5) + ((thread & 31) >> 2) + 8 * line_of(v)[0]
+
+
+def column_of(thread: Any, v: int) -> Any:
+    """Returns the column of a thread's v-th value of a subtile."""
+    return nth_column(thread & 3, line_of(v)[1])
+
+
+def line_of(v: int) -> tuple[int, int]:
+    """Returns which of a thread's 2 rows, and which of its columns, its v-th value lies in."""
+    return v // 2 % 2, v // 4 * 2 + v % 2
+
+
+def nth_column(quad_lane: Any, i: Any) -> Any:
+    """Returns the column of the i-th column that lane `quad_lane` of a quad holds."""
+    return 8 * (i >> 1) + 2 * quad_lane + (i & 1)
+
+
+def over_lanes(value: Any, distances: Sequence[int], shuffle: Callable, combine: Callable) -> Any:
+    """Combines the values of all lanes at these xor distances; each of them gets the result.
+
+    With a commutative `combine` all of them get the same bits.
+    """
+    for distance in distances:
+        value = combine(value, shuffle(value, distance))
+    return value
+
+
+def add_columns(
+    sums: Sequence[Any], lane: Any, shuffle: Callable, select: Callable, plus: Callable
+) -> list[Any]:
+    """Adds up columns over the lanes that hold them; each lane keeps some, see `kept_columns`.
+
+    In each step a lane sends the half that it gives up and keeps the other, so 8 columns take
+    4 + 2 + 1 shuffles where adding up each by itself takes 24. The order in which the elements of
+    a column are added is that of `over_lanes`, however many columns there are.
+
+    Args:
+      sums: of each of this lane's columns, a power of two.
+    """
+    kept = list(sums)
+    for distance in COLUMN_LANES:
+        if len(kept) == 1:
+            kept = [plus(kept[0], shuffle(kept[0], distance))]
+            continue
+        half = len(kept) // 2
+        upper = (lane & distance) != 0
+        pairs = list(zip(kept[:half], kept[half:], strict=True))
+        sent = [select(upper, low, high) for low, high in pairs]
+        kept = [select(upper, high, low) for low, high in pairs]
+        kept = [plus(x, shuffle(y, distance)) for x, y in zip(kept, sent, strict=True)]
+    return kept
+
+
+def kept_columns(lane: Any, columns: int) -> list[Any]:
+    """Returns which of its `columns` columns a lane holds the sums of after `add_columns`.
+
+    With fewer than 8, several lanes hold the same ones, with the same bits.
+    """
+    first: Any = 0 * lane
+    for distance in COLUMN_LANES:
+        if columns > 1:
+            columns //= 2
+            first = first + columns * ((lane >> (distance.bit_length() - 1)) & 1)
+    return [first + i for i in range(columns)]
+
+
+def order_key(bits: Any) -> Any:
+    """Returns an int32 that orders as the float32 of these bits does; its own inverse.
+
+    IEEE 754's total order, which is that of `jax.lax.top_k`: -0.0 before 0.0, NaN after infinity,
+    NaN with the sign set before everything.
+    """
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def before(key: Any, column: Any, other_key: Any, other_column: Any) -> Any:
+    """Whether (key, column) comes before the other among the largest: ties go to the left."""
+    return (key > other_key) | ((key == other_key) & (column < other_column))
+
+
+def largest(
+    keys: Sequence[Any], taken: Sequence[Any], select: Callable, chains: int = 4
+) -> tuple[Any, Any]:
+    """Returns key and index of the largest key that is not taken, the first of equal ones.
+
+    Args:
+      keys: of one lane.
+      taken: their bits, `WORD` a word.
+      chains: parts that do not wait for each other.
+
+    Returns:
+      (`LEAST_KEY`, `NO_COLUMN`) if all are taken.
+    """
+    length = -(-len(keys) // chains)
+    found: Any = None
+    for start in range(0, len(keys), length):
+        best, at = 0 * keys[0] + LEAST_KEY, 0 * keys[0] + NO_COLUMN
+        for i in reversed(range(start, min(start + length, len(keys)))):
+            free = (taken[i // WORD] & _bit(i)) == 0
+            take = free & (keys[i] >= best)
+            best, at = select(take, keys[i], best), select(take, 0 * at + i, at)
+        if found is None:
+            found = best, at
+        else:
+            take = before(best, at, *found)
+            found = select(take, best, found[0]), select(take, at, found[1])
+    return found
+
+
+def largest_of_row(key: Any, column: Any, shuffle: Callable, select: Callable) -> tuple[Any, Any]:
+    """Returns the first of the (key, column) of a quad's lanes, to each of them."""
+    for distance in ROW_LANES:
+        other_key, other_column = shuffle(key, distance), shuffle(column, distance)
+        take = before(other_key, other_column, key, column)
+        key, column = select(take, other_key, key), select(take, other_column, column)
+    return key, column
+
+
+def columns_outside(quad_lane: Any, extent: Any, columns: int, select: Callable) -> list[Any]:
+    """Returns the bits, `WORD` a word, of a lane's columns that lie at `extent` or beyond.
+
+    Args:
+      extent: 0 or more.
+      columns: how many the lane holds.
+    """
+    beyond = extent - 2 * quad_lane
+    beyond = select(beyond > 0, beyond, 0 * beyond)
+    single = beyond & 7
+    inside = (beyond >> 3) * 2 + select(single < 2, single, 0 * single + 2)
+    words = []
+    for first in range(0, columns, WORD):
+        count = inside - first
+        count = select(count > 0, count, 0 * count)
+        ones = 0 * count - 1
+        words.append(select(count < WORD, ones << (count & (WORD - 1)), 0 * count))
+    return words
+
+
+def take(taken: Sequence[Any], i: Any, is_mine: Any, select: Callable) -> list[Any]:
+    """Returns the bits with the i-th set, where it is this lane's."""
+    words = []
+    for word, bits in enumerate(taken):
+        here = is_mine & ((i >> 5) == word)
+        one = 0 * bits + 1
+        words.append(bits | select(here, one << (i & (WORD - 1)), 0 * bits))
+    return words
+
+
+def _bit(i: int) -> int:
+    """Returns the int32 with the i-th bit of a word set."""
+    bit = i % WORD
+    return 1 << bit if bit < WORD - 1 else LEAST_KEY

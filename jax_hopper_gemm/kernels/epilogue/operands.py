@@ -1,0 +1,258 @@
+"""The operands of an epilogue that arrive in shared memory: a ring of tiles a math warpgroup.
+
+    barrier             arrivals                    waited on by
+    operands full       1 + bytes of a subtile      the math warpgroup
+    operands empty      its four warps              the loader warp that serves it
+
+One slot of a ring holds what a subtile (64, epi_tile_n) of D needs: a tile of each matrix, a
+piece of each row and column, all counted by one barrier. The loader runs ahead by as many slots
+as there are, across tiles: those of the next tile arrive while it is multiplied.
+
+A slot is read with ordinary loads and refilled by TMA. That needs no proxy fence: it is writes
+that a fence makes visible to the other proxy; a read is over when its warp arrives on `empty`,
+and the refill is issued by a thread that has waited for that.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint8
+from cutlass.cute.nvgpu import cpasync, warp
+
+from ...problem import ITEMSIZE
+from ...spec import EPI_TILE_M, SMEM_VECTOR
+from ..dtypes import CUTE_DTYPE
+from .staged import check_order, staged_layout
+
+
+class LoadedMatrix:
+    """An operand with an element for each of D."""
+
+    def __init__(self, spec, operand, number):
+        self.spec = spec
+        self.number = number  # of the value
+        self.dtype = CUTE_DTYPE[operand.dtype]
+        self.subtile = (EPI_TILE_M, spec.epi_tile_n)
+        self.nbytes = EPI_TILE_M * spec.epi_tile_n * ITEMSIZE[operand.dtype]
+
+    def setup_layouts(self, buffers):
+        self.layout = staged_layout(self.dtype, self.spec.epi_tile_n, buffers)
+
+    def make_tma_atom(self, mC):
+        one_stage = cute.slice_(self.layout, (None, None, 0))
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        return cpasync.make_tiled_tma_atom(op, mC, one_stage, self.subtile)[0]
+
+    def allocate(self, memory):
+        self.sC = memory.tensor(self.dtype, self.layout)  # (64, epi_tile_n, buffers)
+
+    def partition_for_load(self, tma_c, tiles):
+        """Args: tma_c: tensor map; tiles: returns coordinates, see `GemmKernel.tiles`."""
+        self.tma_c = tma_c
+        self.tCsC, self.tCgC = cpasync.tma_partition(
+            tma_c, 0, cute.make_layout(1),
+            cute.group_modes(self.sC, 0, 2), cute.group_modes(tiles(self.subtile), 0, 2),
+        )  # fmt: skip
+
+    def load(self, full, buffer, block_m, block_n, batch):
+        source = self.tCgC[None, block_m, block_n, batch]
+        cute.copy(self.tma_c, source, self.tCsC[None, buffer], tma_bar_ptr=full)
+
+    def partition_for_math(self, by_acc, thread):
+        # A thread's two adjacent columns at once; for 16-bit elements ldmatrix brings four pairs.
+        if self.dtype.width == 16:
+            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+        else:
+            pair = 2 * self.dtype.width
+            universal = cute.nvgpu.CopyUniversalOp()
+            atom = cute.make_copy_atom(universal, self.dtype, num_bits_per_copy=pair)
+        self.s2r = cute.make_tiled_copy_S(atom, by_acc)
+        check_order(self.s2r.get_slice(0).partition_D, self.spec.epi_tile_n)
+        thr_s2r = self.s2r.get_slice(thread)
+        self.tSR_sC = thr_s2r.partition_S(self.sC)  # (S2R, S2R_M, S2R_N, buffers)
+        self.fragment = cute.make_layout(cute.shape(thr_s2r.partition_D(self.sC))[:3]).shape
+
+    def read(self, buffer):
+        """Returns a thread's values of a subtile, in the operand's dtype."""
+        values = cute.make_rmem_tensor(self.fragment, self.dtype)
+        cute.copy(self.s2r, self.tSR_sC[None, None, None, buffer], values)
+        return values
+
+    def place_of(self, v):
+        """Returns where in what `read` returned a thread's v-th element finds its value."""
+        return v
+
+
+class LoadedVector:
+    """An operand that varies along one axis of D: the protocol is `LoadedMatrix`'s."""
+
+    def __init__(self, spec, operand, number):
+        self.number = number
+        self.dtype = CUTE_DTYPE[operand.dtype]
+        self.nbytes = self.extent(spec) * ITEMSIZE[operand.dtype]
+        self.box = (self.extent(spec),)
+        self.distance = spec.loaded_bytes(operand) // ITEMSIZE[operand.dtype]
+
+    def setup_layouts(self, buffers):
+        self.layout = cute.make_layout((*self.box, buffers), stride=(1, self.distance))
+        self.smem_bytes = buffers * self.distance * self.dtype.width // 8
+
+    def make_tma_atom(self, mC):
+        one_stage = cute.slice_(self.layout, (None, 0))
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        return cpasync.make_tiled_tma_atom(op, mC, one_stage, self.box)[0]
+
+    def allocate(self, memory):
+        self.pointer = memory.pointer(self.dtype, self.smem_bytes, SMEM_VECTOR)
+
+    def partition_for_load(self, tma_c, tiles):
+        self.tma_c = tma_c
+        sC = cute.make_tensor(self.pointer, self.layout)
+        self.tCsC, self.tCgC = cpasync.tma_partition(
+            tma_c, 0, cute.make_layout(1),
+            cute.group_modes(sC, 0, 1), cute.group_modes(tiles(self.box), 0, 1),
+        )  # fmt: skip
+
+    def load(self, full, buffer, block_m, block_n, batch):
+        source = self.tCgC[None, self.block_of(block_m, block_n), batch]
+        cute.copy(self.tma_c, source, self.tCsC[None, buffer], tma_bar_ptr=full)
+
+    def read(self, buffer):
+        source = self.tSR_sC[None, None, buffer]
+        values = cute.make_rmem_tensor(source.shape, self.dtype)
+        cute.autovec_copy(source, values)
+        return values
+
+
+class LoadedRow(LoadedVector):
+    """An element for each column of D."""
+
+    def extent(self, spec):
+        return spec.epi_tile_n
+
+    def block_of(self, block_m, block_n):
+        return block_n
+
+    def partition_for_math(self, by_acc, thread):
+        (columns,), buffers = self.box, self.layout.shape[1]
+        layout = cute.make_layout((2, columns // 8, buffers), stride=(1, 8, self.distance))
+        self.tSR_sC = cute.make_tensor(self.pointer + thread % 4 * 2, layout)
+
+    def place_of(self, v):
+        return v % 2, v // 4
+
+
+class LoadedColumn(LoadedVector):
+    """An element for each row of D."""
+
+    def extent(self, spec):
+        return EPI_TILE_M
+
+    def block_of(self, block_m, block_n):
+        return block_m
+
+    def partition_for_math(self, by_acc, thread):
+        layout = cute.make_layout((2, 1, self.layout.shape[1]), stride=(8, 0, self.distance))
+        first_row = thread // 32 * 16 + thread % 32 // 4
+        self.tSR_sC = cute.make_tensor(self.pointer + first_row, layout)
+
+    def place_of(self, v):
+        return v // 2 % 2, 0
+
+
+KINDS = {"matrix": LoadedMatrix, "row": LoadedRow, "column": LoadedColumn}
+
+
+class OperandRing:
+    """The rings of all math warpgroups. Loader warps call `load`, math warps `read`.
+
+    Attributes:
+      loader_warps: warps of a CTA that load, one for each math warpgroup; 0 if there is nothing.
+      smem_words: int64 words of barriers.
+    """
+
+    def __init__(self, spec):
+        graph = spec.graph
+        numbered = enumerate(graph.operands, graph.accumulators)
+        self.operands = [
+            KINDS[operand.kind](spec, operand, number)
+            for number, operand in numbered
+            if operand.kind != "scalar"
+        ]
+        self.stages = spec.epi_load_stages
+        self.buffers = spec.math_warpgroups * self.stages
+        self.loader_warps = spec.math_warpgroups if self.operands else 0
+        self.smem_words = 2 * self.buffers if self.operands else 0
+        self.nbytes = sum(operand.nbytes for operand in self.operands)
+
+    def setup_layouts(self):
+        for operand in self.operands:
+            operand.setup_layouts(self.buffers)
+
+    def allocate(self, memory):
+        matrices_first = sorted(self.operands, key=lambda o: not isinstance(o, LoadedMatrix))
+        for operand in matrices_first:
+            operand.allocate(memory)
+
+    @cute.jit
+    def setup(self, words):
+        """Called once by all threads, before the barriers are made visible.
+
+        Args:
+          words: shared memory pointer to `smem_words` int64 words.
+        """
+        self.full, self.empty = words, words + self.buffers
+        if cutlass.const_expr(self.buffers > 0):
+            if cute.arch.warp_idx() == 0:
+                with cute.arch.elect_one():
+                    for buffer in cutlass.range_constexpr(self.buffers):
+                        cute.arch.mbarrier_init(self.full + buffer, 1)
+                        cute.arch.mbarrier_init(self.empty + buffer, 4)
+
+    def place_of(self, warpgroup, count):
+        """Returns buffer and phase of the `count`-th subtile of a warpgroup."""
+        return warpgroup * self.stages + count % self.stages, count // self.stages % 2
+
+    def partition_for_load(self, atoms, tiles):
+        """Takes the tensor maps, in order; `tiles(box)` returns the coordinates of a box."""
+        for operand, atom in zip(self.operands, atoms, strict=True):
+            operand.partition_for_load(atom, tiles)
+
+    def load(self, warpgroup, count, block_m, block_n, batch):
+        """Fills the slot of a warpgroup's `count`-th subtile, once it is free; one warp."""
+        buffer, phase = self.place_of(warpgroup, count)
+        full = self.full + buffer
+        cute.arch.mbarrier_wait(self.empty + buffer, phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.nbytes)
+        for operand in self.operands:
+            operand.load(full, buffer, block_m, block_n, batch)
+
+    def partition_for_math(self, by_acc, warpgroup, thread):
+        self.warpgroup = warpgroup
+        for operand in self.operands:
+            operand.partition_for_math(by_acc, thread)
+
+    def read(self, count):
+        """Waits for the warpgroup's `count`-th subtile and frees its slot.
+
+        Returns:
+          A function of the number of a loaded operand and v: the thread's v-th value, a float32
+          or, of a bool operand, a truth value.
+        """
+        buffer, phase = self.place_of(self.warpgroup, count)
+        cute.arch.mbarrier_wait(self.full + buffer, phase)
+        found = {operand.number: (operand, operand.read(buffer)) for operand in self.operands}
+        self.free(buffer)
+
+        def value(number, v):
+            operand, values = found[number]
+            element = values[operand.place_of(v)]
+            return element != Uint8(0) if operand.dtype is Uint8 else element.to(Float32)
+
+        return value
+
+    @cute.jit
+    def free(self, buffer):
+        cute.arch.sync_warp()  # one lane arrives for the reads of all
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.empty + buffer)

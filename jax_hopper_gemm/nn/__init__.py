@@ -1,0 +1,23 @@
+"""Flax layers over this library's products: nnx here, their linen twins in `nn.linen`.
+
+A layer that has a namesake in Flax has its parameters too, so either's checkpoint loads into the
+other. Bias, activation and residual are part of the product: computed in float32 before the
+result is rounded, by one kernel where a kernel runs it, as are their gradients.
+"""
+
+from __future__ import annotations
+
+try:
+    import flax  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "jax_hopper_gemm.nn needs Flax, which is not installed: "
+        'python -m pip install "jax-hopper-gemm[flax]"'
+    ) from error
+
+from .layers import MLP as MLP
+from .layers import GatedLinear as GatedLinear
+from .layers import GatedMLP as GatedMLP
+from .layers import Linear as Linear
+from .pairs import from_pair as from_pair
+from .pairs import to_pair as to_pair

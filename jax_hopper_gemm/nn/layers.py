@@ -1,0 +1,225 @@
+"""Layers for nnx.
+
+`Linear` is `nnx.Linear` but for its call. The others are made of it: `MLP` of the layers `up` and
+`down`, `GatedMLP` of `gate_up` (a `GatedLinear`) and `down`. So `mlp.up` and `mlp.down` take the
+states of two `nnx.Linear`; for `gate_up` see `from_pair`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+
+from .. import ops
+from .pairs import from_pair
+
+Activation = str | Callable[[jax.Array], jax.Array] | None
+Preactivation = Literal["save", "recompute"]
+Implementation = Literal["hopper", "xla"] | None
+
+
+class Linear(nnx.Linear):
+    """`nnx.Linear` with an activation; bias, activation and residual are part of the product.
+
+    Parameters, their initial values and their metadata are Flax's own: `kernel` (in_features,
+    out_features) and `bias` (out_features,) or None. A result of 16 bits is rounded once, after
+    the activation; Flax rounds the product, and again what is added to it.
+
+    Args:
+      in_features, out_features, rngs: as in `nnx.Linear`.
+      activation: as in `jax_hopper_gemm.matmul`: a name such as "gelu", a function, or None.
+      preactivation: "save" or "recompute", for the gradient: see `jax_hopper_gemm.matmul`.
+      implementation: None, "hopper" or "xla": see `jax_hopper_gemm.matmul`.
+      **options: the other arguments of `nnx.Linear`, but for `dot_general`.
+
+    Raises:
+      TypeError: `dot_general` came.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        activation: Activation = None,
+        preactivation: Preactivation = "save",
+        implementation: Implementation = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        refuse_dot_general("Linear", "nnx.Linear", options)
+        super().__init__(in_features, out_features, rngs=rngs, **options)
+        self.activation = activation
+        self.preactivation: Preactivation = preactivation
+        self.implementation: Implementation = implementation
+
+    def __call__(self, inputs: Any, out_sharding: Any = None, *, residual: Any = None) -> jax.Array:
+        """Returns activation(inputs @ kernel + bias) + residual.
+
+        Args:
+          inputs: (..., in_features).
+          out_sharding: sharding of the result, for explicit mesh axes.
+          residual: (..., out_features), what is added to the result, or None.
+
+        Returns:
+          (..., out_features).
+        """
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        return ops.matmul(
+            x, kernel, bias=bias, activation=self.activation, residual=residual,
+            preactivation=self.preactivation, precision=self.precision,
+            preferred_element_type=self.preferred_element_type, out_sharding=out_sharding,
+            implementation=self.implementation,
+        )  # fmt: skip
+
+
+class GatedLinear(nnx.Module):
+    """activation(x @ gate + bias[0]) * (x @ up + bias[1]), both products in one kernel.
+
+    Its parameters are those of two `nnx.Linear`, gate and up, stacked: `kernel` (in_features, 2,
+    out_features) and `bias` (2, out_features) or None. One array for both makes one product of
+    each of their gradients. They start as the two layers would, made one after the other from
+    the same `rngs`. `from_pair` and `to_pair` go from the layers' parameters to the stack and back.
+
+    Args:
+      in_features, out_features: extents of each of the two layers.
+      activation: of the gate: "silu" makes SwiGLU, "gelu" GEGLU, "sigmoid" GLU; or a function.
+      preactivation, implementation, rngs, **options: as in `Linear`. Options are those of each
+        of the two layers: names of mesh axes, too, are given for (in_features, out_features).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        activation: Activation = "silu",
+        preactivation: Preactivation = "save",
+        implementation: Implementation = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        refuse_dot_general("GatedLinear", "nnx.Linear", options)
+        gate, up = (nnx.Linear(in_features, out_features, rngs=rngs, **options) for _ in range(2))
+        self.kernel = from_pair(gate.kernel, up.kernel)
+        self.bias = nnx.data(None) if gate.bias is None else from_pair(gate.bias, up.bias)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = gate.use_bias
+        self.dtype = gate.dtype
+        self.param_dtype = gate.param_dtype
+        self.precision = gate.precision
+        self.promote_dtype = gate.promote_dtype
+        self.preferred_element_type = gate.preferred_element_type
+        self.activation = activation
+        self.preactivation: Preactivation = preactivation
+        self.implementation: Implementation = implementation
+
+    def __call__(self, inputs: Any) -> jax.Array:
+        """Maps (..., in_features) to (..., out_features)."""
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        return ops.gated_linear_unit(
+            x, kernel, activation=self.activation, bias=bias, preactivation=self.preactivation,
+            precision=self.precision, preferred_element_type=self.preferred_element_type,
+            implementation=self.implementation,
+        )  # fmt: skip
+
+
+class MLP(nnx.Module):
+    """down(activation(up(x))): two layers, the activation between them in the first's kernel.
+
+    Attributes:
+      up: `Linear` with the activation, (in_features, hidden_features).
+      down: `Linear`, (hidden_features, out_features).
+
+    Args:
+      in_features, hidden_features: extents.
+      out_features: `in_features` if None.
+      activation, preactivation, implementation, rngs, **options: as in `Linear`, for both layers.
+      down_options: options of `down` that differ, such as its `kernel_metadata`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: Activation = "gelu",
+        preactivation: Preactivation = "save",
+        implementation: Implementation = None,
+        down_options: Mapping[str, Any] | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        self.up = Linear(
+            in_features, hidden_features, activation=activation, preactivation=preactivation,
+            implementation=implementation, rngs=rngs, **options,
+        )  # fmt: skip
+        self.down = Linear(
+            hidden_features, in_features if out_features is None else out_features, rngs=rngs,
+            **{"implementation": implementation, **options, **(down_options or {})},
+        )  # fmt: skip
+
+    def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
+        """Maps (..., in_features) to (..., out_features); adds `residual` of that shape."""
+        return self.down(self.up(inputs), residual=residual)
+
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) * up(x)), as in Llama ("silu") and Gemma ("gelu").
+
+    Attributes:
+      gate_up: `GatedLinear`, whose kernel is (in_features, 2, hidden_features).
+      down: `Linear`, (hidden_features, out_features).
+
+    Args:
+      in_features, hidden_features: extents.
+      out_features: `in_features` if None.
+      activation, preactivation, implementation, rngs, **options: as in `GatedLinear`, for both.
+      use_bias: whether the layers have a bias; such models have none.
+      down_options: options of `down` that differ, such as its `kernel_metadata`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: Activation = "silu",
+        use_bias: bool = False,
+        preactivation: Preactivation = "save",
+        implementation: Implementation = None,
+        down_options: Mapping[str, Any] | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        options["use_bias"] = use_bias
+        self.gate_up = GatedLinear(
+            in_features, hidden_features, activation=activation, preactivation=preactivation,
+            implementation=implementation, rngs=rngs, **options,
+        )  # fmt: skip
+        self.down = Linear(
+            hidden_features, in_features if out_features is None else out_features, rngs=rngs,
+            **{"implementation": implementation, **options, **(down_options or {})},
+        )  # fmt: skip
+
+    def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
+        """Maps (..., in_features) to (..., out_features); adds `residual` of that shape."""
+        return self.down(self.gate_up(inputs), residual=residual)
+
+
+def refuse_dot_general(layer: str, theirs: str, options: Mapping[str, Any]) -> None:
+    """Raises TypeError where the options bring a product of their own."""
+    given = [name for name in ("dot_general", "dot_general_cls") if options.get(name) is not None]
+    if given:
+        raise TypeError(
+            f"{layer}: {given[0]} came, but this layer's product is jax_hopper_gemm.matmul: "
+            f"use {theirs}({given[0]}=...)"
+        )

@@ -1,0 +1,179 @@
+"""What users ask to follow a product, as one function of the product and its operands.
+
+The functions are plain data: equal arguments give equal functions, and so one trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from . import checks
+from .activations import Activation
+
+NAMED = ("alpha", "c", "beta", "bias", "residual")  # operands of `Steps`, in their order
+
+
+@dataclass(frozen=True)
+class Steps:
+    """`epilogue(activation(alpha * product + beta * c + bias) + residual, *others)`.
+
+    Attributes:
+      op: what the user called, for messages.
+      named: those of `NAMED` that are given; the first operands.
+      activation, epilogue: as in `matmul`.
+    """
+
+    op: str
+    named: tuple[str, ...] = ()
+    activation: Activation | None = None
+    epilogue: Callable[..., Any] | None = None
+
+    def __call__(self, product: jax.Array, *operands: jax.Array) -> Any:
+        split = len(self.named)
+        given = {
+            name: _as(product.dtype, x)
+            for name, x in zip(self.named, operands[:split], strict=True)
+        }
+        y = product
+        if "alpha" in given:
+            y = given["alpha"] * y
+        if "c" in given:
+            y = y + (given["beta"] * given["c"] if "beta" in given else given["c"])
+        if "bias" in given:
+            y = y + given["bias"]
+        y = activated(self.op, self.activation, y)
+        if "residual" in given:
+            y = y + given["residual"]
+        if self.epilogue is None:
+            return y
+        return checks.call(self.op, "epilogue", self.epilogue, y, *operands[split:])
+
+
+@dataclass(frozen=True)
+class Gate:
+    """`activation(gate + gate_bias) * (up + up_bias)`; the biases are given or not.
+
+    Attributes:
+      activation: as in `gated_linear_unit`.
+    """
+
+    activation: Activation | None = None
+
+    def __call__(self, gate: jax.Array, up: jax.Array, *biases: jax.Array) -> jax.Array:
+        if biases:
+            gate, up = (y + _as(y.dtype, b) for y, b in zip((gate, up), biases, strict=True))
+        return activated("gated_linear_unit", self.activation, gate) * up
+
+
+def activated(op: str, activation: Activation | None, y: jax.Array) -> jax.Array:
+    if activation is None:
+        return y
+    out = checks.call(op, "activation", activation, y)
+    checks.check_activated(op, out, y)
+    return out
+
+
+def _as(dtype: Any, operand: jax.Array) -> jax.Array:
+    """Returns an operand in the dtype that a sum of floats is computed in."""
+    return (
+        lax.convert_element_type(operand, dtype) if jnp.issubdtype(dtype, np.inexact) else operand
+    )
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """Returns the dtype in which an epilogue sees a product of this dtype."""
+    narrow = jnp.issubdtype(dtype, np.floating) and jnp.dtype(dtype).itemsize <= 4
+    return jnp.dtype(np.float32 if narrow else dtype)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function of products that has been traced once, for what it returns.
+
+    Attributes:
+      function: of the products and `operands`, which include the arrays it had closed over.
+      operands: all of them.
+      dtypes: of each result.
+      shapes: likewise.
+      several: whether it returns a tuple.
+    """
+
+    function: Callable[..., Any]
+    operands: tuple[Any, ...]
+    dtypes: tuple[Any, ...]
+    shapes: tuple[tuple[Any, ...], ...]
+    several: bool
+
+    def apply(self, *products: jax.Array) -> Any:
+        """Returns what the function makes of the products, as XLA computes it."""
+        results = self.function(*products, *self.operands)
+        flat = results if isinstance(results, tuple) else (results,)
+        cast = tuple(map(lax.convert_element_type, flat, self.dtypes))
+        return self.structured(cast)
+
+    def structured(self, results: Any) -> Any:
+        """Returns the results as the user's function would."""
+        if isinstance(results, tuple) and not self.several:
+            return results[0]
+        return results
+
+
+def traced(
+    op: str,
+    function: Callable[..., Any],
+    products: Sequence[jax.ShapeDtypeStruct],
+    operands: Sequence[Any],
+    product_dtype: Any,
+    preferred: Any,
+) -> Traced:
+    """Traces a function of products.
+
+    A result that has the shape and the dtype of the product it is given comes back as
+    `product_dtype`, every other in the dtype that the function gives it.
+
+    Args:
+      op: what the user called, for messages.
+      function: as `Steps` or `Gate`.
+      products: what it is given.
+      operands: its operands.
+      product_dtype: dtype of the product.
+      preferred: dtypes of the results, if not None.
+    """
+    several = []
+
+    def flat(*args: Any) -> tuple[Any, ...]:
+        out = function(*args)
+        results = checks.results(op, out)
+        several.append(isinstance(out, tuple))
+        return results
+
+    closed, avals = jax.make_jaxpr(flat, return_shape=True)(*products, *operands)
+    checks.check_result_dtypes(op, avals, preferred)
+    (shape,), (dtype,) = {x.shape for x in products}, {x.dtype for x in products}
+    dtypes = preferred or tuple(
+        product_dtype if (x.shape, x.dtype) == (shape, dtype) else x.dtype for x in avals
+    )
+    if closed.consts:
+        function = partial(_evaluate, closed, len(products) + len(operands))
+    return Traced(
+        function,
+        (*operands, *closed.consts),
+        tuple(map(jnp.dtype, dtypes)),
+        tuple(x.shape for x in avals),
+        several[-1],
+    )
+
+
+def _evaluate(closed: Any, num_inputs: int, *args: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what a program makes of its inputs and of the arrays that follow, its constants."""
+    function = jaxpr_as_fun(closed.replace(consts=list(args[num_inputs:])))
+    return tuple(function(*args[:num_inputs]))

@@ -1,0 +1,37 @@
+"""Which kernels a function runs on a GPU, found on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from ..spec import GemmSpec
+
+_TARGET = "jax_hopper_gemm."
+
+
+def specs_of(function: Callable[..., Any], *args: Any) -> list[GemmSpec]:
+    """Returns the kernels that `function` launches for CUDA, in the order of the program.
+
+    Args:
+      args: arrays, or `jax.ShapeDtypeStruct`s.
+    """
+    fresh = jax.jit(lambda *args: function(*args))  # JAX keeps what it lowered for a function
+    module = fresh.trace(*args).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    found = []
+    for operation in _operations(module.operation):
+        if operation.name == "stablehlo.custom_call":
+            attributes = operation.attributes
+            if attributes["call_target_name"].value.startswith(_TARGET):
+                found.append(GemmSpec.from_json(attributes["mhlo.backend_config"]["spec"].value))
+    return found
+
+
+def _operations(operation: Any) -> Iterator[Any]:
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield inner.operation
+                yield from _operations(inner.operation)

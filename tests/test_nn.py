@@ -1,0 +1,390 @@
+"""Flax layers: parameters interchangeable with Flax's own, results and gradients equal to theirs.
+
+Inputs and parameters are small integers, whose results are exact in any order of summation, so
+ours and Flax's must be equal wherever an activation is exact too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import integers, run_fresh
+
+import jax_hopper_gemm as jhg
+
+flax = pytest.importorskip("flax", reason="needs the extra `flax`")
+
+import flax.linen as linen  # noqa: E402
+from flax import nnx  # noqa: E402
+from flax.core import meta  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from jax_hopper_gemm import nn  # noqa: E402
+from jax_hopper_gemm.nn import linen as ours_linen  # noqa: E402
+
+
+def assert_equal(ours, theirs):
+    """Asserts equal trees: structure, dtypes and values."""
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert mine.dtype == other.dtype
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))
+
+
+def fill(layer):
+    """Gives every parameter of an nnx layer integers; the same to equally named ones."""
+    state = nnx.state(layer)
+    nnx.update(layer, jax.tree.map(lambda x: integers(x.shape, x.dtype, seed=x.ndim), state))
+    return layer
+
+
+def sharding_of(parameter: Any) -> P:
+    return parameter[...].sharding.spec
+
+
+def loss(layer, x):
+    return (layer(x).astype(jnp.float32) ** 2).sum()
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_a_state_of_nnx_linear_loads_into_ours_and_back(use_bias):
+    theirs = nnx.Linear(8, 5, use_bias=use_bias, rngs=nnx.Rngs(0))
+    ours = nn.Linear(8, 5, use_bias=use_bias, rngs=nnx.Rngs(1))
+    x = integers((3, 8))
+    nnx.update(ours, nnx.state(theirs))
+    np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-6, atol=1e-6)
+    assert_equal(nnx.state(fill(ours)), nnx.state(fill(theirs)))
+    nnx.update(theirs, jax.tree.map(lambda leaf: leaf + 1, nnx.state(ours)))
+    nnx.update(ours, nnx.state(theirs))
+    assert_equal(ours(x), theirs(x))
+
+
+def run(module: Any, variables: Any, x: Any, **options: Any) -> Any:
+    """Applies a linen module."""
+    return module.apply(variables, x, **options)
+
+
+def test_linear_starts_as_flax_does():
+    options: dict[str, Any] = {"bias_init": nnx.initializers.normal(), "param_dtype": jnp.bfloat16}
+    layers = [kind(8, 5, rngs=nnx.Rngs(3), **options) for kind in (nn.Linear, nnx.Linear)]
+    assert_equal(*map(nnx.state, layers))
+    assert layers[0].kernel.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, None])
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8)])
+def test_linear_gives_flax_results_and_gradients(shape, dtype):
+    ours, theirs = (fill(k(8, 5, dtype=dtype, rngs=nnx.Rngs(0))) for k in (nn.Linear, nnx.Linear))
+    x = integers(shape, "bfloat16")
+    assert_equal(ours(x), theirs(x))
+    assert_equal(*(nnx.grad(loss)(layer, x) for layer in (ours, theirs)))
+    assert_equal(*(jax.grad(lambda x, f=f: loss(f, x))(x) for f in (ours, theirs)))
+
+
+def test_linear_applies_its_activation_and_adds_the_residual_last():
+    theirs = fill(nnx.Linear(8, 5, rngs=nnx.Rngs(0)))
+    ours = fill(nn.Linear(8, 5, activation="relu", rngs=nnx.Rngs(0)))
+    x, residual = integers((3, 8)), integers((3, 5), seed=4)
+    assert (theirs(x) < 0).any()
+    assert_equal(ours(x), jax.nn.relu(theirs(x)))
+    assert_equal(ours(x, residual=residual), jax.nn.relu(theirs(x)) + residual)
+    squared = fill(nn.Linear(8, 5, activation=lambda y: y * y, rngs=nnx.Rngs(0)))
+    assert_equal(squared(x), theirs(x) ** 2)
+
+
+def test_linear_keeps_flax_options():
+    x = integers((3, 8), "bfloat16")
+    options: dict[str, Any] = {
+        "dtype": jnp.bfloat16,
+        "preferred_element_type": jnp.float32,
+        "use_bias": False,
+    }
+    ours, theirs = (fill(k(8, 5, rngs=nnx.Rngs(0), **options)) for k in (nn.Linear, nnx.Linear))
+    assert ours(x).dtype == jnp.float32
+    assert_equal(ours(x), theirs(x))
+
+    def no_promotion(arrays, *, dtype):
+        raise RuntimeError("called")
+
+    with pytest.raises(RuntimeError, match="called"):
+        nn.Linear(8, 5, promote_dtype=no_promotion, rngs=nnx.Rngs(0))(x)
+
+
+def test_annotations_of_sharding_are_kept():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        options: dict[str, Any] = {
+            "kernel_metadata": {"out_sharding": (None, "model")},
+            "bias_metadata": {"out_sharding": ("model",)},
+            "rngs": nnx.Rngs(0),
+        }
+        linear, gated = nn.Linear(8, 4, **options), nn.GatedLinear(8, 4, **options)
+        assert sharding_of(linear.kernel) == P(None, "model")
+        assert gated.kernel.get_metadata()["out_sharding"] == (None, None, "model")
+        assert sharding_of(gated.kernel) == P(None, None, "model")
+        assert sharding_of(gated.bias) == P(None, "model")
+        gate, _ = nn.to_pair(nnx.state(gated))
+        assert jax.tree.structure(gate) == jax.tree.structure(nnx.state(linear))
+
+
+def test_gated_linear_starts_as_two_linears_do():
+    options: dict[str, Any] = {"bias_init": nnx.initializers.normal()}
+    rngs = nnx.Rngs(0)
+    gate, up = (nnx.Linear(8, 5, rngs=rngs, **options) for _ in range(2))
+    gated = nn.GatedLinear(8, 5, rngs=nnx.Rngs(0), **options)
+    assert gated.kernel.shape == (8, 2, 5) and gated.bias is not None and gated.bias.shape == (2, 5)
+    assert_equal(nn.to_pair(nnx.state(gated)), (nnx.state(gate), nnx.state(up)))
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_gated_mlp_takes_the_three_layers_of_a_model(use_bias):
+    options: dict[str, Any] = {"use_bias": use_bias, "rngs": nnx.Rngs(0)}
+    gate, up, down = (fill(nnx.Linear(*e, **options)) for e in ((8, 6), (8, 6), (6, 8)))
+    nnx.update(up, jax.tree.map(lambda leaf: 1 - leaf, nnx.state(up)))  # not gate's values
+    mlp = nn.GatedMLP(8, 6, activation="relu", **options)
+    pair = nn.from_pair(nnx.state(gate), nnx.state(up))
+    nnx.update(mlp.gate_up, pair)
+    nnx.update(mlp.down, nnx.state(down))
+
+    def theirs(x):
+        return down(jax.nn.relu(gate(x)) * up(x))
+
+    x = integers((4, 8))
+    assert (theirs(x) != 0).any()
+    assert_equal(mlp(x), theirs(x))
+    assert_equal(mlp(x, residual=x), theirs(x) + x)
+    assert_equal(nn.to_pair(nnx.state(mlp.gate_up)), (nnx.state(gate), nnx.state(up)))
+
+    by_model = nnx.grad(lambda layers, x: loss(lambda x: theirs_of(layers, x), x))(
+        nnx.List([gate, up, down]), x
+    )
+    by_ours = nnx.grad(loss)(mlp, x)
+    assert_equal(nn.to_pair(by_ours.gate_up), (by_model[0], by_model[1]))
+    assert_equal(by_ours.down, by_model[2])
+
+
+def theirs_of(layers, x):
+    gate, up, down = layers
+    return down(jax.nn.relu(gate(x)) * up(x))
+
+
+def test_mlp_is_two_linears():
+    up, down = (fill(nnx.Linear(*extents, rngs=nnx.Rngs(0))) for extents in ((8, 6), (6, 3)))
+    mlp = nn.MLP(8, 6, 3, activation="relu", rngs=nnx.Rngs(1))
+    nnx.update(mlp.up, nnx.state(up))
+    nnx.update(mlp.down, nnx.state(down))
+    x = integers((4, 8))
+    assert_equal(mlp(x), down(jax.nn.relu(up(x))))
+    assert nn.MLP(8, 6, rngs=nnx.Rngs(0)).down.out_features == 8
+
+
+def test_down_takes_options_of_its_own():
+    for kind in (nn.MLP, nn.GatedMLP):
+        mlp = kind(8, 6, use_bias=True, down_options={"use_bias": False}, rngs=nnx.Rngs(0))
+        assert mlp.down.bias is None and jax.tree.leaves(nnx.state(mlp))[0] is not None
+        assert mlp(integers((2, 8))).shape == (2, 8)
+
+
+@pytest.mark.parametrize("kind", [nn.MLP, nn.GatedMLP])
+def test_training_lowers_the_loss(kind):
+    optax = pytest.importorskip("optax")
+    model = kind(8, 32, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    x = jax.random.normal(jax.random.key(0), (64, 8))
+    y = jnp.sin(x).sum(axis=1, keepdims=True)
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, gradients = nnx.value_and_grad(lambda m: jnp.mean((m(x) - y) ** 2))(model)
+        optimizer.update(model, gradients)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(60)]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_layers_pass_through_flax_transforms():
+    model = nn.GatedMLP(8, 6, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    x = integers((3, 8))
+    assert_equal(nnx.merge(graph, state)(x), model(x))
+    assert_equal(nnx.jit(lambda m, x: m(x))(model, x), jax.jit(lambda x: model(x))(x))
+    stack = nnx.vmap(lambda rngs: nn.Linear(8, 5, activation="gelu", rngs=rngs))(
+        nnx.Rngs(0).split(4)
+    )
+    assert stack.kernel.shape == (4, 8, 5)
+    shape = nnx.eval_shape(lambda: nn.GatedMLP(8, 6, rngs=nnx.Rngs(0)))
+    assert shape.gate_up.kernel.shape == (8, 2, 6)
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_parameters_of_linen_dense_load_into_ours_and_back(use_bias):
+    theirs, ours = linen.Dense(5, use_bias=use_bias), ours_linen.Dense(5, use_bias=use_bias)
+    x = integers((3, 8))
+    variables = theirs.init(jax.random.key(0), x)
+    assert_equal(ours.init(jax.random.key(0), x), variables)
+    variables = jax.tree.map(lambda leaf: integers(leaf.shape, seed=leaf.ndim), variables)
+    assert_equal(run(ours, variables, x), run(theirs, variables, x))
+    relu = ours_linen.Dense(5, use_bias=use_bias, activation="relu")
+    assert_equal(run(relu, variables, x), jax.nn.relu(run(theirs, variables, x)))
+
+
+def test_linen_layers_are_named_as_flax_names_them():
+    def model(dense):
+        class Model(linen.Module):
+            @linen.compact
+            def __call__(self, x):
+                return dense(4)(dense(5)(x))
+
+        return Model()
+
+    trees = [model(d).init(jax.random.key(0), integers((3, 8))) for d in (ours_linen, linen)
+             for d in (d.Dense,)]  # fmt: skip
+    assert_equal(*trees)
+
+
+def test_linen_gated_mlp_agrees_with_nnx_and_with_three_dense():
+    x = integers((4, 8))
+    mlp = ours_linen.GatedMLP(6, activation="relu", use_bias=True)
+    dense = {"gate_proj": linen.Dense(6), "up_proj": linen.Dense(6), "down_proj": linen.Dense(8)}
+    hidden = integers((4, 6))
+    params = {
+        name: jax.tree.map(
+            lambda leaf, i=i: integers(leaf.shape, seed=leaf.ndim + 2 * i),
+            layer.init(jax.random.key(0), hidden if name == "down_proj" else x)["params"],
+        )
+        for i, (name, layer) in enumerate(dense.items())
+    }
+
+    def theirs(name, x):
+        return run(dense[name], {"params": params[name]}, x)
+
+    stacked = {
+        "gate_up": nn.from_pair(params["gate_proj"], params["up_proj"]),
+        "down": params["down_proj"],
+    }
+    expected = theirs("down_proj", jax.nn.relu(theirs("gate_proj", x)) * theirs("up_proj", x))
+    assert_equal(run(mlp, {"params": stacked}, x), expected)
+    shapes = jax.eval_shape(mlp.init, jax.random.key(0), x)["params"]
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, stacked)
+
+    twin = nn.GatedMLP(8, 6, activation="relu", use_bias=True, rngs=nnx.Rngs(0))
+    for name, layer in (("gate_up", twin.gate_up), ("down", twin.down)):
+        for parameter, value in stacked[name].items():
+            getattr(layer, parameter)[...] = value
+    assert_equal(twin(x), expected)
+
+
+def test_linen_mlp_is_two_dense():
+    x = integers((4, 8))
+    variables = ours_linen.MLP(6, 3).init(jax.random.key(0), x)
+    shapes = jax.tree.map(jnp.shape, variables["params"])
+    assert shapes == {
+        "up": {"kernel": (8, 6), "bias": (6,)},
+        "down": {"kernel": (6, 3), "bias": (3,)},
+    }
+    variables = jax.tree.map(lambda leaf: integers(leaf.shape, seed=leaf.ndim), variables)
+    up = run(linen.Dense(6), {"params": variables["params"]["up"]}, x)
+    expected = run(linen.Dense(3), {"params": variables["params"]["down"]}, jax.nn.relu(up))
+    residual = integers((4, 3), seed=9)
+    mlp = ours_linen.MLP(6, 3, activation="relu")
+    assert_equal(run(mlp, variables, x, residual=residual), expected + residual)
+
+
+def test_gate_and_up_start_apart_in_linen():
+    variables = ours_linen.GatedDense(64).init(jax.random.key(0), jnp.zeros((1, 256)))
+    gate, up = nn.to_pair(variables["params"]["kernel"])
+    assert not np.allclose(gate, up)
+    for kernel in (gate, up):  # lecun_normal of 256 inputs
+        assert abs(float(kernel.std()) * 16 - 1) < 0.05
+
+
+def test_linen_annotations_gain_and_lose_the_stacked_axis():
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp"))
+    layer = ours_linen.GatedDense(6, use_bias=False, kernel_init=init)
+    variables = layer.init(jax.random.key(0), integers((4, 8)))
+    specs = linen.get_partition_spec(variables)
+    assert specs["params"]["kernel"] == P("embed", None, "mlp")
+    gate, _ = nn.to_pair(variables["params"])
+    assert isinstance(gate["kernel"], meta.Partitioned)
+    assert gate["kernel"].names == ("embed", "mlp") and gate["kernel"].value.shape == (8, 6)
+
+
+@pytest.mark.parametrize(
+    "make, wanted",
+    [
+        (lambda: nn.Linear(8, 5, dot_general=jhg.dot_general, rngs=nnx.Rngs(0)), "nnx.Linear"),
+        (lambda: nn.GatedMLP(8, 5, dot_general=jhg.dot_general, rngs=nnx.Rngs(0)), "nnx.Linear"),
+        (
+            lambda: ours_linen.Dense(5, dot_general_cls=lambda: jhg.dot_general).init(
+                jax.random.key(0), integers((3, 8))
+            ),
+            "flax.linen.Dense",
+        ),
+    ],
+)
+def test_a_foreign_dot_general_is_refused_with_the_way_out(make, wanted):
+    with pytest.raises(TypeError, match=rf"dot_general.* came, .* use {wanted}\(dot_general"):
+        make()
+
+
+@pytest.mark.parametrize("option", ["implementation", "preactivation"])
+@pytest.mark.parametrize("kind", [nn.MLP, nn.GatedMLP, ours_linen.MLP, ours_linen.GatedMLP])
+def test_options_of_the_product_reach_it(kind: Any, option: str):
+    def call(**options):
+        x = integers((3, 8))
+        if kind in (nn.MLP, nn.GatedMLP):
+            return kind(8, 6, rngs=nnx.Rngs(0), **options)(x)
+        return kind(6, **options).init_with_output(jax.random.key(0), x)
+
+    call(**{option: {"implementation": "xla", "preactivation": "recompute"}[option]})
+    with pytest.raises(ValueError, match=f"{option} is 'nonsense', expected"):
+        call(**{option: "nonsense"})
+
+
+def test_nnx_einsum_takes_our_einsum():
+    def make(**options):
+        return fill(nnx.Einsum("bti,ihd->bthd", (8, 2, 3), (2, 3), rngs=nnx.Rngs(0), **options))
+
+    x = integers((2, 4, 8))
+    assert_equal(make(einsum_op=jhg.einsum)(x), make()(x))
+    assert "hopper_dot" in str(jax.make_jaxpr(make(einsum_op=jhg.einsum))(x))
+
+
+def test_linen_dense_takes_our_dot_general():
+    x = integers((3, 8))
+    variables = linen.Dense(5).init(jax.random.key(0), x)
+    variables = jax.tree.map(lambda leaf: integers(leaf.shape, seed=leaf.ndim), variables)
+    ours = linen.Dense(5, dot_general=jhg.dot_general)
+    assert_equal(run(ours, variables, x), run(linen.Dense(5), variables, x))
+    assert "hopper_dot" in str(jax.make_jaxpr(ours.apply)(variables, x))
+
+
+def test_attention_takes_our_dot_general():
+    def make(**options):
+        return nnx.MultiHeadAttention(
+            num_heads=2, in_features=8, qkv_features=8, decode=False, rngs=nnx.Rngs(0), **options
+        )
+
+    ours = make(qkv_dot_general=jhg.dot_general, out_dot_general=jhg.dot_general)
+    x = jax.random.normal(jax.random.key(0), (2, 4, 8))
+    np.testing.assert_allclose(ours(x), make()(x), rtol=1e-5, atol=1e-6)
+    assert str(jax.make_jaxpr(ours)(x)).count("hopper_dot[") == 4  # q, k, v, out
+
+
+def test_a_missing_flax_is_named_with_the_command_that_installs_it():
+    source = (
+        "import sys\n"
+        "sys.modules['flax'] = None  # as if it were not installed\n"
+        "import jax_hopper_gemm\n"
+        "try:\n    import jax_hopper_gemm.nn\n"
+        "except ModuleNotFoundError as error:\n    print(error)\n"
+    )
+    assert run_fresh(source) == (
+        "jax_hopper_gemm.nn needs Flax, which is not installed: "
+        'python -m pip install "jax-hopper-gemm[flax]"\n'
+    )

@@ -1,0 +1,111 @@
+"""`gated_linear_unit` is two products and the gate between them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from programs import integers
+from test_ops_epilogue import assert_close, assert_same
+
+import jax_hopper_gemm as jhg
+
+X, GATE, UP = integers((6, 4)), integers((4, 5), seed=1), integers((4, 5), seed=2)
+STACKED = jnp.stack((GATE, UP), 1)
+BIASES = integers((2, 5), seed=3)
+
+
+def reference(x, weights, *, activation=jax.nn.silu, bias=None, **ignored):
+    gate, up = weights if isinstance(weights, tuple) else (weights[:, 0], weights[:, 1])
+    dtype = (x[..., :1] * gate[0, 0]).dtype
+    gate, up = (jnp.matmul(x, w, preferred_element_type=jnp.float32) for w in (gate, up))
+    if bias is not None:
+        gate, up = gate + bias[0], up + bias[1]
+    return ((gate if activation is None else activation(gate)) * up).astype(dtype)
+
+
+FORMS: dict[str, Any] = {"stacked": STACKED, "pair": (GATE, UP)}
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("x_shape", [(6, 4), (4,), (2, 3, 4), (1, 6, 4)])
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_the_activated_gate_times_up(form, x_shape, dtype, implementation):
+    x = integers(x_shape, dtype)
+    weights = jax.tree.map(lambda w: w.astype(dtype), FORMS[form])
+    ours = jax.jit(partial(jhg.gated_linear_unit, implementation=implementation))(x, weights)
+    assert_close(ours, jax.jit(reference)(x, weights))
+
+
+@pytest.mark.parametrize("bias", [None, BIASES, (BIASES[0], BIASES[1])])
+@pytest.mark.parametrize("name, function", [
+    ("gelu", jax.nn.gelu), (jax.nn.sigmoid, jax.nn.sigmoid), (None, None), ("relu", jax.nn.relu),
+])  # fmt: skip
+def test_activations_and_biases_follow_jnp(name, function, bias):
+    ours = jhg.gated_linear_unit(X, STACKED, activation=name, bias=bias)
+    assert_close(ours, reference(X, STACKED, activation=function, bias=bias))
+
+
+def test_preferred_element_type_is_the_result_dtype():
+    x, weights = X.astype(jnp.bfloat16), STACKED.astype(jnp.bfloat16)
+    ours = jhg.gated_linear_unit(x, weights, activation=None, preferred_element_type=jnp.float32)
+    assert_same(ours, (X @ GATE) * (X @ UP))
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_follow_jnp(form, preactivation, implementation):
+    def loss(unit, x, weights, bias):
+        y = unit(x, weights, bias=bias)
+        return (y * integers(y.shape, seed=4)).sum()
+
+    unit = partial(
+        jhg.gated_linear_unit, preactivation=preactivation, implementation=implementation
+    )
+    for x in (X * 0.25, integers((2, 3, 4)) * 0.25):
+        ours, theirs = (
+            jax.jit(jax.grad(partial(loss, f), (0, 1, 2)))(x, FORMS[form], BIASES)
+            for f in (unit, reference)
+        )
+        assert_close(ours, theirs)
+
+
+def test_gradients_of_16_bit_operands_come_in_16_bits():
+    def loss(unit, x, weights):
+        y = unit(x, weights, activation=jax.nn.relu)
+        return (y.astype(jnp.float32) * integers(y.shape, seed=4)).sum()
+
+    x, weights = integers((6, 4), "bfloat16"), STACKED.astype(jnp.bfloat16)
+    ours, theirs = (
+        jax.jit(jax.grad(partial(loss, f), (0, 1)))(x, weights)
+        for f in (jhg.gated_linear_unit, reference)
+    )
+    assert_same(ours, theirs)
+
+
+TRANSFORMS = {
+    "jvp": lambda f: lambda x, w: jax.jvp(f, (x, w), (x + 1, jax.tree.map(jnp.sin, w))),
+    "vmap of x": lambda f: lambda x, w: jax.vmap(f, (0, None))(jnp.stack([x, x + 1]), w),
+    "vmap of weights": lambda f: lambda x, w: jax.vmap(f, (None, 0))(
+        x, jax.tree.map(lambda w: jnp.stack([w, w - 1]), w)
+    ),
+    "vmap of both": lambda f: lambda x, w: jax.vmap(f, (1, 0), 2)(
+        jnp.stack([x, x + 1], 1), jax.tree.map(lambda w: jnp.stack([w, w - 1]), w)
+    ),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(lambda x, w: f(x, w).sum()), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("form", FORMS)
+def test_transformations_follow_jnp(form, transform):
+    ours, theirs = (
+        jax.jit(TRANSFORMS[transform](f))(X * 0.25, FORMS[form])
+        for f in (jhg.gated_linear_unit, reference)
+    )
+    assert_close(ours, theirs)

@@ -1,0 +1,501 @@
+"""Functions of a product are cut into a graph and what XLA does after it, and mean the same."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jax_hopper_gemm.epilogue import Node, Operand, Result, graph_violations
+from jax_hopper_gemm.testing.functions import (
+    interpret,
+    random_function,
+    random_operand,
+    vjp_of,
+)
+from jax_hopper_gemm.tracing import Fusion, NotFusable, fuse
+
+EXTENTS = {"b": 2, "m": 8, "n": 16}
+ACTIVATIONS = (
+    "relu", "gelu", "silu", "swish", "softplus", "leaky_relu", "elu", "mish", "hard_swish", "celu",
+    "selu", "hard_tanh", "relu6", "log_sigmoid", "sigmoid", "hard_sigmoid", "soft_sign",
+    "squareplus", "sparse_plus", "sparse_sigmoid", "tanh",
+)  # fmt: skip
+FUNCTIONS = {name: getattr(jax.nn, name) for name in ACTIVATIONS} | {
+    "exact gelu": partial(jax.nn.gelu, approximate=False),
+    "squared relu": lambda x: jnp.square(jax.nn.relu(x)),
+    "clip": lambda x: jnp.clip(x, -1.0, 2.0),
+    "logaddexp": lambda x: jnp.logaddexp(x, 0.5 * x),
+    "where": lambda x: jnp.where((x > 0) & jnp.isfinite(x) | ~(x != x), x, -x),
+    "nan_to_num": jnp.nan_to_num,
+    "clamp": lambda x: lax.clamp(-1.0, x, 1.0),
+    "round away from zero": lambda x: lax.round(x),
+    "jnp.round": jnp.round,
+    "float16 precision": lambda x: lax.reduce_precision(x, 5, 10),
+    "bfloat16 precision": lambda x: lax.reduce_precision(x, 8, 7),
+    "pow": lambda x: jnp.abs(x) ** 1.5 + x**-3,
+    "checkpoint": jax.checkpoint(lambda x: jnp.sin(jnp.cos(x))),
+    "jit": jax.jit(lambda x: jax.jit(jnp.exp)(x) - 1),
+    "xor": lambda x: jnp.where((x > 0) ^ (x < 1) ^ (x == 2), x, 2 * x),
+    "equal truths": lambda x: jnp.where((x > 0) == (x < 1), x, 2 * x),
+    "nested where": lambda x: jnp.where(jnp.where(x > 0, x < 1, x > -1), x, 3.0),
+}
+
+LINEAR = {"round away from zero", "jnp.round", "float16 precision", "bfloat16 precision"}
+
+
+def shape(labels: str) -> tuple[int, ...]:
+    return tuple(EXTENTS[x] for x in labels)
+
+
+def normal(labels: str, seed: int = 0, dtype: Any = "float32") -> jax.Array:
+    values = np.random.default_rng(seed).normal(size=shape(labels)) * 2
+    return jnp.asarray(values, dtype=dtype)
+
+
+def fused(function: Any, *args: Any, out: str = "mn", **options: Any) -> Fusion:
+    """Returns the fusion of a function, having checked its graph."""
+    fusion = fuse(jax.make_jaxpr(function)(*args), 1, out, "m", "n", **options)
+    assert graph_violations(fusion.graph) == []
+    return fusion
+
+
+def assert_same(
+    function: Any, *args: Any, out: str = "mn", ulps: float = 8, **options: Any
+) -> Fusion:
+    """Checks that a function's fusion gives what it gives, run operation by operation.
+
+    Sums may be taken in another order, so `ulps` are of the largest element, too.
+    """
+    fusion = fused(function, *args, out=out, **options)
+    with jax.disable_jit():
+        wanted = jax.tree.leaves(function(*args))
+    found = interpret(fusion, args[:1], args[1:], out, "m", "n")
+    for got, want in zip(found, wanted, strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        scale = np.max(np.abs(want), initial=0, where=np.isfinite(want))
+        np.testing.assert_allclose(got, want, rtol=ulps * 2**-23, atol=ulps * 2**-23 * scale)
+    return fusion
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_elementwise_functions_are_fused_whole(name: str):
+    fusion = assert_same(FUNCTIONS[name], normal("mn"))
+    assert fusion.uncovered == ()
+    assert [result.kind for result in fusion.graph.results] == ["matrix"]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_their_gradients_are_fused_whole(name: str):
+    def gradient(x: Any, cotangent: Any) -> Any:
+        return jax.vjp(FUNCTIONS[name], x)[1](cotangent)
+
+    if name in LINEAR:
+        with pytest.raises(NotFusable, match="depends on the product"):
+            fused(gradient, normal("mn"), normal("mn", 1))
+        return
+    fusion = assert_same(gradient, normal("mn"), normal("mn", 1))
+    assert fusion.uncovered == ()
+    assert len(fusion.graph.results) == 1
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, 1e-40, -1.5, 2.5])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_special_values_come_out_alike(name: str, value: float):
+    x = jnp.full(shape("mn"), value, jnp.float32)
+    fusion = fused(FUNCTIONS[name], x)
+    with jax.disable_jit():
+        want = FUNCTIONS[name](x)
+    (got,) = interpret(fusion, [x], [], "mn", "m", "n")
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-37)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "labels"),
+    [
+        ((), "scalar", ""),
+        ((1, 1, 1), "scalar", ""),
+        ((2, 1, 1), "scalar", "b"),
+        ((16,), "row", "n"),
+        ((1, 16), "row", "n"),
+        ((2, 1, 16), "row", "bn"),
+        ((8, 1), "column", "m"),
+        ((2, 8, 1), "column", "bm"),
+        ((8, 16), "matrix", "mn"),
+        ((2, 8, 16), "matrix", "bmn"),
+    ],
+)
+def test_operands_are_told_apart_by_shape(given: tuple[int, ...], kind: Any, labels: str):
+    operand = jnp.asarray(np.random.default_rng(0).normal(size=given), jnp.float32)
+    fusion = assert_same(lambda acc, x: acc * x, normal("bmn"), operand, out="bmn")
+    assert fusion.graph.operands == (Operand(kind, "float32"),)
+    assert (fusion.labels, fusion.operands, fusion.casts) == ((labels,), (0,), (None,))
+
+
+def test_an_operand_used_in_several_broadcast_forms_is_read_once():
+    def function(acc: Any, bias: Any) -> Any:
+        return acc * bias + jnp.broadcast_to(bias[None, :], acc.shape) + jnp.tanh(bias)[None]
+
+    fusion = assert_same(function, normal("mn"), normal("n"))
+    assert fusion.graph.operands == (Operand("row", "float32"),)
+
+
+def test_an_operand_used_along_both_axes_is_two_operands():
+    acc = normal("nn")
+    fusion = fuse(
+        jax.make_jaxpr(lambda acc, x: acc + x + x[:, None])(acc, normal("n")), 1, "mn", "m", "n"
+    )
+    assert fusion.operands == (0, 0)
+    assert fusion.labels == ("m", "n")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "bool"])
+@pytest.mark.parametrize("labels", ["n", "mn"])
+def test_operands_keep_the_dtypes_that_kernels_read(dtype: str, labels: str):
+    operand = jnp.asarray(random_operand(random.Random(0), labels, dtype, {"m": 8, "n": 16}))
+
+    def function(acc: Any, x: Any) -> Any:
+        return jnp.where(x if dtype == "bool" else x > 0, acc, -acc)
+
+    fusion = assert_same(function, normal("mn"), operand)
+    assert [o.dtype for o in fusion.graph.operands] == [dtype]
+    assert fusion.casts == (None,)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "bool"])
+def test_scalars_are_converted_to_float32(dtype: str):
+    scalar = jnp.asarray(1.5).astype(dtype)
+    fusion = assert_same(lambda acc, x: jnp.where(x.astype(bool), acc, -acc), normal("mn"), scalar)
+    assert fusion.graph.operands == (Operand("scalar", "float32"),)
+    assert fusion.casts == ("float32",)
+
+
+@pytest.mark.parametrize("labels", ["", "n", "m"])
+def test_integers_are_converted_as_the_function_does(labels: str):
+    operand = jnp.asarray(np.arange(np.prod(shape(labels), dtype=int)) + 2**24).reshape(
+        shape(labels) + (1,) * (labels == "m")
+    )
+    fusion = assert_same(lambda acc, x: acc * x, normal("mn"), operand)
+    assert fusion.casts == ("float32",)
+    assert fusion.uncovered == ()
+
+
+def test_a_matrix_of_integers_is_left_to_xla():
+    operand = jnp.arange(8 * 16, dtype=jnp.int32).reshape(8, 16)
+    fusion = assert_same(lambda acc, x: jnp.tanh(acc) * x, normal("mn"), operand)
+    assert fusion.uncovered == ("convert_element_type", "mul")
+    assert fusion.graph.nodes[0].op == "tanh"
+
+
+def test_the_last_conversion_is_the_rounding_of_the_store():
+    fusion = assert_same(lambda x: jnp.tanh(x).astype(jnp.bfloat16), normal("mn"))
+    assert fusion.graph.nodes == (Node("tanh", (0,)),)
+    assert fusion.graph.results == (Result("matrix", 1, "bfloat16"),)
+
+
+def test_roundings_inside_are_kept():
+    def function(x: Any) -> Any:
+        rounded = x.astype(jnp.bfloat16)
+        return rounded, jnp.tanh(rounded.astype(jnp.float32).astype(jnp.bfloat16) * 3)
+
+    fusion = assert_same(function, normal("mn"))
+    converts = [node for node in fusion.graph.nodes if node.op == "convert"]
+    assert len(converts) == 2  # of x, of the product; that of tanh is the store's
+    assert fusion.graph.results[0] == Result("matrix", 0, "bfloat16")
+
+
+def test_arithmetic_of_16_bit_operands_is_rounded_as_written():
+    def function(acc: Any, x: Any, y: Any) -> Any:
+        return acc + (x + y) * y
+
+    x, y = normal("n", 1, jnp.bfloat16), normal("n", 2, jnp.bfloat16)
+    assert_same(function, normal("mn"), x, y, ulps=0)
+
+
+def test_equal_functions_share_a_graph_and_dead_code_is_left_out():
+    def one(acc: Any, bias: Any) -> Any:
+        return jax.nn.gelu(acc + bias)
+
+    def other(product: Any, vector: Any) -> Any:
+        del_ = jnp.sort(product)  # noqa: F841  dead
+        return jax.jit(jax.nn.gelu)(product + vector)
+
+    first, second = fused(one, normal("mn"), normal("n")), fused(other, normal("mn"), normal("n"))
+    assert first.graph == second.graph
+    assert hash(first.graph) == hash(second.graph)
+
+
+def test_equal_operations_are_computed_once():
+    fusion = fused(lambda x: (jnp.tanh(x) * 2, jnp.tanh(x) + 1, jnp.tanh(x) * 2), normal("mn"))
+    assert [node.op for node in fusion.graph.nodes].count("tanh") == 1
+    assert len(fusion.graph.results) == 2
+
+
+def test_a_transposed_product_is_followed():
+    fusion = assert_same(lambda x, b: (x.T * b[:, None]).T + b, normal("mn"), normal("n"))
+    assert (fusion.uncovered, fusion.labels) == ((), ("n",))
+
+
+REDUCTIONS = {
+    "column_sum": lambda x: jnp.sum(x, axis=-2),
+    "row_sum": lambda x: jnp.sum(x, axis=-1),
+    "row_max": lambda x: jnp.max(x, axis=-1, keepdims=True),
+    "row_max of the negative": lambda x: jnp.min(x, axis=-1),
+    "max": lambda x: jnp.max(jnp.abs(x)),
+    "max of the negative": jnp.min,
+    "column_sum of everything": jnp.sum,
+    "column_sum of batch and rows": lambda x: jnp.sum(x, axis=(0, 1)),
+    "row_sum of batch and columns": lambda x: jnp.sum(x, axis=(0, 2)),
+    "row_max of batch and columns": lambda x: jnp.max(x, axis=(0, 2)),
+    "row_sum for the mean": lambda x: jnp.mean(x, axis=-1),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("tile_limit", [256, 8])
+def test_reductions_leave_the_kernel_without_a_matrix(name: str, tile_limit: int):
+    fusion = assert_same(
+        lambda x: REDUCTIONS[name](jnp.exp(x)), normal("bmn"), out="bmn", tile_limit=tile_limit
+    )
+    assert [result.kind for result in fusion.graph.results] == [name.split()[0]]
+    assert fusion.uncovered == ()
+    assert not fusion.graph.needs_whole_rows
+
+
+def test_a_bias_gradient_comes_from_the_same_pass():
+    def loss(acc: Any, bias: Any, cotangent: Any) -> Any:
+        return jax.vjp(lambda a, b: jax.nn.gelu(a + b).astype("bfloat16"), acc, bias)[1](cotangent)
+
+    args = normal("bmn"), normal("n", 1, "bfloat16"), normal("bmn", 2, "bfloat16")
+    fusion = assert_same(loss, *args, out="bmn")
+    assert [result.kind for result in fusion.graph.results] == ["matrix", "column_sum"]
+    assert fusion.results == (("b", "m", "n"), ("b", "n"))
+    assert fusion.uncovered == ()
+
+
+ROWS = {
+    "softmax": lambda x: jax.nn.softmax(x, -1),
+    "log_softmax": lambda x: jax.nn.log_softmax(x, -1),
+    "layer norm": lambda x: jax.nn.standardize(x, -1),
+    "rms norm": lambda x: x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6),
+    "shifted by the least": lambda x: x - jnp.min(x, -1, keepdims=True),
+    "in bfloat16": lambda x: x - jnp.max(x.astype("bfloat16"), -1, keepdims=True),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_rows_that_fit_a_tile_are_normalised_in_the_kernel(name: str, gradient: bool):
+    function = ROWS[name]
+    if gradient:
+        args = (normal("mn"), normal("mn", 1))
+        fusion = assert_same(lambda x, g: jax.vjp(function, x)[1](g), *args, ulps=64)
+    else:
+        fusion = assert_same(function, normal("mn"))
+    assert fusion.uncovered == ()
+    assert len(fusion.graph.results) == 1
+    assert fusion.graph.needs_whole_rows
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_longer_rows_are_normalised_by_xla(name: str, gradient: bool):
+    function, args = ROWS[name], (normal("mn"),)
+    if gradient:
+        function, args = (lambda x, g: jax.vjp(ROWS[name], x)[1](g)), (*args, normal("mn", 1))
+    fusion = assert_same(function, *args, tile_limit=8, ulps=64)
+    assert not fusion.graph.needs_whole_rows
+    assert len(fusion.graph.matrices) == 1
+    assert fusion.uncovered != ()
+
+
+@pytest.mark.parametrize("tile_limit", [8, 256])
+def test_logsumexp_never_writes_the_matrix(tile_limit: int):
+    def function(x: Any, bias: Any) -> Any:
+        return jax.nn.logsumexp(x + bias, -1), jnp.max(x + bias, -1)
+
+    fusion = assert_same(function, normal("mn"), normal("n"), tile_limit=tile_limit)
+    assert [result.kind for result in fusion.graph.results] == ["row_sumexp"]
+    assert fusion.uncovered == ()
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
+def test_sums_of_exp_of_what_is_not_finite(value: float):
+    x = normal("mn").at[1, 3].set(value).at[2].set(value)
+    for name in ("softmax", "logsumexp"):
+        function = partial(getattr(jax.nn, name), axis=-1)
+        fusion = fused(function, x, tile_limit=8)
+        largest = jnp.max(x, -1)
+        terms = jnp.where(x == largest[:, None], 1.0, jnp.exp(x - largest[:, None]))
+        finished = [] if name == "logsumexp" else [x]
+        finished += [largest, jnp.sum(terms, -1)]
+        np.testing.assert_allclose(fusion.finish(*finished)[0], function(x), rtol=1e-6)
+
+
+def test_top_k_of_a_row_that_fits():
+    fusion = assert_same(lambda x: lax.top_k(jax.nn.softmax(x, -1), 3), normal("bmn"), out="bmn")
+    assert [result.kind for result in fusion.graph.results] == ["top_k_values", "top_k_indices"]
+    assert fusion.results == (("b", "m", "?"),) * 2
+    assert fusion.uncovered == ()
+
+
+@pytest.mark.parametrize(("k", "tile_limit"), [(3, 8)])
+def test_other_top_k_is_left_to_xla(k: int, tile_limit: int):
+    fusion = assert_same(lambda x: lax.top_k(x, k), normal("mn"), tile_limit=tile_limit)
+    assert fusion.uncovered == ("top_k",)
+
+
+@pytest.mark.parametrize("join", ["stack", "concatenate"])
+def test_two_stacked_matrices_are_planes_of_one_array(join: str):
+    def function(x: Any) -> Any:
+        pair = (jnp.tanh(x).astype("bfloat16"), x.astype("bfloat16"))
+        if join == "stack":
+            return jnp.stack(pair, axis=-2)
+        return jnp.concatenate([y[:, None, :] for y in pair], axis=1)
+
+    fusion = assert_same(function, normal("mn"))
+    assert fusion.graph.results == (
+        Result("matrix", 1, "bfloat16", plane=0, planes=2),
+        Result("matrix", 0, "bfloat16", plane=1, planes=2),
+    )
+    assert fusion.results == (("m", "?", "n"),) * 2
+    assert fusion.uncovered == ()
+
+
+def test_matrices_stacked_elsewhere_are_left_to_xla():
+    fusion = assert_same(lambda x: jnp.stack([jnp.tanh(x), x], axis=0), normal("mn"))
+    assert fusion.uncovered == ("tanh", "stack")  # one matrix stored, not two
+
+
+def test_what_no_kernel_knows_is_named_and_left_to_xla():
+    fusion = assert_same(
+        lambda x, b: jnp.cumsum(jnp.tanh(x + b), -1) * 2, normal("mn"), normal("n")
+    )
+    assert fusion.uncovered == ("cumsum", "mul")
+    assert [result.dtype for result in fusion.graph.results] == ["float32"]
+    assert fusion.graph.nodes[-1].op == "tanh"
+
+
+def test_fewer_matrices_are_stored_when_xla_recomputes_from_the_product():
+    def function(x: Any) -> Any:
+        return jnp.sort(jnp.tanh(x)) + jnp.sort(jnp.exp(x))[::-1], jnp.sum(jnp.sin(x), 0)
+
+    fusion = assert_same(function, normal("mn"))
+    assert [result.kind for result in fusion.graph.results] == ["matrix", "column_sum"]
+    assert fusion.graph.results[0].value == 0
+
+
+def test_positions_are_left_to_xla():
+    fusion = assert_same(lambda x: jnp.where(jnp.arange(16) < 5, jnp.tanh(x), 0.0), normal("mn"))
+    assert "iota" in fusion.uncovered
+
+
+@pytest.mark.parametrize("name", ["truth", "integers", "transposed"])
+def test_outputs_that_no_kernel_stores_are_converted_by_xla(name: str):
+    functions = {
+        "truth": (lambda x: x > 0, "convert_element_type"),
+        "integers": (lambda x: jnp.round(x).astype(jnp.int8), "convert_element_type"),
+        "transposed": (lambda x: (2 * x).T, "transpose"),
+    }
+    function, operation = functions[name]
+    assert assert_same(function, normal("mn")).uncovered == (operation,)
+
+
+def test_outputs_without_the_product_are_computed_after_the_kernel():
+    fusion = assert_same(lambda x, b: (b * 2, x + b, jnp.float32(3), b), normal("mn"), normal("n"))
+    assert len(fusion.graph.results) == 1
+    assert fusion.uncovered == ()
+
+
+def test_gate_and_up_meet_in_one_graph():
+    def function(gate: Any, up: Any) -> Any:
+        return (jax.nn.silu(gate) * up).astype("bfloat16")
+
+    gate, up = normal("mn"), normal("mn", 1)
+    fusion = fuse(jax.make_jaxpr(function)(gate, up), 2, "mn", "m", "n")
+    assert graph_violations(fusion.graph) == []
+    assert fusion.graph.accumulators == 2
+    (got,) = interpret(fusion, [gate, up], [], "mn", "m", "n")
+    with jax.disable_jit():
+        assert np.array_equal(got, function(gate, up))
+
+
+@pytest.mark.parametrize("extents", [(1, 16), (8, 1), (1, 1)])
+def test_extents_of_one(extents: tuple[int, int]):
+    x = normal("mn")[: extents[0], : extents[1]]
+    bias, scale = normal("n")[: extents[1]], normal("m")[: extents[0], None]
+
+    def function(x: Any, bias: Any, scale: Any) -> Any:
+        y = jax.nn.gelu(x * scale + bias)
+        return y, jnp.sum(y, 0), jnp.max(y, 1), y - jnp.max(y, 1, keepdims=True), jnp.max(y)
+
+    fusion = assert_same(function, x, bias, scale)
+    assert fusion.uncovered == ()
+
+
+def test_effects_are_kept():
+    seen = []
+
+    def function(x: Any) -> Any:
+        jax.debug.callback(lambda y: seen.append(np.asarray(y)), jnp.tanh(x))
+        return x * 2
+
+    x = normal("mn")
+    fusion = fused(function, x)
+    interpret(fusion, [x], [], "mn", "m", "n")
+    jax.effects_barrier()
+    np.testing.assert_allclose(seen[0], np.tanh(x), rtol=1e-6)
+
+
+def test_finish_can_be_traced():
+    x = normal("mn")
+    fusion = fused(lambda x: jax.nn.softmax(x, -1), x, tile_limit=8)
+    largest = jnp.max(x, -1)
+    total = jnp.sum(jnp.exp(x - largest[:, None]), -1)
+    (got,) = jax.jit(fusion.finish)(x, largest, total)
+    np.testing.assert_allclose(got, jax.nn.softmax(x, -1), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "reason"),
+    [
+        (lambda x, b: b * 2, (normal("mn"), normal("n")), "no output .* depends on the product"),
+        (lambda x: x * 2, (normal("mn").astype("bfloat16"),), "product is bfloat16"),
+        (lambda x: x + np.arange(16.0, dtype="float32"), (normal("mn"),), r"float32\[16\]"),
+    ],
+)
+def test_what_cannot_be_fused_says_why(function: Any, args: Any, reason: str):
+    with pytest.raises(NotFusable, match=reason):
+        fused(function, *args)
+
+
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_random_functions_and_their_gradients_mean_the_same(first: int):
+    for seed in range(first, first + 20):
+        rng = random.Random(seed)
+        out = rng.choice(("mn", "bmn"))
+        differentiable = rng.random() < 0.5
+        function = random_function(rng, out, differentiable)
+        operands = function.random_operands(rng, {x: EXTENTS[x] for x in out})
+        args = (normal(out, seed), *map(jnp.asarray, operands))
+        fusion = assert_same(function.function, *args, out=out, ulps=64)
+        assert fusion.uncovered == (), function.description
+        results = jax.eval_shape(function.function, *args)
+        cotangents = [
+            jnp.asarray(np.random.default_rng(seed).normal(size=r.shape)).astype(r.dtype)
+            for r in results
+        ]
+        try:
+            fusion = assert_same(vjp_of(function), *args, *cotangents, out=out, ulps=64)
+            # Gradients of operands without the batch's axis are sums over it.
+            allowed = {"reduce_sum"} if out == "bmn" else set()
+            assert not differentiable or set(fusion.uncovered) <= allowed, function.description
+        except NotFusable as error:
+            assert "depends on the product" in str(error)
