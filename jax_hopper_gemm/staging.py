@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .fragment import column_of, row_of
+
 ROWS = 64  # of a wgmma, and so of a staged tile
 CHUNK = 16  # bytes that stay together under a swizzle; also a row of an 8x8 matrix of stmatrix
 LINE = 128  # bytes of shared memory that one access can reach: 32 banks of 4 bytes
@@ -26,8 +28,7 @@ def fragment_element(thread: Any, value: Any) -> tuple[Any, Any]:
       thread: 0 to 127, in the warpgroup.
       value: 0 to N / 2 - 1.
     """
-    row = thread // 32 * 16 + thread % 32 // 4 + value // 2 % 2 * 8
-    return row, value // 4 * 8 + thread % 4 * 2 + value % 2
+    return row_of(thread, value), column_of(thread, value)
 
 
 def fragment_owner(row: Any, column: Any) -> tuple[Any, Any]:
