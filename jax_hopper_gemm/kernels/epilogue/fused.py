@@ -240,18 +240,12 @@ class FusedEpilogue:
             buffer = self.first_buffer + (before + i_n) % self.spec.epi_stages
             row_block = i_m * self.row_blocks + self.first_row_block
             subtile = (row_block, i_n, tile_m, tile_n, batch)
-            step = partial(
-                self.finish_subtile,
-                is_store_warp,
-                known,
-                i_m,
-                i_n,
-                read + i_n,
-                place,
-                buffer,
-                subtile,
-            )
-            steps.append(step)
+            steps.append(
+                partial(
+                    self.finish_subtile, is_store_warp, known, i_m, i_n, read + i_n, place,
+                    buffer, subtile,
+                )
+            )  # fmt: skip
         return steps
 
     def run(self, steps):
@@ -358,11 +352,9 @@ class FusedEpilogue:
         """Adds a subtile to the statistics of its rows; the last one makes them known."""
         (argument,) = self.graph.node(number).args
         elements = self.elements(known, i_m, i_n, count)
-        inside = self.inside(self.moved(place, i_n))
+        _, columns = self.inside(self.moved(place, i_n))
         for v in range(self.values):
-            row = rows[v // 2 % 2]
-            value = elements.value(argument, v)
-            row.add(self.masked(value, v, inside, False, True, row.identity))
+            rows[v // 2 % 2].add(elements.value(argument, v), columns[v // 4 * 2 + v % 2])
         if i_n == self.subtiles_n - 1:
             known[number] = tuple(row.value() for row in rows)
 
