@@ -269,6 +269,15 @@ def test_reductions_leave_the_kernel_without_a_matrix(name: str, tile_limit: int
     assert not fusion.graph.needs_whole_rows
 
 
+@pytest.mark.parametrize("name", ["sum", "max"])
+@pytest.mark.parametrize("extents", [(2, 8, 16), (2, 1, 1)])
+def test_reductions_over_the_batch_alone(name: str, extents: tuple[int, ...]):
+    x = normal("bmn")[: extents[0], : extents[1], : extents[2]]
+    fusion = assert_same(lambda x: getattr(jnp, name)(jnp.exp(x), axis=0), x, out="bmn")
+    whole = fusion.graph.results[0].kind == "max"  # of D, which is no more than its batch
+    assert fusion.uncovered == (() if whole else (f"reduce_{name}",))
+
+
 def test_a_bias_gradient_comes_from_the_same_pass():
     def loss(acc: Any, bias: Any, cotangent: Any) -> Any:
         return jax.vjp(lambda a, b: jax.nn.gelu(a + b).astype("bfloat16"), acc, bias)[1](cotangent)

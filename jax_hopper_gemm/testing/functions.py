@@ -138,8 +138,8 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "min": jnp.minimum,
     "pow": lambda x, y: (jnp.abs(x) + 0.5) ** jnp.tanh(y),
     "greater": lambda x, y: jnp.where(x > y, x, 0.5 * y),
-    "logic": lambda x, y: jnp.where((x < 0.3) & ~(y >= 0.1) | (x == y), x, y),
-    "unequal": lambda x, y: jnp.where((x != y) ^ (x <= 0.2) ^ jnp.isfinite(y), x, y),
+    "logic": lambda x, y: jnp.where((x < 0.25) & ~(y >= 0.125) | (x == y), x, y),
+    "unequal": lambda x, y: jnp.where((x != y) ^ (x <= 0.25) ^ jnp.isfinite(y), x, y),
     "gate": lambda x, y: jax.nn.sigmoid(x) * y,
 }
 
@@ -163,7 +163,9 @@ class _Maker:
             return (lambda leaves: f(x(leaves))), f"{name}({text})"
         y, other = self.tree(self.rng.randint(0, depth - 1)) if shape == "binary" else self.leaf()
         if other.startswith("bool"):
-            return (lambda leaves: jnp.where(y(leaves), x(leaves), -0.3)), f"where({other}, {text})"
+            return (
+                lambda leaves: jnp.where(y(leaves), x(leaves), -0.25)
+            ), f"where({other}, {text})"
         name, g = self.rng.choice(sorted(_BINARY.items(), key=lambda item: item[0]))
         if self.rng.random() < 0.5:
             return (lambda leaves: g(x(leaves), y(leaves))), f"{name}({text}, {other})"
@@ -270,8 +272,8 @@ def _in_float32(node: Node, arguments: list[Any], columns: tuple[int, ...]) -> A
             return jnp.sum(arguments[0], axis=columns, keepdims=True)
         case "row_max", _:
             return jnp.max(arguments[0], axis=columns, keepdims=True)
-    arguments = jnp.broadcast_arrays(*arguments)
-    return _JNP.get(node.op, getattr(lax, node.op, None))(*arguments)
+    function = _JNP.get(node.op) or getattr(lax, node.op)
+    return function(*jnp.broadcast_arrays(*arguments))
 
 
 def _results(

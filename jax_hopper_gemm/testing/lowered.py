@@ -19,7 +19,8 @@ def specs_of(function: Callable[..., Any], *args: Any) -> list[GemmSpec]:
       args: arrays, or `jax.ShapeDtypeStruct`s.
     """
     fresh = jax.jit(lambda *args: function(*args))  # JAX keeps what it lowered for a function
-    module = fresh.trace(*args).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    lowered = fresh.trace(*args).lower(lowering_platforms=("cuda",))
+    module: Any = lowered.compiler_ir("stablehlo")
     found = []
     for operation in _operations(module.operation):
         if operation.name == "stablehlo.custom_call":

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import Literal
 
 # Calls that mean no more than their jaxpr, and the parameter that holds it.
 _CALLS = {
@@ -82,8 +82,8 @@ class Program:
     outputs: tuple[Atom, ...]
 
 
-def flatten(closed: ClosedJaxpr) -> Program:
-    """Returns the program of a jaxpr.
+def flatten(closed: Any) -> Program:
+    """Returns the program of a closed jaxpr.
 
     Equations on constants alone are computed, as far as `_FOLDED` knows how.
 

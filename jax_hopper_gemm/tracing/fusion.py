@@ -9,14 +9,14 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr
 
 from ..epilogue import EpilogueGraph, Node, Result
 from ..problem import ITEMSIZE
 from . import elementwise
 from .builder import Builder
 from .flatten import Atom, Constant, Equation, NotFusable, Program, Variable, flatten
-from .tracker import Axes, Place, Reduction, Stack, SumExp, TopK, Tracker
+from .layout import REDUCTIONS, Axes, Place
+from .tracker import Reduction, Stack, SumExp, TopK, Tracker
 
 TILE_LIMIT = 256  # columns of the widest tile
 
@@ -25,7 +25,7 @@ _FREE = {
     "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "optimization_barrier",
     *elementwise.SAME,
 }  # fmt: skip
-_PARTIAL = {"reduce_sum", "reduce_max", "reduce_min", "transpose"}  # names that kernels know
+_KNOWN = {*REDUCTIONS, "transpose"}  # to kernels, besides operations on elements
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Fusion:
 
 
 def fuse(
-    jaxpr: ClosedJaxpr,
+    jaxpr: Any,
     num_accumulators: int,
     out: str,
     m: str,
@@ -71,7 +71,7 @@ def fuse(
     Equal jaxprs give equal graphs.
 
     Args:
-      jaxpr: of f(acc, *operands) or f(gate, up, *operands), accumulators float32.
+      jaxpr: closed, of f(acc, *operands) or f(gate, up, *operands), accumulators float32.
       num_accumulators: 1 or 2.
       out: a letter for each axis of an accumulator.
       m, n: the letters that are rows and columns of one matrix; the others count matrices.
@@ -87,8 +87,7 @@ def fuse(
         if accumulator.dtype.name != "float32":
             raise NotFusable(f"the product is {accumulator.dtype.name}; kernels add up in float32")
     place = Place(out, m, n, accumulators[0].shape, tile_limit)
-    tracker = Tracker(place, Builder(num_accumulators, out))
-    tracker.run(program)
+    tracker = Tracker(program, place, Builder(num_accumulators, out))
     if not any(map(tracker.depends, program.outputs)):
         raise NotFusable("no output of the function depends on the product")
     cuts = [_Cut(program, tracker, num_accumulators, late) for late in (False, True)]
@@ -127,7 +126,7 @@ class _Cut:
         self._from_accumulators = from_accumulators
         self._matrices: list[Result] = []
         self._others: list[Result] = []
-        self._steps: dict[Any, _Step] = {}
+        self._steps: dict[Equation | Variable, _Step] = {}
         self._known: set[Variable] = set(program.inputs[num_accumulators:])
         self._run: set[Equation] = set()
         self._arranged: set[str] = set()
@@ -152,10 +151,12 @@ class _Cut:
         graph, leaves = self._builder.graph(kept)
         order = {equation: i for i, equation in enumerate(self._program.equations)}
         producers = self._tracker.producers
-        steps = sorted(
-            self._steps.items(),
-            key=lambda item: order.get(producers.get(item[0], item[0]), -1),
-        )
+
+        def position(made: Equation | Variable) -> int:
+            equation = made if isinstance(made, Equation) else producers.get(made)
+            return order[equation] if equation else -1
+
+        steps = [self._steps[made] for made in sorted(self._steps, key=position)]
         return Fusion(
             graph,
             operands=tuple(leaf.index for leaf in leaves),
@@ -166,7 +167,7 @@ class _Cut:
             finish=_finish(
                 {result: self._shape(result) for result in kept},
                 dict(zip(requested, spelled, strict=True)),
-                tuple(step for _, step in steps),
+                tuple(steps),
                 self._program.inputs[self._num_accumulators :],
                 self._program.outputs,
             ),
@@ -178,7 +179,7 @@ class _Cut:
         return shared if result.kind == "row_max" and shared in self._others else result
 
     def _labels(self, result: Result) -> tuple[str, ...]:
-        out, m, n = self._place.out, self._place.letters_m, self._place.columns
+        out, m, n = self._place.out, self._place.all_m, self._place.all_n
         if result.kind == "max":
             return ()
         if result.kind == "column_sum":
@@ -352,7 +353,7 @@ class _Cut:
             reasons = [self._tracker.uncovered.get(v, ()) for v in equation.outputs]
             if equation not in self._run or not any(map(self._tracker.depends, equation.outputs)):
                 continue
-            known = elementwise.covered(equation.name) or equation.name in _PARTIAL
+            known = elementwise.covered(equation.name) or equation.name in _KNOWN
             arrays = [*equation.inputs, *equation.outputs]
             whole = any(prod(atom.shape) >= self._place.size for atom in arrays)
             if equation.name not in _FREE and (whole or not known):

@@ -1,36 +1,23 @@
 """Follows the accumulators through a program: which graph value each variable is, and how it lies.
 
 A variable that kernels can compute is *tracked*: at index (i, j, ...) it equals a value of the
-graph at the place in D that its axes say. An axis is a letter of D, or None where the variable is
-constant along that dimension. A variable that depends on no accumulator is *free*. It has no
-place until it meets a tracked one, and is then built from the operands, at that one's axes.
+graph at the place in D that its axes say. One that depends on no accumulator is *free*, and
+placed when it meets one that is tracked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass
 from typing import Literal
 
-from ..epilogue import MAX_TOP_K, Operand
+from ..epilogue import MAX_TOP_K
 from . import elementwise
-from .builder import Builder, Leaf
+from .builder import Builder
 from .elementwise import Uncovered
-from .flatten import Atom, Constant, Equation, Program, Variable
-
-Axes = tuple[str | None, ...]
-
-_REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
-_LAYOUT = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
-
-
-def _is_layout(equation: Equation) -> bool:
-    """Whether an equation moves elements and computes nothing: a sum of one element does not."""
-    if equation.name in _REDUCTIONS:
-        return all(equation.inputs[0].shape[d] == 1 for d in equation.params["axes"])
-    return equation.name in _LAYOUT
+from .flatten import Atom, Equation, Program, Variable
+from .free import FreeVariables
+from .layout import REDUCTIONS, Axes, Place, is_layout, moved
 
 
 @dataclass(frozen=True)
@@ -94,66 +81,38 @@ class Stack:
     axes: Axes
 
 
-class Place:
-    """The letters of D: what they mean and how far they go."""
-
-    def __init__(self, out: str, m: str, n: str, shape: Sequence[int], tile_limit: int):
-        self.out = out
-        self.extents = dict(zip(out, shape, strict=True))
-        self.size = prod(shape)
-        self.long = frozenset(letter for letter in out if self.extents[letter] > 1)
-        self.m, self.n = self.long & set(m), self.long & set(n)
-        self.letters_m, self.columns = m, n
-        self.row_fits = prod(self.extents[letter] for letter in n) <= tile_limit
-        batch = "".join(letter for letter in out if letter not in m + n)
-        self.compact = out == batch + m + n  # matrices are dense: there is room for two planes
-
-    def kind(self, labels: str) -> Literal["scalar", "row", "column", "matrix"]:
-        along_m, along_n = not self.m.isdisjoint(labels), not self.n.isdisjoint(labels)
-        if along_m and along_n:
-            return "matrix"
-        return "row" if along_n else "column" if along_m else "scalar"
-
-
-@dataclass
 class Tracker:
     """What is known of each variable of a program.
 
     Attributes:
-      tracked, free: see above; `free` says along which dimensions a variable may vary.
+      tracked: the variables that kernels can compute.
       reductions, sums_of_exp, top_k, stacks: variables that results of the kernel give.
       uncovered: why a variable that depends on an accumulator is not tracked: operations' names.
       producers: the equation of each computed variable.
     """
 
-    place: Place
-    builder: Builder
-    tracked: dict[Variable, Tracked] = field(default_factory=dict)
-    free: dict[Variable, tuple[bool, ...]] = field(default_factory=dict)
-    reductions: dict[Variable, Reduction] = field(default_factory=dict)
-    sums_of_exp: dict[Variable, SumExp] = field(default_factory=dict)
-    top_k: dict[Variable, TopK] = field(default_factory=dict)
-    stacks: dict[Variable, Stack] = field(default_factory=dict)
-    uncovered: dict[Variable, tuple[str, ...]] = field(default_factory=dict)
-    producers: dict[Variable, Equation] = field(default_factory=dict)
-    _operands: dict[Variable, int] = field(default_factory=dict)
-    _placed: dict[tuple[Variable, Axes, str | None], int] = field(default_factory=dict)
-
-    def run(self, program: Program) -> None:
-        accumulators = self.builder.num_accumulators
+    def __init__(self, program: Program, place: Place, builder: Builder):
+        self.place, self.builder = place, builder
+        self.tracked: dict[Variable, Tracked] = {}
+        self.reductions: dict[Variable, Reduction] = {}
+        self.sums_of_exp: dict[Variable, SumExp] = {}
+        self.top_k: dict[Variable, TopK] = {}
+        self.stacks: dict[Variable, Stack] = {}
+        self.uncovered: dict[Variable, tuple[str, ...]] = {}
+        self.producers: dict[Variable, Equation] = {}
+        self._free = FreeVariables(place, builder)
         for i, variable in enumerate(program.inputs):
-            if i < accumulators:
-                axes = self._without_units(tuple(self.place.out), variable)
+            if i < builder.num_accumulators:
+                axes = self._without_units(tuple(place.out), variable)
                 self.tracked[variable] = Tracked(i, axes)
             else:
-                self._operands[variable] = i - accumulators
-                self.free[variable] = tuple(extent > 1 for extent in variable.shape)
+                self._free.add_operand(variable)
         for equation in program.equations:
             self._follow(equation)
 
     def depends(self, atom: Atom) -> bool:
         """Whether an accumulator has a part in it."""
-        return isinstance(atom, Variable) and atom not in self.free
+        return atom not in self._free
 
     def is_matrix(self, value: int) -> bool:
         """Whether a value has an element for each of D's."""
@@ -162,7 +121,7 @@ class Tracker:
     def _follow(self, equation: Equation) -> None:
         self.producers.update((variable, equation) for variable in equation.outputs)
         if not any(map(self.depends, equation.inputs)):
-            self._follow_free(equation)
+            self._free.follow(equation)
             return
         if all(not self.depends(x) or x in self.tracked for x in equation.inputs):
             try:
@@ -176,22 +135,6 @@ class Tracker:
         for variable in equation.outputs:
             if equation.name == "reduce_sum":
                 self._note_sum_of_exp(equation, variable)
-
-    def _follow_free(self, equation: Equation) -> None:
-        for variable in equation.outputs:
-            varies = tuple(extent > 1 for extent in variable.shape)
-            if len(equation.outputs) == 1:
-                if _is_layout(equation):
-                    names = tuple("?" if v else None for v in self._varies(equation.inputs[0]))
-                    with suppress(Uncovered):
-                        varies = tuple(map(bool, self._moved(equation, names)))
-                elif elementwise.covered(equation.name):
-                    inputs = [self._varies(x) for x in equation.inputs if x.shape]
-                    varies = tuple(map(any, zip(*inputs, strict=True))) if inputs else varies
-            self.free[variable] = varies
-
-    def _varies(self, atom: Atom) -> tuple[bool, ...]:
-        return self.free[atom] if isinstance(atom, Variable) else (False,) * len(atom.shape)
 
     def _without_units(self, axes: Axes, variable: Variable) -> Axes:
         """Returns axes with None for dimensions of extent 1."""
@@ -210,13 +153,13 @@ class Tracker:
         name = equation.name
         if equation.kept:
             raise Uncovered(name)
-        if _is_layout(equation):
+        if is_layout(equation):
             (x, *_) = equation.inputs
-            return [Tracked(self._of(x).value, self._moved(equation, self._of(x).axes))]
+            return [Tracked(self._of(x).value, moved(equation, self._of(x).axes))]
         if name == "optimization_barrier":
             inputs = equation.inputs
             return [self.tracked.get(x) if isinstance(x, Variable) else None for x in inputs]
-        if name in _REDUCTIONS:
+        if name in REDUCTIONS:
             return [self._reduce(equation)]
         if name == "top_k":
             return self._top_k(equation)
@@ -228,26 +171,6 @@ class Tracker:
     def _of(self, atom: Atom) -> Tracked:
         assert isinstance(atom, Variable)
         return self.tracked[atom]
-
-    def _moved(self, equation: Equation, axes: Axes) -> Axes:
-        """Returns the axes of a layout operation's output, from those of its input.
-
-        Raises:
-          Uncovered: a reshape merges or splits axes.
-        """
-        x, (out,), params = equation.inputs[0], equation.outputs, equation.params
-        if equation.name == "transpose":
-            return tuple(axes[i] for i in params["permutation"])
-        if equation.name == "broadcast_in_dim":
-            at = {
-                int(d): axis for d, axis in zip(params["broadcast_dimensions"], axes, strict=True)
-            }
-            return tuple(at.get(d) for d in range(len(out.shape)))
-        kept = [d for d, extent in enumerate(x.shape) if extent > 1]
-        if [x.shape[d] for d in kept] != [extent for extent in out.shape if extent > 1]:
-            raise Uncovered(equation.name)
-        remaining = iter(kept)
-        return tuple(axes[next(remaining)] if extent > 1 else None for extent in out.shape)
 
     def _common_axes(self, equation: Equation) -> Axes:
         """Returns the axes at which the inputs of an elementwise operation meet.
@@ -269,7 +192,7 @@ class Tracker:
                     axes[d] = axis or axes[d]
         for atom in equation.inputs:
             if atom.shape and not self.depends(atom):
-                for d, varies in enumerate(self._varies(atom)):
+                for d, varies in enumerate(self._free.varies(atom)):
                     if varies and axes[d] is None:
                         axes[d] = self._letter_at(d, equation)
         letters = [axis for axis in axes if axis]
@@ -284,148 +207,47 @@ class Tracker:
         raise Uncovered(equation.name)
 
     def _apply(self, equation: Equation, axes: Axes) -> int:
-        values = [self._value(atom, axes if atom.shape else ()) for atom in equation.inputs]
+        values = [
+            self._of(atom).value
+            if self.depends(atom)
+            else self._free.value(atom, axes if atom.shape else ())
+            for atom in equation.inputs
+        ]
         return elementwise.apply(
             self.builder, equation.name, equation.params, values,
             [atom.dtype.name for atom in equation.inputs], equation.outputs[0].dtype.name,
         )  # fmt: skip
 
-    def _value(self, atom: Atom, axes: Axes) -> int:
-        if isinstance(atom, Constant):
-            if atom.dtype.name not in elementwise.HELD:
-                raise Uncovered(f"{atom.dtype.name} constant")
-            return self.builder.constant(atom.value)
-        return self.tracked[atom].value if atom in self.tracked else self._put(atom, axes)
-
-    # Free variables, put where they are wanted.
-
-    def _put(self, variable: Variable, axes: Axes, cast: str | None = None) -> int:
-        """Returns the value of a free variable that lies at `axes`.
-
-        Args:
-          cast: the dtype that is wanted of it, if it has one that graphs do not hold.
-
-        Raises:
-          Uncovered: it takes an operation that no kernel computes.
-        """
-        varies = self.free[variable]
-        axes = tuple(axis if v else None for axis, v in zip(axes, varies, strict=True))
-        key = (variable, axes, cast)
-        if key not in self._placed:
-            if variable in self._operands:
-                self._placed[key] = self._operand(variable, axes, cast)
-            else:
-                self._placed[key] = self._compute(self.producers[variable], axes, cast)
-        return self._placed[key]
-
-    def _compute(self, equation: Equation, axes: Axes, cast: str | None) -> int:
-        x, name = equation.inputs[0] if equation.inputs else None, equation.name
-        if _is_layout(equation) and isinstance(x, Variable):
-            return self._put(x, self._moved_back(equation, axes), cast)
-        if name in _REDUCTIONS and isinstance(x, Variable) and not cast:
-            return self._reduce_free(equation, x, axes)
-        if cast or equation.kept or len(equation.outputs) != 1 or not elementwise.covered(name):
-            raise Uncovered(name)
-        if (
-            name == "convert_element_type"
-            and isinstance(x, Variable)
-            and x.dtype.name not in elementwise.HELD
-        ):
-            return self._put(x, axes, equation.outputs[0].dtype.name)
-        return self._apply(equation, axes)
-
-    def _reduce_free(self, equation: Equation, x: Variable, axes: Axes) -> int:
-        """Returns a reduction over whole rows, which `x` must have where D has them."""
-        place, dims = self.place, {int(d) for d in equation.params["axes"]}
-        kept = iter(axes)
-        if (
-            len(x.shape) != len(place.out)
-            or any(x.shape[d] != place.extents[place.out[d]] for d in dims)
-            or {place.out[d] for d in dims} & place.long != place.n
-            or not (place.n and place.row_fits)
-            or x.dtype.name not in elementwise.NUMBERS
-        ):
-            raise Uncovered(equation.name)
-        places = tuple(place.out[d] if d in dims else next(kept) for d in range(len(x.shape)))
-        return self._row_statistic(equation, self._put(x, places))
-
-    def _moved_back(self, equation: Equation, axes: Axes) -> Axes:
-        """Returns the axes of a layout operation's input, from those of its output."""
-        x, (out,), params = equation.inputs[0], equation.outputs, equation.params
-        if equation.name == "transpose":
-            return tuple(axes[params["permutation"].index(d)] for d in range(len(axes)))
-        if equation.name == "broadcast_in_dim":
-            return tuple(axes[d] for d in params["broadcast_dimensions"])
-        kept = [d for d, extent in enumerate(out.shape) if extent > 1]
-        if [out.shape[d] for d in kept] != [extent for extent in x.shape if extent > 1]:
-            raise Uncovered(equation.name)
-        remaining = iter(kept)
-        return tuple(axes[next(remaining)] if extent > 1 else None for extent in x.shape)
-
-    def _operand(self, variable: Variable, axes: Axes, cast: str | None) -> int:
-        """Returns the value of an operand, converted to a dtype that kernels read.
-
-        What kernels do not read is converted by XLA beforehand: scalars to float32, rows and
-        columns of integers and the like to the dtype that the function converts them to.
-        """
-        index, dtype = self._operands[variable], variable.dtype.name
-        labels = "".join(axis for axis in axes if axis)
-        kind = self.place.kind(labels)
-        read = cast or dtype
-        if read not in elementwise.HELD or (cast and kind == "matrix"):
-            raise Uncovered("convert_element_type" if cast else f"{dtype} operand")
-        if kind != "scalar":
-            return self.builder.operand(Leaf(index, labels, Operand(kind, read), cast))
-        if read != "float32" and cast:
-            raise Uncovered("convert_element_type")
-        before = None if dtype == "float32" else "float32"
-        value = self.builder.operand(Leaf(index, labels, Operand(kind, "float32"), before))
-        return (
-            self.builder.node("ne", value, self.builder.constant(0.0)) if dtype == "bool" else value
-        )
-
     # Operations that are results of the kernel.
 
     def _reduce(self, equation: Equation) -> Tracked | None:
-        (atom, *_), (out,), place = equation.inputs, equation.outputs, self.place
-        x, what = self._of(atom), _REDUCTIONS[equation.name]
-        dtype = atom.dtype.name
+        (atom, *_), (out,) = equation.inputs, equation.outputs
+        x, name = self._of(atom), equation.name
         dims = {int(d) for d in equation.params["axes"]}
         axes = tuple(axis for d, axis in enumerate(x.axes) if d not in dims)
-        constant_along = [d for d in dims if x.axes[d] is None and atom.shape[d] > 1]
-        reduced = {x.axes[d] for d in dims} - {None}
-        if dtype not in elementwise.NUMBERS or (what == "sum" and constant_along):
-            raise Uncovered(equation.name)
         if not self.is_matrix(x.value):
             return None
-        value = x.value if what != "min" else self.builder.node("neg", x.value)
-        kind = None
-        if place.m and place.m <= reduced and what == "sum":
-            kind = "column_sum"
-        elif place.n and place.n <= reduced and what == "sum":
-            kind = "row_sum"
-        elif place.long <= reduced:
-            kind = "max"
-        elif place.n and place.n <= reduced:
-            kind = "row_max"
-        if kind is None:
-            raise Uncovered(equation.name)
-        self.reductions[out] = Reduction(kind, value, axes, what == "min")
-        if not place.row_fits or reduced != place.n:
+        reduced = {axis for d in dims if (axis := x.axes[d])}
+        repeated = any(x.axes[d] is None and atom.shape[d] > 1 for d in dims)
+        kind = self._kind_of(name, reduced)
+        if kind is None or repeated or atom.dtype.name not in elementwise.NUMBERS:
+            raise Uncovered(name)
+        negated = name == "reduce_min"
+        value = self.builder.node("neg", x.value) if negated else x.value
+        self.reductions[out] = Reduction(kind, value, axes, negated)
+        if not self.place.row_fits or reduced != self.place.n:
             return None
-        return Tracked(self._row_statistic(equation, x.value), axes)
+        return Tracked(self._free.row_statistic(equation, x.value), axes)
 
-    def _row_statistic(self, equation: Equation, value: int) -> int:
-        """Returns a reduction over whole rows as a value of the graph."""
-        op = "row_sum" if equation.name == "reduce_sum" else "row_max"
-        negated = equation.name == "reduce_min"
-        value = self.builder.node("neg", value) if negated else value
-        row = self.builder.row_reduction(op, value, self.place.columns)
-        row = self.builder.node("neg", row) if negated else row
-        dtype = equation.outputs[0].dtype.name
-        if dtype in elementwise.NARROW:
-            row = self.builder.node("convert", row, params=(dtype,))
-        return row
+    def _kind_of(
+        self, name: str, reduced: set[str]
+    ) -> Literal["row_sum", "row_max", "column_sum", "max"] | None:
+        """Returns the result by which a kernel reduces a matrix along these letters at least."""
+        place = self.place
+        rows, columns = (bool(x) and x <= reduced for x in (place.m, place.n))
+        if name == "reduce_sum":
+            return "column_sum" if rows else "row_sum" if columns else None
+        return "max" if place.long <= reduced else "row_max" if columns else None
 
     def _top_k(self, equation: Equation) -> list[Tracked | None]:
         (atom, *_), place = equation.inputs, self.place
@@ -466,12 +288,12 @@ class Tracker:
             axes.insert(dimension, "?")
         else:
             axes[dimension] = "?"
-        plane = next((i for i, x in enumerate(self.place.out) if x in self.place.columns), 0)
+        plane = next((i for i, x in enumerate(self.place.out) if x in self.place.all_n), 0)
         wanted = (*self.place.out[:plane], "?", *self.place.out[plane:])
         if (
             first.axes != second.axes
             or not self.place.compact
-            or not self.place.columns
+            or not self.place.all_n
             or tuple(axes) != self._without_units(wanted, out)
             or not (self.is_matrix(first.value) and self.is_matrix(second.value))
         ):
