@@ -26,11 +26,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax_hopper_gemm.testing.lowered import specs_of
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.testing import benchmark, timing
+from jax_hopper_gemm.testing.lowered import specs_of
 
 BYTES_PER_US = 4.3e6  # of device memory, measured on an H200
 OVERHEAD = 1.03  # times the plain product and the bytes

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
+from jax_hopper_gemm.testing import random_products
 from jax_hopper_gemm.testing.operations import operation_specs
 from jax_hopper_gemm.testing.policies import (
     chosen_epilogue_specs,
@@ -37,6 +38,7 @@ def main() -> int:
                 *chosen_epilogue_specs(),
                 *table_specs(H200),
                 *operation_specs().values(),
+                *random_products.specs(),
             )
         )
     )
