@@ -252,6 +252,9 @@ class OperandRing:
 
     @cute.jit
     def free(self, buffer):
+        # The next TMA may write as soon as it is told: reads of the generic proxy come first only
+        # behind a fence. Without it a kernel now and then added the operand of a later subtile.
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()  # one lane arrives for the reads of all
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.empty + buffer)
