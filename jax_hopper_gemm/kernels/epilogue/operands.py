@@ -8,9 +8,8 @@ One slot of a ring holds what a subtile (64, epi_tile_n) of D needs: a tile of e
 piece of each row and column, all counted by one barrier. The loader runs ahead by as many slots
 as there are, across tiles: those of the next tile arrive while it is multiplied.
 
-A slot is read with ordinary loads and refilled by TMA. That needs no proxy fence: it is writes
-that a fence makes visible to the other proxy; a read is over when its warp arrives on `empty`,
-and the refill is issued by a thread that has waited for that.
+A slot is read with ordinary loads and refilled by TMA, of another proxy: a fence between them keeps
+the refill from overtaking reads that were issued before it.
 """
 
 import cutlass
@@ -252,8 +251,8 @@ class OperandRing:
 
     @cute.jit
     def free(self, buffer):
-        # The next TMA may write as soon as it is told: reads of the generic proxy come first only
-        # behind a fence. Without it a kernel now and then added the operand of a later subtile.
+        # Without the fence a kernel now and then added the operand of a later subtile, as seen on
+        # an H200.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()  # one lane arrives for the reads of all
         if cute.arch.lane_idx() == 0:
