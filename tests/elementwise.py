@@ -1,4 +1,4 @@
-"""A kernel that evaluates a graph on arrays, a thread a pair of elements: to read its machine code."""
+"""A kernel that evaluates a graph on arrays, a pair a thread: to read its machine code."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ class Code:
     """Instructions that evaluating a graph takes for an element, half of those for a pair.
 
     Attributes:
-      mufu: of the unit for approximate functions, 16 lanes a clock; without those that wait for
-        a rare case.
-      rare: those that do: under a predicate.
+      mufu: of the unit for approximate functions, 16 lanes a clock; without `rare`.
+      rare: reciprocals of that unit under a predicate, which wait for a rare case.
       arithmetic: of all other arithmetic.
       local_accesses, calls: of local memory; of subroutines.
       names: how often each instruction of the kernel occurs, by full name.
@@ -97,7 +96,7 @@ def code_of(graph: EpilogueGraph) -> Code:
     text = disassemble(compile_elementwise(graph))
     found = _INSTRUCTION.findall(text)
     names = Counter(name for _, name in found)
-    rare = sum(name.startswith("MUFU") for predicate, name in found if predicate)
+    rare = sum(name == "MUFU.RCP" for predicate, name in found if predicate)
     kinds = Counter[str]()
     for name, count in names.items():
         kinds[name.split(".")[0]] += count

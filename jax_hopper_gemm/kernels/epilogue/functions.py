@@ -164,8 +164,8 @@ def fast_logistics(m, xs, *shared):
     if not shared:
         return m.reciprocals_approx(*(exp_of_negative(m, x, fast_exp) + 1.0 for x in xs))
     small = [exp_of_negative(m, m.absolute(x), fast_exp) for x in xs]
-    large = m.reciprocals_approx(*(s + 1.0 for s in small))
-    return [m.where(x < 0.0, s * l, l) for x, s, l in zip(xs, small, large, strict=True)]
+    large = m.reciprocals_approx(*(e + 1.0 for e in small))
+    return [m.where(x < 0.0, e * y, y) for x, e, y in zip(xs, small, large, strict=True)]
 
 
 def fast_tanh(m, x):
