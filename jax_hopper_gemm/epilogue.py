@@ -270,7 +270,7 @@ TEMPORARIES = {  # registers that an operation takes besides arguments and resul
     "erf": 4, "erfc": 6, "pow": 6, "sin": 6, "cos": 6, "log1p": 3, "expm1": 3, "log": 2, "div": 2,
     "tanh": 2, "logistic": 2,
 }  # fmt: skip
-REGISTERS_PER_LOADED = 4  # addresses and coordinates of an operand that TMA loads
+REGISTERS_PER_LOADED = 3  # addresses and coordinates of an operand that TMA loads
 REGISTERS_PER_MATRIX = 4  # the same of a matrix of results after the first
 REDUCTION_REGISTERS = {"row_sum": 10, "row_max": 6, "row_sumexp": 24, "max": 2}
 REGISTERS_PER_STATISTIC = 8  # of a whole row, in a pass of its own
