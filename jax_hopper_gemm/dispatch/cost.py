@@ -180,7 +180,9 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
 
     Pingpong warpgroups take turns, so a store costs only what is longer than the other's
     multiplication, and that of the last tile. Cooperative ones drift apart, so that one
-    multiplies while the other stores, as far as the ring is deep.
+    multiplies while the other stores, as far as the ring is deep. They do not drift far enough to
+    hide what an epilogue computes, and share the units that compute it: on an H200 bias and gelu
+    took 3,900 cycles more of each 128x256 tile, 4,096 of special function units.
     """
     epilogue = _epilogue_cycles(spec)
     if spec.warp_schedule == "pingpong":
@@ -189,7 +191,9 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
         return waves * (mainloop + epilogue)
     hidden = 1 - EXPOSED if spec.math_warpgroups > 1 else 0.0
     fetch = DYNAMIC_CYCLES if spec.tile_scheduler == "dynamic" else 0.0
-    return waves * (mainloop + epilogue + fetch) - (waves - 1) * hidden * epilogue
+    shared = (spec.math_warpgroups - 1) * _computing_cycles(spec)
+    stored = waves * (mainloop + epilogue + fetch) - (waves - 1) * hidden * epilogue
+    return stored + waves * shared
 
 
 def _epilogue_cycles(spec: GemmSpec) -> float:
@@ -197,7 +201,7 @@ def _epilogue_cycles(spec: GemmSpec) -> float:
     subtiles = spec.rows_per_warpgroup / 64 * (spec.d_tile_n / spec.epi_tile_n)
     wait = SUBTILE_WAIT if spec.epi_stages == 2 and spec.graph.matrices else 0.0
     cycles = spec.epi_stage_bytes / SUBTILE_BYTES_PER_CYCLE + wait
-    cycles += EPI_TILE_M * spec.epi_tile_n / 128 * element_cycles(spec.graph)
+    cycles += _computing_cycles(spec) / subtiles
     late = 0.0
     if spec.epi_load_stages and any(operand.kind == "matrix" for operand in spec.graph.operands):
         # The first tiles arrive during the multiplication; each other one is asked for when the
@@ -207,11 +211,16 @@ def _epilogue_cycles(spec: GemmSpec) -> float:
     return EPILOGUE_CYCLES + subtiles * cycles + late
 
 
+def _computing_cycles(spec: GemmSpec) -> float:
+    """Returns the cycles in which one warpgroup computes the epilogue of its rows of a tile."""
+    return spec.rows_per_warpgroup * spec.d_tile_n / 128 * element_cycles(spec.graph)
+
+
 # Instructions for one element: on the special function units, and all. Others take one.
 INSTRUCTIONS = {
     "constant": (0, 0), "select": (0, 1), "exp": (1, 2), "exp2": (1, 1), "log": (1, 3),
     "expm1": (1, 10), "log1p": (1, 10), "sqrt": (1, 3), "rsqrt": (1, 2), "div": (1, 4),
-    "tanh": (1, 4), "logistic": (2, 5), "erf": (1, 18), "erfc": (1, 24), "pow": (2, 10),
+    "tanh": (2, 5), "logistic": (2, 5), "erf": (1, 18), "erfc": (1, 24), "pow": (2, 10),
     "sin": (1, 6), "cos": (1, 6), "sign": (0, 3), "integer_pow": (0, 3), "convert": (0, 2),
     "round": (0, 1), "floor": (0, 1), "ceil": (0, 1),
 }  # fmt: skip
