@@ -11,6 +11,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import skip_without_compiler
 from epilogue_graphs import (
     ACTIVATIONS,
     GRADIENTS,
@@ -20,8 +21,6 @@ from epilogue_graphs import (
 from scipy import special
 
 from jax_hopper_gemm.arithmetic import EXPONENT_LIMIT, ULP, arithmetic_of, error_of
-from jax_hopper_gemm.cubin import CubinError, compiler
-from jax_hopper_gemm.cubin.sass import find_nvdisasm
 from jax_hopper_gemm.epilogue import ARITY, Node
 from jax_hopper_gemm.testing import epilogue
 from jax_hopper_gemm.testing.operations import (
@@ -31,15 +30,11 @@ from jax_hopper_gemm.testing.operations import (
     parameters_of,
 )
 
-try:
-    compiler.require_compiler()
-    find_nvdisasm()
-except CubinError as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_compiler()
 
-from elementwise import code_of
+from elementwise import code_of  # noqa: E402
 
-from jax_hopper_gemm.kernels.epilogue import functions
+from jax_hopper_gemm.kernels.epilogue import functions  # noqa: E402
 
 pytestmark = pytest.mark.compile
 
