@@ -22,7 +22,7 @@ from scipy import special
 
 from jax_hopper_gemm.arithmetic import EXPONENT_LIMIT, ULP, arithmetic_of, error_of
 from jax_hopper_gemm.epilogue import ARITY, Node
-from jax_hopper_gemm.testing import epilogue
+from jax_hopper_gemm.testing import epilogue, tolerance
 from jax_hopper_gemm.testing.operations import (
     OPERATIONS,
     Builder,
@@ -286,4 +286,4 @@ def test_an_epilogue_is_within_the_bounds_of_the_reference(name):
                 form = arithmetic.forms[number]
                 values[number] = functions.evaluate(node, form, arguments, machine)
         got = values[value].astype(jnp.dtype(graph.results[0].dtype)).reshape(1, 1, -1)
-    epilogue.assert_within_bound(got, expected, bound, name)
+    tolerance.assert_within(got, expected, bound, name)
