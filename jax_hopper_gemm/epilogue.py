@@ -265,7 +265,7 @@ def _predicate_arguments(node: Node) -> tuple[bool, ...]:
 
 # What an epilogue takes of a math thread's registers, in one place: to be calibrated by compiling
 # kernels at the limits and looking for spills.
-IN_FLIGHT = 2  # elements that the compiler evaluates side by side
+IN_FLIGHT = 1  # elements that the compiler evaluates side by side
 TEMPORARIES = {  # registers that an operation takes besides arguments and result; others none
     "erf": 4, "erfc": 6, "pow": 6, "sin": 6, "cos": 6, "log1p": 3, "expm1": 3, "log": 2, "div": 2,
     "tanh": 2, "logistic": 2,
@@ -275,6 +275,7 @@ REGISTERS_PER_MATRIX = 4  # the same of a matrix of results after the first
 REDUCTION_REGISTERS = {"row_sum": 10, "row_max": 6, "row_sumexp": 24, "max": 2}
 REGISTERS_PER_STATISTIC = 8  # of a whole row, in a pass of its own
 REGISTERS_PER_SELECTION = 4, 48  # top-k of a row of accumulators, of computed values
+REGISTERS_BESIDE_SELECTION = 64  # of computed values, while others are stored
 
 
 @lru_cache(maxsize=1024)
@@ -313,7 +314,10 @@ def epilogue_registers(graph: EpilogueGraph, epi_tile_n: int) -> int:
         if result.kind == "column_sum":
             registers += columns
         elif result.kind == "top_k_values":
-            registers += REGISTERS_PER_SELECTION[result.value >= graph.accumulators]
+            computed = result.value >= graph.accumulators
+            registers += REGISTERS_PER_SELECTION[computed]
+            if computed and any(other.value != result.value for other in graph.matrices):
+                registers += REGISTERS_BESIDE_SELECTION
         else:
             registers += REDUCTION_REGISTERS.get(result.kind, 0)
     statistics = sum(node.op in ROW_REDUCTIONS for node in graph.nodes)

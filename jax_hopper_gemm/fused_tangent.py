@@ -32,7 +32,7 @@ from .jaxprs import (
     transposed,
     with_accumulator,
 )
-from .lowering import Call, launcher_violation, product_at, register_lowering
+from .lowering import Call, is_launch, launcher_violation, product_at, register_lowering
 from .primitive import hopper_dot, with_batch
 
 epilogue_p = Primitive("epilogue")
@@ -320,7 +320,8 @@ def _lower_epilogue_for_cuda(
 ) -> Any:
     """Emits the product that one of the inputs comes from, with the function as its epilogue.
 
-    Of several, the one of whose epilogue the kernel computes most.
+    Of several, the one of whose epilogue the kernel computes most. Where XLA runs the product, it
+    keeps it if it is expected to be faster with the function, too.
     """
     best = None
     for index, value in enumerate(values):
@@ -334,7 +335,7 @@ def _lower_epilogue_for_cuda(
             (*values[:index], *values[index + 1 :]),
             (*ctx.avals_in[:index], *ctx.avals_in[index + 1 :]),
         )
-        found = call.route(ctx, kernel_only=True)
+        found = call.route(ctx, kernel_only=is_launch(value))
         if found.path != "hopper" or found.fusion is None:
             continue
         fused = (-len(found.uncovered), len(found.fusion.graph.nodes))

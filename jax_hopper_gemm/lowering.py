@@ -23,6 +23,7 @@ from jax.interpreters import mlir
 
 from . import config, native
 from .contraction import split
+from .dot_general import to_subscripts
 from .epilogue import Result
 from .plan import result_shapes
 from .reductions import finish_partials
@@ -243,20 +244,42 @@ class Call:
 
 
 def product_at(value: Any) -> Call | None:
-    """Returns the bare product of ours that an MLIR value is the result of, if it is one.
+    """Returns the bare product that an MLIR value is the result of, if it is one.
 
-    Nothing else may use the value yet: the product would be computed for that as well.
+    Either is a launch of ours or a product of XLA's. Nothing else may use the value yet: the
+    product would be computed for that as well.
     """
     operation = value.owner
-    if getattr(operation, "name", None) != "stablehlo.custom_call":  # a block has no name
+    if not hasattr(operation, "results"):  # a block, of which the value is an argument
         return None
-    if PRODUCT not in operation.attributes or value != operation.results[0] or list(value.uses):
+    if value != operation.results[0] or list(value.uses):
         return None
-    subscripts = operation.attributes[PRODUCT].value
+    if PRODUCT in operation.attributes:
+        subscripts = operation.attributes[PRODUCT].value
+    elif operation.name == "stablehlo.dot_general":
+        subscripts = _subscripts(operation)
+    else:
+        return None
     lhs, rhs = list(operation.operands)
+    if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, value)):
+        return None
     (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, value))
     product = Product(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
     return Call(product, (lhs, rhs))
+
+
+def is_launch(value: Any) -> bool:
+    """Whether an MLIR value that `product_at` knows is the result of a kernel of ours."""
+    return PRODUCT in value.owner.attributes
+
+
+def _subscripts(operation: Any) -> str:
+    """Returns the subscripts of a stablehlo.dot_general."""
+    numbers = operation.attributes["dot_dimension_numbers"]
+    contracting = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
+    batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
+    ranks = (len(operand.type.shape) for operand in operation.operands)
+    return to_subscripts((contracting, batch), *ranks)
 
 
 def _typed(value: Any) -> tuple[tuple[int, ...], str]:

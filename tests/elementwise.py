@@ -1,4 +1,4 @@
-"""A kernel that evaluates a graph on arrays, one thread an element: to read its machine code."""
+"""A kernel that evaluates a graph on arrays, a pair a thread: to read its machine code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from jax_hopper_gemm.epilogue import EpilogueGraph
 from jax_hopper_gemm.kernels.epilogue.evaluate import Elements
 
 THREADS = 128
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?([A-Z0-9_.]+)")
+PAIR = 2  # of neighbouring elements: some functions evaluate two at once
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ +)?([A-Z0-9_.]+)")
 # What runs at 128 lanes a clock of an SM or at 64, of the instructions that do arithmetic.
 _ARITHMETIC = {
     "FADD", "FMUL", "FFMA", "FMNMX", "FSEL", "FSETP", "FSET", "FCHK", "FRND", "LOP3", "PLOP3",
@@ -30,17 +31,19 @@ _ARITHMETIC = {
 
 @dataclass(frozen=True)
 class Code:
-    """Instructions that evaluating a graph once takes, over those of a graph that copies.
+    """Instructions that evaluating a graph takes for an element, half of those for a pair.
 
     Attributes:
-      mufu: of the unit for approximate functions, 16 lanes a clock.
+      mufu: of the unit for approximate functions, 16 lanes a clock; without `rare`.
+      rare: reciprocals of that unit under a predicate, which wait for a rare case.
       arithmetic: of all other arithmetic.
       local_accesses, calls: of local memory; of subroutines.
       names: how often each instruction of the kernel occurs, by full name.
     """
 
-    mufu: int
-    arithmetic: int
+    mufu: float
+    rare: float
+    arithmetic: float
     local_accesses: int
     calls: int
     names: Counter[str]
@@ -54,15 +57,16 @@ class Kernel:
     def kernel(self, inputs, outputs):
         x, y, z, w = inputs
         i = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
-        elements = Elements(self.graph, self.read((x, y, z, w), i), lambda v: v, lambda v: v)
+        elements = Elements(self.graph, self.read((x, y, z, w), i * PAIR), lambda v: 0, lambda v: v)
         results = len(self.graph.results)
         for r in cutlass.range_constexpr(results):  # pyright: ignore[reportPrivateImportUsage]
             number = self.graph.results[r].value
-            outputs[r][i] = elements.value(number, 0)
+            for v in cutlass.range_constexpr(PAIR):  # pyright: ignore[reportPrivateImportUsage]
+                outputs[r][i * PAIR + v] = elements.value(number, v)
 
-    def read(self, arrays, i):
+    def read(self, arrays, first):
         def value(leaf, v):
-            loaded = arrays[leaf][i]
+            loaded = arrays[leaf][first + v]
             operand = self.graph.operand(leaf)
             return loaded != 0.0 if operand and operand.dtype == "bool" else loaded
 
@@ -88,16 +92,19 @@ def compile_elementwise(graph: EpilogueGraph) -> bytes:
 
 
 def code_of(graph: EpilogueGraph) -> Code:
-    """Returns the code that evaluating `graph` at one element takes."""
+    """Returns the code that evaluating `graph` takes for an element."""
     text = disassemble(compile_elementwise(graph))
-    names = Counter(_INSTRUCTION.findall(text))
+    found = _INSTRUCTION.findall(text)
+    names = Counter(name for _, name in found)
+    rare = sum(name == "MUFU.RCP" for predicate, name in found if predicate)
     kinds = Counter[str]()
     for name, count in names.items():
         kinds[name.split(".")[0]] += count
     addressing = names["IMAD.WIDE"] + names["IMAD.MOV.U32"] + names["IMAD.WIDE.U32"]
     return Code(
-        mufu=kinds["MUFU"],
-        arithmetic=sum(kinds[name] for name in _ARITHMETIC) - addressing,
+        mufu=(kinds["MUFU"] - rare) / PAIR,
+        rare=rare / PAIR,
+        arithmetic=(sum(kinds[name] for name in _ARITHMETIC) - addressing) / PAIR,
         local_accesses=parse_sass(text).local_accesses,
         calls=kinds["CALL"],
         names=names,

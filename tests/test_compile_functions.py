@@ -21,7 +21,7 @@ from epilogue_graphs import (
 from scipy import special
 
 from jax_hopper_gemm.arithmetic import EXPONENT_LIMIT, ULP, arithmetic_of, error_of
-from jax_hopper_gemm.epilogue import ARITY, Node
+from jax_hopper_gemm.epilogue import ARITY, EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.testing import epilogue, tolerance
 from jax_hopper_gemm.testing.operations import (
     OPERATIONS,
@@ -34,15 +34,15 @@ skip_without_compiler()
 
 from elementwise import code_of  # noqa: E402
 
-from jax_hopper_gemm.kernels.epilogue import functions  # noqa: E402
+from jax_hopper_gemm.kernels.epilogue import evaluate, functions  # noqa: E402
 
 pytestmark = pytest.mark.compile
 
-# Approximate instructions of each operation where results are float32, 16-bit, bfloat16 factors;
-# one number where the form is always the same.
+# Approximate instructions for an element of each operation where results are float32, 16-bit,
+# bfloat16 factors; one number where the form is always the same. Two logistics share one.
 MUFU = {
     "exp": (1, 1, 1), "exp2": (1, 1, 1), "expm1": (0, 1, 1), "log1p": (0, 1, 1),
-    "tanh": (2, 2, 1), "logistic": (2, 2, 2), "erfc": (3, 2, 2), "erf": 1, "div": 1, "sqrt": 1,
+    "tanh": (2, 2, 1), "logistic": (2, 1.5, 1.5), "erfc": (3, 2, 2), "erf": 1, "div": 1, "sqrt": 1,
     "rsqrt": 1, "pow": 1, "integer_pow": 1,
 }  # fmt: skip
 DTYPES = ("float32", "float16", "bfloat16")
@@ -65,26 +65,33 @@ def test_an_operation_compiles_to_lean_code(op, dtype):
     assert code.arithmetic <= (80 if op == "pow" else 46)
 
 
+ADDRESS = 0.5  # one instruction of the trial kernel's own, for a pair
 # (approximate instructions, other arithmetic) for one element, no more; with bfloat16 results.
 COST = {
-    "gelu_tanh": (2, 8), "gelu": (2, 16), "silu": (2, 3), "softplus": (2, 14), "mish": (3, 15),
+    "gelu_tanh": (1.5, 9), "gelu": (2, 16), "silu": (1.5, 5), "softplus": (2, 14), "mish": (3, 15),
     "elu": (1, 11), "hard_swish": (0, 5), "relu": (0, 1), "tanh": (1, 0), "exp": (1, 1),
 }  # fmt: skip
-GRADIENT_COST = {"gelu_tanh": (2, 21), "gelu": (2, 22), "silu": (2, 8)}
+GRADIENT_COST = {"gelu_tanh": (1.5, 23), "gelu": (2, 22), "silu": (1.5, 9)}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_activation_costs_no_more_than(name):
     code = code_of(activation_graph(name, "bfloat16"))
     assert (code.mufu, code.local_accesses, code.calls) == (COST[name][0], 0, 0)
-    assert code.arithmetic <= COST[name][1]
+    assert code.arithmetic <= COST[name][1] + ADDRESS
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_a_gradient_costs_no_more_than(name):
     code = code_of(gradient_graph(name, "bfloat16"))
     assert (code.mufu, code.local_accesses, code.calls) == (GRADIENT_COST[name][0], 0, 0)
-    assert code.arithmetic <= GRADIENT_COST[name][1]
+    assert code.arithmetic <= GRADIENT_COST[name][1] + ADDRESS
+
+
+def test_a_pair_has_reciprocals_of_its_own_for_rare_cases_alone():
+    code = code_of(operation_graph("logistic", "bfloat16"))
+    assert (code.names["MUFU.RCP"], code.rare) == (3, 1)
+    assert code_of(operation_graph("logistic", "float32")).rare == 0
 
 
 def test_equal_nodes_are_computed_once():
@@ -113,7 +120,8 @@ class Emulated:
         with np.errstate(over="ignore", invalid="ignore"):
             if self.exact:  # infinities times 0 would be NaNs
                 return exact.astype(np.float32)
-            return (exact + share * (relative * np.abs(exact) + absolute)).astype(np.float32)
+            found = exact + share * (relative * np.abs(exact) + absolute)
+            return np.where(np.isinf(exact), exact, found).astype(np.float32)
 
     def _library(self, function, ulps):
         return lambda x: self._off(function(x.astype(np.float64)), ulps * ULP)
@@ -138,7 +146,17 @@ class Emulated:
         return np.where(near, self._off(exact, 0, 2.0**-22), self._off(exact, 2.0**-22))
 
     def reciprocal_approx(self, x):
-        return self._off(1 / x.astype(np.float64), ULP)
+        found = self._off(1 / x.astype(np.float64), ULP)
+        return np.where(np.abs(found) < 2.0**-126, np.float32(0), found)
+
+    def reciprocals_approx(self, x, y):
+        product = x * y
+        both = self.reciprocal_approx(product)
+        rare = ~(product <= np.float32(2.0**125))
+        return [
+            np.where(rare, self.reciprocal_approx(own), other * both)
+            for own, other in ((x, y), (y, x))
+        ]
 
     def tanh_approx(self, x):
         return self._off(np.tanh(x.astype(np.float64)), 2.0**-11)
@@ -225,6 +243,60 @@ def test_code_is_as_exact_as_it_claims(op, form, params, exact, between):
     assert away.max() > 0
 
 
+@pytest.mark.parametrize("params", [(), ("shared",)])
+def test_a_pair_is_as_exact_as_one_and_neither_spoils_the_other(params):
+    extremes = np.array(
+        [math.nan, math.inf, -math.inf, 3e38, -3e38, -200, -100, -60, -43, 0, 3, 90]
+    )
+    few = np.repeat(extremes, extremes.size), np.tile(extremes, extremes.size)  # all pairs of them
+    many = probes(-100, 100)
+    pair = [
+        np.concatenate(both).astype(np.float32)
+        for both in zip(few, (many, many[::-1]), strict=True)
+    ]
+    node = Node("logistic", (0,), params)
+    with np.errstate(all="ignore"):
+        found = functions.evaluate_pair(node, "fast", [pair], Emulated(1))
+    error = error_of(node, "fast")
+    for x, got in zip(pair, found, strict=True):
+        expected = special.expit(x.astype(np.float64))
+        relative = error.relative + error.per_argument * np.minimum(np.abs(x), EXPONENT_LIMIT)
+        allowed = relative * expected + error.absolute
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(x))
+        assert np.all((np.abs(got - expected) <= allowed) | np.isnan(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pairs", "alone"), [("matrix", 4, 0), ("row", 2, 0), ("column", 0, 2)]
+)
+def test_a_function_takes_neighbours_together_where_they_differ(kind, pairs, alone, monkeypatch):
+    calls = {"pair": 0, "one": 0}
+
+    def together(node, form, arguments):
+        calls["pair"] += 1
+        ((x, y),) = arguments
+        return -x, -y
+
+    def single(node, form, arguments):
+        calls["one"] += 1
+        return -arguments[0]
+
+    monkeypatch.setattr(evaluate, "evaluate_pair", together)
+    monkeypatch.setattr(evaluate, "evaluate", single)
+    graph = EpilogueGraph(
+        1,
+        (Operand(kind, "float32"),),
+        (Node("logistic", (1,)),),
+        (Result("matrix", 2, "bfloat16"),),
+    )
+    # Two rows of four columns, in a thread's order: pairs of columns, row by row.
+    row, column = (lambda v: v // 2 % 2), (lambda v: v // 4 * 2 + v % 2)
+    value_at = {"matrix": lambda v: v, "row": column, "column": row}[kind]
+    elements = evaluate.Elements(graph, lambda leaf, v: value_at(v), row, column)
+    assert [elements.value(2, v) for v in range(8)] == [-value_at(v) for v in range(8)]
+    assert (calls["pair"], calls["one"]) == (pairs, alone)
+
+
 @pytest.mark.parametrize(
     ("op", "given", "expected"),
     [
@@ -268,6 +340,14 @@ GRAPHS = {
 }
 
 
+def evaluated(node: Node, form: str, arguments: list, machine: Emulated) -> np.ndarray:
+    """Returns a node's values, those that kernels compute in pairs each with a distant one."""
+    if (node.op, form) not in functions.PAIRWISE:
+        return functions.evaluate(node, form, arguments, machine)
+    pairs = [(x, x[::-1]) for x in arguments]
+    return functions.evaluate_pair(node, form, pairs, machine)[0]
+
+
 @pytest.mark.parametrize("name", GRAPHS)
 def test_an_epilogue_is_within_the_bounds_of_the_reference(name):
     graph, machine = GRAPHS[name], Emulated(3)
@@ -284,6 +364,6 @@ def test_an_epilogue_is_within_the_bounds_of_the_reference(name):
             if node is not None:
                 arguments = [values[argument] for argument in node.args]
                 form = arithmetic.forms[number]
-                values[number] = functions.evaluate(node, form, arguments, machine)
+                values[number] = evaluated(node, form, arguments, machine)
         got = values[value].astype(jnp.dtype(graph.results[0].dtype)).reshape(1, 1, -1)
     tolerance.assert_within(got, expected, bound, name)

@@ -146,12 +146,8 @@ def epilogue_specs(
 
 def refilled_spec(plain: GemmSpec, types: OperandTypes) -> GemmSpec | None:
     """Returns the kernel of a measured plain one's configuration for an epilogue, if it fits."""
-    config = Config.of(plain)
-    for wanted in (config, replace(config, epi_tile_n=None)):
-        spec = filled_spec(wanted, types)
-        if spec is not None and worthwhile(spec):
-            return spec
-    return None
+    spec = filled_spec(replace(Config.of(plain), epi_tile_n=None), types)
+    return spec if spec is not None and worthwhile(spec) else None
 
 
 @lru_cache(maxsize=4096)

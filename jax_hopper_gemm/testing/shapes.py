@@ -82,6 +82,25 @@ def decode() -> Iterable[GemmProblem]:
             yield GemmProblem.dense(m, n, k)
 
 
+def glu() -> Iterable[GemmProblem]:
+    """Gated MLPs of Llama 3 8B over 4096 and 8192 tokens: gate and up as one product, gradients.
+
+    Kernels with two right operands are chosen by the product of twice the columns.
+    """
+    width, hidden = 4096, 14336
+    for tokens in (4096, 8192):
+        yield GemmProblem.dense(tokens, 2 * hidden, width)
+        yield GemmProblem.dense(tokens, hidden, width)
+        yield GemmProblem.dense(tokens, hidden, width, b_major="k")
+        yield GemmProblem.dense(tokens, width, 2 * hidden, b_major="k")
+        yield GemmProblem.dense(tokens, width, hidden, b_major="k")
+        yield GemmProblem.dense(tokens, width, hidden)
+        yield GemmProblem.dense(width, 2 * hidden, tokens, a_major="m")
+        yield GemmProblem.dense(width, hidden, tokens, a_major="m")
+        yield GemmProblem.dense(hidden, width, tokens, a_major="m")
+    yield GemmProblem.dense(4096, 8192, 4096)
+
+
 def _layer(tokens: int, width: int, qkv: int, heads: int, hidden: int) -> tuple[GemmProblem, ...]:
     """Returns the four products of a transformer layer: QKV, attention output, up, down."""
     products = ((qkv, width), (width, heads), (hidden, width), (width, hidden))
@@ -96,6 +115,7 @@ SUITES: dict[str, Callable[[], Iterable[GemmProblem]]] = {
     "gemma": gemma,
     "vit": vit,
     "decode": decode,
+    "glu": glu,
 }
 
 

@@ -14,6 +14,8 @@ SPECS = operation_specs()
 M, N = 16384, 64
 EXPONENTS = np.arange(N) - 48  # of the columns: numbers down to 2**-49 and up to 2**16
 SPECIAL = np.array([0, np.inf, -np.inf, np.nan, 1, -1, 2.5, -2.5, 88, -88], np.float32)
+# Of columns beside ordinary ones, which evaluate together: what their numbers are multiplied by.
+FACTORS = {5: np.nan, 10: np.inf, 15: 2.0**60, 16: 2.0**60}
 
 
 def accumulators(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -23,7 +25,14 @@ def accumulators(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     x[: SPECIAL.size] = SPECIAL
     x[SPECIAL.size : 2000] *= np.exp2(rng.integers(-40, 60, 2000 - SPECIAL.size))
     exact = x.astype(np.float64)[:, None] * np.exp2(EXPONENTS)
-    return *factors_of(x, EXPONENTS), exact
+    a, b = factors_of(x, EXPONENTS)
+    for column, factor in FACTORS.items():
+        with np.errstate(invalid="ignore"):
+            exact[:, column] *= factor
+            b[:3, column] *= factor
+        if np.isinf(factor):  # the least pieces of x may be 0, the first one only if x is
+            b[1:3, column] = 0
+    return a, b, exact
 
 
 def operand(seed: int, exact: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...arithmetic import arithmetic_of
 from ...epilogue import EpilogueGraph
-from .functions import evaluate
+from .functions import PAIRWISE, evaluate, evaluate_pair
 
 
 class Elements:
@@ -30,6 +30,8 @@ class Elements:
         statistic (the number of its `row_sum` or `row_max` node) at the thread's v-th element.
       row_of, column_of: the row and the column of the v-th element: any names that are equal
         where the row, or the column, is the same.
+      partner_of: an element in another column that the v-th one is evaluated together with where
+        two at once are cheaper, and whose own partner is v; None: alone.
     """
 
     def __init__(
@@ -38,9 +40,11 @@ class Elements:
         read: Callable[[int, Any], Any],
         row_of: Callable[[Any], Any],
         column_of: Callable[[Any], Any],
+        partner_of: Callable[[Any], Any] = lambda v: v ^ 1,
     ):
         self._arithmetic = arithmetic_of(graph)
         self._read = read
+        self._partner_of = partner_of
         self._where = {
             "scalar": lambda v: None,
             "row": column_of,
@@ -62,8 +66,14 @@ class Elements:
         node = self._arithmetic.node(number)
         if node is None or self._arithmetic.is_leaf(number):
             return self._read(number, v)
-        arguments = [self._known[self._key(argument, v)] for argument in node.args]
-        return evaluate(node, self._arithmetic.forms[number], arguments)
+        form = self._arithmetic.forms[number]
+        partner = self._partner_of(v)
+        alone = partner is None or self._key(number, partner) == self._key(number, v)
+        if alone or (node.op, form) not in PAIRWISE:
+            return evaluate(node, form, [self.value(argument, v) for argument in node.args])
+        pairs = [(self.value(argument, v), self.value(argument, partner)) for argument in node.args]
+        found, self._known[self._key(number, partner)] = evaluate_pair(node, form, pairs)
+        return found
 
     def _key(self, number: int, v: Any) -> tuple[int, Any]:
         return number, self._where[self._arithmetic.varies(number)](v)

@@ -51,6 +51,24 @@ class Gpu:
     def reciprocal_approx(self, x):
         return cute.math.rcp(x, approx=True, ftz=True)
 
+    def reciprocals_approx(self, x, y):
+        """Returns 1 / x and 1 / y of numbers from 1 up, infinity and NaN included.
+
+        One approximate instruction serves both: 1 / x is y / (x * y). Each has its own, which is
+        skipped otherwise, where the product has no reciprocal: neither one spoils the other.
+        """
+        return cute.arch.inline_ptx(
+            "{.reg .pred rare; .reg .f32 product, both, of_x, of_y;"
+            " mul.rn.f32 product, {$r0}, {$r1};"
+            " setp.gtu.f32 rare, product, 0f7E000000;"  # over 2**125, or NaN
+            " rcp.approx.ftz.f32 both, product;"
+            " mul.rn.f32 of_x, both, {$r1}; mul.rn.f32 of_y, both, {$r0};"
+            " @rare rcp.approx.ftz.f32 of_x, {$r0}; @rare rcp.approx.ftz.f32 of_y, {$r1};"
+            " mov.f32 {$w0}, of_x; mov.f32 {$w1}, of_y;}",
+            write_only_types=[Float32, Float32],
+            read_only_args=[x, y],
+        )
+
     def tanh_approx(self, x):
         return cute.math.tanh(x, approx=True)
 
@@ -140,6 +158,14 @@ def exp_of_negative(m, x, exp):
 
 def fast_logistic(m, x, *shared):
     return logistic(m, x, *shared, exp=fast_exp)
+
+
+def fast_logistics(m, xs, *shared):
+    if not shared:
+        return m.reciprocals_approx(*(exp_of_negative(m, x, fast_exp) + 1.0 for x in xs))
+    small = [exp_of_negative(m, m.absolute(x), fast_exp) for x in xs]
+    large = m.reciprocals_approx(*(e + 1.0 for e in small))
+    return [m.where(x < 0.0, e * y, y) for x, e, y in zip(xs, small, large, strict=True)]
 
 
 def fast_tanh(m, x):
@@ -255,6 +281,8 @@ FAST: dict[str, Callable] = {
 }
 # And where bfloat16 results depend on them by factors alone.
 APPROX: dict[str, Callable] = {"tanh": lambda m, x: m.tanh_approx(x)}
+# Where two elements at once are cheaper: function(machine, *pairs of arguments, *parameters).
+PAIRWISE: dict[tuple[str, str], Callable] = {("logistic", "fast"): fast_logistics}
 
 GPU = Gpu()
 
@@ -263,3 +291,10 @@ def evaluate(node: Node, form: str, arguments: Sequence[Any], machine: Any = GPU
     """Returns the value of a node in a form of `arithmetic.Form`, of its arguments' values."""
     table = {"accurate": FUNCTIONS, "fast": FAST, "approx": APPROX}[form]
     return table[node.op](machine, *arguments, *node.params)
+
+
+def evaluate_pair(
+    node: Node, form: str, arguments: Sequence[Any], machine: Any = GPU
+) -> Sequence[Any]:
+    """Returns the values at two elements of a node in `PAIRWISE`, of pairs of arguments."""
+    return PAIRWISE[node.op, form](machine, *arguments, *node.params)
