@@ -16,10 +16,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from compiling import skip_without_compiler
 from cubin_samples import run_python
 
 from jax_hopper_gemm import cubin, dispatch
-from jax_hopper_gemm.cubin import CubinError, compiler
 from jax_hopper_gemm.cubin.elf import read_kernel
 from jax_hopper_gemm.cubin.sass import find_nvdisasm, sass_facts
 from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec
@@ -30,11 +30,7 @@ from jax_hopper_gemm.testing.policies import (
     epilogue_covering_specs,
 )
 
-try:
-    compiler.require_compiler()
-    find_nvdisasm()
-except CubinError as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_compiler()
 
 pytestmark = pytest.mark.compile
 

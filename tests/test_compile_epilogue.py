@@ -5,23 +5,20 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
+from compiling import skip_without_compiler
 
 from jax_hopper_gemm import cubin
-from jax_hopper_gemm.cubin import CubinError, compiler
 from jax_hopper_gemm.cubin.manifest import Manifest
-from jax_hopper_gemm.cubin.sass import SassFacts, disassemble, find_nvdisasm, parse_sass
+from jax_hopper_gemm.cubin.sass import SassFacts, disassemble, parse_sass
 from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.plan import Int32, Pointer, TensorMap, make_plan
 from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.spec import GemmSpec, Traversal, violations
 
-try:
-    compiler.require_compiler()
-    find_nvdisasm()
-except CubinError as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_compiler()
 
 pytestmark = pytest.mark.compile
 
@@ -75,11 +72,12 @@ ROUTER = EpilogueGraph(
 def spec_of(graph: EpilogueGraph, tile_m: int, tile_n: int, **fields) -> GemmSpec:
     d_dtype = graph.matrices[0].dtype if graph.matrices else BF16
     loads = 2 if graph.loaded else 0
-    defaults = {"a_major": "k", "b_major": "n", "num_stages": 3, "epi_stages": 2}
-    fields = defaults | {"epi_load_stages": loads} | fields
+    defaults: dict[str, Any] = {
+        "a_major": "k", "b_major": "n", "num_stages": 3, "epi_stages": 2, "epi_load_stages": loads,
+    }  # fmt: skip
     return GemmSpec(
-        BF16, d_dtype, tile_m=tile_m, tile_n=tile_n, epilogue=graph, **fields
-    )  # fmt: skip
+        BF16, d_dtype, tile_m=tile_m, tile_n=tile_n, epilogue=graph, **defaults | fields
+    )
 
 
 PINGPONG = {"warp_schedule": "pingpong"}

@@ -11,6 +11,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import skip_without_compiler
 from epilogue_graphs import (
     ACTIVATIONS,
     GRADIENTS,
@@ -20,10 +21,8 @@ from epilogue_graphs import (
 from scipy import special
 
 from jax_hopper_gemm.arithmetic import EXPONENT_LIMIT, ULP, arithmetic_of, error_of
-from jax_hopper_gemm.cubin import CubinError, compiler
-from jax_hopper_gemm.cubin.sass import find_nvdisasm
 from jax_hopper_gemm.epilogue import ARITY, Node
-from jax_hopper_gemm.testing import epilogue
+from jax_hopper_gemm.testing import epilogue, tolerance
 from jax_hopper_gemm.testing.operations import (
     OPERATIONS,
     Builder,
@@ -31,15 +30,11 @@ from jax_hopper_gemm.testing.operations import (
     parameters_of,
 )
 
-try:
-    compiler.require_compiler()
-    find_nvdisasm()
-except CubinError as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_compiler()
 
-from elementwise import code_of
+from elementwise import code_of  # noqa: E402
 
-from jax_hopper_gemm.kernels.epilogue import functions
+from jax_hopper_gemm.kernels.epilogue import functions  # noqa: E402
 
 pytestmark = pytest.mark.compile
 
@@ -291,4 +286,4 @@ def test_an_epilogue_is_within_the_bounds_of_the_reference(name):
                 form = arithmetic.forms[number]
                 values[number] = functions.evaluate(node, form, arguments, machine)
         got = values[value].astype(jnp.dtype(graph.results[0].dtype)).reshape(1, 1, -1)
-    epilogue.assert_within_bound(got, expected, bound, name)
+    tolerance.assert_within(got, expected, bound, name)

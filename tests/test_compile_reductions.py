@@ -11,20 +11,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from compiling import skip_without_compiler
 
 from jax_hopper_gemm import cubin, fragment
-from jax_hopper_gemm.cubin import CubinError, compiler
-from jax_hopper_gemm.cubin.sass import find_nvdisasm, sass_facts
+from jax_hopper_gemm.cubin.sass import sass_facts
 from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Result, ResultKind
 from jax_hopper_gemm.plan import result_shapes
 from jax_hopper_gemm.problem import GemmProblem
 from jax_hopper_gemm.spec import GemmSpec, violations
 
-try:
-    compiler.require_compiler()
-    find_nvdisasm()
-except CubinError as error:
-    pytest.skip(str(error), allow_module_level=True)
+skip_without_compiler()
 
 pytestmark = pytest.mark.compile
 

@@ -22,7 +22,7 @@ from jax_hopper_gemm.epilogue import (
     graph_violations,
 )
 from jax_hopper_gemm.spec import violations
-from jax_hopper_gemm.testing.epilogue import assert_within_bound, evaluate, worst
+from jax_hopper_gemm.testing.epilogue import evaluate
 from jax_hopper_gemm.testing.operations import (
     OPERATIONS,
     Builder,
@@ -31,6 +31,7 @@ from jax_hopper_gemm.testing.operations import (
     operation_specs,
     parameters_of,
 )
+from jax_hopper_gemm.testing.tolerance import assert_within, farthest
 
 SPECIAL = np.array(
     [0.0, -0.0, 1.0, -1.0, 0.5, 2.5, -2.5, 1e-45, -1e-45, 1.2e-38, 3.4e38, -3.4e38,
@@ -108,7 +109,7 @@ def test_the_exact_value_rounded_is_within_its_bound(op, dtype):
     x = numbers()
     ((value, bound),) = evaluate(graph, [as_product(x)], [])
     with np.errstate(over="ignore", invalid="ignore"):
-        assert_within_bound(value.astype(np.float32).astype(jnp.dtype(dtype)), value, bound, op)
+        assert_within(value.astype(np.float32).astype(jnp.dtype(dtype)), value, bound, op)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -130,7 +131,7 @@ def test_a_result_two_ulp_off_is_out_of_bounds(name, dtype):
     right = value.astype(np.float32).astype(jnp.dtype(dtype))
     usual = np.abs(value) > 100 * float(jnp.finfo(dtype).smallest_normal)
     assert usual.mean() > 0.7
-    assert_within_bound(right, value, bound)
+    assert_within(right, value, bound)
     for away in (-2, 2):
         wrong = (right.view(np.int16) + np.int16(away)).view(jnp.dtype(dtype))
         error = np.abs(wrong.astype(np.float64) - value)
@@ -160,18 +161,18 @@ def test_nan_must_be_nan_and_nothing_else_may():
     graph = operation_graph("log", "float32")
     ((value, bound),) = evaluate(graph, [as_product(np.array([-1.0, 2.0]))], [])
     right = value.astype(np.float32)
-    assert worst(right, value, bound).ratio <= 1
+    assert farthest(right, value, bound).ratio <= 1
     for i, other in ((0, 0.0), (1, np.nan)):
         wrong = right.copy()
         wrong[0, 0, i] = other
-        assert worst(wrong, value, bound).ratio == np.inf
+        assert farthest(wrong, value, bound).ratio == np.inf
 
 
 def test_an_infinity_must_be_met():
     graph = operation_graph("exp", "bfloat16")
     ((value, bound),) = evaluate(graph, [as_product(np.array([200.0, -200.0]))], [])
-    assert worst(np.array([[[np.inf, 0.0]]]), value, bound).ratio <= 1
-    assert worst(np.array([[[3e38, 0.0]]]), value, bound).ratio == np.inf
+    assert farthest(np.array([[[np.inf, 0.0]]]), value, bound).ratio <= 1
+    assert farthest(np.array([[[3e38, 0.0]]]), value, bound).ratio == np.inf
 
 
 def test_reductions_follow_numpy_and_bound_their_sums():
@@ -188,11 +189,11 @@ def test_reductions_follow_numpy_and_bound_their_sums():
     assert largest[0] == y.max()
     np.testing.assert_allclose(sumexp[0], np.exp(y - y.max(2, keepdims=True)).sum(2), rtol=1e-13)
     # What NumPy adds up in float32 is within the bounds; half a percent more is not.
-    assert_within_bound((-x).sum(2), *row_sum)
-    assert_within_bound((-x).sum(1), *column_sum)
+    assert_within((-x).sum(2), *row_sum)
+    assert_within((-x).sum(1), *column_sum)
     ours = np.exp(-x - (-x).max(2, keepdims=True)).sum(2)
-    assert_within_bound(ours, *sumexp)
-    assert worst(ours * np.float32(1.005), *sumexp).ratio > 1
+    assert_within(ours, *sumexp)
+    assert farthest(ours * np.float32(1.005), *sumexp).ratio > 1
     assert np.all(row_max[1] == 0)
 
 
@@ -204,7 +205,7 @@ def test_a_softmax_over_rows_adds_up_to_one():
     ((value, bound),) = evaluate(graph, [x], [])
     np.testing.assert_allclose(value.sum(2), 1, rtol=1e-12)
     assert np.all(bound < 1e-4 * value)
-    assert_within_bound(np.asarray(jax.nn.softmax(x.astype("f4"), axis=-1)), value, bound + 1e-7)
+    assert_within(np.asarray(jax.nn.softmax(x.astype("f4"), axis=-1)), value, bound + 1e-7)
 
 
 def test_top_k_leaves_open_which_of_two_near_equals_comes_first():

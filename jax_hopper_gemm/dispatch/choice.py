@@ -203,14 +203,19 @@ def _refilled(
     spec = refilled_spec(entry.spec, OperandTypes.of(problem))
     if spec is None or pairing_violations(problem, spec):
         return None
-    best = _best(problem, device)[0]
-    ns = estimate(problem, spec, entry.traversal, device).ns
-    if entry.kernel_us and not problem.gated:  # what the model gets wrong of the plain product
-        bare = replace(problem, epilogue=None, operands=())
-        ns *= entry.kernel_us * 1e3 / estimate(bare, entry.spec, entry.traversal, device).ns
-    if best is not None and ns > (1 + MODEL_ERROR) * best[0].ns:
+    if not problem.gated and _is_slow(problem, spec, entry, device):
         return None
     return Decision(spec, entry.traversal, f"{plain}; the epilogue rides on its kernel", source)
+
+
+def _is_slow(problem: GemmProblem, spec: GemmSpec, entry: Entry, device: Device) -> bool:
+    """Whether the model expects another kernel to be faster with the epilogue than `entry`'s."""
+    best = _best(problem, device)[0]
+    ns = estimate(problem, spec, entry.traversal, device).ns
+    if entry.kernel_us:  # what the model gets wrong of the plain product
+        bare = replace(problem, epilogue=None, operands=())
+        ns *= entry.kernel_us * 1e3 / estimate(bare, entry.spec, entry.traversal, device).ns
+    return best is not None and ns > (1 + MODEL_ERROR) * best[0].ns
 
 
 def _us(microseconds: float | None) -> str:

@@ -51,7 +51,6 @@ from ..arithmetic import (
     error_of,
 )
 from ..epilogue import PREDICATES, EpilogueGraph, Node, Result
-from .tolerance import Worst
 
 LARGEST = float(np.finfo(np.float32).max)
 OVERFLOW = LARGEST * (1 + 2.0**-25)  # what float32 rounds to infinity
@@ -109,39 +108,6 @@ def evaluate(
         found = []
         for result, value in zip(graph.results, results, strict=True):
             found += _result(result, _broadcast(ranges[value], shape))
-    return found
-
-
-def worst(got: np.ndarray, value: np.ndarray, bound: np.ndarray) -> Worst:
-    """Returns the element of `got` whose error is the largest share of its bound."""
-    numbers = np.asarray(got).astype(np.float64)
-    with np.errstate(all="ignore"):
-        error = np.abs(numbers - value)
-        ratio = np.where(error == 0, 0.0, error / bound)
-    right = (numbers == value) | (np.isnan(numbers) & np.isnan(value)) | np.isposinf(bound)
-    ratio = np.where(right, np.where(np.isfinite(ratio), ratio, 0.0), ratio)
-    ratio = np.where(np.isnan(ratio), np.inf, ratio)
-    index = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
-    at = (float(x[index]) for x in (ratio, numbers, value, bound))
-    there, *rest = at
-    return Worst(there, tuple(int(i) for i in index), *rest)
-
-
-def assert_within_bound(
-    got: np.ndarray, value: np.ndarray, bound: np.ndarray, what: str = "result"
-) -> Worst:
-    """Returns the worst element of `got`, having checked that it is within its bound.
-
-    Raises:
-      AssertionError: an element is farther from `value` than `bound`, or is or is not a NaN
-        where it must.
-    """
-    assert np.shape(got) == value.shape, f"{what}: {np.shape(got)} is not {value.shape}"
-    found = worst(got, value, bound)
-    assert found.ratio <= 1, (
-        f"{what}: element {found.index} is {found.got!r}, expected {found.expected!r} within "
-        f"{found.bound:.3e}: {found.ratio:.3g} times the bound"
-    )
     return found
 
 

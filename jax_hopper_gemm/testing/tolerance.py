@@ -103,16 +103,7 @@ def worst(
     summation: Summation = "wgmma",
 ) -> Worst:
     """Returns the element of `result` whose error is the largest share of its bound."""
-    got = result.astype(np.float64)
-    bound = error_bound(expected, magnitude, k, result.dtype, summation)
-    error = np.abs(got - expected)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(error == 0, 0.0, error / bound)
-    ratio = np.where(np.isnan(ratio), np.inf, ratio)
-    index = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
-    values = (float(x[index]) for x in (ratio, got, expected, bound))
-    ratio_there, *rest = values
-    return Worst(ratio_there, tuple(int(i) for i in index), *rest)
+    return farthest(result, expected, error_bound(expected, magnitude, k, result.dtype, summation))
 
 
 def assert_within_bound(
@@ -128,8 +119,38 @@ def assert_within_bound(
     Raises:
       AssertionError: an element is farther from `expected` than the derivation above allows.
     """
-    assert result.shape == expected.shape, f"{result.shape} is not {expected.shape}"
-    found = worst(result, expected, magnitude, k, summation)
+    bound = error_bound(expected, magnitude, k, result.dtype, summation)
+    return assert_within(result, expected, bound, what)
+
+
+def farthest(got: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> Worst:
+    """Returns the element of `got` whose error is the largest share of its bound.
+
+    A NaN is right where a NaN is expected, and anything is where the bound is infinite.
+    """
+    numbers = np.asarray(got).astype(np.float64)
+    with np.errstate(all="ignore"):
+        error = np.abs(numbers - expected)
+        ratio = np.where(error == 0, 0.0, error / bound)
+    right = (numbers == expected) | (np.isnan(numbers) & np.isnan(expected)) | np.isposinf(bound)
+    ratio = np.where(right, np.where(np.isfinite(ratio), ratio, 0.0), ratio)
+    ratio = np.where(np.isnan(ratio), np.inf, ratio)
+    index = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+    there, *rest = (float(x[index]) for x in (ratio, numbers, expected, bound))
+    return Worst(there, tuple(int(i) for i in index), *rest)
+
+
+def assert_within(
+    got: np.ndarray, expected: np.ndarray, bound: np.ndarray, what: str = "result"
+) -> Worst:
+    """Returns the worst element of `got`, having checked that it is within its bound.
+
+    Raises:
+      AssertionError: an element is farther from `expected` than `bound`, or is or is not a NaN
+        where it must.
+    """
+    assert np.shape(got) == expected.shape, f"{what}: {np.shape(got)} is not {expected.shape}"
+    found = farthest(got, expected, bound)
     assert found.ratio <= 1, (
         f"{what}: element {found.index} is {found.got!r}, expected {found.expected!r} within "
         f"{found.bound:.3e}: {found.ratio:.3g} times the bound"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_hopper_gemm.spec import Traversal
-from jax_hopper_gemm.testing import epilogue
+from jax_hopper_gemm.testing import epilogue, tolerance
 from jax_hopper_gemm.testing.direct import prepare
 from jax_hopper_gemm.testing.operations import factors_of, operation_specs, problem_of
 
@@ -51,5 +51,5 @@ def test_operation_is_within_its_derived_bound(name, gpu, checked):
     gpu.synchronize()
     got = d.download(dtype).reshape(1, M, N)
     ((value, bound),) = epilogue.evaluate(spec.graph, [exact[None]], [o[None] for o in operands])
-    epilogue.assert_within_bound(got, value, bound, name)
+    tolerance.assert_within(got, value, bound, name)
     checked(spec)
