@@ -44,7 +44,7 @@ from .preferences import XLA_PREFERENCES
 from .table import Entry, Key, Table, TableError, packaged_table, read_table
 
 TABLE_VARIABLE = "JAX_HOPPER_GEMM_TABLE"
-MODEL_ERROR = 0.02  # of the cost model, where it compares a measured kernel with others
+MODEL_ERROR = 0.01  # of the cost model, where it compares a measured kernel with others
 ROUGH = TRAVERSALS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
 
 Source = Literal["table", "model", "user table"]

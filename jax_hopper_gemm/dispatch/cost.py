@@ -21,7 +21,7 @@ from math import gcd
 from ..epilogue import ROW_REDUCTIONS, EpilogueGraph, variation
 from ..plan import ceil_div, max_clusters
 from ..problem import ITEMSIZE, GemmProblem, MatrixLayout
-from ..spec import EPI_TILE_M, GemmSpec, TmaBox, Traversal
+from ..spec import GemmSpec, TmaBox, Traversal
 from .candidates import TRAVERSALS
 from .device import Device
 
