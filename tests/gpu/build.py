@@ -21,6 +21,7 @@ from jax_hopper_gemm.testing.policies import (
     covering_specs,
     epilogue_covering_specs,
 )
+from jax_hopper_gemm.testing.programs import PROGRAMS
 
 
 def main() -> int:
@@ -38,6 +39,7 @@ def main() -> int:
                 *chosen_epilogue_specs(),
                 *table_specs(H200),
                 *operation_specs().values(),
+                *(spec for program in PROGRAMS.values() for spec in program.specs()),
                 *random_products.specs(),
             )
         )
