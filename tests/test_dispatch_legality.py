@@ -232,9 +232,11 @@ def test_every_standard_epilogue_has_kernels_of_every_layout(name):
 
 def test_matrices_that_an_epilogue_loads_get_more_stages_where_the_ring_allows():
     types = OperandTypes("bfloat16", "bfloat16", "k", "n", STANDARD["residual"])
-    large, small = (filled_spec(Config(*tile), types) for tile in ((128, 256), (128, 128)))
-    assert large is not None and small is not None
-    assert (large.num_stages, large.epi_load_stages) == (4, 2)
+    configs = Config(128, 256), Config(128, 256, epi_tile_n=32), Config(128, 128)
+    large, narrow, small = (filled_spec(config, types) for config in configs)
+    assert large is not None and narrow is not None and small is not None
+    assert (large.epi_tile_n, large.num_stages, large.epi_load_stages) == (64, 3, 2)
+    assert (narrow.num_stages, narrow.epi_load_stages) == (4, 2)
     assert small.num_stages >= 4 and small.epi_load_stages == 4
     row = filled_spec(Config(128, 128), replace(types, epilogue=STANDARD["bias"]))
     assert row is not None and row.epi_load_stages == 2

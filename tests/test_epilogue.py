@@ -9,6 +9,7 @@ import pytest
 
 from jax_hopper_gemm.epilogue import (
     ARITY,
+    IN_FLIGHT,
     MAX_TOP_K,
     EpilogueGraph,
     Node,
@@ -111,8 +112,8 @@ def test_registers_count_what_is_alive_at_once():
     )
     chain, fan = (replace(g, results=(replace(D, value=9),)) for g in (chain, fan))
     assert epilogue_registers(PLAIN, 32) == 0
-    assert epilogue_registers(chain, 32) == 2 * 2  # a value and the one it is computed of
-    assert epilogue_registers(fan, 32) == 2 * 6
+    assert epilogue_registers(chain, 32) == 2 * IN_FLIGHT  # a value and the one it is computed of
+    assert epilogue_registers(fan, 32) == 6 * IN_FLIGHT
     for name, graph in graphs.STANDARD.items():
         assert epilogue_registers(graph, 16) <= epilogue_registers(graph, 32), name
 
