@@ -19,6 +19,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from . import config, native
@@ -275,7 +276,7 @@ def is_launch(value: Any) -> bool:
 
 def _subscripts(operation: Any) -> str:
     """Returns the subscripts of a stablehlo.dot_general."""
-    numbers = operation.attributes["dot_dimension_numbers"]
+    numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
     contracting = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
     batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
     ranks = (len(operand.type.shape) for operand in operation.operands)

@@ -130,6 +130,8 @@ def route(product: Product, device: dispatch.Device, *, kernel_only: bool = Fals
     except (NotAGemm, NotFusable) as error:
         return Route("xla", str(error), "unsupported")
     decision = dispatch.choose(gemm.problem, device, kernel_only=kernel_only)
+    if fusion and not kernel_only and (reason := _read_again(fusion)):
+        return Route("xla", reason, "model", gemm, fusion=fusion, roles=found_roles)
     if decision.spec is None or decision.traversal is None:
         runs = not kernel_only and dispatch.choose(gemm.problem, device, kernel_only=True).spec
         source = decision.source if runs else "unsupported"
@@ -182,6 +184,17 @@ def _broadcast_label(shape: Sequence[int], out: str) -> str:
         return ""
     aligned = zip(out[len(out) - len(shape) :], shape, strict=True)
     return "".join(letter for letter, extent in aligned if extent != 1)
+
+
+def _read_again(fusion: Fusion) -> str | None:
+    """Returns why an epilogue is left to XLA which would read what a kernel stores for it.
+
+    The kernel would store float32, in which the function computes; XLA's product is read as well,
+    but by one pass that needs no other.
+    """
+    if not fusion.uncovered or all(r.dtype != "float32" for r in fusion.graph.matrices):
+        return None
+    return f"XLA computes {', '.join(fusion.uncovered)}, and would read a float32 product for that"
 
 
 def _request_violation(product: Product) -> str | None:

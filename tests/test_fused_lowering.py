@@ -367,3 +367,34 @@ def test_a_saved_product_that_is_a_result_already_is_stored_once():
                       *GELU[:2])  # fmt: skip
     assert ["matrix bfloat16"] in [results(spec) for spec in launches(program)]
     assert ["matrix bfloat16"] * 2 not in [results(spec) for spec in launches(program)]
+
+
+def test_a_gradient_takes_the_place_of_a_product_that_xla_would_run(monkeypatch):
+    def backward(ct, x, w, b, w2):
+        _, back = jax.vjp(lambda h: fused(lambda acc, b: gelu(acc + b), h, w, b), x)
+        return back(jhg.einsum("mn,kn->mk", ct, w2))
+
+    arguments = shape(T, D), *GELU[:4]
+    kernels = launches(lowered(backward, *arguments))
+    choose = dispatch.choose
+
+    def bare_products_to_xla(problem, device, *, kernel_only=False):
+        if problem.epilogue is None and not kernel_only:
+            return dispatch.Decision(None, None, "XLA is faster", "table")
+        return choose(problem, device, kernel_only=kernel_only)
+
+    monkeypatch.setattr(dispatch, "choose", bare_products_to_xla)
+    program = lowered(backward, *arguments)
+    fused_ones = [spec for spec in launches(program) if spec.graph.nodes]
+    assert fused_ones == [spec for spec in kernels if spec.graph.nodes]
+    assert len(fused_ones) == 1
+    assert on_matrices(program) == []
+
+
+def test_xla_runs_what_would_read_a_float32_product_again():
+    def softmax(implementation):
+        product = partial(fused, jax.nn.softmax, implementation=implementation)
+        return launches(lowered(product, shape(T, D), shape(D, F)))
+
+    assert softmax(None) == []
+    assert [results(spec) for spec in softmax("hopper")] == [["matrix float32", "row_sumexp"]]

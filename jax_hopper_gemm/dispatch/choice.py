@@ -203,7 +203,8 @@ def _refilled(
     spec = refilled_spec(entry.spec, OperandTypes.of(problem))
     if spec is None or pairing_violations(problem, spec):
         return None
-    if not problem.gated and _is_slow(problem, spec, entry, device):
+    computes = not any(operand.kind == "matrix" for operand in problem.graph.operands)
+    if computes and not problem.gated and _is_slow(problem, spec, entry, device):
         return None
     return Decision(spec, entry.traversal, f"{plain}; the epilogue rides on its kernel", source)
 
