@@ -30,7 +30,7 @@ def largest_errors(results: Any, exact: Any) -> list[float]:
 
 
 def test_only_the_products_run(program, checked):
-    hlo = compiled(program, program.arguments()).as_text()
+    hlo = compiled(program, program.arguments()).as_text() or ""
     entry = hlo[hlo.index("ENTRY") :]
     assert hlo.count(f'custom_call_target="{TARGET}"') == program.launches
     # Whatever else runs reads no (tokens, hidden) array, but for what a user gets back.
@@ -63,7 +63,8 @@ def test_accumulation_takes_the_memory_of_its_operand():
     program = PROGRAMS["accumulation"]
     arguments = list(map(jnp.asarray, program.arguments()))
     hlo = compiled(program, arguments)
-    assert " copy(" not in hlo.as_text()
+    text = hlo.as_text()
+    assert text and " copy(" not in text
     address = arguments[0].unsafe_buffer_pointer()
     assert hlo(*arguments).unsafe_buffer_pointer() == address
     assert arguments[0].is_deleted()
