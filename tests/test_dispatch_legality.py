@@ -240,3 +240,12 @@ def test_matrices_that_an_epilogue_loads_get_more_stages_where_the_ring_allows()
     assert small.num_stages >= 4 and small.epi_load_stages == 4
     row = filled_spec(Config(128, 128), replace(types, epilogue=STANDARD["bias"]))
     assert row is not None and row.epi_load_stages == 2
+
+
+def test_a_selection_takes_no_more_than_a_row_has():
+    graph = STANDARD["top_k"]
+    (k,) = {result.k for result in graph.reductions}
+    fits = replace(GemmProblem.dense(64, k, 64), epilogue=graph)
+    assert problem_violations(fits) == []
+    reasons = problem_violations(replace(GemmProblem.dense(64, k - 4, 64), epilogue=graph))
+    assert any(f"selects {k} of rows of {k - 4}" in reason for reason in reasons)

@@ -68,6 +68,9 @@ def problem_violations(problem: GemmProblem) -> list[str]:
             f"N is {p.n}, but the epilogue needs whole rows, which fit a tile up to {columns} "
             "columns: leave it to XLA"
         )
+    selected = max((result.k for result in p.graph.results), default=0)
+    if selected > p.n:
+        found.append(f"the epilogue selects {selected} of rows of {p.n}: ask for {p.n} at most")
     maps = 2 + p.gated + len(p.graph.matrices) + len(p.graph.loaded)
     if maps > MAX_TENSOR_MAPS:
         found.append(

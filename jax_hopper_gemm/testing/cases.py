@@ -130,6 +130,7 @@ def _problem(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
     narrowest = max((16 // ITEMSIZE[dtype] for dtype in along_n), default=1)
     if graph.needs_whole_rows:
         n = min(n, spec.d_tile_n - 5)
+        n = max([n, *(result.k for result in graph.results)])  # of a top-k
     n = ceil_div(n, narrowest) * narrowest
     if spec.a_major == "m":
         m = _aligned(m)
