@@ -85,7 +85,13 @@ class Gpu:
 
     def round_to(self, dtype, x):
         if dtype == "float16":
-            return Float32(cutlass.Float16(x))
+            # In PTX of its own: else LLVM narrows the arithmetic beside it to float16, and ptxas fuses
+            # that without the rounding.
+            return cute.arch.inline_ptx(
+                "{.reg .b16 half; cvt.rn.f16.f32 half, {$r0}; cvt.f32.f16 {$w0}, half;}",
+                write_only_types=[Float32],
+                read_only_args=[x],
+            )
         # One conversion of a pair costs a fraction of what that of a single number does.
         return cute.arch.inline_ptx(
             "{.reg .b32 pair; cvt.rn.bf16x2.f32 pair, {$r0}, 0f00000000;"
