@@ -133,8 +133,7 @@ ffi::Error Launch::Run(CUstream stream, const ffi::RemainingArgs& operands,
         const TensorMapPlan& planned = plan_.tensor_maps[param.value];
         const int buffer = planned.buffer;
         void* const address =
-            static_cast<char*>(BufferAt(operands, results, buffer).untyped_data()) +
-            planned.offset;
+            static_cast<char*>(BufferAt(operands, results, buffer).untyped_data()) + planned.offset;
         if (reinterpret_cast<uintptr_t>(address) % kTmaAlignment != 0) {
           return ffi::Error::InvalidArgument("the address of buffer " + std::to_string(buffer) +
                                              " is not a multiple of 16");

@@ -85,8 +85,8 @@ class Gpu:
 
     def round_to(self, dtype, x):
         if dtype == "float16":
-            # In PTX of its own: else LLVM narrows the arithmetic beside it to float16, and ptxas fuses
-            # that without the rounding.
+            # In PTX of its own: else LLVM narrows the arithmetic beside it to float16, and ptxas
+            # fuses that without the rounding.
             return cute.arch.inline_ptx(
                 "{.reg .b16 half; cvt.rn.f16.f32 half, {$r0}; cvt.f32.f16 {$w0}, half;}",
                 write_only_types=[Float32],
