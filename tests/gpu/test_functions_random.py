@@ -34,8 +34,8 @@ def test_gradients_of_random_epilogues_as_epilogues(seed: int, checked):
 def test_gradients_of_products_with_random_epilogues(seed: int, checked, request):
     case = random_products.gradient_case(seed)
     if "float16" in case.pullback.description.replace("bfloat16", ""):
-        # NOTE: the reference rounds float16 arithmetic in another order than the derivative that JAX
-        # takes here. JAX alone, on a CPU and without kernels, misses it in the same elements.
+        # NOTE: the reference rounds float16 arithmetic in another order than the derivative that
+        # JAX takes here. JAX alone, on a CPU and without kernels, misses it in the same elements.
         request.applymarker(pytest.mark.xfail(raises=AssertionError, strict=False))
     case.check(*jax.jit(case.run)(*case.arguments))
     for spec in specs_of(case.run, *case.arguments):
