@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .problem import ITEMSIZE, GemmProblem, MatrixLayout
+from .grouping import GroupWalk
+from .problem import ITEMSIZE, GemmProblem, Groups, MatrixLayout
 from .spec import EPI_TILE_M, GemmSpec, TmaBox, Traversal
 from .walk import make_walk
 
@@ -19,6 +20,8 @@ TENSOR_MAP_DTYPE = {"bool": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 TENSOR_MAP_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
 STRANDED_SMS = 12  # that clusters of four cannot use
 TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
+SPAN_EXTENT = 2**30  # of the grouped axis in a tensor map that ends where a group does
+WRAP_BYTES = 2**34  # times SPAN_EXTENT: 2**64, where addresses wrap around
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,9 @@ class Workspace:
 class LaunchPlan:
     """One launch.
 
-    Buffers are numbered: A 0, B 1, up where it has an array of its own, the epilogue's operands;
-    then the results, then workspaces.
+    Buffers are numbered: A 0, B 1, up where it has an array of its own, the epilogue's operands; of
+    a grouped product the sizes, and the indices of gathered rows; then the results, then
+    workspaces.
     """
 
     grid: tuple[int, int, int]
@@ -124,16 +128,29 @@ def make_plan(
     k_tiles = ceil_div(problem.k, spec.tile_k)
     clusters_m = ceil_div(problem.m, spec.tile_m * spec.cluster_m)
     clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.cluster_n)
-    clusters = clusters_m * clusters_n * problem.l
-    launched = clusters
-    if spec.tile_scheduler != "single":
-        launched = persistent_clusters(clusters, max_clusters(spec, num_sms))
+    along_m = traversal.along == "m"
     params: list[TensorMap | Int32 | Pointer] = list(_operand_maps(problem, spec))
     params += [*_result_params(problem, spec), *_epilogue_params(problem, spec)]
-    walk = make_walk(
-        clusters_m, clusters_n, problem.l,
-        along_m=traversal.along == "m", swizzle=traversal.swizzle,
-    )  # fmt: skip
+    if groups := problem.groups:
+        clusters = clusters_m * clusters_n * problem.l
+        length = problem.k
+        if groups.axis == "m":
+            length = problem.m
+            clusters = min(length, clusters_m + groups.sizes) * clusters_n  # at most
+        sizes = num_inputs(problem) - 1 - (groups.gathered is not None)
+        params += [Pointer(sizes + i) for i in range(num_inputs(problem) - sizes)]
+        walk: tuple[int, ...] = GroupWalk(
+            groups.sizes, groups.period, groups.first, groups.count, groups.step, length,
+            clusters_m, clusters_n, int(along_m), traversal.swizzle,
+        )  # fmt: skip
+    else:
+        clusters = clusters_m * clusters_n * problem.l
+        walk = make_walk(
+            clusters_m, clusters_n, problem.l, along_m=along_m, swizzle=traversal.swizzle
+        )
+    launched = clusters
+    if spec.tile_scheduler != "single":
+        launched = persistent_clusters(clusters, max_clusters(spec, num_sms), problem.groups)
     params += [Int32(value) for value in (*walk, k_tiles)]
     if spec.graph.needs_extents:
         params += [Int32(problem.m), Int32(problem.n)]
@@ -154,8 +171,12 @@ def make_plan(
 
 
 def num_inputs(problem: GemmProblem) -> int:
-    """Returns how many arrays a call reads: A, B, up in an array of its own, the operands."""
-    return 2 + (problem.gated and problem.up_offset is None) + len(problem.operands)
+    """Returns how many arrays a call reads: A, B, up in an array of its own, the operands, sizes
+    and indices of groups."""
+    arrays = 2 + (problem.gated and problem.up_offset is None) + len(problem.operands)
+    if problem.groups:
+        arrays += 1 + (problem.groups.gathered is not None)
+    return arrays
 
 
 def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int, ...], str]]:
@@ -169,43 +190,62 @@ def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int,
       row_sumexp       (L, tiles along N, 2, M), largest value and sum
       max              (L, ceil(M / 16), tiles along N), a part for each warp
       top_k_*          (L, M, k), whole
+
+    L is 1 where the rows of D are grouped.
     """
     p = problem
+    l = 1 if p.groups and p.groups.axis == "m" else p.l  # noqa: E741
     tiles_n = ceil_div(p.n, spec.d_tile_n)
     shapes = {
-        "column_sum": (p.l, ceil_div(p.m, EPI_TILE_M), p.n),
-        "row_sum": (p.l, tiles_n, p.m),
-        "row_max": (p.l, tiles_n, p.m),
-        "row_sumexp": (p.l, tiles_n, 2, p.m),
-        "max": (p.l, ceil_div(p.m, 16), tiles_n),
+        "column_sum": (l, ceil_div(p.m, EPI_TILE_M), p.n),
+        "row_sum": (l, tiles_n, p.m),
+        "row_max": (l, tiles_n, p.m),
+        "row_sumexp": (l, tiles_n, 2, p.m),
+        "max": (l, ceil_div(p.m, 16), tiles_n),
     }
     found: list[tuple[tuple[int, ...], str]] = []
     for result in p.graph.results:
         if result.kind == "matrix":
             if result.plane == 0:
                 planes = (result.planes,) if result.planes > 1 else ()
-                found.append(((p.l, p.m, *planes, p.n), result.dtype))
+                found.append(((l, p.m, *planes, p.n), result.dtype))
         elif result.kind in shapes:
             found.append((shapes[result.kind], "float32"))
         else:
             dtype = "int32" if result.kind == "top_k_indices" else "float32"
-            found.append(((p.l, p.m, result.k), dtype))
+            found.append(((l, p.m, result.k), dtype))
     return found
 
 
-def _operand_maps(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap]:
-    """Returns the tensor maps of A and B, and of up where there is one."""
-    p = problem
+def _operand_maps(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Pointer]:
+    """Returns the tensor maps of A and B, and of up where there is one.
 
-    def b_map(buffer: int, offset: int) -> TensorMap:
+    A gathered operand has none: it is read through a pointer.
+    """
+    p, axis = problem, spec.grouped
+    offset_of_up = (p.up_offset or 0) * ITEMSIZE[p.ab_dtype]
+
+    def a_map() -> TensorMap | Pointer:
+        if spec.gathered == "a":
+            return Pointer(0)
+        if axis == "k":
+            return _span_map(0, p.ab_dtype, p.a, p.m, p.k, spec.a_box)
+        batches = 1 if axis == "m" else p.l
+        return _tensor_map(0, p.ab_dtype, p.a, {"m": p.m, "k": p.k}, batches, spec.a_box)
+
+    def b_map(buffer: int, offset: int = 0) -> TensorMap | Pointer:
+        if spec.gathered == "b":
+            return Pointer(buffer)
+        if axis == "k":
+            return _span_map(buffer, p.ab_dtype, p.b, p.n, p.k, spec.b_box, offset)
         extents = {"n": p.n, "k": p.k}
         return _tensor_map(buffer, p.ab_dtype, p.b, extents, p.l, spec.b_box, offset)
 
-    maps = [_tensor_map(0, p.ab_dtype, p.a, {"m": p.m, "k": p.k}, p.l, spec.a_box), b_map(1, 0)]
+    maps = [a_map(), b_map(1)]
     if p.gated and p.up_offset is None:
-        maps.append(b_map(2, 0))
+        maps.append(b_map(2))
     elif p.up_offset is not None:
-        maps.append(b_map(1, p.up_offset * ITEMSIZE[p.ab_dtype]))
+        maps.append(b_map(1, offset_of_up))
     return maps
 
 
@@ -223,6 +263,9 @@ def _result_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Poi
             layout = MatrixLayout("n", planes * p.n, p.m * planes * p.n)
         offset = result.plane * p.n * ITEMSIZE[result.dtype]
         box = spec.epi_box(result.dtype)
+        if spec.grouped == "m":
+            params.append(_span_map(buffer, result.dtype, layout, p.n, p.m, box, offset))
+            continue
         extents = {"m": p.m, "n": p.n}
         params.append(_tensor_map(buffer, result.dtype, layout, extents, p.l, box, offset))
     return params
@@ -234,14 +277,15 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | P
     A tensor map each; of a scalar a pointer and the distance, in elements, to the next matrix's.
     """
     p = problem
-    first = num_inputs(p) - len(p.operands)
+    first = 2 + (p.gated and p.up_offset is None)
+    along_rows = 1 if spec.grouped == "m" else p.l  # arrays of an operand that varies along rows
     params: list[TensorMap | Pointer | Int32] = []
     for i, (operand, layout) in enumerate(zip(p.graph.operands, p.operands, strict=True)):
         if operand.kind == "scalar":
             params += [Pointer(first + i), Int32(layout.batch_stride)]
         elif operand.kind == "matrix":
             extents, box = {"m": p.m, "n": p.n}, spec.epi_box(operand.dtype)
-            params.append(_tensor_map(first + i, operand.dtype, layout, extents, p.l, box))
+            params.append(_tensor_map(first + i, operand.dtype, layout, extents, along_rows, box))
         else:
             row = operand.kind == "row"
             params.append(
@@ -250,7 +294,7 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | P
                     operand.dtype,
                     p.n if row else p.m,
                     layout.batch_stride,
-                    p.l,
+                    p.l if row else along_rows,
                     spec.epi_tile_n if row else EPI_TILE_M,
                 )  # fmt: skip
             )
@@ -263,6 +307,36 @@ def _vector_map(
     """Returns the map over one contiguous vector for each matrix of D; a copy reads `box` of it."""
     stride = _stride_bytes(batch_stride, batches, ITEMSIZE[dtype])
     return TensorMap(buffer, dtype, (extent, batches), (stride,), (box, 1), swizzle=0)
+
+
+def _span_map(
+    buffer: int,
+    dtype: str,
+    layout: MatrixLayout,
+    contiguous: int,
+    length: int,
+    box: TmaBox,
+    offset: int = 0,
+) -> TensorMap:
+    """Returns the map over rows of which a copy can be told where to stop.
+
+    Row r of a span of `size` rows that ends at row `end` has the coordinates (SPAN_EXTENT - size +
+    r, end, SPAN_EXTENT): so r >= size is outside of the map, which loads as zeros and is not
+    stored. The three add up to row end - size + r, modulo 2**64 bytes.
+
+    Args:
+      contiguous, length: extents along the rows, and number of rows.
+    """
+    stride = layout.leading_stride * ITEMSIZE[dtype]
+    return TensorMap(
+        buffer,
+        dtype,
+        dims=(contiguous, SPAN_EXTENT, length + 1, SPAN_EXTENT + 1),
+        strides=(stride, stride, WRAP_BYTES - stride),
+        box=(box.contiguous, box.other, 1, 1),
+        swizzle=box.swizzle,
+        offset=offset,
+    )
 
 
 def _tensor_map(
@@ -308,8 +382,13 @@ def max_clusters(spec: GemmSpec, num_sms: int) -> int:
     return max(1, (num_sms - STRANDED_SMS) // spec.cluster_size)
 
 
-def persistent_clusters(clusters: int, limit: int) -> int:
-    """Returns the smallest grid that needs no more waves than `limit` clusters would."""
+def persistent_clusters(clusters: int, limit: int, groups: Groups | None = None) -> int:
+    """Returns the smallest grid that needs no more waves than `limit` clusters would.
+
+    Where tiles depend on sizes that nobody knows yet, `limit` is the answer.
+    """
+    if groups:
+        return min(clusters, limit)
     waves = ceil_div(clusters, limit)
     return ceil_div(clusters, waves)
 

@@ -13,6 +13,7 @@ from typing import Literal
 from .epilogue import EpilogueGraph, Result
 
 Major = Literal["k", "m", "n"]
+GroupedAxis = Literal["m", "k"]
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "bool": 1}
 
@@ -33,8 +34,41 @@ class MatrixLayout:
 
 
 @dataclass(frozen=True)
+class Groups:
+    """An axis that is cut into groups, whose sizes are known only where the program runs.
+
+    An int32 array of `sizes` lengths cuts the axis into consecutive spans. A negative length is
+    0; spans end where the axis ends; what it has left behind the last is one more span. Of every
+    `period` spans, `count` from the `first` on belong to a group each, the others to none.
+
+    Attributes:
+      axis: "m": rows of A and D, each span multiplied by its group's matrix of B; rows that belong
+        to no group are 0 in D. "k": the contracted axis of A and B, each group having its own
+        matrix of D; it is 0 for an empty span.
+      sizes, period, first, count: see above.
+      step: matrices from a group to its counterpart in the next period: `count`, or 0 where all
+        periods share B.
+      gathered: an operand whose elements along the axis are rows of a longer array, picked by an
+        int32 array of indices: "a", "b", or None.
+      source: number of rows of that longer array.
+    """
+
+    axis: GroupedAxis
+    sizes: int
+    period: int
+    count: int
+    first: int = 0
+    step: int = 0
+    gathered: Literal["a", "b"] | None = None
+    source: int = 0
+
+
+@dataclass(frozen=True)
 class GemmProblem:
     """D[l, m, n] = sum over k of A[l, m, k] * B[l, k, n], accumulated in float32.
+
+    In a grouped product A and D (axis "m") or A and B (axis "k") are one matrix each, in place of
+    l; in the sum, l is the group of a row (axis "m") or of k.
 
     With an epilogue D is what that makes of the sum. A gated product has two B's of one layout,
     gate and up, and so two sums for each element of D.
@@ -53,6 +87,7 @@ class GemmProblem:
         of a row (major "n") and a column (major "m"), contiguous, and of a scalar only the
         batch stride.
       up_offset: of a gated product whose B's lie in one array, elements from gate to up.
+      groups: how an axis is cut into groups; None: there are no groups.
     """
 
     m: int
@@ -67,6 +102,7 @@ class GemmProblem:
     epilogue: EpilogueGraph | None = None
     operands: tuple[MatrixLayout, ...] = ()
     up_offset: int | None = None
+    groups: Groups | None = None
 
     @classmethod
     def dense(
@@ -101,16 +137,19 @@ class GemmProblem:
 
     @property
     def flops(self) -> int:
-        return 2 * self.l * self.m * self.n * self.k * self.graph.accumulators
+        """Of a grouped product: if all of the axis belongs to groups."""
+        products = 1 if self.groups else self.l
+        return 2 * products * self.m * self.n * self.k * self.graph.accumulators
 
     @property
     def bytes(self) -> int:
         """Fewest bytes that device memory must move: inputs once, matrices of results once."""
-        batches_a = self.l if self.a.batch_stride else 1
-        batches_b = self.l if self.b.batch_stride else 1
+        axis = self.groups.axis if self.groups else None
+        batches_a = self.l if self.a.batch_stride and not axis else 1
+        batches_b = self.l if self.b.batch_stride and axis != "k" else 1
         b_matrices = batches_b * self.graph.accumulators
         inputs = batches_a * self.m * self.k + b_matrices * self.k * self.n
-        elements = self.l * self.m * self.n
+        elements = (1 if axis == "m" else self.l) * self.m * self.n
         return inputs * ITEMSIZE[self.ab_dtype] + elements * self.element_bytes
 
     @property

@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from .epilogue import EpilogueGraph, Operand, epilogue_registers, graph_violations
-from .problem import ITEMSIZE, Major, plain_graph
+from .problem import ITEMSIZE, GroupedAxis, Major, plain_graph
 
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
 SMEM_ALIGNMENT = 1024  # bytes: where the 128-byte swizzle repeats
 SMEM_VECTOR = 128  # bytes: alignment of rows and columns that TMA loads
+GROUPED_MAILBOX_BYTES = 144  # three slots of a tile and their barriers
 SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbox
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
 # Registers of a math thread, by number of math warpgroups: what a CTA's 65,536 leave it. All but
@@ -66,6 +67,8 @@ class GemmSpec:
         first half of gate, the second of up, and so `tile_n / 2` columns of D.
       epi_load_stages: epilogue tiles of operands in shared memory, for each math warpgroup; 0
         where the epilogue loads none.
+      grouped: the axis that is cut into groups, as in `Groups`; None: there are no groups.
+      gathered: the operand whose rows are picked by indices, as in `Groups`.
     """
 
     ab_dtype: str
@@ -84,6 +87,8 @@ class GemmSpec:
     epi_stages: int = 4
     epilogue: EpilogueGraph | None = None
     epi_load_stages: int = 0
+    grouped: GroupedAxis | None = None
+    gathered: Literal["a", "b"] | None = None
 
     @property
     def graph(self) -> EpilogueGraph:
@@ -163,7 +168,8 @@ class GemmSpec:
         """Bytes of barriers and mailbox in use: of A and B, of the epilogue's operands, of the
         dynamic scheduler."""
         rings = self.num_stages + self.math_warpgroups * self.epi_load_stages
-        return 16 * rings + (72 if self.tile_scheduler == "dynamic" else 0)
+        mailbox = 72 if self.tile_scheduler == "dynamic" else 0
+        return 16 * rings + (GROUPED_MAILBOX_BYTES if self.grouped else mailbox)
 
     @property
     def a_box(self) -> TmaBox:
@@ -184,8 +190,11 @@ class GemmSpec:
         """A name a person understands in a profile: operation, dtypes, layout, tile, schedule."""
         short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
         layout = ("t" if self.a_major == "k" else "n") + ("t" if self.b_major == "n" else "n")
+        kind = "gemm" if self.grouped is None else f"grouped_{self.grouped}"
+        if self.gathered:
+            kind += f"_gather_{self.gathered}"
         return (
-            f"jhg_gemm_{short[self.ab_dtype]}_{short[self.d_dtype]}_{layout}"
+            f"jhg_{kind}_{short[self.ab_dtype]}_{short[self.d_dtype]}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
             f"_{self.warp_schedule}_{self.tile_scheduler}"
             f"_s{self.num_stages}_e{self.epi_tile_n}x{self.epi_stages}"
@@ -233,7 +242,7 @@ def max_accumulators(spec: GemmSpec) -> int:
     """Returns how many float32 accumulators a math thread of `spec` can hold without a spill."""
     warpgroups = spec.math_warpgroups
     left = MATH_REGISTERS[warpgroups] - OTHER_REGISTERS
-    if spec.tile_scheduler == "dynamic":
+    if spec.tile_scheduler == "dynamic" or spec.grouped:
         left -= MAILBOX_REGISTERS
     if spec.epilogue:
         left -= epilogue_registers(spec.epilogue, spec.epi_tile_n)
@@ -314,6 +323,7 @@ def violations(spec: GemmSpec) -> list[str]:
         f"{spec.math_warpgroups} math warpgroups, but two warps that load an epilogue's operands, "
         "one for each: take another tile_m than 192",
     )
+    found += _grouped_violations(spec)
     need(spec.num_stages >= 2, f"num_stages {spec.num_stages} is under 2")
     need(spec.epi_stages >= 2, f"epi_stages {spec.epi_stages} is under 2")
     need(
@@ -324,4 +334,28 @@ def violations(spec: GemmSpec) -> list[str]:
         spec.barrier_bytes <= SMEM_BARRIERS,
         f"{spec.barrier_bytes} bytes of barriers; there is room for {SMEM_BARRIERS}",
     )
+    return found
+
+
+def _grouped_violations(spec: GemmSpec) -> list[str]:
+    """Returns why no kernel is compiled for the groups of `spec`, which is legal otherwise."""
+    found = []
+    if spec.grouped not in (None, "m", "k"):
+        found.append(f"grouped is {spec.grouped!r}, not 'm', 'k' or None")
+    if spec.gathered not in (None, "a", "b"):
+        found.append(f"gathered is {spec.gathered!r}, not 'a', 'b' or None")
+    if spec.grouped is None:
+        if spec.gathered:
+            found.append("rows are gathered of grouped products alone")
+        return found
+    if spec.tile_scheduler == "single":
+        found.append(
+            "the number of tiles depends on the groups' sizes: take a persistent scheduler"
+        )
+    if spec.grouped == "k" and (spec.a_major, spec.b_major) != ("m", "n"):
+        found.append("groups of k end between rows of A and B, which must be 'm'- and 'n'-major")
+    if spec.grouped == "m":
+        unaligned = {r.kind for r in spec.graph.results} & {"column_sum", "max"}
+        for kind in sorted(unaligned):
+            found.append(f"a {kind} is reduced over blocks of rows that groups would cut")
     return found

@@ -8,6 +8,7 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 import cutlass
 import cutlass.cute as cute
 
+from ..grouping import GroupWalk
 from ..spec import GemmSpec
 from ..walk import Walk
 from .dtypes import CUTE_DTYPE
@@ -20,7 +21,8 @@ def parameter_names(spec: GemmSpec) -> tuple[str, ...]:
     The name says the kind: tma_ a tensor map, ptr_ a pointer, all others int32.
     """
     graph = spec.graph
-    names = ["tma_a", "tma_b"] + ["tma_up"] * (graph.accumulators - 1)
+    names = [f"{'ptr' if spec.gathered == operand else 'tma'}_{operand}" for operand in "ab"]
+    names += [names[1].replace("_b", "_up")] * (graph.accumulators - 1)
     for i, result in enumerate(graph.results):
         kind = "tma" if result.kind == "matrix" else "ptr"
         names.append(f"{kind}_d{i or ''}")
@@ -29,7 +31,11 @@ def parameter_names(spec: GemmSpec) -> tuple[str, ...]:
             names += [f"ptr_c{i}", f"batch_stride_c{i}"]
         else:
             names.append(f"tma_c{i}")
-    names += [*Walk._fields, "k_tiles"]
+    if spec.grouped:
+        names += ["ptr_sizes"] + ["ptr_rows"] * (spec.gathered is not None) + [*GroupWalk._fields]
+    else:
+        names += [*Walk._fields]
+    names.append("k_tiles")
     if graph.needs_extents:
         names += ["m", "n"]
     if spec.tile_scheduler == "dynamic":

@@ -1,0 +1,164 @@
+"""Which tile of a grouped product comes n-th, found on the GPU from sizes that only it knows.
+
+An axis is cut into consecutive spans by an array of sizes (see `problem.Groups`). A warp searches
+32 spans at a time: a lane holds one span, a prefix sum over the lanes says how many tiles end
+before each, and the first lane that reaches the tile looked for has it. Tiles are asked for in
+rising order, so the search goes on where it stood.
+
+It is written with the operations that `lanes` provides: those of a warp on the GPU, those of
+numpy on arrays of 32 elements in the tests, which prove on the CPU what the GPU will do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+LANES = 32
+MAX_LENGTH = 2**25  # of a grouped axis: the sizes of 32 spans, each at most that, add up in int32
+
+
+class GroupWalk(NamedTuple):
+    """Constants of one traversal of a grouped product, all int32.
+
+    Attributes:
+      sizes, period, first, count, step: as in `problem.Groups`.
+      length: elements of the grouped axis.
+      clusters_m: cluster tiles along M of one matrix; not used where M is the grouped axis.
+      clusters_n: cluster tiles along N.
+      along_m, width: the order of one group's tiles, as in `walk.Walk`.
+    """
+
+    sizes: Any
+    period: Any
+    first: Any
+    count: Any
+    step: Any
+    length: Any
+    clusters_m: Any
+    clusters_n: Any
+    along_m: Any
+    width: Any
+
+
+class Window(NamedTuple):
+    """32 consecutive spans, one a lane.
+
+    Attributes:
+      span: index of the first.
+      row, tile: elements of the axis, and tiles, before the first.
+      start, end: where on the axis each lane's span lies.
+      last: tiles of all spans up to and with each lane's.
+    """
+
+    span: Any
+    row: Any
+    tile: Any
+    start: Any
+    end: Any
+    last: Any
+
+
+class GroupTile(NamedTuple):
+    """One cluster tile of a grouped product.
+
+    Attributes:
+      matrix: which matrix of B (M is the grouped axis) or of D (K is) belongs to its group; -1 for
+        rows that belong to none.
+      start, end: where on the axis its span lies; equal for an empty group.
+      m, n: which cluster tile of the span's rows (M), of the matrix (K), and of the columns.
+    """
+
+    matrix: Any
+    start: Any
+    end: Any
+    m: Any
+    n: Any
+
+
+def first_window(walk: GroupWalk, size_at: Any, lanes: Any, rows: int | None) -> Window:
+    """Returns the window over the first 32 spans; arguments as for `next_window`."""
+    zero = lanes.integer(0)
+    return _window(walk, zero, zero, zero, size_at, lanes, rows)
+
+
+def next_window(
+    walk: GroupWalk, window: Window, size_at: Any, lanes: Any, rows: int | None
+) -> Window:
+    """Returns the window over the 32 spans that follow.
+
+    Args:
+      size_at: function of a span's index, one a lane: its size; only asked of spans that have one.
+      lanes: operations on values that each lane has.
+      rows: rows of a cluster tile where M is the grouped axis; None where K is.
+    """
+    final = lanes.integer(LANES - 1)
+    return _window(
+        walk, window.span + LANES, lanes.of(window.end, final), lanes.of(window.last, final),
+        size_at, lanes, rows,
+    )  # fmt: skip
+
+
+def _window(
+    walk: GroupWalk, span: Any, row: Any, tile: Any, size_at: Any, lanes: Any, rows: int | None
+) -> Window:
+    index = span + lanes.lane
+    given = lanes.minimum(lanes.maximum(size_at(index, index < walk.sizes), 0), walk.length)
+    # What is left of the axis is the span behind the last that has a size; then there are none.
+    size = lanes.where(index == walk.sizes, walk.length, given)
+    size = lanes.where(index > walk.sizes, 0, size)
+    sum_to = lanes.prefix_sum(size)
+    end = lanes.minimum(row + sum_to, walk.length)
+    start = lanes.minimum(row + sum_to - size, walk.length)
+    if rows is None:
+        place = _place_in_period(walk, index)
+        counts = (place >= 0) & (place < walk.count) & (index <= walk.sizes)
+        tiles = lanes.where(counts, walk.clusters_m * walk.clusters_n, 0)
+    else:
+        tiles = (end - start + (rows - 1)) // rows * walk.clusters_n
+    return Window(span, row, tile, start, end, tile + lanes.prefix_sum(tiles))
+
+
+def _place_in_period(walk: GroupWalk, span: Any) -> Any:
+    """Returns which group of its period a span is; outside of 0 .. count - 1: of none."""
+    return span - span // walk.period * walk.period - walk.first
+
+
+def holds(window: Window, index: Any, lanes: Any) -> Any:
+    """Returns whether the `index`-th cluster tile, from 0, lies in the window or before it."""
+    return index < lanes.of(window.last, lanes.integer(LANES - 1))
+
+
+def is_last(walk: GroupWalk, window: Window) -> Any:
+    """Returns whether no span follows the window's."""
+    return window.span + LANES > walk.sizes
+
+
+def tile_in(walk: GroupWalk, window: Window, index: Any, lanes: Any, rows: int | None) -> GroupTile:
+    """Returns the `index`-th cluster tile, which the window holds."""
+    lane = lanes.first(index < window.last)
+    start, end = lanes.of(window.start, lane), lanes.of(window.end, lane)
+    if rows is None:
+        clusters_m = walk.clusters_m
+    else:
+        clusters_m = (end - start + (rows - 1)) // rows
+    before = lanes.of(window.last, lane) - clusters_m * walk.clusters_n
+    m, n = _tile_of_matrix(walk, index - before, clusters_m, lanes)
+    span = window.span + lane
+    place = _place_in_period(walk, span)
+    matrix = span // walk.period * walk.step + place
+    alive = (place >= 0) & (place < walk.count) & (span <= walk.sizes)
+    return GroupTile(lanes.where(alive, matrix, -1), start, end, m, n)
+
+
+def _tile_of_matrix(walk: GroupWalk, index: Any, clusters_m: Any, lanes: Any) -> tuple[Any, Any]:
+    """Returns (m, n) of a matrix's `index`-th cluster tile, in the order of `walk.Walk`."""
+    fast = lanes.where(walk.along_m == 1, clusters_m, walk.clusters_n)
+    slow = lanes.where(walk.along_m == 1, walk.clusters_n, clusters_m)
+    band = index // (walk.width * fast)
+    index = index - band * walk.width * fast
+    width = lanes.minimum(walk.width, slow - band * walk.width)
+    step = index // width
+    across = band * walk.width + index - step * width
+    step = lanes.where(band % 2 == 1, fast - 1 - step, step)
+    m = lanes.where(walk.along_m == 1, step, across)
+    return m, across + step - m
