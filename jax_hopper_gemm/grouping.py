@@ -104,10 +104,9 @@ def _window(
 ) -> Window:
     index = span + lanes.lane
     given = lanes.minimum(lanes.maximum(size_at(index, index < walk.sizes), 0), walk.length)
-    # What is left of the axis is the span behind the last that has a size, of no group; then
-    # there are none.
+    # What is left of the axis is the span behind the last that has a size, of no group. It leaves
+    # nothing to those behind it, whatever was read as their sizes.
     size = lanes.where(index == walk.sizes, walk.length, given)
-    size = lanes.where(index > walk.sizes, 0, size)
     sum_to = lanes.prefix_sum(size)
     end = lanes.minimum(row + sum_to, walk.length)
     start = lanes.minimum(row + sum_to - size, walk.length)

@@ -161,7 +161,8 @@ def epilogue_specs(
 ) -> list[GemmSpec]:
     """Returns every kernel that `choose` can return on `device` for these epilogues, once each.
 
-    They are of dense products, or of those that groups cut along `grouped`. An epilogue whose results have no matrix is taken to have a `d_dtype` of `ab_dtype`.
+    They are of dense products, or of those that groups cut along `grouped`. An epilogue whose
+    results have no matrix is taken to have a `d_dtype` of `ab_dtype`.
     """
     if device_violations(device):
         return []

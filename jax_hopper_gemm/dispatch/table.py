@@ -10,9 +10,10 @@
         "traversal": {"along": "m", "swizzle": 8},
         "kernel_us": 172.1, "xla_us": 174.7}]}
 
-`kernel` holds the fields of `GemmSpec` that the problem does not fix. The entry of a grouped product
-has "grouped" besides ("m" or "k"); its "l" groups have "m" rows, or "k" of K, on average. An entry that prefers
-"xla" names our best kernel too, for callers who insist on one. Times are medians, or null.
+`kernel` holds the fields of `GemmSpec` that the problem does not fix. An entry that prefers
+"xla" names our best kernel too, for callers who insist on one. Times are medians, or null. The
+entry of a grouped product has "grouped", "m" or "k", besides: its "l" groups have "m" rows, or a
+K of "k", on average.
 """
 
 from __future__ import annotations
