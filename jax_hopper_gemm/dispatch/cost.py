@@ -163,7 +163,7 @@ def _clusters(problem: GemmProblem, spec: GemmSpec) -> int:
     p, s = equal_groups(problem), spec
     if mean := _mean_rows(problem):
         pieces = expected_pieces(mean, s.tile_m * s.cluster_m)
-        return ceil(pieces * p.l * _clusters_n(p, s))
+        return round(pieces * p.l) * _clusters_n(p, s)
     return _clusters_m(p, s) * _clusters_n(p, s) * p.l
 
 

@@ -102,8 +102,8 @@ def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
         found.append(f"{g.sizes} sizes of groups, not 1 to {MAX_LENGTH}: split the product")
     if g.count < 1 or g.first < 0 or g.first + g.count > g.period:
         found.append(
-            f"groups are the {g.count} spans from the {g.first}th of every {g.period}, which are "
-            "not among them"
+            f"groups are {g.count} spans of every {g.period}, the first of them number {g.first}: "
+            "there are no such spans"
         )
     if g.step not in (0, g.count):
         found.append(f"from a period to the next are {g.step} matrices, not 0 or {g.count}")
