@@ -36,7 +36,7 @@ from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, read_table, write_table
 from jax_hopper_gemm.grouping import MAX_LENGTH
 from jax_hopper_gemm.plan import make_plan
-from jax_hopper_gemm.problem import GemmProblem, GroupedAxis, Groups, MatrixLayout
+from jax_hopper_gemm.problem import GemmProblem, GroupedAxis, MatrixLayout
 from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, Traversal, violations
 from jax_hopper_gemm.testing.graphs import STANDARD
 
@@ -233,9 +233,9 @@ def test_operands_that_follow_rows_have_no_batch_and_those_of_groups_have():
 
 
 def test_pairing_tells_grouped_kernels_apart():
-    (dense, *_), (rows, *_), (contraction, *_) = (
-        model_specs(OperandTypes("bfloat16", "bfloat16", a, "n", None, axis))
-        for a, axis in (("k", None), ("k", "m"), ("m", "k"))
+    dense, rows, contraction = (
+        model_specs(OperandTypes.of(problem))[0]
+        for problem in (GemmProblem.dense(64, 64, 64), ROWS, CONTRACTION)
     )
     assert pairing_violations(ROWS, rows) == [] == pairing_violations(CONTRACTION, contraction)
     assert pairing_violations(ROWS, dense) == [
@@ -408,17 +408,3 @@ def test_kernels_that_gather_join_what_can_be_built_when_there_are_some(monkeypa
     assert decision.spec is not None and decision.spec.gathered == "a"
     assert decision.spec in table_specs(H200)
     assert "indices pick among 0 rows" in problem_violations(regrouped(gathered, source=0))[0]
-
-
-def test_groups_number_their_matrices():
-    plain = Groups("m", 8, 9, 8)
-    assert (plain.total, plain.matrices) == (8, 8)
-    batched = Groups("m", 3 * 9, 9, 8, step=8)
-    assert (batched.total, batched.matrices) == (24, 24)
-    shared = replace(batched, step=0)
-    assert (shared.total, shared.matrices) == (24, 8)
-    local = Groups("m", 5, 6, 3, first=1)
-    assert (local.total, local.matrices) == (3, 3)
-    cut = Groups("m", 2, 6, 3, first=1)  # the sizes end within the groups
-    assert (cut.total, cut.matrices) == (1, 1)
-    assert (replace(cut, sizes=1).total, replace(cut, sizes=1).matrices) == (0, 0)

@@ -23,7 +23,7 @@ from itertools import product
 from typing import Literal
 
 from ..epilogue import ROW_REDUCTIONS, EpilogueGraph
-from ..problem import ITEMSIZE, GemmProblem, GroupedAxis
+from ..problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
 from ..spec import GemmSpec, Traversal
 from .candidates import (
     TRAVERSALS,
@@ -128,9 +128,7 @@ def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None)
     for measured in _measured_specs(device):
         if (measured.ab_dtype, measured.d_dtype) in pairs:
             types = OperandTypes.of_spec(measured)
-            gathering = (
-                replace(types, gathered=g) for g in GATHERABLE.get(types.grouped or "", ())
-            )
+            gathering = (replace(types, gathered=g) for g in GATHERABLE.get(types.grouped, ()))
             refilled = (refilled_spec(measured, types) for types in gathering)
             specs |= dict.fromkeys((measured, *(spec for spec in refilled if spec)))
     return list(specs)
@@ -140,8 +138,10 @@ def _operand_types(
     ab_dtype: str, d_dtype: str, graph: EpilogueGraph | None, axis: GroupedAxis | None
 ) -> list[OperandTypes]:
     """Returns what a legal problem of these dtypes, epilogue and grouped axis may ask for."""
-    layouts = {None: product("km", "nk"), "m": product("k", "nk"), "k": product("m", "n")}[axis]
-    gathered = (None, *GATHERABLE.get(axis or "", ()))
+    a_majors: dict[GroupedAxis | None, tuple[Major, ...]] = {None: ("k", "m"), "m": ("k",)}
+    b_majors: tuple[Major, ...] = ("n",) if axis == "k" else ("n", "k")
+    layouts = product(a_majors.get(axis, ("m",)), b_majors)
+    gathered = (None, *GATHERABLE.get(axis, ()))
     return [
         OperandTypes(ab_dtype, d_dtype, a_major, b_major, graph, axis, operand)
         for (a_major, b_major), operand in product(layouts, gathered)

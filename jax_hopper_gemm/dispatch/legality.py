@@ -6,11 +6,13 @@ kernel may be at all is `spec.violations`.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ..epilogue import Operand, graph_violations
 from ..grouping import MAX_LENGTH
 from ..grouping import MAX_TILES as MAX_GROUPED_TILES
 from ..plan import TMA_ALIGNMENT, WRAP_BYTES, ceil_div
-from ..problem import ITEMSIZE, GemmProblem, Groups, MatrixLayout
+from ..problem import ITEMSIZE, GemmProblem, GroupedAxis, Groups, MatrixLayout
 from ..spec import GemmSpec
 from ..walk import MAX_TILES
 from .device import Device
@@ -22,7 +24,7 @@ MAX_STRIDE_BYTES = 2**40  # a tensor map's strides stay below
 MAX_TENSOR_MAPS = 16  # of one launch
 MAX_TILE_N = 256
 # Operands that a kernel can gather by an array of indices, for each grouped axis.
-GATHERABLE: dict[str, tuple[str, ...]] = {"m": (), "k": ()}
+GATHERABLE: dict[GroupedAxis | None, tuple[Literal["a", "b"], ...]] = {"m": (), "k": ()}
 
 
 def device_violations(device: Device) -> list[str]:
