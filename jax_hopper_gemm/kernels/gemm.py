@@ -228,10 +228,13 @@ class GemmKernel:
 
         while self.scheduler.exists(tile):
             place = place_of(self.spec, walk, tile, cta_m, cta_n, k_tiles)
-            scalars = self.epilogue.load_scalars(place.batch)
-            self.schedule.wait_for_math()
-            state = self.mainloop.multiply(ring, state, acc, place, self.schedule.pass_math)
-            written = self.epilogue.store_tile(scalars, is_store_warp, written, place)
+            if self.epilogue.has_rows(place, warpgroup):
+                scalars = self.epilogue.load_scalars(place.batch)
+                self.schedule.wait_for_math()
+                state = self.mainloop.multiply(ring, state, acc, place, self.schedule.pass_math)
+                written = self.epilogue.store_tile(scalars, is_store_warp, written, place)
+            else:
+                state = self.mainloop.pass_over(ring, state, place)
             tile, reader = self.scheduler.next_tile(tile, reader)
             if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
                 place = place_of(self.spec, walk, tile, cta_m, cta_n, k_tiles)

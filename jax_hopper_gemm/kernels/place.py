@@ -11,8 +11,11 @@ from cutlass import Int32, Int64
 from cutlass.cutlass_dsl import max as larger
 from cutlass.cutlass_dsl import select_
 
-from ..grouping import SPAN_EXTENT
+from ..grouping import MAX_LENGTH, SPAN_EXTENT
 from ..walk import tile_at
+
+
+OUTSIDE = 2 * MAX_LENGTH  # of every axis
 
 
 class Place(NamedTuple):
@@ -21,9 +24,9 @@ class Place(NamedTuple):
     Attributes:
       m, n: which tile along M and N; where M is grouped m is 0 and its rows begin at `first`.
       batch: its matrix of A, B and D; of B alone where M is grouped, of D alone where K is.
-      k_tiles: k-tiles to add up.
+      k_tiles: k-tiles to add up, at least one.
       first, end: where M or K is grouped: the tile's part of it begins and its span ends.
-      belongs: where M is grouped: whether the rows belong to a group.
+      belongs: where M is grouped: whether the rows belong to a group. If not, `batch` is 0.
     """
 
     m: Any
@@ -53,18 +56,22 @@ def place_of(spec, walk, tile, cta_m, cta_n, k_tiles):
         m, n = cluster_m * s.cluster_m + cta_m, cluster_n * s.cluster_n + cta_n
         return Place(m, n, batch, k_tiles)
     m, n = tile.m * s.cluster_m + cta_m, tile.n * s.cluster_n + cta_n
-    if s.grouped == "k":
-        k_tiles = (tile.end - tile.start + (s.tile_k - 1)) // s.tile_k
+    if s.grouped == "k":  # of an empty group, one k-tile of zeros
+        k_tiles = larger((tile.end - tile.start + (s.tile_k - 1)) // s.tile_k, Int32(1))
         return Place(m, n, tile.matrix, k_tiles, tile.start, tile.end)
     belongs = tile.matrix >= 0
     return Place(
-        0, n, larger(tile.matrix, Int32(0)), select_(belongs, k_tiles, Int32(0)),
+        0, n, larger(tile.matrix, Int32(0)), select_(belongs, k_tiles, Int32(1)),
         tile.start + m * s.tile_m, tile.end, belongs,
     )  # fmt: skip
 
 
 class Coordinates:
-    """The TMA coordinates of tiles, for each kind of tensor map."""
+    """The TMA coordinates of tiles, for each kind of tensor map.
+
+    Rows that belong to no group are the product of zeros, which copies from outside of A and B
+    bring.
+    """
 
     def __init__(self, spec, any_extent):
         """Args: any_extent: a dynamic int32, which no coordinate depends on."""
@@ -72,48 +79,52 @@ class Coordinates:
         self.any_extent = any_extent
 
     def a(self, place):
-        """Returns (bM, bK, k_tiles) of A."""
+        """Returns tiles (bM, bK, ...) of A, and the index of this one's k-tiles."""
         s = self.spec
         tile, k_first = (s.tile_m, s.tile_k), s.a_major == "k"
         if s.grouped == "k":
-            return self._span(tile, k_first, 1, place)[None, None, place.m, None, 0, 0]
+            return self._span(tile, k_first, 1, place), (place.m, None, 0, 0)
         if s.grouped == "m":
-            return self._tiles(tile, k_first, (place.first, 0, 0))[None, None, 0, None, 0]
-        return self._tiles(tile, k_first)[None, None, place.m, None, place.batch]
+            first = select_(place.belongs, place.first, Int32(OUTSIDE))
+            return self._tiles(tile, k_first, (first, 0, 0)), (0, None, 0)
+        return self._tiles(tile, k_first), (place.m, None, place.batch)
 
     def b(self, place):
-        """Returns (bN, bK, k_tiles) of one B."""
+        """Returns tiles (bN, bK, ...) of one B, and the index of this one's k-tiles."""
         s = self.spec
         tile, k_first = (s.d_tile_n, s.tile_k), s.b_major == "k"
         if s.grouped == "k":
-            return self._span(tile, k_first, 1, place)[None, None, place.n, None, 0, 0]
-        return self._tiles(tile, k_first)[None, None, place.n, None, place.batch]
+            return self._span(tile, k_first, 1, place), (place.n, None, 0, 0)
+        batch = place.batch
+        if s.grouped == "m":
+            batch = select_(place.belongs, batch, Int32(OUTSIDE))
+        return self._tiles(tile, k_first), (place.n, None, batch)
 
     def result(self, place):
-        """Returns (bM, bN) of a matrix of the results."""
+        """Returns tiles (bM, bN, ...) of a matrix of the results, and the index of this one."""
         s = self.spec
         tile = (s.tile_m, s.d_tile_n)
         if s.grouped == "m":
-            return self._span(tile, True, 0, place)[None, None, 0, place.n, 0, 0]
-        return self._tiles(tile, True)[None, None, place.m, place.n, place.batch]
+            return self._span(tile, True, 0, place), (0, place.n, 0, 0)
+        return self._tiles(tile, True), (place.m, place.n, place.batch)
 
     def matrix(self, place):
-        """Returns (bM, bN) of an operand of the epilogue."""
+        """Returns tiles (bM, bN, ...) of an operand of the epilogue, and the index of this one."""
         s = self.spec
         tile = (s.tile_m, s.d_tile_n)
         if s.grouped == "m":
-            return self._tiles(tile, True, (place.first, 0, 0))[None, None, 0, place.n, 0]
-        return self._tiles(tile, True)[None, None, place.m, place.n, place.batch]
+            return self._tiles(tile, True, (place.first, 0, 0)), (0, place.n, 0)
+        return self._tiles(tile, True), (place.m, place.n, place.batch)
 
     def row(self, place):
-        """Returns (bN,) of an operand of the epilogue."""
-        return self._vector(self.spec.d_tile_n)[None, place.n, place.batch]
+        """Returns tiles (bN, ...) of an operand of the epilogue, and the index of this one."""
+        return self._vector(self.spec.d_tile_n), (place.n, place.batch)
 
     def column(self, place):
-        """Returns (bM,) of an operand of the epilogue."""
+        """Returns tiles (bM, ...) of an operand of the epilogue, and the index of this one."""
         if self.spec.grouped == "m":
-            return self._vector(self.spec.tile_m, (place.first, 0))[None, 0, 0]
-        return self._vector(self.spec.tile_m)[None, place.m, place.batch]
+            return self._vector(self.spec.tile_m, (place.first, 0)), (0, 0)
+        return self._vector(self.spec.tile_m), (place.m, place.batch)
 
     def _tiles(self, tile, second_is_contiguous, origin=None):
         order = (1, 0, 2) if second_is_contiguous else (0, 1, 2)

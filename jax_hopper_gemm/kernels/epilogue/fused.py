@@ -163,10 +163,19 @@ class FusedEpilogue:
         """
         self.ring.partition_for_load(self.loads, self.coordinates, place)
         passes = self.graph.passes * self.subtiles_n  # steps of a row block
-        for step in cutlass.range(self.subtiles_m * passes, unroll=1):
+        steps = self.subtiles_m * passes
+        if not self.has_rows(place, warpgroup):
+            steps = 0
+        for step in cutlass.range(steps, unroll=1):
             block_m = self.block_m(step // passes, warpgroup)
             self.ring.load(warpgroup, loaded + step, block_m, step % self.subtiles_n)
-        return loaded + self.subtiles_m * passes
+        return loaded + steps
+
+    def has_rows(self, tile, warpgroup):
+        """Returns whether a warpgroup has rows of a tile that are not past the end of a group."""
+        if self.spec.grouped != "m" or not self.shares_tile:
+            return True
+        return tile.left > warpgroup * EPI_TILE_M
 
     def block_m(self, i_m, warpgroup):
         """Returns which 64 rows of a tile a warpgroup's i_m-th row block is."""

@@ -46,11 +46,12 @@ class LoadedMatrix:
     def partition_for_load(self, tma_c, coordinates, place):
         """Args: tma_c: tensor map; coordinates: those of the tile at `place`."""
         self.tma_c = tma_c
-        subtiles = cute.flat_divide(coordinates.matrix(place), self.subtile)
-        self.tCsC, self.tCgC = cpasync.tma_partition(
-            tma_c, 0, cute.make_layout(1),
-            cute.group_modes(self.sC, 0, 2), cute.group_modes(subtiles, 0, 2),
+        tiles, at = coordinates.matrix(place)
+        self.tCsC, tCgC = cpasync.tma_partition(
+            tma_c, 0, cute.make_layout(1), cute.group_modes(self.sC, 0, 2),
+            cute.group_modes(cute.flat_divide(tiles, self.subtile), 0, 2),
         )  # fmt: skip
+        self.tCgC = tCgC[None, None, None, *at]
 
     def load(self, full, buffer, block_m, block_n):
         source = self.tCgC[None, block_m, block_n]
@@ -106,11 +107,12 @@ class LoadedVector:
     def partition_for_load(self, tma_c, coordinates, place):
         self.tma_c = tma_c
         sC = cute.make_tensor(self.pointer, self.layout)
-        pieces = cute.flat_divide(self.of_tile(coordinates, place), self.box)
-        self.tCsC, self.tCgC = cpasync.tma_partition(
+        tiles, at = self.of_tile(coordinates, place)
+        self.tCsC, tCgC = cpasync.tma_partition(
             tma_c, 0, cute.make_layout(1), cute.group_modes(sC, 0, 1),
-            cute.group_modes(pieces, 0, 1),
+            cute.group_modes(cute.flat_divide(tiles, self.box), 0, 1),
         )  # fmt: skip
+        self.tCgC = tCgC[None, None, *at]
 
     def load(self, full, buffer, block_m, block_n):
         source = self.tCgC[None, self.block_of(block_m, block_n)]

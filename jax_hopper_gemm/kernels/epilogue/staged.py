@@ -77,13 +77,16 @@ class StagedMatrix:
         self.tRS_sD = thr_r2s.partition_D(self.sD)  # (R2S, R2S_M, R2S_N, buffers)
         self.fragment = cute.make_layout(cute.shape(thr_r2s.partition_S(self.sD))[:3]).shape
 
-    def begin_tile(self, gD):
-        """Takes the coordinates (bM, bN) of a tile."""
-        subtiles = cute.flat_divide(gD, self.subtile)  # (64, epi_tile_n, row blocks, column blocks)
+    def begin_tile(self, coordinates):
+        """Takes the coordinates of a tile."""
+        tiles, at = coordinates
+        # (64, epi_tile_n, row blocks, column blocks, tiles ...)
+        subtiles = cute.flat_divide(tiles, self.subtile)
         self.bSG_sD, self.bSG_gD = cpasync.tma_partition(
             self.tma_d, 0, cute.make_layout(1),
             cute.group_modes(self.sD, 0, 2), cute.group_modes(subtiles, 0, 2),
         )  # fmt: skip
+        self.at = at
 
     def make_fragment(self):
         """Returns float32 registers for a thread's values of a subtile."""
@@ -97,4 +100,6 @@ class StagedMatrix:
 
     def store(self, buffer, subtile):
         """Sends a shared buffer to a subtile (row block, column block) of the tile; one warp."""
-        cute.copy(self.tma_d, self.bSG_sD[None, buffer], self.bSG_gD[None, *subtile])
+        cute.copy(
+            self.tma_d, self.bSG_sD[None, buffer], self.bSG_gD[None, *subtile, *self.at]
+        )

@@ -127,10 +127,12 @@ class SharedSharedMainloop:
 
     def _partition(self, atom, cta, ctas, shared, coordinates):
         """Returns the part of each stage, and of each k-tile, that this CTA of `ctas` loads."""
-        return cpasync.tma_partition(
+        tiles, at = coordinates
+        stages, tiles = cpasync.tma_partition(
             atom, cta, cute.make_layout(ctas),
-            cute.group_modes(shared, 0, 2), cute.group_modes(coordinates, 0, 2),
+            cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2),
         )  # fmt: skip
+        return stages, tiles[None, *at]
 
     @cute.jit
     def load(self, ring, state, place):
@@ -167,7 +169,7 @@ class SharedSharedMainloop:
     def partition_for_math(self, warpgroup):
         """Makes one math warpgroup's operand descriptors; returns a thread's accumulator."""
         s = self.spec
-        tiled_mma = self.tiled_mma = self.make_tiled_mma(self.atom_layout_m)
+        tiled_mma = self.make_tiled_mma(self.atom_layout_m)
         thread = warpgroup * 128 if self.atom_layout_m > 1 else 0  # one stands for its warpgroup
         thr_mma = tiled_mma.get_slice(thread)
         self.tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(self.sA))
@@ -181,37 +183,25 @@ class SharedSharedMainloop:
         """Math warps: accumulates a tile; returns the state past its last stage.
 
         `on_issued` is called when the tensor cores have all the tile's work, before it is awaited.
-        Of a tile that spans the end of a group, 64 rows without any that are wanted are left out.
         """
         blocks = self.spec.rows_per_warpgroup // 64
-        if cutlass.const_expr(self.spec.grouped is None):
-            state = self._accumulate(ring, state, acc, place.k_tiles, blocks, on_issued)
-        elif place.k_tiles == 0:
-            acc.fill(0.0)
-            on_issued()
-        elif cutlass.const_expr(self.spec.grouped == "k"):
-            state = self._accumulate(ring, state, acc, place.k_tiles, blocks, on_issued)
+        if cutlass.const_expr(self.spec.grouped == "m" and blocks == 2):
+            # Behind the end of a group, 64 rows that nobody wants are left out.
+            if place.left > self.first_row + 64 * self.atom_layout_m:
+                state = self._accumulate(ring, state, acc, place.k_tiles, 2, on_issued)
+            else:
+                state = self._accumulate(ring, state, acc, place.k_tiles, 1, on_issued)
         else:
-            left = place.left - self.first_row
-            state = self._accumulate_rows(ring, state, acc, place.k_tiles, left, blocks, on_issued)
+            state = self._accumulate(ring, state, acc, place.k_tiles, blocks, on_issued)
         return state
 
     @cute.jit
-    def _accumulate_rows(
-        self, ring, state, acc, k_tiles, left,
-        blocks: cutlass.Constexpr, on_issued: cutlass.Constexpr,
-    ):  # fmt: skip
-        """Accumulates as many of a warpgroup's `blocks` as begin before row `left`."""
-        if cutlass.const_expr(blocks == 0):
-            for _ in cutlass.range(k_tiles, unroll=1):
-                ring.consumer_wait(state)
-                ring.consumer_release(state)
-                state.advance()
-            on_issued()
-        elif left > 64 * self.atom_layout_m * (blocks - 1):
-            state = self._accumulate(ring, state, acc, k_tiles, blocks, on_issued)
-        else:
-            state = self._accumulate_rows(ring, state, acc, k_tiles, left, blocks - 1, on_issued)
+    def pass_over(self, ring, state, place):
+        """Math warps: frees a tile's stages, unread; returns the state past its last stage."""
+        for _ in cutlass.range(place.k_tiles, unroll=1):
+            ring.consumer_wait(state)
+            ring.consumer_release(state)
+            state.advance()
         return state
 
     @cute.jit
@@ -224,14 +214,15 @@ class SharedSharedMainloop:
         that read it has retired.
         """
         release = state.clone()
-        self.tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+        tiled_mma = self.make_tiled_mma(self.atom_layout_m)
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
         ring.consumer_wait(state)
         warpgroup.fence()
-        self._multiply_stage(acc, state.index, blocks)
+        self._multiply_stage(tiled_mma, acc, state.index, blocks)
         state.advance()
         for _ in cutlass.range(1, k_tiles, unroll=1):
             ring.consumer_wait(state)
-            self._multiply_stage(acc, state.index, blocks)
+            self._multiply_stage(tiled_mma, acc, state.index, blocks)
             warpgroup.wait_group(1)
             ring.consumer_release(release)
             state.advance()
@@ -241,17 +232,17 @@ class SharedSharedMainloop:
         ring.consumer_release(release)
         return state
 
-    def _multiply_stage(self, acc, stage, blocks):
+    def _multiply_stage(self, tiled_mma, acc, stage, blocks):
         for k_block in range(cute.size(self.tCrA, mode=[2])):
             at = (None, None, k_block, stage)
             if blocks == cute.size(self.tCrA, mode=[1]):
-                cute.gemm(self.tiled_mma, acc, self.tCrA[at], self.tCrB[at], acc)
+                cute.gemm(tiled_mma, acc, self.tCrA[at], self.tCrB[at], acc)
             else:
-                b = self.tCrB[None, 0, k_block, stage]
-                for i in range(blocks):
-                    rows = acc[None, i, 0]
-                    cute.gemm(self.tiled_mma, rows, self.tCrA[None, i, k_block, stage], b, rows)
-            self.tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+                first = (None, (None, 0))
+                rows = cute.logical_divide(acc, (None, blocks))[None, (None, 0), None]
+                a = cute.logical_divide(self.tCrA[at], (None, blocks))[first]
+                cute.gemm(tiled_mma, rows, a, self.tCrB[at], rows)
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
     def skip(self, state, k_tiles):
