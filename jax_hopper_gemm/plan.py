@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .grouping import GroupWalk
+from .grouping import SPAN_EXTENT, GroupWalk
 from .problem import ITEMSIZE, GemmProblem, Groups, MatrixLayout
 from .spec import EPI_TILE_M, GemmSpec, TmaBox, Traversal
 from .walk import make_walk
@@ -20,7 +20,6 @@ TENSOR_MAP_DTYPE = {"bool": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 TENSOR_MAP_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
 STRANDED_SMS = 12  # that clusters of four cannot use
 TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
-SPAN_EXTENT = 2**30  # of the grouped axis in a tensor map that ends where a group does
 WRAP_BYTES = 2**34  # times SPAN_EXTENT: 2**64, where addresses wrap around
 
 
@@ -138,7 +137,13 @@ def make_plan(
             length = problem.m
             clusters = min(length, clusters_m + groups.sizes) * clusters_n  # at most
         sizes = num_inputs(problem) - 1 - (groups.gathered is not None)
-        params += [Pointer(sizes + i) for i in range(num_inputs(problem) - sizes)]
+        params.append(Pointer(sizes))
+        if groups.gathered:
+            layout = problem.a if groups.gathered == "a" else problem.b
+            width = {"k": problem.k, "m": problem.m, "n": problem.n}[layout.major]
+            params += [
+                Pointer(sizes + 1), Int32(groups.source), Int32(width), Int32(layout.leading_stride)
+            ]  # fmt: skip
         walk: tuple[int, ...] = GroupWalk(
             groups.sizes, groups.period, groups.first, groups.count, groups.step, length,
             clusters_m, clusters_n, int(along_m), traversal.swizzle,
