@@ -159,7 +159,6 @@ GROUPED_K_CONFIGS = (
 # CTAs of a cluster cannot share what is gathered, whose loader takes registers, too.
 GATHERED_M_CONFIGS = (
     Config(128, 256),
-    Config(256, 128),
     Config(128, 160, warp_schedule="pingpong"),
     Config(128, 128, warp_schedule="pingpong"),
     Config(64, 256),
