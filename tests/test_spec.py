@@ -140,8 +140,7 @@ def test_grouped_kernels_are_their_own(change):
     assert GemmSpec.from_json(spec.to_json()) == spec
     axis = spec.grouped
     assert spec.name.startswith(f"jhg_grouped_{axis}_" + ("gather_a_" if spec.gathered else ""))
-    limit = 176 if spec.gathered else 192
-    assert max_accumulators(spec) == limit < max_accumulators(LARGE)
+    assert max_accumulators(spec) == (176 if spec.gathered else 192) < max_accumulators(LARGE)
     assert spec.barrier_bytes > LARGE.barrier_bytes and spec.smem_bytes == LARGE.smem_bytes
 
 

@@ -17,7 +17,6 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op, select_
-from cutlass.cutlass_dsl import max as larger
 from cutlass.cutlass_dsl import min as smaller
 
 from ...problem import ITEMSIZE
@@ -116,8 +115,7 @@ class GatheredMainloop(SharedSharedMainloop):
         """Rows of A are rows of the tile: a thread's are the same for all k-tiles."""
         first = place.first + self.first_row
         rows = [
-            self._offset(self._pick(first + ROWS_AT_ONCE * i))
-            for i in range(self.spec.tile_m // ROWS_AT_ONCE)
+            self._offset(first + ROWS_AT_ONCE * i) for i in range(self.spec.tile_m // ROWS_AT_ONCE)
         ]
         for k_tile in cutlass.range(place.k_tiles, unroll=1):
             self._begin_stage(ring, state, parts, k_tile, warp)
@@ -125,7 +123,8 @@ class GatheredMainloop(SharedSharedMainloop):
             wanted = place.belongs & (column < self.width)
             target = self._target(state.index)
             for i, row in enumerate(rows):
-                self._copy_piece(target + ROWS_AT_ONCE * i * ROW_BYTES, row, column, wanted)
+                at = target + ROWS_AT_ONCE * i * ROW_BYTES
+                self._copy_piece(at, row, column, wanted & (row >= 0))
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.producer_get_barrier(state))
             state.advance()
         return state
@@ -143,7 +142,7 @@ class GatheredMainloop(SharedSharedMainloop):
             first = place.first + k_tile * s.tile_k + self.first_row
             target = self._target(state.index)
             for i, row in enumerate(rows):
-                inside = first + ROWS_AT_ONCE * i < place.end
+                inside = (first + ROWS_AT_ONCE * i < place.end) & (row >= 0)
                 for block, column in enumerate(columns):
                     at = target + (block * s.tile_k + ROWS_AT_ONCE * i) * ROW_BYTES
                     self._copy_piece(at, row, column, inside & (column < self.width))
@@ -166,7 +165,7 @@ class GatheredMainloop(SharedSharedMainloop):
             ring.sync_object_empty.wait(state.index, state.phase)
 
     def _rows(self, first, count):
-        return [self._offset(self._pick(first + ROWS_AT_ONCE * i)) for i in range(count)]
+        return [self._offset(first + ROWS_AT_ONCE * i) for i in range(count)]
 
     def _copy_piece(self, target, row, column, wanted):
         """Copies a piece of a row, or zeros where it is not wanted."""
@@ -174,14 +173,14 @@ class GatheredMainloop(SharedSharedMainloop):
         nbytes = select_(wanted, Int32(PIECE), Int32(0))
         copy_piece(target, self.pointer.toint() + offset, nbytes)
 
-    def _pick(self, index):
-        """Returns the row that an element of the grouped axis is; some row in any case."""
-        row = cute.arch.load(self.rows + smaller(index, self.length - 1), Int32)
-        return larger(smaller(row, self.source - 1), Int32(0))
+    def _offset(self, index):
+        """Returns where the row begins that an element of the grouped axis is, in pieces.
 
-    def _offset(self, row):
-        """Returns where a row begins, in pieces."""
-        return row * (self.stride // (PIECE // 2))
+        That of a row which does not exist is negative.
+        """
+        row = cute.arch.load(self.rows + smaller(index, self.length - 1), Int32)
+        exists = (row >= 0) & (row < self.source)
+        return select_(exists, row * (self.stride // (PIECE // 2)), Int32(-1))
 
     def _target(self, stage):
         """Returns the shared address of this thread's piece of a stage's first row."""
