@@ -33,7 +33,7 @@ from .jaxprs import (
     vanishes_with,
     with_accumulator,
 )
-from .lowering import Call, is_launch, launcher_violation, product_at, register_lowering
+from .lowering import is_launch, launcher_violation, product_at, register_lowering
 from .primitive import hopper_dot, with_batch
 
 epilogue_p = Primitive("epilogue")

@@ -339,9 +339,7 @@ def _batch_free(
     return out.reshape(shape), axis
 
 
-def _batch_rows(
-    bind: Any, size: int, args: Any, axes: Any, subscripts: str, spans: Spans
-) -> Any:
+def _batch_rows(bind: Any, size: int, args: Any, axes: Any, subscripts: str, spans: Spans) -> Any:
     """Maps by more rows: those of each matrix behind one another, each with its own periods."""
 
     def whole(array: Any, axis: int | None) -> Any:

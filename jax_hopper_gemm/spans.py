@@ -167,5 +167,3 @@ def weights_in_order(labels: str, subscripts: str) -> bool:
     """Whether weights whose axes have these letters are among the forms, or gate and up of one."""
     stacked = stacked_letter(subscripts)
     return labels[0] == "g" and labels.replace(stacked or "-", "", 1)[1:] in ("kn", "nk")
-
-
