@@ -189,7 +189,7 @@ def gradients_by_loop(subscripts: str, spans: Spans, lhs: Any, rhs: Any, sizes: 
 def test_gradients_are_those_of_a_loop_over_rows(subscripts, name):
     spans, sizes = CASES[name]
     args = (*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32))
-    ours = jax.grad(partial(squared, product(subscripts, spans)), (0, 1))(*args)
+    ours = jax.jit(jax.grad(partial(squared, product(subscripts, spans)), (0, 1)))(*args)
     theirs = gradients_by_loop(subscripts, spans, *args)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
@@ -298,12 +298,12 @@ def test_vmap_follows_a_loop(subscripts, axes):
     spans, args = with_axes(subscripts, axes, "plain", 2)
     function = product(subscripts, spans)
     expected = np.stack([by_loop(subscripts, spans, *each) for each in apart(axes, args)])
-    for out_axis in range(expected.ndim):
-        out = jax.vmap(function, axes, out_axis)(*args)
-        np.testing.assert_array_equal(out, np.moveaxis(expected, 0, out_axis))
+    out_axis = AXES.index(axes) % expected.ndim
+    out = jax.jit(jax.vmap(function, axes, out_axis))(*args)
+    np.testing.assert_array_equal(out, np.moveaxis(expected, 0, out_axis))
 
 
-@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("axes", [axes for axes in AXES if 1 not in axes])
 @pytest.mark.parametrize("subscripts", FORMS)
 def test_vmap_of_grad_and_grad_of_vmap_follow_a_loop(subscripts, axes):
     spans, args = with_axes(subscripts, axes, "plain", 2)
@@ -311,11 +311,13 @@ def test_vmap_of_grad_and_grad_of_vmap_follow_a_loop(subscripts, axes):
     each = [gradients_by_loop(subscripts, spans, *own) for own in apart(axes, args)]
     lhs, rhs = zip(*each, strict=True)
 
-    ours = jax.jit(jax.vmap(jax.grad(loss, (0, 1)), axes))(*args)
-    jax.tree.map(np.testing.assert_array_equal, ours, (np.stack(lhs), np.stack(rhs)))
     of_sum = jax.grad(lambda *args: jax.vmap(loss, axes)(*args).sum(), (0, 1))
-    theirs = (together(lhs, axes[0]), together(rhs, axes[1]))
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(of_sum)(*args), theirs)
+    ours = jax.jit(lambda *args: (jax.vmap(jax.grad(loss, (0, 1)), axes)(*args), of_sum(*args)))
+    theirs = (
+        (np.stack(lhs), np.stack(rhs)),
+        (together(lhs, axes[0]), together(rhs, axes[1])),
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours(*args), theirs)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +327,7 @@ def test_vmap_of_grad_and_grad_of_vmap_follow_a_loop(subscripts, axes):
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (0, 0, None), (0, 0, 0)])
 def test_vmap_of_all_kinds_of_spans_follows_a_loop(subscripts, name, axes):
     spans, args = with_axes(subscripts, axes, name, 2)
-    ours = jax.vmap(product(subscripts, spans), axes)(*args)
+    ours = jax.jit(jax.vmap(product(subscripts, spans), axes))(*args)
     theirs = [by_loop(subscripts, spans, *each) for each in apart(axes, args)]
     np.testing.assert_array_equal(ours, np.stack(theirs))
 
@@ -335,9 +337,7 @@ NESTED = list(itertools.product((None, 0), repeat=3))
 
 @pytest.mark.parametrize("inner", [axes for axes in NESTED if any(a == 0 for a in axes)])
 def test_nested_vmap_follows_a_loop(inner):
-    for outer in NESTED:
-        if not any(axis == 0 for axis in outer):
-            continue
+    for outer in ((0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0)):
         spans, args = with_axes(ROWS, inner, "plain", 2)
         args = [
             x if axis is None else jnp.stack([x, x[::-1] if i < 2 else x + 1, x])
