@@ -35,7 +35,7 @@ from .jaxprs import (
     transpose_by,
 )
 from .lowering import Call, register_lowering
-from .primitive import cotangent_of, reference_dot
+from .primitive import alike_in_shard_map, cotangent_of, reference_dot
 from .routing import Product
 
 hopper_fused_p = Primitive("hopper_fused")
@@ -85,7 +85,7 @@ def fused_dot(
       ValueError: `out_dtypes` has another length than the results.
     """
     operands = tuple(map(jnp.asarray, operands))
-    lhs, *rights = _alike_in_shard_map(lhs, *rights)
+    lhs, *rights = alike_in_shard_map(lhs, *rights)
     dtype = _accumulator_dtype(product_dtype)
     accumulate = Accumulate(subscripts, dtype, precision, out_sharding, implementation)
     accumulators = jax.eval_shape(partial(accumulate, product=_reference_product), lhs, rights)
@@ -118,16 +118,6 @@ def fused_dot(
     if implementation == "xla":
         return jax.tree.unflatten(structure, _reference(*args, **params))
     return jax.tree.unflatten(structure, hopper_fused_p.bind(*args, **params))
-
-
-def _alike_in_shard_map(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays, each varying over every mesh axis that one of them varies over."""
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    missing = [frozenset().union(*varying) - own for own in varying]
-    return [
-        lax.pcast(x, tuple(axes), to="varying") if axes else x
-        for x, axes in zip(arrays, missing, strict=True)
-    ]
 
 
 def _accumulator_dtype(product_dtype: Any) -> np.dtype:

@@ -30,9 +30,10 @@ from .jaxprs import (
     pruned,
     transpose_by,
     transposed,
+    vanishes_with,
     with_accumulator,
 )
-from .lowering import Call, is_launch, launcher_violation, product_at, register_lowering
+from .lowering import is_launch, launcher_violation, product_at, register_lowering
 from .primitive import hopper_dot, with_batch
 
 epilogue_p = Primitive("epilogue")
@@ -328,16 +329,22 @@ def _lower_epilogue_for_cuda(
         product = product_at(value)
         if product is None or launcher_violation():
             continue
+        if product.product.spans and not vanishes_with(jaxpr, index):
+            continue  # a kernel stores 0 for rows of no group
         function = with_accumulator(jaxpr, index, np.float32)
-        call = Call(
-            replace(product.product, function=function, out_dtype=ctx.avals_out[0].dtype.name),
-            product.values,
-            (*values[:index], *values[index + 1 :]),
-            (*ctx.avals_in[:index], *ctx.avals_in[index + 1 :]),
+        call = replace(
+            product,
+            product=replace(
+                product.product, function=function, out_dtype=ctx.avals_out[0].dtype.name
+            ),
+            operands=(*values[:index], *values[index + 1 :]),
+            avals=(*ctx.avals_in[:index], *ctx.avals_in[index + 1 :]),
         )
         found = call.route(ctx, kernel_only=is_launch(value))
         if found.path != "hopper" or found.fusion is None:
             continue
+        if product.product.spans and found.uncovered:
+            continue  # XLA would go on from zeros that the function did not give
         fused = (-len(found.uncovered), len(found.fusion.graph.nodes))
         if best is None or fused > best[0]:
             best = fused, call, found
