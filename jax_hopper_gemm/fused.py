@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import jax
@@ -41,6 +42,7 @@ from .jaxprs import (
 )
 from .lowering import Call, register_lowering
 from .primitive import alike_in_shard_map, as_cotangent, cotangent_of
+from .ragged import sizes_of_each
 from .routing import Product
 from .spans import ROWS, ROWS_TRANSPOSED, Spans
 
@@ -216,12 +218,25 @@ def _abstract_eval(*avals: Any, **params: Any) -> list[Any]:
 
 def product_of(avals: Sequence[Any], params: dict[str, Any]) -> Product:
     """Returns what a `hopper_fused_p` of these abstract values asks for."""
-    lhs, right_avals, _ = _split(avals, params["rights"])
+    lhs, right_avals, operands = _split(avals, params["rights"])
     right = right_avals[0]
     accumulate, function = params["accumulate"], params["jaxpr"]
-    return Product(
+    spans = accumulate.spans
+    product = Product(
         accumulate.subscripts, lhs.shape, lhs.dtype.name, right.shape, right.dtype.name,
-        function.out_avals[0].dtype.name, accumulate.precision, params["rights"], function,
+        function.out_avals[0].dtype.name, accumulate.precision, params["rights"], function, spans,
+    )  # fmt: skip
+    if spans is None:
+        return product
+    if accumulate.batch:
+        own = right.ndim > len(split(accumulate.subscripts)[1])
+        spans = replace(spans, step=spans.count if own else 0)
+        lhs, right, sizes = traced(partial(_flat, accumulate), lhs, right, operands[0]).out_avals
+    else:
+        sizes = operands[0]
+    return replace(
+        product, lhs_shape=lhs.shape, rhs_shape=right.shape, spans=spans,
+        sizes=sizes.shape[0], sizes_operand=0,
     )  # fmt: skip
 
 
@@ -408,12 +423,38 @@ _lower_apart = mlir.lower_fun(partial(_reference, by_xla=False), multiple_result
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-    lhs, rights, operands = _split(values, params["rights"])
-    _, _, avals = _split(ctx.avals_in, params["rights"])
+    accumulate, count = params["accumulate"], 1 + params["rights"]
+    operands, avals = values[count:], ctx.avals_in[count:]
+    products, product_avals, sizes = values[:count], ctx.avals_in[:count], None
     product = product_of(ctx.avals_in, params)
-    call = Call(product, (lhs, *rights), tuple(operands), tuple(avals), params["in_place"])
-    launched = call.lower(ctx, params["accumulate"].implementation)
-    return launched or _lower_to_xla(ctx, *values, **params)
+    if accumulate.spans:
+        products, sizes = values[:count], operands[0]
+    if accumulate.batch:
+        flat = partial(_flat, accumulate)
+        given = (*product_avals, avals[0])
+        product_avals = traced(flat, *given).out_avals
+        *products, sizes = mlir.lower_fun(flat, multiple_results=True)(
+            ctx.replace(avals_in=given, avals_out=product_avals), *products, sizes
+        )
+    call = Call(
+        product, tuple(products), tuple(operands), tuple(avals), params["in_place"], sizes=sizes
+    )
+    launched = call.lower(ctx, accumulate.implementation)
+    if launched:
+        return launched
+    # XLA has no ragged product that would be worth keeping a function with.
+    to_xla = _lower_apart if accumulate.spans else _lower_to_xla
+    return to_xla(ctx, *values, **params)
+
+
+def _flat(accumulate: Accumulate, lhs: Any, *others: Any) -> list[Any]:
+    """Returns the operands of the one product that a mapped ragged product is."""
+    *rights, sizes = others
+    batch, rank = accumulate.batch, len(split(accumulate.subscripts)[1])
+    length, size = lhs.shape[batch], prod(lhs.shape[:batch])
+    sizes = sizes_of_each(sizes.reshape(size, -1), length, size)
+    rights = [x.reshape(-1, *x.shape[x.ndim - rank + 1 :]) for x in rights]
+    return [lhs.reshape(size * length, -1), *rights, sizes]
 
 
 hopper_fused_p.def_abstract_eval(_abstract_eval)

@@ -23,6 +23,7 @@ from jax.interpreters import partial_eval as pe
 
 from .contraction import split, stacked_letter, stacked_result
 from .dot_general import padded_partitions, with_partitions
+from .group_rows import mapped_first, mapped_shared
 from .jaxprs import (
     ClosedJaxpr,
     jvp_by,
@@ -30,10 +31,8 @@ from .jaxprs import (
     pruned,
     transpose_by,
     transposed,
-    vanishes_with,
     with_accumulator,
 )
-from .group_rows import mapped_first, mapped_shared
 from .lowering import is_launch, launcher_violation, product_at, register_lowering
 from .primitive import hopper_dot, reference_dot, with_batch
 from .ragged import hopper_ragged_dot
@@ -397,22 +396,21 @@ def _lower_epilogue_for_cuda(
         product = product_at(value)
         if product is None or launcher_violation():
             continue
-        if product.product.spans and not vanishes_with(jaxpr, index):
-            continue  # a kernel stores 0 for rows of no group
         function = with_accumulator(jaxpr, index, np.float32)
+        operands = (*values[:index], *values[index + 1 :])
+        sizes = [i for i, x in enumerate(operands) if product.product.spans and x == product.sizes]
         call = replace(
             product,
             product=replace(
-                product.product, function=function, out_dtype=ctx.avals_out[0].dtype.name
+                product.product, function=function, out_dtype=ctx.avals_out[0].dtype.name,
+                sizes_operand=sizes[0] if sizes else None,
             ),
-            operands=(*values[:index], *values[index + 1 :]),
+            operands=operands,
             avals=(*ctx.avals_in[:index], *ctx.avals_in[index + 1 :]),
-        )
+        )  # fmt: skip
         found = call.route(ctx, kernel_only=is_launch(value))
         if found.path != "hopper" or found.fusion is None:
             continue
-        if product.product.spans and found.uncovered:
-            continue  # XLA would go on from zeros that the function did not give
         fused = (-len(found.uncovered), len(found.fusion.graph.nodes))
         if best is None or fused > best[0]:
             best = fused, call, found

@@ -237,13 +237,15 @@ def test_vmap_and_derivatives_commute(index, name, axes, sizes):
 
     clip = plain
     if sizes:  # sizes beyond the last row
+
         def clip(*a, sizes):
             ends = jnp.minimum(jnp.cumsum(sizes), T)
             return plain(*a, sizes=jnp.diff(ends, prepend=0))
 
     for transform in (mapped_gradient, gradient_of_mapped):
         assert_close(
-            jax.jit(lambda: transform(ours))(), jax.jit(lambda: transform(clip))()  # noqa: B023
+            jax.jit(lambda: transform(ours))(),
+            jax.jit(lambda: transform(clip))(),  # noqa: B023
         )
 
 

@@ -315,12 +315,12 @@ class _Cut:
         labels = self._request(result)
         combine = jnp.max if reduction.kind.endswith("max") else jnp.sum
         grouped = self._tracker.grouped
-        sizes = (grouped.sizes,) if grouped and grouped.sizes else ()
+        sizes = (grouped.sizes,) if grouped and grouped.live and grouped.sizes else ()
 
         def compute(finished: Finished, *sizes: Any) -> list[Any]:
             array = finished[result]
             if grouped:  # the kernel reduces what it does not store
-                array = grouped.rows.live(array, *sizes)
+                array = grouped.with_live_rows(array, *sizes)
             rest = [
                 i for i, x in enumerate(labels)
                 if x not in reduction.axes and array.shape[i] > 1

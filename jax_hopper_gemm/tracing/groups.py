@@ -1,4 +1,4 @@
-"""Functions of ragged products: what they know of groups, and which arrays rows of no group leave 0.
+"""What functions of ragged products know of groups, and which arrays are 0 in rows of no group.
 
 A kernel stores 0 in the rows of no group, whatever a function makes of them. So a matrix may be
 stored for XLA to go on with only if it is known to be 0 there by the function's own meaning: it
@@ -7,7 +7,6 @@ stored for XLA to go on with only if it is known to be 0 there by the function's
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +35,12 @@ class GroupedRows:
       spans: the parameter of that name of the operations that read these sizes.
       letters: of the groups' axes, the last for an array that all matrices of a batch share.
       each: whether the matrices of a batch have groups of their own.
-      live: live(array, sizes) puts 0 in the rows of no group.
     """
 
     sizes: int | None
     spans: Any
     letters: str
     each: bool
-    live: Callable[[Any, Any], Any]
 
     def axes_of(self, equation: Equation) -> tuple[str, ...]:
         """Returns the letters of the groups' axes that `rows_of_groups` takes to rows."""
@@ -56,6 +53,9 @@ class GroupedProgram:
     Attributes:
       rows: how it knows them.
       sizes: the input that is their sizes.
+      live: an operation that puts 0 in the rows of no group, if there is one.
+      reducible: whether what a kernel computes of rows of no group can be put right: where no
+        group has a part in it, what vanishes is 0 there already.
     """
 
     def __init__(self, program: Program, num_accumulators: int, rows: GroupedRows):
@@ -64,7 +64,10 @@ class GroupedProgram:
         if rows.sizes is not None:
             self.sizes = program.inputs[num_accumulators + rows.sizes]
         self._zero: set[Variable] = set(program.inputs[:num_accumulators])
-        for equation in program.equations:
+        equations = program.equations
+        self.live = next(filter(self.is_live_rows, equations), None)
+        self.reducible = bool(self.live) or not any(map(self.is_rows_of_groups, equations))
+        for equation in equations:
             if self._vanishes(equation):
                 self._zero.update(equation.outputs)
 
@@ -73,6 +76,13 @@ class GroupedProgram:
         if isinstance(atom, Constant):
             return bool(np.asarray(atom.value) == 0)
         return atom in self._zero
+
+    def with_live_rows(self, array: Any, *sizes: Any) -> Any:
+        """Returns an array of rows with 0 for the rows of no group."""
+        if self.live is None:
+            return array
+        (found,) = self.live.evaluate(array, *sizes)
+        return found
 
     def is_live_rows(self, equation: Equation) -> bool:
         """Whether an equation puts 0 in the rows of no group of the product."""

@@ -267,7 +267,7 @@ class Tracker:
         if self.grouped is None:
             return True
         along_rows = kind in ("row_sum", "row_max")
-        return along_rows and self.grouped.sizes is not None and self.grouped.vanishes(atom)
+        return along_rows and self.grouped.reducible and self.grouped.vanishes(atom)
 
     def _kind_of(
         self, name: str, reduced: set[str]
