@@ -274,7 +274,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     tangents_out = iter(
         epilogue_tangent_p.bind(
             *residuals, *linear, jaxpr=derivative, residuals=len(residuals),
-            plane_axis=plane_axis, recompute=recompute,
+            plane_axis=plane_axis, recompute=recompute, products=len(moved),
         )
     )  # fmt: skip
     return outputs, [

@@ -23,7 +23,7 @@ from jax.interpreters import partial_eval as pe
 
 from .contraction import split, stacked_letter, stacked_result
 from .dot_general import padded_partitions, with_partitions
-from .group_rows import mapped_first, mapped_shared
+from .group_rows import mapped_first, mapped_shared, without_masks
 from .jaxprs import (
     ClosedJaxpr,
     jvp_by,
@@ -167,6 +167,7 @@ def _tangent(
     residuals: int,
     plane_axis: int | None,
     recompute: Recompute | None,
+    products: int,
 ) -> list[Any]:
     """The tangents of an epilogue's results.
 
@@ -176,6 +177,7 @@ def _tangent(
       residuals: how many of `args` are.
       plane_axis: that of gate and up in the first tangent, where it holds both.
       recompute: how the first residuals of the derivative come from the first of `args`.
+      products: how many of the tangents, the first, are those of products.
     """
     kept = list(args[:residuals])
     if recompute is not None:
@@ -190,6 +192,7 @@ def _transpose_tangent(
     residuals: int,
     plane_axis: int | None,
     recompute: Recompute | None,
+    products: int,
 ) -> list[Any]:
     kept, linear = list(args[:residuals]), args[residuals:]
     inner = len(jaxpr.in_avals) - len(linear) - (plane_axis is not None)  # residuals of `jaxpr`
@@ -206,6 +209,11 @@ def _transpose_tangent(
         if recompute is not None:
             kept = recompute.residuals(kept)
         function, used = transposed(jaxpr, inner, given, wanted)
+        count = products + (plane_axis is not None)
+        free = [i < count for i in wanted]
+        function, needed = without_masks(function, free, [False] * sum(used) + [True] * len(given))
+        still = iter(needed)
+        used = [use and next(still) for use in used]
         if plane_axis is not None and wanted[0] == 0:
             function, wanted = _stacking(function, plane_axis), [0, *wanted[2:]]
         kept = [x for x, use in zip(kept, used, strict=True) if use]
@@ -241,10 +249,16 @@ def _batch_tangent(
     residuals: int,
     plane_axis: int | None,
     recompute: Recompute | None,
+    products: int,
 ) -> tuple[list[Any], list[int | None]]:
     if all(axis is None for axis in axes):
         outputs = epilogue_tangent_p.bind(
-            *args, jaxpr=jaxpr, residuals=residuals, plane_axis=plane_axis, recompute=recompute
+            *args,
+            jaxpr=jaxpr,
+            residuals=residuals,
+            plane_axis=plane_axis,
+            recompute=recompute,
+            products=products,
         )
         return outputs, [None] * len(outputs)
     args, axes = list(args), list(axes)
@@ -270,7 +284,7 @@ def _batch_tangent(
     )
     outputs = epilogue_tangent_p.bind(
         *args[:residuals], *linear, jaxpr=function, residuals=residuals, plane_axis=plane_axis,
-        recompute=recompute,
+        recompute=recompute, products=products,
     )  # fmt: skip
     return outputs, [0] * len(outputs)
 

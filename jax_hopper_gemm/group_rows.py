@@ -14,6 +14,7 @@ than those of groups: `tracing` knows the first and the last by their names.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,10 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
-from jax.extend.core import Primitive
+from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from .jaxprs import traced
+from .jaxprs import ClosedJaxpr, pruned, traced
 from .ragged import CONTRACTION, group_of_rows, hopper_ragged_dot
 from .spans import Spans
 
@@ -162,6 +163,31 @@ def _transpose_sum(cotangent: Any, x: Any, sizes: Any, *, spans: Spans) -> list[
 ad.primitive_transposes[rows_of_groups_p] = _transpose_rows
 ad.primitive_transposes[live_rows_p] = _transpose_live
 ad.primitive_transposes[sum_of_groups_p] = _transpose_sum
+
+
+def without_masks(
+    closed: ClosedJaxpr, outputs: Sequence[bool], kept: Sequence[bool]
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """Returns a function without `live_rows` that make no difference, and which inputs it has.
+
+    Args:
+      outputs: which outputs are read by products alone, to which rows of no group are nothing.
+      kept: as in `jaxprs.pruned`.
+    """
+    jaxpr = closed.jaxpr
+    before = {e.outvars[0]: e.invars[0] for e in jaxpr.eqns if e.primitive is live_rows_p}
+    equations = [
+        e.replace(invars=[before.get(e.invars[0], e.invars[0]), *e.invars[1:]])
+        if e.primitive is sum_of_groups_p and not isinstance(e.invars[0], Literal)
+        else e
+        for e in jaxpr.eqns
+    ]
+    outvars = [
+        before.get(x, x) if free and not isinstance(x, Literal) else x
+        for x, free in zip(jaxpr.outvars, outputs, strict=True)
+    ]
+    closed = closed.replace(jaxpr=jaxpr.replace(eqns=equations, outvars=outvars))
+    return pruned(closed, [True] * len(outvars), kept)
 
 
 def mapped_first(size: int, x: Any, axis: int | None) -> Any:

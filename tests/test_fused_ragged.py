@@ -108,10 +108,11 @@ def model(name: str, options: dict[str, Any] | None = None, dtype: Any = "float3
 CASES = [(transform, "pair", "save") for transform in TRANSFORMS]
 CASES += [
     (transform, name, policy)
-    for transform in ("grad", "hessian", "checkpoint")
-    for name, policy in (("gelu", "recompute"), ("gelu", "save"), ("pair", "recompute"),
-                         ("stacked", "save"), ("stacked", "recompute"), ("several", "save"),
-                         ("several", "recompute"))
+    for transform, name in (
+        ("grad", "gelu"), ("grad", "stacked"), ("grad", "several"), ("hessian", "several"),
+        ("checkpoint", "stacked"), ("checkpoint", "several"),
+    )
+    for policy in ("save", "recompute")
 ]  # fmt: skip
 
 
@@ -138,11 +139,9 @@ def test_sizes_are_clipped(sizes):
         )
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_nothing_needs_jit(name):
-    ours, plain, args = model(name)
-    for run in (TRANSFORMS["value"], TRANSFORMS["grad"]):
-        assert_close(run(ours, args), run(plain, args))
+def test_nothing_needs_jit():
+    ours, plain, args = model("pair")
+    assert_close(TRANSFORMS["grad"](ours, args), TRANSFORMS["grad"](plain, args))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -150,16 +149,19 @@ def test_xla_computes_the_same_without_a_kernel(name):
     ours, plain, args = model(name, {"implementation": "xla"})
     jaxpr = str(jax.make_jaxpr(jax.grad(partial(squared, ours)))(*args))
     assert "hopper_fused" not in jaxpr and "implementation=None" not in jaxpr
-    for run in (TRANSFORMS["value"], TRANSFORMS["grad"]):
-        assert_close(run(ours, args), run(plain, args))
+    run = TRANSFORMS["grad"]
+    found, expected = (jax.jit(lambda *a, f=f: run(f, a))(*args) for f in (ours, plain))
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", ["gelu", "pair", "stacked"])
 def test_16_bit_gradients_are_near_those_of_float32(name):
     ours, plain, args = model(name, dtype="bfloat16")
     exact = [x.astype(jnp.float32) for x in args]
-    run = TRANSFORMS["grad"]
-    for found, expected, arg in zip(run(ours, args), run(plain, exact), args, strict=True):
+    ours, plain = (
+        jax.jit(partial(jax.grad(partial(squared, f), everything(args)))) for f in (ours, plain)
+    )
+    for found, expected, arg in zip(ours(*args), plain(*exact), args, strict=True):
         assert found.dtype == arg.dtype
         # A few roundings of 2^-9 on the way, each of values of the gradient's size.
         error = np.abs(found.astype(np.float32) - expected).max()
@@ -243,10 +245,8 @@ def test_vmap_and_derivatives_commute(index, name, axes, sizes):
             return plain(*a, sizes=jnp.diff(ends, prepend=0))
 
     for transform in (mapped_gradient, gradient_of_mapped):
-        assert_close(
-            jax.jit(lambda: transform(ours))(),
-            jax.jit(lambda: transform(clip))(),  # noqa: B023
-        )
+        found, expected = (jax.jit(partial(transform, f))() for f in (ours, clip))
+        assert_close(found, expected)
 
 
 def test_vmap_of_vmap():
@@ -287,7 +287,7 @@ def test_nothing_of_the_product_is_kept_for_a_bias():
         lambda x, w, b: jax.vjp(lambda x, w, b: layer(x, w, SIZES, b[:, None]), x, w, b), x, w, b
     )
     kept = [leaf.shape for leaf in jax.tree.leaves(residuals) if leaf.dtype == jnp.float32]
-    assert sorted(kept) == [(T, K), (G, K, N)][::-1] or sorted(kept) == sorted([(T, K), (G, K, N)])
+    assert sorted(kept) == sorted([(T, K), (G, K, N)])
 
 
 def test_recompute_keeps_operands_alone():
