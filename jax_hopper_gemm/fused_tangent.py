@@ -108,6 +108,7 @@ class Accumulate:
         )  # fmt: skip
 
     def _ragged(self, lhs: Any, right: Any, sizes: Any, *, by_xla: bool) -> Any:
+        assert self.spans
         subscripts, shared = self.subscripts, right.ndim == len(split(self.subscripts)[1])
         if self.stacked:  # their columns side by side
             right = right.reshape(*right.shape[:-2], -1)

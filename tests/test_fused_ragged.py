@@ -32,11 +32,11 @@ def fused(function, lhs, rights, sizes, *operands, subscripts="mk,gkn->mn", **op
 
 def grouped(function, sizes, *by_group):
     """Returns `function(group's entries...)` of each row's group, rows of no group 0."""
-    row, start, out = jnp.arange(T), 0, None
+    row, start, out = jnp.arange(T), 0, jnp.zeros(())
     for group in range(G):
         mine = (row >= start) & (row < start + sizes[group])
         found = function(*(x[group] for x in by_group))
-        out = jnp.where(mine[:, None], found, 0.0 if out is None else out)
+        out = jnp.where(mine[:, None], found, out)
         start = start + sizes[group]
     return out
 

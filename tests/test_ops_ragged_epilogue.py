@@ -25,7 +25,7 @@ GATED: Any = jhg.gated_linear_unit
 
 def per_group(function, sizes, *by_group):
     """Returns `function(*entries)`, (M, N), of each row's group; 0 for rows of no group."""
-    rows, out, start = jnp.arange(M), 0.0, 0
+    rows, out, start = jnp.arange(M), jnp.zeros(()), 0
     for group in range(by_group[0].shape[0]):
         mine = (rows >= start) & (rows < start + sizes[group])
         out = jnp.where(mine[:, None], function(*(x[group] for x in by_group)), out)

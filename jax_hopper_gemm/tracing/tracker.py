@@ -258,8 +258,8 @@ class Tracker:
             return None
         return Tracked(self._free.row_statistic(equation, x.value), axes)
 
-    def _is_result(self, kind: str, atom: Variable) -> bool:
-        """Whether a kernel that reduces a variable finds what the function does.
+    def _is_result(self, kind: str, atom: Atom) -> bool:
+        """Whether a kernel that reduces an array finds what the function does.
 
         Blocks of rows lie across groups, whose rows a kernel for ragged products has one group at
         a time.
