@@ -99,13 +99,10 @@ def split(subscripts: str) -> tuple[str, str, str]:
     return lhs, rhs, out
 
 
-def stacked_letter(subscripts: str, groups: str = "") -> str:
-    """Returns the letter that tells gate from up in a right operand that holds both, or "".
-
-    The letter `groups` of a ragged product is none.
-    """
+def stacked_letter(subscripts: str) -> str:
+    """Returns the letter that tells gate from up in a right operand that holds both, or ""."""
     lhs, rhs, out = split(subscripts)
-    return "".join(letter for letter in rhs if letter not in lhs + out + groups)
+    return "".join(letter for letter in rhs if letter not in lhs + out)
 
 
 def stacked_result(subscripts: str) -> tuple[str, int]:
@@ -188,7 +185,7 @@ def as_gemm(
         d=strided_layout("n", i.n.along(D), i.m.along(D), i.batch.along(D)),
         epilogue=epilogue,
         operands=layouts,
-        up_offset=up_offset(subscripts, rhs_shape),
+        up_offset=up_offset(subscripts, rhs_shape, stacked_letter(subscripts)),
     )  # fmt: skip
     if problem.gated and i.swapped:
         raise NotAGemm("the result of a gated product ends with an axis of the left operand")
@@ -243,8 +240,8 @@ def compact_strides(labels: str, extents: dict[str, int]) -> dict[str, int]:
     return {label: prod(extents[x] for x in labels[i + 1 :]) for i, label in enumerate(labels)}
 
 
-def up_offset(subscripts: str, rhs_shape: Sequence[int], groups: str = "") -> int | None:
-    letter = stacked_letter(subscripts, groups)
+def up_offset(subscripts: str, rhs_shape: Sequence[int], letter: str) -> int | None:
+    """Returns how far up lies behind gate, told apart by `letter`; None where that is ""."""
     _, rhs, _ = split(subscripts)
     return prod(rhs_shape[rhs.index(letter) + 1 :]) if letter else None
 

@@ -36,7 +36,7 @@ from .jaxprs import (
 from .lowering import is_launch, launcher_violation, product_at, register_lowering
 from .primitive import hopper_dot, reference_dot, with_batch
 from .ragged import hopper_ragged_dot
-from .spans import GROUPS, Spans
+from .spans import Spans, gate_letter
 
 epilogue_p = Primitive("epilogue")
 epilogue_tangent_p = Primitive("epilogue_tangent")
@@ -75,7 +75,7 @@ class Accumulate:
 
     @property
     def _stacked_letter(self) -> str:
-        return stacked_letter(self.subscripts, GROUPS if self.spans else "")
+        return (gate_letter if self.spans else stacked_letter)(self.subscripts)
 
     @property
     def sizes(self) -> int:

@@ -14,7 +14,15 @@ from . import dispatch
 from .contraction import Gemm, NotAGemm, Roles, as_gemm, roles, split, stacked_letter
 from .jaxprs import ClosedJaxpr
 from .plan import LaunchPlan, make_plan
-from .spans import GROUPS, Spans, as_grouped_gemm, is_contraction, ragged_extents, ragged_roles
+from .spans import (
+    GROUPS,
+    Spans,
+    as_grouped_gemm,
+    gate_letter,
+    is_contraction,
+    ragged_extents,
+    ragged_roles,
+)
 from .spec import GemmSpec, Traversal
 from .tracing import Fusion, GroupedRows, NotFusable, fuse
 
@@ -61,8 +69,8 @@ class Product:
 
     @property
     def accumulators(self) -> int:
-        groups = GROUPS if self.spans else ""
-        return 2 if self.rights == 2 or stacked_letter(self.subscripts, groups) else 1
+        letter = gate_letter if self.spans else stacked_letter
+        return 2 if self.rights == 2 or letter(self.subscripts) else 1
 
     @property
     def extents(self) -> dict[str, int]:

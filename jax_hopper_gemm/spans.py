@@ -82,6 +82,11 @@ def is_contraction(subscripts: str) -> bool:
     return "g" in split(subscripts)[2]
 
 
+def gate_letter(subscripts: str) -> str:
+    """Returns the letter that tells gate from up in weights that hold both, or ""."""
+    return stacked_letter(subscripts).replace(GROUPS, "")
+
+
 def ragged_roles(subscripts: str) -> Roles:
     """Returns the roles of the result's axes."""
     if is_contraction(subscripts):
@@ -158,7 +163,7 @@ def as_grouped_gemm(
         rows, n, contracted, count, ab_dtype, d_dtype, a, b, d,
         epilogue=epilogue,
         operands=tuple(layouts),
-        up_offset=up_offset(subscripts, rhs_shape, GROUPS),
+        up_offset=up_offset(subscripts, rhs_shape, gate_letter(subscripts)),
         groups=groups,
     )  # fmt: skip
     return Gemm(problem, swapped=False)
@@ -166,5 +171,5 @@ def as_grouped_gemm(
 
 def weights_in_order(labels: str, subscripts: str) -> bool:
     """Whether weights whose axes have these letters are among the forms, or gate and up of one."""
-    stacked = stacked_letter(subscripts, GROUPS)
-    return labels[0] == "g" and labels.replace(stacked or "-", "", 1)[1:] in ("kn", "nk")
+    order = "".join(x for x in labels if x != gate_letter(subscripts))
+    return labels[-1] in "kn" and order in ("gkn", "gnk") and labels[0] == "g"

@@ -282,23 +282,26 @@ def test_an_offset_counts_groups_of_any_axis(first):
     np.testing.assert_array_equal(out, by_loop(LHS, only, SIZES))
 
 
-def test_gradients_of_ragged_dot_general_follow_lax():
-    for name in ("rows, two contracted", "rows, axes inside", "contraction, two axes each"):
-        lhs_shape, rhs_shape, sizes, dimensions = GENERAL_CASES[name]
-        lhs, rhs = integers(lhs_shape), integers(rhs_shape, seed=1)
-        # JAX has no gradient of some of these: that of masked products.
-        plain = partial(jhg.ragged_dot_general, implementation="xla")
-        value = partial(jhg.ragged_dot_general)
-        jvp = [
-            jax.jvp(lambda x, y, f=f: f(x, y, sizes, dimensions), (lhs, rhs), (lhs, 2 * rhs))
-            for f in (value, plain, lax.ragged_dot_general)
-        ]
-        jax.tree.map(np.testing.assert_array_equal, jvp[0], jvp[1])
-        jax.tree.map(np.testing.assert_array_equal, jvp[0], jvp[2])
-        weight = integers(jvp[0][0].shape, seed=5)
-        gradient = jax.grad(lambda x: (value(x, rhs, sizes, dimensions) * weight).sum())(lhs)  # noqa: B023
-        moved = value(integers(lhs.shape, seed=6), rhs, sizes, dimensions)
-        assert (gradient * integers(lhs.shape, seed=6)).sum() == (moved * weight).sum()
+@pytest.mark.parametrize(
+    "name", ["rows, two contracted", "rows, axes inside", "contraction, two axes each"]
+)
+def test_derivatives_of_ragged_dot_general_follow_lax(name):
+    lhs_shape, rhs_shape, sizes, dimensions = GENERAL_CASES[name]
+    lhs, rhs = integers(lhs_shape), integers(rhs_shape, seed=1)
+
+    def of(function):
+        return lambda lhs, rhs: function(lhs, rhs, sizes, dimensions)
+
+    moved = (integers(lhs.shape, seed=6), integers(rhs.shape, seed=7))
+    ours, theirs = (
+        jax.jvp(of(f), (lhs, rhs), moved) for f in (jhg.ragged_dot_general, lax.ragged_dot_general)
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    # JAX has no gradient of some of these, and a gradient is the transpose of that derivative.
+    weight = integers(ours[0].shape, seed=5)
+    gradients = jax.vjp(of(jhg.ragged_dot_general), lhs, rhs)[1](weight)
+    along = sum((g * x).sum() for g, x in zip(gradients, moved, strict=True))
+    assert along == (weight * theirs[1]).sum()
 
 
 # Transformations, in short: the primitive has tests of its own.
@@ -321,14 +324,14 @@ def test_every_vmap_works():
 def test_explicit_mesh_axes_are_left_to_lax():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        lhs = jax.device_put(LHS, NamedSharding(mesh, P("x", None)))
-        out = jax.jit(partial(jhg.ragged_dot, out_sharding=P("x", None)))(lhs, RHS, SIZES)
-        assert jax.typeof(out).sharding.spec == P("x", None)
+        rhs = jax.device_put(RHS, NamedSharding(mesh, P(None, None, "x")))
+        out = jax.jit(partial(jhg.ragged_dot, out_sharding=P(None, "x")))(LHS, rhs, SIZES)
+        assert jax.typeof(out).sharding.spec == P(None, "x")
         np.testing.assert_array_equal(out, by_loop(LHS, RHS, SIZES))
         with pytest.raises(NotImplementedError, match="explicit mesh axes; call it inside jax.sh"):
-            RAGGED(lhs, RHS, SIZES, out_sharding=P("x", None), implementation="hopper")
+            RAGGED(LHS, rhs, SIZES, out_sharding=P(None, "x"), implementation="hopper")
         with pytest.raises(NotImplementedError, match="group_offset came, and XLA, which has none"):
-            RAGGED(lhs, RHS, SIZES, group_offset=0, out_sharding=P("x", None))
+            RAGGED(LHS, rhs, SIZES, group_offset=0, out_sharding=P(None, "x"))
 
 
 def test_symbolic_rows_export_and_run():

@@ -188,7 +188,7 @@ def gradients_by_loop(subscripts: str, spans: Spans, lhs: Any, rhs: Any, sizes: 
 @pytest.mark.parametrize("subscripts, name", [c for c in FORM_CASES if c[1] != "no group"])
 def test_gradients_are_those_of_a_loop_over_rows(subscripts, name):
     spans, sizes = CASES[name]
-    args = (*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32))
+    args: Any = (*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32))
     ours = jax.jit(jax.grad(partial(squared, product(subscripts, spans)), (0, 1)))(*args)
     theirs = gradients_by_loop(subscripts, spans, *args)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
@@ -353,7 +353,7 @@ def test_nested_vmap_follows_a_loop(inner):
 
 def test_vmap_that_shares_weights_copies_none():
     spans, args = with_axes(ROWS, (0, None, None), "plain", 5)
-    program = jax.make_jaxpr(jax.vmap(product(ROWS, spans), (0, None, None)))(*args)
+    program: Any = jax.make_jaxpr(jax.vmap(product(ROWS, spans), (0, None, None)))(*args)
     (shape,) = {
         e.invars[1].aval.shape for e in program.eqns if e.primitive.name == "hopper_ragged_dot"
     }

@@ -314,15 +314,13 @@ def _traced(
     params = _canonical(lhs, rhs, sizes, numbers, dict(options))
     params["implementation"] = implementation
 
-    def product(left: Any, right: Any, own_sizes: Any) -> jax.Array:
-        length, inner = left.shape[0], left.shape[1]
+    def product(left: Any, right: Any, own_sizes: Any, inner: int) -> jax.Array:
+        length = left.shape[0]
+        own_sizes = as_int32(own_sizes)
+        if inner != 1:
+            own_sizes = jnp.minimum(jnp.maximum(own_sizes, 0), length // max(inner, 1)) * inner
         groups = right.shape[0] if axes.kind == "rows" else own_sizes.shape[0]
-        own_sizes, spans = spans_of(as_int32(own_sizes), offset, groups, length)
-        if inner != 1:  # as many rows for each of the ragged axis
-            own_sizes = jnp.minimum(jnp.maximum(own_sizes, 0), length) * inner
-        if axes.kind == "contraction":
-            right = right.reshape(length * inner, right.shape[-1])
-        left = left.reshape(length * inner, left.shape[-1])
+        own_sizes, spans = spans_of(own_sizes, offset, groups, length)
         return hopper_ragged_dot(
             left, right, own_sizes, subscripts=axes.subscripts, spans=spans, **params
         )

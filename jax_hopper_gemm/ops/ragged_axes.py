@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -79,52 +80,48 @@ class RaggedAxes:
         )  # fmt: skip
 
     def mapped(
-        self, product: Callable[[Any, Any, Any], jax.Array], lhs: Any, rhs: Any, sizes: Any
+        self,
+        product: Callable[..., jax.Array],
+        lhs: Any,
+        rhs: Any,
+        sizes: Any,
     ) -> jax.Array:
         """Returns the result, from products without outer and batch axes.
 
         Args:
-          product: of (T, inner, K or M), (G, K, N) or (G, N, K) or (T, inner, N), and (G,) sizes:
-            (T * inner, N) or (G, M, N).
+          product: of (T, K) or (T, M), (G, K, N) or (G, N, K) or (T, N), (G,) sizes, and the
+            number of rows for each of the ragged axis, `inner`: (T, N) or (G, M, N).
           lhs, rhs, sizes: as the user gave them.
         """
-        batch_extents = [lhs.shape[axis] for axis, _ in self.batch]
-        outer_extents = [lhs.shape[axis] for axis in self.outer]
-        lhs_extents = [lhs.shape[axis] for axis in self.lhs_rest]
         rows = self.kind == "rows"
-        inner = [axis if rows else axis[0] for axis in self.inner]
-        lead = [left for left, _ in self.batch]
-        groups = [lead, list(self.outer), [self.ragged[0]], inner, list(self.lhs_rest)]
-        left = _arranged(lhs, groups)
-        lead = [right for _, right in self.batch]
-        if rows:
-            right = _arranged(rhs, [lead, [self.group], *map(list, self.rhs_rest)])
-            free = self.rhs_rest[1] if self.subscripts == ROWS else self.rhs_rest[0]
-        else:
-            inner = [axis for _, axis in self.inner]
-            (free,) = self.rhs_rest
-            right = _arranged(rhs, [lead, [self.ragged[1]], inner, list(free)])
-        rhs_extents = [rhs.shape[axis] for axis in free]
-        each = sizes.ndim > 1  # sizes of their own for every outer and batch index
-        if each:
-            shape = (prod(batch_extents), prod(outer_extents), sizes.shape[-1])
-            sizes = sizes.reshape(shape)
-        function, out_axis = product, 0 if rows else 1
+        left_batch, right_batch = ([pair[side] for pair in self.batch] for side in (0, 1))
+        left_rows, right_rows = (
+            ((*self.ragged, *self.inner), ())
+            if rows
+            else tuple(zip(self.ragged, *self.inner, strict=True))
+        )
+        lead = [left_batch] * bool(self.batch) + [list(self.outer)] * bool(self.outer)
+        left = _arranged(lhs, [*lead, left_rows, self.lhs_rest])
+        right = _arranged(
+            rhs,
+            [right_batch] * bool(self.batch) + [[self.group] if rows else right_rows]
+            + list(self.rhs_rest),
+        )  # fmt: skip
+        own_sizes = sizes.ndim > 1  # for every outer and batch index
+        if own_sizes:
+            sizes = sizes.reshape(*(prod(lhs.shape[axis] for axis in axes) for axes in lead), -1)
+        inner = prod(lhs.shape[axis] for axis in left_rows[1:])
+        function, mapped_sizes = partial(product, inner=inner), 0 if own_sizes else None
         if self.outer:
-            function = jax.vmap(function, (0, None, 0 if each else None))
-        else:
-            left = left.reshape(left.shape[0], *left.shape[2:])
-            sizes = sizes[:, 0] if each else sizes
+            function = jax.vmap(function, (0, None, mapped_sizes))
         if self.batch:
-            function = jax.vmap(function, (0, 0, 0 if each else None), out_axis)
-        else:
-            left, right = left.reshape(left.shape[1:]), right.reshape(right.shape[1:])
-            sizes = sizes[0] if each else sizes
+            function = jax.vmap(function, (0, 0, mapped_sizes), 0 if rows else 1)
         out = function(left, right, sizes)
-        if rows:
-            own = [lhs.shape[axis] for axis in (*self.ragged, *self.inner)]
-            return out.reshape(*batch_extents, *outer_extents, *own, *rhs_extents)
-        return out.reshape(out.shape[0], *batch_extents, *lhs_extents, *rhs_extents)
+
+        columns = self.rhs_rest[0 if self.subscripts == ROWS_TRANSPOSED else -1]
+        left_axes = [*left_batch, *self.outer, *(left_rows if rows else self.lhs_rest)]
+        shape = [lhs.shape[axis] for axis in left_axes] + [rhs.shape[axis] for axis in columns]
+        return _reshaped(out, shape if rows else [out.shape[0], *shape])
 
 
 def _others(ndim: int, *taken: Sequence[int]) -> tuple[int, ...]:
@@ -133,8 +130,13 @@ def _others(ndim: int, *taken: Sequence[int]) -> tuple[int, ...]:
 
 def _arranged(array: Any, groups: Sequence[Sequence[Any]]) -> Any:
     """Returns the array with an axis for each group of its axes, in this order."""
-    shape = [prod(array.shape[axis] for axis in group) for group in groups]
     order = tuple(axis for group in groups for axis in group)
+    shape = [prod(array.shape[axis] for axis in group) for group in groups]
     if order != tuple(range(array.ndim)):
         array = lax.transpose(array, order)
-    return array.reshape(shape)
+    return _reshaped(array, shape)
+
+
+def _reshaped(array: Any, shape: Sequence[Any]) -> Any:
+    """Returns the array itself where it has the shape: nothing hides where it comes from."""
+    return array if array.shape == tuple(shape) else array.reshape(shape)
