@@ -204,8 +204,7 @@ class Call:
                 fields = ",".join(map(str, astuple(product.spans)))
                 operation.attributes[SPANS] = mlir.ir_attribute(fields)
             return results
-        shapes = [aval.shape for aval in ctx.avals_out]
-        finish = mlir.lower_fun(partial(self._finished, found, shapes), multiple_results=True)
+        finish = mlir.lower_fun(partial(self._finished, found), multiple_results=True)
         context = ctx.replace(avals_in=[*outputs, *self.avals])
         return list(finish(context, *results, *self.operands))
 
@@ -225,13 +224,8 @@ class Call:
             arrays.append(ShapedArray(shape, np.dtype(jnp.dtype(dtype))))
         return arrays
 
-    def _finished(
-        self, found: Route, shapes: list[tuple[int, ...]], *arrays: jax.Array
-    ) -> list[jax.Array]:
-        """Returns the function's outputs from what the kernel wrote and the function's operands.
-
-        Where the function's results have an axis of groups, each row is its own group's already.
-        """
+    def _finished(self, found: Route, *arrays: jax.Array) -> list[jax.Array]:
+        """Returns the function's outputs from what the kernel wrote and the function's operands."""
         assert found.fusion
         whole = [result for result in found.fusion.graph.results if result.plane == 0]
         finished: list[jax.Array] = []
@@ -242,15 +236,7 @@ class Call:
             parts = finish_partials(result, array)
             parts = parts if isinstance(parts, tuple | list) else (parts,)
             finished += [self._shaped(found, result, part) for part in parts]
-        for_each_group = self.product.result_letters != split(self.product.subscripts)[2]
-        if for_each_group:
-            groups = self.product.extents["g"]
-            finished = [jnp.broadcast_to(x, (groups, *x.shape)) if x.ndim else x for x in finished]
-        outputs = found.fusion.finish(*finished, *arrays[len(whole) :])
-        if for_each_group:
-            pairs = zip(outputs, shapes, strict=True)
-            outputs = [x if x.shape == shape else x[0] for x, shape in pairs]
-        return outputs
+        return found.fusion.finish(*finished, *arrays[len(whole) :])
 
     def _shaped(self, found: Route, result: Result, array: jax.Array) -> jax.Array:
         """Returns a finished reduction, (L, M, ...) or (L, N), with the axes of the result."""

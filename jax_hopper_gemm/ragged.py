@@ -365,13 +365,13 @@ def _batch_rows(bind: Any, size: int, args: Any, axes: Any, subscripts: str, spa
         if periods > 1 and not spans.step:
             rhs = jnp.broadcast_to(rhs[:, None], (size, periods, matrices, *matrix))
         rhs = rhs.reshape(size * spans.count * periods, *matrix)
-    sizes = _sizes_of_each(given, length, size)
+    sizes = sizes_of_each(given, length, size)
     flat = replace(spans, step=step)
     out = bind(lhs.reshape(size * length, lhs.shape[-1]), rhs, sizes, spans=flat)
     return out.reshape(size, matrices if contraction else length, *out.shape[1:])
 
 
-def _sizes_of_each(sizes: jax.Array, length: int, size: int) -> jax.Array:
+def sizes_of_each(sizes: jax.Array, length: int, size: int) -> jax.Array:
     """Returns sizes for `size` times `length` rows, from (S,) or (size, S) sizes for each."""
     clipped = clipped_sizes(sizes, length)
     rest = length - clipped.sum(-1, keepdims=True, dtype=np.int32)

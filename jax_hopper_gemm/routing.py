@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -15,6 +15,7 @@ from .contraction import Gemm, NotAGemm, Roles, as_gemm, roles, split, stacked_l
 from .jaxprs import ClosedJaxpr
 from .plan import LaunchPlan, make_plan
 from .spans import (
+    GROUPS,
     Spans,
     as_grouped_gemm,
     gate_letter,
@@ -23,7 +24,10 @@ from .spans import (
     ragged_roles,
 )
 from .spec import GemmSpec, Traversal
-from .tracing import Fusion, NotFusable, fuse
+from .tracing import Fusion, GroupedRows, NotFusable, fuse
+
+# Axes in front of the rows of a ragged product, and of its groups.
+ROW_LETTERS, GROUP_LETTERS = "ABCDEFGH", "STUVWXYZ"
 
 # Products of 16-bit floats are exact in float32, where the kernels add them: no `Precision` asks
 # for more, and these algorithms ask for just that.
@@ -41,11 +45,13 @@ class Product:
       out_dtype: dtype of the result; with an epilogue, of its first one.
       rights: 2 for a gate and an up operand in two arrays of one shape.
       function: the epilogue, over the accumulators and its operands; None: there is none. Of a
-        ragged product of rows the accumulators are (T, N), or (W, T, N) if operands have an entry
-        for each of W groups; the function is evaluated for each row's own.
+        ragged product of rows it knows groups by the operations of `group_rows`, and its
+        accumulators may have the rows in several axes, where `vmap` added some.
       spans: of a ragged product which spans of rows belong to which group; the subscripts are one
         of the forms in `spans`.
       sizes: number of sizes that cut the rows into spans.
+      sizes_operand: which operand of the function are these sizes, if one is; before `vmap` put
+        them behind one another.
     """
 
     subscripts: str
@@ -59,6 +65,7 @@ class Product:
     function: ClosedJaxpr | None = None
     spans: Spans | None = None
     sizes: int = 0
+    sizes_operand: int | None = None
 
     @property
     def accumulators(self) -> int:
@@ -73,13 +80,6 @@ class Product:
             return ragged_extents(self.subscripts, *shapes, self.spans, self.sizes)
         lhs, rhs, _ = split(self.subscripts)
         return dict(zip(lhs + rhs, (*self.lhs_shape, *self.rhs_shape), strict=True))
-
-    @property
-    def result_letters(self) -> str:
-        """The letters of the accumulators' axes."""
-        _, _, out = split(self.subscripts)
-        ranked = self.function and len(_shape(self.function.in_avals[0])) > len(out)
-        return f"g{out}" if ranked and self.spans else out
 
     def __str__(self) -> str:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)
@@ -165,7 +165,7 @@ def route(product: Product, device: dispatch.Device, *, kernel_only: bool = Fals
     except (NotAGemm, NotFusable) as error:
         return Route("xla", str(error), "unsupported")
     decision = dispatch.choose(gemm.problem, device, kernel_only=kernel_only)
-    if fusion and not kernel_only and (reason := _read_again(fusion)):
+    if fusion and not kernel_only and not product.spans and (reason := _read_again(fusion)):
         return Route("xla", reason, "model", gemm, fusion=fusion, roles=found_roles)
     if decision.spec is None or decision.traversal is None:
         runs = not kernel_only and dispatch.choose(gemm.problem, device, kernel_only=True).spec
@@ -222,23 +222,29 @@ def _fused(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles
 
 def _fused_ragged(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles]:
     """Returns the canonical form of a ragged product with an epilogue; raises as `_fused`."""
-    found, letters = ragged_roles(product.subscripts), product.result_letters
-    fusion = fuse(function, product.accumulators, letters, found.m, found.n)
-    if letters != split(product.subscripts)[2]:  # each row is computed for its own group alone
-        if fusion.uncovered:
-            raise NotFusable(
-                f"XLA computes {', '.join(fusion.uncovered)} after the kernel, and an operand has "
-                "an entry for each group"
-            )
-        if any(result.kind == "column_sum" for result in fusion.graph.results):
-            raise NotFusable("no kernel adds up each group's rows apart")
+    found, spans = ragged_roles(product.subscripts), product.spans
+    _, _, out = split(product.subscripts)
+    rows, merged = None, {}
+    if not is_contraction(product.subscripts) and spans:
+        aval: Any = function.in_avals[0]
+        batch = len(aval.shape) - len(out)
+        out = ROW_LETTERS[:batch] + out
+        groups = GROUP_LETTERS[:batch] + GROUPS
+        found = replace(found, m=out.removesuffix(found.n))
+        merged = {found.m: "m", groups: GROUPS} if batch else {}
+        rows = GroupedRows(
+            product.sizes_operand, replace(spans, step=0) if batch else spans, groups,
+            each=spans.step != 0,
+        )  # fmt: skip
+    fusion = fuse(function, product.accumulators, out, found.m, found.n, rows=rows)
+    labels = list(fusion.labels)
+    for long, short in merged.items():
+        labels = [x.replace(long, short) for x in labels]
+    if any(x in ROW_LETTERS + GROUP_LETTERS for x in "".join(labels)):
+        raise NotAGemm("an operand of the epilogue varies along some axes of the rows, not all")
     matrices = fusion.graph.matrices
     d_dtype = matrices[0].dtype if matrices else product.lhs_dtype
-    return _gemm(product, d_dtype, fusion.graph, fusion.labels), fusion, found
-
-
-def _shape(aval: Any) -> tuple[int, ...]:
-    return aval.shape
+    return _gemm(product, d_dtype, fusion.graph, labels), fusion, ragged_roles(product.subscripts)
 
 
 def _broadcast_label(shape: Sequence[int], out: str) -> str:

@@ -32,6 +32,7 @@ from .problem import GemmProblem, Groups, MatrixLayout
 ROWS = "mk,gkn->mn"
 ROWS_TRANSPOSED = "mk,gnk->mn"
 CONTRACTION = "mk,mn->gkn"
+GROUPS = "g"
 FORMS = (ROWS, ROWS_TRANSPOSED, CONTRACTION)
 
 
@@ -83,7 +84,7 @@ def is_contraction(subscripts: str) -> bool:
 
 def gate_letter(subscripts: str) -> str:
     """Returns the letter that tells gate from up in weights that hold both, or ""."""
-    return stacked_letter(subscripts).replace("g", "")
+    return stacked_letter(subscripts).replace(GROUPS, "")
 
 
 def ragged_roles(subscripts: str) -> Roles:

@@ -291,9 +291,16 @@ def check_result_dtypes(op: str, out: Sequence[Any], preferred: Any) -> None:
 
 
 def check_gated(
-    x: Any, weights: Any, bias: Any, activation: Any, preactivation: Any, implementation: Any
+    x: Any,
+    weights: Any,
+    bias: Any,
+    activation: Any,
+    preactivation: Any,
+    implementation: Any,
+    sizes: Any = None,
+    offset: Any = None,
 ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """Checks a gated linear unit.
+    """Checks a gated linear unit; with `sizes` one of rows in groups.
 
     Returns:
       x; the weights: one array or gate and up; the biases: none or gate's and up's.
@@ -312,50 +319,68 @@ def check_gated(
     rights = tuple(arrays[name] for name in arrays if name.startswith("weights"))
     biases = tuple(arrays[name] for name in arrays if name.startswith("bias"))
     problems = []
+    lead = () if sizes is None else ("G",)
     if np.ndim(x) == 0:
         problems.append(f"x is a scalar, {describe(x)}, expected (..., K)")
-    problems += _weight_problems(rights)
+    elif lead and np.ndim(x) != 2:
+        problems.append(f"x is {describe(x)}, expected (M, K): its rows are in groups")
+    problems += _weight_problems(rights, lead)
     if not problems:
-        k, n = np.shape(rights[0])[0], np.shape(rights[0])[-1]
+        *groups, k, n = (np.shape(rights[0])[i] for i in (*range(len(lead)), len(lead), -1))
         if _differ(np.shape(x)[-1], k):
+            names = ", ".join((*lead, "K, 2, N" if len(rights) == 1 else "K, N"))
             problems.append(
                 f"K differs: x is {describe(x)}, weights is {_each_text(rights)}, expected "
-                f"(..., K) and {'(K, 2, N)' if len(rights) == 1 else '(K, N) twice'}"
+                f"{'(M, K)' if lead else '(..., K)'} and ({names})"
+                f"{'' if len(rights) == 1 else ' twice'}"
             )
-        expected = (n,) if len(biases) == 2 else (2, n)
+        if lead and np.ndim(sizes) != 1:
+            problems.append(f"group_sizes is {describe(sizes)}, expected (G,)")
+        elif lead:
+            problems += _group_problems(groups[0], rights[0], sizes, offset, "weights")
+        expected = (*groups, n) if len(biases) == 2 else (*groups, 2, n)
         if any(
             np.ndim(b) != len(expected) or any(map(_differ, np.shape(b), expected)) for b in biases
         ):
             problems.append(f"bias is {_each_text(biases)}, expected {expected}")
         if max(map(_kind, biases), default=0) == COMPLEX > max(_kind(x), _kind(rights[0])):
             problems.append(f"bias is {_each_text(biases)}, and the products are not complex")
+    if offset is not None and not lead:
+        problems.append("group_offset came without group_sizes")
     problems += _name_problems(activation) + _choice_problems(preactivation, implementation)
-    _fail(op, problems, _function_problems("activation", activation))
+    mistyped = _function_problems("activation", activation)
+    if lead:
+        _fail_ragged(op, problems, sizes, offset, None, mistyped)
+    _fail(op, problems, mistyped)
     if len(biases) == 1:
-        biases = (biases[0][0], biases[0][1])
+        biases = (biases[0][..., 0, :], biases[0][..., 1, :])
     return x, rights, biases
 
 
-def _weight_problems(rights: tuple[Any, ...]) -> list[str]:
+def _weight_problems(rights: tuple[Any, ...], lead: tuple[str, ...]) -> list[str]:
+    pair, both = (f"({', '.join((*lead, *own))})" for own in (("K", "N"), ("K", "2", "N")))
     if len(rights) == 2:
         problems = [
-            f"weights[{i}] is {describe(w)}, expected (K, N)"
+            f"weights[{i}] is {describe(w)}, expected {pair}"
             for i, w in enumerate(rights)
-            if np.ndim(w) != 2
+            if np.ndim(w) != 2 + len(lead)
         ]
         gate, up = map(describe, rights)
         if not problems and gate != up:
             problems.append(f"gate and up differ: weights[0] is {gate}, weights[1] is {up}")
         return problems
     (weights,) = rights
-    if np.ndim(weights) == 3 and not _differ(np.shape(weights)[1], 2):
+    if np.ndim(weights) == 3 + len(lead) and not _differ(np.shape(weights)[-2], 2):
         return []
+    if lead:
+        hint = "stack gate and up with jnp.stack((gate, up), 2), or pass the pair (gate, up)"
+        return [f"weights is {describe(weights)}, expected {both}: {hint}"]
     hint = "stack gate and up with jnp.stack((gate, up), 1), or pass the pair (gate, up)"
     if np.ndim(weights) == 2:
         hint = "reshape (K, 2 * N) to (K, 2, N), or pass the pair (gate, up)"
     elif np.ndim(weights) == 3 and np.shape(weights)[0] == 2:
         hint = "is it (2, K, N)? Pass the pair (weights[0], weights[1])"
-    return [f"weights is {describe(weights)}, expected (K, 2, N): {hint}"]
+    return [f"weights is {describe(weights)}, expected {both}: {hint}"]
 
 
 def check_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
@@ -411,7 +436,15 @@ def _checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     return (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)
 
 
-def check_ragged_dot(lhs: Any, rhs: Any, sizes: Any, offset: Any, implementation: Any) -> None:
+def check_ragged_dot(
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    offset: Any,
+    implementation: Any,
+    bias: Any = None,
+    activation: Any = None,
+) -> None:
     """Checks what `ragged_dot` takes: ranks, K, and the number of groups."""
     op, problems = "ragged_dot", []
     for name, x, expected in (
@@ -429,30 +462,70 @@ def check_ragged_dot(lhs: Any, rhs: Any, sizes: Any, offset: Any, implementation
                 hint = ". Is rhs stored (G, N, K)? Pass jnp.swapaxes(rhs, 1, 2)"
             problems.append(f"K differs: lhs is {describe(lhs)}, rhs is {describe(rhs)}{hint}")
         problems += _group_problems(np.shape(rhs)[0], rhs, sizes, offset)
-    _fail_ragged(op, problems, sizes, offset, implementation)
+        if bias is not None:
+            problems += _group_bias_problems(bias, rhs)
+            if _kind(bias) == COMPLEX > max(_kind(lhs), _kind(rhs)):
+                problems.append(f"bias is {describe(bias)}, and the product is not complex")
+    problems += _name_problems(activation)
+    mistyped = _function_problems("activation", activation)
+    _fail_ragged(op, problems, sizes, offset, implementation, mistyped)
 
 
-def _group_problems(groups: Any, rhs: Any, sizes: Any, offset: Any) -> list[str]:
-    """Returns whether sizes and groups of `rhs` are not as many."""
+def _group_bias_problems(bias: Any, rhs: Any) -> list[str]:
+    expected = (np.shape(rhs)[0], np.shape(rhs)[-1])
+    if np.ndim(bias) == 2 and not any(map(_differ, np.shape(bias), expected)):
+        return []
+    hint = ""
+    if np.ndim(bias) == 1 and not _differ(np.shape(bias)[0], expected[1]):
+        hint = ". One for all groups? Pass jnp.broadcast_to(bias, (G, N)), or add it in epilogue"
+    return [
+        f"bias is {describe(bias)}, expected {expected}, a row for each matrix of rhs, "
+        f"{describe(rhs)}{hint}"
+    ]
+
+
+def check_group_operands(op: str, operands: Sequence[Any], rhs: Any) -> None:
+    """Checks that an operand with an axis of groups has as many as the weights."""
+    groups = np.shape(rhs)[0]
+    _fail(
+        op,
+        [
+            f"epilogue_operands[{i}] is {describe(x)}, expected ({groups}, 1, N) or "
+            f"({groups}, 1, 1), an entry for each group of {describe(rhs)}, or at most two axes, "
+            "which broadcast to (M, N)"
+            for i, x in enumerate(operands)
+            if np.ndim(x) > 3
+            or (np.ndim(x) == 3 and (_differ(np.shape(x)[0], groups) or np.shape(x)[1] != 1))
+        ],
+    )
+
+
+def _group_problems(groups: Any, rhs: Any, sizes: Any, offset: Any, name: str = "rhs") -> list[str]:
+    """Returns whether sizes and groups of weights are not as many."""
     given = np.shape(sizes)[-1]
     if offset is None:
         if not _differ(groups, given):
             return []
         hint = ""
         if _less(groups, given):
-            hint = ". Does rhs hold some of the groups? Say from which one on with group_offset"
+            hint = f". Does {name} hold some of the groups? Say from which on with group_offset"
     elif _less(given, groups):
         hint = ": group_sizes are those of all groups"
     else:
         return []
-    return [f"G differs: rhs is {describe(rhs)}, group_sizes is {describe(sizes)}{hint}"]
+    return [f"G differs: {name} is {describe(rhs)}, group_sizes is {describe(sizes)}{hint}"]
 
 
 def _fail_ragged(
-    op: str, problems: list[str], sizes: Any, offset: Any, implementation: Any
+    op: str,
+    problems: list[str],
+    sizes: Any,
+    offset: Any,
+    implementation: Any,
+    mistyped: Sequence[str] = (),
 ) -> None:
     """Raises for all problems, with those that sizes and offset have by themselves."""
-    mistyped = []
+    mistyped = list(mistyped)
     for name, x in (("group_sizes", sizes), ("group_offset", offset)):
         if x is not None and not jnp.issubdtype(jax.dtypes.result_type(x), np.integer):
             mistyped.append(f"{name} is {describe(x)}, expected integers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ragged import Spans, hopper_ragged_dot, span_ends
+from ..fused import fused_dot
+from ..ragged import ROWS, Spans, hopper_ragged_dot, span_ends
 from . import checks
-from .dense import INLINE, Implementation, dot_general
+from .activations import Activation, activation_function
+from .dense import INLINE, Implementation, Preactivation, dot_general
+from .epilogue import Gate, Steps, accumulator_dtype, traced
 from .ragged_axes import RaggedAxes
 
 # Taken here, so that they stay JAX's own where `intercept_ragged_dot` puts ours in their place.
@@ -26,12 +30,17 @@ def ragged_dot(
     rhs: ArrayLike,
     group_sizes: ArrayLike,
     precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
+    preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
     group_offset: ArrayLike | None = None,
     out_sharding: Any = None,
     *,
+    bias: ArrayLike | None = None,
+    activation: str | Activation | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    epilogue_operands: Sequence[ArrayLike] = (),
+    preactivation: Preactivation = "save",
     implementation: Implementation = None,
-) -> jax.Array:
+) -> Any:
     """Multiplies each run of rows of `lhs` by its own matrix from `rhs`, as `jax.lax.ragged_dot`.
 
     On a Hopper GPU a product of bfloat16 or float16 arrays runs on a kernel that reads the sizes
@@ -45,6 +54,14 @@ def ragged_dot(
     Weights stored (G, N, K) are not copied for `ragged_dot(lhs, jnp.swapaxes(rhs, 1, 2), ...)`
     within `jax.jit`, nor by `ragged_dot_general`.
 
+    With `bias`, `activation` or `epilogue` the result is
+
+        y = activation(ragged_dot(lhs, rhs, group_sizes) + bias of the row's group)
+        epilogue(y, *epilogue_operands)
+
+    in float32 from the kernel's accumulators, and gradients are fused as well, as in `matmul`.
+    Rows of no group are zeros in `y` before the bias, and in every result of shape (M, N).
+
     Args:
       lhs: (M, K), rows sorted by group.
       rhs: (G, K, N), one matrix a group.
@@ -55,9 +72,17 @@ def ragged_dot(
         group in `rhs`, () or (1,), and `group_sizes` are those of all. Rows of other groups come
         back as zeros, so that a `jax.lax.psum` over the devices completes the product.
       out_sharding: sharding of the result, for explicit mesh axes; XLA computes those.
+      bias: (G, N), a row for each matrix of `rhs`.
+      activation: as in `matmul`.
+      epilogue: a JAX function of `y`, (M, N), and of `epilogue_operands`, as in `matmul`.
+      epilogue_operands: arrays that broadcast to (M, N); or, of rank 3, (G, 1, N) or (G, 1, 1), an
+        entry for each matrix of `rhs`, of which the function is given (M, N) or (M, 1), each row's
+        own. A gradient by group is summed in float32, of cotangents in the dtype of `lhs`.
+      preactivation: as in `matmul`.
 
     Returns:
-      (M, N), dtype `preferred_element_type`, else the promoted dtype of the operands.
+      (M, N), dtype `preferred_element_type`, else the promoted dtype of the operands; or what
+      `epilogue` returns, as in `matmul`.
 
     Raises:
       ValueError: ranks or extents do not fit, or sizes known while tracing are negative.
@@ -68,11 +93,102 @@ def ragged_dot(
     lhs, rhs, group_sizes = checks.as_arrays(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes)
     if group_offset is not None:
         (group_offset,) = checks.as_arrays(op, group_offset=group_offset)
-    checks.check_ragged_dot(lhs, rhs, group_sizes, group_offset, implementation)
-    return _run(
-        op, lhs, rhs, group_sizes, group_offset, _BASIC, precision, preferred_element_type,
-        out_sharding, implementation,
+    if bias is not None:
+        (bias,) = checks.as_arrays(op, bias=bias)
+    checks.check_ragged_dot(lhs, rhs, group_sizes, group_offset, implementation, bias, activation)
+    plain = bias is None and activation is None and epilogue is None
+    operands = checks.check_steps(
+        op, epilogue, epilogue_operands, plain, preactivation, preferred_element_type,
+        implementation,
     )  # fmt: skip
+    if plain:
+        return _run(
+            op, lhs, rhs, group_sizes, group_offset, _BASIC, precision, preferred_element_type,
+            out_sharding, implementation,
+        )  # fmt: skip
+    checks.check_group_operands(op, operands, rhs)
+    named = () if bias is None else ("bias",)
+    steps = Steps(op, named, activation_function(activation), epilogue)
+    operands = operands if bias is None else (jnp.expand_dims(bias, 1), *operands)
+    return run_grouped(
+        op, lhs, (rhs,), group_sizes, group_offset, operands, steps, precision,
+        preferred_element_type, preactivation, implementation, out_sharding,
+    )  # fmt: skip
+
+
+def run_grouped(
+    op: str,
+    lhs: Any,
+    rights: tuple[Any, ...],
+    sizes: Any,
+    offset: Any,
+    operands: tuple[Any, ...],
+    function: Steps | Gate,
+    precision: Any,
+    preferred: Any,
+    preactivation: Preactivation,
+    implementation: Implementation,
+    out_sharding: Any = None,
+) -> Any:
+    """Returns a function of ragged products.
+
+    Args:
+      op: what the user called, for messages.
+      lhs: (M, K).
+      rights: weights (G, K, N); or gate and up, or both in one array (G, K, 2, N).
+      operands: the function's; those of rank 3 have an entry for each group.
+      preferred: dtype of the product, or a tuple of the results' dtypes.
+    """
+    if reason := _sharded(out_sharding, lhs, *rights, sizes):
+        raise NotImplementedError(
+            f"{op}: no function follows this product of groups in one program: {reason}"
+        )
+    if isinstance(precision, list):
+        precision = tuple(precision)
+    dtypes = None
+    if isinstance(preferred, tuple | list):
+        dtypes, preferred = tuple(preferred), None
+    options = (("precision", precision), ("preferred_element_type", preferred))
+    return _traced_grouped(
+        lhs, rights, sizes, offset, operands, op, function, options, dtypes, preactivation,
+        implementation,
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnums=range(5, 11), inline=INLINE)
+def _traced_grouped(
+    lhs: Any,
+    rights: tuple[Any, ...],
+    sizes: Any,
+    offset: Any,
+    operands: tuple[Any, ...],
+    op: str,
+    function: Steps | Gate,
+    options: tuple[Any, ...],
+    dtypes: tuple[Any, ...] | None,
+    preactivation: Preactivation,
+    implementation: Implementation,
+) -> Any:
+    groups, k, *planes, n = rights[0].shape
+    weights = jax.ShapeDtypeStruct((groups, k, n), rights[0].dtype)
+    params = _canonical(lhs, weights, sizes, _BASIC, dict(options))
+    dtype = params["preferred_element_type"] or jnp.result_type(lhs, weights)
+    length = lhs.shape[0]
+    product = jax.ShapeDtypeStruct((length, n), accumulator_dtype(dtype))
+    products = (product,) * (2 if planes else len(rights))
+    seen = [
+        jax.ShapeDtypeStruct((length, x.shape[2]), x.dtype) if jnp.ndim(x) == 3 else x
+        for x in operands
+    ]
+    what = traced(op, function, products, seen, dtype, dtypes)
+    sizes, spans = spans_of(as_int32(sizes), offset, groups, length)
+    results = fused_dot(
+        what.function, lhs, rights, (*operands, *what.operands[len(operands) :]),
+        subscripts=ROWS.replace("kn", "kcn") if planes else ROWS, precision=params["precision"],
+        product_dtype=dtype, out_dtypes=what.dtypes, preactivation=preactivation,
+        implementation=implementation, sizes=sizes, spans=spans,
+    )  # fmt: skip
+    return what.structured(results)
 
 
 def ragged_dot_general(
@@ -165,16 +281,23 @@ def _run(
 
 def _left_to_lax(axes: RaggedAxes, lhs: Any, rhs: Any, sizes: Any, out_sharding: Any) -> str | None:
     """Returns why JAX's own product is the answer whatever the GPU."""
-    explicit = jax.sharding.AxisType.Explicit
-    meshes = [jax.typeof(x).sharding.mesh for x in (lhs, rhs, sizes)]
-    if out_sharding is not None or any(explicit in mesh.axis_types for mesh in meshes):
-        return (
-            "its arrays are sharded over explicit mesh axes; call it inside jax.shard_map over all "
-            "mesh axes"
-        )
+    if reason := _sharded(out_sharding, lhs, rhs, sizes):
+        return reason
     if axes.kind == "contraction" and axes.outer:
         return "it contracts axes outside of the ragged one"
     return None
+
+
+def _sharded(out_sharding: Any, *arrays: Any) -> str | None:
+    """Returns why no kernel runs in a program whose mesh axes are explicit."""
+    explicit = jax.sharding.AxisType.Explicit
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    if out_sharding is None and all(explicit not in mesh.axis_types for mesh in meshes):
+        return None
+    return (
+        "its arrays are sharded over explicit mesh axes; call it inside jax.shard_map over all "
+        "mesh axes"
+    )
 
 
 @partial(jax.jit, static_argnums=(4, 5, 6), inline=INLINE)
@@ -197,7 +320,7 @@ def _traced(
         if inner != 1:
             own_sizes = jnp.minimum(jnp.maximum(own_sizes, 0), length // max(inner, 1)) * inner
         groups = right.shape[0] if axes.kind == "rows" else own_sizes.shape[0]
-        own_sizes, spans = _spans(own_sizes, offset, groups, length)
+        own_sizes, spans = spans_of(own_sizes, offset, groups, length)
         return hopper_ragged_dot(
             left, right, own_sizes, subscripts=axes.subscripts, spans=spans, **params
         )
@@ -228,7 +351,7 @@ def as_int32(sizes: jax.Array) -> jax.Array:
     return sizes.astype(np.int32)
 
 
-def _spans(sizes: jax.Array, offset: Any, groups: int, length: int) -> tuple[jax.Array, Spans]:
+def spans_of(sizes: jax.Array, offset: Any, groups: int, length: int) -> tuple[jax.Array, Spans]:
     """Returns the sizes of a product's spans, and which of them belong to its `groups` groups.
 
     With an offset the rows of all groups before it are the first span.
