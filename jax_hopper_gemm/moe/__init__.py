@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from .exchange import Exchange as Exchange
 from .experts import grouped_mlp as grouped_mlp
 from .layer import mixture_of_experts as mixture_of_experts
 from .routing import Routing as Routing
+from .routing import Score as Score
 from .routing import Statistics as Statistics
 from .routing import combine_rows as combine_rows
 from .routing import dispatch_rows as dispatch_rows

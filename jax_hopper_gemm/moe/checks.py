@@ -110,7 +110,7 @@ def _weight_problems(rights: tuple[Any, ...], down: Any) -> list[str]:
     problems = []
     if down.ndim != 3:
         problems.append(f"down is {describe(down)}, expected (experts, hidden, features)")
-    if len(rights) > 2:
+    if len(rights) not in (1, 2):
         problems.append(f"gate_up has {len(rights)} arrays, expected one or the pair (gate, up)")
     elif len(rights) == 2:
         if rights[0].shape != rights[1].shape or rights[0].ndim != 3:
