@@ -99,10 +99,13 @@ def split(subscripts: str) -> tuple[str, str, str]:
     return lhs, rhs, out
 
 
-def stacked_letter(subscripts: str) -> str:
-    """Returns the letter that tells gate from up in a right operand that holds both, or ""."""
+def stacked_letter(subscripts: str, groups: str = "") -> str:
+    """Returns the letter that tells gate from up in a right operand that holds both, or "".
+
+    The letter `groups` of a ragged product is none.
+    """
     lhs, rhs, out = split(subscripts)
-    return "".join(letter for letter in rhs if letter not in lhs + out)
+    return "".join(letter for letter in rhs if letter not in lhs + out + groups)
 
 
 def stacked_result(subscripts: str) -> tuple[str, int]:
@@ -240,8 +243,8 @@ def compact_strides(labels: str, extents: dict[str, int]) -> dict[str, int]:
     return {label: prod(extents[x] for x in labels[i + 1 :]) for i, label in enumerate(labels)}
 
 
-def up_offset(subscripts: str, rhs_shape: Sequence[int]) -> int | None:
-    letter = stacked_letter(subscripts)
+def up_offset(subscripts: str, rhs_shape: Sequence[int], groups: str = "") -> int | None:
+    letter = stacked_letter(subscripts, groups)
     _, rhs, _ = split(subscripts)
     return prod(rhs_shape[rhs.index(letter) + 1 :]) if letter else None
 

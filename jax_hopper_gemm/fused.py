@@ -41,8 +41,8 @@ from .jaxprs import (
 )
 from .lowering import Call, register_lowering
 from .primitive import alike_in_shard_map, as_cotangent, cotangent_of
-from .ragged import ROWS, ROWS_TRANSPOSED, Spans, hopper_ragged_dot
 from .routing import Product
+from .spans import ROWS, ROWS_TRANSPOSED, Spans
 
 hopper_fused_p = Primitive("hopper_fused")
 hopper_dots_p = Primitive("hopper_dots")

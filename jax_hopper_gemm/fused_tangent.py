@@ -36,7 +36,8 @@ from .jaxprs import (
 from .group_rows import mapped_first, mapped_shared
 from .lowering import is_launch, launcher_violation, product_at, register_lowering
 from .primitive import hopper_dot, reference_dot, with_batch
-from .ragged import Spans, hopper_ragged_dot
+from .ragged import hopper_ragged_dot
+from .spans import GROUPS, Spans
 
 epilogue_p = Primitive("epilogue")
 epilogue_tangent_p = Primitive("epilogue_tangent")
@@ -71,7 +72,11 @@ class Accumulate:
     @property
     def stacked(self) -> bool:
         """Whether the right operand holds gate and up."""
-        return bool(stacked_letter(self.subscripts))
+        return bool(self._stacked_letter)
+
+    @property
+    def _stacked_letter(self) -> str:
+        return stacked_letter(self.subscripts, GROUPS if self.spans else "")
 
     @property
     def sizes(self) -> int:
@@ -107,7 +112,7 @@ class Accumulate:
         subscripts, shared = self.subscripts, right.ndim == len(split(self.subscripts)[1])
         if self.stacked:  # their columns side by side
             right = right.reshape(*right.shape[:-2], -1)
-            subscripts = subscripts.replace(stacked_letter(subscripts), "")
+            subscripts = subscripts.replace(self._stacked_letter, "")
         product = partial(
             hopper_ragged_dot, subscripts=subscripts, spans=self.spans, precision=self.precision,
             preferred_element_type=self.dtype,

@@ -25,7 +25,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from .jaxprs import traced
-from .ragged import Spans, group_of_rows, hopper_ragged_dot
+from .ragged import CONTRACTION, group_of_rows, hopper_ragged_dot
+from .spans import Spans
 
 ONES = 8  # columns of ones that sum rows: the shortest lines of 16 bits that a kernel reads
 
@@ -99,7 +100,7 @@ def _sum_of_groups(x: Any, sizes: Any, *, spans: Spans) -> jax.Array:
     def of(x: jax.Array, sizes: jax.Array) -> jax.Array:
         columns = x.reshape(x.shape[0], -1)
         sums = hopper_ragged_dot(
-            jnp.ones((x.shape[0], ONES), x.dtype), columns, sizes, subscripts="mk,mn->gkn",
+            jnp.ones((x.shape[0], ONES), x.dtype), columns, sizes, subscripts=CONTRACTION,
             spans=spans, precision=(lax.Precision.HIGHEST,) * 2,
             preferred_element_type=np.promote_types(x.dtype, np.float32), implementation=None,
         )[:, 0]  # fmt: skip

@@ -14,7 +14,7 @@ from . import dispatch
 from .contraction import Gemm, NotAGemm, Roles, as_gemm, roles, split, stacked_letter
 from .jaxprs import ClosedJaxpr
 from .plan import LaunchPlan, make_plan
-from .spans import Spans, as_grouped_gemm, is_contraction, ragged_extents, ragged_roles
+from .spans import GROUPS, Spans, as_grouped_gemm, is_contraction, ragged_extents, ragged_roles
 from .spec import GemmSpec, Traversal
 from .tracing import Fusion, NotFusable, fuse
 
@@ -55,7 +55,8 @@ class Product:
 
     @property
     def accumulators(self) -> int:
-        return 2 if self.rights == 2 or stacked_letter(self.subscripts) else 1
+        groups = GROUPS if self.spans else ""
+        return 2 if self.rights == 2 or stacked_letter(self.subscripts, groups) else 1
 
     @property
     def extents(self) -> dict[str, int]:

@@ -32,6 +32,7 @@ from .problem import GemmProblem, Groups, MatrixLayout
 ROWS = "mk,gkn->mn"
 ROWS_TRANSPOSED = "mk,gnk->mn"
 CONTRACTION = "mk,mn->gkn"
+GROUPS = "g"
 FORMS = (ROWS, ROWS_TRANSPOSED, CONTRACTION)
 
 
@@ -157,7 +158,7 @@ def as_grouped_gemm(
         rows, n, contracted, count, ab_dtype, d_dtype, a, b, d,
         epilogue=epilogue,
         operands=tuple(layouts),
-        up_offset=up_offset(subscripts, rhs_shape),
+        up_offset=up_offset(subscripts, rhs_shape, GROUPS),
         groups=groups,
     )  # fmt: skip
     return Gemm(problem, swapped=False)
@@ -165,5 +166,5 @@ def as_grouped_gemm(
 
 def weights_in_order(labels: str, subscripts: str) -> bool:
     """Whether weights whose axes have these letters are among the forms, or gate and up of one."""
-    stacked = stacked_letter(subscripts)
+    stacked = stacked_letter(subscripts, GROUPS)
     return labels[0] == "g" and labels.replace(stacked or "-", "", 1)[1:] in ("kn", "nk")
