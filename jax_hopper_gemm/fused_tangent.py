@@ -21,7 +21,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, xla
 from jax.interpreters import partial_eval as pe
 
-from .contraction import stacked_letter, stacked_result
+from .contraction import split, stacked_letter, stacked_result
 from .dot_general import padded_partitions, with_partitions
 from .jaxprs import (
     ClosedJaxpr,
@@ -30,10 +30,14 @@ from .jaxprs import (
     pruned,
     transpose_by,
     transposed,
+    vanishes_with,
     with_accumulator,
 )
-from .lowering import Call, is_launch, launcher_violation, product_at, register_lowering
-from .primitive import hopper_dot, with_batch
+from .group_rows import mapped_first, mapped_shared
+from .lowering import is_launch, launcher_violation, product_at, register_lowering
+from .primitive import hopper_dot, reference_dot, with_batch
+from .ragged import hopper_ragged_dot
+from .spans import GROUPS, Spans
 
 epilogue_p = Primitive("epilogue")
 epilogue_tangent_p = Primitive("epilogue_tangent")
@@ -47,9 +51,14 @@ class Accumulate:
     """How accumulators are computed, outside of any kernel's epilogue.
 
     Attributes:
-      subscripts: as in `contraction.as_gemm`.
+      subscripts: as in `contraction.as_gemm`; of a ragged product, a form of rows in `ragged`, or
+        "mk,gkcn->mn" where weights hold gate and up.
       dtype: of the accumulators.
       precision, out_sharding, implementation: as in `hopper_dot`.
+      spans: of a ragged product, which spans of rows belong to which group. The sizes that cut
+        the rows are one more operand, behind the right ones.
+      batch: number of axes that `vmap` put in front of those of a ragged product: of the left
+        operand, the sizes and the result, and of the right operands unless all share them.
     """
 
     subscripts: str
@@ -57,33 +66,68 @@ class Accumulate:
     precision: Any
     out_sharding: Any
     implementation: str | None
+    spans: Spans | None = None
+    batch: int = 0
 
     @property
     def stacked(self) -> bool:
         """Whether the right operand holds gate and up."""
-        return bool(stacked_letter(self.subscripts))
+        return bool(self._stacked_letter)
+
+    @property
+    def _stacked_letter(self) -> str:
+        return stacked_letter(self.subscripts, GROUPS if self.spans else "")
+
+    @property
+    def sizes(self) -> int:
+        """How many operands stand between the right ones and the function's: 1 or 0."""
+        return 1 if self.spans else 0
 
     def plane_axis(self) -> int | None:
         """Returns the axis of gate and up in `together`'s result; None where there is none."""
+        if self.stacked and self.spans:
+            return self.batch + 1
         return stacked_result(self.subscripts)[1] if self.stacked else None
 
-    def together(self, lhs: Any, right: Any, product: Any = hopper_dot) -> Any:
-        """Returns one product: with gate and up stacked, an array of both."""
+    def together(self, lhs: Any, right: Any, *sizes: Any, by_xla: bool = False) -> Any:
+        """Returns one product: with gate and up stacked, an array of both.
+
+        With `by_xla` no kernel takes part.
+        """
+        if self.spans:
+            return self._ragged(lhs, right, *sizes, by_xla=by_xla)
         subscripts, sharding = self.subscripts, self.out_sharding
         if self.stacked:
             subscripts, axis = stacked_result(subscripts)
             if sharding is not None:
                 parts = list(padded_partitions(sharding, len(subscripts.split("->")[1]) - 1))
                 sharding = with_partitions(sharding, (*parts[:axis], None, *parts[axis:]))
-        return product(
+        return (reference_dot if by_xla else hopper_dot)(
             lhs, right, subscripts=subscripts, precision=self.precision,
             preferred_element_type=self.dtype, out_sharding=sharding,
             implementation=self.implementation,
         )  # fmt: skip
 
-    def __call__(self, lhs: Any, rights: Sequence[Any], product: Any = hopper_dot) -> list[Any]:
+    def _ragged(self, lhs: Any, right: Any, sizes: Any, *, by_xla: bool) -> Any:
+        subscripts, shared = self.subscripts, right.ndim == len(split(self.subscripts)[1])
+        if self.stacked:  # their columns side by side
+            right = right.reshape(*right.shape[:-2], -1)
+            subscripts = subscripts.replace(self._stacked_letter, "")
+        product = partial(
+            hopper_ragged_dot, subscripts=subscripts, spans=self.spans, precision=self.precision,
+            preferred_element_type=self.dtype,
+            implementation="xla" if by_xla else self.implementation,
+        )  # fmt: skip
+        for _ in range(self.batch):
+            product = jax.vmap(product, (0, None if shared else 0, 0))
+        found = product(lhs, right, sizes)
+        return found.reshape(*found.shape[:-1], 2, -1) if self.stacked else found
+
+    def __call__(
+        self, lhs: Any, rights: Sequence[Any], *sizes: Any, by_xla: bool = False
+    ) -> list[Any]:
         """Returns the accumulators, an array each."""
-        arrays = [self.together(lhs, right, product) for right in rights]
+        arrays = [self.together(lhs, right, *sizes, by_xla=by_xla) for right in rights]
         return unstacked(arrays, self.plane_axis())
 
 
@@ -101,7 +145,8 @@ class Recompute:
 
     Attributes:
       accumulate: how.
-      rights: number of right operands; these and the left one come first among the residuals.
+      rights: number of right operands; the left one, these, and sizes come first among the
+        residuals.
       used: which accumulators the derivative needs.
     """
 
@@ -111,8 +156,9 @@ class Recompute:
 
     def residuals(self, kept: Sequence[Any]) -> list[Any]:
         """Returns the derivative's residuals from those kept for it."""
-        lhs, rights, rest = kept[0], kept[1 : 1 + self.rights], kept[1 + self.rights :]
-        accumulators = self.accumulate(lhs, rights)
+        (lhs, *rights), rest = kept[: 1 + self.rights], kept[1 + self.rights :]
+        sizes, rest = rest[: self.accumulate.sizes], rest[self.accumulate.sizes :]
+        accumulators = self.accumulate(lhs, rights, *sizes)
         return [x for x, used in zip(accumulators, self.used, strict=True) if used] + list(rest)
 
 
@@ -208,7 +254,8 @@ def _batch_tangent(
         args, axes, recompute, product_axis = batched_recompute(axis_data, args, axes, recompute)
         inner = jax.eval_shape(recompute.residuals, args[:residuals])
         count = sum(recompute.used)
-        inner_axes = [product_axis] * count + axes[1 + recompute.rights : residuals]
+        first = 1 + recompute.rights + recompute.accumulate.sizes
+        inner_axes = [product_axis] * count + axes[first:residuals]
     linear, linear_axes = args[residuals:], axes[residuals:]
     if plane_axis is not None:
         axis = linear_axes[0]
@@ -236,7 +283,7 @@ def batched_recompute(
 
     The last item is the axis of the accumulators: 0, or None where no product is mapped.
     """
-    count = 1 + recompute.rights
+    count = 1 + recompute.rights + recompute.accumulate.sizes
     operands, accumulate, product_axis = batched_product(
         axis_data, args[:count], axes[:count], recompute.accumulate
     )
@@ -250,11 +297,16 @@ def batched_product(
     """Returns the operands of a batched product, how it is computed, and the axis it is mapped on.
 
     Several right operands are given the same axes: mapped along their first, if any is mapped.
+
+    Args:
+      operands: the left one, the right ones, sizes; `axes` holds each one's mapped axis.
     """
     lhs, *rights = operands
     lhs_axis, *right_axes = axes
     if all(axis is None for axis in axes):
         return list(operands), accumulate, None
+    if accumulate.spans:
+        return _batched_ragged(axis_data.size, operands, axes, accumulate)
     if len(set(right_axes)) > 1:
         rights = [
             jnp.broadcast_to(x, (axis_data.size, *x.shape))
@@ -271,6 +323,23 @@ def batched_product(
         replace(accumulate, subscripts=subscripts, out_sharding=sharding),
         0,
     )
+
+
+def _batched_ragged(
+    size: int, operands: Sequence[Any], axes: Sequence[int | None], accumulate: Accumulate
+) -> tuple[list[Any], Accumulate, int]:
+    lhs, *rights, sizes = operands
+    lhs_axis, *right_axes, sizes_axis = axes
+    lhs, sizes = mapped_first(size, lhs, lhs_axis), mapped_first(size, sizes, sizes_axis)
+    if any(axis is not None for axis in right_axes):
+        rights = [mapped_first(size, x, a) for x, a in zip(rights, right_axes, strict=True)]
+        right_axes = [0] * len(rights)
+    rank, batch = len(split(accumulate.subscripts)[1]), sizes.shape[1:-1]
+    rights = [
+        mapped_shared(size, x, axis, batch, x.ndim - (axis is not None) > rank)
+        for x, axis in zip(rights, right_axes, strict=True)
+    ]
+    return [lhs, *rights, sizes], replace(accumulate, batch=accumulate.batch + 1), 0
 
 
 epilogue_tangent_p.def_abstract_eval(
@@ -328,16 +397,22 @@ def _lower_epilogue_for_cuda(
         product = product_at(value)
         if product is None or launcher_violation():
             continue
+        if product.product.spans and not vanishes_with(jaxpr, index):
+            continue  # a kernel stores 0 for rows of no group
         function = with_accumulator(jaxpr, index, np.float32)
-        call = Call(
-            replace(product.product, function=function, out_dtype=ctx.avals_out[0].dtype.name),
-            product.values,
-            (*values[:index], *values[index + 1 :]),
-            (*ctx.avals_in[:index], *ctx.avals_in[index + 1 :]),
+        call = replace(
+            product,
+            product=replace(
+                product.product, function=function, out_dtype=ctx.avals_out[0].dtype.name
+            ),
+            operands=(*values[:index], *values[index + 1 :]),
+            avals=(*ctx.avals_in[:index], *ctx.avals_in[index + 1 :]),
         )
         found = call.route(ctx, kernel_only=is_launch(value))
         if found.path != "hopper" or found.fusion is None:
             continue
+        if product.product.spans and found.uncovered:
+            continue  # XLA would go on from zeros that the function did not give
         fused = (-len(found.uncovered), len(found.fusion.graph.nodes))
         if best is None or fused > best[0]:
             best = fused, call, found

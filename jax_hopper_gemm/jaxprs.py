@@ -144,6 +144,46 @@ def with_accumulator(closed: ClosedJaxpr, index: int, dtype: Any) -> ClosedJaxpr
     return pruned(whole, [True] * len(whole.out_avals), [True] * len(whole.in_avals))[0]
 
 
+# Operations whose result is 0 where any or where all of their inputs are.
+_ZERO_BY_ANY = {"mul"}
+_ZERO_BY_ALL = {
+    "add", "add_any", "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "max",
+    "min", "neg", "reduce_max", "reduce_sum", "reshape", "sign", "squeeze", "sub", "transpose",
+}  # fmt: skip
+
+
+def vanishes_with(closed: ClosedJaxpr, index: int) -> bool:
+    """Whether all outputs of a function are known to be 0 where one input is, element by element.
+
+    Finite numbers are taken for granted. Sums along axes count as zero if all of the input is.
+    """
+    return all(_zeros_of(closed, [i == index for i in range(len(closed.in_avals))]))
+
+
+def _zeros_of(closed: ClosedJaxpr, given: Sequence[bool]) -> list[bool]:
+    """Returns which outputs are 0 where some inputs are."""
+    jaxpr = closed.jaxpr
+    inputs = zip(jaxpr.invars, given, strict=True)
+    zeros = {id(variable) for variable, zero in inputs if zero}
+
+    def is_zero(atom: Any) -> bool:
+        return bool(np.all(atom.val == 0)) if isinstance(atom, Literal) else id(atom) in zeros
+
+    for equation in jaxpr.eqns:
+        name, found = equation.primitive.name, list(map(is_zero, equation.invars))
+        if name in INLINED:
+            outputs = _zeros_of(equation.params[INLINED[name]], found)
+        elif name == "select_n":
+            outputs = [all(found[1:])]
+        elif name == "div":
+            outputs = [found[0]]
+        else:
+            zero = (name in _ZERO_BY_ANY and any(found)) or (name in _ZERO_BY_ALL and all(found))
+            outputs = [zero] * len(equation.outvars)
+        zeros |= {id(x) for x, zero in zip(equation.outvars, outputs, strict=True) if zero}
+    return list(map(is_zero, jaxpr.outvars))
+
+
 def evaluated(
     closed: ClosedJaxpr,
     args: Sequence[Any],

@@ -14,6 +14,7 @@ from . import dispatch
 from .contraction import Gemm, NotAGemm, Roles, as_gemm, roles, split, stacked_letter
 from .jaxprs import ClosedJaxpr
 from .plan import LaunchPlan, make_plan
+from .spans import GROUPS, Spans, as_grouped_gemm, is_contraction, ragged_extents, ragged_roles
 from .spec import GemmSpec, Traversal
 from .tracing import Fusion, NotFusable, fuse
 
@@ -32,7 +33,12 @@ class Product:
     Attributes:
       out_dtype: dtype of the result; with an epilogue, of its first one.
       rights: 2 for a gate and an up operand in two arrays of one shape.
-      function: the epilogue, over the accumulators and its operands; None: there is none.
+      function: the epilogue, over the accumulators and its operands; None: there is none. Of a
+        ragged product of rows the accumulators are (T, N), or (W, T, N) if operands have an entry
+        for each of W groups; the function is evaluated for each row's own.
+      spans: of a ragged product which spans of rows belong to which group; the subscripts are one
+        of the forms in `spans`.
+      sizes: number of sizes that cut the rows into spans.
     """
 
     subscripts: str
@@ -44,15 +50,37 @@ class Product:
     precision: Any = None
     rights: int = 1
     function: ClosedJaxpr | None = None
+    spans: Spans | None = None
+    sizes: int = 0
 
     @property
     def accumulators(self) -> int:
-        return 2 if self.rights == 2 or stacked_letter(self.subscripts) else 1
+        groups = GROUPS if self.spans else ""
+        return 2 if self.rights == 2 or stacked_letter(self.subscripts, groups) else 1
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """The extent of each letter."""
+        shapes = self.lhs_shape, self.rhs_shape
+        if self.spans:
+            return ragged_extents(self.subscripts, *shapes, self.spans, self.sizes)
+        lhs, rhs, _ = split(self.subscripts)
+        return dict(zip(lhs + rhs, (*self.lhs_shape, *self.rhs_shape), strict=True))
+
+    @property
+    def result_letters(self) -> str:
+        """The letters of the accumulators' axes."""
+        _, _, out = split(self.subscripts)
+        ranked = self.function and len(_shape(self.function.in_avals[0])) > len(out)
+        return f"g{out}" if ranked and self.spans else out
 
     def __str__(self) -> str:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)
         rhs = " and ".join([array_text(self.rhs_shape, self.rhs_dtype)] * self.rights)
         text = f"{lhs} x {rhs} by {self.subscripts!r} into {short_dtype(self.out_dtype)}"
+        if self.spans:
+            of = "contracted in" if is_contraction(self.subscripts) else "in"
+            text += f", rows {of} {self.spans.matrices(self.sizes)} groups"
         return f"{text} with an epilogue" if self.function else text
 
 
@@ -144,6 +172,11 @@ def route(product: Product, device: dispatch.Device, *, kernel_only: bool = Fals
 
 
 def _gemm(product: Product, d_dtype: str, *epilogue: Any) -> Gemm:
+    if product.spans:
+        return as_grouped_gemm(
+            product.subscripts, product.lhs_shape, product.rhs_shape, product.lhs_dtype, d_dtype,
+            product.spans, product.sizes, *epilogue,
+        )  # fmt: skip
     return as_gemm(
         product.subscripts, product.lhs_shape, product.rhs_shape, product.lhs_dtype, d_dtype,
         *epilogue,
@@ -159,6 +192,8 @@ def _fused(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles
     Raises:
       NotAGemm, NotFusable: with the reason.
     """
+    if product.spans:
+        return _fused_ragged(product, function)
     shapes = product.subscripts, product.lhs_shape, product.rhs_shape
     _, _, out = split(product.subscripts)
     avals: Any = function.in_avals[product.accumulators :]
@@ -176,6 +211,27 @@ def _fused(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles
             return _gemm(product, d_dtype, fusion.graph, fusion.labels), fusion, found
         found = needed
     raise NotAGemm("the epilogue's operands leave open which axes of the result are rows")
+
+
+def _fused_ragged(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles]:
+    """Returns the canonical form of a ragged product with an epilogue; raises as `_fused`."""
+    found, letters = ragged_roles(product.subscripts), product.result_letters
+    fusion = fuse(function, product.accumulators, letters, found.m, found.n)
+    if letters != split(product.subscripts)[2]:  # each row is computed for its own group alone
+        if fusion.uncovered:
+            raise NotFusable(
+                f"XLA computes {', '.join(fusion.uncovered)} after the kernel, and an operand has "
+                "an entry for each group"
+            )
+        if any(result.kind == "column_sum" for result in fusion.graph.results):
+            raise NotFusable("no kernel adds up each group's rows apart")
+    matrices = fusion.graph.matrices
+    d_dtype = matrices[0].dtype if matrices else product.lhs_dtype
+    return _gemm(product, d_dtype, fusion.graph, fusion.labels), fusion, found
+
+
+def _shape(aval: Any) -> tuple[int, ...]:
+    return aval.shape
 
 
 def _broadcast_label(shape: Sequence[int], out: str) -> str:

@@ -1,0 +1,251 @@
+"""Ragged products: `ragged_dot` and `ragged_dot_general`, with the contract of `jax.lax`'s."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from ..ragged import Spans, hopper_ragged_dot
+from . import checks
+from .dense import INLINE, Implementation, dot_general
+from .ragged_axes import RaggedAxes
+
+# Taken here, so that they stay JAX's own where `intercept_ragged_dot` puts ours in their place.
+_lax_ragged_dot_general = lax.ragged_dot_general
+_BASIC = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
+
+
+def ragged_dot(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: Any = None,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Multiplies each run of rows of `lhs` by its own matrix from `rhs`, as `jax.lax.ragged_dot`.
+
+    On a Hopper GPU a product of bfloat16 or float16 arrays runs on a kernel that reads the sizes
+    from the GPU's memory; everything else runs on XLA. Both gradients are products of the same
+    kind, with `rhs` read as it lies in memory; derivatives of any order and every `vmap` work.
+    Accumulates in float32.
+
+    Rows past the last group come back as zeros. A negative size counts as 0, and what goes beyond
+    the last row is left out.
+
+    Weights stored (G, N, K) are not copied for `ragged_dot(lhs, jnp.swapaxes(rhs, 1, 2), ...)`
+    within `jax.jit`, nor by `ragged_dot_general`.
+
+    Args:
+      lhs: (M, K), rows sorted by group.
+      rhs: (G, K, N), one matrix a group.
+      group_sizes: (G,) integers, on the GPU; zeros are fine.
+      precision, preferred_element_type, implementation: as in `matmul`. "xla" computes what
+        `jax.lax.ragged_dot` does.
+      group_offset: where each device holds the matrices of some groups: the number of the first
+        group in `rhs`, () or (1,), and `group_sizes` are those of all. Rows of other groups come
+        back as zeros, so that a `jax.lax.psum` over the devices completes the product.
+      out_sharding: sharding of the result, for explicit mesh axes; XLA computes those.
+
+    Returns:
+      (M, N), dtype `preferred_element_type`, else the promoted dtype of the operands.
+
+    Raises:
+      ValueError: ranks or extents do not fit, or sizes known while tracing are negative.
+      TypeError: an operand is not an array, or sizes are no integers.
+      NotImplementedError: `implementation="hopper"` and no kernel can run the product.
+    """
+    op = "ragged_dot"
+    lhs, rhs, group_sizes = checks.as_arrays(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes)
+    if group_offset is not None:
+        (group_offset,) = checks.as_arrays(op, group_offset=group_offset)
+    checks.check_ragged_dot(lhs, rhs, group_sizes, group_offset, implementation)
+    return _run(
+        op, lhs, rhs, group_sizes, group_offset, _BASIC, precision, preferred_element_type,
+        out_sharding, implementation,
+    )  # fmt: skip
+
+
+def ragged_dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: Any = None,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Contracts two arrays, an axis of `lhs` in groups, by the rules of `jax.lax`'s.
+
+    The three kinds, by what the ragged axis of `lhs` is otherwise:
+
+    - a free axis: rows are multiplied by their group's part of `rhs`, which may lie (G, K, N) or
+      (G, N, K);
+    - a contracted axis: the result has a leading axis of groups, and an empty one's part is 0;
+    - a batch axis: sizes change nothing, and the product is that of `dot_general`.
+
+    Further axes become rows, columns or matrices of one product; axes in an order that no kernel
+    reads are copied. Contracted axes outside of a ragged contracted one are left to
+    `jax.lax.ragged_dot_general`.
+
+    Args:
+      lhs, rhs: the operands.
+      group_sizes: (G,) integers, or with the leading axes that `jax.lax.ragged_dot_general` says.
+      ragged_dot_dimension_numbers: a `jax.lax.RaggedDotDimensionNumbers`.
+      group_offset: as in `ragged_dot`, where the ragged axis is a free one.
+      precision, preferred_element_type, out_sharding, implementation: as in `ragged_dot`.
+
+    Returns:
+      The axes of `dot_general`'s result, after one of groups if the ragged axis is contracted.
+
+    Raises:
+      ValueError: axes or extents do not fit, or sizes known while tracing are negative.
+      TypeError: an operand is not an array, sizes are no integers, or the dimension numbers have
+        another type.
+      NotImplementedError: `implementation="hopper"` and no kernel can run the product.
+    """
+    op = "ragged_dot_general"
+    lhs, rhs, group_sizes = checks.as_arrays(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes)
+    if group_offset is not None:
+        (group_offset,) = checks.as_arrays(op, group_offset=group_offset)
+    numbers = checks.check_ragged_dot_general(
+        lhs, rhs, group_sizes, ragged_dot_dimension_numbers, group_offset, implementation
+    )
+    return _run(
+        op, lhs, rhs, group_sizes, group_offset, numbers, precision, preferred_element_type,
+        out_sharding, implementation,
+    )  # fmt: skip
+
+
+def _run(
+    op: str,
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    offset: Any,
+    numbers: lax.RaggedDotDimensionNumbers,
+    precision: Any,
+    preferred_element_type: Any,
+    out_sharding: Any,
+    implementation: Implementation,
+) -> jax.Array:
+    if isinstance(precision, list):
+        precision = tuple(precision)
+    axes = RaggedAxes.of(numbers, np.ndim(lhs), np.ndim(rhs))
+    static = (
+        ("precision", precision), ("preferred_element_type", preferred_element_type),
+        ("out_sharding", out_sharding),
+    )  # fmt: skip
+    if axes.kind == "batch":
+        return dot_general(
+            lhs, rhs, numbers.dot_dimension_numbers, implementation=implementation, **dict(static)
+        )
+    if reason := _left_to_lax(axes, lhs, rhs, sizes, out_sharding):
+        if implementation == "hopper":
+            raise NotImplementedError(f"implementation='hopper': no kernel runs {op}: {reason}")
+        if offset is not None:
+            raise NotImplementedError(
+                f"{op}: group_offset came, and XLA, which has none, would run this: {reason}"
+            )
+        return _lax_ragged_dot_general(lhs, rhs, sizes, numbers, **dict(static))
+    return _traced(lhs, rhs, sizes, offset, numbers, static, implementation)
+
+
+def _left_to_lax(axes: RaggedAxes, lhs: Any, rhs: Any, sizes: Any, out_sharding: Any) -> str | None:
+    """Returns why JAX's own product is the answer whatever the GPU."""
+    explicit = jax.sharding.AxisType.Explicit
+    meshes = [jax.typeof(x).sharding.mesh for x in (lhs, rhs, sizes)]
+    if out_sharding is not None or any(explicit in mesh.axis_types for mesh in meshes):
+        return (
+            "its arrays are sharded over explicit mesh axes; call it inside jax.shard_map over all "
+            "mesh axes"
+        )
+    if axes.kind == "contraction" and axes.outer:
+        return "it contracts axes outside of the ragged one"
+    return None
+
+
+@partial(jax.jit, static_argnums=(4, 5, 6), inline=INLINE)
+def _traced(
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    offset: Any,
+    numbers: lax.RaggedDotDimensionNumbers,
+    options: tuple[Any, ...],
+    implementation: Implementation,
+) -> jax.Array:
+    axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
+    params = _canonical(lhs, rhs, sizes, numbers, dict(options))
+    params["implementation"] = implementation
+
+    def product(left: Any, right: Any, own_sizes: Any) -> jax.Array:
+        length, inner = left.shape[0], left.shape[1]
+        groups = right.shape[0] if axes.kind == "rows" else own_sizes.shape[0]
+        own_sizes, spans = _spans(as_int32(own_sizes), offset, groups, length)
+        if inner != 1:  # as many rows for each of the ragged axis
+            own_sizes = jnp.minimum(jnp.maximum(own_sizes, 0), length) * inner
+        if axes.kind == "contraction":
+            right = right.reshape(length * inner, right.shape[-1])
+        left = left.reshape(length * inner, left.shape[-1])
+        return hopper_ragged_dot(
+            left, right, own_sizes, subscripts=axes.subscripts, spans=spans, **params
+        )
+
+    return axes.mapped(product, lhs, rhs, sizes)
+
+
+def _canonical(lhs: Any, rhs: Any, sizes: Any, numbers: Any, options: Any) -> dict[str, Any]:
+    """Returns precision and dtype as JAX puts them into its own product, whose rules hold."""
+    if numbers.rhs_group_dimensions:  # fewer than there are sizes, with an offset
+        groups = rhs.shape[numbers.rhs_group_dimensions[0]]
+        sizes = jax.ShapeDtypeStruct((*sizes.shape[:-1], groups), sizes.dtype)
+    function = partial(_lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **options)
+    equations = jax.make_jaxpr(function)(lhs, rhs, sizes).jaxpr.eqns
+    (params,) = (e.params for e in equations if e.primitive.name == "ragged_dot_general")
+    return {key: params[key] for key in ("precision", "preferred_element_type")}
+
+
+def as_int32(sizes: jax.Array) -> jax.Array:
+    """Returns sizes of any integer type as int32, those that it cannot hold at its limits."""
+    if sizes.dtype == np.int32:
+        return sizes
+    limits, own = np.iinfo(np.int32), np.iinfo(sizes.dtype)
+    if own.max > limits.max:
+        sizes = jnp.minimum(sizes, np.array(limits.max, sizes.dtype))
+    if own.min < 0:
+        sizes = jnp.maximum(sizes, np.zeros((), sizes.dtype))
+    return sizes.astype(np.int32)
+
+
+def _spans(sizes: jax.Array, offset: Any, groups: int, length: int) -> tuple[jax.Array, Spans]:
+    """Returns the sizes of a product's spans, and which of them belong to its `groups` groups.
+
+    With an offset the rows of all groups before it are the first span.
+    """
+    if offset is None:
+        return sizes, Spans.plain(groups)
+    limit = jnp.asarray(length, np.int32)
+    sizes = jnp.minimum(jnp.maximum(sizes, 0), limit)
+    # Compared before it is converted: a group far beyond the last stays there.
+    offset = jnp.clip(jnp.reshape(offset, ()), 0, sizes.shape[0]).astype(np.int32)
+    number = jnp.arange(sizes.shape[0], dtype=np.int32)
+    before = lax.reduce(
+        jnp.where(number < offset, sizes, 0), np.int32(0), lambda x, y: jnp.minimum(x + y, limit),
+        (0,),
+    )  # fmt: skip
+    local = lax.dynamic_slice(jnp.pad(sizes, (0, groups)), (offset,), (groups,))
+    sizes = jnp.concatenate([before[None], local])
+    return sizes, Spans(period=groups + 2, count=groups, first=1)
