@@ -38,6 +38,7 @@ __all__ = [
     "hopper_ragged_dot",
     "hopper_ragged_dot_p",
     "reference_ragged_dot",
+    "span_ends",
 ]
 
 hopper_ragged_dot_p = Primitive("hopper_ragged_dot")
@@ -392,7 +393,8 @@ def _lower_for_cuda(
 ) -> Any:
     launched = None
     if params["implementation"] != "xla":
-        product = product_of(*ctx.avals_in, *ctx.avals_out, params)
+        (lhs_aval, rhs_aval, sizes_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
+        product = product_of(lhs_aval, rhs_aval, sizes_aval, out_aval, params)
         call = Call(product, (lhs, rhs), sizes=sizes)
         launched = call.lower(ctx, params["implementation"])
     return launched or _lower_to_xla(ctx, lhs, rhs, sizes, **params)

@@ -456,8 +456,8 @@ def _fail_ragged(
     for name, x in (("group_sizes", sizes), ("group_offset", offset)):
         if x is not None and not jnp.issubdtype(jax.dtypes.result_type(x), np.integer):
             mistyped.append(f"{name} is {describe(x)}, expected integers")
-    if not mistyped and isinstance(sizes, np.ndarray | np.generic) and np.any(sizes < 0):
-        problems.append(f"group_sizes has a negative size, {np.min(sizes)}: expected 0 or more")
+    if not mistyped and isinstance(sizes, np.ndarray) and (least := np.min(sizes, initial=0)) < 0:
+        problems.append(f"group_sizes has a negative size, {least}: expected 0 or more")
     if offset is not None:
         if np.shape(offset) not in ((), (1,)):
             problems.append(f"group_offset is {describe(offset)}, expected a scalar or (1,)")

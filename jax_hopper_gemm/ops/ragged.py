@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ragged import Spans, hopper_ragged_dot
+from ..ragged import Spans, hopper_ragged_dot, span_ends
 from . import checks
 from .dense import INLINE, Implementation, dot_general
 from .ragged_axes import RaggedAxes
@@ -237,15 +237,10 @@ def _spans(sizes: jax.Array, offset: Any, groups: int, length: int) -> tuple[jax
     """
     if offset is None:
         return sizes, Spans.plain(groups)
-    limit = jnp.asarray(length, np.int32)
-    sizes = jnp.minimum(jnp.maximum(sizes, 0), limit)
-    # Compared before it is converted: a group far beyond the last stays there.
+    # Clipped before it is converted: a group far beyond the last stays there.
     offset = jnp.clip(jnp.reshape(offset, ()), 0, sizes.shape[0]).astype(np.int32)
     number = jnp.arange(sizes.shape[0], dtype=np.int32)
-    before = lax.reduce(
-        jnp.where(number < offset, sizes, 0), np.int32(0), lambda x, y: jnp.minimum(x + y, limit),
-        (0,),
-    )  # fmt: skip
+    before = jnp.max(span_ends(jnp.where(number < offset, sizes, 0), length), initial=0)
     local = lax.dynamic_slice(jnp.pad(sizes, (0, groups)), (offset,), (groups,))
     sizes = jnp.concatenate([before[None], local])
     return sizes, Spans(period=groups + 2, count=groups, first=1)
