@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
+from .. import ops
 from ..ops.activations import activation_function
 from ..ops.dense import Implementation, Preactivation
 from . import checks
@@ -60,18 +60,7 @@ def grouped_mlp(
         x, rights, sizes, scale, activation=activation, preactivation=preactivation,
         precision=precision, implementation=implementation,
     )  # fmt: skip
-    return _grouped(hidden, down, sizes, precision=precision, implementation=implementation)
-
-
-def _grouped(
-    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *, precision: Any, implementation: Any
-) -> jax.Array:
-    del implementation
-    dtype = jnp.result_type(lhs, rhs)
-    return lax.ragged_dot(
-        lhs.astype(dtype), rhs.astype(dtype), sizes, precision=precision,
-        preferred_element_type=dtype,
-    )  # fmt: skip
+    return ops.ragged_dot(hidden, down, sizes, precision, implementation=implementation)
 
 
 def _gated(
@@ -81,19 +70,17 @@ def _gated(
     scale: jax.Array | None,
     *,
     activation: Activation,
-    preactivation: Any,
+    preactivation: Preactivation,
     precision: Any,
-    implementation: Any,
+    implementation: Implementation,
 ) -> jax.Array:
-    del preactivation, implementation
+    """Returns scale * activation(x @ gate) * (x @ up) by group, (R, F)."""
+    del preactivation
     dtype = jnp.result_type(x, *rights)
-    wide = jnp.promote_types(dtype, jnp.float32)
 
     def product(right: jax.Array) -> jax.Array:
-        return lax.ragged_dot(
-            x.astype(dtype), right.astype(dtype), sizes, precision=precision,
-            preferred_element_type=wide,
-        )  # fmt: skip
+        wide = jnp.promote_types(dtype, jnp.float32)
+        return ops.ragged_dot(x, right, sizes, precision, wide, implementation=implementation)
 
     if len(rights) == 1:
         width = rights[0].shape[-1]
