@@ -154,14 +154,13 @@ def test_linen_layer_agrees_with_nnx():
 
 def test_linen_annotations_gain_the_experts_axis():
     init = linen.with_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp"))
+    mesh = jax.make_mesh((1,), ("expert",), axis_types=(AxisType.Auto,))
     for stacked in (True, False):
         made = ours_linen.MoE(
             10, kernel_init=init, router_init=linen.initializers.zeros, expert_axis="expert",
-            stacked=stacked, **SIZES,
+            stacked=stacked, mesh=mesh, **SIZES,
         )  # fmt: skip
-        # The mesh matters to calls alone; parameters are made without one.
-        with jax.set_mesh(jax.make_mesh((1,), ("expert",), axis_types=(AxisType.Auto,))):
-            variables = jax.eval_shape(made.init, jax.random.key(0), jnp.ones((2, 6)))
+        variables = jax.eval_shape(made.init, jax.random.key(0), jnp.ones((2, 6)))
         specs = linen.get_partition_spec(variables)["params"]
         assert specs["down"] == P("expert", "embed", "mlp")
         if stacked:
