@@ -1,4 +1,5 @@
-"""The same layers for linen: `Dense` (Flax's name for `Linear`), `GatedDense`, `MLP`, `GatedMLP`.
+"""The same layers for linen: `Dense` (Flax's name for `Linear`), `GatedDense`, `MLP`, `GatedMLP`,
+`MoE`.
 
 Names of parameters are those of the nnx layers, so `up` and `down` take the parameters of two
 `flax.linen.Dense`; for `gate_up` see `jax_hopper_gemm.nn.from_pair`.
@@ -6,6 +7,7 @@ Names of parameters are those of the nnx layers, so `up` and `down` take the par
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -13,7 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import ops
+from ..moe import Exchange, Score
 from .layers import Activation, Implementation, Preactivation, refuse_dot_general
+from .moe import RUN_WITH, initial_experts, with_expert_axis
+from .moe import run as run_moe
 from .pairs import from_pair
 
 
@@ -141,6 +146,77 @@ class GatedMLP(nn.Module):
             kernel_init=self.kernel_init, **_shared(self), name="gate_up",
         )(inputs)  # fmt: skip
         return _down(self, jnp.shape(inputs)[-1])(hidden, residual=residual)
+
+
+class MoE(nn.Module):
+    """A mixture of experts: see `jax_hopper_gemm.nn.MoE`, whose parameters it has.
+
+    The selection bias, if it is used, is a variable of the collection "moe". Each call sows its
+    `jax_hopper_gemm.moe.Statistics` as `statistics` in the collection "intermediates".
+
+    Attributes: as the arguments of `jax_hopper_gemm.nn.MoE`; `kernel_init` may annotate the axes of
+      one matrix, to which `expert_axis` is added for the experts.
+    """
+
+    hidden_features: int
+    num_experts: int
+    experts_per_token: int
+    activation: Activation = "silu"
+    score: Score = "softmax"
+    normalize: bool = True
+    scale: float | None = None
+    use_selection_bias: bool = False
+    stacked: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    router_dtype: Any = None
+    kernel_init: Any = nn.Dense.kernel_init
+    router_init: Any = None
+    down_kernel_init: Any = None
+    expert_axis: str | None = None
+    token_axes: tuple[str, ...] | None = None
+    mesh: Any = None
+    exchange: Exchange = "gather"
+    preactivation: Preactivation = "save"
+    precision: Any = None
+    implementation: Implementation = None
+
+    @nn.compact
+    def __call__(self, inputs: Any, *, return_statistics: bool = False) -> Any:
+        """Maps (..., features) to (..., features): see `jax_hopper_gemm.nn.MoE`."""
+        into = (jnp.shape(inputs)[-1], self.hidden_features)
+        router = self.param(
+            "router", self.router_init or self.kernel_init, (into[0], self.num_experts),
+            self.param_dtype,
+        )  # fmt: skip
+        of_experts = partial(_of_experts, self.kernel_init, self.num_experts, self.expert_axis)
+        if self.stacked:
+            gate_up = (self.param("gate_up", _pair_of(of_experts), into, self.param_dtype),)
+        else:
+            gate_up = tuple(
+                self.param(name, of_experts, into, self.param_dtype) for name in ("gate", "up")
+            )
+        down_init = self.down_kernel_init or self.kernel_init
+        down = self.param(
+            "down", partial(_of_experts, down_init, self.num_experts, self.expert_axis),
+            into[::-1], self.param_dtype,
+        )  # fmt: skip
+        bias = None
+        if self.use_selection_bias:
+            zeros = partial(jnp.zeros, self.num_experts, jnp.float32)
+            bias = self.variable("moe", "selection_bias", zeros).value
+        y, statistics = run_moe(
+            inputs, router, gate_up, down, bias, **{name: getattr(self, name) for name in RUN_WITH}
+        )
+        self.sow("intermediates", "statistics", statistics)
+        return (y, statistics) if return_statistics else y
+
+
+def _of_experts(
+    init: Any, experts: int, expert_axis: str | None, key: Any, shape: Any, dtype: Any
+) -> Any:
+    parameter = initial_experts(init, experts, key, shape=shape, dtype=dtype)
+    return with_expert_axis(parameter, expert_axis)
 
 
 def _shared(mlp: Any) -> dict[str, Any]:
