@@ -44,6 +44,26 @@ EPILOGUE_CHOICES: dict[str, tuple] = {
     "epi_load_stages": (0, 2, 3, 4),
 }
 
+# The same of grouped products, plain ones and those with an epilogue; `violations` sorts out what
+# one axis cannot have.
+GROUPED_CHOICES: dict[str, tuple] = {
+    **CHOICES,
+    "tile_n": (16, 32, 48, 64, 96, 128, 160, 192, 256),
+    "tile_scheduler": ("static", "dynamic"),
+    "num_stages": (2, 3, 4, 7),
+    "grouped": ("m", "k"),
+}
+GROUPED_EPILOGUE_CHOICES: dict[str, tuple] = {
+    **EPILOGUE_CHOICES,
+    "tile_scheduler": ("static", "dynamic"),
+    "epilogue": (
+        "bias", "bias_gelu_saved", "bias_silu", "residual", "residual_float32", "alpha_beta",
+        "scaled_rows", "masked", "masked_vectors", "two_matrices", "planes", "gated_silu",
+        "row_sum", "column_sum",
+    ),
+    "grouped": ("m", "k"),
+}  # fmt: skip
+
 _ATTEMPTS = 400  # random completions tried before a pair counts as impossible
 
 
@@ -57,6 +77,12 @@ def covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
 def epilogue_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns legal specs with epilogues in which each pair that any such spec has occurs."""
     return _covering(EPILOGUE_CHOICES, seed)
+
+
+@cache
+def grouped_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns legal grouped specs in which each pair of choices that any such spec has occurs."""
+    return _covering(GROUPED_CHOICES, seed) + _covering(GROUPED_EPILOGUE_CHOICES, seed)
 
 
 @cache
@@ -113,6 +139,8 @@ def spec_of(choice: dict) -> GemmSpec:
 def choice_of(spec: GemmSpec) -> dict:
     """Returns the choice that `spec_of` makes `spec` from."""
     choices = EPILOGUE_CHOICES if spec.epilogue else CHOICES
+    if spec.grouped:
+        choices = GROUPED_EPILOGUE_CHOICES if spec.epilogue else GROUPED_CHOICES
     rest = {field: getattr(spec, field) for field in choices if field != "cluster"}
     if spec.epilogue:
         rest["epilogue"] = name_of(spec)
@@ -138,11 +166,18 @@ def _complete(fixed: dict, choices: dict, rng: random.Random, wanted: int) -> li
 
 
 def _settle(choice: dict, fixed: dict) -> None:
-    """Gives what an epilogue decides its one legal value, unless that is `fixed` to another."""
+    """Gives what another choice decides its one legal value, unless that is `fixed`."""
+
+    def settle(field: str, value: object) -> None:
+        choice[field] = fixed.get(field, value)
+
+    if choice.get("grouped") == "k":
+        settle("a_major", "m")
+        settle("b_major", "n")
     if "epilogue" not in choice:
         return
     graph = STANDARD[choice["epilogue"]]
-    if graph.matrices and "d_dtype" not in fixed:
-        choice["d_dtype"] = graph.matrices[0].dtype
-    if not graph.loaded and "epi_load_stages" not in fixed:
-        choice["epi_load_stages"] = 0
+    if graph.matrices:
+        settle("d_dtype", graph.matrices[0].dtype)
+    if not graph.loaded:
+        settle("epi_load_stages", 0)
