@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 LANES = 32
+SPAN_EXTENT = 2**30  # of the grouped axis in a tensor map that ends where a span does
 MAX_LENGTH = 2**25  # of a grouped axis: the sizes of 32 spans, each at most that, add up in int32
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .grouping import GroupWalk
+from .grouping import SPAN_EXTENT, GroupWalk
 from .problem import ITEMSIZE, GemmProblem, Groups, MatrixLayout
 from .spec import EPI_TILE_M, GemmSpec, TmaBox, Traversal
 from .walk import make_walk
@@ -20,7 +20,6 @@ TENSOR_MAP_DTYPE = {"bool": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 TENSOR_MAP_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
 STRANDED_SMS = 12  # that clusters of four cannot use
 TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
-SPAN_EXTENT = 2**30  # of the grouped axis in a tensor map that ends where a group does
 WRAP_BYTES = 2**34  # times SPAN_EXTENT: 2**64, where addresses wrap around
 
 

@@ -355,6 +355,8 @@ def _grouped_violations(spec: GemmSpec) -> list[str]:
     if spec.grouped == "k" and (spec.a_major, spec.b_major) != ("m", "n"):
         found.append("groups of k end between rows of A and B, which must be 'm'- and 'n'-major")
     if spec.grouped == "m":
+        if spec.cluster_m > 1:
+            found.append("CTAs side by side along M would widen tiles beyond the ends of groups")
         unaligned = {r.kind for r in spec.graph.results} & {"column_sum", "max"}
         for kind in sorted(unaligned):
             found.append(f"a {kind} is reduced over blocks of rows that groups would cut")

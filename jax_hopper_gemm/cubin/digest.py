@@ -16,7 +16,9 @@ CUTLASS_DSL_VERSION = "4.8.1"  # of nvidia-cutlass-dsl, which pyproject.toml pin
 TARGET = "sm_90a"
 
 # What `kernels/` imports from this package, and what that imports.
-CONSTANTS = ("arithmetic.py", "epilogue.py", "fragment.py", "problem.py", "spec.py", "walk.py")
+CONSTANTS = (
+    "arithmetic.py", "epilogue.py", "fragment.py", "grouping.py", "problem.py", "spec.py", "walk.py",
+)  # fmt: skip
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -47,6 +47,7 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     """Returns the sm_90a cubin of `spec`'s kernel; `workdir` holds the compiler's files."""
     graph = spec.graph
     m, n, k, l = (cute.sym_int(divisibility=8) for _ in range(4))  # noqa: E741
+    spans = tuple(cute.sym_int(divisibility=8) for _ in range(2))  # a span map's last axes
 
     def tensor(dtype, shape, contiguous):
         order = (contiguous, *(i for i in range(len(shape)) if i != contiguous))
@@ -60,7 +61,7 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
 
     def result(r):
         if r.kind == "matrix":
-            return tensor(r.dtype, (m, n, l), 1)
+            return tensor(r.dtype, (m, n, *(spans if spec.grouped == "m" else (l,))), 1)
         return pointer(cutlass.Int32 if r.kind == "top_k_indices" else cutlass.Float32)
 
     def operand(o):
@@ -70,9 +71,11 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
             return tensor(o.dtype, (m, n, l), 1)
         return tensor(o.dtype, (n if o.kind == "row" else m, l), 0)
 
-    mA = tensor(spec.ab_dtype, (m, k, l), 1 if spec.a_major == "k" else 0)
-    mBs = (tensor(spec.ab_dtype, (n, k, l), 1 if spec.b_major == "k" else 0),) * graph.accumulators
-    walk = (cutlass.Int32(1),) * len(Walk._fields)
+    last = spans if spec.grouped == "k" else (l,)
+    mA = tensor(spec.ab_dtype, (m, k, *last), 1 if spec.a_major == "k" else 0)
+    mB = tensor(spec.ab_dtype, (n, k, *last), 1 if spec.b_major == "k" else 0)
+    walk = (cutlass.Int32(1),) * len((GroupWalk if spec.grouped else Walk)._fields)
+    sizes = pointer(cutlass.Int32) if spec.grouped else None
     extents = (cutlass.Int32(1),) * 2 if graph.needs_extents else None
     operands = tuple(map(operand, graph.operands)) or None  # of an empty tuple CuTeDSL warns
     counter = pointer(cutlass.Int32) if spec.tile_scheduler == "dynamic" else None
@@ -81,8 +84,8 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     )
     kernel = GemmKernel(spec)
     compiled = cute.compile(
-        kernel.launch, mA, mBs, tuple(map(result, graph.results)),
-        operands, walk, cutlass.Int32(1), extents, counter,
+        kernel.launch, mA, (mB,) * graph.accumulators, tuple(map(result, graph.results)),
+        operands, sizes, walk, cutlass.Int32(1), extents, counter,
         cute.runtime.make_fake_stream(),
         options=f"--gpu-arch sm_90a --keep-cubin --dump-dir {workdir}",
     )  # fmt: skip

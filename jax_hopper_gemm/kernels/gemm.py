@@ -20,19 +20,20 @@ Stages that a tile leaves free fill with the next tile's loads while it is still
 """
 
 import re
-from functools import partial
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32, Int64
 
+from ..grouping import GroupWalk
 from ..spec import SMEM_BARRIERS
-from ..walk import Walk, tile_at
+from ..walk import Walk
 from .epilogue import FusedEpilogue
 from .mainloop import SharedSharedMainloop
+from .place import Coordinates, place_of
 from .shared_memory import SharedMemory
-from .tile_scheduler import TILE_SCHEDULERS
+from .tile_scheduler import make_scheduler
 from .warp_schedule import WARP_SCHEDULES
 
 WARPGROUP = 128  # threads
@@ -41,7 +42,7 @@ LOADER_WARP, SCHEDULER_WARP, FIRST_OPERAND_WARP, FIRST_MATH_WARP = 0, 1, 2, 4
 
 def check_box(atom, box, shares):
     """Asserts that the compiled copy moves the box that the host's tensor map will name."""
-    compiled = re.search(r'tma_gbasis = <"\((\d+),(\d+),1\)', str(atom._trait.value.type))
+    compiled = re.search(r'tma_gbasis = <"\((\d+),(\d+)(?:,1)+\)', str(atom._trait.value.type))
     assert compiled is not None, f"no box in {atom._trait.value.type}"
     assert tuple(map(int, compiled.groups())) == (box.contiguous, box.other * shares), (
         f"kernel copies {compiled.group(0)}, spec says {box} in {shares} shares"
@@ -54,12 +55,14 @@ class GemmKernel:
     def __init__(self, spec):
         self.spec = spec
         self.schedule = WARP_SCHEDULES[spec.warp_schedule](spec)
-        self.scheduler = TILE_SCHEDULERS[spec.tile_scheduler](spec)
+        self.scheduler = make_scheduler(spec)
         self.mainloop = SharedSharedMainloop(spec, self.schedule.atom_layout_m)
         self.epilogue = FusedEpilogue(spec)
 
     @cute.jit
-    def launch(self, mA, mBs, results, operands, walk, k_tiles, extents, tile_counter, stream):
+    def launch(
+        self, mA, mBs, results, operands, sizes, walk, k_tiles, extents, tile_counter, stream
+    ):
         """Host side, traced only to make the TMA atoms' types; `ffi/` launches for real."""
         s = self.spec
         self.mainloop.setup_layouts()
@@ -70,7 +73,7 @@ class GemmKernel:
         for tma_b in factors[1:]:
             check_box(tma_b, s.b_box, s.cluster_m)
         self.epilogue.check_boxes(results, operands, check_box)
-        self.kernel(factors, results, operands, walk, k_tiles, extents, tile_counter).launch(
+        self.kernel(factors, results, operands, sizes, walk, k_tiles, extents, tile_counter).launch(
             grid=(s.cluster_m, s.cluster_n, 1),
             block=(s.threads, 1, 1),
             cluster=(s.cluster_m, s.cluster_n, 1),
@@ -80,7 +83,7 @@ class GemmKernel:
         )
 
     @cute.kernel
-    def kernel(self, factors, results, operands, walk, k_tiles, extents, tile_counter):
+    def kernel(self, factors, results, operands, sizes, walk, k_tiles, extents, tile_counter):
         """Sets up what all threads share, then gives each warp its role.
 
         Args:
@@ -88,13 +91,14 @@ class GemmKernel:
           results: a tensor map for each matrix, a pointer for each other result.
           operands: a tensor map each; of a scalar a pointer and a batch stride in elements; None
             if there are none.
-          walk: the fields of `Walk` over the grid of cluster tiles.
-          k_tiles: k-tiles of a tile.
+          sizes: global pointer to the int32 sizes of groups; None if there are no groups.
+          walk: the fields of `Walk` over the grid of cluster tiles, or of `GroupWalk`.
+          k_tiles: k-tiles of a tile, unless K is grouped.
           extents: (M, N) if the epilogue must know them, else None.
           tile_counter: global pointer to an int32 that is zero, for the dynamic scheduler.
         """
         s = self.spec
-        walk = Walk(*walk)
+        walk = (GroupWalk if s.grouped else Walk)(*walk)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta_m, cta_n, _ = cute.arch.block_in_cluster_idx()
 
@@ -109,13 +113,10 @@ class GemmKernel:
         words += self.epilogue.ring.smem_words
         operand_warps = self.epilogue.ring.loader_warps
         readers = 1 + operand_warps + 4 * s.math_warpgroups
-        self.scheduler.setup(words, tile_counter, walk.total, readers)
+        self.scheduler.setup(words, tile_counter, walk, sizes, readers)
         pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n), is_relaxed=True)
 
-        # Coordinates of tiles; only the tensor maps know the extents, and clip.
-        gA_mkl = self.tiles(walk.total, s.a_major == "k", (s.tile_m, s.tile_k))
-        gB_nkl = self.tiles(walk.total, s.b_major == "k", (s.d_tile_n, s.tile_k))
-        boxes = partial(self.boxes, walk.total)
+        coordinates = Coordinates(s, walk.length if s.grouped else walk.total)
 
         pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n))
 
@@ -124,7 +125,7 @@ class GemmKernel:
             cute.arch.setmaxregister_decrease(loader_registers)
             if warp == LOADER_WARP:
                 self.mainloop.partition_for_load(
-                    factors[0], factors[1:], gA_mkl, gB_nkl, cta_m, cta_n
+                    factors[0], factors[1:], coordinates, cta_m, cta_n
                 )
                 self.load(ring, walk, cta_m, cta_n, k_tiles)
             if cutlass.const_expr(self.scheduler.needs_scheduler_warp):
@@ -133,11 +134,11 @@ class GemmKernel:
             if cutlass.const_expr(operand_warps > 0):
                 served = warp - FIRST_OPERAND_WARP
                 if served >= 0 and served < operand_warps:
-                    self.epilogue.partition_for_load(boxes)
-                    self.load_operands(served, walk, cta_m, cta_n)
+                    self.epilogue.partition_for_load(coordinates)
+                    self.load_operands(served, walk, cta_m, cta_n, k_tiles)
         else:
             cute.arch.setmaxregister_increase(math_registers)
-            self.math(ring, boxes, walk, cta_m, cta_n, k_tiles)
+            self.math(ring, coordinates, walk, cta_m, cta_n, k_tiles)
 
         if cutlass.const_expr(self.scheduler.needs_scheduler_warp and s.cluster_size > 1):
             # The mailbox's first CTA must not leave while others may still arrive on it.
@@ -166,68 +167,41 @@ class GemmKernel:
         )
         return words
 
-    def tiles(self, any_extent, second_is_contiguous, tile):
-        """Returns the TMA coordinates (tile, tile, tiles, tiles, L) of an operand."""
-        first, second = (1, 0) if second_is_contiguous else (0, 1)
-        stride = (cute.E(first), cute.E(second), cute.E(2))
-        origin = cute.make_identity_tensor((1, 1, 1)).iterator
-        coordinates = cute.make_tensor(origin, cute.make_layout((any_extent,) * 3, stride=stride))
-        return cute.local_tile(coordinates, tile, (None, None, None))
-
-    def boxes(self, any_extent, box):
-        """Returns the TMA coordinates of an epilogue's boxes.
-
-        Args:
-          box: (rows, columns) of a matrix of D's shape: (rows, columns, boxes, boxes, L);
-            (elements,) of a vector: (elements, boxes, L).
-        """
-        if len(box) == 2:
-            return self.tiles(any_extent, True, box)
-        origin = cute.make_identity_tensor((1, 1)).iterator
-        layout = cute.make_layout((any_extent,) * 2, stride=(cute.E(0), cute.E(1)))
-        return cute.local_tile(cute.make_tensor(origin, layout), box, (None, None))
-
-    def tile_of_cta(self, index, walk, cta_m, cta_n):
-        """Returns this CTA's (tile_m, tile_n, batch) of cluster tile `index`."""
-        cluster_m, cluster_n, batch = tile_at(walk, index, Int64, Int32)
-        s = self.spec
-        return cluster_m * s.cluster_m + cta_m, cluster_n * s.cluster_n + cta_n, batch
-
     @cute.jit
     def load(self, ring, walk, cta_m, cta_n, k_tiles):
         """The loader warp."""
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Producer, self.spec.num_stages
         )
-        index, reader = self.scheduler.first_tile(), self.scheduler.new_reader()
-        while index < self.scheduler.total:
-            tile_m, tile_n, batch = self.tile_of_cta(index, walk, cta_m, cta_n)
-            state = self.mainloop.load(ring, state, tile_m, tile_n, batch, k_tiles)
-            index, reader = self.scheduler.next_tile(index, reader)
+        tile, reader = self.scheduler.first_tile()
+        while self.scheduler.exists(tile):
+            place = place_of(self.spec, walk, tile, cta_m, cta_n, k_tiles)
+            state = self.mainloop.load(ring, state, place)
+            tile, reader = self.scheduler.next_tile(tile, reader)
         # No CTA leaves before its partners' last arrivals on its barriers have landed.
         ring.producer_tail(state)
 
     @cute.jit
-    def load_operands(self, warpgroup, walk, cta_m, cta_n):
+    def load_operands(self, warpgroup, walk, cta_m, cta_n, k_tiles):
         """An operand warp: walks the tiles of the math warpgroup that it serves.
 
         It may leave before its last loads have landed: the warpgroup waits for them, and no other
         CTA arrives on its barriers.
         """
-        index, reader = self.scheduler.first_tile(), self.scheduler.new_reader()
+        tile, reader = self.scheduler.first_tile()
         loaded = Int32(0)
         if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
             if warpgroup == 1:
-                index, reader = self.scheduler.next_tile(index, reader)
-        while index < self.scheduler.total:
-            tile_m, tile_n, batch = self.tile_of_cta(index, walk, cta_m, cta_n)
-            loaded = self.epilogue.load_tile(warpgroup, loaded, tile_m, tile_n, batch)
-            index, reader = self.scheduler.next_tile(index, reader)
+                tile, reader = self.scheduler.next_tile(tile, reader)
+        while self.scheduler.exists(tile):
+            place = place_of(self.spec, walk, tile, cta_m, cta_n, k_tiles)
+            loaded = self.epilogue.load_tile(warpgroup, loaded, place)
+            tile, reader = self.scheduler.next_tile(tile, reader)
             if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
-                index, reader = self.scheduler.next_tile(index, reader)
+                tile, reader = self.scheduler.next_tile(tile, reader)
 
     @cute.jit
-    def math(self, ring, boxes, walk, cta_m, cta_n, k_tiles):
+    def math(self, ring, coordinates, walk, cta_m, cta_n, k_tiles):
         """The math warps."""
         math_thread = cute.arch.thread_idx()[0] - WARPGROUP
         math_warp = cute.arch.make_warp_uniform(math_thread // 32)
@@ -237,30 +211,33 @@ class GemmKernel:
 
         acc = self.mainloop.partition_for_math(warpgroup)
         self.epilogue.partition_for_math(
-            self.mainloop.make_tiled_mma(1), warpgroup, math_thread % WARPGROUP, acc, boxes
+            self.mainloop.make_tiled_mma(1), warpgroup, math_thread % WARPGROUP, acc, coordinates
         )
 
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Consumer, self.spec.num_stages
         )
-        index, reader = self.scheduler.first_tile(), self.scheduler.new_reader()
+        tile, reader = self.scheduler.first_tile()
         written = Int32(0)
         if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
             if warpgroup == 1:
                 self.schedule.pass_math()  # the first turn is warpgroup 0's
-                state = self.mainloop.skip(state, k_tiles)
-                index, reader = self.scheduler.next_tile(index, reader)
+                place = place_of(self.spec, walk, tile, cta_m, cta_n, k_tiles)
+                state = self.mainloop.skip(state, place.k_tiles)
+                tile, reader = self.scheduler.next_tile(tile, reader)
 
-        while index < self.scheduler.total:
-            tile_m, tile_n, batch = self.tile_of_cta(index, walk, cta_m, cta_n)
-            scalars = self.epilogue.load_scalars(batch)
-            self.schedule.wait_for_math()
-            state = self.mainloop.multiply(ring, state, acc, k_tiles, self.schedule.pass_math)
-            written = self.epilogue.store_tile(
-                scalars, is_store_warp, written, tile_m, tile_n, batch
-            )
-            index, reader = self.scheduler.next_tile(index, reader)
+        while self.scheduler.exists(tile):
+            place = place_of(self.spec, walk, tile, cta_m, cta_n, k_tiles)
+            if self.epilogue.has_rows(place, warpgroup):
+                scalars = self.epilogue.load_scalars(place.batch)
+                self.schedule.wait_for_math()
+                state = self.mainloop.multiply(ring, state, acc, place, self.schedule.pass_math)
+                written = self.epilogue.store_tile(scalars, is_store_warp, written, place)
+            else:
+                state = self.mainloop.pass_over(ring, state, place)
+            tile, reader = self.scheduler.next_tile(tile, reader)
             if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
-                state = self.mainloop.skip(state, k_tiles)
-                index, reader = self.scheduler.next_tile(index, reader)
+                place = place_of(self.spec, walk, tile, cta_m, cta_n, k_tiles)
+                state = self.mainloop.skip(state, place.k_tiles)
+                tile, reader = self.scheduler.next_tile(tile, reader)
         self.epilogue.drain(is_store_warp)

@@ -34,7 +34,7 @@ MAX_BRANCHES = 16  # one within the other; each takes a dozen frames of Python's
 WARPGROUP_BARRIER = 1  # named barriers 1, 2, ...: one a math warpgroup; 0 is the CTA's
 
 
-class Place(NamedTuple):
+class SubtilePlace(NamedTuple):
     """Where a subtile lies, for reductions.
 
     Attributes:
@@ -147,12 +147,12 @@ class FusedEpilogue:
         """All tensor maps in use."""
         return (*self.stores, *self.loads)
 
-    def partition_for_load(self, tiles):
-        """A loader warp's views; `tiles(box)` returns the coordinates of boxes."""
-        self.ring.partition_for_load(self.loads, tiles)
+    def partition_for_load(self, coordinates):
+        """Takes what a loader warp needs: the coordinates of tiles."""
+        self.coordinates = coordinates
 
     @cute.jit
-    def load_tile(self, warpgroup, loaded, tile_m, tile_n, batch):
+    def load_tile(self, warpgroup, loaded, place):
         """Loader warp: sends a tile's operands to a math warpgroup.
 
         Args:
@@ -161,35 +161,42 @@ class FusedEpilogue:
         Returns:
           `loaded`, advanced.
         """
+        self.ring.partition_for_load(self.loads, self.coordinates, place)
         passes = self.graph.passes * self.subtiles_n  # steps of a row block
-        for step in cutlass.range(self.subtiles_m * passes, unroll=1):
-            block_m = self.block_m(tile_m, step // passes, warpgroup)
-            block_n = tile_n * self.subtiles_n + step % self.subtiles_n
-            self.ring.load(warpgroup, loaded + step, block_m, block_n, batch)
-        return loaded + self.subtiles_m * passes
+        steps = self.subtiles_m * passes
+        if not self.has_rows(place, warpgroup):
+            steps = 0
+        for step in cutlass.range(steps, unroll=1):
+            block_m = self.block_m(step // passes, warpgroup)
+            self.ring.load(warpgroup, loaded + step, block_m, step % self.subtiles_n)
+        return loaded + steps
 
-    def block_m(self, tile_m, i_m, warpgroup):
-        """Returns which 64 rows of D a warpgroup's i_m-th row block of a tile is."""
-        first = warpgroup if self.shares_tile else 0
-        return tile_m * (self.spec.tile_m // EPI_TILE_M) + i_m * self.row_blocks + first
+    def has_rows(self, tile, warpgroup):
+        """Returns whether a warpgroup has rows of a tile that are not past the end of a group."""
+        if self.spec.grouped != "m" or not self.shares_tile:
+            return True
+        return tile.left > warpgroup * EPI_TILE_M
 
-    def partition_for_math(self, warpgroup_mma, warpgroup, thread, acc, tiles):
+    def block_m(self, i_m, warpgroup):
+        """Returns which 64 rows of a tile a warpgroup's i_m-th row block is."""
+        return i_m * self.row_blocks + (warpgroup if self.shares_tile else 0)
+
+    def partition_for_math(self, warpgroup_mma, warpgroup, thread, acc, coordinates):
         """Makes one math thread's views.
 
         Args:
           warpgroup_mma: the tiled MMA of one warpgroup.
           warpgroup, thread: index of the math warpgroup, and of the thread in it.
           acc: its accumulator.
-          tiles: returns the coordinates of boxes.
+          coordinates: those of tiles.
         """
         self.acc, self.warpgroup, self.thread = acc, warpgroup, thread
+        self.coordinates = coordinates
         self.first_buffer = warpgroup * self.spec.epi_stages
-        self.first_row_block = warpgroup if self.shares_tile else 0
         self.barrier = pipeline.NamedBarrier(WARPGROUP_BARRIER + warpgroup, 128)
         by_acc = copy_by_accumulator(warpgroup_mma)
-        gD_mnl = tiles((self.spec.tile_m, self.spec.d_tile_n))
         for matrix, tma_d in zip(self.matrices, self.stores, strict=True):
-            matrix.partition(tma_d, by_acc, thread, gD_mnl)
+            matrix.partition(tma_d, by_acc, thread)
         self.ring.partition_for_math(by_acc, warpgroup, thread)
         parts = zip(self.reductions, self.pointers, self.scratch, strict=True)
         for reduction, pointer, scratch in parts:
@@ -204,29 +211,33 @@ class FusedEpilogue:
             for pointer, stride in self.scalars.values()
         )
 
-    def store_tile(self, scalars, is_store_warp, written, tile_m, tile_n, batch):
-        """Turns the accumulator into tile (tile_m, tile_n, batch) of the results.
+    def store_tile(self, scalars, is_store_warp, written, tile):
+        """Turns the accumulator into a tile of the results.
 
         Args:
           scalars: what `load_scalars` returned.
           is_store_warp: whether this warp issues its warpgroup's TMA stores.
           written: subtiles that this warpgroup has written before; selects the buffers.
+          tile: its place.
 
         Returns:
           `written`, advanced.
         """
+        for matrix in self.matrices:
+            matrix.begin_tile(self.coordinates.result(tile))
         for reduction in self.reductions:
             reduction.begin_tile()
         steps = []
         for i_m in range(self.subtiles_m):
-            steps += self.steps_of_rows(scalars, is_store_warp, written, i_m, tile_m, tile_n, batch)
+            steps += self.steps_of_rows(scalars, is_store_warp, written, i_m, tile)
         self.run(steps)
         return written + self.subtiles_m * self.subtiles_n
 
-    def steps_of_rows(self, scalars, is_store_warp, written, i_m, tile_m, tile_n, batch):
+    def steps_of_rows(self, scalars, is_store_warp, written, i_m, tile):
         """Returns what to do with a row block's subtiles: functions to be called in order."""
         known = dict(zip(self.scalars, scalars, strict=True))
-        place = self.place(self.block_m(tile_m, i_m, self.warpgroup), tile_n, batch)
+        row_block = self.block_m(i_m, self.warpgroup)
+        place = self.place(tile, row_block)
         before = written + i_m * self.subtiles_n
         read = before * self.graph.passes
         steps = []
@@ -238,12 +249,10 @@ class FusedEpilogue:
             read = read + self.subtiles_n
         for i_n in range(self.subtiles_n):
             buffer = self.first_buffer + (before + i_n) % self.spec.epi_stages
-            row_block = i_m * self.row_blocks + self.first_row_block
-            subtile = (row_block, i_n, tile_m, tile_n, batch)
             steps.append(
                 partial(
                     self.finish_subtile, is_store_warp, known, i_m, i_n, read + i_n, place,
-                    buffer, subtile,
+                    buffer, (row_block, i_n), tile.belongs,
                 )
             )  # fmt: skip
         return steps
@@ -271,11 +280,13 @@ class FusedEpilogue:
         for step in steps:
             step()
 
-    def finish_subtile(self, is_store_warp, known, i_m, i_n, count, place, buffer, subtile):
+    def finish_subtile(
+        self, is_store_warp, known, i_m, i_n, count, place, buffer, subtile, belongs
+    ):
         """Evaluates a subtile, reduces it and stores it."""
         elements = self.elements(known, i_m, i_n, count)
         place = self.moved(place, i_n)
-        self.write_subtile(elements, i_m, i_n, buffer, place)
+        self.write_subtile(elements, i_m, i_n, buffer, place, belongs)
         if self.needs_barrier:
             # One barrier a subtile: the store warp arrives here only after all but the newest
             # `epi_stages - 2` groups of stores have been read out, so the next buffer is free
@@ -315,13 +326,20 @@ class FusedEpilogue:
             column_of=lambda v: v // 4 * 2 + v % 2,
         )
 
-    def write_subtile(self, elements, i_m, i_n, buffer, place):
-        """Evaluates a subtile: adds to the reductions, stages the matrices."""
+    def write_subtile(self, elements, i_m, i_n, buffer, place, belongs):
+        """Evaluates a subtile: adds to the reductions, stages the matrices.
+
+        Where rows may belong to no group (`belongs` is not None), theirs are zeros: those of a
+        plain product already are.
+        """
         fragments = [matrix.make_fragment() for matrix in self.matrices]
         inside = self.inside(place) if self.reductions else None
         for v in range(self.values):
             for matrix, fragment in zip(self.matrices, fragments, strict=True):
-                fragment[v] = elements.value(matrix.result.value, v)
+                value = elements.value(matrix.result.value, v)
+                if belongs is not None and self.spec.epilogue:
+                    value = select_(belongs, value, Float32(0))
+                fragment[v] = value
             for reduction in self.reductions:
                 value = elements.value(reduction.result.value, v)
                 counts = reduction.rows_count, reduction.columns_count
@@ -358,14 +376,19 @@ class FusedEpilogue:
         if i_n == self.subtiles_n - 1:
             known[number] = tuple(row.value() for row in rows)
 
-    def place(self, block_m, tile_n, batch):
+    def place(self, tile, row_block):
         """Returns the place of a row block's first subtile; None if nobody asks."""
         if not self.extents:
             return None
         m, n = self.extents
         columns = self.spec.d_tile_n
         tiles_n = (n + columns - 1) // columns
-        return Place(m, n, block_m * EPI_TILE_M, tile_n * columns, batch, tile_n, tiles_n)
+        if self.spec.grouped == "m":
+            m, row0 = tile.end, tile.first + row_block * EPI_TILE_M
+        else:
+            row0 = (tile.m * (self.spec.tile_m // EPI_TILE_M) + row_block) * EPI_TILE_M
+        batch = 0 if self.spec.grouped == "m" else tile.batch
+        return SubtilePlace(m, n, row0, tile.n * columns, batch, tile.n, tiles_n)
 
     def moved(self, place, i_n):
         if place is None:

@@ -43,16 +43,18 @@ class LoadedMatrix:
     def allocate(self, memory):
         self.sC = memory.tensor(self.dtype, self.layout)  # (64, epi_tile_n, buffers)
 
-    def partition_for_load(self, tma_c, tiles):
-        """Args: tma_c: tensor map; tiles: returns coordinates, see `GemmKernel.tiles`."""
+    def partition_for_load(self, tma_c, coordinates, place):
+        """Args: tma_c: tensor map; coordinates: those of the tile at `place`."""
         self.tma_c = tma_c
-        self.tCsC, self.tCgC = cpasync.tma_partition(
-            tma_c, 0, cute.make_layout(1),
-            cute.group_modes(self.sC, 0, 2), cute.group_modes(tiles(self.subtile), 0, 2),
+        tiles, at = coordinates.matrix(place)
+        self.tCsC, tCgC = cpasync.tma_partition(
+            tma_c, 0, cute.make_layout(1), cute.group_modes(self.sC, 0, 2),
+            cute.group_modes(cute.flat_divide(tiles, self.subtile), 0, 2),
         )  # fmt: skip
+        self.tCgC = tCgC[None, None, None, *at]
 
-    def load(self, full, buffer, block_m, block_n, batch):
-        source = self.tCgC[None, block_m, block_n, batch]
+    def load(self, full, buffer, block_m, block_n):
+        source = self.tCgC[None, block_m, block_n]
         cute.copy(self.tma_c, source, self.tCsC[None, buffer], tma_bar_ptr=full)
 
     def partition_for_math(self, by_acc, thread):
@@ -102,16 +104,18 @@ class LoadedVector:
     def allocate(self, memory):
         self.pointer = memory.pointer(self.dtype, self.smem_bytes, SMEM_VECTOR)
 
-    def partition_for_load(self, tma_c, tiles):
+    def partition_for_load(self, tma_c, coordinates, place):
         self.tma_c = tma_c
         sC = cute.make_tensor(self.pointer, self.layout)
-        self.tCsC, self.tCgC = cpasync.tma_partition(
-            tma_c, 0, cute.make_layout(1),
-            cute.group_modes(sC, 0, 1), cute.group_modes(tiles(self.box), 0, 1),
+        tiles, at = self.of_tile(coordinates, place)
+        self.tCsC, tCgC = cpasync.tma_partition(
+            tma_c, 0, cute.make_layout(1), cute.group_modes(sC, 0, 1),
+            cute.group_modes(cute.flat_divide(tiles, self.box), 0, 1),
         )  # fmt: skip
+        self.tCgC = tCgC[None, None, *at]
 
-    def load(self, full, buffer, block_m, block_n, batch):
-        source = self.tCgC[None, self.block_of(block_m, block_n), batch]
+    def load(self, full, buffer, block_m, block_n):
+        source = self.tCgC[None, self.block_of(block_m, block_n)]
         cute.copy(self.tma_c, source, self.tCsC[None, buffer], tma_bar_ptr=full)
 
     def read(self, buffer):
@@ -126,6 +130,9 @@ class LoadedRow(LoadedVector):
 
     def extent(self, spec):
         return spec.epi_tile_n
+
+    def of_tile(self, coordinates, place):
+        return coordinates.row(place)
 
     def block_of(self, block_m, block_n):
         return block_n
@@ -144,6 +151,9 @@ class LoadedColumn(LoadedVector):
 
     def extent(self, spec):
         return EPI_TILE_M
+
+    def of_tile(self, coordinates, place):
+        return coordinates.column(place)
 
     def block_of(self, block_m, block_n):
         return block_m
@@ -210,20 +220,21 @@ class OperandRing:
         """Returns buffer and phase of the `count`-th subtile of a warpgroup."""
         return warpgroup * self.stages + count % self.stages, count // self.stages % 2
 
-    def partition_for_load(self, atoms, tiles):
-        """Takes the tensor maps, in order; `tiles(box)` returns the coordinates of a box."""
+    def partition_for_load(self, atoms, coordinates, place):
+        """Takes the tensor maps, in order, and the coordinates of the tile at `place`."""
         for operand, atom in zip(self.operands, atoms, strict=True):
-            operand.partition_for_load(atom, tiles)
+            operand.partition_for_load(atom, coordinates, place)
 
-    def load(self, warpgroup, count, block_m, block_n, batch):
-        """Fills the slot of a warpgroup's `count`-th subtile, once it is free; one warp."""
+    def load(self, warpgroup, count, block_m, block_n):
+        """Fills the slot of a warpgroup's `count`-th subtile, the tile's (block_m, block_n), once
+        it is free; one warp."""
         buffer, phase = self.place_of(warpgroup, count)
         full = self.full + buffer
         cute.arch.mbarrier_wait(self.empty + buffer, phase ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.nbytes)
         for operand in self.operands:
-            operand.load(full, buffer, block_m, block_n, batch)
+            operand.load(full, buffer, block_m, block_n)
 
     def partition_for_math(self, by_acc, warpgroup, thread):
         self.warpgroup = warpgroup

@@ -60,14 +60,13 @@ class StagedMatrix:
     def allocate(self, memory):
         self.sD = memory.tensor(self.dtype, self.layout)  # (64, epi_tile_n, buffers)
 
-    def partition(self, tma_d, by_acc, thread, gD_mnl):
+    def partition(self, tma_d, by_acc, thread):
         """Makes one math thread's views.
 
         Args:
           tma_d: the tensor map of the matrix.
           by_acc: see `copy_by_accumulator`.
           thread: index in its warpgroup.
-          gD_mnl: coordinates (bM, bN, tiles_m, tiles_n, L) of tiles of D.
         """
         self.tma_d = tma_d
         row_major = tensor_utils.LayoutEnum.ROW_MAJOR
@@ -77,12 +76,17 @@ class StagedMatrix:
         thr_r2s = self.r2s.get_slice(thread)
         self.tRS_sD = thr_r2s.partition_D(self.sD)  # (R2S, R2S_M, R2S_N, buffers)
         self.fragment = cute.make_layout(cute.shape(thr_r2s.partition_S(self.sD))[:3]).shape
-        # (subtile, subtile, subtiles_m, subtiles_n, tiles_m, tiles_n, L)
-        gD = cute.flat_divide(gD_mnl, self.subtile)
+
+    def begin_tile(self, coordinates):
+        """Takes the coordinates of a tile."""
+        tiles, at = coordinates
+        # (64, epi_tile_n, row blocks, column blocks, tiles ...)
+        subtiles = cute.flat_divide(tiles, self.subtile)
         self.bSG_sD, self.bSG_gD = cpasync.tma_partition(
-            tma_d, 0, cute.make_layout(1),
-            cute.group_modes(self.sD, 0, 2), cute.group_modes(gD, 0, 2),
+            self.tma_d, 0, cute.make_layout(1),
+            cute.group_modes(self.sD, 0, 2), cute.group_modes(subtiles, 0, 2),
         )  # fmt: skip
+        self.at = at
 
     def make_fragment(self):
         """Returns float32 registers for a thread's values of a subtile."""
@@ -95,6 +99,7 @@ class StagedMatrix:
         cute.copy(self.r2s, rD, self.tRS_sD[None, None, None, buffer])
 
     def store(self, buffer, subtile):
-        """Sends a shared buffer to a subtile of D: (row block, column block, tile_m, tile_n,
-        batch); one warp."""
-        cute.copy(self.tma_d, self.bSG_sD[None, buffer], self.bSG_gD[None, *subtile])
+        """Sends a shared buffer to a subtile (row block, column block) of the tile; one warp."""
+        cute.copy(
+            self.tma_d, self.bSG_sD[None, buffer], self.bSG_gD[None, *subtile, *self.at]
+        )

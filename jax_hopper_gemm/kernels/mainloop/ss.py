@@ -106,52 +106,58 @@ class SharedSharedMainloop:
             defer_sync=True,
         )
 
-    def partition_for_load(self, tma_a, tma_bs, gA_mkl, gB_nkl, cta_m, cta_n):
-        """Splits tiles among the CTAs of a cluster that share them.
+    def partition_for_load(self, tma_a, tma_bs, coordinates, cta_m, cta_n):
+        """Takes what the loader warp needs.
 
         Args:
           tma_a, tma_bs: tensor maps, of each B.
-          gA_mkl, gB_nkl: coordinates (bM, bK, tiles_m, k_tiles, L), and the same for a B's N.
+          coordinates: those of tiles.
           cta_m, cta_n: this CTA's place in its cluster.
         """
         s = self.spec
-        self.tma_a, self.tma_bs = tma_a, tma_bs
-        self.tAsA, self.tAgA = cpasync.tma_partition(
-            tma_a, cta_n, cute.make_layout(s.cluster_n),
-            cute.group_modes(self.sA, 0, 2), cute.group_modes(gA_mkl, 0, 2),
-        )  # fmt: skip
+        self.tma_a, self.tma_bs, self.coordinates = tma_a, tma_bs, coordinates
+        self.cta_m, self.cta_n = cta_m, cta_n
         # (bN of one B, bK, B's, 1, stages)
-        sBs = cute.flat_divide(self.sB, (s.d_tile_n, s.tile_k))
-        self.b_parts = [
-            cpasync.tma_partition(
-                tma_b, cta_m, cute.make_layout(s.cluster_m),
-                cute.group_modes(sBs[None, None, part, 0, None], 0, 2),
-                cute.group_modes(gB_nkl, 0, 2),
-            )
-            for part, tma_b in enumerate(tma_bs)
-        ]  # fmt: skip
+        self.sBs = cute.flat_divide(self.sB, (s.d_tile_n, s.tile_k))
         # CTA rank in the cluster is cta_m + cluster_m * cta_n.
         row = sum(1 << (s.cluster_m * j) for j in range(s.cluster_n))
         column = (1 << s.cluster_m) - 1
         self.a_mask = cutlass.Int16(row << cta_m) if s.cluster_n > 1 else None
         self.b_mask = cutlass.Int16(column << (s.cluster_m * cta_n)) if s.cluster_m > 1 else None
 
+    def _partition(self, atom, cta, ctas, shared, coordinates):
+        """Returns the part of each stage, and of each k-tile, that this CTA of `ctas` loads."""
+        tiles, at = coordinates
+        stages, tiles = cpasync.tma_partition(
+            atom, cta, cute.make_layout(ctas),
+            cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2),
+        )  # fmt: skip
+        return stages, tiles[None, *at]
+
     @cute.jit
-    def load(self, ring, state, tile_m, tile_n, batch, k_tiles):
+    def load(self, ring, state, place):
         """Loader warp: sends a tile's k-tiles into the ring; returns the next stage's state."""
-        tAgA = self.tAgA[None, tile_m, None, batch]
-        tBgBs = tuple(tBgB[None, tile_n, None, batch] for _, tBgB in self.b_parts)
-        for k_tile in cutlass.range(k_tiles, unroll=1):
+        s = self.spec
+        a = self.coordinates.a(place)
+        tAsA, tAgA = self._partition(self.tma_a, self.cta_n, s.cluster_n, self.sA, a)
+        b = self.coordinates.b(place)
+        b_parts = [
+            self._partition(
+                tma_b, self.cta_m, s.cluster_m, self.sBs[None, None, part, 0, None], b
+            )
+            for part, tma_b in enumerate(self.tma_bs)
+        ]
+        for k_tile in cutlass.range(place.k_tiles, unroll=1):
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
-            self._load_b(tBgBs, k_tile, state.index, full)
-            sA = self.tAsA[None, state.index]
+            self._load_b(b_parts, k_tile, state.index, full)
+            sA = tAsA[None, state.index]
             self._copy(self.tma_a, tAgA[None, k_tile], sA, full, self.a_mask)
             state.advance()
         return state
 
-    def _load_b(self, tBgBs, k_tile, stage, full):
-        for tma_b, tBgB, (tBsB, _) in zip(self.tma_bs, tBgBs, self.b_parts, strict=True):
+    def _load_b(self, b_parts, k_tile, stage, full):
+        for tma_b, (tBsB, tBgB) in zip(self.tma_bs, b_parts, strict=True):
             self._copy(tma_b, tBgB[None, k_tile], tBsB[None, stage], full, self.b_mask)
 
     def _copy(self, atom, source, target, full, mask):
@@ -163,31 +169,60 @@ class SharedSharedMainloop:
     def partition_for_math(self, warpgroup):
         """Makes one math warpgroup's operand descriptors; returns a thread's accumulator."""
         s = self.spec
-        tiled_mma = self.tiled_mma = self.make_tiled_mma(self.atom_layout_m)
+        tiled_mma = self.make_tiled_mma(self.atom_layout_m)
         thread = warpgroup * 128 if self.atom_layout_m > 1 else 0  # one stands for its warpgroup
         thr_mma = tiled_mma.get_slice(thread)
         self.tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(self.sA))
         self.tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(self.sB))
+        self.first_row = warpgroup * 64 if self.atom_layout_m > 1 else 0
         shape = thr_mma.partition_shape_C((s.tile_m, s.tile_n))
         return cute.make_rmem_tensor(shape, Float32)
 
     @cute.jit
-    def multiply(self, ring, state, acc, k_tiles, on_issued: cutlass.Constexpr):
+    def multiply(self, ring, state, acc, place, on_issued: cutlass.Constexpr):
         """Math warps: accumulates a tile; returns the state past its last stage.
 
+        `on_issued` is called when the tensor cores have all the tile's work, before it is awaited.
+        """
+        blocks = self.spec.rows_per_warpgroup // 64
+        if cutlass.const_expr(self.spec.grouped == "m" and blocks == 2):
+            # Behind the end of a group, 64 rows that nobody wants are left out.
+            if place.left > self.first_row + 64 * self.atom_layout_m:
+                state = self._accumulate(ring, state, acc, place.k_tiles, 2, on_issued)
+            else:
+                state = self._accumulate(ring, state, acc, place.k_tiles, 1, on_issued)
+        else:
+            state = self._accumulate(ring, state, acc, place.k_tiles, blocks, on_issued)
+        return state
+
+    @cute.jit
+    def pass_over(self, ring, state, place):
+        """Math warps: frees a tile's stages, unread; returns the state past its last stage."""
+        for _ in cutlass.range(place.k_tiles, unroll=1):
+            ring.consumer_wait(state)
+            ring.consumer_release(state)
+            state.advance()
+        return state
+
+    @cute.jit
+    def _accumulate(
+        self, ring, state, acc, k_tiles, blocks: cutlass.Constexpr, on_issued: cutlass.Constexpr
+    ):
+        """Accumulates the first `blocks` of 64 rows.
+
         One wgmma group stays in flight: a stage is released one k-tile late, when the group
-        that read it has retired. `on_issued` is called when the tensor cores have all the
-        tile's work, before it is awaited.
+        that read it has retired.
         """
         release = state.clone()
-        self.tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+        tiled_mma = self.make_tiled_mma(self.atom_layout_m)
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
         ring.consumer_wait(state)
         warpgroup.fence()
-        self._multiply_stage(acc, state.index)
+        self._multiply_stage(tiled_mma, acc, state.index, blocks)
         state.advance()
         for _ in cutlass.range(1, k_tiles, unroll=1):
             ring.consumer_wait(state)
-            self._multiply_stage(acc, state.index)
+            self._multiply_stage(tiled_mma, acc, state.index, blocks)
             warpgroup.wait_group(1)
             ring.consumer_release(release)
             state.advance()
@@ -197,11 +232,17 @@ class SharedSharedMainloop:
         ring.consumer_release(release)
         return state
 
-    def _multiply_stage(self, acc, stage):
+    def _multiply_stage(self, tiled_mma, acc, stage, blocks):
         for k_block in range(cute.size(self.tCrA, mode=[2])):
             at = (None, None, k_block, stage)
-            cute.gemm(self.tiled_mma, acc, self.tCrA[at], self.tCrB[at], acc)
-            self.tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            if blocks == cute.size(self.tCrA, mode=[1]):
+                cute.gemm(tiled_mma, acc, self.tCrA[at], self.tCrB[at], acc)
+            else:
+                first = (None, (None, 0))
+                rows = cute.logical_divide(acc, (None, blocks))[None, (None, 0), None]
+                a = cute.logical_divide(self.tCrA[at], (None, blocks))[first]
+                cute.gemm(tiled_mma, rows, a, self.tCrB[at], rows)
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
     def skip(self, state, k_tiles):

@@ -1,6 +1,7 @@
 """Tile schedulers: which tile a CTA works on next. One policy a file."""
 
 from .dynamic import DynamicScheduler
+from .grouped import GroupedScheduler
 from .static import SingleTileScheduler, StaticScheduler
 
 TILE_SCHEDULERS = {
@@ -9,4 +10,11 @@ TILE_SCHEDULERS = {
     "dynamic": DynamicScheduler,
 }
 
-__all__ = ["TILE_SCHEDULERS", "DynamicScheduler", "SingleTileScheduler", "StaticScheduler"]
+
+def make_scheduler(spec):
+    """Returns the scheduler of `spec`'s tiles; that of groups claims statically or dynamically."""
+    return (GroupedScheduler if spec.grouped else TILE_SCHEDULERS[spec.tile_scheduler])(spec)
+
+
+__all__ = ["DynamicScheduler", "GroupedScheduler", "SingleTileScheduler", "StaticScheduler",
+           "TILE_SCHEDULERS", "make_scheduler"]

@@ -31,8 +31,8 @@ class DynamicScheduler(StaticScheduler):
     needs_scheduler_warp = True
 
     @cute.jit
-    def setup(self, words, counter, total, num_reader_warps: cutlass.Constexpr):
-        self.total = total
+    def setup(self, words, counter, walk, sizes, num_reader_warps: cutlass.Constexpr):
+        self.total = walk.total
         self.counter = counter
         self.full = words
         self.empty = words + DEPTH
@@ -46,7 +46,7 @@ class DynamicScheduler(StaticScheduler):
                     )
 
     @cute.jit
-    def next_tile(self, index, reader):
+    def next_tile(self, tile, reader):
         """Waits for the slot `reader` counts to and returns its tile; called by whole warps."""
         slot, phase = reader % DEPTH, (reader // DEPTH) % 2
         cute.arch.mbarrier_wait(self.full + slot, phase)

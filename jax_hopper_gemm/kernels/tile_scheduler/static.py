@@ -9,9 +9,11 @@ class StaticScheduler:
 
     This is also the protocol of a tile scheduler. All roles of a CTA walk the same sequence:
 
-        index = first_tile();  while index < total: ...; index, reader = next_tile(index, reader)
+        tile, reader = first_tile()
+        while exists(tile): ...; tile, reader = next_tile(tile, reader)
 
-    `reader` is the role's place in the mailbox of a scheduler that has one.
+    A tile is an index here. `reader` is the role's place in the mailbox of a scheduler that has
+    one.
     """
 
     smem_words = 0  # int64 words of shared memory: barriers and mailbox
@@ -20,29 +22,30 @@ class StaticScheduler:
     def __init__(self, spec):
         self.spec = spec
 
-    def setup(self, words, counter, total, num_reader_warps):
+    def setup(self, words, counter, walk, sizes, num_reader_warps):
         """Called once by all threads, before the barriers are made visible.
 
         Args:
           words: shared memory pointer to `smem_words` int64 words, or None.
           counter: global pointer to the int32 tile counter, or None.
-          total: number of cluster tiles.
+          walk: the order of tiles.
+          sizes: of groups; None.
           num_reader_warps: warps of a CTA that call `next_tile`.
         """
-        self.total = total
+        self.total = walk.total
 
     def first_tile(self):
-        return cute.arch.block_idx()[0] // self.spec.cluster_m
+        return cute.arch.block_idx()[0] // self.spec.cluster_m, Int32(0)
 
-    def new_reader(self):
-        return Int32(0)
+    def exists(self, tile):
+        return tile < self.total
 
-    def next_tile(self, index, reader):
-        return index + cute.arch.grid_dim()[0] // self.spec.cluster_m, reader
+    def next_tile(self, tile, reader):
+        return tile + cute.arch.grid_dim()[0] // self.spec.cluster_m, reader
 
 
 class SingleTileScheduler(StaticScheduler):
     """One tile a CTA: as many clusters are launched as there are tiles."""
 
-    def next_tile(self, index, reader):
+    def next_tile(self, tile, reader):
         return self.total, reader
