@@ -103,11 +103,7 @@ class Case:
 
 
 def spans(problem: GemmProblem, sizes: np.ndarray) -> list[Span]:
-    """Returns every span of the grouped axis, empty ones too, what is left over last.
-
-    The span behind the last size is of no group where it would be one without a matrix, which
-    it is where it is empty.
-    """
+    """Returns every span of the grouped axis, empty ones too, what is left over last."""
     groups = problem.groups
     assert groups is not None and len(sizes) == groups.sizes
     length = problem.m if groups.axis == "m" else problem.k
@@ -116,10 +112,9 @@ def spans(problem: GemmProblem, sizes: np.ndarray) -> list[Span]:
     found = []
     for i, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
         place = i % groups.period - groups.first
-        matrix = i // groups.period * groups.step + place if 0 <= place < groups.count else -1
-        if matrix >= problem.l:
-            assert i == groups.sizes and start == end, "rows of a group without a matrix"
-            matrix = -1
+        belongs = i < groups.sizes and 0 <= place < groups.count
+        matrix = i // groups.period * groups.step + place if belongs else -1
+        assert matrix < problem.l, f"group {i} has matrix {matrix} of {problem.l}"
         found.append(Span(start, end, matrix))
     return found
 

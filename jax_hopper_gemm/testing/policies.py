@@ -82,7 +82,9 @@ def epilogue_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
 @cache
 def grouped_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns legal grouped specs in which each pair of choices that any such spec has occurs."""
-    return _covering(GROUPED_CHOICES, seed) + _covering(GROUPED_EPILOGUE_CHOICES, seed)
+    found = _covering(GROUPED_CHOICES, seed) + _covering(GROUPED_EPILOGUE_CHOICES, seed)
+    # Rows of A that groups cut are stored one after the other: no problem is stored otherwise.
+    return tuple(spec for spec in found if (spec.grouped, spec.a_major) != ("m", "m"))
 
 
 @cache
@@ -174,6 +176,8 @@ def _settle(choice: dict, fixed: dict) -> None:
     if choice.get("grouped") == "k":
         settle("a_major", "m")
         settle("b_major", "n")
+    elif "grouped" in choice:
+        settle("a_major", "k")
     if "epilogue" not in choice:
         return
     graph = STANDARD[choice["epilogue"]]
