@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Literal
 
 from ..epilogue import EpilogueGraph
-from ..problem import ITEMSIZE, GemmProblem, Major
+from ..problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
 from ..spec import (
     SMEM_LIMIT,
     GemmSpec,
@@ -64,15 +65,26 @@ class OperandTypes:
     a_major: Major
     b_major: Major
     epilogue: EpilogueGraph | None = None
+    grouped: GroupedAxis | None = None
+    gathered: Literal["a", "b"] | None = None
 
     @classmethod
     def of(cls, problem: GemmProblem) -> OperandTypes:
         p = problem
-        return cls(p.ab_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue)
+        groups = (p.groups.axis, p.groups.gathered) if p.groups else (None, None)
+        return cls(p.ab_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, *groups)
 
     @classmethod
     def of_spec(cls, spec: GemmSpec) -> OperandTypes:
-        return cls(spec.ab_dtype, spec.d_dtype, spec.a_major, spec.b_major, spec.epilogue)
+        s = spec
+        return cls(
+            s.ab_dtype, s.d_dtype, s.a_major, s.b_major, s.epilogue, s.grouped, s.gathered
+        )  # fmt: skip
+
+    @property
+    def plain(self) -> OperandTypes:
+        """The same of the product that a measured table holds."""
+        return replace(self, epilogue=None, gathered=None)
 
 
 # Configurations with N and M exchanged, where they differ, serve the transposed problem.
@@ -105,21 +117,71 @@ MODEL_CONFIGS = (
 )
 
 
+# Rows of A are cut into groups. Clusters lie along N: along M they would round each group up to
+# whole clusters.
+GROUPED_M_CONFIGS = (
+    # Many rows a group.
+    Config(128, 256, cluster_n=2),
+    Config(128, 256),
+    Config(256, 128, cluster_n=2),
+    Config(256, 192, cluster_n=2),
+    # Columns that the tiles above cover badly, short K.
+    Config(128, 192, warp_schedule="pingpong"),
+    Config(128, 192, cluster_n=2, warp_schedule="pingpong"),
+    Config(128, 160, warp_schedule="pingpong"),
+    Config(128, 160, cluster_n=2, warp_schedule="pingpong"),
+    Config(128, 128, cluster_n=2, warp_schedule="pingpong"),
+    # Few rows a group: matrices of B stream through deep rings.
+    Config(64, 256),
+    Config(64, 192),
+    Config(64, 128),
+    Config(64, 64),
+)
+
+# The contracted axis is cut into groups: tiles as of dense products of short K.
+GROUPED_K_CONFIGS = (
+    Config(128, 256, cluster_m=2),
+    Config(128, 256, cluster_n=2),
+    Config(256, 128, cluster_n=2),
+    Config(256, 160, cluster_n=2),
+    Config(256, 192, cluster_n=2),
+    Config(128, 192, cluster_m=2, warp_schedule="pingpong"),
+    Config(128, 192, cluster_n=2, warp_schedule="pingpong"),
+    Config(128, 160, cluster_m=2, warp_schedule="pingpong"),
+    Config(128, 128, cluster_m=2, warp_schedule="pingpong"),
+    Config(128, 128, cluster_n=2, warp_schedule="pingpong"),
+    Config(64, 256),
+    Config(256, 64),
+    Config(128, 64, cluster_n=2),
+    Config(64, 64),
+)
+
+CONFIGS: dict[GroupedAxis | None, tuple[Config, ...]] = {
+    None: MODEL_CONFIGS,
+    "m": GROUPED_M_CONFIGS,
+    "k": GROUPED_K_CONFIGS,
+}
+
 # Rows that must fit a tile, with fewer accumulators than the widest tiles have.
-WHOLE_ROW_CONFIGS = (Config(64, 192), Config(128, 192, cluster_m=2))
+WHOLE_ROW_CONFIGS: dict[GroupedAxis | None, tuple[Config, ...]] = {
+    None: (Config(64, 192), Config(128, 192, cluster_m=2)),
+    "m": (Config(128, 192),),
+    "k": (Config(64, 192), Config(128, 192, cluster_m=2)),
+}
 
 
 @lru_cache(maxsize=1024)
 def model_specs(types: OperandTypes) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the cost model chooses among."""
     whole_rows = types.epilogue is not None and types.epilogue.needs_whole_rows
-    return _legal(MODEL_CONFIGS + (WHOLE_ROW_CONFIGS if whole_rows else ()), types)
+    configs = CONFIGS[types.grouped]
+    return _legal(configs + (WHOLE_ROW_CONFIGS[types.grouped] if whole_rows else ()), types)
 
 
 @lru_cache(maxsize=64)
 def tuner_specs(types: OperandTypes) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the tuner chooses among, `model_specs` first."""
-    specs = dict.fromkeys(_legal(MODEL_CONFIGS, types))
+    specs = dict.fromkeys(_legal(CONFIGS[types.grouped], types))
     specs |= dict.fromkeys(_legal(_tuner_configs(), types))
     return tuple(specs)
 
@@ -157,6 +219,7 @@ def filled_spec(config: Config, types: OperandTypes) -> GemmSpec | None:
             config.warp_schedule, config.tile_scheduler, MIN_STAGES, epi_tile_n, epi_stages=2,
             epilogue=types.epilogue,
             epi_load_stages=2 if types.epilogue and types.epilogue.loaded else 0,
+            grouped=types.grouped, gathered=types.gathered,
         )  # fmt: skip
         if not violations(least):
             return _filled(least)

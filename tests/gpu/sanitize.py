@@ -40,6 +40,7 @@ def main() -> int:
         specs, check = list(grouped_covering_specs()), check_grouped
     else:
         specs = [*epilogue_covering_specs(), *covering_specs(), *table_specs(gpu.device)]
+        specs = [spec for spec in specs if not spec.grouped]
         check = check_plain
     chosen = list(dict.fromkeys(specs))[arguments.first :: arguments.every]
     failures = 0
