@@ -67,8 +67,17 @@ class GroupedProgram:
     def specs(self) -> list[GemmSpec]:
         return specs_of(self.run, *self.arguments())
 
-    def check(self, results: Any, arguments: Sequence[np.ndarray], what: str) -> None:
+    def check(
+        self,
+        results: Any,
+        arguments: Sequence[np.ndarray],
+        what: str,
+        summation: tolerance.Summation = "wgmma",
+    ) -> None:
         """Checks what `run` returns for `arguments`.
+
+        Args:
+          summation: what added the products up.
 
         Raises:
           AssertionError: an element is farther from the exact one than the kernels may be.
@@ -78,8 +87,9 @@ class GroupedProgram:
         got = jax.tree.leaves(results)
         for i, (array, exact) in enumerate(zip(got, self.exact(named, sizes), strict=True)):
             tolerance.assert_within_bound(
-                np.asarray(array), exact.value, exact.magnitude, exact.terms, f"{what}, result {i}"
-            )
+                np.asarray(array), exact.value, exact.magnitude, exact.terms,
+                f"{what}, result {i}", summation,
+            )  # fmt: skip
 
 
 def bounds_of(sizes: np.ndarray, length: int, offset: int = 0) -> list[tuple[int, int]]:

@@ -1,4 +1,7 @@
-"""Grouped kernels, every pair of policies, on memory with guards and NaNs in all unused rows."""
+"""Grouped kernels on memory with guards, and NaNs in all that no result depends on.
+
+Every pair of policies, and every kernel that dispatch can choose.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
+from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.spec import Traversal
 from jax_hopper_gemm.testing import direct, graphs, random_grouped, reference, trial
 from jax_hopper_gemm.testing.grouped import (
@@ -23,11 +28,13 @@ from jax_hopper_gemm.testing.grouped import (
 from jax_hopper_gemm.testing.policies import grouped_covering_specs
 
 SPECS = grouped_covering_specs()
+CHOSEN = [spec for spec in table_specs(H200) if spec.grouped and spec not in SPECS]
 FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
 
 
 def check(gpu, case: Case, num_sms=None, repeats=1):
     """Runs the kernel and checks all that it wrote, and that it wrote nothing else."""
+    assert problem_violations(case.problem) + pairing_violations(case.problem, case.spec) == []
     inputs = case.inputs()
     results = trial.run_all(gpu, case.problem, case.spec, case.traversal, inputs, repeats, num_sms)
     case.check(inputs, results)
@@ -40,13 +47,20 @@ def test_grouped_kernel_is_right_at_its_edges_and_writes_only_its_results(spec, 
     checked(spec)
 
 
+@pytest.mark.parametrize("spec", CHOSEN, ids=lambda spec: spec.name)
+def test_kernel_that_dispatch_chooses_is_right(spec, gpu, checked):
+    for case in edge_cases(spec, FEW_SMS, exact=True)[:4]:
+        check(gpu, case, FEW_SMS)
+    checked(spec)
+
+
 @pytest.mark.parametrize("spec", SPECS[::3], ids=lambda spec: spec.name)
 def test_grouped_kernel_is_right_on_a_full_gpu(spec, gpu):
     case = edge_cases(spec, gpu.device.num_sms, exact=graphs.is_exact(spec.graph))[2]
     check(gpu, case)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [*SPECS, *CHOSEN[::5]], ids=lambda spec: spec.name)
 def test_grouped_kernel_gives_the_same_bits_in_20_repeats(spec, gpu):
     check(gpu, edge_cases(spec, FEW_SMS, exact=False)[1], repeats=20)
 
