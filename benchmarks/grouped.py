@@ -444,6 +444,7 @@ _TILES = (
 )  # fmt: skip
 _CLUSTERS = {"m": ((1, 1), (1, 2)), "k": ((1, 1), (2, 1), (1, 2), (2, 2))}
 _FINALISTS = 6
+_DEATHS = 8
 _FIRST_ANSWER, _ANSWER = 240, 30  # seconds that a process of the sweep may take
 
 
@@ -535,7 +536,8 @@ def in_processes(
     broken: dict[Kernel, str] = {}
     dense: list[float] = []
     pending = list(kernels)
-    while pending:
+    deaths = 0  # of processes that timed nothing, one after the other
+    while pending and deaths < _DEATHS:
         worker = Worker(name, what, kind, pending)
         done = 0
         try:
@@ -555,8 +557,9 @@ def in_processes(
                 done += 1
         finally:
             worker.end()
+        deaths = 0 if any(kernel in times for kernel in pending[:done]) else deaths + 1
         pending = pending[done:]
-    return times, broken, dense
+    return times, broken | dict.fromkeys(pending, "not tried"), dense
 
 
 class Worker:
