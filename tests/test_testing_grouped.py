@@ -413,6 +413,7 @@ def test_a_write_to_an_input_is_found(number, offset, monkeypatch):
 
 def test_sizes_lie_between_large_ones():
     case = case_of("m", True)
-    flat = trial.guarded(reference.input_places(case.problem)[-1], [case.inputs().sizes])
+    sizes = np.array(case.sizes, np.int32)
+    flat = trial.guarded(reference.input_places(case.problem)[-1], [sizes])
     around = np.delete(flat, trial.GUARD + np.arange(3))
     assert (around > case.problem.m).all() and flat[trial.GUARD] == 20
