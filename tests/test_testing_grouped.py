@@ -130,7 +130,8 @@ def test_products_of_rows_are_those_of_jax(kind, b_major):
     sizes = group_sizes.KINDS[kind](of.m, 6, 2)
     inputs = inputs_of(of, sizes, exact=False)
     a, b = (np.nan_to_num(x.astype(np.float32)) for x in (inputs.a, inputs.b[0]))
-    theirs = jax.lax.ragged_dot(a[0], b, sizes, precision="highest")
+    x, w, given = jnp.asarray(a[0]), jnp.asarray(b), jnp.asarray(sizes)
+    theirs = jax.lax.ragged_dot(x, w, given, precision="highest")
     ours = grouped.products(of, inputs, inputs.b[0])[0]
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     assert np.any(ours != 0) == (kind != "empty")
@@ -147,7 +148,8 @@ def test_products_of_columns_are_those_of_jax(kind):
         lhs_ragged_dimensions=[1],
         rhs_group_dimensions=[],
     )
-    theirs = jax.lax.ragged_dot_general(a, b, sizes, numbers, precision="highest")
+    x, y, given = jnp.asarray(a), jnp.asarray(b), jnp.asarray(sizes)
+    theirs = jax.lax.ragged_dot_general(x, y, given, numbers, precision="highest")
     ours = grouped.products(of, inputs, inputs.b[0])
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     assert np.any(ours != 0)

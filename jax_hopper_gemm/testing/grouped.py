@@ -306,11 +306,12 @@ def gathered(problem: GemmProblem, inputs: Inputs, b: np.ndarray) -> tuple[np.nd
     """Returns A and `b` with the rows that `inputs.indices` picks in place of their sources."""
     groups = problem.groups
     assert groups is not None
+    if groups.gathered is None:
+        return inputs.a, b
+    assert inputs.indices is not None
     if groups.gathered == "a":
         return np.take(inputs.a, inputs.indices, axis=1 if groups.axis == "m" else 2), b
-    if groups.gathered == "b":
-        return inputs.a, np.take(b, inputs.indices, axis=1)
-    return inputs.a, b
+    return inputs.a, np.take(b, inputs.indices, axis=1)
 
 
 def _owned(problem: GemmProblem, sizes: np.ndarray) -> Iterator[Span]:
