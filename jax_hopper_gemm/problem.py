@@ -50,7 +50,7 @@ class Groups:
       step: matrices from a group to its counterpart in the next period: `count`, or 0 where all
         periods share B.
       gathered: an operand whose elements along the axis are rows of a longer array, picked by an
-        int32 array of indices: "a", "b", or None.
+        int32 array of indices: "a", "b", or None. One that no row has stands for zeros.
       source: number of rows of that longer array.
     """
 

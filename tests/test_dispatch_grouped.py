@@ -17,12 +17,17 @@ from jax_hopper_gemm.dispatch import (
     choose,
     epilogue_specs,
     legal_specs,
-    legality,
     load_table,
     problem_violations,
     table_specs,
 )
-from jax_hopper_gemm.dispatch.candidates import CONFIGS, OperandTypes, filled_spec, model_specs
+from jax_hopper_gemm.dispatch.candidates import (
+    GROUPED_K_CONFIGS,
+    GROUPED_M_CONFIGS,
+    OperandTypes,
+    filled_spec,
+    model_specs,
+)
 from jax_hopper_gemm.dispatch.cost import (
     best_traversal,
     equal_groups,
@@ -95,7 +100,8 @@ def test_choices_are_legal_buildable_and_the_same_again():
 def test_every_grouped_configuration_becomes_a_kernel(axis, ab_dtype, d_dtype):
     for b_major in ("n", "k") if axis == "m" else ("n",):
         types = OperandTypes(ab_dtype, d_dtype, "k" if axis == "m" else "m", b_major, None, axis)
-        specs = [filled_spec(config, types) for config in CONFIGS[axis]]
+        configs = GROUPED_M_CONFIGS if axis == "m" else GROUPED_K_CONFIGS
+        specs = [filled_spec(config, types) for config in configs]
         assert list(model_specs(types)) == specs, "none spills or is dropped for narrow rows"
         for spec in model_specs(types):
             assert spec.grouped == axis and spec.tile_scheduler != "single"
@@ -184,7 +190,23 @@ def test_reason_names_the_groups_that_are_assumed():
         (GemmProblem.grouped("m", 64, 60, 64, 2, b_major="k"), "pad N from 60 to 64"),
         (GemmProblem.grouped("k", 60, 64, 64, 2), "pad M from 60 to 64"),
         (GemmProblem.grouped("m", 0, 64, 64, 2), "M is 0: an empty product"),
-        (regrouped(ROWS, gathered="a", source=9), "no kernel gathers A by indices where groups"),
+        (
+            regrouped(ROWS, gathered="b", source=9),
+            "no kernel gathers B by indices where groups cut M",
+        ),
+        (regrouped(ROWS, gathered="a"), "indices pick among 0 rows"),
+        (
+            regrouped(
+                replace(GemmProblem.grouped("m", 1, 64, 64, 2), a=MatrixLayout("k", 60)),
+                gathered="a",
+                source=9,
+            ),
+            "A is stored (M, K) bfloat16 and its lines along K are 120 bytes",
+        ),
+        (
+            regrouped(replace(CONTRACTION, b=MatrixLayout("n", 2**31)), gathered="b", source=9),
+            "B's rows, picked by indices, are 2147483648 elements apart",
+        ),
     ],
 )
 def test_groups_that_no_kernel_serves_say_why(problem, words):
@@ -398,13 +420,25 @@ def test_a_table_with_another_axis_is_refused(tmp_path):
         read_table(path)
 
 
-def test_kernels_that_gather_join_what_can_be_built_when_there_are_some(monkeypatch):
-    monkeypatch.setattr(legality, "GATHERABLE", {"m": ("a",), "k": ()})
-    monkeypatch.setattr(choice, "GATHERABLE", {"m": ("a",), "k": ()})
-    gathered = regrouped(ROWS, gathered="a", source=8192)
+@pytest.mark.parametrize(
+    ("problem", "operand"), [(ROWS, "a"), (CONTRACTION, "a"), (CONTRACTION, "b")]
+)
+def test_kernels_that_gather_can_be_built_ahead(problem, operand):
+    gathered = regrouped(problem, gathered=operand, source=8192)
     assert problem_violations(gathered) == []
     decision = choose(gathered, H200)
-    choice._choose.cache_clear()
-    assert decision.spec is not None and decision.spec.gathered == "a"
+    assert decision.spec is not None and decision.spec.gathered == operand
+    assert violations(decision.spec) == [] == pairing_violations(gathered, decision.spec)
     assert decision.spec in table_specs(H200)
-    assert "indices pick among 0 rows" in problem_violations(regrouped(gathered, source=0))[0]
+    specs = model_specs(OperandTypes.of(gathered))
+    assert len(specs) >= 6 and {spec.gathered for spec in specs} == {operand}
+    assert max(spec.tile_m * spec.tile_n for spec in specs) == 128 * 256
+
+
+def test_a_gathering_kernel_takes_the_configuration_measured_without(tmp_path):
+    write_table(Table.of(H200, [entry(ROWS)], "here"), tmp_path / "table.json")
+    load_table(tmp_path / "table.json")
+    decision = choose(regrouped(ROWS, gathered="a", source=8192), H200)
+    assert decision.source == "user table" and decision.spec is not None
+    assert (decision.spec.tile_n, decision.spec.gathered) == (96, "a")
+    assert decision.spec in table_specs(H200)

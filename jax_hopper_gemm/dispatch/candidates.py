@@ -156,11 +156,27 @@ GROUPED_K_CONFIGS = (
     Config(64, 64),
 )
 
-CONFIGS: dict[GroupedAxis | None, tuple[Config, ...]] = {
-    None: MODEL_CONFIGS,
-    "m": GROUPED_M_CONFIGS,
-    "k": GROUPED_K_CONFIGS,
-}
+# CTAs of a cluster cannot share what is gathered, whose loader takes registers, too.
+GATHERED_M_CONFIGS = (
+    Config(128, 256),
+    Config(128, 160, warp_schedule="pingpong"),
+    Config(128, 128, warp_schedule="pingpong"),
+    Config(64, 256),
+    Config(64, 192),
+    Config(64, 128),
+    Config(64, 64),
+)
+GATHERED_K_CONFIGS = (  # those whose clusters lie the wrong way are left out
+    Config(128, 256, cluster_m=2),
+    Config(128, 256, cluster_n=2),
+    Config(256, 128, cluster_m=2),
+    Config(256, 128, cluster_n=2),
+    Config(128, 128, cluster_m=2, warp_schedule="pingpong"),
+    Config(128, 128, cluster_n=2, warp_schedule="pingpong"),
+    Config(64, 256),
+    Config(256, 64),
+    Config(64, 64),
+)
 
 # Rows that must fit a tile, with fewer accumulators than the widest tiles have.
 WHOLE_ROW_CONFIGS: dict[GroupedAxis | None, tuple[Config, ...]] = {
@@ -174,16 +190,22 @@ WHOLE_ROW_CONFIGS: dict[GroupedAxis | None, tuple[Config, ...]] = {
 def model_specs(types: OperandTypes) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the cost model chooses among."""
     whole_rows = types.epilogue is not None and types.epilogue.needs_whole_rows
-    configs = CONFIGS[types.grouped]
+    configs = _configs(types)
     return _legal(configs + (WHOLE_ROW_CONFIGS[types.grouped] if whole_rows else ()), types)
 
 
 @lru_cache(maxsize=64)
 def tuner_specs(types: OperandTypes) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the tuner chooses among, `model_specs` first."""
-    specs = dict.fromkeys(_legal(CONFIGS[types.grouped], types))
+    specs = dict.fromkeys(_legal(_configs(types), types))
     specs |= dict.fromkeys(_legal(_tuner_configs(), types))
     return tuple(specs)
+
+
+def _configs(types: OperandTypes) -> tuple[Config, ...]:
+    if types.gathered:
+        return GATHERED_M_CONFIGS if types.grouped == "m" else GATHERED_K_CONFIGS
+    return {None: MODEL_CONFIGS, "m": GROUPED_M_CONFIGS, "k": GROUPED_K_CONFIGS}[types.grouped]
 
 
 def _tuner_configs() -> Iterable[Config]:

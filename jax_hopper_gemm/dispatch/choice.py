@@ -245,7 +245,8 @@ def _refilled(
     computes = not any(operand.kind == "matrix" for operand in problem.graph.operands)
     if computes and not problem.gated and _is_slow(problem, spec, entry, device):
         return None
-    return Decision(spec, entry.traversal, f"{plain}; the epilogue rides on its kernel", source)
+    rider = "the epilogue" if problem.epilogue else "gathering"
+    return Decision(spec, entry.traversal, f"{plain}; {rider} rides on its kernel", source)
 
 
 def _is_slow(problem: GemmProblem, spec: GemmSpec, entry: Entry, device: Device) -> bool:

@@ -24,7 +24,7 @@ MAX_STRIDE_BYTES = 2**40  # a tensor map's strides stay below
 MAX_TENSOR_MAPS = 16  # of one launch
 MAX_TILE_N = 256
 # Operands that a kernel can gather by an array of indices, for each grouped axis.
-GATHERABLE: dict[GroupedAxis | None, tuple[Literal["a", "b"], ...]] = {"m": (), "k": ()}
+GATHERABLE: dict[GroupedAxis | None, tuple[Literal["a", "b"], ...]] = {"m": ("a",), "k": ("a", "b")}
 
 
 def device_violations(device: Device) -> list[str]:
@@ -66,11 +66,15 @@ def problem_violations(problem: GemmProblem) -> list[str]:
         return found
     axis = p.groups.axis if p.groups else None
     batches_a, batches_b = (1 if axis else p.l), (1 if axis == "k" else p.l)
-    found += _layout_violations("A", p.a, {"m": p.m, "k": p.k}, batches_a, p.ab_dtype)
-    found += _layout_violations("B", p.b, {"k": p.k, "n": p.n}, batches_b, p.ab_dtype)
+    extents_a, extents_b = {"m": p.m, "k": p.k}, {"k": p.k, "n": p.n}
+    if p.groups and p.groups.gathered:
+        gathered = extents_a if p.groups.gathered == "a" else extents_b
+        gathered[p.groups.axis] = p.groups.source
+    found += _layout_violations("A", p.a, extents_a, batches_a, p.ab_dtype)
+    found += _layout_violations("B", p.b, extents_b, batches_b, p.ab_dtype)
     found += _result_violations(p)
-    if axis and not found:
-        found += _span_violations(p, axis)
+    if p.groups and not found:
+        found += _span_violations(p, p.groups)
     for i, (operand, layout) in enumerate(zip(p.graph.operands, p.operands, strict=True)):
         found += _epilogue_operand_violations(f"epilogue operand {i}", operand, layout, p)
     found += _gate_violations(p)
@@ -114,6 +118,8 @@ def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
             f"no kernel gathers {g.gathered.upper()} by indices where groups cut {g.axis.upper()}: "
             "gather it beforehand"
         )
+    elif g.gathered == "b" and p.gated:
+        found.append("no kernel gathers two B's: gather them beforehand")
     elif g.gathered and not 1 <= g.source <= MAX_EXTENT:
         found.append(f"indices pick among {g.source} rows, not 1 to {MAX_EXTENT}")
     if found:  # what follows does arithmetic on the fields above
@@ -139,13 +145,24 @@ def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
     return found
 
 
-def _span_violations(problem: GemmProblem, axis: str) -> list[str]:
-    """Returns why a tensor map over rows of a grouped axis cannot end where a group does."""
+def _span_violations(problem: GemmProblem, groups: Groups) -> list[str]:
+    """Returns why a tensor map over rows of a grouped axis cannot end where a group does.
+
+    Of rows that are gathered there is none; their distance is an int32.
+    """
     p = problem
-    if axis == "k":
+    layouts = {"a": ("A", p.a), "b": ("B", p.b)}
+    if groups.gathered:
+        name, layout = layouts.pop(groups.gathered)
+        if layout.leading_stride > MAX_EXTENT:
+            apart = f"{layout.leading_stride} elements apart, over {MAX_EXTENT}"
+            return [f"{name}'s rows, picked by indices, are {apart}: copy it"]
+    if groups.axis == "k":
         lines = {
-            f"A is stored (K, M) {p.ab_dtype} and its": p.a.leading_stride * ITEMSIZE[p.ab_dtype],
-            f"B is stored (K, N) {p.ab_dtype} and its": p.b.leading_stride * ITEMSIZE[p.ab_dtype],
+            f"{name} is stored (K, {'M' if name == 'A' else 'N'}) {p.ab_dtype} and its": (
+                layout.leading_stride * ITEMSIZE[p.ab_dtype]
+            )
+            for name, layout in layouts.values()
         }
     else:
         lines = {
