@@ -52,7 +52,7 @@ from jax_hopper_gemm.dispatch.candidates import (
     worthwhile,
 )
 from jax_hopper_gemm.problem import GemmProblem, Groups
-from jax_hopper_gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.spec import GemmSpec, TileScheduler, Traversal, WarpSchedule
 from jax_hopper_gemm.testing import benchmark, group_sizes, timing
 from jax_hopper_gemm.testing.gpu import Gpu
 from jax_hopper_gemm.testing.lowered import specs_of
@@ -443,6 +443,8 @@ _TILES = (
     (256, 192),
 )  # fmt: skip
 _CLUSTERS = {"m": ((1, 1), (1, 2)), "k": ((1, 1), (2, 1), (1, 2), (2, 2))}
+_WARPS: tuple[WarpSchedule, ...] = ("cooperative", "pingpong")
+_SCHEDULERS: tuple[TileScheduler, ...] = ("static", "dynamic")
 _FINALISTS = 6
 _DEATHS = 8
 _FIRST_ANSWER, _ANSWER = 240, 30  # seconds that a process of the sweep may take
@@ -470,9 +472,8 @@ def sweep_specs(problem: GemmProblem, pattern: str, wide: bool) -> list[GemmSpec
     assert problem.groups is not None
     types = OperandTypes.of(problem)
     specs = dict.fromkeys(model_specs(types))
-    schedules = itertools.product(("cooperative", "pingpong"), ("static", "dynamic"))
-    for (tile_m, tile_n), (cluster_m, cluster_n), (warps, scheduler) in itertools.product(
-        _TILES, _CLUSTERS[problem.groups.axis], tuple(schedules)
+    for (tile_m, tile_n), (cluster_m, cluster_n), warps, scheduler in itertools.product(
+        _TILES, _CLUSTERS[problem.groups.axis], _WARPS, _SCHEDULERS
     ):
         config = Config(tile_m, tile_n, 64, cluster_m, cluster_n, warps, scheduler)
         spec = filled_spec(config, types)

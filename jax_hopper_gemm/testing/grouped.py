@@ -8,9 +8,9 @@ weights of groups that have no rows: nothing of them may get into a result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -179,7 +179,13 @@ def edge_cases(spec: GemmSpec, num_sms: int, exact: bool) -> list[Case]:
 
     found: list[Case] = []
 
-    def add(extents: tuple[int, int, int], layout: Layout, sizes, along="m", swizzle=1) -> None:
+    def add(
+        extents: tuple[int, int, int],
+        layout: Layout,
+        sizes: Callable[[int], Sequence[int] | np.ndarray],
+        along: Literal["m", "n"] = "m",
+        swizzle: int = 1,
+    ) -> None:
         problem = problem_of(spec, layout, *extents)
         length = problem.m if spec.grouped == "m" else problem.k
         given = tuple(int(size) for size in sizes(length))
@@ -199,7 +205,8 @@ def edge_cases(spec: GemmSpec, num_sms: int, exact: bool) -> list[Case]:
     add(middle, offset, lambda t: group_sizes.under(t, 5, 3), "m", 4)
     add(few, plain(4), lambda t: [0] * 4)
     for i, make in enumerate(group_sizes.HOSTILE.values()):
-        add(few, plain(40), lambda t, make=make, i=i: make(t, 40, i), "mn"[i % 2], 1 + i)
+        along = "m" if i % 2 == 0 else "n"
+        add(few, plain(40), lambda t, make=make, i=i: make(t, 40, i), along, 1 + i)
     return found
 
 
