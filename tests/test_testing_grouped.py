@@ -183,10 +183,21 @@ def test_gathered_rows_come_from_their_source():
     assert reference.shape_of(of, "a") == (1, 4, 8)
     a = np.arange(32, dtype=np.float32).reshape(1, 4, 8)
     b = np.ones((2, 8, 24), np.float32) * [[[1]], [[2]]]
-    indices = np.array([3, 3, 0, 1, 2, 0], np.int32)
+    indices = np.array([3, 3, 0, 4, -1, 0], np.int32)
     inputs = trial.Inputs(a, (b,), sizes=np.array([2, 3], np.int32), indices=indices)
-    expected = a[0, indices].sum(axis=1) * [1, 1, 2, 2, 2, 0]
+    total = a[0].sum(axis=1)
+    expected = [total[3], total[3], 2 * total[0], 0, 0, 0]
     assert np.array_equal(grouped.products(of, inputs, b)[0, :, 0], expected)
+
+
+def test_rows_that_nobody_picks_are_nan():
+    spec = next(s for s in SPECS if s.gathered and s.grouped == "m")
+    of = grouped.problem_of(spec, Layout.plain(2), 60, 64, 16)
+    inputs = inputs_of(of, np.array([5, 10], np.int32))
+    assert inputs.indices is not None and of.groups
+    picked = {int(i) for i in inputs.indices[:15] if 0 <= i < of.groups.source}
+    numbers = ~np.isnan(inputs.a[0].astype(np.float32)).all(axis=1)
+    assert set(np.flatnonzero(numbers)) == picked
 
 
 # Problems
@@ -277,7 +288,9 @@ def try_on_host(monkeypatch, case: grouped.Case, spoil=lambda results, parts: No
         rest = zip(parts[len(buffers) :], places, strict=True)
         written = [place.view(flat(part, place.dtype)) for part, place in rest]
         count = 1 + problem.graph.accumulators
-        seen = trial.Inputs(read[0], tuple(read[1:count]), tuple(read[count:-1]), sizes=read[-1])
+        indices = [read.pop()] if spec.gathered else [None]
+        sizes = read.pop()
+        seen = trial.Inputs(read[0], tuple(read[1:count]), tuple(read[count:]), sizes, indices[0])
 
         def launch():
             for array, right in zip(written, right_results(problem, spec, seen), strict=True):
@@ -298,7 +311,7 @@ def right_results(of, spec, inputs) -> list[np.ndarray]:
     matrices = grouped.matrix_of_rows(of, inputs.sizes)
     sums = []
     for b in inputs.b:
-        a, b = inputs.a.astype(np.float32), b.astype(np.float32)
+        a, b = (x.astype(np.float32) for x in grouped.gathered(of, inputs, b))
         if spec.grouped == "m":
             rows = [
                 row @ b[i] if i >= 0 else np.zeros(of.n, np.float32)

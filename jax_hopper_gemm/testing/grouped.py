@@ -133,6 +133,8 @@ def problem_of(
     Args:
       m, n, k: extents; those along lines are raised to whole multiples of 16 bytes.
       gap: elements after each line and each matrix.
+
+    Where rows are gathered, they come from two thirds as many.
     """
     axis = spec.grouped
     assert axis is not None
@@ -149,7 +151,11 @@ def problem_of(
             replace(at, batch_stride=0) if operand.kind in ("matrix", "column") else at
             for operand, at in zip(spec.graph.operands, operands, strict=True)
         )
-    return replace(problem, operands=operands, groups=layout.of_axis(axis))
+    groups = layout.of_axis(axis)
+    if spec.gathered:
+        length = problem.m if axis == "m" else problem.k
+        groups = replace(groups, gathered=spec.gathered, source=length * 2 // 3 + 5)
+    return replace(problem, operands=operands, groups=groups)
 
 
 def edge_cases(spec: GemmSpec, num_sms: int, exact: bool) -> list[Case]:
@@ -228,7 +234,7 @@ def of_batch(length: int, batch: int, sizes: object) -> list[int]:
 
 def integer_inputs(problem: GemmProblem, sizes: np.ndarray, seed: int) -> Inputs:
     """Returns inputs of integers from -3 to 3, and masks: sums and products are exact."""
-    return _poisoned(problem, sizes, cases.integer_inputs(problem, seed))
+    return _poisoned(problem, sizes, cases.integer_inputs(problem, seed), seed)
 
 
 def normal_inputs(problem: GemmProblem, sizes: np.ndarray, seed: int) -> Inputs:
@@ -236,16 +242,32 @@ def normal_inputs(problem: GemmProblem, sizes: np.ndarray, seed: int) -> Inputs:
     terms = problem.k
     if problem.groups and problem.groups.axis == "k":
         terms = max(1, problem.k // problem.l)
-    return _poisoned(problem, sizes, cases.normal_inputs(problem, seed, 2 / math.sqrt(terms)))
+    inputs = cases.normal_inputs(problem, seed, 2 / math.sqrt(terms))
+    return _poisoned(problem, sizes, inputs, seed)
 
 
-def _poisoned(problem: GemmProblem, sizes: np.ndarray, inputs: Inputs) -> Inputs:
-    """Returns the inputs with the sizes, and NaNs in all that no result depends on."""
+def random_indices(source: int, length: int, seed: int) -> np.ndarray:
+    """Returns (length,) int32 indices of `source` rows; one of 16 is of a row that is not there."""
+    rng = np.random.default_rng(seed)
+    indices = rng.integers(0, source, length)
+    absent = rng.random(length) < 1 / 16
+    indices[absent] = rng.choice([-1, source, 2**31 - 1, -(2**31)], np.count_nonzero(absent))
+    return indices.astype(np.int32)
+
+
+def _poisoned(problem: GemmProblem, sizes: np.ndarray, inputs: Inputs, seed: int) -> Inputs:
+    """Returns the inputs with sizes and indices, and NaNs in all that no result depends on."""
     groups = problem.groups
-    assert groups is not None and groups.gathered is None, "indices come from the caller"
+    assert groups is not None
     matrices = matrix_of_rows(problem, sizes)
     nobody = np.flatnonzero(matrices < 0)
     unused = np.setdiff1d(np.arange(problem.l), matrices)
+    alone = {"a": nobody, "b": nobody}  # of each operand's elements along the axis
+    if groups.gathered:
+        indices = random_indices(groups.source, matrices.size, seed)
+        unpicked = np.setdiff1d(np.arange(groups.source), indices[matrices >= 0])
+        alone[groups.gathered] = unpicked
+        inputs = replace(inputs, indices=indices)
 
     def spoiled(array: np.ndarray, axis: int, index: np.ndarray, stride: int) -> np.ndarray:
         if array.dtype == bool or index.size == 0 or stride == 0:
@@ -255,8 +277,8 @@ def _poisoned(problem: GemmProblem, sizes: np.ndarray, inputs: Inputs) -> Inputs
         return array
 
     if groups.axis == "k":
-        a = spoiled(inputs.a, 2, nobody, 1)
-        b = tuple(spoiled(x, 1, nobody, 1) for x in inputs.b)
+        a = spoiled(inputs.a, 2, alone["a"], 1)
+        b = tuple(spoiled(x, 1, alone["b"], 1) for x in inputs.b)
         return replace(inputs, a=a, b=b, sizes=sizes)
     operands = []
     for operand, at, array in zip(
@@ -268,7 +290,7 @@ def _poisoned(problem: GemmProblem, sizes: np.ndarray, inputs: Inputs) -> Inputs
             operands.append(spoiled(array, 0, unused, at.batch_stride))
     return replace(
         inputs,
-        a=spoiled(inputs.a, 1, nobody, 1),
+        a=spoiled(inputs.a, 1, alone["a"], 1),
         b=tuple(spoiled(x, 0, unused, problem.b.batch_stride) for x in inputs.b),
         operands=tuple(operands),
         sizes=sizes,
@@ -310,15 +332,25 @@ def products(
 
 
 def gathered(problem: GemmProblem, inputs: Inputs, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns A and `b` with the rows that `inputs.indices` picks in place of their sources."""
+    """Returns A and `b` with the rows that `inputs.indices` picks in place of their sources.
+
+    An index that no row has picks zeros.
+    """
     groups = problem.groups
     assert groups is not None
     if groups.gathered is None:
         return inputs.a, b
     assert inputs.indices is not None
+    absent = (inputs.indices < 0) | (inputs.indices >= groups.source)
+
+    def picked(array: np.ndarray, axis: int) -> np.ndarray:
+        found = np.take(array, np.where(absent, 0, inputs.indices), axis=axis)
+        np.moveaxis(found, axis, 0)[absent] = 0
+        return found
+
     if groups.gathered == "a":
-        return np.take(inputs.a, inputs.indices, axis=1 if groups.axis == "m" else 2), b
-    return inputs.a, np.take(b, inputs.indices, axis=1)
+        return picked(inputs.a, 1 if groups.axis == "m" else 2), b
+    return inputs.a, picked(b, 1)
 
 
 def _owned(problem: GemmProblem, sizes: np.ndarray) -> Iterator[Span]:
