@@ -15,11 +15,13 @@ from pathlib import Path
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.testing import random_products
+from jax_hopper_gemm.testing.grouped_programs import GROUPED_PROGRAMS
 from jax_hopper_gemm.testing.operations import operation_specs
 from jax_hopper_gemm.testing.policies import (
     chosen_epilogue_specs,
     covering_specs,
     epilogue_covering_specs,
+    grouped_covering_specs,
 )
 from jax_hopper_gemm.testing.programs import PROGRAMS
 
@@ -37,10 +39,12 @@ def main() -> int:
                 *covering_specs(),
                 *epilogue_covering_specs(),
                 *chosen_epilogue_specs(),
+                *grouped_covering_specs(),
                 *table_specs(H200),
                 *operation_specs().values(),
                 *(spec for program in PROGRAMS.values() for spec in program.specs()),
                 *random_products.specs(),
+                *(spec for program in GROUPED_PROGRAMS.values() for spec in program.specs()),
             )
         )
     )
