@@ -16,8 +16,6 @@ def pytest_configure(config: pytest.Config) -> None:
     expression = config.getoption("markexpr") or ""
     if "not gpu" in expression or (expression and "gpu" not in expression):
         jax.config.update("jax_platforms", "cpu")
-        # Most programs here run once: compiling them well takes longer than running them.
-        jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_num_cpu_devices", 4)
 
 
