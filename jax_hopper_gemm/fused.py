@@ -102,7 +102,7 @@ def fused_dot(
       ValueError: `out_dtypes` has another length than the results.
     """
     operands = tuple(map(jnp.asarray, operands))
-    dtype = _accumulator_dtype(product_dtype)
+    dtype = accumulator_dtype(product_dtype)
     accumulate = Accumulate(subscripts, dtype, precision, out_sharding, implementation, spans)
     if spans:
         assert sizes is not None
@@ -176,7 +176,8 @@ def _by_rows(
     return function(*products, *operands)
 
 
-def _accumulator_dtype(product_dtype: Any) -> np.dtype:
+def accumulator_dtype(product_dtype: Any) -> np.dtype:
+    """Returns the dtype in which an epilogue sees a product of this dtype."""
     dtype = jnp.dtype(product_dtype)
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4
     return jnp.dtype("float32") if narrow else dtype

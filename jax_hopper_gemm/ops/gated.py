@@ -11,12 +11,16 @@ from jax import numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ..contraction import split
-from ..fused import fused_dot
+from ..fused import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation
+<<<<<<< HEAD
 from .epilogue import Gate, accumulator_dtype, traced
 from .ragged import run_grouped
+=======
+from .epilogue import Gate, traced
+>>>>>>> code
 from .substitute import final_product
 
 
