@@ -514,7 +514,7 @@ def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, accumulate: Accumul
 
 def _added(x: Any, accumulate: Accumulate, lhs: Any, right: Any, sizes: Any) -> Any:
     """Returns a matrix plus a ragged product, where the matrix lies."""
-    accumulate = replace(accumulate, dtype=_accumulator_dtype(x.dtype))
+    accumulate = replace(accumulate, dtype=accumulator_dtype(x.dtype))
     assert (spans := accumulate.spans)
 
     def function(product: Any, sizes: Any, x: Any) -> list[Any]:

@@ -136,15 +136,8 @@ class GatedMLP(MLP):
     activation: Activation = "silu"
     use_bias: bool = False
 
-<<<<<<< HEAD
-    @nn.compact
-    def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
-        """Maps (..., in) to (..., out_features); adds `residual` of that shape."""
-        hidden = GatedDense(
-            self.hidden_features, activation=self.activation, preactivation=self.preactivation,
-            kernel_init=self.kernel_init, **_shared(self), name="gate_up",
-        )(inputs)  # fmt: skip
-        return _down(self, jnp.shape(inputs)[-1])(hidden, residual=residual)
+    _first_layer: ClassVar[Any] = GatedDense
+    _first_name: ClassVar[str] = "gate_up"
 
 
 class MoE(nn.Module):
@@ -216,22 +209,6 @@ def _of_experts(
 ) -> Any:
     parameter = initial_experts(init, experts, key, shape=shape, dtype=dtype)
     return with_expert_axis(parameter, expert_axis)
-
-
-def _shared(mlp: Any) -> dict[str, Any]:
-    names = ("use_bias", "dtype", "param_dtype", "precision", "bias_init", "implementation")
-    return {name: getattr(mlp, name) for name in names}
-
-
-def _down(mlp: Any, in_features: int) -> Dense:
-    return Dense(
-        in_features if mlp.out_features is None else mlp.out_features,
-        kernel_init=mlp.down_kernel_init or mlp.kernel_init, **_shared(mlp), name="down",
-    )  # fmt: skip
-=======
-    _first_layer: ClassVar[Any] = GatedDense
-    _first_name: ClassVar[str] = "gate_up"
->>>>>>> code
 
 
 def _pair_of(init: Any) -> Any:

@@ -15,12 +15,8 @@ from ..fused import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation
-<<<<<<< HEAD
-from .epilogue import Gate, accumulator_dtype, traced
-from .ragged import run_grouped
-=======
 from .epilogue import Gate, traced
->>>>>>> code
+from .ragged import run_grouped
 from .substitute import final_product
 
 
