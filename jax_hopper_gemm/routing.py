@@ -52,6 +52,8 @@ class Product:
       sizes: number of sizes that cut the rows into spans.
       sizes_operand: which operand of the function are these sizes, if one is; before `vmap` put
         them behind one another.
+      gathered, source: as in `problem.Groups`: the left ("a") or right operand is rows that are
+        picked of an array with `source` rows.
     """
 
     subscripts: str
@@ -66,6 +68,8 @@ class Product:
     spans: Spans | None = None
     sizes: int = 0
     sizes_operand: int | None = None
+    gathered: Literal["a", "b"] | None = None
+    source: int = 0
 
     @property
     def accumulators(self) -> int:
@@ -182,7 +186,8 @@ def _gemm(product: Product, d_dtype: str, *epilogue: Any) -> Gemm:
     if product.spans:
         return as_grouped_gemm(
             product.subscripts, product.lhs_shape, product.rhs_shape, product.lhs_dtype, d_dtype,
-            product.spans, product.sizes, *epilogue,
+            product.spans, product.sizes, *epilogue, gathered=product.gathered,
+            source=product.source,
         )  # fmt: skip
     return as_gemm(
         product.subscripts, product.lhs_shape, product.rhs_shape, product.lhs_dtype, d_dtype,

@@ -18,7 +18,7 @@ from programs import integers
 from jax_hopper_gemm import moe
 from jax_hopper_gemm.moe import exchange
 from jax_hopper_gemm.moe.routing import sort_by_group
-from jax_hopper_gemm.moe.rows import sum_rows
+from jax_hopper_gemm.rows import sum_rows
 
 
 def layer(k, **options):

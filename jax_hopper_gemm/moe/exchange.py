@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..rows import sum_rows
 from .routing import Routing, row_weights, sort_by_group
-from .rows import sum_rows
 
 Exchange = Literal["gather", "all_to_all", "ragged_all_to_all"]
 Experts = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # rows, group sizes, row weights

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 
 from .. import ops
 from ..ops.dense import Implementation
+from ..rows import sum_rows
 from . import checks
-from .rows import sum_rows
 
 Score = Literal["softmax", "sigmoid"]
 

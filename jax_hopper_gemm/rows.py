@@ -4,6 +4,10 @@ The transpose of a gather is a scatter, whose sums on a GPU are atomic and so ha
 every run. But whoever moves rows knows both ways: `sum_rows` is told, for each row of the result,
 which rows it adds, and for each row of its operand, which results that is part of. Its transpose
 is itself with the two exchanged.
+
+A ragged product on a kernel reads picked rows where they lie: lowering for CUDA marks them, and the
+product takes the array that they are picked from in their place. The picked rows are then left
+without a use, and XLA never writes them.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
+
+from .lowering import mark_rows, register_lowering
 
 sum_rows_p = Primitive("sum_rows")
 sum_rows_p.def_impl(partial(xla.apply_primitive, sum_rows_p))
@@ -53,18 +59,39 @@ def _abstract_eval(x: Any, sources: Any, users: Any) -> Any:
 
 def _gathered(x: jax.Array, sources: jax.Array, users: jax.Array) -> jax.Array:
     del users
+    if sources.shape[1] == 1:
+        return _picked(x, sources)
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    wide = jnp.float32 if narrow and sources.shape[1] > 1 else x.dtype
-    # A negative index would count from the end; one past the end is filled.
-    sources = jnp.where(sources < 0, x.shape[0], sources)
+    wide = jnp.float32 if narrow else x.dtype
     total = jnp.zeros((sources.shape[0], *x.shape[1:]), wide)
     for j in range(sources.shape[1]):
-        taken = x.at[sources[:, j]].get(mode="fill", fill_value=0).astype(wide)
+        taken = _picked(x, sources[:, j : j + 1]).astype(wide)
         total = taken if j == 0 else total + taken
     return total.astype(x.dtype)
 
 
-mlir.register_lowering(sum_rows_p, mlir.lower_fun(_gathered, multiple_results=False))
+def _picked(x: jax.Array, indices: jax.Array) -> jax.Array:
+    """Returns the rows that indices (R, 1) pick; zeros for one that no row has."""
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, x.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
+    )
+    return lax.gather(
+        x, indices, numbers, (1, *x.shape[1:]), mode=lax.GatherScatterMode.FILL_OR_DROP,
+        fill_value=0,
+    )  # fmt: skip
+
+
+_lower = mlir.lower_fun(_gathered, multiple_results=False)
+
+
+def _lower_for_cuda(ctx: mlir.LoweringRuleContext, x: Any, sources: Any, users: Any) -> Any:
+    (rows,) = _lower(ctx, x, sources, users)
+    if ctx.avals_in[0].ndim == 2 and ctx.avals_in[1].shape[1] == 1:
+        mark_rows(rows)
+    return [rows]
+
+
+register_lowering(sum_rows_p, _abstract_eval, _gathered, _lower_for_cuda)
 
 
 def _tangent(tangent: Any, x: Any, sources: Any, users: Any) -> Any:
