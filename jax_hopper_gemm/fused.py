@@ -86,7 +86,7 @@ def fused_dot(
     """
     operands = tuple(map(jnp.asarray, operands))
     lhs, *rights = _alike_in_shard_map(lhs, *rights)
-    dtype = _accumulator_dtype(product_dtype)
+    dtype = accumulator_dtype(product_dtype)
     accumulate = Accumulate(subscripts, dtype, precision, out_sharding, implementation)
     accumulators = jax.eval_shape(partial(accumulate, product=_reference_product), lhs, rights)
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*accumulators, *operands)
@@ -130,7 +130,8 @@ def _alike_in_shard_map(*arrays: jax.Array) -> list[jax.Array]:
     ]
 
 
-def _accumulator_dtype(product_dtype: Any) -> np.dtype:
+def accumulator_dtype(product_dtype: Any) -> np.dtype:
+    """Returns the dtype in which an epilogue sees a product of this dtype."""
     dtype = jnp.dtype(product_dtype)
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4
     return jnp.dtype("float32") if narrow else dtype

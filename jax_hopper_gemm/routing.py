@@ -187,10 +187,12 @@ def _broadcast_label(shape: Sequence[int], out: str) -> str:
 
 
 def _read_again(fusion: Fusion) -> str | None:
-    """Returns why an epilogue is left to XLA which would read what a kernel stores for it.
+    """Returns why XLA should compute all of an epilogue that a kernel can only begin; None: it need
+    not.
 
-    The kernel would store float32, in which the function computes; XLA's product is read as well,
-    but by one pass that needs no other.
+    The rest of the epilogue reads the kernel's results from memory. If one of them is a float32
+    matrix, nothing is saved: XLA would also store the product and read it back, but once, in the
+    pass that computes the whole epilogue.
     """
     if not fusion.uncovered or all(r.dtype != "float32" for r in fusion.graph.matrices):
         return None

@@ -203,8 +203,8 @@ def _refilled(
     spec = refilled_spec(entry.spec, OperandTypes.of(problem))
     if spec is None or pairing_violations(problem, spec):
         return None
-    computes = not any(operand.kind == "matrix" for operand in problem.graph.operands)
-    if computes and not problem.gated and _is_slow(problem, spec, entry, device):
+    loads_matrix = any(operand.kind == "matrix" for operand in problem.graph.operands)
+    if not loads_matrix and not problem.gated and _is_slow(problem, spec, entry, device):
         return None
     return Decision(spec, entry.traversal, f"{plain}; the epilogue rides on its kernel", source)
 

@@ -6,7 +6,7 @@ Names of parameters are those of the nnx layers, so `up` and `down` take the par
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -104,55 +104,35 @@ class MLP(nn.Module):
     preactivation: Preactivation = "save"
     implementation: Implementation = None
 
+    _first_layer: ClassVar[Any] = Dense
+    _first_name: ClassVar[str] = "up"
+
     @nn.compact
     def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
         """Maps (..., in) to (..., out_features); adds `residual` of that shape."""
-        hidden = Dense(
+        names = ("use_bias", "dtype", "param_dtype", "precision", "bias_init", "implementation")
+        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
+        hidden = self._first_layer(
             self.hidden_features, activation=self.activation, preactivation=self.preactivation,
-            kernel_init=self.kernel_init, **_shared(self), name="up",
+            kernel_init=self.kernel_init, **shared, name=self._first_name,
         )(inputs)  # fmt: skip
-        return _down(self, jnp.shape(inputs)[-1])(hidden, residual=residual)
+        return Dense(
+            jnp.shape(inputs)[-1] if self.out_features is None else self.out_features,
+            kernel_init=self.down_kernel_init or self.kernel_init, **shared, name="down",
+        )(hidden, residual=residual)  # fmt: skip
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(MLP):
     """down(activation(gate(x)) * up(x)): see `jax_hopper_gemm.nn.GatedMLP`.
 
     Attributes: as in `MLP`, but for the activation and that there is no bias by default.
     """
 
-    hidden_features: int
-    out_features: int | None = None
     activation: Activation = "silu"
     use_bias: bool = False
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    precision: Any = None
-    kernel_init: Any = nn.Dense.kernel_init
-    bias_init: Any = nn.Dense.bias_init
-    down_kernel_init: Any = None
-    preactivation: Preactivation = "save"
-    implementation: Implementation = None
 
-    @nn.compact
-    def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
-        """Maps (..., in) to (..., out_features); adds `residual` of that shape."""
-        hidden = GatedDense(
-            self.hidden_features, activation=self.activation, preactivation=self.preactivation,
-            kernel_init=self.kernel_init, **_shared(self), name="gate_up",
-        )(inputs)  # fmt: skip
-        return _down(self, jnp.shape(inputs)[-1])(hidden, residual=residual)
-
-
-def _shared(mlp: Any) -> dict[str, Any]:
-    names = ("use_bias", "dtype", "param_dtype", "precision", "bias_init", "implementation")
-    return {name: getattr(mlp, name) for name in names}
-
-
-def _down(mlp: Any, in_features: int) -> Dense:
-    return Dense(
-        in_features if mlp.out_features is None else mlp.out_features,
-        kernel_init=mlp.down_kernel_init or mlp.kernel_init, **_shared(mlp), name="down",
-    )  # fmt: skip
+    _first_layer: ClassVar[Any] = GatedDense
+    _first_name: ClassVar[str] = "gate_up"
 
 
 def _pair_of(init: Any) -> Any:
