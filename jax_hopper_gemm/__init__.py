@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import moe as moe
 from .config import FallbackWarning as FallbackWarning
 from .lowering import export_disabled_checks as export_disabled_checks
 from .ops import Explanation as Explanation
@@ -10,5 +11,8 @@ from .ops import dot_general as dot_general
 from .ops import einsum as einsum
 from .ops import explain as explain
 from .ops import gated_linear_unit as gated_linear_unit
+from .ops import intercept_ragged_dot as intercept_ragged_dot
 from .ops import matmul as matmul
+from .ops import ragged_dot as ragged_dot
+from .ops import ragged_dot_general as ragged_dot_general
 from .ops import supports as supports

@@ -175,17 +175,17 @@ def as_gemm(
     i = _indices(subscripts, lhs_shape, rhs_shape, operands)
     graph_operands = epilogue.operands if epilogue else ()
     layouts = tuple(
-        _operand_layout(operand.kind, *(x.along(FIRST_OPERAND + j) for x in (i.m, i.n, i.batch)))
+        operand_layout(operand.kind, *(x.along(FIRST_OPERAND + j) for x in (i.m, i.n, i.batch)))
         for j, operand in enumerate(graph_operands)
     )
     problem = GemmProblem(
         i.m.extent, i.n.extent, i.k.extent, i.batch.extent, ab_dtype, d_dtype,
-        a=_layout("m", i.m.along(A), i.k.along(A), i.batch.along(A)),
-        b=_layout("n", i.n.along(B), i.k.along(B), i.batch.along(B)),
-        d=_layout("n", i.n.along(D), i.m.along(D), i.batch.along(D)),
+        a=strided_layout("m", i.m.along(A), i.k.along(A), i.batch.along(A)),
+        b=strided_layout("n", i.n.along(B), i.k.along(B), i.batch.along(B)),
+        d=strided_layout("n", i.n.along(D), i.m.along(D), i.batch.along(D)),
         epilogue=epilogue,
         operands=layouts,
-        up_offset=_up_offset(subscripts, rhs_shape),
+        up_offset=up_offset(subscripts, rhs_shape, stacked_letter(subscripts)),
     )  # fmt: skip
     if problem.gated and i.swapped:
         raise NotAGemm("the result of a gated product ends with an axis of the left operand")
@@ -211,7 +211,7 @@ def _indices(
     if kept and kept[-1] in lhs and kept[-1] in rhs:
         raise NotAGemm("the result's last axis is a batch axis, so no matrix of it is row-major")
     a, b = (rhs, lhs) if swapped else (lhs, rhs)
-    strides = [_strides(labels, extents) for labels in (a, b, out, *operands)]
+    strides = [compact_strides(labels, extents) for labels in (a, b, out, *operands)]
     unit = Axis("", 1, (0,) * len(strides))
     axes: dict[tuple[bool, bool], list[Axis]] = {}
     for label in dict.fromkeys(out + lhs):
@@ -236,12 +236,12 @@ def _indices(
     return _Indices(m, n, (contracted or [unit])[0], (batch or [unit])[0], swapped)
 
 
-def _strides(labels: str, extents: dict[str, int]) -> dict[str, int]:
+def compact_strides(labels: str, extents: dict[str, int]) -> dict[str, int]:
     return {label: prod(extents[x] for x in labels[i + 1 :]) for i, label in enumerate(labels)}
 
 
-def _up_offset(subscripts: str, rhs_shape: Sequence[int]) -> int | None:
-    letter = stacked_letter(subscripts)
+def up_offset(subscripts: str, rhs_shape: Sequence[int], letter: str) -> int | None:
+    """Returns how far up lies behind gate, told apart by `letter`; None where that is ""."""
     _, rhs, _ = split(subscripts)
     return prod(rhs_shape[rhs.index(letter) + 1 :]) if letter else None
 
@@ -271,7 +271,7 @@ def _merged(axes: list[Axis], array: int) -> list[Axis]:
     return merged
 
 
-def _operand_layout(
+def operand_layout(
     kind: str, m: tuple[int, int], n: tuple[int, int], batch: tuple[int, int]
 ) -> MatrixLayout:
     """Returns the layout of an epilogue's operand from its (extent, stride) pairs."""
@@ -293,7 +293,7 @@ def _operand_layout(
     return MatrixLayout("m" if kind == "column" else "n", own, batch_stride)
 
 
-def _layout(
+def strided_layout(
     name: Major, own: tuple[int, int], other: tuple[int, int], batch: tuple[int, int]
 ) -> MatrixLayout:
     """Returns the layout of one array from its (extent, stride) pairs.

@@ -4,6 +4,10 @@
 the function of the product. Its derivative is again made of products and functions of arrays:
 `hopper_dot` for the product's tangent and `epilogue_tangent` for the function's, whose transpose
 finds its way into the product that comes before it (see `fused_tangent`).
+
+The product may be a ragged one: then an array of sizes, which cuts the rows into spans, is the
+first operand of the function, too. What of it varies by groups, or is 0 in rows of no group, stands
+in the function as operations of `group_rows`.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import jax
@@ -24,6 +29,7 @@ from jax.interpreters import partial_eval as pe
 
 from .contraction import split
 from .fused_tangent import Accumulate, Recompute, batched_product, epilogue_tangent_p
+from .group_rows import live_rows, live_rows_p, rows_of_groups, rows_of_groups_p
 from .jaxprs import (
     ClosedJaxpr,
     is_inexact,
@@ -35,8 +41,10 @@ from .jaxprs import (
     transpose_by,
 )
 from .lowering import Call, register_lowering
-from .primitive import cotangent_of, reference_dot
+from .primitive import alike_in_shard_map, as_cotangent, cotangent_of
+from .ragged import sizes_of_each
 from .routing import Product
+from .spans import ROWS, ROWS_TRANSPOSED, Spans
 
 hopper_fused_p = Primitive("hopper_fused")
 hopper_dots_p = Primitive("hopper_dots")
@@ -59,18 +67,26 @@ def fused_dot(
     implementation: str | None,
     in_place: int | None = None,
     out_sharding: Any = None,
+    sizes: jax.Array | None = None,
+    spans: Spans | None = None,
 ) -> Any:
     """Returns `function(product, *operands)`, or `function(gate, up, *operands)`.
 
     The function sees products as float32 arrays of the result's axes; of types that float32
     cannot hold they keep their own. Arrays that it closes over are operands, too.
 
+    With `spans` the product is a ragged one, T rows in groups, and an operand of rank 3, (W, 1, N)
+    or (W, 1, 1), has an entry for each of W groups: the function sees (T, N) or (T, 1), each row's
+    own. Rows of no group are 0 in the product, in such operands, and in results of the product's
+    shape, whatever the function makes of them. The gradient by such an operand is summed in
+    float32 over the rows of each group, of cotangents as wide as those of the product.
+
     Args:
       lhs: the left operand.
       rights: the right operand; or gate and up, of one shape; or one array that stacks them, along
         an axis of extent 2 whose letter stands nowhere else in `subscripts`.
       operands: arrays.
-      subscripts: as in `contraction.as_gemm`.
+      subscripts: as in `contraction.as_gemm`; of a ragged product as in `Accumulate`.
       precision: parameter of `lax.dot_general_p`, already canonical.
       product_dtype: dtype of the product without a function. A result with the product's shape
         that the function leaves as it came is cast to it.
@@ -80,15 +96,27 @@ def fused_dot(
       implementation: None, "hopper" or "xla".
       in_place: the operand whose memory the first result may take, if both are alike.
       out_sharding: as in `hopper_dot`, for the product.
+      sizes, spans: of a ragged product, as in `ragged.hopper_ragged_dot`.
 
     Raises:
       ValueError: `out_dtypes` has another length than the results.
     """
     operands = tuple(map(jnp.asarray, operands))
-    lhs, *rights = _alike_in_shard_map(lhs, *rights)
-    dtype = _accumulator_dtype(product_dtype)
-    accumulate = Accumulate(subscripts, dtype, precision, out_sharding, implementation)
-    accumulators = jax.eval_shape(partial(accumulate, product=_reference_product), lhs, rights)
+    dtype = accumulator_dtype(product_dtype)
+    accumulate = Accumulate(subscripts, dtype, precision, out_sharding, implementation, spans)
+    if spans:
+        assert sizes is not None
+        lhs, *rights, sizes = alike_in_shard_map(lhs, *rights, sizes)
+        by_group = tuple(x.ndim == 3 for x in operands)
+        function = partial(_by_rows, function, by_group, spans, lhs.dtype)
+        pairs = zip(operands, by_group, strict=True)
+        operands = (sizes, *(lax.squeeze(x, (1,)) if each else x for x, each in pairs))
+        in_place = None if in_place is None else in_place + 1
+    else:
+        lhs, *rights = alike_in_shard_map(lhs, *rights)
+    accumulators = jax.eval_shape(
+        partial(accumulate, by_xla=True), lhs, rights, *operands[: accumulate.sizes]
+    )
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*accumulators, *operands)
     results, structure = jax.tree.flatten(shapes)
     if out_dtypes is not None and len(out_dtypes) != len(results):
@@ -105,7 +133,16 @@ def fused_dot(
 
     def complete(*args: Any) -> list[Any]:
         outputs = eval_jaxpr(closed.jaxpr, args[count:], *args[:count])
-        return [x.astype(to) for x, to in zip(outputs, dtypes, strict=True)]
+        found = [x.astype(to) for x, to in zip(outputs, dtypes, strict=True)]
+        if spans is None:
+            return found
+        products, rows = args[: len(accumulators)], args[len(accumulators)]
+        return [
+            live_rows(x, rows, spans)
+            if x.shape == product.shape and not any(output is y for y in products)
+            else x
+            for x, output in zip(found, outputs, strict=True)
+        ]
 
     params = {
         "jaxpr": traced(complete, *accumulators, *operands, *closed.consts),
@@ -120,24 +157,30 @@ def fused_dot(
     return jax.tree.unflatten(structure, hopper_fused_p.bind(*args, **params))
 
 
-def _alike_in_shard_map(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays, each varying over every mesh axis that one of them varies over."""
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    missing = [frozenset().union(*varying) - own for own in varying]
-    return [
-        lax.pcast(x, tuple(axes), to="varying") if axes else x
-        for x, axes in zip(arrays, missing, strict=True)
+def _by_rows(
+    function: Callable[..., Any], by_group: tuple[bool, ...], spans: Spans, dtype: Any, *args: Any
+) -> Any:
+    """Returns `function` of products and operands, those `by_group` taken to the rows.
+
+    Args:
+      dtype: in which gradients by these are summed.
+      *args: products, sizes, operands.
+    """
+    count = len(args) - 1 - len(by_group)
+    products, sizes, operands = args[:count], args[count], args[count + 1 :]
+    length = products[0].shape[0]
+    operands = [
+        rows_of_groups(x, sizes, spans, length, dtype) if each else x
+        for x, each in zip(operands, by_group, strict=True)
     ]
+    return function(*products, *operands)
 
 
-def _accumulator_dtype(product_dtype: Any) -> np.dtype:
+def accumulator_dtype(product_dtype: Any) -> np.dtype:
+    """Returns the dtype in which an epilogue sees a product of this dtype."""
     dtype = jnp.dtype(product_dtype)
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4
     return jnp.dtype("float32") if narrow else dtype
-
-
-def _reference_product(lhs: Any, right: Any, **params: Any) -> jax.Array:
-    return reference_dot(lhs, right, **params)
 
 
 def _split(args: Sequence[Any], rights: int) -> tuple[Any, Sequence[Any], Sequence[Any]]:
@@ -146,12 +189,18 @@ def _split(args: Sequence[Any], rights: int) -> tuple[Any, Sequence[Any], Sequen
 
 
 def _reference(
-    *args: Any, jaxpr: ClosedJaxpr, rights: int, accumulate: Accumulate, **params: Any
+    *args: Any,
+    jaxpr: ClosedJaxpr,
+    rights: int,
+    accumulate: Accumulate,
+    by_xla: bool = True,
+    **params: Any,
 ) -> list[Any]:
-    """The results as XLA computes them.
+    """The results as XLA computes them; if not `by_xla`, but for the products.
 
     Args:
-      *args: the left operand, the right ones, the function's operands.
+      *args: the left operand, the right ones, the function's operands; of these, sizes come
+        first where the product is a ragged one.
       jaxpr: the function, of the accumulators and its operands.
       rights: number of right operands.
       accumulate: how the accumulators come from them.
@@ -159,7 +208,8 @@ def _reference(
         kernels heed.
     """
     lhs, right_operands, operands = _split(args, rights)
-    accumulators = accumulate(lhs, right_operands, _reference_product)
+    sizes = operands[: accumulate.sizes]
+    accumulators = accumulate(lhs, right_operands, *sizes, by_xla=by_xla)
     return jaxpr_as_fun(jaxpr)(*accumulators, *operands)
 
 
@@ -169,12 +219,25 @@ def _abstract_eval(*avals: Any, **params: Any) -> list[Any]:
 
 def product_of(avals: Sequence[Any], params: dict[str, Any]) -> Product:
     """Returns what a `hopper_fused_p` of these abstract values asks for."""
-    lhs, right_avals, _ = _split(avals, params["rights"])
+    lhs, right_avals, operands = _split(avals, params["rights"])
     right = right_avals[0]
     accumulate, function = params["accumulate"], params["jaxpr"]
-    return Product(
+    spans = accumulate.spans
+    product = Product(
         accumulate.subscripts, lhs.shape, lhs.dtype.name, right.shape, right.dtype.name,
-        function.out_avals[0].dtype.name, accumulate.precision, params["rights"], function,
+        function.out_avals[0].dtype.name, accumulate.precision, params["rights"], function, spans,
+    )  # fmt: skip
+    if spans is None:
+        return product
+    if accumulate.batch:
+        own = right.ndim > len(split(accumulate.subscripts)[1])
+        spans = replace(spans, step=spans.count if own else 0)
+        lhs, right, sizes = traced(partial(_flat, accumulate), lhs, right, operands[0]).out_avals
+    else:
+        sizes = operands[0]
+    return replace(
+        product, lhs_shape=lhs.shape, rhs_shape=right.shape, spans=spans,
+        sizes=sizes.shape[0], sizes_operand=0,
     )  # fmt: skip
 
 
@@ -204,7 +267,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     elif params["preactivation"] == "recompute":
         recompute = Recompute(accumulate, rights, tuple(needed[:count]))
         outputs = hopper_fused_p.bind(*primals, **params)
-        residuals = [lhs, *right_operands, *needed_operands]
+        residuals = [lhs, *right_operands, *operands[: accumulate.sizes], *needed_operands]
     else:
         accumulators = [i for i in range(count) if needed[i]]
         outputs, kept = _with_accumulators(primals, accumulators, dtype, params)
@@ -212,7 +275,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     tangents_out = iter(
         epilogue_tangent_p.bind(
             *residuals, *linear, jaxpr=derivative, residuals=len(residuals),
-            plane_axis=plane_axis, recompute=recompute,
+            plane_axis=plane_axis, recompute=recompute, products=len(moved),
         )
     )  # fmt: skip
     return outputs, [
@@ -229,19 +292,20 @@ def _product_tangents(
     Where the right operand stacks gate and up, so does the one tangent: along the axis that is
     returned, else None.
     """
-    lhs, right_operands, _ = _split(primals, rights)
+    lhs, right_operands, operands = _split(primals, rights)
     lhs_tangent, right_tangents, _ = _split(tangents, rights)
+    sizes = operands[: accumulate.sizes]
     found: dict[int, Any] = {}
     if type(lhs_tangent) is not ad.Zero:
         if rights == 2:
             found |= enumerate(
-                hopper_dots_p.bind(lhs_tangent, *right_operands, accumulate=accumulate)
+                hopper_dots_p.bind(lhs_tangent, *right_operands, *sizes, accumulate=accumulate)
             )
         else:
-            found[0] = accumulate.together(lhs_tangent, right_operands[0])
+            found[0] = accumulate.together(lhs_tangent, right_operands[0], *sizes)
     for i, right_tangent in enumerate(right_tangents):
         if type(right_tangent) is not ad.Zero:
-            product = accumulate.together(lhs, right_tangent)
+            product = accumulate.together(lhs, right_tangent, *sizes)
             found[i] = lax.add(found[i], product) if i in found else product
     return found, accumulate.plane_axis() if found else None
 
@@ -272,9 +336,11 @@ def _place(jaxpr: ClosedJaxpr, index: int, dtype: Any) -> int | None:
     source = jaxpr.jaxpr.invars[index]
     same = {source} if source.aval.dtype == dtype else set()
     for equation in jaxpr.jaxpr.eqns:
-        convert = equation.primitive is lax.convert_element_type_p
-        if convert and equation.invars[0] is source and equation.outvars[0].aval.dtype == dtype:
-            same.add(equation.outvars[0])
+        (x, *_), (out, *_) = equation.invars, equation.outvars
+        convert = equation.primitive is lax.convert_element_type_p and x is source
+        masked = equation.primitive is live_rows_p and any(x is y for y in same)
+        if (convert and out.aval.dtype == dtype) or masked:
+            same.add(out)
     outputs = enumerate(jaxpr.jaxpr.outvars)
     return next((i for i, x in outputs if any(x is y for y in same)), None)
 
@@ -286,25 +352,49 @@ def _batch(axis_data: Any, args: Any, axes: Any, **params: Any) -> tuple[list[An
     if all(axis is None for axis in axes):
         outputs = hopper_fused_p.bind(*args, **params)
         return outputs, [None] * len(outputs)
-    rights, count = params["rights"], 1 + params["rights"]
+    rights, sizes = params["rights"], params["accumulate"].sizes
+    count = 1 + rights + sizes
     products, accumulate, product_axis = batched_product(
         axis_data, args[:count], axes[:count], params["accumulate"]
     )
+    lhs, right_operands, operands = _split((*products, *args[count:]), rights)
+    operands, axes = list(operands), [product_axis] * sizes + list(axes[count:])
+    if sizes and product_axis is not None:
+        _as_rows_lie(axis_data.size, products, operands, axes, params)
     accumulators = jax.eval_shape(
-        partial(accumulate, product=_reference_product), products[0], products[1:]
+        partial(accumulate, by_xla=True), lhs, right_operands, *operands[:sizes]
     )
     function = mapped(
         params["jaxpr"],
-        [product_axis] * len(accumulators) + list(axes[count:]),
+        [product_axis] * len(accumulators) + axes,
         axis_data.size,
-        [*accumulators, *args[count:]],
+        [*accumulators, *operands],
     )
     outputs = hopper_fused_p.bind(
-        *products, *args[count:],
+        lhs, *right_operands, *operands,
         jaxpr=function, rights=rights, accumulate=accumulate,
         preactivation=params["preactivation"], in_place=params["in_place"],
     )  # fmt: skip
     return outputs, [0] * len(outputs)
+
+
+def _as_rows_lie(
+    size: int, products: Sequence[Any], operands: list[Any], axes: list[Any], params: dict[str, Any]
+) -> None:
+    """Maps what a kernel for a mapped ragged product could not read as it is: changes the lists.
+
+    To it the rows of all matrices are one long axis, so what varies along rows varies along all of
+    it. Where each matrix has groups of its own, so have operands by group.
+    """
+    lhs, right, jaxpr = products[0], products[1], params["jaxpr"].jaxpr
+    inputs = jaxpr.invars[len(jaxpr.invars) - len(operands) :]
+    by_group = [e.invars[0] for e in jaxpr.eqns if e.primitive is rows_of_groups_p]
+    own_groups = right.ndim > len(split(params["accumulate"].subscripts)[1])
+    for i, (x, axis) in enumerate(zip(operands, axes, strict=True)):
+        along_rows = jnp.ndim(x) > 1 and x.shape[-2] == lhs.shape[-2]
+        each = own_groups and any(inputs[i] is variable for variable in by_group)
+        if axis is None and (along_rows or each):
+            operands[i], axes[i] = jnp.broadcast_to(x, (size, *x.shape)), 0
 
 
 def _without_unused(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
@@ -313,9 +403,9 @@ def _without_unused(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
     if not any(used):
         return [False] * len(equation.invars), None
     params, count = dict(equation.params), 1 + equation.params["rights"]
-    accumulators = len(params["jaxpr"].in_avals) - (len(equation.invars) - count)
-    operands = len(equation.invars) - count
-    kept = [True] * accumulators + [False] * operands
+    operands, sizes = len(equation.invars) - count, params["accumulate"].sizes
+    accumulators = len(params["jaxpr"].in_avals) - operands
+    kept = [True] * (accumulators + sizes) + [False] * (operands - sizes)
     params["jaxpr"], needed = pruned(params["jaxpr"], used, kept)
     needed = needed[accumulators:]
     if (index := params["in_place"]) is not None:
@@ -330,15 +420,42 @@ def _without_unused(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
 
 
 _lower_to_xla = mlir.lower_fun(_reference, multiple_results=True)
+_lower_apart = mlir.lower_fun(partial(_reference, by_xla=False), multiple_results=True)
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-    lhs, rights, operands = _split(values, params["rights"])
-    _, _, avals = _split(ctx.avals_in, params["rights"])
+    accumulate, count = params["accumulate"], 1 + params["rights"]
+    operands, avals = values[count:], ctx.avals_in[count:]
+    products, product_avals, sizes = values[:count], ctx.avals_in[:count], None
     product = product_of(ctx.avals_in, params)
-    call = Call(product, (lhs, *rights), tuple(operands), tuple(avals), params["in_place"])
-    launched = call.lower(ctx, params["accumulate"].implementation)
-    return launched or _lower_to_xla(ctx, *values, **params)
+    if accumulate.spans:
+        products, sizes = values[:count], operands[0]
+    if accumulate.batch:
+        flat = partial(_flat, accumulate)
+        given = (*product_avals, avals[0])
+        product_avals = traced(flat, *given).out_avals
+        *products, sizes = mlir.lower_fun(flat, multiple_results=True)(
+            ctx.replace(avals_in=given, avals_out=product_avals), *products, sizes
+        )
+    call = Call(
+        product, tuple(products), tuple(operands), tuple(avals), params["in_place"], sizes=sizes
+    )
+    launched = call.lower(ctx, accumulate.implementation)
+    if launched:
+        return launched
+    # XLA has no ragged product that would be worth keeping a function with.
+    to_xla = _lower_apart if accumulate.spans else _lower_to_xla
+    return to_xla(ctx, *values, **params)
+
+
+def _flat(accumulate: Accumulate, lhs: Any, *others: Any) -> list[Any]:
+    """Returns the operands of the one product that a mapped ragged product is."""
+    *rights, sizes = others
+    batch, rank = accumulate.batch, len(split(accumulate.subscripts)[1])
+    length, size = lhs.shape[batch], prod(lhs.shape[:batch])
+    sizes = sizes_of_each(sizes.reshape(size, -1), length, size)
+    rights = [x.reshape(-1, *x.shape[x.ndim - rank + 1 :]) for x in rights]
+    return [lhs.reshape(size * length, -1), *rights, sizes]
 
 
 hopper_fused_p.def_abstract_eval(_abstract_eval)
@@ -356,19 +473,28 @@ register_lowering(
 # product adds to the first one's result where that lies.
 
 
-def _dots(lhs: Any, *rights: Any, accumulate: Accumulate) -> list[Any]:
-    return accumulate(lhs, rights)
+def _dots(lhs: Any, *others: Any, accumulate: Accumulate) -> list[Any]:
+    count = len(others) - accumulate.sizes
+    return accumulate(lhs, others[:count], *others[count:])
 
 
-def _transpose_dots(cotangents: Any, lhs: Any, *rights: Any, accumulate: Accumulate) -> list[Any]:
+def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, accumulate: Accumulate) -> list[Any]:
     if not ad.is_undefined_primal(lhs):
-        return transpose_by(_dots, cotangents, lhs, *rights, accumulate=accumulate)
+        return transpose_by(_dots, cotangents, lhs, *others, accumulate=accumulate)
+    rights, sizes = others[: len(cotangents)], others[len(cotangents) :]
     pairs = zip(cotangents, rights, strict=True)
     given = [(ct, right) for ct, right in pairs if type(ct) is not ad.Zero]
     if not given:
-        return [ad.Zero(lhs.aval), *(None for _ in rights)]
-    lhs_labels, rhs_labels, out = split(accumulate.subscripts)
+        return [ad.Zero(lhs.aval), *(None for _ in others)]
     (cotangent, right), *more = given
+    if accumulate.spans:
+        other = {ROWS: ROWS_TRANSPOSED, ROWS_TRANSPOSED: ROWS}[accumulate.subscripts]
+        gradients = replace(accumulate, subscripts=other)
+        first = as_cotangent(lhs.aval, gradients.together(cotangent, right, *sizes))
+        for cotangent, right in more:
+            first = _added(first, gradients, cotangent, right, *sizes)
+        return [first, *(None for _ in others)]
+    lhs_labels, rhs_labels, out = split(accumulate.subscripts)
     gradient = f"{out},{rhs_labels}->{lhs_labels}"
     first = cotangent_of(
         lhs.aval, cotangent, right, subscripts=gradient, precision=accumulate.precision,
@@ -383,7 +509,23 @@ def _transpose_dots(cotangents: Any, lhs: Any, *rights: Any, accumulate: Accumul
             implementation=accumulate.implementation, in_place=0,
             out_sharding=None if lhs.aval.sharding.mesh.empty else lhs.aval.sharding,
         )  # fmt: skip
-    return [first, *(None for _ in rights)]
+    return [first, *(None for _ in others)]
+
+
+def _added(x: Any, accumulate: Accumulate, lhs: Any, right: Any, sizes: Any) -> Any:
+    """Returns a matrix plus a ragged product, where the matrix lies."""
+    accumulate = replace(accumulate, dtype=accumulator_dtype(x.dtype))
+    assert (spans := accumulate.spans)
+
+    def function(product: Any, sizes: Any, x: Any) -> list[Any]:
+        return [live_rows((product + x).astype(x.dtype), sizes, spans)]
+
+    product = jax.eval_shape(partial(accumulate.together, by_xla=True), lhs, right, sizes)
+    (found,) = hopper_fused_p.bind(
+        lhs, right, sizes, x, jaxpr=traced(function, product, sizes, x), rights=1,
+        accumulate=accumulate, preactivation="save", in_place=1,
+    )  # fmt: skip
+    return found
 
 
 def _batch_dots(

@@ -21,8 +21,9 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, xla
 from jax.interpreters import partial_eval as pe
 
-from .contraction import stacked_letter, stacked_result
+from .contraction import split, stacked_letter, stacked_result
 from .dot_general import padded_partitions, with_partitions
+from .group_rows import mapped_first, mapped_shared, without_masks
 from .jaxprs import (
     ClosedJaxpr,
     jvp_by,
@@ -32,8 +33,10 @@ from .jaxprs import (
     transposed,
     with_accumulator,
 )
-from .lowering import Call, is_launch, launcher_violation, product_at, register_lowering
-from .primitive import hopper_dot, with_batch
+from .lowering import is_launch, launcher_violation, product_at, register_lowering
+from .primitive import hopper_dot, reference_dot, with_batch
+from .ragged import hopper_ragged_dot
+from .spans import Spans, gate_letter
 
 epilogue_p = Primitive("epilogue")
 epilogue_tangent_p = Primitive("epilogue_tangent")
@@ -47,9 +50,14 @@ class Accumulate:
     """How accumulators are computed, outside of any kernel's epilogue.
 
     Attributes:
-      subscripts: as in `contraction.as_gemm`.
+      subscripts: as in `contraction.as_gemm`; of a ragged product, a form of rows in `ragged`, or
+        "mk,gkcn->mn" where weights hold gate and up.
       dtype: of the accumulators.
       precision, out_sharding, implementation: as in `hopper_dot`.
+      spans: of a ragged product, which spans of rows belong to which group. The sizes that cut
+        the rows are one more operand, behind the right ones.
+      batch: number of axes that `vmap` put in front of those of a ragged product: of the left
+        operand, the sizes and the result, and of the right operands unless all share them.
     """
 
     subscripts: str
@@ -57,33 +65,69 @@ class Accumulate:
     precision: Any
     out_sharding: Any
     implementation: str | None
+    spans: Spans | None = None
+    batch: int = 0
 
     @property
     def stacked(self) -> bool:
         """Whether the right operand holds gate and up."""
-        return bool(stacked_letter(self.subscripts))
+        return bool(self._stacked_letter)
+
+    @property
+    def _stacked_letter(self) -> str:
+        return (gate_letter if self.spans else stacked_letter)(self.subscripts)
+
+    @property
+    def sizes(self) -> int:
+        """How many operands stand between the right ones and the function's: 1 or 0."""
+        return 1 if self.spans else 0
 
     def plane_axis(self) -> int | None:
         """Returns the axis of gate and up in `together`'s result; None where there is none."""
+        if self.stacked and self.spans:
+            return self.batch + 1
         return stacked_result(self.subscripts)[1] if self.stacked else None
 
-    def together(self, lhs: Any, right: Any, product: Any = hopper_dot) -> Any:
-        """Returns one product: with gate and up stacked, an array of both."""
+    def together(self, lhs: Any, right: Any, *sizes: Any, by_xla: bool = False) -> Any:
+        """Returns one product: with gate and up stacked, an array of both.
+
+        With `by_xla` no kernel takes part.
+        """
+        if self.spans:
+            return self._ragged(lhs, right, *sizes, by_xla=by_xla)
         subscripts, sharding = self.subscripts, self.out_sharding
         if self.stacked:
             subscripts, axis = stacked_result(subscripts)
             if sharding is not None:
                 parts = list(padded_partitions(sharding, len(subscripts.split("->")[1]) - 1))
                 sharding = with_partitions(sharding, (*parts[:axis], None, *parts[axis:]))
-        return product(
+        return (reference_dot if by_xla else hopper_dot)(
             lhs, right, subscripts=subscripts, precision=self.precision,
             preferred_element_type=self.dtype, out_sharding=sharding,
             implementation=self.implementation,
         )  # fmt: skip
 
-    def __call__(self, lhs: Any, rights: Sequence[Any], product: Any = hopper_dot) -> list[Any]:
+    def _ragged(self, lhs: Any, right: Any, sizes: Any, *, by_xla: bool) -> Any:
+        assert self.spans
+        subscripts, shared = self.subscripts, right.ndim == len(split(self.subscripts)[1])
+        if self.stacked:  # their columns side by side
+            right = right.reshape(*right.shape[:-2], -1)
+            subscripts = subscripts.replace(self._stacked_letter, "")
+        product = partial(
+            hopper_ragged_dot, subscripts=subscripts, spans=self.spans, precision=self.precision,
+            preferred_element_type=self.dtype,
+            implementation="xla" if by_xla else self.implementation,
+        )  # fmt: skip
+        for _ in range(self.batch):
+            product = jax.vmap(product, (0, None if shared else 0, 0))
+        found = product(lhs, right, sizes)
+        return found.reshape(*found.shape[:-1], 2, -1) if self.stacked else found
+
+    def __call__(
+        self, lhs: Any, rights: Sequence[Any], *sizes: Any, by_xla: bool = False
+    ) -> list[Any]:
         """Returns the accumulators, an array each."""
-        arrays = [self.together(lhs, right, product) for right in rights]
+        arrays = [self.together(lhs, right, *sizes, by_xla=by_xla) for right in rights]
         return unstacked(arrays, self.plane_axis())
 
 
@@ -101,7 +145,8 @@ class Recompute:
 
     Attributes:
       accumulate: how.
-      rights: number of right operands; these and the left one come first among the residuals.
+      rights: number of right operands; the left one, these, and sizes come first among the
+        residuals.
       used: which accumulators the derivative needs.
     """
 
@@ -111,8 +156,9 @@ class Recompute:
 
     def residuals(self, kept: Sequence[Any]) -> list[Any]:
         """Returns the derivative's residuals from those kept for it."""
-        lhs, rights, rest = kept[0], kept[1 : 1 + self.rights], kept[1 + self.rights :]
-        accumulators = self.accumulate(lhs, rights)
+        (lhs, *rights), rest = kept[: 1 + self.rights], kept[1 + self.rights :]
+        sizes, rest = rest[: self.accumulate.sizes], rest[self.accumulate.sizes :]
+        accumulators = self.accumulate(lhs, rights, *sizes)
         return [x for x, used in zip(accumulators, self.used, strict=True) if used] + list(rest)
 
 
@@ -122,6 +168,7 @@ def _tangent(
     residuals: int,
     plane_axis: int | None,
     recompute: Recompute | None,
+    products: int,
 ) -> list[Any]:
     """The tangents of an epilogue's results.
 
@@ -131,6 +178,7 @@ def _tangent(
       residuals: how many of `args` are.
       plane_axis: that of gate and up in the first tangent, where it holds both.
       recompute: how the first residuals of the derivative come from the first of `args`.
+      products: how many of the tangents, the first, are those of products.
     """
     kept = list(args[:residuals])
     if recompute is not None:
@@ -145,6 +193,7 @@ def _transpose_tangent(
     residuals: int,
     plane_axis: int | None,
     recompute: Recompute | None,
+    products: int,
 ) -> list[Any]:
     kept, linear = list(args[:residuals]), args[residuals:]
     inner = len(jaxpr.in_avals) - len(linear) - (plane_axis is not None)  # residuals of `jaxpr`
@@ -161,6 +210,11 @@ def _transpose_tangent(
         if recompute is not None:
             kept = recompute.residuals(kept)
         function, used = transposed(jaxpr, inner, given, wanted)
+        count = products + (plane_axis is not None)
+        free = [i < count for i in wanted]
+        function, needed = without_masks(function, free, [False] * sum(used) + [True] * len(given))
+        still = iter(needed)
+        used = [use and next(still) for use in used]
         if plane_axis is not None and wanted[0] == 0:
             function, wanted = _stacking(function, plane_axis), [0, *wanted[2:]]
         kept = [x for x, use in zip(kept, used, strict=True) if use]
@@ -196,10 +250,16 @@ def _batch_tangent(
     residuals: int,
     plane_axis: int | None,
     recompute: Recompute | None,
+    products: int,
 ) -> tuple[list[Any], list[int | None]]:
     if all(axis is None for axis in axes):
         outputs = epilogue_tangent_p.bind(
-            *args, jaxpr=jaxpr, residuals=residuals, plane_axis=plane_axis, recompute=recompute
+            *args,
+            jaxpr=jaxpr,
+            residuals=residuals,
+            plane_axis=plane_axis,
+            recompute=recompute,
+            products=products,
         )
         return outputs, [None] * len(outputs)
     args, axes = list(args), list(axes)
@@ -208,7 +268,8 @@ def _batch_tangent(
         args, axes, recompute, product_axis = batched_recompute(axis_data, args, axes, recompute)
         inner = jax.eval_shape(recompute.residuals, args[:residuals])
         count = sum(recompute.used)
-        inner_axes = [product_axis] * count + axes[1 + recompute.rights : residuals]
+        first = 1 + recompute.rights + recompute.accumulate.sizes
+        inner_axes = [product_axis] * count + axes[first:residuals]
     linear, linear_axes = args[residuals:], axes[residuals:]
     if plane_axis is not None:
         axis = linear_axes[0]
@@ -224,7 +285,7 @@ def _batch_tangent(
     )
     outputs = epilogue_tangent_p.bind(
         *args[:residuals], *linear, jaxpr=function, residuals=residuals, plane_axis=plane_axis,
-        recompute=recompute,
+        recompute=recompute, products=products,
     )  # fmt: skip
     return outputs, [0] * len(outputs)
 
@@ -236,7 +297,7 @@ def batched_recompute(
 
     The last item is the axis of the accumulators: 0, or None where no product is mapped.
     """
-    count = 1 + recompute.rights
+    count = 1 + recompute.rights + recompute.accumulate.sizes
     operands, accumulate, product_axis = batched_product(
         axis_data, args[:count], axes[:count], recompute.accumulate
     )
@@ -250,11 +311,16 @@ def batched_product(
     """Returns the operands of a batched product, how it is computed, and the axis it is mapped on.
 
     Several right operands are given the same axes: mapped along their first, if any is mapped.
+
+    Args:
+      operands: the left one, the right ones, sizes; `axes` holds each one's mapped axis.
     """
     lhs, *rights = operands
     lhs_axis, *right_axes = axes
     if all(axis is None for axis in axes):
         return list(operands), accumulate, None
+    if accumulate.spans:
+        return _batched_ragged(axis_data.size, operands, axes, accumulate)
     if len(set(right_axes)) > 1:
         rights = [
             jnp.broadcast_to(x, (axis_data.size, *x.shape))
@@ -271,6 +337,23 @@ def batched_product(
         replace(accumulate, subscripts=subscripts, out_sharding=sharding),
         0,
     )
+
+
+def _batched_ragged(
+    size: int, operands: Sequence[Any], axes: Sequence[int | None], accumulate: Accumulate
+) -> tuple[list[Any], Accumulate, int]:
+    lhs, *rights, sizes = operands
+    lhs_axis, *right_axes, sizes_axis = axes
+    lhs, sizes = mapped_first(size, lhs, lhs_axis), mapped_first(size, sizes, sizes_axis)
+    if any(axis is not None for axis in right_axes):
+        rights = [mapped_first(size, x, a) for x, a in zip(rights, right_axes, strict=True)]
+        right_axes = [0] * len(rights)
+    rank, batch = len(split(accumulate.subscripts)[1]), sizes.shape[1:-1]
+    rights = [
+        mapped_shared(size, x, axis, batch, x.ndim - (axis is not None) > rank)
+        for x, axis in zip(rights, right_axes, strict=True)
+    ]
+    return [lhs, *rights, sizes], replace(accumulate, batch=accumulate.batch + 1), 0
 
 
 epilogue_tangent_p.def_abstract_eval(
@@ -329,12 +412,17 @@ def _lower_epilogue_for_cuda(
         if product is None or launcher_violation():
             continue
         function = with_accumulator(jaxpr, index, np.float32)
-        call = Call(
-            replace(product.product, function=function, out_dtype=ctx.avals_out[0].dtype.name),
-            product.values,
-            (*values[:index], *values[index + 1 :]),
-            (*ctx.avals_in[:index], *ctx.avals_in[index + 1 :]),
-        )
+        operands = (*values[:index], *values[index + 1 :])
+        sizes = [i for i, x in enumerate(operands) if product.product.spans and x == product.sizes]
+        call = replace(
+            product,
+            product=replace(
+                product.product, function=function, out_dtype=ctx.avals_out[0].dtype.name,
+                sizes_operand=sizes[0] if sizes else None,
+            ),
+            operands=operands,
+            avals=(*ctx.avals_in[:index], *ctx.avals_in[index + 1 :]),
+        )  # fmt: skip
         found = call.route(ctx, kernel_only=is_launch(value))
         if found.path != "hopper" or found.fusion is None:
             continue

@@ -8,7 +8,7 @@ operation, so that what reads its result can take the product's place, with an e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -29,9 +29,11 @@ from .epilogue import Result
 from .plan import result_shapes
 from .reductions import finish_partials
 from .routing import Product, Route, current_device, route
+from .spans import Spans, is_contraction, weights_in_order
 
 TARGET = "jax_hopper_gemm.v1.launch"
 PRODUCT = "jax_hopper_gemm.product"  # subscripts, of the call's operands in their order
+SPANS = "jax_hopper_gemm.spans"  # fields of `Spans`; the sizes are the call's third operand
 MLIR_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
@@ -91,6 +93,7 @@ class Call:
       values: the left operand, the right one or gate and up.
       operands, avals: what the epilogue reads, in its order, and their abstract values.
       in_place: the operand whose memory the first result takes, if it is a matrix like it.
+      sizes: of a ragged product, what cuts its rows into spans; int32.
     """
 
     product: Product
@@ -98,6 +101,7 @@ class Call:
     operands: tuple[Any, ...] = ()
     avals: tuple[Any, ...] = ()
     in_place: int | None = None
+    sizes: Any = None
 
     def lower(self, ctx: mlir.LoweringRuleContext, implementation: str | None) -> list[Any] | None:
         """Emits the launch, if a kernel is the answer.
@@ -132,13 +136,17 @@ class Call:
         XLA folds a transpose into its own products, but would copy the operand of a custom call.
         """
         product = self.product
+        if product.spans and is_contraction(product.subscripts):
+            return self
         lhs_labels, rhs_labels, out = split(product.subscripts)
-        lhs, lhs_labels, lhs_shape = _beneath_transpose(
-            self.values[0], lhs_labels, product.lhs_shape
-        )
+        lhs, lhs_shape = self.values[0], product.lhs_shape
+        if not product.spans:
+            lhs, lhs_labels, lhs_shape = _beneath_transpose(lhs, lhs_labels, lhs_shape)
         rights = [_beneath_transpose(x, rhs_labels, product.rhs_shape) for x in self.values[1:]]
         ((rhs_labels, rhs_shape), *others) = {(labels, shape) for _, labels, shape in rights}
         if others:  # gate and up lie differently
+            return self
+        if product.spans and not weights_in_order(rhs_labels, product.subscripts):
             return self
         product = replace(
             product,
@@ -151,7 +159,7 @@ class Call:
     def launch(self, ctx: mlir.LoweringRuleContext, found: Route) -> list[Any]:
         """Emits the FFI call, everything row-major, and what XLA does with its results.
 
-        In go A, B, up, the epilogue's operands; out come its results and the workspaces.
+        In go A, B, up, the epilogue's operands, sizes; out come its results and the workspaces.
         """
         from .cubin import digest_of  # brings cuda-python with it
 
@@ -174,6 +182,8 @@ class Call:
                 if aval.dtype.name != operand.dtype:
                     value, aval = _converted(ctx, value, aval, operand.dtype)
                 inputs.append((value, aval))
+        if product.spans:
+            inputs.append((self.sizes, ShapedArray((product.sizes,), np.dtype("int32"))))
         values, avals = zip(*inputs, strict=True)
         workspaces = [ShapedArray((w.nbytes,), np.uint8) for w in found.plan.workspaces]
         results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
@@ -190,21 +200,19 @@ class Call:
             in_order = f"{rhs},{lhs}->{out}" if found.gemm.swapped else product.subscripts
             operation: Any = results[0].owner
             operation.attributes[PRODUCT] = mlir.ir_attribute(in_order)
+            if product.spans:
+                fields = ",".join(map(str, astuple(product.spans)))
+                operation.attributes[SPANS] = mlir.ir_attribute(fields)
             return results
         finish = mlir.lower_fun(partial(self._finished, found), multiple_results=True)
         context = ctx.replace(avals_in=[*outputs, *self.avals])
         return list(finish(context, *results, *self.operands))
 
-    def _extents(self) -> dict[str, int]:
-        lhs, rhs, _ = split(self.product.subscripts)
-        shape = (*self.product.lhs_shape, *self.product.rhs_shape)
-        return dict(zip(lhs + rhs, shape, strict=True))
-
     def _results(self, found: Route) -> list[ShapedArray]:
         """Returns the arrays that the kernel writes: matrices with the axes of the result."""
         assert found.gemm and found.spec and found.roles
         _, _, out = split(self.product.subscripts)
-        extents, columns = self._extents(), len(out.rstrip(found.roles.n))
+        extents, columns = self.product.extents, len(out.rstrip(found.roles.n))
         arrays = []
         whole = [r for r in found.gemm.problem.graph.results if r.plane == 0]
         written = result_shapes(found.gemm.problem, found.spec)
@@ -216,7 +224,7 @@ class Call:
             arrays.append(ShapedArray(shape, np.dtype(jnp.dtype(dtype))))
         return arrays
 
-    def _finished(self, found: Route, *arrays: jax.Array) -> Any:
+    def _finished(self, found: Route, *arrays: jax.Array) -> list[jax.Array]:
         """Returns the function's outputs from what the kernel wrote and the function's operands."""
         assert found.fusion
         whole = [result for result in found.fusion.graph.results if result.plane == 0]
@@ -235,7 +243,7 @@ class Call:
         assert found.roles
         if result.kind == "max":
             return jnp.max(array)
-        axes, extents = found.roles, self._extents()
+        axes, extents = found.roles, self.product.extents
         letters = axes.batch + (axes.n if result.kind == "column_sum" else axes.m)
         trailing = array.shape[2:]
         array = array.reshape([extents[letter] for letter in letters] + list(trailing))
@@ -261,11 +269,15 @@ def product_at(value: Any) -> Call | None:
         subscripts = _subscripts(operation)
     else:
         return None
-    lhs, rhs = list(operation.operands)
+    lhs, rhs, *sizes = list(operation.operands)
     if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, value)):
         return None
     (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, value))
     product = Product(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
+    if SPANS in operation.attributes:
+        spans = Spans(*map(int, operation.attributes[SPANS].value.split(",")))
+        product = replace(product, spans=spans, sizes=sizes[0].type.shape[0])
+        return Call(product, (lhs, rhs), sizes=sizes[0])
     return Call(product, (lhs, rhs))
 
 

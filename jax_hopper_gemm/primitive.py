@@ -63,6 +63,16 @@ def hopper_dot(
     )
 
 
+def alike_in_shard_map(*arrays: jax.Array) -> list[jax.Array]:
+    """Returns the arrays, each varying over every mesh axis that one of them varies over."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    missing = [frozenset().union(*varying) - own for own in varying]
+    return [
+        lax.pcast(x, tuple(axes), to="varying") if axes else x
+        for x, axes in zip(arrays, missing, strict=True)
+    ]
+
+
 @hopper_dot_p.def_impl
 def _eager(*operands: Any, **params: Any) -> Any:
     return xla.apply_primitive(hopper_dot_p, *operands, **params)
@@ -121,7 +131,11 @@ def _transpose_rhs(cotangent: Any, lhs: Any, rhs: Any, *, subscripts: str, **par
 
 def cotangent_of(primal: Any, cotangent: Any, other: Any, **params: Any) -> Any:
     params["out_sharding"] = None if primal.sharding.mesh.empty else primal.sharding
-    gradient = hopper_dot_p.bind(cotangent, other, **params)
+    return as_cotangent(primal, hopper_dot_p.bind(cotangent, other, **params))
+
+
+def as_cotangent(primal: Any, gradient: Any) -> Any:
+    """Returns a gradient in the dtype of the array that it belongs to."""
     complex_types = [np.issubdtype(x.dtype, np.complexfloating) for x in (primal, gradient)]
     if complex_types == [False, True]:
         gradient = lax.real(gradient)

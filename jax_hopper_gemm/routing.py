@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -14,8 +14,20 @@ from . import dispatch
 from .contraction import Gemm, NotAGemm, Roles, as_gemm, roles, split, stacked_letter
 from .jaxprs import ClosedJaxpr
 from .plan import LaunchPlan, make_plan
+from .spans import (
+    GROUPS,
+    Spans,
+    as_grouped_gemm,
+    gate_letter,
+    is_contraction,
+    ragged_extents,
+    ragged_roles,
+)
 from .spec import GemmSpec, Traversal
-from .tracing import Fusion, NotFusable, fuse
+from .tracing import Fusion, GroupedRows, NotFusable, fuse
+
+# Axes in front of the rows of a ragged product, and of its groups.
+ROW_LETTERS, GROUP_LETTERS = "ABCDEFGH", "STUVWXYZ"
 
 # Products of 16-bit floats are exact in float32, where the kernels add them: no `Precision` asks
 # for more, and these algorithms ask for just that.
@@ -32,7 +44,14 @@ class Product:
     Attributes:
       out_dtype: dtype of the result; with an epilogue, of its first one.
       rights: 2 for a gate and an up operand in two arrays of one shape.
-      function: the epilogue, over the accumulators and its operands; None: there is none.
+      function: the epilogue, over the accumulators and its operands; None: there is none. Of a
+        ragged product of rows it knows groups by the operations of `group_rows`, and its
+        accumulators may have the rows in several axes, where `vmap` added some.
+      spans: of a ragged product which spans of rows belong to which group; the subscripts are one
+        of the forms in `spans`.
+      sizes: number of sizes that cut the rows into spans.
+      sizes_operand: which operand of the function are these sizes, if one is; before `vmap` put
+        them behind one another.
     """
 
     subscripts: str
@@ -44,15 +63,31 @@ class Product:
     precision: Any = None
     rights: int = 1
     function: ClosedJaxpr | None = None
+    spans: Spans | None = None
+    sizes: int = 0
+    sizes_operand: int | None = None
 
     @property
     def accumulators(self) -> int:
-        return 2 if self.rights == 2 or stacked_letter(self.subscripts) else 1
+        letter = gate_letter if self.spans else stacked_letter
+        return 2 if self.rights == 2 or letter(self.subscripts) else 1
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """The extent of each letter."""
+        shapes = self.lhs_shape, self.rhs_shape
+        if self.spans:
+            return ragged_extents(self.subscripts, *shapes, self.spans, self.sizes)
+        lhs, rhs, _ = split(self.subscripts)
+        return dict(zip(lhs + rhs, (*self.lhs_shape, *self.rhs_shape), strict=True))
 
     def __str__(self) -> str:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)
         rhs = " and ".join([array_text(self.rhs_shape, self.rhs_dtype)] * self.rights)
         text = f"{lhs} x {rhs} by {self.subscripts!r} into {short_dtype(self.out_dtype)}"
+        if self.spans:
+            of = "contracted in" if is_contraction(self.subscripts) else "in"
+            text += f", rows {of} {self.spans.matrices(self.sizes)} groups"
         return f"{text} with an epilogue" if self.function else text
 
 
@@ -130,7 +165,7 @@ def route(product: Product, device: dispatch.Device, *, kernel_only: bool = Fals
     except (NotAGemm, NotFusable) as error:
         return Route("xla", str(error), "unsupported")
     decision = dispatch.choose(gemm.problem, device, kernel_only=kernel_only)
-    if fusion and not kernel_only and (reason := _read_again(fusion)):
+    if fusion and not kernel_only and not product.spans and (reason := _read_again(fusion)):
         return Route("xla", reason, "model", gemm, fusion=fusion, roles=found_roles)
     if decision.spec is None or decision.traversal is None:
         runs = not kernel_only and dispatch.choose(gemm.problem, device, kernel_only=True).spec
@@ -144,6 +179,11 @@ def route(product: Product, device: dispatch.Device, *, kernel_only: bool = Fals
 
 
 def _gemm(product: Product, d_dtype: str, *epilogue: Any) -> Gemm:
+    if product.spans:
+        return as_grouped_gemm(
+            product.subscripts, product.lhs_shape, product.rhs_shape, product.lhs_dtype, d_dtype,
+            product.spans, product.sizes, *epilogue,
+        )  # fmt: skip
     return as_gemm(
         product.subscripts, product.lhs_shape, product.rhs_shape, product.lhs_dtype, d_dtype,
         *epilogue,
@@ -159,6 +199,8 @@ def _fused(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles
     Raises:
       NotAGemm, NotFusable: with the reason.
     """
+    if product.spans:
+        return _fused_ragged(product, function)
     shapes = product.subscripts, product.lhs_shape, product.rhs_shape
     _, _, out = split(product.subscripts)
     avals: Any = function.in_avals[product.accumulators :]
@@ -178,6 +220,33 @@ def _fused(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles
     raise NotAGemm("the epilogue's operands leave open which axes of the result are rows")
 
 
+def _fused_ragged(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles]:
+    """Returns the canonical form of a ragged product with an epilogue; raises as `_fused`."""
+    found, spans = ragged_roles(product.subscripts), product.spans
+    _, _, out = split(product.subscripts)
+    rows, merged = None, {}
+    if not is_contraction(product.subscripts) and spans:
+        aval: Any = function.in_avals[0]
+        batch = len(aval.shape) - len(out)
+        out = ROW_LETTERS[:batch] + out
+        groups = GROUP_LETTERS[:batch] + GROUPS
+        found = replace(found, m=out.removesuffix(found.n))
+        merged = {found.m: "m", groups: GROUPS} if batch else {}
+        rows = GroupedRows(
+            product.sizes_operand, replace(spans, step=0) if batch else spans, groups,
+            each=spans.step != 0,
+        )  # fmt: skip
+    fusion = fuse(function, product.accumulators, out, found.m, found.n, rows=rows)
+    labels = list(fusion.labels)
+    for long, short in merged.items():
+        labels = [x.replace(long, short) for x in labels]
+    if any(x in ROW_LETTERS + GROUP_LETTERS for x in "".join(labels)):
+        raise NotAGemm("an operand of the epilogue varies along some axes of the rows, not all")
+    matrices = fusion.graph.matrices
+    d_dtype = matrices[0].dtype if matrices else product.lhs_dtype
+    return _gemm(product, d_dtype, fusion.graph, labels), fusion, ragged_roles(product.subscripts)
+
+
 def _broadcast_label(shape: Sequence[int], out: str) -> str:
     """Returns the letters of the result that an array broadcast against it varies along."""
     if len(shape) > len(out):
@@ -187,10 +256,12 @@ def _broadcast_label(shape: Sequence[int], out: str) -> str:
 
 
 def _read_again(fusion: Fusion) -> str | None:
-    """Returns why an epilogue is left to XLA which would read what a kernel stores for it.
+    """Returns why XLA should compute all of an epilogue that a kernel can only begin; None: it need
+    not.
 
-    The kernel would store float32, in which the function computes; XLA's product is read as well,
-    but by one pass that needs no other.
+    The rest of the epilogue reads the kernel's results from memory. If one of them is a float32
+    matrix, nothing is saved: XLA would also store the product and read it back, but once, in the
+    pass that computes the whole epilogue.
     """
     if not fusion.uncovered or all(r.dtype != "float32" for r in fusion.graph.matrices):
         return None

@@ -242,8 +242,8 @@ def _refilled(
     spec = refilled_spec(entry.spec, types)
     if spec is None or pairing_violations(problem, spec):
         return None
-    computes = not any(operand.kind == "matrix" for operand in problem.graph.operands)
-    if computes and not problem.gated and _is_slow(problem, spec, entry, device):
+    loads_matrix = any(operand.kind == "matrix" for operand in problem.graph.operands)
+    if not loads_matrix and not problem.gated and _is_slow(problem, spec, entry, device):
         return None
     rider = "the epilogue" if problem.epilogue else "gathering"
     return Decision(spec, entry.traversal, f"{plain}; {rider} rides on its kernel", source)

@@ -10,3 +10,6 @@ from .explain import Explanation as Explanation
 from .explain import explain as explain
 from .explain import supports as supports
 from .gated import gated_linear_unit as gated_linear_unit
+from .intercept import intercept_ragged_dot as intercept_ragged_dot
+from .ragged import ragged_dot as ragged_dot
+from .ragged import ragged_dot_general as ragged_dot_general

@@ -10,6 +10,8 @@ from jax import lax
 from ..contraction import split
 from ..fused import hopper_fused_p
 from ..primitive import as_dot_general_params, hopper_dot_p
+from ..ragged import hopper_ragged_dot_p
+from ..spans import GROUPS
 
 
 def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
@@ -17,7 +19,8 @@ def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
 
     JAX's `dots_saveable` and `dots_with_no_batch_dims_saveable` look for `lax.dot_general_p` by
     name; without this they recompute products of this library in the backward pass. A product with
-    an epilogue is one dot: what is saved is all that its kernel writes.
+    an epilogue is one dot: what is saved is all that its kernel writes. A ragged product is a dot
+    of its rows with one matrix.
 
     Args:
       policy: one of `jax.checkpoint_policies`, or any function of the same arguments.
@@ -29,6 +32,13 @@ def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
         elif primitive is hopper_fused_p:
             primitive, params = lax.dot_general_p, _product_params(params["accumulate"])
             avals = avals[:2]
+        elif primitive is hopper_ragged_dot_p:
+            subscripts = params["subscripts"].replace(GROUPS, "")
+            options = {key: params[key] for key in ("precision", "preferred_element_type")}
+            primitive, avals = lax.dot_general_p, avals[:2]
+            params = as_dot_general_params(
+                subscripts=subscripts, out_sharding=None, implementation=None, **options
+            )
         return policy(primitive, *avals, **params)
 
     return wrapped

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..routing import array_text, short_dtype
 from .activations import ACTIVATIONS
@@ -290,9 +291,16 @@ def check_result_dtypes(op: str, out: Sequence[Any], preferred: Any) -> None:
 
 
 def check_gated(
-    x: Any, weights: Any, bias: Any, activation: Any, preactivation: Any, implementation: Any
+    x: Any,
+    weights: Any,
+    bias: Any,
+    activation: Any,
+    preactivation: Any,
+    implementation: Any,
+    sizes: Any = None,
+    offset: Any = None,
 ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """Checks a gated linear unit.
+    """Checks a gated linear unit; with `sizes` one of rows in groups.
 
     Returns:
       x; the weights: one array or gate and up; the biases: none or gate's and up's.
@@ -311,50 +319,68 @@ def check_gated(
     rights = tuple(arrays[name] for name in arrays if name.startswith("weights"))
     biases = tuple(arrays[name] for name in arrays if name.startswith("bias"))
     problems = []
+    lead = () if sizes is None else ("G",)
     if np.ndim(x) == 0:
         problems.append(f"x is a scalar, {describe(x)}, expected (..., K)")
-    problems += _weight_problems(rights)
+    elif lead and np.ndim(x) != 2:
+        problems.append(f"x is {describe(x)}, expected (M, K): its rows are in groups")
+    problems += _weight_problems(rights, lead)
     if not problems:
-        k, n = np.shape(rights[0])[0], np.shape(rights[0])[-1]
+        *groups, k, n = (np.shape(rights[0])[i] for i in (*range(len(lead)), len(lead), -1))
         if _differ(np.shape(x)[-1], k):
+            names = ", ".join((*lead, "K, 2, N" if len(rights) == 1 else "K, N"))
             problems.append(
                 f"K differs: x is {describe(x)}, weights is {_each_text(rights)}, expected "
-                f"(..., K) and {'(K, 2, N)' if len(rights) == 1 else '(K, N) twice'}"
+                f"{'(M, K)' if lead else '(..., K)'} and ({names})"
+                f"{'' if len(rights) == 1 else ' twice'}"
             )
-        expected = (n,) if len(biases) == 2 else (2, n)
+        if lead and np.ndim(sizes) != 1:
+            problems.append(f"group_sizes is {describe(sizes)}, expected (G,)")
+        elif lead:
+            problems += _group_problems(groups[0], rights[0], sizes, offset, "weights")
+        expected = (*groups, n) if len(biases) == 2 else (*groups, 2, n)
         if any(
             np.ndim(b) != len(expected) or any(map(_differ, np.shape(b), expected)) for b in biases
         ):
             problems.append(f"bias is {_each_text(biases)}, expected {expected}")
         if max(map(_kind, biases), default=0) == COMPLEX > max(_kind(x), _kind(rights[0])):
             problems.append(f"bias is {_each_text(biases)}, and the products are not complex")
+    if offset is not None and not lead:
+        problems.append("group_offset came without group_sizes")
     problems += _name_problems(activation) + _choice_problems(preactivation, implementation)
-    _fail(op, problems, _function_problems("activation", activation))
+    mistyped = _function_problems("activation", activation)
+    if lead:
+        _fail_ragged(op, problems, sizes, offset, None, mistyped)
+    _fail(op, problems, mistyped)
     if len(biases) == 1:
-        biases = (biases[0][0], biases[0][1])
+        biases = (biases[0][..., 0, :], biases[0][..., 1, :])
     return x, rights, biases
 
 
-def _weight_problems(rights: tuple[Any, ...]) -> list[str]:
+def _weight_problems(rights: tuple[Any, ...], lead: tuple[str, ...]) -> list[str]:
+    pair, both = (f"({', '.join((*lead, *own))})" for own in (("K", "N"), ("K", "2", "N")))
     if len(rights) == 2:
         problems = [
-            f"weights[{i}] is {describe(w)}, expected (K, N)"
+            f"weights[{i}] is {describe(w)}, expected {pair}"
             for i, w in enumerate(rights)
-            if np.ndim(w) != 2
+            if np.ndim(w) != 2 + len(lead)
         ]
         gate, up = map(describe, rights)
         if not problems and gate != up:
             problems.append(f"gate and up differ: weights[0] is {gate}, weights[1] is {up}")
         return problems
     (weights,) = rights
-    if np.ndim(weights) == 3 and not _differ(np.shape(weights)[1], 2):
+    if np.ndim(weights) == 3 + len(lead) and not _differ(np.shape(weights)[-2], 2):
         return []
+    if lead:
+        hint = "stack gate and up with jnp.stack((gate, up), 2), or pass the pair (gate, up)"
+        return [f"weights is {describe(weights)}, expected {both}: {hint}"]
     hint = "stack gate and up with jnp.stack((gate, up), 1), or pass the pair (gate, up)"
     if np.ndim(weights) == 2:
         hint = "reshape (K, 2 * N) to (K, 2, N), or pass the pair (gate, up)"
     elif np.ndim(weights) == 3 and np.shape(weights)[0] == 2:
         hint = "is it (2, K, N)? Pass the pair (weights[0], weights[1])"
-    return [f"weights is {describe(weights)}, expected (K, 2, N): {hint}"]
+    return [f"weights is {describe(weights)}, expected {both}: {hint}"]
 
 
 def check_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
@@ -362,15 +388,22 @@ def check_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
 
     Checks that axes exist, appear once, and have equal extents in both operands.
     """
-    if dimension_numbers is None:
-        return None
+    return (
+        None
+        if dimension_numbers is None
+        else _checked_axes("dot_general", lhs, rhs, dimension_numbers)
+    )
+
+
+def _checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
+    """Returns `dimension_numbers` as nested tuples of plain integers, checked."""
     try:
         (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = (
             tuple(tuple(int(axis) for axis in axes) for axes in pair) for pair in dimension_numbers
         )
     except (TypeError, ValueError):
         raise TypeError(
-            f"dot_general: dimension_numbers is {dimension_numbers!r}, expected "
+            f"{op}: dimension_numbers is {dimension_numbers!r}, expected "
             "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each a sequence of axes"
         ) from None
     problems = []
@@ -399,8 +432,185 @@ def check_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
                     f"{kind} axes {lhs_axes} and {rhs_axes} have extents {lhs_extents} and "
                     f"{rhs_extents}: lhs is {describe(lhs)}, rhs is {describe(rhs)}"
                 )
-    _fail("dot_general", problems)
+    _fail(op, problems)
     return (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)
+
+
+def check_ragged_dot(
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    offset: Any,
+    implementation: Any,
+    bias: Any = None,
+    activation: Any = None,
+) -> None:
+    """Checks what `ragged_dot` takes: ranks, K, and the number of groups."""
+    op, problems = "ragged_dot", []
+    for name, x, expected in (
+        ("lhs", lhs, ("M", "K")), ("rhs", rhs, ("G", "K", "N")), ("group_sizes", sizes, ("G",)),
+    ):  # fmt: skip
+        if np.ndim(x) != len(expected):
+            text = f"({expected[0]},)" if len(expected) == 1 else f"({', '.join(expected)})"
+            hint = ": other axes are ragged_dot_general's" if np.ndim(x) > len(expected) else ""
+            problems.append(f"{name} is {describe(x)}, expected {text}{hint}")
+    if not problems:
+        k = np.shape(lhs)[1]
+        if _differ(k, np.shape(rhs)[1]):
+            hint = ""
+            if not _differ(k, np.shape(rhs)[2]):
+                hint = ". Is rhs stored (G, N, K)? Pass jnp.swapaxes(rhs, 1, 2)"
+            problems.append(f"K differs: lhs is {describe(lhs)}, rhs is {describe(rhs)}{hint}")
+        problems += _group_problems(np.shape(rhs)[0], rhs, sizes, offset)
+        if bias is not None:
+            problems += _group_bias_problems(bias, rhs)
+            if _kind(bias) == COMPLEX > max(_kind(lhs), _kind(rhs)):
+                problems.append(f"bias is {describe(bias)}, and the product is not complex")
+    problems += _name_problems(activation)
+    mistyped = _function_problems("activation", activation)
+    _fail_ragged(op, problems, sizes, offset, implementation, mistyped)
+
+
+def _group_bias_problems(bias: Any, rhs: Any) -> list[str]:
+    expected = (np.shape(rhs)[0], np.shape(rhs)[-1])
+    if np.ndim(bias) == 2 and not any(map(_differ, np.shape(bias), expected)):
+        return []
+    hint = ""
+    if np.ndim(bias) == 1 and not _differ(np.shape(bias)[0], expected[1]):
+        hint = ". One for all groups? Pass jnp.broadcast_to(bias, (G, N)), or add it in epilogue"
+    return [
+        f"bias is {describe(bias)}, expected {expected}, a row for each matrix of rhs, "
+        f"{describe(rhs)}{hint}"
+    ]
+
+
+def check_group_operands(op: str, operands: Sequence[Any], rhs: Any) -> None:
+    """Checks that an operand with an axis of groups has as many as the weights."""
+    groups = np.shape(rhs)[0]
+    _fail(
+        op,
+        [
+            f"epilogue_operands[{i}] is {describe(x)}, expected ({groups}, 1, N) or "
+            f"({groups}, 1, 1), an entry for each group of {describe(rhs)}, or at most two axes, "
+            "which broadcast to (M, N)"
+            for i, x in enumerate(operands)
+            if np.ndim(x) > 3
+            or (np.ndim(x) == 3 and (_differ(np.shape(x)[0], groups) or np.shape(x)[1] != 1))
+        ],
+    )
+
+
+def _group_problems(groups: Any, rhs: Any, sizes: Any, offset: Any, name: str = "rhs") -> list[str]:
+    """Returns whether sizes and groups of weights are not as many."""
+    given = np.shape(sizes)[-1]
+    if offset is None:
+        if not _differ(groups, given):
+            return []
+        hint = ""
+        if _less(groups, given):
+            hint = f". Does {name} hold some of the groups? Say from which on with group_offset"
+    elif _less(given, groups):
+        hint = ": group_sizes are those of all groups"
+    else:
+        return []
+    return [f"G differs: {name} is {describe(rhs)}, group_sizes is {describe(sizes)}{hint}"]
+
+
+def _fail_ragged(
+    op: str,
+    problems: list[str],
+    sizes: Any,
+    offset: Any,
+    implementation: Any,
+    mistyped: Sequence[str] = (),
+) -> None:
+    """Raises for all problems, with those that sizes and offset have by themselves."""
+    mistyped = list(mistyped)
+    for name, x in (("group_sizes", sizes), ("group_offset", offset)):
+        if x is not None and not jnp.issubdtype(jax.dtypes.result_type(x), np.integer):
+            mistyped.append(f"{name} is {describe(x)}, expected integers")
+    if not mistyped and isinstance(sizes, np.ndarray) and (least := np.min(sizes, initial=0)) < 0:
+        problems.append(f"group_sizes has a negative size, {least}: expected 0 or more")
+    if offset is not None:
+        if np.shape(offset) not in ((), (1,)):
+            problems.append(f"group_offset is {describe(offset)}, expected a scalar or (1,)")
+        elif not mistyped and isinstance(offset, int | np.ndarray | np.generic):
+            first, groups = int(np.reshape(offset, ())), np.shape(sizes)[-1:]
+            if first < 0 or (groups and _less(groups[0], first)):
+                problems.append(
+                    f"group_offset is {first}, expected the number of a group: group_sizes is "
+                    f"{describe(sizes)}"
+                )
+    if implementation not in IMPLEMENTATIONS:
+        problems.append(f"implementation is {implementation!r}, expected None, 'hopper' or 'xla'")
+    _fail(op, problems, mistyped)
+
+
+def check_ragged_dot_general(
+    lhs: Any, rhs: Any, sizes: Any, numbers: Any, offset: Any, implementation: Any
+) -> lax.RaggedDotDimensionNumbers:
+    """Returns the dimension numbers as tuples of plain integers, which then are valid."""
+    op = "ragged_dot_general"
+    expected = "ragged_dot_dimension_numbers"
+    if not isinstance(numbers, lax.RaggedDotDimensionNumbers):
+        raise TypeError(
+            f"{op}: {expected} is a {type(numbers).__name__}, expected a "
+            "jax.lax.RaggedDotDimensionNumbers"
+        )
+    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = _checked_axes(
+        op, lhs, rhs, numbers.dot_dimension_numbers
+    )
+    ragged = tuple(map(int, numbers.lhs_ragged_dimensions))
+    groups = tuple(map(int, numbers.rhs_group_dimensions))
+    problems = []
+    if len(ragged) != 1 or not 0 <= ragged[0] < np.ndim(lhs):
+        problems.append(
+            f"lhs_ragged_dimensions is {ragged}, expected one axis of lhs, {describe(lhs)}"
+        )
+        _fail(op, problems)
+    free = ragged[0] not in (*lhs_contracting, *lhs_batch)
+    taken = (*rhs_contracting, *rhs_batch)
+    if free and (len(groups) != 1 or groups[0] in taken or not 0 <= groups[0] < np.ndim(rhs)):
+        problems.append(
+            f"rhs_group_dimensions is {groups}, expected one axis of rhs, {describe(rhs)}, that is "
+            "neither contracted nor a batch axis: the ragged axis is a free one of lhs"
+        )
+    elif not free and groups:
+        problems.append(
+            f"rhs_group_dimensions is {groups}, expected none: the ragged axis is a "
+            f"{'batch' if ragged[0] in lhs_batch else 'contracted'} one"
+        )
+    if offset is not None and not free:
+        problems.append("group_offset came, and rhs has no axis of groups that it could be into")
+    if np.ndim(sizes) == 0:
+        problems.append(f"group_sizes is a scalar, {describe(sizes)}, expected (G,)")
+    elif not problems:
+        lead = _axes_of_sizes(np.ndim(lhs), ragged[0], lhs_contracting, lhs_batch)
+        outer = tuple(np.shape(lhs)[axis] for axis in lead)
+        own = np.shape(sizes)[:-1]
+        if own and (len(own) != len(outer) or any(map(_differ, own, outer))):
+            shape = ", ".join([*map(str, outer), "G"])
+            ways = "(G,)" if not outer else f"(G,) or ({shape})"
+            problems.append(
+                f"group_sizes is {describe(sizes)}, expected {ways}: lhs is {describe(lhs)}"
+            )
+        if free:
+            problems += _group_problems(np.shape(rhs)[groups[0]], rhs, sizes, offset)
+    _fail_ragged(op, problems, sizes, offset, implementation)
+    return lax.RaggedDotDimensionNumbers(
+        ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), ragged, groups
+    )
+
+
+def _axes_of_sizes(
+    ndim: int, ragged: int, contracting: tuple[int, ...], batch: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Returns the axes of the left operand that sizes may have before that of groups."""
+    if ragged in batch:
+        return batch[: batch.index(ragged)]
+    free = tuple(axis for axis in range(ndim) if axis not in contracting + batch)
+    kind = contracting if ragged in contracting else free
+    return batch + kind[: kind.index(ragged)]
 
 
 def check_explained_dot_general(named: Mapping[str, Any]) -> None:
@@ -480,6 +690,11 @@ def _dtypes_text(dtypes: Sequence[Any]) -> str:
 def _differ(x: Any, y: Any) -> bool:
     """Whether two extents are known and unequal; symbolic ones are JAX's to compare."""
     return isinstance(x, int) and isinstance(y, int) and x != y
+
+
+def _less(x: Any, y: Any) -> bool:
+    """Whether two extents are known and the first is the smaller one."""
+    return isinstance(x, int) and isinstance(y, int) and x < y
 
 
 def _fail(op: str, problems: Sequence[str], mistyped: Sequence[str] = ()) -> NoReturn | None:

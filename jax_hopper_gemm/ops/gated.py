@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax import numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ..contraction import split
-from ..fused import fused_dot
+from ..fused import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation
-from .epilogue import Gate, accumulator_dtype, traced
+from .epilogue import Gate, traced
+from .ragged import run_grouped
 from .substitute import final_product
 
 
@@ -24,6 +26,8 @@ def gated_linear_unit(
     *,
     activation: str | Activation | None = "silu",
     bias: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+    group_sizes: ArrayLike | None = None,
+    group_offset: ArrayLike | None = None,
     preactivation: Preactivation = "save",
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
@@ -35,12 +39,17 @@ def gated_linear_unit(
     and bilinear with None. The products meet in float32, and neither is stored unless a gradient
     wants it. Weights are taken as by `tokamax.gated_linear_unit`.
 
+    With `group_sizes` each run of rows of `x` has weights of its own, as in `ragged_dot`: of (M, K)
+    rows, weights are (G, K, 2, N) or twice (G, K, N), biases (G, 2, N) or twice (G, N), and rows of
+    no group come back as zeros.
+
     Args:
       x: (..., K).
       weights: (K, 2, N), gate `weights[:, 0]` and up `weights[:, 1]`; or the pair of them, each
         (K, N).
       activation: a function of one array, elementwise, a name as in `matmul`, or None.
       bias: (2, N), or a pair of (N,): added to the products.
+      group_sizes, group_offset: as in `ragged_dot`.
       preactivation: what gradients find of the two products: "save" stores them, in the operands'
         dtype, in the forward pass; "recompute" multiplies again.
       precision: as in `matmul`.
@@ -57,13 +66,25 @@ def gated_linear_unit(
 
     References: Shazeer, GLU Variants Improve Transformer, https://arxiv.org/abs/2002.05202
     """
-    x, rights, biases = checks.check_gated(
-        x, weights, bias, activation, preactivation, implementation
+    op = "gated_linear_unit"
+    sizes, offset = (
+        None if given is None else checks.as_arrays(op, **{name: given})[0]
+        for name, given in (("group_sizes", group_sizes), ("group_offset", group_offset))
     )
+    x, rights, biases = checks.check_gated(
+        x, weights, bias, activation, preactivation, implementation, sizes, offset
+    )
+    gate = Gate(activation_function(activation))
+    if sizes is not None:
+        biases = tuple(jnp.expand_dims(b, 1) for b in biases)
+        return run_grouped(
+            op, x, rights, sizes, offset, biases, gate, precision, preferred_element_type,
+            preactivation, implementation,
+        )  # fmt: skip
     if isinstance(precision, list):
         precision = tuple(precision)
     return _traced_gate(
-        x, rights, biases, Gate(activation_function(activation)), precision,
+        x, rights, biases, gate, precision,
         preferred_element_type, preactivation, implementation,
     )  # fmt: skip
 

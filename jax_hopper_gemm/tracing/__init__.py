@@ -3,3 +3,4 @@
 from .flatten import NotFusable as NotFusable
 from .fusion import Fusion as Fusion
 from .fusion import fuse as fuse
+from .groups import GroupedRows as GroupedRows

@@ -13,6 +13,7 @@ from . import elementwise
 from .builder import Builder, Leaf
 from .elementwise import Uncovered
 from .flatten import Atom, Constant, Equation, Variable
+from .groups import GroupedProgram
 from .layout import REDUCTIONS, Axes, Place, is_layout, moved, moved_back
 
 
@@ -23,8 +24,8 @@ class FreeVariables:
     along the same letters, and another one for other letters.
     """
 
-    def __init__(self, place: Place, builder: Builder):
-        self._place, self._builder = place, builder
+    def __init__(self, place: Place, builder: Builder, grouped: GroupedProgram | None = None):
+        self._place, self._builder, self._grouped = place, builder, grouped
         self._varies: dict[Variable, tuple[bool, ...]] = {}
         self._producers: dict[Variable, Equation] = {}
         self._operands: dict[Variable, int] = {}
@@ -46,6 +47,11 @@ class FreeVariables:
                 names = tuple("?" if v else None for v in self.varies(equation.inputs[0]))
                 with suppress(Uncovered):
                     varies = tuple(map(bool, moved(equation, names)))
+            elif self._grouped and self._grouped.is_rows_of_groups(equation):
+                rest = self.varies(equation.inputs[0])[len(self._grouped.rows.axes_of(equation)) :]
+                varies = (*varies[: len(varies) - len(rest)], *rest)
+            elif self._grouped and self._grouped.is_live_rows(equation):
+                varies = self.varies(equation.inputs[0])
             elif elementwise.covered(equation.name):
                 inputs = [self.varies(x) for x in equation.inputs if x.shape]
                 varies = tuple(map(any, zip(*inputs, strict=True))) if inputs else varies
@@ -95,6 +101,15 @@ class FreeVariables:
         name, inputs = equation.name, equation.inputs
         if is_layout(equation):
             return self.value(inputs[0], moved_back(equation, axes), cast)
+        if grouped := self._grouped:
+            if grouped.is_live_rows(equation):
+                self._place.check_rows(equation, axes)
+                return self.value(inputs[0], axes, cast)
+            if grouped.is_rows_of_groups(equation):
+                self._place.check_rows(equation, axes)
+                groups = grouped.rows.axes_of(equation)
+                rest = axes[len(axes) - (len(inputs[0].shape) - len(groups)) :]
+                return self.value(inputs[0], (*groups, *rest), cast)
         if name in REDUCTIONS and not cast:
             return self._reduced(equation, axes)
         if cast or equation.kept or len(equation.outputs) != 1 or not elementwise.covered(name):

@@ -15,6 +15,7 @@ from ..problem import ITEMSIZE
 from . import elementwise
 from .builder import Builder
 from .flatten import Atom, Constant, Equation, NotFusable, Program, Variable, flatten
+from .groups import GroupedProgram, GroupedRows
 from .layout import REDUCTIONS, Axes, Place
 from .tracker import Reduction, Stack, SumExp, TopK, Tracker
 
@@ -65,6 +66,7 @@ def fuse(
     m: str,
     n: str,
     tile_limit: int = TILE_LIMIT,
+    rows: GroupedRows | None = None,
 ) -> Fusion:
     """Returns what a kernel computes of a function of its accumulators, and the rest.
 
@@ -76,6 +78,8 @@ def fuse(
       out: a letter for each axis of an accumulator.
       m, n: the letters that are rows and columns of one matrix; the others count matrices.
       tile_limit: columns up to which a kernel holds whole rows, as softmax and top-k need.
+      rows: of a ragged product, how the function knows the groups of its rows, the axes `m`, which
+        come first. The letters of groups appear in `Fusion.labels`.
 
     Raises:
       NotFusable: the accumulators are not float32 or not used, or the function closes over an
@@ -87,7 +91,8 @@ def fuse(
         if accumulator.dtype.name != "float32":
             raise NotFusable(f"the product is {accumulator.dtype.name}; kernels add up in float32")
     place = Place(out, m, n, accumulators[0].shape, tile_limit)
-    tracker = Tracker(program, place, Builder(num_accumulators, out))
+    grouped = GroupedProgram(program, num_accumulators, rows) if rows else None
+    tracker = Tracker(program, place, Builder(num_accumulators, out), grouped)
     if not any(map(tracker.depends, program.outputs)):
         raise NotFusable("no output of the function depends on the product")
     cuts = [_Cut(program, tracker, num_accumulators, late) for late in (False, True)]
@@ -198,6 +203,8 @@ class _Cut:
     def _output(self, variable: Variable) -> None:
         """Asks for an output of the function, if it is one that the kernel stores as it is."""
         tracked = self._tracker.tracked.get(variable)
+        if not self._tracker.may_store(variable):
+            return
         if stack := self._tracker.stacks.get(variable):
             self._take_stack(variable, stack)
         elif tracked and self._tracker.is_matrix(tracked.value):
@@ -266,7 +273,7 @@ class _Cut:
             self._take_reduction(atom, found)
         elif found := tracker.top_k.get(atom):
             self._take_top_k(atom, found)
-        elif found := tracker.stacks.get(atom):
+        elif tracker.may_store(atom) and (found := tracker.stacks.get(atom)):
             self._take_stack(atom, found)
         elif tracked and tracker.is_matrix(tracked.value) and self._is_stored(atom, tracked.value):
             self._store(atom)
@@ -274,6 +281,8 @@ class _Cut:
             self._evaluate(tracker.producers[atom])
 
     def _is_stored(self, variable: Variable, value: int) -> bool:
+        if not self._tracker.may_store(variable):
+            return False
         if not self._from_accumulators or variable not in self._tracker.producers:
             return True
         return value < self._num_accumulators
@@ -305,9 +314,13 @@ class _Cut:
         result = Result(reduction.kind, reduction.value)
         labels = self._request(result)
         combine = jnp.max if reduction.kind.endswith("max") else jnp.sum
+        grouped = self._tracker.grouped
+        sizes = (grouped.sizes,) if grouped and grouped.live and grouped.sizes else ()
 
-        def compute(finished: Finished) -> list[Any]:
+        def compute(finished: Finished, *sizes: Any) -> list[Any]:
             array = finished[result]
+            if grouped:  # the kernel reduces what it does not store
+                array = grouped.with_live_rows(array, *sizes)
             rest = [
                 i for i, x in enumerate(labels)
                 if x not in reduction.axes and array.shape[i] > 1
@@ -317,7 +330,7 @@ class _Cut:
             array = -array if reduction.negated else array
             return [_arrange(array, labels, reduction.axes, variable)]
 
-        self._make(variable, (), compute)
+        self._make(variable, sizes, compute)
 
     def _take_sum_of_exp(self, variable: Variable, found: SumExp) -> None:
         self._need(found.center)

@@ -39,6 +39,17 @@ class Place:
         self.row_fits = prod(self.extents[letter] for letter in n) <= tile_limit
         self.compact = out == "".join(x for x in out if x not in m + n) + m + n
 
+    def check_rows(self, equation: Equation, axes: Axes) -> None:
+        """Checks that an array's first axes are the rows of D, all letters before the columns'.
+
+        Raises:
+          Uncovered: they are others.
+        """
+        rows = self.out[: len(self.out) - len(self.all_n)]
+        expected = tuple(x if self.extents[x] > 1 else None for x in rows)
+        if axes[: len(rows)] != expected:
+            raise Uncovered(equation.name)
+
     def kind(self, labels: str) -> Literal["scalar", "row", "column", "matrix"]:
         """Returns how an operand varies over a matrix, if it goes along these letters."""
         along_m, along_n = not self.m.isdisjoint(labels), not self.n.isdisjoint(labels)

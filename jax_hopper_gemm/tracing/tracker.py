@@ -17,6 +17,7 @@ from .builder import Builder
 from .elementwise import Uncovered
 from .flatten import Atom, Equation, Program, Variable
 from .free import FreeVariables
+from .groups import GroupedProgram
 from .layout import REDUCTIONS, Axes, Place, is_layout, moved
 
 
@@ -89,10 +90,17 @@ class Tracker:
       reductions, sums_of_exp, top_k, stacks: variables that results of the kernel give.
       uncovered: why a variable that depends on an accumulator is not tracked: operations' names.
       producers: the equation of each computed variable.
+      grouped: what is known of groups of rows; None: there are none.
     """
 
-    def __init__(self, program: Program, place: Place, builder: Builder):
-        self.place, self.builder = place, builder
+    def __init__(
+        self,
+        program: Program,
+        place: Place,
+        builder: Builder,
+        grouped: GroupedProgram | None = None,
+    ):
+        self.place, self.builder, self.grouped = place, builder, grouped
         self.tracked: dict[Variable, Tracked] = {}
         self.reductions: dict[Variable, Reduction] = {}
         self.sums_of_exp: dict[Variable, SumExp] = {}
@@ -100,7 +108,7 @@ class Tracker:
         self.stacks: dict[Variable, Stack] = {}
         self.uncovered: dict[Variable, tuple[str, ...]] = {}
         self.producers: dict[Variable, Equation] = {}
-        self._free = FreeVariables(place, builder)
+        self._free = FreeVariables(place, builder, grouped)
         for i, variable in enumerate(program.inputs):
             if i < builder.num_accumulators:
                 axes = self._without_units(tuple(place.out), variable)
@@ -118,6 +126,10 @@ class Tracker:
         """Whether a value has an element for each of D's."""
         return self.place.long <= self.builder.letters(value)
 
+    def may_store(self, variable: Variable) -> bool:
+        """Whether a matrix that a kernel stores is the variable in all rows."""
+        return self.grouped is None or self.grouped.vanishes(variable)
+
     def _follow(self, equation: Equation) -> None:
         self.producers.update((variable, equation) for variable in equation.outputs)
         if not any(map(self.depends, equation.inputs)):
@@ -133,7 +145,7 @@ class Tracker:
                 names = (str(reason), equation.name)
                 self.uncovered.update((v, names) for v in equation.outputs)
         for variable in equation.outputs:
-            if equation.name == "reduce_sum":
+            if equation.name == "reduce_sum" and not self.grouped:
                 self._note_sum_of_exp(equation, variable)
 
     def _without_units(self, axes: Axes, variable: Variable) -> Axes:
@@ -156,6 +168,10 @@ class Tracker:
         if is_layout(equation):
             (x, *_) = equation.inputs
             return [Tracked(self._of(x).value, moved(equation, self._of(x).axes))]
+        if self.grouped and self.grouped.is_live_rows(equation):  # what a kernel stores has them
+            tracked = self._of(equation.inputs[0])
+            self.place.check_rows(equation, tracked.axes)
+            return [tracked]
         if name == "optimization_barrier":
             inputs = equation.inputs
             return [self.tracked.get(x) if isinstance(x, Variable) else None for x in inputs]
@@ -234,10 +250,24 @@ class Tracker:
             raise Uncovered(name)
         negated = name == "reduce_min"
         value = self.builder.node("neg", x.value) if negated else x.value
-        self.reductions[out] = Reduction(kind, value, axes, negated)
+        if self._is_result(kind, atom):
+            self.reductions[out] = Reduction(kind, value, axes, negated)
+        elif kind in ("column_sum", "max") or not self.place.row_fits:
+            raise Uncovered(name)
         if not self.place.row_fits or reduced != self.place.n:
             return None
         return Tracked(self._free.row_statistic(equation, x.value), axes)
+
+    def _is_result(self, kind: str, atom: Atom) -> bool:
+        """Whether a kernel that reduces an array finds what the function does.
+
+        Blocks of rows lie across groups, whose rows a kernel for ragged products has one group at
+        a time.
+        """
+        if self.grouped is None:
+            return True
+        along_rows = kind in ("row_sum", "row_max")
+        return along_rows and self.grouped.reducible and self.grouped.vanishes(atom)
 
     def _kind_of(
         self, name: str, reduced: set[str]
@@ -256,6 +286,7 @@ class Tracker:
         axis = equation.params.get("axis", last)
         if (
             not self.is_matrix(x.value)
+            or self.grouped
             or atom.dtype.name not in elementwise.NUMBERS
             or axis not in (last, -1)
             or place.n != {x.axes[last]}

@@ -4,6 +4,13 @@
     JAX_HOPPER_GEMM_CUBINS=FOLDER python -m pytest -m gpu tests/gpu
 
 So the machine with the GPU needs no nvidia-cutlass-dsl.
+
+Build with the jax version X that the machine with the GPU runs. Another version traces some of the
+functions to other graphs, so that kernels of the random products and of the programs would be
+missing from FOLDER. Where another version is installed, put X into a folder of its own, DIR:
+
+    pip install --target DIR --no-deps jax==X jaxlib==X
+    PYTHONPATH=DIR python tests/gpu/build.py FOLDER
 """
 
 from __future__ import annotations

@@ -1,0 +1,367 @@
+"""Ragged products: `ragged_dot` and `ragged_dot_general`, with the contract of `jax.lax`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from ..fused import accumulator_dtype, fused_dot
+from ..ragged import ROWS, Spans, hopper_ragged_dot, span_ends
+from . import checks
+from .activations import Activation, activation_function
+from .dense import INLINE, Implementation, Preactivation, dot_general
+from .epilogue import Gate, Steps, traced
+from .ragged_axes import RaggedAxes
+
+# Taken here, so that they stay JAX's own where `intercept_ragged_dot` puts ours in their place.
+_lax_ragged_dot_general = lax.ragged_dot_general
+_BASIC = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
+
+
+def ragged_dot(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: Any = None,
+    *,
+    bias: ArrayLike | None = None,
+    activation: str | Activation | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    epilogue_operands: Sequence[ArrayLike] = (),
+    preactivation: Preactivation = "save",
+    implementation: Implementation = None,
+) -> Any:
+    """Multiplies each run of rows of `lhs` by its own matrix from `rhs`, as `jax.lax.ragged_dot`.
+
+    On a Hopper GPU a product of bfloat16 or float16 arrays runs on a kernel that reads the sizes
+    from the GPU's memory; everything else runs on XLA. Both gradients are products of the same
+    kind, with `rhs` read as it lies in memory; derivatives of any order and every `vmap` work.
+    Accumulates in float32.
+
+    Rows past the last group come back as zeros. A negative size counts as 0, and what goes beyond
+    the last row is left out.
+
+    Weights stored (G, N, K) are not copied for `ragged_dot(lhs, jnp.swapaxes(rhs, 1, 2), ...)`
+    within `jax.jit`, nor by `ragged_dot_general`.
+
+    With `bias`, `activation` or `epilogue` the result is
+
+        y = activation(ragged_dot(lhs, rhs, group_sizes) + bias of the row's group)
+        epilogue(y, *epilogue_operands)
+
+    in float32 from the kernel's accumulators, and gradients are fused as well, as in `matmul`.
+    Rows of no group are zeros in `y` before the bias, and in every result of shape (M, N).
+
+    Args:
+      lhs: (M, K), rows sorted by group.
+      rhs: (G, K, N), one matrix a group.
+      group_sizes: (G,) integers, on the GPU; zeros are fine.
+      precision, preferred_element_type, implementation: as in `matmul`. "xla" computes what
+        `jax.lax.ragged_dot` does.
+      group_offset: where each device holds the matrices of some groups: the number of the first
+        group in `rhs`, () or (1,), and `group_sizes` are those of all. Rows of other groups come
+        back as zeros, so that a `jax.lax.psum` over the devices completes the product.
+      out_sharding: sharding of the result, for explicit mesh axes; XLA computes those.
+      bias: (G, N), a row for each matrix of `rhs`.
+      activation: as in `matmul`.
+      epilogue: a JAX function of `y`, (M, N), and of `epilogue_operands`, as in `matmul`.
+      epilogue_operands: arrays that broadcast to (M, N); or, of rank 3, (G, 1, N) or (G, 1, 1), an
+        entry for each matrix of `rhs`, of which the function is given (M, N) or (M, 1), each row's
+        own. A gradient by group is summed in float32, of cotangents in the dtype of `lhs`.
+      preactivation: as in `matmul`.
+
+    Returns:
+      (M, N), dtype `preferred_element_type`, else the promoted dtype of the operands; or what
+      `epilogue` returns, as in `matmul`.
+
+    Raises:
+      ValueError: ranks or extents do not fit, or sizes known while tracing are negative.
+      TypeError: an operand is not an array, or sizes are no integers.
+      NotImplementedError: `implementation="hopper"` and no kernel can run the product.
+    """
+    op = "ragged_dot"
+    lhs, rhs, group_sizes = checks.as_arrays(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes)
+    if group_offset is not None:
+        (group_offset,) = checks.as_arrays(op, group_offset=group_offset)
+    if bias is not None:
+        (bias,) = checks.as_arrays(op, bias=bias)
+    checks.check_ragged_dot(lhs, rhs, group_sizes, group_offset, implementation, bias, activation)
+    plain = bias is None and activation is None and epilogue is None
+    operands = checks.check_steps(
+        op, epilogue, epilogue_operands, plain, preactivation, preferred_element_type,
+        implementation,
+    )  # fmt: skip
+    if plain:
+        return _run(
+            op, lhs, rhs, group_sizes, group_offset, _BASIC, precision, preferred_element_type,
+            out_sharding, implementation,
+        )  # fmt: skip
+    checks.check_group_operands(op, operands, rhs)
+    named = () if bias is None else ("bias",)
+    steps = Steps(op, named, activation_function(activation), epilogue)
+    operands = operands if bias is None else (jnp.expand_dims(bias, 1), *operands)
+    return run_grouped(
+        op, lhs, (rhs,), group_sizes, group_offset, operands, steps, precision,
+        preferred_element_type, preactivation, implementation, out_sharding,
+    )  # fmt: skip
+
+
+def run_grouped(
+    op: str,
+    lhs: Any,
+    rights: tuple[Any, ...],
+    sizes: Any,
+    offset: Any,
+    operands: tuple[Any, ...],
+    function: Steps | Gate,
+    precision: Any,
+    preferred: Any,
+    preactivation: Preactivation,
+    implementation: Implementation,
+    out_sharding: Any = None,
+) -> Any:
+    """Returns a function of ragged products.
+
+    Args:
+      op: what the user called, for messages.
+      lhs: (M, K).
+      rights: weights (G, K, N); or gate and up, or both in one array (G, K, 2, N).
+      operands: the function's; those of rank 3 have an entry for each group.
+      preferred: dtype of the product, or a tuple of the results' dtypes.
+    """
+    if reason := _sharded(out_sharding, lhs, *rights, sizes):
+        raise NotImplementedError(
+            f"{op}: no function follows this product of groups in one program: {reason}"
+        )
+    if isinstance(precision, list):
+        precision = tuple(precision)
+    dtypes = None
+    if isinstance(preferred, tuple | list):
+        dtypes, preferred = tuple(preferred), None
+    options = (("precision", precision), ("preferred_element_type", preferred))
+    return _traced_grouped(
+        lhs, rights, sizes, offset, operands, op, function, options, dtypes, preactivation,
+        implementation,
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnums=range(5, 11), inline=INLINE)
+def _traced_grouped(
+    lhs: Any,
+    rights: tuple[Any, ...],
+    sizes: Any,
+    offset: Any,
+    operands: tuple[Any, ...],
+    op: str,
+    function: Steps | Gate,
+    options: tuple[Any, ...],
+    dtypes: tuple[Any, ...] | None,
+    preactivation: Preactivation,
+    implementation: Implementation,
+) -> Any:
+    groups, k, *planes, n = rights[0].shape
+    weights = jax.ShapeDtypeStruct((groups, k, n), rights[0].dtype)
+    params = _canonical(lhs, weights, sizes, _BASIC, dict(options))
+    dtype = params["preferred_element_type"] or jnp.result_type(lhs, weights)
+    length = lhs.shape[0]
+    product = jax.ShapeDtypeStruct((length, n), accumulator_dtype(dtype))
+    products = (product,) * (2 if planes else len(rights))
+    seen = [
+        jax.ShapeDtypeStruct((length, x.shape[2]), x.dtype) if jnp.ndim(x) == 3 else x
+        for x in operands
+    ]
+    what = traced(op, function, products, seen, dtype, dtypes)
+    sizes, spans = spans_of(as_int32(sizes), offset, groups, length)
+    results = fused_dot(
+        what.function, lhs, rights, (*operands, *what.operands[len(operands) :]),
+        subscripts=ROWS.replace("kn", "kcn") if planes else ROWS, precision=params["precision"],
+        product_dtype=dtype, out_dtypes=what.dtypes, preactivation=preactivation,
+        implementation=implementation, sizes=sizes, spans=spans,
+    )  # fmt: skip
+    return what.structured(results)
+
+
+def ragged_dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    out_sharding: Any = None,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Contracts two arrays, an axis of `lhs` in groups, by the rules of `jax.lax`'s.
+
+    The three kinds, by what the ragged axis of `lhs` is otherwise:
+
+    - a free axis: rows are multiplied by their group's part of `rhs`, which may lie (G, K, N) or
+      (G, N, K);
+    - a contracted axis: the result has a leading axis of groups, and an empty one's part is 0;
+    - a batch axis: sizes change nothing, and the product is that of `dot_general`.
+
+    Further axes become rows, columns or matrices of one product; axes in an order that no kernel
+    reads are copied. Contracted axes outside of a ragged contracted one are left to
+    `jax.lax.ragged_dot_general`.
+
+    Args:
+      lhs, rhs: the operands.
+      group_sizes: (G,) integers, or with the leading axes that `jax.lax.ragged_dot_general` says.
+      ragged_dot_dimension_numbers: a `jax.lax.RaggedDotDimensionNumbers`.
+      group_offset: as in `ragged_dot`, where the ragged axis is a free one.
+      precision, preferred_element_type, out_sharding, implementation: as in `ragged_dot`.
+
+    Returns:
+      The axes of `dot_general`'s result, after one of groups if the ragged axis is contracted.
+
+    Raises:
+      ValueError: axes or extents do not fit, or sizes known while tracing are negative.
+      TypeError: an operand is not an array, sizes are no integers, or the dimension numbers have
+        another type.
+      NotImplementedError: `implementation="hopper"` and no kernel can run the product.
+    """
+    op = "ragged_dot_general"
+    lhs, rhs, group_sizes = checks.as_arrays(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes)
+    if group_offset is not None:
+        (group_offset,) = checks.as_arrays(op, group_offset=group_offset)
+    numbers = checks.check_ragged_dot_general(
+        lhs, rhs, group_sizes, ragged_dot_dimension_numbers, group_offset, implementation
+    )
+    return _run(
+        op, lhs, rhs, group_sizes, group_offset, numbers, precision, preferred_element_type,
+        out_sharding, implementation,
+    )  # fmt: skip
+
+
+def _run(
+    op: str,
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    offset: Any,
+    numbers: lax.RaggedDotDimensionNumbers,
+    precision: Any,
+    preferred_element_type: Any,
+    out_sharding: Any,
+    implementation: Implementation,
+) -> jax.Array:
+    if isinstance(precision, list):
+        precision = tuple(precision)
+    axes = RaggedAxes.of(numbers, np.ndim(lhs), np.ndim(rhs))
+    static = (
+        ("precision", precision), ("preferred_element_type", preferred_element_type),
+        ("out_sharding", out_sharding),
+    )  # fmt: skip
+    if axes.kind == "batch":
+        return dot_general(
+            lhs, rhs, numbers.dot_dimension_numbers, implementation=implementation, **dict(static)
+        )
+    if reason := _left_to_lax(axes, lhs, rhs, sizes, out_sharding):
+        if implementation == "hopper":
+            raise NotImplementedError(f"implementation='hopper': no kernel runs {op}: {reason}")
+        if offset is not None:
+            raise NotImplementedError(
+                f"{op}: group_offset came, and XLA, which has none, would run this: {reason}"
+            )
+        return _lax_ragged_dot_general(lhs, rhs, sizes, numbers, **dict(static))
+    return _traced(lhs, rhs, sizes, offset, numbers, static, implementation)
+
+
+def _left_to_lax(axes: RaggedAxes, lhs: Any, rhs: Any, sizes: Any, out_sharding: Any) -> str | None:
+    """Returns why JAX's own product is the answer whatever the GPU."""
+    if reason := _sharded(out_sharding, lhs, rhs, sizes):
+        return reason
+    if axes.kind == "contraction" and axes.outer:
+        return "it contracts axes outside of the ragged one"
+    return None
+
+
+def _sharded(out_sharding: Any, *arrays: Any) -> str | None:
+    """Returns why no kernel runs in a program whose mesh axes are explicit."""
+    explicit = jax.sharding.AxisType.Explicit
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    if out_sharding is None and all(explicit not in mesh.axis_types for mesh in meshes):
+        return None
+    return (
+        "its arrays are sharded over explicit mesh axes; call it inside jax.shard_map over all "
+        "mesh axes"
+    )
+
+
+@partial(jax.jit, static_argnums=(4, 5, 6), inline=INLINE)
+def _traced(
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    offset: Any,
+    numbers: lax.RaggedDotDimensionNumbers,
+    options: tuple[Any, ...],
+    implementation: Implementation,
+) -> jax.Array:
+    axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
+    params = _canonical(lhs, rhs, sizes, numbers, dict(options))
+    params["implementation"] = implementation
+
+    def product(left: Any, right: Any, own_sizes: Any, inner: int) -> jax.Array:
+        length = left.shape[0]
+        own_sizes = as_int32(own_sizes)
+        if inner != 1:
+            own_sizes = jnp.minimum(jnp.maximum(own_sizes, 0), length // max(inner, 1)) * inner
+        groups = right.shape[0] if axes.kind == "rows" else own_sizes.shape[0]
+        own_sizes, spans = spans_of(own_sizes, offset, groups, length)
+        return hopper_ragged_dot(
+            left, right, own_sizes, subscripts=axes.subscripts, spans=spans, **params
+        )
+
+    return axes.mapped(product, lhs, rhs, sizes)
+
+
+def _canonical(lhs: Any, rhs: Any, sizes: Any, numbers: Any, options: Any) -> dict[str, Any]:
+    """Returns precision and dtype as JAX puts them into its own product, whose rules hold."""
+    if numbers.rhs_group_dimensions:  # fewer than there are sizes, with an offset
+        groups = rhs.shape[numbers.rhs_group_dimensions[0]]
+        sizes = jax.ShapeDtypeStruct((*sizes.shape[:-1], groups), sizes.dtype)
+    function = partial(_lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **options)
+    equations = jax.make_jaxpr(function)(lhs, rhs, sizes).jaxpr.eqns
+    (params,) = (e.params for e in equations if e.primitive.name == "ragged_dot_general")
+    return {key: params[key] for key in ("precision", "preferred_element_type")}
+
+
+def as_int32(sizes: jax.Array) -> jax.Array:
+    """Returns sizes of any integer type as int32, those that it cannot hold at its limits."""
+    if sizes.dtype == np.int32:
+        return sizes
+    limits, own = np.iinfo(np.int32), np.iinfo(sizes.dtype)
+    if own.max > limits.max:
+        sizes = jnp.minimum(sizes, np.array(limits.max, sizes.dtype))
+    if own.min < 0:
+        sizes = jnp.maximum(sizes, np.zeros((), sizes.dtype))
+    return sizes.astype(np.int32)
+
+
+def spans_of(sizes: jax.Array, offset: Any, groups: int, length: int) -> tuple[jax.Array, Spans]:
+    """Returns the sizes of a product's spans, and which of them belong to its `groups` groups.
+
+    With an offset the rows of all groups before it are the first span.
+    """
+    if offset is None:
+        return sizes, Spans.plain(groups)
+    # Clipped before it is converted: a group far beyond the last stays there.
+    offset = jnp.clip(jnp.reshape(offset, ()), 0, sizes.shape[0]).astype(np.int32)
+    number = jnp.arange(sizes.shape[0], dtype=np.int32)
+    before = jnp.max(span_ends(jnp.where(number < offset, sizes, 0), length), initial=0)
+    local = lax.dynamic_slice(jnp.pad(sizes, (0, groups)), (offset,), (groups,))
+    sizes = jnp.concatenate([before[None], local])
+    return sizes, Spans(period=groups + 2, count=groups, first=1)

@@ -1,0 +1,142 @@
+"""The axes of a `jax.lax.RaggedDotDimensionNumbers`, brought into the order of our three forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, Literal
+
+import jax
+from jax import lax
+
+from ..ragged import CONTRACTION, ROWS, ROWS_TRANSPOSED
+
+Kind = Literal["rows", "contraction", "batch"]
+
+
+@dataclass(frozen=True)
+class RaggedAxes:
+    """What each axis of the two operands is to a ragged product.
+
+    Attributes:
+      kind: "rows" where the ragged axis is a free one of the left operand, "contraction" where it
+        is contracted, "batch" where it is a batch axis.
+      subscripts: the form that the product comes down to; of "batch" none.
+      batch: pairs of axes, left and right.
+      outer: axes of the left operand outside of the ragged one, of its kind.
+      ragged: the ragged axis; in a contraction its partner on the right, too.
+      inner: like `outer`, the axes inside of it; of a contraction pairs.
+      lhs_rest, rhs_rest: the other axes: contracted or columns, in the order of `subscripts`;
+        two tuples for weights.
+      group: the axis of groups of the right operand, if it has one.
+    """
+
+    kind: Kind
+    subscripts: str
+    batch: tuple[tuple[int, int], ...]
+    outer: tuple[int, ...]
+    ragged: tuple[int, ...]
+    inner: tuple[Any, ...]
+    lhs_rest: tuple[int, ...]
+    rhs_rest: tuple[tuple[int, ...], ...]
+    group: int | None = None
+
+    @classmethod
+    def of(cls, numbers: lax.RaggedDotDimensionNumbers, lhs_ndim: int, rhs_ndim: int) -> RaggedAxes:
+        """Returns the axes; `numbers` are valid ones."""
+        (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+        (ragged,) = numbers.lhs_ragged_dimensions
+        batch = tuple(zip(lhs_batch, rhs_batch, strict=True))
+        contracted = list(zip(lhs_contracted, rhs_contracted, strict=True))
+        groups = tuple(numbers.rhs_group_dimensions)
+        lhs_free = _others(lhs_ndim, lhs_contracted, lhs_batch)
+        rhs_free = _others(rhs_ndim, rhs_contracted, rhs_batch, groups)
+        if ragged in lhs_batch:
+            return cls("batch", "", batch, (), (ragged,), (), (), ())
+        if ragged in lhs_contracted:
+            place = lhs_contracted.index(ragged)
+            outer, inner = lhs_contracted[:place], contracted[place + 1 :]
+            return cls(
+                "contraction", CONTRACTION, batch, tuple(outer), contracted[place], tuple(inner),
+                lhs_free, (rhs_free,),
+            )  # fmt: skip
+        place = lhs_free.index(ragged)
+        contracted.sort()  # as they lie on the left
+        k = tuple(right for _, right in contracted)
+        before = (*rhs_batch, *groups)
+        in_memory = [(*before, *rest) for rest in ((*k, *rhs_free), (*rhs_free, *k))]
+        ascending = tuple(range(rhs_ndim))
+        transposed = in_memory[1] == ascending != in_memory[0]
+        transposed = transposed or (in_memory[0] != ascending and rhs_ndim - 1 in k)
+        return cls(
+            "rows",
+            ROWS_TRANSPOSED if transposed else ROWS,
+            batch, lhs_free[:place], (ragged,), lhs_free[place + 1 :],
+            tuple(left for left, _ in contracted),
+            (rhs_free, k) if transposed else (k, rhs_free),
+            groups[0],
+        )  # fmt: skip
+
+    def mapped(
+        self,
+        product: Callable[..., jax.Array],
+        lhs: Any,
+        rhs: Any,
+        sizes: Any,
+    ) -> jax.Array:
+        """Returns the result, from products without outer and batch axes.
+
+        Args:
+          product: of (T, K) or (T, M), (G, K, N) or (G, N, K) or (T, N), (G,) sizes, and the
+            number of rows for each of the ragged axis, `inner`: (T, N) or (G, M, N).
+          lhs, rhs, sizes: as the user gave them.
+        """
+        rows = self.kind == "rows"
+        left_batch, right_batch = ([pair[side] for pair in self.batch] for side in (0, 1))
+        left_rows, right_rows = (
+            ((*self.ragged, *self.inner), ())
+            if rows
+            else tuple(zip(self.ragged, *self.inner, strict=True))
+        )
+        lead = [left_batch] * bool(self.batch) + [list(self.outer)] * bool(self.outer)
+        left = _arranged(lhs, [*lead, left_rows, self.lhs_rest])
+        right = _arranged(
+            rhs,
+            [right_batch] * bool(self.batch) + [[self.group] if rows else right_rows]
+            + list(self.rhs_rest),
+        )  # fmt: skip
+        own_sizes = sizes.ndim > 1  # for every outer and batch index
+        if own_sizes:
+            sizes = sizes.reshape(*(prod(lhs.shape[axis] for axis in axes) for axes in lead), -1)
+        inner = prod(lhs.shape[axis] for axis in left_rows[1:])
+        function, mapped_sizes = partial(product, inner=inner), 0 if own_sizes else None
+        if self.outer:
+            function = jax.vmap(function, (0, None, mapped_sizes))
+        if self.batch:
+            function = jax.vmap(function, (0, 0, mapped_sizes), 0 if rows else 1)
+        out = function(left, right, sizes)
+
+        columns = self.rhs_rest[0 if self.subscripts == ROWS_TRANSPOSED else -1]
+        left_axes = [*left_batch, *self.outer, *(left_rows if rows else self.lhs_rest)]
+        shape = [lhs.shape[axis] for axis in left_axes] + [rhs.shape[axis] for axis in columns]
+        return _reshaped(out, shape if rows else [out.shape[0], *shape])
+
+
+def _others(ndim: int, *taken: Sequence[int]) -> tuple[int, ...]:
+    return tuple(axis for axis in range(ndim) if not any(axis in axes for axes in taken))
+
+
+def _arranged(array: Any, groups: Sequence[Sequence[Any]]) -> Any:
+    """Returns the array with an axis for each group of its axes, in this order."""
+    order = tuple(axis for group in groups for axis in group)
+    shape = [prod(array.shape[axis] for axis in group) for group in groups]
+    if order != tuple(range(array.ndim)):
+        array = lax.transpose(array, order)
+    return _reshaped(array, shape)
+
+
+def _reshaped(array: Any, shape: Sequence[Any]) -> Any:
+    """Returns the array itself where it has the shape: nothing hides where it comes from."""
+    return array if array.shape == tuple(shape) else array.reshape(shape)

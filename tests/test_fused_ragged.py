@@ -1,0 +1,357 @@
+"""Ragged products with an epilogue on the CPU: those of plain JAX, one group after the other."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_fused import TRANSFORMS, assert_close, everything, gate, gelu, normal, squared
+
+from jax_hopper_gemm.fused import fused_dot
+from jax_hopper_gemm.ragged import Spans
+
+T, K, N, G = 9, 4, 5, 3
+SIZES = jnp.asarray([2, 0, 5], np.int32)  # two rows belong to no group
+
+
+def fused(function, lhs, rights, sizes, *operands, subscripts="mk,gkn->mn", **options):
+    rights = rights if isinstance(rights, tuple) else (rights,)
+    settings: dict[str, Any] = {
+        "precision": None, "product_dtype": jnp.result_type(lhs, *rights), "out_dtypes": None,
+        "preactivation": "save", "implementation": None, "spans": Spans.plain(rights[0].shape[0]),
+    }  # fmt: skip
+    return fused_dot(
+        function, lhs, rights, operands, subscripts=subscripts, sizes=sizes,
+        **{**settings, **options},
+    )  # fmt: skip
+
+
+def grouped(function, sizes, *by_group):
+    """Returns `function(group's entries...)` of each row's group, rows of no group 0."""
+    row, start, out = jnp.arange(T), 0, jnp.zeros(())
+    for group in range(G):
+        mine = (row >= start) & (row < start + sizes[group])
+        found = function(*(x[group] for x in by_group))
+        out = jnp.where(mine[:, None], found, out)
+        start = start + sizes[group]
+    return out
+
+
+# Each model: ours and plain JAX of the same arguments.
+
+
+def gelu_mlp(options, x, w1, b1, w2, b2, sizes=SIZES):
+    y = fused(lambda acc, b: gelu(acc + b), x, w1, sizes, b1[:, None], **options)
+    return fused(lambda acc, b: acc + b, y, w2, sizes, b2[:, None], **options)
+
+
+def plain_gelu_mlp(x, w1, b1, w2, b2, sizes=SIZES):
+    return grouped(lambda w1, b1, w2, b2: gelu(x @ w1 + b1) @ w2 + b2, sizes, w1, b1, w2, b2)
+
+
+def pair(options, x, w1, w2, b, sizes=SIZES):
+    return fused(lambda a, c, b: gate(a + b, c), x, (w1, w2), sizes, b[:, None], **options)
+
+
+def plain_pair(x, w1, w2, b, sizes=SIZES):
+    return grouped(lambda w1, w2, b: gate(x @ w1 + b, x @ w2), sizes, w1, w2, b)
+
+
+def stacked(options, x, w, sizes=SIZES):
+    return fused(gate, x, w, sizes, subscripts="mk,gkcn->mn", **options)
+
+
+def plain_stacked(x, w, sizes=SIZES):
+    return grouped(lambda w: gate(x @ w[:, 0], x @ w[:, 1]), sizes, w)
+
+
+def several(options, x, w, b, r, s, t, sizes=SIZES):
+    """All kinds of operands, weights (G, N, K), and sums of the results."""
+
+    def function(acc, b, r, s, t):
+        y = jnp.exp(-jnp.square(acc * s + b)) + r * t
+        return y, jnp.sin(acc)
+
+    y, sine = fused(
+        function, x, w, sizes, b, r, s[:, None, None], t[:, None],
+        subscripts="mk,gnk->mn", **options,
+    )  # fmt: skip
+    return y * y.sum(0) + sine
+
+
+def plain_several(x, w, b, r, s, t, sizes=SIZES):
+    acc = grouped(lambda w: x @ w.T, sizes, w)
+    scale = grouped(lambda s: jnp.broadcast_to(s, (T, 1)), sizes, s)
+    y = jnp.exp(-jnp.square(acc * scale + b)) + r * t[:, None]
+    y = grouped(lambda _: y, sizes, w)
+    return y * y.sum(0) + jnp.sin(acc)
+
+
+MODELS: dict[str, Any] = {
+    "gelu": (gelu_mlp, plain_gelu_mlp, [(T, K), (G, K, N), (G, N), (G, N, 2), (G, 2)]),
+    "pair": (pair, plain_pair, [(T, K), (G, K, N), (G, K, N), (G, N)]),
+    "stacked": (stacked, plain_stacked, [(T, K), (G, K, 2, N)]),
+    "several": (several, plain_several, [(T, K), (G, N, K), (N,), (T, N), (G,), (T,)]),
+}
+
+
+def model(name: str, options: dict[str, Any] | None = None, dtype: Any = "float32"):
+    ours, plain, shapes = MODELS[name]
+    arrays = [0.5 * normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+    return partial(ours, options or {}), plain, arrays
+
+
+CASES = [(transform, "pair", "save") for transform in TRANSFORMS]
+CASES += [
+    (transform, name, policy)
+    for transform, name in (
+        ("grad", "gelu"), ("grad", "stacked"), ("grad", "several"), ("hessian", "several"),
+        ("checkpoint", "stacked"), ("checkpoint", "several"),
+    )
+    for policy in ("save", "recompute")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("transform, name, preactivation", CASES)
+def test_derivatives_are_those_of_plain_jax(transform, name, preactivation):
+    ours, plain, args = model(name, {"preactivation": preactivation})
+    run = TRANSFORMS[transform]
+    assert_close(
+        jax.jit(lambda *a: run(ours, list(a)))(*args),
+        jax.jit(lambda *a: run(plain, list(a)))(*args),
+    )
+
+
+@pytest.mark.parametrize("sizes", [[9, 0, 0], [0, 0, 0], [-3, 4, 1], [4, 9, 2], [3, 3, 3]])
+def test_sizes_are_clipped(sizes):
+    given = jnp.asarray(sizes, np.int32)
+    ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), T)
+    held = jnp.asarray(np.diff(ends, prepend=0), np.int32)
+    ours, plain, args = model("pair")
+    for run in (TRANSFORMS["value"], TRANSFORMS["grad"]):
+        assert_close(
+            jax.jit(lambda *a, run=run: run(partial(ours, sizes=given), a))(*args),
+            jax.jit(lambda *a, run=run: run(partial(plain, sizes=held), a))(*args),
+        )
+
+
+def test_nothing_needs_jit():
+    ours, plain, args = model("pair")
+    assert_close(TRANSFORMS["grad"](ours, args), TRANSFORMS["grad"](plain, args))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_xla_computes_the_same_without_a_kernel(name):
+    ours, plain, args = model(name, {"implementation": "xla"})
+    jaxpr = str(jax.make_jaxpr(jax.grad(partial(squared, ours)))(*args))
+    assert "hopper_fused" not in jaxpr and "implementation=None" not in jaxpr
+    run = TRANSFORMS["grad"]
+    found, expected = (jax.jit(lambda *a, f=f: run(f, a))(*args) for f in (ours, plain))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["gelu", "pair", "stacked"])
+def test_16_bit_gradients_are_near_those_of_float32(name):
+    ours, plain, args = model(name, dtype="bfloat16")
+    exact = [x.astype(jnp.float32) for x in args]
+    ours, plain = (
+        jax.jit(partial(jax.grad(partial(squared, f), everything(args)))) for f in (ours, plain)
+    )
+    for found, expected, arg in zip(ours(*args), plain(*exact), args, strict=True):
+        assert found.dtype == arg.dtype
+        # A few roundings of 2^-9 on the way, each of values of the gradient's size.
+        error = np.abs(found.astype(np.float32) - expected).max()
+        assert error <= 8 * 2**-9 * np.abs(expected).max()
+
+
+def test_rows_of_no_group_are_zero_and_have_no_gradient():
+    x, w, b = normal(T, K), normal(G, K, N), normal(G, N)
+
+    def layer(x, w, b):
+        return fused(lambda acc, b: jnp.cos(acc) + b, x, w, SIZES, b[:, None])
+
+    y, back = jax.vjp(layer, x, w, b)
+    np.testing.assert_array_equal(y[7:], 0)
+    gradients = back(jnp.ones_like(y))
+    np.testing.assert_array_equal(gradients[0][7:], 0)
+    np.testing.assert_array_equal(gradients[2], np.asarray(SIZES)[:, None] * np.ones((G, N)))
+    other = back(jnp.ones_like(y).at[7:].set(jnp.nan))
+    jax.tree.map(np.testing.assert_array_equal, gradients, other)
+
+
+def test_a_gradient_by_group_is_summed_in_float32():
+    rows = 4096
+    x, w = jnp.zeros((rows, 2), jnp.bfloat16), jnp.zeros((2, 2, 2), jnp.bfloat16)
+    b, sizes = jnp.zeros((2, 2), jnp.float32), jnp.asarray([rows - 3, 3], np.int32)
+
+    def loss(b):
+        y = fused(lambda acc, b: acc + b, x, w, sizes, b[:, None])
+        return y.astype(jnp.float32).sum()
+
+    # In bfloat16 a sum of ones ends at 256.
+    np.testing.assert_array_equal(jax.grad(loss)(b), [[rows - 3] * 2, [3] * 2])
+
+
+def axes_of(shapes, *places):
+    """Yields for each set of places the axes along which arguments are mapped."""
+    for chosen in places:
+        yield [min(len(shapes[i]), 1) if i in chosen else None for i in range(len(shapes))]
+
+
+MAPPED = [
+    (name, axes, sizes)
+    for name in MODELS
+    for axes, sizes in [
+        *((axes, False) for axes in axes_of(
+            MODELS[name][2], *({i} for i in range(len(MODELS[name][2]))),
+        )),
+        *((axes, True) for axes in axes_of(
+            MODELS[name][2], set(), {0, 1}, set(range(len(MODELS[name][2]))),
+        )),
+    ]
+]  # fmt: skip
+EACH = jnp.asarray([[2, 0, 5], [0, 1, 0], [4, 4, 4]], np.int32)
+
+
+@pytest.mark.parametrize("index, name, axes, sizes", [(i, *case) for i, case in enumerate(MAPPED)])
+def test_vmap_and_derivatives_commute(index, name, axes, sizes):
+    ours, plain, args = model(name, {"preactivation": ("save", "recompute")[index % 2]})
+    args = [
+        x if axis is None else jnp.stack([x, x + 1, 2 * x], axis)
+        for x, axis in zip(args, axes, strict=True)
+    ]
+    axes, given = (*axes, 0 if sizes else None), EACH if sizes else SIZES
+
+    def mapped_gradient(f):
+        def gradient(*a):
+            *a, own = a
+            return jax.grad(partial(squared, partial(f, sizes=own)), everything(a))(*a)
+
+        return jax.vmap(gradient, axes)(*args, given)
+
+    def gradient_of_mapped(f):
+        mapped = jax.vmap(lambda *a: f(*a[:-1], sizes=a[-1]), axes)
+        return jax.grad(lambda *a: squared(mapped, *a, given), everything(args))(*args)
+
+    clip = plain
+    if sizes:  # sizes beyond the last row
+
+        def clip(*a, sizes):
+            ends = jnp.minimum(jnp.cumsum(sizes), T)
+            return plain(*a, sizes=jnp.diff(ends, prepend=0))
+
+    for transform in (mapped_gradient, gradient_of_mapped):
+        found, expected = (jax.jit(partial(transform, f))() for f in (ours, clip))
+        assert_close(found, expected)
+
+
+def test_vmap_of_vmap():
+    x, w, b = normal(2, 3, T, K), normal(3, G, K, N), normal(2, G, N)
+    sizes = jnp.stack([EACH, EACH[::-1]])
+
+    def mapped(f):
+        inner = jax.vmap(f, (0, 0, None, 0))
+        return jax.vmap(inner, (0, None, 0, 0))
+
+    def layer(x, w, b, sizes):
+        return fused(lambda acc, b: jnp.tanh(acc + b), x, w, sizes, b[:, None])
+
+    def plain(x, w, b, sizes):
+        ends = jnp.minimum(jnp.cumsum(sizes), T)
+        return grouped(lambda w, b: jnp.tanh(x @ w + b), jnp.diff(ends, prepend=0), w, b)
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(lambda *a, f=f: squared(mapped(f), *a, sizes), (0, 1, 2)))(
+            x, w, b
+        )
+        for f in (layer, plain)
+    )
+    assert_close(found, expected)
+
+
+def products(function, *args) -> int:
+    text = str(jax.make_jaxpr(function)(*args))
+    return sum(text.count(f"= {name}[") for name in ("hopper_ragged_dot", "hopper_fused")) + (
+        2 * text.count("= hopper_dots[")
+    )
+
+
+def test_nothing_of_the_product_is_kept_for_a_bias():
+    x, w, b = normal(T, K), normal(G, K, N), normal(G, N)
+    layer = partial(fused, lambda acc, b: acc + b)
+    _, residuals = jax.eval_shape(
+        lambda x, w, b: jax.vjp(lambda x, w, b: layer(x, w, SIZES, b[:, None]), x, w, b), x, w, b
+    )
+    kept = [leaf.shape for leaf in jax.tree.leaves(residuals) if leaf.dtype == jnp.float32]
+    assert sorted(kept) == sorted([(T, K), (G, K, N)])
+
+
+def test_recompute_keeps_operands_alone():
+    x, w = normal(T, K), normal(G, K, N)
+    for preactivation, expected in {
+        "save": {(T, K), (T, N), (G, K, N)},
+        "recompute": {(T, K), (G, K, N)},
+    }.items():
+        layer = partial(fused, jnp.tanh, preactivation=preactivation)
+        _, back = jax.eval_shape(
+            lambda x, w, layer=layer: jax.vjp(lambda x, w: layer(x, w, SIZES), x, w), x, w
+        )
+        leaves = jax.tree.leaves(back)
+        assert {leaf.shape for leaf in leaves if leaf.dtype == jnp.float32} == expected
+
+
+def test_an_operand_without_a_derivative_costs_no_product():
+    x, w, b = normal(T, K), normal(G, K, N), normal(N)
+    layer = partial(fused, lambda acc, b: jnp.tanh(acc + b))
+
+    def loss(x, w, b):
+        return squared(layer, x, w, SIZES, b)
+
+    assert products(jax.grad(loss, 2), x, w, b) == 1
+    assert products(jax.grad(loss, 1), x, w, b) == 2
+    assert products(jax.grad(loss, (0, 1, 2)), x, w, b) == 3
+
+
+def test_an_output_that_is_the_product_is_not_stored_twice():
+    x, w = normal(T, K, dtype="bfloat16"), normal(G, K, N, dtype="bfloat16")
+
+    def loss(x, w):
+        before, after = fused(lambda acc: (acc.astype(jnp.bfloat16), jnp.tanh(acc)), x, w, SIZES)
+        return (before * after).astype(jnp.float32).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(x, w)
+    (equation,) = [e for e in jaxpr.eqns if e.primitive.name == "hopper_fused"]
+    assert len(equation.outvars) == 2
+
+
+def test_closed_over_arrays_are_operands():
+    x, w, r = normal(T, K), normal(G, K, N), normal(T, N)
+
+    def loss(r):
+        return squared(lambda x, w: fused(lambda acc: jnp.tanh(acc + r), x, w, SIZES), x, w)
+
+    expected = jax.grad(
+        lambda r: squared(lambda x: grouped(lambda w: jnp.tanh(x @ w + r), SIZES, w), x)
+    )(r)
+    assert_close(jax.grad(loss)(r), expected)
+
+
+def test_scan_carries_epilogues():
+    weights, x = 0.5 * normal(3, G, K, K), normal(T, K, seed=1)
+
+    def loss(layer, weights, x):
+        step = jax.checkpoint(lambda x, w: (layer(x, w), None))
+        return jax.lax.scan(step, x, weights)[0].sum()
+
+    ours, theirs = (
+        jax.jit(jax.grad(partial(loss, f), (0, 1)))(weights, x)
+        for f in (
+            lambda x, w: fused(gelu, x, w, SIZES),
+            lambda x, w: grouped(lambda w: gelu(x @ w), SIZES, w),
+        )
+    )
+    assert_close(ours, theirs)

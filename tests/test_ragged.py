@@ -1,0 +1,400 @@
+"""`hopper_ragged_dot` on the CPU: numbers, derivatives and vmap of the three forms.
+
+Small integers make every sum exact, so that comparisons are of equality.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from programs import integers
+
+from jax_hopper_gemm.ragged import (
+    CONTRACTION,
+    ROWS,
+    ROWS_TRANSPOSED,
+    Spans,
+    group_of_rows,
+    hopper_ragged_dot,
+    reference_ragged_dot,
+    span_ends,
+)
+from jax_hopper_gemm.spans import FORMS
+
+T, K, N, G = 12, 3, 4, 3
+
+# Spans, and sizes for them: one size each, with an offset, of several periods that share their
+# matrices or have their own.
+CASES = {
+    "plain": (Spans.plain(G), [3, 0, 5]),
+    "all rows": (Spans.plain(G), [4, 4, 4]),
+    "one group": (Spans.plain(1), [7]),
+    "too long": (Spans.plain(G), [5, 9, 4]),
+    "far too long": (Spans.plain(G), [5, 2**31 - 1, 2**31 - 1]),
+    "negative": (Spans.plain(G), [5, -3, 4]),
+    "all empty": (Spans.plain(G), [0, 0, 0]),
+    "no group": (Spans.plain(0), []),
+    "offset": (Spans(G + 2, G, first=1), [2, 3, 0, 4]),
+    "offset behind the rows": (Spans(G + 2, G, first=1), [20, 3, 0, 4]),
+    "shared by periods": (Spans(4, 3, step=0), [1, 2, 1, 2, 0, 4, 1]),
+    "own of periods": (Spans(4, 3, step=3), [1, 2, 1, 2, 0, 4, 1]),
+    "own of periods, offset": (Spans(3, 1, first=1, step=1), [1, 2, 1, 4, 3]),
+}
+
+
+def product(subscripts: str, spans: Spans, **options: Any):
+    params = {"precision": None, "preferred_element_type": None, "implementation": None}
+    return partial(hopper_ragged_dot, subscripts=subscripts, spans=spans, **params | options)
+
+
+def operands(subscripts: str, spans: Spans, sizes: Any, length: int = T) -> list[jax.Array]:
+    extents = {"m": length, "k": K, "n": N, "g": spans.matrices(len(sizes))}
+    labels = subscripts.split("->")[0].split(",")
+    return [integers(tuple(extents[x] for x in o), seed=i) for i, o in enumerate(labels)]
+
+
+def matrix_of_rows(sizes: Any, spans: Spans, length: int) -> list[int]:
+    """The matrix of each row, -1 for none, by a loop."""
+    found: list[int] = []
+    for index, size in enumerate([*map(int, sizes), length]):
+        period, place = divmod(index, spans.period)
+        own = spans.first <= place < spans.first + spans.count
+        matrix = period * spans.step + place - spans.first if own else -1
+        found += [matrix] * min(max(size, 0), length - len(found))
+    return found
+
+
+def by_loop(subscripts: str, spans: Spans, lhs: Any, rhs: Any, sizes: Any) -> np.ndarray:
+    """The product in float64, row by row."""
+    lhs, rhs = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
+    owners = matrix_of_rows(np.asarray(sizes), spans, len(lhs))
+    matrices = spans.matrices(len(sizes))
+    if subscripts == CONTRACTION:
+        out = np.zeros((matrices, lhs.shape[1], rhs.shape[1]))
+        for row, matrix in enumerate(owners):
+            if matrix >= 0:
+                out[matrix] += np.outer(lhs[row], rhs[row])
+        return out
+    weights = rhs if subscripts == ROWS else rhs.swapaxes(1, 2)
+    out = np.zeros((len(lhs), weights.shape[2]))
+    for row, matrix in enumerate(owners):
+        if matrix >= 0:
+            out[row] = lhs[row] @ weights[matrix]
+    return out
+
+
+FORM_CASES = [
+    (subscripts, name)
+    for subscripts, name in itertools.product(FORMS, CASES)
+    if not (subscripts == CONTRACTION and name == "shared by periods")
+]
+
+
+@pytest.mark.parametrize("subscripts, name", FORM_CASES)
+def test_numbers_are_those_of_a_loop_over_rows(subscripts, name):
+    spans, sizes = CASES[name]
+    lhs, rhs = operands(subscripts, spans, sizes)
+    out = product(subscripts, spans)(lhs, rhs, jnp.array(sizes, np.int32))
+    assert out.dtype == np.float32
+    np.testing.assert_array_equal(out, by_loop(subscripts, spans, lhs, rhs, sizes))
+
+
+@pytest.mark.parametrize("subscripts", FORMS)
+@pytest.mark.parametrize("name", ["plain", "offset"])
+def test_no_rows_give_zeros(subscripts, name):
+    spans, sizes = CASES[name]
+    lhs, rhs = operands(subscripts, spans, sizes, length=0)
+    out = product(subscripts, spans)(lhs, rhs, jnp.array(sizes, np.int32))
+    np.testing.assert_array_equal(out, by_loop(subscripts, spans, lhs, rhs, sizes))
+
+
+# `jax.lax.ragged_dot` multiplies zeros by all matrices.
+NOT_LAX = [name for name, (spans, sizes) in CASES.items() if not spans.is_plain(len(sizes))]
+
+
+@pytest.mark.parametrize("name", NOT_LAX)
+def test_what_no_row_belongs_to_is_not_touched(name):
+    spans, sizes = CASES[name]
+    lhs, rhs = operands(ROWS, spans, sizes)
+    owners = np.array(matrix_of_rows(sizes, spans, T))
+    unused = np.setdiff1d(np.arange(rhs.shape[0]), owners)
+    lhs, rhs = lhs.at[np.flatnonzero(owners < 0)].set(np.inf), rhs.at[unused].set(np.nan)
+    out = product(ROWS, spans)(lhs, rhs, jnp.array(sizes, np.int32))
+    np.testing.assert_array_equal(out, by_loop(ROWS, spans, lhs, rhs, sizes))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_group_of_rows_follows_a_loop(name):
+    spans, sizes = CASES[name]
+    found = group_of_rows(jnp.array(sizes, np.int32), spans, T)
+    assert found.dtype == np.int32 and found.tolist() == matrix_of_rows(sizes, spans, T)
+
+
+@pytest.mark.parametrize("length", [10, 2**30 - 1])
+def test_ends_of_hostile_sizes_stay_on_the_axis(length):
+    largest, smallest = 2**31 - 1, -(2**31)
+    sizes = jnp.array([3, smallest, 4, largest, largest, smallest, largest], np.int32)
+    assert span_ends(sizes, length).tolist() == [3, 3, 7, length, length, length, length]
+
+
+@pytest.mark.parametrize("subscripts", FORMS)
+@pytest.mark.parametrize("dtype, preferred, expected", [
+    ("bfloat16", None, "bfloat16"), ("bfloat16", np.dtype("float32"), "float32"),
+    ("float16", None, "float16"), ("int32", None, "int32"), ("complex64", None, "complex64"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["plain", "offset"])
+def test_dtypes_follow_dot_general(subscripts, dtype, preferred, expected, name):
+    spans, sizes = CASES[name]
+    lhs, rhs = (x.astype(dtype) for x in operands(subscripts, spans, sizes))
+    function = product(subscripts, spans, preferred_element_type=preferred)
+    out = function(lhs, rhs, jnp.array(sizes, np.int32))
+    assert out.dtype == expected
+    exact = by_loop(subscripts, spans, lhs.real, rhs.real, sizes)
+    np.testing.assert_array_equal(np.asarray(out.astype("complex64").real), exact)
+
+
+# Derivatives.
+
+
+def squared(function, lhs, rhs, sizes):
+    return (function(lhs, rhs, sizes) ** 2).sum()
+
+
+def gradients_by_loop(subscripts: str, spans: Spans, lhs: Any, rhs: Any, sizes: Any) -> Any:
+    """The gradients of `squared` in float64."""
+    lhs, rhs = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
+    cotangent = 2 * by_loop(subscripts, spans, lhs, rhs, sizes)
+    if subscripts == CONTRACTION:
+        return (
+            by_loop(ROWS_TRANSPOSED, spans, rhs, cotangent, sizes),
+            by_loop(ROWS, spans, lhs, cotangent, sizes),
+        )
+    other = ROWS_TRANSPOSED if subscripts == ROWS else ROWS
+    own = spans if spans.step else replace(spans, step=spans.count)
+    of_rhs = by_loop(CONTRACTION, own, lhs, cotangent, sizes)
+    of_rhs = of_rhs.reshape(-1, *rhs.shape[:1], *of_rhs.shape[1:]).sum(0)
+    of_rhs = of_rhs if subscripts == ROWS else of_rhs.swapaxes(1, 2)
+    return by_loop(other, spans, cotangent, rhs, sizes), of_rhs
+
+
+@pytest.mark.parametrize("subscripts, name", [c for c in FORM_CASES if c[1] != "no group"])
+def test_gradients_are_those_of_a_loop_over_rows(subscripts, name):
+    spans, sizes = CASES[name]
+    args: Any = (*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32))
+    ours = jax.jit(jax.grad(partial(squared, product(subscripts, spans)), (0, 1)))(*args)
+    theirs = gradients_by_loop(subscripts, spans, *args)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def dense(subscripts: str, spans: Spans, count: int):
+    """The product as an einsum, which JAX differentiates and maps by itself."""
+    weights, out = subscripts.split(",")[1].split("->")
+
+    def function(lhs, rhs, sizes):
+        owners = group_of_rows(sizes, spans, lhs.shape[0])
+        own = (owners[:, None] == jnp.arange(spans.matrices(count))).astype(lhs.dtype)
+        return jnp.einsum(f"mk,{weights},mg->{out}", lhs, rhs, own, precision="highest")
+
+    return function
+
+
+TRANSFORMS = {
+    "jacfwd": lambda f: jax.jacfwd(f, (0, 1)),
+    "jacrev": lambda f: jax.jacrev(f, (0, 1)),
+    "grad of grad": lambda f: jax.grad(
+        lambda x, y, s: sum((g**2).sum() for g in jax.grad(f, (0, 1))(x, y, s)), (0, 1)
+    ),
+    "forward over reverse": lambda f: lambda x, y, s: jax.jvp(
+        lambda x, y: jax.grad(f, (0, 1))(x, y, s), (x, y), (x + 1, y - 1)
+    ),
+    "jvp": lambda f: lambda x, y, s: jax.jvp(lambda x, y: f(x, y, s), (x, y), (x + 1, y - 1)),
+    "linearize": lambda f: lambda x, y, s: jax.linearize(lambda x, y: f(x, y, s), x, y)[1](x, y),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f), (0, 1)),
+}
+DERIVED = [(*case, "plain") for case in itertools.product(TRANSFORMS, FORMS)]
+DERIVED += [("jvp", ROWS, "shared by periods"), ("grad of grad", ROWS, "shared by periods")]
+
+
+@pytest.mark.parametrize("transform, subscripts, name", DERIVED)
+def test_derivatives_follow_einsum(transform, subscripts, name):
+    spans, sizes = CASES[name]
+    args = (*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32))
+    ours, theirs = (
+        jax.jit(TRANSFORMS[transform](partial(squared, function)))(*args)
+        for function in (product(subscripts, spans), dense(subscripts, spans, len(sizes)))
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("subscripts", FORMS)
+def test_gradients_are_ragged_products_with_nothing_transposed(subscripts):
+    spans, sizes = CASES["plain"]
+    args = (*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32))
+    function = product(subscripts, spans)
+    program = str(jax.make_jaxpr(jax.grad(partial(squared, function), (0, 1)))(*args))
+    assert program.count("hopper_ragged_dot[") == 3 and "transpose" not in program
+
+
+def test_weights_that_periods_share_get_one_gradient_summed_in_float32():
+    spans, sizes = Spans(2, 1), [1] * 7
+    lhs = jnp.array([[256.0], [1.0], [1.0], [1.0]], jnp.bfloat16).repeat(2, 0)
+    rhs, ones = jnp.zeros((1, 1, 1), jnp.bfloat16), jnp.ones((8, 1), jnp.bfloat16)
+    _, back = jax.vjp(lambda w: product(ROWS, spans)(lhs, w, jnp.array(sizes, np.int32)), rhs)
+    (gradient,) = back(ones)
+    assert gradient.dtype == jnp.bfloat16 and gradient.item() == 260  # 256 + 1 is 256 in bfloat16
+
+
+@pytest.mark.parametrize("wrt", [0, 1])
+def test_one_gradient_alone(wrt):
+    spans, sizes = CASES["plain"]
+    args = (*operands(ROWS, spans, sizes), jnp.array(sizes, np.int32))
+    ours, theirs = (
+        jax.grad(partial(squared, function), wrt)(*args)
+        for function in (product(ROWS, spans), dense(ROWS, spans, len(sizes)))
+    )
+    np.testing.assert_array_equal(ours, theirs)
+
+
+# vmap.
+
+AXES = [axes for axes in itertools.product((None, 0, 1), repeat=3) if axes != (None,) * 3]
+
+
+def with_axes(subscripts: str, axes: Any, name: str, extent: int) -> tuple[Spans, list[Any]]:
+    """Returns operands with mapped axes, all of different numbers."""
+    spans, sizes = CASES[name]
+    args: list[Any] = [*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32)]
+    for i, axis in enumerate(axes):
+        if axis is not None:
+            shape = tuple(np.insert(args[i].shape, axis, extent))
+            args[i] = integers(shape, args[i].dtype, seed=7 + i) + (3 if i == 2 else 0)
+    return spans, args
+
+
+def apart(axes: Any, args: Any) -> list[list[np.ndarray]]:
+    """Returns the arguments of each call that `vmap` stands for."""
+    arrays = list(map(np.asarray, args))
+    (extent,) = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
+    pairs = list(zip(arrays, axes, strict=True))
+    return [[x if a is None else np.take(x, i, a) for x, a in pairs] for i in range(extent)]
+
+
+def together(gradients: Any, axis: int | None) -> np.ndarray:
+    """Returns the gradient of one argument from those of each call."""
+    return np.sum(gradients, 0) if axis is None else np.stack(gradients, axis)
+
+
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("subscripts", FORMS)
+def test_vmap_follows_a_loop(subscripts, axes):
+    spans, args = with_axes(subscripts, axes, "plain", 2)
+    function = product(subscripts, spans)
+    expected = np.stack([by_loop(subscripts, spans, *each) for each in apart(axes, args)])
+    out_axis = AXES.index(axes) % expected.ndim
+    out = jax.jit(jax.vmap(function, axes, out_axis))(*args)
+    np.testing.assert_array_equal(out, np.moveaxis(expected, 0, out_axis))
+
+
+@pytest.mark.parametrize("axes", [axes for axes in AXES if 1 not in axes])
+@pytest.mark.parametrize("subscripts", FORMS)
+def test_vmap_of_grad_and_grad_of_vmap_follow_a_loop(subscripts, axes):
+    spans, args = with_axes(subscripts, axes, "plain", 2)
+    loss = partial(squared, product(subscripts, spans))
+    each = [gradients_by_loop(subscripts, spans, *own) for own in apart(axes, args)]
+    lhs, rhs = zip(*each, strict=True)
+
+    of_sum = jax.grad(lambda *args: jax.vmap(loss, axes)(*args).sum(), (0, 1))
+    ours = jax.jit(lambda *args: (jax.vmap(jax.grad(loss, (0, 1)), axes)(*args), of_sum(*args)))
+    theirs = (
+        (np.stack(lhs), np.stack(rhs)),
+        (together(lhs, axes[0]), together(rhs, axes[1])),
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours(*args), theirs)
+
+
+@pytest.mark.parametrize(
+    "subscripts, name",
+    [(s, n) for s, n in FORM_CASES if n in ("offset", "shared by periods", "own of periods")],
+)
+@pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (0, 0, None), (0, 0, 0)])
+def test_vmap_of_all_kinds_of_spans_follows_a_loop(subscripts, name, axes):
+    spans, args = with_axes(subscripts, axes, name, 2)
+    ours = jax.jit(jax.vmap(product(subscripts, spans), axes))(*args)
+    theirs = [by_loop(subscripts, spans, *each) for each in apart(axes, args)]
+    np.testing.assert_array_equal(ours, np.stack(theirs))
+
+
+NESTED = list(itertools.product((None, 0), repeat=3))
+
+
+@pytest.mark.parametrize("inner", [axes for axes in NESTED if any(a == 0 for a in axes)])
+def test_nested_vmap_follows_a_loop(inner):
+    for outer in ((0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0)):
+        spans, args = with_axes(ROWS, inner, "plain", 2)
+        args = [
+            x if axis is None else jnp.stack([x, x[::-1] if i < 2 else x + 1, x])
+            for i, (x, axis) in enumerate(zip(args, outer, strict=True))
+        ]
+        ours = jax.jit(jax.vmap(jax.vmap(product(ROWS, spans), inner), outer))(*args)
+        theirs = [
+            [by_loop(ROWS, spans, *each) for each in apart(inner, own)]
+            for own in apart(outer, args)
+        ]
+        np.testing.assert_array_equal(ours, np.array(theirs))
+
+
+def test_vmap_that_shares_weights_copies_none():
+    spans, args = with_axes(ROWS, (0, None, None), "plain", 5)
+    program: Any = jax.make_jaxpr(jax.vmap(product(ROWS, spans), (0, None, None)))(*args)
+    (shape,) = {
+        e.invars[1].aval.shape for e in program.eqns if e.primitive.name == "hopper_ragged_dot"
+    }
+    assert shape == (G, K, N)
+
+
+def test_an_empty_vmap_is_empty():
+    spans, sizes = CASES["plain"]
+    lhs, rhs = operands(ROWS, spans, sizes)
+    args = jnp.zeros((0, *lhs.shape)), rhs, jnp.array(sizes, np.int32)
+    assert jax.vmap(product(ROWS, spans), (0, None, None))(*args).shape == (0, T, N)
+
+
+def test_scan_carries_products_and_their_gradients():
+    spans, sizes = CASES["plain"]
+    weights, x = integers((4, G, K, K)), integers((T, K), seed=1)
+
+    def loss(function, weights, x):
+        step = jax.checkpoint(lambda x, w: (function(x, w, jnp.array(sizes, np.int32)), None))
+        return lax.scan(step, x, weights)[0].sum()
+
+    ours, theirs = (
+        jax.jit(jax.grad(partial(loss, function), (0, 1)))(weights, x)
+        for function in (product(ROWS, spans), dense(ROWS, spans, G))
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_it_runs_op_by_op():
+    spans, sizes = CASES["offset"]
+    lhs, rhs = operands(ROWS_TRANSPOSED, spans, sizes)
+    with jax.disable_jit():
+        out = product(ROWS_TRANSPOSED, spans)(lhs, rhs, jnp.array(sizes, np.int32))
+    np.testing.assert_array_equal(out, by_loop(ROWS_TRANSPOSED, spans, lhs, rhs, sizes))
+
+
+def test_the_reference_is_lax_where_lax_has_the_form():
+    spans, sizes = CASES["plain"]
+    lhs, rhs = operands(ROWS, spans, sizes)
+    reference = partial(
+        reference_ragged_dot, subscripts=ROWS, spans=spans, precision=None,
+        preferred_element_type=None,
+    )  # fmt: skip
+    assert "ragged_dot_general" in str(jax.make_jaxpr(reference)(lhs, rhs, jnp.array(sizes)))

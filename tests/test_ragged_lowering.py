@@ -1,0 +1,353 @@
+"""Ragged products lowered for CUDA, on any machine: which launches they become, and of what."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from programs import LAUNCH, attributes, integers, lowered
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm import config, dispatch, fused_tangent, lowering
+from jax_hopper_gemm.fused_tangent import epilogue_p
+from jax_hopper_gemm.jaxprs import traced, vanishes_with
+from jax_hopper_gemm.plan import make_plan, num_inputs
+from jax_hopper_gemm.problem import GemmProblem, Groups, MatrixLayout
+from jax_hopper_gemm.ragged import CONTRACTION, ROWS, ROWS_TRANSPOSED, Spans, hopper_ragged_dot
+from jax_hopper_gemm.routing import Product, route
+from jax_hopper_gemm.spec import GemmSpec, Traversal
+
+pytestmark = pytest.mark.usefixtures("launcher", "kernels")
+
+T, K, N, G = 512, 256, 384, 8
+PLAIN = Spans.plain(G)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[GemmProblem]:
+    """One kernel for every ragged product; gives the problems that were asked for."""
+    asked: list[GemmProblem] = []
+
+    def choose(problem, device, *, kernel_only=False):
+        if not problem.groups:
+            return dispatch.Decision(None, None, "it is dense", "model")
+        asked.append(problem)
+        epilogue = problem.epilogue
+        spec = GemmSpec(
+            problem.ab_dtype, problem.d_dtype, problem.a.major, problem.b.major, 128, 128,
+            grouped=problem.groups.axis, epilogue=epilogue,
+            epi_load_stages=2 if epilogue and epilogue.loaded else 0,
+        )  # fmt: skip
+        return dispatch.Decision(spec, Traversal("m", 1), "the test's", "model")
+
+    monkeypatch.setattr(dispatch, "choose", choose)
+    return asked
+
+
+def shape(*extents: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(extents, dtype)
+
+
+LHS, RHS, SIZES = shape(T, K), shape(G, K, N), shape(G, dtype=np.int32)
+hopper = partial(jhg.ragged_dot, implementation="hopper")
+GROUPS = Groups("m", G, G + 1, G)
+FORWARD = GemmProblem(
+    T, N, K, G, "bfloat16", "bfloat16",
+    a=MatrixLayout("k", K), b=MatrixLayout("n", N, K * N), d=MatrixLayout("n", N), groups=GROUPS,
+)  # fmt: skip
+OF_LHS = replace(
+    FORWARD, n=K, k=N, a=MatrixLayout("k", N), b=MatrixLayout("k", N, K * N),
+    d=MatrixLayout("n", K),
+)  # fmt: skip
+OF_RHS = GemmProblem(
+    K, N, T, G, "bfloat16", "bfloat16",
+    a=MatrixLayout("m", K), b=MatrixLayout("n", N), d=MatrixLayout("n", N, K * N),
+    groups=replace(GROUPS, axis="k"),
+)  # fmt: skip
+
+
+def plans(text: str) -> list[tuple[int, ...]]:
+    found = re.findall(r"plan = dense<\[([-\d, ]+)\]> : tensor<\d+xi64>", text)
+    return [tuple(map(int, words.split(", "))) for words in found]
+
+
+def arguments(text: str) -> list[str]:
+    """Returns the operands of each launch."""
+    return re.findall(re.escape(LAUNCH) + r"\((.*?)\)", text)
+
+
+def test_a_ragged_product_is_one_launch_on_the_caller_s_arrays(kernels):
+    text = lowered(hopper, LHS, RHS, SIZES)
+    assert arguments(text) == ["%arg0, %arg1, %arg2"] and set(kernels) == {FORWARD}
+    (spec,) = map(GemmSpec.from_json, attributes(text, "spec"))
+    assert spec.grouped == "m"
+    assert plans(text) == [make_plan(FORWARD, spec, Traversal("m", 1), 132).encode()]
+    assert f"-> tensor<{T}x{N}xbf16>" in text.split(LAUNCH)[1]
+    (line,) = (line for line in text.splitlines() if LAUNCH in line)
+    assert not re.search(r"stablehlo\.(?!custom_call)", text), line
+
+
+def test_both_gradients_are_launches_with_nothing_moved(kernels):
+    def gradients(lhs, rhs, sizes, cotangent):
+        return jax.vjp(lambda lhs, rhs: hopper(lhs, rhs, sizes), lhs, rhs)[1](cotangent)
+
+    text = lowered(gradients, LHS, RHS, SIZES, shape(T, N))
+    assert sorted(arguments(text)) == ["%arg0, %arg3, %arg2", "%arg3, %arg1, %arg2"]
+    assert set(kernels) == {OF_LHS, OF_RHS}
+    assert not re.search(r"stablehlo\.(?!custom_call)", text)
+
+
+def test_a_weight_gradient_may_be_float32(kernels):
+    spans = PLAIN
+    text = lowered(
+        partial(
+            hopper_ragged_dot, subscripts=CONTRACTION, spans=spans, precision=None,
+            preferred_element_type=np.dtype("float32"), implementation="hopper",
+        ),
+        LHS, shape(T, N), SIZES,
+    )  # fmt: skip
+    assert set(kernels) == {replace(OF_RHS, d_dtype="float32")}
+    assert f"-> tensor<{G}x{K}x{N}xf32>" in text.split(LAUNCH)[1]
+
+
+def test_transposed_weights_are_read_as_they_lie(kernels):
+    def product(lhs, rhs, sizes):
+        return hopper(lhs, jnp.swapaxes(rhs, 1, 2), sizes)
+
+    text = lowered(product, LHS, shape(G, N, K), SIZES)
+    expected = replace(FORWARD, b=MatrixLayout("k", K, K * N))
+    assert arguments(text) == ["%arg0, %arg1, %arg2"] and set(kernels) == {expected}
+    assert "stablehlo.transpose" not in text
+
+
+def test_dimension_numbers_of_transposed_weights_need_no_transpose(kernels):
+    numbers = lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0])
+    product = partial(
+        jhg.ragged_dot_general, ragged_dot_dimension_numbers=numbers, implementation="hopper"
+    )
+    text = lowered(product, LHS, shape(G, N, K), SIZES)
+    assert set(kernels) == {replace(FORWARD, b=MatrixLayout("k", K, K * N))}
+    assert not re.search(r"stablehlo\.(?!custom_call)", text)
+
+
+def test_weights_with_groups_in_another_place_are_moved(kernels):
+    def product(lhs, rhs, sizes):
+        return hopper(lhs, jnp.transpose(rhs, (1, 0, 2)), sizes)
+
+    text = lowered(product, LHS, shape(K, G, N), SIZES)
+    assert text.count("stablehlo.transpose") == 1 and set(kernels) == {FORWARD}
+
+
+def test_an_offset_is_spans_before_the_first_group(kernels):
+    def product(lhs, rhs, sizes, first):
+        return hopper(lhs, rhs, sizes, group_offset=first)
+
+    args = LHS, shape(2, K, N), SIZES, shape(dtype=np.int32)
+    assert lowered(product, *args).count(LAUNCH) == 1
+    assert {p.groups for p in kernels} == {Groups("m", 3, 4, 2, first=1)}
+
+
+@pytest.mark.parametrize("axes", [a for a in itertools.product((None, 0), repeat=3) if any(
+    x is not None for x in a
+)])  # fmt: skip
+def test_every_vmap_is_one_launch(kernels, axes):
+    args = [
+        x if axis is None else shape(2, *x.shape, dtype=x.dtype)
+        for x, axis in zip((LHS, RHS, SIZES), axes, strict=True)
+    ]
+    assert lowered(jax.vmap(hopper, axes), *args).count(LAUNCH) == 1
+    (problem,) = set(kernels)
+    if axes == (None, 0, None):
+        assert (problem.n, problem.groups) == (2 * N, GROUPS)
+    else:
+        step = 0 if axes[1] is None else G
+        assert problem.m == 2 * T and problem.l == (G if step == 0 else 2 * G)
+        assert problem.groups == Groups("m", 2 * G + 1, G + 1, G, step=step)
+
+
+def test_xla_s_own_product_needs_no_kernel():
+    text = lowered(partial(jhg.ragged_dot, implementation="xla"), LHS, RHS, SIZES)
+    assert "chlo.ragged_dot" in text and LAUNCH not in text
+
+
+def test_what_no_kernel_runs_is_named(monkeypatch):
+    expected = (
+        r"XLA runs bf16\[512,256\] x f32\[8,256,384\] by 'mk,gkn->mn' into f32, rows in 8 groups: "
+        "the operands are bfloat16 and float32"
+    )
+    monkeypatch.setenv(config.ON_FALLBACK_VARIABLE, "warn")
+    args = LHS, shape(G, K, N, dtype=jnp.float32), SIZES
+    with pytest.warns(jhg.FallbackWarning, match=expected):
+        lowered(jhg.ragged_dot, *args)
+    with pytest.raises(NotImplementedError, match="no kernel runs.*rows in 8 groups: the operands"):
+        lowered(hopper, *args)
+
+
+@pytest.mark.parametrize("lhs, rhs", [((0, K), (G, K, N)), ((T, K), (0, K, N))])
+def test_empty_products_are_xlas(lhs, rhs):
+    with pytest.raises(NotImplementedError, match="an extent is 0"):
+        lowered(hopper, shape(*lhs), shape(*rhs), shape(rhs[0], dtype=np.int32))
+
+
+# Epilogues.
+
+
+def product_with(function, subscripts, spans, sizes, lhs, rhs, accumulator, *operands) -> Product:
+    jaxpr = traced(function, shape(*accumulator, dtype=jnp.float32), *operands)
+    return Product(
+        subscripts, lhs, "bfloat16", rhs, "bfloat16", jaxpr.out_avals[0].dtype.name,
+        function=jaxpr, spans=spans, sizes=sizes,
+    )  # fmt: skip
+
+
+def test_operands_lie_as_the_letters_of_groups_and_rows_say(kernels):
+    def function(acc, bias, scale, residual, row, column):
+        out = acc * scale + bias + residual + row + column
+        return out.astype(jnp.bfloat16)
+
+    product = product_with(
+        function, ROWS, PLAIN, G, (T, K), (G, K, N), (G, T, N),
+        shape(G, 1, N), shape(G, 1, 1, dtype=jnp.float32), shape(T, N), shape(N), shape(T, 1),
+    )  # fmt: skip
+    found = route(product, dispatch.H200)
+    (problem,) = set(kernels)
+    kinds = [operand.kind for operand in problem.graph.operands]
+    assert kinds == ["row", "scalar", "matrix", "row", "column"]
+    strides = [(layout.leading_stride, layout.batch_stride) for layout in problem.operands]
+    assert strides == [(N, N), (1, 1), (N, 0), (N, 0), (T, 0)]
+    assert found.path == "hopper" and found.uncovered == () and found.plan
+    assert num_inputs(problem) == 8 and problem.groups == GROUPS
+
+
+def test_operands_of_a_contraction_lie_like_its_matrices(kernels):
+    product = product_with(
+        lambda acc, c, row: (acc + c + row).astype(jnp.float32), CONTRACTION, PLAIN, G, (T, K),
+        (T, N), (G, K, N), shape(G, K, N, dtype=jnp.float32), shape(G, 1, N),
+    )  # fmt: skip
+    assert route(product, dispatch.H200).path == "hopper"
+    (problem,) = set(kernels)
+    assert [layout.batch_stride for layout in problem.operands] == [K * N, N]
+    assert (problem.m, problem.n, problem.k, problem.l) == (K, N, T, G)
+
+
+@pytest.mark.parametrize("labels, up_offset", [("gkcn", N), ("gckn", K * N), ("gcnk", K * N)])
+def test_gate_and_up_of_each_group_may_lie_in_one_array(kernels, labels, up_offset):
+    extents = {"g": G, "k": K, "c": 2, "n": N}
+    product = Product(
+        f"mk,{labels}->mn", (T, K), "bfloat16", tuple(extents[x] for x in labels), "bfloat16",
+        "bfloat16", spans=PLAIN, sizes=G, function=traced(
+            lambda gate, up: (gate * up).astype(jnp.bfloat16), *[shape(T, N, dtype=np.float32)] * 2
+        ),
+    )  # fmt: skip
+    assert route(product, dispatch.H200).gemm
+    (problem,) = set(kernels)
+    assert problem.gated and (problem.up_offset, problem.b.batch_stride) == (up_offset, 2 * K * N)
+
+
+def test_what_xla_would_do_for_each_row_s_group_stays_with_xla():
+    product = product_with(
+        lambda acc, bias: lax.cumsum(acc + bias, 1), ROWS, PLAIN, G, (T, K), (G, K, N), (G, T, N),
+        shape(G, 1, N),
+    )  # fmt: skip
+    found = route(product, dispatch.H200)
+    assert (found.path, found.source) == ("xla", "unsupported") and "cumsum" in found.reason
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_results_of_a_kernel_are_those_of_the_function(rank):
+    """A launch stands in for the kernel; what XLA does with its results is evaluated."""
+    y, sums = integers((T, N), "bfloat16"), jnp.ones((1, N // 128, T))
+
+    def function(acc, bias):
+        return (acc + bias).astype(jnp.bfloat16), jnp.sum(acc + bias, -1)
+
+    accumulator = (G, T, N) if rank == 3 else (T, N)
+    product = product_with(
+        function, ROWS, PLAIN, G, (T, K), (G, K, N), accumulator,
+        shape(*(G, 1, N) if rank == 3 else (N,)),
+    )  # fmt: skip
+    found = route(product, dispatch.H200)
+    call = lowering.Call(product, ())
+    bias = jnp.zeros((G, 1, N) if rank == 3 else (N,), jnp.bfloat16)
+    results = call._finished(found, [(T, N), (T,)], y, sums, bias)
+    np.testing.assert_array_equal(results[0], y)
+    np.testing.assert_array_equal(results[1], np.full(T, N // 128))
+
+
+def fused_epilogue(function, *others):
+    """A product of ours whose result goes to a function and nowhere else."""
+
+    def program(lhs, rhs, sizes, *others):
+        y = hopper(lhs, rhs, sizes)
+        jaxpr = traced(function, y, *others)
+        return epilogue_p.bind(y, *others, jaxpr=jaxpr)
+
+    text = lowered(program, LHS, RHS, SIZES, *others)
+    return [GemmSpec.from_json(spec) for spec in attributes(text, "spec")], text
+
+
+def test_a_function_of_a_launch_becomes_its_epilogue():
+    def function(y, x):
+        return [y.astype(jnp.float32) * jnp.tanh(x.astype(jnp.float32))]
+
+    specs, text = fused_epilogue(function, shape(T, N))
+    (fused,) = (spec for spec in specs if spec.epilogue)
+    assert fused.grouped == "m" and [o.kind for o in fused.graph.operands] == ["matrix"]
+    assert arguments(text)[-1] == "%arg0, %arg1, %arg3, %arg2"
+
+
+def test_a_function_that_is_not_0_where_rows_belong_to_no_group_stays_apart():
+    specs, _ = fused_epilogue(lambda y, x: [y + x], shape(T, N))
+    assert [spec.epilogue for spec in specs] == [None]
+
+
+def test_the_launch_says_which_product_it_holds(monkeypatch):
+    found: list[Any] = []
+
+    def look_at(value):
+        found.append(lowering.product_at(value))
+        return None
+
+    monkeypatch.setattr(fused_tangent, "product_at", look_at)
+    spans = Spans(4, 2, first=1)
+    sizes = shape(3, dtype=np.int32)
+
+    def program(lhs, rhs, sizes):
+        y = hopper_ragged_dot(
+            lhs, rhs, sizes, subscripts=ROWS_TRANSPOSED, spans=spans, precision=None,
+            preferred_element_type=None, implementation="hopper",
+        )  # fmt: skip
+        return epilogue_p.bind(y, jaxpr=traced(lambda y: [2 * y], y))
+
+    lowered(program, LHS, shape(2, N, K), sizes)
+    (call,) = found
+    assert call.product == Product(
+        ROWS_TRANSPOSED, (T, K), "bfloat16", (2, N, K), "bfloat16", "bfloat16", spans=spans, sizes=3
+    )
+    assert len(call.values) == 2 and call.sizes.type.shape == [3]
+
+
+VANISHING = [
+    (lambda y, x: [y * jnp.exp(x)], True),
+    (lambda y, x: [jnp.where(x > 0, y, -y / 2), jnp.sum(y * x, 0)], True),
+    (lambda y, x: [jax.jit(lambda y: jnp.maximum(y, 0))(y).astype(jnp.bfloat16)], True),
+    (lambda y, x: [y + x], False),
+    (lambda y, x: [jnp.where(x > 0, y, 1.0)], False),
+    (lambda y, x: [jnp.exp(y)], False),
+    (lambda y, x: [y, x], False),
+    (lambda y, x: [x / y], False),
+]
+
+
+@pytest.mark.parametrize("function, expected", VANISHING)
+def test_functions_that_vanish_with_an_input_are_known(function, expected):
+    jaxpr = traced(function, shape(4, 5, dtype=jnp.float32), shape(4, 5, dtype=jnp.float32))
+    assert vanishes_with(jaxpr, 0) is expected
