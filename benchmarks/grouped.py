@@ -476,9 +476,8 @@ def sweep_specs(problem: GemmProblem, pattern: str, wide: bool) -> list[GemmSpec
     types = OperandTypes.of(problem)
     specs = dict.fromkeys(model_specs(types))
     clusters = _CLUSTERS[problem.groups.axis]
-    schedules = [(warps, scheduler) for warps in _WARPS for scheduler in _SCHEDULERS]
     for tile, cluster in itertools.product(_TILES, clusters):
-        for warps, scheduler in schedules:
+        for warps, scheduler in itertools.product(_WARPS, _SCHEDULERS):
             spec = filled_spec(Config(*tile, 64, *cluster, warps, scheduler), types)
             if spec is not None and worthwhile(spec):
                 specs[spec] = None
