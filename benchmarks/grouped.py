@@ -436,13 +436,16 @@ def timed(
 
 # The sweep.
 
-_TILES = (
+_TILES: tuple[tuple[int, int], ...] = (
     (64, 64), (64, 96), (64, 128), (64, 160), (64, 192), (64, 224), (64, 256),
     (128, 64), (128, 96), (128, 128), (128, 160), (128, 176), (128, 192), (128, 208), (128, 224),
     (128, 256), (192, 96), (192, 128), (192, 160), (256, 64), (256, 96), (256, 128), (256, 160),
     (256, 192),
 )  # fmt: skip
-_CLUSTERS = {"m": ((1, 1), (1, 2)), "k": ((1, 1), (2, 1), (1, 2), (2, 2))}
+_CLUSTERS: dict[str, tuple[tuple[int, int], ...]] = {
+    "m": ((1, 1), (1, 2)),
+    "k": ((1, 1), (2, 1), (1, 2), (2, 2)),
+}
 _WARPS: tuple[WarpSchedule, ...] = ("cooperative", "pingpong")
 _SCHEDULERS: tuple[TileScheduler, ...] = ("static", "dynamic")
 _FINALISTS = 6
@@ -472,13 +475,12 @@ def sweep_specs(problem: GemmProblem, pattern: str, wide: bool) -> list[GemmSpec
     assert problem.groups is not None
     types = OperandTypes.of(problem)
     specs = dict.fromkeys(model_specs(types))
-    for (tile_m, tile_n), (cluster_m, cluster_n), warps, scheduler in itertools.product(
-        _TILES, _CLUSTERS[problem.groups.axis], _WARPS, _SCHEDULERS
-    ):
-        config = Config(tile_m, tile_n, 64, cluster_m, cluster_n, warps, scheduler)
-        spec = filled_spec(config, types)
-        if spec is not None and worthwhile(spec):
-            specs[spec] = None
+    clusters = _CLUSTERS[problem.groups.axis]
+    for tile, cluster in itertools.product(_TILES, clusters):
+        for warps, scheduler in itertools.product(_WARPS, _SCHEDULERS):
+            spec = filled_spec(Config(*tile, 64, *cluster, warps, scheduler), types)
+            if spec is not None and worthwhile(spec):
+                specs[spec] = None
     if wide:
         specs |= dict.fromkeys(tuner_specs(types))
     return [spec for spec in specs if re.search(pattern, spec.name)]

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_kernels import HostGpu
 
-from jax_hopper_gemm.dispatch import H200, problem_violations
+from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.problem import GemmProblem, Groups
 from jax_hopper_gemm.spec import GemmSpec, violations
@@ -239,35 +240,6 @@ def test_random_cases_are_legal_and_various():
 
 
 # Trials, with a kernel that computes on the host what it should
-
-
-class HostBuffer:
-    def __init__(self, nbytes):
-        self.memory = np.zeros(nbytes, np.uint8)
-
-    def part(self, offset):
-        return self.memory[offset:]
-
-    def fill(self, byte):
-        self.memory[:] = byte
-
-    def download(self, dtype):
-        return self.memory.copy().view(jnp.dtype(dtype))
-
-
-class HostGpu:
-    device = H200
-
-    def allocate(self, nbytes):
-        return HostBuffer(nbytes)
-
-    def upload(self, array):
-        buffer = HostBuffer(array.nbytes)
-        buffer.memory[:] = array.view(np.uint8)
-        return buffer
-
-    def synchronize(self):
-        pass
 
 
 def try_on_host(monkeypatch, case: grouped.Case, spoil=lambda results, parts: None):
