@@ -386,5 +386,7 @@ def _gathered_violations(spec: GemmSpec) -> list[str]:
     if shared > 1:
         found.append("CTAs of a cluster cannot share an operand that is gathered")
     if spec.math_warpgroups > 2:
-        found.append("three math warpgroups leave no registers for one that gathers")
+        found.append("three math warpgroups leave no registers for warps that gather")
+    if spec.tile_m > 128 and spec.gathered == "a" and spec.grouped == "m":
+        found.append(f"tile_m {spec.tile_m}: a thread has registers for the rows of 128")
     return found
