@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import moe as moe
 from .config import FallbackWarning as FallbackWarning
 from .lowering import export_disabled_checks as export_disabled_checks
 from .ops import Explanation as Explanation

@@ -102,7 +102,7 @@ def fused_dot(
       ValueError: `out_dtypes` has another length than the results.
     """
     operands = tuple(map(jnp.asarray, operands))
-    dtype = _accumulator_dtype(product_dtype)
+    dtype = accumulator_dtype(product_dtype)
     accumulate = Accumulate(subscripts, dtype, precision, out_sharding, implementation, spans)
     if spans:
         assert sizes is not None
@@ -176,7 +176,8 @@ def _by_rows(
     return function(*products, *operands)
 
 
-def _accumulator_dtype(product_dtype: Any) -> np.dtype:
+def accumulator_dtype(product_dtype: Any) -> np.dtype:
+    """Returns the dtype in which an epilogue sees a product of this dtype."""
     dtype = jnp.dtype(product_dtype)
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4
     return jnp.dtype("float32") if narrow else dtype
@@ -513,7 +514,7 @@ def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, accumulate: Accumul
 
 def _added(x: Any, accumulate: Accumulate, lhs: Any, right: Any, sizes: Any) -> Any:
     """Returns a matrix plus a ragged product, where the matrix lies."""
-    accumulate = replace(accumulate, dtype=_accumulator_dtype(x.dtype))
+    accumulate = replace(accumulate, dtype=accumulator_dtype(x.dtype))
     assert (spans := accumulate.spans)
 
     def function(product: Any, sizes: Any, x: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 LANES = 32
 SPAN_EXTENT = 2**30  # of the grouped axis in a tensor map that ends where a span does
 MAX_LENGTH = 2**25  # of a grouped axis: the sizes of 32 spans, each at most that, add up in int32
+MAX_TILES = 2**27  # cluster tiles of a launch: a band of 16 times as many can be counted in int32
 
 
 class GroupWalk(NamedTuple):
@@ -66,7 +67,7 @@ class GroupTile(NamedTuple):
       matrix: which matrix of B (M is the grouped axis) or of D (K is) belongs to its group; -1 for
         rows that belong to none.
       start, end: where on the axis its span lies; equal for an empty group.
-      m, n: which cluster tile of the span's rows (M), of the matrix (K), and of the columns.
+      m, n: which cluster tile of the span's rows (M) or of the matrix's (K), and of the columns.
     """
 
     matrix: Any
@@ -104,19 +105,23 @@ def _window(
 ) -> Window:
     index = span + lanes.lane
     given = lanes.minimum(lanes.maximum(size_at(index, index < walk.sizes), 0), walk.length)
-    # What is left of the axis is the span behind the last that has a size; then there are none.
+    # What is left of the axis is the span behind the last that has a size, of no group. It leaves
+    # nothing to those behind it, whatever was read as their sizes.
     size = lanes.where(index == walk.sizes, walk.length, given)
-    size = lanes.where(index > walk.sizes, 0, size)
     sum_to = lanes.prefix_sum(size)
     end = lanes.minimum(row + sum_to, walk.length)
     start = lanes.minimum(row + sum_to - size, walk.length)
     if rows is None:
-        place = _place_in_period(walk, index)
-        counts = (place >= 0) & (place < walk.count) & (index <= walk.sizes)
-        tiles = lanes.where(counts, walk.clusters_m * walk.clusters_n, 0)
+        tiles = lanes.where(_has_group(walk, index), walk.clusters_m * walk.clusters_n, 0)
     else:
         tiles = (end - start + (rows - 1)) // rows * walk.clusters_n
     return Window(span, row, tile, start, end, tile + lanes.prefix_sum(tiles))
+
+
+def _has_group(walk: GroupWalk, span: Any) -> Any:
+    """Returns whether a span belongs to a group."""
+    place = _place_in_period(walk, span)
+    return (place >= 0) & (place < walk.count) & (span < walk.sizes)
 
 
 def _place_in_period(walk: GroupWalk, span: Any) -> Any:
@@ -145,10 +150,8 @@ def tile_in(walk: GroupWalk, window: Window, index: Any, lanes: Any, rows: int |
     before = lanes.of(window.last, lane) - clusters_m * walk.clusters_n
     m, n = _tile_of_matrix(walk, index - before, clusters_m, lanes)
     span = window.span + lane
-    place = _place_in_period(walk, span)
-    matrix = span // walk.period * walk.step + place
-    alive = (place >= 0) & (place < walk.count) & (span <= walk.sizes)
-    return GroupTile(lanes.where(alive, matrix, -1), start, end, m, n)
+    matrix = span // walk.period * walk.step + _place_in_period(walk, span)
+    return GroupTile(lanes.where(_has_group(walk, span), matrix, -1), start, end, m, n)
 
 
 def _tile_of_matrix(walk: GroupWalk, index: Any, clusters_m: Any, lanes: Any) -> tuple[Any, Any]:

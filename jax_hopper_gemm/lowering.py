@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -34,6 +34,8 @@ from .spans import Spans, is_contraction, weights_in_order
 TARGET = "jax_hopper_gemm.v1.launch"
 PRODUCT = "jax_hopper_gemm.product"  # subscripts, of the call's operands in their order
 SPANS = "jax_hopper_gemm.spans"  # fields of `Spans`; the sizes are the call's third operand
+GATHERED = "jax_hopper_gemm.gathered"  # as in `Groups`; the indices are the call's fourth operand
+ROWS = "jax_hopper_gemm.rows"  # of rows that indices pick, zeros where there is none
 MLIR_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
@@ -94,6 +96,7 @@ class Call:
       operands, avals: what the epilogue reads, in its order, and their abstract values.
       in_place: the operand whose memory the first result takes, if it is a matrix like it.
       sizes: of a ragged product, what cuts its rows into spans; int32.
+      rows: where the product gathers rows of an operand, their indices; int32.
     """
 
     product: Product
@@ -102,6 +105,7 @@ class Call:
     avals: tuple[Any, ...] = ()
     in_place: int | None = None
     sizes: Any = None
+    rows: Any = None
 
     def lower(self, ctx: mlir.LoweringRuleContext, implementation: str | None) -> list[Any] | None:
         """Emits the launch, if a kernel is the answer.
@@ -111,10 +115,11 @@ class Call:
             wants an error.
         """
         kernel_only = implementation == "hopper"
-        call = self.untransposed()
-        found = call.route(ctx, kernel_only=kernel_only)
-        if not found.supported:
-            call, found = self, self.route(ctx, kernel_only=kernel_only)
+        direct = self.untransposed()
+        for call in (direct.gathering(), direct, self):
+            found = call.route(ctx, kernel_only=kernel_only)
+            if found.supported:
+                break
         found = found.unless(_partition_violation(ctx) or launcher_violation())
         if found.path == "hopper":
             return call.launch(ctx, found)
@@ -156,10 +161,37 @@ class Call:
         )
         return replace(self, product=product, values=(lhs, *(value for value, *_ in rights)))
 
+    def gathering(self) -> Call:
+        """Returns the same product that gathers the rows which an operand picks of another array.
+
+        Of a ragged product; of two such operands the left one is gathered.
+        """
+        product = self.product
+        if product.spans is None or product.gathered:
+            return self
+        count = 2 if is_contraction(product.subscripts) and len(self.values) == 2 else 1
+        for i, value in enumerate(self.values[:count]):
+            if (found := _beneath_rows(value)) is not None:
+                array, rows = found
+                product = replace(product, gathered="ab"[i], source=array.type.shape[0])
+                values = (*self.values[:i], array, *self.values[i + 1 :])
+                return replace(self, product=product, values=values, rows=rows)
+        return self
+
+    def gathered_by(self, operand: Literal["a", "b"], rows: Any) -> Call:
+        """Returns the same product where an operand is rows, given whole, that indices pick."""
+        product, length = self.product, rows.type.shape[0]
+        field = "lhs_shape" if operand == "a" else "rhs_shape"
+        source, *row = getattr(product, field)
+        shape: dict[str, Any] = {field: (length, *row)}
+        product = replace(product, gathered=operand, source=source, **shape)
+        return replace(self, product=product, rows=rows)
+
     def launch(self, ctx: mlir.LoweringRuleContext, found: Route) -> list[Any]:
         """Emits the FFI call, everything row-major, and what XLA does with its results.
 
-        In go A, B, up, the epilogue's operands, sizes; out come its results and the workspaces.
+        In go A, B, up, the epilogue's operands, sizes, indices of rows; out come its results and
+        the workspaces.
         """
         from .cubin import digest_of  # brings cuda-python with it
 
@@ -167,6 +199,10 @@ class Call:
         product, problem = self.product, found.gemm.problem
         shapes = [(product.lhs_shape, product.lhs_dtype)]
         shapes += [(product.rhs_shape, product.rhs_dtype)] * product.rights
+        if product.gathered:
+            index = "ab".index(product.gathered)
+            (_, *row), dtype = shapes[index]
+            shapes[index] = ((product.source, *row), dtype)
         inputs = [(v, ShapedArray(*s)) for v, s in zip(self.values, shapes, strict=True)]
         if found.gemm.swapped:
             inputs.reverse()
@@ -184,6 +220,8 @@ class Call:
                 inputs.append((value, aval))
         if product.spans:
             inputs.append((self.sizes, ShapedArray((product.sizes,), np.dtype("int32"))))
+        if product.gathered:
+            inputs.append((self.rows, ShapedArray(self.rows.type.shape, np.dtype("int32"))))
         values, avals = zip(*inputs, strict=True)
         workspaces = [ShapedArray((w.nbytes,), np.uint8) for w in found.plan.workspaces]
         results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
@@ -203,6 +241,8 @@ class Call:
             if product.spans:
                 fields = ",".join(map(str, astuple(product.spans)))
                 operation.attributes[SPANS] = mlir.ir_attribute(fields)
+            if product.gathered:
+                operation.attributes[GATHERED] = mlir.ir_attribute(product.gathered)
             return results
         finish = mlir.lower_fun(partial(self._finished, found), multiple_results=True)
         context = ctx.replace(avals_in=[*outputs, *self.avals])
@@ -269,16 +309,41 @@ def product_at(value: Any) -> Call | None:
         subscripts = _subscripts(operation)
     else:
         return None
-    lhs, rhs, *sizes = list(operation.operands)
+    lhs, rhs, *others = list(operation.operands)
     if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, value)):
         return None
     (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, value))
     product = Product(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
     if SPANS in operation.attributes:
         spans = Spans(*map(int, operation.attributes[SPANS].value.split(",")))
-        product = replace(product, spans=spans, sizes=sizes[0].type.shape[0])
-        return Call(product, (lhs, rhs), sizes=sizes[0])
+        sizes, *rows = others
+        product = replace(product, spans=spans, sizes=sizes.type.shape[0])
+        call = Call(product, (lhs, rhs), sizes=sizes)
+        if GATHERED in operation.attributes:
+            call = call.gathered_by(operation.attributes[GATHERED].value, rows[0])
+        return call
     return Call(product, (lhs, rhs))
+
+
+def mark_rows(value: Any) -> None:
+    """Says of an MLIR value that it is rows of an array, as `lax.gather` picks and fills them."""
+    value.owner.attributes[ROWS] = mlir.ir_attribute(True)
+
+
+def _beneath_rows(value: Any) -> tuple[Any, Any] | None:
+    """Returns the array and the indices (T, 1) that marked rows come from; None for other values.
+
+    What fills in zeros is a choice between the picked rows and zeros.
+    """
+    operation = value.owner
+    if not hasattr(operation, "attributes") or ROWS not in operation.attributes:
+        return None
+    if operation.name == "stablehlo.select":
+        operation = operation.operands[1].owner
+    if getattr(operation, "name", None) != "stablehlo.gather":
+        return None
+    array, indices = operation.operands
+    return array, indices
 
 
 def is_launch(value: Any) -> bool:

@@ -137,7 +137,13 @@ def make_plan(
             length = problem.m
             clusters = min(length, clusters_m + groups.sizes) * clusters_n  # at most
         sizes = num_inputs(problem) - 1 - (groups.gathered is not None)
-        params += [Pointer(sizes + i) for i in range(num_inputs(problem) - sizes)]
+        params.append(Pointer(sizes))
+        if groups.gathered:
+            layout = problem.a if groups.gathered == "a" else problem.b
+            width = {"k": problem.k, "m": problem.m, "n": problem.n}[layout.major]
+            params += [
+                Pointer(sizes + 1), Int32(groups.source), Int32(width), Int32(layout.leading_stride)
+            ]  # fmt: skip
         walk: tuple[int, ...] = GroupWalk(
             groups.sizes, groups.period, groups.first, groups.count, groups.step, length,
             clusters_m, clusters_n, int(along_m), traversal.swizzle,

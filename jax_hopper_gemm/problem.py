@@ -6,7 +6,7 @@ A `GemmProblem` is plain integers and strings. It says nothing of tiles or devic
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -38,8 +38,9 @@ class Groups:
     """An axis that is cut into groups, whose sizes are known only where the program runs.
 
     An int32 array of `sizes` lengths cuts the axis into consecutive spans. A negative length is
-    0; spans end where the axis ends; what it has left behind the last is one more span. Of every
-    `period` spans, `count` from the `first` on belong to a group each, the others to none.
+    0; spans end where the axis ends; what it has left behind the last is one more span, which
+    belongs to no group. Of every `period` other spans, `count` from the `first` on belong to a
+    group each, the others to none.
 
     Attributes:
       axis: "m": rows of A and D, each span multiplied by its group's matrix of B; rows that belong
@@ -49,7 +50,7 @@ class Groups:
       step: matrices from a group to its counterpart in the next period: `count`, or 0 where all
         periods share B.
       gathered: an operand whose elements along the axis are rows of a longer array, picked by an
-        int32 array of indices: "a", "b", or None.
+        int32 array of indices: "a", "b", or None. One that no row has stands for zeros.
       source: number of rows of that longer array.
     """
 
@@ -61,6 +62,20 @@ class Groups:
     step: int = 0
     gathered: Literal["a", "b"] | None = None
     source: int = 0
+
+    @property
+    def total(self) -> int:
+        """How many groups there are."""
+        periods, spans = divmod(self.sizes, self.period)
+        return periods * self.count + min(max(spans - self.first, 0), self.count)
+
+    @property
+    def matrices(self) -> int:
+        """One more than the highest index of a group's matrix; 0 where there are no groups."""
+        periods, spans = divmod(self.sizes, self.period)
+        started = min(max(spans - self.first, 0), self.count)
+        whole = (periods - 1) * self.step + self.count if periods else 0
+        return max(whole, periods * self.step + started if started else 0)
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,30 @@ class GemmProblem:
             b=MatrixLayout(b_major, n if b_major == "n" else k, k * n),
             d=MatrixLayout("n", n, m * n),
         )  # fmt: skip
+
+    @classmethod
+    def grouped(
+        cls,
+        axis: GroupedAxis,
+        m: int,
+        n: int,
+        k: int,
+        groups: int,
+        *,
+        b_major: Major = "n",
+        ab_dtype: str = "bfloat16",
+        d_dtype: str | None = None,
+    ) -> GemmProblem:
+        """Returns the problem of a size and a matrix for each group, for compact operands.
+
+        The grouped axis is `m` or `k` long. A is stored (M, K) where M is that axis, else (K, M).
+        """
+        a_major: Major = "k" if axis == "m" else "m"
+        dense = cls.dense(
+            m, n, k, groups,
+            a_major=a_major, b_major=b_major, ab_dtype=ab_dtype, d_dtype=d_dtype,
+        )  # fmt: skip
+        return replace(dense, groups=Groups(axis, groups, groups + 1, groups))
 
     @property
     def graph(self) -> EpilogueGraph:

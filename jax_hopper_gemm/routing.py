@@ -52,6 +52,8 @@ class Product:
       sizes: number of sizes that cut the rows into spans.
       sizes_operand: which operand of the function are these sizes, if one is; before `vmap` put
         them behind one another.
+      gathered, source: as in `problem.Groups`: the left ("a") or right operand is rows that are
+        picked of an array with `source` rows.
     """
 
     subscripts: str
@@ -66,6 +68,8 @@ class Product:
     spans: Spans | None = None
     sizes: int = 0
     sizes_operand: int | None = None
+    gathered: Literal["a", "b"] | None = None
+    source: int = 0
 
     @property
     def accumulators(self) -> int:
@@ -182,7 +186,8 @@ def _gemm(product: Product, d_dtype: str, *epilogue: Any) -> Gemm:
     if product.spans:
         return as_grouped_gemm(
             product.subscripts, product.lhs_shape, product.rhs_shape, product.lhs_dtype, d_dtype,
-            product.spans, product.sizes, *epilogue,
+            product.spans, product.sizes, *epilogue, gathered=product.gathered,
+            source=product.source,
         )  # fmt: skip
     return as_gemm(
         product.subscripts, product.lhs_shape, product.rhs_shape, product.lhs_dtype, d_dtype,
@@ -256,10 +261,12 @@ def _broadcast_label(shape: Sequence[int], out: str) -> str:
 
 
 def _read_again(fusion: Fusion) -> str | None:
-    """Returns why an epilogue is left to XLA which would read what a kernel stores for it.
+    """Returns why XLA should compute all of an epilogue that a kernel can only begin; None: it need
+    not.
 
-    The kernel would store float32, in which the function computes; XLA's product is read as well,
-    but by one pass that needs no other.
+    The rest of the epilogue reads the kernel's results from memory. If one of them is a float32
+    matrix, nothing is saved: XLA would also store the product and read it back, but once, in the
+    pass that computes the whole epilogue.
     """
     if not fusion.uncovered or all(r.dtype != "float32" for r in fusion.graph.matrices):
         return None

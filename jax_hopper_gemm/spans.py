@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from .contraction import (
     Gemm,
@@ -113,6 +114,9 @@ def as_grouped_gemm(
     sizes: int,
     epilogue: EpilogueGraph | None = None,
     operands: Sequence[str] = (),
+    *,
+    gathered: Literal["a", "b"] | None = None,
+    source: int = 0,
 ) -> Gemm:
     """Returns the canonical form of a ragged product.
 
@@ -122,6 +126,7 @@ def as_grouped_gemm(
       spans, sizes: which spans belong to which group, and the number of sizes.
       operands: for each operand of the epilogue, the letters of "gmn" (rows) or "gkn" that it
         varies along, in the order of its axes; "g" alone or before "n" is an entry a group.
+      gathered, source: as in `Groups`.
 
     Raises:
       NotAGemm: an extent is zero, or an operand of the epilogue does not lie as a kernel reads it.
@@ -133,7 +138,7 @@ def as_grouped_gemm(
     count, length, n, k = (extents[letter] for letter in "gmnk")
     groups = Groups(
         "k" if is_contraction(subscripts) else "m",
-        sizes, spans.period, spans.count, spans.first, spans.step,
+        sizes, spans.period, spans.count, spans.first, spans.step, gathered, source,
     )  # fmt: skip
     if groups.axis == "k":
         rows = k

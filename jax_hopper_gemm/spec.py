@@ -22,6 +22,7 @@ EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wg
 # Registers of a math thread, by number of math warpgroups: what a CTA's 65,536 leave it. All but
 # so many can be float32 accumulators, without a spill; with three warpgroups ptxas allows 96.
 MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
+GATHERED_MATH_REGISTERS = 224  # where addresses of gathered rows take more of the others
 OTHER_REGISTERS = 32
 MAILBOX_REGISTERS = 16  # more, with the dynamic scheduler
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
@@ -242,6 +243,8 @@ def max_accumulators(spec: GemmSpec) -> int:
     """Returns how many float32 accumulators a math thread of `spec` can hold without a spill."""
     warpgroups = spec.math_warpgroups
     left = MATH_REGISTERS[warpgroups] - OTHER_REGISTERS
+    if spec.gathered:
+        left = GATHERED_MATH_REGISTERS - OTHER_REGISTERS
     if spec.tile_scheduler == "dynamic" or spec.grouped:
         left -= MAILBOX_REGISTERS
     if spec.epilogue:
@@ -354,10 +357,36 @@ def _grouped_violations(spec: GemmSpec) -> list[str]:
         )
     if spec.grouped == "k" and (spec.a_major, spec.b_major) != ("m", "n"):
         found.append("groups of k end between rows of A and B, which must be 'm'- and 'n'-major")
+    found += _gathered_violations(spec)
     if spec.grouped == "m":
         if spec.cluster_m > 1:
             found.append("CTAs side by side along M would widen tiles beyond the ends of groups")
         unaligned = {r.kind for r in spec.graph.results} & {"column_sum", "max"}
         for kind in sorted(unaligned):
             found.append(f"a {kind} is reduced over blocks of rows that groups would cut")
+    return found
+
+
+def _gathered_violations(spec: GemmSpec) -> list[str]:
+    """Returns why no kernel is compiled that gathers rows as `spec` says."""
+    if spec.gathered is None:
+        return []
+    found = []
+    if spec.grouped == "m" and (spec.gathered, spec.a_major) != ("a", "k"):
+        found.append("where rows are grouped, those of a 'k'-major A are gathered and no others")
+    if spec.tile_k != 64:
+        found.append(f"tile_k {spec.tile_k} is not 64, a block of the rows that are gathered")
+    tile, shared = spec.tile_m, spec.cluster_n
+    if spec.gathered == "b":
+        tile, shared = spec.d_tile_n, spec.cluster_m
+        if spec.graph.accumulators > 1:
+            found.append("a gated product's B's are not gathered")
+    if spec.grouped == "k" and tile % 64:
+        found.append(f"{tile} gathered columns of a tile are no multiple of 64")
+    if shared > 1:
+        found.append("CTAs of a cluster cannot share an operand that is gathered")
+    if spec.math_warpgroups > 2:
+        found.append("three math warpgroups leave no registers for warps that gather")
+    if spec.tile_m > 128 and spec.gathered == "a" and spec.grouped == "m":
+        found.append(f"tile_m {spec.tile_m}: a thread has registers for the rows of 128")
     return found

@@ -1,4 +1,4 @@
-"""Where tests run: on the CPU, on four devices of it, unless the GPU's tests are asked for."""
+"""Where tests run: on the CPU, on eight devices of it, unless the GPU's tests are asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
     expression = config.getoption("markexpr") or ""
     if "not gpu" in expression or (expression and "gpu" not in expression):
         jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture

@@ -120,7 +120,8 @@ def test_build_can_be_restricted_to_dtypes(monkeypatch):
         lambda specs, **kw: built.extend(specs) or cubin.BuildReport(None, (), (), {}),
     )
     assert main(["build", "--dtype", "float16", "--result-dtype", "float32"]) == 0
-    assert built and {(s.ab_dtype, s.d_dtype) for s in built} == {("float16", "float32")}
+    assert {(s.ab_dtype, s.d_dtype) for s in built} == {("float16", "float32")}
+    assert {s.grouped for s in built} == {None, "m", "k"}
 
 
 def test_failed_builds_are_listed_and_change_the_exit_status(capsys, monkeypatch):

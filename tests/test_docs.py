@@ -68,3 +68,11 @@ def test_examples_of_epilogues_run(capsys):
     np.testing.assert_allclose(names["gradient"], expected, rtol=0, atol=1e-3)
     np.testing.assert_array_equal(names["swiglu"], names["same"])
     assert "sort" in capsys.readouterr().out
+
+
+def test_examples_of_mixtures_of_experts_run():
+    names = run_examples(ROOT / "docs" / "moe.md")
+    assert names["y"].shape == names["x"].shape
+    np.testing.assert_allclose(names["by_parts"], names["y"], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(names["spread"], names["y"], rtol=0, atol=1e-6)
+    assert names["layer"].gate_up.shape == (8, 64, 2, 128)

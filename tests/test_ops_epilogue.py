@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -95,12 +95,20 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_every_argument_follows_jnp(name, dtype, implementation):
+    ours = applied(partial(jhg.matmul, implementation=implementation), name, dtype)
+    assert_close(ours, reference_applied(name, dtype))
+
+
+def applied(matmul: Any, name: str, dtype: str) -> Any:
     options = jax.tree.map(
         lambda x: x.astype(dtype) if isinstance(x, jax.Array) else x, ARGUMENTS[name]
     )
-    a, b = A.astype(dtype), B.astype(dtype)
-    ours = jax.jit(partial(jhg.matmul, implementation=implementation, **options))(a, b)
-    assert_close(ours, jax.jit(partial(reference, **options))(a, b))
+    return jax.jit(partial(matmul, **options))(A.astype(dtype), B.astype(dtype))
+
+
+@cache
+def reference_applied(name: str, dtype: str) -> Any:
+    return applied(reference, name, dtype)
 
 
 @pytest.mark.parametrize("name", ["bias", "all"])
@@ -327,24 +335,36 @@ DERIVATIVES = {
 @pytest.mark.parametrize("preactivation", ["save", "recompute"])
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_derivatives_by_every_argument_follow_jnp(derivative, preactivation, implementation):
+    matmul = partial(jhg.matmul, preactivation=preactivation, implementation=implementation)
+    assert_close(derivative_of(matmul, derivative), reference_derivative(derivative))
+
+
+def derivative_of(matmul: Any, derivative: str) -> Any:
     arrays, epilogue = differentiable()
-    options = dict(activation="gelu", epilogue=epilogue, preactivation=preactivation)
-    ours, theirs = (
-        jax.jit(DERIVATIVES[derivative](partial(loss_of, f, **options)))(arrays)
-        for f in (partial(jhg.matmul, implementation=implementation), reference)
-    )
-    assert_close(ours, theirs)
+    loss = partial(loss_of, matmul, activation="gelu", epilogue=epilogue)
+    return jax.jit(DERIVATIVES[derivative](loss))(arrays)
+
+
+@cache
+def reference_derivative(derivative: str) -> Any:
+    return derivative_of(reference, derivative)
 
 
 @pytest.mark.parametrize("preactivation", ["save", "recompute"])
 @pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - {"identity"}))
 def test_the_gradient_of_every_activation_follows_jnp(name, preactivation):
+    ours = gradient_of_activation(partial(jhg.matmul, preactivation=preactivation), name)
+    assert_close(ours, reference_gradient_of_activation(name))
+
+
+def gradient_of_activation(matmul: Any, name: str) -> Any:
     arrays = dict(a=A * 0.25 + 0.01, b=B, bias=BIAS)
-    ours, theirs = (
-        jax.jit(jax.grad(partial(loss_of, f, activation=name, preactivation=preactivation)))(arrays)
-        for f in (jhg.matmul, reference)
-    )
-    assert_close(ours, theirs)
+    return jax.jit(jax.grad(partial(loss_of, matmul, activation=name)))(arrays)
+
+
+@cache
+def reference_gradient_of_activation(name: str) -> Any:
+    return gradient_of_activation(reference, name)
 
 
 @pytest.mark.parametrize("preactivation", ["save", "recompute"])

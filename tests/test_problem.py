@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
-from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
+from jax_hopper_gemm.problem import GemmProblem, Groups, MatrixLayout
 
 GATED = EpilogueGraph(  # (gate * up + residual) * row, stored in two dtypes
     2,
@@ -50,15 +50,17 @@ def test_bytes_count_a_shared_operand_once(a_batch, b_batch, elements_in):
 
 
 @pytest.mark.parametrize("graph", [None, GATED])
-def test_to_dict_survives_json(graph):
+@pytest.mark.parametrize("groups", [None, Groups("m", 5, 6, 2, 1, 2, "a", 99)])
+def test_to_dict_survives_json(graph, groups):
     problem = replace(
         GemmProblem.dense(3, 5, 7, 2, a_major="m", d_dtype="float32"), epilogue=graph,
         operands=() if graph is None else (MatrixLayout("n", 5, 15), MatrixLayout("n", 0, 5)),
-        up_offset=None if graph is None else 70,
+        up_offset=None if graph is None else 70, groups=groups,
     )  # fmt: skip
     fields = json.loads(json.dumps(problem.to_dict()))
     fields |= {name: MatrixLayout(**fields[name]) for name in "abd"}
     fields["operands"] = tuple(MatrixLayout(**layout) for layout in fields["operands"])
+    fields["groups"] = fields["groups"] and Groups(**fields["groups"])
     fields["epilogue"] = fields["epilogue"] and EpilogueGraph.from_dict(fields["epilogue"])
     assert GemmProblem(**fields) == problem
 
@@ -75,3 +77,31 @@ def test_a_gated_product_reads_two_right_operands():
 def test_without_an_epilogue_the_accumulator_is_stored():
     graph = GemmProblem.dense(8, 8, 8, d_dtype="float32").graph
     assert graph == EpilogueGraph(results=(Result("matrix", 0, "float32"),))
+
+
+def test_a_grouped_product_reads_and_writes_its_grouped_matrices_once():
+    rows = GemmProblem.grouped("m", 100, 5, 7, 4, b_major="k", d_dtype="float32")
+    assert (rows.a.major, rows.b.major) == ("k", "k")
+    assert rows.flops == 2 * 100 * 5 * 7
+    assert rows.bytes == 2 * (100 * 7 + 4 * 7 * 5) + 4 * 100 * 5
+    contraction = GemmProblem.grouped("k", 3, 5, 100, 4)
+    assert (contraction.a.major, contraction.b.major) == ("m", "n")
+    assert contraction.flops == 2 * 3 * 5 * 100
+    assert contraction.bytes == 2 * (3 * 100 + 100 * 5 + 4 * 3 * 5)
+    gated = replace(rows, epilogue=GATED)
+    assert gated.flops == 2 * rows.flops
+    assert gated.bytes == 2 * (100 * 7 + 2 * 4 * 7 * 5) + 100 * 5 * (2 + 4 + 4)
+
+
+def test_groups_number_their_matrices():
+    plain = Groups("m", 8, 9, 8)
+    assert (plain.total, plain.matrices) == (8, 8)
+    batched = Groups("m", 3 * 9, 9, 8, step=8)
+    assert (batched.total, batched.matrices) == (24, 24)
+    shared = replace(batched, step=0)
+    assert (shared.total, shared.matrices) == (24, 8)
+    local = Groups("m", 5, 6, 3, first=1)
+    assert (local.total, local.matrices) == (3, 3)
+    cut = Groups("m", 2, 6, 3, first=1)  # the sizes end within the groups
+    assert (cut.total, cut.matrices) == (1, 1)
+    assert (replace(cut, sizes=1).total, replace(cut, sizes=1).matrices) == (0, 0)

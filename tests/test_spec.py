@@ -99,6 +99,51 @@ def test_each_violation_of_an_epilogue_names_the_value(change, reason):
     assert any(reason in violation for violation in found), found
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"grouped": "n"}, "grouped is 'n', not 'm', 'k' or None"),
+        ({"grouped": "m", "gathered": "d"}, "gathered is 'd', not 'a', 'b' or None"),
+        ({"gathered": "a"}, "rows are gathered of grouped products alone"),
+        ({"grouped": "m", "tile_scheduler": "single"}, "take a persistent scheduler"),
+        ({"grouped": "m", "cluster_m": 2}, "beyond the ends of groups"),
+        ({"grouped": "m", "gathered": "b"}, "of a 'k'-major A are gathered"),
+        ({"grouped": "m", "gathered": "a", "cluster_n": 2}, "cannot share an operand"),
+        ({"grouped": "m", "gathered": "a", "tile_k": 128, "num_stages": 2}, "tile_k 128 is not 64"),
+        ({"grouped": "k"}, "must be 'm'- and 'n'-major"),
+        ({"grouped": "k", "a_major": "m", "b_major": "k"}, "must be 'm'- and 'n'-major"),
+        ({"grouped": "m", "epilogue": BUSY, "tile_n": 128, "epi_load_stages": 2, "num_stages": 3,
+          "epi_stages": 2}, "a column_sum is reduced over blocks of rows that groups would cut"),
+        ({"grouped": "m", "tile_n": 208, "epi_tile_n": 16, "warp_schedule": "pingpong"},
+         "208 accumulators a thread; 192 fit"),
+        ({"grouped": "m", "tile_m": 64, "tile_n": 16, "epi_tile_n": 16, "num_stages": 24},
+         "528 bytes of barriers"),
+    ],
+)  # fmt: skip
+def test_each_violation_of_groups_names_the_value(change, reason):
+    found = violations(replace(LARGE, **change))
+    assert any(reason in violation for violation in found), found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"grouped": "m"},
+        {"grouped": "m", "b_major": "k", "tile_scheduler": "dynamic"},
+        {"grouped": "k", "a_major": "m", "cluster_m": 2},
+        {"grouped": "m", "gathered": "a"},
+    ],
+)
+def test_grouped_kernels_are_their_own(change):
+    spec = replace(LARGE, **change)
+    assert violations(spec) == []
+    assert GemmSpec.from_json(spec.to_json()) == spec
+    axis = spec.grouped
+    assert spec.name.startswith(f"jhg_grouped_{axis}_" + ("gather_a_" if spec.gathered else ""))
+    assert max_accumulators(spec) == (176 if spec.gathered else 192) < max_accumulators(LARGE)
+    assert spec.barrier_bytes > LARGE.barrier_bytes and spec.smem_bytes == LARGE.smem_bytes
+
+
 def test_an_epilogue_takes_registers_from_the_accumulators():
     """So that none spills: what holds more at once leaves room for a smaller tile."""
     assert max_accumulators(LARGE) == 208

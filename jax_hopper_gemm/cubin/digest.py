@@ -17,7 +17,8 @@ TARGET = "sm_90a"
 
 # What `kernels/` imports from this package, and what that imports.
 CONSTANTS = (
-    "arithmetic.py", "epilogue.py", "fragment.py", "grouping.py", "problem.py", "spec.py", "walk.py",
+    "arithmetic.py", "epilogue.py", "fragment.py", "grouping.py", "problem.py", "spec.py",
+    "walk.py",
 )  # fmt: skip
 
 _PACKAGE = Path(__file__).resolve().parents[1]

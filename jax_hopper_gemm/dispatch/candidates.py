@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Literal
 
 from ..epilogue import EpilogueGraph
-from ..problem import ITEMSIZE, GemmProblem, Major
+from ..problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
 from ..spec import (
     SMEM_LIMIT,
     GemmSpec,
@@ -64,15 +65,26 @@ class OperandTypes:
     a_major: Major
     b_major: Major
     epilogue: EpilogueGraph | None = None
+    grouped: GroupedAxis | None = None
+    gathered: Literal["a", "b"] | None = None
 
     @classmethod
     def of(cls, problem: GemmProblem) -> OperandTypes:
         p = problem
-        return cls(p.ab_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue)
+        groups = (p.groups.axis, p.groups.gathered) if p.groups else (None, None)
+        return cls(p.ab_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, *groups)
 
     @classmethod
     def of_spec(cls, spec: GemmSpec) -> OperandTypes:
-        return cls(spec.ab_dtype, spec.d_dtype, spec.a_major, spec.b_major, spec.epilogue)
+        s = spec
+        return cls(
+            s.ab_dtype, s.d_dtype, s.a_major, s.b_major, s.epilogue, s.grouped, s.gathered
+        )  # fmt: skip
+
+    @property
+    def plain(self) -> OperandTypes:
+        """The same of the product that a measured table holds."""
+        return replace(self, epilogue=None, gathered=None)
 
 
 # Configurations with N and M exchanged, where they differ, serve the transposed problem.
@@ -105,23 +117,80 @@ MODEL_CONFIGS = (
 )
 
 
+# Rows of A are cut into groups. Clusters lie along N: along M they would round each group up to
+# whole clusters.
+GROUPED_M_CONFIGS = (
+    # Many rows a group. Tiles without rows in their second half take half the time of others: a
+    # counter evens that out; measured on an H200, 2 to 8 % of a fixed stride's time.
+    Config(128, 256, cluster_n=2, tile_scheduler="dynamic"),
+    Config(128, 256, tile_scheduler="dynamic"),
+    Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
+    Config(128, 128, cluster_n=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    # Few rows a group: matrices of B stream through deep rings.
+    Config(64, 256),
+    Config(64, 192),
+    Config(64, 128),
+    Config(64, 64),
+)
+GROUPED_K_CONFIGS = (
+    # Groups differ in their k-tiles.
+    Config(128, 192, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
+    Config(128, 160, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
+    Config(64, 256),
+    Config(256, 64),
+    Config(128, 64, cluster_n=2),
+    Config(64, 64),
+)
+
+# CTAs of a cluster cannot share what is gathered, whose loader takes registers, too.
+GATHERED_M_CONFIGS = (
+    Config(128, 256, tile_scheduler="dynamic"),
+    Config(128, 128, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(64, 256),
+    Config(64, 128),
+    Config(64, 64),
+)
+GATHERED_K_CONFIGS = (  # those whose clusters lie the wrong way are left out
+    Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
+    Config(128, 256, cluster_n=2, tile_scheduler="dynamic"),
+    Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(128, 128, cluster_n=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(64, 256),
+    Config(256, 64),
+    Config(64, 64),
+)
+
 # Rows that must fit a tile, with fewer accumulators than the widest tiles have.
-WHOLE_ROW_CONFIGS = (Config(64, 192), Config(128, 192, cluster_m=2))
+WHOLE_ROW_CONFIGS: dict[GroupedAxis | None, tuple[Config, ...]] = {
+    None: (Config(64, 192), Config(128, 192, cluster_m=2)),
+    "m": (Config(128, 192),),
+    "k": (Config(64, 192), Config(128, 192, cluster_m=2)),
+}
 
 
 @lru_cache(maxsize=1024)
 def model_specs(types: OperandTypes) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the cost model chooses among."""
     whole_rows = types.epilogue is not None and types.epilogue.needs_whole_rows
-    return _legal(MODEL_CONFIGS + (WHOLE_ROW_CONFIGS if whole_rows else ()), types)
+    configs = _configs(types)
+    return _legal(configs + (WHOLE_ROW_CONFIGS[types.grouped] if whole_rows else ()), types)
 
 
 @lru_cache(maxsize=64)
 def tuner_specs(types: OperandTypes) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the tuner chooses among, `model_specs` first."""
-    specs = dict.fromkeys(_legal(MODEL_CONFIGS, types))
+    specs = dict.fromkeys(_legal(_configs(types), types))
     specs |= dict.fromkeys(_legal(_tuner_configs(), types))
     return tuple(specs)
+
+
+def _configs(types: OperandTypes) -> tuple[Config, ...]:
+    if types.gathered:
+        return GATHERED_M_CONFIGS if types.grouped == "m" else GATHERED_K_CONFIGS
+    return {None: MODEL_CONFIGS, "m": GROUPED_M_CONFIGS, "k": GROUPED_K_CONFIGS}[types.grouped]
 
 
 def _tuner_configs() -> Iterable[Config]:
@@ -157,6 +226,7 @@ def filled_spec(config: Config, types: OperandTypes) -> GemmSpec | None:
             config.warp_schedule, config.tile_scheduler, MIN_STAGES, epi_tile_n, epi_stages=2,
             epilogue=types.epilogue,
             epi_load_stages=2 if types.epilogue and types.epilogue.loaded else 0,
+            grouped=types.grouped, gathered=types.gathered,
         )  # fmt: skip
         if not violations(least):
             return _filled(least)

@@ -10,13 +10,16 @@ of each problem. On these same problems the kernel of least cost was 1 % slower 
 on average and 3 % at most, split-K's aside; costs of good kernels were within 5 % of their
 times, nine out of ten. With up to 16 rows it was up to 20 % slower. None of them had an epilogue:
 what one adds is reckoned from rates of instructions and latencies.
+
+Sizes of groups are not known. A grouped product is taken for a batch of equal groups, but for the
+tiles that they fill in part, which are counted as if sizes were spread (`expected_pieces`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import gcd
+from math import ceil, exp, gcd
 
 from ..epilogue import ROW_REDUCTIONS, EpilogueGraph, variation
 from ..plan import ceil_div, max_clusters
@@ -55,7 +58,8 @@ class Estimate:
     Attributes:
       ns: time of the kernel, in nanoseconds.
       bound: what limits it: "tensor cores", "L2" or "device memory".
-      tiles, waves: tiles of D, and how many one CTA computes at most.
+      tiles, waves: tiles of D, expected ones of a grouped product, and how many one CTA computes
+        at most.
       occupancy: share of the tile slots of those waves that hold a tile.
     """
 
@@ -71,22 +75,24 @@ def estimate(
 ) -> Estimate:
     """Returns the expected cost of `spec`'s kernel on `problem`."""
     p, s = problem, spec
-    clusters = _clusters_m(p, s) * _clusters_n(p, s) * p.l
+    clusters = _clusters(p, s)
     slots = max_clusters(s, device.num_sms)
     waves = ceil_div(clusters, slots)
     active_sms = ceil_div(clusters, waves) * s.cluster_size
 
     math = _math_cycles(s)
     load = _load_cycles(p, s, active_sms)
-    k_tile = max(math, load) + LEAK * min(math, load)
-    sm_ns = _sm_cycles(s, waves, ceil_div(p.k, s.tile_k) * k_tile) / CYCLES_PER_NS
+    partial, live = _partial_tiles(p, s)
+    k_tile = (1 - partial) * _k_tile_cycles(math, load)
+    k_tile += partial * _k_tile_cycles(live * math, load)
+    sm_ns = _sm_cycles(s, waves, _k_tiles(p, s) * k_tile) / CYCLES_PER_NS
 
     memory_ns = memory_bytes(p, s, traversal, device) / MEMORY_BYTES_PER_NS
     bound = "device memory" if memory_ns > sm_ns else "L2" if load > math else "tensor cores"
     return Estimate(
         ns=LAUNCH_NS + max(sm_ns, memory_ns) + MEMORY_LEAK * min(sm_ns, memory_ns),
         bound=bound,
-        tiles=ceil_div(p.m, s.tile_m) * ceil_div(p.n, s.d_tile_n) * p.l,
+        tiles=_tiles(p, s),
         waves=waves,
         occupancy=clusters / (waves * slots),
     )
@@ -97,7 +103,7 @@ class TileCycles:
     """What the estimate is made of, for one CTA among its equals; cycles of one tile.
 
     Attributes:
-      k_tiles: k-tiles of it.
+      k_tiles: k-tiles of it, rounded up.
       multiply: the tensor cores', for one k-tile.
       load: in which one k-tile of A and B arrives.
       epilogue: of one math warpgroup.
@@ -111,15 +117,85 @@ class TileCycles:
 
 def tile_cycles(problem: GemmProblem, spec: GemmSpec, device: Device) -> TileCycles:
     """Returns the parts of `spec`'s expected cost on `problem`."""
-    clusters = _clusters_m(problem, spec) * _clusters_n(problem, spec) * problem.l
+    clusters = _clusters(problem, spec)
     waves = ceil_div(clusters, max_clusters(spec, device.num_sms))
     active_sms = ceil_div(clusters, waves) * spec.cluster_size
     return TileCycles(
-        k_tiles=ceil_div(problem.k, spec.tile_k),
+        k_tiles=ceil(_k_tiles(problem, spec)),
         multiply=_math_cycles(spec),
         load=_load_cycles(problem, spec, active_sms),
         epilogue=_epilogue_cycles(spec),
     )
+
+
+def equal_groups(problem: GemmProblem) -> GemmProblem:
+    """Returns the dense problem of the same work, were all groups equal; a dense one itself.
+
+    Where there are fewer rows than groups, only as many groups count.
+    """
+    p, g = problem, problem.groups
+    if g is None:
+        return p
+    length = p.m if g.axis == "m" else p.k
+    groups = max(1, min(g.total, length) if g.axis == "m" else g.total)
+    mean = ceil_div(length, groups)
+    layouts = {"a": replace(p.a, batch_stride=1), "d": replace(p.d, batch_stride=1)}
+    if g.axis == "m":
+        return replace(p, m=mean, l=groups, groups=None, **layouts)
+    layouts["b"] = replace(p.b, batch_stride=1)
+    return replace(p, k=mean, l=groups, groups=None, **layouts)
+
+
+def expected_pieces(mean: float, piece: int) -> float:
+    """Returns how many pieces a group of `mean` elements is cut into, the last one smaller.
+
+    Sizes are taken to be spread as a gamma distribution of shape 2 (shares of a Dirichlet
+    distribution of 2): the sum over j of the probability that a size exceeds j pieces. Of many
+    pieces, half of one is lost; of few, there is at least one.
+    """
+    a = 2 * piece / mean
+    q = exp(-a)
+    return 1 / (1 - q) + a * q / (1 - q) ** 2
+
+
+def _clusters(problem: GemmProblem, spec: GemmSpec) -> int:
+    """Returns the cluster tiles of D; those to expect where its rows are grouped."""
+    p, s = equal_groups(problem), spec
+    if mean := _mean_rows(problem):
+        pieces = expected_pieces(mean, s.tile_m * s.cluster_m)
+        return round(pieces * p.l) * _clusters_n(p, s)
+    return _clusters_m(p, s) * _clusters_n(p, s) * p.l
+
+
+def _tiles(problem: GemmProblem, spec: GemmSpec) -> int:
+    return _clusters(problem, replace(spec, cluster_m=1, cluster_n=1))
+
+
+def _k_tiles(problem: GemmProblem, spec: GemmSpec) -> float:
+    """Returns the k-tiles of a tile; those to expect where K is grouped."""
+    if problem.groups and problem.groups.axis == "k":
+        return expected_pieces(problem.k / equal_groups(problem).l, spec.tile_k)
+    return ceil_div(problem.k, spec.tile_k)
+
+
+def _mean_rows(problem: GemmProblem) -> float | None:
+    """Returns the rows of a group that has some, where rows are grouped."""
+    if problem.groups and problem.groups.axis == "m":
+        return problem.m / equal_groups(problem).l
+    return None
+
+
+def _partial_tiles(problem: GemmProblem, spec: GemmSpec) -> tuple[float, float]:
+    """Returns which share of the tiles hold a group's last rows, and of these how much is computed.
+
+    Their blocks of 64 rows without any are loaded, but not multiplied.
+    """
+    mean = _mean_rows(problem)
+    if mean is None:
+        return 0.0, 1.0
+    tiles, blocks = expected_pieces(mean, spec.tile_m), expected_pieces(mean, 64)
+    blocks_of_tile = spec.tile_m // 64
+    return 1 / tiles, (blocks - (tiles - 1) * blocks_of_tile) / blocks_of_tile
 
 
 def _clusters_m(problem: GemmProblem, spec: GemmSpec) -> int:
@@ -128,6 +204,10 @@ def _clusters_m(problem: GemmProblem, spec: GemmSpec) -> int:
 
 def _clusters_n(problem: GemmProblem, spec: GemmSpec) -> int:
     return ceil_div(problem.n, spec.d_tile_n * spec.cluster_n)
+
+
+def _k_tile_cycles(math: float, load: float) -> float:
+    return max(math, load) + LEAK * min(math, load)
 
 
 def _math_cycles(spec: GemmSpec) -> float:
@@ -159,8 +239,9 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     lines += _lines(p.b, s.b_box, s.tile_n * s.tile_k, itemsize) / s.cluster_m
     asked = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE
     columns = p.n * p.graph.accumulators
-    late_a = p.m / (p.m + columns) if s.cluster_m > 1 else 0.0
-    late_b = columns / (p.m + columns) if s.cluster_n > 1 else 0.0
+    rows = equal_groups(p).m
+    late_a = rows / (rows + columns) if s.cluster_m > 1 else 0.0
+    late_b = columns / (rows + columns) if s.cluster_n > 1 else 0.0
     return max(taken, asked) * (1 + CLUSTER_WAIT * (late_a + late_b))
 
 
@@ -261,7 +342,7 @@ def _in_flight(
     These tiles form a rectangle: as wide as the walk's band, or several bands where a band is
     shorter than the wave.
     """
-    p, s = problem, spec
+    p, s = equal_groups(problem), spec
     along, across = _clusters_m(p, s), _clusters_n(p, s)
     if traversal.along == "n":
         along, across = across, along
@@ -284,7 +365,7 @@ def memory_bytes(
     Where A and B fit in L2, each is read once; else every wave reads its rows and columns
     again, but for an operand small enough to stay.
     """
-    p, s = problem, spec
+    p, s = equal_groups(problem), spec
     itemsize = ITEMSIZE[p.ab_dtype]
     pair = p.graph.accumulators
     a_bytes, b_bytes = p.m * p.k * itemsize, pair * p.n * p.k * itemsize

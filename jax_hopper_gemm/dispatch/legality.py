@@ -6,9 +6,13 @@ kernel may be at all is `spec.violations`.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ..epilogue import Operand, graph_violations
-from ..plan import TMA_ALIGNMENT, ceil_div
-from ..problem import ITEMSIZE, GemmProblem, MatrixLayout
+from ..grouping import MAX_LENGTH
+from ..grouping import MAX_TILES as MAX_GROUPED_TILES
+from ..plan import TMA_ALIGNMENT, WRAP_BYTES, ceil_div
+from ..problem import ITEMSIZE, GemmProblem, GroupedAxis, Groups, MatrixLayout
 from ..spec import GemmSpec
 from ..walk import MAX_TILES
 from .device import Device
@@ -19,6 +23,8 @@ MAX_EXTENT = 2**31 - 1  # TMA coordinates are int32
 MAX_STRIDE_BYTES = 2**40  # a tensor map's strides stay below
 MAX_TENSOR_MAPS = 16  # of one launch
 MAX_TILE_N = 256
+# Operands that a kernel can gather by an array of indices, for each grouped axis.
+GATHERABLE: dict[GroupedAxis | None, tuple[Literal["a", "b"], ...]] = {"m": ("a",), "k": ("a", "b")}
 
 
 def device_violations(device: Device) -> list[str]:
@@ -54,11 +60,21 @@ def problem_violations(problem: GemmProblem) -> list[str]:
         found.append(
             f"the epilogue has {len(p.graph.operands)} operands, {len(p.operands)} are described"
         )
+    if p.groups:
+        found += _group_violations(p, p.groups)
     if found:  # what follows does arithmetic on the fields above
         return found
-    found += _layout_violations("A", p.a, {"m": p.m, "k": p.k}, p.l, p.ab_dtype)
-    found += _layout_violations("B", p.b, {"k": p.k, "n": p.n}, p.l, p.ab_dtype)
+    axis = p.groups.axis if p.groups else None
+    batches_a, batches_b = (1 if axis else p.l), (1 if axis == "k" else p.l)
+    extents_a, extents_b = {"m": p.m, "k": p.k}, {"k": p.k, "n": p.n}
+    if p.groups and p.groups.gathered:
+        gathered = extents_a if p.groups.gathered == "a" else extents_b
+        gathered[p.groups.axis] = p.groups.source
+    found += _layout_violations("A", p.a, extents_a, batches_a, p.ab_dtype)
+    found += _layout_violations("B", p.b, extents_b, batches_b, p.ab_dtype)
     found += _result_violations(p)
+    if p.groups and not found:
+        found += _span_violations(p, p.groups)
     for i, (operand, layout) in enumerate(zip(p.graph.operands, p.operands, strict=True)):
         found += _epilogue_operand_violations(f"epilogue operand {i}", operand, layout, p)
     found += _gate_violations(p)
@@ -79,21 +95,105 @@ def problem_violations(problem: GemmProblem) -> list[str]:
     return found
 
 
+def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
+    """Returns why no kernel can find the groups of a problem whose extents are legal."""
+    p, g, found = problem, groups, []
+    if g.axis not in ("m", "k"):
+        return [f"groups cut the axis {g.axis!r}, not 'm' or 'k'"]
+    length = p.m if g.axis == "m" else p.k
+    if length > MAX_LENGTH:
+        axis = g.axis.upper()
+        found.append(f"{axis}, which is cut into groups, is {length}, over {MAX_LENGTH}: split it")
+    if not 1 <= g.sizes <= MAX_LENGTH:
+        found.append(f"{g.sizes} sizes of groups, not 1 to {MAX_LENGTH}: split the product")
+    if g.count < 1 or g.first < 0 or g.first + g.count > g.period:
+        found.append(
+            f"groups are {g.count} spans of every {g.period}, the first of them number {g.first}: "
+            "there are no such spans"
+        )
+    if g.step not in (0, g.count):
+        found.append(f"from a period to the next are {g.step} matrices, not 0 or {g.count}")
+    if g.gathered and g.gathered not in GATHERABLE[g.axis]:
+        found.append(
+            f"no kernel gathers {g.gathered.upper()} by indices where groups cut {g.axis.upper()}: "
+            "gather it beforehand"
+        )
+    elif g.gathered == "b" and p.gated:
+        found.append("no kernel gathers two B's: gather them beforehand")
+    elif g.gathered and not 1 <= g.source <= MAX_EXTENT:
+        found.append(f"indices pick among {g.source} rows, not 1 to {MAX_EXTENT}")
+    if found:  # what follows does arithmetic on the fields above
+        return found
+    if g.axis == "m":
+        if p.a.major != "k":
+            found.append("rows of A are cut into groups, so A must be stored (M, K): copy it")
+        if g.matrices > p.l:
+            found.append(f"groups need {g.matrices} matrices of B, there are {p.l}")
+        cut = sorted({r.kind for r in p.graph.results} & {"column_sum", "max"})
+        found += [f"a {kind} of rows that are cut into groups: leave it to XLA" for kind in cut]
+        return found
+    if (p.a.major, p.b.major) != ("m", "n"):
+        found.append(
+            "K is cut into groups, so A must be stored (K, M) and B (K, N): copy what is stored "
+            "otherwise"
+        )
+    if (g.total, g.matrices) != (p.l, p.l):
+        found.append(
+            f"D has {p.l} matrices, but {g.total} groups write {g.matrices}: each must be written "
+            "once"
+        )
+    return found
+
+
+def _span_violations(problem: GemmProblem, groups: Groups) -> list[str]:
+    """Returns why a tensor map over rows of a grouped axis cannot end where a group does.
+
+    Of rows that are gathered there is none; their distance is an int32.
+    """
+    p = problem
+    layouts = {"a": ("A", p.a), "b": ("B", p.b)}
+    if groups.gathered:
+        name, layout = layouts.pop(groups.gathered)
+        if layout.leading_stride > MAX_EXTENT:
+            apart = f"{layout.leading_stride} elements apart, over {MAX_EXTENT}"
+            return [f"{name}'s rows, picked by indices, are {apart}: copy it"]
+    if groups.axis == "k":
+        lines = {
+            f"{name} is stored (K, {'M' if name == 'A' else 'N'}) {p.ab_dtype} and its": (
+                layout.leading_stride * ITEMSIZE[p.ab_dtype]
+            )
+            for name, layout in layouts.values()
+        }
+    else:
+        lines = {
+            f"D is stored (M, N) {r.dtype} and its": ITEMSIZE[r.dtype]
+            * (2 * p.n if r.planes > 1 else p.d.leading_stride)
+            for r in p.graph.matrices
+        }
+    return [
+        f"{what} rows, cut into groups, are {nbytes} bytes apart, not a multiple of "
+        f"{TMA_ALIGNMENT} over 0 and under 2**34: copy it"
+        for what, nbytes in lines.items()
+        if nbytes % TMA_ALIGNMENT or not 0 < nbytes < WRAP_BYTES
+    ]
+
+
 def _result_violations(problem: GemmProblem) -> list[str]:
     """Returns why TMA cannot store the matrices of the results."""
     p, found = problem, []
+    batches = 1 if p.groups and p.groups.axis == "m" else p.l
     extents = {"m": p.m, "n": p.n}
     planes = MatrixLayout("n", 2 * p.n, 2 * p.m * p.n)
     for dtype, paired in dict.fromkeys((r.dtype, r.planes > 1) for r in p.graph.matrices):
-        found += _layout_violations("D", planes if paired else p.d, extents, p.l, dtype)
+        found += _layout_violations("D", planes if paired else p.d, extents, batches, dtype)
     if p.graph.matrices and p.graph.matrices[0].dtype != p.d_dtype:
         found.append(f"D is {p.d_dtype}, the epilogue's first result {p.graph.matrices[0].dtype}")
     if all(result.planes > 1 for result in p.graph.matrices):  # where D lies does not matter
         return found
     if p.m > 1 and p.d.leading_stride < p.n:
         found.append(f"D's rows of {p.n} elements are {p.d.leading_stride} apart and overlap")
-    if p.l > 1 and p.d.batch_stride == 0:
-        found.append(f"D has batch stride 0, so its {p.l} matrices would overwrite each other")
+    if batches > 1 and p.d.batch_stride == 0:
+        found.append(f"D has batch stride 0, so its {batches} matrices would overwrite each other")
     return found
 
 
@@ -105,8 +205,11 @@ def _epilogue_operand_violations(
     major = {"matrix": "n", "row": "n", "column": "m"}.get(operand.kind, layout.major)
     if layout.major != major:
         return [f"{name}, a {operand.kind}, has major {layout.major!r}, not {major!r}: copy it"]
+    batches = p.l
+    if p.groups and p.groups.axis == "m" and operand.kind in ("matrix", "column"):
+        batches = 1
     if operand.kind == "matrix":
-        return _layout_violations(name, layout, {"m": p.m, "n": p.n}, p.l, operand.dtype)
+        return _layout_violations(name, layout, {"m": p.m, "n": p.n}, batches, operand.dtype)
     found = []
     if operand.kind == "row" and p.n * itemsize % TMA_ALIGNMENT:
         step = TMA_ALIGNMENT // itemsize
@@ -115,7 +218,7 @@ def _epilogue_operand_violations(
             f"of {TMA_ALIGNMENT}: pad N from {p.n} to {ceil_div(p.n, step) * step}"
         )
     stride = layout.batch_stride
-    if p.l == 1 or stride == 0:
+    if batches == 1 or stride == 0:
         return found
     if stride < 0 or stride > MAX_EXTENT:
         found.append(f"{name} has batch stride {stride}, not 0 to {MAX_EXTENT}: copy it")
@@ -191,9 +294,18 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
         found.append(f"the kernel's epilogue is {spec.graph.label}, the problem's {p.graph.label}")
     elif p.graph.needs_whole_rows and p.n > spec.d_tile_n:
         found.append(f"rows of {p.n} columns do not fit the kernel's tile of {spec.d_tile_n}")
-    clusters = (
-        ceil_div(p.m, spec.tile_m * spec.cluster_m) * ceil_div(p.n, spec.d_tile_n * spec.cluster_n)
-    ) * p.l
-    if clusters >= MAX_TILES:
-        found.append(f"{clusters} clusters of tiles, not under {MAX_TILES}: split the product")
+    axis, gathered = (p.groups.axis, p.groups.gathered) if p.groups else (None, None)
+    if spec.grouped != axis:
+        found.append(f"the kernel has groups along {spec.grouped}, the problem along {axis}")
+    if spec.gathered != gathered:
+        found.append(f"the kernel gathers {spec.gathered}, the problem {gathered}")
+    clusters_m = ceil_div(p.m, spec.tile_m * spec.cluster_m)
+    clusters_n = ceil_div(p.n, spec.d_tile_n * spec.cluster_n)
+    if p.groups and axis == "m":  # at most; a group's last tile may be all but empty
+        clusters = (clusters_m + p.groups.sizes) * clusters_n
+    else:
+        clusters = clusters_m * clusters_n * p.l
+    limit = MAX_GROUPED_TILES if p.groups else MAX_TILES
+    if clusters >= limit:
+        found.append(f"{clusters} clusters of tiles, not under {limit}: split the product")
     return found

@@ -11,12 +11,15 @@
         "kernel_us": 172.1, "xla_us": 174.7}]}
 
 `kernel` holds the fields of `GemmSpec` that the problem does not fix. An entry that prefers
-"xla" names our best kernel too, for callers who insist on one. Times are medians, or null.
+"xla" names our best kernel too, for callers who insist on one. Times are medians, or null. The
+entry of a grouped product has "grouped", "m" or "k", besides: its "l" groups have "m" rows, or a
+K of "k", on average.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -26,7 +29,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
-from ..problem import GemmProblem, Major
+from ..problem import GemmProblem, GroupedAxis, Major
 from ..spec import GemmSpec, Traversal, violations
 from .device import Device
 from .legality import pairing_violations
@@ -44,7 +47,9 @@ class Key:
     """The problems that an entry is for; strides do not matter to the choice.
 
     A product with an epilogue has the key of the plain product of the same arithmetic: a gated
-    one that of twice its columns.
+    one that of twice its columns; one of gathered rows that of rows that lie together. Of a
+    grouped product `l` counts the groups, and `m` or `k` is the mean size of a group, rounded to a
+    power of two.
     """
 
     m: int
@@ -55,20 +60,37 @@ class Key:
     b_major: Major
     ab_dtype: str
     d_dtype: str
+    grouped: GroupedAxis | None = None
 
     @classmethod
     def of(cls, problem: GemmProblem) -> Key:
-        p = problem
+        p, m, k, l = problem, problem.m, problem.k, problem.l  # noqa: E741  as in GemmProblem
+        axis = None
+        if p.groups:
+            axis, l = p.groups.axis, max(1, p.groups.total)  # noqa: E741
+            m, k = (_rounded(m / l), k) if axis == "m" else (m, _rounded(k / l))
         n = p.n * p.graph.accumulators
-        return cls(p.m, n, p.k, p.l, p.a.major, p.b.major, p.ab_dtype, p.d_dtype)
+        return cls(m, n, k, l, p.a.major, p.b.major, p.ab_dtype, p.d_dtype, axis)
 
     def problem(self) -> GemmProblem:
-        """Returns the problem of this key with compact operands."""
+        """Returns the problem of this key with compact operands, of a matrix for each group."""
+        if self.grouped:
+            m = self.m * self.l if self.grouped == "m" else self.m
+            k = self.k * self.l if self.grouped == "k" else self.k
+            return GemmProblem.grouped(
+                self.grouped, m, self.n, k, self.l,
+                b_major=self.b_major, ab_dtype=self.ab_dtype, d_dtype=self.d_dtype,
+            )  # fmt: skip
         return GemmProblem.dense(
             self.m, self.n, self.k, self.l,
             a_major=self.a_major, b_major=self.b_major,
             ab_dtype=self.ab_dtype, d_dtype=self.d_dtype,
         )  # fmt: skip
+
+
+def _rounded(size: float) -> int:
+    """Returns the power of two that is nearest in proportion, at least 1."""
+    return 2 ** max(0, round(math.log2(size)))
 
 
 @dataclass(frozen=True)
@@ -144,7 +166,7 @@ def write_table(table: Table, path: str | os.PathLike[str]) -> None:
         "compute_capability": list(table.device.compute_capability),
         "num_sms": table.device.num_sms,
     }
-    rows = sorted(table.entries.values(), key=lambda entry: tuple(vars(entry.key).values()))
+    rows = sorted(table.entries.values(), key=lambda entry: _order(entry.key))
     lines = ",\n".join("  " + json.dumps(_row(entry)) for entry in rows)
     text = (
         f'{{"version": {TABLE_VERSION},\n "device": {json.dumps(head)},\n'
@@ -163,15 +185,21 @@ def write_table(table: Table, path: str | os.PathLike[str]) -> None:
 
 
 _KEY_FIELDS = {field.name for field in fields(Key)}
-_EPILOGUE_FIELDS = {"epilogue", "epi_load_stages"}  # entries are for plain products
-_SPEC_FIELDS = {field.name for field in fields(GemmSpec)} - _KEY_FIELDS - _EPILOGUE_FIELDS
+_OMITTED = {"epilogue", "epi_load_stages", "gathered"}  # entries are for plain products
+_SPEC_FIELDS = {field.name for field in fields(GemmSpec)} - _KEY_FIELDS - _OMITTED
 _ENTRY_FIELDS = _KEY_FIELDS | {"prefer", "kernel", "traversal", "kernel_us", "xla_us"}
 
 
+def _order(key: Key) -> tuple:
+    """Returns by what entries are sorted: dense ones first, then by extents."""
+    return (key.grouped or "", *(getattr(key, f.name) for f in fields(key) if f.name != "grouped"))
+
+
 def _row(entry: Entry) -> dict[str, Any]:
+    key = {name: value for name, value in vars(entry.key).items() if value is not None}
     kernel = {name: value for name, value in vars(entry.spec).items() if name in _SPEC_FIELDS}
     return {
-        **vars(entry.key),
+        **key,
         "prefer": entry.prefer,
         "kernel": kernel,
         "traversal": vars(entry.traversal),
@@ -181,21 +209,26 @@ def _row(entry: Entry) -> dict[str, Any]:
 
 
 def _entry(row: Any) -> Entry:
-    _expect_fields(row, _ENTRY_FIELDS)
+    grouped = {"grouped"} & row.keys() if type(row) is dict else set()
+    _expect_fields(row, _ENTRY_FIELDS - {"grouped"} | grouped)
+    if grouped and row["grouped"] not in ("m", "k"):
+        raise _Bad(f"grouped is {row['grouped']!r}, not 'm' or 'k'; dense products have none")
     for name in ("m", "n", "k", "l"):
         if _expect(row[name], int, name) < 1:
             raise _Bad(f"{name} is {row[name]}, not at least 1")
     for name, known in (("a_major", "mk"), ("b_major", "nk")):
         if _expect(row[name], str, name) not in tuple(known):
             raise _Bad(f"{name} is {row[name]!r}, not one of {list(known)}")
-    key = Key(**{name: row[name] for name in _KEY_FIELDS})
+    key = Key(**{name: row[name] for name in _KEY_FIELDS & row.keys()})
     if row["prefer"] not in ("kernel", "xla"):
         raise _Bad(f"prefer is {row['prefer']!r}, not 'kernel' or 'xla'")
     kernel = row["kernel"]
     _expect_fields(kernel, _SPEC_FIELDS, "kernel has")
     for name, value in kernel.items():
         _expect(value, str if name in ("warp_schedule", "tile_scheduler") else int, name)
-    spec = GemmSpec(key.ab_dtype, key.d_dtype, key.a_major, key.b_major, **kernel)
+    spec = GemmSpec(
+        key.ab_dtype, key.d_dtype, key.a_major, key.b_major, **kernel, grouped=key.grouped
+    )  # fmt: skip
     if reasons := violations(spec) or pairing_violations(key.problem(), spec):
         raise _Bad("no kernel runs it: " + "; ".join(reasons))
     times = {name: _microseconds(row[name], name) for name in ("kernel_us", "xla_us")}

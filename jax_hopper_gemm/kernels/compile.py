@@ -32,7 +32,10 @@ def parameter_names(spec: GemmSpec) -> tuple[str, ...]:
         else:
             names.append(f"tma_c{i}")
     if spec.grouped:
-        names += ["ptr_sizes"] + ["ptr_rows"] * (spec.gathered is not None) + [*GroupWalk._fields]
+        names.append("ptr_sizes")
+        if spec.gathered:
+            names += ["ptr_rows", "source", "width", "stride"]
+        names += [*GroupWalk._fields]
     else:
         names += [*Walk._fields]
     names.append("k_tiles")
@@ -75,7 +78,9 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     mA = tensor(spec.ab_dtype, (m, k, *last), 1 if spec.a_major == "k" else 0)
     mB = tensor(spec.ab_dtype, (n, k, *last), 1 if spec.b_major == "k" else 0)
     walk = (cutlass.Int32(1),) * len((GroupWalk if spec.grouped else Walk)._fields)
-    sizes = pointer(cutlass.Int32) if spec.grouped else None
+    groups = (pointer(cutlass.Int32),) if spec.grouped else None
+    if spec.gathered:
+        groups += (pointer(cutlass.Int32), *((cutlass.Int32(1),) * 3))
     extents = (cutlass.Int32(1),) * 2 if graph.needs_extents else None
     operands = tuple(map(operand, graph.operands)) or None  # of an empty tuple CuTeDSL warns
     counter = pointer(cutlass.Int32) if spec.tile_scheduler == "dynamic" else None
@@ -85,7 +90,7 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     kernel = GemmKernel(spec)
     compiled = cute.compile(
         kernel.launch, mA, (mB,) * graph.accumulators, tuple(map(result, graph.results)),
-        operands, sizes, walk, cutlass.Int32(1), extents, counter,
+        operands, groups, walk, cutlass.Int32(1), extents, counter,
         cute.runtime.make_fake_stream(),
         options=f"--gpu-arch sm_90a --keep-cubin --dump-dir {workdir}",
     )  # fmt: skip

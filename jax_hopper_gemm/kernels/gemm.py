@@ -5,6 +5,7 @@
     1           scheduler      next tile → mailbox (only where the scheduler needs one)
     2, 3        operands       the epilogue's operands → ring of math warpgroup 0, 1, by TMA
                                (nothing where it loads none)
+    0, 3        loader         where rows of A or B are gathered; 2 then serves both warpgroups
     4 ...       math           ring → accumulator (wgmma) → results; four warps a warpgroup
 
     barrier             arrivals                                     waited on by
@@ -12,7 +13,7 @@
     ring empty          a warp of each that works on the tile,       loader
                         in each CTA that shares the stage
     operands            see epilogue/operands.py                     operands, math
-    mailbox             see tile_scheduler/dynamic.py                loader, operands, math
+    mailbox             see tile_scheduler/                          loader, operands, math
     named 1, 2, 3       the 128 threads of a math warpgroup          the same: see epilogue/
     named 5, 6          256: see warp_schedule/pingpong.py           math
 
@@ -30,7 +31,7 @@ from ..grouping import GroupWalk
 from ..spec import SMEM_BARRIERS
 from ..walk import Walk
 from .epilogue import FusedEpilogue
-from .mainloop import SharedSharedMainloop
+from .mainloop import make_mainloop
 from .place import Coordinates, place_of
 from .shared_memory import SharedMemory
 from .tile_scheduler import make_scheduler
@@ -38,6 +39,7 @@ from .warp_schedule import WARP_SCHEDULES
 
 WARPGROUP = 128  # threads
 LOADER_WARP, SCHEDULER_WARP, FIRST_OPERAND_WARP, FIRST_MATH_WARP = 0, 1, 2, 4
+SECOND_LOADER_WARP = 3
 
 
 def check_box(atom, box, shares):
@@ -56,12 +58,12 @@ class GemmKernel:
         self.spec = spec
         self.schedule = WARP_SCHEDULES[spec.warp_schedule](spec)
         self.scheduler = make_scheduler(spec)
-        self.mainloop = SharedSharedMainloop(spec, self.schedule.atom_layout_m)
+        self.mainloop = make_mainloop(spec, self.schedule.atom_layout_m)
         self.epilogue = FusedEpilogue(spec)
 
     @cute.jit
     def launch(
-        self, mA, mBs, results, operands, sizes, walk, k_tiles, extents, tile_counter, stream
+        self, mA, mBs, results, operands, groups, walk, k_tiles, extents, tile_counter, stream
     ):
         """Host side, traced only to make the TMA atoms' types; `ffi/` launches for real."""
         s = self.spec
@@ -69,11 +71,15 @@ class GemmKernel:
         self.epilogue.setup_layouts()
         factors = self.mainloop.make_tma_atoms(mA, mBs)
         results, operands = self.epilogue.make_tma_atoms(results, operands)
-        check_box(factors[0], s.a_box, s.cluster_n)
-        for tma_b in factors[1:]:
-            check_box(tma_b, s.b_box, s.cluster_m)
+        if cutlass.const_expr(s.gathered != "a"):
+            check_box(factors[0], s.a_box, s.cluster_n)
+        if cutlass.const_expr(s.gathered != "b"):
+            for tma_b in factors[1:]:
+                check_box(tma_b, s.b_box, s.cluster_m)
         self.epilogue.check_boxes(results, operands, check_box)
-        self.kernel(factors, results, operands, sizes, walk, k_tiles, extents, tile_counter).launch(
+        self.kernel(
+            factors, results, operands, groups, walk, k_tiles, extents, tile_counter
+        ).launch(
             grid=(s.cluster_m, s.cluster_n, 1),
             block=(s.threads, 1, 1),
             cluster=(s.cluster_m, s.cluster_n, 1),
@@ -83,15 +89,17 @@ class GemmKernel:
         )
 
     @cute.kernel
-    def kernel(self, factors, results, operands, sizes, walk, k_tiles, extents, tile_counter):
+    def kernel(self, factors, results, operands, groups, walk, k_tiles, extents, tile_counter):
         """Sets up what all threads share, then gives each warp its role.
 
         Args:
-          factors: tensor maps of A and B, and of up in a gated product.
+          factors: tensor maps of A and B, and of up in a gated product; a pointer to the one that
+            is gathered.
           results: a tensor map for each matrix, a pointer for each other result.
           operands: a tensor map each; of a scalar a pointer and a batch stride in elements; None
             if there are none.
-          sizes: global pointer to the int32 sizes of groups; None if there are no groups.
+          groups: None if there are none, else a global pointer to their int32 sizes; and where
+            rows are gathered what `GatheredMainloop.bind` takes.
           walk: the fields of `Walk` over the grid of cluster tiles, or of `GroupWalk`.
           k_tiles: k-tiles of a tile, unless K is grouped.
           extents: (M, N) if the epilogue must know them, else None.
@@ -103,8 +111,10 @@ class GemmKernel:
         cta_m, cta_n, _ = cute.arch.block_in_cluster_idx()
 
         self.epilogue.bind(results, operands, k_tiles, extents)
+        if cutlass.const_expr(s.gathered is not None):
+            self.mainloop.bind(*groups[1:], walk.length)
         if warp == LOADER_WARP:
-            self.prefetch((*factors, *self.epilogue.atoms))
+            self.prefetch((*self.mainloop.atoms(factors), *self.epilogue.atoms))
 
         words = self.allocate_shared_memory()
         ring = self.mainloop.make_pipeline(words, self.schedule.tile_warps)
@@ -112,7 +122,8 @@ class GemmKernel:
         self.epilogue.ring.setup(words)
         words += self.epilogue.ring.smem_words
         operand_warps = self.epilogue.ring.loader_warps
-        readers = 1 + operand_warps + 4 * s.math_warpgroups
+        readers = self.mainloop.loader_warps + operand_warps + 4 * s.math_warpgroups
+        sizes = groups[0] if s.grouped else None
         self.scheduler.setup(words, tile_counter, walk, sizes, readers)
         pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n), is_relaxed=True)
 
@@ -123,10 +134,8 @@ class GemmKernel:
         loader_registers, math_registers = self.schedule.registers
         if warp < FIRST_MATH_WARP:
             cute.arch.setmaxregister_decrease(loader_registers)
-            if warp == LOADER_WARP:
-                self.mainloop.partition_for_load(
-                    factors[0], factors[1:], coordinates, cta_m, cta_n
-                )
+            if self.is_loader(warp):
+                self.mainloop.partition_for_load(factors[0], factors[1:], coordinates, cta_m, cta_n)
                 self.load(ring, walk, cta_m, cta_n, k_tiles)
             if cutlass.const_expr(self.scheduler.needs_scheduler_warp):
                 if warp == SCHEDULER_WARP and cta_m + cta_n == 0:
@@ -135,7 +144,10 @@ class GemmKernel:
                 served = warp - FIRST_OPERAND_WARP
                 if served >= 0 and served < operand_warps:
                     self.epilogue.partition_for_load(coordinates)
-                    self.load_operands(served, walk, cta_m, cta_n, k_tiles)
+                    if cutlass.const_expr(operand_warps < s.math_warpgroups):
+                        self.load_all_operands(walk, cta_m, cta_n, k_tiles)
+                    else:
+                        self.load_operands(served, walk, cta_m, cta_n, k_tiles)
         else:
             cute.arch.setmaxregister_increase(math_registers)
             self.math(ring, coordinates, walk, cta_m, cta_n, k_tiles)
@@ -167,9 +179,14 @@ class GemmKernel:
         )
         return words
 
+    def is_loader(self, warp):
+        if self.mainloop.loader_warps == 1:
+            return warp == LOADER_WARP
+        return (warp == LOADER_WARP) | (warp == SECOND_LOADER_WARP)
+
     @cute.jit
     def load(self, ring, walk, cta_m, cta_n, k_tiles):
-        """The loader warp."""
+        """A loader warp."""
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Producer, self.spec.num_stages
         )
@@ -199,6 +216,18 @@ class GemmKernel:
             tile, reader = self.scheduler.next_tile(tile, reader)
             if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
                 tile, reader = self.scheduler.next_tile(tile, reader)
+
+    @cute.jit
+    def load_all_operands(self, walk, cta_m, cta_n, k_tiles):
+        """The operand warp that serves both math warpgroups."""
+        tile, reader = self.scheduler.first_tile()
+        loaded = [Int32(0), Int32(0)]
+        turn = Int32(0)
+        while self.scheduler.exists(tile):
+            place = place_of(self.spec, walk, tile, cta_m, cta_n, k_tiles)
+            loaded = self.epilogue.load_tile_of_both(loaded, place, turn)
+            turn = turn ^ 1
+            tile, reader = self.scheduler.next_tile(tile, reader)
 
     @cute.jit
     def math(self, ring, coordinates, walk, cta_m, cta_n, k_tiles):

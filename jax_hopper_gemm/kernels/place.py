@@ -14,7 +14,6 @@ from cutlass.cutlass_dsl import select_
 from ..grouping import MAX_LENGTH, SPAN_EXTENT
 from ..walk import tile_at
 
-
 OUTSIDE = 2 * MAX_LENGTH  # of every axis
 
 

@@ -161,9 +161,9 @@ class MLP(nnx.Module):
             in_features, hidden_features, activation=activation, preactivation=preactivation,
             implementation=implementation, rngs=rngs, **options,
         )  # fmt: skip
-        self.down = Linear(
-            hidden_features, in_features if out_features is None else out_features, rngs=rngs,
-            **{"implementation": implementation, **options, **(down_options or {})},
+        self.down = _down(
+            in_features, hidden_features, out_features, rngs, down_options,
+            implementation=implementation, **options,
         )  # fmt: skip
 
     def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
@@ -205,14 +205,27 @@ class GatedMLP(nnx.Module):
             in_features, hidden_features, activation=activation, preactivation=preactivation,
             implementation=implementation, rngs=rngs, **options,
         )  # fmt: skip
-        self.down = Linear(
-            hidden_features, in_features if out_features is None else out_features, rngs=rngs,
-            **{"implementation": implementation, **options, **(down_options or {})},
+        self.down = _down(
+            in_features, hidden_features, out_features, rngs, down_options,
+            implementation=implementation, **options,
         )  # fmt: skip
 
     def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
         """Maps (..., in_features) to (..., out_features); adds `residual` of that shape."""
         return self.down(self.gate_up(inputs), residual=residual)
+
+
+def _down(
+    in_features: int,
+    hidden_features: int,
+    out_features: int | None,
+    rngs: nnx.Rngs,
+    down_options: Mapping[str, Any] | None,
+    **options: Any,
+) -> Linear:
+    """Returns the second layer of an MLP: the options of both layers, but for `down_options`."""
+    features = in_features if out_features is None else out_features
+    return Linear(hidden_features, features, rngs=rngs, **{**options, **(down_options or {})})
 
 
 def refuse_dot_general(layer: str, theirs: str, options: Mapping[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""The same layers for linen: `Dense` (Flax's name for `Linear`), `GatedDense`, `MLP`, `GatedMLP`.
+"""The same layers for linen: `Dense` (Flax's name for `Linear`), `GatedDense`, `MLP`, `GatedMLP`,
+`MoE`.
 
 Names of parameters are those of the nnx layers, so `up` and `down` take the parameters of two
 `flax.linen.Dense`; for `gate_up` see `jax_hopper_gemm.nn.from_pair`.
@@ -6,14 +7,18 @@ Names of parameters are those of the nnx layers, so `up` and `down` take the par
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from .. import ops
+from ..moe import Exchange, Score
 from .layers import Activation, Implementation, Preactivation, refuse_dot_general
+from .moe import RUN_WITH, initial_experts, with_expert_axis
+from .moe import run as run_moe
 from .pairs import from_pair
 
 
@@ -104,55 +109,106 @@ class MLP(nn.Module):
     preactivation: Preactivation = "save"
     implementation: Implementation = None
 
+    _first_layer: ClassVar[Any] = Dense
+    _first_name: ClassVar[str] = "up"
+
     @nn.compact
     def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
         """Maps (..., in) to (..., out_features); adds `residual` of that shape."""
-        hidden = Dense(
+        names = ("use_bias", "dtype", "param_dtype", "precision", "bias_init", "implementation")
+        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
+        hidden = self._first_layer(
             self.hidden_features, activation=self.activation, preactivation=self.preactivation,
-            kernel_init=self.kernel_init, **_shared(self), name="up",
+            kernel_init=self.kernel_init, **shared, name=self._first_name,
         )(inputs)  # fmt: skip
-        return _down(self, jnp.shape(inputs)[-1])(hidden, residual=residual)
+        return Dense(
+            jnp.shape(inputs)[-1] if self.out_features is None else self.out_features,
+            kernel_init=self.down_kernel_init or self.kernel_init, **shared, name="down",
+        )(hidden, residual=residual)  # fmt: skip
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(MLP):
     """down(activation(gate(x)) * up(x)): see `jax_hopper_gemm.nn.GatedMLP`.
 
     Attributes: as in `MLP`, but for the activation and that there is no bias by default.
     """
 
-    hidden_features: int
-    out_features: int | None = None
     activation: Activation = "silu"
     use_bias: bool = False
+
+    _first_layer: ClassVar[Any] = GatedDense
+    _first_name: ClassVar[str] = "gate_up"
+
+
+class MoE(nn.Module):
+    """A mixture of experts: see `jax_hopper_gemm.nn.MoE`, whose parameters it has.
+
+    The selection bias, if it is used, is a variable of the collection "moe". Each call sows its
+    `jax_hopper_gemm.moe.Statistics` as `statistics` in the collection "intermediates".
+
+    Attributes: as the arguments of `jax_hopper_gemm.nn.MoE`; `kernel_init` may annotate the axes of
+      one matrix, to which `expert_axis` is added for the experts.
+    """
+
+    hidden_features: int
+    num_experts: int
+    experts_per_token: int
+    activation: Activation = "silu"
+    score: Score = "softmax"
+    normalize: bool = True
+    scale: float | None = None
+    use_selection_bias: bool = False
+    stacked: bool = True
     dtype: Any = None
     param_dtype: Any = jnp.float32
-    precision: Any = None
+    router_dtype: Any = None
     kernel_init: Any = nn.Dense.kernel_init
-    bias_init: Any = nn.Dense.bias_init
+    router_init: Any = None
     down_kernel_init: Any = None
+    expert_axis: str | None = None
+    token_axes: tuple[str, ...] | None = None
+    mesh: Any = None
+    exchange: Exchange = "gather"
     preactivation: Preactivation = "save"
+    precision: Any = None
     implementation: Implementation = None
 
     @nn.compact
-    def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
-        """Maps (..., in) to (..., out_features); adds `residual` of that shape."""
-        hidden = GatedDense(
-            self.hidden_features, activation=self.activation, preactivation=self.preactivation,
-            kernel_init=self.kernel_init, **_shared(self), name="gate_up",
-        )(inputs)  # fmt: skip
-        return _down(self, jnp.shape(inputs)[-1])(hidden, residual=residual)
+    def __call__(self, inputs: Any, *, return_statistics: bool = False) -> Any:
+        """Maps (..., features) to (..., features): see `jax_hopper_gemm.nn.MoE`."""
+        into = (jnp.shape(inputs)[-1], self.hidden_features)
+        router = self.param(
+            "router", self.router_init or self.kernel_init, (into[0], self.num_experts),
+            self.param_dtype,
+        )  # fmt: skip
+        of_experts = partial(_of_experts, self.kernel_init, self.num_experts, self.expert_axis)
+        if self.stacked:
+            gate_up = (self.param("gate_up", _pair_of(of_experts), into, self.param_dtype),)
+        else:
+            gate_up = tuple(
+                self.param(name, of_experts, into, self.param_dtype) for name in ("gate", "up")
+            )
+        down_init = self.down_kernel_init or self.kernel_init
+        down = self.param(
+            "down", partial(_of_experts, down_init, self.num_experts, self.expert_axis),
+            into[::-1], self.param_dtype,
+        )  # fmt: skip
+        bias = None
+        if self.use_selection_bias:
+            zeros = partial(jnp.zeros, self.num_experts, jnp.float32)
+            bias = self.variable("moe", "selection_bias", zeros).value
+        y, statistics = run_moe(
+            inputs, router, gate_up, down, bias, **{name: getattr(self, name) for name in RUN_WITH}
+        )
+        self.sow("intermediates", "statistics", statistics)
+        return (y, statistics) if return_statistics else y
 
 
-def _shared(mlp: Any) -> dict[str, Any]:
-    names = ("use_bias", "dtype", "param_dtype", "precision", "bias_init", "implementation")
-    return {name: getattr(mlp, name) for name in names}
-
-
-def _down(mlp: Any, in_features: int) -> Dense:
-    return Dense(
-        in_features if mlp.out_features is None else mlp.out_features,
-        kernel_init=mlp.down_kernel_init or mlp.kernel_init, **_shared(mlp), name="down",
-    )  # fmt: skip
+def _of_experts(
+    init: Any, experts: int, expert_axis: str | None, key: Any, shape: Any, dtype: Any
+) -> Any:
+    parameter = initial_experts(init, experts, key, shape=shape, dtype=dtype)
+    return with_expert_axis(parameter, expert_axis)
 
 
 def _pair_of(init: Any) -> Any:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..fused import fused_dot
+from ..fused import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
-from .epilogue import NAMED, Steps, accumulator_dtype, traced
+from .epilogue import NAMED, Steps, traced
 from .substitute import final_product, with_hopper_dot
 
 Implementation = Literal["hopper", "xla"] | None

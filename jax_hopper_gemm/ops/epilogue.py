@@ -89,12 +89,6 @@ def _as(dtype: Any, operand: jax.Array) -> jax.Array:
     )
 
 
-def accumulator_dtype(dtype: Any) -> Any:
-    """Returns the dtype in which an epilogue sees a product of this dtype."""
-    narrow = jnp.issubdtype(dtype, np.floating) and jnp.dtype(dtype).itemsize <= 4
-    return jnp.dtype(np.float32 if narrow else dtype)
-
-
 @dataclass(frozen=True)
 class Traced:
     """A function of products that has been traced once, for what it returns.

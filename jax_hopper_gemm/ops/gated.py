@@ -11,11 +11,11 @@ from jax import numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ..contraction import split
-from ..fused import fused_dot
+from ..fused import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation
-from .epilogue import Gate, accumulator_dtype, traced
+from .epilogue import Gate, traced
 from .ragged import run_grouped
 from .substitute import final_product
 

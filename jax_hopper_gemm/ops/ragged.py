@@ -12,12 +12,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..fused import fused_dot
+from ..fused import accumulator_dtype, fused_dot
 from ..ragged import ROWS, Spans, hopper_ragged_dot, span_ends
 from . import checks
 from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation, dot_general
-from .epilogue import Gate, Steps, accumulator_dtype, traced
+from .epilogue import Gate, Steps, traced
 from .ragged_axes import RaggedAxes
 
 # Taken here, so that they stay JAX's own where `intercept_ragged_dot` puts ours in their place.

@@ -51,7 +51,7 @@ def edge_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Trave
 
 def padded(spec: GemmSpec, m: int, n: int, k: int, batches: int = 1) -> GemmProblem:
     """Returns a problem for `spec`'s kernel with gaps after every row and every matrix."""
-    return _problem(spec, m, n, k, batches, lambda *args: _spread(*args, gap=_ALIGNMENT))
+    return laid_out(spec, m, n, k, batches, lambda *args: spaced(*args, gap=_ALIGNMENT))
 
 
 def random_problem(
@@ -76,9 +76,9 @@ def random_problem(
         if kind == "interleaved":
             matrix = _aligned(contiguous) + gap
             return MatrixLayout(major, matrix * count, matrix)
-        return _spread(major, contiguous, other, count, operand, gap)
+        return spaced(major, contiguous, other, count, operand, gap)
 
-    problem = _problem(spec, m, n, k, batches, place)
+    problem = laid_out(spec, m, n, k, batches, place)
     return problem, Traversal(rng.choice(("m", "n")), rng.randint(1, 16))
 
 
@@ -121,8 +121,12 @@ def rows_to_check(problem: GemmProblem, budget: int = 1_000_000_000) -> np.ndarr
     return np.unique(np.linspace(0, problem.m - 1, count).astype(int))
 
 
-def _problem(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> GemmProblem:
-    """Returns the problem, its extents along lines raised to whole multiples of 16 bytes."""
+def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> GemmProblem:
+    """Returns the problem, its extents along lines raised to whole multiples of 16 bytes.
+
+    Args:
+      place: function of (major, contiguous extent, other extent, batches, operand): its layout.
+    """
     graph = spec.graph
     along_n = [result.dtype for result in graph.matrices]
     along_n += [o.dtype for o in graph.operands if o.kind in ("row", "matrix")]
@@ -179,7 +183,7 @@ def _operand_layout(index: int, kind: str, m: int, n: int, batches: int) -> Matr
     return MatrixLayout("n" if kind == "row" else "m", 0, apart)
 
 
-def _spread(
+def spaced(
     major: Major, contiguous: int, other: int, count: int, operand: Operand, gap: int
 ) -> MatrixLayout:
     """Returns one matrix after the other, with a gap after each line and each matrix."""
@@ -209,8 +213,7 @@ def _normal_pool() -> np.ndarray:
 
 def _inputs(problem: GemmProblem, pool: np.ndarray, scale: float = 1.0) -> Inputs:
     """Returns inputs cut from `pool`, A's elements times `scale`."""
-    buffers = reference.input_places(problem)
-    places = [place for buffer in buffers for place in buffer]
+    places = [place for buffer in reference.factor_places(problem) for place in buffer]
     values = [_cut(place, np.roll(pool, -i * 1009)) for i, place in enumerate(places)]
     if scale != 1.0:
         values[0] = (values[0].astype(np.float32) * scale).astype(values[0].dtype)

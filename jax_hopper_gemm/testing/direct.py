@@ -51,7 +51,8 @@ def prepare(
     """Returns the launch of `spec`'s kernel on `problem`; the kernel is built if need be.
 
     Args:
-      buffers: A, B and D, laid out as `problem` says.
+      buffers: those of `plan.LaunchPlan` without workspaces, laid out as `problem` says: A, B and
+        D of a plain product.
       num_sms: SMs that a persistent grid fills; None for all that the GPU has.
     """
     kernel = load(digest_of(spec), spec.to_json())
@@ -64,7 +65,7 @@ class Launch:
 
     Attributes:
       plan: what is launched.
-      buffers: A, B, D and the plan's workspaces; kept alive.
+      buffers: those given and the plan's workspaces; kept alive.
 
     Raises:
       ValueError: the kernel's parameters are not the plan's.

@@ -32,8 +32,9 @@ _EXACT: dict[str, Callable[..., np.ndarray]] = {
 def exact(problem: GemmProblem, spec: GemmSpec, inputs: Inputs) -> list[np.ndarray]:
     """Returns the one right content of each array that the kernel writes, for small integers."""
     sums = [reference.integer_product(inputs.a, b, np.dtype(np.float32)) for b in inputs.b]
-    values = exact_values(problem.graph, sums, _broadcast(problem, inputs))
-    return _arrays(problem, spec, [values[result.value] for result in problem.graph.results])
+    values = exact_values(problem.graph, sums, broadcast_operands(problem, inputs))
+    stored = [values[result.value] for result in problem.graph.results]
+    return arrays_of(problem.graph, spec, stored, reference.shape_of(problem, "d"))
 
 
 def exact_values(
@@ -90,14 +91,30 @@ def assert_within_bound(
     sums = [reference.product(inputs.a, b) for b in inputs.b]
     relative = tolerance.accumulation_error(problem.k)
     errors = [relative * reference.magnitude(inputs.a, b) for b in inputs.b]
-    expected = epilogue.evaluate(problem.graph, sums, _broadcast(problem, inputs), errors)
-    names, arrays = zip(*finished(problem, got), strict=True)
-    for name, array, (value, bound) in zip(names, arrays, expected, strict=True):
+    expected = epilogue.evaluate(problem.graph, sums, broadcast_operands(problem, inputs), errors)
+    assert_near(finished(problem, got), expected, problem.n, what)
+
+
+def assert_near(
+    got: list[tuple[str, np.ndarray]],
+    expected: list[tuple[np.ndarray, np.ndarray]],
+    n: int,
+    what: str,
+) -> None:
+    """Checks results by `finished` against values and bounds by `epilogue.evaluate`.
+
+    Args:
+      n: columns of D.
+
+    Raises:
+      AssertionError: an element is farther off, or was not written.
+    """
+    for (name, array), (value, bound) in zip(got, expected, strict=True):
         tolerance.assert_within(array, value, bound, f"{what}: {name}")
         if name.startswith("top_k_indices"):  # uncertain ones are anyone's, but none twice
             ordered = np.sort(array, axis=-1)
             assert (ordered[..., 1:] > ordered[..., :-1]).all(), f"{what}: {name} repeat"
-            assert array.min() >= 0 and array.max() < problem.n, f"{what}: {name} outside D"
+            assert array.min() >= 0 and array.max() < n, f"{what}: {name} outside D"
 
 
 def finished(problem: GemmProblem, got: list[np.ndarray]) -> list[tuple[str, np.ndarray]]:
@@ -130,18 +147,24 @@ def finished(problem: GemmProblem, got: list[np.ndarray]) -> list[tuple[str, np.
     return found
 
 
-def _broadcast(problem: GemmProblem, inputs: Inputs) -> list[np.ndarray]:
+def broadcast_operands(problem: GemmProblem, inputs: Inputs) -> list[np.ndarray]:
     """Returns the operands in shapes that broadcast to (L, M, N)."""
     axes = {"matrix": (), "row": (1,), "column": (2,), "scalar": (1, 2)}
     pairs = zip(problem.graph.operands, inputs.operands, strict=True)
     return [np.expand_dims(array, axes[operand.kind]) for operand, array in pairs]
 
 
-def _arrays(problem: GemmProblem, spec: GemmSpec, values: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns the arrays that hold each result's `values`, whole in the first case of planes."""
+def arrays_of(
+    graph: EpilogueGraph, spec: GemmSpec, values: list[np.ndarray], shape: tuple[int, ...]
+) -> list[np.ndarray]:
+    """Returns the arrays that hold each result's `values`, whole in the first case of planes.
+
+    Args:
+      values: for each of the graph's results, of shapes that broadcast to `shape`, (L, M, N).
+    """
     found = []
-    for result, value in zip(problem.graph.results, values, strict=True):
-        value = np.broadcast_to(value, reference.shape_of(problem, "d"))
+    for result, value in zip(graph.results, values, strict=True):
+        value = np.broadcast_to(value, shape)
         if result.kind == "matrix":
             cast = value.astype(jnp.dtype(result.dtype))
             if result.plane == 1:

@@ -44,6 +44,38 @@ EPILOGUE_CHOICES: dict[str, tuple] = {
     "epi_load_stages": (0, 2, 3, 4),
 }
 
+# The same of grouped products, by the axis: of plain ones and of those with an epilogue.
+_OF_ROWS = {
+    "a_major": ("k",), "cluster": ((1, 1), (1, 2)), "tile_scheduler": ("static", "dynamic"),
+    "grouped": ("m",), "gathered": (None, "a"),
+}  # fmt: skip
+_OF_CONTRACTION = {
+    "a_major": ("m",), "b_major": ("n",), "tile_scheduler": ("static", "dynamic"),
+    "grouped": ("k",), "gathered": (None, "a", "b"),
+}  # fmt: skip
+_FEWER = {"tile_n": (16, 32, 48, 64, 96, 128, 160, 192, 256), "num_stages": (2, 3, 4, 7)}
+GROUPED_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, **_FEWER, **_OF_ROWS},
+    {**CHOICES, **_FEWER, **_OF_CONTRACTION},
+    {
+        **EPILOGUE_CHOICES,
+        **_OF_ROWS,
+        "epilogue": (
+            "bias", "bias_gelu_saved", "bias_silu", "residual", "residual_float32", "alpha_beta",
+            "scaled_rows", "masked", "masked_vectors", "two_matrices", "planes", "gated_silu",
+            "row_sum",
+        ),
+    },
+    {
+        **EPILOGUE_CHOICES,
+        **_OF_CONTRACTION,
+        "epilogue": (
+            "bias", "residual_float32", "alpha_beta", "scaled_rows", "masked", "planes",
+            "column_sum",
+        ),
+    },
+)  # fmt: skip
+
 _ATTEMPTS = 400  # random completions tried before a pair counts as impossible
 
 
@@ -57,6 +89,12 @@ def covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
 def epilogue_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns legal specs with epilogues in which each pair that any such spec has occurs."""
     return _covering(EPILOGUE_CHOICES, seed)
+
+
+@cache
+def grouped_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns legal grouped specs in which each pair of choices that any such spec has occurs."""
+    return tuple(spec for choices in GROUPED_CHOICES for spec in _covering(choices, seed))
 
 
 @cache
@@ -113,6 +151,11 @@ def spec_of(choice: dict) -> GemmSpec:
 def choice_of(spec: GemmSpec) -> dict:
     """Returns the choice that `spec_of` makes `spec` from."""
     choices = EPILOGUE_CHOICES if spec.epilogue else CHOICES
+    if spec.grouped:
+        choices = next(
+            c for c in GROUPED_CHOICES
+            if spec.grouped in c["grouped"] and ("epilogue" in c) == bool(spec.epilogue)
+        )  # fmt: skip
     rest = {field: getattr(spec, field) for field in choices if field != "cluster"}
     if spec.epilogue:
         rest["epilogue"] = name_of(spec)
@@ -139,10 +182,14 @@ def _complete(fixed: dict, choices: dict, rng: random.Random, wanted: int) -> li
 
 def _settle(choice: dict, fixed: dict) -> None:
     """Gives what an epilogue decides its one legal value, unless that is `fixed` to another."""
+
+    def settle(field: str, value: object) -> None:
+        choice[field] = fixed.get(field, value)
+
     if "epilogue" not in choice:
         return
     graph = STANDARD[choice["epilogue"]]
-    if graph.matrices and "d_dtype" not in fixed:
-        choice["d_dtype"] = graph.matrices[0].dtype
-    if not graph.loaded and "epi_load_stages" not in fixed:
-        choice["epi_load_stages"] = 0
+    if graph.matrices:
+        settle("d_dtype", graph.matrices[0].dtype)
+    if not graph.loaded:
+        settle("epi_load_stages", 0)

@@ -26,9 +26,17 @@ INDICES: dict[Operand, tuple[str, str]] = {"a": ("m", "k"), "b": ("k", "n"), "d"
 
 
 def shape_of(problem: GemmProblem, operand: Operand) -> tuple[int, int, int]:
-    """Returns (L, rows, columns) of an operand's matrices."""
-    rows, columns = INDICES[operand]
-    return problem.l, getattr(problem, rows), getattr(problem, columns)
+    """Returns (L, rows, columns) of an operand's matrices.
+
+    L is 1 of an operand whose rows or columns are grouped; gathered, it has as many of them as
+    its source.
+    """
+    groups, extents = problem.groups, [getattr(problem, index) for index in INDICES[operand]]
+    if groups is None or groups.axis not in INDICES[operand]:
+        return problem.l, extents[0], extents[1]
+    if groups.gathered == operand:
+        extents[INDICES[operand].index(groups.axis)] = groups.source
+    return 1, extents[0], extents[1]
 
 
 def strides_of(problem: GemmProblem, operand: Operand) -> tuple[int, int, int]:
@@ -108,11 +116,23 @@ class Place:
 
 
 def input_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
-    """Returns what lies in each buffer that a kernel reads: A, B, up, the epilogue's operands.
+    """Returns what lies in each buffer that a kernel reads.
 
-    Gate and up are two places, in two buffers or in one. Operands are (L, M, N), rows (L, N),
-    columns (L, M), scalars (L,).
+    A, B, up, the epilogue's operands; sizes of groups, indices of gathered rows. Gate and up are
+    two places, in two buffers or in one. Operands are (L, M, N), rows (L, N), columns (L, M),
+    scalars (L,); where rows are grouped, the first and third have L = 1.
     """
+    found, groups = factor_places(problem), problem.groups
+    if groups:
+        found.append((Place.compact((groups.sizes,), "int32"),))
+        if groups.gathered:
+            length = problem.m if groups.axis == "m" else problem.k
+            found.append((Place.compact((length,), "int32"),))
+    return found
+
+
+def factor_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
+    """Returns what lies in the buffers of `input_places` that hold numbers to calculate with."""
     p = problem
     a, gate = (Place(shape_of(p, x), strides_of(p, x), p.ab_dtype) for x in ("a", "b"))
     buffers: list[tuple[Place, ...]] = [(a,), (gate,)]
@@ -120,14 +140,15 @@ def input_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
         buffers.append((gate,))
     elif p.up_offset is not None:
         buffers[1] += (Place(gate.shape, gate.strides, gate.dtype, p.up_offset),)
+    along_rows = shape_of(p, "d")[0]
     for operand, layout in zip(p.graph.operands, p.operands, strict=True):
-        shape, strides = {
-            "matrix": ((p.m, p.n), (layout.leading_stride, 1)),
-            "row": ((p.n,), (1,)),
-            "column": ((p.m,), (1,)),
-            "scalar": ((), ()),
+        count, shape, strides = {
+            "matrix": (along_rows, (p.m, p.n), (layout.leading_stride, 1)),
+            "row": (p.l, (p.n,), (1,)),
+            "column": (along_rows, (p.m,), (1,)),
+            "scalar": (p.l, (), ()),
         }[operand.kind]
-        place = Place((p.l, *shape), (layout.batch_stride, *strides), operand.dtype)
+        place = Place((count, *shape), (layout.batch_stride, *strides), operand.dtype)
         buffers.append((place,))
     return buffers
 

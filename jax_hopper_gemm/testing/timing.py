@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from ..problem import GemmProblem
 from ..spec import GemmSpec, Traversal
 from . import reference
 from .direct import Launch, prepare
-from .gpu import Gpu
+from .gpu import Buffer, Gpu
 
 L2_BYTES = 64 * 2**20  # no Hopper GPU has more
 MAX_SETS = 32  # of inputs; products so small that these fit in L2 are read from L2 in life, too
@@ -160,28 +162,43 @@ class KernelTimer:
     compared with `burst` of XLA's product.
     """
 
-    def __init__(self, gpu: Gpu, problem: GemmProblem):
+    def __init__(self, gpu: Gpu, problem: GemmProblem, sizes: np.ndarray | None = None):
+        """Fills the inputs with normal random numbers.
+
+        Args:
+          sizes: of a grouped product's groups, int32.
+        """
         self.gpu, self.problem = gpu, problem
-        elements = [reference.num_elements(problem, operand) for operand in ("a", "b", "d")]
-        itemsizes = [reference.dtype_of(problem, operand).itemsize for operand in ("a", "d")]
-        sets = sets_to_rotate((elements[0] + elements[1]) * itemsizes[0])
-        self._operands = [
-            (
-                gpu.random(problem.ab_dtype, elements[0], seed=2 * i),
-                gpu.random(problem.ab_dtype, elements[1], seed=2 * i + 1),
-                gpu.allocate(elements[2] * itemsizes[1]),
-            )
-            for i in range(sets)
+        places = reference.factor_places(problem)
+        ends = [(buffer[0].dtype, max(place.end for place in buffer)) for buffer in places]
+        nbytes = sum(end * jnp.dtype(dtype).itemsize for dtype, end in ends)
+        self._inputs = [
+            [
+                *(
+                    gpu.random(dtype, end, seed=len(ends) * i + j)
+                    for j, (dtype, end) in enumerate(ends)
+                ),
+                *([] if sizes is None else [gpu.upload(sizes)]),
+            ]
+            for i in range(sets_to_rotate(nbytes))
         ]
+        self._outputs: dict[tuple[int, ...], list[list[Buffer]]] = {}  # by their sizes
 
     def __call__(self, spec: GemmSpec, traversal: Traversal) -> float:
         """Returns the median time of one kernel; it is built if need be."""
         launches = [
-            (prepare(self.gpu, self.problem, spec, traversal, operands),)
-            for operands in self._operands
+            (prepare(self.gpu, self.problem, spec, traversal, [*inputs, *outputs]),)
+            for inputs, outputs in zip(self._inputs, self._outputs_for(spec), strict=True)
         ]
         measure = burst(self._enqueue, launches, clearing(spec))
         return Timing(tuple(measure())).median
+
+    def _outputs_for(self, spec: GemmSpec) -> list[list[Buffer]]:
+        places = reference.result_places(self.problem, spec)
+        sizes = tuple(place.end * jnp.dtype(place.dtype).itemsize for place in places)
+        if sizes not in self._outputs:
+            self._outputs[sizes] = [[*map(self.gpu.allocate, sizes)] for _ in self._inputs]
+        return self._outputs[sizes]
 
     def _enqueue(self, launch: Launch) -> _Enqueued:
         launch()

@@ -1,8 +1,9 @@
 """A kernel on trial: run on memory where any access out of place shows.
 
 The gaps in and around all inputs hold NaNs, so an element that is read but is not the problem's
-spoils the result. Results and all around them are filled with NaNs before each run, so an element
-that is not written stays one, and what is written outside is found.
+spoils the result; around integers they hold large ones. Results and all around them are filled
+with NaNs before each run, so an element that is not written stays one, and what is written
+outside is found; so is what is written to an input or around it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .reference import Place, input_places, result_places
 
 GUARD = 1024  # elements before and after each array
 POISON = 0xFF  # a byte; all ones are a NaN in every float, true as bool, -1 as int32
+LARGE = 0x11  # a byte; an int32 of them is more than any axis has elements, and no address
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,17 @@ class Inputs:
       a: (L, M, K).
       b: one (L, K, N), or gate and up.
       operands: of the epilogue: (L, M, N), rows (L, N), columns (L, M), scalars (L,).
+      sizes: of a grouped product, int32.
+      indices: of the rows that are gathered, int32.
+
+    Of a grouped product's arrays some have L = 1, as `reference.input_places` says.
     """
 
     a: np.ndarray
     b: tuple[np.ndarray, ...]
     operands: tuple[np.ndarray, ...] = ()
+    sizes: np.ndarray | None = None
+    indices: np.ndarray | None = None
 
 
 def run(
@@ -82,11 +90,14 @@ def run_all(
       AssertionError: memory outside the results changed, or a repeat gave other bits.
     """
     pending = [inputs.a, *inputs.b, *inputs.operands]
-    buffers = []
+    pending += [array for array in (inputs.sizes, inputs.indices) if array is not None]
+    given, uploaded, buffers = [], [], []
     for places in input_places(problem):
         values = [pending.pop(0) for _ in places]
         flat = guarded(places, values)
-        buffers.append(gpu.upload(flat).part(GUARD * flat.itemsize))
+        given.append(flat)
+        uploaded.append(gpu.upload(flat))
+        buffers.append(uploaded[-1].part(GUARD * flat.itemsize))
     assert not pending, f"{len(pending)} inputs have no place in {problem}"
     places = result_places(problem, spec)
     sizes = [(place.end + 2 * GUARD) * jnp.dtype(place.dtype).itemsize for place in places]
@@ -112,6 +123,8 @@ def run_all(
             assert differ == 0, (
                 f"{spec.name}: run {repeat} gave other bits in {differ} elements of result {i}"
             )
+    for i, (flat, buffer) in enumerate(zip(given, uploaded, strict=True)):
+        assert_unchanged(flat, buffer.download("uint8"), f"{spec.name}, input {i},")
     results = []
     for i, (bits, place) in enumerate(zip(first, places, strict=True)):
         assert_untouched_outside(place, bits, f"{spec.name}, result {i},")
@@ -120,13 +133,27 @@ def run_all(
 
 
 def guarded(places: Sequence[Place], values: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns a flat array with `values` in their places and NaNs elsewhere."""
+    """Returns a flat array with `values` in their places, NaNs or large integers elsewhere."""
     dtype = jnp.dtype(places[0].dtype)
     elements = max(place.end for place in places) + 2 * GUARD
-    flat = np.full(elements * dtype.itemsize, POISON, np.uint8).view(dtype)
+    poison = LARGE if dtype == np.int32 else POISON
+    flat = np.full(elements * dtype.itemsize, poison, np.uint8).view(dtype)
     for place, value in zip(places, values, strict=True):
         place.view(flat[GUARD:])[:] = value
     return flat
+
+
+def assert_unchanged(flat: np.ndarray, after: np.ndarray, what: str) -> None:
+    """Checks that a guarded input holds what it held before the run.
+
+    Args:
+      after: its bytes after the run.
+    """
+    changed = np.flatnonzero(flat.view(np.uint8) != after)
+    assert changed.size == 0, (
+        f"{what} was written to: {changed.size} bytes changed, the first {changed[0]} bytes from "
+        f"its guard's start, of {after.size}"
+    )
 
 
 def assert_untouched_outside(place: Place, bits: np.ndarray, what: str) -> None:

@@ -4,6 +4,13 @@
     JAX_HOPPER_GEMM_CUBINS=FOLDER python -m pytest -m gpu tests/gpu
 
 So the machine with the GPU needs no nvidia-cutlass-dsl.
+
+Build with the jax version X that the machine with the GPU runs. Another version traces some of the
+functions to other graphs, so that kernels of the random products and of the programs would be
+missing from FOLDER. Where another version is installed, put X into a folder of its own, DIR:
+
+    pip install --target DIR --no-deps jax==X jaxlib==X
+    PYTHONPATH=DIR python tests/gpu/build.py FOLDER
 """
 
 from __future__ import annotations
@@ -15,11 +22,13 @@ from pathlib import Path
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.testing import random_products
+from jax_hopper_gemm.testing.grouped_programs import GROUPED_PROGRAMS
 from jax_hopper_gemm.testing.operations import operation_specs
 from jax_hopper_gemm.testing.policies import (
     chosen_epilogue_specs,
     covering_specs,
     epilogue_covering_specs,
+    grouped_covering_specs,
 )
 from jax_hopper_gemm.testing.programs import PROGRAMS
 
@@ -37,10 +46,12 @@ def main() -> int:
                 *covering_specs(),
                 *epilogue_covering_specs(),
                 *chosen_epilogue_specs(),
+                *grouped_covering_specs(),
                 *table_specs(H200),
                 *operation_specs().values(),
                 *(spec for program in PROGRAMS.values() for spec in program.specs()),
                 *random_products.specs(),
+                *(spec for program in GROUPED_PROGRAMS.values() for spec in program.specs()),
             )
         )
     )

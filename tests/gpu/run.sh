@@ -17,8 +17,14 @@ python3 -m pytest -m gpu tests/gpu -q --durations=15 2>&1 |
 if command -v compute-sanitizer >/dev/null; then
   compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
     python3 tests/gpu/sanitize.py --every 4 2>&1 | tee "$folder/memcheck.log" | tail -5 || status=1
+  compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
+    python3 tests/gpu/sanitize.py --grouped --every 8 2>&1 |
+    tee "$folder/memcheck_grouped.log" | tail -5 || status=1
   compute-sanitizer --tool racecheck --error-exitcode 1 \
     python3 tests/gpu/sanitize.py --every 8 2>&1 | tee "$folder/racecheck.log" | tail -5 || status=1
+  compute-sanitizer --tool racecheck --error-exitcode 1 \
+    python3 tests/gpu/sanitize.py --grouped --every 16 2>&1 |
+    tee "$folder/racecheck_grouped.log" | tail -5 || status=1
 else
   echo "compute-sanitizer is not installed: memory was not checked"
 fi

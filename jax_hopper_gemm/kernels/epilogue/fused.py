@@ -171,6 +171,34 @@ class FusedEpilogue:
             self.ring.load(warpgroup, loaded + step, block_m, step % self.subtiles_n)
         return loaded + steps
 
+    @cute.jit
+    def load_tile_of_both(self, loaded, place, turn):
+        """Loader warp: sends a tile's operands to the math warpgroups that work on it.
+
+        Args:
+          loaded: for each of two, subtiles sent to it before.
+          turn: which of the two, where they alternate.
+
+        Returns:
+          `loaded`, advanced.
+        """
+        if cutlass.const_expr(self.shares_tile):
+            self.ring.partition_for_load(self.loads, self.coordinates, place)
+            passes = self.graph.passes * self.subtiles_n
+            steps = self.subtiles_m * passes
+            both = self.has_rows(place, 1)
+            for step in cutlass.range(steps, unroll=1):
+                i_m, i_n = step // passes, step % self.subtiles_n
+                self.ring.load(0, loaded[0] + step, self.block_m(i_m, 0), i_n)
+                if both:
+                    self.ring.load(1, loaded[1] + step, self.block_m(i_m, 1), i_n)
+            loaded = [loaded[0] + steps, loaded[1] + (steps if both else 0)]
+        elif turn == 0:
+            loaded = [self.load_tile(0, loaded[0], place), loaded[1]]
+        else:
+            loaded = [loaded[0], self.load_tile(1, loaded[1], place)]
+        return loaded
+
     def has_rows(self, tile, warpgroup):
         """Returns whether a warpgroup has rows of a tile that are not past the end of a group."""
         if self.spec.grouped != "m" or not self.shares_tile:
@@ -329,8 +357,8 @@ class FusedEpilogue:
     def write_subtile(self, elements, i_m, i_n, buffer, place, belongs):
         """Evaluates a subtile: adds to the reductions, stages the matrices.
 
-        Where rows may belong to no group (`belongs` is not None), theirs are zeros: those of a
-        plain product already are.
+        Where rows may belong to no group (`belongs` is not None), theirs are zeros, as those of a
+        plain product already are, and count in no reduction.
         """
         fragments = [matrix.make_fragment() for matrix in self.matrices]
         inside = self.inside(place) if self.reductions else None
@@ -344,6 +372,8 @@ class FusedEpilogue:
                 value = elements.value(reduction.result.value, v)
                 counts = reduction.rows_count, reduction.columns_count
                 value = self.masked(value, v, inside, *counts, reduction.identity)
+                if belongs is not None:
+                    value = select_(belongs, value, Float32(reduction.identity))
                 reduction.add(value, v, i_m, i_n)
         for matrix, fragment in zip(self.matrices, fragments, strict=True):
             matrix.write(fragment, buffer)

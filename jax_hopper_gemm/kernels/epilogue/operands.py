@@ -174,7 +174,8 @@ class OperandRing:
     """The rings of all math warpgroups. Loader warps call `load`, math warps `read`.
 
     Attributes:
-      loader_warps: warps of a CTA that load, one for each math warpgroup; 0 if there is nothing.
+      loader_warps: warps of a CTA that load, one for each math warpgroup or, where the other is
+        busy gathering rows, one for all; 0 if there is nothing.
       smem_words: int64 words of barriers.
     """
 
@@ -188,7 +189,8 @@ class OperandRing:
         ]
         self.stages = spec.epi_load_stages
         self.buffers = spec.math_warpgroups * self.stages
-        self.loader_warps = spec.math_warpgroups if self.operands else 0
+        warps = 1 if spec.gathered else spec.math_warpgroups
+        self.loader_warps = warps if self.operands else 0
         self.smem_words = 2 * self.buffers if self.operands else 0
         self.nbytes = sum(operand.nbytes for operand in self.operands)
 

@@ -100,6 +100,4 @@ class StagedMatrix:
 
     def store(self, buffer, subtile):
         """Sends a shared buffer to a subtile (row block, column block) of the tile; one warp."""
-        cute.copy(
-            self.tma_d, self.bSG_sD[None, buffer], self.bSG_gD[None, *subtile, *self.at]
-        )
+        cute.copy(self.tma_d, self.bSG_sD[None, buffer], self.bSG_gD[None, *subtile, *self.at])

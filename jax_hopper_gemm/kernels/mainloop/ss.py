@@ -33,6 +33,8 @@ class SharedSharedMainloop:
     columns of gate and as many of up, and one wgmma of tile_n columns multiplies both.
     """
 
+    loader_warps = 1
+
     def __init__(self, spec, atom_layout_m):
         s = self.spec = spec
         self.dtype = CUTE_DTYPE[s.ab_dtype]
@@ -70,10 +72,12 @@ class SharedSharedMainloop:
 
         b_tile = (s.d_tile_n, s.tile_k)
         b_layout = operand_smem_layout(self.dtype, self.b_is_k_major, *b_tile, 1)
-        return (
-            atom(mA, self.a_layout, (s.tile_m, s.tile_k), s.cluster_n),
-            *(atom(mB, b_layout, b_tile, s.cluster_m) for mB in mBs),
-        )
+        a = None if mA is None else atom(mA, self.a_layout, (s.tile_m, s.tile_k), s.cluster_n)
+        return (a, *(atom(mB, b_layout, b_tile, s.cluster_m) for mB in mBs))
+
+    def atoms(self, factors):
+        """Returns the tensor maps among the kernel's parameters for A and B."""
+        return factors
 
     def make_tiled_mma(self, warpgroups):
         """Returns the MMA of `warpgroups` side by side along M."""
@@ -134,27 +138,37 @@ class SharedSharedMainloop:
         )  # fmt: skip
         return stages, tiles[None, *at]
 
+    def partition_a(self, place):
+        """Returns this CTA's part of each stage and of each k-tile of A."""
+        coordinates = self.coordinates.a(place)
+        return self._partition(self.tma_a, self.cta_n, self.spec.cluster_n, self.sA, coordinates)
+
+    def partition_b(self, place):
+        """Returns the same for each B."""
+        coordinates = self.coordinates.b(place)
+        return [
+            self._partition(
+                tma_b, self.cta_m, self.spec.cluster_m, self.sBs[None, None, part, 0, None],
+                coordinates,
+            )
+            for part, tma_b in enumerate(self.tma_bs)
+        ]  # fmt: skip
+
     @cute.jit
     def load(self, ring, state, place):
         """Loader warp: sends a tile's k-tiles into the ring; returns the next stage's state."""
-        s = self.spec
-        a = self.coordinates.a(place)
-        tAsA, tAgA = self._partition(self.tma_a, self.cta_n, s.cluster_n, self.sA, a)
-        b = self.coordinates.b(place)
-        b_parts = [
-            self._partition(
-                tma_b, self.cta_m, s.cluster_m, self.sBs[None, None, part, 0, None], b
-            )
-            for part, tma_b in enumerate(self.tma_bs)
-        ]
+        a_part, b_parts = self.partition_a(place), self.partition_b(place)
         for k_tile in cutlass.range(place.k_tiles, unroll=1):
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
             self._load_b(b_parts, k_tile, state.index, full)
-            sA = tAsA[None, state.index]
-            self._copy(self.tma_a, tAgA[None, k_tile], sA, full, self.a_mask)
+            self._load_a(a_part, k_tile, state.index, full)
             state.advance()
         return state
+
+    def _load_a(self, a_part, k_tile, stage, full):
+        tAsA, tAgA = a_part
+        self._copy(self.tma_a, tAgA[None, k_tile], tAsA[None, stage], full, self.a_mask)
 
     def _load_b(self, b_parts, k_tile, stage, full):
         for tma_b, (tBsB, tBgB) in zip(self.tma_bs, b_parts, strict=True):
@@ -233,6 +247,7 @@ class SharedSharedMainloop:
         return state
 
     def _multiply_stage(self, tiled_mma, acc, stage, blocks):
+        self._before_multiply()
         for k_block in range(cute.size(self.tCrA, mode=[2])):
             at = (None, None, k_block, stage)
             if blocks == cute.size(self.tCrA, mode=[1]):
@@ -244,6 +259,9 @@ class SharedSharedMainloop:
                 cute.gemm(tiled_mma, rows, a, self.tCrB[at], rows)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
+
+    def _before_multiply(self):
+        """Called when a stage is full, before wgmma reads it."""
 
     def skip(self, state, k_tiles):
         """Returns `state` moved past a tile that another warpgroup works on."""

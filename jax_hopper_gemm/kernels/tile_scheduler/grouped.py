@@ -155,9 +155,7 @@ class GroupedScheduler:
         lanes = Warp()
         ahead = ~holds(Window(*window), index, lanes) & ~is_last(self.walk, Window(*window))
         while ahead:
-            following = next_window(
-                self.walk, Window(*window), self.size_at, lanes, self.rows
-            )
+            following = next_window(self.walk, Window(*window), self.size_at, lanes, self.rows)
             window = tuple(following)
             ahead = ~holds(following, index, lanes) & ~is_last(self.walk, following)
         return window

@@ -1,6 +1,15 @@
 """All math warpgroups work on one tile: each owns 64-row slices of it."""
 
 
+def registers(spec):
+    """Returns the registers a thread of the loading and of the math warpgroups asks for."""
+    if spec.gathered:
+        return 56, 224
+    if spec.math_warpgroups == 3:
+        return 32, 160
+    return (24, 240) if spec.acc_registers > 192 else (40, 232)
+
+
 class Cooperative:
     """The protocol of a warp schedule; a cooperative one never waits for a turn.
 
@@ -17,7 +26,7 @@ class Cooperative:
       atom_layout_m: warpgroups side by side along a tile's rows.
       tiles_in_turn: math warpgroups that alternate tiles.
       tile_warps: math warps that work on one tile.
-      registers: registers a thread of the loading and of the math warpgroups asks for.
+      registers: see there.
     """
 
     tiles_in_turn = 1
@@ -25,10 +34,7 @@ class Cooperative:
     def __init__(self, spec):
         self.atom_layout_m = spec.math_warpgroups
         self.tile_warps = 4 * spec.math_warpgroups
-        if spec.math_warpgroups == 3:
-            self.registers = (32, 160)
-        else:
-            self.registers = (24, 240) if spec.acc_registers > 192 else (40, 232)
+        self.registers = registers(spec)
 
     def setup(self, warpgroup):
         """Called by the math warps; `warpgroup` counts the math warpgroups from 0."""

@@ -2,6 +2,8 @@
 
 import cutlass.pipeline as pipeline
 
+from .cooperative import registers
+
 MATH_BARRIER = 5  # named barriers 5 and 6: warpgroup 0's and 1's turn at the tensor cores
 WARPGROUP = 128
 
@@ -22,7 +24,7 @@ class Pingpong:
     tile_warps = 4
 
     def __init__(self, spec):
-        self.registers = (24, 240) if spec.acc_registers > 192 else (40, 232)
+        self.registers = registers(spec)
 
     def setup(self, warpgroup):
         self.mine = pipeline.NamedBarrier(MATH_BARRIER + warpgroup, 2 * WARPGROUP)

@@ -1,0 +1,739 @@
+"""Times grouped products, forward and both gradients, beside a dense product of the same FLOPs.
+
+    python benchmarks/grouped.py                                  # all shapes, sizes and directions
+    python benchmarks/grouped.py --shapes qwen3 --sizes zipf --what data --candidates ours dense
+    python benchmarks/grouped.py --sweep --shapes qwen3 --what weight    # all kernels, directly
+    python benchmarks/grouped.py --build-only FOLDER [--sweep]    # on a machine with a compiler
+
+Candidates take turns on the same random inputs, in one process. What takes longer than `SLOW` is
+timed once beside them; longer than `TOO_SLOW`, not at all. The dense product has one matrix for
+all rows, in the layouts of what it stands beside. Of few rows a group the bar is another one: the
+bytes of the weights that are read.
+
+A sweep times every kernel worth considering in a process of its own, which is replaced when a
+kernel breaks or hangs; the fastest are timed again in every order of tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm import cubin
+from jax_hopper_gemm.dispatch.candidates import (
+    TRAVERSALS,
+    Config,
+    OperandTypes,
+    filled_spec,
+    model_specs,
+    tuner_specs,
+    worthwhile,
+)
+from jax_hopper_gemm.problem import GemmProblem, Groups
+from jax_hopper_gemm.spec import GemmSpec, TileScheduler, Traversal, WarpSchedule
+from jax_hopper_gemm.testing import benchmark, group_sizes, timing
+from jax_hopper_gemm.testing.gpu import Gpu
+from jax_hopper_gemm.testing.lowered import specs_of
+
+BYTES_PER_US = 4.3e6  # of device memory, measured on an H200
+RATE = 5e14  # FLOP/s that a pause between bursts is reckoned with
+SLOW, TOO_SLOW = 0.02, 0.2  # seconds of a call
+SCALE = 2.0**-6  # of the weights: products are of the order of 1
+ROWS_OF_DECODING = 64  # rows a group, at most, where the weights' bytes are the bar
+WHAT = ("forward", "data", "weight")  # the product, gradients of tokens and of weights
+
+
+@dataclass(frozen=True)
+class Shape:
+    """(T, K) tokens times (E, K, N) weights; the ratio to dense that is wanted of each."""
+
+    experts: int
+    tokens: int
+    k: int
+    n: int
+    wanted: float | None = None
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.tokens * self.k * self.n
+
+    @property
+    def decodes(self) -> bool:
+        return self.tokens <= ROWS_OF_DECODING * self.experts
+
+
+SHAPES = {
+    "mixtral": Shape(8, 16384, 4096, 14336, 0.95),
+    "qwen3": Shape(128, 65536, 2048, 1536, 0.86),
+    "deepseek": Shape(32, 32768, 7168, 4096, 0.93),
+    "decode": Shape(64, 256, 2048, 1536),
+}
+SIZES = {name: group_sizes.KINDS[name] for name in ("uneven", "even", "zipf", "half_empty")}
+CANDIDATES = ("ours", "dense", "lax", "pallas", "tokamax")
+
+# Functions of (x (T, K), w (E, K, N), w0 (K, N), g (T, N), sizes (E,)).
+Function = Callable[..., jax.Array]
+
+
+def by_ragged_dot(ragged_dot: Callable) -> dict[str, Function]:
+    """Returns what to time of a differentiable function (lhs, rhs, group_sizes)."""
+
+    def data(x, w, w0, g, sizes):
+        return jax.vjp(lambda x: ragged_dot(x, w, sizes), x)[1](g)[0]
+
+    def weight(x, w, w0, g, sizes):
+        return jax.vjp(lambda w: ragged_dot(x, w, sizes), w)[1](g)[0]
+
+    return {
+        "forward": lambda x, w, w0, g, sizes: ragged_dot(x, w, sizes),
+        "data": data,
+        "weight": weight,
+    }
+
+
+def ours() -> dict[str, Function]:
+    return by_ragged_dot(functools.partial(jhg.ragged_dot, implementation="hopper"))
+
+
+DENSE: dict[str, Function] = {
+    "forward": lambda x, w, w0, g, sizes: x @ w0,
+    "data": lambda x, w, w0, g, sizes: g @ w0.T,
+    "weight": lambda x, w, w0, g, sizes: x.T @ g,
+}
+
+
+def pallas(shape: Shape, what: str) -> Iterator[tuple[str, Function]]:
+    """Yields JAX's own Hopper kernels in configurations that suit them, with names."""
+    folder = "jax.experimental.pallas.ops.gpu"
+    if what == "weight":
+        kernel = importlib.import_module(f"{folder}.transposed_ragged_dot_mgpu")
+        for m, n, k, steps in ((128, 128, 64, 4), (128, 128, 64, 5), (128, 128, 128, 2),
+                               (64, 128, 64, 5), (128, 64, 64, 5)):  # fmt: skip
+            fixed: dict[str, Any] = {
+                "block_m": m, "block_n": n, "block_k": k, "max_concurrent_steps": steps,
+                "grid_block_n": 8,
+            }  # fmt: skip
+            call = functools.partial(kernel.transposed_ragged_dot, **fixed)
+            yield (
+                f"{m}x{n}x{k}x{steps}",
+                lambda x, w, w0, g, sizes, call=call: call(x, g, group_sizes=sizes),
+            )
+        return
+    kernel = importlib.import_module(f"{folder}.ragged_dot_mgpu")
+    columns = shape.n if what == "forward" else shape.k
+    for m, n, steps, across in (
+        (128, 128, 4, 8), (128, 128, 5, 16), (128, 128, 6, 4), (128, 192, 4, 8), (128, 192, 5, 4),
+        (64, 128, 6, 8), (64, 192, 5, 8), (64, 256, 4, 4), (192, 128, 4, 8),
+    ):  # fmt: skip
+        if columns % (n * across):
+            continue
+        fixed = {
+            "block_m": m, "block_n": n, "block_k": 64, "max_concurrent_steps": steps,
+            "grid_block_n": across, "transpose_rhs": what == "data",
+        }  # fmt: skip
+        call = functools.partial(kernel.ragged_dot, **fixed)
+        if what == "forward":
+
+            def function(x, w, w0, g, sizes, call=call):
+                return call(x, w, group_sizes=sizes)
+
+        else:
+
+            def function(x, w, w0, g, sizes, call=call):
+                return call(g, w, group_sizes=sizes)
+
+        yield f"{m}x{n}x64x{steps}, {across} across", function
+
+
+def random_inputs(shape: Shape) -> list[tuple[jax.Array, ...]]:
+    """Returns enough sets of (x, w, w0, g) to keep them out of L2."""
+    s = shape
+    shapes = ((s.tokens, s.k), (s.experts, s.k, s.n), (s.k, s.n), (s.tokens, s.n))
+    sets = timing.sets_to_rotate(sum(map(math.prod, shapes)) * 2)
+
+    @jax.jit
+    def draw(seed: jax.Array) -> tuple[jax.Array, ...]:
+        keys = jax.random.split(jax.random.key(seed, impl="rbg"), 4)
+        scales = (1.0, SCALE, SCALE, 1.0)
+        return tuple(
+            jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(scale)
+            for key, shape, scale in zip(keys, shapes, scales, strict=True)
+        )
+
+    return [jax.block_until_ready(draw(jnp.uint32(seed))) for seed in range(sets)]
+
+
+def abstract(shape: Shape) -> list[jax.ShapeDtypeStruct]:
+    s = shape
+    shapes = ((s.tokens, s.k), (s.experts, s.k, s.n), (s.k, s.n), (s.tokens, s.n))
+    floats = [jax.ShapeDtypeStruct(each, jnp.bfloat16) for each in shapes]
+    return [*floats, jax.ShapeDtypeStruct((s.experts,), jnp.int32)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one direction of one shape took, for one kind of sizes and in one regime; in us."""
+
+    shape: str
+    sizes: str
+    what: str
+    regime: str
+    us: dict[str, float]
+    quartiles: dict[str, tuple[float, float]]
+    weights_us: float | None  # of reading the weights, where that is the bar
+    difference: float | None  # of ours from float64, largest, relative to the largest element
+    kernel: str
+    notes: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float | None:
+        """Speed of ours as a part of that of the dense product."""
+        if not {"ours", "dense"} <= self.us.keys():
+            return None
+        return self.us["dense"] / self.us["ours"]
+
+    @property
+    def over_weights(self) -> float | None:
+        if self.weights_us is None or "ours" not in self.us:
+            return None
+        return self.us["ours"] / self.weights_us
+
+    @property
+    def verdict(self) -> str:
+        missed, shape = [], SHAPES[self.shape]
+        if self.ratio is not None and shape.wanted and self.ratio < shape.wanted:
+            missed.append("dense")
+        if self.over_weights is not None and self.over_weights > 1.08:
+            missed.append("weights")
+        others = [us for name, us in self.us.items() if name not in ("ours", "dense")]
+        if "ours" in self.us and others and self.us["ours"] > min(others):
+            missed.append("others")
+        factor = self.us.get("tokamax", math.inf) / self.us.get("ours", 1.0)
+        if self.what == "weight" and factor < 2:
+            missed.append("twice tokamax")
+        if self.difference is not None and not self.difference < 0.01:
+            missed.append("NUMBERS")
+        return "missed: " + ", ".join(missed) if missed else "met"
+
+    def to_dict(self) -> dict[str, Any]:
+        derived = {"ratio": self.ratio, "over_weights": self.over_weights, "verdict": self.verdict}
+        return asdict(self) | derived
+
+
+HEADER = (
+    f"{'shape':<9} {'sizes':<10} {'what':<8} {'regime':<9} {'ours us':>9} {'q1-q3':>15} {'TF':>5} "
+    f"{'GB/s':>5} {'dense us':>9} {'ratio':>6} {'bar':>5} {'weights':>7} {'lax us':>9} "
+    f"{'pallas us':>9} {'tokamax us':>10} {'error':>7}  verdict, kernel"
+)
+
+
+def format_row(row: Row) -> str:
+    shape = SHAPES[row.shape]
+
+    def us(name: str, width: int) -> str:
+        return f"{format(row.us[name], '.1f') if name in row.us else '-':>{width}}"
+
+    def number(value: float | None, width: int, digits: str) -> str:
+        return f"{'-' if value is None else format(value, digits):>{width}}"
+
+    mine = row.us.get("ours")
+    spread = "{:.1f}-{:.1f}".format(*row.quartiles["ours"]) if mine else "-"
+    rate = shape.flops / mine / 1e6 if mine else None
+    speed = row.weights_us * BYTES_PER_US / mine / 1e3 if mine and row.weights_us else None
+    notes = "".join(f"  [{note}]" for note in row.notes)
+    return (
+        f"{row.shape:<9} {row.sizes:<10} {row.what:<8} {row.regime:<9} {us('ours', 9)} "
+        f"{spread:>15} {number(rate, 5, '.0f')} {number(speed, 5, '.0f')} {us('dense', 9)} "
+        f"{number(row.ratio, 6, '.3f')} {number(shape.wanted, 5, '.2f')} "
+        f"{number(row.over_weights, 7, '.3f')} {us('lax', 9)} {us('pallas', 9)} "
+        f"{us('tokamax', 10)} {number(row.difference, 7, '.4f')}  "
+        f"{row.verdict}, {row.kernel}{notes}"
+    )
+
+
+def difference_of(
+    what: str, result: jax.Array, inputs: Sequence[jax.Array], sizes: np.ndarray
+) -> float:
+    """Returns the largest error of some rows and columns, relative to their largest element."""
+    x, w, _, g = inputs
+    tokens, k = x.shape
+    n = w.shape[2]
+    ends = np.minimum(np.cumsum(sizes), tokens)
+    starts = np.concatenate([[0], ends[:-1]])
+
+    def host(array: jax.Array) -> np.ndarray:
+        return np.asarray(array).astype(np.float64)
+
+    def some(extent: int, count: int) -> np.ndarray:
+        return np.unique(np.linspace(0, extent - 1, count).astype(int))
+
+    if what == "weight":
+        ks, ns = some(k, 32), some(n, 48)
+        left, right, got = host(x[:, ks]), host(g[:, ns]), host(result[:, ks][:, :, ns])
+        bounds = list(zip(starts, ends, strict=True))
+        exact = np.stack([left[start:end].T @ right[start:end] for start, end in bounds])
+    else:
+        rows = some(int(ends[-1]), 256)
+        owner = np.searchsorted(ends, rows, side="right")
+        if what == "forward":
+            columns = some(n, 64)
+            left, right = host(x[rows]), host(w[:, :, columns])
+        else:
+            columns = some(k, 64)
+            left, right = host(g[rows]), host(w[:, columns]).swapaxes(1, 2)
+        exact = np.stack([row @ right[i] for row, i in zip(left, owner, strict=True)])
+        got = host(result[rows][:, columns])
+    return float(np.max(np.abs(got - exact)) / np.max(np.abs(exact)))
+
+
+class Candidates:
+    """Compiled functions of one shape and direction, by name; what fails says so and is left out.
+
+    Attributes:
+      functions: those that run.
+      notes: what did not, and why; which configuration another library's kernel has.
+    """
+
+    def __init__(self, shape: Shape, what: str, wanted: Sequence[str], inputs: tuple):
+        self.shape, self.what, self.inputs = shape, what, inputs
+        self.functions: dict[str, Function] = {}
+        self.slow: dict[str, Function] = {}
+        self.notes: list[str] = []
+        if "ours" in wanted:
+            self.add("ours", lambda: ours()[what])
+        if "dense" in wanted:
+            self.add("dense", lambda: DENSE[what])
+        if "lax" in wanted:
+            self.add("lax", lambda: by_ragged_dot(jax.lax.ragged_dot)[what])
+        if "tokamax" in wanted and importlib.util.find_spec("tokamax"):
+            tokamax: Any = importlib.import_module("tokamax")
+            self.add("tokamax", lambda: by_ragged_dot(tokamax.ragged_dot)[what])
+        if "pallas" in wanted:
+            self.add_best_pallas()
+
+    def add(self, name: str, make: Callable[[], Function]) -> bool:
+        """Compiles and runs a function twice; returns whether it is to be timed."""
+        try:
+            function = jax.jit(make())
+            jax.block_until_ready(function(*self.inputs))
+            start = time.perf_counter()
+            jax.block_until_ready(function(*self.inputs))
+            seconds = time.perf_counter() - start
+            if seconds <= TOO_SLOW:
+                timing.burst(
+                    function, [self.inputs]
+                )()  # CUPTI cannot count every program's kernels
+        except Exception as error:  # whatever another library raises
+            self.notes.append(f"{name}: {type(error).__name__}: {first_line(error)}")
+            return False
+        if seconds > TOO_SLOW:
+            self.notes.append(f"{name} takes {seconds:.2f} s")
+            return False
+        (self.slow if seconds > SLOW else self.functions)[name] = function
+        return True
+
+    def add_best_pallas(self) -> None:
+        best, least, failed = None, math.inf, ""
+        for name, function in pallas(self.shape, self.what):
+            jitted = jax.jit(function)
+            try:
+                jax.block_until_ready(jitted(*self.inputs))
+                us = timing.Timing(tuple(timing.burst(jitted, [self.inputs])())).median
+            except Exception as error:  # most often shared memory
+                failed = f"pallas: {type(error).__name__}: {first_line(error)}"
+                continue
+            if us < least:
+                best, least = (name, jitted), us
+        if best is None:
+            self.notes.append(failed or "pallas: no configuration divides the extents")
+            return
+        self.notes.append(f"pallas {best[0]}")
+        self.functions["pallas"] = best[1]
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:160] if lines else ""
+
+
+def measured(
+    name: str,
+    what: str,
+    kinds: Sequence[str],
+    regimes: Sequence[str],
+    rounds: int,
+    wanted: Sequence[str],
+    input_sets: Sequence[tuple],
+) -> Iterator[Row]:
+    """Yields a row for each kind of sizes and each regime."""
+    shape = SHAPES[name]
+    all_sizes = {kind: SIZES[kind](shape.tokens, shape.experts, 0) for kind in kinds}
+    first = (*input_sets[0], jnp.asarray(next(iter(all_sizes.values()))))
+    candidates = Candidates(shape, what, wanted, first)
+    kernel, clearing = "", 0.0
+    if "ours" in candidates.functions:
+        specs = specs_of(ours()[what], *abstract(shape))
+        kernel = ", ".join(spec.name for spec in specs)
+        clearing = sum(map(timing.clearing, specs))
+    pause = functools.partial(time.sleep, min(1.0, 20 * shape.flops / RATE))
+    for kind, sizes in all_sizes.items():
+        on_gpu = jnp.asarray(sizes)
+        sets = [(*inputs, on_gpu) for inputs in input_sets]
+        difference = None
+        if function := candidates.functions.get("ours"):
+            difference = difference_of(what, function(*sets[0]), input_sets[0], sizes)
+        weights = None
+        if shape.decodes and what != "weight":
+            weights = np.count_nonzero(sizes) * shape.k * shape.n * 2 / BYTES_PER_US
+        for regime in regimes:
+            added = {"ours": clearing}
+            timings = timed(candidates.functions, sets, regime, rounds, added, pause)
+            timings |= timed(candidates.slow, sets, regime, 1, added, pause)
+            yield Row(
+                name, kind, what, regime,
+                {candidate: t.median for candidate, t in timings.items()},
+                {candidate: t.quartiles for candidate, t in timings.items()},
+                weights, difference, kernel, tuple(candidates.notes),
+            )  # fmt: skip
+
+
+def timed(
+    functions: dict[str, Function],
+    sets: Sequence[tuple],
+    regime: str,
+    rounds: int,
+    added: dict[str, float],
+    pause: Callable[[], None],
+) -> dict[str, timing.Timing]:
+    if regime == "sustained":
+        loops = {name: timing.sustained(f, sets) for name, f in functions.items()}
+        return timing.alternate(loops, min(rounds, 2))
+    bursts = {name: timing.burst(f, sets, added.get(name, 0.0)) for name, f in functions.items()}
+    return timing.alternate(bursts, rounds, pause)
+
+
+# The sweep.
+
+_TILES: tuple[tuple[int, int], ...] = (
+    (64, 64), (64, 96), (64, 128), (64, 160), (64, 192), (64, 224), (64, 256),
+    (128, 64), (128, 96), (128, 128), (128, 160), (128, 176), (128, 192), (128, 208), (128, 224),
+    (128, 256), (192, 96), (192, 128), (192, 160), (256, 64), (256, 96), (256, 128), (256, 160),
+    (256, 192),
+)  # fmt: skip
+_CLUSTERS: dict[str, tuple[tuple[int, int], ...]] = {
+    "m": ((1, 1), (1, 2)),
+    "k": ((1, 1), (2, 1), (1, 2), (2, 2)),
+}
+_WARPS: tuple[WarpSchedule, ...] = ("cooperative", "pingpong")
+_SCHEDULERS: tuple[TileScheduler, ...] = ("static", "dynamic")
+_FINALISTS = 6
+_DEATHS = 8
+_FIRST_ANSWER, _ANSWER = 240, 30  # seconds that a process of the sweep may take
+
+
+def problem_of(shape: Shape, what: str) -> GemmProblem:
+    """Returns what the kernel of a direction is asked."""
+    s = shape
+    axis = "k" if what == "weight" else "m"
+    extents = {
+        "forward": (s.tokens, s.n, s.k),
+        "data": (s.tokens, s.k, s.n),
+        "weight": (s.k, s.n, s.tokens),
+    }[what]
+    dense = GemmProblem.dense(
+        *extents, s.experts,
+        a_major="m" if what == "weight" else "k", b_major="k" if what == "data" else "n",
+    )  # fmt: skip
+    groups = Groups(axis, s.experts, s.experts + 1, s.experts)
+    return dataclasses.replace(dense, groups=groups)
+
+
+def sweep_specs(problem: GemmProblem, pattern: str, wide: bool) -> list[GemmSpec]:
+    """Returns the kernels to time whose names match a regular expression."""
+    assert problem.groups is not None
+    types = OperandTypes.of(problem)
+    specs = dict.fromkeys(model_specs(types))
+    clusters = _CLUSTERS[problem.groups.axis]
+    for tile, cluster in itertools.product(_TILES, clusters):
+        for warps, scheduler in itertools.product(_WARPS, _SCHEDULERS):
+            spec = filled_spec(Config(*tile, 64, *cluster, warps, scheduler), types)
+            if spec is not None and worthwhile(spec):
+                specs[spec] = None
+    if wide:
+        specs |= dict.fromkeys(tuner_specs(types))
+    return [spec for spec in specs if re.search(pattern, spec.name)]
+
+
+def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Times every kernel on each case, prints the best; returns all figures."""
+    document = {}
+    for name, what, kind in itertools.product(arguments.shapes, arguments.what, arguments.sizes):
+        shape = SHAPES[name]
+        problem = problem_of(shape, what)
+        specs = sweep_specs(problem, arguments.specs, arguments.wide)
+        print(f"\n{name} {what} {kind}: {len(specs)} kernels", flush=True)
+        report = cubin.build(specs)
+        for failed, reason in report.failures.items():
+            print(f"  not built: {failed.name}: {first_line(RuntimeError(reason))}")
+        built = [spec for spec in specs if spec not in report.failures]
+        order = Traversal("m", 8)
+        times, broken, dense = in_processes(name, what, kind, [(s, order) for s in built])
+        ranked = sorted(times, key=times.__getitem__)[:_FINALISTS]
+        again = [(spec, t) for spec, _ in ranked for t in TRAVERSALS]
+        more, more_broken, more_dense = in_processes(name, what, kind, again)
+        times |= more
+        broken |= more_broken
+        dense += more_dense
+        dense_us = float(np.median(dense)) if dense else math.nan
+        best = sorted(times, key=times.__getitem__)[: arguments.top]
+        print(f"  dense {dense_us:.1f} us, {shape.flops / dense_us / 1e6:.0f} TF")
+        for spec, traversal in best:
+            us = times[spec, traversal]
+            print(
+                f"  {us:9.1f} us {shape.flops / us / 1e6:5.0f} TF {dense_us / us:6.3f} of dense  "
+                f"along {traversal.along} {traversal.swizzle:2}  {spec.name}"
+            )
+        for (spec, _), reason in broken.items():
+            print(f"  broken: {spec.name}: {reason}")
+        document[f"{name} {what} {kind}"] = {
+            "dense_us": dense_us,
+            "times": [
+                {"us": us, "spec": json.loads(s.to_json()), "traversal": vars(t)}
+                for (s, t), us in sorted(times.items(), key=lambda item: item[1])
+            ],
+            "broken": {spec.name: reason for (spec, _), reason in broken.items()},
+        }
+    return document
+
+
+Kernel = tuple[GemmSpec, Traversal]
+
+
+def in_processes(
+    name: str, what: str, kind: str, kernels: Sequence[Kernel]
+) -> tuple[dict[Kernel, float], dict[Kernel, str], list[float]]:
+    """Returns microseconds of the kernels, what became of those that failed, and dense times."""
+    times: dict[Kernel, float] = {}
+    broken: dict[Kernel, str] = {}
+    dense: list[float] = []
+    pending = list(kernels)
+    deaths = 0  # of processes that timed nothing, one after the other
+    while pending and deaths < _DEATHS:
+        worker = Worker(name, what, kind, pending)
+        done = 0
+        try:
+            while done < len(pending):
+                answer = worker.answer(_FIRST_ANSWER if done == 0 else _ANSWER)
+                if isinstance(answer, str):
+                    broken[pending[done]] = answer
+                    done += 1
+                    break
+                if "dense" in answer:
+                    dense.append(answer["dense"])
+                    continue
+                if "us" in answer:
+                    times[pending[done]] = answer["us"]
+                else:
+                    broken[pending[done]] = answer["error"]
+                done += 1
+        finally:
+            worker.end()
+        deaths = 0 if any(kernel in times for kernel in pending[:done]) else deaths + 1
+        pending = pending[done:]
+    return times, broken | dict.fromkeys(pending, "not tried"), dense
+
+
+class Worker:
+    """A process that times kernels in order, one line of JSON each."""
+
+    def __init__(self, name: str, what: str, kind: str, kernels: Sequence[Kernel]):
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", name, what, kind],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        )  # fmt: skip
+        assert self.process.stdin and self.process.stdout and self.process.stderr
+        rows = [{"spec": spec.to_json(), "traversal": vars(order)} for spec, order in kernels]
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        self.errors: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._read_errors, daemon=True).start()
+        try:
+            self.process.stdin.write(json.dumps(rows))
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass  # what it died of is on stderr
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr
+        for line in self.process.stderr:
+            self.errors = [*self.errors[-20:], line]
+
+    def answer(self, seconds: float) -> dict[str, Any] | str:
+        """Returns the next answer, or why there is none."""
+        while True:
+            try:
+                line = self.lines.get(timeout=seconds)
+            except queue.Empty:
+                return f"no answer in {seconds} s: it hangs"
+            if line is None:
+                said = "".join(self.errors).strip().splitlines()
+                return f"the process ended: {said[-1][:200] if said else 'it said nothing'}"
+            if line.startswith("{"):
+                return json.loads(line)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def work(name: str, what: str, kind: str) -> int:
+    """Times the kernels on stdin; what fails for good ends the process."""
+    shape = SHAPES[name]
+    kernels = [
+        (GemmSpec.from_json(row["spec"]), Traversal(**row["traversal"]))
+        for row in json.load(sys.stdin)
+    ]
+    problem = problem_of(shape, what)
+    sizes = SIZES[kind](shape.tokens, shape.experts, 0)
+    a, b = dense_operands(shape, what)
+    product = jax.jit(
+        {"forward": jnp.matmul, "data": lambda a, b: a @ b.T, "weight": lambda a, b: a.T @ b}[what]
+    )
+    time_dense = timing.burst(product, [(a, b)])
+    time_kernel = timing.KernelTimer(Gpu(), problem, sizes)
+    pause = min(0.2, 10 * shape.flops / RATE)
+
+    def say(**answer: Any) -> None:
+        print(json.dumps(answer), flush=True)
+
+    for i, (spec, traversal) in enumerate(kernels):
+        if i % 20 == 0:
+            time.sleep(pause)
+            say(dense=timing.Timing(tuple(time_dense())).median)
+        time.sleep(pause)
+        try:
+            us = time_kernel(spec, traversal)
+        except Exception as error:
+            say(error=f"{type(error).__name__}: {first_line(error)}")
+            if "CUDA_ERROR" in str(error):  # the context is lost with all that is in it
+                return 1
+            continue
+        say(us=us)
+    return 0
+
+
+def dense_operands(shape: Shape, what: str) -> tuple[jax.Array, jax.Array]:
+    """Returns random A and B of the dense product."""
+    s = shape
+    shapes = {
+        "forward": ((s.tokens, s.k), (s.k, s.n)),
+        "data": ((s.tokens, s.n), (s.k, s.n)),
+        "weight": ((s.tokens, s.k), (s.tokens, s.n)),
+    }[what]
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 2)
+    a, b = (
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
+    )
+    return a, b
+
+
+def build(arguments: argparse.Namespace) -> int:
+    """Builds every kernel that the benchmark, or the sweep, runs; returns the exit status."""
+    specs: dict[GemmSpec, None] = {}
+    for name, what in itertools.product(arguments.shapes, arguments.what):
+        if arguments.sweep:
+            problem = problem_of(SHAPES[name], what)
+            specs |= dict.fromkeys(sweep_specs(problem, arguments.specs, arguments.wide))
+        else:
+            specs |= dict.fromkeys(specs_of(ours()[what], *abstract(SHAPES[name])))
+    report = cubin.build(list(specs), folder=arguments.build_only)
+    print(report)
+    return 1 if report.failures else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=None)
+    parser.add_argument("--what", nargs="+", choices=WHAT, default=list(WHAT))
+    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
+    parser.add_argument("--regime", choices=(*benchmark.REGIMES, "both"), default="burst")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each candidate")
+    parser.add_argument("--sweep", action="store_true", help="time all kernels, launched directly")
+    parser.add_argument("--specs", default="", help="of a sweep, only names that match this regex")
+    parser.add_argument("--wide", action="store_true", help="of a sweep, a tuner's kernels, too")
+    parser.add_argument("--top", type=int, default=10, help="kernels that a sweep prints")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--build-only", type=Path, metavar="FOLDER", help="build the kernels")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return work(*arguments.worker)
+    if arguments.build_only:
+        return build(arguments)
+    if arguments.sizes is None:
+        arguments.sizes = ["uneven"] if arguments.sweep else list(SIZES)
+    if arguments.sweep:
+        figures: dict[str, Any] = {"sweep": sweep(arguments)}
+    else:
+        figures = {"rows": [row.to_dict() for row in run(arguments)]}
+    if arguments.json:
+        document = {"environment": benchmark.environment(), **figures}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Times all candidates and prints a line for each case."""
+    benchmark.this_device()
+    regimes = benchmark.REGIMES if arguments.regime == "both" else (arguments.regime,)
+    facts = benchmark.environment()
+    print("  ".join(f"{key} {value}".replace("\n", " ") for key, value in facts.items()))
+    print(HEADER)
+    rows = []
+    for name in arguments.shapes:
+        input_sets = random_inputs(SHAPES[name])
+        for what in arguments.what:
+            for row in measured(
+                name, what, arguments.sizes, regimes, arguments.rounds, arguments.candidates,
+                input_sets,
+            ):  # fmt: skip
+                rows.append(row)
+                print(format_row(row), flush=True)
+        del input_sets
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

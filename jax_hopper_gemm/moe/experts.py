@@ -1,0 +1,95 @@
+"""The experts: a gated MLP of each, all in grouped products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from .. import ops
+from ..ops.activations import activation_function
+from ..ops.dense import Implementation, Preactivation
+from . import checks
+
+Activation = str | Callable[[jax.Array], jax.Array] | None
+
+
+def grouped_mlp(
+    x: ArrayLike,
+    gate_up: ArrayLike | tuple[ArrayLike, ArrayLike],
+    down: ArrayLike,
+    group_sizes: ArrayLike,
+    *,
+    row_weights: ArrayLike | None = None,
+    activation: Activation = "silu",
+    preactivation: Preactivation = "save",
+    precision: Any = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Returns (row_weights * activation(x @ gate) * (x @ up)) @ down, of each row's expert.
+
+    Rows past the last group come back as zeros. A row's weight is applied to the hidden values,
+    before they are rounded: what the experts return needs no further product, and the weight's
+    gradient is a sum over a row.
+
+    Args:
+      x: (R, D), rows sorted by expert.
+      gate_up: (E, D, 2, F), gate `gate_up[:, :, 0]` and up `gate_up[:, :, 1]`; or the pair of
+        them, each (E, D, F). Neither form is copied.
+      down: (E, F, D).
+      group_sizes: (E,) int32, the number of rows of each expert.
+      row_weights: (R,), or None for ones.
+      activation: of the gate: a name as in `jax_hopper_gemm.matmul`, a function, or None.
+      preactivation, precision, implementation: as in `jax_hopper_gemm.gated_linear_unit`.
+
+    Returns:
+      (R, D), in the promoted dtype of `x` and the weights.
+
+    Raises:
+      ValueError: shapes do not fit.
+    """
+    x, down, sizes = jnp.asarray(x), jnp.asarray(down), jnp.asarray(group_sizes)
+    pair = isinstance(gate_up, tuple | list)
+    rights = tuple(map(jnp.asarray, gate_up)) if pair else (jnp.asarray(gate_up),)
+    scale = None if row_weights is None else jnp.asarray(row_weights)
+    checks.check_grouped_mlp(x, rights, down, sizes, scale, activation)
+    hidden = _gated(
+        x, rights, sizes, scale, activation=activation, preactivation=preactivation,
+        precision=precision, implementation=implementation,
+    )  # fmt: skip
+    return ops.ragged_dot(hidden, down, sizes, precision, implementation=implementation)
+
+
+def _gated(
+    x: jax.Array,
+    rights: tuple[jax.Array, ...],
+    sizes: jax.Array,
+    scale: jax.Array | None,
+    *,
+    activation: Activation,
+    preactivation: Preactivation,
+    precision: Any,
+    implementation: Implementation,
+) -> jax.Array:
+    """Returns scale * activation(x @ gate) * (x @ up) by group, (R, F)."""
+    del preactivation
+    dtype = jnp.result_type(x, *rights)
+
+    def product(right: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(dtype, jnp.float32)
+        return ops.ragged_dot(x, right, sizes, precision, wide, implementation=implementation)
+
+    if len(rights) == 1:
+        width = rights[0].shape[-1]
+        both = product(rights[0].reshape(*rights[0].shape[:2], 2 * width))
+        gate, up = both[:, :width], both[:, width:]
+    else:
+        gate, up = map(product, rights)
+    function = activation_function(activation)
+    hidden = (gate if function is None else function(gate)) * up
+    if scale is not None:
+        hidden = hidden * scale[:, None]
+    return hidden.astype(dtype)

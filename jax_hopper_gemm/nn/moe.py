@@ -1,0 +1,229 @@
+"""`MoE` for nnx, and what it shares with its linen twin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core import meta
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from .. import moe
+from ..moe import Exchange, Score, Statistics
+from .layers import Activation, Implementation, Preactivation
+from .pairs import from_pair
+
+RUN_WITH = (
+    "experts_per_token", "activation", "score", "normalize", "scale", "dtype", "router_dtype",
+    "expert_axis", "token_axes", "mesh", "exchange", "preactivation", "precision",
+    "implementation",
+)  # fmt: skip
+NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+
+
+class MoE(nnx.Module):
+    """A mixture of experts, each a gated MLP: dropless, trained by plain gradients.
+
+    Parameters, for E = num_experts, D = features and F = hidden_features:
+
+        router   (D, E)
+        gate_up  (E, D, 2, F), gate first; or `gate` and `up`, each (E, D, F), if not `stacked`
+        down     (E, F, D)
+        selection_bias (E,), only with `use_selection_bias`: an `nnx.Variable`, no `nnx.Param`
+
+    `from_maxtext` and `from_huggingface` make them of checkpoints. Neither form of gate and up is
+    copied in a call.
+
+    Args:
+      features, hidden_features: D and F.
+      num_experts, experts_per_token: E and how many of them a token visits.
+      activation: of the gate, as in `GatedLinear`.
+      score, normalize, scale: how experts are weighed: see `jax_hopper_gemm.moe.route`.
+      use_selection_bias: adds a bias to the scores for choosing alone, zeros at first. Gradients do
+        not move it; whoever trains does.
+      stacked: whether gate and up are one parameter.
+      dtype: in which all is multiplied; None for what inputs and parameters promote to.
+      param_dtype: of the parameters.
+      router_dtype: of the router's kernel in its product; None for `dtype`. float32 makes the
+        product one in float32, by XLA; logits are in float32 in any case.
+      kernel_init: initialiser of one matrix, (D, E), (D, F) or (F, D); experts have keys of their
+        own.
+      router_metadata, gate_up_metadata, down_metadata: of the `nnx.Param`s, such as `out_sharding`,
+        with a name for each of their axes; `gate_up_metadata` for gate and for up if not `stacked`.
+      expert_axis: mesh axis over which experts are spread; None if they are not. The layer then
+        runs in a `jax.shard_map` over all axes of the mesh, unless one is around it already: then
+        parameters and inputs are this device's.
+      token_axes: mesh axes over which the first axis of the input is spread, `expert_axis` among
+        them; None for (expert_axis,).
+      mesh: the mesh; None for the one of `jax.set_mesh`.
+      exchange: "gather", "all_to_all" or "ragged_all_to_all":
+        see `jax_hopper_gemm.moe.mixture_of_experts`.
+      preactivation, precision, implementation: as in `Linear`.
+      rngs: for the initial values.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        *,
+        num_experts: int,
+        experts_per_token: int,
+        activation: Activation = "silu",
+        score: Score = "softmax",
+        normalize: bool = True,
+        scale: float | None = None,
+        use_selection_bias: bool = False,
+        stacked: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        router_dtype: Any = None,
+        kernel_init: Any = nnx.initializers.lecun_normal(),  # noqa: B008
+        router_metadata: Mapping[str, Any] = NO_METADATA,
+        gate_up_metadata: Mapping[str, Any] = NO_METADATA,
+        down_metadata: Mapping[str, Any] = NO_METADATA,
+        expert_axis: str | None = None,
+        token_axes: Sequence[str] | None = None,
+        mesh: Any = None,
+        exchange: Exchange = "gather",
+        preactivation: Preactivation = "save",
+        precision: Any = None,
+        implementation: Implementation = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        into = (features, hidden_features)
+        init = partial(initial_experts, kernel_init, num_experts, dtype=param_dtype)
+        self.router = nnx.Param(
+            kernel_init(rngs.params(), (features, num_experts), param_dtype), **router_metadata
+        )
+        gate, up = (init(rngs.params(), shape=into) for _ in range(2))
+        if stacked:
+            self.gate_up = nnx.Param(from_pair(gate, up), **gate_up_metadata)
+        else:
+            self.gate = nnx.Param(gate, **gate_up_metadata)
+            self.up = nnx.Param(up, **gate_up_metadata)
+        self.down = nnx.Param(init(rngs.params(), shape=into[::-1]), **down_metadata)
+        self.selection_bias = nnx.data(None)
+        if use_selection_bias:
+            self.selection_bias = nnx.Variable(jnp.zeros(num_experts, jnp.float32))
+        self.stacked = stacked
+        self.dtype = dtype
+        self.router_dtype = router_dtype
+        self.experts_per_token = experts_per_token
+        self.activation = activation
+        self.score: Score = score
+        self.normalize = normalize
+        self.scale = scale
+        self.expert_axis = expert_axis
+        self.token_axes = None if token_axes is None else tuple(token_axes)
+        self.mesh = mesh
+        self.exchange: Exchange = exchange
+        self.preactivation: Preactivation = preactivation
+        self.precision = precision
+        self.implementation: Implementation = implementation
+
+    def __call__(self, inputs: Any, *, return_statistics: bool = False) -> Any:
+        """Maps (..., features) to (..., features).
+
+        Returns:
+          The result; with `return_statistics` that and a `jax_hopper_gemm.moe.Statistics`, of which
+          `load_balancing_loss` and `router_z_loss` there make losses.
+        """
+        gate_up = (self.gate_up[...],) if self.stacked else (self.gate[...], self.up[...])
+        bias = None if self.selection_bias is None else self.selection_bias[...]
+        y, statistics = run(
+            inputs, self.router[...], gate_up, self.down[...], bias,
+            **{name: getattr(self, name) for name in RUN_WITH},
+        )  # fmt: skip
+        return (y, statistics) if return_statistics else y
+
+
+def initial_experts(init: Any, experts: int, key: Any, *, shape: Any, dtype: Any) -> Any:
+    """Returns (experts, *shape): what `init` makes of `shape`, with a key for each expert."""
+    return jax.vmap(lambda k: init(k, shape, dtype))(jax.random.split(key, experts))
+
+
+def with_expert_axis(parameter: Any, name: str | None) -> Any:
+    """Returns a parameter of linen whose annotation, if it has one, names the experts' axis."""
+    if isinstance(parameter, meta.AxisMetadata):
+        return parameter.add_axis(0, {nnx.PARTITION_NAME: name})
+    return parameter
+
+
+def run(
+    x: Any,
+    router: Any,
+    gate_up: tuple[Any, ...],
+    down: Any,
+    selection_bias: Any,
+    *,
+    dtype: Any,
+    router_dtype: Any,
+    expert_axis: str | None,
+    token_axes: tuple[str, ...] | None,
+    mesh: Any,
+    **options: Any,
+) -> tuple[jax.Array, Statistics]:
+    """Returns what `mixture_of_experts` does, in a `jax.shard_map` where one is needed.
+
+    Arguments as of `MoE` and its parameters; `options` are those of `mixture_of_experts`.
+    """
+    dtype = jnp.result_type(x, *gate_up, down) if dtype is None else dtype
+    router = router if router_dtype is None else router.astype(router_dtype)
+    router = router if router_dtype is not None else router.astype(dtype)
+    x, down, *rest = (jnp.asarray(a).astype(dtype) for a in (x, down, *gate_up))
+    weights = rest[0] if len(rest) == 1 else tuple(rest)
+
+    def call(x: Any, router: Any, weights: Any, down: Any, bias: Any, axis: Any) -> Any:
+        return moe.mixture_of_experts(
+            x, router, weights, down, selection_bias=bias, expert_axis=axis, **options
+        )
+
+    around = jax.sharding.get_abstract_mesh().manual_axes
+    if expert_axis is None or expert_axis in around:
+        return call(x, router, weights, down, selection_bias, expert_axis)
+    token_axes = (expert_axis,) if token_axes is None else token_axes
+    _check_axes(expert_axis, token_axes, mesh, x)
+
+    def local(*args: Any) -> Any:
+        y, statistics = call(*args, axis=expert_axis)
+        others = tuple(axis for axis in token_axes if axis != expert_axis)
+        return y, lax.pmean(statistics, others) if others else statistics
+
+    tokens, experts = PartitionSpec(token_axes), PartitionSpec(expert_axis)
+    everywhere = PartitionSpec()
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(tokens, everywhere, experts, experts, everywhere),
+        out_specs=(tokens, everywhere),
+    )(x, router, weights, down, selection_bias)  # fmt: skip
+
+
+def _check_axes(expert_axis: str, token_axes: tuple[str, ...], mesh: Any, x: Any) -> None:
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if mesh.empty:
+        raise ValueError(
+            f"MoE: expert_axis is {expert_axis!r}, but there is no mesh: pass mesh=, or call in "
+            "`with jax.set_mesh(mesh)`"
+        )
+    unknown = [axis for axis in (expert_axis, *token_axes) if axis not in mesh.axis_names]
+    if unknown:
+        raise ValueError(f"MoE: the mesh has axes {mesh.axis_names}, but not {unknown[0]!r}")
+    if expert_axis not in token_axes:
+        raise ValueError(
+            f"MoE: token_axes are {token_axes}, expected {expert_axis!r} among them: its devices "
+            "hold different tokens"
+        )
+    devices = 1
+    for axis in token_axes:
+        devices *= mesh.shape[axis]
+    if x.ndim < 2 or x.shape[0] % devices:
+        raise ValueError(
+            f"MoE: inputs have shape {x.shape}, expected a first axis that {devices} devices on "
+            f"{token_axes} divide evenly: pad it"
+        )

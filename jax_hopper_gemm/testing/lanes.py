@@ -1,0 +1,160 @@
+"""The 32 lanes of a warp on the CPU: runs `grouping`, which the GPU's scheduler warp runs.
+
+Integers are those of the device: int32, division rounds towards zero. Where the device would
+wrap around or divide by zero, a test should know, so that raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..grouping import (
+    LANES,
+    GroupTile,
+    GroupWalk,
+    first_window,
+    holds,
+    is_last,
+    next_window,
+    tile_in,
+)
+
+INT32 = np.iinfo(np.int32)
+UNASKED = (INT32.max, INT32.min, -1, 1)  # what lanes get that ask for no size
+
+
+class Int32:
+    """An int32 that all lanes share (an int), or one of each lane (an array of 32)."""
+
+    __slots__ = ("value",)
+    __array_ufunc__ = None  # so that a NumPy array on the left leaves the operation to this class
+
+    def __init__(self, value: int | np.ndarray):
+        low, high = (value, value) if isinstance(value, int) else (value.min(), value.max())
+        if low < INT32.min or high > INT32.max:
+            raise OverflowError(f"{value} does not fit int32")
+        self.value = value
+
+    def __add__(self, other: Any) -> Int32:
+        return Int32(self.value + _raw(other))
+
+    def __sub__(self, other: Any) -> Int32:
+        return Int32(self.value - _raw(other))
+
+    def __rsub__(self, other: Any) -> Int32:
+        return Int32(_raw(other) - self.value)
+
+    def __mul__(self, other: Any) -> Int32:
+        return Int32(self.value * _raw(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __floordiv__(self, other: Any) -> Int32:
+        dividend, divisor = self.value, _raw(other)
+        if np.any(divisor == 0):
+            raise ZeroDivisionError(f"{dividend} // {divisor}")
+        if isinstance(dividend, int) and isinstance(divisor, int):
+            quotient = abs(dividend) // abs(divisor)
+            return Int32(quotient if (dividend < 0) == (divisor < 0) else -quotient)
+        quotient = np.abs(dividend) // np.abs(divisor)
+        return Int32(np.where((dividend < 0) == (divisor < 0), quotient, -quotient))
+
+    def __mod__(self, other: Any) -> Int32:
+        return self - self // other * _raw(other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self.value < _raw(other)
+
+    def __le__(self, other: Any) -> Any:
+        return self.value <= _raw(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self.value > _raw(other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self.value >= _raw(other)
+
+    def __eq__(self, other: Any) -> Any:
+        return self.value == _raw(other)
+
+    __hash__ = None  # type: ignore[assignment]  # comparisons are of lanes
+
+    def __int__(self) -> int:
+        assert isinstance(self.value, int), "lanes differ"
+        return self.value
+
+    def __repr__(self) -> str:
+        return f"Int32({self.value})"
+
+
+def _raw(value: Any) -> Any:
+    return value.value if isinstance(value, Int32) else value
+
+
+class NumpyLanes:
+    """The operations that `grouping` wants of a warp's lanes."""
+
+    def __init__(self) -> None:
+        self.lane = Int32(np.arange(LANES, dtype=np.int64))
+
+    def integer(self, value: int) -> Int32:
+        return Int32(value)
+
+    def minimum(self, a: Any, b: Any) -> Int32:
+        return self.where(_raw(a) < _raw(b), a, b)
+
+    def maximum(self, a: Any, b: Any) -> Int32:
+        return self.where(_raw(a) > _raw(b), a, b)
+
+    def where(self, condition: Any, a: Any, b: Any) -> Int32:
+        if isinstance(condition, bool):
+            return Int32(_raw(a if condition else b))
+        return Int32(np.where(condition, _raw(a), _raw(b)))
+
+    def prefix_sum(self, value: Int32) -> Int32:
+        """Returns the sum over this lane and those before it."""
+        return Int32(np.cumsum(np.broadcast_to(value.value, LANES)))
+
+    def first(self, condition: Any) -> Int32:
+        """Returns the first lane for which `condition` holds; some lane must."""
+        found = np.flatnonzero(np.broadcast_to(condition, LANES))
+        assert found.size, "no lane has it"
+        return Int32(int(found[0]))
+
+    def of(self, value: Int32, lane: Int32) -> Int32:
+        """Returns what `lane` has."""
+        return Int32(int(np.broadcast_to(value.value, LANES)[int(lane)]))
+
+
+def group_tiles(
+    walk: GroupWalk, sizes: Sequence[int], rows: int | None, indices: Iterable[int]
+) -> Iterator[GroupTile]:
+    """Yields the tiles, of ints, that a scheduler warp finds for these rising indices.
+
+    It ends before the first index that is past the last tile, as the warp does.
+
+    Args:
+      walk: ints.
+      sizes: as many as `walk` says.
+      rows: as in `grouping.next_window`.
+    """
+    lanes = NumpyLanes()
+    on_device = GroupWalk(*map(lanes.integer, walk))
+    given = np.asarray(sizes, np.int64)
+    unasked = np.resize(UNASKED, LANES)
+
+    def size_at(span: Int32, valid: Any) -> Int32:
+        asked = np.broadcast_to(valid, LANES)
+        places = np.where(asked, span.value, 0)
+        return Int32(np.where(asked, given[places], unasked))
+
+    window = first_window(on_device, size_at, lanes, rows)
+    for index in map(lanes.integer, indices):
+        while not (holds(window, index, lanes) or is_last(on_device, window)):
+            window = next_window(on_device, window, size_at, lanes, rows)
+        if not holds(window, index, lanes):
+            return
+        yield GroupTile(*map(int, tile_in(on_device, window, index, lanes, rows)))

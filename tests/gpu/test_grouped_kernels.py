@@ -1,0 +1,119 @@
+"""Grouped kernels on memory with guards, and NaNs in all that no result depends on.
+
+Every pair of policies, and every kernel that dispatch can choose.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
+from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.spec import Traversal
+from jax_hopper_gemm.testing import direct, graphs, random_grouped, reference, trial
+from jax_hopper_gemm.testing.grouped import (
+    Case,
+    Layout,
+    assert_exact,
+    edge_cases,
+    integer_inputs,
+    problem_of,
+)
+from jax_hopper_gemm.testing.policies import grouped_covering_specs
+
+SPECS = grouped_covering_specs()
+CHOSEN = [spec for spec in table_specs(H200) if spec.grouped and spec not in SPECS]
+FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
+
+
+def check(gpu, case: Case, num_sms=None, repeats=1):
+    """Runs the kernel and checks all that it wrote, and that it wrote nothing else."""
+    assert problem_violations(case.problem) + pairing_violations(case.problem, case.spec) == []
+    inputs = case.inputs()
+    results = trial.run_all(gpu, case.problem, case.spec, case.traversal, inputs, repeats, num_sms)
+    case.check(inputs, results)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_grouped_kernel_is_right_at_its_edges_and_writes_only_its_results(spec, gpu, checked):
+    for case in edge_cases(spec, FEW_SMS, exact=graphs.is_exact(spec.graph)):
+        check(gpu, case, FEW_SMS)
+    checked(spec)
+
+
+@pytest.mark.parametrize("spec", CHOSEN, ids=lambda spec: spec.name)
+def test_kernel_that_dispatch_chooses_is_right(spec, gpu, checked):
+    for case in edge_cases(spec, FEW_SMS, exact=True)[:4]:
+        check(gpu, case, FEW_SMS)
+    checked(spec)
+
+
+@pytest.mark.parametrize("spec", SPECS[::3], ids=lambda spec: spec.name)
+def test_grouped_kernel_is_right_on_a_full_gpu(spec, gpu):
+    case = edge_cases(spec, gpu.device.num_sms, exact=graphs.is_exact(spec.graph))[2]
+    check(gpu, case)
+
+
+@pytest.mark.parametrize("spec", [*SPECS, *CHOSEN[::5]], ids=lambda spec: spec.name)
+def test_grouped_kernel_gives_the_same_bits_in_20_repeats(spec, gpu):
+    check(gpu, edge_cases(spec, FEW_SMS, exact=False)[1], repeats=20)
+
+
+@pytest.mark.parametrize("spec", SPECS[::7], ids=lambda spec: spec.name)
+def test_bits_do_not_depend_on_how_many_sms_there_are(spec, gpu):
+    case = edge_cases(spec, FEW_SMS, exact=False)[1]
+    inputs = case.inputs()
+    run = [
+        trial.run_all(gpu, case.problem, spec, case.traversal, inputs, num_sms=num_sms)
+        for num_sms in (4, 31, None)
+    ]
+    for results in run[1:]:
+        for first, other in zip(run[0], results, strict=True):
+            assert (first.view("u1") == other.view("u1")).all()
+
+
+@pytest.mark.parametrize("seed", range(random_grouped.COUNT))
+def test_random_grouped_product_is_right(seed, gpu):
+    check(gpu, random_grouped.case(seed))
+
+
+def test_random_products_cover_what_they_should():
+    cases = [random_grouped.case(seed) for seed in range(random_grouped.COUNT)]
+    forms = Counter((case.spec.grouped, case.spec.b_major) for case in cases)
+    assert min(forms[form] for form in (("m", "n"), ("m", "k"), ("k", "n"))) >= 60
+    assert {case.spec.ab_dtype for case in cases} == {"bfloat16", "float16"}
+    assert any(len(case.sizes) > 1000 for case in cases)
+
+
+@pytest.mark.parametrize("axis", ["m", "k"])
+def test_a_launch_reads_the_sizes_that_are_there_when_it_runs(axis, gpu):
+    spec = next(s for s in SPECS if s.grouped == axis and not (s.epilogue or s.gathered))
+    problem = problem_of(spec, Layout.plain(4), *((301, 88, 72) if axis == "m" else (88, 72, 301)))
+    length = problem.m if axis == "m" else problem.k
+    sizes = np.array([1, 130, 65, length - 196], np.int32)
+    inputs = integer_inputs(problem, sizes, 0)
+    values = [inputs.a, *inputs.b, *inputs.operands, sizes]
+    places = [place for (place,) in reference.input_places(problem)]
+    buffers = [gpu.upload(trial.guarded([p], [v])) for p, v in zip(places, values, strict=True)]
+    (result,) = reference.result_places(problem, spec)
+    itemsize = jnp.dtype(result.dtype).itemsize
+    output = gpu.allocate(result.end * itemsize)
+    parts = [
+        buffer.part(trial.GUARD * jnp.dtype(place.dtype).itemsize)
+        for buffer, place in zip(buffers, places, strict=True)
+    ]
+    launch = direct.prepare(gpu, problem, spec, Traversal(), [*parts, output])
+    for order in itertools.permutations(range(4)):
+        now = np.ascontiguousarray(sizes[list(order)])
+        buffers[-1].write(trial.guarded([places[-1]], [now]))
+        output.fill(trial.POISON)
+        launch()
+        gpu.synchronize()
+        got = result.view(output.download(result.dtype))
+        assert_exact(problem, spec, replace(inputs, sizes=now), [got], f"{spec.name}, {now}")

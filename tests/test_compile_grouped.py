@@ -1,0 +1,114 @@
+"""Kernels of grouped products compile without a GPU, and their machine code does what it should."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from compiling import skip_without_compiler
+
+from jax_hopper_gemm import cubin
+from jax_hopper_gemm.cubin.manifest import Manifest
+from jax_hopper_gemm.cubin.sass import SassFacts, disassemble, parse_sass
+from jax_hopper_gemm.plan import Int32, Pointer, TensorMap, make_plan
+from jax_hopper_gemm.spec import GemmSpec, Traversal, violations
+from jax_hopper_gemm.testing import graphs
+from jax_hopper_gemm.testing.grouped import Layout, problem_of
+
+skip_without_compiler()
+
+pytestmark = pytest.mark.compile
+
+PARAMETER_BYTES = {TensorMap: 128, Int32: 4, Pointer: 8}
+
+
+def rows(tile_m: int, tile_n: int, **fields) -> GemmSpec:
+    defaults: dict[str, Any] = {"a_major": "k", "b_major": "n", "num_stages": 3, "epi_stages": 2}
+    return GemmSpec(
+        "bfloat16", "bfloat16", tile_m=tile_m, tile_n=tile_n, grouped="m", **defaults | fields
+    )
+
+
+def contracted(tile_m: int, tile_n: int, **fields) -> GemmSpec:
+    defaults: dict[str, Any] = {"d_dtype": "bfloat16", "num_stages": 3, "epi_stages": 2}
+    return GemmSpec(
+        "bfloat16", a_major="m", b_major="n", tile_m=tile_m, tile_n=tile_n, grouped="k",
+        **defaults | fields,
+    )  # fmt: skip
+
+
+PINGPONG = {"warp_schedule": "pingpong"}
+SPECS = [
+    rows(128, 256, cluster_n=2),
+    rows(256, 128, cluster_n=2, tile_scheduler="dynamic"),
+    rows(128, 192, b_major="k", tile_scheduler="dynamic", **PINGPONG),
+    rows(64, 256, num_stages=4),
+    rows(64, 64, tile_k=128, b_major="k"),
+    rows(128, 128, epilogue=graphs.bias_silu(), epi_load_stages=2, **PINGPONG),
+    rows(128, 128, epilogue=graphs.residual(), epi_load_stages=2, cluster_n=2),
+    rows(128, 192, epilogue=graphs.gated_silu(), b_major="k"),
+    contracted(128, 256, cluster_m=2),
+    contracted(256, 128, cluster_n=2, tile_scheduler="dynamic", d_dtype="float32", num_stages=2),
+    contracted(128, 192, cluster_m=2, tile_scheduler="dynamic", **PINGPONG),
+    contracted(
+        128, 128, d_dtype="float32", epilogue=graphs.residual("float32", "float32"),
+        epi_load_stages=2,
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[GemmSpec, str]:
+    """Compiles all of `SPECS` on all cores; returns the failures."""
+    return cubin.build(SPECS, progress=False).failures
+
+
+@lru_cache
+def read_kernel(spec: GemmSpec) -> tuple[Manifest, SassFacts, str]:
+    compiled = cubin.get(spec)
+    code = disassemble(compiled.cubin)
+    return compiled.manifest, parse_sass(code), code
+
+
+@pytest.fixture(params=SPECS, ids=lambda spec: spec.name)
+def kernel(request, built):
+    spec = request.param
+    assert violations(spec) == []
+    assert spec not in built, built[spec]
+    return spec, *read_kernel(spec)
+
+
+def test_grouped_kernel_does_not_spill(kernel):
+    _, manifest, facts, code = kernel
+    assert manifest.stack_bytes == facts.local_accesses == 0, "the kernel spills"
+    assert not re.search(r"\b(STL|LDL)\b", code)
+    _, math = facts.register_budgets
+    assert facts.highest_register < math
+
+
+def test_it_multiplies_by_wgmma_and_moves_by_tma(kernel):
+    *_, code = kernel
+    for instruction in ("HGMMA", "UTMALDG", "UTMASTG"):
+        assert re.search(rf"\b{instruction}\b", code), instruction
+
+
+def test_what_ends_with_a_group_moves_through_span_maps(kernel):
+    spec, _, _, code = kernel
+    loads, stores = (set(re.findall(rf"{name}\.(\d)D", code)) for name in ("UTMALDG", "UTMASTG"))
+    assert stores == {"4" if spec.grouped == "m" else "3"}
+    matrices = any(operand.kind == "matrix" for operand in spec.graph.operands)
+    vectors = {"2"} if len(spec.graph.loaded) > matrices else set()
+    if spec.grouped == "m":
+        assert loads == {"3"} | vectors
+    else:
+        assert loads == {"4"} | vectors | ({"3"} if matrices else set())
+
+
+def test_parameters_are_those_of_the_plan(kernel):
+    spec, manifest, *_ = kernel
+    problem = problem_of(spec, Layout.plain(5), 512, 768, 640)
+    plan = make_plan(problem, spec, Traversal(), num_sms=132)
+    planned = [PARAMETER_BYTES[type(parameter)] for parameter in plan.params]
+    assert [parameter.size for parameter in manifest.parameters] == planned

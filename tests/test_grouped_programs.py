@@ -1,0 +1,51 @@
+"""Ragged products as users write them: XLA's answers agree with the references of the GPU tests."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jax_hopper_gemm import ops
+from jax_hopper_gemm.testing.grouped_programs import GROUPED_PROGRAMS
+
+# Of the kinds of sizes one each; large programs are for a GPU.
+LARGE = {"mixtral", "qwen3", "deepseek", "decode", "thousands of groups"}
+NAMES = [name for name in GROUPED_PROGRAMS if name not in LARGE]
+
+
+@pytest.fixture
+def on_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs insist on kernels, which run on a GPU alone."""
+    for name in ("ragged_dot", "ragged_dot_general"):
+        ours = getattr(ops, name)
+
+        def answer(*args, ours=ours, implementation=None, **options):
+            return ours(*args, **options, implementation="xla")
+
+        monkeypatch.setattr(ops, name, functools.wraps(ours)(answer))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_xla_agrees_with_the_reference(name, on_xla):
+    program = GROUPED_PROGRAMS[name]
+    arguments = program.arguments()
+    program.check(jax.jit(program.run)(*arguments), arguments, name, summation="float32")
+
+
+def test_a_wrong_result_is_found(on_xla):
+    program = GROUPED_PROGRAMS["float32 result"]
+    arguments = program.arguments()
+    result = np.array(jax.jit(program.run)(*arguments))
+    program.check(result, arguments, "right", summation="float32")
+    result[17, 5] += 0.01
+    with pytest.raises(AssertionError, match=r"element \(17, 5\)"):
+        program.check(result, arguments, "wrong", summation="float32")
+
+
+@pytest.mark.parametrize("name", ["over sizes", "second derivative", "vmap of gradients (0, 0, 0)"])
+def test_programs_run_grouped_kernels_alone(name, launcher):
+    specs = GROUPED_PROGRAMS[name].specs()
+    assert specs and all(spec.grouped for spec in specs)

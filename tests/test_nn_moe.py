@@ -1,0 +1,276 @@
+"""`MoE` of nnx and linen: their parameters, over devices, in training, and from checkpoints."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from moe_reference import assert_close, looped, weights_of
+
+from jax_hopper_gemm import moe
+
+flax = pytest.importorskip("flax", reason="needs the extra `flax`")
+
+import flax.linen as linen  # noqa: E402
+from flax import nnx  # noqa: E402
+
+from jax_hopper_gemm import nn  # noqa: E402
+from jax_hopper_gemm.nn import linen as ours_linen  # noqa: E402
+
+SIZES = {"num_experts": 8, "experts_per_token": 2}
+
+
+def layer(**options):
+    return nn.MoE(6, 10, rngs=nnx.Rngs(0), **{**SIZES, **options})
+
+
+def filled(**options):
+    """Returns a layer with the weights of `weights_of`, and x."""
+    x, router, gate_up, down = weights_of(8, 6, 8, 10)
+    made = layer(**options)
+    made.router[...], made.down[...] = router, down
+    if made.stacked:
+        made.gate_up[...] = gate_up
+    else:
+        made.gate[...], made.up[...] = gate_up[:, :, 0], gate_up[:, :, 1]
+    return made, x
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_layer_is_the_loop_over_its_parameters(stacked):
+    made, x = filled(stacked=stacked)
+    y, statistics = made(x.reshape(2, 4, 6), return_statistics=True)
+    assert_close(y, looped(*weights_of(8, 6, 8, 10), 2).reshape(2, 4, 6))
+    assert_close(statistics.load.sum(), 1.0)
+
+
+def test_stacked_and_separate_weights_start_alike():
+    both, pair = layer(), layer(stacked=False)
+    np.testing.assert_array_equal(both.gate_up[...], nn.from_pair(pair.gate[...], pair.up[...]))
+    np.testing.assert_array_equal(both.down[...], pair.down[...])
+
+
+def test_each_expert_starts_as_a_layer_of_its_own():
+    made = nn.MoE(64, 96, num_experts=4, experts_per_token=2, rngs=nnx.Rngs(0))
+    for stack, inputs in ((made.gate_up[...], 64), (made.down[...], 96)):
+        matrices = [stack[:, :, 0], stack[:, :, 1]] if stack.ndim == 4 else [stack]
+        for matrix in [m[e] for m in matrices for e in range(4)]:
+            assert abs(float(matrix.std()) * inputs**0.5 - 1) < 0.06  # lecun_normal
+    assert not np.allclose(made.down[0], made.down[1])
+
+
+def test_dtypes_are_those_of_flax_layers():
+    half = layer(dtype=jnp.bfloat16)
+    assert half.down[...].dtype == jnp.float32
+    assert half(jnp.ones((3, 6))).dtype == jnp.bfloat16
+    assert layer(param_dtype=jnp.bfloat16)(jnp.ones((3, 6), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_router_dtype_is_that_of_the_routers_product():
+    x = jax.random.normal(jax.random.key(0), (64, 6)).astype(jnp.bfloat16)
+    made = layer(dtype=jnp.bfloat16, router_dtype=jnp.float32)
+    _, statistics = made(x, return_statistics=True)
+    wide = moe.route(x.astype(jnp.float32) @ made.router[...], 2)
+    assert_close(statistics, wide.statistics)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
+def test_experts_over_a_mesh_are_the_layer_of_one_device(exchange):
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    here, x = filled()
+    there, _ = filled(
+        stacked=False, expert_axis="expert", token_axes=("data", "expert"), exchange=exchange
+    )
+    x = x.reshape(8, 1, 6)
+
+    @nnx.jit
+    def run(made, x):
+        def loss(made):
+            y, statistics = made(x, return_statistics=True)
+            return (y**2).sum() + moe.load_balancing_loss(statistics), y
+
+        return nnx.grad(loss, has_aux=True)(made)
+
+    expected, y = run(here, x)
+    with jax.set_mesh(mesh):
+        gradient, spread = run(there, x)
+    assert_close(spread, y)
+    assert_close(gradient.router[...], expected.router[...])
+    assert_close(gradient.down[...], expected.down[...])
+    pair = nn.from_pair(gradient.gate[...], gradient.up[...])
+    assert_close(pair, expected.gate_up[...])
+
+
+def test_a_layer_inside_of_shard_map_takes_its_own_experts():
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
+    here, x = filled()
+    graph, state = nnx.split(filled(expert_axis="expert")[0])
+    specs = jax.tree.map(lambda a: P() if a.ndim == 2 else P("expert"), state)
+    spread = jax.shard_map(
+        lambda state, x: nnx.merge(graph, state)(x),
+        mesh=mesh, in_specs=(specs, P("expert")), out_specs=P("expert"),
+    )  # fmt: skip
+    assert_close(jax.jit(spread)(state, x), here(x))
+
+
+def test_training_lowers_the_loss_and_balances_the_load():
+    optax = pytest.importorskip("optax")
+    model = nn.MoE(4, 16, num_experts=4, experts_per_token=1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    x = jax.random.normal(jax.random.key(0), (128, 4))
+    target = jnp.roll(jnp.sin(2 * x), 1, axis=1)
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss(model):
+            y, statistics = model(x, return_statistics=True)
+            error = jnp.mean((y - target) ** 2)
+            return error + 0.01 * moe.load_balancing_loss(statistics), (error, statistics.load)
+
+        gradients, aux = nnx.grad(loss, has_aux=True)(model)
+        optimizer.update(model, gradients)
+        return aux
+
+    errors, loads = zip(*(step(model, optimizer) for _ in range(80)), strict=True)
+    assert errors[-1] < 0.35 * errors[0]
+    assert loads[-1].min() > 0.05
+
+
+def test_linen_layer_agrees_with_nnx():
+    here, x = filled(scale=2.0)
+    twin = ours_linen.MoE(10, scale=2.0, **SIZES)
+    shapes = jax.tree.map(jnp.shape, jax.eval_shape(twin.init, jax.random.key(0), x)["params"])
+    params = {name: getattr(here, name)[...] for name in ("router", "gate_up", "down")}
+    assert shapes == jax.tree.map(jnp.shape, params)
+    y, sown = twin.apply({"params": params}, x, mutable="intermediates")
+    np.testing.assert_array_equal(y, here(x))
+    (statistics,) = sown["intermediates"]["statistics"]
+    expected = here(x, return_statistics=True)[1]
+    jax.tree.map(np.testing.assert_array_equal, statistics, expected)
+
+
+def test_linen_annotations_gain_the_experts_axis():
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp"))
+    mesh = jax.make_mesh((1,), ("expert",), axis_types=(AxisType.Auto,))
+    for stacked in (True, False):
+        made = ours_linen.MoE(
+            10, kernel_init=init, router_init=linen.initializers.zeros, expert_axis="expert",
+            stacked=stacked, mesh=mesh, **SIZES,
+        )  # fmt: skip
+        variables = jax.eval_shape(made.init, jax.random.key(0), jnp.ones((2, 6)))
+        specs = linen.get_partition_spec(variables)["params"]
+        assert specs["down"] == P("expert", "embed", "mlp")
+        if stacked:
+            assert specs["gate_up"] == P("expert", "embed", None, "mlp")
+        else:
+            assert specs["gate"] == specs["up"] == P("expert", "embed", "mlp")
+
+
+def test_gradients_leave_the_selection_bias_alone():
+    made, x = filled(use_selection_bias=True, score="sigmoid")
+    assert "selection_bias" not in nnx.state(made, nnx.Param)
+    made.selection_bias[...] = jnp.zeros(8).at[3].set(5.0)
+    _, statistics = made(x, return_statistics=True)
+    assert statistics.load[3] == 0.5
+    twin = ours_linen.MoE(10, use_selection_bias=True, score="sigmoid", **SIZES)
+    variables = twin.init(jax.random.key(0), x)
+    np.testing.assert_array_equal(variables["moe"]["selection_bias"], np.zeros(8))
+
+
+# Checkpoints.
+
+
+def assert_equal(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def mixtral(names=("w1", "w3", "w2"), prefix="model.layers.0.block_sparse_moe."):
+    """Returns x, tensors as such checkpoints name them, and what the layer makes of x."""
+    x, router, gate_up, down = weights_of(5, 6, 8, 10)
+    state = {f"{prefix}gate.weight": np.asarray(router).T}
+    for e in range(8):
+        matrices = (gate_up[e, :, 0], gate_up[e, :, 1], down[e])
+        for name, matrix in zip(names, matrices, strict=True):
+            state[f"{prefix}experts.{e}.{name}.weight"] = np.asarray(matrix).T
+    return x, state, looped(x, router, gate_up, down, 2)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_parameters_of_mixtral_load_and_go_back(stacked):
+    x, state, expected = mixtral()
+    prefix = "model.layers.0.block_sparse_moe."
+    params = nn.from_huggingface({**state, "lm_head.weight": x}, prefix=prefix, stacked=stacked)
+    made = layer(stacked=stacked)
+    nnx.update(made, params)
+    assert_close(made(x), expected)
+    assert_equal(nn.to_huggingface(params, names="mixtral", prefix=prefix), state)
+
+
+def test_parameters_of_qwen_and_packed_ones_load_and_go_back():
+    x, state, expected = mixtral(("gate_proj", "up_proj", "down_proj"), "mlp.")
+    state["mlp.gate.e_score_correction_bias"] = np.arange(8.0, dtype=np.float32)  # DeepSeek
+    params = nn.from_huggingface(state, prefix="mlp.")
+    assert_equal(nn.to_huggingface(params, names="qwen", prefix="mlp."), state)
+    packed = nn.to_huggingface(params, names="packed")
+    assert packed["experts.gate_up_proj"].shape == (8, 20, 6)
+    np.testing.assert_array_equal(
+        packed["experts.gate_up_proj"][3, 10:], state["mlp.experts.3.up_proj.weight"]
+    )
+    assert_equal(nn.from_huggingface(packed), params)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_parameters_of_maxtext_load_and_go_back(stacked):
+    x, router, gate_up, down = weights_of(5, 6, 8, 10)
+    theirs = {
+        "gate": {"kernel": router, "bias": jnp.arange(8.0)},
+        "wi_0": gate_up[:, :, 0],
+        "wi_1": gate_up[:, :, 1],
+        "wo": down,
+    }
+    params = nn.from_maxtext(theirs, stacked=stacked)
+    assert_equal(nn.to_maxtext(params), theirs)
+    made = layer(stacked=stacked, use_selection_bias=True)
+    nnx.update(made, params)
+    expected = looped(x, router, gate_up, down, 2, bias=np.arange(8.0))
+    assert_close(made(x), expected)
+
+
+# Errors.
+
+
+def on(mesh_shape, names, **options):
+    mesh = jax.make_mesh(mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
+    return layer(mesh=mesh, **options)(jnp.ones((8, 6)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: layer(expert_axis="e")(jnp.ones((8, 6))), r"there is no mesh: pass mesh="),
+        (lambda: on((4,), ("x",), expert_axis="e"), r"axes \('x',\), but not 'e'"),
+        (lambda: on((2, 2), ("x", "e"), expert_axis="e", token_axes=("x",)), "expected 'e' among"),
+        (lambda: on((3,), ("e",), expert_axis="e"), "that 3 devices .* divide evenly: pad"),
+        (lambda: nn.from_maxtext({"wi_0": 1, "wo": 1}), "from_maxtext: gate, wi_1 missing"),
+        (lambda: nn.from_huggingface({}, prefix="a."), "from_huggingface: a.gate.weight missing"),
+        (
+            lambda: nn.from_huggingface({"gate.weight": np.ones((8, 6))}),
+            "no experts after prefix '': expected experts.0.w1.weight",
+        ),
+        (
+            lambda: nn.from_huggingface(
+                {"gate.weight": np.ones((2, 6)), "experts.0.w1.weight": np.ones((10, 6))}
+            ),
+            "experts.1.w1.weight, .* and 2 more missing",
+        ),
+        (lambda: nn.to_huggingface({}, names="llama"), "names is 'llama', expected 'mixtral'"),
+        (lambda: nn.to_maxtext({"router": 1, "gate": 1}), "to_maxtext: up, down missing"),
+    ],
+)
+def test_errors_say_what_came_and_what_was_expected(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,81 @@
+"""The problems that kernels are tried on can run, and vary."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from host_kernels import BY_NAME, EPILOGUE_SPECS
+
+from jax_hopper_gemm.dispatch import problem_violations
+from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.plan import make_plan
+from jax_hopper_gemm.problem import GemmProblem
+from jax_hopper_gemm.testing import cases, policies, reference
+
+
+def test_gate_and_up_are_found_in_one_array_and_in_two():
+    spec = BY_NAME["planes"]
+    offsets = {cases.padded(spec, m, 64, 64, 2).up_offset for m in range(16)}
+    assert None in offsets and len(offsets) > 1
+    for m in range(16):
+        problem = cases.padded(spec, m + 1, 64, 64, 2)
+        inputs = cases.integer_inputs(problem, 0)
+        gate, up = inputs.b
+        assert not np.array_equal(gate, up)
+        for places in reference.input_places(problem)[1:]:
+            first, *others = (set(place.view(np.arange(10**6)).ravel()) for place in places)
+            assert not any(first & other for other in others)
+
+
+def test_random_problems_can_run_and_vary():
+    specs = policies.covering_specs()
+    problems = []
+    for seed in range(400):
+        rng = random.Random(seed)
+        problem, traversal = cases.random_problem(rng, rng.choice(specs))
+        assert problem_violations(problem) == [], problem
+        assert max(problem.m, problem.n, problem.k) <= cases.MAX_EXTENT
+        problems.append((problem, traversal))
+    assert sum(p.l > 1 for p, _ in problems) > 80
+    assert sum(p.l > 1 and p.a.batch_stride == 0 for p, _ in problems) > 20
+    assert sum(p.a.leading_stride > p.a.batch_stride > 0 for p, _ in problems) > 20
+    assert sum(max(p.m, p.n, p.k) > 4000 for p, _ in problems) > 40
+    assert {t.swizzle for _, t in problems} == set(range(1, 17))
+
+
+@pytest.mark.parametrize("spec", EPILOGUE_SPECS[::3], ids=lambda spec: spec.name)
+def test_edge_problems_of_epilogues_can_run(spec):
+    for problem, traversal in [
+        *cases.edge_problems(spec, 132),
+        *(cases.random_problem(random.Random(seed), spec) for seed in range(8)),
+    ]:
+        assert problem_violations(problem) == []
+        assert pairing_violations(problem, spec) == []
+        assert make_plan(problem, spec, traversal, 132).grid[0] > 0
+
+
+@pytest.mark.parametrize("spec", policies.covering_specs()[::7], ids=lambda spec: spec.name)
+def test_edge_problems_can_run_and_cover_waves(spec):
+    for problem, traversal in cases.edge_problems(spec, 132):
+        assert problem_violations(problem) == []
+        assert max(problem.m * problem.n, problem.m * problem.k, problem.n * problem.k) < 1 << 25
+        plan = make_plan(problem, spec, traversal, 132)
+        assert plan.grid[0] > 0
+    waves = [
+        math.ceil(p.m / (spec.tile_m * spec.cluster_m))
+        * math.ceil(p.n / (spec.tile_n * spec.cluster_n))
+        / (132 // spec.cluster_size)
+        for p, _ in cases.edge_problems(spec, 132)[2:]
+    ]
+    assert all(2 < wave < 4 for wave in waves)
+
+
+def test_rows_to_check_hold_both_ends_within_the_budget():
+    problem = GemmProblem.dense(9000, 9000, 9000)
+    rows = cases.rows_to_check(problem)
+    assert (rows[0], rows[-1]) == (0, 8999)
+    assert len(rows) * 9000 * 9000 <= 1_000_000_000
+    assert cases.rows_to_check(GemmProblem.dense(50, 50, 50)).tolist() == list(range(50))

@@ -1,0 +1,406 @@
+"""Grouped products on trial: sizes, references and guards do what they claim."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from host_kernels import HostGpu
+
+from jax_hopper_gemm.dispatch import problem_violations
+from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.problem import GemmProblem, Groups
+from jax_hopper_gemm.spec import GemmSpec, violations
+from jax_hopper_gemm.testing import (
+    graphs,
+    group_sizes,
+    grouped,
+    outcome,
+    random_grouped,
+    reference,
+    trial,
+)
+from jax_hopper_gemm.testing.grouped import Layout, Span
+from jax_hopper_gemm.testing.policies import choice_of, grouped_covering_specs, spec_of
+
+SPECS = grouped_covering_specs()
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("kind", ["even", "uneven", "zipf", "half_empty", "single"])
+@pytest.mark.parametrize(("total", "groups"), [(0, 3), (1, 1), (5, 8), (1000, 7), (65536, 128)])
+def test_sizes_add_up(kind, total, groups):
+    sizes = group_sizes.KINDS[kind](total, groups, 3)
+    assert sizes.dtype == np.int32 and sizes.shape == (groups,)
+    assert sizes.sum() == total and (sizes >= 0).all()
+
+
+def test_kinds_of_sizes_are_what_they_are_called():
+    def sizes(kind):
+        return group_sizes.KINDS[kind](10_000, 40, 1)
+
+    assert np.ptp(sizes("even")) <= 1
+    assert np.ptp(sizes("uneven")) > 100
+    assert (np.sort(sizes("zipf"))[::-1][:3] == [2337, 1169, 779]).all()
+    assert np.count_nonzero(sizes("half_empty")) <= 20
+    assert (sizes("one_row") == 1).all()
+    assert np.count_nonzero(sizes("single")) == 1
+    assert not sizes("empty").any()
+    assert sizes("under").sum() == 7000
+    assert sizes("over").sum() == 13_001
+
+
+def test_hostile_sizes_are_hostile():
+    def sizes(kind):
+        return group_sizes.HOSTILE[kind](1000, 40, 1).astype(np.int64)
+
+    assert sizes("negative").min() == -(2**31) and (sizes("negative") > 0).any()
+    assert sizes("huge").min() > 1000 and sizes("huge")[:32].sum() > 2**31
+    assert (sizes("largest") == 2**31 - 1).all()
+    assert {-(2**31), 2**31 - 1} <= set(sizes("late_largest"))
+    assert (sizes("random_bits") < 0).any() and (sizes("random_bits") > 2**30).any()
+
+
+def test_uneven_sizes_depend_on_their_seed_alone():
+    first, again, other = (group_sizes.uneven(1000, 9, seed) for seed in (1, 1, 2))
+    assert (first == again).all() and (first != other).any()
+
+
+# Spans
+
+
+def problem(groups: Groups, length: int, matrices: int) -> GemmProblem:
+    extents = (length, 16, 8) if groups.axis == "m" else (16, 24, length)
+    return replace(GemmProblem.dense(*extents, matrices), groups=groups)
+
+
+def spans(layout: Layout, length: int, sizes: list[int], axis: Any = "m") -> list[Span]:
+    of = problem(layout.of_axis(axis), length, layout.matrices)
+    return grouped.spans(of, np.array(sizes, np.int32))
+
+
+def test_what_sizes_leave_is_of_no_group():
+    assert spans(Layout.plain(2), 9, [3, 4]) == [(0, 3, 0), (3, 7, 1), (7, 9, -1)]
+
+
+def test_sizes_are_clipped():
+    found = spans(Layout.plain(4), 9, [-5, 4, 2**31 - 1, 3])
+    assert found == [(0, 0, 0), (0, 4, 1), (4, 9, 2), (9, 9, 3), (9, 9, -1)]
+
+
+def test_groups_of_other_devices_come_first():
+    assert spans(Layout.offset(2), 9, [3, 2, 2]) == [(0, 3, -1), (3, 5, 0), (5, 7, 1), (7, 9, -1)]
+
+
+@pytest.mark.parametrize(("shared", "second"), [(False, [2, 3]), (True, [0, 1])])
+def test_a_batch_has_its_own_weights_or_shares_them(shared, second):
+    found = spans(Layout.batched(2, 2, shared), 8, [1, 2, 1, 0, 3, 1])
+    assert [span.matrix for span in found] == [0, 1, -1, *second, -1, -1]
+    assert [span.end for span in found] == [1, 3, 4, 4, 7, 8, 8]
+
+
+def test_sizes_of_a_batch_are_clipped_to_its_parts():
+    assert grouped.of_batch(9, 2, [[3, 9, 1], [-1, 2, 0]]) == [3, 1, 0, 0, 0, 2, 0, 3]
+
+
+# References
+
+
+def inputs_of(of: GemmProblem, sizes: np.ndarray, exact=True) -> trial.Inputs:
+    make = grouped.integer_inputs if exact else grouped.normal_inputs
+    return make(of, sizes, 5)
+
+
+def plain_spec(axis, **fields) -> GemmSpec:
+    majors = ("k", "n") if axis == "m" else ("m", "n")
+    return GemmSpec("bfloat16", "float32", *majors, 128, 64, num_stages=2, grouped=axis, **fields)
+
+
+@pytest.mark.parametrize("b_major", ["n", "k"])
+@pytest.mark.parametrize("kind", ["uneven", "half_empty", "under", "one_row", "empty"])
+def test_products_of_rows_are_those_of_jax(kind, b_major):
+    spec = replace(plain_spec("m"), b_major=b_major)
+    of = grouped.problem_of(spec, Layout.plain(6), 150, 24, 40)
+    sizes = group_sizes.KINDS[kind](of.m, 6, 2)
+    inputs = inputs_of(of, sizes, exact=False)
+    a, b = (np.nan_to_num(x.astype(np.float32)) for x in (inputs.a, inputs.b[0]))
+    x, w, given = jnp.asarray(a[0]), jnp.asarray(b), jnp.asarray(sizes)
+    theirs = jax.lax.ragged_dot(x, w, given, precision="highest")
+    ours = grouped.products(of, inputs, inputs.b[0])[0]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert np.any(ours != 0) == (kind != "empty")
+
+
+@pytest.mark.parametrize("kind", ["uneven", "half_empty", "under", "single"])
+def test_products_of_columns_are_those_of_jax(kind):
+    of = grouped.problem_of(plain_spec("k"), Layout.plain(5), 40, 24, 150)
+    sizes = group_sizes.KINDS[kind](of.k, 5, 2)
+    inputs = inputs_of(of, sizes, exact=False)
+    a, b = (np.nan_to_num(x[0].astype(np.float32)) for x in (inputs.a, inputs.b[0]))
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (0,)), ((), ())),
+        lhs_ragged_dimensions=[1],
+        rhs_group_dimensions=[],
+    )
+    x, y, given = jnp.asarray(a), jnp.asarray(b), jnp.asarray(sizes)
+    theirs = jax.lax.ragged_dot_general(x, y, given, numbers, precision="highest")
+    ours = grouped.products(of, inputs, inputs.b[0])
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert np.any(ours != 0)
+
+
+def test_products_of_chosen_rows_are_rows_of_all():
+    of = grouped.problem_of(plain_spec("m"), Layout.offset(4), 90, 24, 40)
+    inputs = inputs_of(of, np.array([7, 20, 0, 33, 4], np.int32))
+    rows = np.array([8, 9, 26, 59, 62])
+    whole = grouped.products(of, inputs, inputs.b[0])
+    chosen = grouped.products(of, inputs, inputs.b[0], rows=rows)
+    assert np.array_equal(chosen, whole[:, rows]) and np.any(chosen != 0)
+
+
+def test_what_belongs_to_no_group_is_nan():
+    spec = plain_spec("m", epilogue=graphs.residual("float32", "float32"), epi_load_stages=2)
+    of = grouped.problem_of(spec, Layout.offset(3), 40, 24, 16)
+    inputs = inputs_of(of, np.array([5, 10, 0, 9], np.int32))
+    rows = [*range(5), *range(24, 40)]
+    for array in (inputs.a[0], inputs.operands[0][0]):
+        found = np.flatnonzero(np.isnan(array.astype(np.float32)).all(axis=1))
+        assert found.tolist() == rows
+    weights = np.isnan(inputs.b[0].astype(np.float32)).all(axis=(1, 2))
+    assert weights.tolist() == [False, True, False]
+
+
+def test_gathered_rows_come_from_their_source():
+    of = grouped.problem_of(plain_spec("m"), Layout.plain(2), 6, 24, 8)
+    assert of.groups
+    of = replace(of, groups=replace(of.groups, gathered="a", source=4))
+    assert reference.shape_of(of, "a") == (1, 4, 8)
+    a = np.arange(32, dtype=np.float32).reshape(1, 4, 8)
+    b = np.ones((2, 8, 24), np.float32) * [[[1]], [[2]]]
+    indices = np.array([3, 3, 0, 4, -1, 0], np.int32)
+    inputs = trial.Inputs(a, (b,), sizes=np.array([2, 3], np.int32), indices=indices)
+    total = a[0].sum(axis=1)
+    expected = [total[3], total[3], 2 * total[0], 0, 0, 0]
+    assert np.array_equal(grouped.products(of, inputs, b)[0, :, 0], expected)
+
+
+def test_rows_that_nobody_picks_are_nan():
+    spec = next(s for s in SPECS if s.gathered and s.grouped == "m")
+    of = grouped.problem_of(spec, Layout.plain(2), 60, 64, 16)
+    inputs = inputs_of(of, np.array([5, 10], np.int32))
+    assert inputs.indices is not None and of.groups
+    picked = {int(i) for i in inputs.indices[:15] if 0 <= i < of.groups.source}
+    numbers = ~np.isnan(inputs.a[0].astype(np.float32)).all(axis=1)
+    assert set(np.flatnonzero(numbers)) == picked
+
+
+# Problems
+
+
+def test_covering_specs_are_legal_and_cover_all_pairs():
+    assert all(violations(spec) == [] for spec in SPECS)
+    assert all(spec_of(choice_of(spec)) == spec for spec in SPECS)
+    pairs = {(s.grouped, s.warp_schedule, s.tile_scheduler, s.ab_dtype) for s in SPECS}
+    assert len(pairs) == 16
+
+
+@pytest.mark.parametrize("spec", SPECS[::9], ids=lambda spec: spec.name)
+def test_edge_cases_are_legal_and_meet_what_they_should(spec):
+    cases = grouped.edge_cases(spec, 16, exact=False)
+    for case in cases:
+        assert problem_violations(case.problem) + pairing_violations(case.problem, spec) == []
+        assert len(case.sizes) == (case.problem.groups or pytest.fail("no groups")).sizes
+    lengths = [case.problem.m if spec.grouped == "m" else case.problem.k for case in cases]
+    totals = [sum(case.sizes) for case in cases]
+    assert any(total < length for total, length in zip(totals, lengths, strict=True))
+    assert any(total > length for total, length in zip(totals, lengths, strict=True))
+    assert any(len(case.sizes) > 64 for case in cases)
+    assert any(min(case.sizes) < 0 for case in cases)
+
+
+def test_random_cases_are_legal_and_various():
+    cases = [random_grouped.case(seed) for seed in range(random_grouped.COUNT)]
+    for case in cases:
+        assert problem_violations(case.problem) + pairing_violations(case.problem, case.spec) == []
+    forms = collections.Counter((case.spec.grouped, case.spec.b_major) for case in cases)
+    assert set(forms) == {("m", "n"), ("m", "k"), ("k", "n")} and min(forms.values()) >= 60
+    assert sum(case.exact for case in cases) >= 80
+    assert sum(len(case.sizes) > 1000 for case in cases) >= 10
+    assert sum(min(case.sizes) < 0 for case in cases) >= 20
+    assert {case.problem.groups.step > 0 for case in cases if case.problem.groups} == {True, False}
+    assert len({case.spec for case in cases}) > 100
+    assert random_grouped.case(7) == cases[7]
+
+
+# Trials, with a kernel that computes on the host what it should
+
+
+def try_on_host(monkeypatch, case: grouped.Case, spoil=lambda results, parts: None):
+    """Runs and checks `case` with a kernel that is right; `spoil` then does what a bug would.
+
+    The kernel takes whole matrices of rows of no group for zeros, as kernels do.
+    """
+
+    def prepare(gpu, problem, spec, traversal, parts, num_sms):
+        def flat(part, dtype):
+            itemsize = jnp.dtype(dtype).itemsize
+            return part[: part.size // itemsize * itemsize].view(jnp.dtype(dtype))
+
+        buffers = reference.input_places(problem)
+        pairs = zip(parts, buffers, strict=False)
+        read = [p.view(flat(part, p.dtype)) for part, places in pairs for p in places]
+        places = reference.result_places(problem, spec)
+        rest = zip(parts[len(buffers) :], places, strict=True)
+        written = [place.view(flat(part, place.dtype)) for part, place in rest]
+        count = 1 + problem.graph.accumulators
+        indices = [read.pop()] if spec.gathered else [None]
+        sizes = read.pop()
+        seen = trial.Inputs(read[0], tuple(read[1:count]), tuple(read[count:]), sizes, indices[0])
+
+        def launch():
+            for array, right in zip(written, right_results(problem, spec, seen), strict=True):
+                array[:] = right
+            spoil(written, parts)
+
+        return launch
+
+    monkeypatch.setattr(trial, "prepare", prepare)
+    gpu: Any = HostGpu()
+    inputs = case.inputs()
+    results = trial.run_all(gpu, case.problem, case.spec, case.traversal, inputs)
+    case.check(inputs, results)
+
+
+def right_results(of, spec, inputs) -> list[np.ndarray]:
+    """What a kernel writes, of operands in float32, without a look at what checks it."""
+    matrices = grouped.matrix_of_rows(of, inputs.sizes)
+    sums = []
+    for b in inputs.b:
+        a, b = (x.astype(np.float32) for x in grouped.gathered(of, inputs, b))
+        if spec.grouped == "m":
+            rows = [
+                row @ b[i] if i >= 0 else np.zeros(of.n, np.float32)
+                for row, i in zip(a[0], matrices, strict=True)
+            ]
+            sums.append(np.stack(rows)[None])
+        else:
+            each = [a[0][:, matrices == i] @ b[0][matrices == i] for i in range(of.l)]
+            sums.append(np.stack(each))
+    operands = outcome.broadcast_operands(of, inputs)
+    if spec.grouped == "m":
+        owner = np.maximum(matrices, 0)
+        operands = [
+            x[owner].swapaxes(0, 1) if operand.kind in ("row", "scalar") else x
+            for operand, x in zip(of.graph.operands, operands, strict=True)
+        ]
+    values = outcome.exact_values(of.graph, sums, operands)
+    if spec.grouped == "m":
+        belongs = (matrices >= 0)[None, :, None]
+        values = [np.where(belongs, value, 0).astype(np.float32) for value in values]
+    stored = [values[result.value] for result in of.graph.results]
+    return outcome.arrays_of(of.graph, spec, stored, sums[0].shape)
+
+
+EXACT = [spec for spec in SPECS if graphs.is_exact(spec.graph)]
+
+
+@pytest.mark.parametrize("spec", EXACT[::5], ids=lambda spec: spec.name)
+def test_a_right_kernel_passes(spec, monkeypatch):
+    for case in grouped.edge_cases(spec, 1, exact=True)[3:]:
+        try_on_host(monkeypatch, case)
+
+
+def case_of(axis: Any, exact: bool) -> grouped.Case:
+    spec = plain_spec(axis)
+    layout, extents = Layout.plain(3), (70, 24, 40) if axis == "m" else (40, 24, 70)
+    of = grouped.problem_of(spec, layout, *extents)
+    return grouped.Case(of, spec, random_grouped.Traversal(), (20, 0, 31), 3, exact)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("axis", ["m", "k"])
+def test_a_right_kernel_passes_either_check(axis, exact, monkeypatch):
+    try_on_host(monkeypatch, case_of(axis, exact))
+
+
+def spoil_rows_of_the_next_group(results, parts):
+    results[0][0, 20:22] = results[0][0, 18:20]
+
+
+def spoil_a_row_of_no_group(results, parts):
+    results[0][0, 69] = 1e-3
+
+
+def skip_a_row_of_no_group(results, parts):
+    results[0].view(np.uint32)[0, 51] = 2**32 - 1
+
+
+def skip_an_element(results, parts):
+    results[0].view(np.uint32)[0, 19, 3] = 2**32 - 1
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        spoil_rows_of_the_next_group,
+        spoil_a_row_of_no_group,
+        skip_a_row_of_no_group,
+        skip_an_element,
+    ],
+)
+def test_a_wrong_row_is_found(spoil, exact, monkeypatch):
+    with pytest.raises(AssertionError, match=r"not 0|differ|times the bound"):
+        try_on_host(monkeypatch, case_of("m", exact), spoil)
+
+
+def leave_an_empty_group(results, parts):
+    results[0].view(np.uint32)[1] = 2**32 - 1
+
+
+def miss_the_last_row(results, parts):
+    results[0][2] *= 30 / 31
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("spoil", [leave_an_empty_group, miss_the_last_row])
+def test_a_wrong_group_is_found(spoil, exact, monkeypatch):
+    with pytest.raises(AssertionError, match=r"differ|times the bound"):
+        try_on_host(monkeypatch, case_of("k", exact), spoil)
+
+
+@pytest.mark.parametrize("where", ["after a row", "after the end"])
+def test_a_write_outside_is_found(where, monkeypatch):
+    case = case_of("m", True)
+    (place,) = reference.result_places(case.problem, case.spec)
+    index = {"after a row": case.problem.n, "after the end": place.end}[where]
+
+    def overwrite(results, parts):
+        parts[-1].view(np.float32)[index] = 7.0
+
+    with pytest.raises(AssertionError, match="wrote 1 elements outside"):
+        try_on_host(monkeypatch, case, overwrite)
+
+
+@pytest.mark.parametrize(("number", "offset"), [(0, 0), (1, 9), (2, 0), (2, 12)])
+def test_a_write_to_an_input_is_found(number, offset, monkeypatch):
+    def overwrite(results, parts):
+        parts[number][offset] ^= 1
+
+    with pytest.raises(AssertionError, match=f"input {number}, was written to: 1 bytes"):
+        try_on_host(monkeypatch, case_of("m", True), overwrite)
+
+
+def test_sizes_lie_between_large_ones():
+    case = case_of("m", True)
+    sizes = np.array(case.sizes, np.int32)
+    flat = trial.guarded(reference.input_places(case.problem)[-1], [sizes])
+    around = np.delete(flat, trial.GUARD + np.arange(3))
+    assert (around > case.problem.m).all() and flat[trial.GUARD] == 20

@@ -1,0 +1,43 @@
+"""The covering sets of kernels hold what they promise, and are small."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from jax_hopper_gemm.spec import violations
+from jax_hopper_gemm.testing import graphs, policies
+
+
+def test_covering_specs_are_legal_and_few():
+    specs = policies.covering_specs()
+    assert not any(violations(spec) for spec in specs)
+    assert len(set(specs)) == len(specs) < 200
+
+
+def test_both_covering_sets_stay_small_enough_to_compile():
+    specs = policies.covering_specs() + policies.epilogue_covering_specs()
+    assert not any(violations(spec) for spec in specs)
+    assert len(set(specs)) == len(specs) <= 400
+    names = {policies.name_of(spec) for spec in policies.epilogue_covering_specs()}
+    assert names == set(graphs.STANDARD)
+
+
+@pytest.mark.parametrize(
+    ("choices", "specs"),
+    [
+        (policies.CHOICES, policies.covering_specs()),
+        (policies.EPILOGUE_CHOICES, policies.epilogue_covering_specs()),
+    ],
+    ids=["plain", "epilogues"],
+)
+def test_covering_specs_hold_every_pair_that_a_legal_spec_has(choices, specs):
+    covered = set().union(*(policies.pairs_of(policies.choice_of(s)) for s in specs))
+    rng = random.Random(1)
+    seen = 0
+    while seen < 300:
+        choice = {field: rng.choice(values) for field, values in choices.items()}
+        if not violations(policies.spec_of(choice)):
+            seen += 1
+            assert policies.pairs_of(choice) <= covered

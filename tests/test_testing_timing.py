@@ -1,0 +1,99 @@
+"""Timing takes turns, rotates its inputs and awaits the kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+from recording_driver import SIZES, SPEC, FakeDriver
+
+from jax_hopper_gemm.problem import GemmProblem
+from jax_hopper_gemm.spec import Traversal
+from jax_hopper_gemm.testing import timing
+from jax_hopper_gemm.testing.gpu import Gpu
+
+
+def test_alternate_takes_turns():
+    log = []
+    candidates = {name: lambda name=name: log.append(name) or [len(log)] for name in "AB"}
+    times = timing.alternate(candidates, rounds=3, rest=lambda: log.append("rest"))
+    assert log == ["A", "rest", "B", "rest"] * 3
+    assert times["A"].samples == (1, 5, 9)
+
+
+def test_timing_summarises_its_samples():
+    time = timing.Timing((5.0, 1.0, 2.0, 4.0, 3.0))
+    assert (time.median, time.quartiles) == (3.0, (2.0, 4.0))
+    assert timing.Timing((7.0,)).quartiles == (7.0, 7.0)
+
+
+@pytest.mark.parametrize("nbytes", [1, 2**20, 2**22, 2**26, 2**26 + 1, 2**30])
+def test_rotated_inputs_exceed_l2(nbytes):
+    sets = timing.sets_to_rotate(nbytes)
+    assert sets == timing.MAX_SETS or (sets - 1) * nbytes >= timing.L2_BYTES or sets == 1
+    assert (sets == 1) == (nbytes > timing.L2_BYTES)
+
+
+def test_sustained_counts_only_the_second_second():
+    now = 0.0
+    calls = []
+
+    def product(x):
+        nonlocal now
+        now += 0.010 if now < 1.0399 else 0.020  # the card slows down
+        calls.append(x)
+        return x
+
+    samples = timing.sustained(product, [(1,), (2,)], clock=lambda: now)()
+    assert samples == pytest.approx([20_000.0] * len(samples))
+    assert len(samples) * 5 * 0.020 >= 1.0
+    assert calls[:4] == [1, 2, 1, 2]
+
+
+def test_burst_hands_one_call_at_a_time_to_cupti(monkeypatch):
+    from jax.experimental.mosaic.gpu import profiler
+
+    def measure(f, *, iterations):
+        assert isinstance(f, jax.stages.Wrapped)  # else the profiler would trace it
+        return lambda: (None, [f() * 1e-3 for _ in range(iterations)])
+
+    monkeypatch.setattr(profiler, "measure", measure)
+    assert timing.burst(lambda x: x, [(1.0,), (2.0,)])() == [1.0, 2.0] * 5
+    assert len(timing.burst(lambda x: x, [(float(i),) for i in range(32)])()) == 32
+
+
+def test_burst_without_kernels_is_an_error(monkeypatch):
+    from jax.experimental.mosaic.gpu import profiler
+
+    monkeypatch.setattr(profiler, "measure", lambda f, *, iterations: lambda: (None, None))
+    with pytest.raises(RuntimeError, match="CUPTI saw no kernel"):
+        timing.burst(lambda: None, [()])()
+
+
+@pytest.mark.parametrize(("scheduler", "expected"), [("static", 2.0), ("dynamic", 3.7)])
+def test_kernel_timer_launches_on_rotating_operands(scheduler, expected, monkeypatch):
+    driver = FakeDriver(SIZES)
+    gpu = Gpu(driver=driver)
+    problem = GemmProblem.dense(2048, 2048, 2048)  # 16 MiB of inputs
+    launches = []
+
+    def prepare(gpu, problem, spec, traversal, buffers):
+        return lambda: launches.append((spec, tuple(buffer.address for buffer in buffers)))
+
+    def burst(function, input_sets, added):
+        def measure():
+            for launch in input_sets:
+                jax.block_until_ready(function(*launch))
+            return [3.0 + added, 1.0 + added, 2.0 + added]
+
+        return measure
+
+    monkeypatch.setattr(timing, "prepare", prepare)
+    monkeypatch.setattr(timing, "burst", burst)
+    spec = dataclasses.replace(SPEC, tile_scheduler=scheduler)
+    assert timing.KernelTimer(gpu, problem)(spec, Traversal()) == expected  # clearing counts
+    assert [spec for spec, _ in launches] == [spec] * 8
+    addresses = [address for _, buffers in launches for address in buffers]
+    assert len(set(addresses)) == 24
+    assert [call[0] for call in driver.calls].count("cuCtxSynchronize") == 8  # each was awaited
