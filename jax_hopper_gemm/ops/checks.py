@@ -508,7 +508,7 @@ def _group_problems(groups: Any, rhs: Any, sizes: Any, offset: Any, name: str = 
             return []
         hint = ""
         if _less(groups, given):
-            hint = f". Does {name} hold some of the groups? Say from which on with group_offset"
+            hint = f". Does {name} hold some of the groups? Say from which one on with group_offset"
     elif _less(given, groups):
         hint = ": group_sizes are those of all groups"
     else:
