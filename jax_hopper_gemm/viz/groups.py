@@ -15,7 +15,7 @@ from ..staging import ROWS
 from ..testing.lanes import group_tiles
 from .canvas import cell, frame, plain_colour, subplots
 
-OF_NO_GROUP = "#cccccc"
+OF_NO_GROUP = "#6c757d"
 GAP = 24  # rows' worth of paper between spans
 LINE_OF_TEXT = 56  # rows' worth of paper
 
@@ -151,10 +151,10 @@ def draw_grouped_tiles(
                 _draw_tile(axis, tile, spec, top + tile.m * spec.tile_m)
     axis.legend(
         handles=[
-            Patch(facecolor=plain_colour(0), label="rows of a group, a colour a group"),
-            Patch(facecolor=OF_NO_GROUP, label="rows of no group: zeros are stored"),
-            Patch(facecolor="white", edgecolor="#777777", hatch="////", label="not stored"),
-            Patch(facecolor="white", edgecolor="#777777", linestyle=":", label="skipped"),
+            Patch(facecolor=plain_colour(0), label="rows of a group; darker: not its CTA's first tile"),
+            Patch(facecolor=OF_NO_GROUP, label="rows of no group, stored as zeros"),
+            Patch(facecolor="white", edgecolor="#777777", hatch="////", label="multiplied, not stored"),
+            Patch(facecolor="white", edgecolor="#777777", linestyle=":", label="64 rows that are skipped"),
         ],
         loc="upper left", bbox_to_anchor=(0, 0), ncols=2, frameon=False,
     )  # fmt: skip
@@ -209,9 +209,12 @@ def _draw_tile(axis: Any, tile: GroupedTile, spec: GemmSpec, top: int) -> None:
     for first, last, style in parts:
         if last > first:
             axis.add_patch(Rectangle((tile.n, top + first), 0.94, last - first, **style))
+    fits = tile.rows >= LINE_OF_TEXT
     axis.text(
-        tile.n + 0.47, top + max(tile.rows, LINE_OF_TEXT) / 2, str(tile.cta),
+        tile.n + 0.47, top + (tile.rows if fits else ROWS) / 2, str(tile.cta),
         ha="center", va="center", fontsize=8, weight="bold" if tile.turn else "normal",
+        color="white" if tile.matrix < 0 and fits else "black",
+        bbox=None if fits else {"facecolor": "white", "edgecolor": "none", "pad": 1},
     )  # fmt: skip
 
 
@@ -279,7 +282,7 @@ def draw_group_order(
             cell(axis, tile.n, tile.m, colour, str(i), bold=i < together)
         axis.plot(
             [tile.n + 0.5 for tile in tiles], [tile.m + 0.5 for tile in tiles],
-            color="#555555", linewidth=0.8, alpha=0.6,
+            color="#555555", linewidth=0.8, alpha=0.4,
         )  # fmt: skip
         first = tiles[:together]
         of_a, of_b = len({tile.m for tile in first}), len({tile.n for tile in first})
