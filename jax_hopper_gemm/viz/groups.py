@@ -149,12 +149,13 @@ def draw_grouped_tiles(
         for tile in tiles:
             if (tile.start, tile.end, tile.matrix) == (start, end, matrix) and tile.n < columns:
                 _draw_tile(axis, tile, spec, top + tile.m * spec.tile_m)
+    white = {"facecolor": "white", "edgecolor": "#777777"}
     axis.legend(
         handles=[
-            Patch(facecolor=plain_colour(0), label="rows of a group; darker: not its CTA's first tile"),
-            Patch(facecolor=OF_NO_GROUP, label="rows of no group, stored as zeros"),
-            Patch(facecolor="white", edgecolor="#777777", hatch="////", label="multiplied, not stored"),
-            Patch(facecolor="white", edgecolor="#777777", linestyle=":", label="64 rows that are skipped"),
+            Patch(color=plain_colour(0), label="rows of a group; darker: not its CTA's first tile"),
+            Patch(color=OF_NO_GROUP, label="rows of no group, stored as zeros"),
+            Patch(**white, hatch="////", label="multiplied, not stored"),
+            Patch(**white, linestyle=":", label="64 rows that are skipped"),
         ],
         loc="upper left", bbox_to_anchor=(0, 0), ncols=2, frameon=False,
     )  # fmt: skip
