@@ -149,7 +149,7 @@ def draw_grouped_tiles(
         for tile in tiles:
             if (tile.start, tile.end, tile.matrix) == (start, end, matrix) and tile.n < columns:
                 _draw_tile(axis, tile, spec, top + tile.m * spec.tile_m)
-    white = {"facecolor": "white", "edgecolor": "#777777"}
+    white: dict[str, Any] = {"facecolor": "white", "edgecolor": "#777777"}
     axis.legend(
         handles=[
             Patch(color=plain_colour(0), label="rows of a group; darker: not its CTA's first tile"),
@@ -200,9 +200,9 @@ def _tops(
 def _draw_tile(axis: Any, tile: GroupedTile, spec: GemmSpec, top: int) -> None:
     from matplotlib.patches import Rectangle
 
-    edge = {"edgecolor": "#777777", "linewidth": 0.7}
+    edge: dict[str, Any] = {"edgecolor": "#777777", "linewidth": 0.7}
     multiplied = tile.blocks * ROWS
-    parts = [
+    parts: list[tuple[int, int, dict[str, Any]]] = [
         (0, tile.rows, {"facecolor": _colour(tile.matrix, tile.turn)} | edge),
         (tile.rows, multiplied, {"facecolor": "white", "hatch": "////"} | edge),
         (multiplied, spec.tile_m, {"facecolor": "none", "linestyle": ":"} | edge),

@@ -71,13 +71,15 @@ def draw_clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[
     heads = ("row of the box", "coordinate 1", "coordinate 2", "coordinate 3", "row of the array")
     figure, axis = subplots(1, 1, (10, 0.9 + 0.32 * len(found)))
     for y, row in enumerate(found):
-        style = {"facecolor": "#95d5b2"} if row.inside else {"facecolor": "white", "hatch": "///"}
-        axis.add_patch(Rectangle((0, y), len(heads), 1, edgecolor="#bbbbbb", **style))
+        colour, hatch = ("#95d5b2", None) if row.inside else ("white", "///")
+        axis.add_patch(
+            Rectangle((0, y), len(heads), 1, facecolor=colour, edgecolor="#bbbbbb", hatch=hatch)
+        )
         texts = [str(row.row), *map(_by_extent, row.coordinates), str(row.address)]
         for x, text in enumerate(texts):
             axis.text(
                 x + 0.5, y + 0.5, text, ha="center", va="center",
-                bbox={"facecolor": style["facecolor"], "edgecolor": "none", "pad": 1.5},
+                bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5},
             )  # fmt: skip
     axis.set_xlim(0, len(heads))
     axis.set_ylim(len(found), 0)
