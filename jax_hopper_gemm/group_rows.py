@@ -29,7 +29,7 @@ from .jaxprs import ClosedJaxpr, pruned, traced
 from .ragged import CONTRACTION, group_of_rows, hopper_ragged_dot
 from .spans import Spans
 
-ONES = 8  # columns of ones that sum rows: the shortest lines of 16 bits that a kernel reads
+ONES = 8  # columns of ones that sum rows of 16 bits: the shortest lines that a kernel reads
 
 rows_of_groups_p = Primitive("rows_of_groups")
 sum_of_groups_p = Primitive("sum_of_groups")
@@ -96,12 +96,12 @@ def _live_rows(x: Any, sizes: Any, *, spans: Spans) -> jax.Array:
 def _sum_of_groups(x: Any, sizes: Any, *, spans: Spans) -> jax.Array:
     """The product of the rows with ones: same input, same bits, whoever multiplies."""
     batch = sizes.ndim - 1
-    rest = x.shape[batch + 1 :]
+    rest, ones = x.shape[batch + 1 :], ONES if x.dtype.itemsize == 2 else 1
 
     def of(x: jax.Array, sizes: jax.Array) -> jax.Array:
         columns = x.reshape(x.shape[0], -1)
         sums = hopper_ragged_dot(
-            jnp.ones((x.shape[0], ONES), x.dtype), columns, sizes, subscripts=CONTRACTION,
+            jnp.ones((x.shape[0], ones), x.dtype), columns, sizes, subscripts=CONTRACTION,
             spans=spans, precision=(lax.Precision.HIGHEST,) * 2,
             preferred_element_type=np.promote_types(x.dtype, np.float32), implementation=None,
         )[:, 0]  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .grouping import SPAN_EXTENT, GroupWalk
 from .problem import ITEMSIZE, GemmProblem, Groups, MatrixLayout
-from .spec import EPI_TILE_M, GemmSpec, TmaBox, Traversal
+from .spec import EPI_TILE_M, TMA_ALIGNMENT, GemmSpec, TmaBox, Traversal
 from .walk import make_walk
 
 PLAN_VERSION = 2
@@ -19,7 +19,6 @@ PLAN_VERSION = 2
 TENSOR_MAP_DTYPE = {"bool": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 TENSOR_MAP_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
 STRANDED_SMS = 12  # that clusters of four cannot use
-TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
 WRAP_BYTES = 2**34  # times SPAN_EXTENT: 2**64, where addresses wrap around
 
 
@@ -311,7 +310,7 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | P
                     p.n if row else p.m,
                     layout.batch_stride,
                     p.l if row else along_rows,
-                    spec.epi_tile_n if row else EPI_TILE_M,
+                    spec.epi_tile_n if row else spec.column_elements(operand.dtype),
                 )  # fmt: skip
             )
     return params

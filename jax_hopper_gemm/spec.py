@@ -18,6 +18,7 @@ SMEM_ALIGNMENT = 1024  # bytes: where the 128-byte swizzle repeats
 SMEM_VECTOR = 128  # bytes: alignment of rows and columns that TMA loads
 GROUPED_MAILBOX_BYTES = 144  # three slots of a tile and their barriers
 SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbox
+TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
 # Registers of a math thread, by number of math warpgroups: what a CTA's 65,536 leave it. All but
 # so many can be float32 accumulators, without a spill; with three warpgroups ptxas allows 96.
@@ -142,8 +143,17 @@ class GemmSpec:
         """Returns the bytes that one epilogue tile of an operand takes in shared memory."""
         if operand.kind == "matrix":
             return EPI_TILE_M * self.epi_tile_n * ITEMSIZE[operand.dtype]
-        elements = self.epi_tile_n if operand.kind == "row" else EPI_TILE_M
+        row = operand.kind == "row"
+        elements = self.epi_tile_n if row else self.column_elements(operand.dtype)
         return _padded(elements * ITEMSIZE[operand.dtype], SMEM_VECTOR)
+
+    def column_elements(self, dtype: str) -> int:
+        """Returns how many elements of a column one copy brings.
+
+        Those of 64 rows; where tiles begin at any row, the copy begins at the multiple of 16 bytes
+        before them.
+        """
+        return EPI_TILE_M + (TMA_ALIGNMENT // ITEMSIZE[dtype] if self.grouped == "m" else 0)
 
     @property
     def smem_bytes(self) -> int:

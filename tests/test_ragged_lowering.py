@@ -18,12 +18,16 @@ from programs import LAUNCH, attributes, integers, lowered
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import config, dispatch, fused_tangent, lowering
 from jax_hopper_gemm.fused_tangent import epilogue_p
-from jax_hopper_gemm.jaxprs import traced, vanishes_with
+from jax_hopper_gemm.group_rows import live_rows, rows_of_groups
+from jax_hopper_gemm.jaxprs import traced
 from jax_hopper_gemm.plan import make_plan, num_inputs
 from jax_hopper_gemm.problem import GemmProblem, Groups, MatrixLayout
 from jax_hopper_gemm.ragged import CONTRACTION, ROWS, ROWS_TRANSPOSED, Spans, hopper_ragged_dot
 from jax_hopper_gemm.routing import Product, route
 from jax_hopper_gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.tracing import GroupedRows
+from jax_hopper_gemm.tracing.flatten import flatten
+from jax_hopper_gemm.tracing.groups import GroupedProgram
 
 pytestmark = pytest.mark.usefixtures("launcher", "kernels")
 
@@ -200,23 +204,33 @@ def test_empty_products_are_xlas(lhs, rhs):
 # Epilogues.
 
 
-def product_with(function, subscripts, spans, sizes, lhs, rhs, accumulator, *operands) -> Product:
+def product_with(function, subscripts, lhs, rhs, accumulator, *operands, **options) -> Product:
     jaxpr = traced(function, shape(*accumulator, dtype=jnp.float32), *operands)
     return Product(
         subscripts, lhs, "bfloat16", rhs, "bfloat16", jaxpr.out_avals[0].dtype.name,
-        function=jaxpr, spans=spans, sizes=sizes,
+        function=jaxpr, spans=PLAIN, sizes=G, **options,
     )  # fmt: skip
+
+
+def product_of_rows(function, *operands) -> Product:
+    """A product of rows, of whose function sizes are the first operand."""
+    return product_with(
+        function, ROWS, (T, K), (G, K, N), (T, N), SIZES, *operands, sizes_operand=0
+    )
+
+
+def own(x, sizes):
+    return rows_of_groups(x, sizes, PLAIN, T)
 
 
 def test_operands_lie_as_the_letters_of_groups_and_rows_say(kernels):
-    def function(acc, bias, scale, residual, row, column):
-        out = acc * scale + bias + residual + row + column
-        return out.astype(jnp.bfloat16)
+    def function(acc, sizes, bias, scale, residual, row, column):
+        out = acc * own(scale, sizes) + own(bias, sizes) + residual + row + column
+        return live_rows(out.astype(jnp.bfloat16), sizes, PLAIN)
 
-    product = product_with(
-        function, ROWS, PLAIN, G, (T, K), (G, K, N), (G, T, N),
-        shape(G, 1, N), shape(G, 1, 1, dtype=jnp.float32), shape(T, N), shape(N), shape(T, 1),
-    )  # fmt: skip
+    product = product_of_rows(
+        function, shape(G, N), shape(G, 1, dtype=jnp.float32), shape(T, N), shape(N), shape(T, 1)
+    )
     found = route(product, dispatch.H200)
     (problem,) = set(kernels)
     kinds = [operand.kind for operand in problem.graph.operands]
@@ -229,8 +243,8 @@ def test_operands_lie_as_the_letters_of_groups_and_rows_say(kernels):
 
 def test_operands_of_a_contraction_lie_like_its_matrices(kernels):
     product = product_with(
-        lambda acc, c, row: (acc + c + row).astype(jnp.float32), CONTRACTION, PLAIN, G, (T, K),
-        (T, N), (G, K, N), shape(G, K, N, dtype=jnp.float32), shape(G, 1, N),
+        lambda acc, c, row: (acc + c + row).astype(jnp.float32), CONTRACTION, (T, K), (T, N),
+        (G, K, N), shape(G, K, N, dtype=jnp.float32), shape(G, 1, N),
     )  # fmt: skip
     assert route(product, dispatch.H200).path == "hopper"
     (problem,) = set(kernels)
@@ -252,34 +266,38 @@ def test_gate_and_up_of_each_group_may_lie_in_one_array(kernels, labels, up_offs
     assert problem.gated and (problem.up_offset, problem.b.batch_stride) == (up_offset, 2 * K * N)
 
 
-def test_what_xla_would_do_for_each_row_s_group_stays_with_xla():
-    product = product_with(
-        lambda acc, bias: lax.cumsum(acc + bias, 1), ROWS, PLAIN, G, (T, K), (G, K, N), (G, T, N),
-        shape(G, 1, N),
-    )  # fmt: skip
-    found = route(product, dispatch.H200)
-    assert (found.path, found.source) == ("xla", "unsupported") and "cumsum" in found.reason
+@pytest.mark.parametrize("inner, stored", [
+    (lambda acc, bias: acc + bias, "add"), (lambda acc, bias: jnp.cos(acc + bias), "add"),
+    (lambda acc, bias: jnp.cos(acc) + bias, None),
+])  # fmt: skip
+def test_xla_goes_on_with_what_is_0_in_rows_of_no_group(kernels, inner, stored):
+    def function(acc, sizes, bias):
+        return lax.cumsum(inner(acc, own(bias, sizes)), 1)
+
+    found = route(product_of_rows(function, shape(G, N)), dispatch.H200)
+    assert found.path == "hopper" and "cumsum" in found.uncovered
+    (problem,) = set(kernels)
+    (result,) = problem.graph.results
+    assert result.kind == "matrix" and result.dtype == "float32"
+    inputs = 1 + len(problem.operands)
+    assert (problem.graph.nodes[result.value - inputs].op if result.value else None) == stored
 
 
-@pytest.mark.parametrize("rank", [2, 3])
-def test_results_of_a_kernel_are_those_of_the_function(rank):
+def test_results_of_a_kernel_are_those_of_the_function():
     """A launch stands in for the kernel; what XLA does with its results is evaluated."""
     y, sums = integers((T, N), "bfloat16"), jnp.ones((1, N // 128, T))
 
-    def function(acc, bias):
-        return (acc + bias).astype(jnp.bfloat16), jnp.sum(acc + bias, -1)
+    def function(acc, sizes, bias):
+        out = acc + own(bias, sizes)
+        return live_rows(out.astype(jnp.bfloat16), sizes, PLAIN), jnp.sum(out, -1)
 
-    accumulator = (G, T, N) if rank == 3 else (T, N)
-    product = product_with(
-        function, ROWS, PLAIN, G, (T, K), (G, K, N), accumulator,
-        shape(*(G, 1, N) if rank == 3 else (N,)),
-    )  # fmt: skip
-    found = route(product, dispatch.H200)
+    product = product_of_rows(function, shape(G, N))
     call = lowering.Call(product, ())
-    bias = jnp.zeros((G, 1, N) if rank == 3 else (N,), jnp.bfloat16)
-    results = call._finished(found, [(T, N), (T,)], y, sums, bias)
+    sizes, bias = jnp.full(G, 32, np.int32), jnp.zeros((G, N), jnp.bfloat16)
+    results = call._finished(route(product, dispatch.H200), y, sums, sizes, bias)
     np.testing.assert_array_equal(results[0], y)
-    np.testing.assert_array_equal(results[1], np.full(T, N // 128))
+    # The kernel adds up what it does not store, too.
+    np.testing.assert_array_equal(results[1], np.where(np.arange(T) < 32 * G, N // 128, 0))
 
 
 def fused_epilogue(function, *others):
@@ -305,8 +323,10 @@ def test_a_function_of_a_launch_becomes_its_epilogue():
 
 
 def test_a_function_that_is_not_0_where_rows_belong_to_no_group_stays_apart():
-    specs, _ = fused_epilogue(lambda y, x: [y + x], shape(T, N))
-    assert [spec.epilogue for spec in specs] == [None]
+    specs, text = fused_epilogue(lambda y, x: [y + x], shape(T, N))
+    assert not any(spec.graph.operands for spec in specs)
+    assert {node.op for spec in specs for node in spec.graph.nodes} <= {"convert"}
+    assert "stablehlo.add" in text
 
 
 def test_the_launch_says_which_product_it_holds(monkeypatch):
@@ -348,6 +368,9 @@ VANISHING = [
 
 
 @pytest.mark.parametrize("function, expected", VANISHING)
-def test_functions_that_vanish_with_an_input_are_known(function, expected):
-    jaxpr = traced(function, shape(4, 5, dtype=jnp.float32), shape(4, 5, dtype=jnp.float32))
-    assert vanishes_with(jaxpr, 0) is expected
+def test_functions_that_vanish_with_the_product_are_known(function, expected):
+    x = shape(4, 5, dtype=jnp.float32)
+    program = flatten(traced(function, x, x))
+    grouped = GroupedProgram(program, 1, GroupedRows(None, PLAIN, "g", each=False))
+    found = [grouped.vanishes(y) for y in program.outputs if y.shape == (4, 5)]
+    assert all(found) is expected

@@ -12,6 +12,7 @@ from cutlass.cutlass_dsl import max as larger
 from cutlass.cutlass_dsl import select_
 
 from ..grouping import MAX_LENGTH, SPAN_EXTENT
+from ..spec import EPI_TILE_M
 from ..walk import tile_at
 
 OUTSIDE = 2 * MAX_LENGTH  # of every axis
@@ -121,9 +122,15 @@ class Coordinates:
 
     def column(self, place):
         """Returns tiles (bM, ...) of an operand of the epilogue, and the index of this one."""
-        if self.spec.grouped == "m":
-            return self._vector(self.spec.tile_m, (place.first, 0)), (0, 0)
         return self._vector(self.spec.tile_m), (place.m, place.batch)
+
+    def pieces_of_column(self, first, length):
+        """Returns (length, pieces): overlapping pieces of a column, 64 rows apart, from `first`."""
+        layout = cute.make_layout(
+            (length, self.spec.tile_m // EPI_TILE_M), stride=(cute.E(0), EPI_TILE_M * cute.E(0))
+        )
+        origin = cute.domain_offset((first, 0), self._all((0, 1), None)).iterator
+        return cute.make_tensor(origin, layout)
 
     def _tiles(self, tile, second_is_contiguous, origin=None):
         order = (1, 0, 2) if second_is_contiguous else (0, 1, 2)
@@ -135,8 +142,8 @@ class Coordinates:
         origin[grouped_mode] = SPAN_EXTENT - place.left
         return cute.local_tile(self._all(order, tuple(origin)), tile, (None,) * 4)
 
-    def _vector(self, tile, origin=None):
-        return cute.local_tile(self._all((0, 1), origin), (tile,), (None, None))
+    def _vector(self, tile):
+        return cute.local_tile(self._all((0, 1), None), (tile,), (None, None))
 
     def _all(self, order, origin):
         """Returns the tensor of coordinates; its i-th mode counts the `order[i]`-th of them."""

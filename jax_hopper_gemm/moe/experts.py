@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import ops
-from ..ops.activations import activation_function
 from ..ops.dense import Implementation, Preactivation
 from . import checks
 
@@ -56,40 +55,9 @@ def grouped_mlp(
     rights = tuple(map(jnp.asarray, gate_up)) if pair else (jnp.asarray(gate_up),)
     scale = None if row_weights is None else jnp.asarray(row_weights)
     checks.check_grouped_mlp(x, rights, down, sizes, scale, activation)
-    hidden = _gated(
-        x, rights, sizes, scale, activation=activation, preactivation=preactivation,
-        precision=precision, implementation=implementation,
+    hidden = ops.gated_linear_unit(
+        x, rights if pair else rights[0], activation=activation, row_scale=scale,
+        group_sizes=sizes, preactivation=preactivation, precision=precision,
+        implementation=implementation,
     )  # fmt: skip
     return ops.ragged_dot(hidden, down, sizes, precision, implementation=implementation)
-
-
-def _gated(
-    x: jax.Array,
-    rights: tuple[jax.Array, ...],
-    sizes: jax.Array,
-    scale: jax.Array | None,
-    *,
-    activation: Activation,
-    preactivation: Preactivation,
-    precision: Any,
-    implementation: Implementation,
-) -> jax.Array:
-    """Returns scale * activation(x @ gate) * (x @ up) by group, (R, F)."""
-    del preactivation
-    dtype = jnp.result_type(x, *rights)
-
-    def product(right: jax.Array) -> jax.Array:
-        wide = jnp.promote_types(dtype, jnp.float32)
-        return ops.ragged_dot(x, right, sizes, precision, wide, implementation=implementation)
-
-    if len(rights) == 1:
-        width = rights[0].shape[-1]
-        both = product(rights[0].reshape(*rights[0].shape[:2], 2 * width))
-        gate, up = both[:, :width], both[:, width:]
-    else:
-        gate, up = map(product, rights)
-    function = activation_function(activation)
-    hidden = (gate if function is None else function(gate)) * up
-    if scale is not None:
-        hidden = hidden * scale[:, None]
-    return hidden.astype(dtype)

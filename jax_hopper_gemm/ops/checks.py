@@ -294,20 +294,22 @@ def check_gated(
     x: Any,
     weights: Any,
     bias: Any,
+    row_scale: Any,
     activation: Any,
     preactivation: Any,
     implementation: Any,
     sizes: Any = None,
     offset: Any = None,
-) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """Checks a gated linear unit; with `sizes` one of rows in groups.
 
     Returns:
-      x; the weights: one array or gate and up; the biases: none or gate's and up's.
+      x; the weights: one array or gate and up; the biases: none or gate's and up's; the scale of
+      rows: none or one.
     """
     op = "gated_linear_unit"
     named = {"x": x}
-    for name, given in (("weights", weights), ("bias", bias)):
+    for name, given in (("weights", weights), ("bias", bias), ("row_scale", row_scale)):
         if isinstance(given, tuple | list):
             if len(given) != 2:
                 _fail(op, [f"{name} is {len(given)} arrays, expected one or the pair (gate, up)"])
@@ -318,7 +320,12 @@ def check_gated(
     x = arrays["x"]
     rights = tuple(arrays[name] for name in arrays if name.startswith("weights"))
     biases = tuple(arrays[name] for name in arrays if name.startswith("bias"))
+    scale = tuple(arrays[name] for name in arrays if name == "row_scale")
     problems = []
+    for s in scale:
+        rows = np.shape(x)[:-1]
+        if np.ndim(s) != len(rows) or any(map(_differ, np.shape(s), rows)):
+            problems.append(f"row_scale is {describe(s)}, expected {rows}: one for each row of x")
     lead = () if sizes is None else ("G",)
     if np.ndim(x) == 0:
         problems.append(f"x is a scalar, {describe(x)}, expected (..., K)")
@@ -354,7 +361,7 @@ def check_gated(
     _fail(op, problems, mistyped)
     if len(biases) == 1:
         biases = (biases[0][..., 0, :], biases[0][..., 1, :])
-    return x, rights, biases
+    return x, rights, biases, scale
 
 
 def _weight_problems(rights: tuple[Any, ...], lead: tuple[str, ...]) -> list[str]:
@@ -508,7 +515,7 @@ def _group_problems(groups: Any, rhs: Any, sizes: Any, offset: Any, name: str = 
             return []
         hint = ""
         if _less(groups, given):
-            hint = f". Does {name} hold some of the groups? Say from which on with group_offset"
+            hint = f". Does {name} hold some of the groups? Say from which one on with group_offset"
     elif _less(given, groups):
         hint = ": group_sizes are those of all groups"
     else:

@@ -60,18 +60,22 @@ class Steps:
 
 @dataclass(frozen=True)
 class Gate:
-    """`activation(gate + gate_bias) * (up + up_bias)`; the biases are given or not.
+    """`scale * activation(gate + gate_bias) * (up + up_bias)`; biases and scale are given or not.
 
     Attributes:
       activation: as in `gated_linear_unit`.
+      scaled: whether the last operand is the scale.
     """
 
     activation: Activation | None = None
+    scaled: bool = False
 
-    def __call__(self, gate: jax.Array, up: jax.Array, *biases: jax.Array) -> jax.Array:
+    def __call__(self, gate: jax.Array, up: jax.Array, *operands: jax.Array) -> jax.Array:
+        biases = operands[: len(operands) - self.scaled]
         if biases:
             gate, up = (y + _as(y.dtype, b) for y, b in zip((gate, up), biases, strict=True))
-        return activated("gated_linear_unit", self.activation, gate) * up
+        hidden = activated("gated_linear_unit", self.activation, gate) * up
+        return _as(hidden.dtype, operands[-1]) * hidden if self.scaled else hidden
 
 
 def activated(op: str, activation: Activation | None, y: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ def gated_linear_unit(
     *,
     activation: str | Activation | None = "silu",
     bias: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+    row_scale: ArrayLike | None = None,
     group_sizes: ArrayLike | None = None,
     group_offset: ArrayLike | None = None,
     preactivation: Preactivation = "save",
@@ -49,6 +50,8 @@ def gated_linear_unit(
         (K, N).
       activation: a function of one array, elementwise, a name as in `matmul`, or None.
       bias: (2, N), or a pair of (N,): added to the products.
+      row_scale: (...,), a factor of each row of the result before it is rounded, such as a token's
+        weight of its expert.
       group_sizes, group_offset: as in `ragged_dot`.
       preactivation: what gradients find of the two products: "save" stores them, in the operands'
         dtype, in the forward pass; "recompute" multiplies again.
@@ -71,20 +74,21 @@ def gated_linear_unit(
         None if given is None else checks.as_arrays(op, **{name: given})[0]
         for name, given in (("group_sizes", group_sizes), ("group_offset", group_offset))
     )
-    x, rights, biases = checks.check_gated(
-        x, weights, bias, activation, preactivation, implementation, sizes, offset
+    x, rights, biases, scale = checks.check_gated(
+        x, weights, bias, row_scale, activation, preactivation, implementation, sizes, offset
     )
-    gate = Gate(activation_function(activation))
+    gate = Gate(activation_function(activation), scaled=bool(scale))
+    scale = tuple(jnp.expand_dims(s, -1) for s in scale)
     if sizes is not None:
-        biases = tuple(jnp.expand_dims(b, 1) for b in biases)
+        operands = (*(jnp.expand_dims(b, 1) for b in biases), *scale)
         return run_grouped(
-            op, x, rights, sizes, offset, biases, gate, precision, preferred_element_type,
+            op, x, rights, sizes, offset, operands, gate, precision, preferred_element_type,
             preactivation, implementation,
         )  # fmt: skip
     if isinstance(precision, list):
         precision = tuple(precision)
     return _traced_gate(
-        x, rights, biases, gate, precision,
+        x, rights, (*biases, *scale), gate, precision,
         preferred_element_type, preactivation, implementation,
     )  # fmt: skip
 
@@ -93,7 +97,7 @@ def gated_linear_unit(
 def _traced_gate(
     x: Any,
     rights: tuple[Any, ...],
-    biases: tuple[Any, ...],
+    operands: tuple[Any, ...],
     gate: Gate,
     precision: Any,
     preferred_element_type: Any,
@@ -107,7 +111,7 @@ def _traced_gate(
     dtype = jax.eval_shape(dot, x, rights[0]).dtype
     dot = partial(dot, preferred_element_type=accumulator_dtype(dtype))
     products = jax.eval_shape(partial(_products, dot), x, rights)
-    what = traced("gated_linear_unit", gate, products, biases, dtype, None)
+    what = traced("gated_linear_unit", gate, products, operands, dtype, None)
     if implementation == "xla":
         return what.apply(*_products(dot, x, rights))
     final = final_product(dot, x, rights[0])

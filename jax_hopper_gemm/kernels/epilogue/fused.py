@@ -38,12 +38,14 @@ class SubtilePlace(NamedTuple):
     """Where a subtile lies, for reductions.
 
     Attributes:
-      m, n: extents of D.
+      rows, n: extents of D.
+      m: where its rows end: those of D, or of a span of them.
       row0, column0: its first row and column.
       batch: its matrix.
       tile_n, tiles_n: its tile along N, and how many of those D has.
     """
 
+    rows: Any
     m: Any
     n: Any
     row0: Any
@@ -251,6 +253,7 @@ class FusedEpilogue:
         Returns:
           `written`, advanced.
         """
+        self.ring.begin_tile(tile)
         for matrix in self.matrices:
             matrix.begin_tile(self.coordinates.result(tile))
         for reduction in self.reductions:
@@ -410,15 +413,15 @@ class FusedEpilogue:
         """Returns the place of a row block's first subtile; None if nobody asks."""
         if not self.extents:
             return None
-        m, n = self.extents
+        rows, n = self.extents
         columns = self.spec.d_tile_n
         tiles_n = (n + columns - 1) // columns
         if self.spec.grouped == "m":
-            m, row0 = tile.end, tile.first + row_block * EPI_TILE_M
+            m, batch, row0 = tile.end, 0, tile.first + row_block * EPI_TILE_M
         else:
+            m, batch = rows, tile.batch
             row0 = (tile.m * (self.spec.tile_m // EPI_TILE_M) + row_block) * EPI_TILE_M
-        batch = 0 if self.spec.grouped == "m" else tile.batch
-        return SubtilePlace(m, n, row0, tile.n * columns, batch, tile.n, tiles_n)
+        return SubtilePlace(rows, m, n, row0, tile.n * columns, batch, tile.n, tiles_n)
 
     def moved(self, place, i_n):
         if place is None:

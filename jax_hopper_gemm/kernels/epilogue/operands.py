@@ -71,6 +71,9 @@ class LoadedMatrix:
         self.tSR_sC = thr_s2r.partition_S(self.sC)  # (S2R, S2R_M, S2R_N, buffers)
         self.fragment = cute.make_layout(cute.shape(thr_s2r.partition_D(self.sC))[:3]).shape
 
+    def begin_tile(self, place):
+        """Called by math warps before they read what a tile at `place` needs."""
+
     def read(self, buffer):
         """Returns a thread's values of a subtile, in the operand's dtype."""
         values = cute.make_rmem_tensor(self.fragment, self.dtype)
@@ -88,8 +91,9 @@ class LoadedVector:
     def __init__(self, spec, operand, number):
         self.number = number
         self.dtype = CUTE_DTYPE[operand.dtype]
-        self.nbytes = self.extent(spec) * self.dtype.width // 8
-        self.box = (self.extent(spec),)
+        elements = self.extent(spec, operand)
+        self.nbytes = elements * self.dtype.width // 8
+        self.box = (elements,)
         self.distance = spec.loaded_bytes(operand) * 8 // self.dtype.width
 
     def setup_layouts(self, buffers):
@@ -107,16 +111,19 @@ class LoadedVector:
     def partition_for_load(self, tma_c, coordinates, place):
         self.tma_c = tma_c
         sC = cute.make_tensor(self.pointer, self.layout)
-        tiles, at = self.of_tile(coordinates, place)
+        pieces, at = self.of_tile(coordinates, place)
         self.tCsC, tCgC = cpasync.tma_partition(
             tma_c, 0, cute.make_layout(1), cute.group_modes(sC, 0, 1),
-            cute.group_modes(cute.flat_divide(tiles, self.box), 0, 1),
+            cute.group_modes(pieces, 0, 1),
         )  # fmt: skip
         self.tCgC = tCgC[None, None, *at]
 
     def load(self, full, buffer, block_m, block_n):
         source = self.tCgC[None, self.block_of(block_m, block_n)]
         cute.copy(self.tma_c, source, self.tCsC[None, buffer], tma_bar_ptr=full)
+
+    def begin_tile(self, place):
+        """Called by math warps before they read what a tile at `place` needs."""
 
     def read(self, buffer):
         source = self.tSR_sC[None, None, buffer]
@@ -128,11 +135,12 @@ class LoadedVector:
 class LoadedRow(LoadedVector):
     """An element for each column of D."""
 
-    def extent(self, spec):
+    def extent(self, spec, operand):
         return spec.epi_tile_n
 
     def of_tile(self, coordinates, place):
-        return coordinates.row(place)
+        tiles, at = coordinates.row(place)
+        return cute.flat_divide(tiles, self.box), at
 
     def block_of(self, block_m, block_n):
         return block_n
@@ -149,11 +157,12 @@ class LoadedRow(LoadedVector):
 class LoadedColumn(LoadedVector):
     """An element for each row of D."""
 
-    def extent(self, spec):
+    def extent(self, spec, operand):
         return EPI_TILE_M
 
     def of_tile(self, coordinates, place):
-        return coordinates.column(place)
+        tiles, at = coordinates.column(place)
+        return cute.flat_divide(tiles, self.box), at
 
     def block_of(self, block_m, block_n):
         return block_m
@@ -167,7 +176,40 @@ class LoadedColumn(LoadedVector):
         return v // 2 % 2, 0
 
 
-KINDS = {"matrix": LoadedMatrix, "row": LoadedRow, "column": LoadedColumn}
+class LoadedSpanColumn(LoadedColumn):
+    """An element for each row of D, where tiles begin at any row.
+
+    TMA wants copies along the contiguous index to begin at multiples of 16 bytes: it faults at
+    others, on an H200. So a piece begins up to that much before its first row, and is longer.
+    """
+
+    def extent(self, spec, operand):
+        elements = spec.column_elements(operand.dtype)
+        self.step = elements - EPI_TILE_M
+        return elements
+
+    def of_tile(self, coordinates, place):
+        first = place.first - place.first % self.step
+        return coordinates.pieces_of_column(first, *self.box), ()
+
+    def begin_tile(self, place):
+        self.skipped = place.first % self.step
+
+    def read(self, buffer):
+        source = self.tSR_sC[None, None, buffer]
+        source = cute.make_tensor(source.iterator + self.skipped, source.layout)
+        values = cute.make_rmem_tensor(source.shape, self.dtype)
+        cute.autovec_copy(source, values)
+        return values
+
+
+def make_operand(spec, operand, number):
+    """Returns what loads an operand that is no scalar."""
+    if operand.kind == "matrix":
+        return LoadedMatrix(spec, operand, number)
+    if operand.kind == "row":
+        return LoadedRow(spec, operand, number)
+    return (LoadedSpanColumn if spec.grouped == "m" else LoadedColumn)(spec, operand, number)
 
 
 class OperandRing:
@@ -183,7 +225,7 @@ class OperandRing:
         graph = spec.graph
         numbered = enumerate(graph.operands, graph.accumulators)
         self.operands = [
-            KINDS[operand.kind](spec, operand, number)
+            make_operand(spec, operand, number)
             for number, operand in numbered
             if operand.kind != "scalar"
         ]
@@ -237,6 +279,11 @@ class OperandRing:
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.nbytes)
         for operand in self.operands:
             operand.load(full, buffer, block_m, block_n)
+
+    def begin_tile(self, place):
+        """Called by math warps before they read what a tile at `place` needs."""
+        for operand in self.operands:
+            operand.begin_tile(place)
 
     def partition_for_math(self, by_acc, warpgroup, thread):
         self.warpgroup = warpgroup

@@ -16,8 +16,8 @@ The loop over subtiles drives one object for each such result:
 
 All of it runs in all 128 threads of a warpgroup and outside of dynamic branches: between
 `begin_tile` and the last `end_rows` values are held in registers that the trace names. `place` has
-m, n: extents of D; row0, column0: of the subtile, in D; batch; tile_n: index of the tile along N;
-tiles_n: how many there are.
+rows, n: extents of D; m: where rows end; row0, column0: of the subtile, in D; batch; tile_n: index
+of the tile along N; tiles_n: how many there are.
 """
 
 import math
@@ -172,7 +172,7 @@ class Reduction:
     def write_row(self, place, of_two, value, part=0, parts=1):
         """Writes one of `parts` values of a row to result[batch, tile_n, (parts,) row]."""
         row = self.row(place, of_two)
-        at = ((place.batch * place.tiles_n + place.tile_n) * parts + part) * place.m + row
+        at = ((place.batch * place.tiles_n + place.tile_n) * parts + part) * place.rows + row
         # A cluster may reach past D by whole tiles.
         inside = (row < place.m) & (place.tile_n < place.tiles_n) & (self.quad_lane == 0)
         write_where(inside, self.pointer, at, lambda: value)
@@ -433,7 +433,7 @@ class TopK(Reduction):
         for word, new in enumerate(take(bits, i, column == my_column, select)):
             taken[word, of_two] = new
         row = self.row(place, of_two)
-        at = (place.batch * place.m + row) * self.result.k + round_
+        at = (place.batch * place.rows + row) * self.result.k + round_
         inside = (row < place.m) & (place.tile_n == 0)  # a cluster may reach past D
         if self.value_pointer is not None:
             mine = inside & (self.quad_lane == 0)
