@@ -126,15 +126,12 @@ def make_plan(
     k_tiles = ceil_div(problem.k, spec.tile_k)
     clusters_m = ceil_div(problem.m, spec.tile_m * spec.cluster_m)
     clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.cluster_n)
-    along_m = traversal.along == "m"
     params: list[TensorMap | Int32 | Pointer] = list(_operand_maps(problem, spec))
     params += [*_result_params(problem, spec), *_epilogue_params(problem, spec)]
     if groups := problem.groups:
         clusters = clusters_m * clusters_n * problem.l
-        length = problem.k
         if groups.axis == "m":
-            length = problem.m
-            clusters = min(length, clusters_m + groups.sizes) * clusters_n  # at most
+            clusters = min(problem.m, clusters_m + groups.sizes) * clusters_n  # at most
         sizes = num_inputs(problem) - 1 - (groups.gathered is not None)
         params.append(Pointer(sizes))
         if groups.gathered:
@@ -143,14 +140,15 @@ def make_plan(
             params += [
                 Pointer(sizes + 1), Int32(groups.source), Int32(width), Int32(layout.leading_stride)
             ]  # fmt: skip
-        walk: tuple[int, ...] = GroupWalk(
-            groups.sizes, groups.period, groups.first, groups.count, groups.step, length,
-            clusters_m, clusters_n, int(along_m), traversal.swizzle,
-        )  # fmt: skip
+        walk: tuple[int, ...] = group_walk(problem, spec, traversal)
     else:
         clusters = clusters_m * clusters_n * problem.l
         walk = make_walk(
-            clusters_m, clusters_n, problem.l, along_m=along_m, swizzle=traversal.swizzle
+            clusters_m,
+            clusters_n,
+            problem.l,
+            along_m=traversal.along == "m",
+            swizzle=traversal.swizzle,
         )
     launched = clusters
     if spec.tile_scheduler != "single":
@@ -172,6 +170,19 @@ def make_plan(
         workspaces=workspaces,
         first_workspace=first_workspace,
     )
+
+
+def group_walk(problem: GemmProblem, spec: GemmSpec, traversal: Traversal) -> GroupWalk:
+    """Returns the constants of the walk over a grouped problem's tiles."""
+    groups = problem.groups
+    assert groups is not None
+    return GroupWalk(
+        groups.sizes, groups.period, groups.first, groups.count, groups.step,
+        problem.m if groups.axis == "m" else problem.k,
+        ceil_div(problem.m, spec.tile_m * spec.cluster_m),
+        ceil_div(problem.n, spec.d_tile_n * spec.cluster_n),
+        int(traversal.along == "m"), traversal.swizzle,
+    )  # fmt: skip
 
 
 def num_inputs(problem: GemmProblem) -> int:

@@ -1,0 +1,107 @@
+"""Which thread has which element of a tile, and where it is staged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..problem import ITEMSIZE
+from ..spec import GemmSpec
+from ..staging import (
+    CHUNK,
+    LINE,
+    ROWS,
+    bank_conflicts,
+    fragment_element,
+    fragment_owner,
+    staged_offset,
+    stmatrix_row,
+)
+from .canvas import cell, frame, plain_colour, subplots
+
+WARP_COLOURS = ("#8ecae6", "#ffb703", "#95d5b2", "#e5989b")
+
+
+def draw_fragment(columns: int = 32) -> Any:
+    """Draws which thread of a warpgroup has which element of a wgmma of 64 rows.
+
+    Left, all of it: warps, and the values of thread 0. Right, a warp's first 16 rows and columns
+    element by element: T thread, v number of the value.
+    """
+    figure, (whole, corner) = subplots(1, 2, (13, 7.5), width_ratios=[1, 1.6])
+    for row in range(ROWS):
+        for column in range(columns):
+            thread, value = fragment_owner(row, column)
+            colour = WARP_COLOURS[thread // 32]
+            cell(whole, column, row, "#d62828" if thread == 0 else colour)
+            if row < 16 and column < 16:
+                text = f"T{thread}\nv{value}"
+                cell(corner, column, row, "#d62828" if thread == 0 else colour, text)
+    for warp in range(4):
+        whole.text(columns + 0.5, 16 * warp + 8, f"warp {warp}", va="center")
+    whole.set_title(f"64 x {columns}: a warp has 16 rows; red: thread 0")
+    corner.set_title("warp 0, the first 16 columns")
+    frame(whole, columns, ROWS)
+    frame(corner, 16, 16)
+    return figure
+
+
+def draw_stmatrix(lane: int = 5, first_value: int = 0) -> Any:
+    """Draws one stmatrix.x4 of warp 0: its 8x8 matrices, addresses, and what one lane holds.
+
+    Args:
+      lane: the lane whose 8 values are shown in red.
+      first_value: number of the first of them, a multiple of 8.
+    """
+    figure, axis = subplots(1, 1, (8.5, 7.5))
+    addresses = [stmatrix_row(i, first_value) for i in range(32)]
+    first_column = addresses[0][1]
+    for row in range(16):
+        for column in range(16):
+            matrix = row // 8 + 2 * (column // 8)
+            cell(axis, column, row, WARP_COLOURS[matrix])
+    for value in range(first_value, first_value + 8):
+        row, column = fragment_element(lane, value)
+        cell(axis, column - first_column, row, "#d62828", f"v{value}")
+    for giver, (row, column) in enumerate(addresses):
+        x = -0.3 if column == first_column else 16.3
+        side = "right" if x < 0 else "left"
+        axis.text(x, row + 0.5, f"lane {giver}", ha=side, va="center", fontsize=8)
+    for matrix in range(4):
+        x, y = 8 * (matrix // 2) + 4, 8 * (matrix % 2) + 4
+        axis.text(x, y, str(matrix), fontsize=40, alpha=0.25, ha="center", va="center")
+    axis.set_title(f"four 8x8 matrices; beside each row, who gives its address\nred: lane {lane}")
+    frame(axis, 16, 16)
+    return figure
+
+
+def draw_staged_tile(spec: GemmSpec, dtype: str = "bfloat16", rows: int = 16) -> Any:
+    """Draws where the first rows of a staged tile lie in shared memory, by banks.
+
+    A cell is 16 bytes of one row, a line 128 bytes: all 32 banks. Outlined: what the first 8x8
+    matrix of an stmatrix writes. Beside it the same without the swizzle.
+    """
+    itemsize, swizzle = ITEMSIZE[dtype], spec.epi_box(dtype).swizzle
+    per_row = min(spec.epi_tile_n * itemsize, swizzle) // CHUNK
+    figure, axes = subplots(1, 2, (13, 5))
+    for axis, width in zip(axes, (swizzle, CHUNK), strict=True):
+        matrix = []
+        for row in range(rows):
+            for chunk in range(per_row):
+                offset = row * swizzle + chunk * CHUNK
+                if width == swizzle:
+                    offset = staged_offset(row, chunk * CHUNK // itemsize, itemsize, swizzle)
+                x, y = offset % LINE // CHUNK, offset // LINE
+                in_matrix = row < 8 and chunk == 0
+                if in_matrix:
+                    matrix.append(offset)
+                colour = plain_colour(chunk)
+                cell(axis, x, y, colour, f"r{row} c{chunk}", bold=in_matrix)
+        wanted = bank_conflicts(matrix, CHUNK)
+        name = f"{swizzle}-byte swizzle" if width == swizzle else "no swizzle"
+        axis.set_title(f"{name}: {wanted} access{'es' if wanted > 1 else ''} to the busiest bank")
+        frame(axis, LINE // CHUNK, rows * swizzle // LINE, aspect="auto")
+        labels = [f"{4 * i}-{4 * i + 3}" for i in range(LINE // CHUNK)]
+        axis.set_xticks([i + 0.5 for i in range(LINE // CHUNK)], labels)
+        axis.set_xlabel("banks")
+    figure.suptitle(f"staged tile of 64 x {spec.epi_tile_n} {dtype}: row r, 16-byte chunk c")
+    return figure

@@ -1,0 +1,103 @@
+"""How a tensor map over rows ends a copy where a span of rows does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..grouping import SPAN_EXTENT
+from ..plan import TensorMap, make_plan
+from ..problem import GemmProblem
+from ..spec import GemmSpec, Traversal
+from .canvas import subplots
+
+ADDRESSES = 2**64
+
+
+@dataclass(frozen=True)
+class BoxRow:
+    """A row of the box that one copy moves.
+
+    Attributes:
+      row: which of the box.
+      coordinates: the second to fourth in the map; the first runs along the row.
+      inside: whether they are within the map's extents: outside, a load brings zeros and a store
+        writes nothing.
+      address: which row of the array they lead to.
+    """
+
+    row: int
+    coordinates: tuple[int, int, int]
+    inside: bool
+    address: int
+
+
+def span_map(problem: GemmProblem, spec: GemmSpec) -> TensorMap:
+    """Returns the first map of a launch that ends copies where a span ends.
+
+    It is that of the result where its rows are grouped, that of A where K is.
+
+    Raises:
+      ValueError: there is none.
+    """
+    for param in make_plan(problem, spec, Traversal(), num_sms=132).params:
+        if isinstance(param, TensorMap) and SPAN_EXTENT in param.dims:
+            return param
+    raise ValueError(f"no tensor map of {spec.name} ends where a span does")
+
+
+def clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[int]) -> list[BoxRow]:
+    """Returns rows of the box whose first row is row `first` of the array, in a span up to `end`.
+
+    Args:
+      rows: which of the box, from 0.
+    """
+    found = []
+    for row in rows:
+        coordinates = (SPAN_EXTENT - (end - first) + row, end, SPAN_EXTENT)
+        pairs = zip(coordinates, span_map.dims[1:], strict=True)
+        inside = all(0 <= coordinate < extent for coordinate, extent in pairs)
+        nbytes = sum(c * s for c, s in zip(coordinates, span_map.strides, strict=True)) % ADDRESSES
+        found.append(BoxRow(row, coordinates, inside, nbytes // span_map.strides[0]))
+    return found
+
+
+def draw_clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[int]) -> Any:
+    """Draws `clipped_rows` as a table: green inside the map, hatched outside."""
+    from matplotlib.patches import Rectangle
+
+    found = clipped_rows(span_map, first, end, rows)
+    heads = ("row of the box", "coordinate 1", "coordinate 2", "coordinate 3", "row of the array")
+    figure, axis = subplots(1, 1, (10, 0.9 + 0.32 * len(found)))
+    for y, row in enumerate(found):
+        colour, hatch = ("#95d5b2", None) if row.inside else ("white", "///")
+        axis.add_patch(
+            Rectangle((0, y), len(heads), 1, facecolor=colour, edgecolor="#bbbbbb", hatch=hatch)
+        )
+        texts = [str(row.row), *map(_by_extent, row.coordinates), str(row.address)]
+        for x, text in enumerate(texts):
+            axis.text(
+                x + 0.5, y + 0.5, text, ha="center", va="center",
+                bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5},
+            )  # fmt: skip
+    axis.set_xlim(0, len(heads))
+    axis.set_ylim(len(found), 0)
+    extents = ("", *(f"\nextent {_by_extent(extent)}" for extent in span_map.dims[1:]), "")
+    labels = [head + extent for head, extent in zip(heads, extents, strict=True)]
+    axis.set_xticks([i + 0.5 for i in range(len(heads))], labels)
+    axis.xaxis.tick_top()
+    axis.set_yticks([])
+    axis.tick_params(length=0)
+    for side in axis.spines.values():
+        side.set_visible(False)
+    return figure
+
+
+def _by_extent(value: int) -> str:
+    """Returns a number as text, one near `SPAN_EXTENT` by its distance from that."""
+    distance = value - SPAN_EXTENT
+    if abs(distance) >= SPAN_EXTENT // 2:
+        return str(value)
+    power = f"$2^{{{SPAN_EXTENT.bit_length() - 1}}}$"
+    return power if distance == 0 else f"{power} {'+' if distance > 0 else '−'} {abs(distance)}"

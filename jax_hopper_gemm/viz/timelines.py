@@ -1,0 +1,154 @@
+"""When a CTA loads, multiplies and stores, by the cost model's cycles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..dispatch import Device
+from ..dispatch.cost import TileCycles, tile_cycles
+from ..problem import GemmProblem
+from ..spec import GemmSpec
+from ..staging import ROWS
+from .canvas import TILE_COLOURS, subplots
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one actor does from `start` to `end`, in cycles.
+
+    Attributes:
+      actor: "loader", "math 0", "math 1", ..., "stores 0", "stores 1", ...
+      kind: "load" and "multiply" of a k-tile, "epilogue" of a tile, "store" of an epilogue tile,
+        which is given with the moment of its issue alone.
+      tile: 0, 1, ... of the CTA's tiles.
+      step: k-tile or epilogue tile.
+    """
+
+    actor: str
+    kind: Literal["load", "multiply", "epilogue", "store"]
+    tile: int
+    step: int
+    start: float
+    end: float
+
+
+def timeline(problem: GemmProblem, spec: GemmSpec, device: Device, tiles: int = 3) -> list[Span]:
+    """Returns how the cost model's cycles fall into the kernel's order of events, in one CTA.
+
+    The lengths are `dispatch.cost`'s. The order is the kernel's: a stage is loaded again when
+    all of its readers have gone one k-tile further; the tensor cores serve one warpgroup at a
+    time, of those that can go on the one that is ahead; pingpong warpgroups take turns by
+    tiles. What the hardware adds to that (latencies, the other CTAs) the model has in its
+    constants, not here.
+
+    Args:
+      tiles: tiles that the CTA computes.
+    """
+    cycles = tile_cycles(problem, spec, device)
+    return _Simulation(spec, cycles, tiles).run()
+
+
+class _Simulation:
+    """One CTA, event by event. K-tiles are numbered through all of its tiles."""
+
+    def __init__(self, spec: GemmSpec, cycles: TileCycles, tiles: int) -> None:
+        self.spec, self.cycles = spec, cycles
+        self.pingpong = spec.warp_schedule == "pingpong"
+        self.total = tiles * cycles.k_tiles
+        self.spans: list[Span] = []
+        self.arrived: list[float] = []  # when each k-tile was in shared memory
+        self.ends: dict[tuple[int, int], float] = {}  # of (warpgroup, k-tile)'s multiplication
+
+    def readers(self, k_tile: int) -> list[int]:
+        """Returns the warpgroups that multiply a k-tile."""
+        warpgroups = range(self.spec.math_warpgroups)
+        return [k_tile // self.cycles.k_tiles % 2] if self.pingpong else list(warpgroups)
+
+    def released(self, k_tile: int) -> float | None:
+        """Returns when a k-tile's stage was free again; None while it is not."""
+        last = k_tile % self.cycles.k_tiles == self.cycles.k_tiles - 1
+        behind = k_tile if last else k_tile + 1  # one group of wgmma stays in flight
+        ends = [self.ends.get((reader, behind)) for reader in self.readers(k_tile)]
+        return None if None in ends else max(end for end in ends if end is not None)
+
+    def load(self) -> None:
+        """Loads every k-tile that finds its stage free."""
+        while (k_tile := len(self.arrived)) < self.total:
+            free: float | None = 0.0
+            if k_tile >= self.spec.num_stages:
+                free = self.released(k_tile - self.spec.num_stages)
+            if free is None:
+                return
+            start = max(free, self.arrived[-1] if self.arrived else 0.0)
+            self.arrived.append(start + self.cycles.load)
+            self.add("loader", "load", k_tile, start, self.arrived[-1])
+
+    def add(self, actor: str, kind: Any, k_tile: int, start: float, end: float) -> None:
+        tile, step = divmod(k_tile, self.cycles.k_tiles)
+        self.spans.append(Span(actor, kind, tile, step, start, end))
+
+    def run(self) -> list[Span]:
+        k_tiles, warpgroups = self.cycles.k_tiles, self.spec.math_warpgroups
+        length = self.cycles.multiply / (1 if self.pingpong else warpgroups)
+        position = [w * k_tiles if self.pingpong else 0 for w in range(warpgroups)]
+        ready, idle, turn = [0.0] * warpgroups, 0.0, 0
+        while True:
+            self.load()
+            able = [
+                w
+                for w in range(warpgroups)
+                if position[w] < len(self.arrived)
+                and (not self.pingpong or position[w] // k_tiles == turn)
+            ]
+            if not able:
+                return self.spans
+            starts = {w: max(ready[w], self.arrived[position[w]], idle) for w in able}
+            w = min(able, key=lambda w: (starts[w], -position[w], w))
+            k_tile = position[w]
+            ready[w] = idle = self.ends[w, k_tile] = starts[w] + length
+            self.add(f"math {w}", "multiply", k_tile, starts[w], idle)
+            position[w] += 1
+            if position[w] % k_tiles == 0:
+                ready[w] = self.epilogue(w, k_tile, idle)
+                if self.pingpong:
+                    position[w] += k_tiles
+                    turn += 1
+
+    def epilogue(self, warpgroup: int, k_tile: int, start: float) -> float:
+        end = start + self.cycles.epilogue
+        tile = k_tile // self.cycles.k_tiles
+        self.spans.append(Span(f"math {warpgroup}", "epilogue", tile, 0, start, end))
+        s = self.spec
+        count = s.rows_per_warpgroup // ROWS * (s.d_tile_n // s.epi_tile_n)
+        for step in range(count if s.graph.matrices else 0):
+            at = start + (step + 1) / count * (end - start)
+            self.spans.append(Span(f"stores {warpgroup}", "store", tile, step, at, at))
+        return end
+
+
+def draw_timeline(
+    problem: GemmProblem, specs: Sequence[GemmSpec], device: Device, tiles: int = 3
+) -> Any:
+    """Draws `timeline` for each kernel on one scale; a colour for each tile."""
+    figure, axes = subplots(len(specs), 1, (13, 2.6 * len(specs)), squeeze=False, sharex=True)
+    for axis, spec in zip(axes[:, 0], specs, strict=True):
+        spans = timeline(problem, spec, device, tiles)
+        actors = ["loader", *(f"math {w}" for w in range(spec.math_warpgroups))]
+        actors += [f"stores {w}" for w in range(spec.math_warpgroups)]
+        for span in spans:
+            y, colour = actors.index(span.actor), TILE_COLOURS[span.tile % len(TILE_COLOURS)]
+            if span.kind == "store":
+                axis.plot([span.start] * 2, [y - 0.35, y + 0.35], color=colour, linewidth=1.5)
+                continue
+            hatch = "///" if span.kind == "epilogue" else None
+            axis.barh(
+                y, span.end - span.start, left=span.start, height=0.7, color=colour,
+                edgecolor="white", linewidth=0.4, hatch=hatch,
+            )  # fmt: skip
+        axis.set_yticks(range(len(actors)), actors)
+        axis.invert_yaxis()
+        axis.set_title(f"{spec.warp_schedule}: {spec.name}", fontsize=9, loc="left")
+    axes[-1, 0].set_xlabel("cycles by the cost model; a colour a tile, hatched: epilogue")
+    return figure
