@@ -86,9 +86,14 @@ _lower = mlir.lower_fun(_gathered, multiple_results=False)
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, x: Any, sources: Any, users: Any) -> Any:
     (rows,) = _lower(ctx, x, sources, users)
-    if ctx.avals_in[0].ndim == 2 and ctx.avals_in[1].shape[1] == 1:
+    array, indices = map(_shape, ctx.avals_in[:2])
+    if len(array) == 2 and indices[1] == 1:
         mark_rows(rows)
     return [rows]
+
+
+def _shape(aval: Any) -> tuple[int, ...]:
+    return aval.shape
 
 
 register_lowering(sum_rows_p, _abstract_eval, _gathered, _lower_for_cuda)

@@ -206,7 +206,7 @@ def test_dispatch_and_combine_are_transposes():
 def test_layer_is_the_loop_over_tokens_and_experts(tokens, experts, k):
     args = weights_of(tokens, 6, experts, 10)
     y, _ = jax.jit(layer(k))(*args)
-    assert_close(y, looped(*args, k))
+    assert_close(y, looped(*args, k=k))
 
 
 def test_layer_with_sigmoid_scores_is_the_loop():
@@ -214,7 +214,7 @@ def test_layer_with_sigmoid_scores_is_the_loop():
     bias = jnp.linspace(0, 1, 8)
     options = {"score": "sigmoid", "normalize": False}
     y, _ = layer(2, selection_bias=bias, **options)(*args)
-    assert_close(y, looped(*args, 2, bias=np.asarray(bias), **options))
+    assert_close(y, looped(*args, k=2, bias=np.asarray(bias), **options))
 
 
 def test_gradients_are_those_of_the_dense_layer():
@@ -286,7 +286,7 @@ def test_layer_maps_over_routers_and_weights():
     stacks = [jnp.stack(a) for a in zip(*(weights_of(5, 4, 4, 3, s) for s in (0, 1)), strict=True)]
     y, _ = jax.vmap(layer(2))(*stacks)
     for i in range(2):
-        assert_close(y[i], looped(*(a[i] for a in stacks), 2))
+        assert_close(y[i], looped(*(a[i] for a in stacks), k=2))
 
 
 # Over devices.

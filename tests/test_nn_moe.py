@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ from flax import nnx  # noqa: E402
 from jax_hopper_gemm import nn  # noqa: E402
 from jax_hopper_gemm.nn import linen as ours_linen  # noqa: E402
 
-SIZES = {"num_experts": 8, "experts_per_token": 2}
+SIZES: dict[str, Any] = {"num_experts": 8, "experts_per_token": 2}
 
 
 def layer(**options):
@@ -43,7 +45,7 @@ def filled(**options):
 def test_layer_is_the_loop_over_its_parameters(stacked):
     made, x = filled(stacked=stacked)
     y, statistics = made(x.reshape(2, 4, 6), return_statistics=True)
-    assert_close(y, looped(*weights_of(8, 6, 8, 10), 2).reshape(2, 4, 6))
+    assert_close(y, looped(*weights_of(8, 6, 8, 10), k=2).reshape(2, 4, 6))
     assert_close(statistics.load.sum(), 1.0)
 
 
@@ -172,6 +174,7 @@ def test_linen_annotations_gain_the_experts_axis():
 def test_gradients_leave_the_selection_bias_alone():
     made, x = filled(use_selection_bias=True, score="sigmoid")
     assert "selection_bias" not in nnx.state(made, nnx.Param)
+    assert made.selection_bias is not None
     made.selection_bias[...] = jnp.zeros(8).at[3].set(5.0)
     _, statistics = made(x, return_statistics=True)
     assert statistics.load[3] == 0.5
@@ -267,7 +270,10 @@ def on(mesh_shape, names, **options):
             ),
             "experts.1.w1.weight, .* and 2 more missing",
         ),
-        (lambda: nn.to_huggingface({}, names="llama"), "names is 'llama', expected 'mixtral'"),
+        (
+            lambda: nn.to_huggingface({}, names=cast(Any, "llama")),
+            "names is 'llama', expected 'mixtral'",
+        ),
         (lambda: nn.to_maxtext({"router": 1, "gate": 1}), "to_maxtext: up, down missing"),
     ],
 )

@@ -479,9 +479,10 @@ def test_sizes_follow_the_epilogues_operands():
     d, row_sum, scalar, step, row, column, matrix, sizes = params[2:10]
     assert isinstance(d, TensorMap) and d.buffer == 7 and len(d.dims) == 4
     assert (row_sum, scalar, step, sizes) == (Pointer(8), Pointer(2), Int32(1), Pointer(6))
-    # A row for each group; a column and a matrix along the rows of D.
+    # A row for each group; a column and a matrix along the rows of D. Copies of a column begin at
+    # multiples of 16 bytes and bring the 64 rows of a tile that begins between two.
     assert row == TensorMap(3, "bfloat16", (512, 5), (1024,), (32, 1), 0)
-    assert column == TensorMap(4, "float32", (320, 1), (16,), (64, 1), 0)
+    assert column == TensorMap(4, "float32", (320, 1), (16,), (68, 1), 0)
     assert isinstance(matrix, TensorMap) and matrix.dims == (512, 320, 1)
 
 

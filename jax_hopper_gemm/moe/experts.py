@@ -52,11 +52,11 @@ def grouped_mlp(
     """
     x, down, sizes = jnp.asarray(x), jnp.asarray(down), jnp.asarray(group_sizes)
     pair = isinstance(gate_up, tuple | list)
-    rights = tuple(map(jnp.asarray, gate_up)) if pair else (jnp.asarray(gate_up),)
+    rights: tuple[Any, ...] = tuple(map(jnp.asarray, gate_up if pair else (gate_up,)))
     scale = None if row_weights is None else jnp.asarray(row_weights)
     checks.check_grouped_mlp(x, rights, down, sizes, scale, activation)
     hidden = ops.gated_linear_unit(
-        x, rights if pair else rights[0], activation=activation, row_scale=scale,
+        x, (rights[0], rights[1]) if pair else rights[0], activation=activation, row_scale=scale,
         group_sizes=sizes, preactivation=preactivation, precision=precision,
         implementation=implementation,
     )  # fmt: skip

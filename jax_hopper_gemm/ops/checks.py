@@ -341,9 +341,9 @@ def check_gated(
                 f"{'(M, K)' if lead else '(..., K)'} and ({names})"
                 f"{'' if len(rights) == 1 else ' twice'}"
             )
-        if lead and np.ndim(sizes) != 1:
+        if sizes is not None and np.ndim(sizes) != 1:
             problems.append(f"group_sizes is {describe(sizes)}, expected (G,)")
-        elif lead:
+        elif sizes is not None:
             problems += _group_problems(groups[0], rights[0], sizes, offset, "weights")
         expected = (*groups, n) if len(biases) == 2 else (*groups, 2, n)
         if any(

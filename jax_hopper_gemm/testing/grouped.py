@@ -340,11 +340,12 @@ def gathered(problem: GemmProblem, inputs: Inputs, b: np.ndarray) -> tuple[np.nd
     assert groups is not None
     if groups.gathered is None:
         return inputs.a, b
-    assert inputs.indices is not None
-    absent = (inputs.indices < 0) | (inputs.indices >= groups.source)
+    indices = inputs.indices
+    assert indices is not None
+    absent = (indices < 0) | (indices >= groups.source)
 
     def picked(array: np.ndarray, axis: int) -> np.ndarray:
-        found = np.take(array, np.where(absent, 0, inputs.indices), axis=axis)
+        found = np.take(array, np.where(absent, 0, indices), axis=axis)
         np.moveaxis(found, axis, 0)[absent] = 0
         return found
 
