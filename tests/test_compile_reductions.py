@@ -150,7 +150,9 @@ def run(module, spec: GemmSpec, x: np.ndarray) -> list[np.ndarray]:
 def run_rows(spec, thing, matrix, i_m, row0, where):
     batch, tile_n, tiles_n = where
     m, n = matrix.shape
-    place = SimpleNamespace(m=m, n=n, row0=row0, batch=batch, tile_n=tile_n, tiles_n=tiles_n)
+    place = SimpleNamespace(
+        rows=m, m=m, n=n, row0=row0, batch=batch, tile_n=tile_n, tiles_n=tiles_n
+    )
     for i_n in range(spec.d_tile_n // spec.epi_tile_n):
         place.column0 = tile_n * spec.d_tile_n + i_n * spec.epi_tile_n
         for v in range(spec.epi_tile_n // 2):

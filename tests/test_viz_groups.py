@@ -108,6 +108,10 @@ def test_what_is_not_known_before_the_run_is_refused_with_the_way_out():
         viz.grouped_tiles(GemmProblem.dense(64, 64, 64), WHOLE, ALONG[0], SIZES)
     with pytest.raises(ValueError, match="2 sizes, but the problem has 6"):
         viz.grouped_tiles(rows_problem(), WHOLE, ALONG[0], SIZES[:2])
+
+
+def test_tiles_of_a_grouped_k_are_drawn_otherwise():
+    pytest.importorskip("matplotlib", reason="needs the extra `notebooks`")
     with pytest.raises(ValueError, match="draw_grouped_work draws both"):
         viz.draw_grouped_tiles(contraction(), BY_K, ALONG[0], SIZES)
 
