@@ -261,8 +261,7 @@ def _broadcast_label(shape: Sequence[int], out: str) -> str:
 
 
 def _read_again(fusion: Fusion) -> str | None:
-    """Returns why XLA should compute all of an epilogue that a kernel can only begin; None: it need
-    not.
+    """Returns why XLA should compute all of an epilogue that a kernel can only begin, if it should.
 
     The rest of the epilogue reads the kernel's results from memory. If one of them is a float32
     matrix, nothing is saved: XLA would also store the product and read it back, but once, in the

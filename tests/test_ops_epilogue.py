@@ -1,4 +1,4 @@
-"""What follows a product: values, dtypes and derivatives are those of jnp."""
+"""What follows a product: values and dtypes are those of jnp."""
 
 from __future__ import annotations
 
@@ -11,60 +11,24 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from products_with_epilogues import (
+    BIAS,
+    RESIDUAL,
+    A,
+    B,
+    C,
+    K,
+    M,
+    N,
+    assert_close,
+    assert_same,
+    reference,
+)
 from programs import integers
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.ops import dense
 from jax_hopper_gemm.ops.activations import ACTIVATIONS
-
-# The products of these tests are integers that every dtype holds, so what differs is the rounding
-# of a few float32 operations, and one unit in the last place of a result that is rounded further.
-ALLOWED = {"float32": 2.0**-19, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-
-
-def assert_close(ours: Any, theirs: Any) -> None:
-    def check(x: Any, y: Any) -> None:
-        assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-            return
-        x, y, allowed = np.float64(x), np.float64(y), ALLOWED[x.dtype.name]
-        np.testing.assert_allclose(x, y, allowed, allowed * np.max(np.abs(y), initial=0))
-
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    jax.tree.map(check, ours, theirs)
-
-
-def assert_same(ours: Any, theirs: Any) -> None:
-    def check(x: Any, y: Any) -> None:
-        assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-    jax.tree.map(check, ours, theirs)
-
-
-def reference(
-    a, b, *, bias=None, residual=None, activation=None, alpha=None, beta=None, c=None,
-    epilogue=None, epilogue_operands=(), preferred_element_type=None, **ignored,
-):  # fmt: skip
-    """What the arguments of `matmul` mean, in float32 by jnp."""
-    dtype = preferred_element_type or (jnp.matmul(a, b) if c is None else c).dtype
-    y = jnp.matmul(a, b, preferred_element_type=jnp.float32)
-    shape = y.shape
-    y = y if alpha is None else alpha * y
-    if c is not None:
-        y = y + (1 if beta is None else beta) * jnp.asarray(c, jnp.float32)
-    y = y if bias is None else y + bias
-    y = y if activation is None else (ACTIVATIONS.get(activation) or activation)(y)
-    y = y if residual is None else y + residual
-    out = y if epilogue is None else epilogue(y, *epilogue_operands)
-    one = lambda x: x.astype(dtype) if (x.shape, x.dtype) == (shape, y.dtype) else x  # noqa: E731
-    return tuple(map(one, out)) if isinstance(out, tuple) else one(out)
-
-
-M, N, K = 6, 5, 4
-A, B = integers((M, K)), integers((K, N), seed=1)
-BIAS, RESIDUAL, C = integers((N,), seed=2), integers((M, N), seed=3), integers((M, N), seed=4)
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "bias": dict(bias=BIAS),
@@ -301,150 +265,6 @@ def test_accumulation_in_a_loop_follows_jnp():
     step = jax.jit(lambda c, ab: (jhg.matmul(*ab, c=c), None), donate_argnums=0)
     total, _ = lax.scan(step, C + 0, (a, b))
     assert_same(total, C + jnp.einsum("lmk,lkn->mn", a, b, preferred_element_type=jnp.float32))
-
-
-# Derivatives.
-
-
-def differentiable() -> tuple[dict[str, Any], Any]:
-    """Returns the arrays of a call, and its options, with a result of every kind."""
-    arrays = dict(
-        a=A * 0.25, b=B, bias=BIAS, residual=RESIDUAL, alpha=jnp.float32(0.5),
-        beta=jnp.float32(2), c=C, epilogue_operands=(integers((N,), seed=7), integers((M, 1))),
-    )  # fmt: skip
-    return arrays, lambda y, s, t: (jnp.sin(y) * s + t, jnp.sum(y * t, 0), jnp.max(jnp.abs(y)))
-
-
-def loss_of(matmul: Any, arrays: dict[str, Any], **options: Any) -> Any:
-    results = matmul(arrays["a"], arrays["b"], **{k: v for k, v in arrays.items() if k not in "ab"},
-                     **options)  # fmt: skip
-    leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(results)]
-    return sum((x * integers(x.shape, seed=8)).sum() + (x**2).sum() for x in leaves)
-
-
-DERIVATIVES = {
-    "grad": jax.grad,
-    "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
-    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jax.tree.map(jnp.sin, x),)),
-    "linearize": lambda f: lambda x: jax.linearize(f, x)[1](jax.tree.map(jnp.sin, x)),
-    "jvp of grad": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (jax.tree.map(jnp.sin, x),))[1],
-}
-
-
-@pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("preactivation", ["save", "recompute"])
-@pytest.mark.parametrize("derivative", DERIVATIVES)
-def test_derivatives_by_every_argument_follow_jnp(derivative, preactivation, implementation):
-    matmul = partial(jhg.matmul, preactivation=preactivation, implementation=implementation)
-    assert_close(derivative_of(matmul, derivative), reference_derivative(derivative))
-
-
-def derivative_of(matmul: Any, derivative: str) -> Any:
-    arrays, epilogue = differentiable()
-    loss = partial(loss_of, matmul, activation="gelu", epilogue=epilogue)
-    return jax.jit(DERIVATIVES[derivative](loss))(arrays)
-
-
-@cache
-def reference_derivative(derivative: str) -> Any:
-    return derivative_of(reference, derivative)
-
-
-@pytest.mark.parametrize("preactivation", ["save", "recompute"])
-@pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - {"identity"}))
-def test_the_gradient_of_every_activation_follows_jnp(name, preactivation):
-    ours = gradient_of_activation(partial(jhg.matmul, preactivation=preactivation), name)
-    assert_close(ours, reference_gradient_of_activation(name))
-
-
-def gradient_of_activation(matmul: Any, name: str) -> Any:
-    arrays = dict(a=A * 0.25 + 0.01, b=B, bias=BIAS)
-    return jax.jit(jax.grad(partial(loss_of, matmul, activation=name)))(arrays)
-
-
-@cache
-def reference_gradient_of_activation(name: str) -> Any:
-    return gradient_of_activation(reference, name)
-
-
-@pytest.mark.parametrize("preactivation", ["save", "recompute"])
-@pytest.mark.parametrize("a_shape, b_shape", [((6, 4), (4, 5)), ((2, 6, 4), (2, 4, 5)),
-                                              ((4,), (4, 5)), ((1, 6, 4), (1, 4, 5))])  # fmt: skip
-def test_gradients_of_16_bit_operands_come_in_16_bits(a_shape, b_shape, preactivation):
-    # Integers throughout: no rounding anywhere, whatever is kept in 16 bits.
-    a, b = integers(a_shape, "bfloat16"), integers(b_shape, "bfloat16", seed=1)
-    arrays = dict(a=a, b=b, bias=integers((5,), "bfloat16", seed=2), c=jnp.bfloat16(1))
-
-    def loss(matmul, arrays):
-        arrays = dict(arrays)
-        y = matmul(arrays.pop("a"), arrays.pop("b"), **arrays, activation="relu", alpha=2.0,
-                   preactivation=preactivation)  # fmt: skip
-        return (y.astype(jnp.float32) * integers(y.shape, seed=3)).sum()
-
-    ours, theirs = (
-        jax.jit(jax.grad(partial(loss, f), allow_int=True))(arrays) for f in (jhg.matmul, reference)
-    )
-    assert_same(ours, theirs)
-
-
-def test_hessians_follow_jnp():
-    def loss(matmul, x):
-        return (matmul(x["a"], x["b"], bias=x["bias"], activation="tanh") ** 2).sum()
-
-    arrays = dict(a=A * 0.25, b=B, bias=BIAS)
-    assert_close(
-        jax.jit(jax.hessian(partial(loss, jhg.matmul)))(arrays),
-        jax.jit(jax.hessian(partial(loss, reference)))(arrays),
-    )
-
-
-@pytest.mark.parametrize("mapped", [
-    ("a",), ("b",), ("bias",), ("a", "b"), ("c", "alpha"), ("epilogue_operands",), ("residual",),
-    ("a", "b", "bias", "residual", "alpha", "beta", "c", "epilogue_operands"),
-])  # fmt: skip
-def test_vmap_over_any_argument_follows_jnp(mapped):
-    arrays, epilogue = differentiable()
-    batched = {
-        k: jax.tree.map(lambda x: jnp.stack([x, x + 1, 2 * x], -1), v) if k in mapped else v
-        for k, v in arrays.items()
-    }
-    axes = ({k: -1 if k in mapped else None for k in arrays},)
-
-    def call(matmul, x):
-        x = dict(x)
-        return matmul(x.pop("a"), x.pop("b"), **x, activation="gelu", epilogue=epilogue)
-
-    ours, theirs = (
-        jax.jit(jax.vmap(partial(call, f), axes))(batched) for f in (jhg.matmul, reference)
-    )
-    assert_close(ours, theirs)
-    ours, theirs = (
-        jax.jit(jax.vmap(jax.grad(partial(loss_of, f, activation="gelu", epilogue=epilogue)), axes))
-        (batched) for f in (jhg.matmul, reference)
-    )  # fmt: skip
-    assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("policy, batch, products", [
-    # Forward, and once more unless what the kernel writes was saved.
-    (jax.checkpoint_policies.dots_saveable, (2,), 1),
-    (jax.checkpoint_policies.dots_with_no_batch_dims_saveable, (), 1),
-    (jax.checkpoint_policies.dots_with_no_batch_dims_saveable, (2,), 2),
-    (jax.checkpoint_policies.nothing_saveable, (), 2),
-])  # fmt: skip
-@pytest.mark.parametrize("product", ["matmul", "gated_linear_unit"])
-def test_checkpoint_policies_see_products_with_epilogues(product, policy, batch, products):
-    a, b = integers((*batch, M, K)), integers((*batch, K, N), seed=1)
-
-    def block(a, b):
-        if product == "matmul":
-            return jnp.sin(jhg.matmul(a, b, activation="gelu")).sum()
-        unit = jax.vmap(jhg.gated_linear_unit) if batch else jhg.gated_linear_unit
-        return jnp.sin(unit(a, jnp.stack((b, b), -2))).sum()
-
-    block = jax.checkpoint(block, policy=jhg.checkpoint_policy(policy))
-    program = str(jax.make_jaxpr(jax.value_and_grad(block, (0, 1)))(a, b))
-    assert program.count("hopper_fused[") == products
 
 
 # Other products.

@@ -4,7 +4,8 @@
 
 Tables hold plain products. One with an epilogue takes the kernel measured for the plain product
 of its arithmetic, its shared memory filled anew, unless that kernel cannot hold the epilogue or
-the model expects another one to be faster by more than it errs.
+the model expects another one to be faster by more than it errs. The model is not asked where the
+epilogue loads a matrix or the product is gated.
 
 Grouped products have entries of their own, and do not go to XLA unless one says so: on an H200
 its `ragged_dot` reached 6 to 99 TFLOP/s of some 820.

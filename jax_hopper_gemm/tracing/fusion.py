@@ -14,6 +14,7 @@ from ..epilogue import EpilogueGraph, Node, Result
 from ..problem import ITEMSIZE
 from . import elementwise
 from .builder import Builder
+from .finish import Finished, Step, arrange, finish_by
 from .flatten import Atom, Constant, Equation, NotFusable, Program, Variable, flatten
 from .groups import GroupedProgram, GroupedRows
 from .layout import REDUCTIONS, Axes, Place
@@ -99,22 +100,6 @@ def fuse(
     return min(cuts, key=lambda cut: cut.stored_bytes).fusion()
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What XLA does to make one or more variables, in the order of the program.
-
-    Attributes:
-      compute: compute(finished, *inputs) gives the outputs; `finished` maps results to arrays.
-    """
-
-    inputs: tuple[Atom, ...]
-    outputs: tuple[Variable, ...]
-    compute: Callable[..., Sequence[Any]]
-
-
-Finished = dict[Any, Any]  # arrays of `Result`s, whose values are the builder's
-
-
 class _Cut:
     """One way to cut a program: which values the kernel stores, and the steps that follow.
 
@@ -131,7 +116,7 @@ class _Cut:
         self._from_accumulators = from_accumulators
         self._matrices: list[Result] = []
         self._others: list[Result] = []
-        self._steps: dict[Equation | Variable, _Step] = {}
+        self._steps: dict[Equation | Variable, Step] = {}
         self._known: set[Variable] = set(program.inputs[num_accumulators:])
         self._run: set[Equation] = set()
         self._arranged: set[str] = set()
@@ -169,7 +154,7 @@ class _Cut:
             casts=tuple(leaf.cast for leaf in leaves),
             results=tuple(map(self._labels, kept)),
             uncovered=self._uncovered(),
-            finish=_finish(
+            finish=finish_by(
                 {result: self._shape(result) for result in kept},
                 dict(zip(requested, spelled, strict=True)),
                 tuple(steps),
@@ -225,7 +210,7 @@ class _Cut:
         elif planes[1] != self._matrices[self._matrices.index(planes[0]) + 1]:
             return self._evaluate(self._tracker.producers[variable])
         self._make(
-            variable, (), lambda finished: [_arrange(finished[planes[0]], labels, axes, variable)]
+            variable, (), lambda finished: [arrange(finished[planes[0]], labels, axes, variable)]
         )
 
     def _store(self, variable: Variable) -> None:
@@ -250,7 +235,7 @@ class _Cut:
         if result not in self._matrices:
             self._matrices.append(result)
         self._make(
-            variable, (), lambda finished: [_arrange(finished[result], labels, axes, variable)]
+            variable, (), lambda finished: [arrange(finished[result], labels, axes, variable)]
         )
 
     def _before_rounding(self, value: int, dtype: str) -> int:
@@ -293,9 +278,7 @@ class _Cut:
         self._run.add(equation)
         for atom in equation.inputs:
             self._need(atom)
-        step = _Step(
-            equation.inputs, equation.outputs, lambda finished, *xs: equation.evaluate(*xs)
-        )
+        step = Step(equation.inputs, equation.outputs, lambda finished, *xs: equation.evaluate(*xs))
         self._known.update(equation.outputs)
         self._steps[equation] = step
 
@@ -303,7 +286,7 @@ class _Cut:
         self, variable: Variable, inputs: tuple[Atom, ...], compute: Callable[..., Sequence[Any]]
     ) -> None:
         self._known.add(variable)
-        self._steps[variable] = _Step(inputs, (variable,), compute)
+        self._steps[variable] = Step(inputs, (variable,), compute)
 
     def _request(self, result: Result) -> tuple[str, ...]:
         if result not in self._others:
@@ -328,7 +311,7 @@ class _Cut:
             if rest:
                 array = combine(array, axis=tuple(rest), keepdims=True)
             array = -array if reduction.negated else array
-            return [_arrange(array, labels, reduction.axes, variable)]
+            return [arrange(array, labels, reduction.axes, variable)]
 
         self._make(variable, sizes, compute)
 
@@ -339,7 +322,7 @@ class _Cut:
 
         def compute(finished: Finished, center: Any) -> list[Any]:
             largest, total = (
-                _arrange(array, labels, found.axes, variable) for array in finished[result]
+                arrange(array, labels, found.axes, variable) for array in finished[result]
             )
             if jnp.ndim(center):
                 for d in reversed(found.columns):
@@ -355,7 +338,7 @@ class _Cut:
         self._make(
             variable,
             (),
-            lambda finished: [_arrange(finished[result], labels, found.axes, variable)],
+            lambda finished: [arrange(finished[result], labels, found.axes, variable)],
         )
 
     # What `explain` says.
@@ -373,55 +356,3 @@ class _Cut:
                 names.update(dict.fromkeys(name for reason in reasons for name in reason))
                 names[equation.name] = None
         return tuple(dict.fromkeys((*names, *sorted(self._arranged))))
-
-
-def _arrange(array: Any, labels: Sequence[str], axes: Axes, variable: Variable) -> Any:
-    """Returns an array whose axes are `labels` as the variable that has `axes`."""
-    kept = [i for i, label in enumerate(labels) if label in axes]
-    array = lax.squeeze(array, [i for i in range(len(labels)) if i not in kept])
-    present = [labels[i] for i in kept]
-    order = [axis for axis in axes if axis]
-    array = lax.transpose(array, [present.index(axis) for axis in order])
-    dims = [axes.index(axis) for axis in order]
-    array = lax.broadcast_in_dim(array, variable.shape, dims)
-    return array != 0 if variable.dtype.name == "bool" else array.astype(variable.dtype)
-
-
-def _finish(
-    kept: dict[Result, tuple[int, ...]],
-    spelled: dict[Result, Result],
-    steps: tuple[_Step, ...],
-    operands: tuple[Variable, ...],
-    outputs: tuple[Atom, ...],
-) -> Callable[..., list[Any]]:
-    """Returns `Fusion.finish`.
-
-    Args:
-      kept: the results of the kernel in order, with the shapes of their finished arrays.
-      spelled: for each result that a step asks for, the one that holds it.
-    """
-
-    def finish(*arrays: Any) -> list[Any]:
-        waiting = list(arrays)
-        given: Finished = {}
-        for result, shape in kept.items():
-            if result.kind == "row_sumexp":
-                given[result] = tuple(jnp.reshape(waiting.pop(0), shape) for _ in range(2))
-            elif result.plane == 0:
-                given[result] = jnp.reshape(waiting.pop(0), shape)
-        finished = {
-            result: given[source][0] if result != source else given[source]
-            for result, source in spelled.items()
-            if source in given
-        }
-        values: dict[Variable, Any] = dict(zip(operands, waiting, strict=True))
-
-        def read(atom: Atom) -> Any:
-            return atom.array if isinstance(atom, Constant) else values[atom]
-
-        for step in steps:
-            results = step.compute(finished, *map(read, step.inputs))
-            values.update(zip(step.outputs, results, strict=True))
-        return [jnp.asarray(read(atom)) for atom in outputs]
-
-    return finish

@@ -1,0 +1,50 @@
+"""Functions of a product of small extents, fused and checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_hopper_gemm.epilogue import graph_violations
+from jax_hopper_gemm.testing.functions import interpret
+from jax_hopper_gemm.tracing import Fusion, fuse
+
+EXTENTS = {"b": 2, "m": 8, "n": 16}
+
+
+def shape(labels: str) -> tuple[int, ...]:
+    return tuple(EXTENTS[x] for x in labels)
+
+
+def normal(labels: str, seed: int = 0, dtype: Any = "float32") -> jax.Array:
+    values = np.random.default_rng(seed).normal(size=shape(labels)) * 2
+    return jnp.asarray(values, dtype=dtype)
+
+
+def fused(function: Any, *args: Any, out: str = "mn", **options: Any) -> Fusion:
+    """Returns the fusion of a function, having checked its graph."""
+    fusion = fuse(jax.make_jaxpr(function)(*args), 1, out, "m", "n", **options)
+    assert graph_violations(fusion.graph) == []
+    return fusion
+
+
+def assert_same(
+    function: Any, *args: Any, out: str = "mn", ulps: float = 8, **options: Any
+) -> Fusion:
+    """Checks that a function's fusion gives what it gives, run operation by operation.
+
+    Sums may be taken in another order, so `ulps` are of the largest element, too.
+    """
+    fusion = fused(function, *args, out=out, **options)
+    with jax.disable_jit():
+        wanted = jax.tree.leaves(function(*args))
+    found = interpret(fusion, args[:1], args[1:], out, "m", "n")
+    for got, want in zip(found, wanted, strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        scale = np.max(np.abs(want), initial=0, where=np.isfinite(want))
+        np.testing.assert_allclose(got, want, rtol=ulps * 2**-23, atol=ulps * 2**-23 * scale)
+    return fusion

@@ -1,0 +1,168 @@
+"""Derivatives, vmap and checkpoints of products with what follows them are those of jnp."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from products_with_epilogues import (
+    BIAS,
+    RESIDUAL,
+    A,
+    B,
+    C,
+    K,
+    M,
+    N,
+    assert_close,
+    assert_same,
+    reference,
+)
+from programs import integers
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm.ops.activations import ACTIVATIONS
+
+
+def differentiable() -> tuple[dict[str, Any], Any]:
+    """Returns the arrays of a call, and its options, with a result of every kind."""
+    arrays = dict(
+        a=A * 0.25, b=B, bias=BIAS, residual=RESIDUAL, alpha=jnp.float32(0.5),
+        beta=jnp.float32(2), c=C, epilogue_operands=(integers((N,), seed=7), integers((M, 1))),
+    )  # fmt: skip
+    return arrays, lambda y, s, t: (jnp.sin(y) * s + t, jnp.sum(y * t, 0), jnp.max(jnp.abs(y)))
+
+
+def loss_of(matmul: Any, arrays: dict[str, Any], **options: Any) -> Any:
+    results = matmul(arrays["a"], arrays["b"], **{k: v for k, v in arrays.items() if k not in "ab"},
+                     **options)  # fmt: skip
+    leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(results)]
+    return sum((x * integers(x.shape, seed=8)).sum() + (x**2).sum() for x in leaves)
+
+
+DERIVATIVES = {
+    "grad": jax.grad,
+    "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jax.tree.map(jnp.sin, x),)),
+    "linearize": lambda f: lambda x: jax.linearize(f, x)[1](jax.tree.map(jnp.sin, x)),
+    "jvp of grad": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (jax.tree.map(jnp.sin, x),))[1],
+}
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_derivatives_by_every_argument_follow_jnp(derivative, preactivation, implementation):
+    matmul = partial(jhg.matmul, preactivation=preactivation, implementation=implementation)
+    assert_close(derivative_of(matmul, derivative), reference_derivative(derivative))
+
+
+def derivative_of(matmul: Any, derivative: str) -> Any:
+    arrays, epilogue = differentiable()
+    loss = partial(loss_of, matmul, activation="gelu", epilogue=epilogue)
+    return jax.jit(DERIVATIVES[derivative](loss))(arrays)
+
+
+@cache
+def reference_derivative(derivative: str) -> Any:
+    return derivative_of(reference, derivative)
+
+
+@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+@pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - {"identity"}))
+def test_the_gradient_of_every_activation_follows_jnp(name, preactivation):
+    ours = gradient_of_activation(partial(jhg.matmul, preactivation=preactivation), name)
+    assert_close(ours, reference_gradient_of_activation(name))
+
+
+def gradient_of_activation(matmul: Any, name: str) -> Any:
+    arrays = dict(a=A * 0.25 + 0.01, b=B, bias=BIAS)
+    return jax.jit(jax.grad(partial(loss_of, matmul, activation=name)))(arrays)
+
+
+@cache
+def reference_gradient_of_activation(name: str) -> Any:
+    return gradient_of_activation(reference, name)
+
+
+@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+@pytest.mark.parametrize("a_shape, b_shape", [((6, 4), (4, 5)), ((2, 6, 4), (2, 4, 5)),
+                                              ((4,), (4, 5)), ((1, 6, 4), (1, 4, 5))])  # fmt: skip
+def test_gradients_of_16_bit_operands_come_in_16_bits(a_shape, b_shape, preactivation):
+    # Integers throughout: no rounding anywhere, whatever is kept in 16 bits.
+    a, b = integers(a_shape, "bfloat16"), integers(b_shape, "bfloat16", seed=1)
+    arrays = dict(a=a, b=b, bias=integers((5,), "bfloat16", seed=2), c=jnp.bfloat16(1))
+
+    def loss(matmul, arrays):
+        arrays = dict(arrays)
+        y = matmul(arrays.pop("a"), arrays.pop("b"), **arrays, activation="relu", alpha=2.0,
+                   preactivation=preactivation)  # fmt: skip
+        return (y.astype(jnp.float32) * integers(y.shape, seed=3)).sum()
+
+    ours, theirs = (
+        jax.jit(jax.grad(partial(loss, f), allow_int=True))(arrays) for f in (jhg.matmul, reference)
+    )
+    assert_same(ours, theirs)
+
+
+def test_hessians_follow_jnp():
+    def loss(matmul, x):
+        return (matmul(x["a"], x["b"], bias=x["bias"], activation="tanh") ** 2).sum()
+
+    arrays = dict(a=A * 0.25, b=B, bias=BIAS)
+    assert_close(
+        jax.jit(jax.hessian(partial(loss, jhg.matmul)))(arrays),
+        jax.jit(jax.hessian(partial(loss, reference)))(arrays),
+    )
+
+
+@pytest.mark.parametrize("mapped", [
+    ("a",), ("b",), ("bias",), ("a", "b"), ("c", "alpha"), ("epilogue_operands",), ("residual",),
+    ("a", "b", "bias", "residual", "alpha", "beta", "c", "epilogue_operands"),
+])  # fmt: skip
+def test_vmap_over_any_argument_follows_jnp(mapped):
+    arrays, epilogue = differentiable()
+    batched = {
+        k: jax.tree.map(lambda x: jnp.stack([x, x + 1, 2 * x], -1), v) if k in mapped else v
+        for k, v in arrays.items()
+    }
+    axes = ({k: -1 if k in mapped else None for k in arrays},)
+
+    def call(matmul, x):
+        x = dict(x)
+        return matmul(x.pop("a"), x.pop("b"), **x, activation="gelu", epilogue=epilogue)
+
+    ours, theirs = (
+        jax.jit(jax.vmap(partial(call, f), axes))(batched) for f in (jhg.matmul, reference)
+    )
+    assert_close(ours, theirs)
+    ours, theirs = (
+        jax.jit(jax.vmap(jax.grad(partial(loss_of, f, activation="gelu", epilogue=epilogue)), axes))
+        (batched) for f in (jhg.matmul, reference)
+    )  # fmt: skip
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("policy, batch, products", [
+    # Forward, and once more unless what the kernel writes was saved.
+    (jax.checkpoint_policies.dots_saveable, (2,), 1),
+    (jax.checkpoint_policies.dots_with_no_batch_dims_saveable, (), 1),
+    (jax.checkpoint_policies.dots_with_no_batch_dims_saveable, (2,), 2),
+    (jax.checkpoint_policies.nothing_saveable, (), 2),
+])  # fmt: skip
+@pytest.mark.parametrize("product", ["matmul", "gated_linear_unit"])
+def test_checkpoint_policies_see_products_with_epilogues(product, policy, batch, products):
+    a, b = integers((*batch, M, K)), integers((*batch, K, N), seed=1)
+
+    def block(a, b):
+        if product == "matmul":
+            return jnp.sin(jhg.matmul(a, b, activation="gelu")).sum()
+        unit = jax.vmap(jhg.gated_linear_unit) if batch else jhg.gated_linear_unit
+        return jnp.sin(unit(a, jnp.stack((b, b), -2))).sum()
+
+    block = jax.checkpoint(block, policy=jhg.checkpoint_policy(policy))
+    program = str(jax.make_jaxpr(jax.value_and_grad(block, (0, 1)))(a, b))
+    assert program.count("hopper_fused[") == products
