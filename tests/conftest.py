@@ -16,6 +16,8 @@ def pytest_configure(config: pytest.Config) -> None:
     expression = config.getoption("markexpr") or ""
     if "not gpu" in expression or (expression and "gpu" not in expression):
         jax.config.update("jax_platforms", "cpu")
+        # Only LLVM's work: XLA's passes stay. Compiling takes far longer than these programs run.
+        jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_num_cpu_devices", 8)
 
 
