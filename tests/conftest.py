@@ -16,8 +16,6 @@ def pytest_configure(config: pytest.Config) -> None:
     expression = config.getoption("markexpr") or ""
     if "not gpu" in expression or (expression and "gpu" not in expression):
         jax.config.update("jax_platforms", "cpu")
-        # Only LLVM's work: XLA's passes stay. Compiling takes far longer than these programs run.
-        jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_num_cpu_devices", 8)
 
 
@@ -25,6 +23,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lowering for CUDA emits launches; whether the FFI library is built is not the matter."""
     monkeypatch.setattr(native, "library", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def quick_compiles() -> Iterator[None]:
+    """For programs that take far longer to compile than to run: most of LLVM's work is left out.
+
+    XLA's passes stay. NOTE: a number that a program computes twice may then differ in its last
+    bit, and the gradient of a maximum, which looks for it among the values, divide by no hits.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

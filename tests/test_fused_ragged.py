@@ -14,6 +14,8 @@ from test_fused import TRANSFORMS, assert_close, everything, gate, gelu, normal,
 from jax_hopper_gemm.fused import fused_dot
 from jax_hopper_gemm.ragged import Spans
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 T, K, N, G = 9, 4, 5, 3
 SIZES = jnp.asarray([2, 0, 5], np.int32)  # two rows belong to no group
 

@@ -29,6 +29,8 @@ from jax_hopper_gemm.ragged import (
 )
 from jax_hopper_gemm.spans import FORMS
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 T, K, N, G = 12, 3, 4, 3
 
 # Spans, and sizes for them: one size each, with an offset, of several periods that share their
