@@ -154,6 +154,25 @@ def tile_in(walk: GroupWalk, window: Window, index: Any, lanes: Any, rows: int |
     return GroupTile(lanes.where(_has_group(walk, span), matrix, -1), start, end, m, n)
 
 
+def tile_in_pair(tile: GroupTile, cta: Any, rows: int, lanes: Any) -> tuple[Any, Any, Any]:
+    """Returns (m, n, together): which tile one CTA of a pair takes of the cluster tile `tile`.
+
+    Cluster tiles are counted as if the CTAs lay side by side along N. Of two of them, one below
+    the other, the CTAs instead take the left columns first, then the right, and have these columns
+    together. Only the last tile of a span with an odd number of them is shared along N.
+
+    Args:
+      cta: 0 or 1.
+      rows: rows of a CTA's tile.
+    """
+    tiles = (tile.end - tile.start + (rows - 1)) // rows
+    upper = tile.m // 2 * 2
+    odd = tile.m - upper
+    together = upper + 1 < tiles
+    m = lanes.where(together, upper + cta, tile.m)
+    return m, tile.n * 2 + lanes.where(together, odd, cta), together
+
+
 def _tile_of_matrix(walk: GroupWalk, index: Any, clusters_m: Any, lanes: Any) -> tuple[Any, Any]:
     """Returns (m, n) of a matrix's `index`-th cluster tile, in the order of `walk.Walk`."""
     fast = lanes.where(walk.along_m == 1, clusters_m, walk.clusters_n)

@@ -7,6 +7,7 @@ import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import select_
 
 from ..dtypes import CUTE_DTYPE
 
@@ -128,6 +129,7 @@ class SharedSharedMainloop:
         column = (1 << s.cluster_m) - 1
         self.a_mask = cutlass.Int16(row << cta_m) if s.cluster_n > 1 else None
         self.b_mask = cutlass.Int16(column << (s.cluster_m * cta_n)) if s.cluster_m > 1 else None
+        self.own_mask = cutlass.Int16(1 << cta_m) if s.paired else None
 
     def _partition(self, atom, cta, ctas, shared, coordinates):
         """Returns the part of each stage, and of each k-tile, that this CTA of `ctas` loads."""
@@ -143,12 +145,12 @@ class SharedSharedMainloop:
         coordinates = self.coordinates.a(place)
         return self._partition(self.tma_a, self.cta_n, self.spec.cluster_n, self.sA, coordinates)
 
-    def partition_b(self, place):
-        """Returns the same for each B."""
-        coordinates = self.coordinates.b(place)
+    def partition_b(self, place, cta=None):
+        """Returns the same for each B, or the part of another CTA of the cluster."""
+        coordinates, cta = self.coordinates.b(place), self.cta_m if cta is None else cta
         return [
             self._partition(
-                tma_b, self.cta_m, self.spec.cluster_m, self.sBs[None, None, part, 0, None],
+                tma_b, cta, self.spec.cluster_m, self.sBs[None, None, part, 0, None],
                 coordinates,
             )
             for part, tma_b in enumerate(self.tma_bs)
@@ -158,10 +160,11 @@ class SharedSharedMainloop:
     def load(self, ring, state, place):
         """Loader warp: sends a tile's k-tiles into the ring; returns the next stage's state."""
         a_part, b_parts = self.partition_a(place), self.partition_b(place)
+        others = self.partition_others(place)
         for k_tile in cutlass.range(place.k_tiles, unroll=1):
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
-            self._load_b(b_parts, k_tile, state.index, full)
+            self._load_b(b_parts, k_tile, state.index, full, place, others)
             self._load_a(a_part, k_tile, state.index, full)
             state.advance()
         return state
@@ -170,9 +173,27 @@ class SharedSharedMainloop:
         tAsA, tAgA = a_part
         self._copy(self.tma_a, tAgA[None, k_tile], tAsA[None, stage], full, self.a_mask)
 
-    def _load_b(self, b_parts, k_tile, stage, full):
+    def partition_others(self, place):
+        """Returns the other CTA's part of each B where it may have other columns: then it is loaded
+        here, too."""
+        return self.partition_b(place, 1 - self.cta_m) if self.spec.paired else ()
+
+    def _load_b(self, b_parts, k_tile, stage, full, place, others):
+        if not self.spec.paired:
+            self._copy_b(b_parts, k_tile, stage, full, self.b_mask)
+            return
+        mask = cutlass.Int16(select_(place.together, self.b_mask, self.own_mask))
+        self._copy_b(b_parts, k_tile, stage, full, mask)
+        self._copy_b_unless(place.together, others, k_tile, stage, full)
+
+    @cute.jit
+    def _copy_b_unless(self, condition, b_parts, k_tile, stage, full):
+        if not condition:
+            self._copy_b(b_parts, k_tile, stage, full, self.own_mask)
+
+    def _copy_b(self, b_parts, k_tile, stage, full, mask):
         for tma_b, (tBsB, tBgB) in zip(self.tma_bs, b_parts, strict=True):
-            self._copy(tma_b, tBgB[None, k_tile], tBsB[None, stage], full, self.b_mask)
+            self._copy(tma_b, tBgB[None, k_tile], tBsB[None, stage], full, mask)
 
     def _copy(self, atom, source, target, full, mask):
         if mask is None:
