@@ -25,7 +25,8 @@ class GroupWalk(NamedTuple):
     Attributes:
       sizes, period, first, count, step: as in `problem.Groups`.
       length: elements of the grouped axis.
-      clusters_m: cluster tiles along M of one matrix; not used where M is the grouped axis.
+      tiles: cluster tiles along M of one matrix where K is the grouped axis; tiles of one CTA along
+        N where M is.
       clusters_n: cluster tiles along N.
       along_m, width: the order of one group's tiles, as in `walk.Walk`.
     """
@@ -36,7 +37,7 @@ class GroupWalk(NamedTuple):
     count: Any
     step: Any
     length: Any
-    clusters_m: Any
+    tiles: Any
     clusters_n: Any
     along_m: Any
     width: Any
@@ -112,7 +113,7 @@ def _window(
     end = lanes.minimum(row + sum_to, walk.length)
     start = lanes.minimum(row + sum_to - size, walk.length)
     if rows is None:
-        tiles = lanes.where(_has_group(walk, index), walk.clusters_m * walk.clusters_n, 0)
+        tiles = lanes.where(_has_group(walk, index), walk.tiles * walk.clusters_n, 0)
     else:
         tiles = (end - start + (rows - 1)) // rows * walk.clusters_n
     return Window(span, row, tile, start, end, tile + lanes.prefix_sum(tiles))
@@ -144,7 +145,7 @@ def tile_in(walk: GroupWalk, window: Window, index: Any, lanes: Any, rows: int |
     lane = lanes.first(index < window.last)
     start, end = lanes.of(window.start, lane), lanes.of(window.end, lane)
     if rows is None:
-        clusters_m = walk.clusters_m
+        clusters_m = walk.tiles
     else:
         clusters_m = (end - start + (rows - 1)) // rows
     before = lanes.of(window.last, lane) - clusters_m * walk.clusters_n

@@ -176,10 +176,12 @@ def group_walk(problem: GemmProblem, spec: GemmSpec, traversal: Traversal) -> Gr
     """Returns the constants of the walk over a grouped problem's tiles."""
     groups = problem.groups
     assert groups is not None
+    if groups.axis == "m":
+        length, tiles = problem.m, ceil_div(problem.n, spec.d_tile_n)
+    else:
+        length, tiles = problem.k, ceil_div(problem.m, spec.tile_m * spec.walk_m)
     return GroupWalk(
-        groups.sizes, groups.period, groups.first, groups.count, groups.step,
-        problem.m if groups.axis == "m" else problem.k,
-        ceil_div(problem.m, spec.tile_m * spec.walk_m),
+        groups.sizes, groups.period, groups.first, groups.count, groups.step, length, tiles,
         ceil_div(problem.n, spec.d_tile_n * spec.walk_n),
         int(traversal.along == "m"), traversal.swizzle,
     )  # fmt: skip

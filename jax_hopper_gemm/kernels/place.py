@@ -73,9 +73,11 @@ def place_of(spec, walk, tile, cta_m, cta_n, k_tiles):
     if s.grouped == "k":  # of an empty group, one k-tile of zeros
         k_tiles = larger((tile.end - tile.start + (s.tile_k - 1)) // s.tile_k, Int32(1))
         return Place(m, n, tile.matrix, k_tiles, tile.start, tile.end)
-    belongs = tile.matrix >= 0
+    belongs = counts = tile.matrix >= 0
+    if s.paired:  # the right one of two tiles of columns may not be there
+        counts = belongs & ((n < walk.tiles) | ~together)
     return Place(
-        0, n, larger(tile.matrix, Int32(0)), select_(belongs, k_tiles, Int32(1)),
+        0, n, larger(tile.matrix, Int32(0)), select_(counts, k_tiles, Int32(1)),
         tile.start + m * s.tile_m, tile.end, belongs, together,
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import max as larger
 from cutlass.cutlass_dsl import select_
 
 from ..dtypes import CUTE_DTYPE
@@ -226,6 +227,9 @@ class SharedSharedMainloop:
                 state = self._accumulate(ring, state, acc, place.k_tiles, 2, on_issued)
             else:
                 state = self._accumulate(ring, state, acc, place.k_tiles, 1, on_issued)
+        elif cutlass.const_expr(self.spec.grouped == "k"):
+            rest = place.left - (place.k_tiles - 1) * self.spec.tile_k
+            state = self._accumulate(ring, state, acc, place.k_tiles, blocks, on_issued, rest)
         else:
             state = self._accumulate(ring, state, acc, place.k_tiles, blocks, on_issued)
         return state
@@ -241,12 +245,16 @@ class SharedSharedMainloop:
 
     @cute.jit
     def _accumulate(
-        self, ring, state, acc, k_tiles, blocks: cutlass.Constexpr, on_issued: cutlass.Constexpr
-    ):
+        self, ring, state, acc, k_tiles, blocks: cutlass.Constexpr, on_issued: cutlass.Constexpr,
+        last_elements=None,
+    ):  # fmt: skip
         """Accumulates the first `blocks` of 64 rows.
 
         One wgmma group stays in flight: a stage is released one k-tile late, when the group
         that read it has retired.
+
+        Args:
+          last_elements: elements of K in the last k-tile where it is not the first; None: all.
         """
         release = state.clone()
         tiled_mma = self.make_tiled_mma(self.atom_layout_m)
@@ -255,13 +263,22 @@ class SharedSharedMainloop:
         warpgroup.fence()
         self._multiply_stage(tiled_mma, acc, state.index, blocks)
         state.advance()
-        for _ in cutlass.range(1, k_tiles, unroll=1):
+        whole = k_tiles if last_elements is None else k_tiles - 1
+        for _ in cutlass.range(1, whole, unroll=1):
             ring.consumer_wait(state)
             self._multiply_stage(tiled_mma, acc, state.index, blocks)
             warpgroup.wait_group(1)
             ring.consumer_release(release)
             state.advance()
             release.advance()
+        if cutlass.const_expr(last_elements is not None):
+            for _ in cutlass.range(larger(whole, Int32(1)), k_tiles, unroll=1):  # one, or none
+                ring.consumer_wait(state)
+                self._multiply_part(acc, state.index, last_elements)
+                warpgroup.wait_group(1)
+                ring.consumer_release(release)
+                state.advance()
+                release.advance()
         on_issued()
         warpgroup.wait_group(0)
         ring.consumer_release(release)
@@ -279,6 +296,17 @@ class SharedSharedMainloop:
                 a = cute.logical_divide(self.tCrA[at], (None, blocks))[first]
                 cute.gemm(tiled_mma, rows, a, self.tCrB[at], rows)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _multiply_part(self, acc, stage, elements):
+        """Multiplies the first elements of a stage along K, in steps of an instruction's 16."""
+        self._before_multiply()
+        tiled_mma = self.make_tiled_mma(self.atom_layout_m)
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        for k_block in cutlass.range((elements + 15) // 16, unroll=1):
+            at = (None, None, k_block, stage)
+            cute.gemm(tiled_mma, acc, self.tCrA[at], self.tCrB[at], acc)
         warpgroup.commit_group()
 
     def _before_multiply(self):
