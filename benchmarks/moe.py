@@ -21,7 +21,6 @@ import argparse
 import functools
 import importlib
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from jax_hopper_gemm import cubin, moe
 from jax_hopper_gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.testing.moe_programs import rows_written
 
 LARGEST_DIFFERENCE = 0.02  # of a result, in norm: some roundings to bfloat16
 CALLS_BY_THE_HOST = 3
@@ -290,16 +290,8 @@ def prepared(
 
 def copies_in(text: str, shape: Shape) -> int:
     """Returns how many arrays of the rows' shape XLA's own instructions write, in HLO."""
-    fused = set(re.findall(r"calls=%?([\w.-]+)", text))  # what they compute stays in registers
-    rows = rf"(?:{shape.rows},|{shape.tokens},{shape.k},){shape.features}"
-    writes = "fusion|gather|copy|transpose|select|broadcast|concatenate|scatter"
-    written = re.compile(rf" = \(?\w+\[{rows}\].* (?:{writes})\(")
-    count, inside = 0, ""
-    for line in text.splitlines():
-        if begins := re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line):
-            inside = begins[1]
-        count += inside not in fused and bool(written.search(line))
-    return count
+    t, d, k = shape.tokens, shape.features, shape.k
+    return rows_written(text, [f"{t * k},{d}", f"{t},{k},{d}"])
 
 
 def times(
