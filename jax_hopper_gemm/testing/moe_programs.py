@@ -6,9 +6,10 @@ same in float64, loops over experts without JAX. Spread over devices it is the s
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from . import tolerance
 from .lowered import specs_of
 
 AXIS = "expert"
+NAMES = ("y", "of x", "of the router", "of gate and up", "of down")  # of a step's results
 EXCHANGES = ("gather", "all_to_all", "ragged_all_to_all")
 DEVICES = (2, 4, 8)  # over which GPU tests may find experts spread
 
@@ -34,7 +36,7 @@ class MoeProgram:
     Attributes:
       tokens, features, hidden, experts, k: T, D, F, E, and how many experts a token visits.
       score, scale: as in `moe.route`; weights are renormalised.
-      biased: whether a bias takes part in the choice.
+      bias: of each expert, which takes part in the choice; or None.
       stacked: whether gate and up are one array (E, D, 2, F), else a pair.
       options: further ones of `moe.mixture_of_experts`.
     """
@@ -46,7 +48,7 @@ class MoeProgram:
     k: int
     score: moe.Score = "softmax"
     scale: float | None = None
-    biased: bool = False
+    bias: tuple[float, ...] | None = None
     stacked: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -59,15 +61,12 @@ class MoeProgram:
         """Of 16-bit tokens in the order of their experts."""
         return 2 * self.rows * self.features
 
-    @property
-    def bias(self) -> np.ndarray | None:
-        return np.linspace(0, 0.3, self.experts, dtype=np.float32) if self.biased else None
-
     def layer(self, *args: Any, **options: Any) -> jax.Array:
         """The result of (x, router, gate_up, down); `options` come over those of the program."""
         settings: dict[str, Any] = {
             "experts_per_token": self.k, "score": self.score, "scale": self.scale,
-            "selection_bias": self.bias, **self.options, **options,
+            "selection_bias": None if self.bias is None else np.array(self.bias, np.float32),
+            **self.options, **options,
         }  # fmt: skip
         x, router, gate_up, down = args
         rights = gate_up if self.stacked else (gate_up[:, :, 0], gate_up[:, :, 1])
@@ -127,7 +126,7 @@ class MoeProgram:
         """Returns (T,): whether rounding could exchange the last expert chosen and the next."""
         if self.k == self.experts:
             return np.zeros(len(x), bool)
-        x, router = np.float64(x), np.float64(router)
+        x, router = x.astype(np.float64), router.astype(np.float64)
         keys = self._keys(x @ router)
         ordered = -np.sort(-keys, axis=1)
         gap = ordered[:, self.k - 1] - ordered[:, self.k]
@@ -141,7 +140,32 @@ class MoeProgram:
         scores = 1 / (1 + np.exp(-logits))
         if self.score == "softmax":
             scores = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-        return scores + self.bias
+        return scores + np.array(self.bias)
+
+    def assert_as_good(
+        self,
+        results: Sequence[Any],
+        others: Sequence[Any],
+        exact: Sequence[np.ndarray],
+        summed: dict[str, int] | None = None,
+    ) -> None:
+        """Asserts that results of `step` are about as near to the exact ones as others are.
+
+        Args:
+          summed: of some of `NAMES`, over how many devices parts were rounded and added up.
+
+        Raises:
+          AssertionError: the largest error is more than 1.5 times that of the others, and than
+            half a unit in bfloat16's last place; each part and sum may have one such unit more.
+        """
+        for what, mine, other, value in zip(NAMES, results, others, exact, strict=True):
+            got, theirs = (
+                float(np.max(np.abs(np.asarray(x).astype(np.float64) - value)))
+                for x in (mine, other)
+            )
+            unit = float(np.max(np.abs(value))) * 2.0**-8
+            allowed = 1.5 * max(theirs, unit) + 2 * (summed or {}).get(what, 0) * unit
+            assert got <= allowed, f"{what}: error {got}, of the others {theirs}"
 
     def specs(self) -> list[GemmSpec]:
         """Returns the kernels of the layer alone and of its step."""
@@ -161,7 +185,7 @@ class MoeProgram:
 
     def exact(self, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns what `step` does, in float64."""
-        x, router, gate_up, down, cotangent = map(np.float64, arguments)
+        x, router, gate_up, down, cotangent = (a.astype(np.float64) for a in arguments)
         logits = x @ router
         chosen = np.argsort(-self._keys(logits), axis=1, kind="stable")[:, : self.k]
         picked = np.take_along_axis(logits, chosen, 1)
@@ -198,8 +222,8 @@ class MoeProgram:
 
 def step_of(layer: Callable[..., jax.Array], *args: Any) -> tuple[jax.Array, ...]:
     """Returns a layer's result and its gradients; its cotangent is the last of `args`."""
-    *args, cotangent = args
-    y, pull = jax.vjp(layer, *args)
+    *primals, cotangent = args
+    y, pull = jax.vjp(layer, *primals)
     return (y, *pull(cotangent))
 
 
@@ -249,13 +273,17 @@ def ragged_dot_specs(devices: int) -> list[GemmSpec]:
 MOE_PROGRAMS: dict[str, MoeProgram] = {
     "qwen3": MoeProgram(2048, 256, 96, 128, 8),
     "mixtral": MoeProgram(1024, 256, 896, 8, 2),
-    "deepseek": MoeProgram(1024, 256, 128, 64, 8, score="sigmoid", scale=2.5, biased=True),
+    "deepseek": MoeProgram(
+        1024, 256, 128, 64, 8, score="sigmoid", scale=2.5, bias=tuple(np.linspace(0, 0.3, 64))
+    ),
     "decode": MoeProgram(16, 256, 192, 64, 4),
     "pair of weights": MoeProgram(1000, 264, 136, 24, 3, stacked=False),
     "recomputed": MoeProgram(1000, 264, 136, 24, 3, options={"preactivation": "recompute"}),
-}
+}  # fmt: skip
 COPYING = ("qwen3", "mixtral")  # that run as `copying_step`, too
-SPREAD = MoeProgram(1024, 512, 192, 32, 4)  # what is spread over devices
+# What is spread over devices; the other where all tokens go to the experts of the first.
+SPREAD = MoeProgram(1024, 512, 192, 32, 4)
+CROWDED = replace(SPREAD, bias=(2.0,) * 4 + (0.0,) * 28)
 
 
 def moe_specs() -> list[GemmSpec]:
@@ -264,9 +292,10 @@ def moe_specs() -> list[GemmSpec]:
     for name in COPYING:
         program = MOE_PROGRAMS[name]
         found += specs_of(program.copying_step, *program.abstract())
-    found += SPREAD.specs()
+    for program in (SPREAD, CROWDED):
+        found += program.specs()
+        for devices, exchange in itertools.product(DEVICES, EXCHANGES):
+            found += program.spread_specs(devices, exchange)
     for devices in DEVICES:
         found += ragged_dot_specs(devices)
-        for exchange in EXCHANGES:
-            found += SPREAD.spread_specs(devices, exchange)
     return list(dict.fromkeys(found))
