@@ -117,7 +117,7 @@ MODEL_CONFIGS = (
 )
 
 
-# Rows of A are cut into groups. Pairs of CTAs share columns of B, the larger part of what is loaded.
+# Rows of A are cut into groups. Pairs of CTAs share columns of B, most of what they load.
 GROUPED_M_CONFIGS = (
     # Many rows a group. Tiles without rows in their second half take half the time of others: a
     # counter evens that out; measured on an H200, 2 to 8 % of a fixed stride's time.
@@ -144,7 +144,8 @@ GROUPED_K_CONFIGS = (
     Config(64, 64),
 )
 
-# CTAs of a cluster cannot share what is gathered, whose loader takes registers, too.
+# CTAs of a cluster cannot share what is gathered, whose loader takes registers and instructions:
+# the wider a tile is across the gathered rows, the more is multiplied for each.
 GATHERED_M_CONFIGS = (
     Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
     Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
@@ -154,7 +155,7 @@ GATHERED_M_CONFIGS = (
 )
 GATHERED_K_CONFIGS = (  # those whose clusters lie the wrong way are left out
     Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
-    Config(128, 256, cluster_n=2, tile_scheduler="dynamic"),
+    Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
     Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
     Config(128, 128, cluster_n=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
     Config(64, 256),
