@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..fused import accumulator_dtype, fused_dot
+from ..picks import pick_rows
 from ..ragged import ROWS, Spans, hopper_ragged_dot, span_ends
 from . import checks
 from .activations import Activation, activation_function
@@ -34,6 +35,7 @@ def ragged_dot(
     group_offset: ArrayLike | None = None,
     out_sharding: Any = None,
     *,
+    row_indices: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     activation: str | Activation | None = None,
     epilogue: Callable[..., Any] | None = None,
@@ -62,8 +64,14 @@ def ragged_dot(
     in float32 from the kernel's accumulators, and gradients are fused as well, as in `matmul`.
     Rows of no group are zeros in `y` before the bias, and in every result of shape (M, N).
 
+    With `row_indices` the product is that of `lhs[row_indices]`, an array which is never written
+    where a kernel runs within `jax.jit`: in the product and in the gradient of `rhs` the kernel
+    reads each row where it lies. The gradient of `lhs` is, for each of its rows, the sum over those
+    that pick it, in float32 and rounded once; no sum is atomic, and the same input gives the same
+    bits.
+
     Args:
-      lhs: (M, K), rows sorted by group.
+      lhs: (M, K), rows sorted by group; with `row_indices` (S, K), in any order.
       rhs: (G, K, N), one matrix a group.
       group_sizes: (G,) integers, on the GPU; zeros are fine.
       precision, preferred_element_type, implementation: as in `matmul`. "xla" computes what
@@ -72,6 +80,8 @@ def ragged_dot(
         group in `rhs`, () or (1,), and `group_sizes` are those of all. Rows of other groups come
         back as zeros, so that a `jax.lax.psum` over the devices completes the product.
       out_sharding: sharding of the result, for explicit mesh axes; XLA computes those.
+      row_indices: (M,) integers, for each row of the product the row of `lhs` that it multiplies.
+        One that no row of `lhs` has, negative or too large, stands for a row of zeros.
       bias: (G, N), a row for each matrix of `rhs`.
       activation: as in `matmul`.
       epilogue: a JAX function of `y`, (M, N), and of `epilogue_operands`, as in `matmul`.
@@ -93,9 +103,13 @@ def ragged_dot(
     lhs, rhs, group_sizes = checks.as_arrays(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes)
     if group_offset is not None:
         (group_offset,) = checks.as_arrays(op, group_offset=group_offset)
+    if row_indices is not None:
+        (row_indices,) = checks.as_arrays(op, row_indices=row_indices)
     if bias is not None:
         (bias,) = checks.as_arrays(op, bias=bias)
-    checks.check_ragged_dot(lhs, rhs, group_sizes, group_offset, implementation, bias, activation)
+    checks.check_ragged_dot(
+        lhs, rhs, group_sizes, group_offset, implementation, bias, activation, row_indices
+    )
     plain = bias is None and activation is None and epilogue is None
     operands = checks.check_steps(
         op, epilogue, epilogue_operands, plain, preactivation, preferred_element_type,
@@ -104,7 +118,7 @@ def ragged_dot(
     if plain:
         return _run(
             op, lhs, rhs, group_sizes, group_offset, _BASIC, precision, preferred_element_type,
-            out_sharding, implementation,
+            out_sharding, implementation, row_indices,
         )  # fmt: skip
     checks.check_group_operands(op, operands, rhs)
     named = () if bias is None else ("bias",)
@@ -112,7 +126,7 @@ def ragged_dot(
     operands = operands if bias is None else (jnp.expand_dims(bias, 1), *operands)
     return run_grouped(
         op, lhs, (rhs,), group_sizes, group_offset, operands, steps, precision,
-        preferred_element_type, preactivation, implementation, out_sharding,
+        preferred_element_type, preactivation, implementation, out_sharding, row_indices,
     )  # fmt: skip
 
 
@@ -129,15 +143,17 @@ def run_grouped(
     preactivation: Preactivation,
     implementation: Implementation,
     out_sharding: Any = None,
+    rows: Any = None,
 ) -> Any:
     """Returns a function of ragged products.
 
     Args:
       op: what the user called, for messages.
-      lhs: (M, K).
+      lhs: (M, K), or what `rows` pick from.
       rights: weights (G, K, N); or gate and up, or both in one array (G, K, 2, N).
       operands: the function's; those of rank 3 have an entry for each group.
       preferred: dtype of the product, or a tuple of the results' dtypes.
+      rows: (M,) indices of rows of `lhs`, or None.
     """
     if reason := _sharded(out_sharding, lhs, *rights, sizes):
         raise NotImplementedError(
@@ -150,17 +166,18 @@ def run_grouped(
         dtypes, preferred = tuple(preferred), None
     options = (("precision", precision), ("preferred_element_type", preferred))
     return _traced_grouped(
-        lhs, rights, sizes, offset, operands, op, function, options, dtypes, preactivation,
+        lhs, rights, sizes, offset, rows, operands, op, function, options, dtypes, preactivation,
         implementation,
     )  # fmt: skip
 
 
-@partial(jax.jit, static_argnums=range(5, 11), inline=INLINE)
+@partial(jax.jit, static_argnums=range(6, 12), inline=INLINE)
 def _traced_grouped(
     lhs: Any,
     rights: tuple[Any, ...],
     sizes: Any,
     offset: Any,
+    rows: Any,
     operands: tuple[Any, ...],
     op: str,
     function: Steps | Gate,
@@ -169,6 +186,7 @@ def _traced_grouped(
     preactivation: Preactivation,
     implementation: Implementation,
 ) -> Any:
+    lhs = _rows_of(lhs, rows)
     groups, k, *planes, n = rights[0].shape
     weights = jax.ShapeDtypeStruct((groups, k, n), rights[0].dtype)
     params = _canonical(lhs, weights, sizes, _BASIC, dict(options))
@@ -256,6 +274,7 @@ def _run(
     preferred_element_type: Any,
     out_sharding: Any,
     implementation: Implementation,
+    rows: Any = None,
 ) -> jax.Array:
     if isinstance(precision, list):
         precision = tuple(precision)
@@ -271,12 +290,13 @@ def _run(
     if reason := _left_to_lax(axes, lhs, rhs, sizes, out_sharding):
         if implementation == "hopper":
             raise NotImplementedError(f"implementation='hopper': no kernel runs {op}: {reason}")
-        if offset is not None:
-            raise NotImplementedError(
-                f"{op}: group_offset came, and XLA, which has none, would run this: {reason}"
-            )
+        for name, given in (("group_offset", offset), ("row_indices", rows)):
+            if given is not None:
+                raise NotImplementedError(
+                    f"{op}: {name} came, and XLA, which has none, would run this: {reason}"
+                )
         return _lax_ragged_dot_general(lhs, rhs, sizes, numbers, **dict(static))
-    return _traced(lhs, rhs, sizes, offset, numbers, static, implementation)
+    return _traced(lhs, rhs, sizes, offset, rows, numbers, static, implementation)
 
 
 def _left_to_lax(axes: RaggedAxes, lhs: Any, rhs: Any, sizes: Any, out_sharding: Any) -> str | None:
@@ -300,16 +320,18 @@ def _sharded(out_sharding: Any, *arrays: Any) -> str | None:
     )
 
 
-@partial(jax.jit, static_argnums=(4, 5, 6), inline=INLINE)
+@partial(jax.jit, static_argnums=(5, 6, 7), inline=INLINE)
 def _traced(
     lhs: Any,
     rhs: Any,
     sizes: Any,
     offset: Any,
+    rows: Any,
     numbers: lax.RaggedDotDimensionNumbers,
     options: tuple[Any, ...],
     implementation: Implementation,
 ) -> jax.Array:
+    lhs = _rows_of(lhs, rows)
     axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
     params = _canonical(lhs, rhs, sizes, numbers, dict(options))
     params["implementation"] = implementation
@@ -339,16 +361,23 @@ def _canonical(lhs: Any, rhs: Any, sizes: Any, numbers: Any, options: Any) -> di
     return {key: params[key] for key in ("precision", "preferred_element_type")}
 
 
-def as_int32(sizes: jax.Array) -> jax.Array:
-    """Returns sizes of any integer type as int32, those that it cannot hold at its limits."""
-    if sizes.dtype == np.int32:
-        return sizes
-    limits, own = np.iinfo(np.int32), np.iinfo(sizes.dtype)
+def _rows_of(lhs: Any, rows: Any) -> Any:
+    return lhs if rows is None else pick_rows(lhs, as_int32(rows, least=-1))
+
+
+def as_int32(values: jax.Array, least: int = 0) -> jax.Array:
+    """Returns integers of any type as int32, those beyond int32 or under `least` at these limits.
+
+    Those that are int32 already stay as they are.
+    """
+    if values.dtype == np.int32:
+        return values
+    limits, own = np.iinfo(np.int32), np.iinfo(values.dtype)
     if own.max > limits.max:
-        sizes = jnp.minimum(sizes, np.array(limits.max, sizes.dtype))
+        values = jnp.minimum(values, np.array(limits.max, values.dtype))
     if own.min < 0:
-        sizes = jnp.maximum(sizes, np.zeros((), sizes.dtype))
-    return sizes.astype(np.int32)
+        values = jnp.maximum(values, np.array(least, values.dtype))
+    return values.astype(np.int32)
 
 
 def spans_of(sizes: jax.Array, offset: Any, groups: int, length: int) -> tuple[jax.Array, Spans]:

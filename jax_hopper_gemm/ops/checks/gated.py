@@ -21,8 +21,9 @@ def check_gated(
     implementation: Any,
     sizes: Any = None,
     offset: Any = None,
+    indices: Any = None,
 ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """Checks a gated linear unit; with `sizes` one of rows in groups.
+    """Checks a gated linear unit; with `sizes` one of rows in groups, which `indices` may pick.
 
     Returns:
       x; the weights: one array or gate and up; the biases: none or gate's and up's; the scale of
@@ -44,9 +45,11 @@ def check_gated(
     scale = tuple(arrays[name] for name in arrays if name == "row_scale")
     problems = []
     for s in scale:
-        rows = np.shape(x)[:-1]
+        rows, of = (np.shape(x)[:-1], "x") if indices is None else (np.shape(indices), "the result")
         if np.ndim(s) != len(rows) or any(map(differ, np.shape(s), rows)):
-            problems.append(f"row_scale is {describe(s)}, expected {rows}: one for each row of x")
+            problems.append(
+                f"row_scale is {describe(s)}, expected {rows}: one for each row of {of}"
+            )
     lead = () if sizes is None else ("G",)
     if np.ndim(x) == 0:
         problems.append(f"x is a scalar, {describe(x)}, expected (..., K)")
@@ -75,10 +78,12 @@ def check_gated(
             problems.append(f"bias is {each_text(biases)}, and the products are not complex")
     if offset is not None and not lead:
         problems.append("group_offset came without group_sizes")
+    if indices is not None and not lead:
+        problems.append("row_indices came without group_sizes: pass x[row_indices]")
     problems += name_problems(activation) + choice_problems(preactivation, implementation)
     mistyped = function_problems("activation", activation)
     if lead:
-        fail_ragged(op, problems, sizes, offset, None, mistyped)
+        fail_ragged(op, problems, sizes, offset, None, mistyped, indices)
     fail(op, problems, mistyped)
     if len(biases) == 1:
         biases = (biases[0][..., 0, :], biases[0][..., 1, :])

@@ -23,6 +23,7 @@ def check_ragged_dot(
     implementation: Any,
     bias: Any = None,
     activation: Any = None,
+    indices: Any = None,
 ) -> None:
     """Checks what `ragged_dot` takes: ranks, K, and the number of groups."""
     op, problems = "ragged_dot", []
@@ -47,7 +48,7 @@ def check_ragged_dot(
                 problems.append(f"bias is {describe(bias)}, and the product is not complex")
     problems += name_problems(activation)
     mistyped = function_problems("activation", activation)
-    fail_ragged(op, problems, sizes, offset, implementation, mistyped)
+    fail_ragged(op, problems, sizes, offset, implementation, mistyped, indices)
 
 
 def _group_bias_problems(bias: Any, rhs: Any) -> list[str]:
@@ -102,10 +103,14 @@ def fail_ragged(
     offset: Any,
     implementation: Any,
     mistyped: Sequence[str] = (),
+    indices: Any = None,
 ) -> None:
-    """Raises for all problems, with those that sizes and offset have by themselves."""
+    """Raises for all problems, with those that sizes, offset and indices have by themselves."""
     mistyped = list(mistyped)
-    for name, x in (("group_sizes", sizes), ("group_offset", offset)):
+    if indices is not None and np.ndim(indices) != 1:
+        problems.append(f"row_indices is {describe(indices)}, expected (M,)")
+    named = (("group_sizes", sizes), ("group_offset", offset), ("row_indices", indices))
+    for name, x in named:
         if x is not None and not jnp.issubdtype(jax.dtypes.result_type(x), np.integer):
             mistyped.append(f"{name} is {describe(x)}, expected integers")
     if not mistyped and isinstance(sizes, np.ndarray) and (least := np.min(sizes, initial=0)) < 0:
