@@ -64,10 +64,6 @@ def _picked(x: jax.Array, rows: jax.Array) -> jax.Array:
 def _added(x: jax.Array, rows: jax.Array, *, length: int) -> jax.Array:
     """Returns (length, K): out[s] is the sum of x[r] over all r with rows[r] == s."""
     count = x.shape[0]
-    if not isinstance(count, int):
-        raise NotImplementedError(
-            f"row_indices are {count}, a symbolic number: their gradient is known for a known one"
-        )
     if 0 in (count, length):
         return jnp.zeros((length, x.shape[1]), x.dtype)
     owners, order = in_order(jnp.where((rows >= 0) & (rows < length), rows, length), length)
@@ -141,6 +137,12 @@ mlir.register_lowering(add_rows_p, mlir.lower_fun(_added, multiple_results=False
 def _transpose_pick(cotangent: Any, x: Any, rows: Any) -> Any:
     if type(cotangent) is ad.Zero:
         return ad.Zero(x.aval), None
+    known = rows.shape[0], x.aval.shape[0]
+    if not all(isinstance(count, int) for count in known):
+        raise NotImplementedError(
+            f"{known[0]} of {known[1]} rows are picked by indices, symbolic numbers: export a "
+            "gradient for known ones"
+        )
     return add_rows_p.bind(cotangent, rows, length=x.aval.shape[0]), None
 
 
