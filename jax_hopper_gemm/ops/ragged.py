@@ -14,12 +14,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..fused import accumulator_dtype, fused_dot
 from ..picks import pick_rows
-from ..ragged import ROWS, Spans, hopper_ragged_dot, span_ends
+from ..ragged import ROWS, hopper_ragged_dot
 from . import checks
 from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation, dot_general
 from .epilogue import Gate, Steps, traced
 from .ragged_axes import RaggedAxes
+from .ragged_sizes import as_int32, spans_of
 
 # Taken here, so that they stay JAX's own where `intercept_ragged_dot` puts ours in their place.
 _lax_ragged_dot_general = lax.ragged_dot_general
@@ -287,7 +288,7 @@ def _run(
         return dot_general(
             lhs, rhs, numbers.dot_dimension_numbers, implementation=implementation, **dict(static)
         )
-    if reason := _left_to_lax(axes, lhs, rhs, sizes, out_sharding):
+    if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
         if implementation == "hopper":
             raise NotImplementedError(f"implementation='hopper': no kernel runs {op}: {reason}")
         for name, given in (("group_offset", offset), ("row_indices", rows)):
@@ -299,10 +300,17 @@ def _run(
     return _traced(lhs, rhs, sizes, offset, rows, numbers, static, implementation)
 
 
-def _left_to_lax(axes: RaggedAxes, lhs: Any, rhs: Any, sizes: Any, out_sharding: Any) -> str | None:
-    """Returns why JAX's own product is the answer whatever the GPU."""
+def left_to_lax(
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    out_sharding: Any,
+    numbers: lax.RaggedDotDimensionNumbers | None = None,
+) -> str | None:
+    """Returns why JAX's own product is the answer whatever the GPU; None where it is not."""
     if reason := _sharded(out_sharding, lhs, rhs, sizes):
         return reason
+    axes = RaggedAxes.of(numbers or _BASIC, np.ndim(lhs), np.ndim(rhs))
     if axes.kind == "contraction" and axes.outer:
         return "it contracts axes outside of the ragged one"
     return None
@@ -363,34 +371,3 @@ def _canonical(lhs: Any, rhs: Any, sizes: Any, numbers: Any, options: Any) -> di
 
 def _rows_of(lhs: Any, rows: Any) -> Any:
     return lhs if rows is None else pick_rows(lhs, as_int32(rows, least=-1))
-
-
-def as_int32(values: jax.Array, least: int = 0) -> jax.Array:
-    """Returns integers of any type as int32, those beyond int32 or under `least` at these limits.
-
-    Those that are int32 already stay as they are.
-    """
-    if values.dtype == np.int32:
-        return values
-    limits, own = np.iinfo(np.int32), np.iinfo(values.dtype)
-    if own.max > limits.max:
-        values = jnp.minimum(values, np.array(limits.max, values.dtype))
-    if own.min < 0:
-        values = jnp.maximum(values, np.array(least, values.dtype))
-    return values.astype(np.int32)
-
-
-def spans_of(sizes: jax.Array, offset: Any, groups: int, length: int) -> tuple[jax.Array, Spans]:
-    """Returns the sizes of a product's spans, and which of them belong to its `groups` groups.
-
-    With an offset the rows of all groups before it are the first span.
-    """
-    if offset is None:
-        return sizes, Spans.plain(groups)
-    # Clipped before it is converted: a group far beyond the last stays there.
-    offset = jnp.clip(jnp.reshape(offset, ()), 0, sizes.shape[0]).astype(np.int32)
-    number = jnp.arange(sizes.shape[0], dtype=np.int32)
-    before = jnp.max(span_ends(jnp.where(number < offset, sizes, 0), length), initial=0)
-    local = lax.dynamic_slice(jnp.pad(sizes, (0, groups)), (offset,), (groups,))
-    sizes = jnp.concatenate([before[None], local])
-    return sizes, Spans(period=groups + 2, count=groups, first=1)

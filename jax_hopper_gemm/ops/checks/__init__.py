@@ -5,7 +5,7 @@ from .arguments import as_arrays as as_arrays
 from .arguments import strong_dtype as strong_dtype
 from .dense import check_dot_general as check_dot_general
 from .dense import check_einsum as check_einsum
-from .dense import check_explained_dot_general as check_explained_dot_general
+from .dense import check_explained as check_explained
 from .dense import check_matmul as check_matmul
 from .gated import check_gated as check_gated
 from .ragged import check_group_operands as check_group_operands

@@ -170,13 +170,19 @@ def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     return (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)
 
 
-def check_explained_dot_general(named: Mapping[str, Any]) -> None:
-    """Checks that no argument is given that only `matmul` has; `named` has them all by name."""
-    given = [name for name, x in named.items() if x is not None]
-    if given:
+def check_explained(function: str, because: str, named: Mapping[str, Any]) -> None:
+    """Checks that nothing is given that the explained function does not take.
+
+    Args:
+      function: what is explained.
+      because: of which arguments.
+      named: those that it has not, by name; None for those that are not given.
+    """
+    if given := [name for name, x in named.items() if x is not None]:
+        hint = ": write it into epilogue" if function in ("dot_general", "ragged_dot") else ""
         raise TypeError(
-            f"explain: {', '.join(given)} came with dimension_numbers, and dot_general has no such "
-            "argument: write it into epilogue"
+            f"explain: {', '.join(given)} came with {because}, and {function} has no such "
+            f"argument{hint}"
         )
 
 
