@@ -21,8 +21,9 @@ from pathlib import Path
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
-from jax_hopper_gemm.testing import random_products
+from jax_hopper_gemm.testing import random_grouped, random_products
 from jax_hopper_gemm.testing.grouped_programs import GROUPED_PROGRAMS
+from jax_hopper_gemm.testing.moe_programs import moe_specs
 from jax_hopper_gemm.testing.operations import operation_specs
 from jax_hopper_gemm.testing.policies import (
     chosen_epilogue_specs,
@@ -51,7 +52,9 @@ def main() -> int:
                 *operation_specs().values(),
                 *(spec for program in PROGRAMS.values() for spec in program.specs()),
                 *random_products.specs(),
+                *random_grouped.specs(),
                 *(spec for program in GROUPED_PROGRAMS.values() for spec in program.specs()),
+                *moe_specs(),
             )
         )
     )
