@@ -162,7 +162,7 @@ def _clusters(problem: GemmProblem, spec: GemmSpec) -> int:
     """Returns the cluster tiles of D; those to expect where its rows are grouped."""
     p, s = equal_groups(problem), spec
     if mean := _mean_rows(problem):
-        pieces = expected_pieces(mean, s.tile_m * s.cluster_m)
+        pieces = expected_pieces(mean, s.tile_m * s.walk_m)
         return round(pieces * p.l) * _clusters_n(p, s)
     return _clusters_m(p, s) * _clusters_n(p, s) * p.l
 
@@ -199,11 +199,11 @@ def _partial_tiles(problem: GemmProblem, spec: GemmSpec) -> tuple[float, float]:
 
 
 def _clusters_m(problem: GemmProblem, spec: GemmSpec) -> int:
-    return ceil_div(problem.m, spec.tile_m * spec.cluster_m)
+    return ceil_div(problem.m, spec.tile_m * spec.walk_m)
 
 
 def _clusters_n(problem: GemmProblem, spec: GemmSpec) -> int:
-    return ceil_div(problem.n, spec.d_tile_n * spec.cluster_n)
+    return ceil_div(problem.n, spec.d_tile_n * spec.walk_n)
 
 
 def _k_tile_cycles(math: float, load: float) -> float:
@@ -231,8 +231,8 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     """
     p, s = problem, spec
     itemsize = ITEMSIZE[s.ab_dtype]
-    clipped = s.tile_m * (1 - p.m / (_clusters_m(p, s) * s.cluster_m * s.tile_m))
-    clipped += s.tile_n * (1 - p.n / (_clusters_n(p, s) * s.cluster_n * s.d_tile_n))
+    clipped = s.tile_m * (1 - p.m / (_clusters_m(p, s) * s.walk_m * s.tile_m))
+    clipped += s.tile_n * (1 - p.n / (_clusters_n(p, s) * s.walk_n * s.d_tile_n))
     taken = s.stage_bytes / SM_BYTES_PER_CYCLE
     taken += clipped * (s.tile_k * itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
     lines = _lines(p.a, s.a_box, s.tile_m * s.tile_k, itemsize) / s.cluster_n
@@ -354,7 +354,7 @@ def _in_flight(
     if long > along:
         wide, long = min(across, wave / along), along
     m, n = (long, wide) if traversal.along == "m" else (wide, long)
-    return m * s.tile_m * s.cluster_m, n * s.d_tile_n * s.cluster_n
+    return m * s.tile_m * s.walk_m, n * s.d_tile_n * s.walk_n
 
 
 def memory_bytes(

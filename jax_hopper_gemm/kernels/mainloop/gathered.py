@@ -104,6 +104,7 @@ class GatheredMainloop(SharedSharedMainloop):
         thread = select_(warp == 0, lane, lane + 32)
         self.piece, self.first_row = thread % ROW_PIECES, thread // ROW_PIECES
         parts = self.partition_b(place) if self.gathers_a else self.partition_a(place)
+        self.others = self.partition_others(place) if self.gathers_a else ()
         if cutlass.const_expr(self.spec.grouped == "m"):
             state = self._load_rows(ring, state, place, parts, warp)
         else:
@@ -118,7 +119,7 @@ class GatheredMainloop(SharedSharedMainloop):
             self._offset(first + ROWS_AT_ONCE * i) for i in range(self.spec.tile_m // ROWS_AT_ONCE)
         ]
         for k_tile in cutlass.range(place.k_tiles, unroll=1):
-            self._begin_stage(ring, state, parts, k_tile, warp)
+            self._begin_stage(ring, state, place, parts, k_tile, warp)
             column = k_tile * self.spec.tile_k + self.piece * 8
             wanted = place.belongs & (column < self.width)
             target = self._target(state.index)
@@ -138,7 +139,7 @@ class GatheredMainloop(SharedSharedMainloop):
         columns = [index * tile + block * 64 + self.piece * 8 for block in range(tile // 64)]
         rows = self._rows(place.first + self.first_row, count)
         for k_tile in cutlass.range(place.k_tiles, unroll=1):
-            self._begin_stage(ring, state, parts, k_tile, warp)
+            self._begin_stage(ring, state, place, parts, k_tile, warp)
             first = place.first + k_tile * s.tile_k + self.first_row
             target = self._target(state.index)
             for i, row in enumerate(rows):
@@ -152,13 +153,13 @@ class GatheredMainloop(SharedSharedMainloop):
         return state
 
     @cute.jit
-    def _begin_stage(self, ring, state, parts, k_tile, warp):
+    def _begin_stage(self, ring, state, place, parts, k_tile, warp):
         """Waits for a stage to be free; the first loader warp sends the other operand."""
         if warp == 0:
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
             if cutlass.const_expr(self.gathers_a):
-                self._load_b(parts, k_tile, state.index, full)
+                self._load_b(parts, k_tile, state.index, full, place, self.others)
             else:
                 self._load_a(parts, k_tile, state.index, full)
         else:
