@@ -18,10 +18,11 @@ pytestmark = pytest.mark.usefixtures("launcher")
 def rows_written(program: MoeProgram, step: Callable) -> list[str]:
     """Returns the operations but launches that write a row of D for every choice of a token."""
     t, d, k = program.tokens, program.features, program.k
+    rows = re.compile(rf"<(?:{t * k}|{t}x{k})x{d}x(?:bf16|f32)>")
     found = []
     for operation in reachable(lowered(step, *program.abstract())):
         written = operation.text.split("->")[-1].split(" : ")[-1]
-        if LAUNCH not in operation.text and re.search(rf"<(?:{t * k}|{t}x{k})x{d}x(?:bf16|f32)>", written):
+        if LAUNCH not in operation.text and rows.search(written):
             found.append(operation.name)
     return found
 
