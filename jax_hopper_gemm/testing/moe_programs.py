@@ -274,12 +274,12 @@ MOE_PROGRAMS: dict[str, MoeProgram] = {
     "qwen3": MoeProgram(2048, 256, 96, 128, 8),
     "mixtral": MoeProgram(1024, 256, 896, 8, 2),
     "deepseek": MoeProgram(
-        1024, 256, 128, 64, 8, score="sigmoid", scale=2.5, bias=tuple(np.linspace(0, 0.3, 64))
+        1024, 256, 160, 64, 8, score="sigmoid", scale=2.5, bias=tuple(np.linspace(0, 0.3, 64))
     ),
     "decode": MoeProgram(16, 256, 192, 64, 4),
     "pair of weights": MoeProgram(1000, 264, 136, 24, 3, stacked=False),
     "recomputed": MoeProgram(1000, 264, 136, 24, 3, options={"preactivation": "recompute"}),
-}  # fmt: skip
+}
 COPYING = ("qwen3", "mixtral")  # that run as `copying_step`, too
 # What is spread over devices; the other where all tokens go to the experts of the first.
 SPREAD = MoeProgram(1024, 512, 192, 32, 4)
