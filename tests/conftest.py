@@ -25,6 +25,18 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: None)
 
 
+@pytest.fixture(scope="module")
+def quick_compiles() -> Iterator[None]:
+    """For programs that take far longer to compile than to run: most of LLVM's work is left out.
+
+    XLA's passes stay. NOTE: a number that a program computes twice may then differ in its last
+    bit, and the gradient of a maximum, which looks for it among the values, divide by no hits.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def no_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leaves dispatch to its model: neither a user's table nor the packaged one."""

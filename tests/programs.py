@@ -19,7 +19,7 @@ LAUNCH = "stablehlo.custom_call @jax_hopper_gemm.v1.launch"
 def integers(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> jax.Array:
     """Returns integers from -2 to 2, whose sums of products are exact in every float."""
     values = np.random.default_rng([seed, *shape]).integers(-2, 3, shape)
-    return jnp.asarray(values).astype(dtype)
+    return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
 
 def lowered(function: Callable[..., Any], *args: Any) -> str:

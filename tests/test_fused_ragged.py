@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -13,6 +13,8 @@ from test_fused import TRANSFORMS, assert_close, everything, gate, gelu, normal,
 
 from jax_hopper_gemm.fused import fused_dot
 from jax_hopper_gemm.ragged import Spans
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 T, K, N, G = 9, 4, 5, 3
 SIZES = jnp.asarray([2, 0, 5], np.int32)  # two rows belong to no group
@@ -105,6 +107,33 @@ def model(name: str, options: dict[str, Any] | None = None, dtype: Any = "float3
     return partial(ours, options or {}), plain, arrays
 
 
+def value_and_gradients(function):
+    """Returns `function` and the gradients of its square, compiled once for all sizes."""
+
+    def both(sizes, *args):
+        of_sizes = partial(function, sizes=sizes)
+        return of_sizes(*args), jax.grad(partial(squared, of_sizes), everything(args))(*args)
+
+    return jax.jit(both)
+
+
+@cache
+def plain_value_and_gradients(name):
+    return value_and_gradients(MODELS[name][1])
+
+
+@cache
+def plain_derivative(transform, name):
+    _, plain, args = model(name)
+    return jax.jit(lambda *a: TRANSFORMS[transform](plain, list(a)))(*args)
+
+
+def clipped(sizes):
+    """Returns the rows that are left of each size."""
+    ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), T)
+    return jnp.asarray(np.diff(ends, prepend=0), np.int32)
+
+
 CASES = [(transform, "pair", "save") for transform in TRANSFORMS]
 CASES += [
     (transform, name, policy)
@@ -118,50 +147,41 @@ CASES += [
 
 @pytest.mark.parametrize("transform, name, preactivation", CASES)
 def test_derivatives_are_those_of_plain_jax(transform, name, preactivation):
-    ours, plain, args = model(name, {"preactivation": preactivation})
+    ours, _, args = model(name, {"preactivation": preactivation})
     run = TRANSFORMS[transform]
-    assert_close(
-        jax.jit(lambda *a: run(ours, list(a)))(*args),
-        jax.jit(lambda *a: run(plain, list(a)))(*args),
-    )
+    same = "grad" if transform.startswith("checkpoint") else transform
+    assert_close(jax.jit(lambda *a: run(ours, list(a)))(*args), plain_derivative(same, name))
 
 
-@pytest.mark.parametrize("sizes", [[9, 0, 0], [0, 0, 0], [-3, 4, 1], [4, 9, 2], [3, 3, 3]])
-def test_sizes_are_clipped(sizes):
-    given = jnp.asarray(sizes, np.int32)
-    ends = np.minimum(np.cumsum(np.maximum(sizes, 0)), T)
-    held = jnp.asarray(np.diff(ends, prepend=0), np.int32)
-    ours, plain, args = model("pair")
-    for run in (TRANSFORMS["value"], TRANSFORMS["grad"]):
-        assert_close(
-            jax.jit(lambda *a, run=run: run(partial(ours, sizes=given), a))(*args),
-            jax.jit(lambda *a, run=run: run(partial(plain, sizes=held), a))(*args),
-        )
+def test_sizes_are_clipped():
+    ours, _, args = model("pair")
+    ours = value_and_gradients(ours)
+    for sizes in ([9, 0, 0], [0, 0, 0], [-3, 4, 1], [4, 9, 2], [3, 3, 3]):
+        expected = plain_value_and_gradients("pair")(clipped(sizes), *args)
+        assert_close(ours(jnp.asarray(sizes, np.int32), *args), expected)
 
 
 def test_nothing_needs_jit():
-    ours, plain, args = model("pair")
-    assert_close(TRANSFORMS["grad"](ours, args), TRANSFORMS["grad"](plain, args))
+    ours, _, args = model("pair")
+    assert_close(TRANSFORMS["grad"](ours, args), plain_derivative("grad", "pair"))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_xla_computes_the_same_without_a_kernel(name):
-    ours, plain, args = model(name, {"implementation": "xla"})
-    jaxpr = str(jax.make_jaxpr(jax.grad(partial(squared, ours)))(*args))
+    ours, _, args = model(name, {"implementation": "xla"})
+    gradient = jax.jit(lambda *a: TRANSFORMS["grad"](ours, a)).trace(*args)
+    jaxpr = str(gradient.jaxpr)
     assert "hopper_fused" not in jaxpr and "implementation=None" not in jaxpr
-    run = TRANSFORMS["grad"]
-    found, expected = (jax.jit(lambda *a, f=f: run(f, a))(*args) for f in (ours, plain))
-    assert_close(found, expected)
+    assert_close(gradient.lower().compile()(*args), plain_derivative("grad", name))
 
 
 @pytest.mark.parametrize("name", ["gelu", "pair", "stacked"])
 def test_16_bit_gradients_are_near_those_of_float32(name):
-    ours, plain, args = model(name, dtype="bfloat16")
+    ours, _, args = model(name, dtype="bfloat16")
+    ours = jax.jit(jax.grad(partial(squared, ours), everything(args)))
     exact = [x.astype(jnp.float32) for x in args]
-    ours, plain = (
-        jax.jit(partial(jax.grad(partial(squared, f), everything(args)))) for f in (ours, plain)
-    )
-    for found, expected, arg in zip(ours(*args), plain(*exact), args, strict=True):
+    _, plain = plain_value_and_gradients(name)(SIZES, *exact)
+    for found, expected, arg in zip(ours(*args), plain, args, strict=True):
         assert found.dtype == arg.dtype
         # A few roundings of 2^-9 on the way, each of values of the gradient's size.
         error = np.abs(found.astype(np.float32) - expected).max()
@@ -206,8 +226,9 @@ MAPPED = [
     (name, axes, sizes)
     for name in MODELS
     for axes, sizes in [
+        # The products of "gelu" and their operands are of the kinds of "pair".
         *((axes, False) for axes in axes_of(
-            MODELS[name][2], *({i} for i in range(len(MODELS[name][2]))),
+            MODELS[name][2], *({i} for i in range(1 if name == "gelu" else len(MODELS[name][2]))),
         )),
         *((axes, True) for axes in axes_of(
             MODELS[name][2], set(), {0, 1}, set(range(len(MODELS[name][2]))),
@@ -219,34 +240,41 @@ EACH = jnp.asarray([[2, 0, 5], [0, 1, 0], [4, 4, 4]], np.int32)
 
 @pytest.mark.parametrize("index, name, axes, sizes", [(i, *case) for i, case in enumerate(MAPPED)])
 def test_vmap_and_derivatives_commute(index, name, axes, sizes):
-    ours, plain, args = model(name, {"preactivation": ("save", "recompute")[index % 2]})
+    ours, _, args = model(name, {"preactivation": ("save", "recompute")[index % 2]})
+    single = [[x, x + 1, 2 * x] for x in args]
     args = [
-        x if axis is None else jnp.stack([x, x + 1, 2 * x], axis)
-        for x, axis in zip(args, axes, strict=True)
+        x if axis is None else jnp.stack(each, axis)
+        for x, each, axis in zip(args, single, axes, strict=True)
     ]
-    axes, given = (*axes, 0 if sizes else None), EACH if sizes else SIZES
+    given = EACH if sizes else SIZES
 
-    def mapped_gradient(f):
+    @jax.jit
+    def both(*args):
         def gradient(*a):
             *a, own = a
-            return jax.grad(partial(squared, partial(f, sizes=own)), everything(a))(*a)
+            return jax.grad(partial(squared, partial(ours, sizes=own)), everything(a))(*a)
 
-        return jax.vmap(gradient, axes)(*args, given)
+        mapped_axes = (*axes, 0 if sizes else None)
+        mapped = jax.vmap(lambda *a: ours(*a[:-1], sizes=a[-1]), mapped_axes)
+        of_mapped = jax.grad(lambda *a: squared(mapped, *a, given), everything(args))(*args)
+        return jax.vmap(gradient, mapped_axes)(*args, given), of_mapped
 
-    def gradient_of_mapped(f):
-        mapped = jax.vmap(lambda *a: f(*a[:-1], sizes=a[-1]), axes)
-        return jax.grad(lambda *a: squared(mapped, *a, given), everything(args))(*args)
-
-    clip = plain
-    if sizes:  # sizes beyond the last row
-
-        def clip(*a, sizes):
-            ends = jnp.minimum(jnp.cumsum(sizes), T)
-            return plain(*a, sizes=jnp.diff(ends, prepend=0))
-
-    for transform in (mapped_gradient, gradient_of_mapped):
-        found, expected = (jax.jit(partial(transform, f))() for f in (ours, clip))
-        assert_close(found, expected)
+    each = [
+        plain_value_and_gradients(name)(
+            clipped(EACH[i] if sizes else SIZES),
+            *(x[0 if axis is None else i] for x, axis in zip(single, axes, strict=True)),
+        )[1]
+        for i in range(len(EACH))
+    ]
+    by_argument = list(zip(*each, strict=True))
+    expected = (
+        tuple(map(np.stack, by_argument)),
+        tuple(
+            np.sum(x, 0) if axis is None else np.stack(x, axis)
+            for x, axis in zip(by_argument, axes, strict=True)
+        ),
+    )
+    assert_close(both(*args), expected)
 
 
 def test_vmap_of_vmap():

@@ -11,6 +11,8 @@ import pytest
 from jax_hopper_gemm import ops
 from jax_hopper_gemm.testing.grouped_programs import GROUPED_PROGRAMS
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 # Of the kinds of sizes one each; large programs are for a GPU.
 LARGE = {"mixtral", "qwen3", "deepseek", "decode", "thousands of groups"}
 NAMES = [name for name in GROUPED_PROGRAMS if name not in LARGE]

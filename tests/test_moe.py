@@ -20,6 +20,8 @@ from jax_hopper_gemm.moe import exchange
 from jax_hopper_gemm.moe.routing import sort_by_group
 from jax_hopper_gemm.rows import sum_rows
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def layer(k, **options):
     return partial(moe.mixture_of_experts, experts_per_token=k, **options)
