@@ -10,6 +10,7 @@ from .ops import checkpoint_policy as checkpoint_policy
 from .ops import dot_general as dot_general
 from .ops import einsum as einsum
 from .ops import explain as explain
+from .ops import explain_gated_linear_unit as explain_gated_linear_unit
 from .ops import gated_linear_unit as gated_linear_unit
 from .ops import intercept_ragged_dot as intercept_ragged_dot
 from .ops import matmul as matmul

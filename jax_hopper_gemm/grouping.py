@@ -25,7 +25,8 @@ class GroupWalk(NamedTuple):
     Attributes:
       sizes, period, first, count, step: as in `problem.Groups`.
       length: elements of the grouped axis.
-      clusters_m: cluster tiles along M of one matrix; not used where M is the grouped axis.
+      tiles: cluster tiles along M of one matrix where K is the grouped axis; tiles of one CTA along
+        N where M is.
       clusters_n: cluster tiles along N.
       along_m, width: the order of one group's tiles, as in `walk.Walk`.
     """
@@ -36,7 +37,7 @@ class GroupWalk(NamedTuple):
     count: Any
     step: Any
     length: Any
-    clusters_m: Any
+    tiles: Any
     clusters_n: Any
     along_m: Any
     width: Any
@@ -112,7 +113,7 @@ def _window(
     end = lanes.minimum(row + sum_to, walk.length)
     start = lanes.minimum(row + sum_to - size, walk.length)
     if rows is None:
-        tiles = lanes.where(_has_group(walk, index), walk.clusters_m * walk.clusters_n, 0)
+        tiles = lanes.where(_has_group(walk, index), walk.tiles * walk.clusters_n, 0)
     else:
         tiles = (end - start + (rows - 1)) // rows * walk.clusters_n
     return Window(span, row, tile, start, end, tile + lanes.prefix_sum(tiles))
@@ -144,7 +145,7 @@ def tile_in(walk: GroupWalk, window: Window, index: Any, lanes: Any, rows: int |
     lane = lanes.first(index < window.last)
     start, end = lanes.of(window.start, lane), lanes.of(window.end, lane)
     if rows is None:
-        clusters_m = walk.clusters_m
+        clusters_m = walk.tiles
     else:
         clusters_m = (end - start + (rows - 1)) // rows
     before = lanes.of(window.last, lane) - clusters_m * walk.clusters_n
@@ -152,6 +153,25 @@ def tile_in(walk: GroupWalk, window: Window, index: Any, lanes: Any, rows: int |
     span = window.span + lane
     matrix = span // walk.period * walk.step + _place_in_period(walk, span)
     return GroupTile(lanes.where(_has_group(walk, span), matrix, -1), start, end, m, n)
+
+
+def tile_in_pair(tile: GroupTile, cta: Any, rows: int, lanes: Any) -> tuple[Any, Any, Any]:
+    """Returns (m, n, together): which tile one CTA of a pair takes of the cluster tile `tile`.
+
+    Cluster tiles are counted as if the CTAs lay side by side along N. Of two of them, one below
+    the other, the CTAs instead take the left columns first, then the right, and have these columns
+    together. Only the last tile of a span with an odd number of them is shared along N.
+
+    Args:
+      cta: 0 or 1.
+      rows: rows of a CTA's tile.
+    """
+    tiles = (tile.end - tile.start + (rows - 1)) // rows
+    upper = tile.m // 2 * 2
+    odd = tile.m - upper
+    together = upper + 1 < tiles
+    m = lanes.where(together, upper + cta, tile.m)
+    return m, tile.n * 2 + lanes.where(together, odd, cta), together
 
 
 def _tile_of_matrix(walk: GroupWalk, index: Any, clusters_m: Any, lanes: Any) -> tuple[Any, Any]:

@@ -333,9 +333,10 @@ def mark_rows(value: Any) -> None:
 def _beneath_rows(value: Any) -> tuple[Any, Any] | None:
     """Returns the array and the indices (T, 1) that marked rows come from; None for other values.
 
-    What fills in zeros is a choice between the picked rows and zeros.
+    What fills in zeros is a choice between the picked rows and zeros. `jax.vmap` may have given
+    them further axes, and taken these away again.
     """
-    operation = value.owner
+    operation = _beneath_reshapes(value).owner
     if not hasattr(operation, "attributes") or ROWS not in operation.attributes:
         return None
     if operation.name == "stablehlo.select":
@@ -344,6 +345,16 @@ def _beneath_rows(value: Any) -> tuple[Any, Any] | None:
         return None
     array, indices = operation.operands
     return array, indices
+
+
+def _beneath_reshapes(value: Any) -> Any:
+    """Returns the value that reshapes lead back to, if it has the same shape; else `value`."""
+    beneath = value
+    while getattr(beneath.owner, "name", None) == "stablehlo.reshape":
+        beneath = beneath.owner.operands[0]
+        if beneath.type == value.type:
+            return beneath
+    return value
 
 
 def is_launch(value: Any) -> bool:

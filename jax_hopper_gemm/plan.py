@@ -124,8 +124,8 @@ def make_plan(
 ) -> LaunchPlan:
     """Returns the launch of `spec`'s kernel on `problem`, on a GPU with `num_sms` SMs."""
     k_tiles = ceil_div(problem.k, spec.tile_k)
-    clusters_m = ceil_div(problem.m, spec.tile_m * spec.cluster_m)
-    clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.cluster_n)
+    clusters_m = ceil_div(problem.m, spec.tile_m * spec.walk_m)
+    clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.walk_n)
     params: list[TensorMap | Int32 | Pointer] = list(_operand_maps(problem, spec))
     params += [*_result_params(problem, spec), *_epilogue_params(problem, spec)]
     if groups := problem.groups:
@@ -176,11 +176,13 @@ def group_walk(problem: GemmProblem, spec: GemmSpec, traversal: Traversal) -> Gr
     """Returns the constants of the walk over a grouped problem's tiles."""
     groups = problem.groups
     assert groups is not None
+    if groups.axis == "m":
+        length, tiles = problem.m, ceil_div(problem.n, spec.d_tile_n)
+    else:
+        length, tiles = problem.k, ceil_div(problem.m, spec.tile_m * spec.walk_m)
     return GroupWalk(
-        groups.sizes, groups.period, groups.first, groups.count, groups.step,
-        problem.m if groups.axis == "m" else problem.k,
-        ceil_div(problem.m, spec.tile_m * spec.cluster_m),
-        ceil_div(problem.n, spec.d_tile_n * spec.cluster_n),
+        groups.sizes, groups.period, groups.first, groups.count, groups.step, length, tiles,
+        ceil_div(problem.n, spec.d_tile_n * spec.walk_n),
         int(traversal.along == "m"), traversal.swizzle,
     )  # fmt: skip
 

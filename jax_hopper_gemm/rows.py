@@ -60,24 +60,29 @@ def _abstract_eval(x: Any, sources: Any, users: Any) -> Any:
 def _gathered(x: jax.Array, sources: jax.Array, users: jax.Array) -> jax.Array:
     del users
     if sources.shape[1] == 1:
-        return _picked(x, sources)
-    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    wide = jnp.float32 if narrow else x.dtype
+        return picked(x, sources)
+    wide = wide_dtype(x.dtype)
     total = jnp.zeros((sources.shape[0], *x.shape[1:]), wide)
     for j in range(sources.shape[1]):
-        taken = _picked(x, sources[:, j : j + 1]).astype(wide)
+        taken = picked(x, sources[:, j : j + 1]).astype(wide)
         total = taken if j == 0 else total + taken
     return total.astype(x.dtype)
 
 
-def _picked(x: jax.Array, indices: jax.Array) -> jax.Array:
-    """Returns the rows that indices (R, 1) pick; zeros for one that no row has."""
+def wide_dtype(dtype: Any) -> Any:
+    """Returns the dtype in which rows of `dtype` are added up."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(jnp.float32) if narrow else dtype
+
+
+def picked(x: jax.Array, indices: jax.Array, *, fill: int = 0) -> jax.Array:
+    """Returns the rows of `x` that indices (R, 1) pick; `fill` for an index that no row has."""
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, x.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
     )
     return lax.gather(
         x, indices, numbers, (1, *x.shape[1:]), mode=lax.GatherScatterMode.FILL_OR_DROP,
-        fill_value=0,
+        fill_value=fill,
     )  # fmt: skip
 
 
@@ -146,3 +151,20 @@ def _shifted(rows: jax.Array, by: int) -> jax.Array:
 
 
 batching.primitive_batchers[sum_rows_p] = _batch
+
+
+def in_order(groups: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Sorts int32 numbers from 0 to `count`, stably.
+
+    Returns:
+      The sorted numbers, and for each its place before.
+    """
+    size = groups.shape[0]
+    if (count + 1) * size < 2**32:
+        # One key holds number and place: all differ, and XLA sorts single integers by radix.
+        key = groups.astype(jnp.uint32) * size + jnp.arange(size, dtype=jnp.uint32)
+        key = jnp.sort(key)
+        return (key // max(size, 1)).astype(jnp.int32), (key % max(size, 1)).astype(jnp.int32)
+    places = jnp.arange(size, dtype=jnp.int32)
+    number, place = lax.sort((groups, places), num_keys=1, is_stable=True)
+    return number, place

@@ -56,7 +56,8 @@ class GemmSpec:
       a_major, b_major: "k" or "m"; "k" or "n".
       tile_m, tile_n, tile_k: the block of D one CTA (cooperative) or one math warpgroup
         (pingpong) computes, and the K extent of one stage.
-      cluster_m, cluster_n: CTAs of a cluster along M and N; they share loads by multicast.
+      cluster_m, cluster_n: CTAs of a cluster along M and N; they share loads by multicast. Where
+        rows are grouped, a cluster of two along M is `paired`.
       warp_schedule: "cooperative" (all math warpgroups share a tile) or "pingpong" (two
         math warpgroups work on alternate tiles).
       tile_scheduler: "single" (one tile a CTA), "static" (persistent, fixed stride) or
@@ -127,6 +128,22 @@ class GemmSpec:
     @property
     def cluster_size(self) -> int:
         return self.cluster_m * self.cluster_n
+
+    @property
+    def paired(self) -> bool:
+        """Whether a cluster takes two tiles of grouped rows, or two of columns where a group has
+        no second (see `grouping.tile_in_pair`)."""
+        return self.grouped == "m" and self.cluster_m == 2
+
+    @property
+    def walk_m(self) -> int:
+        """Tiles along M in a step of the walk over cluster tiles."""
+        return 1 if self.paired else self.cluster_m
+
+    @property
+    def walk_n(self) -> int:
+        """Tiles along N in a step of the walk over cluster tiles."""
+        return 2 if self.paired else self.cluster_n
 
     @property
     def stage_bytes(self) -> int:
@@ -369,8 +386,8 @@ def _grouped_violations(spec: GemmSpec) -> list[str]:
         found.append("groups of k end between rows of A and B, which must be 'm'- and 'n'-major")
     found += _gathered_violations(spec)
     if spec.grouped == "m":
-        if spec.cluster_m > 1:
-            found.append("CTAs side by side along M would widen tiles beyond the ends of groups")
+        if spec.cluster_size > 2:
+            found.append("four CTAs would widen tiles beyond the ends of groups")
         unaligned = {r.kind for r in spec.graph.results} & {"column_sum", "max"}
         for kind in sorted(unaligned):
             found.append(f"a {kind} is reduced over blocks of rows that groups would cut")

@@ -66,9 +66,19 @@ def test_explain_accepts_a_dtype_that_no_kernel_has(capsys):
     assert "float32" in output_of(capsys, "explain", "512", "512", "512", "--dtype", "float32")
 
 
+@pytest.mark.parametrize("words", [(), ("--b-major", "k"), ("--batch", "2")])
+def test_explain_tells_of_groups(capsys, words):
+    found = json_of(capsys, "explain", "4096", "1024", "512", "--groups", "8", *words)
+    batch = 2 if "--batch" in words else 1
+    assert found["path"] == "hopper" and found["spec"]["grouped"] == "m"
+    assert (found["problem"]["m"], found["problem"]["l"]) == (4096 * batch, 8 * batch)
+    assert found["spec"]["b_major"] == ("k" if "k" in words else "n")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("explain", "8", "8", "8", "--groups", "2", "--a-major", "m"), "takes A stored (M, K)"),
         (("explain", "0", "8", "8"), "'0' is not a positive number"),
         (("explain", "8", "8", "8", "--a-major", "n"), "invalid choice: 'n'"),
         (("tune", "4096x4096"), "'4096x4096' is not MxNxK"),

@@ -117,18 +117,17 @@ MODEL_CONFIGS = (
 )
 
 
-# Rows of A are cut into groups. Clusters lie along N: along M they would round each group up to
-# whole clusters.
+# Rows of A are cut into groups. Pairs of CTAs share columns of B, most of what they load.
 GROUPED_M_CONFIGS = (
     # Many rows a group. Tiles without rows in their second half take half the time of others: a
     # counter evens that out; measured on an H200, 2 to 8 % of a fixed stride's time.
-    Config(128, 256, cluster_n=2, tile_scheduler="dynamic"),
-    Config(128, 256, tile_scheduler="dynamic"),
+    Config(128, 192, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
+    Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
     Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
-    Config(128, 128, cluster_n=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
     # Few rows a group: matrices of B stream through deep rings.
     Config(64, 256),
-    Config(64, 192),
+    Config(64, 128, cluster_n=2),
     Config(64, 128),
     Config(64, 64),
 )
@@ -145,17 +144,18 @@ GROUPED_K_CONFIGS = (
     Config(64, 64),
 )
 
-# CTAs of a cluster cannot share what is gathered, whose loader takes registers, too.
+# CTAs of a cluster cannot share what is gathered, whose loader takes registers and instructions:
+# the wider a tile is across the gathered rows, the more is multiplied for each.
 GATHERED_M_CONFIGS = (
-    Config(128, 256, tile_scheduler="dynamic"),
-    Config(128, 128, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
+    Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
     Config(64, 256),
     Config(64, 128),
     Config(64, 64),
 )
 GATHERED_K_CONFIGS = (  # those whose clusters lie the wrong way are left out
     Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
-    Config(128, 256, cluster_n=2, tile_scheduler="dynamic"),
+    Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
     Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
     Config(128, 128, cluster_n=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
     Config(64, 256),

@@ -42,6 +42,7 @@ from .cost import (
     best_traversal,
     equal_groups,
     estimate,
+    mean_rows,
 )
 from .device import Device
 from .legality import (
@@ -268,16 +269,28 @@ def _best(
     problem: GemmProblem, device: Device
 ) -> tuple[tuple[Estimate, GemmSpec] | None, list[str]]:
     """Returns the kernel of least expected cost, or None and the reasons against the last one."""
-    best: tuple[Estimate, GemmSpec] | None = None
     reasons = ["no kernel has the registers and shared memory that the epilogue needs"]
+    legal = []
     for spec in model_specs(OperandTypes.of(problem)):
         if found := pairing_violations(problem, spec):
             reasons = found
-            continue
+        else:
+            legal.append(spec)
+    best: tuple[Estimate, GemmSpec] | None = None
+    for spec in [spec for spec in legal if not _is_too_tall(problem, spec)] or legal:
         cost = min((estimate(problem, spec, t, device) for t in ROUGH), key=lambda e: e.ns)
         if best is None or cost.ns < best[0].ns:
             best = cost, spec
     return best, reasons
+
+
+def _is_too_tall(problem: GemmProblem, spec: GemmSpec) -> bool:
+    """Whether most rows of a tile are expected to be past the end of a group.
+
+    Reading B is then what takes time, and rows that are not there leave less of it in flight.
+    """
+    rows = mean_rows(problem)
+    return rows is not None and spec.tile_m > max(64, 2 * rows)
 
 
 def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decision:

@@ -36,6 +36,7 @@ MEMORY_BYTES_PER_NS = 4300.0  # measured; 4800 on the datasheet
 SM_BYTES_PER_CYCLE = 77.0  # fitted: what an SM takes in, its own loads and multicasts
 L2_BYTES_PER_CYCLE = 7700.0  # fitted: the lines that all SMs ask of L2
 CLIPPED_LINE_CYCLES = 6.0  # measured with M = 1 and 16: lines outside a matrix are slow zeros
+GATHER_CYCLES = {"m": 40.0, "k": 62.0}  # measured: of a loader warp, for 16 bytes a thread
 CLUSTER_WAIT = 0.13  # fitted: of a load; see `_load_cycles`
 LEAK = 0.14  # fitted: of the faster of math and loads, that does not hide behind the slower
 MEMORY_LEAK = 0.1  # fitted: the same of the faster of SMs and device memory
@@ -161,8 +162,8 @@ def expected_pieces(mean: float, piece: int) -> float:
 def _clusters(problem: GemmProblem, spec: GemmSpec) -> int:
     """Returns the cluster tiles of D; those to expect where its rows are grouped."""
     p, s = equal_groups(problem), spec
-    if mean := _mean_rows(problem):
-        pieces = expected_pieces(mean, s.tile_m * s.cluster_m)
+    if mean := mean_rows(problem):
+        pieces = expected_pieces(mean, s.tile_m * s.walk_m)
         return round(pieces * p.l) * _clusters_n(p, s)
     return _clusters_m(p, s) * _clusters_n(p, s) * p.l
 
@@ -178,7 +179,7 @@ def _k_tiles(problem: GemmProblem, spec: GemmSpec) -> float:
     return ceil_div(problem.k, spec.tile_k)
 
 
-def _mean_rows(problem: GemmProblem) -> float | None:
+def mean_rows(problem: GemmProblem) -> float | None:
     """Returns the rows of a group that has some, where rows are grouped."""
     if problem.groups and problem.groups.axis == "m":
         return problem.m / equal_groups(problem).l
@@ -190,7 +191,7 @@ def _partial_tiles(problem: GemmProblem, spec: GemmSpec) -> tuple[float, float]:
 
     Their blocks of 64 rows without any are loaded, but not multiplied.
     """
-    mean = _mean_rows(problem)
+    mean = mean_rows(problem)
     if mean is None:
         return 0.0, 1.0
     tiles, blocks = expected_pieces(mean, spec.tile_m), expected_pieces(mean, 64)
@@ -199,11 +200,11 @@ def _partial_tiles(problem: GemmProblem, spec: GemmSpec) -> tuple[float, float]:
 
 
 def _clusters_m(problem: GemmProblem, spec: GemmSpec) -> int:
-    return ceil_div(problem.m, spec.tile_m * spec.cluster_m)
+    return ceil_div(problem.m, spec.tile_m * spec.walk_m)
 
 
 def _clusters_n(problem: GemmProblem, spec: GemmSpec) -> int:
-    return ceil_div(problem.n, spec.d_tile_n * spec.cluster_n)
+    return ceil_div(problem.n, spec.d_tile_n * spec.walk_n)
 
 
 def _k_tile_cycles(math: float, load: float) -> float:
@@ -231,8 +232,8 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     """
     p, s = problem, spec
     itemsize = ITEMSIZE[s.ab_dtype]
-    clipped = s.tile_m * (1 - p.m / (_clusters_m(p, s) * s.cluster_m * s.tile_m))
-    clipped += s.tile_n * (1 - p.n / (_clusters_n(p, s) * s.cluster_n * s.d_tile_n))
+    clipped = s.tile_m * (1 - p.m / (_clusters_m(p, s) * s.walk_m * s.tile_m))
+    clipped += s.tile_n * (1 - p.n / (_clusters_n(p, s) * s.walk_n * s.d_tile_n))
     taken = s.stage_bytes / SM_BYTES_PER_CYCLE
     taken += clipped * (s.tile_k * itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
     lines = _lines(p.a, s.a_box, s.tile_m * s.tile_k, itemsize) / s.cluster_n
@@ -242,7 +243,15 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     rows = equal_groups(p).m
     late_a = rows / (rows + columns) if s.cluster_m > 1 else 0.0
     late_b = columns / (rows + columns) if s.cluster_n > 1 else 0.0
-    return max(taken, asked) * (1 + CLUSTER_WAIT * (late_a + late_b))
+    return max(max(taken, asked) * (1 + CLUSTER_WAIT * (late_a + late_b)), _gather_cycles(s))
+
+
+def _gather_cycles(spec: GemmSpec) -> float:
+    """Returns the cycles in which two warps gather the rows of one k-tile."""
+    if spec.gathered is None or spec.grouped is None:
+        return 0.0
+    rows = spec.tile_m if spec.gathered == "a" else spec.d_tile_n
+    return rows * spec.tile_k * ITEMSIZE[spec.ab_dtype] / (16 * 64) * GATHER_CYCLES[spec.grouped]
 
 
 def _lines(layout: MatrixLayout, box: TmaBox, elements: int, itemsize: int) -> float:
@@ -354,7 +363,7 @@ def _in_flight(
     if long > along:
         wide, long = min(across, wave / along), along
     m, n = (long, wide) if traversal.along == "m" else (wide, long)
-    return m * s.tile_m * s.cluster_m, n * s.d_tile_n * s.cluster_n
+    return m * s.tile_m * s.walk_m, n * s.d_tile_n * s.walk_n
 
 
 def memory_bytes(

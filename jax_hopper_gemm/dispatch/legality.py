@@ -299,8 +299,8 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
         found.append(f"the kernel has groups along {spec.grouped}, the problem along {axis}")
     if spec.gathered != gathered:
         found.append(f"the kernel gathers {spec.gathered}, the problem {gathered}")
-    clusters_m = ceil_div(p.m, spec.tile_m * spec.cluster_m)
-    clusters_n = ceil_div(p.n, spec.d_tile_n * spec.cluster_n)
+    clusters_m = ceil_div(p.m, spec.tile_m * spec.walk_m)
+    clusters_n = ceil_div(p.n, spec.d_tile_n * spec.walk_n)
     if p.groups and axis == "m":  # at most; a group's last tile may be all but empty
         clusters = (clusters_m + p.groups.sizes) * clusters_n
     else:

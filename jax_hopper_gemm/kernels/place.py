@@ -11,7 +11,7 @@ from cutlass import Int32, Int64
 from cutlass.cutlass_dsl import max as larger
 from cutlass.cutlass_dsl import select_
 
-from ..grouping import MAX_LENGTH, SPAN_EXTENT
+from ..grouping import MAX_LENGTH, SPAN_EXTENT, tile_in_pair
 from ..spec import EPI_TILE_M
 from ..walk import tile_at
 
@@ -27,6 +27,7 @@ class Place(NamedTuple):
       k_tiles: k-tiles to add up, at least one.
       first, end: where M or K is grouped: the tile's part of it begins and its span ends.
       belongs: where M is grouped: whether the rows belong to a group. If not, `batch` is 0.
+      together: of a `paired` kernel: whether both CTAs of the cluster have these columns.
     """
 
     m: Any
@@ -36,10 +37,19 @@ class Place(NamedTuple):
     first: Any = None
     end: Any = None
     belongs: Any = None
+    together: Any = None
 
     @property
     def left(self):
         return self.end - self.first
+
+
+class _Lanes:
+    """What `grouping` wants of values that all threads share."""
+
+    @staticmethod
+    def where(condition, a, b):
+        return select_(condition, Int32(a), Int32(b))
 
 
 def place_of(spec, walk, tile, cta_m, cta_n, k_tiles):
@@ -55,14 +65,20 @@ def place_of(spec, walk, tile, cta_m, cta_n, k_tiles):
         cluster_m, cluster_n, batch = tile_at(walk, tile, Int64, Int32)
         m, n = cluster_m * s.cluster_m + cta_m, cluster_n * s.cluster_n + cta_n
         return Place(m, n, batch, k_tiles)
-    m, n = tile.m * s.cluster_m + cta_m, tile.n * s.cluster_n + cta_n
+    together = None
+    if s.paired:
+        m, n, together = tile_in_pair(tile, cta_m, s.tile_m, _Lanes)
+    else:
+        m, n = tile.m * s.cluster_m + cta_m, tile.n * s.cluster_n + cta_n
     if s.grouped == "k":  # of an empty group, one k-tile of zeros
         k_tiles = larger((tile.end - tile.start + (s.tile_k - 1)) // s.tile_k, Int32(1))
         return Place(m, n, tile.matrix, k_tiles, tile.start, tile.end)
-    belongs = tile.matrix >= 0
+    belongs = counts = tile.matrix >= 0
+    if s.paired:  # the right one of two tiles of columns may not be there
+        counts = belongs & ((n < walk.tiles) | ~together)
     return Place(
-        0, n, larger(tile.matrix, Int32(0)), select_(belongs, k_tiles, Int32(1)),
-        tile.start + m * s.tile_m, tile.end, belongs,
+        0, n, larger(tile.matrix, Int32(0)), select_(counts, k_tiles, Int32(1)),
+        tile.start + m * s.tile_m, tile.end, belongs, together,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from .. import ops
 from ..ops.dense import Implementation
-from ..rows import sum_rows
+from ..rows import in_order, sum_rows
 from . import checks
 
 Score = Literal["softmax", "sigmoid"]
@@ -235,12 +235,7 @@ def sort_by_group(groups: jax.Array, count: int) -> tuple[jax.Array, jax.Array, 
     flat = groups.reshape(-1)
     rows = jnp.arange(flat.size, dtype=jnp.int32)
     sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
-    if (count + 1) * flat.size < 2**32:
-        # One key holds group and row: all differ, and XLA sorts single integers by radix.
-        key = flat.astype(jnp.uint32) * flat.size + rows.astype(jnp.uint32)
-        order = (jnp.sort(key) % max(flat.size, 1)).astype(jnp.int32)
-    else:
-        order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    _, order = in_order(flat, count)
     positions = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True)
     return sizes, order, positions.reshape(groups.shape)
 

@@ -8,6 +8,7 @@ from .dense import einsum as einsum
 from .dense import matmul as matmul
 from .explain import Explanation as Explanation
 from .explain import explain as explain
+from .explain import explain_gated_linear_unit as explain_gated_linear_unit
 from .explain import supports as supports
 from .gated import gated_linear_unit as gated_linear_unit
 from .intercept import intercept_ragged_dot as intercept_ragged_dot

@@ -6,22 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-from jax.extend.core import jaxprs_in_params
 from jax.typing import DTypeLike
 
 from .. import dispatch
-from ..fused import hopper_fused_p
-from ..fused import product_of as fused_product_of
+from ..dispatch.cost import estimate
 from ..lowering import launcher_violation
-from ..plan import ceil_div, max_clusters
-from ..primitive import hopper_dot_p, product_of
 from ..problem import GemmProblem
-from ..routing import Product, current_device, route
+from ..routing import array_text, current_device, route
 from ..spec import GemmSpec, Traversal
 from . import checks
 from .activations import Activation
 from .dense import Implementation, Preactivation, dot_general, matmul
+from .gated import gated_linear_unit
+from .ragged import left_to_lax, ragged_dot, ragged_dot_general
+from .traced_product import traced_product
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,8 @@ class Explanation:
         changed places, so that the result's last axis is N.
       spec, traversal: the kernel and its order of tiles; None with "xla".
       grid: thread blocks launched, (x, y, z).
-      waves: rounds of tiles that the busiest SM computes.
+      waves: rounds of tiles that the busiest SM computes; those to expect where the sizes of groups
+        decide.
       epilogue: what the kernel computes after the product; empty for nothing.
       uncovered: names of the operations that follow the product and are XLA's.
     """
@@ -69,6 +68,9 @@ class Explanation:
             lines["problem"] = (
                 f"M={p.m} N={p.n} K={p.k} L={p.l}, A {p.a.major}-major, B {p.b.major}-major"
             )
+            if g := p.groups:
+                picked = f", {g.gathered.upper()}'s rows picked of {g.source}" if g.gathered else ""
+                lines["groups"] = f"{g.total} along {g.axis.upper()}{picked}"
         if (spec := self.spec) and (traversal := self.traversal):
             lines["kernel"] = spec.name
             lines["tile"] = (
@@ -90,6 +92,9 @@ def explain(
     b: Any,
     *,
     dimension_numbers: Any = None,
+    group_sizes: Any = None,
+    group_offset: Any = None,
+    row_indices: Any = None,
     bias: Any = None,
     residual: Any = None,
     activation: str | Activation | None = None,
@@ -113,47 +118,89 @@ def explain(
       a, b: arrays or `jax.ShapeDtypeStruct`s, as all other operands may be.
       dimension_numbers: if not None, explains `dot_general(a, b, dimension_numbers, ...)`, which
         takes none of the arguments from `bias` to `c`.
+      group_sizes: if not None, explains `ragged_dot(a, b, group_sizes, ...)`, which takes none of
+        those from `alpha` to `c` and no `residual`; or with a `jax.lax.RaggedDotDimensionNumbers`
+        for `dimension_numbers` `ragged_dot_general`, which takes nothing that follows a product.
+      group_offset, row_indices: of these.
       everything else: as in `matmul`.
 
     Raises:
-      ValueError, TypeError: as `matmul` or `dot_general` would.
+      ValueError, TypeError: as the function would whose call is explained.
     """
-    named = {
-        "bias": bias, "residual": residual, "activation": activation, "alpha": alpha,
-        "beta": beta, "c": c,
-    }  # fmt: skip
-    options = {
+    groups = {"group_sizes": group_sizes, "group_offset": group_offset, "row_indices": row_indices}
+    dense = {"residual": residual, "alpha": alpha, "beta": beta, "c": c}
+    named = {"bias": bias, "activation": activation}
+    steps = {
         "epilogue": epilogue,
         "epilogue_operands": epilogue_operands,
         "preactivation": preactivation,
+    }
+    options = {
         "precision": precision,
         "preferred_element_type": preferred_element_type,
         "out_sharding": out_sharding,
     }
+    if group_sizes is None:
+        checks.check_explained("matmul", "no group_sizes", groups)
+        if dimension_numbers is None:
+            return _explained(matmul, a, b, dense | named | steps | options, implementation)
+        checks.check_explained("dot_general", "dimension_numbers", named | dense)
+        options |= steps | {"dimension_numbers": dimension_numbers}
+        return _explained(dot_general, a, b, options, implementation)
     if dimension_numbers is None:
-        call, options = matmul, named | options
-    else:
-        checks.check_explained_dot_general(named)
-        call, options = dot_general, options | {"dimension_numbers": dimension_numbers}
+        checks.check_explained("ragged_dot", "group_sizes", dense)
+        options |= groups | named | steps
+        return _explained(ragged_dot, a, b, options, implementation)
+    refused = named | dense | {"epilogue": epilogue, "row_indices": row_indices}
+    checks.check_explained("ragged_dot_general", "group_sizes and dimension_numbers", refused)
+    options |= {
+        "group_sizes": group_sizes,
+        "group_offset": group_offset,
+        "ragged_dot_dimension_numbers": dimension_numbers,
+    }
+    return _explained(ragged_dot_general, a, b, options, implementation)
+
+
+def explain_gated_linear_unit(
+    x: Any, weights: Any, *, implementation: Implementation = None, **options: Any
+) -> Explanation:
+    """Returns how `gated_linear_unit(x, weights, ...)` runs, as `explain` does of a product.
+
+    Args:
+      x, weights, options: as in `gated_linear_unit`; arrays may be `jax.ShapeDtypeStruct`s.
+    """
+    return _explained(gated_linear_unit, x, weights, options, implementation)
+
+
+def _explained(
+    function: Callable[..., Any], a: Any, b: Any, options: dict[str, Any], implementation: Any
+) -> Explanation:
+    """Returns how `function(a, b, **options)` runs."""
     device = current_device()
-    traced = _traced(call, a, b, options)
-    asked = str(traced.product)
+    call = traced_product(function, a, b, options)
+    if call is None:
+        asked = " x ".join(array_text(x.shape, x.dtype.name) for x in (a, b))
+        numbers = options.get("ragged_dot_dimension_numbers")
+        reason = left_to_lax(a, b, options["group_sizes"], options["out_sharding"], numbers)
+        return Explanation(asked, device, "xla", str(reason), "unsupported")
+    asked = str(call.forms[-1])
     if implementation == "xla":
         return Explanation(asked, device, "xla", "implementation='xla'", "request")
-    found = route(traced.product, device, kernel_only=implementation == "hopper")
+    routes = [route(form, device, kernel_only=implementation == "hopper") for form in call.forms]
+    found = next((each for each in routes if each.supported), routes[-1])
     found = found.unless(launcher_violation())
+    reason = found.reason
+    if found is not routes[0] and found.path == "hopper":
+        reason = f"{reason}; XLA writes the rows first that are picked: {routes[0].reason}"
     if found.path == "xla":
         problem = found.gemm.problem if found.gemm else None
-        return Explanation(asked, device, "xla", found.reason, found.source, problem)
-    assert found.gemm and found.spec and found.plan
-    tiles = found.gemm.problem.l
-    tiles *= ceil_div(found.gemm.problem.m, found.spec.tile_m * found.spec.cluster_m)
-    tiles *= ceil_div(found.gemm.problem.n, found.spec.tile_n * found.spec.cluster_n)
+        return Explanation(asked, device, "xla", reason, found.source, problem)
+    assert found.gemm and found.spec and found.traversal and found.plan
+    cost = estimate(found.gemm.problem, found.spec, found.traversal, device)
     return Explanation(
-        asked, device, "hopper", found.reason, found.source, found.gemm.problem,
-        found.spec, found.traversal, found.plan.grid,
-        waves=ceil_div(tiles, max_clusters(found.spec, device.num_sms)),
-        epilogue=found.epilogue, uncovered=(*found.uncovered, *traced.rest),
+        asked, device, "hopper", reason, found.source, found.gemm.problem,
+        found.spec, found.traversal, found.plan.grid, waves=cost.waves,
+        epilogue=found.epilogue, uncovered=(*found.uncovered, *call.rest),
     )  # fmt: skip
 
 
@@ -168,45 +215,3 @@ def supports(a: Any, b: Any, **options: Any) -> tuple[bool, str]:
     """
     found = explain(a, b, **options, implementation="hopper")
     return found.path == "hopper", found.reason
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The one product that a call becomes, and the operations that follow it outside of it."""
-
-    product: Product
-    rest: tuple[str, ...]
-
-
-def _traced(function: Callable[..., Any], a: Any, b: Any, options: dict[str, Any]) -> _Call:
-    arrays = {k: x for k, x in options.items() if k == "epilogue_operands" or hasattr(x, "shape")}
-
-    def call(a: Any, b: Any, arrays: dict[str, Any]) -> Any:
-        return function(a, b, **{**options, **arrays})
-
-    equations = jax.make_jaxpr(call)(a, b, arrays).jaxpr.eqns
-    (i,) = (i for i, e in enumerate(equations) if e.primitive in (hopper_dot_p, hopper_fused_p))
-    equation, rest = equations[i], _operations(equations[i + 1 :])
-    avals = [v.aval for v in equation.invars]
-    if equation.primitive is hopper_fused_p:
-        return _Call(fused_product_of(avals, equation.params), rest)
-    lhs, rhs = avals
-    return _Call(product_of(lhs, rhs, equation.outvars[0].aval, equation.params), rest)
-
-
-# Operations that say where elements lie and what their dtype is, not what is computed.
-SILENT = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose"}
-)
-
-
-def _operations(equations: Sequence[Any]) -> tuple[str, ...]:
-    """Returns the names of what equations compute, each once, in order."""
-    names: list[str] = []
-    for equation in equations:
-        inner = list(jaxprs_in_params(equation.params))
-        for jaxpr in inner:
-            names += _operations(getattr(jaxpr, "jaxpr", jaxpr).eqns)
-        if not inner and equation.primitive.name not in SILENT:
-            names.append(equation.primitive.name)
-    return tuple(dict.fromkeys(names))

@@ -29,6 +29,7 @@ def gated_linear_unit(
     row_scale: ArrayLike | None = None,
     group_sizes: ArrayLike | None = None,
     group_offset: ArrayLike | None = None,
+    row_indices: ArrayLike | None = None,
     preactivation: Preactivation = "save",
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
@@ -53,6 +54,8 @@ def gated_linear_unit(
       row_scale: (...,), a factor of each row of the result before it is rounded, such as a token's
         weight of its expert.
       group_sizes, group_offset: as in `ragged_dot`.
+      row_indices: (M,), with `group_sizes`: as in `ragged_dot`, `x` then being (S, K), and
+        `row_scale` (M,).
       preactivation: what gradients find of the two products: "save" stores them, in the operands'
         dtype, in the forward pass; "recompute" multiplies again.
       precision: as in `matmul`.
@@ -70,12 +73,15 @@ def gated_linear_unit(
     References: Shazeer, GLU Variants Improve Transformer, https://arxiv.org/abs/2002.05202
     """
     op = "gated_linear_unit"
-    sizes, offset = (
+    sizes, offset, rows = (
         None if given is None else checks.as_arrays(op, **{name: given})[0]
-        for name, given in (("group_sizes", group_sizes), ("group_offset", group_offset))
-    )
+        for name, given in (
+            ("group_sizes", group_sizes), ("group_offset", group_offset),
+            ("row_indices", row_indices),
+        )
+    )  # fmt: skip
     x, rights, biases, scale = checks.check_gated(
-        x, weights, bias, row_scale, activation, preactivation, implementation, sizes, offset
+        x, weights, bias, row_scale, activation, preactivation, implementation, sizes, offset, rows
     )
     gate = Gate(activation_function(activation), scaled=bool(scale))
     scale = tuple(jnp.expand_dims(s, -1) for s in scale)
@@ -83,7 +89,7 @@ def gated_linear_unit(
         operands = (*(jnp.expand_dims(b, 1) for b in biases), *scale)
         return run_grouped(
             op, x, rights, sizes, offset, operands, gate, precision, preferred_element_type,
-            preactivation, implementation,
+            preactivation, implementation, rows=rows,
         )  # fmt: skip
     if isinstance(precision, list):
         precision = tuple(precision)

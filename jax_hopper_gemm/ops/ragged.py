@@ -13,12 +13,14 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..fused import accumulator_dtype, fused_dot
-from ..ragged import ROWS, Spans, hopper_ragged_dot, span_ends
+from ..picks import pick_rows
+from ..ragged import ROWS, hopper_ragged_dot
 from . import checks
 from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation, dot_general
 from .epilogue import Gate, Steps, traced
 from .ragged_axes import RaggedAxes
+from .ragged_sizes import as_int32, spans_of
 
 # Taken here, so that they stay JAX's own where `intercept_ragged_dot` puts ours in their place.
 _lax_ragged_dot_general = lax.ragged_dot_general
@@ -34,6 +36,7 @@ def ragged_dot(
     group_offset: ArrayLike | None = None,
     out_sharding: Any = None,
     *,
+    row_indices: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     activation: str | Activation | None = None,
     epilogue: Callable[..., Any] | None = None,
@@ -62,8 +65,14 @@ def ragged_dot(
     in float32 from the kernel's accumulators, and gradients are fused as well, as in `matmul`.
     Rows of no group are zeros in `y` before the bias, and in every result of shape (M, N).
 
+    With `row_indices` the product is that of `lhs[row_indices]`, an array which is never written
+    where a kernel runs within `jax.jit`: in the product and in the gradient of `rhs` the kernel
+    reads each row where it lies. The gradient of `lhs` is, for each of its rows, the sum over those
+    that pick it, in float32 and rounded once; no sum is atomic, and the same input gives the same
+    bits.
+
     Args:
-      lhs: (M, K), rows sorted by group.
+      lhs: (M, K), rows sorted by group; with `row_indices` (S, K), in any order.
       rhs: (G, K, N), one matrix a group.
       group_sizes: (G,) integers, on the GPU; zeros are fine.
       precision, preferred_element_type, implementation: as in `matmul`. "xla" computes what
@@ -72,6 +81,8 @@ def ragged_dot(
         group in `rhs`, () or (1,), and `group_sizes` are those of all. Rows of other groups come
         back as zeros, so that a `jax.lax.psum` over the devices completes the product.
       out_sharding: sharding of the result, for explicit mesh axes; XLA computes those.
+      row_indices: (M,) integers, for each row of the product the row of `lhs` that it multiplies.
+        One that no row of `lhs` has, negative or too large, stands for a row of zeros.
       bias: (G, N), a row for each matrix of `rhs`.
       activation: as in `matmul`.
       epilogue: a JAX function of `y`, (M, N), and of `epilogue_operands`, as in `matmul`.
@@ -93,9 +104,13 @@ def ragged_dot(
     lhs, rhs, group_sizes = checks.as_arrays(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes)
     if group_offset is not None:
         (group_offset,) = checks.as_arrays(op, group_offset=group_offset)
+    if row_indices is not None:
+        (row_indices,) = checks.as_arrays(op, row_indices=row_indices)
     if bias is not None:
         (bias,) = checks.as_arrays(op, bias=bias)
-    checks.check_ragged_dot(lhs, rhs, group_sizes, group_offset, implementation, bias, activation)
+    checks.check_ragged_dot(
+        lhs, rhs, group_sizes, group_offset, implementation, bias, activation, row_indices
+    )
     plain = bias is None and activation is None and epilogue is None
     operands = checks.check_steps(
         op, epilogue, epilogue_operands, plain, preactivation, preferred_element_type,
@@ -104,7 +119,7 @@ def ragged_dot(
     if plain:
         return _run(
             op, lhs, rhs, group_sizes, group_offset, _BASIC, precision, preferred_element_type,
-            out_sharding, implementation,
+            out_sharding, implementation, row_indices,
         )  # fmt: skip
     checks.check_group_operands(op, operands, rhs)
     named = () if bias is None else ("bias",)
@@ -112,7 +127,7 @@ def ragged_dot(
     operands = operands if bias is None else (jnp.expand_dims(bias, 1), *operands)
     return run_grouped(
         op, lhs, (rhs,), group_sizes, group_offset, operands, steps, precision,
-        preferred_element_type, preactivation, implementation, out_sharding,
+        preferred_element_type, preactivation, implementation, out_sharding, row_indices,
     )  # fmt: skip
 
 
@@ -129,15 +144,17 @@ def run_grouped(
     preactivation: Preactivation,
     implementation: Implementation,
     out_sharding: Any = None,
+    rows: Any = None,
 ) -> Any:
     """Returns a function of ragged products.
 
     Args:
       op: what the user called, for messages.
-      lhs: (M, K).
+      lhs: (M, K), or what `rows` pick from.
       rights: weights (G, K, N); or gate and up, or both in one array (G, K, 2, N).
       operands: the function's; those of rank 3 have an entry for each group.
       preferred: dtype of the product, or a tuple of the results' dtypes.
+      rows: (M,) indices of rows of `lhs`, or None.
     """
     if reason := _sharded(out_sharding, lhs, *rights, sizes):
         raise NotImplementedError(
@@ -150,17 +167,18 @@ def run_grouped(
         dtypes, preferred = tuple(preferred), None
     options = (("precision", precision), ("preferred_element_type", preferred))
     return _traced_grouped(
-        lhs, rights, sizes, offset, operands, op, function, options, dtypes, preactivation,
+        lhs, rights, sizes, offset, rows, operands, op, function, options, dtypes, preactivation,
         implementation,
     )  # fmt: skip
 
 
-@partial(jax.jit, static_argnums=range(5, 11), inline=INLINE)
+@partial(jax.jit, static_argnums=range(6, 12), inline=INLINE)
 def _traced_grouped(
     lhs: Any,
     rights: tuple[Any, ...],
     sizes: Any,
     offset: Any,
+    rows: Any,
     operands: tuple[Any, ...],
     op: str,
     function: Steps | Gate,
@@ -169,6 +187,7 @@ def _traced_grouped(
     preactivation: Preactivation,
     implementation: Implementation,
 ) -> Any:
+    lhs = _rows_of(lhs, rows)
     groups, k, *planes, n = rights[0].shape
     weights = jax.ShapeDtypeStruct((groups, k, n), rights[0].dtype)
     params = _canonical(lhs, weights, sizes, _BASIC, dict(options))
@@ -256,6 +275,7 @@ def _run(
     preferred_element_type: Any,
     out_sharding: Any,
     implementation: Implementation,
+    rows: Any = None,
 ) -> jax.Array:
     if isinstance(precision, list):
         precision = tuple(precision)
@@ -268,21 +288,29 @@ def _run(
         return dot_general(
             lhs, rhs, numbers.dot_dimension_numbers, implementation=implementation, **dict(static)
         )
-    if reason := _left_to_lax(axes, lhs, rhs, sizes, out_sharding):
+    if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
         if implementation == "hopper":
             raise NotImplementedError(f"implementation='hopper': no kernel runs {op}: {reason}")
-        if offset is not None:
-            raise NotImplementedError(
-                f"{op}: group_offset came, and XLA, which has none, would run this: {reason}"
-            )
+        for name, given in (("group_offset", offset), ("row_indices", rows)):
+            if given is not None:
+                raise NotImplementedError(
+                    f"{op}: {name} came, and XLA, which has none, would run this: {reason}"
+                )
         return _lax_ragged_dot_general(lhs, rhs, sizes, numbers, **dict(static))
-    return _traced(lhs, rhs, sizes, offset, numbers, static, implementation)
+    return _traced(lhs, rhs, sizes, offset, rows, numbers, static, implementation)
 
 
-def _left_to_lax(axes: RaggedAxes, lhs: Any, rhs: Any, sizes: Any, out_sharding: Any) -> str | None:
-    """Returns why JAX's own product is the answer whatever the GPU."""
+def left_to_lax(
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    out_sharding: Any,
+    numbers: lax.RaggedDotDimensionNumbers | None = None,
+) -> str | None:
+    """Returns why JAX's own product is the answer whatever the GPU; None where it is not."""
     if reason := _sharded(out_sharding, lhs, rhs, sizes):
         return reason
+    axes = RaggedAxes.of(numbers or _BASIC, np.ndim(lhs), np.ndim(rhs))
     if axes.kind == "contraction" and axes.outer:
         return "it contracts axes outside of the ragged one"
     return None
@@ -300,16 +328,18 @@ def _sharded(out_sharding: Any, *arrays: Any) -> str | None:
     )
 
 
-@partial(jax.jit, static_argnums=(4, 5, 6), inline=INLINE)
+@partial(jax.jit, static_argnums=(5, 6, 7), inline=INLINE)
 def _traced(
     lhs: Any,
     rhs: Any,
     sizes: Any,
     offset: Any,
+    rows: Any,
     numbers: lax.RaggedDotDimensionNumbers,
     options: tuple[Any, ...],
     implementation: Implementation,
 ) -> jax.Array:
+    lhs = _rows_of(lhs, rows)
     axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
     params = _canonical(lhs, rhs, sizes, numbers, dict(options))
     params["implementation"] = implementation
@@ -339,29 +369,5 @@ def _canonical(lhs: Any, rhs: Any, sizes: Any, numbers: Any, options: Any) -> di
     return {key: params[key] for key in ("precision", "preferred_element_type")}
 
 
-def as_int32(sizes: jax.Array) -> jax.Array:
-    """Returns sizes of any integer type as int32, those that it cannot hold at its limits."""
-    if sizes.dtype == np.int32:
-        return sizes
-    limits, own = np.iinfo(np.int32), np.iinfo(sizes.dtype)
-    if own.max > limits.max:
-        sizes = jnp.minimum(sizes, np.array(limits.max, sizes.dtype))
-    if own.min < 0:
-        sizes = jnp.maximum(sizes, np.zeros((), sizes.dtype))
-    return sizes.astype(np.int32)
-
-
-def spans_of(sizes: jax.Array, offset: Any, groups: int, length: int) -> tuple[jax.Array, Spans]:
-    """Returns the sizes of a product's spans, and which of them belong to its `groups` groups.
-
-    With an offset the rows of all groups before it are the first span.
-    """
-    if offset is None:
-        return sizes, Spans.plain(groups)
-    # Clipped before it is converted: a group far beyond the last stays there.
-    offset = jnp.clip(jnp.reshape(offset, ()), 0, sizes.shape[0]).astype(np.int32)
-    number = jnp.arange(sizes.shape[0], dtype=np.int32)
-    before = jnp.max(span_ends(jnp.where(number < offset, sizes, 0), length), initial=0)
-    local = lax.dynamic_slice(jnp.pad(sizes, (0, groups)), (offset,), (groups,))
-    sizes = jnp.concatenate([before[None], local])
-    return sizes, Spans(period=groups + 2, count=groups, first=1)
+def _rows_of(lhs: Any, rows: Any) -> Any:
+    return lhs if rows is None else pick_rows(lhs, as_int32(rows, least=-1))

@@ -167,7 +167,7 @@ def edge_cases(spec: GemmSpec, num_sms: int, exact: bool) -> list[Case]:
     of one row; weights of a batch; groups of other devices before ours; all groups empty; sizes
     that make no sense.
     """
-    cluster_m, cluster_n = spec.tile_m * spec.cluster_m, spec.d_tile_n * spec.cluster_n
+    cluster_m, cluster_n = spec.tile_m * spec.cluster_m, spec.d_tile_n * spec.walk_n
     waves = max(2, math.ceil(2.3 * num_sms / spec.cluster_size))
     long = spec.tile_k * (2 * spec.num_stages + 1) + 24
     if spec.grouped == "m":

@@ -46,8 +46,8 @@ EPILOGUE_CHOICES: dict[str, tuple] = {
 
 # The same of grouped products, by the axis: of plain ones and of those with an epilogue.
 _OF_ROWS = {
-    "a_major": ("k",), "cluster": ((1, 1), (1, 2)), "tile_scheduler": ("static", "dynamic"),
-    "grouped": ("m",), "gathered": (None, "a"),
+    "a_major": ("k",), "cluster": ((1, 1), (1, 2), (2, 1)),
+    "tile_scheduler": ("static", "dynamic"), "grouped": ("m",), "gathered": (None, "a"),
 }  # fmt: skip
 _OF_CONTRACTION = {
     "a_major": ("m",), "b_major": ("n",), "tile_scheduler": ("static", "dynamic"),

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from ..grouping import GroupWalk
+from ..grouping import GroupWalk, tile_in_pair
 from ..plan import ceil_div, group_walk, make_plan
 from ..problem import GemmProblem
 from ..spec import GemmSpec, Traversal
 from ..staging import ROWS
-from ..testing.lanes import group_tiles
+from ..testing.lanes import NumpyLanes, group_tiles
 from .canvas import cell, frame, plain_colour, subplots
 
 OF_NO_GROUP = "#6c757d"
@@ -85,7 +85,7 @@ def grouped_tiles(
         raise ValueError(f"{len(sizes)} sizes, but the problem has {groups.sizes}")
     clusters = make_plan(problem, spec, traversal, num_sms).grid[0] // spec.cluster_m
     walk = group_walk(problem, spec, traversal)
-    rows = spec.tile_m * spec.cluster_m if spec.grouped == "m" else None
+    rows = spec.tile_m * spec.walk_m if spec.grouped == "m" else None
     found = [
         _of_cta(problem, spec, tile, cluster + turn * clusters, cluster, turn, rank)
         for cluster in range(clusters)
@@ -98,8 +98,11 @@ def grouped_tiles(
 def _of_cta(
     problem: GemmProblem, spec: GemmSpec, tile: Any, index: int, cluster: int, turn: int, rank: int
 ) -> GroupedTile:
-    m = tile.m * spec.cluster_m + rank % spec.cluster_m
-    n = tile.n * spec.cluster_n + rank // spec.cluster_m
+    if spec.paired:
+        m, n = map(int, tile_in_pair(tile, rank, spec.tile_m, NumpyLanes())[:2])
+    else:
+        m = tile.m * spec.cluster_m + rank % spec.cluster_m
+        n = tile.n * spec.cluster_n + rank // spec.cluster_m
     all_blocks = blocks = spec.tile_m // ROWS
     if spec.grouped == "m":
         height = tile.end - tile.start

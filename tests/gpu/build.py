@@ -21,8 +21,10 @@ from pathlib import Path
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
-from jax_hopper_gemm.testing import random_products
+from jax_hopper_gemm.spec import GemmSpec
+from jax_hopper_gemm.testing import random_grouped, random_products
 from jax_hopper_gemm.testing.grouped_programs import GROUPED_PROGRAMS
+from jax_hopper_gemm.testing.moe_programs import moe_specs
 from jax_hopper_gemm.testing.operations import operation_specs
 from jax_hopper_gemm.testing.policies import (
     chosen_epilogue_specs,
@@ -39,8 +41,18 @@ def main() -> int:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jobs", type=int, default=None, help="processes [one a core]")
+    parser.add_argument(
+        "--moe", action="store_true", help="only those of test_moe.py and test_expert_parallel.py"
+    )
     arguments = parser.parse_args()
-    specs = list(
+    specs = moe_specs() if arguments.moe else all_specs()
+    report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
+    print(report)
+    return 1 if report.failures else 0
+
+
+def all_specs() -> list[GemmSpec]:
+    return list(
         dict.fromkeys(
             (
                 *covering_specs(),
@@ -51,13 +63,12 @@ def main() -> int:
                 *operation_specs().values(),
                 *(spec for program in PROGRAMS.values() for spec in program.specs()),
                 *random_products.specs(),
+                *random_grouped.specs(),
                 *(spec for program in GROUPED_PROGRAMS.values() for spec in program.specs()),
+                *moe_specs(),
             )
         )
     )
-    report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
-    print(report)
-    return 1 if report.failures else 0
 
 
 if __name__ == "__main__":

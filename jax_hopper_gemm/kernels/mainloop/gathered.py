@@ -104,6 +104,7 @@ class GatheredMainloop(SharedSharedMainloop):
         thread = select_(warp == 0, lane, lane + 32)
         self.piece, self.first_row = thread % ROW_PIECES, thread // ROW_PIECES
         parts = self.partition_b(place) if self.gathers_a else self.partition_a(place)
+        self.others = self.partition_others(place) if self.gathers_a else ()
         if cutlass.const_expr(self.spec.grouped == "m"):
             state = self._load_rows(ring, state, place, parts, warp)
         else:
@@ -118,13 +119,13 @@ class GatheredMainloop(SharedSharedMainloop):
             self._offset(first + ROWS_AT_ONCE * i) for i in range(self.spec.tile_m // ROWS_AT_ONCE)
         ]
         for k_tile in cutlass.range(place.k_tiles, unroll=1):
-            self._begin_stage(ring, state, parts, k_tile, warp)
+            self._begin_stage(ring, state, place, parts, k_tile, warp)
             column = k_tile * self.spec.tile_k + self.piece * 8
             wanted = place.belongs & (column < self.width)
-            target = self._target(state.index)
+            source, target = self._source(column), self._target(state.index)
             for i, row in enumerate(rows):
                 at = target + ROWS_AT_ONCE * i * ROW_BYTES
-                self._copy_piece(at, row, column, wanted & (row >= 0))
+                self._copy_piece(at, source, row, wanted & (row >= 0))
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.producer_get_barrier(state))
             state.advance()
         return state
@@ -136,29 +137,31 @@ class GatheredMainloop(SharedSharedMainloop):
         count = s.tile_k // ROWS_AT_ONCE
         tile, index = (s.tile_m, place.m) if self.gathers_a else (s.d_tile_n, place.n)
         columns = [index * tile + block * 64 + self.piece * 8 for block in range(tile // 64)]
+        sources = [(self._source(column), column < self.width) for column in columns]
         rows = self._rows(place.first + self.first_row, count)
         for k_tile in cutlass.range(place.k_tiles, unroll=1):
-            self._begin_stage(ring, state, parts, k_tile, warp)
             first = place.first + k_tile * s.tile_k + self.first_row
+            following = self._rows(first + s.tile_k, count)  # their indices arrive meanwhile
+            self._begin_stage(ring, state, place, parts, k_tile, warp)
             target = self._target(state.index)
             for i, row in enumerate(rows):
                 inside = (first + ROWS_AT_ONCE * i < place.end) & (row >= 0)
-                for block, column in enumerate(columns):
+                for block, (source, wanted) in enumerate(sources):
                     at = target + (block * s.tile_k + ROWS_AT_ONCE * i) * ROW_BYTES
-                    self._copy_piece(at, row, column, inside & (column < self.width))
+                    self._copy_piece(at, source, row, inside & wanted)
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.producer_get_barrier(state))
             state.advance()
-            rows = self._rows(first + s.tile_k, count)
+            rows = following
         return state
 
     @cute.jit
-    def _begin_stage(self, ring, state, parts, k_tile, warp):
+    def _begin_stage(self, ring, state, place, parts, k_tile, warp):
         """Waits for a stage to be free; the first loader warp sends the other operand."""
         if warp == 0:
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
             if cutlass.const_expr(self.gathers_a):
-                self._load_b(parts, k_tile, state.index, full)
+                self._load_b(parts, k_tile, state.index, full, place, self.others)
             else:
                 self._load_a(parts, k_tile, state.index, full)
         else:
@@ -167,11 +170,18 @@ class GatheredMainloop(SharedSharedMainloop):
     def _rows(self, first, count):
         return [self._offset(first + ROWS_AT_ONCE * i) for i in range(count)]
 
-    def _copy_piece(self, target, row, column, wanted):
-        """Copies a piece of a row, or zeros where it is not wanted."""
-        offset = select_(wanted, Int64(row) * PIECE + Int64(column) * 2, Int64(0))
-        nbytes = select_(wanted, Int32(PIECE), Int32(0))
-        copy_piece(target, self.pointer.toint() + offset, nbytes)
+    def _source(self, column):
+        """Returns the global address of the piece that begins at a column of a row 0."""
+        return self.pointer.toint() + Int64(column) * 2
+
+    def _copy_piece(self, target, source, row, wanted):
+        """Copies a piece of a row, or zeros where it is not wanted: its address is then not read.
+
+        Args:
+          source: address of the same piece of row 0.
+          row: distance from row 0, in pieces.
+        """
+        copy_piece(target, source + Int64(row) * PIECE, select_(wanted, Int32(PIECE), Int32(0)))
 
     def _offset(self, index):
         """Returns where the row begins that an element of the grouped axis is, in pieces.

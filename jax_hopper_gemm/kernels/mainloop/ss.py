@@ -7,6 +7,8 @@ import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import max as larger
+from cutlass.cutlass_dsl import select_
 
 from ..dtypes import CUTE_DTYPE
 
@@ -128,6 +130,7 @@ class SharedSharedMainloop:
         column = (1 << s.cluster_m) - 1
         self.a_mask = cutlass.Int16(row << cta_m) if s.cluster_n > 1 else None
         self.b_mask = cutlass.Int16(column << (s.cluster_m * cta_n)) if s.cluster_m > 1 else None
+        self.own_mask = cutlass.Int16(1 << cta_m) if s.paired else None
 
     def _partition(self, atom, cta, ctas, shared, coordinates):
         """Returns the part of each stage, and of each k-tile, that this CTA of `ctas` loads."""
@@ -143,12 +146,12 @@ class SharedSharedMainloop:
         coordinates = self.coordinates.a(place)
         return self._partition(self.tma_a, self.cta_n, self.spec.cluster_n, self.sA, coordinates)
 
-    def partition_b(self, place):
-        """Returns the same for each B."""
-        coordinates = self.coordinates.b(place)
+    def partition_b(self, place, cta=None):
+        """Returns the same for each B, or the part of another CTA of the cluster."""
+        coordinates, cta = self.coordinates.b(place), self.cta_m if cta is None else cta
         return [
             self._partition(
-                tma_b, self.cta_m, self.spec.cluster_m, self.sBs[None, None, part, 0, None],
+                tma_b, cta, self.spec.cluster_m, self.sBs[None, None, part, 0, None],
                 coordinates,
             )
             for part, tma_b in enumerate(self.tma_bs)
@@ -158,10 +161,11 @@ class SharedSharedMainloop:
     def load(self, ring, state, place):
         """Loader warp: sends a tile's k-tiles into the ring; returns the next stage's state."""
         a_part, b_parts = self.partition_a(place), self.partition_b(place)
+        others = self.partition_others(place)
         for k_tile in cutlass.range(place.k_tiles, unroll=1):
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
-            self._load_b(b_parts, k_tile, state.index, full)
+            self._load_b(b_parts, k_tile, state.index, full, place, others)
             self._load_a(a_part, k_tile, state.index, full)
             state.advance()
         return state
@@ -170,9 +174,27 @@ class SharedSharedMainloop:
         tAsA, tAgA = a_part
         self._copy(self.tma_a, tAgA[None, k_tile], tAsA[None, stage], full, self.a_mask)
 
-    def _load_b(self, b_parts, k_tile, stage, full):
+    def partition_others(self, place):
+        """Returns the other CTA's part of each B where it may have other columns: then it is loaded
+        here, too."""
+        return self.partition_b(place, 1 - self.cta_m) if self.spec.paired else ()
+
+    def _load_b(self, b_parts, k_tile, stage, full, place, others):
+        if not self.spec.paired:
+            self._copy_b(b_parts, k_tile, stage, full, self.b_mask)
+            return
+        mask = cutlass.Int16(select_(place.together, self.b_mask, self.own_mask))
+        self._copy_b(b_parts, k_tile, stage, full, mask)
+        self._copy_b_unless(place.together, others, k_tile, stage, full)
+
+    @cute.jit
+    def _copy_b_unless(self, condition, b_parts, k_tile, stage, full):
+        if not condition:
+            self._copy_b(b_parts, k_tile, stage, full, self.own_mask)
+
+    def _copy_b(self, b_parts, k_tile, stage, full, mask):
         for tma_b, (tBsB, tBgB) in zip(self.tma_bs, b_parts, strict=True):
-            self._copy(tma_b, tBgB[None, k_tile], tBsB[None, stage], full, self.b_mask)
+            self._copy(tma_b, tBgB[None, k_tile], tBsB[None, stage], full, mask)
 
     def _copy(self, atom, source, target, full, mask):
         if mask is None:
@@ -205,6 +227,9 @@ class SharedSharedMainloop:
                 state = self._accumulate(ring, state, acc, place.k_tiles, 2, on_issued)
             else:
                 state = self._accumulate(ring, state, acc, place.k_tiles, 1, on_issued)
+        elif cutlass.const_expr(self.spec.grouped == "k"):
+            rest = place.left - (place.k_tiles - 1) * self.spec.tile_k
+            state = self._accumulate(ring, state, acc, place.k_tiles, blocks, on_issued, rest)
         else:
             state = self._accumulate(ring, state, acc, place.k_tiles, blocks, on_issued)
         return state
@@ -220,12 +245,16 @@ class SharedSharedMainloop:
 
     @cute.jit
     def _accumulate(
-        self, ring, state, acc, k_tiles, blocks: cutlass.Constexpr, on_issued: cutlass.Constexpr
-    ):
+        self, ring, state, acc, k_tiles, blocks: cutlass.Constexpr, on_issued: cutlass.Constexpr,
+        last_elements=None,
+    ):  # fmt: skip
         """Accumulates the first `blocks` of 64 rows.
 
         One wgmma group stays in flight: a stage is released one k-tile late, when the group
         that read it has retired.
+
+        Args:
+          last_elements: elements of K in the last k-tile where it is not the first; None: all.
         """
         release = state.clone()
         tiled_mma = self.make_tiled_mma(self.atom_layout_m)
@@ -234,13 +263,22 @@ class SharedSharedMainloop:
         warpgroup.fence()
         self._multiply_stage(tiled_mma, acc, state.index, blocks)
         state.advance()
-        for _ in cutlass.range(1, k_tiles, unroll=1):
+        whole = k_tiles if last_elements is None else k_tiles - 1
+        for _ in cutlass.range(1, whole, unroll=1):
             ring.consumer_wait(state)
             self._multiply_stage(tiled_mma, acc, state.index, blocks)
             warpgroup.wait_group(1)
             ring.consumer_release(release)
             state.advance()
             release.advance()
+        if cutlass.const_expr(last_elements is not None):
+            for _ in cutlass.range(larger(whole, Int32(1)), k_tiles, unroll=1):  # one, or none
+                ring.consumer_wait(state)
+                self._multiply_part(acc, state.index, last_elements)
+                warpgroup.wait_group(1)
+                ring.consumer_release(release)
+                state.advance()
+                release.advance()
         on_issued()
         warpgroup.wait_group(0)
         ring.consumer_release(release)
@@ -258,6 +296,17 @@ class SharedSharedMainloop:
                 a = cute.logical_divide(self.tCrA[at], (None, blocks))[first]
                 cute.gemm(tiled_mma, rows, a, self.tCrB[at], rows)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _multiply_part(self, acc, stage, elements):
+        """Multiplies the first elements of a stage along K, in steps of an instruction's 16."""
+        self._before_multiply()
+        tiled_mma = self.make_tiled_mma(self.atom_layout_m)
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        for k_block in cutlass.range((elements + 15) // 16, unroll=1):
+            at = (None, None, k_block, stage)
+            cute.gemm(tiled_mma, acc, self.tCrA[at], self.tCrB[at], acc)
         warpgroup.commit_group()
 
     def _before_multiply(self):

@@ -79,7 +79,7 @@ class GroupedScheduler:
 
     def __init__(self, spec):
         self.spec = spec
-        self.rows = spec.tile_m * spec.cluster_m if spec.grouped == "m" else None
+        self.rows = spec.tile_m * spec.walk_m if spec.grouped == "m" else None
 
     @cute.jit
     def setup(self, words, counter, walk, sizes, num_reader_warps: cutlass.Constexpr):

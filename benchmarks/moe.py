@@ -1,0 +1,518 @@
+"""Times a whole mixture of experts, forward and with all gradients, beside others' products.
+
+    python benchmarks/moe.py --json moe.json
+    python benchmarks/moe.py --shapes qwen3 --what step --candidates ours tokamax --profile
+    python benchmarks/moe.py --build-only FOLDER   # on a machine with a compiler, no GPU
+
+The others are one layer, written plainly in JAX, with `jax.lax.ragged_dot` and with tokamax's: the
+same router, the same order of rows, one product for gate and up, and gradients of moved rows that
+gather as well, since JAX's own would add up by atomics. Candidates take turns on the same random
+inputs, in one process; what takes longer than `SLOW` does so once, and what takes longer than
+`TOO_SLOW`, or runs kernels that CUPTI cannot count, is timed by the host. Each one's results are
+compared with those of a float32 layer that runs every expert on every token.
+
+The memory is what the compiled program allocates besides arguments and results; "copies" counts the
+arrays of (tokens * experts per token, features) that XLA writes, which no product does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from grouped import RATE, SCALE, SLOW, TOO_SLOW, first_line, timed
+
+from jax_hopper_gemm import cubin, moe
+from jax_hopper_gemm.spec import GemmSpec
+from jax_hopper_gemm.testing import benchmark, timing
+from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.testing.moe_programs import rows_written
+
+LARGEST_DIFFERENCE = 0.02  # of a result, in norm: some roundings to bfloat16
+CALLS_BY_THE_HOST = 3
+WHAT = ("forward", "step")  # the result; the result and the gradients of all arguments
+CANDIDATES = ("ours", "lax", "tokamax")
+
+# Functions of (x (T, D), router (D, E), gate_up (E, D, 2, F), down (E, F, D), cotangent (T, D)).
+Function = Callable[..., Any]
+RaggedDot = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer, and how many times as fast as the best of the others it is wanted."""
+
+    tokens: int
+    features: int
+    hidden: int
+    experts: int
+    k: int
+    wanted: float | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.k
+
+    @property
+    def copy_bytes(self) -> int:
+        """Of the tokens in the order of their experts."""
+        return 2 * self.rows * self.features
+
+    def flops(self, what: str) -> int:
+        """Of the experts' products: gate, up and down, each with two gradients in a step."""
+        return (1 if what == "forward" else 3) * 3 * 2 * self.rows * self.features * self.hidden
+
+    def arrays(self) -> list[jax.ShapeDtypeStruct]:
+        t, d, f, e = self.tokens, self.features, self.hidden, self.experts
+        shapes = ((t, d), (d, e), (e, d, 2, f), (e, f, d), (t, d))
+        return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+
+SHAPES = {
+    "qwen3": Shape(8192, 2048, 768, 128, 8, 2.5),
+    "mixtral": Shape(8192, 4096, 14336, 8, 2),
+}
+
+
+# The layers.
+
+
+def ours(x: jax.Array, router: Any, gate_up: Any, down: Any, *, k: int) -> jax.Array:
+    return moe.mixture_of_experts(x, router, gate_up, down, experts_per_token=k)[0]
+
+
+def written_with(ragged_dot: RaggedDot) -> Function:
+    """Returns the layer with a product (lhs, rhs, group_sizes) of another library."""
+
+    def layer(x: jax.Array, router: Any, gate_up: Any, down: Any, *, k: int) -> jax.Array:
+        experts = router.shape[1]
+        weights, chosen = routed(x, router, k)
+        chosen = chosen.reshape(-1)
+        order = jnp.argsort(chosen)
+        positions = jnp.argsort(order).reshape(-1, k)
+        sizes = jnp.bincount(chosen, length=experts)
+        rows = dispatched(x, order // k, positions)
+        both = ragged_dot(rows, gate_up.reshape(experts, x.shape[1], -1), sizes)
+        gate, up = jnp.split(both.astype(jnp.float32), 2, axis=1)
+        of_rows = weights.reshape(-1)[order][:, None]
+        hidden = (jax.nn.silu(gate) * up * of_rows).astype(x.dtype)
+        return combined(ragged_dot(hidden, down, sizes), order // k, positions)
+
+    return layer
+
+
+def routed(x: jax.Array, router: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Returns weights and experts, (T, k), of each token."""
+    logits = jnp.matmul(x, router, preferred_element_type=jnp.float32)
+    best, chosen = jax.lax.top_k(logits, k)
+    return jax.nn.softmax(best), chosen
+
+
+def picked(x: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jnp.take(x, tokens, axis=0, mode="clip")
+
+
+def gathered(rows: jax.Array, positions: jax.Array) -> jax.Array:
+    taken = jnp.take(rows, positions, axis=0, mode="clip")
+    return taken.sum(1, dtype=jnp.float32).astype(rows.dtype)
+
+
+def _dispatched(x: jax.Array, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns the rows x[tokens], (T * k, D); token t's are those at positions[t], (T, k)."""
+    return picked(x, tokens)
+
+
+def _combined(rows: jax.Array, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns (T, D), the sum of each token's rows: the transpose of `dispatched`."""
+    return gathered(rows, positions)
+
+
+dispatched = jax.custom_vjp(_dispatched)
+combined = jax.custom_vjp(_combined)
+dispatched.defvjp(
+    lambda x, tokens, positions: (picked(x, tokens), positions),
+    lambda positions, cotangent: (gathered(cotangent, positions), None, None),
+)
+combined.defvjp(
+    lambda rows, tokens, positions: (gathered(rows, positions), tokens),
+    lambda tokens, cotangent: (picked(cotangent, tokens), None, None),
+)
+
+
+def layer_of(name: str) -> Function:
+    """Returns the layer of a candidate.
+
+    Raises:
+      ModuleNotFoundError: its library is not installed.
+    """
+    if name == "ours":
+        return ours
+    if name == "lax":
+        return written_with(jax.lax.ragged_dot)
+    tokamax: Any = importlib.import_module("tokamax")
+    return written_with(tokamax.ragged_dot)
+
+
+def timed_function(layer: Function, what: str, k: int) -> Function:
+    """Returns the function of all arrays that is timed: its result is a tuple."""
+    layer = functools.partial(layer, k=k)
+
+    def forward(x, router, gate_up, down, cotangent):
+        return (layer(x, router, gate_up, down),)
+
+    def step(x, router, gate_up, down, cotangent):
+        y, pull = jax.vjp(layer, x, router, gate_up, down)
+        return (y, *pull(cotangent))
+
+    return forward if what == "forward" else step
+
+
+@functools.partial(jax.jit, static_argnames="k")
+def reference(x, router, gate_up, down, cotangent, *, k: int) -> tuple[jax.Array, ...]:
+    """Returns what a step does, in float32: every expert runs on every token."""
+    with jax.default_matmul_precision("highest"):
+        x, router, cotangent = (a.astype(jnp.float32) for a in (x, router, cotangent))
+
+        def shares(x, router):  # (E, T)
+            weights, chosen = routed(x, router, k)
+            return (jax.nn.one_hot(chosen, router.shape[1]) * weights[:, :, None]).sum(1).T
+
+        def expert(x, gate_up, down, share):
+            hidden = jax.nn.silu(x @ gate_up[:, 0]) * (x @ gate_up[:, 1]) * share[:, None]
+            return hidden @ down
+
+        def add(sums, weights):
+            gate_up, down, share = weights
+            gate_up, down = gate_up.astype(jnp.float32), down.astype(jnp.float32)
+            y, pull = jax.vjp(expert, x, gate_up, down, share)
+            of_x, *rest = pull(cotangent)
+            return (sums[0] + y, sums[1] + of_x), tuple(rest)
+
+        share, pull = jax.vjp(shares, x, router)
+        zeros = jnp.zeros_like(x)
+        (y, of_x), (of_gate_up, of_down, of_share) = jax.lax.scan(
+            add, (zeros, zeros), (gate_up, down, share)
+        )
+        through_router, of_router = pull(of_share)
+        return y, of_x + through_router, of_router, of_gate_up, of_down
+
+
+@jax.jit
+def difference(found: jax.Array, exact: jax.Array) -> jax.Array:
+    """Returns the norm of the difference of two arrays, relative to that of the second."""
+    difference = found.astype(jnp.float32) - exact
+    return jnp.linalg.norm(difference.reshape(-1)) / jnp.linalg.norm(exact.reshape(-1))
+
+
+def random_inputs(shape: Shape) -> tuple[jax.Array, ...]:
+    """Returns one set of inputs: no layer here fits in L2."""
+
+    @jax.jit
+    def draw() -> tuple[jax.Array, ...]:
+        keys = jax.random.split(jax.random.key(0, impl="rbg"), 5)
+        scales = (1.0, SCALE, SCALE, SCALE, 1.0)
+        return tuple(
+            jax.random.normal(key, a.shape, a.dtype) * jnp.asarray(scale, a.dtype)
+            for key, a, scale in zip(keys, shape.arrays(), scales, strict=True)
+        )
+
+    return jax.block_until_ready(draw())
+
+
+# The candidates.
+
+
+@dataclass(frozen=True)
+class Program:
+    """A candidate, compiled.
+
+    Attributes:
+      run: the function of the inputs.
+      seconds: of its second call, by the host.
+      temp_bytes: what it allocates besides arguments and results; None if XLA does not tell.
+      copies: arrays of the rows' shape that XLA writes.
+      difference: the largest of any result from the reference.
+      kernels: names of those of ours that it runs.
+      clearing: microseconds that they take besides themselves.
+      counted: whether CUPTI counts its kernels.
+    """
+
+    run: Function
+    seconds: float
+    temp_bytes: int | None
+    copies: int
+    difference: float
+    kernels: tuple[str, ...]
+    clearing: float
+    counted: bool
+
+
+def prepared(
+    name: str, what: str, shape: Shape, inputs: Sequence[jax.Array], exact: Sequence[jax.Array]
+) -> Program:
+    """Compiles, runs and compares a candidate; whatever its library raises comes through."""
+    function = timed_function(layer_of(name), what, shape.k)
+    run = jax.jit(function).lower(*inputs).compile()
+    text, memory = run.as_text() or "", run.memory_analysis()
+    results = jax.block_until_ready(run(*inputs))
+    differences = [float(difference(*pair)) for pair in zip(results, exact, strict=False)]
+    del results
+    start = time.perf_counter()
+    jax.block_until_ready(run(*inputs))
+    seconds = time.perf_counter() - start
+    counted = seconds <= TOO_SLOW
+    if counted:
+        try:
+            timing.burst(run, [tuple(inputs)])()
+        except Exception:  # of some programs of many kernels CUPTI loses count
+            counted = False
+    launched: list[GemmSpec] = []
+    if name == "ours":
+        lowered = specs_of(function, *inputs)
+        launched = [spec for spec in lowered if f"{spec.name} " in text] or lowered
+    return Program(
+        run, seconds, getattr(memory, "temp_size_in_bytes", None), copies_in(text, shape),
+        float(np.max(differences)), tuple(spec.name for spec in launched),
+        sum(map(timing.clearing, launched)), counted,
+    )  # fmt: skip
+
+
+def copies_in(text: str, shape: Shape) -> int:
+    """Returns how many arrays of the rows' shape XLA's own instructions write, in HLO."""
+    t, d, k = shape.tokens, shape.features, shape.k
+    return rows_written(text, [f"{t * k},{d}", f"{t},{k},{d}"])
+
+
+def times(
+    programs: dict[str, Program], inputs: tuple, regime: str, rounds: int, pause: Callable[[], None]
+) -> dict[str, timing.Timing]:
+    """Returns what each candidate takes, in microseconds; in turns, but for the slowest."""
+    quick, slow, found = {}, {}, {}
+    for name, program in programs.items():
+        if not by_host(program, regime):
+            (slow if program.seconds > SLOW else quick)[name] = program.run
+    added = {name: program.clearing for name, program in programs.items()}
+    found |= timed(quick, [inputs], regime, rounds, added, pause)
+    found |= timed(slow, [inputs], regime, 1, added, pause)
+    for name in programs.keys() - found.keys():
+        found[name] = host_timing(programs[name], inputs)
+    return {name: found[name] for name in programs}
+
+
+def by_host(program: Program, regime: str) -> bool:
+    """Whether a candidate is too slow, or CUPTI does not count its kernels."""
+    return program.seconds > TOO_SLOW or (regime == "burst" and not program.counted)
+
+
+def host_timing(program: Program, inputs: tuple) -> timing.Timing:
+    """Times a few calls, one of what is very slow: that which has been timed."""
+    if program.seconds > TOO_SLOW:
+        return timing.Timing((program.seconds * 1e6,))
+    found = []
+    for _ in range(CALLS_BY_THE_HOST):
+        start = time.perf_counter()
+        jax.block_until_ready(program.run(*inputs))
+        found.append((time.perf_counter() - start) * 1e6)
+    return timing.Timing(tuple(found))
+
+
+# The table.
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one layer took, in one regime, of all candidates; microseconds and bytes."""
+
+    shape: str
+    what: str
+    regime: str
+    us: dict[str, float]
+    quartiles: dict[str, tuple[float, float]]
+    by_the_host: tuple[str, ...]
+    differences: dict[str, float]
+    temp_bytes: dict[str, int | None]
+    copies: dict[str, int]
+    copy_bytes: int
+    kernels: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def speedup(self) -> float | None:
+        """Of ours over the fastest of the others."""
+        others = [us for name, us in self.us.items() if name != "ours"]
+        return min(others) / self.us["ours"] if others and "ours" in self.us else None
+
+    @property
+    def verdict(self) -> str:
+        missed = [
+            f"NUMBERS of {name}"
+            for name, found in self.differences.items()
+            if not found < LARGEST_DIFFERENCE
+        ]
+        wanted = SHAPES[self.shape].wanted or 1.0
+        if self.speedup is not None and self.speedup < wanted:
+            missed.append(f"{wanted}x")
+        if self.copies.get("ours"):
+            missed.append("no copies")
+        return "missed: " + ", ".join(missed) if missed else "met"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"speedup": self.speedup, "verdict": self.verdict}
+
+
+HEADER = (
+    f"{'layer':<8} {'what':<8} {'regime':<9} {'candidate':<9} {'us':>10} {'q1-q3':>19} {'TF':>5} "
+    f"{'/ ours':>7} {'error':>7} {'MiB':>7} {'copies':>6}"
+)
+
+
+def format_row(row: Row) -> str:
+    """Returns a line for each candidate, then the memory of a copy, the verdict and notes."""
+    lines = []
+    for name, us in row.us.items():
+        spread = "{:.1f}-{:.1f}".format(*row.quartiles[name])
+        spread = "by the host" if name in row.by_the_host else spread
+        relative = f"{us / row.us['ours']:.3f}" if "ours" in row.us else "-"
+        memory = row.temp_bytes[name]
+        memory = "-" if memory is None else f"{mib(memory):.0f}"
+        lines.append(
+            f"{row.shape:<8} {row.what:<8} {row.regime:<9} {name:<9} {us:>10.1f} {spread:>19} "
+            f"{SHAPES[row.shape].flops(row.what) / us / 1e6:>5.0f} {relative:>7} "
+            f"{row.differences[name]:>7.4f} {memory:>7} {row.copies[name]:>6}"
+        )
+    speedup = "-" if row.speedup is None else f"{row.speedup:.3f}"
+    lines.append(
+        f"  fastest other / ours {speedup}; a copy of the rows is {mib(row.copy_bytes):.0f} MiB; "
+        f"{row.verdict}" + "".join(f"  [{note}]" for note in row.notes)
+    )
+    return "\n".join(lines)
+
+
+def mib(size: int) -> float:
+    return size / 2**20
+
+
+def measured(
+    name: str,
+    what: str,
+    regimes: Sequence[str],
+    rounds: int,
+    wanted: Sequence[str],
+    inputs: tuple,
+    exact: Sequence[jax.Array],
+) -> tuple[list[Row], dict[str, Program]]:
+    """Returns a row for each regime, and the candidates that ran."""
+    shape, programs, notes = SHAPES[name], {}, []
+    for candidate in wanted:
+        try:
+            programs[candidate] = prepared(candidate, what, shape, inputs, exact)
+        except Exception as error:  # whatever another library raises
+            if candidate == "ours":
+                raise
+            notes.append(f"{candidate}: {type(error).__name__}: {first_line(error)}")
+    pause = functools.partial(time.sleep, min(1.0, 20 * shape.flops(what) / RATE))
+    rows = []
+    for regime in regimes:
+        found = times(programs, inputs, regime, rounds, pause)
+        rows.append(
+            Row(
+                name, what, regime,
+                {candidate: t.median for candidate, t in found.items()},
+                {candidate: t.quartiles for candidate, t in found.items()},
+                tuple(n for n, p in programs.items() if by_host(p, regime)),
+                {candidate: p.difference for candidate, p in programs.items()},
+                {candidate: p.temp_bytes for candidate, p in programs.items()},
+                {candidate: p.copies for candidate, p in programs.items()},
+                shape.copy_bytes,
+                programs["ours"].kernels if "ours" in programs else (),
+                tuple(notes),
+            )
+        )  # fmt: skip
+    return rows, programs
+
+
+def profile(program: Program, inputs: tuple) -> list[tuple[str, float]]:
+    """Returns name and microseconds of each kernel of a call, in order."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, found = profiler.measure(program.run, aggregate=False)(*inputs)
+    return [(name, milliseconds * 1e3) for name, milliseconds in found or []]
+
+
+def build(shapes: Sequence[str], what: Sequence[str], folder: Path) -> int:
+    """Builds every kernel that the benchmark runs; returns the exit status."""
+    specs: dict[GemmSpec, None] = {}
+    for shape in (SHAPES[name] for name in shapes):
+        for each in what:
+            function = timed_function(ours, each, shape.k)
+            specs |= dict.fromkeys(specs_of(function, *shape.arrays()))
+    report = cubin.build(list(specs), folder=folder)
+    print(report)
+    return 1 if report.failures else 0
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Times all candidates and prints a table; returns all figures."""
+    benchmark.this_device()
+    regimes = benchmark.REGIMES if arguments.regime == "both" else (arguments.regime,)
+    facts = benchmark.environment()
+    print("  ".join(f"{key} {value}".replace("\n", " ") for key, value in facts.items()))
+    print(HEADER)
+    rows: list[Row] = []
+    profiles: dict[str, list[tuple[str, float]]] = {}
+    for name in arguments.shapes:
+        shape = SHAPES[name]
+        inputs = random_inputs(shape)
+        exact = jax.block_until_ready(reference(*inputs, k=shape.k))
+        for what in arguments.what:
+            found, programs = measured(
+                name, what, regimes, arguments.rounds, arguments.candidates, inputs, exact
+            )
+            rows += found
+            print("\n".join(map(format_row, found)), flush=True)
+            if not arguments.profile:
+                continue
+            for candidate, program in programs.items():
+                if program.seconds <= TOO_SLOW:
+                    kernels = profile(program, inputs)
+                    profiles[f"{name} {what} {candidate}"] = kernels
+                    print(f"\n{name} {what} {candidate}: {len(kernels)} kernels")
+                    print("\n".join(f"{us:9.1f} us  {kernel}" for kernel, us in kernels))
+        del inputs, exact
+    return {"environment": facts, "rows": [row.to_dict() for row in rows], "kernels": profiles}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--what", nargs="+", choices=WHAT, default=list(WHAT))
+    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
+    parser.add_argument("--regime", choices=(*benchmark.REGIMES, "both"), default="burst")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each candidate")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of each candidate")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--build-only", type=Path, metavar="FOLDER", help="build the kernels")
+    arguments = parser.parse_args()
+    if arguments.build_only:
+        return build(arguments.shapes, arguments.what, arguments.build_only)
+    figures = run(arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

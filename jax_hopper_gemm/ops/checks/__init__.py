@@ -1,0 +1,19 @@
+"""Every error that a user's arguments can cause: what came, what was expected, the way out."""
+
+from .arguments import SCALARS as SCALARS
+from .arguments import as_arrays as as_arrays
+from .arguments import strong_dtype as strong_dtype
+from .dense import check_dot_general as check_dot_general
+from .dense import check_einsum as check_einsum
+from .dense import check_explained as check_explained
+from .dense import check_matmul as check_matmul
+from .gated import check_gated as check_gated
+from .ragged import check_group_operands as check_group_operands
+from .ragged import check_ragged_dot as check_ragged_dot
+from .ragged import check_ragged_dot_general as check_ragged_dot_general
+from .steps import call as call
+from .steps import check_activated as check_activated
+from .steps import check_result_dtypes as check_result_dtypes
+from .steps import check_steps as check_steps
+from .steps import results as results
+from .wording import describe as describe

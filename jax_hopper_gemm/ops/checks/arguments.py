@@ -1,0 +1,86 @@
+"""What every product takes: arrays, names of activations, functions, choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..activations import ACTIVATIONS
+
+IMPLEMENTATIONS = (None, "hopper", "xla")
+PREACTIVATIONS = ("save", "recompute")
+SCALARS = (bool, int, float, complex)
+COMPLEX = 2
+
+
+def as_arrays(op: str, **operands: Any) -> list[Any]:
+    """Returns the operands, those with a `__jax_array__` method as the array it gives.
+
+    Raises:
+      TypeError: an operand is neither an array nor a scalar.
+    """
+    arrays = [
+        convert() if (convert := getattr(x, "__jax_array__", None)) else x
+        for x in operands.values()
+    ]
+    problems = [
+        f"{name} is a {type(x).__name__}, expected an array: convert it with jnp.asarray"
+        for name, x in zip(operands, arrays, strict=True)
+        if not is_array(x)
+    ]
+    if problems:
+        raise TypeError(f"{op}: {'; '.join(problems)}")
+    return arrays
+
+
+def is_array(x: Any) -> bool:
+    return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(x, SCALARS)
+
+
+def strong_dtype(x: Any) -> Any:
+    """Returns the dtype of an array; None for None and for numbers, which take any."""
+    if x is None or isinstance(x, SCALARS) or jax.typeof(x).weak_type:
+        return None
+    return jax.dtypes.result_type(x)
+
+
+def kind(x: Any) -> int:
+    """Returns 0 for integers and truth values, 1 for floats, 2 for complex numbers."""
+    dtype = x if isinstance(x, np.dtype) else jax.dtypes.result_type(x)
+    if jnp.issubdtype(dtype, np.complexfloating):
+        return COMPLEX
+    return int(jnp.issubdtype(dtype, np.floating))
+
+
+def name_problems(activation: Any) -> list[str]:
+    if not isinstance(activation, str) or activation in ACTIVATIONS:
+        return []
+    return [f"activation is {activation!r}, expected a function or one of {', '.join(ACTIVATIONS)}"]
+
+
+def function_problems(name: str, function: Any) -> list[str]:
+    """Returns why an activation or an epilogue is none, as far as its type tells."""
+    if function is None or (name == "activation" and isinstance(function, str)):
+        return []
+    if not callable(function):
+        return [f"{name} is a {type(function).__name__}, expected a function"]
+    try:
+        hash(function)
+    except TypeError:
+        return [
+            f"{name} is a {type(function).__name__}, which cannot be hashed: pass a function, and "
+            "the arrays that it needs as epilogue_operands"
+        ]
+    return []
+
+
+def choice_problems(preactivation: Any, implementation: Any) -> list[str]:
+    problems = []
+    if preactivation not in PREACTIVATIONS:
+        problems.append(f"preactivation is {preactivation!r}, expected 'save' or 'recompute'")
+    if implementation not in IMPLEMENTATIONS:
+        problems.append(f"implementation is {implementation!r}, expected None, 'hopper' or 'xla'")
+    return problems

@@ -1,0 +1,220 @@
+"""Errors of dense products: ranks, extents, axes, and what `matmul` takes beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from .arguments import COMPLEX, function_problems, kind, name_problems, strong_dtype
+from .wording import describe, differ, fail
+
+
+def check_matmul(a: Any, b: Any, given: Mapping[str, Any], activation: Any, preferred: Any) -> None:
+    """Checks ranks, K and batch axes by the rules of `jnp.matmul`, then what follows the product.
+
+    Args:
+      a, b: the operands.
+      given: by name, those of bias, residual, c, alpha and beta that are given.
+      activation, preferred: as the user gave them, `preferred` being preferred_element_type.
+    """
+    problems = _matmul_problems(a, b)
+    if not problems:
+        problems += _broadcasting_problems(_matmul_shape(np.shape(a), np.shape(b)), given)
+        problems += _kind_problems(a, b, given, preferred)
+    problems += _factor_problems(given) + name_problems(activation)
+    fail("matmul", problems, function_problems("activation", activation))
+
+
+def _matmul_problems(a: Any, b: Any) -> list[str]:
+    problems = [
+        f"{name} is a scalar, {describe(x)}, expected at least one axis: scale with *"
+        for name, x in (("a", a), ("b", b))
+        if np.ndim(x) == 0
+    ]
+    if problems:
+        return problems
+    a_shape, b_shape = np.shape(a), np.shape(b)
+    given = f"a is {describe(a)}, b is {describe(b)}"
+    k_a, k_b = a_shape[-1], b_shape[max(len(b_shape) - 2, 0)]
+    if differ(k_a, k_b):
+        hint = ""
+        if len(a_shape) == len(b_shape) == 2 and not differ(k_a, b_shape[1]):
+            hint = (
+                ". Is b stored (N, K)? Contract it with dot_general(a, b, (((1,), (1,)), ((), ())))"
+            )
+        problems.append(f"K differs: {given}{hint}")
+    for x, y in zip(reversed(a_shape[:-2]), reversed(b_shape[:-2]), strict=False):
+        if differ(x, y) and 1 not in (x, y):
+            problems.append(
+                f"batch axes {a_shape[:-2]} and {b_shape[:-2]} do not broadcast: {given}"
+            )
+            break
+    return problems
+
+
+def _matmul_shape(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the shape of a product of arrays of these shapes, which fit."""
+    batches = zip_longest(reversed(a[:-2]), reversed(b[:-2]), fillvalue=1)
+    batch = [y if isinstance(x, int) and x == 1 else x for x, y in batches]
+    return (*reversed(batch), *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
+
+
+def _broadcasting_problems(shape: tuple[Any, ...], given: Mapping[str, Any]) -> list[str]:
+    """Returns which of bias, residual and c do not broadcast to the result's shape."""
+    problems = []
+    for name in ("bias", "residual", "c"):
+        if name not in given:
+            continue
+        own = np.shape(given[name])
+        fits = len(own) <= len(shape) and not any(
+            differ(x, y) and x != 1 for x, y in zip(reversed(own), reversed(shape), strict=False)
+        )
+        if not fits:
+            hint = ""
+            if len(own) == 1 and len(shape) > 1 and own[0] == shape[-2]:
+                hint = f". Is it one value a row? Pass {name}[:, None]"
+            problems.append(
+                f"{name} is {describe(given[name])}, which does not broadcast to the result's "
+                f"shape {shape}{hint}"
+            )
+    return problems
+
+
+def _factor_problems(given: Mapping[str, Any]) -> list[str]:
+    problems = [
+        f"{name} is {describe(given[name])}, expected a number or a scalar array"
+        for name in ("alpha", "beta")
+        if name in given and np.ndim(given[name]) > 0
+    ]
+    if "beta" in given and "c" not in given:
+        problems.append("beta came without c: it is the factor of c in alpha * (a @ b) + beta * c")
+    return problems
+
+
+def _kind_problems(a: Any, b: Any, given: Mapping[str, Any], preferred: Any) -> list[str]:
+    """Returns which operand is of a kind of number that does not go with the product."""
+    single = preferred is not None and not isinstance(preferred, tuple | list)
+    c = given.get("c")
+    decides = c is not None and not single and strong_dtype(c) is not None
+    product = kind(np.result_type(preferred)) if single else max(kind(a), kind(b))
+    problems = []
+    if decides and kind(c) < product:
+        problems.append(
+            f"c is {describe(c)}, whose dtype the result takes and which cannot hold the product "
+            f"of {describe(a)} and {describe(b)}: convert c, or pass preferred_element_type"
+        )
+    elif decides:
+        product = kind(c)
+    for name, x in given.items():
+        if kind(x) == COMPLEX > product:
+            problems.append(
+                f"{name} is {describe(x)}, which is complex, and the product is not: convert one "
+                "of them, or pass preferred_element_type"
+            )
+    return problems
+
+
+def check_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
+    """Returns `dimension_numbers` as nested tuples of plain integers; None stays None.
+
+    Checks that axes exist, appear once, and have equal extents in both operands.
+    """
+    return (
+        None
+        if dimension_numbers is None
+        else checked_axes("dot_general", lhs, rhs, dimension_numbers)
+    )
+
+
+def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
+    """Returns `dimension_numbers` as nested tuples of plain integers, checked."""
+    try:
+        (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = (
+            tuple(tuple(int(axis) for axis in axes) for axes in pair) for pair in dimension_numbers
+        )
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{op}: dimension_numbers is {dimension_numbers!r}, expected "
+            "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each a sequence of axes"
+        ) from None
+    problems = []
+    for name, x, axes in (
+        ("lhs", lhs, lhs_contracting + lhs_batch),
+        ("rhs", rhs, rhs_contracting + rhs_batch),
+    ):
+        if any(not 0 <= axis < np.ndim(x) for axis in axes):
+            problems.append(
+                f"{name} axes {axes} are not all between 0 and {np.ndim(x) - 1}: "
+                f"{name} is {describe(x)}"
+            )
+        elif len(set(axes)) < len(axes):
+            problems.append(f"{name} axes {axes} repeat: each is contracted or batched once")
+    for role, lhs_axes, rhs_axes in (
+        ("contracting", lhs_contracting, rhs_contracting),
+        ("batch", lhs_batch, rhs_batch),
+    ):
+        if len(lhs_axes) != len(rhs_axes):
+            problems.append(f"{role} axes {lhs_axes} and {rhs_axes} do not pair up")
+        elif not problems:
+            lhs_extents = tuple(np.shape(lhs)[axis] for axis in lhs_axes)
+            rhs_extents = tuple(np.shape(rhs)[axis] for axis in rhs_axes)
+            if any(map(differ, lhs_extents, rhs_extents)):
+                problems.append(
+                    f"{role} axes {lhs_axes} and {rhs_axes} have extents {lhs_extents} and "
+                    f"{rhs_extents}: lhs is {describe(lhs)}, rhs is {describe(rhs)}"
+                )
+    fail(op, problems)
+    return (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)
+
+
+def check_explained(function: str, because: str, named: Mapping[str, Any]) -> None:
+    """Checks that nothing is given that the explained function does not take.
+
+    Args:
+      function: what is explained.
+      because: of which arguments.
+      named: those that it has not, by name; None for those that are not given.
+    """
+    if given := [name for name, x in named.items() if x is not None]:
+        hint = ": write it into epilogue" if function in ("dot_general", "ragged_dot") else ""
+        raise TypeError(
+            f"explain: {', '.join(given)} came with {because}, and {function} has no such "
+            f"argument{hint}"
+        )
+
+
+def check_einsum(subscripts: Any, operands: Sequence[Any]) -> None:
+    """Checks what must hold before `jnp.einsum` parses the subscripts."""
+    if not isinstance(subscripts, str):
+        raise TypeError(
+            f"einsum: subscripts is a {type(subscripts).__name__}, expected a string such as "
+            "'mk,kn->mn'"
+        )
+    if len(operands) != 2:
+        fail(
+            "einsum",
+            [f"{len(operands)} operands came, expected two: use jnp.einsum, or chain products"],
+        )
+    inputs = subscripts.replace(" ", "").split("->")[0].split(",")
+    problems = []
+    if len(inputs) != 2:
+        problems.append(f"subscripts {subscripts!r} name {len(inputs)} operands, expected two")
+    extents: dict[str, Any] = {}
+    for labels, x in zip(inputs, operands, strict=False):
+        if "." in labels:  # jnp.einsum checks what an ellipsis stands for
+            continue
+        if len(labels) != np.ndim(x):
+            problems.append(
+                f"subscripts {labels!r} name {len(labels)} axes of an operand that is {describe(x)}"
+            )
+            continue
+        for label, extent in zip(labels, np.shape(x), strict=True):
+            known = extents.setdefault(label, extent)
+            if known == 1:
+                extents[label] = extent
+            elif differ(known, extent) and extent != 1:
+                problems.append(f"{label!r} in {subscripts!r} is {known} and {extent}")
+    fail("einsum", problems)

@@ -1,0 +1,116 @@
+"""Errors of gated linear units, dense ones and those of rows in groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .arguments import COMPLEX, as_arrays, choice_problems, function_problems, kind, name_problems
+from .ragged import fail_ragged, group_problems
+from .wording import describe, differ, each_text, fail
+
+
+def check_gated(
+    x: Any,
+    weights: Any,
+    bias: Any,
+    row_scale: Any,
+    activation: Any,
+    preactivation: Any,
+    implementation: Any,
+    sizes: Any = None,
+    offset: Any = None,
+    indices: Any = None,
+) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Checks a gated linear unit; with `sizes` one of rows in groups, which `indices` may pick.
+
+    Returns:
+      x; the weights: one array or gate and up; the biases: none or gate's and up's; the scale of
+      rows: none or one.
+    """
+    op = "gated_linear_unit"
+    named = {"x": x}
+    for name, given in (("weights", weights), ("bias", bias), ("row_scale", row_scale)):
+        if isinstance(given, tuple | list):
+            if len(given) != 2:
+                fail(op, [f"{name} is {len(given)} arrays, expected one or the pair (gate, up)"])
+            named |= {f"{name}[{i}]": each for i, each in enumerate(given)}
+        elif name == "weights" or given is not None:
+            named[name] = given
+    arrays = dict(zip(named, as_arrays(op, **named), strict=True))
+    x = arrays["x"]
+    rights = tuple(arrays[name] for name in arrays if name.startswith("weights"))
+    biases = tuple(arrays[name] for name in arrays if name.startswith("bias"))
+    scale = tuple(arrays[name] for name in arrays if name == "row_scale")
+    problems = []
+    for s in scale:
+        rows, of = (np.shape(x)[:-1], "x") if indices is None else (np.shape(indices), "the result")
+        if np.ndim(s) != len(rows) or any(map(differ, np.shape(s), rows)):
+            problems.append(
+                f"row_scale is {describe(s)}, expected {rows}: one for each row of {of}"
+            )
+    lead = () if sizes is None else ("G",)
+    if np.ndim(x) == 0:
+        problems.append(f"x is a scalar, {describe(x)}, expected (..., K)")
+    elif lead and np.ndim(x) != 2:
+        problems.append(f"x is {describe(x)}, expected (M, K): its rows are in groups")
+    problems += _weight_problems(rights, lead)
+    if not problems:
+        *groups, k, n = (np.shape(rights[0])[i] for i in (*range(len(lead)), len(lead), -1))
+        if differ(np.shape(x)[-1], k):
+            names = ", ".join((*lead, "K, 2, N" if len(rights) == 1 else "K, N"))
+            problems.append(
+                f"K differs: x is {describe(x)}, weights is {each_text(rights)}, expected "
+                f"{'(M, K)' if lead else '(..., K)'} and ({names})"
+                f"{'' if len(rights) == 1 else ' twice'}"
+            )
+        if sizes is not None and np.ndim(sizes) != 1:
+            problems.append(f"group_sizes is {describe(sizes)}, expected (G,)")
+        elif sizes is not None:
+            problems += group_problems(groups[0], rights[0], sizes, offset, "weights")
+        expected = (*groups, n) if len(biases) == 2 else (*groups, 2, n)
+        if any(
+            np.ndim(b) != len(expected) or any(map(differ, np.shape(b), expected)) for b in biases
+        ):
+            problems.append(f"bias is {each_text(biases)}, expected {expected}")
+        if max(map(kind, biases), default=0) == COMPLEX > max(kind(x), kind(rights[0])):
+            problems.append(f"bias is {each_text(biases)}, and the products are not complex")
+    if offset is not None and not lead:
+        problems.append("group_offset came without group_sizes")
+    if indices is not None and not lead:
+        problems.append("row_indices came without group_sizes: pass x[row_indices]")
+    problems += name_problems(activation) + choice_problems(preactivation, implementation)
+    mistyped = function_problems("activation", activation)
+    if lead:
+        fail_ragged(op, problems, sizes, offset, None, mistyped, indices)
+    fail(op, problems, mistyped)
+    if len(biases) == 1:
+        biases = (biases[0][..., 0, :], biases[0][..., 1, :])
+    return x, rights, biases, scale
+
+
+def _weight_problems(rights: tuple[Any, ...], lead: tuple[str, ...]) -> list[str]:
+    pair, both = (f"({', '.join((*lead, *own))})" for own in (("K", "N"), ("K", "2", "N")))
+    if len(rights) == 2:
+        problems = [
+            f"weights[{i}] is {describe(w)}, expected {pair}"
+            for i, w in enumerate(rights)
+            if np.ndim(w) != 2 + len(lead)
+        ]
+        gate, up = map(describe, rights)
+        if not problems and gate != up:
+            problems.append(f"gate and up differ: weights[0] is {gate}, weights[1] is {up}")
+        return problems
+    (weights,) = rights
+    if np.ndim(weights) == 3 + len(lead) and not differ(np.shape(weights)[-2], 2):
+        return []
+    if lead:
+        hint = "stack gate and up with jnp.stack((gate, up), 2), or pass the pair (gate, up)"
+        return [f"weights is {describe(weights)}, expected {both}: {hint}"]
+    hint = "stack gate and up with jnp.stack((gate, up), 1), or pass the pair (gate, up)"
+    if np.ndim(weights) == 2:
+        hint = "reshape (K, 2 * N) to (K, 2, N), or pass the pair (gate, up)"
+    elif np.ndim(weights) == 3 and np.shape(weights)[0] == 2:
+        hint = "is it (2, K, N)? Pass the pair (weights[0], weights[1])"
+    return [f"weights is {describe(weights)}, expected {both}: {hint}"]

@@ -1,0 +1,197 @@
+"""Errors of ragged products: groups of rows, their sizes, an offset into them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .arguments import COMPLEX, IMPLEMENTATIONS, function_problems, kind, name_problems
+from .dense import checked_axes
+from .wording import describe, differ, fail, less
+
+
+def check_ragged_dot(
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    offset: Any,
+    implementation: Any,
+    bias: Any = None,
+    activation: Any = None,
+    indices: Any = None,
+) -> None:
+    """Checks what `ragged_dot` takes: ranks, K, and the number of groups."""
+    op, problems = "ragged_dot", []
+    for name, x, expected in (
+        ("lhs", lhs, ("M", "K")), ("rhs", rhs, ("G", "K", "N")), ("group_sizes", sizes, ("G",)),
+    ):  # fmt: skip
+        if np.ndim(x) != len(expected):
+            text = f"({expected[0]},)" if len(expected) == 1 else f"({', '.join(expected)})"
+            hint = ": other axes are ragged_dot_general's" if np.ndim(x) > len(expected) else ""
+            problems.append(f"{name} is {describe(x)}, expected {text}{hint}")
+    if not problems:
+        k = np.shape(lhs)[1]
+        if differ(k, np.shape(rhs)[1]):
+            hint = ""
+            if not differ(k, np.shape(rhs)[2]):
+                hint = ". Is rhs stored (G, N, K)? Pass jnp.swapaxes(rhs, 1, 2)"
+            problems.append(f"K differs: lhs is {describe(lhs)}, rhs is {describe(rhs)}{hint}")
+        problems += group_problems(np.shape(rhs)[0], rhs, sizes, offset)
+        if bias is not None:
+            problems += _group_bias_problems(bias, rhs)
+            if kind(bias) == COMPLEX > max(kind(lhs), kind(rhs)):
+                problems.append(f"bias is {describe(bias)}, and the product is not complex")
+    problems += name_problems(activation)
+    mistyped = function_problems("activation", activation)
+    fail_ragged(op, problems, sizes, offset, implementation, mistyped, indices)
+
+
+def _group_bias_problems(bias: Any, rhs: Any) -> list[str]:
+    expected = (np.shape(rhs)[0], np.shape(rhs)[-1])
+    if np.ndim(bias) == 2 and not any(map(differ, np.shape(bias), expected)):
+        return []
+    hint = ""
+    if np.ndim(bias) == 1 and not differ(np.shape(bias)[0], expected[1]):
+        hint = ". One for all groups? Pass jnp.broadcast_to(bias, (G, N)), or add it in epilogue"
+    return [
+        f"bias is {describe(bias)}, expected {expected}, a row for each matrix of rhs, "
+        f"{describe(rhs)}{hint}"
+    ]
+
+
+def check_group_operands(op: str, operands: Sequence[Any], rhs: Any) -> None:
+    """Checks that an operand with an axis of groups has as many as the weights."""
+    groups = np.shape(rhs)[0]
+    fail(
+        op,
+        [
+            f"epilogue_operands[{i}] is {describe(x)}, expected ({groups}, 1, N) or "
+            f"({groups}, 1, 1), an entry for each group of {describe(rhs)}, or at most two axes, "
+            "which broadcast to (M, N)"
+            for i, x in enumerate(operands)
+            if np.ndim(x) > 3
+            or (np.ndim(x) == 3 and (differ(np.shape(x)[0], groups) or np.shape(x)[1] != 1))
+        ],
+    )
+
+
+def group_problems(groups: Any, rhs: Any, sizes: Any, offset: Any, name: str = "rhs") -> list[str]:
+    """Returns whether sizes and groups of weights are not as many."""
+    given = np.shape(sizes)[-1]
+    if offset is None:
+        if not differ(groups, given):
+            return []
+        hint = ""
+        if less(groups, given):
+            hint = f". Does {name} hold some of the groups? Say from which one on with group_offset"
+    elif less(given, groups):
+        hint = ": group_sizes are those of all groups"
+    else:
+        return []
+    return [f"G differs: {name} is {describe(rhs)}, group_sizes is {describe(sizes)}{hint}"]
+
+
+def fail_ragged(
+    op: str,
+    problems: list[str],
+    sizes: Any,
+    offset: Any,
+    implementation: Any,
+    mistyped: Sequence[str] = (),
+    indices: Any = None,
+) -> None:
+    """Raises for all problems, with those that sizes, offset and indices have by themselves."""
+    mistyped = list(mistyped)
+    if indices is not None and np.ndim(indices) != 1:
+        problems.append(f"row_indices is {describe(indices)}, expected (M,)")
+    named = (("group_sizes", sizes), ("group_offset", offset), ("row_indices", indices))
+    for name, x in named:
+        if x is not None and not jnp.issubdtype(jax.dtypes.result_type(x), np.integer):
+            mistyped.append(f"{name} is {describe(x)}, expected integers")
+    if not mistyped and isinstance(sizes, np.ndarray) and (least := np.min(sizes, initial=0)) < 0:
+        problems.append(f"group_sizes has a negative size, {least}: expected 0 or more")
+    if offset is not None:
+        if np.shape(offset) not in ((), (1,)):
+            problems.append(f"group_offset is {describe(offset)}, expected a scalar or (1,)")
+        elif not mistyped and isinstance(offset, int | np.ndarray | np.generic):
+            first, groups = int(np.reshape(offset, ())), np.shape(sizes)[-1:]
+            if first < 0 or (groups and less(groups[0], first)):
+                problems.append(
+                    f"group_offset is {first}, expected the number of a group: group_sizes is "
+                    f"{describe(sizes)}"
+                )
+    if implementation not in IMPLEMENTATIONS:
+        problems.append(f"implementation is {implementation!r}, expected None, 'hopper' or 'xla'")
+    fail(op, problems, mistyped)
+
+
+def check_ragged_dot_general(
+    lhs: Any, rhs: Any, sizes: Any, numbers: Any, offset: Any, implementation: Any
+) -> lax.RaggedDotDimensionNumbers:
+    """Returns the dimension numbers as tuples of plain integers, which then are valid."""
+    op = "ragged_dot_general"
+    expected = "ragged_dot_dimension_numbers"
+    if not isinstance(numbers, lax.RaggedDotDimensionNumbers):
+        raise TypeError(
+            f"{op}: {expected} is a {type(numbers).__name__}, expected a "
+            "jax.lax.RaggedDotDimensionNumbers"
+        )
+    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = checked_axes(
+        op, lhs, rhs, numbers.dot_dimension_numbers
+    )
+    ragged = tuple(map(int, numbers.lhs_ragged_dimensions))
+    groups = tuple(map(int, numbers.rhs_group_dimensions))
+    problems = []
+    if len(ragged) != 1 or not 0 <= ragged[0] < np.ndim(lhs):
+        problems.append(
+            f"lhs_ragged_dimensions is {ragged}, expected one axis of lhs, {describe(lhs)}"
+        )
+        fail(op, problems)
+    free = ragged[0] not in (*lhs_contracting, *lhs_batch)
+    taken = (*rhs_contracting, *rhs_batch)
+    if free and (len(groups) != 1 or groups[0] in taken or not 0 <= groups[0] < np.ndim(rhs)):
+        problems.append(
+            f"rhs_group_dimensions is {groups}, expected one axis of rhs, {describe(rhs)}, that is "
+            "neither contracted nor a batch axis: the ragged axis is a free one of lhs"
+        )
+    elif not free and groups:
+        problems.append(
+            f"rhs_group_dimensions is {groups}, expected none: the ragged axis is a "
+            f"{'batch' if ragged[0] in lhs_batch else 'contracted'} one"
+        )
+    if offset is not None and not free:
+        problems.append("group_offset came, and rhs has no axis of groups that it could be into")
+    if np.ndim(sizes) == 0:
+        problems.append(f"group_sizes is a scalar, {describe(sizes)}, expected (G,)")
+    elif not problems:
+        lead = _axes_of_sizes(np.ndim(lhs), ragged[0], lhs_contracting, lhs_batch)
+        outer = tuple(np.shape(lhs)[axis] for axis in lead)
+        own = np.shape(sizes)[:-1]
+        if own and (len(own) != len(outer) or any(map(differ, own, outer))):
+            shape = ", ".join([*map(str, outer), "G"])
+            ways = "(G,)" if not outer else f"(G,) or ({shape})"
+            problems.append(
+                f"group_sizes is {describe(sizes)}, expected {ways}: lhs is {describe(lhs)}"
+            )
+        if free:
+            problems += group_problems(np.shape(rhs)[groups[0]], rhs, sizes, offset)
+    fail_ragged(op, problems, sizes, offset, implementation)
+    return lax.RaggedDotDimensionNumbers(
+        ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), ragged, groups
+    )
+
+
+def _axes_of_sizes(
+    ndim: int, ragged: int, contracting: tuple[int, ...], batch: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Returns the axes of the left operand that sizes may have before that of groups."""
+    if ragged in batch:
+        return batch[: batch.index(ragged)]
+    free = tuple(axis for axis in range(ndim) if axis not in contracting + batch)
+    kind = contracting if ragged in contracting else free
+    return batch + kind[: kind.index(ragged)]

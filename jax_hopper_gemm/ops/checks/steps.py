@@ -1,0 +1,115 @@
+"""Errors of what follows a product, and of what users' functions return while traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .arguments import as_arrays, choice_problems, function_problems, is_array
+from .wording import counted, describe, dtypes_text, fail
+
+
+def check_steps(
+    op: str,
+    epilogue: Any,
+    operands: Any,
+    plain: bool,
+    preactivation: Any,
+    preferred: Any,
+    implementation: Any,
+) -> tuple[Any, ...]:
+    """Checks what products of every form take, and returns the operands of the epilogue.
+
+    Args:
+      op: what the user called.
+      epilogue, operands, preactivation, preferred, implementation: as the user gave them.
+      plain: whether nothing at all follows the product.
+    """
+    problems, mistyped = [], function_problems("epilogue", epilogue)
+    if not isinstance(operands, tuple | list):
+        mistyped.append(
+            f"epilogue_operands is a {type(operands).__name__}, expected a tuple of arrays: (x,)"
+        )
+        operands = ()
+    elif operands and epilogue is None:
+        problems.append(
+            f"{len(operands)} epilogue_operands came without an epilogue, the function that takes "
+            "them after the product"
+        )
+    if plain and isinstance(preferred, tuple | list):
+        problems.append(
+            f"preferred_element_type is {dtypes_text(preferred)}, expected one dtype: only the "
+            "results of an epilogue have one each"
+        )
+    problems += choice_problems(preactivation, implementation)
+    fail(op, problems, mistyped)
+    return tuple(as_arrays(op, **{f"epilogue_operands[{i}]": x for i, x in enumerate(operands)}))
+
+
+def call(op: str, name: str, function: Callable[..., Any], *arrays: Any) -> Any:
+    """Returns `function(*arrays)`, a function of the user's, while it is traced.
+
+    Raises:
+      TypeError or ValueError: it raised an exception, which is the cause.
+    """
+    try:
+        return function(*arrays)
+    except Exception as error:
+        given = ", ".join(map(describe, arrays))
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"{op}: {name} failed when it was traced with ({given}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def check_activated(op: str, out: Any, y: Any) -> None:
+    """Checks that an activation returned one array of the shape that it was given."""
+    if not is_array(out):
+        raise TypeError(
+            f"{op}: activation returned a {type(out).__name__}, expected an array: a function of "
+            "several results is an epilogue"
+        )
+    if np.shape(out) != np.shape(y):
+        fail(
+            op,
+            [
+                f"activation returned {describe(out)} for {describe(y)}, expected the same shape: "
+                "a function that is not elementwise is an epilogue"
+            ],
+        )
+
+
+def results(op: str, out: Any) -> tuple[Any, ...]:
+    """Returns what an epilogue returned as a tuple of arrays.
+
+    Raises:
+      TypeError: it returned something else.
+    """
+    found = out if isinstance(out, tuple) else (out,)
+    wrong = [type(x).__name__ for x in found if not is_array(x)]
+    if not found or wrong:
+        got = "an empty tuple" if not found else f"a {wrong[0]}"
+        if found and isinstance(out, tuple):
+            got = f"a tuple with a {wrong[0]}"
+        hint = ". Has it a return statement?" if out is None else ""
+        raise TypeError(
+            f"{op}: epilogue returned {got}, expected an array or a tuple of arrays{hint}"
+        )
+    return found
+
+
+def check_result_dtypes(op: str, out: Sequence[Any], preferred: Any) -> None:
+    """Checks that a tuple of dtypes has one for each result."""
+    if preferred is not None and len(preferred) != len(out):
+        returned = ", ".join(map(describe, out))
+        fail(
+            op,
+            [
+                f"preferred_element_type has {counted(preferred, 'dtype')}, "
+                f"{dtypes_text(preferred)}, and there {'is' if len(out) == 1 else 'are'} "
+                f"{counted(out, 'result')}, {returned}: expected one for each"
+            ],
+        )

@@ -1,0 +1,49 @@
+"""How messages name arrays, and the one error that says all that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...routing import array_text, short_dtype
+
+
+def describe(x: Any) -> str:
+    """Returns an array as JAX prints it: "bf16[128,4096]"."""
+    return array_text(np.shape(x), jax.dtypes.result_type(x).name)
+
+
+def each_text(arrays: Sequence[Any]) -> str:
+    return " and ".join(map(describe, arrays))
+
+
+def counted(things: Sequence[Any], noun: str) -> str:
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
+
+
+def dtypes_text(dtypes: Sequence[Any]) -> str:
+    """Returns dtypes as JAX prints them: "(bf16, f32)"."""
+    names = (short_dtype(jnp.dtype(x).name) if x is not None else "None" for x in dtypes)
+    return f"({', '.join(names)})"
+
+
+def differ(x: Any, y: Any) -> bool:
+    """Whether two extents are known and unequal; symbolic ones are JAX's to compare."""
+    return isinstance(x, int) and isinstance(y, int) and x != y
+
+
+def less(x: Any, y: Any) -> bool:
+    """Whether two extents are known and the first is the smaller one."""
+    return isinstance(x, int) and isinstance(y, int) and x < y
+
+
+def fail(op: str, problems: Sequence[str], mistyped: Sequence[str] = ()) -> NoReturn | None:
+    """Raises one error for all problems: TypeError if a type is among them, else ValueError."""
+    if problems or mistyped:
+        error = TypeError if mistyped else ValueError
+        raise error(f"{op}: {'; '.join([*mistyped, *problems])}")
+    return None

@@ -1,0 +1,137 @@
+"""Experts spread over the GPUs of this machine: the same layer, on two or more."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_hopper_gemm import moe
+from jax_hopper_gemm.testing import group_sizes
+from jax_hopper_gemm.testing.grouped_programs import contraction, rows_product
+from jax_hopper_gemm.testing.moe_programs import (
+    AXIS,
+    CROWDED,
+    EXCHANGES,
+    NAMES,
+    RAGGED_DOT,
+    SPREAD,
+    ragged_dot_specs,
+    ragged_dot_step,
+)
+from jax_hopper_gemm.testing.tolerance import assert_within_bound
+
+TARGET = 'custom_call_target="jax_hopper_gemm'
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    """All GPUs of this machine, the largest power of two of them."""
+    devices = jax.devices()
+    if len(devices) < 2:
+        pytest.skip("needs two GPUs")
+    count = 1 << (min(len(devices), 8).bit_length() - 1)
+    return Mesh(np.array(devices[:count]), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def placed(mesh: Mesh, arguments: list[np.ndarray]) -> list[jax.Array]:
+    """Returns x, router, gate_up, down and the cotangent where the layer wants them."""
+    specs = P(AXIS), P(), P(AXIS), P(AXIS), P(AXIS)
+    return [
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in zip(arguments, specs, strict=True)
+    ]
+
+
+def summed(exchange: str, mesh: Mesh) -> dict[str, int]:
+    """Returns which results are sums of parts of so many devices."""
+    names = ("y", "of x", "of the router") if exchange == "gather" else ("of the router",)
+    return dict.fromkeys(names, mesh.size)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("program", [SPREAD, CROWDED], ids=["spread", "crowded"])
+def test_experts_over_gpus_are_the_layer_of_one(program, exchange, mesh, checked):
+    arguments = program.arguments()
+    given = placed(mesh, arguments)
+    step = jax.jit(lambda *args: program.spread(mesh, exchange, *args)).lower(*given).compile()
+    spread, here = step(*given), jax.jit(program.step)(*arguments)
+    program.assert_as_good(spread, here, program.exact(arguments), summed(exchange, mesh))
+    if exchange != "gather":  # the same sums in the same order
+        for what in ("y", "of gate and up", "of down"):
+            one, other = (np.asarray(x[NAMES.index(what)]).view("u2") for x in (spread, here))
+            assert np.array_equal(one, other), what
+    text = step.as_text() or ""
+    # Gate and up with down, two gradients of each, the router's product and its two gradients.
+    assert text.count(TARGET) == 2 + 4 + 3
+    assert not re.search(r' dot\(|custom_call_target="__cublas|ragged-dot\(', text)
+    for spec in program.spread_specs(mesh.size, exchange):
+        checked(spec)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_results_have_the_same_bits_in_20_repeats(exchange, mesh):
+    given = placed(mesh, SPREAD.arguments())
+    step = jax.jit(lambda *args: SPREAD.spread(mesh, exchange, *args))
+    first = [np.asarray(x).view("u2") for x in step(*given)]
+    for _ in range(20):
+        for one, other in zip(first, step(*given), strict=True):
+            assert np.array_equal(one, np.asarray(other).view("u2"))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_the_layer_of_flax_has_the_gradients_of_one_gpu(exchange, mesh):
+    nnx: Any = pytest.importorskip("flax.nnx", reason="needs the extra `flax`")
+    from jax_hopper_gemm import nn
+
+    arguments = SPREAD.arguments()
+    x, router, gate_up, down, cotangent = map(jnp.asarray, arguments)
+    layer = nn.MoE(
+        SPREAD.features, SPREAD.hidden, num_experts=SPREAD.experts, experts_per_token=SPREAD.k,
+        param_dtype=jnp.bfloat16, mesh=mesh, expert_axis=AXIS, exchange=exchange,
+        rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    layer.router[...], layer.gate_up[...], layer.down[...] = router, gate_up, down
+
+    def loss(layer: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        y, statistics = layer(x, return_statistics=True)
+        return (y.astype(jnp.float32) * cotangent).sum(), (y, statistics)
+
+    gradients, (y, statistics) = nnx.jit(nnx.grad(loss, argnums=(0, 1), has_aux=True))(layer, x)
+    of_layer, of_x = gradients
+    found = y, of_x, *(of_layer[name][...] for name in ("router", "gate_up", "down"))
+    here = jax.jit(SPREAD.step)(*arguments)
+    SPREAD.assert_as_good(found, here, SPREAD.exact(arguments), summed(exchange, mesh))
+    load = np.asarray(statistics.load)
+    expected = moe.router(x, router, SPREAD.k).statistics.load
+    np.testing.assert_array_equal(load, expected)
+
+
+def test_a_ragged_product_adds_up_over_gpus_that_have_its_groups(mesh, checked):
+    rng = np.random.default_rng(0)
+    lhs, rhs, cotangent = (
+        rng.standard_normal(shape, np.float32).astype(jnp.bfloat16) for shape in RAGGED_DOT.values()
+    )
+    sizes = group_sizes.under(lhs.shape[0], rhs.shape[0], 0)
+    given = [
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in ((lhs, P()), (rhs, P(AXIS)), (sizes, P()), (cotangent, P()))
+    ]
+    step = jax.jit(lambda *args: ragged_dot_step(mesh, *args)).lower(*given).compile()
+    assert (step.as_text() or "").count(TARGET) == 3
+    exact = (
+        rows_product(lhs, rhs, sizes),
+        rows_product(cotangent, rhs.swapaxes(1, 2), sizes),
+        contraction(lhs, cotangent, sizes),
+    )
+    # A row is of one device's groups, and the others add zeros.
+    for found, wanted in zip(step(*given), exact, strict=True):
+        assert_within_bound(np.asarray(found), wanted.value, wanted.magnitude, wanted.terms)
+    for spec in ragged_dot_specs(mesh.size):
+        checked(spec)

@@ -1,0 +1,98 @@
+"""The references of the mixture of experts, and of its kernels that GPU tests find built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from moe_reference import looped
+
+from jax_hopper_gemm.testing import moe_programs
+from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.testing.moe_programs import AXIS, SPREAD, MoeProgram, rows_written
+
+SMALL = MoeProgram(40, 16, 24, 8, 3)
+SIGMOID = replace(SMALL, score="sigmoid", scale=2.5, bias=tuple(np.linspace(0, 0.3, 8)))
+CROWDED = replace(SMALL, bias=(2.0,) * 3 + (0.0,) * 5)
+
+
+@pytest.mark.parametrize("program", [SMALL, SIGMOID, CROWDED, replace(SMALL, stacked=False)])
+def test_xla_agrees_with_the_reference(program):
+    arguments = program.arguments(dtype=np.float32)
+    found = jax.jit(lambda *args: program.step(*args, implementation="xla"))(*arguments)
+    for mine, exact in zip(found, program.exact(arguments), strict=True):
+        np.testing.assert_allclose(mine, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
+
+
+def test_the_reference_is_the_loop_over_tokens():
+    arguments = SMALL.arguments(dtype=np.float32)
+    np.testing.assert_allclose(SMALL.exact(arguments)[0], looped(*arguments[:-1], k=3), atol=1e-9)
+
+
+def test_a_result_that_is_wrong_in_one_row_is_found():
+    arguments = SMALL.arguments()
+    exact = SMALL.exact(arguments)
+    near = [x.astype(jnp.bfloat16) for x in exact]
+    SMALL.assert_as_good(near, near, exact)
+    near[1] = near[1].copy()
+    near[1][7] *= 1.1
+    with pytest.raises(AssertionError, match="of x: error"):
+        SMALL.assert_as_good(near, exact, exact)
+
+
+def test_no_choice_hangs_on_rounding():
+    x, router, *_ = SMALL.arguments()
+    logits = np.sort(x.astype(np.float64) @ router.astype(np.float64), axis=1)
+    assert (logits[:, -3] - logits[:, -4]).min() > 1e-5
+
+
+HLO = """
+%fused_computation (p: bf16[8,4]) -> bf16[24,4] {
+  ROOT %g = bf16[24,4]{1,0} gather(%p, %i)
+}
+ENTRY %main (p: bf16[8,4]) -> bf16[8,4] {
+  %a = bf16[24,4]{1,0} fusion(%p), kind=kLoop, calls=%fused_computation
+  %b = (bf16[24,4]{1,0}, u8[4]{0}) custom-call(%a), custom_call_target="jax_hopper_gemm.v1.launch"
+  %c = bf16[8,3,4]{2,1,0} gather(%b, %i)
+  %d = bf16[24,8]{1,0} copy(%b)
+  ROOT %e = bf16[8,4]{1,0} fusion(%c), kind=kLoop, calls=%other
+}
+"""
+
+
+def test_rows_written_counts_what_lies_in_memory():
+    assert rows_written(HLO, ["24,4", "8,3,4"]) == 2
+    assert rows_written(HLO, ["24,8"]) == 1
+
+
+def nnx_step(program: MoeProgram, **options: Any) -> tuple[Any, Any]:
+    """Returns the gradient of a layer of nnx as a function of its parameters, and these."""
+    nnx: Any = pytest.importorskip("flax.nnx", reason="needs the extra `flax`")
+    from jax_hopper_gemm import nn
+
+    x, *_ = (jnp.zeros(a.shape, a.dtype) for a in program.abstract())
+    layer = nn.MoE(
+        program.features, program.hidden, num_experts=program.experts,
+        experts_per_token=program.k, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **options,
+    )  # fmt: skip
+    graph, state = nnx.split(layer)
+
+    def loss(state: Any) -> jax.Array:
+        y, _ = nnx.merge(graph, state)(x, return_statistics=True)
+        return (y.astype(jnp.float32) ** 2).mean()
+
+    return jax.grad(loss), state
+
+
+def test_layers_of_flax_run_kernels_that_are_built():
+    program = moe_programs.MOE_PROGRAMS["mixtral"]
+    assert set(specs_of(*nnx_step(program))) <= set(program.specs())
+    for exchange in moe_programs.EXCHANGES:
+        mesh = jax.make_mesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
+        step = nnx_step(SPREAD, mesh=mesh, expert_axis=AXIS, exchange=exchange)
+        assert set(specs_of(*step)) <= set(SPREAD.spread_specs(2, exchange))
