@@ -19,6 +19,7 @@ from jax_hopper_gemm.plan import (
     Pointer,
     TensorMap,
     ceil_div,
+    group_walk,
     make_plan,
     max_clusters,
     num_inputs,
