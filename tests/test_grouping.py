@@ -162,14 +162,14 @@ def test_pairs_cover_each_row_and_column_once_and_part_at_the_last_odd_tile_alon
         painted = np.zeros((2 * case.clusters_n, case.length), int)
         for tile in group_tiles(case.walk, case.sizes, rows, itertools.count()):
             places = [tile_in_pair(tile, cta, rows, NumpyLanes()) for cta in (0, 1)]
-            (m, n, together), (other_m, other_n, _) = [tuple(map(int, place)) for place in places]
+            (m, n, together), other = [tuple(map(int, place)) for place in places]
             tiles = math.ceil((tile.end - tile.start) / rows)
             assert together == (m - m % 2 + 1 < tiles)
-            assert (other_m - m, other_n - n) == ((1, 0) if together else (0, 1))
-            for m, n in ((m, n), (other_m, other_n)):
-                start = tile.start + m * rows
+            assert other[:2] == ((m + 1, n) if together else (m, n + 1))
+            for row, column in ((m, n), other[:2]):
+                start = tile.start + row * rows
                 assert start < tile.end
-                painted[n, start : min(tile.end, start + rows)] += 1
+                painted[column, start : min(tile.end, start + rows)] += 1
         assert (painted == 1).all()
 
 

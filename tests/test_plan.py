@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -468,10 +469,8 @@ def test_a_pair_of_ctas_walks_two_tiles_of_columns_at_a_time():
     assert plan.cluster == (2, 1, 1)
     walk = group_walk(problem, spec, Traversal("n", 3))
     assert (walk.tiles, walk.clusters_n) == (3, 2)
-    _, b, *_ = tensor_maps(problem, spec)
-    assert b.box[0] * b.box[1] * 2 == spec.tile_n * spec.tile_k, (
-        "each loads half of what they share"
-    )
+    alone = tensor_maps(problem, replace(spec, cluster_m=1))[1]
+    assert 2 * math.prod(tensor_maps(problem, spec)[1].box) == math.prod(alone.box), "halves of B"
 
 
 def test_sizes_follow_the_epilogues_operands():
