@@ -43,6 +43,8 @@ PINGPONG = {"warp_schedule": "pingpong"}
 SPECS = [
     rows(128, 256, cluster_n=2),
     rows(256, 128, cluster_n=2, tile_scheduler="dynamic"),
+    rows(128, 256, cluster_m=2, tile_scheduler="dynamic"),
+    rows(128, 192, cluster_m=2, b_major="k", tile_scheduler="dynamic", **PINGPONG),
     rows(128, 192, b_major="k", tile_scheduler="dynamic", **PINGPONG),
     rows(64, 256, num_stages=4),
     rows(64, 64, tile_k=128, b_major="k"),

@@ -105,7 +105,6 @@ def test_every_grouped_configuration_becomes_a_kernel(axis, ab_dtype, d_dtype):
         assert list(model_specs(types)) == specs, "none spills or is dropped for narrow rows"
         for spec in model_specs(types):
             assert spec.grouped == axis and spec.tile_scheduler != "single"
-            assert axis == "k" or spec.cluster_m == 1, "clusters along M would pad groups"
 
 
 def test_what_can_be_chosen_holds_the_grouped_kernels_of_each_dtype():
@@ -347,9 +346,18 @@ def test_the_better_kernel_for_the_size_of_groups_is_expected_to_be_faster():
     assert cost(CONTRACTION, warp_schedule="pingpong") < cost(CONTRACTION)
 
 
-def test_clusters_along_grouped_rows_cost_whole_clusters_of_them():
+def test_a_pair_along_grouped_rows_pads_no_group_to_two_tiles():
     small = GemmProblem.grouped("m", 40 * 256, 1024, 4096, 256)
-    assert cost(small, cluster_n=2) < cost(small, cluster_m=2)
+    alone = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 128, grouped="m")
+    pair = replace(alone, cluster_m=2)
+    tiles = [estimate(small, spec, Traversal(), H200).tiles for spec in (alone, pair)]
+    assert tiles[0] == tiles[1] > 0
+
+
+def test_tiles_are_no_taller_than_most_groups():
+    for rows, tallest in ((4, 64), (32, 64), (512, 256)):
+        spec = choose(GemmProblem.grouped("m", rows * 16, 1024, 1024, 16), H200).spec
+        assert spec is not None and spec.tile_m <= tallest
 
 
 def test_decoding_is_bound_by_its_weights():

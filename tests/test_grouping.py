@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from jax_hopper_gemm.grouping import LANES, MAX_LENGTH, MAX_TILES, GroupWalk
+from jax_hopper_gemm.grouping import LANES, MAX_LENGTH, MAX_TILES, GroupWalk, tile_in_pair
 from jax_hopper_gemm.problem import Groups
 from jax_hopper_gemm.testing.lanes import Int32, NumpyLanes, group_tiles
 from jax_hopper_gemm.walk import make_walk, tile_at
@@ -151,6 +151,26 @@ def test_tiles_of_grouped_rows_cover_each_row_once():
         assert (painted == 1).all()
         for span in spans_of(case):
             assert (matrix_of_row[span.start : span.end] == span.matrix).all()
+
+
+def test_pairs_cover_each_row_and_column_once_and_part_at_the_last_odd_tile_alone():
+    random = Random(4)
+    for _ in range(60):
+        case = random_case(random, "m")
+        rows = case.rows
+        assert rows
+        painted = np.zeros((2 * case.clusters_n, case.length), int)
+        for tile in group_tiles(case.walk, case.sizes, rows, itertools.count()):
+            places = [tile_in_pair(tile, cta, rows, NumpyLanes()) for cta in (0, 1)]
+            (m, n, together), other = [tuple(map(int, place)) for place in places]
+            tiles = math.ceil((tile.end - tile.start) / rows)
+            assert together == (m - m % 2 + 1 < tiles)
+            assert other[:2] == ((m + 1, n) if together else (m, n + 1))
+            for row, column in ((m, n), other[:2]):
+                start = tile.start + row * rows
+                assert start < tile.end
+                painted[column, start : min(tile.end, start + rows)] += 1
+        assert (painted == 1).all()
 
 
 def test_each_matrix_of_grouped_k_is_written_once_also_for_empty_groups():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -19,6 +20,7 @@ from jax_hopper_gemm.plan import (
     Pointer,
     TensorMap,
     ceil_div,
+    group_walk,
     make_plan,
     max_clusters,
     num_inputs,
@@ -454,10 +456,21 @@ def test_sizes_and_their_walk_follow_the_results(axis, scheduler):
     assert num_inputs(problem) == 3
     assert [x.buffer for x in (a, b, d) if isinstance(x, TensorMap)] == [0, 1, 3]
     length = 320 if axis == "m" else 200
-    walk = GroupWalk(11, 6, 1, 4, 4, length, 3, 4, 0, 3)
+    tiles = 4 if axis == "m" else 3  # of N, of M
+    walk = GroupWalk(11, 6, 1, 4, 4, length, tiles, 4, 0, 3)
     counter = [Pointer(4)] if scheduler == "dynamic" else []
     assert rest == [Pointer(2), *map(Int32, walk), Int32(4), *counter]
     assert plan.first_workspace == 4
+
+
+def test_a_pair_of_ctas_walks_two_tiles_of_columns_at_a_time():
+    problem, spec = grouped_case("m", n=3 * 128 - 8, cluster_m=2)
+    plan = make_plan(problem, spec, Traversal("n", 3), 132)
+    assert plan.cluster == (2, 1, 1)
+    walk = group_walk(problem, spec, Traversal("n", 3))
+    assert (walk.tiles, walk.clusters_n) == (3, 2)
+    alone = tensor_maps(problem, replace(spec, cluster_m=1))[1]
+    assert 2 * math.prod(tensor_maps(problem, spec)[1].box) == math.prod(alone.box), "halves of B"
 
 
 def test_sizes_follow_the_epilogues_operands():

@@ -106,7 +106,7 @@ def test_each_violation_of_an_epilogue_names_the_value(change, reason):
         ({"grouped": "m", "gathered": "d"}, "gathered is 'd', not 'a', 'b' or None"),
         ({"gathered": "a"}, "rows are gathered of grouped products alone"),
         ({"grouped": "m", "tile_scheduler": "single"}, "take a persistent scheduler"),
-        ({"grouped": "m", "cluster_m": 2}, "beyond the ends of groups"),
+        ({"grouped": "m", "cluster_m": 2, "cluster_n": 2}, "beyond the ends of groups"),
         ({"grouped": "m", "gathered": "b"}, "of a 'k'-major A are gathered"),
         ({"grouped": "m", "gathered": "a", "cluster_n": 2}, "cannot share an operand"),
         ({"grouped": "m", "gathered": "a", "tile_k": 128, "num_stages": 2}, "tile_k 128 is not 64"),

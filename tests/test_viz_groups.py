@@ -23,6 +23,7 @@ KERNELS = {
     "64 rows": replace(WHOLE, tile_m=64),
     "256 rows": replace(WHOLE, tile_m=256, tile_n=128),
     "cluster": replace(WHOLE, cluster_n=2),
+    "pair": replace(WHOLE, cluster_m=2),
     "pingpong": replace(WHOLE, tile_n=128, warp_schedule="pingpong"),
 }
 BY_K = replace(WHOLE, a_major="m", grouped="k", cluster_m=2)
@@ -42,7 +43,7 @@ def contraction(m: int = 300, n: int = 700) -> GemmProblem:
 def test_stored_rows_cover_the_result_once(spec, traversal):
     assert violations(spec) == []
     problem = rows_problem()
-    painted = np.zeros((ROWS, -(-problem.n // spec.d_tile_n) + spec.cluster_n), int)
+    painted = np.zeros((ROWS, -(-problem.n // spec.d_tile_n) + spec.walk_n), int)
     matrices = grouped.matrix_of_rows(problem, np.array(SIZES))
     for tile in viz.grouped_tiles(problem, spec, traversal, SIZES, num_sms=16):
         first = tile.start + tile.m * spec.tile_m
@@ -72,6 +73,23 @@ def test_blocks_without_rows_are_skipped_and_no_others(spec):
     for tile in viz.grouped_tiles(rows_problem(), spec, ALONG[0], SIZES):
         left = tile.end - (tile.start + tile.m * spec.tile_m)
         assert tile.blocks == sum(left > 64 * block for block in range(spec.tile_m // 64))
+
+
+def test_a_pair_shares_columns_unless_a_group_has_one_tile_of_rows_left():
+    spec, problem = KERNELS["pair"], rows_problem()
+    clusters: dict[int, list[viz.GroupedTile]] = {}
+    for tile in viz.grouped_tiles(problem, spec, ALONG[1], SIZES, num_sms=16):
+        clusters.setdefault(tile.index, []).append(tile)
+    for one, other in clusters.values():
+        odd = -(-(one.end - one.start) // spec.tile_m) % 2
+        last = one.m == (one.end - one.start - 1) // spec.tile_m
+        if odd and last:
+            assert (other.m, other.n) == (one.m, one.n + 1)
+        else:
+            assert (other.m, other.n) == (one.m + 1, one.n)
+        assert one.k_tiles == other.k_tiles
+        if one.n * spec.d_tile_n >= problem.n:
+            assert one.k_tiles == 1
 
 
 def test_rows_of_no_group_cost_one_k_tile_and_others_all():

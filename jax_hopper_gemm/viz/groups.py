@@ -98,15 +98,17 @@ def grouped_tiles(
 def _of_cta(
     problem: GemmProblem, spec: GemmSpec, tile: Any, index: int, cluster: int, turn: int, rank: int
 ) -> GroupedTile:
+    counts = tile.matrix >= 0
     if spec.paired:
-        m, n = map(int, tile_in_pair(tile, rank, spec.tile_m, NumpyLanes())[:2])
+        m, n, together = map(int, tile_in_pair(tile, rank, spec.tile_m, NumpyLanes()))
+        counts = counts and (not together or n * spec.d_tile_n < problem.n)
     else:
         m = tile.m * spec.cluster_m + rank % spec.cluster_m
         n = tile.n * spec.cluster_n + rank // spec.cluster_m
     all_blocks = blocks = spec.tile_m // ROWS
     if spec.grouped == "m":
         height = tile.end - tile.start
-        k_tiles = ceil_div(problem.k, spec.tile_k) if tile.matrix >= 0 else 1
+        k_tiles = ceil_div(problem.k, spec.tile_k) if counts else 1
     else:
         height = problem.m
         k_tiles = max(1, ceil_div(tile.end - tile.start, spec.tile_k))
