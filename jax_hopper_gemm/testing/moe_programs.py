@@ -191,8 +191,8 @@ class MoeProgram:
     def rounded(self, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns `exact` with what is an array of 16 bits in the layer rounded to that.
 
-        These are gate, up and hidden values, rows, and the cotangents of all of them. XLA keeps
-        some in float32 where it fuses what reads them, so its errors are no measure of a layer's.
+        These are gate, up and hidden values, rows, and the cotangents of all of them and of the
+        logits. XLA keeps some in float32 where it fuses what reads them, so its errors are no measure of a layer's.
         """
         dtype = arguments[0].dtype
         return self._computed(
@@ -234,7 +234,7 @@ class MoeProgram:
         if self.score == "sigmoid":
             of_picked *= 1 - scores
         of_logits = np.zeros_like(logits)
-        np.put_along_axis(of_logits, chosen, of_picked, 1)
+        np.put_along_axis(of_logits, chosen, stored(of_picked), 1)
         of_x = stored(of_x) + stored(of_logits @ router.T)
         results = y, of_x, x.T @ of_logits, of_gate_up, of_down
         return [stored(result) for result in results]
