@@ -247,6 +247,10 @@ def _fused_ragged(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion
         found = replace(found, batch=groups)
     fusion = fuse(function, product.accumulators, out, found.m, found.n, rows=rows)
     labels = list(fusion.labels)
+    if is_contraction(product.subscripts):  # no groups are shared
+        for long in merged:
+            if any(GROUPS in x and long not in x for x in labels):
+                raise NotAGemm("an operand of the epilogue varies along some axes of the groups")
     for long, short in merged.items():
         labels = [x.replace(long, short) for x in labels]
     if any(x in ROW_LETTERS + GROUP_LETTERS for x in "".join(labels)):
