@@ -117,7 +117,7 @@ def test_c_has_the_axes_of_the_result(name):
 
 def test_an_accumulation_over_steps_adds_up():
     lhs, rhs = integers((4, T, K), "bfloat16"), integers((4, T, N), "bfloat16", seed=1)
-    step = jax.jit(lambda c, pair: (added(*pair, SIZES, c), None), donate_argnums=0)
+    step = jax.jit(lambda c, pair: (added(pair[0], pair[1], SIZES, c), None), donate_argnums=0)
     total, _ = lax.scan(step, C + 0, (lhs, rhs))
     assert_equal(
         total, C + sum(by_masks(x, y, SIZES, 0 * C) for x, y in zip(lhs, rhs, strict=True))
@@ -159,25 +159,32 @@ def test_gradients_have_the_dtypes_of_the_operands():
 
 @pytest.mark.parametrize("c_axis", [None, 1])
 def test_every_vmap_works(c_axis):
-    """Also of the gradient, and with K as long as the rows."""
-    lhs = integers((T, T))
-    given = (lhs, RHS, SIZES, integers((G, T, N), seed=2), jnp.array(2.0))
-
-    def gradient(function):
-        return jax.grad(
-            lambda lhs, *rest: (function(lhs, *rest, 0.5) ** 2).sum(), (0, 3), allow_int=True
-        )
-
+    """Also with K as long as the rows."""
     for axes in itertools.product((None, 0), repeat=3):
         axes = (*axes, c_axis, axes[0])
         if axes == (None,) * 5:
             continue
-        args = [
-            x if axis is None else jnp.stack([x, x[::-1] if jnp.ndim(x) else -x], axis)
-            for x, axis in zip(given, axes, strict=True)
-        ]
+        args = mapped_arguments(axes)
         out = jax.jit(jax.vmap(partial(added, beta=0.5), axes))(*args)
         np.testing.assert_array_equal(out, jax.vmap(partial(by_masks, beta=0.5), axes)(*args))
+
+
+def mapped_arguments(axes):
+    """Returns lhs, rhs, sizes, c and alpha, two of each along these axes."""
+    given = (integers((T, T)), RHS, SIZES, integers((G, T, N), seed=2), jnp.array(2.0))
+    return [
+        x if axis is None else jnp.stack([x, x[::-1] if jnp.ndim(x) else -x], axis)
+        for x, axis in zip(given, axes, strict=True)
+    ]
+
+
+def test_gradients_may_be_mapped():
+    axes = (0, None, 0, 1, None)
+
+    def gradient(function):
+        return jax.grad(lambda *args: (function(*args, 0.5) ** 2).sum(), (0, 3))
+
+    args = mapped_arguments(axes)
     ours, theirs = (jax.jit(jax.vmap(gradient(f), axes))(*args) for f in (added, by_masks))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
@@ -188,7 +195,7 @@ def test_two_vmaps_work():
         jax.vmap(jax.vmap(lambda x, c, f=f: f(x, RHS, SIZES, c, 2.0), (0, None)), (1, 0))(lhs, c)
         for f in (added, by_masks)
     ]
-    np.testing.assert_array_equal(*mapped)
+    np.testing.assert_array_equal(mapped[0], mapped[1])
 
 
 def test_each_device_adds_what_it_has():
@@ -260,7 +267,7 @@ def test_it_is_one_launch_in_the_memory_of_c(dtype):
 
 @pytest.mark.usefixtures("launcher", "no_tables")
 def test_a_donated_c_is_what_the_kernel_overwrites():
-    step = jax.jit(lambda c, *args: added(*args, c), donate_argnums=0)
+    step = jax.jit(lambda c, lhs, rhs, sizes: added(lhs, rhs, sizes, c), donate_argnums=0)
     c = shape(8, 512, 384, dtype=jnp.float32)
     program = step.trace(c, *LARGE).lower(lowering_platforms=("cuda",)).as_text()
     assert "%arg0: tensor<8x512x384xf32> {tf.aliasing_output = 0" in program

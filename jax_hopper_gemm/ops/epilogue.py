@@ -151,7 +151,7 @@ class Traced:
 def traced(
     op: str,
     function: Callable[..., Any],
-    products: Sequence[jax.ShapeDtypeStruct],
+    products: Sequence[Any],
     operands: Sequence[Any],
     product_dtype: Any,
     preferred: Any,
@@ -164,7 +164,7 @@ def traced(
     Args:
       op: what the user called, for messages.
       function: as `Steps` or `Gate`.
-      products: what it is given.
+      products: what it is given, arrays or `jax.ShapeDtypeStruct`s.
       operands: its operands.
       product_dtype: dtype of the product.
       preferred: dtypes of the results, if not None.
