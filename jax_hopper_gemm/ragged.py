@@ -44,8 +44,7 @@ __all__ = [
 hopper_ragged_dot_p = Primitive("hopper_ragged_dot")
 hopper_ragged_dot_p.def_impl(partial(xla.apply_primitive, hopper_ragged_dot_p))
 
-# Taken here, so that they stay JAX's own where `ops.intercept` puts ours in their place.
-_lax_ragged_dot = lax.ragged_dot
+# Taken here, so that it stays JAX's own where `ops.intercept` puts ours in its place.
 _lax_ragged_dot_general = lax.ragged_dot_general
 
 

@@ -241,7 +241,7 @@ DERIVED += [("jvp", ROWS, "shared by periods"), ("grad of grad", ROWS, "shared b
 @cache
 def derivative_of_einsum(transform: str, subscripts: str, name: str):
     spans, sizes = CASES[name]
-    args = (*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32))
+    args: Any = (*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32))
     if transform == "checkpoint":
         return gradients_by_loop(subscripts, spans, *args)
     if transform == "linearize":

@@ -175,8 +175,7 @@ def run(
     Arguments as of `MoE` and its parameters; `options` are those of `mixture_of_experts`.
     """
     dtype = jnp.result_type(x, *gate_up, down) if dtype is None else dtype
-    router = router if router_dtype is None else router.astype(router_dtype)
-    router = router if router_dtype is not None else router.astype(dtype)
+    router = router.astype(dtype if router_dtype is None else router_dtype)
     x, down, *rest = (jnp.asarray(a).astype(dtype) for a in (x, down, *gate_up))
     weights = rest[0] if len(rest) == 1 else tuple(rest)
 

@@ -19,7 +19,6 @@ from ..spec import GemmSpec
 from . import group_sizes, reference, tolerance
 from .lowered import specs_of
 
-
 ROWS_CONTRACTED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=[0],

@@ -29,7 +29,7 @@ from jax_hopper_gemm.testing.policies import grouped_covering_specs
 
 SPECS = grouped_covering_specs()
 CHOSEN = [spec for spec in table_specs(H200) if spec.grouped and spec not in SPECS]
-FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
+FEW_SMS = 8  # so that a persistent grid wraps around on problems that are quickly checked
 
 
 def check(gpu, case: Case, num_sms=None, repeats=1):
