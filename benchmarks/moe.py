@@ -282,16 +282,10 @@ def prepared(
         lowered = specs_of(function, *inputs)
         launched = [spec for spec in lowered if f"{spec.name} " in text] or lowered
     return Program(
-        run, seconds, getattr(memory, "temp_size_in_bytes", None), copies_in(text, shape),
+        run, seconds, getattr(memory, "temp_size_in_bytes", None), rows_written(text, shape.rows, shape.features),
         float(np.max(differences)), tuple(spec.name for spec in launched),
         sum(map(timing.clearing, launched)), counted,
     )  # fmt: skip
-
-
-def copies_in(text: str, shape: Shape) -> int:
-    """Returns how many arrays of the rows' shape XLA's own instructions write, in HLO."""
-    t, d, k = shape.tokens, shape.features, shape.k
-    return rows_written(text, [f"{t * k},{d}", f"{t},{k},{d}"])
 
 
 def times(

@@ -7,6 +7,7 @@ same in float64, loops over experts without JAX. Spread over devices it is the s
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -185,6 +186,23 @@ class MoeProgram:
 
     def exact(self, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns what `step` does, in float64."""
+        return self._computed(arguments, lambda array: array)
+
+    def rounded(self, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns `exact` with what is an array of 16 bits in the layer rounded to that.
+
+        These are gate, up and hidden values, rows, and the cotangents of all of them. XLA keeps
+        some in float32 where it fuses what reads them, so its errors are no measure of a layer's.
+        """
+        dtype = arguments[0].dtype
+        return self._computed(
+            arguments, lambda array: array.astype(np.float32).astype(dtype).astype(np.float64)
+        )
+
+    def _computed(
+        self, arguments: Sequence[np.ndarray], stored: Callable[[np.ndarray], np.ndarray]
+    ) -> list[np.ndarray]:
+        """Args: stored: gives an intermediate array as the layer keeps it."""
         x, router, gate_up, down, cotangent = (a.astype(np.float64) for a in arguments)
         logits = x @ router
         chosen = np.argsort(-self._keys(logits), axis=1, kind="stable")[:, : self.k]
@@ -198,16 +216,17 @@ class MoeProgram:
         of_gate_up, of_down = np.zeros_like(gate_up), np.zeros_like(down)
         for e in range(self.experts):
             t, slot = np.nonzero(chosen == e)
-            weight, pulled = weights[t, slot][:, None], cotangent[t] @ down[e].T
-            gate, up = x[t] @ gate_up[e, :, 0], x[t] @ gate_up[e, :, 1]
+            weight, pulled = weights[t, slot][:, None], stored(cotangent[t] @ down[e].T)
+            gate, up = stored(x[t] @ gate_up[e, :, 0]), stored(x[t] @ gate_up[e, :, 1])
             sigmoid = 1 / (1 + np.exp(-gate))
             silu = gate * sigmoid
-            y[t] += (weight * silu * up) @ down[e]
-            of_down[e] = (weight * silu * up).T @ cotangent[t]
+            hidden = stored(weight * silu * up)
+            y[t] += stored(hidden @ down[e])
+            of_down[e] = hidden.T @ cotangent[t]
             of_weights[t, slot] = (pulled * silu * up).sum(1)
-            of_gate = weight * pulled * up * sigmoid * (1 + gate * (1 - sigmoid))
-            of_up = weight * pulled * silu
-            of_x[t] += of_gate @ gate_up[e, :, 0].T + of_up @ gate_up[e, :, 1].T
+            of_gate = stored(weight * pulled * up * sigmoid * (1 + gate * (1 - sigmoid)))
+            of_up = stored(weight * pulled * silu)
+            of_x[t] += stored(of_gate @ gate_up[e, :, 0].T + of_up @ gate_up[e, :, 1].T)
             of_gate_up[e, :, 0], of_gate_up[e, :, 1] = x[t].T @ of_gate, x[t].T @ of_up
 
         mean = (of_weights * scores).sum(1, keepdims=True) / total
@@ -216,8 +235,9 @@ class MoeProgram:
             of_picked *= 1 - scores
         of_logits = np.zeros_like(logits)
         np.put_along_axis(of_logits, chosen, of_picked, 1)
-        of_x += of_logits @ router.T
-        return [y, of_x, x.T @ of_logits, of_gate_up, of_down]
+        of_x = stored(of_x) + stored(of_logits @ router.T)
+        results = y, of_x, x.T @ of_logits, of_gate_up, of_down
+        return [stored(result) for result in results]
 
 
 def step_of(layer: Callable[..., jax.Array], *args: Any) -> tuple[jax.Array, ...]:
@@ -227,21 +247,24 @@ def step_of(layer: Callable[..., jax.Array], *args: Any) -> tuple[jax.Array, ...
     return (y, *pull(cotangent))
 
 
-def rows_written(text: str, rows: Sequence[str]) -> int:
-    """Returns how many arrays XLA's own instructions write, of those that hold all rows.
+def rows_written(text: str, rows: int, features: int) -> int:
+    """Returns how many arrays of so many rows, however they are split, XLA's instructions write.
 
     Args:
       text: HLO of a compiled program.
-      rows: shapes as HLO has them, "65536,2048".
     """
     fused = set(re.findall(r"calls=%?([\w.-]+)", text))  # what they compute stays in registers
     writes = "fusion|gather|copy|transpose|select|broadcast|concatenate|scatter|add|multiply"
-    written = re.compile(rf" = \(?\w+\[(?:{'|'.join(rows)})\].* (?:{writes})\(")
+    written = re.compile(rf" = (.*?) (?:{writes})\(")
     count, inside = 0, ""
     for line in text.splitlines():
         if begins := re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line):
             inside = begins[1]
-        count += inside not in fused and bool(written.search(line))
+        if inside in fused or not (found := written.search(line)):
+            continue
+        for shape in re.findall(r"\w+\[([\d,]+)\]", found[1]):
+            extents = [int(extent) for extent in shape.split(",")]
+            count += extents[-1] == features and math.prod(extents) == rows * features
     return count
 
 
