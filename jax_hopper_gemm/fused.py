@@ -44,7 +44,7 @@ from .lowering import Call, register_lowering
 from .primitive import alike_in_shard_map, as_cotangent, cotangent_of
 from .ragged import sizes_of_each
 from .routing import Product
-from .spans import ROWS, ROWS_TRANSPOSED, Spans
+from .spans import ROWS, ROWS_TRANSPOSED, Spans, is_contraction
 
 hopper_fused_p = Primitive("hopper_fused")
 hopper_dots_p = Primitive("hopper_dots")
@@ -75,11 +75,13 @@ def fused_dot(
     The function sees products as float32 arrays of the result's axes; of types that float32
     cannot hold they keep their own. Arrays that it closes over are operands, too.
 
-    With `spans` the product is a ragged one, T rows in groups, and an operand of rank 3, (W, 1, N)
-    or (W, 1, 1), has an entry for each of W groups: the function sees (T, N) or (T, 1), each row's
-    own. Rows of no group are 0 in the product, in such operands, and in results of the product's
-    shape, whatever the function makes of them. The gradient by such an operand is summed in
-    float32 over the rows of each group, of cotangents as wide as those of the product.
+    With `spans` the product is a ragged one. Of a contraction the function sees the matrices of
+    all W groups, (W, K, N), that of an empty one as 0, and its operands as they are. Of T rows in
+    groups an operand of rank 3, (W, 1, N) or (W, 1, 1), has an entry for each group: the function
+    sees (T, N) or (T, 1), each row's own. Rows of no group are 0 in the product, in such operands,
+    and in results of the product's shape, whatever the function makes of them. The gradient by such
+    an operand is summed in float32 over the rows of each group, of cotangents as wide as those of
+    the product.
 
     Args:
       lhs: the left operand.
@@ -104,10 +106,11 @@ def fused_dot(
     operands = tuple(map(jnp.asarray, operands))
     dtype = accumulator_dtype(product_dtype)
     accumulate = Accumulate(subscripts, dtype, precision, out_sharding, implementation, spans)
+    of_rows = spans is not None and not is_contraction(subscripts)
     if spans:
         assert sizes is not None
         lhs, *rights, sizes = alike_in_shard_map(lhs, *rights, sizes)
-        by_group = tuple(x.ndim == 3 for x in operands)
+        by_group = tuple(of_rows and x.ndim == 3 for x in operands)
         function = partial(_by_rows, function, by_group, spans, lhs.dtype)
         pairs = zip(operands, by_group, strict=True)
         operands = (sizes, *(lax.squeeze(x, (1,)) if each else x for x, each in pairs))
@@ -134,7 +137,7 @@ def fused_dot(
     def complete(*args: Any) -> list[Any]:
         outputs = eval_jaxpr(closed.jaxpr, args[count:], *args[:count])
         found = [x.astype(to) for x, to in zip(outputs, dtypes, strict=True)]
-        if spans is None:
+        if spans is None or not of_rows:
             return found
         products, rows = args[: len(accumulators)], args[len(accumulators)]
         return [
@@ -384,16 +387,19 @@ def _as_rows_lie(
     """Maps what a kernel for a mapped ragged product could not read as it is: changes the lists.
 
     To it the rows of all matrices are one long axis, so what varies along rows varies along all of
-    it. Where each matrix has groups of its own, so have operands by group.
+    it. Where each matrix has groups of its own, so have operands by group, and all arrays that
+    follow a contraction.
     """
     lhs, right, jaxpr = products[0], products[1], params["jaxpr"].jaxpr
     inputs = jaxpr.invars[len(jaxpr.invars) - len(operands) :]
     by_group = [e.invars[0] for e in jaxpr.eqns if e.primitive is rows_of_groups_p]
-    own_groups = right.ndim > len(split(params["accumulate"].subscripts)[1])
+    subscripts = params["accumulate"].subscripts
+    contraction = is_contraction(subscripts)
+    own_groups = right.ndim > len(split(subscripts)[1])
     for i, (x, axis) in enumerate(zip(operands, axes, strict=True)):
         along_rows = jnp.ndim(x) > 1 and x.shape[-2] == lhs.shape[-2]
         each = own_groups and any(inputs[i] is variable for variable in by_group)
-        if axis is None and (along_rows or each):
+        if axis is None and (jnp.ndim(x) if contraction else along_rows or each):
             operands[i], axes[i] = jnp.broadcast_to(x, (size, *x.shape)), 0
 
 

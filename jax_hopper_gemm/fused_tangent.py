@@ -36,7 +36,7 @@ from .jaxprs import (
 from .lowering import is_launch, launcher_violation, product_at, register_lowering
 from .primitive import hopper_dot, reference_dot, with_batch
 from .ragged import hopper_ragged_dot
-from .spans import Spans, gate_letter
+from .spans import Spans, gate_letter, is_contraction
 
 epilogue_p = Primitive("epilogue")
 epilogue_tangent_p = Primitive("epilogue_tangent")
@@ -50,14 +50,15 @@ class Accumulate:
     """How accumulators are computed, outside of any kernel's epilogue.
 
     Attributes:
-      subscripts: as in `contraction.as_gemm`; of a ragged product, a form of rows in `ragged`, or
+      subscripts: as in `contraction.as_gemm`; of a ragged product, a form in `spans`, or
         "mk,gkcn->mn" where weights hold gate and up.
       dtype: of the accumulators.
       precision, out_sharding, implementation: as in `hopper_dot`.
       spans: of a ragged product, which spans of rows belong to which group. The sizes that cut
         the rows are one more operand, behind the right ones.
       batch: number of axes that `vmap` put in front of those of a ragged product: of the left
-        operand, the sizes and the result, and of the right operands unless all share them.
+        operand, the sizes and the result, and of the right operands unless all share them, which
+        those of a contraction do not.
     """
 
     subscripts: str
@@ -345,7 +346,8 @@ def _batched_ragged(
     lhs, *rights, sizes = operands
     lhs_axis, *right_axes, sizes_axis = axes
     lhs, sizes = mapped_first(size, lhs, lhs_axis), mapped_first(size, sizes, sizes_axis)
-    if any(axis is not None for axis in right_axes):
+    contraction = is_contraction(accumulate.subscripts)
+    if contraction or any(axis is not None for axis in right_axes):
         rights = [mapped_first(size, x, a) for x, a in zip(rights, right_axes, strict=True)]
         right_axes = [0] * len(rights)
     rank, batch = len(split(accumulate.subscripts)[1]), sizes.shape[1:-1]

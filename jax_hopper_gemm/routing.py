@@ -45,8 +45,8 @@ class Product:
       out_dtype: dtype of the result; with an epilogue, of its first one.
       rights: 2 for a gate and an up operand in two arrays of one shape.
       function: the epilogue, over the accumulators and its operands; None: there is none. Of a
-        ragged product of rows it knows groups by the operations of `group_rows`, and its
-        accumulators may have the rows in several axes, where `vmap` added some.
+        ragged product of rows it knows groups by the operations of `group_rows`. Where `vmap`
+        added axes, its accumulators have the rows in several, those of a contraction the groups.
       spans: of a ragged product which spans of rows belong to which group; the subscripts are one
         of the forms in `spans`.
       sizes: number of sizes that cut the rows into spans.
@@ -230,8 +230,8 @@ def _fused_ragged(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion
     found, spans = ragged_roles(product.subscripts), product.spans
     _, _, out = split(product.subscripts)
     rows, merged = None, {}
+    aval: Any = function.in_avals[0]
     if not is_contraction(product.subscripts) and spans:
-        aval: Any = function.in_avals[0]
         batch = len(aval.shape) - len(out)
         out = ROW_LETTERS[:batch] + out
         groups = GROUP_LETTERS[:batch] + GROUPS
@@ -241,8 +241,16 @@ def _fused_ragged(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion
             product.sizes_operand, replace(spans, step=0) if batch else spans, groups,
             each=spans.step != 0,
         )  # fmt: skip
+    elif batch := len(aval.shape) - len(out):
+        groups = GROUP_LETTERS[:batch] + GROUPS
+        out, merged = out.replace(GROUPS, groups), {groups: GROUPS}
+        found = replace(found, batch=groups)
     fusion = fuse(function, product.accumulators, out, found.m, found.n, rows=rows)
     labels = list(fusion.labels)
+    if is_contraction(product.subscripts):  # no groups are shared
+        for long in merged:
+            if any(GROUPS in x and long not in x for x in labels):
+                raise NotAGemm("an operand of the epilogue varies along some axes of the groups")
     for long, short in merged.items():
         labels = [x.replace(long, short) for x in labels]
     if any(x in ROW_LETTERS + GROUP_LETTERS for x in "".join(labels)):

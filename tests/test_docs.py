@@ -68,6 +68,7 @@ def test_examples_of_epilogues_run(capsys):
     assert names["weights"].shape == names["experts"].shape == (256, 4)
     expected = 2 * names["a"].astype("float32").T @ names["residual"].astype("float32")
     np.testing.assert_allclose(names["gradient"], expected, rtol=0, atol=1e-3)
+    assert names["gradients"].shape == (3, 128, 512) and not names["gradients"][1].any()
     np.testing.assert_array_equal(names["swiglu"], names["same"])
     assert "sort" in capsys.readouterr().out
 

@@ -14,12 +14,11 @@ from jax.typing import ArrayLike, DTypeLike
 from ..fused import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
-from .epilogue import NAMED, Steps, traced
+from .epilogue import Steps, named_in, traced
 from .substitute import final_product, with_hopper_dot
 
 Implementation = Literal["hopper", "xla"] | None
 Preactivation = Literal["save", "recompute"]
-FACTORS = ("alpha", "beta")
 
 
 def matmul(
@@ -100,8 +99,7 @@ def matmul(
     )
     given = dict(zip((name for name, x in given.items() if x is not None), arrays, strict=True))
     checks.check_matmul(a, b, given, activation, preferred_element_type)
-    # A factor of 1 is none. Every other one is an operand, so that no value has its own kernel.
-    named = tuple(x for x in NAMED if x in given and not (x in FACTORS and _is_one(given[x])))
+    named = named_in(given)
     steps = Steps("matmul", named, activation_function(activation), epilogue)
     return _run(
         jnp.matmul, a, b, implementation, steps, tuple(given[x] for x in named),
@@ -196,10 +194,6 @@ def _einsum(lhs: jax.Array, rhs: jax.Array, *, subscripts: str, **options: Any) 
     return jnp.einsum(subscripts, lhs, rhs, **options)
 
 
-def _is_one(factor: Any) -> bool:
-    return isinstance(factor, checks.SCALARS) and factor == 1
-
-
 def _run(
     function: Any,
     lhs: Any,
@@ -279,16 +273,10 @@ def _traced_steps(
     final = final_product(function, lhs, rhs)
     if final is None:
         return what.apply(with_hopper_dot(wide, lhs, rhs, implementation))
-    in_place = None
-    if "c" in steps.named:
-        index = steps.named.index("c")
-        taken = (jnp.shape(operands[index]), jnp.result_type(operands[index]))
-        if taken == (product.shape, what.dtypes[0]) and product.shape == what.shapes[0]:
-            in_place = index
     results = fused_dot(
         what.function, final.lhs, (final.rhs,), what.operands, subscripts=final.subscripts,
         precision=final.precision, product_dtype=dtype, out_dtypes=what.dtypes,
-        preactivation=preactivation, implementation=implementation, in_place=in_place,
-        out_sharding=final.out_sharding,
+        preactivation=preactivation, implementation=implementation,
+        in_place=what.in_place(steps, product), out_sharding=final.out_sharding,
     )  # fmt: skip
     return what.structured(results)

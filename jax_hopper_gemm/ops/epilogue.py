@@ -5,7 +5,7 @@ The functions are plain data: equal arguments give equal functions, and so one t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from . import checks
 from .activations import Activation
 
 NAMED = ("alpha", "c", "beta", "bias", "residual")  # operands of `Steps`, in their order
+FACTORS = ("alpha", "beta")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,18 @@ class Gate:
         return _as(hidden.dtype, operands[-1]) * hidden if self.scaled else hidden
 
 
+def named_in(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns `Steps.named` of the operands that are given, by name.
+
+    A factor of 1 is none. Every other one is an operand, so that no value has its own kernel.
+    """
+    return tuple(x for x in NAMED if x in given and not (x in FACTORS and _is_one(given[x])))
+
+
+def _is_one(factor: Any) -> bool:
+    return isinstance(factor, checks.SCALARS) and factor == 1
+
+
 def activated(op: str, activation: Activation | None, y: jax.Array) -> jax.Array:
     if activation is None:
         return y
@@ -118,6 +131,16 @@ class Traced:
         cast = tuple(map(lax.convert_element_type, flat, self.dtypes))
         return self.structured(cast)
 
+    def in_place(self, steps: Steps, product: Any) -> int | None:
+        """Returns which operand of these steps the first result may overwrite: `c`, if alike."""
+        if "c" not in steps.named:
+            return None
+        index = steps.named.index("c")
+        c = self.operands[index]
+        taken = (jnp.shape(c), jnp.result_type(c))
+        alike = taken == (product.shape, self.dtypes[0]) and product.shape == self.shapes[0]
+        return index if alike else None
+
     def structured(self, results: Any) -> Any:
         """Returns the results as the user's function would."""
         if isinstance(results, tuple) and not self.several:
@@ -128,7 +151,7 @@ class Traced:
 def traced(
     op: str,
     function: Callable[..., Any],
-    products: Sequence[jax.ShapeDtypeStruct],
+    products: Sequence[Any],
     operands: Sequence[Any],
     product_dtype: Any,
     preferred: Any,
@@ -141,7 +164,7 @@ def traced(
     Args:
       op: what the user called, for messages.
       function: as `Steps` or `Gate`.
-      products: what it is given.
+      products: what it is given, arrays or `jax.ShapeDtypeStruct`s.
       operands: its operands.
       product_dtype: dtype of the product.
       preferred: dtypes of the results, if not None.

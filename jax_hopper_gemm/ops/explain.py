@@ -18,7 +18,8 @@ from . import checks
 from .activations import Activation
 from .dense import Implementation, Preactivation, dot_general, matmul
 from .gated import gated_linear_unit
-from .ragged import left_to_lax, ragged_dot, ragged_dot_general
+from .ragged import ragged_dot, ragged_dot_general
+from .ragged_lax import left_to_lax
 from .traced_product import traced_product
 
 
@@ -120,7 +121,7 @@ def explain(
         takes none of the arguments from `bias` to `c`.
       group_sizes: if not None, explains `ragged_dot(a, b, group_sizes, ...)`, which takes none of
         those from `alpha` to `c` and no `residual`; or with a `jax.lax.RaggedDotDimensionNumbers`
-        for `dimension_numbers` `ragged_dot_general`, which takes nothing that follows a product.
+        for `dimension_numbers` `ragged_dot_general`, which takes `alpha`, `beta` and `c` alone.
       group_offset, row_indices: of these.
       everything else: as in `matmul`.
 
@@ -128,7 +129,8 @@ def explain(
       ValueError, TypeError: as the function would whose call is explained.
     """
     groups = {"group_sizes": group_sizes, "group_offset": group_offset, "row_indices": row_indices}
-    dense = {"residual": residual, "alpha": alpha, "beta": beta, "c": c}
+    added = {"alpha": alpha, "beta": beta, "c": c}
+    dense = {"residual": residual} | added
     named = {"bias": bias, "activation": activation}
     steps = {
         "epilogue": epilogue,
@@ -151,9 +153,9 @@ def explain(
         checks.check_explained("ragged_dot", "group_sizes", dense)
         options |= groups | named | steps
         return _explained(ragged_dot, a, b, options, implementation)
-    refused = named | dense | {"epilogue": epilogue, "row_indices": row_indices}
+    refused = named | {"residual": residual, "epilogue": epilogue, "row_indices": row_indices}
     checks.check_explained("ragged_dot_general", "group_sizes and dimension_numbers", refused)
-    options |= {
+    options |= added | {
         "group_sizes": group_sizes,
         "group_offset": group_offset,
         "ragged_dot_dimension_numbers": dimension_numbers,

@@ -18,13 +18,18 @@ from ..ragged import ROWS, hopper_ragged_dot
 from . import checks
 from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation, dot_general
-from .epilogue import Gate, Steps, traced
+from .epilogue import Gate, Steps, named_in, traced
 from .ragged_axes import RaggedAxes
-from .ragged_sizes import as_int32, spans_of
-
-# Taken here, so that they stay JAX's own where `intercept_ragged_dot` puts ours in their place.
-_lax_ragged_dot_general = lax.ragged_dot_general
-_BASIC = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
+from .ragged_lax import (
+    BASIC,
+    canonical,
+    lax_ragged_dot_general,
+    left_to_lax,
+    refuse_hopper,
+    sharded,
+)
+from .ragged_sizes import as_int32, sizes_in_rows, spans_of
+from .ragged_sum import scaled_sum
 
 
 def ragged_dot(
@@ -118,7 +123,7 @@ def ragged_dot(
     )  # fmt: skip
     if plain:
         return _run(
-            op, lhs, rhs, group_sizes, group_offset, _BASIC, precision, preferred_element_type,
+            op, lhs, rhs, group_sizes, group_offset, BASIC, precision, preferred_element_type,
             out_sharding, implementation, row_indices,
         )  # fmt: skip
     checks.check_group_operands(op, operands, rhs)
@@ -156,7 +161,7 @@ def run_grouped(
       preferred: dtype of the product, or a tuple of the results' dtypes.
       rows: (M,) indices of rows of `lhs`, or None.
     """
-    if reason := _sharded(out_sharding, lhs, *rights, sizes):
+    if reason := sharded(out_sharding, lhs, *rights, sizes):
         raise NotImplementedError(
             f"{op}: no function follows this product of groups in one program: {reason}"
         )
@@ -190,7 +195,7 @@ def _traced_grouped(
     lhs = _rows_of(lhs, rows)
     groups, k, *planes, n = rights[0].shape
     weights = jax.ShapeDtypeStruct((groups, k, n), rights[0].dtype)
-    params = _canonical(lhs, weights, sizes, _BASIC, dict(options))
+    params = canonical(lhs, weights, sizes, BASIC, dict(options))
     dtype = params["preferred_element_type"] or jnp.result_type(lhs, weights)
     length = lhs.shape[0]
     product = jax.ShapeDtypeStruct((length, n), accumulator_dtype(dtype))
@@ -220,6 +225,9 @@ def ragged_dot_general(
     group_offset: ArrayLike | None = None,
     out_sharding: Any = None,
     *,
+    alpha: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    c: ArrayLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Contracts two arrays, an axis of `lhs` in groups, by the rules of `jax.lax`'s.
@@ -235,29 +243,60 @@ def ragged_dot_general(
     reads are copied. Contracted axes outside of a ragged contracted one are left to
     `jax.lax.ragged_dot_general`.
 
+    Where the ragged axis is contracted, as in the gradient of weights by groups, the result is
+
+        alpha * product + beta * c
+
+    in float32 from the kernel's accumulators, so that the product is never rounded or stored. With
+    `c` alone it adds to an accumulator; in its memory, if that is donated. The part of an empty
+    group is beta * c. Gradients are products and multiples of the cotangent.
+
     Args:
       lhs, rhs: the operands.
       group_sizes: (G,) integers, or with the leading axes that `jax.lax.ragged_dot_general` says.
       ragged_dot_dimension_numbers: a `jax.lax.RaggedDotDimensionNumbers`.
       group_offset: as in `ragged_dot`, where the ragged axis is a free one.
-      precision, preferred_element_type, out_sharding, implementation: as in `ragged_dot`.
+      precision, out_sharding, implementation: as in `ragged_dot`.
+      preferred_element_type: dtype of the result; if None that of `c`, else the promoted dtype of
+        the operands.
+      alpha, beta: numbers or scalar arrays, where the ragged axis is contracted. `beta` is 1 if
+        None.
+      c: an array of the result's shape, of any dtype.
 
     Returns:
       The axes of `dot_general`'s result, after one of groups if the ragged axis is contracted.
 
     Raises:
-      ValueError: axes or extents do not fit, or sizes known while tracing are negative.
+      ValueError: axes or extents do not fit, sizes known while tracing are negative, or `alpha`,
+        `beta` or `c` do not fit or came where the ragged axis is not contracted.
       TypeError: an operand is not an array, sizes are no integers, or the dimension numbers have
         another type.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     op = "ragged_dot_general"
-    lhs, rhs, group_sizes = checks.as_arrays(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes)
+    named = {"alpha": alpha, "beta": beta, "c": c}
+    named = {name: x for name, x in named.items() if x is not None}
+    lhs, rhs, group_sizes, *arrays = checks.as_arrays(
+        op, lhs=lhs, rhs=rhs, group_sizes=group_sizes, **named
+    )
+    given = dict(zip(named, arrays, strict=True))
     if group_offset is not None:
         (group_offset,) = checks.as_arrays(op, group_offset=group_offset)
     numbers = checks.check_ragged_dot_general(
-        lhs, rhs, group_sizes, ragged_dot_dimension_numbers, group_offset, implementation
-    )
+        lhs, rhs, group_sizes, ragged_dot_dimension_numbers, group_offset, implementation, given,
+        preferred_element_type,
+    )  # fmt: skip
+    if names := named_in(given):
+        if preferred_element_type is None:
+            preferred_element_type = checks.strong_dtype(given.get("c"))
+        options = (
+            ("precision", tuple(precision) if isinstance(precision, list) else precision),
+            ("preferred_element_type", preferred_element_type), ("out_sharding", out_sharding),
+        )  # fmt: skip
+        operands = tuple(given[name] for name in names)
+        return scaled_sum(
+            lhs, rhs, group_sizes, operands, numbers, options, Steps(op, names), implementation
+        )
     return _run(
         op, lhs, rhs, group_sizes, group_offset, numbers, precision, preferred_element_type,
         out_sharding, implementation,
@@ -289,43 +328,14 @@ def _run(
             lhs, rhs, numbers.dot_dimension_numbers, implementation=implementation, **dict(static)
         )
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
-        if implementation == "hopper":
-            raise NotImplementedError(f"implementation='hopper': no kernel runs {op}: {reason}")
+        refuse_hopper(op, reason, implementation)
         for name, given in (("group_offset", offset), ("row_indices", rows)):
             if given is not None:
                 raise NotImplementedError(
                     f"{op}: {name} came, and XLA, which has none, would run this: {reason}"
                 )
-        return _lax_ragged_dot_general(lhs, rhs, sizes, numbers, **dict(static))
+        return lax_ragged_dot_general(lhs, rhs, sizes, numbers, **dict(static))
     return _traced(lhs, rhs, sizes, offset, rows, numbers, static, implementation)
-
-
-def left_to_lax(
-    lhs: Any,
-    rhs: Any,
-    sizes: Any,
-    out_sharding: Any,
-    numbers: lax.RaggedDotDimensionNumbers | None = None,
-) -> str | None:
-    """Returns why JAX's own product is the answer whatever the GPU; None where it is not."""
-    if reason := _sharded(out_sharding, lhs, rhs, sizes):
-        return reason
-    axes = RaggedAxes.of(numbers or _BASIC, np.ndim(lhs), np.ndim(rhs))
-    if axes.kind == "contraction" and axes.outer:
-        return "it contracts axes outside of the ragged one"
-    return None
-
-
-def _sharded(out_sharding: Any, *arrays: Any) -> str | None:
-    """Returns why no kernel runs in a program whose mesh axes are explicit."""
-    explicit = jax.sharding.AxisType.Explicit
-    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
-    if out_sharding is None and all(explicit not in mesh.axis_types for mesh in meshes):
-        return None
-    return (
-        "its arrays are sharded over explicit mesh axes; call it inside jax.shard_map over all "
-        "mesh axes"
-    )
 
 
 @partial(jax.jit, static_argnums=(5, 6, 7), inline=INLINE)
@@ -341,14 +351,12 @@ def _traced(
 ) -> jax.Array:
     lhs = _rows_of(lhs, rows)
     axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
-    params = _canonical(lhs, rhs, sizes, numbers, dict(options))
+    params = canonical(lhs, rhs, sizes, numbers, dict(options))
     params["implementation"] = implementation
 
     def product(left: Any, right: Any, own_sizes: Any, inner: int) -> jax.Array:
         length = left.shape[0]
-        own_sizes = as_int32(own_sizes)
-        if inner != 1:
-            own_sizes = jnp.minimum(jnp.maximum(own_sizes, 0), length // max(inner, 1)) * inner
+        own_sizes = sizes_in_rows(own_sizes, length, inner)
         groups = right.shape[0] if axes.kind == "rows" else own_sizes.shape[0]
         own_sizes, spans = spans_of(own_sizes, offset, groups, length)
         return hopper_ragged_dot(
@@ -356,17 +364,6 @@ def _traced(
         )
 
     return axes.mapped(product, lhs, rhs, sizes)
-
-
-def _canonical(lhs: Any, rhs: Any, sizes: Any, numbers: Any, options: Any) -> dict[str, Any]:
-    """Returns precision and dtype as JAX puts them into its own product, whose rules hold."""
-    if numbers.rhs_group_dimensions:  # fewer than there are sizes, with an offset
-        groups = rhs.shape[numbers.rhs_group_dimensions[0]]
-        sizes = jax.ShapeDtypeStruct((*sizes.shape[:-1], groups), sizes.dtype)
-    function = partial(_lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **options)
-    equations = jax.make_jaxpr(function)(lhs, rhs, sizes).jaxpr.eqns
-    (params,) = (e.params for e in equations if e.primitive.name == "ragged_dot_general")
-    return {key: params[key] for key in ("precision", "preferred_element_type")}
 
 
 def _rows_of(lhs: Any, rows: Any) -> Any:

@@ -85,13 +85,16 @@ class RaggedAxes:
         lhs: Any,
         rhs: Any,
         sizes: Any,
+        *matrices: Any,
     ) -> jax.Array:
         """Returns the result, from products without outer and batch axes.
 
         Args:
-          product: of (T, K) or (T, M), (G, K, N) or (G, N, K) or (T, N), (G,) sizes, and the
-            number of rows for each of the ragged axis, `inner`: (T, N) or (G, M, N).
+          product: of (T, K) or (T, M), (G, K, N) or (G, N, K) or (T, N), (G,) sizes, what there is
+            of `matrices`, (G, M, N), and the number of rows for each of the ragged axis, `inner`:
+            (T, N) or (G, M, N).
           lhs, rhs, sizes: as the user gave them.
+          *matrices: of a contraction without outer axes, arrays of the result's shape.
         """
         rows = self.kind == "rows"
         left_batch, right_batch = ([pair[side] for pair in self.batch] for side in (0, 1))
@@ -115,8 +118,11 @@ class RaggedAxes:
         if self.outer:
             function = jax.vmap(function, (0, None, mapped_sizes))
         if self.batch:
-            function = jax.vmap(function, (0, 0, mapped_sizes), 0 if rows else 1)
-        out = function(left, right, sizes)
+            axes = (0, 0, mapped_sizes, *(1 for _ in matrices))
+            function = jax.vmap(function, axes, 0 if rows else 1)
+        matrix = (*left.shape[:-2], left.shape[-1], right.shape[-1])
+        own = [_reshaped(x, (x.shape[0], *matrix)) for x in matrices]
+        out = function(left, right, sizes, *own)
 
         columns = self.rhs_rest[0 if self.subscripts == ROWS_TRANSPOSED else -1]
         left_axes = [*left_batch, *self.outer, *(left_rows if rows else self.lhs_rest)]

@@ -27,6 +27,14 @@ def as_int32(values: jax.Array, least: int = 0) -> jax.Array:
     return values.astype(np.int32)
 
 
+def sizes_in_rows(sizes: jax.Array, length: int, inner: int) -> jax.Array:
+    """Returns int32 sizes in rows, `length` of them, where each counts `inner` rows at a time."""
+    sizes = as_int32(sizes)
+    if inner == 1:
+        return sizes
+    return jnp.minimum(jnp.maximum(sizes, 0), length // max(inner, 1)) * inner
+
+
 def spans_of(sizes: jax.Array, offset: Any, groups: int, length: int) -> tuple[jax.Array, Spans]:
     """Returns the sizes of a product's spans, and which of them belong to its `groups` groups.
 

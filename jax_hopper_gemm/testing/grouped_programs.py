@@ -19,6 +19,12 @@ from ..spec import GemmSpec
 from . import group_sizes, reference, tolerance
 from .lowered import specs_of
 
+ROWS_CONTRACTED = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+
 
 def ragged_dot(*args: Any, **options: Any) -> jax.Array:
     """Our `ragged_dot`, on a kernel."""
@@ -244,19 +250,53 @@ def _transposed() -> GroupedProgram:
 def _contracted() -> GroupedProgram:
     """The contracted axis is ragged."""
     tokens, k, n, groups = 700, 136, 264, 9
-    numbers = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((0,), (0,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[],
-    )
     return GroupedProgram(
         lambda lhs, rhs, sizes: ops.ragged_dot_general(
-            lhs, rhs, sizes, numbers, implementation="hopper"
+            lhs, rhs, sizes, ROWS_CONTRACTED, implementation="hopper"
         ),
         {"lhs": (tokens, k), "rhs": (tokens, n)},
         lambda x, sizes: [contraction(x["lhs"], x["rhs"], sizes)],
         lambda seed: group_sizes.half_empty(tokens, groups, seed),
     )
+
+
+def _added(dtype: str, batch: int = 0) -> GroupedProgram:
+    """Twice a contraction, less half of an array of this dtype; with `batch` so many, mapped."""
+    tokens, k, n, groups = 700, 136, 264, 9
+
+    def one(lhs, rhs, c, sizes):
+        return ops.ragged_dot_general(
+            lhs, rhs, sizes, ROWS_CONTRACTED, c=c.astype(dtype), alpha=2.0, beta=-0.5,
+            implementation="hopper",
+        )  # fmt: skip
+
+    def exact_one(lhs: np.ndarray, rhs: np.ndarray, c: np.ndarray, sizes: np.ndarray) -> Exact:
+        product = contraction(lhs, rhs, sizes)
+        c = c.astype(np.float64)
+        return Exact(
+            2 * product.value - c / 2, 2 * product.magnitude + np.abs(c) / 2, product.terms + 1
+        )
+
+    def exact(x: dict[str, np.ndarray], sizes: np.ndarray) -> list[Exact]:
+        if not batch:
+            return [exact_one(**x, sizes=sizes)]
+        parts = [exact_one(x["lhs"][i], x["rhs"], x["c"][i], sizes[i]) for i in range(batch)]
+        return [
+            Exact(
+                np.stack([part.value for part in parts]),
+                np.stack([part.magnitude for part in parts]),
+                max(part.terms for part in parts),
+            )
+        ]
+
+    def sizes(seed: int) -> np.ndarray:
+        kinds = (group_sizes.half_empty, group_sizes.over, group_sizes.negative)
+        found = [kind(tokens, groups, seed + i) for i, kind in enumerate(kinds)]
+        return np.stack(found[:batch]) if batch else found[0]
+
+    several = (batch,) if batch else ()
+    shapes = {"lhs": (*several, tokens, k), "rhs": (tokens, n), "c": (*several, groups, k, n)}
+    return GroupedProgram(jax.vmap(one, (0, None, 0, 0)) if batch else one, shapes, exact, sizes)
 
 
 def _second_derivative() -> GroupedProgram:
@@ -302,6 +342,9 @@ GROUPED_PROGRAMS: dict[str, GroupedProgram] = {
     "group offset": _offset(),
     "transposed weights": _transposed(),
     "ragged contraction": _contracted(),
+    "added to float32": _added("float32"),
+    "added to bfloat16": _added("bfloat16"),
+    "vmap of a sum": _added("float32", batch=3),
     "second derivative": _second_derivative(),
     **{f"vmap {axes}": _mapped(axes, gradient=False) for axes in MAPPED_AXES},
     **{f"vmap of gradients {axes}": _mapped(axes, gradient=True) for axes in MAPPED_AXES},

@@ -23,8 +23,8 @@ def check_matmul(a: Any, b: Any, given: Mapping[str, Any], activation: Any, pref
     problems = _matmul_problems(a, b)
     if not problems:
         problems += _broadcasting_problems(_matmul_shape(np.shape(a), np.shape(b)), given)
-        problems += _kind_problems(a, b, given, preferred)
-    problems += _factor_problems(given) + name_problems(activation)
+        problems += kind_problems(a, b, given, preferred)
+    problems += factor_problems(given, "(a @ b)") + name_problems(activation)
     fail("matmul", problems, function_problems("activation", activation))
 
 
@@ -83,18 +83,21 @@ def _broadcasting_problems(shape: tuple[Any, ...], given: Mapping[str, Any]) -> 
     return problems
 
 
-def _factor_problems(given: Mapping[str, Any]) -> list[str]:
+def factor_problems(given: Mapping[str, Any], product: str) -> list[str]:
+    """Returns what is wrong with alpha and beta, factors of a product of this name and of c."""
     problems = [
         f"{name} is {describe(given[name])}, expected a number or a scalar array"
         for name in ("alpha", "beta")
         if name in given and np.ndim(given[name]) > 0
     ]
     if "beta" in given and "c" not in given:
-        problems.append("beta came without c: it is the factor of c in alpha * (a @ b) + beta * c")
+        problems.append(
+            f"beta came without c: it is the factor of c in alpha * {product} + beta * c"
+        )
     return problems
 
 
-def _kind_problems(a: Any, b: Any, given: Mapping[str, Any], preferred: Any) -> list[str]:
+def kind_problems(a: Any, b: Any, given: Mapping[str, Any], preferred: Any) -> list[str]:
     """Returns which operand is of a kind of number that does not go with the product."""
     single = preferred is not None and not isinstance(preferred, tuple | list)
     c = given.get("c")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from .arguments import COMPLEX, IMPLEMENTATIONS, function_problems, kind, name_problems
-from .dense import checked_axes
+from .dense import checked_axes, factor_problems, kind_problems
 from .wording import describe, differ, fail, less
 
 
@@ -131,9 +131,22 @@ def fail_ragged(
 
 
 def check_ragged_dot_general(
-    lhs: Any, rhs: Any, sizes: Any, numbers: Any, offset: Any, implementation: Any
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    numbers: Any,
+    offset: Any,
+    implementation: Any,
+    given: Mapping[str, Any],
+    preferred: Any,
 ) -> lax.RaggedDotDimensionNumbers:
-    """Returns the dimension numbers as tuples of plain integers, which then are valid."""
+    """Returns the dimension numbers as tuples of plain integers, which then are valid.
+
+    Args:
+      given: by name, those of alpha, beta and c that are given.
+      preferred: preferred_element_type.
+      everything else: as the user gave it.
+    """
     op = "ragged_dot_general"
     expected = "ragged_dot_dimension_numbers"
     if not isinstance(numbers, lax.RaggedDotDimensionNumbers):
@@ -180,6 +193,15 @@ def check_ragged_dot_general(
             )
         if free:
             problems += group_problems(np.shape(rhs)[groups[0]], rhs, sizes, offset)
+        if given and ragged[0] in lhs_contracting:
+            free_axes = (
+                _others(lhs, lhs_contracting, lhs_batch), _others(rhs, rhs_contracting, rhs_batch)
+            )  # fmt: skip
+            shape = [np.shape(lhs)[axis] for axis in (*lhs_batch, *free_axes[0])]
+            shape += [np.shape(rhs)[axis] for axis in free_axes[1]]
+            problems += _sum_problems(lhs, rhs, (np.shape(sizes)[-1], *shape), given, preferred)
+    if given and ragged[0] not in lhs_contracting:
+        problems.append(_no_sum(given, ragged[0] in lhs_batch))
     fail_ragged(op, problems, sizes, offset, implementation)
     return lax.RaggedDotDimensionNumbers(
         ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), ragged, groups
@@ -195,3 +217,32 @@ def _axes_of_sizes(
     free = tuple(axis for axis in range(ndim) if axis not in contracting + batch)
     kind = contracting if ragged in contracting else free
     return batch + kind[: kind.index(ragged)]
+
+
+def _others(x: Any, *taken: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(axis for axis in range(np.ndim(x)) if not any(axis in axes for axes in taken))
+
+
+def _sum_problems(
+    lhs: Any, rhs: Any, shape: tuple[Any, ...], given: Mapping[str, Any], preferred: Any
+) -> list[str]:
+    """Returns what of alpha, beta and c does not fit a contraction's result of this shape."""
+    problems = factor_problems(given, "product") + kind_problems(lhs, rhs, given, preferred)
+    if (c := given.get("c")) is None:
+        return problems
+    if np.ndim(c) != len(shape) or any(map(differ, np.shape(c), shape)):
+        problems.append(f"c is {describe(c)}, expected the result's shape {shape}")
+    return problems
+
+
+def _no_sum(given: Mapping[str, Any], batch: bool) -> str:
+    came = ", ".join(given)
+    if batch:
+        return (
+            f"{came} came, and the ragged axis is a batch one: call dot_general, which this "
+            "product is, with an epilogue"
+        )
+    return (
+        f"{came} came, and the ragged axis is a free one of lhs: call ragged_dot with "
+        "epilogue=lambda y, c: y + c, epilogue_operands=(c,)"
+    )
