@@ -282,8 +282,9 @@ def prepared(
         lowered = specs_of(function, *inputs)
         launched = [spec for spec in lowered if f"{spec.name} " in text] or lowered
     return Program(
-        run, seconds, getattr(memory, "temp_size_in_bytes", None), rows_written(text, shape.rows, shape.features),
-        float(np.max(differences)), tuple(spec.name for spec in launched),
+        run, seconds, getattr(memory, "temp_size_in_bytes", None),
+        rows_written(text, shape.rows, shape.features), float(np.max(differences)),
+        tuple(spec.name for spec in launched),
         sum(map(timing.clearing, launched)), counted,
     )  # fmt: skip
 

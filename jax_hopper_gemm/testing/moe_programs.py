@@ -192,7 +192,8 @@ class MoeProgram:
         """Returns `exact` with what is an array of 16 bits in the layer rounded to that.
 
         These are gate, up and hidden values, rows, and the cotangents of all of them and of the
-        logits. XLA keeps some in float32 where it fuses what reads them, so its errors are no measure of a layer's.
+        logits. XLA keeps some in float32 where it fuses what reads them, so its errors are no
+        measure of a layer's.
         """
         dtype = arguments[0].dtype
         return self._computed(

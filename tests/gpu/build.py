@@ -42,7 +42,9 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jobs", type=int, default=None, help="processes [one a core]")
     parser.add_argument(
-        "--moe", action="store_true", help="only those of test_moe.py and test_expert_parallel.py"
+        "--moe",
+        action="store_true",
+        help="only those of mixtures of experts, on one GPU and several",
     )
     arguments = parser.parse_args()
     specs = moe_specs() if arguments.moe else all_specs()
