@@ -67,7 +67,8 @@ def disassemble(cubin: bytes) -> str:
         file.write(cubin)
         file.flush()
         command = [str(find_nvdisasm()), "-c", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        # Not the process's environment, which another thread may change while it is read.
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={})
     if done.returncode:
         raise CubinError(f"nvdisasm cannot read the cubin: {done.stderr.strip()}")
     return done.stdout
