@@ -376,11 +376,7 @@ def main() -> int:
     if arguments.build_only:
         return build(chosen, arguments.build_only)
 
-    benchmark.this_device()
-    regimes = benchmark.REGIMES if arguments.regime == "both" else (arguments.regime,)
-    facts = benchmark.environment()
-    print("  ".join(f"{key} {value}".replace("\n", " ") for key, value in facts.items()))
-    print(HEADER)
+    regimes, facts = benchmark.begin(arguments.regime, HEADER)
     rows: list[Row] = []
     profiles: dict[str, list[tuple[str, float]]] = {}
     for case, shape in chosen:

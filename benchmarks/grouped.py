@@ -716,11 +716,7 @@ def main() -> int:
 
 def run(arguments: argparse.Namespace) -> list[Row]:
     """Times all candidates and prints a line for each case."""
-    benchmark.this_device()
-    regimes = benchmark.REGIMES if arguments.regime == "both" else (arguments.regime,)
-    facts = benchmark.environment()
-    print("  ".join(f"{key} {value}".replace("\n", " ") for key, value in facts.items()))
-    print(HEADER)
+    regimes, _ = benchmark.begin(arguments.regime, HEADER)
     rows = []
     for name in arguments.shapes:
         input_sets = random_inputs(SHAPES[name])

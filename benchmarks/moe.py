@@ -37,7 +37,7 @@ from jax_hopper_gemm import cubin, moe
 from jax_hopper_gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.lowered import specs_of
-from jax_hopper_gemm.testing.moe_programs import rows_written
+from jax_hopper_gemm.testing.moe_programs import MoeProgram, rows_written, step_of
 
 LARGEST_DIFFERENCE = 0.02  # of a result, in norm: some roundings to bfloat16
 CALLS_BY_THE_HOST = 3
@@ -50,37 +50,18 @@ RaggedDot = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(MoeProgram):
     """A layer, and how many times as fast as the best of the others it is wanted."""
 
-    tokens: int
-    features: int
-    hidden: int
-    experts: int
-    k: int
     wanted: float | None = None
-
-    @property
-    def rows(self) -> int:
-        return self.tokens * self.k
-
-    @property
-    def copy_bytes(self) -> int:
-        """Of the tokens in the order of their experts."""
-        return 2 * self.rows * self.features
 
     def flops(self, what: str) -> int:
         """Of the experts' products: gate, up and down, each with two gradients in a step."""
         return (1 if what == "forward" else 3) * 3 * 2 * self.rows * self.features * self.hidden
 
-    def arrays(self) -> list[jax.ShapeDtypeStruct]:
-        t, d, f, e = self.tokens, self.features, self.hidden, self.experts
-        shapes = ((t, d), (d, e), (e, d, 2, f), (e, f, d), (t, d))
-        return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-
 
 SHAPES = {
-    "qwen3": Shape(8192, 2048, 768, 128, 8, 2.5),
+    "qwen3": Shape(8192, 2048, 768, 128, 8, wanted=2.5),
     "mixtral": Shape(8192, 4096, 14336, 8, 2),
 }
 
@@ -171,11 +152,7 @@ def timed_function(layer: Function, what: str, k: int) -> Function:
     def forward(x, router, gate_up, down, cotangent):
         return (layer(x, router, gate_up, down),)
 
-    def step(x, router, gate_up, down, cotangent):
-        y, pull = jax.vjp(layer, x, router, gate_up, down)
-        return (y, *pull(cotangent))
-
-    return forward if what == "forward" else step
+    return forward if what == "forward" else functools.partial(step_of, layer)
 
 
 @functools.partial(jax.jit, static_argnames="k")
@@ -224,7 +201,7 @@ def random_inputs(shape: Shape) -> tuple[jax.Array, ...]:
         scales = (1.0, SCALE, SCALE, SCALE, 1.0)
         return tuple(
             jax.random.normal(key, a.shape, a.dtype) * jnp.asarray(scale, a.dtype)
-            for key, a, scale in zip(keys, shape.arrays(), scales, strict=True)
+            for key, a, scale in zip(keys, shape.abstract(), scales, strict=True)
         )
 
     return jax.block_until_ready(draw())
@@ -451,7 +428,7 @@ def build(shapes: Sequence[str], what: Sequence[str], folder: Path) -> int:
     for shape in (SHAPES[name] for name in shapes):
         for each in what:
             function = timed_function(ours, each, shape.k)
-            specs |= dict.fromkeys(specs_of(function, *shape.arrays()))
+            specs |= dict.fromkeys(specs_of(function, *shape.abstract()))
     report = cubin.build(list(specs), folder=folder)
     print(report)
     return 1 if report.failures else 0
@@ -459,11 +436,7 @@ def build(shapes: Sequence[str], what: Sequence[str], folder: Path) -> int:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Times all candidates and prints a table; returns all figures."""
-    benchmark.this_device()
-    regimes = benchmark.REGIMES if arguments.regime == "both" else (arguments.regime,)
-    facts = benchmark.environment()
-    print("  ".join(f"{key} {value}".replace("\n", " ") for key, value in facts.items()))
-    print(HEADER)
+    regimes, facts = benchmark.begin(arguments.regime, HEADER)
     rows: list[Row] = []
     profiles: dict[str, list[tuple[str, float]]] = {}
     for name in arguments.shapes:

@@ -137,6 +137,22 @@ def run(
     return rows
 
 
+def begin(regime: str, header: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Prints what is timed where and a table's head; returns the regimes and the environment.
+
+    Args:
+      regime: one of `REGIMES`, or "both".
+
+    Raises:
+      RuntimeError: jax has no Hopper GPU.
+    """
+    this_device()
+    facts = environment()
+    print("  ".join(f"{key} {value}".replace("\n", " ") for key, value in facts.items()))
+    print(header)
+    return REGIMES if regime == "both" else (regime,), facts
+
+
 def this_device() -> Device:
     """Returns jax's first GPU as dispatch sees it.
 
@@ -201,11 +217,7 @@ def main(arguments: argparse.Namespace, extra: Mapping[str, Maker] | None = None
         if name not in arguments.without
     }
     problems = dict.fromkeys(p for name in arguments.suites for p in shapes.suite(name))
-    regimes = REGIMES if arguments.regime == "both" else (arguments.regime,)
-    this_device()
-    facts = environment()
-    print("  ".join(f"{key} {value}".replace("\n", " ") for key, value in facts.items()))
-    print(results.HEADER)
+    regimes, facts = begin(arguments.regime, results.HEADER)
     rows = run(
         problems,
         regimes,
