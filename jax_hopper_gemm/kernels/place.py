@@ -14,6 +14,7 @@ from cutlass.cutlass_dsl import select_
 from ..grouping import MAX_LENGTH, SPAN_EXTENT, tile_in_pair
 from ..spec import EPI_TILE_M
 from ..walk import tile_at
+from .tile_scheduler.grouped import Warp
 
 OUTSIDE = 2 * MAX_LENGTH  # of every axis
 
@@ -44,14 +45,6 @@ class Place(NamedTuple):
         return self.end - self.first
 
 
-class _Lanes:
-    """What `grouping` wants of values that all threads share."""
-
-    @staticmethod
-    def where(condition, a, b):
-        return select_(condition, Int32(a), Int32(b))
-
-
 def place_of(spec, walk, tile, cta_m, cta_n, k_tiles):
     """Returns the place of a CTA's tile.
 
@@ -67,7 +60,7 @@ def place_of(spec, walk, tile, cta_m, cta_n, k_tiles):
         return Place(m, n, batch, k_tiles)
     together = None
     if s.paired:
-        m, n, together = tile_in_pair(tile, cta_m, s.tile_m, _Lanes)
+        m, n, together = tile_in_pair(tile, cta_m, s.tile_m, Warp())
     else:
         m, n = tile.m * s.cluster_m + cta_m, tile.n * s.cluster_n + cta_n
     if s.grouped == "k":  # of an empty group, one k-tile of zeros
