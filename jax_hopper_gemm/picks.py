@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
+from .group_rows import mapped_first
 from .lowering import mark_rows, register_lowering
 from .primitive import alike_in_shard_map
 from .rows import in_order, picked, wide_dtype
@@ -165,12 +166,6 @@ ad.primitive_transposes[add_rows_p] = _transpose_add
 # vmap: rows of one index after those of the one before it.
 
 
-def _mapped_first(size: int, array: jax.Array, axis: int | None) -> jax.Array:
-    if axis is None:
-        return jnp.broadcast_to(array, (size, *array.shape))
-    return jnp.moveaxis(array, axis, 0)
-
-
 def _flat_rows(rows: jax.Array, length: int) -> jax.Array:
     """Returns row numbers (B, R) as (B * R,), those of index b more by b * `length`."""
     offsets = length * jnp.arange(rows.shape[0], dtype=rows.dtype)[:, None]
@@ -179,7 +174,7 @@ def _flat_rows(rows: jax.Array, length: int) -> jax.Array:
 
 def _batch_pick(args: Any, axes: Any) -> tuple[Any, int]:
     (size,) = {x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None}
-    x, rows = args[0], _mapped_first(size, args[1], axes[1])
+    x, rows = args[0], mapped_first(size, args[1], axes[1])
     if axes[0] is None:
         flat = rows.reshape(-1)
     else:
@@ -192,7 +187,7 @@ def _batch_pick(args: Any, axes: Any) -> tuple[Any, int]:
 
 def _batch_add(args: Any, axes: Any, *, length: int) -> tuple[Any, int]:
     (size,) = {x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None}
-    x, rows = (_mapped_first(size, array, axis) for array, axis in zip(args, axes, strict=True))
+    x, rows = (mapped_first(size, array, axis) for array, axis in zip(args, axes, strict=True))
     out = add_rows_p.bind(
         x.reshape(size * x.shape[1], x.shape[2]), _flat_rows(rows, length), length=size * length
     )

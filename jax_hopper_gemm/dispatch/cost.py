@@ -36,7 +36,8 @@ MEMORY_BYTES_PER_NS = 4300.0  # measured; 4800 on the datasheet
 SM_BYTES_PER_CYCLE = 77.0  # fitted: what an SM takes in, its own loads and multicasts
 L2_BYTES_PER_CYCLE = 7700.0  # fitted: the lines that all SMs ask of L2
 CLIPPED_LINE_CYCLES = 6.0  # measured with M = 1 and 16: lines outside a matrix are slow zeros
-GATHER_CYCLES = {"m": 40.0, "k": 62.0}  # measured: of a loader warp, for 16 bytes a thread
+# Measured: of a loader warp, for 16 bytes a thread; along K before indices were loaded ahead.
+GATHER_CYCLES = {"m": 40.0, "k": 62.0}
 CLUSTER_WAIT = 0.13  # fitted: of a load; see `_load_cycles`
 LEAK = 0.14  # fitted: of the faster of math and loads, that does not hide behind the slower
 MEMORY_LEAK = 0.1  # fitted: the same of the faster of SMs and device memory
