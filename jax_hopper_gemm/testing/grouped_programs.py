@@ -299,6 +299,39 @@ def _added(dtype: str, batch: int = 0) -> GroupedProgram:
     return GroupedProgram(jax.vmap(one, (0, None, 0, 0)) if batch else one, shapes, exact, sizes)
 
 
+def _gathered(stored: int, repeated: bool) -> GroupedProgram:
+    """Rows gathered by index: the product and gradients; without lhs's where rows are `repeated`.
+
+    Args:
+      stored: how many rows there are to gather from.
+    """
+    tokens, k, n, groups = 600, 136, 264, 9
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, stored, tokens) if repeated else rng.permutation(stored)[:tokens]
+
+    def run(lhs, rhs, cotangent, sizes):
+        product, pull = jax.vjp(
+            lambda lhs, rhs: ragged_dot(lhs, rhs, sizes, row_indices=rows), lhs, rhs
+        )
+        of_lhs, of_rhs = pull(cotangent)
+        return (product, of_rhs) if repeated else (product, of_lhs, of_rhs)
+
+    def exact(x: dict[str, np.ndarray], sizes: np.ndarray) -> Sequence[Exact]:
+        product, of_rows, of_rhs = gradients({**x, "lhs": x["lhs"][rows]}, sizes)
+        if repeated:
+            return product, of_rhs
+        value, magnitude = np.zeros((2, stored, k))
+        value[rows], magnitude[rows] = of_rows.value, of_rows.magnitude
+        return product, Exact(value, magnitude, of_rows.terms), of_rhs
+
+    return GroupedProgram(
+        run,
+        {"lhs": (stored, k), "rhs": (groups, k, n), "cotangent": (tokens, n)},
+        exact,
+        lambda seed: group_sizes.under(tokens, groups, seed),
+    )
+
+
 def _second_derivative() -> GroupedProgram:
     """Derivatives of lhs's gradient, g @ rhs^T by groups, with respect to rhs and g."""
     tokens, k, n, groups = 264, 72, 88, 4
@@ -345,6 +378,8 @@ GROUPED_PROGRAMS: dict[str, GroupedProgram] = {
     "added to float32": _added("float32"),
     "added to bfloat16": _added("bfloat16"),
     "vmap of a sum": _added("float32", batch=3),
+    "gathered rows": _gathered(170, repeated=True),
+    "permuted rows": _gathered(700, repeated=False),
     "second derivative": _second_derivative(),
     **{f"vmap {axes}": _mapped(axes, gradient=False) for axes in MAPPED_AXES},
     **{f"vmap of gradients {axes}": _mapped(axes, gradient=True) for axes in MAPPED_AXES},
