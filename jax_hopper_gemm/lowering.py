@@ -45,6 +45,7 @@ def register_lowering(
     reference: Any,
     for_cuda: Any,
     implementation: Callable[[dict[str, Any]], str | None] = lambda params: None,
+    partitioned: Callable[..., Any] = lambda ctx, *values, **params: None,
 ) -> None:
     """Registers one rule for all platforms.
 
@@ -57,6 +58,7 @@ def register_lowering(
       reference: the JAX function of the operands and parameters that it stands for.
       for_cuda: the rule where the program is for CUDA alone: `for_cuda(ctx, *values, **params)`.
       implementation: gives from the parameters what the user asked for.
+      partitioned: the rule where XLA partitions the program over devices; may give None.
     """
     # The branch for CUDA of a program for several platforms; it exists while that is lowered.
     on_cuda_p = Primitive(f"{primitive.name}_on_cuda")
@@ -74,6 +76,8 @@ def register_lowering(
     def lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
         platforms = tuple(ctx.platforms or ctx.module_context.platforms)
         on_host = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) == "device_host"
+        if not on_host and (emitted := partitioned(ctx, *values, **params)):
+            return emitted
         if platforms == ("cuda",) and not on_host:
             return for_cuda(ctx, *values, **params)
         if implementation(params) == "hopper":

@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
+from . import partition
 from .contraction import split
 from .dot_general import (
     DotGeneral,
@@ -191,5 +192,6 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params:
 
 register_lowering(
     hopper_dot_p, _abstract_eval, reference_dot, _lower_for_cuda,
-    lambda params: params["implementation"],
+    lambda params: params["implementation"], partition.lower,
 )  # fmt: skip
+partition.register(hopper_dot_p.bind)

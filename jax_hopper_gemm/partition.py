@@ -1,0 +1,433 @@
+"""Products in a program that XLA partitions over devices: each device gets its share as a program.
+
+What a device's share is, XLA knows only when it partitions, long after lowering. So lowering emits
+a custom call that says in words what is asked (`TARGET`, its configuration is JSON), with Shardy's
+rule of how shardings go through it. XLA's partitioner comes back with the shardings that it has
+found. The answer is a program for one device: the product of the shards, lowered like any other
+program for one device, and a reduction where a contracted axis is sharded.
+
+Nothing in the custom call belongs to a process, so the persistent compilation cache and
+`jax.export` take such programs. The executable holds no call of `TARGET` any more.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+from jaxlib import xla_client
+
+from .contraction import split
+
+TARGET = "jax_hopper_gemm.v1.partition"
+PLATFORMS = [("cuda",)]  # what a program is lowered for, where products are partitioned here
+
+# What a choice between shardings costs, roughly, on one GPU: only the order of choices follows.
+BYTES_PER_SECOND = 3e11
+FLOPS_PER_SECOND = 6e14
+
+Axes = tuple[int, ...]  # of the mesh in prime factors, the first varies slowest
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The devices of a program, as axes of prime size: every sharding is in terms of these."""
+
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(shardings: Iterable[Any]) -> Mesh:
+        """Returns the mesh in whose axes most of these shardings are; they do not name it."""
+        tiled = [sharding for sharding in shardings if sharding.is_tiled()]
+        if not tiled:
+            return Mesh(())
+        orders = itertools.permutations(_primes(tiled[0].num_devices()))
+        meshes = [Mesh(sizes) for sizes in sorted(set(orders))]
+        return max(meshes, key=lambda mesh: sum(any(mesh.axes_of(sharding)) for sharding in tiled))
+
+    @property
+    def digits(self) -> np.ndarray:
+        """(axes, devices): where each device lies along each axis."""
+        return np.indices(self.sizes).reshape(len(self.sizes), -1)
+
+    def count(self, axes: Iterable[int]) -> int:
+        return prod(self.sizes[axis] for axis in axes)
+
+    def groups(self, axes: Axes) -> list[list[int]]:
+        """Returns the devices that differ along `axes` alone, in the order of these."""
+        rest = [axis for axis in range(len(self.sizes)) if axis not in axes]
+        devices = np.arange(prod(self.sizes)).reshape(self.sizes).transpose(*rest, *axes)
+        return devices.reshape(-1, self.count(axes)).tolist()
+
+    def axes_of(self, sharding: Any) -> list[Axes]:
+        """Returns along which axes each dimension of a tiled sharding is sharded.
+
+        A sharding in other terms (an odd order of devices) reads as that of a whole array: XLA
+        then makes it whole.
+        """
+        tiles = sharding.tile_assignment_dimensions()
+        devices = np.array(sharding.tile_assignment_devices())
+        place = np.empty((len(tiles), devices.size), np.int64)
+        place[:, devices] = np.indices(tiles).reshape(len(tiles), -1)
+        dimensions = place[: len(tiles) - sharding.replicate_on_last_tile_dim()]
+        found = [self._axes_along(coordinates) for coordinates in dimensions]
+        return [() if None in found else axes or () for axes in found]
+
+    def _axes_along(self, coordinates: np.ndarray) -> Axes | None:
+        units = np.ravel_multi_index(np.eye(len(self.sizes), dtype=int), self.sizes)
+        strides = coordinates[units]
+        if coordinates[0] or (strides @ self.digits != coordinates).any():
+            return None
+        axes = tuple(sorted(np.flatnonzero(strides).tolist(), key=lambda axis: -strides[axis]))
+        expected = [self.count(axes[i + 1 :]) for i in range(len(axes))]
+        return axes if strides[list(axes)].tolist() == expected else None
+
+    def sharding(self, along: Sequence[Axes]) -> Any:
+        """Returns XLA's sharding of an array whose dimensions are sharded `along` these axes."""
+        used = list(itertools.chain.from_iterable(along))
+        if not used:
+            return xla_client.HloSharding.replicate()
+        rest = [axis for axis in range(len(self.sizes)) if axis not in used]
+        return xla_client.HloSharding.iota_tile(
+            [*map(self.count, along), *([self.count(rest)] if rest else [])],
+            reshape_dims=list(self.sizes),
+            transpose_perm=[*used, *rest],
+            subgroup_types=[xla_client.OpSharding.Type.REPLICATED] if rest else [],
+        )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a device computes of a product, in axes for each letter of the subscripts.
+
+    Attributes:
+      axes: along which the operands are sharded, and the product of the shards.
+      scattered: further axes along which a letter of the result is sharded by the reduction.
+      summed: the axes over which the rest of the reduction adds up.
+    """
+
+    axes: dict[str, Axes]
+    scattered: dict[str, Axes]
+    summed: Axes
+
+    def result(self, letter: str) -> Axes:
+        return self.axes[letter] + self.scattered.get(letter, ())
+
+
+def choose_share(
+    mesh: Mesh,
+    subscripts: str,
+    extents: dict[str, int],
+    itemsizes: tuple[int, int, int],
+    given: tuple[list[Axes], list[Axes], list[Axes]],
+) -> Share:
+    """Returns the share that costs least to move and to compute.
+
+    Args:
+      mesh: the devices.
+      subscripts, extents: of the whole product.
+      itemsizes: bytes of an element of the left operand, the right one and the result.
+      given: how these three are sharded outside.
+    """
+    labels = split(subscripts)
+    outside = [dict(zip(names, axes, strict=True)) for names, axes in zip(labels, given, strict=True)]
+    choices = {
+        letter: _choices(mesh, extent, (known.get(letter) for known in outside))
+        for letter, extent in extents.items()
+    }
+    best: tuple[float, Share] | None = None
+    for combination in itertools.product(*choices.values()):
+        axes = dict(zip(choices, combination, strict=True))
+        used = list(itertools.chain.from_iterable(combination))
+        if len(set(used)) < len(used):
+            continue
+        share = _with_reduction(mesh, labels[2], axes, extents, outside[2])
+        seconds = _seconds(mesh, labels, extents, itemsizes, outside, share)
+        if best is None or seconds < best[0]:
+            best = seconds, share
+    assert best  # the choice of no axes at all is always there
+    return best[1]
+
+
+def _choices(mesh: Mesh, extent: int, given: Iterable[Axes | None]) -> list[Axes]:
+    """Returns the axes of each of `given` and the whole, each cut to what divides the extent."""
+    found: dict[Axes, None] = {}
+    for axes in given:
+        for length in range(len(axes or ()), 0, -1):
+            if axes and extent % mesh.count(axes[:length]) == 0:
+                found[axes[:length]] = None
+    return [*found, ()]
+
+
+def _with_reduction(
+    mesh: Mesh, out: str, axes: dict[str, Axes], extents: dict[str, int], wanted: dict[str, Axes]
+) -> Share:
+    rest = [axis for letter in axes if letter not in out for axis in axes[letter]]
+    scattered: dict[str, Axes] = {}
+    for letter in out:
+        own, asked = axes[letter], wanted[letter]
+        further = tuple(itertools.takewhile(rest.__contains__, asked[len(own) :]))
+        if asked[: len(own)] == own and further and not extents[letter] % mesh.count(own + further):
+            scattered[letter] = further
+            rest = [axis for axis in rest if axis not in further]
+    return Share(axes, scattered, tuple(sorted(rest)))
+
+
+def _seconds(
+    mesh: Mesh,
+    labels: tuple[str, str, str],
+    extents: dict[str, int],
+    itemsizes: tuple[int, int, int],
+    outside: list[dict[str, Axes]],
+    share: Share,
+) -> float:
+    """Returns what a device needs for a share, roughly."""
+    inside = [{letter: share.axes[letter] for letter in names} for names in labels[:2]]
+    moves = list(zip(labels[:2], itemsizes[:2], outside[:2], inside, strict=True))
+    result = {letter: share.result(letter) for letter in labels[2]}
+    moves.append((labels[2], itemsizes[2], result, outside[2]))
+    moved = 0.0
+    for names, itemsize, before, after in moves:
+        kept = [_common(before[letter], after[letter]) for letter in names]
+        if kept != [before[letter] for letter in names]:
+            moved += itemsize * _elements(mesh, extents, dict(zip(names, kept, strict=True)))
+    partial_sum = itemsizes[2] * _elements(mesh, extents, {x: share.axes[x] for x in labels[2]})
+    moved += partial_sum if share.scattered else 0
+    if share.summed:
+        moved += 2 * partial_sum / mesh.count(itertools.chain(*share.scattered.values()))
+    flops = 2 * _elements(mesh, extents, share.axes)
+    return moved / BYTES_PER_SECOND + flops / FLOPS_PER_SECOND
+
+
+def _elements(mesh: Mesh, extents: dict[str, int], axes: dict[str, Axes]) -> float:
+    return prod(extents[letter] for letter in axes) / mesh.count(itertools.chain(*axes.values()))
+
+
+def _common(left: Axes, right: Axes) -> Axes:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    return tuple(axis for axis, _ in pairs)
+
+
+def _primes(extent: int) -> list[int]:
+    factors, divisor = [], 2
+    while extent > 1:
+        while extent % divisor == 0:
+            factors.append(divisor)
+            extent //= divisor
+        divisor += 1
+    return factors
+
+
+# Lowering: the custom call.
+
+
+def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether XLA partitions the whole program over devices, and this JAX lets us take part.
+
+    A program inside `jax.shard_map` over some of the mesh axes is not for us.
+    """
+    devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
+    return devices > 1 and _registered and jax.config.jax_use_shardy_partitioner
+
+
+def lower(
+    ctx: mlir.LoweringRuleContext,
+    lhs: Any,
+    rhs: Any,
+    *,
+    subscripts: str,
+    precision: Any,
+    preferred_element_type: Any,
+    out_sharding: Any,
+    implementation: str | None,
+) -> list[Any] | None:
+    """Emits the custom call that XLA's partitioner replaces; None where it is not for us.
+
+    The parameters are those of `hopper_dot`.
+    """
+    del out_sharding  # the result's abstract value has it
+    names = None if precision is None else [getattr(x, "name", None) for x in _pair(precision)]
+    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
+    if not is_partitioned(ctx) or platforms not in PLATFORMS or (names and None in names):
+        return None
+    preferred = None if preferred_element_type is None else np.dtype(preferred_element_type).name
+    config = {
+        "subscripts": subscripts,
+        "precision": names,
+        "preferred_element_type": preferred,
+        "implementation": implementation,
+        "platforms": platforms,
+    }
+    (out_aval,) = ctx.avals_out
+    call = stablehlo.CustomCallOp(
+        [ir.RankedTensorType.get(out_aval.shape, mlir.dtype_to_ir_type(out_aval.dtype))],
+        [lhs, rhs],
+        call_target_name=ir.StringAttr.get(TARGET),
+        has_side_effect=ir.BoolAttr.get(False),
+        api_version=ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 2),
+        called_computations=ir.ArrayAttr.get([]),
+        backend_config=ir.StringAttr.get(json.dumps(config)),
+    )
+    extents = dict(zip(subscripts.replace(",", ""), [*lhs.type.shape, *rhs.type.shape], strict=False))
+    call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(sharding_rule(subscripts, extents))
+    (result,) = call.results
+    sharding = out_aval.sharding
+    if sharding.mesh.empty or not sharding.mesh.explicit_axes:
+        return [result]
+    constrain = mlir.lower_fun(
+        partial(lax.with_sharding_constraint, shardings=sharding), multiple_results=False
+    )
+    return list(constrain(ctx.replace(avals_in=[out_aval]), result))
+
+
+def sharding_rule(subscripts: str, extents: dict[str, int]) -> str:
+    """Returns Shardy's rule of a product: which dimensions are the same letter."""
+    names = dict(zip(extents, _factor_names(), strict=False))
+    lhs, rhs, out = ("[" + ", ".join(names[x] for x in part) + "]" for part in split(subscripts))
+    sizes = ", ".join(f"{names[letter]}={extent}" for letter, extent in extents.items())
+    _, _, out_labels = split(subscripts)
+    contracted = ", ".join(names[letter] for letter in extents if letter not in out_labels)
+    reduction = f" reduction={{{contracted}}}" if contracted else ""
+    return f"#sdy.op_sharding_rule<({lhs}, {rhs})->({out}) {{{sizes}}}{reduction}, custom>"
+
+
+def _factor_names() -> Iterable[str]:
+    yield from "ijklmnopqrstuvwxyz"
+    yield from (f"z_{i}" for i in itertools.count(1))
+
+
+def _pair(precision: Any) -> tuple[Any, ...]:
+    return precision if isinstance(precision, tuple) else (precision,)
+
+
+# XLA's partitioner comes back.
+
+_product: Callable[..., Any] | None = None
+
+
+def _partition(
+    arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sharding: Any, config: bytes
+) -> tuple[bytes, list[Any], Any]:
+    """Returns the program of one device, how it wants its operands and gives its result."""
+    params = json.loads(config)
+    platforms = tuple(params.pop("platforms"))
+    shardings = (*arg_shardings, result_sharding)
+    mesh = Mesh.of(shardings)
+    subscripts = params["subscripts"]
+    labels = split(subscripts)
+    shapes = [tuple(shape.dimensions()) for shape in (*arg_shapes, result_shape)]
+    dtypes = [shape.numpy_dtype() for shape in (*arg_shapes, result_shape)]
+    extents = {x: n for names, shape in zip(labels, shapes, strict=True)
+               for x, n in zip(names, shape, strict=True)}  # fmt: skip
+    lhs, rhs, out = (
+        mesh.axes_of(sharding) if sharding.is_tiled() else [()] * len(names)
+        for sharding, names in zip(shardings, labels, strict=True)
+    )
+    itemsizes = tuple(dtype.itemsize for dtype in dtypes)
+    share = choose_share(mesh, subscripts, extents, itemsizes, (lhs, rhs, out))
+    shards = [
+        jax.ShapeDtypeStruct([extents[x] // mesh.count(share.axes[x]) for x in names], dtype)
+        for names, dtype in zip(labels[:2], dtypes, strict=False)
+    ]
+    program = _program(mesh, share, labels[2], shards, params, platforms)
+    operands = [mesh.sharding([share.axes[x] for x in names]) for names in labels[:2]]
+    return program, operands, mesh.sharding([share.result(x) for x in labels[2]])
+
+
+def _program(
+    mesh: Mesh, share: Share, out: str, shards: list[Any], params: Any, platforms: tuple[str, ...]
+) -> bytes:
+    assert _product
+    if (names := params["precision"]) is not None:
+        pair = tuple(lax.Precision[name] for name in names)
+        params["precision"] = pair if len(pair) == 2 else pair[0]
+    params["out_sharding"] = None
+    if (preferred := params["preferred_element_type"]) is not None:
+        params["preferred_element_type"] = np.dtype(jax.numpy.dtype(preferred))
+    product = partial(_product, **params)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        traced = jax.jit(lambda *operands: product(*operands), keep_unused=True).trace(*shards)
+        module = traced.lower(lowering_platforms=platforms).compiler_ir("stablehlo")
+    with module.context, ir.Location.unknown():
+        (main,) = (f for f in module.body.operations if f.name.value == "main")
+        (end,) = (op for op in main.body.blocks[0].operations if op.operation.name == "func.return")
+        value = end.operands[0]
+        with ir.InsertionPoint(end):
+            for letter, axes in share.scattered.items():
+                value = _reduce(value, mesh.groups(axes), out.index(letter))
+            if share.summed:
+                value = _reduce(value, mesh.groups(share.summed))
+        end.operation.operands[0] = value
+        kind = ir.FunctionType.get(main.type.inputs, [value.type])
+        main.attributes["function_type"] = ir.TypeAttr.get(kind)
+        written = io.BytesIO()
+        module.operation.write_bytecode(written)
+    return written.getvalue()
+
+
+def _reduce(value: Any, groups: list[list[int]], dimension: int | None = None) -> Any:
+    """Emits the sum over each group of devices, of which each keeps a part along `dimension`."""
+    shared = {
+        "replica_groups": ir.DenseIntElementsAttr.get(np.array(groups, np.int64)),
+        "channel_handle": stablehlo.ChannelHandle.get(1, 1),
+        "use_global_device_ids": ir.BoolAttr.get(True),
+    }
+    element = value.type.element_type
+    if dimension is None:
+        operation = stablehlo.AllReduceOp([value.type], [value], **shared)
+    else:
+        shape = list(value.type.shape)
+        shape[dimension] //= len(groups[0])
+        index = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), dimension)
+        kind = ir.RankedTensorType.get(shape, element)
+        operation = stablehlo.ReduceScatterOp(kind, value, scatter_dimension=index, **shared)
+    scalar = ir.RankedTensorType.get([], element)
+    block = operation.regions[0].blocks.append(scalar, scalar)
+    with ir.InsertionPoint(block):
+        stablehlo.ReturnOp([stablehlo.AddOp(*block.arguments).result])
+    return operation.results[0]
+
+
+def _propagate(*args: Any) -> Any:
+    raise NotImplementedError("shardings go through a product by Shardy's rule")
+
+
+_registered = False
+
+
+def register(product: Callable[..., Any]) -> None:
+    """Makes `TARGET` known to XLA's partitioner.
+
+    Args:
+      product: binds the product of two arrays; takes the parameters of `hopper_dot`.
+    """
+    global _product, _registered
+    _product = product
+    try:
+        # JAX has no public way to register with the plugin of a GPU.
+        from jax._src.xla_bridge import register_plugin_callbacks
+
+        enter = xla_client.register_custom_call_partitioner
+    except (ImportError, AttributeError):
+        return
+    params: Any = {
+        "name": TARGET,
+        "prop_user_sharding": _propagate,
+        "partition": _partition,
+        "infer_sharding_from_operands": _propagate,
+    }
+    enter(**params)
+    register_plugin_callbacks(partial(enter, **params))
+    _registered = True
