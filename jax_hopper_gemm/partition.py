@@ -16,6 +16,7 @@ import io
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -133,7 +134,7 @@ def choose_share(
     itemsizes: tuple[int, int, int],
     given: tuple[list[Axes], list[Axes], list[Axes]],
 ) -> Share:
-    """Returns the share that costs least to move and to compute.
+    """Returns the share that keeps the operands' shardings and takes least time.
 
     Args:
       mesh: the devices.
@@ -147,16 +148,16 @@ def choose_share(
         letter: _choices(mesh, extent, (known.get(letter) for known in outside))
         for letter, extent in extents.items()
     }
-    best: tuple[float, Share] | None = None
+    best: tuple[tuple[int, float], Share] | None = None
     for combination in itertools.product(*choices.values()):
         axes = dict(zip(choices, combination, strict=True))
         used = list(itertools.chain.from_iterable(combination))
         if len(set(used)) < len(used):
             continue
         share = _with_reduction(mesh, labels[2], axes, extents, outside[2])
-        seconds = _seconds(mesh, labels, extents, itemsizes, outside, share)
-        if best is None or seconds < best[0]:
-            best = seconds, share
+        cost = _cost(mesh, labels, extents, itemsizes, outside, share)
+        if best is None or cost < best[0]:
+            best = cost, share
     assert best  # the choice of no axes at all is always there
     return best[1]
 
@@ -185,30 +186,43 @@ def _with_reduction(
     return Share(axes, scattered, tuple(sorted(rest)))
 
 
-def _seconds(
+def _cost(
     mesh: Mesh,
     labels: tuple[str, str, str],
     extents: dict[str, int],
     itemsizes: tuple[int, int, int],
     outside: list[dict[str, Axes]],
     share: Share,
-) -> float:
-    """Returns what a device needs for a share, roughly."""
-    inside = [{letter: share.axes[letter] for letter in names} for names in labels[:2]]
-    moves = list(zip(labels[:2], itemsizes[:2], outside[:2], inside, strict=True))
+) -> tuple[int, float]:
+    """Returns how many letters lose a sharding that the operands agree on, and seconds.
+
+    An operand is not gathered to save a reduction: that would take memory that the user may not
+    have. Where two letters want the same axis, one must give way: time decides.
+    """
+    wanted = {(letter, axes) for names in outside[:2] for letter, axes in names.items()}
+    claims = [axis for _, axes in wanted for axis in axes]
+    lost = sum(
+        _common(share.axes[letter], axes) != axes
+        for letter, axes in wanted
+        if all(claims.count(axis) == 1 for axis in axes)
+        and all(names.get(letter, axes) == axes for names in outside[:2])
+    )
+    inside = [{letter: share.axes[letter] for letter in names} for names in labels]
     result = {letter: share.result(letter) for letter in labels[2]}
-    moves.append((labels[2], itemsizes[2], result, outside[2]))
+    steps = [(outside[0], inside[0]), (outside[1], inside[1]), (result, outside[2])]
     moved = 0.0
-    for names, itemsize, before, after in moves:
-        kept = [_common(before[letter], after[letter]) for letter in names]
-        if kept != [before[letter] for letter in names]:
-            moved += itemsize * _elements(mesh, extents, dict(zip(names, kept, strict=True)))
-    partial_sum = itemsizes[2] * _elements(mesh, extents, {x: share.axes[x] for x in labels[2]})
-    moved += partial_sum if share.scattered else 0
+    for itemsize, (before, after) in zip(itemsizes, steps, strict=True):
+        kept = {letter: _common(before[letter], after[letter]) for letter in before}
+        if kept != before:
+            moved += itemsize * _elements(mesh, extents, kept)
+    partial_sum = itemsizes[2] * _elements(mesh, extents, inside[2])
+    if share.scattered:
+        moved += partial_sum
+        partial_sum /= mesh.count(itertools.chain(*share.scattered.values()))
     if share.summed:
-        moved += 2 * partial_sum / mesh.count(itertools.chain(*share.scattered.values()))
+        moved += 2 * partial_sum
     flops = 2 * _elements(mesh, extents, share.axes)
-    return moved / BYTES_PER_SECOND + flops / FLOPS_PER_SECOND
+    return lost, moved / BYTES_PER_SECOND + flops / FLOPS_PER_SECOND
 
 
 def _elements(mesh: Mesh, extents: dict[str, int], axes: dict[str, Axes]) -> float:
@@ -357,11 +371,19 @@ def _program(
     if (preferred := params["preferred_element_type"]) is not None:
         params["preferred_element_type"] = np.dtype(jax.numpy.dtype(preferred))
     product = partial(_product, **params)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        traced = jax.jit(lambda *operands: product(*operands), keep_unused=True).trace(*shards)
-        module = traced.lower(lowering_platforms=platforms).compiler_ir("stablehlo")
+    function = jax.jit(lambda *operands: product(*operands), keep_unused=True)
+
+    def lowered() -> Any:
+        with jax.enable_x64(x64):
+            lowering = function.trace(*shards).lower(lowering_platforms=platforms)
+            return lowering.compiler_ir("stablehlo")
+
+    # In a thread of its own: a mesh that the user has set is one for all devices.
+    x64 = jax.config.jax_enable_x64
+    with ThreadPoolExecutor(1) as thread:
+        module = thread.submit(lowered).result()
     with module.context, ir.Location.unknown():
-        (main,) = (f for f in module.body.operations if f.name.value == "main")
+        (main,) = (f for f in module.body.operations if str(f.name).strip('"') == "main")
         (end,) = (op for op in main.body.blocks[0].operations if op.operation.name == "func.return")
         value = end.operands[0]
         with ir.InsertionPoint(end):
