@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from . import config, native
+from . import config, native, partition
 from .contraction import split
 from .dot_general import to_subscripts
 from .epilogue import Result
@@ -435,7 +435,8 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     library carries a version in its name, and its attributes hold all that a launch needs. The
     process that runs the program on a GPU must `import jax_hopper_gemm`, which registers it.
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
+    targets = TARGET, partition.TARGET
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
 
 
 def _register_target() -> None:

@@ -51,7 +51,7 @@ class Mesh:
     @staticmethod
     def of(shardings: Iterable[Any]) -> Mesh:
         """Returns the mesh in whose axes most of these shardings are; they do not name it."""
-        tiled = [sharding for sharding in shardings if sharding.is_tiled()]
+        tiled = list(filter(_is_plain, shardings))
         if not tiled:
             return Mesh(())
         orders = itertools.permutations(_primes(tiled[0].num_devices()))
@@ -143,7 +143,9 @@ def choose_share(
       given: how these three are sharded outside.
     """
     labels = split(subscripts)
-    outside = [dict(zip(names, axes, strict=True)) for names, axes in zip(labels, given, strict=True)]
+    outside = [
+        dict(zip(names, axes, strict=True)) for names, axes in zip(labels, given, strict=True)
+    ]
     choices = {
         letter: _choices(mesh, extent, (known.get(letter) for known in outside))
         for letter, extent in extents.items()
@@ -247,13 +249,18 @@ def _primes(extent: int) -> list[int]:
 # Lowering: the custom call.
 
 
-def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
+def applies(ctx: mlir.LoweringRuleContext) -> bool:
     """Whether XLA partitions the whole program over devices, and this JAX lets us take part.
 
     A program inside `jax.shard_map` over some of the mesh axes is not for us.
     """
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
-    return devices > 1 and _registered and jax.config.jax_use_shardy_partitioner
+    shardy = jax.config.jax_use_shardy_partitioner
+    return devices > 1 and platforms_of(ctx) in PLATFORMS and _registered and shardy
+
+
+def platforms_of(ctx: mlir.LoweringRuleContext) -> tuple[str, ...]:
+    return tuple(ctx.platforms or ctx.module_context.platforms)
 
 
 def lower(
@@ -264,18 +271,18 @@ def lower(
     subscripts: str,
     precision: Any,
     preferred_element_type: Any,
-    out_sharding: Any,
     implementation: str | None,
 ) -> list[Any] | None:
-    """Emits the custom call that XLA's partitioner replaces; None where it is not for us.
+    """Emits the custom call that XLA's partitioner replaces; None where XLA's product must do.
 
-    The parameters are those of `hopper_dot`.
+    The parameters are those of `hopper_dot`; the result's sharding is its abstract value's.
     """
-    del out_sharding  # the result's abstract value has it
+    (out_aval,) = ctx.avals_out
+    sharding = out_aval.sharding
     names = None if precision is None else [getattr(x, "name", None) for x in _pair(precision)]
-    platforms = tuple(ctx.platforms or ctx.module_context.platforms)
-    if not is_partitioned(ctx) or platforms not in PLATFORMS or (names and None in names):
+    if (names and None in names) or getattr(sharding.spec, "unreduced", None):
         return None
+    platforms = platforms_of(ctx)
     preferred = None if preferred_element_type is None else np.dtype(preferred_element_type).name
     config = {
         "subscripts": subscripts,
@@ -284,7 +291,6 @@ def lower(
         "implementation": implementation,
         "platforms": platforms,
     }
-    (out_aval,) = ctx.avals_out
     call = stablehlo.CustomCallOp(
         [ir.RankedTensorType.get(out_aval.shape, mlir.dtype_to_ir_type(out_aval.dtype))],
         [lhs, rhs],
@@ -294,10 +300,11 @@ def lower(
         called_computations=ir.ArrayAttr.get([]),
         backend_config=ir.StringAttr.get(json.dumps(config)),
     )
-    extents = dict(zip(subscripts.replace(",", ""), [*lhs.type.shape, *rhs.type.shape], strict=False))
+    extents = dict(
+        zip(subscripts.replace(",", ""), [*lhs.type.shape, *rhs.type.shape], strict=False)
+    )
     call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(sharding_rule(subscripts, extents))
     (result,) = call.results
-    sharding = out_aval.sharding
     if sharding.mesh.empty or not sharding.mesh.explicit_axes:
         return [result]
     constrain = mlir.lower_fun(
@@ -346,7 +353,7 @@ def _partition(
     extents = {x: n for names, shape in zip(labels, shapes, strict=True)
                for x, n in zip(names, shape, strict=True)}  # fmt: skip
     lhs, rhs, out = (
-        mesh.axes_of(sharding) if sharding.is_tiled() else [()] * len(names)
+        mesh.axes_of(sharding) if _is_plain(sharding) else [()] * len(names)
         for sharding, names in zip(shardings, labels, strict=True)
     )
     itemsizes = tuple(dtype.itemsize for dtype in dtypes)
@@ -420,6 +427,12 @@ def _reduce(value: Any, groups: list[list[int]], dimension: int | None = None) -
     with ir.InsertionPoint(block):
         stablehlo.ReturnOp([stablehlo.AddOp(*block.arguments).result])
     return operation.results[0]
+
+
+def _is_plain(sharding: Any) -> bool:
+    """Whether a sharding cuts an array into tiles, and leaves nothing else to devices."""
+    kinds = set(sharding.subgroup_types()) if sharding.is_tiled() else {None}
+    return kinds <= {xla_client.OpSharding.Type.REPLICATED}
 
 
 def _propagate(*args: Any) -> Any:
