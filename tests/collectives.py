@@ -29,4 +29,4 @@ def collectives(program: str) -> dict[str, tuple[int, int]]:
 def run_counted(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any]:
     """Returns a function's results, as NumPy's, and the collectives of its program."""
     program = jax.jit(lambda *args: function(*args), **options).lower(*args).compile()
-    return jax.tree.map(np.asarray, program(*args)), collectives(program.as_text())
+    return jax.tree.map(np.asarray, program(*args)), collectives(program.as_text() or "")
