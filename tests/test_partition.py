@@ -144,6 +144,21 @@ def test_einsum_and_vmap_over_a_mesh():
     assert sum(size for _, size in found.values()) <= sum(size for _, size in expected.values())
 
 
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("where", [{"k": "y"}, {"m": "x", "n": "y"}], ids=name_of)
+def test_an_epilogue_follows_the_reduction(where):
+    a, b = array("mk", where), array("kn", where, seed=1)
+    bias = array("n", where, seed=2)
+
+    def layer(a, b, bias):
+        return jhg.matmul(a, b, bias=bias, activation=jax.nn.relu)
+
+    ours, found = run_counted(layer, a, b, bias)
+    theirs, expected = run_counted(lambda a, b, bias: jax.nn.relu(a @ b + bias), a, b, bias)
+    np.testing.assert_array_equal(ours, theirs)
+    assert found == expected
+
+
 # What is emitted for CUDA.
 
 
@@ -160,6 +175,13 @@ def test_a_program_for_cuda_leaves_the_product_to_the_partitioner():
     assert f"stablehlo.custom_call @{partition.TARGET}" in text
     assert "reduction={j}" in text  # Shardy's rule
     assert "dot_general" in lowered(jhg.matmul, *operands(P("x"), P(), "float32"))
+
+
+@pytest.mark.usefixtures("launcher")
+def test_the_product_of_an_epilogue_is_partitioned_for_cuda():
+    a, b = operands(P("x", "y"), P("y", None))
+    text = lowered(partial(jhg.matmul, activation=jax.nn.relu), a, b)
+    assert partition.TARGET in text and "dot_general" not in text
 
 
 @pytest.mark.usefixtures("launcher")
