@@ -401,7 +401,7 @@ def _beneath_transpose(
 
 
 def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:
-    """Returns why no kernel runs in a program that XLA partitions over devices."""
+    """Returns why no kernel is launched for a whole product that XLA partitions over devices."""
     context: Any = ctx.module_context.axis_context
     devices = getattr(context, "num_devices", 1)
     if (manual := getattr(context, "manual_axes", None)) is not None:  # inside shard_map
