@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -131,8 +131,8 @@ def choose_share(
     mesh: Mesh,
     subscripts: str,
     extents: dict[str, int],
-    itemsizes: tuple[int, int, int],
-    given: tuple[list[Axes], list[Axes], list[Axes]],
+    itemsizes: Sequence[int],
+    given: Sequence[Sequence[Axes]],
 ) -> Share:
     """Returns the share that keeps the operands' shardings and takes least time.
 
@@ -192,7 +192,7 @@ def _cost(
     mesh: Mesh,
     labels: tuple[str, str, str],
     extents: dict[str, int],
-    itemsizes: tuple[int, int, int],
+    itemsizes: Sequence[int],
     outside: list[dict[str, Axes]],
     share: Share,
 ) -> tuple[int, float]:
@@ -279,14 +279,16 @@ def lower(
     """
     (out_aval,) = ctx.avals_out
     sharding = out_aval.sharding
-    names = None if precision is None else [getattr(x, "name", None) for x in _pair(precision)]
-    if (names and None in names) or getattr(sharding.spec, "unreduced", None):
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if not all(x is None or isinstance(x, lax.Precision) for x in precisions):
+        return None
+    if getattr(sharding.spec, "unreduced", None):
         return None
     platforms = platforms_of(ctx)
     preferred = None if preferred_element_type is None else np.dtype(preferred_element_type).name
     config = {
         "subscripts": subscripts,
-        "precision": names,
+        "precision": None if precision is None else [x.name for x in precisions],
         "preferred_element_type": preferred,
         "implementation": implementation,
         "platforms": platforms,
@@ -329,10 +331,6 @@ def _factor_names() -> Iterable[str]:
     yield from (f"z_{i}" for i in itertools.count(1))
 
 
-def _pair(precision: Any) -> tuple[Any, ...]:
-    return precision if isinstance(precision, tuple) else (precision,)
-
-
 # XLA's partitioner comes back.
 
 _product: Callable[..., Any] | None = None
@@ -342,34 +340,44 @@ def _partition(
     arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sharding: Any, config: bytes
 ) -> tuple[bytes, list[Any], Any]:
     """Returns the program of one device, how it wants its operands and gives its result."""
-    params = json.loads(config)
-    platforms = tuple(params.pop("platforms"))
     shardings = (*arg_shardings, result_sharding)
     mesh = Mesh.of(shardings)
-    subscripts = params["subscripts"]
-    labels = split(subscripts)
-    shapes = [tuple(shape.dimensions()) for shape in (*arg_shapes, result_shape)]
-    dtypes = [shape.numpy_dtype() for shape in (*arg_shapes, result_shape)]
+    arrays = tuple(
+        (tuple(shape.dimensions()), shape.numpy_dtype()) for shape in (*arg_shapes, result_shape)
+    )
+    given = tuple(
+        tuple(mesh.axes_of(sharding)) if _is_plain(sharding) else ((),) * len(shape)
+        for sharding, (shape, _) in zip(shardings, arrays, strict=True)
+    )
+    program, axes = _answer(mesh, arrays, given, config, jax.config.jax_enable_x64)
+    lhs, rhs, out = map(mesh.sharding, axes)
+    return program, [lhs, rhs], out
+
+
+@lru_cache(maxsize=4096)  # layers of a model ask the same again
+def _answer(
+    mesh: Mesh, arrays: tuple[Any, ...], given: tuple[Any, ...], config: bytes, x64: bool
+) -> tuple[bytes, list[list[Axes]]]:
+    """Returns the program of one device, and the axes of its two operands and its result."""
+    params = json.loads(config)
+    platforms = tuple(params.pop("platforms"))
+    labels = split(params["subscripts"])
+    shapes, dtypes = zip(*arrays, strict=True)
     extents = {x: n for names, shape in zip(labels, shapes, strict=True)
                for x, n in zip(names, shape, strict=True)}  # fmt: skip
-    lhs, rhs, out = (
-        mesh.axes_of(sharding) if _is_plain(sharding) else [()] * len(names)
-        for sharding, names in zip(shardings, labels, strict=True)
-    )
     itemsizes = tuple(dtype.itemsize for dtype in dtypes)
-    share = choose_share(mesh, subscripts, extents, itemsizes, (lhs, rhs, out))
+    share = choose_share(mesh, params["subscripts"], extents, itemsizes, given)
     shards = [
         jax.ShapeDtypeStruct([extents[x] // mesh.count(share.axes[x]) for x in names], dtype)
         for names, dtype in zip(labels[:2], dtypes, strict=False)
     ]
-    program = _program(mesh, share, labels[2], shards, params, platforms)
-    operands = [mesh.sharding([share.axes[x] for x in names]) for names in labels[:2]]
-    return program, operands, mesh.sharding([share.result(x) for x in labels[2]])
+    module = _lowered_product(shards, params, platforms, x64)
+    program = _reduced(module, mesh, share, labels[2])
+    operands = [[share.axes[x] for x in names] for names in labels[:2]]
+    return program, [*operands, [share.result(x) for x in labels[2]]]
 
 
-def _program(
-    mesh: Mesh, share: Share, out: str, shards: list[Any], params: Any, platforms: tuple[str, ...]
-) -> bytes:
+def _lowered_product(shards: list[Any], params: Any, platforms: tuple[str, ...], x64: bool) -> Any:
     assert _product
     if (names := params["precision"]) is not None:
         pair = tuple(lax.Precision[name] for name in names)
@@ -386,9 +394,12 @@ def _program(
             return lowering.compiler_ir("stablehlo")
 
     # In a thread of its own: a mesh that the user has set is one for all devices.
-    x64 = jax.config.jax_enable_x64
     with ThreadPoolExecutor(1) as thread:
-        module = thread.submit(lowered).result()
+        return thread.submit(lowered).result()
+
+
+def _reduced(module: Any, mesh: Mesh, share: Share, out: str) -> bytes:
+    """Returns the module, the result of its main function summed over devices, as bytecode."""
     with module.context, ir.Location.unknown():
         (main,) = (f for f in module.body.operations if str(f.name).strip('"') == "main")
         (end,) = (op for op in main.body.blocks[0].operations if op.operation.name == "func.return")
