@@ -21,7 +21,7 @@ from programs import integers, lowered, run_fresh
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import partition
-from jax_hopper_gemm.partition import Mesh, Share, choose_share
+from jax_hopper_gemm.shares import Mesh, Share, choose_share
 
 EXTENTS = {"b": 8, "m": 64, "n": 16, "k": 32}
 SINGLE = [{letter: "y"} for letter in "bmnk"]
