@@ -58,6 +58,8 @@ def test_collectives_are_those_of_jnp(where):
         product, transpose = jax.vjp(matmul, a, b)
         return product, *transpose(product)
 
+    lowered_for_cpu = jax.jit(lambda a, b: product_and_gradients(jhg.matmul, a, b)).lower(a, b)
+    assert lowered_for_cpu.as_text().count(partition.TARGET) == 3
     ours, found = run_counted(partial(product_and_gradients, jhg.matmul), a, b)
     theirs, expected = run_counted(partial(product_and_gradients, jnp.matmul), a, b)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
