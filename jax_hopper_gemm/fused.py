@@ -27,6 +27,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, xla
 from jax.interpreters import partial_eval as pe
 
+from . import partition
 from .contraction import split
 from .fused_tangent import Accumulate, Recompute, batched_product, epilogue_tangent_p
 from .group_rows import live_rows, live_rows_p, rows_of_groups, rows_of_groups_p
@@ -446,11 +447,13 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) 
     call = Call(
         product, tuple(products), tuple(operands), tuple(avals), params["in_place"], sizes=sizes
     )
-    launched = call.lower(ctx, accumulate.implementation)
+    apart = not accumulate.spans and partition.applies(ctx)
+    launched = None if apart else call.lower(ctx, accumulate.implementation)
     if launched:
         return launched
-    # XLA has no ragged product that would be worth keeping a function with.
-    to_xla = _lower_apart if accumulate.spans else _lower_to_xla
+    # XLA has no ragged product that would be worth keeping a function with. Where it partitions
+    # the program, the function comes behind the reduction over devices, if there is one.
+    to_xla = _lower_apart if accumulate.spans or apart else _lower_to_xla
     return to_xla(ctx, *values, **params)
 
 

@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from . import config, native
+from . import config, native, partition
 from .contraction import split
 from .dot_general import to_subscripts
 from .epilogue import Result
@@ -45,6 +45,7 @@ def register_lowering(
     reference: Any,
     for_cuda: Any,
     implementation: Callable[[dict[str, Any]], str | None] = lambda params: None,
+    partitioned: Callable[..., Any] = lambda ctx, *values, **params: None,
 ) -> None:
     """Registers one rule for all platforms.
 
@@ -57,6 +58,7 @@ def register_lowering(
       reference: the JAX function of the operands and parameters that it stands for.
       for_cuda: the rule where the program is for CUDA alone: `for_cuda(ctx, *values, **params)`.
       implementation: gives from the parameters what the user asked for.
+      partitioned: the rule where XLA partitions the program over devices; may give None.
     """
     # The branch for CUDA of a program for several platforms; it exists while that is lowered.
     on_cuda_p = Primitive(f"{primitive.name}_on_cuda")
@@ -74,6 +76,8 @@ def register_lowering(
     def lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
         platforms = tuple(ctx.platforms or ctx.module_context.platforms)
         on_host = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) == "device_host"
+        if not on_host and (emitted := partitioned(ctx, *values, **params)):
+            return emitted
         if platforms == ("cuda",) and not on_host:
             return for_cuda(ctx, *values, **params)
         if implementation(params) == "hopper":
@@ -397,7 +401,7 @@ def _beneath_transpose(
 
 
 def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:
-    """Returns why no kernel runs in a program that XLA partitions over devices."""
+    """Returns why no kernel is launched for a whole product that XLA partitions over devices."""
     context: Any = ctx.module_context.axis_context
     devices = getattr(context, "num_devices", 1)
     if (manual := getattr(context, "manual_axes", None)) is not None:  # inside shard_map
@@ -431,7 +435,8 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     library carries a version in its name, and its attributes hold all that a launch needs. The
     process that runs the program on a GPU must `import jax_hopper_gemm`, which registers it.
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
+    targets = TARGET, partition.TARGET
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
 
 
 def _register_target() -> None:

@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
+from . import partition
 from .contraction import split
 from .dot_general import (
     DotGeneral,
@@ -27,7 +28,7 @@ from .dot_general import (
     padded_partitions,
     with_partitions,
 )
-from .lowering import Call, register_lowering
+from .lowering import Call, launcher_violation, register_lowering
 from .routing import Product
 
 hopper_dot_p = Primitive("hopper_dot")
@@ -189,7 +190,23 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params:
     return launched or _lower_to_xla(ctx, lhs, rhs, **params)
 
 
+def _lower_partitioned(
+    ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, out_sharding: Any, **params: Any
+) -> Any:
+    """Leaves to XLA what no kernel could run of any share, or what cannot be launched at all."""
+    if not partition.applies(ctx):
+        return None
+    (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
+    call = Call(product_of(lhs_aval, rhs_aval, out_aval, params), (lhs, rhs)).untransposed()
+    if partition.platforms_of(ctx) == ("cuda",):
+        found = call.route(ctx, kernel_only=params["implementation"] == "hopper")
+        if not found.supported or launcher_violation():
+            return None
+    return partition.lower(ctx, *call.values, **params | {"subscripts": call.product.subscripts})
+
+
 register_lowering(
     hopper_dot_p, _abstract_eval, reference_dot, _lower_for_cuda,
-    lambda params: params["implementation"],
+    lambda params: params["implementation"], _lower_partitioned,
 )  # fmt: skip
+partition.register(hopper_dot_p.bind)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from programs import LAUNCH, integers, lowered
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm import partition
 
 pytestmark = pytest.mark.usefixtures("launcher")
 
@@ -25,16 +26,15 @@ def loss(matmul, a, b):
     return (matmul(a, b) ** 2).sum()
 
 
-def test_a_program_that_xla_partitions_stays_xlas():
+def test_a_program_that_xla_partitions_holds_no_launch_of_the_whole_product():
     on = partial(NamedSharding, mesh(AxisType.Auto))
     a = jax.device_put(integers((256, 256), "bfloat16"), on(P("x", None)))
     b = jax.device_put(integers((256, 512), "bfloat16"), on(P(None, "y")))
     np.testing.assert_array_equal(jax.jit(jhg.matmul)(a, b), jnp.matmul(a, b))
     assert LAUNCH not in lowered(jhg.matmul, a, b)
-    with pytest.raises(
-        NotImplementedError, match="over 4 devices.*jax.shard_map over all mesh axes"
-    ):
-        lowered(partial(jhg.matmul, implementation="hopper"), a, b)
+    with pytest.raises(NotImplementedError, match="no kernel runs"):
+        whole = [x.astype("float32") for x in (a, b)]
+        lowered(partial(jhg.matmul, implementation="hopper"), *whole)
 
 
 def test_shard_map_launches_on_each_device():
@@ -66,7 +66,8 @@ def test_shard_map_over_some_axes_stays_xlas():
         in_specs=(P("x"), P()),
         out_specs=P("x"),
     )
-    assert LAUNCH not in lowered(mapped, *(integers((256, 256), "bfloat16") for _ in "ab"))
+    text = lowered(mapped, *(integers((256, 256), "bfloat16") for _ in "ab"))
+    assert LAUNCH not in text and partition.TARGET not in text
 
 
 def test_a_replicated_operand_of_shard_map_has_its_gradient_summed():

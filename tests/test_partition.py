@@ -1,0 +1,316 @@
+"""Programs that XLA partitions: each device's share is a program of its own, with our kernels."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from collectives import collectives, run_counted
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxlib import xla_client
+from programs import integers, lowered, run_fresh
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm import partition
+from jax_hopper_gemm.shares import Mesh, Share, choose_share
+
+EXTENTS = {"b": 8, "m": 64, "n": 16, "k": 32}
+SINGLE = [{letter: "y"} for letter in "bmnk"]
+PAIRS = [{one: "x", other: "y"} for one, other in itertools.permutations("bmnk", 2)]
+BOTH = [{letter: ("x", "y")} for letter in "mnk"]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are partitioned by us in programs for the CPU, too, each share XLA's product."""
+    monkeypatch.setattr(partition, "PLATFORMS", [("cpu",), ("cuda",)])
+
+
+def mesh(axis_type: AxisType = AxisType.Auto, shape: tuple[int, int] = (2, 4)) -> jax.sharding.Mesh:
+    return jax.make_mesh(shape, ("x", "y"), axis_types=(axis_type, axis_type))
+
+
+def array(letters: str, where: dict[str, Any], seed: int = 0) -> jax.Array:
+    values = integers(tuple(EXTENTS[x] for x in letters), seed=seed)
+    spec = P(*(where.get(x) for x in letters))
+    return jax.device_put(values, NamedSharding(mesh(), spec))
+
+
+def name_of(where: dict[str, Any]) -> str:
+    return "-".join(f"{letter}{''.join(axes)}" for letter, axes in where.items())
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("where", SINGLE + PAIRS + BOTH, ids=name_of)
+def test_collectives_are_those_of_jnp(where):
+    a, b = array("bmk", where), array("bkn", where, seed=1)
+
+    def product_and_gradients(matmul, a, b):
+        product, transpose = jax.vjp(matmul, a, b)
+        return product, *transpose(product)
+
+    lowered_for_cpu = jax.jit(lambda a, b: product_and_gradients(jhg.matmul, a, b)).lower(a, b)
+    assert lowered_for_cpu.as_text().count(partition.TARGET) == 3
+    ours, found = run_counted(partial(product_and_gradients, jhg.matmul), a, b)
+    theirs, expected = run_counted(partial(product_and_gradients, jnp.matmul), a, b)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert found == expected
+
+
+def test_the_comparison_sees_a_gathered_operand():
+    a, b = array("bmk", {"m": "x"}), array("bkn", {})
+    whole = NamedSharding(mesh(), P())
+    gathered = partial(jax.lax.with_sharding_constraint, shardings=whole)
+    _, found = run_counted(lambda a, b: jnp.matmul(gathered(a), b), a, b)
+    assert found == {"all-gather": (1, 4 * 8 * 64 * 32)}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("out", [P(None, "y"), P(None, None, "y"), P("x", "y")])
+def test_a_sharded_result_of_a_sharded_k_is_scattered(out):
+    a, b = array("bmk", {"k": "y"}), array("bkn", {"k": "y"}, seed=1)
+    sharding = NamedSharding(mesh(), out)
+    ours, found = run_counted(jhg.matmul, a, b, out_shardings=sharding)
+    np.testing.assert_array_equal(ours, jnp.matmul(a, b))
+    whole = 4 * 8 * 64 * 16
+    assert found == {"reduce-scatter": (1, whole // mesh().size if out[0] else whole // 4)}
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_sharded_weights_are_gathered_as_jnp_gathers_them():
+    """Where rows and weights are sharded over the same axis, one of them must be fetched."""
+    a, b = array("mk", {"m": "x"}), array("kn", {"k": "x"}, seed=1)
+    ours, found = run_counted(jhg.matmul, a, b)
+    theirs, expected = run_counted(jnp.matmul, a, b)
+    np.testing.assert_array_equal(ours, theirs)
+    assert found == {"all-gather": (1, 4 * 32 * 16)}
+    assert found["all-gather"] == expected["all-gather"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("out", [P("x", "y"), P("x", None), P(None, "y"), P("y", "x"), P()])
+def test_explicit_axes_keep_types_and_numbers(out):
+    def product(matmul, a, b):
+        return matmul(a, b, out_sharding=out)
+
+    def gradients(matmul, a, b):
+        return jax.grad(lambda a, b: (product(matmul, a, b) ** 2).sum(), (0, 1))(a, b)
+
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        a = jax.reshard(integers((64, 32)), P("x", "y"))
+        b = jax.reshard(integers((32, 16), seed=1), P("y", None))
+        for function in (product, gradients):
+            ours = jax.jit(partial(function, jhg.matmul))(a, b)
+            theirs = jax.jit(partial(function, jnp.matmul))(a, b)
+            jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+            assert jax.tree.map(jax.typeof, ours) == jax.tree.map(jax.typeof, theirs)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("where", [{"m": "y"}, {"k": "y"}, {"n": "x", "k": "y"}], ids=name_of)
+def test_extents_that_axes_do_not_divide(where):
+    def product(matmul, a, b):
+        inside = mesh()
+        spec = [P(*(where.get(x) for x in letters)) for letters in ("mk", "kn")]
+        a, b = (
+            jax.lax.with_sharding_constraint(x, NamedSharding(inside, s))
+            for x, s in zip((a, b), spec, strict=True)
+        )
+        return matmul(a, b)
+
+    a, b = integers((30, 18)), integers((18, 7), seed=1)
+    ours = jax.jit(partial(product, jhg.matmul))(a, b)
+    np.testing.assert_array_equal(ours, a @ b)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_einsum_and_vmap_over_a_mesh():
+    a = array("bmk", {"b": "x", "m": "y"})
+    b = jax.device_put(integers((32, 16), seed=1), NamedSharding(mesh(), P(None, "y")))
+
+    def function(einsum, a, b):
+        return jax.vmap(partial(einsum, "mk,kn->nm"), (0, None))(a, b)
+
+    ours, found = run_counted(partial(function, jhg.einsum), a, b)
+    np.testing.assert_array_equal(ours, function(jnp.einsum, a, b))
+    _, expected = run_counted(partial(function, jnp.einsum), a, b)
+    assert sum(size for _, size in found.values()) <= sum(size for _, size in expected.values())
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("where", [{"k": "y"}, {"m": "x", "n": "y"}], ids=name_of)
+def test_an_epilogue_follows_the_reduction(where):
+    a, b = array("mk", where), array("kn", where, seed=1)
+    bias = array("n", where, seed=2)
+
+    def layer(a, b, bias):
+        return jhg.matmul(a, b, bias=bias, activation=jax.nn.relu)
+
+    ours, found = run_counted(layer, a, b, bias)
+    theirs, expected = run_counted(lambda a, b, bias: jax.nn.relu(a @ b + bias), a, b, bias)
+    np.testing.assert_array_equal(ours, theirs)
+    assert found == expected
+
+
+# What is emitted for CUDA.
+
+
+def operands(spec_a: P, spec_b: P, dtype: str = "bfloat16") -> list[jax.Array]:
+    arrays = integers((512, 256), dtype), integers((256, 512), dtype, seed=1)
+    specs = spec_a, spec_b
+    return [jax.device_put(x, NamedSharding(mesh(), s)) for x, s in zip(arrays, specs, strict=True)]
+
+
+@pytest.mark.usefixtures("launcher")
+def test_a_program_for_cuda_leaves_the_product_to_the_partitioner():
+    a, b = operands(P("x", None), P(None, "y"))
+    text = lowered(jhg.matmul, a, b)
+    assert f"stablehlo.custom_call @{partition.TARGET}" in text
+    assert "reduction={j}" in text  # Shardy's rule
+    assert "dot_general" in lowered(jhg.matmul, *operands(P("x"), P(), "float32"))
+
+
+@pytest.mark.usefixtures("launcher")
+def test_the_product_of_an_epilogue_is_partitioned_for_cuda():
+    a, b = operands(P("x", "y"), P("y", None))
+    text = lowered(partial(jhg.matmul, activation=jax.nn.relu), a, b)
+    assert partition.TARGET in text and "dot_general" not in text
+
+
+@pytest.mark.usefixtures("launcher")
+def test_transposed_operands_are_read_as_they_lie():
+    a, b = operands(P("x", None), P(None, "y"))
+    text = lowered(lambda a, b: jhg.matmul(b.T, a.T), a, b)
+    assert partition.TARGET in text and "stablehlo.transpose" not in text
+
+
+def share_for_cuda(
+    spec_k: list[int], out: list[int], dtype: str = "bfloat16", implementation: str | None = None
+) -> str:
+    """Returns the program of one of two devices, of [512,256] times [256,512]."""
+    tiled = partial(xla_client.HloSharding.iota_tile, subgroup_types=[])
+    shape = xla_client.Shape.array_shape
+    element = jnp.dtype(dtype)
+    config = {
+        "subscripts": "mk,kn->mn",
+        "precision": None,
+        "preferred_element_type": dtype,
+        "implementation": implementation,
+        "platforms": ["cuda"],
+    }
+    result = tiled(out) if max(out) > 1 else xla_client.HloSharding.replicate()
+    program, arguments, _ = partition._partition(
+        [shape(element, (512, 256)), shape(element, (256, 512))],
+        [tiled(spec_k), tiled(spec_k[::-1])],
+        shape(element, (512, 512)),
+        result,
+        json.dumps(config).encode(),
+    )
+    assert [list(x.tile_assignment_dimensions()) for x in arguments] == [spec_k, spec_k[::-1]]
+    with mlir.make_ir_context():
+        return str(ir.Module.parse(program))
+
+
+@pytest.mark.usefixtures("launcher")
+@pytest.mark.parametrize("out, reduction", [([1, 1], "all_reduce"), ([2, 1], "reduce_scatter")])
+def test_a_share_launches_a_kernel_and_reduces(out, reduction):
+    text = share_for_cuda([1, 2], out)
+    assert "jax_hopper_gemm.v1.launch" in text and f"stablehlo.{reduction}" in text
+    assert "M=512 N=512 K=128" in text
+
+
+def test_shards_that_no_kernel_runs_say_so_where_a_kernel_is_wanted():
+    with pytest.raises(NotImplementedError, match="implementation='hopper'"):
+        share_for_cuda([1, 2], [1, 1], "float32", "hopper")
+
+
+# Across processes.
+
+PROGRAM = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm import partition
+
+partition.PLATFORMS.append(("cpu",))
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+auto = jax.sharding.AxisType.Auto
+mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(auto, auto))
+sharded = lambda shape, *spec: jax.ShapeDtypeStruct(
+    shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+program = jax.jit(jhg.matmul).lower(sharded((64, 32), "x", "y"), sharded((32, 16), "y"))
+assert partition.TARGET in program.as_text()
+program.compile()
+print([name.split("/")[-1] for name in events if "cache_hits" in name or "cache_misses" in name])
+"""
+
+
+def test_the_persistent_cache_hits_in_a_second_process(tmp_path):
+    first, second = (run_fresh(PROGRAM, str(tmp_path)) for _ in range(2))
+    assert first.strip() == "['cache_misses']"
+    assert second.strip() == "['cache_hits']"
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_an_exported_program_is_partitioned_where_it_is_called():
+    a, b = array("mk", {"m": "x", "k": "y"}), array("kn", {"k": "y"}, seed=1)
+    checks = jhg.export_disabled_checks()
+    exported = jax.export.export(jax.jit(jhg.matmul), disabled_checks=checks)(a, b)
+    call = jax.jit(jax.export.deserialize(exported.serialize()).call)
+    program = call.lower(a, b).compile()
+    assert collectives(program.as_text() or "") == {"all-reduce": (1, 4 * 32 * 16)}
+    np.testing.assert_array_equal(program(a, b), jnp.matmul(a, b))
+
+
+# The choice of a share.
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 3), (3, 2), (2, 3, 2), (5,)])
+def test_shardings_are_read_back(sizes):
+    devices = Mesh(sizes)
+    axes = range(len(sizes))
+    for count in range(len(sizes) + 1):
+        for order in itertools.permutations(axes, count):
+            for cut in range(count + 1):
+                along = [order[:cut], order[cut:]]
+                sharding = devices.sharding(along)
+                if sharding.is_tiled():
+                    assert devices.axes_of(sharding) == along
+                    assert any(Mesh.of([sharding]).axes_of(sharding))
+
+
+def test_an_odd_order_of_devices_reads_as_a_whole_array():
+    odd = xla_client.HloSharding.from_string("{devices=[4,1]0,3,1,2}")
+    assert Mesh((2, 2)).axes_of(odd) == [(), ()]
+
+
+def test_a_share_costs_least():
+    devices = Mesh((2, 2, 2))
+    choose = partial(choose_share, devices, "mk,kn->mn")
+    extents = {"m": 1024, "k": 512, "n": 256}
+    split_k = choose(extents, (2, 2, 2), ([(0,), (1,)], [(1,), ()], [(0,), ()]))
+    assert split_k == Share({"m": (0,), "k": (1,), "n": ()}, {}, (1,))
+    scattered = choose(extents, (2, 2, 2), ([(0,), (1, 2)], [(1, 2), ()], [(0, 1), (2,)]))
+    assert scattered == Share({"m": (0,), "k": (1, 2), "n": ()}, {"m": (1,), "n": (2,)}, ())
+    contested = choose(extents, (2, 2, 2), ([(0,), ()], [(), (0,)], [(0,), ()]))
+    assert contested == Share({"m": (0,), "k": (), "n": ()}, {}, ())
+    replicated = choose(extents, (2, 2, 2), ([(), ()], [(), ()], [(0,), (1,)]))
+    assert replicated == Share({"m": (0,), "k": (), "n": (1,)}, {}, ())
+    odd = choose({**extents, "m": 1023}, (2, 2, 2), ([(0,), ()], [(), ()], [(0,), ()]))
+    assert odd.axes["m"] == ()
