@@ -39,9 +39,14 @@ def refuse_hopper(op: str, reason: str, implementation: str | None) -> None:
 
 
 def sharded(out_sharding: Any, *arrays: Any) -> str | None:
-    """Returns why no kernel runs in a program whose mesh axes are explicit."""
+    """Returns why no kernel runs in a program whose mesh axes are explicit.
+
+    Args:
+      arrays: arrays or abstract values.
+    """
     explicit = jax.sharding.AxisType.Explicit
-    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    types = [x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x) for x in arrays]
+    meshes = [x.sharding.mesh for x in types]
     if out_sharding is None and all(explicit not in mesh.axis_types for mesh in meshes):
         return None
     return (

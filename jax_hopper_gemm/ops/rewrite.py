@@ -7,6 +7,7 @@ parameters of loops and calls, names, source lines.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -47,7 +48,7 @@ def with_our_products(program: Any, implementation: Implementation) -> Any:
     """Returns a jaxpr, open or closed, with its products ours; itself where it has none."""
     known = _rewritten.setdefault(program, {})
     if implementation not in known:
-        found = _rewrite(program, implementation)
+        found = rewritten(program, implementation)
         known[implementation] = None if found is program else found
     found = known[implementation]
     return program if found is None else found
@@ -61,7 +62,8 @@ def run_with_our_products(
     Arrays go through the program; every other argument, and every other result, is handed on.
     """
     program, arrays, result = traced_call(function, args, kwargs)
-    return result(jaxpr_as_fun(with_our_products(program, implementation))(*arrays))
+    # Not remembered: nothing else has this program, and it may hold tracers.
+    return result(jaxpr_as_fun(rewritten(program, implementation))(*arrays))
 
 
 def traced_call(
@@ -113,22 +115,21 @@ def reason_left(equation: Any) -> str | None:
     params = equation.params
     if params["group_offset"] is not None:
         return "it has a group_offset, which jax.lax does not implement"
-    # Abstract values lack the mesh axes of operands: these are read off the result.
-    explicit = equation.outvars[0].aval.sharding if params["out_sharding"] is not None else None
     sizes, numbers = equation.invars[2].aval, params["ragged_dot_dimension_numbers"]
-    return left_to_lax(lhs, rhs, sizes, explicit, numbers)
+    return left_to_lax(lhs, rhs, sizes, params["out_sharding"], numbers)
 
 
-def _rewrite(program: Any, implementation: Implementation) -> Any:
+def rewritten(program: Any, implementation: Implementation) -> Any:
+    """Returns what `with_our_products` does, without remembering it."""
     inner = getattr(program, "jaxpr", program)
     if inner is not program:  # closed, where JAX tells these apart
-        found = with_our_products(inner, implementation)
+        found = rewritten(inner, implementation)
         return program if found is inner else program.replace(jaxpr=found)
 
     def chosen(equation: Any) -> bool:
         return reason_left(equation) is None
 
-    old, new = list(inner.eqns), []
+    new: list[Any] = []
     for equation in hopper_equations(inner, implementation, chosen):
         if equation.primitive.name == RAGGED and chosen(equation):
             new += _ragged(equation, implementation)
@@ -136,7 +137,7 @@ def _rewrite(program: Any, implementation: Implementation) -> Any:
             new.append(_entered(equation, implementation))
         else:
             new.append(equation)
-    same = len(old) == len(new) and all(map(lambda x, y: x is y, old, new))
+    same = len(new) == len(inner.eqns) and all(map(operator.is_, new, inner.eqns))
     return program if same else inner.replace(eqns=new)
 
 
