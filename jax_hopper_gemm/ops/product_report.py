@@ -114,8 +114,9 @@ def _products_in(
 
 
 def _taken(equation: Any, within: tuple[str, ...]) -> FoundProduct:
-    product = product_of_equation(equation)
-    asked = equation.params["implementation"]
+    product, params = product_of_equation(equation), equation.params
+    fused = params.get("accumulate")
+    asked = fused.implementation if fused else params["implementation"]
     found = explanation_of(TracedProduct((product,), ()), asked)
     line = source_info_util.summarize(equation.source_info)
     return FoundProduct(str(product), line, within, True, found.path, found.reason, found)
@@ -131,7 +132,7 @@ def _left(
     if implementation == "xla":
         reason = "implementation='xla'"
     elif closed_to:
-        reason = f"it is part of a {closed_to}, which is left as it is"
+        reason = f"it is part of {closed_to}, which is left as it is"
     else:
         reason = str(reason_left(equation))
     line = source_info_util.summarize(equation.source_info)

@@ -33,8 +33,8 @@ RAGGED = "ragged_dot_general"
 ENTERED = frozenset(
     {
         "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_linear_solve",
-        "custom_vjp_call", "custom_vmap_call", "jit", "pjit", "remat", "remat2", "scan",
-        "shard_map", "while",
+        "custom_vjp_call", "custom_vmap_call", "eval_jaxpr", "jit", "pjit", "remat", "remat2",
+        "scan", "shard_map", "while", "xla_metadata_call",
     }
 )  # fmt: skip
 
