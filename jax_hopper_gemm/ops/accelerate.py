@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from . import checks
 from .dense import Implementation
@@ -14,7 +14,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def accelerate(function: Callable[P, R], *, implementation: Implementation = None) -> Callable[P, R]:
+def accelerate(
+    function: Callable[P, R], *, implementation: Implementation = None
+) -> Callable[P, R]:
     """Returns a function like `function`, whose products are those of this library.
 
         step = jax.jit(jhg.accelerate(train_step))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 
 from .ragged_axes import RaggedAxes
 
@@ -45,7 +46,7 @@ def sharded(out_sharding: Any, *arrays: Any) -> str | None:
       arrays: arrays or abstract values.
     """
     explicit = jax.sharding.AxisType.Explicit
-    types = [x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x) for x in arrays]
+    types = [x if isinstance(x, ShapedArray) else jax.typeof(x) for x in arrays]
     meshes = [x.sharding.mesh for x in types]
     if out_sharding is None and all(explicit not in mesh.axis_types for mesh in meshes):
         return None

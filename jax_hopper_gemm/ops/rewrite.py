@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend import linear_util as lu
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
 
@@ -153,10 +152,10 @@ def _ragged(equation: Any, implementation: Implementation) -> list[Any]:
 
     with equation.ctx.manager:
         closed = traced(product, *(atom.aval for atom in equation.invars))
-    consts = [Literal(x, v.aval) for x, v in zip(closed.consts, closed.jaxpr.constvars, strict=True)]
-    names = dict(zip(closed.jaxpr.constvars, consts, strict=True))
-    names |= dict(zip(closed.jaxpr.invars, equation.invars, strict=True))
-    names |= dict(zip(closed.jaxpr.outvars, equation.outvars, strict=True))
+    jaxpr = closed.jaxpr
+    assert not jaxpr.constvars
+    names = dict(zip(jaxpr.invars, equation.invars, strict=True))
+    names |= dict(zip(jaxpr.outvars, equation.outvars, strict=True))
 
     def named(atom: Any) -> Any:
         return atom if isinstance(atom, Literal) else names.get(atom, atom)
@@ -167,7 +166,7 @@ def _ragged(equation: Any, implementation: Implementation) -> list[Any]:
             outvars=[named(x) for x in step.outvars],
             source_info=equation.source_info,
         )
-        for step in closed.jaxpr.eqns
+        for step in jaxpr.eqns
     ]
 
 

@@ -63,8 +63,8 @@ def check_accelerated(op: str, function: Any, implementation: Any) -> None:
     """
     if not callable(function):
         raise TypeError(
-            f"{op}: function is a {type(function).__name__}, expected a function: pass the function "
-            "itself, not what it returns"
+            f"{op}: function is a {type(function).__name__}, expected a function: pass the "
+            "function itself, not what it returns"
         )
     if problems := choice_problems("save", implementation):
         raise ValueError(f"{op}: {'; '.join(problems)}")
