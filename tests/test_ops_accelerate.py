@@ -149,6 +149,18 @@ def _backward(scale: int, saved: Any, cts: Any) -> Any:
 with_symbolic_zeros.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
+@jax.custom_vjp
+def with_optimized_remat(x: Any, w: Any) -> Any:
+    return jnp.sign(x @ w)
+
+
+with_optimized_remat.defvjp(
+    lambda x, w: (jnp.sign(x @ w), (x @ w, w)),
+    lambda saved, ct: ((ct * saved[0]) @ saved[1].T, None),
+    optimize_remat=True,
+)
+
+
 @jax.custom_batching.custom_vmap
 def with_vmap(x: Any, w: Any) -> Any:
     return x @ w
@@ -204,6 +216,7 @@ NESTED: dict[str, tuple[Callable[..., Any], int]] = {
     "custom_vjp": (with_vjp, 1),
     "custom_vmap": (with_vmap, 1),
     "symbolic zeros": (lambda x, w: with_symbolic_zeros(7, x, w)[0], 1),
+    "optimized remat": (with_optimized_remat, 1),
     "shard_map": (mapped_over_devices, 1),
     "deep": (lambda x, w: jax.jit(jax.checkpoint(scanned))(x, with_jvp(x, w)), 3),
 }
@@ -435,6 +448,24 @@ def test_products_of_nnx_modules_become_ours():
 
     jax.tree.map(close, found, expected)
     assert all(np.any(x) for x in jax.tree.leaves(found["linear"]))
+
+
+def test_state_of_an_nnx_module_comes_back_where_it_is_returned():
+    def steps(change: Callable[[Any], Any]) -> Any:
+        model = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+        graph, state = nnx.split(model)
+
+        def call(state: Any, x: Any) -> Any:
+            model = nnx.merge(graph, state)
+            return model(x @ W), nnx.state(model)
+
+        y, state = change(call)(state, X)
+        nnx.update(model, state)
+        return y, model.mean[...]
+
+    found, expected = steps(jhg.accelerate), steps(lambda call: call)
+    same(found, expected)
+    assert np.any(found[1])
 
 
 class Normed(linen.Module):

@@ -31,8 +31,8 @@ def accelerate(
     Programs within the program are followed: `jax.jit`, `jax.checkpoint`, `scan`, `while_loop`,
     `cond`, `shard_map`, and functions with a derivative of their own, together with its rule, where
     the function itself has a product. Everything else about them stays: names, donation, unrolling,
-    policies of `jax.checkpoint`, which judge our products as dots. Kernels, as of
-    `pallas_call`, the rules of `custom_vmap` and the callbacks of the host are left alone.
+    policies of `jax.checkpoint`, which judge our products as dots, ragged ones among them. Kernels,
+    as of `pallas_call`, the rules of `custom_vmap` and callbacks to the host are left alone.
 
     The result can be jitted, differentiated in any mode and order, mapped by `jax.vmap`, exported,
     and called anywhere in other programs. Without `jax.jit` around it each call traces anew.
@@ -40,7 +40,9 @@ def accelerate(
     Args:
       function: a function of any arguments. Arrays anywhere in them are traced; everything else,
         such as numbers, strings and `None`, it is given as it is, and likewise it may return
-        anything. It must have no side effects but those of JAX.
+        anything. It must have no side effects but those of JAX: as with `jax.jit`, what it changes
+        in a Flax nnx module that it is given, such as counts of dropout and batch statistics, is
+        lost unless it returns the module's state.
       implementation: None takes a kernel where it is the faster way; "hopper" insists on a kernel
         for every product that is exchanged, in the derivatives, too; "xla" exchanges none.
 

@@ -33,7 +33,7 @@ ENTERED = frozenset(
     {
         "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_linear_solve",
         "custom_vjp_call", "custom_vmap_call", "eval_jaxpr", "jit", "pjit", "remat", "remat2",
-        "scan", "shard_map", "while", "xla_metadata_call",
+        "remat_opt", "scan", "shard_map", "while", "xla_metadata_call",
     }
 )  # fmt: skip
 
@@ -178,23 +178,44 @@ def _entered(equation: Any, implementation: Implementation) -> Any:
     if params.get("policy") is not None:
         params["policy"] = checkpoint_policy(params["policy"])
 
-    def following(rule: Any, change: Callable[..., Any]) -> Any:
-        return lu.wrap_init(lambda *args: change(rule, *args), debug_info=rule.debug_info)
+    for name, change in _RULES.items():
+        if name in params:
+            params[name] = change(params[name], implementation)
+    return equation.replace(params=params)
 
-    def traced_rule(rule: Any, *zeros: Any) -> Any:
+
+def _traced_rule(rule: Any, implementation: Implementation) -> Any:
+    """Returns a rule of a function's derivative that gives a jaxpr and what belongs to it."""
+
+    def changed(*zeros: Any) -> Any:
         program, *rest = rule.call_wrapped(*zeros)
         return (with_our_products(program, implementation), *rest)
 
-    def backward(rule: Any, *args: Any) -> Any:
+    return lu.wrap_init(changed, debug_info=rule.debug_info)
+
+
+def _traced_function(function: Any, implementation: Implementation) -> Any:
+    def changed() -> Any:
+        program, consts = function()
+        return with_our_products(program, implementation), consts
+
+    return changed
+
+
+def _backward_rule(rule: Any, implementation: Implementation) -> Any:
+    def changed(*args: Any) -> Any:
         return run_with_our_products(rule.call_wrapped, args, {}, implementation)
 
-    rules = (
-        ("jvp_jaxpr_fun", traced_rule), ("fwd_jaxpr_thunk", traced_rule), ("bwd", backward),
-    )  # fmt: skip
-    for name, change in rules:
-        if name in params:
-            params[name] = following(params[name], change)
-    return equation.replace(params=params)
+    return lu.wrap_init(changed, debug_info=rule.debug_info)
+
+
+# Parameters that become programs later, when JAX needs a derivative or a part of the results.
+_RULES = {
+    "jvp_jaxpr_fun": _traced_rule,
+    "fwd_jaxpr_thunk": _traced_rule,
+    "fun_jaxpr_thunk": _traced_function,
+    "bwd": _backward_rule,
+}
 
 
 def _in_value(value: Any, implementation: Implementation) -> Any:
