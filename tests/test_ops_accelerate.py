@@ -65,6 +65,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     "tensordot": (jnp.tensordot, integers((4, 16, 2), "bfloat16"), W.reshape(16, 2, 8)),
     "transposed": (lambda x, w: x @ w.T, X, W),
     "einsum": (partial(jnp.einsum, "ab,cb->ca"), X, W),
+    "transposed result": (lambda x, w: (x @ w).T, X, W[:, :8]),
     "einsum of three": (lambda x, w: jnp.einsum("ab,bc,cd->ad", x, w, x), X, W),
     "float16": (lambda x, w: jnp.matmul(x.astype("float16"), w.astype("float16")), X, W),
     "float32 result": (partial(jnp.matmul, preferred_element_type=jnp.float32), X, W),
@@ -217,6 +218,7 @@ NESTED: dict[str, tuple[Callable[..., Any], int]] = {
     "custom_vmap": (with_vmap, 1),
     "symbolic zeros": (lambda x, w: with_symbolic_zeros(7, x, w)[0], 1),
     "optimized remat": (with_optimized_remat, 1),
+    "optimized remat in checkpoint": (jax.checkpoint(with_optimized_remat), 1),
     "shard_map": (mapped_over_devices, 1),
     "deep": (lambda x, w: jax.jit(jax.checkpoint(scanned))(x, with_jvp(x, w)), 3),
 }
@@ -557,6 +559,24 @@ def test_the_report_says_where_each_product_is_and_what_runs_it():
     assert text.startswith("3 products: 2 taken, ") and "1 left to JAX" in text
     for word in ("f32[4096,4096] x f32[4096,8]", "scan of 3 > ", "no kernel multiplies float32"):
         assert word in text
+
+
+def test_a_ragged_product_is_found_where_the_user_asks_for_it():
+    def function(x: Any) -> Any:
+        return lax.ragged_dot(x, GROUPS, SIZES)
+
+    (found,) = jhg.report_products(function, X).taken
+    assert f":{function.__code__.co_firstlineno + 1}:" in found.line
+    assert __file__.rsplit("/", 1)[-1] in found.line
+    assert found.product.endswith("rows in 3 groups")
+
+
+def test_a_transpose_of_a_product_becomes_part_of_it():
+    def function(x: Any, w: Any) -> Any:
+        y = x @ w
+        return (y @ w).T, y.T, y  # the second is not the only user of its product
+
+    assert operations(jhg.accelerate(function), X, W) == {"hopper_dot": 2, "transpose": 1}
 
 
 @pytest.mark.usefixtures("launcher")
