@@ -607,6 +607,8 @@ def test_hopper_insists_and_names_the_product():
     assert LAUNCH not in lowered(jhg.accelerate(jnp.matmul), *odd)
     (found,) = jhg.report_products(jnp.matmul, *odd).products
     assert (found.taken, found.path) == (True, "xla")
+    text = str(jhg.report_products(jnp.matmul, *odd))
+    assert text.startswith("1 product: 1 taken, 0 of them on kernels; 0 left to JAX")
 
 
 @pytest.mark.parametrize(

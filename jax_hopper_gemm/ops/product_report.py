@@ -63,8 +63,9 @@ class ProductReport:
 
     def __str__(self) -> str:
         kernels = sum(x.path == "hopper" for x in self.products)
+        number = len(self.products)
         head = (
-            f"{len(self.products)} products: {len(self.taken)} taken, {kernels} of them on "
+            f"{number} {'product' if number == 1 else 'products'}: {len(self.taken)} taken, {kernels} of them on "
             f"kernels; {len(self.left)} left to JAX"
         )
         return "\n".join([head, *map(str, self.products)])
