@@ -65,8 +65,8 @@ class ProductReport:
         kernels = sum(x.path == "hopper" for x in self.products)
         number = len(self.products)
         head = (
-            f"{number} {'product' if number == 1 else 'products'}: {len(self.taken)} taken, {kernels} of them on "
-            f"kernels; {len(self.left)} left to JAX"
+            f"{number} {'product' if number == 1 else 'products'}: {len(self.taken)} taken, "
+            f"{kernels} of them on kernels; {len(self.left)} left to JAX"
         )
         return "\n".join([head, *map(str, self.products)])
 
