@@ -6,6 +6,9 @@ from . import moe as moe
 from .config import FallbackWarning as FallbackWarning
 from .lowering import export_disabled_checks as export_disabled_checks
 from .ops import Explanation as Explanation
+from .ops import FoundProduct as FoundProduct
+from .ops import ProductReport as ProductReport
+from .ops import accelerate as accelerate
 from .ops import checkpoint_policy as checkpoint_policy
 from .ops import dot_general as dot_general
 from .ops import einsum as einsum
@@ -16,4 +19,5 @@ from .ops import intercept_ragged_dot as intercept_ragged_dot
 from .ops import matmul as matmul
 from .ops import ragged_dot as ragged_dot
 from .ops import ragged_dot_general as ragged_dot_general
+from .ops import report_products as report_products
 from .ops import supports as supports

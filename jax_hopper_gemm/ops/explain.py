@@ -20,7 +20,7 @@ from .dense import Implementation, Preactivation, dot_general, matmul
 from .gated import gated_linear_unit
 from .ragged import ragged_dot, ragged_dot_general
 from .ragged_lax import left_to_lax
-from .traced_product import traced_product
+from .traced_product import TracedProduct, traced_product
 
 
 @dataclass(frozen=True)
@@ -178,13 +178,19 @@ def _explained(
     function: Callable[..., Any], a: Any, b: Any, options: dict[str, Any], implementation: Any
 ) -> Explanation:
     """Returns how `function(a, b, **options)` runs."""
-    device = current_device()
     call = traced_product(function, a, b, options)
     if call is None:
+        device = current_device()
         asked = " x ".join(array_text(x.shape, x.dtype.name) for x in (a, b))
         numbers = options.get("ragged_dot_dimension_numbers")
         reason = left_to_lax(a, b, options["group_sizes"], options["out_sharding"], numbers)
         return Explanation(asked, device, "xla", str(reason), "unsupported")
+    return explanation_of(call, implementation)
+
+
+def explanation_of(call: TracedProduct, implementation: Implementation) -> Explanation:
+    """Returns how a product runs that was found by tracing."""
+    device = current_device()
     asked = str(call.forms[-1])
     if implementation == "xla":
         return Explanation(asked, device, "xla", "implementation='xla'", "request")

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 
 from .ragged_axes import RaggedAxes
 
@@ -39,9 +40,14 @@ def refuse_hopper(op: str, reason: str, implementation: str | None) -> None:
 
 
 def sharded(out_sharding: Any, *arrays: Any) -> str | None:
-    """Returns why no kernel runs in a program whose mesh axes are explicit."""
+    """Returns why no kernel runs in a program whose mesh axes are explicit.
+
+    Args:
+      arrays: arrays or abstract values.
+    """
     explicit = jax.sharding.AxisType.Explicit
-    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    types = [x if isinstance(x, ShapedArray) else jax.typeof(x) for x in arrays]
+    meshes = [x.sharding.mesh for x in types]
     if out_sharding is None and all(explicit not in mesh.axis_types for mesh in meshes):
         return None
     return (

@@ -26,7 +26,7 @@ from ..dot_general import (
     to_subscripts,
     with_partitions,
 )
-from ..primitive import hopper_dot
+from ..primitive import hopper_dot_p
 
 
 def with_hopper_dot(
@@ -34,30 +34,46 @@ def with_hopper_dot(
 ) -> jax.Array:
     """Returns `function(lhs, rhs)`; a transpose that follows the product becomes part of it."""
     program = _Program(function, lhs, rhs)
-    jaxpr = program.jaxpr
-    transposes = _transposes_of_products(jaxpr)
+    for equation in hopper_equations(program.jaxpr, implementation):
+        program.run(equation)
+    return program.read(program.jaxpr.outvars[0])
+
+
+def hopper_equations(
+    jaxpr: Any, implementation: str | None, chosen: Callable[[Any], bool] = lambda equation: True
+) -> list[Any]:
+    """Returns the equations of a jaxpr with each `dot_general` replaced by a `hopper_dot`.
+
+    A transpose that alone uses a product becomes part of it.
+
+    Args:
+      implementation: as of `hopper_dot`.
+      chosen: whether to replace a `dot_general`.
+    """
+    transposes = _transposes_of_products(jaxpr, chosen)
     absorbed = {id(transpose) for transpose in transposes.values()}
-    for equation in jaxpr.eqns:
-        if id(equation) in absorbed:
-            continue
-        if equation.primitive is not lax.dot_general_p:
-            program.run(equation)
-            continue
-        steps, results = [], equation.outvars
-        if transpose := transposes.get(results[0]):
-            steps, results = [transpose], transpose.outvars
-        product = _product(equation, steps, *map(program.read, equation.invars))
-        out = hopper_dot(
-            product.lhs,
-            product.rhs,
-            subscripts=product.subscripts,
-            precision=equation.params["precision"],
-            preferred_element_type=equation.params["preferred_element_type"],
-            out_sharding=product.out_sharding,
-            implementation=implementation,
-        )
-        program.values[results[0]] = out
-    return program.read(jaxpr.outvars[0])
+    return [
+        as_hopper_dot(equation, implementation, transposes.get(equation.outvars[0]))
+        if equation.primitive is lax.dot_general_p and chosen(equation)
+        else equation
+        for equation in jaxpr.eqns
+        if id(equation) not in absorbed
+    ]
+
+
+def as_hopper_dot(equation: Any, implementation: str | None, transpose: Any = None) -> Any:
+    """Returns a `dot_general`, and the transpose after it if there is one, as a `hopper_dot`."""
+    steps = [transpose] if transpose else []
+    product = _product(equation, steps, *(atom.aval for atom in equation.invars))
+    params = {
+        "subscripts": product.subscripts,
+        "precision": product.precision,
+        "preferred_element_type": equation.params["preferred_element_type"],
+        "out_sharding": product.out_sharding,
+        "implementation": implementation,
+    }
+    outvars = (transpose or equation).outvars
+    return equation.replace(primitive=hopper_dot_p, params=params, outvars=outvars)
 
 
 @dataclass(frozen=True)
@@ -116,10 +132,10 @@ class _Program:
         self.values.update(zip(equation.outvars, outputs, strict=True))
 
 
-def _transposes_of_products(jaxpr: Any) -> dict[Any, Any]:
+def _transposes_of_products(jaxpr: Any, chosen: Callable[[Any], bool]) -> dict[Any, Any]:
     """Returns, by the variable of a product, the transpose that alone uses it."""
     uses = _uses(jaxpr)
-    products = {e.outvars[0] for e in jaxpr.eqns if e.primitive is lax.dot_general_p}
+    products = {e.outvars[0] for e in jaxpr.eqns if e.primitive is lax.dot_general_p and chosen(e)}
     return {
         equation.invars[0]: equation
         for equation in jaxpr.eqns

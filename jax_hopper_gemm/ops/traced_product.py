@@ -59,14 +59,15 @@ def traced_product(
         return None
     (i,) = found
     equation, rest = equations[i], _operations(equations[i + 1 :])
-    product = _product(equation)
+    product = product_of_equation(equation)
     picking = (e for e in equations[:i] if e.primitive is pick_rows_p)
     sources: list[Any] = [e.invars[0].aval for e in picking if e.outvars[0] is equation.invars[0]]
     forms = [replace(product, gathered="a", source=source.shape[0]) for source in sources]
     return TracedProduct((*forms, product), rest)
 
 
-def _product(equation: Any) -> Product:
+def product_of_equation(equation: Any) -> Product:
+    """Returns what one of `PRODUCTS` asks for."""
     avals, out = [v.aval for v in equation.invars], equation.outvars[0].aval
     if equation.primitive is hopper_fused_p:
         return fused_product_of(avals, equation.params)

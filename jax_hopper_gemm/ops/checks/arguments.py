@@ -55,6 +55,21 @@ def kind(x: Any) -> int:
     return int(jnp.issubdtype(dtype, np.floating))
 
 
+def check_accelerated(op: str, function: Any, implementation: Any) -> None:
+    """Raises for a function that is none and a choice that does not exist.
+
+    Raises:
+      TypeError, ValueError: what does not fit.
+    """
+    if not callable(function):
+        raise TypeError(
+            f"{op}: function is a {type(function).__name__}, expected a function: pass the "
+            "function itself, not what it returns"
+        )
+    if problems := choice_problems("save", implementation):
+        raise ValueError(f"{op}: {'; '.join(problems)}")
+
+
 def name_problems(activation: Any) -> list[str]:
     if not isinstance(activation, str) or activation in ACTIVATIONS:
         return []
