@@ -22,7 +22,7 @@ from pathlib import Path
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import random_grouped, random_products
+from jax_hopper_gemm.testing import random_grouped, random_products, training_step
 from jax_hopper_gemm.testing.grouped_programs import GROUPED_PROGRAMS
 from jax_hopper_gemm.testing.moe_programs import moe_specs
 from jax_hopper_gemm.testing.operations import operation_specs
@@ -68,6 +68,7 @@ def all_specs() -> list[GemmSpec]:
                 *random_grouped.specs(),
                 *(spec for program in GROUPED_PROGRAMS.values() for spec in program.specs()),
                 *moe_specs(),
+                *training_step.specs(),
             )
         )
     )
