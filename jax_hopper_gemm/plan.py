@@ -156,6 +156,9 @@ def make_plan(
     params += [Int32(value) for value in (*walk, k_tiles)]
     if spec.graph.needs_extents:
         params += [Int32(problem.m), Int32(problem.n)]
+    if spec.zeros_apart:
+        vectors = problem.m * problem.n * ITEMSIZE[problem.d_dtype] // TMA_ALIGNMENT
+        params += [Pointer(num_inputs(problem)), Int32(vectors)]
     first_workspace = num_inputs(problem) + len(result_shapes(problem, spec))
     workspaces: tuple[Workspace, ...] = ()
     if spec.tile_scheduler == "dynamic":
