@@ -109,8 +109,7 @@ class GemmKernel:
           walk: the fields of `Walk` over the grid of cluster tiles, or of `GroupWalk`.
           k_tiles: k-tiles of a tile, unless K is grouped.
           extents: (M, N) if the epilogue must know them, else None.
-          matrices: where zeros are written apart, a global pointer to D, and how many vectors of
-            16 bytes a matrix of it has; else None.
+          matrices: where zeros are written apart, what `ZeroWriter.bind` takes; else None.
           tile_counter: global pointer to an int32 that is zero, for the dynamic scheduler.
         """
         s = self.spec

@@ -40,14 +40,18 @@ class ZeroWriter:
         self.spec = spec
         self.scheduler = scheduler
 
-    def bind(self, matrices, vectors):
+    def bind(self, matrices, rows, vectors, row_stride, matrix_stride):
         """Takes the kernel's parameters.
 
         Args:
           matrices: global pointer to D.
-          vectors: vectors of 16 bytes in each of its matrices.
+          rows: of each of its matrices.
+          vectors: of 16 bytes in a row.
+          row_stride, matrix_stride: vectors between neighbours.
         """
-        self.matrices, self.vectors = matrices, vectors
+        self.matrices, self.rows, self.vectors = matrices, rows, vectors
+        self.row_stride, self.matrix_stride = row_stride, matrix_stride
+        self.parts_of_row = (vectors + (self.spec.zero_part - 1)) // self.spec.zero_part
 
     @cute.jit
     def run(self):
@@ -55,7 +59,7 @@ class ZeroWriter:
         walk = self.scheduler.walk
         grid_m, grid_n, _ = cute.arch.grid_dim()
         cta_m, cta_n, _ = cute.arch.block_idx()
-        parts = (self.vectors + (self.spec.zero_part - 1)) // self.spec.zero_part
+        parts = self.rows * self.parts_of_row
         index = cta_m * grid_n + cta_n
         tile, reader = self.scheduler.first_tile()
         window, before = self.scheduler.first_window(), Int32(0)
@@ -76,8 +80,10 @@ class ZeroWriter:
     @cute.jit
     def fill(self, part):
         """Writes zeros to a part of a matrix."""
-        matrix = self.matrices.toint() + Int64(part.matrix) * self.vectors * VECTOR
-        first = part.part * self.spec.zero_part
+        row = part.part // self.parts_of_row
+        first = (part.part - row * self.parts_of_row) * self.spec.zero_part
         end = smaller(first + self.spec.zero_part, self.vectors)
+        start = Int64(part.matrix) * self.matrix_stride + Int64(row) * self.row_stride
+        address = self.matrices.toint() + start * VECTOR
         for vector in cutlass.range(first + cute.arch.lane_idx(), end, LANES, unroll=4):
-            store_zeros(matrix + Int64(vector) * VECTOR)
+            store_zeros(address + Int64(vector) * VECTOR)
