@@ -5,6 +5,7 @@ What GPU tests run whole: captured in a CUDA graph, on many threads, in many pro
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,12 +26,12 @@ Parameters = dict[str, jax.Array]
 
 def loss(parameters: Parameters, x: jax.Array, sizes: jax.Array) -> jax.Array:
     """A layer of each kind, one after another; float32."""
-    p, ours = parameters, {"implementation": "hopper"}
-    hidden = matmul(x, p["up"], bias=p["bias"], activation="gelu", **ours)
-    x = matmul(hidden, p["down"], residual=x, **ours)
-    hidden = gated_linear_unit(x, p["gate_up"], activation="silu", **ours)
-    x = matmul(hidden, p["gated_down"], **ours)
-    x = ragged_dot(x, p["experts"], sizes, **ours)
+    p, multiply = parameters, partial(matmul, implementation="hopper")
+    hidden = multiply(x, p["up"], bias=p["bias"], activation="gelu")
+    x = multiply(hidden, p["down"], residual=x)
+    hidden = gated_linear_unit(x, p["gate_up"], activation="silu", implementation="hopper")
+    x = multiply(hidden, p["gated_down"])
+    x = ragged_dot(x, p["experts"], sizes, implementation="hopper")
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 

@@ -30,8 +30,14 @@ folder = sys.argv[1]
 
 def run_python(code: str, folder: object, timeout: float = 240, **environment: str) -> str:
     """Returns what a fresh process prints that runs `code` after the prelude."""
+    source = PRELUDE + textwrap.dedent(code)
+    return run_command("-c", source, str(folder), timeout=timeout, **environment)
+
+
+def run_command(*arguments: str, timeout: float = 240, **environment: str) -> str:
+    """Returns what Python prints with these arguments, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(code), str(folder)],
+        [sys.executable, *arguments],
         env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment},
         capture_output=True,
         text=True,

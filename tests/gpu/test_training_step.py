@@ -22,7 +22,7 @@ def trained(step, seed, device):
         batch = jax.device_put(training_step.batch(100 * seed + i), device)
         parameters, loss = step(parameters, *batch)
         losses.append(loss)
-    assert loss.devices() == {device}
+    assert {device} == set().union(*(x.devices() for x in losses))
     return training_step.bits((parameters, losses))
 
 
