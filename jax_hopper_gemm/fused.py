@@ -43,8 +43,8 @@ from .jaxprs import (
 )
 from .lowering import Call, register_lowering
 from .primitive import alike_in_shard_map, as_cotangent, cotangent_of
-from .ragged import sizes_of_each
 from .routing import Product
+from .span_sizes import sizes_of_each
 from .spans import ROWS, ROWS_TRANSPOSED, Spans, is_contraction
 
 hopper_fused_p = Primitive("hopper_fused")
