@@ -48,11 +48,11 @@ class Mesh:
     def count(self, axes: Iterable[int]) -> int:
         return prod(self.sizes[axis] for axis in axes)
 
-    def groups(self, axes: Axes) -> list[list[int]]:
+    def groups(self, axes: Axes) -> tuple[tuple[int, ...], ...]:
         """Returns the devices that differ along `axes` alone, in the order of these."""
         rest = [axis for axis in range(len(self.sizes)) if axis not in axes]
         devices = np.arange(prod(self.sizes)).reshape(self.sizes).transpose(*rest, *axes)
-        return devices.reshape(-1, self.count(axes)).tolist()
+        return tuple(map(tuple, devices.reshape(-1, self.count(axes)).tolist()))
 
     def axes_of(self, sharding: Any) -> list[Axes]:
         """Returns along which axes each dimension of a tiled sharding is sharded.
@@ -98,13 +98,54 @@ def is_plain(sharding: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What a device computes of a product, in axes for each letter of the subscripts.
+class Labels:
+    """Which letter each dimension of the arrays of a call is; a letter has one extent.
 
     Attributes:
-      axes: along which the operands are sharded, and the product of the shards.
-      scattered: further axes along which a letter of the result is sharded by the reduction.
-      summed: the axes over which the rest of the reduction adds up.
+      factors: of the operands that are multiplied. Letters that `out` lacks are contracted.
+      out: of their product.
+      results: of the results. Letters of `out` that one lacks are reduced.
+      others: of the operands that are read with the product, behind the sum over devices.
+      whole: letters along which no device has less than all.
+    """
+
+    factors: tuple[str, ...]
+    out: str
+    results: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    whole: str = ""
+
+    @staticmethod
+    def of(subscripts: str) -> Labels:
+        """Returns the labels of a product of two arrays."""
+        lhs, rhs, out = split(subscripts)
+        return Labels((lhs, rhs), out, (out,))
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Those of all arrays, in the order of the call: factors, others, results."""
+        return (*self.factors, *self.others, *self.results)
+
+    @property
+    def contracted(self) -> str:
+        letters = dict.fromkeys("".join(self.factors))
+        return "".join(x for x in letters if x not in self.out + self.whole)
+
+    def extents(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+        """Returns the extent of each letter, of the shapes of `arrays`."""
+        pairs = zip(self.arrays, shapes, strict=False)
+        return {x: n for names, shape in pairs for x, n in zip(names, shape, strict=True)}
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a device computes of a product, in axes for each letter.
+
+    Attributes:
+      axes: along which the factors are sharded, and the product of the shards.
+      scattered: further axes along which a letter of the product is sharded by the sum over
+        devices.
+      summed: the axes over which the rest of that adds up.
     """
 
     axes: dict[str, Axes]
@@ -112,39 +153,52 @@ class Share:
     summed: Axes
 
     def result(self, letter: str) -> Axes:
+        """Returns the axes of a letter behind the sum over devices."""
         return self.axes[letter] + self.scattered.get(letter, ())
+
+    def arrays(self, labels: Labels) -> list[list[Axes]]:
+        """Returns the axes of each dimension of each of `labels.arrays`."""
+        factors = [[self.axes[x] for x in names] for names in labels.factors]
+        behind = [[self.result(x) for x in names] for names in (*labels.others, *labels.results)]
+        return factors + behind
 
 
 def choose_share(
     mesh: Mesh,
-    subscripts: str,
+    labels: Labels,
     extents: dict[str, int],
     itemsizes: Sequence[int],
     given: Sequence[Sequence[Axes]],
 ) -> Share:
-    """Returns the share that keeps the operands' shardings and takes least time.
+    """Returns the share that keeps the factors' shardings and takes least time.
 
     Args:
       mesh: the devices.
-      subscripts, extents: of the whole product.
-      itemsizes: bytes of an element of the left operand, the right one and the result.
-      given: how these three are sharded outside.
+      labels, extents: of the whole product.
+      itemsizes: bytes of an element of each of `labels.arrays`, and of the partial products that
+        are summed.
+      given: how these arrays are sharded outside.
     """
-    labels = split(subscripts)
     outside = [
-        dict(zip(names, axes, strict=True)) for names, axes in zip(labels, given, strict=True)
+        dict(zip(names, axes, strict=True))
+        for names, axes in zip(labels.arrays, given, strict=True)
     ]
     choices = {
         letter: _choices(mesh, extent, (known.get(letter) for known in outside))
+        if letter not in labels.whole
+        else [()]
         for letter, extent in extents.items()
     }
+    wanted: dict[str, Axes] = dict.fromkeys(labels.out, ())
+    for known in reversed(outside[-len(labels.results) :]):  # the first result has the last word
+        wanted |= {letter: axes for letter, axes in known.items() if letter in wanted}
     best: tuple[tuple[int, float], Share] | None = None
     for combination in itertools.product(*choices.values()):
         axes = dict(zip(choices, combination, strict=True))
         used = list(itertools.chain.from_iterable(combination))
         if len(set(used)) < len(used):
             continue
-        share = _with_reduction(mesh, labels[2], axes, extents, outside[2])
+        share = _with_reduction(mesh, labels, axes, extents, wanted)
         cost = _cost(mesh, labels, extents, itemsizes, outside, share)
         if best is None or cost < best[0]:
             best = cost, share
@@ -163,11 +217,15 @@ def _choices(mesh: Mesh, extent: int, given: Iterable[Axes | None]) -> list[Axes
 
 
 def _with_reduction(
-    mesh: Mesh, out: str, axes: dict[str, Axes], extents: dict[str, int], wanted: dict[str, Axes]
+    mesh: Mesh,
+    labels: Labels,
+    axes: dict[str, Axes],
+    extents: dict[str, int],
+    wanted: dict[str, Axes],
 ) -> Share:
-    rest = [axis for letter in axes if letter not in out for axis in axes[letter]]
+    rest = [axis for letter in labels.contracted for axis in axes[letter]]
     scattered: dict[str, Axes] = {}
-    for letter in out:
+    for letter in labels.out:
         own, asked = axes[letter], wanted[letter]
         further = tuple(itertools.takewhile(rest.__contains__, asked[len(own) :]))
         if asked[: len(own)] == own and further and not extents[letter] % mesh.count(own + further):
@@ -178,34 +236,41 @@ def _with_reduction(
 
 def _cost(
     mesh: Mesh,
-    labels: tuple[str, str, str],
+    labels: Labels,
     extents: dict[str, int],
     itemsizes: Sequence[int],
     outside: list[dict[str, Axes]],
     share: Share,
 ) -> tuple[int, float]:
-    """Returns how many letters lose a sharding that the operands agree on, and seconds.
+    """Returns how many letters lose a sharding that the factors agree on, and seconds.
 
-    An operand is not gathered to save a reduction: that would take memory that the user may not
+    A factor is not gathered to save a reduction: that would take memory that the user may not
     have. Where two letters want the same axis, one must give way: time decides.
     """
-    wanted = {(letter, axes) for names in outside[:2] for letter, axes in names.items()}
+    factors = outside[: len(labels.factors)]
+    wanted = {(letter, axes) for names in factors for letter, axes in names.items()}
     claims = [axis for _, axes in wanted for axis in axes]
     lost = sum(
         _common(share.axes[letter], axes) != axes
         for letter, axes in wanted
-        if all(claims.count(axis) == 1 for axis in axes)
-        and all(names.get(letter, axes) == axes for names in outside[:2])
+        if letter not in labels.whole
+        and all(claims.count(axis) == 1 for axis in axes)
+        and all(names.get(letter, axes) == axes for names in factors)
     )
-    inside = [{letter: share.axes[letter] for letter in names} for names in labels]
-    result = {letter: share.result(letter) for letter in labels[2]}
-    steps = [(outside[0], inside[0]), (outside[1], inside[1]), (result, outside[2])]
+    inside = [
+        dict(zip(names, axes, strict=True))
+        for names, axes in zip(labels.arrays, share.arrays(labels), strict=True)
+    ]
+    operands = len(labels.arrays) - len(labels.results)
     moved = 0.0
-    for itemsize, (before, after) in zip(itemsizes, steps, strict=True):
+    for i, (before, after) in enumerate(zip(outside, inside, strict=True)):
+        if i >= operands:
+            before, after = after, before
         kept = {letter: _common(before[letter], after[letter]) for letter in before}
         if kept != before:
-            moved += itemsize * _elements(mesh, extents, kept)
-    partial_sum = itemsizes[2] * _elements(mesh, extents, inside[2])
+            moved += itemsizes[i] * _elements(mesh, extents, kept)
+    product = {letter: share.axes[letter] for letter in labels.out}
+    partial_sum = itemsizes[-1] * _elements(mesh, extents, product)
     if share.scattered:
         moved += partial_sum
         partial_sum /= mesh.count(itertools.chain(*share.scattered.values()))
