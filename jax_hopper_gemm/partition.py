@@ -14,7 +14,7 @@ A module with products of its own takes part in two steps:
 1. On import it calls `register("its name", program)`. `program(local, *shards, **params)` is a JAX
    function of the operands' shards, in which `local.sum` adds a product of shards up over devices.
    It returns a list of the results' shards.
-2. Where `applies(ctx)`, its lowering rule returns `emit(ctx, "its name", operands, labels, params)`.
+2. Where `applies(ctx)`, its lowering rule returns `emit(ctx, "its name", values, labels, params)`.
    `labels` says which dimensions are the same letter (`shares.Labels`); `params` are JSON.
 """
 
@@ -38,7 +38,8 @@ from jax.interpreters import mlir
 from jaxlib import xla_client
 
 from .collectives import reduce_over_devices
-from .shares import Axes, Labels, Mesh, Share, choose_share, is_plain
+from .mesh import Axes, Mesh, is_plain
+from .shares import Labels, Share, choose_share
 
 TARGET = "jax_hopper_gemm.v1.partition"
 PLATFORMS = [("cuda",)]  # what a program is lowered for, where products are partitioned here

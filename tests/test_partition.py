@@ -22,7 +22,8 @@ from programs import integers, lowered, run_fresh
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import partition
-from jax_hopper_gemm.shares import Labels, Mesh, Share, choose_share
+from jax_hopper_gemm.mesh import Mesh
+from jax_hopper_gemm.shares import Labels, Share, choose_share
 
 EXTENTS = {"b": 8, "m": 64, "n": 16, "k": 32}
 SINGLE = [{letter: "y"} for letter in "bmnk"]
