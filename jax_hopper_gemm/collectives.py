@@ -1,4 +1,4 @@
-"""Sums over devices inside the program of one device's share.
+"""Sums over devices inside the program of one device's share, and which device it is.
 
 Such a program is lowered for one device, where JAX has no names of mesh axes: devices are numbers.
 """
@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 Groups = tuple[tuple[int, ...], ...]
 
 reduce_over_devices_p = Primitive("reduce_over_devices")
+device_number_p = Primitive("device_number")
 
 
 def reduce_over_devices(
@@ -66,5 +67,16 @@ def _lower(
     return list(operation.results)
 
 
+def device_number() -> jax.Array:
+    """Returns the number of the device, () int32."""
+    return device_number_p.bind().astype(np.int32)
+
+
+def _lower_number(ctx: mlir.LoweringRuleContext) -> list[Any]:
+    return list(stablehlo.PartitionIdOp().results)
+
+
+device_number_p.def_abstract_eval(lambda: jax.core.ShapedArray((), np.dtype("uint32")))
+mlir.register_lowering(device_number_p, _lower_number)
 reduce_over_devices_p.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(reduce_over_devices_p, _lower)

@@ -37,7 +37,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jaxlib import xla_client
 
-from .collectives import reduce_over_devices
+from .collectives import device_number, reduce_over_devices
 from .mesh import Axes, Mesh, is_plain
 from .shares import Labels, Share, choose_share
 
@@ -171,6 +171,12 @@ class Local:
     mesh: Mesh
     labels: Labels
     share: Share
+
+    def part(self, letter: str) -> tuple[Any, int]:
+        """Returns which part of the factors' letter the device has, int32, and of how many."""
+        axes = self.share.axes.get(letter, ())
+        index = self.mesh.index(device_number(), axes) if axes else 0
+        return index, self.mesh.count(axes)
 
     def sum(self, product: jax.Array) -> jax.Array:
         """Returns the sum over devices of a product of factors, of which each keeps its shard."""

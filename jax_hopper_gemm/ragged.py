@@ -11,23 +11,29 @@ product lowers to `jax.lax.ragged_dot`, or to one product after the other.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax import numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir, xla
 
+from . import partition
 from .contraction import split
 from .jaxprs import traced
-from .lowering import Call, register_lowering
+from .lowering import Call, launcher_violation, register_lowering
 from .primitive import alike_in_shard_map, as_cotangent
+from .ragged_reference import alike, reference_ragged_dot
+from .ragged_shares import RaggedShare, has_periods, ragged_labels
 from .routing import Product
-from .span_sizes import clipped_sizes, group_of_rows, sizes_of_each
+from .span_sizes import sizes_of_each
 from .spans import CONTRACTION, FORMS, ROWS, ROWS_TRANSPOSED, Spans
 
 __all__ = [
@@ -42,9 +48,6 @@ __all__ = [
 
 hopper_ragged_dot_p = Primitive("hopper_ragged_dot")
 hopper_ragged_dot_p.def_impl(partial(xla.apply_primitive, hopper_ragged_dot_p))
-
-# Taken here, so that it stays JAX's own where `ops.intercept` puts ours in its place.
-_lax_ragged_dot_general = lax.ragged_dot_general
 
 
 def hopper_ragged_dot(
@@ -67,7 +70,8 @@ def hopper_ragged_dot(
       lhs: (T, K).
       rhs: weights (W, K, N) by "mk,gkn->mn" or (W, N, K) by "mk,gnk->mn", for a result (T, N); or
         (T, N) by "mk,mn->gkn", for a result (W, K, N).
-      sizes: (S,) int32, S + 1 a multiple of `spans.period`.
+      sizes: (S,) int32, S + 1 a multiple of `spans.period`. Of several periods each has as many
+        rows, as `jax.vmap` makes them.
       subscripts, spans: see `spans`. W is `spans.matrices(S)`.
       precision, preferred_element_type: as in `hopper_dot`.
       implementation: None, "hopper" or "xla".
@@ -111,86 +115,8 @@ def _check(lhs: Any, rhs: Any, sizes: Any, subscripts: str, spans: Spans) -> Non
 def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> Any:
     """The dtype is that of `lax.dot_general`, the shape that of `lax.ragged_dot`."""
     _check(lhs, rhs, sizes, params["subscripts"], params["spans"])
-    (out,) = traced(partial(_alike, **params), lhs, rhs, sizes).out_avals
+    (out,) = traced(partial(alike, **params), lhs, rhs, sizes).out_avals
     return out
-
-
-def _alike(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> jax.Array:
-    """Returns an array like the product, and as cheap to trace as can be."""
-    subscripts, spans = params["subscripts"], params["spans"]
-    if subscripts == CONTRACTION:
-        numbers, axis = (((), ()), ((0,), (0,))), 0
-    else:
-        numbers, axis = (((1,), (subscripts.split(",")[1].index("k"),)), ((), ())), 1
-    product = lax.dot_general(
-        lhs, rhs, numbers, params["precision"], params["preferred_element_type"]
-    )
-    product = lax.reduce(product, np.zeros((), product.dtype), lax.add, (axis,))
-    if subscripts == CONTRACTION:
-        shape = (spans.matrices(sizes.shape[0]), *product.shape)
-        product = lax.broadcast_in_dim(product, shape, (1, 2))
-    return product
-
-
-# What XLA computes.
-
-
-def reference_ragged_dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    sizes: jax.Array,
-    *,
-    subscripts: str,
-    spans: Spans,
-    precision: Any,
-    preferred_element_type: Any,
-    implementation: str | None = None,
-) -> jax.Array:
-    """The product as XLA computes it; arguments as of `hopper_ragged_dot`.
-
-    `jax.lax.ragged_dot` where each size is a group's; else all rows are multiplied by one matrix
-    after the other.
-    """
-    del implementation
-    options = {"precision": precision, "preferred_element_type": preferred_element_type}
-    if spans.is_plain(sizes.shape[0]) and spans.count:
-        sizes = clipped_sizes(sizes, lhs.shape[0])
-        contracted, groups = {ROWS: ((1, 1), [0]), ROWS_TRANSPOSED: ((1, 2), [0])}.get(
-            subscripts, ((0, 0), [])
-        )
-        numbers = lax.RaggedDotDimensionNumbers(
-            (([contracted[0]], [contracted[1]]), ([], [])), [0], groups
-        )
-        return _lax_ragged_dot_general(lhs, rhs, sizes, numbers, **options)
-    own = group_of_rows(sizes, spans, lhs.shape[0])[:, None]
-    like = traced(
-        partial(_alike, subscripts=subscripts, spans=spans, **options), lhs, rhs, sizes
-    ).out_avals[0]
-    matrices = jnp.arange(spans.matrices(sizes.shape[0]), dtype=np.int32)
-
-    if subscripts == CONTRACTION:
-
-        def of_group(_: None, group: jax.Array) -> tuple[None, jax.Array]:
-            own_lhs, own_rhs = (jnp.where(own == group, x, jnp.zeros_like(x)) for x in (lhs, rhs))
-            product = lax.dot_general(own_lhs, own_rhs, (((0,), (0,)), ((), ())), **options)
-            return None, product
-
-        return lax.scan(of_group, None, matrices)[1] if matrices.size else _zeros(like, rhs)
-
-    def with_group(out: jax.Array, group: Any) -> tuple[jax.Array, None]:
-        matrix, number = group
-        axis = 0 if subscripts == ROWS else 1
-        product = lax.dot_general(lhs, matrix, (((1,), (axis,)), ((), ())), **options)
-        return jnp.where(own == number, product, out), None
-
-    out = _zeros(like, lhs)
-    return lax.scan(with_group, out, (rhs, matrices))[0] if matrices.size else out
-
-
-def _zeros(aval: Any, array: jax.Array) -> jax.Array:
-    """Returns zeros that vary over the mesh axes that `array` varies over."""
-    zeros = jnp.zeros(aval.shape, aval.dtype)
-    return alike_in_shard_map(zeros, array)[0]
 
 
 # Derivatives.
@@ -352,8 +278,93 @@ def _lower_for_cuda(
     return launched or _lower_to_xla(ctx, lhs, rhs, sizes, **params)
 
 
+def _lower_partitioned(
+    ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, sizes: Any, **params: Any
+) -> Any:
+    """Leaves to XLA what no kernel could run of any share, or what cannot be launched at all."""
+    if params["implementation"] == "xla" or not partition.applies(ctx):
+        return None
+    (lhs_aval, rhs_aval, sizes_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
+    product = product_of(lhs_aval, rhs_aval, sizes_aval, out_aval, params)
+    call = Call(product, (lhs, rhs), sizes=sizes).untransposed()
+    if partition.platforms_of(ctx) == ("cuda",):
+        found = call.route(ctx, kernel_only=params["implementation"] == "hopper")
+        if not found.supported or launcher_violation():
+            return None
+    if (precision := partition.precision_names(params["precision"])) is None:
+        return None
+    preferred, spans = params["preferred_element_type"], params["spans"]
+    words = {
+        "subscripts": call.product.subscripts,
+        "spans": astuple(spans),
+        "precision": precision,
+        "preferred_element_type": None if preferred is None else np.dtype(preferred).name,
+        "implementation": params["implementation"],
+    }
+    periods = spans.periods(product.sizes)
+    labels = ragged_labels(call.product.subscripts, periods, shared=not spans.step)
+    values = [
+        _reshaped(x, _with_periods(x.type.shape, names, periods))
+        for x, names in zip(call.values, labels.factors, strict=True)
+    ]
+    out = out_aval
+    if has_periods(labels.out):
+        out = ShapedArray(_with_periods(out.shape, labels.out, periods), out.dtype)
+    emitted = partition.emit(
+        ctx, hopper_ragged_dot_p.name, [*values, sizes], labels, words, avals_out=[out]
+    )
+    return emitted and [_reshaped(emitted[0], out_aval.shape)]
+
+
+def _with_periods(shape: Sequence[int], names: str, periods: int) -> tuple[int, ...]:
+    """Returns the shape with an axis of periods in front where the letters have one."""
+    if not has_periods(names):
+        return tuple(shape)
+    return (periods, shape[0] // periods, *shape[1:])
+
+
+def _reshaped(value: Any, shape: Sequence[int]) -> Any:
+    if tuple(value.type.shape) == tuple(shape):
+        return value
+    return stablehlo.ReshapeOp(
+        ir.RankedTensorType.get(shape, value.type.element_type), value
+    ).result
+
+
+def _product_of_shards(
+    local: partition.Local,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sizes: jax.Array,
+    *,
+    spans: Sequence[int],
+    precision: list[str],
+    preferred_element_type: str | None,
+    **params: Any,
+) -> list[jax.Array]:
+    """The program of one device; sizes are those of the whole product."""
+    share = RaggedShare.of(Spans(*spans), local.part)
+    periods = share.spans.periods(sizes.shape[0])
+    first, second = local.labels.factors
+    length = lhs.shape[first.index("m")] * share.rows.count * periods
+    lhs, rhs = (
+        x.reshape(-1, *x.shape[2:]) if has_periods(names) else x
+        for x, names in ((lhs, first), (rhs, second))
+    )
+    product = hopper_ragged_dot_p.bind(
+        lhs, rhs, share.local_sizes(sizes, length), spans=share.local_spans(),
+        precision=partition.precision_of(precision),
+        preferred_element_type=preferred_element_type
+        and np.dtype(jnp.dtype(preferred_element_type)),
+        **params,
+    )  # fmt: skip
+    periods //= share.periods.count
+    return [local.sum(product.reshape(_with_periods(product.shape, local.labels.out, periods)))]
+
+
 hopper_ragged_dot_p.def_abstract_eval(_abstract_eval)
 register_lowering(
     hopper_ragged_dot_p, _abstract_eval, reference_ragged_dot, _lower_for_cuda,
-    lambda params: params["implementation"],
+    lambda params: params["implementation"], _lower_partitioned,
 )  # fmt: skip
+partition.register(hopper_ragged_dot_p.name, _product_of_shards)

@@ -1,32 +1,54 @@
 """Which rows and groups of a ragged product a device has, and the sizes that say so there.
 
-A device has a part of the rows, of the matrices, or of both. Spans end where its rows do, and what
-belongs to the matrices of others becomes rows of no group: 0 in a result of rows, so that the sum
+A device has a part of the rows, of the groups, or of both. Spans end where its rows do, and what
+belongs to groups of other devices becomes rows of no group: 0 in a result of rows, so that the sum
 over devices is the product, and left out of a contraction.
 
-Several periods come from `jax.vmap` alone, which gives each as many rows. Where they have matrices
-of their own, rows and matrices are cut alike: letter "p" counts periods in the axes of both.
+Several periods come of `jax.vmap`, which gives each as many rows: their number is a letter of its
+own, "p", so that devices can have some of the periods, with their matrices.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax import numpy as jnp
 
 from .contraction import split
+from .shares import Labels
 from .span_sizes import span_ends
-from .spans import Spans
+from .spans import GROUPS, Spans
 
-PERIODS = "p"
+PERIODS, SIZES = "p", "s"
+
+
+def ragged_labels(subscripts: str, periods: int, *, shared: bool) -> Labels:
+    """Returns the letters of a ragged product's operands, sizes last, and of its result.
+
+    Args:
+      subscripts: as in `spans`.
+      periods: of its spans. Of several, rows and matrices have one more axis in front.
+      shared: whether all periods have the same matrices.
+    """
+    arrays = split(subscripts)
+    if periods > 1:
+        arrays = tuple(x if shared and GROUPS in x else PERIODS + x for x in arrays)
+    lhs, rhs, out = arrays
+    return Labels((lhs, rhs), out, (out,), others=(SIZES,), whole=SIZES, picked=GROUPS)
+
+
+def has_periods(letters: str) -> bool:
+    """Whether the first axis of an array in a partitioned product is that of periods."""
+    return letters.startswith(PERIODS)
 
 
 class Part(NamedTuple):
-    """One of `count` equal parts of an axis: an integer, or one that only the device knows."""
+    """One of `count` equal parts of an axis. Its index may be one that only the device knows."""
 
     index: Any = 0
     count: int = 1
@@ -38,8 +60,8 @@ class RaggedShare:
 
     Attributes:
       spans: of the whole product.
-      periods: of the periods, where each has matrices of its own.
-      rows: of the rows; if `periods` is cut, of those of a period, and then of one alone.
+      periods: of the periods, if there are several.
+      rows: of the rows of each period.
       groups: of the groups of each period.
     """
 
@@ -47,6 +69,11 @@ class RaggedShare:
     periods: Part = Part()
     rows: Part = Part()
     groups: Part = Part()
+
+    @staticmethod
+    def of(spans: Spans, part: Callable[[str], tuple[Any, int]]) -> RaggedShare:
+        """Returns a device's share; `part` gives for a letter its part's index and their count."""
+        return RaggedShare(spans, *(Part(*part(letter)) for letter in (PERIODS, "m", GROUPS)))
 
     def local_spans(self) -> Spans:
         """Returns which of the spans that `local_sizes` cuts belong to which group."""
@@ -62,31 +89,24 @@ class RaggedShare:
           sizes: (S,) int32, of the whole product.
           length: its rows.
         """
-        spans = self.spans
-        periods = spans.periods(sizes.shape[0])
-        ends = jnp.append(span_ends(sizes, length), np.int32(length)).reshape(periods, spans.period)
+        if self.periods.count == self.rows.count == self.groups.count == 1:
+            return sizes
+        periods = self.spans.periods(sizes.shape[0])
+        ends = jnp.append(span_ends(sizes, length), np.int32(length))
+        starts = jnp.arange(periods, dtype=np.int32) * (length // periods)
+        bounds = jnp.column_stack([starts, ends.reshape(periods, self.spans.period)])
+        length //= periods
+        periods //= self.periods.count
         if self.periods.count > 1:
-            periods //= self.periods.count
-            ends = jax.lax.dynamic_slice_in_dim(ends, self.periods.index * periods, periods)
+            bounds = lax.dynamic_slice_in_dim(bounds, self.periods.index * periods, periods)
         if self.groups.count > 1:
-            ends = self._ends_of_groups(ends)
-        rows = length // (self.periods.count * self.rows.count)
-        first = (self.periods.index * self.rows.count + self.rows.index) * rows
-        ends = jnp.clip(ends.reshape(-1) - first, 0, rows)
-        return jnp.diff(ends, prepend=np.int32(0))[:-1].astype(np.int32)
-
-    def _ends_of_groups(self, ends: jax.Array) -> jax.Array:
-        """Returns the ends of what is before the device's groups, of these, and of the rest.
-
-        Args:
-          ends: (periods, spans of a period).
-        """
-        periods, period = ends.shape
-        starts = jnp.roll(ends.reshape(-1), 1).at[0].set(0).reshape(periods, period)[:, :1]
-        count = self.spans.count // self.groups.count
-        before = self.spans.first + self.groups.index * count
-        bounds = jnp.concatenate([starts, ends], 1)
-        own = jax.lax.dynamic_slice_in_dim(bounds, before, count + 1, axis=1)
-        return jnp.concatenate([own, ends[:, -1:]], 1)
-
-
+            count = self.spans.count // self.groups.count
+            before = self.spans.first + self.groups.index * count
+            own = lax.dynamic_slice_in_dim(bounds, before, count + 1, axis=1)
+            ends = jnp.column_stack([own, bounds[:, -1:]])
+        else:
+            ends = bounds[:, 1:]
+        rows = length // self.rows.count
+        ends = jnp.clip(ends - bounds[:, :1] - self.rows.index * rows, 0, rows)
+        ends += rows * jnp.arange(periods, dtype=np.int32)[:, None]
+        return jnp.diff(ends.reshape(-1), prepend=np.int32(0))[:-1]
