@@ -28,8 +28,10 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.interpreters import partial_eval as pe
 
 from . import partition
+from .accumulate import Accumulate
 from .contraction import split
-from .fused_tangent import Accumulate, Recompute, batched_product, epilogue_tangent_p
+from .fused_shares import emit_fused, fused_of_shards, route_partitioned
+from .fused_tangent import Recompute, batched_product, epilogue_tangent_p
 from .group_rows import live_rows, live_rows_p, rows_of_groups, rows_of_groups_p
 from .jaxprs import (
     ClosedJaxpr,
@@ -447,14 +449,30 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) 
     call = Call(
         product, tuple(products), tuple(operands), tuple(avals), params["in_place"], sizes=sizes
     )
-    apart = not accumulate.spans and partition.applies(ctx)
-    launched = None if apart else call.lower(ctx, accumulate.implementation)
+    launched = call.lower(ctx, accumulate.implementation)
     if launched:
         return launched
-    # XLA has no ragged product that would be worth keeping a function with. Where it partitions
-    # the program, the function comes behind the reduction over devices, if there is one.
-    to_xla = _lower_apart if accumulate.spans or apart else _lower_to_xla
-    return to_xla(ctx, *values, **params)
+    # XLA has no ragged product that would be worth keeping a function with.
+    return (_lower_apart if accumulate.spans else _lower_to_xla)(ctx, *values, **params)
+
+
+def _lower_partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+    """Emits a product with its function, or else the product and the function behind it."""
+    accumulate, count = params["accumulate"], 1 + params["rights"]
+    if accumulate.spans or not partition.applies(ctx):
+        return None
+    call = Call(
+        product_of(ctx.avals_in, params), values[:count], values[count:],
+        tuple(ctx.avals_in[count:]), params["in_place"],
+    ).untransposed()  # fmt: skip
+    insist = accumulate.implementation == "hopper"
+    emitted = None
+    if found := route_partitioned(ctx, call, insist=insist):
+        emitted = emit_fused(
+            ctx, call, found, precision=accumulate.precision,
+            implementation=accumulate.implementation,
+        )  # fmt: skip
+    return emitted or _lower_apart(ctx, *values, **params)
 
 
 def _flat(accumulate: Accumulate, lhs: Any, *others: Any) -> list[Any]:
@@ -474,8 +492,9 @@ batching.fancy_primitive_batchers[hopper_fused_p] = _batch
 pe.dce_rules[hopper_fused_p] = _without_unused
 register_lowering(
     hopper_fused_p, _abstract_eval, _reference, _lower_for_cuda,
-    lambda params: params["accumulate"].implementation,
+    lambda params: params["accumulate"].implementation, _lower_partitioned,
 )  # fmt: skip
+partition.register(hopper_fused_p.name, partial(fused_of_shards, hopper_fused_p.bind))
 
 
 # The products of one array with gate and with up. Its transpose is their sum, which the second

@@ -314,10 +314,8 @@ def product_at(value: Any) -> Call | None:
     else:
         return None
     lhs, rhs, *others = list(operation.operands)
-    if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, value)):
+    if (product := product_between(subscripts, lhs, rhs, value)) is None:
         return None
-    (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, value))
-    product = Product(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
     if SPANS in operation.attributes:
         spans = Spans(*map(int, operation.attributes[SPANS].value.split(",")))
         sizes, *rows = others
@@ -327,6 +325,14 @@ def product_at(value: Any) -> Call | None:
             call = call.gathered_by(operation.attributes[GATHERED].value, rows[0])
         return call
     return Call(product, (lhs, rhs))
+
+
+def product_between(subscripts: str, lhs: Any, rhs: Any, out: Any) -> Product | None:
+    """Returns the bare product of two MLIR values; None for dtypes that no kernel stores."""
+    if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, out)):
+        return None
+    (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, out))
+    return Product(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
 
 
 def mark_rows(value: Any) -> None:

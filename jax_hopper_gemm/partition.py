@@ -104,9 +104,7 @@ def emit(
     shapes = [*(x.type.shape for x in operands), *(x.shape for x in results)]
     rule = sharding_rule(labels, labels.extents(shapes))
     call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
-    return [
-        _constrained(ctx, value, aval) for value, aval in zip(call.results, results, strict=True)
-    ]
+    return constrained(ctx, call.results, results)
 
 
 def precision_names(precision: Any) -> list[str] | None:
@@ -123,16 +121,39 @@ def precision_of(names: Sequence[str]) -> Any:
     return found if len(found) == 2 else (*found, None)[0]
 
 
-def _constrained(ctx: mlir.LoweringRuleContext, value: Any, aval: Any) -> Any:
-    """Emits the sharding that the type of a result with Explicit axes names."""
-    sharding = aval.sharding
-    if sharding.mesh.empty or not sharding.mesh.explicit_axes:
-        return value
-    constrain = mlir.lower_fun(
-        partial(lax.with_sharding_constraint, shardings=sharding), multiple_results=False
-    )
-    (value,) = constrain(ctx.replace(avals_in=[aval], avals_out=[aval]), value)
-    return value
+def call_at(value: Any, name: str) -> tuple[list[Any], dict[str, Any]] | None:
+    """Returns operands and parameters of the call of a name that an MLIR value is the result of.
+
+    Nothing else may use the value yet. Between the two may lie the sharding of its type.
+    """
+    uses = 0
+    while getattr(value.owner, "name", None) == "sdy.sharding_constraint":
+        if len(list(value.uses)) != uses:
+            return None
+        value, uses = value.owner.operands[0], 1
+    call = value.owner
+    if getattr(call, "name", None) != "stablehlo.custom_call" or len(list(value.uses)) != uses:
+        return None
+    if call.attributes["call_target_name"].value != TARGET:
+        return None
+    config = json.loads(call.attributes["backend_config"].value)
+    return (list(call.operands), config["params"]) if config["name"] == name else None
+
+
+def constrained(
+    ctx: mlir.LoweringRuleContext, values: Sequence[Any], avals: Sequence[Any]
+) -> list[Any]:
+    """Emits the shardings that types with Explicit axes name."""
+    found = []
+    for value, aval in zip(values, avals, strict=True):
+        sharding = aval.sharding
+        if not sharding.mesh.empty and sharding.mesh.explicit_axes:
+            constrain = mlir.lower_fun(
+                partial(lax.with_sharding_constraint, shardings=sharding), multiple_results=False
+            )
+            (value,) = constrain(ctx.replace(avals_in=[aval], avals_out=[aval]), value)
+        found.append(value)
+    return found
 
 
 def sharding_rule(labels: Labels, extents: dict[str, int]) -> str:
@@ -171,6 +192,7 @@ class Local:
     mesh: Mesh
     labels: Labels
     share: Share
+    sum_dtype: str
 
     def part(self, letter: str) -> tuple[Any, int]:
         """Returns which part of the factors' letter the device has, int32, and of how many."""
@@ -247,7 +269,9 @@ def _answer(
         for (shape, dtype), each in zip(arrays, axes, strict=True)
     ]
     operands = shards[: len(shards) - len(labels.results)]
-    program = partial(_programs[asked["name"]], Local(mesh, labels, share), **asked["params"])
+    program = partial(
+        _programs[asked["name"]], Local(mesh, labels, share, asked["sum_dtype"]), **asked["params"]
+    )
     return _lowered(program, operands, tuple(asked["platforms"]), x64), axes
 
 

@@ -29,7 +29,7 @@ from .dot_general import (
     padded_partitions,
     with_partitions,
 )
-from .lowering import Call, launcher_violation, register_lowering
+from .lowering import Call, launcher_violation, product_between, register_lowering
 from .routing import Product
 from .shares import Labels
 
@@ -215,6 +215,21 @@ def _lower_partitioned(
     }
     labels = Labels.of(call.product.subscripts)
     return partition.emit(ctx, hopper_dot_p.name, call.values, labels, words)
+
+
+def partitioned_product_at(value: Any) -> tuple[Call, dict[str, Any]] | None:
+    """Returns the bare product that an MLIR value is the result of, in a partitioned program.
+
+    As `lowering.product_at`; with it come its precision and implementation.
+    """
+    if (found := partition.call_at(value, hopper_dot_p.name)) is None:
+        return None
+    (lhs, rhs), words = found
+    if (product := product_between(words["subscripts"], lhs, rhs, value)) is None:
+        return None
+    precision = partition.precision_of(words["precision"])
+    options = {"precision": precision, "implementation": words["implementation"]}
+    return Call(product, (lhs, rhs)), options
 
 
 def _product_of_shards(

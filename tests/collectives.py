@@ -16,10 +16,13 @@ ITEMSIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "s32": 4, "u32": 4}
 
 
 def collectives(program: str) -> dict[str, tuple[int, int]]:
-    """Returns count and bytes of the results on a device, by kind, of an HLO program's text."""
+    """Returns count and bytes of the results on a device, by kind, of an HLO program's text.
+
+    What a `-start` gives holds operands, too: that of its `-done` counts.
+    """
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for results, kind in re.findall(rf"= (\(?[^=()]*\)?) ({KINDS})(?:-start)?\(", program):
+    for results, kind in re.findall(rf"= (\(?[^=()]*\)?) ({KINDS})(?:-done)?\(", program):
         counts[kind] += 1
         for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results):
             sizes[kind] += ITEMSIZES[dtype] * prod(map(int, filter(None, shape.split(","))))
