@@ -194,16 +194,24 @@ class Local:
     share: Share
     sum_dtype: str
 
-    def part(self, letter: str) -> tuple[Any, int]:
-        """Returns which part of the factors' letter the device has, int32, and of how many."""
-        axes = self.share.axes.get(letter, ())
+    def part(self, letter: str, *, summed: bool = False) -> tuple[Any, int]:
+        """Returns which part of a letter the device has, int32, and of how many.
+
+        It is that of the factors, or if `summed` that of the product behind `sum`.
+        """
+        axes = self.share.result(letter) if summed else self.share.axes.get(letter, ())
         index = self.mesh.index(device_number(), axes) if axes else 0
         return index, self.mesh.count(axes)
 
-    def sum(self, product: jax.Array) -> jax.Array:
-        """Returns the sum over devices of a product of factors, of which each keeps its shard."""
+    def sum(self, product: jax.Array, letters: str | None = None) -> jax.Array:
+        """Returns the sum over devices of a product of factors, of which each keeps its shard.
+
+        Args:
+          letters: of its axes, if they are not those of `labels.out`.
+        """
+        letters = self.labels.out if letters is None else letters
         for letter, axes in self.share.scattered.items():
-            dimension = self.labels.out.index(letter)
+            dimension = letters.index(letter)
             product = reduce_over_devices(product, self.mesh.groups(axes), dimension=dimension)
         return self._over(product, self.share.summed, "add")
 

@@ -28,7 +28,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from . import partition
 from .contraction import split
 from .jaxprs import traced
-from .lowering import Call, launcher_violation, register_lowering
+from .lowering import Call, launcher_violation, product_between, register_lowering
 from .primitive import alike_in_shard_map, as_cotangent
 from .ragged_reference import alike, reference_ragged_dot
 from .ragged_shares import RaggedShare, has_periods, ragged_labels
@@ -314,6 +314,19 @@ def _lower_partitioned(
         ctx, hopper_ragged_dot_p.name, [*values, sizes], labels, words, avals_out=[out]
     )
     return emitted and [_reshaped(emitted[0], out_aval.shape)]
+
+
+def partitioned_ragged_product_at(value: Any) -> tuple[Call, dict[str, Any]] | None:
+    """Returns what `primitive.partitioned_product_at` does, of a ragged product."""
+    if (found := partition.call_at(value, hopper_ragged_dot_p.name)) is None:
+        return None
+    (lhs, rhs, sizes), words = found
+    if (product := product_between(words["subscripts"], lhs, rhs, value)) is None:
+        return None
+    product = replace(product, spans=Spans(*words["spans"]), sizes=sizes.type.shape[0])
+    precision = partition.precision_of(words["precision"])
+    options = {"precision": precision, "implementation": words["implementation"]}
+    return Call(product, (lhs, rhs), sizes=sizes), options
 
 
 def _with_periods(shape: Sequence[int], names: str, periods: int) -> tuple[int, ...]:

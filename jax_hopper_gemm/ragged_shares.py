@@ -24,7 +24,7 @@ from .shares import Labels
 from .span_sizes import span_ends
 from .spans import GROUPS, Spans
 
-PERIODS, SIZES = "p", "s"
+PERIODS, SIZES, ENTRIES = "p", "s", "h"  # h: groups of which each device reads all entries
 
 
 def ragged_labels(subscripts: str, periods: int, *, shared: bool) -> Labels:
