@@ -79,7 +79,10 @@ def fused_of_ragged_shards(
     cut = cut or (found.needs_whole_rows and bool(local.share.result(n)))
     if rows and share.groups.count > 1:
         late = any(x in local.share.scattered for x in "".join(labels.others))
-        cut = cut or late or any(result.kind != "matrix" for result in found.results)
+        late = late or any(result.kind != "matrix" for result in found.results)
+        cut = (
+            cut or late or _bytes(found) > found.accumulators * jnp.dtype(local.sum_dtype).itemsize
+        )
     if not cut:
         if rows:
             operands = [
@@ -110,6 +113,11 @@ def fused_of_ragged_shards(
         behind = RaggedShare(share.spans, rows=Part(*local.part("m", summed=True)))
         own_sizes = behind.local_sizes(sizes, length)
     return follow(accumulators, operands, own_sizes, share.spans, reduce=local.reduce)
+
+
+def _bytes(graph: EpilogueGraph) -> int:
+    """Returns what is stored for each element of the product."""
+    return sum(jnp.dtype(result.dtype).itemsize for result in graph.matrices)
 
 
 def _entries_of(groups: Part, x: jax.Array) -> jax.Array:

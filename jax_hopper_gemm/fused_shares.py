@@ -116,7 +116,8 @@ def _emit(
         values.append(call.sizes)
         params["spans"] = astuple(product.spans)
     emitted = partition.emit(
-        ctx, name, values, labels, params, avals_out=arrays, sum_dtype=_sum_dtype(graph, product.lhs_dtype),
+        ctx, name, values, labels, params, avals_out=arrays,
+        sum_dtype=_sum_dtype(graph, product.lhs_dtype),
     )  # fmt: skip
     if emitted is None:
         return None

@@ -36,7 +36,7 @@ from .jaxprs import (
 )
 from .lowering import Call, is_launch, launcher_violation, product_at, register_lowering
 from .primitive import partitioned_product_at, with_batch
-from .ragged import partitioned_ragged_product_at
+from .ragged_partition import partitioned_ragged_product_at
 from .routing import Route
 from .spans import is_contraction
 

@@ -11,27 +11,24 @@ product lowers to `jax.lax.ragged_dot`, or to one product after the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax import numpy as jnp
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir, xla
 
 from . import partition
 from .contraction import split
 from .jaxprs import traced
-from .lowering import Call, launcher_violation, product_between, register_lowering
+from .lowering import Call, register_lowering
 from .primitive import alike_in_shard_map, as_cotangent
+from .ragged_partition import NAME as RAGGED
+from .ragged_partition import emit_ragged, ragged_of_shards
 from .ragged_reference import alike, reference_ragged_dot
-from .ragged_shares import RaggedShare, has_periods, ragged_labels
 from .routing import Product
 from .span_sizes import sizes_of_each
 from .spans import CONTRACTION, FORMS, ROWS, ROWS_TRANSPOSED, Spans
@@ -46,7 +43,7 @@ __all__ = [
     "reference_ragged_dot",
 ]
 
-hopper_ragged_dot_p = Primitive("hopper_ragged_dot")
+hopper_ragged_dot_p = Primitive(RAGGED)
 hopper_ragged_dot_p.def_impl(partial(xla.apply_primitive, hopper_ragged_dot_p))
 
 
@@ -281,98 +278,15 @@ def _lower_for_cuda(
 def _lower_partitioned(
     ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, sizes: Any, **params: Any
 ) -> Any:
-    """Leaves to XLA what no kernel could run of any share, or what cannot be launched at all."""
     if params["implementation"] == "xla" or not partition.applies(ctx):
         return None
     (lhs_aval, rhs_aval, sizes_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
     product = product_of(lhs_aval, rhs_aval, sizes_aval, out_aval, params)
-    call = Call(product, (lhs, rhs), sizes=sizes).untransposed()
-    if partition.platforms_of(ctx) == ("cuda",):
-        found = call.route(ctx, kernel_only=params["implementation"] == "hopper")
-        if not found.supported or launcher_violation():
-            return None
-    if (precision := partition.precision_names(params["precision"])) is None:
-        return None
-    preferred, spans = params["preferred_element_type"], params["spans"]
-    words = {
-        "subscripts": call.product.subscripts,
-        "spans": astuple(spans),
-        "precision": precision,
-        "preferred_element_type": None if preferred is None else np.dtype(preferred).name,
-        "implementation": params["implementation"],
-    }
-    periods = spans.periods(product.sizes)
-    labels = ragged_labels(call.product.subscripts, periods, shared=not spans.step)
-    values = [
-        _reshaped(x, _with_periods(x.type.shape, names, periods))
-        for x, names in zip(call.values, labels.factors, strict=True)
-    ]
-    out = out_aval
-    if has_periods(labels.out):
-        out = ShapedArray(_with_periods(out.shape, labels.out, periods), out.dtype)
-    emitted = partition.emit(
-        ctx, hopper_ragged_dot_p.name, [*values, sizes], labels, words, avals_out=[out]
-    )
-    return emitted and [_reshaped(emitted[0], out_aval.shape)]
-
-
-def partitioned_ragged_product_at(value: Any) -> tuple[Call, dict[str, Any]] | None:
-    """Returns what `primitive.partitioned_product_at` does, of a ragged product."""
-    if (found := partition.call_at(value, hopper_ragged_dot_p.name)) is None:
-        return None
-    (lhs, rhs, sizes), words = found
-    if (product := product_between(words["subscripts"], lhs, rhs, value)) is None:
-        return None
-    product = replace(product, spans=Spans(*words["spans"]), sizes=sizes.type.shape[0])
-    precision = partition.precision_of(words["precision"])
-    options = {"precision": precision, "implementation": words["implementation"]}
-    return Call(product, (lhs, rhs), sizes=sizes), options
-
-
-def _with_periods(shape: Sequence[int], names: str, periods: int) -> tuple[int, ...]:
-    """Returns the shape with an axis of periods in front where the letters have one."""
-    if not has_periods(names):
-        return tuple(shape)
-    return (periods, shape[0] // periods, *shape[1:])
-
-
-def _reshaped(value: Any, shape: Sequence[int]) -> Any:
-    if tuple(value.type.shape) == tuple(shape):
-        return value
-    return stablehlo.ReshapeOp(
-        ir.RankedTensorType.get(shape, value.type.element_type), value
-    ).result
-
-
-def _product_of_shards(
-    local: partition.Local,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    sizes: jax.Array,
-    *,
-    spans: Sequence[int],
-    precision: list[str],
-    preferred_element_type: str | None,
-    **params: Any,
-) -> list[jax.Array]:
-    """The program of one device; sizes are those of the whole product."""
-    share = RaggedShare.of(Spans(*spans), local.part)
-    periods = share.spans.periods(sizes.shape[0])
-    first, second = local.labels.factors
-    length = lhs.shape[first.index("m")] * share.rows.count * periods
-    lhs, rhs = (
-        x.reshape(-1, *x.shape[2:]) if has_periods(names) else x
-        for x, names in ((lhs, first), (rhs, second))
-    )
-    product = hopper_ragged_dot_p.bind(
-        lhs, rhs, share.local_sizes(sizes, length), spans=share.local_spans(),
-        precision=partition.precision_of(precision),
-        preferred_element_type=preferred_element_type
-        and np.dtype(jnp.dtype(preferred_element_type)),
-        **params,
+    return emit_ragged(
+        ctx, Call(product, (lhs, rhs), sizes=sizes), precision=params["precision"],
+        preferred_element_type=params["preferred_element_type"],
+        implementation=params["implementation"],
     )  # fmt: skip
-    periods //= share.periods.count
-    return [local.sum(product.reshape(_with_periods(product.shape, local.labels.out, periods)))]
 
 
 hopper_ragged_dot_p.def_abstract_eval(_abstract_eval)
@@ -380,4 +294,4 @@ register_lowering(
     hopper_ragged_dot_p, _abstract_eval, reference_ragged_dot, _lower_for_cuda,
     lambda params: params["implementation"], _lower_partitioned,
 )  # fmt: skip
-partition.register(hopper_ragged_dot_p.name, _product_of_shards)
+partition.register(RAGGED, partial(ragged_of_shards, hopper_ragged_dot_p.bind))

@@ -42,11 +42,6 @@ def ragged_labels(subscripts: str, periods: int, *, shared: bool) -> Labels:
     return Labels((lhs, rhs), out, (out,), others=(SIZES,), whole=SIZES, picked=GROUPS)
 
 
-def has_periods(letters: str) -> bool:
-    """Whether the first axis of an array in a partitioned product is that of periods."""
-    return letters.startswith(PERIODS)
-
-
 class Part(NamedTuple):
     """One of `count` equal parts of an axis. Its index may be one that only the device knows."""
 
