@@ -179,15 +179,14 @@ def run_grouped(
             )  # fmt: skip
 
         arrays = lhs, rights, sizes, offset, operands, rows
-        axes = RaggedAxes.of(BASIC, 2, 3)
-        weights = partitions(rights[0])
-        found = out_sharding or sharding_of_product(
-            op, axes, partitions(lhs), (*weights[:2], weights[-1]), rows
-        )
+        if out_sharding is None:
+            weights = partitions(rights[0])
+            pair = partitions(lhs), (*weights[:2], weights[-1])
+            out_sharding = sharding_of_product(op, RaggedAxes.of(BASIC, 2, 3), *pair, rows)
         if getattr(function, "epilogue", None) is not None:
             shape = (lhs if rows is None else rows).shape[0], rights[0].shape[-1]
-            found = shardings_of_results(grouped, arrays, found, shape)
-        return in_auto_axes(grouped, found, *arrays)
+            out_sharding = shardings_of_results(grouped, arrays, out_sharding, shape)
+        return in_auto_axes(grouped, out_sharding, *arrays)
     if out_sharding is not None:
         raise ValueError(f"{op}: {left_to_lax(lhs, rights[0], sizes, out_sharding)}")
     dtypes = None
@@ -351,9 +350,9 @@ def _run(
             lhs, rhs, numbers.dot_dimension_numbers, implementation=implementation, **dict(static)
         )
     if is_explicit(lhs, rhs, sizes):
-        out_sharding = out_sharding or sharding_of_product(
-            op, axes, partitions(lhs), partitions(rhs), rows
-        )
+        if out_sharding is None:
+            pair = partitions(lhs), partitions(rhs)
+            out_sharding = sharding_of_product(op, axes, *pair, rows)
 
         def product(lhs: Any, rhs: Any, sizes: Any, offset: Any, rows: Any) -> jax.Array:
             return _run(

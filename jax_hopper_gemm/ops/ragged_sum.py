@@ -37,20 +37,19 @@ def scaled_sum(
       operands: those of alpha, c and beta that `steps.named` names, in this order.
       options: of JAX's product, as pairs.
     """
+    out_sharding = dict(options)["out_sharding"]
     if is_explicit(lhs, rhs, sizes, *operands):
-        axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
-        out_sharding = dict(options)["out_sharding"] or sharding_of_product(
-            steps.op, axes, partitions(lhs), partitions(rhs), None
-        )
-        options = tuple((key, x) for key, x in options if key != "out_sharding")
-        options = (*options, ("out_sharding", None))
+        if out_sharding is None:
+            axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
+            pair = partitions(lhs), partitions(rhs)
+            out_sharding = sharding_of_product(steps.op, axes, *pair, None)
+        options = tuple((dict(options) | {"out_sharding": None}).items())
 
         def product(lhs: Any, rhs: Any, sizes: Any, operands: tuple[Any, ...]) -> jax.Array:
             return scaled_sum(lhs, rhs, sizes, operands, numbers, options, steps, implementation)
 
         return in_auto_axes(product, out_sharding, lhs, rhs, sizes, operands)
     theirs = partial(lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **dict(options))
-    out_sharding = dict(options)["out_sharding"]
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
         refuse_hopper(steps.op, reason, implementation)
         dtype = jax.eval_shape(theirs, lhs, rhs, sizes).dtype
