@@ -1,10 +1,13 @@
-"""Sums over devices inside the program of one device's share, and which device it is.
+"""Sums over devices inside the program of one device's share, and what it knows of the others.
 
 Such a program is lowered for one device, where JAX has no names of mesh axes: devices are numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import jax
@@ -13,6 +16,9 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
+
+from .mesh import Axes, Mesh
+from .shares import Labels, Share
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -80,3 +86,65 @@ device_number_p.def_abstract_eval(lambda: jax.core.ShapedArray((), np.dtype("uin
 mlir.register_lowering(device_number_p, _lower_number)
 reduce_over_devices_p.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(reduce_over_devices_p, _lower)
+
+
+@dataclass(frozen=True)
+class Local:
+    """What the program of a share knows beside its shards.
+
+    Attributes:
+      mesh: the devices.
+      labels, share: of the call.
+      sum_dtype: in which products of shards are to be summed.
+      axis: inside `jax.shard_map` over all mesh axes but one: how many devices vary slower than
+        that one, its extent, how many vary faster. `mesh` then is this axis.
+    """
+
+    mesh: Mesh
+    labels: Labels
+    share: Share
+    sum_dtype: str
+    axis: tuple[int, int, int] | None = None
+
+    def part(self, letter: str, *, summed: bool = False) -> tuple[Any, int]:
+        """Returns which part of a letter the device has, int32, and of how many.
+
+        It is that of the factors, or if `summed` that of the product behind `sum`.
+        """
+        axes = self.share.result(letter) if summed else self.share.axes.get(letter, ())
+        if not axes:
+            return 0, 1
+        device = device_number()
+        if self.axis is not None:
+            _, extent, faster = self.axis
+            device = device // faster % extent
+        return self.mesh.index(device, axes), self.mesh.count(axes)
+
+    def sum(self, product: jax.Array, letters: str | None = None) -> jax.Array:
+        """Returns the sum over devices of a product of factors, of which each keeps its shard.
+
+        Args:
+          letters: of its axes, if they are not those of `labels.out`.
+        """
+        letters = self.labels.out if letters is None else letters
+        for letter, axes in self.share.scattered.items():
+            dimension = letters.index(letter)
+            product = reduce_over_devices(product, self._groups(axes), dimension=dimension)
+        return self._over(product, self.share.summed, "add")
+
+    def reduce(self, x: jax.Array, letters: Iterable[str], by: Literal["add", "max"]) -> jax.Array:
+        """Returns the sum, or largest, over the devices that share letters of the product."""
+        axes = tuple(chain.from_iterable(map(self.share.result, letters)))
+        return self._over(x, axes, by)
+
+    def _over(self, x: jax.Array, axes: Axes, by: Literal["add", "max"]) -> jax.Array:
+        return reduce_over_devices(x, self._groups(axes), by=by) if axes else x
+
+    def _groups(self, axes: Axes) -> Groups:
+        groups = self.mesh.groups(axes)
+        if self.axis is None:
+            return groups
+        slower, extent, faster = self.axis
+        devices = np.arange(slower * extent * faster).reshape(slower, extent, faster)
+        lines = devices.swapaxes(1, 2).reshape(-1, extent).tolist()
+        return tuple(tuple(line[i] for i in group) for line in lines for group in groups)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any, Literal
 
 import jax
@@ -408,11 +407,7 @@ def _beneath_transpose(
 
 def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:
     """Returns why no kernel is launched for a whole product that XLA partitions over devices."""
-    context: Any = ctx.module_context.axis_context
-    devices = getattr(context, "num_devices", 1)
-    if (manual := getattr(context, "manual_axes", None)) is not None:  # inside shard_map
-        shape = context.mesh.shape
-        devices = prod(extent for axis, extent in shape.items() if axis not in manual)
+    devices = partition.devices_of(ctx)
     if devices == 1:
         return None
     return (

@@ -56,6 +56,11 @@ class Mesh:
             found = found * self.sizes[axis] + device // stride % self.sizes[axis]
         return found
 
+    def is_along_one(self, along: Sequence[Axes]) -> bool:
+        """Whether at most one dimension is sharded, and if so, over all devices in their order."""
+        cut = [axes for axes in along if axes]
+        return not cut or cut == [tuple(range(len(self.sizes)))]
+
     def axes_of(self, sharding: Any) -> list[Axes]:
         """Returns along which axes each dimension of a tiled sharding is sharded.
 

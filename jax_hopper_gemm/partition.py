@@ -21,13 +21,13 @@ A module with products of its own takes part in two steps:
 from __future__ import annotations
 
 import io
-import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache, partial
-from typing import Any, Literal
+from math import prod
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,9 +37,9 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jaxlib import xla_client
 
-from .collectives import device_number, reduce_over_devices
+from .collectives import Local
 from .mesh import Axes, Mesh, is_plain
-from .shares import Labels, Share, choose_share
+from .shares import Labels, choose_share, sharding_rule
 
 TARGET = "jax_hopper_gemm.v1.partition"
 PLATFORMS = [("cuda",)]  # what a program is lowered for, where products are partitioned here
@@ -48,13 +48,43 @@ PLATFORMS = [("cuda",)]  # what a program is lowered for, where products are par
 
 
 def applies(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether XLA partitions the whole program over devices, and this JAX lets us take part.
+    """Whether XLA partitions the program over devices, and this JAX lets us take part.
 
-    A program inside `jax.shard_map` over some of the mesh axes is not for us.
+    Inside `jax.shard_map` over some mesh axes, where one other is left. XLA tells the shardings
+    there by numbers within the group of devices that has the others, in an order that it keeps to
+    itself: along one axis there is one.
     """
-    devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     shardy = jax.config.jax_use_shardy_partitioner
-    return devices > 1 and platforms_of(ctx) in PLATFORMS and _registered and shardy
+    possible = platforms_of(ctx) in PLATFORMS and _registered and shardy
+    return possible and devices_of(ctx) > 1 and len(_extents_left(ctx) or [0]) == 1
+
+
+def devices_of(ctx: mlir.LoweringRuleContext) -> int:
+    """Returns over how many devices XLA partitions; inside `jax.shard_map`, by the other axes."""
+    left = _extents_left(ctx)
+    context: Any = ctx.module_context.axis_context
+    return getattr(context, "num_devices", 1) if left is None else prod(left)
+
+
+def _extents_left(ctx: mlir.LoweringRuleContext) -> list[int] | None:
+    """Returns the extents over 1 of the mesh axes that `jax.shard_map` leaves; None outside."""
+    context: Any = ctx.module_context.axis_context
+    if (manual := getattr(context, "manual_axes", None)) is None:
+        return None
+    return [n for axis, n in context.mesh.shape.items() if axis not in manual and n > 1]
+
+
+def _axis_left(ctx: mlir.LoweringRuleContext) -> tuple[int, int, int] | None:
+    """Returns that axis of the mesh: the devices that vary slower, itself, those that vary faster.
+
+    None outside of `jax.shard_map`.
+    """
+    context: Any = ctx.module_context.axis_context
+    if (manual := getattr(context, "manual_axes", None)) is None:
+        return None
+    names, extents = zip(*context.mesh.shape.items(), strict=True)
+    (i,) = (i for i, n in enumerate(extents) if names[i] not in manual and n > 1)
+    return prod(extents[:i]), extents[i], prod(extents[i + 1 :])
 
 
 def platforms_of(ctx: mlir.LoweringRuleContext) -> tuple[str, ...]:
@@ -90,6 +120,7 @@ def emit(
         "labels": asdict(labels),
         "sum_dtype": np.dtype(sum_dtype or results[0].dtype).name,
         "platforms": platforms_of(ctx),
+        "axis": _axis_left(ctx),
         "params": params,
     }
     call = stablehlo.CustomCallOp(
@@ -156,72 +187,7 @@ def constrained(
     return found
 
 
-def sharding_rule(labels: Labels, extents: dict[str, int]) -> str:
-    """Returns Shardy's rule of a call: which dimensions are the same letter."""
-    names = dict(zip(extents, _factor_names(), strict=False))
-
-    def listed(letters: Iterable[str]) -> str:
-        return ", ".join(names[x] for x in letters)
-
-    parts = [f"[{listed(part)}]" for part in labels.arrays]
-    count = len(parts) - len(labels.results)
-    arrays = f"({', '.join(parts[:count])})->({', '.join(parts[count:])})"
-    sizes = ", ".join(f"{names[letter]}={extent}" for letter, extent in extents.items())
-    in_results = set("".join(labels.results)) | set(labels.whole)
-    reduced = [x for x in extents if x not in in_results]
-    kinds = (
-        ("reduction", reduced),
-        ("need_replication", [x for x in extents if x in labels.whole]),
-    )
-    special = "".join(f" {kind}={{{listed(found)}}}" for kind, found in kinds if found)
-    return f"#sdy.op_sharding_rule<{arrays} {{{sizes}}}{special}, custom>"
-
-
-def _factor_names() -> Iterable[str]:
-    yield from "ijklmnopqrstuvwxyz"
-    yield from (f"z_{i}" for i in itertools.count(1))
-
-
 # XLA's partitioner comes back.
-
-
-@dataclass(frozen=True)
-class Local:
-    """What the program of a share knows beside its shards."""
-
-    mesh: Mesh
-    labels: Labels
-    share: Share
-    sum_dtype: str
-
-    def part(self, letter: str, *, summed: bool = False) -> tuple[Any, int]:
-        """Returns which part of a letter the device has, int32, and of how many.
-
-        It is that of the factors, or if `summed` that of the product behind `sum`.
-        """
-        axes = self.share.result(letter) if summed else self.share.axes.get(letter, ())
-        index = self.mesh.index(device_number(), axes) if axes else 0
-        return index, self.mesh.count(axes)
-
-    def sum(self, product: jax.Array, letters: str | None = None) -> jax.Array:
-        """Returns the sum over devices of a product of factors, of which each keeps its shard.
-
-        Args:
-          letters: of its axes, if they are not those of `labels.out`.
-        """
-        letters = self.labels.out if letters is None else letters
-        for letter, axes in self.share.scattered.items():
-            dimension = letters.index(letter)
-            product = reduce_over_devices(product, self.mesh.groups(axes), dimension=dimension)
-        return self._over(product, self.share.summed, "add")
-
-    def reduce(self, x: jax.Array, letters: Iterable[str], by: Literal["add", "max"]) -> jax.Array:
-        """Returns the sum, or largest, over the devices that share letters of the product."""
-        axes = tuple(itertools.chain.from_iterable(map(self.share.result, letters)))
-        return self._over(x, axes, by)
-
-    def _over(self, x: jax.Array, axes: Axes, by: Literal["add", "max"]) -> jax.Array:
-        return reduce_over_devices(x, self.mesh.groups(axes), by=by) if axes else x
 
 
 Program = Callable[..., Sequence[Any]]
@@ -265,6 +231,9 @@ def _answer(
     asked = json.loads(config)
     tuples = {key: tuple(x) for key, x in asked["labels"].items() if isinstance(x, list)}
     labels = Labels(**asked["labels"] | tuples)
+    axis = asked["axis"] and tuple(asked["axis"])
+    if axis and not all(map(mesh.is_along_one, given)):
+        given = tuple(((),) * len(each) for each in given)
     shapes, dtypes = zip(*arrays, strict=True)
     extents = labels.extents(shapes)
     itemsizes = [x.itemsize for x in (*dtypes, jax.numpy.dtype(asked["sum_dtype"]))]
@@ -277,9 +246,8 @@ def _answer(
         for (shape, dtype), each in zip(arrays, axes, strict=True)
     ]
     operands = shards[: len(shards) - len(labels.results)]
-    program = partial(
-        _programs[asked["name"]], Local(mesh, labels, share, asked["sum_dtype"]), **asked["params"]
-    )
+    local = Local(mesh, labels, share, asked["sum_dtype"], axis)
+    program = partial(_programs[asked["name"]], local, **asked["params"])
     return _lowered(program, operands, tuple(asked["platforms"]), x64), axes
 
 

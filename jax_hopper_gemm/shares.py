@@ -208,3 +208,29 @@ def _elements(mesh: Mesh, extents: dict[str, int], axes: dict[str, Axes]) -> flo
 def _common(left: Axes, right: Axes) -> Axes:
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
     return tuple(axis for axis, _ in pairs)
+
+
+def sharding_rule(labels: Labels, extents: dict[str, int]) -> str:
+    """Returns Shardy's rule of a call: which dimensions are the same letter."""
+    names = dict(zip(extents, _factor_names(), strict=False))
+
+    def listed(letters: Iterable[str]) -> str:
+        return ", ".join(names[x] for x in letters)
+
+    parts = [f"[{listed(part)}]" for part in labels.arrays]
+    count = len(parts) - len(labels.results)
+    arrays = f"({', '.join(parts[:count])})->({', '.join(parts[count:])})"
+    sizes = ", ".join(f"{names[letter]}={extent}" for letter, extent in extents.items())
+    in_results = set("".join(labels.results)) | set(labels.whole)
+    reduced = [x for x in extents if x not in in_results]
+    kinds = (
+        ("reduction", reduced),
+        ("need_replication", [x for x in extents if x in labels.whole]),
+    )
+    special = "".join(f" {kind}={{{listed(found)}}}" for kind, found in kinds if found)
+    return f"#sdy.op_sharding_rule<{arrays} {{{sizes}}}{special}, custom>"
+
+
+def _factor_names() -> Iterable[str]:
+    yield from "ijklmnopqrstuvwxyz"
+    yield from (f"z_{i}" for i in itertools.count(1))
