@@ -66,7 +66,8 @@ class Launcher:
         )
 
     def _private(self, path: Path, folder: Path) -> ctypes.CDLL:
-        return ctypes.CDLL(str(shutil.copy(path, folder / f"{self.target}_{path.name}")))
+        copy = folder / f"{self.target}_{os.getpid()}_{path.name}"  # no other process writes it
+        return ctypes.CDLL(str(shutil.copy(path, copy)))
 
     def _answer(self, digest, spec, kernel_out, error_out, capacity) -> int:
         self.resolved.append((digest.decode(), spec.decode()))
