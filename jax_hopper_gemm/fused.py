@@ -30,6 +30,8 @@ from jax.interpreters import partial_eval as pe
 from . import partition
 from .accumulate import Accumulate
 from .contraction import split
+from .fused_ragged_shares import NAME as RAGGED
+from .fused_ragged_shares import fused_of_ragged_shards
 from .fused_shares import emit_fused, fused_of_shards, route_partitioned
 from .fused_tangent import Recompute, batched_product, epilogue_tangent_p
 from .group_rows import live_rows, live_rows_p, rows_of_groups, rows_of_groups_p
@@ -46,8 +48,8 @@ from .jaxprs import (
 )
 from .lowering import Call, register_lowering
 from .primitive import alike_in_shard_map, as_cotangent, cotangent_of
-from .ragged import sizes_of_each
 from .routing import Product
+from .span_sizes import sizes_of_each
 from .spans import ROWS, ROWS_TRANSPOSED, Spans, is_contraction
 
 hopper_fused_p = Primitive("hopper_fused")
@@ -460,15 +462,18 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) 
 def _lower_partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
     """Emits a product with its function, or else the product and the function behind it."""
     accumulate, count = params["accumulate"], 1 + params["rights"]
-    if accumulate.spans or not partition.applies(ctx):
+    if not partition.applies(ctx):
         return None
     call = Call(
         product_of(ctx.avals_in, params), values[:count], values[count:],
         tuple(ctx.avals_in[count:]), params["in_place"],
+        sizes=values[count] if accumulate.spans else None,
     ).untransposed()  # fmt: skip
     insist = accumulate.implementation == "hopper"
     emitted = None
-    if found := route_partitioned(ctx, call, insist=insist):
+    if accumulate.batch:  # by its products, which are mapped
+        pass
+    elif found := route_partitioned(ctx, call, insist=insist):
         emitted = emit_fused(
             ctx, call, found, precision=accumulate.precision,
             implementation=accumulate.implementation,
@@ -496,6 +501,7 @@ register_lowering(
     lambda params: params["accumulate"].implementation, _lower_partitioned,
 )  # fmt: skip
 partition.register(hopper_fused_p.name, partial(fused_of_shards, hopper_fused_p.bind))
+partition.register(RAGGED, partial(fused_of_ragged_shards, hopper_fused_p.bind))
 
 
 # The products of one array with gate and with up. Its transpose is their sum, which the second

@@ -9,7 +9,7 @@ are summed over devices, and the graph follows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from string import ascii_lowercase
 from typing import Any
@@ -24,10 +24,13 @@ from . import partition
 from .accumulate import Accumulate
 from .contraction import split, stacked_letter
 from .epilogue import EpilogueGraph, Result
+from .fused_ragged_shares import NAME as RAGGED
+from .fused_ragged_shares import RESULTS, with_sizes
 from .jaxprs import abstract, traced
 from .lowering import Call, launcher_violation
 from .routing import Roles, Route
 from .shares import Labels
+from .spans import gate_letter
 from .tracing import Fusion, evaluate
 
 NAME = "hopper_fused"
@@ -41,7 +44,8 @@ def route_partitioned(ctx: mlir.LoweringRuleContext, call: Call, *, insist: bool
         return None
     if partition.platforms_of(ctx) == ("cuda",) and (not found.supported or launcher_violation()):
         return None
-    if any(result.kind.startswith("top_k") for result in fusion.graph.results):
+    kinds = {result.kind for result in fusion.graph.results}
+    if any(kind.startswith("top_k") for kind in kinds) or (call.product.spans and kinds - RESULTS):
         return None
     return found
 
@@ -90,7 +94,7 @@ def _emit(
     labels = Labels(
         factors=(lhs, *[rhs] * product.rights), out=out,
         results=tuple(along for along, _ in results), others=fusion.labels,
-        whole=stacked_letter(product.subscripts) + planes,
+        whole=(gate_letter if product.spans else stacked_letter)(product.subscripts) + planes,
     )  # fmt: skip
     arrays = [
         ShapedArray([extents[x] for x in along], np.dtype(jnp.dtype(dtype)))
@@ -106,9 +110,14 @@ def _emit(
         "precision": precision, "implementation": implementation,
         "in_place": None if in_place is None else fusion.operands.index(in_place),
     }  # fmt: skip
+    name, values = NAME, [*call.values, *operands]
+    if product.spans:
+        name, labels = RAGGED, with_sizes(labels, product.subscripts)
+        values.append(call.sizes)
+        params["spans"] = astuple(product.spans)
     emitted = partition.emit(
-        ctx, NAME, [*call.values, *operands], labels, params,
-        avals_out=arrays, sum_dtype=_sum_dtype(graph, product.lhs_dtype),
+        ctx, name, values, labels, params, avals_out=arrays,
+        sum_dtype=_sum_dtype(graph, product.lhs_dtype),
     )  # fmt: skip
     if emitted is None:
         return None

@@ -131,6 +131,12 @@ def test_tensor_maps_are_encoded_while_loading_only(launcher, driver, digest):
     assert all(call["misalignment"] == 0 for call in replaced)
 
 
+def test_parameters_are_checked_in_a_context(launcher, driver, digest):
+    load(launcher, PLAN.encode(), digest)
+    calls = driver.calls("cuKernelGetParamInfo")
+    assert calls and all(call["has_context"] == 1 for call in calls)
+
+
 def test_two_tensor_maps_share_a_buffer_at_their_offsets(launcher, driver, digest):
     first = TensorMap(0, "float32", (32, 64), (256,), (32, 64), 128)
     maps = (first, replace(first, offset=128), *PLAN.params[1:3])
@@ -280,7 +286,7 @@ def test_a_plan_cut_short_or_continued_is_refused(launcher, digest):
 @pytest.mark.parametrize(
     ("position", "word", "message"),
     [
-        (0, 1, "word 0, version, is 1, not 2 to 2"),
+        (0, 0, "word 0, version, is 0, not 1 to"),
         (1, 0, "grid x, is 0, not 1 to 2147483647"),
         (1, 2**31, "grid x, is 2147483648"),
         (2, 65536, "grid y, is 65536, not 1 to 65535"),
@@ -310,6 +316,16 @@ def test_a_word_out_of_range_is_named(launcher, digest, position, word, message)
         load(launcher, words, digest)
     assert message in str(caught.value)
     assert NAME in str(caught.value)
+
+
+@pytest.mark.parametrize("version", [1, 3, 2**40])
+def test_a_plan_of_another_version_says_what_to_do(launcher, digest, version):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=NAME) as caught:
+        load(launcher, (version, *PLAN.encode()[1:]), digest)
+    assert f"plan has version {version}, and this jax_hopper_gemm reads version 2" in str(
+        caught.value
+    )
+    assert "export it again" in str(caught.value) and launcher.resolved == []
 
 
 def test_more_tensor_maps_than_fit_are_refused(launcher, digest):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from ..launches import launches_in
 from ..spec import GemmSpec
-
-_TARGET = "jax_hopper_gemm."
 
 
 def specs_of(function: Callable[..., Any], *args: Any) -> list[GemmSpec]:
@@ -20,19 +19,5 @@ def specs_of(function: Callable[..., Any], *args: Any) -> list[GemmSpec]:
     """
     fresh = jax.jit(lambda *args: function(*args))  # JAX keeps what it lowered for a function
     lowered = fresh.trace(*args).lower(lowering_platforms=("cuda",))
-    module: Any = lowered.compiler_ir("stablehlo")
-    found = []
-    for operation in _operations(module.operation):
-        if operation.name == "stablehlo.custom_call":
-            attributes = operation.attributes
-            if attributes["call_target_name"].value.startswith(_TARGET):
-                found.append(GemmSpec.from_json(attributes["mhlo.backend_config"]["spec"].value))
-    return found
-
-
-def _operations(operation: Any) -> Iterator[Any]:
-    for region in operation.regions:
-        for block in region.blocks:
-            for inner in block.operations:
-                yield inner.operation
-                yield from _operations(inner.operation)
+    module = lowered.compiler_ir("stablehlo")
+    return [GemmSpec.from_json(launch.spec) for launch in launches_in(module)]
