@@ -37,6 +37,7 @@ from .fused_tangent import Recompute, batched_product, epilogue_tangent_p
 from .group_rows import live_rows, live_rows_p, rows_of_groups, rows_of_groups_p
 from .jaxprs import (
     ClosedJaxpr,
+    abstract,
     is_inexact,
     jvp_by,
     mapped,
@@ -122,7 +123,7 @@ def fused_dot(
         in_place = None if in_place is None else in_place + 1
     else:
         lhs, *rights = alike_in_shard_map(lhs, *rights)
-    accumulators = jax.eval_shape(
+    accumulators = abstract(
         partial(accumulate, by_xla=True), lhs, rights, *operands[: accumulate.sizes]
     )
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*accumulators, *operands)
@@ -369,7 +370,7 @@ def _batch(axis_data: Any, args: Any, axes: Any, **params: Any) -> tuple[list[An
     operands, axes = list(operands), [product_axis] * sizes + list(axes[count:])
     if sizes and product_axis is not None:
         _as_rows_lie(axis_data.size, products, operands, axes, params)
-    accumulators = jax.eval_shape(
+    accumulators = abstract(
         partial(accumulate, by_xla=True), lhs, right_operands, *operands[:sizes]
     )
     function = mapped(
@@ -554,7 +555,7 @@ def _added(x: Any, accumulate: Accumulate, lhs: Any, right: Any, sizes: Any) -> 
     def function(product: Any, sizes: Any, x: Any) -> list[Any]:
         return [live_rows((product + x).astype(x.dtype), sizes, spans)]
 
-    product = jax.eval_shape(partial(accumulate.together, by_xla=True), lhs, right, sizes)
+    product = abstract(partial(accumulate.together, by_xla=True), lhs, right, sizes)
     (found,) = hopper_fused_p.bind(
         lhs, right, sizes, x, jaxpr=traced(function, product, sizes, x), rights=1,
         accumulate=accumulate, preactivation="save", in_place=1,

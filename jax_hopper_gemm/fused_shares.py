@@ -26,7 +26,7 @@ from .contraction import split, stacked_letter
 from .epilogue import EpilogueGraph, Result
 from .fused_ragged_shares import NAME as RAGGED
 from .fused_ragged_shares import RESULTS, with_sizes
-from .jaxprs import traced
+from .jaxprs import abstract, traced
 from .lowering import Call, launcher_violation
 from .routing import Roles, Route
 from .shares import Labels
@@ -172,7 +172,7 @@ def fused_of_shards(
         products = replace(accumulate, dtype=dtype)(lhs, rights)
         accumulators = [local.sum(x).astype(jnp.float32) for x in products]
         return follow([*accumulators, *operands], reduce=local.reduce)
-    accumulators = jax.eval_shape(partial(accumulate, by_xla=True), lhs, rights)
+    accumulators = abstract(partial(accumulate, by_xla=True), lhs, rights)
     function = traced(lambda *args: follow(args), *accumulators, *operands)
     outputs = fused(
         lhs, *rights, *operands, jaxpr=function, rights=len(rights), accumulate=accumulate,

@@ -27,6 +27,7 @@ from .fused_shares import emit_fused, route_partitioned
 from .group_rows import mapped_first, mapped_shared, without_masks
 from .jaxprs import (
     ClosedJaxpr,
+    abstract,
     jvp_by,
     mapped,
     pruned,
@@ -174,7 +175,7 @@ def _batch_tangent(
     inner, inner_axes = args[:residuals], axes[:residuals]
     if recompute is not None:
         args, axes, recompute, product_axis = batched_recompute(axis_data, args, axes, recompute)
-        inner = jax.eval_shape(recompute.residuals, args[:residuals])
+        inner = abstract(recompute.residuals, args[:residuals])
         count = sum(recompute.used)
         first = 1 + recompute.rights + recompute.accumulate.sizes
         inner_axes = [product_axis] * count + axes[first:residuals]
@@ -184,7 +185,7 @@ def _batch_tangent(
         if axis is not None:
             linear[0], linear_axes[0] = jnp.moveaxis(linear[0], axis, 0), 0
             plane_axis += 1
-        planes = jax.eval_shape(partial(unstacked, axis=plane_axis), linear[:1])
+        planes = abstract(partial(unstacked, axis=plane_axis), linear[:1])
         inner_linear, inner_linear_axes = [*planes, *linear[1:]], [linear_axes[0], *linear_axes]
     else:
         inner_linear, inner_linear_axes = linear, linear_axes

@@ -248,7 +248,19 @@ def _answer(
     operands = shards[: len(shards) - len(labels.results)]
     local = Local(mesh, labels, share, asked["sum_dtype"], axis)
     program = partial(_programs[asked["name"]], local, **asked["params"])
-    return _lowered(program, operands, tuple(asked["platforms"]), x64), axes
+    try:
+        return _lowered(program, operands, tuple(asked["platforms"]), x64), axes
+    except NotImplementedError as error:  # XLA raises an error of its own, with this one's text
+        whole, part = (
+            " and ".join(f"{x.dtype}{list(x.shape)}" for x in found)
+            for found in (
+                [jax.ShapeDtypeStruct(*x) for x in arrays[: len(operands)]], operands,
+            )
+        )  # fmt: skip
+        raise NotImplementedError(
+            f"{error}\nIt is one device's share: {part} of {whole}. Shard another dimension, or "
+            "over fewer devices; with implementation=None XLA runs what no kernel can."
+        ) from None
 
 
 def _lowered(

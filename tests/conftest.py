@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from jax_hopper_gemm import native
+from jax_hopper_gemm import native, partition
 from jax_hopper_gemm.dispatch import choice
 from jax_hopper_gemm.dispatch.table import Table
 
@@ -23,6 +23,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lowering for CUDA emits launches; whether the FFI library is built is not the matter."""
     monkeypatch.setattr(native, "library", lambda: None)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are partitioned by us in programs for the CPU, too, each share XLA's product."""
+    monkeypatch.setattr(partition, "PLATFORMS", [("cpu",), ("cuda",)])
 
 
 @pytest.fixture(scope="module")

@@ -31,12 +31,6 @@ PAIRS = [{one: "x", other: "y"} for one, other in itertools.permutations("bmnk",
 BOTH = [{letter: ("x", "y")} for letter in "mnk"]
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products are partitioned by us in programs for the CPU, too, each share XLA's product."""
-    monkeypatch.setattr(partition, "PLATFORMS", [("cpu",), ("cuda",)])
-
-
 def mesh(axis_type: AxisType = AxisType.Auto, shape: tuple[int, int] = (2, 4)) -> jax.sharding.Mesh:
     return jax.make_mesh(shape, ("x", "y"), axis_types=(axis_type, axis_type))
 
@@ -207,6 +201,7 @@ def share_for_cuda(
         "labels": asdict(Labels.of("mk,kn->mn")),
         "sum_dtype": dtype,
         "platforms": ["cuda"],
+        "axis": None,
         "params": {
             "subscripts": "mk,kn->mn",
             "precision": [],
@@ -236,7 +231,8 @@ def test_a_share_launches_a_kernel_and_reduces(out, reduction):
 
 
 def test_shards_that_no_kernel_runs_say_so_where_a_kernel_is_wanted():
-    with pytest.raises(NotImplementedError, match="implementation='hopper'"):
+    share = r"(?s)implementation='hopper'.*share: float32\[512, 128\] and float32\[128, 512\]"
+    with pytest.raises(NotImplementedError, match=share):
         share_for_cuda([1, 2], [1, 1], "float32", "hopper")
 
 

@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..fused import accumulator_dtype, fused_dot
+from ..jaxprs import abstract
 from . import checks
 from .activations import Activation, activation_function
 from .epilogue import Steps, named_in, traced
@@ -266,7 +267,7 @@ def _traced_steps(
     function = partial(function, **dict(options))
     dtype = jax.eval_shape(function, lhs, rhs).dtype
     wide = partial(function, preferred_element_type=accumulator_dtype(dtype))
-    product = jax.eval_shape(wide, lhs, rhs)
+    product = abstract(wide, lhs, rhs)
     what = traced(steps.op, steps, (product,), operands, dtype, dtypes)
     if implementation == "xla":
         return what.apply(wide(lhs, rhs))

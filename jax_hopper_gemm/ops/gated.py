@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..contraction import split
 from ..fused import accumulator_dtype, fused_dot
+from ..jaxprs import abstract
 from . import checks
 from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation
@@ -116,7 +117,7 @@ def _traced_gate(
     )  # fmt: skip
     dtype = jax.eval_shape(dot, x, rights[0]).dtype
     dot = partial(dot, preferred_element_type=accumulator_dtype(dtype))
-    products = jax.eval_shape(partial(_products, dot), x, rights)
+    products = abstract(partial(_products, dot), x, rights)
     what = traced("gated_linear_unit", gate, products, operands, dtype, None)
     if implementation == "xla":
         return what.apply(*_products(dot, x, rights))

@@ -19,6 +19,8 @@ import argparse
 import sys
 from pathlib import Path
 
+import jax
+
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.spec import GemmSpec
@@ -48,6 +50,7 @@ def main() -> int:
         help="only those of mixtures of experts, on one GPU and several",
     )
     arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 2)  # over which XLA partitions programs
     specs = moe_specs() if arguments.moe else all_specs()
     report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
     print(report)
