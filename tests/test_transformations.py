@@ -6,9 +6,7 @@ docs/transformations.md has a table of these tests.
 from __future__ import annotations
 
 import itertools
-from functools import partial
 
-import jax.numpy as jnp
 import pytest
 
 from jax_hopper_gemm.testing.transformations import (
@@ -16,7 +14,7 @@ from jax_hopper_gemm.testing.transformations import (
     LEFT_TO_XLA,
     TRANSFORMATIONS,
     assert_equal,
-    implementation,
+    on_kernels,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -29,7 +27,7 @@ LAUNCHES = "custom_call @jax_hopper_gemm.v1."
 def test_results_are_those_of_jnp(name, function):
     transformation, known = TRANSFORMATIONS[name], FUNCTIONS[function]
     program = transformation.of(known.ours, known)
-    assert_equal(transformation.run(program, known.arguments(jnp.bfloat16), known), name, function)
+    assert_equal(transformation.run(program, known.arguments(), known), name, function)
 
 
 @pytest.mark.usefixtures("launcher")
@@ -37,13 +35,8 @@ def test_results_are_those_of_jnp(name, function):
 def test_every_product_launches_a_kernel(name, function):
     transformation, known = TRANSFORMATIONS[name], FUNCTIONS[function]
     assert transformation.lower
-    ours = partial(known.ours, implementation="hopper")
-    args = known.arguments(jnp.bfloat16)
-    around = (lambda f, _: f) if name == "export" else transformation.around
-    program = transformation.program(around(ours, known), known)
-    if implementation(name, function) is None:
-        with pytest.raises(NotImplementedError, match="no kernel runs"):
-            transformation.lower(program, args, known)
-        return
-    text = transformation.lower(program, args, known)
-    assert LAUNCHES in text and "stablehlo.dot_general" not in text
+    program = transformation.to_lower(on_kernels(name, function), known)
+    text = transformation.lower(program, known.arguments(), known)
+    left = "stablehlo.dot_general" in text or "chlo.ragged_dot" in text
+    assert left == ((name, function) in LEFT_TO_XLA)
+    assert LAUNCHES in text or left

@@ -52,7 +52,7 @@ def debugged(program: Program, args: list[jax.Array], function: Function) -> Any
     raise AssertionError("debug_nans let a NaN pass")
 
 
-def _begun(args: list[jax.Array], function: Function) -> jax.Array:
+def begun(args: list[jax.Array], function: Function) -> jax.Array:
     """Returns an array like the result."""
     out = jax.eval_shape(function.plain, *args)
     return jnp.ones(out.shape, out.dtype)
@@ -64,14 +64,14 @@ def donated(program: Program, args: list[jax.Array], function: Function) -> Any:
     Raises:
       AssertionError: that operand is still there.
     """
-    y = _begun(args, function)
+    y = begun(args, function)
     result = jax.block_until_ready(jax.jit(program, donate_argnums=0)(y, *args))
     assert y.is_deleted()
     return result
 
 
 def lowered_donated(program: Program, args: list[jax.Array], function: Function) -> str:
-    y = _begun(args, function)
+    y = begun(args, function)
     traced = jax.jit(program, donate_argnums=0).trace(y, *args)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 

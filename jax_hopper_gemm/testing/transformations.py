@@ -18,7 +18,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ..ops import checkpoint_policy
+from ..spec import GemmSpec
 from . import running
+from .lowered import specs_apart, specs_of
 from .transformed_functions import FUNCTIONS, Function
 
 Program = Callable[..., Any]
@@ -46,6 +48,12 @@ class Transformation:
 
     def of(self, f: Program, function: Function) -> Program:
         return self.program(self.around(f, function), function)
+
+    def to_lower(self, f: Program, function: Function) -> Program:
+        """Returns what `lower` takes. It exports for CUDA itself."""
+        return (
+            self.program(f, function) if self.around is running.exported else self.of(f, function)
+        )
 
 
 def weighted(y: jax.Array, power: int = 1) -> jax.Array:
@@ -148,7 +156,7 @@ def _grad_of_grad(f: Program) -> Program:
     def length(*x: jax.Array) -> jax.Array:
         return sum(map(weighted, _all(loss(f))(*x)), jnp.float32(0))
 
-    return _all(length)
+    return jax.grad(length, (0, 1))
 
 
 def _jacrev_of_jacfwd(f: Program) -> Program:
@@ -339,9 +347,31 @@ LEFT_TO_XLA: dict[tuple[str, str], str] = {
 """Why XLA runs some product of a transformation's program for CUDA."""
 
 
-def implementation(name: str, function: str) -> str | None:
-    """Returns what to ask of our function, so that a kernel runs where one can."""
-    return None if (name, function) in LEFT_TO_XLA else "hopper"
+def on_kernels(name: str, function: str) -> Program:
+    """Returns our function, on kernels wherever one runs each product of the transformation."""
+    only = None if (name, function) in LEFT_TO_XLA else "hopper"
+    return partial(FUNCTIONS[function].ours, implementation=only)
+
+
+def specs(name: str, function: str) -> list[GemmSpec]:
+    """Returns the kernels that a transformation on one device runs."""
+    transformation, known = TRANSFORMATIONS[name], FUNCTIONS[function]
+    program, args = transformation.program(on_kernels(name, function), known), known.arguments()
+    if transformation.run is running.donated:
+        args = [running.begun(args, known), *args]
+    apart = transformation.run in (running.eager, running.without_jit)
+    return (specs_apart if apart else specs_of)(program, *args)
+
+
+def transformation_specs() -> list[GemmSpec]:
+    """Returns the kernels of all transformations on one device."""
+    return [
+        spec
+        for name, transformation in TRANSFORMATIONS.items()
+        if transformation.devices == 1
+        for function in FUNCTIONS
+        for spec in specs(name, function)
+    ]
 
 
 @cache

@@ -45,7 +45,7 @@ class Function:
     split: tuple[int | None, ...]
     sizes: tuple[int, ...] = ()
 
-    def arguments(self, dtype: Any, seed: int = 0) -> list[jax.Array]:
+    def arguments(self, dtype: Any = "bfloat16", seed: int = 0) -> list[jax.Array]:
         """Returns the operands."""
         rng = np.random.default_rng(seed)
         floats = [

@@ -33,6 +33,7 @@ from jax_hopper_gemm.testing.policies import (
     grouped_covering_specs,
 )
 from jax_hopper_gemm.testing.programs import PROGRAMS
+from jax_hopper_gemm.testing.transformations import transformation_specs
 
 
 def main() -> int:
@@ -68,6 +69,7 @@ def all_specs() -> list[GemmSpec]:
                 *random_grouped.specs(),
                 *(spec for program in GROUPED_PROGRAMS.values() for spec in program.specs()),
                 *moe_specs(),
+                *transformation_specs(),
             )
         )
     )
