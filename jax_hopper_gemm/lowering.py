@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any, Literal
 
 import jax
@@ -316,10 +315,8 @@ def product_at(value: Any) -> Call | None:
     else:
         return None
     lhs, rhs, *others = list(operation.operands)
-    if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, value)):
+    if (product := product_between(subscripts, lhs, rhs, value)) is None:
         return None
-    (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, value))
-    product = Product(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
     if SPANS in operation.attributes:
         spans = Spans(*map(int, operation.attributes[SPANS].value.split(",")))
         sizes, *rows = others
@@ -329,6 +326,14 @@ def product_at(value: Any) -> Call | None:
             call = call.gathered_by(operation.attributes[GATHERED].value, rows[0])
         return call
     return Call(product, (lhs, rhs))
+
+
+def product_between(subscripts: str, lhs: Any, rhs: Any, out: Any) -> Product | None:
+    """Returns the bare product of two MLIR values; None for dtypes that no kernel stores."""
+    if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, out)):
+        return None
+    (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, out))
+    return Product(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
 
 
 def mark_rows(value: Any) -> None:
@@ -404,11 +409,7 @@ def _beneath_transpose(
 
 def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:
     """Returns why no kernel is launched for a whole product that XLA partitions over devices."""
-    context: Any = ctx.module_context.axis_context
-    devices = getattr(context, "num_devices", 1)
-    if (manual := getattr(context, "manual_axes", None)) is not None:  # inside shard_map
-        shape = context.mesh.shape
-        devices = prod(extent for axis, extent in shape.items() if axis not in manual)
+    devices = partition.devices_of(ctx)
     if devices == 1:
         return None
     return (

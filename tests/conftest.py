@@ -9,7 +9,7 @@ import jax
 import pytest
 from fake_driver.harness import build_fakes
 
-from jax_hopper_gemm import native
+from jax_hopper_gemm import native, partition
 from jax_hopper_gemm.dispatch import choice
 from jax_hopper_gemm.dispatch.table import Table
 
@@ -33,6 +33,12 @@ def fake_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("libraries")
     build_fakes(folder)
     return folder
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are partitioned by us in programs for the CPU, too, each share XLA's product."""
+    monkeypatch.setattr(partition, "PLATFORMS", [("cpu",), ("cuda",)])
 
 
 @pytest.fixture(scope="module")

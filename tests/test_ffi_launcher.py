@@ -128,6 +128,12 @@ def test_tensor_maps_are_encoded_while_loading_only(launcher, driver, digest):
     assert all(call["misalignment"] == 0 for call in replaced)
 
 
+def test_parameters_are_checked_in_a_context(launcher, driver, digest):
+    load(launcher, PLAN.encode(), digest)
+    calls = driver.calls("cuKernelGetParamInfo")
+    assert calls and all(call["has_context"] == 1 for call in calls)
+
+
 def test_two_tensor_maps_share_a_buffer_at_their_offsets(launcher, driver, digest):
     first = TensorMap(0, "float32", (32, 64), (256,), (32, 64), 128)
     maps = (first, replace(first, offset=128), *PLAN.params[1:3])
