@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -69,41 +68,35 @@ def moved(found: dict[str, tuple[int, int]]) -> int:
     return sum(nbytes for _, nbytes in found.values())
 
 
-WHOLE = 4 * 64 * 16  # bytes of the product
-OF_RHS = 4 * 8 * 32 * 16
+OF_OUT, OF_LHS, OF_RHS = 4 * 64 * 16, 4 * 64 * 32, 4 * 8 * 32 * 16  # bytes
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("where, forward, backward", [
-    ({"m": "y"}, {}, {"all-reduce": (1, OF_RHS)}),
-    ({"m": ("x", "y")}, {}, {"all-reduce": (1, OF_RHS)}),
-    ({"k": "y"}, {"all-reduce": (1, WHOLE)}, {"all-reduce": (1, WHOLE)}),
-    ({"n": "y"}, {}, {"all-reduce": (1, 4 * 64 * 32)}),
-    ({"g": "y"}, {"all-reduce": (1, WHOLE)}, {"all-reduce": (2, WHOLE + 4 * 64 * 32)}),
-    ({"m": "x", "n": "y"}, {}, {"all-reduce": (2, 4 * 32 * 32 + OF_RHS // 4)}),
-    ({"m": "x", "k": "y"}, {"all-reduce": (1, WHOLE // 2)},
-     {"all-reduce": (2, WHOLE // 2 + OF_RHS // 4)}),
-    ({"m": "x", "g": "y"}, {"all-reduce": (1, WHOLE // 2)},
-     {"all-reduce": (3, WHOLE // 2 + 4 * 32 * 32 + OF_RHS // 4)}),
+@pytest.mark.parametrize("where, count, nbytes", [
+    ({"m": "y"}, 1, OF_RHS),
+    ({"k": "y"}, 1, OF_OUT),
+    ({"n": "y"}, 1, OF_LHS),
+    ({"g": "y"}, 2, OF_OUT + OF_LHS),
+    ({"m": "x", "n": "y"}, 2, OF_LHS // 2 + OF_RHS // 4),
+    ({"m": "x", "g": "y"}, 3, OF_OUT // 2 + OF_LHS // 2 + OF_RHS // 4),
 ], ids=name_of)  # fmt: skip
-def test_no_device_moves_more_than_a_sum(where, forward, backward):
+def test_nothing_moves_but_sums(where, count, nbytes):
     lhs, rhs, sizes = array("mk", where), array("gkn", where, 1), sizes_of("all rows")
-    _, found = run_counted(jhg.ragged_dot, lhs, rhs, sizes)
-    assert found == forward
-    shardings = None, lhs.sharding, rhs.sharding
     program = partial(product_and_gradients, jhg.ragged_dot)
-    _, found = run_counted(program, lhs, rhs, sizes, out_shardings=shardings)
-    assert found == backward
-
-
-PAIRS = [{a: "x", b: "y"} for a, b in itertools.combinations("mkng", 2)]
-BOTH = [{a: ("x", "y")} for a in "mkng"]
-ALIKE = [{"m": "y", "n": "y"}, {"m": "y", "g": "y"}]
+    shardings = None, lhs.sharding, rhs.sharding
+    ours, found = run_counted(program, lhs, rhs, sizes, out_shardings=shardings)
+    assert found == {"all-reduce": (count, nbytes)}
+    theirs = product_and_gradients(XLA, *map(np.asarray, (lhs, rhs, sizes)))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("where", [*PAIRS, *BOTH, *ALIKE], ids=name_of)
-def test_no_more_is_moved_than_by_lax(where):
+@pytest.mark.parametrize(
+    "where",
+    [{"k": "x", "g": "y"}, {"g": ("x", "y")}, {"m": "y", "n": "y"}, {"m": "y", "g": "y"}],
+    ids=name_of,
+)
+def test_no_more_moves_than_with_lax(where):
     lhs, rhs = array("mk", where), array("gkn", where, 1)
     sizes = sizes_of("all rows", where.get("g"))
     shardings = None, lhs.sharding, rhs.sharding
@@ -118,30 +111,29 @@ def test_no_more_is_moved_than_by_lax(where):
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("where", [{"m": "y"}, {"g": "y"}, {"m": "x", "g": "y"}], ids=name_of)
-def test_rows_meet_their_matrices_whatever_the_sizes(where, name):
-    lhs, rhs, sizes = array("mk", where), array("gkn", where, 1), sizes_of(name)
+def test_rows_meet_their_matrices_whatever_the_sizes(where):
+    lhs, rhs = array("mk", where), array("gkn", where, 1)
     program = jax.jit(partial(product_and_gradients, jhg.ragged_dot))
-    assert program.lower(lhs, rhs, sizes).as_text().count(partition.TARGET) == 3
-    expected = product_and_gradients(XLA, integers((64, 32)), np.asarray(rhs), sizes)
-    jax.tree.map(np.testing.assert_array_equal, program(lhs, rhs, sizes), expected)
+    assert program.lower(lhs, rhs, sizes_of("too few")).as_text().count(partition.TARGET) == 3
+    expected = jax.jit(partial(product_and_gradients, XLA))
+    for name in SIZES:
+        sizes = sizes_of(name)
+        alone = expected(*map(np.asarray, (lhs, rhs, sizes)))
+        jax.tree.map(np.testing.assert_array_equal, program(lhs, rhs, sizes), alone)
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("where", [{"m": "y"}, {"g": "x"}, {"m": "y", "g": "x"}], ids=name_of)
-def test_a_share_of_the_groups(where):
-    """With `group_offset` the first span of rows belongs to no group."""
-    lhs, rhs, sizes = array("mk", where), array("gkn", where, 1)[2:6], sizes_of("all rows")
+@pytest.mark.parametrize("where", [{"m": "y"}, {"m": "y", "g": "x"}], ids=name_of)
+def test_groups_after_an_offset(where):
+    """The first span of rows belongs to no group then."""
+    lhs, rhs = array("mk", where), placed(array("gkn", {}, 1)[2:6], where.get("g"))
 
     def program(lhs, rhs, implementation=None):
-        rhs = jax.lax.with_sharding_constraint(
-            rhs, NamedSharding(mesh(), P(where.get("g"), None, None))
-        )
         product = partial(jhg.ragged_dot, group_offset=2, implementation=implementation)
-        return product_and_gradients(product, lhs, rhs, sizes)
+        return product_and_gradients(product, lhs, rhs, sizes_of("too few"))
 
-    expected = program(integers((64, 32)), np.asarray(rhs), "xla")
+    expected = program(*map(np.asarray, (lhs, rhs)), "xla")
     jax.tree.map(np.testing.assert_array_equal, jax.jit(program)(lhs, rhs), expected)
 
 
@@ -161,9 +153,8 @@ def test_a_scattered_gradient_of_weights():
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("axes, left, right, expected", [
     ((0, 0, 0), {"b": "y"}, {"b": "y"}, {}),
-    ((0, 0, 0), {"b": "x"}, {"b": "x", "n": "y"}, {"all-reduce": (1, 4 * 4 * 64 * 32)}),
     ((0, 0, 0), {"b": "x", "m": "y"}, {"b": "x"}, {"all-reduce": (1, 4 * OF_RHS)}),
-    ((0, 0, 0), {"b": "x"}, {"b": "x", "g": "y"}, {"all-reduce": (2, 4 * (WHOLE + 4 * 64 * 32))}),
+    ((0, 0, 0), {"b": "x"}, {"b": "x", "g": "y"}, {"all-reduce": (2, 4 * (OF_OUT + OF_LHS))}),
     ((0, None, 0), {"b": "y"}, {}, {"all-reduce": (1, OF_RHS)}),
 ], ids=name_of)  # fmt: skip
 def test_mapped_products_keep_their_devices(axes, left, right, expected):
@@ -179,6 +170,23 @@ def test_mapped_products_keep_their_devices(axes, left, right, expected):
     theirs = program(XLA, *(integers(x.shape, seed=i) for i, x in enumerate((lhs, rhs))))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     assert found == expected
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_one_axis_that_shard_map_leaves():
+    lhs, rhs = array("mk", {"m": "x"}), array("gkn", {"g": "y"}, 1)
+    sizes = np.array([5, 0, 6, 3, 1, 9, 5, 3], np.int32)
+
+    def program(lhs, rhs):
+        return jax.shard_map(
+            lambda lhs, rhs: jhg.ragged_dot(lhs, rhs, sizes), mesh=mesh(),
+            in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"},
+        )(lhs, rhs)  # fmt: skip
+
+    ours, found = run_counted(program, lhs, rhs)
+    assert found == {"all-reduce": (1, OF_OUT // 2)}
+    halves = [XLA(x, np.asarray(rhs), sizes) for x in np.split(np.asarray(lhs), 2)]
+    np.testing.assert_array_equal(ours, np.concatenate(halves))
 
 
 # What is emitted for CUDA.

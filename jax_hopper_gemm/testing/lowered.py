@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,3 +22,18 @@ def specs_of(function: Callable[..., Any], *args: Any) -> list[GemmSpec]:
     lowered = fresh.trace(*args).lower(lowering_platforms=("cuda",))
     module = lowered.compiler_ir("stablehlo")
     return [GemmSpec.from_json(launch.spec) for launch in launches_in(module)]
+
+
+def specs_apart(function: Callable[..., Any], *args: Any) -> list[GemmSpec]:
+    """Returns the kernels of `function` where each operation is a program of its own.
+
+    So they run under `jax.disable_jit`, and what would be one product's epilogue is none.
+    """
+    with jax.disable_jit():
+        program: Any = jax.make_jaxpr(function)(*args)
+    found = []
+    for equation in program.jaxpr.eqns:
+        if equation.primitive.name.startswith(("hopper_", "epilogue")):
+            bind = partial(equation.primitive.bind, **equation.params)
+            found += specs_of(bind, *(x.aval for x in equation.invars))
+    return found

@@ -20,13 +20,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import partition
-from ..ops import gated_linear_unit, matmul
+from ..ops import gated_linear_unit, matmul, ragged_dot
 from ..spec import GemmSpec
 from .lowered import specs_of
 
 AXIS = "x"  # of the mesh
 DEVICES = 2
-EXTENTS = {"b": 4, "m": 512, "n": 768, "k": 1024, "h": 1536}
+EXTENTS = {"b": 4, "m": 512, "n": 768, "k": 1024, "h": 1536, "g": 8, "c": 2}
+SIZES = np.array([100, 0, 37, 150, 1, 90, 74, 40], np.int32)  # of "g" groups, not all of "m" rows
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,22 @@ def _plain_gelu_mlp(x: Any, up: Any, up_bias: Any, down: Any, down_bias: Any) ->
     return jax.nn.gelu(x @ up + up_bias) @ down + down_bias + x
 
 
+def _plain_grouped_relu(x: Any, weights: Any, bias: Any) -> Any:
+    group = np.repeat(np.arange(len(SIZES)), SIZES)
+    rows = jnp.pad(bias[group], ((0, x.shape[0] - len(group)), (0, 0)))
+    return jax.nn.relu(jax.lax.ragged_dot(x, weights, SIZES) + rows)
+
+
+def _grouped_mlp(x: Any, gate_up: Any, down: Any) -> Any:
+    hidden = _hopper(gated_linear_unit, x, gate_up, group_sizes=SIZES)
+    return _hopper(ragged_dot, hidden, down, SIZES)
+
+
+def _plain_grouped_mlp(x: Any, gate_up: Any, down: Any) -> Any:
+    gate, up = (jax.lax.ragged_dot(x, gate_up[:, :, i], SIZES) for i in range(2))
+    return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, SIZES)
+
+
 PRODUCTS = {
     f"{letter} sharded": MeshProgram(
         partial(_hopper, matmul), jnp.matmul, ("bmn", "bmk", "bkn"), letter, 3
@@ -152,4 +169,27 @@ LAYERS = {
         for what, letter in (("tokens", "m"), ("hidden", "h"))
     },
 }  # fmt: skip
-MESH_PROGRAMS = PRODUCTS | LAYERS
+RAGGED = {
+    **{
+        f"{letter} of a ragged product sharded": MeshProgram(
+            lambda x, w: _hopper(ragged_dot, x, w, SIZES),
+            lambda x, w: jax.lax.ragged_dot(x, w, SIZES),
+            ("mn", "mk", "gkn"), letter, 3,
+        )
+        for letter in "mkng"
+    },
+    **{
+        f"bias and relu in groups, {letter} sharded": MeshProgram(
+            lambda x, w, bias: _hopper(ragged_dot, x, w, SIZES, bias=bias, activation="relu"),
+            _plain_grouped_relu, ("mn", "mk", "gkn", "gn"), letter, 4,
+        )
+        for letter in "mn"
+    },
+    **{
+        f"experts, {what} sharded": MeshProgram(
+            _grouped_mlp, _plain_grouped_mlp, ("mk", "mk", "gkch", "ghk"), letter, 6
+        )
+        for what, letter in (("rows", "m"), ("hidden", "h"), ("groups", "g"))
+    },
+}  # fmt: skip
+MESH_PROGRAMS = PRODUCTS | LAYERS | RAGGED

@@ -36,6 +36,7 @@ from jax_hopper_gemm.testing.policies import (
     grouped_covering_specs,
 )
 from jax_hopper_gemm.testing.programs import PROGRAMS
+from jax_hopper_gemm.testing.transformations import transformation_specs
 
 
 def main() -> int:
@@ -74,6 +75,7 @@ def all_specs() -> list[GemmSpec]:
                 *moe_specs(),
                 *(spec for program in MESH_PROGRAMS.values() for spec in program.specs()),
                 *training_step.specs(),
+                *transformation_specs(),
             )
         )
     )
