@@ -91,7 +91,8 @@ def ragged_dot(
       group_offset: where each device holds the matrices of some groups: the number of the first
         group in `rhs`, () or (1,), and `group_sizes` are those of all. Rows of other groups come
         back as zeros, so that a `jax.lax.psum` over the devices completes the product.
-      out_sharding: sharding of the result, for explicit mesh axes; XLA computes those.
+      out_sharding: sharding of the product, for Explicit mesh axes. None: that of the rows and
+        columns of the operands. Other results of `epilogue` are sharded by rows alone.
       row_indices: (M,) integers, for each row of the product the row of `lhs` that it multiplies.
         One that no row of `lhs` has, negative or too large, stands for a row of zeros.
       bias: (G, N), a row for each matrix of `rhs`.
@@ -107,7 +108,8 @@ def ragged_dot(
       `epilogue` returns, as in `matmul`.
 
     Raises:
-      ValueError: ranks or extents do not fit, or sizes known while tracing are negative.
+      ValueError: ranks or extents do not fit, sizes known while tracing are negative, or Explicit
+        mesh axes leave the sharding of the result open.
       TypeError: an operand is not an array, or sizes are no integers.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
