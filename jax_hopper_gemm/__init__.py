@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from . import moe as moe
+from .collective import all_gather_matmul as all_gather_matmul
+from .collective import matmul_reduce_scatter as matmul_reduce_scatter
 from .config import FallbackWarning as FallbackWarning
 from .lowering import export_disabled_checks as export_disabled_checks
 from .ops import Explanation as Explanation

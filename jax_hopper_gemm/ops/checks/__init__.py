@@ -1,5 +1,6 @@
 """Every error that a user's arguments can cause: what came, what was expected, the way out."""
 
+from .arguments import IMPLEMENTATIONS as IMPLEMENTATIONS
 from .arguments import SCALARS as SCALARS
 from .arguments import as_arrays as as_arrays
 from .arguments import check_accelerated as check_accelerated
