@@ -19,6 +19,7 @@ from .ops import explain_gated_linear_unit as explain_gated_linear_unit
 from .ops import gated_linear_unit as gated_linear_unit
 from .ops import intercept_ragged_dot as intercept_ragged_dot
 from .ops import matmul as matmul
+from .ops import max_sms as max_sms
 from .ops import ragged_dot as ragged_dot
 from .ops import ragged_dot_general as ragged_dot_general
 from .ops import report_products as report_products

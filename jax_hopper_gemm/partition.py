@@ -60,6 +60,7 @@ def lower(
     precision: Any,
     preferred_element_type: Any,
     implementation: str | None,
+    max_sms: int | None,
 ) -> list[Any] | None:
     """Emits the custom call that XLA's partitioner replaces; None where XLA's product must do.
 
@@ -79,6 +80,7 @@ def lower(
         "precision": None if precision is None else [x.name for x in precisions],
         "preferred_element_type": preferred,
         "implementation": implementation,
+        "max_sms": max_sms,
         "platforms": platforms,
     }
     call = stablehlo.CustomCallOp(

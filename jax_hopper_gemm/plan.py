@@ -129,9 +129,6 @@ def make_plan(
     params: list[TensorMap | Int32 | Pointer] = list(_operand_maps(problem, spec))
     params += [*_result_params(problem, spec), *_epilogue_params(problem, spec)]
     if groups := problem.groups:
-        clusters = clusters_m * clusters_n * problem.l
-        if groups.axis == "m":
-            clusters = min(problem.m, clusters_m + groups.sizes) * clusters_n  # at most
         sizes = num_inputs(problem) - 1 - (groups.gathered is not None)
         params.append(Pointer(sizes))
         if groups.gathered:
@@ -142,7 +139,6 @@ def make_plan(
             ]  # fmt: skip
         walk: tuple[int, ...] = group_walk(problem, spec, traversal)
     else:
-        clusters = clusters_m * clusters_n * problem.l
         walk = make_walk(
             clusters_m,
             clusters_n,
@@ -150,9 +146,7 @@ def make_plan(
             along_m=traversal.along == "m",
             swizzle=traversal.swizzle,
         )
-    launched = clusters
-    if spec.tile_scheduler != "single":
-        launched = persistent_clusters(clusters, max_clusters(spec, num_sms), problem.groups)
+    launched = launched_clusters(problem, spec, num_sms)
     params += [Int32(value) for value in (*walk, k_tiles)]
     if spec.graph.needs_extents:
         params += [Int32(problem.m), Int32(problem.n)]
@@ -170,6 +164,20 @@ def make_plan(
         workspaces=workspaces,
         first_workspace=first_workspace,
     )
+
+
+def launched_clusters(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> int:
+    """Returns how many clusters a launch has: one a tile, or those that stay if it is persistent."""
+    clusters_m = ceil_div(problem.m, spec.tile_m * spec.walk_m)
+    clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.walk_n)
+    groups = problem.groups
+    if groups and groups.axis == "m":
+        clusters = min(problem.m, clusters_m + groups.sizes) * clusters_n  # at most
+    else:
+        clusters = clusters_m * clusters_n * problem.l
+    if spec.tile_scheduler == "single":
+        return clusters
+    return persistent_clusters(clusters, max_clusters(spec, num_sms), groups)
 
 
 def group_walk(problem: GemmProblem, spec: GemmSpec, traversal: Traversal) -> GroupWalk:
@@ -395,7 +403,7 @@ def max_clusters(spec: GemmSpec, num_sms: int) -> int:
     H200 of 132 SMs. A wrong figure costs speed, never a result.
     """
     if spec.cluster_size <= 2:
-        return num_sms // spec.cluster_size
+        return max(1, num_sms // spec.cluster_size)
     return max(1, (num_sms - STRANDED_SMS) // spec.cluster_size)
 
 

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..ops.activations import Activation, activation_function
 from ..ops.checks import as_arrays
 from ..ops.dense import Implementation
+from ..ops.limit import current_max_sms
 from ..primitive import alike_in_shard_map
 from . import checks
 from .rings import gathered_dot, scattered_dot
@@ -128,6 +129,7 @@ def _params(
         "precision": tuple(precision) if isinstance(precision, list) else precision,
         "preferred_element_type": None if preferred is None else jnp.dtype(preferred),
         "implementation": implementation,
+        "max_sms": current_max_sms(),
     }
 
 

@@ -25,7 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from ..jaxprs import traced
-from ..ops import dot_general, matmul
+from ..ops import dot_general, limit, matmul
 from ..primitive import as_cotangent
 
 gathered_dot_p = Primitive("hopper_gathered_dot")
@@ -42,6 +42,7 @@ def gathered_dot(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
       w: (K, N).
       axis_name: the mesh axis, or several.
       precision, preferred_element_type, implementation: as in `ops.matmul`.
+      max_sms: how many SMs each product may use; None: all.
 
     Returns:
       (..., M, N).
@@ -72,7 +73,7 @@ def _gathered_dot(
 ) -> list[jax.Array]:
     """Returns the product, and the gathered rows if they are wanted."""
     chunks = list(_chunks(x, axis_name))
-    found = [_in_order([matmul(chunk, w, **options) for chunk in chunks], axis_name)]
+    found = [_in_order([_matmul(chunk, w, **options) for chunk in chunks], axis_name)]
     return [*found, _in_order(chunks, axis_name)] if with_rows else found
 
 
@@ -112,7 +113,7 @@ def _scattered_dot(x: jax.Array, w: jax.Array, *, axis_name: Any, **options: Any
             of_device = (own - step * hop) % count
             part = lax.dynamic_slice_in_dim(x, of_device * rows + start, size, axis=-2)
             before = None if hop == 1 else _shifted(sums[i], axis_name, step)
-            sums[i] = matmul(part, w, c=before, **options)
+            sums[i] = _matmul(part, w, c=before, **options)
     return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=-2)
 
 
@@ -128,10 +129,16 @@ def _scattered_dot_tangent(
     return lax.add(scattered_dot(x_tangent, w, **params), scattered_dot(x, w_tangent, **params))
 
 
-def _of_columns(x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
+def _matmul(a: jax.Array, b: jax.Array, *, max_sms: int | None, **options: Any) -> jax.Array:
+    with limit.max_sms(max_sms):
+        return matmul(a, b, **options)
+
+
+def _of_columns(x: jax.Array, y: jax.Array, *, max_sms: int | None, **options: Any) -> jax.Array:
     """Returns the product (K, N) of (..., M, K), transposed, and (..., M, N)."""
     rows = tuple(range(x.ndim - 1))
-    return dot_general(x, y, ((rows, rows), ((), ())), **options)
+    with limit.max_sms(max_sms):
+        return dot_general(x, y, ((rows, rows), ((), ())), **options)
 
 
 # Their rules.
@@ -165,7 +172,7 @@ def _gathered_dot_jvp(
         ):
             terms.append(term)
     if _moves(w_tangent):
-        moved[0].append(matmul(found[1], w_tangent, **_options(params)))
+        moved[0].append(_matmul(found[1], w_tangent, **_options(params)))
     found = found[: 1 + with_rows]
     return found, [_total(terms, y) for terms, y in zip(moved, found, strict=False)]
 

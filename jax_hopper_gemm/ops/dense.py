@@ -15,6 +15,7 @@ from ..fused import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .epilogue import Steps, named_in, traced
+from .limit import current_max_sms
 from .substitute import final_product, with_hopper_dot
 
 Implementation = Literal["hopper", "xla"] | None
@@ -278,5 +279,6 @@ def _traced_steps(
         precision=final.precision, product_dtype=dtype, out_dtypes=what.dtypes,
         preactivation=preactivation, implementation=implementation,
         in_place=what.in_place(steps, product), out_sharding=final.out_sharding,
+        max_sms=current_max_sms(),
     )  # fmt: skip
     return what.structured(results)

@@ -13,6 +13,7 @@ from ..fused import accumulator_dtype, fused_dot
 from ..ragged import Spans
 from .dense import INLINE, Implementation
 from .epilogue import Steps, traced
+from .limit import current_max_sms
 from .ragged_axes import RaggedAxes
 from .ragged_lax import canonical, lax_ragged_dot_general, left_to_lax, refuse_hopper
 from .ragged_sizes import sizes_in_rows
@@ -60,6 +61,7 @@ def scaled_sum(
             precision=params["precision"], product_dtype=dtype, out_dtypes=what.dtypes,
             preactivation="save", implementation=implementation,
             in_place=what.in_place(steps, product), sizes=own_sizes, spans=Spans.plain(groups),
+            max_sms=current_max_sms(),
         )  # fmt: skip
         return what.structured(results)
 

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..collective import all_gather_matmul, matmul_reduce_scatter
-from ..ops import matmul
+from ..ops import limit, matmul
 from ..spec import GemmSpec
 from .lowered import specs_of
 
@@ -88,6 +88,74 @@ class Mlp:
 
     def abstract(self) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in self.shapes]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A collective product with its gradients, of numbers -1, 0 and 1 whose sums are exact.
+
+    Attributes:
+      product: the function of x, w and the axis.
+      shapes, specs: of x, w and the result, bfloat16.
+      launches: on each of so many devices, of the product and its gradients together.
+    """
+
+    product: Callable
+    shapes: tuple[tuple[int, int], ...]
+    specs: tuple[P, ...]
+    launches: Callable[[int], int]
+
+    def arguments(self, seed: int = 0) -> list[np.ndarray]:
+        """Returns x, w and the cotangent of the result."""
+        rng = np.random.default_rng(seed)
+        return [rng.integers(-1, 2, shape).astype(jnp.bfloat16) for shape in self.shapes]
+
+    def step(self, mesh: Any, max_sms: int | None = None) -> Callable:
+        """Returns a function of x, w and the cotangent: the result, and both gradients."""
+        x, w, out = self.specs
+
+        def local(x: Any, w: Any) -> Any:
+            with limit.max_sms(max_sms):
+                return self.product(x, w, AXIS, implementation="hopper")
+
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=(x, w), out_specs=out)
+
+        def step(x: Any, w: Any, cotangent: Any) -> tuple[Any, ...]:
+            y, pull = jax.vjp(mapped, x, w)
+            return (y, *pull(cotangent))
+
+        return step
+
+    def launched(self, devices: int, max_sms: int | None = None) -> list[GemmSpec]:
+        """Returns the kernels of a step on each of so many devices, of which none is needed."""
+        mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
+        abstract = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in self.shapes]
+        return specs_of(self.step(mesh, max_sms), *abstract)
+
+
+RINGS = {
+    "all_gather_matmul": Ring(
+        all_gather_matmul, ((128, 128), (128, 256), (128, 256)), (P(AXIS), P(None, AXIS), P(None, AXIS)),
+        lambda n: n + 2 * n + 1,
+    ),
+    "matmul_reduce_scatter": Ring(
+        matmul_reduce_scatter, ((128, 256), (256, 128), (128, 128)), (P(None, AXIS), P(AXIS), P(AXIS)),
+        lambda n: 2 * n + n + 1,
+    ),
+}  # fmt: skip
+TESTED = Mlp(1024, 512, 2048, "gelu")
+TESTED_LIMITS = None, 16
+
+
+def overlap_specs() -> list[GemmSpec]:
+    """Returns the kernels that the GPU tests of overlapped products run, on 2, 4 or 8 GPUs."""
+    found = [spec for n in (2, 4, 8) for form in ("gathered", "overlapped")
+             for spec in TESTED.specs(form, n)]  # fmt: skip
+    for n in (2, 4, 8):
+        for ring in RINGS.values():
+            for max_sms in TESTED_LIMITS:
+                found += ring.launched(n, max_sms)
+    return list(dict.fromkeys(found))
 
 
 def mesh_of(devices: int) -> Mesh:

@@ -33,6 +33,7 @@ from jax_hopper_gemm.testing.policies import (
     grouped_covering_specs,
 )
 from jax_hopper_gemm.testing.programs import PROGRAMS
+from jax_hopper_gemm.testing.tensor_parallel import overlap_specs
 
 
 def main() -> int:
@@ -46,8 +47,12 @@ def main() -> int:
         action="store_true",
         help="only those of mixtures of experts, on one GPU and several",
     )
+    parser.add_argument(
+        "--overlap", action="store_true", help="only those of collective products, on several GPUs"
+    )
     arguments = parser.parse_args()
     specs = moe_specs() if arguments.moe else all_specs()
+    specs = overlap_specs() if arguments.overlap else specs
     report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
     print(report)
     return 1 if report.failures else 0
@@ -68,6 +73,7 @@ def all_specs() -> list[GemmSpec]:
                 *random_grouped.specs(),
                 *(spec for program in GROUPED_PROGRAMS.values() for spec in program.specs()),
                 *moe_specs(),
+                *overlap_specs(),
             )
         )
     )

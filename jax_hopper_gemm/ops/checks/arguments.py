@@ -70,6 +70,22 @@ def check_accelerated(op: str, function: Any, implementation: Any) -> None:
         raise ValueError(f"{op}: {'; '.join(problems)}")
 
 
+def check_max_sms(limit: Any) -> None:
+    """Raises for a limit of SMs that is none.
+
+    Raises:
+      TypeError, ValueError: what does not fit.
+    """
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not hasattr(limit, "__index__"):
+        raise TypeError(
+            f"max_sms: limit is a {type(limit).__name__}, expected an integer, or None for no limit"
+        )
+    if limit < 1:
+        raise ValueError(f"max_sms: limit is {limit}, expected at least 1, or None for no limit")
+
+
 def name_problems(activation: Any) -> list[str]:
     if not isinstance(activation, str) or activation in ACTIVATIONS:
         return []
