@@ -30,7 +30,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 import jax_hopper_gemm as jhg
@@ -117,9 +116,7 @@ def differences(found: Sequence[Any], wanted: Sequence[Any]) -> dict[str, float]
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))
 
-    return {
-        name: float(relative(a, b)) for name, a, b in zip(NAMES, found, wanted, strict=True)
-    }
+    return {name: float(relative(a, b)) for name, a, b in zip(NAMES, found, wanted, strict=True)}
 
 
 def collectives(text: str) -> dict[str, int]:

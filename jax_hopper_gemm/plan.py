@@ -167,7 +167,7 @@ def make_plan(
 
 
 def launched_clusters(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> int:
-    """Returns how many clusters a launch has: one a tile, or those that stay if it is persistent."""
+    """Returns the clusters of a launch: one for each of their tiles, or as many as stay."""
     clusters_m = ceil_div(problem.m, spec.tile_m * spec.walk_m)
     clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.walk_n)
     groups = problem.groups

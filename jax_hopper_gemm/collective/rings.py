@@ -192,9 +192,7 @@ def _gathered_dot_transpose(
     if with_rows and _moves(cotangents[1]):
         axis = cotangents[1].ndim - 2
         terms.append(
-            lax.psum_scatter(
-                cotangents[1], params["axis_name"], scatter_dimension=axis, tiled=True
-            )
+            lax.psum_scatter(cotangents[1], params["axis_name"], scatter_dimension=axis, tiled=True)
         )
     return [_total(terms, x) if terms else None, None]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import jax
@@ -21,9 +21,9 @@ from ..jaxprs import traced
 from ..routing import EXACT_ALGORITHMS
 from .checkpoint import checkpoint_policy
 from .dense import Implementation
+from .limit import current_max_sms
 from .ragged import ragged_dot_general
 from .ragged_lax import left_to_lax
-from .limit import current_max_sms
 from .substitute import hopper_equations
 
 RAGGED = "ragged_dot_general"
@@ -41,7 +41,8 @@ ENTERED = frozenset(
 # What each program became, so that a program which is shared stays shared, and one that JAX has
 # compiled is found again. A program without products is its own answer, kept as None: a value
 # must not keep its key alive.
-_rewritten: WeakKeyDictionary[Any, dict[tuple[Implementation, int | None], Any]] = WeakKeyDictionary()
+Asked: TypeAlias = tuple[Implementation, int | None]  # with the limit of SMs
+_rewritten: WeakKeyDictionary[Any, dict[Asked, Any]] = WeakKeyDictionary()
 
 
 def with_our_products(program: Any, implementation: Implementation) -> Any:

@@ -133,13 +133,14 @@ class Ring:
         return specs_of(self.step(mesh, max_sms), *abstract)
 
 
+COLUMNS = P(None, AXIS)
 RINGS = {
     "all_gather_matmul": Ring(
-        all_gather_matmul, ((128, 128), (128, 256), (128, 256)), (P(AXIS), P(None, AXIS), P(None, AXIS)),
+        all_gather_matmul, ((128, 128), (128, 256), (128, 256)), (P(AXIS), COLUMNS, COLUMNS),
         lambda n: n + 2 * n + 1,
     ),
     "matmul_reduce_scatter": Ring(
-        matmul_reduce_scatter, ((128, 256), (256, 128), (128, 128)), (P(None, AXIS), P(AXIS), P(AXIS)),
+        matmul_reduce_scatter, ((128, 256), (256, 128), (128, 128)), (COLUMNS, P(AXIS), P(AXIS)),
         lambda n: 2 * n + n + 1,
     ),
 }  # fmt: skip
