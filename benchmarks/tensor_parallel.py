@@ -100,7 +100,7 @@ def random_inputs(mlp: Mlp, mesh: Any) -> list[jax.Array]:
 
 def turn(step: Callable, arguments: Sequence[Any], steps: int) -> list[float]:
     """Returns the microseconds of a step."""
-    jax.block_until_ready(step(*arguments))
+    results = jax.block_until_ready(step(*arguments))
     start = time.perf_counter()
     for _ in range(steps):
         results = step(*arguments)

@@ -233,7 +233,7 @@ def _batched(primitive: Primitive, function: Any, args: Any, axes: Any, **params
     """A mapped x has one more axis in front; a mapped w is one ring for all."""
     if len(args) == 2 and axes[1] is None:
         x, w = args
-        found = primitive.bind(batching.moveaxis(x, axes[0], 0), w, **params)
+        found = primitive.bind(jnp.moveaxis(x, axes[0], 0), w, **params)
     else:
         found = jax.vmap(partial(function, **params), tuple(axes))(*args)
     return (found, [0] * len(found)) if primitive.multiple_results else (found, 0)

@@ -18,16 +18,25 @@ def specs_of(function: Callable[..., Any], *args: Any) -> list[GemmSpec]:
     Args:
       args: arrays, or `jax.ShapeDtypeStruct`s.
     """
+    return [GemmSpec.from_json(config["spec"].value) for config in _launches(function, *args)]
+
+
+def grids_of(function: Callable[..., Any], *args: Any) -> list[tuple[int, int, int]]:
+    """Returns the thread blocks, (x, y, z), of each launch of `function` for CUDA."""
+    plans = (list(config["plan"]) for config in _launches(function, *args))
+    return [(plan[1], plan[2], plan[3]) for plan in plans]
+
+
+def _launches(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
+    """Yields what each launch in the program is told."""
     fresh = jax.jit(lambda *args: function(*args))  # JAX keeps what it lowered for a function
     lowered = fresh.trace(*args).lower(lowering_platforms=("cuda",))
     module: Any = lowered.compiler_ir("stablehlo")
-    found = []
     for operation in _operations(module.operation):
         if operation.name == "stablehlo.custom_call":
             attributes = operation.attributes
             if attributes["call_target_name"].value.startswith(_TARGET):
-                found.append(GemmSpec.from_json(attributes["mhlo.backend_config"]["spec"].value))
-    return found
+                yield attributes["mhlo.backend_config"]
 
 
 def _operations(operation: Any) -> Iterator[Any]:

@@ -58,7 +58,7 @@ class Mlp:
             for shape, scale in zip(self.shapes, scales, strict=True)
         ]
 
-    def step(self, form: str, mesh: Any, **options: Any) -> Callable:
+    def step(self, form: str, mesh: Any, **options: Any) -> Any:
         """Returns a function of x, up, down and the cotangent of y: y, and the three gradients.
 
         Args:
