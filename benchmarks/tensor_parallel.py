@@ -12,7 +12,8 @@ Candidates take turns in one process; a turn is some steps back to back, by the 
     overlapped   jhg.all_gather_matmul and jhg.matmul_reduce_scatter in shard_map
 
 Behind a name, each after a colon: `peer` lets XLA copy between GPUs by their copy engines instead
-of NCCL's kernels, a number is a limit of SMs for our kernels: `overlapped:peer`, `overlapped:112`.
+of NCCL's kernels, a number is a limit of SMs for our kernels, `default` leaves out the
+latency-hiding scheduler, which all others have: `overlapped:peer:128`, `jnp:default`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.tensor_parallel import ACTIVATIONS, IN_SPECS, Mlp, mesh_of
 
 CANDIDATES = (
-    "jnp", "automatic", "gathered", "overlapped", "overlapped:128", "overlapped:112",
-    "overlapped:peer",
+    "jnp", "jnp:default", "automatic", "gathered", "overlapped", "overlapped:124",
+    "overlapped:112", "overlapped:peer",
 )  # fmt: skip
 NAMES = ("y", "of x", "of up", "of down")
 
@@ -60,14 +61,14 @@ class Candidate:
     options: dict[str, Any]
 
     @classmethod
-    def parse(cls, name: str, latency_hiding: bool) -> Candidate:
+    def parse(cls, name: str) -> Candidate:
         form, *rest = name.split(":")
         options: dict[str, Any] = {}
-        if latency_hiding:
+        if "default" not in rest:
             options["xla_gpu_enable_latency_hiding_scheduler"] = True
         if "peer" in rest:
             options["xla_gpu_collective_permute_mode"] = "COLLECTIVES_PEER_MEMORY"
-        numbers = [int(word) for word in rest if word != "peer"]
+        numbers = [int(word) for word in rest if word not in ("default", "peer")]
         return cls(form, numbers[0] if numbers else None, options)
 
     def limit(self) -> Any:
@@ -133,7 +134,7 @@ def run(arguments: argparse.Namespace, mlp: Mlp) -> list[dict[str, Any]]:
     notes: dict[str, dict[str, Any]] = {}
     first = None
     for name in arguments.candidates:
-        candidate = Candidate.parse(name, not arguments.no_latency_hiding)
+        candidate = Candidate.parse(name)
         try:
             program = candidate.compiled(mlp, mesh, inputs)
             results = jax.block_until_ready(program(*inputs))
@@ -187,7 +188,7 @@ def build(arguments: argparse.Namespace, mlp: Mlp) -> int:
     specs: dict[GemmSpec, None] = {}
     for gpus in (arguments.gpus,) if arguments.gpus else (2, 4):
         for name in arguments.candidates:
-            specs |= dict.fromkeys(Candidate.parse(name, True).specs(mlp, gpus))
+            specs |= dict.fromkeys(Candidate.parse(name).specs(mlp, gpus))
     report = cubin.build(list(specs), folder=arguments.build_only)
     print(report)
     return 1 if report.failures else 0
@@ -205,9 +206,6 @@ def main() -> int:
     parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES), metavar="NAME")
     parser.add_argument("--steps", type=int, default=20, help="in a turn")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each candidate")
-    parser.add_argument(
-        "--no-latency-hiding", action="store_true", help="without XLA's latency-hiding scheduler"
-    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--hlo", type=Path, help="write the compiled programs to this folder")
     parser.add_argument("--trace", type=Path, help="write profiles of 3 steps to this folder")
