@@ -109,11 +109,10 @@ def test_the_second_derivative_by_reverse_mode_is_the_same(name):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_replication_is_checked_or_not(name, check_vma):
+def test_replication_need_not_be_checked(name):
     x, w, ct = integers((8, 8)), integers((8, 8), seed=1), integers((8, 8), seed=2)
-    ours, theirs = both(name, 4, check_vma=check_vma)
+    ours, theirs = both(name, 4, check_vma=False)
     assert_equal(*(jax.jit(partial(step, f))(x, w, ct) for f in (ours, theirs)))
 
 
