@@ -215,7 +215,10 @@ def test_every_product_of_a_ring_and_of_its_gradients_is_a_kernel(name):
     )  # fmt: skip
     x, w, ct = (integers((256, 256), "bfloat16", seed) for seed in range(3))
     hops = {"gather": 4, "scatter": 8}
-    assert lowered(mapped, x, w).count(LAUNCH) == hops[name]
+    text = lowered(mapped, x, w)
+    assert text.count(LAUNCH) == hops[name]
+    assert "[[0, 1], [1, 2]" in text  # source and target
+    assert ("[[0, 3], [1, 0]" in text) == (name == "scatter")  # sums go both ways
     text = lowered(lambda x, w, ct: jax.vjp(mapped, x, w)[1](ct), x, w, ct)
     kept = 4 if name == "gather" else 0  # XLA drops these, whose rows alone are needed
     of_x = hops["scatter" if name == "gather" else "gather"]
