@@ -80,9 +80,10 @@ def lower(
         "precision": None if precision is None else [x.name for x in precisions],
         "preferred_element_type": preferred,
         "implementation": implementation,
-        "max_sms": max_sms,
         "platforms": platforms,
     }
+    if max_sms is not None:
+        config["max_sms"] = max_sms
     call = stablehlo.CustomCallOp(
         [ir.RankedTensorType.get(out_aval.shape, mlir.dtype_to_ir_type(out_aval.dtype))],
         [lhs, rhs],
@@ -149,7 +150,7 @@ def _answer(
     mesh: Mesh, arrays: tuple[Any, ...], given: tuple[Any, ...], config: bytes, x64: bool
 ) -> tuple[bytes, list[list[Axes]]]:
     """Returns the program of one device, and the axes of its two operands and its result."""
-    params = json.loads(config)
+    params = {"max_sms": None} | json.loads(config)
     platforms = tuple(params.pop("platforms"))
     labels = split(params["subscripts"])
     shapes, dtypes = zip(*arrays, strict=True)
