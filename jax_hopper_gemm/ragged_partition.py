@@ -57,6 +57,7 @@ def emit_ragged(
         "precision": names,
         "preferred_element_type": None if preferred is None else np.dtype(preferred).name,
         "implementation": implementation,
+        "max_sms": product.max_sms,
     }
     periods = spans.periods(product.sizes)
     labels = ragged_labels(product.subscripts, periods, shared=not spans.step)
@@ -137,7 +138,9 @@ def partitioned_ragged_product_at(value: Any) -> tuple[Call, dict[str, Any]] | N
     product = product_between(subscripts, lhs, rhs, value)
     if product is None or len(lhs.type.shape) > len(subscripts.split(",")[0]):
         return None
-    product = replace(product, spans=Spans(*words["spans"]), sizes=sizes.type.shape[0])
+    product = replace(
+        product, spans=Spans(*words["spans"]), sizes=sizes.type.shape[0], max_sms=words["max_sms"]
+    )
     precision = partition.precision_of(words["precision"])
     options = {"precision": precision, "implementation": words["implementation"]}
     return Call(product, (lhs, rhs), sizes=sizes), options
