@@ -150,8 +150,8 @@ def fused_of_shards(
     n: str,
     precision: list[str],
     implementation: str | None,
-    max_sms: int | None,
     in_place: int | None,
+    max_sms: int | None = None,
 ) -> list[jax.Array]:
     """The program of a share.
 

@@ -236,7 +236,7 @@ def partitioned_product_at(value: Any) -> tuple[Call, dict[str, Any]] | None:
         return None
     precision = partition.precision_of(words["precision"])
     options = {"precision": precision, "implementation": words["implementation"]}
-    return Call(replace(product, max_sms=words["max_sms"]), (lhs, rhs)), options
+    return Call(replace(product, max_sms=words.get("max_sms")), (lhs, rhs)), options
 
 
 def _product_of_shards(
@@ -246,12 +246,13 @@ def _product_of_shards(
     *,
     precision: list[str],
     preferred_element_type: str | None,
+    max_sms: int | None = None,
     **params: Any,
 ) -> list[jax.Array]:
     preferred = preferred_element_type and np.dtype(jnp.dtype(preferred_element_type))
     product = hopper_dot_p.bind(
         lhs, rhs, precision=partition.precision_of(precision), preferred_element_type=preferred,
-        out_sharding=None, **params,
+        out_sharding=None, max_sms=max_sms, **params,
     )  # fmt: skip
     return [local.sum(product)]
 
