@@ -122,9 +122,9 @@ def fused_dot(
         in_place = None if in_place is None else in_place + 1
     else:
         lhs, *rights = alike_in_shard_map(lhs, *rights)
-    accumulators = jax.eval_shape(
+    accumulators = traced(
         partial(accumulate, by_xla=True), lhs, rights, *operands[: accumulate.sizes]
-    )
+    ).out_avals
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*accumulators, *operands)
     results, structure = jax.tree.flatten(shapes)
     if out_dtypes is not None and len(out_dtypes) != len(results):

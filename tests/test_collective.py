@@ -179,6 +179,20 @@ def test_bias_and_activation_follow_the_product():
     assert_equal(*(jax.jit(partial(results, f))() for f in (mapped(ours), wanted)))
 
 
+def test_other_mesh_axes_may_stay_automatic():
+    mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=(AxisType.Auto,) * 2)
+    x, up, down = integers((8, 8)), integers((8, 16), seed=1), integers((16, 8), seed=2)
+
+    def layer(x: Any, up: Any, down: Any) -> Any:
+        return jhg.matmul_reduce_scatter(jhg.all_gather_matmul(x, up, "tp"), down, "tp")
+
+    mapped = jax.shard_map(
+        layer, mesh=mesh, axis_names={"tp"}, in_specs=(P("tp"), P(None, "tp"), P("tp")),
+        out_specs=P("tp"),
+    )  # fmt: skip
+    np.testing.assert_array_equal(jax.jit(mapped)(x, up, down), x @ up @ down)
+
+
 def test_several_mesh_axes_are_one_ring():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     x, w = integers((8, 4)), integers((4, 8), seed=1)

@@ -267,7 +267,7 @@ def _traced_steps(
     function = partial(function, **dict(options))
     dtype = jax.eval_shape(function, lhs, rhs).dtype
     wide = partial(function, preferred_element_type=accumulator_dtype(dtype))
-    product = jax.eval_shape(wide, lhs, rhs)
+    (product,) = jax.make_jaxpr(wide)(lhs, rhs).out_avals
     what = traced(steps.op, steps, (product,), operands, dtype, dtypes)
     if implementation == "xla":
         return what.apply(wide(lhs, rhs))
