@@ -69,7 +69,7 @@ def step(f: Any, x: Any, w: Any, cotangent: Any) -> Any:
 def assert_equal(ours: Any, theirs: Any) -> None:
     def check(a: Any, b: Any) -> None:
         assert a.dtype == b.dtype
-        np.testing.assert_array_equal(*(np.asarray(x, np.float64) for x in (a, b)))
+        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
 
     jax.tree.map(check, ours, theirs)
 
@@ -283,6 +283,7 @@ def test_wrong_options_say_what_was_expected():
     with pytest.raises(ValueError, match="implementation is 'cuda'"):
         call("tp", implementation="cuda")
     with pytest.raises(TypeError, match="w is a list, expected an array"):
-        jhg.matmul_reduce_scatter(x, [1.0], "tp")
+        wrong: Any = [1.0]
+        jhg.matmul_reduce_scatter(x, wrong, "tp")
     with pytest.raises(ValueError, match="call it inside jax.shard_map"):
         jhg.matmul_reduce_scatter(x, x, "tp")
