@@ -28,11 +28,16 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.interpreters import partial_eval as pe
 
 from . import partition
+from .accumulate import Accumulate
 from .contraction import split
-from .fused_tangent import Accumulate, Recompute, batched_product, epilogue_tangent_p
+from .fused_ragged_shares import NAME as RAGGED
+from .fused_ragged_shares import fused_of_ragged_shards
+from .fused_shares import emit_fused, fused_of_shards, route_partitioned
+from .fused_tangent import Recompute, batched_product, epilogue_tangent_p
 from .group_rows import live_rows, live_rows_p, rows_of_groups, rows_of_groups_p
 from .jaxprs import (
     ClosedJaxpr,
+    abstract,
     is_inexact,
     jvp_by,
     mapped,
@@ -43,8 +48,8 @@ from .jaxprs import (
 )
 from .lowering import Call, register_lowering
 from .primitive import alike_in_shard_map, as_cotangent, cotangent_of
-from .ragged import sizes_of_each
 from .routing import Product
+from .span_sizes import sizes_of_each
 from .spans import ROWS, ROWS_TRANSPOSED, Spans, is_contraction
 
 hopper_fused_p = Primitive("hopper_fused")
@@ -122,9 +127,9 @@ def fused_dot(
         in_place = None if in_place is None else in_place + 1
     else:
         lhs, *rights = alike_in_shard_map(lhs, *rights)
-    accumulators = traced(
+    accumulators = abstract(
         partial(accumulate, by_xla=True), lhs, rights, *operands[: accumulate.sizes]
-    ).out_avals
+    )
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*accumulators, *operands)
     results, structure = jax.tree.flatten(shapes)
     if out_dtypes is not None and len(out_dtypes) != len(results):
@@ -370,7 +375,7 @@ def _batch(axis_data: Any, args: Any, axes: Any, **params: Any) -> tuple[list[An
     operands, axes = list(operands), [product_axis] * sizes + list(axes[count:])
     if sizes and product_axis is not None:
         _as_rows_lie(axis_data.size, products, operands, axes, params)
-    accumulators = jax.eval_shape(
+    accumulators = abstract(
         partial(accumulate, by_xla=True), lhs, right_operands, *operands[:sizes]
     )
     function = mapped(
@@ -452,14 +457,33 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) 
     call = Call(
         product, tuple(products), tuple(operands), tuple(avals), params["in_place"], sizes=sizes
     )
-    apart = not accumulate.spans and partition.applies(ctx)
-    launched = None if apart else call.lower(ctx, accumulate.implementation)
+    launched = call.lower(ctx, accumulate.implementation)
     if launched:
         return launched
-    # XLA has no ragged product that would be worth keeping a function with. Where it partitions
-    # the program, the function comes behind the reduction over devices, if there is one.
-    to_xla = _lower_apart if accumulate.spans or apart else _lower_to_xla
-    return to_xla(ctx, *values, **params)
+    # XLA has no ragged product that would be worth keeping a function with.
+    return (_lower_apart if accumulate.spans else _lower_to_xla)(ctx, *values, **params)
+
+
+def _lower_partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+    """Emits a product with its function, or else the product and the function behind it."""
+    accumulate, count = params["accumulate"], 1 + params["rights"]
+    if not partition.applies(ctx):
+        return None
+    call = Call(
+        product_of(ctx.avals_in, params), values[:count], values[count:],
+        tuple(ctx.avals_in[count:]), params["in_place"],
+        sizes=values[count] if accumulate.spans else None,
+    ).untransposed()  # fmt: skip
+    insist = accumulate.implementation == "hopper"
+    emitted = None
+    if accumulate.batch:  # by its products, which are mapped
+        pass
+    elif found := route_partitioned(ctx, call, insist=insist):
+        emitted = emit_fused(
+            ctx, call, found, precision=accumulate.precision,
+            implementation=accumulate.implementation,
+        )  # fmt: skip
+    return emitted or _lower_apart(ctx, *values, **params)
 
 
 def _flat(accumulate: Accumulate, lhs: Any, *others: Any) -> list[Any]:
@@ -479,8 +503,10 @@ batching.fancy_primitive_batchers[hopper_fused_p] = _batch
 pe.dce_rules[hopper_fused_p] = _without_unused
 register_lowering(
     hopper_fused_p, _abstract_eval, _reference, _lower_for_cuda,
-    lambda params: params["accumulate"].implementation,
+    lambda params: params["accumulate"].implementation, _lower_partitioned,
 )  # fmt: skip
+partition.register(hopper_fused_p.name, partial(fused_of_shards, hopper_fused_p.bind))
+partition.register(RAGGED, partial(fused_of_ragged_shards, hopper_fused_p.bind))
 
 
 # The products of one array with gate and with up. Its transpose is their sum, which the second
@@ -534,7 +560,7 @@ def _added(x: Any, accumulate: Accumulate, lhs: Any, right: Any, sizes: Any) -> 
     def function(product: Any, sizes: Any, x: Any) -> list[Any]:
         return [live_rows((product + x).astype(x.dtype), sizes, spans)]
 
-    product = jax.eval_shape(partial(accumulate.together, by_xla=True), lhs, right, sizes)
+    product = abstract(partial(accumulate.together, by_xla=True), lhs, right, sizes)
     (found,) = hopper_fused_p.bind(
         lhs, right, sizes, x, jaxpr=traced(function, product, sizes, x), rights=1,
         accumulate=accumulate, preactivation="save", in_place=1,

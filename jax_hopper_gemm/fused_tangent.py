@@ -15,17 +15,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax import numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, xla
 from jax.interpreters import partial_eval as pe
 
-from .contraction import split, stacked_letter, stacked_result
-from .dot_general import padded_partitions, with_partitions
+from . import partition
+from .accumulate import Accumulate, unstacked
+from .contraction import split
+from .fused_shares import emit_fused, route_partitioned
 from .group_rows import mapped_first, mapped_shared, without_masks
 from .jaxprs import (
     ClosedJaxpr,
+    abstract,
     jvp_by,
     mapped,
     pruned,
@@ -33,112 +35,17 @@ from .jaxprs import (
     transposed,
     with_accumulator,
 )
-from .lowering import is_launch, launcher_violation, product_at, register_lowering
-from .primitive import hopper_dot, reference_dot, with_batch
-from .ragged import hopper_ragged_dot
-from .spans import Spans, gate_letter, is_contraction
+from .lowering import Call, is_launch, launcher_violation, product_at, register_lowering
+from .primitive import partitioned_product_at, with_batch
+from .ragged_partition import partitioned_ragged_product_at
+from .routing import Route
+from .spans import is_contraction
 
 epilogue_p = Primitive("epilogue")
 epilogue_tangent_p = Primitive("epilogue_tangent")
 for primitive in (epilogue_p, epilogue_tangent_p):
     primitive.multiple_results = True
     primitive.def_impl(partial(xla.apply_primitive, primitive))
-
-
-@dataclass(frozen=True)
-class Accumulate:
-    """How accumulators are computed, outside of any kernel's epilogue.
-
-    Attributes:
-      subscripts: as in `contraction.as_gemm`; of a ragged product, a form in `spans`, or
-        "mk,gkcn->mn" where weights hold gate and up.
-      dtype: of the accumulators.
-      precision, out_sharding, implementation, max_sms: as in `hopper_dot`.
-      spans: of a ragged product, which spans of rows belong to which group. The sizes that cut
-        the rows are one more operand, behind the right ones.
-      batch: number of axes that `vmap` put in front of those of a ragged product: of the left
-        operand, the sizes and the result, and of the right operands unless all share them, which
-        those of a contraction do not.
-    """
-
-    subscripts: str
-    dtype: Any
-    precision: Any
-    out_sharding: Any
-    implementation: str | None
-    spans: Spans | None = None
-    batch: int = 0
-    max_sms: int | None = None
-
-    @property
-    def stacked(self) -> bool:
-        """Whether the right operand holds gate and up."""
-        return bool(self._stacked_letter)
-
-    @property
-    def _stacked_letter(self) -> str:
-        return (gate_letter if self.spans else stacked_letter)(self.subscripts)
-
-    @property
-    def sizes(self) -> int:
-        """How many operands stand between the right ones and the function's: 1 or 0."""
-        return 1 if self.spans else 0
-
-    def plane_axis(self) -> int | None:
-        """Returns the axis of gate and up in `together`'s result; None where there is none."""
-        if self.stacked and self.spans:
-            return self.batch + 1
-        return stacked_result(self.subscripts)[1] if self.stacked else None
-
-    def together(self, lhs: Any, right: Any, *sizes: Any, by_xla: bool = False) -> Any:
-        """Returns one product: with gate and up stacked, an array of both.
-
-        With `by_xla` no kernel takes part.
-        """
-        if self.spans:
-            return self._ragged(lhs, right, *sizes, by_xla=by_xla)
-        subscripts, sharding = self.subscripts, self.out_sharding
-        if self.stacked:
-            subscripts, axis = stacked_result(subscripts)
-            if sharding is not None:
-                parts = list(padded_partitions(sharding, len(subscripts.split("->")[1]) - 1))
-                sharding = with_partitions(sharding, (*parts[:axis], None, *parts[axis:]))
-        return (reference_dot if by_xla else hopper_dot)(
-            lhs, right, subscripts=subscripts, precision=self.precision,
-            preferred_element_type=self.dtype, out_sharding=sharding,
-            implementation=self.implementation, max_sms=self.max_sms,
-        )  # fmt: skip
-
-    def _ragged(self, lhs: Any, right: Any, sizes: Any, *, by_xla: bool) -> Any:
-        assert self.spans
-        subscripts, shared = self.subscripts, right.ndim == len(split(self.subscripts)[1])
-        if self.stacked:  # their columns side by side
-            right = right.reshape(*right.shape[:-2], -1)
-            subscripts = subscripts.replace(self._stacked_letter, "")
-        product = partial(
-            hopper_ragged_dot, subscripts=subscripts, spans=self.spans, precision=self.precision,
-            preferred_element_type=self.dtype,
-            implementation="xla" if by_xla else self.implementation, max_sms=self.max_sms,
-        )  # fmt: skip
-        for _ in range(self.batch):
-            product = jax.vmap(product, (0, None if shared else 0, 0))
-        found = product(lhs, right, sizes)
-        return found.reshape(*found.shape[:-1], 2, -1) if self.stacked else found
-
-    def __call__(
-        self, lhs: Any, rights: Sequence[Any], *sizes: Any, by_xla: bool = False
-    ) -> list[Any]:
-        """Returns the accumulators, an array each."""
-        arrays = [self.together(lhs, right, *sizes, by_xla=by_xla) for right in rights]
-        return unstacked(arrays, self.plane_axis())
-
-
-def unstacked(arrays: Sequence[Any], axis: int | None) -> list[Any]:
-    """Returns `arrays` with the planes of the first, along `axis`, apart."""
-    if axis is None:
-        return list(arrays)
-    planes = [lax.index_in_dim(arrays[0], i, axis, keepdims=False) for i in range(2)]
-    return [*planes, *arrays[1:]]
 
 
 @dataclass(frozen=True)
@@ -268,7 +175,7 @@ def _batch_tangent(
     inner, inner_axes = args[:residuals], axes[:residuals]
     if recompute is not None:
         args, axes, recompute, product_axis = batched_recompute(axis_data, args, axes, recompute)
-        inner = jax.eval_shape(recompute.residuals, args[:residuals])
+        inner = abstract(recompute.residuals, args[:residuals])
         count = sum(recompute.used)
         first = 1 + recompute.rights + recompute.accumulate.sizes
         inner_axes = [product_axis] * count + axes[first:residuals]
@@ -278,7 +185,7 @@ def _batch_tangent(
         if axis is not None:
             linear[0], linear_axes[0] = jnp.moveaxis(linear[0], axis, 0), 0
             plane_axis += 1
-        planes = jax.eval_shape(partial(unstacked, axis=plane_axis), linear[:1])
+        planes = abstract(partial(unstacked, axis=plane_axis), linear[:1])
         inner_linear, inner_linear_axes = [*planes, *linear[1:]], [linear_axes[0], *linear_axes]
     else:
         inner_linear, inner_linear_axes = linear, linear_axes
@@ -409,33 +316,61 @@ def _lower_epilogue_for_cuda(
     Of several, the one of whose epilogue the kernel computes most. Where XLA runs the product, it
     keeps it if it is expected to be faster with the function, too.
     """
-    best = None
+    choices = []
     for index, value in enumerate(values):
         product = product_at(value)
         if product is None or launcher_violation():
             continue
-        function = with_accumulator(jaxpr, index, np.float32)
-        operands = (*values[:index], *values[index + 1 :])
-        sizes = [i for i, x in enumerate(operands) if product.product.spans and x == product.sizes]
-        call = replace(
-            product,
-            product=replace(
-                product.product, function=function, out_dtype=ctx.avals_out[0].dtype.name,
-                sizes_operand=sizes[0] if sizes else None,
-            ),
-            operands=operands,
-            avals=(*ctx.avals_in[:index], *ctx.avals_in[index + 1 :]),
-        )  # fmt: skip
+        call = _followed(ctx, product, values, index, jaxpr)
         found = call.route(ctx, kernel_only=is_launch(value))
-        if found.path != "hopper" or found.fusion is None:
-            continue
-        fused = (-len(found.uncovered), len(found.fusion.graph.nodes))
-        if best is None or fused > best[0]:
-            best = fused, call, found
-    if best is None:
+        if found.path == "hopper" and found.fusion is not None:
+            choices.append((call, found))
+    if not choices:
         return _lower_epilogue(ctx, *values, jaxpr=jaxpr)
-    _, call, found = best
+    call, found = max(choices, key=lambda choice: _covered(choice[1]))
     return call.launch(ctx, found)
+
+
+def _lower_epilogue_partitioned(
+    ctx: mlir.LoweringRuleContext, *values: Any, jaxpr: ClosedJaxpr
+) -> Any:
+    """Emits the same where XLA partitions the program over devices."""
+    if not partition.applies(ctx):
+        return None
+    choices = []
+    for index, value in enumerate(values):
+        product = partitioned_product_at(value) or partitioned_ragged_product_at(value)
+        if product is not None:
+            bare, options = product
+            call = _followed(ctx, bare, values, index, jaxpr)
+            insist = options["implementation"] == "hopper"
+            if found := route_partitioned(ctx, call, insist=insist):
+                choices.append((call, found, options))
+    for call, found, options in sorted(choices, key=lambda x: _covered(x[1]), reverse=True):
+        if emitted := emit_fused(ctx, call, found, **options):
+            return emitted
+    return _lower_epilogue(ctx, *values, jaxpr=jaxpr)
+
+
+def _followed(
+    ctx: mlir.LoweringRuleContext, call: Call, values: Any, index: int, jaxpr: ClosedJaxpr
+) -> Call:
+    """Returns a product with a function of which it is an input."""
+    operands = (*values[:index], *values[index + 1 :])
+    product = call.product
+    sizes = [i for i, x in enumerate(operands) if product.spans and x == call.sizes]
+    product = replace(
+        product, function=with_accumulator(jaxpr, index, np.float32),
+        out_dtype=ctx.avals_out[0].dtype.name, sizes_operand=sizes[0] if sizes else None,
+    )  # fmt: skip
+    avals = (*ctx.avals_in[:index], *ctx.avals_in[index + 1 :])
+    return replace(call, product=product, operands=operands, avals=avals)
+
+
+def _covered(found: Route) -> tuple[int, int]:
+    """Returns what orders routes by how much of a function the kernel computes."""
+    assert found.fusion
+    return -len(found.uncovered), len(found.fusion.graph.nodes)
 
 
 epilogue_p.def_abstract_eval(lambda *avals, jaxpr: _out_avals(jaxpr_as_fun(jaxpr), avals))
@@ -448,4 +383,5 @@ register_lowering(
     lambda *avals, jaxpr: _out_avals(jaxpr_as_fun(jaxpr), avals),
     _epilogue,
     _lower_epilogue_for_cuda,
+    partitioned=_lower_epilogue_partitioned,
 )

@@ -26,6 +26,15 @@ def traced(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(function)(*avals)
 
 
+def abstract(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns the abstract values of a function's outputs, in their structure.
+
+    As `jax.eval_shape`, whose structs lose, inside `jax.shard_map` over some mesh axes, the mesh.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
+
+
 def pruned(
     closed: ClosedJaxpr, outputs: Sequence[bool], kept: Sequence[bool] | None = None
 ) -> tuple[ClosedJaxpr, list[bool]]:

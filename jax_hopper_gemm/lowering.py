@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any, Literal
 
 import jax
@@ -27,6 +26,7 @@ from .contraction import split
 from .dot_general import to_subscripts
 from .epilogue import Result
 from .plan import result_shapes
+from .program_devices import devices_of
 from .reductions import finish_partials
 from .routing import Product, Route, current_device, route
 from .spans import Spans, is_contraction, weights_in_order
@@ -118,6 +118,7 @@ class Call:
         Raises:
           NotImplementedError: none runs the product, and `implementation` is "hopper" or the user
             wants an error.
+          ForkedError: the process was forked from one that had kernels loaded.
         """
         kernel_only = implementation == "hopper"
         direct = self.untransposed()
@@ -127,6 +128,7 @@ class Call:
                 break
         found = found.unless(_partition_violation(ctx) or launcher_violation())
         if found.path == "hopper":
+            native.refuse_fork()
             return call.launch(ctx, found)
         if kernel_only:
             raise NotImplementedError(
@@ -322,13 +324,10 @@ def product_at(value: Any) -> Call | None:
     else:
         return None
     lhs, rhs, *others = list(operation.operands)
-    if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, value)):
+    if (product := product_between(subscripts, lhs, rhs, value)) is None:
         return None
-    (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, value))
     limit = operation.attributes[MAX_SMS].value if MAX_SMS in operation.attributes else None
-    product = Product(
-        subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype, max_sms=limit
-    )
+    product = replace(product, max_sms=limit)
     if SPANS in operation.attributes:
         spans = Spans(*map(int, operation.attributes[SPANS].value.split(",")))
         sizes, *rows = others
@@ -338,6 +337,14 @@ def product_at(value: Any) -> Call | None:
             call = call.gathered_by(operation.attributes[GATHERED].value, rows[0])
         return call
     return Call(product, (lhs, rhs))
+
+
+def product_between(subscripts: str, lhs: Any, rhs: Any, out: Any) -> Product | None:
+    """Returns the bare product of two MLIR values; None for dtypes that no kernel stores."""
+    if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, out)):
+        return None
+    (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, out))
+    return Product(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
 
 
 def mark_rows(value: Any) -> None:
@@ -413,11 +420,7 @@ def _beneath_transpose(
 
 def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:
     """Returns why no kernel is launched for a whole product that XLA partitions over devices."""
-    context: Any = ctx.module_context.axis_context
-    devices = getattr(context, "num_devices", 1)
-    if (manual := getattr(context, "manual_axes", None)) is not None:  # inside shard_map
-        shape = context.mesh.shape
-        devices = prod(extent for axis, extent in shape.items() if axis not in manual)
+    devices = devices_of(ctx)
     if devices == 1:
         return None
     return (

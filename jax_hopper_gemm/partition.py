@@ -4,19 +4,27 @@ What a device's share is, XLA knows only when it partitions, long after lowering
 a custom call that says in words what is asked (`TARGET`, its configuration is JSON), with Shardy's
 rule of how shardings go through it. XLA's partitioner comes back with the shardings that it has
 found. The answer is a program for one device: the product of the shards, lowered like any other
-program for one device, and a reduction where a contracted axis is sharded.
+program for one device, and a sum over devices where a contracted axis is sharded.
 
 Nothing in the custom call belongs to a process, so the persistent compilation cache and
 `jax.export` take such programs. The executable holds no call of `TARGET` any more.
+
+A module with products of its own takes part in two steps:
+
+1. On import it calls `register("its name", program)`. `program(local, *shards, **params)` is a JAX
+   function of the operands' shards, in which `local.sum` adds a product of shards up over devices.
+   It returns a list of the results' shards.
+2. Where `applies(ctx)`, its lowering rule returns `emit(ctx, "its name", values, labels, params)`.
+   `labels` says which dimensions are the same letter (`shares.Labels`); `params` are JSON.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import lru_cache, partial
 from typing import Any
 
@@ -28,156 +36,214 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jaxlib import xla_client
 
-from .contraction import split
-from .shares import Axes, Mesh, Share, choose_share, is_plain
+from .collectives import Local
+from .mesh import Axes, Mesh, is_plain
+from .program_devices import axis_left, devices_of, extents_left, platforms_of
+from .shares import Labels, choose_share, sharding_rule
 
 TARGET = "jax_hopper_gemm.v1.partition"
+VERSION = 1  # of a call's configuration, which exported programs hold
 PLATFORMS = [("cuda",)]  # what a program is lowered for, where products are partitioned here
 
 # Lowering: the custom call.
 
 
 def applies(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether XLA partitions the whole program over devices, and this JAX lets us take part.
+    """Whether XLA partitions the program over devices, and this JAX lets us take part.
 
-    A program inside `jax.shard_map` over some of the mesh axes is not for us.
+    Inside `jax.shard_map` over some mesh axes, where one other is left. XLA tells the shardings
+    there by numbers within the group of devices that has the others, in an order that it keeps to
+    itself: along one axis there is one.
     """
-    devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     shardy = jax.config.jax_use_shardy_partitioner
-    return devices > 1 and platforms_of(ctx) in PLATFORMS and _registered and shardy
+    possible = platforms_of(ctx) in PLATFORMS and _registered and shardy
+    return possible and devices_of(ctx) > 1 and len(extents_left(ctx) or [0]) == 1
 
 
-def platforms_of(ctx: mlir.LoweringRuleContext) -> tuple[str, ...]:
-    return tuple(ctx.platforms or ctx.module_context.platforms)
-
-
-def lower(
+def emit(
     ctx: mlir.LoweringRuleContext,
-    lhs: Any,
-    rhs: Any,
+    name: str,
+    operands: Sequence[Any],
+    labels: Labels,
+    params: dict[str, Any],
     *,
-    subscripts: str,
-    precision: Any,
-    preferred_element_type: Any,
-    implementation: str | None,
-    max_sms: int | None,
+    avals_out: Sequence[Any] | None = None,
+    sum_dtype: Any = None,
 ) -> list[Any] | None:
     """Emits the custom call that XLA's partitioner replaces; None where XLA's product must do.
 
-    The parameters are those of `hopper_dot`; the result's sharding is its abstract value's.
+    Args:
+      name: of a registered program.
+      operands: values of the factors, then of the other operands.
+      labels: the letters of operands and results.
+      params: keyword arguments of the program; JSON.
+      avals_out: abstract values of the results, with shardings where axes are Explicit; None: those
+        of `ctx`.
+      sum_dtype: in which products of shards are summed; None: that of the first result.
     """
-    (out_aval,) = ctx.avals_out
-    sharding = out_aval.sharding
-    precisions = precision if isinstance(precision, tuple) else (precision,)
-    if not all(x is None or isinstance(x, lax.Precision) for x in precisions):
+    results = list(ctx.avals_out if avals_out is None else avals_out)
+    if any(getattr(x.sharding.spec, "unreduced", None) for x in results):
         return None
-    if getattr(sharding.spec, "unreduced", None):
-        return None
-    platforms = platforms_of(ctx)
-    preferred = None if preferred_element_type is None else np.dtype(preferred_element_type).name
     config = {
-        "subscripts": subscripts,
-        "precision": None if precision is None else [x.name for x in precisions],
-        "preferred_element_type": preferred,
-        "implementation": implementation,
-        "platforms": platforms,
+        "version": VERSION,
+        "name": name,
+        "labels": asdict(labels),
+        "sum_dtype": np.dtype(sum_dtype or results[0].dtype).name,
+        "platforms": platforms_of(ctx),
+        "axis": axis_left(ctx),
+        "params": params,
     }
-    if max_sms is not None:
-        config["max_sms"] = max_sms
     call = stablehlo.CustomCallOp(
-        [ir.RankedTensorType.get(out_aval.shape, mlir.dtype_to_ir_type(out_aval.dtype))],
-        [lhs, rhs],
+        [ir.RankedTensorType.get(x.shape, mlir.dtype_to_ir_type(x.dtype)) for x in results],
+        list(operands),
         call_target_name=ir.StringAttr.get(TARGET),
         has_side_effect=ir.BoolAttr.get(False),
         api_version=ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 2),
         called_computations=ir.ArrayAttr.get([]),
         backend_config=ir.StringAttr.get(json.dumps(config)),
     )
-    extents = dict(
-        zip(subscripts.replace(",", ""), [*lhs.type.shape, *rhs.type.shape], strict=False)
-    )
-    call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(sharding_rule(subscripts, extents))
-    (result,) = call.results
-    if sharding.mesh.empty or not sharding.mesh.explicit_axes:
-        return [result]
-    constrain = mlir.lower_fun(
-        partial(lax.with_sharding_constraint, shardings=sharding), multiple_results=False
-    )
-    return list(constrain(ctx.replace(avals_in=[out_aval]), result))
+    shapes = [*(x.type.shape for x in operands), *(x.shape for x in results)]
+    rule = sharding_rule(labels, labels.extents(shapes))
+    call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
+    return constrained(ctx, call.results, results)
 
 
-def sharding_rule(subscripts: str, extents: dict[str, int]) -> str:
-    """Returns Shardy's rule of a product: which dimensions are the same letter."""
-    names = dict(zip(extents, _factor_names(), strict=False))
-    lhs, rhs, out = ("[" + ", ".join(names[x] for x in part) + "]" for part in split(subscripts))
-    sizes = ", ".join(f"{names[letter]}={extent}" for letter, extent in extents.items())
-    _, _, out_labels = split(subscripts)
-    contracted = ", ".join(names[letter] for letter in extents if letter not in out_labels)
-    reduction = f" reduction={{{contracted}}}" if contracted else ""
-    return f"#sdy.op_sharding_rule<({lhs}, {rhs})->({out}) {{{sizes}}}{reduction}, custom>"
+def precision_names(precision: Any) -> list[str] | None:
+    """Returns a precision of `lax.dot_general_p` as JSON; None where it has no names."""
+    if precision is None:
+        return []
+    found = precision if isinstance(precision, tuple) else (precision,)
+    return [x.name for x in found] if all(isinstance(x, lax.Precision) for x in found) else None
 
 
-def _factor_names() -> Iterable[str]:
-    yield from "ijklmnopqrstuvwxyz"
-    yield from (f"z_{i}" for i in itertools.count(1))
+def precision_of(names: Sequence[str]) -> Any:
+    """Returns the precision of these names."""
+    found = tuple(lax.Precision[name] for name in names)
+    return found if len(found) == 2 else (*found, None)[0]
+
+
+def call_at(value: Any, name: str) -> tuple[list[Any], dict[str, Any]] | None:
+    """Returns operands and parameters of the call of a name that an MLIR value is the result of.
+
+    Nothing else may use the value yet. Between the two may lie the sharding of its type.
+    """
+    uses = 0
+    while getattr(value.owner, "name", None) == "sdy.sharding_constraint":
+        if len(list(value.uses)) != uses:
+            return None
+        value, uses = value.owner.operands[0], 1
+    call = value.owner
+    if getattr(call, "name", None) != "stablehlo.custom_call" or len(list(value.uses)) != uses:
+        return None
+    if call.attributes["call_target_name"].value != TARGET:
+        return None
+    config = json.loads(call.attributes["backend_config"].value)
+    return (list(call.operands), config["params"]) if config["name"] == name else None
+
+
+def constrained(
+    ctx: mlir.LoweringRuleContext, values: Sequence[Any], avals: Sequence[Any]
+) -> list[Any]:
+    """Emits the shardings that types with Explicit axes name."""
+    found = []
+    for value, aval in zip(values, avals, strict=True):
+        sharding = aval.sharding
+        if not sharding.mesh.empty and sharding.mesh.explicit_axes:
+            constrain = mlir.lower_fun(
+                partial(lax.with_sharding_constraint, shardings=sharding), multiple_results=False
+            )
+            (value,) = constrain(ctx.replace(avals_in=[aval], avals_out=[aval]), value)
+        found.append(value)
+    return found
 
 
 # XLA's partitioner comes back.
 
-_product: Callable[..., Any] | None = None
+
+Program = Callable[..., Sequence[Any]]
+_programs: dict[str, Program] = {}
+
+
+def register(name: str, program: Program) -> None:
+    """Says what each device runs of the calls of a name: `program(local, *shards, **params)`."""
+    _programs[name] = program
 
 
 def _partition(
     arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sharding: Any, config: bytes
 ) -> tuple[bytes, list[Any], Any]:
-    """Returns the program of one device, how it wants its operands and gives its result."""
-    shardings = (*arg_shardings, result_sharding)
+    """Returns the program of one device, how it wants its operands and gives its results."""
+    several = result_shape.is_tuple()
+    result_shapes = result_shape.tuple_shapes() if several else [result_shape]
+    result_shardings = result_sharding.tuple_elements() if several else [result_sharding]
+    shardings = (*arg_shardings, *result_shardings)
     mesh = Mesh.of(shardings)
     arrays = tuple(
-        (tuple(shape.dimensions()), shape.numpy_dtype()) for shape in (*arg_shapes, result_shape)
+        (tuple(shape.dimensions()), shape.numpy_dtype()) for shape in (*arg_shapes, *result_shapes)
     )
     given = tuple(
         tuple(mesh.axes_of(sharding)) if is_plain(sharding) else ((),) * len(shape)
         for sharding, (shape, _) in zip(shardings, arrays, strict=True)
     )
     program, axes = _answer(mesh, arrays, given, config, jax.config.jax_enable_x64)
-    lhs, rhs, out = map(mesh.sharding, axes)
-    return program, [lhs, rhs], out
+    found = [mesh.sharding(each) for each in axes]
+    wanted, results = found[: len(arg_shapes)], found[len(arg_shapes) :]
+    if several:
+        return program, wanted, xla_client.HloSharding.tuple_sharding(result_shape, results)
+    return program, wanted, results[0]
 
 
 @lru_cache(maxsize=4096)  # layers of a model ask the same again
 def _answer(
     mesh: Mesh, arrays: tuple[Any, ...], given: tuple[Any, ...], config: bytes, x64: bool
 ) -> tuple[bytes, list[list[Axes]]]:
-    """Returns the program of one device, and the axes of its two operands and its result."""
-    params = {"max_sms": None} | json.loads(config)
-    platforms = tuple(params.pop("platforms"))
-    labels = split(params["subscripts"])
+    """Returns the program of one device, and the axes of its operands and results."""
+    asked = json.loads(config)
+    if asked["version"] != VERSION:
+        raise ValueError(
+            f"the product to partition has version {asked['version']}, and this jax_hopper_gemm "
+            f"reads version {VERSION}: another one made the program. Trace and export it again "
+            "with this one, or run it with that one."
+        )
+    tuples = {key: tuple(x) for key, x in asked["labels"].items() if isinstance(x, list)}
+    labels = Labels(**asked["labels"] | tuples)
+    axis = asked["axis"] and tuple(asked["axis"])
+    if axis and not all(map(mesh.is_along_one, given)):
+        given = tuple(((),) * len(each) for each in given)
     shapes, dtypes = zip(*arrays, strict=True)
-    extents = {x: n for names, shape in zip(labels, shapes, strict=True)
-               for x, n in zip(names, shape, strict=True)}  # fmt: skip
-    itemsizes = tuple(dtype.itemsize for dtype in dtypes)
-    share = choose_share(mesh, params["subscripts"], extents, itemsizes, given)
+    extents = labels.extents(shapes)
+    itemsizes = [x.itemsize for x in (*dtypes, jax.numpy.dtype(asked["sum_dtype"]))]
+    share = choose_share(mesh, labels, extents, itemsizes, given)
+    axes = share.arrays(labels)
     shards = [
-        jax.ShapeDtypeStruct([extents[x] // mesh.count(share.axes[x]) for x in names], dtype)
-        for names, dtype in zip(labels[:2], dtypes, strict=False)
+        jax.ShapeDtypeStruct(
+            [extent // mesh.count(along) for extent, along in zip(shape, each, strict=True)], dtype
+        )
+        for (shape, dtype), each in zip(arrays, axes, strict=True)
     ]
-    module = _lowered_product(shards, params, platforms, x64)
-    program = _reduced(module, mesh, share, labels[2])
-    operands = [[share.axes[x] for x in names] for names in labels[:2]]
-    return program, [*operands, [share.result(x) for x in labels[2]]]
+    operands = shards[: len(shards) - len(labels.results)]
+    local = Local(mesh, labels, share, asked["sum_dtype"], axis)
+    program = partial(_programs[asked["name"]], local, **asked["params"])
+    try:
+        return _lowered(program, operands, tuple(asked["platforms"]), x64), axes
+    except NotImplementedError as error:  # XLA raises an error of its own, with this one's text
+        whole, part = (
+            " and ".join(f"{x.dtype}{list(x.shape)}" for x in found)
+            for found in (
+                [jax.ShapeDtypeStruct(*x) for x in arrays[: len(operands)]], operands,
+            )
+        )  # fmt: skip
+        raise NotImplementedError(
+            f"{error}\nIt is one device's share: {part} of {whole}. Shard another dimension, or "
+            "over fewer devices; with implementation=None XLA runs what no kernel can."
+        ) from None
 
 
-def _lowered_product(shards: list[Any], params: Any, platforms: tuple[str, ...], x64: bool) -> Any:
-    assert _product
-    if (names := params["precision"]) is not None:
-        pair = tuple(lax.Precision[name] for name in names)
-        params["precision"] = pair if len(pair) == 2 else pair[0]
-    params["out_sharding"] = None
-    if (preferred := params["preferred_element_type"]) is not None:
-        params["preferred_element_type"] = np.dtype(jax.numpy.dtype(preferred))
-    product = partial(_product, **params)
-    function = jax.jit(lambda *operands: product(*operands), keep_unused=True)
+def _lowered(
+    program: Program, shards: Sequence[Any], platforms: tuple[str, ...], x64: bool
+) -> bytes:
+    """Returns the bytecode of a program of one device."""
+    function = jax.jit(lambda *operands: list(program(*operands)), keep_unused=True)
 
     def lowered() -> Any:
         with jax.enable_x64(x64):
@@ -186,73 +252,26 @@ def _lowered_product(shards: list[Any], params: Any, platforms: tuple[str, ...],
 
     # In a thread of its own: a mesh that the user has set is one for all devices.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lowered).result()
-
-
-def _reduced(module: Any, mesh: Mesh, share: Share, out: str) -> bytes:
-    """Returns the module, the result of its main function summed over devices, as bytecode."""
-    with module.context, ir.Location.unknown():
-        (main,) = (f for f in module.body.operations if str(f.name).strip('"') == "main")
-        (end,) = (op for op in main.body.blocks[0].operations if op.operation.name == "func.return")
-        value = end.operands[0]
-        with ir.InsertionPoint(end):
-            for letter, axes in share.scattered.items():
-                value = _reduce(value, mesh.groups(axes), out.index(letter))
-            if share.summed:
-                value = _reduce(value, mesh.groups(share.summed))
-        end.operation.operands[0] = value
-        kind = ir.FunctionType.get(main.type.inputs, [value.type])
-        main.attributes["function_type"] = ir.TypeAttr.get(kind)
-        written = io.BytesIO()
+        module = thread.submit(lowered).result()
+    written = io.BytesIO()
+    with module.context:
         module.operation.write_bytecode(written)
     return written.getvalue()
-
-
-def _reduce(value: Any, groups: list[list[int]], dimension: int | None = None) -> Any:
-    """Emits the sum over each group of devices, of which each keeps a part along `dimension`."""
-    shared = {
-        "replica_groups": ir.DenseIntElementsAttr.get(np.array(groups, np.int64)),
-        "channel_handle": stablehlo.ChannelHandle.get(1, 1),
-        "use_global_device_ids": ir.BoolAttr.get(True),
-    }
-    element = value.type.element_type
-    if dimension is None:
-        operation = stablehlo.AllReduceOp([value.type], [value], **shared)
-    else:
-        shape = list(value.type.shape)
-        shape[dimension] //= len(groups[0])
-        index = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), dimension)
-        kind = ir.RankedTensorType.get(shape, element)
-        operation = stablehlo.ReduceScatterOp(kind, value, scatter_dimension=index, **shared)
-    scalar = ir.RankedTensorType.get([], element)
-    block = operation.regions[0].blocks.append(scalar, scalar)
-    with ir.InsertionPoint(block):
-        stablehlo.ReturnOp([stablehlo.AddOp(*block.arguments).result])
-    return operation.results[0]
 
 
 def _propagate(*args: Any) -> Any:
     raise NotImplementedError("shardings go through a product by Shardy's rule")
 
 
-_registered = False
-
-
-def register(product: Callable[..., Any]) -> None:
-    """Makes `TARGET` known to XLA's partitioner.
-
-    Args:
-      product: binds the product of two arrays; takes the parameters of `hopper_dot`.
-    """
-    global _product, _registered
-    _product = product
+def _register_target() -> bool:
+    """Makes `TARGET` known to XLA's partitioner, and returns whether this JAX has a way to."""
     try:
         # JAX has no public way to register with the plugin of a GPU.
         from jax._src.xla_bridge import register_plugin_callbacks
 
         enter = xla_client.register_custom_call_partitioner
     except (ImportError, AttributeError):
-        return
+        return False
     params: Any = {
         "name": TARGET,
         "prop_user_sharding": _propagate,
@@ -261,4 +280,7 @@ def register(product: Callable[..., Any]) -> None:
     }
     enter(**params)
     register_plugin_callbacks(partial(enter, **params))
-    _registered = True
+    return True
+
+
+_registered = _register_target()

@@ -12,11 +12,13 @@ the product lowers to `jax.lax.dot_general`.
 from __future__ import annotations
 
 import string
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
+from jax import numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
@@ -28,8 +30,9 @@ from .dot_general import (
     padded_partitions,
     with_partitions,
 )
-from .lowering import Call, launcher_violation, register_lowering
+from .lowering import Call, launcher_violation, product_between, register_lowering
 from .routing import Product
+from .shares import Labels
 
 hopper_dot_p = Primitive("hopper_dot")
 
@@ -207,11 +210,54 @@ def _lower_partitioned(
         found = call.route(ctx, kernel_only=params["implementation"] == "hopper")
         if not found.supported or launcher_violation():
             return None
-    return partition.lower(ctx, *call.values, **params | {"subscripts": call.product.subscripts})
+    if (names := partition.precision_names(params["precision"])) is None:
+        return None
+    preferred = params["preferred_element_type"]
+    words = {
+        "subscripts": call.product.subscripts,
+        "precision": names,
+        "preferred_element_type": None if preferred is None else np.dtype(preferred).name,
+        "implementation": params["implementation"],
+        "max_sms": params["max_sms"],
+    }
+    labels = Labels.of(call.product.subscripts)
+    return partition.emit(ctx, hopper_dot_p.name, call.values, labels, words)
+
+
+def partitioned_product_at(value: Any) -> tuple[Call, dict[str, Any]] | None:
+    """Returns the bare product that an MLIR value is the result of, in a partitioned program.
+
+    As `lowering.product_at`; with it come its precision and implementation.
+    """
+    if (found := partition.call_at(value, hopper_dot_p.name)) is None:
+        return None
+    (lhs, rhs), words = found
+    if (product := product_between(words["subscripts"], lhs, rhs, value)) is None:
+        return None
+    precision = partition.precision_of(words["precision"])
+    options = {"precision": precision, "implementation": words["implementation"]}
+    return Call(replace(product, max_sms=words["max_sms"]), (lhs, rhs)), options
+
+
+def _product_of_shards(
+    local: partition.Local,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    precision: list[str],
+    preferred_element_type: str | None,
+    **params: Any,
+) -> list[jax.Array]:
+    preferred = preferred_element_type and np.dtype(jnp.dtype(preferred_element_type))
+    product = hopper_dot_p.bind(
+        lhs, rhs, precision=partition.precision_of(precision), preferred_element_type=preferred,
+        out_sharding=None, **params,
+    )  # fmt: skip
+    return [local.sum(product)]
 
 
 register_lowering(
     hopper_dot_p, _abstract_eval, reference_dot, _lower_for_cuda,
     lambda params: params["implementation"], _lower_partitioned,
 )  # fmt: skip
-partition.register(hopper_dot_p.bind)
+partition.register(hopper_dot_p.name, _product_of_shards)

@@ -1,8 +1,4 @@
-"""Which share of a product each device of a mesh computes.
-
-XLA tells how operands and result are sharded, without the names of the mesh. Here a mesh is axes of
-prime size, and a sharding says for each dimension along which of these it is cut.
-"""
+"""Which share of a product each device of a mesh computes."""
 
 from __future__ import annotations
 
@@ -10,101 +6,66 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
-
-import numpy as np
-from jaxlib import xla_client
 
 from .contraction import split
+from .mesh import Axes, Mesh
 
 # What a choice between shardings costs, roughly, on one GPU: only the order of choices follows.
 BYTES_PER_SECOND = 3e11
 FLOPS_PER_SECOND = 6e14
 
-Axes = tuple[int, ...]  # of the mesh in prime factors, the first varies slowest
-
 
 @dataclass(frozen=True)
-class Mesh:
-    """The devices of a program, as axes of prime size: every sharding is in terms of these."""
+class Labels:
+    """Which letter each dimension of the arrays of a call is; a letter has one extent.
 
-    sizes: tuple[int, ...]
+    Attributes:
+      factors: of the operands that are multiplied. Letters that `out` lacks are contracted.
+      out: of their product.
+      results: of the results. Letters of `out` that one lacks are reduced.
+      others: of the operands that are read with the product, behind the sum over devices.
+      whole: letters along which no device has less than all.
+      picked: letters of which a row meets one entry alone: with more of them there is no more work.
+    """
+
+    factors: tuple[str, ...]
+    out: str
+    results: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    whole: str = ""
+    picked: str = ""
 
     @staticmethod
-    def of(shardings: Iterable[Any]) -> Mesh:
-        """Returns the mesh in whose axes most of these shardings are; they do not name it."""
-        tiled = list(filter(is_plain, shardings))
-        if not tiled:
-            return Mesh(())
-        orders = itertools.permutations(_primes(tiled[0].num_devices()))
-        meshes = [Mesh(sizes) for sizes in sorted(set(orders))]
-        return max(meshes, key=lambda mesh: sum(any(mesh.axes_of(sharding)) for sharding in tiled))
+    def of(subscripts: str) -> Labels:
+        """Returns the labels of a product of two arrays."""
+        lhs, rhs, out = split(subscripts)
+        return Labels((lhs, rhs), out, (out,))
 
     @property
-    def digits(self) -> np.ndarray:
-        """(axes, devices): where each device lies along each axis."""
-        return np.indices(self.sizes).reshape(len(self.sizes), -1)
+    def arrays(self) -> tuple[str, ...]:
+        """Those of all arrays, in the order of the call: factors, others, results."""
+        return (*self.factors, *self.others, *self.results)
 
-    def count(self, axes: Iterable[int]) -> int:
-        return prod(self.sizes[axis] for axis in axes)
+    @property
+    def contracted(self) -> str:
+        letters = dict.fromkeys("".join(self.factors))
+        return "".join(x for x in letters if x not in self.out + self.whole)
 
-    def groups(self, axes: Axes) -> list[list[int]]:
-        """Returns the devices that differ along `axes` alone, in the order of these."""
-        rest = [axis for axis in range(len(self.sizes)) if axis not in axes]
-        devices = np.arange(prod(self.sizes)).reshape(self.sizes).transpose(*rest, *axes)
-        return devices.reshape(-1, self.count(axes)).tolist()
-
-    def axes_of(self, sharding: Any) -> list[Axes]:
-        """Returns along which axes each dimension of a tiled sharding is sharded.
-
-        A sharding in other terms (an odd order of devices) reads as that of a whole array: XLA
-        then makes it whole.
-        """
-        tiles = sharding.tile_assignment_dimensions()
-        devices = np.array(sharding.tile_assignment_devices())
-        place = np.empty((len(tiles), devices.size), np.int64)
-        place[:, devices] = np.indices(tiles).reshape(len(tiles), -1)
-        dimensions = place[: len(tiles) - sharding.replicate_on_last_tile_dim()]
-        found = [self._axes_along(coordinates) for coordinates in dimensions]
-        return [() if None in found else axes or () for axes in found]
-
-    def _axes_along(self, coordinates: np.ndarray) -> Axes | None:
-        units = np.ravel_multi_index(np.eye(len(self.sizes), dtype=int), self.sizes)
-        strides = coordinates[units]
-        if coordinates[0] or (strides @ self.digits != coordinates).any():
-            return None
-        axes = tuple(sorted(np.flatnonzero(strides).tolist(), key=lambda axis: -strides[axis]))
-        expected = [self.count(axes[i + 1 :]) for i in range(len(axes))]
-        return axes if strides[list(axes)].tolist() == expected else None
-
-    def sharding(self, along: Sequence[Axes]) -> Any:
-        """Returns XLA's sharding of an array whose dimensions are sharded `along` these axes."""
-        used = list(itertools.chain.from_iterable(along))
-        if not used:
-            return xla_client.HloSharding.replicate()
-        rest = [axis for axis in range(len(self.sizes)) if axis not in used]
-        return xla_client.HloSharding.iota_tile(
-            [*map(self.count, along), *([self.count(rest)] if rest else [])],
-            reshape_dims=list(self.sizes),
-            transpose_perm=[*used, *rest],
-            subgroup_types=[xla_client.OpSharding.Type.REPLICATED] if rest else [],
-        )
-
-
-def is_plain(sharding: Any) -> bool:
-    """Whether a sharding cuts an array into tiles, and leaves nothing else to devices."""
-    kinds = set(sharding.subgroup_types()) if sharding.is_tiled() else {None}
-    return kinds <= {xla_client.OpSharding.Type.REPLICATED}
+    def extents(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+        """Returns the extent of each letter, of the shapes of `arrays`."""
+        pairs = zip(self.arrays, shapes, strict=False)
+        return {x: n for names, shape in pairs for x, n in zip(names, shape, strict=True)}
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a device computes of a product, in axes for each letter of the subscripts.
+    """What a device computes of a product, in axes for each letter.
 
     Attributes:
-      axes: along which the operands are sharded, and the product of the shards.
-      scattered: further axes along which a letter of the result is sharded by the reduction.
-      summed: the axes over which the rest of the reduction adds up.
+      axes: along which the factors are sharded, and the product of the shards.
+      scattered: further axes along which a letter of the product is sharded by the sum over
+        devices.
+      summed: the axes over which the rest of that adds up.
     """
 
     axes: dict[str, Axes]
@@ -112,39 +73,52 @@ class Share:
     summed: Axes
 
     def result(self, letter: str) -> Axes:
+        """Returns the axes of a letter behind the sum over devices."""
         return self.axes[letter] + self.scattered.get(letter, ())
+
+    def arrays(self, labels: Labels) -> list[list[Axes]]:
+        """Returns the axes of each dimension of each of `labels.arrays`."""
+        factors = [[self.axes[x] for x in names] for names in labels.factors]
+        behind = [[self.result(x) for x in names] for names in (*labels.others, *labels.results)]
+        return factors + behind
 
 
 def choose_share(
     mesh: Mesh,
-    subscripts: str,
+    labels: Labels,
     extents: dict[str, int],
     itemsizes: Sequence[int],
     given: Sequence[Sequence[Axes]],
 ) -> Share:
-    """Returns the share that keeps the operands' shardings and takes least time.
+    """Returns the share that keeps the factors' shardings and takes least time.
 
     Args:
       mesh: the devices.
-      subscripts, extents: of the whole product.
-      itemsizes: bytes of an element of the left operand, the right one and the result.
-      given: how these three are sharded outside.
+      labels, extents: of the whole product.
+      itemsizes: bytes of an element of each of `labels.arrays`, and of the partial products that
+        are summed.
+      given: how these arrays are sharded outside.
     """
-    labels = split(subscripts)
     outside = [
-        dict(zip(names, axes, strict=True)) for names, axes in zip(labels, given, strict=True)
+        dict(zip(names, axes, strict=True))
+        for names, axes in zip(labels.arrays, given, strict=True)
     ]
     choices = {
         letter: _choices(mesh, extent, (known.get(letter) for known in outside))
+        if letter not in labels.whole
+        else [()]
         for letter, extent in extents.items()
     }
+    wanted: dict[str, Axes] = dict.fromkeys(labels.out, ())
+    for known in reversed(outside[-len(labels.results) :]):  # the first result has the last word
+        wanted |= {letter: axes for letter, axes in known.items() if letter in wanted}
     best: tuple[tuple[int, float], Share] | None = None
     for combination in itertools.product(*choices.values()):
         axes = dict(zip(choices, combination, strict=True))
         used = list(itertools.chain.from_iterable(combination))
         if len(set(used)) < len(used):
             continue
-        share = _with_reduction(mesh, labels[2], axes, extents, outside[2])
+        share = _with_reduction(mesh, labels, axes, extents, wanted)
         cost = _cost(mesh, labels, extents, itemsizes, outside, share)
         if best is None or cost < best[0]:
             best = cost, share
@@ -163,11 +137,15 @@ def _choices(mesh: Mesh, extent: int, given: Iterable[Axes | None]) -> list[Axes
 
 
 def _with_reduction(
-    mesh: Mesh, out: str, axes: dict[str, Axes], extents: dict[str, int], wanted: dict[str, Axes]
+    mesh: Mesh,
+    labels: Labels,
+    axes: dict[str, Axes],
+    extents: dict[str, int],
+    wanted: dict[str, Axes],
 ) -> Share:
-    rest = [axis for letter in axes if letter not in out for axis in axes[letter]]
+    rest = [axis for letter in labels.contracted for axis in axes[letter]]
     scattered: dict[str, Axes] = {}
-    for letter in out:
+    for letter in labels.out:
         own, asked = axes[letter], wanted[letter]
         further = tuple(itertools.takewhile(rest.__contains__, asked[len(own) :]))
         if asked[: len(own)] == own and further and not extents[letter] % mesh.count(own + further):
@@ -178,40 +156,48 @@ def _with_reduction(
 
 def _cost(
     mesh: Mesh,
-    labels: tuple[str, str, str],
+    labels: Labels,
     extents: dict[str, int],
     itemsizes: Sequence[int],
     outside: list[dict[str, Axes]],
     share: Share,
 ) -> tuple[int, float]:
-    """Returns how many letters lose a sharding that the operands agree on, and seconds.
+    """Returns how many letters lose a sharding that the factors agree on, and seconds.
 
-    An operand is not gathered to save a reduction: that would take memory that the user may not
+    A factor is not gathered to save a reduction: that would take memory that the user may not
     have. Where two letters want the same axis, one must give way: time decides.
     """
-    wanted = {(letter, axes) for names in outside[:2] for letter, axes in names.items()}
+    factors = outside[: len(labels.factors)]
+    wanted = {(letter, axes) for names in factors for letter, axes in names.items()}
     claims = [axis for _, axes in wanted for axis in axes]
     lost = sum(
         _common(share.axes[letter], axes) != axes
         for letter, axes in wanted
-        if all(claims.count(axis) == 1 for axis in axes)
-        and all(names.get(letter, axes) == axes for names in outside[:2])
+        if letter not in labels.whole
+        and all(claims.count(axis) == 1 for axis in axes)
+        and all(names.get(letter, axes) == axes for names in factors)
     )
-    inside = [{letter: share.axes[letter] for letter in names} for names in labels]
-    result = {letter: share.result(letter) for letter in labels[2]}
-    steps = [(outside[0], inside[0]), (outside[1], inside[1]), (result, outside[2])]
+    inside = [
+        dict(zip(names, axes, strict=True))
+        for names, axes in zip(labels.arrays, share.arrays(labels), strict=True)
+    ]
+    operands = len(labels.arrays) - len(labels.results)
     moved = 0.0
-    for itemsize, (before, after) in zip(itemsizes, steps, strict=True):
+    for i, (before, after) in enumerate(zip(outside, inside, strict=True)):
+        if i >= operands:
+            before, after = after, before
         kept = {letter: _common(before[letter], after[letter]) for letter in before}
         if kept != before:
-            moved += itemsize * _elements(mesh, extents, kept)
-    partial_sum = itemsizes[2] * _elements(mesh, extents, inside[2])
+            moved += itemsizes[i] * _elements(mesh, extents, kept)
+    product = {letter: share.axes[letter] for letter in labels.out}
+    partial_sum = itemsizes[-1] * _elements(mesh, extents, product)
     if share.scattered:
         moved += partial_sum
         partial_sum /= mesh.count(itertools.chain(*share.scattered.values()))
     if share.summed:
         moved += 2 * partial_sum
-    flops = 2 * _elements(mesh, extents, share.axes)
+    work = {x: n for x, n in extents.items() if x not in labels.whole + labels.picked}
+    flops = 2 * prod(work.values()) / mesh.count(itertools.chain(*share.axes.values()))
     return lost, moved / BYTES_PER_SECOND + flops / FLOPS_PER_SECOND
 
 
@@ -224,11 +210,27 @@ def _common(left: Axes, right: Axes) -> Axes:
     return tuple(axis for axis, _ in pairs)
 
 
-def _primes(extent: int) -> list[int]:
-    factors, divisor = [], 2
-    while extent > 1:
-        while extent % divisor == 0:
-            factors.append(divisor)
-            extent //= divisor
-        divisor += 1
-    return factors
+def sharding_rule(labels: Labels, extents: dict[str, int]) -> str:
+    """Returns Shardy's rule of a call: which dimensions are the same letter."""
+    names = dict(zip(extents, _factor_names(), strict=False))
+
+    def listed(letters: Iterable[str]) -> str:
+        return ", ".join(names[x] for x in letters)
+
+    parts = [f"[{listed(part)}]" for part in labels.arrays]
+    count = len(parts) - len(labels.results)
+    arrays = f"({', '.join(parts[:count])})->({', '.join(parts[count:])})"
+    sizes = ", ".join(f"{names[letter]}={extent}" for letter, extent in extents.items())
+    in_results = set("".join(labels.results)) | set(labels.whole)
+    reduced = [x for x in extents if x not in in_results]
+    kinds = (
+        ("reduction", reduced),
+        ("need_replication", [x for x in extents if x in labels.whole]),
+    )
+    special = "".join(f" {kind}={{{listed(found)}}}" for kind, found in kinds if found)
+    return f"#sdy.op_sharding_rule<{arrays} {{{sizes}}}{special}, custom>"
+
+
+def _factor_names() -> Iterable[str]:
+    yield from "ijklmnopqrstuvwxyz"
+    yield from (f"z_{i}" for i in itertools.count(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -21,18 +22,13 @@ from programs import integers, lowered, run_fresh
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import partition
-from jax_hopper_gemm.shares import Mesh, Share, choose_share
+from jax_hopper_gemm.mesh import Mesh
+from jax_hopper_gemm.shares import Labels, Share, choose_share
 
 EXTENTS = {"b": 8, "m": 64, "n": 16, "k": 32}
 SINGLE = [{letter: "y"} for letter in "bmnk"]
 PAIRS = [{one: "x", other: "y"} for one, other in itertools.permutations("bmnk", 2)]
 BOTH = [{letter: ("x", "y")} for letter in "mnk"]
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products are partitioned by us in programs for the CPU, too, each share XLA's product."""
-    monkeypatch.setattr(partition, "PLATFORMS", [("cpu",), ("cuda",)])
 
 
 def mesh(axis_type: AxisType = AxisType.Auto, shape: tuple[int, int] = (2, 4)) -> jax.sharding.Mesh:
@@ -201,11 +197,18 @@ def share_for_cuda(
     shape = xla_client.Shape.array_shape
     element = jnp.dtype(dtype)
     config = {
-        "subscripts": "mk,kn->mn",
-        "precision": None,
-        "preferred_element_type": dtype,
-        "implementation": implementation,
+        "name": "hopper_dot",
+        "labels": asdict(Labels.of("mk,kn->mn")),
+        "sum_dtype": dtype,
+        "version": partition.VERSION,
         "platforms": ["cuda"],
+        "axis": None,
+        "params": {
+            "subscripts": "mk,kn->mn",
+            "precision": [],
+            "preferred_element_type": dtype,
+            "implementation": implementation,
+        },
     }
     result = tiled(out) if max(out) > 1 else xla_client.HloSharding.replicate()
     program, arguments, _ = partition._partition(
@@ -229,7 +232,8 @@ def test_a_share_launches_a_kernel_and_reduces(out, reduction):
 
 
 def test_shards_that_no_kernel_runs_say_so_where_a_kernel_is_wanted():
-    with pytest.raises(NotImplementedError, match="implementation='hopper'"):
+    share = r"(?s)implementation='hopper'.*share: float32\[512, 128\] and float32\[128, 512\]"
+    with pytest.raises(NotImplementedError, match=share):
         share_for_cuda([1, 2], [1, 1], "float32", "hopper")
 
 
@@ -278,6 +282,18 @@ def test_an_exported_program_is_partitioned_where_it_is_called():
     np.testing.assert_array_equal(program(a, b), jnp.matmul(a, b))
 
 
+@pytest.mark.usefixtures("on_cpu")
+def test_an_exported_program_of_another_version_is_refused(monkeypatch):
+    a, b = array("mk", {"m": "x"}), array("kn", {}, seed=1)
+    checks = jhg.export_disabled_checks()
+    with monkeypatch.context() as patch:
+        patch.setattr(partition, "VERSION", 7)
+        exported = jax.export.export(jax.jit(lambda a, b: jhg.matmul(a, b)), disabled_checks=checks)
+        stored = exported(a, b).serialize()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="has version 7, .* reads version 1"):
+        jax.jit(jax.export.deserialize(stored).call).lower(a, b).compile()
+
+
 # The choice of a share.
 
 
@@ -302,15 +318,15 @@ def test_an_odd_order_of_devices_reads_as_a_whole_array():
 
 def test_a_share_costs_least():
     devices = Mesh((2, 2, 2))
-    choose = partial(choose_share, devices, "mk,kn->mn")
+    choose = partial(choose_share, devices, Labels.of("mk,kn->mn"))
     extents = {"m": 1024, "k": 512, "n": 256}
-    split_k = choose(extents, (2, 2, 2), ([(0,), (1,)], [(1,), ()], [(0,), ()]))
+    split_k = choose(extents, (2, 2, 2, 2), ([(0,), (1,)], [(1,), ()], [(0,), ()]))
     assert split_k == Share({"m": (0,), "k": (1,), "n": ()}, {}, (1,))
-    scattered = choose(extents, (2, 2, 2), ([(0,), (1, 2)], [(1, 2), ()], [(0, 1), (2,)]))
+    scattered = choose(extents, (2, 2, 2, 2), ([(0,), (1, 2)], [(1, 2), ()], [(0, 1), (2,)]))
     assert scattered == Share({"m": (0,), "k": (1, 2), "n": ()}, {"m": (1,), "n": (2,)}, ())
-    contested = choose(extents, (2, 2, 2), ([(0,), ()], [(), (0,)], [(0,), ()]))
+    contested = choose(extents, (2, 2, 2, 2), ([(0,), ()], [(), (0,)], [(0,), ()]))
     assert contested == Share({"m": (0,), "k": (), "n": ()}, {}, ())
-    replicated = choose(extents, (2, 2, 2), ([(), ()], [(), ()], [(0,), (1,)]))
+    replicated = choose(extents, (2, 2, 2, 2), ([(), ()], [(), ()], [(0,), (1,)]))
     assert replicated == Share({"m": (0,), "k": (), "n": (1,)}, {}, ())
-    odd = choose({**extents, "m": 1023}, (2, 2, 2), ([(0,), ()], [(), ()], [(0,), ()]))
+    odd = choose({**extents, "m": 1023}, (2, 2, 2, 2), ([(0,), ()], [(), ()], [(0,), ()]))
     assert odd.axes["m"] == ()

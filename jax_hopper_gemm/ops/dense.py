@@ -12,10 +12,12 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..fused import accumulator_dtype, fused_dot
+from ..jaxprs import abstract
 from . import checks
 from .activations import Activation, activation_function
 from .epilogue import Steps, named_in, traced
 from .limit import current_max_sms
+from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .substitute import final_product, with_hopper_dot
 
 Implementation = Literal["hopper", "xla"] | None
@@ -228,9 +230,16 @@ def _run(
     if isinstance(options["precision"], list):
         options["precision"] = tuple(options["precision"])
     static = tuple(options.items())
+    operands = (*named_operands, *operands)
+    if is_replaced():
+        check_kernel_unasked(steps.op, implementation)
+        product = replaced_product(function, lhs, rhs, options)
+        if plain:
+            return product
+        what = traced(steps.op, steps, (product,), operands, product.dtype, dtypes)
+        return what.apply(product)
     if plain:
         return _traced(function, lhs, rhs, implementation, static)
-    operands = (*named_operands, *operands)
     return _traced_steps(
         function, lhs, rhs, operands, implementation, static, steps, dtypes, preactivation
     )
@@ -267,7 +276,7 @@ def _traced_steps(
     function = partial(function, **dict(options))
     dtype = jax.eval_shape(function, lhs, rhs).dtype
     wide = partial(function, preferred_element_type=accumulator_dtype(dtype))
-    (product,) = jax.make_jaxpr(wide)(lhs, rhs).out_avals
+    product = abstract(wide, lhs, rhs)
     what = traced(steps.op, steps, (product,), operands, dtype, dtypes)
     if implementation == "xla":
         return what.apply(wide(lhs, rhs))

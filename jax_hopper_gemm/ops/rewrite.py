@@ -150,7 +150,8 @@ def _ragged(equation: Any, implementation: Implementation) -> list[Any]:
     def product(lhs: Any, rhs: Any, sizes: Any) -> jax.Array:
         return ragged_dot_general(
             lhs, rhs, sizes, params["ragged_dot_dimension_numbers"], params["precision"],
-            params["preferred_element_type"], implementation=implementation,
+            params["preferred_element_type"], out_sharding=params["out_sharding"],
+            implementation=implementation,
         )  # fmt: skip
 
     with equation.ctx.manager:

@@ -165,7 +165,7 @@ _PLAIN = (
     "sqrt", "rsqrt", "tanh", "logistic", "erf", "erfc", "sin", "cos", "add", "sub", "mul", "div",
     "max", "min", "pow", "lt", "le", "gt", "ge", "is_finite",
 )  # fmt: skip
-SAME = ("copy", "copy_p", "stop_gradient", "pvary")  # operations that change nothing
+SAME = ("copy", "copy_p", "stop_gradient", "pvary", "reshard")  # operations that change no number
 _RULES: dict[str, Rule] = {
     **{op: _plain(op) for op in _PLAIN},
     **{op: _logic(op) for op in ("and", "or", "xor", "not")},

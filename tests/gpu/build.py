@@ -19,11 +19,14 @@ import argparse
 import sys
 from pathlib import Path
 
+import jax
+
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import random_grouped, random_products
+from jax_hopper_gemm.testing import random_grouped, random_products, training_step
 from jax_hopper_gemm.testing.grouped_programs import GROUPED_PROGRAMS
+from jax_hopper_gemm.testing.mesh_programs import MESH_PROGRAMS
 from jax_hopper_gemm.testing.moe_programs import moe_specs
 from jax_hopper_gemm.testing.operations import operation_specs
 from jax_hopper_gemm.testing.policies import (
@@ -34,6 +37,7 @@ from jax_hopper_gemm.testing.policies import (
 )
 from jax_hopper_gemm.testing.programs import PROGRAMS
 from jax_hopper_gemm.testing.tensor_parallel import overlap_specs
+from jax_hopper_gemm.testing.transformations import transformation_specs
 
 
 def main() -> int:
@@ -51,6 +55,7 @@ def main() -> int:
         "--overlap", action="store_true", help="only those of collective products, on several GPUs"
     )
     arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 2)  # over which XLA partitions programs
     specs = moe_specs() if arguments.moe else all_specs()
     specs = overlap_specs() if arguments.overlap else specs
     report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
@@ -73,6 +78,9 @@ def all_specs() -> list[GemmSpec]:
                 *random_grouped.specs(),
                 *(spec for program in GROUPED_PROGRAMS.values() for spec in program.specs()),
                 *moe_specs(),
+                *(spec for program in MESH_PROGRAMS.values() for spec in program.specs()),
+                *training_step.specs(),
+                *transformation_specs(),
                 *overlap_specs(),
             )
         )
