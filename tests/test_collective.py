@@ -69,7 +69,7 @@ def step(f: Any, x: Any, w: Any, cotangent: Any) -> Any:
 def assert_equal(ours: Any, theirs: Any) -> None:
     def check(a: Any, b: Any) -> None:
         assert a.dtype == b.dtype
-        np.testing.assert_array_equal(*(np.asarray(x, np.float64) for x in (a, b)))
+        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
 
     jax.tree.map(check, ours, theirs)
 
@@ -179,6 +179,20 @@ def test_bias_and_activation_follow_the_product():
     assert_equal(*(jax.jit(partial(results, f))() for f in (mapped(ours), wanted)))
 
 
+def test_other_mesh_axes_may_stay_automatic():
+    mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=(AxisType.Auto,) * 2)
+    x, up, down = integers((8, 8)), integers((8, 16), seed=1), integers((16, 8), seed=2)
+
+    def layer(x: Any, up: Any, down: Any) -> Any:
+        return jhg.matmul_reduce_scatter(jhg.all_gather_matmul(x, up, "tp"), down, "tp")
+
+    mapped = jax.shard_map(
+        layer, mesh=mesh, axis_names={"tp"}, in_specs=(P("tp"), P(None, "tp"), P("tp")),
+        out_specs=P("tp"),
+    )  # fmt: skip
+    np.testing.assert_array_equal(jax.jit(mapped)(x, up, down), x @ up @ down)
+
+
 def test_several_mesh_axes_are_one_ring():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     x, w = integers((8, 4)), integers((4, 8), seed=1)
@@ -269,6 +283,7 @@ def test_wrong_options_say_what_was_expected():
     with pytest.raises(ValueError, match="implementation is 'cuda'"):
         call("tp", implementation="cuda")
     with pytest.raises(TypeError, match="w is a list, expected an array"):
-        jhg.matmul_reduce_scatter(x, [1.0], "tp")
+        wrong: Any = [1.0]
+        jhg.matmul_reduce_scatter(x, wrong, "tp")
     with pytest.raises(ValueError, match="call it inside jax.shard_map"):
         jhg.matmul_reduce_scatter(x, x, "tp")

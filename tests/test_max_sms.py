@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -107,7 +106,7 @@ def test_limits_nest_and_can_be_lifted():
     function, args = PRODUCTS["matmul"]
     with jhg.max_sms(64):
         assert 24 < grids(function, *args)[0] <= 64
-        with jhg.max_sms(np.int64(24)):
+        with jhg.max_sms(24):
             assert grids(function, *args)[0] <= 24
         with jhg.max_sms(None):
             assert grids(function, *args)[0] > 64
