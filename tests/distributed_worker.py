@@ -44,7 +44,7 @@ def main(platform: str, port: str, processes: str, index: str) -> None:
         local = [int(index)]
     jax.distributed.initialize(
         f"localhost:{port}", int(processes), int(index), local_device_ids=local,
-        initialization_timeout=60,
+        initialization_timeout=120,
     )  # fmt: skip
     from jax_hopper_gemm import matmul, partition
 

@@ -6,7 +6,7 @@ from distributed import run_processes
 
 
 def test_two_processes_agree_on_every_share():
-    first, second = run_processes("cpu", timeout=120)
+    first, second = run_processes("cpu")
     assert first == second
     assert first.pop("layers")["collectives"].get("all-gather", 0) == 0
     found = {name: case["collectives"] for name, case in first.items()}
