@@ -26,6 +26,7 @@ from .explicit import (
     sharding_of_product,
     shardings_of_results,
 )
+from .limit import current_max_sms
 from .ragged_axes import RaggedAxes
 from .ragged_lax import (
     BASIC,
@@ -234,7 +235,7 @@ def _traced_grouped(
         what.function, lhs, rights, (*operands, *what.operands[len(operands) :]),
         subscripts=ROWS.replace("kn", "kcn") if planes else ROWS, precision=params["precision"],
         product_dtype=dtype, out_dtypes=what.dtypes, preactivation=preactivation,
-        implementation=implementation, sizes=sizes, spans=spans,
+        implementation=implementation, sizes=sizes, spans=spans, max_sms=current_max_sms(),
     )  # fmt: skip
     return what.structured(results)
 
@@ -396,8 +397,9 @@ def _traced(
         groups = right.shape[0] if axes.kind == "rows" else own_sizes.shape[0]
         own_sizes, spans = spans_of(own_sizes, offset, groups, length)
         return hopper_ragged_dot(
-            left, right, own_sizes, subscripts=axes.subscripts, spans=spans, **params
-        )
+            left, right, own_sizes, subscripts=axes.subscripts, spans=spans,
+            max_sms=current_max_sms(), **params
+        )  # fmt: skip
 
     return axes.mapped(product, lhs, rhs, sizes)
 
