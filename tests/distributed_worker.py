@@ -44,7 +44,7 @@ def main(platform: str, port: str, processes: str, index: str) -> None:
         local = [int(index)]
     jax.distributed.initialize(
         f"localhost:{port}", int(processes), int(index), local_device_ids=local,
-        initialization_timeout=60,
+        initialization_timeout=120,
     )  # fmt: skip
     from jax_hopper_gemm import matmul, partition
 
@@ -56,7 +56,10 @@ def main(platform: str, port: str, processes: str, index: str) -> None:
     assert jax.process_count() == int(processes) and jax.local_device_count() == within
     auto = jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((int(processes), within), ("x", "y"), axis_types=(auto, auto))
-    print(json.dumps({name: run(product, mesh, *specs) for name, specs in CASES.items()}))
+    found = {name: run(product, mesh, *specs) for name, specs in CASES.items()}
+    if platform == "cpu":
+        found["layers"] = run_layers(mesh)
+    print(json.dumps(found))
 
 
 def run(product: Any, mesh: jax.sharding.Mesh, *specs: P) -> dict[str, Any]:
@@ -79,7 +82,51 @@ def run(product: Any, mesh: jax.sharding.Mesh, *specs: P) -> dict[str, Any]:
         expected = exact.astype(jnp.bfloat16)
         for shard in found.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
-    text = program.as_text() or ""
+    return facts_of(program.as_text() or "")
+
+
+def run_layers(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """Runs products with an epilogue, gated and ragged ones, and their gradients."""
+    from jax_hopper_gemm import gated_linear_unit, matmul, ragged_dot
+
+    def layers(sizes, x, up, bias, gate_up, experts):
+        return (
+            matmul(x, up, bias=bias, activation="relu"),
+            gated_linear_unit(x, gate_up, activation="relu"),
+            ragged_dot(x, experts, sizes),
+        )
+
+    def plain(sizes, x, up, bias, gate_up, experts):
+        gate, value = x @ gate_up[:, 0], x @ gate_up[:, 1]
+        rows = jax.lax.ragged_dot(x, experts, sizes)
+        return jax.nn.relu(x @ up + bias), jax.nn.relu(gate) * value, rows
+
+    def step(function, sizes, *floats):
+        results, pull = jax.vjp(partial(function, sizes), *floats)
+        return results, pull(jax.tree.map(jnp.sign, results))
+
+    rng = np.random.default_rng(0)
+    shapes = {
+        (M, K): P("x"), (K, N): P(None, "y"), (N,): P("y"), (K, 2, N): P(None, None, "y"),
+        (4, K, N): P(None, None, "y"),
+    }  # fmt: skip
+    floats = [rng.integers(-2, 3, shape).astype(np.float32) for shape in shapes]
+    values = np.array([100, 0, 200, 150], np.int32), *floats
+    arrays = [
+        jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i, x=x: x[i])
+        for x, spec in zip(values, (P(), *shapes.values()), strict=True)
+    ]
+    program = jax.jit(partial(step, layers)).lower(*arrays).compile()
+    results = jax.tree.leaves(program(*arrays))
+    expected = jax.tree.leaves(jax.jit(partial(step, plain))(*values))
+    for found, exact in zip(results, expected, strict=True):
+        for shard in found.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(exact)[shard.index])
+    return facts_of(program.as_text() or "")
+
+
+def facts_of(text: str) -> dict[str, Any]:
+    """Returns what is to be the same in all processes."""
     kinds = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
     found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
     return {
