@@ -42,6 +42,7 @@ from .program_devices import axis_left, devices_of, extents_left, platforms_of
 from .shares import Labels, choose_share, sharding_rule
 
 TARGET = "jax_hopper_gemm.v1.partition"
+VERSION = 1  # of a call's configuration, which exported programs hold
 PLATFORMS = [("cuda",)]  # what a program is lowered for, where products are partitioned here
 
 # Lowering: the custom call.
@@ -84,6 +85,7 @@ def emit(
     if any(getattr(x.sharding.spec, "unreduced", None) for x in results):
         return None
     config = {
+        "version": VERSION,
         "name": name,
         "labels": asdict(labels),
         "sum_dtype": np.dtype(sum_dtype or results[0].dtype).name,
@@ -197,6 +199,12 @@ def _answer(
 ) -> tuple[bytes, list[list[Axes]]]:
     """Returns the program of one device, and the axes of its operands and results."""
     asked = json.loads(config)
+    if asked["version"] != VERSION:
+        raise ValueError(
+            f"the product to partition has version {asked['version']}, and this jax_hopper_gemm "
+            f"reads version {VERSION}: another one made the program. Trace and export it again "
+            "with this one, or run it with that one."
+        )
     tuples = {key: tuple(x) for key, x in asked["labels"].items() if isinstance(x, list)}
     labels = Labels(**asked["labels"] | tuples)
     axis = asked["axis"] and tuple(asked["axis"])

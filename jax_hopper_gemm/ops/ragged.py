@@ -26,6 +26,7 @@ from .explicit import (
     sharding_of_product,
     shardings_of_results,
 )
+from .limit import current_max_sms
 from .ragged_axes import RaggedAxes
 from .ragged_lax import (
     BASIC,
@@ -91,7 +92,8 @@ def ragged_dot(
       group_offset: where each device holds the matrices of some groups: the number of the first
         group in `rhs`, () or (1,), and `group_sizes` are those of all. Rows of other groups come
         back as zeros, so that a `jax.lax.psum` over the devices completes the product.
-      out_sharding: sharding of the result, for explicit mesh axes; XLA computes those.
+      out_sharding: sharding of the product, for Explicit mesh axes. None: that of the rows and
+        columns of the operands. Other results of `epilogue` are sharded by rows alone.
       row_indices: (M,) integers, for each row of the product the row of `lhs` that it multiplies.
         One that no row of `lhs` has, negative or too large, stands for a row of zeros.
       bias: (G, N), a row for each matrix of `rhs`.
@@ -107,7 +109,8 @@ def ragged_dot(
       `epilogue` returns, as in `matmul`.
 
     Raises:
-      ValueError: ranks or extents do not fit, or sizes known while tracing are negative.
+      ValueError: ranks or extents do not fit, sizes known while tracing are negative, or Explicit
+        mesh axes leave the sharding of the result open.
       TypeError: an operand is not an array, or sizes are no integers.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
@@ -232,7 +235,7 @@ def _traced_grouped(
         what.function, lhs, rights, (*operands, *what.operands[len(operands) :]),
         subscripts=ROWS.replace("kn", "kcn") if planes else ROWS, precision=params["precision"],
         product_dtype=dtype, out_dtypes=what.dtypes, preactivation=preactivation,
-        implementation=implementation, sizes=sizes, spans=spans,
+        implementation=implementation, sizes=sizes, spans=spans, max_sms=current_max_sms(),
     )  # fmt: skip
     return what.structured(results)
 
@@ -394,8 +397,9 @@ def _traced(
         groups = right.shape[0] if axes.kind == "rows" else own_sizes.shape[0]
         own_sizes, spans = spans_of(own_sizes, offset, groups, length)
         return hopper_ragged_dot(
-            left, right, own_sizes, subscripts=axes.subscripts, spans=spans, **params
-        )
+            left, right, own_sizes, subscripts=axes.subscripts, spans=spans,
+            max_sms=current_max_sms(), **params
+        )  # fmt: skip
 
     return axes.mapped(product, lhs, rhs, sizes)
 
