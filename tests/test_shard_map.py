@@ -151,6 +151,23 @@ def test_one_axis_left_is_partitioned(name, manual, lhs, rhs):
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_the_middle_axis_of_three_is_partitioned():
+    layout = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Auto,) * 3)
+    specs = P(("x", "z"), "y"), P("y")
+    a, b = (
+        jax.device_put(integers(shape, seed=i), NamedSharding(layout, spec))
+        for i, (shape, spec) in enumerate(zip([(64, 32), (32, 16)], specs, strict=True))
+    )
+    mapped = jax.shard_map(
+        jhg.matmul, mesh=layout, axis_names={"x", "z"}, out_specs=P(("x", "z")),
+        in_specs=(P(("x", "z")), P()),
+    )  # fmt: skip
+    found, collectives = run_counted(mapped, a, b)
+    np.testing.assert_array_equal(found, a @ b)
+    assert collectives == {"all-reduce": (1, 4 * 16 * 16)}
+
+
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rhs", [P(None, "y"), P(None, None, "y"), P("y")])
 def test_ragged_products_are_partitioned_along_the_axis_left(rhs):
     layout = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,10 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.testing import reference, tolerance
+from jax_hopper_gemm.testing.collectives import collectives
 from jax_hopper_gemm.testing.mesh_programs import AXIS, DEVICES, EXTENTS, LAYERS, PRODUCTS
-
-sys.path.append(str(Path(__file__).parents[1]))
-from collectives import collectives  # noqa: E402
 
 TARGET = 'custom_call_target="jax_hopper_gemm.v1.launch"'
 OTHERS = r' dot\(|custom_call_target="__cublas|jax_hopper_gemm.v1.partition'
