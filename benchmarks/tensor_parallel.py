@@ -40,7 +40,7 @@ from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.tensor_parallel import ACTIVATIONS, IN_SPECS, Mlp, mesh_of
 
 CANDIDATES = (
-    "jnp", "jnp:default", "automatic", "gathered", "overlapped", "overlapped:124",
+    "jnp", "jnp:default", "automatic", "gathered", "overlapped", "overlapped:128",
     "overlapped:112", "overlapped:peer",
 )  # fmt: skip
 NAMES = ("y", "of x", "of up", "of down")
