@@ -78,14 +78,28 @@ class GroupTile(NamedTuple):
     n: Any
 
 
-def first_window(walk: GroupWalk, size_at: Any, lanes: Any, rows: int | None) -> Window:
+class Part(NamedTuple):
+    """A part of the matrix of an empty group, where K is the grouped axis.
+
+    Attributes:
+      matrix: which matrix of D.
+      part: which of the parts that all matrices have.
+    """
+
+    matrix: Any
+    part: Any
+
+
+def first_window(
+    walk: GroupWalk, size_at: Any, lanes: Any, rows: int | None, skip_empty: bool
+) -> Window:
     """Returns the window over the first 32 spans; arguments as for `next_window`."""
     zero = lanes.integer(0)
-    return _window(walk, zero, zero, zero, size_at, lanes, rows)
+    return _window(walk, zero, zero, zero, size_at, lanes, rows, skip_empty)
 
 
 def next_window(
-    walk: GroupWalk, window: Window, size_at: Any, lanes: Any, rows: int | None
+    walk: GroupWalk, window: Window, size_at: Any, lanes: Any, rows: int | None, skip_empty: bool
 ) -> Window:
     """Returns the window over the 32 spans that follow.
 
@@ -93,16 +107,24 @@ def next_window(
       size_at: function of a span's index, one a lane: its size; only asked of spans that have one.
       lanes: operations on values that each lane has.
       rows: rows of a cluster tile where M is the grouped axis; None where K is.
+      skip_empty: where K is, whether the matrix of an empty group has no tiles.
     """
     final = lanes.integer(LANES - 1)
     return _window(
         walk, window.span + LANES, lanes.of(window.end, final), lanes.of(window.last, final),
-        size_at, lanes, rows,
+        size_at, lanes, rows, skip_empty,
     )  # fmt: skip
 
 
 def _window(
-    walk: GroupWalk, span: Any, row: Any, tile: Any, size_at: Any, lanes: Any, rows: int | None
+    walk: GroupWalk,
+    span: Any,
+    row: Any,
+    tile: Any,
+    size_at: Any,
+    lanes: Any,
+    rows: int | None,
+    skip_empty: bool,
 ) -> Window:
     index = span + lanes.lane
     given = lanes.minimum(lanes.maximum(size_at(index, index < walk.sizes), 0), walk.length)
@@ -113,7 +135,10 @@ def _window(
     end = lanes.minimum(row + sum_to, walk.length)
     start = lanes.minimum(row + sum_to - size, walk.length)
     if rows is None:
-        tiles = lanes.where(_has_group(walk, index), walk.tiles * walk.clusters_n, 0)
+        has_tiles = _has_group(walk, index)
+        if skip_empty:
+            has_tiles = has_tiles & (start < end)
+        tiles = lanes.where(has_tiles, walk.tiles * walk.clusters_n, 0)
     else:
         tiles = (end - start + (rows - 1)) // rows * walk.clusters_n
     return Window(span, row, tile, start, end, tile + lanes.prefix_sum(tiles))
@@ -151,8 +176,37 @@ def tile_in(walk: GroupWalk, window: Window, index: Any, lanes: Any, rows: int |
     before = lanes.of(window.last, lane) - clusters_m * walk.clusters_n
     m, n = _tile_of_matrix(walk, index - before, clusters_m, lanes)
     span = window.span + lane
-    matrix = span // walk.period * walk.step + _place_in_period(walk, span)
-    return GroupTile(lanes.where(_has_group(walk, span), matrix, -1), start, end, m, n)
+    matrix = lanes.where(_has_group(walk, span), _matrix(walk, span), -1)
+    return GroupTile(matrix, start, end, m, n)
+
+
+def empty_before_end(walk: GroupWalk, window: Window, before: Any, lanes: Any) -> Any:
+    """Returns how many empty groups there are up to each lane's span.
+
+    Args:
+      before: how many there are before the window.
+    """
+    empty = _has_group(walk, window.span + lanes.lane) & (window.start == window.end)
+    return before + lanes.prefix_sum(lanes.where(empty, 1, 0))
+
+
+def part_in(
+    walk: GroupWalk, window: Window, empty: Any, index: Any, parts: Any, lanes: Any
+) -> Part:
+    """Returns the `index`-th part of the matrices of empty groups, which the window holds.
+
+    Args:
+      empty: what `empty_before_end` returns.
+      parts: of each matrix.
+    """
+    group = index // parts
+    span = window.span + lanes.first(group < empty)
+    return Part(_matrix(walk, span), index - group * parts)
+
+
+def _matrix(walk: GroupWalk, span: Any) -> Any:
+    """Returns the matrix of a span that belongs to a group."""
+    return span // walk.period * walk.step + _place_in_period(walk, span)
 
 
 def tile_in_pair(tile: GroupTile, cta: Any, rows: int, lanes: Any) -> tuple[Any, Any, Any]:

@@ -116,6 +116,7 @@ class Call:
         Raises:
           NotImplementedError: none runs the product, and `implementation` is "hopper" or the user
             wants an error.
+          ForkedError: the process was forked from one that had kernels loaded.
         """
         kernel_only = implementation == "hopper"
         direct = self.untransposed()
@@ -125,6 +126,7 @@ class Call:
                 break
         found = found.unless(_partition_violation(ctx) or launcher_violation())
         if found.path == "hopper":
+            native.refuse_fork()
             return call.launch(ctx, found)
         if kernel_only:
             raise NotImplementedError(

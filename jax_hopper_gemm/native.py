@@ -29,6 +29,10 @@ class NativeLibraryError(RuntimeError):
     """The FFI library is missing or cannot be loaded."""
 
 
+class ForkedError(RuntimeError):
+    """The process was forked from one that had kernels loaded."""
+
+
 def library() -> ctypes.CDLL:
     """Returns the FFI library, loaded and given its resolver once a process.
 
@@ -94,13 +98,33 @@ def _load(path: Path) -> ctypes.CDLL:
     return loaded
 
 
+_process_with_kernels: int | None = None
+
+
+def refuse_fork() -> None:
+    """Raises ForkedError if kernels were loaded in a process that this one was forked from.
+
+    CUDA does not survive a fork: what XLA does in such a process fails or waits forever.
+    """
+    if _process_with_kernels not in (None, os.getpid()):
+        raise ForkedError(
+            f"this process ({os.getpid()}) was forked from one ({_process_with_kernels}) that had "
+            "loaded kernels, and CUDA does not work in forks of a process that uses it. Start "
+            "workers with multiprocessing.get_context('spawn') or 'forkserver', or fork them "
+            "before the first product runs."
+        )
+
+
 @_Resolver
 def _resolve(digest, spec_json, kernel_out, error_out, error_capacity) -> int:
     """Answers the library, on a thread of XLA's: 0 and a CUkernel, or 1 and a message."""
+    global _process_with_kernels
     try:
         from . import cubin
 
+        refuse_fork()
         kernel_out[0] = cubin.load(digest.decode(), spec_json.decode()).handle
+        _process_with_kernels = os.getpid()
     except BaseException as error:  # nothing may unwind into C++
         message = str(error) or type(error).__name__
         text = message.encode()[: error_capacity - 1] + b"\0"

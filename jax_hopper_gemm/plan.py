@@ -156,6 +156,8 @@ def make_plan(
     params += [Int32(value) for value in (*walk, k_tiles)]
     if spec.graph.needs_extents:
         params += [Int32(problem.m), Int32(problem.n)]
+    if spec.zeros_apart:
+        params += [Pointer(num_inputs(problem)), *map(Int32, _rows_of_zeros(problem))]
     first_workspace = num_inputs(problem) + len(result_shapes(problem, spec))
     workspaces: tuple[Workspace, ...] = ()
     if spec.tile_scheduler == "dynamic":
@@ -170,6 +172,16 @@ def make_plan(
         workspaces=workspaces,
         first_workspace=first_workspace,
     )
+
+
+def _rows_of_zeros(problem: GemmProblem) -> tuple[int, int, int, int]:
+    """Returns a matrix of D as rows for `kernels.zeros`: how many, and in vectors of 16 bytes their
+    length, their distance and that of the matrices. Rows without gaps between them are one."""
+    p, size = problem, TMA_ALIGNMENT // ITEMSIZE[problem.d_dtype]
+    rows, length, stride = p.m, p.n // size, p.d.leading_stride // size
+    if length == stride:
+        rows, length, stride = 1, rows * length, 0
+    return rows, length, stride, p.d.batch_stride // size
 
 
 def group_walk(problem: GemmProblem, spec: GemmSpec, traversal: Traversal) -> GroupWalk:

@@ -146,6 +146,17 @@ class GemmSpec:
         return 2 if self.paired else self.cluster_n
 
     @property
+    def zeros_apart(self) -> bool:
+        """Whether the matrices of empty groups are no tiles, but filled by a warp that does nothing
+        else. With an epilogue they may hold more than zeros."""
+        return self.grouped == "k" and self.epilogue is None
+
+    @property
+    def zero_part(self) -> int:
+        """16-byte vectors of such a matrix that the warp writes at a time: those of a tile."""
+        return self.tile_m * self.tile_n * ITEMSIZE[self.d_dtype] // TMA_ALIGNMENT
+
+    @property
     def stage_bytes(self) -> int:
         """Bytes of one A/B stage."""
         return (self.tile_m + self.tile_n) * self.tile_k * ITEMSIZE[self.ab_dtype]

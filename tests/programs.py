@@ -6,20 +6,46 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 LAUNCH = "stablehlo.custom_call @jax_hopper_gemm.v1.launch"
+THEIRS = {"dot_general", "ragged_dot_general"}
+OURS = {"hopper_dot", "hopper_ragged_dot", "hopper_fused"}
 
 
 def integers(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> jax.Array:
     """Returns integers from -2 to 2, whose sums of products are exact in every float."""
     values = np.random.default_rng([seed, *shape]).integers(-2, 3, shape)
     return jnp.asarray(values.astype(jnp.dtype(dtype)))
+
+
+def equations(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
+    """Yields all equations of a function's program, those of programs in it after what has them."""
+
+    def inside(jaxpr: Any) -> Iterator[Any]:
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            yield equation
+            for inner in jaxprs_in_params(equation.params):
+                yield from inside(inner)
+
+    return inside(jax.make_jaxpr(function)(*args))
+
+
+def operations(function: Callable[..., Any], *args: Any) -> Counter[str]:
+    return Counter(equation.primitive.name for equation in equations(function, *args))
+
+
+def products(function: Callable[..., Any], *args: Any) -> tuple[int, int]:
+    """Returns how many products of a program are ours and how many JAX's."""
+    found = operations(function, *args)
+    return sum(found[x] for x in OURS), sum(found[x] for x in THEIRS)
 
 
 def lowered(function: Callable[..., Any], *args: Any) -> str:

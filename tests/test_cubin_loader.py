@@ -178,6 +178,7 @@ def test_a_gpu_of_another_architecture_is_named(capabilities, seen):
     ("call", "status", "advice"),
     [
         ("cuInit", "CUDA_ERROR_NO_DEVICE", "CUDA_VISIBLE_DEVICES"),
+        ("cuKernelGetParamInfo", "CUDA_ERROR_INVALID_CONTEXT", ""),
         ("cuLibraryLoadData", "CUDA_ERROR_OUT_OF_MEMORY", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
         ("cuKernelSetAttribute", "CUDA_ERROR_OUT_OF_MEMORY", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
         ("cuLibraryLoadData", "CUDA_ERROR_NO_BINARY_FOR_GPU", "sm_90a.*CUDA 12.9"),

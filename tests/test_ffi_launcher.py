@@ -20,7 +20,6 @@ from fake_driver.harness import (
     NAME,
     Driver,
     Launcher,
-    build_fakes,
     compile_library,
 )
 
@@ -54,10 +53,8 @@ PLAN = LaunchPlan(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("libraries")
-    build_fakes(folder)
-    return folder
+def folder(fake_libraries) -> Path:
+    return fake_libraries
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +126,12 @@ def test_tensor_maps_are_encoded_while_loading_only(launcher, driver, digest):
     replaced = driver.calls("cuTensorMapReplaceAddress")
     assert len(replaced) == 6
     assert all(call["misalignment"] == 0 for call in replaced)
+
+
+def test_parameters_are_checked_in_a_context(launcher, driver, digest):
+    load(launcher, PLAN.encode(), digest)
+    calls = driver.calls("cuKernelGetParamInfo")
+    assert calls and all(call["has_context"] == 1 for call in calls)
 
 
 def test_two_tensor_maps_share_a_buffer_at_their_offsets(launcher, driver, digest):
@@ -280,7 +283,7 @@ def test_a_plan_cut_short_or_continued_is_refused(launcher, digest):
 @pytest.mark.parametrize(
     ("position", "word", "message"),
     [
-        (0, 1, "word 0, version, is 1, not 2 to 2"),
+        (0, 0, "word 0, version, is 0, not 1 to"),
         (1, 0, "grid x, is 0, not 1 to 2147483647"),
         (1, 2**31, "grid x, is 2147483648"),
         (2, 65536, "grid y, is 65536, not 1 to 65535"),
@@ -310,6 +313,16 @@ def test_a_word_out_of_range_is_named(launcher, digest, position, word, message)
         load(launcher, words, digest)
     assert message in str(caught.value)
     assert NAME in str(caught.value)
+
+
+@pytest.mark.parametrize("version", [1, 3, 2**40])
+def test_a_plan_of_another_version_says_what_to_do(launcher, digest, version):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=NAME) as caught:
+        load(launcher, (version, *PLAN.encode()[1:]), digest)
+    assert f"plan has version {version}, and this jax_hopper_gemm reads version 2" in str(
+        caught.value
+    )
+    assert "export it again" in str(caught.value) and launcher.resolved == []
 
 
 def test_more_tensor_maps_than_fit_are_refused(launcher, digest):

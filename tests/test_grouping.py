@@ -14,7 +14,12 @@ import pytest
 
 from jax_hopper_gemm.grouping import LANES, MAX_LENGTH, MAX_TILES, GroupWalk, tile_in_pair
 from jax_hopper_gemm.problem import Groups
-from jax_hopper_gemm.testing.lanes import Int32, NumpyLanes, group_tiles
+from jax_hopper_gemm.testing.lanes import (
+    Int32,
+    NumpyLanes,
+    group_tiles,
+    parts_of_empty_groups,
+)
 from jax_hopper_gemm.walk import make_walk, tile_at
 
 HUGE = 2**31 - 1
@@ -28,7 +33,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A grouped axis; `rows` of a cluster tile, or None where K is grouped."""
+    """A grouped axis; `rows` of a cluster tile, or None where K is grouped.
+
+    With `skip_empty` an empty group of K has no tiles.
+    """
 
     sizes: list[int]
     length: int
@@ -41,6 +49,7 @@ class Case:
     step: int = 0
     along_m: bool = True
     width: int = 8
+    skip_empty: bool = False
 
     @property
     def walk(self) -> GroupWalk:
@@ -69,6 +78,8 @@ def expected_tiles(case: Case) -> Iterator[tuple[int, int, int, int, int]]:
         clusters_m = case.clusters_m if span.matrix >= 0 else 0
         if case.rows:
             clusters_m = math.ceil((span.end - span.start) / case.rows)
+        if case.skip_empty and span.start == span.end:
+            clusters_m = 0
         if clusters_m:
             order = make_walk(
                 clusters_m, case.clusters_n, 1, along_m=case.along_m, swizzle=case.width
@@ -80,7 +91,8 @@ def expected_tiles(case: Case) -> Iterator[tuple[int, int, int, int, int]]:
 
 def found_tiles(case: Case, indices=None) -> list[tuple[int, ...]]:
     indices = itertools.count() if indices is None else indices
-    return [tuple(t) for t in group_tiles(case.walk, case.sizes, case.rows, indices)]
+    tiles = group_tiles(case.walk, case.sizes, case.rows, indices, case.skip_empty)
+    return [tuple(tile) for tile in tiles]
 
 
 def random_sizes(random: Random) -> tuple[list[int], int]:
@@ -115,6 +127,7 @@ def random_case(random: Random, grouped: str) -> Case:
         clusters_n=random.randint(1, 5 if len(sizes) < 40 else 2),
         along_m=random.random() < 0.5,
         width=random.randint(1, 16),
+        skip_empty=grouped == "k" and random.random() < 0.5,
     )  # fmt: skip
     if random.random() < 0.5:  # some spans belong to no group, as of other devices or batches
         period = random.randint(1, len(sizes) + 1)
@@ -176,7 +189,7 @@ def test_pairs_cover_each_row_and_column_once_and_part_at_the_last_odd_tile_alon
 def test_each_matrix_of_grouped_k_is_written_once_also_for_empty_groups():
     random = Random(3)
     for _ in range(60):
-        case = random_case(random, "k")
+        case = replace(random_case(random, "k"), skip_empty=False)
         case = replace(case, step=case.walk.count)
         spans = Groups(
             "k", len(case.sizes), case.walk.period, case.walk.count, case.first, case.walk.count
@@ -186,6 +199,32 @@ def test_each_matrix_of_grouped_k_is_written_once_also_for_empty_groups():
             assert matrix >= 0
             painted[matrix, m, n] += 1
         assert (painted == 1).all() and spans.total == spans.matrices
+
+
+@pytest.mark.parametrize("warps", [1, 3, 132])
+def test_each_part_of_an_empty_group_is_found_once_and_none_of_another(warps):
+    random = Random(f"parts {warps}")
+    for _ in range(25):
+        case = replace(random_case(random, "k"), skip_empty=True)
+        case = replace(case, step=case.walk.count)
+        parts = random.choice([1, 2, 7])
+        found = [
+            tuple(part)
+            for first in range(warps)
+            for part in parts_of_empty_groups(case.walk, case.sizes, parts, first, warps)
+        ]
+        empty = [s.matrix for s in spans_of(case)[:-1] if s.matrix >= 0 and s.start == s.end]
+        assert sorted(found) == list(itertools.product(empty, range(parts)))
+        multiplied = {tile[0] for tile in found_tiles(case)}
+        assert not multiplied & set(empty)
+
+
+def test_warps_share_the_parts_evenly():
+    case = Case([0, 5, 0, 0] * 20, 100, None)
+    counts = [
+        len(list(parts_of_empty_groups(case.walk, case.sizes, 3, first, 7))) for first in range(7)
+    ]
+    assert sum(counts) == 60 * 3 and max(counts) - min(counts) <= 1
 
 
 @pytest.mark.parametrize("along_m", [True, False])

@@ -10,6 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from programs import run_fresh
 
 from jax_hopper_gemm import native
 
@@ -29,6 +30,7 @@ def resolve(digest: str, spec_json: str, capacity: int = 256) -> tuple[int, int,
 
 
 def fake_cubin(monkeypatch, load) -> None:
+    monkeypatch.setattr(native, "_process_with_kernels", None)
     module = SimpleNamespace(load=load)
     monkeypatch.setitem(sys.modules, "jax_hopper_gemm.cubin", module)
     monkeypatch.setattr("jax_hopper_gemm.cubin", module, raising=False)
@@ -127,3 +129,60 @@ def test_the_resolver_cuts_a_long_message_to_what_fits(monkeypatch):
 
     fake_cubin(monkeypatch, load)
     assert resolve("abc", "{}", capacity=16) == (1, 0, 15 * "x")
+
+
+def test_the_resolver_refuses_in_a_fork_of_a_process_that_has_kernels(monkeypatch):
+    fake_cubin(monkeypatch, lambda digest, spec_json: SimpleNamespace(handle=1))
+    assert resolve("abc", "{}")[0] == 0
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    status, _, message = resolve("def", "{}", capacity=4096)
+    assert status == 1
+    assert f"({parent + 1}) was forked from one ({parent})" in message and "'spawn'" in message
+
+
+FORKS = """
+import os, sys, warnings
+import jax, jax.numpy as jnp
+import numpy as np
+from jax_hopper_gemm import matmul, native
+
+native.library = lambda: None
+a = np.ones((256, 256), jnp.bfloat16)
+
+def lowered():
+    function = jax.jit(lambda a: matmul(a, a, implementation="hopper"))
+    try:
+        text = function.trace(a).lower(lowering_platforms=("cuda",)).as_text()
+    except native.ForkedError as error:
+        return str(error)
+    return "launch" if "v1.launch" in text else "no launch"
+
+def in_fork(function):
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.write(writer, function().encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.wait()
+    return os.read(reader, 4096).decode()
+
+def run():
+    return str(jax.jit(matmul)(a, a)[0, 0])
+
+print(in_fork(lowered))
+print(in_fork(run))
+native._process_with_kernels = os.getpid()  # as if one had been loaded
+print(in_fork(lowered))
+print(lowered())
+print(run())
+"""
+
+
+def test_workers_are_forked_before_kernels_are_loaded_or_told_so():
+    before, ran, after, here, parent = run_fresh(FORKS).splitlines()
+    assert before == here == "launch"
+    assert ran == parent == "256"
+    assert "was forked from one" in after

@@ -346,36 +346,6 @@ def test_options_of_the_product_reach_it(kind: Any, option: str):
         call(**{option: "nonsense"})
 
 
-def test_nnx_einsum_takes_our_einsum():
-    def make(**options):
-        return fill(nnx.Einsum("bti,ihd->bthd", (8, 2, 3), (2, 3), rngs=nnx.Rngs(0), **options))
-
-    x = integers((2, 4, 8))
-    assert_equal(make(einsum_op=jhg.einsum)(x), make()(x))
-    assert "hopper_dot" in str(jax.make_jaxpr(make(einsum_op=jhg.einsum))(x))
-
-
-def test_linen_dense_takes_our_dot_general():
-    x = integers((3, 8))
-    variables = linen.Dense(5).init(jax.random.key(0), x)
-    variables = jax.tree.map(lambda leaf: integers(leaf.shape, seed=leaf.ndim), variables)
-    ours = linen.Dense(5, dot_general=jhg.dot_general)
-    assert_equal(run(ours, variables, x), run(linen.Dense(5), variables, x))
-    assert "hopper_dot" in str(jax.make_jaxpr(ours.apply)(variables, x))
-
-
-def test_attention_takes_our_dot_general():
-    def make(**options):
-        return nnx.MultiHeadAttention(
-            num_heads=2, in_features=8, qkv_features=8, decode=False, rngs=nnx.Rngs(0), **options
-        )
-
-    ours = make(qkv_dot_general=jhg.dot_general, out_dot_general=jhg.dot_general)
-    x = jax.random.normal(jax.random.key(0), (2, 4, 8))
-    np.testing.assert_allclose(ours(x), make()(x), rtol=1e-5, atol=1e-6)
-    assert str(jax.make_jaxpr(ours)(x)).count("hopper_dot[") == 4  # q, k, v, out
-
-
 def test_a_missing_flax_is_named_with_the_command_that_installs_it():
     source = (
         "import sys\n"

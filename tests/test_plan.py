@@ -459,8 +459,19 @@ def test_sizes_and_their_walk_follow_the_results(axis, scheduler):
     tiles = 4 if axis == "m" else 3  # of N, of M
     walk = GroupWalk(11, 6, 1, 4, 4, length, tiles, 4, 0, 3)
     counter = [Pointer(4)] if scheduler == "dynamic" else []
-    assert rest == [Pointer(2), *map(Int32, walk), Int32(4), *counter]
+    vectors = 320 * 512 // 8  # of 16 bytes
+    zeros = [Pointer(3), *map(Int32, (1, vectors, 0, vectors))] if axis == "k" else []
+    assert rest == [Pointer(2), *map(Int32, walk), Int32(4), *zeros, *counter]
     assert plan.first_workspace == 4
+
+
+def test_rows_of_zeros_leave_the_gaps_between_rows_alone():
+    problem, spec = grouped_case("k")
+    assert spec.zeros_apart
+    problem = replace(problem, d=MatrixLayout("n", 512 + 24, 320 * (512 + 24) + 64))
+    *_, rows, vectors, row_stride, matrix_stride = make_plan(problem, spec, Traversal(), 132).params
+    assert (rows, vectors) == (Int32(320), Int32(64))
+    assert (row_stride, matrix_stride) == (Int32(67), Int32(320 * 67 + 8))
 
 
 def test_a_pair_of_ctas_walks_two_tiles_of_columns_at_a_time():

@@ -39,8 +39,8 @@ struct Driver {
   xla::ffi::Error Failure(const char* call, CUresult result, const std::string& detail) const;
 };
 
-// Makes a context current on this thread while it lives, if none is: cuTensorMapEncodeTiled wants
-// one, and XLA may load an executable on a thread that has none.
+// Makes a context current on this thread while it lives, if none is: cuTensorMapEncodeTiled and
+// cuKernelGetParamInfo want one, and XLA may load an executable on a thread that has none.
 class AnyContext {
  public:
   explicit AnyContext(const Driver& driver);

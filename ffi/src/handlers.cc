@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cuda.h"
+#include "driver.h"
 #include "kernel_table.h"
 #include "launch.h"
 #include "plan.h"
@@ -30,6 +31,9 @@ ffi::ErrorOr<std::unique_ptr<Launch>> Instantiate(std::string_view digest, std::
                                                   ffi::Span<const int64_t> words) {
   ffi::ErrorOr<Plan> plan = DecodePlan(words);
   if (plan.has_error()) return ffi::Unexpected(Named(name, plan.error()));
+  const ffi::ErrorOr<const Driver*> driver = Driver::Get();
+  if (driver.has_error()) return ffi::Unexpected(Named(name, driver.error()));
+  const AnyContext context(**driver);
   const ffi::ErrorOr<CUkernel> kernel = FindKernel(digest, spec);
   if (kernel.has_error()) return ffi::Unexpected(Named(name, kernel.error()));
   auto launch = Launch::Create(name, *kernel, *std::move(plan));

@@ -82,7 +82,6 @@ ffi::Error Launch::CheckParams() const {
 }
 
 ffi::Error Launch::EncodeTensorMaps() {
-  const AnyContext context(driver_);
   tensor_maps_.resize(plan_.tensor_maps.size());
   for (size_t i = 0; i < tensor_maps_.size(); ++i) {
     const TensorMapPlan& map = plan_.tensor_maps[i];

@@ -101,7 +101,14 @@ Param DecodeParam(Reader& reader, std::vector<TensorMapPlan>& tensor_maps) {
 ffi::ErrorOr<Plan> DecodePlan(ffi::Span<const int64_t> words) {
   Reader reader(words);
   Plan plan = {};
-  reader.Next("version", kVersion, kVersion);
+  const int64_t version = reader.Next("version", 1, kMaxInt64);
+  if (reader.error().empty() && version != kVersion) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(
+        "the launch plan has version " + std::to_string(version) +
+        ", and this jax_hopper_gemm reads version " + std::to_string(kVersion) +
+        ": another one made the program. Trace and export it again with this one, or run it with "
+        "that one."));
+  }
   plan.grid[0] = reader.Next("grid x", 1, kMaxGridX);
   plan.grid[1] = reader.Next("grid y", 1, kMaxGridYZ);
   plan.grid[2] = reader.Next("grid z", 1, kMaxGridYZ);
@@ -131,9 +138,8 @@ ffi::ErrorOr<Plan> DecodePlan(ffi::Span<const int64_t> words) {
     reader.Fail(std::to_string(reader.words_left()) + " words follow its end");
   }
   if (!reader.error().empty()) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "the launch plan is malformed: " + reader.error() +
-        ". Was the program exported by another version of jax_hopper_gemm?"));
+    return ffi::Unexpected(
+        ffi::Error::InvalidArgument("the launch plan is malformed: " + reader.error()));
   }
   plan.num_buffers = reader.num_buffers();
   return plan;

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import cubin, dispatch
 from ..problem import ITEMSIZE
+from ..spec import GemmSpec
 from . import products
-from .report import print_json
+from .report import CommandError, print_json
+
+if TYPE_CHECKING:
+    from ..launches import Launch
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     text = (
-        "Compiles every kernel that may be chosen, without a GPU, into the cache or into a folder "
-        "for JAX_HOPPER_GEMM_CUBINS. What is there already is not built again."
+        "Compiles every kernel without an epilogue that may be chosen, or those of exported "
+        "programs, without a GPU, into the cache or into a folder for JAX_HOPPER_GEMM_CUBINS. "
+        "What is there already is not built again."
     )
     parser = commands.add_parser("build", help="compile kernels ahead of time", description=text)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="a folder, not the cache")
+    parser.add_argument(
+        "--program", type=Path, nargs="+", metavar="FILE",
+        help="only the kernels that these programs launch, written by jax.export's serialize()",
+    )  # fmt: skip
     parser.add_argument("--jobs", type=products.positive, help="processes [one a core]")
     parser.add_argument(
         "--dtype", nargs="+", choices=products.OPERAND_DTYPES, default=products.OPERAND_DTYPES,
@@ -36,8 +46,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    pairs = [(ab, d) for ab in args.dtype for d in args.result_dtype]
-    specs = dispatch.table_specs(dispatch.Device((9, 0), args.sms), pairs)
+    if args.program:
+        specs = [spec for path in args.program for spec in specs_of_program(path)]
+    else:
+        pairs = [(ab, d) for ab in args.dtype for d in args.result_dtype]
+        specs = dispatch.table_specs(dispatch.Device((9, 0), args.sms), pairs)
     report = cubin.build(specs, jobs=args.jobs, progress=not args.json, folder=args.out)
     if args.json:
         print_json(
@@ -51,3 +64,35 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(report)
     return 1 if report.failures else 0
+
+
+def specs_of_program(path: Path) -> list[GemmSpec]:
+    """Returns the kernels that an exported program asks for.
+
+    Raises:
+      CommandError: it is no exported program, or this version cannot build its kernels.
+    """
+    from ..launches import launches_of, stored_programs
+
+    try:
+        programs = stored_programs(path.read_bytes())
+        launches = [launch for program in programs for launch in launches_of(program)]
+    except Exception as error:  # JAX refuses a damaged file in many ways
+        raise CommandError(f"{path}: no kernels can be read from it: {error!r}") from error
+    specs = {_spec_of(launch): launch for launch in launches}
+    if None in specs:
+        raise CommandError(
+            f"{path}: another version of jax_hopper_gemm made it, and the kernel of "
+            f"{specs[None].name} cannot be built by this one. Build with that version, or export "
+            "the program again."
+        )
+    return [spec for spec in specs if spec]
+
+
+def _spec_of(launch: Launch) -> GemmSpec | None:
+    """Returns what a launch asks for, if it is the same kernel in this version."""
+    try:
+        spec = GemmSpec.from_json(launch.spec)
+        return spec if cubin.digest_of(spec) == launch.digest else None
+    except (ValueError, TypeError):  # fields of another version
+        return None

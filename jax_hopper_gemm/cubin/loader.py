@@ -94,10 +94,13 @@ class _Calls:
     def __call__(self, function: str, *args: Any) -> Any:
         """Returns the call's one result, or None."""
         status, *results = self.attempt(function, *args)
+        self.check(function, status)
+        return results[0] if results else None
+
+    def check(self, function: str, status: Any) -> None:
         if status != self.driver.CUresult.CUDA_SUCCESS:
             advice = self._advice(status.name)
             raise CubinError(f"{self.manifest.name}: {function} gave {status.name}{advice}")
-        return results[0] if results else None
 
     def attempt(self, function: str, *args: Any) -> tuple:
         """Returns the status and the results."""
@@ -177,7 +180,9 @@ def _parameter_places(cuda: _Calls, kernel: Any) -> list[tuple[int, int]]:
     """Returns (offset, size) of each parameter; the driver refuses the index past the last."""
     places = []
     while True:
-        status, *place = cuda.attempt("cuKernelGetParamInfo", kernel, len(places))
-        if status != cuda.driver.CUresult.CUDA_SUCCESS:
+        function, index = "cuKernelGetParamInfo", len(places)
+        status, *place = cuda.attempt(function, kernel, index)
+        if status == cuda.driver.CUresult.CUDA_ERROR_INVALID_VALUE:
             return places
+        cuda.check(function, status)
         places.append(tuple(place))

@@ -41,6 +41,8 @@ def parameter_names(spec: GemmSpec) -> tuple[str, ...]:
     names.append("k_tiles")
     if graph.needs_extents:
         names += ["m", "n"]
+    if spec.zeros_apart:
+        names += ["ptr_matrices", "rows", "vectors", "row_stride", "matrix_stride"]
     if spec.tile_scheduler == "dynamic":
         names.append("ptr_tile_counter")
     return tuple(names)
@@ -82,6 +84,9 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     if spec.gathered:
         groups += (pointer(cutlass.Int32), *((cutlass.Int32(1),) * 3))
     extents = (cutlass.Int32(1),) * 2 if graph.needs_extents else None
+    matrices = None
+    if spec.zeros_apart:
+        matrices = (pointer(cutlass.Int32), *((cutlass.Int32(1),) * 4))
     operands = tuple(map(operand, graph.operands)) or None  # of an empty tuple CuTeDSL warns
     counter = pointer(cutlass.Int32) if spec.tile_scheduler == "dynamic" else None
     GemmKernel.kernel.set_name_prefix(
@@ -90,7 +95,7 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     kernel = GemmKernel(spec)
     compiled = cute.compile(
         kernel.launch, mA, (mB,) * graph.accumulators, tuple(map(result, graph.results)),
-        operands, groups, walk, cutlass.Int32(1), extents, counter,
+        operands, groups, walk, cutlass.Int32(1), extents, matrices, counter,
         cute.runtime.make_fake_stream(),
         options=f"--gpu-arch sm_90a --keep-cubin --dump-dir {workdir}",
     )  # fmt: skip

@@ -5,6 +5,7 @@
     1           scheduler      next tile → mailbox (only where the scheduler needs one)
     2, 3        operands       the epilogue's operands → ring of math warpgroup 0, 1, by TMA
                                (nothing where it loads none)
+    2           zeros          matrices of empty groups, where these are no tiles
     0, 3        loader         where rows of A or B are gathered; 2 then serves both warpgroups
     4 ...       math           ring → accumulator (wgmma) → results; four warps a warpgroup
 
@@ -13,7 +14,7 @@
     ring empty          a warp of each that works on the tile,       loader
                         in each CTA that shares the stage
     operands            see epilogue/operands.py                     operands, math
-    mailbox             see tile_scheduler/                          loader, operands, math
+    mailbox             see tile_scheduler/                          loader, operands or zeros, math
     named 1, 2, 3       the 128 threads of a math warpgroup          the same: see epilogue/
     named 5, 6          256: see warp_schedule/pingpong.py           math
 
@@ -36,10 +37,11 @@ from .place import Coordinates, place_of
 from .shared_memory import SharedMemory
 from .tile_scheduler import make_scheduler
 from .warp_schedule import WARP_SCHEDULES
+from .zeros import ZeroWriter
 
 WARPGROUP = 128  # threads
 LOADER_WARP, SCHEDULER_WARP, FIRST_OPERAND_WARP, FIRST_MATH_WARP = 0, 1, 2, 4
-SECOND_LOADER_WARP = 3
+ZERO_WARP, SECOND_LOADER_WARP = 2, 3
 
 
 def check_box(atom, box, shares):
@@ -60,11 +62,13 @@ class GemmKernel:
         self.scheduler = make_scheduler(spec)
         self.mainloop = make_mainloop(spec, self.schedule.atom_layout_m)
         self.epilogue = FusedEpilogue(spec)
+        self.zeros = ZeroWriter(spec, self.scheduler)
 
     @cute.jit
     def launch(
-        self, mA, mBs, results, operands, groups, walk, k_tiles, extents, tile_counter, stream
-    ):
+        self, mA, mBs, results, operands, groups, walk, k_tiles, extents, matrices, tile_counter,
+        stream,
+    ):  # fmt: skip
         """Host side, traced only to make the TMA atoms' types; `ffi/` launches for real."""
         s = self.spec
         self.mainloop.setup_layouts()
@@ -78,7 +82,7 @@ class GemmKernel:
                 check_box(tma_b, s.b_box, s.cluster_m)
         self.epilogue.check_boxes(results, operands, check_box)
         self.kernel(
-            factors, results, operands, groups, walk, k_tiles, extents, tile_counter
+            factors, results, operands, groups, walk, k_tiles, extents, matrices, tile_counter
         ).launch(
             grid=(s.cluster_m, s.cluster_n, 1),
             block=(s.threads, 1, 1),
@@ -89,7 +93,9 @@ class GemmKernel:
         )
 
     @cute.kernel
-    def kernel(self, factors, results, operands, groups, walk, k_tiles, extents, tile_counter):
+    def kernel(
+        self, factors, results, operands, groups, walk, k_tiles, extents, matrices, tile_counter
+    ):
         """Sets up what all threads share, then gives each warp its role.
 
         Args:
@@ -103,6 +109,7 @@ class GemmKernel:
           walk: the fields of `Walk` over the grid of cluster tiles, or of `GroupWalk`.
           k_tiles: k-tiles of a tile, unless K is grouped.
           extents: (M, N) if the epilogue must know them, else None.
+          matrices: where zeros are written apart, what `ZeroWriter.bind` takes; else None.
           tile_counter: global pointer to an int32 that is zero, for the dynamic scheduler.
         """
         s = self.spec
@@ -123,6 +130,7 @@ class GemmKernel:
         words += self.epilogue.ring.smem_words
         operand_warps = self.epilogue.ring.loader_warps
         readers = self.mainloop.loader_warps + operand_warps + 4 * s.math_warpgroups
+        readers += s.zeros_apart
         sizes = groups[0] if s.grouped else None
         self.scheduler.setup(words, tile_counter, walk, sizes, readers)
         pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n), is_relaxed=True)
@@ -148,6 +156,10 @@ class GemmKernel:
                         self.load_all_operands(walk, cta_m, cta_n, k_tiles)
                     else:
                         self.load_operands(served, walk, cta_m, cta_n, k_tiles)
+            if cutlass.const_expr(s.zeros_apart):
+                if warp == ZERO_WARP:
+                    self.zeros.bind(*matrices)
+                    self.zeros.run()
         else:
             cute.arch.setmaxregister_increase(math_registers)
             self.math(ring, coordinates, walk, cta_m, cta_n, k_tiles)

@@ -15,6 +15,8 @@ except ModuleNotFoundError as error:
         'python -m pip install "jax-hopper-gemm[flax]"'
     ) from error
 
+from .accelerate import accelerate as accelerate
+from .accelerate import report_products as report_products
 from .checkpoints import from_huggingface as from_huggingface
 from .checkpoints import from_maxtext as from_maxtext
 from .checkpoints import to_huggingface as to_huggingface

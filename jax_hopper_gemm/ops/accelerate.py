@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import jax
 
 from . import checks
 from .dense import Implementation
@@ -40,15 +42,15 @@ def accelerate(
     Args:
       function: a function of any arguments. Arrays anywhere in them are traced; everything else,
         such as numbers, strings and `None`, it is given as it is, and likewise it may return
-        anything. It must have no side effects but those of JAX: as with `jax.jit`, what it changes
-        in a Flax nnx module that it is given, such as counts of dropout and batch statistics, is
-        lost unless it returns the module's state.
+        anything. It must have no side effects but those of JAX; one that changes Flax nnx modules
+        that it is given is for `jax_hopper_gemm.nn.accelerate`.
       implementation: None takes a kernel where it is the faster way; "hopper" insists on a kernel
         for every product that is exchanged, in the derivatives, too; "xla" exchanges none.
 
     Raises:
       TypeError: `function` is not callable.
-      ValueError: `implementation` is something else.
+      ValueError: `implementation` is something else; or, in a call, `function` puts an array
+        into an object that it is given and does not return it.
       NotImplementedError: as of `matmul`, while lowering, with `implementation="hopper"`.
     """
     checks.check_accelerated("accelerate", function, implementation)
@@ -56,7 +58,22 @@ def accelerate(
         return function
 
     @wraps(function)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        objects = _objects_in((args, kwargs))
+        before = [jax.tree.leaves(x) for x in objects]
+        result = function(*args, **kwargs)
+        returned = jax.tree.leaves(result)
+        for x, leaves in zip(objects, before, strict=True):
+            checks.check_unchanged("accelerate", x, leaves + returned)
+        return result
+
+    @wraps(function)
     def accelerated(*args: P.args, **kwargs: P.kwargs) -> R:
-        return run_with_our_products(function, args, kwargs, implementation)
+        return run_with_our_products(traced, args, kwargs, implementation)
 
     return accelerated
+
+
+def _objects_in(tree: Any) -> list[Any]:
+    """Returns the pytrees in a tree whose type is not one of Python's own."""
+    return jax.tree.leaves(tree, is_leaf=lambda x: type(x) not in (dict, list, tuple, type(None)))

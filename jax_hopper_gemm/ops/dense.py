@@ -16,6 +16,7 @@ from ..jaxprs import abstract
 from . import checks
 from .activations import Activation, activation_function
 from .epilogue import Steps, named_in, traced
+from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .substitute import final_product, with_hopper_dot
 
 Implementation = Literal["hopper", "xla"] | None
@@ -228,9 +229,16 @@ def _run(
     if isinstance(options["precision"], list):
         options["precision"] = tuple(options["precision"])
     static = tuple(options.items())
+    operands = (*named_operands, *operands)
+    if is_replaced():
+        check_kernel_unasked(steps.op, implementation)
+        product = replaced_product(function, lhs, rhs, options)
+        if plain:
+            return product
+        what = traced(steps.op, steps, (product,), operands, product.dtype, dtypes)
+        return what.apply(product)
     if plain:
         return _traced(function, lhs, rhs, implementation, static)
-    operands = (*named_operands, *operands)
     return _traced_steps(
         function, lhs, rhs, operands, implementation, static, steps, dtypes, preactivation
     )

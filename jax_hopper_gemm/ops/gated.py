@@ -18,6 +18,7 @@ from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation
 from .epilogue import Gate, traced
 from .ragged import run_grouped
+from .replaced import check_kernel_unasked, is_replaced
 from .substitute import final_product
 
 
@@ -94,8 +95,14 @@ def gated_linear_unit(
         )  # fmt: skip
     if isinstance(precision, list):
         precision = tuple(precision)
+    operands = (*biases, *scale)
+    if is_replaced():
+        check_kernel_unasked(op, implementation)
+        dot = _dot(x, precision, preferred_element_type)
+        products = _products(dot, x, rights)
+        return traced(op, gate, products, operands, products[0].dtype, None).apply(*products)
     return _traced_gate(
-        x, rights, (*biases, *scale), gate, precision,
+        x, rights, operands, gate, precision,
         preferred_element_type, preactivation, implementation,
     )  # fmt: skip
 
@@ -111,10 +118,7 @@ def _traced_gate(
     preactivation: Preactivation,
     implementation: Implementation,
 ) -> jax.Array:
-    dot = partial(
-        lax.dot_general, dimension_numbers=(((x.ndim - 1,), (0,)), ((), ())), precision=precision,
-        preferred_element_type=preferred_element_type,
-    )  # fmt: skip
+    dot = _dot(x, precision, preferred_element_type)
     dtype = jax.eval_shape(dot, x, rights[0]).dtype
     dot = partial(dot, preferred_element_type=accumulator_dtype(dtype))
     products = abstract(partial(_products, dot), x, rights)
@@ -130,6 +134,15 @@ def _traced_gate(
         what.function, x, rights, what.operands, subscripts=f"{lhs},{rhs}->{out}",
         precision=final.precision, product_dtype=dtype, out_dtypes=what.dtypes,
         preactivation=preactivation, implementation=implementation,
+    )  # fmt: skip
+
+
+def _dot(x: Any, precision: Any, dtype: Any) -> Any:
+    """Returns JAX's product of the last axis of `x` and the first one of a matrix."""
+    numbers = ((x.ndim - 1,), (0,)), ((), ())
+    return partial(
+        lax.dot_general, dimension_numbers=numbers, precision=precision,
+        preferred_element_type=dtype,
     )  # fmt: skip
 
 

@@ -15,10 +15,13 @@ from ..grouping import (
     LANES,
     GroupTile,
     GroupWalk,
+    Part,
+    empty_before_end,
     first_window,
     holds,
     is_last,
     next_window,
+    part_in,
     tile_in,
 )
 
@@ -130,7 +133,11 @@ class NumpyLanes:
 
 
 def group_tiles(
-    walk: GroupWalk, sizes: Sequence[int], rows: int | None, indices: Iterable[int]
+    walk: GroupWalk,
+    sizes: Sequence[int],
+    rows: int | None,
+    indices: Iterable[int],
+    skip_empty: bool = False,
 ) -> Iterator[GroupTile]:
     """Yields the tiles, of ints, that a scheduler warp finds for these rising indices.
 
@@ -139,22 +146,52 @@ def group_tiles(
     Args:
       walk: ints.
       sizes: as many as `walk` says.
-      rows: as in `grouping.next_window`.
+      rows, skip_empty: as in `grouping.next_window`.
     """
     lanes = NumpyLanes()
     on_device = GroupWalk(*map(lanes.integer, walk))
-    given = np.asarray(sizes, np.int64)
-    unasked = np.resize(UNASKED, LANES)
+    size_at = _size_at(sizes)
+    window = first_window(on_device, size_at, lanes, rows, skip_empty)
+    for index in map(lanes.integer, indices):
+        while not (holds(window, index, lanes) or is_last(on_device, window)):
+            window = next_window(on_device, window, size_at, lanes, rows, skip_empty)
+        if not holds(window, index, lanes):
+            return
+        yield GroupTile(*map(int, tile_in(on_device, window, index, lanes, rows)))
+
+
+def parts_of_empty_groups(
+    walk: GroupWalk, sizes: Sequence[int], parts: int, first: int, stride: int
+) -> Iterator[Part]:
+    """Yields the parts, of ints, that one of `stride` warps finds in matrices of empty groups.
+
+    Args:
+      walk, sizes: as for `group_tiles`.
+      parts: of each matrix.
+      first: which warp it is.
+    """
+    lanes = NumpyLanes()
+    on_device = GroupWalk(*map(lanes.integer, walk))
+    size_at, index = _size_at(sizes), lanes.integer(first)
+    window, before = first_window(on_device, size_at, lanes, None, True), lanes.integer(0)
+    while True:
+        empty = empty_before_end(on_device, window, before, lanes)
+        before = lanes.of(empty, lanes.integer(LANES - 1))
+        while index < before * parts:
+            found = part_in(on_device, window, empty, index, lanes.integer(parts), lanes)
+            yield Part(*map(int, found))
+            index = index + stride
+        if is_last(on_device, window):
+            return
+        window = next_window(on_device, window, size_at, lanes, None, True)
+
+
+def _size_at(sizes: Sequence[int]) -> Any:
+    given, unasked = np.asarray(sizes, np.int64), np.resize(UNASKED, LANES)
 
     def size_at(span: Int32, valid: Any) -> Int32:
         asked = np.broadcast_to(valid, LANES)
         places = np.where(asked, span.value, 0)
         return Int32(np.where(asked, given[places], unasked))
 
-    window = first_window(on_device, size_at, lanes, rows)
-    for index in map(lanes.integer, indices):
-        while not (holds(window, index, lanes) or is_last(on_device, window)):
-            window = next_window(on_device, window, size_at, lanes, rows)
-        if not holds(window, index, lanes):
-            return
-        yield GroupTile(*map(int, tile_in(on_device, window, index, lanes, rows)))
+    return size_at

@@ -89,7 +89,9 @@ def grouped_tiles(
     found = [
         _of_cta(problem, spec, tile, cluster + turn * clusters, cluster, turn, rank)
         for cluster in range(clusters)
-        for turn, tile in enumerate(group_tiles(walk, sizes, rows, count(cluster, clusters)))
+        for turn, tile in enumerate(
+            group_tiles(walk, sizes, rows, count(cluster, clusters), spec.zeros_apart)
+        )
         for rank in range(spec.cluster_size)
     ]
     return sorted(found, key=lambda tile: (tile.index, tile.cta))

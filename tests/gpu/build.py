@@ -24,7 +24,7 @@ import jax
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import random_grouped, random_products
+from jax_hopper_gemm.testing import random_grouped, random_products, training_step
 from jax_hopper_gemm.testing.grouped_programs import GROUPED_PROGRAMS
 from jax_hopper_gemm.testing.mesh_programs import MESH_PROGRAMS
 from jax_hopper_gemm.testing.moe_programs import moe_specs
@@ -36,6 +36,7 @@ from jax_hopper_gemm.testing.policies import (
     grouped_covering_specs,
 )
 from jax_hopper_gemm.testing.programs import PROGRAMS
+from jax_hopper_gemm.testing.transformations import transformation_specs
 
 
 def main() -> int:
@@ -73,6 +74,8 @@ def all_specs() -> list[GemmSpec]:
                 *(spec for program in GROUPED_PROGRAMS.values() for spec in program.specs()),
                 *moe_specs(),
                 *(spec for program in MESH_PROGRAMS.values() for spec in program.specs()),
+                *training_step.specs(),
+                *transformation_specs(),
             )
         )
     )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_processes import run_python
+from processes import assert_graphs_change_nothing
 
 from jax_hopper_gemm import ops
 from jax_hopper_gemm.testing import group_sizes
@@ -146,17 +144,4 @@ np.save(folder + "/outputs", np.concatenate(outputs))
 
 
 def test_cuda_graphs_serve_sizes_that_change(tmp_path):
-    with_graphs, without = tmp_path / "with", tmp_path / "without"
-    flags = {
-        with_graphs: "--xla_gpu_enable_command_buffer=+CUSTOM_CALL "
-        f"--xla_gpu_graph_min_graph_size=1 --xla_dump_to={with_graphs}",
-        without: "--xla_gpu_enable_command_buffer=",
-    }
-    outputs = []
-    for folder, xla_flags in flags.items():
-        folder.mkdir()
-        run_python(STEPS, folder, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}")
-        outputs.append(np.load(folder / "outputs.npy"))
-    assert np.array_equal(*outputs)
-    thunks = [p.read_text() for p in with_graphs.glob("*jit_chain*thunk_sequence*")]
-    assert any("kCommandBuffer" in text for text in thunks), "no graph was captured"
+    assert_graphs_change_nothing(STEPS, tmp_path, "jit_chain")

@@ -2,43 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
-
-import numpy as np
 import pytest
-
-PRELUDE = """
-import sys
-import jax
-import jax.numpy as jnp
-import numpy as np
-import jax_hopper_gemm as jhg
-from jax_hopper_gemm.testing import reference, tolerance
-
-def normal(seed, shape):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-
-def hopper(a, b):
-    return jhg.matmul(a, b, implementation="hopper")
-
-folder = sys.argv[1]
-"""
-
-
-def run_python(code: str, folder: object, **environment: str) -> str:
-    """Returns what a fresh process prints that runs `code` after the prelude."""
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(code), str(folder)],
-        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.strip()
+from processes import assert_graphs_change_nothing, run_python
 
 
 def test_an_exported_program_runs_in_a_fresh_process(tmp_path):
@@ -70,28 +35,6 @@ def test_an_exported_program_runs_in_a_fresh_process(tmp_path):
     assert compilers == "[]"
 
 
-def test_the_second_process_compiles_nothing(tmp_path):
-    code = """
-    events = []
-    jax.monitoring.register_event_listener(lambda event, **kwargs: events.append(event))
-    a, b = np.ones((264, 512), jnp.bfloat16), np.full((512, 328), 2, jnp.bfloat16)
-    product = jax.jit(hopper)(a, b)
-    assert np.array_equal(product, np.full((264, 328), 1024, jnp.bfloat16))
-    hits, misses = (events.count(f"/jax/compilation_cache/cache_{x}") for x in ("hits", "misses"))
-    print(hits, misses, "cutlass" in sys.modules)
-    """
-    environment = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    hits, misses, _ = run_python(code, tmp_path, **environment).split()
-    assert int(hits) == 0 and int(misses) > 0
-    hits, misses, imported_compiler = run_python(code, tmp_path, **environment).split()
-    assert int(hits) > 0 and int(misses) == 0
-    assert imported_compiler == "False"
-
-
 CHAIN = """
 @jax.jit
 def chain(x, a, b):
@@ -111,20 +54,7 @@ np.save(folder + "/outputs", np.stack(outputs))
 
 
 def test_cuda_graphs_change_nothing(tmp_path):
-    with_graphs, without = tmp_path / "with", tmp_path / "without"
-    flags = {
-        with_graphs: "--xla_gpu_enable_command_buffer=+CUSTOM_CALL "
-        f"--xla_gpu_graph_min_graph_size=1 --xla_dump_to={with_graphs}",
-        without: "--xla_gpu_enable_command_buffer=",
-    }
-    outputs = []
-    for folder, xla_flags in flags.items():
-        folder.mkdir()
-        run_python(CHAIN, folder, XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}")
-        outputs.append(np.load(folder / "outputs.npy"))
-    assert np.array_equal(*outputs)
-    thunks = [p.read_text() for p in with_graphs.glob("*jit_chain*thunk_sequence*")]
-    assert any("kCommandBuffer" in text for text in thunks), "no graph was captured"
+    assert_graphs_change_nothing(CHAIN, tmp_path, "jit_chain")
 
 
 def test_out_of_memory_is_an_error_and_the_next_product_works(tmp_path):

@@ -80,6 +80,7 @@ class GroupedScheduler:
     def __init__(self, spec):
         self.spec = spec
         self.rows = spec.tile_m * spec.walk_m if spec.grouped == "m" else None
+        self.skip_empty = spec.zeros_apart
 
     @cute.jit
     def setup(self, words, counter, walk, sizes, num_reader_warps: cutlass.Constexpr):
@@ -133,7 +134,7 @@ class GroupedScheduler:
         lanes = Warp()
         launched = cute.arch.grid_dim()[0] // self.spec.cluster_m
         index = cute.arch.block_idx()[0] // self.spec.cluster_m
-        window = tuple(first_window(self.walk, self.size_at, lanes, self.rows))
+        window = self.first_window()
         published = Int32(0)
         past_the_end = Int32(0)
         while past_the_end < tiles_in_turn:
@@ -155,10 +156,18 @@ class GroupedScheduler:
         lanes = Warp()
         ahead = ~holds(Window(*window), index, lanes) & ~is_last(self.walk, Window(*window))
         while ahead:
-            following = next_window(self.walk, Window(*window), self.size_at, lanes, self.rows)
+            following = self.next_window(window)
             window = tuple(following)
             ahead = ~holds(following, index, lanes) & ~is_last(self.walk, following)
         return window
+
+    def first_window(self):
+        return tuple(first_window(self.walk, self.size_at, Warp(), self.rows, self.skip_empty))
+
+    def next_window(self, window):
+        return next_window(
+            self.walk, Window(*window), self.size_at, Warp(), self.rows, self.skip_empty
+        )
 
     def size_at(self, span, valid):
         """Returns the size of a span, or any value where it is not `valid`."""

@@ -3,6 +3,7 @@
 from .arguments import SCALARS as SCALARS
 from .arguments import as_arrays as as_arrays
 from .arguments import check_accelerated as check_accelerated
+from .arguments import check_unchanged as check_unchanged
 from .arguments import strong_dtype as strong_dtype
 from .dense import check_dot_general as check_dot_general
 from .dense import check_einsum as check_einsum

@@ -70,6 +70,24 @@ def check_accelerated(op: str, function: Any, implementation: Any) -> None:
         raise ValueError(f"{op}: {'; '.join(problems)}")
 
 
+def check_unchanged(op: str, argument: Any, known: list[Any]) -> None:
+    """Checks that a function put nothing into an argument, a pytree, that its caller would miss.
+
+    Args:
+      known: the leaves of the argument before, and of what the function returned.
+
+    Raises:
+      ValueError: another leaf is there.
+    """
+    there = set(map(id, known))
+    if any(id(leaf) not in there for leaf in jax.tree.leaves(argument)):
+        raise ValueError(
+            f"{op}: the function changes a {type(argument).__name__} that it is given, and the "
+            "caller's would stay as it is. Return what is new in it; for Flax nnx modules and "
+            f"optimizers use jax_hopper_gemm.nn.{op}, which changes the caller's"
+        )
+
+
 def name_problems(activation: Any) -> list[str]:
     if not isinstance(activation, str) or activation in ACTIVATIONS:
         return []

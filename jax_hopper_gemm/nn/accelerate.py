@@ -1,0 +1,93 @@
+"""`accelerate` for functions of nnx modules: what they change in a module is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+from flax import nnx
+
+from .. import ops
+from .layers import Implementation
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TAG = "jax_hopper_gemm.accelerate"  # of nnx's context, in which objects keep their identity
+
+
+def accelerate(
+    function: Callable[P, R], *, implementation: Implementation = None
+) -> Callable[P, R]:
+    """`jax_hopper_gemm.accelerate` for functions of Flax nnx modules and optimizers.
+
+        @nnx.jit
+        @nn.accelerate
+        def train_step(model, optimizer, x, y):
+            loss, gradients = nnx.value_and_grad(loss_of)(model, x, y)
+            optimizer.update(model, gradients)
+            return loss
+
+    As with `nnx.jit`, modules may share variables, and what the function changes in its arguments
+    is changed after the call: parameters, statistics, counts of random numbers, intermediates.
+
+    Args:
+      function: a function of modules, optimizers and anything else, positional or by name. Modules
+        that it closes over must not change.
+      implementation: as in `jax_hopper_gemm.accelerate`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `jax_hopper_gemm.accelerate`.
+    """
+    if implementation == "xla" or not callable(function):
+        return ops.accelerate(function, implementation=implementation)
+    pure = ops.accelerate(_pure(function), implementation=implementation)
+
+    @wraps(function)
+    def accelerated(*args: P.args, **kwargs: P.kwargs) -> R:
+        with nnx.update_context(TAG):
+            outputs = pure(nnx.to_tree((args, kwargs), ctxtag=TAG))
+            _, result = nnx.from_tree(outputs, ctxtag=TAG, is_inner=False)
+            return result
+
+    return accelerated
+
+
+def report_products(
+    function: Callable[..., Any], *args: Any, implementation: Implementation = None, **kwargs: Any
+) -> ops.ProductReport:
+    """`jax_hopper_gemm.report_products` for functions of nnx modules, which stay as they are.
+
+    Modules that share variables need this one.
+    """
+    if callable(function):
+        function = _pure(function)
+    with nnx.update_context(TAG):
+        given = nnx.to_tree((args, kwargs), ctxtag=TAG)
+        return ops.report_products(function, given, implementation=implementation)
+
+
+def _pure(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Returns the function from its arguments as trees of arrays to those afterwards, and results.
+
+    Trees are those of `nnx.to_tree`, within `nnx.update_context(TAG)`.
+    """
+
+    @wraps(function)
+    def pure(given: Any) -> Any:
+        args, kwargs = nnx.from_tree(given, ctxtag=TAG, is_inner=True)
+        result = function(*args, **kwargs)
+        return nnx.to_tree((_objects_in((args, kwargs)), result), ctxtag=TAG)
+
+    return pure
+
+
+def _objects_in(tree: Any) -> Any:
+    """Returns the tree with None for what is neither a module nor a variable."""
+
+    def is_object(x: Any) -> bool:
+        return isinstance(x, nnx.Variable | nnx.Pytree)
+
+    return jax.tree.map(lambda x: x if is_object(x) else None, tree, is_leaf=is_object)

@@ -1,0 +1,43 @@
+"""Where another library has put its own product in the place of `jax.lax.dot_general`.
+
+Qwix does, in the methods of a model that it quantizes: it exchanges the function's code, so that
+every call reaches it. Our products are then computed by what stands there, on the arrays as they
+are and outside of any trace that JAX would keep: it looks weights up by their identity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_DOT_GENERAL: Any = lax.dot_general
+_CODE = _DOT_GENERAL.__code__
+
+
+def is_replaced() -> bool:
+    return lax.dot_general is not _DOT_GENERAL or _DOT_GENERAL.__code__ is not _CODE
+
+
+def check_kernel_unasked(op: str, implementation: str | None) -> None:
+    """Raises NotImplementedError where the user insists on a kernel."""
+    if implementation == "hopper":
+        raise NotImplementedError(
+            f"{op}: implementation='hopper', but jax.lax.dot_general is replaced here, as Qwix "
+            "does in a model that it quantizes. Exempt this product by Qwix's rules and take "
+            "it by jax_hopper_gemm.accelerate around the model, or leave implementation as None"
+        )
+
+
+def replaced_product(function: Any, lhs: Any, rhs: Any, options: dict[str, Any]) -> jax.Array:
+    """Returns `function(lhs, rhs, **options)`, where function is JAX's.
+
+    Rows times a matrix go to `dot_general` at once, as in Flax's layers: `jax.numpy.matmul` has a
+    trace around it, in which Qwix does not find the weights.
+    """
+    if function is jnp.matmul and rhs.ndim == 2 and lhs.ndim > 0 and lhs.dtype == rhs.dtype:
+        contracted = ((lhs.ndim - 1,), (0,))
+        return lax.dot_general(lhs, rhs, (contracted, ((), ())), **options)
+    return function(lhs, rhs, **options)
