@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
@@ -82,7 +83,7 @@ def _lower_number(ctx: mlir.LoweringRuleContext) -> list[Any]:
     return list(stablehlo.PartitionIdOp().results)
 
 
-device_number_p.def_abstract_eval(lambda: jax.core.ShapedArray((), np.dtype("uint32")))
+device_number_p.def_abstract_eval(lambda: ShapedArray((), np.dtype("uint32")))
 mlir.register_lowering(device_number_p, _lower_number)
 reduce_over_devices_p.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(reduce_over_devices_p, _lower)

@@ -32,11 +32,12 @@ class Launch:
 
 def launches_in(module: Any) -> list[Launch]:
     """Returns the launches of a StableHLO module, in its order."""
-    configs = [call.attributes["mhlo.backend_config"] for call in _calls(module, lowering.TARGET)]
-    return [
-        Launch(*(config[name].value for name in ("digest", "spec", "name")), tuple(config["plan"]))
-        for config in configs
-    ]
+    found = []
+    for call in _calls(module, lowering.TARGET):
+        config = call.attributes["mhlo.backend_config"]
+        digest, spec, name = (config[field].value for field in ("digest", "spec", "name"))
+        found.append(Launch(digest, spec, name, tuple(config["plan"])))
+    return found
 
 
 def launches_of(exported: export.Exported) -> list[Launch]:

@@ -26,6 +26,7 @@ from .contraction import split
 from .dot_general import to_subscripts
 from .epilogue import Result
 from .plan import result_shapes
+from .program_devices import devices_of
 from .reductions import finish_partials
 from .routing import Product, Route, current_device, route
 from .spans import Spans, is_contraction, weights_in_order
@@ -409,7 +410,7 @@ def _beneath_transpose(
 
 def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:
     """Returns why no kernel is launched for a whole product that XLA partitions over devices."""
-    devices = partition.devices_of(ctx)
+    devices = devices_of(ctx)
     if devices == 1:
         return None
     return (

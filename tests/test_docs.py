@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -79,3 +80,10 @@ def test_examples_of_mixtures_of_experts_run():
     np.testing.assert_allclose(names["by_parts"], names["y"], rtol=0, atol=1e-6)
     np.testing.assert_allclose(names["spread"], names["y"], rtol=0, atol=1e-6)
     assert names["layer"].gate_up.shape == (8, 64, 2, 128)
+
+
+def test_examples_of_deployment_run():
+    names = run_examples(ROOT / "docs" / "deployment.md")
+    ones = [jnp.ones(shape, jnp.bfloat16) for shape in names["shapes"]]
+    np.testing.assert_array_equal(names["y"], names["layer"](*ones))
+    assert names["program"].has_vjp() and names["program"].platforms == ("cpu", "cuda")

@@ -200,6 +200,7 @@ def share_for_cuda(
         "name": "hopper_dot",
         "labels": asdict(Labels.of("mk,kn->mn")),
         "sum_dtype": dtype,
+        "version": partition.VERSION,
         "platforms": ["cuda"],
         "axis": None,
         "params": {
@@ -279,6 +280,18 @@ def test_an_exported_program_is_partitioned_where_it_is_called():
     program = call.lower(a, b).compile()
     assert collectives(program.as_text() or "") == {"all-reduce": (1, 4 * 32 * 16)}
     np.testing.assert_array_equal(program(a, b), jnp.matmul(a, b))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_an_exported_program_of_another_version_is_refused(monkeypatch):
+    a, b = array("mk", {"m": "x"}), array("kn", {}, seed=1)
+    checks = jhg.export_disabled_checks()
+    with monkeypatch.context() as patch:
+        patch.setattr(partition, "VERSION", 7)
+        exported = jax.export.export(jax.jit(lambda a, b: jhg.matmul(a, b)), disabled_checks=checks)
+        stored = exported(a, b).serialize()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="has version 7, .* reads version 1"):
+        jax.jit(jax.export.deserialize(stored).call).lower(a, b).compile()
 
 
 # The choice of a share.
