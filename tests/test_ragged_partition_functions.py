@@ -93,7 +93,9 @@ def test_functions_and_gradients_on_shares(name, where):
     alone = jax.jit(partial(value_and_gradients, partial(function, implementation="xla")))
     expected = alone(*map(np.asarray, given))
     jax.tree.map(np.testing.assert_array_equal, ours(*given), expected)
-    assert moved(ours) <= moved(theirs)
+    # What a function has for each group is read whole.
+    entries = given[2].nbytes if "g" in where and "g" in letters[2] else 0
+    assert moved(ours) <= moved(theirs) + entries
 
 
 @pytest.mark.usefixtures("on_cpu")

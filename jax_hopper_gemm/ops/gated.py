@@ -17,7 +17,7 @@ from . import checks
 from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation
 from .epilogue import Gate, traced
-from .ragged import run_grouped
+from .ragged_functions import run_grouped
 from .replaced import check_kernel_unasked, is_replaced
 from .substitute import final_product
 
