@@ -99,14 +99,15 @@ def test_functions_and_gradients_on_shares(name, where):
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_what_is_stored_adds_up_where_groups_are_sharded():
+@pytest.mark.parametrize("name, entries", [("gated", {}), ("biased", {"all-gather": (1, 512)})])
+def test_what_is_stored_adds_up_where_groups_are_sharded(name, entries):
     """Without a gradient one result moves, half of what gate and up would."""
-    given = [array(x, {"g": "y"}, seed) for seed, x in enumerate(PROGRAMS["gated"][1])]
-    program = jax.jit(gated).lower(*given).compile()
-    assert collectives(program.as_text() or "") == {"all-reduce": (1, 4 * 64 * 16)}
-    np.testing.assert_array_equal(
-        program(*given), gated(*map(np.asarray, given), implementation="xla")
-    )
+    function, letters = PROGRAMS[name]
+    given = [array(x, {"g": "y"}, seed) for seed, x in enumerate(letters)]
+    program = jax.jit(function).lower(*given).compile()
+    assert collectives(program.as_text() or "") == entries | {"all-reduce": (1, 4 * 64 * 16)}
+    alone = jax.jit(partial(function, implementation="xla"))
+    np.testing.assert_array_equal(program(*given), alone(*map(np.asarray, given)))
 
 
 @pytest.mark.usefixtures("on_cpu")
