@@ -75,6 +75,7 @@ def fused_dot(
     out_sharding: Any = None,
     sizes: jax.Array | None = None,
     spans: Spans | None = None,
+    max_sms: int | None = None,
 ) -> Any:
     """Returns `function(product, *operands)`, or `function(gate, up, *operands)`.
 
@@ -105,13 +106,16 @@ def fused_dot(
       in_place: the operand whose memory the first result may take, if both are alike.
       out_sharding: as in `hopper_dot`, for the product.
       sizes, spans: of a ragged product, as in `ragged.hopper_ragged_dot`.
+      max_sms: as in `hopper_dot`.
 
     Raises:
       ValueError: `out_dtypes` has another length than the results.
     """
     operands = tuple(map(jnp.asarray, operands))
     dtype = accumulator_dtype(product_dtype)
-    accumulate = Accumulate(subscripts, dtype, precision, out_sharding, implementation, spans)
+    accumulate = Accumulate(
+        subscripts, dtype, precision, out_sharding, implementation, spans, max_sms=max_sms
+    )
     of_rows = spans is not None and not is_contraction(subscripts)
     if spans:
         assert sizes is not None
@@ -235,6 +239,7 @@ def product_of(avals: Sequence[Any], params: dict[str, Any]) -> Product:
     product = Product(
         accumulate.subscripts, lhs.shape, lhs.dtype.name, right.shape, right.dtype.name,
         function.out_avals[0].dtype.name, accumulate.precision, params["rights"], function, spans,
+        max_sms=accumulate.max_sms,
     )  # fmt: skip
     if spans is None:
         return product
@@ -534,14 +539,14 @@ def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, accumulate: Accumul
     first = cotangent_of(
         lhs.aval, cotangent, right, subscripts=gradient, precision=accumulate.precision,
         preferred_element_type=accumulate.dtype, out_sharding=None,
-        implementation=accumulate.implementation,
+        implementation=accumulate.implementation, max_sms=accumulate.max_sms,
     )  # fmt: skip
     for cotangent, right in more:
         first = fused_dot(
             lambda product, c: product + c,
             cotangent, (right,), (first,), subscripts=gradient, precision=accumulate.precision,
             product_dtype=lhs.aval.dtype, out_dtypes=(lhs.aval.dtype,), preactivation="save",
-            implementation=accumulate.implementation, in_place=0,
+            implementation=accumulate.implementation, max_sms=accumulate.max_sms, in_place=0,
             out_sharding=None if lhs.aval.sharding.mesh.empty else lhs.aval.sharding,
         )  # fmt: skip
     return [first, *(None for _ in others)]

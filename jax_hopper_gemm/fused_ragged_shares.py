@@ -56,6 +56,7 @@ def fused_of_ragged_shards(
     precision: list[str],
     implementation: str | None,
     in_place: int | None,
+    max_sms: int | None = None,
 ) -> list[jax.Array]:
     """The program of a share.
 
@@ -72,7 +73,7 @@ def fused_of_ragged_shards(
     own_sizes, own_spans = share.local_sizes(sizes, length), share.local_spans()
     accumulate = Accumulate(
         subscripts, np.dtype(np.float32), partition.precision_of(precision), None, implementation,
-        own_spans,
+        own_spans, max_sms=max_sms,
     )  # fmt: skip
     follow = partial(_follow, found, labels.others[:-1], labels.out, m, n, rows)
     if _sums_first(found, local, n, rows):

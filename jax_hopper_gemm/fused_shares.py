@@ -107,7 +107,7 @@ def _emit(
     in_place = call.in_place if call.in_place in fusion.operands else None
     params = {
         "graph": asdict(graph), "subscripts": product.subscripts, "m": axes.m, "n": axes.n,
-        "precision": precision, "implementation": implementation,
+        "precision": precision, "implementation": implementation, "max_sms": product.max_sms,
         "in_place": None if in_place is None else fusion.operands.index(in_place),
     }  # fmt: skip
     name, values = NAME, [*call.values, *operands]
@@ -151,6 +151,7 @@ def fused_of_shards(
     precision: list[str],
     implementation: str | None,
     in_place: int | None,
+    max_sms: int | None = None,
 ) -> list[jax.Array]:
     """The program of a share.
 
@@ -162,8 +163,9 @@ def fused_of_shards(
     labels, count = local.labels, len(local.labels.factors)
     (lhs, *rights), operands = shards[:count], shards[count:]
     accumulate = Accumulate(
-        subscripts, np.dtype(np.float32), partition.precision_of(precision), None, implementation
-    )
+        subscripts, np.dtype(np.float32), partition.precision_of(precision), None, implementation,
+        max_sms=max_sms,
+    )  # fmt: skip
     follow = partial(evaluate, found, labels=labels.others, out=labels.out, m=m, n=n)
     cut = any(local.share.axes[letter] for letter in labels.contracted)
     across = any(local.share.result(letter) for letter in n)

@@ -57,6 +57,7 @@ def hopper_ragged_dot(
     precision: Any,
     preferred_element_type: Any,
     implementation: str | None,
+    max_sms: int | None = None,
 ) -> jax.Array:
     """Returns a ragged product.
 
@@ -72,6 +73,7 @@ def hopper_ragged_dot(
       subscripts, spans: see `spans`. W is `spans.matrices(S)`.
       precision, preferred_element_type: as in `hopper_dot`.
       implementation: None, "hopper" or "xla".
+      max_sms: as in `hopper_dot`.
     """
     lhs, rhs, sizes = alike_in_shard_map(lhs, rhs, sizes)
     return hopper_ragged_dot_p.bind(
@@ -83,6 +85,7 @@ def hopper_ragged_dot(
         precision=precision,
         preferred_element_type=preferred_element_type,
         implementation=implementation,
+        max_sms=max_sms,
     )
 
 
@@ -91,6 +94,7 @@ def product_of(lhs: Any, rhs: Any, sizes: Any, out: Any, params: dict[str, Any])
     return Product(
         params["subscripts"], lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name,
         out.dtype.name, params["precision"], spans=params["spans"], sizes=sizes.shape[0],
+        max_sms=params["max_sms"],
     )  # fmt: skip
 
 

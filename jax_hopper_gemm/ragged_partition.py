@@ -57,6 +57,7 @@ def emit_ragged(
         "precision": names,
         "preferred_element_type": None if preferred is None else np.dtype(preferred).name,
         "implementation": implementation,
+        "max_sms": product.max_sms,
     }
     periods = spans.periods(product.sizes)
     labels = ragged_labels(product.subscripts, periods, shared=not spans.step)
@@ -137,7 +138,12 @@ def partitioned_ragged_product_at(value: Any) -> tuple[Call, dict[str, Any]] | N
     product = product_between(subscripts, lhs, rhs, value)
     if product is None or len(lhs.type.shape) > len(subscripts.split(",")[0]):
         return None
-    product = replace(product, spans=Spans(*words["spans"]), sizes=sizes.type.shape[0])
+    product = replace(
+        product,
+        spans=Spans(*words["spans"]),
+        sizes=sizes.type.shape[0],
+        max_sms=words.get("max_sms"),
+    )
     precision = partition.precision_of(words["precision"])
     options = {"precision": precision, "implementation": words["implementation"]}
     return Call(product, (lhs, rhs), sizes=sizes), options
@@ -156,6 +162,7 @@ def ragged_of_shards(
     spans: Sequence[int],
     precision: list[str],
     preferred_element_type: str | None,
+    max_sms: int | None = None,
     **params: Any,
 ) -> list[jax.Array]:
     """The program of a share.
@@ -173,7 +180,8 @@ def ragged_of_shards(
     preferred = preferred_element_type and np.dtype(jnp.dtype(preferred_element_type))
     found = product(
         lhs, rhs, share.local_sizes(sizes, length), spans=share.local_spans(),
-        precision=partition.precision_of(precision), preferred_element_type=preferred, **params,
+        precision=partition.precision_of(precision), preferred_element_type=preferred,
+        max_sms=max_sms, **params,
     )  # fmt: skip
     periods //= share.periods.count
     shape = _apart(found.shape, labels.out, periods, extents.get(PLANES, 1))

@@ -29,13 +29,14 @@ def reference_ragged_dot(
     precision: Any,
     preferred_element_type: Any,
     implementation: str | None = None,
+    max_sms: int | None = None,
 ) -> jax.Array:
     """The product as XLA computes it; arguments as of `hopper_ragged_dot`.
 
     `jax.lax.ragged_dot` where each size is a group's; else all rows are multiplied by one matrix
     after the other.
     """
-    del implementation
+    del implementation, max_sms
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     if spans.is_plain(sizes.shape[0]) and spans.count:
         sizes = clipped_sizes(sizes, lhs.shape[0])

@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -72,6 +73,16 @@ def test_examples_of_epilogues_run(capsys):
     assert names["gradients"].shape == (3, 128, 512) and not names["gradients"][1].any()
     np.testing.assert_array_equal(names["swiglu"], names["same"])
     assert "sort" in capsys.readouterr().out
+
+
+def test_examples_of_sharding_run():
+    names = run_examples(ROOT / "docs" / "sharding.md")
+    x, up, down = names["x"], names["up"], names["down"]
+    y, pull = jax.vjp(lambda x, up, down: jax.nn.gelu(x @ up) @ down, x, up, down)
+    found = names["y"], names["dx"], names["dup"], names["ddown"], names["step"](x, up, down)
+    for a, b in zip(found, (y, *pull(jnp.ones_like(y)), y), strict=True):
+        a, b = np.float32(a), np.float32(b)
+        assert np.max(np.abs(a - b)) < 0.02 * np.max(np.abs(b))
 
 
 def test_examples_of_mixtures_of_experts_run():

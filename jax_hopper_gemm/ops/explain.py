@@ -62,9 +62,10 @@ class Explanation:
 
     def __str__(self) -> str:
         major, minor = self.device.compute_capability
+        of = "a limit of " if self.device.limited else ""
         lines = {
             "product": self.product,
-            "device": f"compute capability {major}.{minor}, {self.device.num_sms} SMs",
+            "device": f"compute capability {major}.{minor}, {of}{self.device.num_sms} SMs",
             "path": self.path,
             "because": f"{self.reason} ({self.source})",
         }
@@ -205,7 +206,7 @@ def _devices_of(x: Any) -> int:
 
 def explanation_of(call: TracedProduct, implementation: Implementation) -> Explanation:
     """Returns how a product runs that was found by tracing."""
-    device = current_device()
+    device = current_device().limited_to(call.forms[-1].max_sms)
     asked = str(call.forms[-1])
     if implementation == "xla":
         return Explanation(asked, device, "xla", "implementation='xla'", "request")

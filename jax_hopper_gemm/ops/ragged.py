@@ -23,6 +23,7 @@ from .explicit import (
     partitions,
     sharding_of_product,
 )
+from .limit import current_max_sms
 from .ragged_axes import RaggedAxes
 from .ragged_functions import rows_of, run_grouped
 from .ragged_lax import (
@@ -299,7 +300,8 @@ def _traced(
         groups = right.shape[0] if axes.kind == "rows" else own_sizes.shape[0]
         own_sizes, spans = spans_of(own_sizes, offset, groups, length)
         return hopper_ragged_dot(
-            left, right, own_sizes, subscripts=axes.subscripts, spans=spans, **params
-        )
+            left, right, own_sizes, subscripts=axes.subscripts, spans=spans,
+            max_sms=current_max_sms(), **params
+        )  # fmt: skip
 
     return axes.mapped(product, lhs, rhs, sizes)

@@ -20,6 +20,7 @@ from .explicit import (
     sharding_of_product,
     shardings_of_results,
 )
+from .limit import current_max_sms
 from .ragged_axes import RaggedAxes
 from .ragged_lax import BASIC, canonical, left_to_lax
 from .ragged_sizes import as_int32, spans_of
@@ -115,7 +116,7 @@ def _traced_grouped(
         what.function, lhs, rights, (*operands, *what.operands[len(operands) :]),
         subscripts=ROWS.replace("kn", "kcn") if planes else ROWS, precision=params["precision"],
         product_dtype=dtype, out_dtypes=what.dtypes, preactivation=preactivation,
-        implementation=implementation, sizes=sizes, spans=spans,
+        implementation=implementation, sizes=sizes, spans=spans, max_sms=current_max_sms(),
     )  # fmt: skip
     return what.structured(results)
 

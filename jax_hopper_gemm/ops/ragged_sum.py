@@ -14,6 +14,7 @@ from ..ragged import Spans
 from .dense import INLINE, Implementation
 from .epilogue import Steps, traced
 from .explicit import in_auto_axes, is_explicit, partitions, sharding_of_product
+from .limit import current_max_sms
 from .ragged_axes import RaggedAxes
 from .ragged_lax import canonical, lax_ragged_dot_general, left_to_lax, refuse_hopper
 from .ragged_sizes import sizes_in_rows
@@ -72,6 +73,7 @@ def scaled_sum(
             precision=params["precision"], product_dtype=dtype, out_dtypes=what.dtypes,
             preactivation="save", implementation=implementation,
             in_place=what.in_place(steps, product), sizes=own_sizes, spans=Spans.plain(groups),
+            max_sms=current_max_sms(),
         )  # fmt: skip
         return what.structured(results)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import jax
@@ -21,6 +21,7 @@ from ..jaxprs import traced
 from ..routing import EXACT_ALGORITHMS
 from .checkpoint import checkpoint_policy
 from .dense import Implementation
+from .limit import current_max_sms
 from .ragged import ragged_dot_general
 from .ragged_lax import left_to_lax
 from .substitute import hopper_equations
@@ -40,16 +41,18 @@ ENTERED = frozenset(
 # What each program became, so that a program which is shared stays shared, and one that JAX has
 # compiled is found again. A program without products is its own answer, kept as None: a value
 # must not keep its key alive.
-_rewritten: WeakKeyDictionary[Any, dict[Implementation, Any]] = WeakKeyDictionary()
+Asked: TypeAlias = tuple[Implementation, int | None]  # with the limit of SMs
+_rewritten: WeakKeyDictionary[Any, dict[Asked, Any]] = WeakKeyDictionary()
 
 
 def with_our_products(program: Any, implementation: Implementation) -> Any:
     """Returns a jaxpr, open or closed, with its products ours; itself where it has none."""
     known = _rewritten.setdefault(program, {})
-    if implementation not in known:
+    asked = implementation, current_max_sms()
+    if asked not in known:
         found = rewritten(program, implementation)
-        known[implementation] = None if found is program else found
-    found = known[implementation]
+        known[asked] = None if found is program else found
+    found = known[asked]
     return program if found is None else found
 
 

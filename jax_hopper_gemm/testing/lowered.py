@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ..launches import launches_in
+from ..launches import Launch, launches_in
 from ..spec import GemmSpec
 
 
@@ -18,10 +18,19 @@ def specs_of(function: Callable[..., Any], *args: Any) -> list[GemmSpec]:
     Args:
       args: arrays, or `jax.ShapeDtypeStruct`s.
     """
+    return [GemmSpec.from_json(launch.spec) for launch in _launches(function, *args)]
+
+
+def grids_of(function: Callable[..., Any], *args: Any) -> list[tuple[int, int, int]]:
+    """Returns the thread blocks, (x, y, z), of each launch of `function` for CUDA."""
+    plans = (launch.plan for launch in _launches(function, *args))
+    return [(plan[1], plan[2], plan[3]) for plan in plans]
+
+
+def _launches(function: Callable[..., Any], *args: Any) -> list[Launch]:
     fresh = jax.jit(lambda *args: function(*args))  # JAX keeps what it lowered for a function
     lowered = fresh.trace(*args).lower(lowering_platforms=("cuda",))
-    module = lowered.compiler_ir("stablehlo")
-    return [GemmSpec.from_json(launch.spec) for launch in launches_in(module)]
+    return launches_in(lowered.compiler_ir("stablehlo"))
 
 
 def specs_apart(function: Callable[..., Any], *args: Any) -> list[GemmSpec]:
