@@ -167,11 +167,19 @@ def mesh_of(devices: int) -> Mesh:
 Layer = Callable[[Any, Any, Any], Any]
 
 
-def _sharded(product: Callable, mesh: Any, activation: str) -> Layer:
+def _plain(x: Any, up: Any, activation: str) -> Any:
+    return ACTIVATIONS[activation](jnp.matmul(x, up))
+
+
+def _ours(x: Any, up: Any, activation: str) -> Any:
+    return matmul(x, up, activation=ACTIVATIONS[activation])
+
+
+def _sharded(activated: Callable, product: Callable, mesh: Any, activation: str) -> Layer:
     """The layer as XLA's partitioner sees it: annotations alone."""
 
     def layer(x: Any, up: Any, down: Any) -> Any:
-        hidden = ACTIVATIONS[activation](product(x, up))
+        hidden = activated(x, up, activation)
         hidden = lax.with_sharding_constraint(hidden, NamedSharding(mesh, P(None, AXIS)))
         return lax.with_sharding_constraint(product(hidden, down), NamedSharding(mesh, P(AXIS)))
 
@@ -184,12 +192,12 @@ def _mapped(local: Callable, mesh: Any, activation: str) -> Layer:
 
 
 def _local(mesh: Any, activation: str) -> Layer:
-    return lambda x, up, down: matmul(ACTIVATIONS[activation](matmul(x, up)), down)
+    return lambda x, up, down: matmul(_ours(x, up, activation), down)
 
 
 def _gathered(x: Any, up: Any, down: Any, *, activation: str) -> Any:
     rows = lax.all_gather(x, AXIS, tiled=True)
-    part = matmul(matmul(rows, up, activation=ACTIVATIONS[activation]), down)
+    part = matmul(_ours(rows, up, activation), down)
     return lax.psum_scatter(part, AXIS, tiled=True)
 
 
@@ -199,8 +207,8 @@ def _overlapped(x: Any, up: Any, down: Any, *, activation: str) -> Any:
 
 
 FORMS: dict[str, Callable[[Any, str], Layer]] = {
-    "jnp": partial(_sharded, jnp.matmul),  # XLA's products, sharded by annotation
-    "automatic": partial(_sharded, matmul),  # ours, likewise
+    "jnp": partial(_sharded, _plain, jnp.matmul),  # XLA's products, sharded by annotation
+    "automatic": partial(_sharded, _ours, matmul),  # ours, likewise
     "gathered": partial(_mapped, _gathered),  # ours in shard_map, collectives before and after
     "overlapped": partial(_mapped, _overlapped),  # ours in shard_map, in rings
     "local": _local,  # for one device
