@@ -76,49 +76,57 @@ def fused_of_ragged_shards(
         own_spans, max_sms=max_sms,
     )  # fmt: skip
     follow = partial(_follow, found, labels.others[:-1], labels.out, m, n, rows)
-    cut = any(local.share.axes[x] for x in labels.contracted if x != GROUPS)
-    cut = cut or (found.needs_whole_rows and bool(local.share.result(n)))
-    if rows and share.groups.count > 1:
-        late = any(x in local.share.scattered for x in "".join(labels.others))
-        late = late or any(result.kind != "matrix" for result in found.results)
-        cut = (
-            cut or late or _bytes(found) > found.accumulators * jnp.dtype(local.sum_dtype).itemsize
-        )
-    if not cut:
+    if _sums_first(found, local, n, rows):
+        dtype = np.dtype(jnp.dtype(local.sum_dtype))
+        products = replace(accumulate, dtype=dtype)(lhs, rights, own_sizes)
+        accumulators = [local.sum(x).astype(jnp.float32) for x in products]
         if rows:
-            operands = [
-                _entries_of(share.groups, x) if ENTRIES in names else x
-                for x, names in zip(operands, labels.others, strict=False)
-            ]
-        accumulators = jax.eval_shape(partial(accumulate, by_xla=True), lhs, rights, own_sizes)
-        split = len(accumulators)
-
-        def function(*args: Any) -> list[Any]:
-            return follow(args[:split], args[split + 1 :], args[split], own_spans)
-
-        outputs = fused(
-            lhs, *rights, own_sizes, *operands,
-            jaxpr=traced(function, *accumulators, own_sizes, *operands), rights=len(rights),
-            accumulate=accumulate, preactivation="save",
-            in_place=None if in_place is None else in_place + 1,
-        )  # fmt: skip
-        whole = [result for result in found.results if result.plane == 0]
-        return [
-            local.sum(x, names) if result.kind == "matrix" else local.reduce(x, n, "add")
-            for x, names, result in zip(outputs, labels.results, whole, strict=True)
-        ]
-    dtype = np.dtype(jnp.dtype(local.sum_dtype))
-    products = replace(accumulate, dtype=dtype)(lhs, rights, own_sizes)
-    accumulators = [local.sum(x).astype(jnp.float32) for x in products]
+            behind = RaggedShare(share.spans, rows=Part(*local.part("m", summed=True)))
+            own_sizes = behind.local_sizes(sizes, length)
+        return follow(accumulators, operands, own_sizes, share.spans, reduce=local.reduce)
     if rows:
-        behind = RaggedShare(share.spans, rows=Part(*local.part("m", summed=True)))
-        own_sizes = behind.local_sizes(sizes, length)
-    return follow(accumulators, operands, own_sizes, share.spans, reduce=local.reduce)
+        operands = [
+            _entries_of(share.groups, x) if ENTRIES in names else x
+            for x, names in zip(operands, labels.others, strict=False)
+        ]
+    accumulators = jax.eval_shape(partial(accumulate, by_xla=True), lhs, rights, own_sizes)
+    split = len(accumulators)
+
+    def function(*args: Any) -> list[Any]:
+        return follow(args[:split], args[split + 1 :], args[split], own_spans)
+
+    outputs = fused(
+        lhs, *rights, own_sizes, *operands,
+        jaxpr=traced(function, *accumulators, own_sizes, *operands), rights=len(rights),
+        accumulate=accumulate, preactivation="save",
+        in_place=None if in_place is None else in_place + 1,
+    )  # fmt: skip
+    whole = [result for result in found.results if result.plane == 0]
+    return [
+        local.sum(x, names) if result.kind == "matrix" else local.reduce(x, n, "add")
+        for x, names, result in zip(outputs, labels.results, whole, strict=True)
+    ]
 
 
-def _bytes(graph: EpilogueGraph) -> int:
-    """Returns what is stored for each element of the product."""
-    return sum(jnp.dtype(result.dtype).itemsize for result in graph.matrices)
+def _sums_first(graph: EpilogueGraph, local: partition.Local, n: str, rows: bool) -> bool:
+    """Whether the products of shards are summed over devices before the graph follows.
+
+    Where only groups are sharded, each row is whole on one device: what is summed then are the
+    results, unless these are more bytes, are no matrices, or read what lies as behind the sum.
+    """
+    axes, labels = local.share.axes, local.labels
+    if any(axes[letter] for letter in labels.contracted if letter != GROUPS):
+        return True
+    if graph.needs_whole_rows and local.share.result(n):
+        return True
+    if not rows or not axes[GROUPS]:
+        return False
+    stored = sum(jnp.dtype(result.dtype).itemsize for result in graph.matrices)
+    return (
+        stored > graph.accumulators * jnp.dtype(local.sum_dtype).itemsize
+        or any(result.kind != "matrix" for result in graph.results)
+        or any(letter in local.share.scattered for letter in "".join(labels.others))
+    )
 
 
 def _entries_of(groups: Part, x: jax.Array) -> jax.Array:

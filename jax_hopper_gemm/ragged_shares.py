@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,7 +42,8 @@ def ragged_labels(subscripts: str, periods: int, *, shared: bool) -> Labels:
     return Labels((lhs, rhs), out, (out,), others=(SIZES,), whole=SIZES, picked=GROUPS)
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """One of `count` equal parts of an axis. Its index may be one that only the device knows."""
 
     index: Any = 0

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import run_counted
 from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from programs import LAUNCH, integers, lowered
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.testing.collectives import run_counted
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import collectives, run_counted
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
@@ -24,6 +23,7 @@ import jax_hopper_gemm as jhg
 from jax_hopper_gemm import partition
 from jax_hopper_gemm.mesh import Mesh
 from jax_hopper_gemm.shares import Labels, Share, choose_share
+from jax_hopper_gemm.testing.collectives import collectives, run_counted
 
 EXTENTS = {"b": 8, "m": 64, "n": 16, "k": 32}
 SINGLE = [{letter: "y"} for letter in "bmnk"]

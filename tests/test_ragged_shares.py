@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -93,7 +94,7 @@ def test_rows_of_other_devices_stay_without_group(rows, groups):
 @pytest.mark.parametrize("step", [0, GROUPS])
 @pytest.mark.parametrize("rows, groups", PARTS)
 def test_periods_that_are_whole_on_each_device(step, rows, groups):
-    sizes = sizes_of_each(ALL, LENGTH, len(ALL))[None]
+    sizes = sizes_of_each(jnp.array(ALL), LENGTH, len(ALL))[None]
     spans = Spans(period=GROUPS + 1, count=GROUPS, step=step)
     assert_each_once(sizes, spans, LENGTH * len(ALL), 1, rows, groups)
 
@@ -102,7 +103,7 @@ def test_periods_that_are_whole_on_each_device(step, rows, groups):
 @pytest.mark.parametrize("periods, rows, groups", [(2, 1, 1), (3, 4, 1), (6, 1, 4), (2, 2, 2)])
 def test_matrices_of_periods_go_with_their_rows(first, periods, rows, groups):
     each = np.pad(ALL[1:], ((0, 0), (first, 0)), constant_values=2)
-    sizes = sizes_of_each(each, LENGTH, 6)[None]
+    sizes = sizes_of_each(jnp.array(each), LENGTH, 6)[None]
     spans = Spans(period=GROUPS + 1 + first, count=GROUPS, first=first, step=GROUPS)
     assert_each_once(sizes, spans, LENGTH * 6, periods, rows, groups)
 

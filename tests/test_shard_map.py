@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import run_counted
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import integers
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import partition
+from jax_hopper_gemm.testing.collectives import run_counted
 
 SIZES = jnp.array([3, 0, 4, 1])
 relu = jax.nn.relu

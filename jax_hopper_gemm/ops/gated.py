@@ -18,7 +18,7 @@ from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation
 from .epilogue import Gate, traced
 from .limit import current_max_sms
-from .ragged import run_grouped
+from .ragged_functions import run_grouped
 from .replaced import check_kernel_unasked, is_replaced
 from .substitute import final_product
 

@@ -143,6 +143,7 @@ class RaggedAxes:
             left, right = zip(self.ragged, *self.inner, strict=True)
         else:
             k = self.rhs_rest[1 if self.subscripts == ROWS_TRANSPOSED else 0]
+            assert self.group is not None
             left, right = self.lhs_rest, (*k, self.group)
         return [lhs[axis] for axis in left] + [rhs[axis] for axis in right]
 

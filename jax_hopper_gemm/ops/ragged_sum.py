@@ -46,10 +46,10 @@ def scaled_sum(
             out_sharding = sharding_of_product(steps.op, axes, *pair, None)
         options = tuple((dict(options) | {"out_sharding": None}).items())
 
-        def product(lhs: Any, rhs: Any, sizes: Any, operands: tuple[Any, ...]) -> jax.Array:
+        def typed(lhs: Any, rhs: Any, sizes: Any, operands: tuple[Any, ...]) -> jax.Array:
             return scaled_sum(lhs, rhs, sizes, operands, numbers, options, steps, implementation)
 
-        return in_auto_axes(product, out_sharding, lhs, rhs, sizes, operands)
+        return in_auto_axes(typed, out_sharding, lhs, rhs, sizes, operands)
     theirs = partial(lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **dict(options))
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
         refuse_hopper(steps.op, reason, implementation)

@@ -10,16 +10,24 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_partition import TARGET, compiled, largest_errors, mesh, moved, note, placed
+from meshes import (
+    OTHERS,
+    TARGET,
+    assert_within_bound,
+    compiled,
+    largest_errors,
+    mesh,
+    moved,
+    note,
+    placed,
+)
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.grouped_programs import Exact, gradients
 from jax_hopper_gemm.testing.mesh_programs import AXIS, RAGGED, SIZES
 
 __all__ = ["mesh"]  # the fixture
 
-OTHERS = r' dot\(|ragged-dot\(|custom_call_target="__cublas|jax_hopper_gemm.v1.partition'
 PRODUCTS = [name for name in RAGGED if "product" in name]
 LAYERS = [name for name in RAGGED if name not in PRODUCTS]
 
@@ -35,24 +43,20 @@ def runs_on_kernels(name: str, mesh: Mesh) -> tuple[jax.Array, str]:
     return step(*given), text
 
 
-def assert_within_bound(result: jax.Array, exact: Exact, partial: bool) -> None:
-    """Checks a product; if `partial`, the sum of two that are rounded to bfloat16 each."""
-    value, magnitude, terms = exact.value, exact.magnitude, exact.terms
-    bound = tolerance.error_bound(value, magnitude, terms, "bfloat16")
-    if partial:
-        unit = float(jnp.finfo(jnp.bfloat16).eps) / 2
-        bound += (unit + unit**2) * (1 + tolerance.accumulation_error(terms)) * magnitude
-    tolerance.assert_within(np.asarray(result), value, bound)
+def exact_of(name: str) -> tuple[Exact, Exact, Exact]:
+    """Returns what the product of a program and its gradients are."""
+    cotangent, lhs, rhs = RAGGED[name].arguments()
+    return gradients({"lhs": lhs, "rhs": rhs, "cotangent": cotangent}, SIZES)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_and_gradients_run_on_shares(name, mesh, checked):
     found, text = runs_on_kernels(name, mesh)
     program = RAGGED[name]
-    named = dict(zip(("cotangent", "lhs", "rhs"), program.arguments(), strict=True))
     # Of groups that a device has not, it adds zeros: nothing is rounded once more.
-    for result, exact, summed in zip(found, gradients(named, SIZES), "knm", strict=True):
-        assert_within_bound(result, exact, summed in program.sharded)
+    for result, exact, summed in zip(found, exact_of(name), "knm", strict=True):
+        partial = summed in program.sharded
+        assert_within_bound(result, exact.value, exact.magnitude, exact.terms, partial)
     note(program, text, checked)
 
 
@@ -102,7 +106,8 @@ def test_a_row_has_the_bits_of_one_gpu(letter, mesh):
 
 
 def test_a_gradient_is_scattered_to_the_groups_of_each_gpu(mesh):
-    program = RAGGED["m of a ragged product sharded"]
+    name = "m of a ragged product sharded"
+    program = RAGGED[name]
     cotangent, lhs, rhs = placed(program, mesh)
     out = NamedSharding(mesh, P(AXIS))
 
@@ -111,13 +116,15 @@ def test_a_gradient_is_scattered_to_the_groups_of_each_gpu(mesh):
 
     step = jax.jit(of_rhs, out_shardings=out).lower(cotangent, lhs, rhs).compile()
     assert moved(step) == {"reduce-scatter": rhs.nbytes // mesh.size}
-    named = dict(zip(("cotangent", "lhs", "rhs"), program.arguments(), strict=True))
-    assert_within_bound(step(cotangent, lhs, rhs), gradients(named, SIZES)[2], True)
+    exact = exact_of(name)[2]
+    found = step(cotangent, lhs, rhs)
+    assert_within_bound(found, exact.value, exact.magnitude, exact.terms, True)
 
 
 def test_explicit_axes(mesh):
     explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,))
-    _, lhs, rhs = RAGGED["g of a ragged product sharded"].arguments()
+    name = "g of a ragged product sharded"
+    _, lhs, rhs = RAGGED[name].arguments()
     with jax.set_mesh(explicit):
         given = jax.reshard(lhs, P()), jax.reshard(rhs, P(AXIS))
         step = jax.jit(lambda lhs, rhs: jhg.ragged_dot(lhs, rhs, SIZES, out_sharding=P(AXIS)))
@@ -125,5 +132,5 @@ def test_explicit_axes(mesh):
         found = step(*given)
     assert TARGET in text and not re.search(OTHERS, text)
     assert jax.typeof(found).sharding.spec == P(AXIS, None)
-    named = {"lhs": lhs, "rhs": rhs, "cotangent": np.zeros_like(found)}
-    assert_within_bound(found, gradients(named, SIZES)[0], False)
+    exact = exact_of(name)[0]
+    assert_within_bound(found, exact.value, exact.magnitude, exact.terms, False)

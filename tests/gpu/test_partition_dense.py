@@ -11,45 +11,29 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import (
+    OTHERS,
+    TARGET,
+    assert_within_bound,
+    collectives,
+    compiled,
+    largest_errors,
+    mesh,
+    moved,
+    note,
+    placed,
+)
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.testing import reference, tolerance
-from jax_hopper_gemm.testing.collectives import collectives
+from jax_hopper_gemm.testing import reference
 from jax_hopper_gemm.testing.mesh_programs import AXIS, DEVICES, EXTENTS, LAYERS, PRODUCTS
 
-TARGET = 'custom_call_target="jax_hopper_gemm.v1.launch"'
-OTHERS = r' dot\(|custom_call_target="__cublas|jax_hopper_gemm.v1.partition'
-
-
-@pytest.fixture
-def mesh() -> Mesh:
-    if len(jax.devices()) < DEVICES:
-        pytest.skip(f"needs {DEVICES} GPUs")
-    return Mesh(np.array(jax.devices()[:DEVICES]), (AXIS,), axis_types=(AxisType.Auto,))
-
-
-def placed(program: Any, mesh: Mesh) -> list[jax.Array]:
-    pairs = zip(program.arguments(), program.partition_specs(), strict=True)
-    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
-
-
-def compiled(program: Any, function: Any, arguments: list[jax.Array]) -> Any:
-    return jax.jit(lambda *args: program.step(function, *args)).lower(*arguments).compile()
-
-
-def moved(program: Any) -> dict[str, int]:
-    """Returns the bytes that each kind of collective gives; XLA may make one of several."""
-    return {kind: size for kind, (_, size) in collectives(program.as_text()).items()}
+__all__ = ["mesh"]  # the fixture
 
 
 def assert_sum(result: Any, a: np.ndarray, b: np.ndarray, k: int, partial: bool) -> None:
-    """Checks a product; if `partial`, the sum of two that are rounded to bfloat16 each."""
     expected, magnitude = reference.product(a, b), reference.magnitude(a, b)
-    bound = tolerance.error_bound(expected, magnitude, k, "bfloat16")
-    if partial:
-        unit = float(jnp.finfo(jnp.bfloat16).eps) / 2
-        bound += (unit + unit**2) * (1 + tolerance.accumulation_error(k)) * magnitude
-    tolerance.assert_within(np.asarray(result), expected, bound)
+    assert_within_bound(result, expected, magnitude, k, partial)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -68,12 +52,6 @@ def test_products_and_gradients_run_on_shares(name, mesh, checked):
     ):
         assert_sum(result, lhs, rhs, EXTENTS[summed], summed in program.sharded)
     note(program, text, checked)
-
-
-def note(program: Any, text: str, checked: Any) -> None:
-    for spec in program.specs():
-        assert f"{spec.name} M=" in text
-        checked(spec)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -95,11 +73,6 @@ def test_layers_run_on_shares_with_their_functions(name, mesh, checked):
         unit = float(np.max(np.abs(value))) * 2.0**-8  # half a unit of the last place of bfloat16
         assert got <= 1.5 * max(xla, unit), f"error {got}, XLA's {xla}"
     note(program, text, checked)
-
-
-def largest_errors(results: Any, exact: list[np.ndarray]) -> list[float]:
-    pairs = zip(results, exact, strict=True)
-    return [float(np.max(np.abs(np.float64(np.asarray(x)) - np.float64(y)))) for x, y in pairs]
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -1,0 +1,61 @@
+"""What tests of programs that XLA partitions over two GPUs share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jax_hopper_gemm.testing import tolerance
+from jax_hopper_gemm.testing.collectives import collectives
+from jax_hopper_gemm.testing.mesh_programs import AXIS, DEVICES
+
+TARGET = 'custom_call_target="jax_hopper_gemm.v1.launch"'
+OTHERS = r' dot\(|ragged-dot\(|custom_call_target="__cublas|jax_hopper_gemm.v1.partition'
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    if len(jax.devices()) < DEVICES:
+        pytest.skip(f"needs {DEVICES} GPUs")
+    return Mesh(np.array(jax.devices()[:DEVICES]), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def placed(program: Any, mesh: Mesh) -> list[jax.Array]:
+    pairs = zip(program.arguments(), program.partition_specs(), strict=True)
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
+
+
+def compiled(program: Any, function: Any, arguments: list[jax.Array]) -> Any:
+    return jax.jit(lambda *args: program.step(function, *args)).lower(*arguments).compile()
+
+
+def moved(program: Any) -> dict[str, int]:
+    """Returns the bytes that each kind of collective gives; XLA may make one of several."""
+    return {kind: size for kind, (_, size) in collectives(program.as_text()).items()}
+
+
+def note(program: Any, text: str, checked: Any) -> None:
+    for spec in program.specs():
+        assert f"{spec.name} M=" in text
+        checked(spec)
+
+
+def largest_errors(results: Any, exact: list[np.ndarray]) -> list[float]:
+    pairs = zip(results, exact, strict=True)
+    return [float(np.max(np.abs(np.float64(np.asarray(x)) - np.float64(y)))) for x, y in pairs]
+
+
+def assert_within_bound(
+    result: Any, expected: np.ndarray, magnitude: np.ndarray, terms: int, partial: bool
+) -> None:
+    """Checks a product; if `partial`, the sum of two that are rounded to bfloat16 each."""
+    bound = tolerance.error_bound(expected, magnitude, terms, "bfloat16")
+    if partial:
+        unit = float(jnp.finfo(jnp.bfloat16).eps) / 2
+        bound += (unit + unit**2) * (1 + tolerance.accumulation_error(terms)) * magnitude
+    tolerance.assert_within(np.asarray(result), expected, bound)
