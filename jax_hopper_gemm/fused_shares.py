@@ -171,8 +171,10 @@ def fused_of_shards(
     across = any(local.share.result(letter) for letter in n)
     if cut or (across and found.needs_whole_rows):
         dtype = np.dtype(jnp.dtype(local.sum_dtype)) if cut else accumulate.dtype
-        products = replace(accumulate, dtype=dtype)(lhs, rights)
-        accumulators = [local.sum(x).astype(jnp.float32) for x in products]
+        products = [local.sum(x) for x in replace(accumulate, dtype=dtype)(lhs, rights)]
+        if _is_sum(found, str(dtype)):  # as plain as this, XLA adds up shards of both before it
+            return [products[0] + operands[0]]  # sums over devices
+        accumulators = [x.astype(jnp.float32) for x in products]
         return follow([*accumulators, *operands], reduce=local.reduce)
     accumulators = abstract(partial(accumulate, by_xla=True), lhs, rights)
     function = traced(lambda *args: follow(args), *accumulators, *operands)
@@ -181,6 +183,13 @@ def fused_of_shards(
         preactivation="save", in_place=in_place,
     )  # fmt: skip
     return _over_devices(local, found.results, outputs, m, n)
+
+
+def _is_sum(graph: EpilogueGraph, dtype: str) -> bool:
+    """Whether a graph adds one matrix to the product, all of this dtype."""
+    plain = [(x.kind, x.dtype) for x in (*graph.operands, *graph.results)]
+    adds = [(node.op, sorted(node.args)) for node in graph.nodes]
+    return plain == [("matrix", dtype)] * 2 and adds == [("add", [0, 1])]
 
 
 def _over_devices(

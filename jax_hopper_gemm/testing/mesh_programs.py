@@ -74,19 +74,32 @@ class MeshProgram:
         Raises:
           RuntimeError: this process has no two; see `jax_num_cpu_devices`.
         """
+        return self._specs(lambda *args: self.step(self.ours, *args), 0)
+
+    def forward_specs(self) -> list[GemmSpec]:
+        """Returns those of the function alone, on shares and on one GPU; raises as `specs`."""
+        shapes = [
+            jax.ShapeDtypeStruct([EXTENTS[x] for x in names], jnp.bfloat16)
+            for names in self.letters[1:]
+        ]
+        return [*self._specs(self.ours, 1), *specs_of(self.ours, *shapes)]
+
+    def _specs(self, function: Callable[..., Any], first: int) -> list[GemmSpec]:
+        """Returns the kernels of a function of `arguments` from the `first` on, for shares."""
         devices = jax.devices("cpu")[:DEVICES]
         if len(devices) < DEVICES:
             raise RuntimeError(f"{DEVICES} CPU devices wanted: set jax_num_cpu_devices at first")
         mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+        pairs = list(zip(self.letters, self.partition_specs(), strict=True))[first:]
         shapes = [
             jax.ShapeDtypeStruct(
                 [EXTENTS[x] for x in names], jnp.bfloat16, sharding=NamedSharding(mesh, spec)
             )
-            for names, spec in zip(self.letters, self.partition_specs(), strict=True)
+            for names, spec in pairs
         ]
         found: list[GemmSpec] = []
         with _shares_noted(found):
-            jax.jit(lambda *args: self.step(self.ours, *args)).lower(*shapes).compile()
+            jax.jit(lambda *args: function(*args)).lower(*shapes).compile()
         return found
 
 
@@ -193,3 +206,10 @@ RAGGED = {
     },
 }  # fmt: skip
 MESH_PROGRAMS = PRODUCTS | LAYERS | RAGGED
+
+
+def mesh_specs() -> list[GemmSpec]:
+    """Returns the kernels of all programs, each once."""
+    found = [spec for program in MESH_PROGRAMS.values() for spec in program.specs()]
+    found += [spec for program in (PRODUCTS | LAYERS).values() for spec in program.forward_specs()]
+    return list(dict.fromkeys(found))

@@ -26,7 +26,7 @@ from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import random_grouped, random_products, training_step
 from jax_hopper_gemm.testing.grouped_programs import GROUPED_PROGRAMS
-from jax_hopper_gemm.testing.mesh_programs import MESH_PROGRAMS
+from jax_hopper_gemm.testing.mesh_programs import mesh_specs
 from jax_hopper_gemm.testing.moe_programs import moe_specs
 from jax_hopper_gemm.testing.operations import operation_specs
 from jax_hopper_gemm.testing.policies import (
@@ -78,7 +78,7 @@ def all_specs() -> list[GemmSpec]:
                 *random_grouped.specs(),
                 *(spec for program in GROUPED_PROGRAMS.values() for spec in program.specs()),
                 *moe_specs(),
-                *(spec for program in MESH_PROGRAMS.values() for spec in program.specs()),
+                *mesh_specs(),
                 *training_step.specs(),
                 *transformation_specs(),
                 *overlap_specs(),

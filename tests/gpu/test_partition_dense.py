@@ -79,8 +79,11 @@ def test_layers_run_on_shares_with_their_functions(name, mesh, checked):
 def test_collectives_of_layers_are_those_of_jnp(name, mesh):
     program = LAYERS[name]
     given = placed(program, mesh)
-    ours, theirs = (compiled(program, f, given) for f in (program.ours, program.plain))
-    assert moved(ours) == moved(theirs)
+    ours, theirs = (moved(compiled(program, f, given)) for f in (program.ours, program.plain))
+    if program.sharded == "m":  # gradients of biases are summed in float32, XLA's in bfloat16
+        for bias in (x for x in given if x.ndim == 1):
+            theirs["all-reduce"] += 2 * bias.size
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("letter", "mn")
