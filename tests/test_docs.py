@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -79,3 +80,10 @@ def test_examples_of_mixtures_of_experts_run():
     np.testing.assert_allclose(names["by_parts"], names["y"], rtol=0, atol=1e-6)
     np.testing.assert_allclose(names["spread"], names["y"], rtol=0, atol=1e-6)
     assert names["layer"].gate_up.shape == (8, 64, 2, 128)
+
+
+def test_examples_of_transformations_run():
+    block = run_examples(ROOT / "docs" / "transformations.md")["block"]
+    arrays = [np.ones((8, 8), np.float32) for _ in range(3)]
+    program = str(jax.make_jaxpr(jax.grad(lambda *x: block(*x).sum()))(*arrays))
+    assert program.count("hopper_fused[") == 2  # the derivative of gelu wants its argument, too
