@@ -34,12 +34,17 @@ def reference_ragged_dot(
     """The product as XLA computes it; arguments as of `hopper_ragged_dot`.
 
     `jax.lax.ragged_dot` where each size is a group's; else all rows are multiplied by one matrix
-    after the other.
+    after the other. Rows of no group and weights of empty groups may hold NaNs, as for a kernel:
+    JAX's own, which multiplies them by 0, would let these into every row.
     """
     del implementation, max_sms
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     if spans.is_plain(sizes.shape[0]) and spans.count:
-        sizes = clipped_sizes(sizes, lhs.shape[0])
+        length = lhs.shape[0]
+        sizes = clipped_sizes(sizes, length)
+        in_group = jnp.arange(length, dtype=np.int32) < sizes.sum(dtype=np.int32)
+        lhs = _zero_unless(in_group, lhs)
+        rhs = _zero_unless(in_group if subscripts == CONTRACTION else sizes > 0, rhs)
         contracted, groups = {ROWS: ((1, 1), [0]), ROWS_TRANSPOSED: ((1, 2), [0])}.get(
             subscripts, ((0, 0), [])
         )
@@ -70,6 +75,12 @@ def reference_ragged_dot(
 
     out = _zeros(like, lhs)
     return lax.scan(with_group, out, (rhs, matrices))[0] if matrices.size else out
+
+
+def _zero_unless(kept: jax.Array, array: jax.Array) -> jax.Array:
+    """Returns an array with zeros where its first axis is not `kept`."""
+    kept = lax.expand_dims(kept, range(1, array.ndim))
+    return jnp.where(kept, array, jnp.zeros_like(array))
 
 
 def _zeros(aval: Any, array: jax.Array) -> jax.Array:

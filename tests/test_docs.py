@@ -98,3 +98,10 @@ def test_examples_of_deployment_run():
     ones = [jnp.ones(shape, jnp.bfloat16) for shape in names["shapes"]]
     np.testing.assert_array_equal(names["y"], names["layer"](*ones))
     assert names["program"].has_vjp() and names["program"].platforms == ("cpu", "cuda")
+
+
+def test_examples_of_transformations_run():
+    block = run_examples(ROOT / "docs" / "transformations.md")["block"]
+    arrays = [np.ones((8, 8), np.float32) for _ in range(3)]
+    program = str(jax.make_jaxpr(jax.grad(lambda *x: block(*x).sum()))(*arrays))
+    assert program.count("hopper_fused[") == 2  # the derivative of gelu wants its argument, too

@@ -6,9 +6,13 @@ docs/transformations.md has a table of these tests.
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from jax_hopper_gemm.testing import running, transformation_table
 from jax_hopper_gemm.testing.transformations import (
     FUNCTIONS,
     LEFT_TO_XLA,
@@ -40,3 +44,18 @@ def test_every_product_launches_a_kernel(name, function):
     left = "stablehlo.dot_general" in text or "chlo.ragged_dot" in text
     assert left == ((name, function) in LEFT_TO_XLA)
     assert LAUNCHES in text or left
+
+
+@pytest.mark.parametrize("function", [name for name, known in FUNCTIONS.items() if known.sizes])
+def test_nans_that_belong_to_no_group_reach_nothing(function):
+    known = FUNCTIONS[function]
+    program = TRANSFORMATIONS["vjp"].of(known.ours, known)
+    args = running.poisoned(known.arguments(), known)
+    assert all(jnp.isnan(x).any() for x in args[: len(known.floats)])
+    with jax.debug_nans(True):
+        assert_equal(jax.jit(program)(*args), "vjp", function)
+
+
+def test_the_documented_table_is_that_of_these_tests():
+    text = (Path(__file__).parents[1] / "docs" / "transformations.md").read_text()
+    assert transformation_table.with_table(text) == text

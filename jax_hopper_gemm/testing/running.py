@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 
 from ..lowering import export_disabled_checks
-from .transformed_functions import Function
+from .transformed_functions import Function, M
 
 Program = Callable[..., Any]
 
@@ -50,6 +51,17 @@ def debugged(program: Program, args: list[jax.Array], function: Function) -> Any
         except FloatingPointError:
             return results
     raise AssertionError("debug_nans let a NaN pass")
+
+
+def poisoned(args: list[jax.Array], function: Function) -> list[jax.Array]:
+    """Returns the operands with NaNs in rows of no group, and in what belongs to empty groups."""
+    used = sum(function.sizes)
+    empty = np.flatnonzero(np.array(function.sizes) == 0)
+    floats = [
+        x.at[used:].set(jnp.nan) if x.shape[0] == M else x.at[empty].set(jnp.nan)
+        for x in args[: len(function.floats)]
+    ]
+    return [*floats, *args[len(floats) :]]
 
 
 def begun(args: list[jax.Array], function: Function) -> jax.Array:

@@ -67,7 +67,7 @@ def loss(f: Program, power: int = 1) -> Program:
     return lambda *args: weighted(f(*args), power)
 
 
-def directions(args: Any) -> tuple[jax.Array, ...]:
+def directions(args: Any) -> tuple[Any, ...]:
     """Returns a tangent for each operand: integers have none to speak of."""
     return tuple(
         jnp.flip(x, -1) if jnp.issubdtype(x.dtype, jnp.floating)

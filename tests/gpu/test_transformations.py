@@ -63,3 +63,12 @@ def test_results_are_exact_and_from_our_kernels(name, function, outcomes, checke
         assert TARGET in text and " dot(" not in text and "cublas" not in text
     for spec in specs(name, function):
         checked(spec)
+
+
+@pytest.mark.parametrize("function", [name for name, known in FUNCTIONS.items() if known.sizes])
+def test_nans_that_belong_to_no_group_reach_nothing(function):
+    known = FUNCTIONS[function]
+    program = TRANSFORMATIONS["vjp"].of(on_kernels("vjp", function), known)
+    with jax.debug_nans(True):
+        results = jax.jit(program)(*running.poisoned(known.arguments(), known))
+        assert_equal(results, "vjp", function)
