@@ -19,6 +19,8 @@ import argparse
 import sys
 from pathlib import Path
 
+import nnx_step
+
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.spec import GemmSpec
@@ -71,6 +73,7 @@ def all_specs() -> list[GemmSpec]:
                 *moe_specs(),
                 *(spec for program in MESH_PROGRAMS.values() for spec in program.specs()),
                 *training_step.specs(),
+                *nnx_step.specs(),
             )
         )
     )
