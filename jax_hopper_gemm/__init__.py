@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from . import moe as moe
+from .collective import all_gather_matmul as all_gather_matmul
+from .collective import matmul_reduce_scatter as matmul_reduce_scatter
 from .config import FallbackWarning as FallbackWarning
 from .lowering import export_disabled_checks as export_disabled_checks
 from .ops import Explanation as Explanation
@@ -17,6 +19,7 @@ from .ops import explain_gated_linear_unit as explain_gated_linear_unit
 from .ops import gated_linear_unit as gated_linear_unit
 from .ops import intercept_ragged_dot as intercept_ragged_dot
 from .ops import matmul as matmul
+from .ops import max_sms as max_sms
 from .ops import ragged_dot as ragged_dot
 from .ops import ragged_dot_general as ragged_dot_general
 from .ops import report_products as report_products

@@ -25,7 +25,7 @@ class Accumulate:
       subscripts: as in `contraction.as_gemm`; of a ragged product, a form in `spans`, or
         "mk,gkcn->mn" where weights hold gate and up.
       dtype: of the accumulators.
-      precision, out_sharding, implementation: as in `hopper_dot`.
+      precision, out_sharding, implementation, max_sms: as in `hopper_dot`.
       spans: of a ragged product, which spans of rows belong to which group. The sizes that cut
         the rows are one more operand, behind the right ones.
       batch: number of axes that `vmap` put in front of those of a ragged product: of the left
@@ -40,6 +40,7 @@ class Accumulate:
     implementation: str | None
     spans: Spans | None = None
     batch: int = 0
+    max_sms: int | None = None
 
     @property
     def stacked(self) -> bool:
@@ -77,7 +78,7 @@ class Accumulate:
         return (reference_dot if by_xla else hopper_dot)(
             lhs, right, subscripts=subscripts, precision=self.precision,
             preferred_element_type=self.dtype, out_sharding=sharding,
-            implementation=self.implementation,
+            implementation=self.implementation, max_sms=self.max_sms,
         )  # fmt: skip
 
     def _ragged(self, lhs: Any, right: Any, sizes: Any, *, by_xla: bool) -> Any:
@@ -89,7 +90,7 @@ class Accumulate:
         product = partial(
             hopper_ragged_dot, subscripts=subscripts, spans=self.spans, precision=self.precision,
             preferred_element_type=self.dtype,
-            implementation="xla" if by_xla else self.implementation,
+            implementation="xla" if by_xla else self.implementation, max_sms=self.max_sms,
         )  # fmt: skip
         for _ in range(self.batch):
             product = jax.vmap(product, (0, None if shared else 0, 0))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
@@ -23,6 +24,7 @@ from .shares import Labels, Share
 Groups = tuple[tuple[int, ...], ...]
 
 reduce_over_devices_p = Primitive("reduce_over_devices")
+device_number_p = Primitive("device_number")
 
 
 def reduce_over_devices(
@@ -72,6 +74,17 @@ def _lower(
     return list(operation.results)
 
 
+def device_number() -> jax.Array:
+    """Returns the number of the device, () int32."""
+    return device_number_p.bind().astype(np.int32)
+
+
+def _lower_number(ctx: mlir.LoweringRuleContext) -> list[Any]:
+    return list(stablehlo.PartitionIdOp().results)
+
+
+device_number_p.def_abstract_eval(lambda: ShapedArray((), np.dtype("uint32")))
+mlir.register_lowering(device_number_p, _lower_number)
 reduce_over_devices_p.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(reduce_over_devices_p, _lower)
 
@@ -94,10 +107,29 @@ class Local:
     sum_dtype: str
     axis: tuple[int, int, int] | None = None
 
-    def sum(self, product: jax.Array) -> jax.Array:
-        """Returns the sum over devices of a product of factors, of which each keeps its shard."""
+    def part(self, letter: str, *, summed: bool = False) -> tuple[Any, int]:
+        """Returns which part of a letter the device has, int32, and of how many.
+
+        It is that of the factors, or if `summed` that of the product behind `sum`.
+        """
+        axes = self.share.result(letter) if summed else self.share.axes.get(letter, ())
+        if not axes:
+            return 0, 1
+        device = device_number()
+        if self.axis is not None:
+            _, extent, faster = self.axis
+            device = device // faster % extent
+        return self.mesh.index(device, axes), self.mesh.count(axes)
+
+    def sum(self, product: jax.Array, letters: str | None = None) -> jax.Array:
+        """Returns the sum over devices of a product of factors, of which each keeps its shard.
+
+        Args:
+          letters: of its axes, if they are not those of `labels.out`.
+        """
+        letters = self.labels.out if letters is None else letters
         for letter, axes in self.share.scattered.items():
-            dimension = self.labels.out.index(letter)
+            dimension = letters.index(letter)
             product = reduce_over_devices(product, self._groups(axes), dimension=dimension)
         return self._over(product, self.share.summed, "add")
 

@@ -30,6 +30,8 @@ from jax.interpreters import partial_eval as pe
 from . import partition
 from .accumulate import Accumulate
 from .contraction import split
+from .fused_ragged_shares import NAME as RAGGED
+from .fused_ragged_shares import fused_of_ragged_shards
 from .fused_shares import emit_fused, fused_of_shards, route_partitioned
 from .fused_tangent import Recompute, batched_product, epilogue_tangent_p
 from .group_rows import live_rows, live_rows_p, rows_of_groups, rows_of_groups_p
@@ -46,8 +48,8 @@ from .jaxprs import (
 )
 from .lowering import Call, register_lowering
 from .primitive import alike_in_shard_map, as_cotangent, cotangent_of
-from .ragged import sizes_of_each
 from .routing import Product
+from .span_sizes import sizes_of_each
 from .spans import ROWS, ROWS_TRANSPOSED, Spans, is_contraction
 
 hopper_fused_p = Primitive("hopper_fused")
@@ -73,6 +75,7 @@ def fused_dot(
     out_sharding: Any = None,
     sizes: jax.Array | None = None,
     spans: Spans | None = None,
+    max_sms: int | None = None,
 ) -> Any:
     """Returns `function(product, *operands)`, or `function(gate, up, *operands)`.
 
@@ -103,13 +106,16 @@ def fused_dot(
       in_place: the operand whose memory the first result may take, if both are alike.
       out_sharding: as in `hopper_dot`, for the product.
       sizes, spans: of a ragged product, as in `ragged.hopper_ragged_dot`.
+      max_sms: as in `hopper_dot`.
 
     Raises:
       ValueError: `out_dtypes` has another length than the results.
     """
     operands = tuple(map(jnp.asarray, operands))
     dtype = accumulator_dtype(product_dtype)
-    accumulate = Accumulate(subscripts, dtype, precision, out_sharding, implementation, spans)
+    accumulate = Accumulate(
+        subscripts, dtype, precision, out_sharding, implementation, spans, max_sms=max_sms
+    )
     of_rows = spans is not None and not is_contraction(subscripts)
     if spans:
         assert sizes is not None
@@ -233,6 +239,7 @@ def product_of(avals: Sequence[Any], params: dict[str, Any]) -> Product:
     product = Product(
         accumulate.subscripts, lhs.shape, lhs.dtype.name, right.shape, right.dtype.name,
         function.out_avals[0].dtype.name, accumulate.precision, params["rights"], function, spans,
+        max_sms=accumulate.max_sms,
     )  # fmt: skip
     if spans is None:
         return product
@@ -460,15 +467,18 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) 
 def _lower_partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
     """Emits a product with its function, or else the product and the function behind it."""
     accumulate, count = params["accumulate"], 1 + params["rights"]
-    if accumulate.spans or not partition.applies(ctx):
+    if not partition.applies(ctx):
         return None
     call = Call(
         product_of(ctx.avals_in, params), values[:count], values[count:],
         tuple(ctx.avals_in[count:]), params["in_place"],
+        sizes=values[count] if accumulate.spans else None,
     ).untransposed()  # fmt: skip
     insist = accumulate.implementation == "hopper"
     emitted = None
-    if found := route_partitioned(ctx, call, insist=insist):
+    if accumulate.batch:  # by its products, which are mapped
+        pass
+    elif found := route_partitioned(ctx, call, insist=insist):
         emitted = emit_fused(
             ctx, call, found, precision=accumulate.precision,
             implementation=accumulate.implementation,
@@ -496,6 +506,7 @@ register_lowering(
     lambda params: params["accumulate"].implementation, _lower_partitioned,
 )  # fmt: skip
 partition.register(hopper_fused_p.name, partial(fused_of_shards, hopper_fused_p.bind))
+partition.register(RAGGED, partial(fused_of_ragged_shards, hopper_fused_p.bind))
 
 
 # The products of one array with gate and with up. Its transpose is their sum, which the second
@@ -528,14 +539,14 @@ def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, accumulate: Accumul
     first = cotangent_of(
         lhs.aval, cotangent, right, subscripts=gradient, precision=accumulate.precision,
         preferred_element_type=accumulate.dtype, out_sharding=None,
-        implementation=accumulate.implementation,
+        implementation=accumulate.implementation, max_sms=accumulate.max_sms,
     )  # fmt: skip
     for cotangent, right in more:
         first = fused_dot(
             lambda product, c: product + c,
             cotangent, (right,), (first,), subscripts=gradient, precision=accumulate.precision,
             product_dtype=lhs.aval.dtype, out_dtypes=(lhs.aval.dtype,), preactivation="save",
-            implementation=accumulate.implementation, in_place=0,
+            implementation=accumulate.implementation, max_sms=accumulate.max_sms, in_place=0,
             out_sharding=None if lhs.aval.sharding.mesh.empty else lhs.aval.sharding,
         )  # fmt: skip
     return [first, *(None for _ in others)]

@@ -9,7 +9,7 @@ are summed over devices, and the graph follows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from string import ascii_lowercase
 from typing import Any
@@ -24,10 +24,13 @@ from . import partition
 from .accumulate import Accumulate
 from .contraction import split, stacked_letter
 from .epilogue import EpilogueGraph, Result
+from .fused_ragged_shares import NAME as RAGGED
+from .fused_ragged_shares import RESULTS, with_sizes
 from .jaxprs import abstract, traced
 from .lowering import Call, launcher_violation
 from .routing import Roles, Route
 from .shares import Labels
+from .spans import gate_letter
 from .tracing import Fusion, evaluate
 
 NAME = "hopper_fused"
@@ -41,7 +44,8 @@ def route_partitioned(ctx: mlir.LoweringRuleContext, call: Call, *, insist: bool
         return None
     if partition.platforms_of(ctx) == ("cuda",) and (not found.supported or launcher_violation()):
         return None
-    if any(result.kind.startswith("top_k") for result in fusion.graph.results):
+    kinds = {result.kind for result in fusion.graph.results}
+    if any(kind.startswith("top_k") for kind in kinds) or (call.product.spans and kinds - RESULTS):
         return None
     return found
 
@@ -90,7 +94,7 @@ def _emit(
     labels = Labels(
         factors=(lhs, *[rhs] * product.rights), out=out,
         results=tuple(along for along, _ in results), others=fusion.labels,
-        whole=stacked_letter(product.subscripts) + planes,
+        whole=(gate_letter if product.spans else stacked_letter)(product.subscripts) + planes,
     )  # fmt: skip
     arrays = [
         ShapedArray([extents[x] for x in along], np.dtype(jnp.dtype(dtype)))
@@ -103,12 +107,17 @@ def _emit(
     in_place = call.in_place if call.in_place in fusion.operands else None
     params = {
         "graph": asdict(graph), "subscripts": product.subscripts, "m": axes.m, "n": axes.n,
-        "precision": precision, "implementation": implementation,
+        "precision": precision, "implementation": implementation, "max_sms": product.max_sms,
         "in_place": None if in_place is None else fusion.operands.index(in_place),
     }  # fmt: skip
+    name, values = NAME, [*call.values, *operands]
+    if product.spans:
+        name, labels = RAGGED, with_sizes(labels, product.subscripts)
+        values.append(call.sizes)
+        params["spans"] = astuple(product.spans)
     emitted = partition.emit(
-        ctx, NAME, [*call.values, *operands], labels, params,
-        avals_out=arrays, sum_dtype=_sum_dtype(graph, product.lhs_dtype),
+        ctx, name, values, labels, params, avals_out=arrays,
+        sum_dtype=_sum_dtype(graph, product.lhs_dtype),
     )  # fmt: skip
     if emitted is None:
         return None
@@ -142,6 +151,7 @@ def fused_of_shards(
     precision: list[str],
     implementation: str | None,
     in_place: int | None,
+    max_sms: int | None = None,
 ) -> list[jax.Array]:
     """The program of a share.
 
@@ -153,8 +163,9 @@ def fused_of_shards(
     labels, count = local.labels, len(local.labels.factors)
     (lhs, *rights), operands = shards[:count], shards[count:]
     accumulate = Accumulate(
-        subscripts, np.dtype(np.float32), partition.precision_of(precision), None, implementation
-    )
+        subscripts, np.dtype(np.float32), partition.precision_of(precision), None, implementation,
+        max_sms=max_sms,
+    )  # fmt: skip
     follow = partial(evaluate, found, labels=labels.others, out=labels.out, m=m, n=n)
     cut = any(local.share.axes[letter] for letter in labels.contracted)
     across = any(local.share.result(letter) for letter in n)

@@ -37,6 +37,7 @@ from .jaxprs import (
 )
 from .lowering import Call, is_launch, launcher_violation, product_at, register_lowering
 from .primitive import partitioned_product_at, with_batch
+from .ragged_partition import partitioned_ragged_product_at
 from .routing import Route
 from .spans import is_contraction
 
@@ -338,7 +339,8 @@ def _lower_epilogue_partitioned(
         return None
     choices = []
     for index, value in enumerate(values):
-        if (product := partitioned_product_at(value)) is not None:
+        product = partitioned_product_at(value) or partitioned_ragged_product_at(value)
+        if product is not None:
             bare, options = product
             call = _followed(ctx, bare, values, index, jaxpr)
             insist = options["implementation"] == "hopper"

@@ -26,8 +26,9 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from .jaxprs import ClosedJaxpr, pruned, traced
-from .ragged import CONTRACTION, group_of_rows, hopper_ragged_dot
-from .spans import Spans
+from .ragged import hopper_ragged_dot
+from .span_sizes import group_of_rows
+from .spans import CONTRACTION, Spans
 
 ONES = 8  # columns of ones that sum rows of 16 bits: the shortest lines that a kernel reads
 

@@ -32,15 +32,16 @@ class Launch:
 
 def launches_in(module: Any) -> list[Launch]:
     """Returns the launches of a StableHLO module, in its order."""
-    configs = [call.attributes["mhlo.backend_config"] for call in _calls(module, lowering.TARGET)]
-    return [
-        Launch(*(config[name].value for name in ("digest", "spec", "name")), tuple(config["plan"]))
-        for config in configs
-    ]
+    found = []
+    for call in _calls(module, lowering.TARGET):
+        config = call.attributes["mhlo.backend_config"]
+        digest, spec, name = (config[field].value for field in ("digest", "spec", "name"))
+        found.append(Launch(digest, spec, name, tuple(config["plan"])))
+    return found
 
 
 def launches_of(exported: export.Exported) -> list[Launch]:
-    """Returns the launches of an exported program and of the derivatives that it brings along.
+    """Returns the launches of an exported program, without those of its derivatives.
 
     Raises:
       ValueError: XLA will partition products of it over devices; only then it is known which
@@ -53,8 +54,15 @@ def launches_of(exported: export.Exported) -> list[Launch]:
                 f"{exported.fun_name} is partitioned over {exported.nr_devices} devices where it "
                 "is loaded, and its kernels are chosen there"
             )
-        found = launches_in(module)
-    return found + (launches_of(exported.vjp()) if exported.has_vjp() else [])
+        return launches_in(module)
+
+
+def stored_programs(content: bytes) -> list[export.Exported]:
+    """Returns the programs in what `Exported.serialize` wrote: a function, then its derivatives."""
+    programs = [export.deserialize(bytearray(content))]
+    while programs[-1].has_vjp():
+        programs.append(programs[-1].vjp())
+    return programs
 
 
 def _calls(module: Any, target: str) -> Iterator[Any]:

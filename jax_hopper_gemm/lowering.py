@@ -26,6 +26,7 @@ from .contraction import split
 from .dot_general import to_subscripts
 from .epilogue import Result
 from .plan import result_shapes
+from .program_devices import devices_of
 from .reductions import finish_partials
 from .routing import Product, Route, current_device, route
 from .spans import Spans, is_contraction, weights_in_order
@@ -34,6 +35,7 @@ TARGET = "jax_hopper_gemm.v1.launch"
 PRODUCT = "jax_hopper_gemm.product"  # subscripts, of the call's operands in their order
 SPANS = "jax_hopper_gemm.spans"  # fields of `Spans`; the sizes are the call's third operand
 GATHERED = "jax_hopper_gemm.gathered"  # as in `Groups`; the indices are the call's fourth operand
+MAX_SMS = "jax_hopper_gemm.max_sms"  # as in `Product`
 ROWS = "jax_hopper_gemm.rows"  # of rows that indices pick, zeros where there is none
 MLIR_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
@@ -248,10 +250,17 @@ class Call:
                 operation.attributes[SPANS] = mlir.ir_attribute(fields)
             if product.gathered:
                 operation.attributes[GATHERED] = mlir.ir_attribute(product.gathered)
-            return results
+            return self.marked(results)
         finish = mlir.lower_fun(partial(self._finished, found), multiple_results=True)
         context = ctx.replace(avals_in=[*outputs, *self.avals])
         return list(finish(context, *results, *self.operands))
+
+    def marked(self, results: Any) -> Any:
+        """Returns what a bare product gave; says of it which limit of SMs the product has."""
+        if self.product.max_sms is not None:
+            operation: Any = list(results)[0].owner
+            operation.attributes[MAX_SMS] = mlir.ir_attribute(self.product.max_sms)
+        return results
 
     def _results(self, found: Route) -> list[ShapedArray]:
         """Returns the arrays that the kernel writes: matrices with the axes of the result."""
@@ -317,6 +326,8 @@ def product_at(value: Any) -> Call | None:
     lhs, rhs, *others = list(operation.operands)
     if (product := product_between(subscripts, lhs, rhs, value)) is None:
         return None
+    limit = operation.attributes[MAX_SMS].value if MAX_SMS in operation.attributes else None
+    product = replace(product, max_sms=limit)
     if SPANS in operation.attributes:
         spans = Spans(*map(int, operation.attributes[SPANS].value.split(",")))
         sizes, *rows = others
@@ -409,7 +420,7 @@ def _beneath_transpose(
 
 def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:
     """Returns why no kernel is launched for a whole product that XLA partitions over devices."""
-    devices = partition.devices_of(ctx)
+    devices = devices_of(ctx)
     if devices == 1:
         return None
     return (

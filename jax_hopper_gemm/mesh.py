@@ -48,6 +48,14 @@ class Mesh:
         devices = np.arange(prod(self.sizes)).reshape(self.sizes).transpose(*rest, *axes)
         return tuple(map(tuple, devices.reshape(-1, self.count(axes)).tolist()))
 
+    def index(self, device: Any, axes: Axes) -> Any:
+        """Returns the place of a device, a number or an array, among those of its group."""
+        found = 0
+        for axis in axes:
+            stride = prod(self.sizes[axis + 1 :])
+            found = found * self.sizes[axis] + device // stride % self.sizes[axis]
+        return found
+
     def is_along_one(self, along: Sequence[Axes]) -> bool:
         """Whether at most one dimension is sharded, and if so, over all devices in their order."""
         cut = [axes for axes in along if axes]

@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import lru_cache, partial
-from math import prod
 from typing import Any
 
 import jax
@@ -39,9 +38,11 @@ from jaxlib import xla_client
 
 from .collectives import Local
 from .mesh import Axes, Mesh, is_plain
+from .program_devices import axis_left, devices_of, extents_left, platforms_of
 from .shares import Labels, choose_share, sharding_rule
 
 TARGET = "jax_hopper_gemm.v1.partition"
+VERSION = 1  # of a call's configuration, which exported programs hold
 PLATFORMS = [("cuda",)]  # what a program is lowered for, where products are partitioned here
 
 # Lowering: the custom call.
@@ -56,39 +57,7 @@ def applies(ctx: mlir.LoweringRuleContext) -> bool:
     """
     shardy = jax.config.jax_use_shardy_partitioner
     possible = platforms_of(ctx) in PLATFORMS and _registered and shardy
-    return possible and devices_of(ctx) > 1 and len(_extents_left(ctx) or [0]) == 1
-
-
-def devices_of(ctx: mlir.LoweringRuleContext) -> int:
-    """Returns over how many devices XLA partitions; inside `jax.shard_map`, by the other axes."""
-    left = _extents_left(ctx)
-    context: Any = ctx.module_context.axis_context
-    return getattr(context, "num_devices", 1) if left is None else prod(left)
-
-
-def _extents_left(ctx: mlir.LoweringRuleContext) -> list[int] | None:
-    """Returns the extents over 1 of the mesh axes that `jax.shard_map` leaves; None outside."""
-    context: Any = ctx.module_context.axis_context
-    if (manual := getattr(context, "manual_axes", None)) is None:
-        return None
-    return [n for axis, n in context.mesh.shape.items() if axis not in manual and n > 1]
-
-
-def _axis_left(ctx: mlir.LoweringRuleContext) -> tuple[int, int, int] | None:
-    """Returns that axis of the mesh: the devices that vary slower, itself, those that vary faster.
-
-    None outside of `jax.shard_map`.
-    """
-    context: Any = ctx.module_context.axis_context
-    if (manual := getattr(context, "manual_axes", None)) is None:
-        return None
-    names, extents = zip(*context.mesh.shape.items(), strict=True)
-    (i,) = (i for i, n in enumerate(extents) if names[i] not in manual and n > 1)
-    return prod(extents[:i]), extents[i], prod(extents[i + 1 :])
-
-
-def platforms_of(ctx: mlir.LoweringRuleContext) -> tuple[str, ...]:
-    return tuple(ctx.platforms or ctx.module_context.platforms)
+    return possible and devices_of(ctx) > 1 and len(extents_left(ctx) or [0]) == 1
 
 
 def emit(
@@ -116,11 +85,12 @@ def emit(
     if any(getattr(x.sharding.spec, "unreduced", None) for x in results):
         return None
     config = {
+        "version": VERSION,
         "name": name,
         "labels": asdict(labels),
         "sum_dtype": np.dtype(sum_dtype or results[0].dtype).name,
         "platforms": platforms_of(ctx),
-        "axis": _axis_left(ctx),
+        "axis": axis_left(ctx),
         "params": params,
     }
     call = stablehlo.CustomCallOp(
@@ -229,6 +199,12 @@ def _answer(
 ) -> tuple[bytes, list[list[Axes]]]:
     """Returns the program of one device, and the axes of its operands and results."""
     asked = json.loads(config)
+    if asked["version"] != VERSION:
+        raise ValueError(
+            f"the product to partition has version {asked['version']}, and this jax_hopper_gemm "
+            f"reads version {VERSION}: another one made the program. Trace and export it again "
+            "with this one, or run it with that one."
+        )
     tuples = {key: tuple(x) for key, x in asked["labels"].items() if isinstance(x, list)}
     labels = Labels(**asked["labels"] | tuples)
     axis = asked["axis"] and tuple(asked["axis"])
@@ -248,7 +224,19 @@ def _answer(
     operands = shards[: len(shards) - len(labels.results)]
     local = Local(mesh, labels, share, asked["sum_dtype"], axis)
     program = partial(_programs[asked["name"]], local, **asked["params"])
-    return _lowered(program, operands, tuple(asked["platforms"]), x64), axes
+    try:
+        return _lowered(program, operands, tuple(asked["platforms"]), x64), axes
+    except NotImplementedError as error:  # XLA raises an error of its own, with this one's text
+        whole, part = (
+            " and ".join(f"{x.dtype}{list(x.shape)}" for x in found)
+            for found in (
+                [jax.ShapeDtypeStruct(*x) for x in arrays[: len(operands)]], operands,
+            )
+        )  # fmt: skip
+        raise NotImplementedError(
+            f"{error}\nIt is one device's share: {part} of {whole}. Shard another dimension, or "
+            "over fewer devices; with implementation=None XLA runs what no kernel can."
+        ) from None
 
 
 def _lowered(

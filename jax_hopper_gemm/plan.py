@@ -129,9 +129,6 @@ def make_plan(
     params: list[TensorMap | Int32 | Pointer] = list(_operand_maps(problem, spec))
     params += [*_result_params(problem, spec), *_epilogue_params(problem, spec)]
     if groups := problem.groups:
-        clusters = clusters_m * clusters_n * problem.l
-        if groups.axis == "m":
-            clusters = min(problem.m, clusters_m + groups.sizes) * clusters_n  # at most
         sizes = num_inputs(problem) - 1 - (groups.gathered is not None)
         params.append(Pointer(sizes))
         if groups.gathered:
@@ -142,7 +139,6 @@ def make_plan(
             ]  # fmt: skip
         walk: tuple[int, ...] = group_walk(problem, spec, traversal)
     else:
-        clusters = clusters_m * clusters_n * problem.l
         walk = make_walk(
             clusters_m,
             clusters_n,
@@ -150,9 +146,7 @@ def make_plan(
             along_m=traversal.along == "m",
             swizzle=traversal.swizzle,
         )
-    launched = clusters
-    if spec.tile_scheduler != "single":
-        launched = persistent_clusters(clusters, max_clusters(spec, num_sms), problem.groups)
+    launched = launched_clusters(problem, spec, num_sms)
     params += [Int32(value) for value in (*walk, k_tiles)]
     if spec.graph.needs_extents:
         params += [Int32(problem.m), Int32(problem.n)]
@@ -182,6 +176,20 @@ def _rows_of_zeros(problem: GemmProblem) -> tuple[int, int, int, int]:
     if length == stride:
         rows, length, stride = 1, rows * length, 0
     return rows, length, stride, p.d.batch_stride // size
+
+
+def launched_clusters(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> int:
+    """Returns the clusters of a launch: one for each of their tiles, or as many as stay."""
+    clusters_m = ceil_div(problem.m, spec.tile_m * spec.walk_m)
+    clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.walk_n)
+    groups = problem.groups
+    if groups and groups.axis == "m":
+        clusters = min(problem.m, clusters_m + groups.sizes) * clusters_n  # at most
+    else:
+        clusters = clusters_m * clusters_n * problem.l
+    if spec.tile_scheduler == "single":
+        return clusters
+    return persistent_clusters(clusters, max_clusters(spec, num_sms), groups)
 
 
 def group_walk(problem: GemmProblem, spec: GemmSpec, traversal: Traversal) -> GroupWalk:
@@ -407,7 +415,7 @@ def max_clusters(spec: GemmSpec, num_sms: int) -> int:
     H200 of 132 SMs. A wrong figure costs speed, never a result.
     """
     if spec.cluster_size <= 2:
-        return num_sms // spec.cluster_size
+        return max(1, num_sms // spec.cluster_size)
     return max(1, (num_sms - STRANDED_SMS) // spec.cluster_size)
 
 

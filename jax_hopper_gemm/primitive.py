@@ -12,6 +12,7 @@ the product lowers to `jax.lax.dot_general`.
 from __future__ import annotations
 
 import string
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -45,6 +46,7 @@ def hopper_dot(
     preferred_element_type: Any,
     out_sharding: Any,
     implementation: str | None,
+    max_sms: int | None,
 ) -> jax.Array:
     """Returns the product of two arrays.
 
@@ -54,6 +56,7 @@ def hopper_dot(
       precision, preferred_element_type: parameters of `lax.dot_general_p`, already canonical.
       out_sharding: likewise, for the axes of the result.
       implementation: None or "hopper".
+      max_sms: how many SMs a kernel may use; None: all.
     """
     return hopper_dot_p.bind(
         lhs,
@@ -63,6 +66,7 @@ def hopper_dot(
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
         implementation=implementation,
+        max_sms=max_sms,
     )
 
 
@@ -81,8 +85,10 @@ def _eager(*operands: Any, **params: Any) -> Any:
     return xla.apply_primitive(hopper_dot_p, *operands, **params)
 
 
-def _dot_general(*, implementation: str | None, **params: Any) -> DotGeneral:
-    del implementation  # decides at lowering; the product is the same
+def _dot_general(
+    *, implementation: str | None = None, max_sms: int | None = None, **params: Any
+) -> DotGeneral:
+    del implementation, max_sms  # decide at lowering; the product is the same
     return from_subscripts(**params)
 
 
@@ -95,7 +101,7 @@ def product_of(lhs: Any, rhs: Any, out: Any, params: dict[str, Any]) -> Product:
     """Returns what a `hopper_dot_p` between these abstract values asks for."""
     return Product(
         params["subscripts"], lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name,
-        out.dtype.name, params["precision"],
+        out.dtype.name, params["precision"], max_sms=params["max_sms"],
     )  # fmt: skip
 
 
@@ -189,7 +195,7 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params:
     (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
     call = Call(product_of(lhs_aval, rhs_aval, out_aval, params), (lhs, rhs))
     launched = call.lower(ctx, params["implementation"])
-    return launched or _lower_to_xla(ctx, lhs, rhs, **params)
+    return launched or call.marked(_lower_to_xla(ctx, lhs, rhs, **params))
 
 
 def _lower_partitioned(
@@ -212,6 +218,7 @@ def _lower_partitioned(
         "precision": names,
         "preferred_element_type": None if preferred is None else np.dtype(preferred).name,
         "implementation": params["implementation"],
+        "max_sms": params["max_sms"],
     }
     labels = Labels.of(call.product.subscripts)
     return partition.emit(ctx, hopper_dot_p.name, call.values, labels, words)
@@ -229,7 +236,7 @@ def partitioned_product_at(value: Any) -> tuple[Call, dict[str, Any]] | None:
         return None
     precision = partition.precision_of(words["precision"])
     options = {"precision": precision, "implementation": words["implementation"]}
-    return Call(product, (lhs, rhs)), options
+    return Call(replace(product, max_sms=words.get("max_sms")), (lhs, rhs)), options
 
 
 def _product_of_shards(
@@ -239,12 +246,13 @@ def _product_of_shards(
     *,
     precision: list[str],
     preferred_element_type: str | None,
+    max_sms: int | None = None,
     **params: Any,
 ) -> list[jax.Array]:
     preferred = preferred_element_type and np.dtype(jnp.dtype(preferred_element_type))
     product = hopper_dot_p.bind(
         lhs, rhs, precision=partition.precision_of(precision), preferred_element_type=preferred,
-        out_sharding=None, **params,
+        out_sharding=None, max_sms=max_sms, **params,
     )  # fmt: skip
     return [local.sum(product)]
 

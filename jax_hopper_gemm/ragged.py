@@ -17,16 +17,20 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax import numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
+from . import partition
 from .contraction import split
 from .jaxprs import traced
 from .lowering import Call, register_lowering
 from .primitive import alike_in_shard_map, as_cotangent
+from .ragged_partition import NAME as RAGGED
+from .ragged_partition import emit_ragged, ragged_of_shards
+from .ragged_reference import alike, reference_ragged_dot
 from .routing import Product
+from .span_sizes import sizes_of_each
 from .spans import CONTRACTION, FORMS, ROWS, ROWS_TRANSPOSED, Spans
 
 __all__ = [
@@ -34,18 +38,13 @@ __all__ = [
     "ROWS",
     "ROWS_TRANSPOSED",
     "Spans",
-    "group_of_rows",
     "hopper_ragged_dot",
     "hopper_ragged_dot_p",
     "reference_ragged_dot",
-    "span_ends",
 ]
 
-hopper_ragged_dot_p = Primitive("hopper_ragged_dot")
+hopper_ragged_dot_p = Primitive(RAGGED)
 hopper_ragged_dot_p.def_impl(partial(xla.apply_primitive, hopper_ragged_dot_p))
-
-# Taken here, so that it stays JAX's own where `ops.intercept` puts ours in its place.
-_lax_ragged_dot_general = lax.ragged_dot_general
 
 
 def hopper_ragged_dot(
@@ -58,6 +57,7 @@ def hopper_ragged_dot(
     precision: Any,
     preferred_element_type: Any,
     implementation: str | None,
+    max_sms: int | None = None,
 ) -> jax.Array:
     """Returns a ragged product.
 
@@ -68,10 +68,12 @@ def hopper_ragged_dot(
       lhs: (T, K).
       rhs: weights (W, K, N) by "mk,gkn->mn" or (W, N, K) by "mk,gnk->mn", for a result (T, N); or
         (T, N) by "mk,mn->gkn", for a result (W, K, N).
-      sizes: (S,) int32, S + 1 a multiple of `spans.period`.
+      sizes: (S,) int32, S + 1 a multiple of `spans.period`. Of several periods each has as many
+        rows, as `jax.vmap` makes them.
       subscripts, spans: see `spans`. W is `spans.matrices(S)`.
       precision, preferred_element_type: as in `hopper_dot`.
       implementation: None, "hopper" or "xla".
+      max_sms: as in `hopper_dot`.
     """
     lhs, rhs, sizes = alike_in_shard_map(lhs, rhs, sizes)
     return hopper_ragged_dot_p.bind(
@@ -83,6 +85,7 @@ def hopper_ragged_dot(
         precision=precision,
         preferred_element_type=preferred_element_type,
         implementation=implementation,
+        max_sms=max_sms,
     )
 
 
@@ -91,6 +94,7 @@ def product_of(lhs: Any, rhs: Any, sizes: Any, out: Any, params: dict[str, Any])
     return Product(
         params["subscripts"], lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name,
         out.dtype.name, params["precision"], spans=params["spans"], sizes=sizes.shape[0],
+        max_sms=params["max_sms"],
     )  # fmt: skip
 
 
@@ -112,124 +116,8 @@ def _check(lhs: Any, rhs: Any, sizes: Any, subscripts: str, spans: Spans) -> Non
 def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> Any:
     """The dtype is that of `lax.dot_general`, the shape that of `lax.ragged_dot`."""
     _check(lhs, rhs, sizes, params["subscripts"], params["spans"])
-    (out,) = traced(partial(_alike, **params), lhs, rhs, sizes).out_avals
+    (out,) = traced(partial(alike, **params), lhs, rhs, sizes).out_avals
     return out
-
-
-def _alike(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> jax.Array:
-    """Returns an array like the product, and as cheap to trace as can be."""
-    subscripts, spans = params["subscripts"], params["spans"]
-    if subscripts == CONTRACTION:
-        numbers, axis = (((), ()), ((0,), (0,))), 0
-    else:
-        numbers, axis = (((1,), (subscripts.split(",")[1].index("k"),)), ((), ())), 1
-    product = lax.dot_general(
-        lhs, rhs, numbers, params["precision"], params["preferred_element_type"]
-    )
-    product = lax.reduce(product, np.zeros((), product.dtype), lax.add, (axis,))
-    if subscripts == CONTRACTION:
-        shape = (spans.matrices(sizes.shape[0]), *product.shape)
-        product = lax.broadcast_in_dim(product, shape, (1, 2))
-    return product
-
-
-# Sizes.
-
-
-def span_ends(sizes: jax.Array, length: Any) -> jax.Array:
-    """Returns where each span ends on an axis, as a kernel finds it; works along the last axis.
-
-    Args:
-      sizes: (..., S), of any integers.
-      length: elements of the axis.
-    """
-    limit = jnp.asarray(length, np.int32)
-    sizes = jnp.minimum(jnp.maximum(sizes, 0), limit)
-    axis = sizes.ndim - 1
-    if isinstance(length, int) and sizes.shape[axis] * length < 2**31:
-        return jnp.minimum(lax.cumsum(sizes, axis), limit)
-    return lax.associative_scan(lambda x, y: jnp.minimum(x + y, limit), sizes, axis=axis)
-
-
-def clipped_sizes(sizes: jax.Array, length: Any) -> jax.Array:
-    """Returns what the sizes amount to: none is negative, and their sum is `length` at most."""
-    ends = span_ends(sizes, length)
-    starts = jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1)
-    return ends - starts
-
-
-def group_of_rows(sizes: jax.Array, spans: Spans, length: int) -> jax.Array:
-    """Returns the number of each row's matrix, (length,) int32; -1 for rows of no group."""
-    rows = jnp.arange(length, dtype=np.int32)
-    if sizes.shape[0] == 0:
-        span = jnp.zeros_like(rows)
-    else:
-        ends = span_ends(sizes, length)
-        span = jnp.searchsorted(ends, rows, side="right", method="scan_unrolled").astype(np.int32)
-    period = span // spans.period
-    place = span - period * spans.period - spans.first
-    return jnp.where((place >= 0) & (place < spans.count), period * spans.step + place, -1)
-
-
-# What XLA computes.
-
-
-def reference_ragged_dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    sizes: jax.Array,
-    *,
-    subscripts: str,
-    spans: Spans,
-    precision: Any,
-    preferred_element_type: Any,
-    implementation: str | None = None,
-) -> jax.Array:
-    """The product as XLA computes it; arguments as of `hopper_ragged_dot`.
-
-    `jax.lax.ragged_dot` where each size is a group's; else all rows are multiplied by one matrix
-    after the other.
-    """
-    del implementation
-    options = {"precision": precision, "preferred_element_type": preferred_element_type}
-    if spans.is_plain(sizes.shape[0]) and spans.count:
-        sizes = clipped_sizes(sizes, lhs.shape[0])
-        contracted, groups = {ROWS: ((1, 1), [0]), ROWS_TRANSPOSED: ((1, 2), [0])}.get(
-            subscripts, ((0, 0), [])
-        )
-        numbers = lax.RaggedDotDimensionNumbers(
-            (([contracted[0]], [contracted[1]]), ([], [])), [0], groups
-        )
-        return _lax_ragged_dot_general(lhs, rhs, sizes, numbers, **options)
-    own = group_of_rows(sizes, spans, lhs.shape[0])[:, None]
-    like = traced(
-        partial(_alike, subscripts=subscripts, spans=spans, **options), lhs, rhs, sizes
-    ).out_avals[0]
-    matrices = jnp.arange(spans.matrices(sizes.shape[0]), dtype=np.int32)
-
-    if subscripts == CONTRACTION:
-
-        def of_group(_: None, group: jax.Array) -> tuple[None, jax.Array]:
-            own_lhs, own_rhs = (jnp.where(own == group, x, jnp.zeros_like(x)) for x in (lhs, rhs))
-            product = lax.dot_general(own_lhs, own_rhs, (((0,), (0,)), ((), ())), **options)
-            return None, product
-
-        return lax.scan(of_group, None, matrices)[1] if matrices.size else _zeros(like, rhs)
-
-    def with_group(out: jax.Array, group: Any) -> tuple[jax.Array, None]:
-        matrix, number = group
-        axis = 0 if subscripts == ROWS else 1
-        product = lax.dot_general(lhs, matrix, (((1,), (axis,)), ((), ())), **options)
-        return jnp.where(own == number, product, out), None
-
-    out = _zeros(like, lhs)
-    return lax.scan(with_group, out, (rhs, matrices))[0] if matrices.size else out
-
-
-def _zeros(aval: Any, array: jax.Array) -> jax.Array:
-    """Returns zeros that vary over the mesh axes that `array` varies over."""
-    zeros = jnp.zeros(aval.shape, aval.dtype)
-    return alike_in_shard_map(zeros, array)[0]
 
 
 # Derivatives.
@@ -370,14 +258,6 @@ def _batch_rows(bind: Any, size: int, args: Any, axes: Any, subscripts: str, spa
     return out.reshape(size, matrices if contraction else length, *out.shape[1:])
 
 
-def sizes_of_each(sizes: jax.Array, length: int, size: int) -> jax.Array:
-    """Returns sizes for `size` times `length` rows, from (S,) or (size, S) sizes for each."""
-    clipped = clipped_sizes(sizes, length)
-    rest = length - clipped.sum(-1, keepdims=True, dtype=np.int32)
-    each = jnp.concatenate([clipped, rest], axis=-1)
-    return jnp.broadcast_to(each, (size, each.shape[-1])).reshape(-1)[:-1]
-
-
 batching.fancy_primitive_batchers[hopper_ragged_dot_p] = _batch
 
 
@@ -399,8 +279,23 @@ def _lower_for_cuda(
     return launched or _lower_to_xla(ctx, lhs, rhs, sizes, **params)
 
 
+def _lower_partitioned(
+    ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, sizes: Any, **params: Any
+) -> Any:
+    if params["implementation"] == "xla" or not partition.applies(ctx):
+        return None
+    (lhs_aval, rhs_aval, sizes_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
+    product = product_of(lhs_aval, rhs_aval, sizes_aval, out_aval, params)
+    return emit_ragged(
+        ctx, Call(product, (lhs, rhs), sizes=sizes), precision=params["precision"],
+        preferred_element_type=params["preferred_element_type"],
+        implementation=params["implementation"],
+    )  # fmt: skip
+
+
 hopper_ragged_dot_p.def_abstract_eval(_abstract_eval)
 register_lowering(
     hopper_ragged_dot_p, _abstract_eval, reference_ragged_dot, _lower_for_cuda,
-    lambda params: params["implementation"],
+    lambda params: params["implementation"], _lower_partitioned,
 )  # fmt: skip
+partition.register(RAGGED, partial(ragged_of_shards, hopper_ragged_dot_p.bind))

@@ -54,6 +54,7 @@ class Product:
         them behind one another.
       gathered, source: as in `problem.Groups`: the left ("a") or right operand is rows that are
         picked of an array with `source` rows.
+      max_sms: how many SMs a kernel may use; None: all.
     """
 
     subscripts: str
@@ -70,6 +71,7 @@ class Product:
     sizes_operand: int | None = None
     gathered: Literal["a", "b"] | None = None
     source: int = 0
+    max_sms: int | None = None
 
     @property
     def accumulators(self) -> int:
@@ -158,6 +160,7 @@ def route(product: Product, device: dispatch.Device, *, kernel_only: bool = Fals
 
     With `kernel_only`, XLA is the answer only where no kernel can run the product.
     """
+    device = device.limited_to(product.max_sms)
     if reason := _request_violation(product):
         return Route("xla", reason, "unsupported")
     fusion, found_roles = None, None

@@ -25,6 +25,7 @@ class Labels:
       results: of the results. Letters of `out` that one lacks are reduced.
       others: of the operands that are read with the product, behind the sum over devices.
       whole: letters along which no device has less than all.
+      picked: letters of which a row meets one entry alone: with more of them there is no more work.
     """
 
     factors: tuple[str, ...]
@@ -32,6 +33,7 @@ class Labels:
     results: tuple[str, ...]
     others: tuple[str, ...] = ()
     whole: str = ""
+    picked: str = ""
 
     @staticmethod
     def of(subscripts: str) -> Labels:
@@ -194,7 +196,8 @@ def _cost(
         partial_sum /= mesh.count(itertools.chain(*share.scattered.values()))
     if share.summed:
         moved += 2 * partial_sum
-    flops = 2 * _elements(mesh, extents, share.axes)
+    work = {x: n for x, n in extents.items() if x not in labels.whole + labels.picked}
+    flops = 2 * prod(work.values()) / mesh.count(itertools.chain(*share.axes.values()))
     return lost, moved / BYTES_PER_SECOND + flops / FLOPS_PER_SECOND
 
 

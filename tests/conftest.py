@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
+from fake_driver.harness import build_fakes
 
-from jax_hopper_gemm import native
+from jax_hopper_gemm import native, partition
 from jax_hopper_gemm.dispatch import choice
 from jax_hopper_gemm.dispatch.table import Table
 
@@ -23,6 +25,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lowering for CUDA emits launches; whether the FFI library is built is not the matter."""
     monkeypatch.setattr(native, "library", lambda: None)
+
+
+@pytest.fixture(scope="session")
+def fake_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the stand-in of the CUDA driver."""
+    folder = tmp_path_factory.mktemp("libraries")
+    build_fakes(folder)
+    return folder
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are partitioned by us in programs for the CPU, too, each share XLA's product."""
+    monkeypatch.setattr(partition, "PLATFORMS", [("cpu",), ("cuda",)])
 
 
 @pytest.fixture(scope="module")

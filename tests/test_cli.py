@@ -7,10 +7,14 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from jax_hopper_gemm import cubin, dispatch
+import jax_hopper_gemm
+from jax_hopper_gemm import cubin, dispatch, native
 from jax_hopper_gemm.cli import main, tune
+from jax_hopper_gemm.cubin import digest
 from jax_hopper_gemm.dispatch import table, tuner
 from jax_hopper_gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import gpu
@@ -141,6 +145,40 @@ def test_failed_builds_are_listed_and_change_the_exit_status(capsys, monkeypatch
     assert main(["build"]) == 1
     out = capsys.readouterr().out
     assert spec.name in out and "no compiler here" in out
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """The file of an exported product with its gradients."""
+    monkeypatch.setattr(native, "library", lambda: None)
+    product = jax.jit(lambda a, b: jax_hopper_gemm.matmul(a, b, activation="gelu"))
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (128, 512))]
+    checks = jax_hopper_gemm.export_disabled_checks()
+    exported = jax.export.export(product, platforms=["cuda"], disabled_checks=checks)(*args)
+    path = tmp_path / "program"
+    path.write_bytes(exported.serialize(vjp_order=1))
+    return path
+
+
+def test_build_compiles_what_exported_programs_ask_for(program, monkeypatch):
+    built = []
+    report = cubin.BuildReport(None, (), (), {})
+    monkeypatch.setattr(cubin, "build", lambda specs, **kw: built.extend(specs) or report)
+    assert main(["build", "--program", str(program)]) == 0
+    product, *of_gradients = built
+    assert product.epilogue is not None and len(of_gradients) >= 2
+    assert {spec.a_major for spec in of_gradients} == {"k", "m"}
+
+
+def test_build_refuses_programs_whose_kernels_it_does_not_know(
+    program, capsys, tmp_path, monkeypatch
+):
+    assert main(["build", "--program", str(tmp_path / "missing")]) == 1
+    assert "missing: no kernels can be read from it: FileNotFoundError" in capsys.readouterr().err
+    monkeypatch.setattr(digest, "kernel_source_digest", lambda: "of another version")
+    assert main(["build", "--program", str(program)]) == 1
+    said = capsys.readouterr().err
+    assert "another version of jax_hopper_gemm made it" in said and "jhg_gemm_bf16" in said
 
 
 @pytest.fixture

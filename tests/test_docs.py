@@ -6,6 +6,8 @@ import re
 import shlex
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -73,6 +75,16 @@ def test_examples_of_epilogues_run(capsys):
     assert "sort" in capsys.readouterr().out
 
 
+def test_examples_of_sharding_run():
+    names = run_examples(ROOT / "docs" / "sharding.md")
+    x, up, down = names["x"], names["up"], names["down"]
+    y, pull = jax.vjp(lambda x, up, down: jax.nn.gelu(x @ up) @ down, x, up, down)
+    found = names["y"], names["dx"], names["dup"], names["ddown"], names["step"](x, up, down)
+    for a, b in zip(found, (y, *pull(jnp.ones_like(y)), y), strict=True):
+        a, b = np.float32(a), np.float32(b)
+        assert np.max(np.abs(a - b)) < 0.02 * np.max(np.abs(b))
+
+
 def test_examples_of_mixtures_of_experts_run():
     names = run_examples(ROOT / "docs" / "moe.md")
     assert names["y"].shape == names["x"].shape
@@ -95,3 +107,10 @@ def test_examples_of_interoperability_run(capsys: pytest.CaptureFixture[str]):
     printed = capsys.readouterr().out
     assert "5 products: 5 taken" in printed and "no kernel multiplies int8" in printed
     assert "2 products: 1 taken" in printed
+
+
+def test_examples_of_deployment_run():
+    names = run_examples(ROOT / "docs" / "deployment.md")
+    ones = [jnp.ones(shape, jnp.bfloat16) for shape in names["shapes"]]
+    np.testing.assert_array_equal(names["y"], names["layer"](*ones))
+    assert names["program"].has_vjp() and names["program"].platforms == ("cpu", "cuda")

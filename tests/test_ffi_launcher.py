@@ -20,7 +20,6 @@ from fake_driver.harness import (
     NAME,
     Driver,
     Launcher,
-    build_fakes,
     compile_library,
 )
 
@@ -54,10 +53,8 @@ PLAN = LaunchPlan(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("libraries")
-    build_fakes(folder)
-    return folder
+def folder(fake_libraries) -> Path:
+    return fake_libraries
 
 
 @pytest.fixture(scope="module")

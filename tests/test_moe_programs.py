@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 from moe_reference import looped
 
+from jax_hopper_gemm import moe
 from jax_hopper_gemm.testing import moe_programs
 from jax_hopper_gemm.testing.lowered import specs_of
 from jax_hopper_gemm.testing.moe_programs import AXIS, SPREAD, MoeProgram, rows_written
@@ -50,6 +51,23 @@ def test_a_result_that_is_wrong_in_one_row_is_found():
     near[1][7] *= 1.1
     with pytest.raises(AssertionError, match="of x: error"):
         SMALL.assert_as_good(near, exact, exact)
+
+
+def test_given_weights_and_choices_make_the_layer_here_and_spread():
+    arguments = SMALL.arguments(dtype=np.float32)
+    x, router, gate_up, down, cotangent = arguments
+    routing = moe.router(x, router, SMALL.k)
+    given = x, routing.weights, routing.experts, gate_up, down, cotangent
+    here = jax.jit(SMALL.routed_step)(*given)
+    mesh = jax.make_mesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
+    spread = jax.jit(lambda *args: SMALL.routed_step(*args, mesh=mesh, exchange="all_to_all"))(
+        *given
+    )
+    y, _, _, of_gate_up, of_down = SMALL.exact(arguments)
+    for found in (here, spread):
+        for i, exact in ((0, y), (3, of_gate_up), (4, of_down)):
+            atol = 1e-5 * np.abs(exact).max()
+            np.testing.assert_allclose(found[i], exact, rtol=0, atol=atol)
 
 
 def test_no_choice_hangs_on_rounding():

@@ -71,6 +71,15 @@ def test_dimension_numbers_explain_a_dot_general():
     assert (found.problem.b.major, found.spec.b_major) == ("k", "k")
 
 
+def test_operands_on_several_devices_are_said_to_be_shared_out():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    a = jax.ShapeDtypeStruct(A.shape, A.dtype, sharding=sharding)
+    found = jhg.explain(a, B)
+    assert found.devices == 2 and "each runs its share" in str(found)
+    assert jhg.explain(A, B).devices == 1 and "share" not in str(jhg.explain(A, B))
+
+
 def test_xla_on_request_is_explained():
     found = jhg.explain(A, B, implementation="xla")
     assert (found.path, found.source, found.spec) == ("xla", "request", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +18,100 @@ pytestmark = pytest.mark.usefixtures("launcher")
 A, B = integers((256, 128), "bfloat16"), integers((128, 512), "bfloat16", seed=1)
 
 
+BIAS, WEIGHTS = integers((512,), "bfloat16"), integers((128, 2, 256), "bfloat16", seed=2)
+EXPERTS, SIZES = integers((4, 128, 512), "bfloat16", seed=3), jnp.array([100, 0, 56, 90], jnp.int32)
+ROW_BY_ROW = (((1,), (0,)), ((), ()))
+
+
+# Of each operation: our function, the same in plain JAX, and its arguments, rows first.
+OPERATIONS = {
+    "matmul": (jhg.matmul, jnp.matmul, (A, B)),
+    "dot_general": (
+        partial(jhg.dot_general, dimension_numbers=ROW_BY_ROW),
+        partial(jax.lax.dot_general, dimension_numbers=ROW_BY_ROW),
+        (A, B),
+    ),
+    "epilogue": (
+        lambda a, b, bias, **options: jhg.matmul(a, b, bias=bias, activation="relu", **options),
+        lambda a, b, bias: jax.nn.relu(a @ b + bias),
+        (A, B, BIAS),
+    ),
+    "gated": (
+        partial(jhg.gated_linear_unit, activation="relu"),
+        lambda x, weights: jax.nn.relu(x @ weights[:, 0]) * (x @ weights[:, 1]),
+        (A, WEIGHTS),
+    ),
+    "ragged": (jhg.ragged_dot, jax.lax.ragged_dot, (A, EXPERTS, SIZES)),
+}
+
+
 def loss(a, b):
     return jhg.matmul(a, b, preferred_element_type=jnp.float32).sum()
 
 
 def exported(function, platforms=("cpu", "cuda"), args=(A, B)):
     checks = jhg.export_disabled_checks()
-    return export.export(jax.jit(function), platforms=platforms, disabled_checks=checks)(*args)
+    fresh = jax.jit(lambda *args: function(*args))
+    return export.export(fresh, platforms=platforms, disabled_checks=checks)(*args)
+
+
+def launches(program: export.Exported) -> int:
+    return program.mlir_module().count(LAUNCH)
+
+
+@pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")], ids="+".join)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_and_its_gradients_survive_a_round_trip(name, platforms):
+    ours, theirs, args = OPERATIONS[name]
+    stored = exported(ours, platforms, args).serialize(vjp_order=1)
+    program = export.deserialize(stored)
+    assert launches(program) == 1
+    assert launches(program.vjp()) >= 2  # gradients of two operands, and what they need anew
+    if "cpu" not in platforms:
+        return
+    product = jax.jit(program.call)(*args)
+    np.testing.assert_array_equal(product, ours(*args))
+    wide = [x if x is SIZES else np.asarray(x, np.float32) for x in args]
+    np.testing.assert_array_equal(product, theirs(*wide).astype(product.dtype))
+
+    def gradients(function):
+        cotangent = jnp.sign(product)
+        floats = [x for x in args if x is not SIZES]
+        sizes = args[len(floats) :]
+        return jax.jit(jax.vjp(lambda *x: function(*x, *sizes), *floats)[1])(cotangent)
+
+    jax.tree.map(np.testing.assert_array_equal, gradients(program.call), gradients(ours))
+
+
+@pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")], ids="+".join)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_rows_of_a_symbolic_number_are_multiplied_by_xla(name, platforms, monkeypatch):
+    ours, _, args = OPERATIONS[name]
+    symbolic = (jax.ShapeDtypeStruct(export.symbolic_shape("rows, 128"), jnp.bfloat16), *args[1:])
+    program = export.deserialize(exported(ours, platforms, symbolic).serialize(vjp_order=1))
+    assert launches(program) == launches(program.vjp()) == 0
+    if "cpu" in platforms:
+        np.testing.assert_array_equal(
+            jax.jit(program.call)(A[:7], *args[1:]), ours(A[:7], *args[1:])
+        )
+    with pytest.raises(NotImplementedError, match="symbolic"):
+        exported(partial(ours, implementation="hopper"), ("cuda",), symbolic)
+    monkeypatch.setenv("JAX_HOPPER_GEMM_ON_FALLBACK", "error")
+    with pytest.raises(NotImplementedError, match="an extent is symbolic"):
+        exported(ours, platforms, symbolic)
+
+
+def test_explain_tells_of_symbolic_extents():
+    rows = jax.ShapeDtypeStruct(export.symbolic_shape("rows, 128"), jnp.bfloat16)
+    for found in (
+        jhg.explain(rows, B),
+        jhg.explain(rows, B, bias=BIAS, activation="relu"),
+        jhg.explain(rows, EXPERTS, group_sizes=SIZES),
+        jhg.explain_gated_linear_unit(rows, WEIGHTS),
+    ):
+        assert (found.path, found.source) == ("xla", "unsupported")
+        assert "symbolic" in found.reason and "rows" in found.product
+    assert jhg.supports(rows, B)[0] is False
 
 
 def test_a_program_for_both_platforms_runs_in_a_fresh_process(tmp_path):
@@ -54,13 +143,3 @@ def test_export_for_cuda_needs_no_gpu_and_the_disabled_check():
     assert exported(function, ("cuda",)).mlir_module().count(LAUNCH) == 1
     with pytest.raises(ValueError, match="jax_hopper_gemm.v1.launch"):
         export.export(jax.jit(function), platforms=("cuda",))(A, B)
-
-
-def test_symbolic_extents_go_to_xla():
-    (rows,) = export.symbolic_shape("rows")
-    args = (jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16), B)
-    program = exported(jhg.matmul, args=args)
-    assert LAUNCH not in program.mlir_module()
-    np.testing.assert_array_equal(jax.jit(program.call)(A[:7], B), jnp.matmul(A[:7], B))
-    with pytest.raises(NotImplementedError, match="symbolic"):
-        exported(lambda a, b: jhg.matmul(a, b, implementation="hopper"), ("cuda",), args)

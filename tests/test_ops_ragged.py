@@ -323,17 +323,29 @@ def test_every_vmap_works():
             np.testing.assert_array_equal(out[i], by_loop(*own))
 
 
-def test_explicit_mesh_axes_are_left_to_lax():
+@pytest.mark.parametrize("options", [{}, {"implementation": "xla"}, {"group_offset": 0}], ids=str)
+def test_explicit_mesh_axes_of_rows_and_columns_stay(options):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    rhs = jax.device_put(RHS, NamedSharding(mesh, P(None, None, "x")))
     with jax.set_mesh(mesh):
-        rhs = jax.device_put(RHS, NamedSharding(mesh, P(None, None, "x")))
-        out = jax.jit(partial(jhg.ragged_dot, out_sharding=P(None, "x")))(LHS, rhs, SIZES)
+        out = jax.jit(partial(jhg.ragged_dot, **options))(LHS, rhs, SIZES)
         assert jax.typeof(out).sharding.spec == P(None, "x")
         np.testing.assert_array_equal(out, by_loop(LHS, RHS, SIZES))
-        with pytest.raises(NotImplementedError, match="explicit mesh axes; call it inside jax.sh"):
-            RAGGED(LHS, rhs, SIZES, out_sharding=P(None, "x"), implementation="hopper")
-        with pytest.raises(NotImplementedError, match="group_offset came, and XLA, which has none"):
-            RAGGED(LHS, rhs, SIZES, group_offset=0, out_sharding=P(None, "x"))
+    here = RAGGED(LHS, rhs, SIZES, out_sharding=NamedSharding(mesh, P("x")))
+    assert jax.typeof(here).sharding.spec == P("x", None)
+    np.testing.assert_array_equal(here, out)
+
+
+def test_a_sharding_that_explicit_mesh_axes_leave_open_is_asked_for():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    placed = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    rows = np.zeros((4, K), np.float32)
+    with pytest.raises(ValueError, match=r"groups of weights, are sharded .* \['x'\]: .* out_shar"):
+        RAGGED(rows, placed(np.zeros((2, K, N), np.float32), "x"), np.array([1, 2]))
+    with pytest.raises(ValueError, match=r"over the mesh axes \['x'\], as the operands' are. Name"):
+        RAGGED(placed(rows, "x"), placed(RHS, None, None, "x"), SIZES)
+    with pytest.raises(ValueError, match="out_sharding came, and its arrays have no Explicit mesh"):
+        RAGGED(rows, RHS, SIZES, bias=np.zeros((len(RHS), N)), out_sharding=P())
 
 
 def test_symbolic_rows_export_and_run():

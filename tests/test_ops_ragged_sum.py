@@ -213,14 +213,15 @@ def test_each_device_adds_what_it_has():
         np.testing.assert_array_equal(part, by_masks(LHS[rows], RHS[rows], sizes[i], C))
 
 
-def test_explicit_mesh_axes_are_left_to_jax():
+def test_explicit_mesh_axes_stay():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        rhs, c = jax.reshard(RHS, P()), jax.reshard(C, P())
-        out = jax.jit(partial(added, out_sharding=P()))(LHS, rhs, SIZES, c)
+        rhs, c = jax.reshard(RHS, P(None, "x")), jax.reshard(C, P())
+        out = jax.jit(added)(LHS, rhs, SIZES, c)
+        assert jax.typeof(out).sharding.spec == P(None, None, "x")
         np.testing.assert_array_equal(out, by_masks(LHS, RHS, SIZES, C))
-        with pytest.raises(NotImplementedError, match="explicit mesh axes; call it inside jax.sh"):
-            GENERAL(LHS, rhs, SIZES, NUMBERS, c=c, implementation="hopper")
+        whole = jax.jit(partial(added, out_sharding=P()))(LHS, rhs, SIZES, c)
+        assert jax.typeof(whole).sharding.spec == P(None, None, None)
 
 
 def test_symbolic_rows_export_and_run():

@@ -237,12 +237,15 @@ def test_what_is_no_index_of_rows_is_named(call, error, message):
         call()
 
 
-def test_explicit_mesh_axes_take_no_indices():
+def test_rows_lie_as_explicit_mesh_axes_have_their_indices():
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Explicit,))
+    lhs = integers((8, K))
+    expected = jhg.ragged_dot(lhs, RHS, SIZES, row_indices=INDICES)
     with jax.set_mesh(mesh):
-        lhs = jax.device_put(integers((8, K)), NamedSharding(mesh, P("rows")))
-        with pytest.raises(NotImplementedError, match="row_indices came, and XLA, which has none"):
-            jhg.ragged_dot(lhs, RHS, SIZES, row_indices=INDICES)
+        lhs = jax.device_put(lhs, NamedSharding(mesh, P("rows")))
+        out = jhg.ragged_dot(lhs, RHS, SIZES, row_indices=INDICES)
+    assert jax.typeof(out).sharding.spec == P(None, None)
+    np.testing.assert_array_equal(out, expected)
 
 
 # Lowered for CUDA.

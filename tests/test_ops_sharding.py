@@ -58,16 +58,16 @@ def test_shard_map_launches_on_each_device():
     assert LAUNCH in lowered(mapped(partial(jhg.matmul, implementation="hopper")), *half)
 
 
-def test_shard_map_over_some_axes_stays_xlas():
+@pytest.mark.parametrize("axes, left", [("xy", 1), ("xyz", 2)])
+def test_shard_map_over_some_axes_leaves_the_product_to_the_partitioner_along_one(axes, left):
+    layout = jax.make_mesh((2,) * len(axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     mapped = jax.shard_map(
-        jhg.matmul,
-        mesh=mesh(AxisType.Auto),
-        axis_names={"x"},
-        in_specs=(P("x"), P()),
-        out_specs=P("x"),
+        jhg.matmul, mesh=layout, axis_names={"x"}, in_specs=(P("x"), P()), out_specs=P("x")
     )
     text = lowered(mapped, *(integers((256, 256), "bfloat16") for _ in "ab"))
-    assert LAUNCH not in text and partition.TARGET not in text
+    assert LAUNCH not in text
+    assert (partition.TARGET in text) == (left == 1)
+    assert ("dot_general" in text) == (left == 2)
 
 
 def test_a_replicated_operand_of_shard_map_has_its_gradient_summed():

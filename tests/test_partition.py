@@ -31,12 +31,6 @@ PAIRS = [{one: "x", other: "y"} for one, other in itertools.permutations("bmnk",
 BOTH = [{letter: ("x", "y")} for letter in "mnk"]
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products are partitioned by us in programs for the CPU, too, each share XLA's product."""
-    monkeypatch.setattr(partition, "PLATFORMS", [("cpu",), ("cuda",)])
-
-
 def mesh(axis_type: AxisType = AxisType.Auto, shape: tuple[int, int] = (2, 4)) -> jax.sharding.Mesh:
     return jax.make_mesh(shape, ("x", "y"), axis_types=(axis_type, axis_type))
 
@@ -206,7 +200,9 @@ def share_for_cuda(
         "name": "hopper_dot",
         "labels": asdict(Labels.of("mk,kn->mn")),
         "sum_dtype": dtype,
+        "version": partition.VERSION,
         "platforms": ["cuda"],
+        "axis": None,
         "params": {
             "subscripts": "mk,kn->mn",
             "precision": [],
@@ -236,7 +232,8 @@ def test_a_share_launches_a_kernel_and_reduces(out, reduction):
 
 
 def test_shards_that_no_kernel_runs_say_so_where_a_kernel_is_wanted():
-    with pytest.raises(NotImplementedError, match="implementation='hopper'"):
+    share = r"(?s)implementation='hopper'.*share: float32\[512, 128\] and float32\[128, 512\]"
+    with pytest.raises(NotImplementedError, match=share):
         share_for_cuda([1, 2], [1, 1], "float32", "hopper")
 
 
@@ -283,6 +280,18 @@ def test_an_exported_program_is_partitioned_where_it_is_called():
     program = call.lower(a, b).compile()
     assert collectives(program.as_text() or "") == {"all-reduce": (1, 4 * 32 * 16)}
     np.testing.assert_array_equal(program(a, b), jnp.matmul(a, b))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_an_exported_program_of_another_version_is_refused(monkeypatch):
+    a, b = array("mk", {"m": "x"}), array("kn", {}, seed=1)
+    checks = jhg.export_disabled_checks()
+    with monkeypatch.context() as patch:
+        patch.setattr(partition, "VERSION", 7)
+        exported = jax.export.export(jax.jit(lambda a, b: jhg.matmul(a, b)), disabled_checks=checks)
+        stored = exported(a, b).serialize()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="has version 7, .* reads version 1"):
+        jax.jit(jax.export.deserialize(stored).call).lower(a, b).compile()
 
 
 # The choice of a share.

@@ -28,12 +28,6 @@ CALL = r"name\\22: \\22(\w+)"
 relu = jax.nn.relu
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products are partitioned by us in programs for the CPU, too, each share XLA's product."""
-    monkeypatch.setattr(partition, "PLATFORMS", [("cpu",), ("cuda",)])
-
-
 def mesh(axis_type: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
     return jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type, axis_type))
 
@@ -188,9 +182,31 @@ def test_explicit_axes_keep_types_and_numbers(out):
             jax.tree.map(np.testing.assert_array_equal, found, expected)
             assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, expected)
             if out == P("x", "y"):
-                programs = (f.lower(a, b, c).compile().as_text() for f in (ours, theirs))
+                programs = [f.lower(a, b, c).compile().as_text() or "" for f in (ours, theirs)]
                 moved, allowed = map(collectives, programs)
                 assert moved == allowed
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("where", [{"n": "y"}, {"k": "y"}], ids=name_of)
+def test_products_that_derivatives_multiply_again(where):
+    a, b = array("mk", where), array("kn", where, 1)
+    again = partial(jhg.matmul, activation="gelu", preactivation="recompute")
+    found, _ = run_counted(partial(value_and_gradients, again), a, b)
+    expected, _ = run_counted(
+        partial(value_and_gradients, lambda a, b: jax.nn.gelu(a @ b)), a, b
+    )  # fmt: skip
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), found, expected)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_function_of_whole_rows_follows_a_product_of_its_own():
+    a, b = array("mk", {"m": "x", "k": "y"}), array("kn", {"k": "y"}, 1)
+    first = partial(jhg.matmul, epilogue=lambda y: tuple(jax.lax.top_k(y, 4)))
+    assert re.findall(CALL, jax.jit(first).lower(a, b).as_text()) == ["hopper_dot"]
+    found, _ = run_counted(first, a, b)
+    expected = jax.lax.top_k(a @ b, 4)
+    jax.tree.map(np.testing.assert_array_equal, found, tuple(expected))
 
 
 # What a device runs.
@@ -254,6 +270,13 @@ def test_a_share_of_k_is_a_kernel_a_sum_in_16_bits_and_the_function():
     wide = partial(layer, preferred_element_type=jnp.float32)
     (text,) = shares_for_cuda(wide, "k", a, b)
     assert re.findall(r"all_reduce.*?tensor<512x512x(\w+)>", text, re.DOTALL) == ["f32"]
+
+
+@pytest.mark.usefixtures("launcher")
+def test_a_share_adds_to_an_accumulator_where_it_lies():
+    a, b, c = big("mk"), big("kn"), big("mn").astype("float32")
+    (text,) = shares_for_cuda(lambda a, b, c: jhg.matmul(a, b, c=c), "m", a, b, c)
+    assert text.count(LAUNCH) == 1 and "operand_index = 2" in text
 
 
 @pytest.mark.usefixtures("launcher")

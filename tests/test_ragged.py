@@ -22,11 +22,10 @@ from jax_hopper_gemm.ragged import (
     ROWS,
     ROWS_TRANSPOSED,
     Spans,
-    group_of_rows,
     hopper_ragged_dot,
     reference_ragged_dot,
-    span_ends,
 )
+from jax_hopper_gemm.span_sizes import group_of_rows, span_ends
 from jax_hopper_gemm.spans import FORMS
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

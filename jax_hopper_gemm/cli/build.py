@@ -72,12 +72,11 @@ def specs_of_program(path: Path) -> list[GemmSpec]:
     Raises:
       CommandError: it is no exported program, or this version cannot build its kernels.
     """
-    from jax import export
-
-    from ..launches import launches_of
+    from ..launches import launches_of, stored_programs
 
     try:
-        launches = launches_of(export.deserialize(bytearray(path.read_bytes())))
+        programs = stored_programs(path.read_bytes())
+        launches = [launch for program in programs for launch in launches_of(program)]
     except Exception as error:  # JAX refuses a damaged file in many ways
         raise CommandError(f"{path}: no kernels can be read from it: {error!r}") from error
     specs = {_spec_of(launch): launch for launch in launches}

@@ -50,6 +50,7 @@ from .legality import (
     D_DTYPES,
     GATHERABLE,
     device_violations,
+    limit_violations,
     pairing_violations,
     problem_violations,
 )
@@ -195,6 +196,8 @@ def _choose(
 ) -> Decision:
     if reasons := device_violations(device) + problem_violations(problem):
         return Decision(None, None, "; ".join(reasons), "model")
+    if device.limited:  # tables were measured on whole GPUs
+        return _modelled(problem, device, kernel_only)
     key, types = Key.of(problem), OperandTypes.of(problem)
     measured: list[tuple[Entry, str, Source]] = [
         (table.entries[key], table.origin, "user table")
@@ -272,7 +275,8 @@ def _best(
     reasons = ["no kernel has the registers and shared memory that the epilogue needs"]
     legal = []
     for spec in model_specs(OperandTypes.of(problem)):
-        if found := pairing_violations(problem, spec):
+        found = pairing_violations(problem, spec)
+        if found := found or limit_violations(problem, spec, device):
             reasons = found
         else:
             legal.append(spec)

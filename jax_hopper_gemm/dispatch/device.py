@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -11,17 +11,25 @@ class Device:
 
     Attributes:
       compute_capability: major and minor; the kernels need (9, 0).
-      num_sms: streaming multiprocessors.
+      num_sms: streaming multiprocessors that kernels may use.
+      limited: whether it has more of them, so that a kernel must keep to these.
     """
 
     compute_capability: tuple[int, int]
     num_sms: int
+    limited: bool = False
 
     @property
     def key(self) -> str:
         """The name of its table of measured choices: "sm90_132"."""
         major, minor = self.compute_capability
         return f"sm{major}{minor}_{self.num_sms}"
+
+    def limited_to(self, max_sms: int | None) -> Device:
+        """Returns the device for kernels that may use `max_sms` of its SMs; None: all."""
+        if max_sms is None or max_sms >= self.num_sms:
+            return self
+        return replace(self, num_sms=max_sms, limited=True)
 
 
 H200 = Device((9, 0), 132)  # and H100 SXM: same SMs, less memory bandwidth

@@ -11,7 +11,7 @@ from typing import Literal
 from ..epilogue import Operand, graph_violations
 from ..grouping import MAX_LENGTH
 from ..grouping import MAX_TILES as MAX_GROUPED_TILES
-from ..plan import TMA_ALIGNMENT, WRAP_BYTES, ceil_div
+from ..plan import TMA_ALIGNMENT, WRAP_BYTES, ceil_div, launched_clusters
 from ..problem import ITEMSIZE, GemmProblem, GroupedAxis, Groups, MatrixLayout
 from ..spec import GemmSpec
 from ..walk import MAX_TILES
@@ -35,6 +35,19 @@ def device_violations(device: Device) -> list[str]:
     return [
         f"the GPU has compute capability {major}.{minor}; the kernels are for 9.0 (H100, H200): "
         "use XLA there"
+    ]
+
+
+def limit_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> list[str]:
+    """Returns why `spec`'s kernel does not keep to a limit of SMs."""
+    if not device.limited:
+        return []
+    blocks = spec.cluster_size * launched_clusters(problem, spec, device.num_sms)
+    if blocks <= device.num_sms:
+        return []
+    return [
+        f"no kernel for it keeps to {device.num_sms} SMs: the last one tried launches {blocks} "
+        "thread blocks"
     ]
 
 

@@ -13,6 +13,7 @@ from .explain import explain_gated_linear_unit as explain_gated_linear_unit
 from .explain import supports as supports
 from .gated import gated_linear_unit as gated_linear_unit
 from .intercept import intercept_ragged_dot as intercept_ragged_dot
+from .limit import max_sms as max_sms
 from .product_report import FoundProduct as FoundProduct
 from .product_report import ProductReport as ProductReport
 from .product_report import report_products as report_products

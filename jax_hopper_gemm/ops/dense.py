@@ -16,6 +16,7 @@ from ..jaxprs import abstract
 from . import checks
 from .activations import Activation, activation_function
 from .epilogue import Steps, named_in, traced
+from .limit import current_max_sms
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .substitute import final_product, with_hopper_dot
 
@@ -287,5 +288,6 @@ def _traced_steps(
         precision=final.precision, product_dtype=dtype, out_dtypes=what.dtypes,
         preactivation=preactivation, implementation=implementation,
         in_place=what.in_place(steps, product), out_sharding=final.out_sharding,
+        max_sms=current_max_sms(),
     )  # fmt: skip
     return what.structured(results)

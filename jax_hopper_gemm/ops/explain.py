@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -42,6 +42,8 @@ class Explanation:
         decide.
       epilogue: what the kernel computes after the product; empty for nothing.
       uncovered: names of the operations that follow the product and are XLA's.
+      devices: over how many the operands lie. Above 1, all this is said of the whole product, and
+        each device runs its share, decided anew for its extents when XLA partitions the program.
     """
 
     product: str
@@ -56,12 +58,14 @@ class Explanation:
     waves: int | None = None
     epilogue: str = ""
     uncovered: tuple[str, ...] = ()
+    devices: int = 1
 
     def __str__(self) -> str:
         major, minor = self.device.compute_capability
+        of = "a limit of " if self.device.limited else ""
         lines = {
             "product": self.product,
-            "device": f"compute capability {major}.{minor}, {self.device.num_sms} SMs",
+            "device": f"compute capability {major}.{minor}, {of}{self.device.num_sms} SMs",
             "path": self.path,
             "because": f"{self.reason} ({self.source})",
         }
@@ -85,6 +89,11 @@ class Explanation:
             lines["epilogue"] = self.epilogue
         if self.uncovered:
             lines["by XLA"] = ", ".join(self.uncovered)
+        if self.devices > 1:
+            lines["devices"] = (
+                f"{self.devices}, of which each runs its share where XLA partitions the program; "
+                "the above is of the whole product: explain arrays of the shards' shapes"
+            )
         return "\n".join(f"{name:<10} {text}" for name, text in lines.items())
 
 
@@ -184,13 +193,20 @@ def _explained(
         asked = " x ".join(array_text(x.shape, x.dtype.name) for x in (a, b))
         numbers = options.get("ragged_dot_dimension_numbers")
         reason = left_to_lax(a, b, options["group_sizes"], options["out_sharding"], numbers)
-        return Explanation(asked, device, "xla", str(reason), "unsupported")
-    return explanation_of(call, implementation)
+        found = Explanation(asked, device, "xla", str(reason), "unsupported")
+    else:
+        found = explanation_of(call, implementation)
+    return replace(found, devices=max(_devices_of(a), _devices_of(b)))
+
+
+def _devices_of(x: Any) -> int:
+    """Returns over how many devices an array lies; 1 where nothing says so."""
+    return getattr(getattr(x, "sharding", None), "num_devices", None) or 1
 
 
 def explanation_of(call: TracedProduct, implementation: Implementation) -> Explanation:
     """Returns how a product runs that was found by tracing."""
-    device = current_device()
+    device = current_device().limited_to(call.forms[-1].max_sms)
     asked = str(call.forms[-1])
     if implementation == "xla":
         return Explanation(asked, device, "xla", "implementation='xla'", "request")

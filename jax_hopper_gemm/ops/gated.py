@@ -17,6 +17,7 @@ from . import checks
 from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation
 from .epilogue import Gate, traced
+from .limit import current_max_sms
 from .ragged import run_grouped
 from .replaced import check_kernel_unasked, is_replaced
 from .substitute import final_product
@@ -133,7 +134,7 @@ def _traced_gate(
     return fused_dot(
         what.function, x, rights, what.operands, subscripts=f"{lhs},{rhs}->{out}",
         precision=final.precision, product_dtype=dtype, out_dtypes=what.dtypes,
-        preactivation=preactivation, implementation=implementation,
+        preactivation=preactivation, implementation=implementation, max_sms=current_max_sms(),
     )  # fmt: skip
 
 

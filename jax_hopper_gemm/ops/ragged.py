@@ -19,6 +19,14 @@ from . import checks
 from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation, dot_general
 from .epilogue import Gate, Steps, named_in, traced
+from .explicit import (
+    in_auto_axes,
+    is_explicit,
+    partitions,
+    sharding_of_product,
+    shardings_of_results,
+)
+from .limit import current_max_sms
 from .ragged_axes import RaggedAxes
 from .ragged_lax import (
     BASIC,
@@ -26,7 +34,6 @@ from .ragged_lax import (
     lax_ragged_dot_general,
     left_to_lax,
     refuse_hopper,
-    sharded,
 )
 from .ragged_sizes import as_int32, sizes_in_rows, spans_of
 from .ragged_sum import scaled_sum
@@ -85,7 +92,8 @@ def ragged_dot(
       group_offset: where each device holds the matrices of some groups: the number of the first
         group in `rhs`, () or (1,), and `group_sizes` are those of all. Rows of other groups come
         back as zeros, so that a `jax.lax.psum` over the devices completes the product.
-      out_sharding: sharding of the result, for explicit mesh axes; XLA computes those.
+      out_sharding: sharding of the product, for Explicit mesh axes. None: that of the rows and
+        columns of the operands. Other results of `epilogue` are sharded by rows alone.
       row_indices: (M,) integers, for each row of the product the row of `lhs` that it multiplies.
         One that no row of `lhs` has, negative or too large, stands for a row of zeros.
       bias: (G, N), a row for each matrix of `rhs`.
@@ -101,7 +109,8 @@ def ragged_dot(
       `epilogue` returns, as in `matmul`.
 
     Raises:
-      ValueError: ranks or extents do not fit, or sizes known while tracing are negative.
+      ValueError: ranks or extents do not fit, sizes known while tracing are negative, or Explicit
+        mesh axes leave the sharding of the result open.
       TypeError: an operand is not an array, or sizes are no integers.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
@@ -161,12 +170,28 @@ def run_grouped(
       preferred: dtype of the product, or a tuple of the results' dtypes.
       rows: (M,) indices of rows of `lhs`, or None.
     """
-    if reason := sharded(out_sharding, lhs, *rights, sizes):
-        raise NotImplementedError(
-            f"{op}: no function follows this product of groups in one program: {reason}"
-        )
     if isinstance(precision, list):
         precision = tuple(precision)
+    if is_explicit(lhs, *rights, sizes, rows, *operands):
+
+        def grouped(*args: Any) -> Any:
+            lhs, rights, sizes, offset, operands, rows = args
+            return run_grouped(
+                op, lhs, rights, sizes, offset, operands, function, precision, preferred,
+                preactivation, implementation, None, rows,
+            )  # fmt: skip
+
+        arrays = lhs, rights, sizes, offset, operands, rows
+        if out_sharding is None:
+            weights = partitions(rights[0])
+            pair = partitions(lhs), (*weights[:2], weights[-1])
+            out_sharding = sharding_of_product(op, RaggedAxes.of(BASIC, 2, 3), *pair, rows)
+        if getattr(function, "epilogue", None) is not None:
+            shape = (lhs if rows is None else rows).shape[0], rights[0].shape[-1]
+            out_sharding = shardings_of_results(grouped, arrays, out_sharding, shape)
+        return in_auto_axes(grouped, out_sharding, *arrays)
+    if out_sharding is not None:
+        raise ValueError(f"{op}: {left_to_lax(lhs, rights[0], sizes, out_sharding)}")
     dtypes = None
     if isinstance(preferred, tuple | list):
         dtypes, preferred = tuple(preferred), None
@@ -210,7 +235,7 @@ def _traced_grouped(
         what.function, lhs, rights, (*operands, *what.operands[len(operands) :]),
         subscripts=ROWS.replace("kn", "kcn") if planes else ROWS, precision=params["precision"],
         product_dtype=dtype, out_dtypes=what.dtypes, preactivation=preactivation,
-        implementation=implementation, sizes=sizes, spans=spans,
+        implementation=implementation, sizes=sizes, spans=spans, max_sms=current_max_sms(),
     )  # fmt: skip
     return what.structured(results)
 
@@ -327,6 +352,18 @@ def _run(
         return dot_general(
             lhs, rhs, numbers.dot_dimension_numbers, implementation=implementation, **dict(static)
         )
+    if is_explicit(lhs, rhs, sizes):
+        if out_sharding is None:
+            pair = partitions(lhs), partitions(rhs)
+            out_sharding = sharding_of_product(op, axes, *pair, rows)
+
+        def product(lhs: Any, rhs: Any, sizes: Any, offset: Any, rows: Any) -> jax.Array:
+            return _run(
+                op, lhs, rhs, sizes, offset, numbers, precision, preferred_element_type, None,
+                implementation, rows,
+            )  # fmt: skip
+
+        return in_auto_axes(product, out_sharding, lhs, rhs, sizes, offset, rows)
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
         refuse_hopper(op, reason, implementation)
         for name, given in (("group_offset", offset), ("row_indices", rows)):
@@ -360,8 +397,9 @@ def _traced(
         groups = right.shape[0] if axes.kind == "rows" else own_sizes.shape[0]
         own_sizes, spans = spans_of(own_sizes, offset, groups, length)
         return hopper_ragged_dot(
-            left, right, own_sizes, subscripts=axes.subscripts, spans=spans, **params
-        )
+            left, right, own_sizes, subscripts=axes.subscripts, spans=spans,
+            max_sms=current_max_sms(), **params
+        )  # fmt: skip
 
     return axes.mapped(product, lhs, rhs, sizes)
 

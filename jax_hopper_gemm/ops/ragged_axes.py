@@ -124,10 +124,27 @@ class RaggedAxes:
         own = [_reshaped(x, (x.shape[0], *matrix)) for x in matrices]
         out = function(left, right, sizes, *own)
 
-        columns = self.rhs_rest[0 if self.subscripts == ROWS_TRANSPOSED else -1]
-        left_axes = [*left_batch, *self.outer, *(left_rows if rows else self.lhs_rest)]
-        shape = [lhs.shape[axis] for axis in left_axes] + [rhs.shape[axis] for axis in columns]
+        shape = self.of_result(lhs.shape, rhs.shape)
         return _reshaped(out, shape if rows else [out.shape[0], *shape])
+
+    def of_result(self, lhs: Sequence[Any], rhs: Sequence[Any]) -> list[Any]:
+        """Returns from what is known of each axis of the operands what is of the result's.
+
+        Without that of groups, which a contraction has in front.
+        """
+        rows = (*self.ragged, *self.inner) if self.kind == "rows" else self.lhs_rest
+        left = [*(pair[0] for pair in self.batch), *self.outer, *rows]
+        columns = self.rhs_rest[0 if self.subscripts == ROWS_TRANSPOSED else -1]
+        return [lhs[axis] for axis in left] + [rhs[axis] for axis in columns]
+
+    def of_sum(self, lhs: Sequence[Any], rhs: Sequence[Any]) -> list[Any]:
+        """Returns what is known of the operands' contracted axes, and of that of groups."""
+        if self.kind == "contraction":
+            left, right = zip(self.ragged, *self.inner, strict=True)
+        else:
+            k = self.rhs_rest[1 if self.subscripts == ROWS_TRANSPOSED else 0]
+            left, right = self.lhs_rest, (*k, self.group)
+        return [lhs[axis] for axis in left] + [rhs[axis] for axis in right]
 
 
 def _others(ndim: int, *taken: Sequence[int]) -> tuple[int, ...]:

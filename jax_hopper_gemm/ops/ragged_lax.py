@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
 
+from .explicit import is_explicit
 from .ragged_axes import RaggedAxes
 
 # Taken here, so that it stays JAX's own where `intercept_ragged_dot` puts ours in its place.
@@ -25,8 +25,8 @@ def left_to_lax(
     numbers: lax.RaggedDotDimensionNumbers | None = None,
 ) -> str | None:
     """Returns why JAX's own product is the answer whatever the GPU; None where it is not."""
-    if reason := sharded(out_sharding, lhs, rhs, sizes):
-        return reason
+    if out_sharding is not None and not is_explicit(lhs, rhs, sizes):
+        return "out_sharding came, and its arrays have no Explicit mesh axes"
     axes = RaggedAxes.of(numbers or BASIC, np.ndim(lhs), np.ndim(rhs))
     if axes.kind == "contraction" and axes.outer:
         return "it contracts axes outside of the ragged one"
@@ -37,23 +37,6 @@ def refuse_hopper(op: str, reason: str, implementation: str | None) -> None:
     """Raises if the user insists on a kernel, and JAX's own product is the answer."""
     if implementation == "hopper":
         raise NotImplementedError(f"implementation='hopper': no kernel runs {op}: {reason}")
-
-
-def sharded(out_sharding: Any, *arrays: Any) -> str | None:
-    """Returns why no kernel runs in a program whose mesh axes are explicit.
-
-    Args:
-      arrays: arrays or abstract values.
-    """
-    explicit = jax.sharding.AxisType.Explicit
-    types = [x if isinstance(x, ShapedArray) else jax.typeof(x) for x in arrays]
-    meshes = [x.sharding.mesh for x in types]
-    if out_sharding is None and all(explicit not in mesh.axis_types for mesh in meshes):
-        return None
-    return (
-        "its arrays are sharded over explicit mesh axes; call it inside jax.shard_map over all "
-        "mesh axes"
-    )
 
 
 def canonical(lhs: Any, rhs: Any, sizes: Any, numbers: Any, options: Any) -> dict[str, Any]:

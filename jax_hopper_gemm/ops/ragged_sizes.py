@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..ragged import Spans, span_ends
+from ..span_sizes import span_ends
+from ..spans import Spans
 
 
 def as_int32(values: jax.Array, least: int = 0) -> jax.Array:

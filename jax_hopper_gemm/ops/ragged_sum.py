@@ -13,6 +13,8 @@ from ..fused import accumulator_dtype, fused_dot
 from ..ragged import Spans
 from .dense import INLINE, Implementation
 from .epilogue import Steps, traced
+from .explicit import in_auto_axes, is_explicit, partitions, sharding_of_product
+from .limit import current_max_sms
 from .ragged_axes import RaggedAxes
 from .ragged_lax import canonical, lax_ragged_dot_general, left_to_lax, refuse_hopper
 from .ragged_sizes import sizes_in_rows
@@ -36,8 +38,19 @@ def scaled_sum(
       operands: those of alpha, c and beta that `steps.named` names, in this order.
       options: of JAX's product, as pairs.
     """
-    theirs = partial(lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **dict(options))
     out_sharding = dict(options)["out_sharding"]
+    if is_explicit(lhs, rhs, sizes, *operands):
+        if out_sharding is None:
+            axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
+            pair = partitions(lhs), partitions(rhs)
+            out_sharding = sharding_of_product(steps.op, axes, *pair, None)
+        options = tuple((dict(options) | {"out_sharding": None}).items())
+
+        def product(lhs: Any, rhs: Any, sizes: Any, operands: tuple[Any, ...]) -> jax.Array:
+            return scaled_sum(lhs, rhs, sizes, operands, numbers, options, steps, implementation)
+
+        return in_auto_axes(product, out_sharding, lhs, rhs, sizes, operands)
+    theirs = partial(lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **dict(options))
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
         refuse_hopper(steps.op, reason, implementation)
         dtype = jax.eval_shape(theirs, lhs, rhs, sizes).dtype
@@ -60,6 +73,7 @@ def scaled_sum(
             precision=params["precision"], product_dtype=dtype, out_dtypes=what.dtypes,
             preactivation="save", implementation=implementation,
             in_place=what.in_place(steps, product), sizes=own_sizes, spans=Spans.plain(groups),
+            max_sms=current_max_sms(),
         )  # fmt: skip
         return what.structured(results)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import jax
@@ -22,6 +22,7 @@ from ..jaxprs import traced
 from ..routing import EXACT_ALGORITHMS
 from .checkpoint import checkpoint_policy
 from .dense import Implementation
+from .limit import current_max_sms
 from .ragged import ragged_dot_general
 from .ragged_lax import left_to_lax
 from .substitute import hopper_equations
@@ -41,16 +42,18 @@ ENTERED = frozenset(
 # What each program became, so that a program which is shared stays shared, and one that JAX has
 # compiled is found again. A program without products is its own answer, kept as None: a value
 # must not keep its key alive.
-_rewritten: WeakKeyDictionary[Any, dict[Implementation, Any]] = WeakKeyDictionary()
+Asked: TypeAlias = tuple[Implementation, int | None]  # with the limit of SMs
+_rewritten: WeakKeyDictionary[Any, dict[Asked, Any]] = WeakKeyDictionary()
 
 
 def with_our_products(program: Any, implementation: Implementation) -> Any:
     """Returns a jaxpr, open or closed, with its products ours; itself where it has none."""
     known = _rewritten.setdefault(program, {})
-    if implementation not in known:
+    asked = implementation, current_max_sms()
+    if asked not in known:
         found = rewritten(program, implementation)
-        known[implementation] = None if found is program else found
-    found = known[implementation]
+        known[asked] = None if found is program else found
+    found = known[asked]
     return program if found is None else found
 
 
@@ -148,7 +151,8 @@ def _ragged(equation: Any, implementation: Implementation) -> list[Any]:
     def product(lhs: Any, rhs: Any, sizes: Any) -> jax.Array:
         return ragged_dot_general(
             lhs, rhs, sizes, params["ragged_dot_dimension_numbers"], params["precision"],
-            params["preferred_element_type"], implementation=implementation,
+            params["preferred_element_type"], out_sharding=params["out_sharding"],
+            implementation=implementation,
         )  # fmt: skip
 
     with equation.ctx.manager:

@@ -27,6 +27,7 @@ from ..dot_general import (
     with_partitions,
 )
 from ..primitive import hopper_dot_p
+from .limit import current_max_sms
 
 
 def with_hopper_dot(
@@ -71,6 +72,7 @@ def as_hopper_dot(equation: Any, implementation: str | None, transpose: Any = No
         "preferred_element_type": equation.params["preferred_element_type"],
         "out_sharding": product.out_sharding,
         "implementation": implementation,
+        "max_sms": current_max_sms(),
     }
     outvars = (transpose or equation).outvars
     return equation.replace(primitive=hopper_dot_p, params=params, outvars=outvars)

@@ -79,7 +79,16 @@ def product_of_equation(equation: Any) -> Product:
 
 # Operations that say where elements lie and what their dtype is, not what is computed.
 SILENT = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose"}
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "mesh_cast",
+        "reshape",
+        "reshard",
+        "squeeze",
+        "transpose",
+    }  # fmt: skip
 )
 
 

@@ -1,28 +1,33 @@
-"""Products that XLA partitions over two GPUs, and the kernels of one GPU's share.
+"""Products that XLA partitions over two GPUs, and the kernels of a GPU's share.
 
 Each is a `MeshProgram`: the result and all gradients, with ours and in plain jnp, and which letters
-are sharded. One GPU's share is the same step on its shards, so that a machine without GPUs can
-tell its kernels.
+are sharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..ops import matmul
+from .. import partition
+from ..ops import gated_linear_unit, matmul, ragged_dot
 from ..spec import GemmSpec
 from .lowered import specs_of
 
 AXIS = "x"  # of the mesh
 DEVICES = 2
-EXTENTS = {"b": 4, "m": 512, "n": 768, "k": 1024}
+EXTENTS = {"b": 4, "m": 512, "n": 768, "k": 1024, "h": 1536, "g": 8, "c": 2}
+SIZES = np.array([100, 0, 37, 150, 1, 90, 74, 40], np.int32)  # of "g" groups, not all of "m" rows
 
 
 @dataclass(frozen=True)
@@ -48,34 +53,143 @@ class MeshProgram:
         return result, *pull(cotangent)
 
     def arguments(self) -> list[np.ndarray]:
-        """Returns a cotangent and the arguments."""
+        """Returns a cotangent and the arguments: normal numbers, weights scaled."""
         rng = np.random.default_rng(0)
-        return [
-            rng.standard_normal([EXTENTS[x] for x in names], np.float32).astype(jnp.bfloat16)
-            for names in self.letters
-        ]
+        found = []
+        for i, names in enumerate(self.letters):
+            shape = [EXTENTS[x] for x in names]
+            scale = shape[-2] ** -0.5 if i > 1 and len(shape) > 1 else 1.0
+            found.append((scale * rng.standard_normal(shape, np.float32)).astype(jnp.bfloat16))
+        return found
 
     def partition_specs(self) -> list[P]:
         """Returns how each of `arguments` is sharded."""
         return [P(*(AXIS if x in self.sharded else None for x in names)) for names in self.letters]
 
     def specs(self) -> list[GemmSpec]:
-        """Returns the kernels that a GPU launches for its share."""
-        shards = [
+        """Returns the kernels that a GPU launches for its shares, one for each launch.
+
+        XLA partitions the program over two CPUs for that.
+
+        Raises:
+          RuntimeError: this process has no two; see `jax_num_cpu_devices`.
+        """
+        devices = jax.devices("cpu")[:DEVICES]
+        if len(devices) < DEVICES:
+            raise RuntimeError(f"{DEVICES} CPU devices wanted: set jax_num_cpu_devices at first")
+        mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+        shapes = [
             jax.ShapeDtypeStruct(
-                [EXTENTS[x] // (DEVICES if x in self.sharded else 1) for x in names], jnp.bfloat16
+                [EXTENTS[x] for x in names], jnp.bfloat16, sharding=NamedSharding(mesh, spec)
             )
-            for names in self.letters
+            for names, spec in zip(self.letters, self.partition_specs(), strict=True)
         ]
-        return specs_of(lambda *args: self.step(self.ours, *args), *shards)
+        found: list[GemmSpec] = []
+        with _shares_noted(found):
+            jax.jit(lambda *args: self.step(self.ours, *args)).lower(*shapes).compile()
+        return found
 
 
-def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    return matmul(a, b, implementation="hopper")
+@contextmanager
+def _shares_noted(found: list[GemmSpec]) -> Iterator[None]:
+    """Partitions programs for the CPU, too, and notes the kernels of what each device runs."""
+    lowered = partition._lowered
+
+    def noting(program: Any, shards: Any, platforms: Any, x64: bool) -> bytes:
+        found.extend(specs_of(lambda *args: list(program(*args)), *shards))
+        anyhow = partial(program.func, *program.args, **program.keywords | {"implementation": None})
+        return lowered(anyhow, shards, platforms, x64)
+
+    answer: Any = partition._answer
+    patches = {
+        "PLATFORMS": [("cpu",)], "_lowered": noting, "_answer": answer.__wrapped__,
+    }  # fmt: skip
+    with ExitStack() as stack:
+        for name, value in patches.items():
+            stack.enter_context(mock.patch.object(partition, name, value))
+        yield
+
+
+def _hopper(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return function(*args, implementation="hopper", **options)
+
+
+def _gelu_mlp(x: Any, up: Any, up_bias: Any, down: Any, down_bias: Any) -> Any:
+    hidden = _hopper(matmul, x, up, bias=up_bias, activation="gelu")
+    return _hopper(matmul, hidden, down, bias=down_bias, residual=x)
+
+
+def _plain_gelu_mlp(x: Any, up: Any, up_bias: Any, down: Any, down_bias: Any) -> Any:
+    return jax.nn.gelu(x @ up + up_bias) @ down + down_bias + x
+
+
+def _plain_grouped_relu(x: Any, weights: Any, bias: Any) -> Any:
+    group = np.repeat(np.arange(len(SIZES)), SIZES)
+    rows = jnp.pad(bias[group], ((0, x.shape[0] - len(group)), (0, 0)))
+    return jax.nn.relu(jax.lax.ragged_dot(x, weights, SIZES) + rows)
+
+
+def _grouped_mlp(x: Any, gate_up: Any, down: Any) -> Any:
+    hidden = _hopper(gated_linear_unit, x, gate_up, group_sizes=SIZES)
+    return _hopper(ragged_dot, hidden, down, SIZES)
+
+
+def _plain_grouped_mlp(x: Any, gate_up: Any, down: Any) -> Any:
+    gate, up = (jax.lax.ragged_dot(x, gate_up[:, :, i], SIZES) for i in range(2))
+    return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, SIZES)
 
 
 PRODUCTS = {
-    f"{letter} sharded": MeshProgram(_matmul, jnp.matmul, ("bmn", "bmk", "bkn"), letter, 3)
+    f"{letter} sharded": MeshProgram(
+        partial(_hopper, matmul), jnp.matmul, ("bmn", "bmk", "bkn"), letter, 3
+    )
     for letter in "bmnk"
 }
-MESH_PROGRAMS = PRODUCTS
+LAYERS = {
+    **{
+        f"bias and gelu, {letter} sharded": MeshProgram(
+            lambda a, b, bias: _hopper(matmul, a, b, bias=bias, activation="gelu"),
+            lambda a, b, bias: jax.nn.gelu(a @ b + bias),
+            ("mn", "mk", "kn", "n"), letter, 3,
+        )
+        for letter in "mnk"
+    },
+    **{
+        f"gated, {letter} sharded": MeshProgram(
+            lambda x, gate, up: _hopper(gated_linear_unit, x, (gate, up)),
+            lambda x, gate, up: jax.nn.silu(x @ gate) * (x @ up),
+            ("mn", "mk", "kn", "kn"), letter, 6 if letter == "k" else 5,
+        )
+        for letter in "mnk"
+    },
+    **{
+        f"MLP, {what} sharded": MeshProgram(
+            _gelu_mlp, _plain_gelu_mlp, ("mk", "mk", "kh", "h", "hk", "k"), letter, 6
+        )
+        for what, letter in (("tokens", "m"), ("hidden", "h"))
+    },
+}  # fmt: skip
+RAGGED = {
+    **{
+        f"{letter} of a ragged product sharded": MeshProgram(
+            lambda x, w: _hopper(ragged_dot, x, w, SIZES),
+            lambda x, w: jax.lax.ragged_dot(x, w, SIZES),
+            ("mn", "mk", "gkn"), letter, 3,
+        )
+        for letter in "mkng"
+    },
+    **{
+        f"bias and relu in groups, {letter} sharded": MeshProgram(
+            lambda x, w, bias: _hopper(ragged_dot, x, w, SIZES, bias=bias, activation="relu"),
+            _plain_grouped_relu, ("mn", "mk", "gkn", "gn"), letter, 4,
+        )
+        for letter in "mn"
+    },
+    **{
+        f"experts, {what} sharded": MeshProgram(
+            _grouped_mlp, _plain_grouped_mlp, ("mk", "mk", "gkch", "ghk"), letter, 6
+        )
+        for what, letter in (("rows", "m"), ("hidden", "h"), ("groups", "g"))
+    },
+}  # fmt: skip
+MESH_PROGRAMS = PRODUCTS | LAYERS | RAGGED

@@ -20,6 +20,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from .. import moe, ops
+from ..moe.exchange import EXCHANGES as EXCHANGES_OF_ROWS
+from ..moe.routing import sort_by_group
 from ..spec import GemmSpec
 from . import tolerance
 from .lowered import specs_of
@@ -104,6 +106,42 @@ class MoeProgram:
             out_specs=of_devices,
         )  # fmt: skip
         return step_of(layer, *args)
+
+    def routed_step(
+        self,
+        x: Any,
+        weights: Any,
+        experts: Any,
+        gate_up: Any,
+        down: Any,
+        cotangent: Any,
+        mesh: Any = None,
+        exchange: str = "",
+    ) -> tuple[jax.Array, ...]:
+        """The result, and gradients of all but `experts`, where weights and choices are given.
+
+        Args:
+          weights, experts: (T, k), of `moe.Routing`.
+          mesh, exchange: as of `spread`; None: on one device. Kernels are among those of `step`.
+        """
+
+        def layer(x: Any, weights: Any, gate_up: Any, down: Any, experts: Any) -> jax.Array:
+            sizes, order, positions = sort_by_group(experts, self.experts)
+            unused = moe.Statistics(*(jnp.zeros(()),) * 3)
+            routing = moe.Routing(weights, experts, sizes, order, positions, unused)
+
+            def run(rows: Any, sizes: Any, weights: Any) -> jax.Array:
+                return moe.grouped_mlp(rows, gate_up, down, sizes, row_weights=weights)
+
+            if mesh is None:
+                rows = moe.dispatch_rows(x, routing)
+                rows = run(rows, routing.group_sizes, moe.row_weights(routing))
+                return moe.combine_rows(rows, routing)
+            return EXCHANGES_OF_ROWS[exchange](x, routing, run, AXIS, down.shape[0])
+
+        if mesh is not None:
+            layer = jax.shard_map(layer, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+        return step_of(lambda *args: layer(*args, experts), x, weights, gate_up, down, cotangent)
 
     def arguments(self, seed: int = 0, dtype: Any = jnp.bfloat16) -> list[np.ndarray]:
         """Returns x, router, gate_up, down and a cotangent; results are of the order of 1.

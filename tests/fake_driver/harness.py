@@ -27,12 +27,15 @@ PARAM_BYTES = {TensorMap: 128, Int32: 4, Pointer: 8}
 
 
 class Launcher:
-    """A private copy of the library, registered with XLA's CPU runtime under its own target."""
+    """A private copy of the library, registered with XLA's CPU runtime under its own target.
+
+    Or under the target of programs for CUDA, so that these run on the CPU.
+    """
 
     serial = itertools.count()
 
-    def __init__(self, folder: Path, libcuda: Path):
-        self.target = f"jax_hopper_gemm_test_{next(self.serial)}"
+    def __init__(self, folder: Path, libcuda: Path, target: str | None = None):
+        self.target = target or f"jax_hopper_gemm_test_{next(self.serial)}"
         self.libcuda = libcuda
         self.library = self._private(native.library_path(), folder)
         self.shim = self._private(folder / "stream_shim.so", folder)
@@ -63,7 +66,8 @@ class Launcher:
         )
 
     def _private(self, path: Path, folder: Path) -> ctypes.CDLL:
-        return ctypes.CDLL(str(shutil.copy(path, folder / f"{self.target}_{path.name}")))
+        copy = folder / f"{self.target}_{os.getpid()}_{path.name}"  # no other process writes it
+        return ctypes.CDLL(str(shutil.copy(path, copy)))
 
     def _answer(self, digest, spec, kernel_out, error_out, capacity) -> int:
         self.resolved.append((digest.decode(), spec.decode()))

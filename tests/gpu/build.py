@@ -19,6 +19,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import jax
 import nnx_step
 
 from jax_hopper_gemm import cubin
@@ -36,6 +37,8 @@ from jax_hopper_gemm.testing.policies import (
     grouped_covering_specs,
 )
 from jax_hopper_gemm.testing.programs import PROGRAMS
+from jax_hopper_gemm.testing.tensor_parallel import overlap_specs
+from jax_hopper_gemm.testing.transformations import transformation_specs
 
 
 def main() -> int:
@@ -49,8 +52,13 @@ def main() -> int:
         action="store_true",
         help="only those of mixtures of experts, on one GPU and several",
     )
+    parser.add_argument(
+        "--overlap", action="store_true", help="only those of collective products, on several GPUs"
+    )
     arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 2)  # over which XLA partitions programs
     specs = moe_specs() if arguments.moe else all_specs()
+    specs = overlap_specs() if arguments.overlap else specs
     report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
     print(report)
     return 1 if report.failures else 0
@@ -74,6 +82,8 @@ def all_specs() -> list[GemmSpec]:
                 *(spec for program in MESH_PROGRAMS.values() for spec in program.specs()),
                 *training_step.specs(),
                 *nnx_step.specs(),
+                *transformation_specs(),
+                *overlap_specs(),
             )
         )
     )

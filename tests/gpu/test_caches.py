@@ -98,7 +98,9 @@ def test_a_serialised_executable_runs_in_a_fresh_process(tmp_path):
         from jax.experimental import serialize_executable
 
         with open(folder + "/executable", "rb") as file:
-            program = serialize_executable.deserialize_and_load(*pickle.load(file))
+            program = serialize_executable.deserialize_and_load(
+                *pickle.load(file), execution_devices=jax.devices()[:1]
+            )
         found = jax.tree.leaves(program(normal(0, (264, 512)), normal(1, (512, 328))))
         saved = np.load(folder + "/results.npz")
         assert len(found) == 3

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.testing import reference, tolerance
-from jax_hopper_gemm.testing.mesh_programs import AXIS, DEVICES, EXTENTS, PRODUCTS
+from jax_hopper_gemm.testing.mesh_programs import AXIS, DEVICES, EXTENTS, LAYERS, PRODUCTS
 
 sys.path.append(str(Path(__file__).parents[1]))
 from collectives import collectives  # noqa: E402
@@ -71,8 +71,73 @@ def test_products_and_gradients_run_on_shares(name, mesh, checked):
         found, (a, ct, swap(a)), (b, swap(b), ct), "knm", strict=True
     ):
         assert_sum(result, lhs, rhs, EXTENTS[summed], summed in program.sharded)
+    note(program, text, checked)
+
+
+def note(program: Any, text: str, checked: Any) -> None:
     for spec in program.specs():
+        assert f"{spec.name} M=" in text
         checked(spec)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_run_on_shares_with_their_functions(name, mesh, checked):
+    program = LAYERS[name]
+    given = placed(program, mesh)
+    step = compiled(program, program.ours, given)
+    text = step.as_text()
+    assert text.count(TARGET) == program.launches
+    assert not re.search(OTHERS, text)
+    arguments = program.arguments()
+    wide = [x.astype(np.float32) for x in arguments]
+    with jax.default_device(jax.devices("cpu")[0]), jax.default_matmul_precision("highest"):
+        exact = jax.jit(lambda *args: program.step(program.plain, *args))(*wide)
+        exact = [np.asarray(x) for x in exact]
+    ours = largest_errors(step(*given), exact)
+    theirs = largest_errors(compiled(program, program.plain, given)(*given), exact)
+    for got, xla, value in zip(ours, theirs, exact, strict=True):
+        unit = float(np.max(np.abs(value))) * 2.0**-8  # half a unit of the last place of bfloat16
+        assert got <= 1.5 * max(xla, unit), f"error {got}, XLA's {xla}"
+    note(program, text, checked)
+
+
+def largest_errors(results: Any, exact: list[np.ndarray]) -> list[float]:
+    pairs = zip(results, exact, strict=True)
+    return [float(np.max(np.abs(np.float64(np.asarray(x)) - np.float64(y)))) for x, y in pairs]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_collectives_of_layers_are_those_of_jnp(name, mesh):
+    program = LAYERS[name]
+    given = placed(program, mesh)
+    ours, theirs = (compiled(program, f, given) for f in (program.ours, program.plain))
+    assert moved(ours) == moved(theirs)
+
+
+@pytest.mark.parametrize("letter", "mn")
+def test_a_layer_without_a_sum_has_the_bits_of_one_gpu(letter, mesh):
+    program = LAYERS[f"bias and gelu, {letter} sharded"]
+    _, *given = placed(program, mesh)
+    _, *here = map(jnp.asarray, program.arguments())
+    spread, alone = (jax.jit(program.ours)(*args) for args in (given, here))
+    np.testing.assert_array_equal(np.asarray(spread).view("u2"), np.asarray(alone).view("u2"))
+
+
+@pytest.mark.parametrize("name", ["bias and gelu, k sharded", "MLP, hidden sharded"])
+def test_layers_inside_shard_map_over_another_axis(name, mesh):
+    """Of a mesh of one row of GPUs: `jax.shard_map` takes the row, XLA partitions along it."""
+    program = LAYERS[name]
+    both = Mesh(mesh.devices.reshape(1, DEVICES), ("row", AXIS), axis_types=(AxisType.Auto,) * 2)
+    whole = P()
+    mapped = jax.shard_map(
+        program.ours, mesh=both, axis_names={"row"}, out_specs=whole,
+        in_specs=(whole,) * (len(program.letters) - 1),
+    )  # fmt: skip
+    _, *given = placed(program, both)
+    step = jax.jit(lambda *args: mapped(*args)).lower(*given).compile()
+    expected = jax.jit(program.ours)(*placed(program, mesh)[1:])
+    assert TARGET in (step.as_text() or "") and not re.search(OTHERS, step.as_text() or "")
+    np.testing.assert_array_equal(np.asarray(step(*given)), np.asarray(expected))
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
-from processes import assert_graphs_change_nothing
+import pytest
+from processes import assert_graphs_change_nothing, run_python
 
 from jax_hopper_gemm.testing import training_step
 
@@ -86,3 +87,32 @@ def test_threads_train_on_all_gpus_at_once():
             for result in results:
                 assert np.array_equal(result, expected)
     assert not np.array_equal(alone[0], alone[1])
+
+
+EXPORTED = """
+from jax_hopper_gemm.testing import training_step
+
+arguments = training_step.parameters(), *training_step.batch()
+"""
+
+WRITE = """
+step = jax.jit(training_step.step)
+program = jax.export.export(
+    step, platforms=["cuda"], disabled_checks=jhg.export_disabled_checks()
+)(*arguments)
+open(folder + "/program", "wb").write(program.serialize())
+np.save(folder + "/outputs", training_step.bits(step(*arguments)))
+"""
+
+READ = """
+program = jax.export.deserialize(bytearray(open(folder + "/program", "rb").read()))
+found = training_step.bits(jax.jit(program.call)(*arguments))
+assert np.array_equal(found, np.load(folder + "/outputs.npy")) and np.any(found)
+print([m for m in sys.modules if m == "cutlass"])
+"""
+
+
+def test_an_exported_step_has_the_same_bits_in_a_fresh_process(tmp_path):
+    pytest.importorskip("flatbuffers")  # jax serialises with it, and does not ask for it
+    run_python(EXPORTED + WRITE, tmp_path)
+    assert run_python(EXPORTED + READ, tmp_path) == "[]"

@@ -7,6 +7,7 @@ from processes import run_command, run_python
 FORK = """
 import os
 import signal
+import traceback
 
 def work(seed):
     a, b = normal(seed, (264, 512)), normal(seed + 9, (512, 328))
@@ -20,8 +21,9 @@ def in_child(function):
         signal.alarm(60)
         try:
             os.write(writer, function().encode())
-        finally:
-            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as file:
         said = file.read()

@@ -1,8 +1,10 @@
 """Every error that a user's arguments can cause: what came, what was expected, the way out."""
 
+from .arguments import IMPLEMENTATIONS as IMPLEMENTATIONS
 from .arguments import SCALARS as SCALARS
 from .arguments import as_arrays as as_arrays
 from .arguments import check_accelerated as check_accelerated
+from .arguments import check_max_sms as check_max_sms
 from .arguments import check_unchanged as check_unchanged
 from .arguments import strong_dtype as strong_dtype
 from .dense import check_dot_general as check_dot_general

@@ -88,6 +88,22 @@ def check_unchanged(op: str, argument: Any, known: list[Any]) -> None:
         )
 
 
+def check_max_sms(limit: Any) -> None:
+    """Raises for a limit of SMs that is none.
+
+    Raises:
+      TypeError, ValueError: what does not fit.
+    """
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not hasattr(limit, "__index__"):
+        raise TypeError(
+            f"max_sms: limit is a {type(limit).__name__}, expected an integer, or None for no limit"
+        )
+    if limit < 1:
+        raise ValueError(f"max_sms: limit is {limit}, expected at least 1, or None for no limit")
+
+
 def name_problems(activation: Any) -> list[str]:
     if not isinstance(activation, str) or activation in ACTIVATIONS:
         return []

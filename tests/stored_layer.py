@@ -1,13 +1,14 @@
-"""The exported programs in `data/`: how they were written, and how they are read.
+"""The exported program `data/layer_v1.jax_export`: what it is of, and how it was written.
 
-    python tests/stored_programs.py
+    python tests/stored_layer.py FILE
 
-writes them anew. NOTE: they stand for programs that users have exported. A program that was once
-stored must be read by every later version, so write another file rather than this one again.
+writes another. NOTE: the stored one stands for programs that users have; every later version must
+read it. So keep it as it is, and add others beside it.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import jax
@@ -17,8 +18,8 @@ from jax import export
 
 import jax_hopper_gemm as jhg
 
-FOLDER = Path(__file__).with_name("data")
-LAYER = FOLDER / "layer_v1.jax_export"  # for CUDA, with its gradients; jax 0.10.2, plans version 2
+# For CUDA, with its gradients; by jax 0.10.2, plans of version 2.
+LAYER = Path(__file__).with_name("data") / "layer_v1.jax_export"
 TOKENS, WIDTH, HIDDEN, EXPERTS = 256, 128, 256, 4
 
 
@@ -27,19 +28,18 @@ def layer(x, up, bias, experts, sizes):
     return jhg.ragged_dot(hidden, experts, sizes, implementation="hopper")
 
 
-def arguments() -> list[jax.Array]:
+def layer_arguments() -> list[jax.Array]:
     rng = np.random.default_rng(0)
     shapes = (TOKENS, WIDTH), (WIDTH, HIDDEN), (HIDDEN,), (EXPERTS, HIDDEN, WIDTH)
     floats = [jnp.asarray(rng.integers(-2, 3, shape), jnp.bfloat16) for shape in shapes]
     return [*floats, jnp.array([100, 0, 56, 90], jnp.int32)]
 
 
-def write() -> None:
+def write(path: Path) -> None:
     checks = jhg.export_disabled_checks()
     exported = export.export(jax.jit(layer), platforms=("cuda",), disabled_checks=checks)
-    FOLDER.mkdir(exist_ok=True)
-    LAYER.write_bytes(exported(*arguments()).serialize(vjp_order=1))
+    path.write_bytes(exported(*layer_arguments()).serialize(vjp_order=1))
 
 
 if __name__ == "__main__":
-    write()
+    write(Path(sys.argv[1]))

@@ -1,0 +1,6 @@
+"""Products over the devices of a mesh axis, overlapped with the transfers that they need."""
+
+from __future__ import annotations
+
+from .products import all_gather_matmul as all_gather_matmul
+from .products import matmul_reduce_scatter as matmul_reduce_scatter

@@ -1,0 +1,140 @@
+"""Products that overlap with the transfers that they need: for tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from ..ops.activations import Activation, activation_function
+from ..ops.checks import as_arrays
+from ..ops.dense import Implementation
+from ..ops.limit import current_max_sms
+from ..primitive import alike_in_shard_map
+from . import checks
+from .rings import gathered_dot, scattered_dot
+
+
+def all_gather_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: Any,
+    *,
+    bias: ArrayLike | None = None,
+    activation: str | Activation | None = None,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Multiplies the rows of all devices along a mesh axis by this device's matrix.
+
+    It is `matmul(jax.lax.all_gather(x, axis_name, axis=-2, tiled=True), w)`, for use inside
+    `jax.shard_map`, but each device multiplies the rows that it has while those of the next one
+    arrive. The first product of a tensor-parallel layer, whose matrix is split by columns:
+
+        hidden = jhg.all_gather_matmul(x, up, "tp", activation="gelu")
+        y = jhg.matmul_reduce_scatter(hidden, down, "tp")
+
+    Its gradient by `x` is a `matmul_reduce_scatter`; that by `w` contracts the gathered rows, which
+    the forward pass then keeps (`jax.checkpoint` gathers them again). Derivatives of any order,
+    forward and reverse, overlap as well.
+
+    Args:
+      x: (..., m, K), this device's rows.
+      w: (K, N), this device's columns.
+      axis_name: the mesh axis, or a tuple of several.
+      bias: (N,), added to each row.
+      activation: elementwise, a function or a name as in `matmul`. Bias and activation are
+        computed in float32 from the product, in the pass over it that puts the rows in order.
+      precision, implementation: as in `matmul`.
+      preferred_element_type: dtype of the result; if None the promoted dtype of `x` and `w`.
+
+    Returns:
+      (..., n * m, N) on n devices: the rows in the devices' order.
+
+    Raises:
+      ValueError: K differs, another argument does not fit, or `axis_name` is not an axis of the
+        mapped program.
+      TypeError: an operand is not an array.
+      NotImplementedError: `implementation="hopper"` and no kernel can run the products.
+    """
+    named = {} if bias is None else {"bias": bias}
+    x, w, *rest = map(jnp.asarray, as_arrays("all_gather_matmul", x=x, w=w, **named))
+    checks.check_all_gather_matmul(
+        x, w, axis_name, rest[0] if rest else None, activation, implementation
+    )
+    y = gathered_dot(
+        *_varying(x, w, axis_name),
+        **_params(axis_name, precision, preferred_element_type, implementation),
+    )
+    function = activation_function(activation)
+    if not rest and function is None:
+        return y
+    wide = y.astype(jnp.promote_types(y.dtype, jnp.float32))
+    if rest:
+        wide = wide + rest[0].astype(wide.dtype)
+    return (wide if function is None else function(wide)).astype(y.dtype)
+
+
+def matmul_reduce_scatter(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: Any,
+    *,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Adds up the products of all devices along a mesh axis, and keeps this device's rows.
+
+    It is `jax.lax.psum_scatter(matmul(x, w), axis_name, scatter_dimension=-2, tiled=True)`, for use
+    inside `jax.shard_map`, but sums move between devices while products run. A product is added
+    to the sum that has arrived in the kernel that computes it. The second product of a
+    tensor-parallel layer, whose matrix is split by rows; see `all_gather_matmul`, which is what its
+    gradient by `x` is.
+
+    Args:
+      x: (..., M, K), this device's part of K; M is a multiple of the number of devices.
+      w: (K, N), likewise.
+      axis_name: the mesh axis, or a tuple of several.
+      precision, implementation: as in `matmul`.
+      preferred_element_type: dtype of the result, and of the sums on their way; if None the
+        promoted dtype of `x` and `w`.
+
+    Returns:
+      (..., M / n, N) on n devices: device i has the i-th part of the rows.
+
+    Raises:
+      ValueError: K differs, M cannot be divided, or `axis_name` is not an axis of the mapped
+        program.
+      TypeError: an operand is not an array.
+      NotImplementedError: `implementation="hopper"` and no kernel can run the products.
+    """
+    x, w = map(jnp.asarray, as_arrays("matmul_reduce_scatter", x=x, w=w))
+    checks.check_matmul_reduce_scatter(x, w, axis_name, implementation)
+    return scattered_dot(
+        *_varying(x, w, axis_name),
+        **_params(axis_name, precision, preferred_element_type, implementation),
+    )
+
+
+def _params(
+    axis_name: Any, precision: Any, preferred: Any, implementation: Implementation
+) -> dict[str, Any]:
+    return {
+        "axis_name": tuple(axis_name) if isinstance(axis_name, list) else axis_name,
+        "precision": tuple(precision) if isinstance(precision, list) else precision,
+        "preferred_element_type": None if preferred is None else jnp.dtype(preferred),
+        "implementation": implementation,
+        "max_sms": current_max_sms(),
+    }
+
+
+def _varying(x: jax.Array, w: jax.Array, axis_name: Any) -> list[jax.Array]:
+    """Returns the operands, varying over the same mesh axes, `axis_name` among them."""
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    missing = tuple(set(names) - jax.typeof(x).manual_axis_type.varying)
+    return alike_in_shard_map(lax.pcast(x, missing, to="varying") if missing else x, w)

@@ -1,0 +1,30 @@
+"""The programs for two GPUs, and the kernels that are built for them."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jax_hopper_gemm.testing.mesh_programs import MESH_PROGRAMS, PRODUCTS
+
+pytestmark = pytest.mark.usefixtures("launcher")
+
+
+@pytest.mark.parametrize("name", MESH_PROGRAMS)
+def test_every_product_of_a_share_is_a_kernel(name):
+    program = MESH_PROGRAMS[name]
+    specs = program.specs()
+    assert len(specs) == program.launches
+    cut = name in ("bias and gelu, k sharded", *PRODUCTS)
+    assert any(spec.epilogue for spec in specs) != cut
+
+
+def test_ours_are_the_plain_functions():
+    program = MESH_PROGRAMS["MLP, hidden sharded"]
+    arguments = program.arguments()
+    with pytest.raises(NotImplementedError, match="kernels run on CUDA"):
+        jax.jit(program.ours)(*arguments[1:])
+    result, *gradients = jax.jit(lambda *args: program.step(program.plain, *args))(*arguments)
+    assert [x.shape for x in gradients] == [x.shape for x in arguments[1:]]
+    assert 0.5 < float(np.std(np.float32(result))) < 2
