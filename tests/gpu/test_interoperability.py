@@ -27,7 +27,7 @@ def trained(step):
 
 def test_an_accelerated_model_learns_on_our_kernels_as_on_xla(checked):
     ours = nnx.jit(nn.accelerate(nnx_step.train_step, implementation="hopper"))
-    text = ours.lower(nnx_step.Model(), nnx_step.batch()).compile().as_text()
+    text = ours.lower(nnx_step.Model(), nnx_step.batch()).compile().as_text() or ""
     assert text.count(TARGET) == nnx_step.LAUNCHES
     (state, losses), (expected, their_losses) = map(trained, (ours, nnx.jit(nnx_step.train_step)))
     assert losses[-1] < 0.99 * losses[0]
