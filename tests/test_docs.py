@@ -93,6 +93,22 @@ def test_examples_of_mixtures_of_experts_run():
     assert names["layer"].gate_up.shape == (8, 64, 2, 128)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Flax, by Qwix
+def test_examples_of_interoperability_run(capsys: pytest.CaptureFixture[str]):
+    for name in ("equinox", "haiku", "qwix"):
+        pytest.importorskip(name, reason="needs the extra `test`")
+    names = run_examples(ROOT / "docs" / "interoperability.md")
+    assert names["losses"][-1] < 0.5 * names["losses"][0]
+    np.testing.assert_array_equal(
+        names["h"], names["same"].apply(names["variables"], names["x"]), strict=True
+    )
+    assert any(np.any(x) for x in names["gradients"].layers[0].weight)
+    assert names["z"].shape == (1, 32, 32) and names["y8"].shape == names["y"].shape
+    printed = capsys.readouterr().out
+    assert "5 products: 5 taken" in printed and "no kernel multiplies int8" in printed
+    assert "2 products: 1 taken" in printed
+
+
 def test_examples_of_deployment_run():
     names = run_examples(ROOT / "docs" / "deployment.md")
     ones = [jnp.ones(shape, jnp.bfloat16) for shape in names["shapes"]]

@@ -258,6 +258,26 @@ def test_vmap_of_nested_programs_is_that_of_jax(name: str):
     assert left == 0
 
 
+@jax.custom_vjp
+def quantized(x: Any, w: Any) -> Any:
+    return jnp.matmul(x.astype("int8"), w.astype("int8"), preferred_element_type=x.dtype)
+
+
+quantized.defvjp(
+    lambda x, w: (quantized(x, w), (x, w)), lambda saved, ct: (ct @ saved[1].T, saved[0].T @ ct)
+)
+
+
+def test_derivatives_are_taken_of_products_that_stay():
+    def loss(x: Any, w: Any) -> Any:
+        return jnp.sum(quantized(x, w) ** 2)
+
+    gradients = jax.grad(loss, (0, 1))
+    for ours in (jax.grad(jhg.accelerate(loss), (0, 1)), jhg.accelerate(gradients)):
+        assert products(ours, X, W) == (2, 1)
+        same(jax.jit(ours)(X, W), jax.jit(gradients)(X, W))
+
+
 def test_second_derivatives_follow():
     def function(x: Any) -> Any:
         return jnp.sum(jnp.square(lax.scan(lambda c, _: (c @ W, None), x, None, 2)[0]))

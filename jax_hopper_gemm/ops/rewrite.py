@@ -14,8 +14,9 @@ from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend import linear_util as lu
-from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 
 from ..jaxprs import traced
 from ..routing import EXACT_ALGORITHMS
@@ -177,7 +178,8 @@ def _ragged(equation: Any, implementation: Implementation) -> list[Any]:
 def _entered(equation: Any, implementation: Implementation) -> Any:
     """Returns an equation with the products ours in the programs that it holds."""
     params = {key: _in_value(x, implementation) for key, x in equation.params.items()}
-    if all(params[key] is x for key, x in equation.params.items()):
+    same = all(params[key] is x for key, x in equation.params.items())
+    if same and not (_RULES.keys() & params.keys() and _multiplies(params)):
         return equation
     if params.get("policy") is not None:
         params["policy"] = checkpoint_policy(params["policy"])
@@ -186,6 +188,18 @@ def _entered(equation: Any, implementation: Implementation) -> Any:
         if name in params:
             params[name] = change(params[name], implementation)
     return equation.replace(params=params)
+
+
+def _multiplies(params: dict[str, Any]) -> bool:
+    """Returns whether the programs in the parameters of an equation have any product of JAX's.
+
+    It may be one that stays as it is and whose derivatives do not, as of quantized arrays.
+    """
+    return any(
+        e.primitive is lax.dot_general_p or e.primitive.name == RAGGED or _multiplies(e.params)
+        for jaxpr in jaxprs_in_params(params)
+        for e in jaxpr.eqns
+    )
 
 
 def _traced_rule(rule: Any, implementation: Implementation) -> Any:

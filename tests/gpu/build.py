@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 import jax
+import nnx_step
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
@@ -80,6 +81,7 @@ def all_specs() -> list[GemmSpec]:
                 *moe_specs(),
                 *mesh_specs(),
                 *training_step.specs(),
+                *nnx_step.specs(),
                 *transformation_specs(),
                 *overlap_specs(),
             )
