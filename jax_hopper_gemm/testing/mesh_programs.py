@@ -27,7 +27,9 @@ from .lowered import specs_of
 AXIS = "x"  # of the mesh
 DEVICES = 2
 EXTENTS = {"b": 4, "m": 512, "n": 768, "k": 1024, "h": 1536, "g": 8, "c": 2}
-SIZES = np.array([100, 0, 37, 150, 1, 90, 74, 40], np.int32)  # of "g" groups, not all of "m" rows
+SIZES: Any = np.array(
+    [100, 0, 37, 150, 1, 90, 74, 40], np.int32
+)  # of "g" groups, not all of "m" rows
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class MoeProgram:
           mesh, exchange: as of `spread`; None: on one device. Kernels are among those of `step`.
         """
 
-        def layer(x: Any, weights: Any, gate_up: Any, down: Any, experts: Any) -> jax.Array:
+        def local(x: Any, weights: Any, gate_up: Any, down: Any, experts: Any) -> jax.Array:
             sizes, order, positions = sort_by_group(experts, self.experts)
             unused = moe.Statistics(*(jnp.zeros(()),) * 3)
             routing = moe.Routing(weights, experts, sizes, order, positions, unused)
@@ -139,8 +139,9 @@ class MoeProgram:
                 return moe.combine_rows(rows, routing)
             return EXCHANGES_OF_ROWS[exchange](x, routing, run, AXIS, down.shape[0])
 
+        layer: Any = local
         if mesh is not None:
-            layer = jax.shard_map(layer, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+            layer = jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
         return step_of(lambda *args: layer(*args, experts), x, weights, gate_up, down, cotangent)
 
     def arguments(self, seed: int = 0, dtype: Any = jnp.bfloat16) -> list[np.ndarray]:
