@@ -6,12 +6,15 @@ docs/transformations.md has a table of these tests.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import jax_hopper_gemm as jhg
 from jax_hopper_gemm.testing import running, transformation_table
 from jax_hopper_gemm.testing.transformations import (
     FUNCTIONS,
@@ -54,6 +57,41 @@ def test_nans_that_belong_to_no_group_reach_nothing(function):
     assert all(jnp.isnan(x).any() for x in args[: len(known.floats)])
     with jax.debug_nans(True):
         assert_equal(jax.jit(program)(*args), "vjp", function)
+
+
+def test_integers_have_derivatives_of_float0():
+    lhs, rhs, sizes = FUNCTIONS["ragged_dot"].arguments()
+    rows, offset = jnp.arange(16)[::-1], jnp.int32(0)
+
+    def loss(lhs, rhs, sizes, rows, offset):
+        gathered = jhg.ragged_dot(lhs, rhs, sizes, row_indices=rows)
+        return (gathered + jhg.ragged_dot(lhs, rhs, sizes, group_offset=offset)).sum()
+
+    gradients = jax.grad(loss, tuple(range(5)), allow_int=True)(lhs, rhs, sizes, rows, offset)
+    dtypes = [x.dtype for x in gradients]
+    assert dtypes == [lhs.dtype, rhs.dtype, *[jax.dtypes.float0] * 3]
+
+
+@pytest.mark.parametrize("activation", [None, "tanh"])
+def test_products_can_be_offloaded_instead_of_recomputed(activation):
+    def gradient(matmul, policy=jax.checkpoint_policies.nothing_saveable):
+        block = jax.checkpoint(lambda *x: jnp.sin(matmul(*x)).sum(), policy=policy)
+        return jax.grad(block, (0, 1))
+
+    def plain(a, b):
+        return jnp.tanh(a @ b) if activation else a @ b
+
+    offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    matmul = partial(jhg.matmul, activation=activation, preactivation="save")
+    ours = gradient(matmul, jhg.checkpoint_policy(offload))
+    a, b = FUNCTIONS["matmul"].arguments("float32")
+    for one, other in zip(jax.jit(ours)(a, b), jax.jit(gradient(plain))(a, b), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    program = str(jax.make_jaxpr(ours)(a, b))
+    assert program.count("hopper_fused[" if activation else "hopper_dot[") == (
+        1 if activation else 3
+    )
+    assert "Host" in program or "pinned_host" in program
 
 
 def test_the_documented_table_is_that_of_these_tests():
