@@ -108,21 +108,14 @@ TRANSFORMATIONS: dict[str, Transformation] = {
 }
 
 _BATCH = "the axes of its batch do not merge into one, which is all that a kernel reads"
-_PARTITIONED = "XLA partitions ragged products itself; under `shard_map` kernels run"
 LEFT_TO_XLA: dict[tuple[str, str], str] = {
-    **{
-        (name, function): _BATCH
-        for name, functions in {
-            "jacfwd": ["einsum"], "jacrev": ["einsum"], "hessian": ["einsum"],
-            "jacrev of jacfwd": ["dot_general", "einsum"], "vmap of grad": ["einsum"],
-            "grad of vmap": ["dot_general"],
-        }.items()
-        for function in functions
-    },
-    **{
-        ("jit with shardings", function): _PARTITIONED
-        for function in ("ragged_dot", "ragged_dot, epilogue", "ragged_dot_general")
-    },
+    (name, function): _BATCH
+    for name, functions in {
+        "jacfwd": ["einsum"], "jacrev": ["einsum"], "hessian": ["einsum"],
+        "jacrev of jacfwd": ["dot_general", "einsum"], "vmap of grad": ["einsum"],
+        "grad of vmap": ["dot_general"],
+    }.items()
+    for function in functions
 }  # fmt: skip
 """Why XLA runs some product of a transformation's program for CUDA."""
 
