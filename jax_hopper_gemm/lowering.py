@@ -26,7 +26,7 @@ from .contraction import split
 from .dot_general import to_subscripts
 from .epilogue import Result
 from .plan import result_shapes
-from .program_devices import devices_of, has_transfers
+from .program_devices import devices_of
 from .reductions import finish_partials
 from .routing import Product, Route, current_device, route
 from .spans import Spans, is_contraction, weights_in_order
@@ -140,7 +140,6 @@ class Call:
 
     def route(self, ctx: mlir.LoweringRuleContext, *, kernel_only: bool) -> Route:
         device = current_device(_assigned_devices(ctx))
-        device = replace(device, beside_transfers=has_transfers(ctx))
         return route(self.product, device, kernel_only=kernel_only)
 
     def untransposed(self) -> Call:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -41,30 +38,3 @@ def axis_left(ctx: mlir.LoweringRuleContext) -> tuple[int, int, int] | None:
 
 def platforms_of(ctx: mlir.LoweringRuleContext) -> tuple[str, ...]:
     return tuple(ctx.platforms or ctx.module_context.platforms)
-
-
-class _Share(threading.local):
-    """Whether this thread lowers what one of several devices runs."""
-
-    lowered = False
-
-
-_share = _Share()
-
-
-@contextmanager
-def lowering_share() -> Iterator[None]:
-    """What this thread lowers within is one device's share of a program for several."""
-    before, _share.lowered = _share.lowered, True
-    try:
-        yield
-    finally:
-        _share.lowered = before
-
-
-def has_transfers(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether the program runs on several devices, and so may transfer between them."""
-    context: Any = ctx.module_context.axis_context
-    mesh = getattr(context, "mesh", None)
-    devices = getattr(context, "num_devices", 1) if mesh is None else mesh.size
-    return _share.lowered or devices > 1

@@ -25,7 +25,7 @@ from typing import Literal
 
 from ..epilogue import ROW_REDUCTIONS, EpilogueGraph
 from ..problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
-from ..spec import GemmSpec, Traversal, violations
+from ..spec import GemmSpec, Traversal
 from .candidates import (
     TRAVERSALS,
     Config,
@@ -59,7 +59,6 @@ from .table import Entry, Key, Table, TableError, packaged_table, read_table
 
 TABLE_VARIABLE = "JAX_HOPPER_GEMM_TABLE"
 MODEL_ERROR = 0.01  # of the cost model, where it compares a measured kernel with others
-LARGE_TILE = 128 * 192  # elements of D
 ROUGH = TRAVERSALS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
 
 Source = Literal["table", "model", "user table"]
@@ -89,27 +88,7 @@ def choose(problem: GemmProblem, device: Device, *, kernel_only: bool = False) -
     Raises:
       TableError: the table that JAX_HOPPER_GEMM_TABLE names cannot be used.
     """
-    alone = replace(device, beside_transfers=False)
-    decision = _choose(problem, alone, kernel_only, _tables.current())
-    if not device.beside_transfers or decision.spec is None:
-        return decision
-    if (spec := claiming_spec(decision.spec)) is None:
-        return decision
-    reason = f"{decision.reason}; it claims tiles while it runs, since transfers may hold SMs"
-    return replace(decision, spec=spec, reason=reason)
-
-
-def claiming_spec(spec: GemmSpec) -> GemmSpec | None:
-    """Returns the kernel that claims its tiles while it runs, in place of one with fixed shares.
-
-    Where a transfer holds an SM, a thread block that waits for it keeps its share of the tiles
-    waiting, and so the whole kernel. It matters to those of large tiles, which run long: None for
-    others, for those that claim tiles anyway, and where it would take too many registers.
-    """
-    if spec.grouped or spec.tile_scheduler != "static" or spec.tile_m * spec.tile_n < LARGE_TILE:
-        return None
-    found = replace(spec, tile_scheduler="dynamic")
-    return None if violations(found) else found
+    return _choose(problem, device, kernel_only, _tables.current())
 
 
 def load_table(path: str | os.PathLike[str]) -> Table:
@@ -155,14 +134,7 @@ def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None)
             gathering = (replace(types, gathered=g) for g in GATHERABLE.get(types.grouped, ()))
             refilled = (refilled_spec(measured, types) for types in gathering)
             specs |= dict.fromkeys((measured, *(spec for spec in refilled if spec)))
-    return _on(device, specs)
-
-
-def _on(device: Device, specs: Iterable[GemmSpec]) -> list[GemmSpec]:
-    """Returns the kernels that `choose` returns on `device` where these are for a GPU alone."""
-    if not device.beside_transfers:
-        return list(specs)
-    return list(dict.fromkeys(claiming_spec(spec) or spec for spec in specs))
+    return list(specs)
 
 
 def _operand_types(
@@ -180,7 +152,6 @@ def _operand_types(
 
 
 def _measured_specs(device: Device) -> list[GemmSpec]:
-    device = replace(device, beside_transfers=False)
     tables = (*_tables.current(), packaged_table(device))
     return [e.spec for t in tables if t.device == device for e in t.entries.values()]
 
@@ -207,7 +178,7 @@ def epilogue_specs(
             alike = (s for s in measured if OperandTypes.of_spec(s) == types.plain)
             refilled = (refilled_spec(spec, types) for spec in alike)
             specs |= dict.fromkeys(spec for spec in refilled if spec)
-    return _on(device, specs)
+    return list(specs)
 
 
 def refilled_spec(plain: GemmSpec, types: OperandTypes) -> GemmSpec | None:

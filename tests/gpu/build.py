@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -74,7 +73,6 @@ def all_specs() -> list[GemmSpec]:
                 *chosen_epilogue_specs(),
                 *grouped_covering_specs(),
                 *table_specs(H200),
-                *table_specs(replace(H200, beside_transfers=True)),
                 *operation_specs().values(),
                 *(spec for program in PROGRAMS.values() for spec in program.specs()),
                 *random_products.specs(),
