@@ -38,6 +38,7 @@ from .group_rows import live_rows, live_rows_p, rows_of_groups, rows_of_groups_p
 from .jaxprs import (
     ClosedJaxpr,
     abstract,
+    alike_in_shard_map,
     is_inexact,
     jvp_by,
     mapped,
@@ -47,7 +48,7 @@ from .jaxprs import (
     transpose_by,
 )
 from .lowering import Call, register_lowering
-from .primitive import alike_in_shard_map, as_cotangent, cotangent_of
+from .primitive import as_cotangent, cotangent_of
 from .routing import Product
 from .span_sizes import sizes_of_each
 from .spans import ROWS, ROWS_TRANSPOSED, Spans, is_contraction

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
+from jax import lax
 from jax import numpy as jnp
 from jax.extend import core
 from jax.extend.core import Literal, jaxpr_as_fun
@@ -19,6 +20,16 @@ else:
     ClosedJaxpr = core.ClosedJaxpr
 
 INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr"}
+
+
+def alike_in_shard_map(*arrays: Any) -> list[jax.Array]:
+    """Returns the arrays, each varying over every mesh axis that one of them varies over."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    missing = [frozenset().union(*varying) - own for own in varying]
+    return [
+        lax.pcast(x, tuple(axes), to="varying") if axes else x
+        for x, axes in zip(arrays, missing, strict=True)
+    ]
 
 
 def traced(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:

@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 
 from . import config, native, partition
 from .contraction import split
-from .dot_general import to_subscripts
+from .dot_general import to_subscripts, with_partitions
 from .epilogue import Result
 from .plan import result_shapes
 from .program_devices import devices_of
@@ -252,7 +252,9 @@ class Call:
                 operation.attributes[GATHERED] = mlir.ir_attribute(product.gathered)
             return self.marked(results)
         finish = mlir.lower_fun(partial(self._finished, found), multiple_results=True)
-        context = ctx.replace(avals_in=[*outputs, *self.avals])
+        assert product.function
+        varying = [_varying_like(product.function.in_avals[0], x) for x in outputs]
+        context = ctx.replace(avals_in=[*varying, *self.avals])
         return list(finish(context, *results, *self.operands))
 
     def marked(self, results: Any) -> Any:
@@ -304,6 +306,14 @@ class Call:
         _, _, out = split(self.product.subscripts)
         order = [letters.index(letter) for letter in out if letter in letters]
         return lax.transpose(array, (*order, *range(len(letters), array.ndim)))
+
+
+def _varying_like(aval: Any, array: ShapedArray) -> ShapedArray:
+    """Returns an abstract value like `array` that varies over the mesh axes that `aval` does."""
+    if aval.sharding.mesh.empty:
+        return array
+    whole = with_partitions(aval.sharding, (None,) * array.ndim)
+    return aval.update(shape=array.shape, dtype=array.dtype, weak_type=False, sharding=whole)
 
 
 def product_at(value: Any) -> Call | None:

@@ -18,8 +18,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from .group_rows import mapped_first
+from .jaxprs import alike_in_shard_map
 from .lowering import mark_rows, register_lowering
-from .primitive import alike_in_shard_map
 from .rows import in_order, picked, wide_dtype
 
 pick_rows_p, add_rows_p = Primitive("pick_rows"), Primitive("add_rows")

@@ -70,16 +70,6 @@ def hopper_dot(
     )
 
 
-def alike_in_shard_map(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays, each varying over every mesh axis that one of them varies over."""
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    missing = [frozenset().union(*varying) - own for own in varying]
-    return [
-        lax.pcast(x, tuple(axes), to="varying") if axes else x
-        for x, axes in zip(arrays, missing, strict=True)
-    ]
-
-
 @hopper_dot_p.def_impl
 def _eager(*operands: Any, **params: Any) -> Any:
     return xla.apply_primitive(hopper_dot_p, *operands, **params)

@@ -23,9 +23,9 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from . import partition
 from .contraction import split
-from .jaxprs import traced
+from .jaxprs import alike_in_shard_map, traced
 from .lowering import Call, register_lowering
-from .primitive import alike_in_shard_map, as_cotangent
+from .primitive import as_cotangent
 from .ragged_partition import NAME as RAGGED
 from .ragged_partition import emit_ragged, ragged_of_shards
 from .ragged_reference import alike, reference_ragged_dot

@@ -10,8 +10,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from .jaxprs import traced
-from .primitive import alike_in_shard_map
+from .jaxprs import alike_in_shard_map, traced
 from .span_sizes import clipped_sizes, group_of_rows
 from .spans import CONTRACTION, ROWS, ROWS_TRANSPOSED, Spans
 

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import integers
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import partition
 from jax_hopper_gemm.testing.collectives import run_counted
+from jax_hopper_gemm.testing.lowered import specs_of
 
 SIZES = jnp.array([3, 0, 4, 1])
 relu = jax.nn.relu
@@ -203,3 +204,39 @@ def test_parts_of_the_axis_left_are_not_partitioned_along():
         jhg.matmul, mesh=layout, axis_names={"x"}, in_specs=(P("x"), P()), out_specs=P("x")
     )
     np.testing.assert_array_equal(jax.jit(mapped)(a, b), jnp.matmul(a, b))
+
+
+# What is lowered for a GPU.
+
+FUNCTIONS: dict[str, Any] = {
+    "relu": relu,
+    "leaky_relu": jax.nn.leaky_relu,
+    "relu6": jax.nn.relu6,
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+    "where": lambda y: jnp.where(y > 0, y, 0.1 * y),
+    "clipped": lambda y: jnp.clip(y, -1, 3),
+}
+
+
+@pytest.mark.usefixtures("launcher")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_kernels_and_what_follows_them_are_those_of_one_device(name):
+    """Constants vary over no mesh axis, other values over all: JAX wants operands alike."""
+
+    def step(x: Any, w: Any, bias: Any, cotangent: Any) -> Any:
+        def product(x: Any, w: Any, bias: Any) -> jax.Array:
+            return jhg.matmul(x, w, bias=bias, activation=FUNCTIONS[name], implementation="hopper")
+
+        y, pull = jax.vjp(product, x, w, bias)
+        return y, *pull(cotangent)
+
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P("x"), P(), P(), P("x")), out_specs=(P("x"), P("x"), P(), P())
+    )
+    shapes = (256, 128), (128, 192), (192,), (256, 192)
+    gathered = [(512, *shape[1:]) if shape[0] == 256 else shape for shape in shapes]
+    whole = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in gathered]
+    alone = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    assert specs_of(mapped, *whole) == specs_of(step, *alone) != []

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from ..jaxprs import alike_in_shard_map
 from ..ops.activations import Activation, activation_function
 from ..ops.checks import as_arrays
 from ..ops.dense import Implementation
 from ..ops.limit import current_max_sms
-from ..primitive import alike_in_shard_map
 from . import checks
 from .rings import gathered_dot, scattered_dot
 

@@ -11,6 +11,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
+from ..jaxprs import alike_in_shard_map
+
 # Calls that mean no more than their jaxpr, and the parameter that holds it.
 _CALLS = {
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
@@ -45,6 +47,7 @@ class Constant:
 
 
 Atom = Variable | Constant
+VARYING = ("pvary",)  # operations that say over which mesh axes an array varies
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +70,11 @@ class Equation:
 
     def evaluate(self, *arrays: Any) -> Sequence[Any]:
         """Returns the outputs."""
+        if self.name in VARYING:
+            return arrays
         params = self.primitive.get_bind_params(self.params)
-        with self.context.manager:
-            results = self.primitive.bind(*arrays, **params)
+        with self.context.manager:  # constants vary over no axis, whatever JAX made of them before
+            results = self.primitive.bind(*alike_in_shard_map(*arrays), **params)
         return results if self.primitive.multiple_results else (results,)
 
 
@@ -172,7 +177,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "select_n": lambda which, *cases: cases[int(which)],
 }  # fmt: skip
 _RESHAPING = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
-_SAME = {"convert_element_type", "copy", "stop_gradient"}
+_SAME = {"convert_element_type", "copy", "stop_gradient", *VARYING}
 
 
 def _fold(eqn: Any, arguments: Sequence[Atom]) -> Constant | None:
