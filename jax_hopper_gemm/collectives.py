@@ -54,8 +54,9 @@ def _abstract_eval(x: Any, *, groups: Groups, dimension: int | None, by: str) ->
 def _lower(
     ctx: mlir.LoweringRuleContext, value: Any, *, groups: Groups, dimension: int | None, by: str
 ) -> list[Any]:
+    listed: Any = np.array(groups, np.int64)
     shared = {
-        "replica_groups": ir.DenseIntElementsAttr.get(np.array(groups, np.int64)),
+        "replica_groups": ir.DenseIntElementsAttr.get(listed),
         "channel_handle": stablehlo.ChannelHandle.get(ctx.module_context.new_channel(), 1),
         "use_global_device_ids": ir.BoolAttr.get(True),
     }

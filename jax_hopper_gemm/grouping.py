@@ -176,7 +176,13 @@ def tile_in(walk: GroupWalk, window: Window, index: Any, lanes: Any, rows: int |
     before = lanes.of(window.last, lane) - clusters_m * walk.clusters_n
     m, n = _tile_of_matrix(walk, index - before, clusters_m, lanes)
     span = window.span + lane
-    matrix = lanes.where(_has_group(walk, span), _matrix(walk, span), -1)
+    # The values do not depend on which comes first, but a kernel's bytes do, and by these it is
+    # known which kernels have passed on a GPU.
+    if rows is None:
+        matrix = lanes.where(_has_group(walk, span), _matrix(walk, span), -1)
+    else:
+        matrix = _matrix(walk, span)
+        matrix = lanes.where(_has_group(walk, span), matrix, -1)
     return GroupTile(matrix, start, end, m, n)
 
 

@@ -43,6 +43,7 @@ from .shares import Labels, choose_share, sharding_rule
 
 TARGET = "jax_hopper_gemm.v1.partition"
 VERSION = 1  # of a call's configuration, which exported programs hold
+CONFIG: Any = jax.config  # of which not every version of JAX has types
 PLATFORMS = [("cuda",)]  # what a program is lowered for, where products are partitioned here
 
 # Lowering: the custom call.
@@ -55,7 +56,7 @@ def applies(ctx: mlir.LoweringRuleContext) -> bool:
     there by numbers within the group of devices that has the others, in an order that it keeps to
     itself: along one axis there is one.
     """
-    shardy = jax.config.jax_use_shardy_partitioner
+    shardy = CONFIG.jax_use_shardy_partitioner
     possible = platforms_of(ctx) in PLATFORMS and _registered and shardy
     return possible and devices_of(ctx) > 1 and len(extents_left(ctx) or [0]) == 1
 
@@ -185,7 +186,7 @@ def _partition(
         tuple(mesh.axes_of(sharding)) if is_plain(sharding) else ((),) * len(shape)
         for sharding, (shape, _) in zip(shardings, arrays, strict=True)
     )
-    program, axes = _answer(mesh, arrays, given, config, jax.config.jax_enable_x64)
+    program, axes = _answer(mesh, arrays, given, config, CONFIG.jax_enable_x64)
     found = [mesh.sharding(each) for each in axes]
     wanted, results = found[: len(arg_shapes)], found[len(arg_shapes) :]
     if several:

@@ -131,8 +131,8 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
 }
 
 CUresult cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t* offset, size_t* size) {
-  const CUresult result = Answer(
-      "cuKernelGetParamInfo", {{"index", index}, {"has_context", current_context != nullptr}});
+  const CUresult result = Answer("cuKernelGetParamInfo",
+                                 {{"index", index}, {"has_context", current_context != nullptr}});
   if (result != CUDA_SUCCESS) return result;
   const std::vector<size_t>& sizes = State().kernels[Number(kernel)];
   if (index >= sizes.size()) return CUDA_ERROR_INVALID_VALUE;
