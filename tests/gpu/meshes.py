@@ -59,3 +59,25 @@ def assert_within_bound(
         unit = float(jnp.finfo(jnp.bfloat16).eps) / 2
         bound += (unit + unit**2) * (1 + tolerance.accumulation_error(terms)) * magnitude
     tolerance.assert_within(np.asarray(result), expected, bound)
+
+
+def assert_as_near_as_plain(program: Any, mesh: Mesh, results: Any) -> None:
+    """Checks results of a step beside those of the plain function, both against float32's."""
+    wide = [x.astype(np.float32) for x in program.arguments()]
+    with jax.default_device(jax.devices("cpu")[0]), jax.default_matmul_precision("highest"):
+        exact = jax.jit(lambda *args: program.step(program.plain, *args))(*wide)
+        exact = [np.asarray(x) for x in exact]
+    given = placed(program, mesh)
+    theirs = largest_errors(compiled(program, program.plain, given)(*given), exact)
+    for got, xla, value in zip(largest_errors(results, exact), theirs, exact, strict=True):
+        unit = float(np.max(np.abs(value))) * 2.0**-8  # half a unit of the last place of bfloat16
+        assert got <= 1.5 * max(xla, unit), f"error {got}, XLA's {xla}"
+
+
+def assert_same_bits_in_repeats(program: Any, mesh: Mesh) -> None:
+    given = placed(program, mesh)
+    step = compiled(program, program.ours, given)
+    first = [np.asarray(x).view("u2") for x in step(*given)]
+    for _ in range(5):
+        for one, other in zip(first, step(*given), strict=True):
+            assert np.array_equal(one, np.asarray(other).view("u2"))

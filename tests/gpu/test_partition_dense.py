@@ -14,10 +14,11 @@ from jax.sharding import PartitionSpec as P
 from meshes import (
     OTHERS,
     TARGET,
+    assert_as_near_as_plain,
+    assert_same_bits_in_repeats,
     assert_within_bound,
     collectives,
     compiled,
-    largest_errors,
     mesh,
     moved,
     note,
@@ -62,16 +63,7 @@ def test_layers_run_on_shares_with_their_functions(name, mesh, checked):
     text = step.as_text()
     assert text.count(TARGET) == program.launches
     assert not re.search(OTHERS, text)
-    arguments = program.arguments()
-    wide = [x.astype(np.float32) for x in arguments]
-    with jax.default_device(jax.devices("cpu")[0]), jax.default_matmul_precision("highest"):
-        exact = jax.jit(lambda *args: program.step(program.plain, *args))(*wide)
-        exact = [np.asarray(x) for x in exact]
-    ours = largest_errors(step(*given), exact)
-    theirs = largest_errors(compiled(program, program.plain, given)(*given), exact)
-    for got, xla, value in zip(ours, theirs, exact, strict=True):
-        unit = float(np.max(np.abs(value))) * 2.0**-8  # half a unit of the last place of bfloat16
-        assert got <= 1.5 * max(xla, unit), f"error {got}, XLA's {xla}"
+    assert_as_near_as_plain(program, mesh, step(*given))
     note(program, text, checked)
 
 
@@ -122,13 +114,7 @@ def test_collectives_are_those_of_jnp(name, mesh):
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_results_have_the_same_bits_in_repeats(name, mesh):
-    program = PRODUCTS[name]
-    given = placed(program, mesh)
-    step = compiled(program, program.ours, given)
-    first = [np.asarray(x).view("u2") for x in step(*given)]
-    for _ in range(5):
-        for one, other in zip(first, step(*given), strict=True):
-            assert np.array_equal(one, np.asarray(other).view("u2"))
+    assert_same_bits_in_repeats(PRODUCTS[name], mesh)
 
 
 @pytest.mark.parametrize("letter", "bmn")

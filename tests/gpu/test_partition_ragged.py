@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 from meshes import (
     OTHERS,
     TARGET,
+    assert_as_near_as_plain,
+    assert_same_bits_in_repeats,
     assert_within_bound,
     compiled,
-    largest_errors,
     mesh,
     moved,
     note,
@@ -64,15 +65,7 @@ def test_products_and_gradients_run_on_shares(name, mesh, checked):
 def test_layers_run_on_shares_with_their_functions(name, mesh, checked):
     program = RAGGED[name]
     found, text = runs_on_kernels(name, mesh)
-    wide = [x.astype(np.float32) for x in program.arguments()]
-    with jax.default_device(jax.devices("cpu")[0]), jax.default_matmul_precision("highest"):
-        exact = jax.jit(lambda *args: program.step(program.plain, *args))(*wide)
-        exact = [np.asarray(x) for x in exact]
-    given = placed(program, mesh)
-    theirs = largest_errors(compiled(program, program.plain, given)(*given), exact)
-    for got, xla, value in zip(largest_errors(found, exact), theirs, exact, strict=True):
-        unit = float(np.max(np.abs(value))) * 2.0**-8  # half a unit of the last place of bfloat16
-        assert got <= 1.5 * max(xla, unit), f"error {got}, XLA's {xla}"
+    assert_as_near_as_plain(program, mesh, found)
     note(program, text, checked)
 
 
@@ -102,13 +95,7 @@ def test_of_sharded_rows_only_gradients_of_the_weights_are_summed(name, mesh):
 
 @pytest.mark.parametrize("name", RAGGED)
 def test_results_have_the_same_bits_in_repeats(name, mesh):
-    program = RAGGED[name]
-    given = placed(program, mesh)
-    step = compiled(program, program.ours, given)
-    first = [np.asarray(x).view("u2") for x in step(*given)]
-    for _ in range(5):
-        for one, other in zip(first, step(*given), strict=True):
-            assert np.array_equal(one, np.asarray(other).view("u2"))
+    assert_same_bits_in_repeats(RAGGED[name], mesh)
 
 
 @pytest.mark.parametrize("letter", "mng")
