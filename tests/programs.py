@@ -75,3 +75,27 @@ def run_fresh(source: str, *args: str, **environment: str) -> str:
     )
     assert process.returncode == 0, process.stderr
     return process.stdout
+
+
+# The beginning of a program for `run_fresh`: a mesh of eight CPUs, and events of JAX's persistent
+# cache in the folder that is its argument.
+CACHED_ON_MESH = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm import partition
+
+partition.PLATFORMS.append(("cpu",))
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+auto = jax.sharding.AxisType.Auto
+mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(auto, auto))
+sharded = lambda shape, *spec: jax.ShapeDtypeStruct(
+    shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+"""

@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
-from programs import integers, lowered, run_fresh
+from programs import CACHED_ON_MESH, integers, lowered, run_fresh
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import partition
@@ -239,25 +239,9 @@ def test_shards_that_no_kernel_runs_say_so_where_a_kernel_is_wanted():
 
 # Across processes.
 
-PROGRAM = """
-import sys
-import jax
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
-import jax_hopper_gemm as jhg
-from jax_hopper_gemm import partition
-
-partition.PLATFORMS.append(("cpu",))
-events = []
-jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
-auto = jax.sharding.AxisType.Auto
-mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(auto, auto))
-sharded = lambda shape, *spec: jax.ShapeDtypeStruct(
-    shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+PROGRAM = (
+    CACHED_ON_MESH
+    + """
 sizes = jax.ShapeDtypeStruct((4,), jnp.int32, sharding=NamedSharding(mesh, P()))
 x, w, experts = sharded((64, 32), "x", "y"), sharded((32, 16), "y"), sharded((4, 32, 16), "y")
 programs = {
@@ -271,6 +255,7 @@ for function, arguments in programs.items():
     program.compile()
 print([name.split("/")[-1] for name in events if "cache_hits" in name or "cache_misses" in name])
 """
+)
 
 
 def test_the_persistent_cache_hits_in_a_second_process(tmp_path):

@@ -16,7 +16,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import LAUNCH, integers, run_fresh
+from programs import CACHED_ON_MESH, LAUNCH, integers, run_fresh
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import partition
@@ -300,25 +300,9 @@ def big(letters: str) -> jax.Array:
 
 # Across processes.
 
-PROGRAM = """
-import sys
-import jax
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
-import jax_hopper_gemm as jhg
-from jax_hopper_gemm import partition
-
-partition.PLATFORMS.append(("cpu",))
-events = []
-jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
-auto = jax.sharding.AxisType.Auto
-mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(auto, auto))
-sharded = lambda shape, *spec: jax.ShapeDtypeStruct(
-    shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+PROGRAM = (
+    CACHED_ON_MESH
+    + """
 layer = lambda a, b, c: jhg.matmul(a, b, bias=c, activation="gelu")
 program = jax.jit(jax.grad(lambda *args: layer(*args).sum(), (0, 1, 2))).lower(
     sharded((64, 32), "x", "y"), sharded((32, 16), "y"), sharded((16,)))
@@ -326,6 +310,7 @@ assert "hopper_fused" in program.as_text()
 program.compile()
 print([name.split("/")[-1] for name in events if "cache_hits" in name or "cache_misses" in name])
 """
+)
 
 
 def test_the_persistent_cache_hits_in_a_second_process(tmp_path):
