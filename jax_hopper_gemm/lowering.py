@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import jax
@@ -25,6 +26,7 @@ from . import config, native, partition
 from .contraction import split
 from .dot_general import to_subscripts, with_partitions
 from .epilogue import Result
+from .operations import Indexed, beneath_transpose, indexed_beneath, rows_beneath
 from .plan import result_shapes
 from .program_devices import devices_of
 from .reductions import finish_partials
@@ -36,7 +38,7 @@ PRODUCT = "jax_hopper_gemm.product"  # subscripts, of the call's operands in the
 SPANS = "jax_hopper_gemm.spans"  # fields of `Spans`; the sizes are the call's third operand
 GATHERED = "jax_hopper_gemm.gathered"  # as in `Groups`; the indices are the call's fourth operand
 MAX_SMS = "jax_hopper_gemm.max_sms"  # as in `Product`
-ROWS = "jax_hopper_gemm.rows"  # of rows that indices pick, zeros where there is none
+INDEXED = "jax_hopper_gemm.indexed"  # as in `GemmProblem`; the index is the call's third operand
 MLIR_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
@@ -102,6 +104,7 @@ class Call:
       in_place: the operand whose memory the first result takes, if it is a matrix like it.
       sizes: of a ragged product, what cuts its rows into spans; int32.
       rows: where the product gathers rows of an operand, their indices; int32.
+      index: where an operand is one array of a stack, which; () int32. `values` then has the stack.
     """
 
     product: Product
@@ -111,6 +114,7 @@ class Call:
     in_place: int | None = None
     sizes: Any = None
     rows: Any = None
+    index: Any = None
 
     def lower(self, ctx: mlir.LoweringRuleContext, implementation: str | None) -> list[Any] | None:
         """Emits the launch, if a kernel is the answer.
@@ -122,7 +126,7 @@ class Call:
         """
         kernel_only = implementation == "hopper"
         direct = self.untransposed()
-        for call in (direct.gathering(), direct, self):
+        for call in (*direct.indexing(), direct.gathering(), direct, self):
             found = call.route(ctx, kernel_only=kernel_only)
             if found.supported:
                 break
@@ -148,13 +152,13 @@ class Call:
         XLA folds a transpose into its own products, but would copy the operand of a custom call.
         """
         product = self.product
-        if product.spans and is_contraction(product.subscripts):
+        if product.indexed or (product.spans and is_contraction(product.subscripts)):
             return self
         lhs_labels, rhs_labels, out = split(product.subscripts)
         lhs, lhs_shape = self.values[0], product.lhs_shape
         if not product.spans:
-            lhs, lhs_labels, lhs_shape = _beneath_transpose(lhs, lhs_labels, lhs_shape)
-        rights = [_beneath_transpose(x, rhs_labels, product.rhs_shape) for x in self.values[1:]]
+            lhs, lhs_labels, lhs_shape = beneath_transpose(lhs, lhs_labels, lhs_shape)
+        rights = [beneath_transpose(x, rhs_labels, product.rhs_shape) for x in self.values[1:]]
         ((rhs_labels, rhs_shape), *others) = {(labels, shape) for _, labels, shape in rights}
         if others:  # gate and up lie differently
             return self
@@ -178,12 +182,30 @@ class Call:
             return self
         count = 2 if is_contraction(product.subscripts) and len(self.values) == 2 else 1
         for i, value in enumerate(self.values[:count]):
-            if (found := _beneath_rows(value)) is not None:
+            if (found := rows_beneath(value)) is not None:
                 array, rows = found
                 product = replace(product, gathered="ab"[i], source=array.type.shape[0])
                 values = (*self.values[:i], array, *self.values[i + 1 :])
                 return replace(self, product=product, values=values, rows=rows)
         return self
+
+    def indexing(self) -> list[Call]:
+        """Returns the same product that reads an operand, one array of a stack, within the stack.
+
+        XLA would copy it for a custom call. Of two such operands the larger comes first.
+        """
+        product = self.product
+        if product.spans or product.indexed or len(self.values) > 2:
+            return []
+        lhs, rhs = map(indexed_beneath, self.values)
+        left = lhs and self._indexed("a", (lhs.stack, self.values[1]), lhs)
+        right = rhs and self._indexed("b", (self.values[0], rhs.stack), rhs)
+        larger_first = prod(product.lhs_shape) >= prod(product.rhs_shape)
+        return [x for x in ((left, right) if larger_first else (right, left)) if x]
+
+    def _indexed(self, operand: Literal["a", "b"], values: tuple[Any, ...], one: Indexed) -> Call:
+        product = replace(self.product, indexed=operand, stack=one.stack.type.shape[0])
+        return replace(self, product=product, values=values, index=one.index)
 
     def gathered_by(self, operand: Literal["a", "b"], rows: Any) -> Call:
         """Returns the same product where an operand is rows, given whole, that indices pick."""
@@ -197,8 +219,8 @@ class Call:
     def launch(self, ctx: mlir.LoweringRuleContext, found: Route) -> list[Any]:
         """Emits the FFI call, everything row-major, and what XLA does with its results.
 
-        In go A, B, up, the epilogue's operands, sizes, indices of rows; out come its results and
-        the workspaces.
+        In go A, B, up, the epilogue's operands, sizes, indices of rows or the index of a matrix;
+        out come its results and the workspaces.
         """
         from .cubin import digest_of  # brings cuda-python with it
 
@@ -210,6 +232,10 @@ class Call:
             index = "ab".index(product.gathered)
             (_, *row), dtype = shapes[index]
             shapes[index] = ((product.source, *row), dtype)
+        if product.indexed:
+            index = "ab".index(product.indexed)
+            shape, dtype = shapes[index]
+            shapes[index] = ((product.stack, *shape), dtype)
         inputs = [(v, ShapedArray(*s)) for v, s in zip(self.values, shapes, strict=True)]
         if found.gemm.swapped:
             inputs.reverse()
@@ -229,6 +255,8 @@ class Call:
             inputs.append((self.sizes, ShapedArray((product.sizes,), np.dtype("int32"))))
         if product.gathered:
             inputs.append((self.rows, ShapedArray(self.rows.type.shape, np.dtype("int32"))))
+        if product.indexed:
+            inputs.append((self.index, ShapedArray((), np.dtype("int32"))))
         values, avals = zip(*inputs, strict=True)
         workspaces = [ShapedArray((w.nbytes,), np.uint8) for w in found.plan.workspaces]
         results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
@@ -250,6 +278,9 @@ class Call:
                 operation.attributes[SPANS] = mlir.ir_attribute(fields)
             if product.gathered:
                 operation.attributes[GATHERED] = mlir.ir_attribute(product.gathered)
+            if product.indexed:
+                left = (product.indexed == "a") != found.gemm.swapped
+                operation.attributes[INDEXED] = mlir.ir_attribute("a" if left else "b")
             return self.marked(results)
         finish = mlir.lower_fun(partial(self._finished, found), multiple_results=True)
         assert product.function
@@ -334,7 +365,8 @@ def product_at(value: Any) -> Call | None:
     else:
         return None
     lhs, rhs, *others = list(operation.operands)
-    if (product := product_between(subscripts, lhs, rhs, value)) is None:
+    indexed = operation.attributes[INDEXED].value if INDEXED in operation.attributes else None
+    if (product := product_between(subscripts, lhs, rhs, value, indexed)) is None:
         return None
     limit = operation.attributes[MAX_SMS].value if MAX_SMS in operation.attributes else None
     product = replace(product, max_sms=limit)
@@ -346,47 +378,27 @@ def product_at(value: Any) -> Call | None:
         if GATHERED in operation.attributes:
             call = call.gathered_by(operation.attributes[GATHERED].value, rows[0])
         return call
-    return Call(product, (lhs, rhs))
+    return Call(product, (lhs, rhs), index=others[0] if indexed else None)
 
 
-def product_between(subscripts: str, lhs: Any, rhs: Any, out: Any) -> Product | None:
-    """Returns the bare product of two MLIR values; None for dtypes that no kernel stores."""
+def product_between(
+    subscripts: str, lhs: Any, rhs: Any, out: Any, indexed: Literal["a", "b"] | None = None
+) -> Product | None:
+    """Returns the bare product of two MLIR values; None for dtypes that no kernel stores.
+
+    Args:
+      indexed: the operand that is one array of the stack given here, as in `Product`.
+    """
     if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, out)):
         return None
     (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, out))
-    return Product(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
-
-
-def mark_rows(value: Any) -> None:
-    """Says of an MLIR value that it is rows of an array, as `lax.gather` picks and fills them."""
-    value.owner.attributes[ROWS] = mlir.ir_attribute(True)
-
-
-def _beneath_rows(value: Any) -> tuple[Any, Any] | None:
-    """Returns the array and the indices (T, 1) that marked rows come from; None for other values.
-
-    What fills in zeros is a choice between the picked rows and zeros. `jax.vmap` may have given
-    them further axes, and taken these away again.
-    """
-    operation = _beneath_reshapes(value).owner
-    if not hasattr(operation, "attributes") or ROWS not in operation.attributes:
-        return None
-    if operation.name == "stablehlo.select":
-        operation = operation.operands[1].owner
-    if getattr(operation, "name", None) != "stablehlo.gather":
-        return None
-    array, indices = operation.operands
-    return array, indices
-
-
-def _beneath_reshapes(value: Any) -> Any:
-    """Returns the value that reshapes lead back to, if it has the same shape; else `value`."""
-    beneath = value
-    while getattr(beneath.owner, "name", None) == "stablehlo.reshape":
-        beneath = beneath.owner.operands[0]
-        if beneath.type == value.type:
-            return beneath
-    return value
+    product = Product(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
+    if indexed is None:
+        return product
+    field = "lhs_shape" if indexed == "a" else "rhs_shape"
+    stack, *shape = getattr(product, field)
+    named: dict[str, Any] = {field: tuple(shape)}
+    return replace(product, indexed=indexed, stack=stack, **named)
 
 
 def is_launch(value: Any) -> bool:
@@ -414,18 +426,6 @@ def _converted(
     convert = mlir.lower_fun(lambda x: x.astype(dtype), multiple_results=False)
     (value,) = convert(ctx.replace(avals_in=[aval], avals_out=[converted]), value)
     return value, converted
-
-
-def _beneath_transpose(
-    value: Any, labels: str, shape: tuple[int, ...]
-) -> tuple[Any, str, tuple[int, ...]]:
-    """Returns the array that `value` is a transpose of, or `value`, with its letters and shape."""
-    operation = value.owner
-    if getattr(operation, "name", None) != "stablehlo.transpose":  # a block has no name
-        return value, labels, shape
-    axis_of = {source: i for i, source in enumerate(operation.attributes["permutation"])}
-    order = [axis_of[source] for source in range(len(labels))]
-    return operation.operands[0], "".join(labels[i] for i in order), tuple(shape[i] for i in order)
 
 
 def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:

@@ -19,7 +19,8 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from .group_rows import mapped_first
 from .jaxprs import alike_in_shard_map
-from .lowering import mark_rows, register_lowering
+from .lowering import register_lowering
+from .operations import mark_rows
 from .rows import in_order, picked, wide_dtype
 
 pick_rows_p, add_rows_p = Primitive("pick_rows"), Primitive("add_rows")

@@ -89,8 +89,8 @@ class LaunchPlan:
     """One launch.
 
     Buffers are numbered: A 0, B 1, up where it has an array of its own, the epilogue's operands; of
-    a grouped product the sizes, and the indices of gathered rows; then the results, then
-    workspaces.
+    a grouped product the sizes, and the indices of gathered rows; of one that reads a stack the
+    index; then the results, then workspaces.
     """
 
     grid: tuple[int, int, int]
@@ -139,6 +139,8 @@ def make_plan(
             ]  # fmt: skip
         walk: tuple[int, ...] = group_walk(problem, spec, traversal)
     else:
+        if problem.indexed:
+            params += [Pointer(num_inputs(problem) - 1), Int32(problem.stack)]
         walk = make_walk(
             clusters_m,
             clusters_n,
@@ -209,11 +211,11 @@ def group_walk(problem: GemmProblem, spec: GemmSpec, traversal: Traversal) -> Gr
 
 def num_inputs(problem: GemmProblem) -> int:
     """Returns how many arrays a call reads: A, B, up in an array of its own, the operands, sizes
-    and indices of groups."""
+    and indices of groups, the index of a matrix."""
     arrays = 2 + (problem.gated and problem.up_offset is None) + len(problem.operands)
     if problem.groups:
         arrays += 1 + (problem.groups.gathered is not None)
-    return arrays
+    return arrays + (problem.indexed is not None)
 
 
 def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int, ...], str]]:
@@ -267,7 +269,7 @@ def _operand_maps(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Poin
             return Pointer(0)
         if axis == "k":
             return _span_map(0, p.ab_dtype, p.a, p.m, p.k, spec.a_box)
-        batches = 1 if axis == "m" else p.l
+        batches = p.stack if p.indexed == "a" else 1 if axis == "m" else p.l
         return _tensor_map(0, p.ab_dtype, p.a, {"m": p.m, "k": p.k}, batches, spec.a_box)
 
     def b_map(buffer: int, offset: int = 0) -> TensorMap | Pointer:
@@ -275,8 +277,8 @@ def _operand_maps(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Poin
             return Pointer(buffer)
         if axis == "k":
             return _span_map(buffer, p.ab_dtype, p.b, p.n, p.k, spec.b_box, offset)
-        extents = {"n": p.n, "k": p.k}
-        return _tensor_map(buffer, p.ab_dtype, p.b, extents, p.l, spec.b_box, offset)
+        extents, batches = {"n": p.n, "k": p.k}, p.stack if p.indexed == "b" else p.l
+        return _tensor_map(buffer, p.ab_dtype, p.b, extents, batches, spec.b_box, offset)
 
     maps = [a_map(), b_map(1)]
     if p.gated and p.up_offset is None:

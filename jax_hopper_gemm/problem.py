@@ -103,6 +103,10 @@ class GemmProblem:
         batch stride.
       up_offset: of a gated product whose B's lie in one array, elements from gate to up.
       groups: how an axis is cut into groups; None: there are no groups.
+      indexed: an operand that is one matrix of a stack, "a" or "b" (of both B's), or None. An int32
+        says which; one outside of the stack stands for the nearest that is there. `l` is 1, the
+        operand's batch stride that of the stack.
+      stack: matrices of that stack.
     """
 
     m: int
@@ -118,6 +122,8 @@ class GemmProblem:
     operands: tuple[MatrixLayout, ...] = ()
     up_offset: int | None = None
     groups: Groups | None = None
+    indexed: Literal["a", "b"] | None = None
+    stack: int = 1
 
     @classmethod
     def dense(

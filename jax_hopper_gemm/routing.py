@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal
 
 import jax
@@ -55,6 +56,8 @@ class Product:
       gathered, source: as in `problem.Groups`: the left ("a") or right operand is rows that are
         picked of an array with `source` rows.
       max_sms: how many SMs a kernel may use; None: all.
+      indexed, stack: as in `GemmProblem`: the left ("a") or right operand is one array of a stack
+        of so many.
     """
 
     subscripts: str
@@ -72,6 +75,8 @@ class Product:
     gathered: Literal["a", "b"] | None = None
     source: int = 0
     max_sms: int | None = None
+    indexed: Literal["a", "b"] | None = None
+    stack: int = 1
 
     @property
     def accumulators(self) -> int:
@@ -192,10 +197,23 @@ def _gemm(product: Product, d_dtype: str, *epilogue: Any) -> Gemm:
             product.spans, product.sizes, *epilogue, gathered=product.gathered,
             source=product.source,
         )  # fmt: skip
-    return as_gemm(
+    gemm = as_gemm(
         product.subscripts, product.lhs_shape, product.rhs_shape, product.lhs_dtype, d_dtype,
         *epilogue,
     )  # fmt: skip
+    return _in_stack(gemm, product) if product.indexed else gemm
+
+
+def _in_stack(gemm: Gemm, product: Product) -> Gemm:
+    """Returns the same product with an operand that lies in a stack."""
+    left = product.indexed == "a"
+    apart = prod(product.lhs_shape if left else product.rhs_shape)
+    indexed: Any = "a" if left != gemm.swapped else "b"
+    layout = replace(getattr(gemm.problem, indexed), batch_stride=apart)
+    named = {indexed: layout}
+    return replace(
+        gemm, problem=replace(gemm.problem, indexed=indexed, stack=product.stack, **named)
+    )
 
 
 def _fused(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles]:

@@ -21,7 +21,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from .lowering import mark_rows, register_lowering
+from .lowering import register_lowering
+from .operations import mark_rows
 
 sum_rows_p = Primitive("sum_rows")
 sum_rows_p.def_impl(partial(xla.apply_primitive, sum_rows_p))

@@ -72,6 +72,7 @@ class GemmSpec:
         where the epilogue loads none.
       grouped: the axis that is cut into groups, as in `Groups`; None: there are no groups.
       gathered: the operand whose rows are picked by indices, as in `Groups`.
+      indexed: the operand that is one matrix of a stack, as in `GemmProblem`.
     """
 
     ab_dtype: str
@@ -92,6 +93,7 @@ class GemmSpec:
     epi_load_stages: int = 0
     grouped: GroupedAxis | None = None
     gathered: Literal["a", "b"] | None = None
+    indexed: Literal["a", "b"] | None = None
 
     @property
     def graph(self) -> EpilogueGraph:
@@ -232,6 +234,8 @@ class GemmSpec:
         kind = "gemm" if self.grouped is None else f"grouped_{self.grouped}"
         if self.gathered:
             kind += f"_gather_{self.gathered}"
+        if self.indexed:
+            kind += f"_index_{self.indexed}"
         return (
             f"jhg_{kind}_{short[self.ab_dtype]}_{short[self.d_dtype]}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
@@ -385,10 +389,14 @@ def _grouped_violations(spec: GemmSpec) -> list[str]:
         found.append(f"grouped is {spec.grouped!r}, not 'm', 'k' or None")
     if spec.gathered not in (None, "a", "b"):
         found.append(f"gathered is {spec.gathered!r}, not 'a', 'b' or None")
+    if spec.indexed not in (None, "a", "b"):
+        found.append(f"indexed is {spec.indexed!r}, not 'a', 'b' or None")
     if spec.grouped is None:
         if spec.gathered:
             found.append("rows are gathered of grouped products alone")
         return found
+    if spec.indexed:
+        found.append("an operand of a grouped product is not one matrix of a stack")
     if spec.tile_scheduler == "single":
         found.append(
             "the number of tiles depends on the groups' sizes: take a persistent scheduler"

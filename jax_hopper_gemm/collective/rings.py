@@ -111,10 +111,23 @@ def _scattered_dot(x: jax.Array, w: jax.Array, *, axis_name: Any, **options: Any
         for i, (start, size, step) in enumerate(streams):
             # A sum ends, after a hop for every other device, where its rows belong.
             of_device = (own - step * hop) % count
-            part = lax.dynamic_slice_in_dim(x, of_device * rows + start, size, axis=-2)
+            part = _rows_of(x, of_device, start, size, count)
             before = None if hop == 1 else _shifted(sums[i], axis_name, step)
             sums[i] = _matmul(part, w, c=before, **options)
     return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=-2)
+
+
+def _rows_of(x: jax.Array, device: Any, start: int, size: int, count: int) -> jax.Array:
+    """Returns `size` of the rows of one of `count` devices, from its `start` on.
+
+    Where that is one array of a stack, a kernel reads it there, and it is not copied.
+    """
+    rows = x.shape[-2] // count
+    if x.ndim > 2 or rows % size or start % size:
+        return lax.dynamic_slice_in_dim(x, device * rows + start, size, axis=-2)
+    stack = x.reshape(x.shape[0] // size, size, x.shape[1])
+    first = (device * rows + start) // size
+    return lax.dynamic_slice_in_dim(stack, first, 1).reshape(size, x.shape[1])
 
 
 def _shifted(x: jax.Array, axis_name: Any, step: int) -> jax.Array:

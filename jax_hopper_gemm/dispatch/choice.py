@@ -88,7 +88,14 @@ def choose(problem: GemmProblem, device: Device, *, kernel_only: bool = False) -
     Raises:
       TableError: the table that JAX_HOPPER_GEMM_TABLE names cannot be used.
     """
-    return _choose(problem, device, kernel_only, _tables.current())
+    if not problem.indexed:
+        return _choose(problem, device, kernel_only, _tables.current())
+    if reasons := problem_violations(problem):
+        return Decision(None, None, "; ".join(reasons), "model")
+    alone = replace(problem, indexed=None, stack=1)
+    decision = _choose(alone, device, kernel_only, _tables.current())
+    spec = decision.spec and replace(decision.spec, indexed=problem.indexed)
+    return replace(decision, spec=spec)
 
 
 def load_table(path: str | os.PathLike[str]) -> Table:

@@ -75,10 +75,14 @@ def problem_violations(problem: GemmProblem) -> list[str]:
         )
     if p.groups:
         found += _group_violations(p, p.groups)
+    if p.indexed:
+        found += _stack_violations(p)
     if found:  # what follows does arithmetic on the fields above
         return found
     axis = p.groups.axis if p.groups else None
     batches_a, batches_b = (1 if axis else p.l), (1 if axis == "k" else p.l)
+    batches_a = p.stack if p.indexed == "a" else batches_a
+    batches_b = p.stack if p.indexed == "b" else batches_b
     extents_a, extents_b = {"m": p.m, "k": p.k}, {"k": p.k, "n": p.n}
     if p.groups and p.groups.gathered:
         gathered = extents_a if p.groups.gathered == "a" else extents_b
@@ -105,6 +109,21 @@ def problem_violations(problem: GemmProblem) -> list[str]:
         found.append(
             f"the epilogue needs {maps} tensor maps, over {MAX_TENSOR_MAPS}: split it in two"
         )
+    return found
+
+
+def _stack_violations(problem: GemmProblem) -> list[str]:
+    """Returns why no kernel can find an operand in a stack of matrices."""
+    p, found = problem, []
+    if p.indexed not in ("a", "b"):
+        return [f"one matrix of a stack is {p.indexed!r}, not 'a' or 'b'"]
+    if p.l != 1 or p.groups:
+        found.append(
+            f"{p.indexed.upper()} is one matrix of a stack, and the product has "
+            f"{'groups' if p.groups else f'{p.l} matrices'}: copy it out of the stack"
+        )
+    if not 1 <= p.stack <= MAX_EXTENT:
+        found.append(f"the stack has {p.stack} matrices, not 1 to {MAX_EXTENT}: split it")
     return found
 
 
@@ -312,6 +331,8 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
         found.append(f"the kernel has groups along {spec.grouped}, the problem along {axis}")
     if spec.gathered != gathered:
         found.append(f"the kernel gathers {spec.gathered}, the problem {gathered}")
+    if spec.indexed != p.indexed:
+        found.append(f"the kernel indexes {spec.indexed}, the problem {p.indexed}")
     clusters_m = ceil_div(p.m, spec.tile_m * spec.walk_m)
     clusters_n = ceil_div(p.n, spec.d_tile_n * spec.walk_n)
     if p.groups and axis == "m":  # at most; a group's last tile may be all but empty

@@ -37,7 +37,7 @@ def parameter_names(spec: GemmSpec) -> tuple[str, ...]:
             names += ["ptr_rows", "source", "width", "stride"]
         names += [*GroupWalk._fields]
     else:
-        names += [*Walk._fields]
+        names += [*(["ptr_index", "stack"] if spec.indexed else []), *Walk._fields]
     names.append("k_tiles")
     if graph.needs_extents:
         names += ["m", "n"]
@@ -83,6 +83,7 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     groups = (pointer(cutlass.Int32),) if spec.grouped else None
     if spec.gathered:
         groups += (pointer(cutlass.Int32), *((cutlass.Int32(1),) * 3))
+    index = (pointer(cutlass.Int32), cutlass.Int32(1)) if spec.indexed else None
     extents = (cutlass.Int32(1),) * 2 if graph.needs_extents else None
     matrices = None
     if spec.zeros_apart:
@@ -95,7 +96,7 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     kernel = GemmKernel(spec)
     compiled = cute.compile(
         kernel.launch, mA, (mB,) * graph.accumulators, tuple(map(result, graph.results)),
-        operands, groups, walk, cutlass.Int32(1), extents, matrices, counter,
+        operands, groups, index, walk, cutlass.Int32(1), extents, matrices, counter,
         cute.runtime.make_fake_stream(),
         options=f"--gpu-arch sm_90a --keep-cubin --dump-dir {workdir}",
     )  # fmt: skip

@@ -66,8 +66,8 @@ class GemmKernel:
 
     @cute.jit
     def launch(
-        self, mA, mBs, results, operands, groups, walk, k_tiles, extents, matrices, tile_counter,
-        stream,
+        self, mA, mBs, results, operands, groups, index, walk, k_tiles, extents, matrices,
+        tile_counter, stream,
     ):  # fmt: skip
         """Host side, traced only to make the TMA atoms' types; `ffi/` launches for real."""
         s = self.spec
@@ -82,7 +82,16 @@ class GemmKernel:
                 check_box(tma_b, s.b_box, s.cluster_m)
         self.epilogue.check_boxes(results, operands, check_box)
         self.kernel(
-            factors, results, operands, groups, walk, k_tiles, extents, matrices, tile_counter
+            factors,
+            results,
+            operands,
+            groups,
+            index,
+            walk,
+            k_tiles,
+            extents,
+            matrices,
+            tile_counter,
         ).launch(
             grid=(s.cluster_m, s.cluster_n, 1),
             block=(s.threads, 1, 1),
@@ -94,8 +103,9 @@ class GemmKernel:
 
     @cute.kernel
     def kernel(
-        self, factors, results, operands, groups, walk, k_tiles, extents, matrices, tile_counter
-    ):
+        self, factors, results, operands, groups, index, walk, k_tiles, extents, matrices,
+        tile_counter,
+    ):  # fmt: skip
         """Sets up what all threads share, then gives each warp its role.
 
         Args:
@@ -106,6 +116,8 @@ class GemmKernel:
             if there are none.
           groups: None if there are none, else a global pointer to their int32 sizes; and where
             rows are gathered what `GatheredMainloop.bind` takes.
+          index: where an operand is one matrix of a stack, a global pointer to the int32 that says
+            which, and how many there are; else None.
           walk: the fields of `Walk` over the grid of cluster tiles, or of `GroupWalk`.
           k_tiles: k-tiles of a tile, unless K is grouped.
           extents: (M, N) if the epilogue must know them, else None.
@@ -135,7 +147,7 @@ class GemmKernel:
         self.scheduler.setup(words, tile_counter, walk, sizes, readers)
         pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n), is_relaxed=True)
 
-        coordinates = Coordinates(s, walk.length if s.grouped else walk.total)
+        coordinates = Coordinates(s, walk.length if s.grouped else walk.total, index)
 
         pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n))
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cutlass_dsl import max as larger
+from cutlass.cutlass_dsl import min as smaller
 from cutlass.cutlass_dsl import select_
 
 from ..grouping import MAX_LENGTH, SPAN_EXTENT, tile_in_pair
@@ -82,10 +83,14 @@ class Coordinates:
     bring.
     """
 
-    def __init__(self, spec, any_extent):
-        """Args: any_extent: a dynamic int32, which no coordinate depends on."""
+    def __init__(self, spec, any_extent, index=None):
+        """Args:
+        any_extent: a dynamic int32, which no coordinate depends on.
+        index: as in `GemmKernel.kernel`.
+        """
         self.spec = spec
         self.any_extent = any_extent
+        self.index = index
 
     def a(self, place):
         """Returns tiles (bM, bK, ...) of A, and the index of this one's k-tiles."""
@@ -96,7 +101,7 @@ class Coordinates:
         if s.grouped == "m":
             first = select_(place.belongs, place.first, Int32(OUTSIDE))
             return self._tiles(tile, k_first, (first, 0, 0)), (0, None, 0)
-        return self._tiles(tile, k_first), (place.m, None, place.batch)
+        return self._tiles(tile, k_first), (place.m, None, self._matrix("a", place))
 
     def b(self, place):
         """Returns tiles (bN, bK, ...) of one B, and the index of this one's k-tiles."""
@@ -104,7 +109,7 @@ class Coordinates:
         tile, k_first = (s.d_tile_n, s.tile_k), s.b_major == "k"
         if s.grouped == "k":
             return self._span(tile, k_first, 1, place), (place.n, None, 0, 0)
-        batch = place.batch
+        batch = self._matrix("b", place)
         if s.grouped == "m":
             batch = select_(place.belongs, batch, Int32(OUTSIDE))
         return self._tiles(tile, k_first), (place.n, None, batch)
@@ -140,6 +145,13 @@ class Coordinates:
         )
         origin = cute.domain_offset((first, 0), self._all((0, 1), None)).iterator
         return cute.make_tensor(origin, layout)
+
+    def _matrix(self, operand, place):
+        """Returns which matrix of an operand a tile reads."""
+        if self.spec.indexed != operand:
+            return place.batch
+        pointer, stack = self.index
+        return larger(smaller(cute.arch.load(pointer, Int32), stack - 1), Int32(0))
 
     def _tiles(self, tile, second_is_contiguous, origin=None):
         order = (1, 0, 2) if second_is_contiguous else (0, 1, 2)

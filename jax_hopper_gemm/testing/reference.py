@@ -29,11 +29,12 @@ def shape_of(problem: GemmProblem, operand: Operand) -> tuple[int, int, int]:
     """Returns (L, rows, columns) of an operand's matrices.
 
     L is 1 of an operand whose rows or columns are grouped; gathered, it has as many of them as
-    its source.
+    its source. Of one matrix of a stack it is that of the stack.
     """
     groups, extents = problem.groups, [getattr(problem, index) for index in INDICES[operand]]
     if groups is None or groups.axis not in INDICES[operand]:
-        return problem.l, extents[0], extents[1]
+        matrices = problem.stack if problem.indexed == operand else problem.l
+        return matrices, extents[0], extents[1]
     if groups.gathered == operand:
         extents[INDICES[operand].index(groups.axis)] = groups.source
     return 1, extents[0], extents[1]
@@ -118,7 +119,8 @@ class Place:
 def input_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
     """Returns what lies in each buffer that a kernel reads.
 
-    A, B, up, the epilogue's operands; sizes of groups, indices of gathered rows. Gate and up are
+    A, B, up, the epilogue's operands; sizes of groups, indices of gathered rows; the index of a
+    matrix. Gate and up are
     two places, in two buffers or in one. Operands are (L, M, N), rows (L, N), columns (L, M),
     scalars (L,); where rows are grouped, the first and third have L = 1.
     """
@@ -128,6 +130,8 @@ def input_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
         if groups.gathered:
             length = problem.m if groups.axis == "m" else problem.k
             found.append((Place.compact((length,), "int32"),))
+    if problem.indexed:
+        found.append((Place.compact((1,), "int32"),))
     return found
 
 

@@ -35,6 +35,7 @@ class Inputs:
       operands: of the epilogue: (L, M, N), rows (L, N), columns (L, M), scalars (L,).
       sizes: of a grouped product, int32.
       indices: of the rows that are gathered, int32.
+      index: (1,) int32: which matrix of a stack is the operand, whose L is that of the stack.
 
     Of a grouped product's arrays some have L = 1, as `reference.input_places` says.
     """
@@ -44,6 +45,7 @@ class Inputs:
     operands: tuple[np.ndarray, ...] = ()
     sizes: np.ndarray | None = None
     indices: np.ndarray | None = None
+    index: np.ndarray | None = None
 
 
 def run(
@@ -90,7 +92,9 @@ def run_all(
       AssertionError: memory outside the results changed, or a repeat gave other bits.
     """
     pending = [inputs.a, *inputs.b, *inputs.operands]
-    pending += [array for array in (inputs.sizes, inputs.indices) if array is not None]
+    pending += [
+        array for array in (inputs.sizes, inputs.indices, inputs.index) if array is not None
+    ]
     given, uploaded, buffers = [], [], []
     for places in input_places(problem):
         values = [pending.pop(0) for _ in places]
