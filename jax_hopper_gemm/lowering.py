@@ -28,7 +28,7 @@ from .dot_general import to_subscripts, with_partitions
 from .epilogue import Result
 from .operations import Indexed, beneath_transpose, indexed_beneath, rows_beneath
 from .plan import result_shapes
-from .program_devices import devices_of
+from .program_devices import devices_of, lowers_share
 from .reductions import finish_partials
 from .routing import Product, Route, current_device, route
 from .spans import Spans, is_contraction, weights_in_order
@@ -144,6 +144,7 @@ class Call:
 
     def route(self, ctx: mlir.LoweringRuleContext, *, kernel_only: bool) -> Route:
         device = current_device(_assigned_devices(ctx))
+        device = replace(device, beside_transfers=lowers_share())
         return route(self.product, device, kernel_only=kernel_only)
 
     def untransposed(self) -> Call:

@@ -38,7 +38,13 @@ from jaxlib import xla_client
 
 from .collectives import Local
 from .mesh import Axes, Mesh, is_plain
-from .program_devices import axis_left, devices_of, extents_left, platforms_of
+from .program_devices import (
+    axis_left,
+    devices_of,
+    extents_left,
+    lowering_share,
+    platforms_of,
+)
 from .shares import Labels, choose_share, sharding_rule
 
 TARGET = "jax_hopper_gemm.v1.partition"
@@ -247,7 +253,7 @@ def _lowered(
     function = jax.jit(lambda *operands: list(program(*operands)), keep_unused=True)
 
     def lowered() -> Any:
-        with jax.enable_x64(x64):
+        with jax.enable_x64(x64), lowering_share():
             lowering = function.trace(*shards).lower(lowering_platforms=platforms)
             return lowering.compiler_ir("stablehlo")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .grouping import SPAN_EXTENT, GroupWalk
-from .problem import ITEMSIZE, GemmProblem, Groups, MatrixLayout
+from .problem import ITEMSIZE, GemmProblem, MatrixLayout
 from .spec import EPI_TILE_M, TMA_ALIGNMENT, GemmSpec, TmaBox, Traversal
 from .walk import make_walk
 
@@ -191,7 +191,8 @@ def launched_clusters(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> int
         clusters = clusters_m * clusters_n * problem.l
     if spec.tile_scheduler == "single":
         return clusters
-    return persistent_clusters(clusters, max_clusters(spec, num_sms), groups)
+    even = spec.tile_scheduler == "static" and groups is None
+    return persistent_clusters(clusters, max_clusters(spec, num_sms), even=even)
 
 
 def group_walk(problem: GemmProblem, spec: GemmSpec, traversal: Traversal) -> GroupWalk:
@@ -421,12 +422,13 @@ def max_clusters(spec: GemmSpec, num_sms: int) -> int:
     return max(1, (num_sms - STRANDED_SMS) // spec.cluster_size)
 
 
-def persistent_clusters(clusters: int, limit: int, groups: Groups | None = None) -> int:
-    """Returns the smallest grid that needs no more waves than `limit` clusters would.
+def persistent_clusters(clusters: int, limit: int, *, even: bool) -> int:
+    """Returns how many clusters a persistent kernel launches for `clusters` tiles of theirs.
 
-    Where tiles depend on sizes that nobody knows yet, `limit` is the answer.
+    Those with even shares are the fewest that need no more waves than `limit` of them would. Where
+    tiles are claimed, or depend on sizes that nobody knows yet, they are as many as stay.
     """
-    if groups:
+    if not even:
         return min(clusters, limit)
     waves = ceil_div(clusters, limit)
     return ceil_div(clusters, waves)

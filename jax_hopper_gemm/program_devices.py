@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -38,3 +41,27 @@ def axis_left(ctx: mlir.LoweringRuleContext) -> tuple[int, int, int] | None:
 
 def platforms_of(ctx: mlir.LoweringRuleContext) -> tuple[str, ...]:
     return tuple(ctx.platforms or ctx.module_context.platforms)
+
+
+class _Share(threading.local):
+    """Whether this thread lowers what one of several devices runs."""
+
+    lowered = False
+
+
+_share = _Share()
+
+
+@contextmanager
+def lowering_share() -> Iterator[None]:
+    """What this thread lowers within is one device's share of a program for several."""
+    before, _share.lowered = _share.lowered, True
+    try:
+        yield
+    finally:
+        _share.lowered = before
+
+
+def lowers_share() -> bool:
+    """Whether this thread lowers within `lowering_share`."""
+    return _share.lowered

@@ -25,6 +25,7 @@ from jax_hopper_gemm.dispatch.candidates import (
 )
 from jax_hopper_gemm.dispatch.cost import best_traversal, estimate, memory_bytes, roofline_ns
 from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Result
 from jax_hopper_gemm.plan import make_plan
 from jax_hopper_gemm.problem import GemmProblem, Major
 from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, Traversal, violations
@@ -288,3 +289,36 @@ def test_a_problem_with_more_tiles_than_int32_counts_goes_to_xla():
     decision = choose(GemmProblem.dense(2**31 - 8, 2**31 - 8, 64), H200, kernel_only=True)
     assert decision.spec is None
     assert "clusters of tiles, not under 1073741824" in decision.reason
+
+
+# Beside transfers.
+
+SEVERAL = replace(H200, beside_transfers=True)
+
+
+def test_large_tiles_are_claimed_where_transfers_may_hold_sms():
+    random, buildable = Random(21), set(table_specs(SEVERAL))
+    claiming = 0
+    for _ in range(1500):
+        problem = random_problem(random)
+        alone, beside = choose(problem, H200), choose(problem, SEVERAL)
+        if beside == alone:
+            spec = alone.spec
+            small = spec is None or spec.tile_m * spec.tile_n < choice.LARGE_TILE
+            assert small or spec.tile_scheduler != "static"
+            continue
+        assert alone.spec and beside.spec and beside.spec in buildable
+        assert beside.spec == replace(alone.spec, tile_scheduler="dynamic")
+        assert alone.spec.tile_scheduler == "static" and violations(beside.spec) == []
+        assert beside.traversal == alone.traversal and "transfers" in beside.reason
+        claiming += 1
+    assert claiming > 100
+
+
+def test_a_kernel_without_registers_to_claim_tiles_keeps_its_share():
+    negated = EpilogueGraph(1, (), (Node("neg", (0,)),), (Result("matrix", 1, "bfloat16"),))
+    wide = GemmSpec("bfloat16", "bfloat16", "k", "n", 256, 192, cluster_n=2, num_stages=3,
+                    epi_tile_n=32, epi_stages=2, epilogue=negated)  # fmt: skip
+    assert violations(wide) == [] and choice.claiming_spec(wide) is None
+    plain = replace(wide, epilogue=None)
+    assert choice.claiming_spec(plain) == replace(plain, tile_scheduler="dynamic")

@@ -72,16 +72,19 @@ def decode(words: tuple[int, ...]) -> dict:
 def test_persistent_grid_is_the_smallest_with_the_same_waves():
     for limit in (1, 2, 33, 66, 132):
         for clusters in range(1, 700):
-            grid = persistent_clusters(clusters, limit)
+            grid = persistent_clusters(clusters, limit, even=True)
             waves = ceil_div(clusters, limit)
             assert grid <= limit
             assert ceil_div(clusters, grid) == waves
             assert grid == 1 or ceil_div(clusters, grid - 1) > waves
+            assert persistent_clusters(clusters, limit, even=False) == min(clusters, limit)
 
 
-def test_grid_of_8192_cubed_leaves_four_sms_idle():
-    plan = make_plan(GemmProblem.dense(8192, 8192, 8192), LARGE, Traversal(), 132)
-    assert plan.grid == (128, 1, 1)
+def test_grid_of_8192_cubed_leaves_four_sms_idle_unless_tiles_are_claimed():
+    problem = GemmProblem.dense(8192, 8192, 8192)
+    assert make_plan(problem, LARGE, Traversal(), 132).grid == (128, 1, 1)
+    claiming = replace(LARGE, tile_scheduler="dynamic")
+    assert make_plan(problem, claiming, Traversal(), 132).grid == (132, 1, 1)
 
 
 def test_single_scheduler_launches_one_cluster_for_each_of_its_tiles():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
         specs = [spec for path in args.program for spec in specs_of_program(path)]
     else:
         pairs = [(ab, d) for ab in args.dtype for d in args.result_dtype]
-        specs = dispatch.table_specs(dispatch.Device((9, 0), args.sms), pairs)
+        alone = dispatch.Device((9, 0), args.sms)
+        devices = (alone, replace(alone, beside_transfers=True))
+        specs = [spec for device in devices for spec in dispatch.table_specs(device, pairs)]
+        specs = list(dict.fromkeys(specs))
     report = cubin.build(specs, jobs=args.jobs, progress=not args.json, folder=args.out)
     if args.json:
         print_json(

@@ -25,7 +25,7 @@ from typing import Literal
 
 from ..epilogue import ROW_REDUCTIONS, EpilogueGraph
 from ..problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
-from ..spec import GemmSpec, Traversal
+from ..spec import GemmSpec, Traversal, violations
 from .candidates import (
     TRAVERSALS,
     Config,
@@ -59,6 +59,8 @@ from .table import Entry, Key, Table, TableError, packaged_table, read_table
 
 TABLE_VARIABLE = "JAX_HOPPER_GEMM_TABLE"
 MODEL_ERROR = 0.01  # of the cost model, where it compares a measured kernel with others
+LARGE_TILE = 128 * 192  # elements of D
+MAX_CLAIMING_COST = 1.05  # of a kernel that claims tiles, beside the best with fixed shares
 ROUGH = TRAVERSALS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
 
 Source = Literal["table", "model", "user table"]
@@ -88,14 +90,50 @@ def choose(problem: GemmProblem, device: Device, *, kernel_only: bool = False) -
     Raises:
       TableError: the table that JAX_HOPPER_GEMM_TABLE names cannot be used.
     """
-    if not problem.indexed:
-        return _choose(problem, device, kernel_only, _tables.current())
-    if reasons := problem_violations(problem):
+    if problem.indexed and (reasons := problem_violations(problem)):
         return Decision(None, None, "; ".join(reasons), "model")
-    alone = replace(problem, indexed=None, stack=1)
-    decision = _choose(alone, device, kernel_only, _tables.current())
+    whole = replace(problem, indexed=None, stack=1)
+    alone = replace(device, beside_transfers=False)
+    decision = _choose(whole, alone, kernel_only, _tables.current())
+    if device.beside_transfers:
+        decision = _claiming(whole, alone, decision)
     spec = decision.spec and replace(decision.spec, indexed=problem.indexed)
     return replace(decision, spec=spec)
+
+
+@lru_cache(maxsize=4096)
+def _claiming(problem: GemmProblem, device: Device, decision: Decision) -> Decision:
+    """Returns the decision where transfers may hold SMs while the kernel runs.
+
+    A kernel of large tiles then claims them while it runs. With fixed shares, a thread block that
+    waits for an SM keeps its share waiting, and so the whole kernel. Small tiles are soon done.
+    """
+    spec, traversal = decision.spec, decision.traversal
+    if spec is None or traversal is None or not _is_large(spec):
+        return decision
+    if (found := claiming_spec(spec)) is None:  # for want of registers
+        expected = estimate(problem, spec, traversal, device).ns
+        best, _ = _best(problem, device, claiming=True)
+        if best is None or best[0].ns > MAX_CLAIMING_COST * expected:
+            return decision
+        found, traversal = best[1], best_traversal(problem, best[1], device)
+    reason = f"{decision.reason}; it claims tiles while it runs, since transfers may hold SMs"
+    return replace(decision, spec=found, traversal=traversal, reason=reason)
+
+
+def _is_large(spec: GemmSpec) -> bool:
+    """Whether a kernel has fixed shares of large tiles."""
+    fixed = spec.tile_scheduler == "static" and not spec.grouped
+    return fixed and spec.tile_m * spec.tile_n >= LARGE_TILE
+
+
+def claiming_spec(spec: GemmSpec) -> GemmSpec | None:
+    """Returns the same kernel that claims its tiles while it runs, if there are registers for it.
+
+    None as well for one that has no fixed shares of large tiles.
+    """
+    found = replace(spec, tile_scheduler="dynamic")
+    return found if _is_large(spec) and not violations(found) else None
 
 
 def load_table(path: str | os.PathLike[str]) -> Table:
@@ -141,7 +179,14 @@ def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None)
             gathering = (replace(types, gathered=g) for g in GATHERABLE.get(types.grouped, ()))
             refilled = (refilled_spec(measured, types) for types in gathering)
             specs |= dict.fromkeys((measured, *(spec for spec in refilled if spec)))
-    return list(specs)
+    return _on(device, specs)
+
+
+def _on(device: Device, specs: Iterable[GemmSpec]) -> list[GemmSpec]:
+    """Returns the kernels that `choose` returns on `device` where these are for a GPU alone."""
+    if not device.beside_transfers:
+        return list(specs)
+    return list(dict.fromkeys(claiming_spec(spec) or spec for spec in specs))
 
 
 def _operand_types(
@@ -159,6 +204,7 @@ def _operand_types(
 
 
 def _measured_specs(device: Device) -> list[GemmSpec]:
+    device = replace(device, beside_transfers=False)
     tables = (*_tables.current(), packaged_table(device))
     return [e.spec for t in tables if t.device == device for e in t.entries.values()]
 
@@ -185,7 +231,7 @@ def epilogue_specs(
             alike = (s for s in measured if OperandTypes.of_spec(s) == types.plain)
             refilled = (refilled_spec(spec, types) for spec in alike)
             specs |= dict.fromkeys(spec for spec in refilled if spec)
-    return list(specs)
+    return _on(device, specs)
 
 
 def refilled_spec(plain: GemmSpec, types: OperandTypes) -> GemmSpec | None:
@@ -276,12 +322,21 @@ def _us(microseconds: float | None) -> str:
 
 
 def _best(
-    problem: GemmProblem, device: Device
+    problem: GemmProblem, device: Device, *, claiming: bool = False
 ) -> tuple[tuple[Estimate, GemmSpec] | None, list[str]]:
-    """Returns the kernel of least expected cost, or None and the reasons against the last one."""
+    """Returns the kernel of least expected cost, or None and the reasons against the last one.
+
+    Args:
+      claiming: of `claiming_spec` alone, whose tiles have whole lines of 128 bytes even of a mask.
+        (On an H200 one of 256x160 that stored a mask took 3.1 ms where those of 128 and 256 columns
+        took 2.5; the model says 2.4 of all.)
+    """
     reasons = ["no kernel has the registers and shared memory that the epilogue needs"]
     legal = []
-    for spec in model_specs(OperandTypes.of(problem)):
+    specs: Iterable[GemmSpec] = model_specs(OperandTypes.of(problem))
+    if claiming:
+        specs = [x for spec in specs if (x := claiming_spec(spec)) and x.tile_n % 128 == 0]
+    for spec in specs:
         found = pairing_violations(problem, spec)
         if found := found or limit_violations(problem, spec, device):
             reasons = found

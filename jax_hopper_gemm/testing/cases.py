@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from .trial import Inputs
 MAX_EXTENT = 9000
 _EDGES = (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 _MAX_ELEMENTS = 1 << 26  # of one operand
+STACK = 3  # matrices
 _ALIGNMENT = 8  # elements; 16 bytes of a 16-bit float, so that TMA can address all strides
 _POOL = 4_000_037  # random numbers that operands are cut from; prime, so that rows differ
 
@@ -52,6 +55,20 @@ def edge_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Trave
 def padded(spec: GemmSpec, m: int, n: int, k: int, batches: int = 1) -> GemmProblem:
     """Returns a problem for `spec`'s kernel with gaps after every row and every matrix."""
     return laid_out(spec, m, n, k, batches, lambda *args: spaced(*args, gap=_ALIGNMENT))
+
+
+def stacked_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Traversal]]:
+    """Returns those of `edge_problems` that have one D, with an operand in a stack of three."""
+    found = []
+    for problem, traversal in edge_problems(spec, num_sms):
+        if problem.l == 1:
+            stacked = padded(spec, problem.m, problem.n, problem.k, STACK)
+            layouts = {"a": stacked.a, "b": stacked.b}
+            assert spec.indexed
+            named: dict[str, Any] = {spec.indexed: layouts[spec.indexed]}
+            problem = replace(problem, indexed=spec.indexed, stack=STACK, **named)
+            found.append((problem, traversal))
+    return found
 
 
 def random_problem(

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import partition
 from ..ops import gated_linear_unit, matmul, ragged_dot
+from ..program_devices import lowering_share
 from ..spec import GemmSpec
 from .lowered import specs_of
 
@@ -111,7 +112,8 @@ def _shares_noted(found: list[GemmSpec]) -> Iterator[None]:
     lowered = partition._lowered
 
     def noting(program: Any, shards: Any, platforms: Any, x64: bool) -> bytes:
-        found.extend(specs_of(lambda *args: list(program(*args)), *shards))
+        with lowering_share():
+            found.extend(specs_of(lambda *args: list(program(*args)), *shards))
         anyhow = partial(program.func, *program.args, **program.keywords | {"implementation": None})
         return lowered(anyhow, shards, platforms, x64)
 

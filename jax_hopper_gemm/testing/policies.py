@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from functools import cache
 
 from ..dispatch import H200, epilogue_specs
@@ -83,6 +84,14 @@ _ATTEMPTS = 400  # random completions tried before a pair counts as impossible
 def covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns legal specs in which each pair of choices that any legal plain spec has occurs."""
     return _covering(CHOICES, seed)
+
+
+@cache
+def stacked_specs() -> tuple[GemmSpec, ...]:
+    """Returns some of `covering_specs`, with A or B one matrix of a stack."""
+    return tuple(
+        replace(spec, indexed="b" if i % 2 else "a") for i, spec in enumerate(covering_specs()[::4])
+    )
 
 
 @cache

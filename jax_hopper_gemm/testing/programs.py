@@ -91,6 +91,14 @@ def _plain_swiglu_pair(x, gate, up, down):
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
 
+def _layers(x, weights):
+    return jax.lax.fori_loop(0, 4, lambda i, x: _hopper(matmul, x, weights[i]), x)
+
+
+def _plain_layers(x, weights):
+    return jax.lax.fori_loop(0, 4, lambda i, x: x @ weights[i], x)
+
+
 def _route(y):
     weights = jax.nn.softmax(y)
     return (weights, *jax.lax.top_k(weights, 8))
@@ -102,6 +110,7 @@ def _statistics(y):
 
 X, OUT = (TOKENS, WIDTH), (TOKENS, WIDTH)
 PROGRAMS = {
+    "layers in a stack": Program(_layers, _plain_layers, (X, (4, WIDTH, WIDTH)), 1),
     "gelu MLP, training": Program(
         _training(_gelu_mlp), _training(_plain_gelu_mlp),
         (OUT, X, (WIDTH, HIDDEN), (HIDDEN,), (HIDDEN, WIDTH), (WIDTH,)), 6,

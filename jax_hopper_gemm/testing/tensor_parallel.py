@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..collective import all_gather_matmul, matmul_reduce_scatter
 from ..ops import limit, matmul
+from ..program_devices import lowering_share
 from ..spec import GemmSpec
 from .lowered import specs_of
 
@@ -82,7 +83,8 @@ class Mlp:
         if form == "automatic":  # XLA asks for the shards' products when it compiles
             shares = Mlp(self.tokens, self.features, self.hidden // devices, self.activation)
             alone = AbstractMesh((1,), (AXIS,), axis_types=(AxisType.Auto,))
-            return specs_of(shares.step("local", alone), *shares.abstract())
+            with lowering_share():
+                return specs_of(shares.step("local", alone), *shares.abstract())
         mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
         return specs_of(self.step(form, mesh), *self.abstract())
 

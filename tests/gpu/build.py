@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -69,10 +70,12 @@ def all_specs() -> list[GemmSpec]:
         dict.fromkeys(
             (
                 *covering_specs(),
+                *stacked_specs(),
                 *epilogue_covering_specs(),
                 *chosen_epilogue_specs(),
                 *grouped_covering_specs(),
                 *table_specs(H200),
+                *table_specs(replace(H200, beside_transfers=True)),
                 *operation_specs().values(),
                 *(spec for program in PROGRAMS.values() for spec in program.specs()),
                 *random_products.specs(),

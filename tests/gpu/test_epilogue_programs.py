@@ -59,6 +59,12 @@ def test_results_are_as_good_as_those_of_xla(program):
         assert got <= 1.5 * max(xla, unit), f"error {got}, XLA's {xla}"
 
 
+def test_one_array_of_a_stack_is_not_copied():
+    program = PROGRAMS["layers in a stack"]
+    hlo = compiled(program, program.arguments()).as_text() or ""
+    assert TARGET in hlo and "dynamic-slice" not in hlo and "dynamic_slice" not in hlo
+
+
 def test_accumulation_takes_the_memory_of_its_operand():
     program = PROGRAMS["accumulation"]
     arguments = list(map(jnp.asarray, program.arguments()))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
 from jax_hopper_gemm.testing import cases, reference, tolerance, trial
-from jax_hopper_gemm.testing.policies import covering_specs
+from jax_hopper_gemm.testing.policies import covering_specs, stacked_specs
 
-SPECS = [s for s in dict.fromkeys((*covering_specs(), *table_specs(H200))) if not s.grouped]
+ALONE = [s for s in dict.fromkeys((*covering_specs(), *table_specs(H200))) if not s.grouped]
+ON_SEVERAL = table_specs(replace(H200, beside_transfers=True))
+SPECS = list(dict.fromkeys((*ALONE, *(s for s in ON_SEVERAL if not s.grouped))))
 FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
 RANDOM_PROBLEMS = 320
 
@@ -36,6 +39,22 @@ def test_kernel_is_exact_on_integers_and_writes_only_d(spec, gpu, checked):
     checked(spec)
 
 
+@pytest.mark.parametrize("spec", stacked_specs(), ids=lambda spec: spec.name)
+def test_kernel_reads_the_matrix_of_a_stack_that_the_gpu_names(spec, gpu, checked):
+    for problem, traversal in cases.stacked_problems(spec, FEW_SMS):
+        assert problem_violations(problem) == []
+        inputs = cases.integer_inputs(problem, 0)
+        for index in (-5, 0, 1, problem.stack - 1, problem.stack + 7):
+            given = replace(inputs, index=np.array([index], np.int32))
+            (result,) = trial.run_all(gpu, problem, spec, traversal, given, num_sms=FEW_SMS)
+            nearest = np.clip([index], 0, problem.stack - 1)
+            a = inputs.a[nearest] if spec.indexed == "a" else inputs.a
+            b = inputs.b[0][nearest] if spec.indexed == "b" else inputs.b[0]
+            expected = reference.integer_product(a, b, result.dtype)
+            np.testing.assert_array_equal(result, expected, f"matrix {index} of {problem}")
+    checked(spec)
+
+
 @pytest.mark.parametrize("spec", covering_specs(), ids=lambda spec: spec.name)
 def test_kernel_is_exact_on_a_full_gpu(spec, gpu):
     num_sms = gpu.device.num_sms
@@ -55,7 +74,7 @@ def test_kernel_gives_the_same_bits_in_20_repeats(spec, gpu):
 @pytest.mark.parametrize("seed", range(RANDOM_PROBLEMS))
 def test_random_problem_is_within_the_derived_bound(seed, gpu):
     rng = random.Random(seed)
-    spec = rng.choice(SPECS)
+    spec = rng.choice(ALONE)
     problem, traversal = cases.random_problem(rng, spec)
     assert problem_violations(problem) == []
     a, b = cases.normals(problem, seed)
