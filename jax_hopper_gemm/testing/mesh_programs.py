@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .. import partition
+from .. import partitioning
 from ..ops import gated_linear_unit, matmul, ragged_dot
 from ..spec import GemmSpec
 from .lowered import specs_of
@@ -108,20 +108,20 @@ class MeshProgram:
 @contextmanager
 def _shares_noted(found: list[GemmSpec]) -> Iterator[None]:
     """Partitions programs for the CPU, too, and notes the kernels of what each device runs."""
-    lowered = partition._lowered
+    lowered = partitioning.call._lowered
 
     def noting(program: Any, shards: Any, platforms: Any, x64: bool) -> bytes:
         found.extend(specs_of(lambda *args: list(program(*args)), *shards))
         anyhow = partial(program.func, *program.args, **program.keywords | {"implementation": None})
         return lowered(anyhow, shards, platforms, x64)
 
-    answer: Any = partition._answer
+    answer: Any = partitioning.call._answer
     patches = {
         "PLATFORMS": [("cpu",)], "_lowered": noting, "_answer": answer.__wrapped__,
     }  # fmt: skip
     with ExitStack() as stack:
         for name, value in patches.items():
-            stack.enter_context(mock.patch.object(partition, name, value))
+            stack.enter_context(mock.patch.object(partitioning.call, name, value))
         yield
 
 

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from programs import CACHED_ON_MESH, LAUNCH, integers, run_fresh
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import partition
-from jax_hopper_gemm.mesh import Mesh
+from jax_hopper_gemm import partitioning
+from jax_hopper_gemm.partitioning.mesh import Mesh
 from jax_hopper_gemm.testing.collectives import collectives, run_counted
 
 EXTENTS = {"b": 8, "m": 64, "n": 16, "k": 32, "c": 2}
@@ -230,7 +230,7 @@ def shares_for_cuda(function: Callable[..., Any], cut: str, *args: Any) -> list[
         types = [x.type for x in (*operation.operands, *operation.results)]
         arrays = tuple((tuple(t.shape), DTYPES[str(t.element_type)]) for t in types)
         given = tuple(tuple((0,) if x == letter else () for x in letters) for letters in names)
-        program, _ = partition._answer(Mesh((2,)), arrays, given, config.encode(), False)
+        program, _ = partitioning.call._answer(Mesh((2,)), arrays, given, config.encode(), False)
         with mlir.make_ir_context():
             found.append(str(ir.Module.parse(program)))
     return found
@@ -241,7 +241,7 @@ def calls_of(operation: Any) -> Any:
         for block in region.blocks:
             for inner in block.operations:
                 if inner.operation.name == "stablehlo.custom_call":
-                    if inner.attributes["call_target_name"].value == partition.TARGET:
+                    if inner.attributes["call_target_name"].value == partitioning.TARGET:
                         yield inner.operation
                 yield from calls_of(inner.operation)
 

@@ -1,6 +1,6 @@
 """Products with an epilogue in a program that XLA partitions over devices.
 
-What a kernel would compute of the function goes into the custom call of `partition`, as the graph
+What a kernel would compute of the function goes into the custom call of `call`, as the graph
 that a kernel's spec holds: plain data, for any extents. What XLA computes after the kernel stays
 in the program. A device whose share has all of K runs one kernel; else the products of the shards
 are summed over devices, and the graph follows.
@@ -20,18 +20,20 @@ from jax import numpy as jnp
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from . import partition
-from .accumulate import Accumulate
-from .contraction import split, stacked_letter
-from .epilogue import EpilogueGraph, Result
-from .fused_ragged_shares import NAME as RAGGED
-from .fused_ragged_shares import RESULTS, with_sizes
-from .jaxprs import abstract, traced
-from .lowering import Call, launcher_violation
-from .routing import Roles, Route
+from ..accumulate import Accumulate
+from ..contraction import split, stacked_letter
+from ..epilogue import EpilogueGraph, Result
+from ..jaxprs import abstract, traced
+from ..lowering import Call, launcher_violation
+from ..program_devices import platforms_of
+from ..routing import Roles, Route
+from ..spans import gate_letter
+from ..tracing import Fusion, evaluate
+from .call import constrained, emit, precision_names, precision_of
+from .fused_ragged import NAME as RAGGED
+from .fused_ragged import RESULTS, with_sizes
+from .local import Local
 from .shares import Labels
-from .spans import gate_letter
-from .tracing import Fusion, evaluate
 
 NAME = "hopper_fused"
 
@@ -42,7 +44,7 @@ def route_partitioned(ctx: mlir.LoweringRuleContext, call: Call, *, insist: bool
     fusion = found.fusion
     if fusion is None or (fusion.uncovered and found.path == "xla"):
         return None
-    if partition.platforms_of(ctx) == ("cuda",) and (not found.supported or launcher_violation()):
+    if platforms_of(ctx) == ("cuda",) and (not found.supported or launcher_violation()):
         return None
     kinds = {result.kind for result in fusion.graph.results}
     if any(kind.startswith("top_k") for kind in kinds) or (call.product.spans and kinds - RESULTS):
@@ -65,13 +67,13 @@ def emit_fused(
       found: of `route_partitioned`.
     """
     fusion, axes = found.fusion, found.roles
-    names = partition.precision_names(precision)
+    names = precision_names(precision)
     assert fusion and axes
     if names is None:
         return None
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # XLA finds shardings
         values = _emit(ctx, call, fusion, axes, names, implementation)
-    return values and partition.constrained(ctx, values, ctx.avals_out)
+    return values and constrained(ctx, values, ctx.avals_out)
 
 
 def _emit(
@@ -115,7 +117,7 @@ def _emit(
         name, labels = RAGGED, with_sizes(labels, product.subscripts)
         values.append(call.sizes)
         params["spans"] = astuple(product.spans)
-    emitted = partition.emit(
+    emitted = emit(
         ctx, name, values, labels, params, avals_out=arrays,
         sum_dtype=_sum_dtype(graph, product.lhs_dtype),
     )  # fmt: skip
@@ -142,7 +144,7 @@ def _sum_dtype(graph: EpilogueGraph, factors: str) -> str:
 
 def fused_of_shards(
     fused: Callable[..., Any],
-    local: partition.Local,
+    local: Local,
     *shards: jax.Array,
     graph: dict[str, Any],
     subscripts: str,
@@ -163,7 +165,7 @@ def fused_of_shards(
     labels, count = local.labels, len(local.labels.factors)
     (lhs, *rights), operands = shards[:count], shards[count:]
     accumulate = Accumulate(
-        subscripts, np.dtype(np.float32), partition.precision_of(precision), None, implementation,
+        subscripts, np.dtype(np.float32), precision_of(precision), None, implementation,
         max_sms=max_sms,
     )  # fmt: skip
     follow = partial(evaluate, found, labels=labels.others, out=labels.out, m=m, n=n)
@@ -193,7 +195,7 @@ def _is_sum(graph: EpilogueGraph, dtype: str) -> bool:
 
 
 def _over_devices(
-    local: partition.Local, results: Sequence[Result], outputs: Sequence[Any], m: str, n: str
+    local: Local, results: Sequence[Result], outputs: Sequence[Any], m: str, n: str
 ) -> list[Any]:
     """Returns the results of the shards, with what is reduced, reduced over devices, too."""
     waiting, found = list(outputs), []

@@ -1,4 +1,4 @@
-"""Products in a program that XLA partitions over devices: each device gets its share as a program.
+"""The custom call of a product that XLA partitions, and the program that each device gets for it.
 
 What a device's share is, XLA knows only when it partitions, long after lowering. So lowering emits
 a custom call that says in words what is asked (`TARGET`, its configuration is JSON), with Shardy's
@@ -36,9 +36,9 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jaxlib import xla_client
 
-from .collectives import Local
+from ..program_devices import axis_left, devices_of, extents_left, platforms_of
+from .local import Local
 from .mesh import Axes, Mesh, is_plain
-from .program_devices import axis_left, devices_of, extents_left, platforms_of
 from .shares import Labels, choose_share, sharding_rule
 
 TARGET = "jax_hopper_gemm.v1.partition"

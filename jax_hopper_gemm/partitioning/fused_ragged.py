@@ -17,15 +17,16 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from . import partition
-from .accumulate import Accumulate
-from .epilogue import EpilogueGraph
-from .group_rows import live_rows, rows_of_groups
-from .jaxprs import traced
+from ..accumulate import Accumulate
+from ..epilogue import EpilogueGraph
+from ..group_rows import live_rows, rows_of_groups
+from ..jaxprs import traced
+from ..spans import GROUPS, Spans, is_contraction
+from ..tracing import evaluate
+from .call import precision_of
+from .local import Local
 from .ragged_shares import ENTRIES, SIZES, Part, RaggedShare
 from .shares import Labels
-from .spans import GROUPS, Spans, is_contraction
-from .tracing import evaluate
 
 NAME = "hopper_fused_ragged"
 RESULTS = {"matrix", "row_sum"}  # what shares are made of; others stay apart from the product
@@ -46,7 +47,7 @@ def with_sizes(labels: Labels, subscripts: str) -> Labels:
 
 def fused_of_ragged_shards(
     fused: Callable[..., Any],
-    local: partition.Local,
+    local: Local,
     *shards: jax.Array,
     graph: dict[str, Any],
     subscripts: str,
@@ -63,7 +64,7 @@ def fused_of_ragged_shards(
     Args:
       fused: `hopper_fused_p.bind`.
       *shards: factors, operands of the graph, and the sizes, whole.
-      **params: those that `fused_shares.emit_fused` hands in.
+      **params: those that `fused.emit_fused` hands in.
     """
     found, labels = EpilogueGraph.from_dict(graph), local.labels
     count, rows = len(labels.factors), not is_contraction(subscripts)
@@ -72,7 +73,7 @@ def fused_of_ragged_shards(
     length = lhs.shape[0] * share.rows.count
     own_sizes, own_spans = share.local_sizes(sizes, length), share.local_spans()
     accumulate = Accumulate(
-        subscripts, np.dtype(np.float32), partition.precision_of(precision), None, implementation,
+        subscripts, np.dtype(np.float32), precision_of(precision), None, implementation,
         own_spans, max_sms=max_sms,
     )  # fmt: skip
     follow = partial(_follow, found, labels.others[:-1], labels.out, m, n, rows)
@@ -108,7 +109,7 @@ def fused_of_ragged_shards(
     ]
 
 
-def _sums_first(graph: EpilogueGraph, local: partition.Local, n: str, rows: bool) -> bool:
+def _sums_first(graph: EpilogueGraph, local: Local, n: str, rows: bool) -> bool:
     """Whether the products of shards are summed over devices before the graph follows.
 
     Where only groups are sharded, each row is whole on one device: what is summed then are the
