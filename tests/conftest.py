@@ -36,9 +36,10 @@ def fake_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu() -> Iterator[None]:
     """Products are partitioned by us in programs for the CPU, too, each share XLA's product."""
-    monkeypatch.setattr(partitioning.call, "PLATFORMS", [("cpu",), ("cuda",)])
+    with partitioning.on_cpu():
+        yield
 
 
 @pytest.fixture(scope="module")

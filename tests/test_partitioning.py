@@ -237,6 +237,28 @@ def test_shards_that_no_kernel_runs_say_so_where_a_kernel_is_wanted():
         share_for_cuda([1, 2], [1, 1], "float32", "hopper")
 
 
+def test_programs_of_shares_can_be_seen_and_replaced():
+    a, b = array("mk", {"m": "y"}), array("kn", {})
+    shapes = []
+
+    def negative(program, shards):
+        shapes.append([x.shape for x in shards])
+        return lambda *shards: [-x for x in program(*shards)]
+
+    def twice(a, b):
+        return jhg.matmul(a, b), jhg.matmul(a, 1 - b)
+
+    with partitioning.on_cpu(negative):
+        found = jax.jit(twice)(a, b)
+    assert shapes == [[(16, 32), (32, 16)]] * 2
+    expected = a @ b, a @ (1 - b)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, -y), found, expected)
+    with partitioning.on_cpu():
+        after = jax.jit(lambda a, b: twice(a, b))(a, b)
+    jax.tree.map(np.testing.assert_array_equal, after, expected)
+    assert partitioning.TARGET not in jax.jit(lambda a, b: jhg.matmul(a, b)).lower(a, b).as_text()
+
+
 # Across processes.
 
 PROGRAM = (

@@ -29,12 +29,6 @@ SIZES = {
 XLA = partial(jhg.ragged_dot, implementation="xla")
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products are partitioned by us in programs for the CPU, too, each share XLA's product."""
-    monkeypatch.setattr(partitioning.call, "PLATFORMS", [("cpu",), ("cuda",)])
-
-
 def mesh(axis_type: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
     return jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type, axis_type))
 
