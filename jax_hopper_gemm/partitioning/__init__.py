@@ -6,11 +6,12 @@
     local.py          what the program of a share knows, and its sums over devices
     fused.py          products with an epilogue: their calls, and the program of a share
     ragged.py         ragged products: likewise
+    fused_product.py  what a call of a product with an epilogue says
     fused_ragged.py   the program of a share of a ragged product with an epilogue
     ragged_shares.py  the rows and groups of a ragged product that a share has
 
-`call.py` knows no product. Lowering uses it, and `fused.py`, `ragged.py` and `fused_ragged.py` use
-lowering: they are imported by their names.
+`call.py` knows no product. Lowering uses it, and what knows fused and ragged products uses
+lowering: those files are imported by their names.
 """
 
 from .call import (
