@@ -1,9 +1,9 @@
 """Products with an epilogue in a program that XLA partitions over devices.
 
-What a kernel would compute of the function goes into the custom call of `call`, as the graph
-that a kernel's spec holds: plain data, for any extents. What XLA computes after the kernel stays
-in the program. A device whose share has all of K runs one kernel; else the products of the shards
-are summed over devices, and the graph follows.
+What a kernel would compute of the function goes into the custom call, as the graph that a kernel's
+spec holds: plain data, for any extents. What XLA computes after the kernel stays in the program. A
+device whose share has all of K runs one kernel; else the products of the shards are summed over
+devices, and the graph follows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ragged products in a program that XLA partitions over devices.
 
-In the custom call of `call` an axis that is two in one has a letter for each: periods ("p")
-and their rows or groups, planes ("c"; gate and up) and their columns. So devices can have a part of
-either. On a device they are one again.
+In the custom call an axis that is two in one has a letter for each: periods ("p") and their rows or
+groups, planes ("c"; gate and up) and their columns. So devices can have a part of either. On a
+device they are one again.
 """
 
 from __future__ import annotations
