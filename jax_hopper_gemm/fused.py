@@ -27,12 +27,9 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, xla
 from jax.interpreters import partial_eval as pe
 
-from . import partition
+from . import partitioning
 from .accumulate import Accumulate
 from .contraction import split
-from .fused_ragged_shares import NAME as RAGGED
-from .fused_ragged_shares import fused_of_ragged_shards
-from .fused_shares import emit_fused, fused_of_shards, route_partitioned
 from .fused_tangent import Recompute, batched_product, epilogue_tangent_p
 from .group_rows import live_rows, live_rows_p, rows_of_groups, rows_of_groups_p
 from .jaxprs import (
@@ -48,6 +45,9 @@ from .jaxprs import (
     transpose_by,
 )
 from .lowering import Call, register_lowering
+from .partitioning.fused import emit_fused, fused_of_shards, route_partitioned
+from .partitioning.fused_ragged import NAME as RAGGED
+from .partitioning.fused_ragged import fused_of_ragged_shards
 from .primitive import as_cotangent, cotangent_of
 from .routing import Product
 from .span_sizes import sizes_of_each
@@ -468,7 +468,7 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) 
 def _lower_partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
     """Emits a product with its function, or else the product and the function behind it."""
     accumulate, count = params["accumulate"], 1 + params["rights"]
-    if not partition.applies(ctx):
+    if not partitioning.applies(ctx):
         return None
     call = Call(
         product_of(ctx.avals_in, params), values[:count], values[count:],
@@ -506,8 +506,8 @@ register_lowering(
     hopper_fused_p, _abstract_eval, _reference, _lower_for_cuda,
     lambda params: params["accumulate"].implementation, _lower_partitioned,
 )  # fmt: skip
-partition.register(hopper_fused_p.name, partial(fused_of_shards, hopper_fused_p.bind))
-partition.register(RAGGED, partial(fused_of_ragged_shards, hopper_fused_p.bind))
+partitioning.register(hopper_fused_p.name, partial(fused_of_shards, hopper_fused_p.bind))
+partitioning.register(RAGGED, partial(fused_of_ragged_shards, hopper_fused_p.bind))
 
 
 # The products of one array with gate and with up. Its transpose is their sum, which the second

@@ -20,10 +20,9 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, xla
 from jax.interpreters import partial_eval as pe
 
-from . import partition
+from . import partitioning
 from .accumulate import Accumulate, unstacked
 from .contraction import split
-from .fused_shares import emit_fused, route_partitioned
 from .group_rows import mapped_first, mapped_shared, without_masks
 from .jaxprs import (
     ClosedJaxpr,
@@ -36,8 +35,9 @@ from .jaxprs import (
     with_accumulator,
 )
 from .lowering import Call, is_launch, launcher_violation, product_at, register_lowering
+from .partitioning.fused import emit_fused, route_partitioned
+from .partitioning.ragged import partitioned_ragged_product_at
 from .primitive import partitioned_product_at, with_batch
-from .ragged_partition import partitioned_ragged_product_at
 from .routing import Route
 from .spans import is_contraction
 
@@ -335,7 +335,7 @@ def _lower_epilogue_partitioned(
     ctx: mlir.LoweringRuleContext, *values: Any, jaxpr: ClosedJaxpr
 ) -> Any:
     """Emits the same where XLA partitions the program over devices."""
-    if not partition.applies(ctx):
+    if not partitioning.applies(ctx):
         return None
     choices = []
     for index, value in enumerate(values):

@@ -10,7 +10,7 @@ from jax import export
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from . import lowering, partition
+from . import lowering, partitioning
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def launches_of(exported: export.Exported) -> list[Launch]:
     """
     with mlir.make_ir_context():
         module = ir.Module.parse(exported.mlir_module())
-        if list(_calls(module, partition.TARGET)):
+        if list(_calls(module, partitioning.TARGET)):
             raise ValueError(
                 f"{exported.fun_name} is partitioned over {exported.nr_devices} devices where it "
                 "is loaded, and its kernels are chosen there"

@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from . import config, native, partition
+from . import config, native, partitioning
 from .contraction import split
 from .dot_general import to_subscripts, with_partitions
 from .epilogue import Result
@@ -460,7 +460,7 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     library carries a version in its name, and its attributes hold all that a launch needs. The
     process that runs the program on a GPU must `import jax_hopper_gemm`, which registers it.
     """
-    targets = TARGET, partition.TARGET
+    targets = TARGET, partitioning.TARGET
     return [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
 
 

@@ -22,7 +22,7 @@ from jax import numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from . import partition
+from . import partitioning
 from .contraction import split
 from .dot_general import (
     DotGeneral,
@@ -32,7 +32,6 @@ from .dot_general import (
 )
 from .lowering import Call, launcher_violation, product_between, register_lowering
 from .routing import Product
-from .shares import Labels
 
 hopper_dot_p = Primitive("hopper_dot")
 
@@ -192,15 +191,15 @@ def _lower_partitioned(
     ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, out_sharding: Any, **params: Any
 ) -> Any:
     """Leaves to XLA what no kernel could run of any share, or what cannot be launched at all."""
-    if not partition.applies(ctx):
+    if not partitioning.applies(ctx):
         return None
     (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
     call = Call(product_of(lhs_aval, rhs_aval, out_aval, params), (lhs, rhs)).untransposed()
-    if partition.platforms_of(ctx) == ("cuda",):
+    if partitioning.platforms_of(ctx) == ("cuda",):
         found = call.route(ctx, kernel_only=params["implementation"] == "hopper")
         if not found.supported or launcher_violation():
             return None
-    if (names := partition.precision_names(params["precision"])) is None:
+    if (names := partitioning.precision_names(params["precision"])) is None:
         return None
     preferred = params["preferred_element_type"]
     words = {
@@ -210,8 +209,8 @@ def _lower_partitioned(
         "implementation": params["implementation"],
         "max_sms": params["max_sms"],
     }
-    labels = Labels.of(call.product.subscripts)
-    return partition.emit(ctx, hopper_dot_p.name, call.values, labels, words)
+    labels = partitioning.Labels.of(call.product.subscripts)
+    return partitioning.emit(ctx, hopper_dot_p.name, call.values, labels, words)
 
 
 def partitioned_product_at(value: Any) -> tuple[Call, dict[str, Any]] | None:
@@ -219,18 +218,18 @@ def partitioned_product_at(value: Any) -> tuple[Call, dict[str, Any]] | None:
 
     As `lowering.product_at`; with it come its precision and implementation.
     """
-    if (found := partition.call_at(value, hopper_dot_p.name)) is None:
+    if (found := partitioning.call_at(value, hopper_dot_p.name)) is None:
         return None
     (lhs, rhs), words = found
     if (product := product_between(words["subscripts"], lhs, rhs, value)) is None:
         return None
-    precision = partition.precision_of(words["precision"])
+    precision = partitioning.precision_of(words["precision"])
     options = {"precision": precision, "implementation": words["implementation"]}
     return Call(replace(product, max_sms=words.get("max_sms")), (lhs, rhs)), options
 
 
 def _product_of_shards(
-    local: partition.Local,
+    local: partitioning.Local,
     lhs: jax.Array,
     rhs: jax.Array,
     *,
@@ -241,7 +240,7 @@ def _product_of_shards(
 ) -> list[jax.Array]:
     preferred = preferred_element_type and np.dtype(jnp.dtype(preferred_element_type))
     product = hopper_dot_p.bind(
-        lhs, rhs, precision=partition.precision_of(precision), preferred_element_type=preferred,
+        lhs, rhs, precision=partitioning.precision_of(precision), preferred_element_type=preferred,
         out_sharding=None, max_sms=max_sms, **params,
     )  # fmt: skip
     return [local.sum(product)]
@@ -251,4 +250,4 @@ register_lowering(
     hopper_dot_p, _abstract_eval, reference_dot, _lower_for_cuda,
     lambda params: params["implementation"], _lower_partitioned,
 )  # fmt: skip
-partition.register(hopper_dot_p.name, _product_of_shards)
+partitioning.register(hopper_dot_p.name, _product_of_shards)

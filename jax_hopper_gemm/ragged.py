@@ -21,13 +21,13 @@ from jax import numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from . import partition
+from . import partitioning
 from .contraction import split
 from .jaxprs import alike_in_shard_map, traced
 from .lowering import Call, register_lowering
+from .partitioning.ragged import NAME as RAGGED
+from .partitioning.ragged import emit_ragged, ragged_of_shards
 from .primitive import as_cotangent
-from .ragged_partition import NAME as RAGGED
-from .ragged_partition import emit_ragged, ragged_of_shards
 from .ragged_reference import alike, reference_ragged_dot
 from .routing import Product
 from .span_sizes import sizes_of_each
@@ -282,7 +282,7 @@ def _lower_for_cuda(
 def _lower_partitioned(
     ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, sizes: Any, **params: Any
 ) -> Any:
-    if params["implementation"] == "xla" or not partition.applies(ctx):
+    if params["implementation"] == "xla" or not partitioning.applies(ctx):
         return None
     (lhs_aval, rhs_aval, sizes_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
     product = product_of(lhs_aval, rhs_aval, sizes_aval, out_aval, params)
@@ -298,4 +298,4 @@ register_lowering(
     hopper_ragged_dot_p, _abstract_eval, reference_ragged_dot, _lower_for_cuda,
     lambda params: params["implementation"], _lower_partitioned,
 )  # fmt: skip
-partition.register(RAGGED, partial(ragged_of_shards, hopper_ragged_dot_p.bind))
+partitioning.register(RAGGED, partial(ragged_of_shards, hopper_ragged_dot_p.bind))

@@ -9,7 +9,7 @@ import jax
 import pytest
 from fake_driver.harness import build_fakes
 
-from jax_hopper_gemm import native, partition
+from jax_hopper_gemm import native, partitioning
 from jax_hopper_gemm.dispatch import choice
 from jax_hopper_gemm.dispatch.table import Table
 
@@ -36,9 +36,10 @@ def fake_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu() -> Iterator[None]:
     """Products are partitioned by us in programs for the CPU, too, each share XLA's product."""
-    monkeypatch.setattr(partition, "PLATFORMS", [("cpu",), ("cuda",)])
+    with partitioning.on_cpu():
+        yield
 
 
 @pytest.fixture(scope="module")

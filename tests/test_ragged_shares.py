@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_hopper_gemm.ragged_shares import Part, RaggedShare
+from jax_hopper_gemm.partitioning.ragged_shares import Part, RaggedShare
 from jax_hopper_gemm.span_sizes import group_of_rows, sizes_of_each
 from jax_hopper_gemm.spans import Spans
 

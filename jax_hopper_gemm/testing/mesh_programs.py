@@ -6,12 +6,10 @@ are sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +17,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .. import partition
 from ..ops import gated_linear_unit, matmul, ragged_dot
-from ..program_devices import lowering_share
+from ..partitioning import on_cpu
 from ..spec import GemmSpec
 from .lowered import specs_of
 
@@ -101,30 +98,14 @@ class MeshProgram:
             for names, spec in pairs
         ]
         found: list[GemmSpec] = []
-        with _shares_noted(found):
+
+        def noted(program: Callable[..., Any], shards: Sequence[Any]) -> Callable[..., Any]:
+            found.extend(specs_of(program, *shards))
+            return partial(program, implementation=None)  # CPUs run no kernel
+
+        with on_cpu(noted):
             jax.jit(lambda *args: function(*args)).lower(*shapes).compile()
         return found
-
-
-@contextmanager
-def _shares_noted(found: list[GemmSpec]) -> Iterator[None]:
-    """Partitions programs for the CPU, too, and notes the kernels of what each device runs."""
-    lowered = partition._lowered
-
-    def noting(program: Any, shards: Any, platforms: Any, x64: bool) -> bytes:
-        with lowering_share():
-            found.extend(specs_of(lambda *args: list(program(*args)), *shards))
-        anyhow = partial(program.func, *program.args, **program.keywords | {"implementation": None})
-        return lowered(anyhow, shards, platforms, x64)
-
-    answer: Any = partition._answer
-    patches = {
-        "PLATFORMS": [("cpu",)], "_lowered": noting, "_answer": answer.__wrapped__,
-    }  # fmt: skip
-    with ExitStack() as stack:
-        for name, value in patches.items():
-            stack.enter_context(mock.patch.object(partition, name, value))
-        yield
 
 
 def _hopper(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

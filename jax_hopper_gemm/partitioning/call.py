@@ -1,4 +1,4 @@
-"""Products in a program that XLA partitions over devices: each device gets its share as a program.
+"""The custom call of a product that XLA partitions, and the program that each device gets for it.
 
 What a device's share is, XLA knows only when it partitions, long after lowering. So lowering emits
 a custom call that says in words what is asked (`TARGET`, its configuration is JSON), with Shardy's
@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import lru_cache, partial
 from typing import Any
@@ -36,21 +37,23 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jaxlib import xla_client
 
-from .collectives import Local
-from .mesh import Axes, Mesh, is_plain
-from .program_devices import (
+from ..program_devices import (
     axis_left,
     devices_of,
     extents_left,
     lowering_share,
     platforms_of,
 )
+from .local import Local
+from .mesh import Axes, Mesh, is_plain
 from .shares import Labels, choose_share, sharding_rule
 
 TARGET = "jax_hopper_gemm.v1.partition"
 VERSION = 1  # of a call's configuration, which exported programs hold
 CONFIG: Any = jax.config  # of which not every version of JAX has types
 PLATFORMS = [("cuda",)]  # what a program is lowered for, where products are partitioned here
+
+Program = Callable[..., Sequence[Any]]  # of a share: (local, *shards, **params)
 
 # Lowering: the custom call.
 
@@ -167,13 +170,31 @@ def constrained(
 # XLA's partitioner comes back.
 
 
-Program = Callable[..., Sequence[Any]]
 _programs: dict[str, Program] = {}
+_replace: Callable[[Program, Sequence[Any]], Program] | None = None  # see `on_cpu`
 
 
 def register(name: str, program: Program) -> None:
     """Says what each device runs of the calls of a name: `program(local, *shards, **params)`."""
     _programs[name] = program
+
+
+@contextmanager
+def on_cpu(replace: Callable[[Program, Sequence[Any]], Program] | None = None) -> Iterator[None]:
+    """Takes part in programs for the CPU, too, in all threads: tests and tools have no GPUs.
+
+    Args:
+      replace: gets each share's program, a function of the shards, and their abstract values, and
+        returns the program to lower in its place. Then none comes from the cache.
+    """
+    global _replace
+    outside, _replace = _replace, replace
+    PLATFORMS.append(("cpu",))
+    try:
+        yield
+    finally:
+        PLATFORMS.remove(("cpu",))
+        _replace = outside
 
 
 def _partition(
@@ -192,7 +213,8 @@ def _partition(
         tuple(mesh.axes_of(sharding)) if is_plain(sharding) else ((),) * len(shape)
         for sharding, (shape, _) in zip(shardings, arrays, strict=True)
     )
-    program, axes = _answer(mesh, arrays, given, config, CONFIG.jax_enable_x64)
+    answer = _answer if _replace is None else _answer.__wrapped__
+    program, axes = answer(mesh, arrays, given, config, CONFIG.jax_enable_x64)
     found = [mesh.sharding(each) for each in axes]
     wanted, results = found[: len(arg_shapes)], found[len(arg_shapes) :]
     if several:
@@ -230,8 +252,11 @@ def _answer(
     ]
     operands = shards[: len(shards) - len(labels.results)]
     local = Local(mesh, labels, share, asked["sum_dtype"], axis)
-    program = partial(_programs[asked["name"]], local, **asked["params"])
+    program: Program = partial(_programs[asked["name"]], local, **asked["params"])
     try:
+        if _replace is not None:
+            with lowering_share():
+                program = _replace(program, operands)
         return _lowered(program, operands, tuple(asked["platforms"]), x64), axes
     except NotImplementedError as error:  # XLA raises an error of its own, with this one's text
         whole, part = (

@@ -1,8 +1,8 @@
 """Ragged products in a program that XLA partitions over devices.
 
-In the custom call of `partition` an axis that is two in one has a letter for each: periods ("p")
-and their rows or groups, planes ("c"; gate and up) and their columns. So devices can have a part of
-either. On a device they are one again.
+In the custom call an axis that is two in one has a letter for each: periods ("p") and their rows or
+groups, planes ("c"; gate and up) and their columns. So devices can have a part of either. On a
+device they are one again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from . import partition
-from .lowering import Call, launcher_violation, product_between
+from ..lowering import Call, launcher_violation, product_between
+from ..program_devices import platforms_of
+from ..spans import Spans
+from .call import call_at, emit, precision_names, precision_of
+from .local import Local
 from .ragged_shares import PERIODS, RaggedShare, ragged_labels
 from .shares import Labels
-from .spans import Spans
 
 NAME = "hopper_ragged_dot"
 PLANES = "c"
@@ -43,11 +45,11 @@ def emit_ragged(
     What no kernel could run of any share, or what cannot be launched at all, is left to XLA.
     """
     call = call.untransposed()
-    if partition.platforms_of(ctx) == ("cuda",):
+    if platforms_of(ctx) == ("cuda",):
         found = call.route(ctx, kernel_only=implementation == "hopper")
         if not found.supported or launcher_violation():
             return None
-    if (names := partition.precision_names(precision)) is None:
+    if (names := precision_names(precision)) is None:
         return None
     product, spans, preferred = call.product, call.product.spans, preferred_element_type
     assert spans
@@ -71,7 +73,7 @@ def emit_ragged(
         else x
         for x, names in zip(values, labels.factors, strict=True)
     ]
-    emitted = partition.emit(ctx, NAME, [*factors, call.sizes], labels, words, avals_out=[aval])
+    emitted = emit(ctx, NAME, [*factors, call.sizes], labels, words, avals_out=[aval])
     return emitted and [_reshaped(emitted[0], ctx.avals_out[0].shape)]
 
 
@@ -131,7 +133,7 @@ def partitioned_ragged_product_at(value: Any) -> tuple[Call, dict[str, Any]] | N
 
     Of one whose axes each have one letter.
     """
-    if (found := partition.call_at(value, NAME)) is None:
+    if (found := call_at(value, NAME)) is None:
         return None
     (lhs, rhs, sizes), words = found
     subscripts = words["subscripts"]
@@ -144,7 +146,7 @@ def partitioned_ragged_product_at(value: Any) -> tuple[Call, dict[str, Any]] | N
         sizes=sizes.type.shape[0],
         max_sms=words.get("max_sms"),
     )
-    precision = partition.precision_of(words["precision"])
+    precision = precision_of(words["precision"])
     options = {"precision": precision, "implementation": words["implementation"]}
     return Call(product, (lhs, rhs), sizes=sizes), options
 
@@ -154,7 +156,7 @@ def partitioned_ragged_product_at(value: Any) -> tuple[Call, dict[str, Any]] | N
 
 def ragged_of_shards(
     product: Callable[..., jax.Array],
-    local: partition.Local,
+    local: Local,
     lhs: jax.Array,
     rhs: jax.Array,
     sizes: jax.Array,
@@ -180,7 +182,7 @@ def ragged_of_shards(
     preferred = preferred_element_type and np.dtype(jnp.dtype(preferred_element_type))
     found = product(
         lhs, rhs, share.local_sizes(sizes, length), spans=share.local_spans(),
-        precision=partition.precision_of(precision), preferred_element_type=preferred,
+        precision=precision_of(precision), preferred_element_type=preferred,
         max_sms=max_sms, **params,
     )  # fmt: skip
     periods //= share.periods.count

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from .contraction import split
+from ..contraction import split
 from .mesh import Axes, Mesh
 
 # What a choice between shardings costs, roughly, on one GPU: only the order of choices follows.

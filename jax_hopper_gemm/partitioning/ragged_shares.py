@@ -19,10 +19,10 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from .contraction import split
+from ..contraction import split
+from ..span_sizes import span_ends
+from ..spans import GROUPS, Spans
 from .shares import Labels
-from .span_sizes import span_ends
-from .spans import GROUPS, Spans
 
 PERIODS, SIZES, ENTRIES = "p", "s", "h"  # h: groups of which each device reads all entries
 

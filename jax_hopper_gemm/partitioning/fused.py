@@ -1,15 +1,15 @@
 """Products with an epilogue in a program that XLA partitions over devices.
 
-What a kernel would compute of the function goes into the custom call of `partition`, as the graph
-that a kernel's spec holds: plain data, for any extents. What XLA computes after the kernel stays
-in the program. A device whose share has all of K runs one kernel; else the products of the shards
-are summed over devices, and the graph follows.
+What a kernel would compute of the function goes into the custom call, as the graph that a kernel's
+spec holds: plain data, for any extents. What XLA computes after the kernel stays in the program. A
+device whose share has all of K runs one kernel; else the products of the shards are summed over
+devices, and the graph follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import replace
 from functools import partial
 from string import ascii_lowercase
 from typing import Any
@@ -20,18 +20,20 @@ from jax import numpy as jnp
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from . import partition
-from .accumulate import Accumulate
-from .contraction import split, stacked_letter
-from .epilogue import EpilogueGraph, Result
-from .fused_ragged_shares import NAME as RAGGED
-from .fused_ragged_shares import RESULTS, with_sizes
-from .jaxprs import abstract, traced
-from .lowering import Call, launcher_violation
-from .routing import Roles, Route
+from ..contraction import split, stacked_letter
+from ..epilogue import EpilogueGraph, Result
+from ..jaxprs import abstract, traced
+from ..lowering import Call, launcher_violation
+from ..program_devices import platforms_of
+from ..routing import Roles, Route
+from ..spans import gate_letter
+from ..tracing import Fusion, evaluate
+from .call import constrained, emit, precision_names
+from .fused_product import FusedProduct
+from .fused_ragged import NAME as RAGGED
+from .fused_ragged import RESULTS, with_sizes
+from .local import Local
 from .shares import Labels
-from .spans import gate_letter
-from .tracing import Fusion, evaluate
 
 NAME = "hopper_fused"
 
@@ -42,7 +44,7 @@ def route_partitioned(ctx: mlir.LoweringRuleContext, call: Call, *, insist: bool
     fusion = found.fusion
     if fusion is None or (fusion.uncovered and found.path == "xla"):
         return None
-    if partition.platforms_of(ctx) == ("cuda",) and (not found.supported or launcher_violation()):
+    if platforms_of(ctx) == ("cuda",) and (not found.supported or launcher_violation()):
         return None
     kinds = {result.kind for result in fusion.graph.results}
     if any(kind.startswith("top_k") for kind in kinds) or (call.product.spans and kinds - RESULTS):
@@ -65,13 +67,13 @@ def emit_fused(
       found: of `route_partitioned`.
     """
     fusion, axes = found.fusion, found.roles
-    names = partition.precision_names(precision)
+    names = precision_names(precision)
     assert fusion and axes
     if names is None:
         return None
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # XLA finds shardings
         values = _emit(ctx, call, fusion, axes, names, implementation)
-    return values and partition.constrained(ctx, values, ctx.avals_out)
+    return values and constrained(ctx, values, ctx.avals_out)
 
 
 def _emit(
@@ -105,18 +107,16 @@ def _emit(
     read = mlir.lower_fun(partial(_read, fusion, shapes), multiple_results=True)
     operands = read(ctx.replace(avals_in=avals), *call.operands)
     in_place = call.in_place if call.in_place in fusion.operands else None
-    params = {
-        "graph": asdict(graph), "subscripts": product.subscripts, "m": axes.m, "n": axes.n,
-        "precision": precision, "implementation": implementation, "max_sms": product.max_sms,
-        "in_place": None if in_place is None else fusion.operands.index(in_place),
-    }  # fmt: skip
+    fused = FusedProduct(
+        graph, product.subscripts, axes.m, axes.n, precision, implementation, product.max_sms,
+        None if in_place is None else fusion.operands.index(in_place), product.spans,
+    )  # fmt: skip
     name, values = NAME, [*call.values, *operands]
     if product.spans:
         name, labels = RAGGED, with_sizes(labels, product.subscripts)
         values.append(call.sizes)
-        params["spans"] = astuple(product.spans)
-    emitted = partition.emit(
-        ctx, name, values, labels, params, avals_out=arrays,
+    emitted = emit(
+        ctx, name, values, labels, fused.to_dict(), avals_out=arrays,
         sum_dtype=_sum_dtype(graph, product.lhs_dtype),
     )  # fmt: skip
     if emitted is None:
@@ -141,38 +141,25 @@ def _sum_dtype(graph: EpilogueGraph, factors: str) -> str:
 
 
 def fused_of_shards(
-    fused: Callable[..., Any],
-    local: partition.Local,
-    *shards: jax.Array,
-    graph: dict[str, Any],
-    subscripts: str,
-    m: str,
-    n: str,
-    precision: list[str],
-    implementation: str | None,
-    in_place: int | None,
-    max_sms: int | None = None,
+    fused: Callable[..., Any], local: Local, *shards: jax.Array, **params: Any
 ) -> list[jax.Array]:
     """The program of a share.
 
     Args:
       fused: `hopper_fused_p.bind`.
-      **params: those that `emit_fused` hands in.
+      **params: of a `FusedProduct`.
     """
-    found = EpilogueGraph.from_dict(graph)
+    product = FusedProduct.from_dict(params)
+    graph, m, n, accumulate = product.graph, product.m, product.n, product.accumulate()
     labels, count = local.labels, len(local.labels.factors)
     (lhs, *rights), operands = shards[:count], shards[count:]
-    accumulate = Accumulate(
-        subscripts, np.dtype(np.float32), partition.precision_of(precision), None, implementation,
-        max_sms=max_sms,
-    )  # fmt: skip
-    follow = partial(evaluate, found, labels=labels.others, out=labels.out, m=m, n=n)
+    follow = partial(evaluate, graph, labels=labels.others, out=labels.out, m=m, n=n)
     cut = any(local.share.axes[letter] for letter in labels.contracted)
     across = any(local.share.result(letter) for letter in n)
-    if cut or (across and found.needs_whole_rows):
+    if cut or (across and graph.needs_whole_rows):
         dtype = np.dtype(jnp.dtype(local.sum_dtype)) if cut else accumulate.dtype
         products = [local.sum(x) for x in replace(accumulate, dtype=dtype)(lhs, rights)]
-        if _is_sum(found, str(dtype)):  # as plain as this, XLA adds up shards of both before it
+        if _is_sum(graph, str(dtype)):  # as plain as this, XLA adds up shards of both before it
             return [products[0] + operands[0]]  # sums over devices
         accumulators = [x.astype(jnp.float32) for x in products]
         return follow([*accumulators, *operands], reduce=local.reduce)
@@ -180,9 +167,9 @@ def fused_of_shards(
     function = traced(lambda *args: follow(args), *accumulators, *operands)
     outputs = fused(
         lhs, *rights, *operands, jaxpr=function, rights=len(rights), accumulate=accumulate,
-        preactivation="save", in_place=in_place,
+        preactivation="save", in_place=product.in_place,
     )  # fmt: skip
-    return _over_devices(local, found.results, outputs, m, n)
+    return _over_devices(local, graph.results, outputs, m, n)
 
 
 def _is_sum(graph: EpilogueGraph, dtype: str) -> bool:
@@ -193,7 +180,7 @@ def _is_sum(graph: EpilogueGraph, dtype: str) -> bool:
 
 
 def _over_devices(
-    local: partition.Local, results: Sequence[Result], outputs: Sequence[Any], m: str, n: str
+    local: Local, results: Sequence[Result], outputs: Sequence[Any], m: str, n: str
 ) -> list[Any]:
     """Returns the results of the shards, with what is reduced, reduced over devices, too."""
     waiting, found = list(outputs), []

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from programs import integers, lowered
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import moe, partition
+from jax_hopper_gemm import moe
 from jax_hopper_gemm.testing.collectives import collectives
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -24,12 +24,6 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 EXTENTS = {"m": 64, "k": 32, "n": 16, "g": 8, "c": 2}
 SIZES = np.array([9, 0, 3, 7, 1, 20, 5, 3], np.int32)
 CALL = r"name\\22: \\22(\w+)"
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products are partitioned by us in programs for the CPU, too, each share XLA's product."""
-    monkeypatch.setattr(partition, "PLATFORMS", [("cpu",), ("cuda",)])
 
 
 def mesh(axis_type: AxisType = AxisType.Auto) -> jax.sharding.Mesh:

@@ -1,4 +1,4 @@
-"""Sums over devices inside the program of one device's share, and what it knows of the others.
+"""What the program of one device's share knows beside its shards, and sums over devices in it.
 
 Such a program is lowered for one device, where JAX has no names of mesh axes: devices are numbers.
 """

@@ -19,8 +19,11 @@ from jax.sharding import PartitionSpec as P
 from programs import CACHED_ON_MESH, LAUNCH, integers, run_fresh
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import partition
-from jax_hopper_gemm.mesh import Mesh
+from jax_hopper_gemm import partitioning
+from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
+from jax_hopper_gemm.partitioning.fused_product import FusedProduct
+from jax_hopper_gemm.partitioning.mesh import Mesh
+from jax_hopper_gemm.spans import Spans
 from jax_hopper_gemm.testing.collectives import collectives, run_counted
 
 EXTENTS = {"b": 8, "m": 64, "n": 16, "k": 32, "c": 2}
@@ -209,6 +212,36 @@ def test_a_function_of_whole_rows_follows_a_product_of_its_own():
     jax.tree.map(np.testing.assert_array_equal, found, tuple(expected))
 
 
+# What a call says.
+
+
+# Of version 1: exported programs hold such text.
+SAID = (
+    '{"graph": {"accumulators": 1, "operands": [{"kind": "row", "dtype": "bfloat16"}], '
+    '"nodes": [{"op": "add", "args": [0, 1], "params": []}], "results": [{"kind": "matrix", '
+    '"value": 2, "dtype": "bfloat16", "k": 0, "plane": 0, "planes": 1}]}, '
+    '"subscripts": "mk,gkn->mn", "m": "m", "n": "n", "precision": ["HIGHEST"], '
+    '"implementation": "hopper", "max_sms": 32, "in_place": 0'
+)
+
+
+@pytest.mark.parametrize(
+    "end, spans", [("}", None), (', "spans": [9, 8, 0, 8]}', Spans(9, 8, 0, 8))]
+)
+def test_what_a_call_says_has_the_same_text(end, spans):
+    product = FusedProduct.from_dict(json.loads(SAID + end))
+    add = EpilogueGraph(
+        1, (Operand("row", "bfloat16"),), (Node("add", (0, 1)),), (Result("matrix", 2, "bfloat16"),)
+    )
+    assert (product.graph, product.max_sms, product.spans) == (add, 32, spans)
+    assert json.dumps(product.to_dict()) == SAID + end
+
+
+def test_a_call_from_before_max_sms_has_no_limit():
+    product = FusedProduct.from_dict(json.loads(SAID.replace('"max_sms": 32, ', "") + "}"))
+    assert (product.max_sms, product.in_place) == (None, 0)
+
+
 # What a device runs.
 
 
@@ -230,7 +263,7 @@ def shares_for_cuda(function: Callable[..., Any], cut: str, *args: Any) -> list[
         types = [x.type for x in (*operation.operands, *operation.results)]
         arrays = tuple((tuple(t.shape), DTYPES[str(t.element_type)]) for t in types)
         given = tuple(tuple((0,) if x == letter else () for x in letters) for letters in names)
-        program, _ = partition._answer(Mesh((2,)), arrays, given, config.encode(), False)
+        program, _ = partitioning.call._answer(Mesh((2,)), arrays, given, config.encode(), False)
         with mlir.make_ir_context():
             found.append(str(ir.Module.parse(program)))
     return found
@@ -241,7 +274,7 @@ def calls_of(operation: Any) -> Any:
         for block in region.blocks:
             for inner in block.operations:
                 if inner.operation.name == "stablehlo.custom_call":
-                    if inner.attributes["call_target_name"].value == partition.TARGET:
+                    if inner.attributes["call_target_name"].value == partitioning.TARGET:
                         yield inner.operation
                 yield from calls_of(inner.operation)
 

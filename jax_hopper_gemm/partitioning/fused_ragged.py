@@ -17,15 +17,15 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from . import partition
-from .accumulate import Accumulate
-from .epilogue import EpilogueGraph
-from .group_rows import live_rows, rows_of_groups
-from .jaxprs import traced
+from ..epilogue import EpilogueGraph
+from ..group_rows import live_rows, rows_of_groups
+from ..jaxprs import traced
+from ..spans import GROUPS, Spans, is_contraction
+from ..tracing import evaluate
+from .fused_product import FusedProduct
+from .local import Local
 from .ragged_shares import ENTRIES, SIZES, Part, RaggedShare
 from .shares import Labels
-from .spans import GROUPS, Spans, is_contraction
-from .tracing import evaluate
 
 NAME = "hopper_fused_ragged"
 RESULTS = {"matrix", "row_sum"}  # what shares are made of; others stay apart from the product
@@ -45,38 +45,26 @@ def with_sizes(labels: Labels, subscripts: str) -> Labels:
 
 
 def fused_of_ragged_shards(
-    fused: Callable[..., Any],
-    local: partition.Local,
-    *shards: jax.Array,
-    graph: dict[str, Any],
-    subscripts: str,
-    spans: Sequence[int],
-    m: str,
-    n: str,
-    precision: list[str],
-    implementation: str | None,
-    in_place: int | None,
-    max_sms: int | None = None,
+    fused: Callable[..., Any], local: Local, *shards: jax.Array, **params: Any
 ) -> list[jax.Array]:
     """The program of a share.
 
     Args:
       fused: `hopper_fused_p.bind`.
       *shards: factors, operands of the graph, and the sizes, whole.
-      **params: those that `fused_shares.emit_fused` hands in.
+      **params: of a `FusedProduct` that has spans.
     """
-    found, labels = EpilogueGraph.from_dict(graph), local.labels
-    count, rows = len(labels.factors), not is_contraction(subscripts)
+    product, labels = FusedProduct.from_dict(params), local.labels
+    graph, m, n, in_place = product.graph, product.m, product.n, product.in_place
+    count, rows = len(labels.factors), not is_contraction(product.subscripts)
     (lhs, *rights), operands, sizes = shards[:count], shards[count:-1], shards[-1]
-    share = RaggedShare.of(Spans(*spans), local.part)
+    assert product.spans
+    share = RaggedShare.of(product.spans, local.part)
     length = lhs.shape[0] * share.rows.count
     own_sizes, own_spans = share.local_sizes(sizes, length), share.local_spans()
-    accumulate = Accumulate(
-        subscripts, np.dtype(np.float32), partition.precision_of(precision), None, implementation,
-        own_spans, max_sms=max_sms,
-    )  # fmt: skip
-    follow = partial(_follow, found, labels.others[:-1], labels.out, m, n, rows)
-    if _sums_first(found, local, n, rows):
+    accumulate = product.accumulate(own_spans)
+    follow = partial(_follow, graph, labels.others[:-1], labels.out, m, n, rows)
+    if _sums_first(graph, local, n, rows):
         dtype = np.dtype(jnp.dtype(local.sum_dtype))
         products = replace(accumulate, dtype=dtype)(lhs, rights, own_sizes)
         accumulators = [local.sum(x).astype(jnp.float32) for x in products]
@@ -101,14 +89,14 @@ def fused_of_ragged_shards(
         accumulate=accumulate, preactivation="save",
         in_place=None if in_place is None else in_place + 1,
     )  # fmt: skip
-    whole = [result for result in found.results if result.plane == 0]
+    whole = [result for result in graph.results if result.plane == 0]
     return [
         local.sum(x, names) if result.kind == "matrix" else local.reduce(x, n, "add")
         for x, names, result in zip(outputs, labels.results, whole, strict=True)
     ]
 
 
-def _sums_first(graph: EpilogueGraph, local: partition.Local, n: str, rows: bool) -> bool:
+def _sums_first(graph: EpilogueGraph, local: Local, n: str, rows: bool) -> bool:
     """Whether the products of shards are summed over devices before the graph follows.
 
     Where only groups are sharded, each row is whole on one device: what is summed then are the
