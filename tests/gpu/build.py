@@ -36,6 +36,7 @@ from jax_hopper_gemm.testing.policies import (
     covering_specs,
     epilogue_covering_specs,
     grouped_covering_specs,
+    stacked_specs,
 )
 from jax_hopper_gemm.testing.programs import PROGRAMS
 from jax_hopper_gemm.testing.tensor_parallel import overlap_specs
