@@ -7,6 +7,7 @@ are sharded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -100,18 +101,28 @@ class MeshProgram:
             for names, spec in pairs
         ]
         found: list[GemmSpec] = []
-        with _shares_noted(found):
+        with shares_noted(found):
             jax.jit(lambda *args: function(*args)).lower(*shapes).compile()
         return found
 
 
 @contextmanager
-def _shares_noted(found: list[GemmSpec]) -> Iterator[None]:
-    """Partitions programs for the CPU, too, and notes the kernels of what each device runs."""
+def shares_noted(found: list[GemmSpec]) -> Iterator[None]:
+    """Partitions programs for the CPU, too, and notes the kernels of what each device runs.
+
+    Args:
+      found: takes them, one for each launch, while programs are compiled.
+    """
     lowered = partition._lowered
 
     def noting(program: Any, shards: Any, platforms: Any, x64: bool) -> bytes:
-        found.extend(specs_of(lambda *args: list(program(*args)), *shards))
+        def specs() -> list[GemmSpec]:
+            with jax.enable_x64(x64):
+                return specs_of(lambda *args: list(program(*args)), *shards)
+
+        # As in `lowered`: a mesh that is set in this thread is one for all devices.
+        with ThreadPoolExecutor(1) as thread:
+            found.extend(thread.submit(specs).result())
         anyhow = partial(program.func, *program.args, **program.keywords | {"implementation": None})
         return lowered(anyhow, shards, platforms, x64)
 
