@@ -26,7 +26,7 @@ from . import config, native, partitioning
 from .contraction import split
 from .dot_general import to_subscripts, with_partitions
 from .epilogue import Result
-from .operations import Indexed, beneath_transpose, indexed_beneath, rows_beneath
+from .operations import beneath_transpose, indexed_beneath, rows_beneath
 from .plan import result_shapes
 from .program_devices import devices_of, lowers_share
 from .reductions import finish_partials
@@ -126,7 +126,7 @@ class Call:
         """
         kernel_only = implementation == "hopper"
         direct = self.untransposed()
-        for call in (*direct.indexing(), direct.gathering(), direct, self):
+        for call in (direct.indexing(), direct.gathering(), direct, self):
             found = call.route(ctx, kernel_only=kernel_only)
             if found.supported:
                 break
@@ -190,23 +190,22 @@ class Call:
                 return replace(self, product=product, values=values, rows=rows)
         return self
 
-    def indexing(self) -> list[Call]:
+    def indexing(self) -> Call:
         """Returns the same product that reads an operand, one array of a stack, within the stack.
 
-        XLA would copy it for a custom call. Of two such operands the larger comes first.
+        XLA would copy it for a custom call. Of two such operands it is the larger one.
         """
         product = self.product
         if product.spans or product.indexed or len(self.values) > 2:
-            return []
-        lhs, rhs = map(indexed_beneath, self.values)
-        left = lhs and self._indexed("a", (lhs.stack, self.values[1]), lhs)
-        right = rhs and self._indexed("b", (self.values[0], rhs.stack), rhs)
-        larger_first = prod(product.lhs_shape) >= prod(product.rhs_shape)
-        return [x for x in ((left, right) if larger_first else (right, left)) if x]
-
-    def _indexed(self, operand: Literal["a", "b"], values: tuple[Any, ...], one: Indexed) -> Call:
-        product = replace(self.product, indexed=operand, stack=one.stack.type.shape[0])
-        return replace(self, product=product, values=values, index=one.index)
+            return self
+        sizes = prod(product.lhs_shape), prod(product.rhs_shape)
+        for i in (0, 1) if sizes[0] >= sizes[1] else (1, 0):
+            if found := indexed_beneath(self.values[i]):
+                stack = found.stack.type.shape[0]
+                product = replace(product, indexed="ab"[i], stack=stack)
+                values = (*self.values[:i], found.stack, *self.values[i + 1 :])
+                return replace(self, product=product, values=values, index=found.index)
+        return self
 
     def gathered_by(self, operand: Literal["a", "b"], rows: Any) -> Call:
         """Returns the same product where an operand is rows, given whole, that indices pick."""

@@ -12,6 +12,7 @@ from jax_hopper_gemm.dispatch import (
     Device,
     choice,
     choose,
+    epilogue_specs,
     legal_specs,
     problem_violations,
     table_specs,
@@ -304,8 +305,8 @@ def test_large_tiles_are_claimed_where_transfers_may_hold_sms():
         alone, beside = choose(problem, H200), choose(problem, SEVERAL)
         if beside == alone:
             spec = alone.spec
-            small = spec is None or spec.tile_m * spec.tile_n < choice.LARGE_TILE
-            assert small or spec.tile_scheduler != "static"
+            if spec and spec.tile_scheduler == "static":
+                assert spec.tile_m * spec.tile_n < choice.LARGE_TILE
             continue
         assert alone.spec and beside.spec and beside.spec in buildable
         assert beside.spec == replace(alone.spec, tile_scheduler="dynamic")
@@ -315,10 +316,18 @@ def test_large_tiles_are_claimed_where_transfers_may_hold_sms():
     assert claiming > 100
 
 
-def test_a_kernel_without_registers_to_claim_tiles_keeps_its_share():
+def test_another_kernel_claims_tiles_where_the_best_has_no_registers_for_it():
     negated = EpilogueGraph(1, (), (Node("neg", (0,)),), (Result("matrix", 1, "bfloat16"),))
-    wide = GemmSpec("bfloat16", "bfloat16", "k", "n", 256, 192, cluster_n=2, num_stages=3,
-                    epi_tile_n=32, epi_stages=2, epilogue=negated)  # fmt: skip
-    assert violations(wide) == [] and choice.claiming_spec(wide) is None
-    plain = replace(wide, epilogue=None)
+    problem = replace(GemmProblem.dense(8192, 14336, 8192), epilogue=negated)
+    alone, beside = choose(problem, H200), choose(problem, SEVERAL)
+    assert alone.spec and choice.claiming_spec(alone.spec) is None
+    plain = replace(alone.spec, epilogue=None)
     assert choice.claiming_spec(plain) == replace(plain, tile_scheduler="dynamic")
+    assert beside.spec and beside.traversal and beside.spec.tile_scheduler == "dynamic"
+    assert beside.spec in epilogue_specs(SEVERAL, [negated], ["bfloat16"])
+    costs = [
+        estimate(problem, found.spec, found.traversal, H200).ns
+        for found in (alone, beside)
+        if found.spec and found.traversal
+    ]
+    assert costs[1] <= choice.MAX_CLAIMING_COST * costs[0]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jax_hopper_gemm.testing.mesh_programs import MESH_PROGRAMS, PRODUCTS
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm.testing.mesh_programs import MESH_PROGRAMS, PRODUCTS, shares_noted
 
 pytestmark = pytest.mark.usefixtures("launcher")
 
@@ -29,3 +33,14 @@ def test_ours_are_the_plain_functions():
     result, *gradients = jax.jit(lambda *args: program.step(program.plain, *args))(*arguments)
     assert [x.shape for x in gradients] == [x.shape for x in arguments[1:]]
     assert 0.5 < float(np.std(np.float32(result))) < 2
+
+
+def test_shares_are_noted_where_a_mesh_is_set():
+    found = []
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    rows = NamedSharding(mesh, P("x"))
+    a = jax.ShapeDtypeStruct((128, 64), jnp.bfloat16, sharding=rows)
+    b = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
+    with jax.set_mesh(mesh), shares_noted(found):
+        jax.jit(lambda a, b: jhg.matmul(a, b)).lower(a, b).compile()
+    assert len(found) == 1

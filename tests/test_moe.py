@@ -27,6 +27,10 @@ def layer(k, **options):
     return partial(moe.mixture_of_experts, experts_per_token=k, **options)
 
 
+def routed(k, **options):
+    return jax.jit(lambda logits: moe.route(logits, k, **options))
+
+
 def loss(function, *args):
     return (function(*args) ** 2).sum()
 
@@ -129,34 +133,34 @@ def test_ties_go_to_the_lower_expert():
 def test_renormalised_weights_are_the_softmax_of_the_chosen_logits():
     logits = jax.random.normal(jax.random.key(0), (9, 8))
     best, experts = lax.top_k(logits, 3)
-    routing = moe.route(logits, 3, scale=2.5)
+    routing = routed(3, scale=2.5)(logits)
     np.testing.assert_array_equal(routing.experts, experts)
     assert_close(routing.weights, 2.5 * jax.nn.softmax(best))
-    plain = moe.route(logits, 3, normalize=False)
+    plain = routed(3, normalize=False)(logits)
     assert_close(plain.weights, lax.top_k(jax.nn.softmax(logits), 3)[0])
 
 
 def test_a_selection_bias_chooses_and_does_not_weigh():
     logits = jax.random.normal(jax.random.key(0), (9, 8))
     bias = jnp.zeros(8).at[5].set(2.0)
-    routing = moe.route(logits, 2, score="sigmoid", selection_bias=bias, normalize=False)
+    routing = routed(2, score="sigmoid", selection_bias=bias, normalize=False)(logits)
     np.testing.assert_array_equal(routing.experts[:, 0], 5)
     assert_close(routing.weights[:, 0], jax.nn.sigmoid(logits[:, 5]))
-    gradient = jax.grad(
-        lambda b: moe.route(logits, 2, score="sigmoid", selection_bias=b).weights.sum()
-    )(bias)
+    weights = lambda b: moe.route(logits, 2, score="sigmoid", selection_bias=b).weights  # noqa: E731
+    gradient = jax.jit(jax.grad(lambda b: weights(b).sum()))(bias)
     np.testing.assert_array_equal(gradient, 0)
 
 
 def test_statistics_and_losses_are_those_of_their_definitions():
     logits = jax.random.normal(jax.random.key(1), (10, 4))
-    routing = moe.route(logits, 2)
+    routing = routed(2)(logits)
     load = np.bincount(np.asarray(routing.experts).reshape(-1), minlength=4) / 20
-    probability = np.asarray(jax.nn.softmax(logits)).mean(0)
+    exponentials = np.exp(np.asarray(logits, np.float64))
+    probability = (exponentials / exponentials.sum(-1, keepdims=True)).mean(0)
     assert_close(routing.statistics.load, load)
     assert_close(routing.statistics.probability, probability)
     assert_close(moe.load_balancing_loss(routing.statistics), 4 * (load * probability).sum())
-    z = np.log(np.exp(np.asarray(logits, np.float64)).sum(-1))
+    z = np.log(exponentials.sum(-1))
     assert_close(moe.router_z_loss(routing.statistics), (z**2).mean())
     gradients = (
         jax.jit(jax.grad(f))(logits)
@@ -194,16 +198,17 @@ def test_the_router_kernel_chooses_from_what_gradients_see():
     program = str(jax.make_jaxpr(jax.grad(
         lambda x: moe.router(x, kernel, 4).weights.var()))(x))  # fmt: skip
     assert len(re.findall(r"= top_k\b", program)) == 1
-    assert moe.router(x, kernel, 4).weights.dtype == jnp.float32
+    chosen = jax.eval_shape(lambda x, kernel: moe.router(x, kernel, 4), x, kernel)
+    assert chosen.weights.dtype == jnp.float32
 
 
 def test_dispatch_and_combine_are_transposes():
-    routing = moe.route(jax.random.normal(jax.random.key(0), (11, 6)), 3)
+    routing = routed(3)(jax.random.normal(jax.random.key(0), (11, 6)))
     x, rows = integers((11, 4)), integers((33, 4), seed=1)
     np.testing.assert_array_equal(moe.dispatch_rows(x, routing), x[routing.order // 3])
     expected = jnp.zeros_like(x).at[routing.order // 3].add(rows)
     np.testing.assert_array_equal(moe.combine_rows(rows, routing), expected)
-    (gradient,) = jax.linear_transpose(lambda x: moe.dispatch_rows(x, routing), x)(rows)
+    (gradient,) = jax.jit(jax.linear_transpose(lambda x: moe.dispatch_rows(x, routing), x))(rows)
     np.testing.assert_array_equal(gradient, expected)
     np.testing.assert_array_equal(
         moe.row_weights(routing), routing.weights.reshape(-1)[routing.order]
@@ -294,9 +299,10 @@ def test_leading_axes_and_dtypes_are_those_of_the_tokens():
 def test_grouped_mlp_leaves_rows_of_no_group_zero():
     x, _, gate_up, down = weights_of(9, 6, 4, 10)
     sizes = jnp.asarray([2, 0, 3, 1])
-    y = moe.grouped_mlp(x, gate_up, down, sizes, row_weights=jnp.arange(9.0))
+    mlp = jax.jit(moe.grouped_mlp)
+    y = mlp(x, gate_up, down, sizes, row_weights=jnp.arange(9.0))
     np.testing.assert_array_equal(y[6:], 0)
-    plain = moe.grouped_mlp(x, gate_up, down, sizes)
+    plain = mlp(x, gate_up, down, sizes)
     assert_close(y, plain * jnp.arange(9.0)[:, None])
 
 

@@ -17,6 +17,8 @@ from jax_hopper_gemm.testing import moe_programs
 from jax_hopper_gemm.testing.lowered import specs_of
 from jax_hopper_gemm.testing.moe_programs import AXIS, SPREAD, MoeProgram, rows_written
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SMALL = MoeProgram(40, 16, 24, 8, 3)
 SIGMOID = replace(SMALL, score="sigmoid", scale=2.5, bias=tuple(np.linspace(0, 0.3, 8)))
 CROWDED = replace(SMALL, bias=(2.0,) * 3 + (0.0,) * 5)
@@ -101,10 +103,12 @@ def nnx_step(program: MoeProgram, **options: Any) -> tuple[Any, Any]:
     nnx: Any = pytest.importorskip("flax.nnx", reason="needs the extra `flax`")
     from jax_hopper_gemm import nn
 
-    x, *_ = (jnp.zeros(a.shape, a.dtype) for a in program.abstract())
-    layer = nn.MoE(
-        program.features, program.hidden, num_experts=program.experts,
-        experts_per_token=program.k, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **options,
+    x = jnp.zeros(program.abstract()[0].shape, program.abstract()[0].dtype)
+    layer = nnx.eval_shape(
+        lambda: nn.MoE(
+            program.features, program.hidden, num_experts=program.experts,
+            experts_per_token=program.k, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **options,
+        )
     )  # fmt: skip
     graph, state = nnx.split(layer)
 

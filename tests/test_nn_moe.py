@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -43,10 +44,15 @@ def filled(**options):
     return made, x
 
 
+@partial(nnx.jit, static_argnames="return_statistics")
+def run(made, x, return_statistics=False):
+    return made(x, return_statistics=return_statistics)
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 def test_layer_is_the_loop_over_its_parameters(stacked):
     made, x = filled(stacked=stacked)
-    y, statistics = made(x.reshape(2, 4, 6), return_statistics=True)
+    y, statistics = run(made, x.reshape(2, 4, 6), return_statistics=True)
     assert_close(y, looped(*weights_of(8, 6, 8, 10), k=2).reshape(2, 4, 6))
     assert_close(statistics.load.sum(), 1.0)
 
@@ -69,15 +75,16 @@ def test_each_expert_starts_as_a_layer_of_its_own():
 def test_dtypes_are_those_of_flax_layers():
     half = layer(dtype=jnp.bfloat16)
     assert half.down[...].dtype == jnp.float32
-    assert half(jnp.ones((3, 6))).dtype == jnp.bfloat16
-    assert layer(param_dtype=jnp.bfloat16)(jnp.ones((3, 6), jnp.bfloat16)).dtype == jnp.bfloat16
+    assert nnx.eval_shape(run, half, jnp.ones((3, 6))).dtype == jnp.bfloat16
+    stored = layer(param_dtype=jnp.bfloat16)
+    assert nnx.eval_shape(run, stored, jnp.ones((3, 6), jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_router_dtype_is_that_of_the_routers_product():
     x = jax.random.normal(jax.random.key(0), (64, 6)).astype(jnp.bfloat16)
     made = layer(dtype=jnp.bfloat16, router_dtype=jnp.float32)
-    _, statistics = made(x, return_statistics=True)
-    wide = moe.route(x.astype(jnp.float32) @ made.router[...], 2)
+    _, statistics = run(made, x, return_statistics=True)
+    wide = jax.jit(lambda x, w: moe.route(x @ w, 2))(x.astype(jnp.float32), made.router[...])
     assert_close(statistics, wide.statistics)
 
 
@@ -91,16 +98,16 @@ def test_experts_over_a_mesh_are_the_layer_of_one_device(exchange):
     x = x.reshape(8, 1, 6)
 
     @nnx.jit
-    def run(made, x):
+    def gradient_of(made, x):
         def loss(made):
             y, statistics = made(x, return_statistics=True)
             return (y**2).sum() + moe.load_balancing_loss(statistics), y
 
         return nnx.grad(loss, has_aux=True)(made)
 
-    expected, y = run(here, x)
+    expected, y = gradient_of(here, x)
     with jax.set_mesh(mesh):
-        gradient, spread = run(there, x)
+        gradient, spread = gradient_of(there, x)
     assert_close(spread, y)
     assert_close(gradient.router[...], expected.router[...])
     assert_close(gradient.down[...], expected.down[...])
@@ -117,7 +124,7 @@ def test_a_layer_inside_of_shard_map_takes_its_own_experts():
         lambda state, x: nnx.merge(graph, state)(x),
         mesh=mesh, in_specs=(specs, P("expert")), out_specs=P("expert"),
     )  # fmt: skip
-    assert_close(jax.jit(spread)(state, x), here(x))
+    assert_close(jax.jit(spread)(state, x), run(here, x))
 
 
 def test_training_lowers_the_loss_and_balances_the_load():
@@ -178,10 +185,10 @@ def test_gradients_leave_the_selection_bias_alone():
     assert "selection_bias" not in nnx.state(made, nnx.Param)
     assert made.selection_bias is not None
     made.selection_bias[...] = jnp.zeros(8).at[3].set(5.0)
-    _, statistics = made(x, return_statistics=True)
+    _, statistics = run(made, x, return_statistics=True)
     assert statistics.load[3] == 0.5
     twin = ours_linen.MoE(10, use_selection_bias=True, score="sigmoid", **SIZES)
-    variables = twin.init(jax.random.key(0), x)
+    variables = jax.jit(twin.init)(jax.random.key(0), x)
     np.testing.assert_array_equal(variables["moe"]["selection_bias"], np.zeros(8))
 
 
@@ -211,7 +218,7 @@ def test_parameters_of_mixtral_load_and_go_back(stacked):
     params = nn.from_huggingface({**state, "lm_head.weight": x}, prefix=prefix, stacked=stacked)
     made = layer(stacked=stacked)
     nnx.update(made, params)
-    assert_close(made(x), expected)
+    assert_close(run(made, x), expected)
     assert_equal(nn.to_huggingface(params, names="mixtral", prefix=prefix), state)
 
 
@@ -242,7 +249,7 @@ def test_parameters_of_maxtext_load_and_go_back(stacked):
     made = layer(stacked=stacked, use_selection_bias=True)
     nnx.update(made, params)
     expected = looped(x, router, gate_up, down, 2, bias=np.arange(8.0))
-    assert_close(made(x), expected)
+    assert_close(run(made, x), expected)
 
 
 # Errors.

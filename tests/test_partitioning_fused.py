@@ -26,6 +26,8 @@ from jax_hopper_gemm.partitioning.mesh import Mesh
 from jax_hopper_gemm.spans import Spans
 from jax_hopper_gemm.testing.collectives import collectives, run_counted
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 EXTENTS = {"b": 8, "m": 64, "n": 16, "k": 32, "c": 2}
 CALL = r"name\\22: \\22(\w+)"
 relu = jax.nn.relu

@@ -254,9 +254,6 @@ def _answer(
     local = Local(mesh, labels, share, asked["sum_dtype"], axis)
     program: Program = partial(_programs[asked["name"]], local, **asked["params"])
     try:
-        if _replace is not None:
-            with lowering_share():
-                program = _replace(program, operands)
         return _lowered(program, operands, tuple(asked["platforms"]), x64), axes
     except NotImplementedError as error:  # XLA raises an error of its own, with this one's text
         whole, part = (
@@ -275,10 +272,11 @@ def _lowered(
     program: Program, shards: Sequence[Any], platforms: tuple[str, ...], x64: bool
 ) -> bytes:
     """Returns the bytecode of a program of one device."""
-    function = jax.jit(lambda *operands: list(program(*operands)), keep_unused=True)
 
     def lowered() -> Any:
         with jax.enable_x64(x64), lowering_share():
+            share = program if _replace is None else _replace(program, shards)
+            function = jax.jit(lambda *operands: list(share(*operands)), keep_unused=True)
             lowering = function.trace(*shards).lower(lowering_platforms=platforms)
             return lowering.compiler_ir("stablehlo")
 

@@ -6,7 +6,8 @@ are sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,14 +99,25 @@ class MeshProgram:
             for names, spec in pairs
         ]
         found: list[GemmSpec] = []
-
-        def noted(program: Callable[..., Any], shards: Sequence[Any]) -> Callable[..., Any]:
-            found.extend(specs_of(program, *shards))
-            return partial(program, implementation=None)  # CPUs run no kernel
-
-        with on_cpu(noted):
+        with shares_noted(found):
             jax.jit(lambda *args: function(*args)).lower(*shapes).compile()
         return found
+
+
+@contextmanager
+def shares_noted(found: list[GemmSpec]) -> Iterator[None]:
+    """Partitions programs for the CPU, too, and notes the kernels of what each device runs.
+
+    Args:
+      found: takes them, one for each launch, while programs are compiled.
+    """
+
+    def noted(program: Callable[..., Any], shards: Sequence[Any]) -> Callable[..., Any]:
+        found.extend(specs_of(program, *shards))
+        return partial(program, implementation=None)  # CPUs run no kernel
+
+    with on_cpu(noted):
+        yield
 
 
 def _hopper(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

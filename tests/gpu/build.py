@@ -22,6 +22,7 @@ from pathlib import Path
 
 import jax
 import nnx_step
+import notebook_block
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
@@ -86,6 +87,7 @@ def all_specs() -> list[GemmSpec]:
                 *mesh_specs(),
                 *training_step.specs(),
                 *nnx_step.specs(),
+                *(spec for axis in notebook_block.MESHES for spec in notebook_block.specs(axis)),
                 *transformation_specs(),
                 *overlap_specs(),
             )
