@@ -126,7 +126,7 @@ class Call:
         """
         kernel_only = implementation == "hopper"
         direct = self.untransposed()
-        for call in (direct.indexing(), direct.gathering(), direct, self):
+        for call in (direct.indexing().gathering(), direct, self):
             found = call.route(ctx, kernel_only=kernel_only)
             if found.supported:
                 break
