@@ -474,8 +474,9 @@ def _lower_partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: An
         product_of(ctx.avals_in, params), values[:count], values[count:],
         tuple(ctx.avals_in[count:]), params["in_place"],
         sizes=values[count] if accumulate.spans else None,
-    ).untransposed()  # fmt: skip
+    )  # fmt: skip
     insist = accumulate.implementation == "hopper"
+    call = call.readable(ctx, kernel_only=insist)
     emitted = None
     if accumulate.batch:  # by its products, which are mapped
         pass

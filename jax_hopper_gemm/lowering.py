@@ -147,6 +147,12 @@ class Call:
         device = replace(device, beside_transfers=lowers_share())
         return route(self.product, device, kernel_only=kernel_only)
 
+    def readable(self, ctx: mlir.LoweringRuleContext, *, kernel_only: bool) -> Call:
+        """Returns `untransposed`, unless a kernel runs the product of these operands alone."""
+        direct = self.untransposed()
+        runs = [call.route(ctx, kernel_only=kernel_only).supported for call in (direct, self)]
+        return self if runs == [False, True] else direct
+
     def untransposed(self) -> Call:
         """Returns the same product of the arrays that the operands are transposes of.
 

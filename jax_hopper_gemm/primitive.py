@@ -194,9 +194,11 @@ def _lower_partitioned(
     if not partitioning.applies(ctx):
         return None
     (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
-    call = Call(product_of(lhs_aval, rhs_aval, out_aval, params), (lhs, rhs)).untransposed()
+    insist = params["implementation"] == "hopper"
+    call = Call(product_of(lhs_aval, rhs_aval, out_aval, params), (lhs, rhs))
+    call = call.readable(ctx, kernel_only=insist)
     if partitioning.platforms_of(ctx) == ("cuda",):
-        found = call.route(ctx, kernel_only=params["implementation"] == "hopper")
+        found = call.route(ctx, kernel_only=insist)
         if not found.supported or launcher_violation():
             return None
     if (names := partitioning.precision_names(params["precision"])) is None:

@@ -191,6 +191,20 @@ def test_transposed_operands_are_read_as_they_lie():
     assert partitioning.TARGET in text and "stablehlo.transpose" not in text
 
 
+@pytest.mark.usefixtures("launcher")
+def test_a_transpose_that_no_kernel_reads_through_stays():
+    x, y = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16, 32, 64), (16, 8, 32, 8)))
+    shardings = NamedSharding(mesh(), P("y")), NamedSharding(mesh(), P("y"))
+
+    def product(x, y):
+        heads_last = y.transpose(0, 2, 1, 3)  # (16, 32, 8, 8), as attention's gradients have it
+        return jhg.dot_general(x, heads_last, (((0, 1), (0, 1)), ((), ())))
+
+    traced = jax.jit(product, in_shardings=shardings).trace(x, y)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(partitioning.TARGET) == 1 and "stablehlo.dot_general" not in text
+
+
 def share_for_cuda(
     spec_k: list[int], out: list[int], dtype: str = "bfloat16", implementation: str | None = None
 ) -> str:

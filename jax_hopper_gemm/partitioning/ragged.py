@@ -44,9 +44,10 @@ def emit_ragged(
 
     What no kernel could run of any share, or what cannot be launched at all, is left to XLA.
     """
-    call = call.untransposed()
+    insist = implementation == "hopper"
+    call = call.readable(ctx, kernel_only=insist)
     if platforms_of(ctx) == ("cuda",):
-        found = call.route(ctx, kernel_only=implementation == "hopper")
+        found = call.route(ctx, kernel_only=insist)
         if not found.supported or launcher_violation():
             return None
     if (names := precision_names(precision)) is None:
