@@ -204,14 +204,14 @@ class Call:
         product = self.product
         if product.spans or product.indexed or len(self.values) > 2:
             return self
-        sizes = prod(product.lhs_shape), prod(product.rhs_shape)
-        for i in (0, 1) if sizes[0] >= sizes[1] else (1, 0):
-            if found := indexed_beneath(self.values[i]):
-                stack = found.stack.type.shape[0]
-                product = replace(product, indexed="ab"[i], stack=stack)
-                values = (*self.values[:i], found.stack, *self.values[i + 1 :])
-                return replace(self, product=product, values=values, index=found.index)
-        return self
+        found = {i: one for i, x in enumerate(self.values) if (one := indexed_beneath(x))}
+        if not found:
+            return self
+        i = max(found, key=lambda i: prod((product.lhs_shape, product.rhs_shape)[i]))
+        stack, index = found[i].stack, found[i].index
+        product = replace(product, indexed="ab"[i], stack=stack.type.shape[0])
+        values = (*self.values[:i], stack, *self.values[i + 1 :])
+        return replace(self, product=product, values=values, index=index)
 
     def gathered_by(self, operand: Literal["a", "b"], rows: Any) -> Call:
         """Returns the same product where an operand is rows, given whole, that indices pick."""

@@ -47,6 +47,8 @@ def indexed_beneath(value: Any) -> Indexed | None:
     if getattr(part, "name", None) != "stablehlo.dynamic_slice":
         return None
     stack, index, *_ = part.operands  # whole axes begin at 0, whatever the other indices are
+    if not stack.type.has_static_shape:
+        return None
     shape, one = list(stack.type.shape), list(part.results[0].type.shape)
     if one != [1, *shape[1:]] or list(value.type.shape) != shape[1:]:
         return None

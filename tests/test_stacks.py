@@ -81,6 +81,19 @@ def test_an_index_of_another_type_is_not_read_by_the_kernel():
     assert found == [None]
 
 
+@pytest.mark.parametrize("lhs", ["r, 256", "4, r, 256"])
+def test_a_symbolic_extent_is_left_to_xla(lhs):
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(lhs), jnp.bfloat16)
+    ws = jax.ShapeDtypeStruct(WS, jnp.bfloat16)
+
+    def function(x, ws, i):
+        return jhg.matmul(x if x.ndim == 2 else x[i], ws[i])
+
+    checks = jhg.export_disabled_checks()
+    export = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)
+    assert "dot_general" in export(x, ws, INDEX).mlir_module()
+
+
 def test_gradients_read_the_stack_too():
     def loss(x, ws, i):
         return jnp.sum(jhg.matmul(x, ws[i]).astype(jnp.float32) ** 2)
