@@ -150,8 +150,9 @@ class Call:
     def readable(self, ctx: mlir.LoweringRuleContext, *, kernel_only: bool) -> Call:
         """Returns `untransposed`, unless a kernel runs the product of these operands alone."""
         direct = self.untransposed()
-        runs = [call.route(ctx, kernel_only=kernel_only).supported for call in (direct, self)]
-        return self if runs == [False, True] else direct
+        if direct.route(ctx, kernel_only=kernel_only).supported:
+            return direct
+        return self if self.route(ctx, kernel_only=kernel_only).supported else direct
 
     def untransposed(self) -> Call:
         """Returns the same product of the arrays that the operands are transposes of.

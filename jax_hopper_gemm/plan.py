@@ -270,16 +270,15 @@ def _operand_maps(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Poin
             return Pointer(0)
         if axis == "k":
             return _span_map(0, p.ab_dtype, p.a, p.m, p.k, spec.a_box)
-        batches = p.stack if p.indexed == "a" else 1 if axis == "m" else p.l
-        return _tensor_map(0, p.ab_dtype, p.a, {"m": p.m, "k": p.k}, batches, spec.a_box)
+        return _tensor_map(0, p.ab_dtype, p.a, {"m": p.m, "k": p.k}, p.matrices("a"), spec.a_box)
 
     def b_map(buffer: int, offset: int = 0) -> TensorMap | Pointer:
         if spec.gathered == "b":
             return Pointer(buffer)
         if axis == "k":
             return _span_map(buffer, p.ab_dtype, p.b, p.n, p.k, spec.b_box, offset)
-        extents, batches = {"n": p.n, "k": p.k}, p.stack if p.indexed == "b" else p.l
-        return _tensor_map(buffer, p.ab_dtype, p.b, extents, batches, spec.b_box, offset)
+        extents = {"n": p.n, "k": p.k}
+        return _tensor_map(buffer, p.ab_dtype, p.b, extents, p.matrices("b"), spec.b_box, offset)
 
     maps = [a_map(), b_map(1)]
     if p.gated and p.up_offset is None:

@@ -180,6 +180,13 @@ class GemmProblem:
         """Whether there are two B's."""
         return self.graph.accumulators == 2
 
+    def matrices(self, operand: Literal["a", "b"]) -> int:
+        """Returns how many matrices of A, or of one B, there are to address."""
+        if self.indexed == operand:
+            return self.stack
+        alone = self.groups is not None and (operand == "a" or self.groups.axis == "k")
+        return 1 if alone else self.l
+
     @property
     def flops(self) -> int:
         """Of a grouped product: if all of the axis belongs to groups."""

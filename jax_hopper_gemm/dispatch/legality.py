@@ -79,16 +79,12 @@ def problem_violations(problem: GemmProblem) -> list[str]:
         found += _stack_violations(p)
     if found:  # what follows does arithmetic on the fields above
         return found
-    axis = p.groups.axis if p.groups else None
-    batches_a, batches_b = (1 if axis else p.l), (1 if axis == "k" else p.l)
-    batches_a = p.stack if p.indexed == "a" else batches_a
-    batches_b = p.stack if p.indexed == "b" else batches_b
     extents_a, extents_b = {"m": p.m, "k": p.k}, {"k": p.k, "n": p.n}
     if p.groups and p.groups.gathered:
         gathered = extents_a if p.groups.gathered == "a" else extents_b
         gathered[p.groups.axis] = p.groups.source
-    found += _layout_violations("A", p.a, extents_a, batches_a, p.ab_dtype)
-    found += _layout_violations("B", p.b, extents_b, batches_b, p.ab_dtype)
+    found += _layout_violations("A", p.a, extents_a, p.matrices("a"), p.ab_dtype)
+    found += _layout_violations("B", p.b, extents_b, p.matrices("b"), p.ab_dtype)
     found += _result_violations(p)
     if p.groups and not found:
         found += _span_violations(p, p.groups)

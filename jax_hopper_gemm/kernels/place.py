@@ -84,9 +84,11 @@ class Coordinates:
     """
 
     def __init__(self, spec, any_extent, index=None):
-        """Args:
-        any_extent: a dynamic int32, which no coordinate depends on.
-        index: as in `GemmKernel.kernel`.
+        """Takes what all tiles have in common.
+
+        Args:
+          any_extent: a dynamic int32, which no coordinate depends on.
+          index: as in `GemmKernel.kernel`.
         """
         self.spec = spec
         self.any_extent = any_extent
