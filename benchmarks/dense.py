@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jax_hopper_gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import benchmark, shapes
 
 

@@ -18,8 +18,8 @@ import time
 from itertools import product
 from pathlib import Path
 
-from jax_hopper_gemm.problem import GemmProblem
-from jax_hopper_gemm.spec import EPI_TILE_M, GemmSpec, Traversal
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import EPI_TILE_M, GemmSpec, Traversal
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.gpu import Gpu
 

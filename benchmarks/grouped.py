@@ -32,7 +32,7 @@ import numpy as np
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import cubin
-from jax_hopper_gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, group_sizes, timing
 from jax_hopper_gemm.testing.lowered import specs_of
 

@@ -15,8 +15,8 @@ import sys
 import time
 from itertools import product
 
-from jax_hopper_gemm.problem import GemmProblem
-from jax_hopper_gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
 from jax_hopper_gemm.testing import direct
 from jax_hopper_gemm.testing.gpu import Gpu
 

@@ -34,7 +34,7 @@ import numpy as np
 from grouped import RATE, SCALE, SLOW, TOO_SLOW, first_line, timed
 
 from jax_hopper_gemm import cubin, moe
-from jax_hopper_gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.lowered import specs_of
 from jax_hopper_gemm.testing.moe_programs import MoeProgram, rows_written, step_of

@@ -40,8 +40,8 @@ from jax_hopper_gemm.dispatch.candidates import (
     tuner_specs,
     worthwhile,
 )
-from jax_hopper_gemm.problem import GemmProblem, Groups
-from jax_hopper_gemm.spec import GemmSpec, TileScheduler, Traversal, WarpSchedule
+from jax_hopper_gemm.gemm.problem import GemmProblem, Groups
+from jax_hopper_gemm.gemm.spec import GemmSpec, TileScheduler, Traversal, WarpSchedule
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.gpu import Gpu
 

@@ -35,7 +35,7 @@ from jax.sharding import NamedSharding
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import cubin
-from jax_hopper_gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.tensor_parallel import ACTIVATIONS, IN_SPECS, Mlp, mesh_of
 

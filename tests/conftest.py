@@ -9,9 +9,10 @@ import jax
 import pytest
 from fake_driver.harness import build_fakes
 
-from jax_hopper_gemm import native, partitioning
+from jax_hopper_gemm import sharding
 from jax_hopper_gemm.dispatch import choice
 from jax_hopper_gemm.dispatch.table import Table
+from jax_hopper_gemm.launch import ffi_library
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lowering for CUDA emits launches; whether the FFI library is built is not the matter."""
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(ffi_library, "library", lambda: None)
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +39,7 @@ def fake_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def on_cpu() -> Iterator[None]:
     """Products are partitioned by us in programs for the CPU, too, each share XLA's product."""
-    with partitioning.on_cpu():
+    with sharding.on_cpu():
         yield
 
 

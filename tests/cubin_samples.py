@@ -12,8 +12,8 @@ import textwrap
 from pathlib import Path
 
 from jax_hopper_gemm.cubin.manifest import Manifest, derive_manifest
-from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
-from jax_hopper_gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 SPEC = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 128)
 OTHER_VALUES = {  # for each field of a spec, one that SPEC does not have

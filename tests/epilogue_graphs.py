@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 from scipy import special
+from support.operations import Builder
 
-from jax_hopper_gemm.epilogue import EpilogueGraph
-from jax_hopper_gemm.testing.operations import Builder
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph
 
 SQRT_2_PI, SQRT_HALF = float(np.float32((2 / np.pi) ** 0.5)), float(np.float32(0.5**0.5))
 CUBE = float(np.float32(0.044715))

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support.functions import interpret
 
-from jax_hopper_gemm.epilogue import graph_violations
-from jax_hopper_gemm.testing.functions import interpret
-from jax_hopper_gemm.tracing import Fusion, fuse
+from jax_hopper_gemm.fusion import Fusion, fuse
+from jax_hopper_gemm.gemm.epilogue_graph import graph_violations
 
 EXTENTS = {"b": 2, "m": 8, "n": 16}
 

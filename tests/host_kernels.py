@@ -8,10 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from recording_driver import SPEC
+from support import cases, graphs, outcome, policies, trial
 
 from jax_hopper_gemm.dispatch import H200
-from jax_hopper_gemm.spec import Traversal
-from jax_hopper_gemm.testing import cases, graphs, outcome, policies, reference, trial
+from jax_hopper_gemm.gemm.spec import Traversal
+from jax_hopper_gemm.testing import reference
 
 EPILOGUE_SPECS = policies.epilogue_covering_specs()
 BY_NAME = {policies.name_of(spec): spec for spec in EPILOGUE_SPECS}

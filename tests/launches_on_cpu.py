@@ -16,10 +16,10 @@ from cubin_samples import sample_cubin
 from fake_driver.harness import Driver, Launcher
 from jax import export
 
-from jax_hopper_gemm import lowering
 from jax_hopper_gemm.cubin import compiler, lookup
-from jax_hopper_gemm.launches import Launch
-from jax_hopper_gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.launch import ffi_target
+from jax_hopper_gemm.lowering.read_calls import Launch
 
 TENSOR_MAP, INT32, POINTER = range(3)  # kinds of parameters, as a plan has them
 
@@ -32,7 +32,7 @@ class LaunchesOnCpu:
 
     def __init__(self, folder: Path):
         self.driver = Driver(folder / "fake_cuda.so")
-        self.launcher = Launcher(folder, folder / "fake_cuda.so", target=lowering.TARGET)
+        self.launcher = Launcher(folder, folder / "fake_cuda.so", target=ffi_target.TARGET)
         self.launcher.resolve = self.look_up
 
     def look_up(self, digest: str, spec_json: str) -> int:

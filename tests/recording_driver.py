@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from types import SimpleNamespace
 
-from jax_hopper_gemm.plan import Int32, Pointer, TensorMap, make_plan
-from jax_hopper_gemm.problem import GemmProblem
-from jax_hopper_gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
 
 SPEC = GemmSpec(
     "bfloat16", "float32", "k", "n", 128, 64, cluster_m=2, tile_scheduler="dynamic", epi_stages=2

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import pytest
 
 import jax_hopper_gemm
-from jax_hopper_gemm import cubin, dispatch, native
+from jax_hopper_gemm import cubin, dispatch
 from jax_hopper_gemm.cli import main, tune
 from jax_hopper_gemm.cubin import digest
 from jax_hopper_gemm.dispatch import table, tuner
-from jax_hopper_gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.launch import ffi_library
 from jax_hopper_gemm.testing import gpu
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
@@ -150,7 +151,7 @@ def test_failed_builds_are_listed_and_change_the_exit_status(capsys, monkeypatch
 @pytest.fixture
 def program(tmp_path, monkeypatch):
     """The file of an exported product with its gradients."""
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(ffi_library, "library", lambda: None)
     product = jax.jit(lambda a, b: jax_hopper_gemm.matmul(a, b, activation="gelu"))
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (128, 512))]
     checks = jax_hopper_gemm.export_disabled_checks()

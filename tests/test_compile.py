@@ -20,17 +20,13 @@ from pathlib import Path
 import pytest
 from compiling import skip_without_compiler
 from cubin_samples import run_python
+from support import verified
+from support.policies import chosen_epilogue_specs, covering_specs, epilogue_covering_specs
 
 from jax_hopper_gemm import cubin, dispatch
 from jax_hopper_gemm.cubin.elf import read_kernel
 from jax_hopper_gemm.cubin.sass import SassFacts, find_nvdisasm, sass_facts
-from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec
-from jax_hopper_gemm.testing import verified
-from jax_hopper_gemm.testing.policies import (
-    chosen_epilogue_specs,
-    covering_specs,
-    epilogue_covering_specs,
-)
+from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec
 
 skip_without_compiler()
 
@@ -102,7 +98,7 @@ def test_the_same_spec_gives_the_same_bytes_in_two_processes(tmp_path):
     spec = SPECS[0]
     source = f"""
     from jax_hopper_gemm.cubin.compiler import compile_spec
-    from jax_hopper_gemm.spec import GemmSpec
+    from jax_hopper_gemm.gemm.spec import GemmSpec
     print(compile_spec(GemmSpec.from_json({spec.to_json()!r})).manifest.cubin_sha256)
     """
     digests = {run_python(source, PYTHONHASHSEED=seed).split()[-1] for seed in ("1", "2")}

@@ -13,10 +13,11 @@ from compiling import skip_without_compiler
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin.manifest import Manifest
 from jax_hopper_gemm.cubin.sass import SassFacts, disassemble, parse_sass
-from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
-from jax_hopper_gemm.plan import Int32, Pointer, TensorMap, make_plan
-from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.spec import GemmSpec, Traversal, violations
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
+from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
+from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
 
 skip_without_compiler()
 

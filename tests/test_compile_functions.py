@@ -19,22 +19,18 @@ from epilogue_graphs import (
     gradient_graph,
 )
 from scipy import special
+from support import epilogue
+from support.operations import OPERATIONS, Builder, operation_graph, parameters_of
 
-from jax_hopper_gemm.arithmetic import EXPONENT_LIMIT, ULP, arithmetic_of, error_of
-from jax_hopper_gemm.epilogue import ARITY, Node
-from jax_hopper_gemm.testing import epilogue, tolerance
-from jax_hopper_gemm.testing.operations import (
-    OPERATIONS,
-    Builder,
-    operation_graph,
-    parameters_of,
-)
+from jax_hopper_gemm.gemm.epilogue_arithmetic import EXPONENT_LIMIT, ULP, arithmetic_of, error_of
+from jax_hopper_gemm.gemm.epilogue_graph import ARITY, Node
+from jax_hopper_gemm.testing import tolerance
 
 skip_without_compiler()
 
 from elementwise import code_of  # noqa: E402
 
-from jax_hopper_gemm.kernels.epilogue import functions  # noqa: E402
+from jax_hopper_gemm.kernels.epilogue import op_codegen  # noqa: E402
 
 pytestmark = pytest.mark.compile
 
@@ -53,7 +49,7 @@ DTYPES = ("float32", "float16", "bfloat16")
     [
         (op, dtype)
         for op in OPERATIONS
-        for dtype in (DTYPES if op in functions.FAST else DTYPES[:1])
+        for dtype in (DTYPES if op in op_codegen.FAST else DTYPES[:1])
     ],
 )
 def test_an_operation_compiles_to_lean_code(op, dtype):
@@ -213,7 +209,7 @@ def test_code_is_as_exact_as_it_claims(op, form, params, exact, between):
     node = Node(op, (0,), params)
     arguments = (x, np.float32(6)) if op == "div" else (x,)
     with np.errstate(all="ignore"):
-        got = functions.evaluate(node, form, arguments, Emulated(1)).astype(np.float64)
+        got = op_codegen.evaluate(node, form, arguments, Emulated(1)).astype(np.float64)
         expected = exact(x.astype(np.float64))
     error = error_of(node, form)
     relative = error.relative + error.per_argument * np.minimum(np.abs(x), EXPONENT_LIMIT)
@@ -240,14 +236,14 @@ def test_fast_forms_know_their_limits(op, given, expected):
     machine = Emulated(0, exact=True)
     node = Node(op, (0,))
     with np.errstate(all="ignore"):
-        got = functions.evaluate(node, "fast", (np.array(given, np.float32),), machine)
-        nan = functions.evaluate(node, "fast", (np.array([math.nan], np.float32),), machine)
+        got = op_codegen.evaluate(node, "fast", (np.array(given, np.float32),), machine)
+        nan = op_codegen.evaluate(node, "fast", (np.array([math.nan], np.float32),), machine)
     np.testing.assert_array_equal(got, np.array(expected, np.float32))
     assert np.isnan(nan).all()
 
 
 def test_sign_follows_lax():
-    got = functions.evaluate(
+    got = op_codegen.evaluate(
         Node("sign", (0,)),
         "accurate",
         (np.array([3, -0.5, 0, -0.0, math.nan], np.float32),),
@@ -284,6 +280,6 @@ def test_an_epilogue_is_within_the_bounds_of_the_reference(name):
             if node is not None:
                 arguments = [values[argument] for argument in node.args]
                 form = arithmetic.forms[number]
-                values[number] = functions.evaluate(node, form, arguments, machine)
+                values[number] = op_codegen.evaluate(node, form, arguments, machine)
         got = values[value].astype(jnp.dtype(graph.results[0].dtype)).reshape(1, 1, -1)
     tolerance.assert_within(got, expected, bound, name)

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 from compiling import skip_without_compiler
+from support import graphs
+from support.grouped import Layout, problem_of
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin.manifest import Manifest
 from jax_hopper_gemm.cubin.sass import SassFacts, disassemble, parse_sass
-from jax_hopper_gemm.plan import Int32, Pointer, TensorMap, make_plan
-from jax_hopper_gemm.spec import GemmSpec, Traversal, violations
-from jax_hopper_gemm.testing import graphs
-from jax_hopper_gemm.testing.grouped import Layout, problem_of
+from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
 
 skip_without_compiler()
 

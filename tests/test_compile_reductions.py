@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from compiling import skip_without_compiler
 
-from jax_hopper_gemm import cubin, fragment
+from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin.sass import sass_facts
-from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Result, ResultKind
-from jax_hopper_gemm.plan import result_shapes
-from jax_hopper_gemm.problem import GemmProblem
-from jax_hopper_gemm.spec import GemmSpec, violations
+from jax_hopper_gemm.gemm import wgmma_fragment
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result, ResultKind
+from jax_hopper_gemm.gemm.grid import result_shapes
+from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 skip_without_compiler()
 
@@ -78,7 +80,7 @@ def reductions(monkeypatch):
     module = pytest.importorskip("jax_hopper_gemm.kernels.epilogue.reductions")
 
     def select_rows(self, keys, place):
-        outside = fragment.columns_outside(
+        outside = wgmma_fragment.columns_outside(
             self.quad_lane, np.full(128, place.n, np.int32), self.columns, np.where
         )
         taken = {(w, of_two): outside[w] for w in range(len(outside)) for of_two in range(2)}
@@ -156,8 +158,8 @@ def run_rows(spec, thing, matrix, i_m, row0, where):
     for i_n in range(spec.d_tile_n // spec.epi_tile_n):
         place.column0 = tile_n * spec.d_tile_n + i_n * spec.epi_tile_n
         for v in range(spec.epi_tile_n // 2):
-            row = row0 + fragment.row_of(THREADS, v)
-            column = place.column0 + fragment.column_of(THREADS, v)
+            row = row0 + wgmma_fragment.row_of(THREADS, v)
+            column = place.column0 + wgmma_fragment.column_of(THREADS, v)
             inside = (row < m) & (column < n)
             value = np.where(
                 inside, matrix[np.minimum(row, m - 1), np.minimum(column, n - 1)], np.float32(7e7)

@@ -7,9 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from jax_hopper_gemm.contraction import Gemm, NotAGemm, Roles, as_gemm, roles, stacked_result
-from jax_hopper_gemm.epilogue import EpilogueGraph, Operand, Result
-from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
+from jax_hopper_gemm.dispatch.canonical import Gemm, NotAGemm, Roles, as_gemm, roles
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Operand, Result
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
+from jax_hopper_gemm.gemm.subscripts import stacked_result
 
 
 def gemm(subscripts: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Gemm:

@@ -42,7 +42,7 @@ def test_digest_needs_no_cutlass():
 def test_cubin_imports_neither_cutlass_nor_cuda_nor_jax():
     source = """
     import sys
-    import jax_hopper_gemm.spec
+    import jax_hopper_gemm.gemm.spec
     before = set(sys.modules)
     import jax_hopper_gemm.cubin
     print(sorted({name.split(".")[0] for name in set(sys.modules) - before}))

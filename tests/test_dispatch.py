@@ -26,10 +26,11 @@ from jax_hopper_gemm.dispatch.candidates import (
 )
 from jax_hopper_gemm.dispatch.cost import best_traversal, estimate, memory_bytes, roofline_ns
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Result
-from jax_hopper_gemm.plan import make_plan
-from jax_hopper_gemm.problem import GemmProblem, Major
-from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, Traversal, violations
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
+from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.problem import GemmProblem, Major
+from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, Traversal
+from jax_hopper_gemm.launch.plan import make_plan
 
 A_MAJORS: tuple[Major, ...] = ("k", "m")
 B_MAJORS: tuple[Major, ...] = ("n", "k")

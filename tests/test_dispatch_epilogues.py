@@ -7,6 +7,8 @@ from random import Random
 from typing import Any
 
 import pytest
+from support import graphs
+from support.graphs import STANDARD
 
 from jax_hopper_gemm.dispatch import (
     H200,
@@ -22,11 +24,10 @@ from jax_hopper_gemm.dispatch.candidates import OperandTypes, model_specs
 from jax_hopper_gemm.dispatch.cost import element_cycles, estimate, memory_bytes, roofline_ns
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, packaged_table, write_table
-from jax_hopper_gemm.plan import make_plan
-from jax_hopper_gemm.problem import GemmProblem, MatrixLayout, plain_graph
-from jax_hopper_gemm.spec import GemmSpec, Traversal, violations
-from jax_hopper_gemm.testing import graphs
-from jax_hopper_gemm.testing.graphs import STANDARD
+from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout, plain_graph
+from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.launch.plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("no_tables")
 

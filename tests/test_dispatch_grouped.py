@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from support.graphs import STANDARD
 
 from jax_hopper_gemm.dispatch import (
     H200,
@@ -39,11 +40,11 @@ from jax_hopper_gemm.dispatch.cost import (
 )
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, read_table, write_table
-from jax_hopper_gemm.grouping import MAX_LENGTH
-from jax_hopper_gemm.plan import make_plan
-from jax_hopper_gemm.problem import GemmProblem, GroupedAxis, MatrixLayout
-from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, Traversal, violations
-from jax_hopper_gemm.testing.graphs import STANDARD
+from jax_hopper_gemm.gemm.group_search import MAX_LENGTH
+from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.problem import GemmProblem, GroupedAxis, MatrixLayout
+from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, Traversal
+from jax_hopper_gemm.launch.plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("no_tables")
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from support.graphs import STANDARD
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.candidates import (
@@ -17,11 +18,11 @@ from jax_hopper_gemm.dispatch.candidates import (
     tuner_specs,
 )
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.epilogue import EpilogueGraph
-from jax_hopper_gemm.plan import TensorMap, make_plan
-from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.spec import SMEM_LIMIT, GemmSpec, Traversal, violations
-from jax_hopper_gemm.testing.graphs import STANDARD
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph
+from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
+from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, Traversal
+from jax_hopper_gemm.launch.plan import TensorMap, make_plan
 
 TYPES = [
     OperandTypes(*fields)

@@ -29,8 +29,8 @@ from jax_hopper_gemm.dispatch.table import (
     write_table,
 )
 from jax_hopper_gemm.dispatch.tuner import merged_table, ranked_candidates, tuned_entry, variants
-from jax_hopper_gemm.problem import GemmProblem
-from jax_hopper_gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
 
 SQUARE = GemmProblem.dense(4096, 4096, 4096)
 pytestmark = pytest.mark.usefixtures("no_tables")

@@ -6,8 +6,9 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+from support import graphs
 
-from jax_hopper_gemm.epilogue import (
+from jax_hopper_gemm.gemm.epilogue_graph import (
     ARITY,
     IN_FLIGHT,
     MAX_TOP_K,
@@ -19,7 +20,6 @@ from jax_hopper_gemm.epilogue import (
     graph_violations,
     variation,
 )
-from jax_hopper_gemm.testing import graphs
 
 D = Result("matrix", 0, "bfloat16")
 PLAIN = EpilogueGraph(results=(D,))

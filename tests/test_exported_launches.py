@@ -16,9 +16,9 @@ from stored_layer import LAYER, layer_arguments
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.cubin import CubinError, compiler, digest, lookup
-from jax_hopper_gemm.launches import launches_of, stored_programs
-from jax_hopper_gemm.plan import LaunchPlan
-from jax_hopper_gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.launch.plan import LaunchPlan
+from jax_hopper_gemm.sharding.export import launches_of, stored_programs
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ import numpy as np
 from jax import export
 from jax.experimental import serialize_executable
 from launches_on_cpu import LaunchesOnCpu, fake_kernels, runnable, use_fake_kernels
-from jax_hopper_gemm.launches import launches_of, stored_programs
+from jax_hopper_gemm.sharding.export import launches_of, stored_programs
 
 libraries, folder, how = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 events = []

@@ -23,9 +23,9 @@ from fake_driver.harness import (
     compile_library,
 )
 
-from jax_hopper_gemm.plan import Int32, LaunchPlan, Pointer, TensorMap, Workspace, make_plan
-from jax_hopper_gemm.problem import GemmProblem
-from jax_hopper_gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap, Workspace, make_plan
 
 OUT_OF_MEMORY, LAUNCH_FAILED, UNNAMED = 2, 719, 12345  # CUresult
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_hopper_gemm import fragment
+from jax_hopper_gemm.gemm import wgmma_fragment
 
 THREADS = np.arange(128, dtype=np.int32)
 LANES = THREADS % 32
@@ -24,8 +24,8 @@ def places(columns: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rows and columns (values, threads) of a subtile's values."""
     values = range(columns // 2)
     return (
-        np.stack([fragment.row_of(THREADS, v) for v in values]),
-        np.stack([fragment.column_of(THREADS, v) for v in values]),
+        np.stack([wgmma_fragment.row_of(THREADS, v) for v in values]),
+        np.stack([wgmma_fragment.column_of(THREADS, v) for v in values]),
     )
 
 
@@ -45,22 +45,26 @@ def test_a_threads_values_lie_where_wgmma_leaves_them():
     known = {(0, 0): (0, 0), (0, 1): (0, 1), (0, 2): (8, 0), (0, 4): (0, 8), (1, 0): (0, 2)}
     known |= {(4, 0): (1, 0), (31, 3): (15, 7), (32, 0): (16, 0), (127, 7): (63, 15)}
     for (thread, v), place in known.items():
-        assert (fragment.row_of(thread, v), fragment.column_of(thread, v)) == place
+        assert (wgmma_fragment.row_of(thread, v), wgmma_fragment.column_of(thread, v)) == place
 
 
 @pytest.mark.parametrize("v", range(16))
 def test_a_value_is_the_crossing_of_one_row_and_one_column_of_its_thread(v):
-    of_two, i = fragment.line_of(v)
-    assert np.array_equal(fragment.row_of(THREADS, v), fragment.row_of(THREADS, 2 * of_two))
-    assert np.array_equal(fragment.column_of(THREADS, v), fragment.nth_column(THREADS % 4, i))
+    of_two, i = wgmma_fragment.line_of(v)
+    assert np.array_equal(
+        wgmma_fragment.row_of(THREADS, v), wgmma_fragment.row_of(THREADS, 2 * of_two)
+    )
+    assert np.array_equal(
+        wgmma_fragment.column_of(THREADS, v), wgmma_fragment.nth_column(THREADS % 4, i)
+    )
 
 
 @pytest.mark.parametrize(
     "distances, group",
     [
-        (fragment.ROW_LANES, fragment.row_of(THREADS, 0)),
-        (fragment.COLUMN_LANES, THREADS // 32 * 4 + THREADS % 4),
-        (fragment.WARP_LANES, THREADS // 32),
+        (wgmma_fragment.ROW_LANES, wgmma_fragment.row_of(THREADS, 0)),
+        (wgmma_fragment.COLUMN_LANES, THREADS // 32 * 4 + THREADS % 4),
+        (wgmma_fragment.WARP_LANES, THREADS // 32),
     ],
     ids=["row", "column", "warp"],
 )
@@ -69,14 +73,14 @@ def test_lanes_combine_with_those_that_hold_the_same_line_and_no_others(distance
     sets = np.array(everyone, dtype=object)
     for distance in distances:
         assert all(a.isdisjoint(b) for a, b in zip(sets, shuffle(sets, distance), strict=True))
-        sets = fragment.over_lanes(sets, [distance], shuffle, lambda a, b: a | b)
+        sets = wgmma_fragment.over_lanes(sets, [distance], shuffle, lambda a, b: a | b)
     for thread in THREADS:
         assert sets[thread] == set(THREADS[group == group[thread]].tolist())
 
 
 def test_all_lanes_of_a_sum_get_the_same_bits():
     values = np.random.default_rng(0).normal(size=128).astype(np.float32)
-    sums = fragment.over_lanes(values, fragment.WARP_LANES, shuffle, np.add)
+    sums = wgmma_fragment.over_lanes(values, wgmma_fragment.WARP_LANES, shuffle, np.add)
     assert all(len(set(warp.tolist())) == 1 for warp in sums.reshape(4, 32))
 
 
@@ -86,12 +90,12 @@ def columns_of_warps(matrix: np.ndarray) -> np.ndarray:
     registers = held(matrix)
     sums: list = [None] * (columns // 4)
     for v, value in enumerate(registers):
-        i = fragment.line_of(v)[1]
+        i = wgmma_fragment.line_of(v)[1]
         sums[i] = value if sums[i] is None else sums[i] + value
-    sums = fragment.add_columns(sums, LANES, shuffle, np.where, np.add)
+    sums = wgmma_fragment.add_columns(sums, LANES, shuffle, np.where, np.add)
     found = np.full((4, columns), np.nan, matrix.dtype)
-    for i, value in zip(fragment.kept_columns(LANES, columns // 4), sums, strict=True):
-        at = THREADS // 32, fragment.nth_column(THREADS % 4, i)
+    for i, value in zip(wgmma_fragment.kept_columns(LANES, columns // 4), sums, strict=True):
+        at = THREADS // 32, wgmma_fragment.nth_column(THREADS % 4, i)
         assert np.all(np.isnan(found[at]) | (found[at] == value))
         found[at] = value
         assert np.array_equal(found[at], value), "lanes that keep one column differ"
@@ -122,19 +126,19 @@ def top_k(row: np.ndarray, k: int, tile: int) -> tuple[np.ndarray, np.ndarray]:
     padded[: len(row)] = row
     quad_lane = THREADS % 4
     columns = tile // 4
-    bits = [padded[fragment.nth_column(quad_lane, i)].view(np.int32) for i in range(columns)]
-    keys = [fragment.order_key(b) for b in bits]
+    bits = [padded[wgmma_fragment.nth_column(quad_lane, i)].view(np.int32) for i in range(columns)]
+    keys = [wgmma_fragment.order_key(b) for b in bits]
     extent = np.full(128, len(row), np.int32)
-    taken = fragment.columns_outside(quad_lane, extent, columns, np.where)
+    taken = wgmma_fragment.columns_outside(quad_lane, extent, columns, np.where)
     values, indices = [], []
     for _ in range(k):
-        key, i = fragment.largest(keys, taken, np.where)
-        mine = fragment.nth_column(quad_lane, i)
-        key, column = fragment.largest_of_row(key, mine, shuffle, np.where)
+        key, i = wgmma_fragment.largest(keys, taken, np.where)
+        mine = wgmma_fragment.nth_column(quad_lane, i)
+        key, column = wgmma_fragment.largest_of_row(key, mine, shuffle, np.where)
         assert len(set(column.tolist())) == 1, "lanes disagree"
-        taken = fragment.take(taken, i, column == mine, np.where)
+        taken = wgmma_fragment.take(taken, i, column == mine, np.where)
         assert all(word.dtype == np.int32 for word in (key, *taken))
-        values.append(fragment.order_key(key)[0])
+        values.append(wgmma_fragment.order_key(key)[0])
         indices.append(column[0])
     return np.array(values, np.int32), np.array(indices)
 
@@ -169,7 +173,9 @@ def test_top_k_is_that_of_lax_bit_by_bit(name, k):
 
 @pytest.mark.parametrize("extent", range(0, 70))
 def test_columns_outside_of_d_are_taken_from_the_start(extent):
-    words = fragment.columns_outside(THREADS % 4, np.full(128, extent, np.int32), 16, np.where)
+    words = wgmma_fragment.columns_outside(
+        THREADS % 4, np.full(128, extent, np.int32), 16, np.where
+    )
     for i in range(16):
         is_taken = words[0] >> i & 1
-        assert np.array_equal(is_taken, fragment.nth_column(THREADS % 4, i) >= extent)
+        assert np.array_equal(is_taken, wgmma_fragment.nth_column(THREADS % 4, i) >= extent)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from programs import integers
 
-from jax_hopper_gemm.fused import fused_dot
+from jax_hopper_gemm.primitives.fused_dot import fused_dot
 
 
 def fused(function, lhs, rights, *operands, subscripts="mk,kn->mn", **options):

@@ -15,9 +15,10 @@ from jax import export
 from programs import attributes, lowered
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import config, dispatch
-from jax_hopper_gemm.fused import fused_dot
-from jax_hopper_gemm.spec import GemmSpec
+from jax_hopper_gemm import dispatch
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.lowering import fallback
+from jax_hopper_gemm.primitives.fused_dot import fused_dot
 
 pytestmark = pytest.mark.usefixtures("launcher", "no_tables", "kernels")
 
@@ -293,7 +294,7 @@ def test_without_a_kernel_hopper_says_why():
 
 
 def test_a_fallback_is_reported(monkeypatch):
-    monkeypatch.setenv(config.ON_FALLBACK_VARIABLE, "warn")
+    monkeypatch.setenv(fallback.ON_FALLBACK_VARIABLE, "warn")
     layer = partial(fused, jnp.tanh, implementation=None)
     with pytest.warns(jhg.FallbackWarning, match="XLA runs .* with an epilogue: .*1001"):
         program = lowered(layer, shape(T, D), shape(D, 1001))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from test_fused import TRANSFORMS, assert_close, everything, gate, gelu, normal, squared
 
-from jax_hopper_gemm.fused import fused_dot
-from jax_hopper_gemm.ragged import Spans
+from jax_hopper_gemm.primitives.fused_dot import fused_dot
+from jax_hopper_gemm.primitives.ragged_dot import Spans
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

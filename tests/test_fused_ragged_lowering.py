@@ -15,9 +15,9 @@ from programs import attributes, lowered
 from test_fused_lowering import launches, on_matrices, reachable, results, shape, step
 
 from jax_hopper_gemm import dispatch
-from jax_hopper_gemm.fused import fused_dot
-from jax_hopper_gemm.problem import GemmProblem
-from jax_hopper_gemm.ragged import Spans, hopper_ragged_dot
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.primitives.fused_dot import fused_dot
+from jax_hopper_gemm.primitives.ragged_dot import Spans, hopper_ragged_dot
 
 pytestmark = pytest.mark.usefixtures("launcher", "no_tables", "kernels")
 

@@ -7,9 +7,9 @@ import functools
 import jax
 import numpy as np
 import pytest
+from support.grouped_programs import GROUPED_PROGRAMS
 
 from jax_hopper_gemm import ops
-from jax_hopper_gemm.testing.grouped_programs import GROUPED_PROGRAMS
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -12,15 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from jax_hopper_gemm.grouping import LANES, MAX_LENGTH, MAX_TILES, GroupWalk, tile_in_pair
-from jax_hopper_gemm.problem import Groups
-from jax_hopper_gemm.testing.lanes import (
-    Int32,
-    NumpyLanes,
-    group_tiles,
-    parts_of_empty_groups,
-)
-from jax_hopper_gemm.walk import make_walk, tile_at
+from jax_hopper_gemm.gemm.group_search import LANES, MAX_LENGTH, MAX_TILES, GroupWalk, tile_in_pair
+from jax_hopper_gemm.gemm.problem import Groups
+from jax_hopper_gemm.gemm.raster import make_walk, tile_at
+from jax_hopper_gemm.testing.lanes import Int32, NumpyLanes, group_tiles, parts_of_empty_groups
 
 HUGE = 2**31 - 1
 

@@ -18,8 +18,8 @@ from programs import integers, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.dispatch import H200, choose
-from jax_hopper_gemm.plan import make_plan
-from jax_hopper_gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.testing.lowered import grids_of
 
 pytestmark = pytest.mark.usefixtures("launcher", "no_tables")

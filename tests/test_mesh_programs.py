@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.mesh_programs import MESH_PROGRAMS, PRODUCTS, shares_noted
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.testing.mesh_programs import MESH_PROGRAMS, PRODUCTS, shares_noted
 
 pytestmark = pytest.mark.usefixtures("launcher")
 

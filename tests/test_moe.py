@@ -16,9 +16,9 @@ from moe_reference import assert_close, dense, looped, weights_of
 from programs import integers
 
 from jax_hopper_gemm import moe
-from jax_hopper_gemm.moe import exchange
-from jax_hopper_gemm.moe.routing import sort_by_group
-from jax_hopper_gemm.rows import sum_rows
+from jax_hopper_gemm.moe import expert_parallel
+from jax_hopper_gemm.moe.router import sort_by_group
+from jax_hopper_gemm.primitives.sum_rows import sum_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -345,7 +345,7 @@ def exchanged(operand, output, input_offsets, send_sizes, output_offsets, recv_s
     return output
 
 
-@pytest.mark.parametrize("how", exchange.EXCHANGES)
+@pytest.mark.parametrize("how", expert_parallel.EXCHANGES)
 def test_experts_over_devices_are_the_layer_of_one(how, monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", exchanged)
     k = 3  # more than the two experts of a device
@@ -385,7 +385,9 @@ def test_the_ragged_exchange_is_one_collective_each_way():
 
 def test_moved_rows_are_found_past_empty_spans():
     sizes = jnp.asarray([0, 2, 0, 1, 0])
-    found = exchange.moved(sizes, jnp.asarray([9, 4, 9, 0, 9]), jnp.asarray([0, 0, 2, 3, 4]), 6)
+    found = expert_parallel.moved(
+        sizes, jnp.asarray([9, 4, 9, 0, 9]), jnp.asarray([0, 0, 2, 3, 4]), 6
+    )
     np.testing.assert_array_equal(found, [4, 5, -1, 0, -1, -1])
 
 

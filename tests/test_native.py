@@ -12,33 +12,33 @@ from types import SimpleNamespace
 import pytest
 from programs import run_fresh
 
-from jax_hopper_gemm import native
+from jax_hopper_gemm.launch import ffi_library
 
 
 @pytest.fixture
 def unloaded(monkeypatch):
     """Forgets the loaded library for the length of a test."""
-    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setattr(ffi_library, "_library", None)
 
 
 def resolve(digest: str, spec_json: str, capacity: int = 256) -> tuple[int, int, str]:
     """Calls the resolver as C++ does; returns its status, the kernel and the message."""
     kernel = ctypes.c_uint64()
     message = ctypes.create_string_buffer(capacity)
-    status = native._resolve(digest.encode(), spec_json.encode(), kernel, message, capacity)
+    status = ffi_library._resolve(digest.encode(), spec_json.encode(), kernel, message, capacity)
     return status, kernel.value, message.value.decode()
 
 
 def fake_cubin(monkeypatch, load) -> None:
-    monkeypatch.setattr(native, "_process_with_kernels", None)
+    monkeypatch.setattr(ffi_library, "_process_with_kernels", None)
     module = SimpleNamespace(load=load)
     monkeypatch.setitem(sys.modules, "jax_hopper_gemm.cubin", module)
     monkeypatch.setattr("jax_hopper_gemm.cubin", module, raising=False)
 
 
 def test_the_library_is_loaded_once_and_exports_its_entry_points():
-    library = native.library()
-    assert library is native.library()
+    library = ffi_library.library()
+    assert library is ffi_library.library()
     assert ctypes.cast(library.JhgLaunchInstantiate, ctypes.c_void_p).value
     assert ctypes.cast(library.JhgLaunchExecute, ctypes.c_void_p).value
     assert library.JhgLaunchTypeId() and library.JhgLaunchTypeInfo()
@@ -46,7 +46,7 @@ def test_the_library_is_loaded_once_and_exports_its_entry_points():
 
 def test_the_library_loads_without_a_driver_and_without_cuda_python():
     program = (
-        "import sys; from jax_hopper_gemm import native; native.library(); "
+        "import sys; from jax_hopper_gemm.launch import ffi_library; ffi_library.library(); "
         "print([name for name in ('cutlass', 'cuda') if name in sys.modules])"
     )
     done = subprocess.run(
@@ -61,21 +61,21 @@ def test_the_library_loads_without_a_driver_and_without_cuda_python():
 
 def test_the_environment_names_the_library(monkeypatch, tmp_path):
     other = tmp_path / "other.so"
-    other.write_bytes(native.library_path().read_bytes())
+    other.write_bytes(ffi_library.library_path().read_bytes())
     monkeypatch.setenv("JAX_HOPPER_GEMM_LIBRARY", str(other))
-    assert native.library_path() == other
+    assert ffi_library.library_path() == other
 
 
 def test_an_installed_library_is_found_where_pip_put_it(monkeypatch, tmp_path):
-    installed = tmp_path / "jax_hopper_gemm" / "_lib" / native.FILE_NAME
+    installed = tmp_path / "jax_hopper_gemm" / "_lib" / ffi_library.FILE_NAME
     installed.parent.mkdir(parents=True)
     installed.touch()
     sources = tmp_path / "sources" / "native.py"
     monkeypatch.delenv("JAX_HOPPER_GEMM_LIBRARY", raising=False)
-    monkeypatch.setattr(native, "__file__", str(sources))
+    monkeypatch.setattr(ffi_library, "__file__", str(sources))
     distribution = SimpleNamespace(locate_file=lambda path: tmp_path / path)
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: distribution)
-    assert native.library_path() == installed
+    assert ffi_library.library_path() == installed
 
 
 def test_a_missing_library_says_where_it_was_looked_for_and_how_to_build_it(
@@ -85,20 +85,20 @@ def test_a_missing_library_says_where_it_was_looked_for_and_how_to_build_it(
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.delenv("JAX_HOPPER_GEMM_LIBRARY", raising=False)
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    monkeypatch.setattr(ffi_library, "__file__", str(tmp_path / "native.py"))
     monkeypatch.setattr(importlib.metadata, "distribution", not_installed)
-    with pytest.raises(native.NativeLibraryError) as caught:
-        native.library()
-    assert str(tmp_path / "_lib" / native.FILE_NAME) in str(caught.value)
+    with pytest.raises(ffi_library.NativeLibraryError) as caught:
+        ffi_library.library()
+    assert str(tmp_path / "_lib" / ffi_library.FILE_NAME) in str(caught.value)
     assert "cmake -S ffi -B build/ffi" in str(caught.value)
 
 
 def test_a_file_that_is_no_library_is_named(monkeypatch, tmp_path, unloaded):
-    broken = tmp_path / native.FILE_NAME
+    broken = tmp_path / ffi_library.FILE_NAME
     broken.write_bytes(b"not a shared library")
     monkeypatch.setenv("JAX_HOPPER_GEMM_LIBRARY", str(broken))
-    with pytest.raises(native.NativeLibraryError, match="cannot be used") as caught:
-        native.library()
+    with pytest.raises(ffi_library.NativeLibraryError, match="cannot be used") as caught:
+        ffi_library.library()
     assert str(broken) in str(caught.value)
 
 
@@ -145,16 +145,17 @@ FORKS = """
 import os, sys, warnings
 import jax, jax.numpy as jnp
 import numpy as np
-from jax_hopper_gemm import matmul, native
+from jax_hopper_gemm import matmul
+from jax_hopper_gemm.launch import ffi_library
 
-native.library = lambda: None
+ffi_library.library = lambda: None
 a = np.ones((256, 256), jnp.bfloat16)
 
 def lowered():
     function = jax.jit(lambda a: matmul(a, a, implementation="hopper"))
     try:
         text = function.trace(a).lower(lowering_platforms=("cuda",)).as_text()
-    except native.ForkedError as error:
+    except ffi_library.ForkedError as error:
         return str(error)
     return "launch" if "v1.launch" in text else "no launch"
 

@@ -13,8 +13,9 @@ from programs import LAUNCH, attributes, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
-from jax_hopper_gemm.plan import make_plan, max_clusters
-from jax_hopper_gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.grid import max_clusters
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.launch.plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("launcher")
 

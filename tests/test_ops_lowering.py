@@ -13,9 +13,11 @@ from jax.experimental import compute_on
 from programs import LAUNCH, attributes, lowered
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import config, cubin, dispatch, native, routing
-from jax_hopper_gemm.plan import make_plan
-from jax_hopper_gemm.problem import GemmProblem
+from jax_hopper_gemm import cubin, dispatch
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.launch import ffi_library
+from jax_hopper_gemm.launch.plan import make_plan
+from jax_hopper_gemm.lowering import fallback, route
 
 pytestmark = pytest.mark.usefixtures("launcher")
 
@@ -162,26 +164,26 @@ def unaligned(a, b):
 
 
 def test_fallbacks_are_silent_by_default(monkeypatch):
-    monkeypatch.delenv(config.ON_FALLBACK_VARIABLE, raising=False)
+    monkeypatch.delenv(fallback.ON_FALLBACK_VARIABLE, raising=False)
     text = lowered(unaligned, shape(M, K), shape(K, 2001))
     assert "stablehlo.dot_general" in text and LAUNCH not in text
 
 
 def test_fallbacks_warn_when_asked(monkeypatch):
-    monkeypatch.setenv(config.ON_FALLBACK_VARIABLE, "warn")
+    monkeypatch.setenv(fallback.ON_FALLBACK_VARIABLE, "warn")
     expected = r"XLA runs bf16\[1024,512\] x bf16\[512,2001\] by 'ab,bc->ac' into bf16: .*2001"
     with pytest.warns(jhg.FallbackWarning, match=expected):
         lowered(unaligned, shape(M, K), shape(K, 2001))
 
 
 def test_fallbacks_fail_when_asked(monkeypatch):
-    monkeypatch.setenv(config.ON_FALLBACK_VARIABLE, "error")
+    monkeypatch.setenv(fallback.ON_FALLBACK_VARIABLE, "error")
     with pytest.raises(NotImplementedError, match="2001.*JAX_HOPPER_GEMM_ON_FALLBACK=error"):
         lowered(unaligned, shape(M, K), shape(K, 2001))
 
 
 def test_an_unknown_fallback_policy_is_an_error(monkeypatch):
-    monkeypatch.setenv(config.ON_FALLBACK_VARIABLE, "loud")
+    monkeypatch.setenv(fallback.ON_FALLBACK_VARIABLE, "loud")
     expected = "JAX_HOPPER_GEMM_ON_FALLBACK is 'loud'; expected one of silent, warn, error"
     with pytest.raises(ValueError, match=expected):
         lowered(unaligned, shape(M, K), shape(K, 2001))
@@ -195,7 +197,7 @@ def test_a_product_that_is_faster_on_xla_is_no_fallback(monkeypatch):
 
     real = dispatch.choose
     monkeypatch.setattr(dispatch, "choose", choose)
-    monkeypatch.setenv(config.ON_FALLBACK_VARIABLE, "error")
+    monkeypatch.setenv(fallback.ON_FALLBACK_VARIABLE, "error")
     text = lowered(jhg.matmul, shape(M, K), shape(K, N))
     assert "stablehlo.dot_general" in text and LAUNCH not in text
     assert jhg.explain(shape(M, K), shape(K, N)).reason == "XLA is faster"
@@ -212,9 +214,9 @@ def test_another_gpu_runs_on_xla(monkeypatch):
 
 def test_a_missing_library_is_named(monkeypatch):
     def library():
-        raise native.NativeLibraryError("the library is missing")
+        raise ffi_library.NativeLibraryError("the library is missing")
 
-    monkeypatch.setattr(native, "library", library)
+    monkeypatch.setattr(ffi_library, "library", library)
     assert LAUNCH not in lowered(jhg.matmul, shape(M, K), shape(K, N))
     assert jhg.supports(shape(M, K), shape(K, N)) == (False, "the library is missing")
     with pytest.raises(NotImplementedError, match="the library is missing"):
@@ -226,8 +228,8 @@ def test_the_device_is_the_first_gpu_among_the_candidates():
         compute_capability, core_count = "9.0", 114
 
     cpu = jax.devices("cpu")[0]
-    assert routing.current_device((cpu, Gpu())) == dispatch.Device((9, 0), 114)
-    assert routing.current_device((cpu,)) == dispatch.H200
+    assert route.current_device((cpu, Gpu())) == dispatch.Device((9, 0), 114)
+    assert route.current_device((cpu,)) == dispatch.H200
 
 
 def test_what_computes_on_the_host_stays_there():

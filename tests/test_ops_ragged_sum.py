@@ -17,10 +17,10 @@ from programs import LAUNCH, attributes, integers, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
-from jax_hopper_gemm.jaxprs import traced
-from jax_hopper_gemm.routing import Product, route
-from jax_hopper_gemm.spans import CONTRACTION, Spans
-from jax_hopper_gemm.spec import GemmSpec
+from jax_hopper_gemm.fusion.jaxprs import traced
+from jax_hopper_gemm.gemm.groups import CONTRACTION, Spans
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.lowering.route import Product, route
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from programs import LAUNCH, integers, lowered
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import partitioning
+from jax_hopper_gemm import sharding
 
 pytestmark = pytest.mark.usefixtures("launcher")
 
@@ -66,7 +66,7 @@ def test_shard_map_over_some_axes_leaves_the_product_to_the_partitioner_along_on
     )
     text = lowered(mapped, *(integers((256, 256), "bfloat16") for _ in "ab"))
     assert LAUNCH not in text
-    assert (partitioning.TARGET in text) == (left == 1)
+    assert (sharding.TARGET in text) == (left == 1)
     assert ("dot_general" in text) == (left == 2)
 
 

@@ -20,9 +20,9 @@ from jaxlib import xla_client
 from programs import CACHED_ON_MESH, integers, lowered, run_fresh
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import partitioning
-from jax_hopper_gemm.partitioning.mesh import Mesh
-from jax_hopper_gemm.partitioning.shares import Labels, Share, choose_share
+from jax_hopper_gemm import sharding as partitioning
+from jax_hopper_gemm.sharding.choose_shards import Labels, Share, choose_share
+from jax_hopper_gemm.sharding.mesh import Mesh
 from jax_hopper_gemm.testing.collectives import collectives, run_counted
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec as P
 from programs import CACHED_ON_MESH, LAUNCH, integers, run_fresh
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import partitioning
-from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
-from jax_hopper_gemm.partitioning.fused_product import FusedProduct
-from jax_hopper_gemm.partitioning.mesh import Mesh
-from jax_hopper_gemm.spans import Spans
+from jax_hopper_gemm import sharding as partitioning
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
+from jax_hopper_gemm.gemm.groups import Spans
+from jax_hopper_gemm.primitives.fused_call import FusedProduct
+from jax_hopper_gemm.sharding.mesh import Mesh
 from jax_hopper_gemm.testing.collectives import collectives, run_counted
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

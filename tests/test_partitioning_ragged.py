@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from programs import integers, lowered
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import partitioning
+from jax_hopper_gemm import sharding as partitioning
 from jax_hopper_gemm.testing.collectives import run_counted
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

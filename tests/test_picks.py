@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from programs import integers
 
-from jax_hopper_gemm.picks import AT_ONCE, add_rows_p, pick_rows
-from jax_hopper_gemm.rows import in_order
+from jax_hopper_gemm.primitives.gather_rows import AT_ONCE, add_rows_p, pick_rows
+from jax_hopper_gemm.primitives.sum_rows import in_order
 
 WIDTH = 3
 

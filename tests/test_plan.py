@@ -10,27 +10,30 @@ from random import Random
 
 import pytest
 
-from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
-from jax_hopper_gemm.grouping import GroupWalk
-from jax_hopper_gemm.plan import (
-    SPAN_EXTENT,
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
+from jax_hopper_gemm.gemm.grid import (
     WRAP_BYTES,
-    Int32,
-    LaunchPlan,
-    Pointer,
-    TensorMap,
     ceil_div,
     group_walk,
-    make_plan,
     max_clusters,
     num_inputs,
     persistent_clusters,
     result_shapes,
 )
-from jax_hopper_gemm.problem import GemmProblem, Groups, MatrixLayout
-from jax_hopper_gemm.spec import GemmSpec, Traversal, violations
+from jax_hopper_gemm.gemm.group_search import GroupWalk
+from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.problem import GemmProblem, Groups, MatrixLayout
+from jax_hopper_gemm.gemm.raster import make_walk
+from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.launch.plan import (
+    SPAN_EXTENT,
+    Int32,
+    LaunchPlan,
+    Pointer,
+    TensorMap,
+    make_plan,
+)
 from jax_hopper_gemm.testing.lanes import group_tiles
-from jax_hopper_gemm.walk import make_walk
 
 LARGE = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 256)
 MAJORS = list(product(("k", "m"), ("n", "k")))

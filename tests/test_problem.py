@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
-from jax_hopper_gemm.problem import GemmProblem, Groups, MatrixLayout
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
+from jax_hopper_gemm.gemm.problem import GemmProblem, Groups, MatrixLayout
 
 GATED = EpilogueGraph(  # (gate * up + residual) * row, stored in two dtypes
     2,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 pytestmark = pytest.mark.usefixtures("launcher")
 

@@ -17,7 +17,9 @@ import pytest
 from jax import lax
 from programs import integers
 
-from jax_hopper_gemm.ragged import (
+from jax_hopper_gemm.gemm.groups import FORMS
+from jax_hopper_gemm.primitives.group_sizes import group_of_rows, span_ends
+from jax_hopper_gemm.primitives.ragged_dot import (
     CONTRACTION,
     ROWS,
     ROWS_TRANSPOSED,
@@ -25,8 +27,6 @@ from jax_hopper_gemm.ragged import (
     hopper_ragged_dot,
     reference_ragged_dot,
 )
-from jax_hopper_gemm.span_sizes import group_of_rows, span_ends
-from jax_hopper_gemm.spans import FORMS
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -16,18 +16,28 @@ from jax import lax
 from programs import LAUNCH, attributes, integers, lowered
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import config, dispatch, fused_tangent, lowering
-from jax_hopper_gemm.fused_tangent import epilogue_p
-from jax_hopper_gemm.group_rows import live_rows, rows_of_groups
-from jax_hopper_gemm.jaxprs import traced
-from jax_hopper_gemm.plan import make_plan, num_inputs
-from jax_hopper_gemm.problem import GemmProblem, Groups, MatrixLayout
-from jax_hopper_gemm.ragged import CONTRACTION, ROWS, ROWS_TRANSPOSED, Spans, hopper_ragged_dot
-from jax_hopper_gemm.routing import Product, route
-from jax_hopper_gemm.spec import GemmSpec, Traversal
-from jax_hopper_gemm.tracing import GroupedRows
-from jax_hopper_gemm.tracing.flatten import flatten
-from jax_hopper_gemm.tracing.groups import GroupedProgram
+from jax_hopper_gemm import dispatch
+from jax_hopper_gemm.fusion import GroupedRows
+from jax_hopper_gemm.fusion.flatten import flatten
+from jax_hopper_gemm.fusion.jaxprs import traced
+from jax_hopper_gemm.fusion.segments import GroupedProgram
+from jax_hopper_gemm.gemm.grid import num_inputs
+from jax_hopper_gemm.gemm.problem import GemmProblem, Groups, MatrixLayout
+from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.launch.plan import make_plan
+from jax_hopper_gemm.lowering import call as lowering
+from jax_hopper_gemm.lowering import fallback, match
+from jax_hopper_gemm.lowering.route import Product, route
+from jax_hopper_gemm.primitives import fused_grad
+from jax_hopper_gemm.primitives.fused_grad import epilogue_p
+from jax_hopper_gemm.primitives.ragged_dot import (
+    CONTRACTION,
+    ROWS,
+    ROWS_TRANSPOSED,
+    Spans,
+    hopper_ragged_dot,
+)
+from jax_hopper_gemm.primitives.segments import live_rows, rows_of_groups
 
 pytestmark = pytest.mark.usefixtures("launcher", "kernels")
 
@@ -187,7 +197,7 @@ def test_what_no_kernel_runs_is_named(monkeypatch):
         r"XLA runs bf16\[512,256\] x f32\[8,256,384\] by 'mk,gkn->mn' into f32, rows in 8 groups: "
         "the operands are bfloat16 and float32"
     )
-    monkeypatch.setenv(config.ON_FALLBACK_VARIABLE, "warn")
+    monkeypatch.setenv(fallback.ON_FALLBACK_VARIABLE, "warn")
     args = LHS, shape(G, K, N, dtype=jnp.float32), SIZES
     with pytest.warns(jhg.FallbackWarning, match=expected):
         lowered(jhg.ragged_dot, *args)
@@ -333,10 +343,10 @@ def test_the_launch_says_which_product_it_holds(monkeypatch):
     found: list[Any] = []
 
     def look_at(value):
-        found.append(lowering.product_at(value))
+        found.append(match.product_at(value))
         return None
 
-    monkeypatch.setattr(fused_tangent, "product_at", look_at)
+    monkeypatch.setattr(fused_grad, "product_at", look_at)
     spans = Spans(4, 2, first=1)
     sizes = shape(3, dtype=np.int32)
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_hopper_gemm.partitioning.ragged_shares import Part, RaggedShare
-from jax_hopper_gemm.span_sizes import group_of_rows, sizes_of_each
-from jax_hopper_gemm.spans import Spans
+from jax_hopper_gemm.gemm.groups import Spans
+from jax_hopper_gemm.primitives.group_sizes import group_of_rows, sizes_of_each
+from jax_hopper_gemm.primitives.ragged_shards import Part, RaggedShare
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jax_hopper_gemm.testing import random_products
-from jax_hopper_gemm.testing.random_products import Case
+from support import random_products
+from support.random_products import Case
 
 
 def in_float64(case: Case) -> list[np.ndarray]:

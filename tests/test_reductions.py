@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jax_hopper_gemm.epilogue import Result, ResultKind
-from jax_hopper_gemm.reductions import finish_partials
+from jax_hopper_gemm.gemm.epilogue_graph import Result, ResultKind
+from jax_hopper_gemm.lowering.finish_reductions import finish_partials
 
 L, M, N = 3, 200, 150
 TILES = (16, 64, 150, 256)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from programs import integers
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import partitioning
+from jax_hopper_gemm import sharding
 from jax_hopper_gemm.testing.collectives import run_counted
 from jax_hopper_gemm.testing.lowered import specs_of
 
@@ -146,7 +146,7 @@ def test_one_axis_left_is_partitioned(name, manual, lhs, rhs):
         return result, pull(result)
 
     text = jax.jit(lambda *args: step(ours, *args)).lower(*args).as_text()
-    assert partitioning.TARGET in text and "stablehlo.dot_general" not in text
+    assert sharding.TARGET in text and "stablehlo.dot_general" not in text
     found, collectives = run_counted(partial(step, ours), *args)
     expected, wanted = run_counted(partial(step, plain), *args)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -187,7 +187,7 @@ def test_ragged_products_are_partitioned_along_the_axis_left(rhs):
         return result, pull(result)
 
     lowered = jax.jit(partial(step, jhg.ragged_dot)).lower(rows, weights)
-    assert partitioning.TARGET in lowered.as_text()
+    assert sharding.TARGET in lowered.as_text()
     found, expected = (
         jax.jit(partial(step, f))(rows, weights) for f in (jhg.ragged_dot, jax.lax.ragged_dot)
     )

@@ -8,15 +8,9 @@ from dataclasses import replace
 import pytest
 from cubin_samples import OTHER_VALUES, SPEC
 
-from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
-from jax_hopper_gemm.spec import (
-    MAX_ACC_REGISTERS,
-    SMEM_LIMIT,
-    GemmSpec,
-    TmaBox,
-    max_accumulators,
-    violations,
-)
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
+from jax_hopper_gemm.gemm.legality import max_accumulators, violations
+from jax_hopper_gemm.gemm.spec import MAX_ACC_REGISTERS, SMEM_LIMIT, GemmSpec, TmaBox
 
 LARGE = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 256)
 

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support.policies import grouped_covering_specs
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.dispatch import H200, choose, problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.plan import Int32, Pointer, TensorMap, make_plan
-from jax_hopper_gemm.problem import GemmProblem
-from jax_hopper_gemm.spec import violations
+from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
 from jax_hopper_gemm.testing.lowered import specs_of
-from jax_hopper_gemm.testing.policies import grouped_covering_specs
 
 M, N, K, S = 512, 768, 256, 4
 X, W, INDEX = (M, K), (K, N), jax.ShapeDtypeStruct((), jnp.int32)

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from jax_hopper_gemm.problem import ITEMSIZE
-from jax_hopper_gemm.spec import GemmSpec
-from jax_hopper_gemm.staging import (
+from jax_hopper_gemm.gemm.problem import ITEMSIZE
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.viz.staging import (
     ROWS,
     bank_conflicts,
     fragment_element,

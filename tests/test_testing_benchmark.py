@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jax_hopper_gemm.dispatch import H200
-from jax_hopper_gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import benchmark, timing
 
 

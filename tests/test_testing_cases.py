@@ -8,12 +8,13 @@ import random
 import numpy as np
 import pytest
 from host_kernels import BY_NAME, EPILOGUE_SPECS
+from support import cases, policies
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.plan import make_plan
-from jax_hopper_gemm.problem import GemmProblem
-from jax_hopper_gemm.testing import cases, policies, reference
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.launch.plan import make_plan
+from jax_hopper_gemm.testing import reference
 
 
 def test_gate_and_up_are_found_in_one_array_and_in_two():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recording_driver import PLAN, SIZES, FakeDriver
 
-from jax_hopper_gemm.plan import Int32, TensorMap
+from jax_hopper_gemm.launch.plan import Int32, TensorMap
 from jax_hopper_gemm.testing import direct
 from jax_hopper_gemm.testing.gpu import CudaError, Gpu
 

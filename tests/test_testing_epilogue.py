@@ -10,9 +10,18 @@ from epilogue_graphs import (
     ACTIVATIONS,
     activation_graph,
 )
+from support.epilogue import evaluate
+from support.operations import (
+    OPERATIONS,
+    Builder,
+    factors_of,
+    operation_graph,
+    operation_specs,
+    parameters_of,
+)
 
-from jax_hopper_gemm.arithmetic import arithmetic_of, error_of
-from jax_hopper_gemm.epilogue import (
+from jax_hopper_gemm.gemm.epilogue_arithmetic import arithmetic_of, error_of
+from jax_hopper_gemm.gemm.epilogue_graph import (
     ARITY,
     ROW_REDUCTIONS,
     EpilogueGraph,
@@ -21,16 +30,7 @@ from jax_hopper_gemm.epilogue import (
     Result,
     graph_violations,
 )
-from jax_hopper_gemm.spec import violations
-from jax_hopper_gemm.testing.epilogue import evaluate
-from jax_hopper_gemm.testing.operations import (
-    OPERATIONS,
-    Builder,
-    factors_of,
-    operation_graph,
-    operation_specs,
-    parameters_of,
-)
+from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.testing.tolerance import assert_within, farthest
 
 SPECIAL = np.array(

@@ -11,22 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_kernels import HostGpu
+from support import graphs, grouped, outcome, random_grouped, trial
+from support.grouped import Layout, Span
+from support.policies import choice_of, grouped_covering_specs, spec_of
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.problem import GemmProblem, Groups
-from jax_hopper_gemm.spec import GemmSpec, violations
-from jax_hopper_gemm.testing import (
-    graphs,
-    group_sizes,
-    grouped,
-    outcome,
-    random_grouped,
-    reference,
-    trial,
-)
-from jax_hopper_gemm.testing.grouped import Layout, Span
-from jax_hopper_gemm.testing.policies import choice_of, grouped_covering_specs, spec_of
+from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.problem import GemmProblem, Groups
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.testing import group_sizes, reference
 
 SPECS = grouped_covering_specs()
 

@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 from host_kernels import BY_NAME, EXACT, run_epilogue_on_host
+from support import cases, outcome
 
-from jax_hopper_gemm.testing import cases, outcome, reference
+from jax_hopper_gemm.testing import reference
 
 
 def test_the_partial_results_add_up_to_the_whole(monkeypatch):

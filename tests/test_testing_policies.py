@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from support import graphs, policies
 
-from jax_hopper_gemm.spec import violations
-from jax_hopper_gemm.testing import graphs, policies
+from jax_hopper_gemm.gemm.legality import violations
 
 
 def test_covering_specs_are_legal_and_few():

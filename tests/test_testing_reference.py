@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matrices import LAYOUTS, normal
 
-from jax_hopper_gemm.problem import GemmProblem, MatrixLayout
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.testing import reference
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jax_hopper_gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import results, timing
 
 

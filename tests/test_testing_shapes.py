@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matrices import LAYOUTS, normal
 
-from jax_hopper_gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import reference, shapes
 
 

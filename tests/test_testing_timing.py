@@ -8,8 +8,8 @@ import jax
 import pytest
 from recording_driver import SIZES, SPEC, FakeDriver
 
-from jax_hopper_gemm.problem import GemmProblem
-from jax_hopper_gemm.spec import Traversal
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import Traversal
 from jax_hopper_gemm.testing import timing
 from jax_hopper_gemm.testing.gpu import Gpu
 

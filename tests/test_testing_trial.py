@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from host_kernels import BY_NAME, EXACT, run_epilogue_on_host, run_on_host
 from recording_driver import SPEC
+from support import cases, outcome, trial
 
-from jax_hopper_gemm.testing import cases, outcome, reference, trial
+from jax_hopper_gemm.testing import reference
 
 
 def trial_problem():

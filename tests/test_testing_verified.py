@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jax_hopper_gemm.testing import verified
+from support import verified
 
 
 def test_verified_merges_and_sorts(tmp_path):

@@ -12,15 +12,10 @@ import numpy as np
 import pytest
 from fusing import EXTENTS, assert_same, fused, normal, shape
 from jax import lax
+from support.functions import interpret, random_function, random_operand, vjp_of
 
-from jax_hopper_gemm.epilogue import Node, Operand, Result, graph_violations
-from jax_hopper_gemm.testing.functions import (
-    interpret,
-    random_function,
-    random_operand,
-    vjp_of,
-)
-from jax_hopper_gemm.tracing import NotFusable, fuse
+from jax_hopper_gemm.fusion import NotFusable, fuse
+from jax_hopper_gemm.gemm.epilogue_graph import Node, Operand, Result, graph_violations
 
 ACTIVATIONS = (
     "relu", "gelu", "silu", "swish", "softplus", "leaky_relu", "elu", "mish", "hard_swish", "celu",

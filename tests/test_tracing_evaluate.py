@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import nn
 
-from jax_hopper_gemm.tracing import evaluate, fuse
+from jax_hopper_gemm.fusion import evaluate, fuse
 
 EXTENTS = {"b": 2, "m": 32, "n": 64}
 half, single = jnp.bfloat16, jnp.float32

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import jax_hopper_gemm as jhg
-from jax_hopper_gemm.testing import running, transformation_table
-from jax_hopper_gemm.testing.transformations import (
+from support import running, transformation_table
+from support.transformations import (
     FUNCTIONS,
     LEFT_TO_XLA,
     TRANSFORMATIONS,
     assert_equal,
     on_kernels,
 )
+
+import jax_hopper_gemm as jhg
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 from programs import run_fresh
+from support.policies import covering_specs
 
 from jax_hopper_gemm import viz
 from jax_hopper_gemm.dispatch import H200
 from jax_hopper_gemm.dispatch.cost import tile_cycles
-from jax_hopper_gemm.epilogue import EpilogueGraph, Node, Operand, Result
-from jax_hopper_gemm.problem import GemmProblem
-from jax_hopper_gemm.spec import GemmSpec, violations
-from jax_hopper_gemm.testing.policies import covering_specs
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
+from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 # y = acc + residual, stored as bfloat16 and float32, with the sums of its columns.
 FUSED = EpilogueGraph(

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support import grouped
 
 from jax_hopper_gemm import moe, viz
-from jax_hopper_gemm.plan import make_plan
-from jax_hopper_gemm.problem import GemmProblem, Groups
-from jax_hopper_gemm.spec import GemmSpec, Traversal, violations
-from jax_hopper_gemm.testing import grouped
+from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.problem import GemmProblem, Groups
+from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.viz.groups import OF_NO_GROUP
 
 SIZES = [300, 0, 130, 33, 200, 64]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jax_hopper_gemm.walk import MAX_TILES, _magic, make_walk, tile_at
+from jax_hopper_gemm.gemm.raster import MAX_TILES, _magic, make_walk, tile_at
 
 
 def random_grids(count, limit):

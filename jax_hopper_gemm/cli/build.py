@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import cubin, dispatch
-from ..problem import ITEMSIZE
-from ..spec import GemmSpec
+from ..gemm.problem import ITEMSIZE
+from ..gemm.spec import GemmSpec
 from . import products
 from .report import CommandError, print_json
 
 if TYPE_CHECKING:
-    from ..launches import Launch
+    from ..lowering.read_calls import Launch
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -76,7 +76,7 @@ def specs_of_program(path: Path) -> list[GemmSpec]:
     Raises:
       CommandError: it is no exported program, or this version cannot build its kernels.
     """
-    from ..launches import launches_of, stored_programs
+    from ..sharding.export import launches_of, stored_programs
 
     try:
         programs = stored_programs(path.read_bytes())

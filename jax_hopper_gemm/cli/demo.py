@@ -14,7 +14,8 @@ from typing import Any
 
 from .. import cubin, dispatch, ops
 from ..cubin import sass
-from ..problem import GemmProblem
+from ..gemm.problem import GemmProblem
+from ..reports import explain
 from . import doctor
 from .report import bytes_text, print_facts, print_json
 
@@ -89,7 +90,7 @@ def check_product(problem: GemmProblem) -> dict[str, Any]:
     return {
         "extents": [m, n, k],
         "dtype": problem.ab_dtype,
-        "explanation": str(ops.explain(*inputs[:2])),
+        "explanation": str(explain(*inputs[:2])),
         "results": report,
     }
 

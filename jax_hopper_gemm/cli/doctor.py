@@ -6,7 +6,8 @@ import importlib.metadata
 import platform
 from typing import Any
 
-from .. import cubin, native
+from .. import cubin
+from ..launch import ffi_library
 
 
 def machine_facts() -> dict[str, Any]:
@@ -71,9 +72,9 @@ def _driver() -> dict[str, str | None]:
 
 def _ffi_library() -> dict[str, str | None]:
     try:
-        native.library()
-        return {"path": str(native.library_path()), "error": None}
-    except native.NativeLibraryError as error:
+        ffi_library.library()
+        return {"path": str(ffi_library.library_path()), "error": None}
+    except ffi_library.NativeLibraryError as error:
         return {"path": None, "error": str(error)}
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from .. import ops
+from ..reports import explain
 from . import products
 from .report import print_json
 
@@ -47,7 +47,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             "dimension_numbers": _ragged(options["dimension_numbers"], lead),
             "group_sizes": jax.ShapeDtypeStruct((args.groups,), "int32"),
         }
-    found = ops.explain(
+    found = explain(
         jax.ShapeDtypeStruct(a, problem.ab_dtype),
         jax.ShapeDtypeStruct(b, problem.ab_dtype),
         preferred_element_type=problem.d_dtype,

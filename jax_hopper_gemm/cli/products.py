@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from ..problem import ITEMSIZE, GemmProblem
+from ..gemm.problem import ITEMSIZE, GemmProblem
 
 OPERAND_DTYPES = ("bfloat16", "float16")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from .. import cubin, dispatch
 from ..dispatch import table, tuner
-from ..problem import GemmProblem
-from ..spec import GemmSpec, Traversal
+from ..gemm.problem import GemmProblem
+from ..gemm.spec import GemmSpec, Traversal
 from . import products
 from .report import CommandError
 

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..jaxprs import alike_in_shard_map
+from ..fusion.jaxprs import alike_in_shard_map
 from ..ops.activations import Activation, activation_function
-from ..ops.checks import as_arrays
+from ..ops.checks import as_arrays, collective
 from ..ops.dense import Implementation
-from ..ops.limit import current_max_sms
-from . import checks
-from .rings import gathered_dot, scattered_dot
+from ..ops.sm_limit import current_max_sms
+from .primitives import gathered_dot, scattered_dot
 
 
 def all_gather_matmul(
@@ -63,7 +62,7 @@ def all_gather_matmul(
     """
     named = {} if bias is None else {"bias": bias}
     x, w, *rest = map(jnp.asarray, as_arrays("all_gather_matmul", x=x, w=w, **named))
-    checks.check_all_gather_matmul(
+    collective.check_all_gather_matmul(
         x, w, axis_name, rest[0] if rest else None, activation, implementation
     )
     y = gathered_dot(
@@ -114,7 +113,7 @@ def matmul_reduce_scatter(
       NotImplementedError: `implementation="hopper"` and no kernel can run the products.
     """
     x, w = map(jnp.asarray, as_arrays("matmul_reduce_scatter", x=x, w=w))
-    checks.check_matmul_reduce_scatter(x, w, axis_name, implementation)
+    collective.check_matmul_reduce_scatter(x, w, axis_name, implementation)
     return scattered_dot(
         *_varying(x, w, axis_name),
         **_params(axis_name, precision, preferred_element_type, implementation),

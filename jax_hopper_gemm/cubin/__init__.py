@@ -17,8 +17,8 @@ from .cache import cache_dir as cache_dir
 from .cache import cache_entries as cache_entries
 from .cache import clear_cache as clear_cache
 from .digest import CUTLASS_DSL_VERSION as CUTLASS_DSL_VERSION
+from .digest import CubinError as CubinError
 from .digest import digest_of as digest_of
-from .errors import CubinError as CubinError
 from .loader import LoadedKernel as LoadedKernel
 from .loader import load as load
 from .lookup import get as get

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..spec import GemmSpec
+from ..gemm.spec import GemmSpec
 from . import lookup
-from .digest import digest_of
-from .errors import CubinError
+from .digest import CubinError, digest_of
 from .store import Store
 
 

@@ -7,9 +7,9 @@ import tempfile
 import threading
 from pathlib import Path
 
-from ..spec import GemmSpec, violations
-from .digest import CUTLASS_DSL_VERSION
-from .errors import CubinError
+from ..gemm.legality import violations
+from ..gemm.spec import GemmSpec
+from .digest import CUTLASS_DSL_VERSION, CubinError
 from .manifest import derive_manifest
 from .store import Compiled
 

@@ -10,15 +10,15 @@ import functools
 import hashlib
 from pathlib import Path
 
-from ..spec import GemmSpec
+from ..gemm.spec import GemmSpec
 
 CUTLASS_DSL_VERSION = "4.8.1"  # of nvidia-cutlass-dsl, which pyproject.toml pins as well
 TARGET = "sm_90a"
 
 # What `kernels/` imports from this package, and what that imports.
 CONSTANTS = (
-    "arithmetic.py", "epilogue.py", "fragment.py", "grouping.py", "problem.py", "spec.py",
-    "walk.py",
+    "gemm/epilogue_arithmetic.py", "gemm/epilogue_graph.py", "gemm/wgmma_fragment.py",
+    "gemm/group_search.py", "gemm/problem.py", "gemm/spec.py", "gemm/raster.py",
 )  # fmt: skip
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -49,3 +49,7 @@ def source_digest(package: Path) -> str:
         found.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
         found.update(content)
     return found.hexdigest()
+
+
+class CubinError(RuntimeError):
+    """A kernel could not be found, compiled or loaded; the message names it and the way out."""

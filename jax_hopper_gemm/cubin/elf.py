@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .errors import CubinError
+from .digest import CubinError
 
 _EM_CUDA = 190
 _SHT_NOBITS = 8

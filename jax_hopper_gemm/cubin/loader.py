@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from .errors import CubinError
+from .digest import CubinError
 from .lookup import resolve
 from .manifest import Manifest
 from .store import Compiled

@@ -10,11 +10,10 @@ import os
 import threading
 from pathlib import Path
 
-from ..spec import GemmSpec
+from ..gemm.spec import GemmSpec
 from .cache import user_cache
 from .compiler import compile_spec
-from .digest import digest_of
-from .errors import CubinError
+from .digest import CubinError, digest_of
 from .store import Compiled, Store
 
 _log = logging.getLogger(__name__)

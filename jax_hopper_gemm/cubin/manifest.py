@@ -11,10 +11,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from ..spec import GemmSpec
-from .digest import TARGET
+from ..gemm.spec import GemmSpec
+from .digest import TARGET, CubinError
 from .elf import KernelCode, read_kernel
-from .errors import CubinError
 
 
 class Parameter(NamedTuple):

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import CubinError
+from .digest import CubinError
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?([A-Z0-9_.]+)([^;]*);")
 _REGISTER = re.compile(r"\bR(\d+)\b")

@@ -13,16 +13,10 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal
 
-from ..epilogue import EpilogueGraph
-from ..problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
-from ..spec import (
-    SMEM_LIMIT,
-    GemmSpec,
-    TileScheduler,
-    Traversal,
-    WarpSchedule,
-    violations,
-)
+from ..gemm.epilogue_graph import EpilogueGraph
+from ..gemm.legality import violations
+from ..gemm.problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
+from ..gemm.spec import SMEM_LIMIT, GemmSpec, TileScheduler, Traversal, WarpSchedule
 
 MIN_STAGES = 3  # with fewer, the load of a stage cannot hide behind the others' math
 MAX_STAGES = 12  # deeper rings hold more bytes than the memory's latency times its bandwidth

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Literal
 
-from ..epilogue import ROW_REDUCTIONS, EpilogueGraph
-from ..problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
-from ..spec import GemmSpec, Traversal, violations
+from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
+from ..gemm.legality import violations
+from ..gemm.problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
+from ..gemm.spec import GemmSpec, Traversal
 from .candidates import (
     TRAVERSALS,
     Config,
@@ -43,6 +44,7 @@ from .cost import (
     equal_groups,
     estimate,
     mean_rows,
+    roofline_ns,
 )
 from .device import Device
 from .legality import (
@@ -54,7 +56,6 @@ from .legality import (
     pairing_violations,
     problem_violations,
 )
-from .preferences import XLA_PREFERENCES
 from .table import Entry, Key, Table, TableError, packaged_table, read_table
 
 TABLE_VARIABLE = "JAX_HOPPER_GEMM_TABLE"
@@ -438,3 +439,32 @@ class _UserTables:
 
 
 _tables = _UserTables()
+
+
+Preference = Callable[[GemmProblem, Estimate, Device], str | None]
+
+THIN = 16  # rows or columns of D up to which XLA won all measurements, by 2 to 30 %
+SPLIT_K_EXTENT = 4096  # K from which splitting it over SMs pays for adding the parts
+SPLIT_K_RATIO = 1.8  # times the roofline
+
+
+def thin(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
+    """Products that are nearly matrix times vector: XLA has kernels without tensor cores."""
+    m, n = problem.m, problem.n
+    if min(m, n) > THIN:
+        return None
+    return f"D is {m}x{n}: up to {THIN} rows or columns it is nearly a matrix-vector product"
+
+
+def needs_split_k(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
+    """Long K over too few tiles to keep the SMs busy: cuBLAS splits K, we do not."""
+    ratio = best.ns / roofline_ns(problem)
+    if problem.k < SPLIT_K_EXTENT or best.tiles > device.num_sms or ratio < SPLIT_K_RATIO:
+        return None
+    return (
+        f"K={problem.k} over {best.tiles} tiles keeps {device.num_sms} SMs waiting (expected "
+        f"{ratio:.1f} times the least possible time): it wants split-K, which XLA has"
+    )
+
+
+XLA_PREFERENCES: tuple[Preference, ...] = (thin, needs_split_k)

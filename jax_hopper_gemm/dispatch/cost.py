@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, exp, gcd
 
-from ..epilogue import ROW_REDUCTIONS, EpilogueGraph, variation
-from ..plan import ceil_div, max_clusters
-from ..problem import ITEMSIZE, GemmProblem, MatrixLayout
-from ..spec import GemmSpec, TmaBox, Traversal
+from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph, variation
+from ..gemm.grid import ceil_div, max_clusters
+from ..gemm.problem import ITEMSIZE, GemmProblem, MatrixLayout
+from ..gemm.spec import GemmSpec, TmaBox, Traversal
 from .candidates import TRAVERSALS
 from .device import Device
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..epilogue import Operand, graph_violations
-from ..grouping import MAX_LENGTH
-from ..grouping import MAX_TILES as MAX_GROUPED_TILES
-from ..plan import TMA_ALIGNMENT, WRAP_BYTES, ceil_div, launched_clusters
-from ..problem import ITEMSIZE, GemmProblem, GroupedAxis, Groups, MatrixLayout
-from ..spec import GemmSpec
-from ..walk import MAX_TILES
+from ..gemm.epilogue_graph import Operand, graph_violations
+from ..gemm.grid import WRAP_BYTES, ceil_div, launched_clusters
+from ..gemm.group_search import MAX_LENGTH
+from ..gemm.group_search import MAX_TILES as MAX_GROUPED_TILES
+from ..gemm.problem import ITEMSIZE, GemmProblem, GroupedAxis, Groups, MatrixLayout
+from ..gemm.raster import MAX_TILES
+from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
 from .device import Device
 
 AB_DTYPES = ("bfloat16", "float16")

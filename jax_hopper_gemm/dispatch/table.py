@@ -29,8 +29,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
-from ..problem import GemmProblem, GroupedAxis, Major
-from ..spec import GemmSpec, Traversal, violations
+from ..gemm.legality import violations
+from ..gemm.problem import GemmProblem, GroupedAxis, Major
+from ..gemm.spec import GemmSpec, Traversal
 from .device import Device
 from .legality import pairing_violations
 

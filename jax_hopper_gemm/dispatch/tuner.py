@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Iterable
 from statistics import median
 
-from ..problem import GemmProblem
-from ..spec import GemmSpec, Traversal
+from ..gemm.problem import GemmProblem
+from ..gemm.spec import GemmSpec, Traversal
 from .choice import legal_specs
 from .cost import best_traversal, estimate
 from .device import Device

@@ -8,11 +8,11 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 import cutlass
 import cutlass.cute as cute
 
-from ..grouping import GroupWalk
-from ..spec import GemmSpec
-from ..walk import Walk
+from ..gemm.group_search import GroupWalk
+from ..gemm.raster import Walk
+from ..gemm.spec import GemmSpec
 from .dtypes import CUTE_DTYPE
-from .gemm import GemmKernel
+from .skeleton import GemmKernel
 
 
 def parameter_names(spec: GemmSpec) -> tuple[str, ...]:

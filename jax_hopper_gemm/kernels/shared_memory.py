@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
-from ..spec import SMEM_ALIGNMENT
+from ..gemm.spec import SMEM_ALIGNMENT
 
 
 class SharedMemory:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from ..ops.checks import moe
 from ..ops.dense import Implementation, Preactivation
-from . import checks
-from .exchange import EXCHANGES, Exchange
+from .expert_parallel import EXCHANGES, Exchange
 from .experts import Activation, grouped_mlp
-from .routing import Routing, Score, Statistics, combine_rows, dispatch_rows, router, row_weights
+from .router import Routing, Score, Statistics, combine_rows, dispatch_rows, router, row_weights
 
 
 def mixture_of_experts(
@@ -66,7 +66,7 @@ def mixture_of_experts(
     rights = gate_up if isinstance(gate_up, tuple | list) else (gate_up,)
     rights = tuple(map(jnp.asarray, rights))
     devices = 1 if expert_axis is None else lax.axis_size(expert_axis)
-    checks.check_mixture(x, kernel, rights, down, devices, exchange)
+    moe.check_mixture(x, kernel, rights, down, devices, exchange)
     tokens = x.reshape(-1, x.shape[-1])
     routing = router(
         tokens, kernel, experts_per_token, score=score, normalize=normalize, scale=scale,

@@ -21,10 +21,10 @@ from .checkpoints import from_huggingface as from_huggingface
 from .checkpoints import from_maxtext as from_maxtext
 from .checkpoints import to_huggingface as to_huggingface
 from .checkpoints import to_maxtext as to_maxtext
+from .gate_up import from_pair as from_pair
+from .gate_up import to_pair as to_pair
 from .layers import MLP as MLP
 from .layers import GatedLinear as GatedLinear
 from .layers import GatedMLP as GatedMLP
 from .layers import Linear as Linear
 from .moe import MoE as MoE
-from .pairs import from_pair as from_pair
-from .pairs import to_pair as to_pair

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 from flax import nnx
 
-from .. import ops
+from .. import interop, reports
 from .layers import Implementation
 
 P = ParamSpec("P")
@@ -42,8 +42,8 @@ def accelerate(
       TypeError, ValueError, NotImplementedError: as `jax_hopper_gemm.accelerate`.
     """
     if implementation == "xla" or not callable(function):
-        return ops.accelerate(function, implementation=implementation)
-    pure = ops.accelerate(_pure(function), implementation=implementation)
+        return interop.accelerate(function, implementation=implementation)
+    pure = interop.accelerate(_pure(function), implementation=implementation)
 
     @wraps(function)
     def accelerated(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,7 +57,7 @@ def accelerate(
 
 def report_products(
     function: Callable[..., Any], *args: Any, implementation: Implementation = None, **kwargs: Any
-) -> ops.ProductReport:
+) -> reports.ProductReport:
     """`jax_hopper_gemm.report_products` for functions of nnx modules, which stay as they are.
 
     Modules that share variables need this one.
@@ -66,7 +66,7 @@ def report_products(
         function = _pure(function)
     with nnx.update_context(TAG):
         given = nnx.to_tree((args, kwargs), ctxtag=TAG)
-        return ops.report_products(function, given, implementation=implementation)
+        return reports.report_products(function, given, implementation=implementation)
 
 
 def _pure(function: Callable[..., Any]) -> Callable[[Any], Any]:

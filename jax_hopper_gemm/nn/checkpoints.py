@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from .pairs import from_pair, to_pair
+from .gate_up import from_pair, to_pair
 
 Names = Literal["mixtral", "qwen", "packed"]
 

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from .. import ops
-from .pairs import from_pair
+from .gate_up import from_pair
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
 Preactivation = Literal["save", "recompute"]

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from .. import ops
 from ..moe import Exchange, Score
+from .gate_up import from_pair
 from .layers import Activation, Implementation, Preactivation, refuse_dot_general
 from .moe import RUN_WITH, initial_experts, with_expert_axis
 from .moe import run as run_moe
-from .pairs import from_pair
 
 
 class Dense(nn.Dense):

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 
 from .. import moe
 from ..moe import Exchange, Score, Statistics
+from .gate_up import from_pair
 from .layers import Activation, Implementation, Preactivation
-from .pairs import from_pair
 
 RUN_WITH = (
     "experts_per_token", "activation", "score", "normalize", "scale", "dtype", "router_dtype",

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..fused import accumulator_dtype, fused_dot
-from ..jaxprs import abstract
+from ..fusion.jaxprs import abstract
+from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
-from .epilogue import Steps, named_in, traced
-from .limit import current_max_sms
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
+from .sm_limit import current_max_sms
+from .steps import Steps, named_in, traced
 from .substitute import final_product, with_hopper_dot
 
 Implementation = Literal["hopper", "xla"] | None

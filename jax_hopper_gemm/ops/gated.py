@@ -10,16 +10,16 @@ from jax import lax
 from jax import numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..contraction import split
-from ..fused import accumulator_dtype, fused_dot
-from ..jaxprs import abstract
+from ..fusion.jaxprs import abstract
+from ..gemm.subscripts import split
+from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation
-from .epilogue import Gate, traced
-from .limit import current_max_sms
-from .ragged_functions import run_grouped
+from .ragged_run import run_grouped
 from .replaced import check_kernel_unasked, is_replaced
+from .sm_limit import current_max_sms
+from .steps import Gate, traced
 from .substitute import final_product
 
 

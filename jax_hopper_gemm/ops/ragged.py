@@ -12,29 +12,25 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ragged import hopper_ragged_dot
+from ..primitives.group_sizes import sizes_in_rows, spans_of
+from ..primitives.ragged_dot import hopper_ragged_dot
 from . import checks
 from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation, dot_general
-from .epilogue import Steps, named_in
-from .explicit import (
-    in_auto_axes,
-    is_explicit,
-    partitions,
-    sharding_of_product,
-)
-from .limit import current_max_sms
+from .explicit_axes import in_auto_axes, is_explicit, partitions, sharding_of_product
 from .ragged_axes import RaggedAxes
-from .ragged_functions import rows_of, run_grouped
-from .ragged_lax import (
+from .ragged_run import (
     BASIC,
     canonical,
     lax_ragged_dot_general,
     left_to_lax,
     refuse_hopper,
+    rows_of,
+    run_grouped,
+    scaled_sum,
 )
-from .ragged_sizes import sizes_in_rows, spans_of
-from .ragged_sum import scaled_sum
+from .sm_limit import current_max_sms
+from .steps import Steps, named_in
 
 
 def ragged_dot(

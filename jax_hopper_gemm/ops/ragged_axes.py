@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
-from ..ragged import CONTRACTION, ROWS, ROWS_TRANSPOSED
+from ..primitives.ragged_dot import CONTRACTION, ROWS, ROWS_TRANSPOSED
 
 Kind = Literal["rows", "contraction", "batch"]
 

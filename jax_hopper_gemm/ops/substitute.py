@@ -18,16 +18,16 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from ..contraction import split
-from ..dot_general import (
+from ..gemm.subscripts import (
     padded_partitions,
     permuted_result,
     rearranged,
+    split,
     to_subscripts,
     with_partitions,
 )
-from ..primitive import hopper_dot_p
-from .limit import current_max_sms
+from ..primitives.dot import hopper_dot_p
+from .sm_limit import current_max_sms
 
 
 def with_hopper_dot(

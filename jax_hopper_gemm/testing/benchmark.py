@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from .. import dispatch, ops
 from ..dispatch import Device
-from ..problem import GemmProblem
+from ..gemm.problem import GemmProblem
 from . import results, shapes, timing
 from .results import Row
 

@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..cubin import digest_of, load
-from ..plan import (
+from ..gemm.problem import GemmProblem
+from ..gemm.spec import GemmSpec, Traversal
+from ..launch.plan import (
     TENSOR_MAP_DTYPE,
     TENSOR_MAP_SWIZZLE,
     Int32,
@@ -28,8 +30,6 @@ from ..plan import (
     TensorMap,
     make_plan,
 )
-from ..problem import GemmProblem
-from ..spec import GemmSpec, Traversal
 from .gpu import Buffer, CudaError, Gpu, Part
 
 TENSOR_MAP_BYTES = 128

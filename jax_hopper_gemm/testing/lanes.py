@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..grouping import (
+from ..gemm.group_search import (
     LANES,
     GroupTile,
     GroupWalk,

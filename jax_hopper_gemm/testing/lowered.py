@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from ..launches import Launch, launches_in
-from ..spec import GemmSpec
+from ..gemm.spec import GemmSpec
+from ..lowering.read_calls import Launch, launches_in
 
 
 def specs_of(function: Callable[..., Any], *args: Any) -> list[GemmSpec]:

@@ -20,9 +20,9 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from .. import moe, ops
-from ..moe.exchange import EXCHANGES as EXCHANGES_OF_ROWS
-from ..moe.routing import sort_by_group
-from ..spec import GemmSpec
+from ..gemm.spec import GemmSpec
+from ..moe.expert_parallel import EXCHANGES as EXCHANGES_OF_ROWS
+from ..moe.router import sort_by_group
 from . import tolerance
 from .lowered import specs_of
 

@@ -15,9 +15,9 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from ..plan import result_shapes
-from ..problem import GemmProblem
-from ..spec import GemmSpec
+from ..gemm.grid import result_shapes
+from ..gemm.problem import GemmProblem
+from ..gemm.spec import GemmSpec
 
 Operand = Literal["a", "b", "d"]
 

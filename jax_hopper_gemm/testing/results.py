@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..problem import GemmProblem
+from ..gemm.problem import GemmProblem
 from . import shapes
 from .timing import Timing
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ..problem import GemmProblem, Major
+from ..gemm.problem import GemmProblem, Major
 from .reference import Operand
 
 DimensionNumbers = tuple[

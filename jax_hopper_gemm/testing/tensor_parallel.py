@@ -19,9 +19,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..collective import all_gather_matmul, matmul_reduce_scatter
-from ..ops import limit, matmul
-from ..program_devices import lowering_share
-from ..spec import GemmSpec
+from ..gemm.spec import GemmSpec
+from ..lowering.devices import lowering_share
+from ..ops import matmul, sm_limit
 from .lowered import specs_of
 
 AXIS = "tp"
@@ -117,7 +117,7 @@ class Ring:
         x, w, out = self.specs
 
         def local(x: Any, w: Any) -> Any:
-            with limit.max_sms(max_sms):
+            with sm_limit.max_sms(max_sms):
                 return self.product(x, w, AXIS, implementation="hopper")
 
         mapped = jax.shard_map(local, mesh=mesh, in_specs=(x, w), out_specs=out)

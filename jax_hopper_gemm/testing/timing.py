@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..problem import GemmProblem
-from ..spec import GemmSpec, Traversal
+from ..gemm.problem import GemmProblem
+from ..gemm.spec import GemmSpec, Traversal
 from . import reference
 from .direct import Launch, prepare
 from .gpu import Buffer, Gpu

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..epilogue import EpilogueGraph
-from ..staging import ROWS
+from ..gemm.epilogue_graph import EpilogueGraph
 from .canvas import TILE_COLOURS, subplots
+from .staging import ROWS
 
 
 def graph_lines(graph: EpilogueGraph) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..problem import ITEMSIZE
-from ..spec import GemmSpec
-from ..staging import (
+from ..gemm.problem import ITEMSIZE
+from ..gemm.spec import GemmSpec
+from .canvas import cell, frame, plain_colour, subplots
+from .staging import (
     CHUNK,
     LINE,
     ROWS,
@@ -16,7 +17,6 @@ from ..staging import (
     staged_offset,
     stmatrix_row,
 )
-from .canvas import cell, frame, plain_colour, subplots
 
 WARP_COLOURS = ("#8ecae6", "#ffb703", "#95d5b2", "#e5989b")
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from ..grouping import GroupWalk, tile_in_pair
-from ..plan import ceil_div, group_walk, make_plan
-from ..problem import GemmProblem
-from ..spec import GemmSpec, Traversal
-from ..staging import ROWS
+from ..gemm.grid import ceil_div, group_walk
+from ..gemm.group_search import GroupWalk, tile_in_pair
+from ..gemm.problem import GemmProblem
+from ..gemm.spec import GemmSpec, Traversal
+from ..launch.plan import make_plan
 from ..testing.lanes import NumpyLanes, group_tiles
 from .canvas import cell, frame, plain_colour, subplots
+from .staging import ROWS
 
 OF_NO_GROUP = "#6c757d"
 GAP = 24  # rows' worth of paper between spans

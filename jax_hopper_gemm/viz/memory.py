@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..problem import ITEMSIZE
-from ..spec import SMEM_BARRIERS, SMEM_LIMIT, GemmSpec
-from ..staging import ROWS
+from ..gemm.problem import ITEMSIZE
+from ..gemm.spec import SMEM_BARRIERS, SMEM_LIMIT, GemmSpec
 from .canvas import subplots
+from .staging import ROWS
 
 KIND_COLOURS = {
     "A": "#457b9d",

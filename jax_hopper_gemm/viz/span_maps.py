@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..grouping import SPAN_EXTENT
-from ..plan import TensorMap, make_plan
-from ..problem import GemmProblem
-from ..spec import GemmSpec, Traversal
+from ..gemm.group_search import SPAN_EXTENT
+from ..gemm.problem import GemmProblem
+from ..gemm.spec import GemmSpec, Traversal
+from ..launch.plan import TensorMap, make_plan
 from .canvas import subplots
 
 ADDRESSES = 2**64

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from ..dispatch import Device
 from ..dispatch.cost import TileCycles, tile_cycles
-from ..problem import GemmProblem
-from ..spec import GemmSpec
-from ..staging import ROWS
+from ..gemm.problem import GemmProblem
+from ..gemm.spec import GemmSpec
 from .canvas import TILE_COLOURS, subplots
+from .staging import ROWS
 
 
 @dataclass(frozen=True)

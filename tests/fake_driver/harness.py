@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import pytest
 
-from jax_hopper_gemm import native
-from jax_hopper_gemm.plan import Int32, LaunchPlan, Pointer, TensorMap
+from jax_hopper_gemm.launch import ffi_library
+from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap
 
 SOURCES = Path(__file__).parent
 NAME = "jhg_gemm_test 64x32x16"  # what every call says it is
@@ -37,11 +37,11 @@ class Launcher:
     def __init__(self, folder: Path, libcuda: Path, target: str | None = None):
         self.target = target or f"jax_hopper_gemm_test_{next(self.serial)}"
         self.libcuda = libcuda
-        self.library = self._private(native.library_path(), folder)
+        self.library = self._private(ffi_library.library_path(), folder)
         self.shim = self._private(folder / "stream_shim.so", folder)
         self.resolved: list[tuple[str, str]] = []
         self.resolve: Callable[[str, str], int] | None = None
-        self._callback = native._Resolver(self._answer)
+        self._callback = ffi_library._Resolver(self._answer)
         self.library.jhg_set_resolver(self._callback)
         self.shim.shim_set_handler(self.library.JhgLaunchExecute)
         self.shim.shim_nanoseconds.restype = ctypes.c_double

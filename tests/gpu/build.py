@@ -20,28 +20,30 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `support`
+
 import jax
 import nnx_step
 import notebook_block
-
-from jax_hopper_gemm import cubin
-from jax_hopper_gemm.dispatch import H200, table_specs
-from jax_hopper_gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import random_grouped, random_products, training_step
-from jax_hopper_gemm.testing.grouped_programs import GROUPED_PROGRAMS
-from jax_hopper_gemm.testing.mesh_programs import mesh_specs
-from jax_hopper_gemm.testing.moe_programs import moe_specs
-from jax_hopper_gemm.testing.operations import operation_specs
-from jax_hopper_gemm.testing.policies import (
+from support import random_grouped, random_products, training_step
+from support.grouped_programs import GROUPED_PROGRAMS
+from support.mesh_programs import mesh_specs
+from support.operations import operation_specs
+from support.policies import (
     chosen_epilogue_specs,
     covering_specs,
     epilogue_covering_specs,
     grouped_covering_specs,
     stacked_specs,
 )
-from jax_hopper_gemm.testing.programs import PROGRAMS
+from support.programs import PROGRAMS
+from support.transformations import transformation_specs
+
+from jax_hopper_gemm import cubin
+from jax_hopper_gemm.dispatch import H200, table_specs
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.testing.moe_programs import moe_specs
 from jax_hopper_gemm.testing.tensor_parallel import overlap_specs
-from jax_hopper_gemm.testing.transformations import transformation_specs
 
 
 def main() -> int:

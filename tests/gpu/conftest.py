@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support import verified
 
 from jax_hopper_gemm import cubin
-from jax_hopper_gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import verified
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing.gpu import CudaError, Gpu
 
 HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_hopper_gemm import nn
-from jax_hopper_gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing.lowered import specs_of
 
 # One sequence: of several, the batch axes of attention's scores do not merge into one.

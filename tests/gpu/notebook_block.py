@@ -15,10 +15,10 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from support.mesh_programs import shares_noted
 
 from jax_hopper_gemm import nn
-from jax_hopper_gemm.spec import GemmSpec
-from jax_hopper_gemm.testing.mesh_programs import shares_noted
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "04_sharded_transformer.ipynb"
 DEFINING = ("class Block", "def train_step")  # what the cells hold that are run

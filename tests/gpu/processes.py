@@ -36,6 +36,8 @@ def run_python(code: str, folder: object, timeout: float = 240, **environment: s
 
 def run_command(*arguments: str, timeout: float = 240, **environment: str) -> str:
     """Returns what Python prints with these arguments, in a process of its own."""
+    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # finds `support`
     done = subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment},

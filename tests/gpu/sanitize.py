@@ -13,16 +13,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # `support`
+
+from support import cases, graphs, grouped, outcome, trial
+from support.policies import covering_specs, epilogue_covering_specs, grouped_covering_specs
 
 from jax_hopper_gemm.dispatch import table_specs
-from jax_hopper_gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import cases, graphs, grouped, outcome, trial
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing.gpu import Gpu
-from jax_hopper_gemm.testing.policies import (
-    covering_specs,
-    epilogue_covering_specs,
-    grouped_covering_specs,
-)
 
 FEW_SMS = 8  # so that a persistent grid wraps around on small problems
 

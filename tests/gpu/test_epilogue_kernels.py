@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from support import cases, graphs, outcome, trial
+from support.policies import chosen_epilogue_specs, epilogue_covering_specs
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.testing import cases, graphs, outcome, trial
-from jax_hopper_gemm.testing.policies import chosen_epilogue_specs, epilogue_covering_specs
 
 SPECS = list(dict.fromkeys((*epilogue_covering_specs(), *chosen_epilogue_specs())))
 EXACT = [spec for spec in SPECS if graphs.is_exact(spec.graph)]

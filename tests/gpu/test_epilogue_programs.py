@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jax_hopper_gemm.testing.programs import HIDDEN, PROGRAMS, TOKENS
+from support.programs import HIDDEN, PROGRAMS, TOKENS
 
 TARGET = "jax_hopper_gemm.v1.launch"
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.grouped_programs import contraction, rows_product
 
 from jax_hopper_gemm import moe
 from jax_hopper_gemm.testing import group_sizes
-from jax_hopper_gemm.testing.grouped_programs import contraction, rows_product
 from jax_hopper_gemm.testing.moe_programs import (
     AXIS,
     CROWDED,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support import epilogue
+from support.operations import factors_of, operation_specs, problem_of
 
-from jax_hopper_gemm.spec import Traversal
-from jax_hopper_gemm.testing import epilogue, tolerance
+from jax_hopper_gemm.gemm.spec import Traversal
+from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.direct import prepare
-from jax_hopper_gemm.testing.operations import factors_of, operation_specs, problem_of
 
 SPECS = operation_specs()
 M, N = 16384, 64

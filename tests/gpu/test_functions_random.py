@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from support import random_products
 
-from jax_hopper_gemm.testing import random_products
 from jax_hopper_gemm.testing.lowered import specs_of
 
 # NOTE: JAX's derivatives of these functions, most of which have float16 in them, round sums in

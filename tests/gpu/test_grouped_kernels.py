@@ -12,20 +12,14 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import graphs, random_grouped, trial
+from support.grouped import Case, Layout, assert_exact, edge_cases, integer_inputs, problem_of
+from support.policies import grouped_covering_specs
 
 from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.spec import Traversal
-from jax_hopper_gemm.testing import direct, graphs, random_grouped, reference, trial
-from jax_hopper_gemm.testing.grouped import (
-    Case,
-    Layout,
-    assert_exact,
-    edge_cases,
-    integer_inputs,
-    problem_of,
-)
-from jax_hopper_gemm.testing.policies import grouped_covering_specs
+from jax_hopper_gemm.gemm.spec import Traversal
+from jax_hopper_gemm.testing import direct, reference
 
 SPECS = grouped_covering_specs()
 CHOSEN = [spec for spec in table_specs(H200) if spec.grouped and spec not in SPECS]

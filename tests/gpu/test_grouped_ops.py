@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from processes import assert_graphs_change_nothing
+from support.grouped_programs import GROUPED_PROGRAMS, ragged_dot, training
 
 from jax_hopper_gemm import ops
 from jax_hopper_gemm.testing import group_sizes
-from jax_hopper_gemm.testing.grouped_programs import GROUPED_PROGRAMS, ragged_dot, training
 
 TARGET = 'custom_call_target="jax_hopper_gemm'
 
@@ -121,7 +121,7 @@ def test_threads_of_a_loop_keep_their_order():
 
 STEPS = """
 from jax_hopper_gemm.testing import group_sizes
-from jax_hopper_gemm.testing.grouped_programs import training
+from support.grouped_programs import training
 
 program = training(1024, 136, 264, 40, group_sizes.uneven)
 kinds = {**group_sizes.KINDS, **group_sizes.HOSTILE}

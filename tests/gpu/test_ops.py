@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import reference, shapes, tolerance
 from jax_hopper_gemm.testing.tolerance import Summation
 

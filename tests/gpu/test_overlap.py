@@ -13,13 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 from jax_hopper_gemm.testing.lowered import grids_of
-from jax_hopper_gemm.testing.tensor_parallel import (
-    RINGS,
-    TESTED,
-    TESTED_LIMITS,
-    Ring,
-    mesh_of,
-)
+from jax_hopper_gemm.testing.tensor_parallel import RINGS, TESTED, TESTED_LIMITS, Ring, mesh_of
 
 TARGET = 'custom_call_target="jax_hopper_gemm'
 GATHERS = r" (all-gather|all-reduce|reduce-scatter|all-to-all)(-start)?\("

@@ -22,10 +22,10 @@ from meshes import (
     note,
     placed,
 )
+from support.grouped_programs import Exact, gradients
+from support.mesh_programs import AXIS, RAGGED, SIZES
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.testing.grouped_programs import Exact, gradients
-from jax_hopper_gemm.testing.mesh_programs import AXIS, RAGGED, SIZES
 
 __all__ = ["mesh"]  # the fixture
 

@@ -8,8 +8,7 @@ import jax
 import numpy as np
 import pytest
 from processes import assert_graphs_change_nothing, run_python
-
-from jax_hopper_gemm.testing import training_step
+from support import training_step
 
 TARGET = 'custom_call_target="jax_hopper_gemm'
 STEPS = 4
@@ -44,7 +43,7 @@ def test_a_step_runs_on_our_kernels_and_learns(checked):
 
 REPLAYS = """
 from functools import partial
-from jax_hopper_gemm.testing import training_step
+from support import training_step
 
 @partial(jax.jit, donate_argnums=0)
 def step(parameters, x, sizes):
@@ -90,7 +89,7 @@ def test_threads_train_on_all_gpus_at_once():
 
 
 EXPORTED = """
-from jax_hopper_gemm.testing import training_step
+from support import training_step
 
 arguments = training_step.parameters(), *training_step.batch()
 """

@@ -11,9 +11,8 @@ from typing import Any
 
 import jax
 import pytest
-
-from jax_hopper_gemm.testing import running
-from jax_hopper_gemm.testing.transformations import (
+from support import running
+from support.transformations import (
     FUNCTIONS,
     LEFT_TO_XLA,
     TRANSFORMATIONS,

@@ -1,5 +1,5 @@
 """Epilogues: accumulator → results. One job a file."""
 
-from .fused import FusedEpilogue
+from .driver import FusedEpilogue
 
 __all__ = ["FusedEpilogue"]

@@ -29,7 +29,8 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import select_
 
-from ...fragment import (
+from ...gemm.spec import EPI_TILE_M
+from ...gemm.wgmma_fragment import (
     ROW_LANES,
     WARP_LANES,
     WORD,
@@ -44,7 +45,6 @@ from ...fragment import (
     over_lanes,
     take,
 )
-from ...spec import EPI_TILE_M
 
 WARPGROUP_BARRIER = 1  # named barriers 1, 2, ...: one a math warpgroup
 LOG2_E = math.log2(math.e)

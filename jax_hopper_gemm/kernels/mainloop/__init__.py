@@ -1,7 +1,7 @@
 """Mainloops: stages of A and B in shared memory → accumulator. One policy a file."""
 
-from .gathered import GatheredMainloop
-from .ss import SharedSharedMainloop
+from .gather import GatheredMainloop
+from .tma import SharedSharedMainloop
 
 
 def make_mainloop(spec, atom_layout_m):

@@ -17,7 +17,7 @@ from cutlass.cutlass_dsl import max as larger
 from cutlass.cutlass_dsl import min as smaller
 from cutlass.cutlass_dsl import select_
 
-from ...grouping import (
+from ...gemm.group_search import (
     GroupTile,
     Window,
     first_window,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...routing import array_text, short_dtype
+from ...lowering.route import array_text, short_dtype
 
 
 def describe(x: Any) -> str:

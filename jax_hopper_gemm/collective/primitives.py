@@ -1,0 +1,277 @@
+"""The primitives beneath the collective products: rings in which rows move while products run.
+
+`gathered_dot` multiplies the rows of all devices by this device's matrix: rows go around, and each
+device multiplies those that it has while the next ones arrive. `scattered_dot` adds up the devices'
+products, each device keeping its part of the rows: sums go around, and each device's product is
+added to a sum in the kernel that computes it. Two sets of sums are on the way in opposite
+directions, so that one moves while the other is added to.
+
+The transpose of one is the other. Both are linear in each operand, and derivatives of any order
+are made of them and of products of one device.
+
+Letters: n devices along the mesh axis, each with m of the M = n * m rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from ..fusion.jaxprs import traced
+from ..ops import dot_general, matmul, sm_limit
+from ..primitives.dot import as_cotangent
+
+gathered_dot_p = Primitive("hopper_gathered_dot")
+scattered_dot_p = Primitive("hopper_scattered_dot")
+scattered_dot_tangent_p = Primitive("hopper_scattered_dot_tangent")
+gathered_dot_p.multiple_results = True
+
+
+def gathered_dot(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
+    """Returns the rows of all devices, in the devices' order, times this device's matrix.
+
+    Args:
+      x: (..., m, K), this device's rows.
+      w: (K, N).
+      axis_name: the mesh axis, or several.
+      precision, preferred_element_type, implementation: as in `ops.matmul`.
+      max_sms: how many SMs each product may use; None: all.
+
+    Returns:
+      (..., M, N).
+    """
+    (product,) = gathered_dot_p.bind(x, w, with_rows=False, **params)
+    return product
+
+
+def scattered_dot(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
+    """Returns this device's part of the rows of the sum, over the devices, of their products.
+
+    Args:
+      x: (..., M, K).
+      w: (K, N).
+      others: as of `gathered_dot`.
+
+    Returns:
+      (..., m, N).
+    """
+    return scattered_dot_p.bind(x, w, **params)
+
+
+# What they compute.
+
+
+def _gathered_dot(
+    x: jax.Array, w: jax.Array, *, axis_name: Any, with_rows: bool, **options: Any
+) -> list[jax.Array]:
+    """Returns the product, and the gathered rows if they are wanted."""
+    chunks = list(_chunks(x, axis_name))
+    found = [_in_order([_matmul(chunk, w, **options) for chunk in chunks], axis_name)]
+    return [*found, _in_order(chunks, axis_name)] if with_rows else found
+
+
+def _chunks(x: jax.Array, axis_name: Any) -> Iterator[jax.Array]:
+    """Yields this device's rows, then those of the one before it, and so on around the ring."""
+    for left in reversed(range(lax.axis_size(axis_name))):
+        yield x
+        if left:
+            x = _shifted(x, axis_name, 1)
+
+
+def _in_order(chunks: list[jax.Array], axis_name: Any) -> jax.Array:
+    """Returns the chunks, which come as `_chunks` yields them, in the order of the devices.
+
+    The chunk of device 0 is found at a place that only the device knows: in a row of chunks that
+    starts behind this device's and goes around nearly twice. XLA makes one copy of all this.
+    """
+    count, rows = len(chunks), chunks[0].shape[-2]
+    if count == 1:
+        return chunks[0]
+    ascending = chunks[::-1]
+    twice = jnp.concatenate([*ascending, *ascending[:-1]], axis=-2)
+    start = (count - 1 - lax.axis_index(axis_name)) * rows
+    return lax.dynamic_slice_in_dim(twice, start, count * rows, axis=-2)
+
+
+def _scattered_dot(x: jax.Array, w: jax.Array, *, axis_name: Any, **options: Any) -> jax.Array:
+    count, own = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    rows = x.shape[-2] // count
+    half = rows // 2 if count > 1 else 0
+    streams = [(start, size, step) for start, size, step in ((0, half, 1), (half, rows - half, -1))
+               if size]  # fmt: skip
+    sums: list[Any] = [None] * len(streams)
+    for hop in range(1, count + 1):
+        for i, (start, size, step) in enumerate(streams):
+            # A sum ends, after a hop for every other device, where its rows belong.
+            of_device = (own - step * hop) % count
+            part = _rows_of(x, of_device, start, size, count)
+            before = None if hop == 1 else _shifted(sums[i], axis_name, step)
+            sums[i] = _matmul(part, w, c=before, **options)
+    return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=-2)
+
+
+def _rows_of(x: jax.Array, device: Any, start: int, size: int, count: int) -> jax.Array:
+    """Returns `size` of the rows of one of `count` devices, from its `start` on.
+
+    Where that is one array of a stack, a kernel reads it there, and it is not copied.
+    """
+    rows = x.shape[-2] // count
+    if x.ndim > 2 or rows % size or start % size:
+        return lax.dynamic_slice_in_dim(x, device * rows + start, size, axis=-2)
+    stack = x.reshape(x.shape[0] // size, size, x.shape[1])
+    first = (device * rows + start) // size
+    return lax.dynamic_slice_in_dim(stack, first, 1).reshape(size, x.shape[1])
+
+
+def _shifted(x: jax.Array, axis_name: Any, step: int) -> jax.Array:
+    """Returns the array of the device `step` places before this one."""
+    count = lax.axis_size(axis_name)
+    return lax.ppermute(x, axis_name, [(i, (i + step) % count) for i in range(count)])
+
+
+def _scattered_dot_tangent(
+    x_tangent: jax.Array, w_tangent: jax.Array, x: jax.Array, w: jax.Array, **params: Any
+) -> jax.Array:
+    return lax.add(scattered_dot(x_tangent, w, **params), scattered_dot(x, w_tangent, **params))
+
+
+def _matmul(a: jax.Array, b: jax.Array, *, max_sms: int | None, **options: Any) -> jax.Array:
+    with sm_limit.max_sms(max_sms):
+        return matmul(a, b, **options)
+
+
+def _of_columns(x: jax.Array, y: jax.Array, *, max_sms: int | None, **options: Any) -> jax.Array:
+    """Returns the product (K, N) of (..., M, K), transposed, and (..., M, N)."""
+    rows = tuple(range(x.ndim - 1))
+    with sm_limit.max_sms(max_sms):
+        return dot_general(x, y, ((rows, rows), ((), ())), **options)
+
+
+# Their rules.
+
+
+def _options(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters that a product of one device has, too."""
+    return {key: x for key, x in params.items() if key not in ("axis_name", "with_rows")}
+
+
+def _moves(tangent: Any) -> bool:
+    return type(tangent) is not ad.Zero
+
+
+def _total(terms: list[Any], primal: Any) -> Any:
+    if not terms:
+        return ad.Zero(jax.typeof(primal).to_tangent_aval())
+    return terms[0] if len(terms) == 1 else lax.add(*terms)
+
+
+def _gathered_dot_jvp(
+    primals: Any, tangents: Any, *, with_rows: bool, **params: Any
+) -> tuple[Any, Any]:
+    (x, w), (x_tangent, w_tangent) = primals, tangents
+    wanted = with_rows or _moves(w_tangent)
+    found = gathered_dot_p.bind(x, w, with_rows=wanted, **params)
+    moved: list[list[Any]] = [[], []]
+    if _moves(x_tangent):
+        for terms, term in zip(
+            moved, gathered_dot_p.bind(x_tangent, w, with_rows=with_rows, **params), strict=False
+        ):
+            terms.append(term)
+    if _moves(w_tangent):
+        moved[0].append(_matmul(found[1], w_tangent, **_options(params)))
+    found = found[: 1 + with_rows]
+    return found, [_total(terms, y) for terms, y in zip(moved, found, strict=False)]
+
+
+def _gathered_dot_transpose(
+    cotangents: Any, x: Any, w: Any, *, with_rows: bool, **params: Any
+) -> list[Any]:
+    product = cotangents[0]
+    if ad.is_undefined_primal(w):
+        if not _moves(product):
+            return [None, None]
+        rows = _in_order(list(_chunks(x, params["axis_name"])), params["axis_name"])
+        return [None, as_cotangent(w.aval, _of_columns(rows, product, **_options(params)))]
+    terms = []
+    if _moves(product):
+        terms.append(as_cotangent(x.aval, scattered_dot(product, w.T, **params)))
+    if with_rows and _moves(cotangents[1]):
+        axis = cotangents[1].ndim - 2
+        terms.append(
+            lax.psum_scatter(cotangents[1], params["axis_name"], scatter_dimension=axis, tiled=True)
+        )
+    return [_total(terms, x) if terms else None, None]
+
+
+def _scattered_dot_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    (x, w), (x_tangent, w_tangent) = primals, tangents
+    product = scattered_dot(x, w, **params)
+    if not _moves(w_tangent):
+        return product, scattered_dot(x_tangent, w, **params)
+    if not _moves(x_tangent):
+        return product, scattered_dot(x, w_tangent, **params)
+    return product, scattered_dot_tangent_p.bind(x_tangent, w_tangent, x, w, **params)
+
+
+def _scattered_dot_transpose(cotangent: Any, x: Any, w: Any, **params: Any) -> list[Any]:
+    if ad.is_undefined_primal(w):
+        axis_name = params["axis_name"]
+        rows = _in_order(list(_chunks(cotangent, axis_name)), axis_name)
+        return [None, as_cotangent(w.aval, _of_columns(x, rows, **_options(params)))]
+    return [as_cotangent(x.aval, gathered_dot(cotangent, w.T, **params)), None]
+
+
+def _scattered_dot_tangent_transpose(
+    cotangent: Any, x_tangent: Any, w_tangent: Any, x: Any, w: Any, **params: Any
+) -> list[Any]:
+    """One ring for both: what it gathers for the gradient of x is what that of w contracts."""
+    of_x, rows = gathered_dot_p.bind(cotangent, w.T, with_rows=True, **params)
+    of_w = _of_columns(x, rows, **_options(params))
+    return [as_cotangent(x_tangent.aval, of_x), as_cotangent(w_tangent.aval, of_w), None, None]
+
+
+def _scattered_dot_tangent_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    tangents = [ad.instantiate_zeros(x) for x in tangents]
+    return jax.jvp(partial(_scattered_dot_tangent, **params), primals, tangents)
+
+
+def _batched(primitive: Primitive, function: Any, args: Any, axes: Any, **params: Any) -> Any:
+    """A mapped x has one more axis in front; a mapped w is one ring for all."""
+    if len(args) == 2 and axes[1] is None:
+        x, w = args
+        found = primitive.bind(jnp.moveaxis(x, axes[0], 0), w, **params)
+    else:
+        found = jax.vmap(partial(function, **params), tuple(axes))(*args)
+    return (found, [0] * len(found)) if primitive.multiple_results else (found, 0)
+
+
+for _primitive, _function, _jvp, _transpose in (
+    (gathered_dot_p, _gathered_dot, _gathered_dot_jvp, _gathered_dot_transpose),
+    (scattered_dot_p, _scattered_dot, _scattered_dot_jvp, _scattered_dot_transpose),
+    (
+        scattered_dot_tangent_p, _scattered_dot_tangent, _scattered_dot_tangent_jvp,
+        _scattered_dot_tangent_transpose,
+    ),
+):  # fmt: skip
+
+    def _abstract_eval(*avals: Any, _function: Any = _function, **params: Any) -> Any:
+        found = traced(partial(_function, **params), *avals).out_avals
+        return found if _function is _gathered_dot else found[0]
+
+    _primitive.def_impl(partial(xla.apply_primitive, _primitive))
+    _primitive.def_abstract_eval(_abstract_eval)
+    mlir.register_lowering(
+        _primitive,
+        mlir.lower_fun(_function, multiple_results=_primitive.multiple_results),
+        cacheable=False,
+    )
+    ad.primitive_jvps[_primitive] = _jvp
+    ad.primitive_transposes[_primitive] = _transpose
+    batching.primitive_batchers[_primitive] = partial(_batched, _primitive, _function)

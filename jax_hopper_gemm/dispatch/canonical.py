@@ -1,0 +1,387 @@
+"""A product of two arrays, written as subscripts, seen as one batch of matrix products.
+
+Arrays are dense and row-major, their axes in any order. A tensor map addresses a matrix whose
+elements are adjacent along one index and equally far apart along the other, plus one batch
+index with a stride of its own (0: all matrices are the same). So axes that serve the same role
+and lie evenly one inside the other count as one long axis, and the order of the axes is a
+matter of strides: nothing is transposed in memory. What does not come down to that form is
+`NotAGemm`, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from ..gemm.epilogue_graph import EpilogueGraph
+from ..gemm.groups import Spans, gate_letter, is_contraction
+from ..gemm.problem import GemmProblem, Groups, Major, MatrixLayout
+from ..gemm.subscripts import split, stacked_letter
+
+
+class NotAGemm(ValueError):
+    """The product is not one strided batch of matrix products; the message says why."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A product in canonical form.
+
+    Attributes:
+      problem: extents and layouts.
+      swapped: whether A is the right operand and B the left one. D is row-major, so its last
+        axis is N: when that axis comes from the left operand, D = (lhs rhs) is computed as the
+        transpose of rhs^T lhs^T.
+    """
+
+    problem: GemmProblem
+    swapped: bool
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which axes of the result count the rows and columns of a matrix, and which the matrices.
+
+    Attributes:
+      m, n, batch: letters of the result, in its order.
+      swapped: as in `Gemm`.
+    """
+
+    m: str
+    n: str
+    batch: str
+    swapped: bool
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An index of the product, of one letter or of several merged.
+
+    Attributes:
+      letters: those of more than one element, outer first.
+      extent: number of values.
+      strides: distance of neighbours, in elements, in A, B, D and the epilogue's operands; 0 in an
+        array that the index does not appear in.
+    """
+
+    letters: str
+    extent: int
+    strides: tuple[int, ...]
+
+    def encloses(self, inner: Axis) -> bool:
+        """Whether one step of this index spans all of `inner`, in every array."""
+        pairs = zip(self.strides, inner.strides, strict=True)
+        return all(outer == stride * inner.extent for outer, stride in pairs)
+
+    def along(self, array: int) -> tuple[int, int]:
+        """Returns extent and stride in an array."""
+        return self.extent, self.strides[array]
+
+
+A, B, D = 0, 1, 2  # places in `Axis.strides`; the epilogue's operands follow
+FIRST_OPERAND = 3
+
+
+@dataclass(frozen=True)
+class _Indices:
+    """M, N, K and the batch, each as one axis."""
+
+    m: Axis
+    n: Axis
+    k: Axis
+    batch: Axis
+    swapped: bool
+
+
+def roles(
+    subscripts: str,
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    operands: Sequence[str] = (),
+) -> Roles:
+    """Returns the roles of the result's axes.
+
+    Args:
+      subscripts, lhs_shape, rhs_shape, operands: as in `as_gemm`.
+
+    Raises:
+      NotAGemm: as `as_gemm`, for reasons of extents and axes.
+    """
+    found = _indices(subscripts, lhs_shape, rhs_shape, operands)
+    lhs, rhs, out = split(subscripts)
+    a, b = (rhs, lhs) if found.swapped else (lhs, rhs)
+    merged = found.m.letters + found.n.letters + found.batch.letters
+    unit = [letter for letter in out if letter not in merged]  # fits any role: the natural one
+
+    def of(axis: Axis, natural: Sequence[str]) -> str:
+        return "".join(x for x in out if x in axis.letters or (x in unit and x in natural))
+
+    both = [letter for letter in out if letter in a and letter in b]
+    return Roles(
+        m=of(found.m, [letter for letter in a if letter not in b]),
+        n=of(found.n, [letter for letter in b if letter not in a]),
+        batch=of(found.batch, both),
+        swapped=found.swapped,
+    )
+
+
+def as_gemm(
+    subscripts: str,
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    ab_dtype: str,
+    d_dtype: str,
+    epilogue: EpilogueGraph | None = None,
+    operands: Sequence[str] = (),
+) -> Gemm:
+    """Returns the canonical form of a product.
+
+    Args:
+      subscripts: "mk,kn->mn", one letter an axis. No letter repeats within an array and each
+        stands in at least two of the three; but one of extent 2, in the right operand alone,
+        tells gate from up in a product with two right operands ("mk,kcn->mn").
+      lhs_shape, rhs_shape: extents, by the letters of the operands.
+      ab_dtype, d_dtype, epilogue: as in `GemmProblem`.
+      operands: for each operand of the epilogue, the letters of the result that it varies along,
+        in the order of its axes.
+
+    Raises:
+      NotAGemm: an extent is zero, the axes of a role do not merge, or an operand of the epilogue
+        does not lie as a kernel reads it.
+    """
+    i = _indices(subscripts, lhs_shape, rhs_shape, operands)
+    graph_operands = epilogue.operands if epilogue else ()
+    layouts = tuple(
+        operand_layout(operand.kind, *(x.along(FIRST_OPERAND + j) for x in (i.m, i.n, i.batch)))
+        for j, operand in enumerate(graph_operands)
+    )
+    problem = GemmProblem(
+        i.m.extent, i.n.extent, i.k.extent, i.batch.extent, ab_dtype, d_dtype,
+        a=strided_layout("m", i.m.along(A), i.k.along(A), i.batch.along(A)),
+        b=strided_layout("n", i.n.along(B), i.k.along(B), i.batch.along(B)),
+        d=strided_layout("n", i.n.along(D), i.m.along(D), i.batch.along(D)),
+        epilogue=epilogue,
+        operands=layouts,
+        up_offset=up_offset(subscripts, rhs_shape, stacked_letter(subscripts)),
+    )  # fmt: skip
+    if problem.gated and i.swapped:
+        raise NotAGemm("the result of a gated product ends with an axis of the left operand")
+    compact = MatrixLayout("n", problem.n, problem.m * problem.n)
+    if any(result.planes > 1 for result in problem.graph.results) and problem.d != compact:
+        raise NotAGemm("gate and up would not lie side by side in a result with axes in this order")
+    return Gemm(problem, i.swapped)
+
+
+def _indices(
+    subscripts: str, lhs_shape: Sequence[int], rhs_shape: Sequence[int], operands: Sequence[str]
+) -> _Indices:
+    """Returns M, N, K and the batch.
+
+    Axes of M that do not merge are batch axes along which B stands still; likewise for N.
+    """
+    lhs, rhs, out = split(subscripts)
+    extents = dict(zip(lhs + rhs, (*lhs_shape, *rhs_shape), strict=True))
+    if 0 in extents.values():
+        raise NotAGemm("an extent is 0")
+    kept = [label for label in out if extents[label] > 1]
+    swapped = bool(kept) and kept[-1] not in rhs
+    if kept and kept[-1] in lhs and kept[-1] in rhs:
+        raise NotAGemm("the result's last axis is a batch axis, so no matrix of it is row-major")
+    a, b = (rhs, lhs) if swapped else (lhs, rhs)
+    strides = [compact_strides(labels, extents) for labels in (a, b, out, *operands)]
+    unit = Axis("", 1, (0,) * len(strides))
+    axes: dict[tuple[bool, bool], list[Axis]] = {}
+    for label in dict.fromkeys(out + lhs):
+        if extents[label] > 1:
+            axis = Axis(label, extents[label], tuple(s.get(label, 0) for s in strides))
+            axes.setdefault((label in out, label in a and label in b), []).append(axis)
+    free = axes.get((True, False), [])
+    m, spilled_m = _matrix_axis([axis for axis in free if axis.strides[A]], A, unit)
+    n, spilled_n = _matrix_axis([axis for axis in free if axis.strides[B]], D, unit)
+    contracted = _merged(axes.get((False, True), []), A)
+    if len(contracted) > 1:
+        raise NotAGemm(
+            "the contracted axes do not lie evenly one inside the other in both operands"
+        )
+    batch = _merged([*axes.get((True, True), []), *spilled_m, *spilled_n], D)
+    if len(batch) > 1:
+        arrays = "both operands, the result and what the epilogue reads"
+        raise NotAGemm(
+            "the batch axes do not lie evenly one inside the other in "
+            + (arrays if operands else "both operands and the result")
+        )
+    return _Indices(m, n, (contracted or [unit])[0], (batch or [unit])[0], swapped)
+
+
+def compact_strides(labels: str, extents: dict[str, int]) -> dict[str, int]:
+    return {label: prod(extents[x] for x in labels[i + 1 :]) for i, label in enumerate(labels)}
+
+
+def up_offset(subscripts: str, rhs_shape: Sequence[int], letter: str) -> int | None:
+    """Returns how far up lies behind gate, told apart by `letter`; None where that is ""."""
+    _, rhs, _ = split(subscripts)
+    return prod(rhs_shape[rhs.index(letter) + 1 :]) if letter else None
+
+
+def _matrix_axis(axes: list[Axis], array: int, unit: Axis) -> tuple[Axis, list[Axis]]:
+    """Returns the axis of one matrix, and those left over.
+
+    The axis is the one along which `array` is contiguous, else the longest.
+    """
+    merged = _merged(axes, D)
+    if not merged:
+        return unit, []
+    best = max(merged, key=lambda axis: (axis.strides[array] == 1, axis.extent))
+    return best, [axis for axis in merged if axis is not best]
+
+
+def _merged(axes: list[Axis], array: int) -> list[Axis]:
+    """Returns `axes` from outer to inner in `array`, those that enclose their neighbour joined."""
+    merged: list[Axis] = []
+    for axis in sorted(axes, key=lambda axis: -axis.strides[array]):
+        if merged and merged[-1].encloses(axis):
+            outer = merged.pop()
+            extent = outer.extent * axis.extent
+            merged.append(Axis(outer.letters + axis.letters, extent, axis.strides))
+        else:
+            merged.append(axis)
+    return merged
+
+
+def operand_layout(
+    kind: str, m: tuple[int, int], n: tuple[int, int], batch: tuple[int, int]
+) -> MatrixLayout:
+    """Returns the layout of an epilogue's operand from its (extent, stride) pairs."""
+    (rows, m_stride), (columns, n_stride) = (
+        (extent, stride if extent > 1 else 0) for extent, stride in (m, n)
+    )
+    along_n, along_m = columns > 1 and kind in ("row", "matrix"), rows > 1 and kind == "column"
+    if (along_n and n_stride != 1) or (along_m and m_stride != 1):
+        raise NotAGemm(
+            f"a {kind} that the epilogue reads does not have adjacent elements along the "
+            f"{'columns' if along_n else 'rows'} of the result: its axes are in another order"
+        )
+    if (kind in ("row", "scalar") and m_stride) or (kind in ("column", "scalar") and n_stride):
+        raise NotAGemm(f"a {kind} that the epilogue reads varies within a {kind}")
+    own = {"matrix": rows * columns, "row": columns, "column": rows, "scalar": 1}[kind]
+    batch_stride = batch[1] if batch[0] > 1 else own
+    if kind == "matrix":
+        return MatrixLayout("n", m_stride if rows > 1 else columns, batch_stride)
+    return MatrixLayout("m" if kind == "column" else "n", own, batch_stride)
+
+
+def strided_layout(
+    name: Major, own: tuple[int, int], other: tuple[int, int], batch: tuple[int, int]
+) -> MatrixLayout:
+    """Returns the layout of one array from its (extent, stride) pairs.
+
+    Args:
+      name: the index that only this operand has; for D the contiguous one.
+      own, other: that index, and the matrix's other one.
+      batch: the batch index.
+
+    Strides along an index of extent 1 mean nothing. They are given as in a compact array, so
+    that equal problems compare equal.
+    """
+    (own_extent, own_stride), (other_extent, other_stride) = own, other
+    if other_extent > 1 and other_stride == 1:
+        major, contiguous, leading = "k", other_extent, (own_extent, own_stride)
+    elif own_extent > 1 and own_stride == 1:
+        major, contiguous, leading = name, own_extent, (other_extent, other_stride)
+    elif own_extent == other_extent == 1:
+        major, contiguous, leading = ("k" if name == "m" else name), 1, (1, 1)
+    else:
+        raise NotAGemm(
+            "an operand's last axis is a batch axis: no matrix of it has adjacent elements"
+        )
+    leading_stride = leading[1] if leading[0] > 1 else contiguous
+    batch_stride = batch[1] if batch[0] > 1 else own_extent * other_extent
+    return MatrixLayout(major, leading_stride, batch_stride)
+
+
+def ragged_roles(subscripts: str) -> Roles:
+    """Returns the roles of the result's axes."""
+    if is_contraction(subscripts):
+        return Roles(m="k", n="n", batch="g", swapped=False)
+    return Roles(m="m", n="n", batch="", swapped=False)
+
+
+def ragged_extents(
+    subscripts: str, lhs_shape: Sequence[int], rhs_shape: Sequence[int], spans: Spans, sizes: int
+) -> dict[str, int]:
+    """Returns the extent of each letter; `sizes` is the number of sizes."""
+    lhs, rhs, _ = split(subscripts)
+    extents = {"g": spans.matrices(sizes)}
+    return extents | dict(zip(lhs + rhs, (*lhs_shape, *rhs_shape), strict=True))
+
+
+def as_grouped_gemm(
+    subscripts: str,
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    ab_dtype: str,
+    d_dtype: str,
+    spans: Spans,
+    sizes: int,
+    epilogue: EpilogueGraph | None = None,
+    operands: Sequence[str] = (),
+    *,
+    gathered: Literal["a", "b"] | None = None,
+    source: int = 0,
+) -> Gemm:
+    """Returns the canonical form of a ragged product.
+
+    Args:
+      subscripts: one of the forms; the axes of weights may be in another order.
+      lhs_shape, rhs_shape, ab_dtype, d_dtype, epilogue: as in `contraction.as_gemm`.
+      spans, sizes: which spans belong to which group, and the number of sizes.
+      operands: for each operand of the epilogue, the letters of "gmn" (rows) or "gkn" that it
+        varies along, in the order of its axes; "g" alone or before "n" is an entry a group.
+      gathered, source: as in `Groups`.
+
+    Raises:
+      NotAGemm: an extent is zero, or an operand of the epilogue does not lie as a kernel reads it.
+    """
+    extents = ragged_extents(subscripts, lhs_shape, rhs_shape, spans, sizes)
+    if 0 in extents.values():
+        raise NotAGemm("an extent is 0")
+    _, rhs, _ = split(subscripts)
+    count, length, n, k = (extents[letter] for letter in "gmnk")
+    groups = Groups(
+        "k" if is_contraction(subscripts) else "m",
+        sizes, spans.period, spans.count, spans.first, spans.step, gathered, source,
+    )  # fmt: skip
+    if groups.axis == "k":
+        rows = k
+        a, b = MatrixLayout("m", k), MatrixLayout("n", n)
+        d = MatrixLayout("n", n, k * n)
+        contracted = length
+    else:
+        rows, contracted = length, k
+        stride = compact_strides(rhs, extents)
+        a, d = MatrixLayout("k", k), MatrixLayout("n", n)
+        b = strided_layout("n", (n, stride["n"]), (k, stride["k"]), (count, stride["g"]))
+    layouts = []
+    letter_of_rows = "k" if groups.axis == "k" else "m"
+    for operand, labels in zip(epilogue.operands if epilogue else (), operands, strict=True):
+        stride = compact_strides(labels, extents)
+        layouts.append(
+            operand_layout(
+                operand.kind,
+                (rows, stride.get(letter_of_rows, 0)),
+                (n, stride.get("n", 0)),
+                (count, stride.get("g", 0)),
+            )
+        )
+        if operand.kind in ("matrix", "column") and groups.axis == "m" and "g" in labels:
+            raise NotAGemm(f"a {operand.kind} that the epilogue reads has an entry for each group")
+    problem = GemmProblem(
+        rows, n, contracted, count, ab_dtype, d_dtype, a, b, d,
+        epilogue=epilogue,
+        operands=tuple(layouts),
+        up_offset=up_offset(subscripts, rhs_shape, gate_letter(subscripts)),
+        groups=groups,
+    )  # fmt: skip
+    return Gemm(problem, swapped=False)

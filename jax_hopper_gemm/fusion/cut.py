@@ -1,0 +1,358 @@
+"""`fuse`: the cut between what a kernel computes of a function and what XLA computes after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..gemm.epilogue_graph import EpilogueGraph, Node, Result
+from ..gemm.problem import ITEMSIZE
+from . import op_table
+from .axes import REDUCTIONS, Axes, Place
+from .flatten import Atom, Constant, Equation, NotFusable, Program, Variable, flatten
+from .graph_builder import Builder
+from .leftover import Finished, Step, arrange, finish_by
+from .segments import GroupedProgram, GroupedRows
+from .tracker import Reduction, Stack, SumExp, TopK, Tracker
+
+TILE_LIMIT = 256  # columns of the widest tile
+
+# Operations that move no data, or that XLA leaves out.
+_FREE = {
+    "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "optimization_barrier",
+    *op_table.SAME,
+}  # fmt: skip
+_KNOWN = {*REDUCTIONS, "transpose"}  # to kernels, besides operations on elements
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A function of a product, cut in two.
+
+    Attributes:
+      graph: what the kernel computes.
+      operands: for each operand of the graph, which of the function's it is.
+      labels: for each, the letters of the result that it varies along, in the order of its axes
+        of extent over 1.
+      casts: for each, the dtype that it is converted to before the kernel; None: it is read as it
+        is.
+      results: for each result of the graph, the letters of the finished array: all of the
+        result's for a matrix; without those of N for row_*, of M for column_sum, none for max;
+        a "?" is the axis of top_k, or of the two planes of one array, which have an entry each.
+      uncovered: the operations on whole matrices that XLA computes after the kernel, and those
+        that no kernel knows.
+      finish: finish(*finished, *operands) gives the function's outputs, a list. `finished` holds
+        an array for each result in order, two (largest, sum) for row_sumexp, one for the two
+        planes of one array; `operands` are all of the function's.
+    """
+
+    graph: EpilogueGraph
+    operands: tuple[int, ...]
+    labels: tuple[str, ...]
+    casts: tuple[str | None, ...]
+    results: tuple[tuple[str, ...], ...]
+    uncovered: tuple[str, ...]
+    finish: Callable[..., list[Any]]
+
+
+def fuse(
+    jaxpr: Any,
+    num_accumulators: int,
+    out: str,
+    m: str,
+    n: str,
+    tile_limit: int = TILE_LIMIT,
+    rows: GroupedRows | None = None,
+) -> Fusion:
+    """Returns what a kernel computes of a function of its accumulators, and the rest.
+
+    Equal jaxprs give equal graphs.
+
+    Args:
+      jaxpr: closed, of f(acc, *operands) or f(gate, up, *operands), accumulators float32.
+      num_accumulators: 1 or 2.
+      out: a letter for each axis of an accumulator.
+      m, n: the letters that are rows and columns of one matrix; the others count matrices.
+      tile_limit: columns up to which a kernel holds whole rows, as softmax and top-k need.
+      rows: of a ragged product, how the function knows the groups of its rows, the axes `m`, which
+        come first. The letters of groups appear in `Fusion.labels`.
+
+    Raises:
+      NotFusable: the accumulators are not float32 or not used, or the function closes over an
+        array.
+    """
+    program = flatten(jaxpr)
+    accumulators = program.inputs[:num_accumulators]
+    for accumulator in accumulators:
+        if accumulator.dtype.name != "float32":
+            raise NotFusable(f"the product is {accumulator.dtype.name}; kernels add up in float32")
+    place = Place(out, m, n, accumulators[0].shape, tile_limit)
+    grouped = GroupedProgram(program, num_accumulators, rows) if rows else None
+    tracker = Tracker(program, place, Builder(num_accumulators, out), grouped)
+    if not any(map(tracker.depends, program.outputs)):
+        raise NotFusable("no output of the function depends on the product")
+    cuts = [_Cut(program, tracker, num_accumulators, late) for late in (False, True)]
+    return min(cuts, key=lambda cut: cut.stored_bytes).fusion()
+
+
+class _Cut:
+    """One way to cut a program: which values the kernel stores, and the steps that follow.
+
+    What XLA needs of matrices that are no outputs is stored as late as it can be, or recomputed
+    from the accumulators (`from_accumulators`), whichever stores less.
+    """
+
+    def __init__(
+        self, program: Program, tracker: Tracker, num_accumulators: int, from_accumulators: bool
+    ):
+        self._program, self._tracker = program, tracker
+        self._builder, self._place = tracker.builder, tracker.place
+        self._num_accumulators = num_accumulators
+        self._from_accumulators = from_accumulators
+        self._matrices: list[Result] = []
+        self._others: list[Result] = []
+        self._steps: dict[Equation | Variable, Step] = {}
+        self._known: set[Variable] = set(program.inputs[num_accumulators:])
+        self._run: set[Equation] = set()
+        self._arranged: set[str] = set()
+        for atom in program.outputs:
+            if isinstance(atom, Variable) and atom not in self._known:
+                self._output(atom)
+        for atom in program.outputs:
+            self._need(atom)
+        for equation in program.equations:
+            if equation.kept:
+                self._evaluate(equation)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes stored for each element of D."""
+        return sum(ITEMSIZE[result.dtype] for result in self._matrices)
+
+    def fusion(self) -> Fusion:
+        requested = [*self._matrices, *self._others]
+        spelled = [self._shared_max(result) for result in requested]
+        kept = list(dict.fromkeys(spelled))
+        graph, leaves = self._builder.graph(kept)
+        order = {equation: i for i, equation in enumerate(self._program.equations)}
+        producers = self._tracker.producers
+
+        def position(made: Equation | Variable) -> int:
+            equation = made if isinstance(made, Equation) else producers.get(made)
+            return order[equation] if equation else -1
+
+        steps = [self._steps[made] for made in sorted(self._steps, key=position)]
+        return Fusion(
+            graph,
+            operands=tuple(leaf.index for leaf in leaves),
+            labels=tuple(leaf.labels for leaf in leaves),
+            casts=tuple(leaf.cast for leaf in leaves),
+            results=tuple(map(self._labels, kept)),
+            uncovered=self._uncovered(),
+            finish=finish_by(
+                {result: self._shape(result) for result in kept},
+                dict(zip(requested, spelled, strict=True)),
+                tuple(steps),
+                self._program.inputs[self._num_accumulators :],
+                self._program.outputs,
+            ),
+        )
+
+    def _shared_max(self, result: Result) -> Result:
+        """Returns the row_sumexp whose largest value is this row_max, else the result itself."""
+        shared = replace(result, kind="row_sumexp")
+        return shared if result.kind == "row_max" and shared in self._others else result
+
+    def _labels(self, result: Result) -> tuple[str, ...]:
+        out, m, n = self._place.out, self._place.all_m, self._place.all_n
+        if result.kind == "max":
+            return ()
+        if result.kind == "column_sum":
+            return tuple(letter for letter in out if letter not in m)
+        if result.kind != "matrix":
+            rest = tuple(letter for letter in out if letter not in n)
+            return (*rest, "?") if result.kind.startswith("top_k") else rest
+        return tuple(out) if result.planes == 1 else (*out[: -len(n)], "?", *n)
+
+    def _shape(self, result: Result) -> tuple[int, ...]:
+        """Returns the finished array's shape; -1 stands for the axis "?"."""
+        return tuple(self._place.extents.get(x, -1) for x in self._labels(result))
+
+    # Stored matrices.
+
+    def _output(self, variable: Variable) -> None:
+        """Asks for an output of the function, if it is one that the kernel stores as it is."""
+        tracked = self._tracker.tracked.get(variable)
+        if not self._tracker.may_store(variable):
+            return
+        if stack := self._tracker.stacks.get(variable):
+            self._take_stack(variable, stack)
+        elif tracked and self._tracker.is_matrix(tracked.value):
+            dtype = variable.dtype.name
+            if dtype in op_table.NUMBERS:
+                value = self._before_rounding(tracked.value, dtype)
+                self._take_matrix(variable, Result("matrix", value, dtype), tracked.axes)
+
+    def _take_stack(self, variable: Variable, stack: Stack) -> None:
+        dtype = variable.dtype.name
+        planes = [
+            Result("matrix", self._before_rounding(value, dtype), dtype, plane=i, planes=2)
+            for i, value in enumerate(stack.values)
+        ]
+        labels, axes = self._labels(planes[0]), stack.axes
+        if planes[0] not in self._matrices:
+            self._matrices += planes
+        elif planes[1] != self._matrices[self._matrices.index(planes[0]) + 1]:
+            return self._evaluate(self._tracker.producers[variable])
+        self._make(
+            variable, (), lambda finished: [arrange(finished[planes[0]], labels, axes, variable)]
+        )
+
+    def _store(self, variable: Variable) -> None:
+        """Asks for a matrix that XLA goes on with, in the fewest bytes that hold it."""
+        tracked, dtype = self._tracker.tracked[variable], variable.dtype.name
+        value = tracked.value
+        if dtype == "bool":
+            value, dtype = op_table.as_number(self._builder, value), "bfloat16"
+            self._arranged.add("convert_element_type")
+        elif dtype == "float32":
+            entry = self._builder.entry(value)
+            if isinstance(entry, Node) and entry.op == "convert":
+                dtype = entry.params[0]
+        value = self._before_rounding(value, dtype)
+        self._take_matrix(variable, Result("matrix", value, dtype), tracked.axes)
+
+    def _take_matrix(self, variable: Variable, result: Result, axes: Axes) -> None:
+        labels = self._labels(result)
+        letters = [axis for axis in axes if axis]
+        if letters != [letter for letter in labels if letter in letters]:
+            self._arranged.add("transpose")
+        if result not in self._matrices:
+            self._matrices.append(result)
+        self._make(
+            variable, (), lambda finished: [arrange(finished[result], labels, axes, variable)]
+        )
+
+    def _before_rounding(self, value: int, dtype: str) -> int:
+        """Returns what storing as `dtype` rounds to `value`."""
+        match self._builder.entry(value):
+            case Node("convert", (x,), (own,)) if own == dtype:
+                return x
+        return value
+
+    # Everything else that an output needs.
+
+    def _need(self, atom: Atom) -> None:
+        if isinstance(atom, Constant) or atom in self._known:
+            return
+        tracker = self._tracker
+        tracked = tracker.tracked.get(atom)
+        if found := tracker.sums_of_exp.get(atom):
+            self._take_sum_of_exp(atom, found)
+        elif found := tracker.reductions.get(atom):
+            self._take_reduction(atom, found)
+        elif found := tracker.top_k.get(atom):
+            self._take_top_k(atom, found)
+        elif tracker.may_store(atom) and (found := tracker.stacks.get(atom)):
+            self._take_stack(atom, found)
+        elif tracked and tracker.is_matrix(tracked.value) and self._is_stored(atom, tracked.value):
+            self._store(atom)
+        else:
+            self._evaluate(tracker.producers[atom])
+
+    def _is_stored(self, variable: Variable, value: int) -> bool:
+        if not self._tracker.may_store(variable):
+            return False
+        if not self._from_accumulators or variable not in self._tracker.producers:
+            return True
+        return value < self._num_accumulators
+
+    def _evaluate(self, equation: Equation) -> None:
+        if equation in self._run:
+            return
+        self._run.add(equation)
+        for atom in equation.inputs:
+            self._need(atom)
+        step = Step(equation.inputs, equation.outputs, lambda finished, *xs: equation.evaluate(*xs))
+        self._known.update(equation.outputs)
+        self._steps[equation] = step
+
+    def _make(
+        self, variable: Variable, inputs: tuple[Atom, ...], compute: Callable[..., Sequence[Any]]
+    ) -> None:
+        self._known.add(variable)
+        self._steps[variable] = Step(inputs, (variable,), compute)
+
+    def _request(self, result: Result) -> tuple[str, ...]:
+        if result not in self._others:
+            self._others.append(result)
+        return self._labels(result)
+
+    def _take_reduction(self, variable: Variable, reduction: Reduction) -> None:
+        result = Result(reduction.kind, reduction.value)
+        labels = self._request(result)
+        combine = jnp.max if reduction.kind.endswith("max") else jnp.sum
+        grouped = self._tracker.grouped
+        sizes = (grouped.sizes,) if grouped and grouped.live and grouped.sizes else ()
+
+        def compute(finished: Finished, *sizes: Any) -> list[Any]:
+            array = finished[result]
+            if grouped:  # the kernel reduces what it does not store
+                array = grouped.with_live_rows(array, *sizes)
+            rest = [
+                i for i, x in enumerate(labels)
+                if x not in reduction.axes and array.shape[i] > 1
+            ]  # fmt: skip
+            if rest:
+                array = combine(array, axis=tuple(rest), keepdims=True)
+            array = -array if reduction.negated else array
+            return [arrange(array, labels, reduction.axes, variable)]
+
+        self._make(variable, sizes, compute)
+
+    def _take_sum_of_exp(self, variable: Variable, found: SumExp) -> None:
+        self._need(found.center)
+        result = Result("row_sumexp", found.value)
+        labels = self._request(result)
+
+        def compute(finished: Finished, center: Any) -> list[Any]:
+            largest, total = (
+                arrange(array, labels, found.axes, variable) for array in finished[result]
+            )
+            if jnp.ndim(center):
+                for d in reversed(found.columns):
+                    center = lax.index_in_dim(center, 0, d, keepdims=False)
+            shifted = jnp.exp(largest - center)
+            return [jnp.where(jnp.isfinite(largest), total * shifted, shifted)]
+
+        self._make(variable, (found.center,), compute)
+
+    def _take_top_k(self, variable: Variable, found: TopK) -> None:
+        result = Result(found.kind, found.value, k=found.k)
+        labels = self._request(result)
+        self._make(
+            variable,
+            (),
+            lambda finished: [arrange(finished[result], labels, found.axes, variable)],
+        )
+
+    # What `explain` says.
+
+    def _uncovered(self) -> tuple[str, ...]:
+        names: dict[str, None] = {}
+        for equation in self._program.equations:
+            reasons = [self._tracker.uncovered.get(v, ()) for v in equation.outputs]
+            if equation not in self._run or not any(map(self._tracker.depends, equation.outputs)):
+                continue
+            known = op_table.covered(equation.name) or equation.name in _KNOWN
+            arrays = [*equation.inputs, *equation.outputs]
+            whole = any(prod(atom.shape) >= self._place.size for atom in arrays)
+            if equation.name not in _FREE and (whole or not known):
+                names.update(dict.fromkeys(name for reason in reasons for name in reason))
+                names[equation.name] = None
+        return tuple(dict.fromkeys((*names, *sorted(self._arranged))))

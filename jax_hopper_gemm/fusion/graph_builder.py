@@ -1,0 +1,205 @@
+"""Builds an `EpilogueGraph`: equal operations once, those without effect not at all.
+
+Values are numbered as they are made; `graph` numbers what is used anew, so that functions with
+the same jaxpr give equal graphs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..gemm.epilogue_graph import ARITY, EpilogueGraph, Node, Operand, Result
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What the graph reads.
+
+    Attributes:
+      index: which accumulator, or which of the function's operands.
+      labels: the letters that it varies along, in the order of its axes.
+      operand: None for an accumulator.
+      cast: the dtype that the array is converted to before the kernel reads it.
+    """
+
+    index: int
+    labels: str
+    operand: Operand | None = None
+    cast: str | None = None
+
+
+class Builder:
+    """Values under construction; a value is its number here."""
+
+    def __init__(self, num_accumulators: int, out: str):
+        self._entries: list[Leaf | Node] = []
+        self._numbers: dict[Leaf | Node, int] = {}
+        self._letters: list[frozenset[str]] = []
+        self.num_accumulators = num_accumulators
+        for i in range(num_accumulators):
+            self._add(Leaf(i, out), frozenset(out))
+
+    def letters(self, value: int) -> frozenset[str]:
+        """Returns the letters of D that a value varies along."""
+        return self._letters[value]
+
+    def entry(self, value: int) -> Leaf | Node:
+        return self._entries[value]
+
+    def operand(self, leaf: Leaf) -> int:
+        return self._add(leaf, frozenset(leaf.labels))
+
+    def constant(self, value: Any) -> int:
+        """Returns a number or truth value, rounded to float32."""
+        if isinstance(value, bool | np.bool_):
+            return self._node(Node("true" if value else "false", ()))
+        with np.errstate(over="ignore"):
+            number = float(np.float32(value))
+        if math.isnan(number):  # a NaN equals nothing, not even itself: kept out of graphs
+            infinity = self.constant(math.inf)
+            return self._node(Node("sub", (infinity, infinity)))
+        if number == 0 and math.copysign(1, number) < 0:  # equal to 0 wherever graphs are compared
+            return self._node(Node("neg", (self.constant(0.0),)))
+        return self._node(Node("constant", (), (number,)))
+
+    def constant_of(self, value: int) -> float | bool | None:
+        """Returns the number or truth value that a value always is, if it is a constant."""
+        match self._entries[value]:
+            case Node("constant", _, (number,)):
+                return number
+            case Node("true"):
+                return True
+            case Node("false"):
+                return False
+        return None
+
+    def node(self, op: str, *args: int, params: tuple[Any, ...] = ()) -> int:
+        """Returns the value of an operation."""
+        known = self._simplified(op, args, params)
+        return self._node(Node(op, args, params)) if known is None else known
+
+    def row_reduction(self, op: str, value: int, n: str) -> int:
+        """Returns a sum or maximum over the columns, letters `n`, of each row."""
+        return self._add(Node(op, (value,)), self.letters(value) - set(n))
+
+    def graph(self, results: Sequence[Result]) -> tuple[EpilogueGraph, tuple[Leaf, ...]]:
+        """Returns the graph that gives `results`, whose values are numbers here, and its operands.
+
+        Operands are in the order of the function's.
+        """
+        used = sorted(self._used(self._spelled(result.value) for result in results))
+        leaves = [v for v in used if self._is_operand(v)]
+        leaves.sort(key=lambda v: (self._leaf(v).index, self._leaf(v).labels, v))
+        nodes = [v for v in used if isinstance(self._entries[v], Node)]
+        order = [*range(self.num_accumulators), *leaves, *nodes]
+        number = {value: i for i, value in enumerate(order)}
+
+        def renumbered(value: int) -> Node:
+            node = self._entries[value]
+            assert isinstance(node, Node)
+            return replace(node, args=tuple(number[self._spelled(a)] for a in node.args))
+
+        found = tuple(self._leaf(value) for value in leaves)
+        graph = EpilogueGraph(
+            self.num_accumulators,
+            tuple(leaf.operand for leaf in found if leaf.operand),
+            tuple(map(renumbered, nodes)),
+            tuple(replace(r, value=number[self._spelled(r.value)]) for r in results),
+        )
+        return graph, found
+
+    def _leaf(self, value: int) -> Leaf:
+        leaf = self._entries[value]
+        assert isinstance(leaf, Leaf)
+        return leaf
+
+    def _is_operand(self, value: int) -> bool:
+        return isinstance(self._entries[value], Leaf) and value >= self.num_accumulators
+
+    def _used(self, values: Any) -> set[int]:
+        used: set[int] = set()
+        waiting = list(values)
+        while waiting:
+            value = waiting.pop()
+            if value not in used:
+                used.add(value)
+                entry = self._entries[value]
+                if isinstance(entry, Node):
+                    waiting += map(self._spelled, entry.args)
+        return used
+
+    def _spelled(self, value: int) -> int:
+        """Returns the comparison that stands for a truth value, which graphs have no word for."""
+        known = self.constant_of(value)
+        if not isinstance(known, bool):
+            return value
+        zero = self.constant(0.0)
+        return self._node(Node("eq" if known else "ne", (zero, zero)))
+
+    def _node(self, node: Node) -> int:
+        assert node.op in ("true", "false") or len(node.args) == ARITY[node.op], node
+        return self._add(node, frozenset().union(*map(self.letters, node.args)))
+
+    def _add(self, entry: Leaf | Node, letters: frozenset[str]) -> int:
+        if entry not in self._numbers:
+            self._numbers[entry] = len(self._entries)
+            self._entries.append(entry)
+            self._letters.append(letters)
+        return self._numbers[entry]
+
+    def _simplified(self, op: str, args: tuple[int, ...], params: tuple[Any, ...]) -> int | None:
+        """Returns the value that an operation is known to have; none of it changes a bit."""
+        match op, args, tuple(map(self.constant_of, args)):
+            case ("mul", (x, _), (_, 1.0)) | ("mul", (_, x), (1.0, _)):
+                return x
+            case ("div", (x, _), (_, 1.0)):
+                return x
+            case ("sub", (x, _), (_, 0.0)):
+                return x
+            case ("max", (x, _), (_, limit)) | ("max", (_, x), (limit, _)) if limit == -math.inf:
+                return x
+            case ("min", (x, _), (_, limit)) | ("min", (_, x), (limit, _)) if limit == math.inf:
+                return x
+            case ("select", (_, x, _), (True, *_)) | ("select", (_, _, x), (False, *_)):
+                return x
+            case ("select", (_, x, y), _) if x == y:
+                return x
+            case ("and", (x, _), (_, True)) | ("and", (_, x), (True, _)):
+                return x
+            case ("and", (_, x), (_, False)) | ("and", (x, _), (False, _)):
+                return x
+            case ("or", (x, _), (_, False)) | ("or", (_, x), (False, _)):
+                return x
+            case ("or", (_, x), (_, True)) | ("or", (x, _), (True, _)):
+                return x
+            case ("not", _, (bool(known),)):
+                return self.constant(not known)
+            case ("neg" | "not", (x,), _):
+                entry = self._entries[x]
+                if isinstance(entry, Node) and entry.op == op:
+                    return entry.args[0]
+            case ("convert", (x,), _) if self._representable(x, params[0]):
+                return x
+            case ("integer_pow", (x,), _) if params == (1,):
+                return x
+            case ("integer_pow", (x,), _) if params == (2,):
+                return self.node("square", x)
+            case ("integer_pow", _, _) if params == (0,):
+                return self.constant(1.0)
+        return None
+
+    def _representable(self, value: int, dtype: str) -> bool:
+        """Whether rounding a value to `dtype` is known to change nothing."""
+        match self._entries[value]:
+            case Node("convert", _, (own,)):
+                return own == dtype
+            case Node("neg" | "abs", (x,)):
+                return self._representable(x, dtype)
+            case Leaf(operand=Operand(dtype=own)):
+                return own == dtype
+        return False

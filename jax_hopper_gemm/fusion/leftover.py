@@ -1,0 +1,82 @@
+"""What XLA does after a kernel: from its finished results to a function's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..gemm.epilogue_graph import Result
+from .axes import Axes
+from .flatten import Atom, Constant, Variable
+
+
+@dataclass(frozen=True)
+class Step:
+    """What XLA does to make one or more variables, in the order of the program.
+
+    Attributes:
+      compute: compute(finished, *inputs) gives the outputs; `finished` maps results to arrays.
+    """
+
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Variable, ...]
+    compute: Callable[..., Sequence[Any]]
+
+
+Finished = dict[Any, Any]  # arrays of `Result`s, whose values are the builder's
+
+
+def arrange(array: Any, labels: Sequence[str], axes: Axes, variable: Variable) -> Any:
+    """Returns an array whose axes are `labels` as the variable that has `axes`."""
+    kept = [i for i, label in enumerate(labels) if label in axes]
+    array = lax.squeeze(array, [i for i in range(len(labels)) if i not in kept])
+    present = [labels[i] for i in kept]
+    order = [axis for axis in axes if axis]
+    array = lax.transpose(array, [present.index(axis) for axis in order])
+    dims = [axes.index(axis) for axis in order]
+    array = lax.broadcast_in_dim(array, variable.shape, dims)
+    return array != 0 if variable.dtype.name == "bool" else array.astype(variable.dtype)
+
+
+def finish_by(
+    kept: dict[Result, tuple[int, ...]],
+    spelled: dict[Result, Result],
+    steps: tuple[Step, ...],
+    operands: tuple[Variable, ...],
+    outputs: tuple[Atom, ...],
+) -> Callable[..., list[Any]]:
+    """Returns `Fusion.finish`.
+
+    Args:
+      kept: the results of the kernel in order, with the shapes of their finished arrays.
+      spelled: for each result that a step asks for, the one that holds it.
+    """
+
+    def finish(*arrays: Any) -> list[Any]:
+        waiting = list(arrays)
+        given: Finished = {}
+        for result, shape in kept.items():
+            if result.kind == "row_sumexp":
+                given[result] = tuple(jnp.reshape(waiting.pop(0), shape) for _ in range(2))
+            elif result.plane == 0:
+                given[result] = jnp.reshape(waiting.pop(0), shape)
+        finished = {
+            result: given[source][0] if result != source else given[source]
+            for result, source in spelled.items()
+            if source in given
+        }
+        values: dict[Variable, Any] = dict(zip(operands, waiting, strict=True))
+
+        def read(atom: Atom) -> Any:
+            return atom.array if isinstance(atom, Constant) else values[atom]
+
+        for step in steps:
+            results = step.compute(finished, *map(read, step.inputs))
+            values.update(zip(step.outputs, results, strict=True))
+        return [jnp.asarray(read(atom)) for atom in outputs]
+
+    return finish

@@ -1,0 +1,160 @@
+"""Variables that depend on no accumulator: built from the operands where they are wanted.
+
+Such a variable has no place in D by itself: which letter an operand of shape (384,) goes along
+shows only where it meets the product. So nothing is decided until `value` is asked for it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ..gemm.epilogue_graph import Operand
+from . import op_table
+from .axes import REDUCTIONS, Axes, Place, is_layout, moved, moved_back
+from .flatten import Atom, Constant, Equation, Variable
+from .graph_builder import Builder, Leaf
+from .op_table import Uncovered
+from .segments import GroupedProgram
+
+
+class FreeVariables:
+    """The free variables of a program.
+
+    An operand that is used in several broadcast forms is one operand of the graph where they go
+    along the same letters, and another one for other letters.
+    """
+
+    def __init__(self, place: Place, builder: Builder, grouped: GroupedProgram | None = None):
+        self._place, self._builder, self._grouped = place, builder, grouped
+        self._varies: dict[Variable, tuple[bool, ...]] = {}
+        self._producers: dict[Variable, Equation] = {}
+        self._operands: dict[Variable, int] = {}
+        self._values: dict[tuple[Variable, Axes, str | None], int] = {}
+
+    def __contains__(self, atom: Atom) -> bool:
+        return isinstance(atom, Constant) or atom in self._varies
+
+    def add_operand(self, variable: Variable) -> None:
+        self._operands[variable] = len(self._operands)
+        self._varies[variable] = tuple(extent > 1 for extent in variable.shape)
+
+    def follow(self, equation: Equation) -> None:
+        """Adds the outputs of an equation whose inputs are all free."""
+        for variable in equation.outputs:
+            self._producers[variable] = equation
+            varies = tuple(extent > 1 for extent in variable.shape)
+            if is_layout(equation):
+                names = tuple("?" if v else None for v in self.varies(equation.inputs[0]))
+                with suppress(Uncovered):
+                    varies = tuple(map(bool, moved(equation, names)))
+            elif self._grouped and self._grouped.is_rows_of_groups(equation):
+                rest = self.varies(equation.inputs[0])[len(self._grouped.rows.axes_of(equation)) :]
+                varies = (*varies[: len(varies) - len(rest)], *rest)
+            elif self._grouped and self._grouped.is_live_rows(equation):
+                varies = self.varies(equation.inputs[0])
+            elif op_table.covered(equation.name):
+                inputs = [self.varies(x) for x in equation.inputs if x.shape]
+                varies = tuple(map(any, zip(*inputs, strict=True))) if inputs else varies
+            self._varies[variable] = varies
+
+    def varies(self, atom: Atom) -> tuple[bool, ...]:
+        """Returns for each dimension whether the array may vary along it."""
+        return self._varies[atom] if isinstance(atom, Variable) else (False,) * len(atom.shape)
+
+    def value(self, atom: Atom, axes: Axes, cast: str | None = None) -> int:
+        """Returns the value of a variable that lies at `axes`, or of a constant.
+
+        Args:
+          cast: the dtype that is wanted of it, if it has one that graphs do not hold.
+
+        Raises:
+          Uncovered: it takes an operation that no kernel computes.
+        """
+        if isinstance(atom, Constant):
+            if atom.dtype.name not in op_table.HELD:
+                raise Uncovered(f"{atom.dtype.name} constant")
+            return self._builder.constant(atom.value)
+        varies = self._varies[atom]
+        axes = tuple(axis if v else None for axis, v in zip(axes, varies, strict=True))
+        key = (atom, axes, cast)
+        if key not in self._values:
+            if atom in self._operands:
+                self._values[key] = self._operand(atom, axes, cast)
+            else:
+                self._values[key] = self._computed(self._producers[atom], axes, cast)
+        return self._values[key]
+
+    def row_statistic(self, equation: Equation, value: int) -> int:
+        """Returns a sum, maximum or minimum over whole rows as a value of the graph."""
+        builder = self._builder
+        op = "row_sum" if equation.name == "reduce_sum" else "row_max"
+        negated = equation.name == "reduce_min"
+        value = builder.node("neg", value) if negated else value
+        row = builder.row_reduction(op, value, self._place.all_n)
+        row = builder.node("neg", row) if negated else row
+        dtype = equation.outputs[0].dtype.name
+        if dtype in op_table.NARROW:
+            row = builder.node("convert", row, params=(dtype,))
+        return row
+
+    def _computed(self, equation: Equation, axes: Axes, cast: str | None) -> int:
+        name, inputs = equation.name, equation.inputs
+        if is_layout(equation):
+            return self.value(inputs[0], moved_back(equation, axes), cast)
+        if grouped := self._grouped:
+            if grouped.is_live_rows(equation):
+                self._place.check_rows(equation, axes)
+                return self.value(inputs[0], axes, cast)
+            if grouped.is_rows_of_groups(equation):
+                self._place.check_rows(equation, axes)
+                groups = grouped.rows.axes_of(equation)
+                rest = axes[len(axes) - (len(inputs[0].shape) - len(groups)) :]
+                return self.value(inputs[0], (*groups, *rest), cast)
+        if name in REDUCTIONS and not cast:
+            return self._reduced(equation, axes)
+        if cast or equation.kept or len(equation.outputs) != 1 or not op_table.covered(name):
+            raise Uncovered(name)
+        out = equation.outputs[0]
+        if name == "convert_element_type" and inputs[0].dtype.name not in op_table.HELD:
+            return self.value(inputs[0], axes, out.dtype.name)
+        return op_table.apply(
+            self._builder, name, equation.params,
+            [self.value(x, axes if x.shape else ()) for x in inputs],
+            [x.dtype.name for x in inputs], out.dtype.name,
+        )  # fmt: skip
+
+    def _reduced(self, equation: Equation, axes: Axes) -> int:
+        """Returns a reduction over whole rows, which the input must have where D has them."""
+        x, place = equation.inputs[0], self._place
+        dims, kept = {int(d) for d in equation.params["axes"]}, iter(axes)
+        if (
+            len(x.shape) != len(place.out)
+            or any(x.shape[d] != place.extents[place.out[d]] for d in dims)
+            or {place.out[d] for d in dims} & place.long != place.n
+            or not (place.n and place.row_fits)
+            or x.dtype.name not in op_table.NUMBERS
+        ):
+            raise Uncovered(equation.name)
+        places = tuple(place.out[d] if d in dims else next(kept) for d in range(len(x.shape)))
+        return self.row_statistic(equation, self.value(x, places))
+
+    def _operand(self, variable: Variable, axes: Axes, cast: str | None) -> int:
+        """Returns the value of an operand, converted to a dtype that kernels read.
+
+        What kernels do not read is converted by XLA beforehand: scalars to float32, rows and
+        columns of integers and the like to the dtype that the function converts them to.
+        """
+        index, dtype = self._operands[variable], variable.dtype.name
+        labels = "".join(axis for axis in axes if axis)
+        kind, read = self._place.kind(labels), cast or dtype
+        if read not in op_table.HELD or (cast and kind == "matrix"):
+            raise Uncovered("convert_element_type" if cast else f"{dtype} operand")
+        if kind != "scalar":
+            return self._builder.operand(Leaf(index, labels, Operand(kind, read), cast))
+        if cast and cast != "float32":  # it would be rounded twice
+            raise Uncovered("convert_element_type")
+        before = None if dtype == "float32" else "float32"
+        value = self._builder.operand(Leaf(index, labels, Operand(kind, "float32"), before))
+        if dtype == "bool":
+            return self._builder.node("ne", value, self._builder.constant(0.0))
+        return value

@@ -1,0 +1,389 @@
+"""Follows the accumulators through a program: which graph value each variable is, and how it lies.
+
+A variable that kernels can compute is *tracked*: at index (i, j, ...) it equals a value of the
+graph at the place in D that its axes say. One that depends on no accumulator is *free*, and
+placed when it meets one that is tracked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..gemm.epilogue_graph import MAX_TOP_K
+from . import op_table
+from .axes import REDUCTIONS, Axes, Place, is_layout, moved
+from .flatten import Atom, Equation, Program, Variable
+from .graph_builder import Builder
+from .op_table import Uncovered
+from .operand_values import FreeVariables
+from .segments import GroupedProgram
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """A variable as a value of the graph."""
+
+    value: int
+    axes: Axes
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A variable that a kernel reduces a matrix to, in parts that XLA puts together.
+
+    Attributes:
+      kind: of `epilogue.Result`.
+      value: what is reduced.
+      axes: of the variable; letters of D that are neither here nor reduced by the kernel, XLA
+        reduces.
+      negated: whether it is the minimum, found as the maximum of what is negated.
+    """
+
+    kind: Literal["row_sum", "row_max", "column_sum", "max"]
+    value: int
+    axes: Axes
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class SumExp:
+    """A variable that is sum(exp(x - center)) over the columns of each row.
+
+    Attributes:
+      value: x.
+      axes: of the variable.
+      center: constant along each row.
+      columns: the dimensions of `center`, if it has as many as x, that the sum goes over.
+    """
+
+    value: int
+    axes: Axes
+    center: Atom
+    columns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """A variable that holds the k largest of each row, or where they are; axis "?" counts them."""
+
+    kind: Literal["top_k_values", "top_k_indices"]
+    value: int
+    axes: Axes
+    k: int
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A variable that holds two matrices side by side; axis "?" tells them apart."""
+
+    values: tuple[int, int]
+    axes: Axes
+
+
+class Tracker:
+    """What is known of each variable of a program.
+
+    Attributes:
+      tracked: the variables that kernels can compute.
+      reductions, sums_of_exp, top_k, stacks: variables that results of the kernel give.
+      uncovered: why a variable that depends on an accumulator is not tracked: operations' names.
+      producers: the equation of each computed variable.
+      grouped: what is known of groups of rows; None: there are none.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        place: Place,
+        builder: Builder,
+        grouped: GroupedProgram | None = None,
+    ):
+        self.place, self.builder, self.grouped = place, builder, grouped
+        self.tracked: dict[Variable, Tracked] = {}
+        self.reductions: dict[Variable, Reduction] = {}
+        self.sums_of_exp: dict[Variable, SumExp] = {}
+        self.top_k: dict[Variable, TopK] = {}
+        self.stacks: dict[Variable, Stack] = {}
+        self.uncovered: dict[Variable, tuple[str, ...]] = {}
+        self.producers: dict[Variable, Equation] = {}
+        self._free = FreeVariables(place, builder, grouped)
+        for i, variable in enumerate(program.inputs):
+            if i < builder.num_accumulators:
+                axes = self._without_units(tuple(place.out), variable)
+                self.tracked[variable] = Tracked(i, axes)
+            else:
+                self._free.add_operand(variable)
+        for equation in program.equations:
+            self._follow(equation)
+
+    def depends(self, atom: Atom) -> bool:
+        """Whether an accumulator has a part in it."""
+        return atom not in self._free
+
+    def is_matrix(self, value: int) -> bool:
+        """Whether a value has an element for each of D's."""
+        return self.place.long <= self.builder.letters(value)
+
+    def may_store(self, variable: Variable) -> bool:
+        """Whether a matrix that a kernel stores is the variable in all rows."""
+        return self.grouped is None or self.grouped.vanishes(variable)
+
+    def _follow(self, equation: Equation) -> None:
+        self.producers.update((variable, equation) for variable in equation.outputs)
+        if not any(map(self.depends, equation.inputs)):
+            self._free.follow(equation)
+            return
+        if all(not self.depends(x) or x in self.tracked for x in equation.inputs):
+            try:
+                for variable, tracked in zip(equation.outputs, self._track(equation), strict=False):
+                    if tracked:
+                        axes = self._without_units(tracked.axes, variable)
+                        self.tracked[variable] = Tracked(tracked.value, axes)
+            except Uncovered as reason:
+                names = (str(reason), equation.name)
+                self.uncovered.update((v, names) for v in equation.outputs)
+        for variable in equation.outputs:
+            if equation.name == "reduce_sum" and not self.grouped:
+                self._note_sum_of_exp(equation, variable)
+
+    def _without_units(self, axes: Axes, variable: Variable) -> Axes:
+        """Returns axes with None for dimensions of extent 1."""
+        return tuple(
+            axis if extent > 1 else None for axis, extent in zip(axes, variable.shape, strict=True)
+        )
+
+    # Operations on what is tracked.
+
+    def _track(self, equation: Equation) -> list[Tracked | None]:
+        """Returns what the outputs are; None of one that only a result gives.
+
+        Raises:
+          Uncovered: no kernel computes the equation.
+        """
+        name = equation.name
+        if equation.kept:
+            raise Uncovered(name)
+        if is_layout(equation):
+            (x, *_) = equation.inputs
+            return [Tracked(self._of(x).value, moved(equation, self._of(x).axes))]
+        if self.grouped and self.grouped.is_live_rows(equation):  # what a kernel stores has them
+            tracked = self._of(equation.inputs[0])
+            self.place.check_rows(equation, tracked.axes)
+            return [tracked]
+        if name == "optimization_barrier":
+            inputs = equation.inputs
+            return [self.tracked.get(x) if isinstance(x, Variable) else None for x in inputs]
+        if name in REDUCTIONS:
+            return [self._reduce(equation)]
+        if name == "top_k":
+            return self._top_k(equation)
+        if name in ("stack", "concatenate"):
+            return self._stack(equation)
+        axes = self._common_axes(equation)
+        return [Tracked(self._apply(equation, axes), axes)]
+
+    def _of(self, atom: Atom) -> Tracked:
+        assert isinstance(atom, Variable)
+        return self.tracked[atom]
+
+    def _common_axes(self, equation: Equation) -> Axes:
+        """Returns the axes at which the inputs of an elementwise operation meet.
+
+        A dimension that only free inputs vary along is D's of the same position and extent.
+
+        Raises:
+          Uncovered: they meet at different places of D.
+        """
+        if not op_table.covered(equation.name) or len(equation.outputs) != 1:
+            raise Uncovered(equation.name)
+        shape = equation.outputs[0].shape
+        axes: list[str | None] = [None] * len(shape)
+        for atom in equation.inputs:
+            if atom.shape and self.depends(atom):
+                for d, axis in enumerate(self._of(atom).axes):
+                    if axis and axes[d] not in (None, axis):
+                        raise Uncovered(equation.name)
+                    axes[d] = axis or axes[d]
+        for atom in equation.inputs:
+            if atom.shape and not self.depends(atom):
+                for d, varies in enumerate(self._free.varies(atom)):
+                    if varies and axes[d] is None:
+                        axes[d] = self._letter_at(d, equation)
+        letters = [axis for axis in axes if axis]
+        if len(set(letters)) < len(letters):
+            raise Uncovered(equation.name)
+        return tuple(axes)
+
+    def _letter_at(self, dimension: int, equation: Equation) -> str:
+        place, shape = self.place, equation.outputs[0].shape
+        if len(shape) == len(place.out) and shape[dimension] == place.extents[place.out[dimension]]:
+            return place.out[dimension]
+        raise Uncovered(equation.name)
+
+    def _apply(self, equation: Equation, axes: Axes) -> int:
+        values = [
+            self._of(atom).value
+            if self.depends(atom)
+            else self._free.value(atom, axes if atom.shape else ())
+            for atom in equation.inputs
+        ]
+        return op_table.apply(
+            self.builder, equation.name, equation.params, values,
+            [atom.dtype.name for atom in equation.inputs], equation.outputs[0].dtype.name,
+        )  # fmt: skip
+
+    # Operations that are results of the kernel.
+
+    def _reduce(self, equation: Equation) -> Tracked | None:
+        (atom, *_), (out,) = equation.inputs, equation.outputs
+        x, name = self._of(atom), equation.name
+        dims = {int(d) for d in equation.params["axes"]}
+        axes = tuple(axis for d, axis in enumerate(x.axes) if d not in dims)
+        if not self.is_matrix(x.value):
+            return None
+        reduced = {axis for d in dims if (axis := x.axes[d])}
+        repeated = any(x.axes[d] is None and atom.shape[d] > 1 for d in dims)
+        kind = self._kind_of(name, reduced)
+        if kind is None or repeated or atom.dtype.name not in op_table.NUMBERS:
+            raise Uncovered(name)
+        negated = name == "reduce_min"
+        value = self.builder.node("neg", x.value) if negated else x.value
+        if self._is_result(kind, atom):
+            self.reductions[out] = Reduction(kind, value, axes, negated)
+        elif kind in ("column_sum", "max") or not self.place.row_fits:
+            raise Uncovered(name)
+        if not self.place.row_fits or reduced != self.place.n:
+            return None
+        return Tracked(self._free.row_statistic(equation, x.value), axes)
+
+    def _is_result(self, kind: str, atom: Atom) -> bool:
+        """Whether a kernel that reduces an array finds what the function does.
+
+        Blocks of rows lie across groups, whose rows a kernel for ragged products has one group at
+        a time.
+        """
+        if self.grouped is None:
+            return True
+        along_rows = kind in ("row_sum", "row_max")
+        return along_rows and self.grouped.reducible and self.grouped.vanishes(atom)
+
+    def _kind_of(
+        self, name: str, reduced: set[str]
+    ) -> Literal["row_sum", "row_max", "column_sum", "max"] | None:
+        """Returns the result by which a kernel reduces a matrix along these letters at least."""
+        place = self.place
+        rows, columns = (bool(x) and x <= reduced for x in (place.m, place.n))
+        if name == "reduce_sum":
+            return "column_sum" if rows else "row_sum" if columns else None
+        return "max" if place.long <= reduced else "row_max" if columns else None
+
+    def _top_k(self, equation: Equation) -> list[Tracked | None]:
+        (atom, *_), place = equation.inputs, self.place
+        x, k = self._of(atom), equation.params["k"]
+        last = len(atom.shape) - 1
+        axis = equation.params.get("axis", last)
+        if (
+            not self.is_matrix(x.value)
+            or self.grouped
+            or atom.dtype.name not in op_table.NUMBERS
+            or axis not in (last, -1)
+            or place.n != {x.axes[last]}
+            or not place.row_fits
+            or not 1 <= k <= MAX_TOP_K
+        ):
+            raise Uncovered("top_k")
+        values, indices = equation.outputs
+        axes = (*x.axes[:-1], "?")
+        self.top_k[values] = TopK("top_k_values", x.value, axes, k)
+        self.top_k[indices] = TopK("top_k_indices", x.value, axes, k)
+        return [None, None]
+
+    def _stack(self, equation: Equation) -> list[Tracked | None]:
+        """Notes two matrices of one array, (..., M, 2, N)."""
+        (out,), name = equation.outputs, equation.name
+        dimension = int(equation.params["axis" if name == "stack" else "dimension"])
+        pair = [self.tracked.get(x) for x in equation.inputs if isinstance(x, Variable)]
+        if (
+            len(pair) != 2
+            or len(equation.inputs) != 2
+            or not all(pair)
+            or (name == "concatenate" and {x.shape[dimension] for x in equation.inputs} != {1})
+            or out.dtype.name not in op_table.NUMBERS
+        ):
+            raise Uncovered(name)
+        first, second = (tracked for tracked in pair if tracked)
+        axes = list(first.axes)
+        if name == "stack":
+            axes.insert(dimension, "?")
+        else:
+            axes[dimension] = "?"
+        plane = next((i for i, x in enumerate(self.place.out) if x in self.place.all_n), 0)
+        wanted = (*self.place.out[:plane], "?", *self.place.out[plane:])
+        if (
+            first.axes != second.axes
+            or not self.place.compact
+            or not self.place.all_n
+            or tuple(axes) != self._without_units(wanted, out)
+            or not (self.is_matrix(first.value) and self.is_matrix(second.value))
+        ):
+            raise Uncovered(name)
+        self.stacks[out] = Stack((first.value, second.value), wanted)
+        return [None]
+
+    def _note_sum_of_exp(self, equation: Equation, out: Variable) -> None:
+        """Notes sum(exp(x - center)), if the center comes from an accumulator.
+
+        Kernels that do not hold whole rows cannot subtract the center; they use the largest x of
+        a tile instead, and XLA corrects the sum.
+        """
+        exponential = self._source(equation.inputs[0], "exp")
+        difference = exponential and self._source(exponential.inputs[0], "sub")
+        if difference is None or out.dtype.name != "float32":
+            return
+        x, center = difference.inputs
+        if not isinstance(x, Variable) or x not in self.tracked or not self.depends(center):
+            return
+        tracked, place = self.tracked[x], self.place
+        dims = tuple(sorted(int(d) for d in equation.params["axes"]))
+        summed = {tracked.axes[d] for d in dims} - {None}
+        if (
+            x.shape != difference.outputs[0].shape
+            or x.dtype.name != "float32"
+            or not self.is_matrix(tracked.value)
+            or summed != place.n
+            or not place.n
+            or not self._constant_along(center, dims)
+        ):
+            return
+        axes = tuple(axis for d, axis in enumerate(tracked.axes) if d not in dims)
+        self.sums_of_exp[out] = SumExp(tracked.value, axes, center, dims)
+
+    def _source(self, atom: Atom, name: str) -> Equation | None:
+        """Returns the equation of this name that computes a float32 variable."""
+        while isinstance(atom, Variable) and (equation := self.producers.get(atom)):
+            if equation.name == name and atom.dtype.name == "float32":
+                return equation
+            if equation.name not in op_table.SAME:
+                return None
+            atom = equation.inputs[0]
+        return None
+
+    def _constant_along(self, atom: Atom, dims: Sequence[int]) -> bool:
+        if not isinstance(atom, Variable) or not atom.shape:
+            return True
+        dims = [d for d in dims if atom.shape[d] > 1]
+        if not dims:
+            return True
+        if atom in self.tracked:
+            return all(self.tracked[atom].axes[d] is None for d in dims)
+        equation = self.producers.get(atom)
+        if equation is None:
+            return False
+        if equation.name in op_table.SAME:
+            return self._constant_along(equation.inputs[0], dims)
+        if equation.name != "broadcast_in_dim":
+            return False
+        (x, *_), at = equation.inputs, [int(d) for d in equation.params["broadcast_dimensions"]]
+        return all(d not in at or x.shape[at.index(d)] == 1 for d in dims)

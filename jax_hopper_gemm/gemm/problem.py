@@ -1,0 +1,221 @@
+"""What is asked of a GEMM: extents, dtypes and where the operands lie in memory.
+
+A `GemmProblem` is plain integers and strings. It says nothing of tiles or devices (that is
+`spec.GemmSpec`) nor of addresses (those exist only while the program runs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from .epilogue_graph import EpilogueGraph, Result
+
+Major = Literal["k", "m", "n"]
+GroupedAxis = Literal["m", "k"]
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "bool": 1}
+
+
+@dataclass(frozen=True)
+class MatrixLayout:
+    """Where the elements of a batch of matrices lie; all strides in elements.
+
+    Attributes:
+      major: the index whose neighbours are adjacent in memory (stride 1).
+      leading_stride: distance between neighbours along the matrix's other index.
+      batch_stride: distance between matrices of the batch; 0 when all share one matrix.
+    """
+
+    major: Major
+    leading_stride: int
+    batch_stride: int = 0
+
+
+@dataclass(frozen=True)
+class Groups:
+    """An axis that is cut into groups, whose sizes are known only where the program runs.
+
+    An int32 array of `sizes` lengths cuts the axis into consecutive spans. A negative length is
+    0; spans end where the axis ends; what it has left behind the last is one more span, which
+    belongs to no group. Of every `period` other spans, `count` from the `first` on belong to a
+    group each, the others to none.
+
+    Attributes:
+      axis: "m": rows of A and D, each span multiplied by its group's matrix of B; rows that belong
+        to no group are 0 in D. "k": the contracted axis of A and B, each group having its own
+        matrix of D; it is 0 for an empty span.
+      sizes, period, first, count: see above.
+      step: matrices from a group to its counterpart in the next period: `count`, or 0 where all
+        periods share B.
+      gathered: an operand whose elements along the axis are rows of a longer array, picked by an
+        int32 array of indices: "a", "b", or None. One that no row has stands for zeros.
+      source: number of rows of that longer array.
+    """
+
+    axis: GroupedAxis
+    sizes: int
+    period: int
+    count: int
+    first: int = 0
+    step: int = 0
+    gathered: Literal["a", "b"] | None = None
+    source: int = 0
+
+    @property
+    def total(self) -> int:
+        """How many groups there are."""
+        periods, spans = divmod(self.sizes, self.period)
+        return periods * self.count + min(max(spans - self.first, 0), self.count)
+
+    @property
+    def matrices(self) -> int:
+        """One more than the highest index of a group's matrix; 0 where there are no groups."""
+        periods, spans = divmod(self.sizes, self.period)
+        started = min(max(spans - self.first, 0), self.count)
+        whole = (periods - 1) * self.step + self.count if periods else 0
+        return max(whole, periods * self.step + started if started else 0)
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """D[l, m, n] = sum over k of A[l, m, k] * B[l, k, n], accumulated in float32.
+
+    In a grouped product A and D (axis "m") or A and B (axis "k") are one matrix each, in place of
+    l; in the sum, l is the group of a row (axis "m") or of k.
+
+    With an epilogue D is what that makes of the sum. A gated product has two B's of one layout,
+    gate and up, and so two sums for each element of D.
+
+    Attributes:
+      m, n, k: extents of one product.
+      l: number of products.
+      ab_dtype: dtype of A and B, a NumPy name ("bfloat16").
+      d_dtype: dtype of D.
+      a: layout of A, major "k" (stored (M, K)) or "m" (stored (K, M)).
+      b: layout of B, major "n" (stored (K, N)) or "k" (stored (N, K)).
+      d: layout of D, major "n".
+      epilogue: what happens to the sums before they are stored; None: D is the sum as `d_dtype`.
+        If its results have a matrix, `d_dtype` is the dtype of the first.
+      operands: where the epilogue's operands lie, in order. Of a matrix (major "n") all counts;
+        of a row (major "n") and a column (major "m"), contiguous, and of a scalar only the
+        batch stride.
+      up_offset: of a gated product whose B's lie in one array, elements from gate to up.
+      groups: how an axis is cut into groups; None: there are no groups.
+      indexed: an operand that is one matrix of a stack, "a" or "b" (of both B's), or None. An int32
+        says which; one outside of the stack stands for the nearest that is there. `l` is 1, the
+        operand's batch stride that of the stack.
+      stack: matrices of that stack.
+    """
+
+    m: int
+    n: int
+    k: int
+    l: int  # noqa: E741  the field's letter for the batch
+    ab_dtype: str
+    d_dtype: str
+    a: MatrixLayout
+    b: MatrixLayout
+    d: MatrixLayout
+    epilogue: EpilogueGraph | None = None
+    operands: tuple[MatrixLayout, ...] = ()
+    up_offset: int | None = None
+    groups: Groups | None = None
+    indexed: Literal["a", "b"] | None = None
+    stack: int = 1
+
+    @classmethod
+    def dense(
+        cls,
+        m: int,
+        n: int,
+        k: int,
+        l: int = 1,  # noqa: E741
+        *,
+        a_major: Major = "k",
+        b_major: Major = "n",
+        ab_dtype: str = "bfloat16",
+        d_dtype: str | None = None,
+    ) -> GemmProblem:
+        """Returns the problem for compact operands: A and B batched like D, no padding."""
+        return cls(
+            m, n, k, l, ab_dtype, d_dtype or ab_dtype,
+            a=MatrixLayout(a_major, k if a_major == "k" else m, m * k),
+            b=MatrixLayout(b_major, n if b_major == "n" else k, k * n),
+            d=MatrixLayout("n", n, m * n),
+        )  # fmt: skip
+
+    @classmethod
+    def grouped(
+        cls,
+        axis: GroupedAxis,
+        m: int,
+        n: int,
+        k: int,
+        groups: int,
+        *,
+        b_major: Major = "n",
+        ab_dtype: str = "bfloat16",
+        d_dtype: str | None = None,
+    ) -> GemmProblem:
+        """Returns the problem of a size and a matrix for each group, for compact operands.
+
+        The grouped axis is `m` or `k` long. A is stored (M, K) where M is that axis, else (K, M).
+        """
+        a_major: Major = "k" if axis == "m" else "m"
+        dense = cls.dense(
+            m, n, k, groups,
+            a_major=a_major, b_major=b_major, ab_dtype=ab_dtype, d_dtype=d_dtype,
+        )  # fmt: skip
+        return replace(dense, groups=Groups(axis, groups, groups + 1, groups))
+
+    @property
+    def graph(self) -> EpilogueGraph:
+        """The epilogue; where there is none, the graph that says so."""
+        return self.epilogue or plain_graph(self.d_dtype)
+
+    @property
+    def gated(self) -> bool:
+        """Whether there are two B's."""
+        return self.graph.accumulators == 2
+
+    def matrices(self, operand: Literal["a", "b"]) -> int:
+        """Returns how many matrices of A, or of one B, there are to address."""
+        if self.indexed == operand:
+            return self.stack
+        alone = self.groups is not None and (operand == "a" or self.groups.axis == "k")
+        return 1 if alone else self.l
+
+    @property
+    def flops(self) -> int:
+        """Of a grouped product: if all of the axis belongs to groups."""
+        products = 1 if self.groups else self.l
+        return 2 * products * self.m * self.n * self.k * self.graph.accumulators
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes that device memory must move: inputs once, matrices of results once."""
+        axis = self.groups.axis if self.groups else None
+        batches_a = self.l if self.a.batch_stride and not axis else 1
+        batches_b = self.l if self.b.batch_stride and axis != "k" else 1
+        b_matrices = batches_b * self.graph.accumulators
+        inputs = batches_a * self.m * self.k + b_matrices * self.k * self.n
+        elements = (1 if axis == "m" else self.l) * self.m * self.n
+        return inputs * ITEMSIZE[self.ab_dtype] + elements * self.element_bytes
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes that an element of D moves: those of the results' and the operands' matrices."""
+        stored = sum(ITEMSIZE[result.dtype] for result in self.graph.matrices)
+        loaded = sum(ITEMSIZE[o.dtype] for o in self.graph.operands if o.kind == "matrix")
+        return stored + loaded
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+@lru_cache
+def plain_graph(d_dtype: str) -> EpilogueGraph:
+    """Returns the graph that stores the accumulator."""
+    return EpilogueGraph(results=(Result("matrix", 0, d_dtype),))

@@ -1,0 +1,281 @@
+"""How a GEMM runs: the choices that are compiled into a kernel, and those made at launch.
+
+`GemmSpec` names one cubin: equal specs share it, whatever the extents. `Traversal` is what a
+launch may still choose. `violations` is the one list of what the kernels can do.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from .epilogue_graph import EpilogueGraph, Operand
+from .problem import ITEMSIZE, GroupedAxis, Major, plain_graph
+
+SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
+SMEM_ALIGNMENT = 1024  # bytes: where the 128-byte swizzle repeats
+SMEM_VECTOR = 128  # bytes: alignment of rows and columns that TMA loads
+GROUPED_MAILBOX_BYTES = 144  # three slots of a tile and their barriers
+SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbox
+TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
+EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
+# Registers of a math thread, by number of math warpgroups: what a CTA's 65,536 leave it. All but
+# so many can be float32 accumulators, without a spill; with three warpgroups ptxas allows 96.
+MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
+GATHERED_MATH_REGISTERS = 224  # where addresses of gathered rows take more of the others
+OTHER_REGISTERS = 32
+MAILBOX_REGISTERS = 16  # more, with the dynamic scheduler
+MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
+
+D_DTYPES = ("bfloat16", "float16", "float32")
+
+WarpSchedule = Literal["cooperative", "pingpong"]
+TileScheduler = Literal["single", "static", "dynamic"]
+
+
+@dataclass(frozen=True)
+class TmaBox:
+    """What one TMA copy moves: `contiguous` elements by `other`, in a `swizzle`-byte pattern.
+
+    A box is as wide as the swizzle and as long as the tile, so a wider tile takes several. CTAs
+    of a cluster that share a tile each load a part of every box and multicast it.
+    """
+
+    contiguous: int
+    other: int
+    swizzle: int
+
+
+@dataclass(frozen=True)
+class GemmSpec:
+    """One kernel. All fields are compile-time constants of it.
+
+    Attributes:
+      ab_dtype, d_dtype: as in `GemmProblem`.
+      a_major, b_major: "k" or "m"; "k" or "n".
+      tile_m, tile_n, tile_k: the block of D one CTA (cooperative) or one math warpgroup
+        (pingpong) computes, and the K extent of one stage.
+      cluster_m, cluster_n: CTAs of a cluster along M and N; they share loads by multicast. Where
+        rows are grouped, a cluster of two along M is `paired`.
+      warp_schedule: "cooperative" (all math warpgroups share a tile) or "pingpong" (two
+        math warpgroups work on alternate tiles).
+      tile_scheduler: "single" (one tile a CTA), "static" (persistent, fixed stride) or
+        "dynamic" (persistent, atomic tile counter).
+      num_stages: stages of the A/B ring in shared memory.
+      epi_tile_n: columns of one staged epilogue tile; it has `EPI_TILE_M` rows.
+      epi_stages: staged epilogue tiles in shared memory, for each math warpgroup and each matrix
+        of the results.
+      epilogue: as in `GemmProblem`. A gated product's tile has `tile_n` accumulator columns, the
+        first half of gate, the second of up, and so `tile_n / 2` columns of D.
+      epi_load_stages: epilogue tiles of operands in shared memory, for each math warpgroup; 0
+        where the epilogue loads none.
+      grouped: the axis that is cut into groups, as in `Groups`; None: there are no groups.
+      gathered: the operand whose rows are picked by indices, as in `Groups`.
+      indexed: the operand that is one matrix of a stack, as in `GemmProblem`.
+    """
+
+    ab_dtype: str
+    d_dtype: str
+    a_major: Major
+    b_major: Major
+    tile_m: int
+    tile_n: int
+    tile_k: int = 64
+    cluster_m: int = 1
+    cluster_n: int = 1
+    warp_schedule: WarpSchedule = "cooperative"
+    tile_scheduler: TileScheduler = "static"
+    num_stages: int = 4
+    epi_tile_n: int = 32
+    epi_stages: int = 4
+    epilogue: EpilogueGraph | None = None
+    epi_load_stages: int = 0
+    grouped: GroupedAxis | None = None
+    gathered: Literal["a", "b"] | None = None
+    indexed: Literal["a", "b"] | None = None
+
+    @property
+    def graph(self) -> EpilogueGraph:
+        """The epilogue; where there is none, the graph that says so."""
+        return self.epilogue or plain_graph(self.d_dtype)
+
+    @property
+    def d_tile_n(self) -> int:
+        """Columns of D that a tile covers."""
+        return self.tile_n // self.graph.accumulators
+
+    @property
+    def math_warpgroups(self) -> int:
+        """Math warpgroups of a CTA; one more loads."""
+        if self.warp_schedule == "pingpong":
+            return 2
+        return {64: 1, 128: 2, 192: 3, 256: 2}[self.tile_m]
+
+    @property
+    def rows_per_warpgroup(self) -> int:
+        """Rows of a tile that one math warpgroup accumulates."""
+        share = 1 if self.warp_schedule == "pingpong" else self.math_warpgroups
+        return self.tile_m // share
+
+    @property
+    def acc_registers(self) -> int:
+        """float32 accumulators of one math thread."""
+        return self.rows_per_warpgroup * self.tile_n // 128
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.math_warpgroups + 1)
+
+    @property
+    def cluster_size(self) -> int:
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def paired(self) -> bool:
+        """Whether a cluster takes two tiles of grouped rows, or two of columns where a group has
+        no second (see `grouping.tile_in_pair`)."""
+        return self.grouped == "m" and self.cluster_m == 2
+
+    @property
+    def walk_m(self) -> int:
+        """Tiles along M in a step of the walk over cluster tiles."""
+        return 1 if self.paired else self.cluster_m
+
+    @property
+    def walk_n(self) -> int:
+        """Tiles along N in a step of the walk over cluster tiles."""
+        return 2 if self.paired else self.cluster_n
+
+    @property
+    def zeros_apart(self) -> bool:
+        """Whether the matrices of empty groups are no tiles, but filled by a warp that does nothing
+        else. With an epilogue they may hold more than zeros."""
+        return self.grouped == "k" and self.epilogue is None
+
+    @property
+    def zero_part(self) -> int:
+        """16-byte vectors of such a matrix that the warp writes at a time: those of a tile."""
+        return self.tile_m * self.tile_n * ITEMSIZE[self.d_dtype] // TMA_ALIGNMENT
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of one A/B stage."""
+        return (self.tile_m + self.tile_n) * self.tile_k * ITEMSIZE[self.ab_dtype]
+
+    @property
+    def epi_stage_bytes(self) -> int:
+        """Bytes of one staged epilogue tile of one math warpgroup, of all results together."""
+        elements = EPI_TILE_M * self.epi_tile_n
+        return elements * sum(ITEMSIZE[result.dtype] for result in self.graph.matrices)
+
+    def loaded_bytes(self, operand: Operand) -> int:
+        """Returns the bytes that one epilogue tile of an operand takes in shared memory."""
+        if operand.kind == "matrix":
+            return EPI_TILE_M * self.epi_tile_n * ITEMSIZE[operand.dtype]
+        row = operand.kind == "row"
+        elements = self.epi_tile_n if row else self.column_elements(operand.dtype)
+        return _padded(elements * ITEMSIZE[operand.dtype], SMEM_VECTOR)
+
+    def column_elements(self, dtype: str) -> int:
+        """Returns how many elements of a column one copy brings.
+
+        Those of 64 rows; where tiles begin at any row, the copy begins at the multiple of 16 bytes
+        before them.
+        """
+        return EPI_TILE_M + (TMA_ALIGNMENT // ITEMSIZE[dtype] if self.grouped == "m" else 0)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a launch, its parts in this order.
+
+        Stages of A and B; for each matrix of the results its staged tiles; for each operand that
+        is loaded its tiles, matrices first; scratch; barriers.
+        """
+        ring = self.num_stages * self.stage_bytes
+        staged = self.math_warpgroups * self.epi_stages * self.epi_stage_bytes
+        buffers = self.math_warpgroups * self.epi_load_stages
+        loaded = buffers * sum(map(self.loaded_bytes, self.graph.loaded))
+        return ring + staged + loaded + self.scratch_bytes + SMEM_BARRIERS
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes in which the four warps of a warpgroup add up columns, in two turns."""
+        sums = sum(result.kind == "column_sum" for result in self.graph.results)
+        return sums * self.math_warpgroups * 2 * 4 * self.epi_tile_n * 4
+
+    @property
+    def barrier_bytes(self) -> int:
+        """Bytes of barriers and mailbox in use: of A and B, of the epilogue's operands, of the
+        dynamic scheduler."""
+        rings = self.num_stages + self.math_warpgroups * self.epi_load_stages
+        mailbox = 72 if self.tile_scheduler == "dynamic" else 0
+        return 16 * rings + (GROUPED_MAILBOX_BYTES if self.grouped else mailbox)
+
+    @property
+    def a_box(self) -> TmaBox:
+        return _box(self.a_major == "k", self.tile_m, self.tile_k, self.cluster_n, self.ab_dtype)
+
+    @property
+    def b_box(self) -> TmaBox:
+        """The box of B, or of each of a gated product's B's."""
+        columns = self.d_tile_n
+        return _box(self.b_major == "k", columns, self.tile_k, self.cluster_m, self.ab_dtype)
+
+    def epi_box(self, dtype: str) -> TmaBox:
+        """Returns the box of an epilogue tile: D's, another result's, an operand's."""
+        return _box(True, EPI_TILE_M, self.epi_tile_n, 1, dtype)
+
+    @property
+    def name(self) -> str:
+        """A name a person understands in a profile: operation, dtypes, layout, tile, schedule."""
+        short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+        layout = ("t" if self.a_major == "k" else "n") + ("t" if self.b_major == "n" else "n")
+        kind = "gemm" if self.grouped is None else f"grouped_{self.grouped}"
+        if self.gathered:
+            kind += f"_gather_{self.gathered}"
+        if self.indexed:
+            kind += f"_index_{self.indexed}"
+        return (
+            f"jhg_{kind}_{short[self.ab_dtype]}_{short[self.d_dtype]}_{layout}"
+            f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
+            f"_{self.warp_schedule}_{self.tile_scheduler}"
+            f"_s{self.num_stages}_e{self.epi_tile_n}x{self.epi_stages}"
+            + (f"_l{self.epi_load_stages}" if self.epi_load_stages else "")
+            + (f"_{self.epilogue.label}" if self.epilogue else "")
+        )
+
+    def to_json(self) -> str:
+        """Returns canonical JSON: the same text for equal specs."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> GemmSpec:
+        fields = json.loads(text)
+        if fields.get("epilogue"):
+            fields["epilogue"] = EpilogueGraph.from_dict(fields["epilogue"])
+        return cls(**fields)
+
+
+def _padded(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment
+
+
+def _box(second_is_contiguous: bool, first: int, second: int, shares: int, dtype: str) -> TmaBox:
+    contiguous, other = (second, first) if second_is_contiguous else (first, second)
+    itemsize = ITEMSIZE[dtype]
+    swizzle = next(width for width in (128, 64, 32) if contiguous * itemsize % width == 0)
+    return TmaBox(swizzle // itemsize, other // shares, swizzle)
+
+
+@dataclass(frozen=True)
+class Traversal:
+    """The order in which tiles are visited, chosen at launch; it compiles nothing.
+
+    Attributes:
+      along: the direction the walk advances in, "m" or "n".
+      swizzle: tiles side by side across that direction before it advances, 1 to 16.
+    """
+
+    along: Literal["m", "n"] = "m"
+    swizzle: int = 8

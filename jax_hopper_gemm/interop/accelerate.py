@@ -1,0 +1,79 @@
+"""`accelerate`: the products that a function asks JAX for run on ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+from ..ops import checks
+from ..ops.dense import Implementation
+from .rewrite_jaxpr import run_with_our_products
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def accelerate(
+    function: Callable[P, R], *, implementation: Implementation = None
+) -> Callable[P, R]:
+    """Returns a function like `function`, whose products are those of this library.
+
+        step = jax.jit(jhg.accelerate(train_step))
+        print(jhg.report_products(train_step, state, batch))
+
+    The function is traced, as by `jax.jit`, and every `jax.lax.dot_general`, `jax.numpy.matmul`,
+    `dot`, `einsum`, `jax.lax.ragged_dot` and `ragged_dot_general` of two bfloat16 or two float16
+    arrays in its program is exchanged for ours, which computes the same: precision, dtype and
+    sharding of the result are those asked for. Products of other dtypes stay as they are. Nothing
+    of JAX is patched, and other functions and other threads are not concerned.
+
+    Programs within the program are followed: `jax.jit`, `jax.checkpoint`, `scan`, `while_loop`,
+    `cond`, `shard_map`, and functions with a derivative of their own, together with its rule, where
+    the function itself has a product. Everything else about them stays: names, donation, unrolling,
+    policies of `jax.checkpoint`, which judge our products as dots, ragged ones among them. Kernels,
+    as of `pallas_call`, the rules of `custom_vmap` and callbacks to the host are left alone.
+
+    The result can be jitted, differentiated in any mode and order, mapped by `jax.vmap`, exported,
+    and called anywhere in other programs. Without `jax.jit` around it each call traces anew.
+
+    Args:
+      function: a function of any arguments. Arrays anywhere in them are traced; everything else,
+        such as numbers, strings and `None`, it is given as it is, and likewise it may return
+        anything. It must have no side effects but those of JAX; one that changes Flax nnx modules
+        that it is given is for `jax_hopper_gemm.nn.accelerate`.
+      implementation: None takes a kernel where it is the faster way; "hopper" insists on a kernel
+        for every product that is exchanged, in the derivatives, too; "xla" exchanges none.
+
+    Raises:
+      TypeError: `function` is not callable.
+      ValueError: `implementation` is something else; or, in a call, `function` puts an array
+        into an object that it is given and does not return it.
+      NotImplementedError: as of `matmul`, while lowering, with `implementation="hopper"`.
+    """
+    checks.check_accelerated("accelerate", function, implementation)
+    if implementation == "xla":
+        return function
+
+    @wraps(function)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        objects = _objects_in((args, kwargs))
+        before = [jax.tree.leaves(x) for x in objects]
+        result = function(*args, **kwargs)
+        returned = jax.tree.leaves(result)
+        for x, leaves in zip(objects, before, strict=True):
+            checks.check_unchanged("accelerate", x, leaves + returned)
+        return result
+
+    @wraps(function)
+    def accelerated(*args: P.args, **kwargs: P.kwargs) -> R:
+        return run_with_our_products(traced, args, kwargs, implementation)
+
+    return accelerated
+
+
+def _objects_in(tree: Any) -> list[Any]:
+    """Returns the pytrees in a tree whose type is not one of Python's own."""
+    return jax.tree.leaves(tree, is_leaf=lambda x: type(x) not in (dict, list, tuple, type(None)))

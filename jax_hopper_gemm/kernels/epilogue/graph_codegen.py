@@ -1,0 +1,69 @@
+"""An epilogue's graph → register code, element by element, while a kernel is traced.
+
+    elements = Elements(graph, read, row_of, column_of)
+    for v in range(values of a thread):
+        stored[v] = elements.value(result.value, v)
+
+Everything is unrolled: what is computed twice here is computed twice on the GPU. So a value is
+computed once for each element, row or column, or once, by what it varies along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...gemm.epilogue_arithmetic import arithmetic_of
+from ...gemm.epilogue_graph import EpilogueGraph
+from .op_codegen import evaluate
+
+
+class Elements:
+    """The values of a graph at some elements of D that one thread holds.
+
+    An object serves code that runs under one condition: values are kept, and one that was
+    computed inside an `if` or a loop of the GPU's is not there outside.
+
+    Args:
+      graph: the graph.
+      read: read(leaf, v): Float32 or Boolean value of an accumulator, an operand or a row's
+        statistic (the number of its `row_sum` or `row_max` node) at the thread's v-th element.
+      row_of, column_of: the row and the column of the v-th element: any names that are equal
+        where the row, or the column, is the same.
+    """
+
+    def __init__(
+        self,
+        graph: EpilogueGraph,
+        read: Callable[[int, Any], Any],
+        row_of: Callable[[Any], Any],
+        column_of: Callable[[Any], Any],
+    ):
+        self._arithmetic = arithmetic_of(graph)
+        self._read = read
+        self._where = {
+            "scalar": lambda v: None,
+            "row": column_of,
+            "column": row_of,
+            "matrix": lambda v: v,
+        }
+        self._known: dict[tuple[int, Any], Any] = {}
+
+    def value(self, number: int, v: Any) -> Any:
+        """Returns the value that has `number` in the graph at the v-th element."""
+        number = self._arithmetic.number(number)
+        if self._key(number, v) not in self._known:
+            for needed in self._arithmetic.order([number]):
+                if self._key(needed, v) not in self._known:
+                    self._known[self._key(needed, v)] = self._computed(needed, v)
+        return self._known[self._key(number, v)]
+
+    def _computed(self, number: int, v: Any) -> Any:
+        node = self._arithmetic.node(number)
+        if node is None or self._arithmetic.is_leaf(number):
+            return self._read(number, v)
+        arguments = [self._known[self._key(argument, v)] for argument in node.args]
+        return evaluate(node, self._arithmetic.forms[number], arguments)
+
+    def _key(self, number: int, v: Any) -> tuple[int, Any]:
+        return number, self._where[self._arithmetic.varies(number)](v)

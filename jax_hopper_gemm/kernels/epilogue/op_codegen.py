@@ -1,0 +1,271 @@
+"""Register code of each operation of an epilogue: one short function each, for one element.
+
+Functions speak to a `machine`, the arithmetic units: `Gpu` here, NumPy's float32 in tests, which
+so find the error of this very code. Values are float32 or true-or-false; a Python float beside
+one is a constant. Which form of a function a node gets, and how exact it must be, is said in
+`arithmetic.py`.
+
+Semantics are those of `jax.lax`, NaN and infinities included. Subnormal arguments count; where a
+form's error says so, a result under 2**-126 may come out as 0.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Float64
+
+from ...gemm.epilogue_arithmetic import SIN_COS_LIMIT
+from ...gemm.epilogue_graph import Node
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+HALF_PI = (1.5707963267948966, 6.123233995736766e-17)  # their sum has twice a float64's digits
+
+
+class Gpu:
+    """The GPU's instructions, by what they do. Approximate ones flush subnormal results to 0."""
+
+    fma = staticmethod(cute.math.fma)
+    absolute = staticmethod(cute.math.abs)
+    floor = staticmethod(cute.math.floor)
+    ceil = staticmethod(cute.math.ceil)
+    to_even = staticmethod(cute.math.roundeven)
+    where = staticmethod(cutlass.select_)
+
+    def __getattr__(self, name):
+        """Returns a function of libdevice: tanh, erf, ..."""
+        return getattr(cute.math, name)
+
+    def constant(self, x):
+        return Float32(x)
+
+    def exp2_approx(self, x):
+        return cute.math.exp2(x, approx=True, ftz=True)
+
+    def log2_approx(self, x):
+        return cute.math.log2(x, approx=True, ftz=True)
+
+    def reciprocal_approx(self, x):
+        return cute.math.rcp(x, approx=True, ftz=True)
+
+    def tanh_approx(self, x):
+        return cute.math.tanh(x, approx=True)
+
+    def sqrt_approx(self, x):
+        return cute.math.sqrt(x, approx=True)
+
+    def rsqrt_approx(self, x):
+        return cute.math.rsqrt(x, approx=True)
+
+    def divide(self, x, y):
+        return cute.math.div(x, y, full=True)
+
+    def maximum(self, x, y):
+        return cute.arch.fmax(x, y, nan=True)
+
+    def minimum(self, x, y):
+        return cute.arch.fmin(x, y, nan=True)
+
+    def with_sign_of(self, magnitude, x):
+        return cute.math.copysign(magnitude, x)
+
+    def double(self, x):
+        return Float64(x)
+
+    def single(self, x):
+        return Float32(x)
+
+    def last_two_bits(self, x):
+        """Returns two truth values of a float64 that holds an integer."""
+        bits = cutlass.Int32(cutlass.Int64(x) & 3)
+        return (bits & 1) != 0, (bits & 2) != 0
+
+    def round_to(self, dtype, x):
+        if dtype == "float16":
+            # In PTX of its own: else LLVM narrows the arithmetic beside it to float16, and ptxas
+            # fuses that without the rounding.
+            return cute.arch.inline_ptx(
+                "{.reg .b16 half; cvt.rn.f16.f32 half, {$r0}; cvt.f32.f16 {$w0}, half;}",
+                write_only_types=[Float32],
+                read_only_args=[x],
+            )
+        # One conversion of a pair costs a fraction of what that of a single number does.
+        return cute.arch.inline_ptx(
+            "{.reg .b32 pair; cvt.rn.bf16x2.f32 pair, {$r0}, 0f00000000;"
+            " and.b32 {$w0}, pair, 0xffff0000;}",
+            write_only_types=[Float32],
+            read_only_args=[x],
+        )
+
+    def negate(self, predicate):
+        return predicate ^ Boolean(True)
+
+
+def polynomial(m, x, *coefficients):
+    """Returns coefficients[0] + coefficients[1] * x + ..."""
+    *rest, found = map(m.constant, coefficients)
+    for coefficient in reversed(rest):
+        found = m.fma(found, x, coefficient)
+    return found
+
+
+def sign(m, x):
+    return m.where((x == 0.0) | (x != x), x, m.with_sign_of(m.constant(1.0), x))
+
+
+def fast_exp(m, x):
+    return m.exp2_approx(x * LOG2_E)
+
+
+def fast_expm1(m, x):
+    near = x * polynomial(m, x, 0.99999976, 0.50000024, 0.16679688, 0.041666664)
+    return m.where(m.absolute(x) < 0.125, near, fast_exp(m, x) - 1.0)
+
+
+def fast_log1p(m, x):
+    near = x * polynomial(m, x, 0.99999964, -0.49999928, 0.33411661, -0.25078362)
+    return m.where(m.absolute(x) < 0.0625, near, m.log2_approx(x + 1.0) * LN_2)
+
+
+def logistic(m, x, *shared, exp=None):
+    exp = exp or m.exp
+    if not shared:
+        return m.reciprocal_approx(exp_of_negative(m, x, exp) + 1.0)
+    # As logistic(-x) does, from exp(-|x|): the compiler keeps one of what they have in common.
+    small = exp_of_negative(m, m.absolute(x), exp)
+    large = m.reciprocal_approx(small + 1.0)
+    return m.where(x < 0.0, small * large, large)
+
+
+def exp_of_negative(m, x, exp):
+    return m.exp2_approx(x * -LOG2_E) if exp is fast_exp else exp(-x)
+
+
+def fast_logistic(m, x, *shared):
+    return logistic(m, x, *shared, exp=fast_exp)
+
+
+def fast_tanh(m, x):
+    square = x * x
+    near = x * polynomial(m, square, 0.99999958, -0.33321911, 0.12841646)
+    small = exp_of_negative(m, m.absolute(x * 2.0), fast_exp)
+    far = (1.0 - small) * m.reciprocal_approx(small + 1.0)
+    return m.where(m.absolute(x) < 0.25, near, m.with_sign_of(far, x))
+
+
+def fast_erfc(m, x):
+    """A polynomial of 1 / (1 + p |x|) times exp(-x * x), as Hastings has it; fitted anew."""
+    t = m.reciprocal_approx(m.fma(m.absolute(x), m.constant(0.44), m.constant(1.0)))
+    scaled = t * polynomial(
+        m, t, 0.24856095, 0.24257013, 0.26358446, 0.040733859, 0.35065061, -0.1461052
+    )
+    tail = scaled * m.exp2_approx(x * x * -LOG2_E)
+    return m.where(x < 0.0, 2.0 - tail, tail)
+
+
+def pow_integer(m, x, exponent):
+    if exponent < 0:
+        return m.divide(m.constant(1.0), pow_integer(m, x, -exponent))
+    found = None
+    while exponent:
+        if exponent & 1:
+            found = x if found is None else found * x
+        exponent >>= 1
+        if exponent:
+            x = x * x
+    return m.constant(1.0) if found is None else found
+
+
+def divide(m, x, y, *reciprocal):
+    return x * reciprocal[0] if reciprocal else m.divide(x, y)
+
+
+def sin_or_cos(m, x, quarter_turns):
+    """Returns sin(x + quarter_turns * pi / 2), reduced in float64 to an eighth of a turn."""
+    wide = m.double(x)
+    turns = m.to_even(wide * m.double(1 / HALF_PI[0]))
+    rest = m.fma(turns, m.double(-HALF_PI[0]), wide)
+    rest = m.fma(turns, m.double(-HALF_PI[1]), rest)
+    # Nothing is left of numbers beyond the limit; at least their sine is in [-1, 1].
+    reduced = m.where(m.absolute(x) < SIN_COS_LIMIT, m.single(rest), x * 0.0)
+    square = reduced * reduced
+    cube = square * reduced
+    sine = m.fma(cube, polynomial(m, square, -0.16666655, 8.3321561e-3, -1.9514632e-4), reduced)
+    cosine = m.fma(
+        square * square,
+        polynomial(m, square, 0.041666646, -1.388731e-3, 2.4432413e-5),
+        m.fma(square, m.constant(-0.5), m.constant(1.0)),
+    )
+    odd, half = m.last_two_bits(turns + m.double(float(quarter_turns)))
+    found = m.where(odd, cosine, sine)
+    return m.where(half, -found, found)
+
+
+# What each operation does: function(machine, *arguments, *parameters of the node).
+FUNCTIONS: dict[str, Callable] = {
+    "constant": lambda m, value: m.constant(value),
+    "neg": lambda m, x: -x,
+    "abs": lambda m, x: m.absolute(x),
+    "sign": sign,
+    "square": lambda m, x: x * x,
+    "floor": lambda m, x: m.floor(x),
+    "ceil": lambda m, x: m.ceil(x),
+    "round": lambda m, x: m.to_even(x),
+    "exp": lambda m, x: m.exp(x),
+    "exp2": lambda m, x: m.exp2(x),
+    "expm1": lambda m, x: m.expm1(x),
+    "log": lambda m, x: m.log(x),
+    "log1p": lambda m, x: m.log1p(x),
+    "sqrt": lambda m, x: m.sqrt_approx(x),
+    "rsqrt": lambda m, x: m.rsqrt_approx(x),
+    "tanh": lambda m, x: m.tanh(x),
+    "logistic": logistic,
+    "erf": lambda m, x: m.erf(x),
+    "erfc": lambda m, x: m.erfc(x),
+    "sin": lambda m, x: sin_or_cos(m, x, 0),
+    "cos": lambda m, x: sin_or_cos(m, x, 1),
+    "integer_pow": pow_integer,
+    "convert": lambda m, x, dtype: m.round_to(dtype, x),
+    "add": lambda m, x, y: x + y,
+    "sub": lambda m, x, y: x - y,
+    "mul": lambda m, x, y: x * y,
+    "div": divide,
+    "max": lambda m, x, y: m.maximum(x, y),
+    "min": lambda m, x, y: m.minimum(x, y),
+    "pow": lambda m, x, y: m.pow(x, y),
+    "eq": lambda m, x, y: x == y,
+    "ne": lambda m, x, y: x != y,
+    "lt": lambda m, x, y: x < y,
+    "le": lambda m, x, y: x <= y,
+    "gt": lambda m, x, y: x > y,
+    "ge": lambda m, x, y: x >= y,
+    "is_finite": lambda m, x: m.absolute(x) < math.inf,
+    "and": lambda m, x, y: x & y,
+    "or": lambda m, x, y: x | y,
+    "xor": lambda m, x, y: x ^ y,
+    "not": lambda m, x: m.negate(x),
+    "select": lambda m, predicate, x, y: m.where(predicate, x, y),
+}
+# In place of those above, where only results in 16 bits depend on them.
+FAST: dict[str, Callable] = {
+    "exp": fast_exp,
+    "exp2": lambda m, x: m.exp2_approx(x),
+    "expm1": fast_expm1,
+    "log1p": fast_log1p,
+    "tanh": fast_tanh,
+    "logistic": fast_logistic,
+    "erfc": fast_erfc,
+}
+# And where bfloat16 results depend on them by factors alone.
+APPROX: dict[str, Callable] = {"tanh": lambda m, x: m.tanh_approx(x)}
+
+GPU = Gpu()
+
+
+def evaluate(node: Node, form: str, arguments: Sequence[Any], machine: Any = GPU) -> Any:
+    """Returns the value of a node in a form of `arithmetic.Form`, of its arguments' values."""
+    table = {"accurate": FUNCTIONS, "fast": FAST, "approx": APPROX}[form]
+    return table[node.op](machine, *arguments, *node.params)

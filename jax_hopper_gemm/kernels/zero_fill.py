@@ -1,0 +1,89 @@
+"""Zeros in the matrices of empty groups, where K is grouped, beside the tiles of the others.
+
+All CTAs share them, a part of a matrix at a time. A warp writes one part for each tile that its
+CTA multiplies, so that DRAM has time for both, and the rest when there are no more tiles.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op, select_
+from cutlass.cutlass_dsl import min as smaller
+
+from ..gemm.group_search import LANES, Window, empty_before_end, is_last, part_in
+from .tile_scheduler.grouped import Warp
+
+VECTOR = 16  # bytes
+
+
+@dsl_user_op
+def store_zeros(address, *, loc=None, ip=None):
+    """Writes 16 bytes at a global address which nothing reads soon."""
+    llvm.inline_asm(
+        None,
+        [address.ir_value(loc=loc, ip=ip)],
+        "st.global.cs.v4.b32 [$0], {0, 0, 0, 0};",
+        "l",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+class ZeroWriter:
+    """One warp of each CTA, a reader of the scheduler's mailbox."""
+
+    def __init__(self, spec, scheduler):
+        self.spec = spec
+        self.scheduler = scheduler
+
+    def bind(self, matrices, rows, vectors, row_stride, matrix_stride):
+        """Takes the kernel's parameters.
+
+        Args:
+          matrices: global pointer to D.
+          rows: of each of its matrices.
+          vectors: of 16 bytes in a row.
+          row_stride, matrix_stride: vectors between neighbours.
+        """
+        self.matrices, self.rows, self.vectors = matrices, rows, vectors
+        self.row_stride, self.matrix_stride = row_stride, matrix_stride
+        self.parts_of_row = (vectors + (self.spec.zero_part - 1)) // self.spec.zero_part
+
+    @cute.jit
+    def run(self):
+        """The zero warp."""
+        walk = self.scheduler.walk
+        grid_m, grid_n, _ = cute.arch.grid_dim()
+        cta_m, cta_n, _ = cute.arch.block_idx()
+        parts = self.rows * self.parts_of_row
+        index = cta_m * grid_n + cta_n
+        tile, reader = self.scheduler.first_tile()
+        window, before = self.scheduler.first_window(), Int32(0)
+        left = Int32(1)
+        while left > 0:
+            empty = empty_before_end(walk, Window(*window), before, Warp())
+            before = Warp().of(empty, Int32(LANES - 1))
+            while index < before * parts:
+                self.fill(part_in(walk, Window(*window), empty, index, parts, Warp()))
+                index = index + grid_m * grid_n
+                if self.scheduler.exists(tile):
+                    tile, reader = self.scheduler.next_tile(tile, reader)
+            left = select_(is_last(walk, Window(*window)), Int32(0), Int32(1))
+            window = tuple(self.scheduler.next_window(window))
+        while self.scheduler.exists(tile):
+            tile, reader = self.scheduler.next_tile(tile, reader)
+
+    @cute.jit
+    def fill(self, part):
+        """Writes zeros to a part of a matrix."""
+        row = part.part // self.parts_of_row
+        first = (part.part - row * self.parts_of_row) * self.spec.zero_part
+        end = smaller(first + self.spec.zero_part, self.vectors)
+        start = Int64(part.matrix) * self.matrix_stride + Int64(row) * self.row_stride
+        address = self.matrices.toint() + start * VECTOR
+        for vector in cutlass.range(first + cute.arch.lane_idx(), end, LANES, unroll=4):
+            store_zeros(address + Int64(vector) * VECTOR)

@@ -1,0 +1,44 @@
+"""The FFI target of the launcher, registered with JAX when this module is imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from . import ffi_library
+
+TARGET = "jax_hopper_gemm.v1.launch"
+
+
+def launcher_violation() -> str | None:
+    """Returns why this process can launch no kernel."""
+    try:
+        ffi_library.library()
+    except ffi_library.NativeLibraryError as error:
+        return str(error)
+    return None
+
+
+def _register() -> None:
+    """Makes the FFI target known to JAX, so that saved executables find it in a new process."""
+    try:
+        library = ffi_library.library()
+    except ffi_library.NativeLibraryError:
+        return  # lowering gives the reason, where a kernel is wanted
+    state: Any = {
+        "type_id": jax.ffi.pycapsule(library.JhgLaunchTypeId()),
+        "type_info": jax.ffi.pycapsule(library.JhgLaunchTypeInfo()),
+    }
+    handlers = {
+        "instantiate": jax.ffi.pycapsule(library.JhgLaunchInstantiate),
+        "execute": jax.ffi.pycapsule(library.JhgLaunchExecute),
+    }
+    jax.ffi.register_ffi_type(f"{TARGET}_state", state, platform="CUDA")
+    jax.ffi.register_ffi_target(TARGET, handlers, platform="CUDA")
+
+
+_register()
+
+
+_register()

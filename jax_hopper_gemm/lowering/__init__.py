@@ -1,0 +1,1 @@
+"""Lowering: from a product in a JAX program to the launch of a kernel, or to XLA's own product."""

@@ -1,0 +1,93 @@
+"""Matching: which product an MLIR value is the result of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from jax.extend.mlir.dialects import stablehlo
+
+from ..gemm.groups import Spans
+from ..gemm.subscripts import to_subscripts
+from .call import Call
+from .mlir_values import (
+    GATHERED,
+    INDEXED,
+    MAX_SMS,
+    MLIR_DTYPES,
+    PRODUCT,
+    SPANS,
+)
+from .route import Product
+
+
+def product_at(value: Any) -> Call | None:
+    """Returns the bare product that an MLIR value is the result of, if it is one.
+
+    Either is a launch of ours or a product of XLA's. Nothing else may use the value yet: the
+    product would be computed for that as well.
+    """
+    operation = value.owner
+    if not hasattr(operation, "results"):  # a block, of which the value is an argument
+        return None
+    if value != operation.results[0] or list(value.uses):
+        return None
+    if PRODUCT in operation.attributes:
+        subscripts = operation.attributes[PRODUCT].value
+    elif operation.name == "stablehlo.dot_general":
+        subscripts = _subscripts(operation)
+    else:
+        return None
+    lhs, rhs, *others = list(operation.operands)
+    indexed = operation.attributes[INDEXED].value if INDEXED in operation.attributes else None
+    if (product := product_between(subscripts, lhs, rhs, value, indexed)) is None:
+        return None
+    limit = operation.attributes[MAX_SMS].value if MAX_SMS in operation.attributes else None
+    product = replace(product, max_sms=limit)
+    if SPANS in operation.attributes:
+        spans = Spans(*map(int, operation.attributes[SPANS].value.split(",")))
+        sizes, *rows = others
+        product = replace(product, spans=spans, sizes=sizes.type.shape[0])
+        call = Call(product, (lhs, rhs), sizes=sizes)
+        if GATHERED in operation.attributes:
+            call = call.gathered_by(operation.attributes[GATHERED].value, rows[0])
+        return call
+    return Call(product, (lhs, rhs), index=others[0] if indexed else None)
+
+
+def product_between(
+    subscripts: str, lhs: Any, rhs: Any, out: Any, indexed: Literal["a", "b"] | None = None
+) -> Product | None:
+    """Returns the bare product of two MLIR values; None for dtypes that no kernel stores.
+
+    Args:
+      indexed: the operand that is one array of the stack given here, as in `Product`.
+    """
+    if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, out)):
+        return None
+    (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, out))
+    product = Product(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
+    if indexed is None:
+        return product
+    field = "lhs_shape" if indexed == "a" else "rhs_shape"
+    stack, *shape = getattr(product, field)
+    named: dict[str, Any] = {field: tuple(shape)}
+    return replace(product, indexed=indexed, stack=stack, **named)
+
+
+def is_launch(value: Any) -> bool:
+    """Whether an MLIR value that `product_at` knows is the result of a kernel of ours."""
+    return PRODUCT in value.owner.attributes
+
+
+def _subscripts(operation: Any) -> str:
+    """Returns the subscripts of a stablehlo.dot_general."""
+    numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
+    contracting = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
+    batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
+    ranks = (len(operand.type.shape) for operand in operation.operands)
+    return to_subscripts((contracting, batch), *ranks)
+
+
+def _typed(value: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(value.type.shape), MLIR_DTYPES[str(value.type.element_type)]

@@ -1,0 +1,168 @@
+"""How tokens reach experts on other devices of a mesh axis, and their results come back.
+
+Every function here runs inside `jax.shard_map`. Letters: n devices with T tokens each, of whose
+k choices at most c = min(k, E / n) fall on one device, since a token's choices differ. So n * T * c
+rows hold whatever comes; the experts' products skip the rows that are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..primitives.sum_rows import sum_rows
+from .router import Routing, row_weights, sort_by_group
+
+Exchange = Literal["gather", "all_to_all", "ragged_all_to_all"]
+Experts = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # rows, group sizes, row weights
+
+
+def gather(x: jax.Array, routing: Routing, experts: Experts, axis: str, held: int) -> jax.Array:
+    """Every device sees all tokens, runs its own experts on them, and results are added up.
+
+    Args:
+      x: (T, D), this device's tokens.
+      routing: theirs, among all experts.
+      experts: what maps rows sorted by this device's experts to their results.
+      axis: the mesh axis.
+      held: how many experts each device has.
+
+    Returns:
+      (T, D).
+    """
+    x, weights, chosen = (
+        lax.all_gather(a, axis, tiled=True) for a in (x, routing.weights, routing.experts)
+    )
+    k = chosen.shape[1]
+    local = chosen - held * lax.axis_index(axis)
+    local = jnp.where((local >= 0) & (local < held), local, held)
+    sizes, order, positions = sort_by_group(local, held)
+    order = order[: x.shape[0] * min(k, held)]
+    order = jnp.where(jnp.arange(order.size) < sizes.sum(), order, -1)
+    positions = jnp.where(local < held, positions, -1)
+    tokens = jnp.where(order < 0, -1, order // k)[:, None]
+    own_weights = sum_rows(weights.reshape(-1), order[:, None], positions.reshape(-1, 1))
+    y = experts(sum_rows(x, tokens, positions), sizes, own_weights)
+    y = sum_rows(y, positions, tokens)
+    total = lax.psum_scatter(y.astype(_wide(y)), axis, tiled=True)
+    return total.astype(y.dtype)
+
+
+def all_to_all(x: jax.Array, routing: Routing, experts: Experts, axis: str, held: int) -> jax.Array:
+    """Every choice travels to its expert's device and back, in blocks of T * c rows a device.
+
+    Arguments and result: as of `gather`.
+    """
+    n, (tokens, k) = lax.axis_size(axis), routing.experts.shape
+    capacity = tokens * min(k, held)
+    by_device = routing.group_sizes.reshape(n, held)
+    send = by_device.sum(1)
+    # Where the block of each device starts: among the sorted rows, and among those sent.
+    sorted_starts, block_starts = _starts(send), capacity * jnp.arange(n)
+    to_block = moved(send, sorted_starts, block_starts, n * capacity)
+    to_sorted = moved(send, block_starts, sorted_starts, tokens * k)
+    sent = jnp.where(to_block < 0, -1, routing.order[to_block])
+    senders = jnp.where(sent < 0, -1, sent // k)[:, None]
+    places = to_sorted[routing.positions]
+
+    # Blocks come in by device, and each sorted by expert; products want them by expert.
+    counts = lax.all_to_all(by_device, axis, 0, 0, tiled=True)  # (device, own expert)
+    begins = block_starts[:, None] + _starts(counts)
+    by_expert = counts.T.reshape(-1)
+    to_received = moved(by_expert, begins.T.reshape(-1), _starts(by_expert), n * capacity)
+    to_expert = moved(
+        counts.reshape(-1), _starts(by_expert).reshape(held, n).T.reshape(-1),
+        begins.reshape(-1), n * capacity,
+    )  # fmt: skip
+    received, expert = to_received[:, None], to_expert[:, None]
+
+    def there(a: jax.Array, sources: jax.Array, users: jax.Array) -> jax.Array:
+        blocks = lax.all_to_all(sum_rows(a, sources, users), axis, 0, 0, tiled=True)
+        return sum_rows(blocks, received, expert)
+
+    weights = there(routing.weights.reshape(-1), sent[:, None], places.reshape(-1, 1))
+    y = experts(there(x, senders, places), counts.sum(0), weights)
+    blocks = lax.all_to_all(sum_rows(y, expert, received), axis, 0, 0, tiled=True)
+    return sum_rows(blocks, places, senders)
+
+
+def ragged_all_to_all(
+    x: jax.Array, routing: Routing, experts: Experts, axis: str, held: int
+) -> jax.Array:
+    """Every choice travels to its place among its expert's rows and back; nothing is padded.
+
+    XLA exchanges so on GPUs and TPUs, not on CPUs. Arguments and result: as of `gather`.
+    """
+    n, (tokens, k) = lax.axis_size(axis), routing.experts.shape
+    me = lax.axis_index(axis)
+    counts = lax.all_gather(routing.group_sizes, axis)  # (device, expert)
+    mine = lax.dynamic_slice_in_dim(counts, me * held, held, axis=1)
+    # A device has its experts' rows by expert, and those of an expert by the device they are of.
+    totals = counts.sum(0).reshape(n, held)
+    expert_starts = _starts(totals).reshape(-1)
+    destinations = expert_starts + _starts(counts.T)[:, me]  # of what this device sends
+    sources = _starts(routing.group_sizes)
+    own_starts = _starts(mine.T.reshape(-1)).reshape(held, n).T.reshape(-1)
+    origins = lax.dynamic_slice_in_dim(_starts(counts), me * held, held, axis=1).reshape(-1)
+    sent, received = routing.group_sizes, mine.reshape(-1)
+    tokens_of_rows = (routing.order // k)[:, None]
+
+    def there(rows: jax.Array) -> jax.Array:
+        space = _zeros_like(rows, n * tokens * min(k, held))
+        return lax.ragged_all_to_all(
+            rows, space, sources, sent, destinations, received, axis_name=axis
+        )
+
+    y = experts(
+        there(sum_rows(x, tokens_of_rows, routing.positions)),
+        mine.sum(0),
+        there(row_weights(routing)[:, None])[:, 0],
+    )
+    back = lax.ragged_all_to_all(
+        y, _zeros_like(y, tokens * k), own_starts, received, origins, sent, axis_name=axis
+    )
+    return sum_rows(back, routing.positions, tokens_of_rows)
+
+
+EXCHANGES = {"gather": gather, "all_to_all": all_to_all, "ragged_all_to_all": ragged_all_to_all}
+
+
+def moved(sizes: jax.Array, begins: jax.Array, places: jax.Array, length: int) -> jax.Array:
+    """Returns where each of `length` places finds its row, -1 where it finds none.
+
+    Args:
+      sizes, begins, places: (S,), spans of rows, the first from begins[0] on, which lie from
+        places[0] on; places ascend and the spans do not overlap.
+
+    Returns:
+      (length,) int32.
+    """
+    rows = jnp.arange(length, dtype=jnp.int32)
+    # The last span that starts here or before, less those without rows, which share its start.
+    started = places[None, :] <= rows[:, None]
+    span = jnp.max(
+        jnp.where(started & (sizes > 0)[None, :], jnp.arange(sizes.size)[None, :], 0), axis=1
+    )
+    offset = rows - places[span]
+    inside = (offset >= 0) & (offset < sizes[span])
+    return jnp.where(inside, begins[span] + offset, -1).astype(jnp.int32)
+
+
+def _starts(sizes: jax.Array) -> jax.Array:
+    """Returns where spans begin that lie one after another along the last axis."""
+    return (jnp.cumsum(sizes, axis=-1) - sizes).astype(jnp.int32)
+
+
+def _zeros_like(rows: jax.Array, length: int) -> jax.Array:
+    """Returns zeros (length, ...), varying over the mesh axes that `rows` varies over."""
+    zeros = jnp.zeros((length, *rows.shape[1:]), rows.dtype)
+    varying = tuple(jax.typeof(rows).manual_axis_type.varying)
+    return lax.pcast(zeros, varying, to="varying") if varying else zeros
+
+
+def _wide(x: jax.Array) -> jnp.dtype:
+    return jnp.promote_types(x.dtype, jnp.float32)

@@ -1,0 +1,270 @@
+"""Which experts a token goes to, and in what order the experts' products find their rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from .. import ops
+from ..ops.checks import moe
+from ..ops.dense import Implementation
+from ..primitives.sum_rows import in_order, sum_rows
+
+Score = Literal["softmax", "sigmoid"]
+
+MOST_COLUMNS_OF_A_ROW_IN_A_TILE = 256  # more are no longer selected in the router's kernel
+MOST_FUSED_EXPERTS_PER_TOKEN = 32
+
+
+class Statistics(NamedTuple):
+    """What auxiliary losses and logs want to know of a router; means over its tokens.
+
+    Attributes:
+      load: (E,) float32, the share of the tokens' choices that fell on each expert; sums to 1.
+        It has no gradient.
+      probability: (E,) float32, the mean of the tokens' probabilities of each expert; sums to 1.
+        With sigmoid scores, a token's probabilities are its scores divided by their sum.
+      z: () float32, the mean of logsumexp(logits) ** 2.
+    """
+
+    load: jax.Array
+    probability: jax.Array
+    z: jax.Array
+
+
+class Routing(NamedTuple):
+    """Where tokens go. T tokens choose k of E experts each: R = T * k rows, sorted by expert.
+
+    Attributes:
+      weights: (T, k) float32, what each chosen expert counts for its token.
+      experts: (T, k) int32, the chosen experts, the best first.
+      group_sizes: (E,) int32, the number of rows of each expert.
+      order: (R,) int32, for each sorted row its token * k + slot. Rows of one expert are in the
+        order of their tokens.
+      positions: (T, k) int32, the sorted row of each choice: the inverse of `order`.
+      statistics: see `Statistics`.
+    """
+
+    weights: jax.Array
+    experts: jax.Array
+    group_sizes: jax.Array
+    order: jax.Array
+    positions: jax.Array
+    statistics: Statistics
+
+
+def load_balancing_loss(statistics: Statistics) -> jax.Array:
+    """Returns E * sum(load * probability): 1 if all experts are chosen alike, at most E.
+
+    Where a framework's load sums to k (one for each choice), its loss is k times this one.
+
+    References: Fedus et al., Switch Transformers, https://arxiv.org/abs/2101.03961
+    """
+    load, probability, _ = statistics
+    return load.shape[-1] * jnp.sum(load * probability, axis=-1)
+
+
+def router_z_loss(statistics: Statistics) -> jax.Array:
+    """Returns the mean of logsumexp(logits) ** 2, which keeps logits small.
+
+    References: Zoph et al., ST-MoE, https://arxiv.org/abs/2202.08906
+    """
+    return statistics.z
+
+
+def route(
+    logits: ArrayLike,
+    experts_per_token: int,
+    *,
+    score: Score = "softmax",
+    normalize: bool = True,
+    scale: float | None = None,
+    selection_bias: ArrayLike | None = None,
+    experts: ArrayLike | None = None,
+) -> Routing:
+    """Chooses experts by their logits and sorts the choices by expert.
+
+    Ties go to the lower expert, and the order of rows is stable: equal logits, equal routing.
+    Gradients reach `logits` through `weights` and `statistics`; no step of them is a scatter.
+
+    Args:
+      logits: (T, E); computed on in float32.
+      experts_per_token: k.
+      score: "softmax" (Mixtral, Qwen3), or "sigmoid", each expert by itself (DeepSeek-V3).
+      normalize: whether a token's k weights are divided by their sum. For "softmax" this is
+        also the softmax of the k chosen logits, whichever comes first.
+      scale: a factor of all weights, or None.
+      selection_bias: (E,), added to the scores to choose, not to weigh; without gradient. It is
+        what balances load without an auxiliary loss.
+      experts: (T, k) int32, choices made elsewhere, different ones for each token; None makes
+        them here. With them `selection_bias` must be None.
+
+    Raises:
+      ValueError: a shape does not fit, k is not in 1..E, or `score` is unknown.
+    """
+    logits = jnp.asarray(logits)
+    moe.check_route(logits, experts_per_token, score, selection_bias, experts)
+    selection = Selection(experts_per_token, score, normalize, scale)
+    logits = logits.astype(jnp.float32)
+    if experts is None:
+        experts = selection.experts(logits, *_given(selection_bias))
+    return arrange(logits, jnp.asarray(experts, jnp.int32), selection)
+
+
+def router(
+    x: ArrayLike,
+    kernel: ArrayLike,
+    experts_per_token: int,
+    *,
+    score: Score = "softmax",
+    normalize: bool = True,
+    scale: float | None = None,
+    selection_bias: ArrayLike | None = None,
+    precision: Any = None,
+    implementation: Implementation = None,
+) -> Routing:
+    """Returns `route(x @ kernel, ...)`; the product's kernel chooses the experts.
+
+    Logits are accumulated and kept in float32. The choice is part of the product's epilogue for up
+    to 256 experts, of which a tile holds a whole row of logits; for more, XLA chooses.
+
+    Args:
+      x: (T, D).
+      kernel: (D, E).
+      precision, implementation: as in `jax_hopper_gemm.matmul`.
+      The others: as in `route`.
+    """
+    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    moe.check_router(x, kernel, experts_per_token, score, selection_bias)
+    selection = Selection(experts_per_token, score, normalize, scale)
+    options: dict[str, Any] = {
+        "precision": precision,
+        "preferred_element_type": jnp.promote_types(jnp.result_type(x, kernel), jnp.float32),
+        "implementation": implementation,
+    }
+    fits = kernel.shape[1] <= MOST_COLUMNS_OF_A_ROW_IN_A_TILE
+    if fits and experts_per_token <= MOST_FUSED_EXPERTS_PER_TOKEN:
+        bias = _given(selection_bias)
+        logits, experts = ops.matmul(
+            x, kernel, epilogue=selection.with_logits, epilogue_operands=bias, **options
+        )
+    else:
+        logits = ops.matmul(x, kernel, **options)
+        experts = selection.experts(logits, *_given(selection_bias))
+    return arrange(logits, experts, selection)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How experts are chosen and weighed; plain data, so that equal ones share a trace.
+
+    Attributes:
+      experts_per_token, score, normalize, scale: as in `route`.
+    """
+
+    experts_per_token: int
+    score: Score
+    normalize: bool
+    scale: float | None
+
+    def experts(self, logits: jax.Array, *bias: jax.Array) -> jax.Array:
+        """Returns (T, k) int32. Scores rise with logits, which choose unless a bias comes in."""
+        keys = lax.stop_gradient(logits)
+        if bias:
+            score = jax.nn.softmax if self.score == "softmax" else jax.nn.sigmoid
+            keys = score(keys) + lax.stop_gradient(bias[0]).astype(keys.dtype)
+        return lax.top_k(keys, self.experts_per_token)[1]
+
+    def with_logits(self, logits: jax.Array, *bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # The logits come back beside the choice: derivatives start from them, and never choose
+        # again from rounded ones.
+        return logits, self.experts(logits, *bias)
+
+    def weights(self, logits: jax.Array, experts: jax.Array) -> jax.Array:
+        """Returns (T, k) float32."""
+        if self.score == "sigmoid":
+            weights = jax.nn.sigmoid(chosen(logits, experts))
+            if self.normalize:
+                weights = weights / weights.sum(-1, keepdims=True)
+        elif self.normalize:
+            weights = jax.nn.softmax(chosen(logits, experts))
+        else:
+            weights = chosen(jax.nn.softmax(logits), experts)
+        return weights if self.scale is None else self.scale * weights
+
+    def probabilities(self, logits: jax.Array) -> jax.Array:
+        if self.score == "softmax":
+            return jax.nn.softmax(logits)
+        scores = jax.nn.sigmoid(logits)
+        return scores / scores.sum(-1, keepdims=True)
+
+
+def chosen(values: jax.Array, experts: jax.Array) -> jax.Array:
+    """Returns values[t, experts[t, j]], (T, k), by selects whose transpose is no scatter."""
+    hit = experts[:, :, None] == jnp.arange(values.shape[1], dtype=experts.dtype)
+    return jnp.sum(jnp.where(hit, values[:, None, :], 0), axis=-1)
+
+
+def arrange(logits: jax.Array, experts: jax.Array, selection: Selection) -> Routing:
+    """Returns the routing of choices that are made: (T, k) of the E columns of `logits`."""
+    tokens, num_experts = logits.shape
+    sizes, order, positions = sort_by_group(experts, num_experts)
+    statistics = Statistics(
+        sizes.astype(jnp.float32) / max(experts.size, 1),
+        selection.probabilities(logits).sum(0) / max(tokens, 1),
+        jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum() / max(tokens, 1),
+    )
+    weights = selection.weights(logits, experts)
+    return Routing(weights, experts, sizes, order, positions, statistics)
+
+
+def sort_by_group(groups: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sorts choices by group, stably.
+
+    Args:
+      groups: (T, k) int32 from 0 to `count`; `count` itself is no group and comes last.
+
+    Returns:
+      Sizes (count,), order (T * k,) and positions (T, k), int32, as in `Routing`.
+    """
+    flat = groups.reshape(-1)
+    rows = jnp.arange(flat.size, dtype=jnp.int32)
+    sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+    _, order = in_order(flat, count)
+    positions = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True)
+    return sizes, order, positions.reshape(groups.shape)
+
+
+def dispatch_rows(x: jax.Array, routing: Routing) -> jax.Array:
+    """Returns the tokens (T, ...) in the order of their experts, (R, ...), k copies of each.
+
+    Its transpose is `combine_rows`: a sum over each token's rows, in the order of its slots.
+    """
+    return sum_rows(x, _tokens(routing)[:, None], routing.positions)
+
+
+def combine_rows(rows: jax.Array, routing: Routing) -> jax.Array:
+    """Returns the sum of each token's rows: (R, ...) to (T, ...), added in float32 by slot.
+
+    Rows are taken as they are: `grouped_mlp` has weighed them, else multiply by `row_weights`.
+    """
+    return sum_rows(rows, routing.positions, _tokens(routing)[:, None])
+
+
+def row_weights(routing: Routing) -> jax.Array:
+    """Returns the weight of each sorted row, (R,) float32."""
+    positions = routing.positions.reshape(-1, 1)
+    return sum_rows(routing.weights.reshape(-1), routing.order[:, None], positions)
+
+
+def _tokens(routing: Routing) -> jax.Array:
+    return routing.order // routing.positions.shape[1]
+
+
+def _given(selection_bias: ArrayLike | None) -> tuple[jax.Array, ...]:
+    return () if selection_bias is None else (jnp.asarray(selection_bias),)

@@ -1,0 +1,155 @@
+"""Checks of mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..activations import ACTIVATIONS
+from . import describe
+
+SCORES = ("softmax", "sigmoid")
+EXCHANGES = ("gather", "all_to_all", "ragged_all_to_all")
+
+
+def check_route(logits: Any, k: Any, score: Any, bias: Any, experts: Any) -> None:
+    problems = []
+    if logits.ndim != 2:
+        problems.append(
+            f"logits are {describe(logits)}, expected (tokens, experts): reshape leading axes"
+        )
+    else:
+        problems += _choice_problems(logits.shape[1], k, score, bias)
+        if experts is not None:
+            wanted = (logits.shape[0], k)
+            if np.shape(experts) != wanted:
+                problems.append(f"experts are {describe(experts)}, expected int32{[*wanted]}")
+            if bias is not None:
+                problems.append("experts and selection_bias came: the bias would choose nothing")
+    _fail("route", problems)
+
+
+def check_router(x: Any, kernel: Any, k: Any, score: Any, bias: Any) -> None:
+    problems = [
+        f"{name} is {describe(a)}, expected {wanted}"
+        for name, a, wanted in (
+            ("x", x, "(tokens, features): reshape leading axes"),
+            ("kernel", kernel, "(features, experts)"),
+        )
+        if a.ndim != 2
+    ]
+    if not problems:
+        if x.shape[1] != kernel.shape[0]:
+            problems.append(
+                f"features differ: x is {describe(x)}, kernel is {describe(kernel)}"
+                + (". Is it stored (experts, features)? Pass kernel.T"
+                   if x.shape[1] == kernel.shape[1] else "")
+            )  # fmt: skip
+        problems += _choice_problems(kernel.shape[1], k, score, bias)
+    _fail("router", problems)
+
+
+def check_grouped_mlp(
+    x: Any, rights: tuple[Any, ...], down: Any, sizes: Any, weights: Any, activation: Any
+) -> None:
+    problems = _weight_problems(rights, down)
+    if x.ndim != 2:
+        problems.append(f"x is {describe(x)}, expected (rows, features)")
+    if not problems and x.shape[1] != rights[0].shape[1]:
+        problems.append(
+            f"features differ: x is {describe(x)}, gate_up is {_texts(rights)}, "
+            "expected (experts, features, 2, hidden) or a pair (experts, features, hidden)"
+        )
+    if down.ndim == 3 and sizes.shape != down.shape[:1]:
+        problems.append(
+            f"group_sizes are {describe(sizes)}, expected one for each expert of down, "
+            f"{describe(down)}"
+        )
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        problems.append(f"group_sizes are {describe(sizes)}, expected integers")
+    if weights is not None and weights.shape != x.shape[:1]:
+        problems.append(
+            f"row_weights are {describe(weights)}, expected one for each row of x, {describe(x)}"
+        )
+    if isinstance(activation, str) and activation not in ACTIVATIONS:
+        problems.append(
+            f"activation is {activation!r}, expected a function, None or one of "
+            f"{', '.join(sorted(ACTIVATIONS))}"
+        )
+    _fail("grouped_mlp", problems)
+
+
+def check_mixture(
+    x: Any, kernel: Any, rights: tuple[Any, ...], down: Any, devices: int, exchange: Any
+) -> None:
+    """Checks what the parts would say less plainly.
+
+    Args:
+      devices: over how many the experts are spread; 1 where they are not.
+    """
+    problems = _weight_problems(rights, down)
+    if x.ndim < 1:
+        problems.append(f"x is {describe(x)}, expected (..., features)")
+    if exchange not in EXCHANGES:
+        problems.append(f"exchange is {exchange!r}, expected one of {', '.join(EXCHANGES)}")
+    if not problems and kernel.ndim == 2:
+        here, all_of_them = down.shape[0], kernel.shape[1]
+        if here * devices != all_of_them:
+            problems.append(
+                f"the router chooses among {all_of_them} experts, and {here} have weights"
+                + (f" on each of {devices} devices: shard the experts' first axis over them evenly"
+                   if devices > 1 else
+                   ": pass expert_axis inside jax.shard_map if others are on other devices")
+            )  # fmt: skip
+    _fail("mixture_of_experts", problems)
+
+
+def _weight_problems(rights: tuple[Any, ...], down: Any) -> list[str]:
+    problems = []
+    if down.ndim != 3:
+        problems.append(f"down is {describe(down)}, expected (experts, hidden, features)")
+    if len(rights) not in (1, 2):
+        problems.append(f"gate_up has {len(rights)} arrays, expected one or the pair (gate, up)")
+    elif len(rights) == 2:
+        if rights[0].shape != rights[1].shape or rights[0].ndim != 3:
+            problems.append(
+                f"gate and up are {_texts(rights)}, expected equal (experts, features, hidden)"
+            )
+    elif rights[0].ndim != 4 or rights[0].shape[2] != 2:
+        hint = ""
+        if rights[0].ndim == 3:
+            hint = ". Gate and up side by side? Pass gate_up.reshape(E, D, 2, F)"
+        problems.append(
+            f"gate_up is {describe(rights[0])}, expected (experts, features, 2, hidden){hint}"
+        )
+    if problems:
+        return problems
+    experts, hidden, features = down.shape
+    if (rights[0].shape[0], rights[0].shape[1], rights[0].shape[-1]) != (experts, features, hidden):
+        problems.append(
+            f"gate_up is {_texts(rights)} and down is {describe(down)}: expected equal experts, "
+            "features and hidden in (experts, features, 2, hidden) and (experts, hidden, features)"
+        )
+    return problems
+
+
+def _choice_problems(experts: int, k: Any, score: Any, bias: Any) -> list[str]:
+    problems = []
+    if not isinstance(k, int | np.integer) or not 1 <= k <= experts:
+        problems.append(f"experts_per_token is {k!r}, expected an int from 1 to {experts}")
+    if score not in SCORES:
+        problems.append(f"score is {score!r}, expected {' or '.join(map(repr, SCORES))}")
+    if bias is not None and np.shape(bias) != (experts,):
+        problems.append(f"selection_bias is {describe(bias)}, expected one for each expert")
+    return problems
+
+
+def _texts(arrays: tuple[Any, ...]) -> str:
+    return " and ".join(map(describe, arrays))
+
+
+def _fail(op: str, problems: list[str]) -> None:
+    if problems:
+        raise ValueError(f"{op}: {'; '.join(problems)}")

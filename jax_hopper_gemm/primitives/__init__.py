@@ -1,0 +1,1 @@
+"""JAX primitives: what products are while a program is traced, with derivatives and `vmap`."""

@@ -1,0 +1,94 @@
+"""The sizes that cut rows into spans, as arrays: where spans end and whose each row is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from ..gemm.groups import Spans
+
+
+def span_ends(sizes: jax.Array, length: Any) -> jax.Array:
+    """Returns where each span ends on an axis, as a kernel finds it; works along the last axis.
+
+    Args:
+      sizes: (..., S), of any integers.
+      length: elements of the axis.
+    """
+    limit = jnp.asarray(length, np.int32)
+    sizes = jnp.minimum(jnp.maximum(sizes, 0), limit)
+    axis = sizes.ndim - 1
+    if isinstance(length, int) and sizes.shape[axis] * length < 2**31:
+        return jnp.minimum(lax.cumsum(sizes, axis), limit)
+    return lax.associative_scan(lambda x, y: jnp.minimum(x + y, limit), sizes, axis=axis)
+
+
+def clipped_sizes(sizes: jax.Array, length: Any) -> jax.Array:
+    """Returns what the sizes amount to: none is negative, and their sum is `length` at most."""
+    ends = span_ends(sizes, length)
+    starts = jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1)
+    return ends - starts
+
+
+def group_of_rows(sizes: jax.Array, spans: Spans, length: int) -> jax.Array:
+    """Returns the number of each row's matrix, (length,) int32; -1 for rows of no group."""
+    rows = jnp.arange(length, dtype=np.int32)
+    if sizes.shape[0] == 0:
+        span = jnp.zeros_like(rows)
+    else:
+        ends = span_ends(sizes, length)
+        span = jnp.searchsorted(ends, rows, side="right", method="scan_unrolled").astype(np.int32)
+    period = span // spans.period
+    place = span - period * spans.period - spans.first
+    return jnp.where((place >= 0) & (place < spans.count), period * spans.step + place, -1)
+
+
+def sizes_of_each(sizes: jax.Array, length: int, size: int) -> jax.Array:
+    """Returns sizes for `size` times `length` rows, from (S,) or (size, S) sizes for each."""
+    clipped = clipped_sizes(sizes, length)
+    rest = length - clipped.sum(-1, keepdims=True, dtype=np.int32)
+    each = jnp.concatenate([clipped, rest], axis=-1)
+    return jnp.broadcast_to(each, (size, each.shape[-1])).reshape(-1)[:-1]
+
+
+def as_int32(values: jax.Array, least: int = 0) -> jax.Array:
+    """Returns integers of any type as int32, those beyond int32 or under `least` at these limits.
+
+    Those that are int32 already stay as they are.
+    """
+    if values.dtype == np.int32:
+        return values
+    limits, own = np.iinfo(np.int32), np.iinfo(values.dtype)
+    if own.max > limits.max:
+        values = jnp.minimum(values, np.array(limits.max, values.dtype))
+    if own.min < 0:
+        values = jnp.maximum(values, np.array(least, values.dtype))
+    return values.astype(np.int32)
+
+
+def sizes_in_rows(sizes: jax.Array, length: int, inner: int) -> jax.Array:
+    """Returns int32 sizes in rows, `length` of them, where each counts `inner` rows at a time."""
+    sizes = as_int32(sizes)
+    if inner == 1:
+        return sizes
+    return jnp.minimum(jnp.maximum(sizes, 0), length // max(inner, 1)) * inner
+
+
+def spans_of(sizes: jax.Array, offset: Any, groups: int, length: int) -> tuple[jax.Array, Spans]:
+    """Returns the sizes of a product's spans, and which of them belong to its `groups` groups.
+
+    With an offset the rows of all groups before it are the first span.
+    """
+    if offset is None:
+        return sizes, Spans.plain(groups)
+    # Clipped before it is converted: a group far beyond the last stays there.
+    offset = jnp.clip(jnp.reshape(offset, ()), 0, sizes.shape[0]).astype(np.int32)
+    number = jnp.arange(sizes.shape[0], dtype=np.int32)
+    before = jnp.max(span_ends(jnp.where(number < offset, sizes, 0), length), initial=0)
+    local = lax.dynamic_slice(jnp.pad(sizes, (0, groups)), (offset,), (groups,))
+    sizes = jnp.concatenate([before[None], local])
+    return sizes, Spans(period=groups + 2, count=groups, first=1)

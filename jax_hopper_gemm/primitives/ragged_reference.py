@@ -1,0 +1,105 @@
+"""A ragged product as XLA computes it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from ..fusion.jaxprs import alike_in_shard_map, traced
+from ..gemm.groups import CONTRACTION, ROWS, ROWS_TRANSPOSED, Spans
+from .group_sizes import clipped_sizes, group_of_rows
+
+# Taken here, so that it stays JAX's own where `ops.intercept` puts ours in its place.
+_lax_ragged_dot_general = lax.ragged_dot_general
+
+
+def reference_ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sizes: jax.Array,
+    *,
+    subscripts: str,
+    spans: Spans,
+    precision: Any,
+    preferred_element_type: Any,
+    implementation: str | None = None,
+    max_sms: int | None = None,
+) -> jax.Array:
+    """The product as XLA computes it; arguments as of `hopper_ragged_dot`.
+
+    `jax.lax.ragged_dot` where each size is a group's; else all rows are multiplied by one matrix
+    after the other. Rows of no group and weights of empty groups may hold NaNs, as for a kernel:
+    JAX's own, which multiplies them by 0, would let these into every row.
+    """
+    del implementation, max_sms
+    options = {"precision": precision, "preferred_element_type": preferred_element_type}
+    if spans.is_plain(sizes.shape[0]) and spans.count:
+        length = lhs.shape[0]
+        sizes = clipped_sizes(sizes, length)
+        in_group = jnp.arange(length, dtype=np.int32) < sizes.sum(dtype=np.int32)
+        lhs = _zero_unless(in_group, lhs)
+        rhs = _zero_unless(in_group if subscripts == CONTRACTION else sizes > 0, rhs)
+        contracted, groups = {ROWS: ((1, 1), [0]), ROWS_TRANSPOSED: ((1, 2), [0])}.get(
+            subscripts, ((0, 0), [])
+        )
+        numbers = lax.RaggedDotDimensionNumbers(
+            (([contracted[0]], [contracted[1]]), ([], [])), [0], groups
+        )
+        return _lax_ragged_dot_general(lhs, rhs, sizes, numbers, **options)
+    own = group_of_rows(sizes, spans, lhs.shape[0])[:, None]
+    like = traced(
+        partial(alike, subscripts=subscripts, spans=spans, **options), lhs, rhs, sizes
+    ).out_avals[0]
+    matrices = jnp.arange(spans.matrices(sizes.shape[0]), dtype=np.int32)
+
+    if subscripts == CONTRACTION:
+
+        def of_group(_: None, group: jax.Array) -> tuple[None, jax.Array]:
+            own_lhs, own_rhs = (jnp.where(own == group, x, jnp.zeros_like(x)) for x in (lhs, rhs))
+            product = lax.dot_general(own_lhs, own_rhs, (((0,), (0,)), ((), ())), **options)
+            return None, product
+
+        return lax.scan(of_group, None, matrices)[1] if matrices.size else _zeros(like, rhs)
+
+    def with_group(out: jax.Array, group: Any) -> tuple[jax.Array, None]:
+        matrix, number = group
+        axis = 0 if subscripts == ROWS else 1
+        product = lax.dot_general(lhs, matrix, (((1,), (axis,)), ((), ())), **options)
+        return jnp.where(own == number, product, out), None
+
+    out = _zeros(like, lhs)
+    return lax.scan(with_group, out, (rhs, matrices))[0] if matrices.size else out
+
+
+def _zero_unless(kept: jax.Array, array: jax.Array) -> jax.Array:
+    """Returns an array with zeros where its first axis is not `kept`."""
+    kept = lax.expand_dims(kept, range(1, array.ndim))
+    return jnp.where(kept, array, jnp.zeros_like(array))
+
+
+def _zeros(aval: Any, array: jax.Array) -> jax.Array:
+    """Returns zeros that vary over the mesh axes that `array` varies over."""
+    zeros = jnp.zeros(aval.shape, aval.dtype)
+    return alike_in_shard_map(zeros, array)[0]
+
+
+def alike(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> jax.Array:
+    """Returns an array like the product, and as cheap to trace as can be."""
+    subscripts, spans = params["subscripts"], params["spans"]
+    if subscripts == CONTRACTION:
+        numbers, axis = (((), ()), ((0,), (0,))), 0
+    else:
+        numbers, axis = (((1,), (subscripts.split(",")[1].index("k"),)), ((), ())), 1
+    product = lax.dot_general(
+        lhs, rhs, numbers, params["precision"], params["preferred_element_type"]
+    )
+    product = lax.reduce(product, np.zeros((), product.dtype), lax.add, (axis,))
+    if subscripts == CONTRACTION:
+        shape = (spans.matrices(sizes.shape[0]), *product.shape)
+        product = lax.broadcast_in_dim(product, shape, (1, 2))
+    return product

@@ -1,0 +1,248 @@
+"""What an epilogue of a grouped product does with groups: three linear primitives.
+
+Rows, an array's first axis, are cut into spans by `sizes`; a span belongs to a group, which has an
+entry of its own in arrays with an axis of groups, or to none (see `ragged`).
+
+- `rows_of_groups` gives each row its group's entry,
+- `sum_of_groups` adds up the rows of each group: one is the other's transpose,
+- `live_rows` puts 0 in the rows of no group.
+
+`vmap` over sizes gives all arrays further axes in front of the rows and of `sizes`; those of groups
+have them too, or are shared. Kernels read a group's entry where it lies, and store no other rows
+than those of groups: `tracing` knows the first and the last by their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.extend.core import Literal, Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from ..fusion.jaxprs import ClosedJaxpr, pruned, traced
+from ..gemm.groups import CONTRACTION, Spans
+from .group_sizes import group_of_rows
+from .ragged_dot import hopper_ragged_dot
+
+ONES = 8  # columns of ones that sum rows of 16 bits: the shortest lines that a kernel reads
+
+rows_of_groups_p = Primitive("rows_of_groups")
+sum_of_groups_p = Primitive("sum_of_groups")
+live_rows_p = Primitive("live_rows")
+
+
+def rows_of_groups(
+    x: jax.Array, sizes: jax.Array, spans: Spans, length: int, rounded: Any = None
+) -> jax.Array:
+    """Returns for each row its group's entry; 0 for a row of no group.
+
+    Args:
+      x: (W, ...), an entry for each matrix of `spans`.
+      sizes: (S,) int32.
+      spans, length: how they cut that many rows.
+      rounded: the gradient adds up cotangents, if they are wider, in this dtype: as matrices of
+        them are kept. The sum is float32.
+
+    Returns:
+      (length, ...).
+    """
+    return rows_of_groups_p.bind(
+        x, sizes, spans=spans, length=length, rounded=rounded and np.dtype(rounded), each=False
+    )
+
+
+def live_rows(x: jax.Array, sizes: jax.Array, spans: Spans) -> jax.Array:
+    """Returns `x`, (T, ...), with 0 in the rows of no group."""
+    return live_rows_p.bind(x, sizes, spans=spans)
+
+
+def _over_batch(function: Any, count: int, *axes: int | None) -> Any:
+    """Returns a function mapped along `count` first axes of the arguments whose axis is 0."""
+    for _ in range(count):
+        function = jax.vmap(function, axes)
+    return function
+
+
+def _groups(sizes: jax.Array, spans: Spans, length: int) -> jax.Array:
+    of = partial(group_of_rows, spans=spans, length=length)
+    return _over_batch(of, sizes.ndim - 1, 0)(sizes)
+
+
+def _where(alive: jax.Array, x: jax.Array) -> jax.Array:
+    alive = lax.expand_dims(alive, range(alive.ndim, x.ndim))
+    return jnp.where(alive, x, jnp.zeros((), x.dtype))
+
+
+def _rows_of_groups(
+    x: Any, sizes: Any, *, spans: Spans, length: int, rounded: Any, each: bool
+) -> jax.Array:
+    groups = _groups(sizes, spans, length)
+    take = _over_batch(
+        lambda x, i: x.at[jnp.maximum(i, 0)].get(mode="clip"),
+        sizes.ndim - 1, 0 if each else None, 0,
+    )  # fmt: skip
+    return _where(groups >= 0, take(x, groups))
+
+
+def _live_rows(x: Any, sizes: Any, *, spans: Spans) -> jax.Array:
+    return _where(_groups(sizes, spans, x.shape[sizes.ndim - 1]) >= 0, x)
+
+
+def _sum_of_groups(x: Any, sizes: Any, *, spans: Spans) -> jax.Array:
+    """The product of the rows with ones: same input, same bits, whoever multiplies."""
+    batch = sizes.ndim - 1
+    rest, ones = x.shape[batch + 1 :], ONES if x.dtype.itemsize == 2 else 1
+
+    def of(x: jax.Array, sizes: jax.Array) -> jax.Array:
+        columns = x.reshape(x.shape[0], -1)
+        sums = hopper_ragged_dot(
+            jnp.ones((x.shape[0], ones), x.dtype), columns, sizes, subscripts=CONTRACTION,
+            spans=spans, precision=(lax.Precision.HIGHEST,) * 2,
+            preferred_element_type=np.promote_types(x.dtype, np.float32), implementation=None,
+        )[:, 0]  # fmt: skip
+        return sums.reshape(-1, *rest)
+
+    return _over_batch(of, batch, 0, 0)(x, sizes)
+
+
+def _register(primitive: Primitive, function: Any) -> None:
+    def abstract_eval(*avals: Any, **params: Any) -> Any:
+        return traced(partial(function, **params), *avals).out_avals[0]
+
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
+    primitive.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
+
+    def tangent(moving: Any, x: Any, sizes: Any, **params: Any) -> Any:
+        return primitive.bind(moving, sizes, **params)
+
+    ad.defjvp(primitive, tangent, None)
+
+
+_register(rows_of_groups_p, _rows_of_groups)
+_register(live_rows_p, _live_rows)
+_register(sum_of_groups_p, _sum_of_groups)
+
+
+def _transpose_rows(
+    cotangent: Any, x: Any, sizes: Any, *, spans: Spans, length: int, rounded: Any, each: bool
+) -> list[Any]:
+    if type(cotangent) is ad.Zero:
+        return [ad.Zero(x.aval), None]
+    batch = sizes.ndim - 1
+    matrix = np.prod(cotangent.shape[batch + 1 :]) > 1  # else few numbers, kept as they are
+    if rounded is not None and matrix and rounded.itemsize < cotangent.dtype.itemsize:
+        cotangent = cotangent.astype(rounded)
+    sums = sum_of_groups_p.bind(cotangent, sizes, spans=spans)
+    if not each:
+        sums = jnp.sum(sums, range(batch))
+    return [sums.astype(x.aval.dtype), None]
+
+
+def _transpose_live(cotangent: Any, x: Any, sizes: Any, *, spans: Spans) -> list[Any]:
+    if type(cotangent) is ad.Zero:
+        return [ad.Zero(x.aval), None]
+    return [live_rows_p.bind(cotangent, sizes, spans=spans), None]
+
+
+def _transpose_sum(cotangent: Any, x: Any, sizes: Any, *, spans: Spans) -> list[Any]:
+    if type(cotangent) is ad.Zero:
+        return [ad.Zero(x.aval), None]
+    batch = sizes.ndim - 1
+    rows = rows_of_groups_p.bind(
+        cotangent, sizes, spans=spans, length=x.aval.shape[batch], rounded=None, each=batch > 0
+    )
+    return [rows.astype(x.aval.dtype), None]
+
+
+ad.primitive_transposes[rows_of_groups_p] = _transpose_rows
+ad.primitive_transposes[live_rows_p] = _transpose_live
+ad.primitive_transposes[sum_of_groups_p] = _transpose_sum
+
+
+def without_masks(
+    closed: ClosedJaxpr, outputs: Sequence[bool], kept: Sequence[bool]
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """Returns a function without `live_rows` that make no difference, and which inputs it has.
+
+    Args:
+      outputs: which outputs are read by products alone, to which rows of no group are nothing.
+      kept: as in `jaxprs.pruned`.
+    """
+    jaxpr = closed.jaxpr
+    before = {e.outvars[0]: e.invars[0] for e in jaxpr.eqns if e.primitive is live_rows_p}
+    equations = [
+        e.replace(invars=[before.get(e.invars[0], e.invars[0]), *e.invars[1:]])
+        if e.primitive is sum_of_groups_p and not isinstance(e.invars[0], Literal)
+        else e
+        for e in jaxpr.eqns
+    ]
+    outvars = [
+        before.get(x, x) if free and not isinstance(x, Literal) else x
+        for x, free in zip(jaxpr.outvars, outputs, strict=True)
+    ]
+    closed = closed.replace(jaxpr=jaxpr.replace(eqns=equations, outvars=outvars))
+    return pruned(closed, [True] * len(outvars), kept)
+
+
+def mapped_first(size: int, x: Any, axis: int | None) -> Any:
+    """Returns an array whose first axis is the mapped one, of this size."""
+    if axis is None:
+        return jnp.broadcast_to(x, (size, *x.shape))
+    return jnp.moveaxis(x, axis, 0)
+
+
+def mapped_shared(size: int, x: Any, axis: int | None, batch: tuple[int, ...], each: bool) -> Any:
+    """Returns an array that had the axes `batch` in front (`each`) or was shared, mapped in front.
+
+    It stays as it is if it is shared along the new axis too.
+    """
+    if axis is None and not each:
+        return x
+    x = mapped_first(size, x, axis)
+    if not each:
+        shape = x.shape
+        x = jnp.broadcast_to(
+            lax.expand_dims(x, range(1, 1 + len(batch))), (size, *batch, *shape[1:])
+        )
+    return x
+
+
+def _batch_rows(
+    axis_data: Any, args: Any, axes: Any, *, each: bool, **params: Any
+) -> tuple[Any, int | None]:
+    (x, sizes), (x_axis, sizes_axis) = args, axes
+    batch, out_axis = sizes.ndim - 1, None
+    if sizes_axis is not None:
+        sizes, batch, out_axis = jnp.moveaxis(sizes, sizes_axis, 0), batch - 1, 0
+        shared = x_axis is None and not each
+        x = mapped_shared(axis_data.size, x, x_axis, sizes.shape[1:-1], each)
+        each = not shared
+    elif x_axis is not None:  # one of the entry's axes
+        x, out_axis = jnp.moveaxis(x, x_axis, 1 + batch * each), batch + 1
+    return rows_of_groups_p.bind(x, sizes, each=each, **params), out_axis
+
+
+def _batch_as_rows(
+    primitive: Primitive, axis_data: Any, args: Any, axes: Any, **params: Any
+) -> tuple[Any, int | None]:
+    (x, sizes), (x_axis, sizes_axis) = args, axes
+    batch, out_axis = sizes.ndim - 1, None
+    if sizes_axis is not None:
+        sizes, x, out_axis = (
+            jnp.moveaxis(sizes, sizes_axis, 0), mapped_first(axis_data.size, x, x_axis), 0,
+        )  # fmt: skip
+    elif x_axis is not None:
+        x, out_axis = jnp.moveaxis(x, x_axis, batch + 1), batch + 1
+    return primitive.bind(x, sizes, **params), out_axis
+
+
+batching.fancy_primitive_batchers[rows_of_groups_p] = _batch_rows
+batching.fancy_primitive_batchers[live_rows_p] = partial(_batch_as_rows, live_rows_p)
+batching.fancy_primitive_batchers[sum_of_groups_p] = partial(_batch_as_rows, sum_of_groups_p)

@@ -1,0 +1,241 @@
+"""`explain` and `supports`: which path a product takes and why, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.typing import DTypeLike
+
+from .. import dispatch
+from ..dispatch.cost import estimate
+from ..gemm.problem import GemmProblem
+from ..gemm.spec import GemmSpec, Traversal
+from ..launch.ffi_target import launcher_violation
+from ..lowering.route import array_text, current_device, route
+from ..ops import checks
+from ..ops.activations import Activation
+from ..ops.dense import Implementation, Preactivation, dot_general, matmul
+from ..ops.gated import gated_linear_unit
+from ..ops.ragged import ragged_dot, ragged_dot_general
+from ..ops.ragged_run import left_to_lax
+from .find_product import TracedProduct, traced_product
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a product runs. `str` makes it a report.
+
+    Attributes:
+      product: what was asked, as text.
+      device: the kind of GPU it was decided for.
+      path: "hopper" (a kernel of this library) or "xla".
+      reason: why.
+      source: what decided: "table", "user table", "model", "request" (by `implementation`), or
+        "unsupported" where no kernel can run the product.
+      problem: the product as the kernel sees it, where it has that form. A and B may have
+        changed places, so that the result's last axis is N.
+      spec, traversal: the kernel and its order of tiles; None with "xla".
+      grid: thread blocks launched, (x, y, z).
+      waves: rounds of tiles that the busiest SM computes; those to expect where the sizes of groups
+        decide.
+      epilogue: what the kernel computes after the product; empty for nothing.
+      uncovered: names of the operations that follow the product and are XLA's.
+      devices: over how many the operands lie. Above 1, all this is said of the whole product, and
+        each device runs its share, decided anew for its extents when XLA partitions the program.
+    """
+
+    product: str
+    device: dispatch.Device
+    path: str
+    reason: str
+    source: str
+    problem: GemmProblem | None = None
+    spec: GemmSpec | None = None
+    traversal: Traversal | None = None
+    grid: tuple[int, int, int] | None = None
+    waves: int | None = None
+    epilogue: str = ""
+    uncovered: tuple[str, ...] = ()
+    devices: int = 1
+
+    def __str__(self) -> str:
+        major, minor = self.device.compute_capability
+        of = "a limit of " if self.device.limited else ""
+        lines = {
+            "product": self.product,
+            "device": f"compute capability {major}.{minor}, {of}{self.device.num_sms} SMs",
+            "path": self.path,
+            "because": f"{self.reason} ({self.source})",
+        }
+        if p := self.problem:
+            lines["problem"] = (
+                f"M={p.m} N={p.n} K={p.k} L={p.l}, A {p.a.major}-major, B {p.b.major}-major"
+            )
+            if g := p.groups:
+                picked = f", {g.gathered.upper()}'s rows picked of {g.source}" if g.gathered else ""
+                lines["groups"] = f"{g.total} along {g.axis.upper()}{picked}"
+        if (spec := self.spec) and (traversal := self.traversal):
+            lines["kernel"] = spec.name
+            lines["tile"] = (
+                f"{spec.tile_m}x{spec.tile_n}x{spec.tile_k}, cluster "
+                f"{spec.cluster_m}x{spec.cluster_n}, {spec.num_stages} stages, "
+                f"{spec.warp_schedule}, {spec.tile_scheduler} scheduler"
+            )
+            lines["traversal"] = f"along {traversal.along}, swizzle {traversal.swizzle}"
+            lines["grid"] = f"{self.grid}, {self.waves} {'wave' if self.waves == 1 else 'waves'}"
+        if self.epilogue:
+            lines["epilogue"] = self.epilogue
+        if self.uncovered:
+            lines["by XLA"] = ", ".join(self.uncovered)
+        if self.devices > 1:
+            lines["devices"] = (
+                f"{self.devices}, of which each runs its share where XLA partitions the program; "
+                "the above is of the whole product: explain arrays of the shards' shapes"
+            )
+        return "\n".join(f"{name:<10} {text}" for name, text in lines.items())
+
+
+def explain(
+    a: Any,
+    b: Any,
+    *,
+    dimension_numbers: Any = None,
+    group_sizes: Any = None,
+    group_offset: Any = None,
+    row_indices: Any = None,
+    bias: Any = None,
+    residual: Any = None,
+    activation: str | Activation | None = None,
+    alpha: Any = None,
+    beta: Any = None,
+    c: Any = None,
+    epilogue: Callable[..., Any] | None = None,
+    epilogue_operands: Sequence[Any] = (),
+    preactivation: Preactivation = "save",
+    precision: Any = None,
+    preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
+    out_sharding: Any = None,
+    implementation: Implementation = None,
+) -> Explanation:
+    """Returns how `matmul(a, b, ...)` runs on this process's GPU, or on an H200 where it has none.
+
+    Operands of a lowered program that are transposes are read as they lie in memory, which this
+    cannot see: pass the stored arrays and `dimension_numbers`.
+
+    Args:
+      a, b: arrays or `jax.ShapeDtypeStruct`s, as all other operands may be.
+      dimension_numbers: if not None, explains `dot_general(a, b, dimension_numbers, ...)`, which
+        takes none of the arguments from `bias` to `c`.
+      group_sizes: if not None, explains `ragged_dot(a, b, group_sizes, ...)`, which takes none of
+        those from `alpha` to `c` and no `residual`; or with a `jax.lax.RaggedDotDimensionNumbers`
+        for `dimension_numbers` `ragged_dot_general`, which takes `alpha`, `beta` and `c` alone.
+      group_offset, row_indices: of these.
+      everything else: as in `matmul`.
+
+    Raises:
+      ValueError, TypeError: as the function would whose call is explained.
+    """
+    groups = {"group_sizes": group_sizes, "group_offset": group_offset, "row_indices": row_indices}
+    added = {"alpha": alpha, "beta": beta, "c": c}
+    dense = {"residual": residual} | added
+    named = {"bias": bias, "activation": activation}
+    steps = {
+        "epilogue": epilogue,
+        "epilogue_operands": epilogue_operands,
+        "preactivation": preactivation,
+    }
+    options = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "out_sharding": out_sharding,
+    }
+    if group_sizes is None:
+        checks.check_explained("matmul", "no group_sizes", groups)
+        if dimension_numbers is None:
+            return _explained(matmul, a, b, dense | named | steps | options, implementation)
+        checks.check_explained("dot_general", "dimension_numbers", named | dense)
+        options |= steps | {"dimension_numbers": dimension_numbers}
+        return _explained(dot_general, a, b, options, implementation)
+    if dimension_numbers is None:
+        checks.check_explained("ragged_dot", "group_sizes", dense)
+        options |= groups | named | steps
+        return _explained(ragged_dot, a, b, options, implementation)
+    refused = named | {"residual": residual, "epilogue": epilogue, "row_indices": row_indices}
+    checks.check_explained("ragged_dot_general", "group_sizes and dimension_numbers", refused)
+    options |= added | {
+        "group_sizes": group_sizes,
+        "group_offset": group_offset,
+        "ragged_dot_dimension_numbers": dimension_numbers,
+    }
+    return _explained(ragged_dot_general, a, b, options, implementation)
+
+
+def explain_gated_linear_unit(
+    x: Any, weights: Any, *, implementation: Implementation = None, **options: Any
+) -> Explanation:
+    """Returns how `gated_linear_unit(x, weights, ...)` runs, as `explain` does of a product.
+
+    Args:
+      x, weights, options: as in `gated_linear_unit`; arrays may be `jax.ShapeDtypeStruct`s.
+    """
+    return _explained(gated_linear_unit, x, weights, options, implementation)
+
+
+def _explained(
+    function: Callable[..., Any], a: Any, b: Any, options: dict[str, Any], implementation: Any
+) -> Explanation:
+    """Returns how `function(a, b, **options)` runs."""
+    call = traced_product(function, a, b, options)
+    if call is None:
+        device = current_device()
+        asked = " x ".join(array_text(x.shape, x.dtype.name) for x in (a, b))
+        numbers = options.get("ragged_dot_dimension_numbers")
+        reason = left_to_lax(a, b, options["group_sizes"], options["out_sharding"], numbers)
+        found = Explanation(asked, device, "xla", str(reason), "unsupported")
+    else:
+        found = explanation_of(call, implementation)
+    return replace(found, devices=max(_devices_of(a), _devices_of(b)))
+
+
+def _devices_of(x: Any) -> int:
+    """Returns over how many devices an array lies; 1 where nothing says so."""
+    return getattr(getattr(x, "sharding", None), "num_devices", None) or 1
+
+
+def explanation_of(call: TracedProduct, implementation: Implementation) -> Explanation:
+    """Returns how a product runs that was found by tracing."""
+    device = current_device().limited_to(call.forms[-1].max_sms)
+    asked = str(call.forms[-1])
+    if implementation == "xla":
+        return Explanation(asked, device, "xla", "implementation='xla'", "request")
+    routes = [route(form, device, kernel_only=implementation == "hopper") for form in call.forms]
+    found = next((each for each in routes if each.supported), routes[-1])
+    found = found.unless(launcher_violation())
+    reason = found.reason
+    if found is not routes[0] and found.path == "hopper":
+        reason = f"{reason}; XLA writes the rows first that are picked: {routes[0].reason}"
+    if found.path == "xla":
+        problem = found.gemm.problem if found.gemm else None
+        return Explanation(asked, device, "xla", reason, found.source, problem)
+    assert found.gemm and found.spec and found.traversal and found.plan
+    cost = estimate(found.gemm.problem, found.spec, found.traversal, device)
+    return Explanation(
+        asked, device, "hopper", reason, found.source, found.gemm.problem,
+        found.spec, found.traversal, found.plan.grid, waves=cost.waves,
+        epilogue=found.epilogue, uncovered=(*found.uncovered, *call.rest),
+    )  # fmt: skip
+
+
+def supports(a: Any, b: Any, **options: Any) -> tuple[bool, str]:
+    """Returns whether a kernel can run `matmul(a, b, ...)`, and why or why not.
+
+    That it can does not make it the faster way: `explain` says which path is taken, and which
+    part of an epilogue the kernel computes.
+
+    Args:
+      as in `explain`, without `implementation`.
+    """
+    found = explain(a, b, **options, implementation="hopper")
+    return found.path == "hopper", found.reason

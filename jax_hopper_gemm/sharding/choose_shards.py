@@ -1,0 +1,236 @@
+"""Which share of a product each device of a mesh computes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ..gemm.subscripts import split
+from .mesh import Axes, Mesh
+
+# What a choice between shardings costs, roughly, on one GPU: only the order of choices follows.
+BYTES_PER_SECOND = 3e11
+FLOPS_PER_SECOND = 6e14
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Which letter each dimension of the arrays of a call is; a letter has one extent.
+
+    Attributes:
+      factors: of the operands that are multiplied. Letters that `out` lacks are contracted.
+      out: of their product.
+      results: of the results. Letters of `out` that one lacks are reduced.
+      others: of the operands that are read with the product, behind the sum over devices.
+      whole: letters along which no device has less than all.
+      picked: letters of which a row meets one entry alone: with more of them there is no more work.
+    """
+
+    factors: tuple[str, ...]
+    out: str
+    results: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    whole: str = ""
+    picked: str = ""
+
+    @staticmethod
+    def of(subscripts: str) -> Labels:
+        """Returns the labels of a product of two arrays."""
+        lhs, rhs, out = split(subscripts)
+        return Labels((lhs, rhs), out, (out,))
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Those of all arrays, in the order of the call: factors, others, results."""
+        return (*self.factors, *self.others, *self.results)
+
+    @property
+    def contracted(self) -> str:
+        letters = dict.fromkeys("".join(self.factors))
+        return "".join(x for x in letters if x not in self.out + self.whole)
+
+    def extents(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+        """Returns the extent of each letter, of the shapes of `arrays`."""
+        pairs = zip(self.arrays, shapes, strict=False)
+        return {x: n for names, shape in pairs for x, n in zip(names, shape, strict=True)}
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a device computes of a product, in axes for each letter.
+
+    Attributes:
+      axes: along which the factors are sharded, and the product of the shards.
+      scattered: further axes along which a letter of the product is sharded by the sum over
+        devices.
+      summed: the axes over which the rest of that adds up.
+    """
+
+    axes: dict[str, Axes]
+    scattered: dict[str, Axes]
+    summed: Axes
+
+    def result(self, letter: str) -> Axes:
+        """Returns the axes of a letter behind the sum over devices."""
+        return self.axes[letter] + self.scattered.get(letter, ())
+
+    def arrays(self, labels: Labels) -> list[list[Axes]]:
+        """Returns the axes of each dimension of each of `labels.arrays`."""
+        factors = [[self.axes[x] for x in names] for names in labels.factors]
+        behind = [[self.result(x) for x in names] for names in (*labels.others, *labels.results)]
+        return factors + behind
+
+
+def choose_share(
+    mesh: Mesh,
+    labels: Labels,
+    extents: dict[str, int],
+    itemsizes: Sequence[int],
+    given: Sequence[Sequence[Axes]],
+) -> Share:
+    """Returns the share that keeps the factors' shardings and takes least time.
+
+    Args:
+      mesh: the devices.
+      labels, extents: of the whole product.
+      itemsizes: bytes of an element of each of `labels.arrays`, and of the partial products that
+        are summed.
+      given: how these arrays are sharded outside.
+    """
+    outside = [
+        dict(zip(names, axes, strict=True))
+        for names, axes in zip(labels.arrays, given, strict=True)
+    ]
+    choices = {
+        letter: _choices(mesh, extent, (known.get(letter) for known in outside))
+        if letter not in labels.whole
+        else [()]
+        for letter, extent in extents.items()
+    }
+    wanted: dict[str, Axes] = dict.fromkeys(labels.out, ())
+    for known in reversed(outside[-len(labels.results) :]):  # the first result has the last word
+        wanted |= {letter: axes for letter, axes in known.items() if letter in wanted}
+    best: tuple[tuple[int, float], Share] | None = None
+    for combination in itertools.product(*choices.values()):
+        axes = dict(zip(choices, combination, strict=True))
+        used = list(itertools.chain.from_iterable(combination))
+        if len(set(used)) < len(used):
+            continue
+        share = _with_reduction(mesh, labels, axes, extents, wanted)
+        cost = _cost(mesh, labels, extents, itemsizes, outside, share)
+        if best is None or cost < best[0]:
+            best = cost, share
+    assert best  # the choice of no axes at all is always there
+    return best[1]
+
+
+def _choices(mesh: Mesh, extent: int, given: Iterable[Axes | None]) -> list[Axes]:
+    """Returns the axes of each of `given` and the whole, each cut to what divides the extent."""
+    found: dict[Axes, None] = {}
+    for axes in given:
+        for length in range(len(axes or ()), 0, -1):
+            if axes and extent % mesh.count(axes[:length]) == 0:
+                found[axes[:length]] = None
+    return [*found, ()]
+
+
+def _with_reduction(
+    mesh: Mesh,
+    labels: Labels,
+    axes: dict[str, Axes],
+    extents: dict[str, int],
+    wanted: dict[str, Axes],
+) -> Share:
+    rest = [axis for letter in labels.contracted for axis in axes[letter]]
+    scattered: dict[str, Axes] = {}
+    for letter in labels.out:
+        own, asked = axes[letter], wanted[letter]
+        further = tuple(itertools.takewhile(rest.__contains__, asked[len(own) :]))
+        if asked[: len(own)] == own and further and not extents[letter] % mesh.count(own + further):
+            scattered[letter] = further
+            rest = [axis for axis in rest if axis not in further]
+    return Share(axes, scattered, tuple(sorted(rest)))
+
+
+def _cost(
+    mesh: Mesh,
+    labels: Labels,
+    extents: dict[str, int],
+    itemsizes: Sequence[int],
+    outside: list[dict[str, Axes]],
+    share: Share,
+) -> tuple[int, float]:
+    """Returns how many letters lose a sharding that the factors agree on, and seconds.
+
+    A factor is not gathered to save a reduction: that would take memory that the user may not
+    have. Where two letters want the same axis, one must give way: time decides.
+    """
+    factors = outside[: len(labels.factors)]
+    wanted = {(letter, axes) for names in factors for letter, axes in names.items()}
+    claims = [axis for _, axes in wanted for axis in axes]
+    lost = sum(
+        _common(share.axes[letter], axes) != axes
+        for letter, axes in wanted
+        if letter not in labels.whole
+        and all(claims.count(axis) == 1 for axis in axes)
+        and all(names.get(letter, axes) == axes for names in factors)
+    )
+    inside = [
+        dict(zip(names, axes, strict=True))
+        for names, axes in zip(labels.arrays, share.arrays(labels), strict=True)
+    ]
+    operands = len(labels.arrays) - len(labels.results)
+    moved = 0.0
+    for i, (before, after) in enumerate(zip(outside, inside, strict=True)):
+        if i >= operands:
+            before, after = after, before
+        kept = {letter: _common(before[letter], after[letter]) for letter in before}
+        if kept != before:
+            moved += itemsizes[i] * _elements(mesh, extents, kept)
+    product = {letter: share.axes[letter] for letter in labels.out}
+    partial_sum = itemsizes[-1] * _elements(mesh, extents, product)
+    if share.scattered:
+        moved += partial_sum
+        partial_sum /= mesh.count(itertools.chain(*share.scattered.values()))
+    if share.summed:
+        moved += 2 * partial_sum
+    work = {x: n for x, n in extents.items() if x not in labels.whole + labels.picked}
+    flops = 2 * prod(work.values()) / mesh.count(itertools.chain(*share.axes.values()))
+    return lost, moved / BYTES_PER_SECOND + flops / FLOPS_PER_SECOND
+
+
+def _elements(mesh: Mesh, extents: dict[str, int], axes: dict[str, Axes]) -> float:
+    return prod(extents[letter] for letter in axes) / mesh.count(itertools.chain(*axes.values()))
+
+
+def _common(left: Axes, right: Axes) -> Axes:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    return tuple(axis for axis, _ in pairs)
+
+
+def sharding_rule(labels: Labels, extents: dict[str, int]) -> str:
+    """Returns Shardy's rule of a call: which dimensions are the same letter."""
+    names = dict(zip(extents, _factor_names(), strict=False))
+
+    def listed(letters: Iterable[str]) -> str:
+        return ", ".join(names[x] for x in letters)
+
+    parts = [f"[{listed(part)}]" for part in labels.arrays]
+    count = len(parts) - len(labels.results)
+    arrays = f"({', '.join(parts[:count])})->({', '.join(parts[count:])})"
+    sizes = ", ".join(f"{names[letter]}={extent}" for letter, extent in extents.items())
+    in_results = set("".join(labels.results)) | set(labels.whole)
+    reduced = [x for x in extents if x not in in_results]
+    kinds = (
+        ("reduction", reduced),
+        ("need_replication", [x for x in extents if x in labels.whole]),
+    )
+    special = "".join(f" {kind}={{{listed(found)}}}" for kind, found in kinds if found)
+    return f"#sdy.op_sharding_rule<{arrays} {{{sizes}}}{special}, custom>"
+
+
+def _factor_names() -> Iterable[str]:
+    yield from "ijklmnopqrstuvwxyz"
+    yield from (f"z_{i}" for i in itertools.count(1))

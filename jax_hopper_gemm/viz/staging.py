@@ -1,0 +1,85 @@
+"""Where an epilogue's elements lie: in the registers of a warpgroup, and in a staged tile.
+
+Arithmetic without branches. It runs on Python's integers and on those of a kernel, so what the
+tests prove and the notebook draws is what the GPU computes.
+
+Sources: PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16", "stmatrix", and "Swizzling
+modes" of tensor maps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..gemm.wgmma_fragment import column_of, row_of
+
+ROWS = 64  # of a wgmma, and so of a staged tile
+CHUNK = 16  # bytes that stay together under a swizzle; also a row of an 8x8 matrix of stmatrix
+LINE = 128  # bytes of shared memory that one access can reach: 32 banks of 4 bytes
+
+
+def fragment_element(thread: Any, value: Any) -> tuple[Any, Any]:
+    """Returns (row, column) of a thread's `value`-th accumulator of an m64 wgmma.
+
+    A warp has 16 rows. In each 8x8 matrix of them a thread has two neighbours of one row; four
+    of its values, then, fill a block of 16 rows and 8 columns, and the next four the next block.
+
+    Args:
+      thread: 0 to 127, in the warpgroup.
+      value: 0 to N / 2 - 1.
+    """
+    return row_of(thread, value), column_of(thread, value)
+
+
+def fragment_owner(row: Any, column: Any) -> tuple[Any, Any]:
+    """Returns (thread, value) that has an element: the inverse of `fragment_element`."""
+    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+    return thread, column // 8 * 4 + row // 8 % 2 * 2 + column % 2
+
+
+def stmatrix_row(lane: Any, first_value: Any = 0) -> tuple[Any, Any]:
+    """Returns (row, column) of the 8 elements whose address a lane gives to an stmatrix.x4.
+
+    The instruction stores 16x16 elements of 16 bits: of each lane the accumulators `first_value`
+    to `first_value + 7`, a pair to each of four 8x8 matrices. Lanes 8i to 8i + 7 give the
+    addresses of matrix i's rows.
+
+    Args:
+      lane: 0 to 31.
+      first_value: a multiple of 8.
+
+    Returns:
+      row of the warp's 16; column of the wgmma, a multiple of 8.
+    """
+    return lane % 16, first_value * 2 + lane // 16 * 8
+
+
+def swizzled(offset: Any, swizzle: Any) -> Any:
+    """Returns where a byte lies in a buffer that TMA swizzles.
+
+    Chunks of 16 bytes change places within each `swizzle` bytes: bits 4, 5, 6 of the offset (as
+    many as the swizzle has, of 32, 64, 128 bytes) are XORed with bits 7, 8, 9.
+    """
+    return offset ^ (offset >> 3 & (swizzle - CHUNK))
+
+
+def staged_offset(row: Any, column: Any, itemsize: Any, swizzle: Any) -> Any:
+    """Returns the byte at which an element of a staged tile lies, from the tile's first.
+
+    Boxes of `ROWS` rows of `swizzle` bytes follow each other along the columns.
+    """
+    in_row = column * itemsize
+    box, byte = in_row // swizzle, in_row % swizzle
+    return swizzled((box * ROWS + row) * swizzle + byte, swizzle)
+
+
+def bank_conflicts(offsets: list[int], nbytes: int) -> int:
+    """Returns how many words one access wants of its busiest bank; 1 is free of conflicts.
+
+    Args:
+      offsets: bytes at which the threads' words begin. Equal words count once.
+      nbytes: what each thread accesses.
+    """
+    words = {word for offset in offsets for word in range(offset // 4, (offset + nbytes) // 4)}
+    banks = [word % (LINE // 4) for word in words]
+    return max(map(banks.count, banks))

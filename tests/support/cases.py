@@ -1,0 +1,246 @@
+"""Problems and operands that put a kernel's edges to the test."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from support.trial import Inputs
+
+from jax_hopper_gemm.gemm.grid import ceil_div
+from jax_hopper_gemm.gemm.problem import ITEMSIZE, GemmProblem, Major, MatrixLayout
+from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.testing import reference
+from jax_hopper_gemm.testing.reference import Operand, Place
+
+MAX_EXTENT = 9000
+_EDGES = (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+_MAX_ELEMENTS = 1 << 26  # of one operand
+STACK = 3  # matrices
+_ALIGNMENT = 8  # elements; 16 bytes of a 16-bit float, so that TMA can address all strides
+_POOL = 4_000_037  # random numbers that operands are cut from; prime, so that rows differ
+
+
+def edge_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Traversal]]:
+    """Returns problems at the edges of a kernel, each with an order of tiles.
+
+    In turn: less than one tile in every direction; K of many turns of the ring of stages, over
+    three matrices; several waves of tiles, so that a persistent grid wraps around. No extent is
+    a whole number of tiles, and rows have gaps.
+    """
+    cluster_m, cluster_n = spec.tile_m * spec.cluster_m, spec.d_tile_n * spec.cluster_n
+    clusters = math.ceil(2.3 * num_sms / spec.cluster_size)
+    across = max(1, round(math.sqrt(clusters * cluster_m / cluster_n)))  # D is about square
+    down = ceil_div(clusters, across)
+    long_k = spec.tile_k * (2 * spec.num_stages + 1) + 24
+    return [
+        (padded(spec, cluster_m // 2 + 3, cluster_n - 7, 9), Traversal("m", 1)),
+        (padded(spec, cluster_m + 1, cluster_n + 5, long_k, 3), Traversal("n", 3)),
+        (
+            padded(spec, cluster_m * down - 3, cluster_n * across - 5, spec.tile_k + 8),
+            Traversal("m", 8),
+        ),
+        (
+            padded(spec, cluster_m * across - 3, cluster_n * down - 5, 2 * spec.tile_k),
+            Traversal("n", 16),
+        ),
+    ]
+
+
+def padded(spec: GemmSpec, m: int, n: int, k: int, batches: int = 1) -> GemmProblem:
+    """Returns a problem for `spec`'s kernel with gaps after every row and every matrix."""
+    return laid_out(spec, m, n, k, batches, lambda *args: spaced(*args, gap=_ALIGNMENT))
+
+
+def stacked_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Traversal]]:
+    """Returns those of `edge_problems` that have one D, with an operand in a stack of three."""
+    found = []
+    for problem, traversal in edge_problems(spec, num_sms):
+        if problem.l == 1:
+            stacked = padded(spec, problem.m, problem.n, problem.k, STACK)
+            layouts = {"a": stacked.a, "b": stacked.b}
+            assert spec.indexed
+            named: dict[str, Any] = {spec.indexed: layouts[spec.indexed]}
+            problem = replace(problem, indexed=spec.indexed, stack=STACK, **named)
+            found.append((problem, traversal))
+    return found
+
+
+def random_problem(
+    rng: random.Random, spec: GemmSpec, max_extent: int = MAX_EXTENT
+) -> tuple[GemmProblem, Traversal]:
+    """Returns a problem that `spec`'s kernel can run, and an order of tiles.
+
+    Extents go from 1 to `max_extent`, most of them small; batches are separate, interleaved with
+    rows, or share one matrix; strides are any that TMA can address.
+    """
+    m, n, k = (_extent(rng, max_extent) for _ in range(3))
+    batches = rng.choice((1, 1, 1, 2, 3, 5))
+    while batches * max(m * n, m * k, n * k) > _MAX_ELEMENTS:
+        batches = max(1, batches - 1)
+        m, n, k = (max(1, extent // 2) for extent in (m, n, k))
+
+    def place(major: Major, contiguous: int, other: int, count: int, operand: Operand):
+        kind = rng.choice(("separate", "interleaved", "shared"))
+        gap = _ALIGNMENT * rng.choice((0, 0, 1, 5))
+        if kind == "shared" and operand != "d":
+            return MatrixLayout(major, _aligned(contiguous) + gap, 0)
+        if kind == "interleaved":
+            matrix = _aligned(contiguous) + gap
+            return MatrixLayout(major, matrix * count, matrix)
+        return spaced(major, contiguous, other, count, operand, gap)
+
+    problem = laid_out(spec, m, n, k, batches, place)
+    return problem, Traversal(rng.choice(("m", "n")), rng.randint(1, 16))
+
+
+def integers(problem: GemmProblem, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns A (L, M, K) and B (L, K, N) of integers from -3 to 3: their product is exact."""
+    inputs = integer_inputs(problem, seed)
+    return inputs.a, inputs.b[0]
+
+
+def normals(problem: GemmProblem, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns A (L, M, K) and B (L, K, N) of normal random numbers."""
+    inputs = normal_inputs(problem, seed, 1.0)
+    return inputs.a, inputs.b[0]
+
+
+def integer_inputs(problem: GemmProblem, seed: int) -> Inputs:
+    """Returns inputs of integers from -3 to 3, and masks: sums and products are exact."""
+    return _inputs(problem, _integer_pool(seed))
+
+
+def normal_inputs(problem: GemmProblem, seed: int, spread: float | None = None) -> Inputs:
+    """Returns inputs of normal random numbers, and masks.
+
+    Args:
+      spread: standard deviation of A's elements; None makes that of the product's about 2, where
+        activations bend.
+    """
+    pool = np.roll(_normal_pool(), seed * 9973 % _POOL)
+    return _inputs(problem, pool, 2 / math.sqrt(problem.k) if spread is None else spread)
+
+
+def rows_to_check(problem: GemmProblem, budget: int = 1_000_000_000) -> np.ndarray:
+    """Returns rows of D, all or an even spread with both ends, that a reference can afford.
+
+    Args:
+      budget: products of elements that checking may cost.
+    """
+    affordable = max(2, budget // (problem.l * problem.n * problem.k))
+    count = min(problem.m, affordable)
+    return np.unique(np.linspace(0, problem.m - 1, count).astype(int))
+
+
+def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> GemmProblem:
+    """Returns the problem, its extents along lines raised to whole multiples of 16 bytes.
+
+    Args:
+      place: function of (major, contiguous extent, other extent, batches, operand): its layout.
+    """
+    graph = spec.graph
+    along_n = [result.dtype for result in graph.matrices]
+    along_n += [o.dtype for o in graph.operands if o.kind in ("row", "matrix")]
+    along_n += [spec.ab_dtype] if spec.b_major == "n" else []
+    narrowest = max((16 // ITEMSIZE[dtype] for dtype in along_n), default=1)
+    if graph.needs_whole_rows:
+        n = min(n, spec.d_tile_n - 5)
+        n = max([n, *(result.k for result in graph.results)])  # of a top-k
+    n = ceil_div(n, narrowest) * narrowest
+    if spec.a_major == "m":
+        m = _aligned(m)
+    if spec.a_major == "k" or spec.b_major == "k":
+        k = _aligned(k)
+    a = ("k", k, m) if spec.a_major == "k" else ("m", m, k)
+    b = ("n", n, k) if spec.b_major == "n" else ("k", k, n)
+    placed_b, up_offset = place(*b, batches, "b"), None
+    if graph.accumulators == 2 and (m + k) % 16 < 8:  # gate's and up's lines take turns in an array
+        up_offset = placed_b.leading_stride
+        twice = 2 * up_offset
+        apart = twice * b[2] if placed_b.batch_stride else 0
+        placed_b = MatrixLayout(placed_b.major, twice, apart)
+    return GemmProblem(
+        m,
+        n,
+        k,
+        batches,
+        spec.ab_dtype,
+        spec.d_dtype,
+        a=place(*a, batches, "a"),
+        b=placed_b,
+        d=place("n", n, m, batches, "d"),
+        epilogue=spec.epilogue,
+        operands=tuple(
+            _operand_layout(i, operand.kind, m, n, batches)
+            for i, operand in enumerate(graph.operands)
+        ),
+        up_offset=up_offset,
+    )
+
+
+def _operand_layout(index: int, kind: str, m: int, n: int, batches: int) -> MatrixLayout:
+    """Returns where an operand of an epilogue lies; every other one is shared by the batch.
+
+    Distances are multiples of 16 elements, of whatever dtype: masks have a byte each.
+    """
+    shared = batches == 1 or index % 2 == 1
+    if kind == "scalar":
+        return MatrixLayout("n", 0, 0 if shared else 3)
+    if kind == "matrix":
+        line = ceil_div(n, 16) * 16 + 16
+        return MatrixLayout("n", line, 0 if shared else line * m + 16)
+    extent = n if kind == "row" else m
+    apart = 0 if shared else ceil_div(extent, 16) * 16 + 16
+    return MatrixLayout("n" if kind == "row" else "m", 0, apart)
+
+
+def spaced(
+    major: Major, contiguous: int, other: int, count: int, operand: Operand, gap: int
+) -> MatrixLayout:
+    """Returns one matrix after the other, with a gap after each line and each matrix."""
+    line = _aligned(contiguous) + gap
+    return MatrixLayout(major, line, line * other + gap if count > 1 else 0)
+
+
+def _aligned(extent: int) -> int:
+    return ceil_div(extent, _ALIGNMENT) * _ALIGNMENT
+
+
+def _extent(rng: random.Random, largest: int) -> int:
+    if rng.random() < 0.2:
+        return rng.choice(_EDGES)
+    return round(math.exp(rng.uniform(0, math.log(largest))))
+
+
+@cache
+def _integer_pool(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-3, 4, _POOL).astype(np.float32)
+
+
+@cache
+def _normal_pool() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(_POOL, np.float32)
+
+
+def _inputs(problem: GemmProblem, pool: np.ndarray, scale: float = 1.0) -> Inputs:
+    """Returns inputs cut from `pool`, A's elements times `scale`."""
+    places = [place for buffer in reference.factor_places(problem) for place in buffer]
+    values = [_cut(place, np.roll(pool, -i * 1009)) for i, place in enumerate(places)]
+    if scale != 1.0:
+        values[0] = (values[0].astype(np.float32) * scale).astype(values[0].dtype)
+    count = 1 + problem.graph.accumulators
+    return Inputs(values[0], tuple(values[1:count]), tuple(values[count:]))
+
+
+def _cut(place: Place, pool: np.ndarray) -> np.ndarray:
+    """Returns an array filled from `pool`, over again where it is too short."""
+    shared = place.strides[0] == 0
+    one = np.resize(pool, (1 if shared else place.shape[0], *place.shape[1:]))
+    cast = one > 0 if place.dtype == "bool" else one.astype(jnp.dtype(place.dtype))
+    return np.broadcast_to(cast, place.shape)

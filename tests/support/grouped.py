@@ -1,0 +1,481 @@
+"""Grouped products on trial: problems, inputs, and what a kernel should have written.
+
+Where the groups lie is computed here in Python, on whole arrays of int64: nothing is shared with
+`grouping.py`, which the kernels run. All that belongs to no group holds NaNs, and so do the
+weights of groups that have no rows: nothing of them may get into a result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+from support import cases, outcome
+from support.trial import Inputs
+
+from jax_hopper_gemm.gemm.grid import ceil_div
+from jax_hopper_gemm.gemm.problem import GemmProblem, GroupedAxis, Groups, MatrixLayout
+from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.testing import group_sizes, reference, tolerance
+
+GAP = 8  # elements after lines and matrices of `problem_of`
+_CHECKED = 400_000_000  # products of elements that a check in float64 may cost
+
+
+class Span(NamedTuple):
+    """Elements `start` to `end` - 1 of the grouped axis; its group's matrix, -1: of no group."""
+
+    start: int
+    end: int
+    matrix: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which of an axis's spans belong to groups, and how many matrices they have in all.
+
+    Attributes:
+      sizes, period, count, first, step: as in `problem.Groups`.
+      matrices: of weights; W.
+    """
+
+    sizes: int
+    period: int
+    count: int
+    first: int
+    step: int
+    matrices: int
+
+    @classmethod
+    def plain(cls, groups: int) -> Layout:
+        """What the sizes leave over belongs to none."""
+        return cls(groups, groups + 1, groups, 0, 0, groups)
+
+    @classmethod
+    def offset(cls, groups: int) -> Layout:
+        """The first size counts rows of groups elsewhere."""
+        return cls(groups + 1, groups + 2, groups, 1, 0, groups)
+
+    @classmethod
+    def batched(cls, batch: int, groups: int, shared: bool) -> Layout:
+        """`groups` sizes and the rest, `batch` times; weights of each, or shared."""
+        step = 0 if shared else groups
+        matrices = groups if shared else batch * groups
+        return cls(batch * (groups + 1), groups + 1, groups, 0, step, matrices)
+
+    def of_axis(self, axis: GroupedAxis) -> Groups:
+        return Groups(axis, self.sizes, self.period, self.count, self.first, self.step)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A grouped product for a kernel.
+
+    Attributes:
+      exact: whether it is of integers, whose result has one right answer, bit for bit.
+    """
+
+    problem: GemmProblem
+    spec: GemmSpec
+    traversal: Traversal
+    sizes: tuple[int, ...]
+    seed: int = 0
+    exact: bool = False
+
+    def inputs(self) -> Inputs:
+        make = integer_inputs if self.exact else normal_inputs
+        return make(self.problem, np.array(self.sizes, np.int32), self.seed)
+
+    def check(self, inputs: Inputs, results: list[np.ndarray]) -> None:
+        """Checks what `trial.run_all` returns.
+
+        Raises:
+          AssertionError: a number is wrong.
+        """
+        check = assert_exact if self.exact else assert_within_bound
+        check(self.problem, self.spec, inputs, results, str(self))
+
+    def __str__(self) -> str:
+        sizes = f"{list(self.sizes[:40])}{' ...' if len(self.sizes) > 40 else ''}"
+        return f"{self.spec.name} on {self.problem} along {self.traversal}, sizes {sizes}"
+
+
+def spans(problem: GemmProblem, sizes: np.ndarray) -> list[Span]:
+    """Returns every span of the grouped axis, empty ones too, what is left over last."""
+    groups = problem.groups
+    assert groups is not None and len(sizes) == groups.sizes
+    length = problem.m if groups.axis == "m" else problem.k
+    ends = np.minimum(np.cumsum(np.clip(sizes.astype(np.int64), 0, length)), length)
+    edges = [0, *map(int, ends), length]
+    found = []
+    for i, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+        place = i % groups.period - groups.first
+        belongs = i < groups.sizes and 0 <= place < groups.count
+        matrix = i // groups.period * groups.step + place if belongs else -1
+        assert matrix < problem.l, f"group {i} has matrix {matrix} of {problem.l}"
+        found.append(Span(start, end, matrix))
+    return found
+
+
+def matrix_of_rows(problem: GemmProblem, sizes: np.ndarray) -> np.ndarray:
+    """Returns (length,) the matrix of each element of the grouped axis; -1: none."""
+    found = spans(problem, sizes)
+    return np.repeat([span.matrix for span in found], [span.end - span.start for span in found])
+
+
+def problem_of(
+    spec: GemmSpec, layout: Layout, m: int, n: int, k: int, gap: int = GAP
+) -> GemmProblem:
+    """Returns a problem for `spec`'s kernel.
+
+    Args:
+      m, n, k: extents; those along lines are raised to whole multiples of 16 bytes.
+      gap: elements after each line and each matrix.
+
+    Where rows are gathered, they come from two thirds as many.
+    """
+    axis = spec.grouped
+    assert axis is not None
+    single = "ad" if axis == "m" else "ab"
+
+    def place(major, contiguous: int, other: int, count: int, operand: str) -> MatrixLayout:
+        batches = 1 if operand in single else count
+        return cases.spaced(major, contiguous, other, batches, operand, gap)  # pyright: ignore
+
+    problem = cases.laid_out(spec, m, n, k, layout.matrices, place)
+    operands = problem.operands
+    if axis == "m":
+        operands = tuple(
+            replace(at, batch_stride=0) if operand.kind in ("matrix", "column") else at
+            for operand, at in zip(spec.graph.operands, operands, strict=True)
+        )
+    groups = layout.of_axis(axis)
+    if spec.gathered:
+        length = problem.m if axis == "m" else problem.k
+        groups = replace(groups, gathered=spec.gathered, source=length * 2 // 3 + 5)
+    return replace(problem, operands=operands, groups=groups)
+
+
+def edge_cases(spec: GemmSpec, num_sms: int, exact: bool) -> list[Case]:
+    """Returns cases at the edges of a kernel.
+
+    In turn: less than one tile; a ring of stages that turns often, groups that end anywhere and
+    rows that belong to none; several waves of tiles, so that a persistent grid wraps around, and
+    sizes that add up to too much; more groups than a warp searches twice, most of them empty or
+    of one row; weights of a batch; groups of other devices before ours; all groups empty; sizes
+    that make no sense.
+    """
+    cluster_m, cluster_n = spec.tile_m * spec.cluster_m, spec.d_tile_n * spec.walk_n
+    waves = max(2, math.ceil(2.3 * num_sms / spec.cluster_size))
+    long = spec.tile_k * (2 * spec.num_stages + 1) + 24
+    if spec.grouped == "m":
+        across = max(1, round(math.sqrt(waves * cluster_m / cluster_n)))
+        down = ceil_div(waves, across)
+        small, middle = (cluster_m // 2 + 3, cluster_n - 7, 9), (3 * cluster_m, cluster_n + 5, long)
+        large = (cluster_m * down - 3, cluster_n * across - 5, 2 * spec.tile_k + 8)
+        many, few = (5 * 77, cluster_n - 3, spec.tile_k + 8), (2 * cluster_m + 3, 56, 72)
+    else:
+        across = max(1, round(math.sqrt(waves / 5 * cluster_m / cluster_n)))
+        down = ceil_div(waves, 5 * across)
+        small, middle = (cluster_m - 3, cluster_n - 7, 9), (cluster_m + 9, cluster_n + 5, 4 * long)
+        large = (cluster_m * down + 3, cluster_n * across - 5, 5 * spec.tile_k + 8)
+        many, few = (40, 56, 5 * 77), (cluster_m - 3, 56, 4 * spec.tile_k + 3)
+
+    found: list[Case] = []
+
+    def add(
+        extents: tuple[int, int, int],
+        layout: Layout,
+        sizes: Callable[[int], Sequence[int] | np.ndarray],
+        along: Literal["m", "n"] = "m",
+        swizzle: int = 1,
+    ) -> None:
+        problem = problem_of(spec, layout, *extents)
+        length = problem.m if spec.grouped == "m" else problem.k
+        given = tuple(int(size) for size in sizes(length))
+        seed = len(found)
+        found.append(Case(problem, spec, Traversal(along, swizzle), given, seed, exact))
+
+    plain = Layout.plain
+    add(small, plain(3), lambda t: [t // 3, 0, 1])
+    add(middle, plain(5), lambda t: group_sizes.under(t, 5, 1), "n", 3)
+    add(large, plain(5), lambda t: group_sizes.over(t, 5, 2), "m", 8)
+    add(many, plain(77), lambda t: np.resize([0, 0, 1, 0, 13], 77), "n", 2)
+    batch, offset = Layout.batched(2, 3, shared=False), Layout.offset(4)
+    add(middle, batch, lambda t: of_batch(t, 2, [[t, 0, 0], [7, 0, t // 4]]), "n", 2)
+    if spec.grouped == "m":
+        shared = Layout.batched(3, 4, shared=True)
+        add(few, shared, lambda t: of_batch(t, 3, [[1, 2, 3, 4], [0] * 4, [9, 0, 0, t]]))
+    add(middle, offset, lambda t: group_sizes.under(t, 5, 3), "m", 4)
+    add(few, plain(4), lambda t: [0] * 4)
+    for i, make in enumerate(group_sizes.HOSTILE.values()):
+        along = "m" if i % 2 == 0 else "n"
+        add(few, plain(40), lambda t, make=make, i=i: make(t, 40, i), along, 1 + i)
+    return found
+
+
+def of_batch(length: int, batch: int, sizes: object) -> list[int]:
+    """Returns flat sizes of a batch, each with what its part of `length` has left.
+
+    Args:
+      sizes: (batch, groups), clipped to the part; the last part takes what does not divide.
+    """
+    found: list[int] = []
+    for i, row in enumerate(np.asarray(sizes, np.int64)):
+        left = length // batch + (length % batch if i == batch - 1 else 0)
+        for size in row:
+            found.append(int(min(max(size, 0), left)))
+            left -= found[-1]
+        found.append(left)
+    return found
+
+
+def integer_inputs(problem: GemmProblem, sizes: np.ndarray, seed: int) -> Inputs:
+    """Returns inputs of integers from -3 to 3, and masks: sums and products are exact."""
+    return _poisoned(problem, sizes, cases.integer_inputs(problem, seed), seed)
+
+
+def normal_inputs(problem: GemmProblem, sizes: np.ndarray, seed: int) -> Inputs:
+    """Returns inputs of normal random numbers; an average group's products are about 2."""
+    terms = problem.k
+    if problem.groups and problem.groups.axis == "k":
+        terms = max(1, problem.k // problem.l)
+    inputs = cases.normal_inputs(problem, seed, 2 / math.sqrt(terms))
+    return _poisoned(problem, sizes, inputs, seed)
+
+
+def random_indices(source: int, length: int, seed: int) -> np.ndarray:
+    """Returns (length,) int32 indices of `source` rows; one of 16 is of a row that is not there."""
+    rng = np.random.default_rng(seed)
+    indices = rng.integers(0, source, length)
+    absent = rng.random(length) < 1 / 16
+    indices[absent] = rng.choice([-1, source, 2**31 - 1, -(2**31)], np.count_nonzero(absent))
+    return indices.astype(np.int32)
+
+
+def _poisoned(problem: GemmProblem, sizes: np.ndarray, inputs: Inputs, seed: int) -> Inputs:
+    """Returns the inputs with sizes and indices, and NaNs in all that no result depends on."""
+    groups = problem.groups
+    assert groups is not None
+    matrices = matrix_of_rows(problem, sizes)
+    nobody = np.flatnonzero(matrices < 0)
+    unused = np.setdiff1d(np.arange(problem.l), matrices)
+    alone = {"a": nobody, "b": nobody}  # of each operand's elements along the axis
+    if groups.gathered:
+        indices = random_indices(groups.source, matrices.size, seed)
+        unpicked = np.setdiff1d(np.arange(groups.source), indices[matrices >= 0])
+        alone[groups.gathered] = unpicked
+        inputs = replace(inputs, indices=indices)
+
+    def spoiled(array: np.ndarray, axis: int, index: np.ndarray, stride: int) -> np.ndarray:
+        if array.dtype == bool or index.size == 0 or stride == 0:
+            return array
+        array = array.copy()
+        np.moveaxis(array, axis, 0)[index] = np.nan
+        return array
+
+    if groups.axis == "k":
+        a = spoiled(inputs.a, 2, alone["a"], 1)
+        b = tuple(spoiled(x, 1, alone["b"], 1) for x in inputs.b)
+        return replace(inputs, a=a, b=b, sizes=sizes)
+    operands = []
+    for operand, at, array in zip(
+        problem.graph.operands, problem.operands, inputs.operands, strict=True
+    ):
+        if operand.kind in ("matrix", "column"):
+            operands.append(spoiled(array, 1, nobody, 1))
+        else:
+            operands.append(spoiled(array, 0, unused, at.batch_stride))
+    return replace(
+        inputs,
+        a=spoiled(inputs.a, 1, alone["a"], 1),
+        b=tuple(spoiled(x, 0, unused, problem.b.batch_stride) for x in inputs.b),
+        operands=tuple(operands),
+        sizes=sizes,
+    )
+
+
+def products(
+    problem: GemmProblem,
+    inputs: Inputs,
+    b: np.ndarray,
+    multiply: Callable[[np.ndarray, np.ndarray], np.ndarray] = reference.product,
+    rows: np.ndarray | None = None,
+) -> np.ndarray:
+    """Returns the sums before the epilogue, in float64.
+
+    Args:
+      b: one of `inputs.b`.
+      multiply: of a group's A and B.
+      rows: in rising order, those of D that are wanted, where they are grouped; None: all.
+
+    Returns:
+      (1, rows, N) where rows are grouped, 0 in those of no group; else (W, M, N).
+    """
+    assert inputs.sizes is not None and problem.groups is not None
+    a, b = gathered(problem, inputs, b)
+    if problem.groups.axis == "m":
+        rows = np.arange(problem.m) if rows is None else rows
+        found = np.zeros((1, rows.size, problem.n))
+        for span in _owned(problem, inputs.sizes):
+            low, high = np.searchsorted(rows, (span.start, span.end))
+            if low < high:
+                found[0, low:high] = multiply(a[0, rows[low:high]], b[span.matrix])
+        return found
+    found = np.zeros(reference.shape_of(problem, "d"))
+    for span in _owned(problem, inputs.sizes):
+        part = slice(span.start, span.end)
+        found[span.matrix] = multiply(a[0, :, part], b[0, part])
+    return found
+
+
+def gathered(problem: GemmProblem, inputs: Inputs, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns A and `b` with the rows that `inputs.indices` picks in place of their sources.
+
+    An index that no row has picks zeros.
+    """
+    groups = problem.groups
+    assert groups is not None
+    if groups.gathered is None:
+        return inputs.a, b
+    indices = inputs.indices
+    assert indices is not None
+    absent = (indices < 0) | (indices >= groups.source)
+
+    def picked(array: np.ndarray, axis: int) -> np.ndarray:
+        found = np.take(array, np.where(absent, 0, indices), axis=axis)
+        np.moveaxis(found, axis, 0)[absent] = 0
+        return found
+
+    if groups.gathered == "a":
+        return picked(inputs.a, 1 if groups.axis == "m" else 2), b
+    return inputs.a, picked(b, 1)
+
+
+def _owned(problem: GemmProblem, sizes: np.ndarray) -> Iterator[Span]:
+    return (span for span in spans(problem, sizes) if span.matrix >= 0 and span.start < span.end)
+
+
+def assert_exact(
+    problem: GemmProblem, spec: GemmSpec, inputs: Inputs, got: list[np.ndarray], what: str
+) -> None:
+    """Checks results for small integers bit for bit; rows of no group are 0.
+
+    Raises:
+      AssertionError: an element is wrong, or was not written.
+    """
+
+    def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return reference.integer_product(a, b, np.dtype(np.float32))
+
+    rows = _rows(problem, inputs)
+    assert_rows_of_no_group_are_zero(problem, inputs, got, what)
+    if rows is not None and rows.size == 0:
+        return
+    sums = [products(problem, inputs, b, multiply, rows).astype(np.float32) for b in inputs.b]
+    values = outcome.exact_values(problem.graph, sums, _operands(problem, inputs, rows))
+    stored = [values[result.value] for result in problem.graph.results]
+    expected = outcome.arrays_of(problem.graph, spec, stored, sums[0].shape)
+    outcome.assert_exact(_at_rows(problem, got, rows), expected, what)
+
+
+def assert_within_bound(
+    problem: GemmProblem, spec: GemmSpec, inputs: Inputs, got: list[np.ndarray], what: str
+) -> None:
+    """Checks results against float64, within the error that their operations may make.
+
+    Of many rows only those at the ends of groups and an even spread are checked; rows of no group
+    are 0, all of them.
+
+    Raises:
+      AssertionError: an element is farther off, or was not written.
+    """
+    from support import epilogue
+
+    assert inputs.sizes is not None
+    rows = _rows(problem, inputs, _CHECKED // (problem.n * problem.k))
+    assert_rows_of_no_group_are_zero(problem, inputs, got, what)
+    if rows is not None and rows.size == 0:
+        return
+    sums, errors = [], []
+    lengths: int | np.ndarray = problem.k
+    if rows is None:
+        of_matrix = {s.matrix: s.end - s.start for s in _owned(problem, inputs.sizes)}
+        lengths = np.array([of_matrix.get(i, 0) for i in range(problem.l)])
+    relative = np.vectorize(tolerance.accumulation_error)(lengths)
+    for b in inputs.b:
+        sums.append(products(problem, inputs, b, reference.product, rows))
+        magnitude = products(problem, inputs, b, reference.magnitude, rows)
+        errors.append(relative.reshape(-1, 1, 1) * magnitude)
+    expected = epilogue.evaluate(problem.graph, sums, _operands(problem, inputs, rows), errors)
+    found = outcome.finished(problem, _at_rows(problem, got, rows))
+    outcome.assert_near(found, expected, problem.n, what)
+
+
+def assert_rows_of_no_group_are_zero(
+    problem: GemmProblem, inputs: Inputs, got: list[np.ndarray], what: str
+) -> None:
+    """Checks the matrices of the results where rows are grouped.
+
+    Raises:
+      AssertionError: such a row was not written, or with something else.
+    """
+    assert problem.groups is not None and inputs.sizes is not None
+    if problem.groups.axis != "m":
+        return
+    nobody = np.flatnonzero(matrix_of_rows(problem, inputs.sizes) < 0)
+    arrays = [r for r in problem.graph.results if r.kind != "matrix" or r.plane == 0]
+    for i, (result, array) in enumerate(zip(arrays, got, strict=True)):
+        if result.kind == "matrix":
+            wrong = np.argwhere(~(array[0, nobody] == 0))
+            assert wrong.size == 0, (
+                f"{what}: result {i} of {len(wrong)} elements of no group is not 0, the first in "
+                f"row {nobody[wrong[0][0]]}: {array[0, nobody][tuple(wrong[0])]}"
+            )
+
+
+def _rows(problem: GemmProblem, inputs: Inputs, count: int | None = None) -> np.ndarray | None:
+    """Returns the rows of D that belong to groups, `count` and some more; None: all, of all."""
+    assert problem.groups is not None and inputs.sizes is not None
+    if problem.groups.axis != "m":
+        return None
+    owned = np.flatnonzero(matrix_of_rows(problem, inputs.sizes) >= 0)
+    if count is None or owned.size <= count:
+        return owned
+    found = spans(problem, inputs.sizes)
+    edges = np.array([edge for span in found for edge in (span.start, span.end - 1)])
+    if edges.size > count:
+        edges = edges[np.linspace(0, edges.size - 1, count).astype(int)]
+    spread = owned[np.linspace(0, owned.size - 1, max(2, count)).astype(int)]
+    return np.intersect1d(np.union1d(edges, spread), owned)
+
+
+def _operands(problem: GemmProblem, inputs: Inputs, rows: np.ndarray | None) -> list[np.ndarray]:
+    """Returns the epilogue's operands in shapes that broadcast to those of `products`."""
+    if rows is None:
+        return outcome.broadcast_operands(problem, inputs)
+    assert inputs.sizes is not None
+    matrices, found = matrix_of_rows(problem, inputs.sizes)[rows], []
+    for operand, array in zip(problem.graph.operands, inputs.operands, strict=True):
+        if operand.kind in ("matrix", "column"):
+            taken = array[:, rows]
+            found.append(taken if operand.kind == "matrix" else taken[..., None])
+        else:
+            taken = array[matrices]
+            found.append(taken[None] if operand.kind == "row" else taken[None, :, None])
+    return found
+
+
+def _at_rows(
+    problem: GemmProblem, got: list[np.ndarray], rows: np.ndarray | None
+) -> list[np.ndarray]:
+    """Returns the arrays that a kernel wrote, only `rows` of D of them."""
+    if rows is None:
+        return got
+    axes = {"row_sum": 2, "row_max": 2, "row_sumexp": 3}
+    arrays = [r for r in problem.graph.results if r.kind != "matrix" or r.plane == 0]
+    pairs = zip(arrays, got, strict=True)
+    return [np.take(array, rows, axis=axes.get(result.kind, 1)) for result, array in pairs]

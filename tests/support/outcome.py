@@ -1,0 +1,200 @@
+"""What a kernel with an epilogue should have written, and whether it has.
+
+Two ways. `exact`: small integers through a graph that float32 carries out without rounding; every
+part of every result has one right answer, bit for bit, whatever the order of sums.
+`assert_within_bound`: any numbers, whole results, float64 and a derived bound for each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from support.trial import Inputs
+
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Result
+from jax_hopper_gemm.gemm.grid import ceil_div
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import EPI_TILE_M, GemmSpec
+from jax_hopper_gemm.testing import reference, tolerance
+
+_EXACT: dict[str, Callable[..., np.ndarray]] = {
+    "neg": np.negative, "abs": np.abs, "sign": np.sign, "square": np.square, "add": np.add,
+    "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum,
+    "select": np.where, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+    "gt": np.greater, "ge": np.greater_equal, "and": np.logical_and, "or": np.logical_or,
+    "xor": np.logical_xor, "not": np.logical_not, "is_finite": np.isfinite, "floor": np.floor,
+    "ceil": np.ceil, "round": np.rint,
+}  # fmt: skip
+
+
+def exact(problem: GemmProblem, spec: GemmSpec, inputs: Inputs) -> list[np.ndarray]:
+    """Returns the one right content of each array that the kernel writes, for small integers."""
+    sums = [reference.integer_product(inputs.a, b, np.dtype(np.float32)) for b in inputs.b]
+    values = exact_values(problem.graph, sums, broadcast_operands(problem, inputs))
+    stored = [values[result.value] for result in problem.graph.results]
+    return arrays_of(problem.graph, spec, stored, reference.shape_of(problem, "d"))
+
+
+def exact_values(
+    graph: EpilogueGraph, accumulators: list[np.ndarray], operands: list[np.ndarray]
+) -> list[np.ndarray]:
+    """Returns every value of a graph of exact operations, in float32 or bool.
+
+    Args:
+      accumulators: (L, M, N) float32 each.
+      operands: of shapes that broadcast to that.
+    """
+    values = [*accumulators]
+    for given in operands:
+        values.append(given if given.dtype == bool else given.astype(np.float32))
+    for node in graph.nodes:
+        arguments = [values[argument] for argument in node.args]
+        if node.op == "constant":
+            values.append(np.array(node.params[0], np.float32))
+        elif node.op == "convert":
+            values.append(arguments[0].astype(jnp.dtype(node.params[0])).astype(np.float32))
+        elif node.op in ("row_sum", "row_max"):
+            reduce = np.sum if node.op == "row_sum" else np.max
+            values.append(reduce(arguments[0], axis=-1, keepdims=True))
+        else:
+            values.append(_EXACT[node.op](*arguments))
+    return values
+
+
+def assert_exact(got: list[np.ndarray], expected: list[np.ndarray], what: str) -> None:
+    """Checks that every element of every result is the right one.
+
+    Raises:
+      AssertionError: it is not; a NaN, which is what was not written, is wrong, too.
+    """
+    for i, (result, right) in enumerate(zip(got, expected, strict=True)):
+        assert result.shape == right.shape, f"{what}: result {i} is {result.shape}, {right.shape}"
+        wrong = np.argwhere(~(result == right))
+        assert wrong.size == 0, (
+            f"{what}: {len(wrong)} of {right.size} elements of result {i} differ, the first at "
+            f"{wrong[0]}: {result[tuple(wrong[0])]} for {right[tuple(wrong[0])]}"
+        )
+
+
+def assert_within_bound(
+    problem: GemmProblem, spec: GemmSpec, inputs: Inputs, got: list[np.ndarray], what: str
+) -> None:
+    """Checks every result against float64, within the error that its operations may make.
+
+    Raises:
+      AssertionError: an element is farther off, or was not written.
+    """
+    from support import epilogue
+
+    sums = [reference.product(inputs.a, b) for b in inputs.b]
+    relative = tolerance.accumulation_error(problem.k)
+    errors = [relative * reference.magnitude(inputs.a, b) for b in inputs.b]
+    expected = epilogue.evaluate(problem.graph, sums, broadcast_operands(problem, inputs), errors)
+    assert_near(finished(problem, got), expected, problem.n, what)
+
+
+def assert_near(
+    got: list[tuple[str, np.ndarray]],
+    expected: list[tuple[np.ndarray, np.ndarray]],
+    n: int,
+    what: str,
+) -> None:
+    """Checks results by `finished` against values and bounds by `epilogue.evaluate`.
+
+    Args:
+      n: columns of D.
+
+    Raises:
+      AssertionError: an element is farther off, or was not written.
+    """
+    for (name, array), (value, bound) in zip(got, expected, strict=True):
+        tolerance.assert_within(array, value, bound, f"{what}: {name}")
+        if name.startswith("top_k_indices"):  # uncertain ones are anyone's, but none twice
+            ordered = np.sort(array, axis=-1)
+            assert (ordered[..., 1:] > ordered[..., :-1]).all(), f"{what}: {name} repeat"
+            assert array.min() >= 0 and array.max() < n, f"{what}: {name} outside D"
+
+
+def finished(problem: GemmProblem, got: list[np.ndarray]) -> list[tuple[str, np.ndarray]]:
+    """Returns each whole result with its name, of what a kernel wrote.
+
+    Matrices (L, M, N); row_* (L, M), of row_sumexp two, largest and sum; column_sum (L, N); max
+    (); top_k_* (L, M, k). Parts are added in float64.
+    """
+    arrays, found = iter(got), []
+    array = np.empty(0)
+    for i, result in enumerate(problem.graph.results):
+        if result.plane == 0:
+            array = next(arrays)
+        name = f"{result.kind} {i}"
+        if result.kind == "matrix":
+            found.append((name, array[:, :, result.plane] if result.planes > 1 else array))
+        elif result.kind in ("column_sum", "row_sum"):
+            found.append((name, array.sum(axis=1, dtype=np.float64)))
+        elif result.kind == "row_max":
+            found.append((name, array.max(axis=1)))
+        elif result.kind == "max":
+            found.append((name, array.max()))
+        elif result.kind == "row_sumexp":
+            largest, parts = (array[:, :, j].astype(np.float64) for j in (0, 1))
+            whole = largest.max(axis=1)
+            total = (parts * np.exp(largest - whole[:, None])).sum(axis=1)
+            found += [(f"{name}, largest", whole), (f"{name}, sum", total)]
+        else:
+            found.append((name, array))
+    return found
+
+
+def broadcast_operands(problem: GemmProblem, inputs: Inputs) -> list[np.ndarray]:
+    """Returns the operands in shapes that broadcast to (L, M, N)."""
+    axes = {"matrix": (), "row": (1,), "column": (2,), "scalar": (1, 2)}
+    pairs = zip(problem.graph.operands, inputs.operands, strict=True)
+    return [np.expand_dims(array, axes[operand.kind]) for operand, array in pairs]
+
+
+def arrays_of(
+    graph: EpilogueGraph, spec: GemmSpec, values: list[np.ndarray], shape: tuple[int, ...]
+) -> list[np.ndarray]:
+    """Returns the arrays that hold each result's `values`, whole in the first case of planes.
+
+    Args:
+      values: for each of the graph's results, of shapes that broadcast to `shape`, (L, M, N).
+    """
+    found = []
+    for result, value in zip(graph.results, values, strict=True):
+        value = np.broadcast_to(value, shape)
+        if result.kind == "matrix":
+            cast = value.astype(jnp.dtype(result.dtype))
+            if result.plane == 1:
+                found[-1] = np.stack([found[-1], cast], axis=2)
+            else:
+                found.append(cast)
+        elif result.kind.startswith("top_k"):
+            order = np.argsort(-value, axis=-1, kind="stable")[..., : result.k]
+            if result.kind == "top_k_indices":
+                found.append(order.astype(np.int32))
+            else:
+                found.append(np.take_along_axis(value, order, axis=-1))
+        else:
+            found.append(_reduced(result, value, spec))
+    return found
+
+
+def _reduced(result: Result, value: np.ndarray, spec: GemmSpec) -> np.ndarray:
+    """Returns the partial sums or maxima of (L, M, N) that a kernel of `spec` writes."""
+    rows = {"column_sum": EPI_TILE_M, "max": 16}.get(result.kind, 1)
+    columns = 1 if result.kind == "column_sum" else spec.d_tile_n
+    is_sum = result.kind.endswith("sum")
+    reduce, identity = (np.add, 0.0) if is_sum else (np.maximum, -np.inf)
+    batches, m, n = value.shape
+    blocks_m, blocks_n = ceil_div(m, rows), ceil_div(n, columns)
+    padding = ((0, 0), (0, blocks_m * rows - m), (0, blocks_n * columns - n))
+    padded = np.pad(value, padding, constant_values=identity)
+    blocks = padded.reshape(batches, blocks_m, rows, blocks_n, columns)
+    partial = reduce.reduce(reduce.reduce(blocks, axis=4), axis=2)
+    if is_sum and value.dtype == np.float32:
+        assert np.abs(partial).max(initial=0) < 2**24, "sums too large to be exact in float32"
+    # (L, M, tiles along N) is stored with M last
+    return partial.swapaxes(1, 2) if result.kind in ("row_sum", "row_max") else partial

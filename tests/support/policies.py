@@ -1,0 +1,206 @@
+"""Sets of kernels in which every pair of legal choices of `GemmSpec` occurs.
+
+One set is of plain products, the other of products with each of `graphs.STANDARD`. Bugs of a
+kernel sit in single policies and in pairs of them (a schedule with a scheduler, an epilogue tile
+with a result dtype). The whole space has hundreds of thousands of kernels; a pairwise covering
+set has some dozens (https://doi.org/10.1145/1883612.1883618).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from functools import cache
+
+from support.graphs import STANDARD
+
+from jax_hopper_gemm.dispatch import H200, epilogue_specs
+from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.spec import GemmSpec
+
+# Every value of every field. A policy that is added here is tested with all the others.
+CHOICES: dict[str, tuple] = {
+    "ab_dtype": ("bfloat16", "float16"),
+    "d_dtype": ("bfloat16", "float16", "float32"),
+    "a_major": ("k", "m"),
+    "b_major": ("n", "k"),
+    "tile_m": (64, 128, 192, 256),
+    "tile_n": tuple(range(16, 257, 16)),
+    "tile_k": (64, 128),
+    "cluster": ((1, 1), (2, 1), (1, 2), (2, 2)),
+    "warp_schedule": ("cooperative", "pingpong"),
+    "tile_scheduler": ("single", "static", "dynamic"),
+    "num_stages": (2, 3, 4, 5, 7),
+    "epi_tile_n": (16, 32, 64),
+    "epi_stages": (2, 3, 4),
+}
+
+# The same of a product with an epilogue, which is named; it fixes d_dtype where it has a matrix,
+# and the loads' depth counts only where it loads.
+EPILOGUE_CHOICES: dict[str, tuple] = {
+    **CHOICES,
+    "tile_n": (32, 48, 64, 96, 128, 160, 192, 256),
+    "num_stages": (2, 3, 4),
+    "epi_stages": (2, 3),
+    "epilogue": tuple(STANDARD),
+    "epi_load_stages": (0, 2, 3, 4),
+}
+
+# The same of grouped products, by the axis: of plain ones and of those with an epilogue.
+_OF_ROWS = {
+    "a_major": ("k",), "cluster": ((1, 1), (1, 2), (2, 1)),
+    "tile_scheduler": ("static", "dynamic"), "grouped": ("m",), "gathered": (None, "a"),
+}  # fmt: skip
+_OF_CONTRACTION = {
+    "a_major": ("m",), "b_major": ("n",), "tile_scheduler": ("static", "dynamic"),
+    "grouped": ("k",), "gathered": (None, "a", "b"),
+}  # fmt: skip
+_FEWER = {"tile_n": (16, 32, 48, 64, 96, 128, 160, 192, 256), "num_stages": (2, 3, 4, 7)}
+GROUPED_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, **_FEWER, **_OF_ROWS},
+    {**CHOICES, **_FEWER, **_OF_CONTRACTION},
+    {
+        **EPILOGUE_CHOICES,
+        **_OF_ROWS,
+        "epilogue": (
+            "bias", "bias_gelu_saved", "bias_silu", "residual", "residual_float32", "alpha_beta",
+            "scaled_rows", "masked", "masked_vectors", "two_matrices", "planes", "gated_silu",
+            "row_sum",
+        ),
+    },
+    {
+        **EPILOGUE_CHOICES,
+        **_OF_CONTRACTION,
+        "epilogue": (
+            "bias", "residual_float32", "alpha_beta", "scaled_rows", "masked", "planes",
+            "column_sum",
+        ),
+    },
+)  # fmt: skip
+
+_ATTEMPTS = 400  # random completions tried before a pair counts as impossible
+
+
+@cache
+def covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns legal specs in which each pair of choices that any legal plain spec has occurs."""
+    return _covering(CHOICES, seed)
+
+
+@cache
+def stacked_specs() -> tuple[GemmSpec, ...]:
+    """Returns some of `covering_specs`, with A or B one matrix of a stack."""
+    return tuple(
+        replace(spec, indexed="b" if i % 2 else "a") for i, spec in enumerate(covering_specs()[::4])
+    )
+
+
+@cache
+def epilogue_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns legal specs with epilogues in which each pair that any such spec has occurs."""
+    return _covering(EPILOGUE_CHOICES, seed)
+
+
+@cache
+def grouped_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns legal grouped specs in which each pair of choices that any such spec has occurs."""
+    return tuple(spec for choices in GROUPED_CHOICES for spec in _covering(choices, seed))
+
+
+@cache
+def chosen_epilogue_specs() -> tuple[GemmSpec, ...]:
+    """Returns a sample of what dispatch chooses for bfloat16 operands and standard epilogues."""
+    return tuple(
+        spec
+        for i, graph in enumerate(STANDARD.values())
+        for spec in epilogue_specs(H200, [graph], ["bfloat16"])[i % 9 :: 27]
+    )
+
+
+def _covering(choices: dict[str, tuple], seed: int) -> tuple[GemmSpec, ...]:
+    """Returns a set that covers all pairs of legal choices.
+
+    Greedy: take a pair that is still missing, complete it at random, keep the completion that
+    adds the most missing pairs. The same on every machine.
+    """
+    rng = random.Random(seed)
+    missing = {
+        frozenset(pair)
+        for (f, fs), (g, gs) in itertools.combinations(choices.items(), 2)
+        for pair in itertools.product(((f, v) for v in fs), ((g, v) for v in gs))
+    }
+    order = sorted(missing, key=lambda pair: sorted(map(str, pair)))
+    rng.shuffle(order)
+    chosen: list[GemmSpec] = []
+    for pair in order:
+        if pair not in missing:
+            continue
+        completions = _complete(dict(pair), choices, rng, wanted=20)
+        if not completions:
+            missing.discard(pair)
+            continue
+        best = max(completions, key=lambda choice: len(pairs_of(choice) & missing))
+        missing -= pairs_of(best)
+        chosen.append(spec_of(best))
+    return tuple(dict.fromkeys(chosen))
+
+
+def pairs_of(choice: dict) -> set[frozenset]:
+    """Returns the pairs of (field, value) that a choice of all fields holds."""
+    return {frozenset(pair) for pair in itertools.combinations(choice.items(), 2)}
+
+
+def spec_of(choice: dict) -> GemmSpec:
+    fields = dict(choice)
+    cluster_m, cluster_n = fields.pop("cluster")
+    if name := fields.get("epilogue"):
+        fields["epilogue"] = STANDARD[name]
+    return GemmSpec(**fields, cluster_m=cluster_m, cluster_n=cluster_n)
+
+
+def choice_of(spec: GemmSpec) -> dict:
+    """Returns the choice that `spec_of` makes `spec` from."""
+    choices = EPILOGUE_CHOICES if spec.epilogue else CHOICES
+    if spec.grouped:
+        choices = next(
+            c for c in GROUPED_CHOICES
+            if spec.grouped in c["grouped"] and ("epilogue" in c) == bool(spec.epilogue)
+        )  # fmt: skip
+    rest = {field: getattr(spec, field) for field in choices if field != "cluster"}
+    if spec.epilogue:
+        rest["epilogue"] = name_of(spec)
+    return {field: rest.get(field, (spec.cluster_m, spec.cluster_n)) for field in choices}
+
+
+def name_of(spec: GemmSpec) -> str:
+    """Returns the name in `graphs.STANDARD` of a spec's epilogue; "" of a plain one."""
+    return next((name for name, graph in STANDARD.items() if graph == spec.epilogue), "")
+
+
+def _complete(fixed: dict, choices: dict, rng: random.Random, wanted: int) -> list[dict]:
+    """Returns up to `wanted` legal choices that hold `fixed`; none if none was found."""
+    found = []
+    for _ in range(_ATTEMPTS):
+        choice = {f: fixed.get(f, rng.choice(values)) for f, values in choices.items()}
+        _settle(choice, fixed)
+        if not violations(spec_of(choice)):
+            found.append(choice)
+            if len(found) == wanted:
+                break
+    return found
+
+
+def _settle(choice: dict, fixed: dict) -> None:
+    """Gives what an epilogue decides its one legal value, unless that is `fixed` to another."""
+
+    def settle(field: str, value: object) -> None:
+        choice[field] = fixed.get(field, value)
+
+    if "epilogue" not in choice:
+        return
+    graph = STANDARD[choice["epilogue"]]
+    if graph.matrices:
+        settle("d_dtype", graph.matrices[0].dtype)
+    if not graph.loaded:
+        settle("epi_load_stages", 0)

@@ -1,0 +1,141 @@
+"""Programs of several products, as users write them: what a GPU run of the fused ones checks.
+
+Each is a `Program`: a function of bfloat16 arrays, how many kernels of ours it needs, and what it
+computes in plain jnp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.ops import gated_linear_unit, matmul
+from jax_hopper_gemm.testing.lowered import specs_of
+
+TOKENS, WIDTH, HIDDEN, EXPERTS = 512, 256, 1024, 128
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function and what is known of it.
+
+    Attributes:
+      ours, plain: the function with our products, and in jnp.
+      shapes: of its arguments, all bfloat16 but for those of `float32`.
+      launches: kernels of ours that it takes.
+      float32: numbers of the arguments that are float32.
+      donated: numbers of the arguments whose memory it may take.
+    """
+
+    ours: Callable
+    plain: Callable
+    shapes: tuple[tuple[int, ...], ...]
+    launches: int
+    float32: tuple[int, ...] = ()
+    donated: tuple[int, ...] = ()
+
+    def arguments(self, seed: int = 0) -> list[np.ndarray]:
+        """Returns normal random numbers, those of matrices scaled to keep results near 1."""
+        rng = np.random.default_rng(seed)
+        found = []
+        for i, shape in enumerate(self.shapes):
+            scale = shape[0] ** -0.5 if len(shape) > 1 and shape[0] != TOKENS else 1.0
+            dtype = np.float32 if i in self.float32 else jnp.bfloat16
+            found.append((scale * rng.standard_normal(shape)).astype(dtype))
+        return found
+
+    def specs(self) -> list[GemmSpec]:
+        return specs_of(self.ours, *self.arguments())
+
+
+def _training(mlp: Callable) -> Callable:
+    def step(cotangent: jax.Array, *arguments: jax.Array) -> Any:
+        y, pull = jax.vjp(mlp, *arguments)
+        return y, pull(cotangent)
+
+    return step
+
+
+def _hopper(function: Callable, *args: Any, **options: Any) -> Any:
+    return function(*args, implementation="hopper", **options)
+
+
+def _gelu_mlp(x, up, up_bias, down, down_bias):
+    hidden = _hopper(matmul, x, up, bias=up_bias, activation="gelu")
+    return _hopper(matmul, hidden, down, bias=down_bias)
+
+
+def _plain_gelu_mlp(x, up, up_bias, down, down_bias):
+    return jax.nn.gelu(x @ up + up_bias) @ down + down_bias
+
+
+def _swiglu(x, weights, down):
+    return _hopper(matmul, _hopper(gated_linear_unit, x, weights), down)
+
+
+def _plain_swiglu(x, weights, down):
+    return (jax.nn.silu(x @ weights[:, 0]) * (x @ weights[:, 1])) @ down
+
+
+def _swiglu_pair(x, gate, up, down):
+    return _hopper(matmul, _hopper(gated_linear_unit, x, (gate, up)), down)
+
+
+def _plain_swiglu_pair(x, gate, up, down):
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def _layers(x, weights):
+    return jax.lax.fori_loop(0, 4, lambda i, x: _hopper(matmul, x, weights[i]), x)
+
+
+def _plain_layers(x, weights):
+    return jax.lax.fori_loop(0, 4, lambda i, x: x @ weights[i], x)
+
+
+def _route(y):
+    weights = jax.nn.softmax(y)
+    return (weights, *jax.lax.top_k(weights, 8))
+
+
+def _statistics(y):
+    return y, jnp.sum(y, 0), jnp.sum(y, 1), jnp.max(jnp.abs(y)), jax.nn.logsumexp(y, -1)
+
+
+X, OUT = (TOKENS, WIDTH), (TOKENS, WIDTH)
+PROGRAMS = {
+    "layers in a stack": Program(_layers, _plain_layers, (X, (4, WIDTH, WIDTH)), 1),
+    "gelu MLP, training": Program(
+        _training(_gelu_mlp), _training(_plain_gelu_mlp),
+        (OUT, X, (WIDTH, HIDDEN), (HIDDEN,), (HIDDEN, WIDTH), (WIDTH,)), 6,
+    ),
+    "swiglu, training": Program(
+        _training(_swiglu), _training(_plain_swiglu),
+        (OUT, X, (WIDTH, 2, HIDDEN), (HIDDEN, WIDTH)), 6,
+    ),
+    "swiglu of a pair, training": Program(
+        _training(_swiglu_pair), _training(_plain_swiglu_pair),
+        (OUT, X, (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)), 8,
+    ),
+    "accumulation": Program(
+        lambda c, a, b: _hopper(matmul, a, b, c=c),
+        lambda c, a, b: c + jnp.matmul(a, b, preferred_element_type=jnp.float32),
+        ((TOKENS, HIDDEN), X, (WIDTH, HIDDEN)), 1, float32=(0,), donated=(0,),
+    ),
+    "router": Program(
+        lambda x, w: _hopper(matmul, x, w, epilogue=_route),
+        lambda x, w: _route(x @ w),
+        (X, (WIDTH, EXPERTS)), 1,
+    ),
+    "statistics": Program(
+        lambda x, w: _hopper(matmul, x, w, epilogue=_statistics),
+        lambda x, w: _statistics(x @ w),
+        (X, (WIDTH, HIDDEN)), 1,
+    ),
+}  # fmt: skip

@@ -1,0 +1,176 @@
+"""A kernel on trial: run on memory where any access out of place shows.
+
+The gaps in and around all inputs hold NaNs, so an element that is read but is not the problem's
+spoils the result; around integers they hold large ones. Results and all around them are filled
+with NaNs before each run, so an element that is not written stays one, and what is written
+outside is found; so is what is written to an input or around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.testing.direct import prepare
+from jax_hopper_gemm.testing.gpu import Gpu
+from jax_hopper_gemm.testing.reference import Place, input_places, result_places
+
+GUARD = 1024  # elements before and after each array
+POISON = 0xFF  # a byte; all ones are a NaN in every float, true as bool, -1 as int32
+LARGE = 0x11  # a byte; an int32 of them is more than any axis has elements, and no address
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a problem reads.
+
+    Attributes:
+      a: (L, M, K).
+      b: one (L, K, N), or gate and up.
+      operands: of the epilogue: (L, M, N), rows (L, N), columns (L, M), scalars (L,).
+      sizes: of a grouped product, int32.
+      indices: of the rows that are gathered, int32.
+      index: (1,) int32: which matrix of a stack is the operand, whose L is that of the stack.
+
+    Of a grouped product's arrays some have L = 1, as `reference.input_places` says.
+    """
+
+    a: np.ndarray
+    b: tuple[np.ndarray, ...]
+    operands: tuple[np.ndarray, ...] = ()
+    sizes: np.ndarray | None = None
+    indices: np.ndarray | None = None
+    index: np.ndarray | None = None
+
+
+def run(
+    gpu: Gpu,
+    problem: GemmProblem,
+    spec: GemmSpec,
+    traversal: Traversal,
+    a: np.ndarray,
+    b: np.ndarray,
+    repeats: int = 1,
+    num_sms: int | None = None,
+) -> np.ndarray:
+    """Returns D as `spec`'s kernel of a plain product computes it; see `run_all`.
+
+    Args:
+      a: (L, M, K), of the problem's dtype.
+      b: (L, K, N), likewise.
+
+    Returns:
+      (L, M, N), a view.
+    """
+    return run_all(gpu, problem, spec, traversal, Inputs(a, (b,)), repeats, num_sms)[0]
+
+
+def run_all(
+    gpu: Gpu,
+    problem: GemmProblem,
+    spec: GemmSpec,
+    traversal: Traversal,
+    inputs: Inputs,
+    repeats: int = 1,
+    num_sms: int | None = None,
+) -> list[np.ndarray]:
+    """Returns every array that `spec`'s kernel writes, having checked where it wrote.
+
+    Args:
+      repeats: how often the kernel runs, at least once; results are poisoned before each.
+      num_sms: SMs that a persistent grid fills; None for all that the GPU has.
+
+    Returns:
+      Views of the shapes that `plan.result_shapes` gives.
+
+    Raises:
+      AssertionError: memory outside the results changed, or a repeat gave other bits.
+    """
+    pending = [inputs.a, *inputs.b, *inputs.operands]
+    pending += [
+        array for array in (inputs.sizes, inputs.indices, inputs.index) if array is not None
+    ]
+    given, uploaded, buffers = [], [], []
+    for places in input_places(problem):
+        values = [pending.pop(0) for _ in places]
+        flat = guarded(places, values)
+        given.append(flat)
+        uploaded.append(gpu.upload(flat))
+        buffers.append(uploaded[-1].part(GUARD * flat.itemsize))
+    assert not pending, f"{len(pending)} inputs have no place in {problem}"
+    places = result_places(problem, spec)
+    sizes = [(place.end + 2 * GUARD) * jnp.dtype(place.dtype).itemsize for place in places]
+    outputs = [gpu.allocate(size) for size in sizes]
+    for output, place in zip(outputs, places, strict=True):
+        buffers.append(output.part(GUARD * jnp.dtype(place.dtype).itemsize))
+    launch = prepare(gpu, problem, spec, traversal, buffers, num_sms)
+
+    def launched() -> list[np.ndarray]:
+        for output in outputs:
+            output.fill(POISON)
+        launch()
+        gpu.synchronize()
+        return [
+            output.download(f"u{jnp.dtype(place.dtype).itemsize}")
+            for output, place in zip(outputs, places, strict=True)
+        ]
+
+    first = launched()
+    for repeat in range(1, repeats):
+        for i, (bits, again) in enumerate(zip(first, launched(), strict=True)):
+            differ = np.count_nonzero(again != bits)
+            assert differ == 0, (
+                f"{spec.name}: run {repeat} gave other bits in {differ} elements of result {i}"
+            )
+    for i, (flat, buffer) in enumerate(zip(given, uploaded, strict=True)):
+        assert_unchanged(flat, buffer.download("uint8"), f"{spec.name}, input {i},")
+    results = []
+    for i, (bits, place) in enumerate(zip(first, places, strict=True)):
+        assert_untouched_outside(place, bits, f"{spec.name}, result {i},")
+        results.append(place.view(bits.view(jnp.dtype(place.dtype))[GUARD:]))
+    return results
+
+
+def guarded(places: Sequence[Place], values: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns a flat array with `values` in their places, NaNs or large integers elsewhere."""
+    dtype = jnp.dtype(places[0].dtype)
+    elements = max(place.end for place in places) + 2 * GUARD
+    poison = LARGE if dtype == np.int32 else POISON
+    flat = np.full(elements * dtype.itemsize, poison, np.uint8).view(dtype)
+    for place, value in zip(places, values, strict=True):
+        place.view(flat[GUARD:])[:] = value
+    return flat
+
+
+def assert_unchanged(flat: np.ndarray, after: np.ndarray, what: str) -> None:
+    """Checks that a guarded input holds what it held before the run.
+
+    Args:
+      after: its bytes after the run.
+    """
+    changed = np.flatnonzero(flat.view(np.uint8) != after)
+    assert changed.size == 0, (
+        f"{what} was written to: {changed.size} bytes changed, the first {changed[0]} bytes from "
+        f"its guard's start, of {after.size}"
+    )
+
+
+def assert_untouched_outside(place: Place, bits: np.ndarray, what: str) -> None:
+    """Checks that a guarded result was written in its own elements only.
+
+    Args:
+      bits: the buffer after the run, as unsigned integers of the result's size.
+    """
+    untouched = np.iinfo(bits.dtype).max
+    rest = bits.copy()
+    place.view(rest[GUARD:])[:] = untouched
+    stray = np.flatnonzero(rest != untouched)
+    assert stray.size == 0, (
+        f"{what} wrote {stray.size} elements outside, the first {stray[0] - GUARD} elements "
+        f"from its start; it spans {place.end}"
+    )
