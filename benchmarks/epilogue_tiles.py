@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import EPI_TILE_M, GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import EPI_TILE_M, GemmSpec, RasterOrder
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.gpu import Gpu
 
@@ -56,7 +56,7 @@ def main() -> int:
             time.sleep(REST_SECONDS)
             xla = spec is None
             measured.append(
-                statistics.median(time_xla()) if xla else time_kernel(spec, Traversal("m", 8))
+                statistics.median(time_xla()) if xla else time_kernel(spec, RasterOrder("m", 8))
             )
     medians = {spec: statistics.median(measured) for spec, measured in times.items()}
     print("cluster  scheduler  staged tile  stages  TMA stores        us    TF")

@@ -16,7 +16,7 @@ import time
 from itertools import product
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.testing import direct
 from jax_hopper_gemm.testing.gpu import Gpu
 
@@ -67,7 +67,7 @@ def main() -> int:
             "bfloat16", "bfloat16", "k", "n", 128, 256, 64, cluster_m, 1,
             tile_scheduler=scheduler, num_stages=4, epi_tile_n=32, epi_stages=4,
         )  # fmt: skip
-        launch = direct.prepare(gpu, problem, spec, Traversal("m", 8), operands)
+        launch = direct.prepare(gpu, problem, spec, RasterOrder("m", 8), operands)
         medians = [statistics.median(timed(launch, h) for _ in range(LAUNCHES)) for h in HELD]
         print(f"{cluster_m}x1      {scheduler:9} " + "".join(f"{us:13.0f}" for us in medians))
     return 0

@@ -41,7 +41,7 @@ from jax_hopper_gemm.dispatch.candidates import (
     worthwhile,
 )
 from jax_hopper_gemm.gemm.problem import GemmProblem, Groups
-from jax_hopper_gemm.gemm.spec import GemmSpec, TileScheduler, Traversal, WarpSchedule
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder, TileScheduler, WarpSchedule
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.gpu import Gpu
 
@@ -107,7 +107,7 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
         for failed, reason in report.failures.items():
             print(f"  not built: {failed.name}: {first_line(RuntimeError(reason))}")
         built = [spec for spec in specs if spec not in report.failures]
-        order = Traversal("m", 8)
+        order = RasterOrder("m", 8)
         times, broken, dense = in_processes(name, what, kind, [(s, order) for s in built])
         ranked = sorted(times, key=times.__getitem__)[:_FINALISTS]
         again = [(spec, t) for spec, _ in ranked for t in TRAVERSALS]
@@ -118,18 +118,18 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
         dense_us = float(np.median(dense)) if dense else math.nan
         best = sorted(times, key=times.__getitem__)[: arguments.top]
         print(f"  dense {dense_us:.1f} us, {shape.flops / dense_us / 1e6:.0f} TF")
-        for spec, traversal in best:
-            us = times[spec, traversal]
+        for spec, raster_order in best:
+            us = times[spec, raster_order]
             print(
                 f"  {us:9.1f} us {shape.flops / us / 1e6:5.0f} TF {dense_us / us:6.3f} of dense  "
-                f"along {traversal.along} {traversal.swizzle:2}  {spec.name}"
+                f"along {raster_order.along} {raster_order.swizzle:2}  {spec.name}"
             )
         for (spec, _), reason in broken.items():
             print(f"  broken: {spec.name}: {reason}")
         document[f"{name} {what} {kind}"] = {
             "dense_us": dense_us,
             "times": [
-                {"us": us, "spec": json.loads(s.to_json()), "traversal": vars(t)}
+                {"us": us, "spec": json.loads(s.to_json()), "raster_order": vars(t)}
                 for (s, t), us in sorted(times.items(), key=lambda item: item[1])
             ],
             "broken": {spec.name: reason for (spec, _), reason in broken.items()},
@@ -137,7 +137,7 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
     return document
 
 
-Kernel = tuple[GemmSpec, Traversal]
+Kernel = tuple[GemmSpec, RasterOrder]
 
 
 def in_processes(
@@ -184,7 +184,7 @@ class Worker:
             env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         )  # fmt: skip
         assert self.process.stdin and self.process.stdout and self.process.stderr
-        rows = [{"spec": spec.to_json(), "traversal": vars(order)} for spec, order in kernels]
+        rows = [{"spec": spec.to_json(), "raster_order": vars(order)} for spec, order in kernels]
         self.lines: queue.Queue[str | None] = queue.Queue()
         self.errors: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
@@ -228,7 +228,7 @@ def work(name: str, what: str, kind: str) -> int:
     """Times the kernels on stdin; what fails for good ends the process."""
     shape = SHAPES[name]
     kernels = [
-        (GemmSpec.from_json(row["spec"]), Traversal(**row["traversal"]))
+        (GemmSpec.from_json(row["spec"]), RasterOrder(**row["raster_order"]))
         for row in json.load(sys.stdin)
     ]
     problem = problem_of(shape, what)
@@ -244,13 +244,13 @@ def work(name: str, what: str, kind: str) -> int:
     def say(**answer: Any) -> None:
         print(json.dumps(answer), flush=True)
 
-    for i, (spec, traversal) in enumerate(kernels):
+    for i, (spec, raster_order) in enumerate(kernels):
         if i % 20 == 0:
             time.sleep(pause)
             say(dense=timing.Timing(tuple(time_dense())).median)
         time.sleep(pause)
         try:
-            us = time_kernel(spec, traversal)
+            us = time_kernel(spec, raster_order)
         except Exception as error:
             say(error=f"{type(error).__name__}: {first_line(error)}")
             if "CUDA_ERROR" in str(error):  # the context is lost with all that is in it

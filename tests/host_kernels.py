@@ -11,7 +11,7 @@ from recording_driver import SPEC
 from support import cases, graphs, outcome, policies, trial
 
 from jax_hopper_gemm.dispatch import H200
-from jax_hopper_gemm.gemm.spec import Traversal
+from jax_hopper_gemm.gemm.spec import RasterOrder
 from jax_hopper_gemm.testing import reference
 
 EPILOGUE_SPECS = policies.epilogue_covering_specs()
@@ -52,7 +52,7 @@ def run_on_host(monkeypatch, problem, a, b, spoil=lambda launches, d, flat: None
     """trial.run, with NumPy for the kernel; `spoil` then does what a bug would."""
     launches = itertools.count()
 
-    def prepare(gpu, problem, spec, traversal, parts, num_sms):
+    def prepare(gpu, problem, spec, raster_order, parts, num_sms):
         flat = [
             part[: part.size // size * size].view(reference.dtype_of(problem, operand))
             for part, operand in zip(parts, ("a", "b", "d"), strict=True)
@@ -71,15 +71,15 @@ def run_on_host(monkeypatch, problem, a, b, spoil=lambda launches, d, flat: None
 
     monkeypatch.setattr(trial, "prepare", prepare)
     gpu: Any = HostGpu()
-    return trial.run(gpu, problem, SPEC, Traversal(), a, b, repeats)
+    return trial.run(gpu, problem, SPEC, RasterOrder(), a, b, repeats)
 
 
 def run_epilogue_on_host(monkeypatch, spec, spoil=lambda results: None, num_sms=4):
     """trial.run_all on the second edge problem; `spoil` does what a bug would."""
-    problem, traversal = cases.edge_problems(spec, num_sms)[1]
+    problem, raster_order = cases.edge_problems(spec, num_sms)[1]
     inputs = cases.integer_inputs(problem, 0)
 
-    def prepare(gpu, problem, spec, traversal, parts, num_sms):
+    def prepare(gpu, problem, spec, raster_order, parts, num_sms):
         def flat(part, dtype):
             return part[: part.size // jnp.dtype(dtype).itemsize * jnp.dtype(dtype).itemsize].view(
                 jnp.dtype(dtype)
@@ -109,4 +109,4 @@ def run_epilogue_on_host(monkeypatch, spec, spoil=lambda results: None, num_sms=
 
     monkeypatch.setattr(trial, "prepare", prepare)
     gpu: Any = HostGpu()
-    return problem, inputs, trial.run_all(gpu, problem, spec, traversal, inputs)
+    return problem, inputs, trial.run_all(gpu, problem, spec, raster_order, inputs)

@@ -89,9 +89,9 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import partitioning
+from jax_hopper_gemm.sharding import custom_call
 
-partitioning.call.PLATFORMS.append(("cpu",))
+custom_call.PLATFORMS.append(("cpu",))
 events = []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
 auto = jax.sharding.AxisType.Auto

@@ -58,7 +58,7 @@ def test_explain_json_holds_the_decision(capsys):
     found = json_of(capsys, *words)
     assert found["path"] == "hopper"
     assert found["spec"]["a_major"] == "m" and found["spec"]["d_dtype"] == "float32"
-    assert found["traversal"]["swizzle"] >= 1 and found["waves"] >= 1
+    assert found["raster_order"]["swizzle"] >= 1 and found["waves"] >= 1
 
 
 def test_explain_says_why_a_product_goes_to_xla(capsys):
@@ -203,7 +203,7 @@ def test_tune_writes_the_fastest_kernel_into_a_table(capsys, tmp_path, fake_time
     assert fake_timers[0].name in output_of(capsys, *words)
     ((key, entry),) = table.read_table(out).entries.items()
     assert (key.m, key.n, key.k) == (512, 512, 512)
-    assert (entry.spec, entry.traversal) == fake_timers
+    assert (entry.spec, entry.raster_order) == fake_timers
     assert (entry.prefer, entry.kernel_us, entry.xla_us) == ("kernel", 1.0, 5.0)
 
 

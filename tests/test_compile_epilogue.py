@@ -16,7 +16,7 @@ from jax_hopper_gemm.cubin.sass import SassFacts, disassemble, parse_sass
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
 
 skip_without_compiler()
@@ -153,7 +153,7 @@ def test_wgmma_stays_asynchronous(kernel):
 
 def test_parameters_are_those_of_the_plan(kernel):
     spec, manifest, *_ = kernel
-    plan = make_plan(problem_of(spec), spec, Traversal(), num_sms=132)
+    plan = make_plan(problem_of(spec), spec, RasterOrder(), num_sms=132)
     planned = [PARAMETER_BYTES[type(parameter)] for parameter in plan.params]
     assert [parameter.size for parameter in manifest.parameters] == planned
     if spec.graph.needs_extents:

@@ -15,7 +15,7 @@ from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin.manifest import Manifest
 from jax_hopper_gemm.cubin.sass import SassFacts, disassemble, parse_sass
 from jax_hopper_gemm.gemm.legality import violations
-from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
 
 skip_without_compiler()
@@ -112,6 +112,6 @@ def test_what_ends_with_a_group_moves_through_span_maps(kernel):
 def test_parameters_are_those_of_the_plan(kernel):
     spec, manifest, *_ = kernel
     problem = problem_of(spec, Layout.plain(5), 512, 768, 640)
-    plan = make_plan(problem, spec, Traversal(), num_sms=132)
+    plan = make_plan(problem, spec, RasterOrder(), num_sms=132)
     planned = [PARAMETER_BYTES[type(parameter)] for parameter in plan.params]
     assert [parameter.size for parameter in manifest.parameters] == planned

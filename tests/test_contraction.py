@@ -37,7 +37,7 @@ def matrices(
 
 def run(found: Gemm, lhs: np.ndarray, rhs: np.ndarray, out_shape: tuple[int, ...]) -> np.ndarray:
     p = found.problem
-    a, b = (rhs, lhs) if found.swapped else (lhs, rhs)
+    a, b = (rhs, lhs) if found.swap_ab else (lhs, rhs)
     out = np.full(out_shape, np.nan)
     m, n, k = ("m", p.m), ("n", p.n), ("k", p.k)
     matrices(out, p.d, m, n, p.l)[...] = matrices(a, p.a, m, k, p.l) @ matrices(b, p.b, k, n, p.l)
@@ -87,7 +87,7 @@ def test_all_operand_layouts_are_compact_problems(a_major, b_major, batch):
     lhs_shape, rhs_shape = (tuple(extents[x] for x in labels) for labels in (lhs, rhs))
     found = gemm(f"{lhs},{rhs}->lmn", lhs_shape, rhs_shape)
     assert found == Gemm(
-        GemmProblem.dense(m, n, k, batch, a_major=a_major, b_major=b_major), swapped=False
+        GemmProblem.dense(m, n, k, batch, a_major=a_major, b_major=b_major), swap_ab=False
     )
 
 
@@ -110,14 +110,14 @@ def test_a_batch_between_the_matrix_axes_is_a_stride():
 
 def test_operands_swap_when_the_result_ends_with_the_left_operands_axis():
     found = gemm("mk,kn->nm", (8, 16), (16, 32))
-    assert found.swapped
+    assert found.swap_ab
     assert (found.problem.m, found.problem.n) == (32, 8)
     assert (found.problem.a.major, found.problem.b.major) == ("m", "k")
 
 
 def test_a_matrix_times_a_vector_is_one_row():
     found = gemm("mk,k->m", (64, 128), (128,))
-    assert (found.problem.m, found.problem.n, found.swapped) == (1, 64, True)
+    assert (found.problem.m, found.problem.n, found.swap_ab) == (1, 64, True)
 
 
 @pytest.mark.parametrize(

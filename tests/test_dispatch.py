@@ -29,7 +29,7 @@ from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major
-from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 
 A_MAJORS: tuple[Major, ...] = ("k", "m")
@@ -66,13 +66,13 @@ def test_choices_are_legal_buildable_and_the_same_again():
         if reasons:
             assert decision.spec is None and decision.reason == "; ".join(reasons)
             continue
-        assert strict.spec is not None and strict.traversal is not None
+        assert strict.spec is not None and strict.raster_order is not None
         if decision.spec is not None:
             assert decision == strict
         kernels += 1
         assert strict.spec in buildable
         assert violations(strict.spec) == [] == pairing_violations(problem, strict.spec)
-        plan = make_plan(problem, strict.spec, strict.traversal, H200.num_sms)
+        plan = make_plan(problem, strict.spec, strict.raster_order, H200.num_sms)
         assert plan.smem_bytes <= SMEM_LIMIT
         persistent = strict.spec.tile_scheduler != "single"
         assert not persistent or plan.grid[0] * plan.grid[1] <= H200.num_sms
@@ -114,8 +114,8 @@ def test_small_products_take_tiles_that_reach_most_sms():
     for side in (512, 1024, 2048):
         problem = GemmProblem.dense(side, side, side)
         decision = choose(problem, H200)
-        assert decision.spec is not None and decision.traversal is not None
-        plan = make_plan(problem, decision.spec, decision.traversal, H200.num_sms)
+        assert decision.spec is not None and decision.raster_order is not None
+        plan = make_plan(problem, decision.spec, decision.raster_order, H200.num_sms)
         assert plan.grid[0] * plan.grid[1] >= 64
 
 
@@ -142,7 +142,7 @@ def test_reason_gives_time_bound_tiles_and_waves():
 )
 def test_xla_is_preferred_with_a_reason_unless_a_kernel_is_asked_for(problem, words):
     decision = choose(problem, H200)
-    assert decision.spec is None and decision.traversal is None
+    assert decision.spec is None and decision.raster_order is None
     assert words in decision.reason and decision.source == "model"
     assert choose(problem, H200, kernel_only=True).spec is not None
 
@@ -157,8 +157,8 @@ def test_other_gpus_go_to_xla_even_when_a_kernel_is_asked_for():
 def test_a_gpu_with_fewer_sms_gets_a_plan_that_fits_it():
     small = Device((9, 0), 78)
     decision = choose(SQUARE, small)
-    assert decision.spec is not None and decision.traversal is not None
-    plan = make_plan(SQUARE, decision.spec, decision.traversal, small.num_sms)
+    assert decision.spec is not None and decision.raster_order is not None
+    plan = make_plan(SQUARE, decision.spec, decision.raster_order, small.num_sms)
     assert plan.grid[0] * plan.grid[1] <= 78
 
 
@@ -169,7 +169,7 @@ def test_no_estimate_is_under_the_roofline():
         if problem_violations(problem):
             continue
         for spec in model_specs(OperandTypes.of(problem)):
-            cost = estimate(problem, spec, Traversal(), H200)
+            cost = estimate(problem, spec, RasterOrder(), H200)
             assert cost.ns >= roofline_ns(problem)
             assert 0 < cost.occupancy <= 1
 
@@ -181,8 +181,8 @@ def test_memory_moves_at_least_each_matrix_once():
         spec = random.choice(MODEL_CONFIGS)
         spec = filled_spec(spec, OperandTypes.of(problem))
         assert spec is not None
-        for traversal in TRAVERSALS:
-            assert memory_bytes(problem, spec, traversal, H200) >= problem.bytes
+        for raster_order in TRAVERSALS:
+            assert memory_bytes(problem, spec, raster_order, H200) >= problem.bytes
 
 
 def test_best_traversal_moves_the_fewest_bytes():
@@ -190,12 +190,12 @@ def test_best_traversal_moves_the_fewest_bytes():
     spec = filled_spec(MODEL_CONFIGS[0], OperandTypes.of(problem))
     assert spec is not None
     best = memory_bytes(problem, spec, best_traversal(problem, spec, H200), H200)
-    others = [memory_bytes(problem, spec, traversal, H200) for traversal in TRAVERSALS]
+    others = [memory_bytes(problem, spec, raster_order, H200) for raster_order in TRAVERSALS]
     assert best == min(others) < max(others)
 
 
 def compare(problem: GemmProblem, better: GemmSpec, worse: GemmSpec) -> None:
-    fast, slow = (estimate(problem, s, Traversal(), H200).ns for s in (better, worse))
+    fast, slow = (estimate(problem, s, RasterOrder(), H200).ns for s in (better, worse))
     assert fast < slow
 
 
@@ -211,7 +211,7 @@ def test_persistent_kernels_hide_a_part_of_their_epilogues():
     compare(SHORT, BASE, replace(BASE, tile_scheduler="single"))
     one_wave = GemmProblem.dense(1024, 1024, 256)
     times = [
-        estimate(one_wave, replace(BASE, tile_scheduler=scheduler), Traversal(), H200).ns
+        estimate(one_wave, replace(BASE, tile_scheduler=scheduler), RasterOrder(), H200).ns
         for scheduler in ("static", "single")
     ]
     assert times[0] == times[1]
@@ -227,7 +227,7 @@ def test_rows_that_are_no_multiple_of_a_line_slow_loads_unless_shared(operand):
     unaligned = replace(SQUARE, **{operand: replace(layout, leading_stride=4096 + 8)})
     spec = replace(BASE, warp_schedule="pingpong")
     aligned_ns, unaligned_ns = (
-        estimate(problem, spec, Traversal(), H200).ns for problem in (SQUARE, unaligned)
+        estimate(problem, spec, RasterOrder(), H200).ns for problem in (SQUARE, unaligned)
     )
     assert unaligned_ns > 1.2 * aligned_ns
     compare(unaligned, replace(spec, cluster_m=2, cluster_n=2), spec)
@@ -238,7 +238,7 @@ def test_narrow_rows_of_a_box_ask_for_more_lines():
     n_major = replace(k_major, b_major="n")
     assert (k_major.b_box.swizzle, n_major.b_box.swizzle) == (128, 64)
     times = [
-        estimate(GemmProblem.dense(4096, 4096, 4096, b_major=s.b_major), s, Traversal(), H200).ns
+        estimate(GemmProblem.dense(4096, 4096, 4096, b_major=s.b_major), s, RasterOrder(), H200).ns
         for s in (k_major, n_major)
     ]
     assert times[0] < times[1]
@@ -262,7 +262,7 @@ def test_tiles_that_lie_outside_the_result_cost_loads():
 def test_clusters_of_four_that_cannot_all_be_resident_cost_a_second_round():
     spec = replace(BASE, cluster_m=2, cluster_n=2)
     fits, spills = (GemmProblem.dense(256 * c, 256, 4096) for c in (30, 32))
-    times = [estimate(problem, spec, Traversal(), H200).ns for problem in (fits, spills)]
+    times = [estimate(problem, spec, RasterOrder(), H200).ns for problem in (fits, spills)]
     assert times[1] > 1.8 * times[0]
 
 
@@ -295,7 +295,7 @@ def test_a_problem_with_more_tiles_than_int32_counts_goes_to_xla():
 
 # Beside transfers.
 
-SEVERAL = replace(H200, beside_transfers=True)
+SEVERAL = replace(H200, comm_overlap=True)
 
 
 def test_large_tiles_are_claimed_where_transfers_may_hold_sms():
@@ -312,7 +312,7 @@ def test_large_tiles_are_claimed_where_transfers_may_hold_sms():
         assert alone.spec and beside.spec and beside.spec in buildable
         assert beside.spec == replace(alone.spec, tile_scheduler="dynamic")
         assert alone.spec.tile_scheduler == "static" and violations(beside.spec) == []
-        assert beside.traversal == alone.traversal and "transfers" in beside.reason
+        assert beside.raster_order == alone.raster_order and "transfers" in beside.reason
         claiming += 1
     assert claiming > 100
 
@@ -324,11 +324,11 @@ def test_another_kernel_claims_tiles_where_the_best_has_no_registers_for_it():
     assert alone.spec and choice.claiming_spec(alone.spec) is None
     plain = replace(alone.spec, epilogue=None)
     assert choice.claiming_spec(plain) == replace(plain, tile_scheduler="dynamic")
-    assert beside.spec and beside.traversal and beside.spec.tile_scheduler == "dynamic"
+    assert beside.spec and beside.raster_order and beside.spec.tile_scheduler == "dynamic"
     assert beside.spec in epilogue_specs(SEVERAL, [negated], ["bfloat16"])
     costs = [
-        estimate(problem, found.spec, found.traversal, H200).ns
+        estimate(problem, found.spec, found.raster_order, H200).ns
         for found in (alone, beside)
-        if found.spec and found.traversal
+        if found.spec and found.raster_order
     ]
     assert costs[1] <= choice.MAX_CLAIMING_COST * costs[0]

@@ -26,7 +26,7 @@ from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, packaged_table, write_table
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout, plain_graph
-from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("no_tables")
@@ -48,7 +48,7 @@ def problem_of(name: str, m=4096, n=4096, k=4096, batches=1) -> GemmProblem:
 def entry(plain: GemmProblem, *, prefer: Any = "kernel", kernel_us=170.0, xla_us=175.0, **changes):
     spec = GemmSpec(plain.ab_dtype, plain.d_dtype, plain.a.major, plain.b.major, 128, 256)
     return Entry(
-        Key.of(plain), prefer, replace(spec, **{"cluster_m": 2} | changes), Traversal("n", 4),
+        Key.of(plain), prefer, replace(spec, **{"cluster_m": 2} | changes), RasterOrder("n", 4),
         kernel_us, xla_us,
     )  # fmt: skip
 
@@ -69,11 +69,11 @@ def test_choices_are_legal_buildable_and_the_same_again():
             if problem_violations(problem):
                 continue
             decision = choose(problem, H200, kernel_only=True)
-            spec, traversal = decision.spec, decision.traversal
-            assert spec is not None and traversal is not None, (name, decision.reason)
+            spec, raster_order = decision.spec, decision.raster_order
+            assert spec is not None and raster_order is not None, (name, decision.reason)
             assert spec in buildable and spec.epilogue == STANDARD[name]
             assert violations(spec) == [] == pairing_violations(problem, spec)
-            assert make_plan(problem, spec, traversal, 132).grid[0] <= 9000 * 500
+            assert make_plan(problem, spec, raster_order, 132).grid[0] <= 9000 * 500
             choice._choose.cache_clear()
             assert choose(problem, H200, kernel_only=True) == decision
             chosen += 1
@@ -85,7 +85,7 @@ def test_an_epilogue_rides_on_the_kernel_measured_for_the_plain_product(tmp_path
     measured = entry(replace(problem, epilogue=None, operands=()))
     use(tmp_path, measured)
     decision = choose(problem, H200)
-    assert decision.source == "user table" and decision.traversal == measured.traversal
+    assert decision.source == "user table" and decision.raster_order == measured.raster_order
     assert "measured 170.0 us" in decision.reason and "epilogue" in decision.reason
     spec = decision.spec
     assert spec is not None and spec.epilogue == STANDARD["bias"] and spec.epi_load_stages == 2
@@ -177,7 +177,8 @@ def epilogue_ns(name: str, spec: GemmSpec, problem: GemmProblem) -> float:
     plain = replace(problem, epilogue=None, operands=())
     fused = replace(spec, epilogue=graph, epi_load_stages=4 if graph.loaded else 0)
     return (
-        estimate(problem, fused, Traversal(), H200).ns - estimate(plain, spec, Traversal(), H200).ns
+        estimate(problem, fused, RasterOrder(), H200).ns
+        - estimate(plain, spec, RasterOrder(), H200).ns
     )
 
 
@@ -205,7 +206,7 @@ def test_matrices_of_operands_and_results_are_bytes_that_memory_moves():
     for name in ("residual", "bias_gelu_saved", "alpha_beta", "gated_silu"):
         problem = problem_of(name, 8192, 14336, 4096)
         (spec, *_) = model_specs(OperandTypes.of(problem))
-        assert memory_bytes(problem, spec, Traversal(), H200) >= problem.bytes
+        assert memory_bytes(problem, spec, RasterOrder(), H200) >= problem.bytes
     plain = GemmProblem.dense(8192, 14336, 4096)
     assert problem_of("residual", 8192, 14336).bytes - plain.bytes == 8192 * 14336 * 2
 
@@ -214,5 +215,5 @@ def test_no_estimate_is_under_the_roofline():
     for name in STANDARD:
         problem = problem_of(name, 1000, 256, 512)
         for spec in model_specs(OperandTypes.of(problem)):
-            cost = estimate(problem, spec, Traversal(), H200)
+            cost = estimate(problem, spec, RasterOrder(), H200)
             assert cost.ns >= roofline_ns(problem) and 0 < cost.occupancy <= 1, name

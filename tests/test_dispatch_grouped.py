@@ -43,7 +43,7 @@ from jax_hopper_gemm.dispatch.table import Entry, Key, Table, read_table, write_
 from jax_hopper_gemm.gemm.group_search import MAX_LENGTH
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, GroupedAxis, MatrixLayout
-from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("no_tables")
@@ -82,11 +82,11 @@ def test_choices_are_legal_buildable_and_the_same_again():
         problem = random_problem(random)
         assert problem_violations(problem) == []
         decision = choose(problem, H200)
-        spec, traversal = decision.spec, decision.traversal
-        assert spec is not None and traversal is not None and spec in buildable
+        spec, raster_order = decision.spec, decision.raster_order
+        assert spec is not None and raster_order is not None and spec in buildable
         assert violations(spec) == [] == pairing_violations(problem, spec)
         assert OperandTypes.of_spec(spec) == OperandTypes.of(problem)
-        plan = make_plan(problem, spec, traversal, H200.num_sms)
+        plan = make_plan(problem, spec, raster_order, H200.num_sms)
         assert plan.smem_bytes <= SMEM_LIMIT
         assert plan.grid[0] * plan.grid[1] <= H200.num_sms
         choice._choose.cache_clear()
@@ -321,11 +321,11 @@ def test_equal_groups_are_a_batch():
 
 def test_weights_are_read_once_for_each_group_that_has_rows():
     spec = model_specs(OperandTypes.of(DECODE))[0]
-    moved = memory_bytes(DECODE, spec, Traversal(), H200)
+    moved = memory_bytes(DECODE, spec, RasterOrder(), H200)
     weights = 64 * 2048 * 1536 * 2
     assert weights < moved < 1.02 * weights
     half = GemmProblem.grouped("m", 32, 1536, 2048, 64)
-    assert memory_bytes(half, spec, Traversal(), H200) < 0.51 * moved
+    assert memory_bytes(half, spec, RasterOrder(), H200) < 0.51 * moved
 
 
 def cost(problem: GemmProblem, **changes) -> float:
@@ -334,7 +334,7 @@ def cost(problem: GemmProblem, **changes) -> float:
         types.ab_dtype, types.d_dtype, types.a_major, types.b_major, 128, 128,
         num_stages=5, grouped=types.grouped,
     )  # fmt: skip
-    return estimate(problem, replace(base, **changes), Traversal(), H200).ns
+    return estimate(problem, replace(base, **changes), RasterOrder(), H200).ns
 
 
 def test_the_better_kernel_for_the_size_of_groups_is_expected_to_be_faster():
@@ -351,7 +351,7 @@ def test_a_pair_along_grouped_rows_pads_no_group_to_two_tiles():
     small = GemmProblem.grouped("m", 40 * 256, 1024, 4096, 256)
     alone = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 128, grouped="m")
     pair = replace(alone, cluster_m=2)
-    tiles = [estimate(small, spec, Traversal(), H200).tiles for spec in (alone, pair)]
+    tiles = [estimate(small, spec, RasterOrder(), H200).tiles for spec in (alone, pair)]
     assert tiles[0] == tiles[1] > 0
 
 
@@ -377,7 +377,7 @@ def entry(problem: GemmProblem, prefer: Literal["kernel", "xla"] = "kernel") -> 
         types.ab_dtype, types.d_dtype, types.a_major, types.b_major, 128, 96, num_stages=6,
         tile_scheduler="dynamic", grouped=types.grouped,
     )  # fmt: skip
-    return Entry(Key.of(problem), prefer, spec, Traversal("n", 4), 512.5, 70598.0)
+    return Entry(Key.of(problem), prefer, spec, RasterOrder("n", 4), 512.5, 70598.0)
 
 
 def test_tables_hold_grouped_products_by_the_mean_size_of_their_groups(tmp_path):

@@ -21,7 +21,7 @@ from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import TensorMap, make_plan
 
 TYPES = [
@@ -123,7 +123,7 @@ def test_every_tuner_candidate_is_legal_and_fills_shared_memory(types):
             512, 512, 512, a_major=types.a_major, b_major=types.b_major,
             ab_dtype=types.ab_dtype, d_dtype=types.d_dtype,
         )  # fmt: skip
-        inputs = make_plan(problem, spec, Traversal(), 132).params[:2]
+        inputs = make_plan(problem, spec, RasterOrder(), 132).params[:2]
         narrow = [m.buffer for m in inputs if isinstance(m, TensorMap) and m.swizzle < 64]
         assert narrow == [] or (narrow == [1] and spec.tile_n == 16)
 

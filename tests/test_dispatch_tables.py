@@ -30,7 +30,7 @@ from jax_hopper_gemm.dispatch.table import (
 )
 from jax_hopper_gemm.dispatch.tuner import merged_table, ranked_candidates, tuned_entry, variants
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 
 SQUARE = GemmProblem.dense(4096, 4096, 4096)
 pytestmark = pytest.mark.usefixtures("no_tables")
@@ -44,7 +44,7 @@ def entry(
         num_stages=3, epi_tile_n=16,
     )  # fmt: skip
     return Entry(
-        Key.of(problem), prefer, replace(base, **changes), Traversal("n", 4), 170.5, 174.75
+        Key.of(problem), prefer, replace(base, **changes), RasterOrder("n", 4), 170.5, 174.75
     )
 
 
@@ -69,7 +69,7 @@ def test_every_packaged_entry_decides_for_its_problem(monkeypatch):
         free = choose(measured.key.problem(), H200)
         forced = choose(measured.key.problem(), H200, kernel_only=True)
         assert free.source == forced.source == "table"
-        assert (forced.spec, forced.traversal) == (measured.spec, measured.traversal)
+        assert (forced.spec, forced.raster_order) == (measured.spec, measured.raster_order)
         assert free.spec == (measured.spec if measured.prefer == "kernel" else None)
 
 
@@ -88,7 +88,7 @@ def test_user_table_precedes_the_model(tmp_path):
     assert choose(SQUARE, H200).source == "model"
     load_table(saved(tmp_path, measured))
     decision = choose(SQUARE, H200)
-    assert (decision.spec, decision.traversal) == (measured.spec, measured.traversal)
+    assert (decision.spec, decision.raster_order) == (measured.spec, measured.raster_order)
     assert decision.source == "user table"
     assert "170.5 us" in decision.reason and "table.json" in decision.reason
     assert measured.spec in table_specs(H200)
@@ -159,7 +159,7 @@ def damaged(tmp_path, change) -> str:
         (lambda d, e: d.update(entries={}), ["entries is {}", "list"]),
         (lambda d, e: d["entries"].append(e), ["entry 1", "a second entry"]),
         (lambda d, e: d["entries"].append(3), ["entry 1", "it is 3"]),
-        (lambda d, e: e.pop("traversal"), ["entry 0", "missing fields ['traversal']"]),
+        (lambda d, e: e.pop("raster_order"), ["entry 0", "missing fields ['raster_order']"]),
         (lambda d, e: e.update(speed=1), ["unknown fields ['speed']"]),
         (lambda d, e: e.update(m=True), ["m is True", "int"]),
         (lambda d, e: e.update(k=0), ["k is 0"]),
@@ -171,8 +171,8 @@ def damaged(tmp_path, change) -> str:
         (lambda d, e: e["kernel"].update(tile_m=96), ["no kernel runs it: tile_m 96"]),
         (lambda d, e: e["kernel"].update(tile_m="96"), ["tile_m is '96'"]),
         (lambda d, e: e["kernel"].pop("epi_stages"), ["kernel has missing fields ['epi_stages']"]),
-        (lambda d, e: e["traversal"].update(swizzle=17), ["swizzle is 17, not 1 to 16"]),
-        (lambda d, e: e["traversal"].update(along="k"), ["along is 'k'"]),
+        (lambda d, e: e["raster_order"].update(swizzle=17), ["swizzle is 17, not 1 to 16"]),
+        (lambda d, e: e["raster_order"].update(along="k"), ["along is 'k'"]),
     ],
 )
 def test_damaged_tables_say_where_and_why(tmp_path, change, words):
@@ -232,7 +232,9 @@ def test_ranked_candidates_differ_in_shape_and_are_sorted_by_the_model():
 def test_variants_differ_in_one_detail():
     candidate = ranked_candidates(SQUARE, H200, 1)[0]
     found = variants(SQUARE, H200, candidate)
-    assert {traversal for spec, traversal in found if spec == candidate[0]} > {Traversal("n", 1)}
+    assert {raster_order for spec, raster_order in found if spec == candidate[0]} > {
+        RasterOrder("n", 1)
+    }
     others = [spec for spec, _ in found if spec != candidate[0]]
     assert {spec.tile_scheduler for spec in others} == {"static", "single", "dynamic"}
     assert {spec.epi_tile_n for spec in others} == {16, 32, 64}
@@ -249,13 +251,13 @@ class FakeTimer:
         self.calls: list = []
         self.unusable = unusable
 
-    def __call__(self, spec: GemmSpec, traversal: Traversal) -> float:
-        self.calls.append((spec, traversal))
+    def __call__(self, spec: GemmSpec, raster_order: RasterOrder) -> float:
+        self.calls.append((spec, raster_order))
         if self.unusable(spec):
             return math.inf
         microseconds = 100.0 + abs(spec.tile_m - 256) + abs(spec.tile_n - 128)
         microseconds += 5 * (spec.tile_scheduler != "dynamic") + 3 * (spec.cluster_size != 2)
-        return microseconds + traversal.swizzle / 10
+        return microseconds + raster_order.swizzle / 10
 
 
 def test_tuning_finds_a_scheduler_and_order_that_no_candidate_had():
@@ -267,7 +269,7 @@ def test_tuning_finds_a_scheduler_and_order_that_no_candidate_had():
     assert found.key == Key.of(SQUARE)
     assert (found.spec.tile_m, found.spec.tile_n, found.spec.cluster_size) == (256, 128, 2)
     assert found.spec.tile_scheduler == "dynamic"
-    assert found.traversal.swizzle == 1
+    assert found.raster_order.swizzle == 1
     assert found.prefer == "kernel" and found.xla_us == 120.0
     assert found.kernel_us == pytest.approx(100.1)
     assert len({candidate for candidate, _ in seen}) == len(seen), "each is swept once"
@@ -292,14 +294,14 @@ def test_a_lucky_first_time_does_not_win():
     candidates = ranked_candidates(SQUARE, H200, 2)
     first: set = set()
 
-    def time_kernel(spec: GemmSpec, traversal: Traversal) -> float:
-        lucky = (spec, traversal) == candidates[1] and not first
+    def time_kernel(spec: GemmSpec, raster_order: RasterOrder) -> float:
+        lucky = (spec, raster_order) == candidates[1] and not first
         if lucky:
             first.add(spec)
-        return 10.0 if lucky else 90.0 if (spec, traversal) == candidates[0] else 95.0
+        return 10.0 if lucky else 90.0 if (spec, raster_order) == candidates[0] else 95.0
 
     found = tuned_entry(SQUARE, H200, candidates, time_kernel, lambda: 100.0, refinements=0)
-    assert (found.spec, found.traversal) == candidates[0] and found.kernel_us == 90.0
+    assert (found.spec, found.raster_order) == candidates[0] and found.kernel_us == 90.0
 
 
 def test_merging_replaces_the_entry_of_the_same_problem(tmp_path):

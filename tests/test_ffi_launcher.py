@@ -24,7 +24,7 @@ from fake_driver.harness import (
 )
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap, Workspace, make_plan
 
 OUT_OF_MEMORY, LAUNCH_FAILED, UNNAMED = 2, 719, 12345  # CUresult
@@ -183,7 +183,7 @@ def test_a_cluster_of_one_is_launched_without_the_cluster_attribute(launcher, dr
 def test_the_plan_of_a_gemm_runs(launcher, driver, digest, scheduler):
     problem = GemmProblem.dense(256, 512, 128, l=2)
     spec = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 128, tile_scheduler=scheduler)
-    plan = make_plan(problem, spec, Traversal(), num_sms=132)
+    plan = make_plan(problem, spec, RasterOrder(), num_sms=132)
     launcher.resolve = lambda digest, spec: driver.add_kernel(plan)
     shapes = ((2, 256, 128), (2, 128, 512))
     operands = [jax.device_put(jnp.ones(shape, jnp.bfloat16), CPU) for shape in shapes]

@@ -12,9 +12,15 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from jax_hopper_gemm.gemm.group_search import LANES, MAX_LENGTH, MAX_TILES, GroupWalk, tile_in_pair
+from jax_hopper_gemm.gemm.group_search import (
+    LANES,
+    MAX_LENGTH,
+    MAX_TILES,
+    GroupRaster,
+    tile_in_pair,
+)
 from jax_hopper_gemm.gemm.problem import Groups
-from jax_hopper_gemm.gemm.raster import make_walk, tile_at
+from jax_hopper_gemm.gemm.raster import make_raster, tile_at
 from jax_hopper_gemm.testing.lanes import Int32, NumpyLanes, group_tiles, parts_of_empty_groups
 
 HUGE = 2**31 - 1
@@ -47,9 +53,9 @@ class Case:
     skip_empty: bool = False
 
     @property
-    def walk(self) -> GroupWalk:
+    def raster(self) -> GroupRaster:
         count = len(self.sizes) if self.count is None else self.count
-        return GroupWalk(
+        return GroupRaster(
             len(self.sizes), self.period or len(self.sizes) + 1, self.first, count, self.step,
             self.length, self.clusters_m, self.clusters_n, int(self.along_m), self.width,
         )  # fmt: skip
@@ -57,12 +63,12 @@ class Case:
 
 def spans_of(case: Case) -> list[Span]:
     """Returns all spans, by the definition in `Groups`: one size after the other."""
-    walk, found, at = case.walk, [], 0
+    raster, found, at = case.raster, [], 0
     for i, size in enumerate(case.sizes):
         end = min(case.length, at + max(0, size))
-        period, place = divmod(i, walk.period)
-        alive = walk.first <= place < walk.first + walk.count
-        found.append(Span(period * walk.step + place - walk.first if alive else -1, at, end))
+        period, place = divmod(i, raster.period)
+        alive = raster.first <= place < raster.first + raster.count
+        found.append(Span(period * raster.step + place - raster.first if alive else -1, at, end))
         at = end
     return [*found, Span(-1, at, case.length)]
 
@@ -76,7 +82,7 @@ def expected_tiles(case: Case) -> Iterator[tuple[int, int, int, int, int]]:
         if case.skip_empty and span.start == span.end:
             clusters_m = 0
         if clusters_m:
-            order = make_walk(
+            order = make_raster(
                 clusters_m, case.clusters_n, 1, along_m=case.along_m, swizzle=case.width
             )
             for i in range(order.total):
@@ -86,7 +92,7 @@ def expected_tiles(case: Case) -> Iterator[tuple[int, int, int, int, int]]:
 
 def found_tiles(case: Case, indices=None) -> list[tuple[int, ...]]:
     indices = itertools.count() if indices is None else indices
-    tiles = group_tiles(case.walk, case.sizes, case.rows, indices, case.skip_empty)
+    tiles = group_tiles(case.raster, case.sizes, case.rows, indices, case.skip_empty)
     return [tuple(tile) for tile in tiles]
 
 
@@ -168,7 +174,7 @@ def test_pairs_cover_each_row_and_column_once_and_part_at_the_last_odd_tile_alon
         rows = case.rows
         assert rows
         painted = np.zeros((2 * case.clusters_n, case.length), int)
-        for tile in group_tiles(case.walk, case.sizes, rows, itertools.count()):
+        for tile in group_tiles(case.raster, case.sizes, rows, itertools.count()):
             places = [tile_in_pair(tile, cta, rows, NumpyLanes()) for cta in (0, 1)]
             (m, n, together), other = [tuple(map(int, place)) for place in places]
             tiles = math.ceil((tile.end - tile.start) / rows)
@@ -185,9 +191,14 @@ def test_each_matrix_of_grouped_k_is_written_once_also_for_empty_groups():
     random = Random(3)
     for _ in range(60):
         case = replace(random_case(random, "k"), skip_empty=False)
-        case = replace(case, step=case.walk.count)
+        case = replace(case, step=case.raster.count)
         spans = Groups(
-            "k", len(case.sizes), case.walk.period, case.walk.count, case.first, case.walk.count
+            "k",
+            len(case.sizes),
+            case.raster.period,
+            case.raster.count,
+            case.first,
+            case.raster.count,
         )
         painted = np.zeros((spans.matrices, case.clusters_m, case.clusters_n), int)
         for matrix, _, _, m, n in found_tiles(case):
@@ -201,12 +212,12 @@ def test_each_part_of_an_empty_group_is_found_once_and_none_of_another(warps):
     random = Random(f"parts {warps}")
     for _ in range(25):
         case = replace(random_case(random, "k"), skip_empty=True)
-        case = replace(case, step=case.walk.count)
+        case = replace(case, step=case.raster.count)
         parts = random.choice([1, 2, 7])
         found = [
             tuple(part)
             for first in range(warps)
-            for part in parts_of_empty_groups(case.walk, case.sizes, parts, first, warps)
+            for part in parts_of_empty_groups(case.raster, case.sizes, parts, first, warps)
         ]
         empty = [s.matrix for s in spans_of(case)[:-1] if s.matrix >= 0 and s.start == s.end]
         assert sorted(found) == list(itertools.product(empty, range(parts)))
@@ -217,7 +228,7 @@ def test_each_part_of_an_empty_group_is_found_once_and_none_of_another(warps):
 def test_warps_share_the_parts_evenly():
     case = Case([0, 5, 0, 0] * 20, 100, None)
     counts = [
-        len(list(parts_of_empty_groups(case.walk, case.sizes, 3, first, 7))) for first in range(7)
+        len(list(parts_of_empty_groups(case.raster, case.sizes, 3, first, 7))) for first in range(7)
     ]
     assert sum(counts) == 60 * 3 and max(counts) - min(counts) <= 1
 
@@ -316,7 +327,7 @@ def test_a_matrix_of_the_most_tiles_stays_in_int32():
     for along_m, width in itertools.product((True, False), (1, 16)):
         case = Case([5], 5, None, 1, MAX_TILES - 1, along_m=along_m, width=width)
         (tile,) = found_tiles(case, [MAX_TILES - 2])
-        order = make_walk(1, MAX_TILES - 1, 1, along_m=along_m, swizzle=width)
+        order = make_raster(1, MAX_TILES - 1, 1, along_m=along_m, swizzle=width)
         assert (tile[3], tile[4]) == tile_at(order, MAX_TILES - 2)[:2]
 
 

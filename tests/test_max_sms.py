@@ -161,8 +161,8 @@ def test_whatever_is_chosen_keeps_to_the_limit(limit):
             m, n, k, batches, d_dtype=random.choice(["bfloat16", "float32"])
         )
         decision = choose(problem, device, kernel_only=True)
-        assert decision.spec and decision.traversal
-        plan = make_plan(problem, decision.spec, decision.traversal, device.num_sms)
+        assert decision.spec and decision.raster_order
+        plan = make_plan(problem, decision.spec, decision.raster_order, device.num_sms)
         assert prod(plan.grid) <= limit
 
 

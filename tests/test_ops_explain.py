@@ -32,7 +32,7 @@ def test_the_explained_kernel_is_the_one_that_is_launched():
     program = lowered(lambda a, b: jhg.matmul(a, b, implementation="hopper"), A, B)
     assert found.path == "hopper" and found.problem == GemmProblem.dense(4096, 8192, 4096)
     assert attributes(program, "spec") == [found.spec.to_json()]
-    plan = make_plan(found.problem, found.spec, found.traversal, dispatch.H200.num_sms)
+    plan = make_plan(found.problem, found.spec, found.raster_order, dispatch.H200.num_sms)
     assert found.grid == plan.grid
     clusters = -(-4096 // (found.spec.tile_m * found.spec.cluster_m))
     clusters *= -(-8192 // (found.spec.tile_n * found.spec.cluster_n))

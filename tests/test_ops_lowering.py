@@ -50,7 +50,7 @@ def test_a_product_is_one_launch_of_the_chosen_kernel():
     assert attributes(text, "spec") == [decision.spec.to_json()]
     assert attributes(text, "name") == [f"{decision.spec.name} M={M} N={N} K={K} L=1"]
     (words,) = re.findall(r"plan = dense<\[([-\d, ]+)\]> : tensor<\d+xi64>", text)
-    plan = make_plan(problem, decision.spec, decision.traversal, dispatch.H200.num_sms)
+    plan = make_plan(problem, decision.spec, decision.raster_order, dispatch.H200.num_sms)
     assert tuple(map(int, words.split(", "))) == plan.encode()
 
 
@@ -113,12 +113,12 @@ def test_a_swapped_product_takes_its_operands_in_kernel_order():
 
 def test_workspaces_are_results_of_the_launch(monkeypatch):
     problem = GemmProblem.dense(M, N, K)
-    spec, traversal = next(
-        (spec, traversal)
-        for spec, traversal in dispatch.legal_specs(problem, dispatch.H200)
+    spec, raster_order = next(
+        (spec, raster_order)
+        for spec, raster_order in dispatch.legal_specs(problem, dispatch.H200)
         if spec.tile_scheduler == "dynamic"
     )
-    decision = dispatch.Decision(spec, traversal, "test", "model")
+    decision = dispatch.Decision(spec, raster_order, "test", "model")
     monkeypatch.setattr(dispatch, "choose", lambda *args, **kwargs: decision)
     text = lowered(jhg.matmul, shape(M, K), shape(K, N))
     assert re.search(rf"-> \(tensor<{M}x{N}xbf16>, tensor<4xui8>\)", text.split(LAUNCH)[1])

@@ -20,8 +20,8 @@ from jaxlib import xla_client
 from programs import CACHED_ON_MESH, integers, lowered, run_fresh
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import sharding as partitioning
-from jax_hopper_gemm.sharding.choose_shards import Labels, Share, choose_share
+from jax_hopper_gemm.sharding import custom_call
+from jax_hopper_gemm.sharding.choose_shards import Factors, Share, choose_share
 from jax_hopper_gemm.sharding.mesh import Mesh
 from jax_hopper_gemm.testing.collectives import collectives, run_counted
 
@@ -57,7 +57,7 @@ def test_collectives_are_those_of_jnp(where):
         return product, *transpose(product)
 
     lowered_for_cpu = jax.jit(lambda a, b: product_and_gradients(jhg.matmul, a, b)).lower(a, b)
-    assert lowered_for_cpu.as_text().count(partitioning.TARGET) == 3
+    assert lowered_for_cpu.as_text().count(custom_call.TARGET) == 3
     ours, found = run_counted(partial(product_and_gradients, jhg.matmul), a, b)
     theirs, expected = run_counted(partial(product_and_gradients, jnp.matmul), a, b)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
@@ -172,7 +172,7 @@ def operands(spec_a: P, spec_b: P, dtype: str = "bfloat16") -> list[jax.Array]:
 def test_a_program_for_cuda_leaves_the_product_to_the_partitioner():
     a, b = operands(P("x", None), P(None, "y"))
     text = lowered(jhg.matmul, a, b)
-    assert f"stablehlo.custom_call @{partitioning.TARGET}" in text
+    assert f"stablehlo.custom_call @{custom_call.TARGET}" in text
     assert "reduction={j}" in text  # Shardy's rule
     assert "dot_general" in lowered(jhg.matmul, *operands(P("x"), P(), "float32"))
 
@@ -181,14 +181,14 @@ def test_a_program_for_cuda_leaves_the_product_to_the_partitioner():
 def test_the_product_of_an_epilogue_is_partitioned_for_cuda():
     a, b = operands(P("x", "y"), P("y", None))
     text = lowered(partial(jhg.matmul, activation=jax.nn.relu), a, b)
-    assert partitioning.TARGET in text and "dot_general" not in text
+    assert custom_call.TARGET in text and "dot_general" not in text
 
 
 @pytest.mark.usefixtures("launcher")
 def test_transposed_operands_are_read_as_they_lie():
     a, b = operands(P("x", None), P(None, "y"))
     text = lowered(lambda a, b: jhg.matmul(b.T, a.T), a, b)
-    assert partitioning.TARGET in text and "stablehlo.transpose" not in text
+    assert custom_call.TARGET in text and "stablehlo.transpose" not in text
 
 
 @pytest.mark.usefixtures("launcher")
@@ -202,7 +202,7 @@ def test_a_transpose_that_no_kernel_reads_through_stays():
 
     traced = jax.jit(product, in_shardings=shardings).trace(x, y)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count(partitioning.TARGET) == 1 and "stablehlo.dot_general" not in text
+    assert text.count(custom_call.TARGET) == 1 and "stablehlo.dot_general" not in text
 
 
 def share_for_cuda(
@@ -214,9 +214,9 @@ def share_for_cuda(
     element = jnp.dtype(dtype)
     config = {
         "name": "hopper_dot",
-        "labels": asdict(Labels.of("mk,kn->mn")),
+        "labels": asdict(Factors.of("mk,kn->mn")),
         "sum_dtype": dtype,
-        "version": partitioning.call.VERSION,
+        "version": custom_call.VERSION,
         "platforms": ["cuda"],
         "axis": None,
         "params": {
@@ -227,7 +227,7 @@ def share_for_cuda(
         },
     }
     result = tiled(out) if max(out) > 1 else xla_client.HloSharding.replicate()
-    program, arguments, _ = partitioning.call._partition(
+    program, arguments, _ = custom_call._partition(
         [shape(element, (512, 256)), shape(element, (256, 512))],
         [tiled(spec_k), tiled(spec_k[::-1])],
         shape(element, (512, 512)),
@@ -264,15 +264,15 @@ def test_programs_of_shares_can_be_seen_and_replaced():
     def twice(a, b):
         return jhg.matmul(a, b), jhg.matmul(a, 1 - b)
 
-    with partitioning.on_cpu(negative):
+    with custom_call.on_cpu(negative):
         found = jax.jit(twice)(a, b)
     assert shapes == [[(16, 32), (32, 16)]] * 2
     expected = a @ b, a @ (1 - b)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, -y), found, expected)
-    with partitioning.on_cpu():
+    with custom_call.on_cpu():
         after = jax.jit(lambda a, b: twice(a, b))(a, b)
     jax.tree.map(np.testing.assert_array_equal, after, expected)
-    assert partitioning.TARGET not in jax.jit(lambda a, b: jhg.matmul(a, b)).lower(a, b).as_text()
+    assert custom_call.TARGET not in jax.jit(lambda a, b: jhg.matmul(a, b)).lower(a, b).as_text()
 
 
 # Across processes.
@@ -289,7 +289,7 @@ programs = {
 }
 for function, arguments in programs.items():
     program = jax.jit(function).lower(*arguments)
-    assert partitioning.TARGET in program.as_text()
+    assert custom_call.TARGET in program.as_text()
     program.compile()
 print([name.split("/")[-1] for name in events if "cache_hits" in name or "cache_misses" in name])
 """
@@ -318,7 +318,7 @@ def test_an_exported_program_of_another_version_is_refused(monkeypatch):
     a, b = array("mk", {"m": "x"}), array("kn", {}, seed=1)
     checks = jhg.export_disabled_checks()
     with monkeypatch.context() as patch:
-        patch.setattr(partitioning.call, "VERSION", 7)
+        patch.setattr(custom_call, "VERSION", 7)
         exported = jax.export.export(jax.jit(lambda a, b: jhg.matmul(a, b)), disabled_checks=checks)
         stored = exported(a, b).serialize()
     with pytest.raises(jax.errors.JaxRuntimeError, match="has version 7, .* reads version 1"):
@@ -349,7 +349,7 @@ def test_an_odd_order_of_devices_reads_as_a_whole_array():
 
 def test_a_share_costs_least():
     devices = Mesh((2, 2, 2))
-    choose = partial(choose_share, devices, Labels.of("mk,kn->mn"))
+    choose = partial(choose_share, devices, Factors.of("mk,kn->mn"))
     extents = {"m": 1024, "k": 512, "n": 256}
     split_k = choose(extents, (2, 2, 2, 2), ([(0,), (1,)], [(1,), ()], [(0,), ()]))
     assert split_k == Share({"m": (0,), "k": (1,), "n": ()}, {}, (1,))

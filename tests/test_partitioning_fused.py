@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 from programs import CACHED_ON_MESH, LAUNCH, integers, run_fresh
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import sharding as partitioning
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.groups import Spans
 from jax_hopper_gemm.primitives.fused_call import FusedProduct
+from jax_hopper_gemm.sharding import custom_call
 from jax_hopper_gemm.sharding.mesh import Mesh
 from jax_hopper_gemm.testing.collectives import collectives, run_counted
 
@@ -265,7 +265,7 @@ def shares_for_cuda(function: Callable[..., Any], cut: str, *args: Any) -> list[
         types = [x.type for x in (*operation.operands, *operation.results)]
         arrays = tuple((tuple(t.shape), DTYPES[str(t.element_type)]) for t in types)
         given = tuple(tuple((0,) if x == letter else () for x in letters) for letters in names)
-        program, _ = partitioning.call._answer(Mesh((2,)), arrays, given, config.encode(), False)
+        program, _ = custom_call._answer(Mesh((2,)), arrays, given, config.encode(), False)
         with mlir.make_ir_context():
             found.append(str(ir.Module.parse(program)))
     return found
@@ -276,7 +276,7 @@ def calls_of(operation: Any) -> Any:
         for block in region.blocks:
             for inner in block.operations:
                 if inner.operation.name == "stablehlo.custom_call":
-                    if inner.attributes["call_target_name"].value == partitioning.TARGET:
+                    if inner.attributes["call_target_name"].value == custom_call.TARGET:
                         yield inner.operation
                 yield from calls_of(inner.operation)
 

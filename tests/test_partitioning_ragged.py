@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from programs import integers, lowered
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import sharding as partitioning
+from jax_hopper_gemm.sharding import custom_call
 from jax_hopper_gemm.testing.collectives import run_counted
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -110,7 +110,7 @@ def test_no_more_moves_than_with_lax(where):
 def test_rows_meet_their_matrices_whatever_the_sizes(where):
     lhs, rhs = array("mk", where), array("gkn", where, 1)
     program = jax.jit(partial(product_and_gradients, jhg.ragged_dot))
-    assert program.lower(lhs, rhs, sizes_of("too few")).as_text().count(partitioning.TARGET) == 3
+    assert program.lower(lhs, rhs, sizes_of("too few")).as_text().count(custom_call.TARGET) == 3
     expected = jax.jit(partial(product_and_gradients, XLA))
     for name in SIZES:
         sizes = sizes_of(name)
@@ -198,7 +198,7 @@ def cuda_operands(where: dict[str, Any]) -> list[jax.Array]:
 @pytest.mark.usefixtures("launcher")
 def test_a_program_for_cuda_leaves_ragged_products_to_the_partitioner():
     text = lowered(partial(product_and_gradients, jhg.ragged_dot), *cuda_operands({"m": "x"}))
-    assert text.count(f"stablehlo.custom_call @{partitioning.TARGET}") == 3
+    assert text.count(f"stablehlo.custom_call @{custom_call.TARGET}") == 3
     assert "need_replication={" in text and "dot_general" not in text
     single = [x.astype(jnp.float32) for x in cuda_operands({"m": "x"})[:2]]
-    assert partitioning.TARGET not in lowered(jhg.ragged_dot, *single, np.full(8, 128, np.int32))
+    assert custom_call.TARGET not in lowered(jhg.ragged_dot, *single, np.full(8, 128, np.int32))

@@ -14,17 +14,17 @@ from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Re
 from jax_hopper_gemm.gemm.grid import (
     WRAP_BYTES,
     ceil_div,
-    group_walk,
+    group_raster,
     max_clusters,
     num_inputs,
     persistent_clusters,
     result_shapes,
 )
-from jax_hopper_gemm.gemm.group_search import GroupWalk
+from jax_hopper_gemm.gemm.group_search import GroupRaster
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Groups, MatrixLayout
-from jax_hopper_gemm.gemm.raster import make_walk
-from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.raster import make_raster
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import (
     SPAN_EXTENT,
     Int32,
@@ -41,7 +41,7 @@ CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
 
 
 def tensor_maps(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap]:
-    params = make_plan(problem, spec, Traversal(), 132).params
+    params = make_plan(problem, spec, RasterOrder(), 132).params
     return [param for param in params if isinstance(param, TensorMap)]
 
 
@@ -85,14 +85,14 @@ def test_persistent_grid_is_the_smallest_with_the_same_waves():
 
 def test_grid_of_8192_cubed_leaves_four_sms_idle_unless_tiles_are_claimed():
     problem = GemmProblem.dense(8192, 8192, 8192)
-    assert make_plan(problem, LARGE, Traversal(), 132).grid == (128, 1, 1)
+    assert make_plan(problem, LARGE, RasterOrder(), 132).grid == (128, 1, 1)
     claiming = replace(LARGE, tile_scheduler="dynamic")
-    assert make_plan(problem, claiming, Traversal(), 132).grid == (132, 1, 1)
+    assert make_plan(problem, claiming, RasterOrder(), 132).grid == (132, 1, 1)
 
 
 def test_single_scheduler_launches_one_cluster_for_each_of_its_tiles():
     spec = replace(LARGE, tile_scheduler="single", cluster_m=2)
-    plan = make_plan(GemmProblem.dense(1000, 1000, 64, 3), spec, Traversal(), 132)
+    plan = make_plan(GemmProblem.dense(1000, 1000, 64, 3), spec, RasterOrder(), 132)
     assert plan.grid == (2 * (4 * 4 * 3), 1, 1)
     assert plan.cluster == (2, 1, 1)
 
@@ -100,7 +100,7 @@ def test_single_scheduler_launches_one_cluster_for_each_of_its_tiles():
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_grid_is_whole_clusters_that_fit_the_device(cluster):
     spec = replace(LARGE, cluster_m=cluster[0], cluster_n=cluster[1])
-    plan = make_plan(GemmProblem.dense(8192, 8192, 512), spec, Traversal(), 132)
+    plan = make_plan(GemmProblem.dense(8192, 8192, 512), spec, RasterOrder(), 132)
     assert plan.cluster == (*cluster, 1)
     assert plan.grid[0] % cluster[0] == 0 and plan.grid[1] == cluster[1]
     assert plan.grid[0] * plan.grid[1] <= 132
@@ -110,18 +110,18 @@ def test_grid_is_whole_clusters_that_fit_the_device(cluster):
 def test_scalars_follow_the_kernels_order():
     problem = GemmProblem.dense(1000, 5000, 136, 3)
     spec = replace(LARGE, cluster_n=2)
-    plan = make_plan(problem, spec, Traversal("n", 4), 132)
+    plan = make_plan(problem, spec, RasterOrder("n", 4), 132)
     for along in ("n", "m"):
-        plan = make_plan(problem, spec, Traversal(along, 4), 132)
-        walk = make_walk(8, 10, 3, along_m=along == "m", swizzle=4)
-        assert scalars(plan) == [*walk, 3]
+        plan = make_plan(problem, spec, RasterOrder(along, 4), 132)
+        raster = make_raster(8, 10, 3, along_m=along == "m", swizzle=4)
+        assert scalars(plan) == [*raster, 3]
 
 
 def test_only_the_dynamic_scheduler_has_a_counter():
     problem = GemmProblem.dense(1024, 1024, 1024)
-    static = make_plan(problem, LARGE, Traversal(), 132)
+    static = make_plan(problem, LARGE, RasterOrder(), 132)
     assert static.workspaces == () and decode(static.encode())["cleared"] == []
-    dynamic = make_plan(problem, replace(LARGE, tile_scheduler="dynamic"), Traversal(), 132)
+    dynamic = make_plan(problem, replace(LARGE, tile_scheduler="dynamic"), RasterOrder(), 132)
     assert dynamic.params[-1] == Pointer(buffer=3)
     assert decode(dynamic.encode())["cleared"] == [(3, 4)]
 
@@ -198,7 +198,7 @@ def test_encoding_decodes_to_the_plan():
     spec = replace(
         LARGE, ab_dtype="float16", d_dtype="float16", a_major="m", tile_scheduler="dynamic"
     )
-    plan = make_plan(problem, spec, Traversal("n", 16), 132)
+    plan = make_plan(problem, spec, RasterOrder("n", 16), 132)
     decoded = decode(plan.encode())
     assert decoded["version"] == 2
     assert decoded["grid"] == plan.grid and decoded["cluster"] == plan.cluster
@@ -208,14 +208,14 @@ def test_encoding_decodes_to_the_plan():
         ("map", 0, 0, float16, swizzle_128, (1000, 136, 3), (2000, 272000), (64, 64, 1)),
         ("map", 1, 0, float16, swizzle_128, (5000, 136, 3), (10000, 1360000), (64, 64, 1)),
         ("map", 2, 0, float16, swizzle_64, (5000, 1000, 3), (10000, 10000000), (32, 64, 1)),
-        *(("int32", value) for value in make_walk(8, 20, 3, along_m=False, swizzle=16)),
+        *(("int32", value) for value in make_raster(8, 20, 3, along_m=False, swizzle=16)),
         ("int32", 3),
         ("pointer", 3),
     ]
 
 
 def test_encoding_is_golden():
-    plan = make_plan(GemmProblem.dense(256, 512, 128), LARGE, Traversal("m", 8), 132)
+    plan = make_plan(GemmProblem.dense(256, 512, 128), LARGE, RasterOrder("m", 8), 132)
     assert plan.encode() == (
         2,  4, 1, 1,  1, 1, 1,  384, 229888,  0,  20,
         0, 0, 0, 9, 3, 3,  128, 256, 1,  256, 16,  64, 128, 1,
@@ -275,7 +275,7 @@ def test_operands_of_every_kind_follow_the_results():
         MatrixLayout("n", 528, 528 * 400),
         MatrixLayout("n", 512, 0),
     )
-    plan = make_plan(problem, spec, Traversal(), 132)
+    plan = make_plan(problem, spec, RasterOrder(), 132)
     a, b, d, raw, largest, scalar, step, row, column, matrix, mask = plan.params[:11]
     assert [x.buffer for x in (a, b) if isinstance(x, TensorMap)] == [0, 1]
     # Buffers: A, B, the five operands, then the three results.
@@ -292,8 +292,8 @@ def test_operands_of_every_kind_follow_the_results():
         5, "float32", (512, 328, 3), (528 * 4, 528 * 400 * 4), (32, 64, 1), 128
     )
     assert mask == TensorMap(6, "bool", (512, 328, 3), (512, 0), (32, 64, 1), 32)
-    walk = make_walk(3, 4, 3, along_m=True, swizzle=8)
-    assert plan.params[11:] == (*map(Int32, walk), Int32(1), Int32(328), Int32(512))
+    raster = make_raster(3, 4, 3, along_m=True, swizzle=8)
+    assert plan.params[11:] == (*map(Int32, raster), Int32(1), Int32(328), Int32(512))
 
 
 def test_a_vector_shared_by_a_single_matrix_has_a_legal_stride():
@@ -310,7 +310,7 @@ def test_the_extents_are_passed_only_where_elements_are_counted(graph):
     layouts = (MatrixLayout("n", 512, 0),) * (len(graph.operands) if graph else 0)
     problem, spec = epilogue_case(graph or EpilogueGraph(results=PAIR.results), *layouts) \
         if graph else (GemmProblem.dense(328, 512, 64, 3), LARGE)  # fmt: skip
-    trailing = make_plan(problem, spec, Traversal(), 132).params[-2:]
+    trailing = make_plan(problem, spec, RasterOrder(), 132).params[-2:]
     assert (trailing == (Int32(328), Int32(512))) == (graph is KINDS)
 
 
@@ -321,7 +321,7 @@ def test_gate_and_up_in_two_arrays_are_two_inputs():
     assert replace(up, buffer=1) == gate
     assert gate.box == (64, 64, 1)  # half a tile of 128 columns
     assert d.dims == (512, 328, 3)
-    plan = make_plan(problem, spec, Traversal(), 132)
+    plan = make_plan(problem, spec, RasterOrder(), 132)
     assert plan.grid == (3 * 8 * 3, 1, 1)
 
 
@@ -334,7 +334,7 @@ def test_gate_and_up_in_one_array_are_one_input_at_two_offsets():
     assert (gate.buffer, up.buffer, d.buffer) == (1, 1, 2)
     assert (gate.offset, up.offset) == (0, 1024)
     assert gate.strides == up.strides == (2048, 0)
-    decoded = decode(make_plan(problem, spec, Traversal(), 132).encode())
+    decoded = decode(make_plan(problem, spec, RasterOrder(), 132).encode())
     assert [param[1:3] for param in decoded["params"][:4]] == [(0, 0), (1, 0), (1, 1024), (2, 0)]
 
 
@@ -352,7 +352,9 @@ def test_planes_lie_side_by_side_in_one_result():
     assert gate.dims == up.dims == (512, 328, 3)
     assert gate.strides == up.strides == (4096, 4096 * 328)
     assert half.strides == (1024, 1024 * 328)
-    pointers = [p for p in make_plan(problem, spec, Traversal(), 132).params if type(p) is Pointer]
+    pointers = [
+        p for p in make_plan(problem, spec, RasterOrder(), 132).params if type(p) is Pointer
+    ]
     assert pointers == [Pointer(5)]
 
 
@@ -372,7 +374,7 @@ def test_reductions_are_partial_by_tile_and_the_counter_follows_them():
         ((3, 100, 4), "float32"),
         ((3, 100, 4), "int32"),
     ]
-    plan = make_plan(problem, spec, Traversal(), 132)
+    plan = make_plan(problem, spec, RasterOrder(), 132)
     assert plan.params[2:9] == tuple(map(Pointer, range(2, 9)))
     assert plan.first_workspace == 9 and plan.params[-1] == Pointer(9)
     assert decode(plan.encode())["cleared"] == [(9, 4)]
@@ -456,36 +458,38 @@ def test_sizes_and_their_walk_follow_the_results(axis, scheduler):
     problem, spec = grouped_case(axis, tile_scheduler=scheduler)
     groups = Groups(axis, 11, 6, 4, first=1, step=4)
     problem = replace(problem, groups=groups, l=8)
-    plan = make_plan(problem, spec, Traversal("n", 3), 132)
+    plan = make_plan(problem, spec, RasterOrder("n", 3), 132)
     a, b, d, *rest = plan.params
     # Buffers: A, B, the sizes, then D.
     assert num_inputs(problem) == 3
     assert [x.buffer for x in (a, b, d) if isinstance(x, TensorMap)] == [0, 1, 3]
     length = 320 if axis == "m" else 200
     tiles = 4 if axis == "m" else 3  # of N, of M
-    walk = GroupWalk(11, 6, 1, 4, 4, length, tiles, 4, 0, 3)
+    raster = GroupRaster(11, 6, 1, 4, 4, length, tiles, 4, 0, 3)
     counter = [Pointer(4)] if scheduler == "dynamic" else []
     vectors = 320 * 512 // 8  # of 16 bytes
     zeros = [Pointer(3), *map(Int32, (1, vectors, 0, vectors))] if axis == "k" else []
-    assert rest == [Pointer(2), *map(Int32, walk), Int32(4), *zeros, *counter]
+    assert rest == [Pointer(2), *map(Int32, raster), Int32(4), *zeros, *counter]
     assert plan.first_workspace == 4
 
 
 def test_rows_of_zeros_leave_the_gaps_between_rows_alone():
     problem, spec = grouped_case("k")
-    assert spec.zeros_apart
+    assert spec.zero_fill_warp
     problem = replace(problem, d=MatrixLayout("n", 512 + 24, 320 * (512 + 24) + 64))
-    *_, rows, vectors, row_stride, matrix_stride = make_plan(problem, spec, Traversal(), 132).params
+    *_, rows, vectors, row_stride, matrix_stride = make_plan(
+        problem, spec, RasterOrder(), 132
+    ).params
     assert (rows, vectors) == (Int32(320), Int32(64))
     assert (row_stride, matrix_stride) == (Int32(67), Int32(320 * 67 + 8))
 
 
 def test_a_pair_of_ctas_walks_two_tiles_of_columns_at_a_time():
     problem, spec = grouped_case("m", n=3 * 128 - 8, cluster_m=2)
-    plan = make_plan(problem, spec, Traversal("n", 3), 132)
+    plan = make_plan(problem, spec, RasterOrder("n", 3), 132)
     assert plan.cluster == (2, 1, 1)
-    walk = group_walk(problem, spec, Traversal("n", 3))
-    assert (walk.tiles, walk.clusters_n) == (3, 2)
+    raster = group_raster(problem, spec, RasterOrder("n", 3))
+    assert (raster.tiles, raster.clusters_n) == (3, 2)
     alone = tensor_maps(problem, replace(spec, cluster_m=1))[1]
     assert 2 * math.prod(tensor_maps(problem, spec)[1].box) == math.prod(alone.box), "halves of B"
 
@@ -502,7 +506,7 @@ def test_sizes_follow_the_epilogues_operands():
         MatrixLayout("n", 512, 0),
     )  # fmt: skip
     problem, spec = grouped_case("m", graph=graph, operands=layouts)
-    params = make_plan(problem, spec, Traversal(), 132).params
+    params = make_plan(problem, spec, RasterOrder(), 132).params
     assert num_inputs(problem) == 7
     results = result_shapes(problem, spec)
     assert results == [((1, 320, 512), "bfloat16"), ((1, 4, 320), "float32")]
@@ -520,7 +524,7 @@ def test_gathered_operands_are_pointers_with_an_array_of_indices():
     problem, spec = grouped_case("m")
     assert problem.groups
     problem = replace(problem, groups=replace(problem.groups, gathered="a", source=64))
-    params = make_plan(problem, replace(spec, gathered="a"), Traversal(), 132).params
+    params = make_plan(problem, replace(spec, gathered="a"), RasterOrder(), 132).params
     assert params[0] == Pointer(0)
     # Buffers: A, B, the sizes, the indices, then D.
     assert isinstance(params[2], TensorMap) and params[2].buffer == 4
@@ -538,7 +542,7 @@ def test_a_grouped_grid_is_all_that_is_resident():
     """Not the smallest with as few waves: how many tiles there are depends on the sizes."""
     for axis in ("m", "k"):
         problem, spec = grouped_case(axis, m=4096, n=1536, k=4096, groups=8, cluster_n=2)
-        plan = make_plan(problem, spec, Traversal(), 132)
+        plan = make_plan(problem, spec, RasterOrder(), 132)
         assert plan.grid == (66, 2, 1)
 
 
@@ -547,18 +551,18 @@ def test_no_sizes_give_more_tiles_than_the_grid_allows_for():
     for _ in range(200):
         length, number = random.randint(1, 900), random.randint(1, 40)
         problem, spec = grouped_case("m", m=length, groups=number, tile_m=random.choice([64, 128]))
-        plan = make_plan(problem, spec, Traversal(), 10**6)
+        plan = make_plan(problem, spec, RasterOrder(), 10**6)
         sizes = [random.choice([0, 1, 63, 64, 65, random.randint(0, 300)]) for _ in range(number)]
-        walk = GroupWalk(*scalars(plan)[:-1])
-        tiles = list(group_tiles(walk, sizes, spec.tile_m, itertools.count()))
+        raster = GroupRaster(*scalars(plan)[:-1])
+        tiles = list(group_tiles(raster, sizes, spec.tile_m, itertools.count()))
         assert len(tiles) <= plan.grid[0]
     one = grouped_case("m", m=1, n=8, groups=1)
-    assert make_plan(*one, Traversal(), 132).grid == (1, 1, 1)
+    assert make_plan(*one, RasterOrder(), 132).grid == (1, 1, 1)
 
 
 def test_encoding_of_span_maps_decodes_and_fits_int64():
     problem, spec = grouped_case("m")
-    plan = make_plan(problem, spec, Traversal(), 132)
+    plan = make_plan(problem, spec, RasterOrder(), 132)
     words = plan.encode()
     assert all(-(2**63) <= word < 2**63 for word in words)
     d = decode(words)["params"][2]

@@ -23,7 +23,7 @@ from jax_hopper_gemm.fusion.jaxprs import traced
 from jax_hopper_gemm.fusion.segments import GroupedProgram
 from jax_hopper_gemm.gemm.grid import num_inputs
 from jax_hopper_gemm.gemm.problem import GemmProblem, Groups, MatrixLayout
-from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.lowering import call as lowering
 from jax_hopper_gemm.lowering import fallback, match
@@ -37,7 +37,7 @@ from jax_hopper_gemm.primitives.ragged_dot import (
     Spans,
     hopper_ragged_dot,
 )
-from jax_hopper_gemm.primitives.segments import live_rows, rows_of_groups
+from jax_hopper_gemm.primitives.segments import segment_broadcast, segment_mask
 
 pytestmark = pytest.mark.usefixtures("launcher", "kernels")
 
@@ -60,7 +60,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[GemmProblem]:
             grouped=problem.groups.axis, epilogue=epilogue,
             epi_load_stages=2 if epilogue and epilogue.loaded else 0,
         )  # fmt: skip
-        return dispatch.Decision(spec, Traversal("m", 1), "the test's", "model")
+        return dispatch.Decision(spec, RasterOrder("m", 1), "the test's", "model")
 
     monkeypatch.setattr(dispatch, "choose", choose)
     return asked
@@ -103,7 +103,7 @@ def test_a_ragged_product_is_one_launch_on_the_caller_s_arrays(kernels):
     assert arguments(text) == ["%arg0, %arg1, %arg2"] and set(kernels) == {FORWARD}
     (spec,) = map(GemmSpec.from_json, attributes(text, "spec"))
     assert spec.grouped == "m"
-    assert plans(text) == [make_plan(FORWARD, spec, Traversal("m", 1), 132).encode()]
+    assert plans(text) == [make_plan(FORWARD, spec, RasterOrder("m", 1), 132).encode()]
     assert f"-> tensor<{T}x{N}xbf16>" in text.split(LAUNCH)[1]
     (line,) = (line for line in text.splitlines() if LAUNCH in line)
     assert not re.search(r"stablehlo\.(?!custom_call)", text), line
@@ -230,13 +230,13 @@ def product_of_rows(function, *operands) -> Product:
 
 
 def own(x, sizes):
-    return rows_of_groups(x, sizes, PLAIN, T)
+    return segment_broadcast(x, sizes, PLAIN, T)
 
 
 def test_operands_lie_as_the_letters_of_groups_and_rows_say(kernels):
     def function(acc, sizes, bias, scale, residual, row, column):
         out = acc * own(scale, sizes) + own(bias, sizes) + residual + row + column
-        return live_rows(out.astype(jnp.bfloat16), sizes, PLAIN)
+        return segment_mask(out.astype(jnp.bfloat16), sizes, PLAIN)
 
     product = product_of_rows(
         function, shape(G, N), shape(G, 1, dtype=jnp.float32), shape(T, N), shape(N), shape(T, 1)
@@ -299,7 +299,7 @@ def test_results_of_a_kernel_are_those_of_the_function():
 
     def function(acc, sizes, bias):
         out = acc + own(bias, sizes)
-        return live_rows(out.astype(jnp.bfloat16), sizes, PLAIN), jnp.sum(out, -1)
+        return segment_mask(out.astype(jnp.bfloat16), sizes, PLAIN), jnp.sum(out, -1)
 
     product = product_of_rows(function, shape(G, N))
     call = lowering.Call(product, ())

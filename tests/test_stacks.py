@@ -124,8 +124,8 @@ def test_the_kernel_is_that_of_one_matrix(operand):
 def test_the_plan_has_a_map_of_the_stack_and_where_the_index_lies(operand):
     problem = stacked(operand)
     decision = choose(problem, H200)
-    assert decision.spec and decision.traversal
-    plan = make_plan(problem, decision.spec, decision.traversal, H200.num_sms)
+    assert decision.spec and decision.raster_order
+    plan = make_plan(problem, decision.spec, decision.raster_order, H200.num_sms)
     maps = [param for param in plan.params if isinstance(param, TensorMap)]
     assert [x.dims[2] for x in maps] == [S if x == operand else 1 for x in "abd"]
     assert [x.buffer for x in maps] == [0, 1, 3]  # the index is 2

@@ -36,10 +36,10 @@ def test_random_problems_can_run_and_vary():
     problems = []
     for seed in range(400):
         rng = random.Random(seed)
-        problem, traversal = cases.random_problem(rng, rng.choice(specs))
+        problem, raster_order = cases.random_problem(rng, rng.choice(specs))
         assert problem_violations(problem) == [], problem
         assert max(problem.m, problem.n, problem.k) <= cases.MAX_EXTENT
-        problems.append((problem, traversal))
+        problems.append((problem, raster_order))
     assert sum(p.l > 1 for p, _ in problems) > 80
     assert sum(p.l > 1 and p.a.batch_stride == 0 for p, _ in problems) > 20
     assert sum(p.a.leading_stride > p.a.batch_stride > 0 for p, _ in problems) > 20
@@ -49,21 +49,21 @@ def test_random_problems_can_run_and_vary():
 
 @pytest.mark.parametrize("spec", EPILOGUE_SPECS[::3], ids=lambda spec: spec.name)
 def test_edge_problems_of_epilogues_can_run(spec):
-    for problem, traversal in [
+    for problem, raster_order in [
         *cases.edge_problems(spec, 132),
         *(cases.random_problem(random.Random(seed), spec) for seed in range(8)),
     ]:
         assert problem_violations(problem) == []
         assert pairing_violations(problem, spec) == []
-        assert make_plan(problem, spec, traversal, 132).grid[0] > 0
+        assert make_plan(problem, spec, raster_order, 132).grid[0] > 0
 
 
 @pytest.mark.parametrize("spec", policies.covering_specs()[::7], ids=lambda spec: spec.name)
 def test_edge_problems_can_run_and_cover_waves(spec):
-    for problem, traversal in cases.edge_problems(spec, 132):
+    for problem, raster_order in cases.edge_problems(spec, 132):
         assert problem_violations(problem) == []
         assert max(problem.m * problem.n, problem.m * problem.k, problem.n * problem.k) < 1 << 25
-        plan = make_plan(problem, spec, traversal, 132)
+        plan = make_plan(problem, spec, raster_order, 132)
         assert plan.grid[0] > 0
     waves = [
         math.ceil(p.m / (spec.tile_m * spec.cluster_m))

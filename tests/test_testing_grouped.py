@@ -242,7 +242,7 @@ def try_on_host(monkeypatch, case: grouped.Case, spoil=lambda results, parts: No
     The kernel takes whole matrices of rows of no group for zeros, as kernels do.
     """
 
-    def prepare(gpu, problem, spec, traversal, parts, num_sms):
+    def prepare(gpu, problem, spec, raster_order, parts, num_sms):
         def flat(part, dtype):
             itemsize = jnp.dtype(dtype).itemsize
             return part[: part.size // itemsize * itemsize].view(jnp.dtype(dtype))
@@ -268,7 +268,7 @@ def try_on_host(monkeypatch, case: grouped.Case, spoil=lambda results, parts: No
     monkeypatch.setattr(trial, "prepare", prepare)
     gpu: Any = HostGpu()
     inputs = case.inputs()
-    results = trial.run_all(gpu, case.problem, case.spec, case.traversal, inputs)
+    results = trial.run_all(gpu, case.problem, case.spec, case.raster_order, inputs)
     case.check(inputs, results)
 
 
@@ -315,7 +315,7 @@ def case_of(axis: Any, exact: bool) -> grouped.Case:
     spec = plain_spec(axis)
     layout, extents = Layout.plain(3), (70, 24, 40) if axis == "m" else (40, 24, 70)
     of = grouped.problem_of(spec, layout, *extents)
-    return grouped.Case(of, spec, random_grouped.Traversal(), (20, 0, 31), 3, exact)
+    return grouped.Case(of, spec, random_grouped.RasterOrder(), (20, 0, 31), 3, exact)
 
 
 @pytest.mark.parametrize("exact", [True, False])

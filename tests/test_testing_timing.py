@@ -9,7 +9,7 @@ import pytest
 from recording_driver import SIZES, SPEC, FakeDriver
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import Traversal
+from jax_hopper_gemm.gemm.spec import RasterOrder
 from jax_hopper_gemm.testing import timing
 from jax_hopper_gemm.testing.gpu import Gpu
 
@@ -78,7 +78,7 @@ def test_kernel_timer_launches_on_rotating_operands(scheduler, expected, monkeyp
     problem = GemmProblem.dense(2048, 2048, 2048)  # 16 MiB of inputs
     launches = []
 
-    def prepare(gpu, problem, spec, traversal, buffers):
+    def prepare(gpu, problem, spec, raster_order, buffers):
         return lambda: launches.append((spec, tuple(buffer.address for buffer in buffers)))
 
     def burst(function, input_sets, added):
@@ -92,7 +92,7 @@ def test_kernel_timer_launches_on_rotating_operands(scheduler, expected, monkeyp
     monkeypatch.setattr(timing, "prepare", prepare)
     monkeypatch.setattr(timing, "burst", burst)
     spec = dataclasses.replace(SPEC, tile_scheduler=scheduler)
-    assert timing.KernelTimer(gpu, problem)(spec, Traversal()) == expected  # clearing counts
+    assert timing.KernelTimer(gpu, problem)(spec, RasterOrder()) == expected  # clearing counts
     assert [spec for spec, _ in launches] == [spec] * 8
     addresses = [address for _, buffers in launches for address in buffers]
     assert len(set(addresses)) == 24

@@ -69,12 +69,12 @@ def test_wrong_results_are_outside_the_bound(k, dtype):
     def ratio(wrong):
         return tolerance.worst(wrong.astype(jnp.dtype(dtype)), exact, magnitude, k).ratio
 
-    without_a_tile, swapped, unwritten = exact.copy(), exact.copy(), exact.copy()
+    without_a_tile, swap_ab, unwritten = exact.copy(), exact.copy(), exact.copy()
     without_a_tile -= reference.product(a[:, :16], b[:16])
-    swapped[[0, 1]] = swapped[[1, 0]]
+    swap_ab[[0, 1]] = swap_ab[[1, 0]]
     unwritten[3, 4] = np.nan
     assert ratio(without_a_tile) > 1
-    assert ratio(swapped) > 1
+    assert ratio(swap_ab) > 1
     assert ratio(unwritten) == math.inf
 
 

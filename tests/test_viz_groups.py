@@ -12,7 +12,7 @@ from support import grouped
 from jax_hopper_gemm import moe, viz
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Groups
-from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.viz.groups import OF_NO_GROUP
 
@@ -28,7 +28,7 @@ KERNELS = {
     "pingpong": replace(WHOLE, tile_n=128, warp_schedule="pingpong"),
 }
 BY_K = replace(WHOLE, a_major="m", grouped="k", cluster_m=2)
-ALONG = [Traversal("m", 8), Traversal("n", 2)]
+ALONG = [RasterOrder("m", 8), RasterOrder("n", 2)]
 
 
 def rows_problem(n: int = 1280, k: int = 512) -> GemmProblem:
@@ -40,13 +40,13 @@ def contraction(m: int = 300, n: int = 700) -> GemmProblem:
 
 
 @pytest.mark.parametrize("spec", KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize("traversal", ALONG, ids=str)
-def test_stored_rows_cover_the_result_once(spec, traversal):
+@pytest.mark.parametrize("raster_order", ALONG, ids=str)
+def test_stored_rows_cover_the_result_once(spec, raster_order):
     assert violations(spec) == []
     problem = rows_problem()
-    painted = np.zeros((ROWS, -(-problem.n // spec.d_tile_n) + spec.walk_n), int)
+    painted = np.zeros((ROWS, -(-problem.n // spec.d_tile_n) + spec.raster_n), int)
     matrices = grouped.matrix_of_rows(problem, np.array(SIZES))
-    for tile in viz.grouped_tiles(problem, spec, traversal, SIZES, num_sms=16):
+    for tile in viz.grouped_tiles(problem, spec, raster_order, SIZES, num_sms=16):
         first = tile.start + tile.m * spec.tile_m
         painted[first : first + tile.rows, tile.n] += 1
         assert tile.rows > 0 and first + tile.rows <= tile.end
@@ -205,7 +205,7 @@ def test_work_is_drawn_as_high_as_what_a_cta_multiplies(pyplot):
 
 
 def test_order_numbers_every_tile_and_counts_what_the_first_read(pyplot):
-    figure = viz.draw_group_order(6, 5, [Traversal("m", 4), Traversal("n", 1)], together=8)
+    figure = viz.draw_group_order(6, 5, [RasterOrder("m", 4), RasterOrder("n", 1)], together=8)
     along_m, along_n = figure.axes
     for axis in figure.axes:
         assert sorted(map(int, texts(axis))) == list(range(30))

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jax_hopper_gemm.gemm.raster import MAX_TILES, _magic, make_walk, tile_at
+from jax_hopper_gemm.gemm.raster import MAX_TILES, _magic, make_raster, tile_at
 
 
 def random_grids(count, limit):
@@ -17,8 +17,8 @@ def random_grids(count, limit):
 @pytest.mark.parametrize("swizzle", [1, 2, 3, 4, 8, 16])
 def test_each_tile_is_visited_exactly_once(along_m, swizzle):
     for tiles_m, tiles_n, batches in random_grids(40, 20):
-        walk = make_walk(tiles_m, tiles_n, batches, along_m=along_m, swizzle=swizzle)
-        visited = [tile_at(walk, i) for i in range(walk.total)]
+        raster = make_raster(tiles_m, tiles_n, batches, along_m=along_m, swizzle=swizzle)
+        visited = [tile_at(raster, i) for i in range(raster.total)]
         expected = {
             (m, n, b) for m in range(tiles_m) for n in range(tiles_n) for b in range(batches)
         }
@@ -28,17 +28,17 @@ def test_each_tile_is_visited_exactly_once(along_m, swizzle):
 
 @pytest.mark.parametrize("along_m", [True, False])
 def test_neighbours_in_the_walk_share_an_operand_or_a_band(along_m):
-    walk = make_walk(13, 11, 1, along_m=along_m, swizzle=4)
-    for i in range(walk.total - 1):
-        (m0, n0, _), (m1, n1, _) = tile_at(walk, i), tile_at(walk, i + 1)
+    raster = make_raster(13, 11, 1, along_m=along_m, swizzle=4)
+    for i in range(raster.total - 1):
+        (m0, n0, _), (m1, n1, _) = tile_at(raster, i), tile_at(raster, i + 1)
         fast0, slow0, fast1, slow1 = (m0, n0, m1, n1) if along_m else (n0, m0, n1, m1)
         assert abs(fast1 - fast0) <= 1
         assert abs(slow1 - slow0) <= 4
 
 
 def test_bands_are_no_wider_than_the_swizzle():
-    walk = make_walk(32, 32, 1, along_m=True, swizzle=8)
-    first_band = {tile_at(walk, i)[1] for i in range(32 * 8)}
+    raster = make_raster(32, 32, 1, along_m=True, swizzle=8)
+    first_band = {tile_at(raster, i)[1] for i in range(32 * 8)}
     assert first_band == set(range(8))
 
 
@@ -55,10 +55,10 @@ def test_division_by_multiplication_is_exact_up_to_max_tiles():
 
 
 def test_all_constants_fit_int32():
-    walk = make_walk(2**15, 2**14, 1, along_m=True, swizzle=16)
-    assert all(0 <= constant < 2**31 for constant in walk)
+    raster = make_raster(2**15, 2**14, 1, along_m=True, swizzle=16)
+    assert all(0 <= constant < 2**31 for constant in raster)
 
 
 def test_too_many_tiles_are_refused():
     with pytest.raises(AssertionError, match="counts to"):
-        make_walk(2**15, 2**15, 1, along_m=True, swizzle=1)
+        make_raster(2**15, 2**15, 1, along_m=True, swizzle=1)

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         pairs = [(ab, d) for ab in args.dtype for d in args.result_dtype]
         alone = dispatch.Device((9, 0), args.sms)
-        devices = (alone, replace(alone, beside_transfers=True))
+        devices = (alone, replace(alone, comm_overlap=True))
         specs = [spec for device in devices for spec in dispatch.table_specs(device, pairs)]
         specs = list(dict.fromkeys(specs))
     report = cubin.build(specs, jobs=args.jobs, progress=not args.json, folder=args.out)

@@ -14,7 +14,7 @@ from typing import Any
 from .. import cubin, dispatch
 from ..dispatch import table, tuner
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, Traversal
+from ..gemm.spec import GemmSpec, RasterOrder
 from . import products
 from .report import CommandError
 
@@ -122,10 +122,10 @@ def timers(gpu: Any, problem: GemmProblem) -> tuple[Callable[..., float], Callab
     kernel_timer = timing.KernelTimer(gpu, problem)
     pause = min(1.0, 20 * problem.flops / 5e14)  # about twice what ten calls take
 
-    def time_kernel(spec: GemmSpec, traversal: Traversal) -> float:
+    def time_kernel(spec: GemmSpec, raster_order: RasterOrder) -> float:
         time.sleep(pause)
         try:
-            return kernel_timer(spec, traversal)
+            return kernel_timer(spec, raster_order)
         except cubin.CubinError as error:
             print(f"left out: {error}")
             return math.inf
@@ -138,8 +138,8 @@ def timers(gpu: Any, problem: GemmProblem) -> tuple[Callable[..., float], Callab
 
 
 def show_progress(candidate: tuner.Candidate, microseconds: float) -> None:
-    spec, traversal = candidate
-    order = f"along {traversal.along} swizzle {traversal.swizzle}"
+    spec, raster_order = candidate
+    order = f"along {raster_order.along} swizzle {raster_order.swizzle}"
     print(f"{microseconds:10.1f} us  {spec.name} {order}", file=sys.stderr, flush=True)
 
 
@@ -148,5 +148,5 @@ def described(entry: table.Entry) -> str:
     layout = f"A {key.a_major}-major, B {key.b_major}-major"
     return (
         f"{key.m}x{key.n}x{key.k} {layout}: {entry.kernel_us:.1f} us, XLA {entry.xla_us:.1f} us, "
-        f"{entry.spec.name} along {entry.traversal.along} swizzle {entry.traversal.swizzle}"
+        f"{entry.spec.name} along {entry.raster_order.along} swizzle {entry.raster_order.swizzle}"
     )

@@ -16,7 +16,7 @@ from typing import Literal
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.legality import violations
 from ..gemm.problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
-from ..gemm.spec import SMEM_LIMIT, GemmSpec, TileScheduler, Traversal, WarpSchedule
+from ..gemm.spec import SMEM_LIMIT, GemmSpec, RasterOrder, TileScheduler, WarpSchedule
 
 MIN_STAGES = 3  # with fewer, the load of a stage cannot hide behind the others' math
 MAX_STAGES = 12  # deeper rings hold more bytes than the memory's latency times its bandwidth
@@ -24,7 +24,7 @@ RING_BEFORE_LOADS = 4  # operand stages that more epilogue stages must leave
 LOAD_STAGES = 4  # of the epilogue's matrices: they hide the memory's latency behind fewer waits
 MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory bandwidth
 
-TRAVERSALS = tuple(Traversal(along, s) for s in (8, 4, 16, 2, 1) for along in ("m", "n"))
+TRAVERSALS = tuple(RasterOrder(along, s) for s in (8, 4, 16, 2, 1) for along in ("m", "n"))
 
 
 @dataclass(frozen=True)

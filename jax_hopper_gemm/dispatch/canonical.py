@@ -37,7 +37,7 @@ class Gemm:
     """
 
     problem: GemmProblem
-    swapped: bool
+    swap_ab: bool
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Roles:
     m: str
     n: str
     batch: str
-    swapped: bool
+    swap_ab: bool
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class _Indices:
     n: Axis
     k: Axis
     batch: Axis
-    swapped: bool
+    swap_ab: bool
 
 
 def roles(
@@ -111,7 +111,7 @@ def roles(
     """
     found = _indices(subscripts, lhs_shape, rhs_shape, operands)
     lhs, rhs, out = split(subscripts)
-    a, b = (rhs, lhs) if found.swapped else (lhs, rhs)
+    a, b = (rhs, lhs) if found.swap_ab else (lhs, rhs)
     merged = found.m.letters + found.n.letters + found.batch.letters
     unit = [letter for letter in out if letter not in merged]  # fits any role: the natural one
 
@@ -123,7 +123,7 @@ def roles(
         m=of(found.m, [letter for letter in a if letter not in b]),
         n=of(found.n, [letter for letter in b if letter not in a]),
         batch=of(found.batch, both),
-        swapped=found.swapped,
+        swap_ab=found.swap_ab,
     )
 
 
@@ -166,12 +166,12 @@ def as_gemm(
         operands=layouts,
         up_offset=up_offset(subscripts, rhs_shape, stacked_letter(subscripts)),
     )  # fmt: skip
-    if problem.gated and i.swapped:
+    if problem.gated and i.swap_ab:
         raise NotAGemm("the result of a gated product ends with an axis of the left operand")
     compact = MatrixLayout("n", problem.n, problem.m * problem.n)
     if any(result.planes > 1 for result in problem.graph.results) and problem.d != compact:
         raise NotAGemm("gate and up would not lie side by side in a result with axes in this order")
-    return Gemm(problem, i.swapped)
+    return Gemm(problem, i.swap_ab)
 
 
 def _indices(
@@ -186,10 +186,10 @@ def _indices(
     if 0 in extents.values():
         raise NotAGemm("an extent is 0")
     kept = [label for label in out if extents[label] > 1]
-    swapped = bool(kept) and kept[-1] not in rhs
+    swap_ab = bool(kept) and kept[-1] not in rhs
     if kept and kept[-1] in lhs and kept[-1] in rhs:
         raise NotAGemm("the result's last axis is a batch axis, so no matrix of it is row-major")
-    a, b = (rhs, lhs) if swapped else (lhs, rhs)
+    a, b = (rhs, lhs) if swap_ab else (lhs, rhs)
     strides = [compact_strides(labels, extents) for labels in (a, b, out, *operands)]
     unit = Axis("", 1, (0,) * len(strides))
     axes: dict[tuple[bool, bool], list[Axis]] = {}
@@ -212,7 +212,7 @@ def _indices(
             "the batch axes do not lie evenly one inside the other in "
             + (arrays if operands else "both operands and the result")
         )
-    return _Indices(m, n, (contracted or [unit])[0], (batch or [unit])[0], swapped)
+    return _Indices(m, n, (contracted or [unit])[0], (batch or [unit])[0], swap_ab)
 
 
 def compact_strides(labels: str, extents: dict[str, int]) -> dict[str, int]:
@@ -304,8 +304,8 @@ def strided_layout(
 def ragged_roles(subscripts: str) -> Roles:
     """Returns the roles of the result's axes."""
     if is_contraction(subscripts):
-        return Roles(m="k", n="n", batch="g", swapped=False)
-    return Roles(m="m", n="n", batch="", swapped=False)
+        return Roles(m="k", n="n", batch="g", swap_ab=False)
+    return Roles(m="m", n="n", batch="", swap_ab=False)
 
 
 def ragged_extents(
@@ -384,4 +384,4 @@ def as_grouped_gemm(
         up_offset=up_offset(subscripts, rhs_shape, gate_letter(subscripts)),
         groups=groups,
     )  # fmt: skip
-    return Gemm(problem, swapped=False)
+    return Gemm(problem, swap_ab=False)

@@ -26,7 +26,7 @@ from typing import Literal
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
 from ..gemm.legality import violations
 from ..gemm.problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
-from ..gemm.spec import GemmSpec, Traversal
+from ..gemm.spec import GemmSpec, RasterOrder
 from .candidates import (
     TRAVERSALS,
     Config,
@@ -78,7 +78,7 @@ class Decision:
     """
 
     spec: GemmSpec | None
-    traversal: Traversal | None
+    raster_order: RasterOrder | None
     reason: str
     source: Source
 
@@ -94,9 +94,9 @@ def choose(problem: GemmProblem, device: Device, *, kernel_only: bool = False) -
     if problem.indexed and (reasons := problem_violations(problem)):
         return Decision(None, None, "; ".join(reasons), "model")
     whole = replace(problem, indexed=None, stack=1)
-    alone = replace(device, beside_transfers=False)
+    alone = replace(device, comm_overlap=False)
     decision = _choose(whole, alone, kernel_only, _tables.current())
-    if device.beside_transfers:
+    if device.comm_overlap:
         decision = _claiming(whole, alone, decision)
     spec = decision.spec and replace(decision.spec, indexed=problem.indexed)
     return replace(decision, spec=spec)
@@ -109,17 +109,17 @@ def _claiming(problem: GemmProblem, device: Device, decision: Decision) -> Decis
     A kernel of large tiles then claims them while it runs. With fixed shares, a thread block that
     waits for an SM keeps its share waiting, and so the whole kernel. Small tiles are soon done.
     """
-    spec, traversal = decision.spec, decision.traversal
-    if spec is None or traversal is None or not _is_large(spec):
+    spec, raster_order = decision.spec, decision.raster_order
+    if spec is None or raster_order is None or not _is_large(spec):
         return decision
     if (found := claiming_spec(spec)) is None:  # for want of registers
-        expected = estimate(problem, spec, traversal, device).ns
+        expected = estimate(problem, spec, raster_order, device).ns
         best, _ = _best(problem, device, claiming=True)
         if best is None or best[0].ns > MAX_CLAIMING_COST * expected:
             return decision
-        found, traversal = best[1], best_traversal(problem, best[1], device)
+        found, raster_order = best[1], best_traversal(problem, best[1], device)
     reason = f"{decision.reason}; it claims tiles while it runs, since transfers may hold SMs"
-    return replace(decision, spec=found, traversal=traversal, reason=reason)
+    return replace(decision, spec=found, raster_order=raster_order, reason=reason)
 
 
 def _is_large(spec: GemmSpec) -> bool:
@@ -150,7 +150,7 @@ def load_table(path: str | os.PathLike[str]) -> Table:
     return table
 
 
-def legal_specs(problem: GemmProblem, device: Device) -> list[tuple[GemmSpec, Traversal]]:
+def legal_specs(problem: GemmProblem, device: Device) -> list[tuple[GemmSpec, RasterOrder]]:
     """Returns every kernel and order of tiles that the tuner may try on `problem`."""
     if device_violations(device) or problem_violations(problem):
         return []
@@ -185,7 +185,7 @@ def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None)
 
 def _on(device: Device, specs: Iterable[GemmSpec]) -> list[GemmSpec]:
     """Returns the kernels that `choose` returns on `device` where these are for a GPU alone."""
-    if not device.beside_transfers:
+    if not device.comm_overlap:
         return list(specs)
     return list(dict.fromkeys(claiming_spec(spec) or spec for spec in specs))
 
@@ -205,7 +205,7 @@ def _operand_types(
 
 
 def _measured_specs(device: Device) -> list[GemmSpec]:
-    device = replace(device, beside_transfers=False)
+    device = replace(device, comm_overlap=False)
     tables = (*_tables.current(), packaged_table(device))
     return [e.spec for t in tables if t.device == device for e in t.entries.values()]
 
@@ -273,7 +273,7 @@ def _measured(entry: Entry, origin: str, kernel_only: bool, source: Source) -> D
     times = f"measured {_us(entry.kernel_us)}, XLA {_us(entry.xla_us)} ({origin})"
     if entry.prefer == "xla" and not kernel_only:
         return Decision(None, None, f"XLA is faster: best kernel {times}", source)
-    return Decision(entry.spec, entry.traversal, times, source)
+    return Decision(entry.spec, entry.raster_order, times, source)
 
 
 def _refilled(
@@ -305,16 +305,16 @@ def _refilled(
     if not loads_matrix and not problem.gated and _is_slow(problem, spec, entry, device):
         return None
     rider = "the epilogue" if problem.epilogue else "gathering"
-    return Decision(spec, entry.traversal, f"{plain}; {rider} rides on its kernel", source)
+    return Decision(spec, entry.raster_order, f"{plain}; {rider} rides on its kernel", source)
 
 
 def _is_slow(problem: GemmProblem, spec: GemmSpec, entry: Entry, device: Device) -> bool:
     """Whether the model expects another kernel to be faster with the epilogue than `entry`'s."""
     best = _best(problem, device)[0]
-    ns = estimate(problem, spec, entry.traversal, device).ns
+    ns = estimate(problem, spec, entry.raster_order, device).ns
     if entry.kernel_us:  # what the model gets wrong of the plain product
         bare = replace(problem, epilogue=None, operands=())
-        ns *= entry.kernel_us * 1e3 / estimate(bare, entry.spec, entry.traversal, device).ns
+        ns *= entry.kernel_us * 1e3 / estimate(bare, entry.spec, entry.raster_order, device).ns
     return best is not None and ns > (1 + MODEL_ERROR) * best[0].ns
 
 
@@ -365,7 +365,7 @@ def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decisi
     if best is None:
         return Decision(None, None, "; ".join(reasons), "model")
     cost, spec = best
-    traversal = best_traversal(problem, spec, device)
+    raster_order = best_traversal(problem, spec, device)
     if not kernel_only and problem.groups is None:
         for prefers_xla in XLA_PREFERENCES:
             if reason := prefers_xla(problem, cost, device):
@@ -382,7 +382,7 @@ def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decisi
         mean = equal_groups(problem)
         along, size = ("rows", mean.m) if problem.groups.axis == "m" else ("of K", mean.k)
         reason += f", if {mean.l} groups have {size} {along} on average"
-    return Decision(spec, traversal, reason, "model")
+    return Decision(spec, raster_order, reason, "model")
 
 
 def _two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:

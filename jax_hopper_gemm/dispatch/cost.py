@@ -24,7 +24,7 @@ from math import ceil, exp, gcd
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph, variation
 from ..gemm.grid import ceil_div, max_clusters
 from ..gemm.problem import ITEMSIZE, GemmProblem, MatrixLayout
-from ..gemm.spec import GemmSpec, TmaBox, Traversal
+from ..gemm.spec import GemmSpec, RasterOrder, TmaBox
 from .candidates import TRAVERSALS
 from .device import Device
 
@@ -73,7 +73,7 @@ class Estimate:
 
 
 def estimate(
-    problem: GemmProblem, spec: GemmSpec, traversal: Traversal, device: Device
+    problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, device: Device
 ) -> Estimate:
     """Returns the expected cost of `spec`'s kernel on `problem`."""
     p, s = problem, spec
@@ -89,7 +89,7 @@ def estimate(
     k_tile += partial * _k_tile_cycles(live * math, load)
     sm_ns = _sm_cycles(s, waves, _k_tiles(p, s) * k_tile) / CYCLES_PER_NS
 
-    memory_ns = memory_bytes(p, s, traversal, device) / MEMORY_BYTES_PER_NS
+    memory_ns = memory_bytes(p, s, raster_order, device) / MEMORY_BYTES_PER_NS
     bound = "device memory" if memory_ns > sm_ns else "L2" if load > math else "tensor cores"
     return Estimate(
         ns=LAUNCH_NS + max(sm_ns, memory_ns) + MEMORY_LEAK * min(sm_ns, memory_ns),
@@ -164,7 +164,7 @@ def _clusters(problem: GemmProblem, spec: GemmSpec) -> int:
     """Returns the cluster tiles of D; those to expect where its rows are grouped."""
     p, s = equal_groups(problem), spec
     if mean := mean_rows(problem):
-        pieces = expected_pieces(mean, s.tile_m * s.walk_m)
+        pieces = expected_pieces(mean, s.tile_m * s.raster_m)
         return round(pieces * p.l) * _clusters_n(p, s)
     return _clusters_m(p, s) * _clusters_n(p, s) * p.l
 
@@ -201,11 +201,11 @@ def _partial_tiles(problem: GemmProblem, spec: GemmSpec) -> tuple[float, float]:
 
 
 def _clusters_m(problem: GemmProblem, spec: GemmSpec) -> int:
-    return ceil_div(problem.m, spec.tile_m * spec.walk_m)
+    return ceil_div(problem.m, spec.tile_m * spec.raster_m)
 
 
 def _clusters_n(problem: GemmProblem, spec: GemmSpec) -> int:
-    return ceil_div(problem.n, spec.d_tile_n * spec.walk_n)
+    return ceil_div(problem.n, spec.d_tile_n * spec.raster_n)
 
 
 def _k_tile_cycles(math: float, load: float) -> float:
@@ -233,8 +233,8 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     """
     p, s = problem, spec
     itemsize = ITEMSIZE[s.ab_dtype]
-    clipped = s.tile_m * (1 - p.m / (_clusters_m(p, s) * s.walk_m * s.tile_m))
-    clipped += s.tile_n * (1 - p.n / (_clusters_n(p, s) * s.walk_n * s.d_tile_n))
+    clipped = s.tile_m * (1 - p.m / (_clusters_m(p, s) * s.raster_m * s.tile_m))
+    clipped += s.tile_n * (1 - p.n / (_clusters_n(p, s) * s.raster_n * s.d_tile_n))
     taken = s.stage_bytes / SM_BYTES_PER_CYCLE
     taken += clipped * (s.tile_k * itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
     lines = _lines(p.a, s.a_box, s.tile_m * s.tile_k, itemsize) / s.cluster_n
@@ -345,7 +345,7 @@ def element_cycles(graph: EpilogueGraph) -> float:
 
 
 def _in_flight(
-    problem: GemmProblem, spec: GemmSpec, traversal: Traversal, device: Device
+    problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, device: Device
 ) -> tuple[float, float]:
     """Returns the rows of A and columns of B that the tiles of one wave read.
 
@@ -354,21 +354,21 @@ def _in_flight(
     """
     p, s = equal_groups(problem), spec
     along, across = _clusters_m(p, s), _clusters_n(p, s)
-    if traversal.along == "n":
+    if raster_order.along == "n":
         along, across = across, along
     slots = max_clusters(s, device.num_sms)
     clusters = along * across
     wave = clusters / ceil_div(clusters, slots)
-    wide = min(traversal.swizzle, across)
+    wide = min(raster_order.swizzle, across)
     long = wave / wide
     if long > along:
         wide, long = min(across, wave / along), along
-    m, n = (long, wide) if traversal.along == "m" else (wide, long)
-    return m * s.tile_m * s.walk_m, n * s.d_tile_n * s.walk_n
+    m, n = (long, wide) if raster_order.along == "m" else (wide, long)
+    return m * s.tile_m * s.raster_m, n * s.d_tile_n * s.raster_n
 
 
 def memory_bytes(
-    problem: GemmProblem, spec: GemmSpec, traversal: Traversal, device: Device
+    problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, device: Device
 ) -> float:
     """Returns the bytes that device memory moves.
 
@@ -381,7 +381,7 @@ def memory_bytes(
     a_bytes, b_bytes = p.m * p.k * itemsize, pair * p.n * p.k * itemsize
     if a_bytes + b_bytes <= 0.8 * L2_BYTES:
         return p.bytes
-    rows, columns = _in_flight(p, s, traversal, device)
+    rows, columns = _in_flight(p, s, raster_order, device)
     waves = ceil_div(_clusters_m(p, s) * _clusters_n(p, s), max_clusters(s, device.num_sms))
     inputs = sum(
         whole if whole <= 0.4 * L2_BYTES else max(whole, waves * lines * p.k * itemsize)
@@ -390,7 +390,7 @@ def memory_bytes(
     return max(float(p.bytes), p.l * (inputs + p.m * p.n * p.element_bytes))
 
 
-def best_traversal(problem: GemmProblem, spec: GemmSpec, device: Device) -> Traversal:
+def best_traversal(problem: GemmProblem, spec: GemmSpec, device: Device) -> RasterOrder:
     """Returns the order of tiles whose waves read the fewest rows and columns.
 
     Of equals, neighbours in time lie side by side along the cluster's longer edge in a

@@ -13,13 +13,13 @@ class Device:
       compute_capability: major and minor; the kernels need (9, 0).
       num_sms: streaming multiprocessors that kernels may use.
       limited: whether it has more of them, so that a kernel must keep to these.
-      beside_transfers: whether transfers between devices may hold SMs while a kernel runs.
+      comm_overlap: whether transfers between devices may hold SMs while a kernel runs.
     """
 
     compute_capability: tuple[int, int]
     num_sms: int
     limited: bool = False
-    beside_transfers: bool = False
+    comm_overlap: bool = False
 
     @property
     def key(self) -> str:

@@ -329,8 +329,8 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
         found.append(f"the kernel gathers {spec.gathered}, the problem {gathered}")
     if spec.indexed != p.indexed:
         found.append(f"the kernel indexes {spec.indexed}, the problem {p.indexed}")
-    clusters_m = ceil_div(p.m, spec.tile_m * spec.walk_m)
-    clusters_n = ceil_div(p.n, spec.d_tile_n * spec.walk_n)
+    clusters_m = ceil_div(p.m, spec.tile_m * spec.raster_m)
+    clusters_n = ceil_div(p.n, spec.d_tile_n * spec.raster_n)
     if p.groups and axis == "m":  # at most; a group's last tile may be all but empty
         clusters = (clusters_m + p.groups.sizes) * clusters_n
     else:

@@ -31,7 +31,7 @@ from typing import Any, Literal, cast
 
 from ..gemm.legality import violations
 from ..gemm.problem import GemmProblem, GroupedAxis, Major
-from ..gemm.spec import GemmSpec, Traversal
+from ..gemm.spec import GemmSpec, RasterOrder
 from .device import Device
 from .legality import pairing_violations
 
@@ -101,7 +101,7 @@ class Entry:
     key: Key
     prefer: Literal["kernel", "xla"]
     spec: GemmSpec
-    traversal: Traversal
+    raster_order: RasterOrder
     kernel_us: float | None = None
     xla_us: float | None = None
 
@@ -188,7 +188,7 @@ def write_table(table: Table, path: str | os.PathLike[str]) -> None:
 _KEY_FIELDS = {field.name for field in fields(Key)}
 _OMITTED = {"epilogue", "epi_load_stages", "gathered", "indexed"}  # entries are for plain products
 _SPEC_FIELDS = {field.name for field in fields(GemmSpec)} - _KEY_FIELDS - _OMITTED
-_ENTRY_FIELDS = _KEY_FIELDS | {"prefer", "kernel", "traversal", "kernel_us", "xla_us"}
+_ENTRY_FIELDS = _KEY_FIELDS | {"prefer", "kernel", "raster_order", "kernel_us", "xla_us"}
 
 
 def _order(key: Key) -> tuple:
@@ -203,7 +203,7 @@ def _row(entry: Entry) -> dict[str, Any]:
         **key,
         "prefer": entry.prefer,
         "kernel": kernel,
-        "traversal": vars(entry.traversal),
+        "raster_order": vars(entry.raster_order),
         "kernel_us": entry.kernel_us,
         "xla_us": entry.xla_us,
     }
@@ -234,16 +234,16 @@ def _entry(row: Any) -> Entry:
         raise _Bad("no kernel runs it: " + "; ".join(reasons))
     times = {name: _microseconds(row[name], name) for name in ("kernel_us", "xla_us")}
     prefer = cast(Literal["kernel", "xla"], row["prefer"])
-    return Entry(key, prefer, spec, _traversal(row["traversal"]), **times)
+    return Entry(key, prefer, spec, _raster_order(row["raster_order"]), **times)
 
 
-def _traversal(value: Any) -> Traversal:
+def _raster_order(value: Any) -> RasterOrder:
     _expect_fields(value, {"along", "swizzle"}, "traversal has")
     if value["along"] not in ("m", "n"):
         raise _Bad(f"traversal along is {value['along']!r}, not 'm' or 'n'")
     if not 1 <= _expect(value["swizzle"], int, "swizzle") <= 16:
         raise _Bad(f"traversal swizzle is {value['swizzle']}, not 1 to 16")
-    return Traversal(**value)
+    return RasterOrder(**value)
 
 
 def _device(value: Any) -> Device:

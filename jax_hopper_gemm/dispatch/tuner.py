@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable
 from statistics import median
 
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, Traversal
+from ..gemm.spec import GemmSpec, RasterOrder
 from .choice import legal_specs
 from .cost import best_traversal, estimate
 from .device import Device
 from .table import Entry, Key, Table
 
-Candidate = tuple[GemmSpec, Traversal]
+Candidate = tuple[GemmSpec, RasterOrder]
 
 
 def ranked_candidates(problem: GemmProblem, device: Device, count: int = 24) -> list[Candidate]:
@@ -66,15 +66,15 @@ def _shape(spec: GemmSpec) -> tuple:
 
 
 def _details(candidate: Candidate) -> tuple:
-    spec, traversal = candidate
-    return (spec.tile_scheduler, spec.epi_tile_n, traversal)
+    spec, raster_order = candidate
+    return (spec.tile_scheduler, spec.epi_tile_n, raster_order)
 
 
 def tuned_entry(
     problem: GemmProblem,
     device: Device,
     candidates: Iterable[Candidate],
-    time_kernel: Callable[[GemmSpec, Traversal], float],
+    time_kernel: Callable[[GemmSpec, RasterOrder], float],
     time_xla: Callable[[], float],
     *,
     refinements: int = 2,

@@ -43,7 +43,7 @@ class GroupedRows:
     each: bool
 
     def axes_of(self, equation: Equation) -> tuple[str, ...]:
-        """Returns the letters of the groups' axes that `rows_of_groups` takes to rows."""
+        """Returns the letters of the groups' axes that `segment_broadcast` takes to rows."""
         return tuple(self.letters if equation.params["each"] else self.letters[-1])
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .group_search import GroupWalk
+from .group_search import GroupRaster
 from .problem import GemmProblem
-from .spec import EPI_TILE_M, GemmSpec, Traversal
+from .spec import EPI_TILE_M, GemmSpec, RasterOrder
 
 STRANDED_SMS = 12  # that clusters of four cannot use
 
@@ -13,8 +13,8 @@ WRAP_BYTES = 2**34  # times SPAN_EXTENT: 2**64, where addresses wrap around
 
 def launched_clusters(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> int:
     """Returns the clusters of a launch: one for each of their tiles, or as many as stay."""
-    clusters_m = ceil_div(problem.m, spec.tile_m * spec.walk_m)
-    clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.walk_n)
+    clusters_m = ceil_div(problem.m, spec.tile_m * spec.raster_m)
+    clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.raster_n)
     groups = problem.groups
     if groups and groups.axis == "m":
         clusters = min(problem.m, clusters_m + groups.sizes) * clusters_n  # at most
@@ -26,18 +26,18 @@ def launched_clusters(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> int
     return persistent_clusters(clusters, max_clusters(spec, num_sms), even=even)
 
 
-def group_walk(problem: GemmProblem, spec: GemmSpec, traversal: Traversal) -> GroupWalk:
+def group_raster(problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder) -> GroupRaster:
     """Returns the constants of the walk over a grouped problem's tiles."""
     groups = problem.groups
     assert groups is not None
     if groups.axis == "m":
         length, tiles = problem.m, ceil_div(problem.n, spec.d_tile_n)
     else:
-        length, tiles = problem.k, ceil_div(problem.m, spec.tile_m * spec.walk_m)
-    return GroupWalk(
+        length, tiles = problem.k, ceil_div(problem.m, spec.tile_m * spec.raster_m)
+    return GroupRaster(
         groups.sizes, groups.period, groups.first, groups.count, groups.step, length, tiles,
-        ceil_div(problem.n, spec.d_tile_n * spec.walk_n),
-        int(traversal.along == "m"), traversal.swizzle,
+        ceil_div(problem.n, spec.d_tile_n * spec.raster_n),
+        int(raster_order.along == "m"), raster_order.swizzle,
     )  # fmt: skip
 
 

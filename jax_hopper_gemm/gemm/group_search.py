@@ -19,7 +19,7 @@ MAX_LENGTH = 2**25  # of a grouped axis: the sizes of 32 spans, each at most tha
 MAX_TILES = 2**27  # cluster tiles of a launch: a band of 16 times as many can be counted in int32
 
 
-class GroupWalk(NamedTuple):
+class GroupRaster(NamedTuple):
     """Constants of one traversal of a grouped product, all int32.
 
     Attributes:
@@ -28,7 +28,7 @@ class GroupWalk(NamedTuple):
       tiles: cluster tiles along M of one matrix where K is the grouped axis; tiles of one CTA along
         N where M is.
       clusters_n: cluster tiles along N.
-      along_m, width: the order of one group's tiles, as in `walk.Walk`.
+      along_m, width: the order of one group's tiles, as in `raster.Raster`.
     """
 
     sizes: Any
@@ -91,15 +91,20 @@ class Part(NamedTuple):
 
 
 def first_window(
-    walk: GroupWalk, size_at: Any, lanes: Any, rows: int | None, skip_empty: bool
+    raster: GroupRaster, size_at: Any, lanes: Any, rows: int | None, skip_empty: bool
 ) -> Window:
     """Returns the window over the first 32 spans; arguments as for `next_window`."""
     zero = lanes.integer(0)
-    return _window(walk, zero, zero, zero, size_at, lanes, rows, skip_empty)
+    return _window(raster, zero, zero, zero, size_at, lanes, rows, skip_empty)
 
 
 def next_window(
-    walk: GroupWalk, window: Window, size_at: Any, lanes: Any, rows: int | None, skip_empty: bool
+    raster: GroupRaster,
+    window: Window,
+    size_at: Any,
+    lanes: Any,
+    rows: int | None,
+    skip_empty: bool,
 ) -> Window:
     """Returns the window over the 32 spans that follow.
 
@@ -111,13 +116,13 @@ def next_window(
     """
     final = lanes.integer(LANES - 1)
     return _window(
-        walk, window.span + LANES, lanes.of(window.end, final), lanes.of(window.last, final),
+        raster, window.span + LANES, lanes.of(window.end, final), lanes.of(window.last, final),
         size_at, lanes, rows, skip_empty,
     )  # fmt: skip
 
 
 def _window(
-    walk: GroupWalk,
+    raster: GroupRaster,
     span: Any,
     row: Any,
     tile: Any,
@@ -127,32 +132,32 @@ def _window(
     skip_empty: bool,
 ) -> Window:
     index = span + lanes.lane
-    given = lanes.minimum(lanes.maximum(size_at(index, index < walk.sizes), 0), walk.length)
+    given = lanes.minimum(lanes.maximum(size_at(index, index < raster.sizes), 0), raster.length)
     # What is left of the axis is the span behind the last that has a size, of no group. It leaves
     # nothing to those behind it, whatever was read as their sizes.
-    size = lanes.where(index == walk.sizes, walk.length, given)
+    size = lanes.where(index == raster.sizes, raster.length, given)
     sum_to = lanes.prefix_sum(size)
-    end = lanes.minimum(row + sum_to, walk.length)
-    start = lanes.minimum(row + sum_to - size, walk.length)
+    end = lanes.minimum(row + sum_to, raster.length)
+    start = lanes.minimum(row + sum_to - size, raster.length)
     if rows is None:
-        has_tiles = _has_group(walk, index)
+        has_tiles = _has_group(raster, index)
         if skip_empty:
             has_tiles = has_tiles & (start < end)
-        tiles = lanes.where(has_tiles, walk.tiles * walk.clusters_n, 0)
+        tiles = lanes.where(has_tiles, raster.tiles * raster.clusters_n, 0)
     else:
-        tiles = (end - start + (rows - 1)) // rows * walk.clusters_n
+        tiles = (end - start + (rows - 1)) // rows * raster.clusters_n
     return Window(span, row, tile, start, end, tile + lanes.prefix_sum(tiles))
 
 
-def _has_group(walk: GroupWalk, span: Any) -> Any:
+def _has_group(raster: GroupRaster, span: Any) -> Any:
     """Returns whether a span belongs to a group."""
-    place = _place_in_period(walk, span)
-    return (place >= 0) & (place < walk.count) & (span < walk.sizes)
+    place = _place_in_period(raster, span)
+    return (place >= 0) & (place < raster.count) & (span < raster.sizes)
 
 
-def _place_in_period(walk: GroupWalk, span: Any) -> Any:
+def _place_in_period(raster: GroupRaster, span: Any) -> Any:
     """Returns which group of its period a span is; outside of 0 .. count - 1: of none."""
-    return span - span // walk.period * walk.period - walk.first
+    return span - span // raster.period * raster.period - raster.first
 
 
 def holds(window: Window, index: Any, lanes: Any) -> Any:
@@ -160,44 +165,46 @@ def holds(window: Window, index: Any, lanes: Any) -> Any:
     return index < lanes.of(window.last, lanes.integer(LANES - 1))
 
 
-def is_last(walk: GroupWalk, window: Window) -> Any:
+def is_last(raster: GroupRaster, window: Window) -> Any:
     """Returns whether no span follows the window's."""
-    return window.span + LANES > walk.sizes
+    return window.span + LANES > raster.sizes
 
 
-def tile_in(walk: GroupWalk, window: Window, index: Any, lanes: Any, rows: int | None) -> GroupTile:
+def tile_in(
+    raster: GroupRaster, window: Window, index: Any, lanes: Any, rows: int | None
+) -> GroupTile:
     """Returns the `index`-th cluster tile, which the window holds."""
     lane = lanes.first(index < window.last)
     start, end = lanes.of(window.start, lane), lanes.of(window.end, lane)
     if rows is None:
-        clusters_m = walk.tiles
+        clusters_m = raster.tiles
     else:
         clusters_m = (end - start + (rows - 1)) // rows
-    before = lanes.of(window.last, lane) - clusters_m * walk.clusters_n
-    m, n = _tile_of_matrix(walk, index - before, clusters_m, lanes)
+    before = lanes.of(window.last, lane) - clusters_m * raster.clusters_n
+    m, n = _tile_of_matrix(raster, index - before, clusters_m, lanes)
     span = window.span + lane
     # The values do not depend on which comes first, but a kernel's bytes do, and by these it is
     # known which kernels have passed on a GPU.
     if rows is None:
-        matrix = lanes.where(_has_group(walk, span), _matrix(walk, span), -1)
+        matrix = lanes.where(_has_group(raster, span), _matrix(raster, span), -1)
     else:
-        matrix = _matrix(walk, span)
-        matrix = lanes.where(_has_group(walk, span), matrix, -1)
+        matrix = _matrix(raster, span)
+        matrix = lanes.where(_has_group(raster, span), matrix, -1)
     return GroupTile(matrix, start, end, m, n)
 
 
-def empty_before_end(walk: GroupWalk, window: Window, before: Any, lanes: Any) -> Any:
+def empty_before_end(raster: GroupRaster, window: Window, before: Any, lanes: Any) -> Any:
     """Returns how many empty groups there are up to each lane's span.
 
     Args:
       before: how many there are before the window.
     """
-    empty = _has_group(walk, window.span + lanes.lane) & (window.start == window.end)
+    empty = _has_group(raster, window.span + lanes.lane) & (window.start == window.end)
     return before + lanes.prefix_sum(lanes.where(empty, 1, 0))
 
 
 def part_in(
-    walk: GroupWalk, window: Window, empty: Any, index: Any, parts: Any, lanes: Any
+    raster: GroupRaster, window: Window, empty: Any, index: Any, parts: Any, lanes: Any
 ) -> Part:
     """Returns the `index`-th part of the matrices of empty groups, which the window holds.
 
@@ -207,12 +214,12 @@ def part_in(
     """
     group = index // parts
     span = window.span + lanes.first(group < empty)
-    return Part(_matrix(walk, span), index - group * parts)
+    return Part(_matrix(raster, span), index - group * parts)
 
 
-def _matrix(walk: GroupWalk, span: Any) -> Any:
+def _matrix(raster: GroupRaster, span: Any) -> Any:
     """Returns the matrix of a span that belongs to a group."""
-    return span // walk.period * walk.step + _place_in_period(walk, span)
+    return span // raster.period * raster.step + _place_in_period(raster, span)
 
 
 def tile_in_pair(tile: GroupTile, cta: Any, rows: int, lanes: Any) -> tuple[Any, Any, Any]:
@@ -234,15 +241,17 @@ def tile_in_pair(tile: GroupTile, cta: Any, rows: int, lanes: Any) -> tuple[Any,
     return m, tile.n * 2 + lanes.where(together, odd, cta), together
 
 
-def _tile_of_matrix(walk: GroupWalk, index: Any, clusters_m: Any, lanes: Any) -> tuple[Any, Any]:
-    """Returns (m, n) of a matrix's `index`-th cluster tile, in the order of `walk.Walk`."""
-    fast = lanes.where(walk.along_m == 1, clusters_m, walk.clusters_n)
-    slow = lanes.where(walk.along_m == 1, walk.clusters_n, clusters_m)
-    band = index // (walk.width * fast)
-    index = index - band * walk.width * fast
-    width = lanes.minimum(walk.width, slow - band * walk.width)
+def _tile_of_matrix(
+    raster: GroupRaster, index: Any, clusters_m: Any, lanes: Any
+) -> tuple[Any, Any]:
+    """Returns (m, n) of a matrix's `index`-th cluster tile, in the order of `raster.Raster`."""
+    fast = lanes.where(raster.along_m == 1, clusters_m, raster.clusters_n)
+    slow = lanes.where(raster.along_m == 1, raster.clusters_n, clusters_m)
+    band = index // (raster.width * fast)
+    index = index - band * raster.width * fast
+    width = lanes.minimum(raster.width, slow - band * raster.width)
     step = index // width
-    across = band * walk.width + index - step * width
+    across = band * raster.width + index - step * width
     step = lanes.where(band % 2 == 1, fast - 1 - step, step)
-    m = lanes.where(walk.along_m == 1, step, across)
+    m = lanes.where(raster.along_m == 1, step, across)
     return m, across + step - m

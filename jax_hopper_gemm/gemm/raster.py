@@ -1,6 +1,6 @@
 """The order in which tiles are visited, and the arithmetic that says which tile comes n-th.
 
-The host fills a `Walk` once per launch; the device evaluates `tile_at` for every tile. It is
+The host fills a `Raster` once per launch; the device evaluates `tile_at` for every tile. It is
 the same code: plain arithmetic without branches, which runs on Python's integers too, so the
 tests prove on the CPU what the GPU will do.
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 MAX_TILES = 2**30  # `tile_at` is exact below
 
 
-class Walk(NamedTuple):
+class Raster(NamedTuple):
     """Constants of one traversal of `batches` grids of tiles, all int32.
 
     The walk advances along one direction ("fast") over bands `width` tiles wide, so that the
@@ -51,7 +51,7 @@ class Walk(NamedTuple):
     tail_shift: Any
 
 
-def make_walk(tiles_m: int, tiles_n: int, batches: int, *, along_m: bool, swizzle: int) -> Walk:
+def make_raster(tiles_m: int, tiles_n: int, batches: int, *, along_m: bool, swizzle: int) -> Raster:
     """Returns the walk over `batches` grids of tiles_m x tiles_n, in bands `swizzle` wide."""
     fast, slow = (tiles_m, tiles_n) if along_m else (tiles_n, tiles_m)
     total = tiles_m * tiles_n * batches
@@ -59,7 +59,7 @@ def make_walk(tiles_m: int, tiles_n: int, batches: int, *, along_m: bool, swizzl
     width = min(swizzle, slow)
     full_bands, tail = divmod(slow, width)
     tail = max(tail, 1)  # without a narrower band it is never used, but must divide
-    return Walk(
+    return Raster(
         total, fast, int(along_m),
         fast * slow, *_magic(fast * slow),
         width * fast, *_magic(width * fast),
@@ -69,7 +69,7 @@ def make_walk(tiles_m: int, tiles_n: int, batches: int, *, along_m: bool, swizzl
     )  # fmt: skip
 
 
-def tile_at(walk: Walk, index: Any, widen: Callable = int, narrow: Callable = int) -> tuple:
+def tile_at(raster: Raster, index: Any, widen: Callable = int, narrow: Callable = int) -> tuple:
     """Returns (m, n, batch) of the `index`-th tile.
 
     Args:
@@ -81,18 +81,18 @@ def tile_at(walk: Walk, index: Any, widen: Callable = int, narrow: Callable = in
     def divide(n, magic, shift):
         return narrow((widen(n) * widen(magic)) >> widen(shift))
 
-    batch = divide(index, walk.batch_magic, walk.batch_shift)
-    index = index - batch * walk.batch
-    band = divide(index, walk.band_magic, walk.band_shift)
-    index = index - band * walk.band
-    is_tail = ((walk.full_bands - 1 - band) >> 31) & 1  # the sign bit: band == full_bands
-    width = walk.width + is_tail * (walk.tail - walk.width)
-    magic = walk.width_magic + is_tail * (walk.tail_magic - walk.width_magic)
-    shift = walk.width_shift + is_tail * (walk.tail_shift - walk.width_shift)
+    batch = divide(index, raster.batch_magic, raster.batch_shift)
+    index = index - batch * raster.batch
+    band = divide(index, raster.band_magic, raster.band_shift)
+    index = index - band * raster.band
+    is_tail = ((raster.full_bands - 1 - band) >> 31) & 1  # the sign bit: band == full_bands
+    width = raster.width + is_tail * (raster.tail - raster.width)
+    magic = raster.width_magic + is_tail * (raster.tail_magic - raster.width_magic)
+    shift = raster.width_shift + is_tail * (raster.tail_shift - raster.width_shift)
     step = divide(index, magic, shift)
-    across = band * walk.width + index - step * width
-    step = step + (band & 1) * (walk.fast - 1 - 2 * step)
-    m = across + walk.along_m * (step - across)
+    across = band * raster.width + index - step * width
+    step = step + (band & 1) * (raster.fast - 1 - 2 * step)
+    m = across + raster.along_m * (step - across)
     return m, across + step - m, batch
 
 

@@ -1,6 +1,6 @@
 """How a GEMM runs: the choices that are compiled into a kernel, and those made at launch.
 
-`GemmSpec` names one cubin: equal specs share it, whatever the extents. `Traversal` is what a
+`GemmSpec` names one cubin: equal specs share it, whatever the extents. `RasterOrder` is what a
 launch may still choose. `violations` is the one list of what the kernels can do.
 """
 
@@ -138,17 +138,17 @@ class GemmSpec:
         return self.grouped == "m" and self.cluster_m == 2
 
     @property
-    def walk_m(self) -> int:
+    def raster_m(self) -> int:
         """Tiles along M in a step of the walk over cluster tiles."""
         return 1 if self.paired else self.cluster_m
 
     @property
-    def walk_n(self) -> int:
+    def raster_n(self) -> int:
         """Tiles along N in a step of the walk over cluster tiles."""
         return 2 if self.paired else self.cluster_n
 
     @property
-    def zeros_apart(self) -> bool:
+    def zero_fill_warp(self) -> bool:
         """Whether the matrices of empty groups are no tiles, but filled by a warp that does nothing
         else. With an epilogue they may hold more than zeros."""
         return self.grouped == "k" and self.epilogue is None
@@ -269,7 +269,7 @@ def _box(second_is_contiguous: bool, first: int, second: int, shares: int, dtype
 
 
 @dataclass(frozen=True)
-class Traversal:
+class RasterOrder:
     """The order in which tiles are visited, chosen at launch; it compiles nothing.
 
     Attributes:

@@ -33,7 +33,7 @@ def stacked_result(subscripts: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class DotGeneral:
-    """A product as `lax.dot_general`, its operands `swapped` or not, and then `lax.transpose`.
+    """A product as `lax.dot_general`, its operands `swap_ab` or not, and then `lax.transpose`.
 
     Attributes:
       swapped: whether the right operand comes first.
@@ -41,7 +41,7 @@ class DotGeneral:
       permutation: that of the transpose.
     """
 
-    swapped: bool
+    swap_ab: bool
     params: dict[str, Any]
     permutation: tuple[int, ...]
 
@@ -56,8 +56,8 @@ def from_subscripts(
     free_rhs = "".join(x for x in rhs if x not in lhs)
     # A precision may tell the operands apart: only one that does not lets them change places.
     symmetric = precision is None or (isinstance(precision, tuple) and precision[0] == precision[1])
-    swapped = symmetric and batch + free_rhs + free_lhs == out != batch + free_lhs + free_rhs
-    if swapped:
+    swap_ab = symmetric and batch + free_rhs + free_lhs == out != batch + free_lhs + free_rhs
+    if swap_ab:
         lhs, rhs, free_lhs, free_rhs = rhs, lhs, free_rhs, free_lhs
     dot_out = batch + free_lhs + free_rhs
     contracting = [x for x in lhs if x in rhs and x not in out]
@@ -70,7 +70,7 @@ def from_subscripts(
         "preferred_element_type": preferred_element_type,
         "out_sharding": rearranged(out_sharding, tuple(map(out.index, dot_out))),
     }
-    return DotGeneral(swapped, params, tuple(map(dot_out.index, out)))
+    return DotGeneral(swap_ab, params, tuple(map(dot_out.index, out)))
 
 
 def to_subscripts(dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> str:

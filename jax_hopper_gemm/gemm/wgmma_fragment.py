@@ -2,7 +2,7 @@
 
 A subtile is 64 rows by some multiple of 8 columns, held by the 128 threads of a warpgroup as wgmma
 leaves it: quads (4 lanes side by side) hold rows, every 8 lanes of equal `thread % 4` hold columns.
-Like `walk.py` this is arithmetic that the device traces and that also runs on NumPy arrays, one
+Like `raster.py` this is arithmetic that the device traces and that also runs on NumPy arrays, one
 element a thread: the tests prove on the CPU what the GPU will do. What differs is handed in:
 
     shuffle(x, distance)    x of the lane whose number differs by xor

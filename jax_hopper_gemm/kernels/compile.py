@@ -8,8 +8,8 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 import cutlass
 import cutlass.cute as cute
 
-from ..gemm.group_search import GroupWalk
-from ..gemm.raster import Walk
+from ..gemm.group_search import GroupRaster
+from ..gemm.raster import Raster
 from ..gemm.spec import GemmSpec
 from .dtypes import CUTE_DTYPE
 from .skeleton import GemmKernel
@@ -35,13 +35,13 @@ def parameter_names(spec: GemmSpec) -> tuple[str, ...]:
         names.append("ptr_sizes")
         if spec.gathered:
             names += ["ptr_rows", "source", "width", "stride"]
-        names += [*GroupWalk._fields]
+        names += [*GroupRaster._fields]
     else:
-        names += [*(["ptr_index", "stack"] if spec.indexed else []), *Walk._fields]
+        names += [*(["ptr_index", "stack"] if spec.indexed else []), *Raster._fields]
     names.append("k_tiles")
     if graph.needs_extents:
         names += ["m", "n"]
-    if spec.zeros_apart:
+    if spec.zero_fill_warp:
         names += ["ptr_matrices", "rows", "vectors", "row_stride", "matrix_stride"]
     if spec.tile_scheduler == "dynamic":
         names.append("ptr_tile_counter")
@@ -79,14 +79,14 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     last = spans if spec.grouped == "k" else (l,)
     mA = tensor(spec.ab_dtype, (m, k, *last), 1 if spec.a_major == "k" else 0)
     mB = tensor(spec.ab_dtype, (n, k, *last), 1 if spec.b_major == "k" else 0)
-    walk = (cutlass.Int32(1),) * len((GroupWalk if spec.grouped else Walk)._fields)
+    raster = (cutlass.Int32(1),) * len((GroupRaster if spec.grouped else Raster)._fields)
     groups = (pointer(cutlass.Int32),) if spec.grouped else None
     if spec.gathered:
         groups += (pointer(cutlass.Int32), *((cutlass.Int32(1),) * 3))
     index = (pointer(cutlass.Int32), cutlass.Int32(1)) if spec.indexed else None
     extents = (cutlass.Int32(1),) * 2 if graph.needs_extents else None
     matrices = None
-    if spec.zeros_apart:
+    if spec.zero_fill_warp:
         matrices = (pointer(cutlass.Int32), *((cutlass.Int32(1),) * 4))
     operands = tuple(map(operand, graph.operands)) or None  # of an empty tuple CuTeDSL warns
     counter = pointer(cutlass.Int32) if spec.tile_scheduler == "dynamic" else None
@@ -96,7 +96,7 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     kernel = GemmKernel(spec)
     compiled = cute.compile(
         kernel.launch, mA, (mB,) * graph.accumulators, tuple(map(result, graph.results)),
-        operands, groups, index, walk, cutlass.Int32(1), extents, matrices, counter,
+        operands, groups, index, raster, cutlass.Int32(1), extents, matrices, counter,
         cute.runtime.make_fake_stream(),
         options=f"--gpu-arch sm_90a --keep-cubin --dump-dir {workdir}",
     )  # fmt: skip

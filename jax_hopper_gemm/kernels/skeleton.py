@@ -28,8 +28,8 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32, Int64
 
-from ..gemm.group_search import GroupWalk
-from ..gemm.raster import Walk
+from ..gemm.group_search import GroupRaster
+from ..gemm.raster import Raster
 from ..gemm.spec import SMEM_BARRIERS
 from .epilogue import FusedEpilogue
 from .mainloop import make_mainloop
@@ -66,7 +66,7 @@ class GemmKernel:
 
     @cute.jit
     def launch(
-        self, mA, mBs, results, operands, groups, index, walk, k_tiles, extents, matrices,
+        self, mA, mBs, results, operands, groups, index, raster, k_tiles, extents, matrices,
         tile_counter, stream,
     ):  # fmt: skip
         """Host side, traced only to make the TMA atoms' types; `ffi/` launches for real."""
@@ -87,7 +87,7 @@ class GemmKernel:
             operands,
             groups,
             index,
-            walk,
+            raster,
             k_tiles,
             extents,
             matrices,
@@ -103,7 +103,7 @@ class GemmKernel:
 
     @cute.kernel
     def kernel(
-        self, factors, results, operands, groups, index, walk, k_tiles, extents, matrices,
+        self, factors, results, operands, groups, index, raster, k_tiles, extents, matrices,
         tile_counter,
     ):  # fmt: skip
         """Sets up what all threads share, then gives each warp its role.
@@ -118,20 +118,20 @@ class GemmKernel:
             rows are gathered what `GatheredMainloop.bind` takes.
           index: where an operand is one matrix of a stack, a global pointer to the int32 that says
             which, and how many there are; else None.
-          walk: the fields of `Walk` over the grid of cluster tiles, or of `GroupWalk`.
+          walk: the fields of `Raster` over the grid of cluster tiles, or of `GroupRaster`.
           k_tiles: k-tiles of a tile, unless K is grouped.
           extents: (M, N) if the epilogue must know them, else None.
           matrices: where zeros are written apart, what `ZeroWriter.bind` takes; else None.
           tile_counter: global pointer to an int32 that is zero, for the dynamic scheduler.
         """
         s = self.spec
-        walk = (GroupWalk if s.grouped else Walk)(*walk)
+        raster = (GroupRaster if s.grouped else Raster)(*raster)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta_m, cta_n, _ = cute.arch.block_in_cluster_idx()
 
         self.epilogue.bind(results, operands, k_tiles, extents)
         if cutlass.const_expr(s.gathered is not None):
-            self.mainloop.bind(*groups[1:], walk.length)
+            self.mainloop.bind(*groups[1:], raster.length)
         if warp == LOADER_WARP:
             self.prefetch((*self.mainloop.atoms(factors), *self.epilogue.atoms))
 
@@ -142,12 +142,12 @@ class GemmKernel:
         words += self.epilogue.ring.smem_words
         operand_warps = self.epilogue.ring.loader_warps
         readers = self.mainloop.loader_warps + operand_warps + 4 * s.math_warpgroups
-        readers += s.zeros_apart
+        readers += s.zero_fill_warp
         sizes = groups[0] if s.grouped else None
-        self.scheduler.setup(words, tile_counter, walk, sizes, readers)
+        self.scheduler.setup(words, tile_counter, raster, sizes, readers)
         pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n), is_relaxed=True)
 
-        coordinates = Coordinates(s, walk.length if s.grouped else walk.total, index)
+        coordinates = Coordinates(s, raster.length if s.grouped else raster.total, index)
 
         pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n))
 
@@ -156,7 +156,7 @@ class GemmKernel:
             cute.arch.setmaxregister_decrease(loader_registers)
             if self.is_loader(warp):
                 self.mainloop.partition_for_load(factors[0], factors[1:], coordinates, cta_m, cta_n)
-                self.load(ring, walk, cta_m, cta_n, k_tiles)
+                self.load(ring, raster, cta_m, cta_n, k_tiles)
             if cutlass.const_expr(self.scheduler.needs_scheduler_warp):
                 if warp == SCHEDULER_WARP and cta_m + cta_n == 0:
                     self.scheduler.run_scheduler_warp(self.schedule.tiles_in_turn)
@@ -165,16 +165,16 @@ class GemmKernel:
                 if served >= 0 and served < operand_warps:
                     self.epilogue.partition_for_load(coordinates)
                     if cutlass.const_expr(operand_warps < s.math_warpgroups):
-                        self.load_all_operands(walk, cta_m, cta_n, k_tiles)
+                        self.load_all_operands(raster, cta_m, cta_n, k_tiles)
                     else:
-                        self.load_operands(served, walk, cta_m, cta_n, k_tiles)
-            if cutlass.const_expr(s.zeros_apart):
+                        self.load_operands(served, raster, cta_m, cta_n, k_tiles)
+            if cutlass.const_expr(s.zero_fill_warp):
                 if warp == ZERO_WARP:
                     self.zeros.bind(*matrices)
                     self.zeros.run()
         else:
             cute.arch.setmaxregister_increase(math_registers)
-            self.math(ring, coordinates, walk, cta_m, cta_n, k_tiles)
+            self.math(ring, coordinates, raster, cta_m, cta_n, k_tiles)
 
         if cutlass.const_expr(self.scheduler.needs_scheduler_warp and s.cluster_size > 1):
             # The mailbox's first CTA must not leave while others may still arrive on it.
@@ -209,21 +209,21 @@ class GemmKernel:
         return (warp == LOADER_WARP) | (warp == SECOND_LOADER_WARP)
 
     @cute.jit
-    def load(self, ring, walk, cta_m, cta_n, k_tiles):
+    def load(self, ring, raster, cta_m, cta_n, k_tiles):
         """A loader warp."""
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Producer, self.spec.num_stages
         )
         tile, reader = self.scheduler.first_tile()
         while self.scheduler.exists(tile):
-            place = place_of(self.spec, walk, tile, cta_m, cta_n, k_tiles)
+            place = place_of(self.spec, raster, tile, cta_m, cta_n, k_tiles)
             state = self.mainloop.load(ring, state, place)
             tile, reader = self.scheduler.next_tile(tile, reader)
         # No CTA leaves before its partners' last arrivals on its barriers have landed.
         ring.producer_tail(state)
 
     @cute.jit
-    def load_operands(self, warpgroup, walk, cta_m, cta_n, k_tiles):
+    def load_operands(self, warpgroup, raster, cta_m, cta_n, k_tiles):
         """An operand warp: walks the tiles of the math warpgroup that it serves.
 
         It may leave before its last loads have landed: the warpgroup waits for them, and no other
@@ -235,26 +235,26 @@ class GemmKernel:
             if warpgroup == 1:
                 tile, reader = self.scheduler.next_tile(tile, reader)
         while self.scheduler.exists(tile):
-            place = place_of(self.spec, walk, tile, cta_m, cta_n, k_tiles)
+            place = place_of(self.spec, raster, tile, cta_m, cta_n, k_tiles)
             loaded = self.epilogue.load_tile(warpgroup, loaded, place)
             tile, reader = self.scheduler.next_tile(tile, reader)
             if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
                 tile, reader = self.scheduler.next_tile(tile, reader)
 
     @cute.jit
-    def load_all_operands(self, walk, cta_m, cta_n, k_tiles):
+    def load_all_operands(self, raster, cta_m, cta_n, k_tiles):
         """The operand warp that serves both math warpgroups."""
         tile, reader = self.scheduler.first_tile()
         loaded = [Int32(0), Int32(0)]
         turn = Int32(0)
         while self.scheduler.exists(tile):
-            place = place_of(self.spec, walk, tile, cta_m, cta_n, k_tiles)
+            place = place_of(self.spec, raster, tile, cta_m, cta_n, k_tiles)
             loaded = self.epilogue.load_tile_of_both(loaded, place, turn)
             turn = turn ^ 1
             tile, reader = self.scheduler.next_tile(tile, reader)
 
     @cute.jit
-    def math(self, ring, coordinates, walk, cta_m, cta_n, k_tiles):
+    def math(self, ring, coordinates, raster, cta_m, cta_n, k_tiles):
         """The math warps."""
         math_thread = cute.arch.thread_idx()[0] - WARPGROUP
         math_warp = cute.arch.make_warp_uniform(math_thread // 32)
@@ -275,12 +275,12 @@ class GemmKernel:
         if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
             if warpgroup == 1:
                 self.schedule.pass_math()  # the first turn is warpgroup 0's
-                place = place_of(self.spec, walk, tile, cta_m, cta_n, k_tiles)
+                place = place_of(self.spec, raster, tile, cta_m, cta_n, k_tiles)
                 state = self.mainloop.skip(state, place.k_tiles)
                 tile, reader = self.scheduler.next_tile(tile, reader)
 
         while self.scheduler.exists(tile):
-            place = place_of(self.spec, walk, tile, cta_m, cta_n, k_tiles)
+            place = place_of(self.spec, raster, tile, cta_m, cta_n, k_tiles)
             if self.epilogue.has_rows(place, warpgroup):
                 scalars = self.epilogue.load_scalars(place.batch)
                 self.schedule.wait_for_math()
@@ -290,7 +290,7 @@ class GemmKernel:
                 state = self.mainloop.pass_over(ring, state, place)
             tile, reader = self.scheduler.next_tile(tile, reader)
             if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
-                place = place_of(self.spec, walk, tile, cta_m, cta_n, k_tiles)
+                place = place_of(self.spec, raster, tile, cta_m, cta_n, k_tiles)
                 state = self.mainloop.skip(state, place.k_tiles)
                 tile, reader = self.scheduler.next_tile(tile, reader)
         self.epilogue.drain(is_store_warp)

@@ -46,7 +46,7 @@ class Place(NamedTuple):
         return self.end - self.first
 
 
-def place_of(spec, walk, tile, cta_m, cta_n, k_tiles):
+def place_of(spec, raster, tile, cta_m, cta_n, k_tiles):
     """Returns the place of a CTA's tile.
 
     Args:
@@ -56,7 +56,7 @@ def place_of(spec, walk, tile, cta_m, cta_n, k_tiles):
     """
     s = spec
     if s.grouped is None:
-        cluster_m, cluster_n, batch = tile_at(walk, tile, Int64, Int32)
+        cluster_m, cluster_n, batch = tile_at(raster, tile, Int64, Int32)
         m, n = cluster_m * s.cluster_m + cta_m, cluster_n * s.cluster_n + cta_n
         return Place(m, n, batch, k_tiles)
     together = None
@@ -69,7 +69,7 @@ def place_of(spec, walk, tile, cta_m, cta_n, k_tiles):
         return Place(m, n, tile.matrix, k_tiles, tile.start, tile.end)
     belongs = counts = tile.matrix >= 0
     if s.paired:  # the right one of two tiles of columns may not be there
-        counts = belongs & ((n < walk.tiles) | ~together)
+        counts = belongs & ((n < raster.tiles) | ~together)
     return Place(
         0, n, larger(tile.matrix, Int32(0)), select_(counts, k_tiles, Int32(1)),
         tile.start + m * s.tile_m, tile.end, belongs, together,

@@ -56,7 +56,7 @@ class ZeroWriter:
     @cute.jit
     def run(self):
         """The zero warp."""
-        walk = self.scheduler.walk
+        raster = self.scheduler.raster
         grid_m, grid_n, _ = cute.arch.grid_dim()
         cta_m, cta_n, _ = cute.arch.block_idx()
         parts = self.rows * self.parts_of_row
@@ -65,14 +65,14 @@ class ZeroWriter:
         window, before = self.scheduler.first_window(), Int32(0)
         left = Int32(1)
         while left > 0:
-            empty = empty_before_end(walk, Window(*window), before, Warp())
+            empty = empty_before_end(raster, Window(*window), before, Warp())
             before = Warp().of(empty, Int32(LANES - 1))
             while index < before * parts:
-                self.fill(part_in(walk, Window(*window), empty, index, parts, Warp()))
+                self.fill(part_in(raster, Window(*window), empty, index, parts, Warp()))
                 index = index + grid_m * grid_n
                 if self.scheduler.exists(tile):
                     tile, reader = self.scheduler.next_tile(tile, reader)
-            left = select_(is_last(walk, Window(*window)), Int32(0), Int32(1))
+            left = select_(is_last(raster, Window(*window)), Int32(0), Int32(1))
             window = tuple(self.scheduler.next_window(window))
         while self.scheduler.exists(tile):
             tile, reader = self.scheduler.next_tile(tile, reader)

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from ..gemm.grid import (
     WRAP_BYTES,
     ceil_div,
-    group_walk,
+    group_raster,
     launched_clusters,
     num_inputs,
     result_shapes,
 )
 from ..gemm.group_search import SPAN_EXTENT
 from ..gemm.problem import ITEMSIZE, GemmProblem, MatrixLayout
-from ..gemm.raster import make_walk
-from ..gemm.spec import TMA_ALIGNMENT, GemmSpec, TmaBox, Traversal
+from ..gemm.raster import make_raster
+from ..gemm.spec import TMA_ALIGNMENT, GemmSpec, RasterOrder, TmaBox
 
 PLAN_VERSION = 2
 
@@ -126,12 +126,12 @@ class LaunchPlan:
 
 
 def make_plan(
-    problem: GemmProblem, spec: GemmSpec, traversal: Traversal, num_sms: int
+    problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, num_sms: int
 ) -> LaunchPlan:
     """Returns the launch of `spec`'s kernel on `problem`, on a GPU with `num_sms` SMs."""
     k_tiles = ceil_div(problem.k, spec.tile_k)
-    clusters_m = ceil_div(problem.m, spec.tile_m * spec.walk_m)
-    clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.walk_n)
+    clusters_m = ceil_div(problem.m, spec.tile_m * spec.raster_m)
+    clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.raster_n)
     params: list[TensorMap | Int32 | Pointer] = list(_operand_maps(problem, spec))
     params += [*_result_params(problem, spec), *_epilogue_params(problem, spec)]
     if groups := problem.groups:
@@ -143,22 +143,22 @@ def make_plan(
             params += [
                 Pointer(sizes + 1), Int32(groups.source), Int32(width), Int32(layout.leading_stride)
             ]  # fmt: skip
-        walk: tuple[int, ...] = group_walk(problem, spec, traversal)
+        raster: tuple[int, ...] = group_raster(problem, spec, raster_order)
     else:
         if problem.indexed:
             params += [Pointer(num_inputs(problem) - 1), Int32(problem.stack)]
-        walk = make_walk(
+        raster = make_raster(
             clusters_m,
             clusters_n,
             problem.l,
-            along_m=traversal.along == "m",
-            swizzle=traversal.swizzle,
+            along_m=raster_order.along == "m",
+            swizzle=raster_order.swizzle,
         )
     launched = launched_clusters(problem, spec, num_sms)
-    params += [Int32(value) for value in (*walk, k_tiles)]
+    params += [Int32(value) for value in (*raster, k_tiles)]
     if spec.graph.needs_extents:
         params += [Int32(problem.m), Int32(problem.n)]
-    if spec.zeros_apart:
+    if spec.zero_fill_warp:
         params += [Pointer(num_inputs(problem)), *map(Int32, _rows_of_zeros(problem))]
     first_workspace = num_inputs(problem) + len(result_shapes(problem, spec))
     workspaces: tuple[Workspace, ...] = ()

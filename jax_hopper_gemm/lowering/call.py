@@ -26,7 +26,7 @@ from ..gemm.subscripts import split, with_partitions
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from . import fallback
-from .devices import devices_of, lowers_share
+from .devices import devices_of, lowers_shard
 from .finish_reductions import finish_partials
 from .mlir_values import (
     GATHERED,
@@ -34,9 +34,9 @@ from .mlir_values import (
     MAX_SMS,
     PRODUCT,
     SPANS,
-    beneath_transpose,
-    indexed_beneath,
-    rows_beneath,
+    look_through_gather,
+    look_through_index,
+    look_through_transpose,
 )
 from .route import Product, Route, current_device, route
 
@@ -92,7 +92,7 @@ class Call:
 
     def route(self, ctx: mlir.LoweringRuleContext, *, kernel_only: bool) -> Route:
         device = current_device(_assigned_devices(ctx))
-        device = replace(device, beside_transfers=lowers_share())
+        device = replace(device, comm_overlap=lowers_shard())
         return route(self.product, device, kernel_only=kernel_only)
 
     def readable(self, ctx: mlir.LoweringRuleContext, *, kernel_only: bool) -> Call:
@@ -113,8 +113,8 @@ class Call:
         lhs_labels, rhs_labels, out = split(product.subscripts)
         lhs, lhs_shape = self.values[0], product.lhs_shape
         if not product.spans:
-            lhs, lhs_labels, lhs_shape = beneath_transpose(lhs, lhs_labels, lhs_shape)
-        rights = [beneath_transpose(x, rhs_labels, product.rhs_shape) for x in self.values[1:]]
+            lhs, lhs_labels, lhs_shape = look_through_transpose(lhs, lhs_labels, lhs_shape)
+        rights = [look_through_transpose(x, rhs_labels, product.rhs_shape) for x in self.values[1:]]
         ((rhs_labels, rhs_shape), *others) = {(labels, shape) for _, labels, shape in rights}
         if others:  # gate and up lie differently
             return self
@@ -138,7 +138,7 @@ class Call:
             return self
         count = 2 if is_contraction(product.subscripts) and len(self.values) == 2 else 1
         for i, value in enumerate(self.values[:count]):
-            if (found := rows_beneath(value)) is not None:
+            if (found := look_through_gather(value)) is not None:
                 array, rows = found
                 product = replace(product, gathered="ab"[i], source=array.type.shape[0])
                 values = (*self.values[:i], array, *self.values[i + 1 :])
@@ -153,7 +153,7 @@ class Call:
         product = self.product
         if product.spans or product.indexed or len(self.values) > 2:
             return self
-        found = {i: one for i, x in enumerate(self.values) if (one := indexed_beneath(x))}
+        found = {i: one for i, x in enumerate(self.values) if (one := look_through_index(x))}
         if not found:
             return self
         i = max(found, key=lambda i: prod((product.lhs_shape, product.rhs_shape)[i]))
@@ -192,7 +192,7 @@ class Call:
             shape, dtype = shapes[index]
             shapes[index] = ((product.stack, *shape), dtype)
         inputs = [(v, ShapedArray(*s)) for v, s in zip(self.values, shapes, strict=True)]
-        if found.gemm.swapped:
+        if found.gemm.swap_ab:
             inputs.reverse()
         aliases: dict[int, int] = {}
         outputs = list(ctx.avals_out)
@@ -225,7 +225,7 @@ class Call:
         results = list[Any](results)[: len(outputs)]
         if fusion is None:
             lhs, rhs, out = split(product.subscripts)
-            in_order = f"{rhs},{lhs}->{out}" if found.gemm.swapped else product.subscripts
+            in_order = f"{rhs},{lhs}->{out}" if found.gemm.swap_ab else product.subscripts
             operation: Any = results[0].owner
             operation.attributes[PRODUCT] = mlir.ir_attribute(in_order)
             if product.spans:
@@ -234,7 +234,7 @@ class Call:
             if product.gathered:
                 operation.attributes[GATHERED] = mlir.ir_attribute(product.gathered)
             if product.indexed:
-                left = (product.indexed == "a") != found.gemm.swapped
+                left = (product.indexed == "a") != found.gemm.swap_ab
                 operation.attributes[INDEXED] = mlir.ir_attribute("a" if left else "b")
             return self.marked(results)
         finish = mlir.lower_fun(partial(self._finished, found), multiple_results=True)

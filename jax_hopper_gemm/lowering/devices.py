@@ -53,7 +53,7 @@ _share = _Share()
 
 
 @contextmanager
-def lowering_share() -> Iterator[None]:
+def lowering_shard() -> Iterator[None]:
     """What this thread lowers within is one device's share of a program for several."""
     before, _share.lowered = _share.lowered, True
     try:
@@ -62,6 +62,6 @@ def lowering_share() -> Iterator[None]:
         _share.lowered = before
 
 
-def lowers_share() -> bool:
-    """Whether this thread lowers within `lowering_share`."""
+def lowers_shard() -> bool:
+    """Whether this thread lowers within `lowering_shard`."""
     return _share.lowered

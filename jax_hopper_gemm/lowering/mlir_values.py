@@ -11,7 +11,7 @@ from jax.interpreters import mlir
 ROWS = "jax_hopper_gemm.rows"  # of rows that indices pick, zeros where there is none
 
 
-def beneath_transpose(
+def look_through_transpose(
     value: Any, labels: str, shape: tuple[int, ...]
 ) -> tuple[Any, str, tuple[int, ...]]:
     """Returns the array that `value` is a transpose of, or `value`, with its letters and shape."""
@@ -36,7 +36,7 @@ class Indexed:
     index: Any
 
 
-def indexed_beneath(value: Any) -> Indexed | None:
+def look_through_index(value: Any) -> Indexed | None:
     """Returns the stack that an MLIR value is one array of, if it is.
 
     As `stack[i]` takes it.
@@ -61,13 +61,13 @@ def mark_rows(value: Any) -> None:
     value.owner.attributes[ROWS] = mlir.ir_attribute(True)
 
 
-def rows_beneath(value: Any) -> tuple[Any, Any] | None:
+def look_through_gather(value: Any) -> tuple[Any, Any] | None:
     """Returns the array and the indices (T, 1) that marked rows come from; None for other values.
 
     What fills in zeros is a choice between the picked rows and zeros. `jax.vmap` may have given
     them further axes, and taken these away again.
     """
-    operation = _beneath_reshapes(value).owner
+    operation = _look_through_reshapes(value).owner
     if not hasattr(operation, "attributes") or ROWS not in operation.attributes:
         return None
     if operation.name == "stablehlo.select":
@@ -78,7 +78,7 @@ def rows_beneath(value: Any) -> tuple[Any, Any] | None:
     return array, indices
 
 
-def _beneath_reshapes(value: Any) -> Any:
+def _look_through_reshapes(value: Any) -> Any:
     """Returns the value that reshapes lead back to, if it has the same shape; else `value`."""
     beneath = value
     while getattr(beneath.owner, "name", None) == "stablehlo.reshape":

@@ -25,7 +25,7 @@ from ..dispatch.canonical import (
 from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
 from ..gemm.groups import GROUPS, Spans, gate_letter, is_contraction
-from ..gemm.spec import GemmSpec, Traversal
+from ..gemm.spec import GemmSpec, RasterOrder
 from ..gemm.subscripts import split, stacked_letter
 from ..launch.plan import LaunchPlan, make_plan
 
@@ -123,7 +123,7 @@ class Route:
     source: str
     gemm: Gemm | None = None
     spec: GemmSpec | None = None
-    traversal: Traversal | None = None
+    raster_order: RasterOrder | None = None
     plan: LaunchPlan | None = None
     fusion: Fusion | None = None
     roles: Roles | None = None
@@ -181,14 +181,14 @@ def route(product: Product, device: dispatch.Device, *, kernel_only: bool = Fals
     decision = dispatch.choose(gemm.problem, device, kernel_only=kernel_only)
     if fusion and not kernel_only and not product.spans and (reason := _read_again(fusion)):
         return Route("xla", reason, "model", gemm, fusion=fusion, roles=found_roles)
-    if decision.spec is None or decision.traversal is None:
+    if decision.spec is None or decision.raster_order is None:
         runs = not kernel_only and dispatch.choose(gemm.problem, device, kernel_only=True).spec
         source = decision.source if runs else "unsupported"
         return Route("xla", decision.reason, source, gemm, fusion=fusion, roles=found_roles)
-    plan = make_plan(gemm.problem, decision.spec, decision.traversal, device.num_sms)
+    plan = make_plan(gemm.problem, decision.spec, decision.raster_order, device.num_sms)
     return Route(
-        "hopper", decision.reason, decision.source, gemm, decision.spec, decision.traversal, plan,
-        fusion, found_roles,
+        "hopper", decision.reason, decision.source, gemm, decision.spec, decision.raster_order,
+        plan, fusion, found_roles,
     )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def _in_stack(gemm: Gemm, product: Product) -> Gemm:
     """Returns the same product with an operand that lies in a stack."""
     left = product.indexed == "a"
     apart = prod(product.lhs_shape if left else product.rhs_shape)
-    indexed: Any = "a" if left != gemm.swapped else "b"
+    indexed: Any = "a" if left != gemm.swap_ab else "b"
     layout = replace(getattr(gemm.problem, indexed), batch_stride=apart)
     named = {indexed: layout}
     return replace(

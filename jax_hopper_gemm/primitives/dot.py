@@ -94,7 +94,7 @@ def product_of(lhs: Any, rhs: Any, out: Any, params: dict[str, Any]) -> Product:
 def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
     """Shape, dtype, sharding and varying axes are those of `lax.dot_general`."""
     dot = _dot_general(**params)
-    operands = (rhs, lhs) if dot.swapped else (lhs, rhs)
+    operands = (rhs, lhs) if dot.swap_ab else (lhs, rhs)
     out, _ = lax.dot_general_p.abstract_eval(*operands, **dot.params)
     return lax.transpose_p.abstract_eval(out, permutation=dot.permutation)[0]
 
@@ -105,7 +105,7 @@ hopper_dot_p.def_abstract_eval(_abstract_eval)
 def reference_dot(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """The product as XLA computes it."""
     dot = _dot_general(**params)
-    operands = (rhs, lhs) if dot.swapped else (lhs, rhs)
+    operands = (rhs, lhs) if dot.swap_ab else (lhs, rhs)
     return lax.transpose(lax.dot_general_p.bind(*operands, **dot.params), dot.permutation)
 
 
@@ -208,7 +208,7 @@ def _lower_partitioned(
         "implementation": params["implementation"],
         "max_sms": params["max_sms"],
     }
-    labels = sharding.Labels.of(call.product.subscripts)
+    labels = sharding.Factors.of(call.product.subscripts)
     return sharding.emit(ctx, hopper_dot_p.name, call.values, labels, words)
 
 
@@ -228,7 +228,7 @@ def partitioned_product_at(value: Any) -> tuple[Call, dict[str, Any]] | None:
 
 
 def _product_of_shards(
-    local: sharding.Local,
+    local: sharding.ShardContext,
     lhs: jax.Array,
     rhs: jax.Array,
     *,

@@ -52,7 +52,7 @@ from .fused_grad import Recompute, batched_product, epilogue_tangent_p
 from .fused_ragged_sharded import NAME as RAGGED
 from .fused_ragged_sharded import fused_of_ragged_shards
 from .group_sizes import sizes_of_each
-from .segments import live_rows, live_rows_p, rows_of_groups, rows_of_groups_p
+from .segments import segment_broadcast, segment_broadcast_p, segment_mask, segment_mask_p
 
 hopper_fused_p = Primitive("hopper_fused")
 hopper_dots_p = Primitive("hopper_dots")
@@ -153,7 +153,7 @@ def fused_dot(
             return found
         products, rows = args[: len(accumulators)], args[len(accumulators)]
         return [
-            live_rows(x, rows, spans)
+            segment_mask(x, rows, spans)
             if x.shape == product.shape and not any(output is y for y in products)
             else x
             for x, output in zip(found, outputs, strict=True)
@@ -185,7 +185,7 @@ def _by_rows(
     products, sizes, operands = args[:count], args[count], args[count + 1 :]
     length = products[0].shape[0]
     operands = [
-        rows_of_groups(x, sizes, spans, length, dtype) if each else x
+        segment_broadcast(x, sizes, spans, length, dtype) if each else x
         for x, each in zip(operands, by_group, strict=True)
     ]
     return function(*products, *operands)
@@ -354,7 +354,7 @@ def _place(jaxpr: ClosedJaxpr, index: int, dtype: Any) -> int | None:
     for equation in jaxpr.jaxpr.eqns:
         (x, *_), (out, *_) = equation.invars, equation.outvars
         convert = equation.primitive is lax.convert_element_type_p and x is source
-        masked = equation.primitive is live_rows_p and any(x is y for y in same)
+        masked = equation.primitive is segment_mask_p and any(x is y for y in same)
         if (convert and out.aval.dtype == dtype) or masked:
             same.add(out)
     outputs = enumerate(jaxpr.jaxpr.outvars)
@@ -405,7 +405,7 @@ def _as_rows_lie(
     """
     lhs, right, jaxpr = products[0], products[1], params["jaxpr"].jaxpr
     inputs = jaxpr.invars[len(jaxpr.invars) - len(operands) :]
-    by_group = [e.invars[0] for e in jaxpr.eqns if e.primitive is rows_of_groups_p]
+    by_group = [e.invars[0] for e in jaxpr.eqns if e.primitive is segment_broadcast_p]
     subscripts = params["accumulate"].subscripts
     contraction = is_contraction(subscripts)
     own_groups = right.ndim > len(split(subscripts)[1])
@@ -561,7 +561,7 @@ def _added(x: Any, accumulate: Accumulate, lhs: Any, right: Any, sizes: Any) -> 
     assert (spans := accumulate.spans)
 
     def function(product: Any, sizes: Any, x: Any) -> list[Any]:
-        return [live_rows((product + x).astype(x.dtype), sizes, spans)]
+        return [segment_mask((product + x).astype(x.dtype), sizes, spans)]
 
     product = abstract(partial(accumulate.together, by_xla=True), lhs, right, sizes)
     (found,) = hopper_fused_p.bind(

@@ -29,9 +29,9 @@ from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.devices import platforms_of
 from ..lowering.route import Roles, Route
-from ..sharding.choose_shards import Labels
+from ..sharding.choose_shards import Factors
 from ..sharding.custom_call import constrained, emit, precision_names
-from ..sharding.shard import Local
+from ..sharding.shard import ShardContext
 from .fused_call import FusedProduct
 from .fused_ragged_sharded import NAME as RAGGED
 from .fused_ragged_sharded import RESULTS, with_sizes
@@ -94,7 +94,7 @@ def _emit(
         for result, along in zip(graph.results, fusion.results, strict=True)
         for _ in range(2 if result.kind == "row_sumexp" else result.plane == 0)
     ]
-    labels = Labels(
+    labels = Factors(
         factors=(lhs, *[rhs] * product.rights), out=out,
         results=tuple(along for along, _ in results), others=fusion.labels,
         whole=(gate_letter if product.spans else stacked_letter)(product.subscripts) + planes,
@@ -142,7 +142,7 @@ def _sum_dtype(graph: EpilogueGraph, factors: str) -> str:
 
 
 def fused_of_shards(
-    fused: Callable[..., Any], local: Local, *shards: jax.Array, **params: Any
+    fused: Callable[..., Any], local: ShardContext, *shards: jax.Array, **params: Any
 ) -> list[jax.Array]:
     """The program of a share.
 
@@ -181,7 +181,7 @@ def _is_sum(graph: EpilogueGraph, dtype: str) -> bool:
 
 
 def _over_devices(
-    local: Local, results: Sequence[Result], outputs: Sequence[Any], m: str, n: str
+    local: ShardContext, results: Sequence[Result], outputs: Sequence[Any], m: str, n: str
 ) -> list[Any]:
     """Returns the results of the shards, with what is reduced, reduced over devices, too."""
     waiting, found = list(outputs), []

@@ -20,7 +20,6 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, xla
 from jax.interpreters import partial_eval as pe
 
-from .. import sharding as partitioning
 from ..fusion.jaxprs import (
     ClosedJaxpr,
     abstract,
@@ -38,6 +37,7 @@ from ..lowering.call import Call
 from ..lowering.match import is_launch, product_at
 from ..lowering.register import register_lowering
 from ..lowering.route import Route
+from ..sharding.custom_call import applies
 from .accumulators import Accumulate, unstacked
 from .dot import partitioned_product_at, with_batch
 from .fused_dot_sharded import emit_fused, route_partitioned
@@ -338,7 +338,7 @@ def _lower_epilogue_partitioned(
     ctx: mlir.LoweringRuleContext, *values: Any, jaxpr: ClosedJaxpr
 ) -> Any:
     """Emits the same where XLA partitions the program over devices."""
-    if not partitioning.applies(ctx):
+    if not applies(ctx):
         return None
     choices = []
     for index, value in enumerate(values):

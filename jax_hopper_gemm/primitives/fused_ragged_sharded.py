@@ -21,17 +21,17 @@ from ..fusion import evaluate
 from ..fusion.jaxprs import traced
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.groups import GROUPS, Spans, is_contraction
-from ..sharding.choose_shards import Labels
-from ..sharding.shard import Local
+from ..sharding.choose_shards import Factors
+from ..sharding.shard import ShardContext
 from .fused_call import FusedProduct
 from .ragged_shards import ENTRIES, SIZES, Part, RaggedShare
-from .segments import live_rows, rows_of_groups
+from .segments import segment_broadcast, segment_mask
 
 NAME = "hopper_fused_ragged"
 RESULTS = {"matrix", "row_sum"}  # what shares are made of; others stay apart from the product
 
 
-def with_sizes(labels: Labels, subscripts: str) -> Labels:
+def with_sizes(labels: Factors, subscripts: str) -> Factors:
     """Returns the labels of a product and its operands with those of sizes, the last operand.
 
     Each device reads what all groups have for their rows: which ones its rows are in, sizes say.
@@ -45,7 +45,7 @@ def with_sizes(labels: Labels, subscripts: str) -> Labels:
 
 
 def fused_of_ragged_shards(
-    fused: Callable[..., Any], local: Local, *shards: jax.Array, **params: Any
+    fused: Callable[..., Any], local: ShardContext, *shards: jax.Array, **params: Any
 ) -> list[jax.Array]:
     """The program of a share.
 
@@ -96,7 +96,7 @@ def fused_of_ragged_shards(
     ]
 
 
-def _sums_first(graph: EpilogueGraph, local: Local, n: str, rows: bool) -> bool:
+def _sums_first(graph: EpilogueGraph, local: ShardContext, n: str, rows: bool) -> bool:
     """Whether the products of shards are summed over devices before the graph follows.
 
     Where only groups are sharded, each row is whole on one device: what is summed then are the
@@ -144,11 +144,11 @@ def _follow(
     for i, letters in enumerate(labels):
         if ENTRIES in letters:
             assert letters[0] == ENTRIES, letters
-            arrays[i] = rows_of_groups(arrays[i], sizes, spans, length)
+            arrays[i] = segment_broadcast(arrays[i], sizes, spans, length)
             names[i] = m + letters[1:]
     found = evaluate(graph, [*accumulators, *arrays], names, out, m, n, **options)
     whole = [result for result in graph.results if result.plane == 0]
     return [
-        live_rows(x, sizes, spans) if result.kind == "matrix" else x
+        segment_mask(x, sizes, spans) if result.kind == "matrix" else x
         for x, result in zip(found, whole, strict=True)
     ]

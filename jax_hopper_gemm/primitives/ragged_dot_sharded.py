@@ -24,9 +24,9 @@ from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.devices import platforms_of
 from ..lowering.match import product_between
-from ..sharding.choose_shards import Labels
+from ..sharding.choose_shards import Factors
 from ..sharding.custom_call import call_at, emit, precision_names, precision_of
-from ..sharding.shard import Local
+from ..sharding.shard import ShardContext
 from .ragged_shards import PERIODS, RaggedShare, ragged_labels
 
 NAME = "hopper_ragged_dot"
@@ -80,7 +80,7 @@ def emit_ragged(
     return emitted and [_reshaped(emitted[0], ctx.avals_out[0].shape)]
 
 
-def _with_planes(labels: Labels, values: Sequence[Any]) -> tuple[Labels, Sequence[Any], int]:
+def _with_planes(labels: Factors, values: Sequence[Any]) -> tuple[Factors, Sequence[Any], int]:
     """Returns labels and operands with planes as an axis of its own, and how many these are.
 
     They lie so in an operand which is a reshape of one whose last two axes are planes and columns.
@@ -159,7 +159,7 @@ def partitioned_ragged_product_at(value: Any) -> tuple[Call, dict[str, Any]] | N
 
 def ragged_of_shards(
     product: Callable[..., jax.Array],
-    local: Local,
+    local: ShardContext,
     lhs: jax.Array,
     rhs: jax.Array,
     sizes: jax.Array,

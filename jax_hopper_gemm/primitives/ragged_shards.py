@@ -21,13 +21,13 @@ from jax import numpy as jnp
 
 from ..gemm.groups import GROUPS, Spans
 from ..gemm.subscripts import split
-from ..sharding.choose_shards import Labels
+from ..sharding.choose_shards import Factors
 from .group_sizes import span_ends
 
 PERIODS, SIZES, ENTRIES = "p", "s", "h"  # h: groups of which each device reads all entries
 
 
-def ragged_labels(subscripts: str, periods: int, *, shared: bool) -> Labels:
+def ragged_labels(subscripts: str, periods: int, *, shared: bool) -> Factors:
     """Returns the letters of a ragged product's operands, sizes last, and of its result.
 
     Args:
@@ -39,7 +39,7 @@ def ragged_labels(subscripts: str, periods: int, *, shared: bool) -> Labels:
     if periods > 1:
         arrays = tuple(x if shared and GROUPS in x else PERIODS + x for x in arrays)
     lhs, rhs, out = arrays
-    return Labels((lhs, rhs), out, (out,), others=(SIZES,), whole=SIZES, picked=GROUPS)
+    return Factors((lhs, rhs), out, (out,), others=(SIZES,), whole=SIZES, picked=GROUPS)
 
 
 @dataclass(frozen=True)

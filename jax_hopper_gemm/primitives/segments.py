@@ -3,9 +3,9 @@
 Rows, an array's first axis, are cut into spans by `sizes`; a span belongs to a group, which has an
 entry of its own in arrays with an axis of groups, or to none (see `ragged`).
 
-- `rows_of_groups` gives each row its group's entry,
-- `sum_of_groups` adds up the rows of each group: one is the other's transpose,
-- `live_rows` puts 0 in the rows of no group.
+- `segment_broadcast` gives each row its group's entry,
+- `segment_sum` adds up the rows of each group: one is the other's transpose,
+- `segment_mask` puts 0 in the rows of no group.
 
 `vmap` over sizes gives all arrays further axes in front of the rows and of `sizes`; those of groups
 have them too, or are shared. Kernels read a group's entry where it lies, and store no other rows
@@ -32,12 +32,12 @@ from .ragged_dot import hopper_ragged_dot
 
 ONES = 8  # columns of ones that sum rows of 16 bits: the shortest lines that a kernel reads
 
-rows_of_groups_p = Primitive("rows_of_groups")
-sum_of_groups_p = Primitive("sum_of_groups")
-live_rows_p = Primitive("live_rows")
+segment_broadcast_p = Primitive("rows_of_groups")
+segment_sum_p = Primitive("sum_of_groups")
+segment_mask_p = Primitive("live_rows")
 
 
-def rows_of_groups(
+def segment_broadcast(
     x: jax.Array, sizes: jax.Array, spans: Spans, length: int, rounded: Any = None
 ) -> jax.Array:
     """Returns for each row its group's entry; 0 for a row of no group.
@@ -52,14 +52,14 @@ def rows_of_groups(
     Returns:
       (length, ...).
     """
-    return rows_of_groups_p.bind(
+    return segment_broadcast_p.bind(
         x, sizes, spans=spans, length=length, rounded=rounded and np.dtype(rounded), each=False
     )
 
 
-def live_rows(x: jax.Array, sizes: jax.Array, spans: Spans) -> jax.Array:
+def segment_mask(x: jax.Array, sizes: jax.Array, spans: Spans) -> jax.Array:
     """Returns `x`, (T, ...), with 0 in the rows of no group."""
-    return live_rows_p.bind(x, sizes, spans=spans)
+    return segment_mask_p.bind(x, sizes, spans=spans)
 
 
 def _over_batch(function: Any, count: int, *axes: int | None) -> Any:
@@ -125,9 +125,9 @@ def _register(primitive: Primitive, function: Any) -> None:
     ad.defjvp(primitive, tangent, None)
 
 
-_register(rows_of_groups_p, _rows_of_groups)
-_register(live_rows_p, _live_rows)
-_register(sum_of_groups_p, _sum_of_groups)
+_register(segment_broadcast_p, _rows_of_groups)
+_register(segment_mask_p, _live_rows)
+_register(segment_sum_p, _sum_of_groups)
 
 
 def _transpose_rows(
@@ -139,7 +139,7 @@ def _transpose_rows(
     matrix = np.prod(cotangent.shape[batch + 1 :]) > 1  # else few numbers, kept as they are
     if rounded is not None and matrix and rounded.itemsize < cotangent.dtype.itemsize:
         cotangent = cotangent.astype(rounded)
-    sums = sum_of_groups_p.bind(cotangent, sizes, spans=spans)
+    sums = segment_sum_p.bind(cotangent, sizes, spans=spans)
     if not each:
         sums = jnp.sum(sums, range(batch))
     return [sums.astype(x.aval.dtype), None]
@@ -148,38 +148,38 @@ def _transpose_rows(
 def _transpose_live(cotangent: Any, x: Any, sizes: Any, *, spans: Spans) -> list[Any]:
     if type(cotangent) is ad.Zero:
         return [ad.Zero(x.aval), None]
-    return [live_rows_p.bind(cotangent, sizes, spans=spans), None]
+    return [segment_mask_p.bind(cotangent, sizes, spans=spans), None]
 
 
 def _transpose_sum(cotangent: Any, x: Any, sizes: Any, *, spans: Spans) -> list[Any]:
     if type(cotangent) is ad.Zero:
         return [ad.Zero(x.aval), None]
     batch = sizes.ndim - 1
-    rows = rows_of_groups_p.bind(
+    rows = segment_broadcast_p.bind(
         cotangent, sizes, spans=spans, length=x.aval.shape[batch], rounded=None, each=batch > 0
     )
     return [rows.astype(x.aval.dtype), None]
 
 
-ad.primitive_transposes[rows_of_groups_p] = _transpose_rows
-ad.primitive_transposes[live_rows_p] = _transpose_live
-ad.primitive_transposes[sum_of_groups_p] = _transpose_sum
+ad.primitive_transposes[segment_broadcast_p] = _transpose_rows
+ad.primitive_transposes[segment_mask_p] = _transpose_live
+ad.primitive_transposes[segment_sum_p] = _transpose_sum
 
 
 def without_masks(
     closed: ClosedJaxpr, outputs: Sequence[bool], kept: Sequence[bool]
 ) -> tuple[ClosedJaxpr, list[bool]]:
-    """Returns a function without `live_rows` that make no difference, and which inputs it has.
+    """Returns a function without `segment_mask` that make no difference, and which inputs it has.
 
     Args:
       outputs: which outputs are read by products alone, to which rows of no group are nothing.
       kept: as in `jaxprs.pruned`.
     """
     jaxpr = closed.jaxpr
-    before = {e.outvars[0]: e.invars[0] for e in jaxpr.eqns if e.primitive is live_rows_p}
+    before = {e.outvars[0]: e.invars[0] for e in jaxpr.eqns if e.primitive is segment_mask_p}
     equations = [
         e.replace(invars=[before.get(e.invars[0], e.invars[0]), *e.invars[1:]])
-        if e.primitive is sum_of_groups_p and not isinstance(e.invars[0], Literal)
+        if e.primitive is segment_sum_p and not isinstance(e.invars[0], Literal)
         else e
         for e in jaxpr.eqns
     ]
@@ -226,7 +226,7 @@ def _batch_rows(
         each = not shared
     elif x_axis is not None:  # one of the entry's axes
         x, out_axis = jnp.moveaxis(x, x_axis, 1 + batch * each), batch + 1
-    return rows_of_groups_p.bind(x, sizes, each=each, **params), out_axis
+    return segment_broadcast_p.bind(x, sizes, each=each, **params), out_axis
 
 
 def _batch_as_rows(
@@ -243,6 +243,6 @@ def _batch_as_rows(
     return primitive.bind(x, sizes, **params), out_axis
 
 
-batching.fancy_primitive_batchers[rows_of_groups_p] = _batch_rows
-batching.fancy_primitive_batchers[live_rows_p] = partial(_batch_as_rows, live_rows_p)
-batching.fancy_primitive_batchers[sum_of_groups_p] = partial(_batch_as_rows, sum_of_groups_p)
+batching.fancy_primitive_batchers[segment_broadcast_p] = _batch_rows
+batching.fancy_primitive_batchers[segment_mask_p] = partial(_batch_as_rows, segment_mask_p)
+batching.fancy_primitive_batchers[segment_sum_p] = partial(_batch_as_rows, segment_sum_p)

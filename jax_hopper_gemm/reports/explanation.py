@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from .. import dispatch
 from ..dispatch.cost import estimate
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, Traversal
+from ..gemm.spec import GemmSpec, RasterOrder
 from ..launch.ffi_target import launcher_violation
 from ..lowering.route import array_text, current_device, route
 from ..ops import checks
@@ -53,7 +53,7 @@ class Explanation:
     source: str
     problem: GemmProblem | None = None
     spec: GemmSpec | None = None
-    traversal: Traversal | None = None
+    raster_order: RasterOrder | None = None
     grid: tuple[int, int, int] | None = None
     waves: int | None = None
     epilogue: str = ""
@@ -76,14 +76,14 @@ class Explanation:
             if g := p.groups:
                 picked = f", {g.gathered.upper()}'s rows picked of {g.source}" if g.gathered else ""
                 lines["groups"] = f"{g.total} along {g.axis.upper()}{picked}"
-        if (spec := self.spec) and (traversal := self.traversal):
+        if (spec := self.spec) and (raster_order := self.raster_order):
             lines["kernel"] = spec.name
             lines["tile"] = (
                 f"{spec.tile_m}x{spec.tile_n}x{spec.tile_k}, cluster "
                 f"{spec.cluster_m}x{spec.cluster_n}, {spec.num_stages} stages, "
                 f"{spec.warp_schedule}, {spec.tile_scheduler} scheduler"
             )
-            lines["traversal"] = f"along {traversal.along}, swizzle {traversal.swizzle}"
+            lines["raster_order"] = f"along {raster_order.along}, swizzle {raster_order.swizzle}"
             lines["grid"] = f"{self.grid}, {self.waves} {'wave' if self.waves == 1 else 'waves'}"
         if self.epilogue:
             lines["epilogue"] = self.epilogue
@@ -219,11 +219,11 @@ def explanation_of(call: TracedProduct, implementation: Implementation) -> Expla
     if found.path == "xla":
         problem = found.gemm.problem if found.gemm else None
         return Explanation(asked, device, "xla", reason, found.source, problem)
-    assert found.gemm and found.spec and found.traversal and found.plan
-    cost = estimate(found.gemm.problem, found.spec, found.traversal, device)
+    assert found.gemm and found.spec and found.raster_order and found.plan
+    cost = estimate(found.gemm.problem, found.spec, found.raster_order, device)
     return Explanation(
         asked, device, "hopper", reason, found.source, found.gemm.problem,
-        found.spec, found.traversal, found.plan.grid, waves=cost.waves,
+        found.spec, found.raster_order, found.plan.grid, waves=cost.waves,
         epilogue=found.epilogue, uncovered=(*found.uncovered, *call.rest),
     )  # fmt: skip
 

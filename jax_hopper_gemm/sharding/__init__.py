@@ -14,7 +14,7 @@
 lowering: those files are imported by their names.
 """
 
-from .choose_shards import Labels
+from .choose_shards import Factors
 from .custom_call import (
     TARGET,
     applies,
@@ -26,12 +26,12 @@ from .custom_call import (
     precision_of,
     register,
 )
-from .shard import Local
+from .shard import ShardContext
 
 __all__ = [
     "TARGET",
-    "Labels",
-    "Local",
+    "Factors",
+    "ShardContext",
     "applies",
     "call_at",
     "emit",

@@ -16,7 +16,7 @@ FLOPS_PER_SECOND = 6e14
 
 
 @dataclass(frozen=True)
-class Labels:
+class Factors:
     """Which letter each dimension of the arrays of a call is; a letter has one extent.
 
     Attributes:
@@ -36,10 +36,10 @@ class Labels:
     picked: str = ""
 
     @staticmethod
-    def of(subscripts: str) -> Labels:
+    def of(subscripts: str) -> Factors:
         """Returns the labels of a product of two arrays."""
         lhs, rhs, out = split(subscripts)
-        return Labels((lhs, rhs), out, (out,))
+        return Factors((lhs, rhs), out, (out,))
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class Share:
         """Returns the axes of a letter behind the sum over devices."""
         return self.axes[letter] + self.scattered.get(letter, ())
 
-    def arrays(self, labels: Labels) -> list[list[Axes]]:
+    def arrays(self, labels: Factors) -> list[list[Axes]]:
         """Returns the axes of each dimension of each of `labels.arrays`."""
         factors = [[self.axes[x] for x in names] for names in labels.factors]
         behind = [[self.result(x) for x in names] for names in (*labels.others, *labels.results)]
@@ -85,7 +85,7 @@ class Share:
 
 def choose_share(
     mesh: Mesh,
-    labels: Labels,
+    labels: Factors,
     extents: dict[str, int],
     itemsizes: Sequence[int],
     given: Sequence[Sequence[Axes]],
@@ -138,7 +138,7 @@ def _choices(mesh: Mesh, extent: int, given: Iterable[Axes | None]) -> list[Axes
 
 def _with_reduction(
     mesh: Mesh,
-    labels: Labels,
+    labels: Factors,
     axes: dict[str, Axes],
     extents: dict[str, int],
     wanted: dict[str, Axes],
@@ -156,7 +156,7 @@ def _with_reduction(
 
 def _cost(
     mesh: Mesh,
-    labels: Labels,
+    labels: Factors,
     extents: dict[str, int],
     itemsizes: Sequence[int],
     outside: list[dict[str, Axes]],
@@ -210,7 +210,7 @@ def _common(left: Axes, right: Axes) -> Axes:
     return tuple(axis for axis, _ in pairs)
 
 
-def sharding_rule(labels: Labels, extents: dict[str, int]) -> str:
+def sharding_rule(labels: Factors, extents: dict[str, int]) -> str:
     """Returns Shardy's rule of a call: which dimensions are the same letter."""
     names = dict(zip(extents, _factor_names(), strict=False))
 

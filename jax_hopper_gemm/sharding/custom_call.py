@@ -15,7 +15,7 @@ A module with products of its own takes part in two steps:
    function of the operands' shards, in which `local.sum` adds a product of shards up over devices.
    It returns a list of the results' shards.
 2. Where `applies(ctx)`, its lowering rule returns `emit(ctx, "its name", values, labels, params)`.
-   `labels` says which dimensions are the same letter (`shares.Labels`); `params` are JSON.
+   `labels` says which dimensions are the same letter (`shares.Factors`); `params` are JSON.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jaxlib import xla_client
 
-from ..lowering.devices import axis_left, devices_of, extents_left, lowering_share, platforms_of
-from .choose_shards import Labels, choose_share, sharding_rule
+from ..lowering.devices import axis_left, devices_of, extents_left, lowering_shard, platforms_of
+from .choose_shards import Factors, choose_share, sharding_rule
 from .mesh import Axes, Mesh, is_plain
-from .shard import Local
+from .shard import ShardContext
 
 TARGET = "jax_hopper_gemm.v1.partition"
 VERSION = 1  # of a call's configuration, which exported programs hold
@@ -68,7 +68,7 @@ def emit(
     ctx: mlir.LoweringRuleContext,
     name: str,
     operands: Sequence[Any],
-    labels: Labels,
+    labels: Factors,
     params: dict[str, Any],
     *,
     avals_out: Sequence[Any] | None = None,
@@ -229,7 +229,7 @@ def _answer(
             "with this one, or run it with that one."
         )
     tuples = {key: tuple(x) for key, x in asked["labels"].items() if isinstance(x, list)}
-    labels = Labels(**asked["labels"] | tuples)
+    labels = Factors(**asked["labels"] | tuples)
     axis = asked["axis"] and tuple(asked["axis"])
     if axis and not all(map(mesh.is_along_one, given)):
         given = tuple(((),) * len(each) for each in given)
@@ -245,7 +245,7 @@ def _answer(
         for (shape, dtype), each in zip(arrays, axes, strict=True)
     ]
     operands = shards[: len(shards) - len(labels.results)]
-    local = Local(mesh, labels, share, asked["sum_dtype"], axis)
+    local = ShardContext(mesh, labels, share, asked["sum_dtype"], axis)
     program: Program = partial(_programs[asked["name"]], local, **asked["params"])
     try:
         return _lowered(program, operands, tuple(asked["platforms"]), x64), axes
@@ -268,7 +268,7 @@ def _lowered(
     """Returns the bytecode of a program of one device."""
 
     def lowered() -> Any:
-        with jax.enable_x64(x64), lowering_share():
+        with jax.enable_x64(x64), lowering_shard():
             share = program if _replace is None else _replace(program, shards)
             function = jax.jit(lambda *operands: list(share(*operands)), keep_unused=True)
             lowering = function.trace(*shards).lower(lowering_platforms=platforms)

@@ -18,7 +18,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from .choose_shards import Labels, Share
+from .choose_shards import Factors, Share
 from .mesh import Axes, Mesh
 
 Groups = tuple[tuple[int, ...], ...]
@@ -91,7 +91,7 @@ mlir.register_lowering(reduce_over_devices_p, _lower)
 
 
 @dataclass(frozen=True)
-class Local:
+class ShardContext:
     """What the program of a share knows beside its shards.
 
     Attributes:
@@ -103,7 +103,7 @@ class Local:
     """
 
     mesh: Mesh
-    labels: Labels
+    labels: Factors
     share: Share
     sum_dtype: str
     axis: tuple[int, int, int] | None = None

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..cubin import digest_of, load
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, Traversal
+from ..gemm.spec import GemmSpec, RasterOrder
 from ..launch.plan import (
     TENSOR_MAP_DTYPE,
     TENSOR_MAP_SWIZZLE,
@@ -44,7 +44,7 @@ def prepare(
     gpu: Gpu,
     problem: GemmProblem,
     spec: GemmSpec,
-    traversal: Traversal,
+    raster_order: RasterOrder,
     buffers: Sequence[Buffer | Part],
     num_sms: int | None = None,
 ) -> Launch:
@@ -56,7 +56,7 @@ def prepare(
       num_sms: SMs that a persistent grid fills; None for all that the GPU has.
     """
     kernel = load(digest_of(spec), spec.to_json())
-    plan = make_plan(problem, spec, traversal, num_sms or gpu.device.num_sms)
+    plan = make_plan(problem, spec, raster_order, num_sms or gpu.device.num_sms)
     return Launch(gpu, kernel.handle, plan, buffers)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from ..gemm.group_search import (
     LANES,
+    GroupRaster,
     GroupTile,
-    GroupWalk,
     Part,
     empty_before_end,
     first_window,
@@ -133,7 +133,7 @@ class NumpyLanes:
 
 
 def group_tiles(
-    walk: GroupWalk,
+    raster: GroupRaster,
     sizes: Sequence[int],
     rows: int | None,
     indices: Iterable[int],
@@ -145,11 +145,11 @@ def group_tiles(
 
     Args:
       walk: ints.
-      sizes: as many as `walk` says.
+      sizes: as many as `raster` says.
       rows, skip_empty: as in `grouping.next_window`.
     """
     lanes = NumpyLanes()
-    on_device = GroupWalk(*map(lanes.integer, walk))
+    on_device = GroupRaster(*map(lanes.integer, raster))
     size_at = _size_at(sizes)
     window = first_window(on_device, size_at, lanes, rows, skip_empty)
     for index in map(lanes.integer, indices):
@@ -161,7 +161,7 @@ def group_tiles(
 
 
 def parts_of_empty_groups(
-    walk: GroupWalk, sizes: Sequence[int], parts: int, first: int, stride: int
+    raster: GroupRaster, sizes: Sequence[int], parts: int, first: int, stride: int
 ) -> Iterator[Part]:
     """Yields the parts, of ints, that one of `stride` warps finds in matrices of empty groups.
 
@@ -171,7 +171,7 @@ def parts_of_empty_groups(
       first: which warp it is.
     """
     lanes = NumpyLanes()
-    on_device = GroupWalk(*map(lanes.integer, walk))
+    on_device = GroupRaster(*map(lanes.integer, raster))
     size_at, index = _size_at(sizes), lanes.integer(first)
     window, before = first_window(on_device, size_at, lanes, None, True), lanes.integer(0)
     while True:

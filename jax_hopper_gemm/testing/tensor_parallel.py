@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..collective import all_gather_matmul, matmul_reduce_scatter
 from ..gemm.spec import GemmSpec
-from ..lowering.devices import lowering_share
+from ..lowering.devices import lowering_shard
 from ..ops import matmul, sm_limit
 from .lowered import specs_of
 
@@ -83,7 +83,7 @@ class Mlp:
         if form == "automatic":  # XLA asks for the shards' products when it compiles
             shares = Mlp(self.tokens, self.features, self.hidden // devices, self.activation)
             alone = AbstractMesh((1,), (AXIS,), axis_types=(AxisType.Auto,))
-            with lowering_share():
+            with lowering_shard():
                 return specs_of(shares.step("local", alone), *shares.abstract())
         mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
         return specs_of(self.step(form, mesh), *self.abstract())

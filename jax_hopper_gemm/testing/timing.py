@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, Traversal
+from ..gemm.spec import GemmSpec, RasterOrder
 from . import reference
 from .direct import Launch, prepare
 from .gpu import Buffer, Gpu
@@ -158,7 +158,7 @@ def sustained(
 class KernelTimer:
     """Times kernels on one problem, launched directly: what a tuner asks.
 
-    `timer(spec, traversal)` returns microseconds of kernel time in the burst regime, to be
+    `timer(spec, raster_order)` returns microseconds of kernel time in the burst regime, to be
     compared with `burst` of XLA's product.
     """
 
@@ -184,10 +184,10 @@ class KernelTimer:
         ]
         self._outputs: dict[tuple[int, ...], list[list[Buffer]]] = {}  # by their sizes
 
-    def __call__(self, spec: GemmSpec, traversal: Traversal) -> float:
+    def __call__(self, spec: GemmSpec, raster_order: RasterOrder) -> float:
         """Returns the median time of one kernel; it is built if need be."""
         launches = [
-            (prepare(self.gpu, self.problem, spec, traversal, [*inputs, *outputs]),)
+            (prepare(self.gpu, self.problem, spec, raster_order, [*inputs, *outputs]),)
             for inputs, outputs in zip(self._inputs, self._outputs_for(spec), strict=True)
         ]
         measure = burst(self._enqueue, launches, clearing(spec))

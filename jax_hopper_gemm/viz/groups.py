@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from ..gemm.grid import ceil_div, group_walk
-from ..gemm.group_search import GroupWalk, tile_in_pair
+from ..gemm.grid import ceil_div, group_raster
+from ..gemm.group_search import GroupRaster, tile_in_pair
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, Traversal
+from ..gemm.spec import GemmSpec, RasterOrder
 from ..launch.plan import make_plan
 from ..testing.lanes import NumpyLanes, group_tiles
 from .canvas import cell, frame, plain_colour, subplots
@@ -57,7 +57,7 @@ class GroupedTile:
 def grouped_tiles(
     problem: GemmProblem,
     spec: GemmSpec,
-    traversal: Traversal,
+    raster_order: RasterOrder,
     sizes: Sequence[int],
     num_sms: int = 132,
 ) -> list[GroupedTile]:
@@ -84,14 +84,14 @@ def grouped_tiles(
         )
     if len(sizes) != groups.sizes:
         raise ValueError(f"{len(sizes)} sizes, but the problem has {groups.sizes}")
-    clusters = make_plan(problem, spec, traversal, num_sms).grid[0] // spec.cluster_m
-    walk = group_walk(problem, spec, traversal)
-    rows = spec.tile_m * spec.walk_m if spec.grouped == "m" else None
+    clusters = make_plan(problem, spec, raster_order, num_sms).grid[0] // spec.cluster_m
+    raster = group_raster(problem, spec, raster_order)
+    rows = spec.tile_m * spec.raster_m if spec.grouped == "m" else None
     found = [
         _of_cta(problem, spec, tile, cluster + turn * clusters, cluster, turn, rank)
         for cluster in range(clusters)
         for turn, tile in enumerate(
-            group_tiles(walk, sizes, rows, count(cluster, clusters), spec.zeros_apart)
+            group_tiles(raster, sizes, rows, count(cluster, clusters), spec.zero_fill_warp)
         )
         for rank in range(spec.cluster_size)
     ]
@@ -127,7 +127,7 @@ def _of_cta(
 def draw_grouped_tiles(
     problem: GemmProblem,
     spec: GemmSpec,
-    traversal: Traversal,
+    raster_order: RasterOrder,
     sizes: Sequence[int],
     num_sms: int = 132,
 ) -> Any:
@@ -144,7 +144,7 @@ def draw_grouped_tiles(
             f"groups are along {spec.grouped}, and tiles are drawn where they are along m: "
             "draw_grouped_work draws both"
         )
-    tiles = grouped_tiles(problem, spec, traversal, sizes, num_sms)
+    tiles = grouped_tiles(problem, spec, raster_order, sizes, num_sms)
     columns = ceil_div(problem.n, spec.d_tile_n)
     tops, bottom = _tops(problem, spec, sizes)
     figure, axis = subplots(1, 1, (3 + 0.75 * columns, 1.2 + bottom / 220))
@@ -238,7 +238,7 @@ def _colour(matrix: int, turn: int) -> Any:
 def draw_grouped_work(
     problem: GemmProblem,
     spec: GemmSpec,
-    traversal: Traversal,
+    raster_order: RasterOrder,
     sizes: Sequence[int],
     num_sms: int = 132,
 ) -> Any:
@@ -246,7 +246,7 @@ def draw_grouped_work(
 
     Arguments as of `grouped_tiles`.
     """
-    tiles = grouped_tiles(problem, spec, traversal, sizes, num_sms)
+    tiles = grouped_tiles(problem, spec, raster_order, sizes, num_sms)
     totals: dict[int, int] = {}
     figure, axis = subplots(1, 1, (13, 3.2))
     for tile in tiles:
@@ -269,7 +269,7 @@ def draw_grouped_work(
 
 
 def draw_group_order(
-    tiles_m: int, tiles_n: int, traversals: Sequence[Traversal], together: int = 16
+    tiles_m: int, tiles_n: int, traversals: Sequence[RasterOrder], together: int = 16
 ) -> Any:
     """Draws the order of one group's tiles, for each traversal.
 
@@ -280,12 +280,12 @@ def draw_group_order(
         1, len(traversals), (0.6 + 0.5 * tiles_n * len(traversals), 1.2 + 0.5 * tiles_m),
         squeeze=False,
     )  # fmt: skip
-    for axis, traversal in zip(axes[0], traversals, strict=True):
-        walk = GroupWalk(
+    for axis, raster_order in zip(axes[0], traversals, strict=True):
+        raster = GroupRaster(
             1, 2, 0, 1, 0, tiles_m, tiles_m, tiles_n,
-            int(traversal.along == "m"), traversal.swizzle,
+            int(raster_order.along == "m"), raster_order.swizzle,
         )  # fmt: skip
-        tiles = list(group_tiles(walk, [tiles_m], 1, count()))
+        tiles = list(group_tiles(raster, [tiles_m], 1, count()))
         for i, tile in enumerate(tiles):
             colour = plain_colour(i // together)
             cell(axis, tile.n, tile.m, colour, str(i), bold=i < together)
@@ -296,7 +296,7 @@ def draw_group_order(
         first = tiles[:together]
         of_a, of_b = len({tile.m for tile in first}), len({tile.n for tile in first})
         axis.set_title(
-            f"along {traversal.along}, width {traversal.swizzle}:\n"
+            f"along {raster_order.along}, width {raster_order.swizzle}:\n"
             f"{len(first)} tiles read {of_a} of A, {of_b} of B",
             fontsize=10,
         )

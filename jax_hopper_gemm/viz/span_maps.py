@@ -8,7 +8,7 @@ from typing import Any
 
 from ..gemm.group_search import SPAN_EXTENT
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, Traversal
+from ..gemm.spec import GemmSpec, RasterOrder
 from ..launch.plan import TensorMap, make_plan
 from .canvas import subplots
 
@@ -41,7 +41,7 @@ def span_map(problem: GemmProblem, spec: GemmSpec) -> TensorMap:
     Raises:
       ValueError: there is none.
     """
-    for param in make_plan(problem, spec, Traversal(), num_sms=132).params:
+    for param in make_plan(problem, spec, RasterOrder(), num_sms=132).params:
         if isinstance(param, TensorMap) and SPAN_EXTENT in param.dims:
             return param
     raise ValueError(f"no tensor map of {spec.name} ends where a span does")

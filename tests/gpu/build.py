@@ -79,7 +79,7 @@ def all_specs() -> list[GemmSpec]:
                 *chosen_epilogue_specs(),
                 *grouped_covering_specs(),
                 *table_specs(H200),
-                *table_specs(replace(H200, beside_transfers=True)),
+                *table_specs(replace(H200, comm_overlap=True)),
                 *operation_specs().values(),
                 *(spec for program in PROGRAMS.values() for spec in program.specs()),
                 *random_products.specs(),

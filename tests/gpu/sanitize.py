@@ -54,9 +54,9 @@ def main() -> int:
 
 def check_plain(gpu: Gpu, spec: GemmSpec) -> Iterator[AssertionError]:
     """Runs the kernel; yields what was wrong."""
-    for problem, traversal in cases.edge_problems(spec, FEW_SMS)[:3]:
+    for problem, raster_order in cases.edge_problems(spec, FEW_SMS)[:3]:
         inputs = cases.integer_inputs(problem, 0)
-        results = trial.run_all(gpu, problem, spec, traversal, inputs, num_sms=FEW_SMS)
+        results = trial.run_all(gpu, problem, spec, raster_order, inputs, num_sms=FEW_SMS)
         if not graphs.is_exact(spec.graph):
             continue
         what = f"{spec.name} on {problem}"
@@ -73,7 +73,7 @@ def check_grouped(gpu: Gpu, spec: GemmSpec) -> Iterator[AssertionError]:
         inputs = case.inputs()
         try:
             results = trial.run_all(
-                gpu, case.problem, spec, case.traversal, inputs, num_sms=FEW_SMS
+                gpu, case.problem, spec, case.raster_order, inputs, num_sms=FEW_SMS
             )
             if exact:
                 case.check(inputs, results)

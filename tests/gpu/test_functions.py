@@ -7,7 +7,7 @@ import pytest
 from support import epilogue
 from support.operations import factors_of, operation_specs, problem_of
 
-from jax_hopper_gemm.gemm.spec import Traversal
+from jax_hopper_gemm.gemm.spec import RasterOrder
 from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.direct import prepare
 
@@ -47,7 +47,7 @@ def test_operation_is_within_its_derived_bound(name, gpu, checked):
     d = gpu.allocate(M * N * np.dtype(np.float32 if dtype == "float32" else np.int16).itemsize)
     d.fill(0xFF)
     buffers = [gpu.upload(array) for array in (a, b, *operands)]
-    launch = prepare(gpu, problem, spec, Traversal(), [*buffers, d])
+    launch = prepare(gpu, problem, spec, RasterOrder(), [*buffers, d])
     launch()
     gpu.synchronize()
     got = d.download(dtype).reshape(1, M, N)

@@ -18,7 +18,7 @@ from support.policies import grouped_covering_specs
 
 from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.gemm.spec import Traversal
+from jax_hopper_gemm.gemm.spec import RasterOrder
 from jax_hopper_gemm.testing import direct, reference
 
 SPECS = grouped_covering_specs()
@@ -30,7 +30,9 @@ def check(gpu, case: Case, num_sms=None, repeats=1):
     """Runs the kernel and checks all that it wrote, and that it wrote nothing else."""
     assert problem_violations(case.problem) + pairing_violations(case.problem, case.spec) == []
     inputs = case.inputs()
-    results = trial.run_all(gpu, case.problem, case.spec, case.traversal, inputs, repeats, num_sms)
+    results = trial.run_all(
+        gpu, case.problem, case.spec, case.raster_order, inputs, repeats, num_sms
+    )
     case.check(inputs, results)
 
 
@@ -64,7 +66,7 @@ def test_bits_do_not_depend_on_how_many_sms_there_are(spec, gpu):
     case = edge_cases(spec, FEW_SMS, exact=False)[1]
     inputs = case.inputs()
     run = [
-        trial.run_all(gpu, case.problem, spec, case.traversal, inputs, num_sms=num_sms)
+        trial.run_all(gpu, case.problem, spec, case.raster_order, inputs, num_sms=num_sms)
         for num_sms in (4, 31, None)
     ]
     for results in run[1:]:
@@ -102,7 +104,7 @@ def test_a_launch_reads_the_sizes_that_are_there_when_it_runs(axis, gpu):
         buffer.part(trial.GUARD * jnp.dtype(place.dtype).itemsize)
         for buffer, place in zip(buffers, places, strict=True)
     ]
-    launch = direct.prepare(gpu, problem, spec, Traversal(), [*parts, output])
+    launch = direct.prepare(gpu, problem, spec, RasterOrder(), [*parts, output])
     for order in itertools.permutations(range(4)):
         now = np.ascontiguousarray(sizes[list(order)])
         buffers[-1].write(trial.guarded([places[-1]], [now]))

@@ -14,7 +14,7 @@ from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.grid import ceil_div
 from jax_hopper_gemm.gemm.problem import ITEMSIZE, GemmProblem, Major, MatrixLayout
-from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.testing import reference
 from jax_hopper_gemm.testing.reference import Operand, Place
 
@@ -26,7 +26,7 @@ _ALIGNMENT = 8  # elements; 16 bytes of a 16-bit float, so that TMA can address 
 _POOL = 4_000_037  # random numbers that operands are cut from; prime, so that rows differ
 
 
-def edge_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Traversal]]:
+def edge_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, RasterOrder]]:
     """Returns problems at the edges of a kernel, each with an order of tiles.
 
     In turn: less than one tile in every direction; K of many turns of the ring of stages, over
@@ -39,15 +39,15 @@ def edge_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Trave
     down = ceil_div(clusters, across)
     long_k = spec.tile_k * (2 * spec.num_stages + 1) + 24
     return [
-        (padded(spec, cluster_m // 2 + 3, cluster_n - 7, 9), Traversal("m", 1)),
-        (padded(spec, cluster_m + 1, cluster_n + 5, long_k, 3), Traversal("n", 3)),
+        (padded(spec, cluster_m // 2 + 3, cluster_n - 7, 9), RasterOrder("m", 1)),
+        (padded(spec, cluster_m + 1, cluster_n + 5, long_k, 3), RasterOrder("n", 3)),
         (
             padded(spec, cluster_m * down - 3, cluster_n * across - 5, spec.tile_k + 8),
-            Traversal("m", 8),
+            RasterOrder("m", 8),
         ),
         (
             padded(spec, cluster_m * across - 3, cluster_n * down - 5, 2 * spec.tile_k),
-            Traversal("n", 16),
+            RasterOrder("n", 16),
         ),
     ]
 
@@ -57,23 +57,23 @@ def padded(spec: GemmSpec, m: int, n: int, k: int, batches: int = 1) -> GemmProb
     return laid_out(spec, m, n, k, batches, lambda *args: spaced(*args, gap=_ALIGNMENT))
 
 
-def stacked_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Traversal]]:
+def stacked_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, RasterOrder]]:
     """Returns those of `edge_problems` that have one D, with an operand in a stack of three."""
     found = []
-    for problem, traversal in edge_problems(spec, num_sms):
+    for problem, raster_order in edge_problems(spec, num_sms):
         if problem.l == 1:
             stacked = padded(spec, problem.m, problem.n, problem.k, STACK)
             layouts = {"a": stacked.a, "b": stacked.b}
             assert spec.indexed
             named: dict[str, Any] = {spec.indexed: layouts[spec.indexed]}
             problem = replace(problem, indexed=spec.indexed, stack=STACK, **named)
-            found.append((problem, traversal))
+            found.append((problem, raster_order))
     return found
 
 
 def random_problem(
     rng: random.Random, spec: GemmSpec, max_extent: int = MAX_EXTENT
-) -> tuple[GemmProblem, Traversal]:
+) -> tuple[GemmProblem, RasterOrder]:
     """Returns a problem that `spec`'s kernel can run, and an order of tiles.
 
     Extents go from 1 to `max_extent`, most of them small; batches are separate, interleaved with
@@ -96,7 +96,7 @@ def random_problem(
         return spaced(major, contiguous, other, count, operand, gap)
 
     problem = laid_out(spec, m, n, k, batches, place)
-    return problem, Traversal(rng.choice(("m", "n")), rng.randint(1, 16))
+    return problem, RasterOrder(rng.choice(("m", "n")), rng.randint(1, 16))
 
 
 def integers(problem: GemmProblem, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.grid import ceil_div
 from jax_hopper_gemm.gemm.problem import GemmProblem, GroupedAxis, Groups, MatrixLayout
-from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.testing import group_sizes, reference, tolerance
 
 GAP = 8  # elements after lines and matrices of `problem_of`
@@ -80,7 +80,7 @@ class Case:
 
     problem: GemmProblem
     spec: GemmSpec
-    traversal: Traversal
+    raster_order: RasterOrder
     sizes: tuple[int, ...]
     seed: int = 0
     exact: bool = False
@@ -100,7 +100,7 @@ class Case:
 
     def __str__(self) -> str:
         sizes = f"{list(self.sizes[:40])}{' ...' if len(self.sizes) > 40 else ''}"
-        return f"{self.spec.name} on {self.problem} along {self.traversal}, sizes {sizes}"
+        return f"{self.spec.name} on {self.problem} along {self.raster_order}, sizes {sizes}"
 
 
 def spans(problem: GemmProblem, sizes: np.ndarray) -> list[Span]:
@@ -168,7 +168,7 @@ def edge_cases(spec: GemmSpec, num_sms: int, exact: bool) -> list[Case]:
     of one row; weights of a batch; groups of other devices before ours; all groups empty; sizes
     that make no sense.
     """
-    cluster_m, cluster_n = spec.tile_m * spec.cluster_m, spec.d_tile_n * spec.walk_n
+    cluster_m, cluster_n = spec.tile_m * spec.cluster_m, spec.d_tile_n * spec.raster_n
     waves = max(2, math.ceil(2.3 * num_sms / spec.cluster_size))
     long = spec.tile_k * (2 * spec.num_stages + 1) + 24
     if spec.grouped == "m":
@@ -197,7 +197,7 @@ def edge_cases(spec: GemmSpec, num_sms: int, exact: bool) -> list[Case]:
         length = problem.m if spec.grouped == "m" else problem.k
         given = tuple(int(size) for size in sizes(length))
         seed = len(found)
-        found.append(Case(problem, spec, Traversal(along, swizzle), given, seed, exact))
+        found.append(Case(problem, spec, RasterOrder(along, swizzle), given, seed, exact))
 
     plain = Layout.plain
     add(small, plain(3), lambda t: [t // 3, 0, 1])

@@ -15,7 +15,7 @@ from support import graphs
 from support.grouped import Case, Layout, of_batch, problem_of
 from support.policies import grouped_covering_specs
 
-from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.testing import group_sizes
 
 COUNT = 360
@@ -40,9 +40,9 @@ def case(seed: int) -> Case:
     layout, make = _layout(rng, groups, spec)
     problem = problem_of(spec, layout, m, n, k, gap=8 * rng.choice((0, 0, 1, 5)))
     sizes = make(problem.m if spec.grouped == "m" else problem.k)
-    traversal = Traversal(rng.choice(("m", "n")), rng.randint(1, 16))
+    raster_order = RasterOrder(rng.choice(("m", "n")), rng.randint(1, 16))
     exact = graphs.is_exact(spec.graph) and rng.random() < 0.4
-    return Case(problem, spec, traversal, tuple(map(int, sizes)), seed, exact)
+    return Case(problem, spec, raster_order, tuple(map(int, sizes)), seed, exact)
 
 
 def specs(count: int = COUNT) -> list[GemmSpec]:

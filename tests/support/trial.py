@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, Traversal
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.testing.direct import prepare
 from jax_hopper_gemm.testing.gpu import Gpu
 from jax_hopper_gemm.testing.reference import Place, input_places, result_places
@@ -52,7 +52,7 @@ def run(
     gpu: Gpu,
     problem: GemmProblem,
     spec: GemmSpec,
-    traversal: Traversal,
+    raster_order: RasterOrder,
     a: np.ndarray,
     b: np.ndarray,
     repeats: int = 1,
@@ -67,14 +67,14 @@ def run(
     Returns:
       (L, M, N), a view.
     """
-    return run_all(gpu, problem, spec, traversal, Inputs(a, (b,)), repeats, num_sms)[0]
+    return run_all(gpu, problem, spec, raster_order, Inputs(a, (b,)), repeats, num_sms)[0]
 
 
 def run_all(
     gpu: Gpu,
     problem: GemmProblem,
     spec: GemmSpec,
-    traversal: Traversal,
+    raster_order: RasterOrder,
     inputs: Inputs,
     repeats: int = 1,
     num_sms: int | None = None,
@@ -108,7 +108,7 @@ def run_all(
     outputs = [gpu.allocate(size) for size in sizes]
     for output, place in zip(outputs, places, strict=True):
         buffers.append(output.part(GUARD * jnp.dtype(place.dtype).itemsize))
-    launch = prepare(gpu, problem, spec, traversal, buffers, num_sms)
+    launch = prepare(gpu, problem, spec, raster_order, buffers, num_sms)
 
     def launched() -> list[np.ndarray]:
         for output in outputs:

@@ -31,8 +31,8 @@ class DynamicScheduler(StaticScheduler):
     needs_scheduler_warp = True
 
     @cute.jit
-    def setup(self, words, counter, walk, sizes, num_reader_warps: cutlass.Constexpr):
-        self.total = walk.total
+    def setup(self, words, counter, raster, sizes, num_reader_warps: cutlass.Constexpr):
+        self.total = raster.total
         self.counter = counter
         self.full = words
         self.empty = words + DEPTH

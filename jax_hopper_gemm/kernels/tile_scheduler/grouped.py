@@ -79,21 +79,21 @@ class GroupedScheduler:
 
     def __init__(self, spec):
         self.spec = spec
-        self.rows = spec.tile_m * spec.walk_m if spec.grouped == "m" else None
-        self.skip_empty = spec.zeros_apart
+        self.rows = spec.tile_m * spec.raster_m if spec.grouped == "m" else None
+        self.skip_empty = spec.zero_fill_warp
 
     @cute.jit
-    def setup(self, words, counter, walk, sizes, num_reader_warps: cutlass.Constexpr):
+    def setup(self, words, counter, raster, sizes, num_reader_warps: cutlass.Constexpr):
         """Called once by all threads, before the barriers are made visible.
 
         Args:
           words: shared memory pointer to `smem_words` int64 words.
           counter: global pointer to the int32 tile counter, or None.
-          walk: the `GroupWalk`.
+          walk: the `GroupRaster`.
           sizes: global pointer to the int32 sizes.
           num_reader_warps: warps of a CTA that call `next_tile`.
         """
-        self.counter, self.walk, self.sizes = counter, walk, sizes
+        self.counter, self.raster, self.sizes = counter, raster, sizes
         self.full = words
         self.empty = words + DEPTH
         self.slots = cute.recast_ptr(words + 2 * DEPTH, dtype=Int32)
@@ -140,7 +140,7 @@ class GroupedScheduler:
         while past_the_end < tiles_in_turn:
             window = self.search(window, index)
             found = holds(Window(*window), index, lanes)
-            tile = tile_in(self.walk, Window(*window), index, lanes, self.rows)
+            tile = tile_in(self.raster, Window(*window), index, lanes, self.rows)
             tile = tile._replace(n=select_(found, tile.n, Int32(-1)))
             slot, phase = published % DEPTH, (published // DEPTH) % 2
             cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
@@ -154,24 +154,24 @@ class GroupedScheduler:
     def search(self, window, index):
         """Returns the window that holds the `index`-th tile, or the last one."""
         lanes = Warp()
-        ahead = ~holds(Window(*window), index, lanes) & ~is_last(self.walk, Window(*window))
+        ahead = ~holds(Window(*window), index, lanes) & ~is_last(self.raster, Window(*window))
         while ahead:
             following = self.next_window(window)
             window = tuple(following)
-            ahead = ~holds(following, index, lanes) & ~is_last(self.walk, following)
+            ahead = ~holds(following, index, lanes) & ~is_last(self.raster, following)
         return window
 
     def first_window(self):
-        return tuple(first_window(self.walk, self.size_at, Warp(), self.rows, self.skip_empty))
+        return tuple(first_window(self.raster, self.size_at, Warp(), self.rows, self.skip_empty))
 
     def next_window(self, window):
         return next_window(
-            self.walk, Window(*window), self.size_at, Warp(), self.rows, self.skip_empty
+            self.raster, Window(*window), self.size_at, Warp(), self.rows, self.skip_empty
         )
 
     def size_at(self, span, valid):
         """Returns the size of a span, or any value where it is not `valid`."""
-        return cute.arch.load(self.sizes + smaller(span, self.walk.sizes - 1), Int32)
+        return cute.arch.load(self.sizes + smaller(span, self.raster.sizes - 1), Int32)
 
     @cute.jit
     def claim(self, index, launched):

@@ -22,7 +22,7 @@ class StaticScheduler:
     def __init__(self, spec):
         self.spec = spec
 
-    def setup(self, words, counter, walk, sizes, num_reader_warps):
+    def setup(self, words, counter, raster, sizes, num_reader_warps):
         """Called once by all threads, before the barriers are made visible.
 
         Args:
@@ -32,7 +32,7 @@ class StaticScheduler:
           sizes: of groups; None.
           num_reader_warps: warps of a CTA that call `next_tile`.
         """
-        self.total = walk.total
+        self.total = raster.total
 
     def first_tile(self):
         return cute.arch.block_idx()[0] // self.spec.cluster_m, Int32(0)
