@@ -46,10 +46,11 @@ def main(platform: str, port: str, processes: str, index: str) -> None:
         f"localhost:{port}", int(processes), int(index), local_device_ids=local,
         initialization_timeout=120,
     )  # fmt: skip
-    from jax_hopper_gemm import matmul, sharding
+    from jax_hopper_gemm import matmul
+    from jax_hopper_gemm.sharding import custom_call
 
     if platform == "cpu":
-        sharding.call.PLATFORMS.append(("cpu",))  # each share is XLA's product
+        custom_call.PLATFORMS.append(("cpu",))  # each share is XLA's product
         product = matmul
     else:
         product = partial(matmul, implementation="hopper")
