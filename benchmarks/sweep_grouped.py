@@ -87,7 +87,7 @@ def sweep_specs(problem: GemmProblem, pattern: str, wide: bool) -> list[GemmSpec
     clusters = _CLUSTERS[problem.groups.axis]
     for tile, cluster in itertools.product(_TILES, clusters):
         for warps, scheduler in itertools.product(_WARPS, _SCHEDULERS):
-            spec = filled_spec(Config(*tile, 64, *cluster, warps, scheduler), types)
+            spec = filled_spec(Config(*tile, 128, *cluster, warps, scheduler), types)
             if spec is not None and worthwhile(spec):
                 specs[spec] = None
     if wide:

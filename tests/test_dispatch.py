@@ -26,6 +26,7 @@ from jax_hopper_gemm.dispatch.candidates import (
 )
 from jax_hopper_gemm.dispatch.cost import best_traversal, estimate, memory_bytes, roofline_ns
 from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.gemm.dtypes import OPERANDS
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major
@@ -44,7 +45,7 @@ def random_problem(random: Random) -> GemmProblem:
             [random.randint(1, 9000), 8 * random.randint(1, 1125), 2 ** random.randint(0, 13)]
         )
 
-    ab_dtype = random.choice(["bfloat16", "float16"])
+    ab_dtype = random.choice(OPERANDS)
     return GemmProblem.dense(
         extent(), extent(), extent(), random.choice([1, 1, 1, 2, 7]),
         a_major=random.choice(A_MAJORS), b_major=random.choice(B_MAJORS),

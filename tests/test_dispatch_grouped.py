@@ -40,6 +40,7 @@ from jax_hopper_gemm.dispatch.cost import (
 )
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, read_table, write_table
+from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
 from jax_hopper_gemm.gemm.group_search import MAX_LENGTH
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, GroupedAxis, MatrixLayout
@@ -67,8 +68,8 @@ def random_problem(random: Random) -> GemmProblem:
         axis, length if axis == "m" else m, n, length if axis == "k" else k,
         random.choice([1, 2, 8, 60, 128, 1000]),
         b_major=random.choice(["n", "k"]) if axis == "m" else "n",
-        ab_dtype=random.choice(["bfloat16", "float16"]),
-        d_dtype=random.choice(["bfloat16", "float16", "float32"]),
+        ab_dtype=random.choice(OPERANDS),
+        d_dtype=random.choice(RESULTS),
     )  # fmt: skip
     if axis == "m" and random.random() < 0.3:  # a batch of sizes, the weights shared
         problem = regrouped(problem, sizes=3 * (problem.l + 1))
@@ -96,8 +97,8 @@ def test_choices_are_legal_buildable_and_the_same_again():
 
 
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("ab_dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("d_dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("ab_dtype", OPERANDS)
+@pytest.mark.parametrize("d_dtype", RESULTS)
 def test_every_grouped_configuration_becomes_a_kernel(axis, ab_dtype, d_dtype):
     for b_major in ("n", "k") if axis == "m" else ("n",):
         types = OperandTypes(ab_dtype, d_dtype, "k" if axis == "m" else "m", b_major, None, axis)
@@ -109,7 +110,7 @@ def test_every_grouped_configuration_becomes_a_kernel(axis, ab_dtype, d_dtype):
 
 
 def test_what_can_be_chosen_holds_the_grouped_kernels_of_each_dtype():
-    pairs = list(product(("bfloat16", "float16"), ("bfloat16", "float16", "float32")))
+    pairs = list(product(OPERANDS, RESULTS))
     found = {(s.grouped, s.ab_dtype, s.d_dtype) for s in table_specs(H200)}
     assert found == {(axis, *pair) for axis in (None, *AXES) for pair in pairs}
     half = table_specs(H200, [("float16", "float32")])

@@ -18,18 +18,14 @@ from jax_hopper_gemm.dispatch.candidates import (
     tuner_specs,
 )
 from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import TensorMap, make_plan
 
-TYPES = [
-    OperandTypes(*fields)
-    for fields in product(
-        ("bfloat16", "float16"), ("bfloat16", "float16", "float32"), ("k", "m"), ("n", "k")
-    )
-]
+TYPES = [OperandTypes(*fields) for fields in product(OPERANDS, RESULTS, ("k", "m"), ("n", "k"))]
 
 
 @pytest.mark.parametrize(

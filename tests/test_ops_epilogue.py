@@ -27,6 +27,7 @@ from products_with_epilogues import (
 from programs import integers
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.gemm.dtypes import RESULTS
 from jax_hopper_gemm.ops import dense
 from jax_hopper_gemm.ops.activations import ACTIVATIONS
 
@@ -56,7 +57,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", RESULTS)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_every_argument_follows_jnp(name, dtype, implementation):
     ours = applied(partial(jhg.matmul, implementation=implementation), name, dtype)

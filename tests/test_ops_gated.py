@@ -12,6 +12,7 @@ from programs import integers
 from test_ops_epilogue import assert_close, assert_same
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.gemm.dtypes import RESULTS
 
 X, GATE, UP = integers((6, 4)), integers((4, 5), seed=1), integers((4, 5), seed=2)
 STACKED = jnp.stack((GATE, UP), 1)
@@ -31,7 +32,7 @@ FORMS: dict[str, Any] = {"stacked": STACKED, "pair": (GATE, UP)}
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", RESULTS)
 @pytest.mark.parametrize("x_shape", [(6, 4), (4,), (2, 3, 4), (1, 6, 4)])
 @pytest.mark.parametrize("form", FORMS)
 def test_it_is_the_activated_gate_times_up(form, x_shape, dtype, implementation):

@@ -12,6 +12,7 @@ from jax import lax
 from programs import integers
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
 
 
 def assert_same(ours: jax.Array, theirs: jax.Array) -> None:
@@ -47,8 +48,8 @@ def test_matmul_promotes_like_jnp(a_dtype, b_dtype):
     assert_same(jhg.matmul(a, b), jnp.matmul(a, b))
 
 
-@pytest.mark.parametrize("preferred", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("preferred", RESULTS)
+@pytest.mark.parametrize("dtype", OPERANDS)
 def test_preferred_element_type_is_the_result_dtype(dtype, preferred):
     a, b = integers((3, 8), dtype), integers((8, 5), dtype, seed=1)
     theirs = jnp.matmul(a, b, preferred_element_type=preferred)

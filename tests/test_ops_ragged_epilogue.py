@@ -13,6 +13,7 @@ from programs import integers
 from test_ops_epilogue import assert_close
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.gemm.dtypes import RESULTS
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -52,7 +53,7 @@ def reference(lhs, rhs, bias, scale):
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", RESULTS)
 def test_values_follow_jnp(dtype, implementation):
     args = [x.astype(dtype) for x in (LHS, RHS, BIAS, SCALE)]
     assert_close(jax.jit(partial(layer, implementation))(*args), jax.jit(reference)(*args))

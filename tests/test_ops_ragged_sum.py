@@ -18,6 +18,7 @@ from programs import LAUNCH, attributes, integers, lowered
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.fusion.jaxprs import traced
+from jax_hopper_gemm.gemm.dtypes import RESULTS
 from jax_hopper_gemm.gemm.groups import CONTRACTION, Spans
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.lowering.route import Product, route
@@ -57,7 +58,7 @@ def assert_equal(out: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("sizes", [(3, 0, 5), (4, 4, 4), (0, 0, 0)])
-@pytest.mark.parametrize("operands", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("operands", RESULTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_result_is_added_and_takes_the_dtype_of_c(dtype, operands, sizes, implementation):
     lhs, rhs, c = LHS.astype(operands), RHS.astype(operands), C.astype(dtype)

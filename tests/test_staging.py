@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jax_hopper_gemm.gemm.problem import ITEMSIZE
+from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.viz.staging import (
     ROWS,
@@ -63,7 +63,7 @@ def test_stmatrix_stores_what_its_lanes_hold(first_value):
 
 @pytest.mark.parametrize(("columns", "dtype"), STAGED)
 def test_staged_tile_has_one_place_for_each_element(columns, dtype):
-    itemsize, swizzle = ITEMSIZE[dtype], swizzle_of(columns, dtype)
+    itemsize, swizzle = DTYPES[dtype].itemsize, swizzle_of(columns, dtype)
     offsets = [staged_offset(r, c, itemsize, swizzle) for r in range(ROWS) for c in range(columns)]
     assert sorted(offsets) == list(range(0, ROWS * columns * itemsize, itemsize))
 
@@ -102,7 +102,7 @@ def test_arithmetic_is_that_of_the_kernels_layouts(columns, dtype, monkeypatch):
     """The compiler's own layouts of accumulator and staged tile, element by element."""
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     found = layouts_of_the_compiler(columns, dtype)
-    itemsize, swizzle = ITEMSIZE[dtype], swizzle_of(columns, dtype)
+    itemsize, swizzle = DTYPES[dtype].itemsize, swizzle_of(columns, dtype)
     for row in range(ROWS):
         for column in range(columns):
             offset = staged_offset(row, column, itemsize, swizzle)

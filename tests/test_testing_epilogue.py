@@ -20,6 +20,7 @@ from support.operations import (
     parameters_of,
 )
 
+from jax_hopper_gemm.gemm.dtypes import OPERANDS
 from jax_hopper_gemm.gemm.epilogue_arithmetic import arithmetic_of, error_of
 from jax_hopper_gemm.gemm.epilogue_graph import (
     ARITY,
@@ -122,7 +123,7 @@ def test_rewriting_keeps_an_activation_what_it_is(name):
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "tanh", "exp"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", OPERANDS)
 def test_a_result_two_ulp_off_is_out_of_bounds(name, dtype):
     """All but where a bound must be wide: near an overflow, or next to the smallest numbers."""
     x = np.random.default_rng(1).uniform(-6, 6, 20_000)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from matrices import normal
 
+from jax_hopper_gemm.gemm.dtypes import RESULTS
 from jax_hopper_gemm.testing import reference, tolerance
 
 
@@ -44,7 +45,7 @@ def operands(kind: str, k: int):
     return a, b
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", RESULTS)
 @pytest.mark.parametrize("kind", ["normal", "positive", "wide", "descending"])
 @pytest.mark.parametrize("k", [1, 15, 16, 200, 4096])
 def test_a_truncating_accumulator_is_within_the_bound(k, kind, dtype):

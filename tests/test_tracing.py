@@ -15,6 +15,7 @@ from jax import lax
 from support.functions import interpret, random_function, random_operand, vjp_of
 
 from jax_hopper_gemm.fusion import NotFusable, fuse
+from jax_hopper_gemm.gemm.dtypes import EPILOGUE
 from jax_hopper_gemm.gemm.epilogue_graph import Node, Operand, Result, graph_violations
 
 ACTIVATIONS = (
@@ -116,7 +117,7 @@ def test_an_operand_used_along_both_axes_is_two_operands():
     assert fusion.labels == ("m", "n")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "bool"])
+@pytest.mark.parametrize("dtype", EPILOGUE)
 @pytest.mark.parametrize("labels", ["n", "mn"])
 def test_operands_keep_the_dtypes_that_kernels_read(dtype: str, labels: str):
     operand = jnp.asarray(random_operand(random.Random(0), labels, dtype, {"m": 8, "n": 16}))

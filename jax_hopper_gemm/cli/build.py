@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import cubin, dispatch
-from ..gemm.problem import ITEMSIZE
+from ..gemm.dtypes import OPERANDS, RESULTS
 from ..gemm.spec import GemmSpec
 from . import products
 from .report import CommandError, print_json
@@ -31,11 +31,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     parser.add_argument("--jobs", type=products.positive, help="processes [one a core]")
     parser.add_argument(
-        "--dtype", nargs="+", choices=products.OPERAND_DTYPES, default=products.OPERAND_DTYPES,
+        "--dtype", nargs="+", choices=OPERANDS, default=OPERANDS,
         help="only these dtypes of A and B",
     )  # fmt: skip
     parser.add_argument(
-        "--result-dtype", nargs="+", choices=tuple(ITEMSIZE), default=tuple(ITEMSIZE),
+        "--result-dtype", nargs="+", choices=RESULTS, default=RESULTS,
         help="only these dtypes of D",
     )  # fmt: skip
     parser.add_argument(

@@ -85,6 +85,7 @@ def check_product(problem: GemmProblem) -> dict[str, Any]:
             np.abs(left[rows]) @ np.abs(right),
             k=left.shape[1],
             summation="float32",
+            operands=problem.ab_dtype,
         )
         report[name] = {"error_of_bound": worst.ratio, "good": worst.ratio <= 1}
     return {

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
-from ..gemm.problem import ITEMSIZE, GemmProblem
-
-OPERAND_DTYPES = ("bfloat16", "float16")
+from ..gemm.dtypes import RESULTS
+from ..gemm.problem import GemmProblem
 
 
 def shape(text: str) -> tuple[int, int, int]:
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--b-major", choices=("n", "k"), default="n", help="B stored (K, N) or (N, K) [n]"
     )
     parser.add_argument("--dtype", default="bfloat16", help="of A and B [bfloat16]")
-    parser.add_argument("--result-dtype", choices=tuple(ITEMSIZE), help="of D [that of A and B]")
+    parser.add_argument("--result-dtype", choices=RESULTS, help="of D [that of A and B]")
 
 
 def problem(extents: tuple[int, int, int], args: argparse.Namespace) -> GemmProblem:

@@ -13,10 +13,18 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal
 
+from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.legality import violations
-from ..gemm.problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
-from ..gemm.spec import SMEM_LIMIT, GemmSpec, RasterOrder, TileScheduler, WarpSchedule
+from ..gemm.problem import GemmProblem, GroupedAxis, Major
+from ..gemm.spec import (
+    SMEM_LIMIT,
+    SWIZZLE_BYTES,
+    GemmSpec,
+    RasterOrder,
+    TileScheduler,
+    WarpSchedule,
+)
 
 MIN_STAGES = 3  # with fewer, the load of a stage cannot hide behind the others' math
 MAX_STAGES = 12  # deeper rings hold more bytes than the memory's latency times its bandwidth
@@ -33,7 +41,7 @@ class Config:
 
     tile_m: int
     tile_n: int
-    tile_k: int = 64
+    k_bytes: int = SWIZZLE_BYTES  # of a stage's rows along K
     cluster_m: int = 1
     cluster_n: int = 1
     warp_schedule: WarpSchedule = "cooperative"
@@ -45,8 +53,8 @@ class Config:
         """Returns the configuration of a kernel."""
         s = spec
         return cls(
-            s.tile_m, s.tile_n, s.tile_k, s.cluster_m, s.cluster_n, s.warp_schedule,
-            s.tile_scheduler, s.epi_tile_n,
+            s.tile_m, s.tile_n, s.tile_k * DTYPES[s.ab_dtype].itemsize, s.cluster_m, s.cluster_n,
+            s.warp_schedule, s.tile_scheduler, s.epi_tile_n,
         )  # fmt: skip
 
 
@@ -107,7 +115,7 @@ MODEL_CONFIGS = (
     Config(64, 64),
     Config(64, 64, cluster_m=2, tile_scheduler="single"),
     Config(64, 64, cluster_n=2, tile_scheduler="single"),
-    Config(64, 32, 128),
+    Config(64, 32, k_bytes=2 * SWIZZLE_BYTES),
 )
 
 
@@ -194,10 +202,11 @@ def _tuner_configs() -> Iterable[Config]:
     tiles += [(256, n) for n in (32, 64, 96, 128, 160, 192)]
     clusters = ((1, 1), (2, 1), (1, 2), (2, 2))
     schedules = product(("cooperative", "pingpong"), ("static", "single", "dynamic"))
-    for (tile_m, tile_n), (cm, cn), (warps, scheduler), tile_k, epi_tile_n in product(
-        tiles, clusters, tuple(schedules), (64, 128), (None, 16, 32, 64)
+    depths = (SWIZZLE_BYTES, 2 * SWIZZLE_BYTES)
+    for (tile_m, tile_n), (cm, cn), (warps, scheduler), k_bytes, epi_tile_n in product(
+        tiles, clusters, tuple(schedules), depths, (None, 16, 32, 64)
     ):
-        yield Config(tile_m, tile_n, tile_k, cm, cn, warps, scheduler, epi_tile_n)
+        yield Config(tile_m, tile_n, k_bytes, cm, cn, warps, scheduler, epi_tile_n)
 
 
 def _legal(configs: Iterable[Config], types: OperandTypes) -> tuple[GemmSpec, ...]:
@@ -213,10 +222,11 @@ def filled_spec(config: Config, types: OperandTypes) -> GemmSpec | None:
     as `RING_BEFORE_LOADS` remain. What is left goes to loads first, then to two more epilogue
     stages: a store is then read while the next is written.
     """
+    tile_k = config.k_bytes // DTYPES[types.ab_dtype].itemsize
     for epi_tile_n in _widths(config, types):
         least = GemmSpec(
             types.ab_dtype, types.d_dtype, types.a_major, types.b_major,
-            config.tile_m, config.tile_n, config.tile_k, config.cluster_m, config.cluster_n,
+            config.tile_m, config.tile_n, tile_k, config.cluster_m, config.cluster_n,
             config.warp_schedule, config.tile_scheduler, MIN_STAGES, epi_tile_n, epi_stages=2,
             epilogue=types.epilogue,
             epi_load_stages=2 if types.epilogue and types.epilogue.loaded else 0,
@@ -256,7 +266,7 @@ def worthwhile(spec: GemmSpec) -> bool:
     """Returns whether operands arrive in rows of `MIN_SWIZZLE` bytes, or as wide as the tile."""
     a_extent = spec.tile_k if spec.a_major == "k" else spec.tile_m
     b_extent = spec.tile_k if spec.b_major == "k" else spec.d_tile_n
-    itemsize = ITEMSIZE[spec.ab_dtype]
+    itemsize = DTYPES[spec.ab_dtype].itemsize
     return all(
         box.swizzle >= min(MIN_SWIZZLE, extent * itemsize)
         for box, extent in ((spec.a_box, a_extent), (spec.b_box, b_extent))

@@ -23,9 +23,10 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal
 
+from ..gemm.dtypes import DTYPES, OPERANDS, RESULTS
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
 from ..gemm.legality import violations
-from ..gemm.problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
+from ..gemm.problem import GemmProblem, GroupedAxis, Major
 from ..gemm.spec import GemmSpec, RasterOrder
 from .candidates import (
     TRAVERSALS,
@@ -48,8 +49,6 @@ from .cost import (
 )
 from .device import Device
 from .legality import (
-    AB_DTYPES,
-    D_DTYPES,
     GATHERABLE,
     device_violations,
     limit_violations,
@@ -168,7 +167,7 @@ def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None)
     """
     if device_violations(device):
         return []
-    pairs = [(ab, d) for ab in AB_DTYPES for d in D_DTYPES] if dtypes is None else list(dtypes)
+    pairs = [(ab, d) for ab in OPERANDS for d in RESULTS] if dtypes is None else list(dtypes)
     specs: dict[GemmSpec, None] = {}
     axes: tuple[GroupedAxis | None, ...] = (None, "m", "k")
     for axis, (ab_dtype, d_dtype) in product(axes, pairs):
@@ -213,7 +212,7 @@ def _measured_specs(device: Device) -> list[GemmSpec]:
 def epilogue_specs(
     device: Device,
     graphs: Iterable[EpilogueGraph],
-    ab_dtypes: Iterable[str] = AB_DTYPES,
+    ab_dtypes: Iterable[str] = OPERANDS,
     grouped: GroupedAxis | None = None,
 ) -> list[GemmSpec]:
     """Returns every kernel that `choose` can return on `device` for these epilogues, once each.
@@ -293,7 +292,7 @@ def _refilled(
     plain = f"the plain product measured {_us(entry.kernel_us)}, XLA {_us(entry.xla_us)} ({origin})"
     if entry.prefer == "xla" and not kernel_only:
         matrices = 1 if types.grouped == "m" else problem.l
-        d_bytes = matrices * problem.m * problem.n * ITEMSIZE[problem.d_dtype]
+        d_bytes = matrices * problem.m * problem.n * DTYPES[problem.d_dtype].itemsize
         pass_us = d_bytes / MEMORY_BYTES_PER_NS / 1e3
         lost_us = (entry.kernel_us or 0.0) - (entry.xla_us or 0.0)
         if lost_us >= pass_us or not entry.kernel_us or not entry.xla_us:
@@ -397,7 +396,7 @@ def _two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) 
     if best is None:
         return None
     elements = p.l * p.m * p.n
-    moved = elements * (p.element_bytes + p.graph.accumulators * ITEMSIZE[p.d_dtype])
+    moved = elements * (p.element_bytes + p.graph.accumulators * DTYPES[p.d_dtype].itemsize)
     statistics = sum(node.op in ROW_REDUCTIONS for node in p.graph.nodes)
     kernels = 1 + statistics + len(p.graph.reductions)
     two_steps = best[0].ns + kernels * LAUNCH_NS + moved / MEMORY_BYTES_PER_NS

@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, exp, gcd
 
+from ..gemm.dtypes import DTYPES, MMA_BYTES
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph, variation
 from ..gemm.grid import ceil_div, max_clusters
-from ..gemm.problem import ITEMSIZE, GemmProblem, MatrixLayout
+from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.spec import GemmSpec, RasterOrder, TmaBox
 from .candidates import TRAVERSALS
 from .device import Device
@@ -215,12 +216,14 @@ def _k_tile_cycles(math: float, load: float) -> float:
 def _math_cycles(spec: GemmSpec) -> float:
     """Returns the tensor cores' cycles for one k-tile.
 
-    An m64 x N x k16 instruction multiplies for N / 2 cycles, and no faster than it reads 64 x 16
-    of A and N x 16 of B from shared memory, at 128 bytes a cycle. A gated product takes two.
+    An instruction multiplies 64 rows of A by N columns of B, 32 bytes of K each, for N / 2 cycles,
+    and no faster than it reads these from shared memory, at 128 bytes a cycle. A gated product
+    takes two.
     """
     columns = spec.d_tile_n
-    read = (64 + columns) * 16 * ITEMSIZE[spec.ab_dtype] / 128
-    instructions = spec.graph.accumulators * (spec.tile_m / 64) * (spec.tile_k / 16)
+    read = (64 + columns) * MMA_BYTES / 128
+    k_steps = spec.tile_k / DTYPES[spec.ab_dtype].mma_k
+    instructions = spec.graph.accumulators * (spec.tile_m / 64) * k_steps
     return max(columns / 2, read) * instructions
 
 
@@ -232,7 +235,7 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     so the more of it comes from memory: sharing the larger operand is the better choice.
     """
     p, s = problem, spec
-    itemsize = ITEMSIZE[s.ab_dtype]
+    itemsize = DTYPES[s.ab_dtype].itemsize
     clipped = s.tile_m * (1 - p.m / (_clusters_m(p, s) * s.raster_m * s.tile_m))
     clipped += s.tile_n * (1 - p.n / (_clusters_n(p, s) * s.raster_n * s.d_tile_n))
     taken = s.stage_bytes / SM_BYTES_PER_CYCLE
@@ -252,7 +255,8 @@ def _gather_cycles(spec: GemmSpec) -> float:
     if spec.gathered is None or spec.grouped is None:
         return 0.0
     rows = spec.tile_m if spec.gathered == "a" else spec.d_tile_n
-    return rows * spec.tile_k * ITEMSIZE[spec.ab_dtype] / (16 * 64) * GATHER_CYCLES[spec.grouped]
+    nbytes = rows * spec.tile_k * DTYPES[spec.ab_dtype].itemsize
+    return nbytes / (16 * 64) * GATHER_CYCLES[spec.grouped]
 
 
 def _lines(layout: MatrixLayout, box: TmaBox, elements: int, itemsize: int) -> float:
@@ -376,7 +380,7 @@ def memory_bytes(
     again, but for an operand small enough to stay.
     """
     p, s = equal_groups(problem), spec
-    itemsize = ITEMSIZE[p.ab_dtype]
+    itemsize = DTYPES[p.ab_dtype].itemsize
     pair = p.graph.accumulators
     a_bytes, b_bytes = p.m * p.k * itemsize, pair * p.n * p.k * itemsize
     if a_bytes + b_bytes <= 0.8 * L2_BYTES:
@@ -411,6 +415,6 @@ def best_traversal(problem: GemmProblem, spec: GemmSpec, device: Device) -> Rast
 
 def roofline_ns(problem: GemmProblem) -> float:
     """Returns the least time that any kernel needs: tensor cores or device memory, all busy."""
-    peak_flops_per_ns = 820e3  # measured, 8192^3
+    peak_flops_per_ns = 820e3 * DTYPES[problem.ab_dtype].mma_k / 16  # of bfloat16 measured, 8192^3
     busy = max(problem.flops / peak_flops_per_ns, problem.bytes / MEMORY_BYTES_PER_NS)
     return LAUNCH_NS + busy

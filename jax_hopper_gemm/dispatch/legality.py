@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ..gemm.dtypes import DTYPES, OPERANDS, RESULTS, one_of
 from ..gemm.epilogue_graph import Operand, graph_violations
 from ..gemm.grid import WRAP_BYTES, ceil_div, launched_clusters
 from ..gemm.group_search import MAX_LENGTH
 from ..gemm.group_search import MAX_TILES as MAX_GROUPED_TILES
-from ..gemm.problem import ITEMSIZE, GemmProblem, GroupedAxis, Groups, MatrixLayout
+from ..gemm.problem import GemmProblem, GroupedAxis, Groups, MatrixLayout
 from ..gemm.raster import MAX_TILES
 from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
 from .device import Device
 
-AB_DTYPES = ("bfloat16", "float16")
-D_DTYPES = ("bfloat16", "float16", "float32")
 MAX_EXTENT = 2**31 - 1  # TMA coordinates are int32
 MAX_STRIDE_BYTES = 2**40  # a tensor map's strides stay below
 MAX_TENSOR_MAPS = 16  # of one launch
@@ -54,10 +53,10 @@ def limit_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> li
 def problem_violations(problem: GemmProblem) -> list[str]:
     """Returns why no kernel of ours can run `problem`."""
     p, found = problem, []
-    if p.ab_dtype not in AB_DTYPES:
-        found.append(f"A and B are {p.ab_dtype}: cast them to bfloat16 or float16")
-    if p.d_dtype not in D_DTYPES:
-        found.append(f"D is {p.d_dtype}: ask for bfloat16, float16 or float32")
+    if p.ab_dtype not in OPERANDS:
+        found.append(f"A and B are {p.ab_dtype}: cast them to {one_of(OPERANDS)}")
+    if p.d_dtype not in RESULTS:
+        found.append(f"D is {p.d_dtype}: ask for {one_of(RESULTS)}")
     extents = {"M": p.m, "N": p.n, "K": p.k, "L": p.l}
     for name, extent in extents.items():
         if extent < 1:
@@ -188,13 +187,13 @@ def _span_violations(problem: GemmProblem, groups: Groups) -> list[str]:
     if groups.axis == "k":
         lines = {
             f"{name} is stored (K, {'M' if name == 'A' else 'N'}) {p.ab_dtype} and its": (
-                layout.leading_stride * ITEMSIZE[p.ab_dtype]
+                layout.leading_stride * DTYPES[p.ab_dtype].itemsize
             )
             for name, layout in layouts.values()
         }
     else:
         lines = {
-            f"D is stored (M, N) {r.dtype} and its": ITEMSIZE[r.dtype]
+            f"D is stored (M, N) {r.dtype} and its": DTYPES[r.dtype].itemsize
             * (2 * p.n if r.planes > 1 else p.d.leading_stride)
             for r in p.graph.matrices
         }
@@ -229,7 +228,7 @@ def _epilogue_operand_violations(
     name: str, operand: Operand, layout: MatrixLayout, problem: GemmProblem
 ) -> list[str]:
     """Returns why a kernel cannot read an operand of the epilogue."""
-    p, itemsize = problem, ITEMSIZE[operand.dtype]
+    p, itemsize = problem, DTYPES[operand.dtype].itemsize
     major = {"matrix": "n", "row": "n", "column": "m"}.get(operand.kind, layout.major)
     if layout.major != major:
         return [f"{name}, a {operand.kind}, has major {layout.major!r}, not {major!r}: copy it"]
@@ -265,7 +264,7 @@ def _gate_violations(problem: GemmProblem) -> list[str]:
         return []
     if not problem.gated:
         return [f"up_offset is {problem.up_offset}, but the product has one right operand"]
-    nbytes = problem.up_offset * ITEMSIZE[problem.ab_dtype]
+    nbytes = problem.up_offset * DTYPES[problem.ab_dtype].itemsize
     if nbytes < 0 or nbytes % TMA_ALIGNMENT:
         return [
             f"up lies {nbytes} bytes behind gate, not at a multiple of {TMA_ALIGNMENT}: pass two "
@@ -285,10 +284,11 @@ def _layout_violations(
     (other,) = extents.keys() - {layout.major}
     contiguous = layout.major
     stored = f"{operand} is stored ({other.upper()}, {contiguous.upper()}) {dtype}"
-    step = TMA_ALIGNMENT // ITEMSIZE[dtype]
+    step = TMA_ALIGNMENT // DTYPES[dtype].itemsize
     extent = extents[contiguous]
     if extent % step:
-        line = f"its lines of {contiguous.upper()}={extent} are {extent * ITEMSIZE[dtype]} bytes"
+        nbytes = extent * DTYPES[dtype].itemsize
+        line = f"its lines of {contiguous.upper()}={extent} are {nbytes} bytes"
         way_out = f"pad {contiguous.upper()} from {extent} to {ceil_div(extent, step) * step}"
         return [f"{stored} and {line}, not a multiple of {TMA_ALIGNMENT}: {way_out}"]
     way_out = f"choose a stride that is a multiple of {step} elements"
@@ -298,7 +298,7 @@ def _layout_violations(
     if batches > 1:
         strides.append(("its matrices", layout.batch_stride, 0))
     for what, stride, least in strides:
-        nbytes = stride * ITEMSIZE[dtype]
+        nbytes = stride * DTYPES[dtype].itemsize
         if stride < least:
             return [f"{stored} and {what} are {nbytes} bytes apart: make a compact copy"]
         if nbytes % TMA_ALIGNMENT:

@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import EpilogueGraph, Node, Result
-from ..gemm.problem import ITEMSIZE
 from . import op_table
 from .axes import REDUCTIONS, Axes, Place
 from .flatten import Atom, Constant, Equation, NotFusable, Program, Variable, flatten
@@ -132,7 +132,7 @@ class _Cut:
     @property
     def stored_bytes(self) -> int:
         """Bytes stored for each element of D."""
-        return sum(ITEMSIZE[result.dtype] for result in self._matrices)
+        return sum(DTYPES[result.dtype].itemsize for result in self._matrices)
 
     def fusion(self) -> Fusion:
         requested = [*self._matrices, *self._others]

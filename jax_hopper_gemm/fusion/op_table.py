@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..gemm.dtypes import DTYPES, EPILOGUE, RESULTS
 from .graph_builder import Builder
 
-NARROW = ("bfloat16", "float16")
-NUMBERS = ("float32", *NARROW)  # dtypes of values that graphs hold
-HELD = (*NUMBERS, "bool")
+NUMBERS, HELD = RESULTS, EPILOGUE  # dtypes of values that graphs hold
+NARROW = tuple(name for name in NUMBERS if DTYPES[name].digits < DTYPES["float32"].digits)
 
 _FLOAT16_SMALLEST = 2.0**-14  # normal number; reduce_precision makes zeros of what is smaller
 

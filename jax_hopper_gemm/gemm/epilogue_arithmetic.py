@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from .dtypes import DTYPES
 from .epilogue_graph import ROW_REDUCTIONS, EpilogueGraph, Node, OperandKind
 
 Form = Literal["accurate", "fast", "approx"]
@@ -30,7 +31,7 @@ SUBNORMAL = 2.0**-149  # the smallest number of float32
 NORMAL = 2.0**-126  # the smallest one that keeps all digits: under it a result may become 0
 EXPONENT_LIMIT = 104.0  # beyond it exp is 0 or infinite in float32
 
-PRECISION = {"bfloat16": 0, "float16": 1, "float32": 2}
+BFLOAT16, FLOAT32 = DTYPES["bfloat16"].digits, DTYPES["float32"].digits
 # What keeps a relative error as it is, from the arguments that hold numbers.
 _FACTORS = frozenset({"mul", "div", "neg", "abs", "max", "min", "select", "convert"})
 _EXACT_UNTIL_SUMMED = frozenset({"matrix", "row_max", "max", "top_k_values", "top_k_indices"})
@@ -295,20 +296,20 @@ class Arithmetic:
     # Forms: from the results back to what they depend on.
 
     def _choose_forms(self, order: list[int]) -> dict[int, Form]:
-        precision = dict.fromkeys(order, -1)
+        precision = dict.fromkeys(order, 0)  # digits that results keep
         factor = dict.fromkeys(order, True)  # whether it reaches results as a factor alone
         stored = {self.number(result.value) for result in self.graph.matrices}
         for result in self.graph.results:
             value = self.number(result.value)
             # Of what is stored too, a reduction need not be more exact than the stored numbers.
             if result.kind == "matrix" or value not in stored:
-                precision[value] = max(precision[value], PRECISION.get(result.dtype, 2))
+                precision[value] = max(precision[value], DTYPES[result.dtype].digits or FLOAT32)
             factor[value] &= result.kind in _EXACT_UNTIL_SUMMED
         for value in reversed(order):
             node = self._nodes.get(value)
             for i, argument in enumerate(node.args if node else ()):
                 assert node is not None
-                limit = PRECISION[node.params[0]] if node.op == "convert" else 2
+                limit = DTYPES[node.params[0]].digits if node.op == "convert" else FLOAT32
                 needed = min(precision[value], limit)
                 precision[argument] = max(precision[argument], needed)
                 keeps = node.op in _FACTORS and not (node.op == "select" and i == 0)
@@ -321,9 +322,9 @@ class Arithmetic:
 
     @staticmethod
     def _form(op: str, precision: int, factor: bool) -> Form:
-        if precision == PRECISION["bfloat16"] and factor and op in _APPROX_ERRORS:
+        if precision == BFLOAT16 and factor and op in _APPROX_ERRORS:
             return "approx"
-        return "fast" if precision < PRECISION["float32"] and op in _FAST_ERRORS else "accurate"
+        return "fast" if precision < FLOAT32 and op in _FAST_ERRORS else "accurate"
 
 
 @functools.cache

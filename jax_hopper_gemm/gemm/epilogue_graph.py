@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from .dtypes import DTYPES, EPILOGUE, RESULTS
+
 # How an operand varies over a matrix of D: not at all, along N, along M, or along both.
 OperandKind = Literal["scalar", "row", "column", "matrix"]
 # matrix: one element for each of D. row_*: over the columns of each row; column_sum: over the rows
@@ -25,9 +27,6 @@ ResultKind = Literal[
     "matrix", "row_sum", "row_max", "row_sumexp", "column_sum", "max", "top_k_values",
     "top_k_indices",
 ]  # fmt: skip
-
-OPERAND_DTYPES = ("bfloat16", "float16", "float32", "bool")
-RESULT_DTYPES = ("bfloat16", "float16", "float32")
 
 # Arguments of each operation. Semantics are those of the `jax.lax` function of that name.
 ARITY = {
@@ -57,7 +56,7 @@ class Operand:
 
     Attributes:
       kind: how it varies over a matrix of D. A batch may have one for each matrix, of any kind.
-      dtype: one of `OPERAND_DTYPES`; scalars are float32.
+      dtype: one of `dtypes.EPILOGUE`; scalars are float32.
     """
 
     kind: OperandKind
@@ -207,8 +206,8 @@ def _violations(graph: EpilogueGraph) -> Iterator[str]:
     for i, operand in enumerate(graph.operands):
         if operand.kind not in ("scalar", "row", "column", "matrix"):
             yield f"operand {i} has kind {operand.kind!r}"
-        if operand.dtype not in OPERAND_DTYPES:
-            yield f"operand {i} is {operand.dtype}, not one of {', '.join(OPERAND_DTYPES)}"
+        if operand.dtype not in EPILOGUE:
+            yield f"operand {i} is {operand.dtype}, not one of {', '.join(EPILOGUE)}"
         if operand.kind == "scalar" and operand.dtype != "float32":
             yield f"operand {i} is a {operand.dtype} scalar; scalars are float32"
     for i, node in enumerate(graph.nodes):
@@ -234,8 +233,8 @@ def _violations(graph: EpilogueGraph) -> Iterator[str]:
             yield f"result {i} is value {result.value} of {graph.num_values}"
         elif graph.is_predicate(result.value):
             yield f"result {i} is a truth value: select numbers by it"
-        if result.kind == "matrix" and result.dtype not in RESULT_DTYPES:
-            yield f"result {i} is {result.dtype}, not one of {', '.join(RESULT_DTYPES)}"
+        if result.kind == "matrix" and result.dtype not in RESULTS:
+            yield f"result {i} is {result.dtype}, not one of {', '.join(RESULTS)}"
         if result.kind.startswith("top_k") and not 1 <= result.k <= MAX_TOP_K:
             yield f"result {i} has k {result.k}, not 1 to {MAX_TOP_K}"
 
@@ -326,7 +325,7 @@ def epilogue_registers(graph: EpilogueGraph, epi_tile_n: int) -> int:
 
 def _tile_registers(dtype: str, epi_tile_n: int) -> int:
     """Returns the registers of a thread's elements of an epilogue tile."""
-    return epi_tile_n // (2 if dtype == "float32" else 4)
+    return epi_tile_n * max(2, DTYPES[dtype].itemsize) // 8
 
 
 def variation(graph: EpilogueGraph) -> list[tuple[bool, bool]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from .dtypes import DTYPES, OPERANDS, RESULTS, one_of
 from .epilogue_graph import epilogue_registers, graph_violations
 from .spec import (
-    D_DTYPES,
     GATHERED_MATH_REGISTERS,
     MAILBOX_REGISTERS,
     MATH_REGISTERS,
@@ -12,6 +12,7 @@ from .spec import (
     OTHER_REGISTERS,
     SMEM_BARRIERS,
     SMEM_LIMIT,
+    SWIZZLE_BYTES,
     GemmSpec,
 )
 
@@ -37,8 +38,8 @@ def violations(spec: GemmSpec) -> list[str]:
         if not ok:
             found.append(reason)
 
-    need(spec.ab_dtype in ("bfloat16", "float16"), f"A and B are {spec.ab_dtype}, not 16-bit float")
-    need(spec.d_dtype in D_DTYPES, f"D is {spec.d_dtype}, not bfloat16, float16 or float32")
+    need(spec.ab_dtype in OPERANDS, f"A and B are {spec.ab_dtype}, not {one_of(OPERANDS)}")
+    need(spec.d_dtype in RESULTS, f"D is {spec.d_dtype}, not {one_of(RESULTS)}")
     need(spec.a_major in ("k", "m"), f"a_major is {spec.a_major!r}, not 'k' or 'm'")
     need(spec.b_major in ("k", "n"), f"b_major is {spec.b_major!r}, not 'k' or 'n'")
     need(spec.warp_schedule in ("cooperative", "pingpong"), f"no schedule {spec.warp_schedule!r}")
@@ -48,13 +49,21 @@ def violations(spec: GemmSpec) -> list[str]:
         16 <= spec.tile_n <= 256 and spec.tile_n % 16 == 0,
         f"tile_n {spec.tile_n} is not a multiple of 16 between 16 and 256",
     )
-    need(spec.tile_k in (64, 128), f"tile_k {spec.tile_k} is not 64 or 128")
     need(
         (spec.cluster_m, spec.cluster_n) in ((1, 1), (2, 1), (1, 2), (2, 2)),
         f"cluster {spec.cluster_m}x{spec.cluster_n} is not 1x1, 2x1, 1x2 or 2x2",
     )
     if spec.epilogue:
         found += [f"epilogue: {reason}" for reason in graph_violations(spec.epilogue)]
+    if spec.ab_dtype in OPERANDS:
+        dtype = DTYPES[spec.ab_dtype]
+        for operand, major in (("A", spec.a_major), ("B", spec.b_major)):
+            need(
+                major in dtype.majors or major not in "kmn",
+                f"{operand} is {dtype.name} and {major!r}-major; wgmma reads it 'k'-major alone",
+            )
+        row = SWIZZLE_BYTES // dtype.itemsize
+        need(spec.tile_k in (row, 2 * row), f"tile_k {spec.tile_k} is not {row} or {2 * row}")
     if found:  # what follows does arithmetic on the fields above
         return found
     graph, columns = spec.graph, spec.d_tile_n
@@ -155,15 +164,16 @@ def _gathered_violations(spec: GemmSpec) -> list[str]:
     found = []
     if spec.grouped == "m" and (spec.gathered, spec.a_major) != ("a", "k"):
         found.append("where rows are grouped, those of a 'k'-major A are gathered and no others")
-    if spec.tile_k != 64:
-        found.append(f"tile_k {spec.tile_k} is not 64, a block of the rows that are gathered")
+    block = SWIZZLE_BYTES // DTYPES[spec.ab_dtype].itemsize
+    if spec.tile_k != block:
+        found.append(f"tile_k {spec.tile_k} is not {block}, a block of the rows that are gathered")
     tile, shared = spec.tile_m, spec.cluster_n
     if spec.gathered == "b":
         tile, shared = spec.d_tile_n, spec.cluster_m
         if spec.graph.accumulators > 1:
             found.append("a gated product's B's are not gathered")
-    if spec.grouped == "k" and tile % 64:
-        found.append(f"{tile} gathered columns of a tile are no multiple of 64")
+    if spec.grouped == "k" and tile % block:
+        found.append(f"{tile} gathered columns of a tile are no multiple of {block}")
     if shared > 1:
         found.append("CTAs of a cluster cannot share an operand that is gathered")
     if spec.math_warpgroups > 2:

@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from .dtypes import DTYPES
 from .epilogue_graph import EpilogueGraph, Result
 
 Major = Literal["k", "m", "n"]
 GroupedAxis = Literal["m", "k"]
-
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "bool": 1}
 
 
 @dataclass(frozen=True)
@@ -202,13 +201,13 @@ class GemmProblem:
         b_matrices = batches_b * self.graph.accumulators
         inputs = batches_a * self.m * self.k + b_matrices * self.k * self.n
         elements = (1 if axis == "m" else self.l) * self.m * self.n
-        return inputs * ITEMSIZE[self.ab_dtype] + elements * self.element_bytes
+        return inputs * DTYPES[self.ab_dtype].itemsize + elements * self.element_bytes
 
     @property
     def element_bytes(self) -> int:
         """Bytes that an element of D moves: those of the results' and the operands' matrices."""
-        stored = sum(ITEMSIZE[result.dtype] for result in self.graph.matrices)
-        loaded = sum(ITEMSIZE[o.dtype] for o in self.graph.operands if o.kind == "matrix")
+        stored = sum(DTYPES[result.dtype].itemsize for result in self.graph.matrices)
+        loaded = sum(DTYPES[o.dtype].itemsize for o in self.graph.operands if o.kind == "matrix")
         return stored + loaded
 
     def to_dict(self) -> dict:

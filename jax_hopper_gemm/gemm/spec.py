@@ -10,11 +10,13 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from .dtypes import DTYPES
 from .epilogue_graph import EpilogueGraph, Operand
-from .problem import ITEMSIZE, GroupedAxis, Major, plain_graph
+from .problem import GroupedAxis, Major, plain_graph
 
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
-SMEM_ALIGNMENT = 1024  # bytes: where the 128-byte swizzle repeats
+SWIZZLE_BYTES = 128  # of the widest swizzle: a row of operands along K
+SMEM_ALIGNMENT = 1024  # bytes: where that swizzle repeats
 SMEM_VECTOR = 128  # bytes: alignment of rows and columns that TMA loads
 GROUPED_MAILBOX_BYTES = 144  # three slots of a tile and their barriers
 SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbox
@@ -27,8 +29,6 @@ GATHERED_MATH_REGISTERS = 224  # where addresses of gathered rows take more of t
 OTHER_REGISTERS = 32
 MAILBOX_REGISTERS = 16  # more, with the dynamic scheduler
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
-
-D_DTYPES = ("bfloat16", "float16", "float32")
 
 WarpSchedule = Literal["cooperative", "pingpong"]
 TileScheduler = Literal["single", "static", "dynamic"]
@@ -156,26 +156,26 @@ class GemmSpec:
     @property
     def zero_part(self) -> int:
         """16-byte vectors of such a matrix that the warp writes at a time: those of a tile."""
-        return self.tile_m * self.tile_n * ITEMSIZE[self.d_dtype] // TMA_ALIGNMENT
+        return self.tile_m * self.tile_n * DTYPES[self.d_dtype].itemsize // TMA_ALIGNMENT
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of one A/B stage."""
-        return (self.tile_m + self.tile_n) * self.tile_k * ITEMSIZE[self.ab_dtype]
+        return (self.tile_m + self.tile_n) * self.tile_k * DTYPES[self.ab_dtype].itemsize
 
     @property
     def epi_stage_bytes(self) -> int:
         """Bytes of one staged epilogue tile of one math warpgroup, of all results together."""
         elements = EPI_TILE_M * self.epi_tile_n
-        return elements * sum(ITEMSIZE[result.dtype] for result in self.graph.matrices)
+        return elements * sum(DTYPES[result.dtype].itemsize for result in self.graph.matrices)
 
     def loaded_bytes(self, operand: Operand) -> int:
         """Returns the bytes that one epilogue tile of an operand takes in shared memory."""
         if operand.kind == "matrix":
-            return EPI_TILE_M * self.epi_tile_n * ITEMSIZE[operand.dtype]
+            return EPI_TILE_M * self.epi_tile_n * DTYPES[operand.dtype].itemsize
         row = operand.kind == "row"
         elements = self.epi_tile_n if row else self.column_elements(operand.dtype)
-        return _padded(elements * ITEMSIZE[operand.dtype], SMEM_VECTOR)
+        return _padded(elements * DTYPES[operand.dtype].itemsize, SMEM_VECTOR)
 
     def column_elements(self, dtype: str) -> int:
         """Returns how many elements of a column one copy brings.
@@ -183,7 +183,7 @@ class GemmSpec:
         Those of 64 rows; where tiles begin at any row, the copy begins at the multiple of 16 bytes
         before them.
         """
-        return EPI_TILE_M + (TMA_ALIGNMENT // ITEMSIZE[dtype] if self.grouped == "m" else 0)
+        return EPI_TILE_M + (TMA_ALIGNMENT // DTYPES[dtype].itemsize if self.grouped == "m" else 0)
 
     @property
     def smem_bytes(self) -> int:
@@ -229,7 +229,7 @@ class GemmSpec:
     @property
     def name(self) -> str:
         """A name a person understands in a profile: operation, dtypes, layout, tile, schedule."""
-        short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+        ab, d = DTYPES[self.ab_dtype].short, DTYPES[self.d_dtype].short
         layout = ("t" if self.a_major == "k" else "n") + ("t" if self.b_major == "n" else "n")
         kind = "gemm" if self.grouped is None else f"grouped_{self.grouped}"
         if self.gathered:
@@ -237,7 +237,7 @@ class GemmSpec:
         if self.indexed:
             kind += f"_index_{self.indexed}"
         return (
-            f"jhg_{kind}_{short[self.ab_dtype]}_{short[self.d_dtype]}_{layout}"
+            f"jhg_{kind}_{ab}_{d}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
             f"_{self.warp_schedule}_{self.tile_scheduler}"
             f"_s{self.num_stages}_e{self.epi_tile_n}x{self.epi_stages}"
@@ -263,8 +263,8 @@ def _padded(nbytes: int, alignment: int) -> int:
 
 def _box(second_is_contiguous: bool, first: int, second: int, shares: int, dtype: str) -> TmaBox:
     contiguous, other = (second, first) if second_is_contiguous else (first, second)
-    itemsize = ITEMSIZE[dtype]
-    swizzle = next(width for width in (128, 64, 32) if contiguous * itemsize % width == 0)
+    itemsize = DTYPES[dtype].itemsize
+    swizzle = next(width for width in (SWIZZLE_BYTES, 64, 32) if contiguous * itemsize % width == 0)
     return TmaBox(swizzle // itemsize, other // shares, swizzle)
 
 

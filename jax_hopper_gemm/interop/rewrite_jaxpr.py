@@ -19,7 +19,7 @@ from jax.extend import linear_util as lu
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 
 from ..fusion.jaxprs import traced
-from ..lowering.route import EXACT_ALGORITHMS
+from ..gemm.dtypes import OPERANDS
 from ..ops.dense import Implementation
 from ..ops.ragged import ragged_dot_general
 from ..ops.ragged_run import left_to_lax
@@ -110,7 +110,7 @@ def _is_array(leaf: Any) -> bool:
 def reason_left(equation: Any) -> str | None:
     """Returns why a product of JAX stays as it is; None where it becomes one of ours."""
     lhs, rhs = (atom.aval for atom in equation.invars[:2])
-    if not (lhs.dtype == rhs.dtype and lhs.dtype.name in EXACT_ALGORITHMS):
+    if not (lhs.dtype == rhs.dtype and lhs.dtype.name in OPERANDS):
         names = " by ".join(dict.fromkeys((lhs.dtype.name, rhs.dtype.name)))
         return f"no kernel multiplies {names}"
     if equation.primitive.name != RAGGED:

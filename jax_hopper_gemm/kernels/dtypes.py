@@ -1,10 +1,7 @@
-"""NumPy names of dtypes → CuTe's types."""
+"""CuTe's types, by the names in `gemm.dtypes`."""
 
 import cutlass
 
-CUTE_DTYPE = {
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "float32": cutlass.Float32,
-    "bool": cutlass.Uint8,  # one byte an element, 0 or 1
-}
+from ..gemm.dtypes import DTYPES
+
+CUTE_DTYPE = {name: getattr(cutlass, row.cute) for name, row in DTYPES.items()}

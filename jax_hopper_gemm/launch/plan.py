@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..gemm.dtypes import DTYPES
 from ..gemm.grid import (
     WRAP_BYTES,
     ceil_div,
@@ -17,14 +18,13 @@ from ..gemm.grid import (
     result_shapes,
 )
 from ..gemm.group_search import SPAN_EXTENT
-from ..gemm.problem import ITEMSIZE, GemmProblem, MatrixLayout
+from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.raster import make_raster
 from ..gemm.spec import TMA_ALIGNMENT, GemmSpec, RasterOrder, TmaBox
 
 PLAN_VERSION = 2
 
-# Values of CUtensorMapDataType and CUtensorMapSwizzle in cuda.h.
-TENSOR_MAP_DTYPE = {"bool": 0, "float16": 6, "float32": 7, "bfloat16": 9}
+# Values of CUtensorMapSwizzle in cuda.h.
 TENSOR_MAP_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
 
 
@@ -52,7 +52,7 @@ class TensorMap:
 
     def encode(self) -> list[int]:
         return [
-            0, self.buffer, self.offset, TENSOR_MAP_DTYPE[self.dtype],
+            0, self.buffer, self.offset, DTYPES[self.dtype].tensor_map,
             TENSOR_MAP_SWIZZLE[self.swizzle], len(self.dims), *self.dims, *self.strides, *self.box,
         ]  # fmt: skip
 
@@ -179,7 +179,7 @@ def make_plan(
 def _rows_of_zeros(problem: GemmProblem) -> tuple[int, int, int, int]:
     """Returns a matrix of D as rows for `kernels.zeros`: how many, and in vectors of 16 bytes their
     length, their distance and that of the matrices. Rows without gaps between them are one."""
-    p, size = problem, TMA_ALIGNMENT // ITEMSIZE[problem.d_dtype]
+    p, size = problem, TMA_ALIGNMENT // DTYPES[problem.d_dtype].itemsize
     rows, length, stride = p.m, p.n // size, p.d.leading_stride // size
     if length == stride:
         rows, length, stride = 1, rows * length, 0
@@ -192,7 +192,7 @@ def _operand_maps(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Poin
     A gathered operand has none: it is read through a pointer.
     """
     p, axis = problem, spec.grouped
-    offset_of_up = (p.up_offset or 0) * ITEMSIZE[p.ab_dtype]
+    offset_of_up = (p.up_offset or 0) * DTYPES[p.ab_dtype].itemsize
 
     def a_map() -> TensorMap | Pointer:
         if spec.gathered == "a":
@@ -229,7 +229,7 @@ def _result_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Poi
         layout, planes = p.d, result.planes
         if planes > 1:
             layout = MatrixLayout("n", planes * p.n, p.m * planes * p.n)
-        offset = result.plane * p.n * ITEMSIZE[result.dtype]
+        offset = result.plane * p.n * DTYPES[result.dtype].itemsize
         box = spec.epi_box(result.dtype)
         if spec.grouped == "m":
             params.append(_span_map(buffer, result.dtype, layout, p.n, p.m, box, offset))
@@ -273,7 +273,7 @@ def _vector_map(
     buffer: int, dtype: str, extent: int, batch_stride: int, batches: int, box: int
 ) -> TensorMap:
     """Returns the map over one contiguous vector for each matrix of D; a copy reads `box` of it."""
-    stride = _stride_bytes(batch_stride, batches, ITEMSIZE[dtype])
+    stride = _stride_bytes(batch_stride, batches, DTYPES[dtype].itemsize)
     return TensorMap(buffer, dtype, (extent, batches), (stride,), (box, 1), swizzle=0)
 
 
@@ -295,7 +295,7 @@ def _span_map(
     Args:
       contiguous, length: extents along the rows, and number of rows.
     """
-    stride = layout.leading_stride * ITEMSIZE[dtype]
+    stride = layout.leading_stride * DTYPES[dtype].itemsize
     return TensorMap(
         buffer,
         dtype,
@@ -318,7 +318,7 @@ def _tensor_map(
 ) -> TensorMap:
     contiguous = extents.pop(layout.major)
     (other,) = extents.values()
-    itemsize = ITEMSIZE[dtype]
+    itemsize = DTYPES[dtype].itemsize
     return TensorMap(
         buffer,
         dtype,

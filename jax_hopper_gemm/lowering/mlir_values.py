@@ -8,6 +8,8 @@ from typing import Any
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from ..gemm.dtypes import DTYPES, OPERANDS, RESULTS
+
 ROWS = "jax_hopper_gemm.rows"  # of rows that indices pick, zeros where there is none
 
 
@@ -98,4 +100,5 @@ MAX_SMS = "jax_hopper_gemm.max_sms"  # as in `Product`
 
 INDEXED = "jax_hopper_gemm.indexed"  # as in `GemmProblem`; the index is the call's third operand
 
-MLIR_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+# Of products that kernels may compute, by MLIR's names.
+MLIR_DTYPES = {DTYPES[name].mlir: name for name in (*OPERANDS, *RESULTS)}

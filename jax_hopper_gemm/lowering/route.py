@@ -8,7 +8,6 @@ from math import prod
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from jax.lax import DotAlgorithmPreset, Precision
 
 from .. import dispatch
@@ -24,6 +23,7 @@ from ..dispatch.canonical import (
 )
 from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
+from ..gemm.dtypes import DTYPES, OPERANDS, short_name
 from ..gemm.groups import GROUPS, Spans, gate_letter, is_contraction
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..gemm.subscripts import split, stacked_letter
@@ -31,13 +31,6 @@ from ..launch.plan import LaunchPlan, make_plan
 
 # Axes in front of the rows of a ragged product, and of its groups.
 ROW_LETTERS, GROUP_LETTERS = "ABCDEFGH", "STUVWXYZ"
-
-# Products of 16-bit floats are exact in float32, where the kernels add them: no `Precision` asks
-# for more, and these algorithms ask for just that.
-EXACT_ALGORITHMS = {
-    "bfloat16": (DotAlgorithmPreset.DEFAULT, DotAlgorithmPreset.BF16_BF16_F32),
-    "float16": (DotAlgorithmPreset.DEFAULT, DotAlgorithmPreset.F16_F16_F32),
-}
 
 
 @dataclass(frozen=True)
@@ -97,7 +90,7 @@ class Product:
     def __str__(self) -> str:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)
         rhs = " and ".join([array_text(self.rhs_shape, self.rhs_dtype)] * self.rights)
-        text = f"{lhs} x {rhs} by {self.subscripts!r} into {short_dtype(self.out_dtype)}"
+        text = f"{lhs} x {rhs} by {self.subscripts!r} into {short_name(self.out_dtype)}"
         if self.spans:
             of = "contracted in" if is_contraction(self.subscripts) else "in"
             text += f", rows {of} {self.spans.matrices(self.sizes)} groups"
@@ -140,9 +133,9 @@ class Route:
             return ""
         graph = self.fusion.graph
         operations = list(dict.fromkeys(n.op for n in graph.nodes if n.op != "constant"))
-        reads = [f"{operand.kind} {short_dtype(operand.dtype)}" for operand in graph.operands]
+        reads = [f"{operand.kind} {short_name(operand.dtype)}" for operand in graph.operands]
         writes = [
-            f"{r.kind} {short_dtype(r.dtype)}" if r.kind == "matrix" else r.kind
+            f"{r.kind} {short_name(r.dtype)}" if r.kind == "matrix" else r.kind
             for r in graph.results
         ]
         parts = (("", operations), ("reads ", reads), ("writes ", writes))
@@ -315,9 +308,13 @@ def _request_violation(product: Product) -> str | None:
     precision = product.precision
     if precision is None or isinstance(precision, tuple | Precision):
         return None
-    accepted = EXACT_ALGORITHMS.get(product.lhs_dtype, (DotAlgorithmPreset.DEFAULT,))
-    if precision in accepted:
+    # Products of two operands are exact in float32, where the kernels add them: no `Precision`
+    # asks for more, and the dtype's algorithm asks for just that.
+    if precision == DotAlgorithmPreset.DEFAULT:
         return None
+    if product.lhs_dtype in OPERANDS:
+        if precision == DotAlgorithmPreset[DTYPES[product.lhs_dtype].algorithm]:
+            return None
     return f"precision is {precision}; kernels for {product.lhs_dtype} accumulate in float32"
 
 
@@ -341,17 +338,6 @@ def _local_cuda_devices() -> list[Any]:
         return []
 
 
-def short_dtype(dtype: str) -> str:
-    """Returns a dtype as JAX prints it: "bf16", "f32", "i8"."""
-    name = np.dtype(dtype).name if dtype != "bfloat16" else dtype
-    for long, short in (
-        ("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"),
-    ):  # fmt: skip
-        if name.startswith(long):
-            return short + name.removeprefix(long)
-    return name
-
-
 def array_text(shape: Sequence[int], dtype: str) -> str:
     """Returns an array as JAX prints it: "bf16[128,4096]"."""
-    return f"{short_dtype(dtype)}[{','.join(map(str, shape))}]"
+    return f"{short_name(dtype)}[{','.join(map(str, shape))}]"

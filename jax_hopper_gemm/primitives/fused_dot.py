@@ -40,6 +40,7 @@ from ..fusion.jaxprs import (
     traced,
     transpose_by,
 )
+from ..gemm.dtypes import residual_of
 from ..gemm.groups import ROWS, ROWS_TRANSPOSED, Spans, is_contraction
 from ..gemm.subscripts import split
 from ..lowering.call import Call
@@ -102,8 +103,8 @@ def fused_dot(
       product_dtype: dtype of the product without a function. A result with the product's shape
         that the function leaves as it came is cast to it.
       out_dtypes: for each result the dtype it is cast to, or None; None: no such wishes.
-      preactivation: whether derivatives that need the product keep it, rounded to the dtype of
-        its operands, or compute it anew.
+      preactivation: whether derivatives that need the product keep it, rounded to the residuals'
+        dtype of its operands, or compute it anew.
       implementation: None, "hopper" or "xla".
       in_place: the operand whose memory the first result may take, if both are alike.
       out_sharding: as in `hopper_dot`, for the product.
@@ -123,7 +124,7 @@ def fused_dot(
         assert sizes is not None
         lhs, *rights, sizes = alike_in_shard_map(lhs, *rights, sizes)
         by_group = tuple(of_rows and x.ndim == 3 for x in operands)
-        function = partial(_by_rows, function, by_group, spans, lhs.dtype)
+        function = partial(_by_rows, function, by_group, spans, residual_of(lhs.dtype.name))
         pairs = zip(operands, by_group, strict=True)
         operands = (sizes, *(lax.squeeze(x, (1,)) if each else x for x, each in pairs))
         in_place = None if in_place is None else in_place + 1
@@ -266,7 +267,8 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     still = [type(x) is ad.Zero for x in tangents]
     dtypes = {x.dtype for x in (lhs, *right_operands)}
     accumulate = params["accumulate"]
-    dtype = dtypes.pop() if len(dtypes) == 1 and is_inexact(lhs) else accumulate.dtype
+    one = len(dtypes) == 1 and is_inexact(lhs)
+    dtype = jnp.dtype(residual_of(dtypes.pop().name)) if one else accumulate.dtype
     accumulate = replace(accumulate, dtype=dtype)
     moved, plane_axis = _product_tangents(primals, tangents, rights, accumulate)
     count = len(jaxpr.in_avals) - len(operands)

@@ -22,6 +22,7 @@ from jax.interpreters import mlir
 
 from ..fusion import Fusion, evaluate
 from ..fusion.jaxprs import abstract, traced
+from ..gemm.dtypes import residual_of
 from ..gemm.epilogue_graph import EpilogueGraph, Result
 from ..gemm.groups import gate_letter
 from ..gemm.subscripts import split, stacked_letter
@@ -133,9 +134,9 @@ def _read(fusion: Fusion, shapes: Sequence[Sequence[int]], *operands: Any) -> li
 
 
 def _sum_dtype(graph: EpilogueGraph, factors: str) -> str:
-    """Returns the dtype of partial products: that of the factors if all is stored as they are."""
-    stored = {result.dtype for result in graph.matrices}
-    return factors if stored == {factors} else "float32"
+    """Returns the dtype of partial products: the factors' residuals' if all is stored in that."""
+    residual, stored = residual_of(factors), {result.dtype for result in graph.matrices}
+    return residual if stored == {residual} else "float32"
 
 
 # On a device.

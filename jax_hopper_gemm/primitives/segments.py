@@ -26,11 +26,11 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from ..fusion.jaxprs import ClosedJaxpr, pruned, traced
+from ..gemm.dtypes import OPERANDS
 from ..gemm.groups import CONTRACTION, Spans
+from ..gemm.spec import TMA_ALIGNMENT
 from .group_sizes import group_of_rows
 from .ragged_dot import hopper_ragged_dot
-
-ONES = 8  # columns of ones that sum rows of 16 bits: the shortest lines that a kernel reads
 
 segment_broadcast_p = Primitive("rows_of_groups")
 segment_sum_p = Primitive("sum_of_groups")
@@ -97,7 +97,7 @@ def _live_rows(x: Any, sizes: Any, *, spans: Spans) -> jax.Array:
 def _sum_of_groups(x: Any, sizes: Any, *, spans: Spans) -> jax.Array:
     """The product of the rows with ones: same input, same bits, whoever multiplies."""
     batch = sizes.ndim - 1
-    rest, ones = x.shape[batch + 1 :], ONES if x.dtype.itemsize == 2 else 1
+    rest, ones = x.shape[batch + 1 :], _columns_of_ones(x.dtype)
 
     def of(x: jax.Array, sizes: jax.Array) -> jax.Array:
         columns = x.reshape(x.shape[0], -1)
@@ -109,6 +109,11 @@ def _sum_of_groups(x: Any, sizes: Any, *, spans: Spans) -> jax.Array:
         return sums.reshape(-1, *rest)
 
     return _over_batch(of, batch, 0, 0)(x, sizes)
+
+
+def _columns_of_ones(dtype: np.dtype) -> int:
+    """Returns how many columns of ones sum up rows: the shortest lines that a kernel reads."""
+    return TMA_ALIGNMENT // dtype.itemsize if dtype.name in OPERANDS else 1
 
 
 def _register(primitive: Primitive, function: Any) -> None:

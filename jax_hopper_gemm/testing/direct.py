@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..cubin import digest_of, load
+from ..gemm.dtypes import DTYPES
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..launch.plan import (
-    TENSOR_MAP_DTYPE,
     TENSOR_MAP_SWIZZLE,
     Int32,
     LaunchPlan,
@@ -123,7 +123,7 @@ def encode_tensor_map(gpu: Gpu, param: TensorMap, address: int) -> ctypes.Array:
     encoded = (ctypes.c_uint8 * TENSOR_MAP_BYTES).from_buffer(storage, offset)
     error = _encode_tiled(gpu)(
         ctypes.addressof(encoded),
-        TENSOR_MAP_DTYPE[param.dtype],
+        DTYPES[param.dtype].tensor_map,
         rank,
         address,
         (ctypes.c_uint64 * rank)(*param.dims),

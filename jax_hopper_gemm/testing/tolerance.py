@@ -39,11 +39,9 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-Summation = Literal["wgmma", "float32"]  # by our kernels; by any float32 code
+from ..gemm.dtypes import DTYPES
 
-TERMS = 17  # of one wgmma: 16 products and the accumulator
-FRACTION_BITS = 25  # kept of each term when they are aligned
-PER_INSTRUCTION = TERMS * 2.0**-FRACTION_BITS + 2.0**-23
+Summation = Literal["wgmma", "float32"]  # by our kernels; by any float32 code
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,15 @@ class Worst:
     bound: float
 
 
-def accumulation_error(k: int, summation: Summation = "wgmma") -> float:
-    """Returns the largest error of a float32 accumulator over K terms, relative to |a| @ |b|."""
-    g = PER_INSTRUCTION * -(-k // 16)
+def accumulation_error(k: int, summation: Summation = "wgmma", operands: str = "bfloat16") -> float:
+    """Returns the largest error of a float32 accumulator over K terms, relative to |a| @ |b|.
+
+    Args:
+      operands: dtype of a and b.
+    """
+    dtype = DTYPES[operands]
+    terms = dtype.mma_k + 1  # of one wgmma: its products and the accumulator
+    g = (terms * 2.0**-dtype.fraction_bits + 2.0**-23) * -(-k // dtype.mma_k)
     if summation == "float32":
         g = max(g, k * 2.0**-24)
     return g / (1 - g)
@@ -77,6 +81,7 @@ def error_bound(
     k: int,
     dtype: str | np.dtype,
     summation: Summation = "wgmma",
+    operands: str = "bfloat16",
 ) -> np.ndarray:
     """Returns the largest error that each element of a correct result may have.
 
@@ -86,8 +91,9 @@ def error_bound(
       k: length of the sums.
       dtype: dtype of the result.
       summation: what added the products up.
+      operands: dtype of a and b.
     """
-    accumulated = accumulation_error(k, summation) * magnitude
+    accumulated = accumulation_error(k, summation, operands) * magnitude
     if jnp.dtype(dtype) == np.float32:
         return accumulated
     info = jnp.finfo(dtype)
@@ -101,9 +107,11 @@ def worst(
     magnitude: np.ndarray,
     k: int,
     summation: Summation = "wgmma",
+    operands: str = "bfloat16",
 ) -> Worst:
     """Returns the element of `result` whose error is the largest share of its bound."""
-    return farthest(result, expected, error_bound(expected, magnitude, k, result.dtype, summation))
+    bound = error_bound(expected, magnitude, k, result.dtype, summation, operands)
+    return farthest(result, expected, bound)
 
 
 def assert_within_bound(
@@ -113,13 +121,14 @@ def assert_within_bound(
     k: int,
     what: str = "result",
     summation: Summation = "wgmma",
+    operands: str = "bfloat16",
 ) -> Worst:
     """Returns the worst element of `result`, having checked that it is within its bound.
 
     Raises:
       AssertionError: an element is farther from `expected` than the derivation above allows.
     """
-    bound = error_bound(expected, magnitude, k, result.dtype, summation)
+    bound = error_bound(expected, magnitude, k, result.dtype, summation, operands)
     return assert_within(result, expected, bound, what)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..gemm.problem import ITEMSIZE
+from ..gemm.dtypes import DTYPES
 from ..gemm.spec import GemmSpec
 from .canvas import cell, frame, plain_colour, subplots
 from .staging import (
@@ -80,7 +80,7 @@ def draw_staged_tile(spec: GemmSpec, dtype: str = "bfloat16", rows: int = 16) ->
     A cell is 16 bytes of one row, a line 128 bytes: all 32 banks. Outlined: what the first 8x8
     matrix of an stmatrix writes. Beside it the same without the swizzle.
     """
-    itemsize, swizzle = ITEMSIZE[dtype], spec.epi_box(dtype).swizzle
+    itemsize, swizzle = DTYPES[dtype].itemsize, spec.epi_box(dtype).swizzle
     per_row = min(spec.epi_tile_n * itemsize, swizzle) // CHUNK
     figure, axes = subplots(1, 2, (13, 5))
     for axis, width in zip(axes, (swizzle, CHUNK), strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..gemm.problem import ITEMSIZE
+from ..gemm.dtypes import DTYPES
 from ..gemm.spec import SMEM_BARRIERS, SMEM_LIMIT, GemmSpec
 from .canvas import subplots
 from .staging import ROWS
@@ -49,9 +49,9 @@ def shared_memory(spec: GemmSpec) -> list[Part]:
     s = spec
     for kind, extent in (("A", s.tile_m), ("B", s.tile_n)):
         for stage in range(s.num_stages):
-            add(kind, f"{kind}, stage {stage}", extent * s.tile_k * ITEMSIZE[s.ab_dtype])
+            add(kind, f"{kind}, stage {stage}", extent * s.tile_k * DTYPES[s.ab_dtype].itemsize)
     for i, result in enumerate(s.graph.matrices):
-        nbytes = ROWS * s.epi_tile_n * ITEMSIZE[result.dtype]
+        nbytes = ROWS * s.epi_tile_n * DTYPES[result.dtype].itemsize
         for warpgroup in range(s.math_warpgroups):
             for stage in range(s.epi_stages):
                 add("result", f"result {i}, warpgroup {warpgroup}, stage {stage}", nbytes)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from support.trial import Inputs
 
+from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.grid import ceil_div
-from jax_hopper_gemm.gemm.problem import ITEMSIZE, GemmProblem, Major, MatrixLayout
+from jax_hopper_gemm.gemm.problem import GemmProblem, Major, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.testing import reference
 from jax_hopper_gemm.testing.reference import Operand, Place
@@ -148,7 +149,7 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
     along_n = [result.dtype for result in graph.matrices]
     along_n += [o.dtype for o in graph.operands if o.kind in ("row", "matrix")]
     along_n += [spec.ab_dtype] if spec.b_major == "n" else []
-    narrowest = max((16 // ITEMSIZE[dtype] for dtype in along_n), default=1)
+    narrowest = max((16 // DTYPES[dtype].itemsize for dtype in along_n), default=1)
     if graph.needs_whole_rows:
         n = min(n, spec.d_tile_n - 5)
         n = max([n, *(result.k for result in graph.results)])  # of a top-k

@@ -16,13 +16,14 @@ from functools import cache
 from support.graphs import STANDARD
 
 from jax_hopper_gemm.dispatch import H200, epilogue_specs
+from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
 # Every value of every field. A policy that is added here is tested with all the others.
 CHOICES: dict[str, tuple] = {
-    "ab_dtype": ("bfloat16", "float16"),
-    "d_dtype": ("bfloat16", "float16", "float32"),
+    "ab_dtype": OPERANDS,
+    "d_dtype": RESULTS,
     "a_major": ("k", "m"),
     "b_major": ("n", "k"),
     "tile_m": (64, 128, 192, 256),

@@ -19,7 +19,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op, select_
 from cutlass.cutlass_dsl import min as smaller
 
-from ...gemm.problem import ITEMSIZE
+from ...gemm.dtypes import DTYPES
 from .tma import SharedSharedMainloop
 
 LOADER_WARPS = 2
@@ -70,6 +70,14 @@ class GatheredMainloop(SharedSharedMainloop):
     def gathers_a(self):
         return self.spec.gathered == "a"
 
+    @property
+    def itemsize(self):
+        return DTYPES[self.spec.ab_dtype].itemsize
+
+    @property
+    def piece_elements(self):
+        return PIECE // self.itemsize
+
     def partition_for_load(self, a, bs, coordinates, cta_m, cta_n):
         super().partition_for_load(a, bs, coordinates, cta_m, cta_n)
         self.pointer = a if self.gathers_a else bs[0]
@@ -92,7 +100,7 @@ class GatheredMainloop(SharedSharedMainloop):
             num_stages=s.num_stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + THREADS),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, partners * tile_warps),
-            tx_count=by_tma * s.tile_k * ITEMSIZE[s.ab_dtype],
+            tx_count=by_tma * s.tile_k * self.itemsize,
             cta_layout_vmnk=cute.make_layout((1, s.cluster_m, s.cluster_n, 1)),
             defer_sync=True,
         )
@@ -120,7 +128,7 @@ class GatheredMainloop(SharedSharedMainloop):
         ]
         for k_tile in cutlass.range(place.k_tiles, unroll=1):
             self._begin_stage(ring, state, place, parts, k_tile, warp)
-            column = k_tile * self.spec.tile_k + self.piece * 8
+            column = k_tile * self.spec.tile_k + self.piece * self.piece_elements
             wanted = place.belongs & (column < self.width)
             source, target = self._source(column), self._target(state.index)
             for i, row in enumerate(rows):
@@ -136,7 +144,10 @@ class GatheredMainloop(SharedSharedMainloop):
         s = self.spec
         count = s.tile_k // ROWS_AT_ONCE
         tile, index = (s.tile_m, place.m) if self.gathers_a else (s.d_tile_n, place.n)
-        columns = [index * tile + block * 64 + self.piece * 8 for block in range(tile // 64)]
+        block, blocks = ROW_BYTES // self.itemsize, tile * self.itemsize // ROW_BYTES
+        columns = [
+            index * tile + i * block + self.piece * self.piece_elements for i in range(blocks)
+        ]
         sources = [(self._source(column), column < self.width) for column in columns]
         rows = self._rows(place.first + self.first_row, count)
         for k_tile in cutlass.range(place.k_tiles, unroll=1):
@@ -172,7 +183,7 @@ class GatheredMainloop(SharedSharedMainloop):
 
     def _source(self, column):
         """Returns the global address of the piece that begins at a column of a row 0."""
-        return self.pointer.toint() + Int64(column) * 2
+        return self.pointer.toint() + Int64(column) * self.itemsize
 
     def _copy_piece(self, target, source, row, wanted):
         """Copies a piece of a row, or zeros where it is not wanted: its address is then not read.
@@ -190,13 +201,13 @@ class GatheredMainloop(SharedSharedMainloop):
         """
         row = cute.arch.load(self.rows + smaller(index, self.length - 1), Int32)
         exists = (row >= 0) & (row < self.source)
-        return select_(exists, row * (self.stride // (PIECE // 2)), Int32(-1))
+        return select_(exists, row * (self.stride // self.piece_elements), Int32(-1))
 
     def _target(self, stage):
         """Returns the shared address of this thread's piece of a stage's first row."""
         tensor = self.sA if self.gathers_a else self.sB
         rows = self.spec.tile_m if self.gathers_a else self.spec.tile_n
-        stage_bytes = rows * self.spec.tile_k * ITEMSIZE[self.spec.ab_dtype]
+        stage_bytes = rows * self.spec.tile_k * self.itemsize
         swizzled = self.piece ^ (self.first_row % 8)
         at = self.first_row * ROW_BYTES + swizzled * PIECE
         return tensor.iterator.toint() + stage * stage_bytes + at

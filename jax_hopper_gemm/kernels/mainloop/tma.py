@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cutlass_dsl import max as larger
 from cutlass.cutlass_dsl import select_
 
+from ...gemm.dtypes import DTYPES
 from ..dtypes import CUTE_DTYPE
 
 
@@ -300,11 +301,12 @@ class SharedSharedMainloop:
 
     @cute.jit
     def _multiply_part(self, acc, stage, elements):
-        """Multiplies the first elements of a stage along K, in steps of an instruction's 16."""
+        """Multiplies the first elements of a stage along K, in steps of an instruction's."""
+        mma_k = DTYPES[self.spec.ab_dtype].mma_k
         self._before_multiply()
         tiled_mma = self.make_tiled_mma(self.atom_layout_m)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        for k_block in cutlass.range((elements + 15) // 16, unroll=1):
+        for k_block in cutlass.range((elements + (mma_k - 1)) // mma_k, unroll=1):
             at = (None, None, k_block, stage)
             cute.gemm(tiled_mma, acc, self.tCrA[at], self.tCrB[at], acc)
         warpgroup.commit_group()

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...lowering.route import array_text, short_dtype
+from ...gemm.dtypes import short_name
+from ...lowering.route import array_text
 
 
 def describe(x: Any) -> str:
@@ -27,7 +28,7 @@ def counted(things: Sequence[Any], noun: str) -> str:
 
 def dtypes_text(dtypes: Sequence[Any]) -> str:
     """Returns dtypes as JAX prints them: "(bf16, f32)"."""
-    names = (short_dtype(jnp.dtype(x).name) if x is not None else "None" for x in dtypes)
+    names = (short_name(jnp.dtype(x).name) if x is not None else "None" for x in dtypes)
     return f"({', '.join(names)})"
 
 

@@ -1,0 +1,101 @@
+"""The dtypes of arrays that kernels read and write: one row each.
+
+Names are NumPy's. A dtype that is not here is XLA's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# operand: of a product. result: a matrix that a kernel stores. epilogue: what one reads or
+# computes with. index: sizes of groups, indices of rows and of a matrix in a stack, of a top-k.
+Role = Literal["operand", "result", "epilogue", "index"]
+
+MMA_BYTES = 32  # of K that one wgmma multiplies, whatever the dtype
+
+
+@dataclass(frozen=True)
+class DType:
+    """What the library knows of a dtype.
+
+    Attributes:
+      name: NumPy's.
+      itemsize: bytes of an element.
+      digits: significant binary digits of a number; 0 of what is no float.
+      tensor_map: the value of CUtensorMapDataType in cuda.h.
+      cute: the name of CuTe's type in `cutlass`.
+      mlir: the name of MLIR's type.
+      roles: see `Role`.
+      majors: of an operand, the indices whose neighbours may be adjacent in memory. wgmma reads
+        16-bit operands along K or across it, narrower ones along K alone.
+      residual: of an operand, the dtype in which derivatives keep products of such operands, and
+        in which shards of a sum are added up.
+      algorithm: of an operand, the `jax.lax.DotAlgorithmPreset` that says what kernels compute:
+        products of two such operands, exact, summed in float32.
+      fraction_bits: of an operand, the binary digits that wgmma keeps of each term of a sum when it
+        aligns them (https://arxiv.org/abs/2511.10909).
+    """
+
+    name: str
+    itemsize: int
+    digits: int
+    tensor_map: int
+    cute: str
+    mlir: str
+    roles: tuple[Role, ...]
+    majors: tuple[str, ...] = ()
+    residual: str = ""
+    algorithm: str = ""
+    fraction_bits: int = 0
+
+    @property
+    def mma_k(self) -> int:
+        """Elements of K that one wgmma multiplies."""
+        return MMA_BYTES // self.itemsize
+
+    @property
+    def short(self) -> str:
+        """The name in those of kernels, as JAX prints it: "bf16"."""
+        return short_name(self.name)
+
+
+_FLOAT: tuple[Role, ...] = ("operand", "result", "epilogue")
+_ANY = ("k", "m", "n")
+_ROWS = (
+    DType("bfloat16", 2, 8, 9, "BFloat16", "bf16", _FLOAT, _ANY, "bfloat16", "BF16_BF16_F32", 25),
+    DType("float16", 2, 11, 6, "Float16", "f16", _FLOAT, _ANY, "float16", "F16_F16_F32", 25),
+    DType("float32", 4, 24, 7, "Float32", "f32", ("result", "epilogue")),
+    DType("bool", 1, 0, 0, "Uint8", "i1", ("epilogue",)),  # a byte each, 0 or 1
+    DType("int32", 4, 0, 3, "Int32", "i32", ("index",)),
+)
+DTYPES = {row.name: row for row in _ROWS}
+
+
+def names(role: Role) -> tuple[str, ...]:
+    """Returns the dtypes that can play a role."""
+    return tuple(row.name for row in _ROWS if role in row.roles)
+
+
+OPERANDS, RESULTS, EPILOGUE = names("operand"), names("result"), names("epilogue")
+
+
+def one_of(dtypes: tuple[str, ...]) -> str:
+    """Returns "bfloat16, float16 or float32"."""
+    *others, last = dtypes
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def residual_of(name: str) -> str:
+    """Returns the dtype in which a product of such operands is kept; of others their own."""
+    return (name in DTYPES and DTYPES[name].residual) or name
+
+
+def short_name(name: str) -> str:
+    """Returns any dtype as JAX prints it: "bf16", "f32", "i8"."""
+    for long, short in (
+        ("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"),
+    ):  # fmt: skip
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name

@@ -1,0 +1,62 @@
+"""The table of dtypes agrees with NumPy, JAX, MLIR and the driver."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_hopper_gemm.gemm.dtypes import (
+    DTYPES,
+    EPILOGUE,
+    OPERANDS,
+    RESULTS,
+    one_of,
+    residual_of,
+    short_name,
+)
+
+FLOATS = tuple(name for name, row in DTYPES.items() if row.digits)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_row_says_what_numpy_mlir_and_the_driver_say(name):
+    row = DTYPES[name]
+    assert row.itemsize == jnp.dtype(name).itemsize
+    text = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((3,), name)).as_text()
+    assert f"tensor<3x{row.mlir}>" in text
+    driver = pytest.importorskip("cuda.bindings.driver")
+    kind = {"bool": "UINT8"}.get(name, name.upper())
+    assert row.tensor_map == getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}")
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_digits_are_those_of_the_float(name):
+    assert DTYPES[name].digits == jnp.finfo(name).nmant + 1
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_an_operand_says_how_it_is_multiplied(name):
+    row = DTYPES[name]
+    assert row.mma_k * row.itemsize == 32 and "k" in row.majors and row.fraction_bits
+    assert jax.lax.DotAlgorithmPreset[row.algorithm].accumulation_type == jnp.float32
+    assert row.residual in RESULTS and residual_of(name) == row.residual
+
+
+def test_other_dtypes_are_their_own_residuals():
+    assert [residual_of(name) for name in ("float32", "float64", "int8")] == [
+        "float32", "float64", "int8",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*DTYPES, "int8", "uint32", "complex64"])
+def test_short_names_are_those_that_jax_prints(name):
+    array = jax.ShapeDtypeStruct((3,), name)
+    assert f"{short_name(name)}[3]" in str(jax.make_jaxpr(lambda x: x)(array))
+
+
+def test_lists_of_dtypes_read_as_text():
+    assert OPERANDS == ("bfloat16", "float16")
+    assert EPILOGUE == (*RESULTS, "bool")
+    assert one_of(RESULTS) == "bfloat16, float16 or float32"
+    assert one_of(("bfloat16",)) == "bfloat16"
