@@ -24,7 +24,7 @@ from jax_hopper_gemm.testing import benchmark, shapes
 def transformer_engine(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable | None:
     """TransformerEngine's `dense`: cuBLASLt through its own FFI call."""
     dense = importlib.import_module("transformer_engine.jax.dense").dense
-    if problem.l > 1 or problem.d_dtype != problem.ab_dtype:
+    if problem.l > 1 or problem.d_dtype != problem.a_dtype:
         return None
     contracting, _ = shapes.dimension_numbers(problem)
     return jax.jit(lambda a, b: dense(a, b, contracting_dims=contracting))

@@ -43,7 +43,7 @@ def main() -> int:
     time_kernel = timing.KernelTimer(Gpu(), problem)
     kernels = [
         GemmSpec(
-            "bfloat16", "bfloat16", "k", "n", 128, 256, 64, cluster_m, cluster_n,
+            "bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256, 64, cluster_m, cluster_n,
             tile_scheduler=scheduler, num_stages=4, epi_tile_n=columns, epi_stages=stages,
         )
         for (cluster_m, cluster_n), scheduler, (columns, stages) in product(

@@ -64,7 +64,7 @@ def main() -> int:
     print("cluster  scheduler " + "".join(f"  {held:2} SMs held" for held in HELD) + "  (us)")
     for cluster_m, scheduler in product((1, 2), ("single", "static", "dynamic")):
         spec = GemmSpec(
-            "bfloat16", "bfloat16", "k", "n", 128, 256, 64, cluster_m, 1,
+            "bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256, 64, cluster_m, 1,
             tile_scheduler=scheduler, num_stages=4, epi_tile_n=32, epi_stages=4,
         )  # fmt: skip
         launch = direct.prepare(gpu, problem, spec, RasterOrder("m", 8), operands)

@@ -15,11 +15,11 @@ from jax_hopper_gemm.cubin.manifest import Manifest, derive_manifest
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
-SPEC = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 128)
+SPEC = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128)
 OTHER_VALUES = {  # for each field of a spec, one that SPEC does not have
-    "ab_dtype": "float16", "d_dtype": "float32", "a_major": "m", "b_major": "k",
-    "tile_m": 64, "tile_n": 192, "tile_k": 128, "cluster_m": 2, "cluster_n": 2,
-    "warp_schedule": "pingpong", "tile_scheduler": "dynamic", "num_stages": 5,
+    "a_dtype": "float16", "b_dtype": "float16", "d_dtype": "float32",
+    "a_major": "m", "b_major": "k", "tile_m": 64, "tile_n": 192, "tile_k": 128, "cluster_m": 2,
+    "cluster_n": 2, "warp_schedule": "pingpong", "tile_scheduler": "dynamic", "num_stages": 5,
     "epi_tile_n": 64, "epi_stages": 2, "epi_load_stages": 2, "grouped": "m", "gathered": "a",
     "indexed": "a",
     "epilogue": EpilogueGraph(

@@ -10,7 +10,16 @@ from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
 
 SPEC = GemmSpec(
-    "bfloat16", "float32", "k", "n", 128, 64, cluster_m=2, tile_scheduler="dynamic", epi_stages=2
+    "bfloat16",
+    "bfloat16",
+    "float32",
+    "k",
+    "n",
+    128,
+    64,
+    cluster_m=2,
+    tile_scheduler="dynamic",
+    epi_stages=2,
 )
 PROBLEM = GemmProblem.dense(1000, 520, 256, 3, d_dtype="float32")
 PLAN = make_plan(PROBLEM, SPEC, RasterOrder("n", 4), num_sms=132)

@@ -135,7 +135,7 @@ def test_build_can_be_restricted_to_dtypes(monkeypatch):
         lambda specs, **kw: built.extend(specs) or cubin.BuildReport(None, (), (), {}),
     )
     assert main(["build", "--dtype", "float16", "--result-dtype", "float32"]) == 0
-    assert {(s.ab_dtype, s.d_dtype) for s in built} == {("float16", "float32")}
+    assert {(s.a_dtype, s.d_dtype) for s in built} == {("float16", "float32")}
     assert {s.grouped for s in built} == {None, "m", "k"}
 
 

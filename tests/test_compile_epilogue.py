@@ -77,7 +77,7 @@ def spec_of(graph: EpilogueGraph, tile_m: int, tile_n: int, **fields) -> GemmSpe
         "a_major": "k", "b_major": "n", "num_stages": 3, "epi_stages": 2, "epi_load_stages": loads,
     }  # fmt: skip
     return GemmSpec(
-        BF16, d_dtype, tile_m=tile_m, tile_n=tile_n, epilogue=graph, **defaults | fields
+        BF16, BF16, d_dtype, tile_m=tile_m, tile_n=tile_n, epilogue=graph, **defaults | fields
     )
 
 

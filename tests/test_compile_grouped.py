@@ -28,14 +28,20 @@ PARAMETER_BYTES = {TensorMap: 128, Int32: 4, Pointer: 8}
 def rows(tile_m: int, tile_n: int, **fields) -> GemmSpec:
     defaults: dict[str, Any] = {"a_major": "k", "b_major": "n", "num_stages": 3, "epi_stages": 2}
     return GemmSpec(
-        "bfloat16", "bfloat16", tile_m=tile_m, tile_n=tile_n, grouped="m", **defaults | fields
+        "bfloat16",
+        "bfloat16",
+        "bfloat16",
+        tile_m=tile_m,
+        tile_n=tile_n,
+        grouped="m",
+        **defaults | fields,
     )
 
 
 def contracted(tile_m: int, tile_n: int, **fields) -> GemmSpec:
     defaults: dict[str, Any] = {"d_dtype": "bfloat16", "num_stages": 3, "epi_stages": 2}
     return GemmSpec(
-        "bfloat16", a_major="m", b_major="n", tile_m=tile_m, tile_n=tile_n, grouped="k",
+        "bfloat16", "bfloat16", a_major="m", b_major="n", tile_m=tile_m, tile_n=tile_n, grouped="k",
         **defaults | fields,
     )  # fmt: skip
 

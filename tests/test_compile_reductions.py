@@ -111,7 +111,8 @@ def reductions(monkeypatch):
 
 def spec_of(*results: Result, nodes: tuple[Node, ...] = (), **fields) -> GemmSpec:
     chosen = dict(
-        ab_dtype="bfloat16", d_dtype="bfloat16", a_major="k", b_major="n", tile_m=128, tile_n=96,
+        a_dtype="bfloat16", b_dtype="bfloat16", d_dtype="bfloat16", a_major="k",
+        b_major="n", tile_m=128, tile_n=96,
         epi_tile_n=32, epi_stages=2, num_stages=3,
     )  # fmt: skip
     stored = Result("matrix", len(nodes), "bfloat16")  # the last value

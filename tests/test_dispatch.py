@@ -45,11 +45,11 @@ def random_problem(random: Random) -> GemmProblem:
             [random.randint(1, 9000), 8 * random.randint(1, 1125), 2 ** random.randint(0, 13)]
         )
 
-    ab_dtype = random.choice(OPERANDS)
+    dtype = random.choice(OPERANDS)
     return GemmProblem.dense(
         extent(), extent(), extent(), random.choice([1, 1, 1, 2, 7]),
         a_major=random.choice(A_MAJORS), b_major=random.choice(B_MAJORS),
-        ab_dtype=ab_dtype, d_dtype=random.choice([ab_dtype, ab_dtype, "float32"]),
+        dtype=dtype, d_dtype=random.choice([dtype, dtype, "float32"]),
     )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def compare(problem: GemmProblem, better: GemmSpec, worse: GemmSpec) -> None:
     assert fast < slow
 
 
-BASE = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 128, num_stages=6, epi_stages=2)
+BASE = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128, num_stages=6, epi_stages=2)
 SHORT = GemmProblem.dense(8192, 8192, 256)
 
 

@@ -46,7 +46,9 @@ def problem_of(name: str, m=4096, n=4096, k=4096, batches=1) -> GemmProblem:
 
 
 def entry(plain: GemmProblem, *, prefer: Any = "kernel", kernel_us=170.0, xla_us=175.0, **changes):
-    spec = GemmSpec(plain.ab_dtype, plain.d_dtype, plain.a.major, plain.b.major, 128, 256)
+    spec = GemmSpec(
+        plain.a_dtype, plain.b_dtype, plain.d_dtype, plain.a.major, plain.b.major, 128, 256
+    )
     return Entry(
         Key.of(plain), prefer, replace(spec, **{"cluster_m": 2} | changes), RasterOrder("n", 4),
         kernel_us, xla_us,
@@ -182,7 +184,9 @@ def epilogue_ns(name: str, spec: GemmSpec, problem: GemmProblem) -> float:
     )
 
 
-BASE = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 128, cluster_m=2, num_stages=4, epi_stages=2)
+BASE = GemmSpec(
+    "bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128, cluster_m=2, num_stages=4, epi_stages=2
+)
 
 
 def test_more_operations_cost_more():

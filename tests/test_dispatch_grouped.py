@@ -68,7 +68,7 @@ def random_problem(random: Random) -> GemmProblem:
         axis, length if axis == "m" else m, n, length if axis == "k" else k,
         random.choice([1, 2, 8, 60, 128, 1000]),
         b_major=random.choice(["n", "k"]) if axis == "m" else "n",
-        ab_dtype=random.choice(OPERANDS),
+        dtype=random.choice(OPERANDS),
         d_dtype=random.choice(RESULTS),
     )  # fmt: skip
     if axis == "m" and random.random() < 0.3:  # a batch of sizes, the weights shared
@@ -97,11 +97,13 @@ def test_choices_are_legal_buildable_and_the_same_again():
 
 
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("ab_dtype", OPERANDS)
+@pytest.mark.parametrize("dtype", OPERANDS)
 @pytest.mark.parametrize("d_dtype", RESULTS)
-def test_every_grouped_configuration_becomes_a_kernel(axis, ab_dtype, d_dtype):
+def test_every_grouped_configuration_becomes_a_kernel(axis, dtype, d_dtype):
     for b_major in ("n", "k") if axis == "m" else ("n",):
-        types = OperandTypes(ab_dtype, d_dtype, "k" if axis == "m" else "m", b_major, None, axis)
+        types = OperandTypes(
+            dtype, dtype, d_dtype, "k" if axis == "m" else "m", b_major, None, axis
+        )
         configs = GROUPED_M_CONFIGS if axis == "m" else GROUPED_K_CONFIGS
         specs = [filled_spec(config, types) for config in configs]
         assert list(model_specs(types)) == specs, "none spills or is dropped for narrow rows"
@@ -111,10 +113,10 @@ def test_every_grouped_configuration_becomes_a_kernel(axis, ab_dtype, d_dtype):
 
 def test_what_can_be_chosen_holds_the_grouped_kernels_of_each_dtype():
     pairs = list(product(OPERANDS, RESULTS))
-    found = {(s.grouped, s.ab_dtype, s.d_dtype) for s in table_specs(H200)}
+    found = {(s.grouped, s.a_dtype, s.d_dtype) for s in table_specs(H200)}
     assert found == {(axis, *pair) for axis in (None, *AXES) for pair in pairs}
     half = table_specs(H200, [("float16", "float32")])
-    assert {(s.grouped, s.ab_dtype, s.d_dtype) for s in half} == {
+    assert {(s.grouped, s.a_dtype, s.d_dtype) for s in half} == {
         (axis, "float16", "float32") for axis in (None, *AXES)
     }
 
@@ -277,7 +279,9 @@ def test_more_tiles_than_the_scheduler_counts_are_refused():
     huge = GemmProblem.grouped("m", MAX_LENGTH, 2**18, 64, 8)
     decision = choose(huge, H200)
     assert decision.spec is None or decision.spec.tile_m * decision.spec.tile_n > 64 * 64
-    narrow = GemmSpec("bfloat16", "bfloat16", "k", "n", 64, 16, epi_tile_n=16, grouped="m")
+    narrow = GemmSpec(
+        "bfloat16", "bfloat16", "bfloat16", "k", "n", 64, 16, epi_tile_n=16, grouped="m"
+    )
     (reason,) = pairing_violations(huge, narrow)
     assert "clusters of tiles, not under 134217728" in reason
     many = GemmProblem.grouped("k", 2**16, 2**16, 64, 4096)
@@ -332,7 +336,7 @@ def test_weights_are_read_once_for_each_group_that_has_rows():
 def cost(problem: GemmProblem, **changes) -> float:
     types = OperandTypes.of(problem)
     base = GemmSpec(
-        types.ab_dtype, types.d_dtype, types.a_major, types.b_major, 128, 128,
+        types.a_dtype, types.b_dtype, types.d_dtype, types.a_major, types.b_major, 128, 128,
         num_stages=5, grouped=types.grouped,
     )  # fmt: skip
     return estimate(problem, replace(base, **changes), RasterOrder(), H200).ns
@@ -350,7 +354,7 @@ def test_the_better_kernel_for_the_size_of_groups_is_expected_to_be_faster():
 
 def test_a_pair_along_grouped_rows_pads_no_group_to_two_tiles():
     small = GemmProblem.grouped("m", 40 * 256, 1024, 4096, 256)
-    alone = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 128, grouped="m")
+    alone = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128, grouped="m")
     pair = replace(alone, cluster_m=2)
     tiles = [estimate(small, spec, RasterOrder(), H200).tiles for spec in (alone, pair)]
     assert tiles[0] == tiles[1] > 0
@@ -375,8 +379,8 @@ def entry(problem: GemmProblem, prefer: Literal["kernel", "xla"] = "kernel") -> 
     """Returns an entry whose kernel the model does not choose."""
     types = OperandTypes.of(problem)
     spec = GemmSpec(
-        types.ab_dtype, types.d_dtype, types.a_major, types.b_major, 128, 96, num_stages=6,
-        tile_scheduler="dynamic", grouped=types.grouped,
+        types.a_dtype, types.b_dtype, types.d_dtype, types.a_major, types.b_major, 128, 96,
+        num_stages=6, tile_scheduler="dynamic", grouped=types.grouped,
     )  # fmt: skip
     return Entry(Key.of(problem), prefer, spec, RasterOrder("n", 4), 512.5, 70598.0)
 

@@ -36,7 +36,7 @@ TYPES = [OperandTypes(*fields) for fields in product(OPERANDS, RESULTS, ("k", "m
         (GemmProblem.dense(9, 64, 64, a_major="m"), ["(K, M)", "18 bytes", "pad M from 9 to 16"]),
         (GemmProblem.dense(64, 64, 9, b_major="k"), ["(N, K)", "18 bytes", "pad K from 9 to 16"]),
         (GemmProblem.dense(64, 6, 64, b_major="k", d_dtype="float32"), ["D", "24 bytes", "to 8"]),
-        (GemmProblem.dense(64, 64, 64, ab_dtype="float32"), ["A and B are float32: cast"]),
+        (GemmProblem.dense(64, 64, 64, dtype="float32"), ["A and B are float32: cast"]),
         (GemmProblem.dense(64, 64, 64, d_dtype="int32"), ["D is int32: ask for"]),
         (GemmProblem.dense(64, 0, 64), ["N is 0", "empty"]),
         (GemmProblem.dense(64, 64, 64, 0), ["L is 0", "empty"]),
@@ -92,9 +92,9 @@ def test_strides_that_are_unused_or_padded_are_legal(problem):
 
 
 def test_pairing_names_each_field_that_differs():
-    spec = GemmSpec("float16", "float16", "m", "n", 128, 128)
+    spec = GemmSpec("float16", "float16", "float16", "m", "n", 128, 128)
     reasons = pairing_violations(GemmProblem.dense(64, 64, 64), spec)
-    assert [reason.split()[3] for reason in reasons] == ["ab_dtype", "d_dtype", "a_major"]
+    assert [reason.split()[3] for reason in reasons] == ["a_dtype", "b_dtype", "d_dtype", "a_major"]
 
 
 @pytest.mark.parametrize("types", TYPES, ids=str)
@@ -117,7 +117,7 @@ def test_every_tuner_candidate_is_legal_and_fills_shared_memory(types):
         assert full or spec.num_stages == 12
         problem = GemmProblem.dense(
             512, 512, 512, a_major=types.a_major, b_major=types.b_major,
-            ab_dtype=types.ab_dtype, d_dtype=types.d_dtype,
+            dtype=types.a_dtype, d_dtype=types.d_dtype,
         )  # fmt: skip
         inputs = make_plan(problem, spec, RasterOrder(), 132).params[:2]
         narrow = [m.buffer for m in inputs if isinstance(m, TensorMap) and m.swizzle < 64]
@@ -217,7 +217,7 @@ def test_every_standard_epilogue_has_kernels_of_every_layout(name):
     graph = STANDARD[name]
     d_dtype = graph.matrices[0].dtype if graph.matrices else "bfloat16"
     for a_major, b_major in product(("k", "m"), ("n", "k")):
-        specs = model_specs(OperandTypes("bfloat16", d_dtype, a_major, b_major, graph))
+        specs = model_specs(OperandTypes("bfloat16", "bfloat16", d_dtype, a_major, b_major, graph))
         assert len(specs) >= 10
         for spec in specs:
             assert violations(spec) == []
@@ -228,7 +228,7 @@ def test_every_standard_epilogue_has_kernels_of_every_layout(name):
 
 
 def test_matrices_that_an_epilogue_loads_get_more_stages_where_the_ring_allows():
-    types = OperandTypes("bfloat16", "bfloat16", "k", "n", STANDARD["residual"])
+    types = OperandTypes("bfloat16", "bfloat16", "bfloat16", "k", "n", STANDARD["residual"])
     configs = Config(128, 256), Config(128, 256, epi_tile_n=32), Config(128, 128)
     large, narrow, small = (filled_spec(config, types) for config in configs)
     assert large is not None and narrow is not None and small is not None

@@ -40,8 +40,8 @@ def entry(
     problem: GemmProblem = SQUARE, *, prefer: Literal["kernel", "xla"] = "kernel", **changes: Any
 ) -> Entry:
     base = GemmSpec(
-        problem.ab_dtype, problem.d_dtype, problem.a.major, problem.b.major, 256, 192,
-        num_stages=3, epi_tile_n=16,
+        problem.a_dtype, problem.b_dtype, problem.d_dtype, problem.a.major, problem.b.major,
+        256, 192, num_stages=3, epi_tile_n=16,
     )  # fmt: skip
     return Entry(
         Key.of(problem), prefer, replace(base, **changes), RasterOrder("n", 4), 170.5, 174.75
@@ -164,7 +164,7 @@ def damaged(tmp_path, change) -> str:
         (lambda d, e: e.update(m=True), ["m is True", "int"]),
         (lambda d, e: e.update(k=0), ["k is 0"]),
         (lambda d, e: e.update(a_major="n"), ["a_major is 'n'"]),
-        (lambda d, e: e.update(ab_dtype="int8"), ["A and B are int8"]),
+        (lambda d, e: e.update(a_dtype="int8", b_dtype="int8"), ["A and B are int8"]),
         (lambda d, e: e.update(prefer="cublas"), ["prefer is 'cublas'"]),
         (lambda d, e: e.update(kernel_us=-1), ["kernel_us is -1"]),
         (lambda d, e: e.update(xla_us="fast"), ["xla_us is 'fast'"]),

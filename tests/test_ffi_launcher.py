@@ -182,7 +182,9 @@ def test_a_cluster_of_one_is_launched_without_the_cluster_attribute(launcher, dr
 @pytest.mark.parametrize("scheduler", ["single", "static", "dynamic"])
 def test_the_plan_of_a_gemm_runs(launcher, driver, digest, scheduler):
     problem = GemmProblem.dense(256, 512, 128, l=2)
-    spec = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 128, tile_scheduler=scheduler)
+    spec = GemmSpec(
+        "bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128, tile_scheduler=scheduler
+    )
     plan = make_plan(problem, spec, RasterOrder(), num_sms=132)
     launcher.resolve = lambda digest, spec: driver.add_kernel(plan)
     shapes = ((2, 256, 128), (2, 128, 512))

@@ -32,7 +32,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(problem, device, *, kernel_only=False):
         p = problem
         bare = GemmProblem.dense(
-            p.m, p.n, p.k, a_major=p.a.major, b_major=p.b.major, ab_dtype=p.ab_dtype,
+            p.m, p.n, p.k, a_major=p.a.major, b_major=p.b.major, dtype=p.a_dtype,
             d_dtype=p.d_dtype,
         )  # fmt: skip
         decision = real(bare, device, kernel_only=True)

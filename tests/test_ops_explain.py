@@ -63,7 +63,7 @@ def test_a_single_wave_is_not_plural():
 
 def test_fields_are_plain_data():
     fields = asdict(jhg.explain(A, B, implementation="hopper"))
-    assert fields["problem"]["m"] == 4096 and fields["spec"]["ab_dtype"] == "bfloat16"
+    assert fields["problem"]["m"] == 4096 and fields["spec"]["a_dtype"] == "bfloat16"
 
 
 def test_dimension_numbers_explain_a_dot_general():

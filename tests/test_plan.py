@@ -35,7 +35,7 @@ from jax_hopper_gemm.launch.plan import (
 )
 from jax_hopper_gemm.testing.lanes import group_tiles
 
-LARGE = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 256)
+LARGE = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256)
 MAJORS = list(product(("k", "m"), ("n", "k")))
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
 
@@ -131,7 +131,7 @@ def test_only_the_dynamic_scheduler_has_a_counter():
 def test_tensor_maps_address_each_element_where_the_layout_puts_it(a_major, b_major, cluster):
     m, n, k, batches = 136, 264, 72, 3
     problem = GemmProblem(
-        m, n, k, batches, "bfloat16", "float32",
+        m, n, k, batches, "bfloat16", "bfloat16", "float32",
         a=MatrixLayout(a_major, 144, 144 * 200),
         b=MatrixLayout(b_major, 272, 0),
         d=MatrixLayout("n", 268, 268 * m),
@@ -194,9 +194,14 @@ def test_strides_of_extents_of_one_are_legal_whatever_the_layout():
 
 
 def test_encoding_decodes_to_the_plan():
-    problem = GemmProblem.dense(1000, 5000, 136, 3, a_major="m", ab_dtype="float16")
+    problem = GemmProblem.dense(1000, 5000, 136, 3, a_major="m", dtype="float16")
     spec = replace(
-        LARGE, ab_dtype="float16", d_dtype="float16", a_major="m", tile_scheduler="dynamic"
+        LARGE,
+        a_dtype="float16",
+        b_dtype="float16",
+        d_dtype="float16",
+        a_major="m",
+        tile_scheduler="dynamic",
     )
     plan = make_plan(problem, spec, RasterOrder("n", 16), 132)
     decoded = decode(plan.encode())

@@ -29,7 +29,7 @@ def test_dense_strides_follow_the_majors():
 
 
 def test_d_dtype_defaults_to_that_of_the_operands():
-    assert GemmProblem.dense(8, 8, 8, ab_dtype="float16").d_dtype == "float16"
+    assert GemmProblem.dense(8, 8, 8, dtype="float16").d_dtype == "float16"
     assert GemmProblem.dense(8, 8, 8, d_dtype="float32").d_dtype == "float32"
 
 
@@ -43,7 +43,7 @@ def test_flops_count_a_multiply_and_an_add_for_each_product():
 )
 def test_bytes_count_a_shared_operand_once(a_batch, b_batch, elements_in):
     problem = GemmProblem(
-        3, 5, 7, 2, "bfloat16", "float32",
+        3, 5, 7, 2, "bfloat16", "bfloat16", "float32",
         MatrixLayout("k", 7, a_batch), MatrixLayout("n", 5, b_batch), MatrixLayout("n", 5, 15),
     )  # fmt: skip
     assert problem.bytes == 2 * elements_in + 4 * (2 * 15)

@@ -60,8 +60,8 @@ def test_launches_of_gradients_have_them_too():
 
 def test_the_documented_name_is_that_of_a_kernel():
     spec = GemmSpec(
-        "bfloat16", "bfloat16", "k", "n", 128, 128, cluster_m=2, warp_schedule="pingpong",
-        tile_scheduler="dynamic", num_stages=6, grouped="m",
+        "bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128, cluster_m=2,
+        warp_schedule="pingpong", tile_scheduler="dynamic", num_stages=6, grouped="m",
     )  # fmt: skip
     page = Path(__file__).parents[1] / "docs" / "transformations.md"
     assert f"    {spec.name}_l2_tanh_" in page.read_text()

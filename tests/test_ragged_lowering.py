@@ -56,8 +56,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[GemmProblem]:
         asked.append(problem)
         epilogue = problem.epilogue
         spec = GemmSpec(
-            problem.ab_dtype, problem.d_dtype, problem.a.major, problem.b.major, 128, 128,
-            grouped=problem.groups.axis, epilogue=epilogue,
+            problem.a_dtype, problem.b_dtype, problem.d_dtype, problem.a.major, problem.b.major,
+            128, 128, grouped=problem.groups.axis, epilogue=epilogue,
             epi_load_stages=2 if epilogue and epilogue.loaded else 0,
         )  # fmt: skip
         return dispatch.Decision(spec, RasterOrder("m", 1), "the test's", "model")
@@ -74,7 +74,7 @@ LHS, RHS, SIZES = shape(T, K), shape(G, K, N), shape(G, dtype=np.int32)
 hopper = partial(jhg.ragged_dot, implementation="hopper")
 GROUPS = Groups("m", G, G + 1, G)
 FORWARD = GemmProblem(
-    T, N, K, G, "bfloat16", "bfloat16",
+    T, N, K, G, "bfloat16", "bfloat16", "bfloat16",
     a=MatrixLayout("k", K), b=MatrixLayout("n", N, K * N), d=MatrixLayout("n", N), groups=GROUPS,
 )  # fmt: skip
 OF_LHS = replace(
@@ -82,7 +82,7 @@ OF_LHS = replace(
     d=MatrixLayout("n", K),
 )  # fmt: skip
 OF_RHS = GemmProblem(
-    K, N, T, G, "bfloat16", "bfloat16",
+    K, N, T, G, "bfloat16", "bfloat16", "bfloat16",
     a=MatrixLayout("m", K), b=MatrixLayout("n", N), d=MatrixLayout("n", N, K * N),
     groups=replace(GROUPS, axis="k"),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Re
 from jax_hopper_gemm.gemm.legality import max_accumulators, violations
 from jax_hopper_gemm.gemm.spec import MAX_ACC_REGISTERS, SMEM_LIMIT, GemmSpec, TmaBox
 
-LARGE = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 256)
+LARGE = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256)
 
 ROW, COLUMN = Operand("row", "bfloat16"), Operand("column", "float32")
 MATRIX, MASK = Operand("matrix", "float32"), Operand("matrix", "bool")
@@ -34,7 +34,7 @@ def test_a_plain_spec_has_no_violations():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"ab_dtype": "float32"}, "A and B are float32"),
+        ({"a_dtype": "float32", "b_dtype": "float32"}, "A and B are float32"),
         ({"d_dtype": "bool"}, "D is bool"),
         ({"a_major": "n"}, "a_major is 'n'"),
         ({"b_major": "m"}, "b_major is 'm'"),
@@ -162,7 +162,7 @@ def test_an_epilogue_takes_registers_from_the_accumulators():
 
 
 def test_violations_report_every_bad_field_at_once():
-    found = violations(replace(LARGE, ab_dtype="int8", tile_m=1, tile_n=1))
+    found = violations(replace(LARGE, a_dtype="int8", b_dtype="int8", tile_m=1, tile_n=1))
     assert len(found) == 3
 
 

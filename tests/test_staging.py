@@ -23,7 +23,7 @@ STAGED = [(columns, dtype) for columns in (16, 32, 64) for dtype in ("bfloat16",
 
 
 def swizzle_of(columns: int, dtype: str) -> int:
-    spec = GemmSpec("bfloat16", dtype, "k", "n", 128, 128, epi_tile_n=columns)
+    spec = GemmSpec("bfloat16", "bfloat16", dtype, "k", "n", 128, 128, epi_tile_n=columns)
     return spec.epi_box(dtype).swizzle
 
 

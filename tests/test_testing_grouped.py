@@ -114,7 +114,9 @@ def inputs_of(of: GemmProblem, sizes: np.ndarray, exact=True) -> trial.Inputs:
 
 def plain_spec(axis, **fields) -> GemmSpec:
     majors = ("k", "n") if axis == "m" else ("m", "n")
-    return GemmSpec("bfloat16", "float32", *majors, 128, 64, num_stages=2, grouped=axis, **fields)
+    return GemmSpec(
+        "bfloat16", "bfloat16", "float32", *majors, 128, 64, num_stages=2, grouped=axis, **fields
+    )
 
 
 @pytest.mark.parametrize("b_major", ["n", "k"])
@@ -201,7 +203,7 @@ def test_rows_that_nobody_picks_are_nan():
 def test_covering_specs_are_legal_and_cover_all_pairs():
     assert all(violations(spec) == [] for spec in SPECS)
     assert all(spec_of(choice_of(spec)) == spec for spec in SPECS)
-    pairs = {(s.grouped, s.warp_schedule, s.tile_scheduler, s.ab_dtype) for s in SPECS}
+    pairs = {(s.grouped, s.warp_schedule, s.tile_scheduler, s.a_dtype) for s in SPECS}
     assert len(pairs) == 16
 
 

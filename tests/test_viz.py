@@ -24,15 +24,17 @@ FUSED = EpilogueGraph(
     results=(Result("matrix", 4, "bfloat16"), Result("matrix", 3), Result("column_sum", 4)),
 )
 KERNELS = {
-    "cooperative": GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 256, 64, 2, 1),
+    "cooperative": GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256, 64, 2, 1),
     "pingpong": GemmSpec(
-        "bfloat16", "bfloat16", "k", "n", 128, 128, 64, 2, 1, "pingpong", num_stages=5
+        "bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128, 64, 2, 1, "pingpong", num_stages=5
     ),
-    "one warpgroup": GemmSpec("bfloat16", "float32", "k", "n", 64, 128, num_stages=3),
-    "three warpgroups": GemmSpec("bfloat16", "bfloat16", "k", "n", 192, 64, num_stages=2),
+    "one warpgroup": GemmSpec("bfloat16", "bfloat16", "float32", "k", "n", 64, 128, num_stages=3),
+    "three warpgroups": GemmSpec(
+        "bfloat16", "bfloat16", "bfloat16", "k", "n", 192, 64, num_stages=2
+    ),
     "fused": GemmSpec(
-        "bfloat16", "bfloat16", "k", "n", 128, 128, num_stages=3, epi_stages=2, epilogue=FUSED,
-        epi_load_stages=2,
+        "bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128, num_stages=3, epi_stages=2,
+        epilogue=FUSED, epi_load_stages=2,
     ),
 }  # fmt: skip
 PROBLEM = GemmProblem.dense(2048, 8192, 1024)

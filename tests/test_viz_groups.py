@@ -18,7 +18,7 @@ from jax_hopper_gemm.viz.groups import OF_NO_GROUP
 
 SIZES = [300, 0, 130, 33, 200, 64]
 ROWS = sum(SIZES) + 73  # of which the last belong to no group
-WHOLE = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 256, grouped="m")
+WHOLE = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256, grouped="m")
 KERNELS = {
     "128 rows": WHOLE,
     "64 rows": replace(WHOLE, tile_m=64),

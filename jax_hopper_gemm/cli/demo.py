@@ -63,7 +63,7 @@ def check_product(problem: GemmProblem) -> dict[str, Any]:
     m, n, k = problem.m, problem.n, problem.k
     keys = jax.random.split(jax.random.key(0), 3)
     inputs = [
-        jax.random.normal(key, shape, problem.ab_dtype)
+        jax.random.normal(key, shape, problem.a_dtype)
         for key, shape in zip(keys, ((m, k), (k, n), (m, n)), strict=True)
     ]
 
@@ -85,12 +85,12 @@ def check_product(problem: GemmProblem) -> dict[str, Any]:
             np.abs(left[rows]) @ np.abs(right),
             k=left.shape[1],
             summation="float32",
-            operands=problem.ab_dtype,
+            operands=problem.a_dtype,
         )
         report[name] = {"error_of_bound": worst.ratio, "good": worst.ratio <= 1}
     return {
         "extents": [m, n, k],
-        "dtype": problem.ab_dtype,
+        "dtype": problem.a_dtype,
         "explanation": str(explain(*inputs[:2])),
         "results": report,
     }

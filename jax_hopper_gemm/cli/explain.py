@@ -48,8 +48,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             "group_sizes": jax.ShapeDtypeStruct((args.groups,), "int32"),
         }
     found = explain(
-        jax.ShapeDtypeStruct(a, problem.ab_dtype),
-        jax.ShapeDtypeStruct(b, problem.ab_dtype),
+        jax.ShapeDtypeStruct(a, problem.a_dtype),
+        jax.ShapeDtypeStruct(b, problem.b_dtype),
         preferred_element_type=problem.d_dtype,
         implementation=args.implementation,
         **options,

@@ -43,6 +43,6 @@ def problem(extents: tuple[int, int, int], args: argparse.Namespace) -> GemmProb
         args.batch,
         a_major=args.a_major,
         b_major=args.b_major,
-        ab_dtype=args.dtype,
+        dtype=args.dtype,
         d_dtype=args.result_dtype,
     )

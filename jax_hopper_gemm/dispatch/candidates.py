@@ -53,7 +53,7 @@ class Config:
         """Returns the configuration of a kernel."""
         s = spec
         return cls(
-            s.tile_m, s.tile_n, s.tile_k * DTYPES[s.ab_dtype].itemsize, s.cluster_m, s.cluster_n,
+            s.tile_m, s.tile_n, s.tile_k * s.a_itemsize, s.cluster_m, s.cluster_n,
             s.warp_schedule, s.tile_scheduler, s.epi_tile_n,
         )  # fmt: skip
 
@@ -62,7 +62,8 @@ class Config:
 class OperandTypes:
     """What a problem fixes of its kernel."""
 
-    ab_dtype: str
+    a_dtype: str
+    b_dtype: str
     d_dtype: str
     a_major: Major
     b_major: Major
@@ -74,13 +75,14 @@ class OperandTypes:
     def of(cls, problem: GemmProblem) -> OperandTypes:
         p = problem
         groups = (p.groups.axis, p.groups.gathered) if p.groups else (None, None)
-        return cls(p.ab_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, *groups)
+        return cls(p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, *groups)
 
     @classmethod
     def of_spec(cls, spec: GemmSpec) -> OperandTypes:
         s = spec
         return cls(
-            s.ab_dtype, s.d_dtype, s.a_major, s.b_major, s.epilogue, s.grouped, s.gathered
+            s.a_dtype, s.b_dtype, s.d_dtype, s.a_major, s.b_major, s.epilogue, s.grouped,
+            s.gathered,
         )  # fmt: skip
 
     @property
@@ -222,10 +224,10 @@ def filled_spec(config: Config, types: OperandTypes) -> GemmSpec | None:
     as `RING_BEFORE_LOADS` remain. What is left goes to loads first, then to two more epilogue
     stages: a store is then read while the next is written.
     """
-    tile_k = config.k_bytes // DTYPES[types.ab_dtype].itemsize
+    tile_k = config.k_bytes // DTYPES[types.a_dtype].itemsize
     for epi_tile_n in _widths(config, types):
         least = GemmSpec(
-            types.ab_dtype, types.d_dtype, types.a_major, types.b_major,
+            types.a_dtype, types.b_dtype, types.d_dtype, types.a_major, types.b_major,
             config.tile_m, config.tile_n, tile_k, config.cluster_m, config.cluster_n,
             config.warp_schedule, config.tile_scheduler, MIN_STAGES, epi_tile_n, epi_stages=2,
             epilogue=types.epilogue,
@@ -264,10 +266,9 @@ def _filled(least: GemmSpec) -> GemmSpec:
 
 def worthwhile(spec: GemmSpec) -> bool:
     """Returns whether operands arrive in rows of `MIN_SWIZZLE` bytes, or as wide as the tile."""
-    a_extent = spec.tile_k if spec.a_major == "k" else spec.tile_m
-    b_extent = spec.tile_k if spec.b_major == "k" else spec.d_tile_n
-    itemsize = DTYPES[spec.ab_dtype].itemsize
+    a_bytes = (spec.tile_k if spec.a_major == "k" else spec.tile_m) * spec.a_itemsize
+    b_bytes = (spec.tile_k if spec.b_major == "k" else spec.d_tile_n) * spec.b_itemsize
     return all(
-        box.swizzle >= min(MIN_SWIZZLE, extent * itemsize)
-        for box, extent in ((spec.a_box, a_extent), (spec.b_box, b_extent))
+        box.swizzle >= min(MIN_SWIZZLE, nbytes)
+        for box, nbytes in ((spec.a_box, a_bytes), (spec.b_box, b_bytes))
     )

@@ -158,7 +158,7 @@ def as_gemm(
         for j, operand in enumerate(graph_operands)
     )
     problem = GemmProblem(
-        i.m.extent, i.n.extent, i.k.extent, i.batch.extent, ab_dtype, d_dtype,
+        i.m.extent, i.n.extent, i.k.extent, i.batch.extent, ab_dtype, ab_dtype, d_dtype,
         a=strided_layout("m", i.m.along(A), i.k.along(A), i.batch.along(A)),
         b=strided_layout("n", i.n.along(B), i.k.along(B), i.batch.along(B)),
         d=strided_layout("n", i.n.along(D), i.m.along(D), i.batch.along(D)),
@@ -378,7 +378,7 @@ def as_grouped_gemm(
         if operand.kind in ("matrix", "column") and groups.axis == "m" and "g" in labels:
             raise NotAGemm(f"a {operand.kind} that the epilogue reads has an entry for each group")
     problem = GemmProblem(
-        rows, n, contracted, count, ab_dtype, d_dtype, a, b, d,
+        rows, n, contracted, count, ab_dtype, ab_dtype, d_dtype, a, b, d,
         epilogue=epilogue,
         operands=tuple(layouts),
         up_offset=up_offset(subscripts, rhs_shape, gate_letter(subscripts)),

@@ -163,18 +163,18 @@ def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None)
     Dense ones first, then grouped ones, then what tables hold besides.
 
     Args:
-      dtypes: pairs (ab_dtype, d_dtype) to restrict to; None means all of them.
+      dtypes: pairs, of A's and B's dtype and of D's, to restrict to; None means all of them.
     """
     if device_violations(device):
         return []
     pairs = [(ab, d) for ab in OPERANDS for d in RESULTS] if dtypes is None else list(dtypes)
     specs: dict[GemmSpec, None] = {}
     axes: tuple[GroupedAxis | None, ...] = (None, "m", "k")
-    for axis, (ab_dtype, d_dtype) in product(axes, pairs):
-        for types in _operand_types(ab_dtype, d_dtype, None, axis):
+    for axis, (dtype, d_dtype) in product(axes, pairs):
+        for types in _operand_types(dtype, d_dtype, None, axis):
             specs |= dict.fromkeys(model_specs(types))
     for measured in _measured_specs(device):
-        if (measured.ab_dtype, measured.d_dtype) in pairs:
+        if measured.a_dtype == measured.b_dtype and (measured.a_dtype, measured.d_dtype) in pairs:
             types = OperandTypes.of_spec(measured)
             gathering = (replace(types, gathered=g) for g in GATHERABLE.get(types.grouped, ()))
             refilled = (refilled_spec(measured, types) for types in gathering)
@@ -190,7 +190,7 @@ def _on(device: Device, specs: Iterable[GemmSpec]) -> list[GemmSpec]:
 
 
 def _operand_types(
-    ab_dtype: str, d_dtype: str, graph: EpilogueGraph | None, axis: GroupedAxis | None
+    dtype: str, d_dtype: str, graph: EpilogueGraph | None, axis: GroupedAxis | None
 ) -> list[OperandTypes]:
     """Returns what a legal problem of these dtypes, epilogue and grouped axis may ask for."""
     a_majors: dict[GroupedAxis | None, tuple[Major, ...]] = {None: ("k", "m"), "m": ("k",)}
@@ -198,7 +198,7 @@ def _operand_types(
     layouts = product(a_majors.get(axis, ("m",)), b_majors)
     gathered = (None, *GATHERABLE.get(axis, ()))
     return [
-        OperandTypes(ab_dtype, d_dtype, a_major, b_major, graph, axis, operand)
+        OperandTypes(dtype, dtype, d_dtype, a_major, b_major, graph, axis, operand)
         for (a_major, b_major), operand in product(layouts, gathered)
     ]
 
@@ -212,21 +212,24 @@ def _measured_specs(device: Device) -> list[GemmSpec]:
 def epilogue_specs(
     device: Device,
     graphs: Iterable[EpilogueGraph],
-    ab_dtypes: Iterable[str] = OPERANDS,
+    dtypes: Iterable[str] = OPERANDS,
     grouped: GroupedAxis | None = None,
 ) -> list[GemmSpec]:
     """Returns every kernel that `choose` can return on `device` for these epilogues, once each.
 
     They are of dense products, or of those that groups cut along `grouped`. An epilogue whose
-    results have no matrix is taken to have a `d_dtype` of `ab_dtype`.
+    results have no matrix is taken to have the operands' dtype for D.
+
+    Args:
+      dtypes: of A and B.
     """
     if device_violations(device):
         return []
     measured = _measured_specs(device)
     specs: dict[GemmSpec, None] = {}
-    for graph, ab_dtype in product(graphs, ab_dtypes):
-        d_dtype = graph.matrices[0].dtype if graph.matrices else ab_dtype
-        for types in _operand_types(ab_dtype, d_dtype, graph, grouped):
+    for graph, dtype in product(graphs, dtypes):
+        d_dtype = graph.matrices[0].dtype if graph.matrices else dtype
+        for types in _operand_types(dtype, d_dtype, graph, grouped):
             specs |= dict.fromkeys(model_specs(types))
             alike = (s for s in measured if OperandTypes.of_spec(s) == types.plain)
             refilled = (refilled_spec(spec, types) for spec in alike)

@@ -222,7 +222,7 @@ def _math_cycles(spec: GemmSpec) -> float:
     """
     columns = spec.d_tile_n
     read = (64 + columns) * MMA_BYTES / 128
-    k_steps = spec.tile_k / DTYPES[spec.ab_dtype].mma_k
+    k_steps = spec.tile_k / spec.mma_k
     instructions = spec.graph.accumulators * (spec.tile_m / 64) * k_steps
     return max(columns / 2, read) * instructions
 
@@ -235,13 +235,12 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     so the more of it comes from memory: sharing the larger operand is the better choice.
     """
     p, s = problem, spec
-    itemsize = DTYPES[s.ab_dtype].itemsize
     clipped = s.tile_m * (1 - p.m / (_clusters_m(p, s) * s.raster_m * s.tile_m))
     clipped += s.tile_n * (1 - p.n / (_clusters_n(p, s) * s.raster_n * s.d_tile_n))
     taken = s.stage_bytes / SM_BYTES_PER_CYCLE
-    taken += clipped * (s.tile_k * itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
-    lines = _lines(p.a, s.a_box, s.tile_m * s.tile_k, itemsize) / s.cluster_n
-    lines += _lines(p.b, s.b_box, s.tile_n * s.tile_k, itemsize) / s.cluster_m
+    taken += clipped * (s.tile_k * s.a_itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
+    lines = _lines(p.a, s.a_box, s.tile_m * s.tile_k, s.a_itemsize) / s.cluster_n
+    lines += _lines(p.b, s.b_box, s.tile_n * s.tile_k, s.b_itemsize) / s.cluster_m
     asked = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE
     columns = p.n * p.graph.accumulators
     rows = equal_groups(p).m
@@ -254,8 +253,9 @@ def _gather_cycles(spec: GemmSpec) -> float:
     """Returns the cycles in which two warps gather the rows of one k-tile."""
     if spec.gathered is None or spec.grouped is None:
         return 0.0
-    rows = spec.tile_m if spec.gathered == "a" else spec.d_tile_n
-    nbytes = rows * spec.tile_k * DTYPES[spec.ab_dtype].itemsize
+    of_a = spec.gathered == "a"
+    row = spec.tile_k * (spec.a_itemsize if of_a else spec.b_itemsize)
+    nbytes = (spec.tile_m if of_a else spec.d_tile_n) * row
     return nbytes / (16 * 64) * GATHER_CYCLES[spec.grouped]
 
 
@@ -380,16 +380,15 @@ def memory_bytes(
     again, but for an operand small enough to stay.
     """
     p, s = equal_groups(problem), spec
-    itemsize = DTYPES[p.ab_dtype].itemsize
-    pair = p.graph.accumulators
-    a_bytes, b_bytes = p.m * p.k * itemsize, pair * p.n * p.k * itemsize
+    row_a, row_b = p.k * s.a_itemsize, p.k * s.b_itemsize * p.graph.accumulators
+    a_bytes, b_bytes = p.m * row_a, p.n * row_b
     if a_bytes + b_bytes <= 0.8 * L2_BYTES:
         return p.bytes
     rows, columns = _in_flight(p, s, raster_order, device)
     waves = ceil_div(_clusters_m(p, s) * _clusters_n(p, s), max_clusters(s, device.num_sms))
     inputs = sum(
-        whole if whole <= 0.4 * L2_BYTES else max(whole, waves * lines * p.k * itemsize)
-        for whole, lines in ((a_bytes, rows), (b_bytes, pair * columns))
+        whole if whole <= 0.4 * L2_BYTES else max(whole, waves * lines * row)
+        for whole, lines, row in ((a_bytes, rows, row_a), (b_bytes, columns, row_b))
     )
     return max(float(p.bytes), p.l * (inputs + p.m * p.n * p.element_bytes))
 
@@ -415,6 +414,6 @@ def best_traversal(problem: GemmProblem, spec: GemmSpec, device: Device) -> Rast
 
 def roofline_ns(problem: GemmProblem) -> float:
     """Returns the least time that any kernel needs: tensor cores or device memory, all busy."""
-    peak_flops_per_ns = 820e3 * DTYPES[problem.ab_dtype].mma_k / 16  # of bfloat16 measured, 8192^3
+    peak_flops_per_ns = 820e3 * DTYPES[problem.a_dtype].mma_k / 16  # of bfloat16 measured, 8192^3
     busy = max(problem.flops / peak_flops_per_ns, problem.bytes / MEMORY_BYTES_PER_NS)
     return LAUNCH_NS + busy

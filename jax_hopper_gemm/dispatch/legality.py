@@ -53,8 +53,10 @@ def limit_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> li
 def problem_violations(problem: GemmProblem) -> list[str]:
     """Returns why no kernel of ours can run `problem`."""
     p, found = problem, []
-    if p.ab_dtype not in OPERANDS:
-        found.append(f"A and B are {p.ab_dtype}: cast them to {one_of(OPERANDS)}")
+    if p.a_dtype != p.b_dtype:
+        found.append(f"A is {p.a_dtype} and B {p.b_dtype}: cast one to the other's dtype")
+    elif p.a_dtype not in OPERANDS:
+        found.append(f"A and B are {p.a_dtype}: cast them to {one_of(OPERANDS)}")
     if p.d_dtype not in RESULTS:
         found.append(f"D is {p.d_dtype}: ask for {one_of(RESULTS)}")
     extents = {"M": p.m, "N": p.n, "K": p.k, "L": p.l}
@@ -82,8 +84,8 @@ def problem_violations(problem: GemmProblem) -> list[str]:
     if p.groups and p.groups.gathered:
         gathered = extents_a if p.groups.gathered == "a" else extents_b
         gathered[p.groups.axis] = p.groups.source
-    found += _layout_violations("A", p.a, extents_a, p.matrices("a"), p.ab_dtype)
-    found += _layout_violations("B", p.b, extents_b, p.matrices("b"), p.ab_dtype)
+    found += _layout_violations("A", p.a, extents_a, p.matrices("a"), p.a_dtype)
+    found += _layout_violations("B", p.b, extents_b, p.matrices("b"), p.b_dtype)
     found += _result_violations(p)
     if p.groups and not found:
         found += _span_violations(p, p.groups)
@@ -178,18 +180,18 @@ def _span_violations(problem: GemmProblem, groups: Groups) -> list[str]:
     Of rows that are gathered there is none; their distance is an int32.
     """
     p = problem
-    layouts = {"a": ("A", p.a), "b": ("B", p.b)}
+    operands = {"a": ("A", "M", p.a, p.a_dtype), "b": ("B", "N", p.b, p.b_dtype)}
     if groups.gathered:
-        name, layout = layouts.pop(groups.gathered)
+        name, _, layout, _ = operands.pop(groups.gathered)
         if layout.leading_stride > MAX_EXTENT:
             apart = f"{layout.leading_stride} elements apart, over {MAX_EXTENT}"
             return [f"{name}'s rows, picked by indices, are {apart}: copy it"]
     if groups.axis == "k":
         lines = {
-            f"{name} is stored (K, {'M' if name == 'A' else 'N'}) {p.ab_dtype} and its": (
-                layout.leading_stride * DTYPES[p.ab_dtype].itemsize
+            f"{name} is stored (K, {other}) {dtype} and its": (
+                layout.leading_stride * DTYPES[dtype].itemsize
             )
-            for name, layout in layouts.values()
+            for name, other, layout, dtype in operands.values()
         }
     else:
         lines = {
@@ -264,7 +266,7 @@ def _gate_violations(problem: GemmProblem) -> list[str]:
         return []
     if not problem.gated:
         return [f"up_offset is {problem.up_offset}, but the product has one right operand"]
-    nbytes = problem.up_offset * DTYPES[problem.ab_dtype].itemsize
+    nbytes = problem.up_offset * DTYPES[problem.b_dtype].itemsize
     if nbytes < 0 or nbytes % TMA_ALIGNMENT:
         return [
             f"up lies {nbytes} bytes behind gate, not at a multiple of {TMA_ALIGNMENT}: pass two "
@@ -312,7 +314,7 @@ def _layout_violations(
 def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
     """Returns why the kernel of `spec` cannot run `problem`; each is taken to be legal alone."""
     p, found = problem, []
-    asked = {"ab_dtype": p.ab_dtype, "d_dtype": p.d_dtype}
+    asked = {"a_dtype": p.a_dtype, "b_dtype": p.b_dtype, "d_dtype": p.d_dtype}
     asked |= {"a_major": p.a.major, "b_major": p.b.major}
     for field, value in asked.items():
         compiled = getattr(spec, field)

@@ -4,7 +4,7 @@
      "device": {"compute_capability": [9, 0], "num_sms": 132},
      "entries": [
        {"m": 4096, "n": 4096, "k": 4096, "l": 1, "a_major": "k", "b_major": "n",
-        "ab_dtype": "bfloat16", "d_dtype": "bfloat16",
+        "a_dtype": "bfloat16", "b_dtype": "bfloat16", "d_dtype": "bfloat16",
         "prefer": "kernel",
         "kernel": {"tile_m": 128, "tile_n": 256, "tile_k": 64, "cluster_m": 1, ...},
         "traversal": {"along": "m", "swizzle": 8},
@@ -23,7 +23,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -59,7 +59,8 @@ class Key:
     l: int  # noqa: E741
     a_major: Major
     b_major: Major
-    ab_dtype: str
+    a_dtype: str
+    b_dtype: str
     d_dtype: str
     grouped: GroupedAxis | None = None
 
@@ -71,22 +72,23 @@ class Key:
             axis, l = p.groups.axis, max(1, p.groups.total)  # noqa: E741
             m, k = (_rounded(m / l), k) if axis == "m" else (m, _rounded(k / l))
         n = p.n * p.graph.accumulators
-        return cls(m, n, k, l, p.a.major, p.b.major, p.ab_dtype, p.d_dtype, axis)
+        dtypes = p.a_dtype, p.b_dtype, p.d_dtype
+        return cls(m, n, k, l, p.a.major, p.b.major, *dtypes, axis)
 
     def problem(self) -> GemmProblem:
         """Returns the problem of this key with compact operands, of a matrix for each group."""
         if self.grouped:
             m = self.m * self.l if self.grouped == "m" else self.m
             k = self.k * self.l if self.grouped == "k" else self.k
-            return GemmProblem.grouped(
-                self.grouped, m, self.n, k, self.l,
-                b_major=self.b_major, ab_dtype=self.ab_dtype, d_dtype=self.d_dtype,
+            problem = GemmProblem.grouped(
+                self.grouped, m, self.n, k, self.l, b_major=self.b_major, d_dtype=self.d_dtype
+            )
+        else:
+            problem = GemmProblem.dense(
+                self.m, self.n, self.k, self.l,
+                a_major=self.a_major, b_major=self.b_major, d_dtype=self.d_dtype,
             )  # fmt: skip
-        return GemmProblem.dense(
-            self.m, self.n, self.k, self.l,
-            a_major=self.a_major, b_major=self.b_major,
-            ab_dtype=self.ab_dtype, d_dtype=self.d_dtype,
-        )  # fmt: skip
+        return replace(problem, a_dtype=self.a_dtype, b_dtype=self.b_dtype)
 
 
 def _rounded(size: float) -> int:
@@ -228,7 +230,8 @@ def _entry(row: Any) -> Entry:
     for name, value in kernel.items():
         _expect(value, str if name in ("warp_schedule", "tile_scheduler") else int, name)
     spec = GemmSpec(
-        key.ab_dtype, key.d_dtype, key.a_major, key.b_major, **kernel, grouped=key.grouped
+        key.a_dtype, key.b_dtype, key.d_dtype, key.a_major, key.b_major, **kernel,
+        grouped=key.grouped,
     )  # fmt: skip
     if reasons := violations(spec) or pairing_violations(key.problem(), spec):
         raise _Bad("no kernel runs it: " + "; ".join(reasons))

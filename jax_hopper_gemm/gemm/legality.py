@@ -38,7 +38,9 @@ def violations(spec: GemmSpec) -> list[str]:
         if not ok:
             found.append(reason)
 
-    need(spec.ab_dtype in OPERANDS, f"A and B are {spec.ab_dtype}, not {one_of(OPERANDS)}")
+    if spec.a_dtype != spec.b_dtype:
+        found.append(f"A is {spec.a_dtype} and B {spec.b_dtype}, not of one dtype")
+    need(spec.a_dtype in OPERANDS, f"A and B are {spec.a_dtype}, not {one_of(OPERANDS)}")
     need(spec.d_dtype in RESULTS, f"D is {spec.d_dtype}, not {one_of(RESULTS)}")
     need(spec.a_major in ("k", "m"), f"a_major is {spec.a_major!r}, not 'k' or 'm'")
     need(spec.b_major in ("k", "n"), f"b_major is {spec.b_major!r}, not 'k' or 'n'")
@@ -55,14 +57,15 @@ def violations(spec: GemmSpec) -> list[str]:
     )
     if spec.epilogue:
         found += [f"epilogue: {reason}" for reason in graph_violations(spec.epilogue)]
-    if spec.ab_dtype in OPERANDS:
-        dtype = DTYPES[spec.ab_dtype]
-        for operand, major in (("A", spec.a_major), ("B", spec.b_major)):
+    if {spec.a_dtype, spec.b_dtype} <= set(OPERANDS):
+        for operand, dtype, major in (
+            ("A", spec.a_dtype, spec.a_major), ("B", spec.b_dtype, spec.b_major),
+        ):  # fmt: skip
             need(
-                major in dtype.majors or major not in "kmn",
-                f"{operand} is {dtype.name} and {major!r}-major; wgmma reads it 'k'-major alone",
+                major in DTYPES[dtype].majors,
+                f"{operand} is {dtype} and {major!r}-major; wgmma reads it 'k'-major alone",
             )
-        row = SWIZZLE_BYTES // dtype.itemsize
+        row = SWIZZLE_BYTES // spec.a_itemsize
         need(spec.tile_k in (row, 2 * row), f"tile_k {spec.tile_k} is not {row} or {2 * row}")
     if found:  # what follows does arithmetic on the fields above
         return found
@@ -164,7 +167,7 @@ def _gathered_violations(spec: GemmSpec) -> list[str]:
     found = []
     if spec.grouped == "m" and (spec.gathered, spec.a_major) != ("a", "k"):
         found.append("where rows are grouped, those of a 'k'-major A are gathered and no others")
-    block = SWIZZLE_BYTES // DTYPES[spec.ab_dtype].itemsize
+    block = SWIZZLE_BYTES // (spec.a_itemsize if spec.gathered == "a" else spec.b_itemsize)
     if spec.tile_k != block:
         found.append(f"tile_k {spec.tile_k} is not {block}, a block of the rows that are gathered")
     tile, shared = spec.tile_m, spec.cluster_n

@@ -90,8 +90,7 @@ class GemmProblem:
     Attributes:
       m, n, k: extents of one product.
       l: number of products.
-      ab_dtype: dtype of A and B, a NumPy name ("bfloat16").
-      d_dtype: dtype of D.
+      a_dtype, b_dtype, d_dtype: dtypes of A, B and D, NumPy names ("bfloat16").
       a: layout of A, major "k" (stored (M, K)) or "m" (stored (K, M)).
       b: layout of B, major "n" (stored (K, N)) or "k" (stored (N, K)).
       d: layout of D, major "n".
@@ -112,7 +111,8 @@ class GemmProblem:
     n: int
     k: int
     l: int  # noqa: E741  the field's letter for the batch
-    ab_dtype: str
+    a_dtype: str
+    b_dtype: str
     d_dtype: str
     a: MatrixLayout
     b: MatrixLayout
@@ -134,12 +134,16 @@ class GemmProblem:
         *,
         a_major: Major = "k",
         b_major: Major = "n",
-        ab_dtype: str = "bfloat16",
+        dtype: str = "bfloat16",
         d_dtype: str | None = None,
     ) -> GemmProblem:
-        """Returns the problem for compact operands: A and B batched like D, no padding."""
+        """Returns the problem for compact operands: A and B batched like D, no padding.
+
+        Args:
+          dtype: of A and B, and of D unless that has another.
+        """
         return cls(
-            m, n, k, l, ab_dtype, d_dtype or ab_dtype,
+            m, n, k, l, dtype, dtype, d_dtype or dtype,
             a=MatrixLayout(a_major, k if a_major == "k" else m, m * k),
             b=MatrixLayout(b_major, n if b_major == "n" else k, k * n),
             d=MatrixLayout("n", n, m * n),
@@ -155,17 +159,18 @@ class GemmProblem:
         groups: int,
         *,
         b_major: Major = "n",
-        ab_dtype: str = "bfloat16",
+        dtype: str = "bfloat16",
         d_dtype: str | None = None,
     ) -> GemmProblem:
         """Returns the problem of a size and a matrix for each group, for compact operands.
 
         The grouped axis is `m` or `k` long. A is stored (M, K) where M is that axis, else (K, M).
+        `dtype` as in `dense`.
         """
         a_major: Major = "k" if axis == "m" else "m"
         dense = cls.dense(
             m, n, k, groups,
-            a_major=a_major, b_major=b_major, ab_dtype=ab_dtype, d_dtype=d_dtype,
+            a_major=a_major, b_major=b_major, dtype=dtype, d_dtype=d_dtype,
         )  # fmt: skip
         return replace(dense, groups=Groups(axis, groups, groups + 1, groups))
 
@@ -199,9 +204,10 @@ class GemmProblem:
         batches_a = self.l if self.a.batch_stride and not axis else 1
         batches_b = self.l if self.b.batch_stride and axis != "k" else 1
         b_matrices = batches_b * self.graph.accumulators
-        inputs = batches_a * self.m * self.k + b_matrices * self.k * self.n
+        inputs = batches_a * self.m * self.k * DTYPES[self.a_dtype].itemsize
+        inputs += b_matrices * self.k * self.n * DTYPES[self.b_dtype].itemsize
         elements = (1 if axis == "m" else self.l) * self.m * self.n
-        return inputs * DTYPES[self.ab_dtype].itemsize + elements * self.element_bytes
+        return inputs + elements * self.element_bytes
 
     @property
     def element_bytes(self) -> int:

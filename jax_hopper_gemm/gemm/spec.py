@@ -52,7 +52,7 @@ class GemmSpec:
     """One kernel. All fields are compile-time constants of it.
 
     Attributes:
-      ab_dtype, d_dtype: as in `GemmProblem`.
+      a_dtype, b_dtype, d_dtype: as in `GemmProblem`.
       a_major, b_major: "k" or "m"; "k" or "n".
       tile_m, tile_n, tile_k: the block of D one CTA (cooperative) or one math warpgroup
         (pingpong) computes, and the K extent of one stage.
@@ -75,7 +75,8 @@ class GemmSpec:
       indexed: the operand that is one matrix of a stack, as in `GemmProblem`.
     """
 
-    ab_dtype: str
+    a_dtype: str
+    b_dtype: str
     d_dtype: str
     a_major: Major
     b_major: Major
@@ -159,9 +160,23 @@ class GemmSpec:
         return self.tile_m * self.tile_n * DTYPES[self.d_dtype].itemsize // TMA_ALIGNMENT
 
     @property
+    def a_itemsize(self) -> int:
+        return DTYPES[self.a_dtype].itemsize
+
+    @property
+    def b_itemsize(self) -> int:
+        return DTYPES[self.b_dtype].itemsize
+
+    @property
+    def mma_k(self) -> int:
+        """Elements of K that one wgmma multiplies."""
+        return DTYPES[self.a_dtype].mma_k
+
+    @property
     def stage_bytes(self) -> int:
         """Bytes of one A/B stage."""
-        return (self.tile_m + self.tile_n) * self.tile_k * DTYPES[self.ab_dtype].itemsize
+        row_a, row_b = self.tile_m * self.a_itemsize, self.tile_n * self.b_itemsize
+        return (row_a + row_b) * self.tile_k
 
     @property
     def epi_stage_bytes(self) -> int:
@@ -214,13 +229,13 @@ class GemmSpec:
 
     @property
     def a_box(self) -> TmaBox:
-        return _box(self.a_major == "k", self.tile_m, self.tile_k, self.cluster_n, self.ab_dtype)
+        return _box(self.a_major == "k", self.tile_m, self.tile_k, self.cluster_n, self.a_dtype)
 
     @property
     def b_box(self) -> TmaBox:
         """The box of B, or of each of a gated product's B's."""
         columns = self.d_tile_n
-        return _box(self.b_major == "k", columns, self.tile_k, self.cluster_m, self.ab_dtype)
+        return _box(self.b_major == "k", columns, self.tile_k, self.cluster_m, self.b_dtype)
 
     def epi_box(self, dtype: str) -> TmaBox:
         """Returns the box of an epilogue tile: D's, another result's, an operand's."""
@@ -229,7 +244,8 @@ class GemmSpec:
     @property
     def name(self) -> str:
         """A name a person understands in a profile: operation, dtypes, layout, tile, schedule."""
-        ab, d = DTYPES[self.ab_dtype].short, DTYPES[self.d_dtype].short
+        operands = dict.fromkeys((self.a_dtype, self.b_dtype))  # one name where they are the same
+        dtypes = "_".join(DTYPES[name].short for name in (*operands, self.d_dtype))
         layout = ("t" if self.a_major == "k" else "n") + ("t" if self.b_major == "n" else "n")
         kind = "gemm" if self.grouped is None else f"grouped_{self.grouped}"
         if self.gathered:
@@ -237,7 +253,7 @@ class GemmSpec:
         if self.indexed:
             kind += f"_index_{self.indexed}"
         return (
-            f"jhg_{kind}_{ab}_{d}_{layout}"
+            f"jhg_{kind}_{dtypes}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
             f"_{self.warp_schedule}_{self.tile_scheduler}"
             f"_s{self.num_stages}_e{self.epi_tile_n}x{self.epi_stages}"

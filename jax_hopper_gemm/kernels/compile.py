@@ -77,8 +77,8 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
         return tensor(o.dtype, (n if o.kind == "row" else m, l), 0)
 
     last = spans if spec.grouped == "k" else (l,)
-    mA = tensor(spec.ab_dtype, (m, k, *last), 1 if spec.a_major == "k" else 0)
-    mB = tensor(spec.ab_dtype, (n, k, *last), 1 if spec.b_major == "k" else 0)
+    mA = tensor(spec.a_dtype, (m, k, *last), 1 if spec.a_major == "k" else 0)
+    mB = tensor(spec.b_dtype, (n, k, *last), 1 if spec.b_major == "k" else 0)
     raster = (cutlass.Int32(1),) * len((GroupRaster if spec.grouped else Raster)._fields)
     groups = (pointer(cutlass.Int32),) if spec.grouped else None
     if spec.gathered:

@@ -192,22 +192,22 @@ def _operand_maps(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Poin
     A gathered operand has none: it is read through a pointer.
     """
     p, axis = problem, spec.grouped
-    offset_of_up = (p.up_offset or 0) * DTYPES[p.ab_dtype].itemsize
+    offset_of_up = (p.up_offset or 0) * DTYPES[p.b_dtype].itemsize
 
     def a_map() -> TensorMap | Pointer:
         if spec.gathered == "a":
             return Pointer(0)
         if axis == "k":
-            return _span_map(0, p.ab_dtype, p.a, p.m, p.k, spec.a_box)
-        return _tensor_map(0, p.ab_dtype, p.a, {"m": p.m, "k": p.k}, p.matrices("a"), spec.a_box)
+            return _span_map(0, p.a_dtype, p.a, p.m, p.k, spec.a_box)
+        return _tensor_map(0, p.a_dtype, p.a, {"m": p.m, "k": p.k}, p.matrices("a"), spec.a_box)
 
     def b_map(buffer: int, offset: int = 0) -> TensorMap | Pointer:
         if spec.gathered == "b":
             return Pointer(buffer)
         if axis == "k":
-            return _span_map(buffer, p.ab_dtype, p.b, p.n, p.k, spec.b_box, offset)
+            return _span_map(buffer, p.b_dtype, p.b, p.n, p.k, spec.b_box, offset)
         extents = {"n": p.n, "k": p.k}
-        return _tensor_map(buffer, p.ab_dtype, p.b, extents, p.matrices("b"), spec.b_box, offset)
+        return _tensor_map(buffer, p.b_dtype, p.b, extents, p.matrices("b"), spec.b_box, offset)
 
     maps = [a_map(), b_map(1)]
     if p.gated and p.up_offset is None:

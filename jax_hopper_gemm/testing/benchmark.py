@@ -58,7 +58,7 @@ def pallas(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable | None
 
     if problem.l > 1 or shapes.layout_name(problem) != "MK,KN":
         return None
-    if problem.d_dtype != problem.ab_dtype:
+    if problem.d_dtype != problem.a_dtype:
         return None
     rows, columns = mgpu.MatmulDimension.M, mgpu.MatmulDimension.N
     functions = {}
@@ -168,14 +168,16 @@ def this_device() -> Device:
 
 def random_inputs(problem: GemmProblem) -> list[tuple[jax.Array, jax.Array]]:
     """Returns enough sets of normal random A and B to keep them out of L2."""
-    dtype = jnp.dtype(problem.ab_dtype)
+    dtype_a, dtype_b = jnp.dtype(problem.a_dtype), jnp.dtype(problem.b_dtype)
     shape_a, shape_b = (shapes.operand_shape(problem, x) for x in ("a", "b"))
-    sets = timing.sets_to_rotate((math.prod(shape_a) + math.prod(shape_b)) * dtype.itemsize)
+    nbytes = math.prod(shape_a) * dtype_a.itemsize + math.prod(shape_b) * dtype_b.itemsize
+    sets = timing.sets_to_rotate(nbytes)
 
     @jax.jit
     def draw(seed: jax.Array) -> tuple[jax.Array, jax.Array]:
         key_a, key_b = jax.random.split(jax.random.key(seed, impl="rbg"))
-        return jax.random.normal(key_a, shape_a, dtype), jax.random.normal(key_b, shape_b, dtype)
+        a = jax.random.normal(key_a, shape_a, dtype_a)
+        return a, jax.random.normal(key_b, shape_b, dtype_b)
 
     return [jax.block_until_ready(draw(jnp.uint32(seed))) for seed in range(sets)]
 

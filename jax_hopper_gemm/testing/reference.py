@@ -48,7 +48,7 @@ def strides_of(problem: GemmProblem, operand: Operand) -> tuple[int, int, int]:
 
 
 def dtype_of(problem: GemmProblem, operand: Operand) -> np.dtype:
-    return jnp.dtype(problem.d_dtype if operand == "d" else problem.ab_dtype)
+    return jnp.dtype(getattr(problem, f"{operand}_dtype"))
 
 
 def num_elements(problem: GemmProblem, operand: Operand) -> int:
@@ -138,7 +138,8 @@ def input_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
 def factor_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
     """Returns what lies in the buffers of `input_places` that hold numbers to calculate with."""
     p = problem
-    a, gate = (Place(shape_of(p, x), strides_of(p, x), p.ab_dtype) for x in ("a", "b"))
+    a = Place(shape_of(p, "a"), strides_of(p, "a"), p.a_dtype)
+    gate = Place(shape_of(p, "b"), strides_of(p, "b"), p.b_dtype)
     buffers: list[tuple[Place, ...]] = [(a,), (gate,)]
     if p.gated and p.up_offset is None:
         buffers.append((gate,))

@@ -47,9 +47,10 @@ def shared_memory(spec: GemmSpec) -> list[Part]:
             parts.append(Part(kind, name, end, nbytes))
 
     s = spec
-    for kind, extent in (("A", s.tile_m), ("B", s.tile_n)):
+    rows = ("A", s.tile_m * s.a_itemsize), ("B", s.tile_n * s.b_itemsize)
+    for kind, nbytes in rows:
         for stage in range(s.num_stages):
-            add(kind, f"{kind}, stage {stage}", extent * s.tile_k * DTYPES[s.ab_dtype].itemsize)
+            add(kind, f"{kind}, stage {stage}", nbytes * s.tile_k)
     for i, result in enumerate(s.graph.matrices):
         nbytes = ROWS * s.epi_tile_n * DTYPES[result.dtype].itemsize
         for warpgroup in range(s.math_warpgroups):

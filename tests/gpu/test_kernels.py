@@ -70,7 +70,7 @@ def test_kernel_gives_the_same_bits_in_20_repeats(spec, gpu):
     result = trial.run(gpu, problem, spec, raster_order, a, b, repeats=20)
     exact, magnitude = reference.product(a, b), reference.magnitude(a, b)
     tolerance.assert_within_bound(
-        result, exact, magnitude, problem.k, spec.name, operands=spec.ab_dtype
+        result, exact, magnitude, problem.k, spec.name, operands=spec.a_dtype
     )
 
 
@@ -87,5 +87,5 @@ def test_random_problem_is_within_the_derived_bound(seed, gpu):
     exact, magnitude = (f(a[:, rows], b) for f in (reference.product, reference.magnitude))
     what = f"{spec.name} on {problem} along {raster_order}"
     tolerance.assert_within_bound(
-        result[:, rows], exact, magnitude, problem.k, what, operands=spec.ab_dtype
+        result[:, rows], exact, magnitude, problem.k, what, operands=spec.a_dtype
     )

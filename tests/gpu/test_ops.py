@@ -36,14 +36,14 @@ def assert_product(result, a, b, k, what="result", summation: Summation = "wgmma
 
 
 @pytest.mark.parametrize("d_dtype", RESULTS)
-@pytest.mark.parametrize("ab_dtype", OPERANDS)
+@pytest.mark.parametrize("dtype", OPERANDS)
 @pytest.mark.parametrize(("a_major", "b_major"), LAYOUTS)
-def test_dot_general_reads_every_layout(a_major, b_major, ab_dtype, d_dtype):
+def test_dot_general_reads_every_layout(a_major, b_major, dtype, d_dtype):
     problem = GemmProblem.dense(
-        328, 520, 264, 3, a_major=a_major, b_major=b_major, ab_dtype=ab_dtype, d_dtype=d_dtype
+        328, 520, 264, 3, a_major=a_major, b_major=b_major, dtype=dtype, d_dtype=d_dtype
     )
-    a = normal(0, shapes.operand_shape(problem, "a"), ab_dtype)
-    b = normal(1, shapes.operand_shape(problem, "b"), ab_dtype)
+    a = normal(0, shapes.operand_shape(problem, "a"), dtype)
+    b = normal(1, shapes.operand_shape(problem, "b"), dtype)
     dims = shapes.dimension_numbers(problem)
     result = jax.jit(
         lambda a, b: jhg.dot_general(

@@ -148,7 +148,7 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
     graph = spec.graph
     along_n = [result.dtype for result in graph.matrices]
     along_n += [o.dtype for o in graph.operands if o.kind in ("row", "matrix")]
-    along_n += [spec.ab_dtype] if spec.b_major == "n" else []
+    along_n += [spec.b_dtype] if spec.b_major == "n" else []
     narrowest = max((16 // DTYPES[dtype].itemsize for dtype in along_n), default=1)
     if graph.needs_whole_rows:
         n = min(n, spec.d_tile_n - 5)
@@ -171,7 +171,8 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
         n,
         k,
         batches,
-        spec.ab_dtype,
+        spec.a_dtype,
+        spec.b_dtype,
         spec.d_dtype,
         a=place(*a, batches, "a"),
         b=placed_b,

@@ -405,7 +405,7 @@ def assert_within_bound(
     if rows is None:
         of_matrix = {s.matrix: s.end - s.start for s in _owned(problem, inputs.sizes)}
         lengths = np.array([of_matrix.get(i, 0) for i in range(problem.l)])
-    relative = np.vectorize(tolerance.accumulation_error)(lengths, operands=problem.ab_dtype)
+    relative = np.vectorize(tolerance.accumulation_error)(lengths, operands=problem.a_dtype)
     for b in inputs.b:
         sums.append(products(problem, inputs, b, reference.product, rows))
         magnitude = products(problem, inputs, b, reference.magnitude, rows)

@@ -80,8 +80,8 @@ def parameters_of(op: str) -> tuple:
 def operation_spec(graph: EpilogueGraph) -> GemmSpec:
     """Returns a small kernel for a graph with one matrix for a result."""
     return GemmSpec(
-        "bfloat16", graph.results[0].dtype, "k", "n", 128, 64, num_stages=2, epi_stages=2,
-        epilogue=graph, epi_load_stages=2 if graph.loaded else 0,
+        "bfloat16", "bfloat16", graph.results[0].dtype, "k", "n", 128, 64, num_stages=2,
+        epi_stages=2, epilogue=graph, epi_load_stages=2 if graph.loaded else 0,
     )  # fmt: skip
 
 

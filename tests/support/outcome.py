@@ -89,7 +89,7 @@ def assert_within_bound(
     from support import epilogue
 
     sums = [reference.product(inputs.a, b) for b in inputs.b]
-    relative = tolerance.accumulation_error(problem.k, operands=problem.ab_dtype)
+    relative = tolerance.accumulation_error(problem.k, operands=problem.a_dtype)
     errors = [relative * reference.magnitude(inputs.a, b) for b in inputs.b]
     expected = epilogue.evaluate(problem.graph, sums, broadcast_operands(problem, inputs), errors)
     assert_near(finished(problem, got), expected, problem.n, what)

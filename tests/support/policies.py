@@ -20,7 +20,8 @@ from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
-# Every value of every field. A policy that is added here is tested with all the others.
+# Every value of every field; A and B have one dtype, the cluster's two extents are one choice.
+# A policy that is added here is tested with all the others.
 CHOICES: dict[str, tuple] = {
     "ab_dtype": OPERANDS,
     "d_dtype": RESULTS,
@@ -155,6 +156,7 @@ def pairs_of(choice: dict) -> set[frozenset]:
 def spec_of(choice: dict) -> GemmSpec:
     fields = dict(choice)
     cluster_m, cluster_n = fields.pop("cluster")
+    fields["a_dtype"] = fields["b_dtype"] = fields.pop("ab_dtype")
     if name := fields.get("epilogue"):
         fields["epilogue"] = STANDARD[name]
     return GemmSpec(**fields, cluster_m=cluster_m, cluster_n=cluster_n)
@@ -168,10 +170,10 @@ def choice_of(spec: GemmSpec) -> dict:
             c for c in GROUPED_CHOICES
             if spec.grouped in c["grouped"] and ("epilogue" in c) == bool(spec.epilogue)
         )  # fmt: skip
-    rest = {field: getattr(spec, field) for field in choices if field != "cluster"}
+    own = {"ab_dtype": spec.a_dtype, "cluster": (spec.cluster_m, spec.cluster_n)}
     if spec.epilogue:
-        rest["epilogue"] = name_of(spec)
-    return {field: rest.get(field, (spec.cluster_m, spec.cluster_n)) for field in choices}
+        own["epilogue"] = name_of(spec)
+    return {field: own[field] if field in own else getattr(spec, field) for field in choices}
 
 
 def name_of(spec: GemmSpec) -> str:

@@ -19,7 +19,6 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op, select_
 from cutlass.cutlass_dsl import min as smaller
 
-from ...gemm.dtypes import DTYPES
 from .tma import SharedSharedMainloop
 
 LOADER_WARPS = 2
@@ -72,7 +71,7 @@ class GatheredMainloop(SharedSharedMainloop):
 
     @property
     def itemsize(self):
-        return DTYPES[self.spec.ab_dtype].itemsize
+        return self.spec.a_itemsize
 
     @property
     def piece_elements(self):

@@ -10,7 +10,6 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cutlass_dsl import max as larger
 from cutlass.cutlass_dsl import select_
 
-from ...gemm.dtypes import DTYPES
 from ..dtypes import CUTE_DTYPE
 
 
@@ -40,7 +39,7 @@ class SharedSharedMainloop:
 
     def __init__(self, spec, atom_layout_m):
         s = self.spec = spec
-        self.dtype = CUTE_DTYPE[s.ab_dtype]
+        self.dtype = CUTE_DTYPE[s.a_dtype]
         self.atom_layout_m = atom_layout_m
         self.a_is_k_major, self.b_is_k_major = s.a_major == "k", s.b_major == "k"
 
@@ -302,7 +301,7 @@ class SharedSharedMainloop:
     @cute.jit
     def _multiply_part(self, acc, stage, elements):
         """Multiplies the first elements of a stage along K, in steps of an instruction's."""
-        mma_k = DTYPES[self.spec.ab_dtype].mma_k
+        mma_k = self.spec.mma_k
         self._before_multiply()
         tiled_mma = self.make_tiled_mma(self.atom_layout_m)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
