@@ -34,13 +34,13 @@ from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch.candidates import (
     TRAVERSALS,
     Config,
-    OperandTypes,
     filled_spec,
     model_specs,
     tuner_specs,
     worthwhile,
 )
 from jax_hopper_gemm.gemm.problem import GemmProblem, Groups
+from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder, TileScheduler, WarpSchedule
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.gpu import Gpu
@@ -82,7 +82,7 @@ def problem_of(shape: Shape, what: str) -> GemmProblem:
 def sweep_specs(problem: GemmProblem, pattern: str, wide: bool) -> list[GemmSpec]:
     """Returns the kernels to time whose names match a regular expression."""
     assert problem.groups is not None
-    types = OperandTypes.of(problem)
+    types = ProblemType.of(problem)
     specs = dict.fromkeys(model_specs(types))
     clusters = _CLUSTERS[problem.groups.axis]
     for tile, cluster in itertools.product(_TILES, clusters):

@@ -10,7 +10,7 @@ import numpy as np
 from support.functions import interpret
 
 from jax_hopper_gemm.fusion import Fusion, fuse
-from jax_hopper_gemm.gemm.epilogue_graph import graph_violations
+from jax_hopper_gemm.gemm.epilogue_checks import graph_violations
 
 EXTENTS = {"b": 2, "m": 8, "n": 16}
 

@@ -22,7 +22,8 @@ from scipy import special
 from support import epilogue
 from support.operations import OPERATIONS, Builder, operation_graph, parameters_of
 
-from jax_hopper_gemm.gemm.epilogue_arithmetic import EXPONENT_LIMIT, ULP, arithmetic_of, error_of
+from jax_hopper_gemm.gemm.epilogue_arithmetic import arithmetic_of
+from jax_hopper_gemm.gemm.epilogue_errors import EXPONENT_LIMIT, ULP, error_of
 from jax_hopper_gemm.gemm.epilogue_graph import ARITY, Node
 from jax_hopper_gemm.testing import tolerance
 

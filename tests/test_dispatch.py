@@ -20,7 +20,6 @@ from jax_hopper_gemm.dispatch import (
 from jax_hopper_gemm.dispatch.candidates import (
     MODEL_CONFIGS,
     TRAVERSALS,
-    OperandTypes,
     filled_spec,
     model_specs,
 )
@@ -30,6 +29,7 @@ from jax_hopper_gemm.gemm.dtypes import OPERANDS
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major
+from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 
@@ -169,7 +169,7 @@ def test_no_estimate_is_under_the_roofline():
         problem = random_problem(random)
         if problem_violations(problem):
             continue
-        for spec in model_specs(OperandTypes.of(problem)):
+        for spec in model_specs(ProblemType.of(problem)):
             cost = estimate(problem, spec, RasterOrder(), H200)
             assert cost.ns >= roofline_ns(problem)
             assert 0 < cost.occupancy <= 1
@@ -180,7 +180,7 @@ def test_memory_moves_at_least_each_matrix_once():
     for _ in range(300):
         problem = random_problem(random)
         spec = random.choice(MODEL_CONFIGS)
-        spec = filled_spec(spec, OperandTypes.of(problem))
+        spec = filled_spec(spec, ProblemType.of(problem))
         assert spec is not None
         for raster_order in TRAVERSALS:
             assert memory_bytes(problem, spec, raster_order, H200) >= problem.bytes
@@ -188,7 +188,7 @@ def test_memory_moves_at_least_each_matrix_once():
 
 def test_best_traversal_moves_the_fewest_bytes():
     problem = GemmProblem.dense(512, 65536, 8192)
-    spec = filled_spec(MODEL_CONFIGS[0], OperandTypes.of(problem))
+    spec = filled_spec(MODEL_CONFIGS[0], ProblemType.of(problem))
     assert spec is not None
     best = memory_bytes(problem, spec, best_traversal(problem, spec, H200), H200)
     others = [memory_bytes(problem, spec, raster_order, H200) for raster_order in TRAVERSALS]

@@ -20,12 +20,13 @@ from jax_hopper_gemm.dispatch import (
     problem_violations,
     table_specs,
 )
-from jax_hopper_gemm.dispatch.candidates import OperandTypes, model_specs
+from jax_hopper_gemm.dispatch.candidates import model_specs
 from jax_hopper_gemm.dispatch.cost import element_cycles, estimate, memory_bytes, roofline_ns
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, packaged_table, write_table
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout, plain_graph
+from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 
@@ -209,7 +210,7 @@ def test_pingpong_hides_an_epilogue_that_cooperative_warpgroups_expose():
 def test_matrices_of_operands_and_results_are_bytes_that_memory_moves():
     for name in ("residual", "bias_gelu_saved", "alpha_beta", "gated_silu"):
         problem = problem_of(name, 8192, 14336, 4096)
-        (spec, *_) = model_specs(OperandTypes.of(problem))
+        (spec, *_) = model_specs(ProblemType.of(problem))
         assert memory_bytes(problem, spec, RasterOrder(), H200) >= problem.bytes
     plain = GemmProblem.dense(8192, 14336, 4096)
     assert problem_of("residual", 8192, 14336).bytes - plain.bytes == 8192 * 14336 * 2
@@ -218,6 +219,6 @@ def test_matrices_of_operands_and_results_are_bytes_that_memory_moves():
 def test_no_estimate_is_under_the_roofline():
     for name in STANDARD:
         problem = problem_of(name, 1000, 256, 512)
-        for spec in model_specs(OperandTypes.of(problem)):
+        for spec in model_specs(ProblemType.of(problem)):
             cost = estimate(problem, spec, RasterOrder(), H200)
             assert cost.ns >= roofline_ns(problem) and 0 < cost.occupancy <= 1, name

@@ -25,7 +25,6 @@ from jax_hopper_gemm.dispatch import (
 from jax_hopper_gemm.dispatch.candidates import (
     GROUPED_K_CONFIGS,
     GROUPED_M_CONFIGS,
-    OperandTypes,
     filled_spec,
     model_specs,
 )
@@ -44,6 +43,7 @@ from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
 from jax_hopper_gemm.gemm.group_search import MAX_LENGTH
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, GroupedAxis, MatrixLayout
+from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 
@@ -86,7 +86,7 @@ def test_choices_are_legal_buildable_and_the_same_again():
         spec, raster_order = decision.spec, decision.raster_order
         assert spec is not None and raster_order is not None and spec in buildable
         assert violations(spec) == [] == pairing_violations(problem, spec)
-        assert OperandTypes.of_spec(spec) == OperandTypes.of(problem)
+        assert ProblemType.of_spec(spec) == ProblemType.of(problem)
         plan = make_plan(problem, spec, raster_order, H200.num_sms)
         assert plan.smem_bytes <= SMEM_LIMIT
         assert plan.grid[0] * plan.grid[1] <= H200.num_sms
@@ -101,9 +101,7 @@ def test_choices_are_legal_buildable_and_the_same_again():
 @pytest.mark.parametrize("d_dtype", RESULTS)
 def test_every_grouped_configuration_becomes_a_kernel(axis, dtype, d_dtype):
     for b_major in ("n", "k") if axis == "m" else ("n",):
-        types = OperandTypes(
-            dtype, dtype, d_dtype, "k" if axis == "m" else "m", b_major, None, axis
-        )
+        types = ProblemType(dtype, dtype, d_dtype, "k" if axis == "m" else "m", b_major, None, axis)
         configs = GROUPED_M_CONFIGS if axis == "m" else GROUPED_K_CONFIGS
         specs = [filled_spec(config, types) for config in configs]
         assert list(model_specs(types)) == specs, "none spills or is dropped for narrow rows"
@@ -124,8 +122,8 @@ def test_what_can_be_chosen_holds_the_grouped_kernels_of_each_dtype():
 def test_the_tuner_may_try_more_kernels_all_of_them_grouped():
     for problem in (ROWS, CONTRACTION):
         specs = {spec for spec, _ in legal_specs(problem, H200)}
-        assert specs > set(model_specs(OperandTypes.of(problem)))
-        assert {s.grouped for s in specs} == {OperandTypes.of(problem).grouped}
+        assert specs > set(model_specs(ProblemType.of(problem)))
+        assert {s.grouped for s in specs} == {ProblemType.of(problem).grouped}
         assert {s.tile_scheduler for s in specs} == {"static", "dynamic"}
 
 
@@ -259,20 +257,16 @@ def test_operands_that_follow_rows_have_no_batch_and_those_of_groups_have():
 
 def test_pairing_tells_grouped_kernels_apart():
     dense, rows, contraction = (
-        model_specs(OperandTypes.of(problem))[0]
+        model_specs(ProblemType.of(problem))[0]
         for problem in (GemmProblem.dense(64, 64, 64), ROWS, CONTRACTION)
     )
     assert pairing_violations(ROWS, rows) == [] == pairing_violations(CONTRACTION, contraction)
-    assert pairing_violations(ROWS, dense) == [
-        "the kernel has groups along None, the problem along m"
-    ]
-    assert "the kernel has groups along k, the problem along m" in pairing_violations(
-        ROWS, contraction
-    )
+    assert pairing_violations(ROWS, dense) == ["the kernel has grouped None, the problem 'm'"]
+    assert "the kernel has grouped 'k', the problem 'm'" in pairing_violations(ROWS, contraction)
     plain = GemmProblem.dense(64, 64, 64)
     assert len(pairing_violations(plain, rows)) == 1
     gathering = replace(rows, gathered="a")
-    assert pairing_violations(ROWS, gathering) == ["the kernel gathers a, the problem None"]
+    assert pairing_violations(ROWS, gathering) == ["the kernel has gathered 'a', the problem None"]
 
 
 def test_more_tiles_than_the_scheduler_counts_are_refused():
@@ -307,7 +301,7 @@ def test_estimates_of_grouped_products_are_over_the_roofline():
         problem = random_problem(random)
         if problem.groups is None or problem.groups.total > problem.m:
             continue  # of weights that no row needs the roofline counts the bytes
-        for spec in model_specs(OperandTypes.of(problem)):
+        for spec in model_specs(ProblemType.of(problem)):
             cost = estimate(problem, spec, best_traversal(problem, spec, H200), H200)
             assert cost.ns >= roofline_ns(problem) and 0 < cost.occupancy <= 1
             assert cost.tiles > 0
@@ -325,7 +319,7 @@ def test_equal_groups_are_a_batch():
 
 
 def test_weights_are_read_once_for_each_group_that_has_rows():
-    spec = model_specs(OperandTypes.of(DECODE))[0]
+    spec = model_specs(ProblemType.of(DECODE))[0]
     moved = memory_bytes(DECODE, spec, RasterOrder(), H200)
     weights = 64 * 2048 * 1536 * 2
     assert weights < moved < 1.02 * weights
@@ -334,7 +328,7 @@ def test_weights_are_read_once_for_each_group_that_has_rows():
 
 
 def cost(problem: GemmProblem, **changes) -> float:
-    types = OperandTypes.of(problem)
+    types = ProblemType.of(problem)
     base = GemmSpec(
         types.a_dtype, types.b_dtype, types.d_dtype, types.a_major, types.b_major, 128, 128,
         num_stages=5, grouped=types.grouped,
@@ -377,7 +371,7 @@ def test_decoding_is_bound_by_its_weights():
 
 def entry(problem: GemmProblem, prefer: Literal["kernel", "xla"] = "kernel") -> Entry:
     """Returns an entry whose kernel the model does not choose."""
-    types = OperandTypes.of(problem)
+    types = ProblemType.of(problem)
     spec = GemmSpec(
         types.a_dtype, types.b_dtype, types.d_dtype, types.a_major, types.b_major, 128, 96,
         num_stages=6, tile_scheduler="dynamic", grouped=types.grouped,
@@ -444,7 +438,7 @@ def test_kernels_that_gather_can_be_built_ahead(problem, operand):
     assert decision.spec is not None and decision.spec.gathered == operand
     assert violations(decision.spec) == [] == pairing_violations(gathered, decision.spec)
     assert decision.spec in table_specs(H200)
-    specs = model_specs(OperandTypes.of(gathered))
+    specs = model_specs(ProblemType.of(gathered))
     assert {spec.gathered for spec in specs} == {operand}
     assert {64, 128} <= {spec.tile_m for spec in specs}  # for few rows and for many
     assert max(spec.tile_m * spec.tile_n for spec in specs) == 128 * 256

@@ -12,7 +12,6 @@ from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.candidates import (
     MODEL_CONFIGS,
     Config,
-    OperandTypes,
     filled_spec,
     model_specs,
     tuner_specs,
@@ -21,11 +20,17 @@ from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph
 from jax_hopper_gemm.gemm.legality import violations
-from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
+from jax_hopper_gemm.gemm.problem import GemmProblem, Major, MatrixLayout
+from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import TensorMap, make_plan
 
-TYPES = [OperandTypes(*fields) for fields in product(OPERANDS, RESULTS, ("k", "m"), ("n", "k"))]
+A_MAJORS: tuple[Major, ...] = ("k", "m")
+B_MAJORS: tuple[Major, ...] = ("n", "k")
+TYPES = [
+    ProblemType(dtype, dtype, d_dtype, a_major, b_major)
+    for dtype, d_dtype, a_major, b_major in product(OPERANDS, RESULTS, A_MAJORS, B_MAJORS)
+]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +185,7 @@ def test_whole_rows_must_fit_a_tile(name, n):
     assert problem_violations(fits) == []
     (reason,) = problem_violations(long)
     assert f"N is {n}" in reason and "up to 256 columns" in reason
-    spec = next(s for s in model_specs(OperandTypes.of(fits)) if s.tile_n == 128)
+    spec = next(s for s in model_specs(ProblemType.of(fits)) if s.tile_n == 128)
     assert pairing_violations(fits, spec) == [
         "rows of 256 columns do not fit the kernel's tile of 128"
     ]
@@ -205,7 +210,7 @@ def test_epilogues_with_padded_shared_and_unused_strides_are_legal(problem):
 
 def test_pairing_tells_epilogues_apart():
     problem = with_epilogue("bias", ROW)
-    (spec, *_) = model_specs(OperandTypes.of(replace(problem, epilogue=STANDARD["bias_silu"])))
+    (spec, *_) = model_specs(ProblemType.of(replace(problem, epilogue=STANDARD["bias_silu"])))
     (reason,) = pairing_violations(problem, spec)
     assert reason.startswith("the kernel's epilogue is logistic_")
     plain = replace(problem, epilogue=None, operands=())
@@ -217,7 +222,7 @@ def test_every_standard_epilogue_has_kernels_of_every_layout(name):
     graph = STANDARD[name]
     d_dtype = graph.matrices[0].dtype if graph.matrices else "bfloat16"
     for a_major, b_major in product(("k", "m"), ("n", "k")):
-        specs = model_specs(OperandTypes("bfloat16", "bfloat16", d_dtype, a_major, b_major, graph))
+        specs = model_specs(ProblemType("bfloat16", "bfloat16", d_dtype, a_major, b_major, graph))
         assert len(specs) >= 10
         for spec in specs:
             assert violations(spec) == []
@@ -228,7 +233,7 @@ def test_every_standard_epilogue_has_kernels_of_every_layout(name):
 
 
 def test_matrices_that_an_epilogue_loads_get_more_stages_where_the_ring_allows():
-    types = OperandTypes("bfloat16", "bfloat16", "bfloat16", "k", "n", STANDARD["residual"])
+    types = ProblemType("bfloat16", "bfloat16", "bfloat16", "k", "n", STANDARD["residual"])
     configs = Config(128, 256), Config(128, 256, epi_tile_n=32), Config(128, 128)
     large, narrow, small = (filled_spec(config, types) for config in configs)
     assert large is not None and narrow is not None and small is not None

@@ -8,17 +8,20 @@ from dataclasses import asdict, replace
 import pytest
 from support import graphs
 
+from jax_hopper_gemm.gemm import epilogue_arithmetic, epilogue_errors
+from jax_hopper_gemm.gemm.epilogue_checks import (
+    IN_FLIGHT,
+    epilogue_registers,
+    graph_violations,
+    variation,
+)
 from jax_hopper_gemm.gemm.epilogue_graph import (
     ARITY,
-    IN_FLIGHT,
     MAX_TOP_K,
     EpilogueGraph,
     Node,
     Operand,
     Result,
-    epilogue_registers,
-    graph_violations,
-    variation,
 )
 
 D = Result("matrix", 0, "bfloat16")
@@ -126,3 +129,8 @@ def test_every_operation_has_its_semantics_in_jax():
         assert hasattr(lax, op), op
     for op in ("and", "or", "xor", "not"):
         assert hasattr(lax, f"bitwise_{op}")
+
+
+def test_each_fast_form_has_an_error():
+    assert epilogue_errors._FAST_ERRORS.keys() == epilogue_arithmetic.FAST
+    assert epilogue_errors._APPROX_ERRORS.keys() == epilogue_arithmetic.APPROX

@@ -9,8 +9,8 @@ import pytest
 from cubin_samples import OTHER_VALUES, SPEC
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
-from jax_hopper_gemm.gemm.legality import max_accumulators, violations
-from jax_hopper_gemm.gemm.spec import MAX_ACC_REGISTERS, SMEM_LIMIT, GemmSpec, TmaBox
+from jax_hopper_gemm.gemm.legality import MAX_ACC_REGISTERS, max_accumulators, violations
+from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, TmaBox
 
 LARGE = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256)
 
@@ -36,8 +36,8 @@ def test_a_plain_spec_has_no_violations():
     [
         ({"a_dtype": "float32", "b_dtype": "float32"}, "A and B are float32"),
         ({"d_dtype": "bool"}, "D is bool"),
-        ({"a_major": "n"}, "a_major is 'n'"),
-        ({"b_major": "m"}, "b_major is 'm'"),
+        ({"a_major": "n"}, "A has major 'n', not 'm' or 'k'"),
+        ({"b_major": "m"}, "B has major 'm', not 'n' or 'k'"),
         ({"warp_schedule": "solo"}, "'solo'"),
         ({"tile_scheduler": "stream"}, "'stream'"),
         ({"tile_m": 96}, "tile_m 96"),
@@ -69,7 +69,10 @@ def test_each_violation_names_the_value(change, reason):
     [
         ({"epilogue": EpilogueGraph()}, "epilogue: no results"),
         ({"epilogue": replace(MASKED, operands=())}, "epilogue: node 0 (select)"),
-        ({"epilogue": PAIR, "d_dtype": "float32"}, "d_dtype is float32"),
+        (
+            {"epilogue": PAIR, "d_dtype": "float32"},
+            "D is float32, the epilogue's first result bfloat16",
+        ),
         ({"epilogue": PAIR, "tile_n": 208, "epi_tile_n": 16}, "tile_n 208 does not split"),
         ({"epilogue": PAIR, "tile_n": 96, "cluster_m": 2, "epi_tile_n": 16}, "48 columns do not"),
         ({"epilogue": PAIR, "tile_n": 160}, "dividing 80 columns"),
@@ -96,18 +99,19 @@ def test_each_violation_of_an_epilogue_names_the_value(change, reason):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"grouped": "n"}, "grouped is 'n', not 'm', 'k' or None"),
-        ({"grouped": "m", "gathered": "d"}, "gathered is 'd', not 'a', 'b' or None"),
-        ({"gathered": "a"}, "rows are gathered of grouped products alone"),
+        ({"grouped": "n"}, "groups cut the axis 'n', not 'm' or 'k'"),
+        ({"grouped": "m", "gathered": "d"}, "no kernel gathers D by indices"),
+        ({"gathered": "a"}, "no kernel gathers A by indices without groups"),
         ({"grouped": "m", "tile_scheduler": "single"}, "take a persistent scheduler"),
         ({"grouped": "m", "cluster_m": 2, "cluster_n": 2}, "beyond the ends of groups"),
-        ({"grouped": "m", "gathered": "b"}, "of a 'k'-major A are gathered"),
+        ({"grouped": "m", "gathered": "b"}, "no kernel gathers B by indices where groups cut M"),
+        ({"grouped": "m", "a_major": "m"}, "A must be stored (M, K)"),
         ({"grouped": "m", "gathered": "a", "cluster_n": 2}, "cannot share an operand"),
         ({"grouped": "m", "gathered": "a", "tile_k": 128, "num_stages": 2}, "tile_k 128 is not 64"),
-        ({"grouped": "k"}, "must be 'm'- and 'n'-major"),
-        ({"grouped": "k", "a_major": "m", "b_major": "k"}, "must be 'm'- and 'n'-major"),
+        ({"grouped": "k"}, "A must be stored (K, M) and B (K, N)"),
+        ({"grouped": "k", "a_major": "m", "b_major": "k"}, "and B (K, N)"),
         ({"grouped": "m", "epilogue": BUSY, "tile_n": 128, "epi_load_stages": 2, "num_stages": 3,
-          "epi_stages": 2}, "a column_sum is reduced over blocks of rows that groups would cut"),
+          "epi_stages": 2}, "a column_sum of rows that are cut into groups"),
         ({"grouped": "m", "tile_n": 208, "epi_tile_n": 16, "warp_schedule": "pingpong"},
          "208 accumulators a thread; 192 fit"),
         ({"grouped": "m", "tile_m": 64, "tile_n": 16, "epi_tile_n": 16, "num_stages": 24},

@@ -117,7 +117,7 @@ def test_the_kernel_is_that_of_one_matrix(operand):
     assert found == replace(alone, spec=found.spec) and violations(found.spec) == []
     assert pairing_violations(stacked(operand), found.spec) == []
     (reason,) = pairing_violations(stacked(operand), alone.spec)
-    assert reason == f"the kernel indexes None, the problem {operand}"
+    assert reason == f"the kernel has indexed None, the problem {operand!r}"
 
 
 @pytest.mark.parametrize("operand", ["a", "b"])
@@ -151,7 +151,9 @@ def test_stacks_that_no_kernel_reads_are_told_apart():
 
 def test_kernels_of_groups_have_no_stacks():
     (reason,) = violations(replace(grouped_covering_specs()[0], indexed="a"))
-    assert reason == "an operand of a grouped product is not one matrix of a stack"
+    assert reason == (
+        "A is one matrix of a stack, and the product has groups: copy it out of the stack"
+    )
     plain = choose(GemmProblem.dense(M, N, K), H200).spec
     assert plain and violations(replace(plain, indexed="d")) == [
         "indexed is 'd', not 'a', 'b' or None"

@@ -21,7 +21,9 @@ from support.operations import (
 )
 
 from jax_hopper_gemm.gemm.dtypes import OPERANDS
-from jax_hopper_gemm.gemm.epilogue_arithmetic import arithmetic_of, error_of
+from jax_hopper_gemm.gemm.epilogue_arithmetic import arithmetic_of
+from jax_hopper_gemm.gemm.epilogue_checks import graph_violations
+from jax_hopper_gemm.gemm.epilogue_errors import error_of
 from jax_hopper_gemm.gemm.epilogue_graph import (
     ARITY,
     ROW_REDUCTIONS,
@@ -29,7 +31,6 @@ from jax_hopper_gemm.gemm.epilogue_graph import (
     Node,
     Operand,
     Result,
-    graph_violations,
 )
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.testing.tolerance import assert_within, farthest

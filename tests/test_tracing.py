@@ -16,7 +16,8 @@ from support.functions import interpret, random_function, random_operand, vjp_of
 
 from jax_hopper_gemm.fusion import NotFusable, fuse
 from jax_hopper_gemm.gemm.dtypes import EPILOGUE
-from jax_hopper_gemm.gemm.epilogue_graph import Node, Operand, Result, graph_violations
+from jax_hopper_gemm.gemm.epilogue_checks import graph_violations
+from jax_hopper_gemm.gemm.epilogue_graph import Node, Operand, Result
 
 ACTIVATIONS = (
     "relu", "gelu", "silu", "swish", "softplus", "leaky_relu", "elu", "mish", "hard_swish", "celu",

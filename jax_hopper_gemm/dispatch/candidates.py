@@ -11,12 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Literal
 
 from ..gemm.dtypes import DTYPES
-from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.legality import violations
-from ..gemm.problem import GemmProblem, GroupedAxis, Major
+from ..gemm.problem import GroupedAxis
+from ..gemm.problem_type import ProblemType
 from ..gemm.spec import (
     SMEM_LIMIT,
     SWIZZLE_BYTES,
@@ -56,39 +55,6 @@ class Config:
             s.tile_m, s.tile_n, s.tile_k * s.a_itemsize, s.cluster_m, s.cluster_n,
             s.warp_schedule, s.tile_scheduler, s.epi_tile_n,
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class OperandTypes:
-    """What a problem fixes of its kernel."""
-
-    a_dtype: str
-    b_dtype: str
-    d_dtype: str
-    a_major: Major
-    b_major: Major
-    epilogue: EpilogueGraph | None = None
-    grouped: GroupedAxis | None = None
-    gathered: Literal["a", "b"] | None = None
-
-    @classmethod
-    def of(cls, problem: GemmProblem) -> OperandTypes:
-        p = problem
-        groups = (p.groups.axis, p.groups.gathered) if p.groups else (None, None)
-        return cls(p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, *groups)
-
-    @classmethod
-    def of_spec(cls, spec: GemmSpec) -> OperandTypes:
-        s = spec
-        return cls(
-            s.a_dtype, s.b_dtype, s.d_dtype, s.a_major, s.b_major, s.epilogue, s.grouped,
-            s.gathered,
-        )  # fmt: skip
-
-    @property
-    def plain(self) -> OperandTypes:
-        """The same of the product that a measured table holds."""
-        return replace(self, epilogue=None, gathered=None)
 
 
 # Configurations with N and M exchanged, where they differ, serve the transposed problem.
@@ -176,7 +142,7 @@ WHOLE_ROW_CONFIGS: dict[GroupedAxis | None, tuple[Config, ...]] = {
 
 
 @lru_cache(maxsize=1024)
-def model_specs(types: OperandTypes) -> tuple[GemmSpec, ...]:
+def model_specs(types: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the cost model chooses among."""
     whole_rows = types.epilogue is not None and types.epilogue.needs_whole_rows
     configs = _configs(types)
@@ -184,14 +150,14 @@ def model_specs(types: OperandTypes) -> tuple[GemmSpec, ...]:
 
 
 @lru_cache(maxsize=64)
-def tuner_specs(types: OperandTypes) -> tuple[GemmSpec, ...]:
+def tuner_specs(types: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the tuner chooses among, `model_specs` first."""
     specs = dict.fromkeys(_legal(_configs(types), types))
     specs |= dict.fromkeys(_legal(_tuner_configs(), types))
     return tuple(specs)
 
 
-def _configs(types: OperandTypes) -> tuple[Config, ...]:
+def _configs(types: ProblemType) -> tuple[Config, ...]:
     if types.gathered:
         return GATHERED_M_CONFIGS if types.grouped == "m" else GATHERED_K_CONFIGS
     return {None: MODEL_CONFIGS, "m": GROUPED_M_CONFIGS, "k": GROUPED_K_CONFIGS}[types.grouped]
@@ -211,12 +177,12 @@ def _tuner_configs() -> Iterable[Config]:
         yield Config(tile_m, tile_n, k_bytes, cm, cn, warps, scheduler, epi_tile_n)
 
 
-def _legal(configs: Iterable[Config], types: OperandTypes) -> tuple[GemmSpec, ...]:
+def _legal(configs: Iterable[Config], types: ProblemType) -> tuple[GemmSpec, ...]:
     specs = (filled_spec(config, types) for config in configs)
     return tuple(spec for spec in specs if spec is not None and worthwhile(spec))
 
 
-def filled_spec(config: Config, types: OperandTypes) -> GemmSpec | None:
+def filled_spec(config: Config, types: ProblemType) -> GemmSpec | None:
     """Returns the kernel of `config` with its shared memory filled, or None where none fits.
 
     Two epilogue stages of each kind are set aside, and operand stages take what they can. Where
@@ -232,14 +198,14 @@ def filled_spec(config: Config, types: OperandTypes) -> GemmSpec | None:
             config.warp_schedule, config.tile_scheduler, MIN_STAGES, epi_tile_n, epi_stages=2,
             epilogue=types.epilogue,
             epi_load_stages=2 if types.epilogue and types.epilogue.loaded else 0,
-            grouped=types.grouped, gathered=types.gathered,
+            grouped=types.grouped, gathered=types.gathered, indexed=types.indexed,
         )  # fmt: skip
         if not violations(least):
             return _filled(least)
     return None
 
 
-def _widths(config: Config, types: OperandTypes) -> tuple[int, ...]:
+def _widths(config: Config, types: ProblemType) -> tuple[int, ...]:
     """Returns the columns that an epilogue tile may have, the preferred first.
 
     Measured on an H200 with tiles of 128x256: what a cooperative epilogue loads is waited for less

@@ -25,13 +25,13 @@ from typing import Literal
 
 from ..gemm.dtypes import DTYPES, OPERANDS, RESULTS
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
-from ..gemm.legality import violations
+from ..gemm.legality import GATHERABLE, violations
 from ..gemm.problem import GemmProblem, GroupedAxis, Major
+from ..gemm.problem_type import ProblemType
 from ..gemm.spec import GemmSpec, RasterOrder
 from .candidates import (
     TRAVERSALS,
     Config,
-    OperandTypes,
     filled_spec,
     model_specs,
     tuner_specs,
@@ -49,7 +49,6 @@ from .cost import (
 )
 from .device import Device
 from .legality import (
-    GATHERABLE,
     device_violations,
     limit_violations,
     pairing_violations,
@@ -153,7 +152,7 @@ def legal_specs(problem: GemmProblem, device: Device) -> list[tuple[GemmSpec, Ra
     """Returns every kernel and order of tiles that the tuner may try on `problem`."""
     if device_violations(device) or problem_violations(problem):
         return []
-    specs = tuner_specs(OperandTypes.of(problem))
+    specs = tuner_specs(ProblemType.of(problem))
     return [(s, t) for s in specs if not pairing_violations(problem, s) for t in TRAVERSALS]
 
 
@@ -175,8 +174,8 @@ def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None)
             specs |= dict.fromkeys(model_specs(types))
     for measured in _measured_specs(device):
         if measured.a_dtype == measured.b_dtype and (measured.a_dtype, measured.d_dtype) in pairs:
-            types = OperandTypes.of_spec(measured)
-            gathering = (replace(types, gathered=g) for g in GATHERABLE.get(types.grouped, ()))
+            types = ProblemType.of_spec(measured)
+            gathering = (replace(types, gathered=g) for g in GATHERABLE[types.grouped])
             refilled = (refilled_spec(measured, types) for types in gathering)
             specs |= dict.fromkeys((measured, *(spec for spec in refilled if spec)))
     return _on(device, specs)
@@ -191,14 +190,14 @@ def _on(device: Device, specs: Iterable[GemmSpec]) -> list[GemmSpec]:
 
 def _operand_types(
     dtype: str, d_dtype: str, graph: EpilogueGraph | None, axis: GroupedAxis | None
-) -> list[OperandTypes]:
+) -> list[ProblemType]:
     """Returns what a legal problem of these dtypes, epilogue and grouped axis may ask for."""
     a_majors: dict[GroupedAxis | None, tuple[Major, ...]] = {None: ("k", "m"), "m": ("k",)}
     b_majors: tuple[Major, ...] = ("n",) if axis == "k" else ("n", "k")
     layouts = product(a_majors.get(axis, ("m",)), b_majors)
-    gathered = (None, *GATHERABLE.get(axis, ()))
+    gathered = (None, *GATHERABLE[axis])
     return [
-        OperandTypes(dtype, dtype, d_dtype, a_major, b_major, graph, axis, operand)
+        ProblemType(dtype, dtype, d_dtype, a_major, b_major, graph, axis, operand)
         for (a_major, b_major), operand in product(layouts, gathered)
     ]
 
@@ -231,13 +230,13 @@ def epilogue_specs(
         d_dtype = graph.matrices[0].dtype if graph.matrices else dtype
         for types in _operand_types(dtype, d_dtype, graph, grouped):
             specs |= dict.fromkeys(model_specs(types))
-            alike = (s for s in measured if OperandTypes.of_spec(s) == types.plain)
+            alike = (s for s in measured if ProblemType.of_spec(s) == types.plain)
             refilled = (refilled_spec(spec, types) for spec in alike)
             specs |= dict.fromkeys(spec for spec in refilled if spec)
     return _on(device, specs)
 
 
-def refilled_spec(plain: GemmSpec, types: OperandTypes) -> GemmSpec | None:
+def refilled_spec(plain: GemmSpec, types: ProblemType) -> GemmSpec | None:
     """Returns the kernel of a measured plain one's configuration for an epilogue, if it fits.
 
     The same for gathered rows.
@@ -254,7 +253,7 @@ def _choose(
         return Decision(None, None, "; ".join(reasons), "model")
     if device.limited:  # tables were measured on whole GPUs
         return _modelled(problem, device, kernel_only)
-    key, types = Key.of(problem), OperandTypes.of(problem)
+    key, types = Key.of(problem), ProblemType.of(problem)
     measured: list[tuple[Entry, str, Source]] = [
         (table.entries[key], table.origin, "user table")
         for table in user_tables
@@ -291,7 +290,7 @@ def _refilled(
     XLA reads D once more for most epilogues. So where the entry prefers XLA, a kernel runs if
     that would cost more than the kernel loses.
     """
-    types = OperandTypes.of(problem)
+    types = ProblemType.of(problem)
     plain = f"the plain product measured {_us(entry.kernel_us)}, XLA {_us(entry.xla_us)} ({origin})"
     if entry.prefer == "xla" and not kernel_only:
         matrices = 1 if types.grouped == "m" else problem.l
@@ -336,7 +335,7 @@ def _best(
     """
     reasons = ["no kernel has the registers and shared memory that the epilogue needs"]
     legal = []
-    specs: Iterable[GemmSpec] = model_specs(OperandTypes.of(problem))
+    specs: Iterable[GemmSpec] = model_specs(ProblemType.of(problem))
     if claiming:
         specs = [x for spec in specs if (x := claiming_spec(spec)) and x.tile_n % 128 == 0]
     for spec in specs:

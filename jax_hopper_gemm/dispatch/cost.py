@@ -22,7 +22,8 @@ from functools import lru_cache
 from math import ceil, exp, gcd
 
 from ..gemm.dtypes import DTYPES, MMA_BYTES
-from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph, variation
+from ..gemm.epilogue_checks import variation
+from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
 from ..gemm.grid import ceil_div, max_clusters
 from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.spec import GemmSpec, RasterOrder, TmaBox

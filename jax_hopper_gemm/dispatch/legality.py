@@ -1,29 +1,26 @@
-"""Which problems our kernels can run, and which kernel can run which problem.
+"""Legality of a problem, of a kernel for it, and of both on a device.
 
 Each function returns every reason against, as text for the user; an empty list is a yes. What a
-kernel may be at all is `spec.violations`.
+kernel may be at all, and of which types there are some, is `gemm.legality`'s.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import fields
 
-from ..gemm.dtypes import DTYPES, OPERANDS, RESULTS, one_of
-from ..gemm.epilogue_graph import Operand, graph_violations
-from ..gemm.grid import WRAP_BYTES, ceil_div, launched_clusters
+from ..gemm.grid import ceil_div, launched_clusters
 from ..gemm.group_search import MAX_LENGTH
 from ..gemm.group_search import MAX_TILES as MAX_GROUPED_TILES
-from ..gemm.problem import GemmProblem, GroupedAxis, Groups, MatrixLayout
+from ..gemm.legality import MAX_TILE_N, type_violations
+from ..gemm.problem import GemmProblem, Groups
+from ..gemm.problem_type import ProblemType
 from ..gemm.raster import MAX_TILES
-from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
+from ..gemm.spec import GemmSpec
 from .device import Device
+from .layout_legality import MAX_EXTENT, layout_violations
 
-MAX_EXTENT = 2**31 - 1  # TMA coordinates are int32
-MAX_STRIDE_BYTES = 2**40  # a tensor map's strides stay below
 MAX_TENSOR_MAPS = 16  # of one launch
-MAX_TILE_N = 256
-# Operands that a kernel can gather by an array of indices, for each grouped axis.
-GATHERABLE: dict[GroupedAxis | None, tuple[Literal["a", "b"], ...]] = {"m": ("a",), "k": ("a", "b")}
 
 
 def device_violations(device: Device) -> list[str]:
@@ -52,292 +49,122 @@ def limit_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> li
 
 def problem_violations(problem: GemmProblem) -> list[str]:
     """Returns why no kernel of ours can run `problem`."""
-    p, found = problem, []
-    if p.a_dtype != p.b_dtype:
-        found.append(f"A is {p.a_dtype} and B {p.b_dtype}: cast one to the other's dtype")
-    elif p.a_dtype not in OPERANDS:
-        found.append(f"A and B are {p.a_dtype}: cast them to {one_of(OPERANDS)}")
-    if p.d_dtype not in RESULTS:
-        found.append(f"D is {p.d_dtype}: ask for {one_of(RESULTS)}")
-    extents = {"M": p.m, "N": p.n, "K": p.k, "L": p.l}
-    for name, extent in extents.items():
-        if extent < 1:
-            found.append(f"{name} is {extent}: an empty product needs no kernel")
-        elif extent > MAX_EXTENT:
-            found.append(f"{name} is {extent}, over {MAX_EXTENT}: split the product")
-    for operand, layout, majors in (("A", p.a, "mk"), ("B", p.b, "nk"), ("D", p.d, "n")):
-        if layout.major not in majors:
-            expected = " or ".join(repr(major) for major in majors)
-            found.append(f"{operand} has major {layout.major!r}, not {expected}")
-    found += [f"epilogue: {reason}" for reason in graph_violations(p.graph)]
-    if not found and len(p.operands) != len(p.graph.operands):
-        found.append(
+    p = problem
+    reasons = type_violations(ProblemType.of(p))
+    reasons += _shape_violations(p)
+    if not reasons and len(p.operands) != len(p.graph.operands):
+        reasons.append(
             f"the epilogue has {len(p.graph.operands)} operands, {len(p.operands)} are described"
         )
-    if p.groups:
-        found += _group_violations(p, p.groups)
-    if p.indexed:
-        found += _stack_violations(p)
-    if found:  # what follows does arithmetic on the fields above
-        return found
-    extents_a, extents_b = {"m": p.m, "k": p.k}, {"k": p.k, "n": p.n}
-    if p.groups and p.groups.gathered:
-        gathered = extents_a if p.groups.gathered == "a" else extents_b
-        gathered[p.groups.axis] = p.groups.source
-    found += _layout_violations("A", p.a, extents_a, p.matrices("a"), p.a_dtype)
-    found += _layout_violations("B", p.b, extents_b, p.matrices("b"), p.b_dtype)
-    found += _result_violations(p)
-    if p.groups and not found:
-        found += _span_violations(p, p.groups)
-    for i, (operand, layout) in enumerate(zip(p.graph.operands, p.operands, strict=True)):
-        found += _epilogue_operand_violations(f"epilogue operand {i}", operand, layout, p)
-    found += _gate_violations(p)
-    columns = MAX_TILE_N // p.graph.accumulators
-    if p.graph.needs_whole_rows and p.n > columns:
-        found.append(
-            f"N is {p.n}, but the epilogue needs whole rows, which fit a tile up to {columns} "
-            "columns: leave it to XLA"
-        )
-    selected = max((result.k for result in p.graph.results), default=0)
-    if selected > p.n:
-        found.append(f"the epilogue selects {selected} of rows of {p.n}: ask for {p.n} at most")
-    maps = 2 + p.gated + len(p.graph.matrices) + len(p.graph.loaded)
-    if maps > MAX_TENSOR_MAPS:
-        found.append(
-            f"the epilogue needs {maps} tensor maps, over {MAX_TENSOR_MAPS}: split it in two"
-        )
-    return found
-
-
-def _stack_violations(problem: GemmProblem) -> list[str]:
-    """Returns why no kernel can find an operand in a stack of matrices."""
-    p, found = problem, []
-    if p.indexed not in ("a", "b"):
-        return [f"one matrix of a stack is {p.indexed!r}, not 'a' or 'b'"]
-    if p.l != 1 or p.groups:
-        found.append(
-            f"{p.indexed.upper()} is one matrix of a stack, and the product has "
-            f"{'groups' if p.groups else f'{p.l} matrices'}: copy it out of the stack"
-        )
-    if not 1 <= p.stack <= MAX_EXTENT:
-        found.append(f"the stack has {p.stack} matrices, not 1 to {MAX_EXTENT}: split it")
-    return found
-
-
-def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
-    """Returns why no kernel can find the groups of a problem whose extents are legal."""
-    p, g, found = problem, groups, []
-    if g.axis not in ("m", "k"):
-        return [f"groups cut the axis {g.axis!r}, not 'm' or 'k'"]
-    length = p.m if g.axis == "m" else p.k
-    if length > MAX_LENGTH:
-        axis = g.axis.upper()
-        found.append(f"{axis}, which is cut into groups, is {length}, over {MAX_LENGTH}: split it")
-    if not 1 <= g.sizes <= MAX_LENGTH:
-        found.append(f"{g.sizes} sizes of groups, not 1 to {MAX_LENGTH}: split the product")
-    if g.count < 1 or g.first < 0 or g.first + g.count > g.period:
-        found.append(
-            f"groups are {g.count} spans of every {g.period}, the first of them number {g.first}: "
-            "there are no such spans"
-        )
-    if g.step not in (0, g.count):
-        found.append(f"from a period to the next are {g.step} matrices, not 0 or {g.count}")
-    if g.gathered and g.gathered not in GATHERABLE[g.axis]:
-        found.append(
-            f"no kernel gathers {g.gathered.upper()} by indices where groups cut {g.axis.upper()}: "
-            "gather it beforehand"
-        )
-    elif g.gathered == "b" and p.gated:
-        found.append("no kernel gathers two B's: gather them beforehand")
-    elif g.gathered and not 1 <= g.source <= MAX_EXTENT:
-        found.append(f"indices pick among {g.source} rows, not 1 to {MAX_EXTENT}")
-    if found:  # what follows does arithmetic on the fields above
-        return found
-    if g.axis == "m":
-        if p.a.major != "k":
-            found.append("rows of A are cut into groups, so A must be stored (M, K): copy it")
-        if g.matrices > p.l:
-            found.append(f"groups need {g.matrices} matrices of B, there are {p.l}")
-        cut = sorted({r.kind for r in p.graph.results} & {"column_sum", "max"})
-        found += [f"a {kind} of rows that are cut into groups: leave it to XLA" for kind in cut]
-        return found
-    if (p.a.major, p.b.major) != ("m", "n"):
-        found.append(
-            "K is cut into groups, so A must be stored (K, M) and B (K, N): copy what is stored "
-            "otherwise"
-        )
-    if (g.total, g.matrices) != (p.l, p.l):
-        found.append(
-            f"D has {p.l} matrices, but {g.total} groups write {g.matrices}: each must be written "
-            "once"
-        )
-    return found
-
-
-def _span_violations(problem: GemmProblem, groups: Groups) -> list[str]:
-    """Returns why a tensor map over rows of a grouped axis cannot end where a group does.
-
-    Of rows that are gathered there is none; their distance is an int32.
-    """
-    p = problem
-    operands = {"a": ("A", "M", p.a, p.a_dtype), "b": ("B", "N", p.b, p.b_dtype)}
-    if groups.gathered:
-        name, _, layout, _ = operands.pop(groups.gathered)
-        if layout.leading_stride > MAX_EXTENT:
-            apart = f"{layout.leading_stride} elements apart, over {MAX_EXTENT}"
-            return [f"{name}'s rows, picked by indices, are {apart}: copy it"]
-    if groups.axis == "k":
-        lines = {
-            f"{name} is stored (K, {other}) {dtype} and its": (
-                layout.leading_stride * DTYPES[dtype].itemsize
-            )
-            for name, other, layout, dtype in operands.values()
-        }
-    else:
-        lines = {
-            f"D is stored (M, N) {r.dtype} and its": DTYPES[r.dtype].itemsize
-            * (2 * p.n if r.planes > 1 else p.d.leading_stride)
-            for r in p.graph.matrices
-        }
-    return [
-        f"{what} rows, cut into groups, are {nbytes} bytes apart, not a multiple of "
-        f"{TMA_ALIGNMENT} over 0 and under 2**34: copy it"
-        for what, nbytes in lines.items()
-        if nbytes % TMA_ALIGNMENT or not 0 < nbytes < WRAP_BYTES
-    ]
-
-
-def _result_violations(problem: GemmProblem) -> list[str]:
-    """Returns why TMA cannot store the matrices of the results."""
-    p, found = problem, []
-    batches = 1 if p.groups and p.groups.axis == "m" else p.l
-    extents = {"m": p.m, "n": p.n}
-    planes = MatrixLayout("n", 2 * p.n, 2 * p.m * p.n)
-    for dtype, paired in dict.fromkeys((r.dtype, r.planes > 1) for r in p.graph.matrices):
-        found += _layout_violations("D", planes if paired else p.d, extents, batches, dtype)
-    if p.graph.matrices and p.graph.matrices[0].dtype != p.d_dtype:
-        found.append(f"D is {p.d_dtype}, the epilogue's first result {p.graph.matrices[0].dtype}")
-    if all(result.planes > 1 for result in p.graph.matrices):  # where D lies does not matter
-        return found
-    if p.m > 1 and p.d.leading_stride < p.n:
-        found.append(f"D's rows of {p.n} elements are {p.d.leading_stride} apart and overlap")
-    if batches > 1 and p.d.batch_stride == 0:
-        found.append(f"D has batch stride 0, so its {batches} matrices would overwrite each other")
-    return found
-
-
-def _epilogue_operand_violations(
-    name: str, operand: Operand, layout: MatrixLayout, problem: GemmProblem
-) -> list[str]:
-    """Returns why a kernel cannot read an operand of the epilogue."""
-    p, itemsize = problem, DTYPES[operand.dtype].itemsize
-    major = {"matrix": "n", "row": "n", "column": "m"}.get(operand.kind, layout.major)
-    if layout.major != major:
-        return [f"{name}, a {operand.kind}, has major {layout.major!r}, not {major!r}: copy it"]
-    batches = p.l
-    if p.groups and p.groups.axis == "m" and operand.kind in ("matrix", "column"):
-        batches = 1
-    if operand.kind == "matrix":
-        return _layout_violations(name, layout, {"m": p.m, "n": p.n}, batches, operand.dtype)
-    found = []
-    if operand.kind == "row" and p.n * itemsize % TMA_ALIGNMENT:
-        step = TMA_ALIGNMENT // itemsize
-        found.append(
-            f"{name} is a row of N={p.n} {operand.dtype}, {p.n * itemsize} bytes, not a multiple "
-            f"of {TMA_ALIGNMENT}: pad N from {p.n} to {ceil_div(p.n, step) * step}"
-        )
-    stride = layout.batch_stride
-    if batches == 1 or stride == 0:
-        return found
-    if stride < 0 or stride > MAX_EXTENT:
-        found.append(f"{name} has batch stride {stride}, not 0 to {MAX_EXTENT}: copy it")
-    elif operand.kind != "scalar" and stride * itemsize % TMA_ALIGNMENT:
-        found.append(
-            f"{name} is a {operand.kind} of {operand.dtype} for each matrix, "
-            f"{stride * itemsize} bytes apart, not a multiple of {TMA_ALIGNMENT}: choose a stride "
-            f"that is a multiple of {TMA_ALIGNMENT // itemsize} elements"
-        )
-    return found
-
-
-def _gate_violations(problem: GemmProblem) -> list[str]:
-    """Returns why the second right operand cannot be where the problem says."""
-    if problem.up_offset is None:
-        return []
-    if not problem.gated:
-        return [f"up_offset is {problem.up_offset}, but the product has one right operand"]
-    nbytes = problem.up_offset * DTYPES[problem.b_dtype].itemsize
-    if nbytes < 0 or nbytes % TMA_ALIGNMENT:
-        return [
-            f"up lies {nbytes} bytes behind gate, not at a multiple of {TMA_ALIGNMENT}: pass two "
-            "arrays"
-        ]
-    return []
-
-
-def _layout_violations(
-    operand: str, layout: MatrixLayout, extents: dict[str, int], batches: int, dtype: str
-) -> list[str]:
-    """Returns why TMA cannot address an operand.
-
-    Lines and strides are positive multiples of 16 bytes. Of a line that is not, TMA would store
-    up to the next multiple: on an H200 that wrote past D's last column.
-    """
-    (other,) = extents.keys() - {layout.major}
-    contiguous = layout.major
-    stored = f"{operand} is stored ({other.upper()}, {contiguous.upper()}) {dtype}"
-    step = TMA_ALIGNMENT // DTYPES[dtype].itemsize
-    extent = extents[contiguous]
-    if extent % step:
-        nbytes = extent * DTYPES[dtype].itemsize
-        line = f"its lines of {contiguous.upper()}={extent} are {nbytes} bytes"
-        way_out = f"pad {contiguous.upper()} from {extent} to {ceil_div(extent, step) * step}"
-        return [f"{stored} and {line}, not a multiple of {TMA_ALIGNMENT}: {way_out}"]
-    way_out = f"choose a stride that is a multiple of {step} elements"
-    strides = []
-    if extents[other] > 1:
-        strides.append((f"its lines along {contiguous.upper()}", layout.leading_stride, 1))
-    if batches > 1:
-        strides.append(("its matrices", layout.batch_stride, 0))
-    for what, stride, least in strides:
-        nbytes = stride * DTYPES[dtype].itemsize
-        if stride < least:
-            return [f"{stored} and {what} are {nbytes} bytes apart: make a compact copy"]
-        if nbytes % TMA_ALIGNMENT:
-            reason = f"{stored} and {what} are {nbytes} bytes apart, not a multiple of"
-            return [f"{reason} {TMA_ALIGNMENT}: {way_out}"]
-        if nbytes >= MAX_STRIDE_BYTES:
-            return [f"{stored} and {what} are {nbytes} bytes apart, not under 2**40: split it"]
-    return []
+    if p.groups and p.groups.axis in ("m", "k"):
+        reasons += _group_violations(p, p.groups)
+    reasons += _stack_violations(p)
+    if reasons:  # what follows does arithmetic on the fields above
+        return reasons
+    return [*layout_violations(p), *_epilogue_violations(p)]
 
 
 def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
     """Returns why the kernel of `spec` cannot run `problem`; each is taken to be legal alone."""
-    p, found = problem, []
-    asked = {"a_dtype": p.a_dtype, "b_dtype": p.b_dtype, "d_dtype": p.d_dtype}
-    asked |= {"a_major": p.a.major, "b_major": p.b.major}
-    for field, value in asked.items():
-        compiled = getattr(spec, field)
-        if compiled != value:
-            found.append(f"the kernel has {field} {compiled!r}, the problem {value!r}")
+    p, reasons = problem, []
+    compiled, needed = ProblemType.of_spec(spec), ProblemType.of(p)
+    for field in (f.name for f in fields(ProblemType) if f.name != "epilogue"):
+        has, needs = getattr(compiled, field), getattr(needed, field)
+        if has != needs:
+            reasons.append(f"the kernel has {field} {has!r}, the problem {needs!r}")
     if spec.epilogue != p.epilogue:
-        found.append(f"the kernel's epilogue is {spec.graph.label}, the problem's {p.graph.label}")
+        reasons.append(
+            f"the kernel's epilogue is {spec.graph.label}, the problem's {p.graph.label}"
+        )
     elif p.graph.needs_whole_rows and p.n > spec.d_tile_n:
-        found.append(f"rows of {p.n} columns do not fit the kernel's tile of {spec.d_tile_n}")
-    axis, gathered = (p.groups.axis, p.groups.gathered) if p.groups else (None, None)
-    if spec.grouped != axis:
-        found.append(f"the kernel has groups along {spec.grouped}, the problem along {axis}")
-    if spec.gathered != gathered:
-        found.append(f"the kernel gathers {spec.gathered}, the problem {gathered}")
-    if spec.indexed != p.indexed:
-        found.append(f"the kernel indexes {spec.indexed}, the problem {p.indexed}")
+        reasons.append(f"rows of {p.n} columns do not fit the kernel's tile of {spec.d_tile_n}")
     clusters_m = ceil_div(p.m, spec.tile_m * spec.raster_m)
     clusters_n = ceil_div(p.n, spec.d_tile_n * spec.raster_n)
-    if p.groups and axis == "m":  # at most; a group's last tile may be all but empty
+    if p.groups and p.groups.axis == "m":  # at most; a group's last tile may be all but empty
         clusters = (clusters_m + p.groups.sizes) * clusters_n
     else:
         clusters = clusters_m * clusters_n * p.l
     limit = MAX_GROUPED_TILES if p.groups else MAX_TILES
     if clusters >= limit:
-        found.append(f"{clusters} clusters of tiles, not under {limit}: split the product")
-    return found
+        reasons.append(f"{clusters} clusters of tiles, not under {limit}: split the product")
+    return reasons
+
+
+def _shape_violations(problem: GemmProblem) -> Iterator[str]:
+    p = problem
+    for name, extent in {"M": p.m, "N": p.n, "K": p.k, "L": p.l}.items():
+        if extent < 1:
+            yield f"{name} is {extent}: an empty product needs no kernel"
+        elif extent > MAX_EXTENT:
+            yield f"{name} is {extent}, over {MAX_EXTENT}: split the product"
+    if p.d.major != "n":
+        yield f"D has major {p.d.major!r}, not 'n'"
+
+
+def _stack_violations(problem: GemmProblem) -> Iterator[str]:
+    """Yields why no kernel can find an operand in a stack of matrices."""
+    p = problem
+    if p.indexed not in ("a", "b"):
+        return
+    if p.l != 1 and not p.groups:
+        yield (
+            f"{p.indexed.upper()} is one matrix of a stack, and the product has {p.l} matrices: "
+            "copy it out of the stack"
+        )
+    if not 1 <= p.stack <= MAX_EXTENT:
+        yield f"the stack has {p.stack} matrices, not 1 to {MAX_EXTENT}: split it"
+
+
+def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
+    """Returns why no kernel can find the groups of a problem."""
+    reasons = list(_size_violations(problem, groups))
+    return reasons or list(_matrix_violations(problem, groups))
+
+
+def _size_violations(problem: GemmProblem, groups: Groups) -> Iterator[str]:
+    """Yields why sizes and indices are none that a kernel can read."""
+    p, g = problem, groups
+    length = p.m if g.axis == "m" else p.k
+    if length > MAX_LENGTH:
+        axis = g.axis.upper()
+        yield f"{axis}, which is cut into groups, is {length}, over {MAX_LENGTH}: split it"
+    if not 1 <= g.sizes <= MAX_LENGTH:
+        yield f"{g.sizes} sizes of groups, not 1 to {MAX_LENGTH}: split the product"
+    if g.count < 1 or g.first < 0 or g.first + g.count > g.period:
+        yield (
+            f"groups are {g.count} spans of every {g.period}, the first of them number {g.first}: "
+            "there are no such spans"
+        )
+    if g.step not in (0, g.count):
+        yield f"from a period to the next are {g.step} matrices, not 0 or {g.count}"
+    if g.gathered and not 1 <= g.source <= MAX_EXTENT:
+        yield f"indices pick among {g.source} rows, not 1 to {MAX_EXTENT}"
+
+
+def _matrix_violations(problem: GemmProblem, groups: Groups) -> Iterator[str]:
+    """Yields why groups do not have the matrices that the problem has."""
+    p, g = problem, groups
+    if g.axis == "m" and g.matrices > p.l:
+        yield f"groups need {g.matrices} matrices of B, there are {p.l}"
+    if g.axis == "k" and (g.total, g.matrices) != (p.l, p.l):
+        yield (
+            f"D has {p.l} matrices, but {g.total} groups write {g.matrices}: each must be written "
+            "once"
+        )
+
+
+def _epilogue_violations(problem: GemmProblem) -> Iterator[str]:
+    """Yields why a problem is too large for its epilogue."""
+    p = problem
+    columns = MAX_TILE_N // p.graph.accumulators
+    if p.graph.needs_whole_rows and p.n > columns:
+        yield (
+            f"N is {p.n}, but the epilogue needs whole rows, which fit a tile up to {columns} "
+            "columns: leave it to XLA"
+        )
+    selected = max((result.k for result in p.graph.results), default=0)
+    if selected > p.n:
+        yield f"the epilogue selects {selected} of rows of {p.n}: ask for {p.n} at most"
+    maps = 2 + p.gated + len(p.graph.matrices) + len(p.graph.loaded)
+    if maps > MAX_TENSOR_MAPS:
+        yield f"the epilogue needs {maps} tensor maps, over {MAX_TENSOR_MAPS}: split it in two"

@@ -1,14 +1,10 @@
-"""How kernels compute an `EpilogueGraph`: what is evaluated, in which form, and how exactly.
+"""The arithmetic of an `EpilogueGraph`: what a kernel evaluates for it, and in which form.
 
 Two things happen to a graph before it becomes code. It is rewritten where another form of the
 same function is both cheaper and nearer to it. And each operation gets a *form*, by what depends
 on it: "accurate" where a float32 result does, "fast" where only 16-bit results do, "approx"
-where nothing but factors of bfloat16 results lie between. `error_of` bounds each form's error;
-the code (`kernels/epilogue/functions.py`) and the reference (`testing/epilogue.py`) share it.
-
-Errors of instructions are those of the PTX ISA (ex2.approx and lg2.approx 2**-22, rcp.approx
-1 ulp, tanh.approx 2**-11, div.full 2 ulp, sqrt.approx 2**-23, rsqrt.approx 2**-22.9), those of
-libdevice's functions the ulps of the CUDA Programming Guide, section "Mathematical Functions".
+where nothing but factors of bfloat16 results lie between. `epilogue_errors` bounds the error of
+each form.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ import functools
 import math
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
 from .dtypes import DTYPES
@@ -25,75 +20,16 @@ from .epilogue_graph import ROW_REDUCTIONS, EpilogueGraph, Node, OperandKind
 
 Form = Literal["accurate", "fast", "approx"]
 
-ULP = 2.0**-23  # of float32, relative to the number, at most
-ROUNDING = 2.0**-24  # relative error of an operation that rounds to nearest
-SUBNORMAL = 2.0**-149  # the smallest number of float32
-NORMAL = 2.0**-126  # the smallest one that keeps all digits: under it a result may become 0
-EXPONENT_LIMIT = 104.0  # beyond it exp is 0 or infinite in float32
+NORMAL = 2.0**-126  # the smallest number that keeps all digits: under it a result may become 0
+SIN_COS_LIMIT = 2.0**40  # beyond it sin and cos are numbers in [-1, 1] without meaning
 
 BFLOAT16, FLOAT32 = DTYPES["bfloat16"].digits, DTYPES["float32"].digits
+# Operations that have these forms; `epilogue_errors` says how far they are off.
+FAST = frozenset({"exp", "exp2", "expm1", "log1p", "tanh", "logistic", "erfc"})
+APPROX = frozenset({"tanh"})
 # What keeps a relative error as it is, from the arguments that hold numbers.
 _FACTORS = frozenset({"mul", "div", "neg", "abs", "max", "min", "select", "convert"})
 _EXACT_UNTIL_SUMMED = frozenset({"matrix", "row_max", "max", "top_k_values", "top_k_indices"})
-
-
-@dataclass(frozen=True)
-class Error:
-    """How far an operation's result may be from that of an exact one on the same arguments.
-
-    At most (relative + per_argument * min(|argument|, 104)) * |result| + absolute.
-    """
-
-    relative: float = 0.0
-    absolute: float = 0.0
-    per_argument: float = 0.0
-
-
-_EXACT, _ROUNDED = Error(), Error(ROUNDING, SUBNORMAL)
-# x * log2(e) errs by its own rounding and by that of the constant, 1.5 * 2**-24 of it in all.
-_ERRORS: dict[str, Error] = {
-    **dict.fromkeys(("add", "sub", "mul", "square"), _ROUNDED),
-    "div": Error(2 * ULP, 2 * SUBNORMAL),
-    "sqrt": Error(ULP, SUBNORMAL),
-    "rsqrt": Error(2 * ULP),
-    "exp": Error(2 * ULP, SUBNORMAL),
-    "exp2": Error(2 * ULP, SUBNORMAL),
-    "expm1": Error(ULP, SUBNORMAL),
-    "log": Error(ULP),
-    "log1p": Error(ULP, SUBNORMAL),
-    "tanh": Error(2 * ULP, SUBNORMAL),
-    "logistic": Error(5 * ULP, NORMAL),
-    "erf": Error(2 * ULP, SUBNORMAL),
-    "erfc": Error(4 * ULP, NORMAL),
-    "sin": Error(3 * ULP, SUBNORMAL),
-    "cos": Error(3 * ULP, SUBNORMAL),
-    "pow": Error(8 * ULP, SUBNORMAL),
-}
-_FAST_ERRORS: dict[str, Error] = {
-    "exp": Error(2.0**-21, NORMAL, 1.5 * ROUNDING),
-    "exp2": Error(2.0**-21, NORMAL),
-    "expm1": Error(2.0**-18, SUBNORMAL, 1.5 * ROUNDING),
-    "log1p": Error(2.0**-18, SUBNORMAL),
-    "tanh": Error(2.0**-18, SUBNORMAL),
-    "logistic": Error(2.0**-20, NORMAL, 1.5 * ROUNDING),
-    # The exponent is -x * x, up to 88 at x = 9.4: an error for each unit of x, times 9.4.
-    "erfc": Error(2.0**-17, NORMAL, 9.4 * 1.5 * ROUNDING),
-}
-_APPROX_ERRORS: dict[str, Error] = {"tanh": Error(2.0**-10.9, SUBNORMAL)}
-SIN_COS_LIMIT = 2.0**40  # beyond it sin and cos are numbers in [-1, 1] without meaning
-
-
-def error_of(node: Node, form: Form) -> Error:
-    """Returns the error of a node's operation in a form; none where it is exact."""
-    if node.op == "integer_pow":
-        return Error(ROUNDING * multiplications(abs(node.params[0])) * 1.01, SUBNORMAL)
-    tables = {"accurate": _ERRORS, "fast": _FAST_ERRORS, "approx": _APPROX_ERRORS}
-    return tables[form].get(node.op) or _ERRORS.get(node.op, _EXACT)
-
-
-def multiplications(exponent: int) -> int:
-    """Returns how many roundings are in x ** exponent by repeated squaring, factors' included."""
-    return max(0, exponent - 1)  # each factor of x**n carries the error of one product but one
 
 
 class Arithmetic:
@@ -140,21 +76,21 @@ class Arithmetic:
           values: numbers, as `number` gives them.
           through_rows: also what statistics of rows are taken of.
         """
-        found: dict[int, None] = {}
+        ordered: dict[int, None] = {}
         stack = [(value, False) for value in values]
         while stack:
             value, ready = stack.pop()
-            if value in found:
+            if value in ordered:
                 continue
             node = self._nodes.get(value)
             inner = node is not None and (through_rows or not self.is_leaf(value))
             if ready or not inner:
-                found[value] = None
+                ordered[value] = None
             else:
                 assert node is not None
                 stack.append((value, True))
                 stack += [(argument, False) for argument in node.args]
-        return list(found)
+        return list(ordered)
 
     def varies(self, value: int) -> OperandKind:
         """Returns along which axes of D a value varies, as the kind of an operand that does."""
@@ -192,8 +128,8 @@ class Arithmetic:
                     continue
                 if (scaled := self._rescaled(constant, other)) is not None:
                     return scaled
-        elif op in ("add", "sub") and (found := self._one_and_tanh(op, *args)) is not None:
-            return found
+        elif op in ("add", "sub") and (product := self._one_and_tanh(op, *args)) is not None:
+            return product
         elif op == "div" and (divisor := self._constant(args[1])) is not None:
             reciprocal = 1 / divisor if divisor else math.inf
             if NORMAL <= abs(reciprocal) <= 1 / NORMAL:
@@ -322,9 +258,9 @@ class Arithmetic:
 
     @staticmethod
     def _form(op: str, precision: int, factor: bool) -> Form:
-        if precision == BFLOAT16 and factor and op in _APPROX_ERRORS:
+        if precision == BFLOAT16 and factor and op in APPROX:
             return "approx"
-        return "fast" if precision < FLOAT32 and op in _FAST_ERRORS else "accurate"
+        return "fast" if precision < FLOAT32 and op in FAST else "accurate"
 
 
 @functools.cache

@@ -1,20 +1,42 @@
-"""Legality: every reason why a `GemmSpec` cannot be compiled, as text."""
+"""Legality: every reason why a kernel cannot be compiled, as text.
+
+`type_violations` says which types of problems there are kernels for, `violations` what a kernel
+may be. Which problems a kernel can run, and where, is `dispatch.legality`'s.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Literal, get_args
+
 from .dtypes import DTYPES, OPERANDS, RESULTS, one_of
-from .epilogue_graph import epilogue_registers, graph_violations
+from .epilogue_checks import epilogue_registers, graph_violations
+from .problem import GroupedAxis
+from .problem_type import ProblemType
 from .spec import (
-    GATHERED_MATH_REGISTERS,
-    MAILBOX_REGISTERS,
-    MATH_REGISTERS,
-    MAX_ACC_REGISTERS,
-    OTHER_REGISTERS,
     SMEM_BARRIERS,
     SMEM_LIMIT,
     SWIZZLE_BYTES,
     GemmSpec,
+    TileScheduler,
+    WarpSchedule,
 )
+
+MAX_TILE_N = 256  # columns of one wgmma
+TILES_M = (64, 128, 192, 256)
+CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
+# Operands that a kernel can gather by an array of indices, for each grouped axis.
+GATHERABLE: dict[GroupedAxis | None, tuple[Literal["a", "b"], ...]] = {
+    None: (), "m": ("a",), "k": ("a", "b"),
+}  # fmt: skip
+
+# Registers of a math thread, by number of math warpgroups: what a CTA's 65,536 leave it. All but
+# so many can be float32 accumulators, without a spill; with three warpgroups ptxas allows 96.
+MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
+GATHERED_MATH_REGISTERS = 224  # where addresses of gathered rows take more of the others
+OTHER_REGISTERS = 32
+MAILBOX_REGISTERS = 16  # more, where tiles come from a mailbox
+MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
 
 
 def max_accumulators(spec: GemmSpec) -> int:
@@ -30,157 +52,175 @@ def max_accumulators(spec: GemmSpec) -> int:
     return min(MAX_ACC_REGISTERS[warpgroups], left)
 
 
+def type_violations(problem_type: ProblemType) -> list[str]:
+    """Returns every reason why there is no kernel for a type of problems."""
+    return list(_type_violations(problem_type))
+
+
 def violations(spec: GemmSpec) -> list[str]:
     """Returns every reason why no kernel is compiled for `spec`; empty when one can be."""
-    found = []
-
-    def need(ok: bool, reason: str) -> None:
-        if not ok:
-            found.append(reason)
-
-    if spec.a_dtype != spec.b_dtype:
-        found.append(f"A is {spec.a_dtype} and B {spec.b_dtype}, not of one dtype")
-    need(spec.a_dtype in OPERANDS, f"A and B are {spec.a_dtype}, not {one_of(OPERANDS)}")
-    need(spec.d_dtype in RESULTS, f"D is {spec.d_dtype}, not {one_of(RESULTS)}")
-    need(spec.a_major in ("k", "m"), f"a_major is {spec.a_major!r}, not 'k' or 'm'")
-    need(spec.b_major in ("k", "n"), f"b_major is {spec.b_major!r}, not 'k' or 'n'")
-    need(spec.warp_schedule in ("cooperative", "pingpong"), f"no schedule {spec.warp_schedule!r}")
-    need(spec.tile_scheduler in ("single", "static", "dynamic"), f"no {spec.tile_scheduler!r}")
-    need(spec.tile_m in (64, 128, 192, 256), f"tile_m {spec.tile_m} is not 64, 128, 192 or 256")
-    need(
-        16 <= spec.tile_n <= 256 and spec.tile_n % 16 == 0,
-        f"tile_n {spec.tile_n} is not a multiple of 16 between 16 and 256",
-    )
-    need(
-        (spec.cluster_m, spec.cluster_n) in ((1, 1), (2, 1), (1, 2), (2, 2)),
-        f"cluster {spec.cluster_m}x{spec.cluster_n} is not 1x1, 2x1, 1x2 or 2x2",
-    )
-    if spec.epilogue:
-        found += [f"epilogue: {reason}" for reason in graph_violations(spec.epilogue)]
-    if {spec.a_dtype, spec.b_dtype} <= set(OPERANDS):
-        for operand, dtype, major in (
-            ("A", spec.a_dtype, spec.a_major), ("B", spec.b_dtype, spec.b_major),
-        ):  # fmt: skip
-            need(
-                major in DTYPES[dtype].majors,
-                f"{operand} is {dtype} and {major!r}-major; wgmma reads it 'k'-major alone",
-            )
-        row = SWIZZLE_BYTES // spec.a_itemsize
-        need(spec.tile_k in (row, 2 * row), f"tile_k {spec.tile_k} is not {row} or {2 * row}")
-    if found:  # what follows does arithmetic on the fields above
-        return found
-    graph, columns = spec.graph, spec.d_tile_n
-    need(
-        not graph.matrices or graph.matrices[0].dtype == spec.d_dtype,
-        f"d_dtype is {spec.d_dtype}, but the epilogue's first result is another",
-    )
-    need(
-        spec.tile_n % (16 * graph.accumulators) == 0,
-        f"tile_n {spec.tile_n} does not split into gate and up of multiples of 16 columns",
-    )
-    limit = max_accumulators(spec)
-    need(
-        spec.acc_registers <= limit,
-        f"{spec.acc_registers} accumulators a thread; {limit} fit with "
-        f"{spec.math_warpgroups} math warpgroups, a {spec.tile_scheduler} tile scheduler and "
-        f"{'this' if spec.epilogue else 'no'} epilogue",
-    )
-    need(
-        spec.warp_schedule == "cooperative" or spec.tile_m <= 128,
-        f"pingpong gives one warpgroup a whole tile; tile_m {spec.tile_m} exceeds 128",
-    )
-    need(
-        spec.warp_schedule == "cooperative" or spec.tile_scheduler != "single",
-        "pingpong alternates tiles, so it needs a persistent scheduler",
-    )
-    need(
-        columns % (16 * spec.cluster_m) == 0,
-        f"{columns} columns do not split into {spec.cluster_m} multicast slices of 16",
-    )
-    need(
-        spec.epi_tile_n in (16, 32, 64) and columns % spec.epi_tile_n == 0,
-        f"epi_tile_n {spec.epi_tile_n} is not 16, 32 or 64 dividing {columns} columns",
-    )
-    need(
-        spec.epi_tile_n >= 32 or not any(o.dtype == "bool" for o in graph.operands),
-        f"epi_tile_n {spec.epi_tile_n} is under 32, too narrow for a bool operand",
-    )
-    need(
-        spec.epi_load_stages >= 2 if graph.loaded else spec.epi_load_stages == 0,
-        f"epi_load_stages {spec.epi_load_stages}, of an epilogue that loads {len(graph.loaded)} "
-        "operands",
-    )
-    need(
-        not graph.loaded or spec.math_warpgroups <= 2,
-        f"{spec.math_warpgroups} math warpgroups, but two warps that load an epilogue's operands, "
-        "one for each: take another tile_m than 192",
-    )
-    found += _grouped_violations(spec)
-    need(spec.num_stages >= 2, f"num_stages {spec.num_stages} is under 2")
-    need(spec.epi_stages >= 2, f"epi_stages {spec.epi_stages} is under 2")
-    need(
-        spec.smem_bytes <= SMEM_LIMIT,
-        f"{spec.smem_bytes} bytes of shared memory; a CTA has {SMEM_LIMIT}",
-    )
-    need(
-        spec.barrier_bytes <= SMEM_BARRIERS,
-        f"{spec.barrier_bytes} bytes of barriers; there is room for {SMEM_BARRIERS}",
-    )
-    return found
+    reasons = type_violations(ProblemType.of_spec(spec))
+    reasons += _policy_violations(spec)
+    if reasons:  # what follows does arithmetic on the fields above
+        return reasons
+    checks = (
+        _register_violations, _epilogue_tile_violations, _group_violations, _memory_violations
+    )  # fmt: skip
+    return [reason for check in checks for reason in check(spec)]
 
 
-def _grouped_violations(spec: GemmSpec) -> list[str]:
-    """Returns why no kernel is compiled for the groups of `spec`, which is legal otherwise."""
-    found = []
-    if spec.grouped not in (None, "m", "k"):
-        found.append(f"grouped is {spec.grouped!r}, not 'm', 'k' or None")
-    if spec.gathered not in (None, "a", "b"):
-        found.append(f"gathered is {spec.gathered!r}, not 'a', 'b' or None")
-    if spec.indexed not in (None, "a", "b"):
-        found.append(f"indexed is {spec.indexed!r}, not 'a', 'b' or None")
-    if spec.grouped is None:
-        if spec.gathered:
-            found.append("rows are gathered of grouped products alone")
-        return found
-    if spec.indexed:
-        found.append("an operand of a grouped product is not one matrix of a stack")
-    if spec.tile_scheduler == "single":
-        found.append(
-            "the number of tiles depends on the groups' sizes: take a persistent scheduler"
+def _type_violations(t: ProblemType) -> Iterator[str]:
+    if t.a_dtype != t.b_dtype:
+        yield f"A is {t.a_dtype} and B {t.b_dtype}: cast one to the other's dtype"
+    elif t.a_dtype not in OPERANDS:
+        yield f"A and B are {t.a_dtype}: cast them to {one_of(OPERANDS)}"
+    if t.d_dtype not in RESULTS:
+        yield f"D is {t.d_dtype}: ask for {one_of(RESULTS)}"
+    yield from _major_violations("A", "MK", t.a_dtype, t.a_major)
+    yield from _major_violations("B", "NK", t.b_dtype, t.b_major)
+    broken = graph_violations(t.epilogue) if t.epilogue else []
+    yield from (f"epilogue: {reason}" for reason in broken)
+    if not broken and t.epilogue and t.epilogue.matrices:
+        first = t.epilogue.matrices[0].dtype
+        if first != t.d_dtype:
+            yield f"D is {t.d_dtype}, the epilogue's first result {first}"
+    if t.grouped not in (None, "m", "k"):
+        yield f"groups cut the axis {t.grouped!r}, not 'm' or 'k'"
+        return
+    yield from _stack_violations(t)
+    if t.gathered and t.gathered not in GATHERABLE[t.grouped]:
+        where = f"where groups cut {t.grouped.upper()}" if t.grouped else "without groups"
+        yield f"no kernel gathers {t.gathered.upper()} by indices {where}: gather it beforehand"
+    elif t.gathered == "b" and t.epilogue and t.epilogue.accumulators > 1:
+        yield "no kernel gathers two B's: gather them beforehand"
+    if t.grouped == "m":
+        if t.a_major != "k":
+            yield "rows of A are cut into groups, so A must be stored (M, K): copy it"
+        results = t.epilogue.results if t.epilogue else ()
+        for kind in sorted({r.kind for r in results} & {"column_sum", "max"}):
+            yield f"a {kind} of rows that are cut into groups: leave it to XLA"
+    if t.grouped == "k" and (t.a_major, t.b_major) != ("m", "n"):
+        yield (
+            "K is cut into groups, so A must be stored (K, M) and B (K, N): copy what is stored "
+            "otherwise"
         )
-    if spec.grouped == "k" and (spec.a_major, spec.b_major) != ("m", "n"):
-        found.append("groups of k end between rows of A and B, which must be 'm'- and 'n'-major")
-    found += _gathered_violations(spec)
-    if spec.grouped == "m":
-        if spec.cluster_size > 2:
-            found.append("four CTAs would widen tiles beyond the ends of groups")
-        unaligned = {r.kind for r in spec.graph.results} & {"column_sum", "max"}
-        for kind in sorted(unaligned):
-            found.append(f"a {kind} is reduced over blocks of rows that groups would cut")
-    return found
 
 
-def _gathered_violations(spec: GemmSpec) -> list[str]:
-    """Returns why no kernel is compiled that gathers rows as `spec` says."""
-    if spec.gathered is None:
-        return []
-    found = []
-    if spec.grouped == "m" and (spec.gathered, spec.a_major) != ("a", "k"):
-        found.append("where rows are grouped, those of a 'k'-major A are gathered and no others")
-    block = SWIZZLE_BYTES // (spec.a_itemsize if spec.gathered == "a" else spec.b_itemsize)
-    if spec.tile_k != block:
-        found.append(f"tile_k {spec.tile_k} is not {block}, a block of the rows that are gathered")
-    tile, shared = spec.tile_m, spec.cluster_n
-    if spec.gathered == "b":
-        tile, shared = spec.d_tile_n, spec.cluster_m
-        if spec.graph.accumulators > 1:
-            found.append("a gated product's B's are not gathered")
-    if spec.grouped == "k" and tile % block:
-        found.append(f"{tile} gathered columns of a tile are no multiple of {block}")
+def _major_violations(operand: str, axes: str, dtype: str, major: str) -> Iterator[str]:
+    """Yields why an operand cannot be stored with neighbours along an index in memory."""
+    if major.upper() not in axes:
+        yield f"{operand} has major {major!r}, not {' or '.join(map(repr, axes.lower()))}"
+    elif dtype in OPERANDS and major not in DTYPES[dtype].majors:
+        yield (
+            f"{operand} is {dtype}, which tensor cores read along K alone, so it must be stored "
+            f"({axes[0]}, K): copy it"
+        )
+
+
+def _stack_violations(t: ProblemType) -> Iterator[str]:
+    if t.indexed not in (None, "a", "b"):
+        yield f"one matrix of a stack is {t.indexed!r}, not 'a' or 'b'"
+    elif t.indexed and t.grouped:
+        yield (
+            f"{t.indexed.upper()} is one matrix of a stack, and the product has groups: copy it "
+            "out of the stack"
+        )
+
+
+def _policy_violations(spec: GemmSpec) -> Iterator[str]:
+    """Yields why a tile, a cluster or a policy is none that kernels have."""
+    s = spec
+    if s.warp_schedule not in get_args(WarpSchedule):
+        yield f"warp schedule {s.warp_schedule!r} is not {one_of(get_args(WarpSchedule))}"
+    if s.tile_scheduler not in get_args(TileScheduler):
+        yield f"tile scheduler {s.tile_scheduler!r} is not {one_of(get_args(TileScheduler))}"
+    if s.tile_m not in TILES_M:
+        yield f"tile_m {s.tile_m} is not {one_of(tuple(map(str, TILES_M)))}"
+    if not 16 <= s.tile_n <= MAX_TILE_N or s.tile_n % 16:
+        yield f"tile_n {s.tile_n} is not a multiple of 16 between 16 and {MAX_TILE_N}"
+    if s.a_dtype in OPERANDS:
+        row = SWIZZLE_BYTES // s.a_itemsize
+        if s.tile_k not in (row, 2 * row):
+            yield f"tile_k {s.tile_k} is not {row} or {2 * row}"
+    if (s.cluster_m, s.cluster_n) not in CLUSTERS:
+        clusters = one_of(tuple(f"{m}x{n}" for m, n in CLUSTERS))
+        yield f"cluster {s.cluster_m}x{s.cluster_n} is not {clusters}"
+
+
+def _register_violations(spec: GemmSpec) -> Iterator[str]:
+    """Yields why math warpgroups cannot work on tiles like these."""
+    s, limit = spec, max_accumulators(spec)
+    if s.acc_registers > limit:
+        yield (
+            f"{s.acc_registers} accumulators a thread; {limit} fit with {s.math_warpgroups} math "
+            f"warpgroups, a {s.tile_scheduler} tile scheduler and "
+            f"{'this' if s.epilogue else 'no'} epilogue"
+        )
+    if s.warp_schedule == "pingpong":
+        if s.tile_m > 128:
+            yield f"pingpong gives one warpgroup a whole tile; tile_m {s.tile_m} exceeds 128"
+        if not s.persistent:
+            yield "pingpong alternates tiles, so it needs a persistent scheduler"
+
+
+def _epilogue_tile_violations(spec: GemmSpec) -> Iterator[str]:
+    """Yields why tiles of D cannot be cut as the epilogue stores and loads them."""
+    s, graph, columns = spec, spec.graph, spec.d_tile_n
+    if s.tile_n % (16 * graph.accumulators):
+        yield f"tile_n {s.tile_n} does not split into gate and up of multiples of 16 columns"
+    if columns % (16 * s.cluster_m):
+        yield f"{columns} columns do not split into {s.cluster_m} multicast slices of 16"
+    if s.epi_tile_n not in (16, 32, 64) or columns % s.epi_tile_n:
+        yield f"epi_tile_n {s.epi_tile_n} is not 16, 32 or 64 dividing {columns} columns"
+    if s.epi_tile_n < 32 and any(o.dtype == "bool" for o in graph.operands):
+        yield f"epi_tile_n {s.epi_tile_n} is under 32, too narrow for a bool operand"
+    if s.epi_load_stages < 2 if graph.loaded else s.epi_load_stages:
+        yield (
+            f"epi_load_stages {s.epi_load_stages}, of an epilogue that loads {len(graph.loaded)} "
+            "operands"
+        )
+    if graph.loaded and s.math_warpgroups > 2:
+        yield (
+            f"{s.math_warpgroups} math warpgroups, but two warps that load an epilogue's operands, "
+            "one for each: take another tile_m than 192"
+        )
+
+
+def _group_violations(spec: GemmSpec) -> Iterator[str]:
+    """Yields why tiles like these cannot be those of groups."""
+    s = spec
+    if s.grouped and not s.persistent:
+        yield "the number of tiles depends on the groups' sizes: take a persistent scheduler"
+    if s.gathered:
+        yield from _gather_violations(s)
+    if s.grouped == "m" and s.cluster_size > 2:
+        yield "four CTAs would widen tiles beyond the ends of groups"
+
+
+def _gather_violations(spec: GemmSpec) -> Iterator[str]:
+    s, of_a = spec, spec.gathered == "a"
+    tile, shared = (s.tile_m, s.cluster_n) if of_a else (s.d_tile_n, s.cluster_m)
+    block = SWIZZLE_BYTES // (s.a_itemsize if of_a else s.b_itemsize)
+    if s.tile_k != block:
+        yield f"tile_k {s.tile_k} is not {block}, a block of the rows that are gathered"
+    if s.grouped == "k" and tile % block:
+        yield f"{tile} gathered columns of a tile are no multiple of {block}"
     if shared > 1:
-        found.append("CTAs of a cluster cannot share an operand that is gathered")
-    if spec.math_warpgroups > 2:
-        found.append("three math warpgroups leave no registers for warps that gather")
-    if spec.tile_m > 128 and spec.gathered == "a" and spec.grouped == "m":
-        found.append(f"tile_m {spec.tile_m}: a thread has registers for the rows of 128")
-    return found
+        yield "CTAs of a cluster cannot share an operand that is gathered"
+    if s.math_warpgroups > 2:
+        yield "three math warpgroups leave no registers for warps that gather"
+    if s.tile_m > 128 and of_a and s.grouped == "m":
+        yield f"tile_m {s.tile_m}: a thread has registers for the rows of 128"
+
+
+def _memory_violations(spec: GemmSpec) -> Iterator[str]:
+    """Yields why rings and barriers do not fit shared memory."""
+    s = spec
+    if s.num_stages < 2:
+        yield f"num_stages {s.num_stages} is under 2"
+    if s.epi_stages < 2:
+        yield f"epi_stages {s.epi_stages} is under 2"
+    if s.smem_bytes > SMEM_LIMIT:
+        yield f"{s.smem_bytes} bytes of shared memory; a CTA has {SMEM_LIMIT}"
+    if s.barrier_bytes > SMEM_BARRIERS:
+        yield f"{s.barrier_bytes} bytes of barriers; there is room for {SMEM_BARRIERS}"

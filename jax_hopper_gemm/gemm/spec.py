@@ -1,7 +1,7 @@
-"""How a GEMM runs: the choices that are compiled into a kernel, and those made at launch.
+"""The choices of how a GEMM runs: those compiled into a kernel, and those made at launch.
 
 `GemmSpec` names one cubin: equal specs share it, whatever the extents. `RasterOrder` is what a
-launch may still choose. `violations` is the one list of what the kernels can do.
+launch may still choose. What kernels can do is in `legality`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,6 @@ GROUPED_MAILBOX_BYTES = 144  # three slots of a tile and their barriers
 SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbox
 TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
-# Registers of a math thread, by number of math warpgroups: what a CTA's 65,536 leave it. All but
-# so many can be float32 accumulators, without a spill; with three warpgroups ptxas allows 96.
-MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
-GATHERED_MATH_REGISTERS = 224  # where addresses of gathered rows take more of the others
-OTHER_REGISTERS = 32
-MAILBOX_REGISTERS = 16  # more, with the dynamic scheduler
-MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
 
 WarpSchedule = Literal["cooperative", "pingpong"]
 TileScheduler = Literal["single", "static", "dynamic"]
@@ -105,6 +98,11 @@ class GemmSpec:
     def d_tile_n(self) -> int:
         """Columns of D that a tile covers."""
         return self.tile_n // self.graph.accumulators
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a CTA works on tiles until there are no more, not on one."""
+        return self.tile_scheduler != "single"
 
     @property
     def math_warpgroups(self) -> int:

@@ -32,15 +32,13 @@ from support.ranges import (
     widened,
 )
 
-from jax_hopper_gemm.gemm.epilogue_arithmetic import (
+from jax_hopper_gemm.gemm.epilogue_arithmetic import NORMAL, Arithmetic, arithmetic_of
+from jax_hopper_gemm.gemm.epilogue_errors import (
     EXPONENT_LIMIT,
-    NORMAL,
     ROUNDING,
     SUBNORMAL,
     ULP,
-    Arithmetic,
     Error,
-    arithmetic_of,
     error_of,
 )
 from jax_hopper_gemm.gemm.epilogue_graph import PREDICATES, EpilogueGraph, Result

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
-from jax_hopper_gemm.gemm.epilogue_arithmetic import EXPONENT_LIMIT, SIN_COS_LIMIT, Error, error_of
+from jax_hopper_gemm.gemm.epilogue_arithmetic import SIN_COS_LIMIT
+from jax_hopper_gemm.gemm.epilogue_errors import EXPONENT_LIMIT, Error, error_of
 from jax_hopper_gemm.gemm.epilogue_graph import Node
 
 LARGEST = float(np.finfo(np.float32).max)

@@ -1,0 +1,169 @@
+"""Legality of layouts: why TMA cannot address the arrays of a problem.
+
+Lines and strides are positive multiples of 16 bytes. Of a line that is not, TMA would store up to
+the next multiple: on an H200 that wrote past D's last column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..gemm.dtypes import DTYPES
+from ..gemm.epilogue_graph import Operand
+from ..gemm.grid import WRAP_BYTES, ceil_div
+from ..gemm.problem import GemmProblem, Groups, MatrixLayout
+from ..gemm.spec import TMA_ALIGNMENT
+
+MAX_EXTENT = 2**31 - 1  # TMA coordinates are int32
+MAX_STRIDE_BYTES = 2**40  # a tensor map's strides stay below
+
+
+def layout_violations(problem: GemmProblem) -> list[str]:
+    """Returns why the arrays of a problem, which is legal otherwise, cannot be read or written."""
+    p = problem
+    extents_a, extents_b = {"m": p.m, "k": p.k}, {"k": p.k, "n": p.n}
+    if p.groups and p.groups.gathered:
+        gathered = extents_a if p.groups.gathered == "a" else extents_b
+        gathered[p.groups.axis] = p.groups.source
+    reasons = _matrix_violations("A", p.a, extents_a, p.matrices("a"), p.a_dtype)
+    reasons += _matrix_violations("B", p.b, extents_b, p.matrices("b"), p.b_dtype)
+    reasons += _result_violations(p)
+    if p.groups and not reasons:
+        reasons += _group_violations(p, p.groups)
+    for i, (operand, layout) in enumerate(zip(p.graph.operands, p.operands, strict=True)):
+        reasons += _operand_violations(f"epilogue operand {i}", operand, layout, p)
+    reasons += _gate_violations(p)
+    return reasons
+
+
+def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
+    """Returns why a tensor map over rows of a grouped axis cannot end where a group does.
+
+    Of rows that are gathered there is none; their distance is an int32.
+    """
+    p = problem
+    operands = {"a": ("A", "M", p.a, p.a_dtype), "b": ("B", "N", p.b, p.b_dtype)}
+    if groups.gathered:
+        name, _, layout, _ = operands.pop(groups.gathered)
+        if layout.leading_stride > MAX_EXTENT:
+            apart = f"{layout.leading_stride} elements apart, over {MAX_EXTENT}"
+            return [f"{name}'s rows, picked by indices, are {apart}: copy it"]
+    if groups.axis == "k":
+        row_bytes = {
+            f"{name} is stored (K, {other}) {dtype} and its": (
+                layout.leading_stride * DTYPES[dtype].itemsize
+            )
+            for name, other, layout, dtype in operands.values()
+        }
+    else:
+        row_bytes = {
+            f"D is stored (M, N) {r.dtype} and its": DTYPES[r.dtype].itemsize
+            * (2 * p.n if r.planes > 1 else p.d.leading_stride)
+            for r in p.graph.matrices
+        }
+    return [
+        f"{stored} rows, cut into groups, are {nbytes} bytes apart, not a multiple of "
+        f"{TMA_ALIGNMENT} over 0 and under 2**34: copy it"
+        for stored, nbytes in row_bytes.items()
+        if nbytes % TMA_ALIGNMENT or not 0 < nbytes < WRAP_BYTES
+    ]
+
+
+def _result_violations(problem: GemmProblem) -> list[str]:
+    """Returns why TMA cannot store the matrices of the results."""
+    p, reasons = problem, []
+    batches = 1 if p.groups and p.groups.axis == "m" else p.l
+    extents = {"m": p.m, "n": p.n}
+    planes = MatrixLayout("n", 2 * p.n, 2 * p.m * p.n)
+    for dtype, paired in dict.fromkeys((r.dtype, r.planes > 1) for r in p.graph.matrices):
+        reasons += _matrix_violations("D", planes if paired else p.d, extents, batches, dtype)
+    if all(result.planes > 1 for result in p.graph.matrices):  # where D lies does not matter
+        return reasons
+    if p.m > 1 and p.d.leading_stride < p.n:
+        reasons.append(f"D's rows of {p.n} elements are {p.d.leading_stride} apart and overlap")
+    if batches > 1 and p.d.batch_stride == 0:
+        reasons.append(
+            f"D has batch stride 0, so its {batches} matrices would overwrite each other"
+        )
+    return reasons
+
+
+def _operand_violations(
+    name: str, operand: Operand, layout: MatrixLayout, problem: GemmProblem
+) -> list[str]:
+    """Returns why a kernel cannot read an operand of the epilogue."""
+    p, itemsize = problem, DTYPES[operand.dtype].itemsize
+    major = {"matrix": "n", "row": "n", "column": "m"}.get(operand.kind, layout.major)
+    if layout.major != major:
+        return [f"{name}, a {operand.kind}, has major {layout.major!r}, not {major!r}: copy it"]
+    batches = p.l
+    if p.groups and p.groups.axis == "m" and operand.kind in ("matrix", "column"):
+        batches = 1
+    if operand.kind == "matrix":
+        return _matrix_violations(name, layout, {"m": p.m, "n": p.n}, batches, operand.dtype)
+    reasons = []
+    if operand.kind == "row" and p.n * itemsize % TMA_ALIGNMENT:
+        step = TMA_ALIGNMENT // itemsize
+        reasons.append(
+            f"{name} is a row of N={p.n} {operand.dtype}, {p.n * itemsize} bytes, not a multiple "
+            f"of {TMA_ALIGNMENT}: pad N from {p.n} to {ceil_div(p.n, step) * step}"
+        )
+    stride = layout.batch_stride
+    if batches == 1 or stride == 0:
+        return reasons
+    if stride < 0 or stride > MAX_EXTENT:
+        reasons.append(f"{name} has batch stride {stride}, not 0 to {MAX_EXTENT}: copy it")
+    elif operand.kind != "scalar" and stride * itemsize % TMA_ALIGNMENT:
+        reasons.append(
+            f"{name} is a {operand.kind} of {operand.dtype} for each matrix, "
+            f"{stride * itemsize} bytes apart, not a multiple of {TMA_ALIGNMENT}: choose a stride "
+            f"that is a multiple of {TMA_ALIGNMENT // itemsize} elements"
+        )
+    return reasons
+
+
+def _gate_violations(problem: GemmProblem) -> Iterator[str]:
+    """Yields why the second right operand cannot be where the problem says."""
+    p = problem
+    if p.up_offset is None:
+        return
+    if not p.gated:
+        yield f"up_offset is {p.up_offset}, but the product has one right operand"
+        return
+    nbytes = p.up_offset * DTYPES[p.b_dtype].itemsize
+    if nbytes < 0 or nbytes % TMA_ALIGNMENT:
+        yield (
+            f"up lies {nbytes} bytes behind gate, not at a multiple of {TMA_ALIGNMENT}: pass two "
+            "arrays"
+        )
+
+
+def _matrix_violations(
+    operand: str, layout: MatrixLayout, extents: dict[str, int], batches: int, dtype: str
+) -> list[str]:
+    """Returns why TMA cannot address a batch of matrices."""
+    (other,) = extents.keys() - {layout.major}
+    contiguous, itemsize = layout.major, DTYPES[dtype].itemsize
+    stored = f"{operand} is stored ({other.upper()}, {contiguous.upper()}) {dtype}"
+    step = TMA_ALIGNMENT // itemsize
+    extent = extents[contiguous]
+    if extent % step:
+        line = f"its lines of {contiguous.upper()}={extent} are {extent * itemsize} bytes"
+        way_out = f"pad {contiguous.upper()} from {extent} to {ceil_div(extent, step) * step}"
+        return [f"{stored} and {line}, not a multiple of {TMA_ALIGNMENT}: {way_out}"]
+    way_out = f"choose a stride that is a multiple of {step} elements"
+    strides = []
+    if extents[other] > 1:
+        strides.append((f"its lines along {contiguous.upper()}", layout.leading_stride, 1))
+    if batches > 1:
+        strides.append(("its matrices", layout.batch_stride, 0))
+    for neighbours, stride, least in strides:
+        nbytes = stride * itemsize
+        apart = f"{stored} and {neighbours} are {nbytes} bytes apart"
+        if stride < least:
+            return [f"{apart}: make a compact copy"]
+        if nbytes % TMA_ALIGNMENT:
+            return [f"{apart}, not a multiple of {TMA_ALIGNMENT}: {way_out}"]
+        if nbytes >= MAX_STRIDE_BYTES:
+            return [f"{apart}, not under 2**40: split it"]
+    return []
