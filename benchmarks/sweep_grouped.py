@@ -32,7 +32,7 @@ from grouped import RATE, SHAPES, SIZES, WHAT, Shape, first_line
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch.candidates import (
-    TRAVERSALS,
+    RASTER_ORDERS,
     Config,
     filled_spec,
     model_specs,
@@ -110,7 +110,7 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
         order = RasterOrder("m", 8)
         times, broken, dense = in_processes(name, what, kind, [(s, order) for s in built])
         ranked = sorted(times, key=times.__getitem__)[:_FINALISTS]
-        again = [(spec, t) for spec, _ in ranked for t in TRAVERSALS]
+        again = [(spec, t) for spec, _ in ranked for t in RASTER_ORDERS]
         more, more_broken, more_dense = in_processes(name, what, kind, again)
         times |= more
         broken |= more_broken

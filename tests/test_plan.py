@@ -16,6 +16,7 @@ from jax_hopper_gemm.gemm.grid import (
     ceil_div,
     group_raster,
     max_clusters,
+    num_cluster_tiles,
     num_inputs,
     persistent_clusters,
     result_shapes,
@@ -83,11 +84,23 @@ def test_persistent_grid_is_the_smallest_with_the_same_waves():
             assert persistent_clusters(clusters, limit, even=False) == min(clusters, limit)
 
 
-def test_grid_of_8192_cubed_leaves_four_sms_idle_unless_tiles_are_claimed():
+def test_cluster_tiles_of_groups_are_no_more_than_counted():
+    random = Random(7)
+    for _ in range(300):
+        sizes = [random.choice([0, 1, random.randint(0, 300)]) for _ in range(random.randint(1, 9))]
+        spec = replace(LARGE, grouped="m", tile_m=random.choice([64, 128]))
+        problem = GemmProblem.grouped("m", max(1, sum(sizes)), 300, 64, len(sizes))
+        tiles = sum(ceil_div(size, spec.tile_m) for size in sizes) * 2
+        assert tiles <= num_cluster_tiles(problem, spec)
+    one_each = GemmProblem.grouped("m", 9, 300, 64, 9)
+    assert num_cluster_tiles(one_each, spec) == 9 * 2
+
+
+def test_grid_of_8192_cubed_leaves_four_sms_idle_unless_tiles_are_dynamic():
     problem = GemmProblem.dense(8192, 8192, 8192)
     assert make_plan(problem, LARGE, RasterOrder(), 132).grid == (128, 1, 1)
-    claiming = replace(LARGE, tile_scheduler="dynamic")
-    assert make_plan(problem, claiming, RasterOrder(), 132).grid == (132, 1, 1)
+    dynamic = replace(LARGE, tile_scheduler="dynamic")
+    assert make_plan(problem, dynamic, RasterOrder(), 132).grid == (132, 1, 1)
 
 
 def test_single_scheduler_launches_one_cluster_for_each_of_its_tiles():

@@ -31,7 +31,7 @@ RING_BEFORE_LOADS = 4  # operand stages that more epilogue stages must leave
 LOAD_STAGES = 4  # of the epilogue's matrices: they hide the memory's latency behind fewer waits
 MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory bandwidth
 
-TRAVERSALS = tuple(RasterOrder(along, s) for s in (8, 4, 16, 2, 1) for along in ("m", "n"))
+RASTER_ORDERS = tuple(RasterOrder(along, s) for s in (8, 4, 16, 2, 1) for along in ("m", "n"))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from ..gemm.problem import GemmProblem, GroupedAxis, Major
 from ..gemm.problem_type import ProblemType
 from ..gemm.spec import GemmSpec, RasterOrder
 from .candidates import (
-    TRAVERSALS,
+    RASTER_ORDERS,
     Config,
     filled_spec,
     model_specs,
@@ -41,7 +41,7 @@ from .cost import (
     LAUNCH_NS,
     MEMORY_BYTES_PER_NS,
     Estimate,
-    best_traversal,
+    best_raster_order,
     equal_groups,
     estimate,
     mean_rows,
@@ -60,7 +60,7 @@ TABLE_VARIABLE = "JAX_HOPPER_GEMM_TABLE"
 MODEL_ERROR = 0.01  # of the cost model, where it compares a measured kernel with others
 LARGE_TILE = 128 * 192  # elements of D
 MAX_CLAIMING_COST = 1.05  # of a kernel that claims tiles, beside the best with fixed shares
-ROUGH = TRAVERSALS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
+ROUGH = RASTER_ORDERS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
 
 Source = Literal["table", "model", "user table"]
 
@@ -115,7 +115,7 @@ def _claiming(problem: GemmProblem, device: Device, decision: Decision) -> Decis
         best, _ = _best(problem, device, claiming=True)
         if best is None or best[0].ns > MAX_CLAIMING_COST * expected:
             return decision
-        found, raster_order = best[1], best_traversal(problem, best[1], device)
+        found, raster_order = best[1], best_raster_order(problem, best[1], device)
     reason = f"{decision.reason}; it claims tiles while it runs, since transfers may hold SMs"
     return replace(decision, spec=found, raster_order=raster_order, reason=reason)
 
@@ -153,7 +153,7 @@ def legal_specs(problem: GemmProblem, device: Device) -> list[tuple[GemmSpec, Ra
     if device_violations(device) or problem_violations(problem):
         return []
     specs = tuner_specs(ProblemType.of(problem))
-    return [(s, t) for s in specs if not pairing_violations(problem, s) for t in TRAVERSALS]
+    return [(s, t) for s in specs if not pairing_violations(problem, s) for t in RASTER_ORDERS]
 
 
 def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None) -> list[GemmSpec]:
@@ -366,7 +366,7 @@ def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decisi
     if best is None:
         return Decision(None, None, "; ".join(reasons), "model")
     cost, spec = best
-    raster_order = best_traversal(problem, spec, device)
+    raster_order = best_raster_order(problem, spec, device)
     if not kernel_only and problem.groups is None:
         for prefers_xla in XLA_PREFERENCES:
             if reason := prefers_xla(problem, cost, device):

@@ -19,15 +19,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, exp, gcd
+from math import ceil, exp, gcd, prod
 
 from ..gemm.dtypes import DTYPES, MMA_BYTES
 from ..gemm.epilogue_checks import variation
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
-from ..gemm.grid import ceil_div, max_clusters
+from ..gemm.grid import (
+    ceil_div,
+    cluster_grid,
+    max_clusters,
+    num_cluster_tiles,
+    num_k_tiles,
+    num_waves,
+)
 from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.spec import GemmSpec, RasterOrder, TmaBox
-from .candidates import TRAVERSALS
+from .candidates import RASTER_ORDERS
 from .device import Device
 
 CYCLES_PER_NS = 1.755  # the clock under load; cycles below are of this clock
@@ -79,9 +86,8 @@ def estimate(
 ) -> Estimate:
     """Returns the expected cost of `spec`'s kernel on `problem`."""
     p, s = problem, spec
-    clusters = _clusters(p, s)
-    slots = max_clusters(s, device.num_sms)
-    waves = ceil_div(clusters, slots)
+    clusters, slots = _clusters(p, s), max_clusters(s, device.num_sms)
+    waves = num_waves(clusters, s, device.num_sms)
     active_sms = ceil_div(clusters, waves) * s.cluster_size
 
     math = _math_cycles(s)
@@ -122,7 +128,7 @@ class TileCycles:
 def tile_cycles(problem: GemmProblem, spec: GemmSpec, device: Device) -> TileCycles:
     """Returns the parts of `spec`'s expected cost on `problem`."""
     clusters = _clusters(problem, spec)
-    waves = ceil_div(clusters, max_clusters(spec, device.num_sms))
+    waves = num_waves(clusters, spec, device.num_sms)
     active_sms = ceil_div(clusters, waves) * spec.cluster_size
     return TileCycles(
         k_tiles=ceil(_k_tiles(problem, spec)),
@@ -166,9 +172,10 @@ def _clusters(problem: GemmProblem, spec: GemmSpec) -> int:
     """Returns the cluster tiles of D; those to expect where its rows are grouped."""
     p, s = equal_groups(problem), spec
     if mean := mean_rows(problem):
+        _, clusters_n = cluster_grid(p, s)
         pieces = expected_pieces(mean, s.tile_m * s.raster_m)
-        return round(pieces * p.l) * _clusters_n(p, s)
-    return _clusters_m(p, s) * _clusters_n(p, s) * p.l
+        return round(pieces * p.l) * clusters_n
+    return num_cluster_tiles(p, s)
 
 
 def _tiles(problem: GemmProblem, spec: GemmSpec) -> int:
@@ -179,7 +186,7 @@ def _k_tiles(problem: GemmProblem, spec: GemmSpec) -> float:
     """Returns the k-tiles of a tile; those to expect where K is grouped."""
     if problem.groups and problem.groups.axis == "k":
         return expected_pieces(problem.k / equal_groups(problem).l, spec.tile_k)
-    return ceil_div(problem.k, spec.tile_k)
+    return num_k_tiles(problem, spec)
 
 
 def mean_rows(problem: GemmProblem) -> float | None:
@@ -200,14 +207,6 @@ def _partial_tiles(problem: GemmProblem, spec: GemmSpec) -> tuple[float, float]:
     tiles, blocks = expected_pieces(mean, spec.tile_m), expected_pieces(mean, 64)
     blocks_of_tile = spec.tile_m // 64
     return 1 / tiles, (blocks - (tiles - 1) * blocks_of_tile) / blocks_of_tile
-
-
-def _clusters_m(problem: GemmProblem, spec: GemmSpec) -> int:
-    return ceil_div(problem.m, spec.tile_m * spec.raster_m)
-
-
-def _clusters_n(problem: GemmProblem, spec: GemmSpec) -> int:
-    return ceil_div(problem.n, spec.d_tile_n * spec.raster_n)
 
 
 def _k_tile_cycles(math: float, load: float) -> float:
@@ -236,8 +235,9 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     so the more of it comes from memory: sharing the larger operand is the better choice.
     """
     p, s = problem, spec
-    clipped = s.tile_m * (1 - p.m / (_clusters_m(p, s) * s.raster_m * s.tile_m))
-    clipped += s.tile_n * (1 - p.n / (_clusters_n(p, s) * s.raster_n * s.d_tile_n))
+    clusters_m, clusters_n = cluster_grid(p, s)
+    clipped = s.tile_m * (1 - p.m / (clusters_m * s.raster_m * s.tile_m))
+    clipped += s.tile_n * (1 - p.n / (clusters_n * s.raster_n * s.d_tile_n))
     taken = s.stage_bytes / SM_BYTES_PER_CYCLE
     taken += clipped * (s.tile_k * s.a_itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
     lines = _lines(p.a, s.a_box, s.tile_m * s.tile_k, s.a_itemsize) / s.cluster_n
@@ -283,7 +283,7 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
     epilogue = _epilogue_cycles(spec)
     if spec.warp_schedule == "pingpong":
         return waves * max(mainloop, (mainloop + epilogue) / 2) + epilogue
-    if spec.tile_scheduler == "single":
+    if not spec.persistent:
         return waves * (mainloop + epilogue)
     hidden = 1 - EXPOSED if spec.math_warpgroups > 1 else 0.0
     fetch = DYNAMIC_CYCLES if spec.tile_scheduler == "dynamic" else 0.0
@@ -358,12 +358,11 @@ def _in_flight(
     shorter than the wave.
     """
     p, s = equal_groups(problem), spec
-    along, across = _clusters_m(p, s), _clusters_n(p, s)
+    along, across = cluster_grid(p, s)
     if raster_order.along == "n":
         along, across = across, along
-    slots = max_clusters(s, device.num_sms)
     clusters = along * across
-    wave = clusters / ceil_div(clusters, slots)
+    wave = clusters / num_waves(clusters, s, device.num_sms)
     wide = min(raster_order.swizzle, across)
     long = wave / wide
     if long > along:
@@ -386,7 +385,7 @@ def memory_bytes(
     if a_bytes + b_bytes <= 0.8 * L2_BYTES:
         return p.bytes
     rows, columns = _in_flight(p, s, raster_order, device)
-    waves = ceil_div(_clusters_m(p, s) * _clusters_n(p, s), max_clusters(s, device.num_sms))
+    waves = num_waves(prod(cluster_grid(p, s)), s, device.num_sms)
     inputs = sum(
         whole if whole <= 0.4 * L2_BYTES else max(whole, waves * lines * row)
         for whole, lines, row in ((a_bytes, rows, row_a), (b_bytes, columns, row_b))
@@ -394,7 +393,7 @@ def memory_bytes(
     return max(float(p.bytes), p.l * (inputs + p.m * p.n * p.element_bytes))
 
 
-def best_traversal(problem: GemmProblem, spec: GemmSpec, device: Device) -> RasterOrder:
+def best_raster_order(problem: GemmProblem, spec: GemmSpec, device: Device) -> RasterOrder:
     """Returns the order of tiles whose waves read the fewest rows and columns.
 
     Of equals, neighbours in time lie side by side along the cluster's longer edge in a
@@ -402,13 +401,13 @@ def best_traversal(problem: GemmProblem, spec: GemmSpec, device: Device) -> Rast
     up to 7 % with tiles of 128x128, and 5 % at 1024^3.
     """
     s = spec
-    if s.tile_scheduler == "single":
-        walk_along_m = s.tile_m >= s.tile_n
+    if s.persistent:
+        along_m = s.tile_n * s.cluster_n > s.tile_m * s.cluster_m or s.cluster_n > s.cluster_m
     else:
-        walk_along_m = s.tile_n * s.cluster_n > s.tile_m * s.cluster_m or s.cluster_n > s.cluster_m
-    preferred = "m" if walk_along_m else "n"
+        along_m = s.tile_m >= s.tile_n
+    preferred = "m" if along_m else "n"
     return min(
-        TRAVERSALS,
+        RASTER_ORDERS,
         key=lambda t: (round(sum(_in_flight(problem, s, t, device))), t.along != preferred),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from ..gemm.grid import ceil_div, launched_clusters
+from ..gemm.grid import launched_clusters, num_cluster_tiles
 from ..gemm.group_search import MAX_LENGTH
 from ..gemm.group_search import MAX_TILES as MAX_GROUPED_TILES
 from ..gemm.legality import MAX_TILE_N, type_violations
@@ -78,15 +78,9 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
         )
     elif p.graph.needs_whole_rows and p.n > spec.d_tile_n:
         reasons.append(f"rows of {p.n} columns do not fit the kernel's tile of {spec.d_tile_n}")
-    clusters_m = ceil_div(p.m, spec.tile_m * spec.raster_m)
-    clusters_n = ceil_div(p.n, spec.d_tile_n * spec.raster_n)
-    if p.groups and p.groups.axis == "m":  # at most; a group's last tile may be all but empty
-        clusters = (clusters_m + p.groups.sizes) * clusters_n
-    else:
-        clusters = clusters_m * clusters_n * p.l
-    limit = MAX_GROUPED_TILES if p.groups else MAX_TILES
-    if clusters >= limit:
-        reasons.append(f"{clusters} clusters of tiles, not under {limit}: split the product")
+    cluster_tiles, limit = num_cluster_tiles(p, spec), MAX_GROUPED_TILES if p.groups else MAX_TILES
+    if cluster_tiles >= limit:
+        reasons.append(f"{cluster_tiles} clusters of tiles, not under {limit}: split the product")
     return reasons
 
 

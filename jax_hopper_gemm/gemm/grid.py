@@ -1,4 +1,8 @@
-"""The grid of a launch: clusters, the arrays that a kernel reads and writes."""
+"""The grid of a launch: clusters' tiles, clusters, the arrays that a kernel reads and writes.
+
+A cluster works on one of its tiles at a time: `cluster_m` x `cluster_n` tiles of D, or those of a
+pair (`GemmSpec.raster_m`).
+"""
 
 from __future__ import annotations
 
@@ -11,34 +15,63 @@ STRANDED_SMS = 12  # that clusters of four cannot use
 WRAP_BYTES = 2**34  # times SPAN_EXTENT: 2**64, where addresses wrap around
 
 
-def launched_clusters(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> int:
-    """Returns the clusters of a launch: one for each of their tiles, or as many as stay."""
-    clusters_m = ceil_div(problem.m, spec.tile_m * spec.raster_m)
-    clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.raster_n)
+def cluster_grid(problem: GemmProblem, spec: GemmSpec) -> tuple[int, int]:
+    """Returns the clusters' tiles along M and N of one matrix, as if no axis were grouped."""
+    return (
+        ceil_div(problem.m, spec.tile_m * spec.raster_m),
+        ceil_div(problem.n, spec.d_tile_n * spec.raster_n),
+    )
+
+
+def num_cluster_tiles(problem: GemmProblem, spec: GemmSpec) -> int:
+    """Returns the clusters' tiles of a launch; where rows are grouped, the most there can be.
+
+    A group's last tile may be all but empty, and each has a row at least.
+    """
+    along_m, along_n = cluster_grid(problem, spec)
     groups = problem.groups
     if groups and groups.axis == "m":
-        clusters = min(problem.m, clusters_m + groups.sizes) * clusters_n  # at most
-    else:
-        clusters = clusters_m * clusters_n * problem.l
-    if spec.tile_scheduler == "single":
-        return clusters
-    even = spec.tile_scheduler == "static" and groups is None
-    return persistent_clusters(clusters, max_clusters(spec, num_sms), even=even)
+        return min(problem.m, along_m + groups.sizes) * along_n
+    return along_m * along_n * problem.l
+
+
+def num_k_tiles(problem: GemmProblem, spec: GemmSpec) -> int:
+    """Returns the k-tiles of a tile of D, as if K were not grouped."""
+    return ceil_div(problem.k, spec.tile_k)
+
+
+def num_waves(cluster_tiles: int, spec: GemmSpec, num_sms: int) -> int:
+    """Returns how many tiles a cluster works on, at most, of those that are resident at once."""
+    return ceil_div(cluster_tiles, max_clusters(spec, num_sms))
+
+
+def launched_clusters(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> int:
+    """Returns the clusters of a launch: one for each of their tiles, or as many as stay."""
+    cluster_tiles = num_cluster_tiles(problem, spec)
+    if not spec.persistent:
+        return cluster_tiles
+    even = spec.tile_scheduler == "static" and problem.groups is None
+    return persistent_clusters(cluster_tiles, max_clusters(spec, num_sms), even=even)
 
 
 def group_raster(problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder) -> GroupRaster:
-    """Returns the constants of the walk over a grouped problem's tiles."""
+    """Returns the constants of the raster over a grouped problem's tiles."""
     groups = problem.groups
     assert groups is not None
+    clusters_m, clusters_n = cluster_grid(problem, spec)
     if groups.axis == "m":
-        length, tiles = problem.m, ceil_div(problem.n, spec.d_tile_n)
+        length, tiles = problem.m, tiles_n(problem, spec)
     else:
-        length, tiles = problem.k, ceil_div(problem.m, spec.tile_m * spec.raster_m)
+        length, tiles = problem.k, clusters_m
     return GroupRaster(
         groups.sizes, groups.period, groups.first, groups.count, groups.step, length, tiles,
-        ceil_div(problem.n, spec.d_tile_n * spec.raster_n),
-        int(raster_order.along == "m"), raster_order.swizzle,
+        clusters_n, int(raster_order.along == "m"), raster_order.swizzle,
     )  # fmt: skip
+
+
+def tiles_n(problem: GemmProblem, spec: GemmSpec) -> int:
+    """Returns the tiles along N of one matrix, without those that fill up a cluster."""
+    return ceil_div(problem.n, spec.d_tile_n)
 
 
 def num_inputs(problem: GemmProblem) -> int:
@@ -66,26 +99,26 @@ def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int,
     """
     p = problem
     l = 1 if p.groups and p.groups.axis == "m" else p.l  # noqa: E741
-    tiles_n = ceil_div(p.n, spec.d_tile_n)
-    shapes = {
+    columns = tiles_n(p, spec)
+    partial = {
         "column_sum": (l, ceil_div(p.m, EPI_TILE_M), p.n),
-        "row_sum": (l, tiles_n, p.m),
-        "row_max": (l, tiles_n, p.m),
-        "row_sumexp": (l, tiles_n, 2, p.m),
-        "max": (l, ceil_div(p.m, 16), tiles_n),
+        "row_sum": (l, columns, p.m),
+        "row_max": (l, columns, p.m),
+        "row_sumexp": (l, columns, 2, p.m),
+        "max": (l, ceil_div(p.m, 16), columns),
     }
-    found: list[tuple[tuple[int, ...], str]] = []
+    shapes: list[tuple[tuple[int, ...], str]] = []
     for result in p.graph.results:
         if result.kind == "matrix":
             if result.plane == 0:
                 planes = (result.planes,) if result.planes > 1 else ()
-                found.append(((l, p.m, *planes, p.n), result.dtype))
-        elif result.kind in shapes:
-            found.append((shapes[result.kind], "float32"))
+                shapes.append(((l, p.m, *planes, p.n), result.dtype))
+        elif result.kind in partial:
+            shapes.append((partial[result.kind], "float32"))
         else:
             dtype = "int32" if result.kind == "top_k_indices" else "float32"
-            found.append(((l, p.m, result.k), dtype))
-    return found
+            shapes.append(((l, p.m, result.k), dtype))
+    return shapes
 
 
 def max_clusters(spec: GemmSpec, num_sms: int) -> int:
@@ -100,16 +133,17 @@ def max_clusters(spec: GemmSpec, num_sms: int) -> int:
     return max(1, (num_sms - STRANDED_SMS) // spec.cluster_size)
 
 
-def persistent_clusters(clusters: int, limit: int, *, even: bool) -> int:
-    """Returns how many clusters a persistent kernel launches for `clusters` tiles of theirs.
+def persistent_clusters(cluster_tiles: int, limit: int, *, even: bool) -> int:
+    """Returns how many clusters a persistent kernel launches for `cluster_tiles`.
 
     Those with even shares are the fewest that need no more waves than `limit` of them would. Where
-    tiles are claimed, or depend on sizes that nobody knows yet, they are as many as stay.
+    tiles are scheduled dynamically, or depend on sizes that are known only while the program runs,
+    they are as many as stay.
     """
     if not even:
-        return min(clusters, limit)
-    waves = ceil_div(clusters, limit)
-    return ceil_div(clusters, waves)
+        return min(cluster_tiles, limit)
+    waves = ceil_div(cluster_tiles, limit)
+    return ceil_div(cluster_tiles, waves)
 
 
 def ceil_div(a: int, b: int) -> int:

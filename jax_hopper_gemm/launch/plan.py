@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from ..gemm.dtypes import DTYPES
 from ..gemm.grid import (
     WRAP_BYTES,
-    ceil_div,
+    cluster_grid,
     group_raster,
     launched_clusters,
     num_inputs,
+    num_k_tiles,
     result_shapes,
 )
 from ..gemm.group_search import SPAN_EXTENT
@@ -129,9 +130,6 @@ def make_plan(
     problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, num_sms: int
 ) -> LaunchPlan:
     """Returns the launch of `spec`'s kernel on `problem`, on a GPU with `num_sms` SMs."""
-    k_tiles = ceil_div(problem.k, spec.tile_k)
-    clusters_m = ceil_div(problem.m, spec.tile_m * spec.raster_m)
-    clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.raster_n)
     params: list[TensorMap | Int32 | Pointer] = list(_operand_maps(problem, spec))
     params += [*_result_params(problem, spec), *_epilogue_params(problem, spec)]
     if groups := problem.groups:
@@ -148,14 +146,13 @@ def make_plan(
         if problem.indexed:
             params += [Pointer(num_inputs(problem) - 1), Int32(problem.stack)]
         raster = make_raster(
-            clusters_m,
-            clusters_n,
+            *cluster_grid(problem, spec),
             problem.l,
             along_m=raster_order.along == "m",
             swizzle=raster_order.swizzle,
         )
     launched = launched_clusters(problem, spec, num_sms)
-    params += [Int32(value) for value in (*raster, k_tiles)]
+    params += [Int32(value) for value in (*raster, num_k_tiles(problem, spec))]
     if spec.graph.needs_extents:
         params += [Int32(problem.m), Int32(problem.n)]
     if spec.zero_fill_warp:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from ..gemm.grid import ceil_div, group_raster
+from ..gemm.grid import ceil_div, group_raster, num_k_tiles, tiles_n
 from ..gemm.group_search import GroupRaster, tile_in_pair
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
@@ -111,7 +111,7 @@ def _of_cta(
     all_blocks = blocks = spec.tile_m // ROWS
     if spec.grouped == "m":
         height = tile.end - tile.start
-        k_tiles = ceil_div(problem.k, spec.tile_k) if counts else 1
+        k_tiles = num_k_tiles(problem, spec) if counts else 1
     else:
         height = problem.m
         k_tiles = max(1, ceil_div(tile.end - tile.start, spec.tile_k))
@@ -145,7 +145,7 @@ def draw_grouped_tiles(
             "draw_grouped_work draws both"
         )
     tiles = grouped_tiles(problem, spec, raster_order, sizes, num_sms)
-    columns = ceil_div(problem.n, spec.d_tile_n)
+    columns = tiles_n(problem, spec)
     tops, bottom = _tops(problem, spec, sizes)
     figure, axis = subplots(1, 1, (3 + 0.75 * columns, 1.2 + bottom / 220))
     for start, end, matrix, top in tops:
