@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .grouping import SPAN_EXTENT, GroupWalk
+from .offsets import ZeroRows
 from .problem import ITEMSIZE, GemmProblem, MatrixLayout
 from .spec import EPI_TILE_M, TMA_ALIGNMENT, GemmSpec, TmaBox, Traversal
 from .walk import make_walk
@@ -153,7 +154,7 @@ def make_plan(
     if spec.graph.needs_extents:
         params += [Int32(problem.m), Int32(problem.n)]
     if spec.zeros_apart:
-        params += [Pointer(num_inputs(problem)), *map(Int32, _rows_of_zeros(problem))]
+        params += [Pointer(num_inputs(problem)), *map(Int32, zero_rows(problem))]
     first_workspace = num_inputs(problem) + len(result_shapes(problem, spec))
     workspaces: tuple[Workspace, ...] = ()
     if spec.tile_scheduler == "dynamic":
@@ -170,14 +171,13 @@ def make_plan(
     )
 
 
-def _rows_of_zeros(problem: GemmProblem) -> tuple[int, int, int, int]:
-    """Returns a matrix of D as rows for `kernels.zeros`: how many, and in vectors of 16 bytes their
-    length, their distance and that of the matrices. Rows without gaps between them are one."""
+def zero_rows(problem: GemmProblem) -> ZeroRows:
+    """Returns the matrices of D as rows for `kernels.zeros`; those without gaps between are one."""
     p, size = problem, TMA_ALIGNMENT // ITEMSIZE[problem.d_dtype]
     rows, length, stride = p.m, p.n // size, p.d.leading_stride // size
     if length == stride:
         rows, length, stride = 1, rows * length, 0
-    return rows, length, stride, p.d.batch_stride // size
+    return ZeroRows(rows, length, stride, p.d.batch_stride // size)
 
 
 def launched_clusters(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> int:
@@ -321,7 +321,7 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | P
     params: list[TensorMap | Pointer | Int32] = []
     for i, (operand, layout) in enumerate(zip(p.graph.operands, p.operands, strict=True)):
         if operand.kind == "scalar":
-            params += [Pointer(first + i), Int32(layout.batch_stride)]
+            params += [Pointer(first + i), Int32(layout.batch_stride if p.l > 1 else 0)]
         elif operand.kind == "matrix":
             extents, box = {"m": p.m, "n": p.n}, spec.epi_box(operand.dtype)
             params.append(_tensor_map(first + i, operand.dtype, layout, extents, along_rows, box))
