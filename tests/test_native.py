@@ -175,7 +175,7 @@ def run():
 
 print(in_fork(lowered))
 print(in_fork(run))
-native._process_with_kernels = os.getpid()  # as if one had been loaded
+ffi_library._process_with_kernels = os.getpid()  # as if one had been loaded
 print(in_fork(lowered))
 print(lowered())
 print(run())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .group_search import GroupRaster
-from .problem import GemmProblem
-from .spec import EPI_TILE_M, GemmSpec, RasterOrder
+from .offsets import ZeroRows
+from .problem import ITEMSIZE, GemmProblem
+from .spec import EPI_TILE_M, TMA_ALIGNMENT, GemmSpec, RasterOrder
 
 STRANDED_SMS = 12  # that clusters of four cannot use
 
@@ -114,3 +115,12 @@ def persistent_clusters(clusters: int, limit: int, *, even: bool) -> int:
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def zero_rows(problem: GemmProblem) -> ZeroRows:
+    """Returns the matrices of D as rows for `kernels.zeros`; those without gaps between are one."""
+    p, size = problem, TMA_ALIGNMENT // ITEMSIZE[problem.d_dtype]
+    rows, length, stride = p.m, p.n // size, p.d.leading_stride // size
+    if length == stride:
+        rows, length, stride = 1, rows * length, 0
+    return ZeroRows(rows, length, stride, p.d.batch_stride // size)
