@@ -123,8 +123,8 @@ def _resolve(digest, spec_json, kernel_out, error_out, error_capacity) -> int:
         from . import cubin
 
         refuse_fork()
-        named = (text.decode(errors="backslashreplace") for text in (digest, spec_json))
-        kernel_out[0] = cubin.load(*named).handle
+        attributes = (text.decode(errors="backslashreplace") for text in (digest, spec_json))
+        kernel_out[0] = cubin.load(*attributes).handle
         _process_with_kernels = os.getpid()
     except BaseException as error:  # nothing may unwind into C++
         message = str(error) or type(error).__name__

@@ -28,7 +28,7 @@ class Statement(NamedTuple):
 
     Attributes:
       name: what it defines; None where it does anything else.
-      text: canonical: the same for code that does the same.
+      text: its syntax tree as text, without what decides nothing.
       uses: module and name of each definition that it may use.
     """
 
@@ -39,26 +39,26 @@ class Statement(NamedTuple):
 
 def source_digest(package: Path) -> str:
     """Returns a digest of what decides kernels' bytes in the package of this folder."""
-    found = deciding_statements(package)
-    text = "\0".join(f"{module}\0{found[module, i].text}" for module, i in sorted(found))
+    deciding = deciding_statements(package)
+    text = "\0".join(f"{module}\0{deciding[module, i].text}" for module, i in sorted(deciding))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def deciding_statements(package: Path) -> dict[tuple[str, int], Statement]:
     """Returns the statements that `kernels` consists of and uses, by module and place in it."""
     read = functools.cache(lambda module: list(_read(package, module)))
-    found: dict[tuple[str, int], Statement] = {}
+    deciding: dict[tuple[str, int], Statement] = {}
     wanted = [("kernels", "*")]
     seen = set(wanted)
     while wanted:
         module, name = wanted.pop()
         whole = _in_kernels(module) or name == "*"
         for i, statement in enumerate(read(module)):
-            if (module, i) not in found and (whole or statement.name in (None, name)):
-                found[module, i] = statement
+            if (module, i) not in deciding and (whole or statement.name in (None, name)):
+                deciding[module, i] = statement
                 wanted += statement.uses - seen
                 seen |= statement.uses
-    return found
+    return deciding
 
 
 def _in_kernels(module: str) -> bool:
@@ -125,22 +125,26 @@ class _Tree:
         self.imports: list[ast.ImportFrom] = []
 
     def text(self, node: Any) -> str:
+        """Returns the text of a node, a list or a leaf; of statements that decide something."""
+        if not isinstance(node, ast.AST | list):
+            return ascii(node)
         if isinstance(node, list):
             return f"[{','.join([self.text(item) for item in node if not _is_string(item)])}]"
-        if not isinstance(node, ast.AST):
-            return ascii(node)
         if isinstance(node, ast.Name):
             self.names.add(node.id)
         elif isinstance(node, ast.ImportFrom) and node.level:
             self.imports.append(node)
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             return f"Raise({self.text(node.exc.func)})"
-        fields = [
-            f"{name}={self.text(value)}"
-            for name in node._fields
-            if (value := getattr(node, name, None)) not in (None, []) and name not in self.ignored
-        ]
-        return f"{type(node).__name__}({','.join(fields)})"
+        elif isinstance(node, ast.JoinedStr):  # Python 3.12 ends some with an empty string
+            return f"JoinedStr({self.text([x for x in node.values if not _is_empty(x)])})"
+        text = type(node).__name__ + "("
+        for name in node._fields:
+            if name not in self.ignored:
+                value = getattr(node, name, None)
+                if value is not None and value != []:
+                    text += f"{name}={self.text(value)},"
+        return text + ")"
 
 
 def _is_string(node: Any) -> bool:
@@ -150,3 +154,7 @@ def _is_string(node: Any) -> bool:
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
     )
+
+
+def _is_empty(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == ""
