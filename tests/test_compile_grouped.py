@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from compiling import skip_without_compiler
 from support import graphs
+from support.compiling import skip_without_compiler
 from support.grouped import Layout, problem_of
 
 from jax_hopper_gemm import cubin

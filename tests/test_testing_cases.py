@@ -7,8 +7,8 @@ import random
 
 import numpy as np
 import pytest
-from host_kernels import BY_NAME, EPILOGUE_SPECS
 from support import cases, policies
+from support.host_kernels import BY_NAME, EPILOGUE_SPECS
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from epilogue_graphs import (
+from support.activation_graphs import (
     ACTIVATIONS,
     activation_graph,
 )

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_kernels import HostGpu
 from support import graphs, grouped, outcome, random_grouped, trial
 from support.grouped import Layout, Span
+from support.host_kernels import HostGpu
 from support.policies import choice_of, grouped_covering_specs, spec_of
 
 from jax_hopper_gemm.dispatch import problem_violations

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import pytest
-from recording_driver import SIZES, SPEC, FakeDriver
+from support.recording_driver import SIZES, SPEC, FakeDriver
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import RasterOrder

@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matrices import normal
+from support.matrices import normal
 
 from jax_hopper_gemm.testing import reference, tolerance
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from host_kernels import BY_NAME, EXACT, run_epilogue_on_host, run_on_host
-from recording_driver import SPEC
 from support import cases, outcome, trial
+from support.host_kernels import BY_NAME, EXACT, run_epilogue_on_host, run_on_host
+from support.recording_driver import SPEC
 
 from jax_hopper_gemm.testing import reference
 
