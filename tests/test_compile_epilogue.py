@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from compiling import skip_without_compiler
+from support.compiling import skip_without_compiler
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin.manifest import Manifest

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from compiling import skip_without_compiler
 from support import graphs
+from support.compiling import skip_without_compiler
 from support.grouped import Layout, problem_of
 
 from jax_hopper_gemm import cubin

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from compiling import skip_without_compiler
+from support.compiling import skip_without_compiler
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin.sass import sass_facts

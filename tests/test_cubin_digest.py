@@ -9,8 +9,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from compiling import skip_without_compiler
-from cubin_samples import HIDE_CUTLASS, OTHER_VALUES, SPEC, run_python
+from support.compiling import skip_without_compiler
+from support.cubin_samples import HIDE_CUTLASS, OTHER_VALUES, SPEC, run_python
 
 from jax_hopper_gemm.cubin import digest, digest_of, sources
 
@@ -27,7 +27,7 @@ def test_digest_is_64_hexadecimal_digits():
 
 @pytest.mark.parametrize("seed", ["0", "1"])
 def test_other_processes_find_the_same_digest(seed):
-    source = "from cubin_samples import SPEC; from jax_hopper_gemm.cubin import digest_of\n"
+    source = "from support.cubin_samples import SPEC; from jax_hopper_gemm.cubin import digest_of\n"
     assert run_python(source + "print(digest_of(SPEC))", PYTHONHASHSEED=seed).strip() == digest_of(
         SPEC
     )
@@ -37,7 +37,7 @@ def test_digest_needs_no_cutlass():
     source = (
         HIDE_CUTLASS
         + """
-    from cubin_samples import SPEC
+    from support.cubin_samples import SPEC
     from jax_hopper_gemm.cubin import digest_of
     print(digest_of(SPEC))
     """

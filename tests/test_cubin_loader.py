@@ -6,7 +6,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from cubin_samples import SPEC, sample_cubin, sample_manifest
+from support.cubin_samples import SPEC, sample_cubin, sample_manifest
 
 from jax_hopper_gemm.cubin import Compiled, CubinError, LoadedKernel, Parameter, digest_of, loader
 from jax_hopper_gemm.cubin.loader import load_compiled

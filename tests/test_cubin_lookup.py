@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cubin_samples import (
+from support.cubin_samples import (
     FAKE_COMPILER,
     HIDE_CUTLASS,
     NAMES,
@@ -106,7 +106,7 @@ def test_processes_that_start_together_compile_once(tmp_path):
     source = (
         FAKE_COMPILER
         + """
-    from cubin_samples import SPEC
+    from support.cubin_samples import SPEC
     from jax_hopper_gemm import cubin
     print(cubin.get(SPEC).origin.split()[0])
     """
@@ -137,7 +137,7 @@ def test_prebuilt_kernels_need_no_compiler_and_no_cache(tmp_path):
     source = (
         HIDE_CUTLASS
         + """
-    from cubin_samples import SPEC
+    from support.cubin_samples import SPEC
     from jax_hopper_gemm import cubin
     print(cubin.get(SPEC).manifest.cubin_sha256)
     """

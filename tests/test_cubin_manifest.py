@@ -7,7 +7,7 @@ import struct
 from dataclasses import replace
 
 import pytest
-from cubin_samples import NAMES, PLACES, SPEC, sample_cubin, sample_manifest
+from support.cubin_samples import NAMES, PLACES, SPEC, sample_cubin, sample_manifest
 
 from jax_hopper_gemm.cubin import CubinError, Manifest, Parameter
 from jax_hopper_gemm.cubin.elf import read_kernel

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
-from launches_on_cpu import LaunchesOnCpu, fake_kernels, parameter_bytes, runnable
-from programs import run_fresh
-from stored_layer import LAYER, layer_arguments
+from support.launches_on_cpu import LaunchesOnCpu, fake_kernels, parameter_bytes, runnable
+from support.program_inspection import run_fresh
+from support.stored_layer import LAYER, layer_arguments
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import cubin
@@ -169,7 +169,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jax.experimental import serialize_executable
-from launches_on_cpu import LaunchesOnCpu, fake_kernels, runnable, use_fake_kernels
+from support.launches_on_cpu import LaunchesOnCpu, fake_kernels, runnable, use_fake_kernels
 from jax_hopper_gemm.sharding.export import launches_of, stored_programs
 
 libraries, folder, how = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]

@@ -10,7 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from programs import run_fresh
+from support.program_inspection import run_fresh
 
 from jax_hopper_gemm.launch import ffi_library
 

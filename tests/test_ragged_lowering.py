@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from programs import LAUNCH, attributes, integers, lowered
+from support.program_inspection import LAUNCH, attributes, integers, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from cubin_samples import sample_cubin
 from fake_driver.harness import Driver, Launcher
 from jax import export
+from support.cubin_samples import sample_cubin
 
 from jax_hopper_gemm.cubin import compiler, lookup
 from jax_hopper_gemm.gemm.spec import GemmSpec

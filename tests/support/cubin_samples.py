@@ -94,7 +94,7 @@ def sample_manifest(spec: GemmSpec = SPEC, cubin: bytes | None = None) -> Manife
 # file that gets a line for each.
 FAKE_COMPILER = """
     import os, sys, time, types
-    from cubin_samples import NAMES, sample_cubin
+    from support.cubin_samples import NAMES, sample_cubin
     from jax_hopper_gemm.cubin import compiler
 
     def compile_cubin(spec, workdir):
@@ -120,7 +120,7 @@ HIDE_CUTLASS = """
 
 def start_python(source: str, **environment: str) -> subprocess.Popen:
     """Starts `source` in a fresh process that can import the package and this module."""
-    tests = Path(__file__).resolve().parent
+    tests = Path(__file__).resolve().parents[1]
     paths = {"PYTHONPATH": f"{tests.parent}:{tests}", "PATH": "/usr/bin:/bin"}
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(source)],
