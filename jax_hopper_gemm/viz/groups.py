@@ -87,7 +87,7 @@ def grouped_tiles(
     clusters = make_plan(problem, spec, raster_order, num_sms).grid[0] // spec.cluster_m
     raster = group_raster(problem, spec, raster_order)
     rows = spec.tile_m * spec.raster_m if spec.grouped == "m" else None
-    found = [
+    tiles = [
         _of_cta(problem, spec, tile, cluster + turn * clusters, cluster, turn, rank)
         for cluster in range(clusters)
         for turn, tile in enumerate(
@@ -95,7 +95,7 @@ def grouped_tiles(
         )
         for rank in range(spec.cluster_size)
     ]
-    return sorted(found, key=lambda tile: (tile.index, tile.cta))
+    return sorted(tiles, key=lambda tile: (tile.index, tile.cta))
 
 
 def _of_cta(
@@ -190,19 +190,19 @@ def _tops(
     """Returns (start, end, matrix, place on paper) of each span, and where the last one ends."""
     groups = problem.groups
     assert groups is not None
-    found, start, top = [], 0, 0
+    tops, start, top = [], 0, 0
     for i, size in enumerate([*sizes, problem.m]):
         end = min(problem.m, start + max(int(size), 0))
         place = i % groups.period - groups.first
         belongs = i < groups.sizes and 0 <= place < groups.count
         matrix = i // groups.period * groups.step + place if belongs else -1
-        found.append((start, end, matrix, top))
+        tops.append((start, end, matrix, top))
         if end > start:
             top += ceil_div(end - start, spec.tile_m) * spec.tile_m + GAP
         elif belongs:
             top += LINE_OF_TEXT + GAP
         start = end
-    return found, top
+    return tops, top
 
 
 def _draw_tile(axis: Any, tile: GroupedTile, spec: GemmSpec, top: int) -> None:

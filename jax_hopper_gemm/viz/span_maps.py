@@ -53,24 +53,24 @@ def clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[int])
     Args:
       rows: which of the box, from 0.
     """
-    found = []
+    box_rows = []
     for row in rows:
         coordinates = (SPAN_EXTENT - (end - first) + row, end, SPAN_EXTENT)
         pairs = zip(coordinates, span_map.dims[1:], strict=True)
         inside = all(0 <= coordinate < extent for coordinate, extent in pairs)
         nbytes = sum(c * s for c, s in zip(coordinates, span_map.strides, strict=True)) % ADDRESSES
-        found.append(BoxRow(row, coordinates, inside, nbytes // span_map.strides[0]))
-    return found
+        box_rows.append(BoxRow(row, coordinates, inside, nbytes // span_map.strides[0]))
+    return box_rows
 
 
 def draw_clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[int]) -> Any:
     """Draws `clipped_rows` as a table: green inside the map, hatched outside."""
     from matplotlib.patches import Rectangle
 
-    found = clipped_rows(span_map, first, end, rows)
+    box_rows = clipped_rows(span_map, first, end, rows)
     heads = ("row of the box", "coordinate 1", "coordinate 2", "coordinate 3", "row of the array")
-    figure, axis = subplots(1, 1, (10, 0.9 + 0.32 * len(found)))
-    for y, row in enumerate(found):
+    figure, axis = subplots(1, 1, (10, 0.9 + 0.32 * len(box_rows)))
+    for y, row in enumerate(box_rows):
         colour, hatch = ("#95d5b2", None) if row.inside else ("white", "///")
         axis.add_patch(
             Rectangle((0, y), len(heads), 1, facecolor=colour, edgecolor="#bbbbbb", hatch=hatch)
@@ -82,7 +82,7 @@ def draw_clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[
                 bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5},
             )  # fmt: skip
     axis.set_xlim(0, len(heads))
-    axis.set_ylim(len(found), 0)
+    axis.set_ylim(len(box_rows), 0)
     extents = ("", *(f"\nextent {_by_extent(extent)}" for extent in span_map.dims[1:]), "")
     labels = [head + extent for head, extent in zip(heads, extents, strict=True)]
     axis.set_xticks([i + 0.5 for i in range(len(heads))], labels)
