@@ -1,4 +1,4 @@
-"""`tune`: measures candidates on this GPU and writes a table of the best."""
+"""`tune`: measures candidates on this GPU and writes a table of the fastest."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def read_or_start(path: Path, device: dispatch.Device) -> table.Table:
     """Returns the table at `path`, or an empty one.
 
     Raises:
-      ValueError: it is for another kind of GPU, or damaged.
+      ValueError: the table is for another kind of GPU, or damaged.
     """
     if not path.exists():
         return table.Table.of(device, (), str(path))
@@ -113,7 +113,7 @@ def read_or_start(path: Path, device: dispatch.Device) -> table.Table:
 def timers(gpu: Any, problem: GemmProblem) -> tuple[Callable[..., float], Callable[[], float]]:
     """Returns functions that time one kernel and XLA's product, in microseconds.
 
-    A kernel that cannot be built takes infinitely long. The GPU rests before each measurement.
+    The time of a kernel that cannot be built is infinite. The GPU rests before each measurement.
     """
     from ..testing import benchmark, timing
 

@@ -230,10 +230,8 @@ def _down(
 
 def refuse_dot_general(layer: str, theirs: str, options: Mapping[str, Any]) -> None:
     """Raises TypeError if the options contain a product."""
-    products = [
-        name for name in ("dot_general", "dot_general_cls") if options.get(name) is not None
-    ]
-    if products:
+    names = [name for name in ("dot_general", "dot_general_cls") if options.get(name) is not None]
+    if names:
         raise TypeError(
             f"{layer}: {names[0]} came, but this layer's product is jax_hopper_gemm.matmul: "
             f"use {theirs}({names[0]}=...)"

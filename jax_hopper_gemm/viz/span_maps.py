@@ -1,4 +1,4 @@
-"""How a tensor map over rows ends a copy where a span of rows does."""
+"""Tensor maps over grouped rows, which end a copy where a group ends."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class BoxRow:
     """A row of the box that one copy moves.
 
     Attributes:
-      row: which of the box.
+      row: its number in the box.
       coordinates: the second to fourth in the map; the first runs along the row.
-      inside: whether they are within the map's extents: outside, a load brings zeros and a store
+      inside: whether they are within the map's extents. Outside, a load returns zeros and a store
         writes nothing.
-      address: which row of the array they lead to.
+      address: the row of the array that they lead to.
     """
 
     row: int
@@ -34,12 +34,12 @@ class BoxRow:
 
 
 def span_map(problem: GemmProblem, spec: GemmSpec) -> TensorMap:
-    """Returns the first map of a launch that ends copies where a span ends.
+    """Returns the first map of a launch that ends copies where a group ends.
 
-    It is that of the result where its rows are grouped, that of A where K is.
+    It is the result's map if rows are grouped, A's map if K is.
 
     Raises:
-      ValueError: there is none.
+      ValueError: the launch has no such map.
     """
     for param in make_plan(problem, spec, RasterOrder(), num_sms=132).params:
         if isinstance(param, TensorMap) and SPAN_EXTENT in param.dims:
@@ -48,10 +48,10 @@ def span_map(problem: GemmProblem, spec: GemmSpec) -> TensorMap:
 
 
 def clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[int]) -> list[BoxRow]:
-    """Returns rows of the box whose first row is row `first` of the array, in a span up to `end`.
+    """Returns rows of a box that begins at row `first` of the array, in a group that ends at `end`.
 
     Args:
-      rows: which of the box, from 0.
+      rows: numbers of rows in the box, from 0.
     """
     box_rows = []
     for row in rows:
@@ -95,7 +95,7 @@ def draw_clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[
 
 
 def _by_extent(value: int) -> str:
-    """Returns a number as text, one near `SPAN_EXTENT` by its distance from that."""
+    """Returns a number as text; a number near `SPAN_EXTENT` by its distance from it."""
     distance = value - SPAN_EXTENT
     if abs(distance) >= SPAN_EXTENT // 2:
         return str(value)
