@@ -10,7 +10,7 @@ from .staging import ROWS
 
 
 def graph_lines(graph: EpilogueGraph) -> list[str]:
-    """Returns an epilogue as text: what each numbered value is, then the results."""
+    """Returns an epilogue as text: each numbered value, then the results."""
     lines = [f"v{i} = accumulator" for i in range(graph.accumulators)]
     for value in range(graph.accumulators, graph.num_values):
         if operand := graph.operand(value):
