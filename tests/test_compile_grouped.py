@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from jax_hopper_gemm.cubin.sass import SassFacts, disassemble, parse_sass
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
+from jax_hopper_gemm.testing import lanes
 
 skip_without_compiler()
 
@@ -115,3 +117,34 @@ def test_parameters_are_those_of_the_plan(kernel):
     plan = make_plan(problem, spec, RasterOrder(), num_sms=132)
     planned = [PARAMETER_BYTES[type(parameter)] for parameter in plan.params]
     assert [parameter.size for parameter in manifest.parameters] == planned
+
+
+@pytest.mark.parametrize(("source", "stride"), [(4194304, 8192), (2**31 - 1, 2**30 - 8)])
+def test_gathered_rows_are_copied_from_where_they_lie_beyond_2_31_elements(
+    source, stride, monkeypatch
+):
+    """The loader's arithmetic, on integers that raise where the device's would wrap around."""
+    module = pytest.importorskip("jax_hopper_gemm.kernels.mainloop.gather")
+    indices = [0, source - 1, -1, source // 2, -(2**31)]
+    copied = []
+    load = SimpleNamespace(load=lambda at, _: lanes.Int32(indices[int(at)]))
+    instead = {
+        "Int32": lanes.Int32,
+        "Int64": lanes.Int64,
+        "select_": lambda condition, x, y: x if condition else y,
+        "smaller": min,
+        "cute": SimpleNamespace(arch=load),
+        "copy_piece": lambda _, address, nbytes: copied.append((int(address), int(nbytes))),
+    }
+    mainloop = module.GatheredMainloop(rows(128, 128, gathered="a"), 2)
+    for name, function in instead.items():
+        monkeypatch.setattr(module, name, function)
+    mainloop.bind(0, *map(lanes.Int32, (source, stride, stride, len(indices))))
+    mainloop.pointer = SimpleNamespace(toint=lambda: lanes.Int64(2**48))
+    for i in range(len(indices)):
+        row = mainloop._row(lanes.Int32(i))
+        mainloop._copy_piece(None, mainloop._source(lanes.Int32(stride - 8)), row, row >= 0)
+    addresses = [2**48 + 2 * (row * stride + stride - 8) for row in indices]
+    assert [nbytes for _, nbytes in copied] == [16, 16, 0, 16, 0]
+    exists = [0, 1, 3]
+    assert [copied[i][0] for i in exists] == [addresses[i] for i in exists]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ..gemm.epilogue_graph import Operand, graph_violations
-from ..gemm.grid import WRAP_BYTES, ceil_div, launched_clusters
+from ..gemm.grid import WRAP_BYTES, ceil_div, launched_clusters, zero_rows
 from ..gemm.group_search import MAX_LENGTH
 from ..gemm.group_search import MAX_TILES as MAX_GROUPED_TILES
 from ..gemm.problem import ITEMSIZE, GemmProblem, GroupedAxis, Groups, MatrixLayout
@@ -19,7 +19,10 @@ from .device import Device
 
 AB_DTYPES = ("bfloat16", "float16")
 D_DTYPES = ("bfloat16", "float16", "float32")
-MAX_EXTENT = 2**31 - 1  # TMA coordinates are int32
+# Coordinates are int32. Tiles may reach past the end of an axis, and not past 2**31: there a
+# coordinate would be negative, and so not past the end.
+MAX_EXTENT = 2**31 - 2**15
+MAX_INT32 = 2**31 - 1
 MAX_STRIDE_BYTES = 2**40  # a tensor map's strides stay below
 MAX_TENSOR_MAPS = 16  # of one launch
 MAX_TILE_N = 256
@@ -118,8 +121,8 @@ def _stack_violations(problem: GemmProblem) -> list[str]:
             f"{p.indexed.upper()} is one matrix of a stack, and the product has "
             f"{'groups' if p.groups else f'{p.l} matrices'}: copy it out of the stack"
         )
-    if not 1 <= p.stack <= MAX_EXTENT:
-        found.append(f"the stack has {p.stack} matrices, not 1 to {MAX_EXTENT}: split it")
+    if not 1 <= p.stack <= MAX_INT32:
+        found.append(f"the stack has {p.stack} matrices, not 1 to {MAX_INT32}: split it")
     return found
 
 
@@ -148,8 +151,10 @@ def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
         )
     elif g.gathered == "b" and p.gated:
         found.append("no kernel gathers two B's: gather them beforehand")
-    elif g.gathered and not 1 <= g.source <= MAX_EXTENT:
-        found.append(f"indices pick among {g.source} rows, not 1 to {MAX_EXTENT}")
+    elif g.gathered and not 1 <= g.source <= MAX_INT32:
+        found.append(f"indices pick among {g.source} rows, not 1 to {MAX_INT32}")
+    if g.period > MAX_INT32:
+        found.append(f"spans repeat every {g.period}, over {MAX_INT32}: split the product")
     if found:  # what follows does arithmetic on the fields above
         return found
     if g.axis == "m":
@@ -157,6 +162,8 @@ def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
             found.append("rows of A are cut into groups, so A must be stored (M, K): copy it")
         if g.matrices > p.l:
             found.append(f"groups need {g.matrices} matrices of B, there are {p.l}")
+        if p.l > MAX_LENGTH:  # rows of no group read one that lies behind them all
+            found.append(f"B has {p.l} matrices, over {MAX_LENGTH}: split it")
         cut = sorted({r.kind for r in p.graph.results} & {"column_sum", "max"})
         found += [f"a {kind} of rows that are cut into groups: leave it to XLA" for kind in cut]
         return found
@@ -176,14 +183,15 @@ def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
 def _span_violations(problem: GemmProblem, groups: Groups) -> list[str]:
     """Returns why a tensor map over rows of a grouped axis cannot end where a group does.
 
-    Of rows that are gathered there is none; their distance is an int32.
+    Of rows that are gathered there is none; their distance in bytes is an int32.
     """
     p = problem
     layouts = {"a": ("A", p.a), "b": ("B", p.b)}
     if groups.gathered:
         name, layout = layouts.pop(groups.gathered)
-        if layout.leading_stride > MAX_EXTENT:
-            apart = f"{layout.leading_stride} elements apart, over {MAX_EXTENT}"
+        row_bytes = layout.leading_stride * ITEMSIZE[p.ab_dtype]
+        if row_bytes > MAX_INT32:
+            apart = f"{row_bytes} bytes apart, over {MAX_INT32}"
             return [f"{name}'s rows, picked by indices, are {apart}: copy it"]
     if groups.axis == "k":
         lines = {
@@ -248,9 +256,15 @@ def _epilogue_operand_violations(
     stride = layout.batch_stride
     if batches == 1 or stride == 0:
         return found
-    if stride < 0 or stride > MAX_EXTENT:
-        found.append(f"{name} has batch stride {stride}, not 0 to {MAX_EXTENT}: copy it")
-    elif operand.kind != "scalar" and stride * itemsize % TMA_ALIGNMENT:
+    if stride < 0 or stride > MAX_INT32:
+        found.append(f"{name} has batch stride {stride}, not 0 to {MAX_INT32}: copy it")
+    elif operand.kind == "scalar":
+        if (last := (batches - 1) * stride) > MAX_INT32:
+            found.append(
+                f"{name} is a scalar for each matrix, the last of them {last} elements behind the "
+                f"first, over {MAX_INT32}: copy it"
+            )
+    elif stride * itemsize % TMA_ALIGNMENT:
         found.append(
             f"{name} is a {operand.kind} of {operand.dtype} for each matrix, "
             f"{stride * itemsize} bytes apart, not a multiple of {TMA_ALIGNMENT}: choose a stride "
@@ -338,4 +352,24 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
     limit = MAX_GROUPED_TILES if p.groups else MAX_TILES
     if clusters >= limit:
         found.append(f"{clusters} clusters of tiles, not under {limit}: split the product")
+    if spec.zero_fill_warp and axis == "k":
+        found += _zero_violations(p, spec)
     return found
+
+
+def _zero_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
+    """Returns why a kernel cannot count what it fills with zeros for empty groups."""
+    zeros = zero_rows(problem)
+    parts = problem.l * zeros.rows * zeros.parts_of_row(spec.zero_part)
+    counts = {
+        "parts": parts,
+        "vectors of 16 bytes without a gap": zeros.vectors,
+        "vectors of 16 bytes from a row to the next": zeros.row_stride,
+        "vectors of 16 bytes from a matrix to the next": zeros.matrix_stride,
+    }
+    return [
+        f"D, where it is zeros for empty groups, has {count} {what}, over {MAX_EXTENT}: split the "
+        "product"
+        for what, count in counts.items()
+        if count > MAX_EXTENT
+    ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .group_search import GroupRaster
-from .problem import GemmProblem
-from .spec import EPI_TILE_M, GemmSpec, RasterOrder
+from .offsets import ZeroRows
+from .problem import ITEMSIZE, GemmProblem
+from .spec import EPI_TILE_M, TMA_ALIGNMENT, GemmSpec, RasterOrder
 
 STRANDED_SMS = 12  # that clusters of four cannot use
 
@@ -86,6 +87,15 @@ def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int,
             dtype = "int32" if result.kind == "top_k_indices" else "float32"
             found.append(((l, p.m, result.k), dtype))
     return found
+
+
+def zero_rows(problem: GemmProblem) -> ZeroRows:
+    """Returns the matrices of D as rows to fill with zeros; rows without gaps between are one."""
+    p, size = problem, TMA_ALIGNMENT // ITEMSIZE[problem.d_dtype]
+    rows, length, stride = p.m, p.n // size, p.d.leading_stride // size
+    if length == stride:
+        rows, length, stride = 1, rows * length, 0
+    return ZeroRows(rows, length, stride, p.d.batch_stride // size)
 
 
 def max_clusters(spec: GemmSpec, num_sms: int) -> int:

@@ -12,6 +12,7 @@ from cutlass.cutlass_dsl import dsl_user_op, select_
 from cutlass.cutlass_dsl import min as smaller
 
 from ..gemm.group_search import LANES, Window, empty_before_end, is_last, part_in
+from ..gemm.offsets import ZeroRows, vectors_of_part
 from .tile_scheduler.grouped import Warp
 
 VECTOR = 16  # bytes
@@ -40,18 +41,15 @@ class ZeroWriter:
         self.spec = spec
         self.scheduler = scheduler
 
-    def bind(self, matrices, rows, vectors, row_stride, matrix_stride):
+    def bind(self, matrices, *zeros):
         """Takes the kernel's parameters.
 
         Args:
           matrices: global pointer to D.
-          rows: of each of its matrices.
-          vectors: of 16 bytes in a row.
-          row_stride, matrix_stride: vectors between neighbours.
+          zeros: the fields of its `ZeroRows`.
         """
-        self.matrices, self.rows, self.vectors = matrices, rows, vectors
-        self.row_stride, self.matrix_stride = row_stride, matrix_stride
-        self.parts_of_row = (vectors + (self.spec.zero_part - 1)) // self.spec.zero_part
+        self.matrices, self.zeros = matrices, ZeroRows(*zeros)
+        self.parts_of_row = self.zeros.parts_of_row(self.spec.zero_part)
 
     @cute.jit
     def run(self):
@@ -59,7 +57,7 @@ class ZeroWriter:
         raster = self.scheduler.raster
         grid_m, grid_n, _ = cute.arch.grid_dim()
         cta_m, cta_n, _ = cute.arch.block_idx()
-        parts = self.rows * self.parts_of_row
+        parts = self.zeros.rows * self.parts_of_row
         index = cta_m * grid_n + cta_n
         tile, reader = self.scheduler.first_tile()
         window, before = self.scheduler.first_window(), Int32(0)
@@ -80,10 +78,9 @@ class ZeroWriter:
     @cute.jit
     def fill(self, part):
         """Writes zeros to a part of a matrix."""
-        row = part.part // self.parts_of_row
-        first = (part.part - row * self.parts_of_row) * self.spec.zero_part
-        end = smaller(first + self.spec.zero_part, self.vectors)
-        start = Int64(part.matrix) * self.matrix_stride + Int64(row) * self.row_stride
+        start, first, end = vectors_of_part(
+            self.zeros, self.parts_of_row, self.spec.zero_part, part, Int64, smaller
+        )
         address = self.matrices.toint() + start * VECTOR
         for vector in cutlass.range(first + cute.arch.lane_idx(), end, LANES, unroll=4):
             store_zeros(address + Int64(vector) * VECTOR)

@@ -15,6 +15,7 @@ from ..gemm.grid import (
     launched_clusters,
     num_inputs,
     result_shapes,
+    zero_rows,
 )
 from ..gemm.group_search import SPAN_EXTENT
 from ..gemm.problem import ITEMSIZE, GemmProblem, MatrixLayout
@@ -159,7 +160,7 @@ def make_plan(
     if spec.graph.needs_extents:
         params += [Int32(problem.m), Int32(problem.n)]
     if spec.zero_fill_warp:
-        params += [Pointer(num_inputs(problem)), *map(Int32, _rows_of_zeros(problem))]
+        params += [Pointer(num_inputs(problem)), *map(Int32, zero_rows(problem))]
     first_workspace = num_inputs(problem) + len(result_shapes(problem, spec))
     workspaces: tuple[Workspace, ...] = ()
     if spec.tile_scheduler == "dynamic":
@@ -174,16 +175,6 @@ def make_plan(
         workspaces=workspaces,
         first_workspace=first_workspace,
     )
-
-
-def _rows_of_zeros(problem: GemmProblem) -> tuple[int, int, int, int]:
-    """Returns a matrix of D as rows for `kernels.zeros`: how many, and in vectors of 16 bytes their
-    length, their distance and that of the matrices. Rows without gaps between them are one."""
-    p, size = problem, TMA_ALIGNMENT // ITEMSIZE[problem.d_dtype]
-    rows, length, stride = p.m, p.n // size, p.d.leading_stride // size
-    if length == stride:
-        rows, length, stride = 1, rows * length, 0
-    return rows, length, stride, p.d.batch_stride // size
 
 
 def _operand_maps(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Pointer]:
@@ -250,7 +241,7 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | P
     params: list[TensorMap | Pointer | Int32] = []
     for i, (operand, layout) in enumerate(zip(p.graph.operands, p.operands, strict=True)):
         if operand.kind == "scalar":
-            params += [Pointer(first + i), Int32(layout.batch_stride)]
+            params += [Pointer(first + i), Int32(layout.batch_stride if p.l > 1 else 0)]
         elif operand.kind == "matrix":
             extents, box = {"m": p.m, "n": p.n}, spec.epi_box(operand.dtype)
             params.append(_tensor_map(first + i, operand.dtype, layout, extents, along_rows, box))

@@ -19,6 +19,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op, select_
 from cutlass.cutlass_dsl import min as smaller
 
+from ...gemm.offsets import row_address
 from ...gemm.problem import ITEMSIZE
 from .tma import SharedSharedMainloop
 
@@ -63,8 +64,8 @@ class GatheredMainloop(SharedSharedMainloop):
           width, stride: elements of such a row, and between neighbours.
           length: number of indices.
         """
-        self.rows, self.source, self.width = rows, source, width
-        self.stride, self.length = stride, length
+        self.rows, self.source, self.width, self.length = rows, source, width, length
+        self.row_bytes = stride * ITEMSIZE[self.spec.ab_dtype]
 
     @property
     def gathers_a(self):
@@ -116,7 +117,7 @@ class GatheredMainloop(SharedSharedMainloop):
         """Rows of A are rows of the tile: a thread's are the same for all k-tiles."""
         first = place.first + self.first_row
         rows = [
-            self._offset(first + ROWS_AT_ONCE * i) for i in range(self.spec.tile_m // ROWS_AT_ONCE)
+            self._row(first + ROWS_AT_ONCE * i) for i in range(self.spec.tile_m // ROWS_AT_ONCE)
         ]
         for k_tile in cutlass.range(place.k_tiles, unroll=1):
             self._begin_stage(ring, state, place, parts, k_tile, warp)
@@ -168,7 +169,7 @@ class GatheredMainloop(SharedSharedMainloop):
             ring.sync_object_empty.wait(state.index, state.phase)
 
     def _rows(self, first, count):
-        return [self._offset(first + ROWS_AT_ONCE * i) for i in range(count)]
+        return [self._row(first + ROWS_AT_ONCE * i) for i in range(count)]
 
     def _source(self, column):
         """Returns the global address of the piece that begins at a column of a row 0."""
@@ -179,18 +180,15 @@ class GatheredMainloop(SharedSharedMainloop):
 
         Args:
           source: address of the same piece of row 0.
-          row: distance from row 0, in pieces.
         """
-        copy_piece(target, source + Int64(row) * PIECE, select_(wanted, Int32(PIECE), Int32(0)))
+        address = row_address(source, row, self.row_bytes, Int64)
+        copy_piece(target, address, select_(wanted, Int32(PIECE), Int32(0)))
 
-    def _offset(self, index):
-        """Returns where the row begins that an element of the grouped axis is, in pieces.
-
-        That of a row which does not exist is negative.
-        """
+    def _row(self, index):
+        """Returns which row an element of the grouped axis is; -1 for one that does not exist."""
         row = cute.arch.load(self.rows + smaller(index, self.length - 1), Int32)
         exists = (row >= 0) & (row < self.source)
-        return select_(exists, row * (self.stride // (PIECE // 2)), Int32(-1))
+        return select_(exists, row, Int32(-1))
 
     def _target(self, stage):
         """Returns the shared address of this thread's piece of a stage's first row."""
