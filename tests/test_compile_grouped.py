@@ -15,16 +15,15 @@ from support.grouped import Layout, problem_of
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin.manifest import Manifest
 from jax_hopper_gemm.cubin.sass import SassFacts, disassemble, parse_sass
+from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
-from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
+from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.testing import lanes
 
 skip_without_compiler()
 
 pytestmark = pytest.mark.compile
-
-PARAMETER_BYTES = {TensorMap: 128, Int32: 4, Pointer: 8}
 
 
 def rows(tile_m: int, tile_n: int, **fields) -> GemmSpec:
@@ -115,7 +114,7 @@ def test_parameters_are_those_of_the_plan(kernel):
     spec, manifest, *_ = kernel
     problem = problem_of(spec, Layout.plain(5), 512, 768, 640)
     plan = make_plan(problem, spec, RasterOrder(), num_sms=132)
-    planned = [PARAMETER_BYTES[type(parameter)] for parameter in plan.params]
+    planned = [PARAM_BYTES[parameter.kind] for parameter in plan.params]
     assert [parameter.size for parameter in manifest.parameters] == planned
 
 

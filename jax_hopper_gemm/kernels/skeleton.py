@@ -28,8 +28,6 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32, Int64
 
-from ..gemm.group_search import GroupRaster
-from ..gemm.raster import Raster
 from ..gemm.spec import SMEM_BARRIERS
 from .epilogue import FusedEpilogue
 from .mainloop import make_mainloop
@@ -65,34 +63,24 @@ class GemmKernel:
         self.zeros = ZeroWriter(spec, self.scheduler)
 
     @cute.jit
-    def launch(
-        self, mA, mBs, results, operands, groups, index, raster, k_tiles, extents, matrices,
-        tile_counter, stream,
-    ):  # fmt: skip
-        """Host side, traced only to make the TMA atoms' types; `ffi/` launches for real."""
+    def launch(self, args, stream):
+        """Host side, traced only to make the TMA atoms' types; `ffi/` launches for real.
+
+        Args:
+          args: as those of `kernel`, with a tensor in place of each tensor map.
+        """
         s = self.spec
         self.mainloop.setup_layouts()
         self.epilogue.setup_layouts()
-        factors = self.mainloop.make_tma_atoms(mA, mBs)
-        results, operands = self.epilogue.make_tma_atoms(results, operands)
+        tma_ab = self.mainloop.make_tma_atoms(args.tma_ab)
+        results, operands = self.epilogue.make_tma_atoms(args.results, args.operands)
         if cutlass.const_expr(s.gathered != "a"):
-            check_box(factors[0], s.a_box, s.cluster_n)
+            check_box(tma_ab[0], s.a_box, s.cluster_n)
         if cutlass.const_expr(s.gathered != "b"):
-            for tma_b in factors[1:]:
+            for tma_b in tma_ab[1:]:
                 check_box(tma_b, s.b_box, s.cluster_m)
         self.epilogue.check_boxes(results, operands, check_box)
-        self.kernel(
-            factors,
-            results,
-            operands,
-            groups,
-            index,
-            raster,
-            k_tiles,
-            extents,
-            matrices,
-            tile_counter,
-        ).launch(
+        self.kernel(args._replace(tma_ab=tma_ab, results=results, operands=operands)).launch(
             grid=(s.cluster_m, s.cluster_n, 1),
             block=(s.threads, 1, 1),
             cluster=(s.cluster_m, s.cluster_n, 1),
@@ -102,38 +90,22 @@ class GemmKernel:
         )
 
     @cute.kernel
-    def kernel(
-        self, factors, results, operands, groups, index, raster, k_tiles, extents, matrices,
-        tile_counter,
-    ):  # fmt: skip
+    def kernel(self, args):
         """Sets up what all threads share, then gives each warp its role.
 
         Args:
-          factors: tensor maps of A and B, and of up in a gated product; a pointer to the one that
-            is gathered.
-          results: a tensor map for each matrix, a pointer for each other result.
-          operands: a tensor map each; of a scalar a pointer and a batch stride in elements; None
-            if there are none.
-          groups: None if there are none, else a global pointer to their int32 sizes; and where
-            rows are gathered what `GatheredMainloop.bind` takes.
-          index: where an operand is one matrix of a stack, a global pointer to the int32 that says
-            which, and how many there are; else None.
-          walk: the fields of `Raster` over the grid of cluster tiles, or of `GroupRaster`.
-          k_tiles: k-tiles of a tile, unless K is grouped.
-          extents: (M, N) if the epilogue must know them, else None.
-          matrices: where zeros are written apart, what `ZeroWriter.bind` takes; else None.
-          tile_counter: global pointer to an int32 that is zero, for the dynamic scheduler.
+          args: `KernelArgs`, the kernel's parameters.
         """
         s = self.spec
-        raster = (GroupRaster if s.grouped else Raster)(*raster)
+        raster, k_tiles = args.raster, args.k_tiles
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta_m, cta_n, _ = cute.arch.block_in_cluster_idx()
 
-        self.epilogue.bind(results, operands, k_tiles, extents)
+        self.epilogue.bind(args.results, args.operands, k_tiles, args.extents)
         if cutlass.const_expr(s.gathered is not None):
-            self.mainloop.bind(*groups[1:], raster.length)
+            self.mainloop.bind(args.gather, raster.length)
         if warp == LOADER_WARP:
-            self.prefetch((*self.mainloop.atoms(factors), *self.epilogue.atoms))
+            self.prefetch((*self.mainloop.atoms(args.tma_ab), *self.epilogue.atoms))
 
         words = self.allocate_shared_memory()
         ring = self.mainloop.make_pipeline(words, self.schedule.tile_warps)
@@ -143,11 +115,10 @@ class GemmKernel:
         operand_warps = self.epilogue.ring.loader_warps
         readers = self.mainloop.loader_warps + operand_warps + 4 * s.math_warpgroups
         readers += s.zero_fill_warp
-        sizes = groups[0] if s.grouped else None
-        self.scheduler.setup(words, tile_counter, raster, sizes, readers)
+        self.scheduler.setup(words, args.tile_counter, raster, args.group_sizes, readers)
         pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n), is_relaxed=True)
 
-        coordinates = Coordinates(s, raster.length if s.grouped else raster.total, index)
+        coordinates = Coordinates(s, raster.length if s.grouped else raster.total, args.stack_index)
 
         pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n))
 
@@ -155,7 +126,9 @@ class GemmKernel:
         if warp < FIRST_MATH_WARP:
             cute.arch.setmaxregister_decrease(loader_registers)
             if self.is_loader(warp):
-                self.mainloop.partition_for_load(factors[0], factors[1:], coordinates, cta_m, cta_n)
+                self.mainloop.partition_for_load(
+                    args.tma_ab[0], args.tma_ab[1:], coordinates, cta_m, cta_n
+                )
                 self.load(ring, raster, cta_m, cta_n, k_tiles)
             if cutlass.const_expr(self.scheduler.needs_scheduler_warp):
                 if warp == SCHEDULER_WARP and cta_m + cta_n == 0:
@@ -170,7 +143,7 @@ class GemmKernel:
                         self.load_operands(served, raster, cta_m, cta_n, k_tiles)
             if cutlass.const_expr(s.zero_fill_warp):
                 if warp == ZERO_WARP:
-                    self.zeros.bind(*matrices)
+                    self.zeros.bind(args.zero_fill)
                     self.zeros.run()
         else:
             cute.arch.setmaxregister_increase(math_registers)

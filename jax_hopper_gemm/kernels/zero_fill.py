@@ -12,7 +12,7 @@ from cutlass.cutlass_dsl import dsl_user_op, select_
 from cutlass.cutlass_dsl import min as smaller
 
 from ..gemm.group_search import LANES, Window, empty_before_end, is_last, part_in
-from ..gemm.offsets import ZeroRows, vectors_of_part
+from ..gemm.offsets import vectors_of_part
 from .tile_scheduler.grouped import Warp
 
 VECTOR = 16  # bytes
@@ -41,14 +41,9 @@ class ZeroWriter:
         self.spec = spec
         self.scheduler = scheduler
 
-    def bind(self, matrices, *zeros):
-        """Takes the kernel's parameters.
-
-        Args:
-          matrices: global pointer to D.
-          zeros: the fields of its `ZeroRows`.
-        """
-        self.matrices, self.zeros = matrices, ZeroRows(*zeros)
+    def bind(self, zero_fill):
+        """Takes the kernel's parameters, a `ZeroFill`."""
+        self.matrices, self.zeros = zero_fill.d, zero_fill.rows
         self.parts_of_row = self.zeros.parts_of_row(self.spec.zero_part)
 
     @cute.jit

@@ -55,17 +55,16 @@ class GatheredMainloop(SharedSharedMainloop):
 
     loader_warps = LOADER_WARPS
 
-    def bind(self, rows, source, width, stride, length):
+    def bind(self, gather, length):
         """Takes the kernel's parameters.
 
         Args:
-          rows: global pointer to the int32 indices, one for each element of the grouped axis.
-          source: rows of the array that they pick from.
-          width, stride: elements of such a row, and between neighbours.
+          gather: `Gather`.
           length: number of indices.
         """
-        self.rows, self.source, self.width, self.length = rows, source, width, length
-        self.row_bytes = stride * ITEMSIZE[self.spec.ab_dtype]
+        self.rows, self.source, self.width = gather.indices, gather.rows, gather.width
+        self.length = length
+        self.row_bytes = gather.stride * ITEMSIZE[self.spec.ab_dtype]
 
     @property
     def gathers_a(self):
@@ -75,11 +74,12 @@ class GatheredMainloop(SharedSharedMainloop):
         super().partition_for_load(a, bs, coordinates, cta_m, cta_n)
         self.pointer = a if self.gathers_a else bs[0]
 
-    def make_tma_atoms(self, mA, mBs):
+    def make_tma_atoms(self, tensors):
         """Returns the kernel's parameters: an atom, or the pointer to what is gathered."""
+        mA, *mBs = tensors
         if self.gathers_a:
-            return (mA.iterator, *super().make_tma_atoms(None, mBs)[1:])
-        return super().make_tma_atoms(mA, ())[:1] + tuple(mB.iterator for mB in mBs)
+            return (mA, *super().make_tma_atoms((None, *mBs))[1:])
+        return (*super().make_tma_atoms((mA,)), *mBs)
 
     def atoms(self, factors):
         return factors[1:] if self.gathers_a else factors[:1]

@@ -58,10 +58,11 @@ class SharedSharedMainloop:
         self.sA = memory.tensor(self.dtype, self.a_layout)
         self.sB = memory.tensor(self.dtype, self.b_layout)
 
-    def make_tma_atoms(self, mA, mBs):
+    def make_tma_atoms(self, tensors):
         """Returns the load atoms of A and of each B; only their types matter, the host sets the
         maps."""
         s = self.spec
+        mA, *mBs = tensors
 
         def atom(tensor, layout, tile, multicast):
             op = (
