@@ -1,13 +1,8 @@
 """Persistent scheduler of grouped products: tiles are found from sizes that only the GPU knows.
 
-    scheduler warp of the cluster's first CTA       readers (loader, operands, math) of all its CTAs
-      claim the next index: a fixed stride, or the counter
-      search the spans for it (see `grouping`)
-      wait empty[slot]                                wait full[slot]
-      for each CTA: tile -> its slot                  read slot; arrive on empty[slot] of the
-                    complete full[slot]                 first CTA
-
-The search of a tile hides behind the multiplication of those before it.
+The scheduler warp of a cluster's first CTA claims the next index, by a fixed stride or from the
+counter, searches the groups for it (`gemm/group_search.py`) and posts the tile to the mailbox. The
+search of a tile hides behind the multiplication of those before it.
 """
 
 import cutlass
@@ -26,10 +21,7 @@ from ...gemm.group_search import (
     next_window,
     tile_in,
 )
-
-DEPTH = 3  # slots: how far ahead of the slowest reader a tile may be claimed
-SLOT_WORDS = 4  # of 64 bits: a tile's five int32
-
+from ..mailbox import Mailbox
 
 class Warp:
     """The operations that `grouping` wants of 32 lanes: those of a warp."""
@@ -69,41 +61,20 @@ class Warp:
 
 
 class GroupedScheduler:
-    """A tile here is a `GroupTile` of the CTA's cluster; `n` is -1 past the end.
+    """A tile here is a `GroupTile` of the CTA's cluster; `n` is -1 past the end."""
 
-    Shared memory: DEPTH full barriers, DEPTH empty barriers, DEPTH slots.
-    """
-
-    smem_words = DEPTH * (2 + SLOT_WORDS)
     needs_scheduler_warp = True
 
     def __init__(self, spec):
         self.spec = spec
         self.rows = spec.tile_m * spec.raster_m if spec.grouped == "m" else None
         self.skip_empty = spec.zero_fill_warp
+        self.mailbox = Mailbox(spec, numbers=len(GroupTile._fields))
+        self.smem_words = self.mailbox.smem_words
 
-    @cute.jit
-    def setup(self, words, counter, raster, sizes, num_reader_warps: cutlass.Constexpr):
-        """Called once by all threads, before the barriers are made visible.
-
-        Args:
-          words: shared memory pointer to `smem_words` int64 words.
-          counter: global pointer to the int32 tile counter, or None.
-          walk: the `GroupRaster`.
-          sizes: global pointer to the int32 sizes.
-          num_reader_warps: warps of a CTA that call `next_tile`.
-        """
+    def setup(self, words, counter, raster, sizes, num_reader_warps):
         self.counter, self.raster, self.sizes = counter, raster, sizes
-        self.full = words
-        self.empty = words + DEPTH
-        self.slots = cute.recast_ptr(words + 2 * DEPTH, dtype=Int32)
-        if cute.arch.warp_idx() == 0:
-            with cute.arch.elect_one():
-                for slot in cutlass.range_constexpr(DEPTH):
-                    cute.arch.mbarrier_init(self.full + slot, 1)
-                    cute.arch.mbarrier_init(
-                        self.empty + slot, num_reader_warps * self.spec.cluster_size
-                    )
+        self.box = self.mailbox.setup(words, num_reader_warps)
 
     def first_tile(self):
         return self.next_tile(None, Int32(0))
@@ -111,18 +82,9 @@ class GroupedScheduler:
     def exists(self, tile):
         return tile.n >= 0
 
-    @cute.jit
     def next_tile(self, tile, reader):
-        """Waits for the slot `reader` counts to and returns its tile; called by whole warps."""
-        slot, phase = reader % DEPTH, (reader // DEPTH) % 2
-        cute.arch.mbarrier_wait(self.full + slot, phase)
-        words = [Int32(0)] * 5
-        if cute.arch.lane_idx() == 0:  # the thread that frees the slot is the one that read it
-            at = self.slots + slot * (2 * SLOT_WORDS)
-            words = [cute.arch.load(at + i, Int32) for i in range(5)]
-            first_cta = 0 if cutlass.const_expr(self.spec.cluster_size > 1) else None
-            cute.arch.mbarrier_arrive(self.empty + slot, first_cta)
-        return GroupTile(*(cute.arch.shuffle_sync(word, 0) for word in words)), reader + 1
+        """Returns the `reader`-th tile of this cluster; called by whole warps."""
+        return GroupTile(*self.mailbox.read(self.box, reader)), reader + 1
 
     @cute.jit
     def run_scheduler_warp(self, tiles_in_turn: cutlass.Constexpr):
@@ -142,10 +104,8 @@ class GroupedScheduler:
             found = holds(Window(*window), index, lanes)
             tile = tile_in(self.raster, Window(*window), index, lanes, self.rows)
             tile = tile._replace(n=select_(found, tile.n, Int32(-1)))
-            slot, phase = published % DEPTH, (published // DEPTH) % 2
-            cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
-            if lanes.lane < self.spec.cluster_size:
-                self.publish(slot, tile, lanes.lane)
+            slot = self.mailbox.free_slot(self.box, published)
+            self.mailbox.publish(self.box, slot, tile)
             published += 1
             past_the_end += select_(found, Int32(0), Int32(1))
             index = self.claim(index, launched)
@@ -183,16 +143,3 @@ class GroupedScheduler:
         else:
             index = index + launched
         return index
-
-    def publish(self, slot, tile, cta):
-        """Writes a slot of one CTA of the cluster and completes its full barrier; one thread."""
-        at = self.slots + slot * (2 * SLOT_WORDS)
-        full = self.full + slot
-        if self.spec.cluster_size == 1:  # a store to the cluster wants a cluster of two or more
-            for i, word in enumerate(tile):
-                cute.arch.store(at + i, word)
-            cute.arch.mbarrier_arrive(full)
-        else:
-            cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * len(tile), cta)
-            for i, word in enumerate(tile):
-                cute.arch.store_async_dsmem(at + i, word, full, cta)
