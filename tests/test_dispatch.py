@@ -24,7 +24,7 @@ from jax_hopper_gemm.dispatch.candidates import (
     filled_spec,
     model_specs,
 )
-from jax_hopper_gemm.dispatch.cost import best_traversal, estimate, memory_bytes, roofline_ns
+from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate, memory_bytes, roofline_ns
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
 from jax_hopper_gemm.gemm.legality import violations
@@ -185,11 +185,11 @@ def test_memory_moves_at_least_each_matrix_once():
             assert memory_bytes(problem, spec, raster_order, H200) >= problem.bytes
 
 
-def test_best_traversal_moves_the_fewest_bytes():
+def test_best_raster_order_moves_the_fewest_bytes():
     problem = GemmProblem.dense(512, 65536, 8192)
     spec = filled_spec(MODEL_CONFIGS[0], OperandTypes.of(problem))
     assert spec is not None
-    best = memory_bytes(problem, spec, best_traversal(problem, spec, H200), H200)
+    best = memory_bytes(problem, spec, best_raster_order(problem, spec, H200), H200)
     others = [memory_bytes(problem, spec, raster_order, H200) for raster_order in TRAVERSALS]
     assert best == min(others) < max(others)
 
@@ -278,7 +278,7 @@ def test_clusters_of_four_that_cannot_all_be_resident_cost_a_second_round():
     ],
 )
 def test_neighbours_in_time_lie_along_the_edge_that_measurements_preferred(changes, along):
-    assert best_traversal(SQUARE, replace(BASE, **changes), H200).along == along
+    assert best_raster_order(SQUARE, replace(BASE, **changes), H200).along == along
 
 
 @pytest.mark.parametrize("m", [1, 16])

@@ -30,7 +30,7 @@ from jax_hopper_gemm.dispatch.candidates import (
     model_specs,
 )
 from jax_hopper_gemm.dispatch.cost import (
-    best_traversal,
+    best_raster_order,
     equal_groups,
     estimate,
     expected_pieces,
@@ -303,7 +303,7 @@ def test_estimates_of_grouped_products_are_over_the_roofline():
         if problem.groups is None or problem.groups.total > problem.m:
             continue  # of weights that no row needs the roofline counts the bytes
         for spec in model_specs(OperandTypes.of(problem)):
-            cost = estimate(problem, spec, best_traversal(problem, spec, H200), H200)
+            cost = estimate(problem, spec, best_raster_order(problem, spec, H200), H200)
             assert cost.ns >= roofline_ns(problem) and 0 < cost.occupancy <= 1
             assert cost.tiles > 0
             assert tile_cycles(problem, spec, H200).k_tiles > 0

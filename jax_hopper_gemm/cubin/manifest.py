@@ -63,6 +63,13 @@ class Manifest:
         """The spec's name, as a person knows the kernel."""
         return GemmSpec.from_json(self.spec).name
 
+    def is_of(self, spec_json: str) -> bool:
+        """Whether the kernel was compiled from this spec; not, where the text is no JSON."""
+        try:
+            return _canonical(self.spec) == _canonical(spec_json)
+        except (ValueError, TypeError):
+            return False
+
     def to_json(self) -> str:
         fields = asdict(self) | {"parameters": [p._asdict() for p in self.parameters]}
         return json.dumps(fields, indent=2, sort_keys=True)
@@ -74,6 +81,11 @@ class Manifest:
         fields["cluster"] = tuple(fields["cluster"])
         fields["parameters"] = tuple(Parameter(**p) for p in fields["parameters"])
         return cls(**fields)
+
+
+def _canonical(text: str) -> str:
+    """Returns JSON as text: parsed, a NaN would differ from itself, and 0.0 not from -0.0."""
+    return json.dumps(json.loads(text), sort_keys=True)
 
 
 def derive_manifest(spec: GemmSpec, cubin: bytes) -> Manifest:

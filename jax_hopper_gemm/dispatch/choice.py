@@ -40,7 +40,7 @@ from .cost import (
     LAUNCH_NS,
     MEMORY_BYTES_PER_NS,
     Estimate,
-    best_traversal,
+    best_raster_order,
     equal_groups,
     estimate,
     mean_rows,
@@ -72,7 +72,7 @@ class Decision:
     """How a problem runs.
 
     Attributes:
-      spec, traversal: the kernel and its order of tiles; both None where XLA is the answer.
+      spec, raster_order: the kernel and its order of tiles; both None where XLA is the answer.
       reason: why, for `explain`.
       source: what decided: "user table", "table" (packaged) or "model" (rules and estimates).
     """
@@ -117,7 +117,7 @@ def _claiming(problem: GemmProblem, device: Device, decision: Decision) -> Decis
         best, _ = _best(problem, device, claiming=True)
         if best is None or best[0].ns > MAX_CLAIMING_COST * expected:
             return decision
-        found, raster_order = best[1], best_traversal(problem, best[1], device)
+        found, raster_order = best[1], best_raster_order(problem, best[1], device)
     reason = f"{decision.reason}; it claims tiles while it runs, since transfers may hold SMs"
     return replace(decision, spec=found, raster_order=raster_order, reason=reason)
 
@@ -365,7 +365,7 @@ def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decisi
     if best is None:
         return Decision(None, None, "; ".join(reasons), "model")
     cost, spec = best
-    raster_order = best_traversal(problem, spec, device)
+    raster_order = best_raster_order(problem, spec, device)
     if not kernel_only and problem.groups is None:
         for prefers_xla in XLA_PREFERENCES:
             if reason := prefers_xla(problem, cost, device):

@@ -390,7 +390,7 @@ def memory_bytes(
     return max(float(p.bytes), p.l * (inputs + p.m * p.n * p.element_bytes))
 
 
-def best_traversal(problem: GemmProblem, spec: GemmSpec, device: Device) -> RasterOrder:
+def best_raster_order(problem: GemmProblem, spec: GemmSpec, device: Device) -> RasterOrder:
     """Returns the order of tiles whose waves read the fewest rows and columns.
 
     Of equals, neighbours in time lie side by side along the cluster's longer edge in a

@@ -7,7 +7,7 @@
         "ab_dtype": "bfloat16", "d_dtype": "bfloat16",
         "prefer": "kernel",
         "kernel": {"tile_m": 128, "tile_n": 256, "tile_k": 64, "cluster_m": 1, ...},
-        "traversal": {"along": "m", "swizzle": 8},
+        "raster_order": {"along": "m", "swizzle": 8},
         "kernel_us": 172.1, "xla_us": 174.7}]}
 
 `kernel` holds the fields of `GemmSpec` that the problem does not fix. An entry that prefers
@@ -238,11 +238,11 @@ def _entry(row: Any) -> Entry:
 
 
 def _raster_order(value: Any) -> RasterOrder:
-    _expect_fields(value, {"along", "swizzle"}, "traversal has")
+    _expect_fields(value, {"along", "swizzle"}, "raster_order has")
     if value["along"] not in ("m", "n"):
-        raise _Bad(f"traversal along is {value['along']!r}, not 'm' or 'n'")
+        raise _Bad(f"raster_order along is {value['along']!r}, not 'm' or 'n'")
     if not 1 <= _expect(value["swizzle"], int, "swizzle") <= 16:
-        raise _Bad(f"traversal swizzle is {value['swizzle']}, not 1 to 16")
+        raise _Bad(f"raster_order swizzle is {value['swizzle']}, not 1 to 16")
     return RasterOrder(**value)
 
 

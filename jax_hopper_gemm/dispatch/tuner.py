@@ -16,7 +16,7 @@ from statistics import median
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
 from .choice import legal_specs
-from .cost import best_traversal, estimate
+from .cost import best_raster_order, estimate
 from .device import Device
 from .table import Entry, Key, Table
 
@@ -32,7 +32,7 @@ def ranked_candidates(problem: GemmProblem, device: Device, count: int = 24) -> 
     by_shape: dict[tuple, GemmSpec] = {}
     for spec, _ in legal_specs(problem, device):
         by_shape.setdefault(_shape(spec), spec)
-    candidates = [(spec, best_traversal(problem, spec, device)) for spec in by_shape.values()]
+    candidates = [(spec, best_raster_order(problem, spec, device)) for spec in by_shape.values()]
     candidates.sort(key=lambda candidate: estimate(problem, *candidate, device).ns)
     return candidates[:count]
 

@@ -89,15 +89,6 @@ def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int,
     return found
 
 
-def zero_rows(problem: GemmProblem) -> ZeroRows:
-    """Returns the matrices of D as rows to fill with zeros; rows without gaps between are one."""
-    p, size = problem, TMA_ALIGNMENT // ITEMSIZE[problem.d_dtype]
-    rows, length, stride = p.m, p.n // size, p.d.leading_stride // size
-    if length == stride:
-        rows, length, stride = 1, rows * length, 0
-    return ZeroRows(rows, length, stride, p.d.batch_stride // size)
-
-
 def max_clusters(spec: GemmSpec, num_sms: int) -> int:
     """Returns how many clusters of `spec` are resident at once.
 
@@ -124,3 +115,12 @@ def persistent_clusters(clusters: int, limit: int, *, even: bool) -> int:
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def zero_rows(problem: GemmProblem) -> ZeroRows:
+    """Returns the matrices of D as rows for `kernels.zero_fill`; rows without gaps are one."""
+    p, size = problem, TMA_ALIGNMENT // ITEMSIZE[problem.d_dtype]
+    rows, length, stride = p.m, p.n // size, p.d.leading_stride // size
+    if length == stride:
+        rows, length, stride = 1, rows * length, 0
+    return ZeroRows(rows, length, stride, p.d.batch_stride // size)

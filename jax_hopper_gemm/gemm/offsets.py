@@ -1,8 +1,8 @@
-"""64-bit offsets of what a kernel reads or writes in device memory itself, not by TMA.
+"""64-bit offsets in device memory, of what a kernel reads or writes without TMA.
 
-Like `raster.py` this is arithmetic that the device traces and that also runs on Python's integers,
-so the tests prove on the CPU that nothing wraps around. Numbers are int32 where nothing else is
-said; `widen` converts one to 64 bits.
+The device traces this arithmetic, as it does that of `raster.py`; it also runs on Python's
+integers, so tests prove on the CPU that nothing wraps around. Numbers are int32 where nothing else
+is said; `widen` converts one to 64 bits.
 """
 
 from __future__ import annotations

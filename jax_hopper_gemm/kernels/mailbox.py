@@ -59,9 +59,7 @@ class Mailbox:
             with cute.arch.elect_one():
                 for slot in cutlass.range_constexpr(DEPTH):
                     cute.arch.mbarrier_init(full + slot, 1)
-                    cute.arch.mbarrier_init(
-                        empty + slot, num_reader_warps * self.spec.cluster_size
-                    )
+                    cute.arch.mbarrier_init(empty + slot, num_reader_warps * self.spec.cluster_size)
         return MailboxView(full, empty, slots)
 
     @cute.jit

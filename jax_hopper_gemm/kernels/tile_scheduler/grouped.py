@@ -23,6 +23,7 @@ from ...gemm.group_search import (
 )
 from ..mailbox import Mailbox
 
+
 class Warp:
     """The operations that `grouping` wants of 32 lanes: those of a warp."""
 
