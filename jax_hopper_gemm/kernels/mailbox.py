@@ -92,16 +92,19 @@ class Mailbox:
 
     def _write(self, view, slot, message, cta):
         """Writes a slot of one CTA and completes its full barrier; one thread."""
+        # NOTE: keep the order of these two addresses. The values do not depend on it, but a
+        # kernel's bytes do, and by these it is known which kernels have passed on a GPU.
+        at = view.slots + slot * self.pitch if self.numbers > 1 else None
         full = view.full + slot
         # NOTE: `st.async` to shared memory of the cluster wants a cluster of two or more; in a lone
         # CTA memcheck reports it.
-        if self.spec.cluster_size == 1:
-            at = view.slots + slot * self.pitch
-            for i, number in enumerate(message):
-                cute.arch.store(at + i, number)
-            cute.arch.mbarrier_arrive(full)
-        else:
+        if self.spec.cluster_size > 1:
             cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * self.numbers, cta)
-            at = view.slots + slot * self.pitch
-            for i, number in enumerate(message):
+        at = view.slots + slot * self.pitch if at is None else at
+        for i, number in enumerate(message):
+            if self.spec.cluster_size > 1:
                 cute.arch.store_async_dsmem(at + i, number, full, cta)
+            else:
+                cute.arch.store(at + i, number)
+        if self.spec.cluster_size == 1:
+            cute.arch.mbarrier_arrive(full)

@@ -5,12 +5,24 @@ take their tiles; a static scheduler would wait for the slowest. The scheduler w
 first CTA claims tiles and posts them to the mailbox.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from ..mailbox import Mailbox
 from .static import StaticScheduler
+
+
+@dataclass(frozen=True)
+class DynamicState:
+    """What all warps share: the number of cluster tiles, the tile counter, the mailbox."""
+
+    total: Any
+    counter: Any
+    box: Any
 
 
 class DynamicScheduler(StaticScheduler):
@@ -23,33 +35,33 @@ class DynamicScheduler(StaticScheduler):
         self.mailbox = Mailbox(spec, numbers=1)
         self.smem_words = self.mailbox.smem_words
 
-    def setup(self, words, counter, raster, sizes, num_reader_warps):
-        self.total = raster.total
-        self.counter = counter
-        self.box = self.mailbox.setup(words, num_reader_warps)
+    def setup(self, words, args, num_reader_warps):
+        box = self.mailbox.setup(words, num_reader_warps)
+        return DynamicState(args.raster.total, args.tile_counter, box)
 
-    def next_tile(self, tile, reader):
+    def next_tile(self, state, tile, reader):
         """Returns the `reader`-th tile that was claimed; called by whole warps."""
-        (following,) = self.mailbox.read(self.box, reader)
+        (following,) = self.mailbox.read(state.box, reader)
         return following, reader + 1
 
     @cute.jit
-    def run_scheduler_warp(self, tiles_in_turn: cutlass.Constexpr):
-        """Publishes tiles until every reader has met one past the end.
+    def run_scheduler_warp(self, state, tiles_in_turn: cutlass.Constexpr):
+        """Publishes tiles until every reader has met one past the end; one warp of a cluster.
 
-        A warpgroup that takes every other tile may step over the first such tile, so as many
-        follow as there are warpgroups in turn. One warp of a cluster's first CTA runs this.
+        NOTE: a warpgroup that takes every other tile may step over the first tile past the end, so
+        as many follow as there are warpgroups in turn. If it read the mailbox only on a condition
+        instead, ptxas would put a wait after every wgmma: 16 `WARPGROUP.DEPBAR` for 2.
         """
         launched = cute.arch.grid_dim()[0] // self.spec.cluster_m
         published = Int32(0)
         past_the_end = Int32(0)
         while past_the_end < tiles_in_turn:
-            slot = self.mailbox.free_slot(self.box, published)
+            slot = self.mailbox.free_slot(state.box, published)
             claimed = Int32(0)
             if cute.arch.lane_idx() == 0:
-                claimed = cute.arch.atomic_add(self.counter, Int32(1))
+                claimed = cute.arch.atomic_add(state.counter, Int32(1))
             index = launched + cute.arch.shuffle_sync(claimed, 0)
-            self.mailbox.publish(self.box, slot, [index])
+            self.mailbox.publish(state.box, slot, [index])
             published += 1
-            if index >= self.total:
+            if index >= state.total:
                 past_the_end += 1
