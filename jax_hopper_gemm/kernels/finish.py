@@ -1,4 +1,4 @@
-"""The finish of a tile: what happens between its multiplication and its epilogue. One policy a class.
+"""The finish of a tile: the step between its multiplication and its epilogue. One policy a class.
 
 Here belongs a turnstile for split-K and stream-K: where several CTAs each multiply some k-tiles of
 one tile (`TileCoords.k_first`), they add their accumulators in the order of K, and the last one

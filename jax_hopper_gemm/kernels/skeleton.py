@@ -14,7 +14,7 @@
     ring empty          a warp of each that works on the tile,       loader
                         in each CTA that shares the stage
     operands            see epilogue/operand_loads.py                operands, math
-    mailbox             see mailbox.py                               loader, operands, zero fill, math
+    mailbox             see mailbox.py                               all but the scheduler
     named               see named_barriers.py                        math
 
 Stages that a tile leaves free fill with the next tile's loads while it is still stored.
@@ -135,7 +135,7 @@ class GemmKernel:
             self.math(stages, ring, tiles, coordinates)
 
         if cutlass.const_expr(self.scheduler.needs_scheduler_warp and s.cluster_size > 1):
-            # The mailbox's first CTA must not leave while others may still arrive on it.
+            # NOTE: the mailbox's first CTA must not leave while others may still arrive on it.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
@@ -190,9 +190,7 @@ class GemmKernel:
         It may leave before its last loads have landed: the warpgroup waits for them, and no other
         CTA arrives on its barriers.
         """
-        tile, reader, loaded = self.schedule.first_tile(
-            tiles, warpgroup, Int32(0), keep, NoTurn()
-        )
+        tile, reader, loaded = self.schedule.first_tile(tiles, warpgroup, Int32(0), keep, NoTurn())
         while tiles.exists(tile):
             loaded = self.epilogue.load_tile(warpgroup, loaded, tiles.coords(tile))
             tile, reader = tiles.next(tile, reader)

@@ -2,6 +2,9 @@
 
 All CTAs share them, a part of a matrix at a time. A warp writes one part for each tile that its
 CTA multiplies, so that DRAM has time for both, and the rest when there are no more tiles.
+
+NOTE: as tiles they would take turns with the others. With half of the groups empty, 400 MB of zeros
+then cost 74 us; beside the tiles they cost 26 us.
 """
 
 import cutlass

@@ -262,6 +262,8 @@ def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
         if planes > 1:
             layout = MatrixLayout("n", planes * p.n, p.m * planes * p.n)
         offset = result.plane * p.n * ITEMSIZE[result.dtype]
+        # NOTE: TMA stores up to the next multiple of 16 bytes, past the end of a row that is not
+        # one. `dispatch/legality.py` refuses such products.
         box = spec.epi_box(result.dtype)
         if spec.grouped == "m":
             values[f"d{i}"] = _span_map(buffer, result.dtype, layout, p.n, p.m, box, offset)

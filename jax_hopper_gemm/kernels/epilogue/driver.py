@@ -25,7 +25,7 @@ from cutlass import Float32
 from cutlass.cutlass_dsl import select_
 
 from ...gemm.spec import EPI_TILE_M
-from ..named_barriers import WARPGROUP, Named
+from ..named_barriers import WARPGROUP, BarrierId
 from .graph_codegen import Elements
 from .matrix_store import StagedMatrix, copy_by_accumulator
 from .operand_loads import OperandRing
@@ -223,7 +223,7 @@ class FusedEpilogue:
         self.acc, self.warpgroup, self.thread = acc, warpgroup, thread
         self.coordinates = coordinates
         self.first_buffer = warpgroup * self.spec.epi_stages
-        self.barrier = pipeline.NamedBarrier(Named.WARPGROUP + warpgroup, WARPGROUP)
+        self.barrier = pipeline.NamedBarrier(BarrierId.WARPGROUP + warpgroup, WARPGROUP)
         by_acc = copy_by_accumulator(warpgroup_mma)
         for matrix, tma_d in zip(self.matrices, self.stores, strict=True):
             matrix.partition(tma_d, by_acc, thread)

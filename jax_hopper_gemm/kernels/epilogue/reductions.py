@@ -46,7 +46,7 @@ from ...gemm.wgmma_fragment import (
     over_lanes,
     take,
 )
-from ..named_barriers import WARPGROUP, Named
+from ..named_barriers import WARPGROUP, BarrierId
 
 LOG2_E = math.log2(math.e)
 
@@ -324,7 +324,7 @@ class ColumnSum(Reduction):
 
     def partition(self, pointer, warpgroup, thread, scratch):
         super().partition(pointer, warpgroup, thread, scratch)
-        self.barrier = pipeline.NamedBarrier(Named.WARPGROUP + warpgroup, WARPGROUP)
+        self.barrier = pipeline.NamedBarrier(BarrierId.WARPGROUP + warpgroup, WARPGROUP)
         self.columns = self.spec.epi_tile_n // 4  # that a thread holds
         self.kept = [nth_column(self.quad_lane, i) for i in kept_columns(self.lane, self.columns)]
 

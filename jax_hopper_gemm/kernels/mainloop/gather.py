@@ -136,8 +136,8 @@ class GatherProducer:
             wanted = coords.belongs & (column < view.gather.width)
             source, target = self._source(view, column), self._target(view, at, state.index)
             for j, row in enumerate(rows):
-                place = target + ROWS_AT_ONCE * j * ROW_BYTES
-                self._copy_piece(view, place, source, row, wanted & (row >= 0))
+                at_row = target + ROWS_AT_ONCE * j * ROW_BYTES
+                self._copy_piece(view, at_row, source, row, wanted & (row >= 0))
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.producer_get_barrier(state))
             state.advance()
         return state
@@ -161,8 +161,8 @@ class GatherProducer:
             for j, row in enumerate(rows):
                 inside = (first + ROWS_AT_ONCE * j < coords.end) & (row >= 0)
                 for block, (source, wanted) in enumerate(sources):
-                    place = target + (block * s.tile_k + ROWS_AT_ONCE * j) * ROW_BYTES
-                    self._copy_piece(view, place, source, row, inside & wanted)
+                    at_row = target + (block * s.tile_k + ROWS_AT_ONCE * j) * ROW_BYTES
+                    self._copy_piece(view, at_row, source, row, inside & wanted)
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.producer_get_barrier(state))
             state.advance()
             rows = following

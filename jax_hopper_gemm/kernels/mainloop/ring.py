@@ -1,8 +1,8 @@
 """The ring of stages between producer and consumer: shared memory of A and B, and its barriers.
 
 A stage holds a tile of A, (bM, bK), and one of B, (bN, bK). A gated product has two B's, gate and
-up: their tiles lie side by side, d_tile_n columns of gate and as many of up, and one wgmma of tile_n
-columns multiplies both.
+up: their tiles lie side by side, d_tile_n columns of gate and as many of up, and one wgmma of
+tile_n columns multiplies both.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def allocate_stages(spec, memory):
 
 
 def make_ring(spec, barriers, producer, tile_warps):
-    """Returns the pipeline: the producer fills a stage, every warp that works on the tile empties it.
+    """Returns the pipeline: the producer fills a stage, the warps that work on the tile empty it.
 
     A multicast stage is emptied by the warps of all CTAs that it was sent to, or that sent
     a slice of it: `cluster_m + cluster_n - 1` of them.
@@ -76,11 +76,6 @@ def make_ring(spec, barriers, producer, tile_warps):
 def ring_words(spec):
     """Returns the int64 words of the ring's barriers: one full and one empty for each stage."""
     return 2 * spec.num_stages
-
-
-def ring_state(spec, user):
-    """Returns the state at the ring's first stage, of a producer or a consumer."""
-    return pipeline.make_pipeline_state(user, spec.num_stages)
 
 
 def skip_tile(spec, state, coords):

@@ -1,4 +1,4 @@
-"""The producer that loads A and B by TMA; CTAs of a cluster that need the same tile share the work."""
+"""The producer that loads A and B by TMA; CTAs of a cluster that need the same tile share it."""
 
 import re
 from dataclasses import dataclass
@@ -52,9 +52,7 @@ class TmaOperand:
     def __init__(self, spec, operand):
         s = self.spec = spec
         self.is_a = operand == "a"
-        self.rows, self.shares = (
-            (s.tile_m, s.cluster_n) if self.is_a else (s.d_tile_n, s.cluster_m)
-        )
+        self.rows, self.shares = (s.tile_m, s.cluster_n) if self.is_a else (s.d_tile_n, s.cluster_m)
         self.box = s.a_box if self.is_a else s.b_box
         self.is_k_major = (s.a_major if self.is_a else s.b_major) == "k"
         self.dtype = CUTE_DTYPE[s.ab_dtype]

@@ -101,9 +101,7 @@ class GroupedScheduler:
 
     def next_window(self, state, window):
         sizes = partial(self.size_at, state)
-        return next_window(
-            state.raster, Window(*window), sizes, Warp(), self.rows, self.skip_empty
-        )
+        return next_window(state.raster, Window(*window), sizes, Warp(), self.rows, self.skip_empty)
 
     def size_at(self, state, group, valid):
         """Returns the size of a group, or any value where it is not `valid`."""

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 
-from ..named_barriers import WARPGROUP, Named
+from ..named_barriers import WARPGROUP, BarrierId
 from .cooperative import registers
 
 
@@ -31,10 +31,10 @@ class Turn:
 class Pingpong:
     """The tensor cores are held by one warpgroup at a time, in strict alternation.
 
-        time ->
-        math 0   [k-tiles t0][epilogue t0]  [k-tiles t2][epilogue t2]
-        math 1               [k-tiles t1][epilogue t1]  [k-tiles t3]
-        loader   [t0 ...][t1 ...][t2 ...]
+    time ->
+    math 0   [k-tiles t0][epilogue t0]  [k-tiles t2][epilogue t2]
+    math 1               [k-tiles t1][epilogue t1]  [k-tiles t3]
+    loader   [t0 ...][t1 ...][t2 ...]
     """
 
     tiles_in_turn = 2
@@ -46,17 +46,15 @@ class Pingpong:
 
     def turn_of(self, warpgroup):
         return Turn(
-            pipeline.NamedBarrier(Named.MATH_TURN + warpgroup, 2 * WARPGROUP),
-            pipeline.NamedBarrier(Named.MATH_TURN + 1 - warpgroup, 2 * WARPGROUP),
+            pipeline.NamedBarrier(BarrierId.MATH_TURN + warpgroup, 2 * WARPGROUP),
+            pipeline.NamedBarrier(BarrierId.MATH_TURN + 1 - warpgroup, 2 * WARPGROUP),
         )
 
     @cute.jit
-    def first_tile(
-        self, tiles, warpgroup, state, skip: cutlass.Constexpr, turn: cutlass.Constexpr
-    ):
+    def first_tile(self, tiles, warpgroup, state, skip: cutlass.Constexpr, turn: cutlass.Constexpr):
         tile, reader = tiles.first()
         if warpgroup == 1:
-            turn.hand_over()
+            turn.hand_over()  # the first turn is warpgroup 0's
             tile, reader, state = self.skip_partner_tile(tiles, tile, reader, state, skip)
         return tile, reader, state
 
