@@ -20,8 +20,8 @@ import pytest
 from support.cubin_samples import (
     FAKE_COMPILER,
     HIDE_CUTLASS,
-    NAMES,
     SPEC,
+    places_of,
     run_python,
     sample_cubin,
     sample_manifest,
@@ -58,9 +58,9 @@ def compiles(monkeypatch):
     def compile_cubin(spec, workdir):
         compiled.append(spec)
         time.sleep(0.05)
-        return sample_cubin(threads=spec.threads)
+        return sample_cubin(threads=spec.threads, places=places_of(spec))
 
-    kernels = types.SimpleNamespace(compile_cubin=compile_cubin, parameter_names=lambda spec: NAMES)
+    kernels = types.SimpleNamespace(compile_cubin=compile_cubin)
     monkeypatch.setitem(sys.modules, "jax_hopper_gemm.kernels", kernels)
     monkeypatch.setattr("jax_hopper_gemm.kernels", kernels, raising=False)
     monkeypatch.setattr(compiler, "require_compiler", lambda: None)

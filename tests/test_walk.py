@@ -67,11 +67,11 @@ def test_all_constants_fit_int32():
     [(2**15, 2**15 - 1, 1), (MAX_TILES - 1, 1, 1), (1, MAX_TILES - 1, 1), (1, 1, MAX_TILES - 1)],
 )
 def test_the_most_tiles_stay_in_int32(grid, swizzle, along_m):
-    walk = make_raster(*grid, along_m=along_m, swizzle=swizzle)
-    on_device = Raster(*map(Int32, walk))
-    for index in (0, 1, walk.total // 2, walk.total - 1):
+    raster = make_raster(*grid, along_m=along_m, swizzle=swizzle)
+    on_device = Raster(*map(Int32, raster))
+    for index in (0, 1, raster.total // 2, raster.total - 1):
         found = tile_at(on_device, Int32(index), Int64, lambda wide: Int32(wide.value))
-        assert tuple(map(int, found)) == tile_at(walk, index)
+        assert tuple(map(int, found)) == tile_at(raster, index)
 
 
 def test_too_many_tiles_are_refused():

@@ -118,7 +118,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def zero_rows(problem: GemmProblem) -> ZeroRows:
-    """Returns the matrices of D as rows for `kernels.zeros`; those without gaps between are one."""
+    """Returns the matrices of D as rows for `kernels.zero_fill`; rows without gaps are one."""
     p, size = problem, TMA_ALIGNMENT // ITEMSIZE[problem.d_dtype]
     rows, length, stride = p.m, p.n // size, p.d.leading_stride // size
     if length == stride:

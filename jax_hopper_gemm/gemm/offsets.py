@@ -62,7 +62,7 @@ def vectors_of_part(
 
     Args:
       parts_of_row: what `zeros.parts_of_row(size)` returned.
-      part: a `grouping.Part`.
+      part: a `group_search.Part`.
 
     Returns:
       `start` of 64 bits, in vectors; `first` and `end`, counted from there.

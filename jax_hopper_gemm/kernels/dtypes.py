@@ -7,4 +7,5 @@ CUTE_DTYPE = {
     "float16": cutlass.Float16,
     "float32": cutlass.Float32,
     "bool": cutlass.Uint8,  # one byte an element, 0 or 1
+    "int32": cutlass.Int32,
 }

@@ -84,11 +84,7 @@ def fake_kernels(launches: Iterable[Launch], compiled: list[GemmSpec]) -> Module
         return sample_cubin(entry=spec.name, threads=spec.threads, places=places)
 
     kernels = ModuleType("jax_hopper_gemm.kernels")
-    prefix = {128: "tma", 4: "int", 8: "ptr"}
-    names = {
-        spec: tuple(f"{prefix[size]}_{i}" for i, size in enumerate(sizes[spec])) for spec in sizes
-    }
-    vars(kernels).update(compile_cubin=compile_cubin, parameter_names=names.__getitem__)
+    vars(kernels).update(compile_cubin=compile_cubin)
     return kernels
 
 

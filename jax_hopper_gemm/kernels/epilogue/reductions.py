@@ -46,8 +46,8 @@ from ...gemm.wgmma_fragment import (
     over_lanes,
     take,
 )
+from ..named_barriers import WARPGROUP, BarrierId
 
-WARPGROUP_BARRIER = 1  # named barriers 1, 2, ...: one a math warpgroup
 LOG2_E = math.log2(math.e)
 
 
@@ -324,7 +324,7 @@ class ColumnSum(Reduction):
 
     def partition(self, pointer, warpgroup, thread, scratch):
         super().partition(pointer, warpgroup, thread, scratch)
-        self.barrier = pipeline.NamedBarrier(WARPGROUP_BARRIER + warpgroup, 128)
+        self.barrier = pipeline.NamedBarrier(BarrierId.WARPGROUP + warpgroup, WARPGROUP)
         self.columns = self.spec.epi_tile_n // 4  # that a thread holds
         self.kept = [nth_column(self.quad_lane, i) for i in kept_columns(self.lane, self.columns)]
 
