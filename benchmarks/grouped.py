@@ -7,7 +7,7 @@
 Candidates take turns on the same random inputs, in one process. What takes longer than `SLOW` is
 timed once beside them; longer than `TOO_SLOW`, not at all. The dense product has one matrix for
 all rows, in the layouts of what it stands beside. Of few rows a group the bar is another one: the
-bytes of the weights that are read. `sweep_grouped.py` times all kernels, launched directly.
+bytes of the weights that are read.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from programs import LAUNCH, integers, lowered
+from support.program_inspection import LAUNCH, integers, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.testing.collectives import run_counted

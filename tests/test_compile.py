@@ -18,9 +18,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from compiling import skip_without_compiler
-from cubin_samples import run_python
 from support import verified
+from support.compiling import skip_without_compiler
+from support.cubin_samples import run_python
 from support.policies import chosen_epilogue_specs, covering_specs, epilogue_covering_specs
 
 from jax_hopper_gemm import cubin, dispatch

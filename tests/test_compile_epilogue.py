@@ -8,23 +8,23 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from compiling import skip_without_compiler
+from support.compiling import skip_without_compiler
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin.manifest import Manifest
 from jax_hopper_gemm.cubin.sass import SassFacts, disassemble, parse_sass
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
+from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
-from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
+from jax_hopper_gemm.launch.plan import Int32, make_plan
 
 skip_without_compiler()
 
 pytestmark = pytest.mark.compile
 
 BF16, F16, F32 = "bfloat16", "float16", "float32"
-PARAMETER_BYTES = {TensorMap: 128, Int32: 4, Pointer: 8}
 
 
 def matrix(value: int, dtype: str = BF16, plane: int = 0, planes: int = 1) -> Result:
@@ -154,7 +154,7 @@ def test_wgmma_stays_asynchronous(kernel):
 def test_parameters_are_those_of_the_plan(kernel):
     spec, manifest, *_ = kernel
     plan = make_plan(problem_of(spec), spec, RasterOrder(), num_sms=132)
-    planned = [PARAMETER_BYTES[type(parameter)] for parameter in plan.params]
+    planned = [PARAM_BYTES[parameter.kind] for parameter in plan.params]
     assert [parameter.size for parameter in manifest.parameters] == planned
     if spec.graph.needs_extents:
         names = [parameter.name for parameter in manifest.parameters]

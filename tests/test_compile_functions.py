@@ -11,15 +11,15 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import skip_without_compiler
-from epilogue_graphs import (
+from scipy import special
+from support import epilogue
+from support.activation_graphs import (
     ACTIVATIONS,
     GRADIENTS,
     activation_graph,
     gradient_graph,
 )
-from scipy import special
-from support import epilogue
+from support.compiling import skip_without_compiler
 from support.operations import OPERATIONS, Builder, operation_graph, parameters_of
 
 from jax_hopper_gemm.gemm.epilogue_arithmetic import arithmetic_of
@@ -29,7 +29,7 @@ from jax_hopper_gemm.testing import tolerance
 
 skip_without_compiler()
 
-from elementwise import code_of  # noqa: E402
+from support.elementwise_kernel import code_of  # noqa: E402
 
 from jax_hopper_gemm.kernels.epilogue import op_codegen  # noqa: E402
 

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from compiling import skip_without_compiler
 from support import graphs
+from support.compiling import skip_without_compiler
 from support.grouped import Layout, problem_of
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin.manifest import Manifest
 from jax_hopper_gemm.cubin.sass import SassFacts, disassemble, parse_sass
+from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES, Gather
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
-from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
+from jax_hopper_gemm.launch.plan import make_plan
+from jax_hopper_gemm.testing import lanes
 
 skip_without_compiler()
 
 pytestmark = pytest.mark.compile
-
-PARAMETER_BYTES = {TensorMap: 128, Int32: 4, Pointer: 8}
 
 
 def rows(tile_m: int, tile_n: int, **fields) -> GemmSpec:
@@ -119,5 +120,42 @@ def test_parameters_are_those_of_the_plan(kernel):
     spec, manifest, *_ = kernel
     problem = problem_of(spec, Layout.plain(5), 512, 768, 640)
     plan = make_plan(problem, spec, RasterOrder(), num_sms=132)
-    planned = [PARAMETER_BYTES[type(parameter)] for parameter in plan.params]
+    planned = [PARAM_BYTES[parameter.kind] for parameter in plan.params]
     assert [parameter.size for parameter in manifest.parameters] == planned
+
+
+@pytest.mark.parametrize(("source", "stride"), [(4194304, 8192), (2**31 - 1, 2**30 - 8)])
+def test_gathered_rows_are_copied_from_where_they_lie_beyond_2_31_elements(
+    source, stride, monkeypatch
+):
+    """The loader's arithmetic, on integers that raise where the device's would wrap around."""
+    module = pytest.importorskip("jax_hopper_gemm.kernels.mainloop.gather")
+    indices = [0, source - 1, -1, source // 2, -(2**31)]
+    copied = []
+    load = SimpleNamespace(load=lambda at, _: lanes.Int32(indices[int(at)]))
+    instead = {
+        "Int32": lanes.Int32,
+        "Int64": lanes.Int64,
+        "select_": lambda condition, x, y: x if condition else y,
+        "smaller": min,
+        "cute": SimpleNamespace(arch=load),
+        "copy_piece": lambda _, address, nbytes: copied.append((int(address), int(nbytes))),
+    }
+    tma = SimpleNamespace(nbytes=0, view=lambda *_: None)
+    producer = module.GatherProducer(rows(128, 128, gathered="a"), tma)
+    for name, function in instead.items():
+        monkeypatch.setattr(module, name, function)
+    args = SimpleNamespace(
+        tma_ab=(SimpleNamespace(toint=lambda: lanes.Int64(2**48)), None),
+        gather=Gather(0, *map(lanes.Int32, (source, stride, stride))),
+        raster=SimpleNamespace(length=lanes.Int32(len(indices))),
+    )
+    view = producer.partition_for_load(args, SimpleNamespace(sA=None), None, None)
+    for i in range(len(indices)):
+        row = producer._row(view, lanes.Int32(i))
+        piece = producer._source(view, lanes.Int32(stride - 8))
+        producer._copy_piece(view, None, piece, row, row >= 0)
+    addresses = [2**48 + 2 * (row * stride + stride - 8) for row in indices]
+    assert [nbytes for _, nbytes in copied] == [16, 16, 0, 16, 0]
+    exists = [0, 1, 3]
+    assert [copied[i][0] for i in exists] == [addresses[i] for i in exists]

@@ -7,11 +7,12 @@ index functions and orders are the device's; only the instructions are replaced.
 from __future__ import annotations
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from compiling import skip_without_compiler
+from support.compiling import skip_without_compiler
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin.sass import sass_facts
@@ -88,6 +89,7 @@ def reductions(monkeypatch):
             self.select_one(keys[of_two], taken, of_two, nth, place)
 
     instead = {
+        "Int64": np.int64,
         "shuffle": lambda x, distance: x[THREADS ^ distance],
         "select": np.where,
         "maximum": np.maximum,
@@ -250,6 +252,57 @@ def test_top_k_of_another_value_or_k_selects_by_itself(reductions):
 KINDS: tuple[ResultKind, ...] = (
     "row_sum", "row_max", "row_sumexp", "column_sum", "max", "top_k_values", "top_k_indices",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "m", "n"),
+    [
+        ("row_sum", 2**23, 2**15),
+        ("row_max", 2**23, 2**15),
+        ("row_sumexp", 2**22, 2**15),
+        ("column_sum", 2**20, 2**17),
+        ("max", 2**23, 2**18),
+        ("top_k_values", 2**28, 48),
+        ("top_k_indices", 2**28, 48),
+    ],
+)
+def test_offsets_of_more_than_2_31_partial_results_do_not_wrap(kind, m, n, reductions, monkeypatch):
+    spec = spec_of(
+        Result(kind, 0, k=8 if kind.startswith("top_k") else 0), tile_n=48, epi_tile_n=16
+    )
+    problem = GemmProblem(**{**vars(GemmProblem.dense(m, n, 64, 2)), "epilogue": spec.epilogue})
+    size = math.prod(result_shapes(problem, spec)[1][0])
+    assert size > 2**31
+    written = []
+    write = lambda condition, memory, at, value: written.append((condition, at))  # noqa: E731
+    monkeypatch.setattr(reductions, "write_where", write)
+    (thing,) = reductions.make_reductions(spec)
+    scratch = Scratch(spec.epi_tile_n)
+    thing.partition(None, 0, THREADS, scratch)
+    thing.barrier = SimpleNamespace(arrive_and_wait=scratch.barrier)
+    if thing.result.kind.startswith("top_k"):
+        thing.value_pointer = object()
+    tiles_n = -(-n // spec.d_tile_n)
+    place = SimpleNamespace(
+        rows=np.int32(m), m=np.int32(m), n=np.int32(n), row0=np.int32(m - 64), batch=np.int32(1),
+        tile_n=np.int32(tiles_n - 1), tiles_n=np.int32(tiles_n),
+    )  # fmt: skip
+    thing.begin_tile()
+    subtiles = spec.d_tile_n // spec.epi_tile_n
+    for i_n in range(subtiles):
+        place.column0 = np.int32((tiles_n - 1) * spec.d_tile_n + i_n * spec.epi_tile_n)
+        for v in range(spec.epi_tile_n // 2):
+            thing.add(np.zeros(128, np.float32), v, 0, i_n)
+        thing.barrier.arrive_and_wait()
+        thing.end_subtile(0, i_n, place)
+    thing.end_rows(0, place)
+    at = np.concatenate(
+        [np.broadcast_to(at, 128)[np.broadcast_to(condition, 128)] for condition, at in written]
+    )
+    assert at.dtype == np.int64
+    assert at.max() == size - 1, "the last tile writes the last partial result"
+    assert at.size == np.unique(at).size > 0
+    assert np.all(at >= size // 2), "its matrix is the second of two"
 
 
 @pytest.mark.parametrize("epi_tile_n", [32, 64])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cubin_samples import HIDE_CUTLASS, SPEC, run_python
+from support.cubin_samples import HIDE_CUTLASS, SPEC, run_python
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin import CubinError, compiler, digest_of, lookup
@@ -46,7 +46,7 @@ def test_a_built_folder_serves_a_machine_without_cutlass(tmp_path):
     source = (
         HIDE_CUTLASS
         + """
-    from cubin_samples import SPEC
+    from support.cubin_samples import SPEC
     from jax_hopper_gemm import cubin
     compiled = cubin.get(SPEC)
     print(compiled.origin, compiled.manifest.cubin_sha256)

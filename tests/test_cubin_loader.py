@@ -6,7 +6,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from cubin_samples import SPEC, sample_cubin, sample_manifest
+from support.cubin_samples import SPEC, sample_cubin, sample_manifest
 
 from jax_hopper_gemm.cubin import Compiled, CubinError, LoadedKernel, Parameter, digest_of, loader
 from jax_hopper_gemm.cubin.loader import load_compiled
@@ -196,10 +196,10 @@ def test_a_cuda_error_names_kernel_call_and_way_out(call, status, advice):
 @pytest.mark.parametrize(
     ("places", "message"),
     [
-        (lambda places: places[:-1], r"\(436, 4\)\], not \[\(48, 128\)"),
-        (lambda places: [*places, (448, 8)], r"\(448, 8\)\], not"),
+        (lambda places: places[:-1], r"\(492, 4\)\], not \[\(48, 128\)"),
+        (lambda places: [*places, (504, 8)], r"\(504, 8\)\], not"),
         (lambda places: [(0, 128), *places[1:]], r"\[\(0, 128\), .* not \[\(48, 128\)"),
-        (lambda places: [*places[:-1], (440, 4)], r"\(440, 4\)\], not"),
+        (lambda places: [*places[:-1], (500, 4)], r"\(500, 4\)\], not"),
     ],
 )
 def test_parameters_that_differ_from_the_manifest_are_refused(places, message):

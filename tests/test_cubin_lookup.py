@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import json
+import math
 import os
+import re
+import shutil
 import sys
 import threading
 import time
@@ -14,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cubin_samples import (
+from support.cubin_samples import (
     FAKE_COMPILER,
     HIDE_CUTLASS,
-    NAMES,
     SPEC,
+    places_of,
     run_python,
     sample_cubin,
     sample_manifest,
@@ -28,6 +31,7 @@ from cubin_samples import (
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin import CubinError, compiler, digest_of, lookup, store
 from jax_hopper_gemm.cubin.store import Store
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
 
 DIGEST = digest_of(SPEC)
 
@@ -54,9 +58,9 @@ def compiles(monkeypatch):
     def compile_cubin(spec, workdir):
         compiled.append(spec)
         time.sleep(0.05)
-        return sample_cubin(threads=spec.threads)
+        return sample_cubin(threads=spec.threads, places=places_of(spec))
 
-    kernels = types.SimpleNamespace(compile_cubin=compile_cubin, parameter_names=lambda spec: NAMES)
+    kernels = types.SimpleNamespace(compile_cubin=compile_cubin)
     monkeypatch.setitem(sys.modules, "jax_hopper_gemm.kernels", kernels)
     monkeypatch.setattr("jax_hopper_gemm.kernels", kernels, raising=False)
     monkeypatch.setattr(compiler, "require_compiler", lambda: None)
@@ -102,7 +106,7 @@ def test_processes_that_start_together_compile_once(tmp_path):
     source = (
         FAKE_COMPILER
         + """
-    from cubin_samples import SPEC
+    from support.cubin_samples import SPEC
     from jax_hopper_gemm import cubin
     print(cubin.get(SPEC).origin.split()[0])
     """
@@ -133,7 +137,7 @@ def test_prebuilt_kernels_need_no_compiler_and_no_cache(tmp_path):
     source = (
         HIDE_CUTLASS
         + """
-    from cubin_samples import SPEC
+    from support.cubin_samples import SPEC
     from jax_hopper_gemm import cubin
     print(cubin.get(SPEC).manifest.cubin_sha256)
     """
@@ -203,6 +207,92 @@ def test_a_damaged_prebuilt_kernel_is_reported_and_passed_over(compiles, caplog)
     assert cubin.get(SPEC).origin == "compiled"
     assert f"{DIGEST} is damaged" in caplog.text
     assert str(cubin.prebuilt().folder) in caplog.text
+
+
+def copy_entry(folder: Path, source: str, target: str) -> None:
+    for suffix in ("cubin", "json"):
+        shutil.copy(folder / f"{source}.{suffix}", folder / f"{target}.{suffix}")
+
+
+OTHERS = [
+    replace(SPEC, a_dtype="float16", b_dtype="float16"),
+    replace(SPEC, a_major="m"),
+    replace(SPEC, tile_m=64),
+    replace(SPEC, tile_n=64),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda spec: spec.name)
+def test_another_kernels_files_under_this_name_are_passed_over(
+    compiles, monkeypatch, caplog, other
+):
+    cubin.get(other)
+    copy_entry(cubin.cache_dir(), digest_of(other), DIGEST)
+    forget(monkeypatch)
+    for ask in (lambda: cubin.get(SPEC), lambda: lookup.resolve(DIGEST, SPEC.to_json())):
+        found = ask()
+        assert (found.origin, found.manifest.spec) == ("compiled", SPEC.to_json())
+    assert compiles == [other, SPEC]
+    assert f"{DIGEST} is damaged" in caplog.text
+
+
+def test_an_entry_of_another_spec_is_reported_and_passed_over(compiles, monkeypatch, caplog):
+    """One whose checksum is right, as a faulty tool could write it."""
+    other = replace(SPEC, a_dtype="float16", b_dtype="float16")
+    lookup.user_cache().write(DIGEST, sample_cubin(), sample_manifest(other))
+    with pytest.raises(CubinError, match="another version"):
+        lookup.resolve(DIGEST, '{"field_of_tomorrow": 1}')
+    assert cubin.get(SPEC).origin == "compiled"
+    assert cubin.get(SPEC).manifest.spec == SPEC.to_json()
+    for part in (str(cubin.cache_dir()), f"{DIGEST} is of", other.to_json(), SPEC.to_json()):
+        assert part in caplog.text
+
+
+def test_a_kernel_of_this_process_is_not_given_for_another_spec(compiles):
+    cubin.get(SPEC)
+    with pytest.raises(CubinError, match="another version"):
+        lookup.resolve(DIGEST, replace(SPEC, a_dtype="float16", b_dtype="float16").to_json())
+    assert lookup.resolve(DIGEST, json.dumps(json.loads(SPEC.to_json()), indent=1)) is cubin.get(
+        SPEC
+    )
+
+
+@pytest.mark.parametrize("constant", [math.nan, math.inf, -0.0])
+def test_specs_are_told_apart_by_every_number_and_equal_to_themselves(constant):
+    def spec(value: float):
+        graph = EpilogueGraph(nodes=(Node("constant", (), (value,)),), results=(Result("max", 1),))
+        return replace(SPEC, epilogue=graph)
+
+    store = Store(cubin.cache_dir(), "cache")
+    store.write(DIGEST, sample_cubin(), sample_manifest(spec(constant)))
+    assert store.read(DIGEST, spec(constant).to_json())
+    assert store.read(DIGEST, spec(0.0).to_json()) is None
+
+
+NO_DIGESTS = ["", "a" * 63, "A" * 64, "a" * 64 + "\n", "é" * 64, "../" + "a" * 64, "{absolute}"]
+
+
+@pytest.mark.parametrize("named", NO_DIGESTS)
+def test_what_is_no_digest_names_no_file(compiles, tmp_path, named):
+    """A program brings the name; an entry that lies there is not loaded, and none is written."""
+    lookup.user_cache().write("a" * 64, sample_cubin(), sample_manifest())
+    copy_entry(tmp_path, f"cache/{'a' * 64}", "a" * 64)
+    named = named.replace("{absolute}", str(tmp_path / ("a" * 64)))
+    expected = re.escape(f"64 hexadecimal digits, not by {named!r}"[:100])
+    store = lookup.user_cache()
+    with pytest.raises(CubinError, match=expected):
+        lookup.resolve(named, SPEC.to_json())
+    with pytest.raises(CubinError, match=expected):
+        store.write(named, sample_cubin(), sample_manifest())
+    with pytest.raises(CubinError, match=expected), store.locked(named):
+        pass
+    assert sorted(path.stem for path in store.folder.iterdir()) == 2 * ["a" * 64]
+
+
+def test_other_files_in_the_folder_are_no_entries(compiles):
+    cubin.get(SPEC)
+    (cubin.cache_dir() / "notes.json").write_text("{}")
+    assert [entry.digest for entry in cubin.cache_entries()] == [DIGEST]
 
 
 def _under_a_file(tmp_path, monkeypatch):
@@ -305,7 +395,10 @@ def test_a_program_of_another_version_runs_while_a_cache_has_its_kernel(no_compi
     assert lookup.resolve("a" * 64, SPEC.to_json()).cubin == content
 
 
-@pytest.mark.parametrize("spec_json", [SPEC.to_json(), '{"field_of_tomorrow": 1}', "not json"])
+@pytest.mark.parametrize(
+    "spec_json",
+    [SPEC.to_json(), '{"field_of_tomorrow": 1}', '{"epilogue": {"x": 1}}', "[1]", "not json"],
+)
 def test_a_program_of_another_version_is_refused_where_no_cache_has_its_kernel(compiles, spec_json):
     with pytest.raises(CubinError, match="another version of jax_hopper_gemm.*lower the program"):
         lookup.resolve("b" * 64, spec_json)

@@ -7,11 +7,12 @@ import struct
 from dataclasses import replace
 
 import pytest
-from cubin_samples import NAMES, PLACES, SPEC, sample_cubin, sample_manifest
+from support.cubin_samples import PLACES, SPEC, sample_cubin, sample_manifest
 
 from jax_hopper_gemm.cubin import CubinError, Manifest, Parameter
 from jax_hopper_gemm.cubin.elf import read_kernel
 from jax_hopper_gemm.cubin.manifest import derive_manifest
+from jax_hopper_gemm.gemm.kernel_params import param_list
 
 
 @pytest.mark.parametrize(("abi_version", "api_version"), [(7, 129), (8, 134)])
@@ -33,9 +34,9 @@ def test_kernel_is_read_from_either_abi(abi_version, api_version):
 
 def test_manifest_names_each_parameter_and_the_bytes():
     cubin = sample_cubin(entry="the_kernel")
-    manifest = derive_manifest(SPEC, cubin, NAMES)
-    assert manifest.parameters[3] == Parameter("clusters_m", 432, 4)
-    assert [p.name for p in manifest.parameters] == list(NAMES)
+    manifest = derive_manifest(SPEC, cubin)
+    assert manifest.parameters[3] == Parameter("raster_total", 432, 4)
+    assert [p.name for p in manifest.parameters] == [param.name for param in param_list(SPEC)]
     assert manifest.entry == "the_kernel"
     assert manifest.name == SPEC.name
     assert manifest.dynamic_smem_bytes == SPEC.smem_bytes
@@ -54,19 +55,19 @@ def test_manifest_survives_json():
         ({"sm": 100}, "it is for sm_100, not sm_90a"),
         ({"sm": 80, "abi_version": 8}, "it is for sm_80, not sm_90a"),
         ({"threads": 128}, "a block has 128 threads, the spec 384"),
-        ({"places": PLACES[:-1]}, r"parameters have \[128, 128, 128, 4, 4\] bytes"),
-        ({"places": ((0, 64), *PLACES[1:])}, r"\[64, .* expected tma_a 128, tma_b 128"),
-        ({"places": (*PLACES, (448, 1))}, r"4, 4, 8, 1\] bytes, expected"),
+        ({"places": PLACES[:-1]}, r"parameters have \[128, 128, 128(, 4){16}\] bytes"),
+        ({"places": ((0, 64), *PLACES[1:])}, r"\[64, .* expected a 128, b 128"),
+        ({"places": (*PLACES, (500, 1))}, r"4, 4, 4, 1\] bytes, expected"),
     ],
 )
 def test_code_that_does_not_fit_the_spec_is_refused(difference, message):
     with pytest.raises(CubinError, match=message):
-        derive_manifest(SPEC, sample_cubin(**difference), NAMES)
+        derive_manifest(SPEC, sample_cubin(**difference))
 
 
 def test_all_differences_come_in_one_message():
     with pytest.raises(CubinError, match="sm_80.*threads.*parameters"):
-        derive_manifest(SPEC, sample_cubin(sm=80, threads=64, places=()), NAMES)
+        derive_manifest(SPEC, sample_cubin(sm=80, threads=64, places=()))
 
 
 @pytest.mark.parametrize("kernels", [0, 2])

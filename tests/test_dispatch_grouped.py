@@ -206,7 +206,7 @@ def test_reason_names_the_groups_that_are_assumed():
         ),
         (
             regrouped(replace(CONTRACTION, b=MatrixLayout("n", 2**31)), gathered="b", source=9),
-            "B's rows, picked by indices, are 2147483648 elements apart",
+            "B's rows, picked by indices, are 4294967296 bytes apart",
         ),
     ],
 )

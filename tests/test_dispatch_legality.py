@@ -45,7 +45,7 @@ TYPES = [
         (GemmProblem.dense(64, 64, 64, d_dtype="int32"), ["D is int32: ask for"]),
         (GemmProblem.dense(64, 0, 64), ["N is 0", "empty"]),
         (GemmProblem.dense(64, 64, 64, 0), ["L is 0", "empty"]),
-        (GemmProblem.dense(2**31, 8, 8), ["M is 2147483648, over 2147483647"]),
+        (GemmProblem.dense(2**31, 8, 8), ["M is 2147483648, over 2147450880"]),
         (GemmProblem.dense(64, 64, 64, a_major="n"), ["A has major 'n', not 'm' or 'k'"]),
     ],
 )

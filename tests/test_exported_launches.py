@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
-from launches_on_cpu import LaunchesOnCpu, fake_kernels, parameter_bytes, runnable
-from programs import run_fresh
-from stored_layer import LAYER, layer_arguments
+from support.launches_on_cpu import LaunchesOnCpu, fake_kernels, parameter_bytes, runnable
+from support.program_inspection import run_fresh
+from support.stored_layer import LAYER, layer_arguments
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin import CubinError, compiler, digest, lookup
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import LaunchPlan
@@ -122,6 +123,23 @@ def test_a_program_of_other_kernel_sources_runs_on_the_kernel_it_was_made_for_al
     assert launched(on_cpu) == planned([launch]) and len(compiled) == 1
 
 
+@pytest.mark.parametrize(
+    "where, extent", [("../elsewhere/", 280), ("{tmp_path}/elsewhere/", 288), ("", 296)]
+)
+def test_a_program_that_names_a_file_and_no_kernel_is_refused(
+    on_cpu, compile_with, monkeypatch, tmp_path, where, extent
+):
+    digest = where.format(tmp_path=tmp_path) + 63 * "a"
+    monkeypatch.setattr(cubin, "digest_of", lambda spec: digest)
+    exported = product(extent)
+    (launch,) = launches_of(exported)
+    compile_with([launch])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="64 hexadecimal digits") as caught:
+        exported.call(jnp.ones((extent, 64), jnp.bfloat16))
+    assert repr(digest)[:100] in str(caught.value)
+    assert on_cpu.launcher.resolved == [(digest, launch.spec)] and launched(on_cpu) == []
+
+
 def test_a_program_whose_plan_has_another_version_is_refused(on_cpu, monkeypatch):
     encode = LaunchPlan.encode
     monkeypatch.setattr(LaunchPlan, "encode", lambda plan: (7, *encode(plan)[1:]))
@@ -151,7 +169,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jax.experimental import serialize_executable
-from launches_on_cpu import LaunchesOnCpu, fake_kernels, runnable, use_fake_kernels
+from support.launches_on_cpu import LaunchesOnCpu, fake_kernels, runnable, use_fake_kernels
 from jax_hopper_gemm.sharding.export import launches_of, stored_programs
 
 libraries, folder, how = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from programs import integers
+from support.program_inspection import integers
 
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
 

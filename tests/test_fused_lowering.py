@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
-from programs import attributes, lowered
+from support.program_inspection import attributes, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch

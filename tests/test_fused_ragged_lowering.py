@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import attributes, lowered
+from support.program_inspection import attributes, lowered
 from test_fused_lowering import launches, on_matrices, reachable, results, shape, step
 
 from jax_hopper_gemm import dispatch

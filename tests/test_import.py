@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from programs import run_fresh
+from support.program_inspection import run_fresh
 
 BUDGET_MS = 150  # over `import jax`
 

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from programs import LAUNCH, integers, lowered, products
+from support.program_inspection import LAUNCH, integers, lowered, products
 
 import jax_hopper_gemm as jhg
 

@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from moe_reference import assert_close, dense, looped, weights_of
-from programs import integers
+from support.moe_reference import assert_close, dense, looped, weights_of
+from support.program_inspection import integers
 
 from jax_hopper_gemm import moe
 from jax_hopper_gemm.moe import expert_parallel

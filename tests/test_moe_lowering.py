@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from programs import LAUNCH, lowered
+from support.program_inspection import LAUNCH, lowered
 from test_fused_lowering import launches, reachable
 
 from jax_hopper_gemm.testing.moe_programs import COPYING, MOE_PROGRAMS, MoeProgram

@@ -10,7 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from programs import run_fresh
+from support.program_inspection import run_fresh
 
 from jax_hopper_gemm.launch import ffi_library
 
@@ -131,6 +131,24 @@ def test_the_resolver_cuts_a_long_message_to_what_fits(monkeypatch):
     assert resolve("abc", "{}", capacity=16) == (1, 0, 15 * "x")
 
 
+@pytest.mark.parametrize("digest", [b"../../x", b"/etc/x", b"", b"\xff\xfe", b"9" * 5000])
+def test_the_resolver_refuses_what_is_no_digest(monkeypatch, digest):
+    monkeypatch.setattr(ffi_library, "_process_with_kernels", None)
+    message = ctypes.create_string_buffer(4096)
+    assert ffi_library._resolve(digest, b"{}", ctypes.c_uint64(), message, 4096) == 1
+    assert message.value.decode().startswith("a kernel is named by 64 hexadecimal digits, not by ")
+
+
+def test_the_resolver_says_what_no_text_can_hold(monkeypatch):
+    """Half of a surrogate pair, which JSON may bring or a folder's name: it has no UTF-8."""
+
+    def load(digest, spec_json):
+        raise RuntimeError("no \ud800")
+
+    fake_cubin(monkeypatch, load)
+    assert resolve("abc", "{}") == (1, 0, r"no \ud800")
+
+
 def test_the_resolver_refuses_in_a_fork_of_a_process_that_has_kernels(monkeypatch):
     fake_cubin(monkeypatch, lambda digest, spec_json: SimpleNamespace(handle=1))
     assert resolve("abc", "{}")[0] == 0
@@ -175,7 +193,7 @@ def run():
 
 print(in_fork(lowered))
 print(in_fork(run))
-native._process_with_kernels = os.getpid()  # as if one had been loaded
+ffi_library._process_with_kernels = os.getpid()  # as if one had been loaded
 print(in_fork(lowered))
 print(lowered())
 print(run())

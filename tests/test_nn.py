@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import integers, run_fresh
+from support.program_inspection import integers, run_fresh
 
 import jax_hopper_gemm as jhg
 

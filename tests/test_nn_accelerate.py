@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from programs import integers, products
+from support.program_inspection import integers, products
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import nn

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from moe_reference import assert_close, looped, weights_of
+from support.moe_reference import assert_close, looped, weights_of
 
 from jax_hopper_gemm import moe
 

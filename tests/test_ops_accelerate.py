@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from programs import LAUNCH, equations, integers, lowered, operations, products
+from support.program_inspection import LAUNCH, equations, integers, lowered, operations, products
 
 import jax_hopper_gemm as jhg
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import integers
+from support.program_inspection import integers
 
 import jax_hopper_gemm as jhg
 

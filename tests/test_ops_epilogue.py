@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from products_with_epilogues import (
+from support.epilogue_reference import (
     BIAS,
     RESIDUAL,
     A,
@@ -24,7 +24,7 @@ from products_with_epilogues import (
     assert_same,
     reference,
 )
-from programs import integers
+from support.program_inspection import integers
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.dtypes import RESULTS

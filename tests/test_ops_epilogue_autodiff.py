@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from products_with_epilogues import (
+from support.epilogue_reference import (
     BIAS,
     RESIDUAL,
     A,
@@ -21,7 +21,7 @@ from products_with_epilogues import (
     assert_same,
     reference,
 )
-from programs import integers
+from support.program_inspection import integers
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.ops.activations import ACTIVATIONS

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from programs import LAUNCH, attributes, lowered
+from support.program_inspection import LAUNCH, attributes, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch

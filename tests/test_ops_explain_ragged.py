@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import LAUNCH, attributes, lowered
+from support.program_inspection import LAUNCH, attributes, lowered
 
 import jax_hopper_gemm as jhg
 

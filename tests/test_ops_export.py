@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from programs import LAUNCH, integers, run_fresh
+from support.program_inspection import LAUNCH, integers, run_fresh
 
 import jax_hopper_gemm as jhg
 

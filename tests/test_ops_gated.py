@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from programs import integers
+from support.program_inspection import integers
 from test_ops_epilogue import assert_close, assert_same
 
 import jax_hopper_gemm as jhg

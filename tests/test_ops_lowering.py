@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.experimental import compute_on
-from programs import LAUNCH, attributes, lowered
+from support.program_inspection import LAUNCH, attributes, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import cubin, dispatch

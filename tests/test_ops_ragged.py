@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import integers
+from support.program_inspection import integers
 
 import jax_hopper_gemm as jhg
 

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from programs import LAUNCH, attributes, integers, lowered
+from support.program_inspection import LAUNCH, attributes, integers, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
-from programs import integers, products
+from support.program_inspection import integers, products
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import nn

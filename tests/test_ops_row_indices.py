@@ -13,7 +13,7 @@ import pytest
 from jax import export, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import LAUNCH, integers, lowered
+from support.program_inspection import LAUNCH, integers, lowered
 from test_fused_lowering import launches, on_matrices, reachable
 from test_ops_epilogue import assert_close
 

@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
-from programs import CACHED_ON_MESH, integers, lowered, run_fresh
+from support.program_inspection import CACHED_ON_MESH, integers, lowered, run_fresh
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.sharding import custom_call

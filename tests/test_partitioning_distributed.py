@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distributed import run_processes
+from support.distributed import run_processes
 
 
 def test_two_processes_agree_on_every_share():

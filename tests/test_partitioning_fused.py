@@ -16,7 +16,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import CACHED_ON_MESH, LAUNCH, integers, run_fresh
+from support.program_inspection import CACHED_ON_MESH, LAUNCH, integers, run_fresh
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import integers
+from support.program_inspection import integers
 
 from jax_hopper_gemm.primitives.gather_rows import AT_ONCE, add_rows_p, pick_rows
 from jax_hopper_gemm.primitives.sum_rows import in_order

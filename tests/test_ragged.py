@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from programs import integers
+from support.program_inspection import integers
 
 from jax_hopper_gemm.gemm.groups import FORMS
 from jax_hopper_gemm.primitives.group_sizes import group_of_rows, span_ends

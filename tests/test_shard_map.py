@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import integers
+from support.program_inspection import integers
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import sharding

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from cubin_samples import OTHER_VALUES, SPEC
+from support.cubin_samples import OTHER_VALUES, SPEC
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.legality import MAX_ACC_REGISTERS, max_accumulators, violations

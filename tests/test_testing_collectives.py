@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -31,21 +30,19 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_an_operation_is_counted_with_the_bytes_of_its_results(line: str):
-    kind, size = LINES[line]
-    text = f"ENTRY %main {{\n%s = (f32[2]{{0}}, f32[2]{{0}}) {kind}-start(%p)\n{line}\n}}"
-    assert collectives(text) == {kind: (1, size)}
+def test_an_operation_is_counted_with_the_bytes_of_its_results():
+    for line, (kind, size) in LINES.items():
+        text = f"ENTRY %main {{\n%s = (f32[2]{{0}}, f32[2]{{0}}) {kind}-start(%p)\n{line}\n}}"
+        assert collectives(text) == {kind: (1, size)}, line
 
 
-@pytest.mark.parametrize("attributes", GROUPS)
-@pytest.mark.parametrize("started", [True, False])
-def test_the_devices_that_exchange_are_known(attributes: str, started: bool):
-    text = f"%a = f32[2]{{0}} all-reduce(%p), channel_id=1, {attributes}"
-    if started:
-        text = text.replace("reduce(", "reduce-start(") + "\n%b = f32[2]{0} all-reduce-done(%a)"
-    (found,) = collectives_in(text)
-    assert found == ("all-reduce", {frozenset(x) for x in GROUPS[attributes]}, 8)
+def test_the_devices_that_exchange_are_known():
+    for attributes, groups in GROUPS.items():
+        at_once = f"%a = f32[2]{{0}} all-reduce(%p), channel_id=1, {attributes}"
+        started = at_once.replace("reduce(", "reduce-start(")
+        for text in (at_once, started + "\n%b = f32[2]{0} all-reduce-done(%a)"):
+            (collective,) = collectives_in(text)
+            assert collective == ("all-reduce", {frozenset(x) for x in groups}, 8), text
 
 
 def test_operations_of_one_kind_add_up_and_uses_are_none():
@@ -58,6 +55,6 @@ def test_many_sums_that_xla_makes_one_are_found():
     mesh = jax.make_mesh((2, 4), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
     x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("i", "j")))
     program = jax.jit(lambda x: [jnp.sum(x * i, axis=0) for i in range(1, 9)]).lower(x).compile()
-    found = list(collectives_in(program.as_text() or ""))
-    assert sum(x.size for x in found) == 8 * 4
-    assert {x.groups for x in found} == {frozenset(frozenset((i, i + 4)) for i in range(4))}
+    sums = list(collectives_in(program.as_text() or ""))
+    assert sum(x.size for x in sums) == 8 * 4
+    assert {x.groups for x in sums} == {frozenset(frozenset((i, i + 4)) for i in range(4))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from recording_driver import PLAN, SIZES, FakeDriver
+from support.recording_driver import PLAN, SIZES, FakeDriver
 
 from jax_hopper_gemm.launch.plan import Int32, TensorMap
 from jax_hopper_gemm.testing import direct

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from recording_driver import SIZES, FakeDriver
+from support.recording_driver import SIZES, FakeDriver
 
 from jax_hopper_gemm.testing.gpu import CudaError, Gpu
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fusing import EXTENTS, assert_same, fused, normal, shape
 from jax import lax
 from support.functions import interpret, random_function, random_operand, vjp_of
+from support.fused_functions import EXTENTS, assert_same, fused, normal, shape
 
 from jax_hopper_gemm.fusion import NotFusable, fuse
 from jax_hopper_gemm.gemm.dtypes import EPILOGUE

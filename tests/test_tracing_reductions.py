@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fusing import assert_same, fused, normal
 from jax import lax
+from support.fused_functions import assert_same, fused, normal
 
 REDUCTIONS = {
     "column_sum": lambda x: jnp.sum(x, axis=-2),

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from programs import run_fresh
 from support.policies import covering_specs
+from support.program_inspection import run_fresh
 
 from jax_hopper_gemm import viz
 from jax_hopper_gemm.dispatch import H200

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from jax_hopper_gemm.gemm.raster import MAX_TILES, _magic, make_raster, tile_at
+from jax_hopper_gemm.gemm.raster import MAX_TILES, Raster, _magic, make_raster, tile_at
+from jax_hopper_gemm.testing.lanes import Int32, Int64
 
 
 def random_grids(count, limit):
@@ -57,6 +58,20 @@ def test_division_by_multiplication_is_exact_up_to_max_tiles():
 def test_all_constants_fit_int32():
     raster = make_raster(2**15, 2**14, 1, along_m=True, swizzle=16)
     assert all(0 <= constant < 2**31 for constant in raster)
+
+
+@pytest.mark.parametrize("along_m", [True, False])
+@pytest.mark.parametrize("swizzle", [1, 3, 16])
+@pytest.mark.parametrize(
+    "grid",
+    [(2**15, 2**15 - 1, 1), (MAX_TILES - 1, 1, 1), (1, MAX_TILES - 1, 1), (1, 1, MAX_TILES - 1)],
+)
+def test_the_most_tiles_stay_in_int32(grid, swizzle, along_m):
+    raster = make_raster(*grid, along_m=along_m, swizzle=swizzle)
+    on_device = Raster(*map(Int32, raster))
+    for index in (0, 1, raster.total // 2, raster.total - 1):
+        found = tile_at(on_device, Int32(index), Int64, lambda wide: Int32(wide.value))
+        assert tuple(map(int, found)) == tile_at(raster, index)
 
 
 def test_too_many_tiles_are_refused():

@@ -1,4 +1,4 @@
-"""The command line. Each command is one module with `add_parser` and a function that runs it."""
+"""The command line: each command is a module with `add_parser` and a function that runs it."""
 
 from __future__ import annotations
 

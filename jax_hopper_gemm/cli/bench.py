@@ -1,4 +1,4 @@
-"""`bench`: our products beside XLA's on this GPU."""
+"""`bench`: times our kernels and XLA's on this GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`build`: compiles kernels ahead of the programs that will ask for them."""
+"""`build`: compiles kernels ahead of the programs that use them."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def specs_of_program(path: Path) -> list[GemmSpec]:
-    """Returns the kernels that an exported program asks for.
+    """Returns the kernels that an exported program launches.
 
     Raises:
-      CommandError: it is no exported program, or this version cannot build its kernels.
+      CommandError: the file is no exported program, or this version cannot build its kernels.
     """
     from ..sharding.export import launches_of, stored_programs
 
@@ -94,7 +94,7 @@ def specs_of_program(path: Path) -> list[GemmSpec]:
 
 
 def _spec_of(launch: Launch) -> GemmSpec | None:
-    """Returns what a launch asks for, if it is the same kernel in this version."""
+    """Returns the spec of a launch's kernel, if this version makes the same kernel."""
     try:
         spec = GemmSpec.from_json(launch.spec)
         return spec if cubin.digest_of(spec) == launch.digest else None

@@ -1,7 +1,7 @@
-"""The demo: a jitted product with gradients, checked; then its speed, or the kernel's facts.
+"""The demo: a checked, jitted GEMM with gradients, then its speed or the kernel's facts.
 
-With a Hopper GPU the products run on our kernels and one is timed beside XLA's. Without one they
-run on XLA, and the kernel that an H200 would run is compiled and taken apart.
+With a Hopper GPU the products run on our kernels, and one is timed in alternation with XLA. Without
+one they run on XLA, and the demo compiles and inspects the kernel that an H200 would run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_product(problem: GemmProblem) -> dict[str, Any]:
-    """Returns how A B and its two gradients ran, and their errors as a share of the bound."""
+    """Returns the kernel of A B, and the errors of A B and its gradients over their bounds."""
     import jax
     import numpy as np
 
@@ -109,7 +109,7 @@ def print_product(product: dict[str, Any]) -> None:
 
 
 def take_kernel_apart() -> dict[str, Any]:
-    """Returns facts of the kernel that an H200 runs for `SHOWN`; compiles it if need be."""
+    """Returns facts of the kernel that an H200 runs for `SHOWN`; compiles it if needed."""
     decision = dispatch.choose(SHOWN, dispatch.H200, kernel_only=True)
     assert decision.spec is not None, decision.reason
     started = time.perf_counter()

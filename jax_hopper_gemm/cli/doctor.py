@@ -1,4 +1,4 @@
-"""What this machine has: GPU, driver, jax, FFI library, compiler, kernels."""
+"""Facts of this machine: GPU, driver, jax, FFI library, compiler, kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..launch import ffi_library
 
 
 def machine_facts() -> dict[str, Any]:
-    """Returns what runs and what is missing, as JSON data; nothing here raises."""
+    """Returns available and missing components as JSON data; never raises."""
     import jax
 
     prebuilt = cubin.prebuilt()
@@ -58,7 +58,7 @@ def _device_facts(device: Any) -> dict[str, Any]:
 
 
 def _driver() -> dict[str, str | None]:
-    """Returns the CUDA version of the driver, or why there is none."""
+    """Returns the CUDA version of the driver, or the error."""
     try:
         from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 

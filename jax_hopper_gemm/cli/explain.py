@@ -47,7 +47,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             "dimension_numbers": _ragged(options["dimension_numbers"], lead),
             "group_sizes": jax.ShapeDtypeStruct((args.groups,), "int32"),
         }
-    found = explain(
+    answer = explain(
         jax.ShapeDtypeStruct(a, problem.a_dtype),
         jax.ShapeDtypeStruct(b, problem.b_dtype),
         preferred_element_type=problem.d_dtype,
@@ -55,9 +55,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         **options,
     )
     if args.json:
-        print_json(asdict(found) | {"kernel": found.spec.name if found.spec else None})
+        print_json(asdict(answer) | {"kernel": answer.spec.name if answer.spec else None})
     else:
-        print(found)
+        print(answer)
     return 0
 
 

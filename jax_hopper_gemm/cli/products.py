@@ -1,4 +1,4 @@
-"""Arguments that name products: extents, dtypes, layouts."""
+"""Command-line arguments that describe products: extents, dtypes, layouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def positive(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that say what a product is, besides M, N and K."""
+    """Adds the arguments that describe a product besides M, N and K."""
     parser.add_argument("--batch", type=positive, default=1, metavar="L", help="products [1]")
     parser.add_argument(
         "--a-major", choices=("k", "m"), default="k", help="A stored (M, K) or (K, M) [k]"

@@ -1,4 +1,4 @@
-"""How commands print: aligned facts, tables, JSON; and how they refuse."""
+"""Output of commands: aligned facts, tables, JSON, and errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class CommandError(Exception):
-    """A command cannot do what was asked; the text says why and the way out."""
+    """A command failed; the text gives the reason and the way out."""
 
 
 def print_facts(title: str, facts: Mapping[str, Any]) -> None:
@@ -31,7 +31,7 @@ def print_json(value: Any) -> None:
 
 
 def bytes_text(nbytes: int) -> str:
-    """Returns a size as a person reads it: 512 B, 48.2 KiB, 1.5 MiB."""
+    """Returns a size as text: 512 B, 48.2 KiB, 1.5 MiB."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if size < 1024:

@@ -1,4 +1,4 @@
-"""`tune`: measures candidates on this GPU and writes a table of the best."""
+"""`tune`: measures candidates on this GPU and writes a table of the fastest."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         if args.build_only:
             return build_candidates(problems, args)
         gpu = Gpu()
-        found = read_or_start(args.out, gpu.device)
+        tuned = read_or_start(args.out, gpu.device)
     except (CudaError, ValueError) as error:
         raise CommandError(str(error)) from error
     for problem in problems:
@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
             )
         except ValueError as error:
             raise CommandError(str(error)) from error
-        found = tuner.merged_table(found, [entry])
-        table.write_table(found, args.out)
+        tuned = tuner.merged_table(tuned, [entry])
+        table.write_table(tuned, args.out)
         print(described(entry), flush=True)
-    print(f"{len(found.entries)} entries in {args.out}; JAX_HOPPER_GEMM_TABLE={args.out} uses them")
+    print(f"{len(tuned.entries)} entries in {args.out}; JAX_HOPPER_GEMM_TABLE={args.out} uses them")
     return 0
 
 
@@ -98,22 +98,22 @@ def read_or_start(path: Path, device: dispatch.Device) -> table.Table:
     """Returns the table at `path`, or an empty one.
 
     Raises:
-      ValueError: it is for another kind of GPU, or damaged.
+      ValueError: the table is for another kind of GPU, or damaged.
     """
     if not path.exists():
         return table.Table.of(device, (), str(path))
-    found = table.read_table(path)
-    if found.device != device:
+    existing = table.read_table(path)
+    if existing.device != device:
         raise ValueError(
-            f"{path} is for {found.device.key}, this GPU is {device.key}: choose another --out"
+            f"{path} is for {existing.device.key}, this GPU is {device.key}: choose another --out"
         )
-    return found
+    return existing
 
 
 def timers(gpu: Any, problem: GemmProblem) -> tuple[Callable[..., float], Callable[[], float]]:
     """Returns functions that time one kernel and XLA's product, in microseconds.
 
-    A kernel that cannot be built takes infinitely long. The GPU rests before each measurement.
+    The time of a kernel that cannot be built is infinite. The GPU rests before each measurement.
     """
     from ..testing import benchmark, timing
 

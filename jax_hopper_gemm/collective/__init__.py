@@ -1,4 +1,4 @@
-"""Products over the devices of a mesh axis, overlapped with the transfers that they need."""
+"""Collective GEMMs: products over the devices of a mesh axis that overlap with their transfers."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The primitives beneath the collective products: rings in which rows move while products run.
+"""Primitives of the collective GEMMs: rings in which rows or sums move while GEMMs run.
 
-`gathered_dot` multiplies the rows of all devices by this device's matrix: rows go around, and each
-device multiplies those that it has while the next ones arrive. `scattered_dot` adds up the devices'
-products, each device keeping its part of the rows: sums go around, and each device's product is
-added to a sum in the kernel that computes it. Two sets of sums are on the way in opposite
-directions, so that one moves while the other is added to.
+`gathered_dot` multiplies the rows of all devices by this device's matrix. Rows move around the
+ring; each device multiplies the rows that it has while the next ones arrive. `scattered_dot` adds
+up the devices' products and keeps this device's part of the rows. Sums move around the ring; each
+device's GEMM adds to a sum in its epilogue. Two sets of sums move in opposite directions: one
+moves while a GEMM adds to the other.
 
-The transpose of one is the other. Both are linear in each operand, and derivatives of any order
-are made of them and of products of one device.
+Each is the other's transpose. Both are linear in each operand, so derivatives of any order consist
+of them and of GEMMs on one device.
 
 Letters: n devices along the mesh axis, each with m of the M = n * m rows.
 """
@@ -52,7 +52,7 @@ def gathered_dot(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
 
 
 def scattered_dot(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
-    """Returns this device's part of the rows of the sum, over the devices, of their products.
+    """Returns this device's rows of the sum of all devices' products.
 
     Args:
       x: (..., M, K).
@@ -65,20 +65,20 @@ def scattered_dot(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
     return scattered_dot_p.bind(x, w, **params)
 
 
-# What they compute.
+# Implementations.
 
 
 def _gathered_dot(
     x: jax.Array, w: jax.Array, *, axis_name: Any, with_rows: bool, **options: Any
 ) -> list[jax.Array]:
-    """Returns the product, and the gathered rows if they are wanted."""
+    """Returns the product, and with `with_rows` the gathered rows."""
     chunks = list(_chunks(x, axis_name))
-    found = [_in_order([_matmul(chunk, w, **options) for chunk in chunks], axis_name)]
-    return [*found, _in_order(chunks, axis_name)] if with_rows else found
+    results = [_in_order([_matmul(chunk, w, **options) for chunk in chunks], axis_name)]
+    return [*results, _in_order(chunks, axis_name)] if with_rows else results
 
 
 def _chunks(x: jax.Array, axis_name: Any) -> Iterator[jax.Array]:
-    """Yields this device's rows, then those of the one before it, and so on around the ring."""
+    """Yields this device's rows, then those of each device before it around the ring."""
     for left in reversed(range(lax.axis_size(axis_name))):
         yield x
         if left:
@@ -86,10 +86,10 @@ def _chunks(x: jax.Array, axis_name: Any) -> Iterator[jax.Array]:
 
 
 def _in_order(chunks: list[jax.Array], axis_name: Any) -> jax.Array:
-    """Returns the chunks, which come as `_chunks` yields them, in the order of the devices.
+    """Returns the chunks, in the order of `_chunks`, as one array in the order of the devices.
 
-    The chunk of device 0 is found at a place that only the device knows: in a row of chunks that
-    starts behind this device's and goes around nearly twice. XLA makes one copy of all this.
+    The position of device 0's chunk depends on the device. So the result is a slice of a sequence
+    of chunks that goes around the ring nearly twice. XLA makes one copy of all this.
     """
     count, rows = len(chunks), chunks[0].shape[-2]
     if count == 1:
@@ -109,7 +109,7 @@ def _scattered_dot(x: jax.Array, w: jax.Array, *, axis_name: Any, **options: Any
     sums: list[Any] = [None] * len(streams)
     for hop in range(1, count + 1):
         for i, (start, size, step) in enumerate(streams):
-            # A sum ends, after a hop for every other device, where its rows belong.
+            # After one hop for every other device a sum is on the device that keeps it.
             of_device = (own - step * hop) % count
             part = _rows_of(x, of_device, start, size, count)
             before = None if hop == 1 else _shifted(sums[i], axis_name, step)
@@ -118,9 +118,9 @@ def _scattered_dot(x: jax.Array, w: jax.Array, *, axis_name: Any, **options: Any
 
 
 def _rows_of(x: jax.Array, device: Any, start: int, size: int, count: int) -> jax.Array:
-    """Returns `size` of the rows of one of `count` devices, from its `start` on.
+    """Returns `size` rows of one of `count` devices, from its row `start` on.
 
-    Where that is one array of a stack, a kernel reads it there, and it is not copied.
+    If these are one matrix of a stack, a kernel reads it in place, without a copy.
     """
     rows = x.shape[-2] // count
     if x.ndim > 2 or rows % size or start % size:
@@ -154,11 +154,11 @@ def _of_columns(x: jax.Array, y: jax.Array, *, max_sms: int | None, **options: A
         return dot_general(x, y, ((rows, rows), ((), ())), **options)
 
 
-# Their rules.
+# Rules for derivatives and `vmap`.
 
 
 def _options(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parameters that a product of one device has, too."""
+    """Returns the parameters that a GEMM on one device shares."""
     return {key: x for key, x in params.items() if key not in ("axis_name", "with_rows")}
 
 
@@ -177,7 +177,7 @@ def _gathered_dot_jvp(
 ) -> tuple[Any, Any]:
     (x, w), (x_tangent, w_tangent) = primals, tangents
     wanted = with_rows or _moves(w_tangent)
-    found = gathered_dot_p.bind(x, w, with_rows=wanted, **params)
+    results = gathered_dot_p.bind(x, w, with_rows=wanted, **params)
     moved: list[list[Any]] = [[], []]
     if _moves(x_tangent):
         for terms, term in zip(
@@ -185,9 +185,9 @@ def _gathered_dot_jvp(
         ):
             terms.append(term)
     if _moves(w_tangent):
-        moved[0].append(_matmul(found[1], w_tangent, **_options(params)))
-    found = found[: 1 + with_rows]
-    return found, [_total(terms, y) for terms, y in zip(moved, found, strict=False)]
+        moved[0].append(_matmul(results[1], w_tangent, **_options(params)))
+    results = results[: 1 + with_rows]
+    return results, [_total(terms, y) for terms, y in zip(moved, results, strict=False)]
 
 
 def _gathered_dot_transpose(
@@ -231,7 +231,7 @@ def _scattered_dot_transpose(cotangent: Any, x: Any, w: Any, **params: Any) -> l
 def _scattered_dot_tangent_transpose(
     cotangent: Any, x_tangent: Any, w_tangent: Any, x: Any, w: Any, **params: Any
 ) -> list[Any]:
-    """One ring for both: what it gathers for the gradient of x is what that of w contracts."""
+    """Uses one ring for both gradients: dgrad gathers the rows that wgrad contracts."""
     of_x, rows = gathered_dot_p.bind(cotangent, w.T, with_rows=True, **params)
     of_w = _of_columns(x, rows, **_options(params))
     return [as_cotangent(x_tangent.aval, of_x), as_cotangent(w_tangent.aval, of_w), None, None]
@@ -243,13 +243,13 @@ def _scattered_dot_tangent_jvp(primals: Any, tangents: Any, **params: Any) -> tu
 
 
 def _batched(primitive: Primitive, function: Any, args: Any, axes: Any, **params: Any) -> Any:
-    """A mapped x has one more axis in front; a mapped w is one ring for all."""
+    """Batches x by one more leading axis; with a mapped w, one ring carries all products."""
     if len(args) == 2 and axes[1] is None:
         x, w = args
-        found = primitive.bind(jnp.moveaxis(x, axes[0], 0), w, **params)
+        results = primitive.bind(jnp.moveaxis(x, axes[0], 0), w, **params)
     else:
-        found = jax.vmap(partial(function, **params), tuple(axes))(*args)
-    return (found, [0] * len(found)) if primitive.multiple_results else (found, 0)
+        results = jax.vmap(partial(function, **params), tuple(axes))(*args)
+    return (results, [0] * len(results)) if primitive.multiple_results else (results, 0)
 
 
 for _primitive, _function, _jvp, _transpose in (
@@ -262,8 +262,8 @@ for _primitive, _function, _jvp, _transpose in (
 ):  # fmt: skip
 
     def _abstract_eval(*avals: Any, _function: Any = _function, **params: Any) -> Any:
-        found = traced(partial(_function, **params), *avals).out_avals
-        return found if _function is _gathered_dot else found[0]
+        results = traced(partial(_function, **params), *avals).out_avals
+        return results if _function is _gathered_dot else results[0]
 
     _primitive.def_impl(partial(xla.apply_primitive, _primitive))
     _primitive.def_abstract_eval(_abstract_eval)

@@ -1,4 +1,4 @@
-"""Products that overlap with the transfers that they need: for tensor parallelism."""
+"""Collective GEMMs for tensor parallelism: products that overlap with their transfers."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ def all_gather_matmul(
     preferred_element_type: DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Multiplies the rows of all devices along a mesh axis by this device's matrix.
+    """Gathers the rows of all devices along a mesh axis and multiplies by this device's matrix.
 
     It is `matmul(jax.lax.all_gather(x, axis_name, axis=-2, tiled=True), w)`, for use inside
     `jax.shard_map`, but each device multiplies the rows that it has while those of the next one
-    arrive. The first product of a tensor-parallel layer, whose matrix is split by columns:
+    arrive. It serves as the first product of a tensor-parallel layer, whose matrix is sharded by
+    columns:
 
         hidden = jhg.all_gather_matmul(x, up, "tp", activation="gelu")
         y = jhg.matmul_reduce_scatter(hidden, down, "tp")
 
-    Its gradient by `x` is a `matmul_reduce_scatter`; that by `w` contracts the gathered rows, which
-    the forward pass then keeps (`jax.checkpoint` gathers them again). Derivatives of any order,
-    forward and reverse, overlap as well.
+    dgrad is a `matmul_reduce_scatter`. wgrad contracts the gathered rows, which the forward pass
+    then keeps (`jax.checkpoint` gathers them again). Derivatives of any order, forward and
+    reverse, overlap as well.
 
     Args:
       x: (..., m, K), this device's rows.
@@ -61,20 +62,20 @@ def all_gather_matmul(
       NotImplementedError: `implementation="hopper"` and no kernel can run the products.
     """
     named = {} if bias is None else {"bias": bias}
-    x, w, *rest = map(jnp.asarray, as_arrays("all_gather_matmul", x=x, w=w, **named))
+    x, w, *biases = map(jnp.asarray, as_arrays("all_gather_matmul", x=x, w=w, **named))
     collective.check_all_gather_matmul(
-        x, w, axis_name, rest[0] if rest else None, activation, implementation
+        x, w, axis_name, biases[0] if biases else None, activation, implementation
     )
     y = gathered_dot(
         *_varying(x, w, axis_name),
         **_params(axis_name, precision, preferred_element_type, implementation),
     )
     function = activation_function(activation)
-    if not rest and function is None:
+    if not biases and function is None:
         return y
     wide = y.astype(jnp.promote_types(y.dtype, jnp.float32))
-    if rest:
-        wide = wide + rest[0].astype(wide.dtype)
+    if biases:
+        wide = wide + biases[0].astype(wide.dtype)
     return (wide if function is None else function(wide)).astype(y.dtype)
 
 
@@ -90,10 +91,9 @@ def matmul_reduce_scatter(
     """Adds up the products of all devices along a mesh axis, and keeps this device's rows.
 
     It is `jax.lax.psum_scatter(matmul(x, w), axis_name, scatter_dimension=-2, tiled=True)`, for use
-    inside `jax.shard_map`, but sums move between devices while products run. A product is added
-    to the sum that has arrived in the kernel that computes it. The second product of a
-    tensor-parallel layer, whose matrix is split by rows; see `all_gather_matmul`, which is what its
-    gradient by `x` is.
+    inside `jax.shard_map`, but sums move between devices while GEMMs run. Each GEMM's kernel adds
+    the sum that has arrived. It serves as the second product of a tensor-parallel layer, whose
+    matrix is sharded by rows; see `all_gather_matmul`, which is its dgrad.
 
     Args:
       x: (..., M, K), this device's part of K; M is a multiple of the number of devices.

@@ -1,6 +1,6 @@
 """Cubins: from a spec to its digest, to machine code, to a kernel that can be launched.
 
-digest     what names a kernel
+digest     what names a kernel, by the code that decides it (sources)
 lookup     process → prebuilt folder → cache → compiler
 compiler   the one place that needs CuTeDSL
 manifest   facts of a kernel, read from its code (elf)

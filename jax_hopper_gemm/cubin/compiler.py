@@ -31,10 +31,9 @@ def compile_spec(spec: GemmSpec) -> Compiled:
 
             with tempfile.TemporaryDirectory(prefix="jax_hopper_gemm-") as workdir:
                 cubin = kernels.compile_cubin(spec, Path(workdir))
-            names = kernels.parameter_names(spec)
         except Exception as error:  # whatever the compiler raises is news of this spec
             raise CubinError(f"compiling {spec.name} failed: {error}") from error
-    return Compiled(cubin, derive_manifest(spec, cubin, names), "compiled")
+    return Compiled(cubin, derive_manifest(spec, cubin), "compiled")
 
 
 def require_compiler() -> None:

@@ -1,4 +1,4 @@
-"""The identity of a kernel: one digest for everything that determines its machine code.
+"""The identity of a kernel: one digest of everything that decides its machine code.
 
 Neither CuTeDSL nor a GPU is needed: where only prebuilt kernels are installed, the same digest
 comes out as on the machine that built them.
@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from pathlib import Path
 
 from ..gemm.spec import GemmSpec
+from .sources import source_digest
 
 CUTLASS_DSL_VERSION = "4.8.1"  # of nvidia-cutlass-dsl, which pyproject.toml pins as well
 TARGET = "sm_90a"
 
-# What `kernels/` imports from this package, and what that imports.
-CONSTANTS = (
-    "gemm/dtypes.py", "gemm/epilogue_arithmetic.py", "gemm/epilogue_graph.py",
-    "gemm/wgmma_fragment.py",
-    "gemm/group_search.py", "gemm/problem.py", "gemm/spec.py", "gemm/raster.py",
-)  # fmt: skip
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+class CubinError(RuntimeError):
+    """A kernel could not be found, compiled or loaded; the message names it and the way out."""
 
 
 def digest_of(spec: GemmSpec) -> str:
@@ -33,24 +30,23 @@ def digest_of(spec: GemmSpec) -> str:
 
 @functools.cache
 def kernel_source_digest() -> str:
-    """Returns a digest over the sources that the machine code is a function of."""
-    return source_digest(_PACKAGE)
+    """Returns the digest of this package's kernels, computed once: it takes some 60 ms."""
+    return source_digest(Path(__file__).resolve().parents[1])
 
 
-def source_digest(package: Path) -> str:
-    """Returns a digest over `kernels/` and the modules it takes constants from.
+def is_digest(text: str) -> bool:
+    """Whether `text` is what `digest_of` returns, so that it is safe as a file's name."""
+    return re.fullmatch("[0-9a-f]{64}", text) is not None
 
-    Args:
-      package: the folder of the package.
+
+def check_digest(text: str) -> None:
+    """Checks what a program or a caller names a kernel by.
+
+    Raises:
+      CubinError: it is no digest.
     """
-    found = hashlib.sha256()
-    sources = [package / name for name in CONSTANTS] + list((package / "kernels").rglob("*.py"))
-    for path in sorted(sources):
-        content = path.read_bytes()
-        found.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
-        found.update(content)
-    return found.hexdigest()
-
-
-class CubinError(RuntimeError):
-    """A kernel could not be found, compiled or loaded; the message names it and the way out."""
+    if not is_digest(text):
+        raise CubinError(
+            f"a kernel is named by 64 hexadecimal digits, not by {text[:100]!r}. The program that "
+            "asks for it is damaged; trace and lower it again."
+        )

@@ -33,7 +33,7 @@ def get(spec: GemmSpec) -> Compiled:
     if digest not in _known:
         with _looking:
             if digest not in _known:
-                _known[digest] = _find(digest) or _compile(spec, digest)
+                _known[digest] = _find(digest, spec.to_json()) or _compile(spec, digest)
     return _known[digest]
 
 
@@ -48,13 +48,18 @@ def resolve(digest: str, spec_json: str) -> Compiled:
       spec_json: `GemmSpec.to_json()`.
 
     Raises:
-      CubinError: no cache has it, and it cannot be compiled or would be another kernel today.
+      CubinError: `digest` is none, or no cache has the kernel, and it cannot be compiled or would
+        be another kernel today.
     """
-    if found := _known.get(digest) or _find(digest):
-        return _known.setdefault(digest, found)
+    known = _known.get(digest)
+    if known and known.manifest.is_of(spec_json):
+        return known
+    if found := _find(digest, spec_json):
+        _known[digest] = found
+        return found
     try:
         spec = GemmSpec.from_json(spec_json)
-    except (ValueError, TypeError):  # fields of another version
+    except (ValueError, TypeError, KeyError, AttributeError):  # fields of another version
         spec = None
     if spec is None or digest_of(spec) != digest:
         raise CubinError(
@@ -73,15 +78,15 @@ def prebuilt() -> Store:
     return Store(folder, "prebuilt")
 
 
-def _find(digest: str) -> Compiled | None:
-    return prebuilt().read(digest) or user_cache().read(digest)
+def _find(digest: str, spec_json: str) -> Compiled | None:
+    return prebuilt().read(digest, spec_json) or user_cache().read(digest, spec_json)
 
 
 def _compile(spec: GemmSpec, digest: str) -> Compiled:
     """Compiles under the cache's lock, so of several processes one does the work."""
     cache = user_cache()
     with cache.locked(digest):
-        if found := cache.read(digest):
+        if found := cache.read(digest, spec.to_json()):
             return found
         try:
             compiled = compile_spec(spec)

@@ -11,13 +11,14 @@ import json
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from ..gemm.kernel_params import KernelParam, param_list
 from ..gemm.spec import GemmSpec
 from .digest import TARGET, CubinError
 from .elf import KernelCode, read_kernel
 
 
 class Parameter(NamedTuple):
-    """A kernel parameter: its meaning, and where it lies in the constant bank, in bytes."""
+    """A kernel parameter: its name in `gemm/kernel_params.py`, its place in the constant bank."""
 
     name: str
     offset: int
@@ -62,6 +63,13 @@ class Manifest:
         """The spec's name, as a person knows the kernel."""
         return GemmSpec.from_json(self.spec).name
 
+    def is_of(self, spec_json: str) -> bool:
+        """Whether the kernel was compiled from this spec; not, where the text is no JSON."""
+        try:
+            return _canonical(self.spec) == _canonical(spec_json)
+        except (ValueError, TypeError):
+            return False
+
     def to_json(self) -> str:
         fields = asdict(self) | {"parameters": [p._asdict() for p in self.parameters]}
         return json.dumps(fields, indent=2, sort_keys=True)
@@ -75,19 +83,24 @@ class Manifest:
         return cls(**fields)
 
 
-def derive_manifest(spec: GemmSpec, cubin: bytes, names: tuple[str, ...]) -> Manifest:
+def _canonical(text: str) -> str:
+    """Returns JSON as text: parsed, a NaN would differ from itself, and 0.0 not from -0.0."""
+    return json.dumps(json.loads(text), sort_keys=True)
+
+
+def derive_manifest(spec: GemmSpec, cubin: bytes) -> Manifest:
     """Returns the manifest of `cubin`, read from its code.
 
     Args:
       spec: what `cubin` was compiled from.
       cubin: an ELF file with one kernel.
-      names: the meaning of each parameter, in order (`kernels.parameter_names(spec)`).
 
     Raises:
-      CubinError: the code does not fit `spec` or `names`; all differences in one message.
+      CubinError: the code does not fit `spec`; all differences in one message.
     """
     code = read_kernel(cubin)
-    if differences := _differences(spec, code, names):
+    params = param_list(spec)
+    if differences := _differences(spec, code, params):
         raise CubinError(f"{spec.name}: the compiled kernel differs: " + "; ".join(differences))
     return Manifest(
         spec=spec.to_json(),
@@ -95,7 +108,8 @@ def derive_manifest(spec: GemmSpec, cubin: bytes, names: tuple[str, ...]) -> Man
         target=TARGET,
         toolkit=code.toolkit,
         parameters=tuple(
-            Parameter(name, *place) for name, place in zip(names, code.parameters, strict=True)
+            Parameter(param.name, *place)
+            for param, place in zip(params, code.parameters, strict=True)
         ),
         threads=code.threads,
         cluster=(spec.cluster_m, spec.cluster_n, 1),
@@ -107,22 +121,14 @@ def derive_manifest(spec: GemmSpec, cubin: bytes, names: tuple[str, ...]) -> Man
     )
 
 
-def _differences(spec: GemmSpec, code: KernelCode, names: tuple[str, ...]) -> list[str]:
+def _differences(spec: GemmSpec, code: KernelCode, params: tuple[KernelParam, ...]) -> list[str]:
     found = []
     if TARGET != f"sm_{code.sm}a":
         found.append(f"it is for sm_{code.sm}, not {TARGET}")
     if code.threads != spec.threads:
         found.append(f"a block has {code.threads} threads, the spec {spec.threads}")
     sizes = [size for _, size in code.parameters]
-    expected = [parameter_size(name) for name in names]
-    if sizes != expected:
-        meant = ", ".join(f"{name} {size}" for name, size in zip(names, expected, strict=True))
+    if sizes != [param.nbytes for param in params]:
+        meant = ", ".join(f"{param.name} {param.nbytes}" for param in params)
         found.append(f"its parameters have {sizes} bytes, expected {meant}")
     return found
-
-
-def parameter_size(name: str) -> int:
-    """Returns the bytes of a parameter with this meaning: tensor map, pointer or int32."""
-    if name.startswith("tma_"):
-        return 128
-    return 8 if name.startswith("ptr_") or name == "tile_counter" else 4

@@ -1,8 +1,9 @@
 """A folder of compiled kernels: the user's cache, or kernels built ahead of time.
 
 An entry is two files named by the digest: `.cubin`, the code, and `.json`, its manifest and a
-checksum over both. Each is written under a temporary name and renamed, so a reader never sees
-half a file; a pair that does not fit its checksum counts as absent.
+checksum over digest, code and manifest. Each is written under a temporary name and renamed, so a
+reader never sees half a file. A pair that does not fit its checksum counts as absent, and so does
+a kernel of another spec than the one asked for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .digest import check_digest, is_digest
 from .manifest import Manifest
 
 _log = logging.getLogger(__name__)
@@ -53,9 +55,17 @@ class Store:
     def __str__(self) -> str:
         return f"{self.kind} {self.folder}"
 
-    def read(self, digest: str) -> Compiled | None:
-        """Returns the entry, or None where it is absent, damaged or unreadable."""
-        cubin_path, manifest_path = self._paths(digest)
+    def read(self, digest: str, spec_json: str | None = None) -> Compiled | None:
+        """Returns the entry, or None where it is absent, damaged, unreadable or of another spec.
+
+        Args:
+          digest: names the entry.
+          spec_json: `GemmSpec.to_json()` of what is asked for; None where that is not known.
+
+        Raises:
+          CubinError: `digest` is none.
+        """
+        cubin_path, manifest_path = self._path(digest, "cubin"), self._path(digest, "json")
         try:
             cubin, text = cubin_path.read_bytes(), manifest_path.read_text()
         except (FileNotFoundError, NotADirectoryError):
@@ -63,9 +73,15 @@ class Store:
         except (OSError, UnicodeDecodeError) as error:
             _log.warning("%s: cannot read %s, doing without it: %s", self, digest, error)
             return None
-        manifest = _intact_manifest(cubin, text)
+        manifest = _intact_manifest(digest, cubin, text)
         if manifest is None:
             _log.warning("%s: the entry %s is damaged, doing without it", self, digest)
+            return None
+        if spec_json is not None and not manifest.is_of(spec_json):
+            _log.warning(
+                "%s: the entry %s is of %s, doing without it: asked for was %s",
+                self, digest, manifest.spec, spec_json,
+            )  # fmt: skip
             return None
         return Compiled(cubin, manifest, str(self))
 
@@ -73,13 +89,14 @@ class Store:
         """Writes an entry, over a damaged one if need be.
 
         Raises:
+          CubinError: `digest` is none.
           OSError: the folder cannot be written, or the disk is full.
         """
+        cubin_path, manifest_path = self._path(digest, "cubin"), self._path(digest, "json")
         self.folder.mkdir(parents=True, exist_ok=True)
-        cubin_path, manifest_path = self._paths(digest)
         entry = {
             "manifest": json.loads(manifest.to_json()),
-            "checksum": _checksum(cubin, manifest),
+            "checksum": _checksum(digest, cubin, manifest),
         }
         _replace(cubin_path, cubin)
         _replace(manifest_path, json.dumps(entry, indent=2).encode())
@@ -94,32 +111,35 @@ class Store:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(open(self.folder / f"{digest}.lock", "ab"))
+                file = stack.enter_context(open(self._path(digest, "lock"), "ab"))
                 fcntl.flock(file, fcntl.LOCK_EX)  # closing the file releases it
             yield
 
     def entries(self) -> dict[str, Compiled]:
         """Returns the intact entries by digest."""
-        found = {path.stem: self.read(path.stem) for path in sorted(self.folder.glob("*.json"))}
+        digests = filter(is_digest, sorted(path.stem for path in self.folder.glob("*.json")))
+        found = {digest: self.read(digest) for digest in digests}
         return {digest: entry for digest, entry in found.items() if entry}
 
-    def _paths(self, digest: str) -> tuple[Path, Path]:
-        return self.folder / f"{digest}.cubin", self.folder / f"{digest}.json"
+    def _path(self, digest: str, suffix: str) -> Path:
+        """NOTE: programs bring digests, and one that is none would name a file anywhere."""
+        check_digest(digest)
+        return self.folder / f"{digest}.{suffix}"
 
 
-def _intact_manifest(cubin: bytes, text: str) -> Manifest | None:
-    """Returns the manifest in `text`; None unless it and `cubin` fit the checksum."""
+def _intact_manifest(digest: str, cubin: bytes, text: str) -> Manifest | None:
+    """Returns the manifest in `text`; None unless it, `digest` and `cubin` fit the checksum."""
     try:
         entry = json.loads(text)
         manifest = Manifest.from_json(json.dumps(entry["manifest"]))
-        intact = entry["checksum"] == _checksum(cubin, manifest)
+        intact = entry["checksum"] == _checksum(digest, cubin, manifest)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return manifest if intact else None
 
 
-def _checksum(cubin: bytes, manifest: Manifest) -> str:
-    return hashlib.sha256(cubin + manifest.to_json().encode()).hexdigest()
+def _checksum(digest: str, cubin: bytes, manifest: Manifest) -> str:
+    return hashlib.sha256(digest.encode() + cubin + manifest.to_json().encode()).hexdigest()
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -70,7 +70,7 @@ class Decision:
     """How a problem runs.
 
     Attributes:
-      spec, traversal: the kernel and its order of tiles; both None where XLA is the answer.
+      spec, raster_order: the kernel and its order of tiles; both None where XLA is the answer.
       reason: why, for `explain`.
       source: what decided: "user table", "table" (packaged) or "model" (rules and estimates).
     """

@@ -14,7 +14,10 @@ from ..gemm.grid import WRAP_BYTES, ceil_div
 from ..gemm.problem import GemmProblem, Groups, MatrixLayout
 from ..gemm.spec import TMA_ALIGNMENT
 
-MAX_EXTENT = 2**31 - 1  # TMA coordinates are int32
+# Coordinates are int32. Tiles may reach past the end of an axis, and not past 2**31: there a
+# coordinate would be negative, and so not past the end.
+MAX_EXTENT = 2**31 - 2**15
+MAX_INT32 = 2**31 - 1
 MAX_STRIDE_BYTES = 2**40  # a tensor map's strides stay below
 
 
@@ -39,24 +42,25 @@ def layout_violations(problem: GemmProblem) -> list[str]:
 def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
     """Returns why a tensor map over rows of a grouped axis cannot end where a group does.
 
-    Of rows that are gathered there is none; their distance is an int32.
+    Of rows that are gathered there is none; their distance in bytes is an int32.
     """
     p = problem
     operands = {"a": ("A", "M", p.a, p.a_dtype), "b": ("B", "N", p.b, p.b_dtype)}
     if groups.gathered:
-        name, _, layout, _ = operands.pop(groups.gathered)
-        if layout.leading_stride > MAX_EXTENT:
-            apart = f"{layout.leading_stride} elements apart, over {MAX_EXTENT}"
+        name, _, layout, dtype = operands.pop(groups.gathered)
+        row_bytes = layout.leading_stride * DTYPES[dtype].itemsize
+        if row_bytes > MAX_INT32:
+            apart = f"{row_bytes} bytes apart, over {MAX_INT32}"
             return [f"{name}'s rows, picked by indices, are {apart}: copy it"]
     if groups.axis == "k":
-        row_bytes = {
+        lines = {
             f"{name} is stored (K, {other}) {dtype} and its": (
                 layout.leading_stride * DTYPES[dtype].itemsize
             )
             for name, other, layout, dtype in operands.values()
         }
     else:
-        row_bytes = {
+        lines = {
             f"D is stored (M, N) {r.dtype} and its": DTYPES[r.dtype].itemsize
             * (2 * p.n if r.planes > 1 else p.d.leading_stride)
             for r in p.graph.matrices
@@ -64,7 +68,7 @@ def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
     return [
         f"{stored} rows, cut into groups, are {nbytes} bytes apart, not a multiple of "
         f"{TMA_ALIGNMENT} over 0 and under 2**34: copy it"
-        for stored, nbytes in row_bytes.items()
+        for stored, nbytes in lines.items()
         if nbytes % TMA_ALIGNMENT or not 0 < nbytes < WRAP_BYTES
     ]
 
@@ -111,9 +115,15 @@ def _operand_violations(
     stride = layout.batch_stride
     if batches == 1 or stride == 0:
         return reasons
-    if stride < 0 or stride > MAX_EXTENT:
-        reasons.append(f"{name} has batch stride {stride}, not 0 to {MAX_EXTENT}: copy it")
-    elif operand.kind != "scalar" and stride * itemsize % TMA_ALIGNMENT:
+    if stride < 0 or stride > MAX_INT32:
+        reasons.append(f"{name} has batch stride {stride}, not 0 to {MAX_INT32}: copy it")
+    elif operand.kind == "scalar":
+        if (last := (batches - 1) * stride) > MAX_INT32:
+            reasons.append(
+                f"{name} is a scalar for each matrix, the last of them {last} elements behind the "
+                f"first, over {MAX_INT32}: copy it"
+            )
+    elif stride * itemsize % TMA_ALIGNMENT:
         reasons.append(
             f"{name} is a {operand.kind} of {operand.dtype} for each matrix, "
             f"{stride * itemsize} bytes apart, not a multiple of {TMA_ALIGNMENT}: choose a stride "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from ..gemm.grid import launched_clusters, num_cluster_tiles
+from ..gemm.grid import launched_clusters, num_cluster_tiles, zero_rows
 from ..gemm.group_search import MAX_LENGTH
 from ..gemm.group_search import MAX_TILES as MAX_GROUPED_TILES
 from ..gemm.legality import MAX_TILE_N, type_violations
@@ -18,7 +18,7 @@ from ..gemm.problem_type import ProblemType
 from ..gemm.raster import MAX_TILES
 from ..gemm.spec import GemmSpec
 from .device import Device
-from .layout_legality import MAX_EXTENT, layout_violations
+from .layout_legality import MAX_EXTENT, MAX_INT32, layout_violations
 
 MAX_TENSOR_MAPS = 16  # of one launch
 
@@ -81,7 +81,26 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
     cluster_tiles, limit = num_cluster_tiles(p, spec), MAX_GROUPED_TILES if p.groups else MAX_TILES
     if cluster_tiles >= limit:
         reasons.append(f"{cluster_tiles} clusters of tiles, not under {limit}: split the product")
+    if spec.zero_fill_warp and needed.grouped == "k":
+        reasons += _zero_violations(p, spec)
     return reasons
+
+
+def _zero_violations(problem: GemmProblem, spec: GemmSpec) -> Iterator[str]:
+    """Yields why a kernel cannot count what it fills with zeros for empty groups."""
+    zeros = zero_rows(problem)
+    counts = {
+        "parts": problem.l * zeros.rows * zeros.parts_of_row(spec.zero_part),
+        "vectors of 16 bytes without a gap": zeros.vectors,
+        "vectors of 16 bytes from a row to the next": zeros.row_stride,
+        "vectors of 16 bytes from a matrix to the next": zeros.matrix_stride,
+    }
+    for counted, count in counts.items():
+        if count > MAX_EXTENT:
+            yield (
+                f"D, where it is zeros for empty groups, has {count} {counted}, over {MAX_EXTENT}: "
+                "split the product"
+            )
 
 
 def _shape_violations(problem: GemmProblem) -> Iterator[str]:
@@ -105,8 +124,8 @@ def _stack_violations(problem: GemmProblem) -> Iterator[str]:
             f"{p.indexed.upper()} is one matrix of a stack, and the product has {p.l} matrices: "
             "copy it out of the stack"
         )
-    if not 1 <= p.stack <= MAX_EXTENT:
-        yield f"the stack has {p.stack} matrices, not 1 to {MAX_EXTENT}: split it"
+    if not 1 <= p.stack <= MAX_INT32:
+        yield f"the stack has {p.stack} matrices, not 1 to {MAX_INT32}: split it"
 
 
 def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
@@ -131,8 +150,10 @@ def _size_violations(problem: GemmProblem, groups: Groups) -> Iterator[str]:
         )
     if g.step not in (0, g.count):
         yield f"from a period to the next are {g.step} matrices, not 0 or {g.count}"
-    if g.gathered and not 1 <= g.source <= MAX_EXTENT:
-        yield f"indices pick among {g.source} rows, not 1 to {MAX_EXTENT}"
+    if g.gathered and not 1 <= g.source <= MAX_INT32:
+        yield f"indices pick among {g.source} rows, not 1 to {MAX_INT32}"
+    if g.period > MAX_INT32:
+        yield f"spans repeat every {g.period}, over {MAX_INT32}: split the product"
 
 
 def _matrix_violations(problem: GemmProblem, groups: Groups) -> Iterator[str]:
@@ -140,6 +161,8 @@ def _matrix_violations(problem: GemmProblem, groups: Groups) -> Iterator[str]:
     p, g = problem, groups
     if g.axis == "m" and g.matrices > p.l:
         yield f"groups need {g.matrices} matrices of B, there are {p.l}"
+    if g.axis == "m" and p.l > MAX_LENGTH:  # rows of no group read one that lies behind them all
+        yield f"B has {p.l} matrices, over {MAX_LENGTH}: split it"
     if g.axis == "k" and (g.total, g.matrices) != (p.l, p.l):
         yield (
             f"D has {p.l} matrices, but {g.total} groups write {g.matrices}: each must be written "

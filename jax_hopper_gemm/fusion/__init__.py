@@ -1,4 +1,4 @@
-"""From a JAX function of a product to what a kernel computes of it and what XLA does after it."""
+"""Epilogue fusion: a JAX function of a product becomes a kernel's graph and XLA's leftover."""
 
 from .cut import Fusion as Fusion
 from .cut import fuse as fuse

@@ -1,4 +1,4 @@
-"""Where arrays lie in D, and operations that only move their elements."""
+"""Axes of D along which arrays lie, and layout operations, which only move elements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAYOUT = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
 
 
 class Place:
-    """The letters of D: what they mean and how far they go.
+    """The letters of D, with their roles and extents.
 
     Attributes:
       out: all of them, in order.
@@ -40,7 +40,7 @@ class Place:
         self.compact = out == "".join(x for x in out if x not in m + n) + m + n
 
     def check_rows(self, equation: Equation, axes: Axes) -> None:
-        """Checks that an array's first axes are the rows of D, all letters before the columns'.
+        """Checks that an array's first axes are the rows of D, all letters before the columns.
 
         Raises:
           Uncovered: they are others.

@@ -1,4 +1,4 @@
-"""`fuse`: the cut between what a kernel computes of a function and what XLA computes after it."""
+"""The cut of a function of a product: a kernel computes one part, XLA the leftover after it."""
 
 from __future__ import annotations
 
@@ -36,16 +36,15 @@ class Fusion:
 
     Attributes:
       graph: what the kernel computes.
-      operands: for each operand of the graph, which of the function's it is.
+      operands: for each operand of the graph, the number of the function's operand.
       labels: for each, the letters of the result that it varies along, in the order of its axes
         of extent over 1.
-      casts: for each, the dtype that it is converted to before the kernel; None: it is read as it
-        is.
+      casts: for each, the dtype that XLA converts it to before the kernel, or None.
       results: for each result of the graph, the letters of the finished array: all of the
         result's for a matrix; without those of N for row_*, of M for column_sum, none for max;
         a "?" is the axis of top_k, or of the two planes of one array, which have an entry each.
-      uncovered: the operations on whole matrices that XLA computes after the kernel, and those
-        that no kernel knows.
+      uncovered: the operations on whole matrices that XLA computes after the kernel, and the
+        operations that no kernel supports.
       finish: finish(*finished, *operands) gives the function's outputs, a list. `finished` holds
         an array for each result in order, two (largest, sum) for row_sumexp, one for the two
         planes of one array; `operands` are all of the function's.
@@ -69,7 +68,7 @@ def fuse(
     tile_limit: int = TILE_LIMIT,
     rows: GroupedRows | None = None,
 ) -> Fusion:
-    """Returns what a kernel computes of a function of its accumulators, and the rest.
+    """Cuts a function of accumulators into a kernel's graph and XLA's leftover.
 
     Equal jaxprs give equal graphs.
 
@@ -79,8 +78,8 @@ def fuse(
       out: a letter for each axis of an accumulator.
       m, n: the letters that are rows and columns of one matrix; the others count matrices.
       tile_limit: columns up to which a kernel holds whole rows, as softmax and top-k need.
-      rows: of a ragged product, how the function knows the groups of its rows, the axes `m`, which
-        come first. The letters of groups appear in `Fusion.labels`.
+      rows: for a ragged product, how the function refers to the groups of its rows, the axes `m`,
+        which come first. The letters of groups appear in `Fusion.labels`.
 
     Raises:
       NotFusable: the accumulators are not float32 or not used, or the function closes over an
@@ -103,8 +102,8 @@ def fuse(
 class _Cut:
     """One way to cut a program: which values the kernel stores, and the steps that follow.
 
-    What XLA needs of matrices that are no outputs is stored as late as it can be, or recomputed
-    from the accumulators (`from_accumulators`), whichever stores less.
+    Intermediate matrices that XLA needs are stored as late as possible, or recomputed from the
+    accumulators (`from_accumulators`), whichever stores less.
     """
 
     def __init__(
@@ -164,7 +163,7 @@ class _Cut:
         )
 
     def _shared_max(self, result: Result) -> Result:
-        """Returns the row_sumexp whose largest value is this row_max, else the result itself."""
+        """Returns the row_sumexp that contains this row_max, else the result itself."""
         shared = replace(result, kind="row_sumexp")
         return shared if result.kind == "row_max" and shared in self._others else result
 
@@ -175,8 +174,8 @@ class _Cut:
         if result.kind == "column_sum":
             return tuple(letter for letter in out if letter not in m)
         if result.kind != "matrix":
-            rest = tuple(letter for letter in out if letter not in n)
-            return (*rest, "?") if result.kind.startswith("top_k") else rest
+            kept = tuple(letter for letter in out if letter not in n)
+            return (*kept, "?") if result.kind.startswith("top_k") else kept
         return tuple(out) if result.planes == 1 else (*out[: -len(n)], "?", *n)
 
     def _shape(self, result: Result) -> tuple[int, ...]:
@@ -186,7 +185,7 @@ class _Cut:
     # Stored matrices.
 
     def _output(self, variable: Variable) -> None:
-        """Asks for an output of the function, if it is one that the kernel stores as it is."""
+        """Requests an output of the function if the kernel can store it directly."""
         tracked = self._tracker.tracked.get(variable)
         if not self._tracker.may_store(variable):
             return
@@ -214,7 +213,7 @@ class _Cut:
         )
 
     def _store(self, variable: Variable) -> None:
-        """Asks for a matrix that XLA goes on with, in the fewest bytes that hold it."""
+        """Requests an intermediate matrix for XLA, in the fewest bytes that hold it."""
         tracked, dtype = self._tracker.tracked[variable], variable.dtype.name
         value = tracked.value
         if dtype == "bool":
@@ -239,27 +238,27 @@ class _Cut:
         )
 
     def _before_rounding(self, value: int, dtype: str) -> int:
-        """Returns what storing as `dtype` rounds to `value`."""
+        """Returns the value that storing as `dtype` rounds to `value`."""
         match self._builder.entry(value):
             case Node("convert", (x,), (own,)) if own == dtype:
                 return x
         return value
 
-    # Everything else that an output needs.
+    # Other values that an output needs.
 
     def _need(self, atom: Atom) -> None:
         if isinstance(atom, Constant) or atom in self._known:
             return
         tracker = self._tracker
         tracked = tracker.tracked.get(atom)
-        if found := tracker.sums_of_exp.get(atom):
-            self._take_sum_of_exp(atom, found)
-        elif found := tracker.reductions.get(atom):
-            self._take_reduction(atom, found)
-        elif found := tracker.top_k.get(atom):
-            self._take_top_k(atom, found)
-        elif tracker.may_store(atom) and (found := tracker.stacks.get(atom)):
-            self._take_stack(atom, found)
+        if sum_exp := tracker.sums_of_exp.get(atom):
+            self._take_sum_of_exp(atom, sum_exp)
+        elif reduction := tracker.reductions.get(atom):
+            self._take_reduction(atom, reduction)
+        elif top_k := tracker.top_k.get(atom):
+            self._take_top_k(atom, top_k)
+        elif tracker.may_store(atom) and (stack := tracker.stacks.get(atom)):
+            self._take_stack(atom, stack)
         elif tracked and tracker.is_matrix(tracked.value) and self._is_stored(atom, tracked.value):
             self._store(atom)
         else:
@@ -298,50 +297,50 @@ class _Cut:
         labels = self._request(result)
         combine = jnp.max if reduction.kind.endswith("max") else jnp.sum
         grouped = self._tracker.grouped
-        sizes = (grouped.sizes,) if grouped and grouped.live and grouped.sizes else ()
+        sizes = (grouped.sizes,) if grouped and grouped.mask and grouped.sizes else ()
 
         def compute(finished: Finished, *sizes: Any) -> list[Any]:
             array = finished[result]
-            if grouped:  # the kernel reduces what it does not store
-                array = grouped.with_live_rows(array, *sizes)
-            rest = [
+            if grouped:  # the kernel's reductions include rows of no group
+                array = grouped.masked(array, *sizes)
+            reduced = [
                 i for i, x in enumerate(labels)
                 if x not in reduction.axes and array.shape[i] > 1
             ]  # fmt: skip
-            if rest:
-                array = combine(array, axis=tuple(rest), keepdims=True)
+            if reduced:
+                array = combine(array, axis=tuple(reduced), keepdims=True)
             array = -array if reduction.negated else array
             return [arrange(array, labels, reduction.axes, variable)]
 
         self._make(variable, sizes, compute)
 
-    def _take_sum_of_exp(self, variable: Variable, found: SumExp) -> None:
-        self._need(found.center)
-        result = Result("row_sumexp", found.value)
+    def _take_sum_of_exp(self, variable: Variable, sum_exp: SumExp) -> None:
+        self._need(sum_exp.center)
+        result = Result("row_sumexp", sum_exp.value)
         labels = self._request(result)
 
         def compute(finished: Finished, center: Any) -> list[Any]:
             largest, total = (
-                arrange(array, labels, found.axes, variable) for array in finished[result]
+                arrange(array, labels, sum_exp.axes, variable) for array in finished[result]
             )
             if jnp.ndim(center):
-                for d in reversed(found.columns):
+                for d in reversed(sum_exp.columns):
                     center = lax.index_in_dim(center, 0, d, keepdims=False)
             shifted = jnp.exp(largest - center)
             return [jnp.where(jnp.isfinite(largest), total * shifted, shifted)]
 
-        self._make(variable, (found.center,), compute)
+        self._make(variable, (sum_exp.center,), compute)
 
-    def _take_top_k(self, variable: Variable, found: TopK) -> None:
-        result = Result(found.kind, found.value, k=found.k)
+    def _take_top_k(self, variable: Variable, top_k: TopK) -> None:
+        result = Result(top_k.kind, top_k.value, k=top_k.k)
         labels = self._request(result)
         self._make(
             variable,
             (),
-            lambda finished: [arrange(finished[result], labels, found.axes, variable)],
+            lambda finished: [arrange(finished[result], labels, top_k.axes, variable)],
         )
 
-    # What `explain` says.
+    # For `explain`.
 
     def _uncovered(self) -> tuple[str, ...]:
         names: dict[str, None] = {}
@@ -349,10 +348,10 @@ class _Cut:
             reasons = [self._tracker.uncovered.get(v, ()) for v in equation.outputs]
             if equation not in self._run or not any(map(self._tracker.depends, equation.outputs)):
                 continue
-            known = op_table.covered(equation.name) or equation.name in _KNOWN
+            covered = op_table.covered(equation.name) or equation.name in _KNOWN
             arrays = [*equation.inputs, *equation.outputs]
             whole = any(prod(atom.shape) >= self._place.size for atom in arrays)
-            if equation.name not in _FREE and (whole or not known):
+            if equation.name not in _FREE and (whole or not covered):
                 names.update(dict.fromkeys(name for reason in reasons for name in reason))
                 names[equation.name] = None
         return tuple(dict.fromkeys((*names, *sorted(self._arranged))))

@@ -1,4 +1,4 @@
-"""A jaxpr as one list of equations: calls of other jaxprs opened, constants recognised."""
+"""A jaxpr as one flat list of equations: calls inlined, constants recognised."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NotFusable(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """An array that is computed or given; each is one of its own."""
+    """An array that is an input or computed; compared by identity."""
 
     shape: tuple[int, ...]
     dtype: Any  # as in the jaxpr; None of what is no array
@@ -181,7 +181,7 @@ _SAME = {"convert_element_type", "copy", "stop_gradient", *VARYING}
 
 
 def _fold(eqn: Any, arguments: Sequence[Atom]) -> Constant | None:
-    """Returns what an equation on constants gives, if it is one number throughout."""
+    """Returns the result of an equation on constants, if it is one number throughout."""
     constants = [atom for atom in arguments if isinstance(atom, Constant)]
     if len(constants) < len(arguments) or not constants or len(eqn.outvars) != 1:
         return None

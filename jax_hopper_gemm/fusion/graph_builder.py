@@ -1,7 +1,7 @@
-"""Builds an `EpilogueGraph`: equal operations once, those without effect not at all.
+"""Builder of an `EpilogueGraph`, which merges equal operations and drops those without effect.
 
-Values are numbered as they are made; `graph` numbers what is used anew, so that functions with
-the same jaxpr give equal graphs.
+Values are numbered as they are made. `graph` renumbers the used ones, so that functions with the
+same jaxpr give equal graphs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..gemm.epilogue_graph import ARITY, EpilogueGraph, Node, Operand, Result
 
 @dataclass(frozen=True)
 class Leaf:
-    """What the graph reads.
+    """An input of the graph.
 
     Attributes:
-      index: which accumulator, or which of the function's operands.
+      index: number of the accumulator, or of the function's operand.
       labels: the letters that it varies along, in the order of its axes.
       operand: None for an accumulator.
       cast: the dtype that the array is converted to before the kernel reads it.
@@ -68,7 +68,7 @@ class Builder:
         return self._node(Node("constant", (), (number,)))
 
     def constant_of(self, value: int) -> float | bool | None:
-        """Returns the number or truth value that a value always is, if it is a constant."""
+        """Returns the number or truth value of a constant, None for other values."""
         match self._entries[value]:
             case Node("constant", _, (number,)):
                 return number
@@ -80,15 +80,15 @@ class Builder:
 
     def node(self, op: str, *args: int, params: tuple[Any, ...] = ()) -> int:
         """Returns the value of an operation."""
-        known = self._simplified(op, args, params)
-        return self._node(Node(op, args, params)) if known is None else known
+        simplified = self._simplified(op, args, params)
+        return self._node(Node(op, args, params)) if simplified is None else simplified
 
     def row_reduction(self, op: str, value: int, n: str) -> int:
         """Returns a sum or maximum over the columns, letters `n`, of each row."""
         return self._add(Node(op, (value,)), self.letters(value) - set(n))
 
     def graph(self, results: Sequence[Result]) -> tuple[EpilogueGraph, tuple[Leaf, ...]]:
-        """Returns the graph that gives `results`, whose values are numbers here, and its operands.
+        """Returns the graph of `results`, whose values are numbers here, and its operands.
 
         Operands are in the order of the function's.
         """
@@ -104,14 +104,14 @@ class Builder:
             assert isinstance(node, Node)
             return replace(node, args=tuple(number[self._spelled(a)] for a in node.args))
 
-        found = tuple(self._leaf(value) for value in leaves)
+        operands = tuple(self._leaf(value) for value in leaves)
         graph = EpilogueGraph(
             self.num_accumulators,
-            tuple(leaf.operand for leaf in found if leaf.operand),
+            tuple(leaf.operand for leaf in operands if leaf.operand),
             tuple(map(renumbered, nodes)),
             tuple(replace(r, value=number[self._spelled(r.value)]) for r in results),
         )
-        return graph, found
+        return graph, operands
 
     def _leaf(self, value: int) -> Leaf:
         leaf = self._entries[value]
@@ -134,12 +134,12 @@ class Builder:
         return used
 
     def _spelled(self, value: int) -> int:
-        """Returns the comparison that stands for a truth value, which graphs have no word for."""
-        known = self.constant_of(value)
-        if not isinstance(known, bool):
+        """Returns a comparison in place of a constant truth value, which graphs cannot express."""
+        constant = self.constant_of(value)
+        if not isinstance(constant, bool):
             return value
         zero = self.constant(0.0)
-        return self._node(Node("eq" if known else "ne", (zero, zero)))
+        return self._node(Node("eq" if constant else "ne", (zero, zero)))
 
     def _node(self, node: Node) -> int:
         assert node.op in ("true", "false") or len(node.args) == ARITY[node.op], node
@@ -153,7 +153,7 @@ class Builder:
         return self._numbers[entry]
 
     def _simplified(self, op: str, args: tuple[int, ...], params: tuple[Any, ...]) -> int | None:
-        """Returns the value that an operation is known to have; none of it changes a bit."""
+        """Returns an existing value bitwise equal to an operation's result, or None."""
         match op, args, tuple(map(self.constant_of, args)):
             case ("mul", (x, _), (_, 1.0)) | ("mul", (_, x), (1.0, _)):
                 return x
@@ -177,8 +177,8 @@ class Builder:
                 return x
             case ("or", (_, x), (_, True)) | ("or", (x, _), (True, _)):
                 return x
-            case ("not", _, (bool(known),)):
-                return self.constant(not known)
+            case ("not", _, (bool(value),)):
+                return self.constant(not value)
             case ("neg" | "not", (x,), _):
                 entry = self._entries[x]
                 if isinstance(entry, Node) and entry.op == op:
@@ -194,7 +194,7 @@ class Builder:
         return None
 
     def _representable(self, value: int, dtype: str) -> bool:
-        """Whether rounding a value to `dtype` is known to change nothing."""
+        """Whether rounding a value to `dtype` surely changes nothing."""
         match self._entries[value]:
             case Node("convert", _, (own,)):
                 return own == dtype

@@ -1,4 +1,4 @@
-"""`evaluate`: a graph back as JAX operations, on arrays of any extents."""
+"""Evaluation of a graph by JAX operations, on arrays of any extents."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ def evaluate(
     n: str,
     reduce: Reduce | None = None,
 ) -> list[jax.Array]:
-    """Returns the finished results of a graph: what `Fusion.finish` takes first.
+    """Returns the finished results of a graph, the first arguments of `Fusion.finish`.
 
     Args:
       graph: without top-k.
       arrays: the accumulators, float32 and with the axes `out`, then the operands.
       labels: the letters of each operand, one for each axis; a scalar has none.
       out, m, n: as in `fuse`.
-      reduce: where arrays are shards: takes what a reduction over letters gives on one shard to
-        what it gives over all of them.
+      reduce: for shards, maps the reduction of one shard over letters to that over all shards.
 
     Raises:
       ValueError: the graph has a top-k.
@@ -53,14 +52,14 @@ def evaluate(
     for node in graph.nodes:
         arguments = [values[i] for i in node.args]
         values.append(evaluation.node(node, arguments, extents))
-    found: list[jax.Array] = []
+    results: list[jax.Array] = []
     for i, result in enumerate(graph.results):
         if result.plane:
             continue
         planes = [graph.results[i + p].value for p in range(result.planes)]
         whole = [jnp.broadcast_to(values[p], tuple(extents.values())) for p in planes]
-        found += evaluation.result(result, whole)
-    return found
+        results += evaluation.result(result, whole)
+    return results
 
 
 def _along(x: jax.Array, names: str, out: str) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What the fused primitives do with the functions that they carry, as jaxprs."""
+"""Transformations of jaxprs: the functions that fused primitives carry."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def abstract(function: Callable[..., Any], *args: Any) -> Any:
 def pruned(
     closed: ClosedJaxpr, outputs: Sequence[bool], kept: Sequence[bool] | None = None
 ) -> tuple[ClosedJaxpr, list[bool]]:
-    """Returns the part that computes some outputs, and which inputs it has.
+    """Returns the part that computes some outputs, and for each input whether it has it.
 
     Args:
-      outputs: which outputs.
-      kept: inputs that stay though nothing reads them; None: no such inputs.
+      outputs: for each output, whether to compute it.
+      kept: for each input, whether it stays though nothing reads it; None: none stays.
     """
     kept = list(kept or [False] * len(closed.in_avals))
     jaxpr, used = pe.dce_jaxpr(closed.jaxpr, list(outputs), kept)
@@ -105,14 +105,16 @@ def tangent(
 
         return jax.jvp(of, [primals[i] for i in wrt], tangents)[1]
 
-    given = [aval.update(dtype=dtype) for aval, dtype in zip(avals, saved, strict=True)]
-    whole = traced(derivative, *given, *(given[i] for i in wrt))
-    found, used = pruned(whole, [True] * len(inexact), [False] * len(avals) + [True] * len(wrt))
-    return found, used[: len(avals)]
+    input_avals = [aval.update(dtype=dtype) for aval, dtype in zip(avals, saved, strict=True)]
+    whole = traced(derivative, *input_avals, *(input_avals[i] for i in wrt))
+    derivative_jaxpr, used = pruned(
+        whole, [True] * len(inexact), [False] * len(avals) + [True] * len(wrt)
+    )
+    return derivative_jaxpr, used[: len(avals)]
 
 
 def transposed(
-    closed: ClosedJaxpr, residuals: int, given: Sequence[int], wanted: Sequence[int]
+    closed: ClosedJaxpr, residuals: int, cotangents_of: Sequence[int], wanted: Sequence[int]
 ) -> tuple[ClosedJaxpr, list[bool]]:
     """Returns the transpose of a function that is linear in the inputs after its `residuals`.
 
@@ -120,37 +122,37 @@ def transposed(
     cotangents of linear inputs.
 
     Args:
-      given: outputs that have a cotangent.
-      wanted: linear inputs whose cotangents are wanted, counted from the first linear one.
+      cotangents_of: outputs that have a cotangent.
+      wanted: linear inputs whose cotangents are returned, counted from the first linear one.
 
     Returns:
-      The transpose, and which of the residuals it needs.
+      The transpose, and for each residual whether it needs it.
     """
     avals: Any = closed.in_avals
 
     def transpose(*args: Any) -> Any:
-        known, cotangents = args[:residuals], list(args[residuals:])
+        values, cotangents = args[:residuals], list(args[residuals:])
 
         def of(*moving: Any) -> list[Any]:
             linear = [jnp.zeros(aval.shape, aval.dtype) for aval in avals[residuals:]]
             for i, x in zip(wanted, moving, strict=True):
                 linear[i] = x
-            outputs = jaxpr_as_fun(closed)(*known, *linear)
-            return [outputs[i] for i in given]
+            outputs = jaxpr_as_fun(closed)(*values, *linear)
+            return [outputs[i] for i in cotangents_of]
 
         return jax.linear_transpose(of, *(avals[residuals + i] for i in wanted))(cotangents)
 
-    whole = traced(transpose, *avals[:residuals], *(closed.out_avals[i] for i in given))
+    whole = traced(transpose, *avals[:residuals], *(closed.out_avals[i] for i in cotangents_of))
     whole = traced(lambda *args: evaluated(whole, args), *whole.in_avals)
-    kept = [False] * residuals + [True] * len(given)
-    found, used = pruned(whole, [True] * len(wanted), kept)
-    return found, used[:residuals]
+    kept = [False] * residuals + [True] * len(cotangents_of)
+    transpose_jaxpr, used = pruned(whole, [True] * len(wanted), kept)
+    return transpose_jaxpr, used[:residuals]
 
 
 def with_accumulator(closed: ClosedJaxpr, index: int, dtype: Any) -> ClosedJaxpr:
-    """Returns the function of a product's accumulator in place of an input, as its first one.
+    """Returns the function with an input replaced by a product's accumulator, which comes first.
 
-    Where the function begins by widening that input to `dtype`, nothing is rounded.
+    If the function begins by widening that input to `dtype`, nothing is rounded.
     """
     aval: Any = closed.in_avals[index]
 
@@ -221,8 +223,8 @@ def transpose_by(function: Callable[..., Any], cotangents: Any, *args: Any, **pa
         return list(function(*inputs, **params))
 
     transpose = jax.linear_transpose(of, *(args[i].aval for i in linear))
-    found = transpose([ad.instantiate_zeros(ct) for ct in cotangents])
-    by_index = dict(zip(linear, found, strict=True))
+    results = transpose([ad.instantiate_zeros(ct) for ct in cotangents])
+    by_index = dict(zip(linear, results, strict=True))
     return [by_index.get(i) for i in range(len(args))]
 
 

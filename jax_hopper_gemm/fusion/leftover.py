@@ -1,4 +1,4 @@
-"""What XLA does after a kernel: from its finished results to a function's outputs."""
+"""The leftover of a function: XLA's steps from a kernel's finished results to the outputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .flatten import Atom, Constant, Variable
 
 @dataclass(frozen=True)
 class Step:
-    """What XLA does to make one or more variables, in the order of the program.
+    """XLA's computation of one or more variables, in the order of the program.
 
     Attributes:
-      compute: compute(finished, *inputs) gives the outputs; `finished` maps results to arrays.
+      compute: compute(finished, *inputs) returns the outputs; `finished` maps results to arrays.
     """
 
     inputs: tuple[Atom, ...]
@@ -53,21 +53,21 @@ def finish_by(
 
     Args:
       kept: the results of the kernel in order, with the shapes of their finished arrays.
-      spelled: for each result that a step asks for, the one that holds it.
+      spelled: for each result that a step needs, the kernel's result that holds it.
     """
 
     def finish(*arrays: Any) -> list[Any]:
         waiting = list(arrays)
-        given: Finished = {}
+        by_source: Finished = {}
         for result, shape in kept.items():
             if result.kind == "row_sumexp":
-                given[result] = tuple(jnp.reshape(waiting.pop(0), shape) for _ in range(2))
+                by_source[result] = tuple(jnp.reshape(waiting.pop(0), shape) for _ in range(2))
             elif result.plane == 0:
-                given[result] = jnp.reshape(waiting.pop(0), shape)
+                by_source[result] = jnp.reshape(waiting.pop(0), shape)
         finished = {
-            result: given[source][0] if result != source else given[source]
+            result: by_source[source][0] if result != source else by_source[source]
             for result, source in spelled.items()
-            if source in given
+            if source in by_source
         }
         values: dict[Variable, Any] = dict(zip(operands, waiting, strict=True))
 

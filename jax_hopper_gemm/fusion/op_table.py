@@ -1,4 +1,4 @@
-"""Which operations on elements a kernel computes, and the nodes that each becomes.
+"""The table of elementwise operations that kernels compute, and the graph nodes of each.
 
 An operation on bfloat16 or float16 is computed in float32 and rounded, as its jaxpr says. XLA may
 keep more digits between two such operations.

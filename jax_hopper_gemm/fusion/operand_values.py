@@ -1,7 +1,7 @@
-"""Variables that depend on no accumulator: built from the operands where they are wanted.
+"""Free variables: those that depend on no accumulator, built from the operands on demand.
 
-Such a variable has no place in D by itself: which letter an operand of shape (384,) goes along
-shows only where it meets the product. So nothing is decided until `value` is asked for it.
+A free variable has no place in D by itself: an operand of shape (384,) may run along M or N, which
+shows only where it meets the product. So `value` decides, for each use.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .segments import GroupedProgram
 class FreeVariables:
     """The free variables of a program.
 
-    An operand that is used in several broadcast forms is one operand of the graph where they go
-    along the same letters, and another one for other letters.
+    An operand used in several broadcast forms is one operand of the graph for each set of letters
+    that it varies along.
     """
 
     def __init__(self, place: Place, builder: Builder, grouped: GroupedProgram | None = None):
@@ -47,10 +47,12 @@ class FreeVariables:
                 names = tuple("?" if v else None for v in self.varies(equation.inputs[0]))
                 with suppress(Uncovered):
                     varies = tuple(map(bool, moved(equation, names)))
-            elif self._grouped and self._grouped.is_rows_of_groups(equation):
-                rest = self.varies(equation.inputs[0])[len(self._grouped.rows.axes_of(equation)) :]
-                varies = (*varies[: len(varies) - len(rest)], *rest)
-            elif self._grouped and self._grouped.is_live_rows(equation):
+            elif self._grouped and self._grouped.is_segment_broadcast(equation):
+                columns = self.varies(equation.inputs[0])[
+                    len(self._grouped.rows.axes_of(equation)) :
+                ]
+                varies = (*varies[: len(varies) - len(columns)], *columns)
+            elif self._grouped and self._grouped.is_segment_mask(equation):
                 varies = self.varies(equation.inputs[0])
             elif op_table.covered(equation.name):
                 inputs = [self.varies(x) for x in equation.inputs if x.shape]
@@ -65,10 +67,10 @@ class FreeVariables:
         """Returns the value of a variable that lies at `axes`, or of a constant.
 
         Args:
-          cast: the dtype that is wanted of it, if it has one that graphs do not hold.
+          cast: the dtype to convert it to, if graphs do not hold its own.
 
         Raises:
-          Uncovered: it takes an operation that no kernel computes.
+          Uncovered: it needs an operation that no kernel computes.
         """
         if isinstance(atom, Constant):
             if atom.dtype.name not in op_table.HELD:
@@ -102,14 +104,14 @@ class FreeVariables:
         if is_layout(equation):
             return self.value(inputs[0], moved_back(equation, axes), cast)
         if grouped := self._grouped:
-            if grouped.is_live_rows(equation):
+            if grouped.is_segment_mask(equation):
                 self._place.check_rows(equation, axes)
                 return self.value(inputs[0], axes, cast)
-            if grouped.is_rows_of_groups(equation):
+            if grouped.is_segment_broadcast(equation):
                 self._place.check_rows(equation, axes)
                 groups = grouped.rows.axes_of(equation)
-                rest = axes[len(axes) - (len(inputs[0].shape) - len(groups)) :]
-                return self.value(inputs[0], (*groups, *rest), cast)
+                columns = axes[len(axes) - (len(inputs[0].shape) - len(groups)) :]
+                return self.value(inputs[0], (*groups, *columns), cast)
         if name in REDUCTIONS and not cast:
             return self._reduced(equation, axes)
         if cast or equation.kept or len(equation.outputs) != 1 or not op_table.covered(name):
@@ -124,7 +126,7 @@ class FreeVariables:
         )  # fmt: skip
 
     def _reduced(self, equation: Equation, axes: Axes) -> int:
-        """Returns a reduction over whole rows, which the input must have where D has them."""
+        """Returns a reduction over whole rows; the input's rows must lie where D's do."""
         x, place = equation.inputs[0], self._place
         dims, kept = {int(d) for d in equation.params["axes"]}, iter(axes)
         if (
@@ -141,8 +143,8 @@ class FreeVariables:
     def _operand(self, variable: Variable, axes: Axes, cast: str | None) -> int:
         """Returns the value of an operand, converted to a dtype that kernels read.
 
-        What kernels do not read is converted by XLA beforehand: scalars to float32, rows and
-        columns of integers and the like to the dtype that the function converts them to.
+        XLA converts other dtypes before the kernel: scalars to float32, rows and columns of
+        integers and the like to the dtype that the function converts them to.
         """
         index, dtype = self._operands[variable], variable.dtype.name
         labels = "".join(axis for axis in axes if axis)

@@ -1,8 +1,8 @@
-"""What functions of ragged products know of groups, and which arrays are 0 in rows of no group.
+"""Segment operations in functions of ragged products, and zeros in rows of no group.
 
-A kernel stores 0 in the rows of no group, whatever a function makes of them. So a matrix may be
-stored for XLA to go on with only if it is known to be 0 there by the function's own meaning: it
-*vanishes*. Accumulators do.
+A kernel stores 0 in the rows of no group, whatever the function computes there. So an intermediate
+matrix is stored for XLA only if the function itself gives 0 in these rows: the matrix *vanishes*.
+Accumulators do.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _ALL = {"add", "add_any", "concatenate", "max", "min", "optimization_barrier", "
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """How a function knows the groups of its product's rows.
+    """The groups of a product's rows, as its function refers to them.
 
     Attributes:
-      sizes: which of the function's operands are the product's sizes; None: none is.
+      sizes: the number of the function's operand that holds the product's sizes, or None.
       spans: the parameter of that name of the operations that read these sizes.
-      letters: of the groups' axes, the last for an array that all matrices of a batch share.
-      each: whether the matrices of a batch have groups of their own.
+      letters: of the groups' axes; the last one for an array that all matrices of a batch share.
+      each: whether each matrix of a batch has its own groups.
     """
 
     sizes: int | None
@@ -43,7 +43,7 @@ class GroupedRows:
     each: bool
 
     def axes_of(self, equation: Equation) -> tuple[str, ...]:
-        """Returns the letters of the groups' axes that `segment_broadcast` takes to rows."""
+        """Returns the letters of the groups' axes that a `segment_broadcast` replaces by rows."""
         return tuple(self.letters if equation.params["each"] else self.letters[-1])
 
 
@@ -51,11 +51,11 @@ class GroupedProgram:
     """A program whose accumulators have grouped rows.
 
     Attributes:
-      rows: how it knows them.
-      sizes: the input that is their sizes.
-      live: an operation that puts 0 in the rows of no group, if there is one.
-      reducible: whether what a kernel computes of rows of no group can be put right: where no
-        group has a part in it, what vanishes is 0 there already.
+      rows: the groups of these rows.
+      sizes: the input that holds their sizes.
+      mask: an operation that puts 0 in the rows of no group, if the program has one.
+      reducible: whether a kernel's reductions of rows of no group can be corrected: by `mask`, or
+        because without per-group operands vanishing arrays give 0 there.
     """
 
     def __init__(self, program: Program, num_accumulators: int, rows: GroupedRows):
@@ -65,31 +65,31 @@ class GroupedProgram:
             self.sizes = program.inputs[num_accumulators + rows.sizes]
         self._zero: set[Variable] = set(program.inputs[:num_accumulators])
         equations = program.equations
-        self.live = next(filter(self.is_live_rows, equations), None)
-        self.reducible = bool(self.live) or not any(map(self.is_rows_of_groups, equations))
+        self.mask = next(filter(self.is_segment_mask, equations), None)
+        self.reducible = bool(self.mask) or not any(map(self.is_segment_broadcast, equations))
         for equation in equations:
             if self._vanishes(equation):
                 self._zero.update(equation.outputs)
 
     def vanishes(self, atom: Atom) -> bool:
-        """Whether an array is known to be 0 in rows of no group; numbers are taken as finite."""
+        """Whether an array is surely 0 in rows of no group, if all numbers are finite."""
         if isinstance(atom, Constant):
             return bool(np.asarray(atom.value) == 0)
         return atom in self._zero
 
-    def with_live_rows(self, array: Any, *sizes: Any) -> Any:
-        """Returns an array of rows with 0 for the rows of no group."""
-        if self.live is None:
+    def masked(self, array: Any, *sizes: Any) -> Any:
+        """Returns an array of rows with 0 in the rows of no group."""
+        if self.mask is None:
             return array
-        (found,) = self.live.evaluate(array, *sizes)
-        return found
+        (masked,) = self.mask.evaluate(array, *sizes)
+        return masked
 
-    def is_live_rows(self, equation: Equation) -> bool:
+    def is_segment_mask(self, equation: Equation) -> bool:
         """Whether an equation puts 0 in the rows of no group of the product."""
         return equation.name == "live_rows" and self._same_groups(equation)
 
-    def is_rows_of_groups(self, equation: Equation) -> bool:
-        """Whether an equation gives the product's rows what arrays have for their groups."""
+    def is_segment_broadcast(self, equation: Equation) -> bool:
+        """Whether an equation gives each row of the product the entry of its group."""
         return (
             equation.name == "rows_of_groups"
             and self._same_groups(equation)
@@ -102,7 +102,7 @@ class GroupedProgram:
 
     def _vanishes(self, equation: Equation) -> bool:
         name, zero = equation.name, [self.vanishes(x) for x in equation.inputs]
-        if self.is_live_rows(equation) or self.is_rows_of_groups(equation):
+        if self.is_segment_mask(equation) or self.is_segment_broadcast(equation):
             return True
         if name in _UNARY or (is_layout(equation) and name not in REDUCTIONS):
             return zero[0]

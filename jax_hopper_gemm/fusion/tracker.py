@@ -1,8 +1,8 @@
-"""Follows the accumulators through a program: which graph value each variable is, and how it lies.
+"""Tracker of accumulators through a program: the graph value and the axes of each variable.
 
 A variable that kernels can compute is *tracked*: at index (i, j, ...) it equals a value of the
-graph at the place in D that its axes say. One that depends on no accumulator is *free*, and
-placed when it meets one that is tracked.
+graph at the place in D that its axes name. A variable that depends on no accumulator is *free*; it
+is placed when it meets a tracked one.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Tracked:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A variable that a kernel reduces a matrix to, in parts that XLA puts together.
+    """A reduction of a matrix: the kernel computes partial results and XLA combines them.
 
     Attributes:
-      kind: of `epilogue.Result`.
-      value: what is reduced.
-      axes: of the variable; letters of D that are neither here nor reduced by the kernel, XLA
-        reduces.
-      negated: whether it is the minimum, found as the maximum of what is negated.
+      kind: of `epilogue_graph.Result`.
+      value: the reduced value.
+      axes: of the variable; XLA reduces the letters of D that are neither here nor reduced by the
+        kernel.
+      negated: whether it is a minimum, computed as the maximum of the negated value.
     """
 
     kind: Literal["row_sum", "row_max", "column_sum", "max"]
@@ -55,7 +55,7 @@ class SumExp:
       value: x.
       axes: of the variable.
       center: constant along each row.
-      columns: the dimensions of `center`, if it has as many as x, that the sum goes over.
+      columns: the summed dimensions, if `center` has as many dimensions as x.
     """
 
     value: int
@@ -66,7 +66,7 @@ class SumExp:
 
 @dataclass(frozen=True)
 class TopK:
-    """A variable that holds the k largest of each row, or where they are; axis "?" counts them."""
+    """A variable that holds the k largest of each row, or their columns; axis "?" counts them."""
 
     kind: Literal["top_k_values", "top_k_indices"]
     value: int
@@ -83,14 +83,15 @@ class Stack:
 
 
 class Tracker:
-    """What is known of each variable of a program.
+    """The role of each variable of a program.
 
     Attributes:
       tracked: the variables that kernels can compute.
-      reductions, sums_of_exp, top_k, stacks: variables that results of the kernel give.
-      uncovered: why a variable that depends on an accumulator is not tracked: operations' names.
+      reductions, sums_of_exp, top_k, stacks: variables that come from results of the kernel.
+      uncovered: for each variable that depends on an accumulator but is not tracked, the names of
+        the operations that prevent it.
       producers: the equation of each computed variable.
-      grouped: what is known of groups of rows; None: there are none.
+      grouped: the groups of rows, or None.
     """
 
     def __init__(
@@ -119,15 +120,15 @@ class Tracker:
             self._follow(equation)
 
     def depends(self, atom: Atom) -> bool:
-        """Whether an accumulator has a part in it."""
+        """Whether the value of an atom depends on an accumulator."""
         return atom not in self._free
 
     def is_matrix(self, value: int) -> bool:
-        """Whether a value has an element for each of D's."""
+        """Whether a value has an element for each element of D."""
         return self.place.long <= self.builder.letters(value)
 
     def may_store(self, variable: Variable) -> bool:
-        """Whether a matrix that a kernel stores is the variable in all rows."""
+        """Whether a matrix stored by a kernel equals the variable in all rows."""
         return self.grouped is None or self.grouped.vanishes(variable)
 
     def _follow(self, equation: Equation) -> None:
@@ -154,10 +155,10 @@ class Tracker:
             axis if extent > 1 else None for axis, extent in zip(axes, variable.shape, strict=True)
         )
 
-    # Operations on what is tracked.
+    # Operations on tracked variables.
 
     def _track(self, equation: Equation) -> list[Tracked | None]:
-        """Returns what the outputs are; None of one that only a result gives.
+        """Returns the tracked outputs; None for an output that only a result of the kernel holds.
 
         Raises:
           Uncovered: no kernel computes the equation.
@@ -168,7 +169,7 @@ class Tracker:
         if is_layout(equation):
             (x, *_) = equation.inputs
             return [Tracked(self._of(x).value, moved(equation, self._of(x).axes))]
-        if self.grouped and self.grouped.is_live_rows(equation):  # what a kernel stores has them
+        if self.grouped and self.grouped.is_segment_mask(equation):  # what a kernel stores has them
             tracked = self._of(equation.inputs[0])
             self.place.check_rows(equation, tracked.axes)
             return [tracked]
@@ -259,10 +260,9 @@ class Tracker:
         return Tracked(self._free.row_statistic(equation, x.value), axes)
 
     def _is_result(self, kind: str, atom: Atom) -> bool:
-        """Whether a kernel that reduces an array finds what the function does.
+        """Whether a kernel's reduction of an array equals the function's.
 
-        Blocks of rows lie across groups, whose rows a kernel for ragged products has one group at
-        a time.
+        A kernel of a ragged product reduces one group at a time; blocks of rows cross groups.
         """
         if self.grouped is None:
             return True
@@ -272,7 +272,7 @@ class Tracker:
     def _kind_of(
         self, name: str, reduced: set[str]
     ) -> Literal["row_sum", "row_max", "column_sum", "max"] | None:
-        """Returns the result by which a kernel reduces a matrix along these letters at least."""
+        """Returns the kind of result that reduces a matrix along at least these letters."""
         place = self.place
         rows, columns = (bool(x) and x <= reduced for x in (place.m, place.n))
         if name == "reduce_sum":

@@ -6,9 +6,11 @@ pair (`GemmSpec.raster_m`).
 
 from __future__ import annotations
 
+from .dtypes import DTYPES
 from .group_search import GroupRaster
+from .offsets import ZeroRows
 from .problem import GemmProblem
-from .spec import EPI_TILE_M, GemmSpec, RasterOrder
+from .spec import EPI_TILE_M, TMA_ALIGNMENT, GemmSpec, RasterOrder
 
 STRANDED_SMS = 12  # that clusters of four cannot use
 
@@ -148,3 +150,12 @@ def persistent_clusters(cluster_tiles: int, limit: int, *, even: bool) -> int:
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def zero_rows(problem: GemmProblem) -> ZeroRows:
+    """Returns the matrices of D as rows for `kernels.zero_fill`; rows without gaps are one."""
+    p, size = problem, TMA_ALIGNMENT // DTYPES[problem.d_dtype].itemsize
+    rows, length, stride = p.m, p.n // size, p.d.leading_stride // size
+    if length == stride:
+        rows, length, stride = 1, rows * length, 0
+    return ZeroRows(rows, length, stride, p.d.batch_stride // size)

@@ -1,4 +1,4 @@
-"""Other people's programs: `accelerate`, checkpoint policies, `lax.ragged_dot` intercepted."""
+"""Interoperability: `accelerate`, checkpoint policies, interception of `lax.ragged_dot`."""
 
 from __future__ import annotations
 

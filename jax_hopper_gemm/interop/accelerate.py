@@ -1,4 +1,4 @@
-"""`accelerate`: the products that a function asks JAX for run on ours."""
+"""`accelerate`: our products in place of those that a function requests from JAX."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ def accelerate(
 
     The function is traced, as by `jax.jit`, and every `jax.lax.dot_general`, `jax.numpy.matmul`,
     `dot`, `einsum`, `jax.lax.ragged_dot` and `ragged_dot_general` of two bfloat16 or two float16
-    arrays in its program is exchanged for ours, which computes the same: precision, dtype and
-    sharding of the result are those asked for. Products of other dtypes stay as they are. Nothing
-    of JAX is patched, and other functions and other threads are not concerned.
+    arrays in its program is replaced by ours, with the same precision, dtype and sharding of the
+    result. Products of other dtypes stay. JAX is not patched, so other functions and other threads
+    are not affected.
 
-    Programs within the program are followed: `jax.jit`, `jax.checkpoint`, `scan`, `while_loop`,
-    `cond`, `shard_map`, and functions with a derivative of their own, together with its rule, where
-    the function itself has a product. Everything else about them stays: names, donation, unrolling,
-    policies of `jax.checkpoint`, which judge our products as dots, ragged ones among them. Kernels,
-    as of `pallas_call`, the rules of `custom_vmap` and callbacks to the host are left alone.
+    Inner programs are rewritten too: `jax.jit`, `jax.checkpoint`, `scan`, `while_loop`, `cond`,
+    `shard_map`, and functions with a custom derivative, together with its rule, if the function
+    itself has a product. Everything else about them stays: names, donation, unrolling, and policies
+    of `jax.checkpoint`, which treat our products, ragged ones too, as dots. Kernels such as
+    `pallas_call`, the rules of `custom_vmap` and callbacks to the host stay unchanged.
 
     The result can be jitted, differentiated in any mode and order, mapped by `jax.vmap`, exported,
-    and called anywhere in other programs. Without `jax.jit` around it each call traces anew.
+    and called anywhere in other programs. Outside of `jax.jit` each call traces anew.
 
     Args:
-      function: a function of any arguments. Arrays anywhere in them are traced; everything else,
-        such as numbers, strings and `None`, it is given as it is, and likewise it may return
-        anything. It must have no side effects but those of JAX; one that changes Flax nnx modules
-        that it is given is for `jax_hopper_gemm.nn.accelerate`.
-      implementation: None takes a kernel where it is the faster way; "hopper" insists on a kernel
-        for every product that is exchanged, in the derivatives, too; "xla" exchanges none.
+      function: a function of any arguments and results. Arrays anywhere in the arguments are
+        traced; everything else, such as numbers, strings and `None`, is passed unchanged. It must
+        have no side effects except those of JAX; for a function that changes Flax nnx modules use
+        `jax_hopper_gemm.nn.accelerate`.
+      implementation: None takes a kernel where it is faster; "hopper" insists on a kernel for every
+        replaced product, in derivatives too; "xla" replaces none.
 
     Raises:
       TypeError: `function` is not callable.
-      ValueError: `implementation` is something else; or, in a call, `function` puts an array
-        into an object that it is given and does not return it.
+      ValueError: `implementation` is something else; or, in a call, `function` stores an array in
+        one of its arguments and does not return the array.
       NotImplementedError: as of `matmul`, while lowering, with `implementation="hopper"`.
     """
     checks.check_accelerated("accelerate", function, implementation)
@@ -75,5 +75,5 @@ def accelerate(
 
 
 def _objects_in(tree: Any) -> list[Any]:
-    """Returns the pytrees in a tree whose type is not one of Python's own."""
+    """Returns the pytrees in a tree whose type is not a Python container."""
     return jax.tree.leaves(tree, is_leaf=lambda x: type(x) not in (dict, list, tuple, type(None)))

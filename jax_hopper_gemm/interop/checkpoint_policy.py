@@ -1,4 +1,4 @@
-"""Rematerialisation policies that know our products."""
+"""Policies of `jax.checkpoint` that treat our products as dots."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..primitives.ragged_dot import hopper_ragged_dot_p
 
 
 def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `policy` for `jax.checkpoint`, with our products judged as the dots they stand for.
+    """Returns `policy` for `jax.checkpoint`, which then treats our products as dots.
 
     JAX's `dots_saveable` and `dots_with_no_batch_dims_saveable` look for `lax.dot_general_p` by
-    name; without this they recompute products of this library in the backward pass. A product with
-    an epilogue is one dot: what is saved is all that its kernel writes. A ragged product is a dot
-    of its rows with one matrix.
+    name; without this function they recompute products of this library in the backward pass. A
+    product with an epilogue is one dot, and all results of its kernel are saved. A ragged product
+    is a dot of its rows with one matrix.
 
     Args:
       policy: one of `jax.checkpoint_policies`, or any function of the same arguments.
@@ -45,9 +45,9 @@ def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _product_params(accumulate: Any) -> dict[str, Any]:
-    """Returns the parameters of the `lax.dot_general_p` that a `hopper_fused_p` begins with.
+    """Returns the parameters of the `lax.dot_general_p` that begins a `hopper_fused_p`.
 
-    Where gate and up are stacked along a letter of their own, that is the gate's product.
+    For gate and up stacked along a letter of their own this is the gate's product.
     """
     lhs, rhs, out = split(accumulate.subscripts)
     rhs = "".join(x for x in rhs if x in lhs or x in out)

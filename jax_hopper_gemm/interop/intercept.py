@@ -1,4 +1,4 @@
-"""`intercept_ragged_dot`: code that calls `jax.lax.ragged_dot` runs on ours for a while."""
+"""`intercept_ragged_dot`: a context in which `jax.lax.ragged_dot` is ours."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..ops.ragged import ragged_dot, ragged_dot_general
 
 @contextmanager
 def intercept_ragged_dot(*, implementation: Implementation = None) -> Iterator[None]:
-    """Puts `ragged_dot` and `ragged_dot_general` of this library in the place of `jax.lax`'s.
+    """Replaces `jax.lax.ragged_dot` and `ragged_dot_general` by those of this library.
 
         with jhg.intercept_ragged_dot():
             state = train_step(state, batch)  # calls jax.lax.ragged_dot somewhere
 
-    It sets the attributes `jax.lax.ragged_dot` and `jax.lax.ragged_dot_general`, and sets them
-    back on exit. So it reaches code that looks them up there when it is traced, in every thread of
-    the process, not only in this one. It does not reach code that took the functions out of
-    `jax.lax` before, nor programs that `jax.jit` traced before; what is traced inside stays on ours
-    after exit. Do not leave it in one thread while another has entered it.
+    It sets the attributes `jax.lax.ragged_dot` and `jax.lax.ragged_dot_general` and restores them
+    on exit. So it affects code that looks them up while it is traced, in every thread of the
+    process. It does not affect code that imported the functions from `jax.lax` before, nor programs
+    that `jax.jit` traced before. Programs traced inside keep our products after exit. Do not leave
+    the context in one thread while another is inside.
 
     Args:
       implementation: as in `ragged_dot`.

@@ -1,8 +1,8 @@
-"""Replaces the products in a program of JAX, and in the programs within it, by ours.
+"""Rewriting of jaxprs: JAX's products, in a program and its inner programs, become ours.
 
-A product of JAX and the one of ours in its place have the same operands and the same result, so an
-equation is exchanged for another and everything around it stays as it is: variables, the
-parameters of loops and calls, names, source lines.
+A product and its replacement have the same operands and the same result. So one equation replaces
+another, and everything around it stays: variables, parameters of loops and calls, names, source
+lines.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .checkpoint_policy import checkpoint_policy
 
 RAGGED = "ragged_dot_general"
 
-# Primitives whose jaxprs are programs like any other. The jaxpr of another one may be a kernel,
-# or what a compiler looks for by its operations.
+# Primitives whose jaxprs are ordinary programs. The jaxpr of any other primitive may be a kernel,
+# or a pattern that a compiler matches by its operations.
 ENTERED = frozenset(
     {
         "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_linear_solve",
@@ -39,22 +39,21 @@ ENTERED = frozenset(
     }
 )  # fmt: skip
 
-# What each program became, so that a program which is shared stays shared, and one that JAX has
-# compiled is found again. A program without products is its own answer, kept as None: a value
-# must not keep its key alive.
-Asked: TypeAlias = tuple[Implementation, int | None]  # with the limit of SMs
-_rewritten: WeakKeyDictionary[Any, dict[Asked, Any]] = WeakKeyDictionary()
+# The replacement of each program, so that shared programs stay shared, and JAX finds those that it
+# has compiled. None stands for a program without products: a value must not keep its key alive.
+Options: TypeAlias = tuple[Implementation, int | None]  # the latter is the limit of SMs
+_rewritten: WeakKeyDictionary[Any, dict[Options, Any]] = WeakKeyDictionary()
 
 
 def with_our_products(program: Any, implementation: Implementation) -> Any:
-    """Returns a jaxpr, open or closed, with its products ours; itself where it has none."""
-    known = _rewritten.setdefault(program, {})
-    asked = implementation, current_max_sms()
-    if asked not in known:
-        found = rewritten(program, implementation)
-        known[asked] = None if found is program else found
-    found = known[asked]
-    return program if found is None else found
+    """Returns a jaxpr, open or closed, with our products; the jaxpr itself if it has none."""
+    by_options = _rewritten.setdefault(program, {})
+    options = implementation, current_max_sms()
+    if options not in by_options:
+        replacement = rewritten(program, implementation)
+        by_options[options] = None if replacement is program else replacement
+    replacement = by_options[options]
+    return program if replacement is None else replacement
 
 
 def run_with_our_products(
@@ -62,42 +61,42 @@ def run_with_our_products(
 ) -> Any:
     """Returns `function(*args, **kwargs)`, computed with our products.
 
-    Arrays go through the program; every other argument, and every other result, is handed on.
+    Arrays go through the program; other arguments and results are passed on unchanged.
     """
     program, arrays, result = traced_call(function, args, kwargs)
-    # Not remembered: nothing else has this program, and it may hold tracers.
+    # Not cached: nothing else holds this program, and it may contain tracers.
     return result(jaxpr_as_fun(rewritten(program, implementation))(*arrays))
 
 
 def traced_call(
     function: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Any, list[Any], Callable[[Sequence[Any]], Any]]:
-    """Returns the closed jaxpr of a call, its inputs, and what makes the result of its outputs.
+    """Returns the closed jaxpr of a call, its inputs, and a function from outputs to the result.
 
     Args:
-      args, kwargs: trees of arrays, `jax.ShapeDtypeStruct`s and anything else, which the function
-        is given as it is.
+      args, kwargs: trees of arrays, `jax.ShapeDtypeStruct`s and anything else, which is passed to
+        the function unchanged.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     results: list[Any] = []
 
     def of(*arrays: Any) -> list[Any]:
-        given = iter(arrays)
-        filled = [next(given) if _is_array(x) else x for x in leaves]
+        inputs = iter(arrays)
+        filled = [next(inputs) if _is_array(x) else x for x in leaves]
         args, kwargs = jax.tree.unflatten(tree, filled)
-        found, out_tree = jax.tree.flatten(function(*args, **kwargs))
-        kept = [None if isinstance(x, jax.Array) else x for x in found]
-        is_output = [isinstance(x, jax.Array) for x in found]
+        outputs, out_tree = jax.tree.flatten(function(*args, **kwargs))
+        kept = [None if isinstance(x, jax.Array) else x for x in outputs]
+        is_output = [isinstance(x, jax.Array) for x in outputs]
         results[:] = [out_tree, kept, is_output]
-        return [x for x in found if isinstance(x, jax.Array)]
+        return [x for x in outputs if isinstance(x, jax.Array)]
 
     arrays = [x for x in leaves if _is_array(x)]
     program = jax.make_jaxpr(of)(*arrays)
 
     def result(outputs: Sequence[Any]) -> Any:
         out_tree, kept, is_output = results
-        found = iter(outputs)
-        filled = [next(found) if y else x for x, y in zip(kept, is_output, strict=True)]
+        remaining = iter(outputs)
+        filled = [next(remaining) if y else x for x, y in zip(kept, is_output, strict=True)]
         return jax.tree.unflatten(out_tree, filled)
 
     return program, arrays, result
@@ -108,7 +107,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def reason_left(equation: Any) -> str | None:
-    """Returns why a product of JAX stays as it is; None where it becomes one of ours."""
+    """Returns the reason to leave a product to JAX, or None if it becomes ours."""
     lhs, rhs = (atom.aval for atom in equation.invars[:2])
     if not (lhs.dtype == rhs.dtype and lhs.dtype.name in OPERANDS):
         names = " by ".join(dict.fromkeys((lhs.dtype.name, rhs.dtype.name)))
@@ -123,11 +122,11 @@ def reason_left(equation: Any) -> str | None:
 
 
 def rewritten(program: Any, implementation: Implementation) -> Any:
-    """Returns what `with_our_products` does, without remembering it."""
+    """Returns the result of `with_our_products`, without caching it."""
     inner = getattr(program, "jaxpr", program)
-    if inner is not program:  # closed, where JAX tells these apart
-        found = rewritten(inner, implementation)
-        return program if found is inner else program.replace(jaxpr=found)
+    if inner is not program:  # a closed jaxpr, in versions of JAX that have both
+        new_inner = rewritten(inner, implementation)
+        return program if new_inner is inner else program.replace(jaxpr=new_inner)
 
     def chosen(equation: Any) -> bool:
         return reason_left(equation) is None
@@ -145,7 +144,7 @@ def rewritten(program: Any, implementation: Implementation) -> Any:
 
 
 def _ragged(equation: Any, implementation: Implementation) -> list[Any]:
-    """Returns the equations of our product in place of a ragged one of JAX."""
+    """Returns the equations of our product that replace a ragged one of JAX."""
     params = equation.params
 
     def product(lhs: Any, rhs: Any, sizes: Any) -> jax.Array:
@@ -176,7 +175,7 @@ def _ragged(equation: Any, implementation: Implementation) -> list[Any]:
 
 
 def _entered(equation: Any, implementation: Implementation) -> Any:
-    """Returns an equation with the products ours in the programs that it holds."""
+    """Returns an equation with our products in its inner programs."""
     params = {key: _in_value(x, implementation) for key, x in equation.params.items()}
     same = all(params[key] is x for key, x in equation.params.items())
     if same and not (_RULES.keys() & params.keys() and _multiplies(params)):
@@ -191,9 +190,9 @@ def _entered(equation: Any, implementation: Implementation) -> Any:
 
 
 def _multiplies(params: dict[str, Any]) -> bool:
-    """Returns whether the programs in the parameters of an equation have any product of JAX's.
+    """Returns whether the programs in an equation's parameters have any product of JAX's.
 
-    It may be one that stays as it is and whose derivatives do not, as of quantized arrays.
+    It counts products that stay while their derivatives do not, such as those of quantized arrays.
     """
     return any(
         e.primitive is lax.dot_general_p or e.primitive.name == RAGGED or _multiplies(e.params)
@@ -203,11 +202,11 @@ def _multiplies(params: dict[str, Any]) -> bool:
 
 
 def _traced_rule(rule: Any, implementation: Implementation) -> Any:
-    """Returns a rule of a function's derivative that gives a jaxpr and what belongs to it."""
+    """Wraps a derivative rule that returns a jaxpr and further values."""
 
     def changed(*zeros: Any) -> Any:
-        program, *rest = rule.call_wrapped(*zeros)
-        return (with_our_products(program, implementation), *rest)
+        program, *extras = rule.call_wrapped(*zeros)
+        return (with_our_products(program, implementation), *extras)
 
     return lu.wrap_init(changed, debug_info=rule.debug_info)
 
@@ -227,7 +226,7 @@ def _backward_rule(rule: Any, implementation: Implementation) -> Any:
     return lu.wrap_init(changed, debug_info=rule.debug_info)
 
 
-# Parameters that become programs later, when JAX needs a derivative or a part of the results.
+# Parameters that JAX traces to programs later, for a derivative or a part of the results.
 _RULES = {
     "jvp_jaxpr_fun": _traced_rule,
     "fwd_jaxpr_thunk": _traced_rule,
@@ -237,12 +236,12 @@ _RULES = {
 
 
 def _in_value(value: Any, implementation: Implementation) -> Any:
-    """Returns a parameter of an equation with the products ours in its programs."""
+    """Returns an equation's parameter with our products in its programs."""
     if isinstance(value, Jaxpr) or isinstance(getattr(value, "jaxpr", None), Jaxpr):
         return with_our_products(value, implementation)
     if not isinstance(value, tuple):
         return value
-    found = [_in_value(x, implementation) for x in value]
-    if all(x is y for x, y in zip(found, value, strict=True)):
+    parts = [_in_value(x, implementation) for x in value]
+    if all(x is y for x, y in zip(parts, value, strict=True)):
         return value
-    return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

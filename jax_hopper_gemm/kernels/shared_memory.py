@@ -1,9 +1,10 @@
 """A CTA's shared memory, handed out part by part in the order of `GemmSpec.smem_bytes`."""
 
 import cutlass.cute as cute
+from cutlass import Int64
 from cutlass.memory import SmemAllocator
 
-from ..gemm.spec import SMEM_ALIGNMENT
+from ..gemm.spec import SMEM_ALIGNMENT, SMEM_BARRIERS
 
 
 class SharedMemory:
@@ -30,3 +31,23 @@ class SharedMemory:
         nbytes = cute.cosize(layout) * dtype.width // 8
         pointer = self.pointer(dtype, nbytes, SMEM_ALIGNMENT, layout.inner)
         return cute.make_tensor(pointer, layout.outer)
+
+    def barriers(self, spec, **words):
+        """Returns a pointer to the int64 words of each user of barriers; the last part.
+
+        Args:
+          words: how many each takes, in order: `barriers(spec, ring=8, mailbox=9)`.
+        """
+        first = self.pointer(Int64, SMEM_BARRIERS, 8)
+        assert self.used == self.nbytes == spec.smem_bytes, (
+            f"{self.used} bytes are taken, spec says {spec.smem_bytes}"
+        )
+        in_use = 8 * sum(words.values())
+        assert in_use == spec.barrier_bytes <= SMEM_BARRIERS, (
+            f"{in_use} bytes of barriers, spec says {spec.barrier_bytes}"
+        )
+        pointers, used = {}, 0
+        for user, count in words.items():
+            pointers[user] = first + used
+            used += count
+        return pointers

@@ -1,7 +1,7 @@
-"""Where a CTA's tile lies: which tile of which matrix, and the TMA coordinates of its boxes.
+"""Coordinates of a CTA's tile: which tile of which matrix, and its boxes in each tensor map.
 
-Only tensor maps know extents, and clip. A span map clips where a span of a grouped axis ends: row
-r of those that are left has the coordinates (SPAN_EXTENT - left + r, end, SPAN_EXTENT), see `plan`.
+Only tensor maps know extents, and clip. A span map clips where a group ends: row r of those that
+are left has the coordinates (SPAN_EXTENT - left + r, end, SPAN_EXTENT), see `launch/plan.py`.
 """
 
 from typing import Any, NamedTuple
@@ -15,21 +15,30 @@ from cutlass.cutlass_dsl import select_
 from ..gemm.group_search import MAX_LENGTH, SPAN_EXTENT, tile_in_pair
 from ..gemm.raster import tile_at
 from ..gemm.spec import EPI_TILE_M
-from .tile_scheduler.grouped import Warp
+from .warp import Warp
 
 OUTSIDE = 2 * MAX_LENGTH  # of every axis
 
 
-class Place(NamedTuple):
+class CtaInCluster(NamedTuple):
+    """Where a CTA lies in its cluster; its rank there is m + cluster_m * n."""
+
+    m: Any
+    n: Any
+
+
+class TileCoords(NamedTuple):
     """One CTA's tile.
 
     Attributes:
       m, n: which tile along M and N; where M is grouped m is 0 and its rows begin at `first`.
       batch: its matrix of A, B and D; of B alone where M is grouped, of D alone where K is.
       k_tiles: k-tiles to add up, at least one.
-      first, end: where M or K is grouped: the tile's part of it begins and its span ends.
+      first, end: where M or K is grouped: the tile's part of it begins and its group ends.
       belongs: where M is grouped: whether the rows belong to a group. If not, `batch` is 0.
       together: of a `paired` kernel: whether both CTAs of the cluster have these columns.
+      k_first: the first of the k-tiles. A Python 0 folds away: only a scheduler that splits K
+        makes it a number of the GPU's.
     """
 
     m: Any
@@ -40,105 +49,105 @@ class Place(NamedTuple):
     end: Any = None
     belongs: Any = None
     together: Any = None
+    k_first: Any = 0
 
     @property
     def left(self):
+        """Elements from `first` to the end of the group."""
         return self.end - self.first
 
 
-def place_of(spec, raster, tile, cta_m, cta_n, k_tiles):
-    """Returns the place of a CTA's tile.
+def coords_of(spec, args, tile, cta):
+    """Returns the `TileCoords` of a CTA's tile.
 
     Args:
+      args: the kernel's parameters.
       tile: what the tile scheduler gave for the cluster.
-      cta_m, cta_n: the CTA's place in its cluster.
-      k_tiles: k-tiles of a tile whose K is not grouped.
+      cta: `CtaInCluster`.
     """
-    s = spec
+    s, raster = spec, args.raster
     if s.grouped is None:
         cluster_m, cluster_n, batch = tile_at(raster, tile, Int64, Int32)
-        m, n = cluster_m * s.cluster_m + cta_m, cluster_n * s.cluster_n + cta_n
-        return Place(m, n, batch, k_tiles)
+        m, n = cluster_m * s.cluster_m + cta.m, cluster_n * s.cluster_n + cta.n
+        return TileCoords(m, n, batch, args.k_tiles)
     together = None
     if s.paired:
-        m, n, together = tile_in_pair(tile, cta_m, s.tile_m, Warp())
+        m, n, together = tile_in_pair(tile, cta.m, s.tile_m, Warp())
     else:
-        m, n = tile.m * s.cluster_m + cta_m, tile.n * s.cluster_n + cta_n
-    if s.grouped == "k":  # of an empty group, one k-tile of zeros
+        m, n = tile.m * s.cluster_m + cta.m, tile.n * s.cluster_n + cta.n
+    # NOTE: what has no rows, or no K, multiplies one k-tile of zeros. A branch that set the
+    # accumulators to zero instead would put them in local memory: 704 stores a thread.
+    if s.grouped == "k":
         k_tiles = larger((tile.end - tile.start + (s.tile_k - 1)) // s.tile_k, Int32(1))
-        return Place(m, n, tile.matrix, k_tiles, tile.start, tile.end)
+        return TileCoords(m, n, tile.matrix, k_tiles, tile.start, tile.end)
     belongs = counts = tile.matrix >= 0
     if s.paired:  # the right one of two tiles of columns may not be there
         counts = belongs & ((n < raster.tiles) | ~together)
-    return Place(
-        0, n, larger(tile.matrix, Int32(0)), select_(counts, k_tiles, Int32(1)),
+    return TileCoords(
+        0, n, larger(tile.matrix, Int32(0)), select_(counts, args.k_tiles, Int32(1)),
         tile.start + m * s.tile_m, tile.end, belongs, together,
     )  # fmt: skip
 
 
-class Coordinates:
-    """The TMA coordinates of tiles, for each kind of tensor map.
+class BoxCoordinates:
+    """The coordinates of tiles in each kind of tensor map.
 
     Rows that belong to no group are the product of zeros, which copies from outside of A and B
     bring.
     """
 
-    def __init__(self, spec, any_extent, index=None):
-        """Takes what all tiles have in common.
-
-        Args:
-          any_extent: a dynamic int32, which no coordinate depends on.
-          index: as in `GemmKernel.kernel`.
-        """
+    def __init__(self, spec, args):
+        """Takes what all tiles have in common from the kernel's parameters."""
         self.spec = spec
-        self.any_extent = any_extent
-        self.index = index
+        # A dynamic int32; no coordinate depends on it.
+        self.any_extent = args.raster.length if spec.grouped else args.raster.total
+        self.stack_index = args.stack_index
 
-    def a(self, place):
+    def a(self, coords):
         """Returns tiles (bM, bK, ...) of A, and the index of this one's k-tiles."""
         s = self.spec
-        tile, k_first = (s.tile_m, s.tile_k), s.a_major == "k"
+        tile, k_contiguous = (s.tile_m, s.tile_k), s.a_major == "k"
         if s.grouped == "k":
-            return self._span(tile, k_first, 1, place), (place.m, None, 0, 0)
+            return self._span(tile, k_contiguous, 1, coords), (coords.m, None, 0, 0)
         if s.grouped == "m":
-            first = select_(place.belongs, place.first, Int32(OUTSIDE))
-            return self._tiles(tile, k_first, (first, 0, 0)), (0, None, 0)
-        return self._tiles(tile, k_first), (place.m, None, self._matrix("a", place))
+            first = select_(coords.belongs, coords.first, Int32(OUTSIDE))
+            return self._tiles(tile, k_contiguous, (first, 0, 0)), (0, None, 0)
+        return self._tiles(tile, k_contiguous), (coords.m, None, self._matrix("a", coords))
 
-    def b(self, place):
+    def b(self, coords):
         """Returns tiles (bN, bK, ...) of one B, and the index of this one's k-tiles."""
         s = self.spec
-        tile, k_first = (s.d_tile_n, s.tile_k), s.b_major == "k"
+        tile, k_contiguous = (s.d_tile_n, s.tile_k), s.b_major == "k"
         if s.grouped == "k":
-            return self._span(tile, k_first, 1, place), (place.n, None, 0, 0)
-        batch = self._matrix("b", place)
+            return self._span(tile, k_contiguous, 1, coords), (coords.n, None, 0, 0)
+        batch = self._matrix("b", coords)
         if s.grouped == "m":
-            batch = select_(place.belongs, batch, Int32(OUTSIDE))
-        return self._tiles(tile, k_first), (place.n, None, batch)
+            batch = select_(coords.belongs, batch, Int32(OUTSIDE))
+        return self._tiles(tile, k_contiguous), (coords.n, None, batch)
 
-    def result(self, place):
+    def result(self, coords):
         """Returns tiles (bM, bN, ...) of a matrix of the results, and the index of this one."""
         s = self.spec
         tile = (s.tile_m, s.d_tile_n)
         if s.grouped == "m":
-            return self._span(tile, True, 0, place), (0, place.n, 0, 0)
-        return self._tiles(tile, True), (place.m, place.n, place.batch)
+            return self._span(tile, True, 0, coords), (0, coords.n, 0, 0)
+        return self._tiles(tile, True), (coords.m, coords.n, coords.batch)
 
-    def matrix(self, place):
+    def matrix(self, coords):
         """Returns tiles (bM, bN, ...) of an operand of the epilogue, and the index of this one."""
         s = self.spec
         tile = (s.tile_m, s.d_tile_n)
         if s.grouped == "m":
-            return self._tiles(tile, True, (place.first, 0, 0)), (0, place.n, 0)
-        return self._tiles(tile, True), (place.m, place.n, place.batch)
+            return self._tiles(tile, True, (coords.first, 0, 0)), (0, coords.n, 0)
+        return self._tiles(tile, True), (coords.m, coords.n, coords.batch)
 
-    def row(self, place):
+    def row(self, coords):
         """Returns tiles (bN, ...) of an operand of the epilogue, and the index of this one."""
-        return self._vector(self.spec.d_tile_n), (place.n, place.batch)
+        return self._vector(self.spec.d_tile_n), (coords.n, coords.batch)
 
-    def column(self, place):
+    def column(self, coords):
         """Returns tiles (bM, ...) of an operand of the epilogue, and the index of this one."""
-        return self._vector(self.spec.tile_m), (place.m, place.batch)
+        return self._vector(self.spec.tile_m), (coords.m, coords.batch)
 
     def pieces_of_column(self, first, length):
         """Returns (length, pieces): overlapping pieces of a column, 64 rows apart, from `first`."""
@@ -148,21 +157,21 @@ class Coordinates:
         origin = cute.domain_offset((first, 0), self._all((0, 1), None)).iterator
         return cute.make_tensor(origin, layout)
 
-    def _matrix(self, operand, place):
+    def _matrix(self, operand, coords):
         """Returns which matrix of an operand a tile reads."""
         if self.spec.indexed != operand:
-            return place.batch
-        pointer, stack = self.index
-        return larger(smaller(cute.arch.load(pointer, Int32), stack - 1), Int32(0))
+            return coords.batch
+        index = cute.arch.load(self.stack_index.index, Int32)
+        return larger(smaller(index, self.stack_index.matrices - 1), Int32(0))
 
     def _tiles(self, tile, second_is_contiguous, origin=None):
         order = (1, 0, 2) if second_is_contiguous else (0, 1, 2)
         return cute.local_tile(self._all(order, origin), tile, (None, None, None))
 
-    def _span(self, tile, second_is_contiguous, grouped_mode, place):
+    def _span(self, tile, second_is_contiguous, grouped_mode, coords):
         order = (1, 0, 2, 3) if second_is_contiguous else (0, 1, 2, 3)
-        origin = [0, 0, place.end, Int32(SPAN_EXTENT)]
-        origin[grouped_mode] = SPAN_EXTENT - place.left
+        origin = [0, 0, coords.end, Int32(SPAN_EXTENT)]
+        origin[grouped_mode] = SPAN_EXTENT - coords.left
         return cute.local_tile(self._all(order, tuple(origin)), tile, (None,) * 4)
 
     def _vector(self, tile):

@@ -123,11 +123,12 @@ def _resolve(digest, spec_json, kernel_out, error_out, error_capacity) -> int:
         from .. import cubin
 
         refuse_fork()
-        kernel_out[0] = cubin.load(digest.decode(), spec_json.decode()).handle
+        attributes = (text.decode(errors="backslashreplace") for text in (digest, spec_json))
+        kernel_out[0] = cubin.load(*attributes).handle
         _process_with_kernels = os.getpid()
     except BaseException as error:  # nothing may unwind into C++
         message = str(error) or type(error).__name__
-        text = message.encode()[: error_capacity - 1] + b"\0"
+        text = message.encode(errors="backslashreplace")[: error_capacity - 1] + b"\0"
         ctypes.memmove(error_out, text, len(text))
         return 1
     return 0

@@ -7,6 +7,7 @@ that `ffi/` decodes; the format is described there and carries `PLAN_VERSION`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from ..gemm.dtypes import DTYPES
 from ..gemm.grid import (
@@ -17,10 +18,12 @@ from ..gemm.grid import (
     num_inputs,
     num_k_tiles,
     result_shapes,
+    zero_rows,
 )
-from ..gemm.group_search import SPAN_EXTENT
+from ..gemm.group_search import SPAN_EXTENT, GroupRaster
+from ..gemm.kernel_params import ParamKind, param_list
 from ..gemm.problem import GemmProblem, MatrixLayout
-from ..gemm.raster import make_raster
+from ..gemm.raster import Raster, make_raster
 from ..gemm.spec import TMA_ALIGNMENT, GemmSpec, RasterOrder, TmaBox
 
 PLAN_VERSION = 2
@@ -43,6 +46,7 @@ class TensorMap:
       offset: bytes from the buffer's start to the first element; a multiple of 16.
     """
 
+    kind: ClassVar[ParamKind] = "tensor_map"
     buffer: int
     dtype: str
     dims: tuple[int, ...]
@@ -62,6 +66,7 @@ class TensorMap:
 class Int32:
     """A kernel parameter: a signed 32-bit scalar."""
 
+    kind: ClassVar[ParamKind] = "int32"
     value: int
 
     def encode(self) -> list[int]:
@@ -72,10 +77,14 @@ class Int32:
 class Pointer:
     """A kernel parameter: the device address of a buffer."""
 
+    kind: ClassVar[ParamKind] = "pointer"
     buffer: int
 
     def encode(self) -> list[int]:
         return [2, self.buffer]
+
+
+Param = TensorMap | Int32 | Pointer
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ class LaunchPlan:
     cluster: tuple[int, int, int]
     threads: int
     smem_bytes: int
-    params: tuple[TensorMap | Int32 | Pointer, ...]
+    params: tuple[Param, ...]
     workspaces: tuple[Workspace, ...] = ()
     first_workspace: int = 3
 
@@ -130,60 +139,83 @@ def make_plan(
     problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, num_sms: int
 ) -> LaunchPlan:
     """Returns the launch of `spec`'s kernel on `problem`, on a GPU with `num_sms` SMs."""
-    params: list[TensorMap | Int32 | Pointer] = list(_operand_maps(problem, spec))
-    params += [*_result_params(problem, spec), *_epilogue_params(problem, spec)]
-    if groups := problem.groups:
-        sizes = num_inputs(problem) - 1 - (groups.gathered is not None)
-        params.append(Pointer(sizes))
-        if groups.gathered:
-            layout = problem.a if groups.gathered == "a" else problem.b
-            width = {"k": problem.k, "m": problem.m, "n": problem.n}[layout.major]
-            params += [
-                Pointer(sizes + 1), Int32(groups.source), Int32(width), Int32(layout.leading_stride)
-            ]  # fmt: skip
-        raster: tuple[int, ...] = group_raster(problem, spec, raster_order)
+    raster: Raster | GroupRaster
+    if problem.groups:
+        raster = group_raster(problem, spec, raster_order)
     else:
-        if problem.indexed:
-            params += [Pointer(num_inputs(problem) - 1), Int32(problem.stack)]
         raster = make_raster(
             *cluster_grid(problem, spec),
             problem.l,
             along_m=raster_order.along == "m",
             swizzle=raster_order.swizzle,
         )
-    launched = launched_clusters(problem, spec, num_sms)
-    params += [Int32(value) for value in (*raster, num_k_tiles(problem, spec))]
-    if spec.graph.needs_extents:
-        params += [Int32(problem.m), Int32(problem.n)]
-    if spec.zero_fill_warp:
-        params += [Pointer(num_inputs(problem)), *map(Int32, _rows_of_zeros(problem))]
     first_workspace = num_inputs(problem) + len(result_shapes(problem, spec))
+    values = {
+        **_operand_params(problem, spec),
+        **_result_params(problem, spec),
+        **_epilogue_params(problem, spec),
+        **_group_params(problem),
+        **_numbers("raster", raster),
+        "k_tiles": Int32(num_k_tiles(problem, spec)),
+    }
+    if problem.indexed:
+        values["stack_index"] = Pointer(num_inputs(problem) - 1)
+        values["stack_matrices"] = Int32(problem.stack)
+    if spec.graph.needs_extents:
+        values |= {"m": Int32(problem.m), "n": Int32(problem.n)}
+    if spec.zero_fill_warp:
+        values["zero_d"] = Pointer(num_inputs(problem))
+        values |= _numbers("zero", zero_rows(problem))
     workspaces: tuple[Workspace, ...] = ()
     if spec.tile_scheduler == "dynamic":
         workspaces = (Workspace(nbytes=4, cleared=True),)
-        params.append(Pointer(first_workspace))
+        values["tile_counter"] = Pointer(first_workspace)
+    launched = launched_clusters(problem, spec, num_sms)
     return LaunchPlan(
         grid=(spec.cluster_m * launched, spec.cluster_n, 1),
         cluster=(spec.cluster_m, spec.cluster_n, 1),
         threads=spec.threads,
         smem_bytes=spec.smem_bytes,
-        params=tuple(params),
+        params=_in_kernel_order(spec, values),
         workspaces=workspaces,
         first_workspace=first_workspace,
     )
 
 
-def _rows_of_zeros(problem: GemmProblem) -> tuple[int, int, int, int]:
-    """Returns a matrix of D as rows for `kernels.zeros`: how many, and in vectors of 16 bytes their
-    length, their distance and that of the matrices. Rows without gaps between them are one."""
-    p, size = problem, TMA_ALIGNMENT // DTYPES[problem.d_dtype].itemsize
-    rows, length, stride = p.m, p.n // size, p.d.leading_stride // size
-    if length == stride:
-        rows, length, stride = 1, rows * length, 0
-    return rows, length, stride, p.d.batch_stride // size
+def _in_kernel_order(spec: GemmSpec, values: dict[str, Param]) -> tuple[Param, ...]:
+    """Returns the values of `spec`'s parameters, by name, in the kernel's order."""
+    params = param_list(spec)
+    unmatched = values.keys() ^ {param.name for param in params}
+    assert not unmatched, f"{spec.name}: the plan or the kernel alone has {sorted(unmatched)}"
+    for param in params:
+        kind = values[param.name].kind
+        assert kind == param.kind, (
+            f"{param.name}: the kernel takes {param.kind}, the plan has {kind}"
+        )
+    return tuple(values[param.name] for param in params)
 
 
-def _operand_maps(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Pointer]:
+def _numbers(prefix: str, numbers: NamedTuple) -> dict[str, Param]:
+    return {f"{prefix}_{name}": Int32(value) for name, value in numbers._asdict().items()}
+
+
+def _group_params(problem: GemmProblem) -> dict[str, Param]:
+    """Returns sizes of groups, and what says which rows are gathered."""
+    groups = problem.groups
+    if groups is None:
+        return {}
+    sizes = num_inputs(problem) - 1 - (groups.gathered is not None)
+    values: dict[str, Param] = {"group_sizes": Pointer(sizes)}
+    if groups.gathered:
+        layout = problem.a if groups.gathered == "a" else problem.b
+        width = {"k": problem.k, "m": problem.m, "n": problem.n}[layout.major]
+        values["gather_indices"] = Pointer(sizes + 1)
+        values |= {"gather_rows": Int32(groups.source), "gather_width": Int32(width)}
+        values["gather_stride"] = Int32(layout.leading_stride)
+    return values
+
+
+def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     """Returns the tensor maps of A and B, and of up where there is one.
 
     A gathered operand has none: it is read through a pointer.
@@ -206,64 +238,66 @@ def _operand_maps(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Poin
         extents = {"n": p.n, "k": p.k}
         return _tensor_map(buffer, p.b_dtype, p.b, extents, p.matrices("b"), spec.b_box, offset)
 
-    maps = [a_map(), b_map(1)]
+    values: dict[str, Param] = {"a": a_map(), "b": b_map(1)}
     if p.gated and p.up_offset is None:
-        maps.append(b_map(2))
+        values["up"] = b_map(2)
     elif p.up_offset is not None:
-        maps.append(b_map(1, offset_of_up))
-    return maps
+        values["up"] = b_map(1, offset_of_up)
+    return values
 
 
-def _result_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Pointer]:
-    """Returns the tensor maps of the matrices, the pointers of the other results, in order."""
+def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
+    """Returns the tensor maps of the matrices, the pointers of the other results."""
     p, buffer = problem, num_inputs(problem) - 1
-    params: list[TensorMap | Pointer] = []
-    for result in p.graph.results:
+    values: dict[str, Param] = {}
+    for i, result in enumerate(p.graph.results):
         buffer += result.plane == 0
         if result.kind != "matrix":
-            params.append(Pointer(buffer))
+            values[f"d{i}"] = Pointer(buffer)
             continue
         layout, planes = p.d, result.planes
         if planes > 1:
             layout = MatrixLayout("n", planes * p.n, p.m * planes * p.n)
         offset = result.plane * p.n * DTYPES[result.dtype].itemsize
+        # NOTE: TMA stores up to the next multiple of 16 bytes, past the end of a row that is not
+        # one. `dispatch/legality.py` refuses such products.
         box = spec.epi_box(result.dtype)
         if spec.grouped == "m":
-            params.append(_span_map(buffer, result.dtype, layout, p.n, p.m, box, offset))
+            values[f"d{i}"] = _span_map(buffer, result.dtype, layout, p.n, p.m, box, offset)
             continue
         extents = {"m": p.m, "n": p.n}
-        params.append(_tensor_map(buffer, result.dtype, layout, extents, p.l, box, offset))
-    return params
+        values[f"d{i}"] = _tensor_map(buffer, result.dtype, layout, extents, p.l, box, offset)
+    return values
 
 
-def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> list[TensorMap | Pointer | Int32]:
-    """Returns the epilogue's operands in order.
+def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
+    """Returns the epilogue's operands.
 
     A tensor map each; of a scalar a pointer and the distance, in elements, to the next matrix's.
     """
     p = problem
     first = 2 + (p.gated and p.up_offset is None)
     along_rows = 1 if spec.grouped == "m" else p.l  # arrays of an operand that varies along rows
-    params: list[TensorMap | Pointer | Int32] = []
+    values: dict[str, Param] = {}
     for i, (operand, layout) in enumerate(zip(p.graph.operands, p.operands, strict=True)):
+        name, buffer = f"c{i}", first + i
         if operand.kind == "scalar":
-            params += [Pointer(first + i), Int32(layout.batch_stride)]
+            values[name] = Pointer(buffer)
+            values[f"{name}_batch_stride"] = Int32(layout.batch_stride if p.l > 1 else 0)
         elif operand.kind == "matrix":
             extents, box = {"m": p.m, "n": p.n}, spec.epi_box(operand.dtype)
-            params.append(_tensor_map(first + i, operand.dtype, layout, extents, along_rows, box))
+            values[name] = _tensor_map(buffer, operand.dtype, layout, extents, along_rows, box)
         else:
             row = operand.kind == "row"
-            params.append(
-                _vector_map(
-                    first + i,
-                    operand.dtype,
-                    p.n if row else p.m,
-                    layout.batch_stride,
-                    p.l if row else along_rows,
-                    spec.epi_tile_n if row else spec.column_elements(operand.dtype),
-                )  # fmt: skip
+            values[name] = _vector_map(
+                buffer,
+                operand.dtype,
+                p.n if row else p.m,
+                layout.batch_stride,
+                p.l if row else along_rows,
+                spec.epi_tile_n if row else spec.column_elements(operand.dtype),
             )
-    return params
+    return values
 
 
 def _vector_map(

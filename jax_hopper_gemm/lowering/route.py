@@ -107,7 +107,7 @@ class Route:
       source: what decided: "table", "user table", "model", or "unsupported" where no kernel can
         run the product.
       gemm: its canonical form, where it has one.
-      spec, traversal, plan: the kernel, its order of tiles and its launch; None with "xla".
+      spec, raster_order, plan: the kernel, its order of tiles and its launch; None with "xla".
       fusion, roles: what of the epilogue the kernel computes, and the axes that it was read for.
     """
 

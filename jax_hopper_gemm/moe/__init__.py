@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, the experts' products, and experts spread over devices."""
+"""Mixture of experts: router, the experts' grouped GEMMs, and expert parallelism."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How tokens reach experts on other devices of a mesh axis, and their results come back.
+"""Expert parallelism: the exchange of tokens and results along a mesh axis.
 
-Every function here runs inside `jax.shard_map`. Letters: n devices with T tokens each, of whose
-k choices at most c = min(k, E / n) fall on one device, since a token's choices differ. So n * T * c
-rows hold whatever comes; the experts' products skip the rows that are not there.
+Every function here runs inside `jax.shard_map`. Each of n devices has T tokens. A token's k choices
+differ, so at most c = min(k, E / n) of them fall on one device. So n * T * c rows always suffice;
+the experts' GEMMs skip the absent rows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Experts = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # rows, group 
 
 
 def gather(x: jax.Array, routing: Routing, experts: Experts, axis: str, held: int) -> jax.Array:
-    """Every device sees all tokens, runs its own experts on them, and results are added up.
+    """Gathers all tokens on every device, which runs its own experts, and adds up the results.
 
     Args:
       x: (T, D), this device's tokens.
-      routing: theirs, among all experts.
-      experts: what maps rows sorted by this device's experts to their results.
+      routing: of these tokens, among all experts.
+      experts: a function of rows sorted by this device's experts that returns their results.
       axis: the mesh axis.
-      held: how many experts each device has.
+      held: number of experts on each device.
 
     Returns:
       (T, D).
@@ -53,15 +53,15 @@ def gather(x: jax.Array, routing: Routing, experts: Experts, axis: str, held: in
 
 
 def all_to_all(x: jax.Array, routing: Routing, experts: Experts, axis: str, held: int) -> jax.Array:
-    """Every choice travels to its expert's device and back, in blocks of T * c rows a device.
+    """Sends every choice to its expert's device and back, in blocks of T * c rows a device.
 
-    Arguments and result: as of `gather`.
+    Arguments and result are those of `gather`.
     """
     n, (tokens, k) = lax.axis_size(axis), routing.experts.shape
     capacity = tokens * min(k, held)
     by_device = routing.group_sizes.reshape(n, held)
     send = by_device.sum(1)
-    # Where the block of each device starts: among the sorted rows, and among those sent.
+    # Starts of each device's block: among the sorted rows, and among the rows to send.
     sorted_starts, block_starts = _starts(send), capacity * jnp.arange(n)
     to_block = moved(send, sorted_starts, block_starts, n * capacity)
     to_sorted = moved(send, block_starts, sorted_starts, tokens * k)
@@ -69,7 +69,7 @@ def all_to_all(x: jax.Array, routing: Routing, experts: Experts, axis: str, held
     senders = jnp.where(sent < 0, -1, sent // k)[:, None]
     places = to_sorted[routing.positions]
 
-    # Blocks come in by device, and each sorted by expert; products want them by expert.
+    # Received blocks are ordered by device, then by expert; the GEMMs need them by expert.
     counts = lax.all_to_all(by_device, axis, 0, 0, tiled=True)  # (device, own expert)
     begins = block_starts[:, None] + _starts(counts)
     by_expert = counts.T.reshape(-1)
@@ -93,18 +93,18 @@ def all_to_all(x: jax.Array, routing: Routing, experts: Experts, axis: str, held
 def ragged_all_to_all(
     x: jax.Array, routing: Routing, experts: Experts, axis: str, held: int
 ) -> jax.Array:
-    """Every choice travels to its place among its expert's rows and back; nothing is padded.
+    """Sends every choice to its place among its expert's rows and back, without padding.
 
-    XLA exchanges so on GPUs and TPUs, not on CPUs. Arguments and result: as of `gather`.
+    XLA supports this on GPUs and TPUs, not on CPUs. Arguments and result are those of `gather`.
     """
     n, (tokens, k) = lax.axis_size(axis), routing.experts.shape
     me = lax.axis_index(axis)
     counts = lax.all_gather(routing.group_sizes, axis)  # (device, expert)
     mine = lax.dynamic_slice_in_dim(counts, me * held, held, axis=1)
-    # A device has its experts' rows by expert, and those of an expert by the device they are of.
+    # A device holds rows ordered by expert, then by the device that they come from.
     totals = counts.sum(0).reshape(n, held)
     expert_starts = _starts(totals).reshape(-1)
-    destinations = expert_starts + _starts(counts.T)[:, me]  # of what this device sends
+    destinations = expert_starts + _starts(counts.T)[:, me]  # of the rows that this device sends
     sources = _starts(routing.group_sizes)
     own_starts = _starts(mine.T.reshape(-1)).reshape(held, n).T.reshape(-1)
     origins = lax.dynamic_slice_in_dim(_starts(counts), me * held, held, axis=1).reshape(-1)
@@ -132,17 +132,17 @@ EXCHANGES = {"gather": gather, "all_to_all": all_to_all, "ragged_all_to_all": ra
 
 
 def moved(sizes: jax.Array, begins: jax.Array, places: jax.Array, length: int) -> jax.Array:
-    """Returns where each of `length` places finds its row, -1 where it finds none.
+    """Returns for each of `length` places the row that moves there, or -1.
 
     Args:
-      sizes, begins, places: (S,), spans of rows, the first from begins[0] on, which lie from
-        places[0] on; places ascend and the spans do not overlap.
+      sizes, begins, places: (S,), runs of rows: sizes[i] rows from begins[i] on move to the places
+        from places[i] on. Places ascend and the runs do not overlap.
 
     Returns:
       (length,) int32.
     """
     rows = jnp.arange(length, dtype=jnp.int32)
-    # The last span that starts here or before, less those without rows, which share its start.
+    # The last run that starts here or before; runs without rows share its start and do not count.
     started = places[None, :] <= rows[:, None]
     span = jnp.max(
         jnp.where(started & (sizes > 0)[None, :], jnp.arange(sizes.size)[None, :], 0), axis=1
@@ -153,7 +153,7 @@ def moved(sizes: jax.Array, begins: jax.Array, places: jax.Array, length: int) -
 
 
 def _starts(sizes: jax.Array) -> jax.Array:
-    """Returns where spans begin that lie one after another along the last axis."""
+    """Returns the starts of adjacent runs along the last axis."""
     return (jnp.cumsum(sizes, axis=-1) - sizes).astype(jnp.int32)
 
 

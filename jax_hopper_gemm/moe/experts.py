@@ -1,4 +1,4 @@
-"""The experts: a gated MLP of each, all in grouped products."""
+"""The experts: one gated MLP each, computed by grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def grouped_mlp(
     precision: Any = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Returns (row_weights * activation(x @ gate) * (x @ up)) @ down, of each row's expert.
+    """Returns (row_weights * activation(x @ gate) * (x @ up)) @ down, by each row's expert.
 
-    Rows past the last group come back as zeros. A row's weight is applied to the hidden values,
-    before they are rounded: what the experts return needs no further product, and the weight's
-    gradient is a sum over a row.
+    Rows past the last group come back as zeros. A row's weight multiplies the hidden values before
+    they are rounded. So the results need no further product, and the weight's gradient is a sum
+    over a row.
 
     Args:
       x: (R, D), rows sorted by expert.
-      gate_up: (E, D, 2, F), gate `gate_up[:, :, 0]` and up `gate_up[:, :, 1]`; or the pair of
-        them, each (E, D, F). Neither form is copied.
+      gate_up: (E, D, 2, F), gate `gate_up[:, :, 0]` and up `gate_up[:, :, 1]`; or a pair (gate, up)
+        of arrays (E, D, F). Neither form is copied.
       down: (E, F, D).
       group_sizes: (E,) int32, the number of rows of each expert.
       row_weights: (R,), or None for ones.

@@ -1,4 +1,4 @@
-"""`mixture_of_experts`: the whole layer in one call."""
+"""The layer: `mixture_of_experts`, from the router to the combined results."""
 
 from __future__ import annotations
 
@@ -34,30 +34,29 @@ def mixture_of_experts(
     precision: Any = None,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, Statistics]:
-    """Sends each token through its k best experts and adds up what they return, weighted.
+    """Sends each token through its k best experts and adds up their weighted results.
 
     No token is dropped, however uneven the experts' load. No step depends on the order in which
-    parts of a kernel finish: equal input, equal bits, also of gradients.
+    parts of a kernel finish: equal input gives equal bits, in gradients too.
 
     Args:
       x: (..., D), tokens.
       router_kernel: (D, E).
-      gate_up, down: the experts' weights, as in `grouped_mlp`: all E, or with `expert_axis` those
-        of this device.
+      gate_up, down: the experts' weights, as in `grouped_mlp`: of all E experts, or with
+        `expert_axis` of this device's.
       experts_per_token: k.
       activation, preactivation: as in `grouped_mlp`.
       score, normalize, scale, selection_bias: as in `route`.
-      expert_axis: inside `jax.shard_map`, the mesh axis over which experts are spread, evenly and
-        in order, and whose devices hold different tokens, equally many; None where this device
-        has all experts.
+      expert_axis: inside `jax.shard_map`, the mesh axis that shards the experts, evenly and in
+        order; its devices hold different tokens, equally many. None: this device has all experts.
       exchange: how tokens reach the experts of other devices: "gather" brings all tokens of the
         axis to each device, "all_to_all" sends each choice to its expert's device in blocks padded
         to the worst case, "ragged_all_to_all" without padding (by XLA only on GPUs and TPUs).
       precision, implementation: of all products, as in `jax_hopper_gemm.matmul`.
 
     Returns:
-      (..., D), in the promoted dtype of `x` and the experts' weights, and the statistics, with
-      `expert_axis` those of all tokens on it.
+      (..., D), in the promoted dtype of `x` and the experts' weights, and the statistics; with
+      `expert_axis` they cover all tokens on it.
 
     Raises:
       ValueError: a shape does not fit, or another argument is not one of those above.

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and in what order the experts' products find their rows."""
+"""The router: the choice of experts for each token, and the order of rows by expert."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..primitives.sum_rows import in_order, sum_rows
 
 Score = Literal["softmax", "sigmoid"]
 
-MOST_COLUMNS_OF_A_ROW_IN_A_TILE = 256  # more are no longer selected in the router's kernel
+MOST_COLUMNS_OF_A_ROW_IN_A_TILE = 256  # XLA selects among more experts
 MOST_FUSED_EXPERTS_PER_TOKEN = 32
 
 
 class Statistics(NamedTuple):
-    """What auxiliary losses and logs want to know of a router; means over its tokens.
+    """Statistics of a router for auxiliary losses and logs: means over its tokens.
 
     Attributes:
       load: (E,) float32, the share of the tokens' choices that fell on each expert; sums to 1.
@@ -38,10 +38,10 @@ class Statistics(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where tokens go. T tokens choose k of E experts each: R = T * k rows, sorted by expert.
+    """A routing: T tokens choose k of E experts each, which gives R = T * k rows, sorted by expert.
 
     Attributes:
-      weights: (T, k) float32, what each chosen expert counts for its token.
+      weights: (T, k) float32, the weight of each chosen expert.
       experts: (T, k) int32, the chosen experts, the best first.
       group_sizes: (E,) int32, the number of rows of each expert.
       order: (R,) int32, for each sorted row its token * k + slot. Rows of one expert are in the
@@ -99,10 +99,10 @@ def route(
       normalize: whether a token's k weights are divided by their sum. For "softmax" this is
         also the softmax of the k chosen logits, whichever comes first.
       scale: a factor of all weights, or None.
-      selection_bias: (E,), added to the scores to choose, not to weigh; without gradient. It is
-        what balances load without an auxiliary loss.
-      experts: (T, k) int32, choices made elsewhere, different ones for each token; None makes
-        them here. With them `selection_bias` must be None.
+      selection_bias: (E,), added to the scores for the choice only; without gradient. It balances
+        the load without an auxiliary loss.
+      experts: (T, k) int32, choices made elsewhere, distinct for each token, or None. With them
+        `selection_bias` must be None.
 
     Raises:
       ValueError: a shape does not fit, k is not in 1..E, or `score` is unknown.
@@ -112,7 +112,7 @@ def route(
     selection = Selection(experts_per_token, score, normalize, scale)
     logits = logits.astype(jnp.float32)
     if experts is None:
-        experts = selection.experts(logits, *_given(selection_bias))
+        experts = selection.experts(logits, *_operands(selection_bias))
     return arrange(logits, jnp.asarray(experts, jnp.int32), selection)
 
 
@@ -128,16 +128,16 @@ def router(
     precision: Any = None,
     implementation: Implementation = None,
 ) -> Routing:
-    """Returns `route(x @ kernel, ...)`; the product's kernel chooses the experts.
+    """Returns `route(x @ kernel, ...)`; the GEMM's kernel chooses the experts.
 
-    Logits are accumulated and kept in float32. The choice is part of the product's epilogue for up
-    to 256 experts, of which a tile holds a whole row of logits; for more, XLA chooses.
+    Logits are accumulated and kept in float32. For up to 256 experts a tile holds a whole row of
+    logits, and the choice is part of the GEMM's epilogue; for more, XLA chooses.
 
     Args:
       x: (T, D).
       kernel: (D, E).
       precision, implementation: as in `jax_hopper_gemm.matmul`.
-      The others: as in `route`.
+      Other arguments: as in `route`.
     """
     x, kernel = jnp.asarray(x), jnp.asarray(kernel)
     moe.check_router(x, kernel, experts_per_token, score, selection_bias)
@@ -149,19 +149,19 @@ def router(
     }
     fits = kernel.shape[1] <= MOST_COLUMNS_OF_A_ROW_IN_A_TILE
     if fits and experts_per_token <= MOST_FUSED_EXPERTS_PER_TOKEN:
-        bias = _given(selection_bias)
+        bias = _operands(selection_bias)
         logits, experts = ops.matmul(
             x, kernel, epilogue=selection.with_logits, epilogue_operands=bias, **options
         )
     else:
         logits = ops.matmul(x, kernel, **options)
-        experts = selection.experts(logits, *_given(selection_bias))
+        experts = selection.experts(logits, *_operands(selection_bias))
     return arrange(logits, experts, selection)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """How experts are chosen and weighed; plain data, so that equal ones share a trace.
+    """The rule that chooses and weighs experts; plain data, so that equal rules share a trace.
 
     Attributes:
       experts_per_token, score, normalize, scale: as in `route`.
@@ -173,7 +173,7 @@ class Selection:
     scale: float | None
 
     def experts(self, logits: jax.Array, *bias: jax.Array) -> jax.Array:
-        """Returns (T, k) int32. Scores rise with logits, which choose unless a bias comes in."""
+        """Returns (T, k) int32. Scores rise with logits, so only a bias needs the scores."""
         keys = lax.stop_gradient(logits)
         if bias:
             score = jax.nn.softmax if self.score == "softmax" else jax.nn.sigmoid
@@ -181,8 +181,8 @@ class Selection:
         return lax.top_k(keys, self.experts_per_token)[1]
 
     def with_logits(self, logits: jax.Array, *bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # The logits come back beside the choice: derivatives start from them, and never choose
-        # again from rounded ones.
+        # The logits are a result too: derivatives start from them and never choose again from
+        # rounded ones.
         return logits, self.experts(logits, *bias)
 
     def weights(self, logits: jax.Array, experts: jax.Array) -> jax.Array:
@@ -211,7 +211,7 @@ def chosen(values: jax.Array, experts: jax.Array) -> jax.Array:
 
 
 def arrange(logits: jax.Array, experts: jax.Array, selection: Selection) -> Routing:
-    """Returns the routing of choices that are made: (T, k) of the E columns of `logits`."""
+    """Returns the routing of given choices: (T, k) of the E columns of `logits`."""
     tokens, num_experts = logits.shape
     sizes, order, positions = sort_by_group(experts, num_experts)
     statistics = Statistics(
@@ -251,7 +251,7 @@ def dispatch_rows(x: jax.Array, routing: Routing) -> jax.Array:
 def combine_rows(rows: jax.Array, routing: Routing) -> jax.Array:
     """Returns the sum of each token's rows: (R, ...) to (T, ...), added in float32 by slot.
 
-    Rows are taken as they are: `grouped_mlp` has weighed them, else multiply by `row_weights`.
+    Rows are not weighted here: `grouped_mlp` does it, otherwise multiply by `row_weights`.
     """
     return sum_rows(rows, routing.positions, _tokens(routing)[:, None])
 
@@ -266,5 +266,5 @@ def _tokens(routing: Routing) -> jax.Array:
     return routing.order // routing.positions.shape[1]
 
 
-def _given(selection_bias: ArrayLike | None) -> tuple[jax.Array, ...]:
+def _operands(selection_bias: ArrayLike | None) -> tuple[jax.Array, ...]:
     return () if selection_bias is None else (jnp.asarray(selection_bias),)

@@ -1,8 +1,8 @@
-"""Flax layers over this library's products: nnx here, their linen twins in `nn.linen`.
+"""Flax layers on this library's products: nnx here, their linen twins in `nn.linen`.
 
-A layer that has a namesake in Flax has its parameters too, so either's checkpoint loads into the
-other. Bias, activation and residual are part of the product: computed in float32 before the
-result is rounded, by one kernel where a kernel runs it, as are their gradients.
+A layer with a namesake in Flax has the same parameters, so checkpoints load either way. Bias,
+activation and residual are fused into the GEMM, in float32 before the result is rounded, and so are
+their gradients.
 """
 
 from __future__ import annotations

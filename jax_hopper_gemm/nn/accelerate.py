@@ -1,4 +1,4 @@
-"""`accelerate` for functions of nnx modules: what they change in a module is kept."""
+"""`accelerate` for functions of nnx modules, which keeps their changes to modules."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def accelerate(
             optimizer.update(model, gradients)
             return loss
 
-    As with `nnx.jit`, modules may share variables, and what the function changes in its arguments
-    is changed after the call: parameters, statistics, counts of random numbers, intermediates.
+    As with `nnx.jit`, modules may share variables, and the function's changes to its arguments
+    persist after the call: parameters, statistics, counts of random numbers, intermediates.
 
     Args:
-      function: a function of modules, optimizers and anything else, positional or by name. Modules
-        that it closes over must not change.
+      function: a function of modules, optimizers and anything else, positional or by keyword.
+        Modules that it closes over must not change.
       implementation: as in `jax_hopper_gemm.accelerate`.
 
     Raises:
@@ -58,26 +58,26 @@ def accelerate(
 def report_products(
     function: Callable[..., Any], *args: Any, implementation: Implementation = None, **kwargs: Any
 ) -> reports.ProductReport:
-    """`jax_hopper_gemm.report_products` for functions of nnx modules, which stay as they are.
+    """`jax_hopper_gemm.report_products` for functions of nnx modules, which stay unchanged.
 
-    Modules that share variables need this one.
+    Modules that share variables need this function.
     """
     if callable(function):
         function = _pure(function)
     with nnx.update_context(TAG):
-        given = nnx.to_tree((args, kwargs), ctxtag=TAG)
-        return reports.report_products(function, given, implementation=implementation)
+        arguments = nnx.to_tree((args, kwargs), ctxtag=TAG)
+        return reports.report_products(function, arguments, implementation=implementation)
 
 
 def _pure(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns the function from its arguments as trees of arrays to those afterwards, and results.
+    """Returns a pure function: from trees of arguments to trees of changed arguments and results.
 
     Trees are those of `nnx.to_tree`, within `nnx.update_context(TAG)`.
     """
 
     @wraps(function)
-    def pure(given: Any) -> Any:
-        args, kwargs = nnx.from_tree(given, ctxtag=TAG, is_inner=True)
+    def pure(arguments: Any) -> Any:
+        args, kwargs = nnx.from_tree(arguments, ctxtag=TAG, is_inner=True)
         result = function(*args, **kwargs)
         return nnx.to_tree((_objects_in((args, kwargs)), result), ctxtag=TAG)
 
@@ -85,7 +85,7 @@ def _pure(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def _objects_in(tree: Any) -> Any:
-    """Returns the tree with None for what is neither a module nor a variable."""
+    """Returns the tree with None in place of leaves that are neither modules nor variables."""
 
     def is_object(x: Any) -> bool:
         return isinstance(x, nnx.Variable | nnx.Pytree)

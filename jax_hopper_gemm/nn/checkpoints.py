@@ -1,7 +1,7 @@
-"""Parameters of `MoE` from those of other frameworks' checkpoints, and back.
+"""Conversion of `MoE` parameters from and to other frameworks' checkpoints.
 
-Only layouts change, no values. Arrays may be NumPy's or JAX's; a layer at a time, so MaxText's
-scanned layers, whose axis of layers is the second, are cut first.
+Only layouts change, no values. Arrays may be NumPy's or JAX's. Functions take one layer, so select
+one of MaxText's scanned layers first; their second axis counts layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def from_maxtext(params: Mapping[str, Any], *, stacked: bool = True) -> dict[str
     Args:
       params: `gate` with `kernel` (D, E) and for DeepSeek `bias` (E,); `wi_0` and `wi_1`, gate and
         up, (E, D, F); `wo` (E, F, D).
-      stacked: as of the `MoE`. If not, nothing is copied.
+      stacked: as in `MoE`. Without it nothing is copied.
 
     Raises:
       ValueError: a parameter is missing.
@@ -39,7 +39,7 @@ def from_maxtext(params: Mapping[str, Any], *, stacked: bool = True) -> dict[str
 
 
 def to_maxtext(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what `from_maxtext` was given, from parameters in either form."""
+    """Returns the parameters that `from_maxtext` takes, from parameters in either form."""
     router, gate, up, down, bias = _theirs("to_maxtext", params)
     kernel = {"kernel": router} if bias is None else {"kernel": router, "bias": bias}
     return {"gate": kernel, "wi_0": gate, "wi_1": up, "wo": down}
@@ -50,7 +50,7 @@ def from_huggingface(
 ) -> dict[str, Any]:
     """Returns the parameters of `MoE` from the tensors of a Hugging Face checkpoint.
 
-    Which of the names below are there is found out. Matrices are stored (out, in) there.
+    It detects which of the names below exist. Hugging Face stores matrices (out, in).
 
     - `gate.weight` (E, D), and for DeepSeek-V3 `gate.e_score_correction_bias` (E,);
     - Mixtral: `experts.0.w1.weight` and `.w3.weight`, gate and up, (F, D), and `.w2.weight` (D, F);
@@ -59,12 +59,12 @@ def from_huggingface(
 
     Args:
       state: tensors by name, as arrays.
-      prefix: what precedes these names, such as "model.layers.0.block_sparse_moe." for Mixtral
-        and "model.layers.0.mlp." for the others. Tensors without it are left alone.
-      stacked: as of the `MoE`.
+      prefix: prefix of these names, such as "model.layers.0.block_sparse_moe." for Mixtral and
+        "model.layers.0.mlp." for the others. Tensors without it are ignored.
+      stacked: as in `MoE`.
 
     Raises:
-      ValueError: a tensor is missing, or none of these layouts is there.
+      ValueError: a tensor is missing, or none of these layouts exists.
     """
     state = {
         name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)
@@ -76,8 +76,10 @@ def from_huggingface(
         gate, up = jnp.split(_transposed(state["experts.gate_up_proj"]), 2, axis=-1)
         down = _transposed(state["experts.down_proj"])
     else:
-        found = {match[1] for name in state if (match := re.match(r"experts\.0\.(\w+)\.", name))}
-        layouts = [names for names in EXPERT_NAMES.values() if found & {*names}]
+        expert_names = {
+            match[1] for name in state if (match := re.match(r"experts\.0\.(\w+)\.", name))
+        }
+        layouts = [names for names in EXPERT_NAMES.values() if expert_names & {*names}]
         if not layouts:
             raise ValueError(
                 f"from_huggingface: no experts after prefix {prefix!r}: expected "
@@ -122,8 +124,8 @@ def to_huggingface(params: Mapping[str, Any], *, names: Names, prefix: str = "")
 
 def _ours(router: Any, gate: Any, up: Any, down: Any, bias: Any, stacked: bool) -> dict[str, Any]:
     hidden = {"gate_up": from_pair(gate, up)} if stacked else {"gate": gate, "up": up}
-    given = {} if bias is None else {"selection_bias": bias}
-    return {"router": router, **hidden, "down": down, **given}
+    biases = {} if bias is None else {"selection_bias": bias}
+    return {"router": router, **hidden, "down": down, **biases}
 
 
 def _theirs(op: str, params: Mapping[str, Any]) -> tuple[Any, Any, Any, Any, Any]:
@@ -138,10 +140,10 @@ def _transposed(matrix: Any) -> Any:
     return jnp.swapaxes(jnp.asarray(matrix), -1, -2)
 
 
-def _require(op: str, given: Mapping[str, Any], names: Any, prefix: str = "") -> None:
-    missing = [prefix + name for name in names if name not in given]
+def _require(op: str, tensors: Mapping[str, Any], names: Any, prefix: str = "") -> None:
+    missing = [prefix + name for name in names if name not in tensors]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
-            f"{op}: {', '.join(missing[:3])}{more} missing, given are {sorted(given)[:5]}"
+            f"{op}: {', '.join(missing[:3])}{more} missing, given are {sorted(tensors)[:5]}"
         )

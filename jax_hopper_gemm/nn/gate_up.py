@@ -1,4 +1,4 @@
-"""Two layers' parameters as one stack, and back: the weights of a gated unit."""
+"""Stacked gate and up weights of a gated unit, from two layers' parameters and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def from_pair(gate: Any, up: Any) -> Any:
 
     Args:
       gate, up: two pytrees of one structure: states, parameters, dictionaries of them. Kernels
-        are (in, hidden), biases (hidden,). What an annotation says of their sharding is kept.
+        are (in, hidden), biases (hidden,). Annotations of their sharding are kept.
 
     Returns:
       A pytree of that structure: kernels (in, 2, hidden), biases (2, hidden), gate first.
@@ -35,7 +35,7 @@ def from_pair(gate: Any, up: Any) -> Any:
 
 
 def to_pair(stacked: Any) -> tuple[Any, Any]:
-    """Returns what `from_pair` was given: the parameters of gate and of up."""
+    """Returns the parameters of gate and of up: the inverse of `from_pair`."""
     gate, up = (
         jax.tree.map(lambda x, i=i: _part(x, i), stacked, is_leaf=_is_annotated) for i in range(2)
     )

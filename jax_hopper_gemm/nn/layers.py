@@ -1,8 +1,8 @@
 """Layers for nnx.
 
-`Linear` is `nnx.Linear` but for its call. The others are made of it: `MLP` of the layers `up` and
-`down`, `GatedMLP` of `gate_up` (a `GatedLinear`) and `down`. So `mlp.up` and `mlp.down` take the
-states of two `nnx.Linear`; for `gate_up` see `from_pair`.
+`Linear` is `nnx.Linear` with another call. `MLP` consists of the layers `up` and `down`, `GatedMLP`
+of `gate_up` (a `GatedLinear`) and `down`. So `mlp.up` and `mlp.down` accept the states of two
+`nnx.Linear`; for `gate_up` see `from_pair`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Implementation = Literal["hopper", "xla"] | None
 
 
 class Linear(nnx.Linear):
-    """`nnx.Linear` with an activation; bias, activation and residual are part of the product.
+    """`nnx.Linear` with an activation; bias, activation and residual are fused into the GEMM.
 
     Parameters, their initial values and their metadata are Flax's own: `kernel` (in_features,
-    out_features) and `bias` (out_features,) or None. A result of 16 bits is rounded once, after
-    the activation; Flax rounds the product, and again what is added to it.
+    out_features) and `bias` (out_features,) or None. A 16-bit result is rounded once, after the
+    activation; Flax rounds the product and again each sum.
 
     Args:
       in_features, out_features, rngs: as in `nnx.Linear`.
       activation: as in `jax_hopper_gemm.matmul`: a name such as "gelu", a function, or None.
       preactivation: "save" or "recompute", for the gradient: see `jax_hopper_gemm.matmul`.
       implementation: None, "hopper" or "xla": see `jax_hopper_gemm.matmul`.
-      **options: the other arguments of `nnx.Linear`, but for `dot_general`.
+      **options: the other arguments of `nnx.Linear`, except `dot_general`.
 
     Raises:
-      TypeError: `dot_general` came.
+      TypeError: `dot_general` was passed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Linear(nnx.Linear):
         Args:
           inputs: (..., in_features).
           out_sharding: sharding of the result, for explicit mesh axes.
-          residual: (..., out_features), what is added to the result, or None.
+          residual: (..., out_features), added to the result, or None.
 
         Returns:
           (..., out_features).
@@ -81,15 +81,15 @@ class GatedLinear(nnx.Module):
     """activation(x @ gate + bias[0]) * (x @ up + bias[1]), both products in one kernel.
 
     Its parameters are those of two `nnx.Linear`, gate and up, stacked: `kernel` (in_features, 2,
-    out_features) and `bias` (2, out_features) or None. One array for both makes one product of
-    each of their gradients. They start as the two layers would, made one after the other from
-    the same `rngs`. `from_pair` and `to_pair` go from the layers' parameters to the stack and back.
+    out_features) and `bias` (2, out_features) or None. So dgrad and wgrad are one GEMM each.
+    Initial values are those of two layers made one after the other from the same `rngs`.
+    `from_pair` and `to_pair` convert between the layers' parameters and the stack.
 
     Args:
       in_features, out_features: extents of each of the two layers.
       activation: of the gate: "silu" makes SwiGLU, "gelu" GEGLU, "sigmoid" GLU; or a function.
-      preactivation, implementation, rngs, **options: as in `Linear`. Options are those of each
-        of the two layers: names of mesh axes, too, are given for (in_features, out_features).
+      preactivation, implementation, rngs, **options: as in `Linear`. Options apply to each of the
+        two layers; names of mesh axes, too, are those of (in_features, out_features).
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class GatedLinear(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """down(activation(up(x))): two layers, the activation between them in the first's kernel.
+    """down(activation(up(x))): two layers, with the activation fused into the first.
 
     Attributes:
       up: `Linear` with the activation, (in_features, hidden_features).
@@ -182,7 +182,7 @@ class GatedMLP(nnx.Module):
       in_features, hidden_features: extents.
       out_features: `in_features` if None.
       activation, preactivation, implementation, rngs, **options: as in `GatedLinear`, for both.
-      use_bias: whether the layers have a bias; such models have none.
+      use_bias: whether the layers have a bias; Llama and Gemma have none.
       down_options: options of `down` that differ, such as its `kernel_metadata`.
     """
 
@@ -223,16 +223,16 @@ def _down(
     down_options: Mapping[str, Any] | None,
     **options: Any,
 ) -> Linear:
-    """Returns the second layer of an MLP: the options of both layers, but for `down_options`."""
+    """Returns the second layer of an MLP; `down_options` override the options of both layers."""
     features = in_features if out_features is None else out_features
     return Linear(hidden_features, features, rngs=rngs, **{**options, **(down_options or {})})
 
 
 def refuse_dot_general(layer: str, theirs: str, options: Mapping[str, Any]) -> None:
-    """Raises TypeError where the options bring a product of their own."""
-    given = [name for name in ("dot_general", "dot_general_cls") if options.get(name) is not None]
-    if given:
+    """Raises TypeError if the options contain a product."""
+    names = [name for name in ("dot_general", "dot_general_cls") if options.get(name) is not None]
+    if names:
         raise TypeError(
-            f"{layer}: {given[0]} came, but this layer's product is jax_hopper_gemm.matmul: "
-            f"use {theirs}({given[0]}=...)"
+            f"{layer}: {names[0]} came, but this layer's product is jax_hopper_gemm.matmul: "
+            f"use {theirs}({names[0]}=...)"
         )

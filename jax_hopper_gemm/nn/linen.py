@@ -1,7 +1,6 @@
-"""The same layers for linen: `Dense` (Flax's name for `Linear`), `GatedDense`, `MLP`, `GatedMLP`,
-`MoE`.
+"""Layers for linen: `Dense` (Flax's name for `Linear`), `GatedDense`, `MLP`, `GatedMLP`, `MoE`.
 
-Names of parameters are those of the nnx layers, so `up` and `down` take the parameters of two
+Parameters have the names of the nnx layers, so `up` and `down` accept the parameters of two
 `flax.linen.Dense`; for `gate_up` see `jax_hopper_gemm.nn.from_pair`.
 """
 
@@ -23,7 +22,7 @@ from .moe import run as run_moe
 
 
 class Dense(nn.Dense):
-    """`flax.linen.Dense` with an activation; bias and activation are part of the product.
+    """`flax.linen.Dense` with an activation; bias and activation are fused into the GEMM.
 
     Parameters and their initial values are Flax's own: `kernel` (in, features) and `bias`
     (features,). `dot_general` and `dot_general_cls` must be None.
@@ -92,8 +91,8 @@ class MLP(nn.Module):
       hidden_features: extent between the layers.
       out_features: extent of the result; that of the input if None.
       activation, preactivation, implementation: as in `Dense`.
-      The others: as in `flax.linen.Dense`, for both layers; `down_kernel_init` is `kernel_init`
-        if None.
+      Other attributes: as in `flax.linen.Dense`, for both layers. `down_kernel_init` is
+        `kernel_init` if None.
     """
 
     hidden_features: int
@@ -130,7 +129,7 @@ class MLP(nn.Module):
 class GatedMLP(MLP):
     """down(activation(gate(x)) * up(x)): see `jax_hopper_gemm.nn.GatedMLP`.
 
-    Attributes: as in `MLP`, but for the activation and that there is no bias by default.
+    Attributes: as in `MLP`, with another default activation, and no bias by default.
     """
 
     activation: Activation = "silu"
@@ -141,9 +140,9 @@ class GatedMLP(MLP):
 
 
 class MoE(nn.Module):
-    """A mixture of experts: see `jax_hopper_gemm.nn.MoE`, whose parameters it has.
+    """A mixture of experts with the parameters of `jax_hopper_gemm.nn.MoE`.
 
-    The selection bias, if it is used, is a variable of the collection "moe". Each call sows its
+    The selection bias, if used, is a variable of the collection "moe". Each call sows its
     `jax_hopper_gemm.moe.Statistics` as `statistics` in the collection "intermediates".
 
     Attributes: as the arguments of `jax_hopper_gemm.nn.MoE`; `kernel_init` may annotate the axes of
@@ -212,7 +211,7 @@ def _of_experts(
 
 
 def _pair_of(init: Any) -> Any:
-    """Returns an initialiser of gate and up, each as `init` would make it, stacked."""
+    """Returns an initialiser of stacked gate and up, each made by `init`."""
 
     def stacked(key: Any, shape: Any, dtype: Any) -> Any:
         gate, up = (init(k, shape, dtype) for k in jax.random.split(key))

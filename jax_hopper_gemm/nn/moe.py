@@ -1,4 +1,4 @@
-"""`MoE` for nnx, and what it shares with its linen twin."""
+"""`MoE` for nnx, and the code shared with its linen twin."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ class MoE(nnx.Module):
         down     (E, F, D)
         selection_bias (E,), only with `use_selection_bias`: an `nnx.Variable`, no `nnx.Param`
 
-    `from_maxtext` and `from_huggingface` make them of checkpoints. Neither form of gate and up is
-    copied in a call.
+    `from_maxtext` and `from_huggingface` convert checkpoints to them. A call copies neither form of
+    gate and up.
 
     Args:
       features, hidden_features: D and F.
-      num_experts, experts_per_token: E and how many of them a token visits.
+      num_experts, experts_per_token: E, and the number of experts of each token.
       activation: of the gate, as in `GatedLinear`.
       score, normalize, scale: how experts are weighed: see `jax_hopper_gemm.moe.route`.
-      use_selection_bias: adds a bias to the scores for choosing alone, zeros at first. Gradients do
-        not move it; whoever trains does.
+      use_selection_bias: adds a bias, initially zeros, to the scores for the choice only. It has no
+        gradient; the training loop updates it.
       stacked: whether gate and up are one parameter.
-      dtype: in which all is multiplied; None for what inputs and parameters promote to.
+      dtype: dtype of all products; None for the promoted dtype of inputs and parameters.
       param_dtype: of the parameters.
-      router_dtype: of the router's kernel in its product; None for `dtype`. float32 makes the
-        product one in float32, by XLA; logits are in float32 in any case.
-      kernel_init: initialiser of one matrix, (D, E), (D, F) or (F, D); experts have keys of their
-        own.
+      router_dtype: of the router's kernel in its product; None for `dtype`. With float32 XLA runs
+        the product in float32; logits are in float32 in any case.
+      kernel_init: initialiser of one matrix, (D, E), (D, F) or (F, D); each expert has its own
+        key.
       router_metadata, gate_up_metadata, down_metadata: of the `nnx.Param`s, such as `out_sharding`,
         with a name for each of their axes; `gate_up_metadata` for gate and for up if not `stacked`.
-      expert_axis: mesh axis over which experts are spread; None if they are not. The layer then
-        runs in a `jax.shard_map` over all axes of the mesh, unless one is around it already: then
+      expert_axis: mesh axis that shards the experts, or None. With it the layer runs in a
+        `jax.shard_map` over all axes of the mesh, unless it is inside of one already; then
         parameters and inputs are this device's.
-      token_axes: mesh axes over which the first axis of the input is spread, `expert_axis` among
-        them; None for (expert_axis,).
+      token_axes: mesh axes that shard the first axis of the input, `expert_axis` among them; None
+        for (expert_axis,).
       mesh: the mesh; None for the one of `jax.set_mesh`.
       exchange: "gather", "all_to_all" or "ragged_all_to_all":
         see `jax_hopper_gemm.moe.mixture_of_experts`.
@@ -132,8 +132,8 @@ class MoE(nnx.Module):
         """Maps (..., features) to (..., features).
 
         Returns:
-          The result; with `return_statistics` that and a `jax_hopper_gemm.moe.Statistics`, of which
-          `load_balancing_loss` and `router_z_loss` there make losses.
+          The result; with `return_statistics` also a `jax_hopper_gemm.moe.Statistics`, for
+          `load_balancing_loss` and `router_z_loss` of that package.
         """
         gate_up = (self.gate_up[...],) if self.stacked else (self.gate[...], self.up[...])
         bias = None if self.selection_bias is None else self.selection_bias[...]
@@ -145,12 +145,12 @@ class MoE(nnx.Module):
 
 
 def initial_experts(init: Any, experts: int, key: Any, *, shape: Any, dtype: Any) -> Any:
-    """Returns (experts, *shape): what `init` makes of `shape`, with a key for each expert."""
+    """Returns (experts, *shape) made by `init`, with a key for each expert."""
     return jax.vmap(lambda k: init(k, shape, dtype))(jax.random.split(key, experts))
 
 
 def with_expert_axis(parameter: Any, name: str | None) -> Any:
-    """Returns a parameter of linen whose annotation, if it has one, names the experts' axis."""
+    """Returns a linen parameter with the experts' axis added to its annotation, if any."""
     if isinstance(parameter, meta.AxisMetadata):
         return parameter.add_axis(0, {nnx.PARTITION_NAME: name})
     return parameter
@@ -170,14 +170,14 @@ def run(
     mesh: Any,
     **options: Any,
 ) -> tuple[jax.Array, Statistics]:
-    """Returns what `mixture_of_experts` does, in a `jax.shard_map` where one is needed.
+    """Runs `mixture_of_experts`, in a `jax.shard_map` where it needs one.
 
-    Arguments as of `MoE` and its parameters; `options` are those of `mixture_of_experts`.
+    Arguments are those of `MoE` and its parameters; `options` are those of `mixture_of_experts`.
     """
     dtype = jnp.result_type(x, *gate_up, down) if dtype is None else dtype
     router = router.astype(dtype if router_dtype is None else router_dtype)
-    x, down, *rest = (jnp.asarray(a).astype(dtype) for a in (x, down, *gate_up))
-    weights = rest[0] if len(rest) == 1 else tuple(rest)
+    x, down, *hidden_weights = (jnp.asarray(a).astype(dtype) for a in (x, down, *gate_up))
+    weights = hidden_weights[0] if len(hidden_weights) == 1 else tuple(hidden_weights)
 
     def call(x: Any, router: Any, weights: Any, down: Any, bias: Any, axis: Any) -> Any:
         return moe.mixture_of_experts(

@@ -1,4 +1,4 @@
-"""What users call: JAX's own products, on kernels for Hopper where there is one."""
+"""The public functions: JAX's own products, on Hopper kernels where there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The activations that have a name."""
+"""Activations by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 def gelu_exact(x: jax.Array) -> jax.Array:
-    """x * Phi(x) by the error function; "gelu" is its approximation by tanh, JAX's default."""
+    """Returns x * Phi(x) by the error function; "gelu" approximates it by tanh, JAX's default."""
     return jax.nn.gelu(x, approximate=False)
 
 

@@ -1,4 +1,4 @@
-"""Dense products: `matmul`, `dot_general`, `einsum` of two operands, and what follows them."""
+"""Dense products: `matmul`, `dot_general` and `einsum` of two operands, with epilogues."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def matmul(
     out_sharding: Any = None,
     implementation: Implementation = None,
 ) -> Any:
-    """Multiplies two arrays by the rules of `jax.numpy.matmul`, and computes on from there.
+    """Multiplies two arrays by the rules of `jax.numpy.matmul`, with an optional epilogue.
 
     On a Hopper GPU a product of bfloat16 or float16 arrays runs on a kernel of this library where
-    that is the faster way (`explain` says which), everything else on XLA. Kernels accumulate in
-    float32. Both gradients are products of the same kind and take the operands as they lie in
-    memory. A product of two dtypes runs on XLA; so do the gradients of one that asks for float32
-    from 16-bit operands, whose cotangent is float32, in JAX as here.
+    that is faster (`explain` says which), everything else on XLA. Kernels accumulate in float32.
+    dgrad and wgrad are GEMMs of the same kind and read the operands in place. A product of two
+    dtypes runs on XLA. So do the gradients of a float32 result of 16-bit operands, because their
+    cotangent is float32, in JAX as here.
 
     With any argument from `bias` to `epilogue` the result is
 
@@ -56,8 +56,8 @@ def matmul(
         epilogue(y, *epilogue_operands)
 
     in float32 from the kernel's accumulators, so that `a @ b` is never rounded or stored (float64,
-    complex and integer products keep their dtype). Gradients are fused as well, those of a biased,
-    activated product being products with the activation's gradient after them. For example
+    complex and integer products keep their dtype). Gradients are fused as well: the activation's
+    gradient is the epilogue of the GEMM before it. For example
 
         matmul(a, b, bias=b1, activation="gelu")
         matmul(a, b, c=gradients)  # adds to an accumulator; in its memory, if donated
@@ -74,21 +74,21 @@ def matmul(
         It returns an array or a tuple of arrays. Elementwise operations and the common reductions
         (sums, maxima, softmax, top-k) run in the kernel, everything else after it.
       epilogue_operands: arrays. Arrays that `epilogue` closes over are treated like them.
-      preactivation: what gradients find of `a @ b`, where they need it: "save" stores it, in the
-        operands' dtype, in the forward pass; "recompute" multiplies again.
+      preactivation: the source of `a @ b` where gradients need it: "save" stores it in the forward
+        pass, in the operands' dtype; "recompute" multiplies again.
       precision: as in `jax.numpy.matmul`. Products of 16-bit floats are exact in float32, so a
         `Precision` changes nothing on our kernels; an algorithm that does not accumulate in
         float32 goes to XLA.
       preferred_element_type: dtype of the result; if None that of `c`, else the promoted dtype of
         the operands. An epilogue with several results takes a tuple, too, of one dtype each.
       out_sharding: sharding of the product, for explicit mesh axes.
-      implementation: None takes a kernel where it is the faster way; "hopper" insists on a
-        kernel; "xla" is `jax.numpy.matmul` itself, and `jax.numpy` for what follows.
+      implementation: None takes a kernel where it is faster; "hopper" insists on a kernel; "xla" is
+        `jax.numpy.matmul` itself, with `jax.numpy` for the epilogue.
 
     Returns:
-      (..., M, N); without M or N where that operand has one axis. What an epilogue returns, if
-      there is one: results of the product's shape and of `y`'s dtype are converted to
-      `preferred_element_type`, the others stay as they are.
+      (..., M, N); without M or N where that operand has one axis. With an epilogue, its results:
+      those of the product's shape and of `y`'s dtype are converted to `preferred_element_type`,
+      the others are unchanged.
 
     Raises:
       ValueError: K differs between the operands, leading axes do not broadcast, or another
@@ -127,19 +127,19 @@ def dot_general(
 ) -> Any:
     """Contracts two arrays by the rules of `jax.lax.dot_general`.
 
-    Kernels read either operand with any axis contiguous: nothing is transposed in memory. It
-    fits where Flax takes a `dot_general`.
+    Kernels read either operand with any axis contiguous: nothing is transposed in memory. Flax's
+    layers accept it as their `dot_general`.
 
     Args:
       lhs, rhs: the operands.
       dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
       precision, preferred_element_type, out_sharding, implementation: as in `matmul`.
-      epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` is given the result,
-        its axes in the order below.
+      epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
+        result with its axes in the order below.
 
     Returns:
-      The batch axes, then the other axes of `lhs`, then those of `rhs`; or what `epilogue` makes
-      of it.
+      The batch axes, then the other axes of `lhs`, then those of `rhs`; or the results of
+      `epilogue`.
 
     Raises:
       ValueError: paired axes differ in extent, repeat or do not exist.
@@ -170,13 +170,13 @@ def einsum(
 ) -> Any:
     """Contracts two arrays by the rules of `jax.numpy.einsum`.
 
-    The kernel writes the result's axes in the order asked for: "bthd,hde->bthe" copies nothing.
+    The kernel writes the result's axes in the requested order: "bthd,hde->bthe" copies nothing.
 
     Args:
       subscripts: such as "mk,kn->mn".
       *operands: two arrays.
-      epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` is given the result
-        that `subscripts` name.
+      epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
+        result that `subscripts` name.
       precision, preferred_element_type, out_sharding, implementation: as in `matmul`.
 
     Raises:
@@ -211,11 +211,11 @@ def _run(
     default_dtype: Any = None,
     **options: Any,
 ) -> Any:
-    """Checks what the products have in common and runs one.
+    """Checks the arguments that dense products share and runs one.
 
     Args:
       function: JAX's product; `options` are its own.
-      steps: what follows it; `named_operands`, then `epilogue_operands` are its operands.
+      steps: its epilogue; `named_operands`, then `epilogue_operands` are the operands.
       default_dtype: dtype of the product where `preferred_element_type` names no single one.
     """
     plain = not (steps.named or steps.activation or steps.epilogue)

@@ -1,7 +1,7 @@
 """Ragged products of arrays whose mesh axes are Explicit.
 
-The type of such an array says how it is sharded. Within the product the axes are Auto: XLA finds
-the shardings, as of any other product that it partitions, and the result is given its type again.
+The type of such an array states its sharding. Explicit axes are switched to Auto inside the
+product: XLA finds the shardings, as for any other product, and the result gets a typed sharding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .ragged_axes import RaggedAxes
 
 
 def is_explicit(*arrays: Any) -> bool:
-    """Whether the mesh of these arrays or abstract values has Explicit axes; None is none."""
+    """Whether the mesh of these arrays or abstract values has Explicit axes; skips None."""
     return AxisType.Explicit in _mesh_of(arrays).axis_types
 
 
@@ -34,7 +34,7 @@ def _mesh_of(arrays: Any) -> Any:
 
 
 def in_auto_axes(function: Callable[..., Any], out_sharding: Any, *arrays: Any) -> Any:
-    """Returns `function(*arrays)`, the results of the shardings `out_sharding`, one or a tree."""
+    """Returns `function(*arrays)` in Auto axes, with results sharded by `out_sharding`."""
     with jax.sharding.use_abstract_mesh(_mesh_of(arrays)):
         return jax.sharding.auto_axes(function, out_sharding=out_sharding)(*arrays)
 
@@ -51,8 +51,8 @@ def sharding_of_product(
     """Returns the sharding of a product, which keeps that of its operands' rows and columns.
 
     Args:
-      op: what the user called, for messages.
-      lhs, rhs: of each axis of the operands its mesh axes, or None.
+      op: the function that the user called, for messages.
+      lhs, rhs: the mesh axes, or None, of each axis of the operands.
       rows: indices of rows of the left operand, or None.
 
     Raises:
@@ -80,9 +80,9 @@ def sharding_of_product(
 def shardings_of_results(
     function: Callable[..., Any], arrays: Any, product: Any, shape: tuple[int, int]
 ) -> Any:
-    """Returns the shardings of what `function(*arrays)` returns.
+    """Returns the shardings of the results of `function(*arrays)`.
 
-    Of arrays of the product's shape it is `product`, of others with as many rows that of the rows.
+    Results of the product's shape have `product`, others with as many rows that of the rows.
     """
     (rows, *_) = (*getattr(product, "spec", product), None)
 

@@ -1,4 +1,4 @@
-"""`gated_linear_unit`: two products and the gate between them."""
+"""`gated_linear_unit`: two GEMMs and the gate between them."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ def gated_linear_unit(
     """Returns `activation(x @ gate) * (x @ up)`, both products in one kernel.
 
     It is SwiGLU with "silu", GEGLU with "gelu", ReGLU with "relu", the first GLU with "sigmoid",
-    and bilinear with None. The products meet in float32, and neither is stored unless a gradient
-    wants it. Weights are taken as by `tokamax.gated_linear_unit`.
+    and bilinear with None. The products are combined in float32, and neither is stored unless a
+    gradient needs it. Weights have the form of `tokamax.gated_linear_unit`.
 
-    With `group_sizes` each run of rows of `x` has weights of its own, as in `ragged_dot`: of (M, K)
-    rows, weights are (G, K, 2, N) or twice (G, K, N), biases (G, 2, N) or twice (G, N), and rows of
-    no group come back as zeros.
+    With `group_sizes` each run of rows of `x` has its own weights, as in `ragged_dot`: for (M, K)
+    rows, weights are (G, K, 2, N) or a pair of (G, K, N), biases (G, 2, N) or a pair of (G, N), and
+    rows of no group come back as zeros.
 
     Args:
       x: (..., K).
-      weights: (K, 2, N), gate `weights[:, 0]` and up `weights[:, 1]`; or the pair of them, each
-        (K, N).
+      weights: (K, 2, N), gate `weights[:, 0]` and up `weights[:, 1]`; or a pair (gate, up) of
+        arrays (K, N).
       activation: a function of one array, elementwise, a name as in `matmul`, or None.
       bias: (2, N), or a pair of (N,): added to the products.
-      row_scale: (...,), a factor of each row of the result before it is rounded, such as a token's
-        weight of its expert.
+      row_scale: (...,), a factor of each row of the result before it is rounded, such as an
+        expert's weight for a token.
       group_sizes, group_offset: as in `ragged_dot`.
-      row_indices: (M,), with `group_sizes`: as in `ragged_dot`, `x` then being (S, K), and
-        `row_scale` (M,).
-      preactivation: what gradients find of the two products: "save" stores them, in the operands'
-        dtype, in the forward pass; "recompute" multiplies again.
+      row_indices: (M,), with `group_sizes`: as in `ragged_dot`; `x` is then (S, K) and `row_scale`
+        (M,).
+      preactivation: the source of the two products in gradients: "save" stores them in the forward
+        pass, in the operands' dtype; "recompute" multiplies again.
       precision: as in `matmul`.
       preferred_element_type: dtype of the result; the promoted dtype of `x` and `weights` if None.
       implementation: as in `matmul`.
@@ -148,7 +148,7 @@ def _dot(x: Any, precision: Any, dtype: Any) -> Any:
 
 
 def _products(dot: Any, x: Any, rights: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns both products, as JAX multiplies."""
+    """Returns both products by JAX's own multiplication."""
     if len(rights) == 2:
         return dot(x, rights[0]), dot(x, rights[1])
     both = dot(x, rights[0])

@@ -1,4 +1,4 @@
-"""Ragged products: `ragged_dot` and `ragged_dot_general`, with the contract of `jax.lax`'s."""
+"""Ragged products (grouped GEMM): `ragged_dot` and `ragged_dot_general`, as in `jax.lax`."""
 
 from __future__ import annotations
 
@@ -53,15 +53,14 @@ def ragged_dot(
     """Multiplies each run of rows of `lhs` by its own matrix from `rhs`, as `jax.lax.ragged_dot`.
 
     On a Hopper GPU a product of bfloat16 or float16 arrays runs on a kernel that reads the sizes
-    from the GPU's memory; everything else runs on XLA. Both gradients are products of the same
-    kind, with `rhs` read as it lies in memory; derivatives of any order and every `vmap` work.
-    Accumulates in float32.
+    from the GPU's memory; everything else runs on XLA. dgrad and wgrad are grouped GEMMs too and
+    read `rhs` in place; derivatives of any order and every `vmap` work. Accumulates in float32.
 
-    Rows past the last group come back as zeros. A negative size counts as 0, and what goes beyond
-    the last row is left out.
+    Rows past the last group come back as zeros. A negative size counts as 0, and sizes are cut at
+    the last row.
 
-    Weights stored (G, N, K) are not copied for `ragged_dot(lhs, jnp.swapaxes(rhs, 1, 2), ...)`
-    within `jax.jit`, nor by `ragged_dot_general`.
+    Weights stored (G, N, K) are not copied by `ragged_dot(lhs, jnp.swapaxes(rhs, 1, 2), ...)`
+    inside `jax.jit`, nor by `ragged_dot_general`.
 
     With `bias`, `activation` or `epilogue` the result is
 
@@ -71,11 +70,10 @@ def ragged_dot(
     in float32 from the kernel's accumulators, and gradients are fused as well, as in `matmul`.
     Rows of no group are zeros in `y` before the bias, and in every result of shape (M, N).
 
-    With `row_indices` the product is that of `lhs[row_indices]`, an array which is never written
-    where a kernel runs within `jax.jit`: in the product and in the gradient of `rhs` the kernel
-    reads each row where it lies. The gradient of `lhs` is, for each of its rows, the sum over those
-    that pick it, in float32 and rounded once; no sum is atomic, and the same input gives the same
-    bits.
+    With `row_indices` the product is that of `lhs[row_indices]`. Where a kernel runs inside
+    `jax.jit`, this array is never written: forward and wgrad kernels gather the rows. The gradient
+    of each row of `lhs` is the sum over the rows that pick it, in float32 and rounded once; no sum
+    is atomic, and the same input gives the same bits.
 
     Args:
       lhs: (M, K), rows sorted by group; with `row_indices` (S, K), in any order.
@@ -83,19 +81,19 @@ def ragged_dot(
       group_sizes: (G,) integers, on the GPU; zeros are fine.
       precision, preferred_element_type, implementation: as in `matmul`. "xla" computes what
         `jax.lax.ragged_dot` does.
-      group_offset: where each device holds the matrices of some groups: the number of the first
-        group in `rhs`, () or (1,), and `group_sizes` are those of all. Rows of other groups come
+      group_offset: the number of the first group in `rhs`, () or (1,), for devices that hold the
+        matrices of some groups; `group_sizes` are those of all groups. Rows of other groups come
         back as zeros, so that a `jax.lax.psum` over the devices completes the product.
       out_sharding: sharding of the product, for Explicit mesh axes. None: that of the rows and
         columns of the operands. Other results of `epilogue` are sharded by rows alone.
       row_indices: (M,) integers, for each row of the product the row of `lhs` that it multiplies.
-        One that no row of `lhs` has, negative or too large, stands for a row of zeros.
+        A negative or too large index stands for a row of zeros.
       bias: (G, N), a row for each matrix of `rhs`.
       activation: as in `matmul`.
       epilogue: a JAX function of `y`, (M, N), and of `epilogue_operands`, as in `matmul`.
       epilogue_operands: arrays that broadcast to (M, N); or, of rank 3, (G, 1, N) or (G, 1, 1), an
-        entry for each matrix of `rhs`, of which the function is given (M, N) or (M, 1), each row's
-        own. A gradient by group is summed in float32, of cotangents in the dtype of `lhs`.
+        entry for each matrix of `rhs`, which the function receives as (M, N) or (M, 1), with each
+        row's entry. A gradient by group is a float32 sum of cotangents in the dtype of `lhs`.
       preactivation: as in `matmul`.
 
     Returns:
@@ -156,18 +154,19 @@ def ragged_dot_general(
 ) -> jax.Array:
     """Contracts two arrays, an axis of `lhs` in groups, by the rules of `jax.lax`'s.
 
-    The three kinds, by what the ragged axis of `lhs` is otherwise:
+    There are three kinds, by the role of the ragged axis of `lhs`:
 
-    - a free axis: rows are multiplied by their group's part of `rhs`, which may lie (G, K, N) or
+    - a free axis: rows are multiplied by their group's part of `rhs`, stored (G, K, N) or
       (G, N, K);
-    - a contracted axis: the result has a leading axis of groups, and an empty one's part is 0;
+    - a contracted axis: the result has a leading axis of groups, and the part of an empty group
+      is 0;
     - a batch axis: sizes change nothing, and the product is that of `dot_general`.
 
-    Further axes become rows, columns or matrices of one product; axes in an order that no kernel
-    reads are copied. Contracted axes outside of a ragged contracted one are left to
-    `jax.lax.ragged_dot_general`.
+    Further axes become rows, columns or matrices of one GEMM; axes in an order that no kernel
+    reads are copied. `jax.lax.ragged_dot_general` runs contracted axes outside of a ragged
+    contracted one.
 
-    Where the ragged axis is contracted, as in the gradient of weights by groups, the result is
+    Where the ragged axis is contracted, as in the wgrad of a grouped GEMM, the result is
 
         alpha * product + beta * c
 

@@ -1,4 +1,4 @@
-"""The axes of a `jax.lax.RaggedDotDimensionNumbers`, brought into the order of our three forms."""
+"""Axes of a `jax.lax.RaggedDotDimensionNumbers`, mapped to the three forms of ragged products."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Kind = Literal["rows", "contraction", "batch"]
 
 @dataclass(frozen=True)
 class RaggedAxes:
-    """What each axis of the two operands is to a ragged product.
+    """The role of each axis of the two operands in a ragged product.
 
     Attributes:
       kind: "rows" where the ragged axis is a free one of the left operand, "contraction" where it
         is contracted, "batch" where it is a batch axis.
-      subscripts: the form that the product comes down to; of "batch" none.
+      subscripts: the form of the product; none for "batch".
       batch: pairs of axes, left and right.
       outer: axes of the left operand outside of the ragged one, of its kind.
       ragged: the ragged axis; in a contraction its partner on the right, too.
@@ -128,7 +128,7 @@ class RaggedAxes:
         return _reshaped(out, shape if rows else [out.shape[0], *shape])
 
     def of_result(self, lhs: Sequence[Any], rhs: Sequence[Any]) -> list[Any]:
-        """Returns from what is known of each axis of the operands what is of the result's.
+        """Maps a property of each axis of the operands to the axes of the result.
 
         Without that of groups, which a contraction has in front.
         """
@@ -138,7 +138,7 @@ class RaggedAxes:
         return [lhs[axis] for axis in left] + [rhs[axis] for axis in columns]
 
     def of_sum(self, lhs: Sequence[Any], rhs: Sequence[Any]) -> list[Any]:
-        """Returns what is known of the operands' contracted axes, and of that of groups."""
+        """Maps a property of the operands' axes to the contracted axes and that of groups."""
         if self.kind == "contraction":
             left, right = zip(self.ragged, *self.inner, strict=True)
         else:
@@ -162,5 +162,5 @@ def _arranged(array: Any, groups: Sequence[Sequence[Any]]) -> Any:
 
 
 def _reshaped(array: Any, shape: Sequence[Any]) -> Any:
-    """Returns the array itself where it has the shape: nothing hides where it comes from."""
+    """Reshapes an array, or returns it unchanged, so that lowering can see its producer."""
     return array if array.shape == tuple(shape) else array.reshape(shape)

@@ -1,4 +1,4 @@
-"""Functions of ragged products: what `ragged_dot` with an epilogue and grouped gated units run."""
+"""Execution of ragged products with an epilogue, and parts of ragged products left to JAX."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def run_grouped(
     """Returns a function of ragged products.
 
     Args:
-      op: what the user called, for messages.
-      lhs: (M, K), or what `rows` pick from.
+      op: the function that the user called, for messages.
+      lhs: (M, K), or the array that `rows` index.
       rights: weights (G, K, N); or gate and up, or both in one array (G, K, 2, N).
       operands: the function's; those of rank 3 have an entry for each group.
       preferred: dtype of the product, or a tuple of the results' dtypes.
@@ -139,7 +139,7 @@ def left_to_lax(
     out_sharding: Any,
     numbers: lax.RaggedDotDimensionNumbers | None = None,
 ) -> str | None:
-    """Returns why JAX's own product is the answer whatever the GPU; None where it is not."""
+    """Returns the reason to use JAX's own product on any GPU, or None."""
     if out_sharding is not None and not is_explicit(lhs, rhs, sizes):
         return "out_sharding came, and its arrays have no Explicit mesh axes"
     axes = RaggedAxes.of(numbers or BASIC, np.ndim(lhs), np.ndim(rhs))
@@ -149,13 +149,13 @@ def left_to_lax(
 
 
 def refuse_hopper(op: str, reason: str, implementation: str | None) -> None:
-    """Raises if the user insists on a kernel, and JAX's own product is the answer."""
+    """Raises if the user insists on a kernel but the product is left to JAX."""
     if implementation == "hopper":
         raise NotImplementedError(f"implementation='hopper': no kernel runs {op}: {reason}")
 
 
 def canonical(lhs: Any, rhs: Any, sizes: Any, numbers: Any, options: Any) -> dict[str, Any]:
-    """Returns precision and dtype as JAX puts them into its own product, whose rules hold."""
+    """Returns precision and dtype as JAX sets them in its own product."""
     if numbers.rhs_group_dimensions:  # fewer than there are sizes, with an offset
         groups = rhs.shape[numbers.rhs_group_dimensions[0]]
         sizes = jax.ShapeDtypeStruct((*sizes.shape[:-1], groups), sizes.dtype)

@@ -1,8 +1,8 @@
-"""Where another library has put its own product in the place of `jax.lax.dot_general`.
+"""Products under another library's replacement of `jax.lax.dot_general`.
 
-Qwix does, in the methods of a model that it quantizes: it exchanges the function's code, so that
-every call reaches it. Our products are then computed by what stands there, on the arrays as they
-are and outside of any trace that JAX would keep: it looks weights up by their identity.
+Qwix replaces the function's code in the methods of a model that it quantizes, so every call reaches
+Qwix. Our products then call the replacement, on the arrays themselves and outside of any trace that
+JAX would keep, because Qwix identifies weights by their identity.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def check_kernel_unasked(op: str, implementation: str | None) -> None:
 def replaced_product(function: Any, lhs: Any, rhs: Any, options: dict[str, Any]) -> jax.Array:
     """Returns `function(lhs, rhs, **options)`, where function is JAX's.
 
-    Rows times a matrix go to `dot_general` at once, as in Flax's layers: `jax.numpy.matmul` has a
-    trace around it, in which Qwix does not find the weights.
+    Rows times a matrix call `dot_general` directly, as Flax's layers do: inside the trace of
+    `jax.numpy.matmul` Qwix does not find the weights.
     """
     if function is jnp.matmul and rhs.ndim == 2 and lhs.ndim > 0 and lhs.dtype == rhs.dtype:
         contracted = ((lhs.ndim - 1,), (0,))

@@ -1,4 +1,4 @@
-"""The limit of SMs that products take when they are traced."""
+"""The SM limit of products, taken when they are traced."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _limit = jax.make_user_context(None)
 
 @contextmanager
 def max_sms(limit: int | None) -> Iterator[None]:
-    """Products that are traced within use so many SMs of the GPU at most.
+    """Limits the SMs of the GPU that products traced inside the context use.
 
-    So the others are free for what runs beside them, such as the kernels of collectives:
+    The other SMs are free for concurrent work, such as the kernels of collectives:
 
         with jhg.max_sms(112):  # of an H200's 132
             hidden = jhg.all_gather_matmul(x, up, "tp")
 
     The limit belongs to the products: their derivatives have it as well, wherever they are traced.
-    It holds for our kernels. One is taken that keeps to the limit wherever there is one, by the
-    cost model, since tables were measured on whole GPUs; XLA's own products know no limit.
+    The cost model chooses a kernel that keeps to the limit, since tables were measured on whole
+    GPUs. XLA's own products ignore the limit.
 
     Args:
-      limit: at least 1; more than the GPU has is no limit. None lifts that of a `with` around.
+      limit: at least 1; more SMs than the GPU has are no limit. None lifts an outer limit.
 
     Raises:
-      TypeError, ValueError: `limit` is none.
+      TypeError, ValueError: `limit` is invalid.
     """
     checks.check_max_sms(limit)
     with _limit(None if limit is None else int(limit)):

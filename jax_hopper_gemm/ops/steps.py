@@ -1,4 +1,4 @@
-"""What users ask to follow a product, as one function of the product and its operands.
+"""Epilogue steps: the user's arguments as one function of the product and its operands.
 
 The functions are plain data: equal arguments give equal functions, and so one trace.
 """
@@ -28,8 +28,8 @@ class Steps:
     """`epilogue(activation(alpha * product + beta * c + bias) + residual, *others)`.
 
     Attributes:
-      op: what the user called, for messages.
-      named: those of `NAMED` that are given; the first operands.
+      op: the function that the user called, for messages.
+      named: the arguments of `NAMED` that are set; they are the first operands.
       activation, epilogue: as in `matmul`.
     """
 
@@ -80,9 +80,10 @@ class Gate:
 
 
 def named_in(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns `Steps.named` of the operands that are given, by name.
+    """Returns `Steps.named` for the operands that are set, by name.
 
-    A factor of 1 is none. Every other one is an operand, so that no value has its own kernel.
+    A factor of 1 is left out. Every other factor is an operand, so that no value needs its own
+    kernel.
     """
     return tuple(x for x in NAMED if x in given and not (x in FACTORS and _is_one(given[x])))
 
@@ -108,14 +109,14 @@ def _as(dtype: Any, operand: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Traced:
-    """A function of products that has been traced once, for what it returns.
+    """A function of products, traced once for the types of its results.
 
     Attributes:
-      function: of the products and `operands`, which include the arrays it had closed over.
-      operands: all of them.
-      dtypes: of each result.
-      shapes: likewise.
-      several: whether it returns a tuple.
+      function: of the products and `operands`.
+      operands: all operands, with the arrays that the user's function closes over.
+      dtypes: of the results.
+      shapes: of the results.
+      several: whether the user's function returns a tuple.
     """
 
     function: Callable[..., Any]
@@ -125,7 +126,7 @@ class Traced:
     several: bool
 
     def apply(self, *products: jax.Array) -> Any:
-        """Returns what the function makes of the products, as XLA computes it."""
+        """Returns the results of the function, computed by XLA from the products."""
         results = self.function(*products, *self.operands)
         flat = results if isinstance(results, tuple) else (results,)
         cast = tuple(map(lax.convert_element_type, flat, self.dtypes))
@@ -158,13 +159,13 @@ def traced(
 ) -> Traced:
     """Traces a function of products.
 
-    A result that has the shape and the dtype of the product it is given comes back as
-    `product_dtype`, every other in the dtype that the function gives it.
+    A result with the shape and dtype of the function's argument is converted to `product_dtype`;
+    every other result keeps its dtype.
 
     Args:
-      op: what the user called, for messages.
-      function: as `Steps` or `Gate`.
-      products: what it is given, arrays or `jax.ShapeDtypeStruct`s.
+      op: the function that the user called, for messages.
+      function: such as `Steps` or `Gate`.
+      products: its first arguments, arrays or `jax.ShapeDtypeStruct`s.
       operands: its operands.
       product_dtype: dtype of the product.
       preferred: dtypes of the results, if not None.
@@ -195,6 +196,6 @@ def traced(
 
 
 def _evaluate(closed: Any, num_inputs: int, *args: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns what a program makes of its inputs and of the arrays that follow, its constants."""
+    """Evaluates a program on its inputs, followed by its constants."""
     function = jaxpr_as_fun(closed.replace(consts=list(args[num_inputs:])))
     return tuple(function(*args[:num_inputs]))

@@ -1,8 +1,8 @@
-"""Runs a JAX function with its `dot_general` computed by a product of ours.
+"""Substitution of our product for the `dot_general` in a JAX function's trace.
 
-`jnp.matmul` and `jnp.einsum` say what their arguments mean: promotion, broadcasting, weak types,
-sharding, precision. Tracing them and putting our product where theirs stands keeps every one of
-those rules, in every version of JAX, without writing them down again.
+`jnp.matmul` and `jnp.einsum` define the meaning of their arguments: promotion, broadcasting, weak
+types, sharding, precision. Replacing the product in their trace keeps all of these rules, in every
+version of JAX, without writing them down again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .sm_limit import current_max_sms
 def with_hopper_dot(
     function: Callable[..., jax.Array], lhs: Any, rhs: Any, implementation: str | None
 ) -> jax.Array:
-    """Returns `function(lhs, rhs)`; a transpose that follows the product becomes part of it."""
+    """Returns `function(lhs, rhs)` on our product; a transpose after it becomes part of it."""
     program = _Program(function, lhs, rhs)
     for equation in hopper_equations(program.jaxpr, implementation):
         program.run(equation)
@@ -45,7 +45,7 @@ def hopper_equations(
 ) -> list[Any]:
     """Returns the equations of a jaxpr with each `dot_general` replaced by a `hopper_dot`.
 
-    A transpose that alone uses a product becomes part of it.
+    A transpose that is the only user of a product becomes part of it.
 
     Args:
       implementation: as of `hopper_dot`.
@@ -80,10 +80,10 @@ def as_hopper_dot(equation: Any, implementation: str | None, transpose: Any = No
 
 @dataclass(frozen=True)
 class FinalProduct:
-    """A product by subscripts that gives all of a function's result.
+    """A product by subscripts that yields the whole result of a function.
 
     Attributes:
-      lhs, rhs: what it multiplies.
+      lhs, rhs: its operands.
       subscripts: as of `hopper_dot`; the axes of the result are in the function's order.
       precision: canonical.
       dtype: of the function's result.
@@ -99,7 +99,7 @@ class FinalProduct:
 
 
 def final_product(function: Callable[..., jax.Array], lhs: Any, rhs: Any) -> FinalProduct | None:
-    """Returns the product that `function(lhs, rhs)` ends with; None where it ends otherwise.
+    """Returns the product that `function(lhs, rhs)` ends with, or None.
 
     Axes of extent 1 that the function adds to the result are added to the left operand.
     """
@@ -135,7 +135,7 @@ class _Program:
 
 
 def _transposes_of_products(jaxpr: Any, chosen: Callable[[Any], bool]) -> dict[Any, Any]:
-    """Returns, by the variable of a product, the transpose that alone uses it."""
+    """Returns, by the variable of a product, the transpose that is its only user."""
     uses = _uses(jaxpr)
     products = {e.outvars[0] for e in jaxpr.eqns if e.primitive is lax.dot_general_p and chosen(e)}
     return {

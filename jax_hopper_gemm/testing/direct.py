@@ -20,21 +20,21 @@ from typing import Any
 
 from ..cubin import digest_of, load
 from ..gemm.dtypes import DTYPES
+from ..gemm.kernel_params import PARAM_BYTES
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..launch.plan import (
     TENSOR_MAP_SWIZZLE,
-    Int32,
     LaunchPlan,
+    Param,
     Pointer,
     TensorMap,
     make_plan,
 )
 from .gpu import Buffer, CudaError, Gpu, Part
 
-TENSOR_MAP_BYTES = 128
+TENSOR_MAP_BYTES = PARAM_BYTES["tensor_map"]
 TENSOR_MAP_ALIGNMENT = 64
-PARAMETER_BYTES = {TensorMap: TENSOR_MAP_BYTES, Int32: 4, Pointer: 8}
 
 _ENCODE_SINCE = 12000  # the CUDA version that brought cuTensorMapEncodeTiled
 _L2_PROMOTION_128B = 2  # CUtensorMapL2promotion, as the FFI library sets it
@@ -93,7 +93,7 @@ class Launch:
         addresses = ctypes.addressof(self._addresses)
         self.gpu.call("cuLaunchKernelEx", self._config, self._kernel, addresses, 0)
 
-    def _argument(self, param: TensorMap | Int32 | Pointer) -> Any:
+    def _argument(self, param: Param) -> Any:
         if isinstance(param, TensorMap):
             address = self.buffers[param.buffer].address + param.offset
             return encode_tensor_map(self.gpu, param, address)
@@ -102,7 +102,7 @@ class Launch:
         return ctypes.c_int32(param.value)
 
     def _check_parameters(self) -> None:
-        planned = [PARAMETER_BYTES[type(param)] for param in self.plan.params]
+        planned = [PARAM_BYTES[param.kind] for param in self.plan.params]
         compiled = _parameter_sizes(self.gpu, self._kernel)
         if compiled != planned:
             raise ValueError(

@@ -1,7 +1,7 @@
 """The 32 lanes of a warp on the CPU: runs `grouping`, which the GPU's scheduler warp runs.
 
-Integers are those of the device: int32, division rounds towards zero. Where the device would
-wrap around or divide by zero, a test should know, so that raises.
+Integers are those of the device: int32 and int64, division rounds towards zero. Where the device
+would wrap around or divide by zero, a test should know, so that raises.
 """
 
 from __future__ import annotations
@@ -32,26 +32,38 @@ UNASKED = (INT32.max, INT32.min, -1, 1)  # what lanes get that ask for no size
 class Int32:
     """An int32 that all lanes share (an int), or one of each lane (an array of 32)."""
 
+    BITS = 32
     __slots__ = ("value",)
     __array_ufunc__ = None  # so that a NumPy array on the left leaves the operation to this class
 
     def __init__(self, value: int | np.ndarray):
         low, high = (value, value) if isinstance(value, int) else (value.min(), value.max())
-        if low < INT32.min or high > INT32.max:
-            raise OverflowError(f"{value} does not fit int32")
+        limit = 1 << (self.BITS - 1)
+        if low < -limit or high >= limit:
+            raise OverflowError(f"{value} does not fit int{self.BITS}")
         self.value = value
 
+    def _with(self, other: Any) -> type[Int32]:
+        """Returns the type of what comes of this and another number: the wider."""
+        return Int64 if isinstance(other, Int64) else type(self)
+
     def __add__(self, other: Any) -> Int32:
-        return Int32(self.value + _raw(other))
+        return self._with(other)(self.value + _raw(other))
 
     def __sub__(self, other: Any) -> Int32:
-        return Int32(self.value - _raw(other))
+        return self._with(other)(self.value - _raw(other))
 
     def __rsub__(self, other: Any) -> Int32:
-        return Int32(_raw(other) - self.value)
+        return self._with(other)(_raw(other) - self.value)
 
     def __mul__(self, other: Any) -> Int32:
-        return Int32(self.value * _raw(other))
+        return self._with(other)(self.value * _raw(other))
+
+    def __and__(self, other: Any) -> Int32:
+        return self._with(other)(self.value & _raw(other))
+
+    def __rshift__(self, other: Any) -> Int32:
+        return type(self)(self.value >> _raw(other))
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -90,7 +102,17 @@ class Int32:
         return self.value
 
     def __repr__(self) -> str:
-        return f"Int32({self.value})"
+        return f"{type(self).__name__}({self.value})"
+
+
+class Int64(Int32):
+    """An int64 that all lanes share, an int; made of an int32, or of what an int64 adds up to."""
+
+    BITS = 64
+    __slots__ = ()
+
+    def __init__(self, value: int | Int32):
+        super().__init__(_raw(value))
 
 
 def _raw(value: Any) -> Any:

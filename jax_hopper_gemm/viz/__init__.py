@@ -1,11 +1,10 @@
-"""Pictures of what kernels do, drawn from specs and from the kernels' own arithmetic.
+"""Drawings of kernels' work, made from specs and the kernels' own arithmetic.
 
     from jax_hopper_gemm import viz
     viz.draw_shared_memory([spec])
 
-What is shown is there as text and data, too: `graph_lines`, `shared_memory`, `timeline`,
-`grouped_tiles`, `clipped_rows`. The drawings need matplotlib (extra "notebooks"); each returns its
-figure.
+`graph_lines`, `shared_memory`, `timeline`, `grouped_tiles` and `clipped_rows` return the facts as
+text and data. The drawings need matplotlib (extra "notebooks"); each returns its figure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all drawings share: figures, cells of a matrix, colours."""
+"""Helpers of all drawings: figures, cells of a matrix, colours."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cell(axis: Any, x: float, y: float, colour: Any, text: str = "", bold: bool 
 
 
 def frame(axis: Any, columns: int, rows: int, aspect: Any = "equal") -> None:
-    """Shows `rows` x `columns` cells as a matrix: row 0 on top."""
+    """Prepares an axis for a matrix of `rows` x `columns` cells, row 0 on top."""
     axis.set_xlim(0, columns)
     axis.set_ylim(rows, 0)
     axis.set_aspect(aspect)

@@ -10,7 +10,7 @@ from .staging import ROWS
 
 
 def graph_lines(graph: EpilogueGraph) -> list[str]:
-    """Returns an epilogue as text: what each numbered value is, then the results."""
+    """Returns an epilogue as text: each numbered value, then the results."""
     lines = [f"v{i} = accumulator" for i in range(graph.accumulators)]
     for value in range(graph.accumulators, graph.num_values):
         if operand := graph.operand(value):
@@ -23,7 +23,10 @@ def graph_lines(graph: EpilogueGraph) -> list[str]:
 
 
 def draw_epilogue_tiles(record: dict[str, Any]) -> Any:
-    """Draws what `benchmarks/epilogue_tiles.py --json` wrote: time over scheduler and tile."""
+    """Draws recorded times over tile scheduler and epilogue tile, one panel a cluster shape.
+
+    The record of an H200 is `benchmarks/data/h200_epilogue_tiles.json`.
+    """
     rows = record["rows"]
     clusters = list(dict.fromkeys(tuple(row["cluster"]) for row in rows))
     schedulers = list(dict.fromkeys(row["scheduler"] for row in rows))

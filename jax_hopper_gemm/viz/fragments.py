@@ -1,4 +1,4 @@
-"""Which thread has which element of a tile, and where it is staged."""
+"""Drawings of fragments and staged tiles: the thread and the address of each element."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ WARP_COLOURS = ("#8ecae6", "#ffb703", "#95d5b2", "#e5989b")
 
 
 def draw_fragment(columns: int = 32) -> Any:
-    """Draws which thread of a warpgroup has which element of a wgmma of 64 rows.
+    """Draws the thread of a warpgroup that holds each element of a wgmma of 64 rows.
 
-    Left, all of it: warps, and the values of thread 0. Right, a warp's first 16 rows and columns
-    element by element: T thread, v number of the value.
+    Left: the whole tile with its warps and the values of thread 0. Right: a warp's first 16 rows
+    and columns, element by element; T is the thread, v the number of the value.
     """
     figure, (whole, corner) = subplots(1, 2, (13, 7.5), width_ratios=[1, 1.6])
     for row in range(ROWS):
@@ -46,7 +46,7 @@ def draw_fragment(columns: int = 32) -> Any:
 
 
 def draw_stmatrix(lane: int = 5, first_value: int = 0) -> Any:
-    """Draws one stmatrix.x4 of warp 0: its 8x8 matrices, addresses, and what one lane holds.
+    """Draws one stmatrix.x4 of warp 0: its 8x8 matrices, addresses, and one lane's values.
 
     Args:
       lane: the lane whose 8 values are shown in red.
@@ -77,8 +77,8 @@ def draw_stmatrix(lane: int = 5, first_value: int = 0) -> Any:
 def draw_staged_tile(spec: GemmSpec, dtype: str = "bfloat16", rows: int = 16) -> Any:
     """Draws where the first rows of a staged tile lie in shared memory, by banks.
 
-    A cell is 16 bytes of one row, a line 128 bytes: all 32 banks. Outlined: what the first 8x8
-    matrix of an stmatrix writes. Beside it the same without the swizzle.
+    A cell is 16 bytes of one row, a line 128 bytes: all 32 banks. The cells that the first 8x8
+    matrix of an stmatrix writes are outlined. The second drawing is without the swizzle.
     """
     itemsize, swizzle = DTYPES[dtype].itemsize, spec.epi_box(dtype).swizzle
     per_row = min(spec.epi_tile_n * itemsize, swizzle) // CHUNK

@@ -1,4 +1,4 @@
-"""Which CTA of a grouped product works on which tile, by the scheduler's own arithmetic."""
+"""Tiles of a grouped GEMM and their CTAs, by the scheduler's own arithmetic."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class GroupedTile:
     """One CTA's tile of a grouped product.
 
     Attributes:
-      index: which tile of the launch its cluster's is.
-      cta: who works on it. CTAs of a cluster have adjacent numbers.
-      turn: how many tiles that CTA has before it.
-      matrix, start, end: of its span, as in `grouping.GroupTile`.
-      m, n: which tile of the span's rows (M is grouped) or of the matrix's (K is), and of N.
-      rows: how many of its rows are the span's, or the matrix's.
-      blocks: how many blocks of 64 rows are multiplied; those behind them are skipped.
-      k_tiles: how many it adds up.
+      index: number of its cluster's tile in the launch.
+      cta: the CTA that computes it. CTAs of a cluster have adjacent numbers.
+      turn: number of tiles that the CTA computes before it.
+      matrix, start, end: of its group, as in `group_search.GroupTile`.
+      m, n: its place along the rows of the group (M is grouped) or of the matrix (K is), and
+        along N.
+      rows: number of its rows that belong to the group, or to the matrix.
+      blocks: number of blocks of 64 rows that are multiplied; later ones are skipped.
+      k_tiles: number of k-tiles that it adds up.
     """
 
     index: int
@@ -61,12 +62,12 @@ def grouped_tiles(
     sizes: Sequence[int],
     num_sms: int = 132,
 ) -> list[GroupedTile]:
-    """Returns what all CTAs of a launch work on, in the order of the tiles.
+    """Returns the tiles of all CTAs of a launch, in their order.
 
     Args:
-      spec: of a static tile scheduler. With a dynamic one the tiles and their order are the same,
-        but which CTA takes one is known when it does.
-      sizes: what the array of sizes holds.
+      spec: with a static tile scheduler. With a dynamic one the tiles and their order are the
+        same, but their CTAs are decided at run time.
+      sizes: the group sizes.
 
     Raises:
       ValueError: the product is not grouped, the scheduler not static, or sizes are missing.
@@ -87,7 +88,7 @@ def grouped_tiles(
     clusters = make_plan(problem, spec, raster_order, num_sms).grid[0] // spec.cluster_m
     raster = group_raster(problem, spec, raster_order)
     rows = spec.tile_m * spec.raster_m if spec.grouped == "m" else None
-    found = [
+    tiles = [
         _of_cta(problem, spec, tile, cluster + turn * clusters, cluster, turn, rank)
         for cluster in range(clusters)
         for turn, tile in enumerate(
@@ -95,7 +96,7 @@ def grouped_tiles(
         )
         for rank in range(spec.cluster_size)
     ]
-    return sorted(found, key=lambda tile: (tile.index, tile.cta))
+    return sorted(tiles, key=lambda tile: (tile.index, tile.cta))
 
 
 def _of_cta(
@@ -131,11 +132,11 @@ def draw_grouped_tiles(
     sizes: Sequence[int],
     num_sms: int = 132,
 ) -> Any:
-    """Draws the tiles of a product whose rows are grouped, span below span.
+    """Draws the tiles of a GEMM whose rows are grouped, group below group.
 
-    A tile's number is its CTA; darker tiles are a CTA's second, third ... Of a tile at the end of a
-    group are drawn: the rows that it has; hatched, those that are multiplied and not stored;
-    dotted, the blocks of 64 rows that are skipped. Arguments as of `grouped_tiles`.
+    A tile's number is its CTA; darker tiles are a CTA's second, third ... At the end of a group,
+    rows that are multiplied but not stored are hatched, and skipped blocks of 64 rows are dotted.
+    Arguments are those of `grouped_tiles`.
     """
     from matplotlib.patches import Patch
 
@@ -187,22 +188,22 @@ def draw_grouped_tiles(
 def _tops(
     problem: GemmProblem, spec: GemmSpec, sizes: Sequence[int]
 ) -> tuple[list[tuple[int, int, int, int]], int]:
-    """Returns (start, end, matrix, place on paper) of each span, and where the last one ends."""
+    """Returns (start, end, matrix, place on paper) of each group, and the end of the last one."""
     groups = problem.groups
     assert groups is not None
-    found, start, top = [], 0, 0
+    tops, start, top = [], 0, 0
     for i, size in enumerate([*sizes, problem.m]):
         end = min(problem.m, start + max(int(size), 0))
         place = i % groups.period - groups.first
         belongs = i < groups.sizes and 0 <= place < groups.count
         matrix = i // groups.period * groups.step + place if belongs else -1
-        found.append((start, end, matrix, top))
+        tops.append((start, end, matrix, top))
         if end > start:
             top += ceil_div(end - start, spec.tile_m) * spec.tile_m + GAP
         elif belongs:
             top += LINE_OF_TEXT + GAP
         start = end
-    return found, top
+    return tops, top
 
 
 def _draw_tile(axis: Any, tile: GroupedTile, spec: GemmSpec, top: int) -> None:
@@ -242,7 +243,7 @@ def draw_grouped_work(
     sizes: Sequence[int],
     num_sms: int = 132,
 ) -> Any:
-    """Draws how much each CTA multiplies, its tiles on top of each other, a colour a group.
+    """Draws the work of each CTA, its tiles on top of each other, in one colour for each group.
 
     Arguments as of `grouped_tiles`.
     """
@@ -271,10 +272,10 @@ def draw_grouped_work(
 def draw_group_order(
     tiles_m: int, tiles_n: int, traversals: Sequence[RasterOrder], together: int = 16
 ) -> Any:
-    """Draws the order of one group's tiles, for each traversal.
+    """Draws the order of one group's tiles, for each raster order.
 
-    The first `together` are outlined: those that run at one moment. They are the cheaper to load,
-    the fewer tiles of A and B they have between them.
+    The first `together` tiles, which run at the same time, are outlined. The fewer tiles of A and B
+    they need together, the cheaper their loads.
     """
     figure, axes = subplots(
         1, len(traversals), (0.6 + 0.5 * tiles_n * len(traversals), 1.2 + 0.5 * tiles_m),

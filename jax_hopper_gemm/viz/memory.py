@@ -1,4 +1,4 @@
-"""What lies where in a CTA's shared memory."""
+"""The layout of a CTA's shared memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Part:
 
     Attributes:
       kind: a key of `KIND_COLOURS`.
-      name: what it holds.
-      offset, nbytes: where it lies.
+      name: its contents.
+      offset, nbytes: its place.
     """
 
     kind: str

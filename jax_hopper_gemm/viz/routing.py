@@ -1,4 +1,4 @@
-"""Which experts tokens go to."""
+"""A drawing of the routing of tokens to experts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .canvas import cell, frame, plain_colour, subplots
 
 
 def draw_routing(routing: Any, tokens: int = 16) -> Any:
-    """Draws the first tokens' experts with their weights, and beside it how many rows each has.
+    """Draws the first tokens' experts with their weights, and the number of rows of each expert.
 
     Args:
-      routing: what `jax_hopper_gemm.moe.route` returned.
-      tokens: how many to show.
+      routing: a result of `jax_hopper_gemm.moe.route`.
+      tokens: number of tokens to show.
     """
     experts, weights = routing.experts.tolist(), routing.weights.tolist()
     sizes = routing.group_sizes.tolist()

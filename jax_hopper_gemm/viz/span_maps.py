@@ -1,4 +1,4 @@
-"""How a tensor map over rows ends a copy where a span of rows does."""
+"""Tensor maps over grouped rows, which end a copy where a group ends."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class BoxRow:
     """A row of the box that one copy moves.
 
     Attributes:
-      row: which of the box.
+      row: its number in the box.
       coordinates: the second to fourth in the map; the first runs along the row.
-      inside: whether they are within the map's extents: outside, a load brings zeros and a store
+      inside: whether they are within the map's extents. Outside, a load returns zeros and a store
         writes nothing.
-      address: which row of the array they lead to.
+      address: the row of the array that they lead to.
     """
 
     row: int
@@ -34,12 +34,12 @@ class BoxRow:
 
 
 def span_map(problem: GemmProblem, spec: GemmSpec) -> TensorMap:
-    """Returns the first map of a launch that ends copies where a span ends.
+    """Returns the first map of a launch that ends copies where a group ends.
 
-    It is that of the result where its rows are grouped, that of A where K is.
+    It is the result's map if rows are grouped, A's map if K is.
 
     Raises:
-      ValueError: there is none.
+      ValueError: the launch has no such map.
     """
     for param in make_plan(problem, spec, RasterOrder(), num_sms=132).params:
         if isinstance(param, TensorMap) and SPAN_EXTENT in param.dims:
@@ -48,29 +48,29 @@ def span_map(problem: GemmProblem, spec: GemmSpec) -> TensorMap:
 
 
 def clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[int]) -> list[BoxRow]:
-    """Returns rows of the box whose first row is row `first` of the array, in a span up to `end`.
+    """Returns rows of a box that begins at row `first` of the array, in a group that ends at `end`.
 
     Args:
-      rows: which of the box, from 0.
+      rows: numbers of rows in the box, from 0.
     """
-    found = []
+    box_rows = []
     for row in rows:
         coordinates = (SPAN_EXTENT - (end - first) + row, end, SPAN_EXTENT)
         pairs = zip(coordinates, span_map.dims[1:], strict=True)
         inside = all(0 <= coordinate < extent for coordinate, extent in pairs)
         nbytes = sum(c * s for c, s in zip(coordinates, span_map.strides, strict=True)) % ADDRESSES
-        found.append(BoxRow(row, coordinates, inside, nbytes // span_map.strides[0]))
-    return found
+        box_rows.append(BoxRow(row, coordinates, inside, nbytes // span_map.strides[0]))
+    return box_rows
 
 
 def draw_clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[int]) -> Any:
     """Draws `clipped_rows` as a table: green inside the map, hatched outside."""
     from matplotlib.patches import Rectangle
 
-    found = clipped_rows(span_map, first, end, rows)
+    box_rows = clipped_rows(span_map, first, end, rows)
     heads = ("row of the box", "coordinate 1", "coordinate 2", "coordinate 3", "row of the array")
-    figure, axis = subplots(1, 1, (10, 0.9 + 0.32 * len(found)))
-    for y, row in enumerate(found):
+    figure, axis = subplots(1, 1, (10, 0.9 + 0.32 * len(box_rows)))
+    for y, row in enumerate(box_rows):
         colour, hatch = ("#95d5b2", None) if row.inside else ("white", "///")
         axis.add_patch(
             Rectangle((0, y), len(heads), 1, facecolor=colour, edgecolor="#bbbbbb", hatch=hatch)
@@ -82,7 +82,7 @@ def draw_clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[
                 bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5},
             )  # fmt: skip
     axis.set_xlim(0, len(heads))
-    axis.set_ylim(len(found), 0)
+    axis.set_ylim(len(box_rows), 0)
     extents = ("", *(f"\nextent {_by_extent(extent)}" for extent in span_map.dims[1:]), "")
     labels = [head + extent for head, extent in zip(heads, extents, strict=True)]
     axis.set_xticks([i + 0.5 for i in range(len(heads))], labels)
@@ -95,7 +95,7 @@ def draw_clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[
 
 
 def _by_extent(value: int) -> str:
-    """Returns a number as text, one near `SPAN_EXTENT` by its distance from that."""
+    """Returns a number as text; a number near `SPAN_EXTENT` by its distance from it."""
     distance = value - SPAN_EXTENT
     if abs(distance) >= SPAN_EXTENT // 2:
         return str(value)

@@ -1,7 +1,7 @@
-"""Where an epilogue's elements lie: in the registers of a warpgroup, and in a staged tile.
+"""Places of an epilogue's elements: in the registers of a warpgroup, and in a staged tile.
 
-Arithmetic without branches. It runs on Python's integers and on those of a kernel, so what the
-tests prove and the notebook draws is what the GPU computes.
+Arithmetic without branches. It runs on Python's integers and on those of a kernel, so tests and
+drawings show the places that the GPU computes.
 
 Sources: PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16", "stmatrix", and "Swizzling
 modes" of tensor maps.
@@ -32,16 +32,16 @@ def fragment_element(thread: Any, value: Any) -> tuple[Any, Any]:
 
 
 def fragment_owner(row: Any, column: Any) -> tuple[Any, Any]:
-    """Returns (thread, value) that has an element: the inverse of `fragment_element`."""
+    """Returns the (thread, value) that holds an element: the inverse of `fragment_element`."""
     thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
     return thread, column // 8 * 4 + row // 8 % 2 * 2 + column % 2
 
 
 def stmatrix_row(lane: Any, first_value: Any = 0) -> tuple[Any, Any]:
-    """Returns (row, column) of the 8 elements whose address a lane gives to an stmatrix.x4.
+    """Returns (row, column) of the 8 elements whose address a lane passes to an stmatrix.x4.
 
-    The instruction stores 16x16 elements of 16 bits: of each lane the accumulators `first_value`
-    to `first_value + 7`, a pair to each of four 8x8 matrices. Lanes 8i to 8i + 7 give the
+    The instruction stores 16x16 elements of 16 bits: from each lane the accumulators `first_value`
+    to `first_value + 7`, a pair to each of four 8x8 matrices. Lanes 8i to 8i + 7 pass the
     addresses of matrix i's rows.
 
     Args:
@@ -55,7 +55,7 @@ def stmatrix_row(lane: Any, first_value: Any = 0) -> tuple[Any, Any]:
 
 
 def swizzled(offset: Any, swizzle: Any) -> Any:
-    """Returns where a byte lies in a buffer that TMA swizzles.
+    """Returns the place of a byte in a buffer that TMA swizzles.
 
     Chunks of 16 bytes change places within each `swizzle` bytes: bits 4, 5, 6 of the offset (as
     many as the swizzle has, of 32, 64, 128 bytes) are XORed with bits 7, 8, 9.
@@ -64,7 +64,7 @@ def swizzled(offset: Any, swizzle: Any) -> Any:
 
 
 def staged_offset(row: Any, column: Any, itemsize: Any, swizzle: Any) -> Any:
-    """Returns the byte at which an element of a staged tile lies, from the tile's first.
+    """Returns the offset in bytes of an element of a staged tile.
 
     Boxes of `ROWS` rows of `swizzle` bytes follow each other along the columns.
     """
@@ -74,11 +74,11 @@ def staged_offset(row: Any, column: Any, itemsize: Any, swizzle: Any) -> Any:
 
 
 def bank_conflicts(offsets: list[int], nbytes: int) -> int:
-    """Returns how many words one access wants of its busiest bank; 1 is free of conflicts.
+    """Returns how many words one access reads from its busiest bank; 1 is free of conflicts.
 
     Args:
-      offsets: bytes at which the threads' words begin. Equal words count once.
-      nbytes: what each thread accesses.
+      offsets: offsets in bytes of the threads' words. Equal words count once.
+      nbytes: size of each thread's access.
     """
     words = {word for offset in offsets for word in range(offset // 4, (offset + nbytes) // 4)}
     banks = [word % (LINE // 4) for word in words]

@@ -1,4 +1,4 @@
-"""When a CTA loads, multiplies and stores, by the cost model's cycles."""
+"""The timeline of a CTA: loads, multiplications and stores, by the cost model's cycles."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .staging import ROWS
 
 @dataclass(frozen=True)
 class Span:
-    """What one actor does from `start` to `end`, in cycles.
+    """Work of one actor from `start` to `end`, in cycles.
 
     Attributes:
       actor: "loader", "math 0", "math 1", ..., "stores 0", "stores 1", ...
       kind: "load" and "multiply" of a k-tile, "epilogue" of a tile, "store" of an epilogue tile,
-        which is given with the moment of its issue alone.
+        for which only the moment of its issue is known.
       tile: 0, 1, ... of the CTA's tiles.
       step: k-tile or epilogue tile.
     """
@@ -35,16 +35,15 @@ class Span:
 
 
 def timeline(problem: GemmProblem, spec: GemmSpec, device: Device, tiles: int = 3) -> list[Span]:
-    """Returns how the cost model's cycles fall into the kernel's order of events, in one CTA.
+    """Returns the timeline of one CTA: the cost model's cycles in the kernel's order of events.
 
-    The lengths are `dispatch.cost`'s. The order is the kernel's: a stage is loaded again when
-    all of its readers have gone one k-tile further; the tensor cores serve one warpgroup at a
-    time, of those that can go on the one that is ahead; pingpong warpgroups take turns by
-    tiles. What the hardware adds to that (latencies, the other CTAs) the model has in its
-    constants, not here.
+    The lengths are those of `dispatch.cost`. The order is the kernel's. A stage is loaded again
+    when all of its readers are one k-tile further. The tensor cores serve one warpgroup at a time:
+    of those that are ready, the one ahead. Pingpong warpgroups take turns by tiles. Latencies and
+    the effects of other CTAs are in the model's constants, not here.
 
     Args:
-      tiles: tiles that the CTA computes.
+      tiles: number of tiles that the CTA computes.
     """
     cycles = tile_cycles(problem, spec, device)
     return _Simulation(spec, cycles, tiles).run()
@@ -67,7 +66,7 @@ class _Simulation:
         return [k_tile // self.cycles.k_tiles % 2] if self.pingpong else list(warpgroups)
 
     def released(self, k_tile: int) -> float | None:
-        """Returns when a k-tile's stage was free again; None while it is not."""
+        """Returns the time at which a k-tile's stage became free again, or None."""
         last = k_tile % self.cycles.k_tiles == self.cycles.k_tiles - 1
         behind = k_tile if last else k_tile + 1  # one group of wgmma stays in flight
         ends = [self.ends.get((reader, behind)) for reader in self.readers(k_tile)]

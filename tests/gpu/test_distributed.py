@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import pytest
-from distributed import run_processes
+from support.distributed import run_processes
 
 CROSSING = {"all-reduce", "reduce-scatter", "all-gather"}
 

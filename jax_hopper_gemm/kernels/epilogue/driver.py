@@ -25,13 +25,13 @@ from cutlass import Float32
 from cutlass.cutlass_dsl import select_
 
 from ...gemm.spec import EPI_TILE_M
+from ..named_barriers import WARPGROUP, BarrierId
 from .graph_codegen import Elements
 from .matrix_store import StagedMatrix, copy_by_accumulator
 from .operand_loads import OperandRing
 from .reductions import RowStatistic, make_reductions
 
 MAX_BRANCHES = 16  # one within the other; each takes a dozen frames of Python's stack
-WARPGROUP_BARRIER = 1  # named barriers 1, 2, ...: one a math warpgroup; 0 is the CTA's
 
 
 class SubtilePlace(NamedTuple):
@@ -223,7 +223,7 @@ class FusedEpilogue:
         self.acc, self.warpgroup, self.thread = acc, warpgroup, thread
         self.coordinates = coordinates
         self.first_buffer = warpgroup * self.spec.epi_stages
-        self.barrier = pipeline.NamedBarrier(WARPGROUP_BARRIER + warpgroup, 128)
+        self.barrier = pipeline.NamedBarrier(BarrierId.WARPGROUP + warpgroup, WARPGROUP)
         by_acc = copy_by_accumulator(warpgroup_mma)
         for matrix, tma_d in zip(self.matrices, self.stores, strict=True):
             matrix.partition(tma_d, by_acc, thread)

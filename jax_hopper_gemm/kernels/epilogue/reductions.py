@@ -25,10 +25,11 @@ import math
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import select_
 
+from ...gemm.offsets import element_offset
 from ...gemm.spec import EPI_TILE_M
 from ...gemm.wgmma_fragment import (
     ROW_LANES,
@@ -45,8 +46,8 @@ from ...gemm.wgmma_fragment import (
     over_lanes,
     take,
 )
+from ..named_barriers import WARPGROUP, BarrierId
 
-WARPGROUP_BARRIER = 1  # named barriers 1, 2, ...: one a math warpgroup
 LOG2_E = math.log2(math.e)
 
 
@@ -172,7 +173,8 @@ class Reduction:
     def write_row(self, place, of_two, value, part=0, parts=1):
         """Writes one of `parts` values of a row to result[batch, tile_n, (parts,) row]."""
         row = self.row(place, of_two)
-        at = ((place.batch * place.tiles_n + place.tile_n) * parts + part) * place.rows + row
+        index = place.batch, place.tile_n, part, row
+        at = element_offset(index, (place.tiles_n, parts, place.rows), Int64)
         # A cluster may reach past D by whole tiles.
         inside = (row < place.m) & (place.tile_n < place.tiles_n) & (self.quad_lane == 0)
         write_where(inside, self.pointer, at, lambda: value)
@@ -302,7 +304,8 @@ class Max(Reduction):
         found = over_lanes(maximum(*self.so_far), WARP_LANES, shuffle, maximum)
         block = (place.row0 >> 4) + self.warp
         blocks = (place.m + 15) >> 4
-        at = (place.batch * blocks + block) * place.tiles_n + place.tile_n
+        index = place.batch, block, place.tile_n
+        at = element_offset(index, (blocks, place.tiles_n), Int64)
         inside = (block < blocks) & (place.tile_n < place.tiles_n) & (self.lane == 0)
         write_where(inside, self.pointer, at, lambda: found)
         self.begin_tile()
@@ -321,7 +324,7 @@ class ColumnSum(Reduction):
 
     def partition(self, pointer, warpgroup, thread, scratch):
         super().partition(pointer, warpgroup, thread, scratch)
-        self.barrier = pipeline.NamedBarrier(WARPGROUP_BARRIER + warpgroup, 128)
+        self.barrier = pipeline.NamedBarrier(BarrierId.WARPGROUP + warpgroup, WARPGROUP)
         self.columns = self.spec.epi_tile_n // 4  # that a thread holds
         self.kept = [nth_column(self.quad_lane, i) for i in kept_columns(self.lane, self.columns)]
 
@@ -357,7 +360,7 @@ class ColumnSum(Reduction):
         column = place.column0 + self.thread
         inside = (self.thread < width) & (place.row0 < place.m) & (column < place.n)
         blocks = (place.m + 63) >> 6
-        at = (place.batch * blocks + (place.row0 >> 6)) * place.n + column
+        at = element_offset((place.batch, place.row0 >> 6, column), (blocks, place.n), Int64)
         write_where(inside, self.pointer, at, over_warps)
         if self.subtiles_m * self.subtiles_n % 2:
             if (i_m, i_n) == (self.subtiles_m - 1, self.subtiles_n - 1):
@@ -433,7 +436,7 @@ class TopK(Reduction):
         for word, new in enumerate(take(bits, i, column == my_column, select)):
             taken[word, of_two] = new
         row = self.row(place, of_two)
-        at = (place.batch * place.rows + row) * self.result.k + round_
+        at = element_offset((place.batch, row, round_), (place.rows, self.result.k), Int64)
         inside = (row < place.m) & (place.tile_n == 0)  # a cluster may reach past D
         if self.value_pointer is not None:
             mine = inside & (self.quad_lane == 0)

@@ -1,12 +1,70 @@
-"""Mainloops: stages of A and B in shared memory → accumulator. One policy a file."""
+"""Mainloops: a producer brings A and B into a ring of stages, a consumer multiplies them.
 
-from .gather import GatheredMainloop
-from .tma import SharedSharedMainloop
+Either is a class of its own, and any producer serves any consumer.
+
+A producer:
+    loader_warps        warps of the CTA that run `load`
+    arrivals            on a stage's full barrier, by threads
+    tma_bytes           of a stage that TMA brings, which complete it too
+    make_tma_atoms(tensors)             → the kernel's `tma_ab`; on the host, for the types alone
+    tensor_maps(tma_ab)                 → those of `tma_ab` that are tensor maps
+    partition_for_load(args, stages, coordinates, cta)
+                                        → a frozen view; once, in the loader warps
+    load(view, ring, state, coords)     → state; sends a tile's k-tiles into the ring
+    before_read()                       what a math warp does before it reads a full stage
+
+A consumer:
+    make_tiled_mma(warpgroups)          → the MMA of so many warpgroups side by side along M
+    partition_for_math(stages, warpgroup)
+                                        → a frozen view that holds the accumulators, `acc`
+    multiply(view, ring, state, coords, on_issued)
+                                        → state past the tile's last stage; calls `on_issued` when
+                                        the tensor cores have all of the tile's work
+
+A tile's loads begin at its k-tile `coords.k_first` and are `coords.k_tiles` many. What a view holds
+is made in the role that uses it, and no value of the GPU is kept in a producer or consumer.
+"""
+
+from .gather import GatherProducer
+from .pair import PairedB
+from .ring import allocate_stages, make_ring, pass_over_tile, ring_words, skip_tile
+from .ss import SharedConsumer
+from .tma import TmaOperand, TmaProducer, check_box
 
 
-def make_mainloop(spec, atom_layout_m):
-    """Returns the mainloop of `spec`, whose tiles `atom_layout_m` warpgroups share."""
-    return (GatheredMainloop if spec.gathered else SharedSharedMainloop)(spec, atom_layout_m)
+def _b(spec):
+    return PairedB(spec) if spec.paired else TmaOperand(spec, "b")
 
 
-__all__ = ["GatheredMainloop", "SharedSharedMainloop", "make_mainloop"]
+# How A and B arrive, by the operand that is gathered: a function of the spec that makes a producer.
+PRODUCERS = {
+    None: lambda spec: TmaProducer(spec, TmaOperand(spec, "a"), _b(spec)),
+    "a": lambda spec: GatherProducer(spec, _b(spec)),
+    "b": lambda spec: GatherProducer(spec, TmaOperand(spec, "a")),
+}
+# Where wgmma reads A and B: "ss" has both in shared memory.
+CONSUMERS = {"ss": SharedConsumer}
+
+
+def make_producer(spec):
+    """Returns the producer of `spec`'s stages."""
+    return PRODUCERS[spec.gathered](spec)
+
+
+def make_consumer(spec, producer, atom_layout_m):
+    """Returns the consumer of the stages; `atom_layout_m` warpgroups share a tile's rows."""
+    return CONSUMERS["ss"](spec, atom_layout_m, producer.before_read)
+
+
+__all__ = [
+    "CONSUMERS",
+    "PRODUCERS",
+    "allocate_stages",
+    "check_box",
+    "make_consumer",
+    "make_producer",
+    "make_ring",
+    "pass_over_tile",
+    "ring_words",
+    "skip_tile",
+]

@@ -1,28 +1,27 @@
-"""wgmma of shared operands of which one is gathered: its rows are picked by an array of indices.
+"""The producer that gathers one operand, whose rows an array of indices picks.
 
-The other operand comes by TMA as ever. Two loader warps copy the picked rows in pieces of 16 bytes
+The other operand comes by TMA. Two loader warps copy the picked rows in pieces of 16 bytes
 (cp.async), in the layout that TMA's 128-byte swizzle gives: in blocks of 128 bytes a row, whose
 eight pieces are exchanged by the row's number modulo 8.
 
     barrier             arrivals
     ring full           1 + bytes of the operand that TMA brings + 64 threads
-
-The copies are ordinary writes, which wgmma reads by another proxy: a math warp that sees a stage
-full puts a fence between them.
 """
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 from cutlass import Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op, select_
 from cutlass.cutlass_dsl import min as smaller
 
-from .tma import SharedSharedMainloop
+from ...gemm.offsets import row_address
 
-LOADER_WARPS = 2
-THREADS = 32 * LOADER_WARPS
+LOADER_WARPS = (0, 3)
+THREADS = 32 * len(LOADER_WARPS)
 PIECE = 16  # bytes
 ROW_PIECES = 8  # pieces of a row of a block
 ROW_BYTES = PIECE * ROW_PIECES
@@ -48,168 +47,169 @@ def copy_piece(target, source, nbytes, *, loc=None, ip=None):
     )
 
 
-class GatheredMainloop(SharedSharedMainloop):
-    """One operand by TMA, the other by copies of a row's pieces."""
+@dataclass(frozen=True)
+class GatherView:
+    """What the loader warps need, whatever the tile.
+
+    Attributes:
+      pointer: global, to the array that rows are picked from.
+      gather: `Gather`, the indices and the array's extents.
+      length: number of indices.
+      row_bytes: between neighbouring rows.
+      stages: the gathered operand's in shared memory.
+      tma: `TmaView` of the other operand.
+    """
+
+    pointer: Any
+    gather: Any
+    length: Any
+    row_bytes: Any
+    stages: Any  # (bM or bN, bK, stages)
+    tma: Any
+
+
+class Piece(NamedTuple):
+    """A thread's part of a block: the same piece of every `ROWS_AT_ONCE`-th row from `row`."""
+
+    piece: Any
+    row: Any
+
+
+class GatherProducer:
+    """One operand by TMA, the other by copies of a row's pieces.
+
+    Args of the constructor:
+      tma: `TmaOperand` of the operand that is not gathered, or what has its methods.
+    """
 
     loader_warps = LOADER_WARPS
+    arrivals = 1 + THREADS
 
-    def bind(self, rows, source, width, stride, length):
-        """Takes the kernel's parameters.
+    def __init__(self, spec, tma):
+        self.spec = spec
+        self.tma = tma
+        self.tma_bytes = tma.nbytes
+        self.gathers_a = spec.gathered == "a"
+        self.itemsize = spec.a_itemsize if self.gathers_a else spec.b_itemsize
+        self.piece_elements = PIECE // self.itemsize
 
-        Args:
-          rows: global pointer to the int32 indices, one for each element of the grouped axis.
-          source: rows of the array that they pick from.
-          width, stride: elements of such a row, and between neighbours.
-          length: number of indices.
-        """
-        self.rows, self.source, self.width = rows, source, width
-        self.stride, self.length = stride, length
-
-    @property
-    def gathers_a(self):
-        return self.spec.gathered == "a"
-
-    @property
-    def itemsize(self):
-        return self.spec.a_itemsize
-
-    @property
-    def piece_elements(self):
-        return PIECE // self.itemsize
-
-    def partition_for_load(self, a, bs, coordinates, cta_m, cta_n):
-        super().partition_for_load(a, bs, coordinates, cta_m, cta_n)
-        self.pointer = a if self.gathers_a else bs[0]
-
-    def make_tma_atoms(self, mA, mBs):
-        """Returns the kernel's parameters: an atom, or the pointer to what is gathered."""
+    def make_tma_atoms(self, tensors):
+        """Returns an atom for each tensor, and the pointer to what is gathered."""
+        a, b = tensors[:1], tensors[1:]
         if self.gathers_a:
-            return (mA.iterator, *super().make_tma_atoms(None, mBs)[1:])
-        return super().make_tma_atoms(mA, ())[:1] + tuple(mB.iterator for mB in mBs)
+            return a + self.tma.make_tma_atoms(b)
+        return self.tma.make_tma_atoms(a) + b
 
-    def atoms(self, factors):
-        return factors[1:] if self.gathers_a else factors[:1]
+    def tensor_maps(self, tma_ab):
+        return tma_ab[1:] if self.gathers_a else tma_ab[:1]
 
-    def make_pipeline(self, barriers, tile_warps):
-        s = self.spec
-        partners = s.cluster_m + s.cluster_n - 1
-        by_tma = s.tile_n if self.gathers_a else s.tile_m
-        return pipeline.PipelineTmaAsync.create(
-            barrier_storage=barriers,
-            num_stages=s.num_stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + THREADS),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, partners * tile_warps),
-            tx_count=by_tma * s.tile_k * self.itemsize,
-            cta_layout_vmnk=cute.make_layout((1, s.cluster_m, s.cluster_n, 1)),
-            defer_sync=True,
+    def partition_for_load(self, args, stages, coordinates, cta):
+        return GatherView(
+            pointer=args.tma_ab[0 if self.gathers_a else 1],
+            gather=args.gather,
+            length=args.raster.length,
+            row_bytes=args.gather.stride * self.itemsize,
+            stages=stages.sA if self.gathers_a else stages.sB,
+            tma=self.tma.view(self.tensor_maps(args.tma_ab), stages, coordinates, cta),
         )
 
     @cute.jit
-    def load(self, ring, state, place):
-        """Loader warps: send a tile's k-tiles into the ring; return the next stage's state."""
+    def load(self, view, ring, state, coords):
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         thread = select_(warp == 0, lane, lane + 32)
-        self.piece, self.first_row = thread % ROW_PIECES, thread // ROW_PIECES
-        parts = self.partition_b(place) if self.gathers_a else self.partition_a(place)
-        self.others = self.partition_others(place) if self.gathers_a else ()
+        at = Piece(thread % ROW_PIECES, thread // ROW_PIECES)
+        slices = self.tma.partition(view.tma, coords)
         if cutlass.const_expr(self.spec.grouped == "m"):
-            state = self._load_rows(ring, state, place, parts, warp)
+            state = self._load_rows(view, ring, state, coords, slices, at, warp)
         else:
-            state = self._load_k(ring, state, place, parts, warp)
+            state = self._load_k(view, ring, state, coords, slices, at, warp)
         return state
 
     @cute.jit
-    def _load_rows(self, ring, state, place, parts, warp):
+    def _load_rows(self, view, ring, state, coords, slices, at, warp):
         """Rows of A are rows of the tile: a thread's are the same for all k-tiles."""
-        first = place.first + self.first_row
-        rows = [
-            self._offset(first + ROWS_AT_ONCE * i) for i in range(self.spec.tile_m // ROWS_AT_ONCE)
-        ]
-        for k_tile in cutlass.range(place.k_tiles, unroll=1):
-            self._begin_stage(ring, state, place, parts, k_tile, warp)
-            column = k_tile * self.spec.tile_k + self.piece * self.piece_elements
-            wanted = place.belongs & (column < self.width)
-            source, target = self._source(column), self._target(state.index)
-            for i, row in enumerate(rows):
-                at = target + ROWS_AT_ONCE * i * ROW_BYTES
-                self._copy_piece(at, source, row, wanted & (row >= 0))
+        first = coords.first + at.row
+        rows = self._rows(view, first, self.spec.tile_m // ROWS_AT_ONCE)
+        for i in cutlass.range(coords.k_tiles, unroll=1):
+            k_tile = coords.k_first + i
+            self._begin_stage(view, ring, state, coords, slices, k_tile, warp)
+            column = k_tile * self.spec.tile_k + at.piece * self.piece_elements
+            wanted = coords.belongs & (column < view.gather.width)
+            source, target = self._source(view, column), self._target(view, at, state.index)
+            for j, row in enumerate(rows):
+                at_row = target + ROWS_AT_ONCE * j * ROW_BYTES
+                self._copy_piece(view, at_row, source, row, wanted & (row >= 0))
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.producer_get_barrier(state))
             state.advance()
         return state
 
     @cute.jit
-    def _load_k(self, ring, state, place, parts, warp):
+    def _load_k(self, view, ring, state, coords, slices, at, warp):
         """Rows of A or B are those of K: other ones for each k-tile."""
         s = self.spec
         count = s.tile_k // ROWS_AT_ONCE
-        tile, index = (s.tile_m, place.m) if self.gathers_a else (s.d_tile_n, place.n)
+        tile, index = (s.tile_m, coords.m) if self.gathers_a else (s.d_tile_n, coords.n)
         block, blocks = ROW_BYTES // self.itemsize, tile * self.itemsize // ROW_BYTES
-        columns = [
-            index * tile + i * block + self.piece * self.piece_elements for i in range(blocks)
-        ]
-        sources = [(self._source(column), column < self.width) for column in columns]
-        rows = self._rows(place.first + self.first_row, count)
-        for k_tile in cutlass.range(place.k_tiles, unroll=1):
-            first = place.first + k_tile * s.tile_k + self.first_row
-            following = self._rows(first + s.tile_k, count)  # their indices arrive meanwhile
-            self._begin_stage(ring, state, place, parts, k_tile, warp)
-            target = self._target(state.index)
-            for i, row in enumerate(rows):
-                inside = (first + ROWS_AT_ONCE * i < place.end) & (row >= 0)
+        columns = [index * tile + i * block + at.piece * self.piece_elements for i in range(blocks)]
+        sources = [(self._source(view, column), column < view.gather.width) for column in columns]
+        rows = self._rows(view, coords.first + coords.k_first * s.tile_k + at.row, count)
+        for i in cutlass.range(coords.k_tiles, unroll=1):
+            k_tile = coords.k_first + i
+            first = coords.first + k_tile * s.tile_k + at.row
+            # The indices of the next k-tile's rows arrive meanwhile.
+            following = self._rows(view, first + s.tile_k, count)
+            self._begin_stage(view, ring, state, coords, slices, k_tile, warp)
+            target = self._target(view, at, state.index)
+            for j, row in enumerate(rows):
+                inside = (first + ROWS_AT_ONCE * j < coords.end) & (row >= 0)
                 for block, (source, wanted) in enumerate(sources):
-                    at = target + (block * s.tile_k + ROWS_AT_ONCE * i) * ROW_BYTES
-                    self._copy_piece(at, source, row, inside & wanted)
+                    at_row = target + (block * s.tile_k + ROWS_AT_ONCE * j) * ROW_BYTES
+                    self._copy_piece(view, at_row, source, row, inside & wanted)
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.producer_get_barrier(state))
             state.advance()
             rows = following
         return state
 
     @cute.jit
-    def _begin_stage(self, ring, state, place, parts, k_tile, warp):
+    def _begin_stage(self, view, ring, state, coords, slices, k_tile, warp):
         """Waits for a stage to be free; the first loader warp sends the other operand."""
         if warp == 0:
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
-            if cutlass.const_expr(self.gathers_a):
-                self._load_b(parts, k_tile, state.index, full, place, self.others)
-            else:
-                self._load_a(parts, k_tile, state.index, full)
+            self.tma.load(view.tma, slices, k_tile, state.index, full, coords)
         else:
             ring.sync_object_empty.wait(state.index, state.phase)
 
-    def _rows(self, first, count):
-        return [self._offset(first + ROWS_AT_ONCE * i) for i in range(count)]
+    def _rows(self, view, first, count):
+        return [self._row(view, first + ROWS_AT_ONCE * i) for i in range(count)]
 
-    def _source(self, column):
+    def _source(self, view, column):
         """Returns the global address of the piece that begins at a column of a row 0."""
-        return self.pointer.toint() + Int64(column) * self.itemsize
+        return view.pointer.toint() + Int64(column) * self.itemsize
 
-    def _copy_piece(self, target, source, row, wanted):
+    def _copy_piece(self, view, target, source, row, wanted):
         """Copies a piece of a row, or zeros where it is not wanted: its address is then not read.
 
         Args:
           source: address of the same piece of row 0.
-          row: distance from row 0, in pieces.
         """
-        copy_piece(target, source + Int64(row) * PIECE, select_(wanted, Int32(PIECE), Int32(0)))
+        address = row_address(source, row, view.row_bytes, Int64)
+        copy_piece(target, address, select_(wanted, Int32(PIECE), Int32(0)))
 
-    def _offset(self, index):
-        """Returns where the row begins that an element of the grouped axis is, in pieces.
+    def _row(self, view, index):
+        """Returns which row an element of the grouped axis is; -1 for one that does not exist."""
+        row = cute.arch.load(view.gather.indices + smaller(index, view.length - 1), Int32)
+        exists = (row >= 0) & (row < view.gather.rows)
+        return select_(exists, row, Int32(-1))
 
-        That of a row which does not exist is negative.
-        """
-        row = cute.arch.load(self.rows + smaller(index, self.length - 1), Int32)
-        exists = (row >= 0) & (row < self.source)
-        return select_(exists, row * (self.stride // self.piece_elements), Int32(-1))
-
-    def _target(self, stage):
+    def _target(self, view, at, stage):
         """Returns the shared address of this thread's piece of a stage's first row."""
-        tensor = self.sA if self.gathers_a else self.sB
         rows = self.spec.tile_m if self.gathers_a else self.spec.tile_n
         stage_bytes = rows * self.spec.tile_k * self.itemsize
-        swizzled = self.piece ^ (self.first_row % 8)
-        at = self.first_row * ROW_BYTES + swizzled * PIECE
-        return tensor.iterator.toint() + stage * stage_bytes + at
+        swizzled = at.piece ^ (at.row % 8)
+        offset = at.row * ROW_BYTES + swizzled * PIECE
+        return view.stages.iterator.toint() + stage * stage_bytes + offset
 
-    def _before_multiply(self):
+    def before_read(self):
+        # NOTE: the copies are ordinary writes, which wgmma reads by another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")

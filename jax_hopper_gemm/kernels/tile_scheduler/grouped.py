@@ -1,19 +1,17 @@
 """Persistent scheduler of grouped products: tiles are found from sizes that only the GPU knows.
 
-    scheduler warp of the cluster's first CTA       readers (loader, operands, math) of all its CTAs
-      claim the next index: a fixed stride, or the counter
-      search the spans for it (see `grouping`)
-      wait empty[slot]                                wait full[slot]
-      for each CTA: tile -> its slot                  read slot; arrive on empty[slot] of the
-                    complete full[slot]                 first CTA
-
-The search of a tile hides behind the multiplication of those before it.
+The scheduler warp of a cluster's first CTA claims the next index, by a fixed stride or from the
+counter, searches the groups for it (`gemm/group_search.py`) and posts the tile to the mailbox. The
+search of a tile hides behind the multiplication of those before it.
 """
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cutlass_dsl import max as larger
 from cutlass.cutlass_dsl import min as smaller
 from cutlass.cutlass_dsl import select_
 
@@ -26,173 +24,96 @@ from ...gemm.group_search import (
     next_window,
     tile_in,
 )
+from ..mailbox import Mailbox
+from ..warp import Warp
 
-DEPTH = 3  # slots: how far ahead of the slowest reader a tile may be claimed
-SLOT_WORDS = 4  # of 64 bits: a tile's five int32
 
+@dataclass(frozen=True)
+class GroupedState:
+    """What all warps share: the tile counter, the raster, the groups' sizes, the mailbox."""
 
-class Warp:
-    """The operations that `grouping` wants of 32 lanes: those of a warp."""
-
-    @property
-    def lane(self):
-        return cute.arch.lane_idx()
-
-    def integer(self, value):
-        return Int32(value)
-
-    def minimum(self, a, b):
-        return smaller(Int32(a), Int32(b))
-
-    def maximum(self, a, b):
-        return larger(Int32(a), Int32(b))
-
-    def where(self, condition, a, b):
-        return select_(condition, Int32(a), Int32(b))
-
-    def of(self, value, lane):
-        """Returns what `lane` has."""
-        return cute.arch.shuffle_sync(value, lane)
-
-    def prefix_sum(self, value):
-        """Returns the sum over this lane and those before it."""
-        lane = self.lane
-        for distance in (1, 2, 4, 8, 16):
-            before = cute.arch.shuffle_sync_up(value, distance)
-            value = value + select_(lane >= distance, before, Int32(0))
-        return value
-
-    def first(self, condition):
-        """Returns the first lane for which `condition` holds; some lane must."""
-        ballot = cute.arch.vote_ballot_sync(condition)
-        return cute.arch.popc(~ballot & (ballot - 1))
+    counter: Any
+    raster: Any
+    sizes: Any
+    box: Any
 
 
 class GroupedScheduler:
-    """A tile here is a `GroupTile` of the CTA's cluster; `n` is -1 past the end.
+    """A tile here is a `GroupTile` of the CTA's cluster; `n` is -1 past the end."""
 
-    Shared memory: DEPTH full barriers, DEPTH empty barriers, DEPTH slots.
-    """
-
-    smem_words = DEPTH * (2 + SLOT_WORDS)
     needs_scheduler_warp = True
 
     def __init__(self, spec):
         self.spec = spec
         self.rows = spec.tile_m * spec.raster_m if spec.grouped == "m" else None
         self.skip_empty = spec.zero_fill_warp
+        self.mailbox = Mailbox(spec, numbers=len(GroupTile._fields))
+        self.smem_words = self.mailbox.smem_words
 
-    @cute.jit
-    def setup(self, words, counter, raster, sizes, num_reader_warps: cutlass.Constexpr):
-        """Called once by all threads, before the barriers are made visible.
+    def setup(self, words, args, num_reader_warps):
+        box = self.mailbox.setup(words, num_reader_warps)
+        return GroupedState(args.tile_counter, args.raster, args.group_sizes, box)
 
-        Args:
-          words: shared memory pointer to `smem_words` int64 words.
-          counter: global pointer to the int32 tile counter, or None.
-          walk: the `GroupRaster`.
-          sizes: global pointer to the int32 sizes.
-          num_reader_warps: warps of a CTA that call `next_tile`.
-        """
-        self.counter, self.raster, self.sizes = counter, raster, sizes
-        self.full = words
-        self.empty = words + DEPTH
-        self.slots = cute.recast_ptr(words + 2 * DEPTH, dtype=Int32)
-        if cute.arch.warp_idx() == 0:
-            with cute.arch.elect_one():
-                for slot in cutlass.range_constexpr(DEPTH):
-                    cute.arch.mbarrier_init(self.full + slot, 1)
-                    cute.arch.mbarrier_init(
-                        self.empty + slot, num_reader_warps * self.spec.cluster_size
-                    )
+    def first_tile(self, state):
+        return self.next_tile(state, None, Int32(0))
 
-    def first_tile(self):
-        return self.next_tile(None, Int32(0))
-
-    def exists(self, tile):
+    def exists(self, state, tile):
         return tile.n >= 0
 
-    @cute.jit
-    def next_tile(self, tile, reader):
-        """Waits for the slot `reader` counts to and returns its tile; called by whole warps."""
-        slot, phase = reader % DEPTH, (reader // DEPTH) % 2
-        cute.arch.mbarrier_wait(self.full + slot, phase)
-        words = [Int32(0)] * 5
-        if cute.arch.lane_idx() == 0:  # the thread that frees the slot is the one that read it
-            at = self.slots + slot * (2 * SLOT_WORDS)
-            words = [cute.arch.load(at + i, Int32) for i in range(5)]
-            first_cta = 0 if cutlass.const_expr(self.spec.cluster_size > 1) else None
-            cute.arch.mbarrier_arrive(self.empty + slot, first_cta)
-        return GroupTile(*(cute.arch.shuffle_sync(word, 0) for word in words)), reader + 1
+    def next_tile(self, state, tile, reader):
+        """Returns the `reader`-th tile of this cluster; called by whole warps."""
+        return GroupTile(*self.mailbox.read(state.box, reader)), reader + 1
 
     @cute.jit
-    def run_scheduler_warp(self, tiles_in_turn: cutlass.Constexpr):
-        """Publishes tiles until every reader has met one past the end.
-
-        A warpgroup that takes every other tile may step over the first such tile, so as many
-        follow as there are warpgroups in turn. One warp of a cluster's first CTA runs this.
-        """
+    def run_scheduler_warp(self, state, tiles_in_turn: cutlass.Constexpr):
+        """Publishes tiles until every reader has met one past the end, as in `dynamic.py`."""
         lanes = Warp()
         launched = cute.arch.grid_dim()[0] // self.spec.cluster_m
         index = cute.arch.block_idx()[0] // self.spec.cluster_m
-        window = self.first_window()
+        window = self.first_window(state)
         published = Int32(0)
         past_the_end = Int32(0)
         while past_the_end < tiles_in_turn:
-            window = self.search(window, index)
-            found = holds(Window(*window), index, lanes)
-            tile = tile_in(self.raster, Window(*window), index, lanes, self.rows)
-            tile = tile._replace(n=select_(found, tile.n, Int32(-1)))
-            slot, phase = published % DEPTH, (published // DEPTH) % 2
-            cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
-            if lanes.lane < self.spec.cluster_size:
-                self.publish(slot, tile, lanes.lane)
+            window = self.search(state, window, index)
+            exists = holds(Window(*window), index, lanes)
+            tile = tile_in(state.raster, Window(*window), index, lanes, self.rows)
+            tile = tile._replace(n=select_(exists, tile.n, Int32(-1)))
+            slot = self.mailbox.free_slot(state.box, published)
+            self.mailbox.publish(state.box, slot, tile)
             published += 1
-            past_the_end += select_(found, Int32(0), Int32(1))
-            index = self.claim(index, launched)
+            past_the_end += select_(exists, Int32(0), Int32(1))
+            index = self.claim(state, index, launched)
 
     @cute.jit
-    def search(self, window, index):
+    def search(self, state, window, index):
         """Returns the window that holds the `index`-th tile, or the last one."""
         lanes = Warp()
-        ahead = ~holds(Window(*window), index, lanes) & ~is_last(self.raster, Window(*window))
+        ahead = ~holds(Window(*window), index, lanes) & ~is_last(state.raster, Window(*window))
         while ahead:
-            following = self.next_window(window)
+            following = self.next_window(state, window)
             window = tuple(following)
-            ahead = ~holds(following, index, lanes) & ~is_last(self.raster, following)
+            ahead = ~holds(following, index, lanes) & ~is_last(state.raster, following)
         return window
 
-    def first_window(self):
-        return tuple(first_window(self.raster, self.size_at, Warp(), self.rows, self.skip_empty))
+    def first_window(self, state):
+        sizes = partial(self.size_at, state)
+        return tuple(first_window(state.raster, sizes, Warp(), self.rows, self.skip_empty))
 
-    def next_window(self, window):
-        return next_window(
-            self.raster, Window(*window), self.size_at, Warp(), self.rows, self.skip_empty
-        )
+    def next_window(self, state, window):
+        sizes = partial(self.size_at, state)
+        return next_window(state.raster, Window(*window), sizes, Warp(), self.rows, self.skip_empty)
 
-    def size_at(self, span, valid):
-        """Returns the size of a span, or any value where it is not `valid`."""
-        return cute.arch.load(self.sizes + smaller(span, self.raster.sizes - 1), Int32)
+    def size_at(self, state, group, valid):
+        """Returns the size of a group, or any value where it is not `valid`."""
+        return cute.arch.load(state.sizes + smaller(group, state.raster.sizes - 1), Int32)
 
     @cute.jit
-    def claim(self, index, launched):
+    def claim(self, state, index, launched):
         if cutlass.const_expr(self.spec.tile_scheduler == "dynamic"):
             claimed = Int32(0)
             if cute.arch.lane_idx() == 0:
-                claimed = cute.arch.atomic_add(self.counter, Int32(1))
+                claimed = cute.arch.atomic_add(state.counter, Int32(1))
             index = launched + cute.arch.shuffle_sync(claimed, 0)
         else:
             index = index + launched
         return index
-
-    def publish(self, slot, tile, cta):
-        """Writes a slot of one CTA of the cluster and completes its full barrier; one thread."""
-        at = self.slots + slot * (2 * SLOT_WORDS)
-        full = self.full + slot
-        if self.spec.cluster_size == 1:  # a store to the cluster wants a cluster of two or more
-            for i, word in enumerate(tile):
-                cute.arch.store(at + i, word)
-            cute.arch.mbarrier_arrive(full)
-        else:
-            cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * len(tile), cta)
-            for i, word in enumerate(tile):
-                cute.arch.store_async_dsmem(at + i, word, full, cta)

@@ -1,13 +1,31 @@
 """All math warpgroups work on one tile: each owns 64-row slices of it."""
 
+from dataclasses import dataclass
+
 
 def registers(spec):
-    """Returns the registers a thread of the loading and of the math warpgroups asks for."""
+    """Returns the registers a thread of the loading and of the math warpgroups asks for.
+
+    NOTE: 512 threads leave 128 registers a thread at compile time, whatever `setmaxnreg` says
+    later. So more than 96 accumulators do not compile with three math warpgroups, and rows are
+    gathered by warps of the loading warpgroup, not by a fifth one.
+    """
     if spec.gathered:
         return 56, 224
     if spec.math_warpgroups == 3:
         return 32, 160
     return (24, 240) if spec.acc_registers > 192 else (40, 232)
+
+
+@dataclass(frozen=True)
+class NoTurn:
+    """The protocol of a turn at the tensor cores; here nobody waits."""
+
+    def wait(self):
+        """Waits until this warpgroup may issue a tile's wgmma."""
+
+    def hand_over(self):
+        """Lets the next warpgroup issue."""
 
 
 class Cooperative:
@@ -36,11 +54,23 @@ class Cooperative:
         self.tile_warps = 4 * spec.math_warpgroups
         self.registers = registers(spec)
 
-    def setup(self, warpgroup):
-        """Called by the math warps; `warpgroup` counts the math warpgroups from 0."""
+    def turn_of(self, warpgroup):
+        """Returns the turn of a math warpgroup; they are counted from 0."""
+        return NoTurn()
 
-    def wait_for_math(self):
-        """Waits until this warpgroup may issue a tile's wgmma."""
+    def first_tile(self, tiles, warpgroup, state, skip, turn):
+        """Returns the first tile that a math warpgroup works on.
 
-    def pass_math(self):
-        """Lets the next warpgroup issue."""
+        Args:
+          state: what a role carries from tile to tile.
+          skip: (state, coords) -> state past a tile that another warpgroup works on.
+          turn: that of the warpgroup; handed over if another one begins.
+
+        Returns:
+          tile, reader, state.
+        """
+        return *tiles.first(), state
+
+    def skip_partner_tile(self, tiles, tile, reader, state, skip):
+        """Moves past the tile that another warpgroup takes after one of this; the same."""
+        return tile, reader, state

@@ -1,22 +1,40 @@
 """Two math warpgroups on alternate tiles: one stores while the other multiplies."""
 
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 
+from ..named_barriers import WARPGROUP, BarrierId
 from .cooperative import registers
 
-MATH_BARRIER = 5  # named barriers 5 and 6: warpgroup 0's and 1's turn at the tensor cores
-WARPGROUP = 128
+
+@dataclass(frozen=True)
+class Turn:
+    """A warpgroup's turn at the tensor cores: a named barrier of 256 threads.
+
+    Its owner waits on it, the other warpgroup arrives.
+    """
+
+    mine: Any
+    other: Any
+
+    def wait(self):
+        self.mine.arrive_and_wait()
+
+    def hand_over(self):
+        self.other.arrive()
 
 
 class Pingpong:
     """The tensor cores are held by one warpgroup at a time, in strict alternation.
 
-        time ->
-        math 0   [k-tiles t0][epilogue t0]  [k-tiles t2][epilogue t2]
-        math 1               [k-tiles t1][epilogue t1]  [k-tiles t3]
-        loader   [t0 ...][t1 ...][t2 ...]
-
-    A turn is a named barrier of 256 threads: its owner waits on it, the other one arrives.
+    time ->
+    math 0   [k-tiles t0][epilogue t0]  [k-tiles t2][epilogue t2]
+    math 1               [k-tiles t1][epilogue t1]  [k-tiles t3]
+    loader   [t0 ...][t1 ...][t2 ...]
     """
 
     tiles_in_turn = 2
@@ -26,12 +44,20 @@ class Pingpong:
     def __init__(self, spec):
         self.registers = registers(spec)
 
-    def setup(self, warpgroup):
-        self.mine = pipeline.NamedBarrier(MATH_BARRIER + warpgroup, 2 * WARPGROUP)
-        self.other = pipeline.NamedBarrier(MATH_BARRIER + 1 - warpgroup, 2 * WARPGROUP)
+    def turn_of(self, warpgroup):
+        return Turn(
+            pipeline.NamedBarrier(BarrierId.MATH_TURN + warpgroup, 2 * WARPGROUP),
+            pipeline.NamedBarrier(BarrierId.MATH_TURN + 1 - warpgroup, 2 * WARPGROUP),
+        )
 
-    def wait_for_math(self):
-        self.mine.arrive_and_wait()
+    @cute.jit
+    def first_tile(self, tiles, warpgroup, state, skip: cutlass.Constexpr, turn: cutlass.Constexpr):
+        tile, reader = tiles.first()
+        if warpgroup == 1:
+            turn.hand_over()  # the first turn is warpgroup 0's
+            tile, reader, state = self.skip_partner_tile(tiles, tile, reader, state, skip)
+        return tile, reader, state
 
-    def pass_math(self):
-        self.other.arrive()
+    def skip_partner_tile(self, tiles, tile, reader, state, skip):
+        state = skip(state, tiles.coords(tile))
+        return *tiles.next(tile, reader), state

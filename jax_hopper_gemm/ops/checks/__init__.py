@@ -1,4 +1,4 @@
-"""Every error that a user's arguments can cause: what came, what was expected, the way out."""
+"""Checks of users' arguments; errors say what came, what was expected, and the way out."""
 
 from .arguments import IMPLEMENTATIONS as IMPLEMENTATIONS
 from .arguments import SCALARS as SCALARS

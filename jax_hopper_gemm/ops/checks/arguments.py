@@ -1,4 +1,4 @@
-"""What every product takes: arrays, names of activations, functions, choices."""
+"""Checks that all products share: arrays, names of activations, functions, choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPLEX = 2
 
 
 def as_arrays(op: str, **operands: Any) -> list[Any]:
-    """Returns the operands, those with a `__jax_array__` method as the array it gives.
+    """Returns the operands, those with a `__jax_array__` method converted by it.
 
     Raises:
       TypeError: an operand is neither an array nor a scalar.
@@ -41,7 +41,7 @@ def is_array(x: Any) -> bool:
 
 
 def strong_dtype(x: Any) -> Any:
-    """Returns the dtype of an array; None for None and for numbers, which take any."""
+    """Returns the dtype of an array; None for None and for numbers, which fit any dtype."""
     if x is None or isinstance(x, SCALARS) or jax.typeof(x).weak_type:
         return None
     return jax.dtypes.result_type(x)
@@ -56,10 +56,10 @@ def kind(x: Any) -> int:
 
 
 def check_accelerated(op: str, function: Any, implementation: Any) -> None:
-    """Raises for a function that is none and a choice that does not exist.
+    """Checks a function and an implementation.
 
     Raises:
-      TypeError, ValueError: what does not fit.
+      TypeError, ValueError: one is not callable, or the other does not exist.
     """
     if not callable(function):
         raise TypeError(
@@ -71,13 +71,13 @@ def check_accelerated(op: str, function: Any, implementation: Any) -> None:
 
 
 def check_unchanged(op: str, argument: Any, known: list[Any]) -> None:
-    """Checks that a function put nothing into an argument, a pytree, that its caller would miss.
+    """Checks that a function stored no new array in an argument, which its caller would lose.
 
     Args:
-      known: the leaves of the argument before, and of what the function returned.
+      known: the leaves of the argument before the call, and of the function's result.
 
     Raises:
-      ValueError: another leaf is there.
+      ValueError: the argument has another leaf.
     """
     there = set(map(id, known))
     if any(id(leaf) not in there for leaf in jax.tree.leaves(argument)):
@@ -89,10 +89,10 @@ def check_unchanged(op: str, argument: Any, known: list[Any]) -> None:
 
 
 def check_max_sms(limit: Any) -> None:
-    """Raises for a limit of SMs that is none.
+    """Checks a limit of SMs.
 
     Raises:
-      TypeError, ValueError: what does not fit.
+      TypeError, ValueError: it is neither None nor an integer of at least 1.
     """
     if limit is None:
         return
@@ -111,7 +111,7 @@ def name_problems(activation: Any) -> list[str]:
 
 
 def function_problems(name: str, function: Any) -> list[str]:
-    """Returns why an activation or an epilogue is none, as far as its type tells."""
+    """Returns the reasons, by its type, why an activation or epilogue is invalid."""
     if function is None or (name == "activation" and isinstance(function, str)):
         return []
     if not callable(function):

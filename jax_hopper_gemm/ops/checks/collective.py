@@ -1,4 +1,4 @@
-"""Checks of products over a mesh axis."""
+"""Checks of collective GEMMs."""
 
 from __future__ import annotations
 

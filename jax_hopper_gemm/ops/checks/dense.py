@@ -1,4 +1,4 @@
-"""Errors of dense products: ranks, extents, axes, and what `matmul` takes beside them."""
+"""Checks of dense products: ranks, extents, axes, and the arguments of `matmul`'s epilogue."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .wording import describe, differ, fail
 
 
 def check_matmul(a: Any, b: Any, given: Mapping[str, Any], activation: Any, preferred: Any) -> None:
-    """Checks ranks, K and batch axes by the rules of `jnp.matmul`, then what follows the product.
+    """Checks ranks, K and batch axes by the rules of `jnp.matmul`, then the epilogue.
 
     Args:
       a, b: the operands.
-      given: by name, those of bias, residual, c, alpha and beta that are given.
-      activation, preferred: as the user gave them, `preferred` being preferred_element_type.
+      given: bias, residual, c, alpha and beta by name, without those that are None.
+      activation, preferred: the user's arguments; `preferred` is preferred_element_type.
     """
     problems = _matmul_problems(a, b)
     if not problems:
@@ -84,7 +84,7 @@ def _broadcasting_problems(shape: tuple[Any, ...], given: Mapping[str, Any]) -> 
 
 
 def factor_problems(given: Mapping[str, Any], product: str) -> list[str]:
-    """Returns what is wrong with alpha and beta, factors of a product of this name and of c."""
+    """Returns the problems of alpha and beta, factors of a product of this name and of c."""
     problems = [
         f"{name} is {describe(given[name])}, expected a number or a scalar array"
         for name in ("alpha", "beta")
@@ -98,7 +98,7 @@ def factor_problems(given: Mapping[str, Any], product: str) -> list[str]:
 
 
 def kind_problems(a: Any, b: Any, given: Mapping[str, Any], preferred: Any) -> list[str]:
-    """Returns which operand is of a kind of number that does not go with the product."""
+    """Returns the operands whose kind of number does not fit the product, as problems."""
     single = preferred is not None and not isinstance(preferred, tuple | list)
     c = given.get("c")
     decides = c is not None and not single and strong_dtype(c) is not None
@@ -174,12 +174,12 @@ def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
 
 
 def check_explained(function: str, because: str, named: Mapping[str, Any]) -> None:
-    """Checks that nothing is given that the explained function does not take.
+    """Checks that no argument is set that the explained function does not take.
 
     Args:
-      function: what is explained.
-      because: of which arguments.
-      named: those that it has not, by name; None for those that are not given.
+      function: the explained function.
+      because: the arguments that select it.
+      named: arguments that it does not take, by name; None if not set.
     """
     if given := [name for name, x in named.items() if x is not None]:
         hint = ": write it into epilogue" if function in ("dot_general", "ragged_dot") else ""

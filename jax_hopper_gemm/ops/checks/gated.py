@@ -1,4 +1,4 @@
-"""Errors of gated linear units, dense ones and those of rows in groups."""
+"""Checks of gated linear units, dense and grouped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_gated(
     offset: Any = None,
     indices: Any = None,
 ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """Checks a gated linear unit; with `sizes` one of rows in groups, which `indices` may pick.
+    """Checks a gated linear unit; with `sizes` a grouped one, whose rows `indices` may gather.
 
     Returns:
       x; the weights: one array or gate and up; the biases: none or gate's and up's; the scale of

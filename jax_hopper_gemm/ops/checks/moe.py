@@ -84,10 +84,10 @@ def check_grouped_mlp(
 def check_mixture(
     x: Any, kernel: Any, rights: tuple[Any, ...], down: Any, devices: int, exchange: Any
 ) -> None:
-    """Checks what the parts would say less plainly.
+    """Checks arguments whose errors inside the parts would be less clear.
 
     Args:
-      devices: over how many the experts are spread; 1 where they are not.
+      devices: number of devices that share the experts; 1 without sharding.
     """
     problems = _weight_problems(rights, down)
     if x.ndim < 1:

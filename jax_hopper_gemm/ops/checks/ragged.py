@@ -1,4 +1,4 @@
-"""Errors of ragged products: groups of rows, their sizes, an offset into them."""
+"""Checks of ragged products: groups of rows, their sizes, an offset into them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_ragged_dot(
     activation: Any = None,
     indices: Any = None,
 ) -> None:
-    """Checks what `ragged_dot` takes: ranks, K, and the number of groups."""
+    """Checks the arguments of `ragged_dot`: ranks, K, and the number of groups."""
     op, problems = "ragged_dot", []
     for name, x, expected in (
         ("lhs", lhs, ("M", "K")), ("rhs", rhs, ("G", "K", "N")), ("group_sizes", sizes, ("G",)),
@@ -65,7 +65,7 @@ def _group_bias_problems(bias: Any, rhs: Any) -> list[str]:
 
 
 def check_group_operands(op: str, operands: Sequence[Any], rhs: Any) -> None:
-    """Checks that an operand with an axis of groups has as many as the weights."""
+    """Checks that an operand with an axis of groups has as many groups as the weights."""
     groups = np.shape(rhs)[0]
     fail(
         op,
@@ -81,7 +81,7 @@ def check_group_operands(op: str, operands: Sequence[Any], rhs: Any) -> None:
 
 
 def group_problems(groups: Any, rhs: Any, sizes: Any, offset: Any, name: str = "rhs") -> list[str]:
-    """Returns whether sizes and groups of weights are not as many."""
+    """Returns the problem of sizes and weights that differ in their number of groups."""
     given = np.shape(sizes)[-1]
     if offset is None:
         if not differ(groups, given):
@@ -105,7 +105,7 @@ def fail_ragged(
     mistyped: Sequence[str] = (),
     indices: Any = None,
 ) -> None:
-    """Raises for all problems, with those that sizes, offset and indices have by themselves."""
+    """Raises for all problems, adding those of sizes, offset and indices."""
     mistyped = list(mistyped)
     if indices is not None and np.ndim(indices) != 1:
         problems.append(f"row_indices is {describe(indices)}, expected (M,)")
@@ -140,12 +140,12 @@ def check_ragged_dot_general(
     given: Mapping[str, Any],
     preferred: Any,
 ) -> lax.RaggedDotDimensionNumbers:
-    """Returns the dimension numbers as tuples of plain integers, which then are valid.
+    """Returns the checked dimension numbers as tuples of plain integers.
 
     Args:
-      given: by name, those of alpha, beta and c that are given.
+      given: alpha, beta and c by name, without those that are None.
       preferred: preferred_element_type.
-      everything else: as the user gave it.
+      Other arguments: those of `ragged_dot_general`.
     """
     op = "ragged_dot_general"
     expected = "ragged_dot_dimension_numbers"
@@ -226,7 +226,7 @@ def _others(x: Any, *taken: tuple[int, ...]) -> tuple[int, ...]:
 def _sum_problems(
     lhs: Any, rhs: Any, shape: tuple[Any, ...], given: Mapping[str, Any], preferred: Any
 ) -> list[str]:
-    """Returns what of alpha, beta and c does not fit a contraction's result of this shape."""
+    """Returns the problems of alpha, beta and c with a contraction's result of this shape."""
     problems = factor_problems(given, "product") + kind_problems(lhs, rhs, given, preferred)
     if (c := given.get("c")) is None:
         return problems

@@ -1,4 +1,4 @@
-"""Errors of what follows a product, and of what users' functions return while traced."""
+"""Checks of epilogues, and of the results of users' functions while traced."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def check_steps(
     preferred: Any,
     implementation: Any,
 ) -> tuple[Any, ...]:
-    """Checks what products of every form take, and returns the operands of the epilogue.
+    """Checks the arguments that all products share, and returns the operands of the epilogue.
 
     Args:
-      op: what the user called.
-      epilogue, operands, preactivation, preferred, implementation: as the user gave them.
-      plain: whether nothing at all follows the product.
+      op: the function that the user called.
+      epilogue, operands, preactivation, preferred, implementation: the user's arguments.
+      plain: whether the product has no epilogue at all.
     """
     problems, mistyped = [], function_problems("epilogue", epilogue)
     if not isinstance(operands, tuple | list):
@@ -49,10 +49,10 @@ def check_steps(
 
 
 def call(op: str, name: str, function: Callable[..., Any], *arrays: Any) -> Any:
-    """Returns `function(*arrays)`, a function of the user's, while it is traced.
+    """Returns `function(*arrays)` for a user's function while it is traced.
 
     Raises:
-      TypeError or ValueError: it raised an exception, which is the cause.
+      TypeError or ValueError: the function raised an exception, which becomes the cause.
     """
     try:
         return function(*arrays)
@@ -66,7 +66,7 @@ def call(op: str, name: str, function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def check_activated(op: str, out: Any, y: Any) -> None:
-    """Checks that an activation returned one array of the shape that it was given."""
+    """Checks that an activation returned one array of its argument's shape."""
     if not is_array(out):
         raise TypeError(
             f"{op}: activation returned a {type(out).__name__}, expected an array: a function of "
@@ -83,10 +83,10 @@ def check_activated(op: str, out: Any, y: Any) -> None:
 
 
 def results(op: str, out: Any) -> tuple[Any, ...]:
-    """Returns what an epilogue returned as a tuple of arrays.
+    """Returns the results of an epilogue as a tuple of arrays.
 
     Raises:
-      TypeError: it returned something else.
+      TypeError: the epilogue returned no result, or one that is not an array.
     """
     found = out if isinstance(out, tuple) else (out,)
     wrong = [type(x).__name__ for x in found if not is_array(x)]

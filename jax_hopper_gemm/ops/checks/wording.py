@@ -1,4 +1,4 @@
-"""How messages name arrays, and the one error that says all that is wrong."""
+"""Wording of messages: names of arrays, and one error for all problems."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from jax_hopper_gemm.cubin.manifest import Manifest, derive_manifest
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
+from jax_hopper_gemm.gemm.kernel_params import param_list
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
 SPEC = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128)
@@ -27,8 +28,19 @@ OTHER_VALUES = {  # for each field of a spec, one that SPEC does not have
         results=(Result("matrix", 2, "bfloat16"),),
     ),
 }  # fmt: skip
-NAMES = ("tma_a", "tma_b", "tma_d", "clusters_m", "k_tiles", "tile_counter")
-PLACES = ((48, 128), (176, 128), (304, 128), (432, 4), (436, 4), (440, 8))
+
+
+def places_of(spec: GemmSpec) -> tuple[tuple[int, int], ...]:
+    """Returns (offset, size) of each parameter of `spec`'s kernel, one behind the other."""
+    offset, places = 48, []
+    for param in param_list(spec):
+        offset += -offset % min(param.nbytes, 8)
+        places.append((offset, param.nbytes))
+        offset += param.nbytes
+    return tuple(places)
+
+
+PLACES = places_of(SPEC)
 
 
 def sample_cubin(
@@ -87,14 +99,15 @@ def _elf(sections: list[tuple[str, bytes, int]], abi_version: int, flags: int) -
 
 
 def sample_manifest(spec: GemmSpec = SPEC, cubin: bytes | None = None) -> Manifest:
-    return derive_manifest(spec, cubin or sample_cubin(threads=spec.threads), NAMES)
+    cubin = cubin or sample_cubin(threads=spec.threads, places=places_of(spec))
+    return derive_manifest(spec, cubin)
 
 
 # Stands in for kernels/, so that a test sees each compile and needs no compiler. `COMPILES` is a
 # file that gets a line for each.
 FAKE_COMPILER = """
     import os, sys, time, types
-    from cubin_samples import NAMES, sample_cubin
+    from support.cubin_samples import places_of, sample_cubin
     from jax_hopper_gemm.cubin import compiler
 
     def compile_cubin(spec, workdir):
@@ -102,10 +115,10 @@ FAKE_COMPILER = """
         with open(os.environ["COMPILES"], "a") as file:
             file.write(spec.name + "\\n")
         time.sleep(float(os.environ.get("COMPILE_SECONDS", 0)))
-        return sample_cubin(entry=spec.name, threads=spec.threads)
+        return sample_cubin(entry=spec.name, threads=spec.threads, places=places_of(spec))
 
     fake = types.ModuleType("jax_hopper_gemm.kernels")
-    fake.compile_cubin, fake.parameter_names = compile_cubin, lambda spec: NAMES
+    fake.compile_cubin = compile_cubin
     sys.modules["jax_hopper_gemm.kernels"] = fake
     compiler.require_compiler = lambda: None
 """
@@ -120,7 +133,7 @@ HIDE_CUTLASS = """
 
 def start_python(source: str, **environment: str) -> subprocess.Popen:
     """Starts `source` in a fresh process that can import the package and this module."""
-    tests = Path(__file__).resolve().parent
+    tests = Path(__file__).resolve().parents[1]
     paths = {"PYTHONPATH": f"{tests.parent}:{tests}", "PATH": "/usr/bin:/bin"}
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(source)],

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from moe_reference import looped
+from support.moe_reference import looped
 
 from jax_hopper_gemm import moe
 from jax_hopper_gemm.testing import moe_programs

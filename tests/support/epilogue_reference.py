@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from programs import integers
+from support.program_inspection import integers
 
 from jax_hopper_gemm.ops.activations import ACTIVATIONS
 

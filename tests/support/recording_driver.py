@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 from types import SimpleNamespace
 
+from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
-from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
+from jax_hopper_gemm.launch.plan import make_plan
 
 SPEC = GemmSpec(
     "bfloat16",
@@ -23,7 +24,7 @@ SPEC = GemmSpec(
 )
 PROBLEM = GemmProblem.dense(1000, 520, 256, 3, d_dtype="float32")
 PLAN = make_plan(PROBLEM, SPEC, RasterOrder("n", 4), num_sms=132)
-SIZES = [{TensorMap: 128, Int32: 4, Pointer: 8}[type(param)] for param in PLAN.params]
+SIZES = [PARAM_BYTES[param.kind] for param in PLAN.params]
 
 
 class FakeDriver:

@@ -1,6 +1,6 @@
 """One of the processes of a distributed program: partitioned products, checked in each of them.
 
-    python distributed_worker.py PLATFORM PORT PROCESSES INDEX
+    python tests/support/distributed_worker.py PLATFORM PORT PROCESSES INDEX
 
 Prints JSON: of each case the collectives of the compiled program, how many kernels of ours it
 launches, and a digest of its text. On the CPU a process has two devices, else one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_kernels import HostGpu
 from support import graphs, grouped, outcome, random_grouped, trial
 from support.grouped import Layout, Span
+from support.host_kernels import HostGpu
 from support.policies import choice_of, grouped_covering_specs, spec_of
 
 from jax_hopper_gemm.dispatch import problem_violations
@@ -23,48 +24,6 @@ from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import group_sizes, reference
 
 SPECS = grouped_covering_specs()
-
-
-# Sizes
-
-
-@pytest.mark.parametrize("kind", ["even", "uneven", "zipf", "half_empty", "single"])
-@pytest.mark.parametrize(("total", "groups"), [(0, 3), (1, 1), (5, 8), (1000, 7), (65536, 128)])
-def test_sizes_add_up(kind, total, groups):
-    sizes = group_sizes.KINDS[kind](total, groups, 3)
-    assert sizes.dtype == np.int32 and sizes.shape == (groups,)
-    assert sizes.sum() == total and (sizes >= 0).all()
-
-
-def test_kinds_of_sizes_are_what_they_are_called():
-    def sizes(kind):
-        return group_sizes.KINDS[kind](10_000, 40, 1)
-
-    assert np.ptp(sizes("even")) <= 1
-    assert np.ptp(sizes("uneven")) > 100
-    assert (np.sort(sizes("zipf"))[::-1][:3] == [2337, 1169, 779]).all()
-    assert np.count_nonzero(sizes("half_empty")) <= 20
-    assert (sizes("one_row") == 1).all()
-    assert np.count_nonzero(sizes("single")) == 1
-    assert not sizes("empty").any()
-    assert sizes("under").sum() == 7000
-    assert sizes("over").sum() == 13_001
-
-
-def test_hostile_sizes_are_hostile():
-    def sizes(kind):
-        return group_sizes.HOSTILE[kind](1000, 40, 1).astype(np.int64)
-
-    assert sizes("negative").min() == -(2**31) and (sizes("negative") > 0).any()
-    assert sizes("huge").min() > 1000 and sizes("huge")[:32].sum() > 2**31
-    assert (sizes("largest") == 2**31 - 1).all()
-    assert {-(2**31), 2**31 - 1} <= set(sizes("late_largest"))
-    assert (sizes("random_bits") < 0).any() and (sizes("random_bits") > 2**30).any()
-
-
-def test_uneven_sizes_depend_on_their_seed_alone():
-    first, again, other = (group_sizes.uneven(1000, 9, seed) for seed in (1, 1, 2))
-    assert (first == again).all() and (first != other).any()
 
 
 # Spans
@@ -93,11 +52,11 @@ def test_groups_of_other_devices_come_first():
     assert spans(Layout.offset(2), 9, [3, 2, 2]) == [(0, 3, -1), (3, 5, 0), (5, 7, 1), (7, 9, -1)]
 
 
-@pytest.mark.parametrize(("shared", "second"), [(False, [2, 3]), (True, [0, 1])])
-def test_a_batch_has_its_own_weights_or_shares_them(shared, second):
-    found = spans(Layout.batched(2, 2, shared), 8, [1, 2, 1, 0, 3, 1])
-    assert [span.matrix for span in found] == [0, 1, -1, *second, -1, -1]
-    assert [span.end for span in found] == [1, 3, 4, 4, 7, 8, 8]
+def test_a_batch_has_its_own_weights_or_shares_them():
+    for shared, second in ((False, [2, 3]), (True, [0, 1])):
+        of_batch = spans(Layout.batched(2, 2, shared), 8, [1, 2, 1, 0, 3, 1])
+        assert [span.matrix for span in of_batch] == [0, 1, -1, *second, -1, -1]
+        assert [span.end for span in of_batch] == [1, 3, 4, 4, 7, 8, 8]
 
 
 def test_sizes_of_a_batch_are_clipped_to_its_parts():
@@ -120,36 +79,34 @@ def plain_spec(axis, **fields) -> GemmSpec:
 
 
 @pytest.mark.parametrize("b_major", ["n", "k"])
-@pytest.mark.parametrize("kind", ["uneven", "half_empty", "under", "one_row", "empty"])
-def test_products_of_rows_are_those_of_jax(kind, b_major):
+def test_products_of_rows_are_those_of_jax(b_major):
     spec = replace(plain_spec("m"), b_major=b_major)
     of = grouped.problem_of(spec, Layout.plain(6), 150, 24, 40)
-    sizes = group_sizes.KINDS[kind](of.m, 6, 2)
-    inputs = inputs_of(of, sizes, exact=False)
-    a, b = (np.nan_to_num(x.astype(np.float32)) for x in (inputs.a, inputs.b[0]))
-    x, w, given = jnp.asarray(a[0]), jnp.asarray(b), jnp.asarray(sizes)
-    theirs = jax.lax.ragged_dot(x, w, given, precision="highest")
-    ours = grouped.products(of, inputs, inputs.b[0])[0]
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert np.any(ours != 0) == (kind != "empty")
+    for kind in ("uneven", "half_empty", "under", "one_row", "empty"):
+        sizes = group_sizes.KINDS[kind](of.m, 6, 2)
+        inputs = inputs_of(of, sizes, exact=False)
+        a, b = (np.nan_to_num(x.astype(np.float32)) for x in (inputs.a, inputs.b[0]))
+        theirs = jax.lax.ragged_dot(a[0], b, jnp.asarray(sizes), precision="highest")
+        ours = grouped.products(of, inputs, inputs.b[0])[0]
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=kind)
+        assert np.any(ours != 0) == (kind != "empty")
 
 
-@pytest.mark.parametrize("kind", ["uneven", "half_empty", "under", "single"])
-def test_products_of_columns_are_those_of_jax(kind):
+def test_products_of_columns_are_those_of_jax():
     of = grouped.problem_of(plain_spec("k"), Layout.plain(5), 40, 24, 150)
-    sizes = group_sizes.KINDS[kind](of.k, 5, 2)
-    inputs = inputs_of(of, sizes, exact=False)
-    a, b = (np.nan_to_num(x[0].astype(np.float32)) for x in (inputs.a, inputs.b[0]))
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (0,)), ((), ())),
         lhs_ragged_dimensions=[1],
         rhs_group_dimensions=[],
     )
-    x, y, given = jnp.asarray(a), jnp.asarray(b), jnp.asarray(sizes)
-    theirs = jax.lax.ragged_dot_general(x, y, given, numbers, precision="highest")
-    ours = grouped.products(of, inputs, inputs.b[0])
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert np.any(ours != 0)
+    for kind in ("uneven", "half_empty", "under", "single"):
+        sizes = group_sizes.KINDS[kind](of.k, 5, 2)
+        inputs = inputs_of(of, sizes, exact=False)
+        a, b = (np.nan_to_num(x[0].astype(np.float32)) for x in (inputs.a, inputs.b[0]))
+        theirs = jax.lax.ragged_dot_general(a, b, jnp.asarray(sizes), numbers, precision="highest")
+        ours = grouped.products(of, inputs, inputs.b[0])
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=kind)
+        assert np.any(ours != 0), kind
 
 
 def test_products_of_chosen_rows_are_rows_of_all():
@@ -207,18 +164,19 @@ def test_covering_specs_are_legal_and_cover_all_pairs():
     assert len(pairs) == 16
 
 
-@pytest.mark.parametrize("spec", SPECS[::9], ids=lambda spec: spec.name)
-def test_edge_cases_are_legal_and_meet_what_they_should(spec):
-    cases = grouped.edge_cases(spec, 16, exact=False)
-    for case in cases:
-        assert problem_violations(case.problem) + pairing_violations(case.problem, spec) == []
-        assert len(case.sizes) == (case.problem.groups or pytest.fail("no groups")).sizes
-    lengths = [case.problem.m if spec.grouped == "m" else case.problem.k for case in cases]
-    totals = [sum(case.sizes) for case in cases]
-    assert any(total < length for total, length in zip(totals, lengths, strict=True))
-    assert any(total > length for total, length in zip(totals, lengths, strict=True))
-    assert any(len(case.sizes) > 64 for case in cases)
-    assert any(min(case.sizes) < 0 for case in cases)
+def test_edge_cases_are_legal_and_meet_what_they_should():
+    for spec in SPECS[::9]:
+        cases = grouped.edge_cases(spec, 16, exact=False)
+        for case in cases:
+            reasons = problem_violations(case.problem) + pairing_violations(case.problem, spec)
+            assert reasons == [], spec.name
+            assert len(case.sizes) == (case.problem.groups or pytest.fail("no groups")).sizes
+        lengths = [case.problem.m if spec.grouped == "m" else case.problem.k for case in cases]
+        totals = [sum(case.sizes) for case in cases]
+        assert any(total < length for total, length in zip(totals, lengths, strict=True)), spec.name
+        assert any(total > length for total, length in zip(totals, lengths, strict=True)), spec.name
+        assert any(len(case.sizes) > 64 for case in cases), spec.name
+        assert any(min(case.sizes) < 0 for case in cases), spec.name
 
 
 def test_random_cases_are_legal_and_various():
@@ -307,10 +265,10 @@ def right_results(of, spec, inputs) -> list[np.ndarray]:
 EXACT = [spec for spec in SPECS if graphs.is_exact(spec.graph)]
 
 
-@pytest.mark.parametrize("spec", EXACT[::5], ids=lambda spec: spec.name)
-def test_a_right_kernel_passes(spec, monkeypatch):
-    for case in grouped.edge_cases(spec, 1, exact=True)[3:]:
-        try_on_host(monkeypatch, case)
+def test_a_right_kernel_passes(monkeypatch):
+    for spec in EXACT[::5]:
+        for case in grouped.edge_cases(spec, 1, exact=True)[3:]:
+            try_on_host(monkeypatch, case)
 
 
 def case_of(axis: Any, exact: bool) -> grouped.Case:
@@ -320,10 +278,9 @@ def case_of(axis: Any, exact: bool) -> grouped.Case:
     return grouped.Case(of, spec, random_grouped.RasterOrder(), (20, 0, 31), 3, exact)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("axis", ["m", "k"])
-def test_a_right_kernel_passes_either_check(axis, exact, monkeypatch):
-    try_on_host(monkeypatch, case_of(axis, exact))
+def test_a_right_kernel_passes_either_check(monkeypatch):
+    for axis, exact in itertools.product("mk", (True, False)):
+        try_on_host(monkeypatch, case_of(axis, exact))
 
 
 def spoil_rows_of_the_next_group(results, parts):
@@ -342,7 +299,6 @@ def skip_an_element(results, parts):
     results[0].view(np.uint32)[0, 19, 3] = 2**32 - 1
 
 
-@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -352,9 +308,10 @@ def skip_an_element(results, parts):
         skip_an_element,
     ],
 )
-def test_a_wrong_row_is_found(spoil, exact, monkeypatch):
-    with pytest.raises(AssertionError, match=r"not 0|differ|times the bound"):
-        try_on_host(monkeypatch, case_of("m", exact), spoil)
+def test_a_wrong_row_is_found(spoil, monkeypatch):
+    for exact in (True, False):
+        with pytest.raises(AssertionError, match=r"not 0|differ|times the bound"):
+            try_on_host(monkeypatch, case_of("m", exact), spoil)
 
 
 def leave_an_empty_group(results, parts):
@@ -365,33 +322,33 @@ def miss_the_last_row(results, parts):
     results[0][2] *= 30 / 31
 
 
-@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("spoil", [leave_an_empty_group, miss_the_last_row])
-def test_a_wrong_group_is_found(spoil, exact, monkeypatch):
-    with pytest.raises(AssertionError, match=r"differ|times the bound"):
-        try_on_host(monkeypatch, case_of("k", exact), spoil)
+def test_a_wrong_group_is_found(spoil, monkeypatch):
+    for exact in (True, False):
+        with pytest.raises(AssertionError, match=r"differ|times the bound"):
+            try_on_host(monkeypatch, case_of("k", exact), spoil)
 
 
-@pytest.mark.parametrize("where", ["after a row", "after the end"])
-def test_a_write_outside_is_found(where, monkeypatch):
+def test_a_write_outside_is_found(monkeypatch):
     case = case_of("m", True)
     (place,) = reference.result_places(case.problem, case.spec)
-    index = {"after a row": case.problem.n, "after the end": place.end}[where]
+    for index in (case.problem.n, place.end):  # after a row, after the end
 
-    def overwrite(results, parts):
-        parts[-1].view(np.float32)[index] = 7.0
+        def overwrite(results, parts, index=index):
+            parts[-1].view(np.float32)[index] = 7.0
 
-    with pytest.raises(AssertionError, match="wrote 1 elements outside"):
-        try_on_host(monkeypatch, case, overwrite)
+        with pytest.raises(AssertionError, match="wrote 1 elements outside"):
+            try_on_host(monkeypatch, case, overwrite)
 
 
-@pytest.mark.parametrize(("number", "offset"), [(0, 0), (1, 9), (2, 0), (2, 12)])
-def test_a_write_to_an_input_is_found(number, offset, monkeypatch):
-    def overwrite(results, parts):
-        parts[number][offset] ^= 1
+def test_a_write_to_an_input_is_found(monkeypatch):
+    for number, offset in ((0, 0), (1, 9), (2, 0), (2, 12)):
 
-    with pytest.raises(AssertionError, match=f"input {number}, was written to: 1 bytes"):
-        try_on_host(monkeypatch, case_of("m", True), overwrite)
+        def overwrite(results, parts, number=number, offset=offset):
+            parts[number][offset] ^= 1
+
+        with pytest.raises(AssertionError, match=f"input {number}, was written to: 1 bytes"):
+            try_on_host(monkeypatch, case_of("m", True), overwrite)
 
 
 def test_sizes_lie_between_large_ones():

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from recording_driver import SPEC
 from support import cases, graphs, outcome, policies, trial
+from support.recording_driver import SPEC
 
 from jax_hopper_gemm.dispatch import H200
 from jax_hopper_gemm.gemm.spec import RasterOrder

@@ -1,6 +1,6 @@
 """The exported program `data/layer_v1.jax_export`: what it is of, and how it was written.
 
-    python tests/stored_layer.py FILE
+    PYTHONPATH=tests python -m support.stored_layer FILE
 
 writes another. NOTE: the stored one stands for programs that users have; every later version must
 read it. So keep it as it is, and add others beside it.
@@ -19,7 +19,7 @@ from jax import export
 import jax_hopper_gemm as jhg
 
 # For CUDA, with its gradients; by jax 0.10.2, plans of version 2.
-LAYER = Path(__file__).with_name("data") / "layer_v1.jax_export"
+LAYER = Path(__file__).parents[1] / "data" / "layer_v1.jax_export"
 TOKENS, WIDTH, HIDDEN, EXPERTS = 256, 128, 256, 4
 
 

@@ -6,9 +6,8 @@ import math
 import random
 
 import numpy as np
-import pytest
-from host_kernels import BY_NAME, EPILOGUE_SPECS
 from support import cases, policies
+from support.host_kernels import BY_NAME, EPILOGUE_SPECS
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
@@ -47,31 +46,30 @@ def test_random_problems_can_run_and_vary():
     assert {t.swizzle for _, t in problems} == set(range(1, 17))
 
 
-@pytest.mark.parametrize("spec", EPILOGUE_SPECS[::3], ids=lambda spec: spec.name)
-def test_edge_problems_of_epilogues_can_run(spec):
-    for problem, raster_order in [
-        *cases.edge_problems(spec, 132),
-        *(cases.random_problem(random.Random(seed), spec) for seed in range(8)),
-    ]:
-        assert problem_violations(problem) == []
-        assert pairing_violations(problem, spec) == []
-        assert make_plan(problem, spec, raster_order, 132).grid[0] > 0
+def test_edge_problems_of_epilogues_can_run():
+    for spec in EPILOGUE_SPECS[::3]:
+        for problem, raster_order in [
+            *cases.edge_problems(spec, 132),
+            *(cases.random_problem(random.Random(seed), spec) for seed in range(8)),
+        ]:
+            assert problem_violations(problem) == [], spec.name
+            assert pairing_violations(problem, spec) == [], spec.name
+            assert make_plan(problem, spec, raster_order, 132).grid[0] > 0, spec.name
 
 
-@pytest.mark.parametrize("spec", policies.covering_specs()[::7], ids=lambda spec: spec.name)
-def test_edge_problems_can_run_and_cover_waves(spec):
-    for problem, raster_order in cases.edge_problems(spec, 132):
-        assert problem_violations(problem) == []
-        assert max(problem.m * problem.n, problem.m * problem.k, problem.n * problem.k) < 1 << 25
-        plan = make_plan(problem, spec, raster_order, 132)
-        assert plan.grid[0] > 0
-    waves = [
-        math.ceil(p.m / (spec.tile_m * spec.cluster_m))
-        * math.ceil(p.n / (spec.tile_n * spec.cluster_n))
-        / (132 // spec.cluster_size)
-        for p, _ in cases.edge_problems(spec, 132)[2:]
-    ]
-    assert all(2 < wave < 4 for wave in waves)
+def test_edge_problems_can_run_and_cover_waves():
+    for spec in policies.covering_specs()[::7]:
+        for p, raster_order in cases.edge_problems(spec, 132):
+            assert problem_violations(p) == [], spec.name
+            assert max(p.m * p.n, p.m * p.k, p.n * p.k) < 1 << 25, spec.name
+            assert make_plan(p, spec, raster_order, 132).grid[0] > 0, spec.name
+        waves = [
+            math.ceil(p.m / (spec.tile_m * spec.cluster_m))
+            * math.ceil(p.n / (spec.tile_n * spec.cluster_n))
+            / (132 // spec.cluster_size)
+            for p, _ in cases.edge_problems(spec, 132)[2:]
+        ]
+        assert all(2 < wave < 4 for wave in waves), spec.name
 
 
 def test_rows_to_check_hold_both_ends_within_the_budget():

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from cubin_samples import sample_cubin
 from fake_driver.harness import Driver, Launcher
 from jax import export
+from support.cubin_samples import sample_cubin
 
 from jax_hopper_gemm.cubin import compiler, lookup
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -84,11 +84,7 @@ def fake_kernels(launches: Iterable[Launch], compiled: list[GemmSpec]) -> Module
         return sample_cubin(entry=spec.name, threads=spec.threads, places=places)
 
     kernels = ModuleType("jax_hopper_gemm.kernels")
-    prefix = {128: "tma", 4: "int", 8: "ptr"}
-    names = {
-        spec: tuple(f"{prefix[size]}_{i}" for i, size in enumerate(sizes[spec])) for spec in sizes
-    }
-    vars(kernels).update(compile_cubin=compile_cubin, parameter_names=names.__getitem__)
+    vars(kernels).update(compile_cubin=compile_cubin)
     return kernels
 
 

@@ -1,0 +1,206 @@
+"""The kernel's parameters: names, kinds and order, as a function of the `GemmSpec`.
+
+This is the one list of them. `kernels/compile.py` makes the arguments to compile with from it,
+`cubin/manifest.py` the sizes that the machine code must show, and `launch/plan.py` puts its values
+in this order. The kernel itself takes a `KernelArgs`, whose fields flatten to the same list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from .epilogue_graph import Operand, Result
+from .group_search import GroupRaster
+from .offsets import ZeroRows
+from .raster import Raster
+from .spec import TMA_ALIGNMENT, GemmSpec
+
+ParamKind = Literal["tensor_map", "pointer", "int32"]
+PARAM_BYTES: dict[ParamKind, int] = {"tensor_map": 128, "pointer": 8, "int32": 4}
+SPAN_MODES = "et"  # the end of a span and the total: the last modes of a span map, see `plan`
+
+
+@dataclass(frozen=True)
+class KernelParam:
+    """One parameter of the kernel.
+
+    Attributes:
+      name: unique in the kernel.
+      kind: a tensor map by value, an address in device memory, or a number.
+      dtype: of the elements of a tensor map or behind a pointer; of a number "int32".
+      modes: of a tensor map, its modes in the order of CuTe, one letter each.
+      contiguous: which of them is.
+      alignment: bytes of which a pointer is known to be a multiple; None: those of an element.
+    """
+
+    name: str
+    kind: ParamKind
+    dtype: str = "int32"
+    modes: str = ""
+    contiguous: str = ""
+    alignment: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return PARAM_BYTES[self.kind]
+
+
+class Gather(NamedTuple):
+    """Rows of one operand that an array of indices picks.
+
+    Attributes:
+      indices: int32, one for each element of the grouped axis.
+      rows: of the array that they pick from.
+      width, stride: elements of such a row, and between neighbours.
+    """
+
+    indices: Any
+    rows: Any
+    width: Any
+    stride: Any
+
+
+class StackIndex(NamedTuple):
+    """Which matrix of a stack an operand is: an int32 in device memory, and how many there are."""
+
+    index: Any
+    matrices: Any
+
+
+class Extents(NamedTuple):
+    """Extents of D, for epilogues that must know them."""
+
+    m: Any
+    n: Any
+
+
+class ZeroFill(NamedTuple):
+    """D, and its matrices as rows, for the warp that writes those of empty groups."""
+
+    d: Any
+    rows: ZeroRows
+
+
+class KernelArgs(NamedTuple):
+    """One thing for each parameter: a `KernelParam`, or the argument. None: there is none.
+
+    Attributes:
+      tma_ab: tensor maps of A and of B, and of up in a gated product; of the operand that is
+        gathered a pointer.
+      results: a tensor map for each matrix, a pointer for each other result.
+      operands: of the epilogue: a tensor map each, of a scalar a pointer and the elements to the
+        next matrix's.
+      group_sizes: pointer to the int32 sizes of groups.
+      gather: `Gather`, where rows are gathered.
+      stack_index: `StackIndex`, where an operand is one matrix of a stack.
+      raster: the order of tiles: `Raster`, or `GroupRaster` where there are groups.
+      k_tiles: k-tiles of a tile, unless K is grouped.
+      extents: `Extents`, if the epilogue must know them.
+      zero_fill: `ZeroFill`, where a warp does that.
+      tile_counter: pointer to an int32 that is zero, for the dynamic scheduler.
+    """
+
+    tma_ab: Any
+    results: Any
+    operands: Any
+    group_sizes: Any
+    gather: Any
+    stack_index: Any
+    raster: Any
+    k_tiles: Any
+    extents: Any
+    zero_fill: Any
+    tile_counter: Any
+
+
+def kernel_params(spec: GemmSpec) -> KernelArgs:
+    """Returns the parameters of `spec`'s kernel."""
+    graph = spec.graph
+    gather = zero_fill = stack_index = None
+    if spec.gathered:
+        gather = Gather(_pointer("gather_indices"), *_numbers("gather", Gather._fields[1:]))
+    if spec.indexed:
+        stack_index = StackIndex(_pointer("stack_index"), _number("stack_matrices"))
+    if spec.zero_fill_warp:
+        rows = ZeroRows(*_numbers("zero", ZeroRows._fields))
+        zero_fill = ZeroFill(_pointer("zero_d"), rows)
+    raster = GroupRaster if spec.grouped else Raster
+    return KernelArgs(
+        tma_ab=(_a(spec), *(_b(spec, name) for name in ("b", "up")[: graph.accumulators])),
+        results=tuple(_result(spec, i, result) for i, result in enumerate(graph.results)),
+        # None and not (): of an empty tuple CuTeDSL warns.
+        operands=tuple(_operand(i, operand) for i, operand in enumerate(graph.operands)) or None,
+        group_sizes=_pointer("group_sizes") if spec.grouped else None,
+        gather=gather,
+        stack_index=stack_index,
+        raster=raster(*_numbers("raster", raster._fields)),
+        k_tiles=_number("k_tiles"),
+        extents=Extents(_number("m"), _number("n")) if graph.needs_extents else None,
+        zero_fill=zero_fill,
+        tile_counter=_pointer("tile_counter") if spec.tile_scheduler == "dynamic" else None,
+    )
+
+
+def param_list(spec: GemmSpec) -> tuple[KernelParam, ...]:
+    """Returns the parameters of `spec`'s kernel in order."""
+    params: list[KernelParam] = []
+    map_args(params.append, kernel_params(spec))
+    return tuple(params)
+
+
+def map_args(function: Callable[[Any], Any], args: Any) -> Any:
+    """Returns `args`, a `KernelArgs` or a part of one, with `function` of each thing in it."""
+    if args is None:
+        return None
+    if not isinstance(args, tuple):
+        return function(args)
+    mapped = [map_args(function, arg) for arg in args]
+    return type(args)(*mapped) if hasattr(args, "_fields") else tuple(mapped)
+
+
+def _a(spec: GemmSpec) -> KernelParam:
+    if spec.gathered == "a":
+        return _pointer("a", spec.a_dtype, TMA_ALIGNMENT)
+    contiguous = "k" if spec.a_major == "k" else "m"
+    return KernelParam("a", "tensor_map", spec.a_dtype, "mk" + _last(spec, "k"), contiguous)
+
+
+def _b(spec: GemmSpec, name: str) -> KernelParam:
+    if spec.gathered == "b":
+        return _pointer(name, spec.b_dtype, TMA_ALIGNMENT)
+    contiguous = "k" if spec.b_major == "k" else "n"
+    return KernelParam(name, "tensor_map", spec.b_dtype, "nk" + _last(spec, "k"), contiguous)
+
+
+def _result(spec: GemmSpec, i: int, result: Result) -> KernelParam:
+    if result.kind == "matrix":
+        modes = "mn" + _last(spec, "m")
+        return KernelParam(f"d{i}", "tensor_map", result.dtype, modes, "n")
+    return _pointer(f"d{i}", "int32" if result.kind == "top_k_indices" else "float32")
+
+
+def _operand(i: int, operand: Operand) -> KernelParam | tuple[KernelParam, KernelParam]:
+    if operand.kind == "scalar":
+        return _pointer(f"c{i}", "float32"), _number(f"c{i}_batch_stride")
+    modes = {"matrix": "mnl", "row": "nl", "column": "ml"}[operand.kind]
+    contiguous = "m" if operand.kind == "column" else "n"
+    return KernelParam(f"c{i}", "tensor_map", operand.dtype, modes, contiguous)
+
+
+def _last(spec: GemmSpec, axis: str) -> str:
+    """Returns the modes after a matrix's two: those of a span map where this axis is grouped."""
+    return SPAN_MODES if spec.grouped == axis else "l"
+
+
+def _pointer(name: str, dtype: str = "int32", alignment: int | None = None) -> KernelParam:
+    return KernelParam(name, "pointer", dtype, alignment=alignment)
+
+
+def _number(name: str) -> KernelParam:
+    return KernelParam(name, "int32")
+
+
+def _numbers(prefix: str, names: tuple[str, ...]) -> list[KernelParam]:
+    return [_number(f"{prefix}_{name}") for name in names]

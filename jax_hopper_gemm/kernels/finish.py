@@ -1,0 +1,34 @@
+"""The finish of a tile: the step between its multiplication and its epilogue. One policy a class.
+
+Here belongs a turnstile for split-K and stream-K: where several CTAs each multiply some k-tiles of
+one tile (`TileCoords.k_first`), they add their accumulators in the order of K, and the last one
+stores. `LaunchPlan.workspaces` holds what they exchange.
+"""
+
+
+class NoFinish:
+    """The protocol of a finish; here one CTA multiplies all k-tiles of a tile."""
+
+    def __init__(self, spec):
+        self.spec = spec
+
+    def combine(self, acc, coords, warpgroup):
+        """Adds to `acc` what other CTAs have of the tile; a math warpgroup.
+
+        Args:
+          acc: a thread's accumulators.
+          coords: those of the tile.
+          warpgroup: index of the math warpgroup.
+
+        Returns:
+          Whether this CTA stores the tile. True folds away; a condition is evaluated on the GPU.
+        """
+        return True
+
+
+FINISHES = {"none": NoFinish}
+
+
+def make_finish(spec):
+    """Returns the finish of `spec`'s tiles."""
+    return FINISHES["none"](spec)

@@ -1,0 +1,96 @@
+"""The ring of stages between producer and consumer: shared memory of A and B, and its barriers.
+
+A stage holds a tile of A, (bM, bK), and one of B, (bN, bK). A gated product has two B's, gate and
+up: their tiles lie side by side, d_tile_n columns of gate and as many of up, and one wgmma of
+tile_n columns multiplies both.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.tensor_utils as tensor_utils
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from ..dtypes import CUTE_DTYPE
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The operands in shared memory (`s`), swizzled."""
+
+    sA: Any  # (bM, bK, stages)
+    sB: Any  # (bN, bK, stages)
+
+
+def operand_smem_layout(dtype, is_k_major, rows, tile_k, stages, parts=1):
+    """Returns the staged, swizzled layout (rows, tile_k, stages) of A or B.
+
+    `parts` of the rows, each of `rows / parts`, are loaded by themselves: boxes cross none.
+    """
+    layout = tensor_utils.LayoutEnum.ROW_MAJOR if is_k_major else tensor_utils.LayoutEnum.COL_MAJOR
+    atom = warpgroup.make_smem_layout_atom(
+        sm90.get_smem_layout_atom(layout, dtype, tile_k if is_k_major else rows // parts), dtype
+    )
+    order = (0, 1, 2) if is_k_major else (1, 0, 2)
+    return cute.tile_to_shape(atom, (rows, tile_k, stages), order=order)
+
+
+def allocate_stages(spec, memory):
+    """Returns the `Stages`, in the order of `GemmSpec.smem_bytes`."""
+    s, a_dtype, b_dtype = spec, CUTE_DTYPE[spec.a_dtype], CUTE_DTYPE[spec.b_dtype]
+    a_layout = operand_smem_layout(a_dtype, s.a_major == "k", s.tile_m, s.tile_k, s.num_stages)
+    b_layout = operand_smem_layout(
+        b_dtype, s.b_major == "k", s.tile_n, s.tile_k, s.num_stages, s.graph.accumulators
+    )
+    return Stages(memory.tensor(a_dtype, a_layout), memory.tensor(b_dtype, b_layout))
+
+
+def make_ring(spec, barriers, producer, tile_warps):
+    """Returns the pipeline: the producer fills a stage, the warps that work on the tile empty it.
+
+    A multicast stage is emptied by the warps of all CTAs that it was sent to, or that sent
+    a slice of it: `cluster_m + cluster_n - 1` of them.
+
+    Args:
+      barriers: shared memory pointer to `ring_words` int64 words.
+      tile_warps: math warps that work on one tile.
+    """
+    s = spec
+    partners = s.cluster_m + s.cluster_n - 1
+    return pipeline.PipelineTmaAsync.create(
+        barrier_storage=barriers,
+        num_stages=s.num_stages,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, producer.arrivals),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, partners * tile_warps),
+        tx_count=producer.tma_bytes,
+        cta_layout_vmnk=cute.make_layout((1, s.cluster_m, s.cluster_n, 1)),
+        defer_sync=True,
+    )
+
+
+def ring_words(spec):
+    """Returns the int64 words of the ring's barriers: one full and one empty for each stage."""
+    return 2 * spec.num_stages
+
+
+def skip_tile(spec, state, coords):
+    """Returns a consumer's state moved past a tile that another warpgroup works on."""
+    position = state.index + coords.k_tiles
+    wraps = position // spec.num_stages
+    index = position - wraps * spec.num_stages
+    return pipeline.PipelineState(spec.num_stages, Int32(0), index, state.phase ^ (wraps & 1))
+
+
+@cute.jit
+def pass_over_tile(ring, state, coords):
+    """Frees a tile's stages, unread; returns a consumer's state past its last stage."""
+    for _ in cutlass.range(coords.k_tiles, unroll=1):
+        ring.consumer_wait(state)
+        ring.consumer_release(state)
+        state.advance()
+    return state
