@@ -43,7 +43,9 @@ def test_a_tensor_map_has_a_contiguous_mode_and_no_mode_twice():
 
 
 def test_things_keep_their_place_in_the_structure():
-    spec = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 256, tile_scheduler="dynamic")
+    spec = GemmSpec(
+        "bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256, tile_scheduler="dynamic"
+    )
     args = map_args(lambda param: param.name, kernel_params(spec))
     assert isinstance(args, KernelArgs) and isinstance(args.raster, Raster)
     assert args.tma_ab == ("a", "b") and args.results == ("d0",) and args.operands is None
@@ -62,6 +64,6 @@ def test_a_plan_that_does_not_fit_the_kernel_is_no_plan(values, message, monkeyp
     monkeypatch.setattr(
         plan, "_in_kernel_order", lambda spec, planned: in_kernel_order(spec, planned | values)
     )
-    spec = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 256)
+    spec = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256)
     with pytest.raises(AssertionError, match=message):
         plan.make_plan(GemmProblem.dense(512, 512, 512), spec, RasterOrder(), 132)
