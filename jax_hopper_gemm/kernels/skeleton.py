@@ -72,7 +72,6 @@ class GemmKernel:
         """Host side, traced only to make the TMA atoms' types; `ffi/` launches for real."""
         s = self.spec
         self.mainloop.setup_layouts()
-        self.epilogue.setup_layouts()
         factors = self.mainloop.make_tma_atoms(mA, mBs)
         results, operands = self.epilogue.make_tma_atoms(results, operands)
         if cutlass.const_expr(s.gathered != "a"):
@@ -129,16 +128,16 @@ class GemmKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta_m, cta_n, _ = cute.arch.block_in_cluster_idx()
 
-        self.epilogue.bind(results, operands, k_tiles, extents)
+        parameters = self.epilogue.parameters(results, operands, k_tiles, extents)
         if cutlass.const_expr(s.gathered is not None):
             self.mainloop.bind(*groups[1:], raster.length)
         if warp == LOADER_WARP:
-            self.prefetch((*self.mainloop.atoms(factors), *self.epilogue.atoms))
+            self.prefetch((*self.mainloop.atoms(factors), *parameters.atoms))
 
-        words = self.allocate_shared_memory()
+        words, shared = self.allocate_shared_memory()
         ring = self.mainloop.make_pipeline(words, self.schedule.tile_warps)
         words += 2 * s.num_stages
-        self.epilogue.ring.setup(words)
+        barriers = self.epilogue.ring.setup(words)
         words += self.epilogue.ring.smem_words
         operand_warps = self.epilogue.ring.loader_warps
         readers = self.mainloop.loader_warps + operand_warps + 4 * s.math_warpgroups
@@ -148,6 +147,7 @@ class GemmKernel:
         pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n), is_relaxed=True)
 
         coordinates = Coordinates(s, raster.length if s.grouped else raster.total, index)
+        epilogue = self.epilogue.cta_view(parameters, shared, barriers, coordinates)
 
         pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n))
 
@@ -163,18 +163,17 @@ class GemmKernel:
             if cutlass.const_expr(operand_warps > 0):
                 served = warp - FIRST_OPERAND_WARP
                 if served >= 0 and served < operand_warps:
-                    self.epilogue.partition_for_load(coordinates)
                     if cutlass.const_expr(operand_warps < s.math_warpgroups):
-                        self.load_all_operands(raster, cta_m, cta_n, k_tiles)
+                        self.load_all_operands(epilogue, raster, cta_m, cta_n, k_tiles)
                     else:
-                        self.load_operands(served, raster, cta_m, cta_n, k_tiles)
+                        self.load_operands(epilogue, served, raster, cta_m, cta_n, k_tiles)
             if cutlass.const_expr(s.zero_fill_warp):
                 if warp == ZERO_WARP:
                     self.zeros.bind(*matrices)
                     self.zeros.run()
         else:
             cute.arch.setmaxregister_increase(math_registers)
-            self.math(ring, coordinates, raster, cta_m, cta_n, k_tiles)
+            self.math(ring, epilogue, raster, cta_m, cta_n, k_tiles)
 
         if cutlass.const_expr(self.scheduler.needs_scheduler_warp and s.cluster_size > 1):
             # The mailbox's first CTA must not leave while others may still arrive on it.
@@ -186,12 +185,12 @@ class GemmKernel:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
 
     def allocate_shared_memory(self):
-        """Takes all parts' shared memory; returns that of barriers and mailbox as int64 words."""
+        """Takes all parts' shared memory; returns that of barriers and mailbox as int64 words,
+        and the epilogue's."""
         self.mainloop.setup_layouts()
-        self.epilogue.setup_layouts()
         memory = SharedMemory(self.spec.smem_bytes)
         self.mainloop.allocate(memory)
-        self.epilogue.allocate(memory)
+        shared = self.epilogue.allocate(memory)
         words = memory.pointer(Int64, SMEM_BARRIERS, 8)
         assert memory.used == self.spec.smem_bytes, (
             f"{memory.used} bytes are taken, spec says {self.spec.smem_bytes}"
@@ -201,7 +200,7 @@ class GemmKernel:
         assert in_use == self.spec.barrier_bytes <= SMEM_BARRIERS, (
             f"{in_use} bytes of barriers, spec says {self.spec.barrier_bytes}"
         )
-        return words
+        return words, shared
 
     def is_loader(self, warp):
         if self.mainloop.loader_warps == 1:
@@ -223,7 +222,7 @@ class GemmKernel:
         ring.producer_tail(state)
 
     @cute.jit
-    def load_operands(self, warpgroup, raster, cta_m, cta_n, k_tiles):
+    def load_operands(self, epilogue, warpgroup, raster, cta_m, cta_n, k_tiles):
         """An operand warp: walks the tiles of the math warpgroup that it serves.
 
         It may leave before its last loads have landed: the warpgroup waits for them, and no other
@@ -236,25 +235,25 @@ class GemmKernel:
                 tile, reader = self.scheduler.next_tile(tile, reader)
         while self.scheduler.exists(tile):
             place = place_of(self.spec, raster, tile, cta_m, cta_n, k_tiles)
-            loaded = self.epilogue.load_tile(warpgroup, loaded, place)
+            loaded = self.epilogue.loads.load_tile(epilogue, warpgroup, loaded, place)
             tile, reader = self.scheduler.next_tile(tile, reader)
             if cutlass.const_expr(self.schedule.tiles_in_turn == 2):
                 tile, reader = self.scheduler.next_tile(tile, reader)
 
     @cute.jit
-    def load_all_operands(self, raster, cta_m, cta_n, k_tiles):
+    def load_all_operands(self, epilogue, raster, cta_m, cta_n, k_tiles):
         """The operand warp that serves both math warpgroups."""
         tile, reader = self.scheduler.first_tile()
         loaded = [Int32(0), Int32(0)]
         turn = Int32(0)
         while self.scheduler.exists(tile):
             place = place_of(self.spec, raster, tile, cta_m, cta_n, k_tiles)
-            loaded = self.epilogue.load_tile_of_both(loaded, place, turn)
+            loaded = self.epilogue.loads.load_tile_of_both(epilogue, loaded, place, turn)
             turn = turn ^ 1
             tile, reader = self.scheduler.next_tile(tile, reader)
 
     @cute.jit
-    def math(self, ring, coordinates, raster, cta_m, cta_n, k_tiles):
+    def math(self, ring, epilogue, raster, cta_m, cta_n, k_tiles):
         """The math warps."""
         math_thread = cute.arch.thread_idx()[0] - WARPGROUP
         math_warp = cute.arch.make_warp_uniform(math_thread // 32)
@@ -263,8 +262,8 @@ class GemmKernel:
         is_store_warp = math_warp % 4 == 0
 
         acc = self.mainloop.partition_for_math(warpgroup)
-        self.epilogue.partition_for_math(
-            self.mainloop.make_tiled_mma(1), warpgroup, math_thread % WARPGROUP, acc, coordinates
+        view = self.epilogue.math_view(
+            epilogue, self.mainloop.make_tiled_mma(1), warpgroup, math_thread % WARPGROUP, acc
         )
 
         state = pipeline.make_pipeline_state(
@@ -281,11 +280,11 @@ class GemmKernel:
 
         while self.scheduler.exists(tile):
             place = place_of(self.spec, raster, tile, cta_m, cta_n, k_tiles)
-            if self.epilogue.has_rows(place, warpgroup):
-                scalars = self.epilogue.load_scalars(place.batch)
+            if self.epilogue.row_blocks.any_of(place, warpgroup):
+                scalars = self.epilogue.load_scalars(view, place.batch)
                 self.schedule.wait_for_math()
                 state = self.mainloop.multiply(ring, state, acc, place, self.schedule.pass_math)
-                written = self.epilogue.store_tile(scalars, is_store_warp, written, place)
+                written = self.epilogue.store_tile(view, scalars, is_store_warp, written, place)
             else:
                 state = self.mainloop.pass_over(ring, state, place)
             tile, reader = self.scheduler.next_tile(tile, reader)
