@@ -1,11 +1,11 @@
-"""The layout of wgmma's accumulator, and the orders in which lanes combine what they hold of it.
+"""The layout of wgmma's accumulator, and the orders in which lanes combine their values of it.
 
 A subtile has 64 rows and some multiple of 8 columns. The 128 threads of a warpgroup hold it as
 wgmma leaves it: a warp has 16 rows, a quad (4 lanes side by side) two of them, 8 apart, and every
 8 lanes of equal `thread % 4` hold the same columns. A thread's values are numbered by `v`.
 
 Like `raster.py` this is arithmetic that the device traces and that also runs on NumPy arrays, one
-element a thread: the tests prove on the CPU what the GPU will do. Instructions are arguments:
+element a thread: the tests run on the CPU what the GPU will run. Instructions are arguments:
 
     shuffle(x, distance)    x of the lane whose number differs by xor
     select(p, x, y)         x where p, else y
@@ -48,8 +48,8 @@ def position_of(thread: Any) -> Position:
 class DividedPosition:
     """The position of a thread, by divisions where each part is used.
 
-    NOTE: `position_of` is cheaper. Kernels that use this have other bytes with that, and other
-    kernels with this: these are known by their bytes to have passed on a GPU.
+    NOTE: `position_of` is cheaper. But a kernel's bytes depend on which of the two it uses, and on
+    where, and by its bytes a kernel is known to have passed on a GPU.
     """
 
     def __init__(self, thread: Any):

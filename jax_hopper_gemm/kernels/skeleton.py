@@ -13,7 +13,7 @@
     ring full           1 + bytes of a stage                         math
     ring empty          a warp of each that works on the tile,       loader
                         in each CTA that shares the stage
-    operands            see epilogue/operands.py                     operands, math
+    operands            see epilogue/operand_ring.py                    operands, math
     mailbox             see tile_scheduler/                          loader, operands or zeros, math
     named 1, 2, 3       the 128 threads of a math warpgroup          the same: see epilogue/
     named 5, 6          256: see warp_schedule/pingpong.py           math

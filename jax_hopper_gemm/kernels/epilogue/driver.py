@@ -47,7 +47,7 @@ class FusedEpilogue:
 
     Attributes:
       ring: the operands that an operand warp brings, see there.
-      loads: what an operand warp does, see there.
+      loads: the part of the operand warps, see there.
       row_blocks: which rows of a tile each warpgroup has.
     """
 
@@ -126,7 +126,9 @@ class FusedEpilogue:
         barrier = pipeline.NamedBarrier(WARPGROUP_BARRIER + warpgroup, 128)
         by_acc = copy_by_accumulator(warpgroup_mma)
         staged = zip(self.matrices, cta.parameters.stores, cta.shared.matrices, strict=True)
-        matrices = tuple(matrix.thread_view(*of, by_acc, thread) for matrix, *of in staged)
+        matrices = tuple(
+            matrix.thread_view(tma_d, sD, by_acc, thread) for matrix, tma_d, sD in staged
+        )
         ring = self.ring.thread_view(cta, by_acc, warpgroup, thread)
         reductions = tuple(
             reduction.thread_view(cta.parameters.pointers, warpgroup, thread, scratch, barrier)
@@ -147,7 +149,7 @@ class FusedEpilogue:
         """Turns the accumulator into a tile of the results.
 
         Args:
-          scalars: what `load_scalars` returned.
+          scalars: those of `load_scalars`.
           is_store_warp: whether this warp issues its warpgroup's TMA stores.
           written: subtiles that this warpgroup has written before; selects the buffers.
           coords: the tile's coordinates.
@@ -277,6 +279,7 @@ class FusedEpilogue:
         for view, fragment in zip(views, fragments, strict=True):
             view.write(fragment, subtile.buffer)
         if self.matrices:
+            # TMA reads the staged tiles through another proxy than that which wrote them.
             cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit

@@ -13,8 +13,8 @@ the last `end_rows`. So all of it runs in all 128 threads of a warpgroup and out
 branches. `coords` are the subtile's `SubtileCoords`.
 
 Values are added in an order that depends on nothing but their place in D, and combined by shuffles.
-A tile's knowledge of a row or column is written as a partial result, see `grid.result_shapes`. No
-atomics: the same bits on every run.
+A tile's part of a row or column is written as a partial result, see `grid.result_shapes`. There are
+no atomics: a kernel has the same bits on every run.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class ThreadView:
 
     Attributes:
       pointers: global pointers to the reduction's results.
-      warpgroup, thread: index of the math warpgroup, and of the thread in it.
+      thread: its index in the warpgroup.
       scratch: (2, 4, epi_tile_n) float32 in shared memory, of this reduction and warpgroup; None
         where `needs_barrier` is false.
       barrier: the warpgroup's named barrier.
@@ -42,7 +42,6 @@ class ThreadView:
     """
 
     pointers: tuple
-    warpgroup: Any
     thread: Any
     warp: Any
     lane: Any
@@ -86,13 +85,11 @@ class Fold:
         self.restart()
 
     @classmethod
-    def thread_view(cls, spec, pointers, warpgroup, thread, scratch, barrier):
+    def thread_view(cls, spec, pointers, thread, scratch, barrier):
         """Returns a math thread's view, see there."""
         warp, lane = thread >> 5, thread & 31
         quad, quad_lane = lane >> 2, lane & 3
-        return ThreadView(
-            pointers, warpgroup, thread, warp, lane, quad, quad_lane, scratch, barrier
-        )
+        return ThreadView(pointers, thread, warp, lane, quad, quad_lane, scratch, barrier)
 
     def masked(self, value, v, inside):
         """Returns the thread's v-th value, or the identity outside of D where that would count.

@@ -4,7 +4,7 @@
     operands full       1 + bytes of a subtile      the math warpgroup
     operands empty      its four warps              the operand warp that serves it
 
-One slot of a ring holds what a subtile (64, epi_tile_n) of D needs: a tile of each matrix, a
+One slot of a ring holds the operands of a subtile (64, epi_tile_n) of D: a tile of each matrix, a
 piece of each row and column, all counted by one barrier. The operand warp runs ahead by as many
 slots as there are, across tiles: those of the next tile arrive while it is multiplied.
 """

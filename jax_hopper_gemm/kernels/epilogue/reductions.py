@@ -49,13 +49,13 @@ class Reduction:
         Args:
           pointers: global pointers to the graph's results that are no matrices.
           warpgroup, thread: index of the math warpgroup, and of the thread in it.
-          scratch: what `allocate` returned.
+          scratch: that of `allocate`.
           barrier: the warpgroup's named barrier.
         """
         if scratch is not None:
             scratch = scratch + warpgroup * self.scratch_floats
         mine = tuple(pointers[number] for number in self.numbers)
-        return self.fold.thread_view(self.spec, mine, warpgroup, thread, scratch, barrier)
+        return self.fold.thread_view(self.spec, mine, thread, scratch, barrier)
 
     def begin_tile(self, view):
         """Returns the `Fold` of a tile."""

@@ -79,7 +79,7 @@ class SharedTensors:
 
 @dataclass(frozen=True)
 class CtaView:
-    """What all warps of a CTA know of the epilogue.
+    """The view that all warps of a CTA begin with.
 
     Attributes:
       tma_coords: the coordinates of tiles, see `tile_coords.py`.
@@ -106,7 +106,7 @@ class MathView:
     """
 
     cta: CtaView
-    acc: Any
+    acc: Any  # ((2, 2, tile_n / 8), row blocks, 1)
     warpgroup: Any
     thread: Any
     first_buffer: Any
