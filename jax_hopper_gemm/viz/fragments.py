@@ -1,4 +1,4 @@
-"""Which thread has which element of a tile, and where it is staged."""
+"""Pictures of a fragment, an stmatrix and a staged tile: threads, elements and banks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def draw_fragment(columns: int = 32) -> Any:
 
 
 def draw_stmatrix(lane: int = 5, first_value: int = 0) -> Any:
-    """Draws one stmatrix.x4 of warp 0: its 8x8 matrices, addresses, and what one lane holds.
+    """Draws one stmatrix.x4 of warp 0: its 8x8 matrices, addresses, and one lane's values.
 
     Args:
       lane: the lane whose 8 values are shown in red.
@@ -77,8 +77,8 @@ def draw_stmatrix(lane: int = 5, first_value: int = 0) -> Any:
 def draw_staged_tile(spec: GemmSpec, dtype: str = "bfloat16", rows: int = 16) -> Any:
     """Draws where the first rows of a staged tile lie in shared memory, by banks.
 
-    A cell is 16 bytes of one row, a line 128 bytes: all 32 banks. Outlined: what the first 8x8
-    matrix of an stmatrix writes. Beside it the same without the swizzle.
+    A cell is 16 bytes of one row, a line 128 bytes: all 32 banks. The cells that the first 8x8
+    matrix of an stmatrix writes are outlined. Right, the same tile without the swizzle.
     """
     itemsize, swizzle = ITEMSIZE[dtype], spec.epi_box(dtype).swizzle
     per_row = min(spec.epi_tile_n * itemsize, swizzle) // CHUNK
@@ -96,9 +96,9 @@ def draw_staged_tile(spec: GemmSpec, dtype: str = "bfloat16", rows: int = 16) ->
                     matrix.append(offset)
                 colour = plain_colour(chunk)
                 cell(axis, x, y, colour, f"r{row} c{chunk}", bold=in_matrix)
-        wanted = bank_conflicts(matrix, CHUNK)
+        busiest = bank_conflicts(matrix, CHUNK)
         name = f"{swizzle}-byte swizzle" if width == swizzle else "no swizzle"
-        axis.set_title(f"{name}: {wanted} access{'es' if wanted > 1 else ''} to the busiest bank")
+        axis.set_title(f"{name}: {busiest} access{'es' if busiest > 1 else ''} to the busiest bank")
         frame(axis, LINE // CHUNK, rows * swizzle // LINE, aspect="auto")
         labels = [f"{4 * i}-{4 * i + 3}" for i in range(LINE // CHUNK)]
         axis.set_xticks([i + 0.5 for i in range(LINE // CHUNK)], labels)

@@ -1,17 +1,16 @@
-"""Where an epilogue's elements lie: in the registers of a warpgroup, and in a staged tile.
+"""The places of an epilogue's elements: registers of a warpgroup, bytes of a staged tile.
 
-Arithmetic without branches. It runs on Python's integers and on those of a kernel, so what the
-tests prove and the notebook draws is what the GPU computes.
+The tests compare this arithmetic with the layouts that the kernels' compiler makes.
 
-Sources: PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16", "stmatrix", and "Swizzling
-modes" of tensor maps.
+Sources: PTX ISA, "stmatrix", and "Swizzling modes" of tensor maps; of registers see
+`gemm/wgmma_fragment.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..gemm.wgmma_fragment import column_of, row_of
+from ..gemm.wgmma_fragment import column_of, owner_of, row_of
 
 ROWS = 64  # of a wgmma, and so of a staged tile
 CHUNK = 16  # bytes that stay together under a swizzle; also a row of an 8x8 matrix of stmatrix
@@ -33,8 +32,7 @@ def fragment_element(thread: Any, value: Any) -> tuple[Any, Any]:
 
 def fragment_owner(row: Any, column: Any) -> tuple[Any, Any]:
     """Returns (thread, value) that has an element: the inverse of `fragment_element`."""
-    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
-    return thread, column // 8 * 4 + row // 8 % 2 * 2 + column % 2
+    return owner_of(row, column)
 
 
 def stmatrix_row(lane: Any, first_value: Any = 0) -> tuple[Any, Any]:
@@ -55,7 +53,7 @@ def stmatrix_row(lane: Any, first_value: Any = 0) -> tuple[Any, Any]:
 
 
 def swizzled(offset: Any, swizzle: Any) -> Any:
-    """Returns where a byte lies in a buffer that TMA swizzles.
+    """Returns the offset at which TMA's swizzle puts a byte of a buffer.
 
     Chunks of 16 bytes change places within each `swizzle` bytes: bits 4, 5, 6 of the offset (as
     many as the swizzle has, of 32, 64, 128 bytes) are XORed with bits 7, 8, 9.
@@ -64,7 +62,7 @@ def swizzled(offset: Any, swizzle: Any) -> Any:
 
 
 def staged_offset(row: Any, column: Any, itemsize: Any, swizzle: Any) -> Any:
-    """Returns the byte at which an element of a staged tile lies, from the tile's first.
+    """Returns the offset in bytes of an element in its staged tile.
 
     Boxes of `ROWS` rows of `swizzle` bytes follow each other along the columns.
     """
@@ -74,11 +72,11 @@ def staged_offset(row: Any, column: Any, itemsize: Any, swizzle: Any) -> Any:
 
 
 def bank_conflicts(offsets: list[int], nbytes: int) -> int:
-    """Returns how many words one access wants of its busiest bank; 1 is free of conflicts.
+    """Returns the number of words that one access wants of its busiest bank: 1 without conflicts.
 
     Args:
       offsets: bytes at which the threads' words begin. Equal words count once.
-      nbytes: what each thread accesses.
+      nbytes: bytes that each thread accesses.
     """
     words = {word for offset in offsets for word in range(offset // 4, (offset + nbytes) // 4)}
     banks = [word % (LINE // 4) for word in words]
