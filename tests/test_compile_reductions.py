@@ -49,7 +49,8 @@ class Memory:
 class Scratch:
     """Shared memory in which a barrier must lie between a write and the reads and writes of others.
 
-    A place's `epoch` is that of its last write, `read` that of its last read; barriers count up.
+    A word's `written` is the epoch of its last write, `read` that of its last read; barriers count
+    epochs.
     """
 
     def __init__(self, columns):
@@ -62,6 +63,10 @@ class Scratch:
 
     def barrier(self):
         self.epoch += 1
+
+    def __add__(self, floats):
+        assert floats % self.words.size == 0, "another warpgroup's scratch"
+        return self
 
     def write(self, at, value):
         assert np.all(self.read[at] < self.epoch), "overwritten before all have read it"
@@ -78,18 +83,17 @@ class Scratch:
 @pytest.fixture
 def reductions(monkeypatch):
     """The module `kernels.epilogue.reductions` with NumPy in place of instructions."""
-    module = pytest.importorskip("jax_hopper_gemm.kernels.epilogue.reductions")
+    from jax_hopper_gemm.kernels.epilogue import fold, instructions, reductions, tile_folds, top_k
 
-    def select_rows(self, keys, place):
+    def select_rows(self, keys, coords):
         outside = wgmma_fragment.columns_outside(
-            self.quad_lane, np.full(128, place.n, np.int32), self.columns, np.where
+            self.view.quad_lane, np.full(128, coords.n, np.int32), self.columns, np.where
         )
         taken = {(w, of_two): outside[w] for w in range(len(outside)) for of_two in range(2)}
-        for nth, of_two in itertools.product(range(self.result.k), range(2)):
-            self.select_one(keys[of_two], taken, of_two, nth, place)
+        for nth, of_two in itertools.product(range(self.results[0].k), range(2)):
+            self.select_one(keys[of_two], taken, of_two, nth, coords)
 
     instead = {
-        "Int64": np.int64,
         "shuffle": lambda x, distance: x[THREADS ^ distance],
         "select": np.where,
         "maximum": np.maximum,
@@ -101,14 +105,13 @@ def reductions(monkeypatch):
         "write_scratch": Scratch.write,
         "read_scratch": Scratch.load,
         "write_where": lambda condition, memory, at, value: memory.write(condition, at, value),
-        "pipeline": SimpleNamespace(NamedBarrier=lambda *_: None),
     }
     for name, function in instead.items():
-        monkeypatch.setattr(module, name, function)
-    combine = {"row_sum": np.add, "row_max": np.maximum}
-    monkeypatch.setattr(module.RowStatistic, "COMBINE", combine)
-    monkeypatch.setattr(module.TopK, "select_rows", select_rows)
-    return module
+        monkeypatch.setattr(instructions, name, function)
+    for module in (fold, tile_folds, top_k):
+        monkeypatch.setattr(module, "Int64", np.int64)
+    monkeypatch.setattr(top_k.TopK, "select_rows", select_rows)
+    return reductions
 
 
 def spec_of(*results: Result, nodes: tuple[Node, ...] = (), **fields) -> GemmSpec:
@@ -134,45 +137,49 @@ def run(module, spec: GemmSpec, x: np.ndarray) -> list[np.ndarray]:
     groups = spec.math_warpgroups if spec.warp_schedule == "cooperative" else 1
     for group in range(groups):
         objects = module.make_reductions(spec)
-        for thing, memory in zip(objects, memories, strict=True):
-            scratch = Scratch(spec.epi_tile_n)
-            thing.partition(memory, group, THREADS, scratch)
-            thing.barrier = SimpleNamespace(arrive_and_wait=scratch.barrier)
+        views = [thread_view(reduction, memories, group) for reduction in objects]
         # A cluster of two along both axes may reach past D by a tile.
         for batch, tile_m, tile_n in itertools.product(
             range(batches), range(tiles_m + 1), range(tiles_n + 1)
         ):
-            for thing in objects:
-                thing.begin_tile()
+            for reduction, view in zip(objects, views, strict=True):
+                fold = reduction.begin_tile(view)
                 for i_m in range(spec.rows_per_warpgroup // 64):
                     row0 = tile_m * spec.tile_m + 64 * (i_m * groups + group)
-                    run_rows(spec, thing, x[batch], i_m, row0, (batch, tile_n, tiles_n))
+                    run_rows(spec, fold, x[batch], i_m, row0, (batch, tile_n, tiles_n))
     for memory in memories:
         assert np.all(memory.writes == 1), "not everything was written exactly once"
     return [memory.words for memory in memories]
 
 
-def run_rows(spec, thing, matrix, i_m, row0, where):
+def thread_view(reduction, memories: list, warpgroup: int):
+    """Returns the view of all threads of a warpgroup."""
+    scratch = Scratch(reduction.spec.epi_tile_n)
+    barrier = SimpleNamespace(arrive_and_wait=scratch.barrier)
+    mine = scratch if reduction.needs_barrier else None
+    return reduction.thread_view(memories, warpgroup, THREADS, mine, barrier)
+
+
+def run_rows(spec, fold, matrix, i_m, row0, where):
+    from jax_hopper_gemm.kernels.epilogue.subtile import SubtileCoords
+
     batch, tile_n, tiles_n = where
     m, n = matrix.shape
-    place = SimpleNamespace(
-        rows=m, m=m, n=n, row0=row0, batch=batch, tile_n=tile_n, tiles_n=tiles_n
-    )
+    first = SubtileCoords(m, m, n, row0, tile_n * spec.d_tile_n, batch, tile_n, tiles_n)
     for i_n in range(spec.d_tile_n // spec.epi_tile_n):
-        place.column0 = tile_n * spec.d_tile_n + i_n * spec.epi_tile_n
+        coords = first.right_by(i_n * spec.epi_tile_n)
+        mask = coords.inside(THREADS, spec.epi_tile_n // 4)
         for v in range(spec.epi_tile_n // 2):
             row = row0 + wgmma_fragment.row_of(THREADS, v)
-            column = place.column0 + wgmma_fragment.column_of(THREADS, v)
+            column = coords.column0 + wgmma_fragment.column_of(THREADS, v)
             inside = (row < m) & (column < n)
             value = np.where(
                 inside, matrix[np.minimum(row, m - 1), np.minimum(column, n - 1)], np.float32(7e7)
             )
-            counts = np.where(thing.rows_count, row < m, True)
-            counts &= np.where(thing.columns_count, column < n, True)
-            thing.add(np.where(counts, value, np.float32(thing.identity)), v, i_m, i_n)
-        thing.barrier.arrive_and_wait()
-        thing.end_subtile(i_m, i_n, place)
-    thing.end_rows(i_m, place)
+            fold.add(fold.masked(value, v, mask), v, i_m, i_n)
+        fold.view.barrier.arrive_and_wait()
+        fold.end_subtile(i_m, i_n, coords)
+    fold.end_rows(i_m, coords)
 
 
 SHAPES = [
@@ -246,7 +253,7 @@ def test_top_k_finds_values_and_columns_of_a_row_with_one_selection(columns, til
 def test_top_k_of_another_value_or_k_selects_by_itself(reductions):
     results = [Result(kind, 0, k=k) for kind in KINDS[-2:] for k in (2, 3)]
     made = reductions.make_reductions(spec_of(*results))
-    assert [made.index(thing.leader) for thing in made] == [0, 1, 0, 1]
+    assert [reduction.numbers for reduction in made] == [(0, 2), (1, 3)]
 
 
 KINDS: tuple[ResultKind, ...] = (
@@ -275,27 +282,22 @@ def test_offsets_of_more_than_2_31_partial_results_do_not_wrap(kind, m, n, reduc
     assert size > 2**31
     written = []
     write = lambda condition, memory, at, value: written.append((condition, at))  # noqa: E731
-    monkeypatch.setattr(reductions, "write_where", write)
-    (thing,) = reductions.make_reductions(spec)
-    scratch = Scratch(spec.epi_tile_n)
-    thing.partition(None, 0, THREADS, scratch)
-    thing.barrier = SimpleNamespace(arrive_and_wait=scratch.barrier)
-    if thing.result.kind.startswith("top_k"):
-        thing.value_pointer = object()
+    monkeypatch.setattr("jax_hopper_gemm.kernels.epilogue.instructions.write_where", write)
+    (reduction,) = reductions.make_reductions(spec)
+    fold = reduction.begin_tile(thread_view(reduction, [None], 0))
     tiles_n = -(-n // spec.d_tile_n)
-    place = SimpleNamespace(
+    coords = SimpleNamespace(
         rows=np.int32(m), m=np.int32(m), n=np.int32(n), row0=np.int32(m - 64), batch=np.int32(1),
         tile_n=np.int32(tiles_n - 1), tiles_n=np.int32(tiles_n),
     )  # fmt: skip
-    thing.begin_tile()
     subtiles = spec.d_tile_n // spec.epi_tile_n
     for i_n in range(subtiles):
-        place.column0 = np.int32((tiles_n - 1) * spec.d_tile_n + i_n * spec.epi_tile_n)
+        coords.column0 = np.int32((tiles_n - 1) * spec.d_tile_n + i_n * spec.epi_tile_n)
         for v in range(spec.epi_tile_n // 2):
-            thing.add(np.zeros(128, np.float32), v, 0, i_n)
-        thing.barrier.arrive_and_wait()
-        thing.end_subtile(0, i_n, place)
-    thing.end_rows(0, place)
+            fold.add(np.zeros(128, np.float32), v, 0, i_n)
+        fold.view.barrier.arrive_and_wait()
+        fold.end_subtile(0, i_n, coords)
+    fold.end_rows(0, coords)
     at = np.concatenate(
         [np.broadcast_to(at, 128)[np.broadcast_to(condition, 128)] for condition, at in written]
     )

@@ -20,7 +20,7 @@ def shuffle(x: np.ndarray, distance: int) -> np.ndarray:
     return x[THREADS ^ distance]
 
 
-def places(columns: int) -> tuple[np.ndarray, np.ndarray]:
+def elements_of(columns: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rows and columns (values, threads) of a subtile's values."""
     values = range(columns // 2)
     return (
@@ -31,21 +31,39 @@ def places(columns: int) -> tuple[np.ndarray, np.ndarray]:
 
 def held(matrix: np.ndarray) -> list[np.ndarray]:
     """Returns the registers in which a warpgroup holds a (64, columns) matrix."""
-    return list(matrix[places(matrix.shape[1])])
+    return list(matrix[elements_of(matrix.shape[1])])
 
 
 @pytest.mark.parametrize("columns", [8, *WIDTHS, 256])
 def test_each_element_of_a_subtile_is_one_value_of_one_thread(columns):
-    rows, found = places(columns)
-    assert sorted((rows * columns + found).ravel()) == list(range(64 * columns))
+    row, column = elements_of(columns)
+    assert sorted((row * columns + column).ravel()) == list(range(64 * columns))
 
 
 def test_a_threads_values_lie_where_wgmma_leaves_them():
     """Figure "WGMMA .m64nNk16 register fragment layout for accumulator matrix D" of the PTX ISA."""
-    known = {(0, 0): (0, 0), (0, 1): (0, 1), (0, 2): (8, 0), (0, 4): (0, 8), (1, 0): (0, 2)}
-    known |= {(4, 0): (1, 0), (31, 3): (15, 7), (32, 0): (16, 0), (127, 7): (63, 15)}
-    for (thread, v), place in known.items():
-        assert (wgmma_fragment.row_of(thread, v), wgmma_fragment.column_of(thread, v)) == place
+    elements = {(0, 0): (0, 0), (0, 1): (0, 1), (0, 2): (8, 0), (0, 4): (0, 8), (1, 0): (0, 2)}
+    elements |= {(4, 0): (1, 0), (31, 3): (15, 7), (32, 0): (16, 0), (127, 7): (63, 15)}
+    for (thread, v), element in elements.items():
+        assert (wgmma_fragment.row_of(thread, v), wgmma_fragment.column_of(thread, v)) == element
+
+
+def test_a_position_is_the_same_by_shifts_and_by_divisions():
+    shifted = wgmma_fragment.position_of(THREADS)
+    divided = wgmma_fragment.DividedPosition(THREADS)
+    for part in ("warp", "quad", "quad_lane"):
+        assert np.array_equal(getattr(shifted, part), getattr(divided, part))
+
+
+@pytest.mark.parametrize("v", range(16))
+def test_a_value_lies_as_far_from_a_threads_first_as_in_thread_0(v):
+    """As kernels compute it, from a start of their own."""
+    position = wgmma_fragment.DividedPosition(THREADS)
+    of_two, i = wgmma_fragment.line_of(v)
+    row = wgmma_fragment.nth_row(wgmma_fragment.first_row(position, 640), of_two)
+    assert np.array_equal(row, 640 + wgmma_fragment.row_of(THREADS, v))
+    column = wgmma_fragment.first_column(position, 96) + wgmma_fragment.nth_column(0, i)
+    assert np.array_equal(column, 96 + wgmma_fragment.column_of(THREADS, v))
 
 
 @pytest.mark.parametrize("v", range(16))

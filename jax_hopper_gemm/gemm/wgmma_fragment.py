@@ -1,21 +1,25 @@
-"""Which elements of a subtile a math thread holds, and in which order lanes combine them.
+"""The layout of wgmma's accumulator, and the orders in which lanes combine their values of it.
 
-A subtile is 64 rows by some multiple of 8 columns, held by the 128 threads of a warpgroup as wgmma
-leaves it: quads (4 lanes side by side) hold rows, every 8 lanes of equal `thread % 4` hold columns.
+A subtile has 64 rows and some multiple of 8 columns. The 128 threads of a warpgroup hold it as
+wgmma leaves it: a warp has 16 rows, a quad (4 lanes side by side) two of them, 8 apart, and every
+8 lanes of equal `thread % 4` hold the same columns. A thread's values are numbered by `v`.
+
 Like `raster.py` this is arithmetic that the device traces and that also runs on NumPy arrays, one
-element a thread: the tests prove on the CPU what the GPU will do. What differs is handed in:
+element a thread: the tests run on the CPU what the GPU will run. Instructions are arguments:
 
     shuffle(x, distance)    x of the lane whose number differs by xor
     select(p, x, y)         x where p, else y
 
-All orders are fixed: a sum has the same bits on every run. Shifts and masks stand where nothing is
-negative: a signed division takes the device some ten instructions.
+All orders are fixed: a sum has the same bits on every run. Shifts and masks are used where nothing
+is negative: a signed division takes the device some ten instructions.
+
+Source: PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 # Xor distances between the lanes that hold a row; a column (in one warp); all of a warp.
 ROW_LANES = (1, 2)
@@ -27,14 +31,62 @@ NO_COLUMN = 2**20  # comes after all others
 WORD = 32  # bits of a word of columns
 
 
-def row_of(thread: Any, v: int) -> Any:
-    """Returns the row, 0 to 63, of a thread's v-th value of a subtile."""
-    return 16 * (thread >> 5) + ((thread & 31) >> 2) + 8 * line_of(v)[0]
+class Position(NamedTuple):
+    """A thread of a warpgroup: its warp of 4, the quad of 8 in that, and the lane of 4 in that."""
+
+    warp: Any
+    quad: Any
+    quad_lane: Any
 
 
-def column_of(thread: Any, v: int) -> Any:
-    """Returns the column of a thread's v-th value of a subtile."""
-    return nth_column(thread & 3, line_of(v)[1])
+def position_of(thread: Any) -> Position:
+    """Returns the position of a thread, 0 to 127 in its warpgroup."""
+    lane = thread & 31
+    return Position(thread >> 5, lane >> 2, lane & 3)
+
+
+class DividedPosition:
+    """The position of a thread, by divisions where each part is used.
+
+    NOTE: `position_of` is cheaper. But a kernel's bytes depend on which of the two it uses, and on
+    where, and by its bytes a kernel is known to have passed on a GPU.
+    """
+
+    def __init__(self, thread: Any):
+        self.thread = thread
+
+    @property
+    def warp(self) -> Any:
+        return self.thread // 32
+
+    @property
+    def quad(self) -> Any:
+        return self.thread % 32 // 4
+
+    @property
+    def quad_lane(self) -> Any:
+        return self.thread % 4
+
+
+def first_row(position: Any, start: Any = 0) -> Any:
+    """Returns the first of the two rows of a thread, counted from `start`."""
+    return start + 16 * position.warp + position.quad
+
+
+def nth_row(first: Any, i: int) -> Any:
+    """Returns the i-th of a thread's two rows, of which `first` is the first."""
+    return first + 8 * i
+
+
+def first_column(position: Any, start: Any = 0) -> Any:
+    """Returns the first of the columns of a thread, counted from `start`."""
+    return start + 2 * position.quad_lane
+
+
+def nth_column(quad_lane: Any, i: Any) -> Any:
+    """Returns the i-th column of lane `quad_lane` of a quad; of lane 0, how far it is from the
+    first."""
+    return 8 * (i >> 1) + 2 * quad_lane + (i & 1)
 
 
 def line_of(v: int) -> tuple[int, int]:
@@ -42,9 +94,20 @@ def line_of(v: int) -> tuple[int, int]:
     return v // 2 % 2, v // 4 * 2 + v % 2
 
 
-def nth_column(quad_lane: Any, i: Any) -> Any:
-    """Returns the column of the i-th column that lane `quad_lane` of a quad holds."""
-    return 8 * (i >> 1) + 2 * quad_lane + (i & 1)
+def row_of(thread: Any, v: int) -> Any:
+    """Returns the row, 0 to 63, of a thread's v-th value of a subtile."""
+    return nth_row(first_row(position_of(thread)), line_of(v)[0])
+
+
+def column_of(thread: Any, v: int) -> Any:
+    """Returns the column of a thread's v-th value of a subtile."""
+    return nth_column(position_of(thread).quad_lane, line_of(v)[1])
+
+
+def owner_of(row: Any, column: Any) -> tuple[Any, Any]:
+    """Returns (thread, v) of an element: the inverse of `row_of` and `column_of`."""
+    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+    return thread, column // 8 * 4 + row // 8 % 2 * 2 + column % 2
 
 
 def over_lanes(value: Any, distances: Sequence[int], shuffle: Callable, combine: Callable) -> Any:
@@ -124,19 +187,19 @@ def largest(
       (`LEAST_KEY`, `NO_COLUMN`) if all are taken.
     """
     length = -(-len(keys) // chains)
-    found: Any = None
+    first: Any = None
     for start in range(0, len(keys), length):
         best, at = 0 * keys[0] + LEAST_KEY, 0 * keys[0] + NO_COLUMN
         for i in reversed(range(start, min(start + length, len(keys)))):
             free = (taken[i // WORD] & _bit(i)) == 0
             take = free & (keys[i] >= best)
             best, at = select(take, keys[i], best), select(take, 0 * at + i, at)
-        if found is None:
-            found = best, at
+        if first is None:
+            first = best, at
         else:
-            take = before(best, at, *found)
-            found = select(take, best, found[0]), select(take, at, found[1])
-    return found
+            take = before(best, at, *first)
+            first = select(take, best, first[0]), select(take, at, first[1])
+    return first
 
 
 def largest_of_row(key: Any, column: Any, shuffle: Callable, select: Callable) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@
     ring full           the producer's, and bytes                    math
     ring empty          a warp of each that works on the tile,       loader
                         in each CTA that shares the stage
-    operands            see epilogue/operand_loads.py                operands, math
+    operands            see epilogue/operand_ring.py                 operands, math
     mailbox             see mailbox.py                               all but the scheduler
     named               see named_barriers.py                        math
 
@@ -39,7 +39,7 @@ from .mainloop import (
 )
 from .named_barriers import WARPGROUP
 from .shared_memory import SharedMemory
-from .tile_coords import BoxCoordinates, CtaInCluster
+from .tile_coords import CtaInCluster, TmaCoords
 from .tile_scheduler import make_scheduler
 from .tiles import Tiles
 from .warp_schedule import WARP_SCHEDULES, NoTurn
@@ -69,7 +69,6 @@ class GemmKernel:
           args: as those of `kernel`, with a tensor in place of each tensor map.
         """
         s = self.spec
-        self.epilogue.setup_layouts()
         tma_ab = self.producer.make_tma_atoms(args.tma_ab)
         results, operands = self.epilogue.make_tma_atoms(args.results, args.operands)
         self.epilogue.check_boxes(results, operands, check_box)
@@ -94,18 +93,21 @@ class GemmKernel:
         cta_m, cta_n, _ = cute.arch.block_in_cluster_idx()
         cta = CtaInCluster(cta_m, cta_n)
 
-        self.epilogue.bind(args.results, args.operands, args.k_tiles, args.extents)
+        parameters = self.epilogue.parameters(
+            args.results, args.operands, args.k_tiles, args.extents
+        )
         if warp == self.producer.loader_warps[0]:
-            self.prefetch((*self.producer.tensor_maps(args.tma_ab), *self.epilogue.atoms))
+            self.prefetch((*self.producer.tensor_maps(args.tma_ab), *parameters.atoms))
 
-        stages, barriers = self.allocate_shared_memory()
+        stages, shared, barriers = self.allocate_shared_memory()
         ring = make_ring(s, barriers["ring"], self.producer, self.schedule.tile_warps)
-        self.epilogue.ring.setup(barriers["operands"])
+        operand_barriers = self.epilogue.ring.setup(barriers["operands"])
         scheduled = self.scheduler.setup(barriers["mailbox"], args, self.reader_warps)
         pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n), is_relaxed=True)
 
         tiles = Tiles(s, self.scheduler, scheduled, args, cta)
-        coordinates = BoxCoordinates(s, args)
+        tma_coords = TmaCoords(s, args)
+        epilogue = self.epilogue.cta_view(parameters, shared, operand_barriers, tma_coords)
 
         pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n))
 
@@ -113,7 +115,7 @@ class GemmKernel:
         if warp < FIRST_MATH_WARP:
             cute.arch.setmaxregister_decrease(loader_registers)
             if self.is_loader(warp):
-                view = self.producer.partition_for_load(args, stages, coordinates, cta)
+                view = self.producer.partition_for_load(args, stages, tma_coords, cta)
                 self.load(view, ring, tiles)
             if cutlass.const_expr(self.scheduler.needs_scheduler_warp):
                 if warp == SCHEDULER_WARP and cta_m + cta_n == 0:
@@ -122,17 +124,16 @@ class GemmKernel:
             if cutlass.const_expr(operand_warps > 0):
                 served = warp - FIRST_OPERAND_WARP
                 if served >= 0 and served < operand_warps:
-                    self.epilogue.partition_for_load(coordinates)
                     if cutlass.const_expr(operand_warps < s.math_warpgroups):
-                        self.load_all_operands(tiles)
+                        self.load_all_operands(epilogue, tiles)
                     else:
-                        self.load_operands(served, tiles)
+                        self.load_operands(epilogue, served, tiles)
             if cutlass.const_expr(self.zero_fill.warps > 0):
                 if warp == ZERO_FILL_WARP:
                     self.zero_fill.run(tiles)
         else:
             cute.arch.setmaxregister_increase(math_registers)
-            self.math(stages, ring, tiles, coordinates)
+            self.math(stages, ring, tiles, epilogue)
 
         if cutlass.const_expr(self.scheduler.needs_scheduler_warp and s.cluster_size > 1):
             # NOTE: the mailbox's first CTA must not leave while others may still arrive on it.
@@ -144,17 +145,17 @@ class GemmKernel:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
 
     def allocate_shared_memory(self):
-        """Takes all parts' shared memory; returns the stages, and each user's barriers."""
-        self.epilogue.setup_layouts()
+        """Returns all shared memory: stages, the epilogue's, and each user's barriers."""
         memory = SharedMemory(self.spec.smem_bytes)
         stages = allocate_stages(self.spec, memory)
-        self.epilogue.allocate(memory)
-        return stages, memory.barriers(
+        shared = self.epilogue.allocate(memory)
+        barriers = memory.barriers(
             self.spec,
             ring=ring_words(self.spec),
             operands=self.epilogue.ring.smem_words,
             mailbox=self.scheduler.smem_words,
         )
+        return stages, shared, barriers
 
     @property
     def reader_warps(self):
@@ -184,7 +185,7 @@ class GemmKernel:
         ring.producer_tail(state)
 
     @cute.jit
-    def load_operands(self, warpgroup, tiles):
+    def load_operands(self, epilogue, warpgroup, tiles):
         """An operand warp: goes through the tiles of the math warpgroup that it serves.
 
         It may leave before its last loads have landed: the warpgroup waits for them, and no other
@@ -192,25 +193,27 @@ class GemmKernel:
         """
         tile, reader, loaded = self.schedule.first_tile(tiles, warpgroup, Int32(0), keep, NoTurn())
         while tiles.exists(tile):
-            loaded = self.epilogue.load_tile(warpgroup, loaded, tiles.coords(tile))
+            loaded = self.epilogue.loads.load_tile(epilogue, warpgroup, loaded, tiles.coords(tile))
             tile, reader = tiles.next(tile, reader)
             tile, reader, loaded = self.schedule.skip_partner_tile(
                 tiles, tile, reader, loaded, keep
             )
 
     @cute.jit
-    def load_all_operands(self, tiles):
+    def load_all_operands(self, epilogue, tiles):
         """The operand warp that serves both math warpgroups."""
         tile, reader = tiles.first()
         loaded = [Int32(0), Int32(0)]
         turn = Int32(0)
         while tiles.exists(tile):
-            loaded = self.epilogue.load_tile_of_both(loaded, tiles.coords(tile), turn)
+            loaded = self.epilogue.loads.load_tile_of_both(
+                epilogue, loaded, tiles.coords(tile), turn
+            )
             turn = turn ^ 1
             tile, reader = tiles.next(tile, reader)
 
     @cute.jit
-    def math(self, stages, ring, tiles, coordinates):
+    def math(self, stages, ring, tiles, epilogue):
         """The math warps."""
         math_thread = cute.arch.thread_idx()[0] - WARPGROUP
         math_warp = cute.arch.make_warp_uniform(math_thread // 32)
@@ -219,10 +222,9 @@ class GemmKernel:
         is_store_warp = math_warp % 4 == 0
 
         view = self.consumer.partition_for_math(stages, warpgroup)
-        self.epilogue.partition_for_math(
-            self.consumer.make_tiled_mma(1), warpgroup, math_thread % WARPGROUP, view.acc,
-            coordinates,
-        )  # fmt: skip
+        results = self.epilogue.math_view(
+            epilogue, self.consumer.make_tiled_mma(1), warpgroup, math_thread % WARPGROUP, view.acc
+        )
 
         state = pipeline.make_pipeline_state(
             pipeline.PipelineUserType.Consumer, self.spec.num_stages
@@ -231,12 +233,14 @@ class GemmKernel:
         tile, reader, state = self.schedule.first_tile(tiles, warpgroup, state, self.skip, turn)
         while tiles.exists(tile):
             coords = tiles.coords(tile)
-            if self.epilogue.has_rows(coords, warpgroup):
-                scalars = self.epilogue.load_scalars(coords.batch)
+            if self.epilogue.row_blocks.any_of(coords, warpgroup):
+                scalars = self.epilogue.load_scalars(results, coords.batch)
                 turn.wait()
                 state = self.consumer.multiply(view, ring, state, coords, turn.hand_over)
                 if self.finish.combine(view.acc, coords, warpgroup):
-                    written = self.epilogue.store_tile(scalars, is_store_warp, written, coords)
+                    written = self.epilogue.store_tile(
+                        results, scalars, is_store_warp, written, coords
+                    )
             else:
                 state = pass_over_tile(ring, state, coords)
             tile, reader = tiles.next(tile, reader)

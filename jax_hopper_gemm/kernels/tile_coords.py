@@ -89,7 +89,7 @@ def coords_of(spec, args, tile, cta):
     )  # fmt: skip
 
 
-class BoxCoordinates:
+class TmaCoords:
     """The coordinates of tiles in each kind of tensor map.
 
     Rows that belong to no group are the product of zeros, which copies from outside of A and B

@@ -96,9 +96,9 @@ def draw_staged_tile(spec: GemmSpec, dtype: str = "bfloat16", rows: int = 16) ->
                     matrix.append(offset)
                 colour = plain_colour(chunk)
                 cell(axis, x, y, colour, f"r{row} c{chunk}", bold=in_matrix)
-        wanted = bank_conflicts(matrix, CHUNK)
+        busiest = bank_conflicts(matrix, CHUNK)
         name = f"{swizzle}-byte swizzle" if width == swizzle else "no swizzle"
-        axis.set_title(f"{name}: {wanted} access{'es' if wanted > 1 else ''} to the busiest bank")
+        axis.set_title(f"{name}: {busiest} access{'es' if busiest > 1 else ''} to the busiest bank")
         frame(axis, LINE // CHUNK, rows * swizzle // LINE, aspect="auto")
         labels = [f"{4 * i}-{4 * i + 3}" for i in range(LINE // CHUNK)]
         axis.set_xticks([i + 0.5 for i in range(LINE // CHUNK)], labels)

@@ -1,17 +1,16 @@
-"""Places of an epilogue's elements: in the registers of a warpgroup, and in a staged tile.
+"""The places of an epilogue's elements: registers of a warpgroup, bytes of a staged tile.
 
-Arithmetic without branches. It runs on Python's integers and on those of a kernel, so tests and
-drawings show the places that the GPU computes.
+The tests compare this arithmetic with the layouts that the kernels' compiler makes.
 
-Sources: PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16", "stmatrix", and "Swizzling
-modes" of tensor maps.
+Sources: PTX ISA, "stmatrix", and "Swizzling modes" of tensor maps; of registers see
+`gemm/wgmma_fragment.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..gemm.wgmma_fragment import column_of, row_of
+from ..gemm.wgmma_fragment import column_of, owner_of, row_of
 
 ROWS = 64  # of a wgmma, and so of a staged tile
 CHUNK = 16  # bytes that stay together under a swizzle; also a row of an 8x8 matrix of stmatrix
@@ -32,9 +31,8 @@ def fragment_element(thread: Any, value: Any) -> tuple[Any, Any]:
 
 
 def fragment_owner(row: Any, column: Any) -> tuple[Any, Any]:
-    """Returns the (thread, value) that holds an element: the inverse of `fragment_element`."""
-    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
-    return thread, column // 8 * 4 + row // 8 % 2 * 2 + column % 2
+    """Returns (thread, value) that has an element: the inverse of `fragment_element`."""
+    return owner_of(row, column)
 
 
 def stmatrix_row(lane: Any, first_value: Any = 0) -> tuple[Any, Any]:

@@ -3,7 +3,13 @@
 A warpgroup's rows leave in subtiles of (64, epi_tile_n) that pass through its own ring of
 shared buffers, so converting one overlaps the stores of those before it. Warpgroups share
 nothing here: two that work on one tile drift apart, and one multiplies while the other stores.
+
+CuTe's names: tRS_rD, tRS_sD are a thread's parts of D in the copy from **R**egisters to **S**hared
+memory, on either side; bSG_sD, bSG_gD the boxes of the **b**ulk copy from **S**hared to **G**lobal.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -13,6 +19,7 @@ from cutlass import Float32
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from ...gemm.spec import EPI_TILE_M
+from ...gemm.wgmma_fragment import column_of, row_of
 from ..dtypes import CUTE_DTYPE
 
 
@@ -33,10 +40,10 @@ def copy_by_accumulator(warpgroup_mma):
 def check_order(thr_partition, columns):
     """Asserts that the fragments of thread 0 hold a subtile in the accumulator's order."""
     identity = cute.make_identity_tensor((EPI_TILE_M, columns))
-    coordinates = thr_partition(identity)
-    found = [tuple(coordinates[v]) for v in range(cute.size(coordinates))]
-    expected = [(8 * (v // 2 % 2), 8 * (v // 4) + v % 2) for v in range(columns // 2)]
-    assert found == expected, f"a fragment holds {found}, the accumulator {expected}"
+    fragment = thr_partition(identity)
+    held = [tuple(fragment[v]) for v in range(cute.size(fragment))]
+    expected = [(row_of(0, v), column_of(0, v)) for v in range(columns // 2)]
+    assert held == expected, f"a fragment holds {held}, the accumulator {expected}"
 
 
 class StagedMatrix:
@@ -48,56 +55,92 @@ class StagedMatrix:
         self.dtype = CUTE_DTYPE[result.dtype]
         self.subtile = (EPI_TILE_M, spec.epi_tile_n)
 
-    def setup_layouts(self):
+    def staged_layout(self):
+        """Returns the layout (64, epi_tile_n, buffers) of all warpgroups' buffers."""
         buffers = self.spec.math_warpgroups * self.spec.epi_stages
-        self.layout = staged_layout(self.dtype, self.spec.epi_tile_n, buffers)
+        return staged_layout(self.dtype, self.spec.epi_tile_n, buffers)
 
     def make_tma_atom(self, mD):
-        one_stage = cute.slice_(self.layout, (None, None, 0))
+        """Returns the tensor map of a result mD.
+
+        NOTE: where the contiguous extent is no multiple of 16 bytes, a TMA store writes up to the
+        next multiple, past the end of the line. `dispatch/legality.py` refuses such products.
+        """
+        one_stage = cute.slice_(self.staged_layout(), (None, None, 0))
         op = cpasync.CopyBulkTensorTileS2GOp()
         return cpasync.make_tiled_tma_atom(op, mD, one_stage, self.subtile)[0]
 
     def allocate(self, memory):
-        self.sD = memory.tensor(self.dtype, self.layout)  # (64, epi_tile_n, buffers)
+        return memory.tensor(self.dtype, self.staged_layout())  # (64, epi_tile_n, buffers)
 
-    def partition(self, tma_d, by_acc, thread):
-        """Makes one math thread's views.
+    def thread_view(self, tma_d, sD, by_acc, thread):
+        """Returns one math thread's `StagingView`.
 
         Args:
           tma_d: the tensor map of the matrix.
+          sD: its staged tiles.
           by_acc: see `copy_by_accumulator`.
           thread: index in its warpgroup.
         """
-        self.tma_d = tma_d
         row_major = tensor_utils.LayoutEnum.ROW_MAJOR
         store = sm90.sm90_get_smem_store_op(row_major, self.dtype, Float32)
-        self.r2s = cute.make_tiled_copy_S(store, by_acc)
-        check_order(self.r2s.get_slice(0).partition_S, self.spec.epi_tile_n)
-        thr_r2s = self.r2s.get_slice(thread)
-        self.tRS_sD = thr_r2s.partition_D(self.sD)  # (R2S, R2S_M, R2S_N, buffers)
-        self.fragment = cute.make_layout(cute.shape(thr_r2s.partition_S(self.sD))[:3]).shape
+        r2s = cute.make_tiled_copy_S(store, by_acc)
+        check_order(r2s.get_slice(0).partition_S, self.spec.epi_tile_n)
+        thr_r2s = r2s.get_slice(thread)
+        tRS_sD = thr_r2s.partition_D(sD)  # (R2S, R2S_M, R2S_N, buffers)
+        registers = cute.make_layout(cute.shape(thr_r2s.partition_S(sD))[:3]).shape
+        return StagingView(self, tma_d, r2s, sD, tRS_sD, registers)
 
-    def begin_tile(self, coordinates):
-        """Takes the coordinates of a tile."""
-        tiles, at = coordinates
-        # (64, epi_tile_n, row blocks, column blocks, tiles ...)
-        subtiles = cute.flat_divide(tiles, self.subtile)
-        self.bSG_sD, self.bSG_gD = cpasync.tma_partition(
-            self.tma_d, 0, cute.make_layout(1),
-            cute.group_modes(self.sD, 0, 2), cute.group_modes(subtiles, 0, 2),
-        )  # fmt: skip
-        self.at = at
+
+@dataclass(frozen=True)
+class StagingView:
+    """A math thread's view of one matrix.
+
+    Attributes:
+      registers: the shape of its values of a subtile: (R2S, R2S_M, R2S_N).
+    """
+
+    matrix: StagedMatrix
+    tma_d: Any
+    r2s: Any
+    sD: Any  # (64, epi_tile_n, buffers)
+    tRS_sD: Any  # (R2S, R2S_M, R2S_N, buffers)
+    registers: Any
 
     def make_fragment(self):
         """Returns float32 registers for a thread's values of a subtile."""
-        return cute.make_rmem_tensor(self.fragment, Float32)
+        return cute.make_rmem_tensor(self.registers, Float32)  # (R2S, R2S_M, R2S_N)
 
     def write(self, values, buffer):
         """Writes a thread's values of a subtile to a shared buffer, in the matrix's dtype."""
-        rD = cute.make_rmem_tensor(self.fragment, self.dtype)
-        rD.store(values.load().to(self.dtype))
-        cute.copy(self.r2s, rD, self.tRS_sD[None, None, None, buffer])
+        tRS_rD = cute.make_rmem_tensor(self.registers, self.matrix.dtype)  # (R2S, R2S_M, R2S_N)
+        tRS_rD.store(values.load().to(self.matrix.dtype))
+        cute.copy(self.r2s, tRS_rD, self.tRS_sD[None, None, None, buffer])
 
-    def store(self, buffer, subtile):
-        """Sends a shared buffer to a subtile (row block, column block) of the tile; one warp."""
-        cute.copy(self.tma_d, self.bSG_sD[None, buffer], self.bSG_gD[None, *subtile, *self.at])
+    def tile_view(self, tiles, index):
+        """Returns the view of the tile that has this index among `tiles` (bM, bN, ...)."""
+        # (64, epi_tile_n, row blocks, column blocks, tiles ...)
+        subtiles = cute.flat_divide(tiles, self.matrix.subtile)
+        bSG_sD, bSG_gD = cpasync.tma_partition(
+            self.tma_d, 0, cute.make_layout(1),
+            cute.group_modes(self.sD, 0, 2), cute.group_modes(subtiles, 0, 2),
+        )  # fmt: skip
+        return StoreView(self.tma_d, bSG_sD, bSG_gD, index)
+
+
+@dataclass(frozen=True)
+class StoreView:
+    """One matrix's part of a tile, for the warp that stores it.
+
+    Attributes:
+      index: of the tile.
+    """
+
+    tma_d: Any
+    bSG_sD: Any  # (box, buffers)
+    bSG_gD: Any  # (box, row blocks, column blocks, tiles ...)
+    index: Any
+
+    def store(self, buffer, block):
+        """Sends a shared buffer to a block (row block, column block) of the tile; one warp."""
+        cute.copy(self.tma_d, self.bSG_sD[None, buffer], self.bSG_gD[None, *block, *self.index])

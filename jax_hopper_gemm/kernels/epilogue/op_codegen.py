@@ -1,9 +1,9 @@
 """Register code of each operation of an epilogue: one short function each, for one element.
 
-Functions speak to a `machine`, the arithmetic units: `Gpu` here, NumPy's float32 in tests, which
-so find the error of this very code. Values are float32 or true-or-false; a Python float beside
-one is a constant. Which form of a function a node gets, and how exact it must be, is said in
-`arithmetic.py`.
+Functions call a `machine`, the arithmetic units: `Gpu` here, NumPy's float32 in tests, which so
+measure the error of this very code. Values are float32 or true-or-false; a Python float beside one
+is a constant. `gemm/epilogue_arithmetic.py` chooses the form of each node's function and states its
+error.
 
 Semantics are those of `jax.lax`, NaN and infinities included. Subnormal arguments count; where a
 form's error says so, a result under 2**-126 may come out as 0.
@@ -85,14 +85,14 @@ class Gpu:
 
     def round_to(self, dtype, x):
         if dtype == "float16":
-            # In PTX of its own: else LLVM narrows the arithmetic beside it to float16, and ptxas
-            # fuses that without the rounding.
+            # NOTE: in PTX of its own: else LLVM narrows the arithmetic beside it to float16, and
+            # ptxas fuses that without the rounding.
             return cute.arch.inline_ptx(
                 "{.reg .b16 half; cvt.rn.f16.f32 half, {$r0}; cvt.f32.f16 {$w0}, half;}",
                 write_only_types=[Float32],
                 read_only_args=[x],
             )
-        # One conversion of a pair costs a fraction of what that of a single number does.
+        # Converting a pair costs a fraction of converting a single number.
         return cute.arch.inline_ptx(
             "{.reg .b32 pair; cvt.rn.bf16x2.f32 pair, {$r0}, 0f00000000;"
             " and.b32 {$w0}, pair, 0xffff0000;}",
@@ -106,10 +106,10 @@ class Gpu:
 
 def polynomial(m, x, *coefficients):
     """Returns coefficients[0] + coefficients[1] * x + ..."""
-    *rest, found = map(m.constant, coefficients)
-    for coefficient in reversed(rest):
-        found = m.fma(found, x, coefficient)
-    return found
+    *lower, value = map(m.constant, coefficients)
+    for coefficient in reversed(lower):
+        value = m.fma(value, x, coefficient)
+    return value
 
 
 def sign(m, x):
@@ -134,7 +134,7 @@ def logistic(m, x, *shared, exp=None):
     exp = exp or m.exp
     if not shared:
         return m.reciprocal_approx(exp_of_negative(m, x, exp) + 1.0)
-    # As logistic(-x) does, from exp(-|x|): the compiler keeps one of what they have in common.
+    # As logistic(-x) does, from exp(-|x|): the compiler computes their common parts once.
     small = exp_of_negative(m, m.absolute(x), exp)
     large = m.reciprocal_approx(small + 1.0)
     return m.where(x < 0.0, small * large, large)
@@ -157,7 +157,7 @@ def fast_tanh(m, x):
 
 
 def fast_erfc(m, x):
-    """A polynomial of 1 / (1 + p |x|) times exp(-x * x), as Hastings has it; fitted anew."""
+    """A polynomial of 1 / (1 + p |x|) times exp(-x * x): Hastings's form, fitted anew."""
     t = m.reciprocal_approx(m.fma(m.absolute(x), m.constant(0.44), m.constant(1.0)))
     scaled = t * polynomial(
         m, t, 0.24856095, 0.24257013, 0.26358446, 0.040733859, 0.35065061, -0.1461052
@@ -169,14 +169,14 @@ def fast_erfc(m, x):
 def pow_integer(m, x, exponent):
     if exponent < 0:
         return m.divide(m.constant(1.0), pow_integer(m, x, -exponent))
-    found = None
+    power = None
     while exponent:
         if exponent & 1:
-            found = x if found is None else found * x
+            power = x if power is None else power * x
         exponent >>= 1
         if exponent:
             x = x * x
-    return m.constant(1.0) if found is None else found
+    return m.constant(1.0) if power is None else power
 
 
 def divide(m, x, y, *reciprocal):
@@ -187,10 +187,10 @@ def sin_or_cos(m, x, quarter_turns):
     """Returns sin(x + quarter_turns * pi / 2), reduced in float64 to an eighth of a turn."""
     wide = m.double(x)
     turns = m.to_even(wide * m.double(1 / HALF_PI[0]))
-    rest = m.fma(turns, m.double(-HALF_PI[0]), wide)
-    rest = m.fma(turns, m.double(-HALF_PI[1]), rest)
-    # Nothing is left of numbers beyond the limit; at least their sine is in [-1, 1].
-    reduced = m.where(m.absolute(x) < SIN_COS_LIMIT, m.single(rest), x * 0.0)
+    angle = m.fma(turns, m.double(-HALF_PI[0]), wide)
+    angle = m.fma(turns, m.double(-HALF_PI[1]), angle)
+    # Beyond the limit no digit of the angle is left; 0 puts the sine in [-1, 1] at least.
+    reduced = m.where(m.absolute(x) < SIN_COS_LIMIT, m.single(angle), x * 0.0)
     square = reduced * reduced
     cube = square * reduced
     sine = m.fma(cube, polynomial(m, square, -0.16666655, 8.3321561e-3, -1.9514632e-4), reduced)
@@ -200,11 +200,11 @@ def sin_or_cos(m, x, quarter_turns):
         m.fma(square, m.constant(-0.5), m.constant(1.0)),
     )
     odd, half = m.last_two_bits(turns + m.double(float(quarter_turns)))
-    found = m.where(odd, cosine, sine)
-    return m.where(half, -found, found)
+    value = m.where(odd, cosine, sine)
+    return m.where(half, -value, value)
 
 
-# What each operation does: function(machine, *arguments, *parameters of the node).
+# The accurate form of each operation: function(machine, *arguments, *parameters of the node).
 FUNCTIONS: dict[str, Callable] = {
     "constant": lambda m, value: m.constant(value),
     "neg": lambda m, x: -x,
@@ -249,7 +249,7 @@ FUNCTIONS: dict[str, Callable] = {
     "not": lambda m, x: m.negate(x),
     "select": lambda m, predicate, x, y: m.where(predicate, x, y),
 }
-# In place of those above, where only results in 16 bits depend on them.
+# The fast forms, where only results in 16 bits depend on the operation.
 FAST: dict[str, Callable] = {
     "exp": fast_exp,
     "exp2": lambda m, x: m.exp2_approx(x),
@@ -259,13 +259,13 @@ FAST: dict[str, Callable] = {
     "logistic": fast_logistic,
     "erfc": fast_erfc,
 }
-# And where bfloat16 results depend on them by factors alone.
+# The approximate forms, where bfloat16 results depend on the operation by factors alone.
 APPROX: dict[str, Callable] = {"tanh": lambda m, x: m.tanh_approx(x)}
 
 GPU = Gpu()
 
 
 def evaluate(node: Node, form: str, arguments: Sequence[Any], machine: Any = GPU) -> Any:
-    """Returns the value of a node in a form of `arithmetic.Form`, of its arguments' values."""
+    """Returns a node's value from its arguments', in a form of `epilogue_arithmetic.Form`."""
     table = {"accurate": FUNCTIONS, "fast": FAST, "approx": APPROX}[form]
     return table[node.op](machine, *arguments, *node.params)

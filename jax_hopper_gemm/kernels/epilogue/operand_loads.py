@@ -1,63 +1,132 @@
-"""The operands of an epilogue that arrive in shared memory: a ring of tiles a math warpgroup.
+"""The operands of an epilogue, by kind: how each is loaded into a slot of the ring, and read.
 
-    barrier             arrivals                    waited on by
-    operands full       1 + bytes of a subtile      the math warpgroup
-    operands empty      its four warps              the loader warp that serves it
+    LoadedMatrix       an element for each of D, a tile (64, epi_tile_n) a slot
+    LoadedRow          an element for each column of D
+    LoadedColumn       an element for each row of D
+    LoadedSpanColumn   the same, where M is grouped
 
-One slot of a ring holds what a subtile (64, epi_tile_n) of D needs: a tile of each matrix, a
-piece of each row and column, all counted by one barrier. The loader runs ahead by as many slots
-as there are, across tiles: those of the next tile arrive while it is multiplied.
-
-A slot is read with ordinary loads and refilled by TMA, of another proxy: a fence between them keeps
-the refill from overtaking reads that were issued before it.
+CuTe's names: mC is an operand in global memory and sC its slots in shared memory; bGS_gC, bGS_sC
+are the boxes of the **b**ulk copy from **G**lobal to **S**hared memory, on either side; tSR_sC,
+tSR_rC a thread's parts in the copy from **S**hared memory to **R**egisters.
 """
 
-import cutlass
+from dataclasses import dataclass, replace
+from typing import Any
+
 import cutlass.cute as cute
-from cutlass import Float32, Uint8
 from cutlass.cute.nvgpu import cpasync, warp
 
 from ...gemm.spec import EPI_TILE_M, SMEM_VECTOR
+from ...gemm.wgmma_fragment import (
+    DividedPosition,
+    first_column,
+    first_row,
+    line_of,
+    nth_column,
+    nth_row,
+)
 from ..dtypes import CUTE_DTYPE
 from .matrix_store import check_order, staged_layout
 
 
+@dataclass(frozen=True)
+class LoadView:
+    """An operand's part of one tile of D, for the warp that loads it."""
+
+    tma_c: Any
+    bGS_gC: Any  # (box, row blocks, column blocks) of a matrix, (box, pieces) of a vector
+    bGS_sC: Any  # (box, buffers)
+
+    def load(self, full, buffer, block):
+        """Loads a block into a buffer; its bytes arrive on the barrier `full`."""
+        source = self.bGS_gC[None, *block]
+        cute.copy(self.tma_c, source, self.bGS_sC[None, buffer], tma_bar_ptr=full)
+
+
+@dataclass(frozen=True)
+class MatrixView:
+    """A math thread's view of a loaded matrix.
+
+    Attributes:
+      registers: the shape of its values of a subtile: (S2R, S2R_M, S2R_N).
+    """
+
+    dtype: Any
+    s2r: Any
+    tSR_sC: Any  # (S2R, S2R_M, S2R_N, buffers)
+    registers: Any
+
+    def read(self, buffer):
+        """Returns a thread's values of a subtile, in the operand's dtype."""
+        tSR_rC = cute.make_rmem_tensor(self.registers, self.dtype)  # (S2R, S2R_M, S2R_N)
+        cute.copy(self.s2r, self.tSR_sC[None, None, None, buffer], tSR_rC)
+        return tSR_rC
+
+
+@dataclass(frozen=True)
+class VectorView:
+    """A math thread's view of a loaded row or column.
+
+    Attributes:
+      skipped: elements before the first of the tile; None if there never are any.
+    """
+
+    dtype: Any
+    tSR_sC: Any  # (2, columns / 8, buffers) of a row, (2, 1, buffers) of a column
+    skipped: Any = None
+
+    def read(self, buffer):
+        source = self.tSR_sC[None, None, buffer]
+        if self.skipped is not None:
+            source = cute.make_tensor(source.iterator + self.skipped, source.layout)
+        tSR_rC = cute.make_rmem_tensor(source.shape, self.dtype)
+        cute.autovec_copy(source, tSR_rC)
+        return tSR_rC
+
+
 class LoadedMatrix:
-    """An operand with an element for each of D."""
+    """An operand with an element for each of D; and the protocol of a loaded operand.
+
+    Attributes:
+      number: of its value in the graph.
+      nbytes: of a slot, as TMA counts them.
+    """
 
     def __init__(self, spec, operand, number):
         self.spec = spec
-        self.number = number  # of the value
+        self.number = number
         self.dtype = CUTE_DTYPE[operand.dtype]
         self.subtile = (EPI_TILE_M, spec.epi_tile_n)
         self.nbytes = EPI_TILE_M * spec.epi_tile_n * self.dtype.width // 8
 
-    def setup_layouts(self, buffers):
-        self.layout = staged_layout(self.dtype, self.spec.epi_tile_n, buffers)
+    def staged_layout(self):
+        """Returns the layout (64, epi_tile_n, buffers) of all warpgroups' slots."""
+        buffers = self.spec.math_warpgroups * self.spec.epi_load_stages
+        return staged_layout(self.dtype, self.spec.epi_tile_n, buffers)
 
     def make_tma_atom(self, mC):
-        one_stage = cute.slice_(self.layout, (None, None, 0))
+        one_stage = cute.slice_(self.staged_layout(), (None, None, 0))
         op = cpasync.CopyBulkTensorTileG2SOp()
         return cpasync.make_tiled_tma_atom(op, mC, one_stage, self.subtile)[0]
 
     def allocate(self, memory):
-        self.sC = memory.tensor(self.dtype, self.layout)  # (64, epi_tile_n, buffers)
+        return memory.tensor(self.dtype, self.staged_layout())  # (64, epi_tile_n, buffers)
 
-    def partition_for_load(self, tma_c, coordinates, place):
-        """Args: tma_c: tensor map; coordinates: those of the tile at `place`."""
-        self.tma_c = tma_c
-        tiles, at = coordinates.matrix(place)
-        self.tCsC, tCgC = cpasync.tma_partition(
-            tma_c, 0, cute.make_layout(1), cute.group_modes(self.sC, 0, 2),
+    def load_view(self, tma_c, sC, tma_coords, coords):
+        """Returns the `LoadView` of the tile at `coords`."""
+        tiles, index = tma_coords.matrix(coords)
+        bGS_sC, bGS_gC = cpasync.tma_partition(
+            tma_c, 0, cute.make_layout(1), cute.group_modes(sC, 0, 2),
             cute.group_modes(cute.flat_divide(tiles, self.subtile), 0, 2),
         )  # fmt: skip
-        self.tCgC = tCgC[None, None, None, *at]
+        return LoadView(tma_c, bGS_gC[None, None, None, *index], bGS_sC)
 
-    def load(self, full, buffer, block_m, block_n):
-        source = self.tCgC[None, block_m, block_n]
-        cute.copy(self.tma_c, source, self.tCsC[None, buffer], tma_bar_ptr=full)
+    def block_of(self, block_m, block_n):
+        """Returns which block of `LoadView` the subtile (block_m, block_n) of a tile needs."""
+        return block_m, block_n
 
-    def partition_for_math(self, by_acc, thread):
+    def thread_view(self, sC, by_acc, thread):
+        """Returns a math thread's view."""
         # A thread's two adjacent columns at once; for 16-bit elements ldmatrix brings four pairs.
         if self.dtype.width == 16:
             atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
@@ -65,23 +134,19 @@ class LoadedMatrix:
             pair = 2 * self.dtype.width
             universal = cute.nvgpu.CopyUniversalOp()
             atom = cute.make_copy_atom(universal, self.dtype, num_bits_per_copy=pair)
-        self.s2r = cute.make_tiled_copy_S(atom, by_acc)
-        check_order(self.s2r.get_slice(0).partition_D, self.spec.epi_tile_n)
-        thr_s2r = self.s2r.get_slice(thread)
-        self.tSR_sC = thr_s2r.partition_S(self.sC)  # (S2R, S2R_M, S2R_N, buffers)
-        self.fragment = cute.make_layout(cute.shape(thr_s2r.partition_D(self.sC))[:3]).shape
+        s2r = cute.make_tiled_copy_S(atom, by_acc)
+        check_order(s2r.get_slice(0).partition_D, self.spec.epi_tile_n)
+        thr_s2r = s2r.get_slice(thread)
+        tSR_sC = thr_s2r.partition_S(sC)  # (S2R, S2R_M, S2R_N, buffers)
+        registers = cute.make_layout(cute.shape(thr_s2r.partition_D(sC))[:3]).shape
+        return MatrixView(self.dtype, s2r, tSR_sC, registers)
 
-    def begin_tile(self, place):
-        """Called by math warps before they read what a tile at `place` needs."""
+    def tile_view(self, view, coords):
+        """Returns a math thread's view for the tile at `coords`."""
+        return view
 
-    def read(self, buffer):
-        """Returns a thread's values of a subtile, in the operand's dtype."""
-        values = cute.make_rmem_tensor(self.fragment, self.dtype)
-        cute.copy(self.s2r, self.tSR_sC[None, None, None, buffer], values)
-        return values
-
-    def place_of(self, v):
-        """Returns where in what `read` returned a thread's v-th element finds its value."""
+    def index_of(self, v):
+        """Returns the index of a thread's v-th element among the values that `read` returns."""
         return v
 
 
@@ -89,231 +154,113 @@ class LoadedVector:
     """An operand that varies along one axis of D: the protocol is `LoadedMatrix`'s."""
 
     def __init__(self, spec, operand, number):
+        self.spec = spec
         self.number = number
         self.dtype = CUTE_DTYPE[operand.dtype]
-        elements = self.extent(spec, operand)
+        elements = self.extent(operand)
         self.nbytes = elements * self.dtype.width // 8
         self.box = (elements,)
-        self.distance = spec.loaded_bytes(operand) * 8 // self.dtype.width
+        self.buffers = spec.math_warpgroups * spec.epi_load_stages
+        self.stride = spec.loaded_bytes(operand) * 8 // self.dtype.width  # of a buffer
 
-    def setup_layouts(self, buffers):
-        self.layout = cute.make_layout((*self.box, buffers), stride=(1, self.distance))
-        self.smem_bytes = buffers * self.distance * self.dtype.width // 8
+    def staged_layout(self):
+        """Returns the layout (elements, buffers) of all warpgroups' slots."""
+        return cute.make_layout((*self.box, self.buffers), stride=(1, self.stride))
 
     def make_tma_atom(self, mC):
-        one_stage = cute.slice_(self.layout, (None, 0))
+        one_stage = cute.slice_(self.staged_layout(), (None, 0))
         op = cpasync.CopyBulkTensorTileG2SOp()
         return cpasync.make_tiled_tma_atom(op, mC, one_stage, self.box)[0]
 
     def allocate(self, memory):
-        self.pointer = memory.pointer(self.dtype, self.smem_bytes, SMEM_VECTOR)
+        nbytes = self.buffers * self.stride * self.dtype.width // 8
+        pointer = memory.pointer(self.dtype, nbytes, SMEM_VECTOR)
+        return cute.make_tensor(pointer, self.staged_layout())  # (elements, buffers)
 
-    def partition_for_load(self, tma_c, coordinates, place):
-        self.tma_c = tma_c
-        sC = cute.make_tensor(self.pointer, self.layout)
-        pieces, at = self.of_tile(coordinates, place)
-        self.tCsC, tCgC = cpasync.tma_partition(
+    def load_view(self, tma_c, sC, tma_coords, coords):
+        pieces, index = self.pieces(tma_coords, coords)
+        bGS_sC, bGS_gC = cpasync.tma_partition(
             tma_c, 0, cute.make_layout(1), cute.group_modes(sC, 0, 1),
             cute.group_modes(pieces, 0, 1),
         )  # fmt: skip
-        self.tCgC = tCgC[None, None, *at]
+        return LoadView(tma_c, bGS_gC[None, None, *index], bGS_sC)
 
-    def load(self, full, buffer, block_m, block_n):
-        source = self.tCgC[None, self.block_of(block_m, block_n)]
-        cute.copy(self.tma_c, source, self.tCsC[None, buffer], tma_bar_ptr=full)
-
-    def begin_tile(self, place):
-        """Called by math warps before they read what a tile at `place` needs."""
-
-    def read(self, buffer):
-        source = self.tSR_sC[None, None, buffer]
-        values = cute.make_rmem_tensor(source.shape, self.dtype)
-        cute.autovec_copy(source, values)
-        return values
+    def tile_view(self, view, coords):
+        return view
 
 
 class LoadedRow(LoadedVector):
     """An element for each column of D."""
 
-    def extent(self, spec, operand):
-        return spec.epi_tile_n
+    def extent(self, operand):
+        return self.spec.epi_tile_n
 
-    def of_tile(self, coordinates, place):
-        tiles, at = coordinates.row(place)
-        return cute.flat_divide(tiles, self.box), at
+    def pieces(self, tma_coords, coords):
+        tiles, index = tma_coords.row(coords)
+        return cute.flat_divide(tiles, self.box), index
 
     def block_of(self, block_m, block_n):
-        return block_n
+        return (block_n,)
 
-    def partition_for_math(self, by_acc, thread):
-        (columns,), buffers = self.box, self.layout.shape[1]
-        layout = cute.make_layout((2, columns // 8, buffers), stride=(1, 8, self.distance))
-        self.tSR_sC = cute.make_tensor(self.pointer + thread % 4 * 2, layout)
+    def thread_view(self, sC, by_acc, thread):
+        (columns,) = self.box
+        shape = 2, columns // 8, self.buffers
+        layout = cute.make_layout(shape, stride=(nth_column(0, 1), nth_column(0, 2), self.stride))
+        first = first_column(DividedPosition(thread))
+        return VectorView(self.dtype, cute.make_tensor(sC.iterator + first, layout))
 
-    def place_of(self, v):
-        return v % 2, v // 4
+    def index_of(self, v):
+        _, i = line_of(v)
+        return i % 2, i // 2
 
 
 class LoadedColumn(LoadedVector):
     """An element for each row of D."""
 
-    def extent(self, spec, operand):
+    def extent(self, operand):
         return EPI_TILE_M
 
-    def of_tile(self, coordinates, place):
-        tiles, at = coordinates.column(place)
-        return cute.flat_divide(tiles, self.box), at
+    def pieces(self, tma_coords, coords):
+        tiles, index = tma_coords.column(coords)
+        return cute.flat_divide(tiles, self.box), index
 
     def block_of(self, block_m, block_n):
-        return block_m
+        return (block_m,)
 
-    def partition_for_math(self, by_acc, thread):
-        layout = cute.make_layout((2, 1, self.layout.shape[1]), stride=(8, 0, self.distance))
-        first_row = thread // 32 * 16 + thread % 32 // 4
-        self.tSR_sC = cute.make_tensor(self.pointer + first_row, layout)
+    def thread_view(self, sC, by_acc, thread):
+        shape = 2, 1, self.buffers
+        layout = cute.make_layout(shape, stride=(nth_row(0, 1), 0, self.stride))
+        first = first_row(DividedPosition(thread))
+        return VectorView(self.dtype, cute.make_tensor(sC.iterator + first, layout))
 
-    def place_of(self, v):
-        return v // 2 % 2, 0
+    def index_of(self, v):
+        return line_of(v)[0], 0
 
 
 class LoadedSpanColumn(LoadedColumn):
     """An element for each row of D, where tiles begin at any row.
 
-    TMA wants copies along the contiguous index to begin at multiples of 16 bytes: it faults at
-    others, on an H200. So a piece begins up to that much before its first row, and is longer.
+    NOTE: TMA faults, and launches fail, where a copy along the contiguous index begins between
+    multiples of 16 bytes. So a piece begins at the multiple before its first row, and is longer.
     """
 
-    def extent(self, spec, operand):
-        elements = spec.column_elements(operand.dtype)
-        self.step = elements - EPI_TILE_M
+    def extent(self, operand):
+        elements = self.spec.column_elements(operand.dtype)
+        self.step = elements - EPI_TILE_M  # elements of 16 bytes
         return elements
 
-    def of_tile(self, coordinates, place):
-        first = place.first - place.first % self.step
-        return coordinates.pieces_of_column(first, *self.box), ()
+    def pieces(self, tma_coords, coords):
+        first = coords.first - coords.first % self.step
+        return tma_coords.pieces_of_column(first, *self.box), ()
 
-    def begin_tile(self, place):
-        self.skipped = place.first % self.step
-
-    def read(self, buffer):
-        source = self.tSR_sC[None, None, buffer]
-        source = cute.make_tensor(source.iterator + self.skipped, source.layout)
-        values = cute.make_rmem_tensor(source.shape, self.dtype)
-        cute.autovec_copy(source, values)
-        return values
+    def tile_view(self, view, coords):
+        return replace(view, skipped=coords.first % self.step)
 
 
 def make_operand(spec, operand, number):
-    """Returns what loads an operand that is no scalar."""
+    """Returns the loaded operand of an `Operand` that is no scalar."""
     if operand.kind == "matrix":
         return LoadedMatrix(spec, operand, number)
     if operand.kind == "row":
         return LoadedRow(spec, operand, number)
     return (LoadedSpanColumn if spec.grouped == "m" else LoadedColumn)(spec, operand, number)
-
-
-class OperandRing:
-    """The rings of all math warpgroups. Loader warps call `load`, math warps `read`.
-
-    Attributes:
-      loader_warps: warps of a CTA that load, one for each math warpgroup or, where the other is
-        busy gathering rows, one for all; 0 if there is nothing.
-      smem_words: int64 words of barriers.
-    """
-
-    def __init__(self, spec):
-        graph = spec.graph
-        numbered = enumerate(graph.operands, graph.accumulators)
-        self.operands = [
-            make_operand(spec, operand, number)
-            for number, operand in numbered
-            if operand.kind != "scalar"
-        ]
-        self.stages = spec.epi_load_stages
-        self.buffers = spec.math_warpgroups * self.stages
-        warps = 1 if spec.gathered else spec.math_warpgroups
-        self.loader_warps = warps if self.operands else 0
-        self.smem_words = 2 * self.buffers if self.operands else 0
-        self.nbytes = sum(operand.nbytes for operand in self.operands)
-
-    def setup_layouts(self):
-        for operand in self.operands:
-            operand.setup_layouts(self.buffers)
-
-    def allocate(self, memory):
-        matrices_first = sorted(self.operands, key=lambda o: not isinstance(o, LoadedMatrix))
-        for operand in matrices_first:
-            operand.allocate(memory)
-
-    @cute.jit
-    def setup(self, words):
-        """Called once by all threads, before the barriers are made visible.
-
-        Args:
-          words: shared memory pointer to `smem_words` int64 words.
-        """
-        self.full, self.empty = words, words + self.buffers
-        if cutlass.const_expr(self.buffers > 0):
-            if cute.arch.warp_idx() == 0:
-                with cute.arch.elect_one():
-                    for buffer in cutlass.range_constexpr(self.buffers):
-                        cute.arch.mbarrier_init(self.full + buffer, 1)
-                        cute.arch.mbarrier_init(self.empty + buffer, 4)
-
-    def place_of(self, warpgroup, count):
-        """Returns buffer and phase of the `count`-th subtile of a warpgroup."""
-        return warpgroup * self.stages + count % self.stages, count // self.stages % 2
-
-    def partition_for_load(self, atoms, coordinates, place):
-        """Takes the tensor maps, in order, and the coordinates of the tile at `place`."""
-        for operand, atom in zip(self.operands, atoms, strict=True):
-            operand.partition_for_load(atom, coordinates, place)
-
-    def load(self, warpgroup, count, block_m, block_n):
-        """Fills the slot of a warpgroup's `count`-th subtile, the tile's (block_m, block_n), once
-        it is free; one warp."""
-        buffer, phase = self.place_of(warpgroup, count)
-        full = self.full + buffer
-        cute.arch.mbarrier_wait(self.empty + buffer, phase ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.nbytes)
-        for operand in self.operands:
-            operand.load(full, buffer, block_m, block_n)
-
-    def begin_tile(self, place):
-        """Called by math warps before they read what a tile at `place` needs."""
-        for operand in self.operands:
-            operand.begin_tile(place)
-
-    def partition_for_math(self, by_acc, warpgroup, thread):
-        self.warpgroup = warpgroup
-        for operand in self.operands:
-            operand.partition_for_math(by_acc, thread)
-
-    def read(self, count):
-        """Waits for the warpgroup's `count`-th subtile and frees its slot.
-
-        Returns:
-          A function of the number of a loaded operand and v: the thread's v-th value, a float32
-          or, of a bool operand, a truth value.
-        """
-        buffer, phase = self.place_of(self.warpgroup, count)
-        cute.arch.mbarrier_wait(self.full + buffer, phase)
-        found = {operand.number: (operand, operand.read(buffer)) for operand in self.operands}
-        self.free(buffer)
-
-        def value(number, v):
-            operand, values = found[number]
-            element = values[operand.place_of(v)]
-            return element != Uint8(0) if operand.dtype is Uint8 else element.to(Float32)
-
-        return value
-
-    @cute.jit
-    def free(self, buffer):
-        # Without the fence a kernel now and then added the operand of a later subtile, as seen on
-        # an H200.
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()  # one lane arrives for the reads of all
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.empty + buffer)

@@ -8,7 +8,7 @@ A producer:
     tma_bytes           of a stage that TMA brings, which complete it too
     make_tma_atoms(tensors)             → the kernel's `tma_ab`; on the host, for the types alone
     tensor_maps(tma_ab)                 → those of `tma_ab` that are tensor maps
-    partition_for_load(args, stages, coordinates, cta)
+    partition_for_load(args, stages, tma_coords, cta)
                                         → a frozen view; once, in the loader warps
     load(view, ring, state, coords)     → state; sends a tile's k-tiles into the ring
     before_read()                       what a math warp does before it reads a full stage

@@ -103,14 +103,14 @@ class GatherProducer:
     def tensor_maps(self, tma_ab):
         return tma_ab[1:] if self.gathers_a else tma_ab[:1]
 
-    def partition_for_load(self, args, stages, coordinates, cta):
+    def partition_for_load(self, args, stages, tma_coords, cta):
         return GatherView(
             pointer=args.tma_ab[0 if self.gathers_a else 1],
             gather=args.gather,
             length=args.raster.length,
             row_bytes=args.gather.stride * self.itemsize,
             stages=stages.sA if self.gathers_a else stages.sB,
-            tma=self.tma.view(self.tensor_maps(args.tma_ab), stages, coordinates, cta),
+            tma=self.tma.view(self.tensor_maps(args.tma_ab), stages, tma_coords, cta),
         )
 
     @cute.jit

@@ -19,7 +19,7 @@ class TmaView:
     Attributes:
       maps: tensor maps: of A, or of each B.
       stages: for each map its part of all stages, (rows, bK, stages).
-      coordinates: `BoxCoordinates`.
+      tma_coords: `TmaCoords`.
       cta: which of the CTAs that share a tile this one is.
       mask: CTAs that its part goes to; None: there is this one alone.
       own_mask: this CTA alone.
@@ -27,7 +27,7 @@ class TmaView:
 
     maps: Any
     stages: Any
-    coordinates: Any
+    tma_coords: Any
     cta: Any
     mask: Any
     own_mask: Any
@@ -76,7 +76,7 @@ class TmaOperand:
             check_box(atom, self.box, self.shares)
         return atoms
 
-    def view(self, maps, stages, coordinates, cta):
+    def view(self, maps, stages, tma_coords, cta):
         """Returns the `TmaView` of a CTA; `cta` is its `CtaInCluster`."""
         s = self.spec
         if self.is_a:
@@ -88,7 +88,7 @@ class TmaOperand:
             parts = tuple(sBs[None, None, part, 0, None] for part in range(len(maps)))
             mask, rank = ((1 << s.cluster_m) - 1) << (s.cluster_m * cta.n), cta.m
         return TmaView(
-            maps, parts, coordinates, rank,
+            maps, parts, tma_coords, rank,
             mask=cutlass.Int16(mask) if self.shares > 1 else None,
             own_mask=cutlass.Int16(1 << cta.m) if s.paired else None,
         )  # fmt: skip
@@ -99,7 +99,7 @@ class TmaOperand:
 
     def slices_of(self, view, coords, cta):
         """Returns the slices of another of the CTAs that share the tile."""
-        tiles, at = view.coordinates.a(coords) if self.is_a else view.coordinates.b(coords)
+        tiles, at = view.tma_coords.a(coords) if self.is_a else view.tma_coords.b(coords)
         slices = []
         for tma, stages in zip(view.maps, view.stages, strict=True):
             shared, boxes = cpasync.tma_partition(
@@ -157,10 +157,10 @@ class TmaProducer:
     def tensor_maps(self, tma_ab):
         return tma_ab
 
-    def partition_for_load(self, args, stages, coordinates, cta):
+    def partition_for_load(self, args, stages, tma_coords, cta):
         return LoadView(
-            self.a.view(args.tma_ab[:1], stages, coordinates, cta),
-            self.b.view(args.tma_ab[1:], stages, coordinates, cta),
+            self.a.view(args.tma_ab[:1], stages, tma_coords, cta),
+            self.b.view(args.tma_ab[1:], stages, tma_coords, cta),
         )
 
     @cute.jit

@@ -1,0 +1,170 @@
+"""The ring in which an epilogue's operands arrive in shared memory: one a math warpgroup.
+
+    barrier             arrivals                    waited on by
+    operands full       1 + bytes of a subtile      the math warpgroup
+    operands empty      its four warps              the operand warp that serves it
+
+One slot of a ring holds the operands of a subtile (64, epi_tile_n) of D: a tile of each matrix, a
+piece of each row and column, all counted by one barrier. The operand warp runs ahead by as many
+slots as there are, across tiles: those of the next tile arrive while it is multiplied.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint8
+
+from .operand_loads import LoadedMatrix, make_operand
+
+
+@dataclass(frozen=True)
+class RingBarriers:
+    """Shared memory pointers to the first of the rings' mbarriers: one of each kind a buffer."""
+
+    full: Any
+    empty: Any
+
+
+class OperandRing:
+    """The rings of all math warpgroups.
+
+    Attributes:
+      operands: those of the graph that are no scalars.
+      loader_warps: warps of a CTA that load, one for each math warpgroup or, where the other is
+        busy gathering rows, one for all; 0 without operands.
+      smem_words: int64 words of barriers.
+    """
+
+    def __init__(self, spec):
+        graph = spec.graph
+        numbered = enumerate(graph.operands, graph.accumulators)
+        self.operands = [
+            make_operand(spec, operand, number)
+            for number, operand in numbered
+            if operand.kind != "scalar"
+        ]
+        self.stages = spec.epi_load_stages
+        self.buffers = spec.math_warpgroups * self.stages
+        warps = 1 if spec.gathered else spec.math_warpgroups
+        self.loader_warps = warps if self.operands else 0
+        self.smem_words = 2 * self.buffers if self.operands else 0
+        self.nbytes = sum(operand.nbytes for operand in self.operands)
+
+    def allocate(self, memory):
+        """Returns the operands' slots in shared memory, in the operands' order."""
+        matrices_first = sorted(self.operands, key=lambda o: not isinstance(o, LoadedMatrix))
+        slots = {operand.number: operand.allocate(memory) for operand in matrices_first}
+        return tuple(slots[operand.number] for operand in self.operands)
+
+    @cute.jit
+    def setup(self, words):
+        """Initialises the barriers. Called once by all threads, before these are made visible.
+
+        Args:
+          words: shared memory pointer to `smem_words` int64 words.
+
+        Returns:
+          The `RingBarriers`.
+        """
+        barriers = RingBarriers(words, words + self.buffers)
+        if cutlass.const_expr(self.buffers > 0):
+            if cute.arch.warp_idx() == 0:
+                with cute.arch.elect_one():
+                    for buffer in cutlass.range_constexpr(self.buffers):
+                        cute.arch.mbarrier_init(barriers.full + buffer, 1)
+                        cute.arch.mbarrier_init(barriers.empty + buffer, 4)
+        return barriers
+
+    def slot(self, warpgroup, count):
+        """Returns buffer and phase of the `count`-th subtile of a warpgroup."""
+        return warpgroup * self.stages + count % self.stages, count // self.stages % 2
+
+    def load_view(self, cta, coords):
+        """Returns an operand warp's view of the tile at `coords`; `cta` is the `CtaView`."""
+        slots = zip(self.operands, cta.parameters.loads, cta.shared.operands, strict=True)
+        parts = tuple(
+            operand.load_view(tma_c, sC, cta.tma_coords, coords) for operand, tma_c, sC in slots
+        )
+        return RingLoader(self, cta.barriers, parts)
+
+    def thread_view(self, cta, by_acc, warpgroup, thread):
+        """Returns one math thread's view."""
+        slots = zip(self.operands, cta.shared.operands, strict=True)
+        parts = tuple(operand.thread_view(sC, by_acc, thread) for operand, sC in slots)
+        return RingReader(self, cta.barriers, warpgroup, parts)
+
+
+@dataclass(frozen=True)
+class RingLoader:
+    """An operand warp's view of the rings, for one tile.
+
+    Attributes:
+      parts: a `LoadView` for each operand.
+    """
+
+    ring: OperandRing
+    barriers: RingBarriers
+    parts: tuple
+
+    def load(self, warpgroup, count, block_m, block_n):
+        """Fills the slot of a warpgroup's `count`-th subtile, the tile's (block_m, block_n), once
+        it is free; one warp."""
+        buffer, phase = self.ring.slot(warpgroup, count)
+        full = self.barriers.full + buffer
+        cute.arch.mbarrier_wait(self.barriers.empty + buffer, phase ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.ring.nbytes)
+        for operand, part in zip(self.ring.operands, self.parts, strict=True):
+            part.load(full, buffer, operand.block_of(block_m, block_n))
+
+
+@dataclass(frozen=True)
+class RingReader:
+    """A math thread's view of its warpgroup's ring.
+
+    Attributes:
+      parts: a `MatrixView` or `VectorView` for each operand.
+    """
+
+    ring: OperandRing
+    barriers: RingBarriers
+    warpgroup: Any
+    parts: tuple
+
+    def tile_view(self, coords):
+        """Returns the view for the tile at `coords`."""
+        both = zip(self.ring.operands, self.parts, strict=True)
+        return replace(self, parts=tuple(operand.tile_view(part, coords) for operand, part in both))
+
+    def read(self, count):
+        """Waits for the warpgroup's `count`-th subtile, reads it and frees its slot.
+
+        Returns:
+          A function of the number of a loaded operand and v: the thread's v-th value, a float32
+          or, of a bool operand, a truth value.
+        """
+        buffer, phase = self.ring.slot(self.warpgroup, count)
+        cute.arch.mbarrier_wait(self.barriers.full + buffer, phase)
+        loaded = {
+            operand.number: (operand, part.read(buffer))
+            for operand, part in zip(self.ring.operands, self.parts, strict=True)
+        }
+        self.free(buffer)
+
+        def value(number, v):
+            operand, values = loaded[number]
+            element = values[operand.index_of(v)]
+            return element != Uint8(0) if operand.dtype is Uint8 else element.to(Float32)
+
+        return value
+
+    @cute.jit
+    def free(self, buffer):
+        # NOTE: a slot is read with ordinary loads and refilled by TMA, of another proxy. Without
+        # the fence the refill overtakes reads: now and then a later subtile's operand was added.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()  # one lane arrives for the reads of all
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.barriers.empty + buffer)
