@@ -31,14 +31,8 @@ import numpy as np
 from grouped import RATE, SHAPES, SIZES, WHAT, Shape, first_line
 
 from jax_hopper_gemm import cubin
-from jax_hopper_gemm.dispatch.candidates import (
-    RASTER_ORDERS,
-    Config,
-    filled_spec,
-    model_specs,
-    tuner_specs,
-    worthwhile,
-)
+from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs, tuner_specs, worthwhile
+from jax_hopper_gemm.dispatch.configs import RASTER_ORDERS, Config
 from jax_hopper_gemm.gemm.problem import GemmProblem, Groups
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder, TileScheduler, WarpSchedule

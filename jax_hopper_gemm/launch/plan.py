@@ -159,7 +159,7 @@ def make_plan(
         params += [Pointer(num_inputs(problem)), *map(Int32, _rows_of_zeros(problem))]
     first_workspace = num_inputs(problem) + len(result_shapes(problem, spec))
     workspaces: tuple[Workspace, ...] = ()
-    if spec.tile_scheduler == "dynamic":
+    if spec.dynamic:
         workspaces = (Workspace(nbytes=4, cleared=True),)
         params.append(Pointer(first_workspace))
     return LaunchPlan(
