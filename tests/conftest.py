@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from fake_driver.harness import build_fakes
 
 from jax_hopper_gemm import sharding
-from jax_hopper_gemm.dispatch import choice
+from jax_hopper_gemm.dispatch import choice, user_tables
 from jax_hopper_gemm.dispatch.table import Table
 from jax_hopper_gemm.launch import ffi_library
 
@@ -58,9 +59,9 @@ def quick_compiles() -> Iterator[None]:
 @pytest.fixture
 def no_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leaves dispatch to its model: neither a user's table nor the packaged one."""
-    monkeypatch.delenv(choice.TABLE_VARIABLE, raising=False)
-    monkeypatch.setattr(choice, "_tables", choice._UserTables())
-    monkeypatch.setattr(choice, "packaged_table", lambda device: Table.of(device, (), "no table"))
+    monkeypatch.delenv(user_tables.TABLE_VARIABLE, raising=False)
+    monkeypatch.setattr(user_tables, "_tables", user_tables.UserTables())
+    monkeypatch.setattr(user_tables, "packaged_table", cache(Table.of))
     choice._choose.cache_clear()
     yield
     choice._choose.cache_clear()

@@ -10,6 +10,7 @@ import pytest
 from jax_hopper_gemm.dispatch import (
     H200,
     Device,
+    candidates,
     choice,
     choose,
     epilogue_specs,
@@ -17,12 +18,8 @@ from jax_hopper_gemm.dispatch import (
     problem_violations,
     table_specs,
 )
-from jax_hopper_gemm.dispatch.candidates import (
-    MODEL_CONFIGS,
-    RASTER_ORDERS,
-    filled_spec,
-    model_specs,
-)
+from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs
+from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, RASTER_ORDERS
 from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate, memory_bytes, roofline_ns
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.dtypes import OPERANDS
@@ -179,7 +176,7 @@ def test_memory_moves_at_least_each_matrix_once():
     random = Random(4)
     for _ in range(300):
         problem = random_problem(random)
-        spec = random.choice(MODEL_CONFIGS)
+        spec = random.choice(DENSE_CONFIGS)
         spec = filled_spec(spec, ProblemType.of(problem))
         assert spec is not None
         for raster_order in RASTER_ORDERS:
@@ -188,7 +185,7 @@ def test_memory_moves_at_least_each_matrix_once():
 
 def test_best_raster_order_moves_the_fewest_bytes():
     problem = GemmProblem.dense(512, 65536, 8192)
-    spec = filled_spec(MODEL_CONFIGS[0], ProblemType.of(problem))
+    spec = filled_spec(DENSE_CONFIGS[0], ProblemType.of(problem))
     assert spec is not None
     best = memory_bytes(problem, spec, best_raster_order(problem, spec, H200), H200)
     others = [memory_bytes(problem, spec, raster_order, H200) for raster_order in RASTER_ORDERS]
@@ -299,32 +296,32 @@ def test_a_problem_with_more_tiles_than_int32_counts_goes_to_xla():
 SEVERAL = replace(H200, comm_overlap=True)
 
 
-def test_large_tiles_are_claimed_where_transfers_may_hold_sms():
+def test_large_tiles_are_dynamic_where_transfers_may_hold_sms():
     random, buildable = Random(21), set(table_specs(SEVERAL))
-    claiming = 0
+    dynamic = 0
     for _ in range(1500):
         problem = random_problem(random)
         alone, beside = choose(problem, H200), choose(problem, SEVERAL)
         if beside == alone:
             spec = alone.spec
             if spec and spec.tile_scheduler == "static":
-                assert spec.tile_m * spec.tile_n < choice.LARGE_TILE
+                assert spec.tile_m * spec.tile_n < candidates.LARGE_TILE
             continue
         assert alone.spec and beside.spec and beside.spec in buildable
         assert beside.spec == replace(alone.spec, tile_scheduler="dynamic")
         assert alone.spec.tile_scheduler == "static" and violations(beside.spec) == []
         assert beside.raster_order == alone.raster_order and "transfers" in beside.reason
-        claiming += 1
-    assert claiming > 100
+        dynamic += 1
+    assert dynamic > 100
 
 
-def test_another_kernel_claims_tiles_where_the_best_has_no_registers_for_it():
+def test_another_kernel_is_dynamic_where_the_best_has_no_registers_for_it():
     negated = EpilogueGraph(1, (), (Node("neg", (0,)),), (Result("matrix", 1, "bfloat16"),))
     problem = replace(GemmProblem.dense(8192, 14336, 8192), epilogue=negated)
     alone, beside = choose(problem, H200), choose(problem, SEVERAL)
-    assert alone.spec and choice.claiming_spec(alone.spec) is None
+    assert alone.spec and candidates.dynamic_spec(alone.spec) is None
     plain = replace(alone.spec, epilogue=None)
-    assert choice.claiming_spec(plain) == replace(plain, tile_scheduler="dynamic")
+    assert candidates.dynamic_spec(plain) == replace(plain, tile_scheduler="dynamic")
     assert beside.spec and beside.raster_order and beside.spec.tile_scheduler == "dynamic"
     assert beside.spec in epilogue_specs(SEVERAL, [negated], ["bfloat16"])
     costs = [
@@ -332,4 +329,4 @@ def test_another_kernel_claims_tiles_where_the_best_has_no_registers_for_it():
         for found in (alone, beside)
         if found.spec and found.raster_order
     ]
-    assert costs[1] <= choice.MAX_CLAIMING_COST * costs[0]
+    assert costs[1] <= choice.MAX_DYNAMIC_COST * costs[0]

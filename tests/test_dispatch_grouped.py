@@ -22,12 +22,8 @@ from jax_hopper_gemm.dispatch import (
     problem_violations,
     table_specs,
 )
-from jax_hopper_gemm.dispatch.candidates import (
-    GROUPED_K_CONFIGS,
-    GROUPED_M_CONFIGS,
-    filled_spec,
-    model_specs,
-)
+from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs
+from jax_hopper_gemm.dispatch.configs import GROUPED_K_CONFIGS, GROUPED_M_CONFIGS
 from jax_hopper_gemm.dispatch.cost import (
     best_raster_order,
     equal_groups,

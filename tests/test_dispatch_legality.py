@@ -9,13 +9,8 @@ import pytest
 from support.graphs import STANDARD
 
 from jax_hopper_gemm.dispatch import problem_violations
-from jax_hopper_gemm.dispatch.candidates import (
-    MODEL_CONFIGS,
-    Config,
-    filled_spec,
-    model_specs,
-    tuner_specs,
-)
+from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs, tuner_specs
+from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, Config
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph
@@ -104,7 +99,7 @@ def test_pairing_names_each_field_that_differs():
 
 @pytest.mark.parametrize("types", TYPES, ids=str)
 def test_every_model_configuration_becomes_a_legal_kernel(types):
-    specs = [filled_spec(config, types) for config in MODEL_CONFIGS]
+    specs = [filled_spec(config, types) for config in DENSE_CONFIGS]
     assert None not in specs
     assert list(model_specs(types)) == specs, "none is dropped for its narrow rows"
     for spec in model_specs(types):

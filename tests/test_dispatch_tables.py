@@ -18,6 +18,7 @@ from jax_hopper_gemm.dispatch import (
     legal_specs,
     load_table,
     table_specs,
+    user_tables,
 )
 from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.table import (
@@ -28,7 +29,13 @@ from jax_hopper_gemm.dispatch.table import (
     read_table,
     write_table,
 )
-from jax_hopper_gemm.dispatch.tuner import merged_table, ranked_candidates, tuned_entry, variants
+from jax_hopper_gemm.dispatch.tuner import (
+    Effort,
+    merged_table,
+    ranked_candidates,
+    tuned_entry,
+    variants,
+)
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 
@@ -60,7 +67,7 @@ def test_packaged_table_is_valid_and_for_its_device():
 
 
 def test_every_packaged_entry_decides_for_its_problem(monkeypatch):
-    monkeypatch.setattr(choice, "packaged_table", packaged_table)
+    monkeypatch.setattr(user_tables, "packaged_table", packaged_table)
     buildable = set(table_specs(H200))
     entries = packaged_table(H200).entries.values()
     assert entries
@@ -98,8 +105,9 @@ def test_user_table_precedes_the_model(tmp_path):
 
 
 def test_user_table_precedes_the_packaged_one(tmp_path, monkeypatch):
-    packaged = Table.of(H200, [entry(tile_n=128, epi_tile_n=32)], "packaged")
-    monkeypatch.setattr(choice, "packaged_table", lambda device: packaged)
+    measured = Table.of(H200, [entry(tile_n=128, epi_tile_n=32)], "packaged")
+    packaged = replace(measured, source="table")
+    monkeypatch.setattr(user_tables, "packaged_table", lambda device: packaged)
     choice._choose.cache_clear()
     decision = choose(SQUARE, H200)
     assert decision.source == "table" and decision.spec == packaged.entries[Key.of(SQUARE)].spec
@@ -111,7 +119,7 @@ def test_user_table_precedes_the_packaged_one(tmp_path, monkeypatch):
 
 def test_later_user_tables_precede_earlier_ones_and_the_environment(tmp_path, monkeypatch):
     environment = saved(tmp_path, entry(tile_m=64), name="environment.json")
-    monkeypatch.setenv(choice.TABLE_VARIABLE, str(environment))
+    monkeypatch.setenv(user_tables.TABLE_VARIABLE, str(environment))
     spec = choose(SQUARE, H200).spec
     assert spec is not None and spec.tile_m == 64
     for tile_m in (128, 192):
@@ -194,9 +202,9 @@ def test_files_that_are_no_table_are_named(tmp_path, content):
 
 
 def test_a_damaged_table_of_the_environment_names_the_variable(tmp_path, monkeypatch):
-    monkeypatch.setenv(choice.TABLE_VARIABLE, str(tmp_path / "absent.json"))
+    monkeypatch.setenv(user_tables.TABLE_VARIABLE, str(tmp_path / "absent.json"))
     for _ in range(2):  # and again: the error is not swallowed the second time
-        with pytest.raises(TableError, match=choice.TABLE_VARIABLE):
+        with pytest.raises(TableError, match=user_tables.TABLE_VARIABLE):
             choose(SQUARE, H200)
 
 
@@ -300,7 +308,9 @@ def test_a_lucky_first_time_does_not_win():
             first.add(spec)
         return 10.0 if lucky else 90.0 if (spec, raster_order) == candidates[0] else 95.0
 
-    found = tuned_entry(SQUARE, H200, candidates, time_kernel, lambda: 100.0, refinements=0)
+    found = tuned_entry(
+        SQUARE, H200, candidates, time_kernel, lambda: 100.0, effort=Effort(refinements=0)
+    )
     assert (found.spec, found.raster_order) == candidates[0] and found.kernel_us == 90.0
 
 

@@ -93,7 +93,7 @@ def test_cluster_tiles_of_groups_are_no_more_than_counted():
         tiles = sum(ceil_div(size, spec.tile_m) for size in sizes) * 2
         assert tiles <= num_cluster_tiles(problem, spec)
     one_each = GemmProblem.grouped("m", 9, 300, 64, 9)
-    assert num_cluster_tiles(one_each, spec) == 9 * 2
+    assert num_cluster_tiles(one_each, replace(LARGE, grouped="m")) == 9 * 2
 
 
 def test_grid_of_8192_cubed_leaves_four_sms_idle_unless_tiles_are_dynamic():

@@ -156,7 +156,7 @@ def test_kernels_of_groups_have_no_stacks():
     )
     plain = choose(GemmProblem.dense(M, N, K), H200).spec
     assert plain and violations(replace(plain, indexed="d")) == [
-        "indexed is 'd', not 'a', 'b' or None"
+        "one matrix of a stack is 'd', not 'a' or 'b'"
     ]
 
 

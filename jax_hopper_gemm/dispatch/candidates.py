@@ -1,28 +1,31 @@
-"""The kernels that are worth considering.
+"""The kernels that are worth considering for a type of problems, made of `configs`.
 
 Two sets. `model_specs` is small and closed: what the cost model may choose with no measurement,
 so that all of it can be built ahead. `tuner_specs` is wide: what a measurement may find better.
-A configuration names tile, cluster and schedule; `filled_spec` gives it as many stages as fit.
+`filled_spec` gives a configuration as many stages as fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
 from ..gemm.dtypes import DTYPES
 from ..gemm.legality import violations
-from ..gemm.problem import GroupedAxis
 from ..gemm.problem_type import ProblemType
-from ..gemm.spec import (
-    SMEM_LIMIT,
-    SWIZZLE_BYTES,
-    GemmSpec,
-    RasterOrder,
-    TileScheduler,
-    WarpSchedule,
+from ..gemm.spec import SMEM_LIMIT, GemmSpec
+from .configs import (
+    CONFIGS,
+    TUNER_CLUSTERS,
+    TUNER_EPI_TILES_N,
+    TUNER_K_BYTES,
+    TUNER_TILE_SCHEDULERS,
+    TUNER_TILES,
+    TUNER_WARP_SCHEDULES,
+    WHOLE_ROW_CONFIGS,
+    Config,
 )
 
 MIN_STAGES = 3  # with fewer, the load of a stage cannot hide behind the others' math
@@ -31,158 +34,45 @@ RING_BEFORE_LOADS = 4  # operand stages that more epilogue stages must leave
 LOAD_STAGES = 4  # of the epilogue's matrices: they hide the memory's latency behind fewer waits
 MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory bandwidth
 
-RASTER_ORDERS = tuple(RasterOrder(along, s) for s in (8, 4, 16, 2, 1) for along in ("m", "n"))
-
-
-@dataclass(frozen=True)
-class Config:
-    """A kernel but for dtypes, layout, epilogue and the depth of its rings."""
-
-    tile_m: int
-    tile_n: int
-    k_bytes: int = SWIZZLE_BYTES  # of a stage's rows along K
-    cluster_m: int = 1
-    cluster_n: int = 1
-    warp_schedule: WarpSchedule = "cooperative"
-    tile_scheduler: TileScheduler = "static"
-    epi_tile_n: int | None = None  # None: the first of `_widths` that is legal
-
-    @classmethod
-    def of(cls, spec: GemmSpec) -> Config:
-        """Returns the configuration of a kernel."""
-        s = spec
-        return cls(
-            s.tile_m, s.tile_n, s.tile_k * s.a_itemsize, s.cluster_m, s.cluster_n,
-            s.warp_schedule, s.tile_scheduler, s.epi_tile_n,
-        )  # fmt: skip
-
-
-# Configurations with N and M exchanged, where they differ, serve the transposed problem.
-MODEL_CONFIGS = (
-    # Large products: 128 accumulators a thread or more, and multicast: most math per byte loaded.
-    Config(128, 256, cluster_m=2),
-    Config(128, 256, cluster_n=2),
-    Config(256, 128, cluster_n=2),
-    # Rows that are no multiple of a line of L2 cost twice their lines, so share all of them.
-    Config(128, 256, cluster_m=2, cluster_n=2, epi_tile_n=64),
-    # Extents that the tiles above cover badly.
-    Config(256, 160, cluster_n=2),
-    Config(256, 192, cluster_n=2),
-    Config(128, 192, cluster_m=2, warp_schedule="pingpong"),
-    # Short K, or a better fit of waves: one warpgroup stores while the other multiplies.
-    Config(128, 128, cluster_m=2, warp_schedule="pingpong"),
-    Config(128, 128, cluster_n=2, warp_schedule="pingpong"),
-    # Fewer tiles than SMs, or a small M or N.
-    Config(128, 128, cluster_m=2),
-    Config(128, 128, cluster_n=2),
-    Config(64, 256),
-    Config(256, 64),
-    Config(64, 128, cluster_m=2),
-    Config(64, 128, cluster_n=2, tile_scheduler="single"),
-    Config(128, 64, cluster_n=2, tile_scheduler="single"),
-    Config(64, 64),
-    Config(64, 64, cluster_m=2, tile_scheduler="single"),
-    Config(64, 64, cluster_n=2, tile_scheduler="single"),
-    Config(64, 32, k_bytes=2 * SWIZZLE_BYTES),
-)
-
-
-# Rows of A are cut into groups. Pairs of CTAs share columns of B, most of what they load.
-GROUPED_M_CONFIGS = (
-    # Many rows a group. Tiles without rows in their second half take half the time of others: a
-    # counter evens that out; measured on an H200, 2 to 8 % of a fixed stride's time.
-    Config(128, 192, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
-    Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
-    Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
-    Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
-    # Few rows a group: matrices of B stream through deep rings.
-    Config(64, 256),
-    Config(64, 128, cluster_n=2),
-    Config(64, 128),
-    Config(64, 64),
-)
-GROUPED_K_CONFIGS = (
-    # Groups differ in their k-tiles.
-    Config(128, 192, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
-    Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
-    Config(128, 160, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
-    Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
-    Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
-    Config(64, 256),
-    Config(256, 64),
-    Config(128, 64, cluster_n=2),
-    Config(64, 64),
-)
-
-# CTAs of a cluster cannot share what is gathered, whose loader takes registers and instructions:
-# the wider a tile is across the gathered rows, the more is multiplied for each.
-GATHERED_M_CONFIGS = (
-    Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
-    Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
-    Config(64, 256),
-    Config(64, 128),
-    Config(64, 64),
-)
-GATHERED_K_CONFIGS = (  # those whose clusters lie the wrong way are left out
-    Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
-    Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
-    Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
-    Config(128, 128, cluster_n=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
-    Config(64, 256),
-    Config(256, 64),
-    Config(64, 64),
-)
-
-# Rows that must fit a tile, with fewer accumulators than the widest tiles have.
-WHOLE_ROW_CONFIGS: dict[GroupedAxis | None, tuple[Config, ...]] = {
-    None: (Config(64, 192), Config(128, 192, cluster_m=2)),
-    "m": (Config(128, 192),),
-    "k": (Config(64, 192), Config(128, 192, cluster_m=2)),
-}
+LARGE_TILE = 128 * 192  # elements of D: those whose CTAs must not wait for one another
 
 
 @lru_cache(maxsize=1024)
-def model_specs(types: ProblemType) -> tuple[GemmSpec, ...]:
+def model_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the cost model chooses among."""
-    whole_rows = types.epilogue is not None and types.epilogue.needs_whole_rows
-    configs = _configs(types)
-    return _legal(configs + (WHOLE_ROW_CONFIGS[types.grouped] if whole_rows else ()), types)
+    configs, epilogue = _configs(problem_type), problem_type.epilogue
+    if epilogue and epilogue.needs_whole_rows:
+        configs += WHOLE_ROW_CONFIGS[problem_type.grouped]
+    return _legal(configs, problem_type)
 
 
 @lru_cache(maxsize=64)
-def tuner_specs(types: ProblemType) -> tuple[GemmSpec, ...]:
+def tuner_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the tuner chooses among, `model_specs` first."""
-    specs = dict.fromkeys(_legal(_configs(types), types))
-    specs |= dict.fromkeys(_legal(_tuner_configs(), types))
+    specs = dict.fromkeys(_legal(_configs(problem_type), problem_type))
+    specs |= dict.fromkeys(_legal(_tuner_configs(), problem_type))
     return tuple(specs)
 
 
-def _configs(types: ProblemType) -> tuple[Config, ...]:
-    if types.gathered:
-        return GATHERED_M_CONFIGS if types.grouped == "m" else GATHERED_K_CONFIGS
-    return {None: MODEL_CONFIGS, "m": GROUPED_M_CONFIGS, "k": GROUPED_K_CONFIGS}[types.grouped]
+def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    return CONFIGS[problem_type.grouped, problem_type.gathered is not None]
 
 
 def _tuner_configs() -> Iterable[Config]:
-    tiles = [(64, n) for n in (16, 32, 48, 64, 96, 128, 160, 192, 256)]
-    tiles += [(128, n) for n in (16, 32, 64, 96, 128, 160, 176, 192, 208, 224, 256)]
-    tiles += [(192, n) for n in (64, 96, 128, 160, 192)]
-    tiles += [(256, n) for n in (32, 64, 96, 128, 160, 192)]
-    clusters = ((1, 1), (2, 1), (1, 2), (2, 2))
-    schedules = product(("cooperative", "pingpong"), ("static", "single", "dynamic"))
-    depths = (SWIZZLE_BYTES, 2 * SWIZZLE_BYTES)
-    for (tile_m, tile_n), (cm, cn), (warps, scheduler), k_bytes, epi_tile_n in product(
-        tiles, clusters, tuple(schedules), depths, (None, 16, 32, 64)
+    tiles = ((tile_m, tile_n) for tile_m, widths in TUNER_TILES.items() for tile_n in widths)
+    policies = product(TUNER_CLUSTERS, TUNER_WARP_SCHEDULES, TUNER_TILE_SCHEDULERS)
+    for tile, (cluster, schedule, scheduler), k_bytes, epi_tile_n in product(
+        tiles, policies, TUNER_K_BYTES, TUNER_EPI_TILES_N
     ):
-        yield Config(tile_m, tile_n, k_bytes, cm, cn, warps, scheduler, epi_tile_n)
+        yield Config(*tile, k_bytes, *cluster, schedule, scheduler, epi_tile_n)
 
 
-def _legal(configs: Iterable[Config], types: ProblemType) -> tuple[GemmSpec, ...]:
-    specs = (filled_spec(config, types) for config in configs)
+def _legal(configs: Iterable[Config], problem_type: ProblemType) -> tuple[GemmSpec, ...]:
+    specs = (filled_spec(config, problem_type) for config in configs)
     return tuple(spec for spec in specs if spec is not None and worthwhile(spec))
 
 
-def filled_spec(config: Config, types: ProblemType) -> GemmSpec | None:
+def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
     """Returns the kernel of `config` with its shared memory filled, or None where none fits.
 
     Two epilogue stages of each kind are set aside, and operand stages take what they can. Where
@@ -190,30 +80,32 @@ def filled_spec(config: Config, types: ProblemType) -> GemmSpec | None:
     as `RING_BEFORE_LOADS` remain. What is left goes to loads first, then to two more epilogue
     stages: a store is then read while the next is written.
     """
-    tile_k = config.k_bytes // DTYPES[types.a_dtype].itemsize
-    for epi_tile_n in _widths(config, types):
+    tile_k = config.k_bytes // DTYPES[problem_type.a_dtype].itemsize
+    loads = problem_type.epilogue is not None and bool(problem_type.epilogue.loaded)
+    for epi_tile_n in _widths(config, loads):
         least = GemmSpec(
-            types.a_dtype, types.b_dtype, types.d_dtype, types.a_major, types.b_major,
-            config.tile_m, config.tile_n, tile_k, config.cluster_m, config.cluster_n,
-            config.warp_schedule, config.tile_scheduler, MIN_STAGES, epi_tile_n, epi_stages=2,
-            epilogue=types.epilogue,
-            epi_load_stages=2 if types.epilogue and types.epilogue.loaded else 0,
-            grouped=types.grouped, gathered=types.gathered, indexed=types.indexed,
+            **vars(problem_type), tile_m=config.tile_m, tile_n=config.tile_n, tile_k=tile_k,
+            cluster_m=config.cluster_m, cluster_n=config.cluster_n,
+            warp_schedule=config.warp_schedule, tile_scheduler=config.tile_scheduler,
+            num_stages=MIN_STAGES, epi_tile_n=epi_tile_n, epi_stages=2,
+            epi_load_stages=2 if loads else 0,
         )  # fmt: skip
         if not violations(least):
             return _filled(least)
     return None
 
 
-def _widths(config: Config, types: ProblemType) -> tuple[int, ...]:
+def _widths(config: Config, loads: bool) -> tuple[int, ...]:
     """Returns the columns that an epilogue tile may have, the preferred first.
 
     Measured on an H200 with tiles of 128x256: what a cooperative epilogue loads is waited for less
     often in wide tiles; 1 % of a product of 4096^3.
+
+    Args:
+      loads: whether the epilogue loads operands.
     """
     if config.epi_tile_n:
         return (config.epi_tile_n,)
-    loads = types.epilogue is not None and bool(types.epilogue.loaded)
     return (64, 32, 16) if loads and config.warp_schedule == "cooperative" else (32, 16)
 
 
@@ -238,3 +130,27 @@ def worthwhile(spec: GemmSpec) -> bool:
         box.swizzle >= min(MIN_SWIZZLE, nbytes)
         for box, nbytes in ((spec.a_box, a_bytes), (spec.b_box, b_bytes))
     )
+
+
+def refilled_spec(plain: GemmSpec, problem_type: ProblemType) -> GemmSpec | None:
+    """Returns the kernel of a measured plain one's configuration for an epilogue, if it fits.
+
+    The same for gathered rows.
+    """
+    spec = filled_spec(replace(Config.of(plain), epi_tile_n=None), problem_type)
+    return spec if spec is not None and worthwhile(spec) else None
+
+
+def has_large_shares(spec: GemmSpec) -> bool:
+    """Whether CTAs have fixed shares of large tiles."""
+    fixed = spec.persistent and not spec.dynamic and not spec.grouped
+    return fixed and spec.tile_m * spec.tile_n >= LARGE_TILE
+
+
+def dynamic_spec(spec: GemmSpec) -> GemmSpec | None:
+    """Returns the same kernel with the dynamic scheduler, if there are registers for it.
+
+    None as well for one that has no fixed shares of large tiles.
+    """
+    dynamic = replace(spec, tile_scheduler="dynamic")
+    return dynamic if has_large_shares(spec) and not violations(dynamic) else None

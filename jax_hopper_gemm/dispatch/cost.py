@@ -34,7 +34,7 @@ from ..gemm.grid import (
 )
 from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.spec import GemmSpec, RasterOrder, TmaBox
-from .candidates import RASTER_ORDERS
+from .configs import RASTER_ORDERS
 from .device import Device
 
 CYCLES_PER_NS = 1.755  # the clock under load; cycles below are of this clock
@@ -242,12 +242,12 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     taken += clipped * (s.tile_k * s.a_itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
     lines = _lines(p.a, s.a_box, s.tile_m * s.tile_k, s.a_itemsize) / s.cluster_n
     lines += _lines(p.b, s.b_box, s.tile_n * s.tile_k, s.b_itemsize) / s.cluster_m
-    asked = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE
+    requested = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE
     columns = p.n * p.graph.accumulators
     rows = equal_groups(p).m
     late_a = rows / (rows + columns) if s.cluster_m > 1 else 0.0
     late_b = columns / (rows + columns) if s.cluster_n > 1 else 0.0
-    return max(max(taken, asked) * (1 + CLUSTER_WAIT * (late_a + late_b)), _gather_cycles(s))
+    return max(max(taken, requested) * (1 + CLUSTER_WAIT * (late_a + late_b)), _gather_cycles(s))
 
 
 def _gather_cycles(spec: GemmSpec) -> float:
@@ -286,7 +286,7 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
     if not spec.persistent:
         return waves * (mainloop + epilogue)
     hidden = 1 - EXPOSED if spec.math_warpgroups > 1 else 0.0
-    fetch = DYNAMIC_CYCLES if spec.tile_scheduler == "dynamic" else 0.0
+    fetch = DYNAMIC_CYCLES if spec.dynamic else 0.0
     shared = (spec.math_warpgroups - 1) * _computing_cycles(spec)
     stored = waves * (mainloop + epilogue + fetch) - (waves - 1) * hidden * epilogue
     return stored + waves * shared

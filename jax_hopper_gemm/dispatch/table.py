@@ -39,6 +39,9 @@ TABLE_VERSION = 1
 PACKAGED = Path(__file__).parent / "tables"
 
 
+Source = Literal["table", "model", "user table"]  # what decided a choice
+
+
 class TableError(ValueError):
     """A table file that cannot be used; the message says which entry and why."""
 
@@ -110,14 +113,20 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The measured choices for one kind of GPU. Compared by identity, so it can be a cache key."""
+    """The measured choices for one kind of GPU. Compared by identity, so it can be a cache key.
+
+    Attributes:
+      origin: where it comes from, for `explain`.
+      source: "table" if it is the packaged one.
+    """
 
     device: Device
     entries: Mapping[Key, Entry]
     origin: str
+    source: Source = "user table"
 
     @classmethod
-    def of(cls, device: Device, entries: Iterable[Entry], origin: str) -> Table:
+    def of(cls, device: Device, entries: Iterable[Entry] = (), origin: str = "") -> Table:
         """Returns a table; of two entries for one key the later holds."""
         return cls(device, MappingProxyType({entry.key: entry for entry in entries}), origin)
 
@@ -126,7 +135,8 @@ class Table:
 def packaged_table(device: Device) -> Table:
     """Returns the table that ships with the package, empty where none does."""
     path = PACKAGED / f"{device.key}.json"
-    return read_table(path) if path.exists() else Table.of(device, (), "no table")
+    table = read_table(path) if path.exists() else Table.of(device)
+    return replace(table, origin=device.key, source="table")
 
 
 def read_table(path: str | os.PathLike[str]) -> Table:
@@ -219,9 +229,9 @@ def _entry(row: Any) -> Entry:
     for name in ("m", "n", "k", "l"):
         if _expect(row[name], int, name) < 1:
             raise _Bad(f"{name} is {row[name]}, not at least 1")
-    for name, known in (("a_major", "mk"), ("b_major", "nk")):
-        if _expect(row[name], str, name) not in tuple(known):
-            raise _Bad(f"{name} is {row[name]!r}, not one of {list(known)}")
+    for name, majors in (("a_major", "mk"), ("b_major", "nk")):
+        if _expect(row[name], str, name) not in tuple(majors):
+            raise _Bad(f"{name} is {row[name]!r}, not one of {list(majors)}")
     key = Key(**{name: row[name] for name in _KEY_FIELDS & row.keys()})
     if row["prefer"] not in ("kernel", "xla"):
         raise _Bad(f"prefer is {row['prefer']!r}, not 'kernel' or 'xla'")
@@ -277,9 +287,9 @@ def _expect(value: Any, kind: type, name: str) -> Any:
     return value
 
 
-def _expect_fields(value: Any, names: set[str], what: str = "it has") -> None:
+def _expect_fields(value: Any, names: set[str], subject: str = "it has") -> None:
     if type(value) is not dict:
-        raise _Bad(f"{what} no fields: it is {value!r}, expected an object with {sorted(names)}")
+        raise _Bad(f"{subject} no fields: it is {value!r}, expected an object with {sorted(names)}")
     missing, unknown = sorted(names - value.keys()), sorted(value.keys() - names)
     if missing or unknown:
-        raise _Bad(f"{what} missing fields {missing} and unknown fields {unknown}")
+        raise _Bad(f"{subject} missing fields {missing} and unknown fields {unknown}")

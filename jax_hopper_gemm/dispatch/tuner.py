@@ -1,4 +1,4 @@
-"""Tuning without a GPU in it: what to time, and what to conclude. The timers are passed in.
+"""Tuning without a GPU in it: candidates to time, conclusions from the times. Timers are passed in.
 
 Candidates differ in shape: tile, cluster, warp schedule. The fastest one's details (scheduler,
 epilogue tile, order of tiles) are then improved one at a time, and the finalists are timed again
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from statistics import median
 
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
-from .choice import legal_specs
+from .buildable import legal_specs
 from .cost import best_raster_order, estimate
 from .device import Device
 from .table import Entry, Key, Table
@@ -70,6 +71,25 @@ def _details(candidate: Candidate) -> tuple:
     return (spec.tile_scheduler, spec.epi_tile_n, raster_order)
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How much tuning one problem times.
+
+    Attributes:
+      refinements: how often the fastest candidate's `variants` are timed too, at most.
+      finalists: how many of the fastest are timed again, in turns with XLA so that they share
+        clock and temperature; the medians decide.
+      rounds: how often the finalists are timed.
+    """
+
+    refinements: int = 2
+    finalists: int = 3
+    rounds: int = 3
+
+
+USUAL_EFFORT = Effort()
+
+
 def tuned_entry(
     problem: GemmProblem,
     device: Device,
@@ -77,9 +97,7 @@ def tuned_entry(
     time_kernel: Callable[[GemmSpec, RasterOrder], float],
     time_xla: Callable[[], float],
     *,
-    refinements: int = 2,
-    finalists: int = 3,
-    rounds: int = 3,
+    effort: Effort = USUAL_EFFORT,
     progress: Callable[[Candidate, float], None] = lambda candidate, microseconds: None,
 ) -> Entry:
     """Returns the entry for `problem`: the fastest kernel found, and whether XLA beats it.
@@ -88,10 +106,7 @@ def tuned_entry(
       candidates: timed once each.
       time_kernel: microseconds of a candidate; infinity where it cannot run.
       time_xla: microseconds of XLA's product.
-      refinements: how often the fastest candidate's `variants` are timed too, at most.
-      finalists: how many of the fastest are timed again, in turns with XLA so that they share
-        clock and temperature; the medians decide.
-      rounds: how often the finalists are timed.
+      effort: how much is timed.
       progress: is told every candidate and its first time.
 
     Raises:
@@ -115,14 +130,14 @@ def tuned_entry(
             f"none of {len(times)} candidates could run M={problem.m} N={problem.n} "
             f"K={problem.k} L={problem.l}"
         )
-    for _ in range(refinements):
+    for _ in range(effort.refinements):
         (leader,) = fastest(1)
         sweep(variants(problem, device, leader))
         if fastest(1) == [leader]:
             break
-    kernel_times: dict[Candidate, list[float]] = {c: [] for c in fastest(finalists)}
+    kernel_times: dict[Candidate, list[float]] = {c: [] for c in fastest(effort.finalists)}
     xla_times: list[float] = []
-    for _ in range(rounds):
+    for _ in range(effort.rounds):
         for candidate, measured in kernel_times.items():
             measured.append(time_kernel(*candidate))
             xla_times.append(time_xla())

@@ -52,7 +52,7 @@ def launched_clusters(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> int
     cluster_tiles = num_cluster_tiles(problem, spec)
     if not spec.persistent:
         return cluster_tiles
-    even = spec.tile_scheduler == "static" and problem.groups is None
+    even = not spec.dynamic and problem.groups is None
     return persistent_clusters(cluster_tiles, max_clusters(spec, num_sms), even=even)
 
 

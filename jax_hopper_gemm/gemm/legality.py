@@ -45,7 +45,7 @@ def max_accumulators(spec: GemmSpec) -> int:
     left = MATH_REGISTERS[warpgroups] - OTHER_REGISTERS
     if spec.gathered:
         left = GATHERED_MATH_REGISTERS - OTHER_REGISTERS
-    if spec.tile_scheduler == "dynamic" or spec.grouped:
+    if spec.dynamic or spec.grouped:
         left -= MAILBOX_REGISTERS
     if spec.epilogue:
         left -= epilogue_registers(spec.epilogue, spec.epi_tile_n)

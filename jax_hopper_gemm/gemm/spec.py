@@ -28,6 +28,28 @@ TileScheduler = Literal["single", "static", "dynamic"]
 
 
 @dataclass(frozen=True)
+class Scheduling:
+    """What follows of a tile scheduler.
+
+    Attributes:
+      persistent: a CTA works on tiles until there are no more, not on one.
+      dynamic: CTAs take tiles from a counter in memory while they run.
+      mailbox_bytes: shared memory in which a warp tells the others which tile is next.
+    """
+
+    persistent: bool = True
+    dynamic: bool = False
+    mailbox_bytes: int = 0
+
+
+SCHEDULING: dict[TileScheduler, Scheduling] = {
+    "single": Scheduling(persistent=False),
+    "static": Scheduling(),
+    "dynamic": Scheduling(dynamic=True, mailbox_bytes=72),
+}
+
+
+@dataclass(frozen=True)
 class TmaBox:
     """What one TMA copy moves: `contiguous` elements by `other`, in a `swizzle`-byte pattern.
 
@@ -102,7 +124,12 @@ class GemmSpec:
     @property
     def persistent(self) -> bool:
         """Whether a CTA works on tiles until there are no more, not on one."""
-        return self.tile_scheduler != "single"
+        return SCHEDULING[self.tile_scheduler].persistent
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether CTAs take tiles from a counter in memory while they run."""
+        return SCHEDULING[self.tile_scheduler].dynamic
 
     @property
     def math_warpgroups(self) -> int:
@@ -222,7 +249,7 @@ class GemmSpec:
         """Bytes of barriers and mailbox in use: of A and B, of the epilogue's operands, of the
         dynamic scheduler."""
         rings = self.num_stages + self.math_warpgroups * self.epi_load_stages
-        mailbox = 72 if self.tile_scheduler == "dynamic" else 0
+        mailbox = SCHEDULING[self.tile_scheduler].mailbox_bytes
         return 16 * rings + (GROUPED_MAILBOX_BYTES if self.grouped else mailbox)
 
     @property

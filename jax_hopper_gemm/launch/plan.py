@@ -167,7 +167,7 @@ def make_plan(
         values["zero_d"] = Pointer(num_inputs(problem))
         values |= _numbers("zero", zero_rows(problem))
     workspaces: tuple[Workspace, ...] = ()
-    if spec.tile_scheduler == "dynamic":
+    if spec.dynamic:
         workspaces = (Workspace(nbytes=4, cleared=True),)
         values["tile_counter"] = Pointer(first_workspace)
     launched = launched_clusters(problem, spec, num_sms)

@@ -90,7 +90,7 @@ def sets_to_rotate(input_bytes: int) -> int:
 
 def clearing(spec: GemmSpec | None) -> float:
     """Returns the microseconds in which a launch of `spec`'s kernel clears its workspace."""
-    return CLEAR_MICROSECONDS if spec and spec.tile_scheduler == "dynamic" else 0.0
+    return CLEAR_MICROSECONDS if spec and spec.dynamic else 0.0
 
 
 def burst(

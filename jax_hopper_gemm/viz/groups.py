@@ -78,7 +78,7 @@ def grouped_tiles(
             f"groups of {spec.name} are along {spec.grouped}, those of the problem along "
             f"{groups and groups.axis}: give GemmProblem.grouped(...) and a spec with its axis"
         )
-    if spec.tile_scheduler != "static":
+    if spec.dynamic or not spec.persistent:
         raise ValueError(
             f"which CTA takes which tile of a {spec.tile_scheduler} scheduler is decided while it "
             'runs: give dataclasses.replace(spec, tile_scheduler="static")'

@@ -1,0 +1,146 @@
+"""The configurations that are considered, as data.
+
+A configuration names tile, cluster and policies. The tables hold those among which the cost model
+chooses, the tuner's lists what a measurement may find better. For a new tile or policy add it here;
+`candidates` leaves out what is not legal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from ..gemm.legality import CLUSTERS
+from ..gemm.problem import GroupedAxis
+from ..gemm.spec import SWIZZLE_BYTES, GemmSpec, RasterOrder, TileScheduler, WarpSchedule
+
+RASTER_ORDERS = tuple(RasterOrder(along, s) for s in (8, 4, 16, 2, 1) for along in ("m", "n"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel but for dtypes, layout, epilogue and the depth of its rings."""
+
+    tile_m: int
+    tile_n: int
+    k_bytes: int = SWIZZLE_BYTES  # of a stage's rows along K
+    cluster_m: int = 1
+    cluster_n: int = 1
+    warp_schedule: WarpSchedule = "cooperative"
+    tile_scheduler: TileScheduler = "static"
+    epi_tile_n: int | None = None  # None: the first that is legal of those preferred
+
+    @classmethod
+    def of(cls, spec: GemmSpec) -> Config:
+        """Returns the configuration of a kernel."""
+        s = spec
+        return cls(
+            s.tile_m, s.tile_n, s.tile_k * s.a_itemsize, s.cluster_m, s.cluster_n,
+            s.warp_schedule, s.tile_scheduler, s.epi_tile_n,
+        )  # fmt: skip
+
+
+# Configurations with N and M exchanged, where they differ, serve the transposed problem.
+DENSE_CONFIGS = (
+    # Large products: 128 accumulators a thread or more, and multicast: most math per byte loaded.
+    Config(128, 256, cluster_m=2),
+    Config(128, 256, cluster_n=2),
+    Config(256, 128, cluster_n=2),
+    # Rows that are no multiple of a line of L2 cost twice their lines, so share all of them.
+    Config(128, 256, cluster_m=2, cluster_n=2, epi_tile_n=64),
+    # Extents that the tiles above cover badly.
+    Config(256, 160, cluster_n=2),
+    Config(256, 192, cluster_n=2),
+    Config(128, 192, cluster_m=2, warp_schedule="pingpong"),
+    # Short K, or a better fit of waves: one warpgroup stores while the other multiplies.
+    Config(128, 128, cluster_m=2, warp_schedule="pingpong"),
+    Config(128, 128, cluster_n=2, warp_schedule="pingpong"),
+    # Fewer tiles than SMs, or a small M or N.
+    Config(128, 128, cluster_m=2),
+    Config(128, 128, cluster_n=2),
+    Config(64, 256),
+    Config(256, 64),
+    Config(64, 128, cluster_m=2),
+    Config(64, 128, cluster_n=2, tile_scheduler="single"),
+    Config(128, 64, cluster_n=2, tile_scheduler="single"),
+    Config(64, 64),
+    Config(64, 64, cluster_m=2, tile_scheduler="single"),
+    Config(64, 64, cluster_n=2, tile_scheduler="single"),
+    Config(64, 32, k_bytes=2 * SWIZZLE_BYTES),
+)
+
+
+# Rows of A are cut into groups. Pairs of CTAs share columns of B, most of what they load.
+GROUPED_M_CONFIGS = (
+    # Many rows a group. Tiles without rows in their second half take half the time of others: a
+    # counter evens that out; measured on an H200, 2 to 8 % of a fixed stride's time.
+    Config(128, 192, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
+    Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
+    # Few rows a group: matrices of B stream through deep rings.
+    Config(64, 256),
+    Config(64, 128, cluster_n=2),
+    Config(64, 128),
+    Config(64, 64),
+)
+GROUPED_K_CONFIGS = (
+    # Groups differ in their k-tiles.
+    Config(128, 192, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
+    Config(128, 160, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
+    Config(64, 256),
+    Config(256, 64),
+    Config(128, 64, cluster_n=2),
+    Config(64, 64),
+)
+
+# CTAs of a cluster cannot share what is gathered, whose loader takes registers and instructions:
+# the wider a tile is across the gathered rows, the more is multiplied for each.
+GATHERED_M_CONFIGS = (
+    Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
+    Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(64, 256),
+    Config(64, 128),
+    Config(64, 64),
+)
+GATHERED_K_CONFIGS = (  # those whose clusters lie the wrong way are left out
+    Config(128, 256, cluster_m=2, tile_scheduler="dynamic"),
+    Config(256, 128, cluster_n=2, tile_scheduler="dynamic"),
+    Config(128, 128, cluster_m=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(128, 128, cluster_n=2, warp_schedule="pingpong", tile_scheduler="dynamic"),
+    Config(64, 256),
+    Config(256, 64),
+    Config(64, 64),
+)
+
+# Rows that must fit a tile, with fewer accumulators than the widest tiles have.
+WHOLE_ROW_CONFIGS: dict[GroupedAxis | None, tuple[Config, ...]] = {
+    None: (Config(64, 192), Config(128, 192, cluster_m=2)),
+    "m": (Config(128, 192),),
+    "k": (Config(64, 192), Config(128, 192, cluster_m=2)),
+}
+
+# By the grouped axis, and whether an operand is gathered.
+CONFIGS: dict[tuple[GroupedAxis | None, bool], tuple[Config, ...]] = {
+    (None, False): DENSE_CONFIGS,
+    ("m", False): GROUPED_M_CONFIGS,
+    ("k", False): GROUPED_K_CONFIGS,
+    ("m", True): GATHERED_M_CONFIGS,
+    ("k", True): GATHERED_K_CONFIGS,
+}
+
+# What the tuner tries, each with each.
+TUNER_TILES = {  # tile_n for each tile_m
+    64: (16, 32, 48, 64, 96, 128, 160, 192, 256),
+    128: (16, 32, 64, 96, 128, 160, 176, 192, 208, 224, 256),
+    192: (64, 96, 128, 160, 192),
+    256: (32, 64, 96, 128, 160, 192),
+}
+TUNER_CLUSTERS = CLUSTERS
+TUNER_WARP_SCHEDULES: tuple[WarpSchedule, ...] = get_args(WarpSchedule)
+TUNER_TILE_SCHEDULERS: tuple[TileScheduler, ...] = ("static", "single", "dynamic")
+TUNER_K_BYTES = (SWIZZLE_BYTES, 2 * SWIZZLE_BYTES)
+TUNER_EPI_TILES_N = (None, 16, 32, 64)

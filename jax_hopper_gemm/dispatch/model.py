@@ -1,0 +1,136 @@
+"""The kernel that the cost model expects to be fastest, and the rules by which XLA is faster.
+
+candidates -> legal -> cost
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from ..gemm.dtypes import DTYPES
+from ..gemm.epilogue_graph import ROW_REDUCTIONS
+from ..gemm.problem import GemmProblem
+from ..gemm.problem_type import ProblemType
+from ..gemm.spec import GemmSpec
+from .candidates import model_specs
+from .configs import RASTER_ORDERS
+from .cost import LAUNCH_NS, MEMORY_BYTES_PER_NS, Estimate, estimate, mean_rows, roofline_ns
+from .device import Device
+from .legality import limit_violations, pairing_violations
+
+ROUGH = RASTER_ORDERS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
+THIN = 16  # rows or columns of D up to which XLA won all measurements, by 2 to 30 %
+SPLIT_K_EXTENT = 4096  # K from which splitting it over SMs pays for adding the parts
+SPLIT_K_RATIO = 1.8  # times the roofline
+
+XlaRule = Callable[[GemmProblem, Estimate, Device], str | None]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The kernel of least expected cost."""
+
+    spec: GemmSpec
+    cost: Estimate
+
+
+def best_kernel(
+    problem: GemmProblem, device: Device, candidates: Iterable[GemmSpec] | None = None
+) -> tuple[Best | None, list[str]]:
+    """Returns the kernel of least expected cost, or None and the reasons against the last one.
+
+    Args:
+      candidates: None: all that the model may choose.
+    """
+    if candidates is None:
+        candidates = model_specs(ProblemType.of(problem))
+    legal, reasons = _legal(problem, device, candidates)
+    if not legal:
+        return None, reasons
+    low = [spec for spec in legal if not _is_too_tall(problem, spec)]
+    costs = (Best(spec, _rough_cost(problem, spec, device)) for spec in low or legal)
+    return min(costs, key=lambda best: best.cost.ns), reasons
+
+
+def _legal(
+    problem: GemmProblem, device: Device, candidates: Iterable[GemmSpec]
+) -> tuple[list[GemmSpec], list[str]]:
+    """Returns the kernels that can run a problem, and why the last other one cannot."""
+    reasons = ["no kernel has the registers and shared memory that the epilogue needs"]
+    legal = []
+    for spec in candidates:
+        against = pairing_violations(problem, spec) or limit_violations(problem, spec, device)
+        if against:
+            reasons = against
+        else:
+            legal.append(spec)
+    return legal, reasons
+
+
+def _is_too_tall(problem: GemmProblem, spec: GemmSpec) -> bool:
+    """Whether most rows of a tile are expected to be past the end of a group.
+
+    Reading B is then what takes time, and rows that are not there leave less of it in flight.
+    """
+    rows = mean_rows(problem)
+    return rows is not None and spec.tile_m > max(64, 2 * rows)
+
+
+def _rough_cost(problem: GemmProblem, spec: GemmSpec, device: Device) -> Estimate:
+    costs = (estimate(problem, spec, raster_order, device) for raster_order in ROUGH)
+    return min(costs, key=lambda cost: cost.ns)
+
+
+def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
+    """Returns why XLA is expected to be faster than our best kernel, of this cost, if it is."""
+    for rule in XLA_RULES:
+        if reason := rule(problem, cost, device):
+            return reason + ("; the epilogue goes there with it" if problem.epilogue else "")
+    return two_steps_are_faster(problem, cost, device) if problem.epilogue else None
+
+
+def thin(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
+    """Products that are nearly matrix times vector: XLA has kernels without tensor cores."""
+    m, n = problem.m, problem.n
+    if min(m, n) > THIN:
+        return None
+    return f"D is {m}x{n}: up to {THIN} rows or columns it is nearly a matrix-vector product"
+
+
+def needs_split_k(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
+    """Long K over too few tiles to keep the SMs busy: cuBLAS splits K, we do not."""
+    ratio = best.ns / roofline_ns(problem)
+    if problem.k < SPLIT_K_EXTENT or best.tiles > device.num_sms or ratio < SPLIT_K_RATIO:
+        return None
+    return (
+        f"K={problem.k} over {best.tiles} tiles keeps {device.num_sms} SMs waiting (expected "
+        f"{ratio:.1f} times the least possible time): it wants split-K, which XLA has"
+    )
+
+
+XLA_RULES: tuple[XlaRule, ...] = (thin, needs_split_k)
+
+
+def two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
+    """XLA's product and then its epilogue, where they are expected to be faster.
+
+    XLA's product is taken to be as fast as our plain one, its epilogue to move each byte once,
+    with a kernel more for each reduction.
+    """
+    p = problem
+    plain = replace(p, n=p.n * p.graph.accumulators, epilogue=None, operands=(), up_offset=None)
+    best, _ = best_kernel(plain, device)
+    if best is None:
+        return None
+    elements = p.l * p.m * p.n
+    moved = elements * (p.element_bytes + p.graph.accumulators * DTYPES[p.d_dtype].itemsize)
+    statistics = sum(node.op in ROW_REDUCTIONS for node in p.graph.nodes)
+    kernels = 1 + statistics + len(p.graph.reductions)
+    two_steps = best.cost.ns + kernels * LAUNCH_NS + moved / MEMORY_BYTES_PER_NS
+    if cost.ns <= two_steps:
+        return None
+    return (
+        f"with the epilogue our best kernel is expected to take {cost.ns / 1e3:.1f} us, XLA's "
+        f"product and a pass over its result {two_steps / 1e3:.1f} us"
+    )
