@@ -21,6 +21,7 @@ from jax_hopper_gemm.dispatch import (
 from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs
 from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, RASTER_ORDERS
 from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate, memory_bytes, roofline_ns
+from jax_hopper_gemm.dispatch.layout_legality import MAX_EXTENT
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.dtypes import OPERANDS
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
@@ -286,7 +287,7 @@ def test_products_of_up_to_16_rows_go_to_xla(m):
 
 
 def test_a_problem_with_more_tiles_than_int32_counts_goes_to_xla():
-    decision = choose(GemmProblem.dense(2**31 - 8, 2**31 - 8, 64), H200, kernel_only=True)
+    decision = choose(GemmProblem.dense(MAX_EXTENT, MAX_EXTENT, 64), H200, kernel_only=True)
     assert decision.spec is None
     assert "clusters of tiles, not under 1073741824" in decision.reason
 
