@@ -22,7 +22,7 @@ from jax.interpreters import mlir
 from ..gemm.epilogue_graph import Result
 from ..gemm.grid import result_shapes
 from ..gemm.groups import is_contraction, weights_in_order
-from ..gemm.subscripts import split, with_partitions
+from ..gemm.subscripts import Subscripts
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from . import fallback
@@ -39,6 +39,7 @@ from .mlir_values import (
     look_through_transpose,
 )
 from .route import Product, Route, current_device, route
+from .shardings import with_partitions
 
 
 @dataclass(frozen=True)
@@ -110,19 +111,20 @@ class Call:
         product = self.product
         if product.indexed or (product.spans and is_contraction(product.subscripts)):
             return self
-        lhs_labels, rhs_labels, out = split(product.subscripts)
-        lhs, lhs_shape = self.values[0], product.lhs_shape
+        lhs, lhs_labels, lhs_shape = self.values[0], product.subscripts.lhs, product.lhs_shape
+        rhs_labels, out = product.subscripts.rhs, product.subscripts.out
         if not product.spans:
             lhs, lhs_labels, lhs_shape = look_through_transpose(lhs, lhs_labels, lhs_shape)
         rights = [look_through_transpose(x, rhs_labels, product.rhs_shape) for x in self.values[1:]]
         ((rhs_labels, rhs_shape), *others) = {(labels, shape) for _, labels, shape in rights}
         if others:  # gate and up lie differently
             return self
-        if product.spans and not weights_in_order(rhs_labels, product.subscripts):
+        subscripts = Subscripts(lhs_labels, rhs_labels, out)
+        if product.spans and not weights_in_order(subscripts):
             return self
         product = replace(
             product,
-            subscripts=f"{lhs_labels},{rhs_labels}->{out}",
+            subscripts=subscripts,
             lhs_shape=lhs_shape,
             rhs_shape=rhs_shape,
         )
@@ -224,10 +226,10 @@ class Call:
         )
         results = list[Any](results)[: len(outputs)]
         if fusion is None:
-            lhs, rhs, out = split(product.subscripts)
-            in_order = f"{rhs},{lhs}->{out}" if found.gemm.swap_ab else product.subscripts
+            subscripts = product.subscripts
+            in_order = subscripts.swapped() if found.gemm.swap_ab else subscripts
             operation: Any = results[0].owner
-            operation.attributes[PRODUCT] = mlir.ir_attribute(in_order)
+            operation.attributes[PRODUCT] = mlir.ir_attribute(str(in_order))
             if product.spans:
                 fields = ",".join(map(str, astuple(product.spans)))
                 operation.attributes[SPANS] = mlir.ir_attribute(fields)
@@ -253,8 +255,8 @@ class Call:
     def _results(self, found: Route) -> list[ShapedArray]:
         """Returns the arrays that the kernel writes: matrices with the axes of the result."""
         assert found.gemm and found.spec and found.roles
-        _, _, out = split(self.product.subscripts)
-        extents, columns = self.product.extents, len(out.rstrip(found.roles.n))
+        extents, out = self.product.extents, self.product.subscripts.out
+        columns = len(out.rstrip(found.roles.n))
         arrays = []
         whole = [r for r in found.gemm.problem.graph.results if r.plane == 0]
         written = result_shapes(found.gemm.problem, found.spec)
@@ -289,8 +291,7 @@ class Call:
         letters = axes.batch + (axes.n if result.kind == "column_sum" else axes.m)
         trailing = array.shape[2:]
         array = array.reshape([extents[letter] for letter in letters] + list(trailing))
-        _, _, out = split(self.product.subscripts)
-        order = [letters.index(letter) for letter in out if letter in letters]
+        order = [letters.index(x) for x in self.product.subscripts.out if x in letters]
         return lax.transpose(array, (*order, *range(len(letters), array.ndim)))
 
 
