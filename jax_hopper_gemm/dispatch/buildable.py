@@ -9,7 +9,7 @@ from itertools import product
 from ..gemm.dtypes import OPERANDS, RESULTS
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.legality import GATHERABLE
-from ..gemm.problem import GemmProblem, GroupedAxis, Major
+from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.problem_type import ProblemType
 from ..gemm.spec import GemmSpec, RasterOrder
 from .candidates import dynamic_spec, model_specs, refilled_spec, tuner_specs
@@ -18,12 +18,12 @@ from .device import Device
 from .legality import device_violations, pairing_violations, problem_violations
 from .user_tables import tables_of
 
-AXES: tuple[GroupedAxis | None, ...] = (None, "m", "k")
+AXES: tuple[VarlenAxis | None, ...] = (None, "m", "k")
 # How operands may be stored, for each grouped axis.
-A_MAJORS: dict[GroupedAxis | None, tuple[Major, ...]] = {
+A_MAJORS: dict[VarlenAxis | None, tuple[Major, ...]] = {
     None: ("k", "m"), "m": ("k",), "k": ("m",),
 }  # fmt: skip
-B_MAJORS: dict[GroupedAxis | None, tuple[Major, ...]] = {
+B_MAJORS: dict[VarlenAxis | None, tuple[Major, ...]] = {
     None: ("n", "k"), "m": ("n", "k"), "k": ("n",),
 }  # fmt: skip
 
@@ -65,7 +65,7 @@ def epilogue_specs(
     device: Device,
     graphs: Iterable[EpilogueGraph],
     dtypes: Iterable[str] = OPERANDS,
-    grouped: GroupedAxis | None = None,
+    grouped: VarlenAxis | None = None,
 ) -> list[GemmSpec]:
     """Returns every kernel that `choose` can return on `device` for these epilogues, once each.
 
@@ -90,7 +90,7 @@ def epilogue_specs(
 
 
 def _problem_types(
-    dtype: str, d_dtype: str, graph: EpilogueGraph | None, axis: GroupedAxis | None
+    dtype: str, d_dtype: str, graph: EpilogueGraph | None, axis: VarlenAxis | None
 ) -> list[ProblemType]:
     """Returns the types of legal problems with these dtypes, epilogue and grouped axis."""
     majors = product(A_MAJORS[axis], B_MAJORS[axis])

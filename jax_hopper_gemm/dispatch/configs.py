@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from ..gemm.legality import CLUSTERS
-from ..gemm.problem import GroupedAxis
+from ..gemm.problem import VarlenAxis
 from ..gemm.spec import SWIZZLE_BYTES, GemmSpec, RasterOrder, TileScheduler, WarpSchedule
 
 RASTER_ORDERS = tuple(RasterOrder(along, s) for s in (8, 4, 16, 2, 1) for along in ("m", "n"))
@@ -117,14 +117,14 @@ GATHERED_K_CONFIGS = (  # those whose clusters lie the wrong way are left out
 )
 
 # Rows that must fit a tile, with fewer accumulators than the widest tiles have.
-WHOLE_ROW_CONFIGS: dict[GroupedAxis | None, tuple[Config, ...]] = {
+WHOLE_ROW_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     None: (Config(64, 192), Config(128, 192, cluster_m=2)),
     "m": (Config(128, 192),),
     "k": (Config(64, 192), Config(128, 192, cluster_m=2)),
 }
 
 # By the grouped axis, and whether an operand is gathered.
-CONFIGS: dict[tuple[GroupedAxis | None, bool], tuple[Config, ...]] = {
+CONFIGS: dict[tuple[VarlenAxis | None, bool], tuple[Config, ...]] = {
     (None, False): DENSE_CONFIGS,
     ("m", False): GROUPED_M_CONFIGS,
     ("k", False): GROUPED_K_CONFIGS,

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import Operand
 from ..gemm.grid import WRAP_BYTES, ceil_div
-from ..gemm.problem import GemmProblem, Groups, MatrixLayout
+from ..gemm.groups import GroupedAxis
+from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.spec import TMA_ALIGNMENT
 
 # Coordinates are int32. Tiles may reach past the end of an axis, and not past 2**31: there a
@@ -27,7 +28,7 @@ def layout_violations(problem: GemmProblem) -> list[str]:
     extents_a, extents_b = {"m": p.m, "k": p.k}, {"k": p.k, "n": p.n}
     if p.groups and p.groups.gathered:
         gathered = extents_a if p.groups.gathered == "a" else extents_b
-        gathered[p.groups.axis] = p.groups.source
+        gathered[p.groups.axis] = p.groups.source_rows
     reasons = _matrix_violations("A", p.a, extents_a, p.matrices("a"), p.a_dtype)
     reasons += _matrix_violations("B", p.b, extents_b, p.matrices("b"), p.b_dtype)
     reasons += _result_violations(p)
@@ -39,7 +40,7 @@ def layout_violations(problem: GemmProblem) -> list[str]:
     return reasons
 
 
-def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
+def _group_violations(problem: GemmProblem, groups: GroupedAxis) -> list[str]:
     """Returns why a tensor map over rows of a grouped axis cannot end where a group does.
 
     Of rows that are gathered there is none; their distance in bytes is an int32.

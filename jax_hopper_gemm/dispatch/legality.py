@@ -12,8 +12,9 @@ from dataclasses import fields
 from ..gemm.grid import launched_clusters, num_cluster_tiles, zero_rows
 from ..gemm.group_search import MAX_LENGTH
 from ..gemm.group_search import MAX_TILES as MAX_GROUPED_TILES
+from ..gemm.groups import GroupedAxis
 from ..gemm.legality import MAX_TILE_N, type_violations
-from ..gemm.problem import GemmProblem, Groups
+from ..gemm.problem import GemmProblem
 from ..gemm.problem_type import ProblemType
 from ..gemm.raster import MAX_TILES
 from ..gemm.spec import GemmSpec
@@ -128,35 +129,36 @@ def _stack_violations(problem: GemmProblem) -> Iterator[str]:
         yield f"the stack has {p.stack} matrices, not 1 to {MAX_INT32}: split it"
 
 
-def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
+def _group_violations(problem: GemmProblem, groups: GroupedAxis) -> list[str]:
     """Returns why no kernel can find the groups of a problem."""
     reasons = list(_size_violations(problem, groups))
     return reasons or list(_matrix_violations(problem, groups))
 
 
-def _size_violations(problem: GemmProblem, groups: Groups) -> Iterator[str]:
+def _size_violations(problem: GemmProblem, groups: GroupedAxis) -> Iterator[str]:
     """Yields why sizes and indices are none that a kernel can read."""
     p, g = problem, groups
     length = p.m if g.axis == "m" else p.k
     if length > MAX_LENGTH:
         axis = g.axis.upper()
         yield f"{axis}, which is cut into groups, is {length}, over {MAX_LENGTH}: split it"
-    if not 1 <= g.sizes <= MAX_LENGTH:
-        yield f"{g.sizes} sizes of groups, not 1 to {MAX_LENGTH}: split the product"
-    if g.count < 1 or g.first < 0 or g.first + g.count > g.period:
+    if not 1 <= g.num_sizes <= MAX_LENGTH:
+        yield f"{g.num_sizes} sizes of groups, not 1 to {MAX_LENGTH}: split the product"
+    rule = g.rule
+    if rule.count < 1 or rule.first < 0 or rule.first + rule.count > rule.period:
         yield (
-            f"groups are {g.count} spans of every {g.period}, the first of them number {g.first}: "
-            "there are no such spans"
+            f"groups are {rule.count} runs of every {rule.period}, the first of them number "
+            f"{rule.first}: there are no such runs"
         )
-    if g.step not in (0, g.count):
-        yield f"from a period to the next are {g.step} matrices, not 0 or {g.count}"
-    if g.gathered and not 1 <= g.source <= MAX_INT32:
-        yield f"indices pick among {g.source} rows, not 1 to {MAX_INT32}"
-    if g.period > MAX_INT32:
-        yield f"spans repeat every {g.period}, over {MAX_INT32}: split the product"
+    if rule.step not in (0, rule.count):
+        yield f"from a period to the next are {rule.step} matrices, not 0 or {rule.count}"
+    if g.gathered and not 1 <= g.source_rows <= MAX_INT32:
+        yield f"indices pick among {g.source_rows} rows, not 1 to {MAX_INT32}"
+    if rule.period > MAX_INT32:
+        yield f"runs repeat every {rule.period}, over {MAX_INT32}: split the product"
 
 
-def _matrix_violations(problem: GemmProblem, groups: Groups) -> Iterator[str]:
+def _matrix_violations(problem: GemmProblem, groups: GroupedAxis) -> Iterator[str]:
     """Yields why groups do not have the matrices that the problem has."""
     p, g = problem, groups
     if g.axis == "m" and g.matrices > p.l:

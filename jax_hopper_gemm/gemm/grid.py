@@ -33,7 +33,7 @@ def num_cluster_tiles(problem: GemmProblem, spec: GemmSpec) -> int:
     along_m, along_n = cluster_grid(problem, spec)
     groups = problem.groups
     if groups and groups.axis == "m":
-        return min(problem.m, along_m + groups.sizes) * along_n
+        return min(problem.m, along_m + groups.num_sizes) * along_n
     return along_m * along_n * problem.l
 
 
@@ -61,12 +61,13 @@ def group_raster(problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder
     groups = problem.groups
     assert groups is not None
     clusters_m, clusters_n = cluster_grid(problem, spec)
+    rule = groups.rule
     if groups.axis == "m":
         length, tiles = problem.m, tiles_n(problem, spec)
     else:
         length, tiles = problem.k, clusters_m
     return GroupRaster(
-        groups.sizes, groups.period, groups.first, groups.count, groups.step, length, tiles,
+        groups.num_sizes, rule.period, rule.first, rule.count, rule.step, length, tiles,
         clusters_n, int(raster_order.along == "m"), raster_order.swizzle,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from .dtypes import DTYPES, OPERANDS, RESULTS, one_of
 from .epilogue_checks import epilogue_registers, graph_violations
-from .problem import GroupedAxis
+from .problem import VarlenAxis
 from .problem_type import ProblemType
 from .spec import (
     SMEM_BARRIERS,
@@ -26,7 +26,7 @@ MAX_TILE_N = 256  # columns of one wgmma
 TILES_M = (64, 128, 192, 256)
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
 # Operands that a kernel can gather by an array of indices, for each grouped axis.
-GATHERABLE: dict[GroupedAxis | None, tuple[Literal["a", "b"], ...]] = {
+GATHERABLE: dict[VarlenAxis | None, tuple[Literal["a", "b"], ...]] = {
     None: (), "m": ("a",), "k": ("a", "b"),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .epilogue_graph import EpilogueGraph
-from .problem import GemmProblem, GroupedAxis, Major
+from .problem import GemmProblem, Major, VarlenAxis
 from .spec import GemmSpec
 
 
@@ -20,7 +20,7 @@ class ProblemType:
     a_major: Major
     b_major: Major
     epilogue: EpilogueGraph | None = None
-    grouped: GroupedAxis | None = None
+    grouped: VarlenAxis | None = None
     gathered: Literal["a", "b"] | None = None
     indexed: Literal["a", "b"] | None = None
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jax import lax
 
-from ..gemm.groups import GROUPS
-from ..gemm.subscripts import split
+from ..gemm.groups import GROUP
 from ..primitives.dot import as_dot_general_params, hopper_dot_p
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
@@ -33,7 +33,7 @@ def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
             primitive, params = lax.dot_general_p, _product_params(params["accumulate"])
             avals = avals[:2]
         elif primitive is hopper_ragged_dot_p:
-            subscripts = params["subscripts"].replace(GROUPS, "")
+            subscripts = params["subscripts"].without(GROUP)
             options = {key: params[key] for key in ("precision", "preferred_element_type")}
             primitive, avals = lax.dot_general_p, avals[:2]
             params = as_dot_general_params(
@@ -49,10 +49,9 @@ def _product_params(accumulate: Any) -> dict[str, Any]:
 
     For gate and up stacked along a letter of their own this is the gate's product.
     """
-    lhs, rhs, out = split(accumulate.subscripts)
-    rhs = "".join(x for x in rhs if x in lhs or x in out)
+    rhs = "".join(x for x in accumulate.subscripts.rhs if x not in accumulate.subscripts.gate_up)
     return as_dot_general_params(
-        subscripts=f"{lhs},{rhs}->{out}",
+        subscripts=replace(accumulate.subscripts, rhs=rhs),
         precision=accumulate.precision,
         preferred_element_type=accumulate.dtype,
         out_sharding=accumulate.out_sharding,

@@ -210,7 +210,7 @@ def _group_params(problem: GemmProblem) -> dict[str, Param]:
         layout = problem.a if groups.gathered == "a" else problem.b
         width = {"k": problem.k, "m": problem.m, "n": problem.n}[layout.major]
         values["gather_indices"] = Pointer(sizes + 1)
-        values |= {"gather_rows": Int32(groups.source), "gather_width": Int32(width)}
+        values |= {"gather_rows": Int32(groups.source_rows), "gather_width": Int32(width)}
         values["gather_stride"] = Int32(layout.leading_stride)
     return values
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from jax.extend.mlir.dialects import stablehlo
 
-from ..gemm.groups import Spans
-from ..gemm.subscripts import to_subscripts
+from ..gemm.groups import GroupedAxis, Groups
+from ..gemm.subscripts import Subscripts
 from .call import Call
 from .mlir_values import (
     GATHERED,
@@ -33,7 +33,7 @@ def product_at(value: Any) -> Call | None:
     if value != operation.results[0] or list(value.uses):
         return None
     if PRODUCT in operation.attributes:
-        subscripts = operation.attributes[PRODUCT].value
+        subscripts = Subscripts.parse(operation.attributes[PRODUCT].value)
     elif operation.name == "stablehlo.dot_general":
         subscripts = _subscripts(operation)
     else:
@@ -45,9 +45,10 @@ def product_at(value: Any) -> Call | None:
     limit = operation.attributes[MAX_SMS].value if MAX_SMS in operation.attributes else None
     product = replace(product, max_sms=limit)
     if SPANS in operation.attributes:
-        spans = Spans(*map(int, operation.attributes[SPANS].value.split(",")))
+        rule = Groups(*map(int, operation.attributes[SPANS].value.split(",")))
         sizes, *rows = others
-        product = replace(product, spans=spans, sizes=sizes.type.shape[0])
+        groups = GroupedAxis.of(subscripts, rule, sizes.type.shape[0])
+        product = replace(product, groups=groups)
         call = Call(product, (lhs, rhs), sizes=sizes)
         if GATHERED in operation.attributes:
             call = call.gathered_by(operation.attributes[GATHERED].value, rows[0])
@@ -56,7 +57,11 @@ def product_at(value: Any) -> Call | None:
 
 
 def product_between(
-    subscripts: str, lhs: Any, rhs: Any, out: Any, indexed: Literal["a", "b"] | None = None
+    subscripts: Subscripts,
+    lhs: Any,
+    rhs: Any,
+    out: Any,
+    indexed: Literal["a", "b"] | None = None,
 ) -> Product | None:
     """Returns the bare product of two MLIR values; None for dtypes that no kernel stores.
 
@@ -80,13 +85,13 @@ def is_launch(value: Any) -> bool:
     return PRODUCT in value.owner.attributes
 
 
-def _subscripts(operation: Any) -> str:
+def _subscripts(operation: Any) -> Subscripts:
     """Returns the subscripts of a stablehlo.dot_general."""
     numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
     contracting = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
     batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
     ranks = (len(operand.type.shape) for operand in operation.operands)
-    return to_subscripts((contracting, batch), *ranks)
+    return Subscripts.of_dot_general((contracting, batch), *ranks)
 
 
 def _typed(value: Any) -> tuple[tuple[int, ...], str]:

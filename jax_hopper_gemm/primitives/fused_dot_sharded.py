@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from string import ascii_lowercase
 from typing import Any
 
 import jax
@@ -24,8 +23,7 @@ from ..fusion import Fusion, evaluate
 from ..fusion.jaxprs import abstract, traced
 from ..gemm.dtypes import residual_of
 from ..gemm.epilogue_graph import EpilogueGraph, Result
-from ..gemm.groups import gate_letter
-from ..gemm.subscripts import split, stacked_letter
+from ..gemm.groups import gate_up_letter
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.devices import platforms_of
@@ -49,7 +47,7 @@ def route_partitioned(ctx: mlir.LoweringRuleContext, call: Call, *, insist: bool
     if platforms_of(ctx) == ("cuda",) and (not found.supported or launcher_violation()):
         return None
     kinds = {result.kind for result in fusion.graph.results}
-    if any(kind.startswith("top_k") for kind in kinds) or (call.product.spans and kinds - RESULTS):
+    if any(kind.startswith("top_k") for kind in kinds) or (call.product.groups and kinds - RESULTS):
         return None
     return found
 
@@ -86,9 +84,9 @@ def _emit(
     precision: list[str],
     implementation: str | None,
 ) -> list[Any] | None:
-    product, graph = call.product, fusion.graph
-    lhs, rhs, out = split(product.subscripts)
-    planes = next(x for x in ascii_lowercase if x not in product.subscripts)
+    product, subscripts, graph = call.product, call.product.subscripts, fusion.graph
+    planes = next(subscripts.fresh_letters())
+    gate_up = gate_up_letter(subscripts) if product.groups else subscripts.gate_up
     extents = product.extents | {planes: 2}
     results = [
         ("".join(along).replace("?", planes), result.dtype)
@@ -96,9 +94,9 @@ def _emit(
         for _ in range(2 if result.kind == "row_sumexp" else result.plane == 0)
     ]
     labels = Factors(
-        factors=(lhs, *[rhs] * product.rights), out=out,
+        factors=(subscripts.lhs, *[subscripts.rhs] * product.rights), out=subscripts.out,
         results=tuple(along for along, _ in results), others=fusion.labels,
-        whole=(gate_letter if product.spans else stacked_letter)(product.subscripts) + planes,
+        whole=gate_up + planes,
     )  # fmt: skip
     arrays = [
         ShapedArray([extents[x] for x in along], np.dtype(jnp.dtype(dtype)))
@@ -110,12 +108,13 @@ def _emit(
     operands = read(ctx.replace(avals_in=avals), *call.operands)
     in_place = call.in_place if call.in_place in fusion.operands else None
     fused = FusedProduct(
-        graph, product.subscripts, axes.m, axes.n, precision, implementation, product.max_sms,
-        None if in_place is None else fusion.operands.index(in_place), product.spans,
+        graph, subscripts, axes.m, axes.n, precision, implementation, product.max_sms,
+        None if in_place is None else fusion.operands.index(in_place),
+        product.groups and product.groups.rule,
     )  # fmt: skip
     name, values = NAME, [*call.values, *operands]
-    if product.spans:
-        name, labels = RAGGED, with_sizes(labels, product.subscripts)
+    if product.groups:
+        name, labels = RAGGED, with_sizes(labels, subscripts)
         values.append(call.sizes)
     emitted = emit(
         ctx, name, values, labels, fused.to_dict(), avals_out=arrays,

@@ -19,7 +19,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from ..gemm.groups import Spans
+from ..gemm.groups import GroupedAxis, Groups
+from ..gemm.subscripts import Subscripts
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.devices import platforms_of
@@ -54,18 +55,18 @@ def emit_ragged(
             return None
     if (names := precision_names(precision)) is None:
         return None
-    product, spans, preferred = call.product, call.product.spans, preferred_element_type
-    assert spans
+    product, axis, preferred = call.product, call.product.groups, preferred_element_type
+    assert axis
     words = {
-        "subscripts": product.subscripts,
-        "spans": astuple(spans),
+        "subscripts": str(product.subscripts),
+        "spans": astuple(axis.rule),
         "precision": names,
         "preferred_element_type": None if preferred is None else np.dtype(preferred).name,
         "implementation": implementation,
         "max_sms": product.max_sms,
     }
-    periods = spans.periods(product.sizes)
-    labels = ragged_labels(product.subscripts, periods, shared=not spans.step)
+    periods = axis.rule.periods(axis.num_sizes)
+    labels = ragged_labels(product.subscripts, periods, shared=not axis.rule.step)
     labels, values, planes = _with_planes(labels, call.values)
     (aval,) = ctx.avals_out
     if any(letter in labels.out for letter in OUTER):
@@ -139,14 +140,13 @@ def partitioned_ragged_product_at(value: Any) -> tuple[Call, dict[str, Any]] | N
     if (found := call_at(value, NAME)) is None:
         return None
     (lhs, rhs, sizes), words = found
-    subscripts = words["subscripts"]
+    subscripts = Subscripts.parse(words["subscripts"])
     product = product_between(subscripts, lhs, rhs, value)
-    if product is None or len(lhs.type.shape) > len(subscripts.split(",")[0]):
+    if product is None or len(lhs.type.shape) > len(subscripts.lhs):
         return None
     product = replace(
         product,
-        spans=Spans(*words["spans"]),
-        sizes=sizes.type.shape[0],
+        groups=GroupedAxis.of(subscripts, Groups(*words["spans"]), sizes.type.shape[0]),
         max_sms=words.get("max_sms"),
     )
     precision = precision_of(words["precision"])
@@ -164,6 +164,7 @@ def ragged_of_shards(
     rhs: jax.Array,
     sizes: jax.Array,
     *,
+    subscripts: str,
     spans: Sequence[int],
     precision: list[str],
     preferred_element_type: str | None,
@@ -177,14 +178,15 @@ def ragged_of_shards(
       sizes: of the whole product.
       **params: those that `emit_ragged` hands in.
     """
-    share, labels = RaggedShare.of(Spans(*spans), local.part), local.labels
+    share, labels = RaggedShare.of(Groups(*spans), local.part), local.labels
     extents = labels.extents((lhs.shape, rhs.shape))
-    periods = share.spans.periods(sizes.shape[0])
+    periods = share.rule.periods(sizes.shape[0])
     length = extents["m"] * share.rows.count * periods
     lhs, rhs = (_together(x, names) for x, names in zip((lhs, rhs), labels.factors, strict=True))
     preferred = preferred_element_type and np.dtype(jnp.dtype(preferred_element_type))
     found = product(
-        lhs, rhs, share.local_sizes(sizes, length), spans=share.local_spans(),
+        lhs, rhs, share.local_sizes(sizes, length), subscripts=Subscripts.parse(subscripts),
+        groups=share.local_rule(),
         precision=precision_of(precision), preferred_element_type=preferred,
         max_sms=max_sms, **params,
     )  # fmt: skip
