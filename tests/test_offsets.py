@@ -17,8 +17,9 @@ from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Result
 from jax_hopper_gemm.gemm.grid import ceil_div, result_shapes, zero_rows
 from jax_hopper_gemm.gemm.group_search import MAX_LENGTH, Part
+from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
 from jax_hopper_gemm.gemm.offsets import ZeroRows, element_offset, row_address, vectors_of_part
-from jax_hopper_gemm.gemm.problem import GemmProblem, Groups, MatrixLayout
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import Int32 as Int32Parameter
@@ -127,7 +128,7 @@ def test_no_coordinate_of_a_tile_past_the_end_of_an_axis_wraps_around(a_major):
 
 def gathered(source: int, stride: int, rows: int = 4096) -> GemmProblem:
     problem = GemmProblem.grouped("m", rows, 1024, min(stride, 8192), 8)
-    groups = Groups("m", 8, 9, 8, gathered="a", source=source)
+    groups = GroupedAxis("m", 8, Groups(9, 8), gathered="a", source_rows=source)
     return replace(problem, groups=groups, a=MatrixLayout("k", stride))
 
 
@@ -263,7 +264,7 @@ def test_a_stride_that_no_matrix_uses_is_no_parameter():
 
 def test_groups_that_int32_cannot_count_are_refused():
     rows = GemmProblem.grouped("m", 4096, 64, 64, 8)
-    apart = replace(rows, groups=Groups("m", 8, 2**31, 8))
-    assert "spans repeat every 2147483648, over 2147483647" in problem_violations(apart)[0]
+    apart = replace(rows, groups=GroupedAxis("m", 8, Groups(2**31, 8)))
+    assert "runs repeat every 2147483648, over 2147483647" in problem_violations(apart)[0]
     many = replace(rows, l=MAX_LENGTH + 1)
     assert f"B has {MAX_LENGTH + 1} matrices, over {MAX_LENGTH}" in problem_violations(many)[0]
