@@ -12,7 +12,7 @@ from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs, tuner_specs
 from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, Config
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
+from jax_hopper_gemm.gemm.dtypes import DTYPES, OPERANDS, RESULTS
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major, MatrixLayout
@@ -25,6 +25,7 @@ B_MAJORS: tuple[Major, ...] = ("n", "k")
 TYPES = [
     ProblemType(dtype, dtype, d_dtype, a_major, b_major)
     for dtype, d_dtype, a_major, b_major in product(OPERANDS, RESULTS, A_MAJORS, B_MAJORS)
+    if {a_major, b_major} <= set(DTYPES[dtype].majors)
 ]
 
 
