@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
+from ..gemm.options import Implementation, Preactivation
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
@@ -19,9 +20,6 @@ from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .sm_limit import current_max_sms
 from .steps import Steps, named_in, traced
 from .substitute import final_product, with_hopper_dot
-
-Implementation = Literal["hopper", "xla"] | None
-Preactivation = Literal["save", "recompute"]
 
 
 def matmul(
