@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from jax import lax
-from programs import integers
+from support.program_inspection import integers
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.subscripts import Subscripts
