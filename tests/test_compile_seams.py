@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from compiling import skip_without_compiler
+from support.compiling import skip_without_compiler
 
 from jax_hopper_gemm.cubin.sass import disassemble, parse_sass
 from jax_hopper_gemm.gemm.legality import violations
