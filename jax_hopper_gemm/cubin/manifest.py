@@ -122,13 +122,13 @@ def derive_manifest(spec: GemmSpec, cubin: bytes) -> Manifest:
 
 
 def _differences(spec: GemmSpec, code: KernelCode, params: tuple[KernelParam, ...]) -> list[str]:
-    found = []
+    differences = []
     if TARGET != f"sm_{code.sm}a":
-        found.append(f"it is for sm_{code.sm}, not {TARGET}")
+        differences.append(f"it is for sm_{code.sm}, not {TARGET}")
     if code.threads != spec.threads:
-        found.append(f"a block has {code.threads} threads, the spec {spec.threads}")
+        differences.append(f"a block has {code.threads} threads, the spec {spec.threads}")
     sizes = [size for _, size in code.parameters]
     if sizes != [param.nbytes for param in params]:
         meant = ", ".join(f"{param.name} {param.nbytes}" for param in params)
-        found.append(f"its parameters have {sizes} bytes, expected {meant}")
-    return found
+        differences.append(f"its parameters have {sizes} bytes, expected {meant}")
+    return differences

@@ -27,7 +27,7 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
 
 
 def example_args(spec: GemmSpec) -> KernelArgs:
-    """Returns arguments of the types to compile for; what is to be a tensor map is a tensor."""
+    """Returns arguments of the types to compile for; a tensor stands for each tensor map."""
     extents = {}
 
     def tensor(param: KernelParam):

@@ -255,5 +255,5 @@ class GemmKernel:
 
 
 def keep(state, coords):
-    """Returns what stays the same where a tile is skipped."""
+    """Returns `state`: a role that loads operands carries nothing past a skipped tile."""
     return state

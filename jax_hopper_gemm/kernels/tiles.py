@@ -21,7 +21,7 @@ class Tiles:
 
     Attributes:
       scheduler: the tile scheduler.
-      state: what its `setup` returned.
+      state: the result of its `setup`.
       args: the kernel's parameters.
       cta: `CtaInCluster`.
     """

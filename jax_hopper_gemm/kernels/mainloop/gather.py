@@ -79,7 +79,7 @@ class GatherProducer:
     """One operand by TMA, the other by copies of a row's pieces.
 
     Args of the constructor:
-      tma: `TmaOperand` of the operand that is not gathered, or what has its methods.
+      tma: `TmaOperand` of the operand that is not gathered, or an object with its methods.
     """
 
     loader_warps = LOADER_WARPS
@@ -94,7 +94,7 @@ class GatherProducer:
         self.piece_elements = PIECE // self.itemsize
 
     def make_tma_atoms(self, tensors):
-        """Returns an atom for each tensor, and the pointer to what is gathered."""
+        """Returns an atom for each tensor, and the pointer to the gathered one."""
         a, b = tensors[:1], tensors[1:]
         if self.gathers_a:
             return a + self.tma.make_tma_atoms(b)

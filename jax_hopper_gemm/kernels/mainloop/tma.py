@@ -98,7 +98,7 @@ class TmaOperand:
         return self.slices_of(view, coords, view.cta)
 
     def slices_of(self, view, coords, cta):
-        """Returns the slices of another of the CTAs that share the tile."""
+        """Returns the slices of one of the CTAs that share the tile."""
         tiles, at = view.tma_coords.a(coords) if self.is_a else view.tma_coords.b(coords)
         slices = []
         for tma, stages in zip(view.maps, view.stages, strict=True):
@@ -140,7 +140,7 @@ class TmaProducer:
     """One warp loads both operands. The protocol is documented in `mainloop/__init__.py`.
 
     Args of the constructor:
-      a, b: `TmaOperand`, or what has its methods.
+      a, b: `TmaOperand`, or an object with its methods.
     """
 
     loader_warps = (0,)

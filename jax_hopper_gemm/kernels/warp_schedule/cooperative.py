@@ -62,7 +62,7 @@ class Cooperative:
         """Returns the first tile that a math warpgroup works on.
 
         Args:
-          state: what a role carries from tile to tile.
+          state: the value that a role carries from tile to tile.
           skip: (state, coords) -> state past a tile that another warpgroup works on.
           turn: that of the warpgroup; handed over if another one begins.
 
