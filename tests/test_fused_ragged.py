@@ -14,8 +14,6 @@ from test_fused import TRANSFORMS, assert_close, everything, gate, gelu, normal,
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
 from jax_hopper_gemm.primitives.ragged_dot import Spans
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 T, K, N, G = 9, 4, 5, 3
 SIZES = jnp.asarray([2, 0, 5], np.int32)  # two rows belong to no group
 

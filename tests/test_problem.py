@@ -10,6 +10,8 @@ import pytest
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.problem import GemmProblem, Groups, MatrixLayout
 
+pytestmark = pytest.mark.pure
+
 GATED = EpilogueGraph(  # (gate * up + residual) * row, stored in two dtypes
     2,
     (Operand("matrix", "bfloat16"), Operand("row", "float32")),

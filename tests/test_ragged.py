@@ -28,8 +28,6 @@ from jax_hopper_gemm.primitives.ragged_dot import (
     reference_ragged_dot,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 T, K, N, G = 12, 3, 4, 3
 
 # Spans, and sizes for them: one size each, with an offset, of several periods that share their
