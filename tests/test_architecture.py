@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.pure
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "jax_hopper_gemm"
 SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))

@@ -12,6 +12,8 @@ from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Operand, Result
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 
+pytestmark = pytest.mark.pure
+
 
 def gemm(subscripts: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Gemm:
     return as_gemm(Subscripts.parse(subscripts), lhs_shape, rhs_shape, "bfloat16", "bfloat16")

@@ -20,7 +20,7 @@ from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.launch import ffi_library
 from jax_hopper_gemm.testing import gpu
 
-pytestmark = pytest.mark.usefixtures("empty_cache")
+pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("empty_cache")]
 
 
 @pytest.fixture

@@ -17,8 +17,6 @@ from support.program_inspection import LAUNCH, integers, lowered
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.testing.collectives import run_counted
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 AXIS = {"axis_name": "tp"}
 
 

@@ -1,10 +1,10 @@
 """Kernels compile without a GPU, and their machine code is what a GEMM on Hopper should be.
 
-Of the kernels in which every pair of policies occurs the plain ones and one in eight of those with
-epilogues, all of which run on a GPU; of those that dispatch can choose the plain ones with bfloat16
-operands and result and a sample of those with epilogues. With `JAX_HOPPER_GEMM_TEST_ALL_KERNELS=1`
-all plain ones that dispatch can choose. They go through the user's cache, so what
-`python -m jax_hopper_gemm build` made, or a run before, is not compiled again.
+Of all kernels that run on a GPU as many are compiled as it takes for every pair of policies,
+layouts, dtypes and parts of an epilogue. With `JAX_HOPPER_GEMM_TEST_ALL=1` those in which every
+pair of fields of a spec occurs are, too, and all plain ones that dispatch can choose. They go
+through the user's cache, so what `python -m jax_hopper_gemm build` made, or a run before, is not
+compiled again.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support import verified
+from support import policies, verified
 from support.compiling import skip_without_compiler
+from support.covering import ALL
 from support.cubin_samples import run_python
-from support.policies import chosen_epilogue_specs, covering_specs, epilogue_covering_specs
 
 from jax_hopper_gemm import cubin, dispatch
 from jax_hopper_gemm.cubin.elf import read_kernel
@@ -33,10 +33,17 @@ skip_without_compiler()
 pytestmark = pytest.mark.compile
 
 REGISTERS_OF_AN_SM = 65536
-ALL_KERNELS = os.environ.get("JAX_HOPPER_GEMM_TEST_ALL_KERNELS") == "1"
-TABLE = dispatch.table_specs(dispatch.H200, None if ALL_KERNELS else [("bfloat16", "bfloat16")])
-EPILOGUES = epilogue_covering_specs()[::8]
-SPECS = list(dict.fromkeys((*covering_specs(), *EPILOGUES, *chosen_epilogue_specs(), *TABLE)))
+SPECS = list(
+    dict.fromkeys(
+        (
+            *policies.compiled_specs(), *policies.covering_specs(),
+            *policies.epilogue_covering_specs()[::8], *policies.chosen_epilogue_specs(),
+            *dispatch.table_specs(dispatch.H200),
+        )
+    )
+    if ALL
+    else policies.compiled_specs()
+)  # fmt: skip
 VERIFIED = Path(__file__).parent / "gpu" / "verified.json"
 
 

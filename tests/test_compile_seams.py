@@ -15,7 +15,7 @@ skip_without_compiler()
 
 pytestmark = pytest.mark.compile
 
-DENSE = GemmSpec("bfloat16", "bfloat16", "k", "n", 128, 128, epi_stages=2)
+DENSE = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128, epi_stages=2)
 ROWS = replace(DENSE, grouped="m")
 CONTRACTED = replace(DENSE, grouped="k", a_major="m")
 SPECS = [

@@ -10,6 +10,8 @@ from support.cubin_samples import HIDE_CUTLASS, SPEC, run_python
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin import CubinError, compiler, digest_of, lookup
 
+pytestmark = pytest.mark.pure
+
 try:
     compiler.require_compiler()
 except CubinError as error:

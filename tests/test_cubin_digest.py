@@ -14,6 +14,8 @@ from support.cubin_samples import HIDE_CUTLASS, OTHER_VALUES, SPEC, run_python
 
 from jax_hopper_gemm.cubin import digest, digest_of, sources
 
+pytestmark = pytest.mark.pure
+
 PACKAGE = Path(digest.__file__).parents[1]
 COMPILED = (
     SPEC,

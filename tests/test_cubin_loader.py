@@ -13,6 +13,8 @@ from jax_hopper_gemm.cubin.loader import load_compiled
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
+pytestmark = pytest.mark.pure
+
 COMPILED = Compiled(sample_cubin(), sample_manifest(), "cache /somewhere")
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 HANDLE = 0x5EED

@@ -33,6 +33,8 @@ from jax_hopper_gemm.cubin import CubinError, compiler, digest_of, lookup, store
 from jax_hopper_gemm.cubin.store import Store
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
 
+pytestmark = pytest.mark.pure
+
 DIGEST = digest_of(SPEC)
 
 

@@ -14,6 +14,8 @@ from jax_hopper_gemm.cubin.elf import read_kernel
 from jax_hopper_gemm.cubin.manifest import derive_manifest
 from jax_hopper_gemm.gemm.kernel_params import param_list
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(("abi_version", "api_version"), [(7, 129), (8, 134)])
 def test_kernel_is_read_from_either_abi(abi_version, api_version):

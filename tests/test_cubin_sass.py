@@ -6,6 +6,8 @@ import pytest
 
 from jax_hopper_gemm.cubin import CubinError, sass
 
+pytestmark = pytest.mark.pure
+
 LISTING = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;
         /*0010*/              @!P0 USETMAXREG.DEALLOC.CTAPOOL 0x28 ;

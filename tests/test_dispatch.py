@@ -34,7 +34,7 @@ from jax_hopper_gemm.launch.plan import make_plan
 A_MAJORS: tuple[Major, ...] = ("k", "m")
 B_MAJORS: tuple[Major, ...] = ("n", "k")
 SQUARE = GemmProblem.dense(4096, 4096, 4096)
-pytestmark = pytest.mark.usefixtures("no_tables")
+pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("no_tables")]
 
 
 def random_problem(random: Random) -> GemmProblem:

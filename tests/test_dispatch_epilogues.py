@@ -31,7 +31,7 @@ from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 
-pytestmark = pytest.mark.usefixtures("no_tables")
+pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("no_tables")]
 
 
 def problem_of(name: str, m=4096, n=4096, k=4096, batches=1) -> GemmProblem:

@@ -44,7 +44,7 @@ from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 
-pytestmark = pytest.mark.usefixtures("no_tables")
+pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("no_tables")]
 
 ROWS = GemmProblem.grouped("m", 65536, 1536, 2048, 128)
 CONTRACTION = GemmProblem.grouped("k", 2048, 1536, 65536, 128)

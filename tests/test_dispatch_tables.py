@@ -40,7 +40,7 @@ from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 
 SQUARE = GemmProblem.dense(4096, 4096, 4096)
-pytestmark = pytest.mark.usefixtures("no_tables")
+pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("no_tables")]
 
 
 def entry(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from support.activation_graphs import activation_graph
 from support.epilogue import evaluate
 from support.operations import Builder, parameters_of
@@ -15,6 +16,8 @@ from jax_hopper_gemm.gemm.epilogue_graph import (
     Node,
     Result,
 )
+
+pytestmark = pytest.mark.pure
 
 
 def as_product(x: np.ndarray) -> np.ndarray:

@@ -15,8 +15,6 @@ from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 T, K, N, G = 9, 4, 5, 3
 SIZES = jnp.asarray([2, 0, 5], np.int32)  # two rows belong to no group
 

@@ -23,6 +23,8 @@ from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.gemm.raster import make_raster, tile_at
 from jax_hopper_gemm.testing.lanes import Int32, NumpyLanes, group_tiles, parts_of_empty_groups
 
+pytestmark = pytest.mark.pure
+
 HUGE = 2**31 - 1
 
 

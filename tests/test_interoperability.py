@@ -21,8 +21,6 @@ from support.program_inspection import LAUNCH, integers, lowered, products
 
 import jax_hopper_gemm as jhg
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 X = (1, 32, 64)  # of several sequences, kernels do not run the scores of attention
 
 dot_general = partial(jhg.dot_general, implementation="hopper")  # or an error says why not

@@ -16,6 +16,8 @@ from jax_hopper_gemm.gemm.raster import Raster
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch import plan
 
+pytestmark = pytest.mark.pure
+
 SPECS = (
     *covering_specs(), *stacked_specs(), *epilogue_covering_specs(), *grouped_covering_specs()
 )  # fmt: skip

@@ -9,6 +9,8 @@ import pytest
 
 import jax_hopper_gemm
 
+pytestmark = pytest.mark.pure
+
 KERNELS = Path(jax_hopper_gemm.__file__).parent / "kernels"
 SOURCES = sorted(KERNELS.rglob("*.py"))
 POLICIES = {  # fields and properties of a spec that stand for a policy

@@ -20,8 +20,6 @@ from jax_hopper_gemm.moe import expert_parallel
 from jax_hopper_gemm.moe.router import sort_by_group
 from jax_hopper_gemm.primitives.sum_rows import sum_rows
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def layer(k, **options):
     return partial(moe.mixture_of_experts, experts_per_token=k, **options)

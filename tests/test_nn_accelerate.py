@@ -16,8 +16,6 @@ from support.program_inspection import integers, products
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import nn
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 BF16: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
 X = integers((16, 16), "bfloat16")
 

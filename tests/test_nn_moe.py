@@ -23,8 +23,6 @@ from flax import nnx  # noqa: E402
 from jax_hopper_gemm import nn  # noqa: E402
 from jax_hopper_gemm.nn import linen as ours_linen  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SIZES: dict[str, Any] = {"num_experts": 8, "experts_per_token": 2}
 
 

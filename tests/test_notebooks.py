@@ -9,6 +9,8 @@ import pytest
 nbformat = pytest.importorskip("nbformat", reason="needs the extra `notebooks`")
 nbclient = pytest.importorskip("nbclient", reason="needs the extra `notebooks`")
 
+pytestmark = pytest.mark.pure
+
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 

@@ -26,6 +26,8 @@ from jax_hopper_gemm.launch.plan import Int32 as Int32Parameter
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.testing.lanes import Int32, Int64, NumpyLanes
 
+pytestmark = pytest.mark.pure
+
 SUMS = EpilogueGraph(
     results=(
         Result("matrix", 0, "bfloat16"),

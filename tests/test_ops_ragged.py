@@ -19,8 +19,6 @@ from support.program_inspection import integers
 
 import jax_hopper_gemm as jhg
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 T, K, N, G = 12, 3, 4, 3
 LHS, RHS = integers((T, K)), integers((G, K, N), seed=1)
 SIZES = jnp.array([3, 0, 5])

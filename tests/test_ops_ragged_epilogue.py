@@ -15,8 +15,6 @@ from test_ops_epilogue import assert_close
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.dtypes import RESULTS
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 M, K, N, G = 12, 4, 5, 3
 SIZES = jnp.asarray([3, 0, 6], np.int32)  # three rows belong to no group
 LHS, RHS, BIAS = integers((M, K)), integers((G, K, N), seed=1), integers((G, N), seed=2)

@@ -23,8 +23,6 @@ from jax_hopper_gemm.gemm.groups import VARLEN_K, GroupedAxis, Groups
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.lowering.route import Product, route
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 T, K, N, G = 12, 3, 4, 3
 LHS, RHS, C = integers((T, K)), integers((T, N), seed=1), integers((G, K, N), seed=2)
 SIZES = jnp.array([3, 0, 5])

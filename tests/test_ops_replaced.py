@@ -15,8 +15,6 @@ from support.program_inspection import integers, products
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import nn
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 X, W = integers((16, 32), "bfloat16"), integers((32, 16), "bfloat16")
 LAST_BY_FIRST = (((1,), (0,)), ((), ()))
 

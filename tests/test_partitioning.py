@@ -26,8 +26,6 @@ from jax_hopper_gemm.sharding.choose_shards import Factors, Share, choose_share
 from jax_hopper_gemm.sharding.mesh import Mesh
 from jax_hopper_gemm.testing.collectives import collectives, run_counted
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 EXTENTS = {"b": 8, "m": 64, "n": 16, "k": 32}
 SINGLE = [{letter: "y"} for letter in "bmnk"]
 PAIRS = [{one: "x", other: "y"} for one, other in itertools.permutations("bmnk", 2)]

@@ -26,8 +26,6 @@ from jax_hopper_gemm.sharding import custom_call
 from jax_hopper_gemm.sharding.mesh import Mesh
 from jax_hopper_gemm.testing.collectives import collectives, run_counted
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 EXTENTS = {"b": 8, "m": 64, "n": 16, "k": 32, "c": 2}
 CALL = r"name\\22: \\22(\w+)"
 relu = jax.nn.relu

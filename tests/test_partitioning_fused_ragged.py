@@ -19,8 +19,6 @@ import jax_hopper_gemm as jhg
 from jax_hopper_gemm import moe
 from jax_hopper_gemm.testing.collectives import collectives
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 EXTENTS = {"m": 64, "k": 32, "n": 16, "g": 8, "c": 2}
 SIZES = np.array([9, 0, 3, 7, 1, 20, 5, 3], np.int32)
 CALL = r"name\\22: \\22(\w+)"

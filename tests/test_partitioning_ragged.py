@@ -17,8 +17,6 @@ import jax_hopper_gemm as jhg
 from jax_hopper_gemm.sharding import custom_call
 from jax_hopper_gemm.testing.collectives import run_counted
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 EXTENTS = {"b": 8, "m": 64, "k": 32, "n": 16, "g": 8}
 SIZES = {
     "all rows": [9, 0, 13, 7, 1, 20, 5, 9],

@@ -37,6 +37,8 @@ from jax_hopper_gemm.launch.plan import (
 )
 from jax_hopper_gemm.testing.lanes import group_tiles
 
+pytestmark = pytest.mark.pure
+
 LARGE = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256)
 MAJORS = list(product(("k", "m"), ("n", "k")))
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))

@@ -11,6 +11,8 @@ from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Re
 from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 
+pytestmark = pytest.mark.pure
+
 GATED = EpilogueGraph(  # (gate * up + residual) * row, stored in two dtypes
     2,
     (Operand("matrix", "bfloat16"), Operand("row", "float32")),

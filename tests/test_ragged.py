@@ -23,8 +23,6 @@ from jax_hopper_gemm.primitives.group_sizes import group_of_rows, run_ends
 from jax_hopper_gemm.primitives.ragged_dot import hopper_ragged_dot
 from jax_hopper_gemm.primitives.ragged_reference import reference_ragged_dot
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 T, K, N, G = 12, 3, 4, 3
 
 # Groups, and sizes for them: one size each, with an offset, of several periods that share their

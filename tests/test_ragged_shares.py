@@ -14,8 +14,6 @@ from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.primitives.group_sizes import group_of_rows, sizes_of_each
 from jax_hopper_gemm.primitives.ragged_shards import Part, RaggedShare
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 LENGTH, GROUPS = 24, 4
 SIZES = {
     "even": [6, 6, 6, 6],

@@ -19,8 +19,6 @@ from jax_hopper_gemm import sharding
 from jax_hopper_gemm.testing.collectives import run_counted
 from jax_hopper_gemm.testing.lowered import specs_of
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SIZES = jnp.array([3, 0, 4, 1])
 relu = jax.nn.relu
 

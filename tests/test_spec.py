@@ -12,6 +12,8 @@ from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Re
 from jax_hopper_gemm.gemm.legality import MAX_ACC_REGISTERS, max_accumulators, violations
 from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, TmaBox
 
+pytestmark = pytest.mark.pure
+
 LARGE = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256)
 
 ROW, COLUMN = Operand("row", "bfloat16"), Operand("column", "float32")

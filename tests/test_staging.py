@@ -18,6 +18,8 @@ from jax_hopper_gemm.viz.staging import (
     swizzled,
 )
 
+pytestmark = pytest.mark.pure
+
 # Staged tiles that kernels have: columns, and the dtype of the result.
 STAGED = [(columns, dtype) for columns in (16, 32, 64) for dtype in ("bfloat16", "float32")]
 

@@ -6,6 +6,7 @@ import math
 import random
 
 import numpy as np
+import pytest
 from support import cases, policies
 from support.host_kernels import BY_NAME, EPILOGUE_SPECS
 
@@ -14,6 +15,8 @@ from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.testing import reference
+
+pytestmark = pytest.mark.pure
 
 
 def test_gate_and_up_are_found_in_one_array_and_in_two():

@@ -24,6 +24,8 @@ from jax_hopper_gemm.gemm.epilogue_graph import (
 )
 from jax_hopper_gemm.testing.tolerance import assert_within, farthest
 
+pytestmark = pytest.mark.pure
+
 SPECIAL = np.array(
     [0.0, -0.0, 1.0, -1.0, 0.5, 2.5, -2.5, 1e-45, -1e-45, 1.2e-38, 3.4e38, -3.4e38,
      np.inf, -np.inf, np.nan, 88.0, 89.0, -87.0, -110.0, 6.5e4, 7e4],

@@ -24,6 +24,8 @@ from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import group_sizes, reference
 
+pytestmark = pytest.mark.pure
+
 SPECS = grouped_covering_specs()
 
 

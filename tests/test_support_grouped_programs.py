@@ -11,7 +11,7 @@ from support.grouped_programs import GROUPED_PROGRAMS
 
 from jax_hopper_gemm import ops
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+pytestmark = pytest.mark.pure
 
 # Of the kinds of sizes one each; large programs are for a GPU.
 LARGE = {"mixtral", "qwen3", "deepseek", "decode", "thousands of groups"}

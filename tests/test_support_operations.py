@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from support.operations import OPERATIONS, factors_of, operation_specs
 
 from jax_hopper_gemm.gemm.legality import violations
+
+pytestmark = pytest.mark.pure
 
 
 def test_factors_have_chosen_numbers_for_a_product():

@@ -10,6 +10,8 @@ from support.host_kernels import BY_NAME, EXACT, run_epilogue_on_host
 
 from jax_hopper_gemm.testing import reference
 
+pytestmark = pytest.mark.pure
+
 
 def test_the_partial_results_add_up_to_the_whole(monkeypatch):
     """An independent look at `outcome.exact`: sums and maxima of the matrix beside them."""

@@ -9,6 +9,8 @@ from support import graphs, policies
 
 from jax_hopper_gemm.gemm.legality import violations
 
+pytestmark = pytest.mark.pure
+
 
 def test_the_covering_sets_are_legal_and_small_enough_to_compile():
     assert len(policies.covering_specs()) < 200

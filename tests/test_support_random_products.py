@@ -9,6 +9,8 @@ import pytest
 from support import random_products
 from support.random_products import Case
 
+pytestmark = pytest.mark.pure
+
 
 def in_float64(case: Case) -> list[np.ndarray]:
     with jax.enable_x64(True), jax.disable_jit():

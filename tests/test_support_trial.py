@@ -10,6 +10,8 @@ from support.recording_driver import SPEC
 
 from jax_hopper_gemm.testing import reference
 
+pytestmark = pytest.mark.pure
+
 
 def trial_problem():
     problem, _ = cases.edge_problems(SPEC, num_sms=4)[1]

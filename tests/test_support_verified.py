@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from support import verified
+
+pytestmark = pytest.mark.pure
 
 
 def test_verified_merges_and_sorts(tmp_path):

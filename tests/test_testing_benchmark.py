@@ -9,6 +9,8 @@ from jax_hopper_gemm.dispatch import H200
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import benchmark, timing
 
+pytestmark = pytest.mark.pure
+
 
 def test_benchmark_asks_for_a_hopper_gpu():
     if jax.default_backend() == "gpu":

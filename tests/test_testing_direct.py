@@ -9,6 +9,8 @@ from jax_hopper_gemm.launch.plan import Int32, TensorMap
 from jax_hopper_gemm.testing import direct
 from jax_hopper_gemm.testing.gpu import CudaError, Gpu
 
+pytestmark = pytest.mark.pure
+
 
 def launch_on(driver):
     gpu = Gpu(driver=driver)

@@ -9,6 +9,8 @@ from support.recording_driver import SIZES, FakeDriver
 
 from jax_hopper_gemm.testing.gpu import CudaError, Gpu
 
+pytestmark = pytest.mark.pure
+
 
 def test_random_buffers_fill_to_the_last_byte():
     driver = FakeDriver(SIZES)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 
 from jax_hopper_gemm.testing import group_sizes
+
+pytestmark = pytest.mark.pure
 
 
 def test_sizes_add_up():

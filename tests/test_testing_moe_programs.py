@@ -17,8 +17,6 @@ from jax_hopper_gemm.testing import moe_programs
 from jax_hopper_gemm.testing.lowered import specs_of
 from jax_hopper_gemm.testing.moe_programs import AXIS, SPREAD, MoeProgram, rows_written
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SMALL = MoeProgram(40, 16, 24, 8, 3)
 SIGMOID = replace(SMALL, score="sigmoid", scale=2.5, bias=tuple(np.linspace(0, 0.3, 8)))
 CROWDED = replace(SMALL, bias=(2.0,) * 3 + (0.0,) * 5)

@@ -12,6 +12,8 @@ from support.matrices import LAYOUTS, normal
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.testing import reference
 
+pytestmark = pytest.mark.pure
+
 
 def test_view_reads_compact_operands_of_every_layout():
     a, b = normal((2, 3, 7)), normal((2, 7, 5), seed=1)

@@ -9,6 +9,8 @@ import pytest
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import results, timing
 
+pytestmark = pytest.mark.pure
+
 
 def row(problem, hopper, xla, regime="burst"):
     timings = {"hopper": timing.Timing((hopper,)), "xla": timing.Timing((xla,))}

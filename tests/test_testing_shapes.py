@@ -13,6 +13,8 @@ from support.matrices import LAYOUTS, normal
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import reference, shapes
 
+pytestmark = pytest.mark.pure
+
 
 def test_bars_hold_every_shape_in_both_layouts_of_b():
     bars = set(shapes.suite("bars"))

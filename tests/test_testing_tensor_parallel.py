@@ -11,7 +11,6 @@ import pytest
 from jax_hopper_gemm.testing.tensor_parallel import FORMS, RINGS, Mlp, mesh_of
 
 
-@pytest.mark.usefixtures("quick_compiles")
 def test_forms_compute_the_same():
     mlp, mesh = Mlp(64, 32, 128, "gelu"), mesh_of(4)
     arguments = mlp.arguments()
@@ -23,7 +22,7 @@ def test_forms_compute_the_same():
 
 
 @pytest.mark.parametrize("name", RINGS)
-@pytest.mark.usefixtures("launcher", "quick_compiles")
+@pytest.mark.usefixtures("launcher")
 def test_rings_are_exact_and_launch_as_often_as_they_say(name):
     ring = RINGS[name]
     assert [len(ring.launched(n, 16)) for n in (2, 4)] == [ring.launches(2), ring.launches(4)]

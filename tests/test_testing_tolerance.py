@@ -11,6 +11,8 @@ from support.matrices import normal
 
 from jax_hopper_gemm.testing import reference, tolerance
 
+pytestmark = pytest.mark.pure
+
 
 def wgmma_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a @ b as the tensor cores compute it: 16 products at a time, aligned and cut off."""

@@ -1,11 +1,10 @@
 """What JAX makes of each public function is what it makes of its twin in jnp, and launches kernels.
 
-docs/transformations.md has a table of these tests.
+docs/transformations.md has a table of these tests. Which combinations run is said there.
 """
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from pathlib import Path
 
@@ -14,23 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import running, transformation_table
+from support.covering import ALL
 from support.transformations import (
+    COMBINATIONS,
     FUNCTIONS,
     LEFT_TO_XLA,
     TRANSFORMATIONS,
     assert_equal,
+    covering_combinations,
     on_kernels,
 )
 
 import jax_hopper_gemm as jhg
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-COMBINATIONS = list(itertools.product(TRANSFORMATIONS, FUNCTIONS))
+CASES = COMBINATIONS if ALL else covering_combinations()
 LAUNCHES = "custom_call @jax_hopper_gemm.v1."
 
 
-@pytest.mark.parametrize("name, function", COMBINATIONS)
+@pytest.mark.parametrize("name, function", CASES)
 def test_results_are_those_of_jnp(name, function):
     transformation, known = TRANSFORMATIONS[name], FUNCTIONS[function]
     program = transformation.of(known.ours, known)
@@ -38,7 +38,7 @@ def test_results_are_those_of_jnp(name, function):
 
 
 @pytest.mark.usefixtures("launcher")
-@pytest.mark.parametrize("name, function", [x for x in COMBINATIONS if TRANSFORMATIONS[x[0]].lower])
+@pytest.mark.parametrize("name, function", [x for x in CASES if TRANSFORMATIONS[x[0]].lower])
 def test_every_product_launches_a_kernel(name, function):
     transformation, known = TRANSFORMATIONS[name], FUNCTIONS[function]
     assert transformation.lower
@@ -92,6 +92,14 @@ def test_products_can_be_offloaded_instead_of_recomputed(activation):
         1 if activation else 3
     )
     assert "Host" in program or "pinned_host" in program
+
+
+def test_those_that_run_with_each_change_hold_every_transformation_and_function():
+    few = covering_combinations()
+    assert len(few) <= len(COMBINATIONS) / 3
+    assert {name for name, _ in few} == set(TRANSFORMATIONS)
+    assert {function for _, function in few} == set(FUNCTIONS)
+    assert set(LEFT_TO_XLA) <= set(few)
 
 
 def test_the_documented_table_is_that_of_these_tests():

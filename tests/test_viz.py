@@ -17,6 +17,8 @@ from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
+pytestmark = pytest.mark.pure
+
 # y = acc + residual, stored as bfloat16 and float32, with the sums of its columns.
 FUSED = EpilogueGraph(
     operands=(Operand("row", "float32"), Operand("matrix", "bfloat16")),

@@ -17,6 +17,8 @@ from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.viz.groups import OF_NO_GROUP
 
+pytestmark = pytest.mark.pure
+
 SIZES = [300, 0, 130, 33, 200, 64]
 ROWS = sum(SIZES) + 73  # of which the last belong to no group
 WHOLE = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256, grouped="m")

@@ -7,6 +7,8 @@ import pytest
 from jax_hopper_gemm.gemm.raster import MAX_TILES, Raster, _magic, make_raster, tile_at
 from jax_hopper_gemm.testing.lanes import Int32, Int64
 
+pytestmark = pytest.mark.pure
+
 
 def random_grids(count, limit):
     rng = random.Random(0)

@@ -13,9 +13,10 @@ import random
 from dataclasses import replace
 from functools import cache
 
+from support.covering import covering_subset
 from support.graphs import STANDARD
 
-from jax_hopper_gemm.dispatch import H200, epilogue_specs
+from jax_hopper_gemm.dispatch import H200, epilogue_specs, table_specs
 from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -118,6 +119,39 @@ def chosen_epilogue_specs() -> tuple[GemmSpec, ...]:
         for i, graph in enumerate(STANDARD.values())
         for spec in epilogue_specs(H200, [graph], ["bfloat16"])[i % 9 :: 27]
     )
+
+
+@cache
+def compiled_specs() -> tuple[GemmSpec, ...]:
+    """Returns kernels to compile: of all that run on a GPU, enough for every pair of traits."""
+    pool = dict.fromkeys(
+        (
+            *covering_specs(), *stacked_specs(), *epilogue_covering_specs(),
+            *grouped_covering_specs(), *chosen_epilogue_specs(), *table_specs(H200),
+        )
+    )  # fmt: skip
+    return tuple(covering_subset(pool, trait_pairs))
+
+
+def trait_pairs(spec: GemmSpec) -> set[frozenset]:
+    return {frozenset(pair) for pair in itertools.combinations(traits_of(spec), 2)}
+
+
+def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
+    """Returns what a kernel's code depends on: policies, layouts, dtypes, parts of its epilogue."""
+    fields = (
+        "a_dtype", "b_dtype", "d_dtype", "tile_m", "tile_n", "tile_k", "warp_schedule",
+        "tile_scheduler", "epi_tile_n", "indexed",
+    )  # fmt: skip
+    return [
+        *((field, getattr(spec, field)) for field in fields),
+        ("majors", (spec.a_major, spec.b_major)),
+        ("cluster", (spec.cluster_m, spec.cluster_n)),
+        ("groups", (spec.grouped, spec.gathered)),
+        ("accumulators", spec.graph.accumulators),
+        *(("operand", kind) for kind in sorted({o.kind for o in spec.graph.operands})),
+        *(("result", kind) for kind in sorted({r.kind for r in spec.graph.results})),
+    ]
 
 
 def _covering(choices: dict[str, tuple], seed: int) -> tuple[GemmSpec, ...]:

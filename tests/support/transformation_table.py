@@ -10,8 +10,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from support.transformations import FUNCTIONS, LEFT_TO_XLA, TRANSFORMATIONS
+from support.transformations import (
+    COMBINATIONS,
+    FUNCTIONS,
+    LEFT_TO_XLA,
+    TRANSFORMATIONS,
+    covering_combinations,
+)
 
+COVERAGE = f"""\
+With each change {len(covering_combinations())} of these {len(COMBINATIONS)} combinations run on the
+CPU: each transformation on a dense and on a ragged product, on a plain one and on one with an
+epilogue; each kind of transformation (derivative, map, checkpoint, control flow, way to run,
+devices) on every function. `JAX_HOPPER_GEMM_TEST_ALL=1` runs all of them, as the tests for a GPU
+do."""
 BEGIN, END = "<!-- tested: begin -->", "<!-- tested: end -->"
 
 
@@ -32,7 +44,7 @@ def table() -> str:
             cells.append(" ".join(marks) + (f" ({1 + notes.index(reason)})" if reason else ""))
         lines.append("| " + " | ".join(cells) + " |")
     numbered = [f"{i}. {note[0].upper()}{note[1:]}." for i, note in enumerate(notes, 1)]
-    return "\n".join([*lines, "", *numbered])
+    return "\n".join([*lines, "", *numbered, "", COVERAGE])
 
 
 def with_table(text: str) -> str:

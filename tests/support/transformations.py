@@ -6,6 +6,7 @@ done with our functions and with their twins in jnp, and the results are compare
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,7 +16,8 @@ import jax
 import numpy as np
 from support import running
 from support import transformed_programs as programs
-from support.transformed_functions import FUNCTIONS, Function
+from support.covering import covering_subset
+from support.transformed_functions import FUNCTIONS, WITH_EPILOGUE, Function
 
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.interop.checkpoint_policy import checkpoint_policy
@@ -107,6 +109,18 @@ TRANSFORMATIONS: dict[str, Transformation] = {
     ),
 }
 
+KINDS: dict[str, tuple[str, ...]] = {
+    "derivative": (
+        "grad", "vjp", "jvp", "linearize", "jacfwd", "jacrev", "hessian", "grad of grad",
+        "jacrev of jacfwd", "vjp of jvp", "jvp of vjp", "custom_vjp around it",
+    ),
+    "map": ("vmap", "vmap of every operand", "vmap of grad", "grad of vmap"),
+    "checkpoint": ("checkpoint", "checkpoint, saving dots", "checkpoint, saving names"),
+    "control flow": ("scan", "while_loop", "fori_loop", "cond"),
+    "way to run": ("jit", "donation", "eager", "disable_jit", "debug_nans", "export"),
+    "devices": ("shard_map", "jit with shardings"),
+}  # fmt: skip
+
 _BATCH = "the axes of its batch do not merge into one, which is all that a kernel reads"
 LEFT_TO_XLA: dict[tuple[str, str], str] = {
     (name, function): _BATCH
@@ -118,6 +132,31 @@ LEFT_TO_XLA: dict[tuple[str, str], str] = {
     for function in functions
 }  # fmt: skip
 """Why XLA runs some product of a transformation's program for CUDA."""
+
+
+COMBINATIONS: list[tuple[str, str]] = list(itertools.product(TRANSFORMATIONS, FUNCTIONS))
+
+
+def _shown_by(combination: tuple[str, str]) -> list[tuple[str, ...]]:
+    """Returns what a combination is to show: pairs of transformations and of functions.
+
+    Each transformation is shown on dense and ragged products, plain and with an epilogue; each
+    kind of them on every function; and each product that is left to XLA.
+    """
+    name, function = combination
+    rows = "ragged" if FUNCTIONS[function].sizes else "dense"
+    epilogue = "epilogue" if function in WITH_EPILOGUE else "plain"
+    (kind,) = (kind for kind, names in KINDS.items() if name in names)
+    shown = [(name, rows), (name, epilogue), (kind, function)]
+    return [*shown, combination] if combination in LEFT_TO_XLA else shown
+
+
+def covering_combinations() -> list[tuple[str, str]]:
+    """Returns the combinations that run with each change, functions taking turns."""
+    count = len(FUNCTIONS)
+    turns = [COMBINATIONS[count * i + (i + j) % count]
+             for i in range(len(TRANSFORMATIONS)) for j in range(count)]  # fmt: skip
+    return sorted(covering_subset(turns, _shown_by), key=COMBINATIONS.index)
 
 
 def on_kernels(name: str, function: str) -> Program:

@@ -144,3 +144,4 @@ FUNCTIONS: dict[str, Function] = {
         _plain_contraction, ((M, K), (M, N)), (True, True, False), (None, 1, None, 2), SIZES,
     ),
 }  # fmt: skip
+WITH_EPILOGUE = ("epilogue", "gated", "ragged_dot, epilogue")
