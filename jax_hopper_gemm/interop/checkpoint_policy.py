@@ -7,11 +7,7 @@ from typing import Any
 
 from jax import lax
 
-from ..gemm.groups import GROUPS
-from ..gemm.subscripts import split
-from ..primitives.dot import as_dot_general_params, hopper_dot_p
-from ..primitives.fused_dot import hopper_fused_p
-from ..primitives.ragged_dot import hopper_ragged_dot_p
+from ..primitives.define import dot_general_of
 
 
 def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,34 +23,8 @@ def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def wrapped(primitive: Any, *avals: Any, **params: Any) -> Any:
-        if primitive is hopper_dot_p:
-            primitive, params = lax.dot_general_p, as_dot_general_params(**params)
-        elif primitive is hopper_fused_p:
-            primitive, params = lax.dot_general_p, _product_params(params["accumulate"])
-            avals = avals[:2]
-        elif primitive is hopper_ragged_dot_p:
-            subscripts = params["subscripts"].replace(GROUPS, "")
-            options = {key: params[key] for key in ("precision", "preferred_element_type")}
-            primitive, avals = lax.dot_general_p, avals[:2]
-            params = as_dot_general_params(
-                subscripts=subscripts, out_sharding=None, implementation=None, **options
-            )
-        return policy(primitive, *avals, **params)
+        if (dot := dot_general_of(primitive, params)) is None:
+            return policy(primitive, *avals, **params)
+        return policy(lax.dot_general_p, *avals[:2], **dot)
 
     return wrapped
-
-
-def _product_params(accumulate: Any) -> dict[str, Any]:
-    """Returns the parameters of the `lax.dot_general_p` that a `hopper_fused_p` begins with.
-
-    Where gate and up are stacked along a letter of their own, that is the gate's product.
-    """
-    lhs, rhs, out = split(accumulate.subscripts)
-    rhs = "".join(x for x in rhs if x in lhs or x in out)
-    return as_dot_general_params(
-        subscripts=f"{lhs},{rhs}->{out}",
-        precision=accumulate.precision,
-        preferred_element_type=accumulate.dtype,
-        out_sharding=accumulate.out_sharding,
-        implementation=accumulate.implementation,
-    )

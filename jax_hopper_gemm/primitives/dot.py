@@ -12,25 +12,27 @@ the product lowers to `jax.lax.dot_general`.
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import mlir
 
 from .. import sharding
 from ..gemm.subscripts import DotGeneral, from_subscripts, padded_partitions, split, with_partitions
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.match import product_between
-from ..lowering.register import register_lowering
+from ..lowering.register import Lowering
 from ..lowering.route import Product
+from .define import ProductRules, Rules, define_primitive
 
-hopper_dot_p = Primitive("hopper_dot")
+NAME = "hopper_dot"
 
 
 def hopper_dot(
@@ -66,11 +68,6 @@ def hopper_dot(
     )
 
 
-@hopper_dot_p.def_impl
-def _eager(*operands: Any, **params: Any) -> Any:
-    return xla.apply_primitive(hopper_dot_p, *operands, **params)
-
-
 def _dot_general(
     *, implementation: str | None = None, max_sms: int | None = None, **params: Any
 ) -> DotGeneral:
@@ -78,13 +75,14 @@ def _dot_general(
     return from_subscripts(**params)
 
 
-def as_dot_general_params(**params: Any) -> dict[str, Any]:
+def as_dot_general_params(params: dict[str, Any]) -> dict[str, Any]:
     """Returns the parameters of the `lax.dot_general_p` that a `hopper_dot_p` stands for."""
     return _dot_general(**params).params
 
 
-def product_of(lhs: Any, rhs: Any, out: Any, params: dict[str, Any]) -> Product:
+def product_of(avals: Sequence[Any], out_avals: Sequence[Any], params: dict[str, Any]) -> Product:
     """Returns what a `hopper_dot_p` between these abstract values asks for."""
+    (lhs, rhs), (out,) = avals, out_avals
     return Product(
         params["subscripts"], lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name,
         out.dtype.name, params["precision"], max_sms=params["max_sms"],
@@ -97,9 +95,6 @@ def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
     operands = (rhs, lhs) if dot.swap_ab else (lhs, rhs)
     out, _ = lax.dot_general_p.abstract_eval(*operands, **dot.params)
     return lax.transpose_p.abstract_eval(out, permutation=dot.permutation)[0]
-
-
-hopper_dot_p.def_abstract_eval(_abstract_eval)
 
 
 def reference_dot(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
@@ -137,20 +132,15 @@ def as_cotangent(primal: Any, gradient: Any) -> Any:
     return lax.convert_element_type(gradient, primal.dtype)
 
 
-ad.defbilinear(hopper_dot_p, _transpose_lhs, _transpose_rhs)
-
-
 def _batch(
     axis_data: Any, operands: Any, axes: Any, *, subscripts: str, out_sharding: Any, **params: Any
-) -> tuple[Any, int | None]:
+) -> tuple[Any, int]:
     """Adds a letter: a batch index where both operands have it, else a free one."""
-    mapped = any(axis is not None for axis in axes)  # JAX also asks when nothing is
-    if mapped:
-        subscripts, out_sharding = with_batch(axis_data, subscripts, axes, out_sharding)
+    subscripts, out_sharding = with_batch(axis_data, subscripts, axes, out_sharding)
     product = hopper_dot_p.bind(
         *operands, subscripts=subscripts, out_sharding=out_sharding, **params
     )
-    return product, 0 if mapped else None
+    return product, 0
 
 
 def with_batch(axis_data: Any, subscripts: str, axes: Any, out_sharding: Any) -> tuple[str, Any]:
@@ -171,15 +161,11 @@ def with_batch(axis_data: Any, subscripts: str, axes: Any, out_sharding: Any) ->
     return f"{lhs},{rhs}->{new}{out}", out_sharding
 
 
-batching.fancy_primitive_batchers[hopper_dot_p] = _batch
-
-
 _lower_to_xla = mlir.lower_fun(reference_dot, multiple_results=False)
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params: Any) -> Any:
-    (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
-    call = Call(product_of(lhs_aval, rhs_aval, out_aval, params), (lhs, rhs))
+    call = Call(product_of(ctx.avals_in, ctx.avals_out, params), (lhs, rhs))
     launched = call.lower(ctx, params["implementation"])
     return launched or call.marked(_lower_to_xla(ctx, lhs, rhs, **params))
 
@@ -190,9 +176,8 @@ def _lower_partitioned(
     """Leaves to XLA what no kernel could run of any share, or what cannot be launched at all."""
     if not sharding.applies(ctx):
         return None
-    (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
     insist = params["implementation"] == "hopper"
-    call = Call(product_of(lhs_aval, rhs_aval, out_aval, params), (lhs, rhs))
+    call = Call(product_of(ctx.avals_in, ctx.avals_out, params), (lhs, rhs))
     call = call.readable(ctx, kernel_only=insist)
     if sharding.platforms_of(ctx) == ("cuda",):
         found = call.route(ctx, kernel_only=insist)
@@ -209,17 +194,14 @@ def _lower_partitioned(
         "max_sms": params["max_sms"],
     }
     labels = sharding.Factors.of(call.product.subscripts)
-    return sharding.emit(ctx, hopper_dot_p.name, call.values, labels, words)
+    return sharding.emit(ctx, NAME, call.values, labels, words)
 
 
-def partitioned_product_at(value: Any) -> tuple[Call, dict[str, Any]] | None:
-    """Returns the bare product that an MLIR value is the result of, in a partitioned program.
-
-    As `lowering.product_at`; with it come its precision and implementation.
-    """
-    if (found := sharding.call_at(value, hopper_dot_p.name)) is None:
-        return None
-    (lhs, rhs), words = found
+def _product_at(
+    value: Any, operands: Sequence[Any], words: dict[str, Any]
+) -> tuple[Call, dict[str, Any]] | None:
+    """Returns the bare product that `_lower_partitioned` emitted; see `sharding.product_at`."""
+    lhs, rhs = operands
     if (product := product_between(words["subscripts"], lhs, rhs, value)) is None:
         return None
     precision = sharding.precision_of(words["precision"])
@@ -245,8 +227,12 @@ def _product_of_shards(
     return [local.sum(product)]
 
 
-register_lowering(
-    hopper_dot_p, _abstract_eval, reference_dot, _lower_for_cuda,
-    lambda params: params["implementation"], _lower_partitioned,
-)  # fmt: skip
-sharding.register(hopper_dot_p.name, _product_of_shards)
+hopper_dot_p = define_primitive(
+    NAME,
+    reference_dot,
+    abstract=_abstract_eval,
+    rules=Rules(linear_in=(0, 1), transpose=(_transpose_lhs, _transpose_rhs), batch=_batch),
+    lowering=Lowering(_lower_for_cuda, _lower_partitioned, itemgetter("implementation")),
+    product=ProductRules(product_of, as_dot_general_params),
+)
+sharding.register(NAME, _product_of_shards, _product_at)

@@ -23,9 +23,8 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.core import eval_jaxpr
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir, xla
-from jax.interpreters import partial_eval as pe
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import ad, mlir
 
 from .. import sharding
 from ..fusion.jaxprs import (
@@ -43,22 +42,17 @@ from ..fusion.jaxprs import (
 from ..gemm.groups import ROWS, ROWS_TRANSPOSED, Spans, is_contraction
 from ..gemm.subscripts import split
 from ..lowering.call import Call
-from ..lowering.register import register_lowering
+from ..lowering.register import Lowering
 from ..lowering.route import Product
 from .accumulators import Accumulate
-from .dot import as_cotangent, cotangent_of
-from .fused_dot_sharded import emit_fused, fused_of_shards, route_partitioned
+from .define import ProductRules, Rules, define_primitive
+from .dot import as_cotangent, as_dot_general_params, cotangent_of
+from .fused_dot_sharded import NAME, emit_fused, fused_of_shards, route_partitioned
 from .fused_grad import Recompute, batched_product, epilogue_tangent_p
 from .fused_ragged_sharded import NAME as RAGGED
 from .fused_ragged_sharded import fused_of_ragged_shards
 from .group_sizes import sizes_of_each
 from .segments import segment_broadcast, segment_broadcast_p, segment_mask, segment_mask_p
-
-hopper_fused_p = Primitive("hopper_fused")
-hopper_dots_p = Primitive("hopper_dots")
-for primitive in (hopper_fused_p, hopper_dots_p):
-    primitive.multiple_results = True
-    primitive.def_impl(partial(xla.apply_primitive, primitive))
 
 
 def fused_dot(
@@ -228,11 +222,7 @@ def _reference(
     return jaxpr_as_fun(jaxpr)(*accumulators, *operands)
 
 
-def _abstract_eval(*avals: Any, **params: Any) -> list[Any]:
-    return list(traced(partial(_reference, **params), *avals).out_avals)
-
-
-def product_of(avals: Sequence[Any], params: dict[str, Any]) -> Product:
+def product_of(avals: Sequence[Any], _: Sequence[Any], params: dict[str, Any]) -> Product:
     """Returns what a `hopper_fused_p` of these abstract values asks for."""
     lhs, right_avals, operands = _split(avals, params["rights"])
     right = right_avals[0]
@@ -365,9 +355,6 @@ def _place(jaxpr: ClosedJaxpr, index: int, dtype: Any) -> int | None:
 
 
 def _batch(axis_data: Any, args: Any, axes: Any, **params: Any) -> tuple[list[Any], list[Any]]:
-    if all(axis is None for axis in axes):
-        outputs = hopper_fused_p.bind(*args, **params)
-        return outputs, [None] * len(outputs)
     rights, sizes = params["rights"], params["accumulate"].sizes
     count = 1 + rights + sizes
     products, accumulate, product_axis = batched_product(
@@ -446,7 +433,7 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) 
     accumulate, count = params["accumulate"], 1 + params["rights"]
     operands, avals = values[count:], ctx.avals_in[count:]
     products, product_avals, sizes = values[:count], ctx.avals_in[:count], None
-    product = product_of(ctx.avals_in, params)
+    product = product_of(ctx.avals_in, ctx.avals_out, params)
     if accumulate.spans:
         products, sizes = values[:count], operands[0]
     if accumulate.batch:
@@ -472,7 +459,7 @@ def _lower_partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: An
     if not sharding.applies(ctx):
         return None
     call = Call(
-        product_of(ctx.avals_in, params), values[:count], values[count:],
+        product_of(ctx.avals_in, ctx.avals_out, params), values[:count], values[count:],
         tuple(ctx.avals_in[count:]), params["in_place"],
         sizes=values[count] if accumulate.spans else None,
     )  # fmt: skip
@@ -499,16 +486,34 @@ def _flat(accumulate: Accumulate, lhs: Any, *others: Any) -> list[Any]:
     return [lhs.reshape(size * length, -1), *rights, sizes]
 
 
-hopper_fused_p.def_abstract_eval(_abstract_eval)
-ad.primitive_jvps[hopper_fused_p] = _jvp
-ad.primitive_transposes[hopper_fused_p] = partial(transpose_by, _reference)
-batching.fancy_primitive_batchers[hopper_fused_p] = _batch
-pe.dce_rules[hopper_fused_p] = _without_unused
-register_lowering(
-    hopper_fused_p, _abstract_eval, _reference, _lower_for_cuda,
-    lambda params: params["accumulate"].implementation, _lower_partitioned,
-)  # fmt: skip
-sharding.register(hopper_fused_p.name, partial(fused_of_shards, hopper_fused_p.bind))
+def _dot_general(params: dict[str, Any]) -> dict[str, Any]:
+    """The product alone; the gate's where gate and up are stacked along a letter of their own."""
+    accumulate = params["accumulate"]
+    lhs, rhs, out = split(accumulate.subscripts)
+    rhs = "".join(x for x in rhs if x in lhs or x in out)
+    return as_dot_general_params(
+        {
+            "subscripts": f"{lhs},{rhs}->{out}",
+            "precision": accumulate.precision,
+            "preferred_element_type": accumulate.dtype,
+            "out_sharding": accumulate.out_sharding,
+        }
+    )
+
+
+hopper_fused_p = define_primitive(
+    NAME,
+    _reference,
+    multiple_results=True,
+    rules=Rules(
+        jvp=_jvp, transpose=partial(transpose_by, _reference), batch=_batch, dce=_without_unused
+    ),
+    lowering=Lowering(
+        _lower_for_cuda, _lower_partitioned, lambda params: params["accumulate"].implementation
+    ),
+    product=ProductRules(product_of, _dot_general),
+)
+sharding.register(NAME, partial(fused_of_shards, hopper_fused_p.bind))
 sharding.register(RAGGED, partial(fused_of_ragged_shards, hopper_fused_p.bind))
 
 
@@ -579,10 +584,9 @@ def _batch_dots(
     return outputs, [axis] * len(outputs)
 
 
-hopper_dots_p.def_abstract_eval(
-    lambda *avals, **params: list(traced(partial(_dots, **params), *avals).out_avals)
+hopper_dots_p = define_primitive(
+    "hopper_dots",
+    _dots,
+    multiple_results=True,
+    rules=Rules(jvp=partial(jvp_by, _dots), transpose=_transpose_dots, batch=_batch_dots),
 )
-ad.primitive_jvps[hopper_dots_p] = partial(jvp_by, _dots)
-ad.primitive_transposes[hopper_dots_p] = _transpose_dots
-batching.fancy_primitive_batchers[hopper_dots_p] = _batch_dots
-mlir.register_lowering(hopper_dots_p, mlir.lower_fun(_dots, multiple_results=True))

@@ -16,9 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax import numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir, xla
-from jax.interpreters import partial_eval as pe
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import ad, mlir
 
 from ..fusion.jaxprs import (
     ClosedJaxpr,
@@ -35,20 +34,14 @@ from ..gemm.subscripts import split
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.match import is_launch, product_at
-from ..lowering.register import register_lowering
+from ..lowering.register import Lowering
 from ..lowering.route import Route
-from ..sharding.custom_call import applies
+from ..sharding import custom_call
 from .accumulators import Accumulate, unstacked
-from .dot import partitioned_product_at, with_batch
+from .define import Rules, define_primitive
+from .dot import with_batch
 from .fused_dot_sharded import emit_fused, route_partitioned
-from .ragged_dot_sharded import partitioned_ragged_product_at
 from .segments import mapped_first, mapped_shared, without_masks
-
-epilogue_p = Primitive("epilogue")
-epilogue_tangent_p = Primitive("epilogue_tangent")
-for primitive in (epilogue_p, epilogue_tangent_p):
-    primitive.multiple_results = True
-    primitive.def_impl(partial(xla.apply_primitive, primitive))
 
 
 @dataclass(frozen=True)
@@ -163,17 +156,7 @@ def _batch_tangent(
     plane_axis: int | None,
     recompute: Recompute | None,
     products: int,
-) -> tuple[list[Any], list[int | None]]:
-    if all(axis is None for axis in axes):
-        outputs = epilogue_tangent_p.bind(
-            *args,
-            jaxpr=jaxpr,
-            residuals=residuals,
-            plane_axis=plane_axis,
-            recompute=recompute,
-            products=products,
-        )
-        return outputs, [None] * len(outputs)
+) -> tuple[list[Any], list[int]]:
     args, axes = list(args), list(axes)
     inner, inner_axes = args[:residuals], axes[:residuals]
     if recompute is not None:
@@ -269,17 +252,12 @@ def _batched_ragged(
     return [lhs, *rights, sizes], replace(accumulate, batch=accumulate.batch + 1), 0
 
 
-epilogue_tangent_p.def_abstract_eval(
-    lambda *avals, **params: _out_avals(partial(_tangent, **params), avals)
+epilogue_tangent_p = define_primitive(
+    "epilogue_tangent",
+    _tangent,
+    multiple_results=True,
+    rules=Rules(jvp=partial(jvp_by, _tangent), transpose=_transpose_tangent, batch=_batch_tangent),
 )
-ad.primitive_jvps[epilogue_tangent_p] = partial(jvp_by, _tangent)
-ad.primitive_transposes[epilogue_tangent_p] = _transpose_tangent
-batching.fancy_primitive_batchers[epilogue_tangent_p] = _batch_tangent
-mlir.register_lowering(epilogue_tangent_p, mlir.lower_fun(_tangent, multiple_results=True))
-
-
-def _out_avals(function: Any, avals: Any) -> list[Any]:
-    return list(jax.make_jaxpr(function)(*avals).out_avals)
 
 
 def _epilogue(*args: Any, jaxpr: ClosedJaxpr) -> list[Any]:
@@ -288,10 +266,7 @@ def _epilogue(*args: Any, jaxpr: ClosedJaxpr) -> list[Any]:
 
 def _batch_epilogue(
     axis_data: Any, args: Any, axes: Any, *, jaxpr: ClosedJaxpr
-) -> tuple[list[Any], list[int | None]]:
-    if all(axis is None for axis in axes):
-        outputs = epilogue_p.bind(*args, jaxpr=jaxpr)
-        return outputs, [None] * len(outputs)
+) -> tuple[list[Any], list[int]]:
     outputs = epilogue_p.bind(*args, jaxpr=mapped(jaxpr, axes, axis_data.size, args))
     return outputs, [0] * len(outputs)
 
@@ -338,12 +313,11 @@ def _lower_epilogue_partitioned(
     ctx: mlir.LoweringRuleContext, *values: Any, jaxpr: ClosedJaxpr
 ) -> Any:
     """Emits the same where XLA partitions the program over devices."""
-    if not applies(ctx):
+    if not custom_call.applies(ctx):
         return None
     choices = []
     for index, value in enumerate(values):
-        product = partitioned_product_at(value) or partitioned_ragged_product_at(value)
-        if product is not None:
+        if (product := custom_call.product_at(value)) is not None:
             bare, options = product
             call = _followed(ctx, bare, values, index, jaxpr)
             insist = options["implementation"] == "hopper"
@@ -376,15 +350,15 @@ def _covered(found: Route) -> tuple[int, int]:
     return -len(found.uncovered), len(found.fusion.graph.nodes)
 
 
-epilogue_p.def_abstract_eval(lambda *avals, jaxpr: _out_avals(jaxpr_as_fun(jaxpr), avals))
-ad.primitive_jvps[epilogue_p] = partial(jvp_by, _epilogue)
-ad.primitive_transposes[epilogue_p] = partial(transpose_by, _epilogue)
-batching.fancy_primitive_batchers[epilogue_p] = _batch_epilogue
-pe.dce_rules[epilogue_p] = _without_unused
-register_lowering(
-    epilogue_p,
-    lambda *avals, jaxpr: _out_avals(jaxpr_as_fun(jaxpr), avals),
+epilogue_p = define_primitive(
+    "epilogue",
     _epilogue,
-    _lower_epilogue_for_cuda,
-    partitioned=_lower_epilogue_partitioned,
+    multiple_results=True,
+    rules=Rules(
+        jvp=partial(jvp_by, _epilogue),
+        transpose=partial(transpose_by, _epilogue),
+        batch=_batch_epilogue,
+        dce=_without_unused,
+    ),
+    lowering=Lowering(_lower_epilogue_for_cuda, _lower_epilogue_partitioned),
 )

@@ -11,27 +11,28 @@ product lowers to `jax.lax.ragged_dot`, or to one product after the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
 import numpy as np
 from jax import numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, mlir
 
 from .. import sharding
 from ..fusion.jaxprs import alike_in_shard_map, traced
-from ..gemm.groups import CONTRACTION, FORMS, ROWS, ROWS_TRANSPOSED, Spans
+from ..gemm.groups import CONTRACTION, FORMS, GROUPS, ROWS, ROWS_TRANSPOSED, Spans
 from ..gemm.subscripts import split
 from ..lowering.call import Call
-from ..lowering.register import register_lowering
+from ..lowering.register import Lowering
 from ..lowering.route import Product
-from .dot import as_cotangent
+from .define import ProductRules, Rules, define_primitive
+from .dot import as_cotangent, as_dot_general_params
 from .group_sizes import sizes_of_each
-from .ragged_dot_sharded import NAME as RAGGED
-from .ragged_dot_sharded import emit_ragged, ragged_of_shards
+from .ragged_dot_sharded import NAME, emit_ragged, product_at, ragged_of_shards
 from .ragged_reference import alike, reference_ragged_dot
 
 __all__ = [
@@ -43,9 +44,6 @@ __all__ = [
     "hopper_ragged_dot_p",
     "reference_ragged_dot",
 ]
-
-hopper_ragged_dot_p = Primitive(RAGGED)
-hopper_ragged_dot_p.def_impl(partial(xla.apply_primitive, hopper_ragged_dot_p))
 
 
 def hopper_ragged_dot(
@@ -90,8 +88,9 @@ def hopper_ragged_dot(
     )
 
 
-def product_of(lhs: Any, rhs: Any, sizes: Any, out: Any, params: dict[str, Any]) -> Product:
+def product_of(avals: Sequence[Any], out_avals: Sequence[Any], params: dict[str, Any]) -> Product:
     """Returns what a `hopper_ragged_dot_p` between these abstract values asks for."""
+    (lhs, rhs, sizes), (out,) = avals, out_avals
     return Product(
         params["subscripts"], lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name,
         out.dtype.name, params["precision"], spans=params["spans"], sizes=sizes.shape[0],
@@ -169,23 +168,12 @@ def _is_narrow(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
 
 
-ad.defjvp(
-    hopper_ragged_dot_p,
-    lambda tangent, lhs, rhs, sizes, **params: _bind(sizes, tangent, rhs, **params),
-    lambda tangent, lhs, rhs, sizes, **params: _bind(sizes, lhs, tangent, **params),
-    None,
-)
-ad.primitive_transposes[hopper_ragged_dot_p] = _transpose
-
-
 # vmap.
 
 
 def _batch(
     axis_data: Any, args: Any, axes: Any, *, subscripts: str, spans: Spans, **params: Any
-) -> tuple[Any, int | None]:
-    if all(axis is None for axis in axes):
-        return hopper_ragged_dot_p.bind(*args, subscripts=subscripts, spans=spans, **params), None
+) -> tuple[Any, int]:
     bind = partial(hopper_ragged_dot_p.bind, subscripts=subscripts, **params)
     if axis_data.size == 0:
         avals = map(_unmapped, args, axes)
@@ -259,9 +247,6 @@ def _batch_rows(bind: Any, size: int, args: Any, axes: Any, subscripts: str, spa
     return out.reshape(size, matrices if contraction else length, *out.shape[1:])
 
 
-batching.fancy_primitive_batchers[hopper_ragged_dot_p] = _batch
-
-
 # Lowering.
 
 
@@ -273,8 +258,7 @@ def _lower_for_cuda(
 ) -> Any:
     launched = None
     if params["implementation"] != "xla":
-        (lhs_aval, rhs_aval, sizes_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
-        product = product_of(lhs_aval, rhs_aval, sizes_aval, out_aval, params)
+        product = product_of(ctx.avals_in, ctx.avals_out, params)
         call = Call(product, (lhs, rhs), sizes=sizes)
         launched = call.lower(ctx, params["implementation"])
     return launched or _lower_to_xla(ctx, lhs, rhs, sizes, **params)
@@ -285,8 +269,7 @@ def _lower_partitioned(
 ) -> Any:
     if params["implementation"] == "xla" or not sharding.applies(ctx):
         return None
-    (lhs_aval, rhs_aval, sizes_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
-    product = product_of(lhs_aval, rhs_aval, sizes_aval, out_aval, params)
+    product = product_of(ctx.avals_in, ctx.avals_out, params)
     return emit_ragged(
         ctx, Call(product, (lhs, rhs), sizes=sizes), precision=params["precision"],
         preferred_element_type=params["preferred_element_type"],
@@ -294,9 +277,19 @@ def _lower_partitioned(
     )  # fmt: skip
 
 
-hopper_ragged_dot_p.def_abstract_eval(_abstract_eval)
-register_lowering(
-    hopper_ragged_dot_p, _abstract_eval, reference_ragged_dot, _lower_for_cuda,
-    lambda params: params["implementation"], _lower_partitioned,
-)  # fmt: skip
-sharding.register(RAGGED, partial(ragged_of_shards, hopper_ragged_dot_p.bind))
+def _dot_general(params: dict[str, Any]) -> dict[str, Any]:
+    """A ragged product is a dot of its rows with one matrix."""
+    options = {key: params[key] for key in ("precision", "preferred_element_type")}
+    subscripts = params["subscripts"].replace(GROUPS, "")
+    return as_dot_general_params({"subscripts": subscripts, "out_sharding": None} | options)
+
+
+hopper_ragged_dot_p = define_primitive(
+    NAME,
+    reference_ragged_dot,
+    abstract=_abstract_eval,
+    rules=Rules(linear_in=(0, 1), transpose=_transpose, batch=_batch),
+    lowering=Lowering(_lower_for_cuda, _lower_partitioned, itemgetter("implementation")),
+    product=ProductRules(product_of, _dot_general),
+)
+sharding.register(NAME, partial(ragged_of_shards, hopper_ragged_dot_p.bind), product_at)

@@ -25,7 +25,7 @@ from ..lowering.call import Call
 from ..lowering.devices import platforms_of
 from ..lowering.match import product_between
 from ..sharding.choose_shards import Factors
-from ..sharding.custom_call import call_at, emit, precision_names, precision_of
+from ..sharding.custom_call import emit, precision_names, precision_of
 from ..sharding.shard import ShardContext
 from .ragged_shards import PERIODS, RaggedShare, ragged_labels
 
@@ -131,14 +131,14 @@ def _reshaped(value: Any, shape: Sequence[int]) -> Any:
     return stablehlo.ReshapeOp(kind, value).result
 
 
-def partitioned_ragged_product_at(value: Any) -> tuple[Call, dict[str, Any]] | None:
-    """Returns what `primitive.partitioned_product_at` does, of a ragged product.
+def product_at(
+    value: Any, operands: Sequence[Any], words: dict[str, Any]
+) -> tuple[Call, dict[str, Any]] | None:
+    """Returns the bare product that `emit_ragged` emitted; see `sharding.product_at`.
 
-    Of one whose axes each have one letter.
+    None where an axis has two letters.
     """
-    if (found := call_at(value, NAME)) is None:
-        return None
-    (lhs, rhs, sizes), words = found
+    lhs, rhs, sizes = operands
     subscripts = words["subscripts"]
     product = product_between(subscripts, lhs, rhs, value)
     if product is None or len(lhs.type.shape) > len(subscripts.split(",")[0]):

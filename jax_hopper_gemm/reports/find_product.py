@@ -10,14 +10,8 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from ..lowering.route import Product
-from ..primitives.dot import hopper_dot_p, product_of
-from ..primitives.fused_dot import hopper_fused_p
-from ..primitives.fused_dot import product_of as fused_product_of
+from ..primitives.define import PRODUCTS, product_of
 from ..primitives.gather_rows import pick_rows_p
-from ..primitives.ragged_dot import hopper_ragged_dot_p
-from ..primitives.ragged_dot import product_of as ragged_product_of
-
-PRODUCTS = (hopper_dot_p, hopper_fused_p, hopper_ragged_dot_p)
 
 # Arguments that are arrays, or tuples of such; others are part of the program.
 ARRAYS = (
@@ -59,22 +53,11 @@ def traced_product(
         return None
     (i,) = found
     equation, rest = equations[i], _operations(equations[i + 1 :])
-    product = product_of_equation(equation)
+    product = product_of(equation)
     picking = (e for e in equations[:i] if e.primitive is pick_rows_p)
     sources: list[Any] = [e.invars[0].aval for e in picking if e.outvars[0] is equation.invars[0]]
     forms = [replace(product, gathered="a", source=source.shape[0]) for source in sources]
     return TracedProduct((*forms, product), rest)
-
-
-def product_of_equation(equation: Any) -> Product:
-    """Returns what one of `PRODUCTS` asks for."""
-    avals, out = [v.aval for v in equation.invars], equation.outvars[0].aval
-    if equation.primitive is hopper_fused_p:
-        return fused_product_of(avals, equation.params)
-    lhs, rhs, *sizes = avals
-    if sizes:
-        return ragged_product_of(lhs, rhs, sizes[0], out, equation.params)
-    return product_of(lhs, rhs, out, equation.params)
 
 
 # Operations that say where elements lie and what their dtype is, not what is computed.

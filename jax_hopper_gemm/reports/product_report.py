@@ -15,8 +15,9 @@ from ..lowering.route import array_text
 from ..ops import checks
 from ..ops.dense import Implementation
 from ..ops.substitute import as_hopper_dot
+from ..primitives.define import PRODUCTS, implementation_of, product_of
 from .explanation import Explanation, explanation_of
-from .find_product import PRODUCTS, TracedProduct, product_of_equation
+from .find_product import TracedProduct
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,8 @@ def _products_in(
 
 
 def _taken(equation: Any, within: tuple[str, ...]) -> FoundProduct:
-    product, params = product_of_equation(equation), equation.params
-    fused = params.get("accumulate")
-    asked = fused.implementation if fused else params["implementation"]
-    found = explanation_of(TracedProduct((product,), ()), asked)
+    product = product_of(equation)
+    found = explanation_of(TracedProduct((product,), ()), implementation_of(equation))
     line = source_info_util.summarize(equation.source_info)
     return FoundProduct(str(product), line, within, True, found.path, found.reason, found)
 
@@ -129,7 +128,7 @@ def _left(
     avals = [atom.aval for atom in equation.invars[:2]]
     text = " x ".join(array_text(x.shape, x.dtype.name) for x in avals)
     if equation.primitive is lax.dot_general_p:
-        text = str(product_of_equation(as_hopper_dot(equation, None)))
+        text = str(product_of(as_hopper_dot(equation, None)))
     if implementation == "xla":
         reason = "implementation='xla'"
     elif closed_to:

@@ -18,12 +18,12 @@ from .choose_shards import Factors
 from .custom_call import (
     TARGET,
     applies,
-    call_at,
     emit,
     on_cpu,
     platforms_of,
     precision_names,
     precision_of,
+    product_at,
     register,
 )
 from .shard import ShardContext
@@ -33,11 +33,11 @@ __all__ = [
     "Factors",
     "ShardContext",
     "applies",
-    "call_at",
     "emit",
     "on_cpu",
     "platforms_of",
     "precision_names",
     "precision_of",
+    "product_at",
     "register",
 ]

@@ -48,6 +48,7 @@ CONFIG: Any = jax.config  # of which not every version of JAX has types
 PLATFORMS = [("cuda",)]  # what a program is lowered for, where products are partitioned here
 
 Program = Callable[..., Sequence[Any]]  # of a share: (local, *shards, **params)
+Reader = Callable[[Any, Sequence[Any], dict[str, Any]], Any]  # of a call's result
 
 # Lowering: the custom call.
 
@@ -126,12 +127,13 @@ def precision_of(names: Sequence[str]) -> Any:
     return found if len(found) == 2 else (*found, None)[0]
 
 
-def call_at(value: Any, name: str) -> tuple[list[Any], dict[str, Any]] | None:
-    """Returns operands and parameters of the call of a name that an MLIR value is the result of.
+def product_at(value: Any) -> Any:
+    """Returns the bare product that an MLIR value is the result of, as its module reads the call.
 
-    Nothing else may use the value yet. Between the two may lie the sharding of its type.
+    None for another value. Nothing else may use it yet. Between it and the call may lie the
+    sharding of its type.
     """
-    uses = 0
+    result, uses = value, 0
     while getattr(value.owner, "name", None) == "sdy.sharding_constraint":
         if len(list(value.uses)) != uses:
             return None
@@ -142,7 +144,8 @@ def call_at(value: Any, name: str) -> tuple[list[Any], dict[str, Any]] | None:
     if call.attributes["call_target_name"].value != TARGET:
         return None
     config = json.loads(call.attributes["backend_config"].value)
-    return (list(call.operands), config["params"]) if config["name"] == name else None
+    reader = _readers.get(config["name"])
+    return reader and reader(result, list(call.operands), config["params"])
 
 
 def constrained(
@@ -165,12 +168,21 @@ def constrained(
 
 
 _programs: dict[str, Program] = {}
+_readers: dict[str, Reader] = {}
 _replace: Callable[[Program, Sequence[Any]], Program] | None = None  # see `on_cpu`
 
 
-def register(name: str, program: Program) -> None:
-    """Says what each device runs of the calls of a name: `program(local, *shards, **params)`."""
+def register(name: str, program: Program, reader: Reader | None = None) -> None:
+    """Says what the calls of a name are.
+
+    Args:
+      name: as in `emit`.
+      program: what each device runs: `program(local, *shards, **params)`.
+      reader: what bare product a call computes, `reader(value, operands, params)`; may give None.
+    """
     _programs[name] = program
+    if reader:
+        _readers[name] = reader
 
 
 @contextmanager
