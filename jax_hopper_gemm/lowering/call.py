@@ -7,9 +7,9 @@ operation, so that what reads its result can take the product's place, with an e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any, Literal
 
 import jax
@@ -19,13 +19,14 @@ from jax import numpy as jnp
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
+from ..dispatch import Device
 from ..gemm.epilogue_graph import Result
 from ..gemm.grid import result_shapes
-from ..gemm.groups import is_contraction, weights_in_order
 from ..gemm.subscripts import split, with_partitions
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from . import fallback
+from .decide import Form, decide, forms_of
 from .devices import devices_of, lowers_shard
 from .finish_reductions import finish_partials
 from .mlir_values import (
@@ -34,10 +35,9 @@ from .mlir_values import (
     MAX_SMS,
     PRODUCT,
     SPANS,
-    look_through_gather,
-    look_through_index,
-    look_through_transpose,
+    MlirValues,
 )
+from .origins import Origin, Source, source_of
 from .route import Product, Route, current_device, route
 
 
@@ -73,94 +73,51 @@ class Call:
           ForkedError: the process was forked from one that had kernels loaded.
         """
         kernel_only = implementation == "hopper"
-        direct = self.untransposed()
-        for call in (direct.indexing().gathering(), direct, self):
-            found = call.route(ctx, kernel_only=kernel_only)
-            if found.supported:
-                break
-        found = found.unless(_partition_violation(ctx) or launcher_violation())
-        if found.path == "hopper":
+        sources = self._sources()
+        origins = [source.origin for source in sources]
+        decision = decide(self.product, origins, _device(ctx), kernel_only=kernel_only)
+        chosen = decision.route.unless(_partition_violation(ctx) or launcher_violation())
+        if chosen.path == "hopper":
             ffi_library.refuse_fork()
-            return call.launch(ctx, found)
+            return self._in_form(decision.form, sources).launch(ctx, chosen)
         if kernel_only:
             raise NotImplementedError(
-                f"implementation='hopper': no kernel runs {self.product}: {found.reason}"
+                f"implementation='hopper': no kernel runs {self.product}: {chosen.reason}"
             )
-        if not found.supported:
-            fallback.report_fallback(f"XLA runs {self.product}: {found.reason}")
+        if not chosen.supported:
+            fallback.report_fallback(f"XLA runs {self.product}: {chosen.reason}")
         return None
 
     def route(self, ctx: mlir.LoweringRuleContext, *, kernel_only: bool) -> Route:
-        device = current_device(_assigned_devices(ctx))
-        device = replace(device, comm_overlap=lowers_shard())
-        return route(self.product, device, kernel_only=kernel_only)
+        return route(self.product, _device(ctx), kernel_only=kernel_only)
 
     def readable(self, ctx: mlir.LoweringRuleContext, *, kernel_only: bool) -> Call:
-        """Returns `untransposed`, unless a kernel runs the product of these operands alone."""
-        direct = self.untransposed()
-        if direct.route(ctx, kernel_only=kernel_only).supported:
-            return direct
-        return self if self.route(ctx, kernel_only=kernel_only).supported else direct
-
-    def untransposed(self) -> Call:
         """Returns the same product of the arrays that the operands are transposes of.
 
-        XLA folds a transpose into its own products, but would copy the operand of a custom call.
+        Or of the operands themselves, where a kernel runs the product of these alone.
         """
-        product = self.product
-        if product.indexed or (product.spans and is_contraction(product.subscripts)):
-            return self
-        lhs_labels, rhs_labels, out = split(product.subscripts)
-        lhs, lhs_shape = self.values[0], product.lhs_shape
-        if not product.spans:
-            lhs, lhs_labels, lhs_shape = look_through_transpose(lhs, lhs_labels, lhs_shape)
-        rights = [look_through_transpose(x, rhs_labels, product.rhs_shape) for x in self.values[1:]]
-        ((rhs_labels, rhs_shape), *others) = {(labels, shape) for _, labels, shape in rights}
-        if others:  # gate and up lie differently
-            return self
-        if product.spans and not weights_in_order(rhs_labels, product.subscripts):
-            return self
-        product = replace(
-            product,
-            subscripts=f"{lhs_labels},{rhs_labels}->{out}",
-            lhs_shape=lhs_shape,
-            rhs_shape=rhs_shape,
-        )
-        return replace(self, product=product, values=(lhs, *(value for value, *_ in rights)))
+        sources = self._sources()
+        origins = [Origin(source.origin.permutation) for source in sources]
+        decision = decide(self.product, origins, _device(ctx), kernel_only=kernel_only)
+        form = decision.form if decision.route.supported else forms_of(self.product, origins)[0]
+        return self._in_form(form, sources)
 
-    def gathering(self) -> Call:
-        """Returns the same product that gathers the rows which an operand picks of another array.
+    def _sources(self) -> list[Source]:
+        return [source_of(value, MlirValues()) for value in self.values]
 
-        Of a ragged product; of two such operands the left one is gathered.
-        """
-        product = self.product
-        if product.spans is None or product.gathered:
-            return self
-        count = 2 if is_contraction(product.subscripts) and len(self.values) == 2 else 1
-        for i, value in enumerate(self.values[:count]):
-            if (found := look_through_gather(value)) is not None:
-                array, rows = found
-                product = replace(product, gathered="ab"[i], source=array.type.shape[0])
-                values = (*self.values[:i], array, *self.values[i + 1 :])
-                return replace(self, product=product, values=values, rows=rows)
-        return self
-
-    def indexing(self) -> Call:
-        """Returns the same product that reads an operand, one array of a stack, within the stack.
-
-        XLA would copy it for a custom call. Of two such operands it is the larger one.
-        """
-        product = self.product
-        if product.spans or product.indexed or len(self.values) > 2:
-            return self
-        found = {i: one for i, x in enumerate(self.values) if (one := look_through_index(x))}
-        if not found:
-            return self
-        i = max(found, key=lambda i: prod((product.lhs_shape, product.rhs_shape)[i]))
-        stack, index = found[i].stack, found[i].index
-        product = replace(product, indexed="ab"[i], stack=stack.type.shape[0])
-        values = (*self.values[:i], stack, *self.values[i + 1 :])
-        return replace(self, product=product, values=values, index=index)
+    def _in_form(self, form: Form, sources: Sequence[Source]) -> Call:
+        """Returns the call of a form of the product, whose operands come from `sources`."""
+        product, values = form.product, list(self.values)
+        for i in form.stored:
+            values[i] = sources[i].stored
+        named: dict[str, Any] = {}
+        if (operand := product.gathered) and not self.product.gathered:
+            i = "ab".index(operand)
+            values[i], named["rows"] = sources[i].array, sources[i].indices
+        if (operand := product.indexed) and not self.product.indexed:
+            i = "ab".index(operand)
+            values[i], named["index"] = sources[i].array, sources[i].indices
+        return replace(self, product=product, values=tuple(values), **named)
 
     def gathered_by(self, operand: Literal["a", "b"], rows: Any) -> Call:
         """Returns the same product where an operand is rows, given whole, that indices pick."""
@@ -322,5 +279,7 @@ def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:
     )
 
 
-def _assigned_devices(ctx: mlir.LoweringRuleContext) -> tuple[Any, ...]:
-    return getattr(ctx.module_context.axis_context, "device_assignment", None) or ()
+def _device(ctx: mlir.LoweringRuleContext) -> Device:
+    """Returns the kind of GPU that the program is for, and what else runs on it."""
+    assigned = getattr(ctx.module_context.axis_context, "device_assignment", None) or ()
+    return replace(current_device(assigned), comm_overlap=lowers_shard())

@@ -53,10 +53,13 @@ class ProductRules:
       product_of: `(avals, out_avals, params)`, the product.
       dot_general: gives from the parameters those of the `lax.dot_general_p` that stands for it in
         the eyes of a checkpoint policy.
+      apart: gives from the parameters the JAX function of the operands that is lowered where no
+        kernel is launched, if it has products of its own; None: XLA computes all.
     """
 
     product_of: Callable[[Sequence[Any], Sequence[Any], dict[str, Any]], Product]
     dot_general: Callable[[dict[str, Any]], dict[str, Any]]
+    apart: Callable[[dict[str, Any]], Rule | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,12 @@ def product_of(equation: Any) -> Product:
 def implementation_of(equation: Any) -> Any:
     """Returns the implementation that the user chose for one of `PRODUCTS`."""
     return PRODUCTS[equation.primitive].lowering.implementation(equation.params)
+
+
+def apart_of(equation: Any) -> Rule | None:
+    """Returns what lowering runs of an equation of `PRODUCTS` if a kernel cannot; see `apart`."""
+    apart = PRODUCTS[equation.primitive].rules.apart
+    return apart and apart(equation.params)
 
 
 def dot_general_of(primitive: Primitive, params: dict[str, Any]) -> dict[str, Any] | None:

@@ -447,10 +447,13 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) 
         product, tuple(products), tuple(operands), tuple(avals), params["in_place"], sizes=sizes
     )
     launched = call.lower(ctx, accumulate.implementation)
-    if launched:
-        return launched
-    # XLA has no ragged product that would be worth keeping a function with.
-    return (_lower_apart if accumulate.spans else _lower_to_xla)(ctx, *values, **params)
+    return launched or (_lower_apart if _apart(params) else _lower_to_xla)(ctx, *values, **params)
+
+
+def _apart(params: dict[str, Any]) -> Callable[..., Any] | None:
+    """XLA has no ragged product that would be worth keeping a function with."""
+    ragged = params["accumulate"].spans is not None
+    return partial(_reference, by_xla=False, **params) if ragged else None
 
 
 def _lower_partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
@@ -511,7 +514,7 @@ hopper_fused_p = define_primitive(
     lowering=Lowering(
         _lower_for_cuda, _lower_partitioned, lambda params: params["accumulate"].implementation
     ),
-    product=ProductRules(product_of, _dot_general),
+    product=ProductRules(product_of, _dot_general, _apart),
 )
 sharding.register(NAME, partial(fused_of_shards, hopper_fused_p.bind))
 sharding.register(RAGGED, partial(fused_of_ragged_shards, hopper_fused_p.bind))

@@ -18,6 +18,7 @@ from ..ops.substitute import as_hopper_dot
 from ..primitives.define import PRODUCTS, implementation_of, product_of
 from .explanation import Explanation, explanation_of
 from .find_product import TracedProduct
+from .jaxpr_values import Program
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,7 @@ def report_products(
 
     The function is traced, not run. Products of loops, branches and calls are listed once, with
     what is around them; those of derivatives where the function takes them, as `jax.grad(f)` does.
-    Whether XLA partitions the program over several devices is not known while tracing, and not
-    which operands lowering will find to be transposes.
+    Whether XLA partitions the program over several devices is not known while tracing.
 
     Args:
       function: any function that `accelerate` takes, or one that it returned.
@@ -91,19 +91,19 @@ def report_products(
     program, _, _ = traced_call(function, args, kwargs)
     if implementation != "xla":
         program = rewritten(program, implementation)
-    return ProductReport(tuple(_products_in(program, implementation)))
+    return ProductReport(tuple(_products_in(Program(program), implementation)))
 
 
 def _products_in(
-    program: Any,
+    program: Program,
     implementation: Implementation,
     within: tuple[str, ...] = (),
     closed_to: str | None = None,
 ) -> Iterator[FoundProduct]:
-    """Yields the products of a jaxpr; `closed_to` names what holds it and is left as it is."""
-    for equation in getattr(program, "jaxpr", program).eqns:
+    """Yields the products of a program; `closed_to` names what holds it and is left as it is."""
+    for equation in program.jaxpr.eqns:
         if equation.primitive in PRODUCTS:
-            yield _taken(equation, within)
+            yield _taken(program, equation, within)
         elif equation.primitive is lax.dot_general_p or equation.primitive.name == RAGGED:
             yield _left(equation, implementation, within, closed_to)
         else:
@@ -112,14 +112,17 @@ def _products_in(
             inner = list(jaxprs_in_params(equation.params))
             for i, jaxpr in enumerate(inner):
                 place = _name_of(equation, i)
-                yield from _products_in(jaxpr, implementation, (*within, place), outside)
+                yield from _products_in(
+                    program.inner(equation, jaxpr), implementation, (*within, place), outside
+                )
 
 
-def _taken(equation: Any, within: tuple[str, ...]) -> FoundProduct:
-    product = product_of(equation)
-    found = explanation_of(TracedProduct((product,), ()), implementation_of(equation))
+def _taken(program: Program, equation: Any, within: tuple[str, ...]) -> FoundProduct:
+    explanation = explanation_of(TracedProduct(program, equation), implementation_of(equation))
     line = source_info_util.summarize(equation.source_info)
-    return FoundProduct(str(product), line, within, True, found.path, found.reason, found)
+    return FoundProduct(
+        explanation.product, line, within, True, explanation.path, explanation.reason, explanation
+    )
 
 
 def _left(

@@ -1,0 +1,170 @@
+"""The decision how a product runs, given what its operands are made of.
+
+Lowering asks here and emits the answer; `explain` and `report_products` ask here and print it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ..dispatch import Device
+from ..gemm.groups import is_contraction, weights_in_order
+from ..gemm.subscripts import split
+from .origins import Origin
+from .route import Product, Route, route
+
+
+@dataclass(frozen=True)
+class Form:
+    """A product that a kernel may be asked for in place of another one.
+
+    Attributes:
+      product: the one to ask for. If it gathers rows of an operand, or indexes a stack, that
+        operand is the `array` of its `Source`.
+      stored: numbers of the operands that are read as they are stored, before a transpose.
+    """
+
+    product: Product
+    stored: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a product runs.
+
+    Attributes:
+      form: the product that is asked for.
+      route: its way.
+      reason: that of the route, and what XLA writes first that a kernel could not read in place.
+    """
+
+    form: Form
+    route: Route
+    reason: str
+
+
+def decide(
+    product: Product, origins: Sequence[Origin], device: Device, *, kernel_only: bool
+) -> Decision:
+    """Returns the first form of a product that some kernel can run, and how; else the last one.
+
+    Args:
+      product: of the operands as they are.
+      origins: of the left operand, and of the right one or of gate and up.
+      device: what it runs on.
+      kernel_only: as in `route`.
+    """
+    forms = forms_of(product, origins)
+    routes: list[Route] = []
+    for form in forms:
+        routes.append(route(form.product, device, kernel_only=kernel_only))
+        if routes[-1].supported:
+            break
+    form, chosen = forms[len(routes) - 1], routes[-1]
+    reason = chosen.reason
+    if len(routes) > 1 and chosen.path == "hopper":
+        reason = f"{reason}; XLA {_written_first(forms[0], form)}: {routes[0].reason}"
+    return Decision(form, chosen, reason)
+
+
+def forms_of(product: Product, origins: Sequence[Origin]) -> list[Form]:
+    """Returns what a kernel may be asked for: what writes least first, the product itself last."""
+    through = _stored(product, origins) or Form(product)
+    in_place = _gathering(_indexing(through, origins), origins)
+    forms: list[Form] = []
+    for form in (in_place, through, Form(product)):
+        if form not in forms:
+            forms.append(form)
+    return forms
+
+
+def _written_first(form: Form, taken: Form) -> str:
+    """Returns what XLA does before a product that `taken` does not read as `form` would."""
+    if form.product.gathered != taken.product.gathered:
+        return "writes the rows first that are picked"
+    if form.product.indexed != taken.product.indexed:
+        return "copies an operand out of its stack first"
+    return "transposes an operand first"
+
+
+def _stored(product: Product, origins: Sequence[Origin]) -> Form | None:
+    """Returns the same product of the arrays that operands are transposes of.
+
+    XLA folds a transpose into its own products, but would copy the operand of a custom call. None
+    where there is no transpose, or no kernel that could read what it was made of.
+    """
+    if product.indexed or (product.spans and is_contraction(product.subscripts)):
+        return None
+    rights = {origin.permutation for origin in origins[1:]}
+    if len(rights) > 1:  # gate and up lie differently
+        return None
+    first = 1 if product.spans else 0
+    numbers = tuple(
+        i for i, origin in enumerate(origins) if i >= first and origin.permutation is not None
+    )
+    if not numbers:
+        return None
+    (lhs, rhs, out), lhs_shape = split(product.subscripts), product.lhs_shape
+    if 0 in numbers:
+        lhs, lhs_shape = _before(origins[0].permutation, lhs, lhs_shape)
+    rhs, rhs_shape = _before(origins[1].permutation, rhs, product.rhs_shape)
+    if product.spans and not weights_in_order(rhs, product.subscripts):
+        return None
+    subscripts = f"{lhs},{rhs}->{out}"
+    product = replace(product, subscripts=subscripts, lhs_shape=lhs_shape, rhs_shape=rhs_shape)
+    return Form(product, numbers)
+
+
+def _before(
+    permutation: tuple[int, ...] | None, letters: str, shape: tuple[int, ...]
+) -> tuple[str, tuple[int, ...]]:
+    """Returns letters and shape of the array that an operand is a transpose of."""
+    if permutation is None:
+        return letters, shape
+    axes = sorted(range(len(permutation)), key=permutation.__getitem__)
+    return "".join(letters[i] for i in axes), tuple(shape[i] for i in axes)
+
+
+def _visible(form: Form, origins: Sequence[Origin], operand: int) -> bool:
+    """Whether nothing hides what an operand, or the array that it is a transpose of, is part of."""
+    return origins[operand].permutation is None or operand in form.stored
+
+
+def _gathering(form: Form, origins: Sequence[Origin]) -> Form:
+    """Returns the same product that gathers the rows which an operand picks of another array.
+
+    Of a ragged product; of two such operands the left one is gathered.
+    """
+    product = form.product
+    if product.spans is None or product.gathered:
+        return form
+    count = 2 if is_contraction(product.subscripts) and len(origins) == 2 else 1
+    for i, origin in enumerate(origins[:count]):
+        if origin.picked_of is not None and _visible(form, origins, i):
+            gathering = replace(product, gathered="ab"[i], source=origin.picked_of)
+            return replace(form, product=gathering)
+    return form
+
+
+def _indexing(form: Form, origins: Sequence[Origin]) -> Form:
+    """Returns the same product that reads an operand, one array of a stack, within the stack.
+
+    XLA would copy it for a custom call. Of two such operands it is the larger one.
+    """
+    product = form.product
+    if product.spans or product.indexed or len(origins) > 2:
+        return form
+    shapes = product.lhs_shape, product.rhs_shape
+    numbers = [
+        i
+        for i, origin in enumerate(origins)
+        if origin.stack is not None and _visible(form, origins, i)
+    ]
+    if not numbers:
+        return form
+    i = max(numbers, key=lambda i: prod(shapes[i]))
+    indexing: Any = replace(product, indexed="ab"[i], stack=origins[i].stack)
+    return replace(form, product=indexing)
