@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import ad
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.lowering.route import Product
 from jax_hopper_gemm.primitives import define
 from jax_hopper_gemm.primitives.define import ProductRules, Rules, define_primitive
@@ -25,7 +27,7 @@ def _transposed(cotangent, x, y, *, by):
 
 
 def cotangent_of(x, gradient):
-    assert jax.interpreters.ad.is_undefined_primal(x)
+    assert ad.is_undefined_primal(x)
     return gradient
 
 
@@ -53,18 +55,21 @@ def test_the_rule_of_vmap_is_asked_where_an_operand_is_mapped():
     np.testing.assert_array_equal(alone(x), 2 * x * x)
 
 
+MATRICES = Subscripts.parse("mk,kn->mn")
+
+
 def _dot(x, y):
     return jnp.matmul(x, y)
 
 
 def _product_of(avals, out_avals, params):
     (x, y), (out,) = avals, out_avals
-    return Product("mk,kn->mn", x.shape, x.dtype.name, y.shape, y.dtype.name, out.dtype.name)
+    return Product(MATRICES, x.shape, x.dtype.name, y.shape, y.dtype.name, out.dtype.name)
 
 
 def _dot_general(params):
     options = {"precision": None, "preferred_element_type": None, "out_sharding": None}
-    return as_dot_general_params({"subscripts": "mk,kn->mn", **options})
+    return as_dot_general_params({"subscripts": MATRICES, **options})
 
 
 @pytest.fixture

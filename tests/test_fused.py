@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from programs import integers
 
+from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
 
 
@@ -23,7 +24,12 @@ def fused(function, lhs, rights, *operands, subscripts="mk,kn->mn", **options):
         "preactivation": "save", "implementation": None,
     }  # fmt: skip
     return fused_dot(
-        function, lhs, rights, operands, subscripts=subscripts, **{**settings, **options}
+        function,
+        lhs,
+        rights,
+        operands,
+        subscripts=Subscripts.parse(subscripts),
+        **{**settings, **options},
     )
 
 

@@ -17,6 +17,7 @@ from programs import attributes, lowered
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.lowering import fallback
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
 
@@ -109,7 +110,12 @@ def fused(function, lhs, rights, *operands, subscripts="mk,kn->mn", **options):
         "implementation": "hopper",
     }  # fmt: skip
     return fused_dot(
-        function, lhs, rights, operands, subscripts=subscripts, **{**settings, **options}
+        function,
+        lhs,
+        rights,
+        operands,
+        subscripts=Subscripts.parse(subscripts),
+        **{**settings, **options},
     )
 
 

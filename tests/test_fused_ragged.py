@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from test_fused import TRANSFORMS, assert_close, everything, gate, gelu, normal, squared
 
+from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
 from jax_hopper_gemm.primitives.ragged_dot import Spans
 
@@ -27,7 +28,7 @@ def fused(function, lhs, rights, sizes, *operands, subscripts="mk,gkn->mn", **op
         "preactivation": "save", "implementation": None, "spans": Spans.plain(rights[0].shape[0]),
     }  # fmt: skip
     return fused_dot(
-        function, lhs, rights, operands, subscripts=subscripts, sizes=sizes,
+        function, lhs, rights, operands, subscripts=Subscripts.parse(subscripts), sizes=sizes,
         **{**settings, **options},
     )  # fmt: skip
 

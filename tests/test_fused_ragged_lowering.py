@@ -16,8 +16,9 @@ from test_fused_lowering import launches, on_matrices, reachable, results, shape
 
 from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
-from jax_hopper_gemm.primitives.ragged_dot import Spans, hopper_ragged_dot
+from jax_hopper_gemm.primitives.ragged_dot import ROWS, Spans, hopper_ragged_dot
 
 pytestmark = pytest.mark.usefixtures("launcher", "no_tables", "kernels")
 
@@ -55,14 +56,14 @@ def fused(function, lhs, rights, sizes, *operands, subscripts="mk,gkn->mn", **op
         "implementation": "hopper", "spans": Spans.plain(rights[0].shape[0]),
     }  # fmt: skip
     return fused_dot(
-        function, lhs, rights, operands, subscripts=subscripts, sizes=sizes,
+        function, lhs, rights, operands, subscripts=Subscripts.parse(subscripts), sizes=sizes,
         **{**settings, **options},
     )  # fmt: skip
 
 
 def bare(x, w, sizes):
     return hopper_ragged_dot(
-        x, w, sizes, subscripts="mk,gkn->mn", spans=Spans.plain(w.shape[0]), precision=None,
+        x, w, sizes, subscripts=ROWS, spans=Spans.plain(w.shape[0]), precision=None,
         preferred_element_type=x.dtype, implementation="hopper",
     )  # fmt: skip
 

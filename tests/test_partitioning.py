@@ -20,6 +20,7 @@ from jaxlib import xla_client
 from programs import CACHED_ON_MESH, integers, lowered, run_fresh
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.sharding import custom_call
 from jax_hopper_gemm.sharding.choose_shards import Factors, Share, choose_share
 from jax_hopper_gemm.sharding.mesh import Mesh
@@ -214,7 +215,7 @@ def share_for_cuda(
     element = jnp.dtype(dtype)
     config = {
         "name": "hopper_dot",
-        "labels": asdict(Factors.of("mk,kn->mn")),
+        "labels": asdict(Factors.of(Subscripts.parse("mk,kn->mn"))),
         "sum_dtype": dtype,
         "version": custom_call.VERSION,
         "platforms": ["cuda"],
@@ -349,7 +350,7 @@ def test_an_odd_order_of_devices_reads_as_a_whole_array():
 
 def test_a_share_costs_least():
     devices = Mesh((2, 2, 2))
-    choose = partial(choose_share, devices, Factors.of("mk,kn->mn"))
+    choose = partial(choose_share, devices, Factors.of(Subscripts.parse("mk,kn->mn")))
     extents = {"m": 1024, "k": 512, "n": 256}
     split_k = choose(extents, (2, 2, 2, 2), ([(0,), (1,)], [(1,), ()], [(0,), ()]))
     assert split_k == Share({"m": (0,), "k": (1,), "n": ()}, {}, (1,))

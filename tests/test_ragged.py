@@ -18,6 +18,7 @@ from jax import lax
 from programs import integers
 
 from jax_hopper_gemm.gemm.groups import FORMS
+from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.group_sizes import group_of_rows, span_ends
 from jax_hopper_gemm.primitives.ragged_dot import (
     CONTRACTION,
@@ -51,25 +52,25 @@ CASES = {
 }
 
 
-def product(subscripts: str, spans: Spans, **options: Any):
+def product(subscripts: Subscripts, spans: Spans, **options: Any):
     params = {"precision": None, "preferred_element_type": None, "implementation": None}
     return partial(hopper_ragged_dot, subscripts=subscripts, spans=spans, **params | options)
 
 
 @cache
-def compiled(subscripts: str, spans: Spans):
+def compiled(subscripts: Subscripts, spans: Spans):
     """Returns the product, compiled once for all sizes."""
     return jax.jit(product(subscripts, spans))
 
 
 @cache
-def compiled_gradients(subscripts: str, spans: Spans):
+def compiled_gradients(subscripts: Subscripts, spans: Spans):
     return jax.jit(jax.grad(partial(squared, product(subscripts, spans)), (0, 1)))
 
 
-def operands(subscripts: str, spans: Spans, sizes: Any, length: int = T) -> list[jax.Array]:
+def operands(subscripts: Subscripts, spans: Spans, sizes: Any, length: int = T) -> list[jax.Array]:
     extents = {"m": length, "k": K, "n": N, "g": spans.matrices(len(sizes))}
-    labels = subscripts.split("->")[0].split(",")
+    labels = subscripts.lhs, subscripts.rhs
     return [integers(tuple(extents[x] for x in o), seed=i) for i, o in enumerate(labels)]
 
 
@@ -84,7 +85,7 @@ def matrix_of_rows(sizes: Any, spans: Spans, length: int) -> list[int]:
     return found
 
 
-def by_loop(subscripts: str, spans: Spans, lhs: Any, rhs: Any, sizes: Any) -> np.ndarray:
+def by_loop(subscripts: Subscripts, spans: Spans, lhs: Any, rhs: Any, sizes: Any) -> np.ndarray:
     """The product in float64, row by row."""
     lhs, rhs = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
     owners = matrix_of_rows(np.asarray(sizes), spans, len(lhs))
@@ -180,7 +181,7 @@ def squared(function, lhs, rhs, sizes):
     return (function(lhs, rhs, sizes) ** 2).sum()
 
 
-def gradients_by_loop(subscripts: str, spans: Spans, lhs: Any, rhs: Any, sizes: Any) -> Any:
+def gradients_by_loop(subscripts: Subscripts, spans: Spans, lhs: Any, rhs: Any, sizes: Any) -> Any:
     """The gradients of `squared` in float64."""
     lhs, rhs = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
     cotangent = 2 * by_loop(subscripts, spans, lhs, rhs, sizes)
@@ -206,9 +207,9 @@ def test_gradients_are_those_of_a_loop_over_rows(subscripts, name):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-def dense(subscripts: str, spans: Spans, count: int):
+def dense(subscripts: Subscripts, spans: Spans, count: int):
     """The product as an einsum, which JAX differentiates and maps by itself."""
-    weights, out = subscripts.split(",")[1].split("->")
+    weights, out = subscripts.rhs, subscripts.out
 
     def function(lhs, rhs, sizes):
         owners = group_of_rows(sizes, spans, lhs.shape[0])
@@ -238,7 +239,7 @@ DERIVED += [("jvp", ROWS, "shared by periods"), ("grad of grad", ROWS, "shared b
 
 
 @cache
-def derivative_of_einsum(transform: str, subscripts: str, name: str):
+def derivative_of_einsum(transform: str, subscripts: Subscripts, name: str):
     spans, sizes = CASES[name]
     args: Any = (*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32))
     if transform == "checkpoint":
@@ -299,7 +300,7 @@ AXES = [
 ]
 
 
-def with_axes(subscripts: str, axes: Any, name: str, extent: int) -> tuple[Spans, list[Any]]:
+def with_axes(subscripts: Subscripts, axes: Any, name: str, extent: int) -> tuple[Spans, list[Any]]:
     """Returns operands with mapped axes, all of different numbers."""
     spans, sizes = CASES[name]
     args: list[Any] = [*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32)]

@@ -24,6 +24,7 @@ from jax_hopper_gemm.fusion.segments import GroupedProgram
 from jax_hopper_gemm.gemm.grid import num_inputs
 from jax_hopper_gemm.gemm.problem import GemmProblem, Groups, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.lowering import call as lowering
 from jax_hopper_gemm.lowering import fallback, match
@@ -266,8 +267,8 @@ def test_operands_of_a_contraction_lie_like_its_matrices(kernels):
 def test_gate_and_up_of_each_group_may_lie_in_one_array(kernels, labels, up_offset):
     extents = {"g": G, "k": K, "c": 2, "n": N}
     product = Product(
-        f"mk,{labels}->mn", (T, K), "bfloat16", tuple(extents[x] for x in labels), "bfloat16",
-        "bfloat16", spans=PLAIN, sizes=G, function=traced(
+        Subscripts("mk", labels, "mn"), (T, K), "bfloat16", tuple(extents[x] for x in labels),
+        "bfloat16", "bfloat16", spans=PLAIN, sizes=G, function=traced(
             lambda gate, up: (gate * up).astype(jnp.bfloat16), *[shape(T, N, dtype=np.float32)] * 2
         ),
     )  # fmt: skip

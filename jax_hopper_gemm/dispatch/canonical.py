@@ -16,9 +16,9 @@ from math import prod
 from typing import Literal
 
 from ..gemm.epilogue_graph import EpilogueGraph
-from ..gemm.groups import Spans, gate_letter, is_contraction
+from ..gemm.groups import Spans, gate_up_letter, is_contraction
 from ..gemm.problem import GemmProblem, Groups, Major, MatrixLayout
-from ..gemm.subscripts import split, stacked_letter
+from ..gemm.subscripts import Subscripts
 
 
 class NotAGemm(ValueError):
@@ -96,7 +96,7 @@ class _Indices:
 
 
 def roles(
-    subscripts: str,
+    subscripts: Subscripts,
     lhs_shape: Sequence[int],
     rhs_shape: Sequence[int],
     operands: Sequence[str] = (),
@@ -109,26 +109,24 @@ def roles(
     Raises:
       NotAGemm: as `as_gemm`, for reasons of extents and axes.
     """
-    found = _indices(subscripts, lhs_shape, rhs_shape, operands)
-    lhs, rhs, out = split(subscripts)
-    a, b = (rhs, lhs) if found.swap_ab else (lhs, rhs)
-    merged = found.m.letters + found.n.letters + found.batch.letters
+    i = _indices(subscripts, lhs_shape, rhs_shape, operands)
+    ordered, out = subscripts.swapped() if i.swap_ab else subscripts, subscripts.out
+    merged = i.m.letters + i.n.letters + i.batch.letters
     unit = [letter for letter in out if letter not in merged]  # fits any role: the natural one
 
-    def of(axis: Axis, natural: Sequence[str]) -> str:
+    def of(axis: Axis, natural: str) -> str:
         return "".join(x for x in out if x in axis.letters or (x in unit and x in natural))
 
-    both = [letter for letter in out if letter in a and letter in b]
     return Roles(
-        m=of(found.m, [letter for letter in a if letter not in b]),
-        n=of(found.n, [letter for letter in b if letter not in a]),
-        batch=of(found.batch, both),
-        swap_ab=found.swap_ab,
+        m=of(i.m, ordered.lhs_free),
+        n=of(i.n, ordered.rhs_free),
+        batch=of(i.batch, ordered.batch),
+        swap_ab=i.swap_ab,
     )
 
 
 def as_gemm(
-    subscripts: str,
+    subscripts: Subscripts,
     lhs_shape: Sequence[int],
     rhs_shape: Sequence[int],
     ab_dtype: str,
@@ -164,7 +162,7 @@ def as_gemm(
         d=strided_layout("n", i.n.along(D), i.m.along(D), i.batch.along(D)),
         epilogue=epilogue,
         operands=layouts,
-        up_offset=up_offset(subscripts, rhs_shape, stacked_letter(subscripts)),
+        up_offset=up_offset(subscripts, rhs_shape, subscripts.gate_up),
     )  # fmt: skip
     if problem.gated and i.swap_ab:
         raise NotAGemm("the result of a gated product ends with an axis of the left operand")
@@ -175,25 +173,29 @@ def as_gemm(
 
 
 def _indices(
-    subscripts: str, lhs_shape: Sequence[int], rhs_shape: Sequence[int], operands: Sequence[str]
+    subscripts: Subscripts,
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    operands: Sequence[str],
 ) -> _Indices:
     """Returns M, N, K and the batch.
 
     Axes of M that do not merge are batch axes along which B stands still; likewise for N.
     """
-    lhs, rhs, out = split(subscripts)
-    extents = dict(zip(lhs + rhs, (*lhs_shape, *rhs_shape), strict=True))
+    extents = subscripts.extents(lhs_shape, rhs_shape)
     if 0 in extents.values():
         raise NotAGemm("an extent is 0")
+    out = subscripts.out
     kept = [label for label in out if extents[label] > 1]
-    swap_ab = bool(kept) and kept[-1] not in rhs
-    if kept and kept[-1] in lhs and kept[-1] in rhs:
+    swap_ab = bool(kept) and kept[-1] not in subscripts.rhs
+    if kept and kept[-1] in subscripts.batch:
         raise NotAGemm("the result's last axis is a batch axis, so no matrix of it is row-major")
-    a, b = (rhs, lhs) if swap_ab else (lhs, rhs)
+    ordered = subscripts.swapped() if swap_ab else subscripts
+    a, b = ordered.lhs, ordered.rhs
     strides = [compact_strides(labels, extents) for labels in (a, b, out, *operands)]
     unit = Axis("", 1, (0,) * len(strides))
     axes: dict[tuple[bool, bool], list[Axis]] = {}
-    for label in dict.fromkeys(out + lhs):
+    for label in dict.fromkeys(out + subscripts.lhs):
         if extents[label] > 1:
             axis = Axis(label, extents[label], tuple(s.get(label, 0) for s in strides))
             axes.setdefault((label in out, label in a and label in b), []).append(axis)
@@ -219,10 +221,9 @@ def compact_strides(labels: str, extents: dict[str, int]) -> dict[str, int]:
     return {label: prod(extents[x] for x in labels[i + 1 :]) for i, label in enumerate(labels)}
 
 
-def up_offset(subscripts: str, rhs_shape: Sequence[int], letter: str) -> int | None:
+def up_offset(subscripts: Subscripts, rhs_shape: Sequence[int], letter: str) -> int | None:
     """Returns how far up lies behind gate, told apart by `letter`; None where that is ""."""
-    _, rhs, _ = split(subscripts)
-    return prod(rhs_shape[rhs.index(letter) + 1 :]) if letter else None
+    return prod(rhs_shape[subscripts.rhs.index(letter) + 1 :]) if letter else None
 
 
 def _matrix_axis(axes: list[Axis], array: int, unit: Axis) -> tuple[Axis, list[Axis]]:
@@ -301,7 +302,7 @@ def strided_layout(
     return MatrixLayout(major, leading_stride, batch_stride)
 
 
-def ragged_roles(subscripts: str) -> Roles:
+def ragged_roles(subscripts: Subscripts) -> Roles:
     """Returns the roles of the result's axes."""
     if is_contraction(subscripts):
         return Roles(m="k", n="n", batch="g", swap_ab=False)
@@ -309,16 +310,18 @@ def ragged_roles(subscripts: str) -> Roles:
 
 
 def ragged_extents(
-    subscripts: str, lhs_shape: Sequence[int], rhs_shape: Sequence[int], spans: Spans, sizes: int
+    subscripts: Subscripts,
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    spans: Spans,
+    sizes: int,
 ) -> dict[str, int]:
     """Returns the extent of each letter; `sizes` is the number of sizes."""
-    lhs, rhs, _ = split(subscripts)
-    extents = {"g": spans.matrices(sizes)}
-    return extents | dict(zip(lhs + rhs, (*lhs_shape, *rhs_shape), strict=True))
+    return {"g": spans.matrices(sizes)} | subscripts.extents(lhs_shape, rhs_shape)
 
 
 def as_grouped_gemm(
-    subscripts: str,
+    subscripts: Subscripts,
     lhs_shape: Sequence[int],
     rhs_shape: Sequence[int],
     ab_dtype: str,
@@ -347,7 +350,6 @@ def as_grouped_gemm(
     extents = ragged_extents(subscripts, lhs_shape, rhs_shape, spans, sizes)
     if 0 in extents.values():
         raise NotAGemm("an extent is 0")
-    _, rhs, _ = split(subscripts)
     count, length, n, k = (extents[letter] for letter in "gmnk")
     groups = Groups(
         "k" if is_contraction(subscripts) else "m",
@@ -360,7 +362,7 @@ def as_grouped_gemm(
         contracted = length
     else:
         rows, contracted = length, k
-        stride = compact_strides(rhs, extents)
+        stride = compact_strides(subscripts.rhs, extents)
         a, d = MatrixLayout("k", k), MatrixLayout("n", n)
         b = strided_layout("n", (n, stride["n"]), (k, stride["k"]), (count, stride["g"]))
     layouts = []
@@ -381,7 +383,7 @@ def as_grouped_gemm(
         rows, n, contracted, count, ab_dtype, d_dtype, a, b, d,
         epilogue=epilogue,
         operands=tuple(layouts),
-        up_offset=up_offset(subscripts, rhs_shape, gate_letter(subscripts)),
+        up_offset=up_offset(subscripts, rhs_shape, gate_up_letter(subscripts)),
         groups=groups,
     )  # fmt: skip
     return Gemm(problem, swap_ab=False)

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .subscripts import split, stacked_letter
+from .subscripts import Subscripts
 
-ROWS = "mk,gkn->mn"
-ROWS_TRANSPOSED = "mk,gnk->mn"
-CONTRACTION = "mk,mn->gkn"
+ROWS = Subscripts.parse("mk,gkn->mn")
+ROWS_TRANSPOSED = Subscripts.parse("mk,gnk->mn")
+CONTRACTION = Subscripts.parse("mk,mn->gkn")
 GROUPS = "g"
 FORMS = (ROWS, ROWS_TRANSPOSED, CONTRACTION)
 
@@ -64,17 +64,17 @@ class Spans:
         return (self.period, self.first, self.count) == (sizes + 1, 0, sizes)
 
 
-def is_contraction(subscripts: str) -> bool:
+def is_contraction(subscripts: Subscripts) -> bool:
     """Whether the rows are contracted."""
-    return "g" in split(subscripts)[2]
+    return GROUPS in subscripts.out
 
 
-def gate_letter(subscripts: str) -> str:
+def gate_up_letter(subscripts: Subscripts) -> str:
     """Returns the letter that tells gate from up in weights that hold both, or ""."""
-    return stacked_letter(subscripts).replace(GROUPS, "")
+    return subscripts.gate_up.replace(GROUPS, "")
 
 
-def weights_in_order(labels: str, subscripts: str) -> bool:
-    """Whether weights whose axes have these letters are among the forms, or gate and up of one."""
-    order = "".join(x for x in labels if x != gate_letter(subscripts))
-    return labels[-1] in "kn" and order in ("gkn", "gnk") and labels[0] == "g"
+def weights_in_order(subscripts: Subscripts) -> bool:
+    """Whether the weights' axes are in the order of one of the forms, or of gate and up of one."""
+    labels, order = subscripts.rhs, subscripts.without(gate_up_letter(subscripts)).rhs
+    return labels[-1] in "kn" and order in ("gkn", "gnk") and labels[0] == GROUPS

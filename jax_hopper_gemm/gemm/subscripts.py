@@ -1,109 +1,165 @@
-"""Subscripts of a product of two arrays, and `jax.lax.dot_general` by them."""
+"""Subscripts of a product of two arrays: a letter for each axis, as in "mk,kn->mn"."""
 
 from __future__ import annotations
 
 import string
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-
-def split(subscripts: str) -> tuple[str, str, str]:
-    """Returns the labels of the left operand, the right operand and the result."""
-    operands, out = subscripts.split("->")
-    lhs, rhs = operands.split(",")
-    return lhs, rhs, out
-
-
-def stacked_letter(subscripts: str) -> str:
-    """Returns the letter that tells gate from up in a right operand that holds both, or ""."""
-    lhs, rhs, out = split(subscripts)
-    return "".join(letter for letter in rhs if letter not in lhs + out)
-
-
-def stacked_result(subscripts: str) -> tuple[str, int]:
-    """Returns the subscripts whose result keeps the letter of gate and up, and that axis.
-
-    The letter stands in front of the axes that end the result and belong to the right operand
-    alone: the result's matrices have rows of gate and up side by side.
-    """
-    lhs, rhs, out = split(subscripts)
-    axis = len(out.rstrip("".join(set(rhs) - set(lhs))))
-    return f"{lhs},{rhs}->{out[:axis]}{stacked_letter(subscripts)}{out[axis:]}", axis
+DimensionNumbers = tuple[
+    tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
+]
 
 
 @dataclass(frozen=True)
 class DotGeneral:
-    """A product as `lax.dot_general`, its operands `swap_ab` or not, and then `lax.transpose`.
+    """A product as `lax.dot_general` followed by `lax.transpose`.
 
     Attributes:
-      swapped: whether the right operand comes first.
-      params: all parameters of `lax.dot_general_p`.
+      swap_ab: whether the right operand comes first.
+      dimension_numbers: of the operands in that order.
+      out: letters of the result before the transpose.
       permutation: that of the transpose.
     """
 
     swap_ab: bool
-    params: dict[str, Any]
+    dimension_numbers: DimensionNumbers
+    out: str
     permutation: tuple[int, ...]
 
 
-def from_subscripts(
-    subscripts: str, precision: Any, preferred_element_type: Any, out_sharding: Any
-) -> DotGeneral:
-    """Returns the form whose operands stand in the order that needs no transpose, if one does."""
-    lhs, rhs, out = split(subscripts)
-    batch = "".join(x for x in out if x in lhs and x in rhs)
-    free_lhs = "".join(x for x in lhs if x not in rhs)
-    free_rhs = "".join(x for x in rhs if x not in lhs)
-    # A precision may tell the operands apart: only one that does not lets them change places.
-    symmetric = precision is None or (isinstance(precision, tuple) and precision[0] == precision[1])
-    swap_ab = symmetric and batch + free_rhs + free_lhs == out != batch + free_lhs + free_rhs
-    if swap_ab:
-        lhs, rhs, free_lhs, free_rhs = rhs, lhs, free_rhs, free_lhs
-    dot_out = batch + free_lhs + free_rhs
-    contracting = [x for x in lhs if x in rhs and x not in out]
-    params = {
-        "dimension_numbers": (
-            (tuple(map(lhs.index, contracting)), tuple(map(rhs.index, contracting))),
-            (tuple(map(lhs.index, batch)), tuple(map(rhs.index, batch))),
-        ),
-        "precision": precision,
-        "preferred_element_type": preferred_element_type,
-        "out_sharding": rearranged(out_sharding, tuple(map(out.index, dot_out))),
-    }
-    return DotGeneral(swap_ab, params, tuple(map(dot_out.index, out)))
+@dataclass(frozen=True, repr=False)
+class Subscripts:
+    """The letters of the axes of two operands and of their product.
 
+    No letter repeats within an array. Letters of both operands are batch axes where the result has
+    them, else contracted; letters of one operand are free. A letter of the right operand alone has
+    no place in the product: it tells gate from up, two right operands in one array.
 
-def to_subscripts(dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> str:
-    """Returns the subscripts of a `lax.dot_general`."""
-    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs, fresh = string.ascii_letters[:lhs_ndim], iter(string.ascii_letters[lhs_ndim:])
-    pairs = zip((*rhs_contracting, *rhs_batch), (*lhs_contracting, *lhs_batch), strict=True)
-    shared = {rhs_axis: lhs[lhs_axis] for rhs_axis, lhs_axis in pairs}
-    rhs = "".join(shared.get(axis) or next(fresh) for axis in range(rhs_ndim))
-    batch = "".join(lhs[axis] for axis in lhs_batch)
-    free = "".join(x for x in lhs + rhs if (x in lhs) != (x in rhs))
-    return f"{lhs},{rhs}->{batch}{free}"
+    Attributes:
+      lhs, rhs, out: letters of the left operand, the right operand and the result.
+    """
 
+    lhs: str
+    rhs: str
+    out: str
 
-def permuted_result(subscripts: str, permutation: tuple[int, ...]) -> str:
-    """Returns the subscripts of the product followed by a transpose."""
-    lhs, rhs, out = split(subscripts)
-    return f"{lhs},{rhs}->{''.join(out[axis] for axis in permutation)}"
+    @classmethod
+    def parse(cls, text: str) -> Subscripts:
+        """Returns the subscripts that `str` writes as `text`."""
+        operands, out = text.split("->")
+        lhs, rhs = operands.split(",")
+        return cls(lhs, rhs, out)
 
+    @classmethod
+    def of_dot_general(cls, dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> Subscripts:
+        """Returns the subscripts of a `lax.dot_general`."""
+        (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = dimension_numbers
+        lhs, fresh = string.ascii_letters[:lhs_ndim], iter(string.ascii_letters[lhs_ndim:])
+        pairs = zip((*rhs_contracting, *rhs_batch), (*lhs_contracting, *lhs_batch), strict=True)
+        shared = {rhs_axis: lhs[lhs_axis] for rhs_axis, lhs_axis in pairs}
+        rhs = "".join(shared.get(axis) or next(fresh) for axis in range(rhs_ndim))
+        subscripts = cls(lhs, rhs, "")
+        batch = "".join(lhs[axis] for axis in lhs_batch)
+        return replace(subscripts, out=batch + subscripts.lhs_free + subscripts.rhs_free)
 
-def rearranged(sharding: Any, permutation: tuple[int, ...]) -> Any:
-    """Returns the sharding of the array whose axis i is axis `permutation[i]`; None stays None."""
-    if sharding is None:
-        return None
-    partitions = padded_partitions(sharding, len(permutation))
-    return with_partitions(sharding, tuple(partitions[axis] for axis in permutation))
+    def __str__(self) -> str:
+        return f"{self.lhs},{self.rhs}->{self.out}"
 
+    __repr__ = __str__
 
-def padded_partitions(sharding: Any, ndim: int) -> tuple[Any, ...]:
-    """Returns one entry of the partition spec for each of `ndim` axes."""
-    given = tuple(sharding.spec)
-    return given + (None,) * (ndim - len(given))
+    @property
+    def batch(self) -> str:
+        """Letters of all three arrays, in the order of the result."""
+        return "".join(x for x in self.out if x in self.lhs and x in self.rhs)
 
+    @property
+    def contracted(self) -> str:
+        """Letters of both operands that the result lacks, in the order of the left operand."""
+        return "".join(x for x in self.lhs if x in self.rhs and x not in self.out)
 
-def with_partitions(sharding: Any, partitions: tuple[Any, ...]) -> Any:
-    return sharding.update(spec=sharding.spec.update(partitions=partitions))
+    @property
+    def lhs_free(self) -> str:
+        return "".join(x for x in self.lhs if x not in self.rhs)
+
+    @property
+    def rhs_free(self) -> str:
+        return "".join(x for x in self.rhs if x not in self.lhs)
+
+    @property
+    def gate_up(self) -> str:
+        """The letter that tells gate from up in a right operand that holds both, or ""."""
+        return "".join(x for x in self.rhs if x not in self.lhs + self.out)
+
+    def extents(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> dict[str, int]:
+        """Returns the extent of each letter of the operands."""
+        return dict(zip(self.lhs + self.rhs, (*lhs_shape, *rhs_shape), strict=True))
+
+    def fresh_letters(self) -> Iterator[str]:
+        """Yields letters that no array has."""
+        return (x for x in string.ascii_letters if x not in self.lhs + self.rhs + self.out)
+
+    def transpose_lhs(self) -> Subscripts:
+        """Returns the left operand's gradient, a product of the cotangent and the right operand."""
+        return Subscripts(self.out, self.rhs, self.lhs)
+
+    def transpose_rhs(self) -> Subscripts:
+        """Returns the right operand's gradient, a product of the cotangent and the left operand."""
+        return Subscripts(self.out, self.lhs, self.rhs)
+
+    def swapped(self) -> Subscripts:
+        """Returns the same product with the operands in the other order."""
+        return Subscripts(self.rhs, self.lhs, self.out)
+
+    def permuted(self, permutation: Sequence[int]) -> Subscripts:
+        """Returns the product followed by a transpose."""
+        return replace(self, out="".join(self.out[axis] for axis in permutation))
+
+    def without(self, letter: str) -> Subscripts:
+        """Returns the product without an axis, or `self` where the letter is ""."""
+        return Subscripts(*(x.replace(letter, "") for x in (self.lhs, self.rhs, self.out)))
+
+    def batched(self, lhs_axis: int | None, rhs_axis: int | None) -> Subscripts:
+        """Returns the product with one more letter, in front of the result's.
+
+        Args:
+          lhs_axis, rhs_axis: where the operands have the new axis; None: an operand lacks it.
+        """
+        new = next(self.fresh_letters())
+        lhs, rhs = (
+            letters if axis is None else letters[:axis] + new + letters[axis:]
+            for letters, axis in ((self.lhs, lhs_axis), (self.rhs, rhs_axis))
+        )
+        return Subscripts(lhs, rhs, new + self.out)
+
+    def with_gate_up(self) -> tuple[Subscripts, int]:
+        """Returns the subscripts whose result keeps the letter of gate and up, and that axis.
+
+        The letter stands in front of the axes that end the result and belong to the right operand
+        alone: the result's matrices have rows of gate and up side by side.
+        """
+        axis = len(self.out.rstrip(self.rhs_free))
+        return replace(self, out=self.out[:axis] + self.gate_up + self.out[axis:]), axis
+
+    def dot_general(self, *, may_swap: bool = True) -> DotGeneral:
+        """Returns the form whose operands stand in the order that needs no transpose, if one does.
+
+        Args:
+          may_swap: whether the operands may change places.
+        """
+        natural = self.batch + self.lhs_free + self.rhs_free
+        reverse = self.batch + self.rhs_free + self.lhs_free
+        swap_ab = may_swap and reverse == self.out != natural
+        ordered, out = (self.swapped(), reverse) if swap_ab else (self, natural)
+        contracted, batch = ordered.contracted, ordered.batch
+
+        def axes(letters: str, of: str) -> tuple[int, ...]:
+            return tuple(map(letters.index, of))
+
+        lhs, rhs = ordered.lhs, ordered.rhs
+        numbers = (
+            (axes(lhs, contracted), axes(rhs, contracted)),
+            (axes(lhs, batch), axes(rhs, batch)),
+        )
+        return DotGeneral(swap_ab, numbers, out, axes(out, self.out))

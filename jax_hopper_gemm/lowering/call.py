@@ -22,7 +22,6 @@ from jax.interpreters import mlir
 from ..dispatch import Device
 from ..gemm.epilogue_graph import Result
 from ..gemm.grid import result_shapes
-from ..gemm.subscripts import split, with_partitions
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from . import fallback
@@ -39,6 +38,7 @@ from .mlir_values import (
 )
 from .origins import Origin, Source, source_of
 from .route import Product, Route, current_device, route
+from .shardings import with_partitions
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,10 @@ class Call:
         )
         results = list[Any](results)[: len(outputs)]
         if fusion is None:
-            lhs, rhs, out = split(product.subscripts)
-            in_order = f"{rhs},{lhs}->{out}" if found.gemm.swap_ab else product.subscripts
+            subscripts = product.subscripts
+            in_order = subscripts.swapped() if found.gemm.swap_ab else subscripts
             operation: Any = results[0].owner
-            operation.attributes[PRODUCT] = mlir.ir_attribute(in_order)
+            operation.attributes[PRODUCT] = mlir.ir_attribute(str(in_order))
             if product.spans:
                 fields = ",".join(map(str, astuple(product.spans)))
                 operation.attributes[SPANS] = mlir.ir_attribute(fields)
@@ -210,8 +210,8 @@ class Call:
     def _results(self, found: Route) -> list[ShapedArray]:
         """Returns the arrays that the kernel writes: matrices with the axes of the result."""
         assert found.gemm and found.spec and found.roles
-        _, _, out = split(self.product.subscripts)
-        extents, columns = self.product.extents, len(out.rstrip(found.roles.n))
+        extents, out = self.product.extents, self.product.subscripts.out
+        columns = len(out.rstrip(found.roles.n))
         arrays = []
         whole = [r for r in found.gemm.problem.graph.results if r.plane == 0]
         written = result_shapes(found.gemm.problem, found.spec)
@@ -246,8 +246,7 @@ class Call:
         letters = axes.batch + (axes.n if result.kind == "column_sum" else axes.m)
         trailing = array.shape[2:]
         array = array.reshape([extents[letter] for letter in letters] + list(trailing))
-        _, _, out = split(self.product.subscripts)
-        order = [letters.index(letter) for letter in out if letter in letters]
+        order = [letters.index(x) for x in self.product.subscripts.out if x in letters]
         return lax.transpose(array, (*order, *range(len(letters), array.ndim)))
 
 

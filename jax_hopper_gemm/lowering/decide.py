@@ -12,7 +12,6 @@ from typing import Any
 
 from ..dispatch import Device
 from ..gemm.groups import is_contraction, weights_in_order
-from ..gemm.subscripts import split
 from .origins import Origin
 from .route import Product, Route, route
 
@@ -107,13 +106,13 @@ def _stored(product: Product, origins: Sequence[Origin]) -> Form | None:
     )
     if not numbers:
         return None
-    (lhs, rhs, out), lhs_shape = split(product.subscripts), product.lhs_shape
+    lhs, lhs_shape = product.subscripts.lhs, product.lhs_shape
     if 0 in numbers:
         lhs, lhs_shape = _before(origins[0].permutation, lhs, lhs_shape)
-    rhs, rhs_shape = _before(origins[1].permutation, rhs, product.rhs_shape)
-    if product.spans and not weights_in_order(rhs, product.subscripts):
+    rhs, rhs_shape = _before(origins[1].permutation, product.subscripts.rhs, product.rhs_shape)
+    subscripts = replace(product.subscripts, lhs=lhs, rhs=rhs)
+    if product.spans and not weights_in_order(subscripts):
         return None
-    subscripts = f"{lhs},{rhs}->{out}"
     product = replace(product, subscripts=subscripts, lhs_shape=lhs_shape, rhs_shape=rhs_shape)
     return Form(product, numbers)
 

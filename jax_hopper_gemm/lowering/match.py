@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jax.extend.mlir.dialects import stablehlo
 
 from ..gemm.groups import Spans
-from ..gemm.subscripts import to_subscripts
+from ..gemm.subscripts import Subscripts
 from .call import Call
 from .mlir_values import (
     GATHERED,
@@ -33,7 +33,7 @@ def product_at(value: Any) -> Call | None:
     if value != operation.results[0] or list(value.uses):
         return None
     if PRODUCT in operation.attributes:
-        subscripts = operation.attributes[PRODUCT].value
+        subscripts = Subscripts.parse(operation.attributes[PRODUCT].value)
     elif operation.name == "stablehlo.dot_general":
         subscripts = _subscripts(operation)
     else:
@@ -56,7 +56,11 @@ def product_at(value: Any) -> Call | None:
 
 
 def product_between(
-    subscripts: str, lhs: Any, rhs: Any, out: Any, indexed: Literal["a", "b"] | None = None
+    subscripts: Subscripts,
+    lhs: Any,
+    rhs: Any,
+    out: Any,
+    indexed: Literal["a", "b"] | None = None,
 ) -> Product | None:
     """Returns the bare product of two MLIR values; None for dtypes that no kernel stores.
 
@@ -80,13 +84,13 @@ def is_launch(value: Any) -> bool:
     return PRODUCT in value.owner.attributes
 
 
-def _subscripts(operation: Any) -> str:
+def _subscripts(operation: Any) -> Subscripts:
     """Returns the subscripts of a stablehlo.dot_general."""
     numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
     contracting = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
     batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
     ranks = (len(operand.type.shape) for operand in operation.operands)
-    return to_subscripts((contracting, batch), *ranks)
+    return Subscripts.of_dot_general((contracting, batch), *ranks)
 
 
 def _typed(value: Any) -> tuple[tuple[int, ...], str]:

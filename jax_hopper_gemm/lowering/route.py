@@ -24,9 +24,9 @@ from ..dispatch.canonical import (
 )
 from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
-from ..gemm.groups import GROUPS, Spans, gate_letter, is_contraction
+from ..gemm.groups import GROUPS, Spans, gate_up_letter, is_contraction
 from ..gemm.spec import GemmSpec, RasterOrder
-from ..gemm.subscripts import split, stacked_letter
+from ..gemm.subscripts import Subscripts
 from ..launch.plan import LaunchPlan, make_plan
 
 # Axes in front of the rows of a ragged product, and of its groups.
@@ -62,7 +62,7 @@ class Product:
         of so many.
     """
 
-    subscripts: str
+    subscripts: Subscripts
     lhs_shape: tuple[int, ...]
     lhs_dtype: str
     rhs_shape: tuple[int, ...]
@@ -82,8 +82,8 @@ class Product:
 
     @property
     def accumulators(self) -> int:
-        letter = gate_letter if self.spans else stacked_letter
-        return 2 if self.rights == 2 or letter(self.subscripts) else 1
+        letter = gate_up_letter(self.subscripts) if self.spans else self.subscripts.gate_up
+        return 2 if self.rights == 2 or letter else 1
 
     @property
     def extents(self) -> dict[str, int]:
@@ -91,13 +91,12 @@ class Product:
         shapes = self.lhs_shape, self.rhs_shape
         if self.spans:
             return ragged_extents(self.subscripts, *shapes, self.spans, self.sizes)
-        lhs, rhs, _ = split(self.subscripts)
-        return dict(zip(lhs + rhs, (*self.lhs_shape, *self.rhs_shape), strict=True))
+        return self.subscripts.extents(*shapes)
 
     def __str__(self) -> str:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)
         rhs = " and ".join([array_text(self.rhs_shape, self.rhs_dtype)] * self.rights)
-        text = f"{lhs} x {rhs} by {self.subscripts!r} into {short_dtype(self.out_dtype)}"
+        text = f"{lhs} x {rhs} by '{self.subscripts}' into {short_dtype(self.out_dtype)}"
         if self.spans:
             of = "contracted in" if is_contraction(self.subscripts) else "in"
             text += f", rows {of} {self.spans.matrices(self.sizes)} groups"
@@ -230,7 +229,7 @@ def _fused(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles
     if product.spans:
         return _fused_ragged(product, function)
     shapes = product.subscripts, product.lhs_shape, product.rhs_shape
-    _, _, out = split(product.subscripts)
+    out = product.subscripts.out
     avals: Any = function.in_avals[product.accumulators :]
     expected = [_broadcast_label(aval.shape, out) for aval in avals]
     try:
@@ -251,7 +250,7 @@ def _fused(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles
 def _fused_ragged(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles]:
     """Returns the canonical form of a ragged product with an epilogue; raises as `_fused`."""
     found, spans = ragged_roles(product.subscripts), product.spans
-    _, _, out = split(product.subscripts)
+    out = product.subscripts.out
     rows, merged = None, {}
     aval: Any = function.in_avals[0]
     if not is_contraction(product.subscripts) and spans:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.sharding import AxisType, PartitionSpec
 
-from ..gemm.subscripts import padded_partitions
+from ..lowering.shardings import padded_partitions
 from .ragged_axes import RaggedAxes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,6 @@ from jax import numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
-from ..gemm.subscripts import split
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
@@ -128,11 +128,11 @@ def _traced_gate(
         return what.apply(*_products(dot, x, rights))
     final = final_product(dot, x, rights[0])
     assert final is not None
-    lhs, rhs, out = split(final.subscripts)
+    subscripts = final.subscripts
     if len(rights) == 1:  # no axis of the result stands for gate and up
-        out = out.replace(rhs[1], "")
+        subscripts = replace(subscripts, out=subscripts.out.replace(subscripts.rhs[1], ""))
     return fused_dot(
-        what.function, x, rights, what.operands, subscripts=f"{lhs},{rhs}->{out}",
+        what.function, x, rights, what.operands, subscripts=subscripts,
         precision=final.precision, product_dtype=dtype, out_dtypes=what.dtypes,
         preactivation=preactivation, implementation=implementation, max_sms=current_max_sms(),
     )  # fmt: skip

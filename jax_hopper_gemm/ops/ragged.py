@@ -291,6 +291,7 @@ def _traced(
     params["implementation"] = implementation
 
     def product(left: Any, right: Any, own_sizes: Any, inner: int) -> jax.Array:
+        assert axes.subscripts
         length = left.shape[0]
         own_sizes = sizes_in_rows(own_sizes, length, inner)
         groups = right.shape[0] if axes.kind == "rows" else own_sizes.shape[0]

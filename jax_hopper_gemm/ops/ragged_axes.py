@@ -11,7 +11,8 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
-from ..primitives.ragged_dot import CONTRACTION, ROWS, ROWS_TRANSPOSED
+from ..gemm.groups import CONTRACTION, ROWS, ROWS_TRANSPOSED
+from ..gemm.subscripts import Subscripts
 
 Kind = Literal["rows", "contraction", "batch"]
 
@@ -34,7 +35,7 @@ class RaggedAxes:
     """
 
     kind: Kind
-    subscripts: str
+    subscripts: Subscripts | None
     batch: tuple[tuple[int, int], ...]
     outer: tuple[int, ...]
     ragged: tuple[int, ...]
@@ -54,7 +55,7 @@ class RaggedAxes:
         lhs_free = _others(lhs_ndim, lhs_contracted, lhs_batch)
         rhs_free = _others(rhs_ndim, rhs_contracted, rhs_batch, groups)
         if ragged in lhs_batch:
-            return cls("batch", "", batch, (), (ragged,), (), (), ())
+            return cls("batch", None, batch, (), (ragged,), (), (), ())
         if ragged in lhs_contracted:
             place = lhs_contracted.index(ragged)
             outer, inner = lhs_contracted[:place], contracted[place + 1 :]

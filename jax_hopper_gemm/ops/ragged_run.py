@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..gemm.subscripts import Subscripts
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from ..primitives.gather_rows import pick_rows
 from ..primitives.group_sizes import as_int32, sizes_in_rows, spans_of
@@ -25,6 +26,8 @@ from .explicit_axes import (
 from .ragged_axes import RaggedAxes
 from .sm_limit import current_max_sms
 from .steps import Gate, Steps, traced
+
+ROWS_OF_GATE_AND_UP = Subscripts.parse("mk,gkcn->mn")
 
 
 def run_grouped(
@@ -115,7 +118,7 @@ def _traced_grouped(
     sizes, spans = spans_of(as_int32(sizes), offset, groups, length)
     results = fused_dot(
         what.function, lhs, rights, (*operands, *what.operands[len(operands) :]),
-        subscripts=ROWS.replace("kn", "kcn") if planes else ROWS, precision=params["precision"],
+        subscripts=ROWS_OF_GATE_AND_UP if planes else ROWS, precision=params["precision"],
         product_dtype=dtype, out_dtypes=what.dtypes, preactivation=preactivation,
         implementation=implementation, sizes=sizes, spans=spans, max_sms=current_max_sms(),
     )  # fmt: skip
@@ -207,6 +210,7 @@ def scaled_sum(
     place = steps.named.index("c") if "c" in steps.named else len(operands)
 
     def of_matrices(left: Any, right: Any, own_sizes: Any, *c: Any, inner: int) -> jax.Array:
+        assert axes.subscripts
         own_sizes = sizes_in_rows(own_sizes, left.shape[0], inner)
         groups = own_sizes.shape[0]
         shape = (groups, left.shape[1], right.shape[1])

@@ -7,7 +7,6 @@ those rules, in every version of JAX, without writing them down again.
 
 from __future__ import annotations
 
-import string
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -18,14 +17,8 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from ..gemm.subscripts import (
-    padded_partitions,
-    permuted_result,
-    rearranged,
-    split,
-    to_subscripts,
-    with_partitions,
-)
+from ..gemm.subscripts import Subscripts
+from ..lowering.shardings import padded_partitions, permuted_sharding, with_partitions
 from ..primitives.dot import hopper_dot_p
 from .sm_limit import current_max_sms
 
@@ -92,7 +85,7 @@ class FinalProduct:
 
     lhs: Any
     rhs: Any
-    subscripts: str
+    subscripts: Subscripts
     precision: Any
     dtype: Any
     out_sharding: Any
@@ -182,7 +175,7 @@ def _adds_unit_axes(equation: Any) -> bool:
 def _product(dot: Any, steps: list[Any], lhs: Any, rhs: Any) -> FinalProduct:
     """Returns a `dot_general` and the rearrangements of its result as one product."""
     params = dot.params
-    subscripts = to_subscripts(params["dimension_numbers"], lhs.ndim, rhs.ndim)
+    subscripts = Subscripts.of_dot_general(params["dimension_numbers"], lhs.ndim, rhs.ndim)
     dtype = dot.outvars[0].aval.dtype
     product = FinalProduct(lhs, rhs, subscripts, params["precision"], dtype, params["out_sharding"])
     for step in steps:
@@ -190,8 +183,8 @@ def _product(dot: Any, steps: list[Any], lhs: Any, rhs: Any) -> FinalProduct:
             permutation = step.params["permutation"]
             product = replace(
                 product,
-                subscripts=permuted_result(product.subscripts, permutation),
-                out_sharding=rearranged(product.out_sharding, permutation),
+                subscripts=product.subscripts.permuted(permutation),
+                out_sharding=permuted_sharding(product.out_sharding, permutation),
             )
         else:
             kept = step.params["broadcast_dimensions"]
@@ -201,10 +194,9 @@ def _product(dot: Any, steps: list[Any], lhs: Any, rhs: Any) -> FinalProduct:
 
 def _with_unit_axes(product: FinalProduct, ndim: int, kept: tuple[int, ...]) -> FinalProduct:
     """Returns the product whose result has `ndim` axes, all but the `kept` of extent 1."""
-    lhs, rhs, out = split(product.subscripts)
-    fresh = (x for x in string.ascii_letters if x not in product.subscripts)
+    subscripts, fresh = product.subscripts, product.subscripts.fresh_letters()
     added = {axis: next(fresh) for axis in range(ndim) if axis not in kept}
-    letters = added | dict(zip(kept, out, strict=True))
+    letters = added | dict(zip(kept, subscripts.out, strict=True))
     sharding = product.out_sharding
     if sharding is not None:
         partitions = dict(zip(kept, padded_partitions(sharding, len(kept)), strict=True))
@@ -213,6 +205,6 @@ def _with_unit_axes(product: FinalProduct, ndim: int, kept: tuple[int, ...]) -> 
     return replace(
         product,
         lhs=lax.expand_dims(product.lhs, range(len(added))),
-        subscripts=f"{''.join(added.values())}{lhs},{rhs}->{out}",
+        subscripts=Subscripts("".join(added.values()) + subscripts.lhs, subscripts.rhs, out),
         out_sharding=sharding,
     )

@@ -10,14 +10,9 @@ from typing import Any
 import jax
 from jax import lax
 
-from ..gemm.groups import Spans, gate_letter
-from ..gemm.subscripts import (
-    padded_partitions,
-    split,
-    stacked_letter,
-    stacked_result,
-    with_partitions,
-)
+from ..gemm.groups import Spans, gate_up_letter
+from ..gemm.subscripts import Subscripts
+from ..lowering.shardings import padded_partitions, with_partitions
 from .dot import hopper_dot, reference_dot
 from .ragged_dot import hopper_ragged_dot
 
@@ -38,7 +33,7 @@ class Accumulate:
         those of a contraction do not.
     """
 
-    subscripts: str
+    subscripts: Subscripts
     dtype: Any
     precision: Any
     out_sharding: Any
@@ -50,11 +45,7 @@ class Accumulate:
     @property
     def stacked(self) -> bool:
         """Whether the right operand holds gate and up."""
-        return bool(self._stacked_letter)
-
-    @property
-    def _stacked_letter(self) -> str:
-        return (gate_letter if self.spans else stacked_letter)(self.subscripts)
+        return bool(gate_up_letter(self.subscripts) if self.spans else self.subscripts.gate_up)
 
     @property
     def sizes(self) -> int:
@@ -65,7 +56,7 @@ class Accumulate:
         """Returns the axis of gate and up in `together`'s result; None where there is none."""
         if self.stacked and self.spans:
             return self.batch + 1
-        return stacked_result(self.subscripts)[1] if self.stacked else None
+        return self.subscripts.with_gate_up()[1] if self.stacked else None
 
     def together(self, lhs: Any, right: Any, *sizes: Any, by_xla: bool = False) -> Any:
         """Returns one product: with gate and up stacked, an array of both.
@@ -76,9 +67,9 @@ class Accumulate:
             return self._ragged(lhs, right, *sizes, by_xla=by_xla)
         subscripts, sharding = self.subscripts, self.out_sharding
         if self.stacked:
-            subscripts, axis = stacked_result(subscripts)
+            subscripts, axis = subscripts.with_gate_up()
             if sharding is not None:
-                parts = list(padded_partitions(sharding, len(subscripts.split("->")[1]) - 1))
+                parts = list(padded_partitions(sharding, len(self.subscripts.out)))
                 sharding = with_partitions(sharding, (*parts[:axis], None, *parts[axis:]))
         return (reference_dot if by_xla else hopper_dot)(
             lhs, right, subscripts=subscripts, precision=self.precision,
@@ -88,10 +79,10 @@ class Accumulate:
 
     def _ragged(self, lhs: Any, right: Any, sizes: Any, *, by_xla: bool) -> Any:
         assert self.spans
-        subscripts, shared = self.subscripts, right.ndim == len(split(self.subscripts)[1])
+        subscripts, shared = self.subscripts, right.ndim == len(self.subscripts.rhs)
         if self.stacked:  # their columns side by side
             right = right.reshape(*right.shape[:-2], -1)
-            subscripts = subscripts.replace(self._stacked_letter, "")
+            subscripts = subscripts.without(gate_up_letter(subscripts))
         product = partial(
             hopper_ragged_dot, subscripts=subscripts, spans=self.spans, precision=self.precision,
             preferred_element_type=self.dtype,

@@ -11,9 +11,8 @@ the product lowers to `jax.lax.dot_general`.
 
 from __future__ import annotations
 
-import string
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -24,12 +23,13 @@ from jax import numpy as jnp
 from jax.interpreters import mlir
 
 from .. import sharding
-from ..gemm.subscripts import DotGeneral, from_subscripts, padded_partitions, split, with_partitions
+from ..gemm.subscripts import Subscripts
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.match import product_between
 from ..lowering.register import Lowering
 from ..lowering.route import Product
+from ..lowering.shardings import padded_partitions, permuted_sharding, with_partitions
 from .define import ProductRules, Rules, define_primitive
 
 NAME = "hopper_dot"
@@ -39,7 +39,7 @@ def hopper_dot(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
-    subscripts: str,
+    subscripts: Subscripts,
     precision: Any,
     preferred_element_type: Any,
     out_sharding: Any,
@@ -68,16 +68,47 @@ def hopper_dot(
     )
 
 
-def _dot_general(
-    *, implementation: str | None = None, max_sms: int | None = None, **params: Any
-) -> DotGeneral:
-    del implementation, max_sms  # decide at lowering; the product is the same
-    return from_subscripts(**params)
+@dataclass(frozen=True)
+class _DotGeneral:
+    """The `lax.dot_general_p` that a `hopper_dot_p` stands for, and the transpose after it.
+
+    Attributes:
+      swap_ab: whether the right operand comes first.
+      params: all parameters of `lax.dot_general_p`.
+      permutation: that of the transpose.
+    """
+
+    swap_ab: bool
+    params: dict[str, Any]
+    permutation: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        *,
+        subscripts: Subscripts,
+        precision: Any,
+        preferred_element_type: Any,
+        out_sharding: Any,
+        **params: Any,
+    ) -> _DotGeneral:
+        """Returns the form of a `hopper_dot_p`, of which `params` decide nothing."""
+        del params
+        # A precision may tell the operands apart: only one that does not lets them change places.
+        same = precision is None or (isinstance(precision, tuple) and precision[0] == precision[1])
+        dot = subscripts.dot_general(may_swap=same)
+        sharding = permuted_sharding(out_sharding, tuple(map(subscripts.out.index, dot.out)))
+        dot_params = {
+            "dimension_numbers": dot.dimension_numbers,
+            "precision": precision,
+            "preferred_element_type": preferred_element_type,
+            "out_sharding": sharding,
+        }
+        return _DotGeneral(dot.swap_ab, dot_params, dot.permutation)
 
 
 def as_dot_general_params(params: dict[str, Any]) -> dict[str, Any]:
     """Returns the parameters of the `lax.dot_general_p` that a `hopper_dot_p` stands for."""
-    return _dot_general(**params).params
+    return _DotGeneral.of(**params).params
 
 
 def product_of(avals: Sequence[Any], out_avals: Sequence[Any], params: dict[str, Any]) -> Product:
@@ -91,7 +122,7 @@ def product_of(avals: Sequence[Any], out_avals: Sequence[Any], params: dict[str,
 
 def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
     """Shape, dtype, sharding and varying axes are those of `lax.dot_general`."""
-    dot = _dot_general(**params)
+    dot = _DotGeneral.of(**params)
     operands = (rhs, lhs) if dot.swap_ab else (lhs, rhs)
     out, _ = lax.dot_general_p.abstract_eval(*operands, **dot.params)
     return lax.transpose_p.abstract_eval(out, permutation=dot.permutation)[0]
@@ -99,7 +130,7 @@ def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
 
 def reference_dot(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """The product as XLA computes it."""
-    dot = _dot_general(**params)
+    dot = _DotGeneral.of(**params)
     operands = (rhs, lhs) if dot.swap_ab else (lhs, rhs)
     return lax.transpose(lax.dot_general_p.bind(*operands, **dot.params), dot.permutation)
 
@@ -107,16 +138,14 @@ def reference_dot(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 # Derivatives and vmap: the letters change places.
 
 
-def _transpose_lhs(cotangent: Any, lhs: Any, rhs: Any, *, subscripts: str, **params: Any) -> Any:
-    lhs_labels, rhs_labels, out_labels = split(subscripts)
-    gradient = f"{out_labels},{rhs_labels}->{lhs_labels}"
-    return cotangent_of(lhs.aval, cotangent, rhs, subscripts=gradient, **params)
+def _transpose_lhs(cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
+    params["subscripts"] = params["subscripts"].transpose_lhs()
+    return cotangent_of(lhs.aval, cotangent, rhs, **params)
 
 
-def _transpose_rhs(cotangent: Any, lhs: Any, rhs: Any, *, subscripts: str, **params: Any) -> Any:
-    lhs_labels, rhs_labels, out_labels = split(subscripts)
-    gradient = f"{out_labels},{lhs_labels}->{rhs_labels}"
-    return cotangent_of(rhs.aval, cotangent, lhs, subscripts=gradient, **params)
+def _transpose_rhs(cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
+    params["subscripts"] = params["subscripts"].transpose_rhs()
+    return cotangent_of(rhs.aval, cotangent, lhs, **params)
 
 
 def cotangent_of(primal: Any, cotangent: Any, other: Any, **params: Any) -> Any:
@@ -133,7 +162,13 @@ def as_cotangent(primal: Any, gradient: Any) -> Any:
 
 
 def _batch(
-    axis_data: Any, operands: Any, axes: Any, *, subscripts: str, out_sharding: Any, **params: Any
+    axis_data: Any,
+    operands: Any,
+    axes: Any,
+    *,
+    subscripts: Subscripts,
+    out_sharding: Any,
+    **params: Any,
 ) -> tuple[Any, int]:
     """Adds a letter: a batch index where both operands have it, else a free one."""
     subscripts, out_sharding = with_batch(axis_data, subscripts, axes, out_sharding)
@@ -143,22 +178,18 @@ def _batch(
     return product, 0
 
 
-def with_batch(axis_data: Any, subscripts: str, axes: Any, out_sharding: Any) -> tuple[str, Any]:
+def with_batch(
+    axis_data: Any, subscripts: Subscripts, axes: Any, out_sharding: Any
+) -> tuple[Subscripts, Any]:
     """Returns subscripts and sharding of a product whose operands have mapped axes.
 
     The result's is its first. `axes` holds each operand's, or None where it has none.
     """
-    lhs, rhs, out = split(subscripts)
-    new = next(x for x in string.ascii_letters if x not in subscripts)
-    lhs, rhs = (
-        labels if axis is None else labels[:axis] + new + labels[axis:]
-        for labels, axis in zip((lhs, rhs), axes, strict=True)
-    )
     if out_sharding is not None:
-        partitions = padded_partitions(out_sharding, len(out))
+        partitions = padded_partitions(out_sharding, len(subscripts.out))
         partitions = (axis_data.explicit_mesh_axis, *partitions)
         out_sharding = with_partitions(out_sharding, partitions)
-    return f"{lhs},{rhs}->{new}{out}", out_sharding
+    return subscripts.batched(*axes), out_sharding
 
 
 _lower_to_xla = mlir.lower_fun(reference_dot, multiple_results=False)
@@ -187,7 +218,7 @@ def _lower_partitioned(
         return None
     preferred = params["preferred_element_type"]
     words = {
-        "subscripts": call.product.subscripts,
+        "subscripts": str(call.product.subscripts),
         "precision": names,
         "preferred_element_type": None if preferred is None else np.dtype(preferred).name,
         "implementation": params["implementation"],
@@ -202,7 +233,8 @@ def _product_at(
 ) -> tuple[Call, dict[str, Any]] | None:
     """Returns the bare product that `_lower_partitioned` emitted; see `sharding.product_at`."""
     lhs, rhs = operands
-    if (product := product_between(words["subscripts"], lhs, rhs, value)) is None:
+    subscripts = Subscripts.parse(words["subscripts"])
+    if (product := product_between(subscripts, lhs, rhs, value)) is None:
         return None
     precision = sharding.precision_of(words["precision"])
     options = {"precision": precision, "implementation": words["implementation"]}
@@ -214,6 +246,7 @@ def _product_of_shards(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
+    subscripts: str,
     precision: list[str],
     preferred_element_type: str | None,
     max_sms: int | None = None,
@@ -221,7 +254,8 @@ def _product_of_shards(
 ) -> list[jax.Array]:
     preferred = preferred_element_type and np.dtype(jnp.dtype(preferred_element_type))
     product = hopper_dot_p.bind(
-        lhs, rhs, precision=sharding.precision_of(precision), preferred_element_type=preferred,
+        lhs, rhs, subscripts=Subscripts.parse(subscripts),
+        precision=sharding.precision_of(precision), preferred_element_type=preferred,
         out_sharding=None, max_sms=max_sms, **params,
     )  # fmt: skip
     return [local.sum(product)]

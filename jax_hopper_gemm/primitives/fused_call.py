@@ -9,6 +9,7 @@ import numpy as np
 
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.groups import Spans
+from ..gemm.subscripts import Subscripts
 from ..sharding.custom_call import precision_of
 from .accumulators import Accumulate
 
@@ -28,7 +29,7 @@ class FusedProduct:
     """
 
     graph: EpilogueGraph
-    subscripts: str
+    subscripts: Subscripts
     m: str
     n: str
     precision: list[str]
@@ -42,7 +43,7 @@ class FusedProduct:
 
         NOTE: exported programs hold them as JSON, and programs in caches are found by its text.
         """
-        fields = asdict(self)
+        fields = asdict(self) | {"subscripts": str(self.subscripts)}
         if self.spans is None:
             del fields["spans"]
         else:
@@ -54,7 +55,8 @@ class FusedProduct:
         """Returns the product that `to_dict` and JSON made `fields` of."""
         graph = EpilogueGraph.from_dict(fields["graph"])
         spans = Spans(*fields["spans"]) if "spans" in fields else None
-        return cls(**fields | {"graph": graph, "spans": spans})
+        subscripts = Subscripts.parse(fields["subscripts"])
+        return cls(**fields | {"graph": graph, "subscripts": subscripts, "spans": spans})
 
     def accumulate(self, spans: Spans | None = None) -> Accumulate:
         """Returns how accumulators of shards are computed; `spans` are those of the share."""

@@ -40,7 +40,7 @@ from ..fusion.jaxprs import (
     transpose_by,
 )
 from ..gemm.groups import ROWS, ROWS_TRANSPOSED, Spans, is_contraction
-from ..gemm.subscripts import split
+from ..gemm.subscripts import Subscripts
 from ..lowering.call import Call
 from ..lowering.register import Lowering
 from ..lowering.route import Product
@@ -61,7 +61,7 @@ def fused_dot(
     rights: Sequence[jax.Array],
     operands: Sequence[Any],
     *,
-    subscripts: str,
+    subscripts: Subscripts,
     precision: Any,
     product_dtype: Any,
     out_dtypes: Sequence[Any] | None,
@@ -236,7 +236,7 @@ def product_of(avals: Sequence[Any], _: Sequence[Any], params: dict[str, Any]) -
     if spans is None:
         return product
     if accumulate.batch:
-        own = right.ndim > len(split(accumulate.subscripts)[1])
+        own = right.ndim > len(accumulate.subscripts.rhs)
         spans = replace(spans, step=spans.count if own else 0)
         lhs, right, sizes = traced(partial(_flat, accumulate), lhs, right, operands[0]).out_avals
     else:
@@ -395,7 +395,7 @@ def _as_rows_lie(
     by_group = [e.invars[0] for e in jaxpr.eqns if e.primitive is segment_broadcast_p]
     subscripts = params["accumulate"].subscripts
     contraction = is_contraction(subscripts)
-    own_groups = right.ndim > len(split(subscripts)[1])
+    own_groups = right.ndim > len(subscripts.rhs)
     for i, (x, axis) in enumerate(zip(operands, axes, strict=True)):
         along_rows = jnp.ndim(x) > 1 and x.shape[-2] == lhs.shape[-2]
         each = own_groups and any(inputs[i] is variable for variable in by_group)
@@ -482,7 +482,7 @@ def _lower_partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: An
 def _flat(accumulate: Accumulate, lhs: Any, *others: Any) -> list[Any]:
     """Returns the operands of the one product that a mapped ragged product is."""
     *rights, sizes = others
-    batch, rank = accumulate.batch, len(split(accumulate.subscripts)[1])
+    batch, rank = accumulate.batch, len(accumulate.subscripts.rhs)
     length, size = lhs.shape[batch], prod(lhs.shape[:batch])
     sizes = sizes_of_each(sizes.reshape(size, -1), length, size)
     rights = [x.reshape(-1, *x.shape[x.ndim - rank + 1 :]) for x in rights]
@@ -492,11 +492,11 @@ def _flat(accumulate: Accumulate, lhs: Any, *others: Any) -> list[Any]:
 def _dot_general(params: dict[str, Any]) -> dict[str, Any]:
     """The product alone; the gate's where gate and up are stacked along a letter of their own."""
     accumulate = params["accumulate"]
-    lhs, rhs, out = split(accumulate.subscripts)
-    rhs = "".join(x for x in rhs if x in lhs or x in out)
+    subscripts = accumulate.subscripts
+    rhs = "".join(x for x in subscripts.rhs if x not in subscripts.gate_up)
     return as_dot_general_params(
         {
-            "subscripts": f"{lhs},{rhs}->{out}",
+            "subscripts": replace(subscripts, rhs=rhs),
             "precision": accumulate.precision,
             "preferred_element_type": accumulate.dtype,
             "out_sharding": accumulate.out_sharding,
@@ -545,8 +545,7 @@ def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, accumulate: Accumul
         for cotangent, right in more:
             first = _added(first, gradients, cotangent, right, *sizes)
         return [first, *(None for _ in others)]
-    lhs_labels, rhs_labels, out = split(accumulate.subscripts)
-    gradient = f"{out},{rhs_labels}->{lhs_labels}"
+    gradient = accumulate.subscripts.transpose_lhs()
     first = cotangent_of(
         lhs.aval, cotangent, right, subscripts=gradient, precision=accumulate.precision,
         preferred_element_type=accumulate.dtype, out_sharding=None,

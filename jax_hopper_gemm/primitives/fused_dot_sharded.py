@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from string import ascii_lowercase
 from typing import Any
 
 import jax
@@ -23,8 +22,7 @@ from jax.interpreters import mlir
 from ..fusion import Fusion, evaluate
 from ..fusion.jaxprs import abstract, traced
 from ..gemm.epilogue_graph import EpilogueGraph, Result
-from ..gemm.groups import gate_letter
-from ..gemm.subscripts import split, stacked_letter
+from ..gemm.groups import gate_up_letter
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.devices import platforms_of
@@ -85,9 +83,9 @@ def _emit(
     precision: list[str],
     implementation: str | None,
 ) -> list[Any] | None:
-    product, graph = call.product, fusion.graph
-    lhs, rhs, out = split(product.subscripts)
-    planes = next(x for x in ascii_lowercase if x not in product.subscripts)
+    product, subscripts, graph = call.product, call.product.subscripts, fusion.graph
+    planes = next(subscripts.fresh_letters())
+    gate_up = gate_up_letter(subscripts) if product.spans else subscripts.gate_up
     extents = product.extents | {planes: 2}
     results = [
         ("".join(along).replace("?", planes), result.dtype)
@@ -95,9 +93,9 @@ def _emit(
         for _ in range(2 if result.kind == "row_sumexp" else result.plane == 0)
     ]
     labels = Factors(
-        factors=(lhs, *[rhs] * product.rights), out=out,
+        factors=(subscripts.lhs, *[subscripts.rhs] * product.rights), out=subscripts.out,
         results=tuple(along for along, _ in results), others=fusion.labels,
-        whole=(gate_letter if product.spans else stacked_letter)(product.subscripts) + planes,
+        whole=gate_up + planes,
     )  # fmt: skip
     arrays = [
         ShapedArray([extents[x] for x in along], np.dtype(jnp.dtype(dtype)))
@@ -109,12 +107,12 @@ def _emit(
     operands = read(ctx.replace(avals_in=avals), *call.operands)
     in_place = call.in_place if call.in_place in fusion.operands else None
     fused = FusedProduct(
-        graph, product.subscripts, axes.m, axes.n, precision, implementation, product.max_sms,
+        graph, subscripts, axes.m, axes.n, precision, implementation, product.max_sms,
         None if in_place is None else fusion.operands.index(in_place), product.spans,
     )  # fmt: skip
     name, values = NAME, [*call.values, *operands]
     if product.spans:
-        name, labels = RAGGED, with_sizes(labels, product.subscripts)
+        name, labels = RAGGED, with_sizes(labels, subscripts)
         values.append(call.sizes)
     emitted = emit(
         ctx, name, values, labels, fused.to_dict(), avals_out=arrays,

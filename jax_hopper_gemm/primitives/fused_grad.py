@@ -30,7 +30,6 @@ from ..fusion.jaxprs import (
     with_accumulator,
 )
 from ..gemm.groups import is_contraction
-from ..gemm.subscripts import split
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.match import is_launch, product_at
@@ -244,7 +243,7 @@ def _batched_ragged(
     if contraction or any(axis is not None for axis in right_axes):
         rights = [mapped_first(size, x, a) for x, a in zip(rights, right_axes, strict=True)]
         right_axes = [0] * len(rights)
-    rank, batch = len(split(accumulate.subscripts)[1]), sizes.shape[1:-1]
+    rank, batch = len(accumulate.subscripts.rhs), sizes.shape[1:-1]
     rights = [
         mapped_shared(size, x, axis, batch, x.ndim - (axis is not None) > rank)
         for x, axis in zip(rights, right_axes, strict=True)

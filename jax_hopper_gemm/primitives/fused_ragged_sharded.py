@@ -21,6 +21,7 @@ from ..fusion import evaluate
 from ..fusion.jaxprs import traced
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.groups import GROUPS, Spans, is_contraction
+from ..gemm.subscripts import Subscripts
 from ..sharding.choose_shards import Factors
 from ..sharding.shard import ShardContext
 from .fused_call import FusedProduct
@@ -31,7 +32,7 @@ NAME = "hopper_fused_ragged"
 RESULTS = {"matrix", "row_sum"}  # what shares are made of; others stay apart from the product
 
 
-def with_sizes(labels: Factors, subscripts: str) -> Factors:
+def with_sizes(labels: Factors, subscripts: Subscripts) -> Factors:
     """Returns the labels of a product and its operands with those of sizes, the last operand.
 
     Each device reads what all groups have for their rows: which ones its rows are in, sizes say.

@@ -24,8 +24,16 @@ from jax.interpreters import ad, mlir
 
 from .. import sharding
 from ..fusion.jaxprs import alike_in_shard_map, traced
-from ..gemm.groups import CONTRACTION, FORMS, GROUPS, ROWS, ROWS_TRANSPOSED, Spans
-from ..gemm.subscripts import split
+from ..gemm.groups import (
+    CONTRACTION,
+    FORMS,
+    GROUPS,
+    ROWS,
+    ROWS_TRANSPOSED,
+    Spans,
+    is_contraction,
+)
+from ..gemm.subscripts import Subscripts
 from ..lowering.call import Call
 from ..lowering.register import Lowering
 from ..lowering.route import Product
@@ -51,7 +59,7 @@ def hopper_ragged_dot(
     rhs: jax.Array,
     sizes: jax.Array,
     *,
-    subscripts: str,
+    subscripts: Subscripts,
     spans: Spans,
     precision: Any,
     preferred_element_type: Any,
@@ -98,19 +106,19 @@ def product_of(avals: Sequence[Any], out_avals: Sequence[Any], params: dict[str,
     )  # fmt: skip
 
 
-def _check(lhs: Any, rhs: Any, sizes: Any, subscripts: str, spans: Spans) -> None:
+def _check(lhs: Any, rhs: Any, sizes: Any, subscripts: Subscripts, spans: Spans) -> None:
     """Asserts what those who bind the primitive see to."""
     assert subscripts in FORMS, subscripts
     assert sizes.ndim == 1 and sizes.dtype == np.int32, sizes
-    matrices, (_, rhs_labels, out) = spans.matrices(sizes.shape[0]), split(subscripts)
+    matrices = spans.matrices(sizes.shape[0])
     assert spans.step in (0, spans.count), spans
-    assert lhs.ndim == 2 and rhs.ndim == len(rhs_labels), (lhs, rhs)
-    if "g" in out:
+    assert lhs.ndim == 2 and rhs.ndim == len(subscripts.rhs), (lhs, rhs)
+    if is_contraction(subscripts):
         assert spans.step or spans.periods(sizes.shape[0]) == 1, "periods share a result"
         assert lhs.shape[0] == rhs.shape[0], (lhs, rhs)
     else:
         assert rhs.shape[0] == matrices, (rhs, matrices)
-        assert lhs.shape[1] == rhs.shape[rhs_labels.index("k")], (lhs, rhs)
+        assert lhs.shape[1] == rhs.shape[subscripts.rhs.index("k")], (lhs, rhs)
 
 
 def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> Any:
@@ -124,7 +132,14 @@ def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> Any:
 
 
 def _transpose(
-    cotangent: Any, lhs: Any, rhs: Any, sizes: Any, *, subscripts: str, spans: Spans, **params: Any
+    cotangent: Any,
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    *,
+    subscripts: Subscripts,
+    spans: Spans,
+    **params: Any,
 ) -> list[Any]:
     of_lhs = ad.is_undefined_primal(lhs)
     primal = lhs.aval if of_lhs else rhs.aval
@@ -172,7 +187,7 @@ def _is_narrow(array: Any) -> bool:
 
 
 def _batch(
-    axis_data: Any, args: Any, axes: Any, *, subscripts: str, spans: Spans, **params: Any
+    axis_data: Any, args: Any, axes: Any, *, subscripts: Subscripts, spans: Spans, **params: Any
 ) -> tuple[Any, int]:
     bind = partial(hopper_ragged_dot_p.bind, subscripts=subscripts, **params)
     if axis_data.size == 0:
@@ -189,7 +204,7 @@ def _unmapped(array: Any, axis: int | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, array.dtype)
 
 
-def _free_letter(subscripts: str, axes: Any) -> tuple[int, str] | None:
+def _free_letter(subscripts: Subscripts, axes: Any) -> tuple[int, str] | None:
     """Returns the one operand that is mapped, and its letter that all rows have in common.
 
     None where the rows themselves are mapped.
@@ -201,22 +216,30 @@ def _free_letter(subscripts: str, axes: Any) -> tuple[int, str] | None:
 
 
 def _batch_free(
-    bind: Any, size: int, args: Any, axes: Any, subscripts: str, free: tuple[int, str], spans: Spans
+    bind: Any,
+    size: int,
+    args: Any,
+    axes: Any,
+    subscripts: Subscripts,
+    free: tuple[int, str],
+    spans: Spans,
 ) -> tuple[Any, int]:
     """Maps one operand by a longer axis: its mapped one joins `free`."""
     operand, letter = free
-    labels, out_labels = split(subscripts)[operand], split(subscripts)[2]
+    labels = (subscripts.lhs, subscripts.rhs)[operand]
     args, axis = list(args), labels.index(letter)
     array = jnp.moveaxis(args[operand], axes[operand], axis)
     shape = array.shape
     args[operand] = array.reshape(*shape[:axis], size * shape[axis + 1], *shape[axis + 2 :])
     out = bind(*args, spans=spans)
-    axis = out_labels.index(letter)
+    axis = subscripts.out.index(letter)
     shape = (*out.shape[:axis], size, out.shape[axis] // size, *out.shape[axis + 1 :])
     return out.reshape(shape), axis
 
 
-def _batch_rows(bind: Any, size: int, args: Any, axes: Any, subscripts: str, spans: Spans) -> Any:
+def _batch_rows(
+    bind: Any, size: int, args: Any, axes: Any, subscripts: Subscripts, spans: Spans
+) -> Any:
     """Maps by more rows: those of each matrix behind one another, each with its own periods."""
 
     def whole(array: Any, axis: int | None) -> Any:
@@ -280,7 +303,7 @@ def _lower_partitioned(
 def _dot_general(params: dict[str, Any]) -> dict[str, Any]:
     """A ragged product is a dot of its rows with one matrix."""
     options = {key: params[key] for key in ("precision", "preferred_element_type")}
-    subscripts = params["subscripts"].replace(GROUPS, "")
+    subscripts = params["subscripts"].without(GROUPS)
     return as_dot_general_params({"subscripts": subscripts, "out_sharding": None} | options)
 
 

@@ -20,6 +20,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from ..gemm.groups import Spans
+from ..gemm.subscripts import Subscripts
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.devices import platforms_of
@@ -57,7 +58,7 @@ def emit_ragged(
     product, spans, preferred = call.product, call.product.spans, preferred_element_type
     assert spans
     words = {
-        "subscripts": product.subscripts,
+        "subscripts": str(product.subscripts),
         "spans": astuple(spans),
         "precision": names,
         "preferred_element_type": None if preferred is None else np.dtype(preferred).name,
@@ -139,9 +140,9 @@ def product_at(
     None where an axis has two letters.
     """
     lhs, rhs, sizes = operands
-    subscripts = words["subscripts"]
+    subscripts = Subscripts.parse(words["subscripts"])
     product = product_between(subscripts, lhs, rhs, value)
-    if product is None or len(lhs.type.shape) > len(subscripts.split(",")[0]):
+    if product is None or len(lhs.type.shape) > len(subscripts.lhs):
         return None
     product = replace(
         product,
@@ -164,6 +165,7 @@ def ragged_of_shards(
     rhs: jax.Array,
     sizes: jax.Array,
     *,
+    subscripts: str,
     spans: Sequence[int],
     precision: list[str],
     preferred_element_type: str | None,
@@ -184,7 +186,8 @@ def ragged_of_shards(
     lhs, rhs = (_together(x, names) for x, names in zip((lhs, rhs), labels.factors, strict=True))
     preferred = preferred_element_type and np.dtype(jnp.dtype(preferred_element_type))
     found = product(
-        lhs, rhs, share.local_sizes(sizes, length), spans=share.local_spans(),
+        lhs, rhs, share.local_sizes(sizes, length), subscripts=Subscripts.parse(subscripts),
+        spans=share.local_spans(),
         precision=precision_of(precision), preferred_element_type=preferred,
         max_sms=max_sms, **params,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from jax import numpy as jnp
 
 from ..fusion.jaxprs import alike_in_shard_map, traced
 from ..gemm.groups import CONTRACTION, ROWS, ROWS_TRANSPOSED, Spans
+from ..gemm.subscripts import Subscripts
 from .group_sizes import clipped_sizes, group_of_rows
 
 # Taken here, so that it stays JAX's own where `ops.intercept` puts ours in its place.
@@ -23,7 +24,7 @@ def reference_ragged_dot(
     rhs: jax.Array,
     sizes: jax.Array,
     *,
-    subscripts: str,
+    subscripts: Subscripts,
     spans: Spans,
     precision: Any,
     preferred_element_type: Any,
@@ -94,7 +95,7 @@ def alike(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> jax.Array:
     if subscripts == CONTRACTION:
         numbers, axis = (((), ()), ((0,), (0,))), 0
     else:
-        numbers, axis = (((1,), (subscripts.split(",")[1].index("k"),)), ((), ())), 1
+        numbers, axis = (((1,), (subscripts.rhs.index("k"),)), ((), ())), 1
     product = lax.dot_general(
         lhs, rhs, numbers, params["precision"], params["preferred_element_type"]
     )

@@ -20,14 +20,14 @@ from jax import lax
 from jax import numpy as jnp
 
 from ..gemm.groups import GROUPS, Spans
-from ..gemm.subscripts import split
+from ..gemm.subscripts import Subscripts
 from ..sharding.choose_shards import Factors
 from .group_sizes import span_ends
 
 PERIODS, SIZES, ENTRIES = "p", "s", "h"  # h: groups of which each device reads all entries
 
 
-def ragged_labels(subscripts: str, periods: int, *, shared: bool) -> Factors:
+def ragged_labels(subscripts: Subscripts, periods: int, *, shared: bool) -> Factors:
     """Returns the letters of a ragged product's operands, sizes last, and of its result.
 
     Args:
@@ -35,10 +35,10 @@ def ragged_labels(subscripts: str, periods: int, *, shared: bool) -> Factors:
       periods: of its spans. Of several, rows and matrices have one more axis in front.
       shared: whether all periods have the same matrices.
     """
-    arrays = split(subscripts)
-    if periods > 1:
-        arrays = tuple(x if shared and GROUPS in x else PERIODS + x for x in arrays)
-    lhs, rhs, out = arrays
+    lhs, rhs, out = (
+        PERIODS + x if periods > 1 and not (shared and GROUPS in x) else x
+        for x in (subscripts.lhs, subscripts.rhs, subscripts.out)
+    )
     return Factors((lhs, rhs), out, (out,), others=(SIZES,), whole=SIZES, picked=GROUPS)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ..gemm.subscripts import split
+from ..gemm.subscripts import Subscripts
 from .mesh import Axes, Mesh
 
 # What a choice between shardings costs, roughly, on one GPU: only the order of choices follows.
@@ -36,10 +36,9 @@ class Factors:
     picked: str = ""
 
     @staticmethod
-    def of(subscripts: str) -> Factors:
+    def of(subscripts: Subscripts) -> Factors:
         """Returns the labels of a product of two arrays."""
-        lhs, rhs, out = split(subscripts)
-        return Factors((lhs, rhs), out, (out,))
+        return Factors((subscripts.lhs, subscripts.rhs), subscripts.out, (subscripts.out,))
 
     @property
     def arrays(self) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ import pytest
 from jax_hopper_gemm.dispatch.canonical import Gemm, NotAGemm, Roles, as_gemm, roles
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Operand, Result
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.gemm.subscripts import stacked_result
+from jax_hopper_gemm.gemm.subscripts import Subscripts
 
 
 def gemm(subscripts: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Gemm:
-    return as_gemm(subscripts, lhs_shape, rhs_shape, "bfloat16", "bfloat16")
+    return as_gemm(Subscripts.parse(subscripts), lhs_shape, rhs_shape, "bfloat16", "bfloat16")
 
 
 def matrices(
@@ -145,7 +145,7 @@ def graph(*kinds: str, accumulators: int = 1, planes: int = 1) -> EpilogueGraph:
 def fused(
     subscripts: str, lhs: tuple[int, ...], rhs: tuple[int, ...], epilogue: EpilogueGraph, *labels
 ) -> Gemm:
-    return as_gemm(subscripts, lhs, rhs, "bfloat16", "bfloat16", epilogue, labels)
+    return as_gemm(Subscripts.parse(subscripts), lhs, rhs, "bfloat16", "bfloat16", epilogue, labels)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def fused(
     ],
 )
 def test_operands_decide_which_axes_are_rows(subscripts, lhs_shape, rhs_shape, labels, expected):
-    assert roles(subscripts, lhs_shape, rhs_shape, labels) == expected
+    assert roles(Subscripts.parse(subscripts), lhs_shape, rhs_shape, labels) == expected
 
 
 def test_operands_of_an_epilogue_are_read_as_they_lie():
@@ -196,7 +196,6 @@ def test_gate_and_up_lie_in_one_array():
     assert problem.b == MatrixLayout("n", 64, 16 * 32) and problem.up_offset == 32
     problem = fused("mk,cnk->mn", (8, 16), (2, 32, 16), graph(accumulators=2)).problem
     assert problem.b == MatrixLayout("k", 16, 16 * 32) and problem.up_offset == 32 * 16
-    assert stacked_result("bmk,kcn->bmn") == ("bmk,kcn->bmcn", 2)
 
 
 @pytest.mark.parametrize(
