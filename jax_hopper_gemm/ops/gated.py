@@ -84,8 +84,9 @@ def gated_linear_unit(
         )
     )  # fmt: skip
     x, rights, biases, scale = checks.check_gated(
-        x, weights, bias, row_scale, activation, preactivation, implementation, sizes, offset, rows
-    )
+        x, weights, bias, row_scale, activation, preactivation, implementation,
+        checks.GroupArguments(sizes, offset, rows),
+    )  # fmt: skip
     gate = Gate(activation_function(activation), scaled=bool(scale))
     scale = tuple(jnp.expand_dims(s, -1) for s in scale)
     if sizes is not None:
