@@ -177,8 +177,8 @@ def check_ragged_dot_general(
     one = len(group_axes) == 1 and group_axes[0] not in taken
     if free and not (one and 0 <= group_axes[0] < np.ndim(rhs)):
         problems.append(
-            f"rhs_group_dimensions is {group_axes}, expected one axis of rhs, {describe(rhs)}, that "
-            "is neither contracted nor a batch axis: the ragged axis is a free one of lhs"
+            f"rhs_group_dimensions is {group_axes}, expected one axis of rhs, {describe(rhs)}, "
+            "that is neither contracted nor a batch axis: the ragged axis is a free one of lhs"
         )
     elif not free and group_axes:
         problems.append(
