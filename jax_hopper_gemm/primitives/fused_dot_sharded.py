@@ -150,11 +150,11 @@ def fused_of_shards(
     """
     product = FusedProduct.from_dict(params)
     graph, m, n, accumulate = product.graph, product.m, product.n, product.accumulate()
-    labels, count = local.labels, len(local.labels.factors)
+    labels, count = local.letters, len(local.letters.factors)
     (lhs, *rights), operands = shards[:count], shards[count:]
     follow = partial(evaluate, graph, labels=labels.others, out=labels.out, m=m, n=n)
-    cut = any(local.share.axes[letter] for letter in labels.contracted)
-    across = any(local.share.result(letter) for letter in n)
+    cut = any(local.shard.axes[letter] for letter in labels.contracted)
+    across = any(local.shard.result(letter) for letter in n)
     if cut or (across and graph.needs_whole_rows):
         dtype = np.dtype(jnp.dtype(local.sum_dtype)) if cut else accumulate.dtype
         products = [local.sum(x) for x in replace(accumulate, dtype=dtype)(lhs, rights)]
@@ -197,7 +197,7 @@ def _over_devices(
             case "row_max":
                 found.append(local.reduce(x, n, "max"))
             case "max":
-                found.append(local.reduce(x, local.labels.out, "max"))
+                found.append(local.reduce(x, local.letters.out, "max"))
             case "row_sumexp":
                 largest = local.reduce(x, n, "max")
                 base, own = (jnp.where(jnp.isfinite(y), y, 0.0) for y in (largest, x))

@@ -55,7 +55,7 @@ def fused_of_ragged_shards(
       *shards: factors, operands of the graph, and the sizes, whole.
       **params: of a `FusedProduct` that has spans.
     """
-    product, labels = FusedProduct.from_dict(params), local.labels
+    product, labels = FusedProduct.from_dict(params), local.letters
     graph, m, n, in_place = product.graph, product.m, product.n, product.in_place
     count, rows = len(labels.factors), not is_contraction(product.subscripts)
     (lhs, *rights), operands, sizes = shards[:count], shards[count:-1], shards[-1]
@@ -103,10 +103,10 @@ def _sums_first(graph: EpilogueGraph, local: ShardContext, n: str, rows: bool) -
     Where only groups are sharded, each row is whole on one device: what is summed then are the
     results, unless these are more bytes, are no matrices, or read what lies as behind the sum.
     """
-    axes, labels = local.share.axes, local.labels
+    axes, labels = local.shard.axes, local.letters
     if any(axes[letter] for letter in labels.contracted if letter != GROUPS):
         return True
-    if graph.needs_whole_rows and local.share.result(n):
+    if graph.needs_whole_rows and local.shard.result(n):
         return True
     if not rows or not axes[GROUPS]:
         return False
@@ -114,7 +114,7 @@ def _sums_first(graph: EpilogueGraph, local: ShardContext, n: str, rows: bool) -
     return (
         stored > graph.accumulators * jnp.dtype(local.sum_dtype).itemsize
         or any(result.kind != "matrix" for result in graph.results)
-        or any(letter in local.share.scattered for letter in "".join(labels.others))
+        or any(letter in local.shard.scattered for letter in "".join(labels.others))
     )
 
 

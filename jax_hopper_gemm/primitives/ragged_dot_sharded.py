@@ -179,7 +179,7 @@ def ragged_of_shards(
       sizes: of the whole product.
       **params: those that `emit_ragged` hands in.
     """
-    share, labels = RaggedShare.of(Spans(*spans), local.part), local.labels
+    share, labels = RaggedShare.of(Spans(*spans), local.part), local.letters
     extents = labels.extents((lhs.shape, rhs.shape))
     periods = share.spans.periods(sizes.shape[0])
     length = extents["m"] * share.rows.count * periods
