@@ -8,7 +8,7 @@ from typing import Any
 
 from jax import lax
 
-from ..gemm.groups import GROUPS
+from ..gemm.groups import GROUP
 from ..primitives.dot import as_dot_general_params, hopper_dot_p
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
@@ -33,7 +33,7 @@ def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
             primitive, params = lax.dot_general_p, _product_params(params["accumulate"])
             avals = avals[:2]
         elif primitive is hopper_ragged_dot_p:
-            subscripts = params["subscripts"].without(GROUPS)
+            subscripts = params["subscripts"].without(GROUP)
             options = {key: params[key] for key in ("precision", "preferred_element_type")}
             primitive, avals = lax.dot_general_p, avals[:2]
             params = as_dot_general_params(

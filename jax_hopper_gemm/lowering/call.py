@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 
 from ..gemm.epilogue_graph import Result
 from ..gemm.grid import result_shapes
-from ..gemm.groups import is_contraction, weights_in_order
+from ..gemm.groups import is_varlen_k, weights_in_order
 from ..gemm.subscripts import Subscripts
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
@@ -51,7 +51,7 @@ class Call:
       values: the left operand, the right one or gate and up.
       operands, avals: what the epilogue reads, in its order, and their abstract values.
       in_place: the operand whose memory the first result takes, if it is a matrix like it.
-      sizes: of a ragged product, what cuts its rows into spans; int32.
+      sizes: of a ragged product, what cuts its rows into groups; int32.
       rows: where the product gathers rows of an operand, their indices; int32.
       index: where an operand is one array of a stack, which; () int32. `values` then has the stack.
     """
@@ -109,18 +109,18 @@ class Call:
         XLA folds a transpose into its own products, but would copy the operand of a custom call.
         """
         product = self.product
-        if product.indexed or (product.spans and is_contraction(product.subscripts)):
+        if product.indexed or (product.groups and is_varlen_k(product.subscripts)):
             return self
         lhs, lhs_labels, lhs_shape = self.values[0], product.subscripts.lhs, product.lhs_shape
         rhs_labels, out = product.subscripts.rhs, product.subscripts.out
-        if not product.spans:
+        if not product.groups:
             lhs, lhs_labels, lhs_shape = look_through_transpose(lhs, lhs_labels, lhs_shape)
         rights = [look_through_transpose(x, rhs_labels, product.rhs_shape) for x in self.values[1:]]
         ((rhs_labels, rhs_shape), *others) = {(labels, shape) for _, labels, shape in rights}
         if others:  # gate and up lie differently
             return self
         subscripts = Subscripts(lhs_labels, rhs_labels, out)
-        if product.spans and not weights_in_order(subscripts):
+        if product.groups and not weights_in_order(subscripts):
             return self
         product = replace(
             product,
@@ -135,14 +135,16 @@ class Call:
 
         Of a ragged product; of two such operands the left one is gathered.
         """
-        product = self.product
-        if product.spans is None or product.gathered:
+        product, groups = self.product, self.product.groups
+        if groups is None or groups.gathered:
             return self
-        count = 2 if is_contraction(product.subscripts) and len(self.values) == 2 else 1
+        count = 2 if is_varlen_k(product.subscripts) and len(self.values) == 2 else 1
         for i, value in enumerate(self.values[:count]):
             if (found := look_through_gather(value)) is not None:
                 array, rows = found
-                product = replace(product, gathered="ab"[i], source=array.type.shape[0])
+                gathered: Any = "ab"[i]
+                groups = replace(groups, gathered=gathered, source_rows=array.type.shape[0])
+                product = replace(product, groups=groups)
                 values = (*self.values[:i], array, *self.values[i + 1 :])
                 return replace(self, product=product, values=values, rows=rows)
         return self
@@ -153,7 +155,7 @@ class Call:
         XLA would copy it for a custom call. Of two such operands it is the larger one.
         """
         product = self.product
-        if product.spans or product.indexed or len(self.values) > 2:
+        if product.groups or product.indexed or len(self.values) > 2:
             return self
         found = {i: one for i, x in enumerate(self.values) if (one := look_through_index(x))}
         if not found:
@@ -167,10 +169,12 @@ class Call:
     def gathered_by(self, operand: Literal["a", "b"], rows: Any) -> Call:
         """Returns the same product where an operand is rows, given whole, that indices pick."""
         product, length = self.product, rows.type.shape[0]
+        assert product.groups
         field = "lhs_shape" if operand == "a" else "rhs_shape"
-        source, *row = getattr(product, field)
+        source_rows, *row = getattr(product, field)
         shape: dict[str, Any] = {field: (length, *row)}
-        product = replace(product, gathered=operand, source=source, **shape)
+        groups = replace(product.groups, gathered=operand, source_rows=source_rows)
+        product = replace(product, groups=groups, **shape)
         return replace(self, product=product, rows=rows)
 
     def launch(self, ctx: mlir.LoweringRuleContext, found: Route) -> list[Any]:
@@ -182,13 +186,13 @@ class Call:
         from ..cubin import digest_of  # brings cuda-python with it
 
         assert found.gemm and found.spec and found.plan
-        product, problem = self.product, found.gemm.problem
+        product, problem, groups = self.product, found.gemm.problem, self.product.groups
         shapes = [(product.lhs_shape, product.lhs_dtype)]
         shapes += [(product.rhs_shape, product.rhs_dtype)] * product.rights
-        if product.gathered:
-            index = "ab".index(product.gathered)
+        if groups and groups.gathered:
+            index = "ab".index(groups.gathered)
             (_, *row), dtype = shapes[index]
-            shapes[index] = ((product.source, *row), dtype)
+            shapes[index] = ((groups.source_rows, *row), dtype)
         if product.indexed:
             index = "ab".index(product.indexed)
             shape, dtype = shapes[index]
@@ -208,9 +212,9 @@ class Call:
                 if aval.dtype.name != operand.dtype:
                     value, aval = _converted(ctx, value, aval, operand.dtype)
                 inputs.append((value, aval))
-        if product.spans:
-            inputs.append((self.sizes, ShapedArray((product.sizes,), np.dtype("int32"))))
-        if product.gathered:
+        if groups:
+            inputs.append((self.sizes, ShapedArray((groups.num_sizes,), np.dtype("int32"))))
+        if groups and groups.gathered:
             inputs.append((self.rows, ShapedArray(self.rows.type.shape, np.dtype("int32"))))
         if product.indexed:
             inputs.append((self.index, ShapedArray((), np.dtype("int32"))))
@@ -230,11 +234,11 @@ class Call:
             in_order = subscripts.swapped() if found.gemm.swap_ab else subscripts
             operation: Any = results[0].owner
             operation.attributes[PRODUCT] = mlir.ir_attribute(str(in_order))
-            if product.spans:
-                fields = ",".join(map(str, astuple(product.spans)))
+            if groups:
+                fields = ",".join(map(str, astuple(groups.rule)))
                 operation.attributes[SPANS] = mlir.ir_attribute(fields)
-            if product.gathered:
-                operation.attributes[GATHERED] = mlir.ir_attribute(product.gathered)
+            if groups and groups.gathered:
+                operation.attributes[GATHERED] = mlir.ir_attribute(groups.gathered)
             if product.indexed:
                 left = (product.indexed == "a") != found.gemm.swap_ab
                 operation.attributes[INDEXED] = mlir.ir_attribute("a" if left else "b")

@@ -90,9 +90,10 @@ def _look_through_reshapes(value: Any) -> Any:
 
 PRODUCT = "jax_hopper_gemm.product"  # subscripts, of the call's operands in their order
 
-SPANS = "jax_hopper_gemm.spans"  # fields of `Spans`; the sizes are the call's third operand
+SPANS = "jax_hopper_gemm.spans"  # fields of `Groups`; the sizes are the call's third operand
 
-GATHERED = "jax_hopper_gemm.gathered"  # as in `Groups`; the indices are the call's fourth operand
+GATHERED = "jax_hopper_gemm.gathered"  # as in `GroupedAxis`; indices are the fourth operand
+
 
 MAX_SMS = "jax_hopper_gemm.max_sms"  # as in `Product`
 

@@ -62,7 +62,11 @@ def traced_product(
     product = product_of_equation(equation)
     picking = (e for e in equations[:i] if e.primitive is pick_rows_p)
     sources: list[Any] = [e.invars[0].aval for e in picking if e.outvars[0] is equation.invars[0]]
-    forms = [replace(product, gathered="a", source=source.shape[0]) for source in sources]
+    forms = [
+        replace(product, groups=replace(product.groups, gathered="a", source_rows=x.shape[0]))
+        for x in sources
+        if product.groups
+    ]
     return TracedProduct((*forms, product), rest)
 
 
