@@ -40,7 +40,8 @@ from jax_hopper_gemm.dispatch.candidates import (
     tuner_specs,
     worthwhile,
 )
-from jax_hopper_gemm.gemm.problem import GemmProblem, Groups
+from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
+from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder, TileScheduler, WarpSchedule
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.gpu import Gpu
@@ -75,7 +76,7 @@ def problem_of(shape: Shape, what: str) -> GemmProblem:
         *extents, s.experts,
         a_major="m" if what == "weight" else "k", b_major="k" if what == "data" else "n",
     )  # fmt: skip
-    groups = Groups(axis, s.experts, s.experts + 1, s.experts)
+    groups = GroupedAxis(axis, s.experts, Groups.plain(s.experts))
     return dataclasses.replace(dense, groups=groups)
 
 

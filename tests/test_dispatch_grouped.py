@@ -41,8 +41,9 @@ from jax_hopper_gemm.dispatch.cost import (
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, read_table, write_table
 from jax_hopper_gemm.gemm.group_search import MAX_LENGTH
+from jax_hopper_gemm.gemm.groups import VarlenAxis
 from jax_hopper_gemm.gemm.legality import violations
-from jax_hopper_gemm.gemm.problem import GemmProblem, GroupedAxis, MatrixLayout
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 
@@ -51,12 +52,14 @@ pytestmark = pytest.mark.usefixtures("no_tables")
 ROWS = GemmProblem.grouped("m", 65536, 1536, 2048, 128)
 CONTRACTION = GemmProblem.grouped("k", 2048, 1536, 65536, 128)
 DECODE = GemmProblem.grouped("m", 256, 1536, 2048, 64)
-AXES: tuple[GroupedAxis, ...] = ("m", "k")
+AXES: tuple[VarlenAxis, ...] = ("m", "k")
 
 
 def regrouped(problem: GemmProblem, **changes) -> GemmProblem:
     assert problem.groups
-    return replace(problem, groups=replace(problem.groups, **changes))
+    names = {"period", "count", "first", "step"} & set(changes)
+    rule = replace(problem.groups.rule, **{name: changes.pop(name) for name in names})
+    return replace(problem, groups=replace(problem.groups, rule=rule, **changes))
 
 
 def random_problem(random: Random) -> GemmProblem:
@@ -71,7 +74,7 @@ def random_problem(random: Random) -> GemmProblem:
         d_dtype=random.choice(["bfloat16", "float16", "float32"]),
     )  # fmt: skip
     if axis == "m" and random.random() < 0.3:  # a batch of sizes, the weights shared
-        problem = regrouped(problem, sizes=3 * (problem.l + 1))
+        problem = regrouped(problem, num_sizes=3 * (problem.l + 1))
     return problem
 
 
@@ -170,15 +173,24 @@ def test_reason_names_the_groups_that_are_assumed():
         (regrouped(ROWS, axis="n"), "groups cut the axis 'n'"),
         (GemmProblem.grouped("m", MAX_LENGTH + 1, 64, 64, 2), "M, which is cut into groups, is"),
         (GemmProblem.grouped("k", 64, 64, MAX_LENGTH + 8, 2), "K, which is cut into groups, is"),
-        (regrouped(ROWS, sizes=0), "0 sizes of groups"),
-        (regrouped(ROWS, sizes=MAX_LENGTH + 1, period=MAX_LENGTH + 1), "sizes of groups, not 1 to"),
-        (regrouped(ROWS, first=2), "are 128 spans of every 129, the first of them number 2: there"),
+        (regrouped(ROWS, num_sizes=0), "0 sizes of groups"),
+        (
+            regrouped(ROWS, num_sizes=MAX_LENGTH + 1, period=MAX_LENGTH + 1),
+            "sizes of groups, not 1 to",
+        ),
+        (regrouped(ROWS, first=2), "are 128 runs of every 129, the first of them number 2: there"),
         (regrouped(ROWS, first=-1), "number -1"),
-        (regrouped(ROWS, count=0), "groups are 0 spans of every 129"),
+        (regrouped(ROWS, count=0), "groups are 0 runs of every 129"),
         (regrouped(ROWS, step=5), "are 5 matrices, not 0 or 128"),
         (replace(ROWS, l=127), "groups need 128 matrices of B, there are 127"),
-        (regrouped(ROWS, sizes=2 * 129, step=128), "groups need 256 matrices of B, there are 128"),
-        (regrouped(CONTRACTION, sizes=2 * 129), "256 groups write 128: each must be written once"),
+        (
+            regrouped(ROWS, num_sizes=2 * 129, step=128),
+            "groups need 256 matrices of B, there are 128",
+        ),
+        (
+            regrouped(CONTRACTION, num_sizes=2 * 129),
+            "256 groups write 128: each must be written once",
+        ),
         (replace(CONTRACTION, l=129), "D has 129 matrices, but 128 groups write 128"),
         (replace(ROWS, a=MatrixLayout("m", 65536)), "A must be stored (M, K): copy it"),
         (replace(CONTRACTION, b=MatrixLayout("k", 65536)), "stored (K, M) and B (K, N): copy"),
@@ -191,7 +203,7 @@ def test_reason_names_the_groups_that_are_assumed():
         (GemmProblem.grouped("k", 60, 64, 64, 2), "pad M from 60 to 64"),
         (GemmProblem.grouped("m", 0, 64, 64, 2), "M is 0: an empty product"),
         (
-            regrouped(ROWS, gathered="b", source=9),
+            regrouped(ROWS, gathered="b", source_rows=9),
             "no kernel gathers B by indices where groups cut M",
         ),
         (regrouped(ROWS, gathered="a"), "indices pick among 0 rows"),
@@ -199,12 +211,14 @@ def test_reason_names_the_groups_that_are_assumed():
             regrouped(
                 replace(GemmProblem.grouped("m", 1, 64, 64, 2), a=MatrixLayout("k", 60)),
                 gathered="a",
-                source=9,
+                source_rows=9,
             ),
             "A is stored (M, K) bfloat16 and its lines along K are 120 bytes",
         ),
         (
-            regrouped(replace(CONTRACTION, b=MatrixLayout("n", 2**31)), gathered="b", source=9),
+            regrouped(
+                replace(CONTRACTION, b=MatrixLayout("n", 2**31)), gathered="b", source_rows=9
+            ),
             "B's rows, picked by indices, are 2147483648 elements apart",
         ),
     ],
@@ -222,10 +236,10 @@ def test_groups_that_no_kernel_serves_say_why(problem, words):
         GemmProblem.grouped("m", 13, 64, 64, 3),  # the grouped axis has no alignment to keep
         GemmProblem.grouped("k", 64, 64, 13, 3),
         GemmProblem.grouped("m", 7, 64, 64, 100),
-        regrouped(ROWS, sizes=130, period=131, first=1),  # rows of other devices around
-        regrouped(ROWS, sizes=5 * 129),  # a batch that shares its weights
-        regrouped(replace(ROWS, l=5 * 128), sizes=5 * 129, step=128),
-        regrouped(replace(CONTRACTION, l=5 * 128), sizes=5 * 129, step=128),
+        regrouped(ROWS, num_sizes=130, period=131, first=1),  # rows of other devices around
+        regrouped(ROWS, num_sizes=5 * 129),  # a batch that shares its weights
+        regrouped(replace(ROWS, l=5 * 128), num_sizes=5 * 129, step=128),
+        regrouped(replace(CONTRACTION, l=5 * 128), num_sizes=5 * 129, step=128),
         regrouped(ROWS, period=128),
         replace(ROWS, a=MatrixLayout("k", 2048, 3), d=MatrixLayout("n", 1536, 0)),
     ],
@@ -433,7 +447,7 @@ def test_a_table_with_another_axis_is_refused(tmp_path):
     ("problem", "operand"), [(ROWS, "a"), (CONTRACTION, "a"), (CONTRACTION, "b")]
 )
 def test_kernels_that_gather_can_be_built_ahead(problem, operand):
-    gathered = regrouped(problem, gathered=operand, source=8192)
+    gathered = regrouped(problem, gathered=operand, source_rows=8192)
     assert problem_violations(gathered) == []
     decision = choose(gathered, H200)
     assert decision.spec is not None and decision.spec.gathered == operand
@@ -448,7 +462,7 @@ def test_kernels_that_gather_can_be_built_ahead(problem, operand):
 def test_a_gathering_kernel_takes_the_configuration_measured_without(tmp_path):
     write_table(Table.of(H200, [entry(ROWS)], "here"), tmp_path / "table.json")
     load_table(tmp_path / "table.json")
-    decision = choose(regrouped(ROWS, gathered="a", source=8192), H200)
+    decision = choose(regrouped(ROWS, gathered="a", source_rows=8192), H200)
     assert decision.source == "user table" and decision.spec is not None
     assert (decision.spec.tile_n, decision.spec.gathered) == (96, "a")
     assert decision.spec in table_specs(H200)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from test_fused import TRANSFORMS, assert_close, everything, gate, gelu, normal, squared
 
+from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
-from jax_hopper_gemm.primitives.ragged_dot import Spans
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -25,7 +25,7 @@ def fused(function, lhs, rights, sizes, *operands, subscripts="mk,gkn->mn", **op
     rights = rights if isinstance(rights, tuple) else (rights,)
     settings: dict[str, Any] = {
         "precision": None, "product_dtype": jnp.result_type(lhs, *rights), "out_dtypes": None,
-        "preactivation": "save", "implementation": None, "spans": Spans.plain(rights[0].shape[0]),
+        "preactivation": "save", "implementation": None, "groups": Groups.plain(rights[0].shape[0]),
     }  # fmt: skip
     return fused_dot(
         function, lhs, rights, operands, subscripts=Subscripts.parse(subscripts), sizes=sizes,

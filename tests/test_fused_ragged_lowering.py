@@ -15,10 +15,11 @@ from programs import attributes, lowered
 from test_fused_lowering import launches, on_matrices, reachable, results, shape, step
 
 from jax_hopper_gemm import dispatch
+from jax_hopper_gemm.gemm.groups import VARLEN_M_KN, Groups
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
-from jax_hopper_gemm.primitives.ragged_dot import ROWS, Spans, hopper_ragged_dot
+from jax_hopper_gemm.primitives.ragged_dot import hopper_ragged_dot
 
 pytestmark = pytest.mark.usefixtures("launcher", "no_tables", "kernels")
 
@@ -53,7 +54,7 @@ def fused(function, lhs, rights, sizes, *operands, subscripts="mk,gkn->mn", **op
     rights = rights if isinstance(rights, tuple) else (rights,)
     settings: dict[str, Any] = {
         "precision": None, "product_dtype": lhs.dtype, "out_dtypes": None, "preactivation": "save",
-        "implementation": "hopper", "spans": Spans.plain(rights[0].shape[0]),
+        "implementation": "hopper", "groups": Groups.plain(rights[0].shape[0]),
     }  # fmt: skip
     return fused_dot(
         function, lhs, rights, operands, subscripts=Subscripts.parse(subscripts), sizes=sizes,
@@ -63,7 +64,7 @@ def fused(function, lhs, rights, sizes, *operands, subscripts="mk,gkn->mn", **op
 
 def bare(x, w, sizes):
     return hopper_ragged_dot(
-        x, w, sizes, subscripts=ROWS, spans=Spans.plain(w.shape[0]), precision=None,
+        x, w, sizes, subscripts=VARLEN_M_KN, groups=Groups.plain(w.shape[0]), precision=None,
         preferred_element_type=x.dtype, implementation="hopper",
     )  # fmt: skip
 

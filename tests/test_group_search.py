@@ -19,7 +19,7 @@ from jax_hopper_gemm.gemm.group_search import (
     GroupRaster,
     tile_in_pair,
 )
-from jax_hopper_gemm.gemm.problem import Groups
+from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.gemm.raster import make_raster, tile_at
 from jax_hopper_gemm.testing.lanes import Int32, NumpyLanes, group_tiles, parts_of_empty_groups
 
@@ -44,7 +44,7 @@ class Case:
     rows: int | None
     clusters_m: int = 3
     clusters_n: int = 2
-    period: int | None = None  # None: all spans are groups
+    period: int | None = None  # None: all runs are groups
     first: int = 0
     count: int | None = None
     step: int = 0
@@ -61,8 +61,8 @@ class Case:
         )  # fmt: skip
 
 
-def spans_of(case: Case) -> list[Span]:
-    """Returns all spans, by the definition in `Groups`: one size after the other."""
+def runs_of(case: Case) -> list[Span]:
+    """Returns all runs, by the definition in `gemm.groups`: one size after the other."""
     raster, found, at = case.raster, [], 0
     for i, size in enumerate(case.sizes):
         end = min(case.length, at + max(0, size))
@@ -74,12 +74,12 @@ def spans_of(case: Case) -> list[Span]:
 
 
 def expected_tiles(case: Case) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yields all tiles: span by span, each in the order of a dense product of its extents."""
-    for span in spans_of(case):
-        clusters_m = case.clusters_m if span.matrix >= 0 else 0
+    """Yields all tiles: run by run, each in the order of a dense product of its extents."""
+    for run in runs_of(case):
+        clusters_m = case.clusters_m if run.matrix >= 0 else 0
         if case.rows:
-            clusters_m = math.ceil((span.end - span.start) / case.rows)
-        if case.skip_empty and span.start == span.end:
+            clusters_m = math.ceil((run.end - run.start) / case.rows)
+        if case.skip_empty and run.start == run.end:
             clusters_m = 0
         if clusters_m:
             order = make_raster(
@@ -87,7 +87,7 @@ def expected_tiles(case: Case) -> Iterator[tuple[int, int, int, int, int]]:
             )
             for i in range(order.total):
                 m, n, _ = tile_at(order, i)
-                yield span.matrix, span.start, span.end, m, n
+                yield run.matrix, run.start, run.end, m, n
 
 
 def found_tiles(case: Case, indices=None) -> list[tuple[int, ...]]:
@@ -130,7 +130,7 @@ def random_case(random: Random, grouped: str) -> Case:
         width=random.randint(1, 16),
         skip_empty=grouped == "k" and random.random() < 0.5,
     )  # fmt: skip
-    if random.random() < 0.5:  # some spans belong to no group, as of other devices or batches
+    if random.random() < 0.5:  # some runs belong to no group, as of other devices or batches
         period = random.randint(1, len(sizes) + 1)
         first = random.randrange(period)
         count = random.randint(1, period - first)
@@ -163,8 +163,8 @@ def test_tiles_of_grouped_rows_cover_each_row_once():
             assert np.isin(matrix_of_row[rows], (-2, matrix)).all()
             matrix_of_row[rows] = matrix
         assert (painted == 1).all()
-        for span in spans_of(case):
-            assert (matrix_of_row[span.start : span.end] == span.matrix).all()
+        for run in runs_of(case):
+            assert (matrix_of_row[run.start : run.end] == run.matrix).all()
 
 
 def test_pairs_cover_each_row_and_column_once_and_part_at_the_last_odd_tile_alone():
@@ -192,19 +192,14 @@ def test_each_matrix_of_grouped_k_is_written_once_also_for_empty_groups():
     for _ in range(60):
         case = replace(random_case(random, "k"), skip_empty=False)
         case = replace(case, step=case.raster.count)
-        spans = Groups(
-            "k",
-            len(case.sizes),
-            case.raster.period,
-            case.raster.count,
-            case.first,
-            case.raster.count,
-        )
-        painted = np.zeros((spans.matrices, case.clusters_m, case.clusters_n), int)
+        count, num_sizes = case.raster.count, len(case.sizes)
+        groups = Groups(case.raster.period, count, case.first, step=count)
+        matrices = groups.matrices(num_sizes)
+        painted = np.zeros((matrices, case.clusters_m, case.clusters_n), int)
         for matrix, _, _, m, n in found_tiles(case):
             assert matrix >= 0
             painted[matrix, m, n] += 1
-        assert (painted == 1).all() and spans.total == spans.matrices
+        assert (painted == 1).all() and groups.total(num_sizes) == matrices
 
 
 @pytest.mark.parametrize("warps", [1, 3, 132])
@@ -219,7 +214,7 @@ def test_each_part_of_an_empty_group_is_found_once_and_none_of_another(warps):
             for first in range(warps)
             for part in parts_of_empty_groups(case.raster, case.sizes, parts, first, warps)
         ]
-        empty = [s.matrix for s in spans_of(case)[:-1] if s.matrix >= 0 and s.start == s.end]
+        empty = [s.matrix for s in runs_of(case)[:-1] if s.matrix >= 0 and s.start == s.end]
         assert sorted(found) == list(itertools.product(empty, range(parts)))
         multiplied = {tile[0] for tile in found_tiles(case)}
         assert not multiplied & set(empty)
@@ -267,7 +262,7 @@ def test_thousands_of_groups(rows):
 
 @pytest.mark.parametrize("number", [1, 31, 32, 33, 63, 64, 95, 96])
 def test_what_sizes_leave_is_found_wherever_a_window_ends(number):
-    """It is the span behind the last size, which may be the first of a window."""
+    """It is the run behind the last size, which may be the first of a window."""
     case = Case([2] * number, 2 * number + 130, 128, clusters_n=1)
     tiles = found_tiles(case)
     start, end = 2 * number, 2 * number + 130
@@ -312,7 +307,7 @@ def test_the_longest_axis_and_the_largest_sizes_stay_in_int32(rows, size):
     case = Case([size] * 100, MAX_LENGTH, rows, clusters_m=1, clusters_n=128)
     if rows:
         total = sum(
-            math.ceil((span.end - span.start) / rows) * case.clusters_n for span in spans_of(case)
+            math.ceil((run.end - run.start) / rows) * case.clusters_n for run in runs_of(case)
         )
     else:
         total = 100 * case.clusters_n

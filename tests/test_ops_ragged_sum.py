@@ -18,7 +18,7 @@ from programs import LAUNCH, attributes, integers, lowered
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.fusion.jaxprs import traced
-from jax_hopper_gemm.gemm.groups import CONTRACTION, Spans
+from jax_hopper_gemm.gemm.groups import VARLEN_K, GroupedAxis, Groups
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.lowering.route import Product, route
 
@@ -327,8 +327,8 @@ def test_a_mapped_kernel_reads_no_c_that_its_groups_share(axes, path):
         shape(*axes, 512, 384, dtype=jnp.float32),
     )  # fmt: skip
     product = Product(
-        CONTRACTION, (8192, 512), "bfloat16", (8192, 384), "bfloat16", "float32",
-        function=function, spans=Spans(9, 8, step=8), sizes=17,
+        VARLEN_K, (8192, 512), "bfloat16", (8192, 384), "bfloat16", "float32",
+        function=function, groups=GroupedAxis("k", 17, Groups(9, 8, step=8)),
     )  # fmt: skip
     assert route(product, dispatch.H200, kernel_only=True).path == path
 

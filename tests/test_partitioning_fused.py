@@ -20,7 +20,7 @@ from programs import CACHED_ON_MESH, LAUNCH, integers, run_fresh
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
-from jax_hopper_gemm.gemm.groups import Spans
+from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.primitives.fused_call import FusedProduct
 from jax_hopper_gemm.sharding import custom_call
 from jax_hopper_gemm.sharding.mesh import Mesh
@@ -228,14 +228,14 @@ SAID = (
 
 
 @pytest.mark.parametrize(
-    "end, spans", [("}", None), (', "spans": [9, 8, 0, 8]}', Spans(9, 8, 0, 8))]
+    "end, groups", [("}", None), (', "spans": [9, 8, 0, 8]}', Groups(9, 8, 0, 8))]
 )
-def test_what_a_call_says_has_the_same_text(end, spans):
+def test_what_a_call_says_has_the_same_text(end, groups):
     product = FusedProduct.from_dict(json.loads(SAID + end))
     add = EpilogueGraph(
         1, (Operand("row", "bfloat16"),), (Node("add", (0, 1)),), (Result("matrix", 2, "bfloat16"),)
     )
-    assert (product.graph, product.max_sms, product.spans) == (add, 32, spans)
+    assert (product.graph, product.max_sms, product.groups) == (add, 32, groups)
     assert json.dumps(product.to_dict()) == SAID + end
 
 

@@ -21,8 +21,9 @@ from jax_hopper_gemm.gemm.grid import (
     result_shapes,
 )
 from jax_hopper_gemm.gemm.group_search import GroupRaster
+from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
 from jax_hopper_gemm.gemm.legality import violations
-from jax_hopper_gemm.gemm.problem import GemmProblem, Groups, MatrixLayout
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.raster import make_raster
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import (
@@ -456,7 +457,7 @@ def test_boxes_of_span_maps_are_shared_by_a_cluster():
 @pytest.mark.parametrize("axis", ["m", "k"])
 def test_sizes_and_their_walk_follow_the_results(axis, scheduler):
     problem, spec = grouped_case(axis, tile_scheduler=scheduler)
-    groups = Groups(axis, 11, 6, 4, first=1, step=4)
+    groups = GroupedAxis(axis, 11, Groups(6, 4, first=1, step=4))
     problem = replace(problem, groups=groups, l=8)
     plan = make_plan(problem, spec, RasterOrder("n", 3), 132)
     a, b, d, *rest = plan.params
@@ -523,7 +524,7 @@ def test_sizes_follow_the_epilogues_operands():
 def test_gathered_operands_are_pointers_with_an_array_of_indices():
     problem, spec = grouped_case("m")
     assert problem.groups
-    problem = replace(problem, groups=replace(problem.groups, gathered="a", source=64))
+    problem = replace(problem, groups=replace(problem.groups, gathered="a", source_rows=64))
     params = make_plan(problem, replace(spec, gathered="a"), RasterOrder(), 132).params
     assert params[0] == Pointer(0)
     # Buffers: A, B, the sizes, the indices, then D.

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
-from jax_hopper_gemm.gemm.problem import GemmProblem, Groups, MatrixLayout
+from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 
 GATED = EpilogueGraph(  # (gate * up + residual) * row, stored in two dtypes
     2,
@@ -50,7 +51,7 @@ def test_bytes_count_a_shared_operand_once(a_batch, b_batch, elements_in):
 
 
 @pytest.mark.parametrize("graph", [None, GATED])
-@pytest.mark.parametrize("groups", [None, Groups("m", 5, 6, 2, 1, 2, "a", 99)])
+@pytest.mark.parametrize("groups", [None, GroupedAxis("m", 5, Groups(6, 2, 1, 2), "a", 99)])
 def test_to_dict_survives_json(graph, groups):
     problem = replace(
         GemmProblem.dense(3, 5, 7, 2, a_major="m", d_dtype="float32"), epilogue=graph,
@@ -60,7 +61,9 @@ def test_to_dict_survives_json(graph, groups):
     fields = json.loads(json.dumps(problem.to_dict()))
     fields |= {name: MatrixLayout(**fields[name]) for name in "abd"}
     fields["operands"] = tuple(MatrixLayout(**layout) for layout in fields["operands"])
-    fields["groups"] = fields["groups"] and Groups(**fields["groups"])
+    if groups is not None:
+        fields["groups"]["rule"] = Groups(**fields["groups"]["rule"])
+        fields["groups"] = GroupedAxis(**fields["groups"])
     fields["epilogue"] = fields["epilogue"] and EpilogueGraph.from_dict(fields["epilogue"])
     assert GemmProblem(**fields) == problem
 
@@ -91,17 +94,3 @@ def test_a_grouped_product_reads_and_writes_its_grouped_matrices_once():
     gated = replace(rows, epilogue=GATED)
     assert gated.flops == 2 * rows.flops
     assert gated.bytes == 2 * (100 * 7 + 2 * 4 * 7 * 5) + 100 * 5 * (2 + 4 + 4)
-
-
-def test_groups_number_their_matrices():
-    plain = Groups("m", 8, 9, 8)
-    assert (plain.total, plain.matrices) == (8, 8)
-    batched = Groups("m", 3 * 9, 9, 8, step=8)
-    assert (batched.total, batched.matrices) == (24, 24)
-    shared = replace(batched, step=0)
-    assert (shared.total, shared.matrices) == (24, 8)
-    local = Groups("m", 5, 6, 3, first=1)
-    assert (local.total, local.matrices) == (3, 3)
-    cut = Groups("m", 2, 6, 3, first=1)  # the sizes end within the groups
-    assert (cut.total, cut.matrices) == (1, 1)
-    assert (replace(cut, sizes=1).total, replace(cut, sizes=1).matrices) == (0, 0)

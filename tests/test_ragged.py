@@ -17,86 +17,82 @@ import pytest
 from jax import lax
 from programs import integers
 
-from jax_hopper_gemm.gemm.groups import FORMS
+from jax_hopper_gemm.gemm.groups import FORMS, VARLEN_K, VARLEN_M_KN, VARLEN_M_NK, Groups
 from jax_hopper_gemm.gemm.subscripts import Subscripts
-from jax_hopper_gemm.primitives.group_sizes import group_of_rows, span_ends
-from jax_hopper_gemm.primitives.ragged_dot import (
-    CONTRACTION,
-    ROWS,
-    ROWS_TRANSPOSED,
-    Spans,
-    hopper_ragged_dot,
-    reference_ragged_dot,
-)
+from jax_hopper_gemm.primitives.group_sizes import group_of_rows, run_ends
+from jax_hopper_gemm.primitives.ragged_dot import hopper_ragged_dot
+from jax_hopper_gemm.primitives.ragged_reference import reference_ragged_dot
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 T, K, N, G = 12, 3, 4, 3
 
-# Spans, and sizes for them: one size each, with an offset, of several periods that share their
+# Groups, and sizes for them: one size each, with an offset, of several periods that share their
 # matrices or have their own.
 CASES = {
-    "plain": (Spans.plain(G), [3, 0, 5]),
-    "all rows": (Spans.plain(G), [4, 4, 4]),
-    "one group": (Spans.plain(1), [7]),
-    "too long": (Spans.plain(G), [5, 9, 4]),
-    "far too long": (Spans.plain(G), [5, 2**31 - 1, 2**31 - 1]),
-    "negative": (Spans.plain(G), [5, -3, 4]),
-    "all empty": (Spans.plain(G), [0, 0, 0]),
-    "no group": (Spans.plain(0), []),
-    "offset": (Spans(G + 2, G, first=1), [2, 3, 0, 4]),
-    "offset behind the rows": (Spans(G + 2, G, first=1), [20, 3, 0, 4]),
-    "shared by periods": (Spans(4, 3, step=0), [1, 2, 1, 2, 0, 4, 1]),
-    "own of periods": (Spans(4, 3, step=3), [1, 2, 1, 2, 0, 4, 1]),
-    "own of periods, offset": (Spans(3, 1, first=1, step=1), [1, 2, 1, 4, 3]),
+    "plain": (Groups.plain(G), [3, 0, 5]),
+    "all rows": (Groups.plain(G), [4, 4, 4]),
+    "one group": (Groups.plain(1), [7]),
+    "too long": (Groups.plain(G), [5, 9, 4]),
+    "far too long": (Groups.plain(G), [5, 2**31 - 1, 2**31 - 1]),
+    "negative": (Groups.plain(G), [5, -3, 4]),
+    "all empty": (Groups.plain(G), [0, 0, 0]),
+    "no group": (Groups.plain(0), []),
+    "offset": (Groups(G + 2, G, first=1), [2, 3, 0, 4]),
+    "offset behind the rows": (Groups(G + 2, G, first=1), [20, 3, 0, 4]),
+    "shared by periods": (Groups(4, 3, step=0), [1, 2, 1, 2, 0, 4, 1]),
+    "own of periods": (Groups(4, 3, step=3), [1, 2, 1, 2, 0, 4, 1]),
+    "own of periods, offset": (Groups(3, 1, first=1, step=1), [1, 2, 1, 4, 3]),
 }
 
 
-def product(subscripts: Subscripts, spans: Spans, **options: Any):
+def product(subscripts: Subscripts, groups: Groups, **options: Any):
     params = {"precision": None, "preferred_element_type": None, "implementation": None}
-    return partial(hopper_ragged_dot, subscripts=subscripts, spans=spans, **params | options)
+    return partial(hopper_ragged_dot, subscripts=subscripts, groups=groups, **params | options)
 
 
 @cache
-def compiled(subscripts: Subscripts, spans: Spans):
+def compiled(subscripts: Subscripts, groups: Groups):
     """Returns the product, compiled once for all sizes."""
-    return jax.jit(product(subscripts, spans))
+    return jax.jit(product(subscripts, groups))
 
 
 @cache
-def compiled_gradients(subscripts: Subscripts, spans: Spans):
-    return jax.jit(jax.grad(partial(squared, product(subscripts, spans)), (0, 1)))
+def compiled_gradients(subscripts: Subscripts, groups: Groups):
+    return jax.jit(jax.grad(partial(squared, product(subscripts, groups)), (0, 1)))
 
 
-def operands(subscripts: Subscripts, spans: Spans, sizes: Any, length: int = T) -> list[jax.Array]:
-    extents = {"m": length, "k": K, "n": N, "g": spans.matrices(len(sizes))}
+def operands(
+    subscripts: Subscripts, groups: Groups, sizes: Any, length: int = T
+) -> list[jax.Array]:
+    extents = {"m": length, "k": K, "n": N, "g": groups.matrices(len(sizes))}
     labels = subscripts.lhs, subscripts.rhs
     return [integers(tuple(extents[x] for x in o), seed=i) for i, o in enumerate(labels)]
 
 
-def matrix_of_rows(sizes: Any, spans: Spans, length: int) -> list[int]:
+def matrix_of_rows(sizes: Any, groups: Groups, length: int) -> list[int]:
     """The matrix of each row, -1 for none, by a loop."""
     found: list[int] = []
     for index, size in enumerate([*map(int, sizes), length]):
-        period, place = divmod(index, spans.period)
-        own = spans.first <= place < spans.first + spans.count
-        matrix = period * spans.step + place - spans.first if own else -1
+        period, place = divmod(index, groups.period)
+        own = groups.first <= place < groups.first + groups.count
+        matrix = period * groups.step + place - groups.first if own else -1
         found += [matrix] * min(max(size, 0), length - len(found))
     return found
 
 
-def by_loop(subscripts: Subscripts, spans: Spans, lhs: Any, rhs: Any, sizes: Any) -> np.ndarray:
+def by_loop(subscripts: Subscripts, groups: Groups, lhs: Any, rhs: Any, sizes: Any) -> np.ndarray:
     """The product in float64, row by row."""
     lhs, rhs = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
-    owners = matrix_of_rows(np.asarray(sizes), spans, len(lhs))
-    matrices = spans.matrices(len(sizes))
-    if subscripts == CONTRACTION:
+    owners = matrix_of_rows(np.asarray(sizes), groups, len(lhs))
+    matrices = groups.matrices(len(sizes))
+    if subscripts == VARLEN_K:
         out = np.zeros((matrices, lhs.shape[1], rhs.shape[1]))
         for row, matrix in enumerate(owners):
             if matrix >= 0:
                 out[matrix] += np.outer(lhs[row], rhs[row])
         return out
-    weights = rhs if subscripts == ROWS else rhs.swapaxes(1, 2)
+    weights = rhs if subscripts == VARLEN_M_KN else rhs.swapaxes(1, 2)
     out = np.zeros((len(lhs), weights.shape[2]))
     for row, matrix in enumerate(owners):
         if matrix >= 0:
@@ -107,55 +103,55 @@ def by_loop(subscripts: Subscripts, spans: Spans, lhs: Any, rhs: Any, sizes: Any
 FORM_CASES = [
     (subscripts, name)
     for subscripts, name in itertools.product(FORMS, CASES)
-    if not (subscripts == CONTRACTION and name == "shared by periods")
+    if not (subscripts == VARLEN_K and name == "shared by periods")
 ]
 
 
 @pytest.mark.parametrize("subscripts, name", FORM_CASES)
 def test_numbers_are_those_of_a_loop_over_rows(subscripts, name):
-    spans, sizes = CASES[name]
-    lhs, rhs = operands(subscripts, spans, sizes)
-    out = compiled(subscripts, spans)(lhs, rhs, np.array(sizes, np.int32))
+    groups, sizes = CASES[name]
+    lhs, rhs = operands(subscripts, groups, sizes)
+    out = compiled(subscripts, groups)(lhs, rhs, np.array(sizes, np.int32))
     assert out.dtype == np.float32
-    np.testing.assert_array_equal(out, by_loop(subscripts, spans, lhs, rhs, sizes))
+    np.testing.assert_array_equal(out, by_loop(subscripts, groups, lhs, rhs, sizes))
 
 
 @pytest.mark.parametrize("subscripts", FORMS)
 @pytest.mark.parametrize("name", ["plain", "offset"])
 def test_no_rows_give_zeros(subscripts, name):
-    spans, sizes = CASES[name]
-    lhs, rhs = operands(subscripts, spans, sizes, length=0)
-    out = compiled(subscripts, spans)(lhs, rhs, np.array(sizes, np.int32))
-    np.testing.assert_array_equal(out, by_loop(subscripts, spans, lhs, rhs, sizes))
+    groups, sizes = CASES[name]
+    lhs, rhs = operands(subscripts, groups, sizes, length=0)
+    out = compiled(subscripts, groups)(lhs, rhs, np.array(sizes, np.int32))
+    np.testing.assert_array_equal(out, by_loop(subscripts, groups, lhs, rhs, sizes))
 
 
 # `jax.lax.ragged_dot` multiplies zeros by all matrices.
-NOT_LAX = [name for name, (spans, sizes) in CASES.items() if not spans.is_plain(len(sizes))]
+NOT_LAX = [name for name, (groups, sizes) in CASES.items() if not groups.is_plain(len(sizes))]
 
 
 @pytest.mark.parametrize("name", NOT_LAX)
 def test_what_no_row_belongs_to_is_not_touched(name):
-    spans, sizes = CASES[name]
-    lhs, rhs = map(np.array, operands(ROWS, spans, sizes))
-    owners = np.array(matrix_of_rows(sizes, spans, T))
+    groups, sizes = CASES[name]
+    lhs, rhs = map(np.array, operands(VARLEN_M_KN, groups, sizes))
+    owners = np.array(matrix_of_rows(sizes, groups, T))
     lhs[owners < 0] = np.inf
     rhs[np.setdiff1d(np.arange(rhs.shape[0]), owners)] = np.nan
-    out = compiled(ROWS, spans)(lhs, rhs, np.array(sizes, np.int32))
-    np.testing.assert_array_equal(out, by_loop(ROWS, spans, lhs, rhs, sizes))
+    out = compiled(VARLEN_M_KN, groups)(lhs, rhs, np.array(sizes, np.int32))
+    np.testing.assert_array_equal(out, by_loop(VARLEN_M_KN, groups, lhs, rhs, sizes))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_group_of_rows_follows_a_loop(name):
-    spans, sizes = CASES[name]
-    found = group_of_rows(jnp.array(sizes, np.int32), spans, T)
-    assert found.dtype == np.int32 and found.tolist() == matrix_of_rows(sizes, spans, T)
+    groups, sizes = CASES[name]
+    found = group_of_rows(jnp.array(sizes, np.int32), groups, T)
+    assert found.dtype == np.int32 and found.tolist() == matrix_of_rows(sizes, groups, T)
 
 
 @pytest.mark.parametrize("length", [10, 2**30 - 1])
 def test_ends_of_hostile_sizes_stay_on_the_axis(length):
     largest, smallest = 2**31 - 1, -(2**31)
     sizes = jnp.array([3, smallest, 4, largest, largest, smallest, largest], np.int32)
-    assert span_ends(sizes, length).tolist() == [3, 3, 7, length, length, length, length]
+    assert run_ends(sizes, length).tolist() == [3, 3, 7, length, length, length, length]
 
 
 @pytest.mark.parametrize("subscripts", FORMS)
@@ -165,12 +161,12 @@ def test_ends_of_hostile_sizes_stay_on_the_axis(length):
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["plain", "offset"])
 def test_dtypes_follow_dot_general(subscripts, dtype, preferred, expected, name):
-    spans, sizes = CASES[name]
-    lhs, rhs = map(np.asarray, operands(subscripts, spans, sizes))
-    function = jax.jit(product(subscripts, spans, preferred_element_type=preferred))
+    groups, sizes = CASES[name]
+    lhs, rhs = map(np.asarray, operands(subscripts, groups, sizes))
+    function = jax.jit(product(subscripts, groups, preferred_element_type=preferred))
     out = function(*(x.astype(jnp.dtype(dtype)) for x in (lhs, rhs)), np.array(sizes, np.int32))
     assert out.dtype == expected
-    exact = by_loop(subscripts, spans, lhs, rhs, sizes)
+    exact = by_loop(subscripts, groups, lhs, rhs, sizes)
     np.testing.assert_array_equal(np.asarray(out).astype(np.complex64).real, exact)
 
 
@@ -181,39 +177,41 @@ def squared(function, lhs, rhs, sizes):
     return (function(lhs, rhs, sizes) ** 2).sum()
 
 
-def gradients_by_loop(subscripts: Subscripts, spans: Spans, lhs: Any, rhs: Any, sizes: Any) -> Any:
+def gradients_by_loop(
+    subscripts: Subscripts, groups: Groups, lhs: Any, rhs: Any, sizes: Any
+) -> Any:
     """The gradients of `squared` in float64."""
     lhs, rhs = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
-    cotangent = 2 * by_loop(subscripts, spans, lhs, rhs, sizes)
-    if subscripts == CONTRACTION:
+    cotangent = 2 * by_loop(subscripts, groups, lhs, rhs, sizes)
+    if subscripts == VARLEN_K:
         return (
-            by_loop(ROWS_TRANSPOSED, spans, rhs, cotangent, sizes),
-            by_loop(ROWS, spans, lhs, cotangent, sizes),
+            by_loop(VARLEN_M_NK, groups, rhs, cotangent, sizes),
+            by_loop(VARLEN_M_KN, groups, lhs, cotangent, sizes),
         )
-    other = ROWS_TRANSPOSED if subscripts == ROWS else ROWS
-    own = spans if spans.step else replace(spans, step=spans.count)
-    of_rhs = by_loop(CONTRACTION, own, lhs, cotangent, sizes)
+    other = VARLEN_M_NK if subscripts == VARLEN_M_KN else VARLEN_M_KN
+    own = groups if groups.step else replace(groups, step=groups.count)
+    of_rhs = by_loop(VARLEN_K, own, lhs, cotangent, sizes)
     of_rhs = of_rhs.reshape(-1, *rhs.shape[:1], *of_rhs.shape[1:]).sum(0)
-    of_rhs = of_rhs if subscripts == ROWS else of_rhs.swapaxes(1, 2)
-    return by_loop(other, spans, cotangent, rhs, sizes), of_rhs
+    of_rhs = of_rhs if subscripts == VARLEN_M_KN else of_rhs.swapaxes(1, 2)
+    return by_loop(other, groups, cotangent, rhs, sizes), of_rhs
 
 
 @pytest.mark.parametrize("subscripts, name", [c for c in FORM_CASES if c[1] != "no group"])
 def test_gradients_are_those_of_a_loop_over_rows(subscripts, name):
-    spans, sizes = CASES[name]
-    args: Any = (*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32))
-    ours = compiled_gradients(subscripts, spans)(*args)
-    theirs = gradients_by_loop(subscripts, spans, *args)
+    groups, sizes = CASES[name]
+    args: Any = (*operands(subscripts, groups, sizes), jnp.array(sizes, np.int32))
+    ours = compiled_gradients(subscripts, groups)(*args)
+    theirs = gradients_by_loop(subscripts, groups, *args)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-def dense(subscripts: Subscripts, spans: Spans, count: int):
+def dense(subscripts: Subscripts, groups: Groups, count: int):
     """The product as an einsum, which JAX differentiates and maps by itself."""
     weights, out = subscripts.rhs, subscripts.out
 
     def function(lhs, rhs, sizes):
-        owners = group_of_rows(sizes, spans, lhs.shape[0])
-        own = (owners[:, None] == jnp.arange(spans.matrices(count))).astype(lhs.dtype)
+        owners = group_of_rows(sizes, groups, lhs.shape[0])
+        own = (owners[:, None] == jnp.arange(groups.matrices(count))).astype(lhs.dtype)
         return jnp.einsum(f"mk,{weights},mg->{out}", lhs, rhs, own, precision="highest")
 
     return function
@@ -235,55 +233,60 @@ TRANSFORMS = {
     "checkpoint": lambda f: jax.grad(jax.checkpoint(f), (0, 1)),
 }
 DERIVED = [(*case, "plain") for case in itertools.product(TRANSFORMS, FORMS)]
-DERIVED += [("jvp", ROWS, "shared by periods"), ("grad of grad", ROWS, "shared by periods")]
+DERIVED += [
+    ("jvp", VARLEN_M_KN, "shared by periods"),
+    ("grad of grad", VARLEN_M_KN, "shared by periods"),
+]
 
 
 @cache
 def derivative_of_einsum(transform: str, subscripts: Subscripts, name: str):
-    spans, sizes = CASES[name]
-    args: Any = (*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32))
+    groups, sizes = CASES[name]
+    args: Any = (*operands(subscripts, groups, sizes), jnp.array(sizes, np.int32))
     if transform == "checkpoint":
-        return gradients_by_loop(subscripts, spans, *args)
+        return gradients_by_loop(subscripts, groups, *args)
     if transform == "linearize":
         return derivative_of_einsum("jvp", subscripts, name)[1]
-    function = dense(subscripts, spans, len(sizes))
+    function = dense(subscripts, groups, len(sizes))
     return jax.jit(TRANSFORMS[transform](partial(squared, function)))(*args)
 
 
 @pytest.mark.parametrize("transform, subscripts, name", DERIVED)
 def test_derivatives_follow_einsum(transform, subscripts, name):
-    spans, sizes = CASES[name]
-    args = (*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32))
-    ours = jax.jit(TRANSFORMS[transform](partial(squared, product(subscripts, spans))))(*args)
+    groups, sizes = CASES[name]
+    args = (*operands(subscripts, groups, sizes), jnp.array(sizes, np.int32))
+    ours = jax.jit(TRANSFORMS[transform](partial(squared, product(subscripts, groups))))(*args)
     theirs = derivative_of_einsum(transform, subscripts, name)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 @pytest.mark.parametrize("subscripts", FORMS)
 def test_gradients_are_ragged_products_with_nothing_transposed(subscripts):
-    spans, sizes = CASES["plain"]
-    args = (*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32))
-    function = product(subscripts, spans)
+    groups, sizes = CASES["plain"]
+    args = (*operands(subscripts, groups, sizes), jnp.array(sizes, np.int32))
+    function = product(subscripts, groups)
     program = str(jax.make_jaxpr(jax.grad(partial(squared, function), (0, 1)))(*args))
     assert program.count("hopper_ragged_dot[") == 3 and "transpose" not in program
 
 
 def test_weights_that_periods_share_get_one_gradient_summed_in_float32():
-    spans, sizes = Spans(2, 1), [1] * 7
+    groups, sizes = Groups(2, 1), [1] * 7
     lhs = jnp.array([[256.0], [1.0], [1.0], [1.0]], jnp.bfloat16).repeat(2, 0)
     rhs, ones = jnp.zeros((1, 1, 1), jnp.bfloat16), jnp.ones((8, 1), jnp.bfloat16)
-    _, back = jax.vjp(lambda w: product(ROWS, spans)(lhs, w, jnp.array(sizes, np.int32)), rhs)
+    _, back = jax.vjp(
+        lambda w: product(VARLEN_M_KN, groups)(lhs, w, jnp.array(sizes, np.int32)), rhs
+    )
     (gradient,) = back(ones)
     assert gradient.dtype == jnp.bfloat16 and gradient.item() == 260  # 256 + 1 is 256 in bfloat16
 
 
 @pytest.mark.parametrize("wrt", [0, 1])
 def test_one_gradient_alone(wrt):
-    spans, sizes = CASES["plain"]
-    args = (*operands(ROWS, spans, sizes), jnp.array(sizes, np.int32))
+    groups, sizes = CASES["plain"]
+    args = (*operands(VARLEN_M_KN, groups, sizes), jnp.array(sizes, np.int32))
     ours, theirs = (
         jax.grad(partial(squared, function), wrt)(*args)
-        for function in (product(ROWS, spans), dense(ROWS, spans, len(sizes)))
+        for function in (product(VARLEN_M_KN, groups), dense(VARLEN_M_KN, groups, len(sizes)))
     )
     np.testing.assert_array_equal(ours, theirs)
 
@@ -300,15 +303,17 @@ AXES = [
 ]
 
 
-def with_axes(subscripts: Subscripts, axes: Any, name: str, extent: int) -> tuple[Spans, list[Any]]:
+def with_axes(
+    subscripts: Subscripts, axes: Any, name: str, extent: int
+) -> tuple[Groups, list[Any]]:
     """Returns operands with mapped axes, all of different numbers."""
-    spans, sizes = CASES[name]
-    args: list[Any] = [*operands(subscripts, spans, sizes), jnp.array(sizes, np.int32)]
+    groups, sizes = CASES[name]
+    args: list[Any] = [*operands(subscripts, groups, sizes), jnp.array(sizes, np.int32)]
     for i, axis in enumerate(axes):
         if axis is not None:
             shape = tuple(np.insert(args[i].shape, axis, extent))
             args[i] = integers(shape, args[i].dtype, seed=7 + i) + (3 if i == 2 else 0)
-    return spans, args
+    return groups, args
 
 
 def apart(axes: Any, args: Any) -> list[list[np.ndarray]]:
@@ -327,9 +332,9 @@ def together(gradients: Any, axis: int | None) -> np.ndarray:
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("subscripts", FORMS)
 def test_vmap_follows_a_loop(subscripts, axes):
-    spans, args = with_axes(subscripts, axes, "plain", 2)
-    function = product(subscripts, spans)
-    expected = np.stack([by_loop(subscripts, spans, *each) for each in apart(axes, args)])
+    groups, args = with_axes(subscripts, axes, "plain", 2)
+    function = product(subscripts, groups)
+    expected = np.stack([by_loop(subscripts, groups, *each) for each in apart(axes, args)])
     out_axis = AXES.index(axes) % expected.ndim
     out = jax.jit(jax.vmap(function, axes, out_axis))(*args)
     np.testing.assert_array_equal(out, np.moveaxis(expected, 0, out_axis))
@@ -338,9 +343,9 @@ def test_vmap_follows_a_loop(subscripts, axes):
 @pytest.mark.parametrize("axes", FIRST_AXES)
 @pytest.mark.parametrize("subscripts", FORMS)
 def test_vmap_of_grad_and_grad_of_vmap_follow_a_loop(subscripts, axes):
-    spans, args = with_axes(subscripts, axes, "plain", 2)
-    loss = partial(squared, product(subscripts, spans))
-    each = [gradients_by_loop(subscripts, spans, *own) for own in apart(axes, args)]
+    groups, args = with_axes(subscripts, axes, "plain", 2)
+    loss = partial(squared, product(subscripts, groups))
+    each = [gradients_by_loop(subscripts, groups, *own) for own in apart(axes, args)]
     lhs, rhs = zip(*each, strict=True)
 
     of_sum = jax.grad(lambda *args: jax.vmap(loss, axes)(*args).sum(), (0, 1))
@@ -358,9 +363,9 @@ def test_vmap_of_grad_and_grad_of_vmap_follow_a_loop(subscripts, axes):
 )
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (0, 0, None), (0, 0, 0)])
 def test_vmap_of_all_kinds_of_spans_follows_a_loop(subscripts, name, axes):
-    spans, args = with_axes(subscripts, axes, name, 2)
-    ours = jax.jit(jax.vmap(product(subscripts, spans), axes))(*args)
-    theirs = [by_loop(subscripts, spans, *each) for each in apart(axes, args)]
+    groups, args = with_axes(subscripts, axes, name, 2)
+    ours = jax.jit(jax.vmap(product(subscripts, groups), axes))(*args)
+    theirs = [by_loop(subscripts, groups, *each) for each in apart(axes, args)]
     np.testing.assert_array_equal(ours, np.stack(theirs))
 
 
@@ -368,22 +373,22 @@ def test_vmap_of_all_kinds_of_spans_follows_a_loop(subscripts, name, axes):
 def test_nested_vmap_follows_a_loop(index, inner):
     one = tuple(0 if i == index % 3 else None for i in range(3))
     for outer in (one, (0, 0, 0)):
-        spans, args = with_axes(ROWS, inner, "plain", 2)
+        groups, args = with_axes(VARLEN_M_KN, inner, "plain", 2)
         args = [
             x if axis is None else jnp.stack([x, x[::-1] if i < 2 else x + 1, x])
             for i, (x, axis) in enumerate(zip(args, outer, strict=True))
         ]
-        ours = jax.jit(jax.vmap(jax.vmap(product(ROWS, spans), inner), outer))(*args)
+        ours = jax.jit(jax.vmap(jax.vmap(product(VARLEN_M_KN, groups), inner), outer))(*args)
         theirs = [
-            [by_loop(ROWS, spans, *each) for each in apart(inner, own)]
+            [by_loop(VARLEN_M_KN, groups, *each) for each in apart(inner, own)]
             for own in apart(outer, args)
         ]
         np.testing.assert_array_equal(ours, np.array(theirs))
 
 
 def test_vmap_that_shares_weights_copies_none():
-    spans, args = with_axes(ROWS, (0, None, None), "plain", 5)
-    program: Any = jax.make_jaxpr(jax.vmap(product(ROWS, spans), (0, None, None)))(*args)
+    groups, args = with_axes(VARLEN_M_KN, (0, None, None), "plain", 5)
+    program: Any = jax.make_jaxpr(jax.vmap(product(VARLEN_M_KN, groups), (0, None, None)))(*args)
     (shape,) = {
         e.invars[1].aval.shape for e in program.eqns if e.primitive.name == "hopper_ragged_dot"
     }
@@ -391,14 +396,14 @@ def test_vmap_that_shares_weights_copies_none():
 
 
 def test_an_empty_vmap_is_empty():
-    spans, sizes = CASES["plain"]
-    lhs, rhs = operands(ROWS, spans, sizes)
+    groups, sizes = CASES["plain"]
+    lhs, rhs = operands(VARLEN_M_KN, groups, sizes)
     args = jnp.zeros((0, *lhs.shape)), rhs, jnp.array(sizes, np.int32)
-    assert jax.vmap(product(ROWS, spans), (0, None, None))(*args).shape == (0, T, N)
+    assert jax.vmap(product(VARLEN_M_KN, groups), (0, None, None))(*args).shape == (0, T, N)
 
 
 def test_scan_carries_products_and_their_gradients():
-    spans, sizes = CASES["plain"]
+    groups, sizes = CASES["plain"]
     weights, x = integers((4, G, K, K)), integers((T, K), seed=1)
 
     def loss(function, weights, x):
@@ -407,24 +412,24 @@ def test_scan_carries_products_and_their_gradients():
 
     ours, theirs = (
         jax.jit(jax.grad(partial(loss, function), (0, 1)))(weights, x)
-        for function in (product(ROWS, spans), dense(ROWS, spans, G))
+        for function in (product(VARLEN_M_KN, groups), dense(VARLEN_M_KN, groups, G))
     )
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def test_it_runs_op_by_op():
-    spans, sizes = CASES["offset"]
-    lhs, rhs = operands(ROWS_TRANSPOSED, spans, sizes)
+    groups, sizes = CASES["offset"]
+    lhs, rhs = operands(VARLEN_M_NK, groups, sizes)
     with jax.disable_jit():
-        out = product(ROWS_TRANSPOSED, spans)(lhs, rhs, jnp.array(sizes, np.int32))
-    np.testing.assert_array_equal(out, by_loop(ROWS_TRANSPOSED, spans, lhs, rhs, sizes))
+        out = product(VARLEN_M_NK, groups)(lhs, rhs, jnp.array(sizes, np.int32))
+    np.testing.assert_array_equal(out, by_loop(VARLEN_M_NK, groups, lhs, rhs, sizes))
 
 
 def test_the_reference_is_lax_where_lax_has_the_form():
-    spans, sizes = CASES["plain"]
-    lhs, rhs = operands(ROWS, spans, sizes)
+    groups, sizes = CASES["plain"]
+    lhs, rhs = operands(VARLEN_M_KN, groups, sizes)
     reference = partial(
-        reference_ragged_dot, subscripts=ROWS, spans=spans, precision=None,
+        reference_ragged_dot, subscripts=VARLEN_M_KN, groups=groups, precision=None,
         preferred_element_type=None,
     )  # fmt: skip
     assert "ragged_dot_general" in str(jax.make_jaxpr(reference)(lhs, rhs, jnp.array(sizes)))

@@ -22,7 +22,8 @@ from jax_hopper_gemm.fusion.flatten import flatten
 from jax_hopper_gemm.fusion.jaxprs import traced
 from jax_hopper_gemm.fusion.segments import GroupedProgram
 from jax_hopper_gemm.gemm.grid import num_inputs
-from jax_hopper_gemm.gemm.problem import GemmProblem, Groups, MatrixLayout
+from jax_hopper_gemm.gemm.groups import VARLEN_K, VARLEN_M_KN, VARLEN_M_NK, GroupedAxis, Groups
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.launch.plan import make_plan
@@ -31,19 +32,13 @@ from jax_hopper_gemm.lowering import fallback, match
 from jax_hopper_gemm.lowering.route import Product, route
 from jax_hopper_gemm.primitives import fused_grad
 from jax_hopper_gemm.primitives.fused_grad import epilogue_p
-from jax_hopper_gemm.primitives.ragged_dot import (
-    CONTRACTION,
-    ROWS,
-    ROWS_TRANSPOSED,
-    Spans,
-    hopper_ragged_dot,
-)
+from jax_hopper_gemm.primitives.ragged_dot import hopper_ragged_dot
 from jax_hopper_gemm.primitives.segments import segment_broadcast, segment_mask
 
 pytestmark = pytest.mark.usefixtures("launcher", "kernels")
 
 T, K, N, G = 512, 256, 384, 8
-PLAIN = Spans.plain(G)
+PLAIN = Groups.plain(G)
 
 
 @pytest.fixture
@@ -73,7 +68,7 @@ def shape(*extents: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 LHS, RHS, SIZES = shape(T, K), shape(G, K, N), shape(G, dtype=np.int32)
 hopper = partial(jhg.ragged_dot, implementation="hopper")
-GROUPS = Groups("m", G, G + 1, G)
+GROUPS = GroupedAxis("m", G, Groups(G + 1, G))
 FORWARD = GemmProblem(
     T, N, K, G, "bfloat16", "bfloat16",
     a=MatrixLayout("k", K), b=MatrixLayout("n", N, K * N), d=MatrixLayout("n", N), groups=GROUPS,
@@ -121,10 +116,9 @@ def test_both_gradients_are_launches_with_nothing_moved(kernels):
 
 
 def test_a_weight_gradient_may_be_float32(kernels):
-    spans = PLAIN
     text = lowered(
         partial(
-            hopper_ragged_dot, subscripts=CONTRACTION, spans=spans, precision=None,
+            hopper_ragged_dot, subscripts=VARLEN_K, groups=PLAIN, precision=None,
             preferred_element_type=np.dtype("float32"), implementation="hopper",
         ),
         LHS, shape(T, N), SIZES,
@@ -167,7 +161,7 @@ def test_an_offset_is_spans_before_the_first_group(kernels):
 
     args = LHS, shape(2, K, N), SIZES, shape(dtype=np.int32)
     assert lowered(product, *args).count(LAUNCH) == 1
-    assert {p.groups for p in kernels} == {Groups("m", 3, 4, 2, first=1)}
+    assert {p.groups for p in kernels} == {GroupedAxis("m", 3, Groups(4, 2, first=1))}
 
 
 @pytest.mark.parametrize("axes", [a for a in itertools.product((None, 0), repeat=3) if any(
@@ -185,7 +179,7 @@ def test_every_vmap_is_one_launch(kernels, axes):
     else:
         step = 0 if axes[1] is None else G
         assert problem.m == 2 * T and problem.l == (G if step == 0 else 2 * G)
-        assert problem.groups == Groups("m", 2 * G + 1, G + 1, G, step=step)
+        assert problem.groups == GroupedAxis("m", 2 * G + 1, Groups(G + 1, G, step=step))
 
 
 def test_xla_s_own_product_needs_no_kernel():
@@ -219,14 +213,14 @@ def product_with(function, subscripts, lhs, rhs, accumulator, *operands, **optio
     jaxpr = traced(function, shape(*accumulator, dtype=jnp.float32), *operands)
     return Product(
         subscripts, lhs, "bfloat16", rhs, "bfloat16", jaxpr.out_avals[0].dtype.name,
-        function=jaxpr, spans=PLAIN, sizes=G, **options,
+        function=jaxpr, groups=GroupedAxis("m", G, PLAIN), **options,
     )  # fmt: skip
 
 
 def product_of_rows(function, *operands) -> Product:
     """A product of rows, of whose function sizes are the first operand."""
     return product_with(
-        function, ROWS, (T, K), (G, K, N), (T, N), SIZES, *operands, sizes_operand=0
+        function, VARLEN_M_KN, (T, K), (G, K, N), (T, N), SIZES, *operands, sizes_operand=0
     )
 
 
@@ -254,7 +248,7 @@ def test_operands_lie_as_the_letters_of_groups_and_rows_say(kernels):
 
 def test_operands_of_a_contraction_lie_like_its_matrices(kernels):
     product = product_with(
-        lambda acc, c, row: (acc + c + row).astype(jnp.float32), CONTRACTION, (T, K), (T, N),
+        lambda acc, c, row: (acc + c + row).astype(jnp.float32), VARLEN_K, (T, K), (T, N),
         (G, K, N), shape(G, K, N, dtype=jnp.float32), shape(G, 1, N),
     )  # fmt: skip
     assert route(product, dispatch.H200).path == "hopper"
@@ -268,7 +262,7 @@ def test_gate_and_up_of_each_group_may_lie_in_one_array(kernels, labels, up_offs
     extents = {"g": G, "k": K, "c": 2, "n": N}
     product = Product(
         Subscripts("mk", labels, "mn"), (T, K), "bfloat16", tuple(extents[x] for x in labels),
-        "bfloat16", "bfloat16", spans=PLAIN, sizes=G, function=traced(
+        "bfloat16", "bfloat16", groups=GroupedAxis("m", G, PLAIN), function=traced(
             lambda gate, up: (gate * up).astype(jnp.bfloat16), *[shape(T, N, dtype=np.float32)] * 2
         ),
     )  # fmt: skip
@@ -349,12 +343,12 @@ def test_the_launch_says_which_product_it_holds(monkeypatch):
         return None
 
     monkeypatch.setattr(fused_grad, "product_at", look_at)
-    spans = Spans(4, 2, first=1)
+    groups = Groups(4, 2, first=1)
     sizes = shape(3, dtype=np.int32)
 
     def program(lhs, rhs, sizes):
         y = hopper_ragged_dot(
-            lhs, rhs, sizes, subscripts=ROWS_TRANSPOSED, spans=spans, precision=None,
+            lhs, rhs, sizes, subscripts=VARLEN_M_NK, groups=groups, precision=None,
             preferred_element_type=None, implementation="hopper",
         )  # fmt: skip
         return epilogue_p.bind(y, jaxpr=traced(lambda y: [2 * y], y))
@@ -362,7 +356,13 @@ def test_the_launch_says_which_product_it_holds(monkeypatch):
     lowered(program, LHS, shape(2, N, K), sizes)
     ((product, count, sizes_shape),) = found
     assert product == Product(
-        ROWS_TRANSPOSED, (T, K), "bfloat16", (2, N, K), "bfloat16", "bfloat16", spans=spans, sizes=3
+        VARLEN_M_NK,
+        (T, K),
+        "bfloat16",
+        (2, N, K),
+        "bfloat16",
+        "bfloat16",
+        groups=GroupedAxis("m", 3, groups),
     )
     assert count == 2 and sizes_shape == [3]
 

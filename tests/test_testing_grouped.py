@@ -17,8 +17,9 @@ from support.policies import choice_of, grouped_covering_specs, spec_of
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.gemm.groups import GroupedAxis
 from jax_hopper_gemm.gemm.legality import violations
-from jax_hopper_gemm.gemm.problem import GemmProblem, Groups
+from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import group_sizes, reference
 
@@ -70,7 +71,7 @@ def test_uneven_sizes_depend_on_their_seed_alone():
 # Spans
 
 
-def problem(groups: Groups, length: int, matrices: int) -> GemmProblem:
+def problem(groups: GroupedAxis, length: int, matrices: int) -> GemmProblem:
     extents = (length, 16, 8) if groups.axis == "m" else (16, 24, length)
     return replace(GemmProblem.dense(*extents, matrices), groups=groups)
 
@@ -174,7 +175,7 @@ def test_what_belongs_to_no_group_is_nan():
 def test_gathered_rows_come_from_their_source():
     of = grouped.problem_of(plain_spec("m"), Layout.plain(2), 6, 24, 8)
     assert of.groups
-    of = replace(of, groups=replace(of.groups, gathered="a", source=4))
+    of = replace(of, groups=replace(of.groups, gathered="a", source_rows=4))
     assert reference.shape_of(of, "a") == (1, 4, 8)
     a = np.arange(32, dtype=np.float32).reshape(1, 4, 8)
     b = np.ones((2, 8, 24), np.float32) * [[[1]], [[2]]]
@@ -190,7 +191,7 @@ def test_rows_that_nobody_picks_are_nan():
     of = grouped.problem_of(spec, Layout.plain(2), 60, 64, 16)
     inputs = inputs_of(of, np.array([5, 10], np.int32))
     assert inputs.indices is not None and of.groups
-    picked = {int(i) for i in inputs.indices[:15] if 0 <= i < of.groups.source}
+    picked = {int(i) for i in inputs.indices[:15] if 0 <= i < of.groups.source_rows}
     numbers = ~np.isnan(inputs.a[0].astype(np.float32)).all(axis=1)
     assert set(np.flatnonzero(numbers)) == picked
 
@@ -228,7 +229,10 @@ def test_random_cases_are_legal_and_various():
     assert sum(case.exact for case in cases) >= 80
     assert sum(len(case.sizes) > 1000 for case in cases) >= 10
     assert sum(min(case.sizes) < 0 for case in cases) >= 20
-    assert {case.problem.groups.step > 0 for case in cases if case.problem.groups} == {True, False}
+    assert {case.problem.groups.rule.step > 0 for case in cases if case.problem.groups} == {
+        True,
+        False,
+    }
     assert len({case.spec for case in cases}) > 100
     assert random_grouped.case(7) == cases[7]
 

@@ -10,8 +10,9 @@ import pytest
 from support import grouped
 
 from jax_hopper_gemm import moe, viz
+from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
 from jax_hopper_gemm.gemm.legality import violations
-from jax_hopper_gemm.gemm.problem import GemmProblem, Groups
+from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.viz.groups import OF_NO_GROUP
@@ -108,9 +109,11 @@ def test_a_group_of_the_contraction_has_as_many_k_tiles_as_its_rows_need():
     assert {tile.blocks for tile in tiles} == {2}
 
 
-def test_spans_of_other_devices_belong_to_no_group():
+def test_rows_of_other_devices_belong_to_no_group():
     problem = replace(
-        rows_problem(), groups=Groups("m", len(SIZES), len(SIZES) + 1, 3, first=2), l=3
+        rows_problem(),
+        l=3,
+        groups=GroupedAxis("m", len(SIZES), Groups(len(SIZES) + 1, 3, first=2)),
     )
     tiles = viz.grouped_tiles(problem, WHOLE, ALONG[0], SIZES)
     first_rows = {tile.matrix: tile.start for tile in tiles if tile.matrix >= 0}

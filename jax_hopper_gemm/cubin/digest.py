@@ -18,7 +18,8 @@ TARGET = "sm_90a"
 # What `kernels/` imports from this package, and what that imports.
 CONSTANTS = (
     "gemm/epilogue_arithmetic.py", "gemm/epilogue_graph.py", "gemm/wgmma_fragment.py",
-    "gemm/group_search.py", "gemm/problem.py", "gemm/spec.py", "gemm/raster.py",
+    "gemm/group_search.py", "gemm/groups.py", "gemm/problem.py", "gemm/raster.py", "gemm/spec.py",
+    "gemm/subscripts.py",
 )  # fmt: skip
 
 _PACKAGE = Path(__file__).resolve().parents[1]

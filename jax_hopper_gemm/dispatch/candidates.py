@@ -15,7 +15,7 @@ from typing import Literal
 
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.legality import violations
-from ..gemm.problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
+from ..gemm.problem import ITEMSIZE, GemmProblem, Major, VarlenAxis
 from ..gemm.spec import SMEM_LIMIT, GemmSpec, RasterOrder, TileScheduler, WarpSchedule
 
 MIN_STAGES = 3  # with fewer, the load of a stage cannot hide behind the others' math
@@ -59,7 +59,7 @@ class OperandTypes:
     a_major: Major
     b_major: Major
     epilogue: EpilogueGraph | None = None
-    grouped: GroupedAxis | None = None
+    grouped: VarlenAxis | None = None
     gathered: Literal["a", "b"] | None = None
 
     @classmethod
@@ -158,7 +158,7 @@ GATHERED_K_CONFIGS = (  # those whose clusters lie the wrong way are left out
 )
 
 # Rows that must fit a tile, with fewer accumulators than the widest tiles have.
-WHOLE_ROW_CONFIGS: dict[GroupedAxis | None, tuple[Config, ...]] = {
+WHOLE_ROW_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     None: (Config(64, 192), Config(128, 192, cluster_m=2)),
     "m": (Config(128, 192),),
     "k": (Config(64, 192), Config(128, 192, cluster_m=2)),

@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 from ..gemm.epilogue_graph import EpilogueGraph
-from ..gemm.groups import Spans, gate_up_letter, is_contraction
-from ..gemm.problem import GemmProblem, Groups, Major, MatrixLayout
+from ..gemm.groups import GROUP, GroupedAxis, gate_up_letter, is_varlen_k
+from ..gemm.problem import GemmProblem, Major, MatrixLayout
 from ..gemm.subscripts import Subscripts
 
 
@@ -304,7 +303,7 @@ def strided_layout(
 
 def ragged_roles(subscripts: Subscripts) -> Roles:
     """Returns the roles of the result's axes."""
-    if is_contraction(subscripts):
+    if is_varlen_k(subscripts):
         return Roles(m="k", n="n", batch="g", swap_ab=False)
     return Roles(m="m", n="n", batch="", swap_ab=False)
 
@@ -313,11 +312,10 @@ def ragged_extents(
     subscripts: Subscripts,
     lhs_shape: Sequence[int],
     rhs_shape: Sequence[int],
-    spans: Spans,
-    sizes: int,
+    groups: GroupedAxis,
 ) -> dict[str, int]:
-    """Returns the extent of each letter; `sizes` is the number of sizes."""
-    return {"g": spans.matrices(sizes)} | subscripts.extents(lhs_shape, rhs_shape)
+    """Returns the extent of each letter."""
+    return {GROUP: groups.matrices} | subscripts.extents(lhs_shape, rhs_shape)
 
 
 def as_grouped_gemm(
@@ -326,35 +324,26 @@ def as_grouped_gemm(
     rhs_shape: Sequence[int],
     ab_dtype: str,
     d_dtype: str,
-    spans: Spans,
-    sizes: int,
+    groups: GroupedAxis,
     epilogue: EpilogueGraph | None = None,
     operands: Sequence[str] = (),
-    *,
-    gathered: Literal["a", "b"] | None = None,
-    source: int = 0,
 ) -> Gemm:
     """Returns the canonical form of a ragged product.
 
     Args:
       subscripts: one of the forms; the axes of weights may be in another order.
-      lhs_shape, rhs_shape, ab_dtype, d_dtype, epilogue: as in `contraction.as_gemm`.
-      spans, sizes: which spans belong to which group, and the number of sizes.
+      lhs_shape, rhs_shape, ab_dtype, d_dtype, epilogue: as in `as_gemm`.
+      groups: the grouped axis, that of the form.
       operands: for each operand of the epilogue, the letters of "gmn" (rows) or "gkn" that it
         varies along, in the order of its axes; "g" alone or before "n" is an entry a group.
-      gathered, source: as in `Groups`.
 
     Raises:
       NotAGemm: an extent is zero, or an operand of the epilogue does not lie as a kernel reads it.
     """
-    extents = ragged_extents(subscripts, lhs_shape, rhs_shape, spans, sizes)
+    extents = ragged_extents(subscripts, lhs_shape, rhs_shape, groups)
     if 0 in extents.values():
         raise NotAGemm("an extent is 0")
     count, length, n, k = (extents[letter] for letter in "gmnk")
-    groups = Groups(
-        "k" if is_contraction(subscripts) else "m",
-        sizes, spans.period, spans.count, spans.first, spans.step, gathered, source,
-    )  # fmt: skip
     if groups.axis == "k":
         rows = k
         a, b = MatrixLayout("m", k), MatrixLayout("n", n)

@@ -25,7 +25,7 @@ from typing import Literal
 
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
 from ..gemm.legality import violations
-from ..gemm.problem import ITEMSIZE, GemmProblem, GroupedAxis, Major
+from ..gemm.problem import ITEMSIZE, GemmProblem, Major, VarlenAxis
 from ..gemm.spec import GemmSpec, RasterOrder
 from .candidates import (
     TRAVERSALS,
@@ -170,7 +170,7 @@ def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None)
         return []
     pairs = [(ab, d) for ab in AB_DTYPES for d in D_DTYPES] if dtypes is None else list(dtypes)
     specs: dict[GemmSpec, None] = {}
-    axes: tuple[GroupedAxis | None, ...] = (None, "m", "k")
+    axes: tuple[VarlenAxis | None, ...] = (None, "m", "k")
     for axis, (ab_dtype, d_dtype) in product(axes, pairs):
         for types in _operand_types(ab_dtype, d_dtype, None, axis):
             specs |= dict.fromkeys(model_specs(types))
@@ -191,10 +191,10 @@ def _on(device: Device, specs: Iterable[GemmSpec]) -> list[GemmSpec]:
 
 
 def _operand_types(
-    ab_dtype: str, d_dtype: str, graph: EpilogueGraph | None, axis: GroupedAxis | None
+    ab_dtype: str, d_dtype: str, graph: EpilogueGraph | None, axis: VarlenAxis | None
 ) -> list[OperandTypes]:
     """Returns what a legal problem of these dtypes, epilogue and grouped axis may ask for."""
-    a_majors: dict[GroupedAxis | None, tuple[Major, ...]] = {None: ("k", "m"), "m": ("k",)}
+    a_majors: dict[VarlenAxis | None, tuple[Major, ...]] = {None: ("k", "m"), "m": ("k",)}
     b_majors: tuple[Major, ...] = ("n",) if axis == "k" else ("n", "k")
     layouts = product(a_majors.get(axis, ("m",)), b_majors)
     gathered = (None, *GATHERABLE.get(axis, ()))
@@ -214,7 +214,7 @@ def epilogue_specs(
     device: Device,
     graphs: Iterable[EpilogueGraph],
     ab_dtypes: Iterable[str] = AB_DTYPES,
-    grouped: GroupedAxis | None = None,
+    grouped: VarlenAxis | None = None,
 ) -> list[GemmSpec]:
     """Returns every kernel that `choose` can return on `device` for these epilogues, once each.
 

@@ -12,7 +12,7 @@ from ..gemm.epilogue_graph import Operand, graph_violations
 from ..gemm.grid import WRAP_BYTES, ceil_div, launched_clusters
 from ..gemm.group_search import MAX_LENGTH
 from ..gemm.group_search import MAX_TILES as MAX_GROUPED_TILES
-from ..gemm.problem import ITEMSIZE, GemmProblem, GroupedAxis, Groups, MatrixLayout
+from ..gemm.problem import ITEMSIZE, GemmProblem, GroupedAxis, MatrixLayout, VarlenAxis
 from ..gemm.raster import MAX_TILES
 from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
 from .device import Device
@@ -24,7 +24,7 @@ MAX_STRIDE_BYTES = 2**40  # a tensor map's strides stay below
 MAX_TENSOR_MAPS = 16  # of one launch
 MAX_TILE_N = 256
 # Operands that a kernel can gather by an array of indices, for each grouped axis.
-GATHERABLE: dict[GroupedAxis | None, tuple[Literal["a", "b"], ...]] = {"m": ("a",), "k": ("a", "b")}
+GATHERABLE: dict[VarlenAxis | None, tuple[Literal["a", "b"], ...]] = {"m": ("a",), "k": ("a", "b")}
 
 
 def device_violations(device: Device) -> list[str]:
@@ -82,12 +82,12 @@ def problem_violations(problem: GemmProblem) -> list[str]:
     extents_a, extents_b = {"m": p.m, "k": p.k}, {"k": p.k, "n": p.n}
     if p.groups and p.groups.gathered:
         gathered = extents_a if p.groups.gathered == "a" else extents_b
-        gathered[p.groups.axis] = p.groups.source
+        gathered[p.groups.axis] = p.groups.source_rows
     found += _layout_violations("A", p.a, extents_a, p.matrices("a"), p.ab_dtype)
     found += _layout_violations("B", p.b, extents_b, p.matrices("b"), p.ab_dtype)
     found += _result_violations(p)
     if p.groups and not found:
-        found += _span_violations(p, p.groups)
+        found += _boundary_violations(p, p.groups)
     for i, (operand, layout) in enumerate(zip(p.graph.operands, p.operands, strict=True)):
         found += _epilogue_operand_violations(f"epilogue operand {i}", operand, layout, p)
     found += _gate_violations(p)
@@ -123,7 +123,7 @@ def _stack_violations(problem: GemmProblem) -> list[str]:
     return found
 
 
-def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
+def _group_violations(problem: GemmProblem, groups: GroupedAxis) -> list[str]:
     """Returns why no kernel can find the groups of a problem whose extents are legal."""
     p, g, found = problem, groups, []
     if g.axis not in ("m", "k"):
@@ -132,15 +132,16 @@ def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
     if length > MAX_LENGTH:
         axis = g.axis.upper()
         found.append(f"{axis}, which is cut into groups, is {length}, over {MAX_LENGTH}: split it")
-    if not 1 <= g.sizes <= MAX_LENGTH:
-        found.append(f"{g.sizes} sizes of groups, not 1 to {MAX_LENGTH}: split the product")
-    if g.count < 1 or g.first < 0 or g.first + g.count > g.period:
+    if not 1 <= g.num_sizes <= MAX_LENGTH:
+        found.append(f"{g.num_sizes} sizes of groups, not 1 to {MAX_LENGTH}: split the product")
+    rule = g.rule
+    if rule.count < 1 or rule.first < 0 or rule.first + rule.count > rule.period:
         found.append(
-            f"groups are {g.count} spans of every {g.period}, the first of them number {g.first}: "
-            "there are no such spans"
+            f"groups are {rule.count} runs of every {rule.period}, the first of them number "
+            f"{rule.first}: there are no such runs"
         )
-    if g.step not in (0, g.count):
-        found.append(f"from a period to the next are {g.step} matrices, not 0 or {g.count}")
+    if rule.step not in (0, rule.count):
+        found.append(f"from a period to the next are {rule.step} matrices, not 0 or {rule.count}")
     if g.gathered and g.gathered not in GATHERABLE[g.axis]:
         found.append(
             f"no kernel gathers {g.gathered.upper()} by indices where groups cut {g.axis.upper()}: "
@@ -148,8 +149,8 @@ def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
         )
     elif g.gathered == "b" and p.gated:
         found.append("no kernel gathers two B's: gather them beforehand")
-    elif g.gathered and not 1 <= g.source <= MAX_EXTENT:
-        found.append(f"indices pick among {g.source} rows, not 1 to {MAX_EXTENT}")
+    elif g.gathered and not 1 <= g.source_rows <= MAX_EXTENT:
+        found.append(f"indices pick among {g.source_rows} rows, not 1 to {MAX_EXTENT}")
     if found:  # what follows does arithmetic on the fields above
         return found
     if g.axis == "m":
@@ -173,7 +174,7 @@ def _group_violations(problem: GemmProblem, groups: Groups) -> list[str]:
     return found
 
 
-def _span_violations(problem: GemmProblem, groups: Groups) -> list[str]:
+def _boundary_violations(problem: GemmProblem, groups: GroupedAxis) -> list[str]:
     """Returns why a tensor map over rows of a grouped axis cannot end where a group does.
 
     Of rows that are gathered there is none; their distance is an int32.
@@ -332,7 +333,7 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
     clusters_m = ceil_div(p.m, spec.tile_m * spec.raster_m)
     clusters_n = ceil_div(p.n, spec.d_tile_n * spec.raster_n)
     if p.groups and axis == "m":  # at most; a group's last tile may be all but empty
-        clusters = (clusters_m + p.groups.sizes) * clusters_n
+        clusters = (clusters_m + p.groups.num_sizes) * clusters_n
     else:
         clusters = clusters_m * clusters_n * p.l
     limit = MAX_GROUPED_TILES if p.groups else MAX_TILES

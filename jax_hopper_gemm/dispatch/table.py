@@ -30,7 +30,7 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from ..gemm.legality import violations
-from ..gemm.problem import GemmProblem, GroupedAxis, Major
+from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.spec import GemmSpec, RasterOrder
 from .device import Device
 from .legality import pairing_violations
@@ -61,7 +61,7 @@ class Key:
     b_major: Major
     ab_dtype: str
     d_dtype: str
-    grouped: GroupedAxis | None = None
+    grouped: VarlenAxis | None = None
 
     @classmethod
     def of(cls, problem: GemmProblem) -> Key:

@@ -32,13 +32,13 @@ class GroupedRows:
 
     Attributes:
       sizes: which of the function's operands are the product's sizes; None: none is.
-      spans: the parameter of that name of the operations that read these sizes.
+      groups: the parameter of that name of the operations that read these sizes.
       letters: of the groups' axes, the last for an array that all matrices of a batch share.
       each: whether the matrices of a batch have groups of their own.
     """
 
     sizes: int | None
-    spans: Any
+    groups: Any
     letters: str
     each: bool
 
@@ -98,7 +98,7 @@ class GroupedProgram:
 
     def _same_groups(self, equation: Equation) -> bool:
         same = equation.inputs[1] is self.sizes
-        return same and equation.params["spans"] == self.rows.spans
+        return same and equation.params["groups"] == self.rows.groups
 
     def _vanishes(self, equation: Equation) -> bool:
         name, zero = equation.name, [self.vanishes(x) for x in equation.inputs]

@@ -17,7 +17,7 @@ def launched_clusters(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> int
     clusters_n = ceil_div(problem.n, spec.d_tile_n * spec.raster_n)
     groups = problem.groups
     if groups and groups.axis == "m":
-        clusters = min(problem.m, clusters_m + groups.sizes) * clusters_n  # at most
+        clusters = min(problem.m, clusters_m + groups.num_sizes) * clusters_n  # at most
     else:
         clusters = clusters_m * clusters_n * problem.l
     if spec.tile_scheduler == "single":
@@ -30,12 +30,13 @@ def group_raster(problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder
     """Returns the constants of the walk over a grouped problem's tiles."""
     groups = problem.groups
     assert groups is not None
+    rule = groups.rule
     if groups.axis == "m":
         length, tiles = problem.m, ceil_div(problem.n, spec.d_tile_n)
     else:
         length, tiles = problem.k, ceil_div(problem.m, spec.tile_m * spec.raster_m)
     return GroupRaster(
-        groups.sizes, groups.period, groups.first, groups.count, groups.step, length, tiles,
+        groups.num_sizes, rule.period, rule.first, rule.count, rule.step, length, tiles,
         ceil_div(problem.n, spec.d_tile_n * spec.raster_n),
         int(raster_order.along == "m"), raster_order.swizzle,
     )  # fmt: skip

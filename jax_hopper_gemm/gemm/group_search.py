@@ -1,8 +1,8 @@
-"""Which tile of a grouped product comes n-th, found on the GPU from sizes that only it knows.
+"""The search for the n-th tile of a grouped product, on the GPU, from sizes that only it knows.
 
-An axis is cut into consecutive spans by an array of sizes (see `problem.Groups`). A warp searches
-32 spans at a time: a lane holds one span, a prefix sum over the lanes says how many tiles end
-before each, and the first lane that reaches the tile looked for has it. Tiles are asked for in
+An array of sizes cuts an axis into consecutive runs (see `groups`). A warp searches 32 runs at a
+time: a lane holds one run, a prefix sum over the lanes says how many tiles end before each, and the
+first lane that reaches the tile looked for has it. Tiles are asked for in
 rising order, so the search goes on where it stood.
 
 It is written with the operations that `lanes` provides: those of a warp on the GPU, those of
@@ -14,16 +14,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 LANES = 32
-SPAN_EXTENT = 2**30  # of the grouped axis in a tensor map that ends where a span does
-MAX_LENGTH = 2**25  # of a grouped axis: the sizes of 32 spans, each at most that, add up in int32
+SPAN_EXTENT = 2**30  # of the grouped axis in a tensor map that ends where a run does
+MAX_LENGTH = 2**25  # of a grouped axis: the sizes of 32 runs, each at most that, add up in int32
 MAX_TILES = 2**27  # cluster tiles of a launch: a band of 16 times as many can be counted in int32
 
 
 class GroupRaster(NamedTuple):
-    """Constants of one traversal of a grouped product, all int32.
+    """Constants of a grouped product's raster order, all int32.
 
     Attributes:
-      sizes, period, first, count, step: as in `problem.Groups`.
+      sizes, period, first, count, step: as in `groups.GroupedAxis`; `sizes` is their number.
       length: elements of the grouped axis.
       tiles: cluster tiles along M of one matrix where K is the grouped axis; tiles of one CTA along
         N where M is.
@@ -44,16 +44,16 @@ class GroupRaster(NamedTuple):
 
 
 class Window(NamedTuple):
-    """32 consecutive spans, one a lane.
+    """32 consecutive runs, one a lane.
 
     Attributes:
-      span: index of the first.
+      run: index of the first.
       row, tile: elements of the axis, and tiles, before the first.
-      start, end: where on the axis each lane's span lies.
-      last: tiles of all spans up to and with each lane's.
+      start, end: where on the axis each lane's run lies.
+      last: tiles of all runs up to and with each lane's.
     """
 
-    span: Any
+    run: Any
     row: Any
     tile: Any
     start: Any
@@ -67,8 +67,8 @@ class GroupTile(NamedTuple):
     Attributes:
       matrix: which matrix of B (M is the grouped axis) or of D (K is) belongs to its group; -1 for
         rows that belong to none.
-      start, end: where on the axis its span lies; equal for an empty group.
-      m, n: which cluster tile of the span's rows (M) or of the matrix's (K), and of the columns.
+      start, end: where on the axis its run lies; equal for an empty group.
+      m, n: which cluster tile of the run's rows (M) or of the matrix's (K), and of the columns.
     """
 
     matrix: Any
@@ -93,7 +93,7 @@ class Part(NamedTuple):
 def first_window(
     raster: GroupRaster, size_at: Any, lanes: Any, rows: int | None, skip_empty: bool
 ) -> Window:
-    """Returns the window over the first 32 spans; arguments as for `next_window`."""
+    """Returns the window over the first 32 runs; arguments as for `next_window`."""
     zero = lanes.integer(0)
     return _window(raster, zero, zero, zero, size_at, lanes, rows, skip_empty)
 
@@ -106,24 +106,24 @@ def next_window(
     rows: int | None,
     skip_empty: bool,
 ) -> Window:
-    """Returns the window over the 32 spans that follow.
+    """Returns the window over the 32 runs that follow.
 
     Args:
-      size_at: function of a span's index, one a lane: its size; only asked of spans that have one.
+      size_at: function of a run's index, one a lane: its size; only asked of runs that have one.
       lanes: operations on values that each lane has.
       rows: rows of a cluster tile where M is the grouped axis; None where K is.
       skip_empty: where K is, whether the matrix of an empty group has no tiles.
     """
     final = lanes.integer(LANES - 1)
     return _window(
-        raster, window.span + LANES, lanes.of(window.end, final), lanes.of(window.last, final),
+        raster, window.run + LANES, lanes.of(window.end, final), lanes.of(window.last, final),
         size_at, lanes, rows, skip_empty,
     )  # fmt: skip
 
 
 def _window(
     raster: GroupRaster,
-    span: Any,
+    run: Any,
     row: Any,
     tile: Any,
     size_at: Any,
@@ -131,9 +131,9 @@ def _window(
     rows: int | None,
     skip_empty: bool,
 ) -> Window:
-    index = span + lanes.lane
+    index = run + lanes.lane
     given = lanes.minimum(lanes.maximum(size_at(index, index < raster.sizes), 0), raster.length)
-    # What is left of the axis is the span behind the last that has a size, of no group. It leaves
+    # What is left of the axis is the run behind the last that has a size, of no group. It leaves
     # nothing to those behind it, whatever was read as their sizes.
     size = lanes.where(index == raster.sizes, raster.length, given)
     sum_to = lanes.prefix_sum(size)
@@ -146,18 +146,18 @@ def _window(
         tiles = lanes.where(has_tiles, raster.tiles * raster.clusters_n, 0)
     else:
         tiles = (end - start + (rows - 1)) // rows * raster.clusters_n
-    return Window(span, row, tile, start, end, tile + lanes.prefix_sum(tiles))
+    return Window(run, row, tile, start, end, tile + lanes.prefix_sum(tiles))
 
 
-def _has_group(raster: GroupRaster, span: Any) -> Any:
-    """Returns whether a span belongs to a group."""
-    place = _place_in_period(raster, span)
-    return (place >= 0) & (place < raster.count) & (span < raster.sizes)
+def _has_group(raster: GroupRaster, run: Any) -> Any:
+    """Returns whether a run belongs to a group."""
+    place = _place_in_period(raster, run)
+    return (place >= 0) & (place < raster.count) & (run < raster.sizes)
 
 
-def _place_in_period(raster: GroupRaster, span: Any) -> Any:
-    """Returns which group of its period a span is; outside of 0 .. count - 1: of none."""
-    return span - span // raster.period * raster.period - raster.first
+def _place_in_period(raster: GroupRaster, run: Any) -> Any:
+    """Returns which group of its period a run is; outside of 0 .. count - 1: of none."""
+    return run - run // raster.period * raster.period - raster.first
 
 
 def holds(window: Window, index: Any, lanes: Any) -> Any:
@@ -166,8 +166,8 @@ def holds(window: Window, index: Any, lanes: Any) -> Any:
 
 
 def is_last(raster: GroupRaster, window: Window) -> Any:
-    """Returns whether no span follows the window's."""
-    return window.span + LANES > raster.sizes
+    """Returns whether no run follows the window's."""
+    return window.run + LANES > raster.sizes
 
 
 def tile_in(
@@ -182,24 +182,23 @@ def tile_in(
         clusters_m = (end - start + (rows - 1)) // rows
     before = lanes.of(window.last, lane) - clusters_m * raster.clusters_n
     m, n = _tile_of_matrix(raster, index - before, clusters_m, lanes)
-    span = window.span + lane
-    # The values do not depend on which comes first, but a kernel's bytes do, and by these it is
-    # known which kernels have passed on a GPU.
+    run = window.run + lane
+    # NOTE: keep this order. It changes the cubin's bytes, and verified.json is keyed by them.
     if rows is None:
-        matrix = lanes.where(_has_group(raster, span), _matrix(raster, span), -1)
+        matrix = lanes.where(_has_group(raster, run), _matrix(raster, run), -1)
     else:
-        matrix = _matrix(raster, span)
-        matrix = lanes.where(_has_group(raster, span), matrix, -1)
+        matrix = _matrix(raster, run)
+        matrix = lanes.where(_has_group(raster, run), matrix, -1)
     return GroupTile(matrix, start, end, m, n)
 
 
 def empty_before_end(raster: GroupRaster, window: Window, before: Any, lanes: Any) -> Any:
-    """Returns how many empty groups there are up to each lane's span.
+    """Returns how many empty groups there are up to each lane's run.
 
     Args:
       before: how many there are before the window.
     """
-    empty = _has_group(raster, window.span + lanes.lane) & (window.start == window.end)
+    empty = _has_group(raster, window.run + lanes.lane) & (window.start == window.end)
     return before + lanes.prefix_sum(lanes.where(empty, 1, 0))
 
 
@@ -213,13 +212,13 @@ def part_in(
       parts: of each matrix.
     """
     group = index // parts
-    span = window.span + lanes.first(group < empty)
-    return Part(_matrix(raster, span), index - group * parts)
+    run = window.run + lanes.first(group < empty)
+    return Part(_matrix(raster, run), index - group * parts)
 
 
-def _matrix(raster: GroupRaster, span: Any) -> Any:
-    """Returns the matrix of a span that belongs to a group."""
-    return span // raster.period * raster.step + _place_in_period(raster, span)
+def _matrix(raster: GroupRaster, run: Any) -> Any:
+    """Returns the matrix of a run that belongs to a group."""
+    return run // raster.period * raster.step + _place_in_period(raster, run)
 
 
 def tile_in_pair(tile: GroupTile, cta: Any, rows: int, lanes: Any) -> tuple[Any, Any, Any]:
@@ -227,7 +226,7 @@ def tile_in_pair(tile: GroupTile, cta: Any, rows: int, lanes: Any) -> tuple[Any,
 
     Cluster tiles are counted as if the CTAs lay side by side along N. Of two of them, one below
     the other, the CTAs instead take the left columns first, then the right, and have these columns
-    together. Only the last tile of a span with an odd number of them is shared along N.
+    together. Only the last tile of a run with an odd number of them is shared along N.
 
     Args:
       cta: 0 or 1.

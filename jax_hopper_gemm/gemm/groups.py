@@ -1,38 +1,45 @@
-"""Ragged products in the three forms that kernels run.
+"""Groups along an axis of a product, and the three forms of a ragged product.
 
-Rows of arrays ("tokens", T of them) are cut into spans, and each span belongs to a group, which
-has a matrix of its own, or to none:
+An int32 array of sizes, known only where the program runs, cuts an axis into consecutive runs. A
+negative size counts as 0, runs end where the axis ends, and what the sizes leave of the axis is one
+more run. A run belongs to a group, which has a matrix of its own, or to none. `Groups` is the rule
+that says which; `GroupedAxis` is that rule on an axis of a GEMM.
 
-    "mk,gkn->mn", "mk,gnk->mn"  rows times their group's matrix of weights
-    "mk,mn->gkn"                for each group, the product over its rows
+Products of T rows ("tokens") in groups have three forms:
 
-The derivatives of each are again among the three. The letters are always these, but for a letter
-"c" in weights that hold gate and up.
+    VARLEN_M_KN  "mk,gkn->mn"  rows times their group's matrix of weights, stored (G, K, N)
+    VARLEN_M_NK  "mk,gnk->mn"  the same, the weights stored (G, N, K)
+    VARLEN_K     "mk,mn->gkn"  for each group, the product over its rows
+
+The first two are each other's dgrad, and the third is their wgrad. Its GEMM contracts the rows, so
+there it is K that groups cut. The letters are always these, but for one of gate and up in weights
+that hold both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from .subscripts import Subscripts
 
-ROWS = Subscripts.parse("mk,gkn->mn")
-ROWS_TRANSPOSED = Subscripts.parse("mk,gnk->mn")
-CONTRACTION = Subscripts.parse("mk,mn->gkn")
-GROUPS = "g"
-FORMS = (ROWS, ROWS_TRANSPOSED, CONTRACTION)
+VARLEN_M_KN = Subscripts.parse("mk,gkn->mn")
+VARLEN_M_NK = Subscripts.parse("mk,gnk->mn")
+VARLEN_K = Subscripts.parse("mk,mn->gkn")
+FORMS = (VARLEN_M_KN, VARLEN_M_NK, VARLEN_K)
+DGRAD = {VARLEN_M_KN: VARLEN_M_NK, VARLEN_M_NK: VARLEN_M_KN}  # by the form of the product
+GROUP = "g"  # letter of the groups
+
+VarlenAxis = Literal["m", "k"]
 
 
 @dataclass(frozen=True)
-class Spans:
-    """Which spans of a grouped axis belong to which group.
+class Groups:
+    """The rule by which runs of an axis belong to groups.
 
-    An array of sizes cuts the axis into consecutive spans. A negative size counts as 0; spans end
-    where the axis ends; what it has left behind the last is one more span. Of every `period`
-    spans those from `first` to `first + count - 1` belong to a group each, the others to none.
-    The matrix of group j in period p is `p * step + j`.
-
-    There are whole periods of spans: one size less than that.
+    Of every `period` runs those from `first` to `first + count - 1` belong to a group each, the
+    others to none. The run that the sizes leave over never belongs to one. The matrix of group j in
+    period p is `p * step + j`.
 
     Attributes:
       period, count, first: see above.
@@ -45,36 +52,97 @@ class Spans:
     step: int = 0
 
     @classmethod
-    def plain(cls, groups: int) -> Spans:
-        """Returns the spans of one size for each group; rows behind the last belong to none."""
-        return cls(period=groups + 1, count=groups)
+    def plain(cls, count: int) -> Groups:
+        """Returns the rule of one size for each group; rows behind the last belong to none."""
+        return cls(period=count + 1, count=count)
 
-    def periods(self, sizes: int) -> int:
-        """Returns how many periods an array of `sizes` sizes makes."""
-        periods, rest = divmod(sizes + 1, self.period)
-        assert rest == 0, f"{sizes} sizes and the rest are no periods of {self.period} spans"
+    def is_plain(self, num_sizes: int) -> bool:
+        """Whether there is one size for each group, as `jax.lax.ragged_dot` takes them."""
+        return (self.period, self.first, self.count) == (num_sizes + 1, 0, num_sizes)
+
+    def periods(self, num_sizes: int) -> int:
+        """Returns how many periods the runs make, which must be whole ones."""
+        periods, extra = divmod(num_sizes + 1, self.period)
+        assert extra == 0, f"{num_sizes + 1} runs are no whole periods of {self.period}"
         return periods
 
-    def matrices(self, sizes: int) -> int:
-        """Returns how many matrices an array of `sizes` sizes tells apart."""
-        return self.count * (self.periods(sizes) if self.step else 1)
+    def total(self, num_sizes: int) -> int:
+        """Returns how many groups there are."""
+        periods, runs = divmod(num_sizes, self.period)
+        return periods * self.count + self._among_first(runs)
 
-    def is_plain(self, sizes: int) -> bool:
-        """Whether there is one size for each group, as `jax.lax.ragged_dot` takes them."""
-        return (self.period, self.first, self.count) == (sizes + 1, 0, sizes)
+    def matrices(self, num_sizes: int) -> int:
+        """Returns one more than the highest index of a group's matrix; 0 if there is no group."""
+        periods, extra = divmod(num_sizes + 1, self.period)
+        # Whole periods, whose number may be symbolic.
+        if extra == 0 and self.first + self.count < self.period:
+            return self.count * (periods if self.step else 1)
+        periods, runs = divmod(num_sizes, self.period)
+        whole = (periods - 1) * self.step + self.count if periods else 0
+        begun = self._among_first(runs)
+        return max(whole, periods * self.step + begun if begun else 0)
+
+    def matrix_of(self, run: int, num_sizes: int) -> int:
+        """Returns the index of a run's matrix; -1 for a run that belongs to no group."""
+        period, place = divmod(run, self.period)
+        place -= self.first
+        if not (run < num_sizes and 0 <= place < self.count):
+            return -1
+        return period * self.step + place
+
+    def _among_first(self, runs: int) -> int:
+        """Returns how many of the first runs of a period belong to groups."""
+        return min(max(runs - self.first, 0), self.count)
 
 
-def is_contraction(subscripts: Subscripts) -> bool:
-    """Whether the rows are contracted."""
-    return GROUPS in subscripts.out
+@dataclass(frozen=True)
+class GroupedAxis:
+    """An axis of a GEMM that is cut into groups.
+
+    Attributes:
+      axis: "m" (varlen_m): rows of A and D, each run multiplied by its group's matrix of B; rows
+        that belong to no group are 0 in D. "k" (varlen_k): the contracted axis of A and B, each
+        group having its own matrix of D; it is 0 for an empty run.
+      num_sizes: how many sizes cut the axis.
+      rule: which runs belong to which group.
+      gathered: an operand whose elements along the axis are rows of a longer array, gathered by an
+        int32 array of indices: "a", "b", or None. An index that no row has stands for zeros.
+      source_rows: number of rows of that longer array.
+    """
+
+    axis: VarlenAxis
+    num_sizes: int
+    rule: Groups
+    gathered: Literal["a", "b"] | None = None
+    source_rows: int = 0
+
+    @classmethod
+    def of(cls, subscripts: Subscripts, rule: Groups, num_sizes: int) -> GroupedAxis:
+        """Returns the grouped axis of a ragged product."""
+        return cls("k" if is_varlen_k(subscripts) else "m", num_sizes, rule)
+
+    @property
+    def total(self) -> int:
+        """How many groups there are."""
+        return self.rule.total(self.num_sizes)
+
+    @property
+    def matrices(self) -> int:
+        """One more than the highest index of a group's matrix; 0 where there are no groups."""
+        return self.rule.matrices(self.num_sizes)
+
+
+def is_varlen_k(subscripts: Subscripts) -> bool:
+    """Whether a ragged product contracts its rows."""
+    return GROUP in subscripts.out
 
 
 def gate_up_letter(subscripts: Subscripts) -> str:
     """Returns the letter that tells gate from up in weights that hold both, or ""."""
-    return subscripts.gate_up.replace(GROUPS, "")
+    return subscripts.gate_up.replace(GROUP, "")
 
 
 def weights_in_order(subscripts: Subscripts) -> bool:
     """Whether the weights' axes are in the order of one of the forms, or of gate and up of one."""
-    labels, order = subscripts.rhs, subscripts.without(gate_up_letter(subscripts)).rhs
-    return labels[-1] in "kn" and order in ("gkn", "gnk") and labels[0] == GROUPS
+    letters, order = subscripts.rhs, subscripts.without(gate_up_letter(subscripts)).rhs
+    return letters[-1] in "kn" and order in ("gkn", "gnk") and letters[0] == GROUP

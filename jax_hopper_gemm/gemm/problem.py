@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import Literal
 
 from .epilogue_graph import EpilogueGraph, Result
+from .groups import GroupedAxis, Groups, VarlenAxis
 
 Major = Literal["k", "m", "n"]
-GroupedAxis = Literal["m", "k"]
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "bool": 1}
 
@@ -31,51 +31,6 @@ class MatrixLayout:
     major: Major
     leading_stride: int
     batch_stride: int = 0
-
-
-@dataclass(frozen=True)
-class Groups:
-    """An axis that is cut into groups, whose sizes are known only where the program runs.
-
-    An int32 array of `sizes` lengths cuts the axis into consecutive spans. A negative length is
-    0; spans end where the axis ends; what it has left behind the last is one more span, which
-    belongs to no group. Of every `period` other spans, `count` from the `first` on belong to a
-    group each, the others to none.
-
-    Attributes:
-      axis: "m": rows of A and D, each span multiplied by its group's matrix of B; rows that belong
-        to no group are 0 in D. "k": the contracted axis of A and B, each group having its own
-        matrix of D; it is 0 for an empty span.
-      sizes, period, first, count: see above.
-      step: matrices from a group to its counterpart in the next period: `count`, or 0 where all
-        periods share B.
-      gathered: an operand whose elements along the axis are rows of a longer array, picked by an
-        int32 array of indices: "a", "b", or None. One that no row has stands for zeros.
-      source: number of rows of that longer array.
-    """
-
-    axis: GroupedAxis
-    sizes: int
-    period: int
-    count: int
-    first: int = 0
-    step: int = 0
-    gathered: Literal["a", "b"] | None = None
-    source: int = 0
-
-    @property
-    def total(self) -> int:
-        """How many groups there are."""
-        periods, spans = divmod(self.sizes, self.period)
-        return periods * self.count + min(max(spans - self.first, 0), self.count)
-
-    @property
-    def matrices(self) -> int:
-        """One more than the highest index of a group's matrix; 0 where there are no groups."""
-        periods, spans = divmod(self.sizes, self.period)
-        started = min(max(spans - self.first, 0), self.count)
-        whole = (periods - 1) * self.step + self.count if periods else 0
-        return max(whole, periods * self.step + started if started else 0)
 
 
 @dataclass(frozen=True)
@@ -121,7 +76,7 @@ class GemmProblem:
     epilogue: EpilogueGraph | None = None
     operands: tuple[MatrixLayout, ...] = ()
     up_offset: int | None = None
-    groups: Groups | None = None
+    groups: GroupedAxis | None = None
     indexed: Literal["a", "b"] | None = None
     stack: int = 1
 
@@ -149,7 +104,7 @@ class GemmProblem:
     @classmethod
     def grouped(
         cls,
-        axis: GroupedAxis,
+        axis: VarlenAxis,
         m: int,
         n: int,
         k: int,
@@ -168,7 +123,7 @@ class GemmProblem:
             m, n, k, groups,
             a_major=a_major, b_major=b_major, ab_dtype=ab_dtype, d_dtype=d_dtype,
         )  # fmt: skip
-        return replace(dense, groups=Groups(axis, groups, groups + 1, groups))
+        return replace(dense, groups=GroupedAxis(axis, groups, Groups.plain(groups)))
 
     @property
     def graph(self) -> EpilogueGraph:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from .epilogue_graph import EpilogueGraph, Operand
-from .problem import ITEMSIZE, GroupedAxis, Major, plain_graph
+from .problem import ITEMSIZE, Major, VarlenAxis, plain_graph
 
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
 SMEM_ALIGNMENT = 1024  # bytes: where the 128-byte swizzle repeats
@@ -70,8 +70,8 @@ class GemmSpec:
         first half of gate, the second of up, and so `tile_n / 2` columns of D.
       epi_load_stages: epilogue tiles of operands in shared memory, for each math warpgroup; 0
         where the epilogue loads none.
-      grouped: the axis that is cut into groups, as in `Groups`; None: there are no groups.
-      gathered: the operand whose rows are picked by indices, as in `Groups`.
+      grouped: the axis that is cut into groups, as in `GroupedAxis`; None: there are no groups.
+      gathered: the operand whose rows are picked by indices, as in `GroupedAxis`.
       indexed: the operand that is one matrix of a stack, as in `GemmProblem`.
     """
 
@@ -91,7 +91,7 @@ class GemmSpec:
     epi_stages: int = 4
     epilogue: EpilogueGraph | None = None
     epi_load_stages: int = 0
-    grouped: GroupedAxis | None = None
+    grouped: VarlenAxis | None = None
     gathered: Literal["a", "b"] | None = None
     indexed: Literal["a", "b"] | None = None
 

@@ -141,7 +141,8 @@ def make_plan(
             layout = problem.a if groups.gathered == "a" else problem.b
             width = {"k": problem.k, "m": problem.m, "n": problem.n}[layout.major]
             params += [
-                Pointer(sizes + 1), Int32(groups.source), Int32(width), Int32(layout.leading_stride)
+                Pointer(sizes + 1), Int32(groups.source_rows), Int32(width),
+                Int32(layout.leading_stride),
             ]  # fmt: skip
         raster: tuple[int, ...] = group_raster(problem, spec, raster_order)
     else:

@@ -50,7 +50,7 @@ class Call:
       values: the left operand, the right one or gate and up.
       operands, avals: what the epilogue reads, in its order, and their abstract values.
       in_place: the operand whose memory the first result takes, if it is a matrix like it.
-      sizes: of a ragged product, what cuts its rows into spans; int32.
+      sizes: of a ragged product, what cuts its rows into groups; int32.
       rows: where the product gathers rows of an operand, their indices; int32.
       index: where an operand is one array of a stack, which; () int32. `values` then has the stack.
     """
@@ -122,10 +122,12 @@ class Call:
     def gathered_by(self, operand: Literal["a", "b"], rows: Any) -> Call:
         """Returns the same product where an operand is rows, given whole, that indices pick."""
         product, length = self.product, rows.type.shape[0]
+        assert product.groups
         field = "lhs_shape" if operand == "a" else "rhs_shape"
-        source, *row = getattr(product, field)
+        source_rows, *row = getattr(product, field)
         shape: dict[str, Any] = {field: (length, *row)}
-        product = replace(product, gathered=operand, source=source, **shape)
+        groups = replace(product.groups, gathered=operand, source_rows=source_rows)
+        product = replace(product, groups=groups, **shape)
         return replace(self, product=product, rows=rows)
 
     def launch(self, ctx: mlir.LoweringRuleContext, found: Route) -> list[Any]:
@@ -137,13 +139,13 @@ class Call:
         from ..cubin import digest_of  # brings cuda-python with it
 
         assert found.gemm and found.spec and found.plan
-        product, problem = self.product, found.gemm.problem
+        product, problem, groups = self.product, found.gemm.problem, self.product.groups
         shapes = [(product.lhs_shape, product.lhs_dtype)]
         shapes += [(product.rhs_shape, product.rhs_dtype)] * product.rights
-        if product.gathered:
-            index = "ab".index(product.gathered)
+        if groups and groups.gathered:
+            index = "ab".index(groups.gathered)
             (_, *row), dtype = shapes[index]
-            shapes[index] = ((product.source, *row), dtype)
+            shapes[index] = ((groups.source_rows, *row), dtype)
         if product.indexed:
             index = "ab".index(product.indexed)
             shape, dtype = shapes[index]
@@ -163,9 +165,9 @@ class Call:
                 if aval.dtype.name != operand.dtype:
                     value, aval = _converted(ctx, value, aval, operand.dtype)
                 inputs.append((value, aval))
-        if product.spans:
-            inputs.append((self.sizes, ShapedArray((product.sizes,), np.dtype("int32"))))
-        if product.gathered:
+        if groups:
+            inputs.append((self.sizes, ShapedArray((groups.num_sizes,), np.dtype("int32"))))
+        if groups and groups.gathered:
             inputs.append((self.rows, ShapedArray(self.rows.type.shape, np.dtype("int32"))))
         if product.indexed:
             inputs.append((self.index, ShapedArray((), np.dtype("int32"))))
@@ -185,11 +187,11 @@ class Call:
             in_order = subscripts.swapped() if found.gemm.swap_ab else subscripts
             operation: Any = results[0].owner
             operation.attributes[PRODUCT] = mlir.ir_attribute(str(in_order))
-            if product.spans:
-                fields = ",".join(map(str, astuple(product.spans)))
+            if groups:
+                fields = ",".join(map(str, astuple(groups.rule)))
                 operation.attributes[SPANS] = mlir.ir_attribute(fields)
-            if product.gathered:
-                operation.attributes[GATHERED] = mlir.ir_attribute(product.gathered)
+            if groups and groups.gathered:
+                operation.attributes[GATHERED] = mlir.ir_attribute(groups.gathered)
             if product.indexed:
                 left = (product.indexed == "a") != found.gemm.swap_ab
                 operation.attributes[INDEXED] = mlir.ir_attribute("a" if left else "b")

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from ..dispatch import Device
-from ..gemm.groups import is_contraction, weights_in_order
+from ..gemm.groups import is_varlen_k, weights_in_order
 from .origins import Origin
 from .route import Product, Route, route
 
@@ -95,12 +95,12 @@ def _stored(product: Product, origins: Sequence[Origin]) -> Form | None:
     XLA folds a transpose into its own products, but would copy the operand of a custom call. None
     where there is no transpose, or no kernel that could read what it was made of.
     """
-    if product.indexed or (product.spans and is_contraction(product.subscripts)):
+    if product.indexed or (product.groups and is_varlen_k(product.subscripts)):
         return None
     rights = {origin.permutation for origin in origins[1:]}
     if len(rights) > 1:  # gate and up lie differently
         return None
-    first = 1 if product.spans else 0
+    first = 1 if product.groups else 0
     numbers = tuple(
         i for i, origin in enumerate(origins) if i >= first and origin.permutation is not None
     )
@@ -111,7 +111,7 @@ def _stored(product: Product, origins: Sequence[Origin]) -> Form | None:
         lhs, lhs_shape = _before(origins[0].permutation, lhs, lhs_shape)
     rhs, rhs_shape = _before(origins[1].permutation, product.subscripts.rhs, product.rhs_shape)
     subscripts = replace(product.subscripts, lhs=lhs, rhs=rhs)
-    if product.spans and not weights_in_order(subscripts):
+    if product.groups and not weights_in_order(subscripts):
         return None
     product = replace(product, subscripts=subscripts, lhs_shape=lhs_shape, rhs_shape=rhs_shape)
     return Form(product, numbers)
@@ -138,13 +138,14 @@ def _gathering(form: Form, origins: Sequence[Origin]) -> Form:
     Of a ragged product; of two such operands the left one is gathered.
     """
     product = form.product
-    if product.spans is None or product.gathered:
+    if product.groups is None or product.gathered:
         return form
-    count = 2 if is_contraction(product.subscripts) and len(origins) == 2 else 1
+    count = 2 if is_varlen_k(product.subscripts) and len(origins) == 2 else 1
     for i, origin in enumerate(origins[:count]):
         if origin.picked_of is not None and _visible(form, origins, i):
-            gathering = replace(product, gathered="ab"[i], source=origin.picked_of)
-            return replace(form, product=gathering)
+            named: Any = "ab"[i]
+            axis = replace(product.groups, gathered=named, source_rows=origin.picked_of)
+            return replace(form, product=replace(product, groups=axis))
     return form
 
 
@@ -154,7 +155,7 @@ def _indexing(form: Form, origins: Sequence[Origin]) -> Form:
     XLA would copy it for a custom call. Of two such operands it is the larger one.
     """
     product = form.product
-    if product.spans or product.indexed or len(origins) > 2:
+    if product.groups or product.indexed or len(origins) > 2:
         return form
     shapes = product.lhs_shape, product.rhs_shape
     numbers = [

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from jax.extend.mlir.dialects import stablehlo
 
-from ..gemm.groups import Spans
+from ..gemm.groups import GroupedAxis, Groups
 from ..gemm.subscripts import Subscripts
 from .call import Call
 from .mlir_values import (
@@ -45,9 +45,10 @@ def product_at(value: Any) -> Call | None:
     limit = operation.attributes[MAX_SMS].value if MAX_SMS in operation.attributes else None
     product = replace(product, max_sms=limit)
     if SPANS in operation.attributes:
-        spans = Spans(*map(int, operation.attributes[SPANS].value.split(",")))
+        rule = Groups(*map(int, operation.attributes[SPANS].value.split(",")))
         sizes, *rows = others
-        product = replace(product, spans=spans, sizes=sizes.type.shape[0])
+        groups = GroupedAxis.of(subscripts, rule, sizes.type.shape[0])
+        product = replace(product, groups=groups)
         call = Call(product, (lhs, rhs), sizes=sizes)
         if GATHERED in operation.attributes:
             call = call.gathered_by(operation.attributes[GATHERED].value, rows[0])

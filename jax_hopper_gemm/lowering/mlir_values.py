@@ -12,8 +12,8 @@ from .origins import Step
 ROWS = "jax_hopper_gemm.rows"  # of rows that indices pick, zeros where there is none
 
 PRODUCT = "jax_hopper_gemm.product"  # subscripts, of the call's operands in their order
-SPANS = "jax_hopper_gemm.spans"  # fields of `Spans`; the sizes are the call's third operand
-GATHERED = "jax_hopper_gemm.gathered"  # as in `Groups`; the indices are the call's fourth operand
+SPANS = "jax_hopper_gemm.spans"  # fields of `Groups`; the sizes are the call's third operand
+GATHERED = "jax_hopper_gemm.gathered"  # as in `GroupedAxis`; indices are the fourth operand
 MAX_SMS = "jax_hopper_gemm.max_sms"  # as in `Product`
 INDEXED = "jax_hopper_gemm.indexed"  # as in `GemmProblem`; the index is the call's third operand
 MLIR_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}

@@ -24,7 +24,7 @@ from ..dispatch.canonical import (
 )
 from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
-from ..gemm.groups import GROUPS, Spans, gate_up_letter, is_contraction
+from ..gemm.groups import GROUP, GroupedAxis, gate_up_letter, is_varlen_k
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..gemm.subscripts import Subscripts
 from ..launch.plan import LaunchPlan, make_plan
@@ -48,15 +48,12 @@ class Product:
       out_dtype: dtype of the result; with an epilogue, of its first one.
       rights: 2 for a gate and an up operand in two arrays of one shape.
       function: the epilogue, over the accumulators and its operands; None: there is none. Of a
-        ragged product of rows it knows groups by the operations of `group_rows`. Where `vmap`
+        ragged product of rows it knows groups by the segment primitives. Where `vmap`
         added axes, its accumulators have the rows in several, those of a contraction the groups.
-      spans: of a ragged product which spans of rows belong to which group; the subscripts are one
-        of the forms in `spans`.
-      sizes: number of sizes that cut the rows into spans.
+      groups: of a ragged product, how its rows are cut into groups; the subscripts are one of the
+        forms in `gemm.groups`.
       sizes_operand: which operand of the function are these sizes, if one is; before `vmap` put
         them behind one another.
-      gathered, source: as in `problem.Groups`: the left ("a") or right operand is rows that are
-        picked of an array with `source` rows.
       max_sms: how many SMs a kernel may use; None: all.
       indexed, stack: as in `GemmProblem`: the left ("a") or right operand is one array of a stack
         of so many.
@@ -71,35 +68,37 @@ class Product:
     precision: Any = None
     rights: int = 1
     function: ClosedJaxpr | None = None
-    spans: Spans | None = None
-    sizes: int = 0
+    groups: GroupedAxis | None = None
     sizes_operand: int | None = None
-    gathered: Literal["a", "b"] | None = None
-    source: int = 0
     max_sms: int | None = None
     indexed: Literal["a", "b"] | None = None
     stack: int = 1
 
     @property
+    def gathered(self) -> Literal["a", "b"] | None:
+        """The operand whose rows the kernel gathers, if it does."""
+        return self.groups.gathered if self.groups else None
+
+    @property
     def accumulators(self) -> int:
-        letter = gate_up_letter(self.subscripts) if self.spans else self.subscripts.gate_up
+        letter = gate_up_letter(self.subscripts) if self.groups else self.subscripts.gate_up
         return 2 if self.rights == 2 or letter else 1
 
     @property
     def extents(self) -> dict[str, int]:
         """The extent of each letter."""
         shapes = self.lhs_shape, self.rhs_shape
-        if self.spans:
-            return ragged_extents(self.subscripts, *shapes, self.spans, self.sizes)
+        if self.groups:
+            return ragged_extents(self.subscripts, *shapes, self.groups)
         return self.subscripts.extents(*shapes)
 
     def __str__(self) -> str:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)
         rhs = " and ".join([array_text(self.rhs_shape, self.rhs_dtype)] * self.rights)
         text = f"{lhs} x {rhs} by '{self.subscripts}' into {short_dtype(self.out_dtype)}"
-        if self.spans:
-            of = "contracted in" if is_contraction(self.subscripts) else "in"
-            text += f", rows {of} {self.spans.matrices(self.sizes)} groups"
+        if self.groups:
+            of = "contracted in" if is_varlen_k(self.subscripts) else "in"
+            text += f", rows {of} {self.groups.matrices} groups"
         return f"{text} with an epilogue" if self.function else text
 
 
@@ -178,7 +177,7 @@ def route(product: Product, device: dispatch.Device, *, kernel_only: bool = Fals
     except (NotAGemm, NotFusable) as error:
         return Route("xla", str(error), "unsupported")
     decision = dispatch.choose(gemm.problem, device, kernel_only=kernel_only)
-    if fusion and not kernel_only and not product.spans and (reason := _read_again(fusion)):
+    if fusion and not kernel_only and not product.groups and (reason := _read_again(fusion)):
         return Route("xla", reason, "model", gemm, fusion=fusion, roles=found_roles)
     if decision.spec is None or decision.raster_order is None:
         runs = not kernel_only and dispatch.choose(gemm.problem, device, kernel_only=True).spec
@@ -192,11 +191,10 @@ def route(product: Product, device: dispatch.Device, *, kernel_only: bool = Fals
 
 
 def _gemm(product: Product, d_dtype: str, *epilogue: Any) -> Gemm:
-    if product.spans:
+    if product.groups:
         return as_grouped_gemm(
             product.subscripts, product.lhs_shape, product.rhs_shape, product.lhs_dtype, d_dtype,
-            product.spans, product.sizes, *epilogue, gathered=product.gathered,
-            source=product.source,
+            product.groups, *epilogue,
         )  # fmt: skip
     gemm = as_gemm(
         product.subscripts, product.lhs_shape, product.rhs_shape, product.lhs_dtype, d_dtype,
@@ -226,7 +224,7 @@ def _fused(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles
     Raises:
       NotAGemm, NotFusable: with the reason.
     """
-    if product.spans:
+    if product.groups:
         return _fused_ragged(product, function)
     shapes = product.subscripts, product.lhs_shape, product.rhs_shape
     out = product.subscripts.out
@@ -249,29 +247,29 @@ def _fused(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles
 
 def _fused_ragged(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles]:
     """Returns the canonical form of a ragged product with an epilogue; raises as `_fused`."""
-    found, spans = ragged_roles(product.subscripts), product.spans
+    found, axis = ragged_roles(product.subscripts), product.groups
     out = product.subscripts.out
     rows, merged = None, {}
     aval: Any = function.in_avals[0]
-    if not is_contraction(product.subscripts) and spans:
+    if not is_varlen_k(product.subscripts) and axis:
         batch = len(aval.shape) - len(out)
         out = ROW_LETTERS[:batch] + out
-        groups = GROUP_LETTERS[:batch] + GROUPS
+        group_letters = GROUP_LETTERS[:batch] + GROUP
         found = replace(found, m=out.removesuffix(found.n))
-        merged = {found.m: "m", groups: GROUPS} if batch else {}
+        merged = {found.m: "m", group_letters: GROUP} if batch else {}
         rows = GroupedRows(
-            product.sizes_operand, replace(spans, step=0) if batch else spans, groups,
-            each=spans.step != 0,
+            product.sizes_operand, replace(axis.rule, step=0) if batch else axis.rule,
+            group_letters, each=axis.rule.step != 0,
         )  # fmt: skip
     elif batch := len(aval.shape) - len(out):
-        groups = GROUP_LETTERS[:batch] + GROUPS
-        out, merged = out.replace(GROUPS, groups), {groups: GROUPS}
-        found = replace(found, batch=groups)
+        group_letters = GROUP_LETTERS[:batch] + GROUP
+        out, merged = out.replace(GROUP, group_letters), {group_letters: GROUP}
+        found = replace(found, batch=group_letters)
     fusion = fuse(function, product.accumulators, out, found.m, found.n, rows=rows)
     labels = list(fusion.labels)
-    if is_contraction(product.subscripts):  # no groups are shared
+    if is_varlen_k(product.subscripts):  # no groups are shared
         for long in merged:
-            if any(GROUPS in x and long not in x for x in labels):
+            if any(GROUP in x and long not in x for x in labels):
                 raise NotAGemm("an operand of the epilogue varies along some axes of the groups")
     for long, short in merged.items():
         labels = [x.replace(long, short) for x in labels]

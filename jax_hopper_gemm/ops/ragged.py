@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..primitives.group_sizes import sizes_in_rows, spans_of
+from ..primitives.group_sizes import sizes_and_groups, sizes_in_rows
 from ..primitives.ragged_dot import hopper_ragged_dot
 from . import checks
 from .activations import Activation, activation_function
@@ -293,10 +293,10 @@ def _traced(
         assert axes.subscripts
         length = left.shape[0]
         own_sizes = sizes_in_rows(own_sizes, length, inner)
-        groups = right.shape[0] if axes.kind == "rows" else own_sizes.shape[0]
-        own_sizes, spans = spans_of(own_sizes, offset, groups, length)
+        count = right.shape[0] if axes.kind == "rows" else own_sizes.shape[0]
+        own_sizes, groups = sizes_and_groups(own_sizes, offset, count, length)
         return hopper_ragged_dot(
-            left, right, own_sizes, subscripts=axes.subscripts, spans=spans,
+            left, right, own_sizes, subscripts=axes.subscripts, groups=groups,
             max_sms=current_max_sms(), **params
         )  # fmt: skip
 

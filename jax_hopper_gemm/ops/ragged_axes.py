@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
-from ..gemm.groups import CONTRACTION, ROWS, ROWS_TRANSPOSED
+from ..gemm.groups import VARLEN_K, VARLEN_M_KN, VARLEN_M_NK
 from ..gemm.subscripts import Subscripts
 
 Kind = Literal["rows", "contraction", "batch"]
@@ -60,7 +60,7 @@ class RaggedAxes:
             place = lhs_contracted.index(ragged)
             outer, inner = lhs_contracted[:place], contracted[place + 1 :]
             return cls(
-                "contraction", CONTRACTION, batch, tuple(outer), contracted[place], tuple(inner),
+                "contraction", VARLEN_K, batch, tuple(outer), contracted[place], tuple(inner),
                 lhs_free, (rhs_free,),
             )  # fmt: skip
         place = lhs_free.index(ragged)
@@ -73,7 +73,7 @@ class RaggedAxes:
         transposed = transposed or (in_memory[0] != ascending and rhs_ndim - 1 in k)
         return cls(
             "rows",
-            ROWS_TRANSPOSED if transposed else ROWS,
+            VARLEN_M_NK if transposed else VARLEN_M_KN,
             batch, lhs_free[:place], (ragged,), lhs_free[place + 1 :],
             tuple(left for left, _ in contracted),
             (rhs_free, k) if transposed else (k, rhs_free),
@@ -135,7 +135,7 @@ class RaggedAxes:
         """
         rows = (*self.ragged, *self.inner) if self.kind == "rows" else self.lhs_rest
         left = [*(pair[0] for pair in self.batch), *self.outer, *rows]
-        columns = self.rhs_rest[0 if self.subscripts == ROWS_TRANSPOSED else -1]
+        columns = self.rhs_rest[0 if self.subscripts == VARLEN_M_NK else -1]
         return [lhs[axis] for axis in left] + [rhs[axis] for axis in columns]
 
     def of_sum(self, lhs: Sequence[Any], rhs: Sequence[Any]) -> list[Any]:
@@ -143,7 +143,7 @@ class RaggedAxes:
         if self.kind == "contraction":
             left, right = zip(self.ragged, *self.inner, strict=True)
         else:
-            k = self.rhs_rest[1 if self.subscripts == ROWS_TRANSPOSED else 0]
+            k = self.rhs_rest[1 if self.subscripts == VARLEN_M_NK else 0]
             assert self.group is not None
             left, right = self.lhs_rest, (*k, self.group)
         return [lhs[axis] for axis in left] + [rhs[axis] for axis in right]

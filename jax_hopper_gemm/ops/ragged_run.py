@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..gemm.groups import VARLEN_M_KN, Groups
 from ..gemm.subscripts import Subscripts
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from ..primitives.gather_rows import pick_rows
-from ..primitives.group_sizes import as_int32, sizes_in_rows, spans_of
-from ..primitives.ragged_dot import ROWS, Spans
+from ..primitives.group_sizes import as_int32, sizes_and_groups, sizes_in_rows
 from .dense import INLINE, Implementation, Preactivation
 from .explicit_axes import (
     in_auto_axes,
@@ -103,8 +103,8 @@ def _traced_grouped(
     implementation: Implementation,
 ) -> Any:
     lhs = rows_of(lhs, rows)
-    groups, k, *planes, n = rights[0].shape
-    weights = jax.ShapeDtypeStruct((groups, k, n), rights[0].dtype)
+    count, k, *planes, n = rights[0].shape
+    weights = jax.ShapeDtypeStruct((count, k, n), rights[0].dtype)
     params = canonical(lhs, weights, sizes, BASIC, dict(options))
     dtype = params["preferred_element_type"] or jnp.result_type(lhs, weights)
     length = lhs.shape[0]
@@ -115,12 +115,12 @@ def _traced_grouped(
         for x in operands
     ]
     what = traced(op, function, products, seen, dtype, dtypes)
-    sizes, spans = spans_of(as_int32(sizes), offset, groups, length)
+    sizes, groups = sizes_and_groups(as_int32(sizes), offset, count, length)
     results = fused_dot(
         what.function, lhs, rights, (*operands, *what.operands[len(operands) :]),
-        subscripts=ROWS_OF_GATE_AND_UP if planes else ROWS, precision=params["precision"],
+        subscripts=ROWS_OF_GATE_AND_UP if planes else VARLEN_M_KN, precision=params["precision"],
         product_dtype=dtype, out_dtypes=what.dtypes, preactivation=preactivation,
-        implementation=implementation, sizes=sizes, spans=spans, max_sms=current_max_sms(),
+        implementation=implementation, sizes=sizes, groups=groups, max_sms=current_max_sms(),
     )  # fmt: skip
     return what.structured(results)
 
@@ -212,8 +212,8 @@ def scaled_sum(
     def of_matrices(left: Any, right: Any, own_sizes: Any, *c: Any, inner: int) -> jax.Array:
         assert axes.subscripts
         own_sizes = sizes_in_rows(own_sizes, left.shape[0], inner)
-        groups = own_sizes.shape[0]
-        shape = (groups, left.shape[1], right.shape[1])
+        count = own_sizes.shape[0]
+        shape = (count, left.shape[1], right.shape[1])
         product = jax.ShapeDtypeStruct(shape, accumulator_dtype(dtype))
         own = (*operands[:place], *c, *operands[place + 1 :])
         what = traced(steps.op, steps, (product,), own, dtype, None)
@@ -221,7 +221,7 @@ def scaled_sum(
             what.function, left, (right,), what.operands, subscripts=axes.subscripts,
             precision=params["precision"], product_dtype=dtype, out_dtypes=what.dtypes,
             preactivation="save", implementation=implementation,
-            in_place=what.in_place(steps, product), sizes=own_sizes, spans=Spans.plain(groups),
+            in_place=what.in_place(steps, product), sizes=own_sizes, groups=Groups.plain(count),
             max_sms=current_max_sms(),
         )  # fmt: skip
         return what.structured(results)

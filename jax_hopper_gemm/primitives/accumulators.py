@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from ..gemm.groups import Spans, gate_up_letter
+from ..gemm.groups import Groups, gate_up_letter
 from ..gemm.subscripts import Subscripts
 from ..lowering.shardings import padded_partitions, with_partitions
 from .dot import hopper_dot, reference_dot
@@ -22,11 +22,11 @@ class Accumulate:
     """How accumulators are computed, outside of any kernel's epilogue.
 
     Attributes:
-      subscripts: as in `contraction.as_gemm`; of a ragged product, a form in `spans`, or
+      subscripts: as in `canonical.as_gemm`; of a ragged product, one of the forms, or
         "mk,gkcn->mn" where weights hold gate and up.
       dtype: of the accumulators.
       precision, out_sharding, implementation, max_sms: as in `hopper_dot`.
-      spans: of a ragged product, which spans of rows belong to which group. The sizes that cut
+      groups: of a ragged product, which runs of rows belong to which group. The sizes that cut
         the rows are one more operand, behind the right ones.
       batch: number of axes that `vmap` put in front of those of a ragged product: of the left
         operand, the sizes and the result, and of the right operands unless all share them, which
@@ -38,23 +38,23 @@ class Accumulate:
     precision: Any
     out_sharding: Any
     implementation: str | None
-    spans: Spans | None = None
+    groups: Groups | None = None
     batch: int = 0
     max_sms: int | None = None
 
     @property
     def stacked(self) -> bool:
         """Whether the right operand holds gate and up."""
-        return bool(gate_up_letter(self.subscripts) if self.spans else self.subscripts.gate_up)
+        return bool(gate_up_letter(self.subscripts) if self.groups else self.subscripts.gate_up)
 
     @property
     def sizes(self) -> int:
         """How many operands stand between the right ones and the function's: 1 or 0."""
-        return 1 if self.spans else 0
+        return 1 if self.groups else 0
 
     def plane_axis(self) -> int | None:
         """Returns the axis of gate and up in `together`'s result; None where there is none."""
-        if self.stacked and self.spans:
+        if self.stacked and self.groups:
             return self.batch + 1
         return self.subscripts.with_gate_up()[1] if self.stacked else None
 
@@ -63,7 +63,7 @@ class Accumulate:
 
         With `by_xla` no kernel takes part.
         """
-        if self.spans:
+        if self.groups:
             return self._ragged(lhs, right, *sizes, by_xla=by_xla)
         subscripts, sharding = self.subscripts, self.out_sharding
         if self.stacked:
@@ -78,13 +78,13 @@ class Accumulate:
         )  # fmt: skip
 
     def _ragged(self, lhs: Any, right: Any, sizes: Any, *, by_xla: bool) -> Any:
-        assert self.spans
+        assert self.groups
         subscripts, shared = self.subscripts, right.ndim == len(self.subscripts.rhs)
         if self.stacked:  # their columns side by side
             right = right.reshape(*right.shape[:-2], -1)
             subscripts = subscripts.without(gate_up_letter(subscripts))
         product = partial(
-            hopper_ragged_dot, subscripts=subscripts, spans=self.spans, precision=self.precision,
+            hopper_ragged_dot, subscripts=subscripts, groups=self.groups, precision=self.precision,
             preferred_element_type=self.dtype,
             implementation="xla" if by_xla else self.implementation, max_sms=self.max_sms,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..gemm.epilogue_graph import EpilogueGraph
-from ..gemm.groups import Spans
+from ..gemm.groups import Groups
 from ..gemm.subscripts import Subscripts
 from ..sharding.custom_call import precision_of
 from .accumulators import Accumulate
@@ -25,7 +25,7 @@ class FusedProduct:
       precision: as `precision_names` has it.
       implementation, max_sms: as in `Accumulate`.
       in_place: the operand of the graph whose memory the first result may take.
-      spans: of a ragged product.
+      groups: of a ragged product.
     """
 
     graph: EpilogueGraph
@@ -36,7 +36,7 @@ class FusedProduct:
     implementation: str | None
     max_sms: int | None = None
     in_place: int | None = None
-    spans: Spans | None = None
+    groups: Groups | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the call's parameters.
@@ -44,24 +44,22 @@ class FusedProduct:
         NOTE: exported programs hold them as JSON, and programs in caches are found by its text.
         """
         fields = asdict(self) | {"subscripts": str(self.subscripts)}
-        if self.spans is None:
-            del fields["spans"]
-        else:
-            fields["spans"] = astuple(self.spans)
-        return fields
+        del fields["groups"]
+        return fields if self.groups is None else fields | {"spans": astuple(self.groups)}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> FusedProduct:
         """Returns the product that `to_dict` and JSON made `fields` of."""
         graph = EpilogueGraph.from_dict(fields["graph"])
-        spans = Spans(*fields["spans"]) if "spans" in fields else None
+        groups = Groups(*fields["spans"]) if "spans" in fields else None
         subscripts = Subscripts.parse(fields["subscripts"])
-        return cls(**fields | {"graph": graph, "subscripts": subscripts, "spans": spans})
+        others = {name: x for name, x in fields.items() if name != "spans"}
+        return cls(**others | {"graph": graph, "subscripts": subscripts, "groups": groups})
 
-    def accumulate(self, spans: Spans | None = None) -> Accumulate:
-        """Returns how accumulators of shards are computed; `spans` are those of the share."""
+    def accumulate(self, groups: Groups | None = None) -> Accumulate:
+        """Returns how accumulators of shards are computed; `groups` are those of the share."""
         precision = precision_of(self.precision)
         return Accumulate(
-            self.subscripts, np.dtype(np.float32), precision, None, self.implementation, spans,
+            self.subscripts, np.dtype(np.float32), precision, None, self.implementation, groups,
             max_sms=self.max_sms,
         )  # fmt: skip

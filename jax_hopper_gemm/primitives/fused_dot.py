@@ -3,11 +3,11 @@
 `hopper_fused` carries the function as a jaxpr. Elsewhere than on a Hopper GPU it is what it says:
 the function of the product. Its derivative is again made of products and functions of arrays:
 `hopper_dot` for the product's tangent and `epilogue_tangent` for the function's, whose transpose
-finds its way into the product that comes before it (see `fused_tangent`).
+finds its way into the product that comes before it (see `fused_grad`).
 
-The product may be a ragged one: then an array of sizes, which cuts the rows into spans, is the
+The product may be a ragged one: then an array of sizes, which cuts the rows into runs, is the
 first operand of the function, too. What of it varies by groups, or is 0 in rows of no group, stands
-in the function as operations of `group_rows`.
+in the function as segment primitives.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..fusion.jaxprs import (
     traced,
     transpose_by,
 )
-from ..gemm.groups import ROWS, ROWS_TRANSPOSED, Spans, is_contraction
+from ..gemm.groups import DGRAD, GroupedAxis, Groups, is_varlen_k
 from ..gemm.subscripts import Subscripts
 from ..lowering.call import Call
 from ..lowering.register import Lowering
@@ -70,7 +70,7 @@ def fused_dot(
     in_place: int | None = None,
     out_sharding: Any = None,
     sizes: jax.Array | None = None,
-    spans: Spans | None = None,
+    groups: Groups | None = None,
     max_sms: int | None = None,
 ) -> Any:
     """Returns `function(product, *operands)`, or `function(gate, up, *operands)`.
@@ -78,7 +78,7 @@ def fused_dot(
     The function sees products as float32 arrays of the result's axes; of types that float32
     cannot hold they keep their own. Arrays that it closes over are operands, too.
 
-    With `spans` the product is a ragged one. Of a contraction the function sees the matrices of
+    With `groups` the product is a ragged one. Of a contraction the function sees the matrices of
     all W groups, (W, K, N), that of an empty one as 0, and its operands as they are. Of T rows in
     groups an operand of rank 3, (W, 1, N) or (W, 1, 1), has an entry for each group: the function
     sees (T, N) or (T, 1), each row's own. Rows of no group are 0 in the product, in such operands,
@@ -91,7 +91,7 @@ def fused_dot(
       rights: the right operand; or gate and up, of one shape; or one array that stacks them, along
         an axis of extent 2 whose letter stands nowhere else in `subscripts`.
       operands: arrays.
-      subscripts: as in `contraction.as_gemm`; of a ragged product as in `Accumulate`.
+      subscripts: as in `canonical.as_gemm`; of a ragged product as in `Accumulate`.
       precision: parameter of `lax.dot_general_p`, already canonical.
       product_dtype: dtype of the product without a function. A result with the product's shape
         that the function leaves as it came is cast to it.
@@ -101,7 +101,7 @@ def fused_dot(
       implementation: None, "hopper" or "xla".
       in_place: the operand whose memory the first result may take, if both are alike.
       out_sharding: as in `hopper_dot`, for the product.
-      sizes, spans: of a ragged product, as in `ragged.hopper_ragged_dot`.
+      sizes, groups: of a ragged product, as in `hopper_ragged_dot`.
       max_sms: as in `hopper_dot`.
 
     Raises:
@@ -110,14 +110,14 @@ def fused_dot(
     operands = tuple(map(jnp.asarray, operands))
     dtype = accumulator_dtype(product_dtype)
     accumulate = Accumulate(
-        subscripts, dtype, precision, out_sharding, implementation, spans, max_sms=max_sms
+        subscripts, dtype, precision, out_sharding, implementation, groups, max_sms=max_sms
     )
-    of_rows = spans is not None and not is_contraction(subscripts)
-    if spans:
+    of_rows = groups is not None and not is_varlen_k(subscripts)
+    if groups:
         assert sizes is not None
         lhs, *rights, sizes = alike_in_shard_map(lhs, *rights, sizes)
         by_group = tuple(of_rows and x.ndim == 3 for x in operands)
-        function = partial(_by_rows, function, by_group, spans, lhs.dtype)
+        function = partial(_by_rows, function, by_group, groups, lhs.dtype)
         pairs = zip(operands, by_group, strict=True)
         operands = (sizes, *(lax.squeeze(x, (1,)) if each else x for x, each in pairs))
         in_place = None if in_place is None else in_place + 1
@@ -143,11 +143,11 @@ def fused_dot(
     def complete(*args: Any) -> list[Any]:
         outputs = eval_jaxpr(closed.jaxpr, args[count:], *args[:count])
         found = [x.astype(to) for x, to in zip(outputs, dtypes, strict=True)]
-        if spans is None or not of_rows:
+        if groups is None or not of_rows:
             return found
         products, rows = args[: len(accumulators)], args[len(accumulators)]
         return [
-            segment_mask(x, rows, spans)
+            segment_mask(x, rows, groups)
             if x.shape == product.shape and not any(output is y for y in products)
             else x
             for x, output in zip(found, outputs, strict=True)
@@ -167,7 +167,7 @@ def fused_dot(
 
 
 def _by_rows(
-    function: Callable[..., Any], by_group: tuple[bool, ...], spans: Spans, dtype: Any, *args: Any
+    function: Callable[..., Any], by_group: tuple[bool, ...], groups: Groups, dtype: Any, *args: Any
 ) -> Any:
     """Returns `function` of products and operands, those `by_group` taken to the rows.
 
@@ -179,7 +179,7 @@ def _by_rows(
     products, sizes, operands = args[:count], args[count], args[count + 1 :]
     length = products[0].shape[0]
     operands = [
-        segment_broadcast(x, sizes, spans, length, dtype) if each else x
+        segment_broadcast(x, sizes, groups, length, dtype) if each else x
         for x, each in zip(operands, by_group, strict=True)
     ]
     return function(*products, *operands)
@@ -227,24 +227,23 @@ def product_of(avals: Sequence[Any], _: Sequence[Any], params: dict[str, Any]) -
     lhs, right_avals, operands = _split(avals, params["rights"])
     right = right_avals[0]
     accumulate, function = params["accumulate"], params["jaxpr"]
-    spans = accumulate.spans
     product = Product(
         accumulate.subscripts, lhs.shape, lhs.dtype.name, right.shape, right.dtype.name,
-        function.out_avals[0].dtype.name, accumulate.precision, params["rights"], function, spans,
+        function.out_avals[0].dtype.name, accumulate.precision, params["rights"], function,
         max_sms=accumulate.max_sms,
     )  # fmt: skip
-    if spans is None:
+    if (groups := accumulate.groups) is None:
         return product
     if accumulate.batch:
         own = right.ndim > len(accumulate.subscripts.rhs)
-        spans = replace(spans, step=spans.count if own else 0)
+        groups = replace(groups, step=groups.count if own else 0)
         lhs, right, sizes = traced(partial(_flat, accumulate), lhs, right, operands[0]).out_avals
     else:
         sizes = operands[0]
+    axis = GroupedAxis.of(accumulate.subscripts, groups, sizes.shape[0])
     return replace(
-        product, lhs_shape=lhs.shape, rhs_shape=right.shape, spans=spans,
-        sizes=sizes.shape[0], sizes_operand=0,
-    )  # fmt: skip
+        product, lhs_shape=lhs.shape, rhs_shape=right.shape, groups=axis, sizes_operand=0
+    )
 
 
 # Derivatives.
@@ -394,7 +393,7 @@ def _as_rows_lie(
     inputs = jaxpr.invars[len(jaxpr.invars) - len(operands) :]
     by_group = [e.invars[0] for e in jaxpr.eqns if e.primitive is segment_broadcast_p]
     subscripts = params["accumulate"].subscripts
-    contraction = is_contraction(subscripts)
+    contraction = is_varlen_k(subscripts)
     own_groups = right.ndim > len(subscripts.rhs)
     for i, (x, axis) in enumerate(zip(operands, axes, strict=True)):
         along_rows = jnp.ndim(x) > 1 and x.shape[-2] == lhs.shape[-2]
@@ -434,7 +433,7 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) 
     operands, avals = values[count:], ctx.avals_in[count:]
     products, product_avals, sizes = values[:count], ctx.avals_in[:count], None
     product = product_of(ctx.avals_in, ctx.avals_out, params)
-    if accumulate.spans:
+    if accumulate.groups:
         products, sizes = values[:count], operands[0]
     if accumulate.batch:
         flat = partial(_flat, accumulate)
@@ -452,7 +451,7 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) 
 
 def _apart(params: dict[str, Any]) -> Callable[..., Any] | None:
     """XLA has no ragged product that would be worth keeping a function with."""
-    ragged = params["accumulate"].spans is not None
+    ragged = params["accumulate"].groups is not None
     return partial(_reference, by_xla=False, **params) if ragged else None
 
 
@@ -464,7 +463,7 @@ def _lower_partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: An
     call = Call(
         product_of(ctx.avals_in, ctx.avals_out, params), values[:count], values[count:],
         tuple(ctx.avals_in[count:]), params["in_place"],
-        sizes=values[count] if accumulate.spans else None,
+        sizes=values[count] if accumulate.groups else None,
     )  # fmt: skip
     insist = accumulate.implementation == "hopper"
     call = call.readable(ctx, kernel_only=insist)
@@ -538,9 +537,8 @@ def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, accumulate: Accumul
     if not given:
         return [ad.Zero(lhs.aval), *(None for _ in others)]
     (cotangent, right), *more = given
-    if accumulate.spans:
-        other = {ROWS: ROWS_TRANSPOSED, ROWS_TRANSPOSED: ROWS}[accumulate.subscripts]
-        gradients = replace(accumulate, subscripts=other)
+    if accumulate.groups:
+        gradients = replace(accumulate, subscripts=DGRAD[accumulate.subscripts])
         first = as_cotangent(lhs.aval, gradients.together(cotangent, right, *sizes))
         for cotangent, right in more:
             first = _added(first, gradients, cotangent, right, *sizes)
@@ -565,10 +563,10 @@ def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, accumulate: Accumul
 def _added(x: Any, accumulate: Accumulate, lhs: Any, right: Any, sizes: Any) -> Any:
     """Returns a matrix plus a ragged product, where the matrix lies."""
     accumulate = replace(accumulate, dtype=accumulator_dtype(x.dtype))
-    assert (spans := accumulate.spans)
+    assert (groups := accumulate.groups)
 
     def function(product: Any, sizes: Any, x: Any) -> list[Any]:
-        return [segment_mask((product + x).astype(x.dtype), sizes, spans)]
+        return [segment_mask((product + x).astype(x.dtype), sizes, groups)]
 
     product = abstract(partial(accumulate.together, by_xla=True), lhs, right, sizes)
     (found,) = hopper_fused_p.bind(

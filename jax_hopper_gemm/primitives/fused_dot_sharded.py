@@ -46,7 +46,7 @@ def route_partitioned(ctx: mlir.LoweringRuleContext, call: Call, *, insist: bool
     if platforms_of(ctx) == ("cuda",) and (not found.supported or launcher_violation()):
         return None
     kinds = {result.kind for result in fusion.graph.results}
-    if any(kind.startswith("top_k") for kind in kinds) or (call.product.spans and kinds - RESULTS):
+    if any(kind.startswith("top_k") for kind in kinds) or (call.product.groups and kinds - RESULTS):
         return None
     return found
 
@@ -85,7 +85,7 @@ def _emit(
 ) -> list[Any] | None:
     product, subscripts, graph = call.product, call.product.subscripts, fusion.graph
     planes = next(subscripts.fresh_letters())
-    gate_up = gate_up_letter(subscripts) if product.spans else subscripts.gate_up
+    gate_up = gate_up_letter(subscripts) if product.groups else subscripts.gate_up
     extents = product.extents | {planes: 2}
     results = [
         ("".join(along).replace("?", planes), result.dtype)
@@ -108,10 +108,11 @@ def _emit(
     in_place = call.in_place if call.in_place in fusion.operands else None
     fused = FusedProduct(
         graph, subscripts, axes.m, axes.n, precision, implementation, product.max_sms,
-        None if in_place is None else fusion.operands.index(in_place), product.spans,
+        None if in_place is None else fusion.operands.index(in_place),
+        product.groups and product.groups.rule,
     )  # fmt: skip
     name, values = NAME, [*call.values, *operands]
-    if product.spans:
+    if product.groups:
         name, labels = RAGGED, with_sizes(labels, subscripts)
         values.append(call.sizes)
     emitted = emit(

@@ -29,7 +29,7 @@ from ..fusion.jaxprs import (
     transposed,
     with_accumulator,
 )
-from ..gemm.groups import is_contraction
+from ..gemm.groups import is_varlen_k
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.match import is_launch, product_at
@@ -213,7 +213,7 @@ def batched_product(
     lhs_axis, *right_axes = axes
     if all(axis is None for axis in axes):
         return list(operands), accumulate, None
-    if accumulate.spans:
+    if accumulate.groups:
         return _batched_ragged(axis_data.size, operands, axes, accumulate)
     if len(set(right_axes)) > 1:
         rights = [
@@ -239,7 +239,7 @@ def _batched_ragged(
     lhs, *rights, sizes = operands
     lhs_axis, *right_axes, sizes_axis = axes
     lhs, sizes = mapped_first(size, lhs, lhs_axis), mapped_first(size, sizes, sizes_axis)
-    contraction = is_contraction(accumulate.subscripts)
+    contraction = is_varlen_k(accumulate.subscripts)
     if contraction or any(axis is not None for axis in right_axes):
         rights = [mapped_first(size, x, a) for x, a in zip(rights, right_axes, strict=True)]
         right_axes = [0] * len(rights)
@@ -334,7 +334,7 @@ def _followed(
     """Returns a product with a function of which it is an input."""
     operands = (*values[:index], *values[index + 1 :])
     product = call.product
-    sizes = [i for i, x in enumerate(operands) if product.spans and x == call.sizes]
+    sizes = [i for i, x in enumerate(operands) if product.groups and x == call.sizes]
     product = replace(
         product, function=with_accumulator(jaxpr, index, np.float32),
         out_dtype=ctx.avals_out[0].dtype.name, sizes_operand=sizes[0] if sizes else None,

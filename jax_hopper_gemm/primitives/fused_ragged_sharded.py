@@ -20,7 +20,7 @@ from jax import numpy as jnp
 from ..fusion import evaluate
 from ..fusion.jaxprs import traced
 from ..gemm.epilogue_graph import EpilogueGraph
-from ..gemm.groups import GROUPS, Spans, is_contraction
+from ..gemm.groups import GROUP, Groups, is_varlen_k
 from ..gemm.subscripts import Subscripts
 from ..sharding.choose_shards import Factors
 from ..sharding.shard import ShardContext
@@ -38,10 +38,10 @@ def with_sizes(labels: Factors, subscripts: Subscripts) -> Factors:
     Each device reads what all groups have for their rows: which ones its rows are in, sizes say.
     """
     others = labels.others
-    if not is_contraction(subscripts):
-        others = tuple(names.replace(GROUPS, ENTRIES) for names in others)
+    if not is_varlen_k(subscripts):
+        others = tuple(names.replace(GROUP, ENTRIES) for names in others)
     return replace(
-        labels, others=(*others, SIZES), whole=labels.whole + SIZES + ENTRIES, picked=GROUPS
+        labels, others=(*others, SIZES), whole=labels.whole + SIZES + ENTRIES, picked=GROUP
     )
 
 
@@ -53,26 +53,26 @@ def fused_of_ragged_shards(
     Args:
       fused: `hopper_fused_p.bind`.
       *shards: factors, operands of the graph, and the sizes, whole.
-      **params: of a `FusedProduct` that has spans.
+      **params: of a `FusedProduct` that has groups.
     """
     product, labels = FusedProduct.from_dict(params), local.letters
     graph, m, n, in_place = product.graph, product.m, product.n, product.in_place
-    count, rows = len(labels.factors), not is_contraction(product.subscripts)
+    count, rows = len(labels.factors), not is_varlen_k(product.subscripts)
     (lhs, *rights), operands, sizes = shards[:count], shards[count:-1], shards[-1]
-    assert product.spans
-    share = RaggedShare.of(product.spans, local.part)
+    assert product.groups
+    share = RaggedShare.of(product.groups, local.part)
     length = lhs.shape[0] * share.rows.count
-    own_sizes, own_spans = share.local_sizes(sizes, length), share.local_spans()
-    accumulate = product.accumulate(own_spans)
+    own_sizes, own_groups = share.local_sizes(sizes, length), share.local_rule()
+    accumulate = product.accumulate(own_groups)
     follow = partial(_follow, graph, labels.others[:-1], labels.out, m, n, rows)
     if _sums_first(graph, local, n, rows):
         dtype = np.dtype(jnp.dtype(local.sum_dtype))
         products = replace(accumulate, dtype=dtype)(lhs, rights, own_sizes)
         accumulators = [local.sum(x).astype(jnp.float32) for x in products]
         if rows:
-            behind = RaggedShare(share.spans, rows=Part(*local.part("m", summed=True)))
+            behind = RaggedShare(share.rule, rows=Part(*local.part("m", summed=True)))
             own_sizes = behind.local_sizes(sizes, length)
-        return follow(accumulators, operands, own_sizes, share.spans, reduce=local.reduce)
+        return follow(accumulators, operands, own_sizes, share.rule, reduce=local.reduce)
     if rows:
         operands = [
             _entries_of(share.groups, x) if ENTRIES in names else x
@@ -82,7 +82,7 @@ def fused_of_ragged_shards(
     split = len(accumulators)
 
     def function(*args: Any) -> list[Any]:
-        return follow(args[:split], args[split + 1 :], args[split], own_spans)
+        return follow(args[:split], args[split + 1 :], args[split], own_groups)
 
     outputs = fused(
         lhs, *rights, own_sizes, *operands,
@@ -104,11 +104,11 @@ def _sums_first(graph: EpilogueGraph, local: ShardContext, n: str, rows: bool) -
     results, unless these are more bytes, are no matrices, or read what lies as behind the sum.
     """
     axes, labels = local.shard.axes, local.letters
-    if any(axes[letter] for letter in labels.contracted if letter != GROUPS):
+    if any(axes[letter] for letter in labels.contracted if letter != GROUP):
         return True
     if graph.needs_whole_rows and local.shard.result(n):
         return True
-    if not rows or not axes[GROUPS]:
+    if not rows or not axes[GROUP]:
         return False
     stored = sum(jnp.dtype(result.dtype).itemsize for result in graph.matrices)
     return (
@@ -134,7 +134,7 @@ def _follow(
     accumulators: Sequence[Any],
     operands: Sequence[Any],
     sizes: Any,
-    spans: Spans,
+    groups: Groups,
     **options: Any,
 ) -> list[Any]:
     """Returns what the graph makes of accumulators; of `rows`, 0 in those of no group."""
@@ -145,11 +145,11 @@ def _follow(
     for i, letters in enumerate(labels):
         if ENTRIES in letters:
             assert letters[0] == ENTRIES, letters
-            arrays[i] = segment_broadcast(arrays[i], sizes, spans, length)
+            arrays[i] = segment_broadcast(arrays[i], sizes, groups, length)
             names[i] = m + letters[1:]
     found = evaluate(graph, [*accumulators, *arrays], names, out, m, n, **options)
     whole = [result for result in graph.results if result.plane == 0]
     return [
-        segment_mask(x, sizes, spans) if result.kind == "matrix" else x
+        segment_mask(x, sizes, groups) if result.kind == "matrix" else x
         for x, result in zip(found, whole, strict=True)
     ]

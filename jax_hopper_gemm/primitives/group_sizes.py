@@ -1,4 +1,4 @@
-"""The sizes that cut rows into spans, as arrays: where spans end and whose each row is."""
+"""Arrays of group sizes: as a product takes them, where runs of rows end, whose each row is."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from ..gemm.groups import Spans
+from ..gemm.groups import Groups
 
 
-def span_ends(sizes: jax.Array, length: Any) -> jax.Array:
-    """Returns where each span ends on an axis, as a kernel finds it; works along the last axis.
+def run_ends(sizes: jax.Array, length: Any) -> jax.Array:
+    """Returns where each run ends on an axis, as a kernel finds it; works along the last axis.
 
     Args:
       sizes: (..., S), of any integers.
@@ -29,22 +29,22 @@ def span_ends(sizes: jax.Array, length: Any) -> jax.Array:
 
 def clipped_sizes(sizes: jax.Array, length: Any) -> jax.Array:
     """Returns what the sizes amount to: none is negative, and their sum is `length` at most."""
-    ends = span_ends(sizes, length)
+    ends = run_ends(sizes, length)
     starts = jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1)
     return ends - starts
 
 
-def group_of_rows(sizes: jax.Array, spans: Spans, length: int) -> jax.Array:
+def group_of_rows(sizes: jax.Array, groups: Groups, length: int) -> jax.Array:
     """Returns the number of each row's matrix, (length,) int32; -1 for rows of no group."""
     rows = jnp.arange(length, dtype=np.int32)
     if sizes.shape[0] == 0:
-        span = jnp.zeros_like(rows)
+        run = jnp.zeros_like(rows)
     else:
-        ends = span_ends(sizes, length)
-        span = jnp.searchsorted(ends, rows, side="right", method="scan_unrolled").astype(np.int32)
-    period = span // spans.period
-    place = span - period * spans.period - spans.first
-    return jnp.where((place >= 0) & (place < spans.count), period * spans.step + place, -1)
+        ends = run_ends(sizes, length)
+        run = jnp.searchsorted(ends, rows, side="right", method="scan_unrolled").astype(np.int32)
+    period = run // groups.period
+    place = run - period * groups.period - groups.first
+    return jnp.where((place >= 0) & (place < groups.count), period * groups.step + place, -1)
 
 
 def sizes_of_each(sizes: jax.Array, length: int, size: int) -> jax.Array:
@@ -78,17 +78,19 @@ def sizes_in_rows(sizes: jax.Array, length: int, inner: int) -> jax.Array:
     return jnp.minimum(jnp.maximum(sizes, 0), length // max(inner, 1)) * inner
 
 
-def spans_of(sizes: jax.Array, offset: Any, groups: int, length: int) -> tuple[jax.Array, Spans]:
-    """Returns the sizes of a product's spans, and which of them belong to its `groups` groups.
+def sizes_and_groups(
+    sizes: jax.Array, offset: Any, count: int, length: int
+) -> tuple[jax.Array, Groups]:
+    """Returns the sizes that cut a product's rows, and which runs belong to its `count` groups.
 
-    With an offset the rows of all groups before it are the first span.
+    With an offset the rows of all groups before it are the first run.
     """
     if offset is None:
-        return sizes, Spans.plain(groups)
+        return sizes, Groups.plain(count)
     # Clipped before it is converted: a group far beyond the last stays there.
     offset = jnp.clip(jnp.reshape(offset, ()), 0, sizes.shape[0]).astype(np.int32)
     number = jnp.arange(sizes.shape[0], dtype=np.int32)
-    before = jnp.max(span_ends(jnp.where(number < offset, sizes, 0), length), initial=0)
-    local = lax.dynamic_slice(jnp.pad(sizes, (0, groups)), (offset,), (groups,))
+    before = jnp.max(run_ends(jnp.where(number < offset, sizes, 0), length), initial=0)
+    local = lax.dynamic_slice(jnp.pad(sizes, (0, count)), (offset,), (count,))
     sizes = jnp.concatenate([before[None], local])
-    return sizes, Spans(period=groups + 2, count=groups, first=1)
+    return sizes, Groups(period=count + 2, count=count, first=1)

@@ -1,7 +1,7 @@
 """The JAX primitive `hopper_ragged_dot`: products of rows in groups that only the GPU knows.
 
-Rows are cut into spans by an int32 array of sizes, `Spans` says which span belongs to which group,
-and the subscripts are one of the three forms in `spans`. The product is bilinear in its two
+Rows are cut into runs by an int32 array of sizes, `Groups` says which run belongs to which group,
+and the subscripts are one of the three forms in `gemm.groups`. The product is bilinear in its two
 arrays; its derivatives are again among the forms, with no array transposed. `jax.vmap` of it is
 one flat product, of all matrices' rows behind one another.
 
@@ -25,13 +25,15 @@ from jax.interpreters import ad, mlir
 from .. import sharding
 from ..fusion.jaxprs import alike_in_shard_map, traced
 from ..gemm.groups import (
-    CONTRACTION,
+    DGRAD,
     FORMS,
-    GROUPS,
-    ROWS,
-    ROWS_TRANSPOSED,
-    Spans,
-    is_contraction,
+    GROUP,
+    VARLEN_K,
+    VARLEN_M_KN,
+    VARLEN_M_NK,
+    GroupedAxis,
+    Groups,
+    is_varlen_k,
 )
 from ..gemm.subscripts import Subscripts
 from ..lowering.call import Call
@@ -43,16 +45,6 @@ from .group_sizes import sizes_of_each
 from .ragged_dot_sharded import NAME, emit_ragged, product_at, ragged_of_shards
 from .ragged_reference import alike, reference_ragged_dot
 
-__all__ = [
-    "CONTRACTION",
-    "ROWS",
-    "ROWS_TRANSPOSED",
-    "Spans",
-    "hopper_ragged_dot",
-    "hopper_ragged_dot_p",
-    "reference_ragged_dot",
-]
-
 
 def hopper_ragged_dot(
     lhs: jax.Array,
@@ -60,7 +52,7 @@ def hopper_ragged_dot(
     sizes: jax.Array,
     *,
     subscripts: Subscripts,
-    spans: Spans,
+    groups: Groups,
     precision: Any,
     preferred_element_type: Any,
     implementation: str | None,
@@ -75,9 +67,9 @@ def hopper_ragged_dot(
       lhs: (T, K).
       rhs: weights (W, K, N) by "mk,gkn->mn" or (W, N, K) by "mk,gnk->mn", for a result (T, N); or
         (T, N) by "mk,mn->gkn", for a result (W, K, N).
-      sizes: (S,) int32, S + 1 a multiple of `spans.period`. Of several periods each has as many
+      sizes: (S,) int32, S + 1 a multiple of `groups.period`. Of several periods each has as many
         rows, as `jax.vmap` makes them.
-      subscripts, spans: see `spans`. W is `spans.matrices(S)`.
+      subscripts, groups: see `gemm.groups`. W is `groups.matrices(S)`.
       precision, preferred_element_type: as in `hopper_dot`.
       implementation: None, "hopper" or "xla".
       max_sms: as in `hopper_dot`.
@@ -88,7 +80,7 @@ def hopper_ragged_dot(
         rhs,
         sizes,
         subscripts=subscripts,
-        spans=spans,
+        groups=groups,
         precision=precision,
         preferred_element_type=preferred_element_type,
         implementation=implementation,
@@ -101,20 +93,22 @@ def product_of(avals: Sequence[Any], out_avals: Sequence[Any], params: dict[str,
     (lhs, rhs, sizes), (out,) = avals, out_avals
     return Product(
         params["subscripts"], lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name,
-        out.dtype.name, params["precision"], spans=params["spans"], sizes=sizes.shape[0],
+        out.dtype.name, params["precision"],
+        groups=GroupedAxis.of(params["subscripts"], params["groups"], sizes.shape[0]),
         max_sms=params["max_sms"],
     )  # fmt: skip
 
 
-def _check(lhs: Any, rhs: Any, sizes: Any, subscripts: Subscripts, spans: Spans) -> None:
+def _check(lhs: Any, rhs: Any, sizes: Any, subscripts: Subscripts, groups: Groups) -> None:
     """Asserts what those who bind the primitive see to."""
     assert subscripts in FORMS, subscripts
     assert sizes.ndim == 1 and sizes.dtype == np.int32, sizes
-    matrices = spans.matrices(sizes.shape[0])
-    assert spans.step in (0, spans.count), spans
+    matrices = groups.matrices(sizes.shape[0])
+    assert groups.step in (0, groups.count), groups
+    assert not groups.step or groups.periods(sizes.shape[0]), groups
     assert lhs.ndim == 2 and rhs.ndim == len(subscripts.rhs), (lhs, rhs)
-    if is_contraction(subscripts):
-        assert spans.step or spans.periods(sizes.shape[0]) == 1, "periods share a result"
+    if is_varlen_k(subscripts):
+        assert groups.step or groups.periods(sizes.shape[0]) == 1, "periods share a result"
         assert lhs.shape[0] == rhs.shape[0], (lhs, rhs)
     else:
         assert rhs.shape[0] == matrices, (rhs, matrices)
@@ -123,7 +117,7 @@ def _check(lhs: Any, rhs: Any, sizes: Any, subscripts: Subscripts, spans: Spans)
 
 def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> Any:
     """The dtype is that of `lax.dot_general`, the shape that of `lax.ragged_dot`."""
-    _check(lhs, rhs, sizes, params["subscripts"], params["spans"])
+    _check(lhs, rhs, sizes, params["subscripts"], params["groups"])
     (out,) = traced(partial(alike, **params), lhs, rhs, sizes).out_avals
     return out
 
@@ -138,7 +132,7 @@ def _transpose(
     sizes: Any,
     *,
     subscripts: Subscripts,
-    spans: Spans,
+    groups: Groups,
     **params: Any,
 ) -> list[Any]:
     of_lhs = ad.is_undefined_primal(lhs)
@@ -146,19 +140,18 @@ def _transpose(
     if type(cotangent) is ad.Zero:
         zero = ad.Zero(primal)
         return [zero if of_lhs else None, None if of_lhs else zero, None]
-    product = partial(_bind, sizes, spans=spans, **params)
-    if subscripts == CONTRACTION:
+    product = partial(_bind, sizes, groups=groups, **params)
+    if subscripts == VARLEN_K:
         gradient = (
-            product(rhs, cotangent, subscripts=ROWS_TRANSPOSED)
+            product(rhs, cotangent, subscripts=VARLEN_M_NK)
             if of_lhs
-            else product(lhs, cotangent, subscripts=ROWS)
+            else product(lhs, cotangent, subscripts=VARLEN_M_KN)
         )
     elif of_lhs:
-        other = ROWS_TRANSPOSED if subscripts == ROWS else ROWS
-        gradient = product(cotangent, rhs, subscripts=other)
+        gradient = product(cotangent, rhs, subscripts=DGRAD[subscripts])
     else:
-        pair = (lhs, cotangent) if subscripts == ROWS else (cotangent, lhs)
-        gradient = _of_weights(*pair, sizes, spans=spans, **params)
+        pair = (lhs, cotangent) if subscripts == VARLEN_M_KN else (cotangent, lhs)
+        gradient = _of_weights(*pair, sizes, groups=groups, **params)
     gradient = as_cotangent(primal, gradient)
     return [gradient if of_lhs else None, None if of_lhs else gradient, None]
 
@@ -167,16 +160,16 @@ def _bind(sizes: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
     return hopper_ragged_dot_p.bind(lhs, rhs, sizes, **params)
 
 
-def _of_weights(lhs: Any, rhs: Any, sizes: Any, *, spans: Spans, **params: Any) -> Any:
+def _of_weights(lhs: Any, rhs: Any, sizes: Any, *, groups: Groups, **params: Any) -> Any:
     """Returns the contraction over each group's rows; what periods share is summed in float32."""
-    periods = spans.periods(sizes.shape[0])
-    if spans.step or periods == 1:
-        return _bind(sizes, lhs, rhs, subscripts=CONTRACTION, spans=spans, **params)
+    periods = groups.periods(sizes.shape[0])
+    if groups.step or periods == 1:
+        return _bind(sizes, lhs, rhs, subscripts=VARLEN_K, groups=groups, **params)
     wide = jnp.float32 if _is_narrow(lhs) and _is_narrow(rhs) else None
     params["preferred_element_type"] = wide or params["preferred_element_type"]
-    spans = replace(spans, step=spans.count)
-    parts = _bind(sizes, lhs, rhs, subscripts=CONTRACTION, spans=spans, **params)
-    return parts.reshape(periods, spans.count, *parts.shape[1:]).sum(0)
+    groups = replace(groups, step=groups.count)
+    parts = _bind(sizes, lhs, rhs, subscripts=VARLEN_K, groups=groups, **params)
+    return parts.reshape(periods, groups.count, *parts.shape[1:]).sum(0)
 
 
 def _is_narrow(array: Any) -> bool:
@@ -187,16 +180,16 @@ def _is_narrow(array: Any) -> bool:
 
 
 def _batch(
-    axis_data: Any, args: Any, axes: Any, *, subscripts: Subscripts, spans: Spans, **params: Any
+    axis_data: Any, args: Any, axes: Any, *, subscripts: Subscripts, groups: Groups, **params: Any
 ) -> tuple[Any, int]:
     bind = partial(hopper_ragged_dot_p.bind, subscripts=subscripts, **params)
     if axis_data.size == 0:
         avals = map(_unmapped, args, axes)
-        out = jax.eval_shape(partial(bind, spans=spans), *avals)
+        out = jax.eval_shape(partial(bind, groups=groups), *avals)
         return jnp.zeros((0, *out.shape), out.dtype), 0
     if free := _free_letter(subscripts, axes):
-        return _batch_free(bind, axis_data.size, args, axes, subscripts, free, spans)
-    return _batch_rows(bind, axis_data.size, args, axes, subscripts, spans), 0
+        return _batch_free(bind, axis_data.size, args, axes, subscripts, free, groups)
+    return _batch_rows(bind, axis_data.size, args, axes, subscripts, groups), 0
 
 
 def _unmapped(array: Any, axis: int | None) -> jax.ShapeDtypeStruct:
@@ -212,7 +205,7 @@ def _free_letter(subscripts: Subscripts, axes: Any) -> tuple[int, str] | None:
     mapped = [i for i, axis in enumerate(axes) if axis is not None]
     if mapped == [1]:
         return 1, "n"
-    return (0, "k") if mapped == [0] and subscripts == CONTRACTION else None
+    return (0, "k") if mapped == [0] and subscripts == VARLEN_K else None
 
 
 def _batch_free(
@@ -222,7 +215,7 @@ def _batch_free(
     axes: Any,
     subscripts: Subscripts,
     free: tuple[int, str],
-    spans: Spans,
+    groups: Groups,
 ) -> tuple[Any, int]:
     """Maps one operand by a longer axis: its mapped one joins `free`."""
     operand, letter = free
@@ -231,14 +224,14 @@ def _batch_free(
     array = jnp.moveaxis(args[operand], axes[operand], axis)
     shape = array.shape
     args[operand] = array.reshape(*shape[:axis], size * shape[axis + 1], *shape[axis + 2 :])
-    out = bind(*args, spans=spans)
+    out = bind(*args, groups=groups)
     axis = subscripts.out.index(letter)
     shape = (*out.shape[:axis], size, out.shape[axis] // size, *out.shape[axis + 1 :])
     return out.reshape(shape), axis
 
 
 def _batch_rows(
-    bind: Any, size: int, args: Any, axes: Any, subscripts: Subscripts, spans: Spans
+    bind: Any, size: int, args: Any, axes: Any, subscripts: Subscripts, groups: Groups
 ) -> Any:
     """Maps by more rows: those of each matrix behind one another, each with its own periods."""
 
@@ -251,22 +244,22 @@ def _batch_rows(
     if axes[2] is not None:
         given = jnp.moveaxis(given, axes[2], 0)
     length, count = lhs.shape[1], given.shape[-1]
-    periods, matrices = spans.periods(count), spans.matrices(count)
-    contraction = subscripts == CONTRACTION
+    periods, matrices = groups.periods(count), groups.matrices(count)
+    contraction = subscripts == VARLEN_K
     if contraction:
-        rhs, step = whole(rhs, rhs_axis), spans.count
+        rhs, step = whole(rhs, rhs_axis), groups.count
         rhs = rhs.reshape(size * length, rhs.shape[-1])
-    elif rhs_axis is None and (periods == 1 or not spans.step):
+    elif rhs_axis is None and (periods == 1 or not groups.step):
         step = 0
     else:
-        rhs, step = whole(rhs, rhs_axis), spans.count
+        rhs, step = whole(rhs, rhs_axis), groups.count
         matrix = rhs.shape[2:]
-        if periods > 1 and not spans.step:
+        if periods > 1 and not groups.step:
             rhs = jnp.broadcast_to(rhs[:, None], (size, periods, matrices, *matrix))
-        rhs = rhs.reshape(size * spans.count * periods, *matrix)
+        rhs = rhs.reshape(size * groups.count * periods, *matrix)
     sizes = sizes_of_each(given, length, size)
-    flat = replace(spans, step=step)
-    out = bind(lhs.reshape(size * length, lhs.shape[-1]), rhs, sizes, spans=flat)
+    flat = replace(groups, step=step)
+    out = bind(lhs.reshape(size * length, lhs.shape[-1]), rhs, sizes, groups=flat)
     return out.reshape(size, matrices if contraction else length, *out.shape[1:])
 
 
@@ -303,7 +296,7 @@ def _lower_partitioned(
 def _dot_general(params: dict[str, Any]) -> dict[str, Any]:
     """A ragged product is a dot of its rows with one matrix."""
     options = {key: params[key] for key in ("precision", "preferred_element_type")}
-    subscripts = params["subscripts"].without(GROUPS)
+    subscripts = params["subscripts"].without(GROUP)
     return as_dot_general_params({"subscripts": subscripts, "out_sharding": None} | options)
 
 

@@ -19,7 +19,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from ..gemm.groups import Spans
+from ..gemm.groups import GroupedAxis, Groups
 from ..gemm.subscripts import Subscripts
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
@@ -55,18 +55,18 @@ def emit_ragged(
             return None
     if (names := precision_names(precision)) is None:
         return None
-    product, spans, preferred = call.product, call.product.spans, preferred_element_type
-    assert spans
+    product, axis, preferred = call.product, call.product.groups, preferred_element_type
+    assert axis
     words = {
         "subscripts": str(product.subscripts),
-        "spans": astuple(spans),
+        "spans": astuple(axis.rule),
         "precision": names,
         "preferred_element_type": None if preferred is None else np.dtype(preferred).name,
         "implementation": implementation,
         "max_sms": product.max_sms,
     }
-    periods = spans.periods(product.sizes)
-    labels = ragged_labels(product.subscripts, periods, shared=not spans.step)
+    periods = axis.rule.periods(axis.num_sizes)
+    labels = ragged_labels(product.subscripts, periods, shared=not axis.rule.step)
     labels, values, planes = _with_planes(labels, call.values)
     (aval,) = ctx.avals_out
     if any(letter in labels.out for letter in OUTER):
@@ -146,8 +146,7 @@ def product_at(
         return None
     product = replace(
         product,
-        spans=Spans(*words["spans"]),
-        sizes=sizes.type.shape[0],
+        groups=GroupedAxis.of(subscripts, Groups(*words["spans"]), sizes.type.shape[0]),
         max_sms=words.get("max_sms"),
     )
     precision = precision_of(words["precision"])
@@ -179,15 +178,15 @@ def ragged_of_shards(
       sizes: of the whole product.
       **params: those that `emit_ragged` hands in.
     """
-    share, labels = RaggedShare.of(Spans(*spans), local.part), local.letters
+    share, labels = RaggedShare.of(Groups(*spans), local.part), local.letters
     extents = labels.extents((lhs.shape, rhs.shape))
-    periods = share.spans.periods(sizes.shape[0])
+    periods = share.rule.periods(sizes.shape[0])
     length = extents["m"] * share.rows.count * periods
     lhs, rhs = (_together(x, names) for x, names in zip((lhs, rhs), labels.factors, strict=True))
     preferred = preferred_element_type and np.dtype(jnp.dtype(preferred_element_type))
     found = product(
         lhs, rhs, share.local_sizes(sizes, length), subscripts=Subscripts.parse(subscripts),
-        spans=share.local_spans(),
+        groups=share.local_rule(),
         precision=precision_of(precision), preferred_element_type=preferred,
         max_sms=max_sms, **params,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from ..fusion.jaxprs import alike_in_shard_map, traced
-from ..gemm.groups import CONTRACTION, ROWS, ROWS_TRANSPOSED, Spans
+from ..gemm.groups import VARLEN_K, VARLEN_M_KN, VARLEN_M_NK, Groups
 from ..gemm.subscripts import Subscripts
 from .group_sizes import clipped_sizes, group_of_rows
 
@@ -25,7 +25,7 @@ def reference_ragged_dot(
     sizes: jax.Array,
     *,
     subscripts: Subscripts,
-    spans: Spans,
+    groups: Groups,
     precision: Any,
     preferred_element_type: Any,
     implementation: str | None = None,
@@ -39,26 +39,26 @@ def reference_ragged_dot(
     """
     del implementation, max_sms
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
-    if spans.is_plain(sizes.shape[0]) and spans.count:
+    if groups.is_plain(sizes.shape[0]) and groups.count:
         length = lhs.shape[0]
         sizes = clipped_sizes(sizes, length)
         in_group = jnp.arange(length, dtype=np.int32) < sizes.sum(dtype=np.int32)
         lhs = _zero_unless(in_group, lhs)
-        rhs = _zero_unless(in_group if subscripts == CONTRACTION else sizes > 0, rhs)
-        contracted, groups = {ROWS: ((1, 1), [0]), ROWS_TRANSPOSED: ((1, 2), [0])}.get(
+        rhs = _zero_unless(in_group if subscripts == VARLEN_K else sizes > 0, rhs)
+        contracted, group_axes = {VARLEN_M_KN: ((1, 1), [0]), VARLEN_M_NK: ((1, 2), [0])}.get(
             subscripts, ((0, 0), [])
         )
         numbers = lax.RaggedDotDimensionNumbers(
-            (([contracted[0]], [contracted[1]]), ([], [])), [0], groups
+            (([contracted[0]], [contracted[1]]), ([], [])), [0], group_axes
         )
         return _lax_ragged_dot_general(lhs, rhs, sizes, numbers, **options)
-    own = group_of_rows(sizes, spans, lhs.shape[0])[:, None]
+    own = group_of_rows(sizes, groups, lhs.shape[0])[:, None]
     like = traced(
-        partial(alike, subscripts=subscripts, spans=spans, **options), lhs, rhs, sizes
+        partial(alike, subscripts=subscripts, groups=groups, **options), lhs, rhs, sizes
     ).out_avals[0]
-    matrices = jnp.arange(spans.matrices(sizes.shape[0]), dtype=np.int32)
+    matrices = jnp.arange(groups.matrices(sizes.shape[0]), dtype=np.int32)
 
-    if subscripts == CONTRACTION:
+    if subscripts == VARLEN_K:
 
         def of_group(_: None, group: jax.Array) -> tuple[None, jax.Array]:
             own_lhs, own_rhs = (jnp.where(own == group, x, jnp.zeros_like(x)) for x in (lhs, rhs))
@@ -69,7 +69,7 @@ def reference_ragged_dot(
 
     def with_group(out: jax.Array, group: Any) -> tuple[jax.Array, None]:
         matrix, number = group
-        axis = 0 if subscripts == ROWS else 1
+        axis = 0 if subscripts == VARLEN_M_KN else 1
         product = lax.dot_general(lhs, matrix, (((1,), (axis,)), ((), ())), **options)
         return jnp.where(own == number, product, out), None
 
@@ -91,8 +91,8 @@ def _zeros(aval: Any, array: jax.Array) -> jax.Array:
 
 def alike(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> jax.Array:
     """Returns an array like the product, and as cheap to trace as can be."""
-    subscripts, spans = params["subscripts"], params["spans"]
-    if subscripts == CONTRACTION:
+    subscripts, groups = params["subscripts"], params["groups"]
+    if subscripts == VARLEN_K:
         numbers, axis = (((), ()), ((0,), (0,))), 0
     else:
         numbers, axis = (((1,), (subscripts.rhs.index("k"),)), ((), ())), 1
@@ -100,7 +100,7 @@ def alike(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> jax.Array:
         lhs, rhs, numbers, params["precision"], params["preferred_element_type"]
     )
     product = lax.reduce(product, np.zeros((), product.dtype), lax.add, (axis,))
-    if subscripts == CONTRACTION:
-        shape = (spans.matrices(sizes.shape[0]), *product.shape)
+    if subscripts == VARLEN_K:
+        shape = (groups.matrices(sizes.shape[0]), *product.shape)
         product = lax.broadcast_in_dim(product, shape, (1, 2))
     return product

@@ -1,6 +1,6 @@
 """Which rows and groups of a ragged product a device has, and the sizes that say so there.
 
-A device has a part of the rows, of the groups, or of both. Spans end where its rows do, and what
+A device has a part of the rows, of the groups, or of both. Runs end where its rows do, and what
 belongs to groups of other devices becomes rows of no group: 0 in a result of rows, so that the sum
 over devices is the product, and left out of a contraction.
 
@@ -19,10 +19,10 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from ..gemm.groups import GROUPS, Spans
+from ..gemm.groups import GROUP, Groups
 from ..gemm.subscripts import Subscripts
 from ..sharding.choose_shards import Factors
-from .group_sizes import span_ends
+from .group_sizes import run_ends
 
 PERIODS, SIZES, ENTRIES = "p", "s", "h"  # h: groups of which each device reads all entries
 
@@ -31,15 +31,15 @@ def ragged_labels(subscripts: Subscripts, periods: int, *, shared: bool) -> Fact
     """Returns the letters of a ragged product's operands, sizes last, and of its result.
 
     Args:
-      subscripts: as in `spans`.
-      periods: of its spans. Of several, rows and matrices have one more axis in front.
+      subscripts: one of the forms.
+      periods: of its runs. Of several, rows and matrices have one more axis in front.
       shared: whether all periods have the same matrices.
     """
     lhs, rhs, out = (
-        PERIODS + x if periods > 1 and not (shared and GROUPS in x) else x
+        PERIODS + x if periods > 1 and not (shared and GROUP in x) else x
         for x in (subscripts.lhs, subscripts.rhs, subscripts.out)
     )
-    return Factors((lhs, rhs), out, (out,), others=(SIZES,), whole=SIZES, picked=GROUPS)
+    return Factors((lhs, rhs), out, (out,), others=(SIZES,), whole=SIZES, picked=GROUP)
 
 
 @dataclass(frozen=True)
@@ -55,31 +55,31 @@ class RaggedShare:
     """The parts of a ragged product that a device has.
 
     Attributes:
-      spans: of the whole product.
+      rule: of the whole product.
       periods: of the periods, if there are several.
       rows: of the rows of each period.
       groups: of the groups of each period.
     """
 
-    spans: Spans
+    rule: Groups
     periods: Part = Part()
     rows: Part = Part()
     groups: Part = Part()
 
     @staticmethod
-    def of(spans: Spans, part: Callable[[str], tuple[Any, int]]) -> RaggedShare:
+    def of(rule: Groups, part: Callable[[str], tuple[Any, int]]) -> RaggedShare:
         """Returns a device's share; `part` gives for a letter its part's index and their count."""
-        return RaggedShare(spans, *(Part(*part(letter)) for letter in (PERIODS, "m", GROUPS)))
+        return RaggedShare(rule, *(Part(*part(letter)) for letter in (PERIODS, "m", GROUP)))
 
-    def local_spans(self) -> Spans:
-        """Returns which of the spans that `local_sizes` cuts belong to which group."""
+    def local_rule(self) -> Groups:
+        """Returns which of the runs that `local_sizes` cuts belong to which group."""
         if self.groups.count == 1:
-            return self.spans
-        count = self.spans.count // self.groups.count
-        return Spans(count + 2, count, first=1, step=count if self.spans.step else 0)
+            return self.rule
+        count = self.rule.count // self.groups.count
+        return Groups(count + 2, count, first=1, step=count if self.rule.step else 0)
 
     def local_sizes(self, sizes: jax.Array, length: int) -> jax.Array:
-        """Returns the sizes that cut the device's rows into `local_spans`.
+        """Returns the sizes that cut the device's rows into runs of `local_rule`.
 
         Args:
           sizes: (S,) int32, of the whole product.
@@ -87,17 +87,17 @@ class RaggedShare:
         """
         if self.periods.count == self.rows.count == self.groups.count == 1:
             return sizes
-        periods = self.spans.periods(sizes.shape[0])
-        ends = jnp.append(span_ends(sizes, length), np.int32(length))
+        periods = self.rule.periods(sizes.shape[0])
+        ends = jnp.append(run_ends(sizes, length), np.int32(length))
         starts = jnp.arange(periods, dtype=np.int32) * (length // periods)
-        bounds = jnp.column_stack([starts, ends.reshape(periods, self.spans.period)])
+        bounds = jnp.column_stack([starts, ends.reshape(periods, self.rule.period)])
         length //= periods
         periods //= self.periods.count
         if self.periods.count > 1:
             bounds = lax.dynamic_slice_in_dim(bounds, self.periods.index * periods, periods)
         if self.groups.count > 1:
-            count = self.spans.count // self.groups.count
-            before = self.spans.first + self.groups.index * count
+            count = self.rule.count // self.groups.count
+            before = self.rule.first + self.groups.index * count
             own = lax.dynamic_slice_in_dim(bounds, before, count + 1, axis=1)
             ends = jnp.column_stack([own, bounds[:, -1:]])
         else:

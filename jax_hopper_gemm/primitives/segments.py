@@ -1,7 +1,7 @@
 """What an epilogue of a grouped product does with groups: three linear primitives.
 
-Rows, an array's first axis, are cut into spans by `sizes`; a span belongs to a group, which has an
-entry of its own in arrays with an axis of groups, or to none (see `ragged`).
+Rows, an array's first axis, are cut into runs by `sizes`; a run belongs to a group, which has an
+entry of its own in arrays with an axis of groups, or to none (see `gemm.groups`).
 
 - `segment_broadcast` gives each row its group's entry,
 - `segment_sum` adds up the rows of each group: one is the other's transpose,
@@ -26,7 +26,7 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad
 
 from ..fusion.jaxprs import ClosedJaxpr, pruned
-from ..gemm.groups import CONTRACTION, Spans
+from ..gemm.groups import VARLEN_K, Groups
 from .define import Rules, define_primitive
 from .group_sizes import group_of_rows
 from .ragged_dot import hopper_ragged_dot
@@ -35,14 +35,14 @@ ONES = 8  # columns of ones that sum rows of 16 bits: the shortest lines that a 
 
 
 def segment_broadcast(
-    x: jax.Array, sizes: jax.Array, spans: Spans, length: int, rounded: Any = None
+    x: jax.Array, sizes: jax.Array, groups: Groups, length: int, rounded: Any = None
 ) -> jax.Array:
     """Returns for each row its group's entry; 0 for a row of no group.
 
     Args:
-      x: (W, ...), an entry for each matrix of `spans`.
+      x: (W, ...), an entry for each matrix of `groups`.
       sizes: (S,) int32.
-      spans, length: how they cut that many rows.
+      groups, length: which runs of that many rows belong to which group.
       rounded: the gradient adds up cotangents, if they are wider, in this dtype: as matrices of
         them are kept. The sum is float32.
 
@@ -50,13 +50,13 @@ def segment_broadcast(
       (length, ...).
     """
     return segment_broadcast_p.bind(
-        x, sizes, spans=spans, length=length, rounded=rounded and np.dtype(rounded), each=False
+        x, sizes, groups=groups, length=length, rounded=rounded and np.dtype(rounded), each=False
     )
 
 
-def segment_mask(x: jax.Array, sizes: jax.Array, spans: Spans) -> jax.Array:
+def segment_mask(x: jax.Array, sizes: jax.Array, groups: Groups) -> jax.Array:
     """Returns `x`, (T, ...), with 0 in the rows of no group."""
-    return segment_mask_p.bind(x, sizes, spans=spans)
+    return segment_mask_p.bind(x, sizes, groups=groups)
 
 
 def _over_batch(function: Any, count: int, *axes: int | None) -> Any:
@@ -66,8 +66,9 @@ def _over_batch(function: Any, count: int, *axes: int | None) -> Any:
     return function
 
 
-def _groups(sizes: jax.Array, spans: Spans, length: int) -> jax.Array:
-    of = partial(group_of_rows, spans=spans, length=length)
+def _owners(sizes: jax.Array, groups: Groups, length: int) -> jax.Array:
+    """Returns the number of each row's matrix; -1 for a row of no group."""
+    of = partial(group_of_rows, groups=groups, length=length)
     return _over_batch(of, sizes.ndim - 1, 0)(sizes)
 
 
@@ -77,21 +78,21 @@ def _where(alive: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _rows_of_groups(
-    x: Any, sizes: Any, *, spans: Spans, length: int, rounded: Any, each: bool
+    x: Any, sizes: Any, *, groups: Groups, length: int, rounded: Any, each: bool
 ) -> jax.Array:
-    groups = _groups(sizes, spans, length)
+    owners = _owners(sizes, groups, length)
     take = _over_batch(
         lambda x, i: x.at[jnp.maximum(i, 0)].get(mode="clip"),
         sizes.ndim - 1, 0 if each else None, 0,
     )  # fmt: skip
-    return _where(groups >= 0, take(x, groups))
+    return _where(owners >= 0, take(x, owners))
 
 
-def _live_rows(x: Any, sizes: Any, *, spans: Spans) -> jax.Array:
-    return _where(_groups(sizes, spans, x.shape[sizes.ndim - 1]) >= 0, x)
+def _live_rows(x: Any, sizes: Any, *, groups: Groups) -> jax.Array:
+    return _where(_owners(sizes, groups, x.shape[sizes.ndim - 1]) >= 0, x)
 
 
-def _sum_of_groups(x: Any, sizes: Any, *, spans: Spans) -> jax.Array:
+def _sum_of_groups(x: Any, sizes: Any, *, groups: Groups) -> jax.Array:
     """The product of the rows with ones: same input, same bits, whoever multiplies."""
     batch = sizes.ndim - 1
     rest, ones = x.shape[batch + 1 :], ONES if x.dtype.itemsize == 2 else 1
@@ -99,8 +100,8 @@ def _sum_of_groups(x: Any, sizes: Any, *, spans: Spans) -> jax.Array:
     def of(x: jax.Array, sizes: jax.Array) -> jax.Array:
         columns = x.reshape(x.shape[0], -1)
         sums = hopper_ragged_dot(
-            jnp.ones((x.shape[0], ones), x.dtype), columns, sizes, subscripts=CONTRACTION,
-            spans=spans, precision=(lax.Precision.HIGHEST,) * 2,
+            jnp.ones((x.shape[0], ones), x.dtype), columns, sizes, subscripts=VARLEN_K,
+            groups=groups, precision=(lax.Precision.HIGHEST,) * 2,
             preferred_element_type=np.promote_types(x.dtype, np.float32), implementation=None,
         )[:, 0]  # fmt: skip
         return sums.reshape(-1, *rest)
@@ -109,7 +110,7 @@ def _sum_of_groups(x: Any, sizes: Any, *, spans: Spans) -> jax.Array:
 
 
 def _transpose_rows(
-    cotangent: Any, x: Any, sizes: Any, *, spans: Spans, length: int, rounded: Any, each: bool
+    cotangent: Any, x: Any, sizes: Any, *, groups: Groups, length: int, rounded: Any, each: bool
 ) -> list[Any]:
     if type(cotangent) is ad.Zero:
         return [ad.Zero(x.aval), None]
@@ -117,24 +118,24 @@ def _transpose_rows(
     matrix = np.prod(cotangent.shape[batch + 1 :]) > 1  # else few numbers, kept as they are
     if rounded is not None and matrix and rounded.itemsize < cotangent.dtype.itemsize:
         cotangent = cotangent.astype(rounded)
-    sums = segment_sum_p.bind(cotangent, sizes, spans=spans)
+    sums = segment_sum_p.bind(cotangent, sizes, groups=groups)
     if not each:
         sums = jnp.sum(sums, range(batch))
     return [sums.astype(x.aval.dtype), None]
 
 
-def _transpose_live(cotangent: Any, x: Any, sizes: Any, *, spans: Spans) -> list[Any]:
+def _transpose_live(cotangent: Any, x: Any, sizes: Any, *, groups: Groups) -> list[Any]:
     if type(cotangent) is ad.Zero:
         return [ad.Zero(x.aval), None]
-    return [segment_mask_p.bind(cotangent, sizes, spans=spans), None]
+    return [segment_mask_p.bind(cotangent, sizes, groups=groups), None]
 
 
-def _transpose_sum(cotangent: Any, x: Any, sizes: Any, *, spans: Spans) -> list[Any]:
+def _transpose_sum(cotangent: Any, x: Any, sizes: Any, *, groups: Groups) -> list[Any]:
     if type(cotangent) is ad.Zero:
         return [ad.Zero(x.aval), None]
     batch = sizes.ndim - 1
     rows = segment_broadcast_p.bind(
-        cotangent, sizes, spans=spans, length=x.aval.shape[batch], rounded=None, each=batch > 0
+        cotangent, sizes, groups=groups, length=x.aval.shape[batch], rounded=None, each=batch > 0
     )
     return [rows.astype(x.aval.dtype), None]
 

@@ -75,8 +75,9 @@ class Explanation:
                 f"M={p.m} N={p.n} K={p.k} L={p.l}, A {p.a.major}-major, B {p.b.major}-major"
             )
             if g := p.groups:
-                picked = f", {g.gathered.upper()}'s rows picked of {g.source}" if g.gathered else ""
-                lines["groups"] = f"{g.total} along {g.axis.upper()}{picked}"
+                lines["groups"] = f"{g.total} along {g.axis.upper()}"
+                if g.gathered:
+                    lines["groups"] += f", {g.gathered.upper()}'s rows picked of {g.source_rows}"
         if (spec := self.spec) and (raster_order := self.raster_order):
             lines["kernel"] = spec.name
             lines["tile"] = (

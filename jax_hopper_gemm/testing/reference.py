@@ -36,7 +36,7 @@ def shape_of(problem: GemmProblem, operand: Operand) -> tuple[int, int, int]:
         matrices = problem.stack if problem.indexed == operand else problem.l
         return matrices, extents[0], extents[1]
     if groups.gathered == operand:
-        extents[INDICES[operand].index(groups.axis)] = groups.source
+        extents[INDICES[operand].index(groups.axis)] = groups.source_rows
     return 1, extents[0], extents[1]
 
 
@@ -126,7 +126,7 @@ def input_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
     """
     found, groups = factor_places(problem), problem.groups
     if groups:
-        found.append((Place.compact((groups.sizes,), "int32"),))
+        found.append((Place.compact((groups.num_sizes,), "int32"),))
         if groups.gathered:
             length = problem.m if groups.axis == "m" else problem.k
             found.append((Place.compact((length,), "int32"),))

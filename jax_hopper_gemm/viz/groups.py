@@ -82,8 +82,8 @@ def grouped_tiles(
             f"which CTA takes which tile of a {spec.tile_scheduler} scheduler is decided while it "
             'runs: give dataclasses.replace(spec, tile_scheduler="static")'
         )
-    if len(sizes) != groups.sizes:
-        raise ValueError(f"{len(sizes)} sizes, but the problem has {groups.sizes}")
+    if len(sizes) != groups.num_sizes:
+        raise ValueError(f"{len(sizes)} sizes, but the problem has {groups.num_sizes}")
     clusters = make_plan(problem, spec, raster_order, num_sms).grid[0] // spec.cluster_m
     raster = group_raster(problem, spec, raster_order)
     rows = spec.tile_m * spec.raster_m if spec.grouped == "m" else None
@@ -193,13 +193,11 @@ def _tops(
     found, start, top = [], 0, 0
     for i, size in enumerate([*sizes, problem.m]):
         end = min(problem.m, start + max(int(size), 0))
-        place = i % groups.period - groups.first
-        belongs = i < groups.sizes and 0 <= place < groups.count
-        matrix = i // groups.period * groups.step + place if belongs else -1
+        matrix = groups.rule.matrix_of(i, groups.num_sizes)
         found.append((start, end, matrix, top))
         if end > start:
             top += ceil_div(end - start, spec.tile_m) * spec.tile_m + GAP
-        elif belongs:
+        elif matrix >= 0:
             top += LINE_OF_TEXT + GAP
         start = end
     return found, top

@@ -17,7 +17,8 @@ from support import cases, outcome
 from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.grid import ceil_div
-from jax_hopper_gemm.gemm.problem import GemmProblem, GroupedAxis, Groups, MatrixLayout
+from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups, VarlenAxis
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.testing import group_sizes, reference, tolerance
 
@@ -38,7 +39,7 @@ class Layout:
     """Which of an axis's spans belong to groups, and how many matrices they have in all.
 
     Attributes:
-      sizes, period, count, first, step: as in `problem.Groups`.
+      sizes, period, count, first, step: as in `GroupedAxis` and `Groups`.
       matrices: of weights; W.
     """
 
@@ -66,8 +67,9 @@ class Layout:
         matrices = groups if shared else batch * groups
         return cls(batch * (groups + 1), groups + 1, groups, 0, step, matrices)
 
-    def of_axis(self, axis: GroupedAxis) -> Groups:
-        return Groups(axis, self.sizes, self.period, self.count, self.first, self.step)
+    def of_axis(self, axis: VarlenAxis) -> GroupedAxis:
+        rule = Groups(self.period, self.count, self.first, self.step)
+        return GroupedAxis(axis, self.sizes, rule)
 
 
 @dataclass(frozen=True)
@@ -106,15 +108,17 @@ class Case:
 def spans(problem: GemmProblem, sizes: np.ndarray) -> list[Span]:
     """Returns every span of the grouped axis, empty ones too, what is left over last."""
     groups = problem.groups
-    assert groups is not None and len(sizes) == groups.sizes
+    assert groups is not None
+    rule = groups.rule
+    assert len(sizes) == groups.num_sizes
     length = problem.m if groups.axis == "m" else problem.k
     ends = np.minimum(np.cumsum(np.clip(sizes.astype(np.int64), 0, length)), length)
     edges = [0, *map(int, ends), length]
     found = []
     for i, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
-        place = i % groups.period - groups.first
-        belongs = i < groups.sizes and 0 <= place < groups.count
-        matrix = i // groups.period * groups.step + place if belongs else -1
+        place = i % rule.period - rule.first
+        belongs = i < groups.num_sizes and 0 <= place < rule.count
+        matrix = i // rule.period * rule.step + place if belongs else -1
         assert matrix < problem.l, f"group {i} has matrix {matrix} of {problem.l}"
         found.append(Span(start, end, matrix))
     return found
@@ -155,7 +159,7 @@ def problem_of(
     groups = layout.of_axis(axis)
     if spec.gathered:
         length = problem.m if axis == "m" else problem.k
-        groups = replace(groups, gathered=spec.gathered, source=length * 2 // 3 + 5)
+        groups = replace(groups, gathered=spec.gathered, source_rows=length * 2 // 3 + 5)
     return replace(problem, operands=operands, groups=groups)
 
 
@@ -265,8 +269,8 @@ def _poisoned(problem: GemmProblem, sizes: np.ndarray, inputs: Inputs, seed: int
     unused = np.setdiff1d(np.arange(problem.l), matrices)
     alone = {"a": nobody, "b": nobody}  # of each operand's elements along the axis
     if groups.gathered:
-        indices = random_indices(groups.source, matrices.size, seed)
-        unpicked = np.setdiff1d(np.arange(groups.source), indices[matrices >= 0])
+        indices = random_indices(groups.source_rows, matrices.size, seed)
+        unpicked = np.setdiff1d(np.arange(groups.source_rows), indices[matrices >= 0])
         alone[groups.gathered] = unpicked
         inputs = replace(inputs, indices=indices)
 
@@ -343,7 +347,7 @@ def gathered(problem: GemmProblem, inputs: Inputs, b: np.ndarray) -> tuple[np.nd
         return inputs.a, b
     indices = inputs.indices
     assert indices is not None
-    absent = (indices < 0) | (indices >= groups.source)
+    absent = (indices < 0) | (indices >= groups.source_rows)
 
     def picked(array: np.ndarray, axis: int) -> np.ndarray:
         found = np.take(array, np.where(absent, 0, indices), axis=axis)
