@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jax import lax
 
-from ..primitives.define import dot_general_of
+from ..gemm.groups import GROUP
+from ..gemm.product import Product
+from ..primitives.define import PRODUCTS
+from ..primitives.dot import dot_general_params
 
 
 def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,8 +27,19 @@ def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def wrapped(primitive: Any, *avals: Any, **params: Any) -> Any:
-        if (dot := dot_general_of(primitive, params)) is None:
+        if primitive not in PRODUCTS:
             return policy(primitive, *avals, **params)
-        return policy(lax.dot_general_p, *avals[:2], **dot)
+        return policy(lax.dot_general_p, *avals[:2], **_dot_of(params["product"]))
 
     return wrapped
+
+
+def _dot_of(product: Product) -> dict[str, Any]:
+    """Returns the parameters of the `lax.dot_general_p` that a product begins with.
+
+    That of one group, and where gate and up are stacked, the gate's.
+    """
+    subscripts = product.subscripts.without(product.gate_up)
+    if product.groups:
+        subscripts = subscripts.without(GROUP)
+    return dot_general_params(replace(product, subscripts=subscripts))

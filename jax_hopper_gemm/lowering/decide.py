@@ -13,7 +13,7 @@ from typing import Any
 from ..dispatch import Device
 from ..gemm.groups import is_varlen_k, weights_in_order
 from .origins import Origin
-from .route import Product, Route, route
+from .route import Request, Route, route
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Form:
     """A product that a kernel may be asked for in place of another one.
 
     Attributes:
-      product: the one to ask for. If it gathers rows of an operand, or indexes a stack, that
+      request: the one to ask for. If it gathers rows of an operand, or indexes a stack, that
         operand is the `array` of its `Source`.
       stored: numbers of the operands that are read as they are stored, before a transpose.
     """
 
-    product: Product
+    request: Request
     stored: tuple[int, ...] = ()
 
 
@@ -46,20 +46,20 @@ class Decision:
 
 
 def decide(
-    product: Product, origins: Sequence[Origin], device: Device, *, kernel_only: bool
+    request: Request, origins: Sequence[Origin], device: Device, *, kernel_only: bool
 ) -> Decision:
     """Returns the first form of a product that some kernel can run, and how; else the last one.
 
     Args:
-      product: of the operands as they are.
+      request: of the operands as they are.
       origins: of the left operand, and of the right one or of gate and up.
       device: what it runs on.
       kernel_only: as in `route`.
     """
-    forms = forms_of(product, origins)
+    forms = forms_of(request, origins)
     routes: list[Route] = []
     for form in forms:
-        routes.append(route(form.product, device, kernel_only=kernel_only))
+        routes.append(route(form.request, device, kernel_only=kernel_only))
         if routes[-1].supported:
             break
     form, chosen = forms[len(routes) - 1], routes[-1]
@@ -69,12 +69,12 @@ def decide(
     return Decision(form, chosen, reason)
 
 
-def forms_of(product: Product, origins: Sequence[Origin]) -> list[Form]:
+def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
     """Returns what a kernel may be asked for: what writes least first, the product itself last."""
-    through = _stored(product, origins) or Form(product)
+    through = _stored(request, origins) or Form(request)
     in_place = _gathering(_indexing(through, origins), origins)
     forms: list[Form] = []
-    for form in (in_place, through, Form(product)):
+    for form in (in_place, through, Form(request)):
         if form not in forms:
             forms.append(form)
     return forms
@@ -82,39 +82,39 @@ def forms_of(product: Product, origins: Sequence[Origin]) -> list[Form]:
 
 def _written_first(form: Form, taken: Form) -> str:
     """Returns what XLA does before a product that `taken` does not read as `form` would."""
-    if form.product.gathered != taken.product.gathered:
+    if form.request.gathered != taken.request.gathered:
         return "writes the rows first that are picked"
-    if form.product.indexed != taken.product.indexed:
+    if form.request.indexed != taken.request.indexed:
         return "copies an operand out of its stack first"
     return "transposes an operand first"
 
 
-def _stored(product: Product, origins: Sequence[Origin]) -> Form | None:
+def _stored(request: Request, origins: Sequence[Origin]) -> Form | None:
     """Returns the same product of the arrays that operands are transposes of.
 
     XLA folds a transpose into its own products, but would copy the operand of a custom call. None
     where there is no transpose, or no kernel that could read what it was made of.
     """
-    if product.indexed or (product.groups and is_varlen_k(product.subscripts)):
+    if request.indexed or (request.groups and is_varlen_k(request.subscripts)):
         return None
     rights = {origin.permutation for origin in origins[1:]}
     if len(rights) > 1:  # gate and up lie differently
         return None
-    first = 1 if product.groups else 0
+    first = 1 if request.groups else 0
     numbers = tuple(
         i for i, origin in enumerate(origins) if i >= first and origin.permutation is not None
     )
     if not numbers:
         return None
-    lhs, lhs_shape = product.subscripts.lhs, product.lhs_shape
+    lhs, lhs_shape = request.subscripts.lhs, request.lhs_shape
     if 0 in numbers:
         lhs, lhs_shape = _before(origins[0].permutation, lhs, lhs_shape)
-    rhs, rhs_shape = _before(origins[1].permutation, product.subscripts.rhs, product.rhs_shape)
-    subscripts = replace(product.subscripts, lhs=lhs, rhs=rhs)
-    if product.groups and not weights_in_order(subscripts):
+    rhs, rhs_shape = _before(origins[1].permutation, request.subscripts.rhs, request.rhs_shape)
+    subscripts = replace(request.subscripts, lhs=lhs, rhs=rhs)
+    if request.groups and not weights_in_order(subscripts):
         return None
-    product = replace(product, subscripts=subscripts, lhs_shape=lhs_shape, rhs_shape=rhs_shape)
-    return Form(product, numbers)
+    request = replace(request, subscripts=subscripts, lhs_shape=lhs_shape, rhs_shape=rhs_shape)
+    return Form(request, numbers)
 
 
 def _before(
@@ -137,15 +137,15 @@ def _gathering(form: Form, origins: Sequence[Origin]) -> Form:
 
     Of a ragged product; of two such operands the left one is gathered.
     """
-    product = form.product
-    if product.groups is None or product.gathered:
+    request = form.request
+    if request.groups is None or request.gathered:
         return form
-    count = 2 if is_varlen_k(product.subscripts) and len(origins) == 2 else 1
+    count = 2 if is_varlen_k(request.subscripts) and len(origins) == 2 else 1
     for i, origin in enumerate(origins[:count]):
         if origin.picked_of is not None and _visible(form, origins, i):
             named: Any = "ab"[i]
-            axis = replace(product.groups, gathered=named, source_rows=origin.picked_of)
-            return replace(form, product=replace(product, groups=axis))
+            axis = replace(request.groups, gathered=named, source_rows=origin.picked_of)
+            return replace(form, request=replace(request, groups=axis))
     return form
 
 
@@ -154,10 +154,10 @@ def _indexing(form: Form, origins: Sequence[Origin]) -> Form:
 
     XLA would copy it for a custom call. Of two such operands it is the larger one.
     """
-    product = form.product
-    if product.groups or product.indexed or len(origins) > 2:
+    request = form.request
+    if request.groups or request.indexed or len(origins) > 2:
         return form
-    shapes = product.lhs_shape, product.rhs_shape
+    shapes = request.lhs_shape, request.rhs_shape
     numbers = [
         i
         for i, origin in enumerate(origins)
@@ -166,5 +166,5 @@ def _indexing(form: Form, origins: Sequence[Origin]) -> Form:
     if not numbers:
         return form
     i = max(numbers, key=lambda i: prod(shapes[i]))
-    indexing: Any = replace(product, indexed="ab"[i], stack=origins[i].stack)
-    return replace(form, product=indexing)
+    indexing: Any = replace(request, indexed="ab"[i], stack=origins[i].stack)
+    return replace(form, request=indexing)

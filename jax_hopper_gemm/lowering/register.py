@@ -15,10 +15,6 @@ from jax.interpreters import mlir
 Rule = Callable[..., Any]  # (ctx, *values, **params)
 
 
-def _none(params: dict[str, Any]) -> str | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Lowering:
     """How a primitive is lowered, beyond the JAX function that it stands for.
@@ -26,14 +22,12 @@ class Lowering:
     Attributes:
       cuda: the rule where the program is for CUDA alone; None: the function.
       partitioned: the rule where XLA may partition the program over devices; it may give None.
-      implementation: gives from the parameters the implementation that the user chose.
       shared: whether equal equations of a program may become calls of one function. The arguments
         of such a function hide the operations that they come from. With `cuda` none are shared.
     """
 
     cuda: Rule | None = None
     partitioned: Rule | None = None
-    implementation: Callable[[dict[str, Any]], str | None] = _none
     shared: bool = True
 
 
@@ -41,6 +35,8 @@ def register_lowering(
     primitive: Primitive, abstract_eval: Rule, reference: Rule, lowering: Lowering
 ) -> None:
     """Registers one rule for all platforms.
+
+    A primitive's parameter `product`, if it has one, is a `gemm.product.Product`.
 
     Args:
       primitive: the primitive.
@@ -72,7 +68,8 @@ def register_lowering(
                 return emitted
         if platforms == ("cuda",) and not on_host:
             return for_cuda(ctx, *values, **params)
-        if lowering.implementation(params) == "hopper":
+        product = params.get("product")
+        if product and product.options.implementation == "hopper":
             raise NotImplementedError(
                 "implementation='hopper': the kernels run on CUDA, and this program is lowered for "
                 "another platform. With implementation=None it runs on either."

@@ -12,6 +12,8 @@ from jax import numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
+from ..gemm.options import Options
+from ..gemm.product import Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
@@ -132,10 +134,10 @@ def _traced_gate(
     subscripts = final.subscripts
     if len(rights) == 1:  # no axis of the result stands for gate and up
         subscripts = replace(subscripts, out=subscripts.out.replace(subscripts.rhs[1], ""))
+    options = Options(implementation, final.precision, dtype, preactivation, current_max_sms())
     return fused_dot(
-        what.function, x, rights, what.operands, subscripts=subscripts,
-        precision=final.precision, product_dtype=dtype, out_dtypes=what.dtypes,
-        preactivation=preactivation, implementation=implementation, max_sms=current_max_sms(),
+        what.function, x, rights, what.operands, Product(subscripts, options),
+        out_dtypes=what.dtypes,
     )  # fmt: skip
 
 

@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from ..gemm.options import Options
+from ..gemm.product import Product
 from ..primitives.group_sizes import sizes_and_groups, sizes_in_rows
 from ..primitives.ragged_dot import hopper_ragged_dot
 from . import checks
@@ -287,7 +289,7 @@ def _traced(
     lhs = rows_of(lhs, rows)
     axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
     params = canonical(lhs, rhs, sizes, numbers, dict(options))
-    params["implementation"] = implementation
+    chosen = Options(implementation, **params, max_sms=current_max_sms())
 
     def product(left: Any, right: Any, own_sizes: Any, inner: int) -> jax.Array:
         assert axes.subscripts
@@ -296,8 +298,7 @@ def _traced(
         count = right.shape[0] if axes.kind == "rows" else own_sizes.shape[0]
         own_sizes, groups = sizes_and_groups(own_sizes, offset, count, length)
         return hopper_ragged_dot(
-            left, right, own_sizes, subscripts=axes.subscripts, groups=groups,
-            max_sms=current_max_sms(), **params
-        )  # fmt: skip
+            left, right, own_sizes, Product(axes.subscripts, chosen, groups=groups)
+        )
 
     return axes.mapped(product, lhs, rhs, sizes)

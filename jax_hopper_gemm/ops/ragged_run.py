@@ -11,6 +11,8 @@ import numpy as np
 from jax import lax
 
 from ..gemm.groups import VARLEN_M_KN, Groups
+from ..gemm.options import Options
+from ..gemm.product import Product
 from ..gemm.subscripts import Subscripts
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from ..primitives.gather_rows import pick_rows
@@ -116,11 +118,11 @@ def _traced_grouped(
     ]
     what = traced(op, function, products, seen, dtype, dtypes)
     sizes, groups = sizes_and_groups(as_int32(sizes), offset, count, length)
+    chosen = Options(implementation, params["precision"], dtype, preactivation, current_max_sms())
+    subscripts = ROWS_OF_GATE_AND_UP if planes else VARLEN_M_KN
     results = fused_dot(
         what.function, lhs, rights, (*operands, *what.operands[len(operands) :]),
-        subscripts=ROWS_OF_GATE_AND_UP if planes else VARLEN_M_KN, precision=params["precision"],
-        product_dtype=dtype, out_dtypes=what.dtypes, preactivation=preactivation,
-        implementation=implementation, sizes=sizes, groups=groups, max_sms=current_max_sms(),
+        Product(subscripts, chosen, groups=groups), out_dtypes=what.dtypes, sizes=sizes,
     )  # fmt: skip
     return what.structured(results)
 
@@ -207,6 +209,7 @@ def scaled_sum(
     params = canonical(lhs, rhs, sizes, numbers, dict(options))
     dtype = params["preferred_element_type"] or jnp.result_type(lhs, rhs)
     axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
+    chosen = Options(implementation, params["precision"], dtype, max_sms=current_max_sms())
     place = steps.named.index("c") if "c" in steps.named else len(operands)
 
     def of_matrices(left: Any, right: Any, own_sizes: Any, *c: Any, inner: int) -> jax.Array:
@@ -218,11 +221,9 @@ def scaled_sum(
         own = (*operands[:place], *c, *operands[place + 1 :])
         what = traced(steps.op, steps, (product,), own, dtype, None)
         results = fused_dot(
-            what.function, left, (right,), what.operands, subscripts=axes.subscripts,
-            precision=params["precision"], product_dtype=dtype, out_dtypes=what.dtypes,
-            preactivation="save", implementation=implementation,
-            in_place=what.in_place(steps, product), sizes=own_sizes, groups=Groups.plain(count),
-            max_sms=current_max_sms(),
+            what.function, left, (right,), what.operands,
+            Product(axes.subscripts, chosen, groups=Groups.plain(count)),
+            out_dtypes=what.dtypes, in_place=what.in_place(steps, product), sizes=own_sizes,
         )  # fmt: skip
         return what.structured(results)
 

@@ -2,7 +2,8 @@
 
     double_p = define_primitive("double", lambda x: 2 * x, rules=Rules(linear_in=(0,)))
 
-A product says in `ProductRules` what it asks for; reports and checkpoint policies read `PRODUCTS`.
+Primitives that are products have one static parameter `product`, a `gemm.product.Product`, and say
+in `request_of` what they ask for. Reports and checkpoint policies know them by `PRODUCTS`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax.interpreters import partial_eval as pe
 
 from ..fusion.jaxprs import traced
 from ..lowering.register import Lowering, register_lowering
-from ..lowering.route import Product
+from ..lowering.route import Request
 
 Rule = Callable[..., Any]
 
@@ -45,30 +46,17 @@ class Rules:
     dce: Rule | None = None
 
 
-@dataclass(frozen=True)
-class ProductRules:
-    """What a primitive that is a product asks for.
-
-    Attributes:
-      product_of: `(avals, out_avals, params)`, the product.
-      dot_general: gives from the parameters those of the `lax.dot_general_p` that stands for it in
-        the eyes of a checkpoint policy.
-      apart: gives from the parameters the JAX function of the operands that is lowered where no
-        kernel is launched, if it has products of its own; None: XLA computes all.
-    """
-
-    product_of: Callable[[Sequence[Any], Sequence[Any], dict[str, Any]], Product]
-    dot_general: Callable[[dict[str, Any]], dict[str, Any]]
-    apart: Callable[[dict[str, Any]], Rule | None] | None = None
+RequestOf = Callable[..., Request]  # (avals, out_avals, **params)
+Apart = Callable[[dict[str, Any]], Rule | None]  # (params)
 
 
 @dataclass(frozen=True)
-class _Defined:
-    rules: ProductRules
-    lowering: Lowering
+class _ProductRules:
+    request_of: RequestOf
+    apart: Apart | None
 
 
-PRODUCTS: dict[Primitive, _Defined] = {}
+PRODUCTS: dict[Primitive, _ProductRules] = {}
 
 
 def define_primitive(
@@ -79,7 +67,8 @@ def define_primitive(
     multiple_results: bool = False,
     rules: Rules | None = None,
     lowering: Lowering | None = None,
-    product: ProductRules | None = None,
+    request_of: RequestOf | None = None,
+    apart: Apart | None = None,
 ) -> Primitive:
     """Returns a new primitive.
 
@@ -90,7 +79,10 @@ def define_primitive(
       abstract: gives abstract results from abstract operands; None: traces `reference`.
       rules: for JAX's transformations; None: it has none.
       lowering: where it is lowered to something else than `reference`; None: nowhere.
-      product: what it asks for, if it is a product.
+      request_of: of a product, which has a parameter `product`: what it asks for, from abstract
+        operands, abstract results and its parameters.
+      apart: of a product: gives from the parameters the JAX function of the operands that is
+        lowered where no kernel is launched, if it has products of its own; else None.
     """
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
@@ -100,8 +92,8 @@ def define_primitive(
     _register_rules(primitive, rules or Rules())
     lowering = lowering or Lowering()
     register_lowering(primitive, abstract, reference, lowering)
-    if product:
-        PRODUCTS[primitive] = _Defined(product, lowering)
+    if request_of:
+        PRODUCTS[primitive] = _ProductRules(request_of, apart)
     return primitive
 
 
@@ -150,24 +142,13 @@ def _batched(
 # Products.
 
 
-def product_of(equation: Any) -> Product:
+def request_of(equation: Any) -> Request:
     """Returns what an equation of one of `PRODUCTS` asks for."""
     avals, out_avals = ([x.aval for x in atoms] for atoms in (equation.invars, equation.outvars))
-    return PRODUCTS[equation.primitive].rules.product_of(avals, out_avals, equation.params)
-
-
-def implementation_of(equation: Any) -> Any:
-    """Returns the implementation that the user chose for one of `PRODUCTS`."""
-    return PRODUCTS[equation.primitive].lowering.implementation(equation.params)
+    return PRODUCTS[equation.primitive].request_of(avals, out_avals, **equation.params)
 
 
 def apart_of(equation: Any) -> Rule | None:
     """Returns what lowering runs of an equation of `PRODUCTS` if a kernel cannot; see `apart`."""
-    apart = PRODUCTS[equation.primitive].rules.apart
+    apart = PRODUCTS[equation.primitive].apart
     return apart and apart(equation.params)
-
-
-def dot_general_of(primitive: Primitive, params: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the parameters of the `lax.dot_general_p` that stands for a product; else None."""
-    defined = PRODUCTS.get(primitive)
-    return defined.rules.dot_general(params) if defined else None

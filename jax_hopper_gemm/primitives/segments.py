@@ -27,6 +27,8 @@ from jax.interpreters import ad
 
 from ..fusion.jaxprs import ClosedJaxpr, pruned
 from ..gemm.groups import VARLEN_K, Groups
+from ..gemm.options import Options
+from ..gemm.product import Product
 from .define import Rules, define_primitive
 from .group_sizes import group_of_rows
 from .ragged_dot import hopper_ragged_dot
@@ -97,12 +99,16 @@ def _sum_of_groups(x: Any, sizes: Any, *, groups: Groups) -> jax.Array:
     batch = sizes.ndim - 1
     rest, ones = x.shape[batch + 1 :], ONES if x.dtype.itemsize == 2 else 1
 
+    options = Options(
+        precision=(lax.Precision.HIGHEST,) * 2,
+        preferred_element_type=np.promote_types(x.dtype, np.float32),
+    )
+
     def of(x: jax.Array, sizes: jax.Array) -> jax.Array:
         columns = x.reshape(x.shape[0], -1)
         sums = hopper_ragged_dot(
-            jnp.ones((x.shape[0], ones), x.dtype), columns, sizes, subscripts=VARLEN_K,
-            groups=groups, precision=(lax.Precision.HIGHEST,) * 2,
-            preferred_element_type=np.promote_types(x.dtype, np.float32), implementation=None,
+            jnp.ones((x.shape[0], ones), x.dtype), columns, sizes,
+            Product(VARLEN_K, options, groups=groups),
         )[:, 0]  # fmt: skip
         return sums.reshape(-1, *rest)
 

@@ -208,12 +208,12 @@ def _devices_of(x: Any) -> int:
 
 def explanation_of(call: TracedProduct, implementation: Implementation) -> Explanation:
     """Returns how a product runs that was found by tracing."""
-    device = current_device().limited_to(call.product.max_sms)
-    text = str(call.product)
+    device = current_device().limited_to(call.request.options.max_sms)
+    text = str(call.request)
     if implementation == "xla":
         return Explanation(text, device, "xla", "implementation='xla'", "request")
     insist = implementation == "hopper"
-    decision = decide(call.product, call.origins(), device, kernel_only=insist)
+    decision = decide(call.request, call.origins(), device, kernel_only=insist)
     route, violation = decision.route, launcher_violation()
     if route.path == "xla" or violation:
         if not (insist or violation) and (apart := _explained_apart(call, route.reason)):
@@ -239,7 +239,7 @@ def _explained_apart(call: TracedProduct, reason: str) -> Explanation | None:
         return None
     reason = f"{found.reason}; XLA computes the epilogue: {reason}"
     uncovered = (*found.uncovered, *call.following)
-    return replace(found, product=str(call.product), reason=reason, uncovered=uncovered)
+    return replace(found, product=str(call.request), reason=reason, uncovered=uncovered)
 
 
 def supports(a: Any, b: Any, **options: Any) -> tuple[bool, str]:

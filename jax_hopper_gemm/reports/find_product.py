@@ -11,8 +11,8 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from ..lowering.origins import Origin
-from ..lowering.route import Product
-from ..primitives.define import PRODUCTS, apart_of, product_of
+from ..lowering.route import Request
+from ..primitives.define import PRODUCTS, apart_of, request_of
 from .jaxpr_values import Program, origins_of
 
 # Arguments that are arrays, or tuples of such; others are part of the program.
@@ -37,13 +37,13 @@ class TracedProduct:
     following: tuple[str, ...] = ()
 
     @cached_property
-    def product(self) -> Product:
+    def request(self) -> Request:
         """Of the operands as they are."""
-        return product_of(self.equation)
+        return request_of(self.equation)
 
     def origins(self) -> tuple[Origin, ...]:
         """Returns what the operands are made of."""
-        return origins_of(self.program, self.equation, self.product)
+        return origins_of(self.program, self.equation, self.request)
 
     def apart(self) -> TracedProduct | None:
         """Returns the product without its epilogue that lowering asks for where none runs it whole.
@@ -55,8 +55,8 @@ class TracedProduct:
         avals = [atom.aval for atom in self.equation.invars]
         program = Program(jax.make_jaxpr(function)(*avals), self.program, self.equation)
         equation = next(e for e in program.jaxpr.eqns if e.primitive in PRODUCTS)
-        assert self.product.function
-        return TracedProduct(program, equation, _operations(self.product.function.jaxpr.eqns))
+        assert self.request.function
+        return TracedProduct(program, equation, _operations(self.request.function.jaxpr.eqns))
 
 
 def traced_product(

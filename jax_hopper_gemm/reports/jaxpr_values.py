@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from ..lowering.origins import Origin, Step, source_of
-from ..lowering.route import Product
+from ..lowering.route import Request
 from ..primitives.gather_rows import pick_rows_p
 from ..primitives.sum_rows import sum_rows_p
 
@@ -106,15 +106,15 @@ def _value(program: Program, atom: Any) -> Value:
     return Value(program, atom, atom.aval.shape)
 
 
-def origins_of(program: Program, equation: Any, product: Product) -> tuple[Origin, ...]:
+def origins_of(program: Program, equation: Any, request: Request) -> tuple[Origin, ...]:
     """Returns what the operands of a product are made of, as in `decide`.
 
     Args:
       program: that the equation is part of.
       equation: of one of `define.PRODUCTS`.
-      product: what it asks for.
+      request: what it asks for.
     """
-    shapes = (product.lhs_shape, *[product.rhs_shape] * product.rights)
+    shapes = (request.lhs_shape, *[request.rhs_shape] * request.num_b)
     return tuple(
         source_of(Value(program, atom, shape), JaxprValues()).origin
         for atom, shape in zip(equation.invars, shapes, strict=False)

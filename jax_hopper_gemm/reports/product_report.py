@@ -15,7 +15,7 @@ from ..lowering.route import array_text
 from ..ops import checks
 from ..ops.dense import Implementation
 from ..ops.substitute import as_hopper_dot
-from ..primitives.define import PRODUCTS, implementation_of, product_of
+from ..primitives.define import PRODUCTS, request_of
 from .explanation import Explanation, explanation_of
 from .find_product import TracedProduct
 from .jaxpr_values import Program
@@ -118,7 +118,9 @@ def _products_in(
 
 
 def _taken(program: Program, equation: Any, within: tuple[str, ...]) -> FoundProduct:
-    explanation = explanation_of(TracedProduct(program, equation), implementation_of(equation))
+    explanation = explanation_of(
+        TracedProduct(program, equation), equation.params["product"].options.implementation
+    )
     line = source_info_util.summarize(equation.source_info)
     return FoundProduct(
         explanation.product, line, within, True, explanation.path, explanation.reason, explanation
@@ -131,7 +133,7 @@ def _left(
     avals = [atom.aval for atom in equation.invars[:2]]
     text = " x ".join(array_text(x.shape, x.dtype.name) for x in avals)
     if equation.primitive is lax.dot_general_p:
-        text = str(product_of(as_hopper_dot(equation, None)))
+        text = str(request_of(as_hopper_dot(equation, None)))
     if implementation == "xla":
         reason = "implementation='xla'"
     elif closed_to:

@@ -113,20 +113,6 @@ def emit(
     return constrained(ctx, call.results, results)
 
 
-def precision_names(precision: Any) -> list[str] | None:
-    """Returns a precision of `lax.dot_general_p` as JSON; None where it has no names."""
-    if precision is None:
-        return []
-    found = precision if isinstance(precision, tuple) else (precision,)
-    return [x.name for x in found] if all(isinstance(x, lax.Precision) for x in found) else None
-
-
-def precision_of(names: Sequence[str]) -> Any:
-    """Returns the precision of these names."""
-    found = tuple(lax.Precision[name] for name in names)
-    return found if len(found) == 2 else (*found, None)[0]
-
-
 def product_at(value: Any) -> Any:
     """Returns the bare product that an MLIR value is the result of, as its module reads the call.
 
