@@ -213,7 +213,7 @@ def product_with(function, subscripts, lhs, rhs, accumulator, *operands, **optio
     jaxpr = traced(function, shape(*accumulator, dtype=jnp.float32), *operands)
     return Product(
         subscripts, lhs, "bfloat16", rhs, "bfloat16", jaxpr.out_avals[0].dtype.name,
-        function=jaxpr, groups=GroupedAxis("m", G, PLAIN), **options,
+        function=jaxpr, groups=GroupedAxis.of(subscripts, PLAIN, G), **options,
     )  # fmt: skip
 
 

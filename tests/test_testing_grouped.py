@@ -211,7 +211,7 @@ def test_edge_cases_are_legal_and_meet_what_they_should(spec):
     cases = grouped.edge_cases(spec, 16, exact=False)
     for case in cases:
         assert problem_violations(case.problem) + pairing_violations(case.problem, spec) == []
-        assert len(case.sizes) == (case.problem.groups or pytest.fail("no groups")).sizes
+        assert len(case.sizes) == (case.problem.groups or pytest.fail("no groups")).num_sizes
     lengths = [case.problem.m if spec.grouped == "m" else case.problem.k for case in cases]
     totals = [sum(case.sizes) for case in cases]
     assert any(total < length for total, length in zip(totals, lengths, strict=True))

@@ -340,6 +340,7 @@ def as_grouped_gemm(
     Raises:
       NotAGemm: an extent is zero, or an operand of the epilogue does not lie as a kernel reads it.
     """
+    assert groups.axis == ("k" if is_varlen_k(subscripts) else "m"), (subscripts, groups)
     extents = ragged_extents(subscripts, lhs_shape, rhs_shape, groups)
     if 0 in extents.values():
         raise NotAGemm("an extent is 0")
