@@ -11,11 +11,11 @@ import pytest
 from jax.interpreters import ad
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.gemm.product import Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
-from jax_hopper_gemm.lowering.route import Product
+from jax_hopper_gemm.lowering.route import Request
 from jax_hopper_gemm.primitives import define
-from jax_hopper_gemm.primitives.define import ProductRules, Rules, define_primitive
-from jax_hopper_gemm.primitives.dot import as_dot_general_params
+from jax_hopper_gemm.primitives.define import Rules, define_primitive
 
 
 def _scaled(x, y, *, by):
@@ -55,35 +55,30 @@ def test_the_rule_of_vmap_is_asked_where_an_operand_is_mapped():
     np.testing.assert_array_equal(alone(x), 2 * x * x)
 
 
-MATRICES = Subscripts.parse("mk,kn->mn")
+PRODUCT = Product(Subscripts.parse("mk,kn->mn"))
 
 
-def _dot(x, y):
+def _dot(x, y, *, product):
     return jnp.matmul(x, y)
 
 
-def _product_of(avals, out_avals, params):
+def _request_of(avals, out_avals, *, product):
     (x, y), (out,) = avals, out_avals
-    return Product(MATRICES, x.shape, x.dtype.name, y.shape, y.dtype.name, out.dtype.name)
-
-
-def _dot_general(params):
-    options = {"precision": None, "preferred_element_type": None, "out_sharding": None}
-    return as_dot_general_params({"subscripts": MATRICES, **options})
+    return Request(product.subscripts, x.shape, x.dtype.name, y.shape, y.dtype.name, out.dtype.name)
 
 
 @pytest.fixture
 def new_dot_p():
-    primitive = define_primitive("new_dot", _dot, product=ProductRules(_product_of, _dot_general))
+    primitive = define_primitive("new_dot", _dot, request_of=_request_of)
     yield primitive
     del define.PRODUCTS[primitive]
 
 
 def test_a_new_product_is_reported_and_judged_as_a_dot(new_dot_p):
     x, y = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 768)))
-    (found,) = jhg.report_products(new_dot_p.bind, x, y).products
+    (found,) = jhg.report_products(partial(new_dot_p.bind, product=PRODUCT), x, y).products
     assert found.taken and found.product.startswith("bf16[512,256] x bf16[256,768]")
     assert found.explanation is not None and found.explanation.problem is not None
     policy = jhg.checkpoint_policy(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    assert policy(new_dot_p, x, y)
+    assert policy(new_dot_p, x, y, product=PRODUCT)
     assert not policy(scaled_p, x, x, by=2)

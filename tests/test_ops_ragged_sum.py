@@ -20,7 +20,7 @@ from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.fusion.jaxprs import traced
 from jax_hopper_gemm.gemm.groups import VARLEN_K, GroupedAxis, Groups
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.lowering.route import Product, route
+from jax_hopper_gemm.lowering.route import Request, route
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -326,7 +326,7 @@ def test_a_mapped_kernel_reads_no_c_that_its_groups_share(axes, path):
         lambda acc, c: acc + c, shape(2, 8, 512, 384, dtype=jnp.float32),
         shape(*axes, 512, 384, dtype=jnp.float32),
     )  # fmt: skip
-    product = Product(
+    product = Request(
         VARLEN_K, (8192, 512), "bfloat16", (8192, 384), "bfloat16", "float32",
         function=function, groups=GroupedAxis("k", 17, Groups(9, 8, step=8)),
     )  # fmt: skip

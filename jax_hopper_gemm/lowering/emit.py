@@ -94,7 +94,7 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     if route.fusion is None:
         _mark_product(results[0].owner, call.request, swap_ab=route.gemm.swap_ab)
         return mark_limit(call, results)
-    finish = mlir.lower_fun(partial(_finished, call.request, route), multiple_results=True)
+    finish = mlir.lower_fun(partial(finished_results, call.request, route), multiple_results=True)
     assert call.request.function
     varying = [_varying_like(call.request.function.in_avals[0], x) for x in outputs]
     context = ctx.replace(avals_in=[*varying, *call.avals])
@@ -210,7 +210,7 @@ def _written(request: Request, route: Route) -> list[ShapedArray]:
     return arrays
 
 
-def _finished(request: Request, route: Route, *arrays: jax.Array) -> list[jax.Array]:
+def finished_results(request: Request, route: Route, *arrays: jax.Array) -> list[jax.Array]:
     """Returns the function's outputs from what the kernel wrote and the function's operands."""
     assert route.fusion
     whole = [result for result in route.fusion.graph.results if result.plane == 0]
