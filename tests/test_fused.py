@@ -13,24 +13,18 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.program_inspection import integers
 
+from jax_hopper_gemm.gemm.options import Options
+from jax_hopper_gemm.gemm.product import Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
 
 
-def fused(function, lhs, rights, *operands, subscripts="mk,kn->mn", **options):
+def fused(function, lhs, rights, *operands, subscripts="mk,kn->mn", out_sharding=None, **options):
     rights = rights if isinstance(rights, tuple) else (rights,)
-    settings: dict[str, Any] = {
-        "precision": None, "product_dtype": jnp.result_type(lhs, *rights), "out_dtypes": None,
-        "preactivation": "save", "implementation": None,
-    }  # fmt: skip
-    return fused_dot(
-        function,
-        lhs,
-        rights,
-        operands,
-        subscripts=Subscripts.parse(subscripts),
-        **{**settings, **options},
-    )
+    arguments = {name: options.pop(name) for name in ("in_place", "out_dtypes") if name in options}
+    settings: dict[str, Any] = {"preferred_element_type": jnp.result_type(lhs, *rights)}
+    product = Product(Subscripts.parse(subscripts), Options(**settings | options), out_sharding)
+    return fused_dot(function, lhs, rights, operands, product, **arguments)
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = "float32") -> jax.Array:

@@ -16,6 +16,8 @@ from support.program_inspection import attributes, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
+from jax_hopper_gemm.gemm.options import Options
+from jax_hopper_gemm.gemm.product import Product
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.lowering import fallback
@@ -103,20 +105,12 @@ def shape(*extents: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(extents, dtype)
 
 
-def fused(function, lhs, rights, *operands, subscripts="mk,kn->mn", **options):
+def fused(function, lhs, rights, *operands, subscripts="mk,kn->mn", out_sharding=None, **options):
     rights = rights if isinstance(rights, tuple) else (rights,)
-    settings: dict[str, Any] = {
-        "precision": None, "product_dtype": lhs.dtype, "out_dtypes": None, "preactivation": "save",
-        "implementation": "hopper",
-    }  # fmt: skip
-    return fused_dot(
-        function,
-        lhs,
-        rights,
-        operands,
-        subscripts=Subscripts.parse(subscripts),
-        **{**settings, **options},
-    )
+    arguments = {name: options.pop(name) for name in ("in_place", "out_dtypes") if name in options}
+    settings: dict[str, Any] = {"preferred_element_type": lhs.dtype, "implementation": "hopper"}
+    product = Product(Subscripts.parse(subscripts), Options(**settings | options), out_sharding)
+    return fused_dot(function, lhs, rights, operands, product, **arguments)
 
 
 def gelu(x):

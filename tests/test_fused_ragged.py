@@ -12,6 +12,8 @@ import pytest
 from test_fused import TRANSFORMS, assert_close, everything, gate, gelu, normal, squared
 
 from jax_hopper_gemm.gemm.groups import Groups
+from jax_hopper_gemm.gemm.options import Options
+from jax_hopper_gemm.gemm.product import Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
 
@@ -19,16 +21,15 @@ T, K, N, G = 9, 4, 5, 3
 SIZES = jnp.asarray([2, 0, 5], np.int32)  # two rows belong to no group
 
 
-def fused(function, lhs, rights, sizes, *operands, subscripts="mk,gkn->mn", **options):
+def fused(function, lhs, rights, sizes, *operands, subscripts="mk,gkn->mn", groups=None, **options):
     rights = rights if isinstance(rights, tuple) else (rights,)
-    settings: dict[str, Any] = {
-        "precision": None, "product_dtype": jnp.result_type(lhs, *rights), "out_dtypes": None,
-        "preactivation": "save", "implementation": None, "groups": Groups.plain(rights[0].shape[0]),
-    }  # fmt: skip
-    return fused_dot(
-        function, lhs, rights, operands, subscripts=Subscripts.parse(subscripts), sizes=sizes,
-        **{**settings, **options},
+    arguments = {name: options.pop(name) for name in ("in_place", "out_dtypes") if name in options}
+    settings: dict[str, Any] = {"preferred_element_type": jnp.result_type(lhs, *rights)}
+    product = Product(
+        Subscripts.parse(subscripts), Options(**settings | options),
+        groups=groups or Groups.plain(rights[0].shape[0]),
     )  # fmt: skip
+    return fused_dot(function, lhs, rights, operands, product, sizes=sizes, **arguments)
 
 
 def grouped(function, sizes, *by_group):

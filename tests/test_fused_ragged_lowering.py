@@ -16,7 +16,9 @@ from test_fused_lowering import launches, on_matrices, reachable, results, shape
 
 from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.gemm.groups import VARLEN_M_KN, Groups
+from jax_hopper_gemm.gemm.options import Options
 from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.product import Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
 from jax_hopper_gemm.primitives.ragged_dot import hopper_ragged_dot
@@ -50,22 +52,24 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "choose", choose)
 
 
-def fused(function, lhs, rights, sizes, *operands, subscripts="mk,gkn->mn", **options):
+def fused(function, lhs, rights, sizes, *operands, subscripts="mk,gkn->mn", groups=None, **options):
     rights = rights if isinstance(rights, tuple) else (rights,)
-    settings: dict[str, Any] = {
-        "precision": None, "product_dtype": lhs.dtype, "out_dtypes": None, "preactivation": "save",
-        "implementation": "hopper", "groups": Groups.plain(rights[0].shape[0]),
-    }  # fmt: skip
-    return fused_dot(
-        function, lhs, rights, operands, subscripts=Subscripts.parse(subscripts), sizes=sizes,
-        **{**settings, **options},
+    arguments = {name: options.pop(name) for name in ("in_place", "out_dtypes") if name in options}
+    settings: dict[str, Any] = {"preferred_element_type": lhs.dtype, "implementation": "hopper"}
+    product = Product(
+        Subscripts.parse(subscripts), Options(**settings | options),
+        groups=groups or Groups.plain(rights[0].shape[0]),
     )  # fmt: skip
+    return fused_dot(function, lhs, rights, operands, product, sizes=sizes, **arguments)
 
 
 def bare(x, w, sizes):
     return hopper_ragged_dot(
-        x, w, sizes, subscripts=VARLEN_M_KN, groups=Groups.plain(w.shape[0]), precision=None,
-        preferred_element_type=x.dtype, implementation="hopper",
+        x, w, sizes,
+        Product(
+            VARLEN_M_KN, Options("hopper", preferred_element_type=x.dtype),
+            groups=Groups.plain(w.shape[0]),
+        ),
     )  # fmt: skip
 
 

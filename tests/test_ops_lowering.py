@@ -206,7 +206,7 @@ def test_a_product_that_is_faster_on_xla_is_no_fallback(monkeypatch):
 
 def test_another_gpu_runs_on_xla(monkeypatch):
     ampere = dispatch.Device((8, 0), 108)
-    monkeypatch.setattr("jax_hopper_gemm.lowering.current_device", lambda candidates: ampere)
+    monkeypatch.setattr("jax_hopper_gemm.lowering.call.current_device", lambda candidates: ampere)
     assert LAUNCH not in lowered(jhg.matmul, shape(M, K), shape(K, N))
     with pytest.raises(NotImplementedError, match="8.0"):
         lowered(hopper("mk,kn->mn"), shape(M, K), shape(K, N))

@@ -21,7 +21,7 @@ from jax_hopper_gemm.fusion.jaxprs import traced
 from jax_hopper_gemm.gemm.dtypes import RESULTS
 from jax_hopper_gemm.gemm.groups import VARLEN_K, GroupedAxis, Groups
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.lowering.route import Product, route
+from jax_hopper_gemm.lowering.route import Request, route
 
 T, K, N, G = 12, 3, 4, 3
 LHS, RHS, C = integers((T, K)), integers((T, N), seed=1), integers((G, K, N), seed=2)
@@ -325,7 +325,7 @@ def test_a_mapped_kernel_reads_no_c_that_its_groups_share(axes, path):
         lambda acc, c: acc + c, shape(2, 8, 512, 384, dtype=jnp.float32),
         shape(*axes, 512, 384, dtype=jnp.float32),
     )  # fmt: skip
-    product = Product(
+    product = Request(
         VARLEN_K, (8192, 512), "bfloat16", (8192, 384), "bfloat16", "float32",
         function=function, groups=GroupedAxis("k", 17, Groups(9, 8, step=8)),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from support.program_inspection import CACHED_ON_MESH, integers, lowered, run_fr
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.sharding import custom_call
-from jax_hopper_gemm.sharding.choose_shards import Factors, Share, choose_share
+from jax_hopper_gemm.sharding.choose_shards import Factors, Shard, choose_shard
 from jax_hopper_gemm.sharding.mesh import Mesh
 from jax_hopper_gemm.testing.collectives import collectives, run_counted
 
@@ -348,15 +348,15 @@ def test_an_odd_order_of_devices_reads_as_a_whole_array():
 
 def test_a_share_costs_least():
     devices = Mesh((2, 2, 2))
-    choose = partial(choose_share, devices, Factors.of(Subscripts.parse("mk,kn->mn")))
+    choose = partial(choose_shard, devices, Factors.of(Subscripts.parse("mk,kn->mn")))
     extents = {"m": 1024, "k": 512, "n": 256}
     split_k = choose(extents, (2, 2, 2, 2), ([(0,), (1,)], [(1,), ()], [(0,), ()]))
-    assert split_k == Share({"m": (0,), "k": (1,), "n": ()}, {}, (1,))
+    assert split_k == Shard({"m": (0,), "k": (1,), "n": ()}, {}, (1,))
     scattered = choose(extents, (2, 2, 2, 2), ([(0,), (1, 2)], [(1, 2), ()], [(0, 1), (2,)]))
-    assert scattered == Share({"m": (0,), "k": (1, 2), "n": ()}, {"m": (1,), "n": (2,)}, ())
+    assert scattered == Shard({"m": (0,), "k": (1, 2), "n": ()}, {"m": (1,), "n": (2,)}, ())
     contested = choose(extents, (2, 2, 2, 2), ([(0,), ()], [(), (0,)], [(0,), ()]))
-    assert contested == Share({"m": (0,), "k": (), "n": ()}, {}, ())
+    assert contested == Shard({"m": (0,), "k": (), "n": ()}, {}, ())
     replicated = choose(extents, (2, 2, 2, 2), ([(), ()], [(), ()], [(0,), (1,)]))
-    assert replicated == Share({"m": (0,), "k": (), "n": (1,)}, {}, ())
+    assert replicated == Shard({"m": (0,), "k": (), "n": (1,)}, {}, ())
     odd = choose({**extents, "m": 1023}, (2, 2, 2, 2), ([(0,), ()], [(), ()], [(0,), ()]))
     assert odd.axes["m"] == ()

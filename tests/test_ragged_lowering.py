@@ -23,13 +23,15 @@ from jax_hopper_gemm.fusion.jaxprs import traced
 from jax_hopper_gemm.fusion.segments import GroupedProgram
 from jax_hopper_gemm.gemm.grid import num_inputs
 from jax_hopper_gemm.gemm.groups import VARLEN_K, VARLEN_M_KN, VARLEN_M_NK, GroupedAxis, Groups
+from jax_hopper_gemm.gemm.options import Options
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
+from jax_hopper_gemm.gemm.product import Product
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.launch.plan import make_plan
-from jax_hopper_gemm.lowering import call as lowering
 from jax_hopper_gemm.lowering import fallback, match
-from jax_hopper_gemm.lowering.route import Product, route
+from jax_hopper_gemm.lowering.emit import finished_results
+from jax_hopper_gemm.lowering.route import Request, route
 from jax_hopper_gemm.primitives import fused_grad
 from jax_hopper_gemm.primitives.fused_grad import epilogue_p
 from jax_hopper_gemm.primitives.ragged_dot import hopper_ragged_dot
@@ -118,8 +120,11 @@ def test_both_gradients_are_launches_with_nothing_moved(kernels):
 def test_a_weight_gradient_may_be_float32(kernels):
     text = lowered(
         partial(
-            hopper_ragged_dot, subscripts=VARLEN_K, groups=PLAIN, precision=None,
-            preferred_element_type=np.dtype("float32"), implementation="hopper",
+            hopper_ragged_dot,
+            product=Product(
+                VARLEN_K, Options("hopper", preferred_element_type=np.dtype("float32")),
+                groups=PLAIN,
+            ),
         ),
         LHS, shape(T, N), SIZES,
     )  # fmt: skip
@@ -209,15 +214,15 @@ def test_empty_products_are_xlas(lhs, rhs):
 # Epilogues.
 
 
-def product_with(function, subscripts, lhs, rhs, accumulator, *operands, **options) -> Product:
+def product_with(function, subscripts, lhs, rhs, accumulator, *operands, **options) -> Request:
     jaxpr = traced(function, shape(*accumulator, dtype=jnp.float32), *operands)
-    return Product(
+    return Request(
         subscripts, lhs, "bfloat16", rhs, "bfloat16", jaxpr.out_avals[0].dtype.name,
         function=jaxpr, groups=GroupedAxis.of(subscripts, PLAIN, G), **options,
     )  # fmt: skip
 
 
-def product_of_rows(function, *operands) -> Product:
+def product_of_rows(function, *operands) -> Request:
     """A product of rows, of whose function sizes are the first operand."""
     return product_with(
         function, VARLEN_M_KN, (T, K), (G, K, N), (T, N), SIZES, *operands, sizes_operand=0
@@ -260,7 +265,7 @@ def test_operands_of_a_contraction_lie_like_its_matrices(kernels):
 @pytest.mark.parametrize("labels, up_offset", [("gkcn", N), ("gckn", K * N), ("gcnk", K * N)])
 def test_gate_and_up_of_each_group_may_lie_in_one_array(kernels, labels, up_offset):
     extents = {"g": G, "k": K, "c": 2, "n": N}
-    product = Product(
+    product = Request(
         Subscripts("mk", labels, "mn"), (T, K), "bfloat16", tuple(extents[x] for x in labels),
         "bfloat16", "bfloat16", groups=GroupedAxis("m", G, PLAIN), function=traced(
             lambda gate, up: (gate * up).astype(jnp.bfloat16), *[shape(T, N, dtype=np.float32)] * 2
@@ -296,10 +301,10 @@ def test_results_of_a_kernel_are_those_of_the_function():
         out = acc + own(bias, sizes)
         return segment_mask(out.astype(jnp.bfloat16), sizes, PLAIN), jnp.sum(out, -1)
 
-    product = product_of_rows(function, shape(G, N))
-    call = lowering.Call(product, ())
+    request = product_of_rows(function, shape(G, N))
     sizes, bias = jnp.full(G, 32, np.int32), jnp.zeros((G, N), jnp.bfloat16)
-    results = call._finished(route(product, dispatch.H200), y, sums, sizes, bias)
+    chosen = route(request, dispatch.H200)
+    results = finished_results(request, chosen, y, sums, sizes, bias)
     np.testing.assert_array_equal(results[0], y)
     # The kernel adds up what it does not store, too.
     np.testing.assert_array_equal(results[1], np.where(np.arange(T) < 32 * G, N // 128, 0))
@@ -337,10 +342,10 @@ def test_a_function_that_is_not_0_where_rows_belong_to_no_group_stays_apart():
 def test_the_launch_says_which_product_it_holds(monkeypatch):
     found: list[Any] = []
 
-    def look_at(value):
+    def look_at(value):  # NOTE: values are gone once the program is lowered
         call = match.product_at(value)
-        # NOTE: MLIR values are read here: later passes over the module may free them.
-        found.append((call.product, len(call.values), call.sizes.type.shape))
+        assert call
+        found.append((call.request, len(call.values), call.sizes.type.shape))
         return None
 
     monkeypatch.setattr(fused_grad, "product_at", look_at)
@@ -349,14 +354,13 @@ def test_the_launch_says_which_product_it_holds(monkeypatch):
 
     def program(lhs, rhs, sizes):
         y = hopper_ragged_dot(
-            lhs, rhs, sizes, subscripts=VARLEN_M_NK, groups=groups, precision=None,
-            preferred_element_type=None, implementation="hopper",
-        )  # fmt: skip
+            lhs, rhs, sizes, Product(VARLEN_M_NK, Options("hopper"), groups=groups)
+        )
         return epilogue_p.bind(y, jaxpr=traced(lambda y: [2 * y], y))
 
     lowered(program, LHS, shape(2, N, K), sizes)
-    ((product, num_values, sizes_shape),) = found
-    assert product == Product(
+    ((request, count, sizes_shape),) = found
+    assert request == Request(
         VARLEN_M_NK,
         (T, K),
         "bfloat16",
@@ -365,7 +369,7 @@ def test_the_launch_says_which_product_it_holds(monkeypatch):
         "bfloat16",
         groups=GroupedAxis("m", 3, groups),
     )
-    assert num_values == 2 and sizes_shape == [3]
+    assert count == 2 and sizes_shape == [3]
 
 
 VANISHING = [

@@ -12,7 +12,7 @@ import pytest
 
 from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.primitives.group_sizes import group_of_rows, sizes_of_each
-from jax_hopper_gemm.primitives.ragged_shards import Part, RaggedShare
+from jax_hopper_gemm.primitives.ragged_shards import Part, RaggedShard
 
 LENGTH, GROUPS = 24, 4
 SIZES = {
@@ -46,10 +46,10 @@ def assert_each_once(
     own_length = length // (periods * rows)
 
     def of_device(p: Any, m: Any, g: Any) -> jax.Array:
-        share = RaggedShare(rule, Part(p, periods), Part(m, rows), Part(g, groups))
-        own = jax.vmap(lambda x: share.local_sizes(x, length))(sizes)
+        share = RaggedShard(rule, Part(p, periods), Part(m, rows), Part(g, groups))
+        own = jax.vmap(lambda x: share.own_sizes(x, length))(sizes)
         assert own.dtype == np.int32
-        return matrices_of_rows(own, share.local_rule(), own_length)
+        return matrices_of_rows(own, share.own_rule(), own_length)
 
     places = list(itertools.product(range(periods), range(rows), range(groups)))
     shares = jax.jit(jax.vmap(of_device))(
@@ -108,4 +108,4 @@ def test_matrices_of_periods_go_with_their_rows(first, periods, rows, groups):
 
 def test_spans_are_as_given_where_no_matrix_is_elsewhere():
     rule = Groups(period=7, count=4, first=2)
-    assert RaggedShare(rule, rows=Part(1, 2)).local_rule() is rule
+    assert RaggedShard(rule, rows=Part(1, 2)).own_rule() is rule

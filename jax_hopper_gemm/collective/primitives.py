@@ -21,17 +21,11 @@ from typing import Any
 import jax
 from jax import lax
 from jax import numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad
 
-from ..fusion.jaxprs import traced
 from ..ops import dot_general, matmul, sm_limit
+from ..primitives.define import Lowering, Rules, define_primitive
 from ..primitives.dot import as_cotangent
-
-gathered_dot_p = Primitive("hopper_gathered_dot")
-scattered_dot_p = Primitive("hopper_scattered_dot")
-scattered_dot_tangent_p = Primitive("hopper_scattered_dot_tangent")
-gathered_dot_p.multiple_results = True
 
 
 def gathered_dot(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
@@ -242,36 +236,55 @@ def _scattered_dot_tangent_jvp(primals: Any, tangents: Any, **params: Any) -> tu
     return jax.jvp(partial(_scattered_dot_tangent, **params), primals, tangents)
 
 
-def _batched(primitive: Primitive, function: Any, args: Any, axes: Any, **params: Any) -> Any:
-    """Batches x by one more leading axis; with a mapped w, one ring carries all products."""
-    if len(args) == 2 and axes[1] is None:
-        x, w = args
-        results = primitive.bind(jnp.moveaxis(x, axes[0], 0), w, **params)
-    else:
-        results = jax.vmap(partial(function, **params), tuple(axes))(*args)
-    return (results, [0] * len(results)) if primitive.multiple_results else (results, 0)
+def _gathered_dot_batch(
+    axis_data: Any, args: Any, axes: Any, **params: Any
+) -> tuple[list[Any], list[int]]:
+    products = _mapped(gathered_dot_p.bind, _gathered_dot, args, axes, **params)
+    return products, [0] * len(products)
 
 
-for _primitive, _function, _jvp, _transpose in (
-    (gathered_dot_p, _gathered_dot, _gathered_dot_jvp, _gathered_dot_transpose),
-    (scattered_dot_p, _scattered_dot, _scattered_dot_jvp, _scattered_dot_transpose),
-    (
-        scattered_dot_tangent_p, _scattered_dot_tangent, _scattered_dot_tangent_jvp,
-        _scattered_dot_tangent_transpose,
+def _scattered_dot_batch(axis_data: Any, args: Any, axes: Any, **params: Any) -> tuple[Any, int]:
+    return _mapped(scattered_dot_p.bind, _scattered_dot, args, axes, **params), 0
+
+
+def _scattered_dot_tangent_batch(
+    axis_data: Any, args: Any, axes: Any, **params: Any
+) -> tuple[Any, int]:
+    return jax.vmap(partial(_scattered_dot_tangent, **params), tuple(axes))(*args), 0
+
+
+def _mapped(bind: Any, function: Any, args: Any, axes: Any, **params: Any) -> Any:
+    """A mapped x has one more axis in front; a mapped w is one ring for all."""
+    x, w = args
+    if axes[1] is None:
+        return bind(jnp.moveaxis(x, axes[0], 0), w, **params)
+    return jax.vmap(partial(function, **params), tuple(axes))(x, w)
+
+
+gathered_dot_p = define_primitive(
+    "hopper_gathered_dot",
+    _gathered_dot,
+    multiple_results=True,
+    rules=Rules(
+        jvp=_gathered_dot_jvp, transpose=_gathered_dot_transpose, batch=_gathered_dot_batch
     ),
-):  # fmt: skip
-
-    def _abstract_eval(*avals: Any, _function: Any = _function, **params: Any) -> Any:
-        results = traced(partial(_function, **params), *avals).out_avals
-        return results if _function is _gathered_dot else results[0]
-
-    _primitive.def_impl(partial(xla.apply_primitive, _primitive))
-    _primitive.def_abstract_eval(_abstract_eval)
-    mlir.register_lowering(
-        _primitive,
-        mlir.lower_fun(_function, multiple_results=_primitive.multiple_results),
-        cacheable=False,
-    )
-    ad.primitive_jvps[_primitive] = _jvp
-    ad.primitive_transposes[_primitive] = _transpose
-    batching.primitive_batchers[_primitive] = partial(_batched, _primitive, _function)
+    lowering=Lowering(shared=False),
+)
+scattered_dot_p = define_primitive(
+    "hopper_scattered_dot",
+    _scattered_dot,
+    rules=Rules(
+        jvp=_scattered_dot_jvp, transpose=_scattered_dot_transpose, batch=_scattered_dot_batch
+    ),
+    lowering=Lowering(shared=False),
+)
+scattered_dot_tangent_p = define_primitive(
+    "hopper_scattered_dot_tangent",
+    _scattered_dot_tangent,
+    rules=Rules(
+        jvp=_scattered_dot_tangent_jvp,
+        transpose=_scattered_dot_tangent_transpose,
+        batch=_scattered_dot_tangent_batch,
+    ),
+    lowering=Lowering(shared=False),
+)

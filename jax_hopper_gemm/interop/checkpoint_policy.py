@@ -9,9 +9,9 @@ from typing import Any
 from jax import lax
 
 from ..gemm.groups import GROUP
-from ..primitives.dot import as_dot_general_params, hopper_dot_p
-from ..primitives.fused_dot import hopper_fused_p
-from ..primitives.ragged_dot import hopper_ragged_dot_p
+from ..gemm.product import Product
+from ..primitives.define import PRODUCTS
+from ..primitives.dot import dot_general_params
 
 
 def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,33 +27,19 @@ def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def wrapped(primitive: Any, *avals: Any, **params: Any) -> Any:
-        if primitive is hopper_dot_p:
-            primitive, params = lax.dot_general_p, as_dot_general_params(**params)
-        elif primitive is hopper_fused_p:
-            primitive, params = lax.dot_general_p, _product_params(params["accumulate"])
-            avals = avals[:2]
-        elif primitive is hopper_ragged_dot_p:
-            subscripts = params["subscripts"].without(GROUP)
-            options = {key: params[key] for key in ("precision", "preferred_element_type")}
-            primitive, avals = lax.dot_general_p, avals[:2]
-            params = as_dot_general_params(
-                subscripts=subscripts, out_sharding=None, implementation=None, **options
-            )
-        return policy(primitive, *avals, **params)
+        if primitive not in PRODUCTS:
+            return policy(primitive, *avals, **params)
+        return policy(lax.dot_general_p, *avals[:2], **_dot_of(params["product"]))
 
     return wrapped
 
 
-def _product_params(accumulate: Any) -> dict[str, Any]:
-    """Returns the parameters of the `lax.dot_general_p` that begins a `hopper_fused_p`.
+def _dot_of(product: Product) -> dict[str, Any]:
+    """Returns the parameters of the `lax.dot_general_p` that a product begins with.
 
-    For gate and up stacked along a letter of their own this is the gate's product.
+    That of one group, and where gate and up are stacked, the gate's.
     """
-    rhs = "".join(x for x in accumulate.subscripts.rhs if x not in accumulate.subscripts.gate_up)
-    return as_dot_general_params(
-        subscripts=replace(accumulate.subscripts, rhs=rhs),
-        precision=accumulate.precision,
-        preferred_element_type=accumulate.dtype,
-        out_sharding=accumulate.out_sharding,
-        implementation=accumulate.implementation,
-    )
+    subscripts = product.subscripts.without(product.gate_up)
+    if product.groups:
+        subscripts = subscripts.without(GROUP)
+    return dot_general_params(replace(product, subscripts=subscripts))

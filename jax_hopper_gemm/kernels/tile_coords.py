@@ -75,8 +75,8 @@ def coords_of(spec, args, tile, cta):
         m, n, together = tile_in_pair(tile, cta.m, s.tile_m, Warp())
     else:
         m, n = tile.m * s.cluster_m + cta.m, tile.n * s.cluster_n + cta.n
-    # NOTE: a tile of no group, or of an empty one, multiplies one k-tile of zeros. A branch that set
-    # the accumulators to zero instead would put them in local memory: 704 stores a thread.
+    # NOTE: a tile of no group, or of an empty one, multiplies one k-tile of zeros. A branch that
+    # set the accumulators to zero instead would put them in local memory: 704 stores a thread.
     if s.grouped == "k":
         k_tiles = larger((tile.end - tile.start + (s.tile_k - 1)) // s.tile_k, Int32(1))
         return TileCoords(m, n, tile.matrix, k_tiles, tile.start, tile.end)

@@ -1,4 +1,4 @@
-"""What lowering knows of a program's devices: their platforms, and over how many XLA shares it."""
+"""Devices of a program that is being lowered: platforms, and over how many XLA partitions it."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ def platforms_of(ctx: mlir.LoweringRuleContext) -> tuple[str, ...]:
     return tuple(ctx.platforms or ctx.module_context.platforms)
 
 
-class _Share(threading.local):
+class _Shard(threading.local):
     """Whether this thread lowers what one of several devices runs."""
 
     lowered = False
 
 
-_share = _Share()
+_shard = _Shard()
 
 
 @contextmanager
 def lowering_shard() -> Iterator[None]:
-    """What this thread lowers within is one device's share of a program for several."""
-    before, _share.lowered = _share.lowered, True
+    """Marks what this thread lowers within as one device's shard of a program for several."""
+    before, _shard.lowered = _shard.lowered, True
     try:
         yield
     finally:
-        _share.lowered = before
+        _shard.lowered = before
 
 
 def lowers_shard() -> bool:
     """Whether this thread lowers within `lowering_shard`."""
-    return _share.lowered
+    return _shard.lowered

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jax.extend.mlir.dialects import stablehlo
 
 from ..gemm.groups import GroupedAxis, Groups
+from ..gemm.options import Options
 from ..gemm.subscripts import Subscripts
 from .call import Call
 from .mlir_values import (
@@ -18,7 +19,7 @@ from .mlir_values import (
     PRODUCT,
     SPANS,
 )
-from .route import Product
+from .route import Request
 
 
 def product_at(value: Any) -> Call | None:
@@ -40,44 +41,43 @@ def product_at(value: Any) -> Call | None:
         return None
     lhs, rhs, *others = list(operation.operands)
     indexed = operation.attributes[INDEXED].value if INDEXED in operation.attributes else None
-    if (product := product_between(subscripts, lhs, rhs, value, indexed)) is None:
+    if (request := request_between(subscripts, lhs, rhs, value, indexed)) is None:
         return None
     limit = operation.attributes[MAX_SMS].value if MAX_SMS in operation.attributes else None
-    product = replace(product, max_sms=limit)
+    request = replace(request, options=Options(max_sms=limit))
     if SPANS in operation.attributes:
         rule = Groups(*map(int, operation.attributes[SPANS].value.split(",")))
         sizes, *rows = others
         groups = GroupedAxis.of(subscripts, rule, sizes.type.shape[0])
-        product = replace(product, groups=groups)
-        call = Call(product, (lhs, rhs), sizes=sizes)
+        call = Call(replace(request, groups=groups), (lhs, rhs), sizes=sizes)
         if GATHERED in operation.attributes:
             call = call.gathered_by(operation.attributes[GATHERED].value, rows[0])
         return call
-    return Call(product, (lhs, rhs), index=others[0] if indexed else None)
+    return Call(request, (lhs, rhs), index=others[0] if indexed else None)
 
 
-def product_between(
+def request_between(
     subscripts: Subscripts,
     lhs: Any,
     rhs: Any,
     out: Any,
     indexed: Literal["a", "b"] | None = None,
-) -> Product | None:
+) -> Request | None:
     """Returns the bare product of two MLIR values; None for dtypes that no kernel stores.
 
     Args:
-      indexed: the operand that is one array of the stack given here, as in `Product`.
+      indexed: the operand that is one array of the stack given here, as in `Request`.
     """
     if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, out)):
         return None
     (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, out))
-    product = Product(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
+    request = Request(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
     if indexed is None:
-        return product
+        return request
     field = "lhs_shape" if indexed == "a" else "rhs_shape"
-    stack, *shape = getattr(product, field)
+    stack, *shape = getattr(request, field)
     named: dict[str, Any] = {field: tuple(shape)}
-    return replace(product, indexed=indexed, stack=stack, **named)
+    return replace(request, indexed=indexed, stack=stack, **named)
 
 
 def is_launch(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,28 +12,42 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+Rule = Callable[..., Any]  # (ctx, *values, **params)
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How a primitive is lowered, beyond the JAX function that it stands for.
+
+    Attributes:
+      cuda: the rule where the program is for CUDA alone; None: the function.
+      partitioned: the rule where XLA may partition the program over devices; it may give None.
+      shared: whether equal equations of a program may become calls of one function. The arguments
+        of such a function hide the operations that they come from. With `cuda` none are shared.
+    """
+
+    cuda: Rule | None = None
+    partitioned: Rule | None = None
+    shared: bool = True
+
 
 def register_lowering(
-    primitive: Primitive,
-    abstract_eval: Callable[..., Any],
-    reference: Any,
-    for_cuda: Any,
-    implementation: Callable[[dict[str, Any]], str | None] = lambda params: None,
-    partitioned: Callable[..., Any] = lambda ctx, *values, **params: None,
+    primitive: Primitive, abstract_eval: Rule, reference: Rule, lowering: Lowering
 ) -> None:
     """Registers one rule for all platforms.
 
-    The rule is not cacheable: a cached lowering becomes a function of its own, whose arguments
-    hide the operations that they come from.
+    A primitive's parameter `product`, if it has one, is a `gemm.product.Product`.
 
     Args:
       primitive: the primitive.
       abstract_eval: its rule of that name.
       reference: the JAX function of the operands and parameters that it stands for.
-      for_cuda: the rule where the program is for CUDA alone: `for_cuda(ctx, *values, **params)`.
-      implementation: gives from the parameters what the user asked for.
-      partitioned: the rule where XLA partitions the program over devices; may give None.
+      lowering: the rules where it is something else.
     """
+    to_xla = mlir.lower_fun(reference, multiple_results=primitive.multiple_results)
+    if (for_cuda := lowering.cuda) is None:
+        mlir.register_lowering(primitive, to_xla, cacheable=lowering.shared)
+        return
     # The branch for CUDA of a program for several platforms; it exists while that is lowered.
     on_cuda_p = Primitive(f"{primitive.name}_on_cuda")
     on_cuda_p.multiple_results = primitive.multiple_results
@@ -43,17 +58,18 @@ def register_lowering(
         on_cuda, elsewhere = partial(on_cuda_p.bind, **params), partial(reference, **params)
         return lax.platform_dependent(*operands, cuda=on_cuda, default=elsewhere)
 
-    to_xla = mlir.lower_fun(reference, multiple_results=primitive.multiple_results)
     to_each = mlir.lower_fun(for_each, multiple_results=primitive.multiple_results)
 
     def lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
         platforms = tuple(ctx.platforms or ctx.module_context.platforms)
         on_host = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) == "device_host"
-        if not on_host and (emitted := partitioned(ctx, *values, **params)):
-            return emitted
+        if not on_host and (rule := lowering.partitioned):
+            if emitted := rule(ctx, *values, **params):
+                return emitted
         if platforms == ("cuda",) and not on_host:
             return for_cuda(ctx, *values, **params)
-        if implementation(params) == "hopper":
+        product = params.get("product")
+        if product and product.options.implementation == "hopper":
             raise NotImplementedError(
                 "implementation='hopper': the kernels run on CUDA, and this program is lowered for "
                 "another platform. With implementation=None it runs on either."

@@ -25,6 +25,7 @@ from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
 from ..gemm.dtypes import DTYPES, OPERANDS, short_name
 from ..gemm.groups import GROUP, GroupedAxis, gate_up_letter, is_varlen_k
+from ..gemm.options import Options
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..gemm.subscripts import Subscripts
 from ..launch.plan import LaunchPlan, make_plan
@@ -34,12 +35,14 @@ ROW_LETTERS, GROUP_LETTERS = "ABCDEFGH", "STUVWXYZ"
 
 
 @dataclass(frozen=True)
-class Product:
-    """What is asked of one product: subscripts, shapes, dtypes, precision, an epilogue.
+class Request:
+    """What is asked of one product of arrays of known extents.
 
     Attributes:
+      subscripts: of the operands and the result.
       out_dtype: dtype of the result; with an epilogue, of its first one.
-      rights: 2 for a gate and an up operand in two arrays of one shape.
+      options: how it is to be computed.
+      num_b: 2 for a gate and an up operand in two arrays of one shape.
       function: the epilogue, over the accumulators and its operands; None: there is none. Of a
         ragged product of rows it knows groups by the segment primitives. Where `vmap`
         added axes, its accumulators have the rows in several, those of a contraction the groups.
@@ -47,7 +50,6 @@ class Product:
         forms in `gemm.groups`.
       sizes_operand: which operand of the function are these sizes, if one is; before `vmap` put
         them behind one another.
-      max_sms: how many SMs a kernel may use; None: all.
       indexed, stack: as in `GemmProblem`: the left ("a") or right operand is one array of a stack
         of so many.
     """
@@ -58,19 +60,23 @@ class Product:
     rhs_shape: tuple[int, ...]
     rhs_dtype: str
     out_dtype: str
-    precision: Any = None
-    rights: int = 1
+    options: Options = Options()
+    num_b: int = 1
     function: ClosedJaxpr | None = None
     groups: GroupedAxis | None = None
     sizes_operand: int | None = None
-    max_sms: int | None = None
     indexed: Literal["a", "b"] | None = None
     stack: int = 1
 
     @property
+    def gathered(self) -> Literal["a", "b"] | None:
+        """The operand whose rows the kernel gathers, if it does."""
+        return self.groups.gathered if self.groups else None
+
+    @property
     def accumulators(self) -> int:
         letter = gate_up_letter(self.subscripts) if self.groups else self.subscripts.gate_up
-        return 2 if self.rights == 2 or letter else 1
+        return 2 if self.num_b == 2 or letter else 1
 
     @property
     def extents(self) -> dict[str, int]:
@@ -82,7 +88,7 @@ class Product:
 
     def __str__(self) -> str:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)
-        rhs = " and ".join([array_text(self.rhs_shape, self.rhs_dtype)] * self.rights)
+        rhs = " and ".join([array_text(self.rhs_shape, self.rhs_dtype)] * self.num_b)
         text = f"{lhs} x {rhs} by '{self.subscripts}' into {short_name(self.out_dtype)}"
         if self.groups:
             of = "contracted in" if is_varlen_k(self.subscripts) else "in"
@@ -148,24 +154,24 @@ class Route:
         )
 
 
-def route(product: Product, device: dispatch.Device, *, kernel_only: bool = False) -> Route:
-    """Returns how `product` runs on `device`.
+def route(request: Request, device: dispatch.Device, *, kernel_only: bool = False) -> Route:
+    """Returns how a product runs on `device`.
 
     With `kernel_only`, XLA is the answer only where no kernel can run the product.
     """
-    device = device.limited_to(product.max_sms)
-    if reason := _request_violation(product):
+    device = device.limited_to(request.options.max_sms)
+    if reason := _request_violation(request):
         return Route("xla", reason, "unsupported")
     fusion, found_roles = None, None
     try:
-        if product.function is None:
-            gemm = _gemm(product, product.out_dtype)
+        if request.function is None:
+            gemm = _gemm(request, request.out_dtype)
         else:
-            gemm, fusion, found_roles = _fused(product, product.function)
+            gemm, fusion, found_roles = _fused(request, request.function)
     except (NotAGemm, NotFusable) as error:
         return Route("xla", str(error), "unsupported")
     decision = dispatch.choose(gemm.problem, device, kernel_only=kernel_only)
-    if fusion and not kernel_only and not product.groups and (reason := _read_again(fusion)):
+    if fusion and not kernel_only and not request.groups and (reason := _read_again(fusion)):
         return Route("xla", reason, "model", gemm, fusion=fusion, roles=found_roles)
     if decision.spec is None or decision.raster_order is None:
         runs = not kernel_only and dispatch.choose(gemm.problem, device, kernel_only=True).spec
@@ -178,32 +184,32 @@ def route(product: Product, device: dispatch.Device, *, kernel_only: bool = Fals
     )  # fmt: skip
 
 
-def _gemm(product: Product, d_dtype: str, *epilogue: Any) -> Gemm:
-    if product.groups:
+def _gemm(request: Request, d_dtype: str, *epilogue: Any) -> Gemm:
+    if request.groups:
         return as_grouped_gemm(
-            product.subscripts, product.lhs_shape, product.rhs_shape, product.lhs_dtype, d_dtype,
-            product.groups, *epilogue,
+            request.subscripts, request.lhs_shape, request.rhs_shape, request.lhs_dtype, d_dtype,
+            request.groups, *epilogue,
         )  # fmt: skip
     gemm = as_gemm(
-        product.subscripts, product.lhs_shape, product.rhs_shape, product.lhs_dtype, d_dtype,
+        request.subscripts, request.lhs_shape, request.rhs_shape, request.lhs_dtype, d_dtype,
         *epilogue,
     )  # fmt: skip
-    return _in_stack(gemm, product) if product.indexed else gemm
+    return _in_stack(gemm, request) if request.indexed else gemm
 
 
-def _in_stack(gemm: Gemm, product: Product) -> Gemm:
+def _in_stack(gemm: Gemm, request: Request) -> Gemm:
     """Returns the same product with an operand that lies in a stack."""
-    left = product.indexed == "a"
-    apart = prod(product.lhs_shape if left else product.rhs_shape)
+    left = request.indexed == "a"
+    apart = prod(request.lhs_shape if left else request.rhs_shape)
     indexed: Any = "a" if left != gemm.swap_ab else "b"
     layout = replace(getattr(gemm.problem, indexed), batch_stride=apart)
     named = {indexed: layout}
     return replace(
-        gemm, problem=replace(gemm.problem, indexed=indexed, stack=product.stack, **named)
+        gemm, problem=replace(gemm.problem, indexed=indexed, stack=request.stack, **named)
     )
 
 
-def _fused(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles]:
+def _fused(request: Request, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles]:
     """Returns the canonical form of a product with an epilogue.
 
     Which axes are rows and columns decides what of the function is fused; how its operands vary
@@ -212,50 +218,50 @@ def _fused(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles
     Raises:
       NotAGemm, NotFusable: with the reason.
     """
-    if product.groups:
-        return _fused_ragged(product, function)
-    shapes = product.subscripts, product.lhs_shape, product.rhs_shape
-    out = product.subscripts.out
-    avals: Any = function.in_avals[product.accumulators :]
+    if request.groups:
+        return _fused_ragged(request, function)
+    shapes = request.subscripts, request.lhs_shape, request.rhs_shape
+    out = request.subscripts.out
+    avals: Any = function.in_avals[request.accumulators :]
     expected = [_broadcast_label(aval.shape, out) for aval in avals]
     try:
         found = roles(*shapes, expected)
     except NotAGemm:
         found = roles(*shapes)
     for _ in range(3):
-        fusion = fuse(function, product.accumulators, out, found.m, found.n)
+        fusion = fuse(function, request.accumulators, out, found.m, found.n)
         needed = roles(*shapes, fusion.labels)
         if needed == found:
             matrices = fusion.graph.matrices
-            d_dtype = matrices[0].dtype if matrices else product.lhs_dtype
-            return _gemm(product, d_dtype, fusion.graph, fusion.labels), fusion, found
+            d_dtype = matrices[0].dtype if matrices else request.lhs_dtype
+            return _gemm(request, d_dtype, fusion.graph, fusion.labels), fusion, found
         found = needed
     raise NotAGemm("the epilogue's operands leave open which axes of the result are rows")
 
 
-def _fused_ragged(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles]:
+def _fused_ragged(request: Request, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles]:
     """Returns the canonical form of a ragged product with an epilogue; raises as `_fused`."""
-    found, axis = ragged_roles(product.subscripts), product.groups
-    out = product.subscripts.out
+    found, axis = ragged_roles(request.subscripts), request.groups
+    out = request.subscripts.out
     rows, merged = None, {}
     aval: Any = function.in_avals[0]
-    if not is_varlen_k(product.subscripts) and axis:
+    if not is_varlen_k(request.subscripts) and axis:
         batch = len(aval.shape) - len(out)
         out = ROW_LETTERS[:batch] + out
         group_letters = GROUP_LETTERS[:batch] + GROUP
         found = replace(found, m=out.removesuffix(found.n))
         merged = {found.m: "m", group_letters: GROUP} if batch else {}
         rows = GroupedRows(
-            product.sizes_operand, replace(axis.rule, step=0) if batch else axis.rule,
+            request.sizes_operand, replace(axis.rule, step=0) if batch else axis.rule,
             group_letters, each=axis.rule.step != 0,
         )  # fmt: skip
     elif batch := len(aval.shape) - len(out):
         group_letters = GROUP_LETTERS[:batch] + GROUP
         out, merged = out.replace(GROUP, group_letters), {group_letters: GROUP}
         found = replace(found, batch=group_letters)
-    fusion = fuse(function, product.accumulators, out, found.m, found.n, rows=rows)
+    fusion = fuse(function, request.accumulators, out, found.m, found.n, rows=rows)
     labels = list(fusion.labels)
-    if is_varlen_k(product.subscripts):  # no groups are shared
+    if is_varlen_k(request.subscripts):  # no groups are shared
         for long in merged:
             if any(GROUP in x and long not in x for x in labels):
                 raise NotAGemm("an operand of the epilogue varies along some axes of the groups")
@@ -264,8 +270,8 @@ def _fused_ragged(product: Product, function: ClosedJaxpr) -> tuple[Gemm, Fusion
     if any(x in ROW_LETTERS + GROUP_LETTERS for x in "".join(labels)):
         raise NotAGemm("an operand of the epilogue varies along some axes of the rows, not all")
     matrices = fusion.graph.matrices
-    d_dtype = matrices[0].dtype if matrices else product.lhs_dtype
-    return _gemm(product, d_dtype, fusion.graph, labels), fusion, ragged_roles(product.subscripts)
+    d_dtype = matrices[0].dtype if matrices else request.lhs_dtype
+    return _gemm(request, d_dtype, fusion.graph, labels), fusion, ragged_roles(request.subscripts)
 
 
 def _broadcast_label(shape: Sequence[int], out: str) -> str:
@@ -288,26 +294,26 @@ def _read_again(fusion: Fusion) -> str | None:
     return f"XLA computes {', '.join(fusion.uncovered)}, and would read a float32 product for that"
 
 
-def _request_violation(product: Product) -> str | None:
+def _request_violation(request: Request) -> str | None:
     """Returns why no kernel can serve a product that no `GemmProblem` can express."""
-    if not all(isinstance(extent, int) for extent in product.lhs_shape + product.rhs_shape):
+    if not all(isinstance(extent, int) for extent in request.lhs_shape + request.rhs_shape):
         return "an extent is symbolic; a kernel is launched for extents that are known"
-    if product.lhs_dtype != product.rhs_dtype:
+    if request.lhs_dtype != request.rhs_dtype:
         return (
-            f"the operands are {product.lhs_dtype} and {product.rhs_dtype}; "
+            f"the operands are {request.lhs_dtype} and {request.rhs_dtype}; "
             "kernels take two operands of one dtype"
         )
-    precision = product.precision
+    precision = request.options.precision
     if precision is None or isinstance(precision, tuple | Precision):
         return None
     # Products of two operands are exact in float32, where the kernels add them: no `Precision`
     # asks for more, and the dtype's algorithm asks for just that.
     if precision == DotAlgorithmPreset.DEFAULT:
         return None
-    if product.lhs_dtype in OPERANDS:
-        if precision == DotAlgorithmPreset[DTYPES[product.lhs_dtype].algorithm]:
+    if request.lhs_dtype in OPERANDS:
+        if precision == DotAlgorithmPreset[DTYPES[request.lhs_dtype].algorithm]:
             return None
-    return f"precision is {precision}; kernels for {product.lhs_dtype} accumulate in float32"
+    return f"precision is {precision}; kernels for {request.lhs_dtype} accumulate in float32"
 
 
 def current_device(candidates: Sequence[Any] = ()) -> dispatch.Device:

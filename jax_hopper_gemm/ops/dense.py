@@ -12,7 +12,8 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
-from ..gemm.options import Implementation, Preactivation
+from ..gemm.options import Implementation, Options, Preactivation
+from ..gemm.product import Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
@@ -281,11 +282,10 @@ def _traced_steps(
     final = final_product(function, lhs, rhs)
     if final is None:
         return what.apply(with_hopper_dot(wide, lhs, rhs, implementation))
+    chosen = Options(implementation, final.precision, dtype, preactivation, current_max_sms())
     results = fused_dot(
-        what.function, final.lhs, (final.rhs,), what.operands, subscripts=final.subscripts,
-        precision=final.precision, product_dtype=dtype, out_dtypes=what.dtypes,
-        preactivation=preactivation, implementation=implementation,
-        in_place=what.in_place(steps, product), out_sharding=final.out_sharding,
-        max_sms=current_max_sms(),
+        what.function, final.lhs, (final.rhs,), what.operands,
+        Product(final.subscripts, chosen, final.out_sharding),
+        out_dtypes=what.dtypes, in_place=what.in_place(steps, product),
     )  # fmt: skip
     return what.structured(results)

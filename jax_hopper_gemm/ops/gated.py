@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
 from ..gemm.options import Implementation, Options, Preactivation
+from ..gemm.product import Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
@@ -85,8 +86,9 @@ def gated_linear_unit(
         )
     )  # fmt: skip
     x, rights, biases, scale = checks.check_gated(
-        x, weights, bias, row_scale, activation, preactivation, implementation, sizes, offset, rows
-    )
+        x, weights, bias, row_scale, activation, preactivation, implementation,
+        checks.GroupArguments(sizes, offset, rows),
+    )  # fmt: skip
     gate = Gate(activation_function(activation), scaled=bool(scale))
     scale = tuple(jnp.expand_dims(s, -1) for s in scale)
     options = Options(
@@ -124,11 +126,10 @@ def _traced_gate(
     subscripts = final.subscripts
     if len(rights) == 1:  # no axis of the result stands for gate and up
         subscripts = replace(subscripts, out=subscripts.out.replace(subscripts.rhs[1], ""))
+    options = replace(options, precision=final.precision, preferred_element_type=dtype)
     return fused_dot(
-        what.function, x, rights, what.operands, subscripts=subscripts,
-        precision=final.precision, product_dtype=dtype, out_dtypes=what.dtypes,
-        preactivation=options.preactivation, implementation=options.implementation,
-        max_sms=options.max_sms,
+        what.function, x, rights, what.operands, Product(subscripts, options),
+        out_dtypes=what.dtypes,
     )  # fmt: skip
 
 

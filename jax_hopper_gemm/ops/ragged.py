@@ -99,9 +99,8 @@ def ragged_dot(
         (row_indices,) = checks.as_arrays(op, row_indices=row_indices)
     if bias is not None:
         (bias,) = checks.as_arrays(op, bias=bias)
-    checks.check_ragged_dot(
-        lhs, rhs, group_sizes, group_offset, implementation, bias, activation, row_indices
-    )
+    groups = checks.GroupArguments(group_sizes, group_offset, row_indices)
+    checks.check_ragged_dot(lhs, rhs, groups, implementation, bias, activation)
     plain = bias is None and activation is None and epilogue is None
     operands = checks.check_steps(
         op, epilogue, epilogue_operands, plain, preactivation, preferred_element_type,
@@ -189,8 +188,8 @@ def ragged_dot_general(
     if group_offset is not None:
         (group_offset,) = checks.as_arrays(op, group_offset=group_offset)
     numbers = checks.check_ragged_dot_general(
-        lhs, rhs, group_sizes, ragged_dot_dimension_numbers, group_offset, implementation, terms,
-        preferred_element_type,
+        lhs, rhs, ragged_dot_dimension_numbers, checks.GroupArguments(group_sizes, group_offset),
+        implementation, terms, preferred_element_type,
     )  # fmt: skip
     names = named_in(terms)
     if names and preferred_element_type is None:

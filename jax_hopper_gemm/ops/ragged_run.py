@@ -19,6 +19,7 @@ from jax import lax
 
 from ..gemm.groups import VARLEN_M_KN, Groups
 from ..gemm.options import Options
+from ..gemm.product import Product
 from ..gemm.subscripts import Subscripts
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from ..primitives.gather_rows import pick_rows
@@ -132,10 +133,8 @@ def _traced_product(
         count = right.shape[0] if axes.kind == "varlen_m" else own_sizes.shape[0]
         own_sizes, groups = sizes_and_groups(own_sizes, arrays.offset, count, length)
         return hopper_ragged_dot(
-            left, right, own_sizes, subscripts=axes.subscripts, groups=groups,
-            precision=options.precision, preferred_element_type=options.preferred_element_type,
-            implementation=options.implementation, max_sms=options.max_sms,
-        )  # fmt: skip
+            left, right, own_sizes, Product(axes.subscripts, options, groups=groups)
+        )
 
     return axes.mapped(product, lhs, rhs, sizes)
 
@@ -202,11 +201,11 @@ def _traced_with_epilogue(
     ]
     steps = traced(op, function, products, by_row, dtype, dtypes)
     sizes, groups = sizes_and_groups(as_int32(arrays.sizes), arrays.offset, count, length)
+    subscripts = VARLEN_M_GATE_UP if planes else VARLEN_M_KN
+    options = replace(options, preferred_element_type=dtype)
     results = fused_dot(
         steps.function, lhs, rights, (*operands, *steps.operands[len(operands) :]),
-        subscripts=VARLEN_M_GATE_UP if planes else VARLEN_M_KN, precision=options.precision,
-        product_dtype=dtype, out_dtypes=steps.dtypes, preactivation=options.preactivation,
-        implementation=options.implementation, sizes=sizes, groups=groups, max_sms=options.max_sms,
+        Product(subscripts, options, groups=groups), out_dtypes=steps.dtypes, sizes=sizes,
     )  # fmt: skip
     return steps.structured(results)
 
@@ -248,6 +247,7 @@ def run_scaled_sum(
     options = _canonical(lhs, rhs, sizes, numbers, options)
     dtype = options.preferred_element_type or jnp.result_type(lhs, rhs)
     axes = arrays.axes(numbers)
+    own_options = replace(options, preferred_element_type=dtype, preactivation="save")
     place = steps.named.index("c") if "c" in steps.named else len(operands)
 
     def of_matrices(left: Any, right: Any, own_sizes: Any, *c: Any, inner: int) -> jax.Array:
@@ -258,11 +258,10 @@ def run_scaled_sum(
         own = (*operands[:place], *c, *operands[place + 1 :])
         own_steps = traced(steps.op, steps, (product,), own, dtype, None)
         results = fused_dot(
-            own_steps.function, left, (right,), own_steps.operands, subscripts=axes.subscripts,
-            precision=options.precision, product_dtype=dtype, out_dtypes=own_steps.dtypes,
-            preactivation="save", implementation=options.implementation,
-            in_place=own_steps.in_place(steps, product), sizes=own_sizes,
-            groups=Groups.plain(count), max_sms=options.max_sms,
+            own_steps.function, left, (right,), own_steps.operands,
+            Product(axes.subscripts, own_options, groups=Groups.plain(count)),
+            out_dtypes=own_steps.dtypes, in_place=own_steps.in_place(steps, product),
+            sizes=own_sizes,
         )  # fmt: skip
         return own_steps.structured(results)
 

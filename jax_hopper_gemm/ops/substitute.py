@@ -17,6 +17,8 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
+from ..gemm.options import Implementation, Options
+from ..gemm.product import Product
 from ..gemm.subscripts import Subscripts
 from ..lowering.shardings import padded_partitions, permuted_sharding, with_partitions
 from ..primitives.dot import hopper_dot_p
@@ -24,7 +26,7 @@ from .sm_limit import current_max_sms
 
 
 def with_hopper_dot(
-    function: Callable[..., jax.Array], lhs: Any, rhs: Any, implementation: str | None
+    function: Callable[..., jax.Array], lhs: Any, rhs: Any, implementation: Implementation
 ) -> jax.Array:
     """Returns `function(lhs, rhs)` on our product; a transpose after it becomes part of it."""
     program = _Program(function, lhs, rhs)
@@ -34,7 +36,9 @@ def with_hopper_dot(
 
 
 def hopper_equations(
-    jaxpr: Any, implementation: str | None, chosen: Callable[[Any], bool] = lambda equation: True
+    jaxpr: Any,
+    implementation: Implementation,
+    chosen: Callable[[Any], bool] = lambda equation: True,
 ) -> list[Any]:
     """Returns the equations of a jaxpr with each `dot_general` replaced by a `hopper_dot`.
 
@@ -55,18 +59,15 @@ def hopper_equations(
     ]
 
 
-def as_hopper_dot(equation: Any, implementation: str | None, transpose: Any = None) -> Any:
+def as_hopper_dot(equation: Any, implementation: Implementation, transpose: Any = None) -> Any:
     """Returns a `dot_general`, and the transpose after it if there is one, as a `hopper_dot`."""
     steps = [transpose] if transpose else []
-    product = _product(equation, steps, *(atom.aval for atom in equation.invars))
-    params = {
-        "subscripts": product.subscripts,
-        "precision": product.precision,
-        "preferred_element_type": equation.params["preferred_element_type"],
-        "out_sharding": product.out_sharding,
-        "implementation": implementation,
-        "max_sms": current_max_sms(),
-    }
+    final = _product(equation, steps, *(atom.aval for atom in equation.invars))
+    options = Options(
+        implementation, final.precision, equation.params["preferred_element_type"],
+        max_sms=current_max_sms(),
+    )  # fmt: skip
+    params = {"product": Product(final.subscripts, options, final.out_sharding)}
     outvars = (transpose or equation).outvars
     return equation.replace(primitive=hopper_dot_p, params=params, outvars=outvars)
 

@@ -11,64 +11,38 @@ the product lowers to `jax.lax.dot_general`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax import numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import mlir
 
 from .. import sharding
+from ..gemm.product import Product
 from ..gemm.subscripts import Subscripts
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
-from ..lowering.match import product_between
-from ..lowering.register import register_lowering
-from ..lowering.route import Product
+from ..lowering.emit import lower_call, mark_limit
+from ..lowering.match import request_between
+from ..lowering.register import Lowering
+from ..lowering.route import Request
 from ..lowering.shardings import padded_partitions, permuted_sharding, with_partitions
+from .define import Rules, define_primitive
 
-hopper_dot_p = Primitive("hopper_dot")
+NAME = "hopper_dot"
 
 
-def hopper_dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    subscripts: Subscripts,
-    precision: Any,
-    preferred_element_type: Any,
-    out_sharding: Any,
-    implementation: str | None,
-    max_sms: int | None,
-) -> jax.Array:
+def hopper_dot(lhs: jax.Array, rhs: jax.Array, product: Product) -> jax.Array:
     """Returns the product of two arrays.
 
     Args:
       lhs, rhs: the operands.
-      subscripts: as in `contraction.as_gemm`.
-      precision, preferred_element_type: parameters of `lax.dot_general_p`, already canonical.
-      out_sharding: likewise, for the axes of the result.
-      implementation: None or "hopper".
-      max_sms: how many SMs a kernel may use; None: all.
+      product: its precision and dtype are parameters of `lax.dot_general_p`, already canonical.
     """
-    return hopper_dot_p.bind(
-        lhs,
-        rhs,
-        subscripts=subscripts,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-        implementation=implementation,
-        max_sms=max_sms,
-    )
-
-
-@hopper_dot_p.def_impl
-def _eager(*operands: Any, **params: Any) -> Any:
-    return xla.apply_primitive(hopper_dot_p, *operands, **params)
+    return hopper_dot_p.bind(lhs, rhs, product=product)
 
 
 @dataclass(frozen=True)
@@ -86,56 +60,37 @@ class _DotGeneral:
     permutation: tuple[int, ...]
 
     @staticmethod
-    def of(
-        *,
-        subscripts: Subscripts,
-        precision: Any,
-        preferred_element_type: Any,
-        out_sharding: Any,
-        **params: Any,
-    ) -> _DotGeneral:
-        """Returns the form of a `hopper_dot_p`, of which `params` decide nothing."""
-        del params
+    def of(product: Product) -> _DotGeneral:
+        precision, subscripts = product.options.precision, product.subscripts
         # A precision may tell the operands apart: only one that does not lets them change places.
         same = precision is None or (isinstance(precision, tuple) and precision[0] == precision[1])
         dot = subscripts.dot_general(may_swap=same)
-        sharding = permuted_sharding(out_sharding, tuple(map(subscripts.out.index, dot.out)))
-        dot_params = {
+        order = tuple(map(subscripts.out.index, dot.out))
+        params = {
             "dimension_numbers": dot.dimension_numbers,
             "precision": precision,
-            "preferred_element_type": preferred_element_type,
-            "out_sharding": sharding,
+            "preferred_element_type": product.options.preferred_element_type,
+            "out_sharding": permuted_sharding(product.out_sharding, order),
         }
-        return _DotGeneral(dot.swap_ab, dot_params, dot.permutation)
+        return _DotGeneral(dot.swap_ab, params, dot.permutation)
 
 
-def as_dot_general_params(**params: Any) -> dict[str, Any]:
+def dot_general_params(product: Product) -> dict[str, Any]:
     """Returns the parameters of the `lax.dot_general_p` that a `hopper_dot_p` stands for."""
-    return _DotGeneral.of(**params).params
+    return _DotGeneral.of(product).params
 
 
-def product_of(lhs: Any, rhs: Any, out: Any, params: dict[str, Any]) -> Product:
-    """Returns what a `hopper_dot_p` between these abstract values asks for."""
-    return Product(
-        params["subscripts"], lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name,
-        out.dtype.name, params["precision"], max_sms=params["max_sms"],
-    )  # fmt: skip
-
-
-def _abstract_eval(lhs: Any, rhs: Any, **params: Any) -> Any:
+def _abstract_eval(lhs: Any, rhs: Any, *, product: Product) -> Any:
     """Shape, dtype, sharding and varying axes are those of `lax.dot_general`."""
-    dot = _DotGeneral.of(**params)
+    dot = _DotGeneral.of(product)
     operands = (rhs, lhs) if dot.swap_ab else (lhs, rhs)
     out, _ = lax.dot_general_p.abstract_eval(*operands, **dot.params)
     return lax.transpose_p.abstract_eval(out, permutation=dot.permutation)[0]
 
 
-hopper_dot_p.def_abstract_eval(_abstract_eval)
-
-
-def reference_dot(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+def reference_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Array:
     """The product as XLA computes it."""
-    dot = _DotGeneral.of(**params)
+    dot = _DotGeneral.of(product)
     operands = (rhs, lhs) if dot.swap_ab else (lhs, rhs)
     return lax.transpose(lax.dot_general_p.bind(*operands, **dot.params), dot.permutation)
 
@@ -143,19 +98,21 @@ def reference_dot(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 # Derivatives and vmap: the letters change places.
 
 
-def _transpose_lhs(cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
-    params["subscripts"] = params["subscripts"].transpose_lhs()
-    return cotangent_of(lhs.aval, cotangent, rhs, **params)
+def _transpose_lhs(cotangent: Any, lhs: Any, rhs: Any, *, product: Product) -> Any:
+    return cotangent_of(lhs.aval, cotangent, rhs, product, product.subscripts.transpose_lhs())
 
 
-def _transpose_rhs(cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
-    params["subscripts"] = params["subscripts"].transpose_rhs()
-    return cotangent_of(rhs.aval, cotangent, lhs, **params)
+def _transpose_rhs(cotangent: Any, lhs: Any, rhs: Any, *, product: Product) -> Any:
+    return cotangent_of(rhs.aval, cotangent, lhs, product, product.subscripts.transpose_rhs())
 
 
-def cotangent_of(primal: Any, cotangent: Any, other: Any, **params: Any) -> Any:
-    params["out_sharding"] = None if primal.sharding.mesh.empty else primal.sharding
-    return as_cotangent(primal, hopper_dot_p.bind(cotangent, other, **params))
+def cotangent_of(
+    primal: Any, cotangent: Any, other: Any, product: Product, subscripts: Subscripts
+) -> Any:
+    """Returns the gradient of an operand of `product`, which is another product."""
+    sharding = None if primal.sharding.mesh.empty else primal.sharding
+    gradient = replace(product, subscripts=subscripts, out_sharding=sharding)
+    return as_cotangent(primal, hopper_dot_p.bind(cotangent, other, product=gradient))
 
 
 def as_cotangent(primal: Any, gradient: Any) -> Any:
@@ -166,121 +123,89 @@ def as_cotangent(primal: Any, gradient: Any) -> Any:
     return lax.convert_element_type(gradient, primal.dtype)
 
 
-ad.defbilinear(hopper_dot_p, _transpose_lhs, _transpose_rhs)
-
-
-def _batch(
-    axis_data: Any,
-    operands: Any,
-    axes: Any,
-    *,
-    subscripts: Subscripts,
-    out_sharding: Any,
-    **params: Any,
-) -> tuple[Any, int | None]:
+def _batch(axis_data: Any, operands: Any, axes: Any, *, product: Product) -> tuple[Any, int]:
     """Adds a letter: a batch index where both operands have it, else a free one."""
-    mapped = any(axis is not None for axis in axes)  # JAX also asks when nothing is
-    if mapped:
-        subscripts, out_sharding = with_batch(axis_data, subscripts, axes, out_sharding)
-    product = hopper_dot_p.bind(
-        *operands, subscripts=subscripts, out_sharding=out_sharding, **params
-    )
-    return product, 0 if mapped else None
+    return hopper_dot_p.bind(*operands, product=batched(product, axis_data, axes)), 0
 
 
-def with_batch(
-    axis_data: Any, subscripts: Subscripts, axes: Any, out_sharding: Any
-) -> tuple[Subscripts, Any]:
-    """Returns subscripts and sharding of a product whose operands have mapped axes.
+def batched(product: Product, axis_data: Any, axes: Any) -> Product:
+    """Returns the product whose operands have mapped axes; the result's is its first.
 
-    The result's is its first. `axes` holds each operand's, or None where it has none.
+    `axes` holds each operand's, or None where it has none.
     """
-    if out_sharding is not None:
-        partitions = padded_partitions(out_sharding, len(subscripts.out))
-        partitions = (axis_data.explicit_mesh_axis, *partitions)
-        out_sharding = with_partitions(out_sharding, partitions)
-    return subscripts.batched(*axes), out_sharding
+    sharding, subscripts = product.out_sharding, product.subscripts
+    if sharding is not None:
+        partitions = padded_partitions(sharding, len(subscripts.out))
+        sharding = with_partitions(sharding, (axis_data.explicit_mesh_axis, *partitions))
+    return replace(product, subscripts=subscripts.batched(*axes), out_sharding=sharding)
 
 
-batching.fancy_primitive_batchers[hopper_dot_p] = _batch
+# Lowering.
 
 
 _lower_to_xla = mlir.lower_fun(reference_dot, multiple_results=False)
 
 
-def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params: Any) -> Any:
-    (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
-    call = Call(product_of(lhs_aval, rhs_aval, out_aval, params), (lhs, rhs))
-    launched = call.lower(ctx, params["implementation"])
-    return launched or call.marked(_lower_to_xla(ctx, lhs, rhs, **params))
+def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Product) -> Request:
+    (lhs, rhs), (out,) = avals, out_avals
+    return Request(
+        product.subscripts, lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name, out.dtype.name,
+        product.options,
+    )  # fmt: skip
+
+
+def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, product: Product) -> Any:
+    call = Call(_request_of(ctx.avals_in, ctx.avals_out, product=product), (lhs, rhs))
+    launched = lower_call(ctx, call)
+    return launched or mark_limit(call, _lower_to_xla(ctx, lhs, rhs, product=product))
 
 
 def _lower_partitioned(
-    ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, out_sharding: Any, **params: Any
+    ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, product: Product
 ) -> Any:
-    """Leaves to XLA what no kernel could run of any share, or what cannot be launched at all."""
+    """Leaves to XLA what no kernel could run of any shard, or what cannot be launched at all."""
     if not sharding.applies(ctx):
         return None
-    (lhs_aval, rhs_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
-    insist = params["implementation"] == "hopper"
-    call = Call(product_of(lhs_aval, rhs_aval, out_aval, params), (lhs, rhs))
-    call = call.readable(ctx, kernel_only=insist)
+    call = Call(_request_of(ctx.avals_in, ctx.avals_out, product=product), (lhs, rhs))
+    call = call.readable(ctx)
     if sharding.platforms_of(ctx) == ("cuda",):
-        found = call.route(ctx, kernel_only=insist)
-        if not found.supported or launcher_violation():
+        route = call.route(ctx, kernel_only=call.insists)
+        if not route.supported or launcher_violation():
             return None
-    if (names := sharding.precision_names(params["precision"])) is None:
+    if (words := sharding.options_to_words(product.options)) is None:
         return None
-    preferred = params["preferred_element_type"]
-    words = {
-        "subscripts": str(call.product.subscripts),
-        "precision": names,
-        "preferred_element_type": None if preferred is None else np.dtype(preferred).name,
-        "implementation": params["implementation"],
-        "max_sms": params["max_sms"],
-    }
-    labels = sharding.Factors.of(call.product.subscripts)
-    return sharding.emit(ctx, hopper_dot_p.name, call.values, labels, words)
+    subscripts = call.request.subscripts
+    params = {"subscripts": str(subscripts)} | words
+    return sharding.emit(ctx, NAME, call.values, sharding.Factors.of(subscripts), params)
 
 
-def partitioned_product_at(value: Any) -> tuple[Call, dict[str, Any]] | None:
-    """Returns the bare product that an MLIR value is the result of, in a partitioned program.
-
-    As `lowering.product_at`; with it come its precision and implementation.
-    """
-    if (found := sharding.call_at(value, hopper_dot_p.name)) is None:
-        return None
-    (lhs, rhs), words = found
+def _call_at(value: Any, operands: Sequence[Any], words: dict[str, Any]) -> Call | None:
+    """Returns the bare product that `_lower_partitioned` emitted; see `sharding.product_at`."""
     subscripts = Subscripts.parse(words["subscripts"])
-    if (product := product_between(subscripts, lhs, rhs, value)) is None:
+    lhs, rhs = operands
+    if (request := request_between(subscripts, lhs, rhs, value)) is None:
         return None
-    precision = sharding.precision_of(words["precision"])
-    options = {"precision": precision, "implementation": words["implementation"]}
-    return Call(replace(product, max_sms=words.get("max_sms")), (lhs, rhs)), options
+    return Call(replace(request, options=sharding.options_of_words(words)), (lhs, rhs))
 
 
 def _product_of_shards(
-    local: sharding.ShardContext,
+    context: sharding.ShardContext,
     lhs: jax.Array,
     rhs: jax.Array,
     *,
     subscripts: str,
-    precision: list[str],
-    preferred_element_type: str | None,
-    max_sms: int | None = None,
-    **params: Any,
+    **words: Any,
 ) -> list[jax.Array]:
-    preferred = preferred_element_type and np.dtype(jnp.dtype(preferred_element_type))
-    product = hopper_dot_p.bind(
-        lhs, rhs, subscripts=Subscripts.parse(subscripts),
-        precision=sharding.precision_of(precision), preferred_element_type=preferred,
-        out_sharding=None, max_sms=max_sms, **params,
-    )  # fmt: skip
-    return [local.sum(product)]
+    product = Product(Subscripts.parse(subscripts), sharding.options_of_words(words))
+    return [context.sum(hopper_dot_p.bind(lhs, rhs, product=product))]
 
 
-register_lowering(
-    hopper_dot_p, _abstract_eval, reference_dot, _lower_for_cuda,
-    lambda params: params["implementation"], _lower_partitioned,
-)  # fmt: skip
-sharding.register(hopper_dot_p.name, _product_of_shards)
+hopper_dot_p = define_primitive(
+    NAME,
+    reference_dot,
+    abstract=_abstract_eval,
+    rules=Rules(linear_in=(0, 1), transpose=(_transpose_lhs, _transpose_rhs), batch=_batch),
+    lowering=Lowering(_lower_for_cuda, _lower_partitioned),
+    request_of=_request_of,
+)
+sharding.register(NAME, _product_of_shards, _call_at)

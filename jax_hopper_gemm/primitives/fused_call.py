@@ -9,9 +9,9 @@ import numpy as np
 
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.groups import Groups
+from ..gemm.product import Product
 from ..gemm.subscripts import Subscripts
-from ..sharding.custom_call import precision_of
-from .accumulators import Accumulate
+from ..sharding.options import options_of_words, precision_names
 
 
 @dataclass(frozen=True)
@@ -20,46 +20,44 @@ class FusedProduct:
 
     Attributes:
       graph: the function.
-      subscripts: of the product.
+      product: it gives float32.
       m, n: letters of the rows and columns of its result.
-      precision: as `precision_names` has it.
-      implementation, max_sms: as in `Accumulate`.
       in_place: the operand of the graph whose memory the first result may take.
-      groups: of a ragged product.
     """
 
     graph: EpilogueGraph
-    subscripts: Subscripts
+    product: Product
     m: str
     n: str
-    precision: list[str]
-    implementation: str | None
-    max_sms: int | None = None
     in_place: int | None = None
-    groups: Groups | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the call's parameters.
+    def to_dict(self) -> dict[str, Any] | None:
+        """Returns the call's parameters; None where the precision has no names.
 
         NOTE: exported programs hold them as JSON, and programs in caches are found by its text.
         """
-        fields = asdict(self) | {"subscripts": str(self.subscripts)}
-        del fields["groups"]
-        return fields if self.groups is None else fields | {"spans": astuple(self.groups)}
+        options, groups = self.product.options, self.product.groups
+        if (precision := precision_names(options.precision)) is None:
+            return None
+        fields = {
+            "graph": asdict(self.graph),
+            "subscripts": str(self.product.subscripts),
+            "m": self.m,
+            "n": self.n,
+            "precision": precision,
+            "implementation": options.implementation,
+            "max_sms": options.max_sms,
+            "in_place": self.in_place,
+        }
+        return fields | ({"spans": astuple(groups)} if groups else {})
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> FusedProduct:
         """Returns the product that `to_dict` and JSON made `fields` of."""
+        product = Product(
+            Subscripts.parse(fields["subscripts"]),
+            options_of_words(fields),
+            groups=Groups(*fields["spans"]) if "spans" in fields else None,
+        ).with_options(preferred_element_type=np.dtype(np.float32))
         graph = EpilogueGraph.from_dict(fields["graph"])
-        groups = Groups(*fields["spans"]) if "spans" in fields else None
-        subscripts = Subscripts.parse(fields["subscripts"])
-        others = {name: x for name, x in fields.items() if name != "spans"}
-        return cls(**others | {"graph": graph, "subscripts": subscripts, "groups": groups})
-
-    def accumulate(self, groups: Groups | None = None) -> Accumulate:
-        """Returns how accumulators of shards are computed; `groups` are those of the share."""
-        precision = precision_of(self.precision)
-        return Accumulate(
-            self.subscripts, np.dtype(np.float32), precision, None, self.implementation, groups,
-            max_sms=self.max_sms,
-        )  # fmt: skip
+        return cls(graph, product, fields["m"], fields["n"], fields.get("in_place"))

@@ -9,7 +9,6 @@ devices, and the graph follows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,14 +22,16 @@ from ..fusion import Fusion, evaluate
 from ..fusion.jaxprs import abstract, traced
 from ..gemm.dtypes import residual_of
 from ..gemm.epilogue_graph import EpilogueGraph, Result
-from ..gemm.groups import gate_up_letter
+from ..gemm.product import Product
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.devices import platforms_of
 from ..lowering.route import Roles, Route
 from ..sharding.choose_shards import Factors
-from ..sharding.custom_call import constrained, emit, precision_names
+from ..sharding.custom_call import constrained, emit
+from ..sharding.options import precision_names
 from ..sharding.shard import ShardContext
+from .accumulators import accumulators_of
 from .fused_call import FusedProduct
 from .fused_ragged_sharded import NAME as RAGGED
 from .fused_ragged_sharded import RESULTS, with_sizes
@@ -38,65 +39,51 @@ from .fused_ragged_sharded import RESULTS, with_sizes
 NAME = "hopper_fused"
 
 
-def route_partitioned(ctx: mlir.LoweringRuleContext, call: Call, *, insist: bool) -> Route | None:
-    """Returns how a product and its function run whole; None where shares cannot run them fused."""
-    found = call.route(ctx, kernel_only=insist)
-    fusion = found.fusion
-    if fusion is None or (fusion.uncovered and found.path == "xla"):
+def route_partitioned(ctx: mlir.LoweringRuleContext, call: Call) -> Route | None:
+    """Returns how a product and its function run whole; None where shards cannot run them fused."""
+    route = call.route(ctx, kernel_only=call.insists)
+    fusion = route.fusion
+    if fusion is None or (fusion.uncovered and route.path == "xla"):
         return None
-    if platforms_of(ctx) == ("cuda",) and (not found.supported or launcher_violation()):
+    if platforms_of(ctx) == ("cuda",) and (not route.supported or launcher_violation()):
         return None
     kinds = {result.kind for result in fusion.graph.results}
-    if any(kind.startswith("top_k") for kind in kinds) or (call.product.groups and kinds - RESULTS):
+    if any(kind.startswith("top_k") for kind in kinds) or (call.request.groups and kinds - RESULTS):
         return None
-    return found
+    return route
 
 
-def emit_fused(
-    ctx: mlir.LoweringRuleContext,
-    call: Call,
-    found: Route,
-    *,
-    precision: Any,
-    implementation: str | None,
-) -> list[Any] | None:
+def emit_fused(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Any] | None:
     """Emits a product with its function; None where it must be another way.
 
     Args:
       call: the product, and what the function reads.
-      found: of `route_partitioned`.
+      route: of `route_partitioned`.
     """
-    fusion, axes = found.fusion, found.roles
-    names = precision_names(precision)
-    assert fusion and axes
-    if names is None:
+    assert route.fusion and route.roles
+    if precision_names(call.request.options.precision) is None:
         return None
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # XLA finds shardings
-        values = _emit(ctx, call, fusion, axes, names, implementation)
+        values = _emit(ctx, call, route.fusion, route.roles)
     return values and constrained(ctx, values, ctx.avals_out)
 
 
 def _emit(
-    ctx: mlir.LoweringRuleContext,
-    call: Call,
-    fusion: Fusion,
-    axes: Roles,
-    precision: list[str],
-    implementation: str | None,
+    ctx: mlir.LoweringRuleContext, call: Call, fusion: Fusion, axes: Roles
 ) -> list[Any] | None:
-    product, subscripts, graph = call.product, call.product.subscripts, fusion.graph
+    request, subscripts, graph = call.request, call.request.subscripts, fusion.graph
+    product = Product(subscripts, request.options, groups=request.groups and request.groups.rule)
     planes = next(subscripts.fresh_letters())
-    gate_up = gate_up_letter(subscripts) if product.groups else subscripts.gate_up
-    extents = product.extents | {planes: 2}
+    extents = request.extents | {planes: 2}
     results = [
         ("".join(along).replace("?", planes), result.dtype)
         for result, along in zip(graph.results, fusion.results, strict=True)
         for _ in range(2 if result.kind == "row_sumexp" else result.plane == 0)
     ]
-    labels = Factors(
-        factors=(subscripts.lhs, *[subscripts.rhs] * product.rights), out=subscripts.out,
+    letters = Factors(
+        factors=(subscripts.lhs, *[subscripts.rhs] * request.num_b), out=subscripts.out,
         results=tuple(along for along, _ in results), others=fusion.labels,
-        whole=gate_up + planes,
+        whole=product.gate_up + planes,
     )  # fmt: skip
     arrays = [
         ShapedArray([extents[x] for x in along], np.dtype(jnp.dtype(dtype)))
@@ -108,17 +95,17 @@ def _emit(
     operands = read(ctx.replace(avals_in=avals), *call.operands)
     in_place = call.in_place if call.in_place in fusion.operands else None
     fused = FusedProduct(
-        graph, subscripts, axes.m, axes.n, precision, implementation, product.max_sms,
+        graph, product, axes.m, axes.n,
         None if in_place is None else fusion.operands.index(in_place),
-        product.groups and product.groups.rule,
     )  # fmt: skip
+    assert (params := fused.to_dict()) is not None
     name, values = NAME, [*call.values, *operands]
     if product.groups:
-        name, labels = RAGGED, with_sizes(labels, subscripts)
+        name, letters = RAGGED, with_sizes(letters, subscripts)
         values.append(call.sizes)
     emitted = emit(
-        ctx, name, values, labels, fused.to_dict(), avals_out=arrays,
-        sum_dtype=_sum_dtype(graph, product.lhs_dtype),
+        ctx, name, values, letters, params, avals_out=arrays,
+        sum_dtype=_sum_dtype(graph, request.lhs_dtype),
     )  # fmt: skip
     if emitted is None:
         return None
@@ -142,35 +129,39 @@ def _sum_dtype(graph: EpilogueGraph, factors: str) -> str:
 
 
 def fused_of_shards(
-    fused: Callable[..., Any], local: ShardContext, *shards: jax.Array, **params: Any
+    bind: Callable[..., Any], context: ShardContext, *shards: jax.Array, **params: Any
 ) -> list[jax.Array]:
-    """The program of a share.
+    """The program of a shard.
 
     Args:
-      fused: `hopper_fused_p.bind`.
+      bind: binds `hopper_fused_p`.
       **params: of a `FusedProduct`.
     """
-    product = FusedProduct.from_dict(params)
-    graph, m, n, accumulate = product.graph, product.m, product.n, product.accumulate()
-    labels, count = local.labels, len(local.labels.factors)
+    fused = FusedProduct.from_dict(params)
+    graph, m, n, product = fused.graph, fused.m, fused.n, fused.product
+    letters, count = context.letters, len(context.letters.factors)
     (lhs, *rights), operands = shards[:count], shards[count:]
-    follow = partial(evaluate, graph, labels=labels.others, out=labels.out, m=m, n=n)
-    cut = any(local.share.axes[letter] for letter in labels.contracted)
-    across = any(local.share.result(letter) for letter in n)
+    follow = partial(evaluate, graph, labels=letters.others, out=letters.out, m=m, n=n)
+    cut = any(context.shard.axes[letter] for letter in letters.contracted)
+    across = any(context.shard.result(letter) for letter in n)
     if cut or (across and graph.needs_whole_rows):
-        dtype = np.dtype(jnp.dtype(local.sum_dtype)) if cut else accumulate.dtype
-        products = [local.sum(x) for x in replace(accumulate, dtype=dtype)(lhs, rights)]
-        if _is_sum(graph, str(dtype)):  # as plain as this, XLA adds up shards of both before it
-            return [products[0] + operands[0]]  # sums over devices
+        if cut:
+            dtype = np.dtype(jnp.dtype(context.sum_dtype))
+            product = product.with_options(preferred_element_type=dtype)
+        products = [context.sum(x) for x in accumulators_of(product, lhs, rights)]
+        if _is_sum(
+            graph, str(product.options.preferred_element_type)
+        ):  # as plain as this, XLA adds up shards of both before it
+            return [products[0] + operands[0]]
         accumulators = [x.astype(jnp.float32) for x in products]
-        return follow([*accumulators, *operands], reduce=local.reduce)
-    accumulators = abstract(partial(accumulate, by_xla=True), lhs, rights)
+        return follow([*accumulators, *operands], reduce=context.reduce)
+    accumulators = abstract(partial(accumulators_of, product, by_xla=True), lhs, rights)
     function = traced(lambda *args: follow(args), *accumulators, *operands)
-    outputs = fused(
-        lhs, *rights, *operands, jaxpr=function, rights=len(rights), accumulate=accumulate,
-        preactivation="save", in_place=product.in_place,
+    outputs = bind(
+        lhs, *rights, *operands, jaxpr=function, product=product, num_b=len(rights),
+        in_place=fused.in_place,
     )  # fmt: skip
-    return _over_devices(local, graph.results, outputs, m, n)
+    return _over_devices(context, graph.results, outputs, m, n)
 
 
 def _is_sum(graph: EpilogueGraph, dtype: str) -> bool:
@@ -181,7 +172,7 @@ def _is_sum(graph: EpilogueGraph, dtype: str) -> bool:
 
 
 def _over_devices(
-    local: ShardContext, results: Sequence[Result], outputs: Sequence[Any], m: str, n: str
+    context: ShardContext, results: Sequence[Result], outputs: Sequence[Any], m: str, n: str
 ) -> list[Any]:
     """Returns the results of the shards, with what is reduced, reduced over devices, too."""
     waiting, found = list(outputs), []
@@ -193,17 +184,17 @@ def _over_devices(
             case "matrix":
                 found.append(x)
             case "column_sum":
-                found.append(local.reduce(x, m, "add"))
+                found.append(context.reduce(x, m, "add"))
             case "row_sum":
-                found.append(local.reduce(x, n, "add"))
+                found.append(context.reduce(x, n, "add"))
             case "row_max":
-                found.append(local.reduce(x, n, "max"))
+                found.append(context.reduce(x, n, "max"))
             case "max":
-                found.append(local.reduce(x, local.labels.out, "max"))
+                found.append(context.reduce(x, context.letters.out, "max"))
             case "row_sumexp":
-                largest = local.reduce(x, n, "max")
+                largest = context.reduce(x, n, "max")
                 base, own = (jnp.where(jnp.isfinite(y), y, 0.0) for y in (largest, x))
                 total = waiting.pop(0)
                 total = jnp.where(total == 0, 0.0, total * jnp.exp(own - base))
-                found += [largest, local.reduce(total, n, "add")]
+                found += [largest, context.reduce(total, n, "add")]
     return found

@@ -16,9 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax import numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir, xla
-from jax.interpreters import partial_eval as pe
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import ad, mlir
 
 from ..fusion.jaxprs import (
     ClosedJaxpr,
@@ -30,24 +29,19 @@ from ..fusion.jaxprs import (
     transposed,
     with_accumulator,
 )
-from ..gemm.groups import is_varlen_k
+from ..gemm.product import Product
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
+from ..lowering.emit import emit_launch
 from ..lowering.match import is_launch, product_at
-from ..lowering.register import register_lowering
+from ..lowering.register import Lowering
 from ..lowering.route import Route
-from ..sharding.custom_call import applies
-from .accumulators import Accumulate, unstacked
-from .dot import partitioned_product_at, with_batch
+from ..sharding import custom_call
+from .accumulators import accumulators_of, unstacked
+from .batched_product import batched_product
+from .define import Rules, define_primitive
 from .fused_dot_sharded import emit_fused, route_partitioned
-from .ragged_dot_sharded import partitioned_ragged_product_at
-from .segments import mapped_first, mapped_shared, without_masks
-
-epilogue_p = Primitive("epilogue")
-epilogue_tangent_p = Primitive("epilogue_tangent")
-for primitive in (epilogue_p, epilogue_tangent_p):
-    primitive.multiple_results = True
-    primitive.def_impl(partial(xla.apply_primitive, primitive))
+from .segments import without_masks
 
 
 @dataclass(frozen=True)
@@ -55,22 +49,27 @@ class Recompute:
     """Residuals that are computed anew: in place of accumulators a derivative keeps operands.
 
     Attributes:
-      accumulate: how.
-      rights: number of right operands; the left one, these, and sizes come first among the
+      product: how they are multiplied.
+      num_b: number of right operands; the left one, these, and sizes come first among the
         residuals.
       used: which accumulators the derivative needs.
     """
 
-    accumulate: Accumulate
-    rights: int
+    product: Product
+    num_b: int
     used: tuple[bool, ...]
+
+    @property
+    def num_operands(self) -> int:
+        return 1 + self.num_b + self.product.num_sizes_operands
 
     def residuals(self, kept: Sequence[Any]) -> list[Any]:
         """Returns the derivative's residuals from those kept for it."""
-        (lhs, *rights), rest = kept[: 1 + self.rights], kept[1 + self.rights :]
-        sizes, rest = rest[: self.accumulate.sizes], rest[self.accumulate.sizes :]
-        accumulators = self.accumulate(lhs, rights, *sizes)
-        return [x for x, used in zip(accumulators, self.used, strict=True) if used] + list(rest)
+        lhs, *others = kept[: self.num_operands]
+        rights, sizes = others[: self.num_b], others[self.num_b :]
+        accumulators = accumulators_of(self.product, lhs, rights, *sizes)
+        needed = [x for x, used in zip(accumulators, self.used, strict=True) if used]
+        return [*needed, *kept[self.num_operands :]]
 
 
 def _tangent(
@@ -162,25 +161,14 @@ def _batch_tangent(
     plane_axis: int | None,
     recompute: Recompute | None,
     products: int,
-) -> tuple[list[Any], list[int | None]]:
-    if all(axis is None for axis in axes):
-        outputs = epilogue_tangent_p.bind(
-            *args,
-            jaxpr=jaxpr,
-            residuals=residuals,
-            plane_axis=plane_axis,
-            recompute=recompute,
-            products=products,
-        )
-        return outputs, [None] * len(outputs)
+) -> tuple[list[Any], list[int]]:
     args, axes = list(args), list(axes)
     inner, inner_axes = args[:residuals], axes[:residuals]
     if recompute is not None:
-        args, axes, recompute, product_axis = batched_recompute(axis_data, args, axes, recompute)
+        args, recompute, product_axis = _batched_recompute(axis_data, args, axes, recompute)
         inner = abstract(recompute.residuals, args[:residuals])
-        count = sum(recompute.used)
-        first = 1 + recompute.rights + recompute.accumulate.sizes
-        inner_axes = [product_axis] * count + axes[first:residuals]
+        inner_axes = [product_axis] * sum(recompute.used)
+        inner_axes += axes[recompute.num_operands : residuals]
     linear, linear_axes = args[residuals:], axes[residuals:]
     if plane_axis is not None:
         axis = linear_axes[0]
@@ -201,84 +189,26 @@ def _batch_tangent(
     return outputs, [0] * len(outputs)
 
 
-def batched_recompute(
+def _batched_recompute(
     axis_data: Any, args: list[Any], axes: list[Any], recompute: Recompute
-) -> tuple[list[Any], list[Any], Recompute, int | None]:
-    """Returns residuals and their axes, with the products that they stand for batched.
+) -> tuple[list[Any], Recompute, int | None]:
+    """Returns residuals, with the products that they stand for batched.
 
     The last item is the axis of the accumulators: 0, or None where no product is mapped.
     """
-    count = 1 + recompute.rights + recompute.accumulate.sizes
-    operands, accumulate, product_axis = batched_product(
-        axis_data, args[:count], axes[:count], recompute.accumulate
+    count = recompute.num_operands
+    operands, product, product_axis = batched_product(
+        axis_data, args[:count], axes[:count], recompute.product
     )
-    args = [*operands, *args[count:]]
-    return args, axes, replace(recompute, accumulate=accumulate), product_axis
+    return [*operands, *args[count:]], replace(recompute, product=product), product_axis
 
 
-def batched_product(
-    axis_data: Any, operands: Sequence[Any], axes: Sequence[int | None], accumulate: Accumulate
-) -> tuple[list[Any], Accumulate, int | None]:
-    """Returns the operands of a batched product, how it is computed, and the axis it is mapped on.
-
-    Several right operands are given the same axes: mapped along their first, if any is mapped.
-
-    Args:
-      operands: the left one, the right ones, sizes; `axes` holds each one's mapped axis.
-    """
-    lhs, *rights = operands
-    lhs_axis, *right_axes = axes
-    if all(axis is None for axis in axes):
-        return list(operands), accumulate, None
-    if accumulate.groups:
-        return _batched_ragged(axis_data.size, operands, axes, accumulate)
-    if len(set(right_axes)) > 1:
-        rights = [
-            jnp.broadcast_to(x, (axis_data.size, *x.shape))
-            if axis is None
-            else jnp.moveaxis(x, axis, 0)
-            for x, axis in zip(rights, right_axes, strict=True)
-        ]
-        right_axes = [0]
-    subscripts, sharding = with_batch(
-        axis_data, accumulate.subscripts, (lhs_axis, right_axes[0]), accumulate.out_sharding
-    )
-    return (
-        [lhs, *rights],
-        replace(accumulate, subscripts=subscripts, out_sharding=sharding),
-        0,
-    )
-
-
-def _batched_ragged(
-    size: int, operands: Sequence[Any], axes: Sequence[int | None], accumulate: Accumulate
-) -> tuple[list[Any], Accumulate, int]:
-    lhs, *rights, sizes = operands
-    lhs_axis, *right_axes, sizes_axis = axes
-    lhs, sizes = mapped_first(size, lhs, lhs_axis), mapped_first(size, sizes, sizes_axis)
-    contraction = is_varlen_k(accumulate.subscripts)
-    if contraction or any(axis is not None for axis in right_axes):
-        rights = [mapped_first(size, x, a) for x, a in zip(rights, right_axes, strict=True)]
-        right_axes = [0] * len(rights)
-    rank, batch = len(accumulate.subscripts.rhs), sizes.shape[1:-1]
-    rights = [
-        mapped_shared(size, x, axis, batch, x.ndim - (axis is not None) > rank)
-        for x, axis in zip(rights, right_axes, strict=True)
-    ]
-    return [lhs, *rights, sizes], replace(accumulate, batch=accumulate.batch + 1), 0
-
-
-epilogue_tangent_p.def_abstract_eval(
-    lambda *avals, **params: _out_avals(partial(_tangent, **params), avals)
+epilogue_tangent_p = define_primitive(
+    "epilogue_tangent",
+    _tangent,
+    multiple_results=True,
+    rules=Rules(jvp=partial(jvp_by, _tangent), transpose=_transpose_tangent, batch=_batch_tangent),
 )
-ad.primitive_jvps[epilogue_tangent_p] = partial(jvp_by, _tangent)
-ad.primitive_transposes[epilogue_tangent_p] = _transpose_tangent
-batching.fancy_primitive_batchers[epilogue_tangent_p] = _batch_tangent
-mlir.register_lowering(epilogue_tangent_p, mlir.lower_fun(_tangent, multiple_results=True))
-
-
-def _out_avals(function: Any, avals: Any) -> list[Any]:
-    return list(jax.make_jaxpr(function)(*avals).out_avals)
 
 
 def _epilogue(*args: Any, jaxpr: ClosedJaxpr) -> list[Any]:
@@ -287,10 +217,7 @@ def _epilogue(*args: Any, jaxpr: ClosedJaxpr) -> list[Any]:
 
 def _batch_epilogue(
     axis_data: Any, args: Any, axes: Any, *, jaxpr: ClosedJaxpr
-) -> tuple[list[Any], list[int | None]]:
-    if all(axis is None for axis in axes):
-        outputs = epilogue_p.bind(*args, jaxpr=jaxpr)
-        return outputs, [None] * len(outputs)
+) -> tuple[list[Any], list[int]]:
     outputs = epilogue_p.bind(*args, jaxpr=mapped(jaxpr, axes, axis_data.size, args))
     return outputs, [0] * len(outputs)
 
@@ -320,36 +247,33 @@ def _lower_epilogue_for_cuda(
     """
     choices = []
     for index, value in enumerate(values):
-        product = product_at(value)
-        if product is None or launcher_violation():
+        bare = product_at(value)
+        if bare is None or launcher_violation():
             continue
-        call = _followed(ctx, product, values, index, jaxpr)
-        found = call.route(ctx, kernel_only=is_launch(value))
-        if found.path == "hopper" and found.fusion is not None:
-            choices.append((call, found))
+        call = _followed(ctx, bare, values, index, jaxpr)
+        route = call.route(ctx, kernel_only=is_launch(value))
+        if route.path == "hopper" and route.fusion is not None:
+            choices.append((call, route))
     if not choices:
         return _lower_epilogue(ctx, *values, jaxpr=jaxpr)
-    call, found = max(choices, key=lambda choice: _covered(choice[1]))
-    return call.launch(ctx, found)
+    call, route = max(choices, key=lambda choice: _covered(choice[1]))
+    return emit_launch(ctx, call, route)
 
 
 def _lower_epilogue_partitioned(
     ctx: mlir.LoweringRuleContext, *values: Any, jaxpr: ClosedJaxpr
 ) -> Any:
     """Emits the same where XLA partitions the program over devices."""
-    if not applies(ctx):
+    if not custom_call.applies(ctx):
         return None
     choices = []
     for index, value in enumerate(values):
-        product = partitioned_product_at(value) or partitioned_ragged_product_at(value)
-        if product is not None:
-            bare, options = product
+        if (bare := custom_call.product_at(value)) is not None:
             call = _followed(ctx, bare, values, index, jaxpr)
-            insist = options["implementation"] == "hopper"
-            if found := route_partitioned(ctx, call, insist=insist):
-                choices.append((call, found, options))
-    for call, found, options in sorted(choices, key=lambda x: _covered(x[1]), reverse=True):
-        if emitted := emit_fused(ctx, call, found, **options):
+            if route := route_partitioned(ctx, call):
+                choices.append((call, route))
+    for call, route in sorted(choices, key=lambda x: _covered(x[1]), reverse=True):
+        if emitted := emit_fused(ctx, call, route):
             return emitted
     return _lower_epilogue(ctx, *values, jaxpr=jaxpr)
 
@@ -359,31 +283,31 @@ def _followed(
 ) -> Call:
     """Returns a product with a function of which it is an input."""
     operands = (*values[:index], *values[index + 1 :])
-    product = call.product
-    sizes = [i for i, x in enumerate(operands) if product.groups and x == call.sizes]
-    product = replace(
-        product, function=with_accumulator(jaxpr, index, np.float32),
+    request = call.request
+    sizes = [i for i, x in enumerate(operands) if request.groups and x == call.sizes]
+    request = replace(
+        request, function=with_accumulator(jaxpr, index, np.float32),
         out_dtype=ctx.avals_out[0].dtype.name, sizes_operand=sizes[0] if sizes else None,
     )  # fmt: skip
     avals = (*ctx.avals_in[:index], *ctx.avals_in[index + 1 :])
-    return replace(call, product=product, operands=operands, avals=avals)
+    return replace(call, request=request, operands=operands, avals=avals)
 
 
-def _covered(found: Route) -> tuple[int, int]:
+def _covered(route: Route) -> tuple[int, int]:
     """Returns what orders routes by how much of a function the kernel computes."""
-    assert found.fusion
-    return -len(found.uncovered), len(found.fusion.graph.nodes)
+    assert route.fusion
+    return -len(route.uncovered), len(route.fusion.graph.nodes)
 
 
-epilogue_p.def_abstract_eval(lambda *avals, jaxpr: _out_avals(jaxpr_as_fun(jaxpr), avals))
-ad.primitive_jvps[epilogue_p] = partial(jvp_by, _epilogue)
-ad.primitive_transposes[epilogue_p] = partial(transpose_by, _epilogue)
-batching.fancy_primitive_batchers[epilogue_p] = _batch_epilogue
-pe.dce_rules[epilogue_p] = _without_unused
-register_lowering(
-    epilogue_p,
-    lambda *avals, jaxpr: _out_avals(jaxpr_as_fun(jaxpr), avals),
+epilogue_p = define_primitive(
+    "epilogue",
     _epilogue,
-    _lower_epilogue_for_cuda,
-    partitioned=_lower_epilogue_partitioned,
+    multiple_results=True,
+    rules=Rules(
+        jvp=partial(jvp_by, _epilogue),
+        transpose=partial(transpose_by, _epilogue),
+        batch=_batch_epilogue,
+        dce=_without_unused,
+    ),
+    lowering=Lowering(_lower_epilogue_for_cuda, _lower_epilogue_partitioned),
 )

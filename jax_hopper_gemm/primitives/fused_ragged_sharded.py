@@ -1,4 +1,4 @@
-"""A device's share of a ragged product with an epilogue.
+"""A device's shard of a ragged product with an epilogue.
 
 A device that has all of K runs one kernel on its rows and groups. Where it has some of the groups,
 the rows of others are 0 in what it stores, and the results add up over devices. Else the products
@@ -8,7 +8,7 @@ of the shards add up, and the graph follows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,97 +24,100 @@ from ..gemm.groups import GROUP, Groups, is_varlen_k
 from ..gemm.subscripts import Subscripts
 from ..sharding.choose_shards import Factors
 from ..sharding.shard import ShardContext
+from .accumulators import accumulators_of
 from .fused_call import FusedProduct
-from .ragged_shards import ENTRIES, SIZES, Part, RaggedShare
+from .ragged_shards import ENTRIES, SIZES, Part, RaggedShard
 from .segments import segment_broadcast, segment_mask
 
 NAME = "hopper_fused_ragged"
-RESULTS = {"matrix", "row_sum"}  # what shares are made of; others stay apart from the product
+RESULTS = {"matrix", "row_sum"}  # what shards are made of; others stay apart from the product
 
 
-def with_sizes(labels: Factors, subscripts: Subscripts) -> Factors:
-    """Returns the labels of a product and its operands with those of sizes, the last operand.
+def with_sizes(letters: Factors, subscripts: Subscripts) -> Factors:
+    """Returns the letters of a product and its operands with those of sizes, the last operand.
 
     Each device reads what all groups have for their rows: which ones its rows are in, sizes say.
     """
-    others = labels.others
+    others = letters.others
     if not is_varlen_k(subscripts):
         others = tuple(names.replace(GROUP, ENTRIES) for names in others)
     return replace(
-        labels, others=(*others, SIZES), whole=labels.whole + SIZES + ENTRIES, picked=GROUP
+        letters, others=(*others, SIZES), whole=letters.whole + SIZES + ENTRIES, picked=GROUP
     )
 
 
 def fused_of_ragged_shards(
-    fused: Callable[..., Any], local: ShardContext, *shards: jax.Array, **params: Any
+    bind: Callable[..., Any], context: ShardContext, *shards: jax.Array, **params: Any
 ) -> list[jax.Array]:
-    """The program of a share.
+    """The program of a shard.
 
     Args:
-      fused: `hopper_fused_p.bind`.
+      bind: binds `hopper_fused_p`.
       *shards: factors, operands of the graph, and the sizes, whole.
       **params: of a `FusedProduct` that has groups.
     """
-    product, labels = FusedProduct.from_dict(params), local.labels
-    graph, m, n, in_place = product.graph, product.m, product.n, product.in_place
-    count, rows = len(labels.factors), not is_varlen_k(product.subscripts)
+    fused, letters = FusedProduct.from_dict(params), context.letters
+    graph, m, n, product = fused.graph, fused.m, fused.n, fused.product
+    count, rows = len(letters.factors), not is_varlen_k(product.subscripts)
     (lhs, *rights), operands, sizes = shards[:count], shards[count:-1], shards[-1]
     assert product.groups
-    share = RaggedShare.of(product.groups, local.part)
-    length = lhs.shape[0] * share.rows.count
-    own_sizes, own_groups = share.local_sizes(sizes, length), share.local_rule()
-    accumulate = product.accumulate(own_groups)
-    follow = partial(_follow, graph, labels.others[:-1], labels.out, m, n, rows)
-    if _sums_first(graph, local, n, rows):
-        dtype = np.dtype(jnp.dtype(local.sum_dtype))
-        products = replace(accumulate, dtype=dtype)(lhs, rights, own_sizes)
-        accumulators = [local.sum(x).astype(jnp.float32) for x in products]
+    shard = RaggedShard.of(product.groups, context.part)
+    length = lhs.shape[0] * shard.rows.count
+    own_sizes, own_rule = shard.own_sizes(sizes, length), shard.own_rule()
+    product = replace(product, groups=own_rule)
+    follow = _Following(graph, letters.others[:-1], letters.out, m, n, rows)
+    if _sums_first(graph, context, n, rows):
+        dtype = np.dtype(jnp.dtype(context.sum_dtype))
+        product = product.with_options(preferred_element_type=dtype)
+        products = accumulators_of(product, lhs, rights, own_sizes)
+        accumulators = [context.sum(x).astype(jnp.float32) for x in products]
         if rows:
-            behind = RaggedShare(share.rule, rows=Part(*local.part("m", summed=True)))
-            own_sizes = behind.local_sizes(sizes, length)
-        return follow(accumulators, operands, own_sizes, share.rule, reduce=local.reduce)
+            behind = RaggedShard(shard.rule, rows=Part(*context.part("m", summed=True)))
+            own_sizes = behind.own_sizes(sizes, length)
+        return follow(accumulators, operands, own_sizes, shard.rule, reduce=context.reduce)
     if rows:
         operands = [
-            _entries_of(share.groups, x) if ENTRIES in names else x
-            for x, names in zip(operands, labels.others, strict=False)
+            _entries_of(shard.groups, x) if ENTRIES in names else x
+            for x, names in zip(operands, letters.others, strict=False)
         ]
-    accumulators = jax.eval_shape(partial(accumulate, by_xla=True), lhs, rights, own_sizes)
+    accumulators = jax.eval_shape(
+        partial(accumulators_of, product, by_xla=True), lhs, rights, own_sizes
+    )
     split = len(accumulators)
 
     def function(*args: Any) -> list[Any]:
-        return follow(args[:split], args[split + 1 :], args[split], own_groups)
+        return follow(args[:split], args[split + 1 :], args[split], own_rule)
 
-    outputs = fused(
+    outputs = bind(
         lhs, *rights, own_sizes, *operands,
-        jaxpr=traced(function, *accumulators, own_sizes, *operands), rights=len(rights),
-        accumulate=accumulate, preactivation="save",
-        in_place=None if in_place is None else in_place + 1,
+        jaxpr=traced(function, *accumulators, own_sizes, *operands), product=product,
+        num_b=len(rights), in_place=None if fused.in_place is None else fused.in_place + 1,
     )  # fmt: skip
     whole = [result for result in graph.results if result.plane == 0]
     return [
-        local.sum(x, names) if result.kind == "matrix" else local.reduce(x, n, "add")
-        for x, names, result in zip(outputs, labels.results, whole, strict=True)
+        context.sum(x, names) if result.kind == "matrix" else context.reduce(x, n, "add")
+        for x, names, result in zip(outputs, letters.results, whole, strict=True)
     ]
 
 
-def _sums_first(graph: EpilogueGraph, local: ShardContext, n: str, rows: bool) -> bool:
+def _sums_first(graph: EpilogueGraph, context: ShardContext, n: str, rows: bool) -> bool:
     """Whether the products of shards are summed over devices before the graph follows.
 
     Where only groups are sharded, each row is whole on one device: what is summed then are the
     results, unless these are more bytes, are no matrices, or read what lies as behind the sum.
     """
-    axes, labels = local.share.axes, local.labels
-    if any(axes[letter] for letter in labels.contracted if letter != GROUP):
+    axes, letters = context.shard.axes, context.letters
+    if any(axes[letter] for letter in letters.contracted if letter != GROUP):
         return True
-    if graph.needs_whole_rows and local.share.result(n):
+    if graph.needs_whole_rows and context.shard.result(n):
         return True
     if not rows or not axes[GROUP]:
         return False
     stored = sum(jnp.dtype(result.dtype).itemsize for result in graph.matrices)
     return (
-        stored > graph.accumulators * jnp.dtype(local.sum_dtype).itemsize
+        stored > graph.accumulators * jnp.dtype(context.sum_dtype).itemsize
         or any(result.kind != "matrix" for result in graph.results)
-        or any(letter in local.share.scattered for letter in "".join(labels.others))
+        or any(letter in context.shard.scattered for letter in "".join(letters.others))
     )
 
 
@@ -124,32 +127,43 @@ def _entries_of(groups: Part, x: jax.Array) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, groups.index * count, count)
 
 
-def _follow(
-    graph: EpilogueGraph,
-    labels: Sequence[str],
-    out: str,
-    m: str,
-    n: str,
-    rows: bool,
-    accumulators: Sequence[Any],
-    operands: Sequence[Any],
-    sizes: Any,
-    groups: Groups,
-    **options: Any,
-) -> list[Any]:
-    """Returns what the graph makes of accumulators; of `rows`, 0 in those of no group."""
-    arrays, names = list(operands), list(labels)
-    if not rows:
-        return evaluate(graph, [*accumulators, *arrays], names, out, m, n, **options)
-    length = accumulators[0].shape[0]
-    for i, letters in enumerate(labels):
-        if ENTRIES in letters:
-            assert letters[0] == ENTRIES, letters
-            arrays[i] = segment_broadcast(arrays[i], sizes, groups, length)
-            names[i] = m + letters[1:]
-    found = evaluate(graph, [*accumulators, *arrays], names, out, m, n, **options)
-    whole = [result for result in graph.results if result.plane == 0]
-    return [
-        segment_mask(x, sizes, groups) if result.kind == "matrix" else x
-        for x, result in zip(found, whole, strict=True)
-    ]
+@dataclass(frozen=True)
+class _Following:
+    """What the graph makes of accumulators.
+
+    Attributes:
+      graph: the function.
+      others: letters of its operands.
+      out, m, n: letters of the accumulators, of their rows and columns.
+      rows: whether the rows are in groups: then rows of no group are 0.
+    """
+
+    graph: EpilogueGraph
+    others: Sequence[str]
+    out: str
+    m: str
+    n: str
+    rows: bool
+
+    def __call__(
+        self, accumulators: Sequence[Any], operands: Sequence[Any], sizes: Any, rule: Groups,
+        **options: Any,
+    ) -> list[Any]:  # fmt: skip
+        arrays, names = list(operands), list(self.others)
+        if self.rows:
+            for i, own in enumerate(self.others):
+                if ENTRIES in own:
+                    assert own[0] == ENTRIES, own
+                    length = accumulators[0].shape[0]
+                    arrays[i] = segment_broadcast(arrays[i], sizes, rule, length)
+                    names[i] = self.m + own[1:]
+        results = evaluate(
+            self.graph, [*accumulators, *arrays], names, self.out, self.m, self.n, **options
+        )
+        if not self.rows:
+            return results
+        whole = [result for result in self.graph.results if result.plane == 0]
+        return [
+            segment_mask(x, sizes, rule) if result.kind == "matrix" else x
+            for x, result in zip(results, whole, strict=True)
+        ]

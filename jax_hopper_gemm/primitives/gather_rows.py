@@ -9,23 +9,18 @@ input gives equal bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, mlir
 
 from ..fusion.jaxprs import alike_in_shard_map
 from ..lowering.mlir_values import mark_rows
-from ..lowering.register import register_lowering
+from ..lowering.register import Lowering
+from .define import Rules, define_primitive
 from .segments import mapped_first
 from .sum_rows import in_order, picked, wide_dtype
-
-pick_rows_p, add_rows_p = Primitive("pick_rows"), Primitive("add_rows")
-for primitive in (pick_rows_p, add_rows_p):
-    primitive.def_impl(partial(xla.apply_primitive, primitive))
 
 # Rows that are added in one pass. Few: the pass reads as many for each sum, also where a sum has
 # fewer. A token's experts are mostly no more.
@@ -45,13 +40,11 @@ def pick_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
     return pick_rows_p.bind(*alike_in_shard_map(x, rows))
 
 
-@pick_rows_p.def_abstract_eval
 def _abstract_pick(x: Any, rows: Any) -> Any:
     assert x.ndim == 2 and rows.ndim == 1, (x, rows)
     return x.update(shape=(rows.shape[0], x.shape[1]), weak_type=False)
 
 
-@add_rows_p.def_abstract_eval
 def _abstract_add(x: Any, rows: Any, *, length: int) -> Any:
     assert x.ndim == 2 and rows.shape == x.shape[:1], (x, rows)
     return x.update(shape=(length, x.shape[1]), weak_type=False)
@@ -129,10 +122,6 @@ def _lower_pick_for_cuda(ctx: mlir.LoweringRuleContext, x: Any, rows: Any) -> An
     return [found]
 
 
-register_lowering(pick_rows_p, _abstract_pick, _picked, _lower_pick_for_cuda)
-mlir.register_lowering(add_rows_p, mlir.lower_fun(_added, multiple_results=False))
-
-
 # Derivatives.
 
 
@@ -154,16 +143,6 @@ def _transpose_add(cotangent: Any, x: Any, rows: Any, *, length: int) -> Any:
     return pick_rows_p.bind(cotangent, rows), None
 
 
-ad.defjvp(pick_rows_p, lambda tangent, x, rows: pick_rows_p.bind(tangent, rows), None)
-ad.defjvp(
-    add_rows_p,
-    lambda tangent, x, rows, *, length: add_rows_p.bind(tangent, rows, length=length),
-    None,
-)
-ad.primitive_transposes[pick_rows_p] = _transpose_pick
-ad.primitive_transposes[add_rows_p] = _transpose_add
-
-
 # vmap: rows of one index after those of the one before it.
 
 
@@ -173,9 +152,8 @@ def _flat_rows(rows: jax.Array, length: int) -> jax.Array:
     return jnp.where((rows >= 0) & (rows < length), rows + offsets, -1).reshape(-1)
 
 
-def _batch_pick(args: Any, axes: Any) -> tuple[Any, int]:
-    (size,) = {x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None}
-    x, rows = args[0], mapped_first(size, args[1], axes[1])
+def _batch_pick(axis_data: Any, args: Any, axes: Any) -> tuple[Any, int]:
+    x, rows = args[0], mapped_first(axis_data.size, args[1], axes[1])
     if axes[0] is None:
         flat = rows.reshape(-1)
     else:
@@ -186,8 +164,8 @@ def _batch_pick(args: Any, axes: Any) -> tuple[Any, int]:
     return out.reshape(*rows.shape, out.shape[1]), 0
 
 
-def _batch_add(args: Any, axes: Any, *, length: int) -> tuple[Any, int]:
-    (size,) = {x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None}
+def _batch_add(axis_data: Any, args: Any, axes: Any, *, length: int) -> tuple[Any, int]:
+    size = axis_data.size
     x, rows = (mapped_first(size, array, axis) for array, axis in zip(args, axes, strict=True))
     out = add_rows_p.bind(
         x.reshape(size * x.shape[1], x.shape[2]), _flat_rows(rows, length), length=size * length
@@ -195,5 +173,16 @@ def _batch_add(args: Any, axes: Any, *, length: int) -> tuple[Any, int]:
     return out.reshape(size, length, out.shape[1]), 0
 
 
-batching.primitive_batchers[pick_rows_p] = _batch_pick
-batching.primitive_batchers[add_rows_p] = _batch_add
+pick_rows_p = define_primitive(
+    "pick_rows",
+    _picked,
+    abstract=_abstract_pick,
+    rules=Rules(linear_in=(0,), transpose=_transpose_pick, batch=_batch_pick),
+    lowering=Lowering(_lower_pick_for_cuda),
+)
+add_rows_p = define_primitive(
+    "add_rows",
+    _added,
+    abstract=_abstract_add,
+    rules=Rules(linear_in=(0,), transpose=_transpose_add, batch=_batch_add),
+)

@@ -11,6 +11,7 @@ product lowers to `jax.lax.ragged_dot`, or to one product after the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,8 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, mlir
 
 from .. import sharding
 from ..fusion.jaxprs import alike_in_shard_map, traced
@@ -30,34 +30,23 @@ from ..gemm.groups import (
     VARLEN_M_KN,
     VARLEN_M_NK,
     GroupedAxis,
-    Groups,
     is_varlen_k,
 )
+from ..gemm.product import Product
 from ..gemm.subscripts import Subscripts
 from ..lowering.call import Call
-from ..lowering.register import register_lowering
-from ..lowering.route import Product
+from ..lowering.emit import lower_call
+from ..lowering.register import Lowering
+from ..lowering.route import Request
+from .define import Rules, define_primitive
 from .dot import as_cotangent
 from .group_sizes import sizes_of_each
-from .ragged_dot_sharded import NAME as RAGGED
-from .ragged_dot_sharded import emit_ragged, ragged_of_shards
+from .ragged_dot_sharded import NAME, call_at, emit_ragged, ragged_of_shards
 from .ragged_reference import alike, reference_ragged_dot
-
-hopper_ragged_dot_p = Primitive(RAGGED)
-hopper_ragged_dot_p.def_impl(partial(xla.apply_primitive, hopper_ragged_dot_p))
 
 
 def hopper_ragged_dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    sizes: jax.Array,
-    *,
-    subscripts: Subscripts,
-    groups: Groups,
-    precision: Any,
-    preferred_element_type: Any,
-    implementation: str | None,
-    max_sms: int | None = None,
+    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, product: Product
 ) -> jax.Array:
     """Returns a ragged product.
 
@@ -67,41 +56,20 @@ def hopper_ragged_dot(
     Args:
       lhs: (T, K).
       rhs: weights (W, K, N) by "mk,gkn->mn" or (W, N, K) by "mk,gnk->mn", for a result (T, N); or
-        (T, N) by "mk,mn->gkn", for a result (W, K, N).
+        (T, N) by "mk,mn->gkn", for a result (W, K, N). W is `groups.matrices(S)`.
       sizes: (S,) int32, S + 1 a multiple of `groups.period`. Of several periods each has as many
         rows, as `jax.vmap` makes them.
-      subscripts, groups: see `gemm.groups`. W is `groups.matrices(S)`.
-      precision, preferred_element_type: as in `hopper_dot`.
-      implementation: None, "hopper" or "xla".
-      max_sms: as in `hopper_dot`.
+      product: see `gemm.groups`; its precision and dtype are canonical.
     """
     lhs, rhs, sizes = alike_in_shard_map(lhs, rhs, sizes)
-    return hopper_ragged_dot_p.bind(
-        lhs,
-        rhs,
-        sizes,
-        subscripts=subscripts,
-        groups=groups,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        implementation=implementation,
-        max_sms=max_sms,
-    )
+    return hopper_ragged_dot_p.bind(lhs, rhs, sizes, product=product)
 
 
-def product_of(lhs: Any, rhs: Any, sizes: Any, out: Any, params: dict[str, Any]) -> Product:
-    """Returns what a `hopper_ragged_dot_p` between these abstract values asks for."""
-    return Product(
-        params["subscripts"], lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name,
-        out.dtype.name, params["precision"],
-        groups=GroupedAxis.of(params["subscripts"], params["groups"], sizes.shape[0]),
-        max_sms=params["max_sms"],
-    )  # fmt: skip
-
-
-def _check(lhs: Any, rhs: Any, sizes: Any, subscripts: Subscripts, groups: Groups) -> None:
+def _check(lhs: Any, rhs: Any, sizes: Any, product: Product) -> None:
     """Asserts what those who bind the primitive see to."""
+    subscripts, groups = product.subscripts, product.groups
     assert subscripts in FORMS, subscripts
+    assert groups and product.out_sharding is None and product.batch == 0, product
     assert sizes.ndim == 1 and sizes.dtype == np.int32, sizes
     matrices = groups.matrices(sizes.shape[0])
     assert groups.step in (0, groups.count), groups
@@ -115,60 +83,53 @@ def _check(lhs: Any, rhs: Any, sizes: Any, subscripts: Subscripts, groups: Group
         assert lhs.shape[1] == rhs.shape[subscripts.rhs.index("k")], (lhs, rhs)
 
 
-def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> Any:
+def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
     """The dtype is that of `lax.dot_general`, the shape that of `lax.ragged_dot`."""
-    _check(lhs, rhs, sizes, params["subscripts"], params["groups"])
-    (out,) = traced(partial(alike, **params), lhs, rhs, sizes).out_avals
+    _check(lhs, rhs, sizes, product)
+    (out,) = traced(partial(alike, product=product), lhs, rhs, sizes).out_avals
     return out
 
 
 # Derivatives.
 
 
-def _transpose(
-    cotangent: Any,
-    lhs: Any,
-    rhs: Any,
-    sizes: Any,
-    *,
-    subscripts: Subscripts,
-    groups: Groups,
-    **params: Any,
-) -> list[Any]:
+def _transpose(cotangent: Any, lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> list[Any]:
     of_lhs = ad.is_undefined_primal(lhs)
     primal = lhs.aval if of_lhs else rhs.aval
     if type(cotangent) is ad.Zero:
         zero = ad.Zero(primal)
         return [zero if of_lhs else None, None if of_lhs else zero, None]
-    product = partial(_bind, sizes, groups=groups, **params)
+    subscripts = product.subscripts
     if subscripts == VARLEN_K:
         gradient = (
-            product(rhs, cotangent, subscripts=VARLEN_M_NK)
+            _by_form(VARLEN_M_NK, rhs, cotangent, sizes, product)
             if of_lhs
-            else product(lhs, cotangent, subscripts=VARLEN_M_KN)
+            else _by_form(VARLEN_M_KN, lhs, cotangent, sizes, product)
         )
     elif of_lhs:
-        gradient = product(cotangent, rhs, subscripts=DGRAD[subscripts])
+        gradient = _by_form(DGRAD[subscripts], cotangent, rhs, sizes, product)
     else:
         pair = (lhs, cotangent) if subscripts == VARLEN_M_KN else (cotangent, lhs)
-        gradient = _of_weights(*pair, sizes, groups=groups, **params)
+        gradient = _of_weights(*pair, sizes, product)
     gradient = as_cotangent(primal, gradient)
     return [gradient if of_lhs else None, None if of_lhs else gradient, None]
 
 
-def _bind(sizes: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
-    return hopper_ragged_dot_p.bind(lhs, rhs, sizes, **params)
+def _by_form(subscripts: Subscripts, lhs: Any, rhs: Any, sizes: Any, product: Product) -> Any:
+    gradient = replace(product, subscripts=subscripts)
+    return hopper_ragged_dot_p.bind(lhs, rhs, sizes, product=gradient)
 
 
-def _of_weights(lhs: Any, rhs: Any, sizes: Any, *, groups: Groups, **params: Any) -> Any:
+def _of_weights(lhs: Any, rhs: Any, sizes: Any, product: Product) -> Any:
     """Returns the contraction over each group's rows; what periods share is summed in float32."""
+    assert (groups := product.groups)
     periods = groups.periods(sizes.shape[0])
     if groups.step or periods == 1:
-        return _bind(sizes, lhs, rhs, subscripts=VARLEN_K, groups=groups, **params)
-    wide = jnp.float32 if _is_narrow(lhs) and _is_narrow(rhs) else None
-    params["preferred_element_type"] = wide or params["preferred_element_type"]
-    groups = replace(groups, step=groups.count)
-    parts = _bind(sizes, lhs, rhs, subscripts=VARLEN_K, groups=groups, **params)
+        return _by_form(VARLEN_K, lhs, rhs, sizes, product)
+    if _is_narrow(lhs) and _is_narrow(rhs):
+        product = product.with_options(preferred_element_type=np.dtype(np.float32))
+    product = replace(product, groups=replace(groups, step=groups.count))
+    parts = _by_form(VARLEN_K, lhs, rhs, sizes, product)
     return parts.reshape(periods, groups.count, *parts.shape[1:]).sum(0)
 
 
@@ -176,31 +137,17 @@ def _is_narrow(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
 
 
-ad.defjvp(
-    hopper_ragged_dot_p,
-    lambda tangent, lhs, rhs, sizes, **params: _bind(sizes, tangent, rhs, **params),
-    lambda tangent, lhs, rhs, sizes, **params: _bind(sizes, lhs, tangent, **params),
-    None,
-)
-ad.primitive_transposes[hopper_ragged_dot_p] = _transpose
-
-
 # vmap.
 
 
-def _batch(
-    axis_data: Any, args: Any, axes: Any, *, subscripts: Subscripts, groups: Groups, **params: Any
-) -> tuple[Any, int | None]:
-    if all(axis is None for axis in axes):
-        return hopper_ragged_dot_p.bind(*args, subscripts=subscripts, groups=groups, **params), None
-    bind = partial(hopper_ragged_dot_p.bind, subscripts=subscripts, **params)
+def _batch(axis_data: Any, args: Any, axes: Any, *, product: Product) -> tuple[Any, int]:
     if axis_data.size == 0:
         avals = map(_unmapped, args, axes)
-        out = jax.eval_shape(partial(bind, groups=groups), *avals)
+        out = jax.eval_shape(partial(hopper_ragged_dot_p.bind, product=product), *avals)
         return jnp.zeros((0, *out.shape), out.dtype), 0
-    if free := _free_letter(subscripts, axes):
-        return _batch_free(bind, axis_data.size, args, axes, subscripts, free, groups)
-    return _batch_rows(bind, axis_data.size, args, axes, subscripts, groups), 0
+    if free := _free_letter(product.subscripts, axes):
+        return _batch_free(axis_data.size, args, axes, product, free)
+    return _batch_rows(axis_data.size, args, axes, product), 0
 
 
 def _unmapped(array: Any, axis: int | None) -> jax.ShapeDtypeStruct:
@@ -220,43 +167,36 @@ def _free_letter(subscripts: Subscripts, axes: Any) -> tuple[int, str] | None:
 
 
 def _batch_free(
-    bind: Any,
-    size: int,
-    args: Any,
-    axes: Any,
-    subscripts: Subscripts,
-    free: tuple[int, str],
-    groups: Groups,
+    size: int, args: Any, axes: Any, product: Product, free: tuple[int, str]
 ) -> tuple[Any, int]:
     """Maps one operand by a longer axis: its mapped one joins `free`."""
     operand, letter = free
-    labels = (subscripts.lhs, subscripts.rhs)[operand]
-    args, axis = list(args), labels.index(letter)
+    subscripts = product.subscripts
+    args, axis = list(args), (subscripts.lhs, subscripts.rhs)[operand].index(letter)
     array = jnp.moveaxis(args[operand], axes[operand], axis)
     shape = array.shape
     args[operand] = array.reshape(*shape[:axis], size * shape[axis + 1], *shape[axis + 2 :])
-    out = bind(*args, groups=groups)
+    out = hopper_ragged_dot_p.bind(*args, product=product)
     axis = subscripts.out.index(letter)
     shape = (*out.shape[:axis], size, out.shape[axis] // size, *out.shape[axis + 1 :])
     return out.reshape(shape), axis
 
 
-def _batch_rows(
-    bind: Any, size: int, args: Any, axes: Any, subscripts: Subscripts, groups: Groups
-) -> Any:
+def _batch_rows(size: int, args: Any, axes: Any, product: Product) -> Any:
     """Maps by more rows: those of each matrix behind one another, each with its own periods."""
+    assert (groups := product.groups)
 
     def whole(array: Any, axis: int | None) -> Any:
         if axis is None:
             return jnp.broadcast_to(array, (size, *array.shape))
         return jnp.moveaxis(array, axis, 0)
 
-    lhs, (rhs, rhs_axis), given = whole(args[0], axes[0]), (args[1], axes[1]), args[2]
+    lhs, (rhs, rhs_axis), sizes = whole(args[0], axes[0]), (args[1], axes[1]), args[2]
     if axes[2] is not None:
-        given = jnp.moveaxis(given, axes[2], 0)
-    length, count = lhs.shape[1], given.shape[-1]
+        sizes = jnp.moveaxis(sizes, axes[2], 0)
+    length, count = lhs.shape[1], sizes.shape[-1]
     periods, matrices = groups.periods(count), groups.matrices(count)
-    contraction = subscripts == VARLEN_K
+    contraction = product.subscripts == VARLEN_K
     if contraction:
         rhs, step = whole(rhs, rhs_axis), groups.count
         rhs = rhs.reshape(size * length, rhs.shape[-1])
@@ -268,13 +208,12 @@ def _batch_rows(
         if periods > 1 and not groups.step:
             rhs = jnp.broadcast_to(rhs[:, None], (size, periods, matrices, *matrix))
         rhs = rhs.reshape(size * groups.count * periods, *matrix)
-    sizes = sizes_of_each(given, length, size)
-    flat = replace(groups, step=step)
-    out = bind(lhs.reshape(size * length, lhs.shape[-1]), rhs, sizes, groups=flat)
+    sizes = sizes_of_each(sizes, length, size)
+    flat = replace(product, groups=replace(groups, step=step))
+    out = hopper_ragged_dot_p.bind(
+        lhs.reshape(size * length, lhs.shape[-1]), rhs, sizes, product=flat
+    )
     return out.reshape(size, matrices if contraction else length, *out.shape[1:])
-
-
-batching.fancy_primitive_batchers[hopper_ragged_dot_p] = _batch
 
 
 # Lowering.
@@ -283,35 +222,41 @@ batching.fancy_primitive_batchers[hopper_ragged_dot_p] = _batch
 _lower_to_xla = mlir.lower_fun(reference_ragged_dot, multiple_results=False)
 
 
-def _lower_for_cuda(
-    ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, sizes: Any, **params: Any
-) -> Any:
-    launched = None
-    if params["implementation"] != "xla":
-        (lhs_aval, rhs_aval, sizes_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
-        product = product_of(lhs_aval, rhs_aval, sizes_aval, out_aval, params)
-        call = Call(product, (lhs, rhs), sizes=sizes)
-        launched = call.lower(ctx, params["implementation"])
-    return launched or _lower_to_xla(ctx, lhs, rhs, sizes, **params)
-
-
-def _lower_partitioned(
-    ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, sizes: Any, **params: Any
-) -> Any:
-    if params["implementation"] == "xla" or not sharding.applies(ctx):
-        return None
-    (lhs_aval, rhs_aval, sizes_aval), (out_aval,) = ctx.avals_in, ctx.avals_out
-    product = product_of(lhs_aval, rhs_aval, sizes_aval, out_aval, params)
-    return emit_ragged(
-        ctx, Call(product, (lhs, rhs), sizes=sizes), precision=params["precision"],
-        preferred_element_type=params["preferred_element_type"],
-        implementation=params["implementation"],
+def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Product) -> Request:
+    (lhs, rhs, sizes), (out,) = avals, out_avals
+    assert product.groups
+    return Request(
+        product.subscripts, lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name, out.dtype.name,
+        product.options,
+        groups=GroupedAxis.of(product.subscripts, product.groups, sizes.shape[0]),
     )  # fmt: skip
 
 
-hopper_ragged_dot_p.def_abstract_eval(_abstract_eval)
-register_lowering(
-    hopper_ragged_dot_p, _abstract_eval, reference_ragged_dot, _lower_for_cuda,
-    lambda params: params["implementation"], _lower_partitioned,
-)  # fmt: skip
-sharding.register(RAGGED, partial(ragged_of_shards, hopper_ragged_dot_p.bind))
+def _lower_for_cuda(
+    ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, sizes: Any, *, product: Product
+) -> Any:
+    launched = None
+    if product.options.implementation != "xla":
+        request = _request_of(ctx.avals_in, ctx.avals_out, product=product)
+        launched = lower_call(ctx, Call(request, (lhs, rhs), sizes=sizes))
+    return launched or _lower_to_xla(ctx, lhs, rhs, sizes, product=product)
+
+
+def _lower_partitioned(
+    ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, sizes: Any, *, product: Product
+) -> Any:
+    if product.options.implementation == "xla" or not sharding.applies(ctx):
+        return None
+    request = _request_of(ctx.avals_in, ctx.avals_out, product=product)
+    return emit_ragged(ctx, Call(request, (lhs, rhs), sizes=sizes))
+
+
+hopper_ragged_dot_p = define_primitive(
+    NAME,
+    reference_ragged_dot,
+    abstract=_abstract_eval,
+    rules=Rules(linear_in=(0, 1), transpose=_transpose, batch=_batch),
+    lowering=Lowering(_lower_for_cuda, _lower_partitioned),
+    request_of=_request_of,
+)
+sharding.register(NAME, partial(ragged_of_shards, hopper_ragged_dot_p.bind), call_at)

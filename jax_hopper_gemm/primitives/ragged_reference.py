@@ -11,8 +11,8 @@ from jax import lax
 from jax import numpy as jnp
 
 from ..fusion.jaxprs import alike_in_shard_map, traced
-from ..gemm.groups import VARLEN_K, VARLEN_M_KN, VARLEN_M_NK, Groups
-from ..gemm.subscripts import Subscripts
+from ..gemm.groups import VARLEN_K, VARLEN_M_KN, VARLEN_M_NK
+from ..gemm.product import Product
 from .group_sizes import clipped_sizes, group_of_rows
 
 # Taken here, so that it stays JAX's own where `ops.intercept` puts ours in its place.
@@ -24,12 +24,7 @@ def reference_ragged_dot(
     rhs: jax.Array,
     sizes: jax.Array,
     *,
-    subscripts: Subscripts,
-    groups: Groups,
-    precision: Any,
-    preferred_element_type: Any,
-    implementation: str | None = None,
-    max_sms: int | None = None,
+    product: Product,
 ) -> jax.Array:
     """The product as XLA computes it; arguments as of `hopper_ragged_dot`.
 
@@ -37,8 +32,8 @@ def reference_ragged_dot(
     after the other. Rows of no group and weights of empty groups may hold NaNs, as for a kernel:
     JAX's own, which multiplies them by 0, would let these into every row.
     """
-    del implementation, max_sms
-    options = {"precision": precision, "preferred_element_type": preferred_element_type}
+    subscripts, groups, options = product.subscripts, product.groups, _dot_options(product)
+    assert groups
     if groups.is_plain(sizes.shape[0]) and groups.count:
         length = lhs.shape[0]
         sizes = clipped_sizes(sizes, length)
@@ -53,25 +48,22 @@ def reference_ragged_dot(
         )
         return _lax_ragged_dot_general(lhs, rhs, sizes, numbers, **options)
     own = group_of_rows(sizes, groups, lhs.shape[0])[:, None]
-    like = traced(
-        partial(alike, subscripts=subscripts, groups=groups, **options), lhs, rhs, sizes
-    ).out_avals[0]
+    like = traced(partial(alike, product=product), lhs, rhs, sizes).out_avals[0]
     matrices = jnp.arange(groups.matrices(sizes.shape[0]), dtype=np.int32)
 
     if subscripts == VARLEN_K:
 
         def of_group(_: None, group: jax.Array) -> tuple[None, jax.Array]:
             own_lhs, own_rhs = (jnp.where(own == group, x, jnp.zeros_like(x)) for x in (lhs, rhs))
-            product = lax.dot_general(own_lhs, own_rhs, (((0,), (0,)), ((), ())), **options)
-            return None, product
+            return None, lax.dot_general(own_lhs, own_rhs, (((0,), (0,)), ((), ())), **options)
 
         return lax.scan(of_group, None, matrices)[1] if matrices.size else _zeros(like, rhs)
 
     def with_group(out: jax.Array, group: Any) -> tuple[jax.Array, None]:
         matrix, number = group
         axis = 0 if subscripts == VARLEN_M_KN else 1
-        product = lax.dot_general(lhs, matrix, (((1,), (axis,)), ((), ())), **options)
-        return jnp.where(own == number, product, out), None
+        own_rows = lax.dot_general(lhs, matrix, (((1,), (axis,)), ((), ())), **options)
+        return jnp.where(own == number, own_rows, out), None
 
     out = _zeros(like, lhs)
     return lax.scan(with_group, out, (rhs, matrices))[0] if matrices.size else out
@@ -89,18 +81,25 @@ def _zeros(aval: Any, array: jax.Array) -> jax.Array:
     return alike_in_shard_map(zeros, array)[0]
 
 
-def alike(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> jax.Array:
+def _dot_options(product: Product) -> dict[str, Any]:
+    options = product.options
+    return {
+        "precision": options.precision,
+        "preferred_element_type": options.preferred_element_type,
+    }
+
+
+def alike(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> jax.Array:
     """Returns an array like the product, and as cheap to trace as can be."""
-    subscripts, groups = params["subscripts"], params["groups"]
+    subscripts, groups = product.subscripts, product.groups
+    assert groups
     if subscripts == VARLEN_K:
         numbers, axis = (((), ()), ((0,), (0,))), 0
     else:
         numbers, axis = (((1,), (subscripts.rhs.index("k"),)), ((), ())), 1
-    product = lax.dot_general(
-        lhs, rhs, numbers, params["precision"], params["preferred_element_type"]
-    )
-    product = lax.reduce(product, np.zeros((), product.dtype), lax.add, (axis,))
+    like = lax.dot_general(lhs, rhs, numbers, **_dot_options(product))
+    like = lax.reduce(like, np.zeros((), like.dtype), lax.add, (axis,))
     if subscripts == VARLEN_K:
-        shape = (groups.matrices(sizes.shape[0]), *product.shape)
-        product = lax.broadcast_in_dim(product, shape, (1, 2))
-    return product
+        shape = (groups.matrices(sizes.shape[0]), *like.shape)
+        like = lax.broadcast_in_dim(like, shape, (1, 2))
+    return like

@@ -27,7 +27,7 @@ from .group_sizes import run_ends
 PERIODS, SIZES, ENTRIES = "p", "s", "h"  # h: groups of which each device reads all entries
 
 
-def ragged_labels(subscripts: Subscripts, periods: int, *, shared: bool) -> Factors:
+def ragged_letters(subscripts: Subscripts, periods: int, *, shared: bool) -> Factors:
     """Returns the letters of a ragged product's operands, sizes last, and of its result.
 
     Args:
@@ -51,7 +51,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class RaggedShare:
+class RaggedShard:
     """The parts of a ragged product that a device has.
 
     Attributes:
@@ -67,19 +67,19 @@ class RaggedShare:
     groups: Part = Part()
 
     @staticmethod
-    def of(rule: Groups, part: Callable[[str], tuple[Any, int]]) -> RaggedShare:
-        """Returns a device's share; `part` gives for a letter its part's index and their count."""
-        return RaggedShare(rule, *(Part(*part(letter)) for letter in (PERIODS, "m", GROUP)))
+    def of(rule: Groups, part: Callable[[str], tuple[Any, int]]) -> RaggedShard:
+        """Returns a device's shard; `part` gives for a letter its part's index and their count."""
+        return RaggedShard(rule, *(Part(*part(letter)) for letter in (PERIODS, "m", GROUP)))
 
-    def local_rule(self) -> Groups:
-        """Returns which of the runs that `local_sizes` cuts belong to which group."""
+    def own_rule(self) -> Groups:
+        """Returns which of the runs that `own_sizes` cuts belong to which group."""
         if self.groups.count == 1:
             return self.rule
         count = self.rule.count // self.groups.count
         return Groups(count + 2, count, first=1, step=count if self.rule.step else 0)
 
-    def local_sizes(self, sizes: jax.Array, length: int) -> jax.Array:
-        """Returns the sizes that cut the device's rows into runs of `local_rule`.
+    def own_sizes(self, sizes: jax.Array, length: int) -> jax.Array:
+        """Returns the sizes that cut the device's rows into runs of `own_rule`.
 
         Args:
           sizes: (S,) int32, of the whole product.

@@ -23,18 +23,17 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.extend.core import Literal, Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad
 
-from ..fusion.jaxprs import ClosedJaxpr, pruned, traced
+from ..fusion.jaxprs import ClosedJaxpr, pruned
 from ..gemm.dtypes import OPERANDS
 from ..gemm.groups import VARLEN_K, Groups
+from ..gemm.options import Options
+from ..gemm.product import Product
 from ..gemm.spec import TMA_ALIGNMENT
+from .define import Rules, define_primitive
 from .group_sizes import group_of_rows
 from .ragged_dot import hopper_ragged_dot
-
-segment_broadcast_p = Primitive("rows_of_groups")
-segment_sum_p = Primitive("sum_of_groups")
-segment_mask_p = Primitive("live_rows")
 
 
 def segment_broadcast(
@@ -100,12 +99,16 @@ def _sum_of_groups(x: Any, sizes: Any, *, groups: Groups) -> jax.Array:
     batch = sizes.ndim - 1
     rest, ones = x.shape[batch + 1 :], _columns_of_ones(x.dtype)
 
+    options = Options(
+        precision=(lax.Precision.HIGHEST,) * 2,
+        preferred_element_type=np.promote_types(x.dtype, np.float32),
+    )
+
     def of(x: jax.Array, sizes: jax.Array) -> jax.Array:
         columns = x.reshape(x.shape[0], -1)
         sums = hopper_ragged_dot(
-            jnp.ones((x.shape[0], ones), x.dtype), columns, sizes, subscripts=VARLEN_K,
-            groups=groups, precision=(lax.Precision.HIGHEST,) * 2,
-            preferred_element_type=np.promote_types(x.dtype, np.float32), implementation=None,
+            jnp.ones((x.shape[0], ones), x.dtype), columns, sizes,
+            Product(VARLEN_K, options, groups=groups),
         )[:, 0]  # fmt: skip
         return sums.reshape(-1, *rest)
 
@@ -115,25 +118,6 @@ def _sum_of_groups(x: Any, sizes: Any, *, groups: Groups) -> jax.Array:
 def _columns_of_ones(dtype: np.dtype) -> int:
     """Returns how many columns of ones sum up rows: the shortest lines that a kernel reads."""
     return TMA_ALIGNMENT // dtype.itemsize if dtype.name in OPERANDS else 1
-
-
-def _register(primitive: Primitive, function: Any) -> None:
-    def abstract_eval(*avals: Any, **params: Any) -> Any:
-        return traced(partial(function, **params), *avals).out_avals[0]
-
-    primitive.def_impl(partial(xla.apply_primitive, primitive))
-    primitive.def_abstract_eval(abstract_eval)
-    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
-
-    def tangent(moving: Any, x: Any, sizes: Any, **params: Any) -> Any:
-        return primitive.bind(moving, sizes, **params)
-
-    ad.defjvp(primitive, tangent, None)
-
-
-_register(segment_broadcast_p, _rows_of_groups)
-_register(segment_mask_p, _live_rows)
-_register(segment_sum_p, _sum_of_groups)
 
 
 def _transpose_rows(
@@ -165,11 +149,6 @@ def _transpose_sum(cotangent: Any, x: Any, sizes: Any, *, groups: Groups) -> lis
         cotangent, sizes, groups=groups, length=x.aval.shape[batch], rounded=None, each=batch > 0
     )
     return [rows.astype(x.aval.dtype), None]
-
-
-ad.primitive_transposes[segment_broadcast_p] = _transpose_rows
-ad.primitive_transposes[segment_mask_p] = _transpose_live
-ad.primitive_transposes[segment_sum_p] = _transpose_sum
 
 
 def without_masks(
@@ -249,6 +228,26 @@ def _batch_as_rows(
     return primitive.bind(x, sizes, **params), out_axis
 
 
-batching.fancy_primitive_batchers[segment_broadcast_p] = _batch_rows
-batching.fancy_primitive_batchers[segment_mask_p] = partial(_batch_as_rows, segment_mask_p)
-batching.fancy_primitive_batchers[segment_sum_p] = partial(_batch_as_rows, segment_sum_p)
+def _batch_mask(*args: Any, **params: Any) -> tuple[Any, int | None]:
+    return _batch_as_rows(segment_mask_p, *args, **params)
+
+
+def _batch_sum(*args: Any, **params: Any) -> tuple[Any, int | None]:
+    return _batch_as_rows(segment_sum_p, *args, **params)
+
+
+segment_broadcast_p = define_primitive(
+    "rows_of_groups",
+    _rows_of_groups,
+    rules=Rules(linear_in=(0,), transpose=_transpose_rows, batch=_batch_rows),
+)
+segment_mask_p = define_primitive(
+    "live_rows",
+    _live_rows,
+    rules=Rules(linear_in=(0,), transpose=_transpose_live, batch=_batch_mask),
+)
+segment_sum_p = define_primitive(
+    "sum_of_groups",
+    _sum_of_groups,
+    rules=Rules(linear_in=(0,), transpose=_transpose_sum, batch=_batch_sum),
+)

@@ -12,20 +12,16 @@ without a use, and XLA never writes them.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, mlir
 
 from ..lowering.mlir_values import mark_rows
-from ..lowering.register import register_lowering
-
-sum_rows_p = Primitive("sum_rows")
-sum_rows_p.def_impl(partial(xla.apply_primitive, sum_rows_p))
+from ..lowering.register import Lowering
+from .define import Rules, define_primitive
 
 
 def sum_rows(x: jax.Array, sources: jax.Array, users: jax.Array) -> jax.Array:
@@ -52,7 +48,6 @@ def sum_rows(x: jax.Array, sources: jax.Array, users: jax.Array) -> jax.Array:
     return sum_rows_p.bind(x, sources, users)
 
 
-@sum_rows_p.def_abstract_eval
 def _abstract_eval(x: Any, sources: Any, users: Any) -> Any:
     assert sources.ndim == users.ndim == 2 and users.shape[0] == x.shape[0]
     return x.update(shape=(sources.shape[0], *x.shape[1:]), weak_type=False)
@@ -102,30 +97,18 @@ def _shape(aval: Any) -> tuple[int, ...]:
     return aval.shape
 
 
-register_lowering(sum_rows_p, _abstract_eval, _gathered, _lower_for_cuda)
-
-
-def _tangent(tangent: Any, x: Any, sources: Any, users: Any) -> Any:
-    del x
-    return sum_rows_p.bind(tangent, sources, users)
-
-
 def _transpose(cotangent: Any, x: Any, sources: Any, users: Any) -> Any:
     if isinstance(cotangent, ad.Zero):
         return ad.Zero(x.aval), None, None
     return sum_rows_p.bind(cotangent, users, sources), None, None
 
 
-ad.defjvp(sum_rows_p, _tangent, None, None)
-ad.primitive_transposes[sum_rows_p] = _transpose
-
-
-def _batch(operands: Any, axes: Any) -> tuple[Any, int]:
+def _batch(axis_data: Any, operands: Any, axes: Any) -> tuple[Any, int]:
     """Maps by flattening: rows of one index after those of the one before it.
 
     An `x` that all share is not repeated: it is then part of so many more results.
     """
-    (size,) = {x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None}
+    size = axis_data.size
     x, sources, users = (
         a if axis is None else jnp.moveaxis(a, axis, 0)
         for a, axis in zip(operands, axes, strict=True)
@@ -151,7 +134,13 @@ def _shifted(rows: jax.Array, by: int) -> jax.Array:
     return jnp.where(rows < 0, -1, rows + offsets)
 
 
-batching.primitive_batchers[sum_rows_p] = _batch
+sum_rows_p = define_primitive(
+    "sum_rows",
+    _gathered,
+    abstract=_abstract_eval,
+    rules=Rules(linear_in=(0,), transpose=_transpose, batch=_batch),
+    lowering=Lowering(_lower_for_cuda),
+)
 
 
 def in_order(groups: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,8 @@ from ..dispatch.cost import estimate
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..launch.ffi_target import launcher_violation
-from ..lowering.route import array_text, current_device, route
+from ..lowering.decide import decide
+from ..lowering.route import array_text, current_device
 from ..ops import checks
 from ..ops.activations import Activation
 from ..ops.dense import Implementation, Preactivation, dot_general, matmul
@@ -122,8 +123,8 @@ def explain(
 ) -> Explanation:
     """Returns how `matmul(a, b, ...)` runs on this process's GPU, or on an H200 where it has none.
 
-    Operands of a lowered program that are transposes are read as they lie in memory, which this
-    cannot see: pass the stored arrays and `dimension_numbers`.
+    Its operands are arrays of their own. In a program they may be transposes, or arrays of a stack,
+    which kernels read where they lie: `report_products` sees these.
 
     Args:
       a, b: arrays or `jax.ShapeDtypeStruct`s, as all other operands may be.
@@ -207,26 +208,38 @@ def _devices_of(x: Any) -> int:
 
 def explanation_of(call: TracedProduct, implementation: Implementation) -> Explanation:
     """Returns how a product runs that was found by tracing."""
-    device = current_device().limited_to(call.forms[-1].max_sms)
-    asked = str(call.forms[-1])
+    device = current_device().limited_to(call.request.options.max_sms)
+    text = str(call.request)
     if implementation == "xla":
-        return Explanation(asked, device, "xla", "implementation='xla'", "request")
-    routes = [route(form, device, kernel_only=implementation == "hopper") for form in call.forms]
-    found = next((each for each in routes if each.supported), routes[-1])
-    found = found.unless(launcher_violation())
-    reason = found.reason
-    if found is not routes[0] and found.path == "hopper":
-        reason = f"{reason}; XLA writes the rows first that are picked: {routes[0].reason}"
-    if found.path == "xla":
-        problem = found.gemm.problem if found.gemm else None
-        return Explanation(asked, device, "xla", reason, found.source, problem)
-    assert found.gemm and found.spec and found.raster_order and found.plan
-    cost = estimate(found.gemm.problem, found.spec, found.raster_order, device)
+        return Explanation(text, device, "xla", "implementation='xla'", "request")
+    insist = implementation == "hopper"
+    decision = decide(call.request, call.origins(), device, kernel_only=insist)
+    route, violation = decision.route, launcher_violation()
+    if route.path == "xla" or violation:
+        if not (insist or violation) and (apart := _explained_apart(call, route.reason)):
+            return apart
+        route = route.unless(violation)
+        problem = route.gemm.problem if route.gemm else None
+        return Explanation(text, device, "xla", route.reason, route.source, problem)
+    assert route.gemm and route.spec and route.raster_order and route.plan
+    cost = estimate(route.gemm.problem, route.spec, route.raster_order, device)
     return Explanation(
-        asked, device, "hopper", reason, found.source, found.gemm.problem,
-        found.spec, found.raster_order, found.plan.grid, waves=cost.waves,
-        epilogue=found.epilogue, uncovered=(*found.uncovered, *call.rest),
+        text, device, "hopper", decision.reason, route.source, route.gemm.problem,
+        route.spec, route.raster_order, route.plan.grid, waves=cost.waves,
+        epilogue=route.epilogue, uncovered=(*route.uncovered, *call.following),
     )  # fmt: skip
+
+
+def _explained_apart(call: TracedProduct, reason: str) -> Explanation | None:
+    """Returns how a product runs without its epilogue; None if not on a kernel."""
+    if (bare := call.apart()) is None:
+        return None
+    found = explanation_of(bare, None)
+    if found.path == "xla":
+        return None
+    reason = f"{found.reason}; XLA computes the epilogue: {reason}"
+    uncovered = (*found.uncovered, *call.following)
+    return replace(found, product=str(call.request), reason=reason, uncovered=uncovered)
 
 
 def supports(a: Any, b: Any, **options: Any) -> tuple[bool, str]:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 from jax.extend.core import jaxprs_in_params
 
-from ..lowering.route import Product
-from ..primitives.dot import hopper_dot_p, product_of
-from ..primitives.fused_dot import hopper_fused_p
-from ..primitives.fused_dot import product_of as fused_product_of
-from ..primitives.gather_rows import pick_rows_p
-from ..primitives.ragged_dot import hopper_ragged_dot_p
-from ..primitives.ragged_dot import product_of as ragged_product_of
-
-PRODUCTS = (hopper_dot_p, hopper_fused_p, hopper_ragged_dot_p)
+from ..lowering.origins import Origin
+from ..lowering.route import Request
+from ..primitives.define import PRODUCTS, apart_of, request_of
+from .jaxpr_values import Program, origins_of
 
 # Arguments that are arrays, or tuples of such; others are part of the program.
 ARRAYS = (
@@ -31,13 +27,36 @@ class TracedProduct:
     """A product, and what surrounds it.
 
     Attributes:
-      forms: what a kernel may be asked for, what is tried first in front: where rows are picked,
-        the product that does so itself; then the product of what was picked.
-      rest: names of the operations that follow it.
+      program: that it is part of.
+      equation: there; one of `PRODUCTS`.
+      following: names of the operations that follow it.
     """
 
-    forms: tuple[Product, ...]
-    rest: tuple[str, ...]
+    program: Program
+    equation: Any
+    following: tuple[str, ...] = ()
+
+    @cached_property
+    def request(self) -> Request:
+        """Of the operands as they are."""
+        return request_of(self.equation)
+
+    def origins(self) -> tuple[Origin, ...]:
+        """Returns what the operands are made of."""
+        return origins_of(self.program, self.equation, self.request)
+
+    def apart(self) -> TracedProduct | None:
+        """Returns the product without its epilogue that lowering asks for where none runs it whole.
+
+        One of two that are alike, for gate and up. None where XLA then computes all.
+        """
+        if (function := apart_of(self.equation)) is None:
+            return None
+        avals = [atom.aval for atom in self.equation.invars]
+        program = Program(jax.make_jaxpr(function)(*avals), self.program, self.equation)
+        equation = next(e for e in program.jaxpr.eqns if e.primitive in PRODUCTS)
+        assert self.request.function
+        return TracedProduct(program, equation, _operations(self.request.function.jaxpr.eqns))
 
 
 def traced_product(
@@ -53,43 +72,27 @@ def traced_product(
     def call(a: Any, b: Any, arrays: dict[str, Any]) -> Any:
         return function(a, b, **{**options, **arrays})
 
-    equations = jax.make_jaxpr(call)(a, b, arrays).jaxpr.eqns
-    found = [i for i, e in enumerate(equations) if e.primitive in PRODUCTS]
-    if not found:
+    program = Program(jax.make_jaxpr(call)(a, b, arrays))
+    equations = program.jaxpr.eqns
+    numbers = [i for i, e in enumerate(equations) if e.primitive in PRODUCTS]
+    if not numbers:
         return None
-    (i,) = found
-    equation, rest = equations[i], _operations(equations[i + 1 :])
-    product = product_of_equation(equation)
-    picking = (e for e in equations[:i] if e.primitive is pick_rows_p)
-    sources: list[Any] = [e.invars[0].aval for e in picking if e.outvars[0] is equation.invars[0]]
-    forms = [
-        replace(product, groups=replace(product.groups, gathered="a", source_rows=x.shape[0]))
-        for x in sources
-        if product.groups
-    ]
-    return TracedProduct((*forms, product), rest)
+    (i,) = numbers
+    return TracedProduct(program, equations[i], _operations(equations[i + 1 :]))
 
 
-def product_of_equation(equation: Any) -> Product:
-    """Returns what one of `PRODUCTS` asks for."""
-    avals, out = [v.aval for v in equation.invars], equation.outvars[0].aval
-    if equation.primitive is hopper_fused_p:
-        return fused_product_of(avals, equation.params)
-    lhs, rhs, *sizes = avals
-    if sizes:
-        return ragged_product_of(lhs, rhs, sizes[0], out, equation.params)
-    return product_of(lhs, rhs, out, equation.params)
-
-
-# Operations that say where elements lie and what their dtype is, not what is computed.
+# Operations that say where elements lie, which rows are live and what the dtype is, not what is
+# computed.
 SILENT = frozenset(
     {
         "broadcast_in_dim",
         "convert_element_type",
         "copy",
+        "live_rows",
         "mesh_cast",
         "reshape",
         "reshard",
+        "rows_of_groups",
         "squeeze",
         "transpose",
     }  # fmt: skip

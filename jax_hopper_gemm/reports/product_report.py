@@ -15,8 +15,10 @@ from ..lowering.route import array_text
 from ..ops import checks
 from ..ops.dense import Implementation
 from ..ops.substitute import as_hopper_dot
+from ..primitives.define import PRODUCTS, request_of
 from .explanation import Explanation, explanation_of
-from .find_product import PRODUCTS, TracedProduct, product_of_equation
+from .find_product import TracedProduct
+from .jaxpr_values import Program
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,7 @@ def report_products(
 
     The function is traced, not run. Products of loops, branches and calls are listed once, with
     what is around them; those of derivatives where the function takes them, as `jax.grad(f)` does.
-    Whether XLA partitions the program over several devices is not known while tracing, and not
-    which operands lowering will find to be transposes.
+    Whether XLA partitions the program over several devices is not known while tracing.
 
     Args:
       function: any function that `accelerate` takes, or one that it returned.
@@ -90,19 +91,19 @@ def report_products(
     program, _, _ = traced_call(function, args, kwargs)
     if implementation != "xla":
         program = rewritten(program, implementation)
-    return ProductReport(tuple(_products_in(program, implementation)))
+    return ProductReport(tuple(_products_in(Program(program), implementation)))
 
 
 def _products_in(
-    program: Any,
+    program: Program,
     implementation: Implementation,
     within: tuple[str, ...] = (),
     closed_to: str | None = None,
 ) -> Iterator[FoundProduct]:
-    """Yields the products of a jaxpr; `closed_to` names what holds it and is left as it is."""
-    for equation in getattr(program, "jaxpr", program).eqns:
+    """Yields the products of a program; `closed_to` names what holds it and is left as it is."""
+    for equation in program.jaxpr.eqns:
         if equation.primitive in PRODUCTS:
-            yield _taken(equation, within)
+            yield _taken(program, equation, within)
         elif equation.primitive is lax.dot_general_p or equation.primitive.name == RAGGED:
             yield _left(equation, implementation, within, closed_to)
         else:
@@ -111,16 +112,19 @@ def _products_in(
             inner = list(jaxprs_in_params(equation.params))
             for i, jaxpr in enumerate(inner):
                 place = _name_of(equation, i)
-                yield from _products_in(jaxpr, implementation, (*within, place), outside)
+                yield from _products_in(
+                    program.inner(equation, jaxpr), implementation, (*within, place), outside
+                )
 
 
-def _taken(equation: Any, within: tuple[str, ...]) -> FoundProduct:
-    product, params = product_of_equation(equation), equation.params
-    fused = params.get("accumulate")
-    asked = fused.implementation if fused else params["implementation"]
-    found = explanation_of(TracedProduct((product,), ()), asked)
+def _taken(program: Program, equation: Any, within: tuple[str, ...]) -> FoundProduct:
+    explanation = explanation_of(
+        TracedProduct(program, equation), equation.params["product"].options.implementation
+    )
     line = source_info_util.summarize(equation.source_info)
-    return FoundProduct(str(product), line, within, True, found.path, found.reason, found)
+    return FoundProduct(
+        explanation.product, line, within, True, explanation.path, explanation.reason, explanation
+    )
 
 
 def _left(
@@ -129,7 +133,7 @@ def _left(
     avals = [atom.aval for atom in equation.invars[:2]]
     text = " x ".join(array_text(x.shape, x.dtype.name) for x in avals)
     if equation.primitive is lax.dot_general_p:
-        text = str(product_of_equation(as_hopper_dot(equation, None)))
+        text = str(request_of(as_hopper_dot(equation, None)))
     if implementation == "xla":
         reason = "implementation='xla'"
     elif closed_to:

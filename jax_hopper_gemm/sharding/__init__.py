@@ -1,31 +1,25 @@
-"""Products in a program that XLA partitions over devices: each device gets its share as a program.
+"""Products in a program that XLA partitions over devices: each device gets its shard as a program.
 
-    call.py           the custom call, and what XLA's partitioner gets in its place
+    custom_call.py    the custom call, and what XLA's partitioner gets in its place
     mesh.py           the devices, and how arrays lie on them
-    shares.py         which share of a product each device computes
-    local.py          what the program of a share knows, and its sums over devices
-    fused.py          products with an epilogue: their calls, and the program of a share
-    ragged.py         ragged products: likewise
-    fused_product.py  what a call of a product with an epilogue says
-    fused_ragged.py   the program of a share of a ragged product with an epilogue
-    ragged_shares.py  the rows and groups of a ragged product that a share has
+    choose_shards.py  the choice of the shard that each device computes
+    options.py        options of a product as JSON
+    shard.py          what the program of a shard knows, and its sums over devices
 
-`call.py` knows no product. Lowering uses it, and what knows fused and ragged products uses
-lowering: those files are imported by their names.
+It knows no product: primitives register theirs, see `primitives/*_sharded.py`.
 """
 
 from .choose_shards import Factors
 from .custom_call import (
     TARGET,
     applies,
-    call_at,
     emit,
     on_cpu,
     platforms_of,
-    precision_names,
-    precision_of,
+    product_at,
     register,
 )
+from .options import options_of_words, options_to_words, precision_names, precision_of
 from .shard import ShardContext
 
 __all__ = [
@@ -33,11 +27,13 @@ __all__ = [
     "Factors",
     "ShardContext",
     "applies",
-    "call_at",
     "emit",
     "on_cpu",
+    "options_of_words",
+    "options_to_words",
     "platforms_of",
     "precision_names",
     "precision_of",
+    "product_at",
     "register",
 ]

@@ -1,4 +1,4 @@
-"""Which share of a product each device of a mesh computes."""
+"""The choice of the shard of a product that each device of a mesh computes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Factors:
 
     @staticmethod
     def of(subscripts: Subscripts) -> Factors:
-        """Returns the labels of a product of two arrays."""
+        """Returns the letters of a product of two arrays."""
         return Factors((subscripts.lhs, subscripts.rhs), subscripts.out, (subscripts.out,))
 
     @property
@@ -57,7 +57,7 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Share:
+class Shard:
     """What a device computes of a product, in axes for each letter.
 
     Attributes:
@@ -75,52 +75,52 @@ class Share:
         """Returns the axes of a letter behind the sum over devices."""
         return self.axes[letter] + self.scattered.get(letter, ())
 
-    def arrays(self, labels: Factors) -> list[list[Axes]]:
-        """Returns the axes of each dimension of each of `labels.arrays`."""
-        factors = [[self.axes[x] for x in names] for names in labels.factors]
-        behind = [[self.result(x) for x in names] for names in (*labels.others, *labels.results)]
+    def arrays(self, letters: Factors) -> list[list[Axes]]:
+        """Returns the axes of each dimension of each of `letters.arrays`."""
+        factors = [[self.axes[x] for x in names] for names in letters.factors]
+        behind = [[self.result(x) for x in names] for names in (*letters.others, *letters.results)]
         return factors + behind
 
 
-def choose_share(
+def choose_shard(
     mesh: Mesh,
-    labels: Factors,
+    letters: Factors,
     extents: dict[str, int],
     itemsizes: Sequence[int],
     given: Sequence[Sequence[Axes]],
-) -> Share:
-    """Returns the share that keeps the factors' shardings and takes least time.
+) -> Shard:
+    """Returns the shard that keeps the factors' shardings and takes least time.
 
     Args:
       mesh: the devices.
-      labels, extents: of the whole product.
-      itemsizes: bytes of an element of each of `labels.arrays`, and of the partial products that
+      letters, extents: of the whole product.
+      itemsizes: bytes of an element of each of `letters.arrays`, and of the partial products that
         are summed.
       given: how these arrays are sharded outside.
     """
     outside = [
         dict(zip(names, axes, strict=True))
-        for names, axes in zip(labels.arrays, given, strict=True)
+        for names, axes in zip(letters.arrays, given, strict=True)
     ]
     choices = {
         letter: _choices(mesh, extent, (known.get(letter) for known in outside))
-        if letter not in labels.whole
+        if letter not in letters.whole
         else [()]
         for letter, extent in extents.items()
     }
-    wanted: dict[str, Axes] = dict.fromkeys(labels.out, ())
-    for known in reversed(outside[-len(labels.results) :]):  # the first result has the last word
+    wanted: dict[str, Axes] = dict.fromkeys(letters.out, ())
+    for known in reversed(outside[-len(letters.results) :]):  # the first result has the last word
         wanted |= {letter: axes for letter, axes in known.items() if letter in wanted}
-    best: tuple[tuple[int, float], Share] | None = None
+    best: tuple[tuple[int, float], Shard] | None = None
     for combination in itertools.product(*choices.values()):
         axes = dict(zip(choices, combination, strict=True))
         used = list(itertools.chain.from_iterable(combination))
         if len(set(used)) < len(used):
             continue
-        share = _with_reduction(mesh, labels, axes, extents, wanted)
-        cost = _cost(mesh, labels, extents, itemsizes, outside, share)
+        shard = _with_reduction(mesh, letters, axes, extents, wanted)
+        cost = _cost(mesh, letters, extents, itemsizes, outside, shard)
         if best is None or cost < best[0]:
-            best = cost, share
+            best = cost, shard
     assert best  # the choice of no axes at all is always there
     return best[1]
 
@@ -137,50 +137,50 @@ def _choices(mesh: Mesh, extent: int, given: Iterable[Axes | None]) -> list[Axes
 
 def _with_reduction(
     mesh: Mesh,
-    labels: Factors,
+    letters: Factors,
     axes: dict[str, Axes],
     extents: dict[str, int],
     wanted: dict[str, Axes],
-) -> Share:
-    rest = [axis for letter in labels.contracted for axis in axes[letter]]
+) -> Shard:
+    rest = [axis for letter in letters.contracted for axis in axes[letter]]
     scattered: dict[str, Axes] = {}
-    for letter in labels.out:
+    for letter in letters.out:
         own, asked = axes[letter], wanted[letter]
         further = tuple(itertools.takewhile(rest.__contains__, asked[len(own) :]))
         if asked[: len(own)] == own and further and not extents[letter] % mesh.count(own + further):
             scattered[letter] = further
             rest = [axis for axis in rest if axis not in further]
-    return Share(axes, scattered, tuple(sorted(rest)))
+    return Shard(axes, scattered, tuple(sorted(rest)))
 
 
 def _cost(
     mesh: Mesh,
-    labels: Factors,
+    letters: Factors,
     extents: dict[str, int],
     itemsizes: Sequence[int],
     outside: list[dict[str, Axes]],
-    share: Share,
+    shard: Shard,
 ) -> tuple[int, float]:
     """Returns how many letters lose a sharding that the factors agree on, and seconds.
 
     A factor is not gathered to save a reduction: that would take memory that the user may not
     have. Where two letters want the same axis, one must give way: time decides.
     """
-    factors = outside[: len(labels.factors)]
+    factors = outside[: len(letters.factors)]
     wanted = {(letter, axes) for names in factors for letter, axes in names.items()}
     claims = [axis for _, axes in wanted for axis in axes]
     lost = sum(
-        _common(share.axes[letter], axes) != axes
+        _common(shard.axes[letter], axes) != axes
         for letter, axes in wanted
-        if letter not in labels.whole
+        if letter not in letters.whole
         and all(claims.count(axis) == 1 for axis in axes)
         and all(names.get(letter, axes) == axes for names in factors)
     )
     inside = [
         dict(zip(names, axes, strict=True))
-        for names, axes in zip(labels.arrays, share.arrays(labels), strict=True)
+        for names, axes in zip(letters.arrays, shard.arrays(letters), strict=True)
     ]
-    operands = len(labels.arrays) - len(labels.results)
+    operands = len(letters.arrays) - len(letters.results)
     moved = 0.0
     for i, (before, after) in enumerate(zip(outside, inside, strict=True)):
         if i >= operands:
@@ -188,15 +188,15 @@ def _cost(
         kept = {letter: _common(before[letter], after[letter]) for letter in before}
         if kept != before:
             moved += itemsizes[i] * _elements(mesh, extents, kept)
-    product = {letter: share.axes[letter] for letter in labels.out}
+    product = {letter: shard.axes[letter] for letter in letters.out}
     partial_sum = itemsizes[-1] * _elements(mesh, extents, product)
-    if share.scattered:
+    if shard.scattered:
         moved += partial_sum
-        partial_sum /= mesh.count(itertools.chain(*share.scattered.values()))
-    if share.summed:
+        partial_sum /= mesh.count(itertools.chain(*shard.scattered.values()))
+    if shard.summed:
         moved += 2 * partial_sum
-    work = {x: n for x, n in extents.items() if x not in labels.whole + labels.picked}
-    flops = 2 * prod(work.values()) / mesh.count(itertools.chain(*share.axes.values()))
+    work = {x: n for x, n in extents.items() if x not in letters.whole + letters.picked}
+    flops = 2 * prod(work.values()) / mesh.count(itertools.chain(*shard.axes.values()))
     return lost, moved / BYTES_PER_SECOND + flops / FLOPS_PER_SECOND
 
 
@@ -209,22 +209,22 @@ def _common(left: Axes, right: Axes) -> Axes:
     return tuple(axis for axis, _ in pairs)
 
 
-def sharding_rule(labels: Factors, extents: dict[str, int]) -> str:
+def sharding_rule(letters: Factors, extents: dict[str, int]) -> str:
     """Returns Shardy's rule of a call: which dimensions are the same letter."""
     names = dict(zip(extents, _factor_names(), strict=False))
 
     def listed(letters: Iterable[str]) -> str:
         return ", ".join(names[x] for x in letters)
 
-    parts = [f"[{listed(part)}]" for part in labels.arrays]
-    count = len(parts) - len(labels.results)
+    parts = [f"[{listed(part)}]" for part in letters.arrays]
+    count = len(parts) - len(letters.results)
     arrays = f"({', '.join(parts[:count])})->({', '.join(parts[count:])})"
     sizes = ", ".join(f"{names[letter]}={extent}" for letter, extent in extents.items())
-    in_results = set("".join(labels.results)) | set(labels.whole)
+    in_results = set("".join(letters.results)) | set(letters.whole)
     reduced = [x for x in extents if x not in in_results]
     kinds = (
         ("reduction", reduced),
-        ("need_replication", [x for x in extents if x in labels.whole]),
+        ("need_replication", [x for x in extents if x in letters.whole]),
     )
     special = "".join(f" {kind}={{{listed(found)}}}" for kind, found in kinds if found)
     return f"#sdy.op_sharding_rule<{arrays} {{{sizes}}}{special}, custom>"

@@ -1,6 +1,6 @@
 """The custom call of a product that XLA partitions, and the program that each device gets for it.
 
-What a device's share is, XLA knows only when it partitions, long after lowering. So lowering emits
+What a device's shard is, XLA knows only when it partitions, long after lowering. So lowering emits
 a custom call that says in words what is asked (`TARGET`, its configuration is JSON), with Shardy's
 rule of how shardings go through it. XLA's partitioner comes back with the shardings that it has
 found. The answer is a program for one device: the product of the shards, lowered like any other
@@ -11,11 +11,11 @@ Nothing in the custom call belongs to a process, so the persistent compilation c
 
 A module with products of its own takes part in two steps:
 
-1. On import it calls `register("its name", program)`. `program(local, *shards, **params)` is a JAX
-   function of the operands' shards, in which `local.sum` adds a product of shards up over devices.
-   It returns a list of the results' shards.
-2. Where `applies(ctx)`, its lowering rule returns `emit(ctx, "its name", values, labels, params)`.
-   `labels` says which dimensions are the same letter (`shares.Factors`); `params` are JSON.
+1. On import it calls `register("its name", program)`. `program(context, *shards, **params)` is a
+   JAX function of the operands' shards, in which `context.sum` adds a product of shards up over
+   devices. It returns a list of the results' shards.
+2. Where `applies(ctx)`, its lowering rule returns `emit(ctx, "its name", values, letters, params)`.
+   `letters` says which dimensions are the same letter (`choose_shards.Factors`); `params` are JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jax.interpreters import mlir
 from jaxlib import xla_client
 
 from ..lowering.devices import axis_left, devices_of, extents_left, lowering_shard, platforms_of
-from .choose_shards import Factors, choose_share, sharding_rule
+from .choose_shards import Factors, choose_shard, sharding_rule
 from .mesh import Axes, Mesh, is_plain
 from .shard import ShardContext
 
@@ -47,7 +47,8 @@ VERSION = 1  # of a call's configuration, which exported programs hold
 CONFIG: Any = jax.config  # of which not every version of JAX has types
 PLATFORMS = [("cuda",)]  # what a program is lowered for, where products are partitioned here
 
-Program = Callable[..., Sequence[Any]]  # of a share: (local, *shards, **params)
+Program = Callable[..., Sequence[Any]]  # (context, *shards, **params)
+Reader = Callable[[Any, Sequence[Any], dict[str, Any]], Any]  # of a call's result
 
 # Lowering: the custom call.
 
@@ -68,7 +69,7 @@ def emit(
     ctx: mlir.LoweringRuleContext,
     name: str,
     operands: Sequence[Any],
-    labels: Factors,
+    letters: Factors,
     params: dict[str, Any],
     *,
     avals_out: Sequence[Any] | None = None,
@@ -79,7 +80,7 @@ def emit(
     Args:
       name: of a registered program.
       operands: values of the factors, then of the other operands.
-      labels: the letters of operands and results.
+      letters: the letters of operands and results.
       params: keyword arguments of the program; JSON.
       avals_out: abstract values of the results, with shardings where axes are Explicit; None: those
         of `ctx`.
@@ -91,7 +92,7 @@ def emit(
     config = {
         "version": VERSION,
         "name": name,
-        "labels": asdict(labels),
+        "labels": asdict(letters),
         "sum_dtype": np.dtype(sum_dtype or results[0].dtype).name,
         "platforms": platforms_of(ctx),
         "axis": axis_left(ctx),
@@ -107,31 +108,18 @@ def emit(
         backend_config=ir.StringAttr.get(json.dumps(config)),
     )
     shapes = [*(x.type.shape for x in operands), *(x.shape for x in results)]
-    rule = sharding_rule(labels, labels.extents(shapes))
+    rule = sharding_rule(letters, letters.extents(shapes))
     call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
     return constrained(ctx, call.results, results)
 
 
-def precision_names(precision: Any) -> list[str] | None:
-    """Returns a precision of `lax.dot_general_p` as JSON; None where it has no names."""
-    if precision is None:
-        return []
-    found = precision if isinstance(precision, tuple) else (precision,)
-    return [x.name for x in found] if all(isinstance(x, lax.Precision) for x in found) else None
+def product_at(value: Any) -> Any:
+    """Returns the bare product that an MLIR value is the result of, as its module reads the call.
 
-
-def precision_of(names: Sequence[str]) -> Any:
-    """Returns the precision of these names."""
-    found = tuple(lax.Precision[name] for name in names)
-    return found if len(found) == 2 else (*found, None)[0]
-
-
-def call_at(value: Any, name: str) -> tuple[list[Any], dict[str, Any]] | None:
-    """Returns operands and parameters of the call of a name that an MLIR value is the result of.
-
-    Nothing else may use the value yet. Between the two may lie the sharding of its type.
+    None for another value. Nothing else may use it yet. Between it and the call may lie the
+    sharding of its type.
     """
-    uses = 0
+    result, uses = value, 0
     while getattr(value.owner, "name", None) == "sdy.sharding_constraint":
         if len(list(value.uses)) != uses:
             return None
@@ -142,7 +130,8 @@ def call_at(value: Any, name: str) -> tuple[list[Any], dict[str, Any]] | None:
     if call.attributes["call_target_name"].value != TARGET:
         return None
     config = json.loads(call.attributes["backend_config"].value)
-    return (list(call.operands), config["params"]) if config["name"] == name else None
+    reader = _readers.get(config["name"])
+    return reader and reader(result, list(call.operands), config["params"])
 
 
 def constrained(
@@ -165,12 +154,21 @@ def constrained(
 
 
 _programs: dict[str, Program] = {}
+_readers: dict[str, Reader] = {}
 _replace: Callable[[Program, Sequence[Any]], Program] | None = None  # see `on_cpu`
 
 
-def register(name: str, program: Program) -> None:
-    """Says what each device runs of the calls of a name: `program(local, *shards, **params)`."""
+def register(name: str, program: Program, reader: Reader | None = None) -> None:
+    """Says what the calls of a name are.
+
+    Args:
+      name: as in `emit`.
+      program: what each device runs: `program(context, *shards, **params)`.
+      reader: what bare product a call computes, `reader(value, operands, params)`; may give None.
+    """
     _programs[name] = program
+    if reader:
+        _readers[name] = reader
 
 
 @contextmanager
@@ -178,7 +176,7 @@ def on_cpu(replace: Callable[[Program, Sequence[Any]], Program] | None = None) -
     """Takes part in programs for the CPU, too, in all threads: tests and tools have no GPUs.
 
     Args:
-      replace: gets each share's program, a function of the shards, and their abstract values, and
+      replace: gets each shard's program, a function of the shards, and their abstract values, and
         returns the program to lower in its place. Then none comes from the cache.
     """
     global _replace
@@ -229,24 +227,24 @@ def _answer(
             "with this one, or run it with that one."
         )
     tuples = {key: tuple(x) for key, x in asked["labels"].items() if isinstance(x, list)}
-    labels = Factors(**asked["labels"] | tuples)
+    letters = Factors(**asked["labels"] | tuples)
     axis = asked["axis"] and tuple(asked["axis"])
     if axis and not all(map(mesh.is_along_one, given)):
         given = tuple(((),) * len(each) for each in given)
     shapes, dtypes = zip(*arrays, strict=True)
-    extents = labels.extents(shapes)
+    extents = letters.extents(shapes)
     itemsizes = [x.itemsize for x in (*dtypes, jax.numpy.dtype(asked["sum_dtype"]))]
-    share = choose_share(mesh, labels, extents, itemsizes, given)
-    axes = share.arrays(labels)
+    shard = choose_shard(mesh, letters, extents, itemsizes, given)
+    axes = shard.arrays(letters)
     shards = [
         jax.ShapeDtypeStruct(
             [extent // mesh.count(along) for extent, along in zip(shape, each, strict=True)], dtype
         )
         for (shape, dtype), each in zip(arrays, axes, strict=True)
     ]
-    operands = shards[: len(shards) - len(labels.results)]
-    local = ShardContext(mesh, labels, share, asked["sum_dtype"], axis)
-    program: Program = partial(_programs[asked["name"]], local, **asked["params"])
+    operands = shards[: len(shards) - len(letters.results)]
+    context = ShardContext(mesh, letters, shard, asked["sum_dtype"], axis)
+    program: Program = partial(_programs[asked["name"]], context, **asked["params"])
     try:
         return _lowered(program, operands, tuple(asked["platforms"]), x64), axes
     except NotImplementedError as error:  # XLA raises an error of its own, with this one's text
@@ -257,7 +255,7 @@ def _answer(
             )
         )  # fmt: skip
         raise NotImplementedError(
-            f"{error}\nIt is one device's share: {part} of {whole}. Shard another dimension, or "
+            f"{error}\nIt is one device's shard: {part} of {whole}. Shard another dimension, or "
             "over fewer devices; with implementation=None XLA runs what no kernel can."
         ) from None
 
@@ -269,8 +267,8 @@ def _lowered(
 
     def lowered() -> Any:
         with jax.enable_x64(x64), lowering_shard():
-            share = program if _replace is None else _replace(program, shards)
-            function = jax.jit(lambda *operands: list(share(*operands)), keep_unused=True)
+            run = program if _replace is None else _replace(program, shards)
+            function = jax.jit(lambda *operands: list(run(*operands)), keep_unused=True)
             lowering = function.trace(*shards).lower(lowering_platforms=platforms)
             return lowering.compiler_ir("stablehlo")
 

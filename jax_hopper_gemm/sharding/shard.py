@@ -1,4 +1,4 @@
-"""What the program of one device's share knows beside its shards, and sums over devices in it.
+"""The program of one device's shard: what it knows beside its operands, and sums over devices.
 
 Such a program is lowered for one device, where JAX has no names of mesh axes: devices are numbers.
 """
@@ -18,7 +18,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from .choose_shards import Factors, Share
+from .choose_shards import Factors, Shard
 from .mesh import Axes, Mesh
 
 Groups = tuple[tuple[int, ...], ...]
@@ -92,19 +92,19 @@ mlir.register_lowering(reduce_over_devices_p, _lower)
 
 @dataclass(frozen=True)
 class ShardContext:
-    """What the program of a share knows beside its shards.
+    """What the program of a shard knows beside its operands.
 
     Attributes:
       mesh: the devices.
-      labels, share: of the call.
+      letters, shard: of the call.
       sum_dtype: in which products of shards are to be summed.
       axis: inside `jax.shard_map` over all mesh axes but one: how many devices vary slower than
         that one, its extent, how many vary faster. `mesh` then is this axis.
     """
 
     mesh: Mesh
-    labels: Factors
-    share: Share
+    letters: Factors
+    shard: Shard
     sum_dtype: str
     axis: tuple[int, int, int] | None = None
 
@@ -113,7 +113,7 @@ class ShardContext:
 
         It is that of the factors, or if `summed` that of the product behind `sum`.
         """
-        axes = self.share.result(letter) if summed else self.share.axes.get(letter, ())
+        axes = self.shard.result(letter) if summed else self.shard.axes.get(letter, ())
         if not axes:
             return 0, 1
         device = device_number()
@@ -126,17 +126,17 @@ class ShardContext:
         """Returns the sum over devices of a product of factors, of which each keeps its shard.
 
         Args:
-          letters: of its axes, if they are not those of `labels.out`.
+          letters: of its axes, if they are not those of `letters.out`.
         """
-        letters = self.labels.out if letters is None else letters
-        for letter, axes in self.share.scattered.items():
+        letters = self.letters.out if letters is None else letters
+        for letter, axes in self.shard.scattered.items():
             dimension = letters.index(letter)
             product = reduce_over_devices(product, self._groups(axes), dimension=dimension)
-        return self._over(product, self.share.summed, "add")
+        return self._over(product, self.shard.summed, "add")
 
     def reduce(self, x: jax.Array, letters: Iterable[str], by: Literal["add", "max"]) -> jax.Array:
-        """Returns the sum, or largest, over the devices that share letters of the product."""
-        axes = tuple(chain.from_iterable(map(self.share.result, letters)))
+        """Returns the sum, or largest, over the devices that shard letters of the product."""
+        axes = tuple(chain.from_iterable(map(self.shard.result, letters)))
         return self._over(x, axes, by)
 
     def _over(self, x: jax.Array, axes: Axes, by: Literal["add", "max"]) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..activations import ACTIVATIONS
+from .wording import fail
 
 IMPLEMENTATIONS = (None, "hopper", "xla")
 PREACTIVATIONS = ("save", "recompute")
@@ -31,8 +32,7 @@ def as_arrays(op: str, **operands: Any) -> list[Any]:
         for name, x in zip(operands, arrays, strict=True)
         if not is_array(x)
     ]
-    if problems:
-        raise TypeError(f"{op}: {'; '.join(problems)}")
+    fail(op, [], problems)
     return arrays
 
 
@@ -66,8 +66,7 @@ def check_accelerated(op: str, function: Any, implementation: Any) -> None:
             f"{op}: function is a {type(function).__name__}, expected a function: pass the "
             "function itself, not what it returns"
         )
-    if problems := choice_problems("save", implementation):
-        raise ValueError(f"{op}: {'; '.join(problems)}")
+    fail(op, implementation_problems(implementation))
 
 
 def check_unchanged(op: str, argument: Any, known: list[Any]) -> None:
@@ -104,15 +103,19 @@ def check_max_sms(limit: Any) -> None:
         raise ValueError(f"max_sms: limit is {limit}, expected at least 1, or None for no limit")
 
 
-def name_problems(activation: Any) -> list[str]:
-    if not isinstance(activation, str) or activation in ACTIVATIONS:
-        return []
-    return [f"activation is {activation!r}, expected a function or one of {', '.join(ACTIVATIONS)}"]
+def activation_problems(activation: Any) -> tuple[list[str], list[str]]:
+    """Returns what is wrong with an activation's name, and with its type."""
+    if not isinstance(activation, str):
+        return [], function_problems("activation", activation)
+    if activation in ACTIVATIONS:
+        return [], []
+    names = ", ".join(ACTIVATIONS)
+    return [f"activation is {activation!r}, expected a function or one of {names}"], []
 
 
 def function_problems(name: str, function: Any) -> list[str]:
     """Returns the reasons, by its type, why an activation or epilogue is invalid."""
-    if function is None or (name == "activation" and isinstance(function, str)):
+    if function is None:
         return []
     if not callable(function):
         return [f"{name} is a {type(function).__name__}, expected a function"]
@@ -126,10 +129,14 @@ def function_problems(name: str, function: Any) -> list[str]:
     return []
 
 
+def implementation_problems(implementation: Any) -> list[str]:
+    if implementation in IMPLEMENTATIONS:
+        return []
+    return [f"implementation is {implementation!r}, expected None, 'hopper' or 'xla'"]
+
+
 def choice_problems(preactivation: Any, implementation: Any) -> list[str]:
-    problems = []
+    problems = implementation_problems(implementation)
     if preactivation not in PREACTIVATIONS:
-        problems.append(f"preactivation is {preactivation!r}, expected 'save' or 'recompute'")
-    if implementation not in IMPLEMENTATIONS:
-        problems.append(f"implementation is {implementation!r}, expected None, 'hopper' or 'xla'")
+        problems.insert(0, f"preactivation is {preactivation!r}, expected 'save' or 'recompute'")
     return problems

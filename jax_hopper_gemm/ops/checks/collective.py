@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from ..activations import ACTIVATIONS
-from . import IMPLEMENTATIONS, describe
+from .arguments import activation_problems, implementation_problems
+from .wording import describe, fail
 
 
 def check_all_gather_matmul(
@@ -16,30 +16,23 @@ def check_all_gather_matmul(
 ) -> None:
     op = "all_gather_matmul"
     _devices(op, axis_name)
-    problems = _operand_problems(x, w, "(..., m, K)") + _choice_problems(implementation)
+    problems = _operand_problems(x, w, "(..., m, K)") + implementation_problems(implementation)
     if bias is not None and w.ndim == 2 and np.shape(bias) not in ((), (w.shape[1],)):
         problems.append(f"bias is {describe(bias)}, expected ({w.shape[1]},), one value a column")
-    if isinstance(activation, str) and activation not in ACTIVATIONS:
-        problems.append(
-            f"activation is {activation!r}, expected a function or one of {', '.join(ACTIVATIONS)}"
-        )
-    elif activation is not None and not isinstance(activation, str) and not callable(activation):
-        raise TypeError(
-            f"{op}: activation is a {type(activation).__name__}, expected a function or a name"
-        )
-    _fail(op, problems)
+    named, mistyped = activation_problems(activation)
+    fail(op, problems + named, mistyped)
 
 
 def check_matmul_reduce_scatter(x: Any, w: Any, axis_name: Any, implementation: Any) -> None:
     op = "matmul_reduce_scatter"
     devices = _devices(op, axis_name)
-    problems = _operand_problems(x, w, "(..., M, K)") + _choice_problems(implementation)
+    problems = _operand_problems(x, w, "(..., M, K)") + implementation_problems(implementation)
     if x.ndim >= 2 and x.shape[-2] % devices:
         problems.append(
             f"x is {describe(x)}, whose {x.shape[-2]} rows cannot be divided among the {devices} "
             f"devices along {axis_name!r}: pad them to a multiple of {devices}"
         )
-    _fail(op, problems)
+    fail(op, problems)
 
 
 def _devices(op: str, axis_name: Any) -> int:
@@ -62,14 +55,3 @@ def _operand_problems(x: Any, w: Any, rows: str) -> list[str]:
         hint = ". Is w stored (N, K)? Pass w.T" if x.shape[-1] == w.shape[1] else ""
         problems.append(f"K differs: x is {describe(x)}, w is {describe(w)}{hint}")
     return problems
-
-
-def _choice_problems(implementation: Any) -> list[str]:
-    if implementation in IMPLEMENTATIONS:
-        return []
-    return [f"implementation is {implementation!r}, expected None, 'hopper' or 'xla'"]
-
-
-def _fail(op: str, problems: list[str]) -> None:
-    if problems:
-        raise ValueError(f"{op}: {'; '.join(problems)}")

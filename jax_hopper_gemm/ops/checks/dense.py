@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arguments import COMPLEX, function_problems, kind, name_problems, strong_dtype
+from .arguments import COMPLEX, activation_problems, kind, strong_dtype
 from .wording import describe, differ, fail
 
 
@@ -24,8 +24,8 @@ def check_matmul(a: Any, b: Any, given: Mapping[str, Any], activation: Any, pref
     if not problems:
         problems += _broadcasting_problems(_matmul_shape(np.shape(a), np.shape(b)), given)
         problems += kind_problems(a, b, given, preferred)
-    problems += factor_problems(given, "(a @ b)") + name_problems(activation)
-    fail("matmul", problems, function_problems("activation", activation))
+    named, mistyped = activation_problems(activation)
+    fail("matmul", problems + factor_problems(given, "(a @ b)") + named, mistyped)
 
 
 def _matmul_problems(a: Any, b: Any) -> list[str]:

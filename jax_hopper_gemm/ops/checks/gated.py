@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .arguments import COMPLEX, as_arrays, choice_problems, function_problems, kind, name_problems
-from .ragged import fail_ragged, group_problems
+from .arguments import COMPLEX, activation_problems, as_arrays, choice_problems, kind
+from .ragged import GroupArguments, fail_ragged, group_problems
 from .wording import describe, differ, each_text, fail
 
 
@@ -19,11 +19,13 @@ def check_gated(
     activation: Any,
     preactivation: Any,
     implementation: Any,
-    sizes: Any = None,
-    offset: Any = None,
-    indices: Any = None,
+    groups: GroupArguments,
 ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """Checks a gated linear unit; with `sizes` a grouped one, whose rows `indices` may gather.
+    """Checks a gated linear unit; with sizes in `groups` a grouped one, whose rows may be gathered.
+
+    Args:
+      groups: as the user gave them.
+      everything else: as the user gave it.
 
     Returns:
       x; the weights: one array or gate and up; the biases: none or gate's and up's; the scale of
@@ -43,6 +45,7 @@ def check_gated(
     rights = tuple(arrays[name] for name in arrays if name.startswith("weights"))
     biases = tuple(arrays[name] for name in arrays if name.startswith("bias"))
     scale = tuple(arrays[name] for name in arrays if name == "row_scale")
+    sizes, indices = groups.sizes, groups.indices
     problems = []
     for s in scale:
         rows, of = (np.shape(x)[:-1], "x") if indices is None else (np.shape(indices), "the result")
@@ -57,7 +60,7 @@ def check_gated(
         problems.append(f"x is {describe(x)}, expected (M, K): its rows are in groups")
     problems += _weight_problems(rights, lead)
     if not problems:
-        *groups, k, n = (np.shape(rights[0])[i] for i in (*range(len(lead)), len(lead), -1))
+        *lengths, k, n = (np.shape(rights[0])[i] for i in (*range(len(lead)), len(lead), -1))
         if differ(np.shape(x)[-1], k):
             names = ", ".join((*lead, "K, 2, N" if len(rights) == 1 else "K, N"))
             problems.append(
@@ -68,22 +71,22 @@ def check_gated(
         if sizes is not None and np.ndim(sizes) != 1:
             problems.append(f"group_sizes is {describe(sizes)}, expected (G,)")
         elif sizes is not None:
-            problems += group_problems(groups[0], rights[0], sizes, offset, "weights")
-        expected = (*groups, n) if len(biases) == 2 else (*groups, 2, n)
+            problems += group_problems(lengths[0], rights[0], groups, "weights")
+        expected = (*lengths, n) if len(biases) == 2 else (*lengths, 2, n)
         if any(
             np.ndim(b) != len(expected) or any(map(differ, np.shape(b), expected)) for b in biases
         ):
             problems.append(f"bias is {each_text(biases)}, expected {expected}")
         if max(map(kind, biases), default=0) == COMPLEX > max(kind(x), kind(rights[0])):
             problems.append(f"bias is {each_text(biases)}, and the products are not complex")
-    if offset is not None and not lead:
+    if groups.offset is not None and not lead:
         problems.append("group_offset came without group_sizes")
     if indices is not None and not lead:
         problems.append("row_indices came without group_sizes: pass x[row_indices]")
-    problems += name_problems(activation) + choice_problems(preactivation, implementation)
-    mistyped = function_problems("activation", activation)
+    named_wrong, mistyped = activation_problems(activation)
+    problems += named_wrong + choice_problems(preactivation, implementation)
     if lead:
-        fail_ragged(op, problems, sizes, offset, None, mistyped, indices)
+        fail_ragged(op, problems, groups, mistyped)
     fail(op, problems, mistyped)
     if len(biases) == 1:
         biases = (biases[0][..., 0, :], biases[0][..., 1, :])

@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..activations import ACTIVATIONS
-from . import describe
+from .arguments import activation_problems
+from .wording import describe, each_text, fail
 
 SCORES = ("softmax", "sigmoid")
 EXCHANGES = ("gather", "all_to_all", "ragged_all_to_all")
@@ -21,14 +21,14 @@ def check_route(logits: Any, k: Any, score: Any, bias: Any, experts: Any) -> Non
             f"logits are {describe(logits)}, expected (tokens, experts): reshape leading axes"
         )
     else:
-        problems += _choice_problems(logits.shape[1], k, score, bias)
+        problems += _choosing_problems(logits.shape[1], k, score, bias)
         if experts is not None:
             wanted = (logits.shape[0], k)
             if np.shape(experts) != wanted:
                 problems.append(f"experts are {describe(experts)}, expected int32{[*wanted]}")
             if bias is not None:
                 problems.append("experts and selection_bias came: the bias would choose nothing")
-    _fail("route", problems)
+    fail("route", problems)
 
 
 def check_router(x: Any, kernel: Any, k: Any, score: Any, bias: Any) -> None:
@@ -47,8 +47,8 @@ def check_router(x: Any, kernel: Any, k: Any, score: Any, bias: Any) -> None:
                 + (". Is it stored (experts, features)? Pass kernel.T"
                    if x.shape[1] == kernel.shape[1] else "")
             )  # fmt: skip
-        problems += _choice_problems(kernel.shape[1], k, score, bias)
-    _fail("router", problems)
+        problems += _choosing_problems(kernel.shape[1], k, score, bias)
+    fail("router", problems)
 
 
 def check_grouped_mlp(
@@ -59,7 +59,7 @@ def check_grouped_mlp(
         problems.append(f"x is {describe(x)}, expected (rows, features)")
     if not problems and x.shape[1] != rights[0].shape[1]:
         problems.append(
-            f"features differ: x is {describe(x)}, gate_up is {_texts(rights)}, "
+            f"features differ: x is {describe(x)}, gate_up is {each_text(rights)}, "
             "expected (experts, features, 2, hidden) or a pair (experts, features, hidden)"
         )
     if down.ndim == 3 and sizes.shape != down.shape[:1]:
@@ -73,12 +73,8 @@ def check_grouped_mlp(
         problems.append(
             f"row_weights are {describe(weights)}, expected one for each row of x, {describe(x)}"
         )
-    if isinstance(activation, str) and activation not in ACTIVATIONS:
-        problems.append(
-            f"activation is {activation!r}, expected a function, None or one of "
-            f"{', '.join(sorted(ACTIVATIONS))}"
-        )
-    _fail("grouped_mlp", problems)
+    named, mistyped = activation_problems(activation)
+    fail("grouped_mlp", problems + named, mistyped)
 
 
 def check_mixture(
@@ -103,7 +99,7 @@ def check_mixture(
                    if devices > 1 else
                    ": pass expert_axis inside jax.shard_map if others are on other devices")
             )  # fmt: skip
-    _fail("mixture_of_experts", problems)
+    fail("mixture_of_experts", problems)
 
 
 def _weight_problems(rights: tuple[Any, ...], down: Any) -> list[str]:
@@ -115,7 +111,7 @@ def _weight_problems(rights: tuple[Any, ...], down: Any) -> list[str]:
     elif len(rights) == 2:
         if rights[0].shape != rights[1].shape or rights[0].ndim != 3:
             problems.append(
-                f"gate and up are {_texts(rights)}, expected equal (experts, features, hidden)"
+                f"gate and up are {each_text(rights)}, expected equal (experts, features, hidden)"
             )
     elif rights[0].ndim != 4 or rights[0].shape[2] != 2:
         hint = ""
@@ -129,13 +125,13 @@ def _weight_problems(rights: tuple[Any, ...], down: Any) -> list[str]:
     experts, hidden, features = down.shape
     if (rights[0].shape[0], rights[0].shape[1], rights[0].shape[-1]) != (experts, features, hidden):
         problems.append(
-            f"gate_up is {_texts(rights)} and down is {describe(down)}: expected equal experts, "
+            f"gate_up is {each_text(rights)} and down is {describe(down)}: expected equal experts, "
             "features and hidden in (experts, features, 2, hidden) and (experts, hidden, features)"
         )
     return problems
 
 
-def _choice_problems(experts: int, k: Any, score: Any, bias: Any) -> list[str]:
+def _choosing_problems(experts: int, k: Any, score: Any, bias: Any) -> list[str]:
     problems = []
     if not isinstance(k, int | np.integer) or not 1 <= k <= experts:
         problems.append(f"experts_per_token is {k!r}, expected an int from 1 to {experts}")
@@ -144,12 +140,3 @@ def _choice_problems(experts: int, k: Any, score: Any, bias: Any) -> list[str]:
     if bias is not None and np.shape(bias) != (experts,):
         problems.append(f"selection_bias is {describe(bias)}, expected one for each expert")
     return problems
-
-
-def _texts(arrays: tuple[Any, ...]) -> str:
-    return " and ".join(map(describe, arrays))
-
-
-def _fail(op: str, problems: list[str]) -> None:
-    if problems:
-        raise ValueError(f"{op}: {'; '.join(problems)}")

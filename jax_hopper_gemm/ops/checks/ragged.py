@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,23 +11,36 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .arguments import COMPLEX, IMPLEMENTATIONS, function_problems, kind, name_problems
+from .arguments import COMPLEX, activation_problems, implementation_problems, kind
 from .dense import checked_axes, factor_problems, kind_problems
 from .wording import describe, differ, fail, less
+
+
+@dataclass(frozen=True)
+class GroupArguments:
+    """What a user says of groups: arrays, or None where they are not given.
+
+    Attributes:
+      sizes: `group_sizes`.
+      offset: `group_offset`.
+      indices: `row_indices`.
+    """
+
+    sizes: Any = None
+    offset: Any = None
+    indices: Any = None
 
 
 def check_ragged_dot(
     lhs: Any,
     rhs: Any,
-    sizes: Any,
-    offset: Any,
+    groups: GroupArguments,
     implementation: Any,
     bias: Any = None,
     activation: Any = None,
-    indices: Any = None,
 ) -> None:
-    """Checks the arguments of `ragged_dot`: ranks, K, and the number of groups."""
-    op, problems = "ragged_dot", []
+    """Checks what `ragged_dot` takes: ranks, K, and the number of groups."""
+    op, problems, sizes = "ragged_dot", [], groups.sizes
     for name, x, expected in (
         ("lhs", lhs, ("M", "K")), ("rhs", rhs, ("G", "K", "N")), ("group_sizes", sizes, ("G",)),
     ):  # fmt: skip
@@ -41,14 +55,14 @@ def check_ragged_dot(
             if not differ(k, np.shape(rhs)[2]):
                 hint = ". Is rhs stored (G, N, K)? Pass jnp.swapaxes(rhs, 1, 2)"
             problems.append(f"K differs: lhs is {describe(lhs)}, rhs is {describe(rhs)}{hint}")
-        problems += group_problems(np.shape(rhs)[0], rhs, sizes, offset)
+        problems += group_problems(np.shape(rhs)[0], rhs, groups)
         if bias is not None:
             problems += _group_bias_problems(bias, rhs)
             if kind(bias) == COMPLEX > max(kind(lhs), kind(rhs)):
                 problems.append(f"bias is {describe(bias)}, and the product is not complex")
-    problems += name_problems(activation)
-    mistyped = function_problems("activation", activation)
-    fail_ragged(op, problems, sizes, offset, implementation, mistyped, indices)
+    named, mistyped = activation_problems(activation)
+    problems += named + implementation_problems(implementation)
+    fail_ragged(op, problems, groups, mistyped)
 
 
 def _group_bias_problems(bias: Any, rhs: Any) -> list[str]:
@@ -80,33 +94,29 @@ def check_group_operands(op: str, operands: Sequence[Any], rhs: Any) -> None:
     )
 
 
-def group_problems(groups: Any, rhs: Any, sizes: Any, offset: Any, name: str = "rhs") -> list[str]:
-    """Returns the problem of sizes and weights that differ in their number of groups."""
-    given = np.shape(sizes)[-1]
-    if offset is None:
-        if not differ(groups, given):
+def group_problems(count: Any, rhs: Any, groups: GroupArguments, name: str = "rhs") -> list[str]:
+    """Returns whether sizes and the `count` of groups of weights are not as many."""
+    all_groups = np.shape(groups.sizes)[-1]
+    if groups.offset is None:
+        if not differ(count, all_groups):
             return []
         hint = ""
-        if less(groups, given):
+        if less(count, all_groups):
             hint = f". Does {name} hold some of the groups? Say from which one on with group_offset"
-    elif less(given, groups):
+    elif less(all_groups, count):
         hint = ": group_sizes are those of all groups"
     else:
         return []
-    return [f"G differs: {name} is {describe(rhs)}, group_sizes is {describe(sizes)}{hint}"]
+    sizes = describe(groups.sizes)
+    return [f"G differs: {name} is {describe(rhs)}, group_sizes is {sizes}{hint}"]
 
 
 def fail_ragged(
-    op: str,
-    problems: list[str],
-    sizes: Any,
-    offset: Any,
-    implementation: Any,
-    mistyped: Sequence[str] = (),
-    indices: Any = None,
+    op: str, problems: Sequence[str], groups: GroupArguments, mistyped: Sequence[str] = ()
 ) -> None:
-    """Raises for all problems, adding those of sizes, offset and indices."""
-    mistyped = list(mistyped)
+    """Raises for all problems, with those that sizes, offset and indices have by themselves."""
+    sizes, offset, indices = groups.sizes, groups.offset, groups.indices
+    problems, mistyped = list(problems), list(mistyped)
     if indices is not None and np.ndim(indices) != 1:
         problems.append(f"row_indices is {describe(indices)}, expected (M,)")
     named = (("group_sizes", sizes), ("group_offset", offset), ("row_indices", indices))
@@ -119,23 +129,20 @@ def fail_ragged(
         if np.shape(offset) not in ((), (1,)):
             problems.append(f"group_offset is {describe(offset)}, expected a scalar or (1,)")
         elif not mistyped and isinstance(offset, int | np.ndarray | np.generic):
-            first, groups = int(np.reshape(offset, ())), np.shape(sizes)[-1:]
-            if first < 0 or (groups and less(groups[0], first)):
+            first, count = int(np.reshape(offset, ())), np.shape(sizes)[-1:]
+            if first < 0 or (count and less(count[0], first)):
                 problems.append(
                     f"group_offset is {first}, expected the number of a group: group_sizes is "
                     f"{describe(sizes)}"
                 )
-    if implementation not in IMPLEMENTATIONS:
-        problems.append(f"implementation is {implementation!r}, expected None, 'hopper' or 'xla'")
     fail(op, problems, mistyped)
 
 
 def check_ragged_dot_general(
     lhs: Any,
     rhs: Any,
-    sizes: Any,
     numbers: Any,
-    offset: Any,
+    groups: GroupArguments,
     implementation: Any,
     given: Mapping[str, Any],
     preferred: Any,
@@ -158,8 +165,8 @@ def check_ragged_dot_general(
         op, lhs, rhs, numbers.dot_dimension_numbers
     )
     ragged = tuple(map(int, numbers.lhs_ragged_dimensions))
-    groups = tuple(map(int, numbers.rhs_group_dimensions))
-    problems = []
+    group_axes = tuple(map(int, numbers.rhs_group_dimensions))
+    sizes, problems = groups.sizes, []
     if len(ragged) != 1 or not 0 <= ragged[0] < np.ndim(lhs):
         problems.append(
             f"lhs_ragged_dimensions is {ragged}, expected one axis of lhs, {describe(lhs)}"
@@ -167,17 +174,18 @@ def check_ragged_dot_general(
         fail(op, problems)
     free = ragged[0] not in (*lhs_contracting, *lhs_batch)
     taken = (*rhs_contracting, *rhs_batch)
-    if free and (len(groups) != 1 or groups[0] in taken or not 0 <= groups[0] < np.ndim(rhs)):
+    one = len(group_axes) == 1 and group_axes[0] not in taken
+    if free and not (one and 0 <= group_axes[0] < np.ndim(rhs)):
         problems.append(
-            f"rhs_group_dimensions is {groups}, expected one axis of rhs, {describe(rhs)}, that is "
-            "neither contracted nor a batch axis: the ragged axis is a free one of lhs"
+            f"rhs_group_dimensions is {group_axes}, expected one axis of rhs, {describe(rhs)}, "
+            "that is neither contracted nor a batch axis: the ragged axis is a free one of lhs"
         )
-    elif not free and groups:
+    elif not free and group_axes:
         problems.append(
-            f"rhs_group_dimensions is {groups}, expected none: the ragged axis is a "
+            f"rhs_group_dimensions is {group_axes}, expected none: the ragged axis is a "
             f"{'batch' if ragged[0] in lhs_batch else 'contracted'} one"
         )
-    if offset is not None and not free:
+    if groups.offset is not None and not free:
         problems.append("group_offset came, and rhs has no axis of groups that it could be into")
     if np.ndim(sizes) == 0:
         problems.append(f"group_sizes is a scalar, {describe(sizes)}, expected (G,)")
@@ -192,7 +200,7 @@ def check_ragged_dot_general(
                 f"group_sizes is {describe(sizes)}, expected {ways}: lhs is {describe(lhs)}"
             )
         if free:
-            problems += group_problems(np.shape(rhs)[groups[0]], rhs, sizes, offset)
+            problems += group_problems(np.shape(rhs)[group_axes[0]], rhs, groups)
         if given and ragged[0] in lhs_contracting:
             free_axes = (
                 _others(lhs, lhs_contracting, lhs_batch), _others(rhs, rhs_contracting, rhs_batch)
@@ -202,9 +210,9 @@ def check_ragged_dot_general(
             problems += _sum_problems(lhs, rhs, (np.shape(sizes)[-1], *shape), given, preferred)
     if given and ragged[0] not in lhs_contracting:
         problems.append(_no_sum(given, ragged[0] in lhs_batch))
-    fail_ragged(op, problems, sizes, offset, implementation)
+    fail_ragged(op, problems + implementation_problems(implementation), groups)
     return lax.RaggedDotDimensionNumbers(
-        ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), ragged, groups
+        ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), ragged, group_axes
     )
 
 

@@ -1,0 +1,170 @@
+"""The decision how a product runs, given what its operands are made of.
+
+Lowering asks here and emits the answer; `explain` and `report_products` ask here and print it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ..dispatch import Device
+from ..gemm.groups import is_varlen_k, weights_in_order
+from .origins import Origin
+from .route import Request, Route, route
+
+
+@dataclass(frozen=True)
+class Form:
+    """A product that a kernel may be asked for in place of another one.
+
+    Attributes:
+      request: the one to ask for. If it gathers rows of an operand, or indexes a stack, that
+        operand is the `array` of its `Source`.
+      stored: numbers of the operands that are read as they are stored, before a transpose.
+    """
+
+    request: Request
+    stored: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a product runs.
+
+    Attributes:
+      form: the product that is asked for.
+      route: its way.
+      reason: that of the route, and what XLA writes first that a kernel could not read in place.
+    """
+
+    form: Form
+    route: Route
+    reason: str
+
+
+def decide(
+    request: Request, origins: Sequence[Origin], device: Device, *, kernel_only: bool
+) -> Decision:
+    """Returns the first form of a product that some kernel can run, and how; else the last one.
+
+    Args:
+      request: of the operands as they are.
+      origins: of the left operand, and of the right one or of gate and up.
+      device: what it runs on.
+      kernel_only: as in `route`.
+    """
+    forms = forms_of(request, origins)
+    routes: list[Route] = []
+    for form in forms:
+        routes.append(route(form.request, device, kernel_only=kernel_only))
+        if routes[-1].supported:
+            break
+    form, chosen = forms[len(routes) - 1], routes[-1]
+    reason = chosen.reason
+    if len(routes) > 1 and chosen.path == "hopper":
+        reason = f"{reason}; XLA {_written_first(forms[0], form)}: {routes[0].reason}"
+    return Decision(form, chosen, reason)
+
+
+def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
+    """Returns what a kernel may be asked for: what writes least first, the product itself last."""
+    through = _stored(request, origins) or Form(request)
+    in_place = _gathering(_indexing(through, origins), origins)
+    forms: list[Form] = []
+    for form in (in_place, through, Form(request)):
+        if form not in forms:
+            forms.append(form)
+    return forms
+
+
+def _written_first(form: Form, taken: Form) -> str:
+    """Returns what XLA does before a product that `taken` does not read as `form` would."""
+    if form.request.gathered != taken.request.gathered:
+        return "writes the rows first that are picked"
+    if form.request.indexed != taken.request.indexed:
+        return "copies an operand out of its stack first"
+    return "transposes an operand first"
+
+
+def _stored(request: Request, origins: Sequence[Origin]) -> Form | None:
+    """Returns the same product of the arrays that operands are transposes of.
+
+    XLA folds a transpose into its own products, but would copy the operand of a custom call. None
+    where there is no transpose, or no kernel that could read what it was made of.
+    """
+    if request.indexed or (request.groups and is_varlen_k(request.subscripts)):
+        return None
+    rights = {origin.permutation for origin in origins[1:]}
+    if len(rights) > 1:  # gate and up lie differently
+        return None
+    first = 1 if request.groups else 0
+    numbers = tuple(
+        i for i, origin in enumerate(origins) if i >= first and origin.permutation is not None
+    )
+    if not numbers:
+        return None
+    lhs, lhs_shape = request.subscripts.lhs, request.lhs_shape
+    if 0 in numbers:
+        lhs, lhs_shape = _before(origins[0].permutation, lhs, lhs_shape)
+    rhs, rhs_shape = _before(origins[1].permutation, request.subscripts.rhs, request.rhs_shape)
+    subscripts = replace(request.subscripts, lhs=lhs, rhs=rhs)
+    if request.groups and not weights_in_order(subscripts):
+        return None
+    request = replace(request, subscripts=subscripts, lhs_shape=lhs_shape, rhs_shape=rhs_shape)
+    return Form(request, numbers)
+
+
+def _before(
+    permutation: tuple[int, ...] | None, letters: str, shape: tuple[int, ...]
+) -> tuple[str, tuple[int, ...]]:
+    """Returns letters and shape of the array that an operand is a transpose of."""
+    if permutation is None:
+        return letters, shape
+    axes = sorted(range(len(permutation)), key=permutation.__getitem__)
+    return "".join(letters[i] for i in axes), tuple(shape[i] for i in axes)
+
+
+def _visible(form: Form, origins: Sequence[Origin], operand: int) -> bool:
+    """Whether nothing hides what an operand, or the array that it is a transpose of, is part of."""
+    return origins[operand].permutation is None or operand in form.stored
+
+
+def _gathering(form: Form, origins: Sequence[Origin]) -> Form:
+    """Returns the same product that gathers the rows which an operand picks of another array.
+
+    Of a ragged product; of two such operands the left one is gathered.
+    """
+    request = form.request
+    if request.groups is None or request.gathered:
+        return form
+    count = 2 if is_varlen_k(request.subscripts) and len(origins) == 2 else 1
+    for i, origin in enumerate(origins[:count]):
+        if origin.picked_of is not None and _visible(form, origins, i):
+            named: Any = "ab"[i]
+            axis = replace(request.groups, gathered=named, source_rows=origin.picked_of)
+            return replace(form, request=replace(request, groups=axis))
+    return form
+
+
+def _indexing(form: Form, origins: Sequence[Origin]) -> Form:
+    """Returns the same product that reads an operand, one array of a stack, within the stack.
+
+    XLA would copy it for a custom call. Of two such operands it is the larger one.
+    """
+    request = form.request
+    if request.groups or request.indexed or len(origins) > 2:
+        return form
+    shapes = request.lhs_shape, request.rhs_shape
+    numbers = [
+        i
+        for i, origin in enumerate(origins)
+        if origin.stack is not None and _visible(form, origins, i)
+    ]
+    if not numbers:
+        return form
+    i = max(numbers, key=lambda i: prod(shapes[i]))
+    indexing: Any = replace(request, indexed="ab"[i], stack=origins[i].stack)
+    return replace(form, request=indexing)

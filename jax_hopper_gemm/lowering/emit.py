@@ -1,0 +1,246 @@
+"""Emission of launches: the FFI call that a product becomes on a GPU, and what XLA does after it.
+
+A launch of a bare product says in attributes of its operation which one it is, so that what reads
+its result can take the product's place, with an epilogue (see `match`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.core import ShapedArray
+from jax.interpreters import mlir
+
+from ..gemm.epilogue_graph import Result
+from ..gemm.grid import result_shapes
+from ..launch import ffi_library
+from ..launch.ffi_target import TARGET, launcher_violation
+from . import fallback
+from .call import Call
+from .devices import devices_of
+from .finish_reductions import finish_partials
+from .mlir_values import GATHERED, INDEXED, MAX_SMS, PRODUCT, SPANS
+from .route import Request, Route
+from .shardings import with_partitions
+
+
+def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
+    """Emits the launch of a product, if a kernel is the answer.
+
+    Raises:
+      NotImplementedError: none runs the product, and the user insists on one or wants an error.
+      ForkedError: the process was forked from one that had kernels loaded.
+    """
+    chosen, decision = call.decided(ctx)
+    route = decision.route.unless(_partition_violation(ctx) or launcher_violation())
+    if route.path == "hopper":
+        ffi_library.refuse_fork()
+        return emit_launch(ctx, chosen, route)
+    if call.insists:
+        raise NotImplementedError(
+            f"implementation='hopper': no kernel runs {call.request}: {route.reason}"
+        )
+    if not route.supported:
+        fallback.report_fallback(f"XLA runs {call.request}: {route.reason}")
+    return None
+
+
+def _partition_violation(ctx: mlir.LoweringRuleContext) -> str | None:
+    """Returns why no kernel is launched for a whole product that XLA partitions over devices."""
+    devices = devices_of(ctx)
+    if devices == 1:
+        return None
+    return (
+        f"XLA partitions this program over {devices} devices and would gather a kernel's operands "
+        "on each; call it inside jax.shard_map over all mesh axes"
+    )
+
+
+def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Any]:
+    """Emits the FFI call, everything row-major, and what XLA does with its results.
+
+    In go A, B, up, the epilogue's operands, sizes, indices of rows or the index of a matrix; out
+    come its results and the workspaces.
+    """
+    from ..cubin import digest_of  # brings cuda-python with it
+
+    assert route.gemm and route.spec and route.plan
+    problem, inputs, aliases = route.gemm.problem, _factors(call, route), {}
+    outputs = list(ctx.avals_out)
+    if route.fusion:
+        outputs = _written(call.request, route)
+        operands = _epilogue_operands(ctx, call, route)
+        if (place := _overwritten(call, route, outputs[0])) is not None:
+            aliases = {len(inputs) + place: 0}
+        inputs += operands
+    values, avals = zip(*inputs, *_integers(call), strict=True)
+    workspaces = [ShapedArray((w.nbytes,), np.uint8) for w in route.plan.workspaces]
+    results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
+        ctx.replace(avals_in=avals, avals_out=[*outputs, *workspaces]),
+        *values,
+        digest=digest_of(route.spec),
+        spec=route.spec.to_json(),
+        name=f"{route.spec.name} M={problem.m} N={problem.n} K={problem.k} L={problem.l}",
+        plan=np.array(route.plan.encode(), np.int64),
+    )
+    results = list[Any](results)[: len(outputs)]
+    if route.fusion is None:
+        _mark_product(results[0].owner, call.request, swap_ab=route.gemm.swap_ab)
+        return mark_limit(call, results)
+    finish = mlir.lower_fun(partial(finished_results, call.request, route), multiple_results=True)
+    assert call.request.function
+    varying = [_varying_like(call.request.function.in_avals[0], x) for x in outputs]
+    context = ctx.replace(avals_in=[*varying, *call.avals])
+    return list(finish(context, *results, *call.operands))
+
+
+# What the launch reads.
+
+
+def _factors(call: Call, route: Route) -> list[tuple[Any, ShapedArray]]:
+    """Returns the arrays that are multiplied, in the kernel's order."""
+    request, groups = call.request, call.request.groups
+    shapes = [(request.lhs_shape, request.lhs_dtype)]
+    shapes += [(request.rhs_shape, request.rhs_dtype)] * request.num_b
+    if groups and groups.gathered:
+        index = "ab".index(groups.gathered)
+        (_, *row), dtype = shapes[index]
+        shapes[index] = ((groups.source_rows, *row), dtype)
+    if request.indexed:
+        index = "ab".index(request.indexed)
+        shape, dtype = shapes[index]
+        shapes[index] = ((request.stack, *shape), dtype)
+    inputs = [(v, ShapedArray(*s)) for v, s in zip(call.values, shapes, strict=True)]
+    assert route.gemm
+    return inputs[::-1] if route.gemm.swap_ab else inputs
+
+
+def _epilogue_operands(
+    ctx: mlir.LoweringRuleContext, call: Call, route: Route
+) -> list[tuple[Any, ShapedArray]]:
+    """Returns what the epilogue reads, in the kernel's dtypes."""
+    assert route.fusion
+    inputs = []
+    for index, operand in zip(route.fusion.operands, route.fusion.graph.operands, strict=True):
+        value, aval = call.operands[index], call.avals[index]
+        if aval.dtype.name != operand.dtype:
+            value, aval = _converted(ctx, value, aval, operand.dtype)
+        inputs.append((value, aval))
+    return inputs
+
+
+def _overwritten(call: Call, route: Route, result: ShapedArray) -> int | None:
+    """Returns which operand of the epilogue the first result takes the memory of; None: none."""
+    assert route.fusion
+    pairs = zip(route.fusion.operands, route.fusion.graph.operands, strict=True)
+    for place, (index, operand) in enumerate(pairs):
+        if index == call.in_place and operand.kind == "matrix":
+            aval = call.avals[index]
+            if (aval.shape, aval.dtype) == (result.shape, result.dtype):
+                return place
+    return None
+
+
+def _integers(call: Call) -> list[tuple[Any, ShapedArray]]:
+    """Returns sizes of groups, indices of rows, the index of a matrix: those that there are."""
+    arrays = (call.sizes, call.rows, call.index)
+    return [
+        (x, ShapedArray(tuple(x.type.shape), np.dtype("int32"))) for x in arrays if x is not None
+    ]
+
+
+def _converted(
+    ctx: mlir.LoweringRuleContext, value: Any, aval: Any, dtype: str
+) -> tuple[Any, ShapedArray]:
+    converted = ShapedArray(aval.shape, np.dtype(jnp.dtype(dtype)))
+    convert = mlir.lower_fun(lambda x: x.astype(dtype), multiple_results=False)
+    (value,) = convert(ctx.replace(avals_in=[aval], avals_out=[converted]), value)
+    return value, converted
+
+
+# What the launch says of itself.
+
+
+def _mark_product(operation: Any, request: Request, *, swap_ab: bool) -> None:
+    """Says of a launch which bare product it holds, its operands in their order."""
+    subscripts, groups = request.subscripts, request.groups
+    words = {PRODUCT: str(subscripts.swapped() if swap_ab else subscripts)}
+    if groups:
+        words[SPANS] = ",".join(map(str, astuple(groups.rule)))
+        if groups.gathered:
+            words[GATHERED] = groups.gathered
+    if request.indexed:
+        words[INDEXED] = "a" if (request.indexed == "a") != swap_ab else "b"
+    for name, word in words.items():
+        operation.attributes[name] = mlir.ir_attribute(word)
+
+
+def mark_limit(call: Call, results: Any) -> Any:
+    """Returns what a bare product gave; says of it which limit of SMs the product has."""
+    if (limit := call.request.options.max_sms) is not None:
+        operation: Any = list(results)[0].owner
+        operation.attributes[MAX_SMS] = mlir.ir_attribute(limit)
+    return results
+
+
+# What the launch writes.
+
+
+def _written(request: Request, route: Route) -> list[ShapedArray]:
+    """Returns the arrays that the kernel writes: matrices with the axes of the result."""
+    assert route.gemm and route.spec and route.roles
+    extents, out = request.extents, request.subscripts.out
+    columns = len(out.rstrip(route.roles.n))
+    arrays = []
+    whole = [r for r in route.gemm.problem.graph.results if r.plane == 0]
+    written = result_shapes(route.gemm.problem, route.spec)
+    for result, (shape, dtype) in zip(whole, written, strict=True):
+        if result.kind == "matrix":
+            sizes = [extents[letter] for letter in out]
+            planes = [result.planes] if result.planes > 1 else []
+            shape = (*sizes[:columns], *planes, *sizes[columns:])
+        arrays.append(ShapedArray(shape, np.dtype(jnp.dtype(dtype))))
+    return arrays
+
+
+def finished_results(request: Request, route: Route, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns the function's outputs from what the kernel wrote and the function's operands."""
+    assert route.fusion
+    whole = [result for result in route.fusion.graph.results if result.plane == 0]
+    finished: list[jax.Array] = []
+    for result, array in zip(whole, arrays[: len(whole)], strict=True):
+        if result.kind == "matrix":
+            finished.append(array)
+            continue
+        parts: Sequence[jax.Array] | jax.Array = finish_partials(result, array)
+        parts = parts if isinstance(parts, tuple | list) else (parts,)
+        finished += [_shaped(request, route, result, part) for part in parts]
+    return route.fusion.finish(*finished, *arrays[len(whole) :])
+
+
+def _shaped(request: Request, route: Route, result: Result, array: Any) -> jax.Array:
+    """Returns a finished reduction, (L, M, ...) or (L, N), with the axes of the result."""
+    assert route.roles
+    if result.kind == "max":
+        return jnp.max(array)
+    axes, extents = route.roles, request.extents
+    letters = axes.batch + (axes.n if result.kind == "column_sum" else axes.m)
+    trailing = array.shape[2:]
+    array = array.reshape([extents[letter] for letter in letters] + list(trailing))
+    order = [letters.index(x) for x in request.subscripts.out if x in letters]
+    return lax.transpose(array, (*order, *range(len(letters), array.ndim)))
+
+
+def _varying_like(aval: Any, array: ShapedArray) -> ShapedArray:
+    """Returns an abstract value like `array` that varies over the mesh axes that `aval` does."""
+    if aval.sharding.mesh.empty:
+        return array
+    whole = with_partitions(aval.sharding, (None,) * array.ndim)
+    return aval.update(shape=array.shape, dtype=array.dtype, weak_type=False, sharding=whole)

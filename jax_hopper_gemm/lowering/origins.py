@@ -1,0 +1,112 @@
+"""Origins: what a kernel could read in place of an operand that XLA would write for it.
+
+The rules are the same for values of MLIR, while a program is lowered, and for those of a jaxpr,
+where `reports` tells beforehand what lowering does: each is a `World` that knows the operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+
+@dataclass(frozen=True)
+class Step:
+    """The operation that made a value, of those that kernels can do without.
+
+    Attributes:
+      kind: "transpose"; "reshape"; "slice", a part of an array that begins at a dynamic index along
+        its first axis and at 0 along others; "rows", which indices pick of a matrix, zeros where
+        there is none.
+      source: the value that it reads.
+      permutation: of a transpose.
+      indices: of a slice, one () int32; of rows (T, 1) int32.
+    """
+
+    kind: Literal["transpose", "reshape", "slice", "rows"]
+    source: Any
+    permutation: tuple[int, ...] = ()
+    indices: Any = None
+
+
+class World(Protocol):
+    """How values are asked for what made them."""
+
+    def step(self, value: Any) -> Step | None:
+        """Returns the operation that made a value; None for all others."""
+        ...
+
+    def shape(self, value: Any) -> tuple[Any, ...]: ...
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What an operand is made of, as far as it decides how a product runs.
+
+    Attributes:
+      permutation: it is that transpose of an array; None: it is none.
+      picked_of: that array is rows which are picked of another one, of so many; None: it is none.
+      stack: that array is one of so many in another one; None: it is none.
+    """
+
+    permutation: tuple[int, ...] | None = None
+    picked_of: int | None = None
+    stack: int | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """An operand's origin, with its values.
+
+    Attributes:
+      origin: what is known of them.
+      stored: the array that the operand is a transpose of, or the operand.
+      array, indices: what `stored` is picked of, or the stack that it is in, and by which; None
+        where it is neither.
+    """
+
+    origin: Origin
+    stored: Any
+    array: Any = None
+    indices: Any = None
+
+
+def source_of(value: Any, world: World) -> Source:
+    """Returns where an operand comes from."""
+    stored, permutation = value, None
+    if (step := world.step(value)) and step.kind == "transpose":
+        stored, permutation = step.source, step.permutation
+    if rows := _picking(stored, world):
+        origin = Origin(permutation, picked_of=world.shape(rows.source)[0])
+        return Source(origin, stored, rows.source, rows.indices)
+    if part := _indexing(stored, world):
+        origin = Origin(permutation, stack=world.shape(part.source)[0])
+        return Source(origin, stored, part.source, part.indices)
+    return Source(Origin(permutation), stored)
+
+
+def _picking(value: Any, world: World) -> Step | None:
+    """Returns the step that picks the rows which a value is, if it is such.
+
+    `jax.vmap` may have given them further axes, and taken these away again.
+    """
+    step, shape = world.step(value), world.shape(value)
+    while step and step.kind == "reshape":
+        value = step.source
+        step = world.step(value)
+        if world.shape(value) == shape:
+            break
+    return step if step and step.kind == "rows" and world.shape(value) == shape else None
+
+
+def _indexing(value: Any, world: World) -> Step | None:
+    """Returns the step that cuts the one array that a value is out of a stack, as `stack[i]`."""
+    reshape = world.step(value)
+    if reshape is None or reshape.kind != "reshape":
+        return None
+    part = world.step(reshape.source)
+    if part is None or part.kind != "slice":
+        return None
+    _, *one = world.shape(part.source)
+    cut, shape = world.shape(reshape.source), world.shape(value)
+    return part if cut == (1, *one) and shape == tuple(one) else None

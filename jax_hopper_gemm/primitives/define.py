@@ -1,0 +1,154 @@
+"""Definition of a primitive in one call, and the registry of those that are products.
+
+    double_p = define_primitive("double", lambda x: 2 * x, rules=Rules(linear_in=(0,)))
+
+Primitives that are products have one static parameter `product`, a `gemm.product.Product`, and say
+in `request_of` what they ask for. Reports and checkpoint policies know them by `PRODUCTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, xla
+from jax.interpreters import partial_eval as pe
+
+from ..fusion.jaxprs import traced
+from ..lowering.register import Lowering, register_lowering
+from ..lowering.route import Request
+
+Rule = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules of JAX's transformations; None: the primitive has none.
+
+    Attributes:
+      linear_in: operands in each of which it is linear: a tangent takes the operand's place. It
+        stands for `jvp`.
+      jvp: `(primals, tangents, **params)`.
+      transpose: `(cotangent, *operands, **params)`; of a bilinear primitive one by each operand, as
+        in `ad.defbilinear`.
+      batch: `(axis_data, operands, axes, **params)`, called where an operand is mapped.
+      dce: as in `pe.dce_rules`.
+    """
+
+    linear_in: tuple[int, ...] = ()
+    jvp: Rule | None = None
+    transpose: Rule | tuple[Rule, Rule] | None = None
+    batch: Rule | None = None
+    dce: Rule | None = None
+
+
+RequestOf = Callable[..., Request]  # (avals, out_avals, **params)
+Apart = Callable[[dict[str, Any]], Rule | None]  # (params)
+
+
+@dataclass(frozen=True)
+class _ProductRules:
+    request_of: RequestOf
+    apart: Apart | None
+
+
+PRODUCTS: dict[Primitive, _ProductRules] = {}
+
+
+def define_primitive(
+    name: str,
+    reference: Rule,
+    *,
+    abstract: Rule | None = None,
+    multiple_results: bool = False,
+    rules: Rules | None = None,
+    lowering: Lowering | None = None,
+    request_of: RequestOf | None = None,
+    apart: Apart | None = None,
+) -> Primitive:
+    """Returns a new primitive.
+
+    Args:
+      name: of the primitive.
+      reference: the JAX function of operands and parameters that it stands for. With
+        `multiple_results` it gives a list.
+      abstract: gives abstract results from abstract operands; None: traces `reference`.
+      rules: for JAX's transformations; None: it has none.
+      lowering: where it is lowered to something else than `reference`; None: nowhere.
+      request_of: of a product, which has a parameter `product`: what it asks for, from abstract
+        operands, abstract results and its parameters.
+      apart: of a product: gives from the parameters the JAX function of the operands that is
+        lowered where no kernel is launched, if it has products of its own; else None.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = multiple_results
+    abstract = abstract or partial(_abstract_eval, reference, multiple_results)
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
+    primitive.def_abstract_eval(abstract)
+    _register_rules(primitive, rules or Rules())
+    lowering = lowering or Lowering()
+    register_lowering(primitive, abstract, reference, lowering)
+    if request_of:
+        PRODUCTS[primitive] = _ProductRules(request_of, apart)
+    return primitive
+
+
+def _abstract_eval(reference: Rule, multiple_results: bool, *avals: Any, **params: Any) -> Any:
+    outputs = traced(partial(reference, **params), *avals).out_avals
+    return list(outputs) if multiple_results else outputs[0]
+
+
+def _register_rules(primitive: Primitive, rules: Rules) -> None:
+    if isinstance(rules.transpose, tuple):
+        ad.defbilinear(primitive, *rules.transpose)
+    elif rules.transpose:
+        ad.primitive_transposes[primitive] = rules.transpose
+    if rules.linear_in:
+        ad.primitive_jvps[primitive] = partial(_linear_jvp, primitive, rules.linear_in)
+    elif rules.jvp:
+        ad.primitive_jvps[primitive] = rules.jvp
+    if rules.batch:
+        batching.fancy_primitive_batchers[primitive] = partial(_batched, primitive, rules.batch)
+    if rules.dce:
+        pe.dce_rules[primitive] = rules.dce
+
+
+def _linear_jvp(
+    primitive: Primitive, linear_in: Sequence[int], primals: Any, tangents: Any, **params: Any
+) -> tuple[Any, Any]:
+    result = primitive.bind(*primals, **params)
+    total = ad.Zero(jax.typeof(result).to_tangent_aval())
+    for i in linear_in:
+        if type(tangents[i]) is not ad.Zero:
+            operands = *primals[:i], tangents[i], *primals[i + 1 :]
+            total = ad.add_tangents(total, primitive.bind(*operands, **params))
+    return result, total
+
+
+def _batched(
+    primitive: Primitive, rule: Rule, axis_data: Any, operands: Any, axes: Any, **params: Any
+) -> tuple[Any, Any]:
+    """Returns what the rule gives; JAX also asks where nothing is mapped."""
+    if any(axis is not None for axis in axes):
+        return rule(axis_data, operands, axes, **params)
+    results = primitive.bind(*operands, **params)
+    return results, [None] * len(results) if primitive.multiple_results else None
+
+
+# Products.
+
+
+def request_of(equation: Any) -> Request:
+    """Returns what an equation of one of `PRODUCTS` asks for."""
+    avals, out_avals = ([x.aval for x in atoms] for atoms in (equation.invars, equation.outvars))
+    return PRODUCTS[equation.primitive].request_of(avals, out_avals, **equation.params)
+
+
+def apart_of(equation: Any) -> Rule | None:
+    """Returns what lowering runs of an equation of `PRODUCTS` if a kernel cannot; see `apart`."""
+    apart = PRODUCTS[equation.primitive].apart
+    return apart and apart(equation.params)

@@ -1,0 +1,119 @@
+"""Lowering of products with an epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+from jax.interpreters import mlir
+
+from .. import sharding
+from ..fusion.jaxprs import ClosedJaxpr, traced
+from ..gemm.groups import GroupedAxis
+from ..gemm.product import Product
+from ..lowering.call import Call
+from ..lowering.emit import lower_call
+from ..lowering.register import Lowering
+from ..lowering.route import Request
+from .fused_dot_sharded import emit_fused, route_partitioned
+from .group_sizes import sizes_of_each
+
+
+def request_of(
+    avals: Sequence[Any],
+    out_avals: Sequence[Any],
+    *,
+    jaxpr: ClosedJaxpr,
+    product: Product,
+    num_b: int,
+    in_place: int | None,
+) -> Request:
+    """Returns what a `hopper_fused_p` of these abstract values asks for."""
+    lhs, right, *_ = avals
+    request = Request(
+        product.subscripts, lhs.shape, lhs.dtype.name, right.shape, right.dtype.name,
+        out_avals[0].dtype.name, product.options, num_b, jaxpr,
+    )  # fmt: skip
+    if (groups := product.groups) is None:
+        return request
+    sizes = avals[1 + num_b]
+    if product.batch:
+        own = right.ndim > len(product.subscripts.rhs)
+        groups = replace(groups, step=groups.count if own else 0)
+        lhs, right, sizes = traced(partial(_flat, product), lhs, right, sizes).out_avals
+    axis = GroupedAxis.of(product.subscripts, groups, sizes.shape[0])
+    return replace(
+        request, lhs_shape=lhs.shape, rhs_shape=right.shape, groups=axis, sizes_operand=0
+    )
+
+
+def _flat(product: Product, lhs: Any, *others: Any) -> list[Any]:
+    """Returns the operands of the one product that a mapped ragged product is."""
+    *rights, sizes = others
+    batch, rank = product.batch, len(product.subscripts.rhs)
+    length, size = lhs.shape[batch], prod(lhs.shape[:batch])
+    sizes = sizes_of_each(sizes.reshape(size, -1), length, size)
+    rights = [x.reshape(-1, *x.shape[x.ndim - rank + 1 :]) for x in rights]
+    return [lhs.reshape(size * length, -1), *rights, sizes]
+
+
+def _call_of(ctx: mlir.LoweringRuleContext, values: Sequence[Any], params: dict[str, Any]) -> Call:
+    """Returns the product and what its function reads."""
+    product, count = params["product"], 1 + params["num_b"]
+    return Call(
+        request_of(ctx.avals_in, ctx.avals_out, **params), tuple(values[:count]),
+        tuple(values[count:]), tuple(ctx.avals_in[count:]), params["in_place"],
+        sizes=values[count] if product.groups else None,
+    )  # fmt: skip
+
+
+def _flattened(ctx: mlir.LoweringRuleContext, call: Call, product: Product) -> Call:
+    """Returns the call of a mapped ragged product, of the operands of the one that it is."""
+    flat, count = partial(_flat, product), len(call.values)
+    avals = ctx.avals_in[: count + 1]
+    context = ctx.replace(avals_in=avals, avals_out=traced(flat, *avals).out_avals)
+    lower = mlir.lower_fun(flat, multiple_results=True)
+    *values, sizes = lower(context, *call.values, call.sizes)
+    return replace(call, values=tuple(values), sizes=sizes)
+
+
+def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
+    """Returns how `hopper_fused_p` is lowered.
+
+    Args:
+      reference: the function that it stands for; with `by_xla=False` its products are ours.
+    """
+    to_xla = mlir.lower_fun(reference, multiple_results=True)
+    apart = mlir.lower_fun(partial(reference, by_xla=False), multiple_results=True)
+
+    def for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+        call, product = _call_of(ctx, values, params), params["product"]
+        if product.batch:
+            call = _flattened(ctx, call, product)
+        launched = lower_call(ctx, call)
+        return launched or (apart if runs_apart(product) else to_xla)(ctx, *values, **params)
+
+    def partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+        """Emits a product with its function, or else the product and the function behind it."""
+        if not sharding.applies(ctx):
+            return None
+        call = _call_of(ctx, values, params).readable(ctx)
+        emitted = None
+        if params["product"].batch:  # by its products, which are mapped
+            pass
+        elif route := route_partitioned(ctx, call):
+            emitted = emit_fused(ctx, call, route)
+        return emitted or apart(ctx, *values, **params)
+
+    return Lowering(for_cuda, partitioned)
+
+
+def runs_apart(product: Product) -> bool:
+    """Whether a product that no kernel takes with its function is asked for without.
+
+    XLA has no ragged product that would be worth keeping a function with.
+    """
+    return product.groups is not None

@@ -1,0 +1,348 @@
+"""The JAX primitives `hopper_fused`, a product with an epilogue, and `hopper_dots`.
+
+`hopper_fused` carries the function as a jaxpr. Elsewhere than on a Hopper GPU it is what it says:
+the function of the product. Its derivative is again made of products and functions of arrays:
+`hopper_dot` for the product's tangent and `epilogue_tangent` for the function's, whose transpose
+finds its way into the product that comes before it (see `fused_grad`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import ad
+
+from .. import sharding
+from ..fusion.jaxprs import (
+    ClosedJaxpr,
+    abstract,
+    alike_in_shard_map,
+    is_inexact,
+    jvp_by,
+    mapped,
+    pruned,
+    tangent,
+    traced,
+    transpose_by,
+)
+from ..gemm.dtypes import residual_of
+from ..gemm.groups import DGRAD, is_varlen_k
+from ..gemm.product import Product
+from .accumulators import accumulators_of, multiply
+from .batched_product import batched_product
+from .define import Rule, Rules, define_primitive
+from .dot import as_cotangent, cotangent_of
+from .fused_dot_sharded import NAME, fused_of_shards
+from .fused_grad import Recompute, epilogue_tangent_p
+from .fused_lowering import fused_lowering, request_of, runs_apart
+from .fused_ragged_sharded import NAME as RAGGED
+from .fused_ragged_sharded import fused_of_ragged_shards
+from .segments import segment_broadcast_p, segment_mask, segment_mask_p
+
+
+def accumulator_dtype(product_dtype: Any) -> np.dtype:
+    """Returns the dtype in which an epilogue sees a product of this dtype."""
+    dtype = jnp.dtype(product_dtype)
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4
+    return jnp.dtype("float32") if narrow else dtype
+
+
+def _split(args: Sequence[Any], num_b: int) -> tuple[Any, Sequence[Any], Sequence[Any]]:
+    """Returns the left operand, the right ones and the function's operands."""
+    return args[0], args[1 : 1 + num_b], args[1 + num_b :]
+
+
+def reference_fused(
+    *args: Any,
+    jaxpr: ClosedJaxpr,
+    product: Product,
+    num_b: int,
+    in_place: int | None,
+    by_xla: bool = True,
+) -> list[Any]:
+    """The results as XLA computes them; if not `by_xla`, but for the products.
+
+    Args:
+      *args: the left operand, the right ones, the function's operands; of these, sizes come
+        first where the product is a ragged one.
+      jaxpr: the function, of the accumulators and its operands.
+      product: how the accumulators come from them.
+      num_b: number of right operands.
+      in_place: as in `fused_dot`; only kernels heed it.
+    """
+    del in_place
+    lhs, rights, operands = _split(args, num_b)
+    sizes = operands[: product.num_sizes_operands]
+    accumulators = accumulators_of(product, lhs, rights, *sizes, by_xla=by_xla)
+    return jaxpr_as_fun(jaxpr)(*accumulators, *operands)
+
+
+# Derivatives.
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    jaxpr, product, num_b = params["jaxpr"], params["product"], params["num_b"]
+    lhs, rights, operands = _split(primals, num_b)
+    still = [type(x) is ad.Zero for x in tangents]
+    dtypes, dtype = {x.dtype for x in (lhs, *rights)}, product.options.preferred_element_type
+    if len(dtypes) == 1 and is_inexact(lhs):
+        dtype = jnp.dtype(residual_of(dtypes.pop().name))
+    kept_product = product.with_options(preferred_element_type=dtype, preactivation="save")
+    moved, plane_axis = _product_tangents(primals, tangents, num_b, kept_product)
+    count = len(jaxpr.in_avals) - len(operands)
+    wrt = list(range(count)) if plane_axis is not None else list(moved)
+    wrt += [count + i for i, x in enumerate(still[1 + num_b :]) if not x]
+    linear = [*moved.values(), *(x for x in tangents[1 + num_b :] if type(x) is not ad.Zero)]
+
+    saved = [dtype] * count + [x.dtype for x in operands]
+    derivative, needed = tangent(jaxpr, wrt, saved)
+    needed_operands = [x for x, need in zip(operands, needed[count:], strict=True) if need]
+    recompute = None
+    if not any(needed[:count]):
+        outputs, residuals = hopper_fused_p.bind(*primals, **params), needed_operands
+    elif product.options.preactivation == "recompute":
+        recompute = Recompute(kept_product, num_b, tuple(needed[:count]))
+        outputs = hopper_fused_p.bind(*primals, **params)
+        residuals = [*primals[: recompute.num_operands], *needed_operands]
+    else:
+        accumulators = [i for i in range(count) if needed[i]]
+        outputs, kept = _with_accumulators(primals, accumulators, dtype, params)
+        residuals = [*kept, *needed_operands]
+    tangents_out = iter(
+        epilogue_tangent_p.bind(
+            *residuals, *linear, jaxpr=derivative, residuals=len(residuals),
+            plane_axis=plane_axis, recompute=recompute, products=len(moved),
+        )
+    )  # fmt: skip
+    return outputs, [
+        next(tangents_out) if is_inexact(x) else ad.Zero(jax.typeof(x).to_tangent_aval())
+        for x in outputs
+    ]
+
+
+def _product_tangents(
+    primals: Any, tangents: Any, num_b: int, product: Product
+) -> tuple[dict[int, Any], int | None]:
+    """Returns the tangents of the accumulators that move, by number, in the operands' dtype.
+
+    Where the right operand stacks gate and up, so does the one tangent: along the axis that is
+    returned, else None.
+    """
+    lhs, rights, operands = _split(primals, num_b)
+    lhs_tangent, right_tangents, _ = _split(tangents, num_b)
+    sizes = operands[: product.num_sizes_operands]
+    moved: dict[int, Any] = {}
+    if type(lhs_tangent) is not ad.Zero:
+        if num_b == 2:
+            moved |= enumerate(hopper_dots_p.bind(lhs_tangent, *rights, *sizes, product=product))
+        else:
+            moved[0] = multiply(product, lhs_tangent, rights[0], *sizes)
+    for i, right_tangent in enumerate(right_tangents):
+        if type(right_tangent) is not ad.Zero:
+            term = multiply(product, lhs, right_tangent, *sizes)
+            moved[i] = lax.add(moved[i], term) if i in moved else term
+    return moved, product.gate_up_axis() if moved else None
+
+
+def _with_accumulators(
+    primals: Any, accumulators: list[int], dtype: Any, params: dict[str, Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns the outputs, and accumulators as further matrices of the same kernel.
+
+    An output that is an accumulator already serves as that.
+    """
+    jaxpr = params["jaxpr"]
+    count = len(jaxpr.out_avals)
+    places = {i: place for i in accumulators if (place := _place(jaxpr, i, dtype)) is not None}
+    added = [i for i in accumulators if i not in places]
+
+    def function(*args: Any) -> list[Any]:
+        return [*jaxpr_as_fun(jaxpr)(*args), *(args[i].astype(dtype) for i in added)]
+
+    extended = {**params, "jaxpr": traced(function, *jaxpr.in_avals)} if added else params
+    outputs = hopper_fused_p.bind(*primals, **extended)
+    places |= {i: count + j for j, i in enumerate(added)}
+    return outputs[:count], [outputs[places[i]] for i in accumulators]
+
+
+def _place(jaxpr: ClosedJaxpr, index: int, dtype: Any) -> int | None:
+    """Returns which output is an input, converted to `dtype`; None where none is."""
+    source = jaxpr.jaxpr.invars[index]
+    same = {source} if source.aval.dtype == dtype else set()
+    for equation in jaxpr.jaxpr.eqns:
+        (x, *_), (out, *_) = equation.invars, equation.outvars
+        convert = equation.primitive is lax.convert_element_type_p and x is source
+        masked = equation.primitive is segment_mask_p and any(x is y for y in same)
+        if (convert and out.aval.dtype == dtype) or masked:
+            same.add(out)
+    outputs = enumerate(jaxpr.jaxpr.outvars)
+    return next((i for i, x in outputs if any(x is y for y in same)), None)
+
+
+# vmap, unused results.
+
+
+def _batch(axis_data: Any, args: Any, axes: Any, **params: Any) -> tuple[list[Any], list[Any]]:
+    num_b, num_sizes = params["num_b"], params["product"].num_sizes_operands
+    count = 1 + num_b + num_sizes
+    arrays, product, product_axis = batched_product(
+        axis_data, args[:count], axes[:count], params["product"]
+    )
+    lhs, rights, operands = _split((*arrays, *args[count:]), num_b)
+    operands, axes = list(operands), [product_axis] * num_sizes + list(axes[count:])
+    if num_sizes and product_axis is not None:
+        _as_rows_lie(axis_data.size, arrays, operands, axes, params)
+    accumulators = abstract(
+        partial(accumulators_of, product, by_xla=True), lhs, rights, *operands[:num_sizes]
+    )
+    function = mapped(
+        params["jaxpr"],
+        [product_axis] * len(accumulators) + axes,
+        axis_data.size,
+        [*accumulators, *operands],
+    )
+    outputs = hopper_fused_p.bind(
+        lhs, *rights, *operands, jaxpr=function, product=product, num_b=num_b,
+        in_place=params["in_place"],
+    )  # fmt: skip
+    return outputs, [0] * len(outputs)
+
+
+def _as_rows_lie(
+    size: int, arrays: Sequence[Any], operands: list[Any], axes: list[Any], params: dict[str, Any]
+) -> None:
+    """Maps what a kernel for a mapped ragged product could not read as it is: changes the lists.
+
+    To it the rows of all matrices are one long axis, so what varies along rows varies along all of
+    it. Where each matrix has groups of its own, so have operands by group, and all arrays that
+    follow a contraction.
+    """
+    lhs, right, jaxpr = arrays[0], arrays[1], params["jaxpr"].jaxpr
+    inputs = jaxpr.invars[len(jaxpr.invars) - len(operands) :]
+    by_group = [e.invars[0] for e in jaxpr.eqns if e.primitive is segment_broadcast_p]
+    subscripts = params["product"].subscripts
+    contraction = is_varlen_k(subscripts)
+    own_groups = right.ndim > len(subscripts.rhs)
+    for i, (x, axis) in enumerate(zip(operands, axes, strict=True)):
+        along_rows = jnp.ndim(x) > 1 and x.shape[-2] == lhs.shape[-2]
+        each = own_groups and any(inputs[i] is variable for variable in by_group)
+        if axis is None and (jnp.ndim(x) if contraction else along_rows or each):
+            operands[i], axes[i] = jnp.broadcast_to(x, (size, *x.shape)), 0
+
+
+def _without_unused(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
+    """Drops results that nothing reads and operands that only they need."""
+    equation = args[-1]  # before it, JAX 0.12 passes what matters for mutable references
+    if not any(used):
+        return [False] * len(equation.invars), None
+    params, count = dict(equation.params), 1 + equation.params["num_b"]
+    operands, sizes = len(equation.invars) - count, params["product"].num_sizes_operands
+    accumulators = len(params["jaxpr"].in_avals) - operands
+    kept = [True] * (accumulators + sizes) + [False] * (operands - sizes)
+    params["jaxpr"], needed = pruned(params["jaxpr"], used, kept)
+    needed = needed[accumulators:]
+    if (index := params["in_place"]) is not None:
+        stays = used[0] and needed[index]
+        params["in_place"] = sum(needed[:index]) if stays else None
+    needed = [True] * count + needed
+    return needed, equation.replace(
+        invars=[x for x, need in zip(equation.invars, needed, strict=True) if need],
+        outvars=[x for x, use in zip(equation.outvars, used, strict=True) if use],
+        params=params,
+    )
+
+
+def _apart(params: dict[str, Any]) -> Rule | None:
+    if not runs_apart(params["product"]):
+        return None
+    return partial(reference_fused, by_xla=False, **params)
+
+
+hopper_fused_p = define_primitive(
+    NAME,
+    reference_fused,
+    multiple_results=True,
+    rules=Rules(
+        jvp=_jvp,
+        transpose=partial(transpose_by, reference_fused),
+        batch=_batch,
+        dce=_without_unused,
+    ),
+    lowering=fused_lowering(reference_fused),
+    request_of=request_of,
+    apart=_apart,
+)
+sharding.register(NAME, partial(fused_of_shards, hopper_fused_p.bind))
+sharding.register(RAGGED, partial(fused_of_ragged_shards, hopper_fused_p.bind))
+
+
+# The products of one array with gate and with up. Its transpose is their sum, which the second
+# product adds to the first one's result where that lies.
+
+
+def _dots(lhs: Any, *others: Any, product: Product) -> list[Any]:
+    count = len(others) - product.num_sizes_operands
+    return accumulators_of(product, lhs, others[:count], *others[count:])
+
+
+def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, product: Product) -> list[Any]:
+    if not ad.is_undefined_primal(lhs):
+        return transpose_by(_dots, cotangents, lhs, *others, product=product)
+    rights, sizes = others[: len(cotangents)], others[len(cotangents) :]
+    pairs = zip(cotangents, rights, strict=True)
+    terms = [(ct, right) for ct, right in pairs if type(ct) is not ad.Zero]
+    if not terms:
+        return [ad.Zero(lhs.aval), *(None for _ in others)]
+    (cotangent, right), *more = terms
+    if product.groups:
+        gradient = replace(product, subscripts=DGRAD[product.subscripts])
+        total = as_cotangent(lhs.aval, multiply(gradient, cotangent, right, *sizes))
+    else:
+        sharding = None if lhs.aval.sharding.mesh.empty else lhs.aval.sharding
+        subscripts = product.subscripts.transpose_lhs()
+        gradient = replace(product, subscripts=subscripts, out_sharding=sharding)
+        total = cotangent_of(lhs.aval, cotangent, right, product, subscripts)
+    for cotangent, right in more:
+        total = _added(total, gradient, cotangent, right, *sizes)
+    return [total, *(None for _ in others)]
+
+
+def _added(x: Any, product: Product, lhs: Any, right: Any, *sizes: Any) -> Any:
+    """Returns a matrix plus a product, where the matrix lies."""
+    product = product.with_options(preferred_element_type=accumulator_dtype(x.dtype))
+    lhs, right, *counts = alike_in_shard_map(lhs, right, *sizes)
+
+    def function(y: Any, *operands: Any) -> list[Any]:
+        total = (y + operands[-1]).astype(x.dtype)
+        return [segment_mask(total, operands[0], product.groups) if product.groups else total]
+
+    like = abstract(partial(multiply, product, by_xla=True), lhs, right, *counts)
+    (total,) = hopper_fused_p.bind(
+        lhs, right, *counts, x, jaxpr=traced(function, like, *counts, x), product=product,
+        num_b=1, in_place=len(counts),
+    )  # fmt: skip
+    return total
+
+
+def _batch_dots(
+    axis_data: Any, args: Any, axes: Any, *, product: Product
+) -> tuple[list[Any], list[Any]]:
+    args, product, axis = batched_product(axis_data, args, axes, product)
+    outputs = hopper_dots_p.bind(*args, product=product)
+    return outputs, [axis] * len(outputs)
+
+
+hopper_dots_p = define_primitive(
+    "hopper_dots",
+    _dots,
+    multiple_results=True,
+    rules=Rules(jvp=partial(jvp_by, _dots), transpose=_transpose_dots, batch=_batch_dots),
+)

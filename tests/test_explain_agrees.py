@@ -1,0 +1,69 @@
+"""What `explain` and `report_products` say of a product is what lowering does with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import pytest
+from support.random_calls import Call, random_calls
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm.lowering.read_calls import Launch, launches_in
+
+pytestmark = pytest.mark.usefixtures("launcher", "no_tables")
+
+CALLS, PARTS = random_calls(360, seed=20), 9
+
+
+def launched(function: Any, *arguments: Any) -> list[Launch]:
+    program = jax.jit(lambda *args: function(*args)).trace(*arguments)
+    return launches_in(program.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo"))
+
+
+def kernel_of(launch: Launch) -> tuple[Any, ...]:
+    return launch.name, launch.spec, launch.plan[1:4]
+
+
+def kernel_said(explanation: jhg.Explanation) -> tuple[Any, ...]:
+    p, spec = explanation.problem, explanation.spec
+    assert p and spec
+    return f"{spec.name} M={p.m} N={p.n} K={p.k} L={p.l}", spec.to_json(), explanation.grid
+
+
+def check(call: Call) -> str:
+    """Compares what is said of a call with what it becomes, and returns its path."""
+    report = jhg.report_products(call.function, *call.arguments)
+    (explanation,) = (product.explanation for product in report.taken)
+    assert explanation
+    text = f"{call}\n{explanation}"
+    if explanation.path == "xla" and call.implementation == "hopper":
+        with pytest.raises(NotImplementedError) as refused:
+            launched(call.function, *call.arguments)
+        assert explanation.source == "unsupported" and explanation.reason, text
+        assert explanation.reason in str(refused.value), text
+        return "refused"
+    launches = set(map(kernel_of, launched(call.function, *call.arguments)))
+    said = {kernel_said(explanation)} if explanation.path == "hopper" else set()
+    assert launches == said, text
+    return explanation.path
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_kernel_that_is_said_is_launched(part: int):
+    paths = Counter(map(check, CALLS[part::PARTS]))
+    assert min(paths[path] for path in ("hopper", "xla", "refused")) > 0, paths
+
+
+def test_the_draws_cover_what_decides():
+    reports = [jhg.report_products(call.function, *call.arguments) for call in CALLS]
+    explanations = [report.taken[0].explanation for report in reports]
+    said = list(map(str, explanations))
+    specs = [x.spec for x in explanations if x and x.spec]
+    assert {spec.indexed for spec in specs} == {None, "a", "b"}
+    assert {spec.gathered for spec in specs} == {None, "a", "b"}
+    assert {spec.grouped for spec in specs} == {None, "m", "k"}
+    assert any(spec.epilogue for spec in specs) and any("by XLA" in text for text in said)
+    for reason in ("copies an operand out of its stack first", "XLA computes the epilogue"):
+        assert any(reason in text for text in said), reason
