@@ -70,7 +70,7 @@ def test_an_installed_library_is_found_where_pip_put_it(monkeypatch, tmp_path):
     installed = tmp_path / "jax_hopper_gemm" / "_lib" / ffi_library.FILE_NAME
     installed.parent.mkdir(parents=True)
     installed.touch()
-    sources = tmp_path / "sources" / "native.py"
+    sources = tmp_path / "sources" / "launch" / "ffi_library.py"
     monkeypatch.delenv("JAX_HOPPER_GEMM_LIBRARY", raising=False)
     monkeypatch.setattr(ffi_library, "__file__", str(sources))
     distribution = SimpleNamespace(locate_file=lambda path: tmp_path / path)
@@ -85,7 +85,7 @@ def test_a_missing_library_says_where_it_was_looked_for_and_how_to_build_it(
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.delenv("JAX_HOPPER_GEMM_LIBRARY", raising=False)
-    monkeypatch.setattr(ffi_library, "__file__", str(tmp_path / "native.py"))
+    monkeypatch.setattr(ffi_library, "__file__", str(tmp_path / "launch" / "ffi_library.py"))
     monkeypatch.setattr(importlib.metadata, "distribution", not_installed)
     with pytest.raises(ffi_library.NativeLibraryError) as caught:
         ffi_library.library()

@@ -1,7 +1,7 @@
 """Binds the FFI library `ffi/` with ctypes, and answers it when it meets an unknown kernel.
 
-The library is looked for in `JAX_HOPPER_GEMM_LIBRARY`, then beside this file in `_lib/`, then
-where pip installed the package (an editable install keeps its sources elsewhere).
+The library is looked for in `JAX_HOPPER_GEMM_LIBRARY`, then in the package's `_lib/`, then where
+pip installed the package (an editable install keeps its sources elsewhere).
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def library_path() -> Path:
 
 
 def _candidates() -> list[Path]:
-    found = [Path(__file__).parent / "_lib" / FILE_NAME]
+    beside = Path(__file__).parents[1] / "_lib" / FILE_NAME
     try:
         installed = importlib.metadata.distribution("jax-hopper-gemm")
     except importlib.metadata.PackageNotFoundError:
-        return found
-    return [*found, Path(str(installed.locate_file(f"jax_hopper_gemm/_lib/{FILE_NAME}")))]
+        return [beside]
+    return [beside, Path(str(installed.locate_file(f"jax_hopper_gemm/_lib/{FILE_NAME}")))]
 
 
 def _load(path: Path) -> ctypes.CDLL:
