@@ -132,10 +132,10 @@ def _window(
     skip_empty: bool,
 ) -> Window:
     index = run + lanes.lane
-    given = lanes.minimum(lanes.maximum(size_at(index, index < raster.sizes), 0), raster.length)
+    clipped = lanes.minimum(lanes.maximum(size_at(index, index < raster.sizes), 0), raster.length)
     # What is left of the axis is the run behind the last that has a size, of no group. It leaves
     # nothing to those behind it, whatever was read as their sizes.
-    size = lanes.where(index == raster.sizes, raster.length, given)
+    size = lanes.where(index == raster.sizes, raster.length, clipped)
     sum_to = lanes.prefix_sum(size)
     end = lanes.minimum(row + sum_to, raster.length)
     start = lanes.minimum(row + sum_to - size, raster.length)

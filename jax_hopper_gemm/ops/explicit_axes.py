@@ -74,7 +74,7 @@ def sharding_of_product(
             f"{op}: several axes of the result would be sharded over the mesh axes {twice}, as the "
             f"operands' are. {way_out}"
         )
-    return PartitionSpec(*([None] if axes.kind == "contraction" else []), *kept)
+    return PartitionSpec(*([None] if axes.kind == "varlen_k" else []), *kept)
 
 
 def shardings_of_results(

@@ -12,13 +12,13 @@ from jax import numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
-from ..gemm.options import Options
+from ..gemm.options import Implementation, Options, Preactivation
 from ..gemm.product import Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
-from .dense import INLINE, Implementation, Preactivation
-from .ragged_run import run_grouped
+from .dense import INLINE
+from .ragged_run import RaggedArrays, run_with_epilogue
 from .replaced import check_kernel_unasked, is_replaced
 from .sm_limit import current_max_sms
 from .steps import Gate, traced
@@ -79,8 +79,8 @@ def gated_linear_unit(
     """
     op = "gated_linear_unit"
     sizes, offset, rows = (
-        None if given is None else checks.as_arrays(op, **{name: given})[0]
-        for name, given in (
+        None if array is None else checks.as_arrays(op, **{name: array})[0]
+        for name, array in (
             ("group_sizes", group_sizes), ("group_offset", group_offset),
             ("row_indices", row_indices),
         )
@@ -91,62 +91,54 @@ def gated_linear_unit(
     )  # fmt: skip
     gate = Gate(activation_function(activation), scaled=bool(scale))
     scale = tuple(jnp.expand_dims(s, -1) for s in scale)
+    options = Options(
+        implementation, precision, preferred_element_type, preactivation, current_max_sms()
+    )
     if sizes is not None:
         operands = (*(jnp.expand_dims(b, 1) for b in biases), *scale)
-        return run_grouped(
-            op, x, rights, sizes, offset, operands, gate, precision, preferred_element_type,
-            preactivation, implementation, rows=rows,
-        )  # fmt: skip
-    if isinstance(precision, list):
-        precision = tuple(precision)
+        arrays = RaggedArrays(x, rights, sizes, offset, rows)
+        return run_with_epilogue(op, arrays, operands, gate, options)
     operands = (*biases, *scale)
     if is_replaced():
         check_kernel_unasked(op, implementation)
-        dot = _dot(x, precision, preferred_element_type)
-        products = _products(dot, x, rights)
+        products = _products(_dot(x, options), x, rights)
         return traced(op, gate, products, operands, products[0].dtype, None).apply(*products)
-    return _traced_gate(
-        x, rights, operands, gate, precision,
-        preferred_element_type, preactivation, implementation,
-    )  # fmt: skip
+    return _traced_gate(x, rights, operands, gate, options)
 
 
-@partial(jax.jit, static_argnums=range(3, 8), inline=INLINE)
+@partial(jax.jit, static_argnums=(3, 4), inline=INLINE)
 def _traced_gate(
     x: Any,
     rights: tuple[Any, ...],
     operands: tuple[Any, ...],
     gate: Gate,
-    precision: Any,
-    preferred_element_type: Any,
-    preactivation: Preactivation,
-    implementation: Implementation,
+    options: Options,
 ) -> jax.Array:
-    dot = _dot(x, precision, preferred_element_type)
+    dot = _dot(x, options)
     dtype = jax.eval_shape(dot, x, rights[0]).dtype
     dot = partial(dot, preferred_element_type=accumulator_dtype(dtype))
     products = abstract(partial(_products, dot), x, rights)
     what = traced("gated_linear_unit", gate, products, operands, dtype, None)
-    if implementation == "xla":
+    if options.implementation == "xla":
         return what.apply(*_products(dot, x, rights))
     final = final_product(dot, x, rights[0])
     assert final is not None
     subscripts = final.subscripts
     if len(rights) == 1:  # no axis of the result stands for gate and up
         subscripts = replace(subscripts, out=subscripts.out.replace(subscripts.rhs[1], ""))
-    options = Options(implementation, final.precision, dtype, preactivation, current_max_sms())
+    options = replace(options, precision=final.precision, preferred_element_type=dtype)
     return fused_dot(
         what.function, x, rights, what.operands, Product(subscripts, options),
         out_dtypes=what.dtypes,
     )  # fmt: skip
 
 
-def _dot(x: Any, precision: Any, dtype: Any) -> Any:
+def _dot(x: Any, options: Options) -> Any:
     """Returns JAX's product of the last axis of `x` and the first one of a matrix."""
     numbers = ((x.ndim - 1,), (0,)), ((), ())
     return partial(
-        lax.dot_general, dimension_numbers=numbers, precision=precision,
-        preferred_element_type=dtype,
+        lax.dot_general, dimension_numbers=numbers, precision=options.precision,
+        preferred_element_type=options.preferred_element_type,
     )  # fmt: skip
 
 

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..gemm.options import Options
-from ..gemm.product import Product
-from ..primitives.group_sizes import sizes_and_groups, sizes_in_rows
-from ..primitives.ragged_dot import hopper_ragged_dot
+from ..gemm.options import Implementation, Options, Preactivation
 from . import checks
 from .activations import Activation, activation_function
-from .dense import INLINE, Implementation, Preactivation, dot_general
-from .explicit_axes import in_auto_axes, is_explicit, partitions, sharding_of_product
-from .ragged_axes import RaggedAxes
-from .ragged_run import (
-    BASIC,
-    canonical,
-    lax_ragged_dot_general,
-    left_to_lax,
-    refuse_hopper,
-    rows_of,
-    run_grouped,
-    scaled_sum,
-)
+from .ragged_run import BASIC, RaggedArrays, run_product, run_scaled_sum, run_with_epilogue
 from .sm_limit import current_max_sms
 from .steps import Steps, named_in
 
@@ -121,23 +104,18 @@ def ragged_dot(
     groups = checks.GroupArguments(group_sizes, group_offset, row_indices)
     checks.check_ragged_dot(lhs, rhs, groups, implementation, bias, activation)
     plain = bias is None and activation is None and epilogue is None
-    operands = checks.check_steps(
-        op, epilogue, epilogue_operands, plain, preactivation, preferred_element_type,
-        implementation,
-    )  # fmt: skip
+    options = Options(
+        implementation, precision, preferred_element_type, preactivation, current_max_sms()
+    )
+    operands = checks.check_steps(op, epilogue, epilogue_operands, plain, options)
+    arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices)
     if plain:
-        return _run(
-            op, lhs, rhs, group_sizes, group_offset, BASIC, precision, preferred_element_type,
-            out_sharding, implementation, row_indices,
-        )  # fmt: skip
+        return run_product(op, arrays, BASIC, options, out_sharding)
     checks.check_group_operands(op, operands, rhs)
     named = () if bias is None else ("bias",)
     steps = Steps(op, named, activation_function(activation), epilogue)
     operands = operands if bias is None else (jnp.expand_dims(bias, 1), *operands)
-    return run_grouped(
-        op, lhs, (rhs,), group_sizes, group_offset, operands, steps, precision,
-        preferred_element_type, preactivation, implementation, out_sharding, row_indices,
-    )  # fmt: skip
+    return run_with_epilogue(op, arrays, operands, steps, options, out_sharding)
 
 
 def ragged_dot_general(
@@ -204,101 +182,19 @@ def ragged_dot_general(
     lhs, rhs, group_sizes, *arrays = checks.as_arrays(
         op, lhs=lhs, rhs=rhs, group_sizes=group_sizes, **named
     )
-    given = dict(zip(named, arrays, strict=True))
+    terms = dict(zip(named, arrays, strict=True))
     if group_offset is not None:
         (group_offset,) = checks.as_arrays(op, group_offset=group_offset)
     numbers = checks.check_ragged_dot_general(
         lhs, rhs, ragged_dot_dimension_numbers, checks.GroupArguments(group_sizes, group_offset),
-        implementation, given, preferred_element_type,
+        implementation, terms, preferred_element_type,
     )  # fmt: skip
-    if names := named_in(given):
-        if preferred_element_type is None:
-            preferred_element_type = checks.strong_dtype(given.get("c"))
-        options = (
-            ("precision", tuple(precision) if isinstance(precision, list) else precision),
-            ("preferred_element_type", preferred_element_type), ("out_sharding", out_sharding),
-        )  # fmt: skip
-        operands = tuple(given[name] for name in names)
-        return scaled_sum(
-            lhs, rhs, group_sizes, operands, numbers, options, Steps(op, names), implementation
-        )
-    return _run(
-        op, lhs, rhs, group_sizes, group_offset, numbers, precision, preferred_element_type,
-        out_sharding, implementation,
-    )  # fmt: skip
-
-
-def _run(
-    op: str,
-    lhs: Any,
-    rhs: Any,
-    sizes: Any,
-    offset: Any,
-    numbers: lax.RaggedDotDimensionNumbers,
-    precision: Any,
-    preferred_element_type: Any,
-    out_sharding: Any,
-    implementation: Implementation,
-    rows: Any = None,
-) -> jax.Array:
-    if isinstance(precision, list):
-        precision = tuple(precision)
-    axes = RaggedAxes.of(numbers, np.ndim(lhs), np.ndim(rhs))
-    static = (
-        ("precision", precision), ("preferred_element_type", preferred_element_type),
-        ("out_sharding", out_sharding),
-    )  # fmt: skip
-    if axes.kind == "batch":
-        return dot_general(
-            lhs, rhs, numbers.dot_dimension_numbers, implementation=implementation, **dict(static)
-        )
-    if is_explicit(lhs, rhs, sizes):
-        if out_sharding is None:
-            pair = partitions(lhs), partitions(rhs)
-            out_sharding = sharding_of_product(op, axes, *pair, rows)
-
-        def product(lhs: Any, rhs: Any, sizes: Any, offset: Any, rows: Any) -> jax.Array:
-            return _run(
-                op, lhs, rhs, sizes, offset, numbers, precision, preferred_element_type, None,
-                implementation, rows,
-            )  # fmt: skip
-
-        return in_auto_axes(product, out_sharding, lhs, rhs, sizes, offset, rows)
-    if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
-        refuse_hopper(op, reason, implementation)
-        for name, given in (("group_offset", offset), ("row_indices", rows)):
-            if given is not None:
-                raise NotImplementedError(
-                    f"{op}: {name} came, and XLA, which has none, would run this: {reason}"
-                )
-        return lax_ragged_dot_general(lhs, rhs, sizes, numbers, **dict(static))
-    return _traced(lhs, rhs, sizes, offset, rows, numbers, static, implementation)
-
-
-@partial(jax.jit, static_argnums=(5, 6, 7), inline=INLINE)
-def _traced(
-    lhs: Any,
-    rhs: Any,
-    sizes: Any,
-    offset: Any,
-    rows: Any,
-    numbers: lax.RaggedDotDimensionNumbers,
-    options: tuple[Any, ...],
-    implementation: Implementation,
-) -> jax.Array:
-    lhs = rows_of(lhs, rows)
-    axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
-    params = canonical(lhs, rhs, sizes, numbers, dict(options))
-    chosen = Options(implementation, **params, max_sms=current_max_sms())
-
-    def product(left: Any, right: Any, own_sizes: Any, inner: int) -> jax.Array:
-        assert axes.subscripts
-        length = left.shape[0]
-        own_sizes = sizes_in_rows(own_sizes, length, inner)
-        count = right.shape[0] if axes.kind == "rows" else own_sizes.shape[0]
-        own_sizes, groups = sizes_and_groups(own_sizes, offset, count, length)
-        return hopper_ragged_dot(
-            left, right, own_sizes, Product(axes.subscripts, chosen, groups=groups)
-        )
-
-    return axes.mapped(product, lhs, rhs, sizes)
+    names = named_in(terms)
+    if names and preferred_element_type is None:
+        preferred_element_type = checks.strong_dtype(terms.get("c"))
+    arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset)
+    options = Options(implementation, precision, preferred_element_type, max_sms=current_max_sms())
+    if names:
+        operands = tuple(terms[name] for name in names)
+        return run_scaled_sum(arrays, operands, Steps(op, names), numbers, options, out_sharding)
+    return run_product(op, arrays, numbers, options, out_sharding)

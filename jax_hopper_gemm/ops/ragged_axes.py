@@ -1,4 +1,4 @@
-"""The axes of a `jax.lax.RaggedDotDimensionNumbers`, brought into the order of our three forms."""
+"""The axes of a `jax.lax.RaggedDotDimensionNumbers`, brought into the order of one of our forms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax import lax
 from ..gemm.groups import VARLEN_K, VARLEN_M_KN, VARLEN_M_NK
 from ..gemm.subscripts import Subscripts
 
-Kind = Literal["rows", "contraction", "batch"]
+Kind = Literal["varlen_m", "varlen_k", "batch"]
 
 
 @dataclass(frozen=True)
@@ -22,26 +22,26 @@ class RaggedAxes:
     """What each axis of the two operands is to a ragged product.
 
     Attributes:
-      kind: "rows" where the ragged axis is a free one of the left operand, "contraction" where it
+      kind: "varlen_m" where the ragged axis is a free one of the left operand, "varlen_k" where it
         is contracted, "batch" where it is a batch axis.
-      subscripts: the form that the product comes down to; of "batch" none.
+      form: the form that the product comes down to; None for "batch".
       batch: pairs of axes, left and right.
       outer: axes of the left operand outside of the ragged one, of its kind.
-      ragged: the ragged axis; in a contraction its partner on the right, too.
-      inner: like `outer`, the axes inside of it; of a contraction pairs.
-      lhs_rest, rhs_rest: the other axes: contracted or columns, in the order of `subscripts`;
+      ragged: the ragged axis; in varlen_k its partner on the right, too.
+      inner: like `outer`, the axes inside of it; in varlen_k pairs.
+      lhs_others, rhs_others: the other axes: contracted or columns, in the order of the form;
         two tuples for weights.
       group: the axis of groups of the right operand, if it has one.
     """
 
     kind: Kind
-    subscripts: Subscripts | None
+    form: Subscripts | None
     batch: tuple[tuple[int, int], ...]
     outer: tuple[int, ...]
     ragged: tuple[int, ...]
     inner: tuple[Any, ...]
-    lhs_rest: tuple[int, ...]
-    rhs_rest: tuple[tuple[int, ...], ...]
+    lhs_others: tuple[int, ...]
+    rhs_others: tuple[tuple[int, ...], ...]
     group: int | None = None
 
     @classmethod
@@ -60,25 +60,30 @@ class RaggedAxes:
             place = lhs_contracted.index(ragged)
             outer, inner = lhs_contracted[:place], contracted[place + 1 :]
             return cls(
-                "contraction", VARLEN_K, batch, tuple(outer), contracted[place], tuple(inner),
+                "varlen_k", VARLEN_K, batch, tuple(outer), contracted[place], tuple(inner),
                 lhs_free, (rhs_free,),
             )  # fmt: skip
         place = lhs_free.index(ragged)
         contracted.sort()  # as they lie on the left
         k = tuple(right for _, right in contracted)
         before = (*rhs_batch, *groups)
-        in_memory = [(*before, *rest) for rest in ((*k, *rhs_free), (*rhs_free, *k))]
+        in_memory = [(*before, *matrix) for matrix in ((*k, *rhs_free), (*rhs_free, *k))]
         ascending = tuple(range(rhs_ndim))
         transposed = in_memory[1] == ascending != in_memory[0]
         transposed = transposed or (in_memory[0] != ascending and rhs_ndim - 1 in k)
         return cls(
-            "rows",
+            "varlen_m",
             VARLEN_M_NK if transposed else VARLEN_M_KN,
             batch, lhs_free[:place], (ragged,), lhs_free[place + 1 :],
             tuple(left for left, _ in contracted),
             (rhs_free, k) if transposed else (k, rhs_free),
             groups[0],
         )  # fmt: skip
+
+    @property
+    def subscripts(self) -> Subscripts:
+        assert self.form is not None, "a ragged batch axis has no form"
+        return self.form
 
     def mapped(
         self,
@@ -91,13 +96,13 @@ class RaggedAxes:
         """Returns the result, from products without outer and batch axes.
 
         Args:
-          product: of (T, K) or (T, M), (G, K, N) or (G, N, K) or (T, N), (G,) sizes, what there is
-            of `matrices`, (G, M, N), and the number of rows for each of the ragged axis, `inner`:
-            (T, N) or (G, M, N).
+          product: of (T, K), weights in the order of the form or (T, N), (G,) sizes, `matrices` of
+            shape (G, K, N), and `inner`, the number of rows for each of the ragged axis; returns
+            (T, N) or (G, K, N).
           lhs, rhs, sizes: as the user gave them.
-          *matrices: of a contraction without outer axes, arrays of the result's shape.
+          *matrices: in varlen_k without outer axes, arrays of the result's shape.
         """
-        rows = self.kind == "rows"
+        rows = self.kind == "varlen_m"
         left_batch, right_batch = ([pair[side] for pair in self.batch] for side in (0, 1))
         left_rows, right_rows = (
             ((*self.ragged, *self.inner), ())
@@ -105,11 +110,11 @@ class RaggedAxes:
             else tuple(zip(self.ragged, *self.inner, strict=True))
         )
         lead = [left_batch] * bool(self.batch) + [list(self.outer)] * bool(self.outer)
-        left = _arranged(lhs, [*lead, left_rows, self.lhs_rest])
+        left = _arranged(lhs, [*lead, left_rows, self.lhs_others])
         right = _arranged(
             rhs,
             [right_batch] * bool(self.batch) + [[self.group] if rows else right_rows]
-            + list(self.rhs_rest),
+            + list(self.rhs_others),
         )  # fmt: skip
         own_sizes = sizes.ndim > 1  # for every outer and batch index
         if own_sizes:
@@ -133,19 +138,19 @@ class RaggedAxes:
 
         Without that of groups, which a contraction has in front.
         """
-        rows = (*self.ragged, *self.inner) if self.kind == "rows" else self.lhs_rest
+        rows = (*self.ragged, *self.inner) if self.kind == "varlen_m" else self.lhs_others
         left = [*(pair[0] for pair in self.batch), *self.outer, *rows]
-        columns = self.rhs_rest[0 if self.subscripts == VARLEN_M_NK else -1]
+        columns = self.rhs_others[0 if self.form == VARLEN_M_NK else -1]
         return [lhs[axis] for axis in left] + [rhs[axis] for axis in columns]
 
     def of_sum(self, lhs: Sequence[Any], rhs: Sequence[Any]) -> list[Any]:
         """Returns what is known of the operands' contracted axes, and of that of groups."""
-        if self.kind == "contraction":
+        if self.kind == "varlen_k":
             left, right = zip(self.ragged, *self.inner, strict=True)
         else:
-            k = self.rhs_rest[1 if self.subscripts == VARLEN_M_NK else 0]
+            k = self.rhs_others[1 if self.form == VARLEN_M_NK else 0]
             assert self.group is not None
-            left, right = self.lhs_rest, (*k, self.group)
+            left, right = self.lhs_others, (*k, self.group)
         return [lhs[axis] for axis in left] + [rhs[axis] for axis in right]
 
 

@@ -1,9 +1,16 @@
-"""Functions of ragged products: what `ragged_dot` with an epilogue and grouped gated units run."""
+"""Ragged products as they run: on the primitives of this library, or on JAX's own product.
+
+`run_product`, `run_with_epilogue` and `run_scaled_sum` take checked arguments through the same
+steps. Arrays with Explicit mesh axes are taken into Auto axes first. A product that no form covers
+is left to JAX. Of any other, JAX's own product says which precision and dtype the arguments mean,
+and the axes are brought into the order of a form (see `ragged_axes`).
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +24,8 @@ from ..gemm.subscripts import Subscripts
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from ..primitives.gather_rows import pick_rows
 from ..primitives.group_sizes import as_int32, sizes_and_groups, sizes_in_rows
-from .dense import INLINE, Implementation, Preactivation
+from ..primitives.ragged_dot import hopper_ragged_dot
+from .dense import INLINE, dot_general
 from .explicit_axes import (
     in_auto_axes,
     is_explicit,
@@ -26,115 +34,243 @@ from .explicit_axes import (
     shardings_of_results,
 )
 from .ragged_axes import RaggedAxes
-from .sm_limit import current_max_sms
 from .steps import Gate, Steps, traced
-
-ROWS_OF_GATE_AND_UP = Subscripts.parse("mk,gkcn->mn")
-
-
-def run_grouped(
-    op: str,
-    lhs: Any,
-    rights: tuple[Any, ...],
-    sizes: Any,
-    offset: Any,
-    operands: tuple[Any, ...],
-    function: Steps | Gate,
-    precision: Any,
-    preferred: Any,
-    preactivation: Preactivation,
-    implementation: Implementation,
-    out_sharding: Any = None,
-    rows: Any = None,
-) -> Any:
-    """Returns a function of ragged products.
-
-    Args:
-      op: what the user called, for messages.
-      lhs: (M, K), or what `rows` pick from.
-      rights: weights (G, K, N); or gate and up, or both in one array (G, K, 2, N).
-      operands: the function's; those of rank 3 have an entry for each group.
-      preferred: dtype of the product, or a tuple of the results' dtypes.
-      rows: (M,) indices of rows of `lhs`, or None.
-    """
-    if isinstance(precision, list):
-        precision = tuple(precision)
-    if is_explicit(lhs, *rights, sizes, rows, *operands):
-
-        def grouped(*args: Any) -> Any:
-            lhs, rights, sizes, offset, operands, rows = args
-            return run_grouped(
-                op, lhs, rights, sizes, offset, operands, function, precision, preferred,
-                preactivation, implementation, None, rows,
-            )  # fmt: skip
-
-        arrays = lhs, rights, sizes, offset, operands, rows
-        if out_sharding is None:
-            weights = partitions(rights[0])
-            pair = partitions(lhs), (*weights[:2], weights[-1])
-            out_sharding = sharding_of_product(op, RaggedAxes.of(BASIC, 2, 3), *pair, rows)
-        if getattr(function, "epilogue", None) is not None:
-            shape = (lhs if rows is None else rows).shape[0], rights[0].shape[-1]
-            out_sharding = shardings_of_results(grouped, arrays, out_sharding, shape)
-        return in_auto_axes(grouped, out_sharding, *arrays)
-    if out_sharding is not None:
-        raise ValueError(f"{op}: {left_to_lax(lhs, rights[0], sizes, out_sharding)}")
-    dtypes = None
-    if isinstance(preferred, tuple | list):
-        dtypes, preferred = tuple(preferred), None
-    options = (("precision", precision), ("preferred_element_type", preferred))
-    return _traced_grouped(
-        lhs, rights, sizes, offset, rows, operands, op, function, options, dtypes, preactivation,
-        implementation,
-    )  # fmt: skip
-
-
-@partial(jax.jit, static_argnums=range(6, 12), inline=INLINE)
-def _traced_grouped(
-    lhs: Any,
-    rights: tuple[Any, ...],
-    sizes: Any,
-    offset: Any,
-    rows: Any,
-    operands: tuple[Any, ...],
-    op: str,
-    function: Steps | Gate,
-    options: tuple[Any, ...],
-    dtypes: tuple[Any, ...] | None,
-    preactivation: Preactivation,
-    implementation: Implementation,
-) -> Any:
-    lhs = rows_of(lhs, rows)
-    count, k, *planes, n = rights[0].shape
-    weights = jax.ShapeDtypeStruct((count, k, n), rights[0].dtype)
-    params = canonical(lhs, weights, sizes, BASIC, dict(options))
-    dtype = params["preferred_element_type"] or jnp.result_type(lhs, weights)
-    length = lhs.shape[0]
-    product = jax.ShapeDtypeStruct((length, n), accumulator_dtype(dtype))
-    products = (product,) * (2 if planes else len(rights))
-    seen = [
-        jax.ShapeDtypeStruct((length, x.shape[2]), x.dtype) if jnp.ndim(x) == 3 else x
-        for x in operands
-    ]
-    what = traced(op, function, products, seen, dtype, dtypes)
-    sizes, groups = sizes_and_groups(as_int32(sizes), offset, count, length)
-    chosen = Options(implementation, params["precision"], dtype, preactivation, current_max_sms())
-    subscripts = ROWS_OF_GATE_AND_UP if planes else VARLEN_M_KN
-    results = fused_dot(
-        what.function, lhs, rights, (*operands, *what.operands[len(operands) :]),
-        Product(subscripts, chosen, groups=groups), out_dtypes=what.dtypes, sizes=sizes,
-    )  # fmt: skip
-    return what.structured(results)
-
-
-def rows_of(lhs: Any, rows: Any) -> Any:
-    """Returns the rows of `lhs` that indices pick; all where these are None."""
-    return lhs if rows is None else pick_rows(lhs, as_int32(rows, least=-1))
-
 
 # Taken here, so that it stays JAX's own where `intercept_ragged_dot` puts ours in its place.
 lax_ragged_dot_general = lax.ragged_dot_general
-BASIC = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
+
+BASIC = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])  # of `lax.ragged_dot`
+VARLEN_M_GATE_UP = Subscripts.parse("mk,gkcn->mn")
+
+
+class RaggedArrays(NamedTuple):
+    """What a ragged product reads.
+
+    Attributes:
+      lhs: (M, K), or (S, K), of which `rows` picks rows; with other numbers than `BASIC` any array.
+      rights: the right operand; or weights (G, K, N) of gate and up, or both in one (G, K, 2, N).
+      sizes: integers.
+      offset: the number of the first group, where `rights` has those of some; or None.
+      rows: (M,) indices of rows of `lhs`, or None.
+    """
+
+    lhs: Any
+    rights: tuple[Any, ...]
+    sizes: Any
+    offset: Any = None
+    rows: Any = None
+
+    def axes(self, numbers: lax.RaggedDotDimensionNumbers) -> RaggedAxes:
+        rhs_ndim = 3 if numbers is BASIC else np.ndim(self.rights[0])
+        return RaggedAxes.of(numbers, np.ndim(self.lhs), rhs_ndim)
+
+    def sharding_of_product(self, op: str, numbers: lax.RaggedDotDimensionNumbers) -> Any:
+        """Returns the sharding that a product keeps of its operands' Explicit mesh axes."""
+        lhs, rhs = partitions(self.lhs), partitions(self.rights[0])
+        if numbers is BASIC:  # without an axis of gate and up
+            rhs = (*rhs[:2], rhs[-1])
+        return sharding_of_product(op, self.axes(numbers), lhs, rhs, self.rows)
+
+    def gathered(self) -> Any:
+        """Returns the rows of the left operand that are multiplied."""
+        if self.rows is None:
+            return self.lhs
+        return pick_rows(self.lhs, as_int32(self.rows, least=-1))
+
+
+# A product alone.
+
+
+def run_product(
+    op: str,
+    arrays: RaggedArrays,
+    numbers: lax.RaggedDotDimensionNumbers,
+    options: Options,
+    out_sharding: Any,
+) -> jax.Array:
+    """Returns a ragged product.
+
+    Args:
+      op: what the user called, for messages.
+      arrays: with one right operand.
+      numbers: which axes are what.
+    """
+    (rhs,), lhs, sizes = arrays.rights, arrays.lhs, arrays.sizes
+    as_lax = _lax_options(options) | {"out_sharding": out_sharding}
+    if arrays.axes(numbers).kind == "batch":
+        dot_numbers = numbers.dot_dimension_numbers
+        return dot_general(lhs, rhs, dot_numbers, implementation=options.implementation, **as_lax)
+    if is_explicit(lhs, rhs, sizes):
+        if out_sharding is None:
+            out_sharding = arrays.sharding_of_product(op, numbers)
+
+        def product(arrays: RaggedArrays) -> jax.Array:
+            return run_product(op, arrays, numbers, options, None)
+
+        return in_auto_axes(product, out_sharding, arrays)
+    if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
+        _refuse_hopper(op, reason, options)
+        for name, array in (("group_offset", arrays.offset), ("row_indices", arrays.rows)):
+            if array is not None:
+                raise NotImplementedError(
+                    f"{op}: {name} came, and XLA, which has none, would run this: {reason}"
+                )
+        return lax_ragged_dot_general(lhs, rhs, sizes, numbers, **as_lax)
+    return _traced_product(arrays, numbers, options)
+
+
+@partial(jax.jit, static_argnums=(1, 2), inline=INLINE)
+def _traced_product(
+    arrays: RaggedArrays, numbers: lax.RaggedDotDimensionNumbers, options: Options
+) -> jax.Array:
+    lhs, (rhs,), sizes = arrays.gathered(), arrays.rights, arrays.sizes
+    axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
+    options = _canonical(lhs, rhs, sizes, numbers, options)
+
+    def product(left: Any, right: Any, own_sizes: Any, inner: int) -> jax.Array:
+        length = left.shape[0]
+        own_sizes = sizes_in_rows(own_sizes, length, inner)
+        count = right.shape[0] if axes.kind == "varlen_m" else own_sizes.shape[0]
+        own_sizes, groups = sizes_and_groups(own_sizes, arrays.offset, count, length)
+        multiplied = Product(axes.subscripts, options, groups=groups)
+        return hopper_ragged_dot(left, right, own_sizes, multiplied)
+
+    return axes.mapped(product, lhs, rhs, sizes)
+
+
+# Rows times their group's weights, and a function of that.
+
+
+def run_with_epilogue(
+    op: str,
+    arrays: RaggedArrays,
+    operands: tuple[Any, ...],
+    function: Steps | Gate,
+    options: Options,
+    out_sharding: Any = None,
+) -> Any:
+    """Returns a function of ragged products of rows, by the numbers `BASIC`.
+
+    Args:
+      op: what the user called, for messages.
+      operands: the function's; those of rank 3 have an entry for each group.
+      options: with a dtype of the product, or a tuple of the results' dtypes.
+    """
+    lhs, rights, sizes, _, rows = arrays
+    if is_explicit(lhs, *rights, sizes, rows, *operands):
+
+        def with_epilogue(arrays: RaggedArrays, operands: tuple[Any, ...]) -> Any:
+            return run_with_epilogue(op, arrays, operands, function, options)
+
+        if out_sharding is None:
+            out_sharding = arrays.sharding_of_product(op, BASIC)
+        if getattr(function, "epilogue", None) is not None:
+            shape = (lhs if rows is None else rows).shape[0], rights[0].shape[-1]
+            both = arrays, operands
+            out_sharding = shardings_of_results(with_epilogue, both, out_sharding, shape)
+        return in_auto_axes(with_epilogue, out_sharding, arrays, operands)
+    if out_sharding is not None:
+        raise ValueError(f"{op}: {left_to_lax(lhs, rights[0], sizes, out_sharding)}")
+    return _traced_with_epilogue(arrays, operands, op, function, options)
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4), inline=INLINE)
+def _traced_with_epilogue(
+    arrays: RaggedArrays,
+    operands: tuple[Any, ...],
+    op: str,
+    function: Steps | Gate,
+    options: Options,
+) -> Any:
+    dtypes = None
+    if isinstance(options.preferred_element_type, tuple):
+        dtypes = options.preferred_element_type
+        options = replace(options, preferred_element_type=None)
+    lhs, rights = arrays.gathered(), arrays.rights
+    count, k, *planes, n = rights[0].shape
+    weights = jax.ShapeDtypeStruct((count, k, n), rights[0].dtype)
+    options = _canonical(lhs, weights, arrays.sizes, BASIC, options)
+    dtype = options.preferred_element_type or jnp.result_type(lhs, weights)
+    length = lhs.shape[0]
+    product = jax.ShapeDtypeStruct((length, n), accumulator_dtype(dtype))
+    products = (product,) * (2 if planes else len(rights))
+    by_row = [
+        jax.ShapeDtypeStruct((length, x.shape[2]), x.dtype) if jnp.ndim(x) == 3 else x
+        for x in operands
+    ]
+    steps = traced(op, function, products, by_row, dtype, dtypes)
+    sizes, groups = sizes_and_groups(as_int32(arrays.sizes), arrays.offset, count, length)
+    multiplied = Product(
+        VARLEN_M_GATE_UP if planes else VARLEN_M_KN,
+        replace(options, preferred_element_type=dtype),
+        groups=groups,
+    )
+    results = fused_dot(
+        steps.function, lhs, rights, (*operands, *steps.operands[len(operands) :]), multiplied,
+        out_dtypes=steps.dtypes, sizes=sizes,
+    )  # fmt: skip
+    return steps.structured(results)
+
+
+# The ragged axis contracted, and a multiple of that added to a matrix.
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=INLINE)
+def run_scaled_sum(
+    arrays: RaggedArrays,
+    operands: tuple[Any, ...],
+    steps: Steps,
+    numbers: lax.RaggedDotDimensionNumbers,
+    options: Options,
+    out_sharding: Any,
+) -> jax.Array:
+    """Returns `alpha * product + beta * c`, the ragged axis contracted.
+
+    Args:
+      arrays: with one right operand; neither offset nor rows.
+      operands: those of alpha, c and beta that `steps.named` names, in this order.
+    """
+    lhs, (rhs,), sizes = arrays.lhs, arrays.rights, arrays.sizes
+    if is_explicit(lhs, rhs, sizes, *operands):
+        if out_sharding is None:
+            out_sharding = arrays.sharding_of_product(steps.op, numbers)
+
+        def scaled_sum(arrays: RaggedArrays, operands: tuple[Any, ...]) -> jax.Array:
+            return run_scaled_sum(arrays, operands, steps, numbers, options, None)
+
+        return in_auto_axes(scaled_sum, out_sharding, arrays, operands)
+    if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
+        _refuse_hopper(steps.op, reason, options)
+        as_lax = _lax_options(options) | {"out_sharding": out_sharding}
+        theirs = partial(lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **as_lax)
+        dtype = jax.eval_shape(theirs, lhs, rhs, sizes).dtype
+        product = theirs(lhs, rhs, sizes, preferred_element_type=accumulator_dtype(dtype))
+        return traced(steps.op, steps, (product,), operands, dtype, None).apply(product)
+    options = _canonical(lhs, rhs, sizes, numbers, options)
+    dtype = options.preferred_element_type or jnp.result_type(lhs, rhs)
+    wide = replace(options, preferred_element_type=dtype)
+    axes = arrays.axes(numbers)
+    place = steps.named.index("c") if "c" in steps.named else len(operands)
+
+    def of_matrices(left: Any, right: Any, own_sizes: Any, *c: Any, inner: int) -> jax.Array:
+        own_sizes = sizes_in_rows(own_sizes, left.shape[0], inner)
+        count = own_sizes.shape[0]
+        shape = (count, left.shape[1], right.shape[1])
+        product = jax.ShapeDtypeStruct(shape, accumulator_dtype(dtype))
+        own = (*operands[:place], *c, *operands[place + 1 :])
+        own_steps = traced(steps.op, steps, (product,), own, dtype, None)
+        results = fused_dot(
+            own_steps.function, left, (right,), own_steps.operands,
+            Product(axes.subscripts, wide, groups=Groups.plain(count)),
+            out_dtypes=own_steps.dtypes, in_place=own_steps.in_place(steps, product),
+            sizes=own_sizes,
+        )  # fmt: skip
+        return own_steps.structured(results)
+
+    return axes.mapped(of_matrices, lhs, rhs, sizes, *operands[place : place + 1])
+
+
+# What JAX's own product runs and decides.
 
 
 def left_to_lax(
@@ -148,83 +284,39 @@ def left_to_lax(
     if out_sharding is not None and not is_explicit(lhs, rhs, sizes):
         return "out_sharding came, and its arrays have no Explicit mesh axes"
     axes = RaggedAxes.of(numbers or BASIC, np.ndim(lhs), np.ndim(rhs))
-    if axes.kind == "contraction" and axes.outer:
+    if axes.kind == "varlen_k" and axes.outer:
         return "it contracts axes outside of the ragged one"
     return None
 
 
-def refuse_hopper(op: str, reason: str, implementation: str | None) -> None:
+def _refuse_hopper(op: str, reason: str, options: Options) -> None:
     """Raises if the user insists on a kernel, and JAX's own product is the answer."""
-    if implementation == "hopper":
+    if options.implementation == "hopper":
         raise NotImplementedError(f"implementation='hopper': no kernel runs {op}: {reason}")
 
 
-def canonical(lhs: Any, rhs: Any, sizes: Any, numbers: Any, options: Any) -> dict[str, Any]:
-    """Returns precision and dtype as JAX puts them into its own product, whose rules hold."""
+def _lax_options(options: Options) -> dict[str, Any]:
+    """Returns those options that JAX's products have."""
+    return {
+        "precision": options.precision,
+        "preferred_element_type": options.preferred_element_type,
+    }
+
+
+def _canonical(
+    lhs: Any, rhs: Any, sizes: Any, numbers: lax.RaggedDotDimensionNumbers, options: Options
+) -> Options:
+    """Returns options with precision and dtype as JAX puts them into its own product."""
     if numbers.rhs_group_dimensions:  # fewer than there are sizes, with an offset
-        groups = rhs.shape[numbers.rhs_group_dimensions[0]]
-        sizes = jax.ShapeDtypeStruct((*sizes.shape[:-1], groups), sizes.dtype)
-    function = partial(lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **options)
+        count = rhs.shape[numbers.rhs_group_dimensions[0]]
+        sizes = jax.ShapeDtypeStruct((*sizes.shape[:-1], count), sizes.dtype)
+    function = partial(
+        lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **_lax_options(options)
+    )
     equations = jax.make_jaxpr(function)(lhs, rhs, sizes).jaxpr.eqns
     (params,) = (e.params for e in equations if e.primitive.name == "ragged_dot_general")
-    return {key: params[key] for key in ("precision", "preferred_element_type")}
-
-
-@partial(jax.jit, static_argnums=(4, 5, 6, 7), inline=INLINE)
-def scaled_sum(
-    lhs: Any,
-    rhs: Any,
-    sizes: Any,
-    operands: tuple[Any, ...],
-    numbers: lax.RaggedDotDimensionNumbers,
-    options: tuple[Any, ...],
-    steps: Steps,
-    implementation: Implementation,
-) -> jax.Array:
-    """Returns `alpha * product + beta * c`, the ragged axis contracted.
-
-    Args:
-      lhs, rhs, sizes, numbers: as in `ragged_dot_general`, checked.
-      operands: those of alpha, c and beta that `steps.named` names, in this order.
-      options: of JAX's product, as pairs.
-    """
-    out_sharding = dict(options)["out_sharding"]
-    if is_explicit(lhs, rhs, sizes, *operands):
-        if out_sharding is None:
-            axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
-            pair = partitions(lhs), partitions(rhs)
-            out_sharding = sharding_of_product(steps.op, axes, *pair, None)
-        options = tuple((dict(options) | {"out_sharding": None}).items())
-
-        def typed(lhs: Any, rhs: Any, sizes: Any, operands: tuple[Any, ...]) -> jax.Array:
-            return scaled_sum(lhs, rhs, sizes, operands, numbers, options, steps, implementation)
-
-        return in_auto_axes(typed, out_sharding, lhs, rhs, sizes, operands)
-    theirs = partial(lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **dict(options))
-    if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
-        refuse_hopper(steps.op, reason, implementation)
-        dtype = jax.eval_shape(theirs, lhs, rhs, sizes).dtype
-        product = theirs(lhs, rhs, sizes, preferred_element_type=accumulator_dtype(dtype))
-        return traced(steps.op, steps, (product,), operands, dtype, None).apply(product)
-    params = canonical(lhs, rhs, sizes, numbers, dict(options))
-    dtype = params["preferred_element_type"] or jnp.result_type(lhs, rhs)
-    axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
-    chosen = Options(implementation, params["precision"], dtype, max_sms=current_max_sms())
-    place = steps.named.index("c") if "c" in steps.named else len(operands)
-
-    def of_matrices(left: Any, right: Any, own_sizes: Any, *c: Any, inner: int) -> jax.Array:
-        assert axes.subscripts
-        own_sizes = sizes_in_rows(own_sizes, left.shape[0], inner)
-        count = own_sizes.shape[0]
-        shape = (count, left.shape[1], right.shape[1])
-        product = jax.ShapeDtypeStruct(shape, accumulator_dtype(dtype))
-        own = (*operands[:place], *c, *operands[place + 1 :])
-        what = traced(steps.op, steps, (product,), own, dtype, None)
-        results = fused_dot(
-            what.function, left, (right,), what.operands,
-            Product(axes.subscripts, chosen, groups=Groups.plain(count)),
-            out_dtypes=what.dtypes, in_place=what.in_place(steps, product), sizes=own_sizes,
-        )  # fmt: skip
-        return what.structured(results)
-
-    return axes.mapped(of_matrices, lhs, rhs, sizes, *operands[place : place + 1])
+    return replace(
+        options,
+        precision=params["precision"],
+        preferred_element_type=params["preferred_element_type"],
+    )

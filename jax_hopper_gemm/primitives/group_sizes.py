@@ -1,4 +1,7 @@
-"""Arrays of group sizes: as a product takes them, where runs of rows end, whose each row is."""
+"""Group sizes as arrays of the program: what a product takes, and what follows from sizes.
+
+An array of sizes cuts rows into runs, as `gemm.groups` says.
+"""
 
 from __future__ import annotations
 
@@ -10,49 +13,6 @@ from jax import lax
 from jax import numpy as jnp
 
 from ..gemm.groups import Groups
-
-
-def run_ends(sizes: jax.Array, length: Any) -> jax.Array:
-    """Returns where each run ends on an axis, as a kernel finds it; works along the last axis.
-
-    Args:
-      sizes: (..., S), of any integers.
-      length: elements of the axis.
-    """
-    limit = jnp.asarray(length, np.int32)
-    sizes = jnp.minimum(jnp.maximum(sizes, 0), limit)
-    axis = sizes.ndim - 1
-    if isinstance(length, int) and sizes.shape[axis] * length < 2**31:
-        return jnp.minimum(lax.cumsum(sizes, axis), limit)
-    return lax.associative_scan(lambda x, y: jnp.minimum(x + y, limit), sizes, axis=axis)
-
-
-def clipped_sizes(sizes: jax.Array, length: Any) -> jax.Array:
-    """Returns what the sizes amount to: none is negative, and their sum is `length` at most."""
-    ends = run_ends(sizes, length)
-    starts = jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1)
-    return ends - starts
-
-
-def group_of_rows(sizes: jax.Array, groups: Groups, length: int) -> jax.Array:
-    """Returns the number of each row's matrix, (length,) int32; -1 for rows of no group."""
-    rows = jnp.arange(length, dtype=np.int32)
-    if sizes.shape[0] == 0:
-        run = jnp.zeros_like(rows)
-    else:
-        ends = run_ends(sizes, length)
-        run = jnp.searchsorted(ends, rows, side="right", method="scan_unrolled").astype(np.int32)
-    period = run // groups.period
-    place = run - period * groups.period - groups.first
-    return jnp.where((place >= 0) & (place < groups.count), period * groups.step + place, -1)
-
-
-def sizes_of_each(sizes: jax.Array, length: int, size: int) -> jax.Array:
-    """Returns sizes for `size` times `length` rows, from (S,) or (size, S) sizes for each."""
-    clipped = clipped_sizes(sizes, length)
-    rest = length - clipped.sum(-1, keepdims=True, dtype=np.int32)
-    each = jnp.concatenate([clipped, rest], axis=-1)
-    return jnp.broadcast_to(each, (size, each.shape[-1])).reshape(-1)[:-1]
 
 
 def as_int32(values: jax.Array, least: int = 0) -> jax.Array:
@@ -94,3 +54,46 @@ def sizes_and_groups(
     local = lax.dynamic_slice(jnp.pad(sizes, (0, count)), (offset,), (count,))
     sizes = jnp.concatenate([before[None], local])
     return sizes, Groups(period=count + 2, count=count, first=1)
+
+
+def sizes_of_each(sizes: jax.Array, length: int, size: int) -> jax.Array:
+    """Returns sizes for `size` times `length` rows, from (S,) or (size, S) sizes for each."""
+    clipped = clipped_sizes(sizes, length)
+    left_over = length - clipped.sum(-1, keepdims=True, dtype=np.int32)
+    each = jnp.concatenate([clipped, left_over], axis=-1)
+    return jnp.broadcast_to(each, (size, each.shape[-1])).reshape(-1)[:-1]
+
+
+def run_ends(sizes: jax.Array, length: Any) -> jax.Array:
+    """Returns where each run ends on an axis, as a kernel finds it; works along the last axis.
+
+    Args:
+      sizes: (..., S), of any integers.
+      length: elements of the axis.
+    """
+    limit = jnp.asarray(length, np.int32)
+    sizes = jnp.minimum(jnp.maximum(sizes, 0), limit)
+    axis = sizes.ndim - 1
+    if isinstance(length, int) and sizes.shape[axis] * length < 2**31:
+        return jnp.minimum(lax.cumsum(sizes, axis), limit)
+    return lax.associative_scan(lambda x, y: jnp.minimum(x + y, limit), sizes, axis=axis)
+
+
+def clipped_sizes(sizes: jax.Array, length: Any) -> jax.Array:
+    """Returns what the sizes amount to: none is negative, and their sum is `length` at most."""
+    ends = run_ends(sizes, length)
+    starts = jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1)
+    return ends - starts
+
+
+def group_of_rows(sizes: jax.Array, groups: Groups, length: int) -> jax.Array:
+    """Returns the number of each row's matrix, (length,) int32; -1 for rows of no group."""
+    rows = jnp.arange(length, dtype=np.int32)
+    if sizes.shape[0] == 0:
+        run = jnp.zeros_like(rows)
+    else:
+        ends = run_ends(sizes, length)
+        run = jnp.searchsorted(ends, rows, side="right", method="scan_unrolled").astype(np.int32)
+    period = run // groups.period
+    place = run - period * groups.period - groups.first
+    return jnp.where((place >= 0) & (place < groups.count), period * groups.step + place, -1)
