@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -104,10 +105,10 @@ def matmul(
     named = named_in(given)
     steps = Steps("matmul", named, activation_function(activation), epilogue)
     return _run(
-        jnp.matmul, a, b, implementation, steps, tuple(given[x] for x in named),
-        epilogue_operands, preactivation, default_dtype=checks.strong_dtype(given.get("c")),
-        precision=precision, preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
+        JaxProduct(jnp.matmul, (("out_sharding", out_sharding),)),
+        a, b, steps, tuple(given[x] for x in named), epilogue_operands,
+        Options(implementation, precision, preferred_element_type, preactivation),
+        checks.strong_dtype(given.get("c")),
     )  # fmt: skip
 
 
@@ -147,11 +148,11 @@ def dot_general(
     """
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.check_dot_general(lhs, rhs, dimension_numbers)
+    named = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
     return _run(
-        lax.dot_general, lhs, rhs, implementation, Steps("dot_general", epilogue=epilogue), (),
-        epilogue_operands, preactivation, dimension_numbers=dimension_numbers,
-        precision=precision, preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
+        JaxProduct(lax.dot_general, named),
+        lhs, rhs, Steps("dot_general", epilogue=epilogue), (), epilogue_operands,
+        Options(implementation, precision, preferred_element_type, preactivation),
     )  # fmt: skip
 
 
@@ -186,9 +187,9 @@ def einsum(
     checks.check_einsum(subscripts, operands)
     lhs, rhs = checks.as_arrays("einsum", lhs=operands[0], rhs=operands[1])
     return _run(
-        _einsum, lhs, rhs, implementation, Steps("einsum", epilogue=epilogue), (),
-        epilogue_operands, preactivation, subscripts=subscripts, precision=precision,
-        preferred_element_type=preferred_element_type, out_sharding=out_sharding,
+        JaxProduct(_einsum, (("subscripts", subscripts), ("out_sharding", out_sharding))),
+        lhs, rhs, Steps("einsum", epilogue=epilogue), (), epilogue_operands,
+        Options(implementation, precision, preferred_element_type, preactivation),
     )  # fmt: skip
 
 
@@ -196,52 +197,67 @@ def _einsum(lhs: jax.Array, rhs: jax.Array, *, subscripts: str, **options: Any) 
     return jnp.einsum(subscripts, lhs, rhs, **options)
 
 
+@dataclass(frozen=True)
+class JaxProduct:
+    """A product of JAX with its own arguments. Equal ones are one key of a cache.
+
+    Attributes:
+      function: of two arrays, these arguments, `precision` and `preferred_element_type`.
+      named: pairs of a name and an argument.
+    """
+
+    function: Callable[..., jax.Array]
+    named: tuple[tuple[str, Any], ...]
+
+    def arguments(self, options: Options) -> dict[str, Any]:
+        """Returns all keyword arguments of the function."""
+        named = {
+            "precision": options.precision,
+            "preferred_element_type": options.preferred_element_type,
+        }
+        return named | dict(self.named)
+
+    def with_options(self, options: Options) -> Callable[..., jax.Array]:
+        """Returns the function of two arrays."""
+        return partial(self.function, **self.arguments(options))
+
+
 def _run(
-    function: Any,
+    product: JaxProduct,
     lhs: Any,
     rhs: Any,
-    implementation: Implementation,
     steps: Steps,
     named_operands: tuple[Any, ...],
     epilogue_operands: Any,
-    preactivation: Preactivation,
-    *,
-    preferred_element_type: Any,
+    options: Options,
     default_dtype: Any = None,
-    **options: Any,
 ) -> Any:
     """Checks the arguments that dense products share and runs one.
 
     Args:
-      function: JAX's product; `options` are its own.
+      function: JAX's product.
       steps: its epilogue; `named_operands`, then `epilogue_operands` are the operands.
+      options: as the user gave them.
       default_dtype: dtype of the product where `preferred_element_type` names no single one.
     """
     plain = not (steps.named or steps.activation or steps.epilogue)
-    operands = checks.check_steps(
-        steps.op, steps.epilogue, epilogue_operands, plain, preactivation, preferred_element_type,
-        implementation,
-    )  # fmt: skip
-    dtypes, dtype = None, preferred_element_type
-    if isinstance(dtype, tuple | list):
-        dtypes, dtype = tuple(dtype), None
-    options["preferred_element_type"] = default_dtype if dtype is None else dtype
-    if isinstance(options["precision"], list):
-        options["precision"] = tuple(options["precision"])
-    static = tuple(options.items())
+    operands = checks.check_steps(steps.op, steps.epilogue, epilogue_operands, plain, options)
+    dtypes, dtype = None, options.preferred_element_type
+    if isinstance(dtype, tuple):
+        dtypes, dtype = dtype, None
+    dtype = default_dtype if dtype is None else dtype
+    options = replace(options, preferred_element_type=dtype, max_sms=current_max_sms())
     operands = (*named_operands, *operands)
     if is_replaced():
-        check_kernel_unasked(steps.op, implementation)
-        product = replaced_product(function, lhs, rhs, options)
+        check_kernel_unasked(steps.op, options.implementation)
+        whole = replaced_product(product.function, lhs, rhs, product.arguments(options))
         if plain:
-            return product
-        what = traced(steps.op, steps, (product,), operands, product.dtype, dtypes)
-        return what.apply(product)
+            return whole
+        what = traced(steps.op, steps, (whole,), operands, whole.dtype, dtypes)
+        return what.apply(whole)
     if plain:
-        return _traced(function, lhs, rhs, implementation, static)
-    return _traced_steps(
-        function, lhs, rhs, operands, implementation, static, steps, dtypes, preactivation
-    )
+        return _traced(product, lhs, rhs, options)
+    return _traced_steps(product, lhs, rhs, operands, steps, options, dtypes)
 
 
 # One trace for equal arguments. Inlined at once, so that the caller's program holds the bare
@@ -250,42 +266,38 @@ _Inline = getattr(jax, "Inline", None)
 INLINE: Any = _Inline.JAX_EARLY if _Inline else True
 
 
-@partial(jax.jit, static_argnums=(0, 3, 4), inline=INLINE)
-def _traced(
-    function: Any, lhs: Any, rhs: Any, implementation: Implementation, options: tuple[Any, ...]
-) -> jax.Array:
-    function = partial(function, **dict(options))
-    if implementation == "xla":
+@partial(jax.jit, static_argnums=(0, 3), inline=INLINE)
+def _traced(product: JaxProduct, lhs: Any, rhs: Any, options: Options) -> jax.Array:
+    function = product.with_options(options)
+    if options.implementation == "xla":
         return function(lhs, rhs)
-    return with_hopper_dot(function, lhs, rhs, implementation)
+    return with_hopper_dot(function, lhs, rhs, options.implementation)
 
 
-@partial(jax.jit, static_argnums=(0, *range(4, 9)), inline=INLINE)
+@partial(jax.jit, static_argnums=(0, 4, 5, 6), inline=INLINE)
 def _traced_steps(
-    function: Any,
+    product: JaxProduct,
     lhs: Any,
     rhs: Any,
     operands: tuple[Any, ...],
-    implementation: Implementation,
-    options: tuple[Any, ...],
     steps: Steps,
+    options: Options,
     dtypes: tuple[Any, ...] | None,
-    preactivation: Preactivation,
 ) -> Any:
-    function = partial(function, **dict(options))
+    function, implementation = product.with_options(options), options.implementation
     dtype = jax.eval_shape(function, lhs, rhs).dtype
     wide = partial(function, preferred_element_type=accumulator_dtype(dtype))
-    product = abstract(wide, lhs, rhs)
-    what = traced(steps.op, steps, (product,), operands, dtype, dtypes)
+    like = abstract(wide, lhs, rhs)
+    what = traced(steps.op, steps, (like,), operands, dtype, dtypes)
     if implementation == "xla":
         return what.apply(wide(lhs, rhs))
     final = final_product(function, lhs, rhs)
     if final is None:
         return what.apply(with_hopper_dot(wide, lhs, rhs, implementation))
-    chosen = Options(implementation, final.precision, dtype, preactivation, current_max_sms())
+    options = replace(options, precision=final.precision, preferred_element_type=dtype)
     results = fused_dot(
         what.function, final.lhs, (final.rhs,), what.operands,
-        Product(final.subscripts, chosen, final.out_sharding),
-        out_dtypes=what.dtypes, in_place=what.in_place(steps, product),
+        Product(final.subscripts, options, final.out_sharding),
+        out_dtypes=what.dtypes, in_place=what.in_place(steps, like),
     )  # fmt: skip
     return what.structured(results)

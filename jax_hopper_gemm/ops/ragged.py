@@ -102,14 +102,11 @@ def ragged_dot(
     groups = checks.GroupArguments(group_sizes, group_offset, row_indices)
     checks.check_ragged_dot(lhs, rhs, groups, implementation, bias, activation)
     plain = bias is None and activation is None and epilogue is None
-    operands = checks.check_steps(
-        op, epilogue, epilogue_operands, plain, preactivation, preferred_element_type,
-        implementation,
-    )  # fmt: skip
-    arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices)
     options = Options(
         implementation, precision, preferred_element_type, preactivation, current_max_sms()
     )
+    operands = checks.check_steps(op, epilogue, epilogue_operands, plain, options)
+    arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices)
     if plain:
         return run_product(op, arrays, BASIC, options, out_sharding)
     checks.check_group_operands(op, operands, rhs)

@@ -246,8 +246,8 @@ def run_scaled_sum(
         return traced(steps.op, steps, (product,), operands, dtype, None).apply(product)
     options = _canonical(lhs, rhs, sizes, numbers, options)
     dtype = options.preferred_element_type or jnp.result_type(lhs, rhs)
+    wide = replace(options, preferred_element_type=dtype)
     axes = arrays.axes(numbers)
-    own_options = replace(options, preferred_element_type=dtype, preactivation="save")
     place = steps.named.index("c") if "c" in steps.named else len(operands)
 
     def of_matrices(left: Any, right: Any, own_sizes: Any, *c: Any, inner: int) -> jax.Array:
@@ -259,7 +259,7 @@ def run_scaled_sum(
         own_steps = traced(steps.op, steps, (product,), own, dtype, None)
         results = fused_dot(
             own_steps.function, left, (right,), own_steps.operands,
-            Product(axes.subscripts, own_options, groups=Groups.plain(count)),
+            Product(axes.subscripts, wide, groups=Groups.plain(count)),
             out_dtypes=own_steps.dtypes, in_place=own_steps.in_place(steps, product),
             sizes=own_sizes,
         )  # fmt: skip

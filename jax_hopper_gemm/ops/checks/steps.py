@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...gemm.options import Options
 from .arguments import as_arrays, choice_problems, function_problems, is_array
 from .wording import counted, describe, dtypes_text, fail
 
@@ -16,18 +17,17 @@ def check_steps(
     epilogue: Any,
     operands: Any,
     plain: bool,
-    preactivation: Any,
-    preferred: Any,
-    implementation: Any,
+    options: Options,
 ) -> tuple[Any, ...]:
     """Checks the arguments that all products share, and returns the operands of the epilogue.
 
     Args:
       op: the function that the user called.
-      epilogue, operands, preactivation, preferred, implementation: the user's arguments.
+      epilogue, operands, options: the user's arguments.
       plain: whether the product has no epilogue at all.
     """
     problems, mistyped = [], function_problems("epilogue", epilogue)
+    preferred = options.preferred_element_type
     if not isinstance(operands, tuple | list):
         mistyped.append(
             f"epilogue_operands is a {type(operands).__name__}, expected a tuple of arrays: (x,)"
@@ -43,7 +43,7 @@ def check_steps(
             f"preferred_element_type is {dtypes_text(preferred)}, expected one dtype: only the "
             "results of an epilogue have one each"
         )
-    problems += choice_problems(preactivation, implementation)
+    problems += choice_problems(options.preactivation, options.implementation)
     fail(op, problems, mistyped)
     return tuple(as_arrays(op, **{f"epilogue_operands[{i}]": x for i, x in enumerate(operands)}))
 
