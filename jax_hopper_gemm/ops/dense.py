@@ -235,7 +235,7 @@ def _run(
     """Checks the arguments that dense products share and runs one.
 
     Args:
-      function: JAX's product.
+      product: JAX's own.
       steps: its epilogue; `named_operands`, then `epilogue_operands` are the operands.
       options: as the user gave them.
       default_dtype: dtype of the product where `preferred_element_type` names no single one.
