@@ -129,6 +129,53 @@ def test_the_table_is_short_and_the_root_holds_folders_alone():
     assert root == {"__init__.py", "__main__.py", "py.typed"}
 
 
+MOST_PARAMETERS = 8
+
+# What users call, in the image of JAX's and Flax's functions.
+PUBLIC = {
+    "moe/experts.py": {"grouped_mlp"},
+    "moe/layer.py": {"mixture_of_experts"},
+    "moe/router.py": {"router"},
+    "nn/layers.py": {"__init__"},
+    "nn/moe.py": {"__init__", "run"},
+    "ops/dense.py": {"matmul", "dot_general", "einsum"},
+    "ops/gated.py": {"gated_linear_unit"},
+    "ops/ragged.py": {"ragged_dot", "ragged_dot_general"},
+    "reports/explanation.py": {"explain"},
+}
+# A kernel's parameters are what is launched; the tuner is told how to measure.
+LONG = {
+    "dispatch/tuner.py": {"tuned_entry"},
+    "kernels/epilogue/driver.py": {"finish_subtile"},
+    "kernels/skeleton.py": {"launch", "kernel"},
+}
+
+
+def functions_with_many_parameters(source: str) -> set[str]:
+    """Returns the names of functions of more than `MOST_PARAMETERS`, `self` and `cls` aside."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            parameters = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            if len([x for x in parameters if x.arg not in ("self", "cls")]) > MOST_PARAMETERS:
+                names.add(node.name)
+    return names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / PACKAGE)))
+def test_no_function_takes_more_than_eight_parameters(path: Path):
+    name = path.relative_to(ROOT / PACKAGE).as_posix()
+    allowed = PUBLIC.get(name, set()) | LONG.get(name, set())
+    assert functions_with_many_parameters(path.read_text()) <= allowed
+
+
+def test_parameters_are_counted():
+    eight, nine = (", ".join(f"p{i}" for i in range(n)) for n in (8, 9))
+    source = f"def f({eight}): ...\ndef g({nine}): ...\nclass A:\n    def h(self, {eight}): ..."
+    assert functions_with_many_parameters(source) == {"g"}
+    assert functions_with_many_parameters(f"def f(a, *, {eight}): ...") == {"f"}
+
+
 @pytest.mark.parametrize(
     ("path", "source", "imported"),
     [

@@ -77,7 +77,7 @@ def test_operands_on_several_devices_are_said_to_be_shared_out():
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     a = jax.ShapeDtypeStruct(A.shape, A.dtype, sharding=sharding)
     found = jhg.explain(a, B)
-    assert found.devices == 2 and "each runs its share" in str(found)
+    assert found.devices == 2 and "each runs its shard" in str(found)
     assert jhg.explain(A, B).devices == 1 and "share" not in str(jhg.explain(A, B))
 
 

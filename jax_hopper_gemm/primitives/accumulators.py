@@ -53,14 +53,14 @@ def _multiply_ragged(product: Product, lhs: Any, right: Any, sizes: Any, *, by_x
 
 
 def accumulators_of(
-    product: Product, lhs: Any, rights: Sequence[Any], *sizes: Any, by_xla: bool = False
+    product: Product, lhs: Any, right_operands: Sequence[Any], *sizes: Any, by_xla: bool = False
 ) -> list[Any]:
     """Returns the accumulators, an array each; arguments as of `multiply`.
 
     Args:
-      rights: the right operand; or gate and up, which one array may hold.
+      right_operands: the right operand; or gate and up, which one array may hold.
     """
-    arrays = [multiply(product, lhs, right, *sizes, by_xla=by_xla) for right in rights]
+    arrays = [multiply(product, lhs, right, *sizes, by_xla=by_xla) for right in right_operands]
     return unstacked(arrays, product.gate_up_axis())
 
 

@@ -24,36 +24,38 @@ def batched_product(
     Args:
       operands: the left one, the right ones, sizes; `axes` holds each one's mapped axis.
     """
-    lhs, *rights = operands
+    lhs, *right_operands = operands
     lhs_axis, *right_axes = axes
     if all(axis is None for axis in axes):
         return list(operands), product, None
     if product.groups:
         return _batched_ragged(axis_data.size, operands, axes, product)
     if len(set(right_axes)) > 1:
-        rights = [
+        right_operands = [
             jnp.broadcast_to(x, (axis_data.size, *x.shape))
             if axis is None
             else jnp.moveaxis(x, axis, 0)
-            for x, axis in zip(rights, right_axes, strict=True)
+            for x, axis in zip(right_operands, right_axes, strict=True)
         ]
         right_axes = [0]
-    return [lhs, *rights], batched(product, axis_data, (lhs_axis, right_axes[0])), 0
+    return [lhs, *right_operands], batched(product, axis_data, (lhs_axis, right_axes[0])), 0
 
 
 def _batched_ragged(
     size: int, operands: Sequence[Any], axes: Sequence[int | None], product: Product
 ) -> tuple[list[Any], Product, int]:
-    lhs, *rights, sizes = operands
+    lhs, *right_operands, sizes = operands
     lhs_axis, *right_axes, sizes_axis = axes
     lhs, sizes = mapped_first(size, lhs, lhs_axis), mapped_first(size, sizes, sizes_axis)
     contraction = is_varlen_k(product.subscripts)
     if contraction or any(axis is not None for axis in right_axes):
-        rights = [mapped_first(size, x, a) for x, a in zip(rights, right_axes, strict=True)]
-        right_axes = [0] * len(rights)
+        right_operands = [
+            mapped_first(size, x, a) for x, a in zip(right_operands, right_axes, strict=True)
+        ]
+        right_axes = [0] * len(right_operands)
     rank, batch = len(product.subscripts.rhs), sizes.shape[1:-1]
-    rights = [
+    right_operands = [
         mapped_shared(size, x, axis, batch, x.ndim - (axis is not None) > rank)
-        for x, axis in zip(rights, right_axes, strict=True)
+        for x, axis in zip(right_operands, right_axes, strict=True)
     ]
-    return [lhs, *rights, sizes], replace(product, batch=product.batch + 1), 0
+    return [lhs, *right_operands, sizes], replace(product, batch=product.batch + 1), 0

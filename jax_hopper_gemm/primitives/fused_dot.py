@@ -30,7 +30,7 @@ __all__ = ["accumulator_dtype", "fused_dot", "hopper_fused_p"]
 def fused_dot(
     function: Callable[..., Any],
     lhs: jax.Array,
-    rights: Sequence[jax.Array],
+    right_operands: Sequence[jax.Array],
     operands: Sequence[Any],
     product: Product,
     *,
@@ -53,8 +53,8 @@ def fused_dot(
 
     Args:
       lhs: the left operand.
-      rights: the right operand; or gate and up, of one shape; or one array that stacks them, along
-        an axis of extent 2 whose letter stands nowhere else in its subscripts.
+      right_operands: the right operand; or gate and up, of one shape; or one array that stacks
+        them, along an axis of extent 2 whose letter stands nowhere else in its subscripts.
       operands: arrays.
       product: its options are canonical. `preferred_element_type` is the dtype of the product
         without a function: a result with the product's shape that the function leaves as it came is
@@ -72,7 +72,7 @@ def fused_dot(
     of_rows = groups is not None and not is_varlen_k(product.subscripts)
     if groups:
         assert sizes is not None
-        lhs, *rights, sizes = alike_in_shard_map(lhs, *rights, sizes)
+        lhs, *right_operands, sizes = alike_in_shard_map(lhs, *right_operands, sizes)
         by_group = tuple(of_rows and x.ndim == 3 for x in operands)
         residual = residual_of(lhs.dtype.name)
         function = partial(_by_rows, function, by_group, groups, residual)
@@ -80,10 +80,10 @@ def fused_dot(
         operands = (sizes, *(lax.squeeze(x, (1,)) if each else x for x, each in pairs))
         in_place = None if in_place is None else in_place + 1
     else:
-        lhs, *rights = alike_in_shard_map(lhs, *rights)
+        lhs, *right_operands = alike_in_shard_map(lhs, *right_operands)
     accumulators = abstract(
         partial(accumulators_of, product, by_xla=True),
-        lhs, rights, *operands[: product.num_sizes_operands],
+        lhs, right_operands, *operands[: product.num_sizes_operands],
     )  # fmt: skip
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*accumulators, *operands)
     results, structure = jax.tree.flatten(shapes)
@@ -115,10 +115,10 @@ def fused_dot(
     params = {
         "jaxpr": traced(complete, *accumulators, *operands, *closed.consts),
         "product": product,
-        "num_b": len(rights),
+        "num_b": len(right_operands),
         "in_place": in_place,
     }
-    args = (lhs, *rights, *operands, *closed.consts)
+    args = (lhs, *right_operands, *operands, *closed.consts)
     if product.options.implementation == "xla":
         return jax.tree.unflatten(structure, reference_fused(*args, **params))
     return jax.tree.unflatten(structure, hopper_fused_p.bind(*args, **params))

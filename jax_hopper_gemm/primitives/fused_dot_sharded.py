@@ -2,7 +2,7 @@
 
 What a kernel would compute of the function goes into the custom call, as the graph that a kernel's
 spec holds: plain data, for any extents. What XLA computes after the kernel stays in the program. A
-device whose share has all of K runs one kernel; else the products of the shards are summed over
+device whose shard has all of K runs one kernel; else the products of the shards are summed over
 devices, and the graph follows.
 """
 
@@ -140,7 +140,7 @@ def fused_of_shards(
     fused = FusedProduct.from_dict(params)
     graph, m, n, product = fused.graph, fused.m, fused.n, fused.product
     letters, count = context.letters, len(context.letters.factors)
-    (lhs, *rights), operands = shards[:count], shards[count:]
+    (lhs, *right_operands), operands = shards[:count], shards[count:]
     follow = partial(evaluate, graph, labels=letters.others, out=letters.out, m=m, n=n)
     cut = any(context.shard.axes[letter] for letter in letters.contracted)
     across = any(context.shard.result(letter) for letter in n)
@@ -148,17 +148,17 @@ def fused_of_shards(
         if cut:
             dtype = np.dtype(jnp.dtype(context.sum_dtype))
             product = product.with_options(preferred_element_type=dtype)
-        products = [context.sum(x) for x in accumulators_of(product, lhs, rights)]
+        products = [context.sum(x) for x in accumulators_of(product, lhs, right_operands)]
         if _is_sum(
             graph, str(product.options.preferred_element_type)
         ):  # as plain as this, XLA adds up shards of both before it
             return [products[0] + operands[0]]
         accumulators = [x.astype(jnp.float32) for x in products]
         return follow([*accumulators, *operands], reduce=context.reduce)
-    accumulators = abstract(partial(accumulators_of, product, by_xla=True), lhs, rights)
+    accumulators = abstract(partial(accumulators_of, product, by_xla=True), lhs, right_operands)
     function = traced(lambda *args: follow(args), *accumulators, *operands)
     outputs = bind(
-        lhs, *rights, *operands, jaxpr=function, product=product, num_b=len(rights),
+        lhs, *right_operands, *operands, jaxpr=function, product=product, num_b=len(right_operands),
         in_place=fused.in_place,
     )  # fmt: skip
     return _over_devices(context, graph.results, outputs, m, n)

@@ -66,8 +66,8 @@ class Recompute:
     def residuals(self, kept: Sequence[Any]) -> list[Any]:
         """Returns the derivative's residuals from those kept for it."""
         lhs, *others = kept[: self.num_operands]
-        rights, sizes = others[: self.num_b], others[self.num_b :]
-        accumulators = accumulators_of(self.product, lhs, rights, *sizes)
+        right_operands, sizes = others[: self.num_b], others[self.num_b :]
+        accumulators = accumulators_of(self.product, lhs, right_operands, *sizes)
         needed = [x for x, used in zip(accumulators, self.used, strict=True) if used]
         return [*needed, *kept[self.num_operands :]]
 

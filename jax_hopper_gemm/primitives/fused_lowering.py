@@ -52,12 +52,12 @@ def request_of(
 
 def _flat(product: Product, lhs: Any, *others: Any) -> list[Any]:
     """Returns the operands of the one product that a mapped ragged product is."""
-    *rights, sizes = others
+    *right_operands, sizes = others
     batch, rank = product.batch, len(product.subscripts.rhs)
     length, size = lhs.shape[batch], prod(lhs.shape[:batch])
     sizes = sizes_of_each(sizes.reshape(size, -1), length, size)
-    rights = [x.reshape(-1, *x.shape[x.ndim - rank + 1 :]) for x in rights]
-    return [lhs.reshape(size * length, -1), *rights, sizes]
+    right_operands = [x.reshape(-1, *x.shape[x.ndim - rank + 1 :]) for x in right_operands]
+    return [lhs.reshape(size * length, -1), *right_operands, sizes]
 
 
 def _call_of(ctx: mlir.LoweringRuleContext, values: Sequence[Any], params: dict[str, Any]) -> Call:

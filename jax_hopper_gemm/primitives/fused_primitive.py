@@ -79,9 +79,9 @@ def reference_fused(
       in_place: as in `fused_dot`; only kernels heed it.
     """
     del in_place
-    lhs, rights, operands = _split(args, num_b)
+    lhs, right_operands, operands = _split(args, num_b)
     sizes = operands[: product.num_sizes_operands]
-    accumulators = accumulators_of(product, lhs, rights, *sizes, by_xla=by_xla)
+    accumulators = accumulators_of(product, lhs, right_operands, *sizes, by_xla=by_xla)
     return jaxpr_as_fun(jaxpr)(*accumulators, *operands)
 
 
@@ -90,9 +90,12 @@ def reference_fused(
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     jaxpr, product, num_b = params["jaxpr"], params["product"], params["num_b"]
-    lhs, rights, operands = _split(primals, num_b)
+    lhs, right_operands, operands = _split(primals, num_b)
     still = [type(x) is ad.Zero for x in tangents]
-    dtypes, dtype = {x.dtype for x in (lhs, *rights)}, product.options.preferred_element_type
+    dtypes, dtype = (
+        {x.dtype for x in (lhs, *right_operands)},
+        product.options.preferred_element_type,
+    )
     if len(dtypes) == 1 and is_inexact(lhs):
         dtype = jnp.dtype(residual_of(dtypes.pop().name))
     kept_product = product.with_options(preferred_element_type=dtype, preactivation="save")
@@ -136,15 +139,17 @@ def _product_tangents(
     Where the right operand stacks gate and up, so does the one tangent: along the axis that is
     returned, else None.
     """
-    lhs, rights, operands = _split(primals, num_b)
+    lhs, right_operands, operands = _split(primals, num_b)
     lhs_tangent, right_tangents, _ = _split(tangents, num_b)
     sizes = operands[: product.num_sizes_operands]
     moved: dict[int, Any] = {}
     if type(lhs_tangent) is not ad.Zero:
         if num_b == 2:
-            moved |= enumerate(hopper_dots_p.bind(lhs_tangent, *rights, *sizes, product=product))
+            moved |= enumerate(
+                hopper_dots_p.bind(lhs_tangent, *right_operands, *sizes, product=product)
+            )
         else:
-            moved[0] = multiply(product, lhs_tangent, rights[0], *sizes)
+            moved[0] = multiply(product, lhs_tangent, right_operands[0], *sizes)
     for i, right_tangent in enumerate(right_tangents):
         if type(right_tangent) is not ad.Zero:
             term = multiply(product, lhs, right_tangent, *sizes)
@@ -196,12 +201,12 @@ def _batch(axis_data: Any, args: Any, axes: Any, **params: Any) -> tuple[list[An
     arrays, product, product_axis = batched_product(
         axis_data, args[:count], axes[:count], params["product"]
     )
-    lhs, rights, operands = _split((*arrays, *args[count:]), num_b)
+    lhs, right_operands, operands = _split((*arrays, *args[count:]), num_b)
     operands, axes = list(operands), [product_axis] * num_sizes + list(axes[count:])
     if num_sizes and product_axis is not None:
         _as_rows_lie(axis_data.size, arrays, operands, axes, params)
     accumulators = abstract(
-        partial(accumulators_of, product, by_xla=True), lhs, rights, *operands[:num_sizes]
+        partial(accumulators_of, product, by_xla=True), lhs, right_operands, *operands[:num_sizes]
     )
     function = mapped(
         params["jaxpr"],
@@ -210,7 +215,7 @@ def _batch(axis_data: Any, args: Any, axes: Any, **params: Any) -> tuple[list[An
         [*accumulators, *operands],
     )
     outputs = hopper_fused_p.bind(
-        lhs, *rights, *operands, jaxpr=function, product=product, num_b=num_b,
+        lhs, *right_operands, *operands, jaxpr=function, product=product, num_b=num_b,
         in_place=params["in_place"],
     )  # fmt: skip
     return outputs, [0] * len(outputs)
@@ -296,8 +301,8 @@ def _dots(lhs: Any, *others: Any, product: Product) -> list[Any]:
 def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, product: Product) -> list[Any]:
     if not ad.is_undefined_primal(lhs):
         return transpose_by(_dots, cotangents, lhs, *others, product=product)
-    rights, sizes = others[: len(cotangents)], others[len(cotangents) :]
-    pairs = zip(cotangents, rights, strict=True)
+    right_operands, sizes = others[: len(cotangents)], others[len(cotangents) :]
+    pairs = zip(cotangents, right_operands, strict=True)
     terms = [(ct, right) for ct, right in pairs if type(ct) is not ad.Zero]
     if not terms:
         return [ad.Zero(lhs.aval), *(None for _ in others)]

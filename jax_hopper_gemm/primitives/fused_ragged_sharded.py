@@ -59,7 +59,7 @@ def fused_of_ragged_shards(
     fused, letters = FusedProduct.from_dict(params), context.letters
     graph, m, n, product = fused.graph, fused.m, fused.n, fused.product
     count, rows = len(letters.factors), not is_varlen_k(product.subscripts)
-    (lhs, *rights), operands, sizes = shards[:count], shards[count:-1], shards[-1]
+    (lhs, *right_operands), operands, sizes = shards[:count], shards[count:-1], shards[-1]
     assert product.groups
     shard = RaggedShard.of(product.groups, context.part)
     length = lhs.shape[0] * shard.rows.count
@@ -69,7 +69,7 @@ def fused_of_ragged_shards(
     if _sums_first(graph, context, n, rows):
         dtype = np.dtype(jnp.dtype(context.sum_dtype))
         product = product.with_options(preferred_element_type=dtype)
-        products = accumulators_of(product, lhs, rights, own_sizes)
+        products = accumulators_of(product, lhs, right_operands, own_sizes)
         accumulators = [context.sum(x).astype(jnp.float32) for x in products]
         if rows:
             behind = RaggedShard(shard.rule, rows=Part(*context.part("m", summed=True)))
@@ -81,7 +81,7 @@ def fused_of_ragged_shards(
             for x, names in zip(operands, letters.others, strict=False)
         ]
     accumulators = jax.eval_shape(
-        partial(accumulators_of, product, by_xla=True), lhs, rights, own_sizes
+        partial(accumulators_of, product, by_xla=True), lhs, right_operands, own_sizes
     )
     split = len(accumulators)
 
@@ -89,9 +89,9 @@ def fused_of_ragged_shards(
         return follow(args[:split], args[split + 1 :], args[split], own_rule)
 
     outputs = bind(
-        lhs, *rights, own_sizes, *operands,
+        lhs, *right_operands, own_sizes, *operands,
         jaxpr=traced(function, *accumulators, own_sizes, *operands), product=product,
-        num_b=len(rights), in_place=None if fused.in_place is None else fused.in_place + 1,
+        num_b=len(right_operands), in_place=None if fused.in_place is None else fused.in_place + 1,
     )  # fmt: skip
     whole = [result for result in graph.results if result.plane == 0]
     return [

@@ -44,7 +44,7 @@ class Explanation:
       epilogue: what the kernel computes after the product; empty for nothing.
       uncovered: names of the operations that follow the product and are XLA's.
       devices: over how many the operands lie. Above 1, all this is said of the whole product, and
-        each device runs its share, decided anew for its extents when XLA partitions the program.
+        each device runs its shard, decided anew for its extents when XLA partitions the program.
     """
 
     product: str
@@ -93,7 +93,7 @@ class Explanation:
             lines["by XLA"] = ", ".join(self.uncovered)
         if self.devices > 1:
             lines["devices"] = (
-                f"{self.devices}, of which each runs its share where XLA partitions the program; "
+                f"{self.devices}, of which each runs its shard where XLA partitions the program; "
                 "the above is of the whole product: explain arrays of the shards' shapes"
             )
         return "\n".join(f"{name:<10} {text}" for name, text in lines.items())
