@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import group_sizes
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +34,7 @@ import numpy as np
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import benchmark, group_sizes, timing
+from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.lowered import specs_of
 
 BYTES_PER_US = 4.3e6  # of device memory, measured on an H200

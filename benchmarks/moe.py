@@ -32,12 +32,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from grouped import RATE, SCALE, SLOW, TOO_SLOW, first_line, timed
+from moe_programs import MoeProgram, rows_written, step_of
 
 from jax_hopper_gemm import cubin, moe
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.lowered import specs_of
-from jax_hopper_gemm.testing.moe_programs import MoeProgram, rows_written, step_of
 
 LARGEST_DIFFERENCE = 0.02  # of a result, in norm: some roundings to bfloat16
 CALLS_BY_THE_HOST = 3

@@ -32,12 +32,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from tensor_parallel_programs import ACTIVATIONS, IN_SPECS, Mlp, mesh_of
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
-from jax_hopper_gemm.testing.tensor_parallel import ACTIVATIONS, IN_SPECS, Mlp, mesh_of
 
 CANDIDATES = (
     "jnp", "jnp:default", "automatic", "gathered", "overlapped", "overlapped:128",

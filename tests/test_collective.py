@@ -12,10 +12,10 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from support.collectives import run_counted
 from support.program_inspection import LAUNCH, integers, lowered
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.testing.collectives import run_counted
 
 AXIS = {"axis_name": "tp"}
 

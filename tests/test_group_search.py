@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
@@ -17,11 +17,17 @@ from jax_hopper_gemm.gemm.group_search import (
     MAX_LENGTH,
     MAX_TILES,
     GroupRaster,
+    Part,
+    empty_before_end,
+    first_window,
+    is_last,
+    next_window,
+    part_in,
     tile_in_pair,
 )
 from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.gemm.raster import make_raster, tile_at
-from jax_hopper_gemm.testing.lanes import Int32, NumpyLanes, group_tiles, parts_of_empty_groups
+from jax_hopper_gemm.testing.lanes import Int32, NumpyLanes, group_tiles, size_reader
 
 pytestmark = pytest.mark.pure
 
@@ -96,6 +102,32 @@ def found_tiles(case: Case, indices=None) -> list[tuple[int, ...]]:
     indices = itertools.count() if indices is None else indices
     tiles = group_tiles(case.raster, case.sizes, case.rows, indices, case.skip_empty)
     return [tuple(tile) for tile in tiles]
+
+
+def parts_of_empty_groups(
+    raster: GroupRaster, sizes: Sequence[int], parts: int, first: int, stride: int
+) -> Iterator[Part]:
+    """Yields the parts, of ints, that one of `stride` warps finds in matrices of empty groups.
+
+    Args:
+      raster, sizes: as for `group_tiles`.
+      parts: of each matrix.
+      first: which warp it is.
+    """
+    lanes = NumpyLanes()
+    on_device = GroupRaster(*map(lanes.integer, raster))
+    size_at, index = size_reader(sizes), lanes.integer(first)
+    window, before = first_window(on_device, size_at, lanes, None, True), lanes.integer(0)
+    while True:
+        empty = empty_before_end(on_device, window, before, lanes)
+        before = lanes.of(empty, lanes.integer(LANES - 1))
+        while index < before * parts:
+            found = part_in(on_device, window, empty, index, lanes.integer(parts), lanes)
+            yield Part(*map(int, found))
+            index = index + stride
+        if is_last(on_device, window):
+            return
+        window = next_window(on_device, window, size_at, lanes, None, True)
 
 
 def random_sizes(random: Random) -> tuple[list[int], int]:

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from support.lowered import grids_of
 from support.program_inspection import integers, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.dispatch import H200, choose
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.launch.plan import make_plan
-from jax_hopper_gemm.testing.lowered import grids_of
 
 pytestmark = pytest.mark.usefixtures("launcher", "no_tables")
 

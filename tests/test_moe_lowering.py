@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from moe_programs import COPYING, MOE_PROGRAMS, MoeProgram
 from support.program_inspection import LAUNCH, lowered
 from test_fused_lowering import launches, reachable
-
-from jax_hopper_gemm.testing.moe_programs import COPYING, MOE_PROGRAMS, MoeProgram
 
 pytestmark = pytest.mark.usefixtures("launcher")
 

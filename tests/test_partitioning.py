@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
+from support.collectives import collectives, run_counted
 from support.program_inspection import CACHED_ON_MESH, integers, lowered, run_fresh
 
 import jax_hopper_gemm as jhg
@@ -24,7 +25,6 @@ from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.sharding import custom_call
 from jax_hopper_gemm.sharding.choose_shards import Factors, Shard, choose_shard
 from jax_hopper_gemm.sharding.mesh import Mesh
-from jax_hopper_gemm.testing.collectives import collectives, run_counted
 
 EXTENTS = {"b": 8, "m": 64, "n": 16, "k": 32}
 SINGLE = [{letter: "y"} for letter in "bmnk"]

@@ -16,6 +16,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.collectives import collectives, run_counted
 from support.program_inspection import CACHED_ON_MESH, LAUNCH, integers, run_fresh
 
 import jax_hopper_gemm as jhg
@@ -24,7 +25,6 @@ from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.primitives.fused_call import FusedProduct
 from jax_hopper_gemm.sharding import custom_call
 from jax_hopper_gemm.sharding.mesh import Mesh
-from jax_hopper_gemm.testing.collectives import collectives, run_counted
 
 EXTENTS = {"b": 8, "m": 64, "n": 16, "k": 32, "c": 2}
 CALL = r"name\\22: \\22(\w+)"

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.collectives import collectives
 from support.program_inspection import integers, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import moe
-from jax_hopper_gemm.testing.collectives import collectives
 
 EXTENTS = {"m": 64, "k": 32, "n": 16, "g": 8, "c": 2}
 SIZES = np.array([9, 0, 3, 7, 1, 20, 5, 3], np.int32)

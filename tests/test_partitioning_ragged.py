@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.collectives import run_counted
 from support.program_inspection import integers, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.sharding import custom_call
-from jax_hopper_gemm.testing.collectives import run_counted
 
 EXTENTS = {"b": 8, "m": 64, "k": 32, "n": 16, "g": 8}
 SIZES = {

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.collectives import run_counted
 from support.program_inspection import integers
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import sharding
-from jax_hopper_gemm.testing.collectives import run_counted
 from jax_hopper_gemm.testing.lowered import specs_of
 
 SIZES = jnp.array([3, 0, 4, 1])

@@ -7,14 +7,13 @@ import random
 
 import numpy as np
 import pytest
-from support import cases, policies
+from support import cases, policies, reference
 from support.host_kernels import BY_NAME, EPILOGUE_SPECS
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.launch.plan import make_plan
-from jax_hopper_gemm.testing import reference
 
 pytestmark = pytest.mark.pure
 

@@ -7,11 +7,12 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import group_sizes
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import graphs, grouped, outcome, random_grouped, trial
+from support import graphs, grouped, outcome, random_grouped, reference, trial
 from support.covering import ALL
 from support.grouped import Layout, Span
 from support.host_kernels import HostGpu
@@ -23,7 +24,7 @@ from jax_hopper_gemm.gemm.groups import GroupedAxis
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import group_sizes, reference
+from jax_hopper_gemm.testing.places import result_places, shape_of
 
 pytestmark = pytest.mark.pure
 
@@ -138,7 +139,7 @@ def test_gathered_rows_come_from_their_source():
     of = grouped.problem_of(plain_spec("m"), Layout.plain(2), 6, 24, 8)
     assert of.groups
     of = replace(of, groups=replace(of.groups, gathered="a", source_rows=4))
-    assert reference.shape_of(of, "a") == (1, 4, 8)
+    assert shape_of(of, "a") == (1, 4, 8)
     a = np.arange(32, dtype=np.float32).reshape(1, 4, 8)
     b = np.ones((2, 8, 24), np.float32) * [[[1]], [[2]]]
     indices = np.array([3, 3, 0, 4, -1, 0], np.int32)
@@ -217,7 +218,7 @@ def try_on_host(monkeypatch, case: grouped.Case, spoil=lambda results, parts: No
         buffers = reference.input_places(problem)
         pairs = zip(parts, buffers, strict=False)
         read = [p.view(flat(part, p.dtype)) for part, places in pairs for p in places]
-        places = reference.result_places(problem, spec)
+        places = result_places(problem, spec)
         rest = zip(parts[len(buffers) :], places, strict=True)
         written = [place.view(flat(part, place.dtype)) for part, place in rest]
         count = 1 + problem.graph.accumulators
@@ -338,7 +339,7 @@ def test_a_wrong_group_is_found(spoil, monkeypatch):
 
 def test_a_write_outside_is_found(monkeypatch):
     case = case_of("m", True)
-    (place,) = reference.result_places(case.problem, case.spec)
+    (place,) = result_places(case.problem, case.spec)
     for index in (case.problem.n, place.end):  # after a row, after the end
 
         def overwrite(results, parts, index=index):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from support import cases, outcome
+from support import cases, outcome, reference
 from support.host_kernels import BY_NAME, EXACT, run_epilogue_on_host
-
-from jax_hopper_gemm.testing import reference
 
 pytestmark = pytest.mark.pure
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import cases, outcome, trial
+from support import cases, outcome, reference, trial
 from support.host_kernels import BY_NAME, EXACT, run_epilogue_on_host, run_on_host
 from support.recording_driver import SPEC
 
-from jax_hopper_gemm.testing import reference
+from jax_hopper_gemm.testing.places import result_places
 
 pytestmark = pytest.mark.pure
 
@@ -45,7 +45,7 @@ def test_trial_finds_a_write_outside(monkeypatch):
 
 def test_trial_finds_a_write_before_the_start():
     problem, _, _ = trial_problem()
-    (place,) = reference.result_places(problem, SPEC)
+    (place,) = result_places(problem, SPEC)
     bits = np.full(place.end + 2 * trial.GUARD, 2**32 - 1, np.uint32)
     trial.assert_untouched_outside(place, bits, "kernel")
     bits[3] = 0

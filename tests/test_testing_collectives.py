@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.collectives import collectives
 
-from jax_hopper_gemm.testing.collectives import collectives, collectives_in
+from jax_hopper_gemm.testing.collectives import collectives_in
 
 LINES = {
     "%a = f32[8,4]{1,0} all-reduce(%p), channel_id=1, to_apply=%add": ("all-reduce", 128),

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import reference
 from support.matrices import LAYOUTS, normal
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.testing import reference, shapes
+from jax_hopper_gemm.testing import shapes
 
 pytestmark = pytest.mark.pure
 

@@ -7,9 +7,10 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import reference
 from support.matrices import normal
 
-from jax_hopper_gemm.testing import reference, tolerance
+from jax_hopper_gemm.testing import tolerance
 
 pytestmark = pytest.mark.pure
 

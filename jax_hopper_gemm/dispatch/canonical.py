@@ -309,10 +309,7 @@ def ragged_roles(subscripts: Subscripts) -> Roles:
 
 
 def ragged_extents(
-    subscripts: Subscripts,
-    lhs_shape: Sequence[int],
-    rhs_shape: Sequence[int],
-    groups: GroupedAxis,
+    subscripts: Subscripts, lhs_shape: Sequence[int], rhs_shape: Sequence[int], groups: GroupedAxis
 ) -> dict[str, int]:
     """Returns the extent of each letter."""
     return {GROUP: groups.matrices} | subscripts.extents(lhs_shape, rhs_shape)

@@ -335,9 +335,7 @@ class _Cut:
         result = Result(top_k.kind, top_k.value, k=top_k.k)
         labels = self._request(result)
         self._make(
-            variable,
-            (),
-            lambda finished: [arrange(finished[result], labels, top_k.axes, variable)],
+            variable, (), lambda finished: [arrange(finished[result], labels, top_k.axes, variable)]
         )
 
     # For `explain`.

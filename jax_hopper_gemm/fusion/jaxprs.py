@@ -167,9 +167,7 @@ def with_accumulator(closed: ClosedJaxpr, index: int, dtype: Any) -> ClosedJaxpr
 
 
 def evaluated(
-    closed: ClosedJaxpr,
-    args: Sequence[Any],
-    origins: dict[int, tuple[Any, Any]] | None = None,
+    closed: ClosedJaxpr, args: Sequence[Any], origins: dict[int, tuple[Any, Any]] | None = None
 ) -> list[Any]:
     """Returns the outputs of a function, with conversions that undo each other left out.
 

@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: references, error bounds, shapes, timing, a direct launcher."""
+"""Programs and measurements that benchmarks, notebooks, the command line and tests share."""

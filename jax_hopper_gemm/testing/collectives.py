@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
@@ -50,20 +48,6 @@ def collectives_in(program: str) -> Iterator[Collective]:
         arrays = re.findall(r"(\w+)\[([\d,]*)\]", results)
         size = sum(ITEMSIZES[x] * prod(map(int, filter(None, s.split(",")))) for x, s in arrays)
         yield Collective(kind, groups, size)
-
-
-def collectives(program: str) -> dict[str, tuple[int, int]]:
-    """Returns count and bytes of the results on a device, by kind, of an HLO program's text."""
-    found = list(collectives_in(program))
-    counts = Counter(x.kind for x in found)
-    return {kind: (counts[kind], sum(x.size for x in found if x.kind == kind))
-            for kind in sorted(counts)}  # fmt: skip
-
-
-def run_counted(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any]:
-    """Returns a function's results, as NumPy's, and the collectives of its program."""
-    program = jax.jit(lambda *args: function(*args), **options).lower(*args).compile()
-    return jax.tree.map(np.asarray, program(*args)), collectives(program.as_text() or "")
 
 
 def _groups(text: str) -> frozenset[frozenset[int]]:

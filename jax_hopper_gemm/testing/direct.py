@@ -23,14 +23,7 @@ from ..gemm.dtypes import DTYPES
 from ..gemm.kernel_params import PARAM_BYTES
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
-from ..launch.plan import (
-    TENSOR_MAP_SWIZZLE,
-    LaunchPlan,
-    Param,
-    Pointer,
-    TensorMap,
-    make_plan,
-)
+from ..launch.plan import TENSOR_MAP_SWIZZLE, LaunchPlan, Param, Pointer, TensorMap, make_plan
 from .gpu import Buffer, CudaError, Gpu, Part
 
 TENSOR_MAP_BYTES = PARAM_BYTES["tensor_map"]

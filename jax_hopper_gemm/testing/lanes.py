@@ -1,4 +1,4 @@
-"""The 32 lanes of a warp on the CPU: runs `grouping`, which the GPU's scheduler warp runs.
+"""The 32 lanes of a warp on the CPU: runs `gemm.group_search`, which the GPU's scheduler warp runs.
 
 Integers are those of the device: int32 and int64, division rounds towards zero. Where the device
 would wrap around or divide by zero, a test should know, so that raises.
@@ -15,13 +15,10 @@ from ..gemm.group_search import (
     LANES,
     GroupRaster,
     GroupTile,
-    Part,
-    empty_before_end,
     first_window,
     holds,
     is_last,
     next_window,
-    part_in,
     tile_in,
 )
 
@@ -120,7 +117,7 @@ def _raw(value: Any) -> Any:
 
 
 class NumpyLanes:
-    """The operations that `grouping` wants of a warp's lanes."""
+    """The operations that `gemm.group_search` wants of a warp's lanes."""
 
     def __init__(self) -> None:
         self.lane = Int32(np.arange(LANES, dtype=np.int64))
@@ -166,13 +163,13 @@ def group_tiles(
     It ends before the first index that is past the last tile, as the warp does.
 
     Args:
-      walk: ints.
+      raster: of ints.
       sizes: as many as `raster` says.
-      rows, skip_empty: as in `grouping.next_window`.
+      rows, skip_empty: as in `group_search.next_window`.
     """
     lanes = NumpyLanes()
     on_device = GroupRaster(*map(lanes.integer, raster))
-    size_at = _size_at(sizes)
+    size_at = size_reader(sizes)
     window = first_window(on_device, size_at, lanes, rows, skip_empty)
     for index in map(lanes.integer, indices):
         while not (holds(window, index, lanes) or is_last(on_device, window)):
@@ -182,38 +179,12 @@ def group_tiles(
         yield GroupTile(*map(int, tile_in(on_device, window, index, lanes, rows)))
 
 
-def parts_of_empty_groups(
-    raster: GroupRaster, sizes: Sequence[int], parts: int, first: int, stride: int
-) -> Iterator[Part]:
-    """Yields the parts, of ints, that one of `stride` warps finds in matrices of empty groups.
+def size_reader(sizes: Sequence[int]) -> Any:
+    """Returns the function that gives each lane the size of its group."""
+    values, unasked = np.asarray(sizes, np.int64), np.resize(UNASKED, LANES)
 
-    Args:
-      walk, sizes: as for `group_tiles`.
-      parts: of each matrix.
-      first: which warp it is.
-    """
-    lanes = NumpyLanes()
-    on_device = GroupRaster(*map(lanes.integer, raster))
-    size_at, index = _size_at(sizes), lanes.integer(first)
-    window, before = first_window(on_device, size_at, lanes, None, True), lanes.integer(0)
-    while True:
-        empty = empty_before_end(on_device, window, before, lanes)
-        before = lanes.of(empty, lanes.integer(LANES - 1))
-        while index < before * parts:
-            found = part_in(on_device, window, empty, index, lanes.integer(parts), lanes)
-            yield Part(*map(int, found))
-            index = index + stride
-        if is_last(on_device, window):
-            return
-        window = next_window(on_device, window, size_at, lanes, None, True)
-
-
-def _size_at(sizes: Sequence[int]) -> Any:
-    given, unasked = np.asarray(sizes, np.int64), np.resize(UNASKED, LANES)
-
-    def size_at(span: Int32, valid: Any) -> Int32:
-        asked = np.broadcast_to(valid, LANES)
-        places = np.where(asked, span.value, 0)
-        return Int32(np.where(asked, given[places], unasked))
+    def size_at(group: Int32, valid: Any) -> Int32:
+        valid = np.broadcast_to(valid, LANES)
+        return Int32(np.where(valid, values[np.where(valid, group.value, 0)], unasked))
 
     return size_at

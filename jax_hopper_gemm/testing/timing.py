@@ -21,9 +21,9 @@ import numpy as np
 
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
-from . import reference
 from .direct import Launch, prepare
 from .gpu import Buffer, Gpu
+from .places import factor_places, result_places
 
 L2_BYTES = 64 * 2**20  # no Hopper GPU has more
 MAX_SETS = 32  # of inputs; products so small that these fit in L2 are read from L2 in life, too
@@ -169,7 +169,7 @@ class KernelTimer:
           sizes: of a grouped product's groups, int32.
         """
         self.gpu, self.problem = gpu, problem
-        places = reference.factor_places(problem)
+        places = factor_places(problem)
         ends = [(buffer[0].dtype, max(place.end for place in buffer)) for buffer in places]
         nbytes = sum(end * jnp.dtype(dtype).itemsize for dtype, end in ends)
         self._inputs = [
@@ -194,7 +194,7 @@ class KernelTimer:
         return Timing(tuple(measure())).median
 
     def _outputs_for(self, spec: GemmSpec) -> list[list[Buffer]]:
-        places = reference.result_places(self.problem, spec)
+        places = result_places(self.problem, spec)
         sizes = tuple(place.end * jnp.dtype(place.dtype).itemsize for place in places)
         if sizes not in self._outputs:
             self._outputs[sizes] = [[*map(self.gpu.allocate, sizes)] for _ in self._inputs]

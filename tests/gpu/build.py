@@ -21,10 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # `support`
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # `moe_programs`
 
 import jax
 import nnx_step
 import notebook_block
+from moe_programs import moe_specs
 from support import random_grouped, random_products, training_step
 from support.grouped_programs import GROUPED_PROGRAMS
 from support.mesh_programs import mesh_specs
@@ -38,12 +40,11 @@ from support.policies import (
 )
 from support.programs import PROGRAMS
 from support.transformations import transformation_specs
+from tensor_parallel_programs import overlap_specs
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing.moe_programs import moe_specs
-from jax_hopper_gemm.testing.tensor_parallel import overlap_specs
 
 
 def main() -> int:

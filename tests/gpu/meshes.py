@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
+from support.collectives import collectives
 from support.mesh_programs import AXIS, DEVICES
 
 from jax_hopper_gemm.testing import tolerance
-from jax_hopper_gemm.testing.collectives import collectives
 
 TARGET = 'custom_call_target="jax_hopper_gemm.v1.launch"'
 OTHERS = r' dot\(|ragged-dot\(|custom_call_target="__cublas|jax_hopper_gemm.v1.partition'

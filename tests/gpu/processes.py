@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.testing import reference, tolerance
+from support import reference
+from jax_hopper_gemm.testing import tolerance
 
 def normal(seed, shape):
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
@@ -36,7 +37,8 @@ def run_python(code: str, folder: object, timeout: float = 240, **environment: s
 
 def run_command(*arguments: str, timeout: float = 240, **environment: str) -> str:
     """Returns what Python prints with these arguments, in a process of its own."""
-    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    tests = Path(__file__).resolve().parents[1]
+    paths = [str(tests), str(tests.with_name("benchmarks")), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # finds `support`
     done = subprocess.run(
         [sys.executable, *arguments],

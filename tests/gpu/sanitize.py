@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # `support`
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # `group_sizes`
 
 from support import cases, graphs, grouped, outcome, trial
 from support.policies import covering_specs, epilogue_covering_specs, grouped_covering_specs

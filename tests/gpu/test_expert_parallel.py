@@ -5,17 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import group_sizes
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.grouped_programs import contraction, rows_product
-
-from jax_hopper_gemm import moe
-from jax_hopper_gemm.testing import group_sizes
-from jax_hopper_gemm.testing.moe_programs import (
+from moe_programs import (
     AXIS,
     CROWDED,
     EXCHANGES,
@@ -24,6 +21,9 @@ from jax_hopper_gemm.testing.moe_programs import (
     ragged_dot_specs,
     ragged_dot_step,
 )
+from support.grouped_programs import contraction, rows_product
+
+from jax_hopper_gemm import moe
 from jax_hopper_gemm.testing.tolerance import assert_within_bound
 
 TARGET = 'custom_call_target="jax_hopper_gemm'

@@ -12,7 +12,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import graphs, random_grouped, trial
+from support import graphs, random_grouped, reference, trial
 from support.grouped import Case, Layout, assert_exact, edge_cases, integer_inputs, problem_of
 from support.policies import grouped_covering_specs
 
@@ -20,7 +20,8 @@ from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.dtypes import OPERANDS
 from jax_hopper_gemm.gemm.spec import RasterOrder
-from jax_hopper_gemm.testing import direct, reference
+from jax_hopper_gemm.testing import direct
+from jax_hopper_gemm.testing.places import result_places
 
 SPECS = grouped_covering_specs()
 CHOSEN = [spec for spec in table_specs(H200) if spec.grouped and spec not in SPECS]
@@ -98,7 +99,7 @@ def test_a_launch_reads_the_sizes_that_are_there_when_it_runs(axis, gpu):
     values = [inputs.a, *inputs.b, *inputs.operands, sizes]
     places = [place for (place,) in reference.input_places(problem)]
     buffers = [gpu.upload(trial.guarded([p], [v])) for p, v in zip(places, values, strict=True)]
-    (result,) = reference.result_places(problem, spec)
+    (result,) = result_places(problem, spec)
     itemsize = jnp.dtype(result.dtype).itemsize
     output = gpu.allocate(result.end * itemsize)
     parts = [

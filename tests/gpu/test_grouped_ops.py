@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import group_sizes
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,6 @@ from processes import assert_graphs_change_nothing
 from support.grouped_programs import GROUPED_PROGRAMS, ragged_dot, training
 
 from jax_hopper_gemm import ops
-from jax_hopper_gemm.testing import group_sizes
 
 TARGET = 'custom_call_target="jax_hopper_gemm'
 
@@ -120,7 +120,7 @@ def test_threads_of_a_loop_keep_their_order():
 
 
 STEPS = """
-from jax_hopper_gemm.testing import group_sizes
+import group_sizes
 from support.grouped_programs import training
 
 program = training(1024, 136, 264, 40, group_sizes.uneven)

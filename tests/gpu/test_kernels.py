@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support import cases, trial
+from support import cases, reference, trial
 from support.policies import covering_specs, stacked_specs
 
 from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
-from jax_hopper_gemm.testing import reference, tolerance
+from jax_hopper_gemm.testing import tolerance
 
 ALONE = [s for s in dict.fromkeys((*covering_specs(), *table_specs(H200))) if not s.grouped]
 ON_SEVERAL = table_specs(replace(H200, comm_overlap=True))

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from moe_programs import COPYING, MOE_PROGRAMS, MoeProgram, rows_written
 
 from jax_hopper_gemm import moe
-from jax_hopper_gemm.testing.moe_programs import COPYING, MOE_PROGRAMS, MoeProgram, rows_written
 
 TARGET = 'custom_call_target="jax_hopper_gemm'
 PRODUCTS = r' dot\(| dot-general\(|custom_call_target="__cublas[^"]*"|ragged-dot\('

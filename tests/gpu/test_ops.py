@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import reference
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.testing import reference, shapes, tolerance
+from jax_hopper_gemm.testing import shapes, tolerance
 from jax_hopper_gemm.testing.tolerance import Summation
 
 LAYOUTS = list(itertools.product("km", "nk"))

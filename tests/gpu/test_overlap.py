@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
-
-from jax_hopper_gemm.testing.lowered import grids_of
-from jax_hopper_gemm.testing.tensor_parallel import RINGS, TESTED, TESTED_LIMITS, Ring, mesh_of
+from support.lowered import grids_of
+from tensor_parallel_programs import RINGS, TESTED, TESTED_LIMITS, Ring, mesh_of
 
 TARGET = 'custom_call_target="jax_hopper_gemm'
 GATHERS = r" (all-gather|all-reduce|reduce-scatter|all-to-all)(-start)?\("

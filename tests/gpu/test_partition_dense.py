@@ -24,10 +24,10 @@ from meshes import (
     note,
     placed,
 )
+from support import reference
 from support.mesh_programs import AXIS, DEVICES, EXTENTS, LAYERS, PRODUCTS
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.testing import reference
 
 __all__ = ["mesh"]  # the fixture
 

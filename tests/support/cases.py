@@ -16,8 +16,7 @@ from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.grid import ceil_div
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
-from jax_hopper_gemm.testing import reference
-from jax_hopper_gemm.testing.reference import Operand, Place
+from jax_hopper_gemm.testing.places import Operand, Place, factor_places
 
 MAX_EXTENT = 9000
 _EDGES = (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257)
@@ -232,7 +231,7 @@ def _normal_pool() -> np.ndarray:
 
 def _inputs(problem: GemmProblem, pool: np.ndarray, scale: float = 1.0) -> Inputs:
     """Returns inputs cut from `pool`, A's elements times `scale`."""
-    places = [place for buffer in reference.factor_places(problem) for place in buffer]
+    places = [place for buffer in factor_places(problem) for place in buffer]
     values = [_cut(place, np.roll(pool, -i * 1009)) for i, place in enumerate(places)]
     if scale != 1.0:
         values[0] = (values[0].astype(np.float32) * scale).astype(values[0].dtype)

@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import group_sizes
 import numpy as np
-from support import cases, outcome
+from support import cases, outcome, reference
 from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.grid import ceil_div
 from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups, VarlenAxis
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
-from jax_hopper_gemm.testing import group_sizes, reference, tolerance
+from jax_hopper_gemm.testing import tolerance
+from jax_hopper_gemm.testing.places import shape_of
 
 GAP = 8  # elements after lines and matrices of `problem_of`
 _CHECKED = 400_000_000  # products of elements that a check in float64 may cost
@@ -329,7 +331,7 @@ def products(
             if low < high:
                 found[0, low:high] = multiply(a[0, rows[low:high]], b[span.matrix])
         return found
-    found = np.zeros(reference.shape_of(problem, "d"))
+    found = np.zeros(shape_of(problem, "d"))
     for span in _owned(problem, inputs.sizes):
         part = slice(span.start, span.end)
         found[span.matrix] = multiply(a[0, :, part], b[0, part])

@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import group_sizes
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support import reference
 
 from jax_hopper_gemm import ops
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import group_sizes, reference, tolerance
+from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.lowered import specs_of
 
 ROWS_CONTRACTED = jax.lax.RaggedDotDimensionNumbers(

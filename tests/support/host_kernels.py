@@ -7,12 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from support import cases, graphs, outcome, policies, trial
+from support import cases, graphs, outcome, policies, reference, trial
 from support.recording_driver import SPEC
 
 from jax_hopper_gemm.dispatch import H200
 from jax_hopper_gemm.gemm.spec import RasterOrder
-from jax_hopper_gemm.testing import reference
+from jax_hopper_gemm.testing.places import result_places
 
 EPILOGUE_SPECS = policies.epilogue_covering_specs()
 BY_NAME = {policies.name_of(spec): spec for spec in EPILOGUE_SPECS}
@@ -93,9 +93,7 @@ def run_epilogue_on_host(monkeypatch, spec, spoil=lambda results: None, num_sms=
         ]
         written = [
             place.view(flat(part, place.dtype))
-            for part, place in zip(
-                parts[len(buffers) :], reference.result_places(problem, spec), strict=True
-            )
+            for part, place in zip(parts[len(buffers) :], result_places(problem, spec), strict=True)
         ]
         count = 1 + problem.graph.accumulators
         seen = trial.Inputs(read[0], tuple(read[1:count]), tuple(read[count:]))

@@ -11,13 +11,15 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
+from support import reference
 from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Result
 from jax_hopper_gemm.gemm.grid import ceil_div
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import EPI_TILE_M, GemmSpec
-from jax_hopper_gemm.testing import reference, tolerance
+from jax_hopper_gemm.testing import tolerance
+from jax_hopper_gemm.testing.places import shape_of
 
 _EXACT: dict[str, Callable[..., np.ndarray]] = {
     "neg": np.negative, "abs": np.abs, "sign": np.sign, "square": np.square, "add": np.add,
@@ -34,7 +36,7 @@ def exact(problem: GemmProblem, spec: GemmSpec, inputs: Inputs) -> list[np.ndarr
     sums = [reference.integer_product(inputs.a, b, np.dtype(np.float32)) for b in inputs.b]
     values = exact_values(problem.graph, sums, broadcast_operands(problem, inputs))
     stored = [values[result.value] for result in problem.graph.results]
-    return arrays_of(problem.graph, spec, stored, reference.shape_of(problem, "d"))
+    return arrays_of(problem.graph, spec, stored, shape_of(problem, "d"))
 
 
 def exact_values(

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import random
 
+import group_sizes
 import numpy as np
 from support import graphs
 from support.grouped import Case, Layout, of_batch, problem_of
 from support.policies import grouped_covering_specs
 
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
-from jax_hopper_gemm.testing import group_sizes
 
 COUNT = 360
 _MAX_ELEMENTS = 1 << 24  # of all weights

@@ -8,13 +8,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import group_sizes
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.ops import gated_linear_unit, matmul, ragged_dot
-from jax_hopper_gemm.testing import group_sizes
 from jax_hopper_gemm.testing.lowered import specs_of
 
 TOKENS, WIDTH, HIDDEN, EXPERTS = 512, 256, 1024, 8

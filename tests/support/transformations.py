@@ -17,11 +17,12 @@ import numpy as np
 from support import running
 from support import transformed_programs as programs
 from support.covering import covering_subset
+from support.lowered import specs_apart
 from support.transformed_functions import FUNCTIONS, WITH_EPILOGUE, Function
 
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.interop.checkpoint_policy import checkpoint_policy
-from jax_hopper_gemm.testing.lowered import specs_apart, specs_of
+from jax_hopper_gemm.testing.lowered import specs_of
 
 Program = Callable[..., Any]
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-
-from jax_hopper_gemm.testing.tensor_parallel import FORMS, RINGS, Mlp, mesh_of
+from tensor_parallel_programs import FORMS, RINGS, Mlp, mesh_of
 
 
 def test_forms_compute_the_same():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+import group_sizes
 import numpy as np
 import pytest
-
-from jax_hopper_gemm.testing import group_sizes
 
 pytestmark = pytest.mark.pure
 

@@ -7,10 +7,10 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import reference
 from support.matrices import LAYOUTS, normal
 
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.testing import reference
 
 pytestmark = pytest.mark.pure
 

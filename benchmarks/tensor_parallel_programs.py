@@ -18,11 +18,11 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..collective import all_gather_matmul, matmul_reduce_scatter
-from ..gemm.spec import GemmSpec
-from ..lowering.devices import lowering_shard
-from ..ops import matmul, sm_limit
-from .lowered import specs_of
+from jax_hopper_gemm.collective import all_gather_matmul, matmul_reduce_scatter
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.lowering.devices import lowering_shard
+from jax_hopper_gemm.ops import matmul, sm_limit
+from jax_hopper_gemm.testing.lowered import specs_of
 
 AXIS = "tp"
 IN_SPECS = P(AXIS), P(None, AXIS), P(AXIS), P(AXIS)  # of x, up, down and the cotangent

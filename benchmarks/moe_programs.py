@@ -19,12 +19,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from .. import moe, ops
-from ..gemm.spec import GemmSpec
-from ..moe.expert_parallel import EXCHANGES as EXCHANGES_OF_ROWS
-from ..moe.router import sort_by_group
-from . import tolerance
-from .lowered import specs_of
+from jax_hopper_gemm import moe, ops
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.moe.expert_parallel import EXCHANGES as EXCHANGES_OF_ROWS
+from jax_hopper_gemm.moe.router import sort_by_group
+from jax_hopper_gemm.testing import tolerance
+from jax_hopper_gemm.testing.lowered import specs_of
 
 AXIS = "expert"
 NAMES = ("y", "of x", "of the router", "of gate and up", "of down")  # of a step's results

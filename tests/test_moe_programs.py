@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import moe_programs
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from moe_programs import AXIS, SPREAD, MoeProgram, rows_written
 from support.moe_reference import looped
 
 from jax_hopper_gemm import moe
-from jax_hopper_gemm.testing import moe_programs
 from jax_hopper_gemm.testing.lowered import specs_of
-from jax_hopper_gemm.testing.moe_programs import AXIS, SPREAD, MoeProgram, rows_written
 
 SMALL = MoeProgram(40, 16, 24, 8, 3)
 SIGMOID = replace(SMALL, score="sigmoid", scale=2.5, bias=tuple(np.linspace(0, 0.3, 8)))
