@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import special
-from support import epilogue
+from support import bounds, epilogue
 from support.activation_graphs import (
     ACTIVATIONS,
     GRADIENTS,
@@ -25,7 +25,6 @@ from support.operations import OPERATIONS, Builder, operation_graph, parameters_
 from jax_hopper_gemm.gemm.epilogue_arithmetic import arithmetic_of
 from jax_hopper_gemm.gemm.epilogue_errors import EXPONENT_LIMIT, ULP, error_of
 from jax_hopper_gemm.gemm.epilogue_graph import ARITY, Node
-from jax_hopper_gemm.testing import tolerance
 
 skip_without_compiler()
 
@@ -283,4 +282,4 @@ def test_an_epilogue_is_within_the_bounds_of_the_reference(name):
                 form = arithmetic.forms[number]
                 values[number] = op_codegen.evaluate(node, form, arguments, machine)
         got = values[value].astype(jnp.dtype(graph.results[0].dtype)).reshape(1, 1, -1)
-    tolerance.assert_within(got, expected, bound, name)
+    bounds.assert_within(got, expected, bound, name)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from support.buildable import epilogue_specs
 
 from jax_hopper_gemm.dispatch import (
     H200,
@@ -13,7 +14,6 @@ from jax_hopper_gemm.dispatch import (
     candidates,
     choice,
     choose,
-    epilogue_specs,
     legal_specs,
     problem_violations,
     table_specs,

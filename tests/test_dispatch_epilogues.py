@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support import graphs
+from support.buildable import epilogue_specs
 from support.graphs import STANDARD
 
 from jax_hopper_gemm.dispatch import (
@@ -15,7 +16,6 @@ from jax_hopper_gemm.dispatch import (
     Device,
     choice,
     choose,
-    epilogue_specs,
     load_table,
     problem_violations,
     table_specs,

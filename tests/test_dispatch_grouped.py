@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from support.buildable import epilogue_specs
 from support.graphs import STANDARD
 
 from jax_hopper_gemm.dispatch import (
@@ -16,7 +17,6 @@ from jax_hopper_gemm.dispatch import (
     TableError,
     choice,
     choose,
-    epilogue_specs,
     legal_specs,
     load_table,
     problem_violations,

@@ -8,11 +8,11 @@ import pytest
 
 from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.wgmma_fragment import owner_of
 from jax_hopper_gemm.viz.staging import (
     ROWS,
     bank_conflicts,
     fragment_element,
-    fragment_owner,
     staged_offset,
     stmatrix_row,
     swizzled,
@@ -38,7 +38,7 @@ def test_each_element_has_one_owner(columns):
 def test_owner_is_the_inverse_of_element():
     for thread in range(128):
         for value in range(128):
-            assert fragment_owner(*fragment_element(thread, value)) == (thread, value)
+            assert owner_of(*fragment_element(thread, value)) == (thread, value)
 
 
 @pytest.mark.parametrize(

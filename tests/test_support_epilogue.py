@@ -10,6 +10,7 @@ from support.activation_graphs import (
     ACTIVATIONS,
     activation_graph,
 )
+from support.bounds import assert_within
 from support.epilogue import evaluate
 from support.operations import OPERATIONS, Builder, operation_graph, parameters_of
 
@@ -22,7 +23,7 @@ from jax_hopper_gemm.gemm.epilogue_graph import (
     Operand,
     Result,
 )
-from jax_hopper_gemm.testing.tolerance import assert_within, farthest
+from jax_hopper_gemm.testing.tolerance import farthest
 
 pytestmark = pytest.mark.pure
 

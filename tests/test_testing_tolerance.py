@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import reference
+from support import bounds, reference
 from support.matrices import normal
 
 from jax_hopper_gemm.testing import tolerance
@@ -55,7 +55,7 @@ def test_a_truncating_accumulator_is_within_the_bound(kind):
         exact, magnitude = (f(a, b) * 2.0**-6 for f in (reference.product, reference.magnitude))
         for dtype in ("bfloat16", "float16", "float32"):
             result = product.astype(jnp.dtype(dtype))
-            tolerance.assert_within_bound(result, exact, magnitude, k, f"k={k}, {dtype}")
+            bounds.assert_within_bound(result, exact, magnitude, k, f"k={k}, {dtype}")
 
 
 def test_the_bound_is_of_the_order_of_the_error():
@@ -90,7 +90,7 @@ def test_sums_rounded_to_16_bits_are_outside_the_bound():
         )
     exact, magnitude = reference.product(a, b), reference.magnitude(a, b)
     with pytest.raises(AssertionError, match=r"result: element \(\d+, \d+\) is .* times the bound"):
-        tolerance.assert_within_bound(rounded, exact, magnitude, 512)
+        bounds.assert_within_bound(rounded, exact, magnitude, 512)
 
 
 def test_float32_sums_have_the_wider_bound():

@@ -80,13 +80,9 @@ def check_product(problem: GemmProblem) -> dict[str, Any]:
     ):
         rows = np.random.default_rng(0).choice(len(left), CHECKED_ROWS, replace=False)
         worst = tolerance.worst(
-            result[rows],
-            left[rows] @ right,
-            np.abs(left[rows]) @ np.abs(right),
-            k=left.shape[1],
-            summation="float32",
-            operands=problem.a_dtype,
-        )
+            result[rows], left[rows] @ right, np.abs(left[rows]) @ np.abs(right), k=left.shape[1],
+            summation="float32", operands=problem.a_dtype,
+        )  # fmt: skip
         report[name] = {"error_of_bound": worst.ratio, "good": worst.ratio <= 1}
     return {
         "extents": [m, n, k],

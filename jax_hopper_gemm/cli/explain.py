@@ -48,12 +48,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             "group_sizes": jax.ShapeDtypeStruct((args.groups,), "int32"),
         }
     answer = explain(
-        jax.ShapeDtypeStruct(a, problem.a_dtype),
-        jax.ShapeDtypeStruct(b, problem.b_dtype),
-        preferred_element_type=problem.d_dtype,
-        implementation=args.implementation,
-        **options,
-    )
+        jax.ShapeDtypeStruct(a, problem.a_dtype), jax.ShapeDtypeStruct(b, problem.b_dtype),
+        preferred_element_type=problem.d_dtype, implementation=args.implementation, **options,
+    )  # fmt: skip
     if args.json:
         print_json(asdict(answer) | {"kernel": answer.spec.name if answer.spec else None})
     else:

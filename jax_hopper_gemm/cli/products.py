@@ -39,10 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def problem(extents: tuple[int, int, int], args: argparse.Namespace) -> GemmProblem:
     """Returns the problem that `add_arguments` and three extents describe."""
     return GemmProblem.dense(
-        *extents,
-        args.batch,
-        a_major=args.a_major,
-        b_major=args.b_major,
-        dtype=args.dtype,
+        *extents, args.batch, a_major=args.a_major, b_major=args.b_major, dtype=args.dtype,
         d_dtype=args.result_dtype,
-    )
+    )  # fmt: skip

@@ -15,19 +15,12 @@ from .store import Store
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What became of each kernel.
+    """What became of each kernel."""
 
-    Attributes:
-      folder: where the kernels are; None for the user's cache.
-      compiled: specs compiled now.
-      reused: specs that were there, or that a cache had.
-      failures: why each of the others has no kernel.
-    """
-
-    folder: Path | None
-    compiled: tuple[GemmSpec, ...]
-    reused: tuple[GemmSpec, ...]
-    failures: dict[GemmSpec, str]
+    folder: Path | None  # where the kernels are; None for the user's cache
+    compiled: tuple[GemmSpec, ...]  # specs compiled now
+    reused: tuple[GemmSpec, ...]  # specs that were there, or that a cache had
+    failures: dict[GemmSpec, str]  # why each of the others has no kernel
 
     def __str__(self) -> str:
         where = self.folder or "the cache"

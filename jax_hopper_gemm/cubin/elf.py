@@ -28,28 +28,16 @@ _HAS_PAYLOAD = 4  # EIFMT_SVAL: the record's last 16 bits count the bytes that f
 
 @dataclass(frozen=True)
 class KernelCode:
-    """The one kernel of a cubin.
+    """The one kernel of a cubin."""
 
-    Attributes:
-      entry: symbol name.
-      sm: compute capability it was compiled for, times 10.
-      toolkit: CUDA version of the compiler, (major, minor).
-      parameters: (offset, size) in bytes of each parameter, in order.
-      threads: threads of a block.
-      registers: registers of a thread at launch.
-      stack_bytes: local memory of a thread; 0 where nothing spills.
-      static_smem_bytes: shared memory set aside by the compiler, with the KiB that sm_90
-        reserves in each block.
-    """
-
-    entry: str
-    sm: int
-    toolkit: tuple[int, int]
-    parameters: tuple[tuple[int, int], ...]
-    threads: int
-    registers: int
-    stack_bytes: int
-    static_smem_bytes: int
+    entry: str  # symbol name
+    sm: int  # compute capability it was compiled for, times 10
+    toolkit: tuple[int, int]  # CUDA version of the compiler, (major, minor)
+    parameters: tuple[tuple[int, int], ...]  # (offset, size) in bytes of each parameter, in order
+    threads: int  # threads of a block
+    registers: int  # registers of a thread at launch
+    stack_bytes: int  # local memory of a thread; 0 where nothing spills
+    static_smem_bytes: int  # set aside by the compiler, with the KiB that sm_90 reserves
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,11 @@ _loading = threading.Lock()
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A live kernel, good on every GPU of this process.
+    """A live kernel, good on every GPU of this process."""
 
-    Attributes:
-      handle: the `CUkernel`.
-      name: of the spec.
-      manifest: its facts, confirmed by the driver.
-    """
-
-    handle: int
-    name: str
-    manifest: Manifest
+    handle: int  # the `CUkernel`
+    name: str  # of the spec
+    manifest: Manifest  # its facts, confirmed by the driver
 
 
 def load(digest: str, spec_json: str) -> LoadedKernel:

@@ -33,15 +33,14 @@ class Manifest:
       spec: JSON of the `GemmSpec`.
       entry: symbol of the kernel.
       target: architecture.
-      toolkit: CUDA version of the compiler; a driver of an older major version may refuse it.
+      toolkit: of CUDA; a driver of an older major version may refuse it.
       parameters: in the kernel's order.
       threads: threads of a block.
-      cluster: CTAs of a cluster along x, y, z. It and the dynamic shared memory are set by the
-        launch; the code does not carry them, so they come from the spec.
+      cluster: CTAs along x, y, z; the launch sets it, so it comes from the spec.
       registers: registers of a thread at launch.
       stack_bytes: local memory of a thread; 0 where nothing spills.
       static_smem_bytes: shared memory set aside by the compiler.
-      dynamic_smem_bytes: shared memory asked for at launch.
+      dynamic_smem_bytes: that the launch asks for, as the spec says.
       cubin_sha256: digest of the cubin's bytes.
     """
 

@@ -23,29 +23,17 @@ _REGISTER = re.compile(r"\bR(\d+)\b")
 
 @dataclass(frozen=True)
 class SassFacts:
-    """Instructions of a kernel.
+    """Instructions of a kernel."""
 
-    Attributes:
-      wgmma: warpgroup matrix products (HGMMA, QGMMA, IGMMA).
-      tma_loads: bulk tensor loads (UTMALDG).
-      multicast_loads: those of them that serve several CTAs of a cluster.
-      tma_stores: bulk tensor stores (UTMASTG).
-      matrix_stores: transposing stores to shared memory (STSM).
-      register_budgets: registers that warps take or give up (USETMAXREG), in code order.
-      local_accesses: loads and stores of local memory (LDL, STL): spills.
-      highest_register: the largest register number.
-      instructions: all of them.
-    """
-
-    wgmma: int
-    tma_loads: int
-    multicast_loads: int
-    tma_stores: int
-    matrix_stores: int
-    register_budgets: tuple[int, ...]
-    local_accesses: int
-    highest_register: int
-    instructions: int
+    wgmma: int  # warpgroup matrix products (HGMMA, QGMMA, IGMMA)
+    tma_loads: int  # bulk tensor loads (UTMALDG)
+    multicast_loads: int  # those of them that serve several CTAs of a cluster
+    tma_stores: int  # bulk tensor stores (UTMASTG)
+    matrix_stores: int  # transposing stores to shared memory (STSM)
+    register_budgets: tuple[int, ...]  # registers that warps ask for (USETMAXREG), in order
+    local_accesses: int  # loads and stores of local memory (LDL, STL): spills
+    highest_register: int  # the largest register number
+    instructions: int  # all of them
 
 
 def sass_facts(cubin: bytes) -> SassFacts:

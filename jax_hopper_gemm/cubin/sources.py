@@ -24,17 +24,11 @@ _ANNOTATIONS = frozenset({"annotation", "returns"})
 
 
 class Statement(NamedTuple):
-    """A statement at the top of a module.
+    """A statement at the top of a module."""
 
-    Attributes:
-      name: what it defines; None where it does anything else.
-      text: its syntax tree as text, without what decides nothing.
-      uses: module and name of each definition that it may use.
-    """
-
-    name: str | None
-    text: str
-    uses: set[tuple[str, str]]
+    name: str | None  # what it defines; None where it does anything else
+    text: str  # its syntax tree as text, without what decides nothing
+    uses: set[tuple[str, str]]  # module and name of each definition that it may use
 
 
 def source_digest(package: Path) -> str:

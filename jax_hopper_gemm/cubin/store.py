@@ -27,30 +27,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel as bytes.
+    """A kernel as bytes."""
 
-    Attributes:
-      cubin: the ELF file.
-      manifest: its facts.
-      origin: where it came from: "prebuilt FOLDER", "cache FOLDER" or "compiled".
-    """
-
-    cubin: bytes
-    manifest: Manifest
-    origin: str
+    cubin: bytes  # the ELF file
+    manifest: Manifest  # its facts
+    origin: str  # where it came from: "prebuilt FOLDER", "cache FOLDER" or "compiled"
 
 
 @dataclass(frozen=True)
 class Store:
-    """One folder; it need not exist.
+    """One folder; it need not exist."""
 
-    Attributes:
-      folder: where the entries lie.
-      kind: what the folder is: "prebuilt" or "cache".
-    """
-
-    folder: Path
-    kind: str
+    folder: Path  # where the entries lie
+    kind: str  # what the folder is: "prebuilt" or "cache"
 
     def __str__(self) -> str:
         return f"{self.kind} {self.folder}"

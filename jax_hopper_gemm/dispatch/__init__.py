@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .buildable import epilogue_specs as epilogue_specs
 from .buildable import legal_specs as legal_specs
 from .buildable import table_specs as table_specs
 from .choice import Decision as Decision

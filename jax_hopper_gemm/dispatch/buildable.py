@@ -50,46 +50,18 @@ def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None)
     pairs = list(product(OPERANDS, RESULTS)) if dtypes is None else list(dtypes)
     specs: dict[GemmSpec, None] = {}
     for axis, (dtype, d_dtype) in product(AXES, pairs):
-        for problem_type in _problem_types(dtype, d_dtype, None, axis):
+        for problem_type in problem_types(dtype, d_dtype, None, axis):
             specs |= dict.fromkeys(model_specs(problem_type))
-    for measured in _measured_specs(device):
+    for measured in measured_specs(device):
         if (measured.a_dtype, measured.d_dtype) in pairs:
             plain = ProblemType.of_spec(measured)
             gathering = (replace(plain, gathered=g) for g in GATHERABLE[plain.grouped])
             refilled = (refilled_spec(measured, problem_type) for problem_type in gathering)
             specs |= dict.fromkeys((measured, *(spec for spec in refilled if spec)))
-    return _on(device, specs)
+    return specs_on(device, specs)
 
 
-def epilogue_specs(
-    device: Device,
-    graphs: Iterable[EpilogueGraph],
-    dtypes: Iterable[str] = OPERANDS,
-    grouped: VarlenAxis | None = None,
-) -> list[GemmSpec]:
-    """Returns every kernel that `choose` can return on `device` for these epilogues, once each.
-
-    They are of dense products, or of those that groups cut along `grouped`. An epilogue whose
-    results have no matrix is taken to have the operands' dtype for D.
-
-    Args:
-      dtypes: of A and B.
-    """
-    if device_violations(device):
-        return []
-    measured = _measured_specs(device)
-    specs: dict[GemmSpec, None] = {}
-    for graph, dtype in product(graphs, dtypes):
-        d_dtype = graph.matrices[0].dtype if graph.matrices else dtype
-        for problem_type in _problem_types(dtype, d_dtype, graph, grouped):
-            specs |= dict.fromkeys(model_specs(problem_type))
-            alike = (s for s in measured if ProblemType.of_spec(s) == problem_type.plain)
-            refilled = (refilled_spec(spec, problem_type) for spec in alike)
-            specs |= dict.fromkeys(spec for spec in refilled if spec)
-    return _on(device, specs)
-
-
-def _problem_types(
+def problem_types(
     dtype: str, d_dtype: str, graph: EpilogueGraph | None, axis: VarlenAxis | None
 ) -> list[ProblemType]:
     """Returns the types of legal problems with these dtypes, epilogue and grouped axis."""
@@ -101,12 +73,13 @@ def _problem_types(
     ]
 
 
-def _measured_specs(device: Device) -> list[GemmSpec]:
+def measured_specs(device: Device) -> list[GemmSpec]:
+    """Returns the kernels of the tables for a kind of GPU."""
     tables = tables_of(replace(device, comm_overlap=False))
     return [entry.spec for table in tables for entry in table.entries.values()]
 
 
-def _on(device: Device, specs: Iterable[GemmSpec]) -> list[GemmSpec]:
+def specs_on(device: Device, specs: Iterable[GemmSpec]) -> list[GemmSpec]:
     """Returns the kernels that `choose` returns on `device` where these are for a GPU alone."""
     if not device.comm_overlap:
         return list(specs)

@@ -30,7 +30,7 @@ class Gemm:
 
     Attributes:
       problem: extents and layouts.
-      swapped: whether A is the right operand and B the left one. D is row-major, so its last
+      swap_ab: whether A is the right operand and B the left one. D is row-major, so its last
         axis is N: when that axis comes from the left operand, D = (lhs rhs) is computed as the
         transpose of rhs^T lhs^T.
     """
@@ -45,7 +45,7 @@ class Roles:
 
     Attributes:
       m, n, batch: letters of the result, in its order.
-      swapped: as in `Gemm`.
+      swap_ab: as in `Gemm`.
     """
 
     m: str

@@ -64,21 +64,13 @@ DYNAMIC_CYCLES = 900.0  # fitted: to fetch a tile from the counter
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a launch is expected to cost.
+    """What a launch is expected to cost."""
 
-    Attributes:
-      ns: time of the kernel, in nanoseconds.
-      bound: what limits it: "tensor cores", "L2" or "device memory".
-      tiles, waves: tiles of D, expected ones of a grouped product, and how many one CTA computes
-        at most.
-      occupancy: share of the tile slots of those waves that hold a tile.
-    """
-
-    ns: float
-    bound: str
-    tiles: int
-    waves: int
-    occupancy: float
+    ns: float  # time of the kernel
+    bound: str  # what limits it: "tensor cores", "L2" or "device memory"
+    tiles: int  # of D, expected ones of a grouped product
+    waves: int  # tiles that one CTA computes at most
+    occupancy: float  # share of the tile slots of those waves that hold a tile
 
 
 def estimate(
@@ -110,19 +102,12 @@ def estimate(
 
 @dataclass(frozen=True)
 class TileCycles:
-    """What the estimate is made of, for one CTA among its equals; cycles of one tile.
+    """What the estimate is made of, for one CTA among its equals; cycles of one tile."""
 
-    Attributes:
-      k_tiles: k-tiles of it, rounded up.
-      multiply: the tensor cores', for one k-tile.
-      load: in which one k-tile of A and B arrives.
-      epilogue: of one math warpgroup.
-    """
-
-    k_tiles: int
-    multiply: float
-    load: float
-    epilogue: float
+    k_tiles: int  # k-tiles of it, rounded up
+    multiply: float  # the tensor cores', for one k-tile
+    load: float  # in which one k-tile of A and B arrives
+    epilogue: float  # of one math warpgroup
 
 
 def tile_cycles(problem: GemmProblem, spec: GemmSpec, device: Device) -> TileCycles:

@@ -7,19 +7,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of GPU.
+    """A kind of GPU."""
 
-    Attributes:
-      compute_capability: major and minor; the kernels need (9, 0).
-      num_sms: streaming multiprocessors that kernels may use.
-      limited: whether it has more of them, so that a kernel must keep to these.
-      comm_overlap: whether transfers between devices may hold SMs while a kernel runs.
-    """
-
-    compute_capability: tuple[int, int]
-    num_sms: int
-    limited: bool = False
-    comm_overlap: bool = False
+    compute_capability: tuple[int, int]  # major and minor; the kernels need (9, 0)
+    num_sms: int  # streaming multiprocessors that kernels may use
+    limited: bool = False  # whether it has more of them, so that a kernel must keep to these
+    comm_overlap: bool = False  # whether transfers between devices may hold SMs while a kernel runs
 
     @property
     def key(self) -> str:

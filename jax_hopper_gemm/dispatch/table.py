@@ -113,17 +113,12 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The measured choices for one kind of GPU. Compared by identity, so it can be a cache key.
-
-    Attributes:
-      origin: where it comes from, for `explain`.
-      source: "table" if it is the packaged one.
-    """
+    """The measured choices for one kind of GPU. Compared by identity, so it can be a cache key."""
 
     device: Device
     entries: Mapping[Key, Entry]
-    origin: str
-    source: Source = "user table"
+    origin: str  # where it comes from, for `explain`
+    source: Source = "user table"  # "table" if it is the packaged one
 
     @classmethod
     def of(cls, device: Device, entries: Iterable[Entry] = (), origin: str = "") -> Table:

@@ -155,12 +155,10 @@ class _Cut:
             uncovered=self._uncovered(),
             finish=finish_by(
                 {result: self._shape(result) for result in kept},
-                dict(zip(requested, spelled, strict=True)),
-                tuple(steps),
-                self._program.inputs[self._num_accumulators :],
-                self._program.outputs,
+                dict(zip(requested, spelled, strict=True)), tuple(steps),
+                self._program.inputs[self._num_accumulators :], self._program.outputs,
             ),
-        )
+        )  # fmt: skip
 
     def _shared_max(self, result: Result) -> Result:
         """Returns the row_sumexp that contains this row_max, else the result itself."""

@@ -18,19 +18,12 @@ from ..gemm.epilogue_graph import ARITY, EpilogueGraph, Node, Operand, Result
 
 @dataclass(frozen=True)
 class Leaf:
-    """An input of the graph.
+    """An input of the graph."""
 
-    Attributes:
-      index: number of the accumulator, or of the function's operand.
-      labels: the letters that it varies along, in the order of its axes.
-      operand: None for an accumulator.
-      cast: the dtype that the array is converted to before the kernel reads it.
-    """
-
-    index: int
-    labels: str
-    operand: Operand | None = None
-    cast: str | None = None
+    index: int  # number of the accumulator, or of the function's operand
+    labels: str  # the letters that it varies along, in the order of its axes
+    operand: Operand | None = None  # None for an accumulator
+    cast: str | None = None  # the dtype that the array is converted to before the kernel reads it
 
 
 class Builder:

@@ -31,37 +31,22 @@ class Tracked:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction of a matrix: the kernel computes partial results and XLA combines them.
+    """A reduction of a matrix: the kernel computes partial results and XLA combines them."""
 
-    Attributes:
-      kind: of `epilogue_graph.Result`.
-      value: the reduced value.
-      axes: of the variable; XLA reduces the letters of D that are neither here nor reduced by the
-        kernel.
-      negated: whether it is a minimum, computed as the maximum of the negated value.
-    """
-
-    kind: Literal["row_sum", "row_max", "column_sum", "max"]
-    value: int
-    axes: Axes
-    negated: bool = False
+    kind: Literal["row_sum", "row_max", "column_sum", "max"]  # of `epilogue_graph.Result`
+    value: int  # the reduced value
+    axes: Axes  # of the variable; XLA reduces the other letters that the kernel leaves
+    negated: bool = False  # whether it is a minimum, computed as the maximum of the negated value
 
 
 @dataclass(frozen=True)
 class SumExp:
-    """A variable that is sum(exp(x - center)) over the columns of each row.
+    """A variable that is sum(exp(x - center)) over the columns of each row."""
 
-    Attributes:
-      value: x.
-      axes: of the variable.
-      center: constant along each row.
-      columns: the summed dimensions, if `center` has as many dimensions as x.
-    """
-
-    value: int
-    axes: Axes
-    center: Atom
-    columns: tuple[int, ...]
+    value: int  # x
+    axes: Axes  # of the variable
+    center: Atom  # constant along each row
+    columns: tuple[int, ...]  # the summed dimensions, if `center` has as many dimensions as x
 
 
 @dataclass(frozen=True)

@@ -68,13 +68,9 @@ def pallas(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable | None
         if problem.m % cta_m or problem.n % cta_n or problem.k % 64:
             continue
         config = mgpu.TuningConfig(
-            tile_m=tile_m,
-            tile_n=tile_n,
-            tile_k=64,
-            max_concurrent_steps=4,
-            grid_tile_width=8,
+            tile_m=tile_m, tile_n=tile_n, tile_k=64, max_concurrent_steps=4, grid_tile_width=8,
             wg_dimension=split,
-        )
+        )  # fmt: skip
         functions[f"{cta_m}x{cta_n}"] = jax.jit(
             functools.partial(mgpu.matmul, c=None, config=config)
         )
@@ -221,12 +217,9 @@ def main(arguments: argparse.Namespace, extra: Mapping[str, Maker] | None = None
     problems = dict.fromkeys(p for name in arguments.suites for p in shapes.suite(name))
     regimes, facts = begin(arguments.regime, results.HEADER)
     rows = run(
-        problems,
-        regimes,
-        makers,
-        arguments.rounds,
+        problems, regimes, makers, arguments.rounds,
         report=lambda row: print(results.format_row(row), flush=True),
-    )
+    )  # fmt: skip
     totals = results.summary(rows)
     for name, total in totals.items():
         print(

@@ -18,21 +18,13 @@ IN_TABLE = (*OURS, "xla", "pallas")
 
 @dataclass(frozen=True)
 class Row:
-    """The times of all candidates on one problem, in one regime.
+    """The times of all candidates on one problem, in one regime."""
 
-    Attributes:
-      problem: what is computed.
-      regime: "burst" or "sustained".
-      kernel: our kernel; "" where none is legal.
-      auto: what `implementation=None` runs: a kernel, or "XLA".
-      timings: by candidate.
-    """
-
-    problem: GemmProblem
-    regime: str
-    kernel: str
-    auto: str
-    timings: Mapping[str, Timing]
+    problem: GemmProblem  # what is computed
+    regime: str  # "burst" or "sustained"
+    kernel: str  # our kernel; "" where none is legal
+    auto: str  # what `implementation=None` runs: a kernel, or "XLA"
+    timings: Mapping[str, Timing]  # by candidate
 
     def ratio(self, ours: str) -> float | None:
         """Returns XLA's median over ours: above 1, ours is the faster."""

@@ -46,19 +46,13 @@ Summation = Literal["wgmma", "float32"]  # by our kernels; by any float32 code
 
 @dataclass(frozen=True)
 class Worst:
-    """The element nearest to, or farthest beyond, its bound.
+    """The element nearest to, or farthest beyond, its bound."""
 
-    Attributes:
-      ratio: its error over its bound; 1 is the limit, infinite for a NaN.
-      index: where it is.
-      got, expected, bound: its value, the exact value, and the error allowed.
-    """
-
-    ratio: float
+    ratio: float  # its error over its bound; 1 is the limit, infinite for a NaN
     index: tuple[int, ...]
     got: float
-    expected: float
-    bound: float
+    expected: float  # the exact value
+    bound: float  # the error allowed
 
 
 def accumulation_error(k: int, summation: Summation = "wgmma", operands: str = "bfloat16") -> float:
@@ -114,24 +108,6 @@ def worst(
     return farthest(result, expected, bound)
 
 
-def assert_within_bound(
-    result: np.ndarray,
-    expected: np.ndarray,
-    magnitude: np.ndarray,
-    k: int,
-    what: str = "result",
-    summation: Summation = "wgmma",
-    operands: str = "bfloat16",
-) -> Worst:
-    """Returns the worst element of `result`, having checked that it is within its bound.
-
-    Raises:
-      AssertionError: an element is farther from `expected` than the derivation above allows.
-    """
-    bound = error_bound(expected, magnitude, k, result.dtype, summation, operands)
-    return assert_within(result, expected, bound, what)
-
-
 def farthest(got: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> Worst:
     """Returns the element of `got` whose error is the largest share of its bound.
 
@@ -147,21 +123,3 @@ def farthest(got: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> Worst:
     index = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
     there, *rest = (float(x[index]) for x in (ratio, numbers, expected, bound))
     return Worst(there, tuple(int(i) for i in index), *rest)
-
-
-def assert_within(
-    got: np.ndarray, expected: np.ndarray, bound: np.ndarray, what: str = "result"
-) -> Worst:
-    """Returns the worst element of `got`, having checked that it is within its bound.
-
-    Raises:
-      AssertionError: an element is farther from `expected` than `bound`, or is or is not a NaN
-        where it must.
-    """
-    assert np.shape(got) == expected.shape, f"{what}: {np.shape(got)} is not {expected.shape}"
-    found = farthest(got, expected, bound)
-    assert found.ratio <= 1, (
-        f"{what}: element {found.index} is {found.got!r}, expected {found.expected!r} within "
-        f"{found.bound:.3e}: {found.ratio:.3g} times the bound"
-    )
-    return found

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..gemm.dtypes import DTYPES
 from ..gemm.spec import GemmSpec
+from ..gemm.wgmma_fragment import owner_of
 from .canvas import cell, frame, plain_colour, subplots
 from .staging import (
     CHUNK,
@@ -13,7 +14,6 @@ from .staging import (
     ROWS,
     bank_conflicts,
     fragment_element,
-    fragment_owner,
     staged_offset,
     stmatrix_row,
 )
@@ -30,7 +30,7 @@ def draw_fragment(columns: int = 32) -> Any:
     figure, (whole, corner) = subplots(1, 2, (13, 7.5), width_ratios=[1, 1.6])
     for row in range(ROWS):
         for column in range(columns):
-            thread, value = fragment_owner(row, column)
+            thread, value = owner_of(row, column)
             colour = WARP_COLOURS[thread // 32]
             cell(whole, column, row, "#d62828" if thread == 0 else colour)
             if row < 16 and column < 16:

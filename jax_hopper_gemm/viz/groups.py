@@ -23,31 +23,19 @@ LINE_OF_TEXT = 56  # rows' worth of paper
 
 @dataclass(frozen=True)
 class GroupedTile:
-    """One CTA's tile of a grouped product.
+    """One CTA's tile of a grouped product."""
 
-    Attributes:
-      index: number of its cluster's tile in the launch.
-      cta: the CTA that computes it. CTAs of a cluster have adjacent numbers.
-      turn: number of tiles that the CTA computes before it.
-      matrix, start, end: of its group, as in `group_search.GroupTile`.
-      m, n: its place along the rows of the group (M is grouped) or of the matrix (K is), and
-        along N.
-      rows: number of its rows that belong to the group, or to the matrix.
-      blocks: number of blocks of 64 rows that are multiplied; later ones are skipped.
-      k_tiles: number of k-tiles that it adds up.
-    """
-
-    index: int
-    cta: int
-    turn: int
-    matrix: int
+    index: int  # number of its cluster's tile in the launch
+    cta: int  # that computes it; CTAs of a cluster have adjacent numbers
+    turn: int  # number of tiles that the CTA computes before it
+    matrix: int  # this and the next two: of its group, as in `group_search.GroupTile`
     start: int
     end: int
-    m: int
-    n: int
-    rows: int
-    blocks: int
-    k_tiles: int
+    m: int  # its place along the rows of the group (M is grouped) or of the matrix (K is)
+    n: int  # its place along N
+    rows: int  # that belong to the group, or to the matrix
+    blocks: int  # of 64 rows that are multiplied; later ones are skipped
+    k_tiles: int  # that it adds up
 
     @property
     def work(self) -> int:

@@ -23,16 +23,10 @@ KIND_COLOURS = {
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a CTA's shared memory.
+    """A piece of a CTA's shared memory."""
 
-    Attributes:
-      kind: a key of `KIND_COLOURS`.
-      name: its contents.
-      offset, nbytes: its place.
-    """
-
-    kind: str
-    name: str
+    kind: str  # a key of `KIND_COLOURS`
+    name: str  # its contents
     offset: int
     nbytes: int
 

@@ -17,20 +17,12 @@ ADDRESSES = 2**64
 
 @dataclass(frozen=True)
 class BoxRow:
-    """A row of the box that one copy moves.
+    """A row of the box that one copy moves."""
 
-    Attributes:
-      row: its number in the box.
-      coordinates: the second to fourth in the map; the first runs along the row.
-      inside: whether they are within the map's extents. Outside, a load returns zeros and a store
-        writes nothing.
-      address: the row of the array that they lead to.
-    """
-
-    row: int
-    coordinates: tuple[int, int, int]
-    inside: bool
-    address: int
+    row: int  # its number in the box
+    coordinates: tuple[int, int, int]  # in the map, but for the first, along the row
+    inside: bool  # the map's extents; outside, loads give zeros, stores do nothing
+    address: int  # the row of the array that they lead to
 
 
 def span_map(problem: GemmProblem, spec: GemmSpec) -> TensorMap:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..gemm.wgmma_fragment import column_of, owner_of, row_of
+from ..gemm.wgmma_fragment import column_of, row_of
 
 ROWS = 64  # of a wgmma, and so of a staged tile
 CHUNK = 16  # bytes that stay together under a swizzle; also a row of an 8x8 matrix of stmatrix
@@ -28,11 +28,6 @@ def fragment_element(thread: Any, value: Any) -> tuple[Any, Any]:
       value: 0 to N / 2 - 1.
     """
     return row_of(thread, value), column_of(thread, value)
-
-
-def fragment_owner(row: Any, column: Any) -> tuple[Any, Any]:
-    """Returns (thread, value) that has an element: the inverse of `fragment_element`."""
-    return owner_of(row, column)
 
 
 def stmatrix_row(lane: Any, first_value: Any = 0) -> tuple[Any, Any]:

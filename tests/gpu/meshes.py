@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
+from support import bounds
 from support.collectives import collectives
 from support.mesh_programs import AXIS, DEVICES
 
@@ -58,7 +59,7 @@ def assert_within_bound(
     if partial:
         unit = float(jnp.finfo(jnp.bfloat16).eps) / 2
         bound += (unit + unit**2) * (1 + tolerance.accumulation_error(terms)) * magnitude
-    tolerance.assert_within(np.asarray(result), expected, bound)
+    bounds.assert_within(np.asarray(result), expected, bound)
 
 
 def assert_as_near_as_plain(program: Any, mesh: Mesh, results: Any) -> None:

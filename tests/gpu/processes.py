@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import jax_hopper_gemm as jhg
-from support import reference
-from jax_hopper_gemm.testing import tolerance
+from support import bounds, reference
 
 def normal(seed, shape):
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)

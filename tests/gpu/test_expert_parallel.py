@@ -21,10 +21,10 @@ from moe_programs import (
     ragged_dot_specs,
     ragged_dot_step,
 )
+from support.bounds import assert_within_bound
 from support.grouped_programs import contraction, rows_product
 
 from jax_hopper_gemm import moe
-from jax_hopper_gemm.testing.tolerance import assert_within_bound
 
 TARGET = 'custom_call_target="jax_hopper_gemm'
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import epilogue
+from support import bounds, epilogue
 from support.operations import factors_of, operation_specs, problem_of
 
 from jax_hopper_gemm.gemm.spec import RasterOrder
-from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.direct import prepare
 
 SPECS = operation_specs()
@@ -52,5 +51,5 @@ def test_operation_is_within_its_derived_bound(name, gpu, checked):
     gpu.synchronize()
     got = d.download(dtype).reshape(1, M, N)
     ((value, bound),) = epilogue.evaluate(spec.graph, [exact[None]], [o[None] for o in operands])
-    tolerance.assert_within(got, value, bound, name)
+    bounds.assert_within(got, value, bound, name)
     checked(spec)

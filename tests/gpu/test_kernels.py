@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support import cases, reference, trial
+from support import bounds, cases, reference, trial
 from support.policies import covering_specs, stacked_specs
 
 from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
-from jax_hopper_gemm.testing import tolerance
 
 ALONE = [s for s in dict.fromkeys((*covering_specs(), *table_specs(H200))) if not s.grouped]
 ON_SEVERAL = table_specs(replace(H200, comm_overlap=True))
@@ -69,7 +68,7 @@ def test_kernel_gives_the_same_bits_in_20_repeats(spec, gpu):
     a, b = cases.normals(problem, 0)
     result = trial.run(gpu, problem, spec, raster_order, a, b, repeats=20)
     exact, magnitude = reference.product(a, b), reference.magnitude(a, b)
-    tolerance.assert_within_bound(
+    bounds.assert_within_bound(
         result, exact, magnitude, problem.k, spec.name, operands=spec.a_dtype
     )
 
@@ -86,6 +85,6 @@ def test_random_problem_is_within_the_derived_bound(seed, gpu):
     rows = cases.rows_to_check(problem)
     exact, magnitude = (f(a[:, rows], b) for f in (reference.product, reference.magnitude))
     what = f"{spec.name} on {problem} along {raster_order}"
-    tolerance.assert_within_bound(
+    bounds.assert_within_bound(
         result[:, rows], exact, magnitude, problem.k, what, operands=spec.a_dtype
     )

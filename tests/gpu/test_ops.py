@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import reference
+from support import bounds, reference
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
@@ -33,7 +33,7 @@ def assert_product(result, a, b, k, what="result", summation: Summation = "wgmma
     """Checks `result` against a @ b in float64; `a` and `b` broadcast like `jnp.matmul`'s."""
     a, b = np.asarray(a), np.asarray(b)
     expected, magnitude = reference.product(a, b), reference.magnitude(a, b)
-    tolerance.assert_within_bound(np.asarray(result), expected, magnitude, k, what, summation)
+    bounds.assert_within_bound(np.asarray(result), expected, magnitude, k, what, summation)
 
 
 @pytest.mark.parametrize("d_dtype", RESULTS)

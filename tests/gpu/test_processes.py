@@ -91,7 +91,7 @@ def test_one_program_lowers_for_cpu_and_gpu(tmp_path):
         for device in (jax.devices()[0], jax.devices("cpu")[0]):
             result = exported.call(*jax.device_put((a, b), device))
             assert result.devices() == {device}
-            tolerance.assert_within_bound(
+            bounds.assert_within_bound(
                 np.asarray(result), exact, magnitude, 128, str(device), "float32"
             )
         """,

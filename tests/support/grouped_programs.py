@@ -14,7 +14,7 @@ import group_sizes
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support import reference
+from support import bounds, reference
 
 from jax_hopper_gemm import ops
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -94,7 +94,7 @@ class GroupedProgram:
         named = dict(zip(self.shapes, floats, strict=True))
         got = jax.tree.leaves(results)
         for i, (array, exact) in enumerate(zip(got, self.exact(named, sizes), strict=True)):
-            tolerance.assert_within_bound(
+            bounds.assert_within_bound(
                 np.asarray(array), exact.value, exact.magnitude, exact.terms,
                 f"{what}, result {i}", summation,
             )  # fmt: skip

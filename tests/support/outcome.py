@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
-from support import reference
+from support import bounds, reference
 from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Result
@@ -112,7 +112,7 @@ def assert_near(
       AssertionError: an element is farther off, or was not written.
     """
     for (name, array), (value, bound) in zip(got, expected, strict=True):
-        tolerance.assert_within(array, value, bound, f"{what}: {name}")
+        bounds.assert_within(array, value, bound, f"{what}: {name}")
         if name.startswith("top_k_indices"):  # uncertain ones are anyone's, but none twice
             ordered = np.sort(array, axis=-1)
             assert (ordered[..., 1:] > ordered[..., :-1]).all(), f"{what}: {name} repeat"

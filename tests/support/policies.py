@@ -13,10 +13,11 @@ import random
 from dataclasses import replace
 from functools import cache
 
+from support.buildable import epilogue_specs
 from support.covering import covering_subset
 from support.graphs import STANDARD
 
-from jax_hopper_gemm.dispatch import H200, epilogue_specs, table_specs
+from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.spec import GemmSpec
