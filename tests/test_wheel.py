@@ -13,8 +13,8 @@ pytestmark = pytest.mark.pure
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jax_hopper_gemm"
 NEEDED = (
-    "benchmark", "collectives", "direct", "gpu", "group_sizes", "lanes", "lowered", "moe_programs",
-    "reference", "results", "shapes", "tensor_parallel", "timing", "tolerance",
+    "benchmark", "collectives", "direct", "gpu", "lanes", "lowered", "places", "results", "shapes",
+    "timing", "tolerance",
 )  # fmt: skip
 
 
