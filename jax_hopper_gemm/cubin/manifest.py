@@ -27,35 +27,20 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Facts of one compiled kernel.
+    """Facts of one compiled kernel."""
 
-    Attributes:
-      spec: JSON of the `GemmSpec`.
-      entry: symbol of the kernel.
-      target: architecture.
-      toolkit: of CUDA; a driver of an older major version may refuse it.
-      parameters: in the kernel's order.
-      threads: threads of a block.
-      cluster: CTAs along x, y, z; the launch sets it, so it comes from the spec.
-      registers: registers of a thread at launch.
-      stack_bytes: local memory of a thread; 0 where nothing spills.
-      static_smem_bytes: shared memory set aside by the compiler.
-      dynamic_smem_bytes: that the launch asks for, as the spec says.
-      cubin_sha256: digest of the cubin's bytes.
-    """
-
-    spec: str
-    entry: str
-    target: str
-    toolkit: tuple[int, int]
-    parameters: tuple[Parameter, ...]
-    threads: int
-    cluster: tuple[int, int, int]
-    registers: int
-    stack_bytes: int
-    static_smem_bytes: int
-    dynamic_smem_bytes: int
-    cubin_sha256: str
+    spec: str  # JSON of the `GemmSpec`
+    entry: str  # symbol of the kernel
+    target: str  # architecture
+    toolkit: tuple[int, int]  # of CUDA; a driver of an older major version may refuse it
+    parameters: tuple[Parameter, ...]  # in the kernel's order
+    threads: int  # threads of a block
+    cluster: tuple[int, int, int]  # CTAs along x, y, z; set by the launch, so from the spec
+    registers: int  # registers of a thread at launch
+    stack_bytes: int  # local memory of a thread; 0 where nothing spills
+    static_smem_bytes: int  # shared memory set aside by the compiler
+    dynamic_smem_bytes: int  # that the launch asks for, as the spec says
+    cubin_sha256: str  # digest of the cubin's bytes
 
     @property
     def name(self) -> str:

@@ -7,7 +7,11 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 
-LAYOUTS = list(itertools.product("km", "nk"))
+from jax_hopper_gemm.gemm.problem import Major
+
+A_MAJORS: tuple[Major, ...] = ("k", "m")
+B_MAJORS: tuple[Major, ...] = ("n", "k")
+LAYOUTS = list(itertools.product(A_MAJORS, B_MAJORS))
 
 
 def normal(shape, dtype="bfloat16", seed=0):
