@@ -20,10 +20,10 @@ from support.activation_graphs import (
     gradient_graph,
 )
 from support.compiling import skip_without_compiler
+from support.epilogue_errors import EXPONENT_LIMIT, ULP, error_of
 from support.operations import OPERATIONS, Builder, operation_graph, parameters_of
 
 from jax_hopper_gemm.gemm.epilogue_arithmetic import arithmetic_of
-from jax_hopper_gemm.gemm.epilogue_errors import EXPONENT_LIMIT, ULP, error_of
 from jax_hopper_gemm.gemm.epilogue_graph import ARITY, Node
 
 skip_without_compiler()

@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
-from support import graphs
+from support import epilogue_errors, graphs
 
-from jax_hopper_gemm.gemm import epilogue_arithmetic, epilogue_errors
+from jax_hopper_gemm.gemm import epilogue_arithmetic
 from jax_hopper_gemm.gemm.epilogue_checks import (
     IN_FLIGHT,
     epilogue_registers,

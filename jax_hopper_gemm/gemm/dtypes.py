@@ -17,36 +17,24 @@ MMA_BYTES = 32  # of K that one wgmma multiplies, whatever the dtype
 
 @dataclass(frozen=True)
 class DType:
-    """What the library knows of a dtype.
+    """What the library knows of a dtype. The fields with a default are those of an operand."""
 
-    Attributes:
-      name: NumPy's.
-      itemsize: bytes of an element.
-      digits: significant binary digits of a number; 0 of what is no float.
-      tensor_map: the value of CUtensorMapDataType in cuda.h.
-      cute: the name of CuTe's type in `cutlass`.
-      mlir: the name of MLIR's type.
-      roles: see `Role`.
-      majors: of an operand, the indices whose neighbours may be adjacent in memory. wgmma reads
-        16-bit operands along K or across it, narrower ones along K alone.
-      residual: of an operand, the dtype in which derivatives keep products of such operands, and
-        in which shards of a sum are added up.
-      algorithm: of an operand, the `jax.lax.DotAlgorithmPreset` that says what kernels compute:
-        products of two such operands, exact, summed in float32.
-      fraction_bits: of an operand, the binary digits that wgmma keeps of each term of a sum when it
-        aligns them (https://arxiv.org/abs/2511.10909).
-    """
-
-    name: str
-    itemsize: int
-    digits: int
-    tensor_map: int
-    cute: str
-    mlir: str
+    name: str  # NumPy's
+    itemsize: int  # bytes of an element
+    digits: int  # significant binary digits of a number; 0 of what is no float
+    tensor_map: int  # the value of CUtensorMapDataType in cuda.h
+    cute: str  # the name of CuTe's type in `cutlass`
+    mlir: str  # the name of MLIR's type
     roles: tuple[Role, ...]
+    # The indices whose neighbours may be adjacent in memory. wgmma reads 16-bit operands along K or
+    # across it, narrower ones along K alone.
     majors: tuple[str, ...] = ()
+    # The dtype in which derivatives keep products, and in which shards of a sum are added up.
     residual: str = ""
+    # The `jax.lax.DotAlgorithmPreset` of the kernels: exact products, summed in float32.
     algorithm: str = ""
+    # The binary digits that wgmma keeps of each term of a sum when it aligns them
+    # (https://arxiv.org/abs/2511.10909).
     fraction_bits: int = 0
 
     @property

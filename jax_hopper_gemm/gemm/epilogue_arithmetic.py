@@ -3,8 +3,8 @@
 Two things happen to a graph before it becomes code. It is rewritten where another form of the
 same function is both cheaper and nearer to it. And each operation gets a *form*, by what depends
 on it: "accurate" where a float32 result does, "fast" where only 16-bit results do, "approx"
-where nothing but factors of bfloat16 results lie between. `epilogue_errors` bounds the error of
-each form.
+where nothing but factors of bfloat16 results lie between. The tests' `support/epilogue_errors.py`
+bounds the error of each form.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NORMAL = 2.0**-126  # the smallest number that keeps all digits: under it a resu
 SIN_COS_LIMIT = 2.0**40  # beyond it sin and cos are numbers in [-1, 1] without meaning
 
 BFLOAT16, FLOAT32 = DTYPES["bfloat16"].digits, DTYPES["float32"].digits
-# Operations that have these forms; `epilogue_errors` says how far they are off.
+# Operations that have these forms.
 FAST = frozenset({"exp", "exp2", "expm1", "log1p", "tanh", "logistic", "erfc"})
 APPROX = frozenset({"tanh"})
 # What keeps a relative error as it is, from the arguments that hold numbers.

@@ -9,15 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from .dtypes import DTYPES, EPILOGUE, RESULTS
-from .epilogue_graph import (
-    ARITY,
-    LOGIC,
-    MAX_TOP_K,
-    ROW_REDUCTIONS,
-    EpilogueGraph,
-    Node,
-    Result,
-)
+from .epilogue_graph import ARITY, LOGIC, MAX_TOP_K, ROW_REDUCTIONS, EpilogueGraph, Node, Result
 
 
 def graph_violations(graph: EpilogueGraph) -> list[str]:

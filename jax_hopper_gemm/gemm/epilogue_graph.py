@@ -48,15 +48,10 @@ MAX_TOP_K = 32
 
 @dataclass(frozen=True)
 class Operand:
-    """An array that the graph reads.
-
-    Attributes:
-      kind: how it varies over a matrix of D. A batch may have one for each matrix, of any kind.
-      dtype: one of `dtypes.EPILOGUE`; scalars are float32.
-    """
+    """An array that the graph reads. A batch may have one for each matrix, of any kind."""
 
     kind: OperandKind
-    dtype: str
+    dtype: str  # one of `dtypes.EPILOGUE`; scalars are float32
 
 
 @dataclass(frozen=True)
@@ -72,37 +67,26 @@ class Node:
 class Result:
     """What leaves the kernel.
 
-    Attributes:
-      kind: see `ResultKind`.
-      value: number of the value that is stored or reduced.
-      dtype: of a matrix; everything else is float32, indices int32.
-      k: of top_k.
-      plane, planes: matrices with `planes` 2 lie in one array (M, 2, N), at index `plane`; the one
-        of plane 1 follows that of plane 0 in the results.
+    Matrices with `planes` 2 lie in one array (M, 2, N), at index `plane`; the one of plane 1
+    follows that of plane 0 in the results.
     """
 
     kind: ResultKind
-    value: int
-    dtype: str = "float32"
-    k: int = 0
+    value: int  # number of the value that is stored or reduced
+    dtype: str = "float32"  # of a matrix; everything else is float32, indices int32
+    k: int = 0  # of top_k
     plane: int = 0
     planes: int = 1
 
 
 @dataclass(frozen=True)
 class EpilogueGraph:
-    """Operations on each element of D.
+    """Operations on each element of D."""
 
-    Attributes:
-      accumulators: 1; or 2, of a product with two right operands: gate and up.
-      operands, nodes, results: see there. If there are matrices among the results, the first
-        result is one.
-    """
-
-    accumulators: int = 1
+    accumulators: int = 1  # or 2, of a product with two right operands: gate and up
     operands: tuple[Operand, ...] = ()
     nodes: tuple[Node, ...] = ()
-    results: tuple[Result, ...] = ()
+    results: tuple[Result, ...] = ()  # the first is a matrix, if there are matrices among them
 
     @property
     def first_node(self) -> int:

@@ -2,8 +2,8 @@
 
 An array of sizes cuts an axis into consecutive runs (see `groups`). A warp searches 32 runs at a
 time: a lane holds one run, a prefix sum over the lanes says how many tiles end before each, and the
-first lane that reaches the tile looked for has it. Tiles are asked for in
-rising order, so the search goes on where it stood.
+first lane that reaches the tile looked for has it. Tiles are asked for in rising order, so the
+search goes on where it stood.
 
 It is written with the operations that `lanes` provides: those of a warp on the GPU, those of
 numpy on arrays of 32 elements in the tests, which prove on the CPU what the GPU will do.
@@ -20,74 +20,46 @@ MAX_TILES = 2**27  # cluster tiles of a launch: a band of 16 times as many can b
 
 
 class GroupRaster(NamedTuple):
-    """Constants of a grouped product's raster order, all int32.
+    """Constants of a grouped product's raster order, all int32."""
 
-    Attributes:
-      sizes, period, first, count, step: as in `groups.GroupedAxis`; `sizes` is their number.
-      length: elements of the grouped axis.
-      tiles: cluster tiles along M of one matrix where K is the grouped axis; tiles of one CTA along
-        N where M is.
-      clusters_n: cluster tiles along N.
-      along_m, width: the order of one group's tiles, as in `raster.Raster`.
-    """
-
-    sizes: Any
-    period: Any
+    sizes: Any  # how many there are
+    period: Any  # this and the next three as in `groups.Groups`
     first: Any
     count: Any
     step: Any
-    length: Any
-    tiles: Any
-    clusters_n: Any
-    along_m: Any
+    length: Any  # elements of the grouped axis
+    tiles: Any  # of K grouped: cluster tiles along M of one matrix; of M: a CTA's along N
+    clusters_n: Any  # cluster tiles along N
+    along_m: Any  # this and `width`: the order of one group's tiles, as in `raster.Raster`
     width: Any
 
 
 class Window(NamedTuple):
-    """32 consecutive runs, one a lane.
+    """32 consecutive runs, one a lane."""
 
-    Attributes:
-      run: index of the first.
-      row, tile: elements of the axis, and tiles, before the first.
-      start, end: where on the axis each lane's run lies.
-      last: tiles of all runs up to and with each lane's.
-    """
-
-    run: Any
-    row: Any
-    tile: Any
-    start: Any
+    run: Any  # index of the first
+    row: Any  # elements of the axis before the first
+    tile: Any  # tiles before the first
+    start: Any  # where on the axis each lane's run begins
     end: Any
-    last: Any
+    last: Any  # tiles of all runs up to and with each lane's
 
 
 class GroupTile(NamedTuple):
-    """One cluster tile of a grouped product.
+    """One cluster tile of a grouped product."""
 
-    Attributes:
-      matrix: which matrix of B (M is the grouped axis) or of D (K is) belongs to its group; -1 for
-        rows that belong to none.
-      start, end: where on the axis its run lies; equal for an empty group.
-      m, n: which cluster tile of the run's rows (M) or of the matrix's (K), and of the columns.
-    """
-
-    matrix: Any
-    start: Any
-    end: Any
-    m: Any
+    matrix: Any  # of B (M is grouped) or of D (K is); -1 for rows that belong to no group
+    start: Any  # where on the axis its run begins
+    end: Any  # the same as `start` for an empty group
+    m: Any  # which cluster tile of the run's rows (M is grouped) or of the matrix's (K is)
     n: Any
 
 
 class Part(NamedTuple):
-    """A part of the matrix of an empty group, where K is the grouped axis.
+    """A part of the matrix of an empty group, where K is the grouped axis."""
 
-    Attributes:
-      matrix: which matrix of D.
-      part: which of the parts that all matrices have.
-    """
-
-    matrix: Any
-    part: Any
+    matrix: Any  # of D
+    part: Any  # which of the parts that all matrices have
 
 
 def first_window(
@@ -99,13 +71,9 @@ def first_window(
 
 
 def next_window(
-    raster: GroupRaster,
-    window: Window,
-    size_at: Any,
-    lanes: Any,
-    rows: int | None,
+    raster: GroupRaster, window: Window, size_at: Any, lanes: Any, rows: int | None,
     skip_empty: bool,
-) -> Window:
+) -> Window:  # fmt: skip
     """Returns the window over the 32 runs that follow.
 
     Args:
@@ -122,15 +90,9 @@ def next_window(
 
 
 def _window(
-    raster: GroupRaster,
-    run: Any,
-    row: Any,
-    tile: Any,
-    size_at: Any,
-    lanes: Any,
-    rows: int | None,
-    skip_empty: bool,
-) -> Window:
+    raster: GroupRaster, run: Any, row: Any, tile: Any, size_at: Any, lanes: Any,
+    rows: int | None, skip_empty: bool,
+) -> Window:  # fmt: skip
     index = run + lanes.lane
     clipped = lanes.minimum(lanes.maximum(size_at(index, index < raster.sizes), 0), raster.length)
     # What is left of the axis is the run behind the last that has a size, of no group. It leaves
@@ -176,10 +138,7 @@ def tile_in(
     """Returns the `index`-th cluster tile, which the window holds."""
     lane = lanes.first(index < window.last)
     start, end = lanes.of(window.start, lane), lanes.of(window.end, lane)
-    if rows is None:
-        clusters_m = raster.tiles
-    else:
-        clusters_m = (end - start + (rows - 1)) // rows
+    clusters_m = raster.tiles if rows is None else (end - start + (rows - 1)) // rows
     before = lanes.of(window.last, lane) - clusters_m * raster.clusters_n
     m, n = _tile_of_matrix(raster, index - before, clusters_m, lanes)
     run = window.run + lane
@@ -193,11 +152,7 @@ def tile_in(
 
 
 def empty_before_end(raster: GroupRaster, window: Window, before: Any, lanes: Any) -> Any:
-    """Returns how many empty groups there are up to each lane's run.
-
-    Args:
-      before: how many there are before the window.
-    """
+    """Returns how many empty groups there are up to each lane's run, `before` the window too."""
     empty = _has_group(raster, window.run + lanes.lane) & (window.start == window.end)
     return before + lanes.prefix_sum(lanes.where(empty, 1, 0))
 
@@ -207,9 +162,7 @@ def part_in(
 ) -> Part:
     """Returns the `index`-th part of the matrices of empty groups, which the window holds.
 
-    Args:
-      empty: what `empty_before_end` returns.
-      parts: of each matrix.
+    A matrix has `parts`; `empty` is what `empty_before_end` returned.
     """
     group = index // parts
     run = window.run + lanes.first(group < empty)
@@ -226,11 +179,8 @@ def tile_in_pair(tile: GroupTile, cta: Any, rows: int, lanes: Any) -> tuple[Any,
 
     Cluster tiles are counted as if the CTAs lay side by side along N. Of two of them, one below
     the other, the CTAs instead take the left columns first, then the right, and have these columns
-    together. Only the last tile of a run with an odd number of them is shared along N.
-
-    Args:
-      cta: 0 or 1.
-      rows: rows of a CTA's tile.
+    together. Only the last tile of a run with an odd number of them is shared along N. `rows` are
+    those of a CTA's tile.
     """
     tiles = (tile.end - tile.start + (rows - 1)) // rows
     upper = tile.m // 2 * 2

@@ -40,16 +40,12 @@ class Groups:
     Of every `period` runs those from `first` to `first + count - 1` belong to a group each, the
     others to none. The run that the sizes leave over never belongs to one. The matrix of group j in
     period p is `p * step + j`.
-
-    Attributes:
-      period, count, first: see above.
-      step: `count`, or 0 where all periods share one set of matrices.
     """
 
     period: int
     count: int
     first: int = 0
-    step: int = 0
+    step: int = 0  # `count`, or 0 where all periods share one set of matrices
 
     @classmethod
     def plain(cls, count: int) -> Groups:
@@ -99,22 +95,18 @@ class Groups:
 class GroupedAxis:
     """An axis of a GEMM that is cut into groups.
 
-    Attributes:
-      axis: "m" (varlen_m): rows of A and D, each run multiplied by its group's matrix of B; rows
-        that belong to no group are 0 in D. "k" (varlen_k): the contracted axis of A and B, each
-        group having its own matrix of D; it is 0 for an empty run.
-      num_sizes: how many sizes cut the axis.
-      rule: which runs belong to which group.
-      gathered: an operand whose elements along the axis are rows of a longer array, gathered by an
-        int32 array of indices: "a", "b", or None. An index that no row has stands for zeros.
-      source_rows: number of rows of that longer array.
+    "m" (varlen_m): rows of A and D, each run multiplied by its group's matrix of B; rows that
+    belong to no group are 0 in D. "k" (varlen_k): the contracted axis of A and B, each group having
+    its own matrix of D; it is 0 for an empty run.
     """
 
     axis: VarlenAxis
-    num_sizes: int
-    rule: Groups
+    num_sizes: int  # how many sizes cut the axis
+    rule: Groups  # which runs belong to which group
+    # An operand whose elements along the axis are rows of a longer array, gathered by an int32
+    # array of indices. An index that no row has stands for zeros.
     gathered: Literal["a", "b"] | None = None
-    source_rows: int = 0
+    source_rows: int = 0  # of that longer array
 
     @classmethod
     def of(cls, subscripts: Subscripts, rule: Groups, num_sizes: int) -> GroupedAxis:

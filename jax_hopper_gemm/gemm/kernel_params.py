@@ -24,23 +24,14 @@ SPAN_MODES = "et"  # the end of a span and the total: the last modes of a span m
 
 @dataclass(frozen=True)
 class KernelParam:
-    """One parameter of the kernel.
+    """One parameter of the kernel: a tensor map by value, an address in device memory, a number."""
 
-    Attributes:
-      name: unique in the kernel.
-      kind: a tensor map by value, an address in device memory, or a number.
-      dtype: of the elements of a tensor map or behind a pointer; of a number "int32".
-      modes: of a tensor map, its modes in the order of CuTe, one letter each.
-      contiguous: which of them is.
-      alignment: bytes of which a pointer is known to be a multiple; None: those of an element.
-    """
-
-    name: str
+    name: str  # unique in the kernel
     kind: ParamKind
-    dtype: str = "int32"
-    modes: str = ""
-    contiguous: str = ""
-    alignment: int | None = None
+    dtype: str = "int32"  # of the elements of a tensor map or behind a pointer
+    modes: str = ""  # of a tensor map, in the order of CuTe, one letter each
+    contiguous: str = ""  # which of the modes is
+    alignment: int | None = None  # bytes a pointer is a multiple of; None: those of an element
 
     @property
     def nbytes(self) -> int:
@@ -48,18 +39,12 @@ class KernelParam:
 
 
 class Gather(NamedTuple):
-    """Rows of one operand that an array of indices picks.
+    """Rows of one operand that an array of indices picks."""
 
-    Attributes:
-      indices: int32, one for each element of the grouped axis.
-      rows: of the array that they pick from.
-      width, stride: elements of such a row, and between neighbours.
-    """
-
-    indices: Any
-    rows: Any
-    width: Any
-    stride: Any
+    indices: Any  # pointer to int32, one for each element of the grouped axis
+    rows: Any  # of the array that they pick from
+    width: Any  # elements of such a row
+    stride: Any  # elements between neighbouring rows
 
 
 class StackIndex(NamedTuple):
@@ -84,35 +69,19 @@ class ZeroFill(NamedTuple):
 
 
 class KernelArgs(NamedTuple):
-    """One thing for each parameter: a `KernelParam`, or the argument. None: there is none.
+    """One thing for each parameter: a `KernelParam`, or the argument. None: there is none."""
 
-    Attributes:
-      tma_ab: tensor maps of A and of B, and of up in a gated product; of the operand that is
-        gathered a pointer.
-      results: a tensor map for each matrix, a pointer for each other result.
-      operands: of the epilogue: a tensor map each, of a scalar a pointer and the elements to the
-        next matrix's.
-      group_sizes: pointer to the int32 sizes of groups.
-      gather: `Gather`, where rows are gathered.
-      stack_index: `StackIndex`, where an operand is one matrix of a stack.
-      raster: the order of tiles: `Raster`, or `GroupRaster` where there are groups.
-      k_tiles: k-tiles of a tile, unless K is grouped.
-      extents: `Extents`, if the epilogue must know them.
-      zero_fill: `ZeroFill`, where a warp does that.
-      tile_counter: pointer to an int32 that is zero, for the dynamic scheduler.
-    """
-
-    tma_ab: Any
-    results: Any
-    operands: Any
-    group_sizes: Any
-    gather: Any
-    stack_index: Any
-    raster: Any
-    k_tiles: Any
-    extents: Any
-    zero_fill: Any
-    tile_counter: Any
+    tma_ab: Any  # tensor maps of A, of B, of a gated product's up; of a gathered operand a pointer
+    results: Any  # a tensor map for each matrix, a pointer for each other result
+    operands: Any  # a tensor map each; of a scalar a pointer and the elements to the next matrix's
+    group_sizes: Any  # pointer to the int32 sizes of groups
+    gather: Any  # `Gather`, where rows are gathered
+    stack_index: Any  # `StackIndex`, where an operand is one matrix of a stack
+    raster: Any  # the order of tiles: `Raster`, or `GroupRaster` where there are groups
+    k_tiles: Any  # of a tile, unless K is grouped
+    extents: Any  # `Extents`, if the epilogue must know them
+    zero_fill: Any  # `ZeroFill`, where a warp does that
+    tile_counter: Any  # pointer to an int32 that is zero, for the dynamic scheduler
 
 
 def kernel_params(spec: GemmSpec) -> KernelArgs:

@@ -13,14 +13,7 @@ from .dtypes import DTYPES, OPERANDS, RESULTS, one_of
 from .epilogue_checks import epilogue_registers, graph_violations
 from .problem import VarlenAxis
 from .problem_type import ProblemType
-from .spec import (
-    SMEM_BARRIERS,
-    SMEM_LIMIT,
-    SWIZZLE_BYTES,
-    GemmSpec,
-    TileScheduler,
-    WarpSchedule,
-)
+from .spec import SMEM_BARRIERS, SMEM_LIMIT, SWIZZLE_BYTES, GemmSpec, TileScheduler, WarpSchedule
 
 MAX_TILE_N = 256  # columns of one wgmma
 TILES_M = (64, 128, 192, 256)
@@ -63,9 +56,7 @@ def violations(spec: GemmSpec) -> list[str]:
     reasons += _policy_violations(spec)
     if reasons:  # what follows does arithmetic on the fields above
         return reasons
-    checks = (
-        _register_violations, _epilogue_tile_violations, _group_violations, _memory_violations
-    )  # fmt: skip
+    checks = _register_violations, _epilogue_tile_violations, _group_violations, _memory_violations
     return [reason for check in checks for reason in check(spec)]
 
 

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 
 
 def element_offset(index: Sequence[Any], extents: Sequence[Any], widen: Callable) -> Any:
-    """Returns how many elements, 64 bits, lie before one of a compact array.
+    """Returns how many elements, 64 bits, lie before the one at `index` of a compact array.
 
-    Args:
-      index: which element, along each axis.
-      extents: of all axes but the first.
+    `extents` are those of all axes but the first.
     """
     offset = widen(index[0])
     for i, extent in zip(index[1:], extents, strict=True):
@@ -29,26 +27,17 @@ def row_address(address: Any, row: Any, row_bytes: Any, widen: Callable) -> Any:
 
     One instruction on the device, which multiplies 32 bits by 32 and adds 64; or two where ptxas
     computes a distance ahead of a loop.
-
-    Args:
-      row_bytes: between neighbouring rows.
     """
     return address + widen(row) * widen(row_bytes)
 
 
 class ZeroRows(NamedTuple):
-    """A batch of matrices as rows that are filled with zeros, in vectors of 16 bytes.
+    """A batch of matrices as rows that are filled with zeros, in vectors of 16 bytes."""
 
-    Attributes:
-      rows: of each matrix.
-      vectors: of each row.
-      row_stride, matrix_stride: vectors between neighbours.
-    """
-
-    rows: Any
-    vectors: Any
-    row_stride: Any
-    matrix_stride: Any
+    rows: Any  # of each matrix
+    vectors: Any  # of each row
+    row_stride: Any  # vectors between neighbouring rows
+    matrix_stride: Any  # vectors between matrices
 
     def parts_of_row(self, size: int) -> Any:
         """Returns how many parts of at most `size` vectors a row has."""
@@ -58,14 +47,8 @@ class ZeroRows(NamedTuple):
 def vectors_of_part(
     zeros: ZeroRows, parts_of_row: Any, size: int, part: Any, widen: Callable, minimum: Callable
 ) -> tuple[Any, Any, Any]:
-    """Returns (start, first, end) of a part of a matrix: where its row starts, which vectors of it.
-
-    Args:
-      parts_of_row: what `zeros.parts_of_row(size)` returned.
-      part: a `group_search.Part`.
-
-    Returns:
-      `start` of 64 bits, in vectors; `first` and `end`, counted from there.
+    """Returns (start, first, end) of a `group_search.Part`: where its row starts, in vectors of 64
+    bits, and which vectors of it, counted from there. `parts_of_row` is `zeros.parts_of_row(size)`.
     """
     row = part.part // parts_of_row
     first = (part.part - row * parts_of_row) * size

@@ -11,23 +11,15 @@ Preactivation = Literal["save", "recompute"]
 
 @dataclass(frozen=True)
 class Options:
-    """How a product is computed. Equal options are one key of a cache: lists become tuples.
+    """How a product is computed. Equal options are one key of a cache: lists become tuples."""
 
-    Attributes:
-      implementation: None takes a kernel where it is the faster way, "hopper" insists on one, "xla"
-        takes none.
-      precision: parameter of `lax.dot_general`.
-      preferred_element_type: dtype of the product, or None. As the user of a product with an
-        epilogue gives it, it may be a tuple: dtypes of the results.
-      preactivation: whether gradients of an epilogue find the product stored or compute it anew.
-      max_sms: how many SMs a kernel may use; None: all.
-    """
-
+    # None takes a kernel where it is the faster way, "hopper" insists on one, "xla" takes none.
     implementation: Implementation = None
-    precision: Any = None
+    precision: Any = None  # parameter of `lax.dot_general`
+    # The product's dtype, or None; with an epilogue it may be a tuple: dtypes of the results.
     preferred_element_type: Any = None
-    preactivation: Preactivation = "save"
-    max_sms: int | None = None
+    preactivation: Preactivation = "save"  # gradients find the product stored or compute it anew
+    max_sms: int | None = None  # how many SMs a kernel may use; None: all
 
     def __post_init__(self) -> None:
         for name in ("precision", "preferred_element_type"):

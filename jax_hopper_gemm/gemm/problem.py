@@ -19,17 +19,11 @@ Major = Literal["k", "m", "n"]
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """Where the elements of a batch of matrices lie; all strides in elements.
+    """Where the elements of a batch of matrices lie; all strides in elements."""
 
-    Attributes:
-      major: the index whose neighbours are adjacent in memory (stride 1).
-      leading_stride: distance between neighbours along the matrix's other index.
-      batch_stride: distance between matrices of the batch; 0 when all share one matrix.
-    """
-
-    major: Major
-    leading_stride: int
-    batch_stride: int = 0
+    major: Major  # the index whose neighbours are adjacent in memory (stride 1)
+    leading_stride: int  # between neighbours along the matrix's other index
+    batch_stride: int = 0  # between matrices of the batch; 0 when all share one matrix
 
 
 @dataclass(frozen=True)
@@ -41,61 +35,38 @@ class GemmProblem:
 
     With an epilogue D is what that makes of the sum. A gated product has two B's of one layout,
     gate and up, and so two sums for each element of D.
-
-    Attributes:
-      m, n, k: extents of one product.
-      l: number of products.
-      a_dtype, b_dtype, d_dtype: dtypes of A, B and D, NumPy names ("bfloat16").
-      a: layout of A, major "k" (stored (M, K)) or "m" (stored (K, M)).
-      b: layout of B, major "n" (stored (K, N)) or "k" (stored (N, K)).
-      d: layout of D, major "n".
-      epilogue: what happens to the sums before they are stored; None: D is the sum as `d_dtype`.
-        If its results have a matrix, `d_dtype` is the dtype of the first.
-      operands: where the epilogue's operands lie, in order. Of a matrix (major "n") all counts;
-        of a row (major "n") and a column (major "m"), contiguous, and of a scalar only the
-        batch stride.
-      up_offset: of a gated product whose B's lie in one array, elements from gate to up.
-      groups: how an axis is cut into groups; None: there are no groups.
-      indexed: an operand that is one matrix of a stack, "a" or "b" (of both B's), or None. An int32
-        says which; one outside of the stack stands for the nearest that is there. `l` is 1, the
-        operand's batch stride that of the stack.
-      stack: matrices of that stack.
     """
 
     m: int
     n: int
     k: int
-    l: int  # noqa: E741  the field's letter for the batch
-    a_dtype: str
+    l: int  # noqa: E741  number of products: the field's letter for the batch
+    a_dtype: str  # NumPy's names: "bfloat16"
     b_dtype: str
-    d_dtype: str
-    a: MatrixLayout
-    b: MatrixLayout
-    d: MatrixLayout
-    epilogue: EpilogueGraph | None = None
+    d_dtype: str  # that of the first matrix of the results
+    a: MatrixLayout  # major "k" (stored (M, K)) or "m" (stored (K, M))
+    b: MatrixLayout  # major "n" (stored (K, N)) or "k" (stored (N, K))
+    d: MatrixLayout  # major "n"
+    epilogue: EpilogueGraph | None = None  # None: D is the sum as `d_dtype`
+    # Those of the epilogue, in order. Of a matrix (major "n") all counts; of a row (major "n") and
+    # a column (major "m"), contiguous, and of a scalar only the batch stride.
     operands: tuple[MatrixLayout, ...] = ()
-    up_offset: int | None = None
+    up_offset: int | None = None  # of two B's in one array, elements from gate to up
     groups: GroupedAxis | None = None
+    # An operand (of "b" both B's) that is one matrix of a stack. An int32 says which; one outside
+    # of the stack stands for the nearest. `l` is 1, the operand's batch stride that of the stack.
     indexed: Literal["a", "b"] | None = None
-    stack: int = 1
+    stack: int = 1  # matrices of that stack
 
     @classmethod
     def dense(
-        cls,
-        m: int,
-        n: int,
-        k: int,
-        l: int = 1,  # noqa: E741
-        *,
-        a_major: Major = "k",
-        b_major: Major = "n",
-        dtype: str = "bfloat16",
+        cls, m: int, n: int, k: int, l: int = 1, *,  # noqa: E741
+        a_major: Major = "k", b_major: Major = "n", dtype: str = "bfloat16",
         d_dtype: str | None = None,
-    ) -> GemmProblem:
+    ) -> GemmProblem:  # fmt: skip
         """Returns the problem for compact operands: A and B batched like D, no padding.
 
-        Args:
-          dtype: of A and B, and of D unless that has another.
+        `dtype` is that of A and B, and of D unless that has another.
         """
         return cls(
             m, n, k, l, dtype, dtype, d_dtype or dtype,
@@ -106,17 +77,9 @@ class GemmProblem:
 
     @classmethod
     def grouped(
-        cls,
-        axis: VarlenAxis,
-        m: int,
-        n: int,
-        k: int,
-        groups: int,
-        *,
-        b_major: Major = "n",
-        dtype: str = "bfloat16",
-        d_dtype: str | None = None,
-    ) -> GemmProblem:
+        cls, axis: VarlenAxis, m: int, n: int, k: int, groups: int, *,
+        b_major: Major = "n", dtype: str = "bfloat16", d_dtype: str | None = None,
+    ) -> GemmProblem:  # fmt: skip
         """Returns the problem of a size and a matrix for each group, for compact operands.
 
         The grouped axis is `m` or `k` long. A is stored (M, K) where M is that axis, else (K, M).
@@ -124,9 +87,8 @@ class GemmProblem:
         """
         a_major: Major = "k" if axis == "m" else "m"
         dense = cls.dense(
-            m, n, k, groups,
-            a_major=a_major, b_major=b_major, dtype=dtype, d_dtype=d_dtype,
-        )  # fmt: skip
+            m, n, k, groups, a_major=a_major, b_major=b_major, dtype=dtype, d_dtype=d_dtype
+        )
         return replace(dense, groups=GroupedAxis(axis, groups, Groups.plain(groups)))
 
     @property

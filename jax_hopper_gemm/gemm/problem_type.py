@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from .epilogue_graph import EpilogueGraph
@@ -37,11 +37,7 @@ class ProblemType:
     @classmethod
     def of_spec(cls, spec: GemmSpec) -> ProblemType:
         """Returns the type of the problems that a kernel runs."""
-        s = spec
-        return cls(
-            s.a_dtype, s.b_dtype, s.d_dtype, s.a_major, s.b_major, s.epilogue, s.grouped,
-            s.gathered, s.indexed,
-        )  # fmt: skip
+        return cls(*(getattr(spec, field.name) for field in fields(cls)))
 
     @property
     def plain(self) -> ProblemType:

@@ -21,32 +21,22 @@ class Raster(NamedTuple):
     other band is walked backwards: where the walk turns, the last operands are still in L2.
     The last band may be narrower. A division by d is a multiplication by `d_magic` and a shift
     by `d_shift`; on the device that saves some 30 instructions each.
-
-    Attributes:
-      total: tiles of all batches.
-      fast: tiles along the walk.
-      along_m: 1 if the walk advances along M, 0 if along N.
-      batch: tiles of one batch.
-      band: tiles of a full band.
-      full_bands: bands that are not narrower.
-      width: tiles across a full band.
-      tail: tiles across the narrower one.
     """
 
-    total: Any
-    fast: Any
-    along_m: Any
-    batch: Any
+    total: Any  # tiles of all batches
+    fast: Any  # tiles along the walk
+    along_m: Any  # 1 if the walk advances along M, 0 if along N
+    batch: Any  # tiles of one batch
     batch_magic: Any
     batch_shift: Any
-    band: Any
+    band: Any  # tiles of a full band
     band_magic: Any
     band_shift: Any
-    full_bands: Any
-    width: Any
+    full_bands: Any  # how many are not narrower
+    width: Any  # tiles across a full band
     width_magic: Any
     width_shift: Any
-    tail: Any
+    tail: Any  # tiles across the narrower band
     tail_magic: Any
     tail_shift: Any
 
@@ -70,12 +60,9 @@ def make_raster(tiles_m: int, tiles_n: int, batches: int, *, along_m: bool, swiz
 
 
 def tile_at(raster: Raster, index: Any, widen: Callable = int, narrow: Callable = int) -> tuple:
-    """Returns (m, n, batch) of the `index`-th tile.
+    """Returns (m, n, batch) of the `index`-th tile, 0 .. total - 1.
 
-    Args:
-      walk: integers of the kind that `index` is.
-      index: 0 .. total - 1.
-      widen, narrow: conversions to 64 bits and back, for fixed-width integers.
+    `widen` and `narrow` convert to 64 bits and back, for integers of fixed width.
     """
 
     def divide(n, magic, shift):

@@ -29,17 +29,11 @@ TileScheduler = Literal["single", "static", "dynamic"]
 
 @dataclass(frozen=True)
 class Scheduling:
-    """What follows of a tile scheduler.
+    """What follows of a tile scheduler."""
 
-    Attributes:
-      persistent: a CTA works on tiles until there are no more, not on one.
-      dynamic: CTAs take tiles from a counter in memory while they run.
-      mailbox_bytes: shared memory in which a warp tells the others which tile is next.
-    """
-
-    persistent: bool = True
-    dynamic: bool = False
-    mailbox_bytes: int = 0
+    persistent: bool = True  # a CTA works on tiles until there are no more, not on one
+    dynamic: bool = False  # CTAs take tiles from a counter in memory while they run
+    mailbox_bytes: int = 0  # shared memory in which a warp tells the others which tile is next
 
 
 SCHEDULING: dict[TileScheduler, Scheduling] = {
@@ -66,50 +60,31 @@ class TmaBox:
 class GemmSpec:
     """One kernel. All fields are compile-time constants of it.
 
-    Attributes:
-      a_dtype, b_dtype, d_dtype: as in `GemmProblem`.
-      a_major, b_major: "k" or "m"; "k" or "n".
-      tile_m, tile_n, tile_k: the block of D one CTA (cooperative) or one math warpgroup
-        (pingpong) computes, and the K extent of one stage.
-      cluster_m, cluster_n: CTAs of a cluster along M and N; they share loads by multicast. Where
-        rows are grouped, a cluster of two along M is `paired`.
-      warp_schedule: "cooperative" (all math warpgroups share a tile) or "pingpong" (two
-        math warpgroups work on alternate tiles).
-      tile_scheduler: "single" (one tile a CTA), "static" (persistent, fixed stride) or
-        "dynamic" (persistent, atomic tile counter).
-      num_stages: stages of the A/B ring in shared memory.
-      epi_tile_n: columns of one staged epilogue tile; it has `EPI_TILE_M` rows.
-      epi_stages: staged epilogue tiles in shared memory, for each math warpgroup and each matrix
-        of the results.
-      epilogue: as in `GemmProblem`. A gated product's tile has `tile_n` accumulator columns, the
-        first half of gate, the second of up, and so `tile_n / 2` columns of D.
-      epi_load_stages: epilogue tiles of operands in shared memory, for each math warpgroup; 0
-        where the epilogue loads none.
-      grouped: the axis that is cut into groups, as in `GroupedAxis`; None: there are no groups.
-      gathered: the operand whose rows are picked by indices, as in `GroupedAxis`.
-      indexed: the operand that is one matrix of a stack, as in `GemmProblem`.
+    A tile is the block of D that one CTA (cooperative) or one math warpgroup (pingpong) computes.
+    That of a gated product has `tile_n` accumulator columns, the first half of gate, the second of
+    up, and so `tile_n / 2` columns of D. CTAs of a cluster share loads by multicast.
     """
 
     a_dtype: str
     b_dtype: str
     d_dtype: str
-    a_major: Major
-    b_major: Major
+    a_major: Major  # "k" or "m"
+    b_major: Major  # "k" or "n"
     tile_m: int
     tile_n: int
-    tile_k: int = 64
-    cluster_m: int = 1
+    tile_k: int = 64  # elements of K in one stage
+    cluster_m: int = 1  # CTAs of a cluster along M; two where rows are grouped are `paired`
     cluster_n: int = 1
-    warp_schedule: WarpSchedule = "cooperative"
-    tile_scheduler: TileScheduler = "static"
-    num_stages: int = 4
-    epi_tile_n: int = 32
-    epi_stages: int = 4
+    warp_schedule: WarpSchedule = "cooperative"  # all math warpgroups share a tile, or alternate
+    tile_scheduler: TileScheduler = "static"  # one tile a CTA, a fixed stride, an atomic counter
+    num_stages: int = 4  # of the A/B ring in shared memory
+    epi_tile_n: int = 32  # columns of one staged epilogue tile; it has `EPI_TILE_M` rows
+    epi_stages: int = 4  # such tiles for each math warpgroup and each matrix of the results
     epilogue: EpilogueGraph | None = None
-    epi_load_stages: int = 0
-    grouped: VarlenAxis | None = None
-    gathered: Literal["a", "b"] | None = None
-    indexed: Literal["a", "b"] | None = None
+    epi_load_stages: int = 0  # such tiles of operands for each math warpgroup; 0: it loads none
+    grouped: VarlenAxis | None = None  # the axis that is cut into groups, see `GroupedAxis`
+    gathered: Literal["a", "b"] | None = None  # the operand whose rows are picked by indices
+    indexed: Literal["a", "b"] | None = None  # the operand that is one matrix of a stack
 
     @property
     def graph(self) -> EpilogueGraph:
@@ -160,7 +135,7 @@ class GemmSpec:
     @property
     def paired(self) -> bool:
         """Whether a cluster takes two tiles of grouped rows, or two of columns where a group has
-        no second (see `grouping.tile_in_pair`)."""
+        no second (see `group_search.tile_in_pair`)."""
         return self.grouped == "m" and self.cluster_m == 2
 
     @property
@@ -218,10 +193,9 @@ class GemmSpec:
         return _padded(elements * DTYPES[operand.dtype].itemsize, SMEM_VECTOR)
 
     def column_elements(self, dtype: str) -> int:
-        """Returns how many elements of a column one copy brings.
+        """Returns how many elements of a column one copy brings: those of 64 rows.
 
-        Those of 64 rows; where tiles begin at any row, the copy begins at the multiple of 16 bytes
-        before them.
+        Where tiles begin at any row, the copy begins at the multiple of 16 bytes before them.
         """
         return EPI_TILE_M + (TMA_ALIGNMENT // DTYPES[dtype].itemsize if self.grouped == "m" else 0)
 
@@ -246,8 +220,7 @@ class GemmSpec:
 
     @property
     def barrier_bytes(self) -> int:
-        """Bytes of barriers and mailbox in use: of A and B, of the epilogue's operands, of the
-        dynamic scheduler."""
+        """Bytes in use: barriers of A and B and of the epilogue's operands, the mailbox."""
         rings = self.num_stages + self.math_warpgroups * self.epi_load_stages
         mailbox = SCHEDULING[self.tile_scheduler].mailbox_bytes
         return 16 * rings + (GROUPED_MAILBOX_BYTES if self.grouped else mailbox)
@@ -311,12 +284,7 @@ def _box(second_is_contiguous: bool, first: int, second: int, shares: int, dtype
 
 @dataclass(frozen=True)
 class RasterOrder:
-    """The order in which tiles are visited, chosen at launch; it compiles nothing.
+    """The order in which tiles are visited, chosen at launch; it compiles nothing."""
 
-    Attributes:
-      along: the direction the walk advances in, "m" or "n".
-      swizzle: tiles side by side across that direction before it advances, 1 to 16.
-    """
-
-    along: Literal["m", "n"] = "m"
-    swizzle: int = 8
+    along: Literal["m", "n"] = "m"  # the direction it advances in
+    swizzle: int = 8  # tiles side by side across that direction before it advances, 1 to 16

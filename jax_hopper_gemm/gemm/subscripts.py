@@ -14,19 +14,12 @@ DimensionNumbers = tuple[
 
 @dataclass(frozen=True)
 class DotGeneral:
-    """A product as `lax.dot_general` followed by `lax.transpose`.
+    """A product as `lax.dot_general` followed by `lax.transpose`."""
 
-    Attributes:
-      swap_ab: whether the right operand comes first.
-      dimension_numbers: of the operands in that order.
-      out: letters of the result before the transpose.
-      permutation: that of the transpose.
-    """
-
-    swap_ab: bool
-    dimension_numbers: DimensionNumbers
-    out: str
-    permutation: tuple[int, ...]
+    swap_ab: bool  # whether the right operand comes first
+    dimension_numbers: DimensionNumbers  # of the operands in that order
+    out: str  # letters of the result before the transpose
+    permutation: tuple[int, ...]  # of the transpose
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,9 +29,6 @@ class Subscripts:
     No letter repeats within an array. Letters of both operands are batch axes where the result has
     them, else contracted; letters of one operand are free. A letter of the right operand alone has
     no place in the product: it tells gate from up, two right operands in one array.
-
-    Attributes:
-      lhs, rhs, out: letters of the left operand, the right operand and the result.
     """
 
     lhs: str
@@ -123,15 +113,14 @@ class Subscripts:
     def batched(self, lhs_axis: int | None, rhs_axis: int | None) -> Subscripts:
         """Returns the product with one more letter, in front of the result's.
 
-        Args:
-          lhs_axis, rhs_axis: where the operands have the new axis; None: an operand lacks it.
+        The operands have the new axis at `lhs_axis` and `rhs_axis`; None: an operand lacks it.
         """
         new = next(self.fresh_letters())
-        lhs, rhs = (
-            letters if axis is None else letters[:axis] + new + letters[axis:]
-            for letters, axis in ((self.lhs, lhs_axis), (self.rhs, rhs_axis))
-        )
-        return Subscripts(lhs, rhs, new + self.out)
+
+        def insert(letters: str, axis: int | None) -> str:
+            return letters if axis is None else letters[:axis] + new + letters[axis:]
+
+        return Subscripts(insert(self.lhs, lhs_axis), insert(self.rhs, rhs_axis), new + self.out)
 
     def with_gate_up(self) -> tuple[Subscripts, int]:
         """Returns the subscripts whose result keeps the letter of gate and up, and that axis.
@@ -145,8 +134,7 @@ class Subscripts:
     def dot_general(self, *, may_swap: bool = True) -> DotGeneral:
         """Returns the form whose operands stand in the order that needs no transpose, if one does.
 
-        Args:
-          may_swap: whether the operands may change places.
+        They change places only if `may_swap`.
         """
         natural = self.batch + self.lhs_free + self.rhs_free
         reverse = self.batch + self.rhs_free + self.lhs_free
@@ -154,12 +142,8 @@ class Subscripts:
         ordered, out = (self.swapped(), reverse) if swap_ab else (self, natural)
         contracted, batch = ordered.contracted, ordered.batch
 
-        def axes(letters: str, of: str) -> tuple[int, ...]:
-            return tuple(map(letters.index, of))
+        def axes(of: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            return tuple(map(ordered.lhs.index, of)), tuple(map(ordered.rhs.index, of))
 
-        lhs, rhs = ordered.lhs, ordered.rhs
-        numbers = (
-            (axes(lhs, contracted), axes(rhs, contracted)),
-            (axes(lhs, batch), axes(rhs, batch)),
-        )
-        return DotGeneral(swap_ab, numbers, out, axes(out, self.out))
+        permutation = tuple(map(out.index, self.out))
+        return DotGeneral(swap_ab, (axes(contracted), axes(batch)), out, permutation)

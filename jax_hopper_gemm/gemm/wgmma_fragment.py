@@ -45,27 +45,17 @@ def position_of(thread: Any) -> Position:
     return Position(thread >> 5, lane >> 2, lane & 3)
 
 
-class DividedPosition:
+class DividedPosition(NamedTuple):
     """The position of a thread, by divisions where each part is used.
 
     NOTE: `position_of` is cheaper. But a kernel's bytes depend on which of the two it uses, and on
     where, and by its bytes a kernel is known to have passed on a GPU.
     """
 
-    def __init__(self, thread: Any):
-        self.thread = thread
-
-    @property
-    def warp(self) -> Any:
-        return self.thread // 32
-
-    @property
-    def quad(self) -> Any:
-        return self.thread % 32 // 4
-
-    @property
-    def quad_lane(self) -> Any:
-        return self.thread % 4
+    thread: Any
+    warp = property(lambda self: self.thread // 32)
+    quad = property(lambda self: self.thread % 32 // 4)
+    quad_lane = property(lambda self: self.thread % 4)
 
 
 def first_row(position: Any, start: Any = 0) -> Any:
@@ -84,8 +74,7 @@ def first_column(position: Any, start: Any = 0) -> Any:
 
 
 def nth_column(quad_lane: Any, i: Any) -> Any:
-    """Returns the i-th column of lane `quad_lane` of a quad; of lane 0, how far it is from the
-    first."""
+    """Returns the i-th column of lane `quad_lane`; of lane 0, how far it is from the first."""
     return 8 * (i >> 1) + 2 * quad_lane + (i & 1)
 
 
@@ -127,10 +116,7 @@ def add_columns(
 
     In each step a lane sends the half that it gives up and keeps the other, so 8 columns take
     4 + 2 + 1 shuffles where adding up each by itself takes 24. The order in which the elements of
-    a column are added is that of `over_lanes`, however many columns there are.
-
-    Args:
-      sums: of each of this lane's columns, a power of two.
+    a column are added is that of `over_lanes`, however many columns there are: a power of two.
     """
     kept = list(sums)
     for distance in COLUMN_LANES:
@@ -176,15 +162,13 @@ def before(key: Any, column: Any, other_key: Any, other_column: Any) -> Any:
 def largest(
     keys: Sequence[Any], taken: Sequence[Any], select: Callable, chains: int = 4
 ) -> tuple[Any, Any]:
-    """Returns key and index of the largest key that is not taken, the first of equal ones.
+    """Returns key and index of a lane's largest key that is not taken, the first of equal ones.
+
+    (`LEAST_KEY`, `NO_COLUMN`) if all are taken.
 
     Args:
-      keys: of one lane.
-      taken: their bits, `WORD` a word.
+      taken: bits, `WORD` a word.
       chains: parts that do not wait for each other.
-
-    Returns:
-      (`LEAST_KEY`, `NO_COLUMN`) if all are taken.
     """
     length = -(-len(keys) // chains)
     first: Any = None
@@ -212,12 +196,7 @@ def largest_of_row(key: Any, column: Any, shuffle: Callable, select: Callable) -
 
 
 def columns_outside(quad_lane: Any, extent: Any, columns: int, select: Callable) -> list[Any]:
-    """Returns the bits, `WORD` a word, of a lane's columns that lie at `extent` or beyond.
-
-    Args:
-      extent: 0 or more.
-      columns: how many the lane holds.
-    """
+    """Returns the bits, `WORD` a word, of a lane's columns that lie at `extent` >= 0 or beyond."""
     beyond = extent - 2 * quad_lane
     beyond = select(beyond > 0, beyond, 0 * beyond)
     single = beyond & 7

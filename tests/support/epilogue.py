@@ -21,6 +21,14 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from support.epilogue_errors import (
+    EXPONENT_LIMIT,
+    ROUNDING,
+    SUBNORMAL,
+    ULP,
+    Error,
+    error_of,
+)
 from support.ranges import (
     Range,
     as_float32,
@@ -33,14 +41,6 @@ from support.ranges import (
 )
 
 from jax_hopper_gemm.gemm.epilogue_arithmetic import NORMAL, Arithmetic, arithmetic_of
-from jax_hopper_gemm.gemm.epilogue_errors import (
-    EXPONENT_LIMIT,
-    ROUNDING,
-    SUBNORMAL,
-    ULP,
-    Error,
-    error_of,
-)
 from jax_hopper_gemm.gemm.epilogue_graph import PREDICATES, EpilogueGraph, Result
 
 TILE = 256  # the largest extent of a tile

@@ -24,9 +24,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from scipy import special
+from support.epilogue_errors import EXPONENT_LIMIT, Error, error_of
 
 from jax_hopper_gemm.gemm.epilogue_arithmetic import SIN_COS_LIMIT
-from jax_hopper_gemm.gemm.epilogue_errors import EXPONENT_LIMIT, Error, error_of
 from jax_hopper_gemm.gemm.epilogue_graph import Node
 
 LARGEST = float(np.finfo(np.float32).max)

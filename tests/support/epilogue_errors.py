@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .epilogue_arithmetic import NORMAL, Form
-from .epilogue_graph import Node
+from jax_hopper_gemm.gemm.epilogue_arithmetic import NORMAL, Form
+from jax_hopper_gemm.gemm.epilogue_graph import Node
 
 ULP = 2.0**-23  # of float32, relative to the number, at most
 ROUNDING = 2.0**-24  # relative error of an operation that rounds to nearest
