@@ -22,6 +22,9 @@ from support.program_inspection import CACHED_ON_MESH, LAUNCH, integers, run_fre
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.groups import Groups
+from jax_hopper_gemm.gemm.options import Options
+from jax_hopper_gemm.gemm.product import Product
+from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.fused_call import FusedProduct
 from jax_hopper_gemm.sharding import custom_call
 from jax_hopper_gemm.sharding.mesh import Mesh
@@ -233,13 +236,15 @@ def test_what_a_call_says_has_the_same_text(end, groups):
     add = EpilogueGraph(
         1, (Operand("row", "bfloat16"),), (Node("add", (0, 1)),), (Result("matrix", 2, "bfloat16"),)
     )
-    assert (product.graph, product.max_sms, product.groups) == (add, 32, groups)
+    options = Options("hopper", jax.lax.Precision.HIGHEST, np.dtype("float32"), max_sms=32)
+    assert product.product == Product(Subscripts.parse("mk,gkn->mn"), options, groups=groups)
+    assert product.graph == add
     assert json.dumps(product.to_dict()) == SAID + end
 
 
 def test_a_call_from_before_max_sms_has_no_limit():
     product = FusedProduct.from_dict(json.loads(SAID.replace('"max_sms": 32, ', "") + "}"))
-    assert (product.max_sms, product.in_place) == (None, 0)
+    assert (product.product.options.max_sms, product.in_place) == (None, 0)
 
 
 # What a device runs.

@@ -18,6 +18,8 @@ from jax import lax
 from support.program_inspection import integers
 
 from jax_hopper_gemm.gemm.groups import FORMS, VARLEN_K, VARLEN_M_KN, VARLEN_M_NK, Groups
+from jax_hopper_gemm.gemm.options import Options
+from jax_hopper_gemm.gemm.product import Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.group_sizes import group_of_rows, run_ends
 from jax_hopper_gemm.primitives.ragged_dot import hopper_ragged_dot
@@ -45,8 +47,8 @@ CASES = {
 
 
 def product(subscripts: Subscripts, groups: Groups, **options: Any):
-    params = {"precision": None, "preferred_element_type": None, "implementation": None}
-    return partial(hopper_ragged_dot, subscripts=subscripts, groups=groups, **params | options)
+    multiplied = Product(subscripts, Options(**options), groups=groups)
+    return partial(hopper_ragged_dot, product=multiplied)
 
 
 @cache
@@ -426,8 +428,5 @@ def test_it_runs_op_by_op():
 def test_the_reference_is_lax_where_lax_has_the_form():
     groups, sizes = CASES["plain"]
     lhs, rhs = operands(VARLEN_M_KN, groups, sizes)
-    reference = partial(
-        reference_ragged_dot, subscripts=VARLEN_M_KN, groups=groups, precision=None,
-        preferred_element_type=None,
-    )  # fmt: skip
+    reference = partial(reference_ragged_dot, product=Product(VARLEN_M_KN, groups=groups))
     assert "ragged_dot_general" in str(jax.make_jaxpr(reference)(lhs, rhs, jnp.array(sizes)))
