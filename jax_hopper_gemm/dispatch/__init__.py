@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .choice import Decision as Decision
 from .choice import choose as choose
+from .choice import decided_by as decided_by
 from .choice import epilogue_specs as epilogue_specs
 from .choice import legal_specs as legal_specs
 from .choice import load_table as load_table

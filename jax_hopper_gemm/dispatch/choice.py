@@ -150,6 +150,11 @@ def load_table(path: str | os.PathLike[str]) -> Table:
     return table
 
 
+def decided_by() -> tuple[object, ...]:
+    """Returns what tells the tables that `choose` reads now from those it read before or after."""
+    return _tables, _tables.loaded
+
+
 def legal_specs(problem: GemmProblem, device: Device) -> list[tuple[GemmSpec, RasterOrder]]:
     """Returns every kernel and order of tiles that the tuner may try on `problem`."""
     if device_violations(device) or problem_violations(problem):
@@ -414,19 +419,19 @@ class _UserTables:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loaded: tuple[Table, ...] = ()
+        self.loaded: tuple[Table, ...] = ()
         self._environment: tuple[Table, ...] | None = None
 
     def add(self, table: Table) -> None:
         with self._lock:
-            self._loaded = (table, *self._loaded)
+            self.loaded = (table, *self.loaded)
 
     def current(self) -> tuple[Table, ...]:
         environment = self._environment
         if environment is None:
             with self._lock:
                 environment = self._environment = self._read_environment()
-        return self._loaded + environment
+        return self.loaded + environment
 
     def _read_environment(self) -> tuple[Table, ...]:
         path = os.environ.get(TABLE_VARIABLE)

@@ -14,6 +14,8 @@ from jax.extend.core import Literal, jaxpr_as_fun
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
+from .memo import memoised
+
 if TYPE_CHECKING:  # JAX 0.12 does not type it
     ClosedJaxpr: TypeAlias = Any
 else:
@@ -55,10 +57,15 @@ def pruned(
       outputs: which outputs.
       kept: inputs that stay though nothing reads them; None: no such inputs.
     """
-    kept = list(kept or [False] * len(closed.in_avals))
-    jaxpr, used = pe.dce_jaxpr(closed.jaxpr, list(outputs), kept)
+    found, used = _pruned(closed, outputs, kept or [False] * len(closed.in_avals))
+    return found, list(used)
+
+
+@memoised
+def _pruned(closed: ClosedJaxpr, outputs: Any, kept: Any) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
+    jaxpr, used = pe.dce_jaxpr(closed.jaxpr, list(outputs), list(kept))
     closed = core.ClosedJaxpr(jaxpr, closed.consts)  # pyright: ignore[reportPrivateImportUsage]
-    return closed, used
+    return closed, tuple(used)
 
 
 def mapped(
@@ -74,9 +81,10 @@ def mapped(
     return traced(function, *args)
 
 
+@memoised
 def tangent(
     closed: ClosedJaxpr, wrt: Sequence[int], saved: Sequence[Any]
-) -> tuple[ClosedJaxpr, list[bool]]:
+) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
     """Returns the derivative of a function, linear in the tangents of some inputs.
 
     Its inputs are the original ones that it needs, then the tangents; its outputs the tangents of
@@ -108,12 +116,13 @@ def tangent(
     given = [aval.update(dtype=dtype) for aval, dtype in zip(avals, saved, strict=True)]
     whole = traced(derivative, *given, *(given[i] for i in wrt))
     found, used = pruned(whole, [True] * len(inexact), [False] * len(avals) + [True] * len(wrt))
-    return found, used[: len(avals)]
+    return found, tuple(used[: len(avals)])
 
 
+@memoised
 def transposed(
     closed: ClosedJaxpr, residuals: int, given: Sequence[int], wanted: Sequence[int]
-) -> tuple[ClosedJaxpr, list[bool]]:
+) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
     """Returns the transpose of a function that is linear in the inputs after its `residuals`.
 
     Its inputs are the residuals that it needs, then cotangents of outputs; its outputs
@@ -144,9 +153,10 @@ def transposed(
     whole = traced(lambda *args: evaluated(whole, args), *whole.in_avals)
     kept = [False] * residuals + [True] * len(given)
     found, used = pruned(whole, [True] * len(wanted), kept)
-    return found, used[:residuals]
+    return found, tuple(used[:residuals])
 
 
+@memoised
 def with_accumulator(closed: ClosedJaxpr, index: int, dtype: Any) -> ClosedJaxpr:
     """Returns the function of a product's accumulator in place of an input, as its first one.
 

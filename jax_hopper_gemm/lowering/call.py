@@ -177,10 +177,8 @@ class Call:
         In go A, B, up, the epilogue's operands, sizes, indices of rows or the index of a matrix;
         out come its results and the workspaces.
         """
-        from ..cubin import digest_of  # brings cuda-python with it
-
-        assert found.gemm and found.spec and found.plan
-        product, problem = self.product, found.gemm.problem
+        assert found.gemm and found.plan
+        product = self.product
         shapes = [(product.lhs_shape, product.lhs_dtype)]
         shapes += [(product.rhs_shape, product.rhs_dtype)] * product.rights
         if product.gathered:
@@ -217,10 +215,7 @@ class Call:
         results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
             ctx.replace(avals_in=avals, avals_out=[*outputs, *workspaces]),
             *values,
-            digest=digest_of(found.spec),
-            spec=found.spec.to_json(),
-            name=f"{found.spec.name} M={problem.m} N={problem.n} K={problem.k} L={problem.l}",
-            plan=np.array(found.plan.encode(), np.int64),
+            **found.launch_attributes,
         )
         results = list[Any](results)[: len(outputs)]
         if fusion is None:

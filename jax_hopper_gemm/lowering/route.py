@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from ..dispatch.canonical import (
 )
 from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
+from ..fusion.memo import memoised
 from ..gemm.groups import GROUPS, Spans, gate_letter, is_contraction
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..gemm.subscripts import split, stacked_letter
@@ -153,6 +155,20 @@ class Route:
         """Whether some kernel can run the product, chosen or not."""
         return self.source != "unsupported"
 
+    @cached_property
+    def launch_attributes(self) -> dict[str, Any]:
+        """What the launch carries: digest and description of the kernel, name, plan."""
+        from ..cubin import digest_of  # brings cuda-python with it
+
+        assert self.gemm and self.spec and self.plan
+        problem = self.gemm.problem
+        return {
+            "digest": digest_of(self.spec),
+            "spec": self.spec.to_json(),
+            "name": f"{self.spec.name} M={problem.m} N={problem.n} K={problem.k} L={problem.l}",
+            "plan": np.array(self.plan.encode(), np.int64),
+        }
+
     def unless(self, violation: str | None) -> Route:
         """Returns this route, or XLA's where a kernel's cannot be taken because of `violation`."""
         if violation is None or self.path == "xla":
@@ -167,15 +183,26 @@ def route(product: Product, device: dispatch.Device, *, kernel_only: bool = Fals
 
     With `kernel_only`, XLA is the answer only where no kernel can run the product.
     """
+    return _route(product.function, product, device, kernel_only, dispatch.decided_by())
+
+
+@memoised
+def _route(
+    function: ClosedJaxpr | None,
+    product: Product,
+    device: dispatch.Device,
+    kernel_only: bool,
+    tables: object,
+) -> Route:
     device = device.limited_to(product.max_sms)
     if reason := _request_violation(product):
         return Route("xla", reason, "unsupported")
     fusion, found_roles = None, None
     try:
-        if product.function is None:
+        if function is None:
             gemm = _gemm(product, product.out_dtype)
         else:
-            gemm, fusion, found_roles = _fused(product, product.function)
+            gemm, fusion, found_roles = _fused(product, function)
     except (NotAGemm, NotFusable) as error:
         return Route("xla", str(error), "unsupported")
     decision = dispatch.choose(gemm.problem, device, kernel_only=kernel_only)

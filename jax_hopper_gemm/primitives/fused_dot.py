@@ -40,6 +40,7 @@ from ..fusion.jaxprs import (
     traced,
     transpose_by,
 )
+from ..fusion.memo import memoised
 from ..gemm.groups import ROWS, ROWS_TRANSPOSED, Spans, is_contraction
 from ..gemm.subscripts import split
 from ..lowering.call import Call
@@ -228,8 +229,13 @@ def _reference(
     return jaxpr_as_fun(jaxpr)(*accumulators, *operands)
 
 
-def _abstract_eval(*avals: Any, **params: Any) -> list[Any]:
-    return list(traced(partial(_reference, **params), *avals).out_avals)
+def _abstract_eval(*avals: Any, jaxpr: ClosedJaxpr, **params: Any) -> list[Any]:
+    return list(_avals_of(jaxpr, avals, tuple(params.items())))
+
+
+@memoised
+def _avals_of(jaxpr: ClosedJaxpr, avals: Any, params: Any) -> Any:
+    return traced(partial(_reference, jaxpr=jaxpr, **dict(params)), *avals).out_avals
 
 
 def product_of(avals: Sequence[Any], params: dict[str, Any]) -> Product:
@@ -337,14 +343,20 @@ def _with_accumulators(
     count = len(jaxpr.out_avals)
     places = {i: place for i in accumulators if (place := _place(jaxpr, i, dtype)) is not None}
     added = [i for i in accumulators if i not in places]
+    extended = {**params, "jaxpr": _with_inputs(jaxpr, added, dtype)} if added else params
+    outputs = hopper_fused_p.bind(*primals, **extended)
+    places |= {i: count + j for j, i in enumerate(added)}
+    return outputs[:count], [outputs[places[i]] for i in accumulators]
+
+
+@memoised
+def _with_inputs(jaxpr: ClosedJaxpr, added: Sequence[int], dtype: Any) -> ClosedJaxpr:
+    """Returns the function with these inputs, converted to `dtype`, as its last outputs."""
 
     def function(*args: Any) -> list[Any]:
         return [*jaxpr_as_fun(jaxpr)(*args), *(args[i].astype(dtype) for i in added)]
 
-    extended = {**params, "jaxpr": traced(function, *jaxpr.in_avals)} if added else params
-    outputs = hopper_fused_p.bind(*primals, **extended)
-    places |= {i: count + j for j, i in enumerate(added)}
-    return outputs[:count], [outputs[places[i]] for i in accumulators]
+    return traced(function, *jaxpr.in_avals)
 
 
 def _place(jaxpr: ClosedJaxpr, index: int, dtype: Any) -> int | None:
@@ -521,6 +533,11 @@ def _dots(lhs: Any, *others: Any, accumulate: Accumulate) -> list[Any]:
     return accumulate(lhs, others[:count], *others[count:])
 
 
+@memoised
+def _avals_of_dots(avals: Any, accumulate: Accumulate) -> Any:
+    return traced(partial(_dots, accumulate=accumulate), *avals).out_avals
+
+
 def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, accumulate: Accumulate) -> list[Any]:
     if not ad.is_undefined_primal(lhs):
         return transpose_by(_dots, cotangents, lhs, *others, accumulate=accumulate)
@@ -580,7 +597,7 @@ def _batch_dots(
 
 
 hopper_dots_p.def_abstract_eval(
-    lambda *avals, **params: list(traced(partial(_dots, **params), *avals).out_avals)
+    lambda *avals, accumulate: list(_avals_of_dots(avals, accumulate))
 )
 ad.primitive_jvps[hopper_dots_p] = partial(jvp_by, _dots)
 ad.primitive_transposes[hopper_dots_p] = _transpose_dots

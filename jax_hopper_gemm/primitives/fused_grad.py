@@ -26,10 +26,12 @@ from ..fusion.jaxprs import (
     jvp_by,
     mapped,
     pruned,
+    traced,
     transpose_by,
     transposed,
     with_accumulator,
 )
+from ..fusion.memo import memoised
 from ..gemm.groups import is_contraction
 from ..gemm.subscripts import split
 from ..launch.ffi_target import launcher_violation
@@ -143,6 +145,7 @@ def _transpose_tangent(
     return [None] * residuals + [found.get(i, zero) for i, zero in enumerate(zeros)]
 
 
+@memoised
 def _stacking(closed: ClosedJaxpr, axis: int) -> ClosedJaxpr:
     """Returns the function with its first two outputs stacked."""
 
@@ -270,7 +273,7 @@ def _batched_ragged(
 
 
 epilogue_tangent_p.def_abstract_eval(
-    lambda *avals, **params: _out_avals(partial(_tangent, **params), avals)
+    lambda *avals, jaxpr, **params: list(_tangent_avals(jaxpr, avals, tuple(params.items())))
 )
 ad.primitive_jvps[epilogue_tangent_p] = partial(jvp_by, _tangent)
 ad.primitive_transposes[epilogue_tangent_p] = _transpose_tangent
@@ -278,8 +281,9 @@ batching.fancy_primitive_batchers[epilogue_tangent_p] = _batch_tangent
 mlir.register_lowering(epilogue_tangent_p, mlir.lower_fun(_tangent, multiple_results=True))
 
 
-def _out_avals(function: Any, avals: Any) -> list[Any]:
-    return list(jax.make_jaxpr(function)(*avals).out_avals)
+@memoised
+def _tangent_avals(jaxpr: ClosedJaxpr, avals: Any, params: Any) -> Any:
+    return traced(partial(_tangent, jaxpr=jaxpr, **dict(params)), *avals).out_avals
 
 
 def _epilogue(*args: Any, jaxpr: ClosedJaxpr) -> list[Any]:
@@ -376,14 +380,23 @@ def _covered(found: Route) -> tuple[int, int]:
     return -len(found.uncovered), len(found.fusion.graph.nodes)
 
 
-epilogue_p.def_abstract_eval(lambda *avals, jaxpr: _out_avals(jaxpr_as_fun(jaxpr), avals))
+def _epilogue_avals(*avals: Any, jaxpr: ClosedJaxpr) -> list[Any]:
+    return list(_avals_of(jaxpr, avals))
+
+
+@memoised
+def _avals_of(jaxpr: ClosedJaxpr, avals: Any) -> Any:
+    return traced(jaxpr_as_fun(jaxpr), *avals).out_avals
+
+
+epilogue_p.def_abstract_eval(_epilogue_avals)
 ad.primitive_jvps[epilogue_p] = partial(jvp_by, _epilogue)
 ad.primitive_transposes[epilogue_p] = partial(transpose_by, _epilogue)
 batching.fancy_primitive_batchers[epilogue_p] = _batch_epilogue
 pe.dce_rules[epilogue_p] = _without_unused
 register_lowering(
     epilogue_p,
-    lambda *avals, jaxpr: _out_avals(jaxpr_as_fun(jaxpr), avals),
+    _epilogue_avals,
     _epilogue,
     _lower_epilogue_for_cuda,
     partitioned=_lower_epilogue_partitioned,

@@ -26,6 +26,7 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from ..fusion.jaxprs import ClosedJaxpr, pruned, traced
+from ..fusion.memo import memoised
 from ..gemm.groups import CONTRACTION, Spans
 from .group_sizes import group_of_rows
 from .ragged_dot import hopper_ragged_dot
@@ -166,9 +167,10 @@ ad.primitive_transposes[segment_mask_p] = _transpose_live
 ad.primitive_transposes[segment_sum_p] = _transpose_sum
 
 
+@memoised
 def without_masks(
     closed: ClosedJaxpr, outputs: Sequence[bool], kept: Sequence[bool]
-) -> tuple[ClosedJaxpr, list[bool]]:
+) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
     """Returns a function without `segment_mask` that make no difference, and which inputs it has.
 
     Args:
@@ -188,7 +190,8 @@ def without_masks(
         for x, free in zip(jaxpr.outvars, outputs, strict=True)
     ]
     closed = closed.replace(jaxpr=jaxpr.replace(eqns=equations, outvars=outvars))
-    return pruned(closed, [True] * len(outvars), kept)
+    closed, used = pruned(closed, [True] * len(outvars), kept)
+    return closed, tuple(used)
 
 
 def mapped_first(size: int, x: Any, axis: int | None) -> Any:
