@@ -151,15 +151,14 @@ def step_of(model: Model, layer: Callable[..., jax.Array]) -> Callable[..., Any]
 
 
 def clear_caches() -> None:
-    """Clears the caches of JAX, and those of this library that hold what programs ask for."""
+    """Clears the caches of JAX, and with them `fusion.memo`, and the decisions of `dispatch`."""
     jax.clear_caches()
-    kept = ("cubin", "table", "native")
     for name, module in list(sys.modules.items()):
-        parts = name.split(".")
-        if parts[0] == jhg.__name__ and not any(part in kept for part in parts):
+        if name.startswith(f"{jhg.__name__}.dispatch."):
             for cached in vars(module).values():
-                if callable(getattr(cached, "cache_clear", None)):
-                    cached.cache_clear()
+                clear = getattr(cached, "cache_clear", None)
+                if clear and cached.__name__ != "packaged_table":
+                    clear()
 
 
 def lower(model: Model, layer: Callable[..., jax.Array]) -> Any:

@@ -7,10 +7,12 @@ closes over may be a tracer of a trace that has ended.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
-from functools import lru_cache, partial, update_wrapper
+from functools import partial, wraps
 from types import FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from jax.extend import linear_util
@@ -18,30 +20,37 @@ from jax.extend.core import Literal
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-ENTRIES = 4096  # that each memory holds, the latest used
+ENTRIES = 4096  # that a memory holds, the latest used
 
 
-def memoised(function: Function) -> Function:
-    """Remembers what a function of jaxprs, abstract values and plain data returned.
+class Memory:
+    """Values by hashable keys, for all threads.
 
-    Lists among the arguments, which are positional, are taken as tuples. Settings of JAX that a
-    trace depends on are part of the key. A call with a jaxpr that holds arrays is not remembered.
-    The function has no effects, and nobody changes what it returns.
+    Settings of JAX that its own traces depend on are part of each key. `jax.clear_caches` clears
+    it: the settings then count as others.
     """
 
-    @lru_cache(maxsize=ENTRIES)
-    def remembered(context: object, *args: Any) -> Any:
-        return function(*args)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: OrderedDict[Any, Any] = OrderedDict()
 
-    def call(*args: Any) -> Any:
-        if any(getattr(x, "consts", ()) for x in args):
-            return function(*args)
-        return remembered(_trace_context(), *(tuple(x) if isinstance(x, list) else x for x in args))
+    def get(self, key: Any) -> Any:
+        """Returns the value of a key, or None."""
+        key = (_trace_context(), key)
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key]
 
-    call.cache_clear = remembered.cache_clear  # pyright: ignore[reportFunctionMemberAccess]
-    call.cache_info = remembered.cache_info  # pyright: ignore[reportFunctionMemberAccess]
-    memory: Any = update_wrapper(call, function)
-    return memory
+    def put(self, key: Any, value: Any) -> Any:
+        """Remembers a value, unless another thread put one here before; returns the one that is."""
+        key = (_trace_context(), key)
+        with self._lock:
+            value = self._values.setdefault(key, value)
+            while len(self._values) > ENTRIES:
+                self._values.popitem(last=False)
+            return value
 
 
 @linear_util.cache
@@ -53,31 +62,42 @@ _KEY = linear_util.wrap_init(_token)
 
 
 def _trace_context() -> object:
-    """Returns an object that is the same while the settings are that JAX's own traces depend on.
-
-    After `jax.clear_caches` it is another one.
-    """
+    """Returns an object that is the same while the settings are that JAX's own traces depend on."""
     return _token(_KEY)
+
+
+def memoised(function: Function) -> Function:
+    """Remembers what a function of jaxprs, abstract values and plain data returned, never None.
+
+    Lists among the arguments, which are positional, are taken as tuples. A call with a jaxpr that
+    holds arrays is not remembered. The function has no effects, and nobody changes what it returns.
+    """
+    memory = Memory()
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        if any(getattr(x, "consts", ()) for x in args):
+            return function(*args)
+        key = tuple(tuple(x) if isinstance(x, list) else x for x in args)
+        if (value := memory.get(key)) is None:
+            value = memory.put(key, function(*key))
+        return value
+
+    return cast(Function, call)
+
+
+_interned = Memory()
 
 
 def interned(closed: Any) -> Any:
     """Returns a jaxpr that computes the same: one object for all that do.
 
     Equations, parameters and abstract values are compared, not names of variables or lines of
-    source. A jaxpr that holds arrays, has effects or calls what cannot be compared, such as the
-    rules of a `jax.custom_vjp`, comes back as it is.
+    source. None for a jaxpr that holds arrays, has effects or calls what cannot be compared, such
+    as the rules of a `jax.custom_vjp`.
     """
-    if (key := structure(closed)) is None:
-        return closed
-    place = _place(_trace_context(), key)
-    place.append(closed)
-    del place[1:]
-    return place[0]
-
-
-@lru_cache(maxsize=ENTRIES)
-def _place(context: object, key: Any) -> list[Any]:
-    return []
+    key = structure(closed)
+    return None if key is None else _interned.put(key, closed)
 
 
 class _Incomparable(Exception):

@@ -184,7 +184,7 @@ def traced(
         product_dtype if (x.shape, x.dtype) == (shape, dtype) else x.dtype for x in avals
     )
     if closed.consts:
-        function = partial(_evaluate, closed, len(products) + len(operands))
+        function = partial(evaluate, closed, len(products) + len(operands))
     return Traced(
         function,
         (*operands, *closed.consts),
@@ -194,7 +194,7 @@ def traced(
     )
 
 
-def _evaluate(closed: Any, num_inputs: int, *args: jax.Array) -> tuple[jax.Array, ...]:
+def evaluate(closed: Any, num_inputs: int, *args: jax.Array) -> tuple[jax.Array, ...]:
     """Returns what a program makes of its inputs and of the arrays that follow, its constants."""
     function = jaxpr_as_fun(closed.replace(consts=list(args[num_inputs:])))
     return tuple(function(*args[:num_inputs]))
