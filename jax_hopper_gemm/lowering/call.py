@@ -19,6 +19,7 @@ from jax import numpy as jnp
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
+from ..fusion.jaxprs import traced
 from ..gemm.epilogue_graph import Result
 from ..gemm.grid import result_shapes
 from ..gemm.groups import is_contraction, weights_in_order
@@ -39,6 +40,7 @@ from .mlir_values import (
     look_through_transpose,
 )
 from .route import Product, Route, current_device, route
+from .traced import lower_jaxpr
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Call:
         """
         kernel_only = implementation == "hopper"
         direct = self.untransposed()
-        for call in (direct.indexing().gathering(), direct, self):
+        calls = {id(call): call for call in (direct.indexing().gathering(), direct, self)}
+        for call in calls.values():
             found = call.route(ctx, kernel_only=kernel_only)
             if found.supported:
                 break
@@ -119,6 +122,10 @@ class Call:
         if others:  # gate and up lie differently
             return self
         if product.spans and not weights_in_order(rhs_labels, product.subscripts):
+            return self
+        if lhs is self.values[0] and all(
+            x is y for (x, *_), y in zip(rights, self.values[1:], strict=True)
+        ):
             return self
         product = replace(
             product,
@@ -232,11 +239,12 @@ class Call:
                 left = (product.indexed == "a") != found.gemm.swap_ab
                 operation.attributes[INDEXED] = mlir.ir_attribute("a" if left else "b")
             return self.marked(results)
-        finish = mlir.lower_fun(partial(self._finished, found), multiple_results=True)
         assert product.function
         varying = [_varying_like(product.function.in_avals[0], x) for x in outputs]
-        context = ctx.replace(avals_in=[*varying, *self.avals])
-        return list(finish(context, *results, *self.operands))
+        avals = (*varying, *self.avals)
+        if (finish := found.finishes.get(avals)) is None:
+            finish = found.finishes.put(avals, traced(partial(self._finished, found), *avals))
+        return list(lower_jaxpr(ctx.replace(avals_in=avals), finish, *results, *self.operands))
 
     def marked(self, results: Any) -> Any:
         """Returns what a bare product gave; says of it which limit of SMs the product has."""

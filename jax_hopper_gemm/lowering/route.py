@@ -25,7 +25,7 @@ from ..dispatch.canonical import (
 )
 from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
-from ..fusion.memo import memoised
+from ..fusion.memo import Memory, memoised
 from ..gemm.groups import GROUPS, Spans, gate_letter, is_contraction
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..gemm.subscripts import split, stacked_letter
@@ -168,6 +168,11 @@ class Route:
             "name": f"{self.spec.name} M={problem.m} N={problem.n} K={problem.k} L={problem.l}",
             "plan": np.array(self.plan.encode(), np.int64),
         }
+
+    @cached_property
+    def finishes(self) -> Memory:
+        """What finishes the kernel's results, as jaxprs by their abstract values."""
+        return Memory()
 
     def unless(self, violation: str | None) -> Route:
         """Returns this route, or XLA's where a kernel's cannot be taken because of `violation`."""

@@ -29,6 +29,7 @@ from ..lowering.call import Call
 from ..lowering.match import product_between
 from ..lowering.register import register_lowering
 from ..lowering.route import Product
+from ..lowering.traced import lower_fun_once
 
 hopper_dot_p = Primitive("hopper_dot")
 
@@ -174,7 +175,7 @@ def with_batch(axis_data: Any, subscripts: str, axes: Any, out_sharding: Any) ->
 batching.fancy_primitive_batchers[hopper_dot_p] = _batch
 
 
-_lower_to_xla = mlir.lower_fun(reference_dot, multiple_results=False)
+_lower_to_xla = lower_fun_once(reference_dot, multiple_results=False)
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params: Any) -> Any:

@@ -46,6 +46,7 @@ from ..gemm.subscripts import split
 from ..lowering.call import Call
 from ..lowering.register import register_lowering
 from ..lowering.route import Product
+from ..lowering.traced import lower_fun_once
 from .accumulators import Accumulate
 from .dot import as_cotangent, cotangent_of
 from .fused_dot_sharded import emit_fused, fused_of_shards, route_partitioned
@@ -450,8 +451,8 @@ def _without_unused(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
     )
 
 
-_lower_to_xla = mlir.lower_fun(_reference, multiple_results=True)
-_lower_apart = mlir.lower_fun(partial(_reference, by_xla=False), multiple_results=True)
+_lower_to_xla = lower_fun_once(_reference)
+_lower_apart = lower_fun_once(partial(_reference, by_xla=False))
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
@@ -596,9 +597,7 @@ def _batch_dots(
     return outputs, [axis] * len(outputs)
 
 
-hopper_dots_p.def_abstract_eval(
-    lambda *avals, accumulate: list(_avals_of_dots(avals, accumulate))
-)
+hopper_dots_p.def_abstract_eval(lambda *avals, accumulate: list(_avals_of_dots(avals, accumulate)))
 ad.primitive_jvps[hopper_dots_p] = partial(jvp_by, _dots)
 ad.primitive_transposes[hopper_dots_p] = _transpose_dots
 batching.fancy_primitive_batchers[hopper_dots_p] = _batch_dots

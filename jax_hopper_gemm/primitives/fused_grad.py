@@ -39,6 +39,7 @@ from ..lowering.call import Call
 from ..lowering.match import is_launch, product_at
 from ..lowering.register import register_lowering
 from ..lowering.route import Route
+from ..lowering.traced import lower_fun_once
 from ..sharding.custom_call import applies
 from .accumulators import Accumulate, unstacked
 from .dot import partitioned_product_at, with_batch
@@ -312,7 +313,7 @@ def _without_unused(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
     )
 
 
-_lower_epilogue = mlir.lower_fun(_epilogue, multiple_results=True)
+_lower_epilogue = lower_fun_once(_epilogue)
 
 
 def _lower_epilogue_for_cuda(
