@@ -76,11 +76,13 @@ class Call:
         """
         kernel_only = implementation == "hopper"
         direct = self.untransposed()
-        calls = {id(call): call for call in (direct.indexing().gathering(), direct, self)}
-        for call in calls.values():
-            found = call.route(ctx, kernel_only=kernel_only)
+        call = direct.indexing().gathering()
+        found = call.route(ctx, kernel_only=kernel_only)
+        for other in (direct, self):
             if found.supported:
                 break
+            if other is not call:
+                call, found = other, other.route(ctx, kernel_only=kernel_only)
         found = found.unless(_partition_violation(ctx) or launcher_violation())
         if found.path == "hopper":
             ffi_library.refuse_fork()

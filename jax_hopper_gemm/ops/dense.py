@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import lax, typeof
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
@@ -18,7 +18,7 @@ from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
-from .settled import Settled, avals, settled
+from .settled import Settled, settled
 from .sm_limit import current_max_sms
 from .steps import Steps, named_in, traced
 from .substitute import final_product, with_hopper_dot
@@ -244,9 +244,12 @@ def _run(
     if plain:
         return _traced(function, lhs, rhs, implementation, static)
     own, operands = settled(
-        steps.op, steps, lambda: (_wide_product(function, static, *avals(lhs, rhs)),), operands,
+        steps.op,
+        steps,
+        lambda: (_wide_product(function, static, typeof(lhs), typeof(rhs)),),
+        operands,
         eager=not isinstance(lhs, Tracer),
-    )  # fmt: skip
+    )
     return _traced_steps(
         function, lhs, rhs, operands, implementation, static, own, dtypes, preactivation
     )
@@ -288,7 +291,7 @@ def _traced_steps(
     dtypes: tuple[Any, ...] | None,
     preactivation: Preactivation,
 ) -> Any:
-    product = _wide_product(function, options, *avals(lhs, rhs))
+    product = _wide_product(function, options, typeof(lhs), typeof(rhs))
     function = partial(function, **dict(options))
     dtype = abstract(function, lhs, rhs).dtype
     wide = partial(function, preferred_element_type=product.dtype)
@@ -302,7 +305,7 @@ def _traced_steps(
         what.function, final.lhs, (final.rhs,), what.operands, subscripts=final.subscripts,
         precision=final.precision, product_dtype=dtype, out_dtypes=what.dtypes,
         preactivation=preactivation, implementation=implementation,
-        in_place=what.in_place(steps, product), out_sharding=final.out_sharding,
+        in_place=what.in_place(steps.named, product), out_sharding=final.out_sharding,
         max_sms=current_max_sms(),
     )  # fmt: skip
     return what.structured(results)

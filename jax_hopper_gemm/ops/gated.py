@@ -6,11 +6,13 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import lax
+from jax import lax, typeof
 from jax import numpy as jnp
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
+from ..fusion.memo import memoised
 from ..gemm.subscripts import split
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
@@ -18,6 +20,7 @@ from .activations import Activation, activation_function
 from .dense import INLINE, Implementation, Preactivation
 from .ragged_run import run_grouped
 from .replaced import check_kernel_unasked, is_replaced
+from .settled import Settled, settled
 from .sm_limit import current_max_sms
 from .steps import Gate, traced
 from .substitute import final_product
@@ -102,8 +105,13 @@ def gated_linear_unit(
         dot = _dot(x, precision, preferred_element_type)
         products = _products(dot, x, rights)
         return traced(op, gate, products, operands, products[0].dtype, None).apply(*products)
+    types = typeof(x), tuple(map(typeof, rights))
+    own, operands = settled(
+        op, gate, lambda: _wide_products(*types, precision, preferred_element_type), operands,
+        eager=not isinstance(x, Tracer),
+    )  # fmt: skip
     return _traced_gate(
-        x, rights, operands, gate, precision,
+        x, rights, operands, own, precision,
         preferred_element_type, preactivation, implementation,
     )  # fmt: skip
 
@@ -113,7 +121,7 @@ def _traced_gate(
     x: Any,
     rights: tuple[Any, ...],
     operands: tuple[Any, ...],
-    gate: Gate,
+    gate: Gate | Settled,
     precision: Any,
     preferred_element_type: Any,
     preactivation: Preactivation,
@@ -121,8 +129,9 @@ def _traced_gate(
 ) -> jax.Array:
     dot = _dot(x, precision, preferred_element_type)
     dtype = jax.eval_shape(dot, x, rights[0]).dtype
-    dot = partial(dot, preferred_element_type=accumulator_dtype(dtype))
-    products = abstract(partial(_products, dot), x, rights)
+    types = typeof(x), tuple(map(typeof, rights))
+    products = _wide_products(*types, precision, preferred_element_type)
+    dot = partial(dot, preferred_element_type=products[0].dtype)
     what = traced("gated_linear_unit", gate, products, operands, dtype, None)
     if implementation == "xla":
         return what.apply(*_products(dot, x, rights))
@@ -136,6 +145,14 @@ def _traced_gate(
         precision=final.precision, product_dtype=dtype, out_dtypes=what.dtypes,
         preactivation=preactivation, implementation=implementation, max_sms=current_max_sms(),
     )  # fmt: skip
+
+
+@memoised
+def _wide_products(x: Any, rights: tuple[Any, ...], precision: Any, dtype: Any) -> tuple[Any, Any]:
+    """Returns the abstract values of both products as the gate sees them."""
+    dot = _dot(x, precision, dtype)
+    dtype = accumulator_dtype(abstract(dot, x, rights[0]).dtype)
+    return abstract(partial(_products, partial(dot, preferred_element_type=dtype)), x, rights)
 
 
 def _dot(x: Any, precision: Any, dtype: Any) -> Any:

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, typeof
+from jax.core import Tracer
 
+from ..fusion.memo import memoised
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from ..primitives.gather_rows import pick_rows
 from ..primitives.group_sizes import as_int32, sizes_in_rows, spans_of
@@ -23,6 +25,7 @@ from .explicit_axes import (
     shardings_of_results,
 )
 from .ragged_axes import RaggedAxes
+from .settled import Settled, settled
 from .sm_limit import current_max_sms
 from .steps import Gate, Steps, traced
 
@@ -78,10 +81,48 @@ def run_grouped(
     if isinstance(preferred, tuple | list):
         dtypes, preferred = tuple(preferred), None
     options = (("precision", precision), ("preferred_element_type", preferred))
+    length = (lhs if rows is None else rows).shape[0]
+    types = typeof(lhs), typeof(rights[0]), typeof(sizes)
+    own, seen = settled(
+        op, function, lambda: _wide_products(*types, length, len(rights), options),
+        tuple(_seen_from_rows(operands, length)), eager=not isinstance(lhs, Tracer),
+    )  # fmt: skip
+    if all(x.ndim < 3 for x in seen[len(operands) :]):  # of rank 3 it would be by groups
+        operands = (*operands, *seen[len(operands) :])
+    else:
+        own = function
     return _traced_grouped(
-        lhs, rights, sizes, offset, rows, operands, op, function, options, dtypes, preactivation,
+        lhs, rights, sizes, offset, rows, operands, op, own, options, dtypes, preactivation,
         implementation,
     )  # fmt: skip
+
+
+def _seen_from_rows(operands: tuple[Any, ...], length: int) -> list[Any]:
+    """Returns the function's operands as it sees them: of entries for groups each row's own."""
+    return [
+        jax.ShapeDtypeStruct((length, x.shape[2]), x.dtype) if jnp.ndim(x) == 3 else x
+        for x in operands
+    ]
+
+
+@memoised
+def _wide_products(
+    lhs: Any, right: Any, sizes: Any, length: int, rights: int, options: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Returns the products as the function sees them.
+
+    Args:
+      lhs, right, sizes: abstract values.
+      length: rows of the product.
+      rights: how many arrays hold weights.
+    """
+    groups, k, *planes, n = right.shape
+    lhs = jax.ShapeDtypeStruct((length, *lhs.shape[1:]), lhs.dtype)
+    weights = jax.ShapeDtypeStruct((groups, k, n), right.dtype)
+    params = canonical(lhs, weights, sizes, BASIC, dict(options))
+    dtype = params["preferred_element_type"] or jnp.result_type(lhs, weights)
+    product = jax.ShapeDtypeStruct((length, n), accumulator_dtype(dtype))
+    return (product,) * (2 if planes else rights)
 
 
 @partial(jax.jit, static_argnums=range(6, 12), inline=INLINE)
@@ -93,7 +134,7 @@ def _traced_grouped(
     rows: Any,
     operands: tuple[Any, ...],
     op: str,
-    function: Steps | Gate,
+    function: Steps | Gate | Settled,
     options: tuple[Any, ...],
     dtypes: tuple[Any, ...] | None,
     preactivation: Preactivation,
@@ -105,12 +146,9 @@ def _traced_grouped(
     params = canonical(lhs, weights, sizes, BASIC, dict(options))
     dtype = params["preferred_element_type"] or jnp.result_type(lhs, weights)
     length = lhs.shape[0]
-    product = jax.ShapeDtypeStruct((length, n), accumulator_dtype(dtype))
-    products = (product,) * (2 if planes else len(rights))
-    seen = [
-        jax.ShapeDtypeStruct((length, x.shape[2]), x.dtype) if jnp.ndim(x) == 3 else x
-        for x in operands
-    ]
+    types = typeof(lhs), typeof(rights[0]), typeof(sizes)
+    products = _wide_products(*types, length, len(rights), options)
+    seen = _seen_from_rows(operands, length)
     what = traced(op, function, products, seen, dtype, dtypes)
     sizes, spans = spans_of(as_int32(sizes), offset, groups, length)
     results = fused_dot(
@@ -217,8 +255,8 @@ def scaled_sum(
             what.function, left, (right,), what.operands, subscripts=axes.subscripts,
             precision=params["precision"], product_dtype=dtype, out_dtypes=what.dtypes,
             preactivation="save", implementation=implementation,
-            in_place=what.in_place(steps, product), sizes=own_sizes, spans=Spans.plain(groups),
-            max_sms=current_max_sms(),
+            in_place=what.in_place(steps.named, product), sizes=own_sizes,
+            spans=Spans.plain(groups), max_sms=current_max_sms(),
         )  # fmt: skip
         return what.structured(results)
 

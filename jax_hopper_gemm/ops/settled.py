@@ -12,11 +12,12 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from ..fusion.memo import Memory, interned
@@ -25,7 +26,7 @@ from .activations import ACTIVATIONS
 from .steps import Gate, Steps, evaluate
 
 _STABLE = frozenset(map(id, ACTIVATIONS.values()))  # found by identity, at no cost
-_latest = Memory()
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -68,27 +69,40 @@ def settled(
       operands: the function's.
       eager: whether the product runs at once, so that a program may be compiled for it alone.
     """
-    users = [getattr(function, name, None) for name in ("activation", "epilogue")]
-    users = [x for x in users if x is not None and id(x) not in _STABLE]
+    users = {name: getattr(function, name, None) for name in ("activation", "epilogue")}
+    users = {name: x for name, x in users.items() if x is not None and id(x) not in _STABLE}
     if not users:
         return function, operands
     seen = tuple(products())
-    key = (op, function, seen, avals(*operands))
-    if (own := _latest.get(key)) is not None:
-        return own, operands
+    memory = _memory_of(users)
+    names = dict.fromkeys(users)
+    key = (op, tuple(names), replace(function, **names), seen, tuple(map(jax.typeof, operands)))
+    if memory is not None and (before := memory.get(key)) is not None:
+        own, consts = before
+        return own, (*operands, *consts)
     own, consts = _traced(op, function, seen, operands)
     if own is None:
         if eager:
-            _warn_of_compiling(op, users)
+            _warn_of_compiling(op, tuple(users.values()))
         return function, operands
-    if not consts:
-        _latest.put(key, own)
+    if memory is not None and not any(isinstance(x, Tracer) for x in consts):
+        memory.put(key, (own, consts))
     return own, (*operands, *consts)
 
 
-def avals(*arrays: Any) -> tuple[Any, ...]:
-    """Returns the abstract values of arrays and numbers."""
-    return tuple(map(jax.typeof, arrays))
+_by_function: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
+
+
+def _memory_of(users: dict[str, Any]) -> Memory | None:
+    """Returns what is remembered of the one function of the user's, as long as that exists."""
+    one, *others = users.values()
+    if others:
+        return None
+    try:
+        with _lock:
+            return _by_function.setdefault(one, Memory())
+    except TypeError:  # it has no hash, or cannot be referred to weakly
+        return None
 
 
 def _traced(
@@ -114,7 +128,6 @@ def _traced(
 
 # The warning.
 
-_lock = threading.Lock()
 _functions: OrderedDict[Any, weakref.ref[Any]] = OrderedDict()  # by code
 _warned = False
 

@@ -131,11 +131,15 @@ class Traced:
         cast = tuple(map(lax.convert_element_type, flat, self.dtypes))
         return self.structured(cast)
 
-    def in_place(self, steps: Steps, product: Any) -> int | None:
-        """Returns which operand of these steps the first result may overwrite: `c`, if alike."""
-        if "c" not in steps.named:
+    def in_place(self, named: tuple[str, ...], product: Any) -> int | None:
+        """Returns which operand the first result may overwrite: `c`, if alike.
+
+        Args:
+          named: as in `Steps`.
+        """
+        if "c" not in named:
             return None
-        index = steps.named.index("c")
+        index = named.index("c")
         c = self.operands[index]
         taken = (jnp.shape(c), jnp.result_type(c))
         alike = taken == (product.shape, self.dtypes[0]) and product.shape == self.shapes[0]
