@@ -15,6 +15,7 @@ from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
 import numpy as np
+from jax.api_util import debug_info
 from jax.extend import linear_util
 from jax.extend.core import Literal
 
@@ -58,7 +59,7 @@ def _token(function: linear_util.WrappedFun) -> object:
     return object()
 
 
-_KEY = linear_util.wrap_init(_token)
+_KEY = linear_util.wrap_init(_token, debug_info=debug_info("memo", _token, (), {}))
 
 
 def _trace_context() -> object:
