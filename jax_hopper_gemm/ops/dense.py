@@ -8,16 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import lax, typeof
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
+from ..fusion.memo import memoised
 from ..gemm.options import Implementation, Options, Preactivation
 from ..gemm.product import Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
+from .settled import Settled, settled
 from .sm_limit import current_max_sms
 from .steps import Steps, named_in, traced
 from .substitute import final_product, with_hopper_dot
@@ -239,8 +242,12 @@ def _run(
         return what.apply(product)
     if plain:
         return _traced(function, lhs, rhs, implementation, static)
+    own, operands = settled(
+        steps.op, steps, lambda: (_wide_product(function, static, typeof(lhs), typeof(rhs)),),
+        operands, eager=not isinstance(lhs, Tracer),
+    )  # fmt: skip
     return _traced_steps(
-        function, lhs, rhs, operands, implementation, static, steps, dtypes, preactivation
+        function, lhs, rhs, operands, implementation, static, own, dtypes, preactivation
     )
 
 
@@ -260,6 +267,14 @@ def _traced(
     return with_hopper_dot(function, lhs, rhs, implementation)
 
 
+@memoised
+def _wide_product(function: Any, options: tuple[Any, ...], lhs: Any, rhs: Any) -> Any:
+    """Returns the abstract value of a product as an epilogue sees it."""
+    function = partial(function, **dict(options))
+    dtype = accumulator_dtype(abstract(function, lhs, rhs).dtype)
+    return abstract(partial(function, preferred_element_type=dtype), lhs, rhs)
+
+
 @partial(jax.jit, static_argnums=(0, *range(4, 9)), inline=INLINE)
 def _traced_steps(
     function: Any,
@@ -268,14 +283,14 @@ def _traced_steps(
     operands: tuple[Any, ...],
     implementation: Implementation,
     options: tuple[Any, ...],
-    steps: Steps,
+    steps: Steps | Settled,
     dtypes: tuple[Any, ...] | None,
     preactivation: Preactivation,
 ) -> Any:
+    product = _wide_product(function, options, typeof(lhs), typeof(rhs))
     function = partial(function, **dict(options))
-    dtype = jax.eval_shape(function, lhs, rhs).dtype
-    wide = partial(function, preferred_element_type=accumulator_dtype(dtype))
-    product = abstract(wide, lhs, rhs)
+    dtype = abstract(function, lhs, rhs).dtype
+    wide = partial(function, preferred_element_type=product.dtype)
     what = traced(steps.op, steps, (product,), operands, dtype, dtypes)
     if implementation == "xla":
         return what.apply(wide(lhs, rhs))
@@ -286,6 +301,6 @@ def _traced_steps(
     results = fused_dot(
         what.function, final.lhs, (final.rhs,), what.operands,
         Product(final.subscripts, chosen, final.out_sharding),
-        out_dtypes=what.dtypes, in_place=what.in_place(steps, product),
+        out_dtypes=what.dtypes, in_place=what.in_place(steps.named, product),
     )  # fmt: skip
     return what.structured(results)
