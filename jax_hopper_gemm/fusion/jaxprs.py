@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -13,6 +14,8 @@ from jax.extend import core
 from jax.extend.core import Literal, jaxpr_as_fun
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
+
+from .memo import memoised
 
 if TYPE_CHECKING:  # JAX 0.12 does not type it
     ClosedJaxpr: TypeAlias = Any
@@ -37,6 +40,16 @@ def traced(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(function)(*avals)
 
 
+def traced_once(function: Callable[..., Any], *avals: Any, **params: Any) -> ClosedJaxpr:
+    """Returns the jaxpr of a function of arrays and parameters: one for equal arguments."""
+    return _traced_once(function, avals, tuple(params), *params.values())
+
+
+@memoised
+def _traced_once(function: Any, avals: Any, names: Any, *values: Any) -> ClosedJaxpr:
+    return traced(partial(function, **dict(zip(names, values, strict=True))), *avals)
+
+
 def abstract(function: Callable[..., Any], *args: Any) -> Any:
     """Returns the abstract values of a function's outputs, in their structure.
 
@@ -46,6 +59,7 @@ def abstract(function: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
 
 
+@memoised
 def pruned(
     closed: ClosedJaxpr, outputs: Sequence[bool], kept: Sequence[bool] | None = None
 ) -> tuple[ClosedJaxpr, list[bool]]:
@@ -74,6 +88,7 @@ def mapped(
     return traced(function, *args)
 
 
+@memoised
 def tangent(
     closed: ClosedJaxpr, wrt: Sequence[int], saved: Sequence[Any]
 ) -> tuple[ClosedJaxpr, list[bool]]:
@@ -113,6 +128,7 @@ def tangent(
     return derivative_jaxpr, used[: len(avals)]
 
 
+@memoised
 def transposed(
     closed: ClosedJaxpr, residuals: int, cotangents_of: Sequence[int], wanted: Sequence[int]
 ) -> tuple[ClosedJaxpr, list[bool]]:
@@ -149,6 +165,7 @@ def transposed(
     return transpose_jaxpr, used[:residuals]
 
 
+@memoised
 def with_accumulator(closed: ClosedJaxpr, index: int, dtype: Any) -> ClosedJaxpr:
     """Returns the function with an input replaced by a product's accumulator, which comes first.
 

@@ -18,10 +18,15 @@ from jax import numpy as jnp
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
+from ..fusion.jaxprs import ClosedJaxpr, traced
+from ..fusion.memo import memoised
 from ..gemm.epilogue_graph import Result
 from ..gemm.grid import result_shapes
+from ..gemm.problem import GemmProblem
+from ..gemm.spec import GemmSpec
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
+from ..launch.plan import LaunchPlan
 from . import fallback
 from .call import Call
 from .devices import devices_of
@@ -29,6 +34,7 @@ from .finish_reductions import finish_partials
 from .mlir_values import GATHERED, INDEXED, MAX_SMS, PRODUCT, SPANS
 from .route import Request, Route
 from .shardings import with_partitions
+from .traced import lower_jaxpr
 
 
 def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
@@ -69,10 +75,8 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     In go A, B, up, the epilogue's operands, sizes, indices of rows or the index of a matrix; out
     come its results and the workspaces.
     """
-    from ..cubin import digest_of  # brings cuda-python with it
-
     assert route.gemm and route.spec and route.plan
-    problem, inputs, aliases = route.gemm.problem, _factors(call, route), {}
+    inputs, aliases = _factors(call, route), {}
     outputs = list(ctx.avals_out)
     if route.fusion:
         outputs = _written(call.request, route)
@@ -85,20 +89,17 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
         ctx.replace(avals_in=avals, avals_out=[*outputs, *workspaces]),
         *values,
-        digest=digest_of(route.spec),
-        spec=route.spec.to_json(),
-        name=f"{route.spec.name} M={problem.m} N={problem.n} K={problem.k} L={problem.l}",
-        plan=np.array(route.plan.encode(), np.int64),
+        **_launch_attributes(route.gemm.problem, route.spec, route.plan),
     )
     results = list[Any](results)[: len(outputs)]
     if route.fusion is None:
         _mark_product(results[0].owner, call.request, swap_ab=route.gemm.swap_ab)
         return mark_limit(call, results)
-    finish = mlir.lower_fun(partial(finished_results, call.request, route), multiple_results=True)
     assert call.request.function
     varying = [_varying_like(call.request.function.in_avals[0], x) for x in outputs]
-    context = ctx.replace(avals_in=[*varying, *call.avals])
-    return list(finish(context, *results, *call.operands))
+    avals = [*varying, *call.avals]
+    finish = _finishing(call.request.function, call.request, route, avals)
+    return list(lower_jaxpr(ctx.replace(avals_in=avals), finish, *results, *call.operands))
 
 
 # What the launch reads.
@@ -168,6 +169,18 @@ def _converted(
 # What the launch says of itself.
 
 
+@memoised
+def _launch_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) -> dict[str, Any]:
+    from ..cubin import digest_of  # brings cuda-python with it
+
+    return {
+        "digest": digest_of(spec),
+        "spec": spec.to_json(),
+        "name": f"{spec.name} M={problem.m} N={problem.n} K={problem.k} L={problem.l}",
+        "plan": np.array(plan.encode(), np.int64),
+    }
+
+
 def _mark_product(operation: Any, request: Request, *, swap_ab: bool) -> None:
     """Says of a launch which bare product it holds, its operands in their order."""
     subscripts, groups = request.subscripts, request.groups
@@ -208,6 +221,14 @@ def _written(request: Request, route: Route) -> list[ShapedArray]:
             shape = (*sizes[:columns], *planes, *sizes[columns:])
         arrays.append(ShapedArray(shape, np.dtype(jnp.dtype(dtype))))
     return arrays
+
+
+@memoised
+def _finishing(
+    function: ClosedJaxpr, request: Request, route: Route, avals: Sequence[Any]
+) -> ClosedJaxpr:
+    """Returns how XLA finishes what the kernel wrote; `function` is the request's."""
+    return traced(partial(finished_results, request, route), *avals)
 
 
 def finished_results(request: Request, route: Route, *arrays: jax.Array) -> list[jax.Array]:

@@ -12,6 +12,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from .traced import lower_fun_once
+
 Rule = Callable[..., Any]  # (ctx, *values, **params)
 
 
@@ -44,7 +46,7 @@ def register_lowering(
       reference: the JAX function of the operands and parameters that it stands for.
       lowering: the rules where it is something else.
     """
-    to_xla = mlir.lower_fun(reference, multiple_results=primitive.multiple_results)
+    to_xla = lower_fun_once(reference)
     if (for_cuda := lowering.cuda) is None:
         mlir.register_lowering(primitive, to_xla, cacheable=lowering.shared)
         return

@@ -23,6 +23,7 @@ from ..dispatch.canonical import (
 )
 from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
+from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES, OPERANDS, short_name
 from ..gemm.groups import GROUP, GroupedAxis, gate_up_letter, is_varlen_k
 from ..gemm.options import Options
@@ -96,9 +97,9 @@ class Request:
         return f"{text} with an epilogue" if self.function else text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
-    """How one product runs.
+    """How one product runs: one object while `route` remembers the answer.
 
     Attributes:
       path: "hopper" (a kernel of ours) or "xla".
@@ -159,15 +160,28 @@ def route(request: Request, device: dispatch.Device, *, kernel_only: bool = Fals
 
     With `kernel_only`, XLA is the answer only where no kernel can run the product.
     """
-    device = device.limited_to(request.options.max_sms)
     if reason := _request_violation(request):
         return Route("xla", reason, "unsupported")
+    device = device.limited_to(request.options.max_sms)
+    tables = dispatch.tables_of(replace(device, comm_overlap=False))
+    return _route(request.function, request, device, kernel_only, tables)
+
+
+@memoised
+def _route(
+    function: ClosedJaxpr | None,
+    request: Request,
+    device: dispatch.Device,
+    kernel_only: bool,
+    tables: object,
+) -> Route:
+    """Returns the same; `tables` are those that the choice reads."""
     fusion, found_roles = None, None
     try:
-        if request.function is None:
+        if function is None:
             gemm = _gemm(request, request.out_dtype)
         else:
-            gemm, fusion, found_roles = _fused(request, request.function)
+            gemm, fusion, found_roles = _fused(request, function)
     except (NotAGemm, NotFusable) as error:
         return Route("xla", str(error), "unsupported")
     decision = dispatch.choose(gemm.problem, device, kernel_only=kernel_only)

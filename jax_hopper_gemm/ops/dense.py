@@ -9,16 +9,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import lax, typeof
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
+from ..fusion.memo import memoised
 from ..gemm.options import Implementation, Options, Preactivation
 from ..gemm.product import Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
+from .settled import Settled, settled
 from .sm_limit import current_max_sms
 from .steps import Steps, named_in, traced
 from .substitute import final_product, with_hopper_dot
@@ -257,7 +260,11 @@ def _run(
         return what.apply(whole)
     if plain:
         return _traced(product, lhs, rhs, options)
-    return _traced_steps(product, lhs, rhs, operands, steps, options, dtypes)
+    own, operands = settled(
+        steps.op, steps, lambda: (_wide_product(product, options, typeof(lhs), typeof(rhs)),),
+        operands, eager=not isinstance(lhs, Tracer),
+    )  # fmt: skip
+    return _traced_steps(product, lhs, rhs, operands, own, options, dtypes)
 
 
 # One trace for equal arguments. Inlined at once, so that the caller's program holds the bare
@@ -274,20 +281,28 @@ def _traced(product: JaxProduct, lhs: Any, rhs: Any, options: Options) -> jax.Ar
     return with_hopper_dot(function, lhs, rhs, options.implementation)
 
 
+@memoised
+def _wide_product(product: JaxProduct, options: Options, lhs: Any, rhs: Any) -> Any:
+    """Returns the abstract value of a product as an epilogue sees it."""
+    function = product.with_options(options)
+    dtype = accumulator_dtype(abstract(function, lhs, rhs).dtype)
+    return abstract(partial(function, preferred_element_type=dtype), lhs, rhs)
+
+
 @partial(jax.jit, static_argnums=(0, 4, 5, 6), inline=INLINE)
 def _traced_steps(
     product: JaxProduct,
     lhs: Any,
     rhs: Any,
     operands: tuple[Any, ...],
-    steps: Steps,
+    steps: Steps | Settled,
     options: Options,
     dtypes: tuple[Any, ...] | None,
 ) -> Any:
     function, implementation = product.with_options(options), options.implementation
-    dtype = jax.eval_shape(function, lhs, rhs).dtype
-    wide = partial(function, preferred_element_type=accumulator_dtype(dtype))
-    like = abstract(wide, lhs, rhs)
+    like = _wide_product(product, options, typeof(lhs), typeof(rhs))
+    dtype = abstract(function, lhs, rhs).dtype
+    wide = partial(function, preferred_element_type=like.dtype)
     what = traced(steps.op, steps, (like,), operands, dtype, dtypes)
     if implementation == "xla":
         return what.apply(wide(lhs, rhs))
@@ -298,6 +313,6 @@ def _traced_steps(
     results = fused_dot(
         what.function, final.lhs, (final.rhs,), what.operands,
         Product(final.subscripts, options, final.out_sharding),
-        out_dtypes=what.dtypes, in_place=what.in_place(steps, like),
+        out_dtypes=what.dtypes, in_place=what.in_place(steps.named, like),
     )  # fmt: skip
     return what.structured(results)

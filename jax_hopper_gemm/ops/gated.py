@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import lax
+from jax import lax, typeof
 from jax import numpy as jnp
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
+from ..fusion.memo import memoised
 from ..gemm.options import Implementation, Options, Preactivation
 from ..gemm.product import Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
@@ -20,6 +22,7 @@ from .activations import Activation, activation_function
 from .dense import INLINE
 from .ragged_run import RaggedArrays, run_with_epilogue
 from .replaced import check_kernel_unasked, is_replaced
+from .settled import Settled, settled
 from .sm_limit import current_max_sms
 from .steps import Gate, traced
 from .substitute import final_product
@@ -103,7 +106,12 @@ def gated_linear_unit(
         check_kernel_unasked(op, implementation)
         products = _products(_dot(x, options), x, rights)
         return traced(op, gate, products, operands, products[0].dtype, None).apply(*products)
-    return _traced_gate(x, rights, operands, gate, options)
+    types = typeof(x), tuple(map(typeof, rights))
+    own, operands = settled(
+        op, gate, lambda: _wide_products(*types, options), operands,
+        eager=not isinstance(x, Tracer),
+    )  # fmt: skip
+    return _traced_gate(x, rights, operands, own, options)
 
 
 @partial(jax.jit, static_argnums=(3, 4), inline=INLINE)
@@ -111,13 +119,13 @@ def _traced_gate(
     x: Any,
     rights: tuple[Any, ...],
     operands: tuple[Any, ...],
-    gate: Gate,
+    gate: Gate | Settled,
     options: Options,
 ) -> jax.Array:
     dot = _dot(x, options)
-    dtype = jax.eval_shape(dot, x, rights[0]).dtype
-    dot = partial(dot, preferred_element_type=accumulator_dtype(dtype))
-    products = abstract(partial(_products, dot), x, rights)
+    dtype = abstract(dot, x, rights[0]).dtype
+    products = _wide_products(typeof(x), tuple(map(typeof, rights)), options)
+    dot = partial(dot, preferred_element_type=products[0].dtype)
     what = traced("gated_linear_unit", gate, products, operands, dtype, None)
     if options.implementation == "xla":
         return what.apply(*_products(dot, x, rights))
@@ -131,6 +139,14 @@ def _traced_gate(
         what.function, x, rights, what.operands, Product(subscripts, options),
         out_dtypes=what.dtypes,
     )  # fmt: skip
+
+
+@memoised
+def _wide_products(x: Any, rights: tuple[Any, ...], options: Options) -> tuple[Any, Any]:
+    """Returns the abstract values of both products as the gate sees them."""
+    dot = _dot(x, options)
+    dtype = accumulator_dtype(abstract(dot, x, rights[0]).dtype)
+    return abstract(partial(_products, partial(dot, preferred_element_type=dtype)), x, rights)
 
 
 def _dot(x: Any, options: Options) -> Any:

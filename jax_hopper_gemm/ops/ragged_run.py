@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, typeof
+from jax.core import Tracer
 
+from ..fusion.memo import memoised
 from ..gemm.groups import VARLEN_M_KN, Groups
 from ..gemm.options import Options
 from ..gemm.product import Product
@@ -34,6 +36,7 @@ from .explicit_axes import (
     shardings_of_results,
 )
 from .ragged_axes import RaggedAxes
+from .settled import Settled, settled
 from .steps import Gate, Steps, traced
 
 # Taken here, so that it stays JAX's own where `intercept_ragged_dot` puts ours in its place.
@@ -76,6 +79,36 @@ class RaggedArrays(NamedTuple):
         if self.rows is None:
             return self.lhs
         return pick_rows(self.lhs, as_int32(self.rows, least=-1))
+
+    @property
+    def length(self) -> int:
+        """The number of rows that are multiplied."""
+        return (self.lhs if self.rows is None else self.rows).shape[0]
+
+    def canonical(self, options: Options) -> Options:
+        """Returns options of the product by `BASIC`, with the dtype that it has."""
+        if isinstance(options.preferred_element_type, tuple):
+            options = replace(options, preferred_element_type=None)
+        count, k, *_, n = self.rights[0].shape
+        lhs: Any = typeof(self.lhs)
+        lhs = lhs.update(shape=(self.length, *lhs.shape[1:]))
+        weights = jax.ShapeDtypeStruct((count, k, n), self.rights[0].dtype)
+        options = _canonical(lhs, weights, typeof(self.sizes), BASIC, options)
+        dtype = options.preferred_element_type or jnp.result_type(lhs, weights)
+        return replace(options, preferred_element_type=dtype)
+
+    def wide_products(self, options: Options) -> tuple[Any, ...]:
+        """Returns the products as a function of them sees them."""
+        dtype, right = self.canonical(options).preferred_element_type, self.rights[0]
+        product = jax.ShapeDtypeStruct((self.length, right.shape[-1]), accumulator_dtype(dtype))
+        return (product,) * (2 if right.ndim == 4 else len(self.rights))
+
+    def seen_from_rows(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns a function's operands as it sees them: of entries for groups each row's own."""
+        return tuple(
+            jax.ShapeDtypeStruct((self.length, x.shape[2]), x.dtype) if jnp.ndim(x) == 3 else x
+            for x in operands
+        )
 
 
 # A product alone.
@@ -125,7 +158,7 @@ def _traced_product(
 ) -> jax.Array:
     lhs, (rhs,), sizes = arrays.gathered(), arrays.rights, arrays.sizes
     axes = RaggedAxes.of(numbers, lhs.ndim, rhs.ndim)
-    options = _canonical(lhs, rhs, sizes, numbers, options)
+    options = _canonical(typeof(lhs), typeof(rhs), typeof(sizes), numbers, options)
 
     def product(left: Any, right: Any, own_sizes: Any, inner: int) -> jax.Array:
         length = left.shape[0]
@@ -172,7 +205,14 @@ def run_with_epilogue(
         return in_auto_axes(with_epilogue, out_sharding, arrays, operands)
     if out_sharding is not None:
         raise ValueError(f"{op}: {left_to_lax(lhs, rights[0], sizes, out_sharding)}")
-    return _traced_with_epilogue(arrays, operands, op, function, options)
+    own, seen = settled(
+        op, function, lambda: arrays.wide_products(options), arrays.seen_from_rows(operands),
+        eager=not isinstance(lhs, Tracer),
+    )  # fmt: skip
+    consts = seen[len(operands) :]
+    if any(x.ndim == 3 for x in consts):  # they would be by groups
+        own, consts = function, ()
+    return _traced_with_epilogue(arrays, (*operands, *consts), op, own, options)
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4), inline=INLINE)
@@ -180,29 +220,19 @@ def _traced_with_epilogue(
     arrays: RaggedArrays,
     operands: tuple[Any, ...],
     op: str,
-    function: Steps | Gate,
+    function: Steps | Gate | Settled,
     options: Options,
 ) -> Any:
-    dtypes = None
-    if isinstance(options.preferred_element_type, tuple):
-        dtypes = options.preferred_element_type
-        options = replace(options, preferred_element_type=None)
+    preferred = options.preferred_element_type
+    dtypes = preferred if isinstance(preferred, tuple) else None
     lhs, rights = arrays.gathered(), arrays.rights
-    count, k, *planes, n = rights[0].shape
-    weights = jax.ShapeDtypeStruct((count, k, n), rights[0].dtype)
-    options = _canonical(lhs, weights, arrays.sizes, BASIC, options)
-    dtype = options.preferred_element_type or jnp.result_type(lhs, weights)
-    length = lhs.shape[0]
-    product = jax.ShapeDtypeStruct((length, n), accumulator_dtype(dtype))
-    products = (product,) * (2 if planes else len(rights))
-    by_row = [
-        jax.ShapeDtypeStruct((length, x.shape[2]), x.dtype) if jnp.ndim(x) == 3 else x
-        for x in operands
-    ]
-    steps = traced(op, function, products, by_row, dtype, dtypes)
+    count, _, *planes, _ = rights[0].shape
+    options = arrays.canonical(options)
+    dtype, length = options.preferred_element_type, lhs.shape[0]
+    products = arrays.wide_products(options)
+    steps = traced(op, function, products, arrays.seen_from_rows(operands), dtype, dtypes)
     sizes, groups = sizes_and_groups(as_int32(arrays.sizes), arrays.offset, count, length)
     subscripts = VARLEN_M_GATE_UP if planes else VARLEN_M_KN
-    options = replace(options, preferred_element_type=dtype)
     results = fused_dot(
         steps.function, lhs, rights, (*operands, *steps.operands[len(operands) :]),
         Product(subscripts, options, groups=groups), out_dtypes=steps.dtypes, sizes=sizes,
@@ -244,7 +274,7 @@ def run_scaled_sum(
         dtype = jax.eval_shape(theirs, lhs, rhs, sizes).dtype
         product = theirs(lhs, rhs, sizes, preferred_element_type=accumulator_dtype(dtype))
         return traced(steps.op, steps, (product,), operands, dtype, None).apply(product)
-    options = _canonical(lhs, rhs, sizes, numbers, options)
+    options = _canonical(typeof(lhs), typeof(rhs), typeof(sizes), numbers, options)
     dtype = options.preferred_element_type or jnp.result_type(lhs, rhs)
     wide = replace(options, preferred_element_type=dtype)
     axes = arrays.axes(numbers)
@@ -260,7 +290,7 @@ def run_scaled_sum(
         results = fused_dot(
             own_steps.function, left, (right,), own_steps.operands,
             Product(axes.subscripts, wide, groups=Groups.plain(count)),
-            out_dtypes=own_steps.dtypes, in_place=own_steps.in_place(steps, product),
+            out_dtypes=own_steps.dtypes, in_place=own_steps.in_place(steps.named, product),
             sizes=own_sizes,
         )  # fmt: skip
         return own_steps.structured(results)
@@ -301,10 +331,15 @@ def _lax_options(options: Options) -> dict[str, Any]:
     }
 
 
+@memoised
 def _canonical(
     lhs: Any, rhs: Any, sizes: Any, numbers: lax.RaggedDotDimensionNumbers, options: Options
 ) -> Options:
-    """Returns options with precision and dtype as JAX puts them into its own product."""
+    """Returns options with precision and dtype as JAX puts them into its own product.
+
+    Args:
+      lhs, rhs, sizes: abstract values.
+    """
     if numbers.rhs_group_dimensions:  # fewer than there are sizes, with an offset
         count = rhs.shape[numbers.rhs_group_dimensions[0]]
         sizes = jax.ShapeDtypeStruct((*sizes.shape[:-1], count), sizes.dtype)

@@ -132,11 +132,11 @@ class Traced:
         cast = tuple(map(lax.convert_element_type, flat, self.dtypes))
         return self.structured(cast)
 
-    def in_place(self, steps: Steps, product: Any) -> int | None:
-        """Returns which operand of these steps the first result may overwrite: `c`, if alike."""
-        if "c" not in steps.named:
+    def in_place(self, named: tuple[str, ...], product: Any) -> int | None:
+        """Returns which operand the first result may overwrite: `c`, if alike; `named` has it."""
+        if "c" not in named:
             return None
-        index = steps.named.index("c")
+        index = named.index("c")
         c = self.operands[index]
         taken = (jnp.shape(c), jnp.result_type(c))
         alike = taken == (product.shape, self.dtypes[0]) and product.shape == self.shapes[0]
@@ -170,6 +170,27 @@ def traced(
       product_dtype: dtype of the product.
       preferred: dtypes of the results, if not None.
     """
+    closed, avals, several = program(op, function, products, operands)
+    checks.check_result_dtypes(op, avals, preferred)
+    (shape,), (dtype,) = {x.shape for x in products}, {x.dtype for x in products}
+    dtypes = preferred or tuple(
+        product_dtype if (x.shape, x.dtype) == (shape, dtype) else x.dtype for x in avals
+    )
+    if closed.consts:
+        function = partial(evaluate, closed, len(products) + len(operands))
+    return Traced(
+        function,
+        (*operands, *closed.consts),
+        tuple(map(jnp.dtype, dtypes)),
+        tuple(x.shape for x in avals),
+        several,
+    )
+
+
+def program(
+    op: str, function: Callable[..., Any], products: Sequence[Any], operands: Sequence[Any]
+) -> tuple[Any, Any, bool]:
+    """Returns a function's jaxpr, types of its results, and whether it returns a tuple."""
     several = []
 
     def flat(*args: Any) -> tuple[Any, ...]:
@@ -179,23 +200,10 @@ def traced(
         return results
 
     closed, avals = jax.make_jaxpr(flat, return_shape=True)(*products, *operands)
-    checks.check_result_dtypes(op, avals, preferred)
-    (shape,), (dtype,) = {x.shape for x in products}, {x.dtype for x in products}
-    dtypes = preferred or tuple(
-        product_dtype if (x.shape, x.dtype) == (shape, dtype) else x.dtype for x in avals
-    )
-    if closed.consts:
-        function = partial(_evaluate, closed, len(products) + len(operands))
-    return Traced(
-        function,
-        (*operands, *closed.consts),
-        tuple(map(jnp.dtype, dtypes)),
-        tuple(x.shape for x in avals),
-        several[-1],
-    )
+    return closed, avals, several[-1]
 
 
-def _evaluate(closed: Any, num_inputs: int, *args: jax.Array) -> tuple[jax.Array, ...]:
+def evaluate(closed: Any, num_inputs: int, *args: jax.Array) -> tuple[jax.Array, ...]:
     """Evaluates a program on its inputs, followed by its constants."""
     function = jaxpr_as_fun(closed.replace(consts=list(args[num_inputs:])))
     return tuple(function(*args[:num_inputs]))

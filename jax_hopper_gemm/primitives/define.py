@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
 from jax.interpreters import partial_eval as pe
 
-from ..fusion.jaxprs import traced
+from ..fusion.jaxprs import traced_once
 from ..lowering.register import Lowering, register_lowering
 from ..lowering.route import Request
 
@@ -98,7 +98,7 @@ def define_primitive(
 
 
 def _abstract_eval(reference: Rule, multiple_results: bool, *avals: Any, **params: Any) -> Any:
-    outputs = traced(partial(reference, **params), *avals).out_avals
+    outputs = traced_once(reference, *avals, **params).out_avals
     return list(outputs) if multiple_results else outputs[0]
 
 

@@ -30,6 +30,7 @@ from ..lowering.match import request_between
 from ..lowering.register import Lowering
 from ..lowering.route import Request
 from ..lowering.shardings import padded_partitions, permuted_sharding, with_partitions
+from ..lowering.traced import lower_fun_once
 from .define import Rules, define_primitive
 
 NAME = "hopper_dot"
@@ -143,7 +144,7 @@ def batched(product: Product, axis_data: Any, axes: Any) -> Product:
 # Lowering.
 
 
-_lower_to_xla = mlir.lower_fun(reference_dot, multiple_results=False)
+_lower_to_xla = lower_fun_once(reference_dot)
 
 
 def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Product) -> Request:

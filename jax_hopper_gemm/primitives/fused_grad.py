@@ -29,6 +29,7 @@ from ..fusion.jaxprs import (
     transposed,
     with_accumulator,
 )
+from ..fusion.memo import memoised
 from ..gemm.product import Product
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
@@ -36,6 +37,7 @@ from ..lowering.emit import emit_launch
 from ..lowering.match import is_launch, product_at
 from ..lowering.register import Lowering
 from ..lowering.route import Route
+from ..lowering.traced import lower_fun_once
 from ..sharding import custom_call
 from .accumulators import accumulators_of, unstacked
 from .batched_product import batched_product
@@ -109,7 +111,8 @@ def _transpose_tangent(
     inner = len(jaxpr.in_avals) - len(linear) - (plane_axis is not None)  # residuals of `jaxpr`
     given = [i for i, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
     outputs = [i in given for i in range(len(cotangents))]
-    reached = pruned(jaxpr, outputs, [True] * inner + [False] * (len(jaxpr.in_avals) - inner))[1]
+    kept_inputs = [True] * inner + [False] * (len(jaxpr.in_avals) - inner)
+    reached = list(pruned(jaxpr, outputs, kept_inputs)[1])
     asked = [ad.is_undefined_primal(x) for x in linear]
     if plane_axis is not None:
         reached[inner : inner + 2] = [any(reached[inner : inner + 2])] * 2
@@ -141,6 +144,7 @@ def _transpose_tangent(
     return [None] * residuals + [found.get(i, zero) for i, zero in enumerate(zeros)]
 
 
+@memoised
 def _stacking(closed: ClosedJaxpr, axis: int) -> ClosedJaxpr:
     """Returns the function with its first two outputs stacked."""
 
@@ -234,7 +238,7 @@ def _without_unused(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
     )
 
 
-_lower_epilogue = mlir.lower_fun(_epilogue, multiple_results=True)
+_lower_epilogue = lower_fun_once(_epilogue)
 
 
 def _lower_epilogue_for_cuda(

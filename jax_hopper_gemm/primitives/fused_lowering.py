@@ -18,6 +18,7 @@ from ..lowering.call import Call
 from ..lowering.emit import lower_call
 from ..lowering.register import Lowering
 from ..lowering.route import Request
+from ..lowering.traced import lower_fun_once
 from .fused_dot_sharded import emit_fused, route_partitioned
 from .group_sizes import sizes_of_each
 
@@ -86,8 +87,8 @@ def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
     Args:
       reference: the function that it stands for; with `by_xla=False` its products are ours.
     """
-    to_xla = mlir.lower_fun(reference, multiple_results=True)
-    apart = mlir.lower_fun(partial(reference, by_xla=False), multiple_results=True)
+    to_xla = lower_fun_once(reference)
+    apart = lower_fun_once(partial(reference, by_xla=False))
 
     def for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
         call, product = _call_of(ctx, values, params), params["product"]

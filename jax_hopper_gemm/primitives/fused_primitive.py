@@ -33,6 +33,7 @@ from ..fusion.jaxprs import (
     traced,
     transpose_by,
 )
+from ..fusion.memo import memoised
 from ..gemm.dtypes import residual_of
 from ..gemm.groups import DGRAD, is_varlen_k
 from ..gemm.product import Product
@@ -168,14 +169,20 @@ def _with_accumulators(
     count = len(jaxpr.out_avals)
     places = {i: place for i in accumulators if (place := _place(jaxpr, i, dtype)) is not None}
     added = [i for i in accumulators if i not in places]
+    extended = {**params, "jaxpr": _with_inputs(jaxpr, added, dtype)} if added else params
+    outputs = hopper_fused_p.bind(*primals, **extended)
+    places |= {i: count + j for j, i in enumerate(added)}
+    return outputs[:count], [outputs[places[i]] for i in accumulators]
+
+
+@memoised
+def _with_inputs(jaxpr: ClosedJaxpr, added: Sequence[int], dtype: Any) -> ClosedJaxpr:
+    """Returns the function with these inputs, converted to `dtype`, as its last outputs."""
 
     def function(*args: Any) -> list[Any]:
         return [*jaxpr_as_fun(jaxpr)(*args), *(args[i].astype(dtype) for i in added)]
 
-    extended = {**params, "jaxpr": traced(function, *jaxpr.in_avals)} if added else params
-    outputs = hopper_fused_p.bind(*primals, **extended)
-    places |= {i: count + j for j, i in enumerate(added)}
-    return outputs[:count], [outputs[places[i]] for i in accumulators]
+    return traced(function, *jaxpr.in_avals)
 
 
 def _place(jaxpr: ClosedJaxpr, index: int, dtype: Any) -> int | None:

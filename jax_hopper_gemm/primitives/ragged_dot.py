@@ -38,6 +38,7 @@ from ..lowering.call import Call
 from ..lowering.emit import lower_call
 from ..lowering.register import Lowering
 from ..lowering.route import Request
+from ..lowering.traced import lower_fun_once
 from .define import Rules, define_primitive
 from .dot import as_cotangent
 from .group_sizes import sizes_of_each
@@ -219,7 +220,7 @@ def _batch_rows(size: int, args: Any, axes: Any, product: Product) -> Any:
 # Lowering.
 
 
-_lower_to_xla = mlir.lower_fun(reference_ragged_dot, multiple_results=False)
+_lower_to_xla = lower_fun_once(reference_ragged_dot)
 
 
 def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Product) -> Request:

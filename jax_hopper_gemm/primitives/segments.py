@@ -26,6 +26,7 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad
 
 from ..fusion.jaxprs import ClosedJaxpr, pruned
+from ..fusion.memo import memoised
 from ..gemm.dtypes import OPERANDS
 from ..gemm.groups import VARLEN_K, Groups
 from ..gemm.options import Options
@@ -151,6 +152,7 @@ def _transpose_sum(cotangent: Any, x: Any, sizes: Any, *, groups: Groups) -> lis
     return [rows.astype(x.aval.dtype), None]
 
 
+@memoised
 def without_masks(
     closed: ClosedJaxpr, outputs: Sequence[bool], kept: Sequence[bool]
 ) -> tuple[ClosedJaxpr, list[bool]]:

@@ -1,0 +1,154 @@
+"""Functions that follow a product, equal where they compute the same.
+
+JAX looks compiled programs up by the identity of the functions that they were traced from, so a
+new lambda in each call would be compiled in each. A settled function is the jaxpr of the user's:
+one object for all that compute the same. Arrays that it closes over become operands.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
+
+from ..fusion.memo import interned, trace_context
+from .activations import ACTIVATIONS
+from .steps import Gate, Steps, evaluate, program
+
+_STABLE = frozenset(map(id, ACTIVATIONS.values()))  # identity finds them, at no cost
+_ENTRIES = 64  # that are remembered of one function
+_lock = threading.Lock()
+_by_function: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What `Steps` or `Gate` compute.
+
+    Attributes:
+      named: as in `Steps`.
+      closed: the jaxpr, of the products, the operands and the arrays it had closed over. Equal
+        functions have the same object.
+      several: whether it returns a tuple.
+    """
+
+    op: str
+    named: tuple[str, ...]
+    closed: Any
+    several: bool
+
+    def __call__(self, *arrays: jax.Array) -> Any:
+        results = jaxpr_as_fun(self.closed)(*arrays)
+        return tuple(results) if self.several else results[0]
+
+
+def settled(
+    op: str,
+    function: Steps | Gate,
+    products: Callable[[], Sequence[Any]],
+    operands: tuple[Any, ...],
+    *,
+    eager: bool,
+) -> tuple[Steps | Gate | Settled, tuple[Any, ...]]:
+    """Returns a function that is equal for all that compute the same, and its operands.
+
+    Comes back as it is: a function without any of the user's, and one that calls what cannot be
+    compared, as the rules of a `jax.custom_vjp`. A warning says once what the latter costs.
+
+    Args:
+      op: what the user called.
+      products: gives abstract values or `jax.ShapeDtypeStruct`s.
+      operands: the function's.
+      eager: whether the product runs at once, so that a program may be compiled for it alone.
+    """
+    users = {name: getattr(function, name, None) for name in ("activation", "epilogue")}
+    users = {name: x for name, x in users.items() if x is not None and id(x) not in _STABLE}
+    if not users:
+        return function, operands
+    seen, names = tuple(products()), dict.fromkeys(users)
+    memory = _memory_of(users)
+    types = tuple(map(jax.typeof, operands))
+    key = trace_context(), op, tuple(names), replace(function, **names), seen, types
+    if (settled_before := memory.get(key)) is None:
+        own, consts = _traced(op, function, seen, operands)
+        if own is None:
+            if eager:
+                _warn_of_compiling(op, tuple(users.values()))
+            return function, operands
+        settled_before = own, consts
+        if not any(isinstance(x, Tracer) for x in consts):
+            if len(memory) >= _ENTRIES:
+                memory.clear()
+            memory[key] = settled_before
+    own, consts = settled_before
+    return own, (*operands, *consts)
+
+
+def _memory_of(users: dict[str, Any]) -> dict[Any, Any]:
+    """Returns what is remembered of the one function of the user's, as long as that exists."""
+    one, *others = users.values()
+    try:
+        with _lock:
+            return {} if others else _by_function.setdefault(one, {})
+    except TypeError:  # it has no hash, or cannot be referred to weakly
+        return {}
+
+
+def _traced(
+    op: str, function: Any, products: Sequence[Any], operands: tuple[Any, ...]
+) -> tuple[Settled | None, tuple[Any, ...]]:
+    """Returns a function settled and the arrays that it closes over; None if it cannot be."""
+    closed, _, several = program(op, function, products, operands)
+    consts = tuple(closed.consts)
+    if consts:
+        inputs = len(closed.in_avals)
+        closed = jax.make_jaxpr(partial(evaluate, closed, inputs))(*closed.in_avals, *consts)
+    if (closed := interned(closed)) is None:
+        return None, ()
+    return Settled(op, getattr(function, "named", ()), closed, several), consts
+
+
+# The warning.
+
+_warned = False
+
+
+@lru_cache(maxsize=64)
+def _latest_of(code: Any) -> list[weakref.ref[Any]]:
+    """Returns a list that holds the latest function of this code, once one came."""
+    del code
+    return []
+
+
+def _warn_of_compiling(op: str, users: Sequence[Callable[..., Any]]) -> None:
+    """Warns once if the code of a function came before, as another function."""
+    global _warned
+    with _lock:
+        again = [x for x in users if _is_new_of_same_code(x)]
+        if _warned or not again:
+            return
+        _warned = True
+    name = getattr(again[0], "__qualname__", "a function")
+    warnings.warn(
+        f"{op}: {name} is a new function at each call and cannot be compared with those before "
+        "(it calls a jax.custom_vjp function, a callback or the like), so each call outside of "
+        "jax.jit compiles a program. Make it once, outside of the loop, or call inside jax.jit.",
+        stacklevel=4,
+    )
+
+
+def _is_new_of_same_code(function: Callable[..., Any]) -> bool:
+    if (code := getattr(function, "__code__", None)) is None:
+        return False
+    latest = _latest_of(code)
+    again = bool(latest) and latest[0]() is not function
+    latest[:] = [weakref.ref(function)]
+    return again
