@@ -44,9 +44,8 @@ def example_args(spec: GemmSpec) -> KernelArgs:
         if param.kind == "tensor_map":
             return tensor(param)
         if param.kind == "pointer":
-            return cute.runtime.make_ptr(
-                CUTE_DTYPE[param.dtype], 0, cute.AddressSpace.gmem, param.alignment
-            )
+            dtype, space = CUTE_DTYPE[param.dtype], cute.AddressSpace.gmem
+            return cute.runtime.make_ptr(dtype, 0, space, param.alignment)
         return cutlass.Int32(1)
 
     return map_args(example, kernel_params(spec))

@@ -13,15 +13,10 @@ class NoFinish:
         self.spec = spec
 
     def combine(self, acc, coords, warpgroup):
-        """Adds to `acc` what other CTAs have of the tile; a math warpgroup.
+        """Adds to a thread's accumulators what other CTAs have of the tile; a math warpgroup.
 
-        Args:
-          acc: a thread's accumulators.
-          coords: those of the tile.
-          warpgroup: index of the math warpgroup.
-
-        Returns:
-          Whether this CTA stores the tile. True folds away; a condition is evaluated on the GPU.
+        Returns whether this CTA stores the tile. True folds away; a condition is evaluated on the
+        GPU.
         """
         return True
 

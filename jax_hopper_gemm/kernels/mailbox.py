@@ -28,30 +28,30 @@ class MailboxView:
     slots: Any
 
 
-class Mailbox:
-    """DEPTH slots of some int32 numbers each, with a full and an empty barrier.
+@dataclass(frozen=True)
+class MailboxState:
+    """State of a tile scheduler with a mailbox: `KernelArgs`, and the mailbox's view."""
 
-    Attributes:
-      smem_words: int64 words of shared memory: full barriers, empty barriers, slots.
-    """
+    args: Any
+    box: MailboxView
+
+
+class Mailbox:
+    """DEPTH slots of some int32 numbers each, with a full and an empty barrier."""
 
     def __init__(self, spec, numbers):
         self.spec = spec
         self.numbers = numbers
         # int32 from one slot to the next: whole words, and a power of two.
         self.pitch = max(2, 1 << (numbers - 1).bit_length())
-        self.smem_words = DEPTH * (2 + self.pitch // 2)
+        self.smem_words = DEPTH * (2 + self.pitch // 2)  # full barriers, empty barriers, slots
 
     @cute.jit
     def setup(self, words, num_reader_warps: cutlass.Constexpr):
-        """Called once by all threads, before the barriers are made visible.
+        """Returns the `MailboxView` at `words`, a shared memory pointer to `smem_words` int64s.
 
-        Args:
-          words: shared memory pointer to `smem_words` int64 words.
-          num_reader_warps: warps of a CTA that call `read`.
-
-        Returns:
-          `MailboxView`.
+        Called once by all threads, before the barriers are made visible. `num_reader_warps` of each
+        CTA call `read`.
         """
         full, empty = words, words + DEPTH
         slots = cute.recast_ptr(words + 2 * DEPTH, dtype=Int32)

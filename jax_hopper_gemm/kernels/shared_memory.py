@@ -1,5 +1,7 @@
 """A CTA's shared memory, handed out part by part in the order of `GemmSpec.smem_bytes`."""
 
+from itertools import accumulate
+
 import cutlass.cute as cute
 from cutlass import Int64
 from cutlass.memory import SmemAllocator
@@ -8,16 +10,12 @@ from ..gemm.spec import SMEM_ALIGNMENT, SMEM_BARRIERS
 
 
 class SharedMemory:
-    """One allocation of `nbytes`; parts follow each other without gaps.
-
-    Attributes:
-      used: bytes handed out.
-    """
+    """One allocation of `nbytes`; parts follow each other without gaps."""
 
     def __init__(self, nbytes):
         self.nbytes = nbytes
         self.base = SmemAllocator().allocate(nbytes, SMEM_ALIGNMENT)
-        self.used = 0
+        self.used = 0  # bytes handed out
 
     def pointer(self, dtype, nbytes, alignment, swizzle=None):
         """Returns a pointer to the next `nbytes`."""
@@ -35,8 +33,7 @@ class SharedMemory:
     def barriers(self, spec, **words):
         """Returns a pointer to the int64 words of each user of barriers; the last part.
 
-        Args:
-          words: how many each takes, in order: `barriers(spec, ring=8, mailbox=9)`.
+        `words` are how many each takes, in order: `barriers(spec, ring=8, mailbox=9)`.
         """
         first = self.pointer(Int64, SMEM_BARRIERS, 8)
         assert self.used == self.nbytes == spec.smem_bytes, (
@@ -46,8 +43,5 @@ class SharedMemory:
         assert in_use == spec.barrier_bytes <= SMEM_BARRIERS, (
             f"{in_use} bytes of barriers, spec says {spec.barrier_bytes}"
         )
-        pointers, used = {}, 0
-        for user, count in words.items():
-            pointers[user] = first + used
-            used += count
-        return pointers
+        starts = accumulate(words.values(), initial=0)
+        return {user: first + start for user, start in zip(words, starts, strict=False)}

@@ -20,28 +20,24 @@
 Stages that a tile leaves free fill with the next tile's loads while it is still stored.
 """
 
+from functools import partial, reduce
+from operator import or_
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32
+from cutlass.pipeline import PipelineUserType, make_pipeline_state
 
 from .epilogue import FusedEpilogue
 from .finish import make_finish
-from .mainloop import (
-    allocate_stages,
-    check_box,
-    make_consumer,
-    make_producer,
-    make_ring,
-    pass_over_tile,
-    ring_words,
-    skip_tile,
-)
+from .mainloop import make_consumer, make_producer
+from .mainloop.ring import allocate_stages, make_ring, pass_over_tile, ring_words, skip_tile
+from .mainloop.tma import check_box
 from .named_barriers import WARPGROUP
 from .shared_memory import SharedMemory
-from .tile_coords import CtaInCluster, TmaCoords
+from .tile_coords import CtaInCluster, Tiles, TmaCoords
 from .tile_scheduler import make_scheduler
-from .tiles import Tiles
 from .warp_schedule import WARP_SCHEDULES, NoTurn
 from .zero_fill import ZeroFillWarp
 
@@ -60,13 +56,13 @@ class GemmKernel:
         self.finish = make_finish(spec)
         self.epilogue = FusedEpilogue(spec)
         self.zero_fill = ZeroFillWarp(spec)
+        self.skip = partial(skip_tile, spec)
 
     @cute.jit
     def launch(self, args, stream):
         """Host side, traced only to make the TMA atoms' types; `ffi/` launches for real.
 
-        Args:
-          args: as those of `kernel`, with a tensor in place of each tensor map.
+        `args` are those of `kernel`, with a tensor in place of each tensor map.
         """
         s = self.spec
         tma_ab = self.producer.make_tma_atoms(args.tma_ab)
@@ -83,19 +79,13 @@ class GemmKernel:
 
     @cute.kernel
     def kernel(self, args):
-        """Sets up what all threads share, then gives each warp its role.
-
-        Args:
-          args: `KernelArgs`, the kernel's parameters.
-        """
+        """Sets up what all threads share, then gives each warp its role; `args`: `KernelArgs`."""
         s = self.spec
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta_m, cta_n, _ = cute.arch.block_in_cluster_idx()
         cta = CtaInCluster(cta_m, cta_n)
 
-        parameters = self.epilogue.parameters(
-            args.results, args.operands, args.k_tiles, args.extents
-        )
+        parameters = self.epilogue.parameters(args)
         if warp == self.producer.loader_warps[0]:
             self.prefetch((*self.producer.tensor_maps(args.tma_ab), *parameters.atoms))
 
@@ -164,18 +154,12 @@ class GemmKernel:
         return loading + self.zero_fill.warps + 4 * self.spec.math_warpgroups
 
     def is_loader(self, warp):
-        first, *others = self.producer.loader_warps
-        condition = warp == first
-        for other in others:
-            condition = condition | (warp == other)
-        return condition
+        return reduce(or_, (warp == loader for loader in self.producer.loader_warps))
 
     @cute.jit
     def load(self, view, ring, tiles):
         """A loader warp."""
-        state = pipeline.make_pipeline_state(
-            pipeline.PipelineUserType.Producer, self.spec.num_stages
-        )
+        state = make_pipeline_state(PipelineUserType.Producer, self.spec.num_stages)
         tile, reader = tiles.first()
         while tiles.exists(tile):
             state = self.producer.load(view, ring, state, tiles.coords(tile))
@@ -222,13 +206,12 @@ class GemmKernel:
         is_store_warp = math_warp % 4 == 0
 
         view = self.consumer.partition_for_math(stages, warpgroup)
+        mma = self.consumer.make_tiled_mma(1)
         results = self.epilogue.math_view(
-            epilogue, self.consumer.make_tiled_mma(1), warpgroup, math_thread % WARPGROUP, view.acc
+            epilogue, mma, warpgroup, math_thread % WARPGROUP, view.acc
         )
 
-        state = pipeline.make_pipeline_state(
-            pipeline.PipelineUserType.Consumer, self.spec.num_stages
-        )
+        state = make_pipeline_state(PipelineUserType.Consumer, self.spec.num_stages)
         written = Int32(0)
         tile, reader, state = self.schedule.first_tile(tiles, warpgroup, state, self.skip, turn)
         while tiles.exists(tile):
@@ -248,10 +231,6 @@ class GemmKernel:
                 tiles, tile, reader, state, self.skip
             )
         self.epilogue.drain(is_store_warp)
-
-    def skip(self, state, coords):
-        """Returns the ring's state past a tile that another warpgroup works on."""
-        return skip_tile(self.spec, state, coords)
 
 
 def keep(state, coords):

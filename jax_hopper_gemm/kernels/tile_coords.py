@@ -1,9 +1,10 @@
-"""Coordinates of a CTA's tile: which tile of which matrix, and its boxes in each tensor map.
+"""The tiles of one CTA: which tile of which matrix each is, and its boxes in each tensor map.
 
 Only tensor maps know extents, and clip. A span map clips where a group ends: row r of those that
 are left has the coordinates (SPAN_EXTENT - left + r, end, SPAN_EXTENT), see `launch/plan.py`.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
@@ -28,27 +29,18 @@ class CtaInCluster(NamedTuple):
 
 
 class TileCoords(NamedTuple):
-    """One CTA's tile.
+    """One CTA's tile. The fields with a default but `k_first` are those of a grouped product."""
 
-    Attributes:
-      m, n: which tile along M and N; where M is grouped m is 0 and its rows begin at `first`.
-      batch: its matrix of A, B and D; of B alone where M is grouped, of D alone where K is.
-      k_tiles: k-tiles to add up, at least one.
-      first, end: where M or K is grouped: the tile's part of it begins and its group ends.
-      belongs: where M is grouped: whether the rows belong to a group. If not, `batch` is 0.
-      together: of a `paired` kernel: whether both CTAs of the cluster have these columns.
-      k_first: the first of the k-tiles. A Python 0 folds away: only a scheduler that splits K
-        makes it a number of the GPU's.
-    """
-
-    m: Any
-    n: Any
-    batch: Any
-    k_tiles: Any
-    first: Any = None
-    end: Any = None
-    belongs: Any = None
-    together: Any = None
+    m: Any  # which tile along M; 0 where M is grouped and its rows begin at `first`
+    n: Any  # which tile along N
+    batch: Any  # its matrix of A, B and D; of B alone where M is grouped, of D alone where K is
+    k_tiles: Any  # k-tiles to add up, at least one
+    first: Any = None  # where on the grouped axis its part begins
+    end: Any = None  # where its group ends
+    belongs: Any = None  # whether its rows (M is grouped) belong to a group; if not, `batch` is 0
+    together: Any = None  # whether both CTAs of a `paired` cluster have these columns
+    # The first of the k-tiles. A Python 0 folds away: only a scheduler that splits K makes it a
+    # number of the GPU's.
     k_first: Any = 0
 
     @property
@@ -58,13 +50,7 @@ class TileCoords(NamedTuple):
 
 
 def coords_of(spec, args, tile, cta):
-    """Returns the `TileCoords` of a CTA's tile.
-
-    Args:
-      args: the kernel's parameters.
-      tile: the cluster's, as the tile scheduler names it.
-      cta: `CtaInCluster`.
-    """
+    """Returns the `TileCoords` of a CTA's tile; `tile` is the cluster's, as schedulers name it."""
     s, raster = spec, args.raster
     if s.grouped is None:
         cluster_m, cluster_n, batch = tile_at(raster, tile, Int64, Int32)
@@ -89,6 +75,39 @@ def coords_of(spec, args, tile, cta):
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """All roles of a CTA see the same sequence:
+
+        tile, reader = tiles.first()
+        while tiles.exists(tile):
+            coords = tiles.coords(tile)
+            ...
+            tile, reader = tiles.next(tile, reader)
+
+    A tile is what the scheduler names it by; `reader` counts the messages that the warp has read
+    from the scheduler's mailbox.
+    """
+
+    spec: Any
+    scheduler: Any  # the tile scheduler
+    state: Any  # the result of its `setup`
+    args: Any  # `KernelArgs`
+    cta: CtaInCluster
+
+    def first(self):
+        return self.scheduler.first_tile(self.state)
+
+    def exists(self, tile):
+        return self.scheduler.exists(self.state, tile)
+
+    def next(self, tile, reader):
+        return self.scheduler.next_tile(self.state, tile, reader)
+
+    def coords(self, tile):
+        return coords_of(self.spec, self.args, tile, self.cta)
+
+
 class TmaCoords:
     """The coordinates of tiles in each kind of tensor map.
 
@@ -97,7 +116,6 @@ class TmaCoords:
     """
 
     def __init__(self, spec, args):
-        """Takes what all tiles have in common from the kernel's parameters."""
         self.spec = spec
         # A dynamic int32; no coordinate depends on it.
         self.any_extent = args.raster.length if spec.grouped else args.raster.total

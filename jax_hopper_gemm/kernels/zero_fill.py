@@ -25,28 +25,18 @@ VECTOR = 16  # bytes
 def store_zeros(address, *, loc=None, ip=None):
     """Writes 16 bytes at a global address which nothing reads soon."""
     llvm.inline_asm(
-        None,
-        [address.ir_value(loc=loc, ip=ip)],
-        "st.global.cs.v4.b32 [$0], {0, 0, 0, 0};",
-        "l",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
+        None, [address.ir_value(loc=loc, ip=ip)], "st.global.cs.v4.b32 [$0], {0, 0, 0, 0};", "l",
+        has_side_effects=True, is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
 
 
 class ZeroFillWarp:
-    """One warp of each CTA, a reader of the scheduler's mailbox.
-
-    Attributes:
-      warps: warps of a CTA that run it: one or none.
-    """
+    """One warp of each CTA, a reader of the scheduler's mailbox."""
 
     def __init__(self, spec):
         self.spec = spec
-        self.warps = int(spec.zero_fill_warp)
+        self.warps = int(spec.zero_fill_warp)  # of a CTA
 
     @cute.jit
     def run(self, tiles):

@@ -26,28 +26,21 @@ from ...gemm.wgmma_fragment import line_of
 from ..named_barriers import WARPGROUP, BarrierId
 from .graph_codegen import Elements
 from .matrix_store import StagedMatrix, copy_by_accumulator
-from .operand_ring import OperandRing
-from .operand_warp import OperandWarp
+from .operand_ring import OperandRing, OperandWarp
 from .ordered_steps import run, run_in_order
 from .reductions import make_reductions
-from .row_blocks import RowBlocks
 from .row_folds import RowStatistic
-from .subtile import Subtile, first_coords
+from .subtile import RowBlocks, Subtile, first_coords
 from .views import CtaView, MathView, Parameters, SharedTensors, TileView
 
 
 class FusedEpilogue:
     """The protocol of an epilogue: constants of the trace. See `views.py` for all else.
 
-        host            make_tma_atoms, check_boxes
-        all threads     parameters, allocate, ring.setup → cta_view
-        operand warps   loads.load_tile or loads.load_tile_of_both, for each tile
-        math warps      math_view; load_scalars and store_tile, for each tile; drain
-
-    Attributes:
-      ring: the operands that an operand warp brings, see there.
-      loads: the part of the operand warps, see there.
-      row_blocks: which rows of a tile each warpgroup has.
+    host            make_tma_atoms, check_boxes
+    all threads     parameters, allocate, ring.setup → cta_view
+    operand warps   loads.load_tile or loads.load_tile_of_both, for each tile
+    math warps      math_view; load_scalars and store_tile, for each tile; drain
     """
 
     def __init__(self, spec):
@@ -63,12 +56,7 @@ class FusedEpilogue:
         self.needs_barrier = bool(self.matrices) or any(r.needs_barrier for r in self.reductions)
 
     def make_tma_atoms(self, results, operands):
-        """Returns the kernel's parameters for results and operands: matrices become atoms.
-
-        Args:
-          results: a tensor for each matrix, a pointer for each other result.
-          operands: a tensor each, of a scalar a pointer and a batch stride; None if there are none.
-        """
+        """Returns the kernel's parameters for results and operands: tensors become atoms."""
         matrices, loaded = iter(self.matrices), iter(self.ring.operands)
         stores = tuple(
             next(matrices).make_tma_atom(mD) if result.kind == "matrix" else mD
@@ -87,14 +75,9 @@ class FusedEpilogue:
             if array.kind == "matrix":
                 check_box(atom, self.spec.epi_box(array.dtype), 1)
 
-    def parameters(self, results, operands, k_tiles, extents):
-        """Returns the kernel's `Parameters`.
-
-        Args:
-          results, operands: see `make_tma_atoms`.
-          extents: (M, N) of D if the graph needs them, else None.
-        """
-        return Parameters.of(self.graph, results, operands or (), k_tiles, extents)
+    def parameters(self, args):
+        """Returns the `Parameters` among the kernel's."""
+        return Parameters.of(self.graph, args)
 
     def allocate(self, memory):
         """Returns the `SharedTensors`, taken in the order of `GemmSpec.smem_bytes`."""
@@ -105,22 +88,11 @@ class FusedEpilogue:
         )
 
     def cta_view(self, parameters, shared, barriers, tma_coords):
-        """Returns the view that all warps begin with.
-
-        Args:
-          barriers: the ring's, see `OperandRing.setup`.
-          tma_coords: the coordinates of tiles, see `tile_coords.py`.
-        """
+        """Returns the view that all warps begin with; `barriers` are the ring's."""
         return CtaView(parameters, shared, barriers, tma_coords)
 
     def math_view(self, cta, warpgroup_mma, warpgroup, thread, acc):
-        """Returns one math thread's `MathView`.
-
-        Args:
-          warpgroup_mma: the tiled MMA of one warpgroup.
-          warpgroup, thread: index of the math warpgroup, and of the thread in it.
-          acc: its accumulator.
-        """
+        """Returns one math thread's `MathView`; `warpgroup_mma` is that of one warpgroup."""
         first_buffer = warpgroup * self.spec.epi_stages
         barrier = pipeline.NamedBarrier(BarrierId.WARPGROUP + warpgroup, WARPGROUP)
         by_acc = copy_by_accumulator(warpgroup_mma)
@@ -150,11 +122,8 @@ class FusedEpilogue:
         Args:
           scalars: those of `load_scalars`.
           is_store_warp: whether this warp issues its warpgroup's TMA stores.
-          written: subtiles that this warpgroup has written before; selects the buffers.
-          coords: the tile's coordinates.
-
-        Returns:
-          `written`, advanced.
+          written: subtiles that this warpgroup has written before, which selects the buffers;
+            returned, advanced.
         """
         numbered = dict(zip(view.cta.parameters.scalars, scalars, strict=True))
         tile = self.tile_view(view, numbered, is_store_warp, coords)
@@ -230,11 +199,7 @@ class FusedEpilogue:
                 fold.end_rows(subtile.i_m, coords)
 
     def elements(self, tile, leaves, subtile):
-        """Returns the values of a thread's subtile.
-
-        Args:
-          leaves: by number, scalars and statistics (of a thread's two rows).
-        """
+        """Returns the values of a thread's subtile; `leaves` are scalars and rows' statistics."""
         loaded = tile.ring.read(subtile.count) if self.ring.operands else None
         columns = self.spec.tile_n // 2  # accumulators of a row block
         first = subtile.i_m * columns + subtile.i_n * self.values
@@ -248,10 +213,7 @@ class FusedEpilogue:
             return loaded(leaf, v)
 
         return Elements(
-            self.graph,
-            read,
-            row_of=lambda v: line_of(v)[0],
-            column_of=lambda v: line_of(v)[1],
+            self.graph, read, row_of=lambda v: line_of(v)[0], column_of=lambda v: line_of(v)[1]
         )
 
     def write_subtile(self, tile, elements, subtile, coords):

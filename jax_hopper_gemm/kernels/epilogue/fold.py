@@ -30,55 +30,36 @@ from . import instructions as gpu
 
 @dataclass(frozen=True)
 class ThreadView:
-    """A math thread's view of one reduction; also its position in the warpgroup.
+    """A math thread's view of one reduction; also its position in the warpgroup."""
 
-    Attributes:
-      pointers: global pointers to the reduction's results.
-      thread: its index in the warpgroup.
-      scratch: (2, 4, epi_tile_n) float32 in shared memory, of this reduction and warpgroup; None
-        where `needs_barrier` is false.
-      barrier: the warpgroup's named barrier.
-      columns: of a subtile, those of which this lane keeps the sums, if it keeps any.
-    """
-
-    pointers: tuple
-    thread: Any
+    pointers: tuple  # global, to the reduction's results
+    thread: Any  # index in the warpgroup
     warp: Any
     lane: Any
     quad: Any
     quad_lane: Any
-    scratch: Any
-    barrier: Any
-    columns: tuple = ()
+    scratch: Any  # (2, 4, epi_tile_n) float32 in shared memory; None without `needs_barrier`
+    barrier: Any  # the warpgroup's named barrier
+    columns: tuple = ()  # of a subtile, those of which this lane keeps the sums
 
 
 class Fold:
-    """One thread's partial results of one tile.
+    """One thread's partial results of one tile."""
 
-    Attributes:
-      identity: the value that takes the place of elements outside of D and changes no result.
-      rows_count, columns_count: whether rows past M, and columns past N, must be replaced by it;
-        where not, their results are written nowhere.
-      needs_barrier: whether the warpgroup's threads must meet between the last `add` of a subtile
-        and `end_subtile`. A barrier that is there for another reason serves.
-      value: the number of the graph's value that is reduced.
-    """
-
-    identity = 0.0
+    identity = 0.0  # takes the place of elements outside of D and changes no result
+    # Whether rows past M, and columns past N, must be replaced by it; where not, their results are
+    # written nowhere.
     rows_count = False
     columns_count = True
+    # Whether the warpgroup's threads must meet between the last `add` of a subtile and
+    # `end_subtile`. A barrier that is there for another reason serves.
     needs_barrier = False
 
     def __init__(self, spec, results, view):
-        """Begins a tile.
-
-        Args:
-          results: the `Result`s of the graph, in the order of the view's pointers.
-        """
         self.spec = spec
-        self.results = results
+        self.results = results  # of the graph, in the order of the view's pointers
         self.view = view
-        self.value = results[0].value
+        self.value = results[0].value  # the number of the graph's value that is reduced
         self.values = EPI_TILE_M * spec.epi_tile_n // 128  # of a thread's subtile
         self.subtiles_n = spec.d_tile_n // spec.epi_tile_n
         self.subtiles_m = spec.rows_per_warpgroup // EPI_TILE_M
@@ -92,11 +73,7 @@ class Fold:
         return ThreadView(pointers, thread, warp, lane, quad, quad_lane, scratch, barrier)
 
     def masked(self, value, v, inside):
-        """Returns the thread's v-th value, or the identity outside of D where that would count.
-
-        Args:
-          inside: which of the thread's rows, and of its columns, lie in D.
-        """
+        """Returns the thread's v-th value, or the identity where it is not `inside` and counts."""
         rows, columns = inside
         row, column = line_of(v)
         if self.rows_count:

@@ -32,21 +32,11 @@ class Elements:
         where the row, or the column, is the same.
     """
 
-    def __init__(
-        self,
-        graph: EpilogueGraph,
-        read: Callable[[int, Any], Any],
-        row_of: Callable[[Any], Any],
-        column_of: Callable[[Any], Any],
-    ):
+    def __init__(self, graph: EpilogueGraph, read: Callable, row_of: Callable, column_of: Callable):
         self._arithmetic = arithmetic_of(graph)
         self._read = read
-        self._keys = {
-            "scalar": lambda v: None,
-            "row": column_of,
-            "column": row_of,
-            "matrix": lambda v: v,
-        }
+        whole, each = lambda v: None, lambda v: v
+        self._keys = {"scalar": whole, "row": column_of, "column": row_of, "matrix": each}
         self._values: dict[tuple[int, Any], Any] = {}
 
     def value(self, number: int, v: Any) -> Any:

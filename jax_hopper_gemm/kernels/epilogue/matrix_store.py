@@ -74,14 +74,7 @@ class StagedMatrix:
         return memory.tensor(self.dtype, self.staged_layout())  # (64, epi_tile_n, buffers)
 
     def thread_view(self, tma_d, sD, by_acc, thread):
-        """Returns one math thread's `StagingView`.
-
-        Args:
-          tma_d: the tensor map of the matrix.
-          sD: its staged tiles.
-          by_acc: see `copy_by_accumulator`.
-          thread: index in its warpgroup.
-        """
+        """Returns one math thread's `StagingView`; `by_acc` is a `copy_by_accumulator`."""
         row_major = tensor_utils.LayoutEnum.ROW_MAJOR
         store = sm90.sm90_get_smem_store_op(row_major, self.dtype, Float32)
         r2s = cute.make_tiled_copy_S(store, by_acc)
@@ -94,18 +87,14 @@ class StagedMatrix:
 
 @dataclass(frozen=True)
 class StagingView:
-    """A math thread's view of one matrix.
-
-    Attributes:
-      registers: the shape of its values of a subtile: (R2S, R2S_M, R2S_N).
-    """
+    """A math thread's view of one matrix."""
 
     matrix: StagedMatrix
     tma_d: Any
     r2s: Any
     sD: Any  # (64, epi_tile_n, buffers)
     tRS_sD: Any  # (R2S, R2S_M, R2S_N, buffers)
-    registers: Any
+    registers: Any  # the shape of its values of a subtile: (R2S, R2S_M, R2S_N)
 
     def make_fragment(self):
         """Returns float32 registers for a thread's values of a subtile."""
@@ -130,16 +119,12 @@ class StagingView:
 
 @dataclass(frozen=True)
 class StoreView:
-    """One matrix's part of a tile, for the warp that stores it.
-
-    Attributes:
-      index: of the tile.
-    """
+    """One matrix's part of a tile, for the warp that stores it."""
 
     tma_d: Any
     bSG_sD: Any  # (box, buffers)
     bSG_gD: Any  # (box, row blocks, column blocks, tiles ...)
-    index: Any
+    index: Any  # of the tile
 
     def store(self, buffer, block):
         """Sends a shared buffer to a block (row block, column block) of the tile; one warp."""

@@ -11,6 +11,7 @@ form's error says so, a result under 2**-126 may come out as 0.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -34,49 +35,23 @@ class Gpu:
     ceil = staticmethod(cute.math.ceil)
     to_even = staticmethod(cute.math.roundeven)
     where = staticmethod(cutlass.select_)
+    with_sign_of = staticmethod(cute.math.copysign)
+    constant = staticmethod(Float32)
+    single = staticmethod(Float32)
+    double = staticmethod(Float64)
+    divide = staticmethod(partial(cute.math.div, full=True))
+    maximum = staticmethod(partial(cute.arch.fmax, nan=True))
+    minimum = staticmethod(partial(cute.arch.fmin, nan=True))
+    exp2_approx = staticmethod(partial(cute.math.exp2, approx=True, ftz=True))
+    log2_approx = staticmethod(partial(cute.math.log2, approx=True, ftz=True))
+    reciprocal_approx = staticmethod(partial(cute.math.rcp, approx=True, ftz=True))
+    tanh_approx = staticmethod(partial(cute.math.tanh, approx=True))
+    sqrt_approx = staticmethod(partial(cute.math.sqrt, approx=True))
+    rsqrt_approx = staticmethod(partial(cute.math.rsqrt, approx=True))
 
     def __getattr__(self, name):
         """Returns a function of libdevice: tanh, erf, ..."""
         return getattr(cute.math, name)
-
-    def constant(self, x):
-        return Float32(x)
-
-    def exp2_approx(self, x):
-        return cute.math.exp2(x, approx=True, ftz=True)
-
-    def log2_approx(self, x):
-        return cute.math.log2(x, approx=True, ftz=True)
-
-    def reciprocal_approx(self, x):
-        return cute.math.rcp(x, approx=True, ftz=True)
-
-    def tanh_approx(self, x):
-        return cute.math.tanh(x, approx=True)
-
-    def sqrt_approx(self, x):
-        return cute.math.sqrt(x, approx=True)
-
-    def rsqrt_approx(self, x):
-        return cute.math.rsqrt(x, approx=True)
-
-    def divide(self, x, y):
-        return cute.math.div(x, y, full=True)
-
-    def maximum(self, x, y):
-        return cute.arch.fmax(x, y, nan=True)
-
-    def minimum(self, x, y):
-        return cute.arch.fmin(x, y, nan=True)
-
-    def with_sign_of(self, magnitude, x):
-        return cute.math.copysign(magnitude, x)
-
-    def double(self, x):
-        return Float64(x)
-
-    def single(self, x):
-        return Float32(x)
 
     def last_two_bits(self, x):
         """Returns two truth values of a float64 that holds an integer."""

@@ -10,6 +10,7 @@ are the boxes of the **b**ulk copy from **G**lobal to **S**hared memory, on eith
 tSR_rC a thread's parts in the copy from **S**hared memory to **R**egisters.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,16 +46,12 @@ class LoadView:
 
 @dataclass(frozen=True)
 class MatrixView:
-    """A math thread's view of a loaded matrix.
-
-    Attributes:
-      registers: the shape of its values of a subtile: (S2R, S2R_M, S2R_N).
-    """
+    """A math thread's view of a loaded matrix."""
 
     dtype: Any
     s2r: Any
     tSR_sC: Any  # (S2R, S2R_M, S2R_N, buffers)
-    registers: Any
+    registers: Any  # the shape of its values of a subtile: (S2R, S2R_M, S2R_N)
 
     def read(self, buffer):
         """Returns a thread's values of a subtile, in the operand's dtype."""
@@ -65,15 +62,11 @@ class MatrixView:
 
 @dataclass(frozen=True)
 class VectorView:
-    """A math thread's view of a loaded row or column.
-
-    Attributes:
-      skipped: elements before the first of the tile; None if there never are any.
-    """
+    """A math thread's view of a loaded row or column."""
 
     dtype: Any
     tSR_sC: Any  # (2, columns / 8, buffers) of a row, (2, 1, buffers) of a column
-    skipped: Any = None
+    skipped: Any = None  # elements before the first of the tile; None if there never are any
 
     def read(self, buffer):
         source = self.tSR_sC[None, None, buffer]
@@ -84,42 +77,58 @@ class VectorView:
         return tSR_rC
 
 
-class LoadedMatrix:
-    """An operand with an element for each of D; and the protocol of a loaded operand.
+class LoadedOperand:
+    """The protocol of a loaded operand, with what all kinds have in common.
 
-    Attributes:
-      number: of its value in the graph.
-      nbytes: of a slot, as TMA counts them.
+    A kind has the extents `box` of a subtile's part of it. Its `pieces` are what a tile needs of
+    it, divided into boxes: (box, blocks ..., tiles ...), and the index of the tile.
     """
 
     def __init__(self, spec, operand, number):
         self.spec = spec
-        self.number = number
+        self.number = number  # of its value in the graph
         self.dtype = CUTE_DTYPE[operand.dtype]
-        self.subtile = (EPI_TILE_M, spec.epi_tile_n)
-        self.nbytes = EPI_TILE_M * spec.epi_tile_n * self.dtype.width // 8
+        self.buffers = spec.math_warpgroups * spec.epi_load_stages
+        self.box = self.box_of(operand)
+        self.nbytes = math.prod(self.box) * self.dtype.width // 8  # of a slot, as TMA counts them
+        self.blocks = (None,) * (len(self.box) + 1)
+
+    def make_tma_atom(self, mC):
+        one_stage = cute.slice_(self.staged_layout(), (*self.blocks[1:], 0))
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        return cpasync.make_tiled_tma_atom(op, mC, one_stage, self.box)[0]
+
+    def load_view(self, tma_c, sC, tma_coords, coords):
+        """Returns the `LoadView` of the tile at `coords`."""
+        pieces, index = self.pieces(tma_coords, coords)
+        modes = len(self.box)
+        bGS_sC, bGS_gC = cpasync.tma_partition(
+            tma_c, 0, cute.make_layout(1), cute.group_modes(sC, 0, modes),
+            cute.group_modes(pieces, 0, modes),
+        )  # fmt: skip
+        return LoadView(tma_c, bGS_gC[*self.blocks, *index], bGS_sC)
+
+    def tile_view(self, view, coords):
+        """Returns a math thread's view for the tile at `coords`."""
+        return view
+
+
+class LoadedMatrix(LoadedOperand):
+    """An element for each of D."""
+
+    def box_of(self, operand):
+        return EPI_TILE_M, self.spec.epi_tile_n
 
     def staged_layout(self):
         """Returns the layout (64, epi_tile_n, buffers) of all warpgroups' slots."""
-        buffers = self.spec.math_warpgroups * self.spec.epi_load_stages
-        return staged_layout(self.dtype, self.spec.epi_tile_n, buffers)
-
-    def make_tma_atom(self, mC):
-        one_stage = cute.slice_(self.staged_layout(), (None, None, 0))
-        op = cpasync.CopyBulkTensorTileG2SOp()
-        return cpasync.make_tiled_tma_atom(op, mC, one_stage, self.subtile)[0]
+        return staged_layout(self.dtype, self.spec.epi_tile_n, self.buffers)
 
     def allocate(self, memory):
         return memory.tensor(self.dtype, self.staged_layout())  # (64, epi_tile_n, buffers)
 
-    def load_view(self, tma_c, sC, tma_coords, coords):
-        """Returns the `LoadView` of the tile at `coords`."""
+    def pieces(self, tma_coords, coords):
         tiles, index = tma_coords.matrix(coords)
-        bGS_sC, bGS_gC = cpasync.tma_partition(
-            tma_c, 0, cute.make_layout(1), cute.group_modes(sC, 0, 2),
-            cute.group_modes(cute.flat_divide(tiles, self.subtile), 0, 2),
-        )  # fmt: skip
-        return LoadView(tma_c, bGS_gC[None, None, None, *index], bGS_sC)
+        return cute.flat_divide(tiles, self.box), index
 
     def block_of(self, block_m, block_n):
         """Returns which block of `LoadView` the subtile (block_m, block_n) of a tile needs."""
@@ -141,59 +150,33 @@ class LoadedMatrix:
         registers = cute.make_layout(cute.shape(thr_s2r.partition_D(sC))[:3]).shape
         return MatrixView(self.dtype, s2r, tSR_sC, registers)
 
-    def tile_view(self, view, coords):
-        """Returns a math thread's view for the tile at `coords`."""
-        return view
-
     def index_of(self, v):
         """Returns the index of a thread's v-th element among the values that `read` returns."""
         return v
 
 
-class LoadedVector:
-    """An operand that varies along one axis of D: the protocol is `LoadedMatrix`'s."""
+class LoadedVector(LoadedOperand):
+    """An operand that varies along one axis of D."""
 
     def __init__(self, spec, operand, number):
-        self.spec = spec
-        self.number = number
-        self.dtype = CUTE_DTYPE[operand.dtype]
-        elements = self.extent(operand)
-        self.nbytes = elements * self.dtype.width // 8
-        self.box = (elements,)
-        self.buffers = spec.math_warpgroups * spec.epi_load_stages
+        super().__init__(spec, operand, number)
         self.stride = spec.loaded_bytes(operand) * 8 // self.dtype.width  # of a buffer
 
     def staged_layout(self):
         """Returns the layout (elements, buffers) of all warpgroups' slots."""
         return cute.make_layout((*self.box, self.buffers), stride=(1, self.stride))
 
-    def make_tma_atom(self, mC):
-        one_stage = cute.slice_(self.staged_layout(), (None, 0))
-        op = cpasync.CopyBulkTensorTileG2SOp()
-        return cpasync.make_tiled_tma_atom(op, mC, one_stage, self.box)[0]
-
     def allocate(self, memory):
         nbytes = self.buffers * self.stride * self.dtype.width // 8
         pointer = memory.pointer(self.dtype, nbytes, SMEM_VECTOR)
         return cute.make_tensor(pointer, self.staged_layout())  # (elements, buffers)
 
-    def load_view(self, tma_c, sC, tma_coords, coords):
-        pieces, index = self.pieces(tma_coords, coords)
-        bGS_sC, bGS_gC = cpasync.tma_partition(
-            tma_c, 0, cute.make_layout(1), cute.group_modes(sC, 0, 1),
-            cute.group_modes(pieces, 0, 1),
-        )  # fmt: skip
-        return LoadView(tma_c, bGS_gC[None, None, *index], bGS_sC)
-
-    def tile_view(self, view, coords):
-        return view
-
 
 class LoadedRow(LoadedVector):
     """An element for each column of D."""
 
-    def extent(self, operand):
-        return self.spec.epi_tile_n
+    def box_of(self, operand):
+        return (self.spec.epi_tile_n,)
 
     def pieces(self, tma_coords, coords):
         tiles, index = tma_coords.row(coords)
@@ -217,8 +200,8 @@ class LoadedRow(LoadedVector):
 class LoadedColumn(LoadedVector):
     """An element for each row of D."""
 
-    def extent(self, operand):
-        return EPI_TILE_M
+    def box_of(self, operand):
+        return (EPI_TILE_M,)
 
     def pieces(self, tma_coords, coords):
         tiles, index = tma_coords.column(coords)
@@ -244,10 +227,10 @@ class LoadedSpanColumn(LoadedColumn):
     multiples of 16 bytes. So a piece begins at the multiple before its first row, and is longer.
     """
 
-    def extent(self, operand):
+    def box_of(self, operand):
         elements = self.spec.column_elements(operand.dtype)
         self.step = elements - EPI_TILE_M  # elements of 16 bytes
-        return elements
+        return (elements,)
 
     def pieces(self, tma_coords, coords):
         first = coords.first - coords.first % self.step
@@ -259,8 +242,6 @@ class LoadedSpanColumn(LoadedColumn):
 
 def make_operand(spec, operand, number):
     """Returns the loaded operand of an `Operand` that is no scalar."""
-    if operand.kind == "matrix":
-        return LoadedMatrix(spec, operand, number)
-    if operand.kind == "row":
-        return LoadedRow(spec, operand, number)
-    return (LoadedSpanColumn if spec.grouped == "m" else LoadedColumn)(spec, operand, number)
+    column = LoadedSpanColumn if spec.grouped == "m" else LoadedColumn
+    kinds = {"matrix": LoadedMatrix, "row": LoadedRow, "column": column}
+    return kinds[operand.kind](spec, operand, number)

@@ -1,4 +1,4 @@
-"""The ring in which an epilogue's operands arrive in shared memory: one a math warpgroup.
+"""The ring in which operand warps bring an epilogue's operands: one a math warpgroup.
 
     barrier             arrivals                    waited on by
     operands full       1 + bytes of a subtile      the math warpgroup
@@ -28,28 +28,18 @@ class RingBarriers:
 
 
 class OperandRing:
-    """The rings of all math warpgroups.
-
-    Attributes:
-      operands: those of the graph that are no scalars.
-      loader_warps: warps of a CTA that load, one for each math warpgroup or, where the other is
-        busy gathering rows, one for all; 0 without operands.
-      smem_words: int64 words of barriers.
-    """
+    """The rings of all math warpgroups."""
 
     def __init__(self, spec):
-        graph = spec.graph
-        numbered = enumerate(graph.operands, graph.accumulators)
-        self.operands = [
-            make_operand(spec, operand, number)
-            for number, operand in numbered
-            if operand.kind != "scalar"
-        ]
+        numbered = enumerate(spec.graph.operands, spec.graph.accumulators)
+        loaded = [(number, operand) for number, operand in numbered if operand.kind != "scalar"]
+        self.operands = [make_operand(spec, operand, number) for number, operand in loaded]
         self.stages = spec.epi_load_stages
         self.buffers = spec.math_warpgroups * self.stages
+        # One for each math warpgroup or, where the other gathers rows, one for all.
         warps = 1 if spec.gathered else spec.math_warpgroups
         self.loader_warps = warps if self.operands else 0
-        self.smem_words = 2 * self.buffers if self.operands else 0
+        self.smem_words = 2 * self.buffers if self.operands else 0  # int64 words of barriers
         self.nbytes = sum(operand.nbytes for operand in self.operands)
 
     def allocate(self, memory):
@@ -60,13 +50,9 @@ class OperandRing:
 
     @cute.jit
     def setup(self, words):
-        """Initialises the barriers. Called once by all threads, before these are made visible.
+        """Returns the `RingBarriers` at `words`, a pointer to `smem_words` int64 words.
 
-        Args:
-          words: shared memory pointer to `smem_words` int64 words.
-
-        Returns:
-          The `RingBarriers`.
+        Called once by all threads, before the barriers are made visible.
         """
         barriers = RingBarriers(words, words + self.buffers)
         if cutlass.const_expr(self.buffers > 0):
@@ -98,19 +84,14 @@ class OperandRing:
 
 @dataclass(frozen=True)
 class RingLoader:
-    """An operand warp's view of the rings, for one tile.
-
-    Attributes:
-      parts: a `LoadView` for each operand.
-    """
+    """An operand warp's view of the rings, for one tile."""
 
     ring: OperandRing
     barriers: RingBarriers
-    parts: tuple
+    parts: tuple  # a `LoadView` for each operand
 
     def load(self, warpgroup, count, block_m, block_n):
-        """Fills the slot of a warpgroup's `count`-th subtile, the tile's (block_m, block_n), once
-        it is free; one warp."""
+        """Fills the slot of a warpgroup's `count`-th subtile once it is free; one warp."""
         buffer, phase = self.ring.slot(warpgroup, count)
         full = self.barriers.full + buffer
         cute.arch.mbarrier_wait(self.barriers.empty + buffer, phase ^ 1)
@@ -122,16 +103,12 @@ class RingLoader:
 
 @dataclass(frozen=True)
 class RingReader:
-    """A math thread's view of its warpgroup's ring.
-
-    Attributes:
-      parts: a `MatrixView` or `VectorView` for each operand.
-    """
+    """A math thread's view of its warpgroup's ring."""
 
     ring: OperandRing
     barriers: RingBarriers
     warpgroup: Any
-    parts: tuple
+    parts: tuple  # a `MatrixView` or `VectorView` for each operand
 
     def tile_view(self, coords):
         """Returns the view for the tile at `coords`."""
@@ -141,9 +118,8 @@ class RingReader:
     def read(self, count):
         """Waits for the warpgroup's `count`-th subtile, reads it and frees its slot.
 
-        Returns:
-          A function of the number of a loaded operand and v: the thread's v-th value, a float32
-          or, of a bool operand, a truth value.
+        Returns a function of the number of a loaded operand and v: the thread's v-th value, a
+        float32 or, of a bool operand, a truth value.
         """
         buffer, phase = self.ring.slot(self.warpgroup, count)
         cute.arch.mbarrier_wait(self.barriers.full + buffer, phase)
@@ -168,3 +144,51 @@ class RingReader:
         cute.arch.sync_warp()  # one lane arrives for the reads of all
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.barriers.empty + buffer)
+
+
+class OperandWarp:
+    """The order in which a tile's subtiles are loaded: that in which `FusedEpilogue` reads them."""
+
+    def __init__(self, spec, ring, row_blocks):
+        self.ring = ring
+        self.row_blocks = row_blocks
+        self.subtiles_n = spec.d_tile_n // spec.epi_tile_n
+        self.steps_of_rows = spec.graph.passes * self.subtiles_n
+        self.steps = row_blocks.count * self.steps_of_rows
+
+    @cute.jit
+    def load_tile(self, cta, warpgroup, loaded, coords):
+        """Sends a tile's operands to a math warpgroup.
+
+        Returns how many subtiles have been sent to it: `loaded` before, and those of this tile.
+        """
+        tile = self.ring.load_view(cta, coords)
+        steps = self.steps
+        if not self.row_blocks.any_of(coords, warpgroup):
+            steps = 0
+        for step in cutlass.range(steps, unroll=1):
+            block_m = self.row_blocks.block_m(step // self.steps_of_rows, warpgroup)
+            tile.load(warpgroup, loaded + step, block_m, step % self.subtiles_n)
+        return loaded + steps
+
+    @cute.jit
+    def load_tile_of_both(self, cta, loaded, coords, turn):
+        """Sends a tile's operands to the math warpgroups that work on it.
+
+        Returns `loaded`, advanced: for each of two, the subtiles sent to it. Where they alternate
+        the `turn` says which of them.
+        """
+        if cutlass.const_expr(self.row_blocks.shares_tile):
+            tile = self.ring.load_view(cta, coords)
+            both = self.row_blocks.any_of(coords, 1)
+            for step in cutlass.range(self.steps, unroll=1):
+                i_m, i_n = step // self.steps_of_rows, step % self.subtiles_n
+                tile.load(0, loaded[0] + step, self.row_blocks.block_m(i_m, 0), i_n)
+                if both:
+                    tile.load(1, loaded[1] + step, self.row_blocks.block_m(i_m, 1), i_n)
+            loaded = [loaded[0] + self.steps, loaded[1] + (self.steps if both else 0)]
+        elif turn == 0:
+            loaded = [self.load_tile(cta, 0, loaded[0], coords), loaded[1]]
+        else:
+            loaded = [loaded[0], self.load_tile(cta, 1, loaded[1], coords)]
+        return loaded

@@ -14,8 +14,7 @@ MAX_BRANCHES = 16  # one within the other; each takes a dozen frames of Python's
 def run_in_order(steps, k_tiles):
     """Calls `steps` in order, and keeps their code in it.
 
-    Args:
-      k_tiles: an int32 of at least 0 that is not known while compiling.
+    `k_tiles` is an int32 of at least 0 that is not known while compiling.
     """
     together = -(-len(steps) // MAX_BRANCHES)
     run(steps[:together])

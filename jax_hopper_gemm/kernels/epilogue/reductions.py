@@ -22,16 +22,11 @@ FOLDS = {
 
 
 class Reduction:
-    """One reduction of a value.
-
-    Attributes:
-      numbers: its results among those of the graph that are no matrices; several of one top-k.
-      results: these results.
-    """
+    """One reduction of a value; a top-k may have two results."""
 
     def __init__(self, spec, numbers):
         self.spec = spec
-        self.numbers = numbers
+        self.numbers = numbers  # of its results among those of the graph that are no matrices
         self.results = tuple(spec.graph.reductions[number] for number in numbers)
         self.fold = FOLDS[self.results[0].kind]
         self.needs_barrier = self.fold.needs_barrier
@@ -44,14 +39,7 @@ class Reduction:
         return memory.pointer(Float32, 4 * self.scratch_floats * self.spec.math_warpgroups, 16)
 
     def thread_view(self, pointers, warpgroup, thread, scratch, barrier):
-        """Returns a math thread's view.
-
-        Args:
-          pointers: global pointers to the graph's results that are no matrices.
-          warpgroup, thread: index of the math warpgroup, and of the thread in it.
-          scratch: that of `allocate`.
-          barrier: the warpgroup's named barrier.
-        """
+        """Returns a math thread's `ThreadView`; `pointers` and `scratch` are those of all."""
         if scratch is not None:
             scratch = scratch + warpgroup * self.scratch_floats
         mine = tuple(pointers[number] for number in self.numbers)

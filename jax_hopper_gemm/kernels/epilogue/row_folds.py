@@ -80,9 +80,8 @@ class RowSumExp(Fold):
     def add(self, value, v, i_m, i_n):
         self.waiting[line_of(v)[0]].append(value)
         if sum(map(len, self.waiting)) == self.values:
-            self.pairs = [
-                self.with_subtile(*of_row) for of_row in zip(self.pairs, self.waiting, strict=True)
-            ]
+            both = zip(self.pairs, self.waiting, strict=True)
+            self.pairs = [self.with_subtile(*of_row) for of_row in both]
             self.waiting = [[], []]
 
     def with_subtile(self, pair, values):

@@ -1,4 +1,7 @@
-"""A subtile (64, epi_tile_n): its place in a tile and in D, and which of its elements lie in D."""
+"""A subtile (64, epi_tile_n): its place in a tile and in D, and which of its elements lie in D.
+
+The rows of a tile are those of one math warpgroup or of all, in blocks of 64.
+"""
 
 from typing import Any, NamedTuple
 
@@ -6,36 +9,44 @@ from ...gemm.spec import EPI_TILE_M
 from ...gemm.wgmma_fragment import DividedPosition, first_column, first_row, nth_column, nth_row
 
 
+class RowBlocks:
+    """Blocks of 64 rows of a tile, by warpgroup. A cooperative tile's alternate between those."""
+
+    def __init__(self, spec):
+        self.grouped_rows = spec.grouped == "m"
+        self.count = spec.rows_per_warpgroup // EPI_TILE_M  # of a tile, of one warpgroup
+        self.shares_tile = spec.warp_schedule == "cooperative"
+        self.step = spec.math_warpgroups if self.shares_tile else 1
+
+    def any_of(self, coords, warpgroup):
+        """Returns whether a warpgroup has rows of a tile that are not past the end of a group."""
+        if not (self.grouped_rows and self.shares_tile):
+            return True
+        return coords.left > warpgroup * EPI_TILE_M
+
+    def block_m(self, i_m, warpgroup):
+        """Returns which 64 rows of a tile a warpgroup's i_m-th row block is."""
+        return i_m * self.step + (warpgroup if self.shares_tile else 0)
+
+
 class SubtileCoords(NamedTuple):
-    """One subtile's coordinates.
+    """One subtile's coordinates."""
 
-    Attributes:
-      rows, n: extents of D.
-      m: the end of its rows: that of D, or of a group.
-      row0, column0: its first row and column.
-      batch: its matrix.
-      tile_n, tiles_n: its tile along N, and how many of those D has.
-    """
-
-    rows: Any
-    m: Any
-    n: Any
-    row0: Any
-    column0: Any
-    batch: Any
-    tile_n: Any
-    tiles_n: Any
+    rows: Any  # of D
+    m: Any  # the end of its rows: that of D, or of a group
+    n: Any  # columns of D
+    row0: Any  # its first row
+    column0: Any  # its first column
+    batch: Any  # its matrix
+    tile_n: Any  # its tile along N
+    tiles_n: Any  # tiles of D along N
 
     def right_by(self, columns):
         """Returns the coordinates of the subtile so many columns further."""
         return self._replace(column0=self.column0 + columns)
 
     def inside(self, thread, columns):
-        """Returns which of a thread's two rows, and of its columns, lie in D.
-
-        Args:
-          columns: how many columns a thread has.
-        """
+        """Returns which of a thread's two rows, and of its columns, lie in D."""
         position = DividedPosition(thread)
         row = first_row(position, self.row0)
         column = first_column(position, self.column0)
@@ -45,22 +56,14 @@ class SubtileCoords(NamedTuple):
 
 
 class Subtile(NamedTuple):
-    """A subtile of a warpgroup's rows of a tile.
-
-    Attributes:
-      i_m, i_n: which of them.
-      count: subtiles of operands that the warpgroup has read before.
-      block_coords: coordinates of the first subtile of its rows; None where the graph needs none.
-      block: its row block and column block in the tile.
-      buffer: the shared buffers that its matrices are staged in; None where it is not stored.
-    """
+    """A subtile of a warpgroup's rows of a tile."""
 
     i_m: int
     i_n: int
-    count: Any
-    block_coords: SubtileCoords | None
-    block: Any = None
-    buffer: Any = None
+    count: Any  # subtiles of operands that the warpgroup has read before
+    block_coords: SubtileCoords | None  # of the first of its rows; None where the graph needs none
+    block: Any = None  # its row block and column block in the tile
+    buffer: Any = None  # the shared buffers of its matrices; None where it is not stored
 
     def coords(self, epi_tile_n):
         """Returns its coordinates, computed anew by each call; None where the graph needs none."""
@@ -70,13 +73,7 @@ class Subtile(NamedTuple):
 
 
 def first_coords(spec, extents, coords, row_block):
-    """Returns the coordinates of a row block's first subtile; None without `extents`.
-
-    Args:
-      extents: (M, N) of D, if the graph needs them.
-      coords: the tile's coordinates.
-      row_block: which 64 rows of the tile.
-    """
+    """Returns the coordinates of a row block's first subtile; None without `extents` of D."""
     if not extents:
         return None
     rows, n = extents

@@ -19,41 +19,28 @@ from .operand_ring import RingBarriers, RingReader
 
 @dataclass(frozen=True)
 class Parameters:
-    """The kernel's parameters of an epilogue, by kind, in the graph's order.
+    """The kernel's parameters of an epilogue, by kind, in the graph's order."""
 
-    Attributes:
-      stores: tensor maps of the matrices among the results.
-      pointers: global pointers to the other results.
-      loads: tensor maps of the operands that are no scalars.
-      scalars: global pointer and batch stride of each scalar, by the number of its value.
-      k_tiles: an int32 of at least 0 that is not known while compiling.
-      extents: (M, N) of D if the graph needs them, else None.
-    """
-
-    stores: tuple
-    pointers: tuple
-    loads: tuple
-    scalars: dict
-    k_tiles: Any
-    extents: tuple | None
+    stores: tuple  # tensor maps of the matrices among the results
+    pointers: tuple  # global pointers to the other results
+    loads: tuple  # tensor maps of the operands that are no scalars
+    scalars: dict  # by the number of its value, each scalar's global pointer and batch stride
+    k_tiles: Any  # an int32 of at least 0 that is not known while compiling
+    extents: tuple | None  # (M, N) of D if the graph needs them
 
     @classmethod
-    def of(cls, graph, results, operands, k_tiles, extents):
-        """Returns the parameters of a kernel, sorted by kind.
-
-        Args:
-          results, operands: a parameter for each of the graph's, in order.
-        """
+    def of(cls, graph, args):
+        """Returns those among the kernel's, `KernelArgs`."""
         numbered = enumerate(graph.operands, graph.accumulators)
-        results = list(zip(graph.results, results, strict=True))
-        operands = list(zip(numbered, operands, strict=True))
+        results = list(zip(graph.results, args.results, strict=True))
+        operands = list(zip(numbered, args.operands or (), strict=True))
         return cls(
             stores=tuple(atom for result, atom in results if result.kind == "matrix"),
             pointers=tuple(pointer for result, pointer in results if result.kind != "matrix"),
             loads=tuple(atom for (_, operand), atom in operands if operand.kind != "scalar"),
             scalars={n: scalar for (n, operand), scalar in operands if operand.kind == "scalar"},
-            k_tiles=k_tiles,
-            extents=extents,
+            k_tiles=args.k_tiles,
+            extents=args.extents,
         )
 
     @property
@@ -64,75 +51,46 @@ class Parameters:
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """An epilogue's shared memory, of all math warpgroups.
+    """An epilogue's shared memory, of all math warpgroups."""
 
-    Attributes:
-      matrices: staged tiles (64, epi_tile_n, buffers) of each matrix of results.
-      operands: slots of each loaded operand.
-      scratch: of each reduction, a pointer to its floats; None where it needs none.
-    """
-
-    matrices: tuple
-    operands: tuple
-    scratch: tuple
+    matrices: tuple  # staged tiles (64, epi_tile_n, buffers) of each matrix of results
+    operands: tuple  # slots of each loaded operand
+    scratch: tuple  # of each reduction, a pointer to its floats; None where it needs none
 
 
 @dataclass(frozen=True)
 class CtaView:
-    """The view that all warps of a CTA begin with.
-
-    Attributes:
-      tma_coords: the coordinates of tiles, see `tile_coords.py`.
-    """
+    """The view that all warps of a CTA begin with."""
 
     parameters: Parameters
     shared: SharedTensors
     barriers: RingBarriers
-    tma_coords: Any
+    tma_coords: Any  # `TmaCoords`
 
 
 @dataclass(frozen=True)
 class MathView:
-    """One math thread's view.
-
-    Attributes:
-      acc: its accumulator.
-      warpgroup, thread: index of the math warpgroup, and of the thread in it.
-      first_buffer: of the warpgroup's staged tiles.
-      barrier: the warpgroup's named barrier.
-      matrices: a `StagingView` for each matrix of results.
-      ring: see there.
-      reductions: a `ThreadView` for each reduction.
-    """
+    """One math thread's view."""
 
     cta: CtaView
     acc: Any  # ((2, 2, tile_n / 8), row blocks, 1)
-    warpgroup: Any
-    thread: Any
-    first_buffer: Any
-    barrier: Any
-    matrices: tuple
+    warpgroup: Any  # index of the math warpgroup
+    thread: Any  # index in the warpgroup
+    first_buffer: Any  # of the warpgroup's staged tiles
+    barrier: Any  # the warpgroup's named barrier
+    matrices: tuple  # a `StagingView` for each matrix of results
     ring: RingReader
-    reductions: tuple
+    reductions: tuple  # a `ThreadView` for each reduction
 
 
 @dataclass(frozen=True)
 class TileView:
-    """A math thread's view of one tile.
-
-    Attributes:
-      coords: the tile's coordinates.
-      scalars: the graph's scalars, by the number of the value.
-      is_store_warp: whether this warp issues its warpgroup's TMA stores.
-      ring: of operands, for this tile.
-      stores: a `StoreView` for each matrix of results.
-      folds: a `Fold` for each reduction. They alone change while the tile is traced.
-    """
+    """A math thread's view of one tile."""
 
     math: MathView
-    coords: Any
-    scalars: dict
-    is_store_warp: Any
+    coords: Any  # `TileCoords`
+    scalars: dict  # by the number of the value
+    is_store_warp: Any  # whether this warp issues its warpgroup's TMA stores
     ring: RingReader
-    stores: tuple
-    folds: tuple
+    stores: tuple  # a `StoreView` for each matrix of results
+    folds: tuple  # a `Fold` for each reduction; they alone change while the tile is traced

@@ -27,9 +27,8 @@ is made in the role that uses it, and no value of the GPU is kept in a producer 
 
 from .gather import GatherProducer
 from .pair import PairedB
-from .ring import allocate_stages, make_ring, pass_over_tile, ring_words, skip_tile
 from .ss import SharedConsumer
-from .tma import TmaOperand, TmaProducer, check_box
+from .tma import TmaOperand, TmaProducer
 
 
 def _b(spec):
@@ -56,15 +55,4 @@ def make_consumer(spec, producer, atom_layout_m):
     return CONSUMERS["ss"](spec, atom_layout_m, producer.before_read)
 
 
-__all__ = [
-    "CONSUMERS",
-    "PRODUCERS",
-    "allocate_stages",
-    "check_box",
-    "make_consumer",
-    "make_producer",
-    "make_ring",
-    "pass_over_tile",
-    "ring_words",
-    "skip_tile",
-]
+__all__ = ["CONSUMERS", "PRODUCERS", "make_consumer", "make_producer"]

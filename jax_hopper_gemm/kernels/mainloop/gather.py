@@ -34,38 +34,24 @@ def copy_piece(target, source, nbytes, *, loc=None, ip=None):
 
     Of those, all past the first `nbytes` are zeros and are not read.
     """
+    values = [x.ir_value(loc=loc, ip=ip) for x in (target, source, nbytes)]
     llvm.inline_asm(
-        None,
-        [x.ir_value(loc=loc, ip=ip) for x in (target, source, nbytes)],
-        "cp.async.cg.shared.global [$0], [$1], 16, $2;",
-        "r,l,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
+        None, values, "cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r",
+        has_side_effects=True, is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class GatherView:
-    """What the loader warps need, whatever the tile.
+    """What the loader warps need, whatever the tile."""
 
-    Attributes:
-      pointer: global, to the array that rows are picked from.
-      gather: `Gather`, the indices and the array's extents.
-      length: number of indices.
-      row_bytes: between neighbouring rows.
-      stages: the gathered operand's in shared memory.
-      tma: `TmaView` of the other operand.
-    """
-
-    pointer: Any
-    gather: Any
-    length: Any
-    row_bytes: Any
-    stages: Any  # (bM or bN, bK, stages)
-    tma: Any
+    pointer: Any  # global, to the array that rows are picked from
+    gather: Any  # `Gather`, the indices and the array's extents
+    length: Any  # number of indices
+    row_bytes: Any  # between neighbouring rows
+    stages: Any  # the gathered operand in shared memory, (bM or bN, bK, stages)
+    tma: Any  # `TmaView` of the other operand
 
 
 class Piece(NamedTuple):
@@ -76,18 +62,14 @@ class Piece(NamedTuple):
 
 
 class GatherProducer:
-    """One operand by TMA, the other by copies of a row's pieces.
-
-    Args of the constructor:
-      tma: `TmaOperand` of the operand that is not gathered, or an object with its methods.
-    """
+    """One operand by TMA, the other by copies of a row's pieces."""
 
     loader_warps = LOADER_WARPS
     arrivals = 1 + THREADS
 
     def __init__(self, spec, tma):
         self.spec = spec
-        self.tma = tma
+        self.tma = tma  # `TmaOperand`, or an object with its methods
         self.tma_bytes = tma.nbytes
         self.gathers_a = spec.gathered == "a"
         self.itemsize = spec.a_itemsize if self.gathers_a else spec.b_itemsize
@@ -190,8 +172,7 @@ class GatherProducer:
     def _copy_piece(self, view, target, source, row, wanted):
         """Copies a piece of a row, or zeros where it is not wanted: its address is then not read.
 
-        Args:
-          source: address of the same piece of row 0.
+        `source` is the address of the same piece of row 0.
         """
         address = row_address(source, row, view.row_bytes, Int64)
         copy_piece(target, address, select_(wanted, Int32(PIECE), Int32(0)))

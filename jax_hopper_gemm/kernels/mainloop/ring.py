@@ -55,10 +55,6 @@ def make_ring(spec, barriers, producer, tile_warps):
 
     A multicast stage is emptied by the warps of all CTAs that it was sent to, or that sent
     a slice of it: `cluster_m + cluster_n - 1` of them.
-
-    Args:
-      barriers: shared memory pointer to `ring_words` int64 words.
-      tile_warps: math warps that work on one tile.
     """
     s = spec
     partners = s.cluster_m + s.cluster_n - 1

@@ -18,46 +18,32 @@ from ..named_barriers import WARPGROUP
 class MathView:
     """What a thread of a math warpgroup multiplies with, whatever the tile.
 
-    Attributes:
-      tCrA, tCrB: descriptors of the operands' stages (`r`: wgmma takes them as registers),
-        partitioned (`t`) for the accumulator (`C`).
-      acc: the thread's accumulators.
-      first_row: row of a tile at which the warpgroup's first 64 rows begin.
+    tCrA, tCrB are descriptors of the operands' stages (`r`: wgmma takes them as registers),
+    partitioned (`t`) for the accumulator (`C`).
     """
 
     tCrA: Any  # (wgmma, 64-row blocks, bK / mma_k, stages)
     tCrB: Any  # (wgmma, 1, bK / mma_k, stages)
     acc: Any  # (wgmma, 64-row blocks, 1)
-    first_row: Any
+    first_row: Any  # of a tile, at which the warpgroup's first 64 rows begin
 
 
 class SharedConsumer:
-    """Math warpgroups that read A and B where the producer put them.
-
-    Args of the constructor:
-      atom_layout_m: warpgroups that lie side by side along a tile's rows.
-      before_read: of the producer.
-    """
+    """Math warpgroups that read A and B where the producer put them."""
 
     def __init__(self, spec, atom_layout_m, before_read):
-        s = self.spec = spec
-        self.a_dtype, self.b_dtype = CUTE_DTYPE[s.a_dtype], CUTE_DTYPE[s.b_dtype]
-        self.atom_layout_m = atom_layout_m
-        self.before_read = before_read
-        self.a_is_k_major, self.b_is_k_major = s.a_major == "k", s.b_major == "k"
+        self.spec = spec
+        self.atom_layout_m = atom_layout_m  # warpgroups side by side along a tile's rows
+        self.before_read = before_read  # the producer's
 
     def make_tiled_mma(self, warpgroups):
         """Returns the MMA of `warpgroups` side by side along M."""
-        mode = cute.nvgpu.OperandMajorMode
+        s, mode = self.spec, cute.nvgpu.OperandMajorMode
+        a_mode, b_mode = (mode.K if x == "k" else mode.MN for x in (s.a_major, s.b_major))
         return sm90.make_trivial_tiled_mma(
-            self.a_dtype,
-            self.b_dtype,
-            mode.K if self.a_is_k_major else mode.MN,
-            mode.K if self.b_is_k_major else mode.MN,
-            Float32,
-            (warpgroups, 1, 1),
-            tiler_mn=(64, self.spec.tile_n),
-        )
+            CUTE_DTYPE[s.a_dtype], CUTE_DTYPE[s.b_dtype], a_mode, b_mode, Float32,
+            (warpgroups, 1, 1), tiler_mn=(64, s.tile_n),
+        )  # fmt: skip
 
     def partition_for_math(self, stages, warpgroup):
         tiled_mma = self.make_tiled_mma(self.atom_layout_m)

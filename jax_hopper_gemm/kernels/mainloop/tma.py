@@ -14,23 +14,14 @@ from .ring import operand_smem_layout
 
 @dataclass(frozen=True)
 class TmaView:
-    """What a loader warp needs of one operand, whatever the tile.
+    """What a loader warp needs of one operand, whatever the tile."""
 
-    Attributes:
-      maps: tensor maps: of A, or of each B.
-      stages: for each map its part of all stages, (rows, bK, stages).
-      tma_coords: `TmaCoords`.
-      cta: which of the CTAs that share a tile this one is.
-      mask: CTAs that its part goes to; None: there is this one alone.
-      own_mask: this CTA alone.
-    """
-
-    maps: Any
-    stages: Any
-    tma_coords: Any
-    cta: Any
-    mask: Any
-    own_mask: Any
+    maps: Any  # tensor maps: of A, or of each B
+    stages: Any  # for each map its part of all stages, (rows, bK, stages)
+    tma_coords: Any  # `TmaCoords`
+    cta: Any  # which of the CTAs that share a tile this one is
+    mask: Any  # CTAs that its part goes to; None: there is this one alone
+    own_mask: Any  # this CTA alone
 
 
 def check_box(atom, box, shares):
@@ -43,11 +34,7 @@ def check_box(atom, box, shares):
 
 
 class TmaOperand:
-    """A, or each of the B's: a tile is loaded in as many slices as CTAs of the cluster share it.
-
-    Attributes:
-      nbytes: of the operand in a stage.
-    """
+    """A, or each of the B's: a tile is loaded in as many slices as CTAs of the cluster share it."""
 
     def __init__(self, spec, operand):
         s = self.spec = spec
@@ -61,11 +48,9 @@ class TmaOperand:
     def make_tma_atoms(self, tensors):
         """Returns the atom of each tensor; only their types matter, the host sets the maps."""
         tile = (self.rows, self.spec.tile_k)
-        op = (
-            cpasync.CopyBulkTensorTileG2SMulticastOp()
-            if self.shares > 1
-            else cpasync.CopyBulkTensorTileG2SOp()
-        )
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        if self.shares > 1:
+            op = cpasync.CopyBulkTensorTileG2SMulticastOp()
         staged = operand_smem_layout(self.dtype, self.is_k_major, *tile, 1)
         one_stage = cute.slice_(staged, (None, None, 0))
         atoms = tuple(
@@ -110,11 +95,9 @@ class TmaOperand:
         return slices
 
     def load(self, view, slices, k_tile, stage, full, coords):
-        """Sends this CTA's slices of a k-tile to a stage.
+        """Sends this CTA's slices of a k-tile to a stage, whose barrier is `full`.
 
-        Args:
-          slices: what `partition` returned.
-          full: the stage's full barrier.
+        `slices` are what `partition` returned.
         """
         self.copy(view, slices, k_tile, stage, full, view.mask)
 
@@ -130,25 +113,21 @@ class TmaOperand:
 
 @dataclass(frozen=True)
 class LoadView:
-    """What the loader warp needs: a `TmaView` of A and of B."""
+    """What the loader warp needs."""
 
-    a: Any
-    b: Any
+    a: TmaView
+    b: TmaView
 
 
 class TmaProducer:
-    """One warp loads both operands. The protocol is documented in `mainloop/__init__.py`.
-
-    Args of the constructor:
-      a, b: `TmaOperand`, or an object with its methods.
-    """
+    """One warp loads both operands. The protocol is documented in `mainloop/__init__.py`."""
 
     loader_warps = (0,)
     arrivals = 1  # and the bytes
 
     def __init__(self, spec, a, b):
         self.spec = spec
-        self.a, self.b = a, b
+        self.a, self.b = a, b  # `TmaOperand`, or an object with its methods
         self.tma_bytes = a.nbytes + b.nbytes
 
     def make_tma_atoms(self, tensors):

@@ -16,11 +16,4 @@ def make_scheduler(spec):
     return (GroupedScheduler if spec.grouped else TILE_SCHEDULERS[spec.tile_scheduler])(spec)
 
 
-__all__ = [
-    "DynamicScheduler",
-    "GroupedScheduler",
-    "SingleTileScheduler",
-    "StaticScheduler",
-    "TILE_SCHEDULERS",
-    "make_scheduler",
-]
+__all__ = ["TILE_SCHEDULERS", "make_scheduler"]

@@ -5,24 +5,21 @@ take their tiles; a static scheduler would wait for the slowest. The scheduler w
 first CTA claims tiles and posts them to the mailbox.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..mailbox import Mailbox
+from ..mailbox import Mailbox, MailboxState
 from .static import StaticScheduler
 
 
-@dataclass(frozen=True)
-class DynamicState:
-    """What all warps share: the number of cluster tiles, the tile counter, the mailbox."""
-
-    total: Any
-    counter: Any
-    box: Any
+@cute.jit
+def claim(counter):
+    """Returns the counter's value to all lanes of a warp, and advances it."""
+    claimed = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        claimed = cute.arch.atomic_add(counter, Int32(1))
+    return cute.arch.shuffle_sync(claimed, 0)
 
 
 class DynamicScheduler(StaticScheduler):
@@ -36,8 +33,10 @@ class DynamicScheduler(StaticScheduler):
         self.smem_words = self.mailbox.smem_words
 
     def setup(self, words, args, num_reader_warps):
-        box = self.mailbox.setup(words, num_reader_warps)
-        return DynamicState(args.raster.total, args.tile_counter, box)
+        return MailboxState(args, self.mailbox.setup(words, num_reader_warps))
+
+    def exists(self, state, tile):
+        return tile < state.args.raster.total
 
     def next_tile(self, state, tile, reader):
         """Returns the `reader`-th tile that was claimed; called by whole warps."""
@@ -57,11 +56,8 @@ class DynamicScheduler(StaticScheduler):
         past_the_end = Int32(0)
         while past_the_end < tiles_in_turn:
             slot = self.mailbox.free_slot(state.box, published)
-            claimed = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                claimed = cute.arch.atomic_add(state.counter, Int32(1))
-            index = launched + cute.arch.shuffle_sync(claimed, 0)
+            index = launched + claim(state.args.tile_counter)
             self.mailbox.publish(state.box, slot, [index])
             published += 1
-            if index >= state.total:
+            if index >= state.args.raster.total:
                 past_the_end += 1

@@ -5,9 +5,7 @@ counter, searches the groups for it (`gemm/group_search.py`) and posts the tile 
 search of a tile hides behind the multiplication of those before it.
 """
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -15,27 +13,11 @@ from cutlass import Int32
 from cutlass.cutlass_dsl import min as smaller
 from cutlass.cutlass_dsl import select_
 
-from ...gemm.group_search import (
-    GroupTile,
-    Window,
-    first_window,
-    holds,
-    is_last,
-    next_window,
-    tile_in,
-)
-from ..mailbox import Mailbox
+from ...gemm import group_search
+from ...gemm.group_search import GroupTile, Window, holds, is_last
+from ..mailbox import Mailbox, MailboxState
 from ..warp import Warp
-
-
-@dataclass(frozen=True)
-class GroupedState:
-    """What all warps share: the tile counter, the raster, the groups' sizes, the mailbox."""
-
-    counter: Any
-    raster: Any
-    sizes: Any
-    box: Any
+from .dynamic import claim
 
 
 class GroupedScheduler:
@@ -51,8 +33,7 @@ class GroupedScheduler:
         self.smem_words = self.mailbox.smem_words
 
     def setup(self, words, args, num_reader_warps):
-        box = self.mailbox.setup(words, num_reader_warps)
-        return GroupedState(args.tile_counter, args.raster, args.group_sizes, box)
+        return MailboxState(args, self.mailbox.setup(words, num_reader_warps))
 
     def first_tile(self, state):
         return self.next_tile(state, None, Int32(0))
@@ -76,44 +57,46 @@ class GroupedScheduler:
         while past_the_end < tiles_in_turn:
             window = self.search(state, window, index)
             exists = holds(Window(*window), index, lanes)
-            tile = tile_in(state.raster, Window(*window), index, lanes, self.rows)
+            tile = group_search.tile_in(state.args.raster, Window(*window), index, lanes, self.rows)
             tile = tile._replace(n=select_(exists, tile.n, Int32(-1)))
             slot = self.mailbox.free_slot(state.box, published)
             self.mailbox.publish(state.box, slot, tile)
             published += 1
             past_the_end += select_(exists, Int32(0), Int32(1))
-            index = self.claim(state, index, launched)
+            index = self.next_index(state, index, launched)
 
     @cute.jit
     def search(self, state, window, index):
         """Returns the window that holds the `index`-th tile, or the last one."""
         lanes = Warp()
-        ahead = ~holds(Window(*window), index, lanes) & ~is_last(state.raster, Window(*window))
+        raster = state.args.raster
+        ahead = ~holds(Window(*window), index, lanes) & ~is_last(raster, Window(*window))
         while ahead:
             following = self.next_window(state, window)
             window = tuple(following)
-            ahead = ~holds(following, index, lanes) & ~is_last(state.raster, following)
+            ahead = ~holds(following, index, lanes) & ~is_last(raster, following)
         return window
 
     def first_window(self, state):
-        sizes = partial(self.size_at, state)
-        return tuple(first_window(state.raster, sizes, Warp(), self.rows, self.skip_empty))
+        raster, sizes = state.args.raster, partial(self.size_at, state)
+        first = group_search.first_window(raster, sizes, Warp(), self.rows, self.skip_empty)
+        return tuple(first)
 
     def next_window(self, state, window):
-        sizes = partial(self.size_at, state)
-        return next_window(state.raster, Window(*window), sizes, Warp(), self.rows, self.skip_empty)
+        raster, sizes = state.args.raster, partial(self.size_at, state)
+        return group_search.next_window(
+            raster, Window(*window), sizes, Warp(), self.rows, self.skip_empty
+        )
 
     def size_at(self, state, group, valid):
         """Returns the size of a group, or any value where it is not `valid`."""
-        return cute.arch.load(state.sizes + smaller(group, state.raster.sizes - 1), Int32)
+        sizes = state.args.group_sizes
+        return cute.arch.load(sizes + smaller(group, state.args.raster.sizes - 1), Int32)
 
     @cute.jit
-    def claim(self, state, index, launched):
+    def next_index(self, state, index, launched):
         if cutlass.const_expr(self.spec.tile_scheduler == "dynamic"):
-            claimed = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                claimed = cute.arch.atomic_add(state.counter, Int32(1))
-            index = launched + cute.arch.shuffle_sync(claimed, 0)
+            index = launched + claim(state.args.tile_counter)
         else:
             index = index + launched
         return index

@@ -1,48 +1,29 @@
 """Schedulers that need no communication: a CTA knows its tiles from its own index."""
 
-from dataclasses import dataclass
-from typing import Any
-
 import cutlass.cute as cute
 from cutlass import Int32
-
-
-@dataclass(frozen=True)
-class StaticState:
-    """What all warps share: the number of cluster tiles."""
-
-    total: Any
 
 
 class StaticScheduler:
     """Persistent: cluster c of C takes tiles c, c + C, c + 2C, ...
 
-    This is also the protocol of a tile scheduler; `tiles.Tiles` shows how roles use it. A tile is
-    an index here.
-
-    Attributes:
-      smem_words: int64 words of shared memory for barriers and mailbox.
-      needs_scheduler_warp: whether a warp of each cluster runs `run_scheduler_warp`.
+    This is also the protocol of a tile scheduler; `tile_coords.Tiles` shows how roles use it. A
+    tile is an index here.
     """
 
-    smem_words = 0
-    needs_scheduler_warp = False
+    smem_words = 0  # int64 words of shared memory for barriers and mailbox
+    needs_scheduler_warp = False  # whether a warp of each cluster runs `run_scheduler_warp`
 
     def __init__(self, spec):
         self.spec = spec
 
     def setup(self, words, args, num_reader_warps):
-        """Called once by all threads, before the barriers are made visible.
+        """Returns the state that the other methods take, a frozen view.
 
-        Args:
-          words: shared memory pointer to `smem_words` int64 words.
-          args: the kernel's parameters.
-          num_reader_warps: warps of a CTA that call `next_tile`.
-
-        Returns:
-          The state that the other methods take.
+        Called once by all threads, before the barriers at `words` are made visible, with the
+        kernel's parameters. `num_reader_warps` of a CTA call `next_tile`.
         """
-        return StaticState(args.raster.total)
+        return args.raster
 
     def first_tile(self, state):
         return cute.arch.block_idx()[0] // self.spec.cluster_m, Int32(0)

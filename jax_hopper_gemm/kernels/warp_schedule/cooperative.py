@@ -39,19 +39,13 @@ class Cooperative:
         math 0   [k-tiles of t0][epilogue t0][k-tiles of t1    ][epilogue t1]
         math 1     [k-tiles of t0  ][epilogue t0][k-tiles of t1    ][epilogue t1]
         loader   [t0 ...][t1: stages fill while t0 is stored][...]
-
-    Attributes:
-      atom_layout_m: warpgroups side by side along a tile's rows.
-      tiles_in_turn: math warpgroups that alternate tiles.
-      tile_warps: math warps that work on one tile.
-      registers: see there.
     """
 
-    tiles_in_turn = 1
+    tiles_in_turn = 1  # math warpgroups that alternate tiles
 
     def __init__(self, spec):
-        self.atom_layout_m = spec.math_warpgroups
-        self.tile_warps = 4 * spec.math_warpgroups
+        self.atom_layout_m = spec.math_warpgroups  # side by side along a tile's rows
+        self.tile_warps = 4 * spec.math_warpgroups  # math warps that work on one tile
         self.registers = registers(spec)
 
     def turn_of(self, warpgroup):
@@ -59,15 +53,12 @@ class Cooperative:
         return NoTurn()
 
     def first_tile(self, tiles, warpgroup, state, skip, turn):
-        """Returns the first tile that a math warpgroup works on.
+        """Returns tile, reader and state of the first tile that a math warpgroup works on.
 
         Args:
           state: the value that a role carries from tile to tile.
           skip: (state, coords) -> state past a tile that another warpgroup works on.
           turn: that of the warpgroup; handed over if another one begins.
-
-        Returns:
-          tile, reader, state.
         """
         return *tiles.first(), state
 
