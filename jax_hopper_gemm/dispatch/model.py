@@ -15,7 +15,15 @@ from ..gemm.problem_type import ProblemType
 from ..gemm.spec import GemmSpec
 from .candidates import model_specs
 from .configs import RASTER_ORDERS
-from .cost import LAUNCH_NS, MEMORY_BYTES_PER_NS, Estimate, estimate, mean_rows, roofline_ns
+from .cost import (
+    LAUNCH_NS,
+    MEMORY_BYTES_PER_NS,
+    Estimate,
+    estimate,
+    mean_rows,
+    memory_bytes,
+    roofline_ns,
+)
 from .device import Device
 from .legality import limit_violations, pairing_violations
 
@@ -78,8 +86,8 @@ def _is_too_tall(problem: GemmProblem, spec: GemmSpec) -> bool:
 
 
 def _rough_cost(problem: GemmProblem, spec: GemmSpec, device: Device) -> Estimate:
-    costs = (estimate(problem, spec, raster_order, device) for raster_order in ROUGH)
-    return min(costs, key=lambda cost: cost.ns)
+    order = min(ROUGH, key=lambda order: memory_bytes(problem, spec, order, device))
+    return estimate(problem, spec, order, device)
 
 
 def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:

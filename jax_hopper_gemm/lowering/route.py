@@ -164,7 +164,8 @@ def route(request: Request, device: dispatch.Device, *, kernel_only: bool = Fals
         return Route("xla", reason, "unsupported")
     device = device.limited_to(request.options.max_sms)
     tables = dispatch.tables_of(replace(device, comm_overlap=False))
-    return _route(request.function, request, device, kernel_only, tables)
+    read = dispatch.choose, tables
+    return _route(request.function, request, device, kernel_only, read)
 
 
 @memoised
@@ -173,9 +174,10 @@ def _route(
     request: Request,
     device: dispatch.Device,
     kernel_only: bool,
-    tables: object,
+    read: tuple[Any, ...],
 ) -> Route:
-    """Returns the same; `tables` are those that the choice reads."""
+    """Returns the same; `read` is the function that chooses, and the tables that it reads."""
+    choose, _ = read
     fusion, found_roles = None, None
     try:
         if function is None:
@@ -184,11 +186,11 @@ def _route(
             gemm, fusion, found_roles = _fused(request, function)
     except (NotAGemm, NotFusable) as error:
         return Route("xla", str(error), "unsupported")
-    decision = dispatch.choose(gemm.problem, device, kernel_only=kernel_only)
+    decision = choose(gemm.problem, device, kernel_only=kernel_only)
     if fusion and not kernel_only and not request.groups and (reason := _read_again(fusion)):
         return Route("xla", reason, "model", gemm, fusion=fusion, roles=found_roles)
     if decision.spec is None or decision.raster_order is None:
-        runs = not kernel_only and dispatch.choose(gemm.problem, device, kernel_only=True).spec
+        runs = not kernel_only and choose(gemm.problem, device, kernel_only=True).spec
         source = decision.source if runs else "unsupported"
         return Route("xla", decision.reason, source, gemm, fusion=fusion, roles=found_roles)
     plan = make_plan(gemm.problem, decision.spec, decision.raster_order, device.num_sms)
