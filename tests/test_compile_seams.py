@@ -30,20 +30,20 @@ SPECS = [
 def test_loads_may_begin_at_any_k_tile_and_some_ctas_store_nothing(spec, monkeypatch, tmp_path):
     assert violations(spec) == []
     kernels = pytest.importorskip("jax_hopper_gemm.kernels")
-    from jax_hopper_gemm.kernels import finish, tiles
+    from jax_hopper_gemm.kernels import finish, tile_coords
 
     class Parts(finish.NoFinish):
         def combine(self, acc, coords, warpgroup):
             acc[0] = acc[0] + 1.0
             return coords.k_first != 1
 
-    coords_of = tiles.coords_of
+    coords_of = tile_coords.coords_of
 
     def some_of_k(spec, args, tile, cta):
         return coords_of(spec, args, tile, cta)._replace(k_first=cta.n + args.k_tiles % 3)
 
     whole = parse_sass(disassemble(kernels.compile_cubin(spec, tmp_path)))
-    monkeypatch.setattr(tiles, "coords_of", some_of_k)
+    monkeypatch.setattr(tile_coords, "coords_of", some_of_k)
     monkeypatch.setitem(finish.FINISHES, "none", Parts)
     cubin = kernels.compile_cubin(spec, tmp_path)
     facts = parse_sass(disassemble(cubin))

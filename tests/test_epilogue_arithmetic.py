@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from support.activation_graphs import activation_graph
 from support.epilogue import evaluate
+from support.epilogue_errors import error_of
 from support.operations import Builder, parameters_of
 
 from jax_hopper_gemm.gemm.epilogue_arithmetic import arithmetic_of
-from jax_hopper_gemm.gemm.epilogue_errors import error_of
 from jax_hopper_gemm.gemm.epilogue_graph import (
     ARITY,
     ROW_REDUCTIONS,

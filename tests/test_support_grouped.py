@@ -90,7 +90,7 @@ def test_products_of_rows_are_those_of_jax(b_major):
     for kind in ("uneven", "half_empty", "under", "one_row", "empty"):
         sizes = group_sizes.KINDS[kind](of.m, 6, 2)
         inputs = inputs_of(of, sizes, exact=False)
-        a, b = (np.nan_to_num(x.astype(np.float32)) for x in (inputs.a, inputs.b[0]))
+        a, b = (jnp.nan_to_num(x.astype(np.float32)) for x in (inputs.a, inputs.b[0]))
         theirs = jax.lax.ragged_dot(a[0], b, jnp.asarray(sizes), precision="highest")
         ours = grouped.products(of, inputs, inputs.b[0])[0]
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=kind)
