@@ -254,6 +254,19 @@ def test_json_round_trips_and_is_canonical():
     assert GemmSpec.from_json(shuffled).to_json() == LARGE.to_json()
 
 
+def test_json_with_one_dtype_for_both_operands_is_read():
+    """As in programs that were exported before the two had fields of their own."""
+    fields = json.loads(LARGE.to_json())
+    assert fields.pop("a_dtype") == fields.pop("b_dtype")
+    assert GemmSpec.from_json(json.dumps(fields | {"ab_dtype": "bfloat16"})) == LARGE
+
+
+def test_a_name_tells_operands_of_two_dtypes_apart():
+    mixed = replace(LARGE, b_dtype="float16")
+    assert mixed.name.startswith("jhg_gemm_bf16_f16_bf16_tt_")
+    assert violations(mixed) == ["A is bfloat16 and B float16: cast one to the other's dtype"]
+
+
 def test_every_field_changes_json_and_name():
     assert OTHER_VALUES.keys() == vars(SPEC).keys()
     for field, value in OTHER_VALUES.items():

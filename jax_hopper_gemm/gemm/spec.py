@@ -266,6 +266,8 @@ class GemmSpec:
     @classmethod
     def from_json(cls, text: str) -> GemmSpec:
         fields = json.loads(text)
+        if "ab_dtype" in fields:  # exported programs may say one dtype for both
+            fields["a_dtype"] = fields["b_dtype"] = fields.pop("ab_dtype")
         if fields.get("epilogue"):
             fields["epilogue"] = EpilogueGraph.from_dict(fields["epilogue"])
         return cls(**fields)
