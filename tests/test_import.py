@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 from support.program_inspection import run_fresh
 
 BUDGET_MS = 150  # over `import jax`
 
 
+@pytest.mark.alone
 def test_import_is_quick():
     source = (
-        "import time, jax\n"
-        "start = time.perf_counter()\n"
+        "import gc, time, jax\n"
+        "gc.disable()\n"
+        "start = time.process_time()\n"
         "import jax_hopper_gemm\n"
-        "print(1e3 * (time.perf_counter() - start))\n"
+        "print(1e3 * (time.process_time() - start))\n"
     )
+    # CPU time without a collection of all of JAX's objects, which falls here or elsewhere by luck.
     # The quickest of a few: a busy machine only ever makes it slower.
     times = []
     while len(times) < 5 and (not times or min(times) > BUDGET_MS):

@@ -39,6 +39,3 @@ def _register() -> None:
 
 
 _register()
-
-
-_register()
