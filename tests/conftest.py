@@ -37,6 +37,15 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
 
 
+@pytest.fixture
+def optimised() -> Iterator[None]:
+    """XLA optimises, for tests that compare sums whose order it would otherwise leave apart."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as `quick` the first case of each test that is not marked as slow."""
