@@ -82,7 +82,7 @@ def test_the_default_precision_of_the_context_is_part_of_the_product():
     a, b = integers((3, 8)), integers((8, 5), seed=1)
     with jax.default_matmul_precision("highest"):
         jaxpr = jax.make_jaxpr(jhg.matmul)(a, b)
-    assert jaxpr.eqns[0].params["precision"] == (lax.Precision.HIGHEST,) * 2
+    assert jaxpr.eqns[0].params["product"].options.precision == (lax.Precision.HIGHEST,) * 2
 
 
 def test_numpy_arrays_and_wrapped_arrays_are_taken():
