@@ -17,11 +17,12 @@ def test_import_is_quick():
         "import jax_hopper_gemm\n"
         "print(1e3 * (time.process_time() - start))\n"
     )
-    # CPU time without a collection of all of JAX's objects, which falls here or elsewhere by luck.
+    # CPU time without a collection of all of JAX's objects, which falls here or elsewhere by luck,
+    # from bytecode as an installed package has it: the first import writes it.
     # The quickest of a few: a busy machine only ever makes it slower.
     times = []
-    while len(times) < 5 and (not times or min(times) > BUDGET_MS):
-        times.append(float(run_fresh(source)))
+    while len(times) < 6 and (not times or min(times) > BUDGET_MS):
+        times.append(float(run_fresh(source, PYTHONDONTWRITEBYTECODE="")))
     assert min(times) <= BUDGET_MS
 
 
