@@ -6,6 +6,8 @@ from .buildable import legal_specs as legal_specs
 from .buildable import table_specs as table_specs
 from .choice import Decision as Decision
 from .choice import choose as choose
+from .cost import estimate as estimate
+from .cost import pass_ns as pass_ns
 from .device import H200 as H200
 from .device import Device as Device
 from .legality import problem_violations as problem_violations

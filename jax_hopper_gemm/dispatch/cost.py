@@ -100,6 +100,11 @@ def estimate(
     )
 
 
+def pass_ns(nbytes: int) -> float:
+    """Returns the expected time of an elementwise kernel that moves so many bytes."""
+    return LAUNCH_NS + nbytes / MEMORY_BYTES_PER_NS
+
+
 @dataclass(frozen=True)
 class TileCycles:
     """What the estimate is made of, for one CTA among its equals; cycles of one tile."""

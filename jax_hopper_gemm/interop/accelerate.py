@@ -10,14 +10,14 @@ import jax
 
 from ..ops import checks
 from ..ops.dense import Implementation
-from .rewrite_jaxpr import run_with_our_products
+from .rewrite_jaxpr import Rewriting, run_with_our_products
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def accelerate(
-    function: Callable[P, R], *, implementation: Implementation = None
+    function: Callable[P, R], *, implementation: Implementation = None, fuse: bool = True
 ) -> Callable[P, R]:
     """Returns a function like `function`, whose products are those of this library.
 
@@ -69,7 +69,7 @@ def accelerate(
 
     @wraps(function)
     def accelerated(*args: P.args, **kwargs: P.kwargs) -> R:
-        return run_with_our_products(traced, args, kwargs, implementation)
+        return run_with_our_products(traced, args, kwargs, Rewriting(implementation, fuse))
 
     return accelerated
 

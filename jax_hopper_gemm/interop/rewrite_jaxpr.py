@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
@@ -26,6 +26,7 @@ from ..ops.ragged_run import left_to_lax
 from ..ops.sm_limit import current_max_sms
 from ..ops.substitute import hopper_equations
 from .checkpoint_policy import checkpoint_policy
+from .fuse_jaxpr import fused
 
 RAGGED = "ragged_dot_general"
 
@@ -41,23 +42,34 @@ ENTERED = frozenset(
 
 # The replacement of each program, so that shared programs stay shared, and JAX finds those that it
 # has compiled. None stands for a program without products: a value must not keep its key alive.
-Options: TypeAlias = tuple[Implementation, int | None]  # the latter is the limit of SMs
-_rewritten: WeakKeyDictionary[Any, dict[Options, Any]] = WeakKeyDictionary()
+_rewritten: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
-def with_our_products(program: Any, implementation: Implementation) -> Any:
+class Rewriting(NamedTuple):
+    """How a program is rewritten.
+
+    Attributes:
+      implementation: of the products.
+      fuse: whether they take along the equations around them.
+    """
+
+    implementation: Implementation = None
+    fuse: bool = True
+
+
+def with_our_products(program: Any, rewriting: Rewriting) -> Any:
     """Returns a jaxpr, open or closed, with our products; the jaxpr itself if it has none."""
     by_options = _rewritten.setdefault(program, {})
-    options = implementation, current_max_sms()
+    options = rewriting, current_max_sms()
     if options not in by_options:
-        replacement = rewritten(program, implementation)
+        replacement = rewritten(program, rewriting)
         by_options[options] = None if replacement is program else replacement
     replacement = by_options[options]
     return program if replacement is None else replacement
 
 
 def run_with_our_products(
-    function: Callable[..., Any], args: Any, kwargs: Any, implementation: Implementation
+    function: Callable[..., Any], args: Any, kwargs: Any, rewriting: Rewriting
 ) -> Any:
     """Returns `function(*args, **kwargs)`, computed with our products.
 
@@ -65,7 +77,7 @@ def run_with_our_products(
     """
     program, arrays, result = traced_call(function, args, kwargs)
     # Not cached: nothing else holds this program, and it may contain tracers.
-    return result(jaxpr_as_fun(rewritten(program, implementation))(*arrays))
+    return result(jaxpr_as_fun(rewritten(program, rewriting))(*arrays))
 
 
 def traced_call(
@@ -121,29 +133,32 @@ def reason_left(equation: Any) -> str | None:
     return left_to_lax(lhs, rhs, sizes, params["out_sharding"], numbers)
 
 
-def rewritten(program: Any, implementation: Implementation) -> Any:
+def rewritten(program: Any, rewriting: Rewriting) -> Any:
     """Returns the result of `with_our_products`, without caching it."""
     inner = getattr(program, "jaxpr", program)
     if inner is not program:  # a closed jaxpr, in versions of JAX that have both
-        new_inner = rewritten(inner, implementation)
+        new_inner = rewritten(inner, rewriting)
         return program if new_inner is inner else program.replace(jaxpr=new_inner)
 
     def chosen(equation: Any) -> bool:
         return reason_left(equation) is None
 
     new: list[Any] = []
-    for equation in hopper_equations(inner, implementation, chosen):
+    for equation in hopper_equations(inner, rewriting.implementation, chosen):
         if equation.primitive.name == RAGGED and chosen(equation):
-            new += _ragged(equation, implementation)
+            new += _ragged(equation, rewriting)
         elif equation.primitive.name in ENTERED:
-            new.append(_entered(equation, implementation))
+            new.append(_entered(equation, rewriting))
         else:
             new.append(equation)
+    outvars = inner.outvars
+    if rewriting.fuse:
+        new, outvars = fused(new, outvars)
     same = len(new) == len(inner.eqns) and all(map(operator.is_, new, inner.eqns))
-    return program if same else inner.replace(eqns=new)
+    return program if same else inner.replace(eqns=new, outvars=outvars)
 
 
-def _ragged(equation: Any, implementation: Implementation) -> list[Any]:
+def _ragged(equation: Any, rewriting: Rewriting) -> list[Any]:
     """Returns the equations of our product that replace a ragged one of JAX."""
     params = equation.params
 
@@ -151,7 +166,7 @@ def _ragged(equation: Any, implementation: Implementation) -> list[Any]:
         return ragged_dot_general(
             lhs, rhs, sizes, params["ragged_dot_dimension_numbers"], params["precision"],
             params["preferred_element_type"], out_sharding=params["out_sharding"],
-            implementation=implementation,
+            implementation=rewriting.implementation,
         )  # fmt: skip
 
     with equation.ctx.manager:
@@ -174,9 +189,9 @@ def _ragged(equation: Any, implementation: Implementation) -> list[Any]:
     ]
 
 
-def _entered(equation: Any, implementation: Implementation) -> Any:
+def _entered(equation: Any, rewriting: Rewriting) -> Any:
     """Returns an equation with our products in its inner programs."""
-    params = {key: _in_value(x, implementation) for key, x in equation.params.items()}
+    params = {key: _in_value(x, rewriting) for key, x in equation.params.items()}
     same = all(params[key] is x for key, x in equation.params.items())
     if same and not (_RULES.keys() & params.keys() and _multiplies(params)):
         return equation
@@ -185,7 +200,7 @@ def _entered(equation: Any, implementation: Implementation) -> Any:
 
     for name, change in _RULES.items():
         if name in params:
-            params[name] = change(params[name], implementation)
+            params[name] = change(params[name], rewriting)
     return equation.replace(params=params)
 
 
@@ -201,27 +216,27 @@ def _multiplies(params: dict[str, Any]) -> bool:
     )
 
 
-def _traced_rule(rule: Any, implementation: Implementation) -> Any:
+def _traced_rule(rule: Any, rewriting: Rewriting) -> Any:
     """Wraps a derivative rule that returns a jaxpr and further values."""
 
     def changed(*zeros: Any) -> Any:
         program, *extras = rule.call_wrapped(*zeros)
-        return (with_our_products(program, implementation), *extras)
+        return (with_our_products(program, rewriting), *extras)
 
     return lu.wrap_init(changed, debug_info=rule.debug_info)
 
 
-def _traced_function(function: Any, implementation: Implementation) -> Any:
+def _traced_function(function: Any, rewriting: Rewriting) -> Any:
     def changed() -> Any:
         program, consts = function()
-        return with_our_products(program, implementation), consts
+        return with_our_products(program, rewriting), consts
 
     return changed
 
 
-def _backward_rule(rule: Any, implementation: Implementation) -> Any:
+def _backward_rule(rule: Any, rewriting: Rewriting) -> Any:
     def changed(*args: Any) -> Any:
-        return run_with_our_products(rule.call_wrapped, args, {}, implementation)
+        return run_with_our_products(rule.call_wrapped, args, {}, rewriting)
 
     return lu.wrap_init(changed, debug_info=rule.debug_info)
 
@@ -235,13 +250,13 @@ _RULES = {
 }
 
 
-def _in_value(value: Any, implementation: Implementation) -> Any:
+def _in_value(value: Any, rewriting: Rewriting) -> Any:
     """Returns an equation's parameter with our products in its programs."""
     if isinstance(value, Jaxpr) or isinstance(getattr(value, "jaxpr", None), Jaxpr):
-        return with_our_products(value, implementation)
+        return with_our_products(value, rewriting)
     if not isinstance(value, tuple):
         return value
-    parts = [_in_value(x, implementation) for x in value]
+    parts = [_in_value(x, rewriting) for x in value]
     if all(x is y for x, y in zip(parts, value, strict=True)):
         return value
     return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

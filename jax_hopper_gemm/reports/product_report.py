@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import jaxprs_in_params
 
-from ..interop.rewrite_jaxpr import ENTERED, RAGGED, reason_left, rewritten, traced_call
+from ..interop.rewrite_jaxpr import ENTERED, RAGGED, Rewriting, reason_left, rewritten, traced_call
 from ..lowering.route import array_text
 from ..ops import checks
 from ..ops.dense import Implementation
@@ -90,7 +90,7 @@ def report_products(
     checks.check_accelerated("report_products", function, implementation)
     program, _, _ = traced_call(function, args, kwargs)
     if implementation != "xla":
-        program = rewritten(program, implementation)
+        program = rewritten(program, Rewriting(implementation))
     return ProductReport(tuple(_products_in(Program(program), implementation)))
 
 

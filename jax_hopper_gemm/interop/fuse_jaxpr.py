@@ -1,0 +1,202 @@
+"""Fusion of a program: products of ours take along the equations around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+from jax.extend.core import Literal, Var
+
+from ..dispatch import Device, estimate, pass_ns
+from ..fusion.jaxprs import traced_once
+from ..fusion.memo import memoised
+from ..lowering.route import Request, Route, current_device, route
+from ..primitives.define import request_of
+from ..primitives.fused_dot import hopper_fused_p
+from .regions import CALLS, PRODUCTS, Region, Regions, is_inlined, variables
+from .wide import WIDE, Function, widened
+
+
+class _Cycle(Exception):
+    """A region cannot run before what it reads."""
+
+    def __init__(self, region: Region):
+        super().__init__(region)
+        self.region = region
+
+
+def fused(
+    equations: Sequence[Any], results: Sequence[Any]
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns equations and results of the same meaning, with products that have epilogues.
+
+    A product takes along what the cost model expects to be faster in its kernel than in XLA.
+
+    Args:
+      equations: of a jaxpr, products among them ours.
+      results: what it returns.
+    """
+    if not any(equation.primitive in PRODUCTS for equation in equations):
+        return equations, results
+    device = current_device()
+    equations, results = inlined(equations, results)
+    alone: set[int] = set()
+    apart: set[tuple[int, ...]] = set()
+    while True:
+        regions = Regions(equations, results, alone, apart)
+        launches = {region: _launch(equations, region) for region in regions.regions}
+        refused = [x for x, launch in launches.items() if not _gains(equations, x, launch, device)]
+        if not refused:
+            try:
+                return _Order(regions, launches, results).equations, results
+            except _Cycle as cycle:
+                refused = [cycle.region]
+        for region in refused:
+            if len(region.products) > 1:
+                apart.add(region.products)
+            else:
+                alone.update(region.products)
+
+
+def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns equations and results with elementwise calls replaced by what they call.
+
+    Functions of JAX are calls, and after a derivative have what it needs as further results.
+    """
+    names: dict[Any, Any] = {}
+    new: list[Any] = []
+
+    def read(atoms: Iterable[Any]) -> list[Any]:
+        return [x if isinstance(x, Literal) else names.get(x, x) for x in atoms]
+
+    def add(equations: Iterable[Any], within: Any = None) -> None:
+        for equation in equations:
+            inputs, name = read(equation.invars), equation.primitive.name
+            closed = equation.params[CALLS[name]] if name in CALLS else None
+            if closed and name != "custom_jvp_call" and is_inlined(closed):
+                names.update(zip(closed.jaxpr.invars, inputs, strict=True))
+                add(closed.jaxpr.eqns, within or equation)
+                names.update(zip(equation.outvars, read(closed.jaxpr.outvars), strict=True))
+                continue
+            if within:
+                names.update({x: Var(x.aval) for x in equation.outvars})
+                equation = equation.replace(source_info=within.source_info)
+            outputs = [names.get(x, x) for x in equation.outvars] if within else equation.outvars
+            new.append(equation.replace(invars=inputs, outvars=outputs))
+
+    add(equations)
+    return new, read(results)
+
+
+def _launch(equations: Sequence[Any], region: Region) -> Any:
+    """Returns the equation that stands for a region."""
+    products = [equations[number] for number in region.products]
+    first, last = products[0], products[-1]
+    lhs, _, *sizes = first.invars
+    product = first.params["product"].with_options(preferred_element_type=WIDE)
+    function = Function(
+        (*(x.outvars[0] for x in products), *sizes, *region.operands), tuple(region.outputs),
+        tuple(equations[number] for number in region.equations),
+    )  # fmt: skip
+    params = {
+        "jaxpr": widened(function, len(products)),
+        "product": product,
+        "num_b": len(products),
+        "in_place": None,
+    }
+    return last.replace(
+        primitive=hopper_fused_p,
+        invars=[lhs, *(x.invars[1] for x in products), *sizes, *region.operands],
+        outvars=region.outputs,
+        params=params,
+    )
+
+
+def _gains(equations: Sequence[Any], region: Region, launch: Any, device: Device) -> bool:
+    """Whether one kernel is expected to take less time than products, and XLA after them."""
+    products = [equations[number] for number in region.products]
+    stored = [product.outvars[0].aval for product in products]
+    read, written, kept = (
+        tuple(x.aval for x in atoms)
+        for atoms in (region.operands, region.outputs, region.kept)
+    )
+    moved = sum(map(_bytes, (*stored, *read, *written)))
+    again = sum(map(_bytes, kept))
+    return _faster(
+        request_of(launch), tuple(map(request_of, products)), moved, again, device
+    )
+
+
+@memoised
+def _faster(
+    whole: Request, bare: Sequence[Request], moved: int, again: int, device: Device
+) -> bool:
+    """The same, from requests, and bytes that XLA moves after products, or after one kernel."""
+    launch = route(whole, device)
+    alone = [route(request, device, kernel_only=True) for request in bare]
+    if launch.uncovered or any(x.path != "hopper" for x in (launch, *alone)):
+        return False
+    apart_ns = sum(_ns(x, device) for x in alone) + pass_ns(moved)
+    return _ns(launch, device) + (pass_ns(again) if again else 0.0) < apart_ns
+
+
+def _ns(route: Route, device: Device) -> float:
+    assert route.gemm and route.spec and route.raster_order
+    return estimate(route.gemm.problem, route.spec, route.raster_order, device).ns
+
+
+def _bytes(aval: Any) -> int:
+    return prod(aval.shape) * aval.dtype.itemsize
+
+
+class _Order:
+    """The equations of a program with its regions, each where its last equation was.
+
+    Equations that nothing reads any more are left out.
+
+    Raises:
+      _Cycle: a region reads what is computed from its own outputs.
+    """
+
+    def __init__(self, regions: Regions, launches: dict[Region, Any], results: Sequence[Any]):
+        self._regions, self._launches = regions, launches
+        self._region_of = {x: region for region in launches for x in region.outputs}
+        self._within = {number: region for region in launches for number in region.products}
+        self._done: set[Any] = set()  # variables
+        self.equations: list[Any] = []
+        ends = {max(*x.products, *x.equations): x for x in launches}
+        for number, equation in enumerate(regions.equations):
+            if regions.kinds[number] == "other":
+                self._require(variables(equation.invars))
+                self._emit(equation)
+            elif region := ends.get(number):
+                self._require(region.outputs)
+        self._require(variables(results))
+
+    def _emit(self, equation: Any) -> None:
+        self.equations.append(equation)
+        self._done.update(equation.outvars)
+
+    def _require(self, needed: Iterable[Any]) -> None:
+        """Emits what computes some variables, and before it what that reads."""
+        pending = [(x, False) for x in needed]
+        entered: list[Region] = []
+        while pending:
+            variable, ready = pending.pop()
+            if variable in self._done or variable not in self._regions.makers:
+                continue
+            region = self._region_of.get(variable)
+            number = self._regions.makers[variable]
+            equation = self._launches[region] if region else self._regions.equations[number]
+            if ready:
+                self._emit(equation)
+                continue
+            if region is None and number in self._within:  # not stored
+                raise _Cycle(self._within[number])
+            if region in entered or self._regions.kinds[number] == "other":  # it comes later
+                raise _Cycle(next(x for x in entered[::-1] if x.outputs[0] not in self._done))
+            if region:
+                entered.append(region)
+            pending.append((variable, True))
+            pending += [(x, False) for x in variables(equation.invars)]

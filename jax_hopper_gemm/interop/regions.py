@@ -1,0 +1,441 @@
+"""Regions of a jaxpr: the equations that one kernel computes together with its product.
+
+Between products a program is mostly elementwise. A *region* is one product, or the two of a gate,
+with elementwise equations that follow; its outputs are what the rest of the program reads of it.
+
+    outputs that equations of other kinds read          x @ w1 + b, silu(x @ w1) * (x @ w2)
+    values from which other regions, and XLA, compute   the argument of an activation, whose
+    what they need anew                                 derivative a later kernel computes
+
+Every value belongs to the last product that it depends on elementwise. So a sum of two products is
+made where the second is, and the derivative of an activation where its cotangent is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+from typing import Literal as OneOf
+
+from jax.extend.core import Literal
+
+from ..fusion.op_table import covered
+from ..gemm.dtypes import EPILOGUE, RESULTS
+from ..primitives.dot import hopper_dot_p
+from ..primitives.ragged_dot import hopper_ragged_dot_p
+
+Kind = OneOf["product", "elementwise", "layout", "reduction", "other"]
+
+# Calls that mean no more than their jaxpr, and the parameter that holds it.
+CALLS = {
+    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+}  # fmt: skip
+LAYOUTS = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze")  # of what meets a product
+# Operations that XLA computes together with what their operands come from.
+FUSED_BY_XLA = frozenset(
+    {
+        "argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "concatenate",
+        "convert_element_type", "dynamic_slice", "expand_dims", "pad", "reduce_and",
+        "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape", "rev",
+        "slice", "split", "squeeze", "transpose",
+    }
+)  # fmt: skip
+PRODUCTS = (hopper_dot_p, hopper_ragged_dot_p)
+BOOL_BYTES = 3  # of a stored predicate: XLA makes it from a matrix that a kernel writes
+
+
+@dataclass(eq=False)
+class Region:
+    """What one kernel computes.
+
+    Attributes:
+      products: numbers of the equations of its products, two of a gate.
+      bits: the same as a mask of products.
+      outputs: the variables that it stores; the last ones are
+      kept: those that nothing reads but what is computed anew.
+      equations: numbers of its equations, in order, the products left out.
+      operands: the other variables that they read.
+    """
+
+    products: tuple[int, ...]
+    bits: int
+    outputs: list[Any] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    equations: list[int] = field(default_factory=list)
+    operands: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class _Needs:
+    """What is computed outside of a region from its variables.
+
+    Attributes:
+      equations: numbers of those that read one.
+      variables: that XLA reads.
+    """
+
+    equations: set[int] = field(default_factory=set)
+    variables: set[Any] = field(default_factory=set)
+
+
+class Regions:
+    """The regions of a program.
+
+    Args:
+      equations: of a jaxpr.
+      results: what it returns.
+      alone: numbers of products that stay without a region.
+      apart: pairs of products that make no gate.
+    """
+
+    def __init__(
+        self,
+        equations: Sequence[Any],
+        results: Sequence[Any],
+        alone: Iterable[int] = (),
+        apart: Iterable[tuple[int, ...]] = (),
+    ):
+        self.equations, self._results = equations, results
+        self._alone, self._apart = set(alone), set(apart)
+        self._follow()
+        self._find_read()
+        self._pair()
+        self._give_owners()
+        self._cut()
+        self.regions = [r for r in self._regions() if self._complete(r)]
+
+    # What each variable depends on.
+
+    def _follow(self) -> None:
+        """Finds each equation's kind, and of each variable what it depends on."""
+        self.kinds: list[Kind] = []
+        self.makers: dict[Any, int] = {}
+        self._products: list[int] = []  # by bit
+        self._depends: dict[Any, int] = {}  # on these products, in any way
+        self._cone: dict[Any, int] = {}  # of these products, elementwise
+        for number, equation in enumerate(self.equations):
+            kind = kind_of(equation)
+            if kind == "product" and number in self._alone:
+                kind = "other"
+            inputs = list(variables(equation.invars))
+            depends = cone = 0
+            for x in inputs:
+                depends |= self._depends.get(x, 0)
+                if kind != "elementwise" or _meets(x, equation):
+                    cone |= self._cone.get(x, 0)
+            if kind == "layout" and cone:
+                kind = "other"
+            if kind == "reduction" and not cone:
+                kind = "other"
+            if kind == "product":
+                cone = 1 << len(self._products)
+                depends |= cone
+                self._products.append(number)
+            elif kind != "elementwise":
+                cone = 0
+            self.kinds.append(kind)
+            for variable in equation.outvars:
+                self.makers[variable] = number
+                if depends:
+                    self._depends[variable] = depends
+                if cone:
+                    self._cone[variable] = cone
+
+    def _kind(self, variable: Any) -> Kind:
+        number = self.makers.get(variable)
+        return "other" if number is None else self.kinds[number]
+
+    def _inputs(self, variable: Any) -> Iterator[Any]:
+        return variables(self.equations[self.makers[variable]].invars)
+
+    # Variables that are arrays in memory, whatever computes them.
+
+    def _find_read(self) -> None:
+        """Finds what is stored in any case, and what XLA computes where it reads it."""
+        read: dict[Any, None] = {}
+        passing: dict[Any, None] = {}
+        for kind, equation in zip(self.kinds, self.equations, strict=True):
+            name = equation.primitive.name
+            for x in variables(equation.invars):
+                if kind == "elementwise" and _meets(x, equation):
+                    continue
+                if kind == "layout" and self._kind(x) == "layout":
+                    continue
+                if kind == "reduction":
+                    continue
+                target = passing if kind == "other" and name in FUSED_BY_XLA else read
+                target[x] = None
+            if kind == "reduction":
+                read.update(dict.fromkeys(equation.outvars))
+        read.update(dict.fromkeys(variables(self._results)))
+        self._read = self._computed(read)
+        self._passing = [x for x in self._computed(passing) if x not in read]
+
+    def _computed(self, found: Iterable[Any]) -> dict[Any, None]:
+        """Returns the variables that equations of kernels' kinds compute, in their order."""
+        computed = [x for x in found if self._kind(x) != "other"]
+        return dict.fromkeys(sorted(computed, key=self.makers.__getitem__))
+
+    # Gates, and owners.
+
+    def _pair(self) -> None:
+        """Makes a gate of two products of one array that meet in a variable."""
+        self._region_of: dict[int, Region] = {}  # by bit
+        for variable in self._read:
+            bits = [*_bits_of(self._cone.get(variable, 0))][:2]
+            if len(bits) < 2 or any(bit in self._region_of for bit in bits):
+                continue
+            second, first = (self._products[bit] for bit in bits)
+            mask = sum(1 << bit for bit in bits)
+            if (first, second) in self._apart or not self._alike(first, second):
+                continue
+            region = Region((first, second), mask)
+            if self._computes(region, variable):
+                self._region_of.update(dict.fromkeys(bits, region))
+        for bit, number in enumerate(self._products):
+            self._region_of.setdefault(bit, Region((number,), 1 << bit))
+
+    def _alike(self, first: int, second: int) -> bool:
+        """Whether two products differ in their right operands alone."""
+        one, other = self.equations[first], self.equations[second]
+        (lhs, right, *sizes), (same, up, *same_sizes) = one.invars, other.invars
+        return (
+            one.primitive is other.primitive
+            and one.params == other.params
+            and lhs is same
+            and all(x is y for x, y in zip(sizes, same_sizes, strict=True))
+            and right is not up
+            and right.aval == up.aval
+            and not self._depends.get(up, 0) >> self._bit(first) & 1
+        )
+
+    def _bit(self, number: int) -> int:
+        return self._cone[self.equations[number].outvars[0]].bit_length() - 1
+
+    def _give_owners(self) -> None:
+        self._owner: dict[Any, Region] = {}
+        for variable in self._read:
+            for region in self._candidates(variable):
+                if self._computes(region, variable):
+                    self._owner[variable] = region
+                    region.outputs.append(variable)
+                    break
+
+    def _candidates(self, variable: Any) -> Iterator[Region]:
+        """Yields the regions of the products that a variable depends on elementwise, last first."""
+        cone = self._cone.get(variable, 0)
+        if self._kind(variable) == "reduction":
+            (x,) = self._inputs(variable)
+            cone = self._cone[x]
+        seen: list[Region] = []
+        for bit in _bits_of(cone):
+            region = self._region_of[bit]
+            if region not in seen:
+                seen.append(region)
+                yield region
+
+    def _computes(self, region: Region, variable: Any) -> bool:
+        """Whether a region can compute a variable: nothing else that it reads comes later."""
+        if variable.aval.dtype.name not in RESULTS:
+            return False
+        pending, seen = [variable], set()
+        while pending:
+            x = pending.pop()
+            if x in seen:
+                continue
+            seen.add(x)
+            inside = self._cone.get(x, 0) & region.bits
+            if self._kind(x) == "product" and inside:
+                continue
+            if inside or x is variable:
+                pending += self._inputs(x)
+            elif self._depends.get(x, 0) & region.bits:
+                return False
+        return True
+
+    # Variables that are stored for others.
+
+    def _slice(self, variable: Any, region: Region | None) -> Iterator[tuple[int, list[Any]]]:
+        """Yields the equations behind a variable, each with the inputs that are computed too.
+
+        It ends at variables that are in memory, and at the products of the region.
+        """
+        bits = region.bits if region else 0
+        pending, seen = [variable], set()
+        while pending:
+            x = pending.pop()
+            if x in seen:
+                continue
+            seen.add(x)
+            inside = self._cone.get(x, 0) & bits
+            kind = self._kind(x)
+            if kind == "other" or kind == "product":
+                continue
+            if x is not variable and x in self._stored and not inside:
+                continue
+            inputs = list(self._inputs(x))
+            yield self.makers[x], inputs
+            pending += inputs
+
+    def _cut(self) -> None:
+        """Chooses which variables of each region are stored for what others compute."""
+        self._stored: set[Any] = set(self._read)
+        needs: dict[Region, _Needs] = {}
+        for variable in (*self._read, *self._passing):
+            owner = self._owner.get(variable)
+            bits = owner.bits if owner else 0
+            if owner is None:
+                self._need(needs, variable, None)
+            for number, inputs in self._slice(variable, owner):
+                for x in inputs:
+                    if not self._cone.get(x, 0) & bits:
+                        self._need(needs, x, number)
+        for region in sorted(needs, key=lambda region: region.bits):
+            region.kept = self._least(region, needs[region])
+            self._stored.update(region.kept)
+
+    def _need(self, needs: dict[Region, _Needs], variable: Any, number: int | None) -> None:
+        """Notes that an equation outside, or XLA, needs a variable of a region."""
+        region = self._last_region(variable)
+        if region is None or variable in self._stored:
+            return
+        need = needs.setdefault(region, _Needs())
+        if number is None:
+            need.variables.add(variable)
+        else:
+            need.equations.add(number)
+
+    def _last_region(self, variable: Any) -> Region | None:
+        """Returns that of the last product which a variable depends on elementwise."""
+        cone = self._cone.get(variable, 0)
+        return self._region_of[cone.bit_length() - 1] if cone else None
+
+    def _least(self, region: Region, need: _Needs) -> list[Any]:
+        """Returns the fewest bytes of variables from which all that is needed can be computed.
+
+        Of equal ones the last: a rounded argument of an activation has the sign of the exact one,
+        the product before its bias may not.
+        """
+        outs = {self.equations[number].outvars[0] for number in region.products}
+        own = set(outs)  # what a kernel can compute
+        numbers = sorted(need.equations)
+        steps: list[int] = []
+        for number in numbers:
+            equation = self.equations[number]
+            inputs = list(variables(equation.invars))
+            if (
+                self.kinds[number] == "elementwise"
+                and self._last_region(equation.outvars[0]) is region
+                and all(x in own or self._is_operand(x, region) for x in inputs)
+            ):
+                own.update(equation.outvars)
+                steps.append(number)
+        inner, end = set(steps), len(self.equations)
+        last = dict.fromkeys(need.variables & own, end)  # by variable, the last that reads it
+        for number in numbers:
+            for x in variables(self.equations[number].invars):
+                if x in own and x not in self._stored:
+                    last[x] = max(last.get(x, -1), number if number in inner else end)
+        best: list[Any] = [x for x in outs if x in last]
+        alive = list(best)
+        for number in steps:
+            alive += [x for x in self.equations[number].outvars if x in last]
+            alive = [x for x in alive if last[x] > number]
+            if _bytes_of(alive) <= _bytes_of(best):
+                best = list(alive)
+        return best
+
+    def _is_operand(self, x: Any, region: Region) -> bool:
+        """Whether a kernel can read a variable: it is stored, and no product comes before it."""
+        if self._depends.get(x, 0) & region.bits:
+            return False
+        if self._kind(x) == "layout" and x not in self._stored:
+            return all(self._is_operand(y, region) for y in self._inputs(x))
+        return self._kind(x) == "other" or x in self._stored
+
+    # The whole of each region.
+
+    def _regions(self) -> list[Region]:
+        return list(dict.fromkeys(self._region_of.values()))
+
+    def _complete(self, region: Region) -> bool:
+        """Fills a region in; False if there is nothing but a product."""
+        region.outputs += [x for x in region.kept if x not in region.outputs]
+        numbers: dict[int, None] = {}
+        operands: dict[Any, None] = {}
+        for variable in region.outputs:
+            for number, inputs in self._slice(variable, region):
+                numbers[number] = None
+                for x in inputs:
+                    inside = self._cone.get(x, 0) & region.bits
+                    if not inside and (self._kind(x) == "other" or x in self._stored):
+                        operands[x] = None
+        region.equations, region.operands = sorted(numbers), list(operands)
+        return bool(region.equations)
+
+
+def _meets(x: Any, equation: Any) -> bool:
+    """Whether an input of an elementwise equation has an element for each one of the result."""
+    return x.aval.shape == equation.outvars[0].aval.shape
+
+
+def variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    """Yields those atoms that are no literals."""
+    return (x for x in atoms if not isinstance(x, Literal))
+
+
+def _bits_of(mask: int) -> Iterator[int]:
+    """Yields the numbers of a mask's bits, the highest first."""
+    while mask:
+        bit = mask.bit_length() - 1
+        yield bit
+        mask ^= 1 << bit
+
+
+def _bytes_of(stored: Iterable[Any]) -> int:
+    return sum(BOOL_BYTES if x.aval.dtype == bool else x.aval.dtype.itemsize for x in stored)
+
+
+def kind_of(equation: Any) -> Kind:
+    """Returns what an equation is to a kernel."""
+    name = equation.primitive.name
+    if equation.primitive in PRODUCTS:
+        return "product" if equation.outvars[0].aval.dtype.name in RESULTS else "other"
+    if equation.effects or len(equation.outvars) > 1:
+        return "other"
+    if not all(_is_held(x.aval) for x in (*equation.invars, *equation.outvars)):
+        return "other"
+    if name in LAYOUTS:
+        return "layout" if len(equation.invars) == 1 else "other"
+    if name == "reduce_sum":
+        (x,) = equation.invars
+        rows = tuple(range(x.aval.ndim - 1))
+        return "reduction" if rows and tuple(equation.params["axes"]) == rows else "other"
+    return "elementwise" if _is_elementwise(equation) else "other"
+
+
+def _is_held(aval: Any) -> bool:
+    """Whether kernels compute with elements of an array's dtype."""
+    return getattr(getattr(aval, "dtype", None), "name", None) in EPILOGUE
+
+
+def _is_elementwise(equation: Any) -> bool:
+    """Whether each element of the results depends on those of the inputs at the same place."""
+    if (parameter := CALLS.get(equation.primitive.name)) is None:
+        return covered(equation.primitive.name)
+    closed, shape = equation.params[parameter], equation.outvars[0].aval.shape
+    return (
+        all(x.aval.shape in ((), shape) for x in equation.invars)
+        and is_inlined(closed)
+        and not any(x.aval.ndim for e in closed.jaxpr.eqns if e.primitive.name in LAYOUTS for x in e.invars)
+    )
+
+
+def is_inlined(closed: Any) -> bool:
+    """Whether a jaxpr has equations alone that may become part of a region."""
+    if getattr(closed, "consts", ()) or closed.jaxpr.constvars:
+        return False
+    return all(kind_of(equation) in ("elementwise", "layout") for equation in closed.jaxpr.eqns)

@@ -1,0 +1,118 @@
+"""Evaluation of equations on 16-bit floats in float32: nothing is rounded in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.extend.core import Literal
+
+from ..fusion.jaxprs import ClosedJaxpr, traced
+from ..fusion.memo import interned, memoised
+from .regions import CALLS
+
+WIDE = np.dtype(np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """Equations of a program as a function, without being traced anew.
+
+    It has what `fusion.memo` reads of a jaxpr.
+    """
+
+    invars: tuple[Any, ...]
+    outvars: tuple[Any, ...]
+    eqns: tuple[Any, ...]
+    constvars: tuple[Any, ...] = ()
+    consts: tuple[Any, ...] = ()
+
+
+def widened(function: Function, products: int) -> ClosedJaxpr:
+    """Returns a function of products, the first inputs, as one of their float32 accumulators.
+
+    Its other inputs and its results keep their dtypes. What lies between is computed in float32
+    where the function has 16-bit floats. Equal functions give one object.
+    """
+    if (known := interned(function)) is None:
+        return _widened(function, products)
+    return _widened_once(known, products)
+
+
+def _widened(function: Function, products: int) -> ClosedJaxpr:
+    def wide(*args: Any) -> list[Any]:
+        results = _evaluate(function, [_wide(x) for x in args])
+        pairs = zip(results, function.outvars, strict=True)
+        return [lax.convert_element_type(x, atom.aval.dtype) for x, atom in pairs]
+
+    avals = [x.aval for x in function.invars]
+    avals[:products] = [aval.update(dtype=WIDE) for aval in avals[:products]]
+    return traced(wide, *avals)
+
+
+_widened_once = memoised(_widened)
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < WIDE.itemsize
+
+
+def _wide(x: Any) -> Any:
+    dtype = jnp.result_type(x)
+    return lax.convert_element_type(x, WIDE) if _is_narrow(dtype) else x
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """Returns the results of an open jaxpr without constants, all 16-bit floats wide."""
+    values = dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        if isinstance(atom, Literal):
+            return _wide(np.asarray(atom.val, atom.aval.dtype))
+        return values[atom]
+
+    for equation in jaxpr.eqns:
+        results = _results(equation, [read(x) for x in equation.invars])
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _results(equation: Any, inputs: list[Any]) -> Sequence[Any]:
+    name, params = equation.primitive.name, equation.params
+    if name == "custom_jvp_call" and (function := _with_rule(params)):
+        return function(*inputs)
+    if name in CALLS and name != "custom_jvp_call":
+        return _evaluate(params[CALLS[name]].jaxpr, inputs)
+    with equation.ctx.manager:
+        if name == "convert_element_type":
+            dtype = params["new_dtype"]
+            return [lax.convert_element_type(inputs[0], WIDE if _is_narrow(dtype) else dtype)]
+        if name == "custom_jvp_call":  # its rule is for its own dtypes
+            pairs = zip(inputs, equation.invars, strict=True)
+            inputs = [lax.convert_element_type(x, atom.aval.dtype) for x, atom in pairs]
+        results = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(params))
+    results = results if equation.primitive.multiple_results else [results]
+    return [_wide(x) for x in results]
+
+
+def _with_rule(params: dict[str, Any]) -> Callable[..., Any] | None:
+    """Returns the function of a `custom_jvp_call` and its rule in float32, if it can be had."""
+    call, rule = params["call_jaxpr"], params["jvp_jaxpr_fun"]
+    if params["num_consts"] or params["symbolic_zeros"]:
+        return None
+    program, consts, zeros = rule.call_wrapped(*[False] * len(call.in_avals))
+    if consts or any(zeros):
+        return None
+    function = jax.custom_jvp(lambda *wide: _evaluate(call.jaxpr, wide))
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        results = _evaluate(program, [*primals, *tangents])
+        return results[: len(results) // 2], results[len(results) // 2 :]
+
+    function.defjvp(derivative)
+    return function
