@@ -19,7 +19,12 @@ import jax.numpy as jnp
 
 from .. import dispatch, ops
 from ..dispatch import Device
+from ..gemm.grid import result_shapes
 from ..gemm.problem import GemmProblem
+from ..gemm.spec import GemmSpec, RasterOrder
+from ..launch.ffi_target import TARGET
+from ..launch.plan import make_plan
+from ..lowering.emit import launch_attributes
 from . import results, shapes, timing
 from .results import Row
 
@@ -80,6 +85,18 @@ def pallas(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable | None
         {name: timing.burst(f, input_sets) for name, f in functions.items()}, rounds=1
     )
     return functions[min(measured, key=lambda name: measured[name].median)]
+
+
+def one_kernel(
+    problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, num_sms: int
+) -> Callable:
+    """Returns the jitted product (a, b) by `spec`'s kernel, whatever dispatch would choose."""
+    plan = make_plan(problem, spec, raster_order, num_sms)
+    results = [jax.ShapeDtypeStruct(*result) for result in result_shapes(problem, spec)]
+    workspaces = [jax.ShapeDtypeStruct((w.nbytes,), "uint8") for w in plan.workspaces]
+    launch = jax.ffi.ffi_call(TARGET, [*results, *workspaces])
+    attributes = launch_attributes(problem, spec, plan)
+    return jax.jit(lambda a, b: launch(a, b, **attributes)[0])
 
 
 MAKERS: dict[str, Maker] = {

@@ -1,6 +1,6 @@
 """A GPU and its memory through the CUDA driver alone: no XLA.
 
-Tests, tuner and memory checker use it where jax would stand between them and the kernel.
+Tests and the memory checker use it where jax would stand between them and the kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..dispatch import Device
+from jax_hopper_gemm.dispatch import Device
 
 _RANDOM_PERIOD = 4_000_037  # prime: rows of a matrix do not repeat
 

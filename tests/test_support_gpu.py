@@ -5,9 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from support.gpu import CudaError, Gpu
 from support.recording_driver import SIZES, FakeDriver
-
-from jax_hopper_gemm.testing.gpu import CudaError, Gpu
 
 pytestmark = pytest.mark.pure
 
