@@ -12,7 +12,7 @@ from ..gemm.group_search import GroupRaster, tile_in_pair
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..launch.plan import make_plan
-from ..testing.lanes import NumpyLanes, group_tiles
+from ..testing.lanes import WARP, group_tiles
 from .canvas import cell, frame, plain_colour, subplots
 from .staging import ROWS
 
@@ -92,7 +92,7 @@ def _of_cta(
 ) -> GroupedTile:
     counts = tile.matrix >= 0
     if spec.paired:
-        m, n, together = map(int, tile_in_pair(tile, rank, spec.tile_m, NumpyLanes()))
+        m, n, together = map(int, tile_in_pair(tile, rank, spec.tile_m, WARP))
         counts = counts and (not together or n * spec.d_tile_n < problem.n)
     else:
         m = tile.m * spec.cluster_m + rank % spec.cluster_m
