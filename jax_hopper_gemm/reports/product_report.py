@@ -17,8 +17,7 @@ from ..ops.dense import Implementation
 from ..ops.substitute import as_hopper_dot
 from ..primitives.define import PRODUCTS, request_of
 from .explanation import Explanation, explanation_of
-from .find_product import TracedProduct
-from .jaxpr_values import Program
+from .find_product import Program, TracedProduct
 
 
 @dataclass(frozen=True)

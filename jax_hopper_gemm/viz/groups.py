@@ -14,7 +14,7 @@ from ..gemm.spec import GemmSpec, RasterOrder
 from ..launch.plan import make_plan
 from ..testing.lanes import WARP, group_tiles
 from .canvas import cell, frame, plain_colour, subplots
-from .staging import ROWS
+from .fragments import ROWS
 
 OF_NO_GROUP = "#6c757d"
 GAP = 24  # rows' worth of paper between spans
