@@ -121,7 +121,9 @@ def timers(
     from ..testing import benchmark, timing
 
     arrays = benchmark.random_inputs(problem)
-    burst = timing.burst(benchmark.xla(problem, arrays), arrays)
+    product = benchmark.MAKERS["xla"](problem, arrays)
+    assert product
+    burst = timing.burst(product, arrays)
     pause = min(1.0, 20 * problem.flops / 5e14)  # about twice what ten calls take
 
     def time_kernel(spec: GemmSpec, raster_order: RasterOrder) -> float:

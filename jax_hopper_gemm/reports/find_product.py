@@ -44,8 +44,13 @@ class TracedProduct:
         return request_of(self.equation)
 
     def origins(self) -> tuple[Origin, ...]:
-        """Returns what the operands are made of."""
-        return origins_of(self.program, self.equation, self.request)
+        """Returns what the operands are made of, as in `decide`."""
+        request = self.request
+        shapes = (request.lhs_shape, *[request.rhs_shape] * request.num_b)
+        return tuple(
+            source_of(Value(self.program, atom, shape), JaxprValues()).origin
+            for atom, shape in zip(self.equation.invars, shapes, strict=False)
+        )
 
     def apart(self) -> TracedProduct | None:
         """Returns the product without its epilogue that lowering asks for where none runs it whole.
@@ -85,20 +90,10 @@ def traced_product(
 
 # Operations that say where elements lie, which rows are live and what the dtype is, not what is
 # computed.
-SILENT = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "live_rows",
-        "mesh_cast",
-        "reshape",
-        "reshard",
-        "rows_of_groups",
-        "squeeze",
-        "transpose",
-    }  # fmt: skip
-)
+SILENT = (
+    "broadcast_in_dim", "convert_element_type", "copy", "live_rows", "mesh_cast", "reshape",
+    "reshard", "rows_of_groups", "squeeze", "transpose",
+)  # fmt: skip
 
 
 def _operations(equations: Sequence[Any]) -> tuple[str, ...]:
@@ -204,18 +199,3 @@ class JaxprValues:
 
 def _value(program: Program, atom: Any) -> Value:
     return Value(program, atom, atom.aval.shape)
-
-
-def origins_of(program: Program, equation: Any, request: Request) -> tuple[Origin, ...]:
-    """Returns what the operands of a product are made of, as in `decide`.
-
-    Args:
-      program: that the equation is part of.
-      equation: of one of `define.PRODUCTS`.
-      request: what it asks for.
-    """
-    shapes = (request.lhs_shape, *[request.rhs_shape] * request.num_b)
-    return tuple(
-        source_of(Value(program, atom, shape), JaxprValues()).origin
-        for atom, shape in zip(equation.invars, shapes, strict=False)
-    )

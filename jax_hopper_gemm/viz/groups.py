@@ -163,8 +163,7 @@ def draw_grouped_tiles(
     axis.set_xlabel(f"tiles along N, {spec.d_tile_n} columns each")
     axis.xaxis.set_label_position("top")
     axis.set_yticks([])
-    for side in axis.spines.values():
-        side.set_visible(False)
+    axis.spines[:].set_visible(False)
     turns = 1 + max(tile.turn for tile in tiles)
     figure.suptitle(
         f"{len(tiles)} tiles of {spec.tile_m} x {spec.d_tile_n} on "
