@@ -108,15 +108,7 @@ def draw_staged_tile(spec: GemmSpec, dtype: str = "bfloat16", rows: int = 16) ->
 
 
 def fragment_element(thread: Any, value: Any) -> tuple[Any, Any]:
-    """Returns (row, column) of a thread's `value`-th accumulator of an m64 wgmma.
-
-    A warp has 16 rows. In each 8x8 matrix of them a thread has two neighbours of one row; four
-    of its values, then, fill a block of 16 rows and 8 columns, and the next four the next block.
-
-    Args:
-      thread: 0 to 127, in the warpgroup.
-      value: 0 to N / 2 - 1.
-    """
+    """Returns (row, column) of accumulator `value` of `thread` (0 to 127) of an m64 wgmma."""
     return row_of(thread, value), column_of(thread, value)
 
 

@@ -97,16 +97,13 @@ def _of_cta(
     else:
         m = tile.m * spec.cluster_m + rank % spec.cluster_m
         n = tile.n * spec.cluster_n + rank // spec.cluster_m
-    all_blocks = blocks = spec.tile_m // ROWS
-    if spec.grouped == "m":
-        height = tile.end - tile.start
-        k_tiles = num_k_tiles(problem, spec) if counts else 1
-    else:
-        height = problem.m
-        k_tiles = max(1, ceil_div(tile.end - tile.start, spec.tile_k))
+    length = tile.end - tile.start
+    height = length if spec.grouped == "m" else problem.m
     rows = min(max(height - m * spec.tile_m, 0), spec.tile_m)
     if spec.grouped == "m":
-        blocks = min(ceil_div(rows, ROWS), all_blocks)
+        blocks, k_tiles = ceil_div(rows, ROWS), num_k_tiles(problem, spec) if counts else 1
+    else:
+        blocks, k_tiles = spec.tile_m // ROWS, max(1, ceil_div(length, spec.tile_k))
     return GroupedTile(
         index, cluster * spec.cluster_size + rank, turn,
         tile.matrix, tile.start, tile.end, m, n, rows, blocks, k_tiles,
