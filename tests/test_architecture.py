@@ -133,8 +133,7 @@ MOST_PARAMETERS = 8
 
 # What users call, in the image of JAX's and Flax's functions.
 PUBLIC = {
-    "moe/experts.py": {"grouped_mlp"},
-    "moe/layer.py": {"mixture_of_experts"},
+    "moe/layer.py": {"mixture_of_experts", "grouped_mlp"},
     "moe/router.py": {"router"},
     "nn/layers.py": {"__init__"},
     "nn/moe.py": {"__init__", "run"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax_hopper_gemm.cubin import digest
 from jax_hopper_gemm.dispatch import table, tuner
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.launch import ffi_library
-from jax_hopper_gemm.testing import gpu
+from jax_hopper_gemm.testing import benchmark
 
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("empty_cache")]
 
@@ -187,10 +186,10 @@ def fake_timers(monkeypatch):
     """A GPU whose kernels take 2 us a stage, but for one, which takes 1 us; XLA takes 5 us."""
     problem = GemmProblem.dense(512, 512, 512)
     fast = tuner.ranked_candidates(problem, dispatch.H200, 4)[2]
-    monkeypatch.setattr(gpu, "Gpu", lambda: SimpleNamespace(device=dispatch.H200))
+    monkeypatch.setattr(benchmark, "this_device", lambda: dispatch.H200)
     monkeypatch.setattr(cubin, "build", lambda specs: None)
 
-    def timers(gpu, problem):
+    def timers(device, problem):
         return (lambda *kernel: 1.0 if kernel == fast else 2.0 * kernel[0].num_stages, lambda: 5.0)
 
     monkeypatch.setattr(tune, "timers", timers)

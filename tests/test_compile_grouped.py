@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import graphs
+from support import graphs, lanes
 from support.compiling import skip_without_compiler
 from support.grouped import Layout, problem_of
 
@@ -19,7 +19,6 @@ from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES, Gather
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
-from jax_hopper_gemm.testing import lanes
 
 skip_without_compiler()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,13 @@ from support.program_inspection import run_fresh
 from support.stored_layer import LAYER, layer_arguments
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import cubin
+from jax_hopper_gemm import cubin, dispatch
 from jax_hopper_gemm.cubin import CubinError, compiler, digest, lookup
-from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import LaunchPlan
 from jax_hopper_gemm.sharding.export import launches_of, stored_programs
+from jax_hopper_gemm.testing import benchmark, lowered, shapes
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +91,24 @@ def test_a_stored_program_and_its_gradients_are_launched_as_they_were_planned(on
     gradients = jax.block_until_ready(runnable(vjp).call(*arguments, y))
     assert [g.shape for g in gradients[:4]] == [x.shape for x in arguments[:4]]
     assert sorted(launched(on_cpu)) == sorted(planned(backward))
+
+
+@pytest.mark.parametrize("scheduler", ["static", "dynamic"])
+def test_a_kernel_that_is_timed_is_launched_as_it_was_planned(on_cpu, compile_with, scheduler):
+    problem = GemmProblem.dense(320, 512, 128, 2)
+    chosen = dispatch.choose(problem, dispatch.H200, kernel_only=True).spec
+    assert chosen
+    spec = replace(chosen, tile_scheduler=scheduler)
+    function = benchmark.one_kernel(problem, spec, RasterOrder("n", 2), num_sms=7)
+    arrays = [
+        jnp.ones(shapes.operand_shape(problem, operand), jnp.bfloat16) for operand in ("a", "b")
+    ]
+    launches = lowered.launches_of(function, *arrays)
+    assert compile_with(launches) == []
+    for _ in range(2):
+        assert jax.block_until_ready(function(*arrays)).shape == (2, 320, 512)
+    assert launched(on_cpu) == 2 * planned(launches)
+    assert len(on_cpu.driver.calls("cuMemsetD32Async")) == 2 * (scheduler == "dynamic")
 
 
 def test_a_stored_program_is_served_by_these_kernels_or_says_why_not(on_cpu, compile_with):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from support.lanes import INT32_LANES, Int32
 
 from jax_hopper_gemm.gemm.group_search import (
     LANES,
@@ -27,7 +28,7 @@ from jax_hopper_gemm.gemm.group_search import (
 )
 from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.gemm.raster import make_raster, tile_at
-from jax_hopper_gemm.testing.lanes import Int32, NumpyLanes, group_tiles, size_reader
+from jax_hopper_gemm.testing.lanes import WARP, group_tiles
 
 pytestmark = pytest.mark.pure
 
@@ -98,9 +99,9 @@ def expected_tiles(case: Case) -> Iterator[tuple[int, int, int, int, int]]:
                 yield run.matrix, run.start, run.end, m, n
 
 
-def found_tiles(case: Case, indices=None) -> list[tuple[int, ...]]:
+def found_tiles(case: Case, indices=None, lanes=INT32_LANES) -> list[tuple[int, ...]]:
     indices = itertools.count() if indices is None else indices
-    tiles = group_tiles(case.raster, case.sizes, case.rows, indices, case.skip_empty)
+    tiles = group_tiles(case.raster, case.sizes, case.rows, indices, case.skip_empty, lanes)
     return [tuple(tile) for tile in tiles]
 
 
@@ -114,9 +115,9 @@ def parts_of_empty_groups(
       parts: of each matrix.
       first: which warp it is.
     """
-    lanes = NumpyLanes()
+    lanes = INT32_LANES
     on_device = GroupRaster(*map(lanes.integer, raster))
-    size_at, index = size_reader(sizes), lanes.integer(first)
+    size_at, index = lanes.size_reader(sizes), lanes.integer(first)
     window, before = first_window(on_device, size_at, lanes, None, True), lanes.integer(0)
     while True:
         empty = empty_before_end(on_device, window, before, lanes)
@@ -179,7 +180,8 @@ def test_every_tile_is_found_once_in_order_with_its_matrix(grouped):
     random = Random(f"tiles {grouped}")
     for _ in range(120):
         case = random_case(random, grouped)
-        assert found_tiles(case) == list(expected_tiles(case)), case
+        expected = list(expected_tiles(case))
+        assert found_tiles(case) == found_tiles(case, lanes=WARP) == expected, case
 
 
 def test_tiles_of_grouped_rows_cover_each_row_once():
@@ -208,8 +210,10 @@ def test_pairs_cover_each_row_and_column_once_and_part_at_the_last_odd_tile_alon
         rows = case.rows
         assert rows
         painted = np.zeros((2 * case.clusters_n, case.length), int)
-        for tile in group_tiles(case.raster, case.sizes, rows, itertools.count()):
-            places = [tile_in_pair(tile, cta, rows, NumpyLanes()) for cta in (0, 1)]
+        for tile in group_tiles(
+            case.raster, case.sizes, rows, itertools.count(), lanes=INT32_LANES
+        ):
+            places = [tile_in_pair(tile, cta, rows, INT32_LANES) for cta in (0, 1)]
             (m, n, together), other = [tuple(map(int, place)) for place in places]
             tiles = math.ceil((tile.end - tile.start) / rows)
             assert together == (m - m % 2 + 1 < tiles)
@@ -376,7 +380,7 @@ def test_lanes_calculate_as_int32_of_the_device():
 
 
 def test_lanes_see_those_before_them():
-    lanes = NumpyLanes()
+    lanes = INT32_LANES
     assert np.array_equal(lanes.prefix_sum(lanes.lane).value, np.cumsum(range(LANES)))
     assert int(lanes.first(lanes.lane > 4)) == 5
     assert int(lanes.of(lanes.lane * 3, lanes.integer(7))) == 21

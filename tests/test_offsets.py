@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.graphs import STANDARD
+from support.lanes import INT32_LANES, Int32, Int64
 
 from jax_hopper_gemm.dispatch import H200, choose, problem_violations
 from jax_hopper_gemm.dispatch.candidates import model_specs
@@ -24,7 +25,6 @@ from jax_hopper_gemm.gemm.problem_type import ProblemType
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch.plan import Int32 as Int32Parameter
 from jax_hopper_gemm.launch.plan import make_plan
-from jax_hopper_gemm.testing.lanes import Int32, Int64, NumpyLanes
 
 pytestmark = pytest.mark.pure
 
@@ -59,7 +59,7 @@ def fits(number: int) -> Int32:
 
 
 def checked_minimum(a, b) -> Int32:
-    return NumpyLanes().minimum(a, b)
+    return INT32_LANES.minimum(a, b)
 
 
 def test_checked_integers_widen_and_raise_where_the_devices_wrap():

@@ -123,7 +123,8 @@ def test_hessians_follow_jnp():
     ("a",), ("b",), ("bias",), ("a", "b"), ("c", "alpha"), ("epilogue_operands",), ("residual",),
     ("a", "b", "bias", "residual", "alpha", "beta", "c", "epilogue_operands"),
 ])  # fmt: skip
-@pytest.mark.usefixtures("optimised")  # jnp's gradient of a maximum is inf where that is not its element
+# jnp's gradient of a maximum is inf where that is not its element.
+@pytest.mark.usefixtures("optimised")
 def test_vmap_over_any_argument_follows_jnp(mapped):
     arrays, epilogue = differentiable()
     batched = {

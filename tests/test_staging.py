@@ -9,7 +9,7 @@ import pytest
 from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.gemm.wgmma_fragment import owner_of
-from jax_hopper_gemm.viz.staging import (
+from jax_hopper_gemm.viz.fragments import (
     ROWS,
     bank_conflicts,
     fragment_element,

@@ -16,6 +16,7 @@ from support import graphs, grouped, outcome, random_grouped, reference, trial
 from support.covering import ALL
 from support.grouped import Layout, Span
 from support.host_kernels import HostGpu
+from support.places import result_places, shape_of
 from support.policies import choice_of, grouped_covering_specs, spec_of
 
 from jax_hopper_gemm.dispatch import problem_violations
@@ -24,7 +25,6 @@ from jax_hopper_gemm.gemm.groups import GroupedAxis
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing.places import result_places, shape_of
 
 pytestmark = pytest.mark.pure
 

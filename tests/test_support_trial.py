@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from support import cases, outcome, reference, trial
 from support.host_kernels import BY_NAME, EXACT, run_epilogue_on_host, run_on_host
+from support.places import result_places
 from support.recording_driver import SPEC
-
-from jax_hopper_gemm.testing.places import result_places
 
 pytestmark = pytest.mark.pure
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import pytest
 
-from jax_hopper_gemm.dispatch import H200
+from jax_hopper_gemm.dispatch import H200, choose
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.testing import benchmark, timing
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.launch.plan import make_plan
+from jax_hopper_gemm.testing import benchmark, shapes, timing
+from jax_hopper_gemm.testing.lowered import launches_of
 
 pytestmark = pytest.mark.pure
 
@@ -39,3 +45,34 @@ def test_benchmark_times_one_program_once(monkeypatch):
     assert rows[0].timings.keys() == {"hopper", "auto", "xla"}
     assert timed[1] == ["auto", "xla"]  # no kernel is legal
     assert (rows[1].kernel, rows[1].auto) == ("", "XLA")
+
+
+@pytest.mark.parametrize("scheduler", ["static", "dynamic"])
+@pytest.mark.parametrize(
+    "problem",
+    [GemmProblem.dense(1024, 2048, 512, b_major="k"), GemmProblem.dense(512, 768, 256, 3)],
+)
+def test_one_kernel_is_launched_whatever_dispatch_chooses(problem, scheduler):
+    chosen = choose(problem, H200, kernel_only=True).spec
+    assert chosen
+    spec = dataclasses.replace(chosen, tile_scheduler=scheduler)
+    order = RasterOrder("m", 2)
+    operands = [
+        jax.ShapeDtypeStruct(shapes.operand_shape(problem, operand), jnp.bfloat16)
+        for operand in ("a", "b")
+    ]
+    function = benchmark.one_kernel(problem, spec, order, num_sms=100)
+    (launch,) = launches_of(function, *operands)
+    assert GemmSpec.from_json(launch.spec) == spec
+    assert launch.plan == make_plan(problem, spec, order, 100).encode()
+    assert jax.eval_shape(function, *operands).size == problem.l * problem.m * problem.n
+
+
+def test_one_kernel_is_launched_as_a_program_launches_it():
+    problem = GemmProblem.dense(4096, 4096, 4096)
+    operands = [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 2
+    chosen = choose(problem, H200, kernel_only=True)
+    assert chosen.spec and chosen.raster_order
+    forced = benchmark.one_kernel(problem, chosen.spec, chosen.raster_order, H200.num_sms)
+    product = benchmark.MAKERS["hopper"](problem, [])
+    assert product and launches_of(forced, *operands) == launches_of(product, *operands)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import pytest
-from support.recording_driver import SIZES, SPEC, FakeDriver
 
-from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import RasterOrder
 from jax_hopper_gemm.testing import timing
-from jax_hopper_gemm.testing.gpu import Gpu
 
 
 def test_alternate_takes_turns():
@@ -69,31 +63,3 @@ def test_burst_without_kernels_is_an_error(monkeypatch):
     monkeypatch.setattr(profiler, "measure", lambda f, *, iterations: lambda: (None, None))
     with pytest.raises(RuntimeError, match="CUPTI saw no kernel"):
         timing.burst(lambda: None, [()])()
-
-
-@pytest.mark.parametrize(("scheduler", "expected"), [("static", 2.0), ("dynamic", 3.7)])
-def test_kernel_timer_launches_on_rotating_operands(scheduler, expected, monkeypatch):
-    driver = FakeDriver(SIZES)
-    gpu = Gpu(driver=driver)
-    problem = GemmProblem.dense(2048, 2048, 2048)  # 16 MiB of inputs
-    launches = []
-
-    def prepare(gpu, problem, spec, raster_order, buffers):
-        return lambda: launches.append((spec, tuple(buffer.address for buffer in buffers)))
-
-    def burst(function, input_sets, added):
-        def measure():
-            for launch in input_sets:
-                jax.block_until_ready(function(*launch))
-            return [3.0 + added, 1.0 + added, 2.0 + added]
-
-        return measure
-
-    monkeypatch.setattr(timing, "prepare", prepare)
-    monkeypatch.setattr(timing, "burst", burst)
-    spec = dataclasses.replace(SPEC, tile_scheduler=scheduler)
-    assert timing.KernelTimer(gpu, problem)(spec, RasterOrder()) == expected  # clearing counts
-    assert [spec for spec, _ in launches] == [spec] * 8
-    addresses = [address for _, buffers in launches for address in buffers]
-    assert len(set(addresses)) == 24
-    assert [call[0] for call in driver.calls].count("cuCtxSynchronize") == 8  # each was awaited

@@ -3,9 +3,9 @@
 import random
 
 import pytest
+from support.lanes import Int32, Int64
 
 from jax_hopper_gemm.gemm.raster import MAX_TILES, Raster, _magic, make_raster, tile_at
-from jax_hopper_gemm.testing.lanes import Int32, Int64
 
 pytestmark = pytest.mark.pure
 

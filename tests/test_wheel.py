@@ -13,8 +13,7 @@ pytestmark = pytest.mark.pure
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jax_hopper_gemm"
 NEEDED = (
-    "benchmark", "collectives", "direct", "gpu", "lanes", "lowered", "places", "results", "shapes",
-    "timing", "tolerance",
+    "benchmark", "collectives", "lanes", "lowered", "results", "shapes", "timing", "tolerance",
 )  # fmt: skip
 
 

@@ -9,12 +9,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from .. import cubin, dispatch
 from ..dispatch import table, tuner
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
+from ..launch import ffi_library
 from . import products
 from .report import CommandError
 
@@ -45,23 +45,24 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..testing.gpu import CudaError, Gpu
+    from ..testing import benchmark
 
     try:
         problems = wanted_problems(args)
         if args.build_only:
             return build_candidates(problems, args)
-        gpu = Gpu()
-        tuned = read_or_start(args.out, gpu.device)
-    except (CudaError, ValueError) as error:
+        device = benchmark.this_device()
+        ffi_library.library()  # launches the candidates
+        tuned = read_or_start(args.out, device)
+    except (RuntimeError, ValueError) as error:
         raise CommandError(str(error)) from error
     for problem in problems:
-        candidates = tuner.ranked_candidates(problem, gpu.device, args.count)
+        candidates = tuner.ranked_candidates(problem, device, args.count)
         cubin.build([spec for spec, _ in candidates])
-        time_kernel, time_xla = timers(gpu, problem)
+        time_kernel, time_xla = timers(device, problem)
         try:
             entry = tuner.tuned_entry(
-                problem, gpu.device, candidates, time_kernel, time_xla, progress=show_progress
+                problem, device, candidates, time_kernel, time_xla, progress=show_progress
             )
         except ValueError as error:
             raise CommandError(str(error)) from error
@@ -110,7 +111,9 @@ def read_or_start(path: Path, device: dispatch.Device) -> table.Table:
     return existing
 
 
-def timers(gpu: Any, problem: GemmProblem) -> tuple[Callable[..., float], Callable[[], float]]:
+def timers(
+    device: dispatch.Device, problem: GemmProblem
+) -> tuple[Callable[..., float], Callable[[], float]]:
     """Returns functions that time one kernel and XLA's product, in microseconds.
 
     The time of a kernel that cannot be built is infinite. The GPU rests before each measurement.
@@ -118,17 +121,20 @@ def timers(gpu: Any, problem: GemmProblem) -> tuple[Callable[..., float], Callab
     from ..testing import benchmark, timing
 
     arrays = benchmark.random_inputs(problem)
-    burst = timing.burst(benchmark.xla(problem, arrays), arrays)
-    kernel_timer = timing.KernelTimer(gpu, problem)
+    product = benchmark.MAKERS["xla"](problem, arrays)
+    assert product
+    burst = timing.burst(product, arrays)
     pause = min(1.0, 20 * problem.flops / 5e14)  # about twice what ten calls take
 
     def time_kernel(spec: GemmSpec, raster_order: RasterOrder) -> float:
         time.sleep(pause)
         try:
-            return kernel_timer(spec, raster_order)
+            cubin.get(spec)
         except cubin.CubinError as error:
             print(f"left out: {error}")
             return math.inf
+        function = benchmark.one_kernel(problem, spec, raster_order, device.num_sms)
+        return statistics.median(timing.burst(function, arrays, timing.clearing(spec))())
 
     def time_xla() -> float:
         time.sleep(pause)

@@ -6,7 +6,7 @@ first lane that reaches the tile looked for has it. Tiles are asked for in risin
 search goes on where it stood.
 
 It is written with the operations that `lanes` provides: those of a warp on the GPU, those of
-numpy on arrays of 32 elements in the tests, which prove on the CPU what the GPU will do.
+numpy on arrays of 32 elements elsewhere, so tests prove on the CPU what the GPU will do.
 """
 
 from __future__ import annotations

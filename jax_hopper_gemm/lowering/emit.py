@@ -89,7 +89,7 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
         ctx.replace(avals_in=avals, avals_out=[*outputs, *workspaces]),
         *values,
-        **_launch_attributes(route.gemm.problem, route.spec, route.plan),
+        **launch_attributes(route.gemm.problem, route.spec, route.plan),
     )
     results = list[Any](results)[: len(outputs)]
     if route.fusion is None:
@@ -170,7 +170,7 @@ def _converted(
 
 
 @memoised
-def _launch_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) -> dict[str, Any]:
+def launch_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) -> dict[str, Any]:
     from ..cubin import digest_of  # brings cuda-python with it
 
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .expert_parallel import Exchange as Exchange
-from .experts import grouped_mlp as grouped_mlp
+from .layer import grouped_mlp as grouped_mlp
 from .layer import mixture_of_experts as mixture_of_experts
 from .router import Routing as Routing
 from .router import Score as Score

@@ -48,7 +48,8 @@ def gather(x: jax.Array, routing: Routing, experts: Experts, axis: str, held: in
     own_weights = sum_rows(weights.reshape(-1), order[:, None], positions.reshape(-1, 1))
     y = experts(sum_rows(x, tokens, positions), sizes, own_weights)
     y = sum_rows(y, positions, tokens)
-    total = lax.psum_scatter(y.astype(_wide(y)), axis, tiled=True)
+    wide = y.astype(jnp.promote_types(y.dtype, jnp.float32))
+    total = lax.psum_scatter(wide, axis, tiled=True)
     return total.astype(y.dtype)
 
 
@@ -162,7 +163,3 @@ def _zeros_like(rows: jax.Array, length: int) -> jax.Array:
     zeros = jnp.zeros((length, *rows.shape[1:]), rows.dtype)
     varying = tuple(jax.typeof(rows).manual_axis_type.varying)
     return lax.pcast(zeros, varying, to="varying") if varying else zeros
-
-
-def _wide(x: jax.Array) -> jnp.dtype:
-    return jnp.promote_types(x.dtype, jnp.float32)

@@ -1,7 +1,8 @@
-"""The layer: `mixture_of_experts`, from the router to the combined results."""
+"""The layer: `mixture_of_experts`, from the router to the combined results, and its experts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,11 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from .. import ops
 from ..ops.checks import moe
 from ..ops.dense import Implementation, Preactivation
 from .expert_parallel import EXCHANGES, Exchange
-from .experts import Activation, grouped_mlp
-from .router import Routing, Score, Statistics, combine_rows, dispatch_rows, router, row_weights
+from .router import Score, Statistics, combine_rows, dispatch_rows, router, row_weights
+
+Activation = str | Callable[[jax.Array], jax.Array] | None
 
 
 def mixture_of_experts(
@@ -62,10 +65,8 @@ def mixture_of_experts(
       ValueError: a shape does not fit, or another argument is not one of those above.
     """
     x, kernel, down = jnp.asarray(x), jnp.asarray(router_kernel), jnp.asarray(down)
-    rights = gate_up if isinstance(gate_up, tuple | list) else (gate_up,)
-    rights = tuple(map(jnp.asarray, rights))
     devices = 1 if expert_axis is None else lax.axis_size(expert_axis)
-    moe.check_mixture(x, kernel, rights, down, devices, exchange)
+    moe.check_mixture(x, kernel, _right_operands(gate_up), down, devices, exchange)
     tokens = x.reshape(-1, x.shape[-1])
     routing = router(
         tokens, kernel, experts_per_token, score=score, normalize=normalize, scale=scale,
@@ -74,19 +75,66 @@ def mixture_of_experts(
 
     def experts(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
         return grouped_mlp(
-            rows, rights if len(rights) == 2 else rights[0], down, sizes, row_weights=weights,
-            activation=activation, preactivation=preactivation, precision=precision,
-            implementation=implementation,
+            rows, gate_up, down, sizes, row_weights=weights, activation=activation,
+            preactivation=preactivation, precision=precision, implementation=implementation,
         )  # fmt: skip
 
     if expert_axis is None:
-        y, statistics = _all_here(tokens, routing, experts), routing.statistics
+        rows = dispatch_rows(tokens, routing)
+        y = combine_rows(experts(rows, routing.group_sizes, row_weights(routing)), routing)
+        statistics = routing.statistics
     else:
         y = EXCHANGES[exchange](tokens, routing, experts, expert_axis, down.shape[0])
         statistics = lax.pmean(routing.statistics, expert_axis)
     return y.reshape(x.shape), statistics
 
 
-def _all_here(x: jax.Array, routing: Routing, experts: Any) -> jax.Array:
-    rows = dispatch_rows(x, routing)
-    return combine_rows(experts(rows, routing.group_sizes, row_weights(routing)), routing)
+def grouped_mlp(
+    x: ArrayLike,
+    gate_up: ArrayLike | tuple[ArrayLike, ArrayLike],
+    down: ArrayLike,
+    group_sizes: ArrayLike,
+    *,
+    row_weights: ArrayLike | None = None,
+    activation: Activation = "silu",
+    preactivation: Preactivation = "save",
+    precision: Any = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Returns (row_weights * activation(x @ gate) * (x @ up)) @ down, by each row's expert.
+
+    Rows past the last group come back as zeros. A row's weight multiplies the hidden values before
+    they are rounded. So the results need no further product, and the weight's gradient is a sum
+    over a row.
+
+    Args:
+      x: (R, D), rows sorted by expert.
+      gate_up: (E, D, 2, F), gate `gate_up[:, :, 0]` and up `gate_up[:, :, 1]`; or a pair (gate, up)
+        of arrays (E, D, F). Neither form is copied.
+      down: (E, F, D).
+      group_sizes: (E,) int32, the number of rows of each expert.
+      row_weights: (R,), or None for ones.
+      activation: of the gate: a name as in `jax_hopper_gemm.matmul`, a function, or None.
+      preactivation, precision, implementation: as in `jax_hopper_gemm.gated_linear_unit`.
+
+    Returns:
+      (R, D), in the promoted dtype of `x` and the weights.
+
+    Raises:
+      ValueError: shapes do not fit.
+    """
+    x, down, sizes = jnp.asarray(x), jnp.asarray(down), jnp.asarray(group_sizes)
+    rights = _right_operands(gate_up)
+    scale = None if row_weights is None else jnp.asarray(row_weights)
+    moe.check_grouped_mlp(x, rights, down, sizes, scale, activation)
+    hidden = ops.gated_linear_unit(
+        x, (rights[0], rights[1]) if len(rights) == 2 else rights[0], activation=activation,
+        row_scale=scale, group_sizes=sizes, preactivation=preactivation, precision=precision,
+        implementation=implementation,
+    )  # fmt: skip
+    return ops.ragged_dot(hidden, down, sizes, precision, implementation=implementation)
+
+
+def _right_operands(gate_up: Any) -> tuple[jax.Array, ...]:
+    """Returns gate and up, or the array that holds both."""
+    return tuple(map(jnp.asarray, gate_up if isinstance(gate_up, tuple | list) else (gate_up,)))

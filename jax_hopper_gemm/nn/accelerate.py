@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from .. import interop, reports
-from .layers import Implementation
+from ..ops.dense import Implementation
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,17 +8,16 @@ of `gate_up` (a `GatedLinear`) and `down`. So `mlp.up` and `mlp.down` accept the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from flax import nnx
 
 from .. import ops
+from ..ops.dense import Implementation, Preactivation
 from .gate_up import from_pair
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
-Preactivation = Literal["save", "recompute"]
-Implementation = Literal["hopper", "xla"] | None
 
 
 class Linear(nnx.Linear):
@@ -151,20 +150,14 @@ class MLP(nnx.Module):
         out_features: int | None = None,
         *,
         activation: Activation = "gelu",
-        preactivation: Preactivation = "save",
-        implementation: Implementation = None,
         down_options: Mapping[str, Any] | None = None,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
-        self.up = Linear(
-            in_features, hidden_features, activation=activation, preactivation=preactivation,
-            implementation=implementation, rngs=rngs, **options,
-        )  # fmt: skip
-        self.down = _down(
-            in_features, hidden_features, out_features, rngs, down_options,
-            implementation=implementation, **options,
-        )  # fmt: skip
+        self.up = Linear(in_features, hidden_features, activation=activation, rngs=rngs, **options)
+        features = in_features if out_features is None else out_features
+        options |= down_options or {}
+        self.down = Linear(hidden_features, features, rngs=rngs, **options)
 
     def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
         """Maps (..., in_features) to (..., out_features); adds `residual` of that shape."""
@@ -194,38 +187,21 @@ class GatedMLP(nnx.Module):
         *,
         activation: Activation = "silu",
         use_bias: bool = False,
-        preactivation: Preactivation = "save",
-        implementation: Implementation = None,
         down_options: Mapping[str, Any] | None = None,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
         options["use_bias"] = use_bias
         self.gate_up = GatedLinear(
-            in_features, hidden_features, activation=activation, preactivation=preactivation,
-            implementation=implementation, rngs=rngs, **options,
-        )  # fmt: skip
-        self.down = _down(
-            in_features, hidden_features, out_features, rngs, down_options,
-            implementation=implementation, **options,
-        )  # fmt: skip
+            in_features, hidden_features, activation=activation, rngs=rngs, **options
+        )
+        features = in_features if out_features is None else out_features
+        options |= down_options or {}
+        self.down = Linear(hidden_features, features, rngs=rngs, **options)
 
     def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
         """Maps (..., in_features) to (..., out_features); adds `residual` of that shape."""
         return self.down(self.gate_up(inputs), residual=residual)
-
-
-def _down(
-    in_features: int,
-    hidden_features: int,
-    out_features: int | None,
-    rngs: nnx.Rngs,
-    down_options: Mapping[str, Any] | None,
-    **options: Any,
-) -> Linear:
-    """Returns the second layer of an MLP; `down_options` override the options of both layers."""
-    features = in_features if out_features is None else out_features
-    return Linear(hidden_features, features, rngs=rngs, **{**options, **(down_options or {})})
 
 
 def refuse_dot_general(layer: str, theirs: str, options: Mapping[str, Any]) -> None:

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from .. import ops
 from ..moe import Exchange, Score
+from ..ops.dense import Implementation, Preactivation
 from .gate_up import from_pair
-from .layers import Activation, Implementation, Preactivation, refuse_dot_general
+from .layers import Activation, refuse_dot_general
 from .moe import RUN_WITH, initial_experts, with_expert_axis
 from .moe import run as run_moe
 

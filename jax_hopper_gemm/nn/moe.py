@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 
 from .. import moe
 from ..moe import Exchange, Score, Statistics
+from ..ops.dense import Implementation, Preactivation
 from .gate_up import from_pair
-from .layers import Activation, Implementation, Preactivation
+from .layers import Activation
 
 RUN_WITH = (
     "experts_per_token", "activation", "score", "normalize", "scale", "dtype", "router_dtype",

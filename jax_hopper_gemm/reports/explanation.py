@@ -37,7 +37,7 @@ class Explanation:
         "unsupported" where no kernel can run the product.
       problem: the product as the kernel sees it, where it has that form. A and B may have
         changed places, so that the result's last axis is N.
-      spec, traversal: the kernel and its order of tiles; None with "xla".
+      spec, raster_order: the kernel and its order of tiles; None with "xla".
       grid: thread blocks launched, (x, y, z).
       waves: rounds of tiles that the busiest SM computes; those to expect where the sizes of groups
         decide.
@@ -192,13 +192,13 @@ def _explained(
     call = traced_product(function, a, b, options)
     if call is None:
         device = current_device()
-        asked = " x ".join(array_text(x.shape, x.dtype.name) for x in (a, b))
+        product = " x ".join(array_text(x.shape, x.dtype.name) for x in (a, b))
         numbers = options.get("ragged_dot_dimension_numbers")
         reason = left_to_lax(a, b, options["group_sizes"], options["out_sharding"], numbers)
-        found = Explanation(asked, device, "xla", str(reason), "unsupported")
+        explanation = Explanation(product, device, "xla", str(reason), "unsupported")
     else:
-        found = explanation_of(call, implementation)
-    return replace(found, devices=max(_devices_of(a), _devices_of(b)))
+        explanation = explanation_of(call, implementation)
+    return replace(explanation, devices=max(_devices_of(a), _devices_of(b)))
 
 
 def _devices_of(x: Any) -> int:
@@ -234,12 +234,12 @@ def _explained_apart(call: TracedProduct, reason: str) -> Explanation | None:
     """Returns how a product runs without its epilogue; None if not on a kernel."""
     if (bare := call.apart()) is None:
         return None
-    found = explanation_of(bare, None)
-    if found.path == "xla":
+    alone = explanation_of(bare, None)
+    if alone.path == "xla":
         return None
-    reason = f"{found.reason}; XLA computes the epilogue: {reason}"
-    uncovered = (*found.uncovered, *call.following)
-    return replace(found, product=str(call.request), reason=reason, uncovered=uncovered)
+    reason = f"{alone.reason}; XLA computes the epilogue: {reason}"
+    uncovered = (*alone.uncovered, *call.following)
+    return replace(alone, product=str(call.request), reason=reason, uncovered=uncovered)
 
 
 def supports(a: Any, b: Any, **options: Any) -> tuple[bool, str]:
@@ -251,5 +251,5 @@ def supports(a: Any, b: Any, **options: Any) -> tuple[bool, str]:
     Args:
       as in `explain`, without `implementation`.
     """
-    found = explain(a, b, **options, implementation="hopper")
-    return found.path == "hopper", found.reason
+    explanation = explain(a, b, **options, implementation="hopper")
+    return explanation.path == "hopper", explanation.reason

@@ -1,4 +1,4 @@
-"""The one product that a call of ours becomes, found by tracing it on shapes."""
+"""Products of a jaxpr, and what made their operands, as lowering will find it in the program."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from functools import cached_property
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
+from jax import lax
+from jax.extend.core import Literal, jaxprs_in_params
 
-from ..lowering.origins import Origin
+from ..lowering.origins import Origin, Step, source_of
 from ..lowering.route import Request
 from ..primitives.define import PRODUCTS, apart_of, request_of
-from .jaxpr_values import Program, origins_of
+from ..primitives.gather_rows import pick_rows_p
+from ..primitives.sum_rows import sum_rows_p
 
 # Arguments that are arrays, or tuples of such; others are part of the program.
 ARRAYS = (
@@ -42,8 +44,13 @@ class TracedProduct:
         return request_of(self.equation)
 
     def origins(self) -> tuple[Origin, ...]:
-        """Returns what the operands are made of."""
-        return origins_of(self.program, self.equation, self.request)
+        """Returns what the operands are made of, as in `decide`."""
+        request = self.request
+        shapes = (request.lhs_shape, *[request.rhs_shape] * request.num_b)
+        return tuple(
+            source_of(Value(self.program, atom, shape), JaxprValues()).origin
+            for atom, shape in zip(self.equation.invars, shapes, strict=False)
+        )
 
     def apart(self) -> TracedProduct | None:
         """Returns the product without its epilogue that lowering asks for where none runs it whole.
@@ -83,20 +90,10 @@ def traced_product(
 
 # Operations that say where elements lie, which rows are live and what the dtype is, not what is
 # computed.
-SILENT = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "live_rows",
-        "mesh_cast",
-        "reshape",
-        "reshard",
-        "rows_of_groups",
-        "squeeze",
-        "transpose",
-    }  # fmt: skip
-)
+SILENT = (
+    "broadcast_in_dim", "convert_element_type", "copy", "live_rows", "mesh_cast", "reshape",
+    "reshard", "rows_of_groups", "squeeze", "transpose",
+)  # fmt: skip
 
 
 def _operations(equations: Sequence[Any]) -> tuple[str, ...]:
@@ -109,3 +106,96 @@ def _operations(equations: Sequence[Any]) -> tuple[str, ...]:
         if not inner and equation.primitive.name not in SILENT:
             names.append(equation.primitive.name)
     return tuple(dict.fromkeys(names))
+
+
+# Equations that lowering emits nothing for.
+IDENTITIES = frozenset({"copy", "name", "pvary"})
+
+# The one program within a program that is lowered in place. Others become functions, whose
+# arguments hide what made them: `jit`, `scan`, `cond`, `checkpoint` and `custom_jvp_call` are such.
+IN_PLACE = "custom_vjp_call"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A variable of a program, or a reshape of it that a product makes.
+
+    Attributes:
+      program: the program.
+      atom: the variable.
+      shape: that of the value.
+    """
+
+    program: Program
+    atom: Any
+    shape: tuple[Any, ...]
+
+
+class Program:
+    """A jaxpr, and where it stands in another one.
+
+    Attributes:
+      jaxpr: an open one.
+      outer, equation: the program that holds it in place, and there the equation; None: none does.
+    """
+
+    def __init__(self, jaxpr: Any, outer: Program | None = None, equation: Any = None) -> None:
+        self.jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        self.outer, self.equation = outer, equation
+        self._made = {x: (e, i) for e in self.jaxpr.eqns for i, x in enumerate(e.outvars)}
+
+    def inner(self, equation: Any, jaxpr: Any) -> Program:
+        """Returns a program within one of its equations."""
+        in_place = equation.primitive.name == IN_PLACE
+        return Program(jaxpr, self, equation) if in_place else Program(jaxpr)
+
+    def made(self, atom: Any) -> tuple[Program, Any]:
+        """Returns the equation that made a variable, with its program; None for an argument."""
+        program: Program = self
+        while not isinstance(atom, Literal):
+            if atom in program._made:
+                equation, index = program._made[atom]
+                if equation.primitive.name == IN_PLACE:
+                    program = program.inner(equation, equation.params["call_jaxpr"])
+                    atom = program.jaxpr.outvars[index]
+                elif equation.primitive.name in IDENTITIES:
+                    atom = equation.invars[0]
+                else:
+                    return program, equation
+            elif program.outer and atom in program.jaxpr.invars:
+                atom = program.equation.invars[program.jaxpr.invars.index(atom)]
+                program = program.outer
+            else:
+                break
+        return program, None
+
+
+class JaxprValues:
+    """The `World` of a program that is traced, not lowered."""
+
+    def step(self, value: Value) -> Step | None:
+        if value.shape != value.atom.aval.shape:
+            return Step("reshape", _value(value.program, value.atom))
+        program, equation = value.program.made(value.atom)
+        if equation is None:
+            return None
+        primitive, params = equation.primitive, equation.params
+        source = _value(program, equation.invars[0])
+        if primitive is lax.transpose_p:
+            return Step("transpose", source, tuple(params["permutation"]))
+        if primitive in (lax.reshape_p, lax.squeeze_p):
+            return Step("reshape", source)
+        if primitive is lax.dynamic_slice_p:
+            index, known = equation.invars[1], all(isinstance(n, int) for n in source.shape)
+            return Step("slice", source) if known and index.aval.dtype == "int32" else None
+        one_source = primitive is sum_rows_p and equation.invars[1].aval.shape[1] == 1
+        if primitive is pick_rows_p or (one_source and len(source.shape) == 2):
+            return Step("rows", source)
+        return None
+
+    def shape(self, value: Value) -> tuple[Any, ...]:
+        return value.shape
+
+
+def _value(program: Program, atom: Any) -> Value:
+    return Value(program, atom, atom.aval.shape)

@@ -17,8 +17,7 @@ from ..ops.dense import Implementation
 from ..ops.substitute import as_hopper_dot
 from ..primitives.define import PRODUCTS, request_of
 from .explanation import Explanation, explanation_of
-from .find_product import TracedProduct
-from .jaxpr_values import Program
+from .find_product import Program, TracedProduct
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ class FoundProduct:
     explanation: Explanation | None = None
 
     def __str__(self) -> str:
-        what = "taken" if self.taken else "left"
+        verdict = "taken" if self.taken else "left"
         place = " > ".join((*self.within, self.line))
-        return f"{what:<6}{self.path:<7} {self.product}\n      at {place}\n      {self.reason}"
+        return f"{verdict:<6}{self.path:<7} {self.product}\n      at {place}\n      {self.reason}"
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,20 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .. import dispatch, ops
 from ..dispatch import Device
+from ..gemm.grid import result_shapes
 from ..gemm.problem import GemmProblem
+from ..gemm.spec import GemmSpec, RasterOrder
+from ..launch.ffi_target import TARGET
+from ..launch.plan import make_plan
+from ..lowering.emit import launch_attributes
+from ..lowering.route import current_device
 from . import results, shapes, timing
 from .results import Row
 
@@ -30,26 +36,15 @@ REGIMES = ("burst", "sustained")
 _RATE = 5e14  # FLOP/s that a pause between bursts is reckoned with
 
 
-def ours(implementation: Literal["hopper", "xla"] | None) -> Maker:
-    """Returns the maker of our own `dot_general`."""
+def product_by(dot_general: Callable) -> Maker:
+    """Returns the maker of a problem's product by `dot_general`, ours or JAX's."""
 
     def make(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable:
         dims = shapes.dimension_numbers(problem)
         dtype = jnp.dtype(problem.d_dtype)
-        return jax.jit(
-            lambda a, b: ops.dot_general(
-                a, b, dims, preferred_element_type=dtype, implementation=implementation
-            )
-        )
+        return jax.jit(lambda a, b: dot_general(a, b, dims, preferred_element_type=dtype))
 
     return make
-
-
-def xla(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable:
-    """What `jnp.matmul` runs, with the operands' layouts as they are."""
-    dims = shapes.dimension_numbers(problem)
-    dtype = jnp.dtype(problem.d_dtype)
-    return jax.jit(lambda a, b: jax.lax.dot_general(a, b, dims, preferred_element_type=dtype))
 
 
 def pallas(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable | None:
@@ -82,10 +77,22 @@ def pallas(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable | None
     return functions[min(measured, key=lambda name: measured[name].median)]
 
 
+def one_kernel(
+    problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, num_sms: int
+) -> Callable:
+    """Returns the jitted product (a, b) by `spec`'s kernel, whatever dispatch would choose."""
+    plan = make_plan(problem, spec, raster_order, num_sms)
+    results = [jax.ShapeDtypeStruct(*result) for result in result_shapes(problem, spec)]
+    workspaces = [jax.ShapeDtypeStruct((w.nbytes,), "uint8") for w in plan.workspaces]
+    launch = jax.ffi.ffi_call(TARGET, [*results, *workspaces])
+    attributes = launch_attributes(problem, spec, plan)
+    return jax.jit(lambda a, b: launch(a, b, **attributes)[0])
+
+
 MAKERS: dict[str, Maker] = {
-    "hopper": ours("hopper"),
-    "auto": ours(None),
-    "xla": xla,
+    "hopper": product_by(functools.partial(ops.dot_general, implementation="hopper")),
+    "auto": product_by(ops.dot_general),
+    "xla": product_by(jax.lax.dot_general),
     "pallas": pallas,
 }
 
@@ -158,8 +165,7 @@ def this_device() -> Device:
     gpu = jax.devices()[0]
     if gpu.platform != "gpu" or not str(gpu.compute_capability).startswith("9."):
         raise RuntimeError(f"timing needs a Hopper GPU; jax's first device is {gpu}")
-    major, minor = str(gpu.compute_capability).split(".")
-    return Device((int(major), int(minor)), gpu.core_count)
+    return current_device([gpu])
 
 
 def random_inputs(problem: GemmProblem) -> list[tuple[jax.Array, jax.Array]]:

@@ -49,7 +49,7 @@ class Row:
 
 def summary(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     """Returns geometric mean and minimum of XLA's time over ours, by regime and candidate."""
-    found: dict[str, dict[str, Any]] = {}
+    totals: dict[str, dict[str, Any]] = {}
     by_case: dict[tuple[str, str], list[tuple[float, Row]]] = {}
     for row in rows:
         for name in OURS:
@@ -58,13 +58,13 @@ def summary(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     for (regime, name), cases in by_case.items():
         ratios = [ratio for ratio, _ in cases]
         least, row = min(cases, key=lambda case: case[0])
-        found[f"{name}, {regime}"] = {
+        totals[f"{name}, {regime}"] = {
             "geometric_mean": math.exp(sum(map(math.log, ratios)) / len(ratios)),
             "minimum": least,
             "minimum_at": f"{extents(row.problem)} {shapes.layout_name(row.problem)}",
             "problems": len(ratios),
         }
-    return found
+    return totals
 
 
 def extents(problem: GemmProblem) -> str:

@@ -8,10 +8,11 @@ call of `dot_general`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 from ..gemm.problem import GemmProblem, Major
-from .places import Operand
 
+Operand = Literal["a", "b", "d"]
 DimensionNumbers = tuple[
     tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
 ]

@@ -16,14 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, RasterOrder
-from .direct import Launch, prepare
-from .gpu import Buffer, Gpu
-from .places import factor_places, result_places
+from ..gemm.spec import GemmSpec
 
 L2_BYTES = 64 * 2**20  # no Hopper GPU has more
 MAX_SETS = 32  # of inputs; products so small that these fit in L2 are read from L2 in life, too
@@ -153,63 +147,6 @@ def sustained(
         return samples
 
     return measure
-
-
-class KernelTimer:
-    """Times kernels on one problem, launched directly: what a tuner asks.
-
-    `timer(spec, raster_order)` returns microseconds of kernel time in the burst regime, to be
-    compared with `burst` of XLA's product.
-    """
-
-    def __init__(self, gpu: Gpu, problem: GemmProblem, sizes: np.ndarray | None = None):
-        """Fills the inputs with normal random numbers.
-
-        Args:
-          sizes: of a grouped product's groups, int32.
-        """
-        self.gpu, self.problem = gpu, problem
-        places = factor_places(problem)
-        ends = [(buffer[0].dtype, max(place.end for place in buffer)) for buffer in places]
-        nbytes = sum(end * jnp.dtype(dtype).itemsize for dtype, end in ends)
-        self._inputs = [
-            [
-                *(
-                    gpu.random(dtype, end, seed=len(ends) * i + j)
-                    for j, (dtype, end) in enumerate(ends)
-                ),
-                *([] if sizes is None else [gpu.upload(sizes)]),
-            ]
-            for i in range(sets_to_rotate(nbytes))
-        ]
-        self._outputs: dict[tuple[int, ...], list[list[Buffer]]] = {}  # by their sizes
-
-    def __call__(self, spec: GemmSpec, raster_order: RasterOrder) -> float:
-        """Returns the median time of one kernel; it is built if need be."""
-        launches = [
-            (prepare(self.gpu, self.problem, spec, raster_order, [*inputs, *outputs]),)
-            for inputs, outputs in zip(self._inputs, self._outputs_for(spec), strict=True)
-        ]
-        measure = burst(self._enqueue, launches, clearing(spec))
-        return Timing(tuple(measure())).median
-
-    def _outputs_for(self, spec: GemmSpec) -> list[list[Buffer]]:
-        places = result_places(self.problem, spec)
-        sizes = tuple(place.end * jnp.dtype(place.dtype).itemsize for place in places)
-        if sizes not in self._outputs:
-            self._outputs[sizes] = [[*map(self.gpu.allocate, sizes)] for _ in self._inputs]
-        return self._outputs[sizes]
-
-    def _enqueue(self, launch: Launch) -> _Enqueued:
-        launch()
-        return _Enqueued(self.gpu)
-
-
-class _Enqueued:
-    """Lets `jax.block_until_ready` wait for work that jax did not enqueue."""
-
-    def __init__(self, gpu: Gpu):
-        self.block_until_ready = gpu.synchronize
 
 
 class _Rotation(jax.stages.Wrapped):

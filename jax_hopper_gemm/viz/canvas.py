@@ -36,8 +36,7 @@ def frame(axis: Any, columns: int, rows: int, aspect: Any = "equal") -> None:
     axis.set_aspect(aspect)
     axis.set_xticks(range(0, columns + 1, 8))
     axis.set_yticks(range(0, rows + 1, 8 if rows > 8 else 1))
-    for side in axis.spines.values():
-        side.set_visible(False)
+    axis.spines[:].set_visible(False)
 
 
 def plain_colour(index: int) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..gemm.epilogue_graph import EpilogueGraph
 from .canvas import TILE_COLOURS, subplots
-from .staging import ROWS
+from .fragments import ROWS
 
 
 def graph_lines(graph: EpilogueGraph) -> list[str]:

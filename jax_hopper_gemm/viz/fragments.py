@@ -1,4 +1,10 @@
-"""Drawings of fragments and staged tiles: the thread and the address of each element."""
+"""Fragments and staged tiles: the thread and the address of each of an epilogue's elements.
+
+The tests compare this arithmetic with the layouts that the kernels' compiler makes.
+
+Sources: PTX ISA, "stmatrix", and "Swizzling modes" of tensor maps; of registers see
+`gemm/wgmma_fragment.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +12,13 @@ from typing import Any
 
 from ..gemm.dtypes import DTYPES
 from ..gemm.spec import GemmSpec
-from ..gemm.wgmma_fragment import owner_of
+from ..gemm.wgmma_fragment import column_of, owner_of, row_of
 from .canvas import cell, frame, plain_colour, subplots
-from .staging import (
-    CHUNK,
-    LINE,
-    ROWS,
-    bank_conflicts,
-    fragment_element,
-    staged_offset,
-    stmatrix_row,
-)
 
 WARP_COLOURS = ("#8ecae6", "#ffb703", "#95d5b2", "#e5989b")
+ROWS = 64  # of a wgmma, and so of a staged tile
+CHUNK = 16  # bytes that stay together under a swizzle; also a row of an 8x8 matrix of stmatrix
+LINE = 128  # bytes of shared memory that one access can reach: 32 banks of 4 bytes
 
 
 def draw_fragment(columns: int = 32) -> Any:
@@ -105,3 +105,56 @@ def draw_staged_tile(spec: GemmSpec, dtype: str = "bfloat16", rows: int = 16) ->
         axis.set_xlabel("banks")
     figure.suptitle(f"staged tile of 64 x {spec.epi_tile_n} {dtype}: row r, 16-byte chunk c")
     return figure
+
+
+def fragment_element(thread: Any, value: Any) -> tuple[Any, Any]:
+    """Returns (row, column) of accumulator `value` of `thread` (0 to 127) of an m64 wgmma."""
+    return row_of(thread, value), column_of(thread, value)
+
+
+def stmatrix_row(lane: Any, first_value: Any = 0) -> tuple[Any, Any]:
+    """Returns (row, column) of the 8 elements whose address a lane passes to an stmatrix.x4.
+
+    The instruction stores 16x16 elements of 16 bits: from each lane the accumulators `first_value`
+    to `first_value + 7`, a pair to each of four 8x8 matrices. Lanes 8i to 8i + 7 pass the
+    addresses of matrix i's rows.
+
+    Args:
+      lane: 0 to 31.
+      first_value: a multiple of 8.
+
+    Returns:
+      row of the warp's 16; column of the wgmma, a multiple of 8.
+    """
+    return lane % 16, first_value * 2 + lane // 16 * 8
+
+
+def swizzled(offset: Any, swizzle: Any) -> Any:
+    """Returns the place of a byte in a buffer that TMA swizzles.
+
+    Chunks of 16 bytes change places within each `swizzle` bytes: bits 4, 5, 6 of the offset (as
+    many as the swizzle has, of 32, 64, 128 bytes) are XORed with bits 7, 8, 9.
+    """
+    return offset ^ (offset >> 3 & (swizzle - CHUNK))
+
+
+def staged_offset(row: Any, column: Any, itemsize: Any, swizzle: Any) -> Any:
+    """Returns the offset in bytes of an element of a staged tile.
+
+    Boxes of `ROWS` rows of `swizzle` bytes follow each other along the columns.
+    """
+    in_row = column * itemsize
+    box, byte = in_row // swizzle, in_row % swizzle
+    return swizzled((box * ROWS + row) * swizzle + byte, swizzle)
+
+
+def bank_conflicts(offsets: list[int], nbytes: int) -> int:
+    """Returns how many words one access reads from its busiest bank; 1 is free of conflicts.
+
+    Args:
+      offsets: offsets in bytes of the threads' words. Equal words count once.
+      nbytes: size of each thread's access.
+    """
+    words = {word for offset in offsets for word in range(offset // 4, (offset + nbytes) // 4)}
+    banks = [word % (LINE // 4) for word in words]
+    return max(map(banks.count, banks))

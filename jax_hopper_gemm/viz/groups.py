@@ -12,9 +12,9 @@ from ..gemm.group_search import GroupRaster, tile_in_pair
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..launch.plan import make_plan
-from ..testing.lanes import NumpyLanes, group_tiles
+from ..testing.lanes import WARP, group_tiles
 from .canvas import cell, frame, plain_colour, subplots
-from .staging import ROWS
+from .fragments import ROWS
 
 OF_NO_GROUP = "#6c757d"
 GAP = 24  # rows' worth of paper between spans
@@ -92,21 +92,18 @@ def _of_cta(
 ) -> GroupedTile:
     counts = tile.matrix >= 0
     if spec.paired:
-        m, n, together = map(int, tile_in_pair(tile, rank, spec.tile_m, NumpyLanes()))
+        m, n, together = map(int, tile_in_pair(tile, rank, spec.tile_m, WARP))
         counts = counts and (not together or n * spec.d_tile_n < problem.n)
     else:
         m = tile.m * spec.cluster_m + rank % spec.cluster_m
         n = tile.n * spec.cluster_n + rank // spec.cluster_m
-    all_blocks = blocks = spec.tile_m // ROWS
-    if spec.grouped == "m":
-        height = tile.end - tile.start
-        k_tiles = num_k_tiles(problem, spec) if counts else 1
-    else:
-        height = problem.m
-        k_tiles = max(1, ceil_div(tile.end - tile.start, spec.tile_k))
+    length = tile.end - tile.start
+    height = length if spec.grouped == "m" else problem.m
     rows = min(max(height - m * spec.tile_m, 0), spec.tile_m)
     if spec.grouped == "m":
-        blocks = min(ceil_div(rows, ROWS), all_blocks)
+        blocks, k_tiles = ceil_div(rows, ROWS), num_k_tiles(problem, spec) if counts else 1
+    else:
+        blocks, k_tiles = spec.tile_m // ROWS, max(1, ceil_div(length, spec.tile_k))
     return GroupedTile(
         index, cluster * spec.cluster_size + rank, turn,
         tile.matrix, tile.start, tile.end, m, n, rows, blocks, k_tiles,
@@ -163,8 +160,7 @@ def draw_grouped_tiles(
     axis.set_xlabel(f"tiles along N, {spec.d_tile_n} columns each")
     axis.xaxis.set_label_position("top")
     axis.set_yticks([])
-    for side in axis.spines.values():
-        side.set_visible(False)
+    axis.spines[:].set_visible(False)
     turns = 1 + max(tile.turn for tile in tiles)
     figure.suptitle(
         f"{len(tiles)} tiles of {spec.tile_m} x {spec.d_tile_n} on "

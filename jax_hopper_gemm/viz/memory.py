@@ -9,7 +9,7 @@ from typing import Any
 from ..gemm.dtypes import DTYPES
 from ..gemm.spec import SMEM_BARRIERS, SMEM_LIMIT, GemmSpec
 from .canvas import subplots
-from .staging import ROWS
+from .fragments import ROWS
 
 KIND_COLOURS = {
     "A": "#457b9d",

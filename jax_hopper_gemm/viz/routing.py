@@ -17,9 +17,7 @@ def draw_routing(routing: Any, tokens: int = 16) -> Any:
     experts, weights = routing.experts.tolist(), routing.weights.tolist()
     sizes = routing.group_sizes.tolist()
     tokens = min(tokens, len(experts))
-    figure, (chosen, groups) = subplots(
-        1, 2, (12, 0.9 + 0.28 * tokens), width_ratios=[1.2, 1]
-    )  # fmt: skip
+    figure, (chosen, groups) = subplots(1, 2, (12, 0.9 + 0.28 * tokens), width_ratios=[1.2, 1])
     for token in range(tokens):
         for expert, weight in zip(experts[token], weights[token], strict=True):
             cell(chosen, expert, token, plain_colour(expert), f"{weight:.2f}")

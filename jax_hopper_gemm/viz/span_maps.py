@@ -81,8 +81,7 @@ def draw_clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[
     axis.xaxis.tick_top()
     axis.set_yticks([])
     axis.tick_params(length=0)
-    for side in axis.spines.values():
-        side.set_visible(False)
+    axis.spines[:].set_visible(False)
     return figure
 
 

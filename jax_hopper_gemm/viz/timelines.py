@@ -11,7 +11,7 @@ from ..dispatch.cost import TileCycles, tile_cycles
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec
 from .canvas import TILE_COLOURS, subplots
-from .staging import ROWS
+from .fragments import ROWS
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from support import verified
+from support.gpu import CudaError, Gpu
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing.gpu import CudaError, Gpu
 
 HERE = Path(__file__).parent
 VERIFIED = HERE / "verified.json"

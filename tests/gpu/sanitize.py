@@ -19,11 +19,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # `support`
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # `group_sizes`
 
 from support import cases, graphs, grouped, outcome, trial
+from support.gpu import Gpu
 from support.policies import covering_specs, epilogue_covering_specs, grouped_covering_specs
 
 from jax_hopper_gemm.dispatch import table_specs
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing.gpu import Gpu
 
 FEW_SMS = 8  # so that a persistent grid wraps around on small problems
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support import bounds, epilogue
+from support.direct import prepare
 from support.operations import factors_of, operation_specs, problem_of
 
 from jax_hopper_gemm.gemm.spec import RasterOrder
-from jax_hopper_gemm.testing.direct import prepare
 
 SPECS = operation_specs()
 M, N = 16384, 64

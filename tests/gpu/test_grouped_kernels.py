@@ -12,16 +12,15 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import graphs, random_grouped, reference, trial
+from support import direct, graphs, random_grouped, reference, trial
 from support.grouped import Case, Layout, assert_exact, edge_cases, integer_inputs, problem_of
+from support.places import result_places
 from support.policies import grouped_covering_specs
 
 from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.dtypes import OPERANDS
 from jax_hopper_gemm.gemm.spec import RasterOrder
-from jax_hopper_gemm.testing import direct
-from jax_hopper_gemm.testing.places import result_places
 
 SPECS = grouped_covering_specs()
 CHOSEN = [spec for spec in table_specs(H200) if spec.grouped and spec not in SPECS]

@@ -10,13 +10,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from support.places import Operand, Place, factor_places
 from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.grid import ceil_div
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
-from jax_hopper_gemm.testing.places import Operand, Place, factor_places
 
 MAX_EXTENT = 9000
 _EDGES = (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257)

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import group_sizes
 import numpy as np
 from support import cases, outcome, reference
+from support.places import shape_of
 from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.grid import ceil_div
@@ -22,7 +23,6 @@ from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups, VarlenAxis
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.testing import tolerance
-from jax_hopper_gemm.testing.places import shape_of
 
 GAP = 8  # elements after lines and matrices of `problem_of`
 _CHECKED = 400_000_000  # products of elements that a check in float64 may cost

@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from support import cases, graphs, outcome, policies, reference, trial
+from support.places import result_places
 from support.recording_driver import SPEC
 
 from jax_hopper_gemm.dispatch import H200
 from jax_hopper_gemm.gemm.spec import RasterOrder
-from jax_hopper_gemm.testing.places import result_places
 
 EPILOGUE_SPECS = policies.epilogue_covering_specs()
 BY_NAME = {policies.name_of(spec): spec for spec in EPILOGUE_SPECS}

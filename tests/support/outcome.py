@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 from support import bounds, reference
+from support.places import shape_of
 from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Result
@@ -19,7 +20,6 @@ from jax_hopper_gemm.gemm.grid import ceil_div
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import EPI_TILE_M, GemmSpec
 from jax_hopper_gemm.testing import tolerance
-from jax_hopper_gemm.testing.places import shape_of
 
 _EXACT: dict[str, Callable[..., np.ndarray]] = {
     "neg": np.negative, "abs": np.abs, "sign": np.sign, "square": np.square, "add": np.add,

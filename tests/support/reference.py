@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+from support.places import Operand, Place, factor_places, shape_of, strides_of
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.testing.places import Operand, Place, factor_places, shape_of, strides_of
 
 
 def dtype_of(problem: GemmProblem, operand: Operand) -> np.dtype:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
+from support.direct import prepare
+from support.gpu import Gpu
+from support.places import Place, result_places
 from support.reference import input_places
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
-from jax_hopper_gemm.testing.direct import prepare
-from jax_hopper_gemm.testing.gpu import Gpu
-from jax_hopper_gemm.testing.places import Place, result_places
 
 GUARD = 1024  # elements before and after each array
 POISON = 0xFF  # a byte; all ones are a NaN in every float, true as bool, -1 as int32

@@ -1,6 +1,6 @@
 """A GPU and its memory through the CUDA driver alone: no XLA.
 
-Tests, tuner and memory checker use it where jax would stand between them and the kernel.
+Tests and the memory checker use it where jax would stand between them and the kernel.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..dispatch import Device
-
-_RANDOM_PERIOD = 4_000_037  # prime: rows of a matrix do not repeat
+from jax_hopper_gemm.dispatch import Device
 
 
 class CudaError(RuntimeError):
@@ -129,18 +127,6 @@ class Gpu:
     def upload(self, array: np.ndarray) -> Buffer:
         buffer = Buffer(self, array.nbytes)
         buffer.write(array)
-        return buffer
-
-    def random(self, dtype: str, elements: int, seed: int = 0) -> Buffer:
-        """Returns normal random numbers; they repeat after a prime number of elements."""
-        head = np.random.default_rng(seed).standard_normal(min(elements, _RANDOM_PERIOD), "f4")
-        buffer = Buffer(self, elements * jnp.dtype(dtype).itemsize)
-        buffer.write(head.astype(jnp.dtype(dtype)))
-        done = head.size * jnp.dtype(dtype).itemsize
-        while done < buffer.nbytes:
-            step = min(done, buffer.nbytes - done)
-            self.call("cuMemcpyDtoD", buffer.address + done, buffer.address, step)
-            done += step
         return buffer
 
     def synchronize(self) -> None:

@@ -1,12 +1,12 @@
 """Launches a kernel with the CUDA driver alone: no XLA and no FFI library between.
 
 It runs the same cubin under the same plan as a jitted program, but on memory that the caller
-owns. So a test can poison the result and guard its borders, a tuner can time any kernel in any
-traversal, and a memory checker sees only our kernel.
+owns. So a test can poison the result, guard its borders and run any kernel in any raster order, and
+a memory checker sees only our kernel.
 
     gpu = Gpu()
     a, b, d = gpu.upload(a_host), gpu.upload(b_host), gpu.allocate(nbytes)
-    launch = prepare(gpu, problem, spec, traversal, (a, b, d))
+    launch = prepare(gpu, problem, spec, raster_order, (a, b, d))
     launch()
     gpu.synchronize()
     d.download("bfloat16")
@@ -18,13 +18,21 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from ..cubin import digest_of, load
-from ..gemm.dtypes import DTYPES
-from ..gemm.kernel_params import PARAM_BYTES
-from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, RasterOrder
-from ..launch.plan import TENSOR_MAP_SWIZZLE, LaunchPlan, Param, Pointer, TensorMap, make_plan
-from .gpu import Buffer, CudaError, Gpu, Part
+from support.gpu import Buffer, CudaError, Gpu, Part
+
+from jax_hopper_gemm.cubin import digest_of, load
+from jax_hopper_gemm.gemm.dtypes import DTYPES
+from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.launch.plan import (
+    TENSOR_MAP_SWIZZLE,
+    LaunchPlan,
+    Param,
+    Pointer,
+    TensorMap,
+    make_plan,
+)
 
 TENSOR_MAP_BYTES = PARAM_BYTES["tensor_map"]
 TENSOR_MAP_ALIGNMENT = 64

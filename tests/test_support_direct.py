@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from support import direct
+from support.gpu import CudaError, Gpu
 from support.recording_driver import PLAN, SIZES, FakeDriver
 
 from jax_hopper_gemm.launch.plan import Int32, TensorMap
-from jax_hopper_gemm.testing import direct
-from jax_hopper_gemm.testing.gpu import CudaError, Gpu
 
 pytestmark = pytest.mark.pure
 

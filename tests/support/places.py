@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from ..gemm.grid import result_shapes
-from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec
-
-Operand = Literal["a", "b", "d"]
+from jax_hopper_gemm.gemm.grid import result_shapes
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.testing.shapes import Operand
 
 # The indices of each operand's matrices: rows, columns.
 INDICES: dict[Operand, tuple[str, str]] = {"a": ("m", "k"), "b": ("k", "n"), "d": ("m", "n")}
