@@ -11,8 +11,7 @@ from jax.interpreters import mlir
 from ..dispatch import Device
 from .decide import Decision, Form, decide, forms_of
 from .devices import lowers_shard
-from .mlir_values import MlirValues
-from .origins import Origin, Source, source_of
+from .origins import MlirValues, Origin, Source, source_of
 from .route import Request, Route, current_device, route
 
 

@@ -1,8 +1,9 @@
-"""Matching: which product an MLIR value is the result of."""
+"""What an MLIR program says of products: which one a value is the result of, and its launches."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jax.extend.mlir.dialects import stablehlo
@@ -10,16 +11,17 @@ from jax.extend.mlir.dialects import stablehlo
 from ..gemm.groups import GroupedAxis, Groups
 from ..gemm.options import Options
 from ..gemm.subscripts import Subscripts
+from ..launch import ffi_target
 from .call import Call
-from .mlir_values import (
-    GATHERED,
-    INDEXED,
-    MAX_SMS,
-    MLIR_DTYPES,
-    PRODUCT,
-    SPANS,
-)
 from .route import Request
+
+# Attributes of a launch that say which bare product it holds.
+PRODUCT = "jax_hopper_gemm.product"  # subscripts, of the call's operands in their order
+SPANS = "jax_hopper_gemm.spans"  # fields of `Groups`; the sizes are the call's third operand
+GATHERED = "jax_hopper_gemm.gathered"  # as in `GroupedAxis`; indices are the fourth operand
+MAX_SMS = "jax_hopper_gemm.max_sms"  # as in `Product`
+INDEXED = "jax_hopper_gemm.indexed"  # as in `GemmProblem`; the index is the call's third operand
+MLIR_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
 def product_at(value: Any) -> Call | None:
@@ -96,3 +98,46 @@ def _subscripts(operation: Any) -> Subscripts:
 
 def _typed(value: Any) -> tuple[tuple[int, ...], str]:
     return tuple(value.type.shape), MLIR_DTYPES[str(value.type.element_type)]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The attributes of one FFI call.
+
+    Attributes:
+      digest: of the kernel, when the program was lowered.
+      spec: `GemmSpec.to_json()` of that version.
+      name: what errors call it.
+      plan: the encoded `LaunchPlan`.
+    """
+
+    digest: str
+    spec: str
+    name: str
+    plan: tuple[int, ...]
+
+
+def launches_in(module: Any) -> list[Launch]:
+    """Returns the launches of a StableHLO module, in its order."""
+    found = []
+    for call in custom_calls(module, ffi_target.TARGET):
+        config = call.attributes["mhlo.backend_config"]
+        digest, spec, name = (config[field].value for field in ("digest", "spec", "name"))
+        found.append(Launch(digest, spec, name, tuple(config["plan"])))
+    return found
+
+
+def custom_calls(module: Any, target: str) -> Iterator[Any]:
+    """Yields the custom calls of `target`."""
+    for operation in _operations(module.operation):
+        if operation.name == "stablehlo.custom_call":
+            if operation.attributes["call_target_name"].value == target:
+                yield operation
+
+
+def _operations(operation: Any) -> Iterator[Any]:
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield inner.operation
+                yield from _operations(inner.operation)

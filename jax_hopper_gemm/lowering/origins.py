@@ -1,13 +1,19 @@
 """Origins: what a kernel could read in place of an operand that XLA would write for it.
 
-The rules are the same for values of MLIR, while a program is lowered, and for those of a jaxpr,
-where `reports` tells beforehand what lowering does: each is a `World` that knows the operations.
+The rules are the same for values of MLIR, while a program is lowered (`MlirValues`), and for those
+of a jaxpr, where `reports` tells beforehand what lowering does: each is a `World` that knows the
+operations.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+
+ROWS = "jax_hopper_gemm.rows"  # of rows that indices pick, zeros where there is none
 
 
 @dataclass(frozen=True)
@@ -110,3 +116,51 @@ def _indexing(value: Any, world: World) -> Step | None:
     _, *one = world.shape(part.source)
     cut, shape = world.shape(reshape.source), world.shape(value)
     return part if cut == (1, *one) and shape == tuple(one) else None
+
+
+# Values of MLIR.
+
+
+class MlirValues:
+    """The `World` of a program that is being lowered."""
+
+    def step(self, value: Any) -> Step | None:
+        operation = value.owner
+        if not hasattr(operation, "attributes"):  # a block, of which the value is an argument
+            return None
+        if ROWS in operation.attributes:
+            return _picked_by(operation)
+        if operation.name == "stablehlo.transpose":
+            permutation = tuple(operation.attributes["permutation"])
+            return Step("transpose", operation.operands[0], permutation)
+        if operation.name == "stablehlo.reshape":
+            return Step("reshape", operation.operands[0])
+        if operation.name == "stablehlo.dynamic_slice":
+            return _sliced_by(operation)
+        return None
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        return tuple(value.type.shape)
+
+
+def _picked_by(operation: Any) -> Step | None:
+    """What fills in zeros is a choice between the picked rows and zeros."""
+    if operation.name == "stablehlo.select":
+        operation = operation.operands[1].owner
+    if getattr(operation, "name", None) != "stablehlo.gather":
+        return None
+    array, indices = operation.operands
+    return Step("rows", array, indices=indices)
+
+
+def _sliced_by(operation: Any) -> Step | None:
+    stack, index, *_ = operation.operands  # whole axes begin at 0, whatever the other indices are
+    is_int32 = index.type.element_type == ir.IntegerType.get_signless(32)
+    if not is_int32 or not stack.type.has_static_shape:
+        return None
+    return Step("slice", stack, indices=index)
+
+
+def mark_rows(value: Any) -> None:
+    """Says of an MLIR value that it is rows of an array, as `lax.gather` picks and fills them."""
+    value.owner.attributes[ROWS] = mlir.ir_attribute(True)

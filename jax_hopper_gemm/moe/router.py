@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from .. import ops
 from ..ops.checks import moe
 from ..ops.dense import Implementation
-from ..primitives.sum_rows import in_order, sum_rows
+from ..primitives.rows import in_order, sum_rows
 
 Score = Literal["softmax", "sigmoid"]
 

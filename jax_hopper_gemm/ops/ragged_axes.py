@@ -1,7 +1,13 @@
-"""Axes of a `jax.lax.RaggedDotDimensionNumbers`, mapped to the three forms of ragged products."""
+"""Axes of ragged products: their roles, and their shardings where mesh axes are Explicit.
+
+The type of an array with Explicit mesh axes states its sharding. Such axes are switched to Auto
+inside a ragged product: XLA finds the shardings, as for any other product, and the result gets a
+typed sharding.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,10 +15,14 @@ from math import prod
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
+from jax.sharding import AxisType, PartitionSpec
 
 from ..gemm.groups import VARLEN_K, VARLEN_M_KN, VARLEN_M_NK
 from ..gemm.subscripts import Subscripts
+from ..lowering.shardings import padded_partitions
 
 Kind = Literal["varlen_m", "varlen_k", "batch"]
 
@@ -170,3 +180,88 @@ def _arranged(array: Any, groups: Sequence[Sequence[Any]]) -> Any:
 def _reshaped(array: Any, shape: Sequence[Any]) -> Any:
     """Reshapes an array, or returns it unchanged, so that lowering can see its producer."""
     return array if array.shape == tuple(shape) else array.reshape(shape)
+
+
+def is_explicit(*arrays: Any) -> bool:
+    """Whether the mesh of these arrays or abstract values has Explicit axes; skips None."""
+    return AxisType.Explicit in _mesh_of(arrays).axis_types
+
+
+def _mesh_of(arrays: Any) -> Any:
+    """Returns the mesh that is set, else that of the arrays."""
+    if not (mesh := jax.sharding.get_abstract_mesh()).empty:
+        return mesh
+    leaves = jax.tree.leaves(arrays, is_leaf=lambda x: isinstance(x, ShapedArray))
+    types = [x if isinstance(x, ShapedArray) else jax.typeof(x) for x in leaves]
+    return next((x.sharding.mesh for x in types if not x.sharding.mesh.empty), mesh)
+
+
+def in_auto_axes(function: Callable[..., Any], out_sharding: Any, *arrays: Any) -> Any:
+    """Returns `function(*arrays)` in Auto axes, with results sharded by `out_sharding`."""
+    with jax.sharding.use_abstract_mesh(_mesh_of(arrays)):
+        return jax.sharding.auto_axes(function, out_sharding=out_sharding)(*arrays)
+
+
+def partitions(array: Any) -> tuple[Any, ...]:
+    """Returns the mesh axes, or None, of each axis of an array or abstract value."""
+    aval = array if isinstance(array, ShapedArray) else jax.typeof(array)
+    return tuple(padded_partitions(aval.sharding, aval.ndim))
+
+
+def sharding_of_product(
+    op: str, axes: RaggedAxes, lhs: Sequence[Any], rhs: Sequence[Any], rows: Any
+) -> PartitionSpec:
+    """Returns the sharding of a product, which keeps that of its operands' rows and columns.
+
+    Args:
+      op: the function that the user called, for messages.
+      lhs, rhs: the mesh axes, or None, of each axis of the operands.
+      rows: indices of rows of the left operand, or None.
+
+    Raises:
+      ValueError: the operands leave it open.
+    """
+    way_out = "Name the sharding of the result by out_sharding."
+    over = _named(axes.of_sum(lhs, rhs))
+    if over:
+        raise ValueError(
+            f"{op}: contracted axes, or the groups of weights, are sharded over the mesh axes "
+            f"{sorted(set(over))}: it is open how the sum over these devices is to lie. {way_out}"
+        )
+    if rows is not None:
+        lhs = (*partitions(rows)[:1], *lhs[1:])
+    kept = axes.of_result(lhs, rhs)
+    if len(used := _named(kept)) > len(set(used)):
+        twice = sorted({axis for axis in used if used.count(axis) > 1})
+        raise ValueError(
+            f"{op}: several axes of the result would be sharded over the mesh axes {twice}, as the "
+            f"operands' are. {way_out}"
+        )
+    return PartitionSpec(*([None] if axes.kind == "varlen_k" else []), *kept)
+
+
+def shardings_of_results(
+    function: Callable[..., Any], arrays: Any, product: Any, shape: tuple[int, int]
+) -> Any:
+    """Returns the shardings of the results of `function(*arrays)`.
+
+    Results of the product's shape have `product`, others with as many rows that of the rows.
+    """
+    (rows, *_) = (*getattr(product, "spec", product), None)
+
+    def of(result: Any) -> Any:
+        if result.shape == shape:
+            return product
+        if result.shape[:1] == shape[:1]:
+            return PartitionSpec(rows, *[None] * (result.ndim - 1))
+        return PartitionSpec()
+
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), arrays)
+        return jax.tree.map(of, jax.eval_shape(function, *shapes))
+
+
+def _named(axes: Sequence[Any]) -> list[str]:
+    """Returns all mesh axes of a partition spec's entries."""
+    entries = (x if isinstance(x, tuple) else (x,) for x in axes if x is not None)
+    return list(itertools.chain.from_iterable(entries))

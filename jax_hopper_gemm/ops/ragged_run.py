@@ -24,18 +24,18 @@ from ..gemm.options import Options
 from ..gemm.product import Product
 from ..gemm.subscripts import Subscripts
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
-from ..primitives.gather_rows import pick_rows
 from ..primitives.group_sizes import as_int32, sizes_and_groups, sizes_in_rows
 from ..primitives.ragged_dot import hopper_ragged_dot
+from ..primitives.rows import pick_rows
 from .dense import INLINE, dot_general
-from .explicit_axes import (
+from .ragged_axes import (
+    RaggedAxes,
     in_auto_axes,
     is_explicit,
     partitions,
     sharding_of_product,
     shardings_of_results,
 )
-from .ragged_axes import RaggedAxes
 from .settled import Settled, settled
 from .steps import Gate, Steps, traced
 

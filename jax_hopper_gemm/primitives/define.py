@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
 from jax.interpreters import partial_eval as pe
@@ -33,8 +34,8 @@ class Rules:
       linear_in: operands in each of which it is linear: a tangent takes the operand's place. It
         stands for `jvp`.
       jvp: `(primals, tangents, **params)`.
-      transpose: `(cotangent, *operands, **params)`; of a bilinear primitive one by each operand, as
-        in `ad.defbilinear`.
+      transpose: `(cotangent, *operands, **params)`, of one result never a zero; of a bilinear
+        primitive one by each operand, as in `ad.defbilinear`.
       batch: `(axis_data, operands, axes, **params)`, called where an operand is mapped.
       dce: as in `pe.dce_rules`.
     """
@@ -105,8 +106,10 @@ def _abstract_eval(reference: Rule, multiple_results: bool, *avals: Any, **param
 def _register_rules(primitive: Primitive, rules: Rules) -> None:
     if isinstance(rules.transpose, tuple):
         ad.defbilinear(primitive, *rules.transpose)
-    elif rules.transpose:
+    elif rules.transpose and primitive.multiple_results:
         ad.primitive_transposes[primitive] = rules.transpose
+    elif rules.transpose:
+        ad.primitive_transposes[primitive] = partial(_transposed, rules.transpose)
     if rules.linear_in:
         ad.primitive_jvps[primitive] = partial(_linear_jvp, primitive, rules.linear_in)
     elif rules.jvp:
@@ -129,6 +132,13 @@ def _linear_jvp(
     return result, total
 
 
+def _transposed(rule: Rule, cotangent: Any, *operands: Any, **params: Any) -> Any:
+    """Returns what the rule gives; JAX also asks where no cotangent comes in."""
+    if type(cotangent) is not ad.Zero:
+        return rule(cotangent, *operands, **params)
+    return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
+
+
 def _batched(
     primitive: Primitive, rule: Rule, axis_data: Any, operands: Any, axes: Any, **params: Any
 ) -> tuple[Any, Any]:
@@ -137,6 +147,13 @@ def _batched(
         return rule(axis_data, operands, axes, **params)
     results = primitive.bind(*operands, **params)
     return results, [None] * len(results) if primitive.multiple_results else None
+
+
+def mapped_first(size: int, x: Any, axis: int | None) -> Any:
+    """Returns an operand of a rule of `vmap` whose first axis is the mapped one, of this size."""
+    if axis is None:
+        return jnp.broadcast_to(x, (size, *x.shape))
+    return jnp.moveaxis(x, axis, 0)
 
 
 # Products.

@@ -27,10 +27,9 @@ from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.emit import lower_call, mark_limit
 from ..lowering.match import request_between
-from ..lowering.register import Lowering
+from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.route import Request
 from ..lowering.shardings import padded_partitions, permuted_sharding, with_partitions
-from ..lowering.traced import lower_fun_once
 from .define import Rules, define_primitive
 
 NAME = "hopper_dot"

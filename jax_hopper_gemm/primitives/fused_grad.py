@@ -35,12 +35,10 @@ from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.emit import emit_launch
 from ..lowering.match import is_launch, product_at
-from ..lowering.register import Lowering
+from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.route import Route
-from ..lowering.traced import lower_fun_once
 from ..sharding import custom_call
-from .accumulators import accumulators_of, unstacked
-from .batched_product import batched_product
+from .accumulators import accumulators_of, batched_product, unstacked
 from .define import Rules, define_primitive
 from .fused_dot_sharded import emit_fused, route_partitioned
 from .segments import without_masks

@@ -37,8 +37,7 @@ from ..fusion.memo import memoised
 from ..gemm.dtypes import residual_of
 from ..gemm.groups import DGRAD, is_varlen_k
 from ..gemm.product import Product
-from .accumulators import accumulators_of, multiply
-from .batched_product import batched_product
+from .accumulators import accumulators_of, batched_product, multiply
 from .define import Rule, Rules, define_primitive
 from .dot import as_cotangent, cotangent_of
 from .fused_dot_sharded import NAME, fused_of_shards

@@ -26,7 +26,7 @@ from ..sharding.choose_shards import Factors
 from ..sharding.shard import ShardContext
 from .accumulators import accumulators_of
 from .fused_call import FusedProduct
-from .ragged_shards import ENTRIES, SIZES, Part, RaggedShard
+from .ragged_dot_sharded import ENTRIES, SIZES, Part, RaggedShard
 from .segments import segment_broadcast, segment_mask
 
 NAME = "hopper_fused_ragged"

@@ -10,8 +10,7 @@ from jax.extend.core import Literal
 
 from ..lowering.origins import Origin, Step, source_of
 from ..lowering.route import Request
-from ..primitives.gather_rows import pick_rows_p
-from ..primitives.sum_rows import sum_rows_p
+from ..primitives.rows import pick_rows_p, sum_rows_p
 
 # Equations that lowering emits nothing for.
 IDENTITIES = frozenset({"copy", "name", "pvary"})
