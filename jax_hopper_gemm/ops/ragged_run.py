@@ -129,7 +129,7 @@ def run_product(
       numbers: which axes are what.
     """
     (rhs,), lhs, sizes = arrays.rights, arrays.lhs, arrays.sizes
-    as_lax = _lax_options(options) | {"out_sharding": out_sharding}
+    as_lax = options.of_dot() | {"out_sharding": out_sharding}
     if arrays.axes(numbers).kind == "batch":
         dot_numbers = numbers.dot_dimension_numbers
         return dot_general(lhs, rhs, dot_numbers, implementation=options.implementation, **as_lax)
@@ -269,7 +269,7 @@ def run_scaled_sum(
         return in_auto_axes(scaled_sum, out_sharding, arrays, operands)
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
         _refuse_hopper(steps.op, reason, options)
-        as_lax = _lax_options(options) | {"out_sharding": out_sharding}
+        as_lax = options.of_dot() | {"out_sharding": out_sharding}
         theirs = partial(lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **as_lax)
         dtype = jax.eval_shape(theirs, lhs, rhs, sizes).dtype
         product = theirs(lhs, rhs, sizes, preferred_element_type=accumulator_dtype(dtype))
@@ -323,14 +323,6 @@ def _refuse_hopper(op: str, reason: str, options: Options) -> None:
         raise NotImplementedError(f"implementation='hopper': no kernel runs {op}: {reason}")
 
 
-def _lax_options(options: Options) -> dict[str, Any]:
-    """Returns those options that JAX's products have."""
-    return {
-        "precision": options.precision,
-        "preferred_element_type": options.preferred_element_type,
-    }
-
-
 @memoised
 def _canonical(
     lhs: Any, rhs: Any, sizes: Any, numbers: lax.RaggedDotDimensionNumbers, options: Options
@@ -344,7 +336,7 @@ def _canonical(
         count = rhs.shape[numbers.rhs_group_dimensions[0]]
         sizes = jax.ShapeDtypeStruct((*sizes.shape[:-1], count), sizes.dtype)
     function = partial(
-        lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **_lax_options(options)
+        lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **options.of_dot()
     )
     equations = jax.make_jaxpr(function)(lhs, rhs, sizes).jaxpr.eqns
     (params,) = (e.params for e in equations if e.primitive.name == "ragged_dot_general")

@@ -40,20 +40,20 @@ class Steps:
 
     def __call__(self, product: jax.Array, *operands: jax.Array) -> Any:
         split = len(self.named)
-        given = {
+        terms = {
             name: _as(product.dtype, x)
             for name, x in zip(self.named, operands[:split], strict=True)
         }
         y = product
-        if "alpha" in given:
-            y = given["alpha"] * y
-        if "c" in given:
-            y = y + (given["beta"] * given["c"] if "beta" in given else given["c"])
-        if "bias" in given:
-            y = y + given["bias"]
+        if "alpha" in terms:
+            y = terms["alpha"] * y
+        if "c" in terms:
+            y = y + (terms["beta"] * terms["c"] if "beta" in terms else terms["c"])
+        if "bias" in terms:
+            y = y + terms["bias"]
         y = activated(self.op, self.activation, y)
-        if "residual" in given:
-            y = y + given["residual"]
+        if "residual" in terms:
+            y = y + terms["residual"]
         if self.epilogue is None:
             return y
         return checks.call(self.op, "epilogue", self.epilogue, y, *operands[split:])
@@ -79,13 +79,13 @@ class Gate:
         return _as(hidden.dtype, operands[-1]) * hidden if self.scaled else hidden
 
 
-def named_in(given: Mapping[str, Any]) -> tuple[str, ...]:
+def named_in(terms: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns `Steps.named` for the operands that are set, by name.
 
     A factor of 1 is left out. Every other factor is an operand, so that no value needs its own
     kernel.
     """
-    return tuple(x for x in NAMED if x in given and not (x in FACTORS and _is_one(given[x])))
+    return tuple(x for x in NAMED if x in terms and not (x in FACTORS and _is_one(terms[x])))
 
 
 def _is_one(factor: Any) -> bool:

@@ -37,7 +37,8 @@ class Rules:
       transpose: `(cotangent, *operands, **params)`, of one result never a zero; of a bilinear
         primitive one by each operand, as in `ad.defbilinear`.
       batch: `(axis_data, operands, axes, **params)`, called where an operand is mapped.
-      dce: as in `pe.dce_rules`.
+      dce: `(used, equation)` gives which operands are still needed, and the parameters, where only
+        some results are used.
     """
 
     linear_in: tuple[int, ...] = ()
@@ -117,7 +118,7 @@ def _register_rules(primitive: Primitive, rules: Rules) -> None:
     if rules.batch:
         batching.fancy_primitive_batchers[primitive] = partial(_batched, primitive, rules.batch)
     if rules.dce:
-        pe.dce_rules[primitive] = rules.dce
+        pe.dce_rules[primitive] = partial(_without_unused, rules.dce)
 
 
 def _linear_jvp(
@@ -137,6 +138,19 @@ def _transposed(rule: Rule, cotangent: Any, *operands: Any, **params: Any) -> An
     if type(cotangent) is not ad.Zero:
         return rule(cotangent, *operands, **params)
     return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
+
+
+def _without_unused(rule: Rule, used: list[bool], *args: Any) -> tuple[list[bool], Any]:
+    """Drops results that nothing reads and operands that only they need."""
+    equation = args[-1]  # before it, JAX 0.12 passes what matters for mutable references
+    if not any(used):
+        return [False] * len(equation.invars), None
+    needed, params = rule(used, equation)
+    return needed, equation.replace(
+        invars=[x for x, need in zip(equation.invars, needed, strict=True) if need],
+        outvars=[x for x, use in zip(equation.outvars, used, strict=True) if use],
+        params=params,
+    )
 
 
 def _batched(

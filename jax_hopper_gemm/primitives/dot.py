@@ -12,7 +12,7 @@ the product lowers to `jax.lax.dot_general`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jax.interpreters import mlir
 
 from .. import sharding
 from ..gemm.product import Product
-from ..gemm.subscripts import Subscripts
+from ..gemm.subscripts import DotGeneral, Subscripts
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call
 from ..lowering.emit import lower_call, mark_limit
@@ -45,54 +45,35 @@ def hopper_dot(lhs: jax.Array, rhs: jax.Array, product: Product) -> jax.Array:
     return hopper_dot_p.bind(lhs, rhs, product=product)
 
 
-@dataclass(frozen=True)
-class _DotGeneral:
-    """The `lax.dot_general_p` that a `hopper_dot_p` stands for, and the transpose after it.
-
-    Attributes:
-      swap_ab: whether the right operand comes first.
-      params: all parameters of `lax.dot_general_p`.
-      permutation: that of the transpose.
-    """
-
-    swap_ab: bool
-    params: dict[str, Any]
-    permutation: tuple[int, ...]
-
-    @staticmethod
-    def of(product: Product) -> _DotGeneral:
-        precision, subscripts = product.options.precision, product.subscripts
-        # A precision may tell the operands apart: only one that does not lets them change places.
-        same = precision is None or (isinstance(precision, tuple) and precision[0] == precision[1])
-        dot = subscripts.dot_general(may_swap=same)
-        order = tuple(map(subscripts.out.index, dot.out))
-        params = {
-            "dimension_numbers": dot.dimension_numbers,
-            "precision": precision,
-            "preferred_element_type": product.options.preferred_element_type,
-            "out_sharding": permuted_sharding(product.out_sharding, order),
-        }
-        return _DotGeneral(dot.swap_ab, params, dot.permutation)
-
-
-def dot_general_params(product: Product) -> dict[str, Any]:
-    """Returns the parameters of the `lax.dot_general_p` that a `hopper_dot_p` stands for."""
-    return _DotGeneral.of(product).params
+def dot_general_of(product: Product) -> tuple[DotGeneral, dict[str, Any]]:
+    """Returns the `lax.dot_general_p` that a `hopper_dot_p` stands for, and its parameters."""
+    precision, subscripts = product.options.precision, product.subscripts
+    # A precision may tell the operands apart: only one that does not lets them change places.
+    same = precision is None or (isinstance(precision, tuple) and precision[0] == precision[1])
+    dot = subscripts.dot_general(may_swap=same)
+    order = tuple(map(subscripts.out.index, dot.out))
+    return dot, product.options.of_dot() | {
+        "dimension_numbers": dot.dimension_numbers,
+        "out_sharding": permuted_sharding(product.out_sharding, order),
+    }
 
 
 def _abstract_eval(lhs: Any, rhs: Any, *, product: Product) -> Any:
     """Shape, dtype, sharding and varying axes are those of `lax.dot_general`."""
-    dot = _DotGeneral.of(product)
-    operands = (rhs, lhs) if dot.swap_ab else (lhs, rhs)
-    out, _ = lax.dot_general_p.abstract_eval(*operands, **dot.params)
+    dot, params = dot_general_of(product)
+    out, _ = lax.dot_general_p.abstract_eval(*_ordered(dot, lhs, rhs), **params)
     return lax.transpose_p.abstract_eval(out, permutation=dot.permutation)[0]
 
 
 def reference_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Array:
     """The product as XLA computes it."""
-    dot = _DotGeneral.of(product)
-    operands = (rhs, lhs) if dot.swap_ab else (lhs, rhs)
-    return lax.transpose(lax.dot_general_p.bind(*operands, **dot.params), dot.permutation)
+    dot, params = dot_general_of(product)
+    out = lax.dot_general_p.bind(*_ordered(dot, lhs, rhs), **params)
+    return lax.transpose(out, dot.permutation)
+
+
+def _ordered(dot: DotGeneral, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    return (rhs, lhs) if dot.swap_ab else (lhs, rhs)
 
 
 # Derivatives and vmap: the letters change places.

@@ -224,16 +224,9 @@ def _batch_epilogue(
     return outputs, [0] * len(outputs)
 
 
-def _without_unused(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
-    equation = args[-1]  # before it, JAX 0.12 passes what matters for mutable references
-    if not any(used):
-        return [False] * len(equation.invars), None
+def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], dict[str, Any]]:
     jaxpr, needed = pruned(equation.params["jaxpr"], used)
-    return needed, equation.replace(
-        invars=[x for x, need in zip(equation.invars, needed, strict=True) if need],
-        outvars=[x for x, use in zip(equation.outvars, used, strict=True) if use],
-        params={"jaxpr": jaxpr},
-    )
+    return needed, {"jaxpr": jaxpr}
 
 
 _lower_epilogue = lower_fun_once(_epilogue)

@@ -249,11 +249,7 @@ def _as_rows_lie(
             operands[i], axes[i] = jnp.broadcast_to(x, (size, *x.shape)), 0
 
 
-def _without_unused(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
-    """Drops results that nothing reads and operands that only they need."""
-    equation = args[-1]  # before it, JAX 0.12 passes what matters for mutable references
-    if not any(used):
-        return [False] * len(equation.invars), None
+def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], dict[str, Any]]:
     params, count = dict(equation.params), 1 + equation.params["num_b"]
     operands, sizes = len(equation.invars) - count, params["product"].num_sizes_operands
     accumulators = len(params["jaxpr"].in_avals) - operands
@@ -263,12 +259,7 @@ def _without_unused(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
     if (index := params["in_place"]) is not None:
         stays = used[0] and needed[index]
         params["in_place"] = sum(needed[:index]) if stays else None
-    needed = [True] * count + needed
-    return needed, equation.replace(
-        invars=[x for x, need in zip(equation.invars, needed, strict=True) if need],
-        outvars=[x for x, use in zip(equation.outvars, used, strict=True) if use],
-        params=params,
-    )
+    return [True] * count + needed, params
 
 
 def _apart(params: dict[str, Any]) -> Rule | None:

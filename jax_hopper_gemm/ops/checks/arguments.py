@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,12 +18,17 @@ SCALARS = (bool, int, float, complex)
 COMPLEX = 2
 
 
-def as_arrays(op: str, **operands: Any) -> list[Any]:
+def as_arrays(op: str, optional: Mapping[str, Any] | None = None, **operands: Any) -> list[Any]:
     """Returns the operands, those with a `__jax_array__` method converted by it.
+
+    Args:
+      optional: more of them, by name, of which None stays None.
 
     Raises:
       TypeError: an operand is neither an array nor a scalar.
     """
+    optional = optional or {}
+    operands |= optional
     arrays = [
         convert() if (convert := getattr(x, "__jax_array__", None)) else x
         for x in operands.values()
@@ -30,7 +36,7 @@ def as_arrays(op: str, **operands: Any) -> list[Any]:
     problems = [
         f"{name} is a {type(x).__name__}, expected an array: convert it with jnp.asarray"
         for name, x in zip(operands, arrays, strict=True)
-        if not is_array(x)
+        if not is_array(x) and not (x is None and name in optional)
     ]
     fail(op, [], problems)
     return arrays
@@ -69,16 +75,16 @@ def check_accelerated(op: str, function: Any, implementation: Any) -> None:
     fail(op, implementation_problems(implementation))
 
 
-def check_unchanged(op: str, argument: Any, known: list[Any]) -> None:
+def check_unchanged(op: str, argument: Any, leaves: list[Any]) -> None:
     """Checks that a function stored no new array in an argument, which its caller would lose.
 
     Args:
-      known: the leaves of the argument before the call, and of the function's result.
+      leaves: those of the argument before the call, and of the function's result.
 
     Raises:
       ValueError: the argument has another leaf.
     """
-    there = set(map(id, known))
+    there = set(map(id, leaves))
     if any(id(leaf) not in there for leaf in jax.tree.leaves(argument)):
         raise ValueError(
             f"{op}: the function changes a {type(argument).__name__} that it is given, and the "

@@ -57,10 +57,10 @@ def call(op: str, name: str, function: Callable[..., Any], *arrays: Any) -> Any:
     try:
         return function(*arrays)
     except Exception as error:
-        given = ", ".join(map(describe, arrays))
+        arguments = ", ".join(map(describe, arrays))
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
-            f"{op}: {name} failed when it was traced with ({given}): "
+            f"{op}: {name} failed when it was traced with ({arguments}): "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -88,17 +88,17 @@ def results(op: str, out: Any) -> tuple[Any, ...]:
     Raises:
       TypeError: the epilogue returned no result, or one that is not an array.
     """
-    found = out if isinstance(out, tuple) else (out,)
-    wrong = [type(x).__name__ for x in found if not is_array(x)]
-    if not found or wrong:
-        got = "an empty tuple" if not found else f"a {wrong[0]}"
-        if found and isinstance(out, tuple):
+    arrays = out if isinstance(out, tuple) else (out,)
+    wrong = [type(x).__name__ for x in arrays if not is_array(x)]
+    if not arrays or wrong:
+        got = "an empty tuple" if not arrays else f"a {wrong[0]}"
+        if arrays and isinstance(out, tuple):
             got = f"a tuple with a {wrong[0]}"
         hint = ". Has it a return statement?" if out is None else ""
         raise TypeError(
             f"{op}: epilogue returned {got}, expected an array or a tuple of arrays{hint}"
         )
-    return found
+    return arrays
 
 
 def check_result_dtypes(op: str, out: Sequence[Any], preferred: Any) -> None:
