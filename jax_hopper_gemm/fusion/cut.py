@@ -206,9 +206,7 @@ class _Cut:
             self._matrices += planes
         elif planes[1] != self._matrices[self._matrices.index(planes[0]) + 1]:
             return self._evaluate(self._tracker.producers[variable])
-        self._make(
-            variable, (), lambda finished: [arrange(finished[planes[0]], labels, axes, variable)]
-        )
+        self._arrange(variable, planes[0], labels, axes)
 
     def _store(self, variable: Variable) -> None:
         """Requests an intermediate matrix for XLA, in the fewest bytes that hold it."""
@@ -231,9 +229,7 @@ class _Cut:
             self._arranged.add("transpose")
         if result not in self._matrices:
             self._matrices.append(result)
-        self._make(
-            variable, (), lambda finished: [arrange(finished[result], labels, axes, variable)]
-        )
+        self._arrange(variable, result, labels, axes)
 
     def _before_rounding(self, value: int, dtype: str) -> int:
         """Returns the value that storing as `dtype` rounds to `value`."""
@@ -285,6 +281,13 @@ class _Cut:
         self._known.add(variable)
         self._steps[variable] = Step(inputs, (variable,), compute)
 
+    def _arrange(
+        self, variable: Variable, result: Result, labels: Sequence[str], axes: Axes
+    ) -> None:
+        self._make(
+            variable, (), lambda finished: [arrange(finished[result], labels, axes, variable)]
+        )
+
     def _request(self, result: Result) -> tuple[str, ...]:
         if result not in self._others:
             self._others.append(result)
@@ -332,9 +335,7 @@ class _Cut:
     def _take_top_k(self, variable: Variable, top_k: TopK) -> None:
         result = Result(top_k.kind, top_k.value, k=top_k.k)
         labels = self._request(result)
-        self._make(
-            variable, (), lambda finished: [arrange(finished[result], labels, top_k.axes, variable)]
-        )
+        self._arrange(variable, result, labels, top_k.axes)
 
     # For `explain`.
 

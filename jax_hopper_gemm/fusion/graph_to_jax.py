@@ -62,6 +62,12 @@ def evaluate(
     return results
 
 
+def reduced_by(result: Result, out: str, m: str, n: str) -> tuple[str, Literal["add", "max"]]:
+    """Returns the letters that a sum or maximum of the graph goes over, and which it is."""
+    letters = {"column_sum": m, "max": out}.get(result.kind, n)
+    return letters, "add" if result.kind.endswith("sum") else "max"
+
+
 def _along(x: jax.Array, names: str, out: str) -> jax.Array:
     """Returns an array with the axes `names` as one that broadcasts against `out`."""
     if not names:
@@ -99,14 +105,8 @@ class _Evaluation:
                 planes = [value.astype(result.dtype) for value in values]
                 axis = len(self._out.rstrip(self._n))
                 return planes if len(planes) == 1 else [jnp.stack(planes, axis)]
-            case "column_sum":
-                return [self._over(x, self._m, "add")]
-            case "row_sum":
-                return [self._over(x, self._n, "add")]
-            case "row_max":
-                return [self._over(x, self._n, "max")]
-            case "max":
-                return [self._over(x, self._out, "max")]
+            case "column_sum" | "row_sum" | "row_max" | "max":
+                return [self._over(x, *reduced_by(result, self._out, self._m, self._n))]
             case "row_sumexp":
                 largest = self._over(x, self._n, "max")
                 base = lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0.0))

@@ -60,17 +60,10 @@ def as_number(builder: Builder, predicate: int) -> int:
     return builder.node("select", predicate, builder.constant(1.0), builder.constant(0.0))
 
 
-def _plain(op: str) -> Rule:
+def _plain(op: str, *, of_bools: bool = False) -> Rule:
     def rule(b: Builder, args: Sequence[int], dtypes: Sequence[str], *_: Any) -> int:
-        if "bool" in dtypes:
+        if "bool" in dtypes and not of_bools:
             raise Uncovered(op)
-        return b.node(op, *args)
-
-    return rule
-
-
-def _logic(op: str) -> Rule:
-    def rule(b: Builder, args: Sequence[int], dtypes: Sequence[str], *_: Any) -> int:
         return b.node(op, *args)
 
     return rule
@@ -84,10 +77,6 @@ def _equality(op: str) -> Rule:
         return b.node("not", differ) if op == "eq" else differ
 
     return rule
-
-
-def _same(b: Builder, args: Sequence[int], *_: Any) -> int:
-    return args[0]
 
 
 def _convert(b: Builder, args: Sequence[int], dtypes: Sequence[str], dtype: str, *_: Any) -> int:
@@ -168,9 +157,9 @@ _PLAIN = (
 SAME = ("copy", "copy_p", "stop_gradient", "pvary", "reshard")  # operations that change no number
 _RULES: dict[str, Rule] = {
     **{op: _plain(op) for op in _PLAIN},
-    **{op: _logic(op) for op in ("and", "or", "xor", "not")},
+    **{op: _plain(op, of_bools=True) for op in ("and", "or", "xor", "not")},
     **{op: _equality(op) for op in ("eq", "ne")},
-    **dict.fromkeys(SAME, _same),
+    **dict.fromkeys(SAME, lambda b, args, *_: args[0]),
     "add_any": _plain("add"),
     "convert_element_type": _convert,
     "reduce_precision": _reduce_precision,

@@ -181,7 +181,7 @@ def _route(
     fusion, found_roles = None, None
     try:
         if function is None:
-            gemm = _gemm(request, request.out_dtype)
+            gemm = _gemm(request)
         else:
             gemm, fusion, found_roles = _fused(request, function)
     except (NotAGemm, NotFusable) as error:
@@ -200,16 +200,15 @@ def _route(
     )  # fmt: skip
 
 
-def _gemm(request: Request, d_dtype: str, *epilogue: Any) -> Gemm:
+def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] = ()) -> Gemm:
+    d_dtype, epilogue = request.out_dtype, ()
+    if fusion:
+        matrices, epilogue = fusion.graph.matrices, (fusion.graph, labels)
+        d_dtype = matrices[0].dtype if matrices else request.lhs_dtype
+    operands = request.lhs_shape, request.rhs_shape, request.lhs_dtype, d_dtype
     if request.groups:
-        return as_grouped_gemm(
-            request.subscripts, request.lhs_shape, request.rhs_shape, request.lhs_dtype, d_dtype,
-            request.groups, *epilogue,
-        )  # fmt: skip
-    gemm = as_gemm(
-        request.subscripts, request.lhs_shape, request.rhs_shape, request.lhs_dtype, d_dtype,
-        *epilogue,
-    )  # fmt: skip
+        return as_grouped_gemm(request.subscripts, *operands, request.groups, *epilogue)
+    gemm = as_gemm(request.subscripts, *operands, *epilogue)
     return _in_stack(gemm, request) if request.indexed else gemm
 
 
@@ -248,9 +247,7 @@ def _fused(request: Request, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles
         fusion = fuse(function, request.accumulators, out, found.m, found.n)
         needed = roles(*shapes, fusion.labels)
         if needed == found:
-            matrices = fusion.graph.matrices
-            d_dtype = matrices[0].dtype if matrices else request.lhs_dtype
-            return _gemm(request, d_dtype, fusion.graph, fusion.labels), fusion, found
+            return _gemm(request, fusion, fusion.labels), fusion, found
         found = needed
     raise NotAGemm("the epilogue's operands leave open which axes of the result are rows")
 
@@ -285,9 +282,7 @@ def _fused_ragged(request: Request, function: ClosedJaxpr) -> tuple[Gemm, Fusion
         labels = [x.replace(long, short) for x in labels]
     if any(x in ROW_LETTERS + GROUP_LETTERS for x in "".join(labels)):
         raise NotAGemm("an operand of the epilogue varies along some axes of the rows, not all")
-    matrices = fusion.graph.matrices
-    d_dtype = matrices[0].dtype if matrices else request.lhs_dtype
-    return _gemm(request, d_dtype, fusion.graph, labels), fusion, ragged_roles(request.subscripts)
+    return _gemm(request, fusion, labels), fusion, ragged_roles(request.subscripts)
 
 
 def _broadcast_label(shape: Sequence[int], out: str) -> str:

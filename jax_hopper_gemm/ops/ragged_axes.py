@@ -62,8 +62,8 @@ class RaggedAxes:
         batch = tuple(zip(lhs_batch, rhs_batch, strict=True))
         contracted = list(zip(lhs_contracted, rhs_contracted, strict=True))
         groups = tuple(numbers.rhs_group_dimensions)
-        lhs_free = _others(lhs_ndim, lhs_contracted, lhs_batch)
-        rhs_free = _others(rhs_ndim, rhs_contracted, rhs_batch, groups)
+        lhs_free = other_axes(lhs_ndim, lhs_contracted, lhs_batch)
+        rhs_free = other_axes(rhs_ndim, rhs_contracted, rhs_batch, groups)
         if ragged in lhs_batch:
             return cls("batch", None, batch, (), (ragged,), (), (), ())
         if ragged in lhs_contracted:
@@ -164,7 +164,7 @@ class RaggedAxes:
         return [lhs[axis] for axis in left] + [rhs[axis] for axis in right]
 
 
-def _others(ndim: int, *taken: Sequence[int]) -> tuple[int, ...]:
+def other_axes(ndim: int, *taken: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis in range(ndim) if not any(axis in axes for axes in taken))
 
 

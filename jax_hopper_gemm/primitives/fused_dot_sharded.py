@@ -18,7 +18,7 @@ from jax import numpy as jnp
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from ..fusion import Fusion, evaluate
+from ..fusion import Fusion, evaluate, reduced_by
 from ..fusion.jaxprs import abstract, traced
 from ..gemm.dtypes import residual_of
 from ..gemm.epilogue_graph import EpilogueGraph, Result
@@ -149,9 +149,8 @@ def fused_of_shards(
             dtype = np.dtype(jnp.dtype(context.sum_dtype))
             product = product.with_options(preferred_element_type=dtype)
         products = [context.sum(x) for x in accumulators_of(product, lhs, right_operands)]
-        if _is_sum(
-            graph, str(product.options.preferred_element_type)
-        ):  # as plain as this, XLA adds up shards of both before it
+        if _is_sum(graph, str(product.options.preferred_element_type)):
+            # As plain as this, XLA adds up shards of both before it.
             return [products[0] + operands[0]]
         accumulators = [x.astype(jnp.float32) for x in products]
         return follow([*accumulators, *operands], reduce=context.reduce)
@@ -183,14 +182,8 @@ def _over_devices(
         match result.kind:
             case "matrix":
                 found.append(x)
-            case "column_sum":
-                found.append(context.reduce(x, m, "add"))
-            case "row_sum":
-                found.append(context.reduce(x, n, "add"))
-            case "row_max":
-                found.append(context.reduce(x, n, "max"))
-            case "max":
-                found.append(context.reduce(x, context.letters.out, "max"))
+            case "column_sum" | "row_sum" | "row_max" | "max":
+                found.append(context.reduce(x, *reduced_by(result, context.letters.out, m, n)))
             case "row_sumexp":
                 largest = context.reduce(x, n, "max")
                 base, own = (jnp.where(jnp.isfinite(y), y, 0.0) for y in (largest, x))

@@ -94,26 +94,18 @@ def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
         if product.batch:
             call = _flattened(ctx, call, product)
         launched = lower_call(ctx, call)
-        return launched or (apart if runs_apart(product) else to_xla)(ctx, *values, **params)
+        # XLA has no ragged product that would be worth keeping a function with.
+        return launched or (apart if product.groups else to_xla)(ctx, *values, **params)
 
     def partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
         """Emits a product with its function, or else the product and the function behind it."""
         if not sharding.applies(ctx):
             return None
-        call = _call_of(ctx, values, params).readable(ctx)
         emitted = None
-        if params["product"].batch:  # by its products, which are mapped
-            pass
-        elif route := route_partitioned(ctx, call):
-            emitted = emit_fused(ctx, call, route)
+        if not params["product"].batch:  # else by its products, which are mapped
+            call = _call_of(ctx, values, params).readable(ctx)
+            if route := route_partitioned(ctx, call):
+                emitted = emit_fused(ctx, call, route)
         return emitted or apart(ctx, *values, **params)
 
     return Lowering(for_cuda, partitioned)
-
-
-def runs_apart(product: Product) -> bool:
-    """Whether a product that no kernel takes with its function is asked for without.
-
-    XLA has no ragged product that would be worth keeping a function with.
-    """
-    return product.groups is not None

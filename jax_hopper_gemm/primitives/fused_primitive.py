@@ -42,7 +42,7 @@ from .define import Rule, Rules, define_primitive
 from .dot import as_cotangent, cotangent_of
 from .fused_dot_sharded import NAME, fused_of_shards
 from .fused_grad import Recompute, epilogue_tangent_p
-from .fused_lowering import fused_lowering, request_of, runs_apart
+from .fused_lowering import fused_lowering, request_of
 from .fused_ragged_sharded import NAME as RAGGED
 from .fused_ragged_sharded import fused_of_ragged_shards
 from .segments import segment_broadcast_p, segment_mask, segment_mask_p
@@ -92,10 +92,8 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     jaxpr, product, num_b = params["jaxpr"], params["product"], params["num_b"]
     lhs, right_operands, operands = _split(primals, num_b)
     still = [type(x) is ad.Zero for x in tangents]
-    dtypes, dtype = (
-        {x.dtype for x in (lhs, *right_operands)},
-        product.options.preferred_element_type,
-    )
+    dtypes = {x.dtype for x in (lhs, *right_operands)}
+    dtype = product.options.preferred_element_type
     if len(dtypes) == 1 and is_inexact(lhs):
         dtype = jnp.dtype(residual_of(dtypes.pop().name))
     kept_product = product.with_options(preferred_element_type=dtype, preactivation="save")
@@ -143,13 +141,11 @@ def _product_tangents(
     lhs_tangent, right_tangents, _ = _split(tangents, num_b)
     sizes = operands[: product.num_sizes_operands]
     moved: dict[int, Any] = {}
-    if type(lhs_tangent) is not ad.Zero:
-        if num_b == 2:
-            moved |= enumerate(
-                hopper_dots_p.bind(lhs_tangent, *right_operands, *sizes, product=product)
-            )
-        else:
-            moved[0] = multiply(product, lhs_tangent, right_operands[0], *sizes)
+    if type(lhs_tangent) is not ad.Zero and num_b == 2:
+        both = hopper_dots_p.bind(lhs_tangent, *right_operands, *sizes, product=product)
+        moved |= enumerate(both)
+    elif type(lhs_tangent) is not ad.Zero:
+        moved[0] = multiply(product, lhs_tangent, right_operands[0], *sizes)
     for i, right_tangent in enumerate(right_tangents):
         if type(right_tangent) is not ad.Zero:
             term = multiply(product, lhs, right_tangent, *sizes)
@@ -214,12 +210,8 @@ def _batch(axis_data: Any, args: Any, axes: Any, **params: Any) -> tuple[list[An
     accumulators = abstract(
         partial(accumulators_of, product, by_xla=True), lhs, right_operands, *operands[:num_sizes]
     )
-    function = mapped(
-        params["jaxpr"],
-        [product_axis] * len(accumulators) + axes,
-        axis_data.size,
-        [*accumulators, *operands],
-    )
+    axes = [product_axis] * len(accumulators) + axes
+    function = mapped(params["jaxpr"], axes, axis_data.size, [*accumulators, *operands])
     outputs = hopper_fused_p.bind(
         lhs, *right_operands, *operands, jaxpr=function, product=product, num_b=num_b,
         in_place=params["in_place"],
@@ -263,9 +255,7 @@ def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], dict[s
 
 
 def _apart(params: dict[str, Any]) -> Rule | None:
-    if not runs_apart(params["product"]):
-        return None
-    return partial(reference_fused, by_xla=False, **params)
+    return partial(reference_fused, by_xla=False, **params) if params["product"].groups else None
 
 
 hopper_fused_p = define_primitive(

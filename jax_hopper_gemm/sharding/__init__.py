@@ -9,31 +9,14 @@
 It knows no product: primitives register theirs, see `primitives/*_sharded.py`.
 """
 
-from .choose_shards import Factors
-from .custom_call import (
-    TARGET,
-    applies,
-    emit,
-    on_cpu,
-    platforms_of,
-    product_at,
-    register,
-)
-from .options import options_of_words, options_to_words, precision_names, precision_of
-from .shard import ShardContext
-
-__all__ = [
-    "TARGET",
-    "Factors",
-    "ShardContext",
-    "applies",
-    "emit",
-    "on_cpu",
-    "options_of_words",
-    "options_to_words",
-    "platforms_of",
-    "precision_names",
-    "precision_of",
-    "product_at",
-    "register",
-]
+from .choose_shards import Factors as Factors
+from .custom_call import TARGET as TARGET
+from .custom_call import applies as applies
+from .custom_call import emit as emit
+from .custom_call import on_cpu as on_cpu
+from .custom_call import platforms_of as platforms_of
+from .custom_call import product_at as product_at
+from .custom_call import register as register
+from .options import options_of_words as options_of_words
+from .options import options_to_words as options_to_words
+from .shard import ShardContext as ShardContext

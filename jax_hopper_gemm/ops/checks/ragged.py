@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..ragged_axes import other_axes
 from .arguments import COMPLEX, activation_problems, implementation_problems, kind
 from .dense import checked_axes, factor_problems, kind_problems
 from .wording import describe, differ, fail, less
@@ -18,7 +19,7 @@ from .wording import describe, differ, fail, less
 
 @dataclass(frozen=True)
 class GroupArguments:
-    """What a user says of groups: arrays, or None where they are not terms.
+    """What a user says of groups: arrays, or None where they are not given.
 
     Attributes:
       sizes: `group_sizes`.
@@ -202,11 +203,10 @@ def check_ragged_dot_general(
         if free:
             problems += group_problems(np.shape(rhs)[group_axes[0]], rhs, groups)
         if terms and ragged[0] in lhs_contracting:
-            free_axes = (
-                _others(lhs, lhs_contracting, lhs_batch), _others(rhs, rhs_contracting, rhs_batch)
-            )  # fmt: skip
-            shape = [np.shape(lhs)[axis] for axis in (*lhs_batch, *free_axes[0])]
-            shape += [np.shape(rhs)[axis] for axis in free_axes[1]]
+            lhs_free = other_axes(np.ndim(lhs), lhs_contracting, lhs_batch)
+            rhs_free = other_axes(np.ndim(rhs), rhs_contracting, rhs_batch)
+            shape = [np.shape(lhs)[axis] for axis in (*lhs_batch, *lhs_free)]
+            shape += [np.shape(rhs)[axis] for axis in rhs_free]
             problems += _sum_problems(lhs, rhs, (np.shape(sizes)[-1], *shape), terms, preferred)
     if terms and ragged[0] not in lhs_contracting:
         problems.append(_no_sum(terms, ragged[0] in lhs_batch))
@@ -222,13 +222,8 @@ def _axes_of_sizes(
     """Returns the axes of the left operand that sizes may have before that of groups."""
     if ragged in batch:
         return batch[: batch.index(ragged)]
-    free = tuple(axis for axis in range(ndim) if axis not in contracting + batch)
-    kind = contracting if ragged in contracting else free
+    kind = contracting if ragged in contracting else other_axes(ndim, contracting, batch)
     return batch + kind[: kind.index(ragged)]
-
-
-def _others(x: Any, *taken: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(axis for axis in range(np.ndim(x)) if not any(axis in axes for axes in taken))
 
 
 def _sum_problems(
