@@ -16,15 +16,11 @@ from .flatten import Atom, Constant, Variable
 
 @dataclass(frozen=True)
 class Step:
-    """XLA's computation of one or more variables, in the order of the program.
-
-    Attributes:
-      compute: compute(finished, *inputs) returns the outputs; `finished` maps results to arrays.
-    """
+    """XLA's computation of one or more variables, in the order of the program."""
 
     inputs: tuple[Atom, ...]
     outputs: tuple[Variable, ...]
-    compute: Callable[..., Sequence[Any]]
+    compute: Callable[..., Sequence[Any]]  # (finished, *inputs); `finished` maps results to arrays
 
 
 Finished = dict[Any, Any]  # arrays of `Result`s, whose values are the builder's

@@ -28,19 +28,12 @@ _ALL = {"add", "add_any", "concatenate", "max", "min", "optimization_barrier", "
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """The groups of a product's rows, as its function refers to them.
+    """The groups of a product's rows, as its function refers to them."""
 
-    Attributes:
-      sizes: the number of the function's operand that holds the product's sizes, or None.
-      groups: the parameter of that name of the operations that read these sizes.
-      letters: of the groups' axes; the last one for an array that all matrices of a batch share.
-      each: whether each matrix of a batch has its own groups.
-    """
-
-    sizes: int | None
-    groups: Any
-    letters: str
-    each: bool
+    sizes: int | None  # the function's operand that holds the product's sizes
+    groups: Any  # the parameter of that name of the operations that read these sizes
+    letters: str  # of the groups' axes; the last for an array that all matrices of a batch share
+    each: bool  # whether each matrix of a batch has its own groups
 
     def axes_of(self, equation: Equation) -> tuple[str, ...]:
         """Returns the letters of the groups' axes that a `segment_broadcast` replaces by rows."""

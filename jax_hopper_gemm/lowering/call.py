@@ -17,26 +17,16 @@ from .route import Request, Route, current_device, route
 
 @dataclass(frozen=True)
 class Call:
-    """A product in the program that is being lowered, and the MLIR values that it reads.
-
-    Attributes:
-      request: what is asked.
-      values: the left operand, the right one or gate and up.
-      operands, avals: what the epilogue reads, in its order, and their abstract values.
-      in_place: the operand whose memory the first result takes, if it is a matrix like it.
-      sizes: of a ragged product, what cuts its rows into groups; int32.
-      rows: where the product gathers rows of an operand, their indices; int32.
-      index: where an operand is one array of a stack, which; () int32. `values` then has the stack.
-    """
+    """A product in the program that is being lowered, and the MLIR values that it reads."""
 
     request: Request
-    values: tuple[Any, ...]
-    operands: tuple[Any, ...] = ()
-    avals: tuple[Any, ...] = ()
-    in_place: int | None = None
-    sizes: Any = None
-    rows: Any = None
-    index: Any = None
+    values: tuple[Any, ...]  # the left operand, the right one or gate and up
+    operands: tuple[Any, ...] = ()  # what the epilogue reads, in its order
+    avals: tuple[Any, ...] = ()  # abstract values of these
+    in_place: int | None = None  # operand whose memory the first result takes, if a matrix like it
+    sizes: Any = None  # of a ragged product, what cuts its rows into groups; int32
+    rows: Any = None  # where the product gathers rows of an operand, their indices; int32
+    index: Any = None  # where an operand is one array of a stack in `values`, which; () int32
 
     @property
     def insists(self) -> bool:
@@ -74,12 +64,13 @@ class Call:
         for i in form.stored:
             values[i] = sources[i].stored
         named: dict[str, Any] = {}
-        if (operand := request.gathered) and not self.request.gathered:
-            i = "ab".index(operand)
-            values[i], named["rows"] = sources[i].array, sources[i].indices
-        if (operand := request.indexed) and not self.request.indexed:
-            i = "ab".index(operand)
-            values[i], named["index"] = sources[i].array, sources[i].indices
+        for name, operand, before in (
+            ("rows", request.gathered, self.request.gathered),
+            ("index", request.indexed, self.request.indexed),
+        ):
+            if operand and not before:
+                i = "ab".index(operand)
+                values[i], named[name] = sources[i].array, sources[i].indices
         return replace(self, request=request, values=tuple(values), **named)
 
     def gathered_by(self, operand: Literal["a", "b"], rows: Any) -> Call:

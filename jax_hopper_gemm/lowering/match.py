@@ -102,19 +102,12 @@ def _typed(value: Any) -> tuple[tuple[int, ...], str]:
 
 @dataclass(frozen=True)
 class Launch:
-    """The attributes of one FFI call.
+    """The attributes of one FFI call."""
 
-    Attributes:
-      digest: of the kernel, when the program was lowered.
-      spec: `GemmSpec.to_json()` of that version.
-      name: what errors call it.
-      plan: the encoded `LaunchPlan`.
-    """
-
-    digest: str
-    spec: str
-    name: str
-    plan: tuple[int, ...]
+    digest: str  # of the kernel, when the program was lowered
+    spec: str  # `GemmSpec.to_json()` of that version
+    name: str  # what errors call it
+    plan: tuple[int, ...]  # the encoded `LaunchPlan`
 
 
 def launches_in(module: Any) -> list[Launch]:

@@ -20,19 +20,14 @@ ROWS = "jax_hopper_gemm.rows"  # of rows that indices pick, zeros where there is
 class Step:
     """The operation that made a value, of those that kernels can do without.
 
-    Attributes:
-      kind: "transpose"; "reshape"; "slice", a part of an array that begins at a dynamic index along
-        its first axis and at 0 along others; "rows", which indices pick of a matrix, zeros where
-        there is none.
-      source: the value that it reads.
-      permutation: of a transpose.
-      indices: of a slice, one () int32; of rows (T, 1) int32.
+    A "slice" is a part of an array that begins at a dynamic index along its first axis and at 0
+    along others; "rows" are picked of a matrix by indices, zeros where there is none.
     """
 
     kind: Literal["transpose", "reshape", "slice", "rows"]
-    source: Any
-    permutation: tuple[int, ...] = ()
-    indices: Any = None
+    source: Any  # the value that it reads
+    permutation: tuple[int, ...] = ()  # of a transpose
+    indices: Any = None  # of a slice, one () int32; of rows (T, 1) int32
 
 
 class World(Protocol):
@@ -47,34 +42,21 @@ class World(Protocol):
 
 @dataclass(frozen=True)
 class Origin:
-    """What an operand is made of, as far as it decides how a product runs.
+    """What an operand is made of, as far as it decides how a product runs; None: not of that."""
 
-    Attributes:
-      permutation: it is that transpose of an array; None: it is none.
-      picked_of: that array is rows which are picked of another one, of so many; None: it is none.
-      stack: that array is one of so many in another one; None: it is none.
-    """
-
-    permutation: tuple[int, ...] | None = None
-    picked_of: int | None = None
-    stack: int | None = None
+    permutation: tuple[int, ...] | None = None  # it is that transpose of an array
+    picked_of: int | None = None  # that array is rows which are picked of another one, of so many
+    stack: int | None = None  # that array is one of so many in another one
 
 
 @dataclass(frozen=True)
 class Source:
-    """An operand's origin, with its values.
-
-    Attributes:
-      origin: what is known of them.
-      stored: the array that the operand is a transpose of, or the operand.
-      array, indices: what `stored` is picked of, or the stack that it is in, and by which; None
-        where it is neither.
-    """
+    """An operand's origin, with its values."""
 
     origin: Origin
-    stored: Any
-    array: Any = None
-    indices: Any = None
+    stored: Any  # the array that the operand is a transpose of, or the operand
+    array: Any = None  # what `stored` is picked of, or the stack that it is in; or None
+    indices: Any = None  # by which it is
 
 
 def source_of(value: Any, world: World) -> Source:

@@ -19,17 +19,13 @@ Rule = Callable[..., Any]  # (ctx, *values, **params)
 
 @dataclass(frozen=True)
 class Lowering:
-    """How a primitive is lowered, beyond the JAX function that it stands for.
+    """How a primitive is lowered, beyond the JAX function that it stands for."""
 
-    Attributes:
-      cuda: the rule where the program is for CUDA alone; None: the function.
-      partitioned: the rule where XLA may partition the program over devices; it may give None.
-      shared: whether equal equations of a program may become calls of one function. The arguments
-        of such a function hide the operations that they come from. With `cuda` none are shared.
-    """
-
-    cuda: Rule | None = None
+    cuda: Rule | None = None  # where the program is for CUDA alone; None: the function
+    # Where XLA may partition the program over devices; it may give None.
     partitioned: Rule | None = None
+    # Whether equal equations of a program may become calls of one function. The arguments of such a
+    # function hide the operations that they come from. With `cuda` none are shared.
     shared: bool = True
 
 
@@ -38,11 +34,8 @@ def register_lowering(
 ) -> None:
     """Registers one rule for all platforms.
 
-    A primitive's parameter `product`, if it has one, is a `gemm.product.Product`.
-
     Args:
-      primitive: the primitive.
-      abstract_eval: its rule of that name.
+      primitive: its parameter `product`, if it has one, is a `gemm.product.Product`.
       reference: the JAX function of the operands and parameters that it stands for.
       lowering: the rules where it is something else.
     """

@@ -99,27 +99,18 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """How one product runs: one object while `route` remembers the answer.
+    """How one product runs: one object while `route` remembers the answer."""
 
-    Attributes:
-      path: "hopper" (a kernel of ours) or "xla".
-      reason: why.
-      source: what decided: "table", "user table", "model", or "unsupported" where no kernel can
-        run the product.
-      gemm: its canonical form, where it has one.
-      spec, raster_order, plan: the kernel, its order of tiles and its launch; None with "xla".
-      fusion, roles: what of the epilogue the kernel computes, and the axes that it was read for.
-    """
-
-    path: Literal["hopper", "xla"]
+    path: Literal["hopper", "xla"]  # a kernel of ours, or XLA's own product
     reason: str
+    # What decided: "table", "user table", "model", or "unsupported" where no kernel can run it.
     source: str
-    gemm: Gemm | None = None
-    spec: GemmSpec | None = None
+    gemm: Gemm | None = None  # its canonical form, where it has one
+    spec: GemmSpec | None = None  # the kernel; like its order and launch None with "xla"
     raster_order: RasterOrder | None = None
     plan: LaunchPlan | None = None
-    fusion: Fusion | None = None
-    roles: Roles | None = None
+    fusion: Fusion | None = None  # what of the epilogue the kernel computes
+    roles: Roles | None = None  # the axes that the epilogue was read for
 
     @property
     def uncovered(self) -> tuple[str, ...]:
@@ -201,14 +192,14 @@ def _route(
 
 
 def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] = ()) -> Gemm:
-    d_dtype, epilogue = request.out_dtype, ()
+    d_dtype, graph = request.out_dtype, None
     if fusion:
-        matrices, epilogue = fusion.graph.matrices, (fusion.graph, labels)
-        d_dtype = matrices[0].dtype if matrices else request.lhs_dtype
+        graph = fusion.graph
+        d_dtype = graph.matrices[0].dtype if graph.matrices else request.lhs_dtype
     operands = request.lhs_shape, request.rhs_shape, request.lhs_dtype, d_dtype
     if request.groups:
-        return as_grouped_gemm(request.subscripts, *operands, request.groups, *epilogue)
-    gemm = as_gemm(request.subscripts, *operands, *epilogue)
+        return as_grouped_gemm(request.subscripts, *operands, request.groups, graph, labels)
+    gemm = as_gemm(request.subscripts, *operands, graph, labels)
     return _in_stack(gemm, request) if request.indexed else gemm
 
 

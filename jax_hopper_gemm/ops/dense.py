@@ -200,15 +200,11 @@ def _einsum(lhs: jax.Array, rhs: jax.Array, *, subscripts: str, **options: Any) 
 
 @dataclass(frozen=True)
 class JaxProduct:
-    """A product of JAX with its own arguments. Equal ones are one key of a cache.
+    """A product of JAX with its own arguments. Equal ones are one key of a cache."""
 
-    Attributes:
-      function: of two arrays, these arguments, `precision` and `preferred_element_type`.
-      named: pairs of a name and an argument.
-    """
-
+    # Of two arrays, these arguments, `precision` and `preferred_element_type`.
     function: Callable[..., jax.Array]
-    named: tuple[tuple[str, Any], ...]
+    named: tuple[tuple[str, Any], ...]  # pairs of a name and an argument
 
     def with_options(self, options: Options) -> partial[jax.Array]:
         """Returns the function of two arrays."""

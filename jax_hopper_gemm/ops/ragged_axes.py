@@ -31,28 +31,19 @@ Kind = Literal["varlen_m", "varlen_k", "batch"]
 class RaggedAxes:
     """The role of each axis of the two operands in a ragged product.
 
-    Attributes:
-      kind: "varlen_m" where the ragged axis is a free one of the left operand, "varlen_k" where it
-        is contracted, "batch" where it is a batch axis.
-      form: the form that the product comes down to; None for "batch".
-      batch: pairs of axes, left and right.
-      outer: axes of the left operand outside of the ragged one, of its kind.
-      ragged: the ragged axis; in varlen_k its partner on the right, too.
-      inner: like `outer`, the axes inside of it; in varlen_k pairs.
-      lhs_others, rhs_others: the other axes: contracted or columns, in the order of the form;
-        two tuples for weights.
-      group: the axis of groups of the right operand, if it has one.
+    It is "varlen_m" where the ragged axis is a free one of the left operand, "varlen_k" where that
+    is contracted, "batch" where it is a batch axis. The other axes are contracted or columns.
     """
 
     kind: Kind
-    form: Subscripts | None
-    batch: tuple[tuple[int, int], ...]
-    outer: tuple[int, ...]
-    ragged: tuple[int, ...]
-    inner: tuple[Any, ...]
+    form: Subscripts | None  # that the product comes down to; None for "batch"
+    batch: tuple[tuple[int, int], ...]  # pairs of axes, left and right
+    outer: tuple[int, ...]  # axes of the left operand outside of the ragged one, of its kind
+    ragged: tuple[int, ...]  # the ragged axis; in varlen_k its partner on the right, too
+    inner: tuple[Any, ...]  # like `outer`, the axes inside of it; in varlen_k pairs
     lhs_others: tuple[int, ...]
-    rhs_others: tuple[tuple[int, ...], ...]
-    group: int | None = None
+    rhs_others: tuple[tuple[int, ...], ...]  # in the order of the form, two tuples for weights
+    group: int | None = None  # the axis of groups of the right operand, if it has one
 
     @classmethod
     def of(cls, numbers: lax.RaggedDotDimensionNumbers, lhs_ndim: int, rhs_ndim: int) -> RaggedAxes:
@@ -96,12 +87,7 @@ class RaggedAxes:
         return self.form
 
     def mapped(
-        self,
-        product: Callable[..., jax.Array],
-        lhs: Any,
-        rhs: Any,
-        sizes: Any,
-        *matrices: Any,
+        self, product: Callable[..., jax.Array], lhs: Any, rhs: Any, sizes: Any, *matrices: Any
     ) -> jax.Array:
         """Returns the result, from products without outer and batch axes.
 

@@ -47,21 +47,14 @@ VARLEN_M_GATE_UP = Subscripts.parse("mk,gkcn->mn")
 
 
 class RaggedArrays(NamedTuple):
-    """What a ragged product reads.
+    """What a ragged product reads."""
 
-    Attributes:
-      lhs: (M, K), or (S, K), of which `rows` picks rows; with other numbers than `BASIC` any array.
-      rights: the right operand; or weights (G, K, N) of gate and up, or both in one (G, K, 2, N).
-      sizes: integers.
-      offset: the number of the first group, where `rights` has those of some; or None.
-      rows: (M,) indices of rows of `lhs`, or None.
-    """
-
-    lhs: Any
+    lhs: Any  # (M, K), or (S, K) of which `rows` picks; with other numbers than `BASIC` any array
+    # The right operand; or weights (G, K, N) of gate and up, or both in one (G, K, 2, N).
     rights: tuple[Any, ...]
-    sizes: Any
-    offset: Any = None
-    rows: Any = None
+    sizes: Any  # integers
+    offset: Any = None  # number of the first group, where `rights` has those of some; or None
+    rows: Any = None  # (M,) indices of rows of `lhs`, or None
 
     def axes(self, numbers: lax.RaggedDotDimensionNumbers) -> RaggedAxes:
         rhs_ndim = 3 if numbers is BASIC else np.ndim(self.rights[0])

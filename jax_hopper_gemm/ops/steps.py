@@ -25,16 +25,10 @@ FACTORS = ("alpha", "beta")
 
 @dataclass(frozen=True)
 class Steps:
-    """`epilogue(activation(alpha * product + beta * c + bias) + residual, *others)`.
+    """`epilogue(activation(alpha * product + beta * c + bias) + residual, *others)`."""
 
-    Attributes:
-      op: the function that the user called, for messages.
-      named: the arguments of `NAMED` that are set; they are the first operands.
-      activation, epilogue: as in `matmul`.
-    """
-
-    op: str
-    named: tuple[str, ...] = ()
+    op: str  # the function that the user called, for messages
+    named: tuple[str, ...] = ()  # the arguments of `NAMED` that are set: the first operands
     activation: Activation | None = None
     epilogue: Callable[..., Any] | None = None
 
@@ -61,15 +55,10 @@ class Steps:
 
 @dataclass(frozen=True)
 class Gate:
-    """`scale * activation(gate + gate_bias) * (up + up_bias)`; biases and scale are given or not.
-
-    Attributes:
-      activation: as in `gated_linear_unit`.
-      scaled: whether the last operand is the scale.
-    """
+    """`scale * activation(gate + gate_bias) * (up + up_bias)`; biases and scale are given or not."""
 
     activation: Activation | None = None
-    scaled: bool = False
+    scaled: bool = False  # whether the last operand is the scale
 
     def __call__(self, gate: jax.Array, up: jax.Array, *operands: jax.Array) -> jax.Array:
         biases = operands[: len(operands) - self.scaled]
@@ -109,21 +98,13 @@ def _as(dtype: Any, operand: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Traced:
-    """A function of products, traced once for the types of its results.
+    """A function of products, traced once for the types of its results."""
 
-    Attributes:
-      function: of the products and `operands`.
-      operands: all operands, with the arrays that the user's function closes over.
-      dtypes: of the results.
-      shapes: of the results.
-      several: whether the user's function returns a tuple.
-    """
-
-    function: Callable[..., Any]
-    operands: tuple[Any, ...]
-    dtypes: tuple[Any, ...]
-    shapes: tuple[tuple[Any, ...], ...]
-    several: bool
+    function: Callable[..., Any]  # of the products and `operands`
+    operands: tuple[Any, ...]  # all, with the arrays that the user's function closes over
+    dtypes: tuple[Any, ...]  # of the results
+    shapes: tuple[tuple[Any, ...], ...]  # of the results
+    several: bool  # whether the user's function returns a tuple
 
     def apply(self, *products: jax.Array) -> Any:
         """Returns the results of the function, computed by XLA from the products."""

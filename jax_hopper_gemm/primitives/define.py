@@ -28,23 +28,16 @@ Rule = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of JAX's transformations; None: the primitive has none.
+    """Rules of JAX's transformations; None: the primitive has none."""
 
-    Attributes:
-      linear_in: operands in each of which it is linear: a tangent takes the operand's place. It
-        stands for `jvp`.
-      jvp: `(primals, tangents, **params)`.
-      transpose: `(cotangent, *operands, **params)`, of one result never a zero; of a bilinear
-        primitive one by each operand, as in `ad.defbilinear`.
-      batch: `(axis_data, operands, axes, **params)`, called where an operand is mapped.
-      dce: `(used, equation)` gives which operands are still needed, and the parameters, where only
-        some results are used.
-    """
-
+    # Operands in each of which it is linear: a tangent takes the operand's place. Stands for `jvp`.
     linear_in: tuple[int, ...] = ()
-    jvp: Rule | None = None
+    jvp: Rule | None = None  # `(primals, tangents, **params)`
+    # `(cotangent, *operands, **params)`, of one result never a zero; of a bilinear primitive one by
+    # each operand, as in `ad.defbilinear`.
     transpose: Rule | tuple[Rule, Rule] | None = None
-    batch: Rule | None = None
+    batch: Rule | None = None  # `(axis_data, operands, axes, **params)`, where an operand is mapped
+    # `(used, equation)`, where some results are: which operands are needed, and the parameters.
     dce: Rule | None = None
 
 

@@ -16,20 +16,13 @@ from ..sharding.options import options_of_words, precision_names
 
 @dataclass(frozen=True)
 class FusedProduct:
-    """A product and the function that follows, for any extents.
+    """A product and the function that follows, for any extents."""
 
-    Attributes:
-      graph: the function.
-      product: it gives float32.
-      m, n: letters of the rows and columns of its result.
-      in_place: the operand of the graph whose memory the first result may take.
-    """
-
-    graph: EpilogueGraph
-    product: Product
-    m: str
-    n: str
-    in_place: int | None = None
+    graph: EpilogueGraph  # the function
+    product: Product  # it gives float32
+    m: str  # letters of the rows of its result
+    n: str  # letters of the columns
+    in_place: int | None = None  # operand of the graph whose memory the first result may take
 
     def to_dict(self) -> dict[str, Any] | None:
         """Returns the call's parameters; None where the precision has no names.

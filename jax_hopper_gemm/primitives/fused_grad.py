@@ -46,18 +46,11 @@ from .segments import without_masks
 
 @dataclass(frozen=True)
 class Recompute:
-    """Residuals that are computed anew: in place of accumulators a derivative keeps operands.
+    """Residuals that are computed anew: in place of accumulators a derivative keeps operands."""
 
-    Attributes:
-      product: how they are multiplied.
-      num_b: number of right operands; the left one, these, and sizes come first among the
-        residuals.
-      used: which accumulators the derivative needs.
-    """
-
-    product: Product
-    num_b: int
-    used: tuple[bool, ...]
+    product: Product  # how these are multiplied
+    num_b: int  # right operands; the left one, these, and sizes are the first residuals
+    used: tuple[bool, ...]  # which accumulators the derivative needs
 
     @property
     def num_operands(self) -> int:

@@ -129,21 +129,14 @@ def _entries_of(groups: Part, x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Following:
-    """What the graph makes of accumulators.
-
-    Attributes:
-      graph: the function.
-      others: letters of its operands.
-      out, m, n: letters of the accumulators, of their rows and columns.
-      rows: whether the rows are in groups: then rows of no group are 0.
-    """
+    """What the graph makes of accumulators."""
 
     graph: EpilogueGraph
-    others: Sequence[str]
-    out: str
-    m: str
-    n: str
-    rows: bool
+    others: Sequence[str]  # letters of its operands
+    out: str  # letters of the accumulators
+    m: str  # of their rows
+    n: str  # of their columns
+    rows: bool  # whether the rows are in groups: then rows of no group are 0
 
     def __call__(
         self, accumulators: Sequence[Any], operands: Sequence[Any], sizes: Any, rule: Groups,

@@ -65,19 +65,12 @@ class Part:
 
 @dataclass(frozen=True)
 class RaggedShard:
-    """The parts of a ragged product that a device has.
+    """The parts of a ragged product that a device has."""
 
-    Attributes:
-      rule: of the whole product.
-      periods: of the periods, if there are several.
-      rows: of the rows of each period.
-      groups: of the groups of each period.
-    """
-
-    rule: Groups
-    periods: Part = Part()
-    rows: Part = Part()
-    groups: Part = Part()
+    rule: Groups  # of the whole product
+    periods: Part = Part()  # of the periods, if there are several
+    rows: Part = Part()  # of the rows of each period
+    groups: Part = Part()  # of the groups of each period
 
     @staticmethod
     def of(rule: Groups, part: Callable[[str], tuple[Any, int]]) -> RaggedShard:

@@ -93,7 +93,7 @@ def _marking(function: Callable[..., jax.Array]) -> Lowering:
 
     def for_cuda(ctx: mlir.LoweringRuleContext, *values: Any) -> list[Any]:
         (rows,) = lower(ctx, *values)
-        array, indices, *_ = ctx.avals_in
+        array, indices, *_ = list[Any](ctx.avals_in)
         if array.ndim == 2 and indices.shape[1:] in ((), (1,)):
             mark_rows(rows)
         return [rows]

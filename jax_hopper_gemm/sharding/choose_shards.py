@@ -17,23 +17,14 @@ FLOPS_PER_SECOND = 6e14
 
 @dataclass(frozen=True)
 class Factors:
-    """Which letter each dimension of the arrays of a call is; a letter has one extent.
+    """Which letter each dimension of the arrays of a call is; a letter has one extent."""
 
-    Attributes:
-      factors: of the operands that are multiplied. Letters that `out` lacks are contracted.
-      out: of their product.
-      results: of the results. Letters of `out` that one lacks are reduced.
-      others: of the operands that are read with the product, behind the sum over devices.
-      whole: letters along which no device has less than all.
-      picked: letters of which a row meets one entry alone: with more of them there is no more work.
-    """
-
-    factors: tuple[str, ...]
-    out: str
-    results: tuple[str, ...]
-    others: tuple[str, ...] = ()
-    whole: str = ""
-    picked: str = ""
+    factors: tuple[str, ...]  # of the operands multiplied. Letters that `out` lacks are contracted
+    out: str  # of their product
+    results: tuple[str, ...]  # of the results. Letters of `out` that one lacks are reduced
+    others: tuple[str, ...] = ()  # of operands read with the product, behind the sum over devices
+    whole: str = ""  # letters along which no device has less than all
+    picked: str = ""  # of which a row meets one entry alone: more of them make no more work
 
     @staticmethod
     def of(subscripts: Subscripts) -> Factors:
@@ -58,18 +49,12 @@ class Factors:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a device computes of a product, in axes for each letter.
+    """What a device computes of a product, in axes for each letter."""
 
-    Attributes:
-      axes: along which the factors are sharded, and the product of the shards.
-      scattered: further axes along which a letter of the product is sharded by the sum over
-        devices.
-      summed: the axes over which the rest of that adds up.
-    """
-
-    axes: dict[str, Axes]
+    axes: dict[str, Axes]  # along which the factors are sharded, and the product of the shards
+    # Further axes along which a letter of the product is sharded by the sum over devices.
     scattered: dict[str, Axes]
-    summed: Axes
+    summed: Axes  # over which the rest of that adds up
 
     def result(self, letter: str) -> Axes:
         """Returns the axes of a letter behind the sum over devices."""

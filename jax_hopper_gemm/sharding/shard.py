@@ -28,11 +28,7 @@ device_number_p = Primitive("device_number")
 
 
 def reduce_over_devices(
-    x: jax.Array,
-    groups: Groups,
-    *,
-    dimension: int | None = None,
-    by: Literal["add", "max"] = "add",
+    x: jax.Array, groups: Groups, *, dimension: int | None = None, by: Literal["add", "max"] = "add"
 ) -> jax.Array:
     """Returns the elementwise sum, or largest, of the arrays of each group of devices.
 
@@ -92,20 +88,14 @@ mlir.register_lowering(reduce_over_devices_p, _lower)
 
 @dataclass(frozen=True)
 class ShardContext:
-    """What the program of a shard knows beside its operands.
-
-    Attributes:
-      mesh: the devices.
-      letters, shard: of the call.
-      sum_dtype: in which products of shards are to be summed.
-      axis: inside `jax.shard_map` over all mesh axes but one: how many devices vary slower than
-        that one, its extent, how many vary faster. `mesh` then is this axis.
-    """
+    """What the program of a shard knows beside its operands."""
 
     mesh: Mesh
     letters: Factors
     shard: Shard
-    sum_dtype: str
+    sum_dtype: str  # in which products of shards are to be summed
+    # Inside `jax.shard_map` over all mesh axes but one: how many devices vary slower than that one,
+    # its extent, how many vary faster. `mesh` then is this axis.
     axis: tuple[int, int, int] | None = None
 
     def part(self, letter: str, *, summed: bool = False) -> tuple[Any, int]:

@@ -19,17 +19,11 @@ from .wording import describe, differ, fail, less
 
 @dataclass(frozen=True)
 class GroupArguments:
-    """What a user says of groups: arrays, or None where they are not given.
+    """What a user says of groups: arrays, or None where they are not given."""
 
-    Attributes:
-      sizes: `group_sizes`.
-      offset: `group_offset`.
-      indices: `row_indices`.
-    """
-
-    sizes: Any = None
-    offset: Any = None
-    indices: Any = None
+    sizes: Any = None  # `group_sizes`
+    offset: Any = None  # `group_offset`
+    indices: Any = None  # `row_indices`
 
 
 def check_ragged_dot(

@@ -13,11 +13,7 @@ from .wording import counted, describe, dtypes_text, fail
 
 
 def check_steps(
-    op: str,
-    epilogue: Any,
-    operands: Any,
-    plain: bool,
-    options: Options,
+    op: str, epilogue: Any, operands: Any, plain: bool, options: Options
 ) -> tuple[Any, ...]:
     """Checks the arguments that all products share, and returns the operands of the epilogue.
 
