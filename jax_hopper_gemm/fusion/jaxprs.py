@@ -65,9 +65,7 @@ def pruned(
 ) -> tuple[ClosedJaxpr, list[bool]]:
     """Returns the part that computes some outputs, and for each input whether it has it.
 
-    Args:
-      outputs: for each output, whether to compute it.
-      kept: for each input, whether it stays though nothing reads it; None: none stays.
+    Inputs that are `kept` stay though nothing reads them; None: none stays.
     """
     kept = list(kept or [False] * len(closed.in_avals))
     jaxpr, used = pe.dce_jaxpr(closed.jaxpr, list(outputs), kept)
@@ -80,9 +78,7 @@ def mapped(
 ) -> ClosedJaxpr:
     """Returns the jaxpr of `jax.vmap` of a function; outputs are mapped along their first axis.
 
-    Args:
-      axes: of each input, or None where it has none; not all None.
-      args: arrays or abstract values of the mapped function.
+    `args` are arrays or abstract values of the mapped function, of whose `axes` not all are None.
     """
     function = jax.vmap(jaxpr_as_fun(closed), tuple(axes), 0, axis_size=size)
     return traced(function, *args)
@@ -92,17 +88,10 @@ def mapped(
 def tangent(
     closed: ClosedJaxpr, wrt: Sequence[int], saved: Sequence[Any]
 ) -> tuple[ClosedJaxpr, list[bool]]:
-    """Returns the derivative of a function, linear in the tangents of some inputs.
+    """Returns the derivative by the inputs `wrt`, and which of the inputs it needs.
 
-    Its inputs are the original ones that it needs, then the tangents; its outputs the tangents of
-    the inexact outputs.
-
-    Args:
-      wrt: numbers of these inputs.
-      saved: dtype of each original input here and of its tangent.
-
-    Returns:
-      The derivative, and which of the original inputs it needs.
+    Its inputs are those, then the tangents, in which it is linear; its outputs the tangents of the
+    inexact outputs. `saved` has the dtype of each input there and of its tangent.
     """
     avals: list[Any] = list(closed.in_avals)
     inexact = [i for i, aval in enumerate(closed.out_avals) if is_inexact(aval)]
@@ -127,15 +116,8 @@ def transposed(
 ) -> tuple[ClosedJaxpr, list[bool]]:
     """Returns the transpose of a function that is linear in the inputs after its `residuals`.
 
-    Its inputs are the residuals that it needs, then cotangents of outputs; its outputs
-    cotangents of linear inputs.
-
-    Args:
-      cotangents_of: outputs that have a cotangent.
-      wanted: linear inputs whose cotangents are returned, counted from the first linear one.
-
-    Returns:
-      The transpose, and for each residual whether it needs it.
+    Its inputs are the residuals that it needs, which comes second, then cotangents of some outputs;
+    its outputs cotangents of the `wanted` inputs, counted from the first linear one.
     """
     avals: Any = closed.in_avals
     places = [residuals + i for i in wanted]
@@ -186,10 +168,8 @@ def evaluated(
 ) -> list[Any]:
     """Returns the outputs of a function, with conversions that undo each other left out.
 
-    Args:
-      args: its inputs.
-      origins: pairs of an array and the one that it is a conversion of, by `id` of the former;
-        grows.
+    `origins` has pairs of an array and the one that it is a conversion of, by `id` of the former;
+    it grows.
     """
     jaxpr, origins = closed.jaxpr, {} if origins is None else origins
     variables = [*jaxpr.constvars, *jaxpr.invars]

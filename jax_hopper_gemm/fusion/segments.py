@@ -41,24 +41,19 @@ class GroupedRows:
 
 
 class GroupedProgram:
-    """A program whose accumulators have grouped rows.
-
-    Attributes:
-      rows: the groups of these rows.
-      sizes: the input that holds their sizes.
-      mask: an operation that puts 0 in the rows of no group, if the program has one.
-      reducible: whether a kernel's reductions of rows of no group can be corrected: by `mask`, or
-        because without per-group operands vanishing arrays give 0 there.
-    """
+    """A program whose accumulators have grouped rows."""
 
     def __init__(self, program: Program, num_accumulators: int, rows: GroupedRows):
         self.rows = rows
-        self.sizes: Variable | None = None
+        self.sizes: Variable | None = None  # the input that holds them
         if rows.sizes is not None:
             self.sizes = program.inputs[num_accumulators + rows.sizes]
         self._zero: set[Variable] = set(program.inputs[:num_accumulators])
         equations = program.equations
+        # An operation that puts 0 in the rows of no group, if the program has one.
         self.mask = next(filter(self.is_segment_mask, equations), None)
+        # Whether a kernel's reductions of rows of no group can be corrected: by `mask`, or because
+        # without per-group operands vanishing arrays give 0 there.
         self.reducible = bool(self.mask) or not any(map(self.is_segment_broadcast, equations))
         for equation in equations:
             if self._vanishes(equation):

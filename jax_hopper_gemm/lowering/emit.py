@@ -1,7 +1,7 @@
 """Emission of launches: the FFI call that a product becomes on a GPU, and what XLA does after it.
 
 A launch of a bare product says in attributes of its operation which one it is, so that what reads
-its result can take the product's place, with an epilogue (see `match`).
+its result can take the product's place, with an epilogue (see `call.product_at`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from ..launch.plan import LaunchPlan
 from . import fallback
-from .call import Call
+from .call import GATHERED, INDEXED, MAX_SMS, PRODUCT, SPANS, Call
 from .devices import devices_of
-from .match import GATHERED, INDEXED, MAX_SMS, PRODUCT, SPANS
 from .register import lower_jaxpr
 from .route import Request, Route
 from .shardings import with_partitions
@@ -109,14 +108,12 @@ def _factors(call: Call, route: Route) -> list[tuple[Any, ShapedArray]]:
     request, groups = call.request, call.request.groups
     shapes = [(request.lhs_shape, request.lhs_dtype)]
     shapes += [(request.rhs_shape, request.rhs_dtype)] * request.num_b
-    if groups and groups.gathered:
-        index = "ab".index(groups.gathered)
-        (_, *row), dtype = shapes[index]
-        shapes[index] = ((groups.source_rows, *row), dtype)
-    if request.indexed:
-        index = "ab".index(request.indexed)
-        shape, dtype = shapes[index]
-        shapes[index] = ((request.stack, *shape), dtype)
+    if groups and (operand := groups.gathered):
+        (_, *row), dtype = shapes["ab".index(operand)]
+        shapes["ab".index(operand)] = ((groups.source_rows, *row), dtype)
+    if operand := request.indexed:
+        shape, dtype = shapes["ab".index(operand)]
+        shapes["ab".index(operand)] = ((request.stack, *shape), dtype)
     inputs = [(v, ShapedArray(*s)) for v, s in zip(call.values, shapes, strict=True)]
     assert route.gemm
     return inputs[::-1] if route.gemm.swap_ab else inputs
@@ -129,9 +126,12 @@ def _epilogue_operands(
     assert route.fusion
     inputs = []
     for index, operand in zip(route.fusion.operands, route.fusion.graph.operands, strict=True):
-        value, aval = call.operands[index], call.avals[index]
-        if aval.dtype.name != operand.dtype:
-            value, aval = _converted(ctx, value, aval, operand.dtype)
+        value, aval, dtype = call.operands[index], call.avals[index], operand.dtype
+        if aval.dtype.name != dtype:
+            convert = mlir.lower_fun(lambda x, to=dtype: x.astype(to), multiple_results=False)
+            converted = ShapedArray(aval.shape, np.dtype(jnp.dtype(dtype)))
+            (value,) = convert(ctx.replace(avals_in=[aval], avals_out=[converted]), value)
+            aval = converted
         inputs.append((value, aval))
     return inputs
 
@@ -154,15 +154,6 @@ def _integers(call: Call) -> list[tuple[Any, ShapedArray]]:
     return [
         (x, ShapedArray(tuple(x.type.shape), np.dtype("int32"))) for x in arrays if x is not None
     ]
-
-
-def _converted(
-    ctx: mlir.LoweringRuleContext, value: Any, aval: Any, dtype: str
-) -> tuple[Any, ShapedArray]:
-    converted = ShapedArray(aval.shape, np.dtype(jnp.dtype(dtype)))
-    convert = mlir.lower_fun(lambda x: x.astype(dtype), multiple_results=False)
-    (value,) = convert(ctx.replace(avals_in=[aval], avals_out=[converted]), value)
-    return value, converted
 
 
 # What the launch says of itself.
@@ -287,7 +278,7 @@ def finish_partials(result: Result, partials: jax.Array) -> jax.Array | tuple[ja
     Raises:
       ValueError: `result` is a matrix, or `partials` has another rank than such results have.
     """
-    rank = {"row_sumexp": 4}.get(result.kind, 3)
+    rank = 4 if result.kind == "row_sumexp" else 3
     if result.kind == "matrix" or partials.ndim != rank:
         raise ValueError(
             f"finish_partials: {result.kind} of shape {partials.shape}; expected a reduction with "
@@ -300,15 +291,11 @@ def finish_partials(result: Result, partials: jax.Array) -> jax.Array | tuple[ja
     if result.kind == "max":
         return _largest(partials)
     if result.kind == "row_sumexp":
-        return _finish_sumexp(partials[:, :, 0], partials[:, :, 1])
+        tops, sums = partials[:, :, 0], partials[:, :, 1]  # of each tile, (L, tiles, M)
+        top = _largest(tops, 1)
+        base = jnp.where(jnp.isinf(top), 0.0, top)  # inf - inf would be NaN
+        return top, jnp.sum(sums * jnp.exp(tops - base[:, None]), axis=1)
     return partials
-
-
-def _finish_sumexp(tops: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns largest value and sum (L, M) of a row from those of its tiles (L, tiles, M)."""
-    top = _largest(tops, 1)
-    base = jnp.where(jnp.isinf(top), 0.0, top)  # inf - inf would be NaN
-    return top, jnp.sum(sums * jnp.exp(tops - base[:, None]), axis=1)
 
 
 def _largest(x: jax.Array, axis: int | None = None) -> jax.Array:

@@ -148,7 +148,7 @@ def dot_general(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
-    dimension_numbers = checks.check_dot_general(lhs, rhs, dimension_numbers)
+    dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
     named = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
     return _run(
         JaxProduct(lax.dot_general, named),

@@ -55,7 +55,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Gate:
-    """`scale * activation(gate + gate_bias) * (up + up_bias)`; biases and scale are given or not."""
+    """`scale * activation(gate + gate_bias) * (up + up_bias)`, with or without biases and scale."""
 
     activation: Activation | None = None
     scaled: bool = False  # whether the last operand is the scale

@@ -24,12 +24,12 @@ from .. import sharding
 from ..gemm.product import Product
 from ..gemm.subscripts import DotGeneral, Subscripts
 from ..launch.ffi_target import launcher_violation
-from ..lowering.call import Call
+from ..lowering.call import Call, request_between
 from ..lowering.emit import lower_call, mark_limit
-from ..lowering.match import request_between
 from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.route import Request
 from ..lowering.shardings import padded_partitions, permuted_sharding, with_partitions
+from .call_words import options_of_words, options_to_words
 from .define import Rules, define_primitive
 
 NAME = "hopper_dot"
@@ -153,7 +153,7 @@ def _lower_partitioned(
         route = call.route(ctx, kernel_only=call.insists)
         if not route.supported or launcher_violation():
             return None
-    if (words := sharding.options_to_words(product.options)) is None:
+    if (words := options_to_words(product.options)) is None:
         return None
     subscripts = call.request.subscripts
     params = {"subscripts": str(subscripts)} | words
@@ -166,7 +166,7 @@ def _call_at(value: Any, operands: Sequence[Any], words: dict[str, Any]) -> Call
     lhs, rhs = operands
     if (request := request_between(subscripts, lhs, rhs, value)) is None:
         return None
-    return Call(replace(request, options=sharding.options_of_words(words)), (lhs, rhs))
+    return Call(replace(request, options=options_of_words(words)), (lhs, rhs))
 
 
 def _product_of_shards(
@@ -177,7 +177,7 @@ def _product_of_shards(
     subscripts: str,
     **words: Any,
 ) -> list[jax.Array]:
-    product = Product(Subscripts.parse(subscripts), sharding.options_of_words(words))
+    product = Product(Subscripts.parse(subscripts), options_of_words(words))
     return [context.sum(hopper_dot_p.bind(lhs, rhs, product=product))]
 
 

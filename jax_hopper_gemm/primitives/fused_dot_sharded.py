@@ -29,10 +29,9 @@ from ..lowering.devices import platforms_of
 from ..lowering.route import Roles, Route
 from ..sharding.choose_shards import Factors
 from ..sharding.custom_call import constrained, emit
-from ..sharding.options import precision_names
 from ..sharding.shard import ShardContext
 from .accumulators import accumulators_of
-from .fused_call import FusedProduct
+from .call_words import FusedProduct, precision_names
 from .fused_ragged_sharded import NAME as RAGGED
 from .fused_ragged_sharded import RESULTS, with_sizes
 

@@ -32,9 +32,8 @@ from ..fusion.jaxprs import (
 from ..fusion.memo import memoised
 from ..gemm.product import Product
 from ..launch.ffi_target import launcher_violation
-from ..lowering.call import Call
+from ..lowering.call import Call, is_launch, product_at
 from ..lowering.emit import emit_launch
-from ..lowering.match import is_launch, product_at
 from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.route import Route
 from ..sharding import custom_call

@@ -28,13 +28,12 @@ from ..gemm.groups import GROUP, GroupedAxis, Groups
 from ..gemm.product import Product
 from ..gemm.subscripts import Subscripts
 from ..launch.ffi_target import launcher_violation
-from ..lowering.call import Call
+from ..lowering.call import Call, request_between
 from ..lowering.devices import platforms_of
-from ..lowering.match import request_between
 from ..sharding.choose_shards import Factors
 from ..sharding.custom_call import emit
-from ..sharding.options import options_of_words, options_to_words
 from ..sharding.shard import ShardContext
+from .call_words import options_of_words, options_to_words
 from .group_sizes import run_ends
 
 PERIODS, SIZES, ENTRIES = "p", "s", "h"  # h: groups of which each device reads all entries

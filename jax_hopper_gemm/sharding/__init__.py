@@ -3,7 +3,6 @@
     custom_call.py    the custom call, and what XLA's partitioner gets in its place
     mesh.py           the devices, and how arrays lie on them
     choose_shards.py  the choice of the shard that each device computes
-    options.py        options of a product as JSON
     shard.py          what the program of a shard knows, and its sums over devices
 
 It knows no product: primitives register theirs, see `primitives/*_sharded.py`.
@@ -17,6 +16,4 @@ from .custom_call import on_cpu as on_cpu
 from .custom_call import platforms_of as platforms_of
 from .custom_call import product_at as product_at
 from .custom_call import register as register
-from .options import options_of_words as options_of_words
-from .options import options_to_words as options_to_words
 from .shard import ShardContext as ShardContext

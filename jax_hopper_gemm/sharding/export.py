@@ -9,7 +9,7 @@ from jax.interpreters import mlir
 
 from .. import sharding
 from ..launch.ffi_target import TARGET
-from ..lowering.match import Launch, custom_calls, launches_in
+from ..lowering.call import Launch, custom_calls, launches_in
 
 
 def launches_of(exported: export.Exported) -> list[Launch]:

@@ -120,20 +120,13 @@ def kind_problems(a: Any, b: Any, terms: Mapping[str, Any], preferred: Any) -> l
     return problems
 
 
-def check_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
+def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     """Returns `dimension_numbers` as nested tuples of plain integers; None stays None.
 
     Checks that axes exist, appear once, and have equal extents in both operands.
     """
-    return (
-        None
-        if dimension_numbers is None
-        else checked_axes("dot_general", lhs, rhs, dimension_numbers)
-    )
-
-
-def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
-    """Returns `dimension_numbers` as nested tuples of plain integers, checked."""
+    if dimension_numbers is None:
+        return None
     try:
         (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = (
             tuple(tuple(int(axis) for axis in axes) for axes in pair) for pair in dimension_numbers
