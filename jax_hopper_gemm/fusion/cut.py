@@ -32,30 +32,22 @@ _KNOWN = {*REDUCTIONS, "transpose"}  # to kernels, besides operations on element
 
 @dataclass(frozen=True)
 class Fusion:
-    """A function of a product, cut in two.
+    """A function of a product, cut in two."""
 
-    Attributes:
-      graph: what the kernel computes.
-      operands: for each operand of the graph, the number of the function's operand.
-      labels: for each, the letters of the result that it varies along, in the order of its axes
-        of extent over 1.
-      casts: for each, the dtype that XLA converts it to before the kernel, or None.
-      results: for each result of the graph, the letters of the finished array: all of the
-        result's for a matrix; without those of N for row_*, of M for column_sum, none for max;
-        a "?" is the axis of top_k, or of the two planes of one array, which have an entry each.
-      uncovered: the operations on whole matrices that XLA computes after the kernel, and the
-        operations that no kernel supports.
-      finish: finish(*finished, *operands) gives the function's outputs, a list. `finished` holds
-        an array for each result in order, two (largest, sum) for row_sumexp, one for the two
-        planes of one array; `operands` are all of the function's.
-    """
-
-    graph: EpilogueGraph
-    operands: tuple[int, ...]
+    graph: EpilogueGraph  # what the kernel computes
+    operands: tuple[int, ...]  # for each operand of the graph, the number of the function's
+    # For each, the letters of the result that it varies along, by its axes of extent over 1.
     labels: tuple[str, ...]
-    casts: tuple[str | None, ...]
+    casts: tuple[str | None, ...]  # for each, the dtype that XLA converts it to before the kernel
+    # For each result of the graph, the letters of the finished array: all of the result's for a
+    # matrix; without those of N for row_*, of M for column_sum, none for max; a "?" is the axis of
+    # top_k, or of the two planes of one array, which have an entry each.
     results: tuple[tuple[str, ...], ...]
+    # Operations on whole matrices that XLA computes after the kernel, and those no kernel supports.
     uncovered: tuple[str, ...]
+    # finish(*finished, *operands) gives the function's outputs, a list. `finished` holds an array
+    # for each result in order, two (largest, sum) for row_sumexp, one for the two planes of one
+    # array; `operands` are all of the function's.
     finish: Callable[..., list[Any]]
 
 

@@ -139,16 +139,11 @@ def product_at(value: Any) -> Call | None:
 
 
 def request_between(
-    subscripts: Subscripts,
-    lhs: Any,
-    rhs: Any,
-    out: Any,
-    indexed: Literal["a", "b"] | None = None,
+    subscripts: Subscripts, lhs: Any, rhs: Any, out: Any, indexed: Literal["a", "b"] | None = None
 ) -> Request | None:
     """Returns the bare product of two MLIR values; None for dtypes that no kernel stores.
 
-    Args:
-      indexed: the operand that is one array of the stack given here, as in `Request`.
+    Of the operand `indexed`, as in `Request`, the value is the stack.
     """
     if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, out)):
         return None

@@ -29,10 +29,9 @@ from ..launch.ffi_target import TARGET, launcher_violation
 from ..launch.plan import LaunchPlan
 from . import fallback
 from .call import GATHERED, INDEXED, MAX_SMS, PRODUCT, SPANS, Call
-from .devices import devices_of
+from .devices import devices_of, with_partitions
 from .register import lower_jaxpr
 from .route import Request, Route
-from .shardings import with_partitions
 
 
 def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:

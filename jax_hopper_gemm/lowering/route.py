@@ -37,37 +37,27 @@ ROW_LETTERS, GROUP_LETTERS = "ABCDEFGH", "STUVWXYZ"
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of one product of arrays of known extents.
+    """What is asked of one product of arrays of known extents."""
 
-    Attributes:
-      subscripts: of the operands and the result.
-      out_dtype: dtype of the result; with an epilogue, of its first one.
-      options: how it is to be computed.
-      num_b: 2 for a gate and an up operand in two arrays of one shape.
-      function: the epilogue, over the accumulators and its operands; None: there is none. Of a
-        ragged product of rows it knows groups by the segment primitives. Where `vmap`
-        added axes, its accumulators have the rows in several, those of a contraction the groups.
-      groups: of a ragged product, how its rows are cut into groups; the subscripts are one of the
-        forms in `gemm.groups`.
-      sizes_operand: which operand of the function are these sizes, if one is; before `vmap` put
-        them behind one another.
-      indexed, stack: as in `GemmProblem`: the left ("a") or right operand is one array of a stack
-        of so many.
-    """
-
-    subscripts: Subscripts
+    subscripts: Subscripts  # of a ragged product one of the forms in `gemm.groups`
     lhs_shape: tuple[int, ...]
     lhs_dtype: str
     rhs_shape: tuple[int, ...]
     rhs_dtype: str
-    out_dtype: str
+    out_dtype: str  # of the result; with an epilogue, of its first one
     options: Options = Options()
-    num_b: int = 1
+    num_b: int = 1  # 2 for a gate and an up operand in two arrays of one shape
+    # The epilogue, over the accumulators and its operands, or None. Of a ragged product of rows it
+    # knows groups by the segment primitives. Where `vmap` added axes, its accumulators have the
+    # rows in several, those of a contraction the groups.
     function: ClosedJaxpr | None = None
-    groups: GroupedAxis | None = None
+    groups: GroupedAxis | None = None  # of a ragged product, how its rows are cut into groups
+    # Operand of the function that is these sizes, before `vmap` put them behind one another.
     sizes_operand: int | None = None
-    indexed: Literal["a", "b"] | None = None
-    stack: int = 1
+    indexed: Literal["a", "b"] | None = (
+        None  # operand that is one array of a stack, `GemmProblem`'s
+    )
+    stack: int = 1  # of so many
 
     @property
     def gathered(self) -> Literal["a", "b"] | None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import ops
-from ..ops.checks import moe
+from ..ops.checks import layers
 from ..ops.dense import Implementation, Preactivation
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
@@ -54,7 +54,7 @@ def grouped_mlp(
     pair = isinstance(gate_up, tuple | list)
     rights: tuple[Any, ...] = tuple(map(jnp.asarray, gate_up if pair else (gate_up,)))
     scale = None if row_weights is None else jnp.asarray(row_weights)
-    moe.check_grouped_mlp(x, rights, down, sizes, scale, activation)
+    layers.check_grouped_mlp(x, rights, down, sizes, scale, activation)
     hidden = ops.gated_linear_unit(
         x, (rights[0], rights[1]) if pair else rights[0], activation=activation, row_scale=scale,
         group_sizes=sizes, preactivation=preactivation, precision=precision,

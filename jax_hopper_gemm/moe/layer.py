@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..ops.checks import moe
+from ..ops.checks import layers
 from ..ops.dense import Implementation, Preactivation
 from .expert_parallel import EXCHANGES, Exchange
 from .experts import Activation, grouped_mlp
@@ -65,7 +65,7 @@ def mixture_of_experts(
     rights = gate_up if isinstance(gate_up, tuple | list) else (gate_up,)
     rights = tuple(map(jnp.asarray, rights))
     devices = 1 if expert_axis is None else lax.axis_size(expert_axis)
-    moe.check_mixture(x, kernel, rights, down, devices, exchange)
+    layers.check_mixture(x, kernel, rights, down, devices, exchange)
     tokens = x.reshape(-1, x.shape[-1])
     routing = router(
         tokens, kernel, experts_per_token, score=score, normalize=normalize, scale=scale,

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from ..gemm.groups import VARLEN_K, VARLEN_M_KN, VARLEN_M_NK
 from ..gemm.subscripts import Subscripts
-from ..lowering.shardings import padded_partitions
+from ..lowering.devices import padded_partitions
 
 Kind = Literal["varlen_m", "varlen_k", "batch"]
 

@@ -114,13 +114,7 @@ def run_product(
     options: Options,
     out_sharding: Any,
 ) -> jax.Array:
-    """Returns a ragged product.
-
-    Args:
-      op: what the user called, for messages.
-      arrays: with one right operand.
-      numbers: which axes are what.
-    """
+    """Returns a ragged product of `arrays` with one right operand; `op` is named in messages."""
     (rhs,), lhs, sizes = arrays.rights, arrays.lhs, arrays.sizes
     as_lax = options.of_dot() | {"out_sharding": out_sharding}
     if arrays.axes(numbers).kind == "batch":

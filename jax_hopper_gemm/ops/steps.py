@@ -74,11 +74,8 @@ def named_in(terms: Mapping[str, Any]) -> tuple[str, ...]:
     A factor of 1 is left out. Every other factor is an operand, so that no value needs its own
     kernel.
     """
-    return tuple(x for x in NAMED if x in terms and not (x in FACTORS and _is_one(terms[x])))
-
-
-def _is_one(factor: Any) -> bool:
-    return isinstance(factor, checks.SCALARS) and factor == 1
+    ones = [x for x in FACTORS if isinstance(terms.get(x), checks.SCALARS) and terms[x] == 1]
+    return tuple(x for x in NAMED if x in terms and x not in ones)
 
 
 def activated(op: str, activation: Activation | None, y: jax.Array) -> jax.Array:
@@ -91,9 +88,8 @@ def activated(op: str, activation: Activation | None, y: jax.Array) -> jax.Array
 
 def _as(dtype: Any, operand: jax.Array) -> jax.Array:
     """Returns an operand in the dtype that a sum of floats is computed in."""
-    return (
-        lax.convert_element_type(operand, dtype) if jnp.issubdtype(dtype, np.inexact) else operand
-    )
+    inexact = jnp.issubdtype(dtype, np.inexact)
+    return lax.convert_element_type(operand, dtype) if inexact else operand
 
 
 @dataclass(frozen=True)
@@ -141,15 +137,12 @@ def traced(
     """Traces a function of products.
 
     A result with the shape and dtype of the function's argument is converted to `product_dtype`;
-    every other result keeps its dtype.
+    every other result keeps its dtype. If not None, `preferred` has the dtypes of the results.
 
     Args:
       op: the function that the user called, for messages.
-      function: such as `Steps` or `Gate`.
-      products: its first arguments, arrays or `jax.ShapeDtypeStruct`s.
-      operands: its operands.
-      product_dtype: dtype of the product.
-      preferred: dtypes of the results, if not None.
+      function: such as `Steps` or `Gate`, of the products and operands.
+      products: arrays or `jax.ShapeDtypeStruct`s.
     """
     closed, avals, several = program(op, function, products, operands)
     checks.check_result_dtypes(op, avals, preferred)

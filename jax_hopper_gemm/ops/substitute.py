@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 from ..gemm.options import Implementation, Options
 from ..gemm.product import Product
 from ..gemm.subscripts import Subscripts
-from ..lowering.shardings import padded_partitions, permuted_sharding, with_partitions
+from ..lowering.devices import padded_partitions, permuted_sharding, with_partitions
 from ..primitives.dot import hopper_dot_p
 from .sm_limit import current_max_sms
 
@@ -42,11 +42,7 @@ def hopper_equations(
 ) -> list[Any]:
     """Returns the equations of a jaxpr with each `dot_general` replaced by a `hopper_dot`.
 
-    A transpose that is the only user of a product becomes part of it.
-
-    Args:
-      implementation: as of `hopper_dot`.
-      chosen: whether to replace a `dot_general`.
+    It is where `chosen` says so. A transpose that is the only user of a product becomes part of it.
     """
     transposes = _transposes_of_products(jaxpr, chosen)
     absorbed = {id(transpose) for transpose in transposes.values()}

@@ -12,7 +12,7 @@ from jax import lax
 
 from ..gemm.groups import is_varlen_k
 from ..gemm.product import Product
-from ..lowering.shardings import padded_partitions, with_partitions
+from ..lowering.devices import padded_partitions, with_partitions
 from .define import mapped_first
 from .dot import batched, hopper_dot, reference_dot
 from .ragged_dot import hopper_ragged_dot
@@ -20,12 +20,9 @@ from .segments import mapped_shared
 
 
 def multiply(product: Product, lhs: Any, right: Any, *sizes: Any, by_xla: bool = False) -> Any:
-    """Returns one product: with gate and up stacked, an array of both.
+    """Returns one product, in its `preferred_element_type`: with gate and up stacked, both.
 
-    Args:
-      product: its `preferred_element_type` is the dtype of the accumulators.
-      sizes: of a ragged product.
-      by_xla: no kernel takes part.
+    `sizes` are those of a ragged product; with `by_xla` no kernel takes part.
     """
     if product.groups:
         return _multiply_ragged(product, lhs, right, *sizes, by_xla=by_xla)
@@ -58,10 +55,9 @@ def _multiply_ragged(product: Product, lhs: Any, right: Any, sizes: Any, *, by_x
 def accumulators_of(
     product: Product, lhs: Any, right_operands: Sequence[Any], *sizes: Any, by_xla: bool = False
 ) -> list[Any]:
-    """Returns the accumulators, an array each; arguments as of `multiply`.
+    """Returns the accumulators, an array each, as `multiply` does.
 
-    Args:
-      right_operands: the right operand; or gate and up, which one array may hold.
+    `right_operands` are the right operand; or gate and up, which one array may hold.
     """
     arrays = [multiply(product, lhs, right, *sizes, by_xla=by_xla) for right in right_operands]
     return unstacked(arrays, product.gate_up_axis())

@@ -68,11 +68,9 @@ def define_primitive(
     """Returns a new primitive.
 
     Args:
-      name: of the primitive.
       reference: the JAX function of operands and parameters that it stands for. With
         `multiple_results` it gives a list.
       abstract: gives abstract results from abstract operands; None: traces `reference`.
-      rules: for JAX's transformations; None: it has none.
       lowering: where it is lowered to something else than `reference`; None: nowhere.
       request_of: of a product, which has a parameter `product`: what it asks for, from abstract
         operands, abstract results and its parameters.
@@ -85,8 +83,7 @@ def define_primitive(
     primitive.def_impl(partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract)
     _register_rules(primitive, rules or Rules())
-    lowering = lowering or Lowering()
-    register_lowering(primitive, abstract, reference, lowering)
+    register_lowering(primitive, abstract, reference, lowering or Lowering())
     if request_of:
         PRODUCTS[primitive] = _ProductRules(request_of, apart)
     return primitive

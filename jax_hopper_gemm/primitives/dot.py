@@ -25,10 +25,10 @@ from ..gemm.product import Product
 from ..gemm.subscripts import DotGeneral, Subscripts
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call, request_between
+from ..lowering.devices import padded_partitions, permuted_sharding, with_partitions
 from ..lowering.emit import lower_call, mark_limit
 from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.route import Request
-from ..lowering.shardings import padded_partitions, permuted_sharding, with_partitions
 from .call_words import options_of_words, options_to_words
 from .define import Rules, define_primitive
 
@@ -170,12 +170,7 @@ def _call_at(value: Any, operands: Sequence[Any], words: dict[str, Any]) -> Call
 
 
 def _product_of_shards(
-    context: sharding.ShardContext,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    subscripts: str,
-    **words: Any,
+    context: sharding.ShardContext, lhs: jax.Array, rhs: jax.Array, *, subscripts: str, **words: Any
 ) -> list[jax.Array]:
     product = Product(Subscripts.parse(subscripts), options_of_words(words))
     return [context.sum(hopper_dot_p.bind(lhs, rhs, product=product))]

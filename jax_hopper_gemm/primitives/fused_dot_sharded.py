@@ -53,12 +53,7 @@ def route_partitioned(ctx: mlir.LoweringRuleContext, call: Call) -> Route | None
 
 
 def emit_fused(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Any] | None:
-    """Emits a product with its function; None where it must be another way.
-
-    Args:
-      call: the product, and what the function reads.
-      route: of `route_partitioned`.
-    """
+    """Emits a product with its function, by `route_partitioned`; None where it is another way."""
     assert route.fusion and route.roles
     if precision_names(call.request.options.precision) is None:
         return None
@@ -130,12 +125,7 @@ def _sum_dtype(graph: EpilogueGraph, factors: str) -> str:
 def fused_of_shards(
     bind: Callable[..., Any], context: ShardContext, *shards: jax.Array, **params: Any
 ) -> list[jax.Array]:
-    """The program of a shard.
-
-    Args:
-      bind: binds `hopper_fused_p`.
-      **params: of a `FusedProduct`.
-    """
+    """The program of a shard, by `params` of a `FusedProduct`; `bind` binds `hopper_fused_p`."""
     fused = FusedProduct.from_dict(params)
     graph, m, n, product = fused.graph, fused.m, fused.n, fused.product
     letters, count = context.letters, len(context.letters.factors)

@@ -229,13 +229,7 @@ def ragged_of_shards(
     spans: Sequence[int],
     **words: Any,
 ) -> list[jax.Array]:
-    """The program of a shard.
-
-    Args:
-      bind: binds `hopper_ragged_dot`.
-      sizes: of the whole product.
-      subscripts, spans, **words: those that `emit_ragged` hands in.
-    """
+    """The program of a shard, by the words of `emit_ragged`; `sizes` are of the whole product."""
     shard, letters = RaggedShard.of(Groups(*spans), context.part), context.letters
     extents = letters.extents((lhs.shape, rhs.shape))
     periods = shard.rule.periods(sizes.shape[0])

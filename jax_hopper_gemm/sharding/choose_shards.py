@@ -41,6 +41,11 @@ class Factors:
         letters = dict.fromkeys("".join(self.factors))
         return "".join(x for x in letters if x not in self.out + self.whole)
 
+    def axes_by_letter(self, axes: Sequence[Sequence[Axes]]) -> list[dict[str, Axes]]:
+        """Returns for each of `arrays` the axes of its letters, from those of its dimensions."""
+        pairs = zip(self.arrays, axes, strict=True)
+        return [dict(zip(names, each, strict=True)) for names, each in pairs]
+
     def extents(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """Returns the extent of each letter, of the shapes of `arrays`."""
         pairs = zip(self.arrays, shapes, strict=False)
@@ -83,10 +88,7 @@ def choose_shard(
         are summed.
       given: how these arrays are sharded outside.
     """
-    outside = [
-        dict(zip(names, axes, strict=True))
-        for names, axes in zip(letters.arrays, given, strict=True)
-    ]
+    outside = letters.axes_by_letter(given)
     choices = {
         letter: _choices(mesh, extent, (known.get(letter) for known in outside))
         if letter not in letters.whole
@@ -161,10 +163,7 @@ def _cost(
         and all(claims.count(axis) == 1 for axis in axes)
         and all(names.get(letter, axes) == axes for names in factors)
     )
-    inside = [
-        dict(zip(names, axes, strict=True))
-        for names, axes in zip(letters.arrays, shard.arrays(letters), strict=True)
-    ]
+    inside = letters.axes_by_letter(shard.arrays(letters))
     operands = len(letters.arrays) - len(letters.results)
     moved = 0.0
     for i, (before, after) in enumerate(zip(outside, inside, strict=True)):
@@ -207,11 +206,9 @@ def sharding_rule(letters: Factors, extents: dict[str, int]) -> str:
     sizes = ", ".join(f"{names[letter]}={extent}" for letter, extent in extents.items())
     in_results = set("".join(letters.results)) | set(letters.whole)
     reduced = [x for x in extents if x not in in_results]
-    kinds = (
-        ("reduction", reduced),
-        ("need_replication", [x for x in extents if x in letters.whole]),
-    )
-    special = "".join(f" {kind}={{{listed(found)}}}" for kind, found in kinds if found)
+    whole = [x for x in extents if x in letters.whole]
+    kinds = (("reduction", reduced), ("need_replication", whole))
+    special = "".join(f" {kind}={{{listed(part)}}}" for kind, part in kinds if part)
     return f"#sdy.op_sharding_rule<{arrays} {{{sizes}}}{special}, custom>"
 
 

@@ -19,13 +19,9 @@ COMPLEX = 2
 
 
 def as_arrays(op: str, optional: Mapping[str, Any] | None = None, **operands: Any) -> list[Any]:
-    """Returns the operands, those with a `__jax_array__` method converted by it.
+    """Returns the operands, checked; those with a `__jax_array__` method converted by it.
 
-    Args:
-      optional: more of them, by name, of which None stays None.
-
-    Raises:
-      TypeError: an operand is neither an array nor a scalar.
+    After them come the `optional` ones, of which None stays None.
     """
     optional = optional or {}
     operands |= optional
@@ -62,11 +58,7 @@ def kind(x: Any) -> int:
 
 
 def check_accelerated(op: str, function: Any, implementation: Any) -> None:
-    """Checks a function and an implementation.
-
-    Raises:
-      TypeError, ValueError: one is not callable, or the other does not exist.
-    """
+    """Checks that a function can be called and that an implementation exists."""
     if not callable(function):
         raise TypeError(
             f"{op}: function is a {type(function).__name__}, expected a function: pass the "
@@ -78,11 +70,8 @@ def check_accelerated(op: str, function: Any, implementation: Any) -> None:
 def check_unchanged(op: str, argument: Any, leaves: list[Any]) -> None:
     """Checks that a function stored no new array in an argument, which its caller would lose.
 
-    Args:
-      leaves: those of the argument before the call, and of the function's result.
-
-    Raises:
-      ValueError: the argument has another leaf.
+    Every leaf of the argument must be among `leaves`: those of the argument before the call, and
+    of the function's result.
     """
     there = set(map(id, leaves))
     if any(id(leaf) not in there for leaf in jax.tree.leaves(argument)):
@@ -94,11 +83,7 @@ def check_unchanged(op: str, argument: Any, leaves: list[Any]) -> None:
 
 
 def check_max_sms(limit: Any) -> None:
-    """Checks a limit of SMs.
-
-    Raises:
-      TypeError, ValueError: it is neither None nor an integer of at least 1.
-    """
+    """Checks that a limit of SMs is None or an integer of at least 1."""
     if limit is None:
         return
     if isinstance(limit, bool) or not hasattr(limit, "__index__"):

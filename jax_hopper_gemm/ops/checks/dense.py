@@ -15,10 +15,7 @@ from .wording import describe, differ, fail
 def check_matmul(a: Any, b: Any, terms: Mapping[str, Any], activation: Any, preferred: Any) -> None:
     """Checks ranks, K and batch axes by the rules of `jnp.matmul`, then the epilogue.
 
-    Args:
-      a, b: the operands.
-      terms: bias, residual, c, alpha and beta by name, without those that are None.
-      activation, preferred: the user's arguments; `preferred` is preferred_element_type.
+    `terms` are bias, residual, c, alpha and beta by name, without those that are None.
     """
     problems = _matmul_problems(a, b)
     if not problems:

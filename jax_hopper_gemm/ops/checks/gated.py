@@ -23,10 +23,6 @@ def check_gated(
 ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """Checks a gated linear unit; with sizes in `groups` a grouped one, whose rows may be gathered.
 
-    Args:
-      groups: as the user gave them.
-      everything else: as the user gave it.
-
     Returns:
       x; the weights: one array or gate and up; the biases: none or gate's and up's; the scale of
       rows: none or one.

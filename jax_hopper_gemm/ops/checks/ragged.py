@@ -144,10 +144,7 @@ def check_ragged_dot_general(
 ) -> lax.RaggedDotDimensionNumbers:
     """Returns the checked dimension numbers as tuples of plain integers.
 
-    Args:
-      terms: alpha, beta and c by name, without those that are None.
-      preferred: preferred_element_type.
-      Other arguments: those of `ragged_dot_general`.
+    `terms` are alpha, beta and c by name, without those that are None.
     """
     op = "ragged_dot_general"
     expected = "ragged_dot_dimension_numbers"

@@ -17,10 +17,7 @@ def check_steps(
 ) -> tuple[Any, ...]:
     """Checks the arguments that all products share, and returns the operands of the epilogue.
 
-    Args:
-      op: the function that the user called.
-      epilogue, operands, options: the user's arguments.
-      plain: whether the product has no epilogue at all.
+    `plain`: the product has no epilogue at all.
     """
     problems, mistyped = [], function_problems("epilogue", epilogue)
     preferred = options.preferred_element_type
@@ -45,11 +42,7 @@ def check_steps(
 
 
 def call(op: str, name: str, function: Callable[..., Any], *arrays: Any) -> Any:
-    """Returns `function(*arrays)` for a user's function while it is traced.
-
-    Raises:
-      TypeError or ValueError: the function raised an exception, which becomes the cause.
-    """
+    """Returns `function(*arrays)` of a user's function; its exception is the cause of our error."""
     try:
         return function(*arrays)
     except Exception as error:
@@ -79,11 +72,7 @@ def check_activated(op: str, out: Any, y: Any) -> None:
 
 
 def results(op: str, out: Any) -> tuple[Any, ...]:
-    """Returns the results of an epilogue as a tuple of arrays.
-
-    Raises:
-      TypeError: the epilogue returned no result, or one that is not an array.
-    """
+    """Returns the results of an epilogue, checked, as a tuple of arrays."""
     arrays = out if isinstance(out, tuple) else (out,)
     wrong = [type(x).__name__ for x in arrays if not is_array(x)]
     if not arrays or wrong:
