@@ -61,8 +61,8 @@ def all_gather_matmul(
       TypeError: an operand is not an array.
       NotImplementedError: `implementation="hopper"` and no kernel can run the products.
     """
-    named = {} if bias is None else {"bias": bias}
-    x, w, *biases = map(jnp.asarray, as_arrays("all_gather_matmul", x=x, w=w, **named))
+    optional = {} if bias is None else {"bias": bias}
+    x, w, *biases = map(jnp.asarray, as_arrays("all_gather_matmul", optional, x=x, w=w))
     layers.check_all_gather_matmul(
         x, w, axis_name, biases[0] if biases else None, activation, implementation
     )

@@ -34,14 +34,11 @@ def evaluate(
     """Returns the finished results of a graph, the first arguments of `Fusion.finish`.
 
     Args:
-      graph: without top-k.
+      graph: without top-k, which raises a ValueError.
       arrays: the accumulators, float32 and with the axes `out`, then the operands.
       labels: the letters of each operand, one for each axis; a scalar has none.
       out, m, n: as in `fuse`.
       reduce: for shards, maps the reduction of one shard over letters to that over all shards.
-
-    Raises:
-      ValueError: the graph has a top-k.
     """
     evaluation = _Evaluation(out, m, n, reduce or (lambda x, letters, by: x))
     values = list(arrays[: graph.accumulators])

@@ -47,9 +47,8 @@ def finish_by(
 ) -> Callable[..., list[Any]]:
     """Returns `Fusion.finish`.
 
-    Args:
-      kept: the results of the kernel in order, with the shapes of their finished arrays.
-      spelled: for each result that a step needs, the kernel's result that holds it.
+    `kept` are the results of the kernel in order, with the shapes of their finished arrays;
+    `spelled` has for each result that a step needs the kernel's result that holds it.
     """
 
     def finish(*arrays: Any) -> list[Any]:

@@ -37,15 +37,9 @@ def apply(
     dtypes: Sequence[str],
     dtype: str,
 ) -> int:
-    """Returns the value of one operation.
+    """Returns the value of a `jax.lax` primitive; raises Uncovered where no kernel computes it.
 
-    Args:
-      name, params: of a `jax.lax` primitive.
-      arguments: values.
-      dtypes, dtype: of the arguments and of the result, as the jaxpr has them.
-
-    Raises:
-      Uncovered: no kernel computes it.
+    Dtypes of the arguments, which are values, and of the result are as the jaxpr has them.
     """
     if name not in _RULES or not {*dtypes, dtype} <= set(HELD):
         raise Uncovered(name)
@@ -171,9 +165,7 @@ _RULES: dict[str, Rule] = {
     "polynomial": _polynomial,
 }
 # Operations whose result on 16-bit floats is one, and a conversion, which rounds by itself.
-_EXACT = frozenset(
-    {
-        "neg", "abs", "sign", "floor", "ceil", "round", "max", "min", "clamp", "select_n",
-        "convert_element_type", *SAME,
-    }
-)  # fmt: skip
+_EXACT = {
+    "neg", "abs", "sign", "floor", "ceil", "round", "max", "min", "clamp", "select_n",
+    "convert_element_type", *SAME,
+}  # fmt: skip

@@ -54,9 +54,7 @@ class Request:
     groups: GroupedAxis | None = None  # of a ragged product, how its rows are cut into groups
     # Operand of the function that is these sizes, before `vmap` put them behind one another.
     sizes_operand: int | None = None
-    indexed: Literal["a", "b"] | None = (
-        None  # operand that is one array of a stack, `GemmProblem`'s
-    )
+    indexed: Literal["a", "b"] | None = None  # operand that is one array of a stack
     stack: int = 1  # of so many
 
     @property

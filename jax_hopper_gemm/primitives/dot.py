@@ -36,12 +36,7 @@ NAME = "hopper_dot"
 
 
 def hopper_dot(lhs: jax.Array, rhs: jax.Array, product: Product) -> jax.Array:
-    """Returns the product of two arrays.
-
-    Args:
-      lhs, rhs: the operands.
-      product: its precision and dtype are parameters of `lax.dot_general_p`, already canonical.
-    """
+    """Returns the product of two arrays; its precision and dtype are canonical already."""
     return hopper_dot_p.bind(lhs, rhs, product=product)
 
 
@@ -122,7 +117,6 @@ def batched(product: Product, axis_data: Any, axes: Any) -> Product:
 
 
 # Lowering.
-
 
 _lower_to_xla = lower_fun_once(reference_dot)
 

@@ -76,7 +76,7 @@ def _tangent(
 
     Args:
       *args: residuals, then tangents.
-      jaxpr: the derivative as of `jaxprs.tangent`.
+      jaxpr: the derivative by `jaxprs.tangent`.
       residuals: how many of `args` are.
       plane_axis: that of gate and up in the first tangent, where it holds both.
       recompute: how the first residuals of the derivative come from the first of `args`.

@@ -81,10 +81,9 @@ def _flattened(ctx: mlir.LoweringRuleContext, call: Call, product: Product) -> C
 
 
 def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
-    """Returns how `hopper_fused_p` is lowered.
+    """Returns how `hopper_fused_p` is lowered, which stands for `reference`.
 
-    Args:
-      reference: the function that it stands for; with `by_xla=False` its products are ours.
+    With `by_xla=False` products of that are ours.
     """
     to_xla = lower_fun_once(reference)
     apart = lower_fun_once(partial(reference, by_xla=False))

@@ -49,12 +49,9 @@ def with_sizes(letters: Factors, subscripts: Subscripts) -> Factors:
 def fused_of_ragged_shards(
     bind: Callable[..., Any], context: ShardContext, *shards: jax.Array, **params: Any
 ) -> list[jax.Array]:
-    """The program of a shard.
+    """The program of a shard, by `params` of a `FusedProduct` that has groups.
 
-    Args:
-      bind: binds `hopper_fused_p`.
-      *shards: factors, operands of the graph, and the sizes, whole.
-      **params: of a `FusedProduct` that has groups.
+    `bind` binds `hopper_fused_p`; `shards` are factors, operands of the graph, the sizes, whole.
     """
     fused, letters = FusedProduct.from_dict(params), context.letters
     graph, n, product = fused.graph, fused.n, fused.product

@@ -202,7 +202,6 @@ def _batch_rows(size: int, args: Any, axes: Any, product: Product) -> Any:
 
 # Lowering.
 
-
 _lower_to_xla = lower_fun_once(reference_ragged_dot)
 
 

@@ -141,9 +141,8 @@ def without_masks(
 ) -> tuple[ClosedJaxpr, list[bool]]:
     """Returns a function without `segment_mask` that make no difference, and which inputs it has.
 
-    Args:
-      outputs: which outputs are read by products alone, to which rows of no group are nothing.
-      kept: as in `jaxprs.pruned`.
+    `outputs` tells which are read by products alone, to which rows of no group are nothing; `kept`
+    is as in `jaxprs.pruned`.
     """
     jaxpr = closed.jaxpr
     before = {e.outvars[0]: e.invars[0] for e in jaxpr.eqns if e.primitive is segment_mask_p}

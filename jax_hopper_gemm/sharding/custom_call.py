@@ -159,12 +159,9 @@ _replace: Callable[[Program, Sequence[Any]], Program] | None = None  # see `on_c
 
 
 def register(name: str, program: Program, reader: Reader | None = None) -> None:
-    """Says what the calls of a name are.
+    """Says what the calls of a name are: each device runs `program(context, *shards, **params)`.
 
-    Args:
-      name: as in `emit`.
-      program: what each device runs: `program(context, *shards, **params)`.
-      reader: what bare product a call computes, `reader(value, operands, params)`; may give None.
+    `reader(value, operands, params)` gives the bare product that a call computes, or None.
     """
     _programs[name] = program
     if reader:
