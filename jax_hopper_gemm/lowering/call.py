@@ -1,4 +1,7 @@
-"""Calls: products in a program that is being lowered, and the MLIR values that they read."""
+"""Calls: products in a program that is being lowered, and the MLIR values that they read.
+
+A call is made by the lowering rule of a product, or read from what was emitted for one.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,14 @@ from .decide import Decision, Form, decide, forms_of
 from .devices import lowers_shard
 from .origins import MlirValues, Origin, Source, source_of
 from .route import Request, Route, current_device, route
+
+# Attributes of a launch that say which bare product it holds.
+PRODUCT = "jax_hopper_gemm.product"  # subscripts, of the call's operands in their order
+SPANS = "jax_hopper_gemm.spans"  # fields of `Groups`; the sizes are the call's third operand
+GATHERED = "jax_hopper_gemm.gathered"  # as in `GroupedAxis`; indices are the fourth operand
+MAX_SMS = "jax_hopper_gemm.max_sms"  # as in `Product`
+INDEXED = "jax_hopper_gemm.indexed"  # as in `GemmProblem`; the index is the call's third operand
+MLIR_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -95,19 +106,13 @@ def _device(ctx: mlir.LoweringRuleContext) -> Device:
     return replace(current_device(assigned), comm_overlap=lowers_shard())
 
 
-# Attributes of a launch that say which bare product it holds.
-PRODUCT = "jax_hopper_gemm.product"  # subscripts, of the call's operands in their order
-SPANS = "jax_hopper_gemm.spans"  # fields of `Groups`; the sizes are the call's third operand
-GATHERED = "jax_hopper_gemm.gathered"  # as in `GroupedAxis`; indices are the fourth operand
-MAX_SMS = "jax_hopper_gemm.max_sms"  # as in `Product`
-INDEXED = "jax_hopper_gemm.indexed"  # as in `GemmProblem`; the index is the call's third operand
-MLIR_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+# Read from a program.
 
 
 def product_at(value: Any) -> Call | None:
     """Returns the bare product that an MLIR value is the result of, if it is one.
 
-    Either is a launch of ours or a product of XLA's. Nothing else may use the value yet: the
+    It is a launch of ours or a product of XLA's. Nothing else may use the value yet: the
     product would be computed for that as well.
     """
     operation = value.owner
