@@ -25,7 +25,7 @@ from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.gemm.options import Options
 from jax_hopper_gemm.gemm.product import Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
-from jax_hopper_gemm.primitives.fused_call import FusedProduct
+from jax_hopper_gemm.primitives.call_words import FusedProduct
 from jax_hopper_gemm.sharding import custom_call
 from jax_hopper_gemm.sharding.mesh import Mesh
 

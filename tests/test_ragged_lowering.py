@@ -29,7 +29,8 @@ from jax_hopper_gemm.gemm.product import Product
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.launch.plan import make_plan
-from jax_hopper_gemm.lowering import fallback, match
+from jax_hopper_gemm.lowering import fallback
+from jax_hopper_gemm.lowering.call import product_at
 from jax_hopper_gemm.lowering.emit import finished_results
 from jax_hopper_gemm.lowering.route import Request, route
 from jax_hopper_gemm.primitives import fused_grad
@@ -343,7 +344,7 @@ def test_the_launch_says_which_product_it_holds(monkeypatch):
     found: list[Any] = []
 
     def look_at(value):  # NOTE: values are gone once the program is lowered
-        call = match.product_at(value)
+        call = product_at(value)
         assert call
         found.append((call.request, len(call.values), call.sizes.type.shape))
         return None

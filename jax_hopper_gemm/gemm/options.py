@@ -25,3 +25,8 @@ class Options:
         for name in ("precision", "preferred_element_type"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
+
+    def of_dot(self) -> dict[str, Any]:
+        """Returns those options that JAX's own products have, as their arguments."""
+        names = ("precision", "preferred_element_type")
+        return {name: getattr(self, name) for name in names}
