@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .buildable import legal_specs as legal_specs
-from .buildable import table_specs as table_specs
+from .candidates import legal_specs as legal_specs
+from .candidates import table_specs as table_specs
 from .choice import Decision as Decision
 from .choice import choose as choose
 from .device import H200 as H200

@@ -1,7 +1,8 @@
 """The kernels that are worth considering for a type of problems, made of `configs`.
 
 Two sets. `model_specs` is small and closed: what the cost model may choose with no measurement,
-so that all of it can be built ahead. `tuner_specs` is wide: what a measurement may find better.
+so that all of it can be built ahead (`table_specs`). `tuner_specs` is wide: what a measurement may
+find better (`legal_specs`, for one problem).
 `filled_spec` gives a configuration as many stages as fit.
 """
 
@@ -12,12 +13,14 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from ..gemm.dtypes import DTYPES
-from ..gemm.legality import violations
-from ..gemm.problem_type import ProblemType
-from ..gemm.spec import SMEM_LIMIT, GemmSpec
+from ..gemm.dtypes import DTYPES, OPERANDS, RESULTS
+from ..gemm.epilogue_graph import EpilogueGraph
+from ..gemm.legality import GATHERABLE, violations
+from ..gemm.problem import GemmProblem, Major, VarlenAxis
+from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
 from .configs import (
     CONFIGS,
+    RASTER_ORDERS,
     TUNER_CLUSTERS,
     TUNER_EPI_TILES_N,
     TUNER_K_BYTES,
@@ -27,6 +30,9 @@ from .configs import (
     WHOLE_ROW_CONFIGS,
     Config,
 )
+from .device import Device
+from .legality import device_violations, pairing_violations, problem_violations
+from .user_tables import tables_of
 
 MIN_STAGES = 3  # with fewer, the load of a stage cannot hide behind the others' math
 MAX_STAGES = 12  # deeper rings hold more bytes than the memory's latency times its bandwidth
@@ -35,6 +41,15 @@ LOAD_STAGES = 4  # of the epilogue's matrices: they hide the memory's latency be
 MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory bandwidth
 
 LARGE_TILE = 128 * 192  # elements of D: those whose CTAs must not wait for one another
+
+AXES: tuple[VarlenAxis | None, ...] = (None, "m", "k")
+# How operands may be stored, for each grouped axis.
+A_MAJORS: dict[VarlenAxis | None, tuple[Major, ...]] = {
+    None: ("k", "m"), "m": ("k",), "k": ("m",),
+}  # fmt: skip
+B_MAJORS: dict[VarlenAxis | None, tuple[Major, ...]] = {
+    None: ("n", "k"), "m": ("n", "k"), "k": ("n",),
+}  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -154,3 +169,61 @@ def dynamic_spec(spec: GemmSpec) -> GemmSpec | None:
     """
     dynamic = replace(spec, tile_scheduler="dynamic")
     return dynamic if has_large_shares(spec) and not violations(dynamic) else None
+
+
+def legal_specs(problem: GemmProblem, device: Device) -> list[tuple[GemmSpec, RasterOrder]]:
+    """Returns every kernel and order of tiles that the tuner may try on `problem`."""
+    if device_violations(device) or problem_violations(problem):
+        return []
+    specs = tuner_specs(ProblemType.of(problem))
+    legal = (spec for spec in specs if not pairing_violations(problem, spec))
+    return list(product(legal, RASTER_ORDERS))
+
+
+def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None) -> list[GemmSpec]:
+    """Returns every kernel without an epilogue that `choose` can return on `device`, once each.
+
+    Dense ones first, then grouped ones, then what tables hold besides.
+
+    Args:
+      dtypes: pairs, of A's and B's dtype and of D's, to restrict to; None means all of them.
+    """
+    if device_violations(device):
+        return []
+    pairs = list(product(OPERANDS, RESULTS)) if dtypes is None else list(dtypes)
+    specs: dict[GemmSpec, None] = {}
+    for axis, (dtype, d_dtype) in product(AXES, pairs):
+        for problem_type in problem_types(dtype, d_dtype, None, axis):
+            specs |= dict.fromkeys(model_specs(problem_type))
+    for measured in measured_specs(device):
+        if (measured.a_dtype, measured.d_dtype) in pairs:
+            plain = ProblemType.of_spec(measured)
+            gathering = (replace(plain, gathered=g) for g in GATHERABLE[plain.grouped])
+            refilled = (refilled_spec(measured, problem_type) for problem_type in gathering)
+            specs |= dict.fromkeys((measured, *(spec for spec in refilled if spec)))
+    return specs_on(device, specs)
+
+
+def problem_types(
+    dtype: str, d_dtype: str, graph: EpilogueGraph | None, axis: VarlenAxis | None
+) -> list[ProblemType]:
+    """Returns the types of legal problems with these dtypes, epilogue and grouped axis."""
+    majors = product(A_MAJORS[axis], B_MAJORS[axis])
+    gathered = (None, *GATHERABLE[axis])
+    return [
+        ProblemType(dtype, dtype, d_dtype, a_major, b_major, graph, axis, operand)
+        for (a_major, b_major), operand in product(majors, gathered)
+    ]
+
+
+def measured_specs(device: Device) -> list[GemmSpec]:
+    """Returns the kernels of the tables for a kind of GPU."""
+    tables = tables_of(replace(device, comm_overlap=False))
+    return [entry.spec for table in tables for entry in table.entries.values()]
+
+
+def specs_on(device: Device, specs: Iterable[GemmSpec]) -> list[GemmSpec]:
+    """Returns the kernels that `choose` returns on `device` where these are for a GPU alone."""
+    if not device.comm_overlap:
+        return list(specs)
+    return list(dict.fromkeys(dynamic_spec(spec) or spec for spec in specs))

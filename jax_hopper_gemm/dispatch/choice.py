@@ -20,8 +20,7 @@ from functools import lru_cache
 
 from ..gemm.dtypes import DTYPES
 from ..gemm.problem import GemmProblem
-from ..gemm.problem_type import ProblemType
-from ..gemm.spec import GemmSpec, RasterOrder
+from ..gemm.spec import GemmSpec, ProblemType, RasterOrder
 from .candidates import dynamic_spec, has_large_shares, model_specs, refilled_spec
 from .cost import MEMORY_BYTES_PER_NS, Estimate, best_raster_order, equal_groups, estimate
 from .device import Device

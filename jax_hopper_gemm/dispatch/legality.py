@@ -15,9 +15,8 @@ from ..gemm.group_search import MAX_TILES as MAX_GROUPED_TILES
 from ..gemm.groups import GroupedAxis
 from ..gemm.legality import MAX_TILE_N, type_violations
 from ..gemm.problem import GemmProblem
-from ..gemm.problem_type import ProblemType
 from ..gemm.raster import MAX_TILES
-from ..gemm.spec import GemmSpec
+from ..gemm.spec import GemmSpec, ProblemType
 from .device import Device
 from .layout_legality import MAX_EXTENT, MAX_INT32, layout_violations
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import ROW_REDUCTIONS
 from ..gemm.problem import GemmProblem
-from ..gemm.problem_type import ProblemType
-from ..gemm.spec import GemmSpec
+from ..gemm.spec import GemmSpec, ProblemType
 from .candidates import model_specs
 from .configs import RASTER_ORDERS
 from .cost import (

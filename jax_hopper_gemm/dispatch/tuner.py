@@ -16,7 +16,7 @@ from statistics import median
 
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
-from .buildable import legal_specs
+from .candidates import legal_specs
 from .cost import best_raster_order, estimate
 from .device import Device
 from .table import Entry, Key, Table

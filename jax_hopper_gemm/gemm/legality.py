@@ -12,8 +12,15 @@ from typing import Literal, get_args
 from .dtypes import DTYPES, OPERANDS, RESULTS, one_of
 from .epilogue_checks import epilogue_registers, graph_violations
 from .problem import VarlenAxis
-from .problem_type import ProblemType
-from .spec import SMEM_BARRIERS, SMEM_LIMIT, SWIZZLE_BYTES, GemmSpec, TileScheduler, WarpSchedule
+from .spec import (
+    SMEM_BARRIERS,
+    SMEM_LIMIT,
+    SWIZZLE_BYTES,
+    GemmSpec,
+    ProblemType,
+    TileScheduler,
+    WarpSchedule,
+)
 
 MAX_TILE_N = 256  # columns of one wgmma
 TILES_M = (64, 128, 192, 256)

@@ -42,11 +42,6 @@ class Product:
         """How many operands hold sizes of groups: 1 or 0."""
         return 1 if self.groups else 0
 
-    @property
-    def num_accumulators_together(self) -> int:
-        """How many accumulators one right operand stands for."""
-        return 2 if self.gate_up else 1
-
     def gate_up_axis(self) -> int | None:
         """Returns the axis of gate and up in a result that holds both; None where none does."""
         if not self.gate_up:

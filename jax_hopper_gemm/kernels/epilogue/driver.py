@@ -24,14 +24,15 @@ from cutlass.cutlass_dsl import select_
 
 from ...gemm.wgmma_fragment import line_of
 from ..named_barriers import WARPGROUP, BarrierId
-from .graph_codegen import Elements
+from .fold import RowStatistic
 from .matrix_store import StagedMatrix, copy_by_accumulator
+from .op_codegen import Elements
 from .operand_ring import OperandRing, OperandWarp
-from .ordered_steps import run, run_in_order
 from .reductions import make_reductions
-from .row_folds import RowStatistic
 from .subtile import RowBlocks, Subtile, first_coords
 from .views import CtaView, MathView, Parameters, SharedTensors, TileView
+
+MAX_BRANCHES = 16  # one within the other; each takes a dozen frames of Python's stack
 
 
 class FusedEpilogue:
@@ -264,3 +265,30 @@ class FusedEpilogue:
         if cutlass.const_expr(len(self.matrices) > 0):
             if is_store_warp:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def run_in_order(steps, k_tiles):
+    """Calls `steps` in order, and keeps their code in it.
+
+    NOTE: left alone, ptxas computes all subtiles before it stores the first: stores start late, and
+    registers run out. It moves nothing over a branch whose condition it cannot know. So each step
+    lies behind a branch that is always taken: `k_tiles` is an int32 of at least 0.
+    """
+    together = -(-len(steps) // MAX_BRANCHES)
+    run(steps[:together])
+    if steps[together:]:
+        _run_behind_branches(steps[together:], together, k_tiles)
+
+
+def run(steps):
+    """Calls `steps` in order. A plain kernel's need no branches."""
+    for step in steps:
+        step()
+
+
+@cute.jit
+def _run_behind_branches(steps: cutlass.Constexpr, together: cutlass.Constexpr, k_tiles):
+    if k_tiles != -len(steps):
+        run(steps[:together])
+        if cutlass.const_expr(len(steps) > together):
+            _run_behind_branches(steps[together:], together, k_tiles)

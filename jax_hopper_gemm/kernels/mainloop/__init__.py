@@ -26,9 +26,8 @@ is made in the role that uses it, and no value of the GPU is kept in a producer 
 """
 
 from .gather import GatherProducer
-from .pair import PairedB
 from .ss import SharedConsumer
-from .tma import TmaOperand, TmaProducer
+from .tma import PairedB, TmaOperand, TmaProducer
 
 
 def _b(spec):

@@ -7,6 +7,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cutlass_dsl import select_
 
 from ..dtypes import CUTE_DTYPE
 from .ring import operand_smem_layout
@@ -109,6 +110,36 @@ class TmaOperand:
                 cute.copy(tma, source, target, tma_bar_ptr=full)
             else:
                 cute.copy(tma, source, target, tma_bar_ptr=full, mcast_mask=mask)
+
+
+class PairedB:
+    """The B's of a multicast pair: two CTAs along M share columns of B, where they have the same.
+
+    At the end of a group with an odd number of tiles they take two tiles of columns instead
+    (`group_search.tile_in_pair`), and each loads all of its own. `TileCoords.together` says which.
+    """
+
+    def __init__(self, spec):
+        self.operand = TmaOperand(spec, "b")
+        self.nbytes = self.operand.nbytes
+        self.make_tma_atoms = self.operand.make_tma_atoms
+        self.view = self.operand.view
+
+    def partition(self, view, coords):
+        """Returns this CTA's slices, and the other's: apart it loads these, too."""
+        mine = self.operand.slices_of(view, coords, view.cta)
+        return mine, self.operand.slices_of(view, coords, 1 - view.cta)
+
+    def load(self, view, slices, k_tile, stage, full, coords):
+        mine, others = slices
+        mask = cutlass.Int16(select_(coords.together, view.mask, view.own_mask))
+        self.operand.copy(view, mine, k_tile, stage, full, mask)
+        self._load_others(view, others, k_tile, stage, full, coords.together)
+
+    @cute.jit
+    def _load_others(self, view, others, k_tile, stage, full, together):
+        if not together:
+            self.operand.copy(view, others, k_tile, stage, full, view.own_mask)
 
 
 @dataclass(frozen=True)
