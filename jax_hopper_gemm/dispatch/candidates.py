@@ -18,18 +18,7 @@ from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.legality import GATHERABLE, violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
-from .configs import (
-    CONFIGS,
-    RASTER_ORDERS,
-    TUNER_CLUSTERS,
-    TUNER_EPI_TILES_N,
-    TUNER_K_BYTES,
-    TUNER_TILE_SCHEDULERS,
-    TUNER_TILES,
-    TUNER_WARP_SCHEDULES,
-    WHOLE_ROW_CONFIGS,
-    Config,
-)
+from .configs import CONFIGS, RASTER_ORDERS, WHOLE_ROW_CONFIGS, Config, tuner_configs
 from .device import Device
 from .legality import device_violations, pairing_violations, problem_violations
 from .user_tables import tables_of
@@ -55,17 +44,17 @@ B_MAJORS: dict[VarlenAxis | None, tuple[Major, ...]] = {
 @lru_cache(maxsize=1024)
 def model_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the cost model chooses among."""
-    configs, epilogue = _configs(problem_type), problem_type.epilogue
+    considered, epilogue = _configs(problem_type), problem_type.epilogue
     if epilogue and epilogue.needs_whole_rows:
-        configs += WHOLE_ROW_CONFIGS[problem_type.grouped]
-    return _legal(configs, problem_type)
+        considered += WHOLE_ROW_CONFIGS[problem_type.grouped]
+    return _legal(considered, problem_type)
 
 
 @lru_cache(maxsize=64)
 def tuner_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the tuner chooses among, `model_specs` first."""
     specs = dict.fromkeys(_legal(_configs(problem_type), problem_type))
-    specs |= dict.fromkeys(_legal(_tuner_configs(), problem_type))
+    specs |= dict.fromkeys(_legal(tuner_configs(), problem_type))
     return tuple(specs)
 
 
@@ -73,17 +62,8 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
     return CONFIGS[problem_type.grouped, problem_type.gathered is not None]
 
 
-def _tuner_configs() -> Iterable[Config]:
-    tiles = ((tile_m, tile_n) for tile_m, widths in TUNER_TILES.items() for tile_n in widths)
-    policies = product(TUNER_CLUSTERS, TUNER_WARP_SCHEDULES, TUNER_TILE_SCHEDULERS)
-    for tile, (cluster, schedule, scheduler), k_bytes, epi_tile_n in product(
-        tiles, policies, TUNER_K_BYTES, TUNER_EPI_TILES_N
-    ):
-        yield Config(*tile, k_bytes, *cluster, schedule, scheduler, epi_tile_n)
-
-
-def _legal(configs: Iterable[Config], problem_type: ProblemType) -> tuple[GemmSpec, ...]:
-    specs = (filled_spec(config, problem_type) for config in configs)
+def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[GemmSpec, ...]:
+    specs = (filled_spec(config, problem_type) for config in considered)
     return tuple(spec for spec in specs if spec is not None and worthwhile(spec))
 
 

@@ -36,18 +36,12 @@ LINE_COLUMNS = 128  # of a mask, a byte each, that are a line
 
 @dataclass(frozen=True)
 class Decision:
-    """How a problem runs.
+    """How a problem runs."""
 
-    Attributes:
-      spec, raster_order: the kernel and its order of tiles; both None where XLA is the answer.
-      reason: why, for `explain`.
-      source: what decided: "user table", "table" (packaged) or "model" (rules and estimates).
-    """
-
-    spec: GemmSpec | None
-    raster_order: RasterOrder | None
-    reason: str
-    source: Source
+    spec: GemmSpec | None  # the kernel; None where XLA is the answer
+    raster_order: RasterOrder | None  # its order of tiles, or None
+    reason: str  # why, for `explain`
+    source: Source  # what decided; "model" stands for rules and estimates
 
     @classmethod
     def xla(cls, reason: str, source: Source = "model") -> Decision:

@@ -73,18 +73,13 @@ def _details(candidate: Candidate) -> tuple:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much tuning one problem times.
+    """How much tuning one problem times."""
 
-    Attributes:
-      refinements: how often the fastest candidate's `variants` are timed too, at most.
-      finalists: how many of the fastest are timed again, in turns with XLA so that they share
-        clock and temperature; the medians decide.
-      rounds: how often the finalists are timed.
-    """
-
-    refinements: int = 2
+    refinements: int = 2  # how often the fastest candidate's `variants` are timed too, at most
+    # How many of the fastest are timed again, in turns with XLA so that they share clock and
+    # temperature; the medians decide.
     finalists: int = 3
-    rounds: int = 3
+    rounds: int = 3  # how often the finalists are timed
 
 
 USUAL_EFFORT = Effort()

@@ -12,24 +12,19 @@ from .subscripts import Subscripts
 
 @dataclass(frozen=True)
 class Product:
-    """The static parameters of a product of two arrays.
+    """The static parameters of a product of two arrays."""
 
-    Attributes:
-      subscripts: of the operands and the result. A ragged product has one of the forms in
-        `gemm.groups`, or "mk,gkcn->mn" where its weights hold gate and up.
-      options: how it is computed.
-      out_sharding: that of the result, or None.
-      groups: of a ragged product, which runs of its rows belong to which group. The sizes that cut
-        the rows are one more operand, behind the right one.
-      batch: number of axes that `vmap` put in front of those of a ragged product with an epilogue:
-        of the left operand, the sizes and the result, and of the right operands unless all share
-        them, which those of a contraction do not.
-    """
-
+    # A ragged product has one of the forms in `gemm.groups`, or "mk,gkcn->mn" where its weights
+    # hold gate and up.
     subscripts: Subscripts
     options: Options = Options()
-    out_sharding: Any = None
+    out_sharding: Any = None  # that of the result
+    # Of a ragged product, which runs of its rows belong to which group. The sizes that cut the
+    # rows are one more operand, behind the right one.
     groups: Groups | None = None
+    # How many axes `vmap` put in front of those of a ragged product with an epilogue: of the left
+    # operand, the sizes and the result, and of the right operands unless all share them, which
+    # those of a contraction do not.
     batch: int = 0
 
     @property

@@ -9,17 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from ..gemm import grid
 from ..gemm.dtypes import DTYPES
-from ..gemm.grid import (
-    WRAP_BYTES,
-    cluster_grid,
-    group_raster,
-    launched_clusters,
-    num_inputs,
-    num_k_tiles,
-    result_shapes,
-    zero_rows,
-)
 from ..gemm.group_search import SPAN_EXTENT, GroupRaster
 from ..gemm.kernel_params import ParamKind, param_list
 from ..gemm.problem import GemmProblem, MatrixLayout
@@ -34,26 +25,16 @@ TENSOR_MAP_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A kernel parameter: a tiled `CUtensorMap` over one buffer, dimension 0 contiguous.
-
-    Attributes:
-      buffer: index among the call's operands, then results.
-      dtype: element dtype.
-      dims: extents in elements, contiguous one first.
-      strides: bytes between neighbours, for every dimension but the first.
-      box: elements one copy moves, along each dimension.
-      swizzle: bytes of the shared-memory swizzle: 0, 32, 64 or 128.
-      offset: bytes from the buffer's start to the first element; a multiple of 16.
-    """
+    """A kernel parameter: a tiled `CUtensorMap` over one buffer, dimension 0 contiguous."""
 
     kind: ClassVar[ParamKind] = "tensor_map"
-    buffer: int
-    dtype: str
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int
-    offset: int = 0
+    buffer: int  # index among the call's operands, then results
+    dtype: str  # of an element
+    dims: tuple[int, ...]  # extents in elements
+    strides: tuple[int, ...]  # bytes between neighbours, for every dimension but the first
+    box: tuple[int, ...]  # elements one copy moves, along each dimension
+    swizzle: int  # bytes of the shared-memory swizzle: 0, 32, 64 or 128
+    offset: int = 0  # bytes from the buffer's start to the first element; a multiple of 16
 
     def encode(self) -> list[int]:
         return [
@@ -89,15 +70,10 @@ Param = TensorMap | Int32 | Pointer
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch memory: an extra result of the call, after those of the epilogue.
+    """Scratch memory: an extra result of the call, after those of the epilogue."""
 
-    Attributes:
-      nbytes: size; a multiple of 4.
-      cleared: whether the launcher sets it to zero before each launch.
-    """
-
-    nbytes: int
-    cleared: bool
+    nbytes: int  # a multiple of 4
+    cleared: bool  # whether the launcher sets it to zero before each launch
 
 
 @dataclass(frozen=True)
@@ -141,36 +117,32 @@ def make_plan(
     """Returns the launch of `spec`'s kernel on `problem`, on a GPU with `num_sms` SMs."""
     raster: Raster | GroupRaster
     if problem.groups:
-        raster = group_raster(problem, spec, raster_order)
+        raster = grid.group_raster(problem, spec, raster_order)
     else:
-        raster = make_raster(
-            *cluster_grid(problem, spec),
-            problem.l,
-            along_m=raster_order.along == "m",
-            swizzle=raster_order.swizzle,
-        )
-    first_workspace = num_inputs(problem) + len(result_shapes(problem, spec))
+        clusters, along_m = grid.cluster_grid(problem, spec), raster_order.along == "m"
+        raster = make_raster(*clusters, problem.l, along_m=along_m, swizzle=raster_order.swizzle)
+    first_workspace = grid.num_inputs(problem) + len(grid.result_shapes(problem, spec))
     values = {
         **_operand_params(problem, spec),
         **_result_params(problem, spec),
         **_epilogue_params(problem, spec),
         **_group_params(problem),
         **_numbers("raster", raster),
-        "k_tiles": Int32(num_k_tiles(problem, spec)),
+        "k_tiles": Int32(grid.num_k_tiles(problem, spec)),
     }
     if problem.indexed:
-        values["stack_index"] = Pointer(num_inputs(problem) - 1)
+        values["stack_index"] = Pointer(grid.num_inputs(problem) - 1)
         values["stack_matrices"] = Int32(problem.stack)
     if spec.graph.needs_extents:
         values |= {"m": Int32(problem.m), "n": Int32(problem.n)}
     if spec.zero_fill_warp:
-        values["zero_d"] = Pointer(num_inputs(problem))
-        values |= _numbers("zero", zero_rows(problem))
+        values["zero_d"] = Pointer(grid.num_inputs(problem))
+        values |= _numbers("zero", grid.zero_rows(problem))
     workspaces: tuple[Workspace, ...] = ()
     if spec.dynamic:
         workspaces = (Workspace(nbytes=4, cleared=True),)
         values["tile_counter"] = Pointer(first_workspace)
-    launched = launched_clusters(problem, spec, num_sms)
+    launched = grid.launched_clusters(problem, spec, num_sms)
     return LaunchPlan(
         grid=(spec.cluster_m * launched, spec.cluster_n, 1),
         cluster=(spec.cluster_m, spec.cluster_n, 1),
@@ -204,7 +176,7 @@ def _group_params(problem: GemmProblem) -> dict[str, Param]:
     groups = problem.groups
     if groups is None:
         return {}
-    sizes = num_inputs(problem) - 1 - (groups.gathered is not None)
+    sizes = grid.num_inputs(problem) - 1 - (groups.gathered is not None)
     values: dict[str, Param] = {"group_sizes": Pointer(sizes)}
     if groups.gathered:
         layout = problem.a if groups.gathered == "a" else problem.b
@@ -248,7 +220,7 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
 
 def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     """Returns the tensor maps of the matrices, the pointers of the other results."""
-    p, buffer = problem, num_inputs(problem) - 1
+    p, buffer = problem, grid.num_inputs(problem) - 1
     values: dict[str, Param] = {}
     for i, result in enumerate(p.graph.results):
         buffer += result.plane == 0
@@ -331,7 +303,7 @@ def _span_map(
         buffer,
         dtype,
         dims=(contiguous, SPAN_EXTENT, length + 1, SPAN_EXTENT + 1),
-        strides=(stride, stride, WRAP_BYTES - stride),
+        strides=(stride, stride, grid.WRAP_BYTES - stride),
         box=(box.contiguous, box.other, 1, 1),
         swizzle=box.swizzle,
         offset=offset,
