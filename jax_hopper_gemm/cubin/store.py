@@ -86,10 +86,8 @@ class Store:
         """
         cubin_path, manifest_path = self._path(digest, "cubin"), self._path(digest, "json")
         self.folder.mkdir(parents=True, exist_ok=True)
-        entry = {
-            "manifest": json.loads(manifest.to_json()),
-            "checksum": _checksum(digest, cubin, manifest),
-        }
+        checksum = _checksum(digest, cubin, manifest)
+        entry = {"manifest": json.loads(manifest.to_json()), "checksum": checksum}
         _replace(cubin_path, cubin)
         _replace(manifest_path, json.dumps(entry, indent=2).encode())
 

@@ -50,8 +50,7 @@ def limit_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> li
 def problem_violations(problem: GemmProblem) -> list[str]:
     """Returns why no kernel of ours can run `problem`."""
     p = problem
-    reasons = type_violations(ProblemType.of(p))
-    reasons += _shape_violations(p)
+    reasons = [*type_violations(ProblemType.of(p)), *_shape_violations(p)]
     if not reasons and len(p.operands) != len(p.graph.operands):
         reasons.append(
             f"the epilogue has {len(p.graph.operands)} operands, {len(p.operands)} are described"

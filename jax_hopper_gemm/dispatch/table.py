@@ -170,10 +170,8 @@ def read_table(path: str | os.PathLike[str]) -> Table:
 
 def write_table(table: Table, path: str | os.PathLike[str]) -> None:
     """Writes `table`, sorted, one entry a line; the file changes at once or not at all."""
-    head = {
-        "compute_capability": list(table.device.compute_capability),
-        "num_sms": table.device.num_sms,
-    }
+    device = table.device
+    head = {"compute_capability": list(device.compute_capability), "num_sms": device.num_sms}
     rows = sorted(table.entries.values(), key=lambda entry: _order(entry.key))
     lines = ",\n".join("  " + json.dumps(_row(entry)) for entry in rows)
     text = (

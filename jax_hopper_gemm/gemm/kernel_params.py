@@ -132,15 +132,13 @@ def map_args(function: Callable[[Any], Any], args: Any) -> Any:
 def _a(spec: GemmSpec) -> KernelParam:
     if spec.gathered == "a":
         return _pointer("a", spec.a_dtype, TMA_ALIGNMENT)
-    contiguous = "k" if spec.a_major == "k" else "m"
-    return KernelParam("a", "tensor_map", spec.a_dtype, "mk" + _last(spec, "k"), contiguous)
+    return KernelParam("a", "tensor_map", spec.a_dtype, "mk" + _last(spec, "k"), spec.a_major)
 
 
 def _b(spec: GemmSpec, name: str) -> KernelParam:
     if spec.gathered == "b":
         return _pointer(name, spec.b_dtype, TMA_ALIGNMENT)
-    contiguous = "k" if spec.b_major == "k" else "n"
-    return KernelParam(name, "tensor_map", spec.b_dtype, "nk" + _last(spec, "k"), contiguous)
+    return KernelParam(name, "tensor_map", spec.b_dtype, "nk" + _last(spec, "k"), spec.b_major)
 
 
 def _result(spec: GemmSpec, i: int, result: Result) -> KernelParam:

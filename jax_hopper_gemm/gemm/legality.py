@@ -52,22 +52,17 @@ def max_accumulators(spec: GemmSpec) -> int:
     return min(MAX_ACC_REGISTERS[warpgroups], left)
 
 
-def type_violations(problem_type: ProblemType) -> list[str]:
-    """Returns every reason why there is no kernel for a type of problems."""
-    return list(_type_violations(problem_type))
-
-
 def violations(spec: GemmSpec) -> list[str]:
     """Returns every reason why no kernel is compiled for `spec`; empty when one can be."""
-    reasons = type_violations(ProblemType.of_spec(spec))
-    reasons += _policy_violations(spec)
+    reasons = [*type_violations(ProblemType.of_spec(spec)), *_policy_violations(spec)]
     if reasons:  # what follows does arithmetic on the fields above
         return reasons
     checks = _register_violations, _epilogue_tile_violations, _group_violations, _memory_violations
     return [reason for check in checks for reason in check(spec)]
 
 
-def _type_violations(t: ProblemType) -> Iterator[str]:
+def type_violations(t: ProblemType) -> Iterator[str]:
+    """Yields every reason why there is no kernel for a type of problems."""
     if t.a_dtype != t.b_dtype:
         yield f"A is {t.a_dtype} and B {t.b_dtype}: cast one to the other's dtype"
     elif t.a_dtype not in OPERANDS:

@@ -22,6 +22,4 @@ return frozen views, which the other methods take. The kernel's parameters are l
 `gemm/kernel_params.py`.
 """
 
-from .compile import compile_cubin
-
-__all__ = ["compile_cubin"]
+from .compile import compile_cubin as compile_cubin

@@ -48,11 +48,7 @@ class Mailbox:
 
     @cute.jit
     def setup(self, words, num_reader_warps: cutlass.Constexpr):
-        """Returns the `MailboxView` at `words`, a shared memory pointer to `smem_words` int64s.
-
-        Called once by all threads, before the barriers are made visible. `num_reader_warps` of each
-        CTA call `read`.
-        """
+        """Returns the `MailboxView` at `words`; called by all threads while barriers are made."""
         full, empty = words, words + DEPTH
         slots = cute.recast_ptr(words + 2 * DEPTH, dtype=Int32)
         if cute.arch.warp_idx() == 0:

@@ -29,10 +29,10 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32
 from cutlass.pipeline import PipelineUserType, make_pipeline_state
 
-from .epilogue import FusedEpilogue
+from .epilogue import CtaView, FusedEpilogue, Parameters
 from .finish import make_finish
 from .mainloop import make_consumer, make_producer
-from .mainloop.ring import allocate_stages, make_ring, pass_over_tile, ring_words, skip_tile
+from .mainloop.ring import allocate_stages, make_ring, pass_over_tile, skip_tile
 from .mainloop.tma import check_box
 from .named_barriers import WARPGROUP
 from .shared_memory import SharedMemory
@@ -85,7 +85,7 @@ class GemmKernel:
         cta_m, cta_n, _ = cute.arch.block_in_cluster_idx()
         cta = CtaInCluster(cta_m, cta_n)
 
-        parameters = self.epilogue.parameters(args)
+        parameters = Parameters.of(s.graph, args)
         if warp == self.producer.loader_warps[0]:
             self.prefetch((*self.producer.tensor_maps(args.tma_ab), *parameters.atoms))
 
@@ -97,7 +97,7 @@ class GemmKernel:
 
         tiles = Tiles(s, self.scheduler, scheduled, args, cta)
         tma_coords = TmaCoords(s, args)
-        epilogue = self.epilogue.cta_view(parameters, shared, operand_barriers, tma_coords)
+        epilogue = CtaView(parameters, shared, operand_barriers, tma_coords)
 
         pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n))
 
@@ -141,7 +141,7 @@ class GemmKernel:
         shared = self.epilogue.allocate(memory)
         barriers = memory.barriers(
             self.spec,
-            ring=ring_words(self.spec),
+            ring=2 * self.spec.num_stages,  # one full and one empty for each stage
             operands=self.epilogue.ring.smem_words,
             mailbox=self.scheduler.smem_words,
         )
@@ -170,11 +170,8 @@ class GemmKernel:
 
     @cute.jit
     def load_operands(self, epilogue, warpgroup, tiles):
-        """An operand warp: goes through the tiles of the math warpgroup that it serves.
-
-        It may leave before its last loads have landed: the warpgroup waits for them, and no other
-        CTA arrives on its barriers.
-        """
+        """An operand warp, of one math warpgroup. It may leave before its last loads have landed:
+        the warpgroup waits for them, and no other CTA arrives on its barriers."""
         tile, reader, loaded = self.schedule.first_tile(tiles, warpgroup, Int32(0), keep, NoTurn())
         while tiles.exists(tile):
             loaded = self.epilogue.loads.load_tile(epilogue, warpgroup, loaded, tiles.coords(tile))

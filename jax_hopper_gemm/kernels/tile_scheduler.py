@@ -63,9 +63,9 @@ class DynamicScheduler(StaticScheduler):
 
     needs_scheduler_warp = True
 
-    def __init__(self, spec):
+    def __init__(self, spec, numbers=1):
         super().__init__(spec)
-        self.mailbox = Mailbox(spec, numbers=1)
+        self.mailbox = Mailbox(spec, numbers)  # a message says which tile is next
         self.smem_words = self.mailbox.smem_words
 
     def setup(self, words, args, num_reader_warps):
@@ -108,7 +108,7 @@ def claim(counter):
     return cute.arch.shuffle_sync(claimed, 0)
 
 
-class GroupedScheduler:
+class GroupedScheduler(DynamicScheduler):
     """Persistent scheduler of grouped products: tiles follow from sizes that only the GPU knows.
 
     The scheduler warp claims the next index, by a fixed stride or from the counter, searches the
@@ -117,17 +117,10 @@ class GroupedScheduler:
     cluster; `n` is -1 past the end.
     """
 
-    needs_scheduler_warp = True
-
     def __init__(self, spec):
-        self.spec = spec
+        super().__init__(spec, len(GroupTile._fields))
         self.rows = spec.tile_m * spec.raster_m if spec.grouped == "m" else None
         self.skip_empty = spec.zero_fill_warp
-        self.mailbox = Mailbox(spec, numbers=len(GroupTile._fields))
-        self.smem_words = self.mailbox.smem_words
-
-    def setup(self, words, args, num_reader_warps):
-        return MailboxState(args, self.mailbox.setup(words, num_reader_warps))
 
     def first_tile(self, state):
         return self.next_tile(state, None, Int32(0))

@@ -76,10 +76,7 @@ class Cooperative:
 
 @dataclass(frozen=True)
 class Turn:
-    """A warpgroup's turn at the tensor cores: a named barrier of 256 threads.
-
-    Its owner waits on it, the other warpgroup arrives.
-    """
+    """A turn: a named barrier of 256 threads, on which its owner waits and the other arrives."""
 
     mine: Any
     other: Any

@@ -30,7 +30,7 @@ from .op_codegen import Elements
 from .operand_ring import OperandRing, OperandWarp
 from .reductions import make_reductions
 from .subtile import RowBlocks, Subtile, first_coords
-from .views import CtaView, MathView, Parameters, SharedTensors, TileView
+from .views import MathView, SharedTensors, TileView
 
 MAX_BRANCHES = 16  # one within the other; each takes a dozen frames of Python's stack
 
@@ -39,7 +39,7 @@ class FusedEpilogue:
     """The protocol of an epilogue: constants of the trace. See `views.py` for all else.
 
     host            make_tma_atoms, check_boxes
-    all threads     parameters, allocate, ring.setup → cta_view
+    all threads     allocate, ring.setup → the parts of a `CtaView`
     operand warps   loads.load_tile or loads.load_tile_of_both, for each tile
     math warps      math_view; load_scalars and store_tile, for each tile; drain
     """
@@ -76,10 +76,6 @@ class FusedEpilogue:
             if array.kind == "matrix":
                 check_box(atom, self.spec.epi_box(array.dtype), 1)
 
-    def parameters(self, args):
-        """Returns the `Parameters` among the kernel's."""
-        return Parameters.of(self.graph, args)
-
     def allocate(self, memory):
         """Returns the `SharedTensors`, taken in the order of `GemmSpec.smem_bytes`."""
         return SharedTensors(
@@ -87,10 +83,6 @@ class FusedEpilogue:
             operands=self.ring.allocate(memory),
             scratch=tuple(reduction.allocate(memory) for reduction in self.reductions),
         )
-
-    def cta_view(self, parameters, shared, barriers, tma_coords):
-        """Returns the view that all warps begin with; `barriers` are the ring's."""
-        return CtaView(parameters, shared, barriers, tma_coords)
 
     def math_view(self, cta, warpgroup_mma, warpgroup, thread, acc):
         """Returns one math thread's `MathView`; `warpgroup_mma` is that of one warpgroup."""
@@ -120,11 +112,8 @@ class FusedEpilogue:
     def store_tile(self, view, scalars, is_store_warp, written, coords):
         """Turns the accumulator into a tile of the results.
 
-        Args:
-          scalars: those of `load_scalars`.
-          is_store_warp: whether this warp issues its warpgroup's TMA stores.
-          written: subtiles that this warpgroup has written before, which selects the buffers;
-            returned, advanced.
+        `written` counts the subtiles that this warpgroup has written before, which selects the
+        buffers; returned, advanced.
         """
         numbered = dict(zip(view.cta.parameters.scalars, scalars, strict=True))
         tile = self.tile_view(view, numbered, is_store_warp, coords)
@@ -138,7 +127,6 @@ class FusedEpilogue:
         return written + self.row_blocks.count * self.subtiles_n
 
     def tile_view(self, view, scalars, is_store_warp, coords):
-        """Returns a math thread's `TileView`."""
         tma_coords = view.cta.tma_coords
         ring = view.ring.tile_view(coords)
         stores = tuple(matrix.tile_view(*tma_coords.result(coords)) for matrix in view.matrices)

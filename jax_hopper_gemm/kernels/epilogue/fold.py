@@ -111,11 +111,9 @@ class Fold:
 
 
 class RowStatistic:
-    """The sum or largest value of one row.
+    """The sum or largest value of one of a thread's rows; also for a graph whose rows fit a tile.
 
-    Also for nodes of a graph whose rows fit a tile. Of a thread's two rows of a block each needs
-    one. `add` takes the thread's values of the row in the order of columns; `value` returns the
-    statistic, to all lanes of the quad.
+    `add` takes the thread's values in the order of columns; all lanes of the quad get `value`.
     """
 
     IDENTITY = {"row_sum": 0.0, "row_max": -math.inf}

@@ -249,10 +249,6 @@ def evaluate(node: Node, form: str, arguments: Sequence[Any], machine: Any = GPU
 class Elements:
     """The values of a graph at some elements of D that one thread holds.
 
-        elements = Elements(graph, read, row_of, column_of)
-        for v in range(values of a thread):
-            stored[v] = elements.value(result.value, v)
-
     Everything is unrolled: a value that is computed twice here is computed twice on the GPU. So
     each is computed once for each element, row or column, or once in all, by the axes that it
     varies along.
@@ -261,7 +257,6 @@ class Elements:
     computed inside an `if` or a loop of the GPU's does not exist outside.
 
     Args:
-      graph: the graph.
       read: read(leaf, v): Float32 or Boolean value of an accumulator, an operand or a row's
         statistic (the number of its `row_sum` or `row_max` node) at the thread's v-th element.
       row_of, column_of: the row and the column of the v-th element: any keys that are equal

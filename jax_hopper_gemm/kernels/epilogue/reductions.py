@@ -11,22 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from ...gemm import wgmma_fragment as fragment
 from ...gemm.offsets import element_offset
-from ...gemm.wgmma_fragment import (
-    ROW_LANES,
-    WARP_LANES,
-    WORD,
-    add_columns,
-    columns_outside,
-    kept_columns,
-    largest,
-    largest_of_row,
-    line_of,
-    nth_column,
-    order_key,
-    over_lanes,
-    take,
-)
+from ...gemm.wgmma_fragment import ROW_LANES, WARP_LANES, WORD, line_of, nth_column, over_lanes
 from . import instructions as gpu
 from .fold import Fold, RowStatistic
 
@@ -144,7 +131,7 @@ class ColumnSum(Fold):
     @classmethod
     def thread_view(cls, spec, *args):
         view = super().thread_view(spec, *args)
-        kept = kept_columns(view.lane, spec.epi_tile_n // 4)
+        kept = fragment.kept_columns(view.lane, spec.epi_tile_n // 4)
         return replace(view, columns=tuple(nth_column(view.quad_lane, i) for i in kept))
 
     def restart(self):
@@ -158,7 +145,7 @@ class ColumnSum(Fold):
         self.added += 1
         if self.added == self.values:
             sums = [self.sums[i] for i in range(self.spec.epi_tile_n // 4)]
-            sums = add_columns(sums, self.view.lane, gpu.shuffle, gpu.select, gpu.plus)
+            sums = fragment.add_columns(sums, self.view.lane, gpu.shuffle, gpu.select, gpu.plus)
             row = self.turn(i_m, i_n) + self.view.warp * self.spec.epi_tile_n
             for column, partial in zip(self.view.columns, sums, strict=True):
                 gpu.write_scratch(self.view.scratch, row + column, partial)
@@ -204,7 +191,7 @@ class TopK(Fold):
     def add(self, value, v, i_m, i_n):
         of_two, i = line_of(v)
         column = i_n * (self.spec.epi_tile_n // 4) + i
-        self.keys[of_two][column] = order_key(gpu.float_bits(value))
+        self.keys[of_two][column] = fragment.order_key(gpu.float_bits(value))
 
     def end_rows(self, i_m, coords):
         keys = [[row[i] for i in range(self.columns)] for row in self.keys]
@@ -213,12 +200,9 @@ class TopK(Fold):
 
     @cute.jit
     def select_rows(self, keys, coords):
-        """Selects and writes the k largest of a thread's two rows.
-
-        A round finds the first that is not taken yet, first in each lane, then in the quad.
-        """
+        """Writes the k largest of two rows; a round takes one of each lane, then of the quad."""
         words = -(-self.columns // WORD)
-        outside = columns_outside(self.view.quad_lane, coords.n, self.columns, gpu.select)
+        outside = fragment.columns_outside(self.view.quad_lane, coords.n, self.columns, gpu.select)
         taken = cute.make_rmem_tensor((words, 2), Int32)  # a bit for each column, by row
         for word in cutlass.range_constexpr(words):
             for of_two in cutlass.range_constexpr(2):
@@ -230,10 +214,10 @@ class TopK(Fold):
     def select_one(self, keys, taken, of_two, round_, coords):
         words = range(-(-self.columns // WORD))
         bits = [taken[word, of_two] for word in words]
-        key, i = largest(keys, bits, gpu.select)
+        key, i = fragment.largest(keys, bits, gpu.select)
         my_column = nth_column(self.view.quad_lane, i)
-        key, column = largest_of_row(key, my_column, gpu.shuffle, gpu.select)
-        for word, new in enumerate(take(bits, i, column == my_column, gpu.select)):
+        key, column = fragment.largest_of_row(key, my_column, gpu.shuffle, gpu.select)
+        for word, new in enumerate(fragment.take(bits, i, column == my_column, gpu.select)):
             taken[word, of_two] = new
         row = self.row(coords, of_two)
         at = element_offset((coords.batch, row, round_), (coords.rows, self.results[0].k), Int64)
@@ -242,7 +226,7 @@ class TopK(Fold):
         for result, pointer in sorted(written, key=lambda pair: pair[0].kind, reverse=True):
             if result.kind == "top_k_values":
                 mine = inside & (self.view.quad_lane == 0)
-                gpu.write_where(mine, pointer, at, lambda: gpu.float_of(order_key(key)))
+                gpu.write_where(mine, pointer, at, lambda: gpu.float_of(fragment.order_key(key)))
             else:
                 mine = inside & (self.view.quad_lane == 1)
                 gpu.write_where(mine, pointer, at, lambda: column)

@@ -1,11 +1,5 @@
 """Views of an epilogue: the device's values, each made where its reader's role begins.
 
-    Parameters      tensor maps and pointers of the kernel      all threads
-    SharedTensors   shared memory                               all threads
-    CtaView         both, barriers and TMA coordinates          all threads
-    MathView        partitions of one math thread               math warps
-    TileView        the same, for one tile                      math warps
-
 An operand warp's view of a tile is `operand_ring.RingLoader`. Policy objects (`FusedEpilogue`, its
 matrices, operands and reductions) hold constants of the trace alone. So a view is the only way from
 one role to another, and no value made inside one role's branch is used in another's.

@@ -52,6 +52,3 @@ def make_producer(spec):
 def make_consumer(spec, producer, atom_layout_m):
     """Returns the consumer of the stages; `atom_layout_m` warpgroups share a tile's rows."""
     return CONSUMERS["ss"](spec, atom_layout_m, producer.before_read)
-
-
-__all__ = ["CONSUMERS", "PRODUCERS", "make_consumer", "make_producer"]

@@ -69,11 +69,6 @@ def make_ring(spec, barriers, producer, tile_warps):
     )
 
 
-def ring_words(spec):
-    """Returns the int64 words of the ring's barriers: one full and one empty for each stage."""
-    return 2 * spec.num_stages
-
-
 def skip_tile(spec, state, coords):
     """Returns a consumer's state moved past a tile that another warpgroup works on."""
     position = state.index + coords.k_tiles

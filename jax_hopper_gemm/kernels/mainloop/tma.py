@@ -96,10 +96,7 @@ class TmaOperand:
         return slices
 
     def load(self, view, slices, k_tile, stage, full, coords):
-        """Sends this CTA's slices of a k-tile to a stage, whose barrier is `full`.
-
-        `slices` are what `partition` returned.
-        """
+        """Sends this CTA's `slices` of a k-tile to a stage, whose barrier is `full`."""
         self.copy(view, slices, k_tile, stage, full, view.mask)
 
     def copy(self, view, slices, k_tile, stage, full, mask):
@@ -142,14 +139,6 @@ class PairedB:
             self.operand.copy(view, others, k_tile, stage, full, view.own_mask)
 
 
-@dataclass(frozen=True)
-class LoadView:
-    """What the loader warp needs."""
-
-    a: TmaView
-    b: TmaView
-
-
 class TmaProducer:
     """One warp loads both operands. The protocol is documented in `mainloop/__init__.py`."""
 
@@ -168,21 +157,20 @@ class TmaProducer:
         return tma_ab
 
     def partition_for_load(self, args, stages, tma_coords, cta):
-        return LoadView(
-            self.a.view(args.tma_ab[:1], stages, tma_coords, cta),
-            self.b.view(args.tma_ab[1:], stages, tma_coords, cta),
-        )
+        of_a = self.a.view(args.tma_ab[:1], stages, tma_coords, cta)
+        return of_a, self.b.view(args.tma_ab[1:], stages, tma_coords, cta)
 
     @cute.jit
     def load(self, view, ring, state, coords):
-        a_slices = self.a.partition(view.a, coords)
-        b_slices = self.b.partition(view.b, coords)
+        a_view, b_view = view
+        a_slices = self.a.partition(a_view, coords)
+        b_slices = self.b.partition(b_view, coords)
         for i in cutlass.range(coords.k_tiles, unroll=1):
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
             k_tile = coords.k_first + i
-            self.b.load(view.b, b_slices, k_tile, state.index, full, coords)
-            self.a.load(view.a, a_slices, k_tile, state.index, full, coords)
+            self.b.load(b_view, b_slices, k_tile, state.index, full, coords)
+            self.a.load(a_view, a_slices, k_tile, state.index, full, coords)
             state.advance()
         return state
 
