@@ -53,11 +53,7 @@ def is_digest(text: str) -> bool:
 
 
 def check_digest(text: str) -> None:
-    """Checks what a program or a caller names a kernel by.
-
-    Raises:
-      CubinError: it is no digest.
-    """
+    """Raises a CubinError where a program or a caller names a kernel by what is no digest."""
     if not is_digest(text):
         raise CubinError(
             f"a kernel is named by 64 hexadecimal digits, not by {text[:100]!r}. The program that "
@@ -148,17 +144,12 @@ class _Tree:
     """Writes syntax trees as text and gathers what they mention.
 
     The text is this module's own: that of `ast.dump` differs between versions of Python.
-
-    Attributes:
-      ignored: fields that are passed over.
-      names: of variables.
-      imports: the relative ones.
     """
 
     def __init__(self, ignored: frozenset[str]):
-        self.ignored = ignored
-        self.names: set[str] = set()
-        self.imports: list[ast.ImportFrom] = []
+        self.ignored = ignored  # fields that are passed over
+        self.names: set[str] = set()  # of variables
+        self.imports: list[ast.ImportFrom] = []  # the relative ones
 
     def text(self, node: Any) -> str:
         """Returns the text of a node, a list or a leaf; of statements that decide something."""

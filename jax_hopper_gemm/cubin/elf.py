@@ -99,8 +99,8 @@ def _sections(cubin: bytes) -> Iterator[_Section]:
 
 def _compute_capability(cubin: bytes) -> int:
     """Returns the architecture from the ELF flags; where they hold it depends on the ABI."""
-    abi_version = cubin[8]
     (flags,) = struct.unpack_from("<I", cubin, 48)
+    abi_version = cubin[8]
     return flags & 0xFF if abi_version < 8 else flags >> 8 & 0xFF
 
 
@@ -128,12 +128,9 @@ def _of_symbol(attributes: list[tuple[int, bytes]], wanted: int) -> dict[int, in
 
 
 def _parameters(records: list[bytes]) -> tuple[tuple[int, int], ...]:
-    """Returns (offset, size) by ordinal: 32 bits of index, 16 ordinal, 16 offset, then flags.
-
-    The size is in the upper 14 bits of the flags.
-    """
+    """Returns (offset, size) by ordinal."""
     by_ordinal = {}
     for record in records:
         _, ordinal, offset, flags = struct.unpack("<IHHI", record)
-        by_ordinal[ordinal] = (offset, flags >> 18)
+        by_ordinal[ordinal] = (offset, flags >> 18)  # the upper 14 bits are the size
     return tuple(by_ordinal[ordinal] for ordinal in range(len(records)))

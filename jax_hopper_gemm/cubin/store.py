@@ -51,7 +51,6 @@ class Store:
         """Returns the entry, or None where it is absent, damaged, unreadable or of another spec.
 
         Args:
-          digest: names the entry.
           spec_json: `GemmSpec.to_json()` of what is asked for; None where that is not known.
 
         Raises:

@@ -15,7 +15,7 @@ from itertools import product
 
 from ..gemm.dtypes import DTYPES, OPERANDS, RESULTS
 from ..gemm.epilogue_graph import EpilogueGraph
-from ..gemm.legality import GATHERABLE, violations
+from ..gemm.legality import GATHERABLE, type_violations, violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
 from .configs import CONFIGS, RASTER_ORDERS, WHOLE_ROW_CONFIGS, Config, tuner_configs
@@ -32,13 +32,8 @@ MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory
 LARGE_TILE = 128 * 192  # elements of D: those whose CTAs must not wait for one another
 
 AXES: tuple[VarlenAxis | None, ...] = (None, "m", "k")
-# How operands may be stored, for each grouped axis.
-A_MAJORS: dict[VarlenAxis | None, tuple[Major, ...]] = {
-    None: ("k", "m"), "m": ("k",), "k": ("m",),
-}  # fmt: skip
-B_MAJORS: dict[VarlenAxis | None, tuple[Major, ...]] = {
-    None: ("n", "k"), "m": ("n", "k"), "k": ("n",),
-}  # fmt: skip
+A_MAJORS: tuple[Major, ...] = ("k", "m")
+B_MAJORS: tuple[Major, ...] = ("n", "k")
 
 
 @lru_cache(maxsize=1024)
@@ -93,11 +88,8 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
 def _widths(config: Config, loads: bool) -> tuple[int, ...]:
     """Returns the columns that an epilogue tile may have, the preferred first.
 
-    Measured on an H200 with tiles of 128x256: what a cooperative epilogue loads is waited for less
-    often in wide tiles; 1 % of a product of 4096^3.
-
-    Args:
-      loads: whether the epilogue loads operands.
+    Measured on an H200 with tiles of 128x256: what a cooperative epilogue `loads` is waited for
+    less often in wide tiles; 1 % of a product of 4096^3.
     """
     if config.epi_tile_n:
         return (config.epi_tile_n,)
@@ -128,10 +120,7 @@ def worthwhile(spec: GemmSpec) -> bool:
 
 
 def refilled_spec(plain: GemmSpec, problem_type: ProblemType) -> GemmSpec | None:
-    """Returns the kernel of a measured plain one's configuration for an epilogue, if it fits.
-
-    The same for gathered rows.
-    """
+    """Returns a measured kernel's configuration for an epilogue or gathered rows, if it fits."""
     spec = filled_spec(replace(Config.of(plain), epi_tile_n=None), problem_type)
     return spec if spec is not None and worthwhile(spec) else None
 
@@ -143,10 +132,7 @@ def has_large_shares(spec: GemmSpec) -> bool:
 
 
 def dynamic_spec(spec: GemmSpec) -> GemmSpec | None:
-    """Returns the same kernel with the dynamic scheduler, if there are registers for it.
-
-    None as well for one that has no fixed shares of large tiles.
-    """
+    """Returns the kernel with the dynamic scheduler if it has large shares, and registers."""
     dynamic = replace(spec, tile_scheduler="dynamic")
     return dynamic if has_large_shares(spec) and not violations(dynamic) else None
 
@@ -188,12 +174,9 @@ def problem_types(
     dtype: str, d_dtype: str, graph: EpilogueGraph | None, axis: VarlenAxis | None
 ) -> list[ProblemType]:
     """Returns the types of legal problems with these dtypes, epilogue and grouped axis."""
-    majors = product(A_MAJORS[axis], B_MAJORS[axis])
-    gathered = (None, *GATHERABLE[axis])
-    return [
-        ProblemType(dtype, dtype, d_dtype, a_major, b_major, graph, axis, operand)
-        for (a_major, b_major), operand in product(majors, gathered)
-    ]
+    choices = product(A_MAJORS, B_MAJORS, (None, *GATHERABLE[axis]))
+    types = (ProblemType(dtype, dtype, d_dtype, a, b, graph, axis, rows) for a, b, rows in choices)
+    return [problem_type for problem_type in types if not any(type_violations(problem_type))]
 
 
 def measured_specs(device: Device) -> list[GemmSpec]:

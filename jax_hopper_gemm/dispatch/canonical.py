@@ -202,10 +202,7 @@ def up_offset(subscripts: Subscripts, rhs_shape: Sequence[int], letter: str) -> 
 
 
 def _matrix_axis(axes: list[Axis], array: int, unit: Axis) -> tuple[Axis, list[Axis]]:
-    """Returns the axis of one matrix, and those left over.
-
-    The axis is the one along which `array` is contiguous, else the longest.
-    """
+    """Returns the axis along which `array` is contiguous, else the longest; and those left over."""
     merged = _merged(axes, D)
     if not merged:
         return unit, []
@@ -253,13 +250,9 @@ def strided_layout(
 ) -> MatrixLayout:
     """Returns the layout of one array from its (extent, stride) pairs.
 
-    Args:
-      name: the index that only this operand has; for D the contiguous one.
-      own, other: that index, and the matrix's other one.
-      batch: the batch index.
-
-    Strides along an index of extent 1 mean nothing. They are given as in a compact array, so
-    that equal problems compare equal.
+    `own` is the index that only this operand has, called `name`; for D the contiguous one. Strides
+    along an index of extent 1 mean nothing. They are given as in a compact array, so that equal
+    problems compare equal.
     """
     (own_extent, own_stride), (other_extent, other_stride) = own, other
     if other_extent > 1 and other_stride == 1:

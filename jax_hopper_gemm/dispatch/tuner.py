@@ -46,19 +46,14 @@ def specs_to_try(problem: GemmProblem, device: Device, count: int = 24) -> list[
 
 
 def variants(problem: GemmProblem, device: Device, candidate: Candidate) -> list[Candidate]:
-    """Returns the legal candidates that differ from `candidate` in one detail.
+    """Returns the legal candidates of the same shape that differ from `candidate` in one detail.
 
     A detail is the tile scheduler, the epilogue tile or the order of tiles. Rings of stages
     follow from the rest.
     """
-    spec, _ = candidate
-    details = _details(candidate)
-    return [
-        other
-        for other in legal_specs(problem, device)
-        if _shape(other[0]) == _shape(spec)
-        and sum(a != b for a, b in zip(details, _details(other), strict=True)) == 1
-    ]
+    details, shape = _details(candidate), _shape(candidate[0])
+    alike = (other for other in legal_specs(problem, device) if _shape(other[0]) == shape)
+    return [o for o in alike if sum(a != b for a, b in zip(details, _details(o), strict=True)) == 1]
 
 
 def _shape(spec: GemmSpec) -> tuple:

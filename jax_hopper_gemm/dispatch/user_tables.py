@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import threading
 
 from .device import Device
 from .table import Table, TableError, packaged_table, read_table
@@ -38,29 +38,24 @@ class UserTables:
     """The user's tables, latest first; the environment's is read when first needed."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loaded: tuple[Table, ...] = ()
-        self._environment: tuple[Table, ...] | None = None
+        self._loaded: list[Table] = []
+        self._environment = functools.cache(_environment_tables)
 
     def add(self, table: Table) -> None:
-        with self._lock:
-            self._loaded = (table, *self._loaded)
+        self._loaded.insert(0, table)
 
     def current(self) -> tuple[Table, ...]:
-        environment = self._environment
-        if environment is None:
-            with self._lock:
-                environment = self._environment = self._read_environment()
-        return self._loaded + environment
+        return (*self._loaded, *self._environment())
 
-    def _read_environment(self) -> tuple[Table, ...]:
-        path = os.environ.get(TABLE_VARIABLE)
-        if not path:
-            return ()
-        try:
-            return (read_table(path),)
-        except TableError as error:
-            raise TableError(f"{error} (the path comes from {TABLE_VARIABLE})") from error
+
+def _environment_tables() -> tuple[Table, ...]:
+    path = os.environ.get(TABLE_VARIABLE)
+    if not path:
+        return ()
+    try:
+        return (read_table(path),)
+    except TableError as error:
+        raise TableError(f"{error} (the path comes from {TABLE_VARIABLE})") from error
 
 
 _tables = UserTables()

@@ -188,10 +188,7 @@ def _group_params(problem: GemmProblem) -> dict[str, Param]:
 
 
 def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
-    """Returns the tensor maps of A and B, and of up where there is one.
-
-    A gathered operand has none: it is read through a pointer.
-    """
+    """Returns the tensor maps of A, B and up; of a gathered operand a pointer."""
     p, axis = problem, spec.grouped
     offset_of_up = (p.up_offset or 0) * DTYPES[p.b_dtype].itemsize
 
@@ -243,10 +240,7 @@ def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
 
 
 def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
-    """Returns the epilogue's operands.
-
-    A tensor map each; of a scalar a pointer and the distance, in elements, to the next matrix's.
-    """
+    """Returns the operands' tensor maps; a scalar's pointer and elements to the next matrix's."""
     p = problem
     first = 2 + (p.gated and p.up_offset is None)
     along_rows = 1 if spec.grouped == "m" else p.l  # arrays of an operand that varies along rows
@@ -257,27 +251,17 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
             values[name] = Pointer(buffer)
             values[f"{name}_batch_stride"] = Int32(layout.batch_stride if p.l > 1 else 0)
         elif operand.kind == "matrix":
-            extents, box = {"m": p.m, "n": p.n}, spec.epi_box(operand.dtype)
-            values[name] = _tensor_map(buffer, operand.dtype, layout, extents, along_rows, box)
+            extents, tile = {"m": p.m, "n": p.n}, spec.epi_box(operand.dtype)
+            values[name] = _tensor_map(buffer, operand.dtype, layout, extents, along_rows, tile)
         else:
-            row = operand.kind == "row"
-            values[name] = _vector_map(
-                buffer,
-                operand.dtype,
-                p.n if row else p.m,
-                layout.batch_stride,
-                p.l if row else along_rows,
-                spec.epi_tile_n if row else spec.column_elements(operand.dtype),
-            )
+            if operand.kind == "row":
+                extent, batches, box = p.n, p.l, spec.epi_tile_n
+            else:
+                extent, batches, box = p.m, along_rows, spec.column_elements(operand.dtype)
+            stride = _stride_bytes(layout.batch_stride, batches, DTYPES[operand.dtype].itemsize)
+            dims = (extent, batches)
+            values[name] = TensorMap(buffer, operand.dtype, dims, (stride,), (box, 1), swizzle=0)
     return values
-
-
-def _vector_map(
-    buffer: int, dtype: str, extent: int, batch_stride: int, batches: int, box: int
-) -> TensorMap:
-    """Returns the map over one contiguous vector for each matrix of D; a copy reads `box` of it."""
-    stride = _stride_bytes(batch_stride, batches, DTYPES[dtype].itemsize)
-    return TensorMap(buffer, dtype, (extent, batches), (stride,), (box, 1), swizzle=0)
 
 
 def _span_map(
@@ -293,10 +277,8 @@ def _span_map(
 
     Row r of a span of `size` rows that ends at row `end` has the coordinates (SPAN_EXTENT - size +
     r, end, SPAN_EXTENT): so r >= size is outside of the map, which loads as zeros and is not
-    stored. The three add up to row end - size + r, modulo 2**64 bytes.
-
-    Args:
-      contiguous, length: extents along the rows, and number of rows.
+    stored. The three add up to row end - size + r, modulo 2**64 bytes. There are `length` rows of
+    `contiguous` elements.
     """
     stride = layout.leading_stride * DTYPES[dtype].itemsize
     return TensorMap(
