@@ -10,5 +10,5 @@ from .device import H200 as H200
 from .device import Device as Device
 from .legality import problem_violations as problem_violations
 from .table import TableError as TableError
-from .user_tables import load_table as load_table
-from .user_tables import tables_of as tables_of
+from .table import load_table as load_table
+from .table import tables_of as tables_of

@@ -21,7 +21,7 @@ from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
 from .configs import CONFIGS, RASTER_ORDERS, WHOLE_ROW_CONFIGS, Config, tuner_configs
 from .device import Device
 from .legality import device_violations, pairing_violations, problem_violations
-from .user_tables import tables_of
+from .table import tables_of
 
 MIN_STAGES = 3  # with fewer, the load of a stage cannot hide behind the others' math
 MAX_STAGES = 12  # deeper rings hold more bytes than the memory's latency times its bandwidth

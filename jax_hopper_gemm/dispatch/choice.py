@@ -26,8 +26,7 @@ from .cost import MEMORY_BYTES_PER_NS, Estimate, best_raster_order, equal_groups
 from .device import Device
 from .legality import device_violations, pairing_violations, problem_violations
 from .model import best_kernel, xla_is_faster
-from .table import Key, Source, Table
-from .user_tables import tables_of
+from .table import Key, Source, Table, tables_of
 
 MODEL_ERROR = 0.01  # of the cost model, where it compares a measured kernel with others
 MAX_DYNAMIC_COST = 1.05  # of a kernel with a dynamic scheduler, beside the best with fixed shares

@@ -87,7 +87,8 @@ class GemmKernel:
 
         parameters = Parameters.of(s.graph, args)
         if warp == self.producer.loader_warps[0]:
-            self.prefetch((*self.producer.tensor_maps(args.tma_ab), *parameters.atoms))
+            of_ab = self.producer.tensor_maps(args.tma_ab)
+            self.prefetch((*of_ab, *parameters.stores, *parameters.loads))
 
         stages, shared, barriers = self.allocate_shared_memory()
         ring = make_ring(s, barriers["ring"], self.producer, self.schedule.tile_warps)

@@ -75,8 +75,7 @@ class VectorView:
 class LoadedOperand:
     """The protocol of a loaded operand, with what all kinds have in common.
 
-    A kind has the extents `box` of a subtile's part of it, and says which of a tile's blocks the
-    subtile (block_m, block_n) needs.
+    `box` has the extents of a subtile's part of it.
     """
 
     def __init__(self, spec, operand, number):
@@ -88,6 +87,13 @@ class LoadedOperand:
         self.box = self.box_of(operand)
         self.nbytes = math.prod(self.box) * self.dtype.width // 8  # of a slot, as TMA counts them
         self.blocks = (None,) * (len(self.box) + 1)
+
+    def along(self, m, n):
+        """Returns which of a pair, for M and for N, the operand varies along."""
+        return {"matrix": (m, n), "row": (n,), "column": (m,)}[self.kind]
+
+    def box_of(self, operand):
+        return self.along(EPI_TILE_M, self.spec.epi_tile_n)
 
     def make_tma_atom(self, mC):
         one_stage = cute.slice_(self.staged_layout(), (*self.blocks[1:], 0))
@@ -117,18 +123,12 @@ class LoadedOperand:
 class LoadedMatrix(LoadedOperand):
     """An element for each of D: a tile (64, epi_tile_n) a slot."""
 
-    def box_of(self, operand):
-        return EPI_TILE_M, self.spec.epi_tile_n
-
     def staged_layout(self):
         """Returns the layout (64, epi_tile_n, buffers) of all warpgroups' slots."""
         return staged_layout(self.dtype, self.spec.epi_tile_n, self.buffers)
 
     def allocate(self, memory):
         return memory.tensor(self.dtype, self.staged_layout())  # (64, epi_tile_n, buffers)
-
-    def block_of(self, block_m, block_n):
-        return block_m, block_n
 
     def thread_view(self, sC, by_acc, thread):
         # A thread's two adjacent columns at once; for 16-bit elements ldmatrix brings four pairs.
@@ -170,12 +170,6 @@ class LoadedVector(LoadedOperand):
 class LoadedRow(LoadedVector):
     """An element for each column of D."""
 
-    def box_of(self, operand):
-        return (self.spec.epi_tile_n,)
-
-    def block_of(self, block_m, block_n):
-        return (block_n,)
-
     def thread_view(self, sC, by_acc, thread):
         (columns,) = self.box
         shape = 2, columns // 8, self.buffers
@@ -190,12 +184,6 @@ class LoadedRow(LoadedVector):
 
 class LoadedColumn(LoadedVector):
     """An element for each row of D."""
-
-    def box_of(self, operand):
-        return (EPI_TILE_M,)
-
-    def block_of(self, block_m, block_n):
-        return (block_m,)
 
     def thread_view(self, sC, by_acc, thread):
         shape = 2, 1, self.buffers

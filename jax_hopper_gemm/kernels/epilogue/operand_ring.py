@@ -94,7 +94,7 @@ class RingLoader:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.ring.nbytes)
         for operand, part in zip(self.ring.operands, self.parts, strict=True):
-            part.load(full, buffer, operand.block_of(block_m, block_n))
+            part.load(full, buffer, operand.along(block_m, block_n))
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,6 @@ class Parameters:
             extents=args.extents,
         )
 
-    @property
-    def atoms(self):
-        """All tensor maps in use."""
-        return (*self.stores, *self.loads)
-
 
 @dataclass(frozen=True)
 class SharedTensors:
