@@ -161,7 +161,7 @@ def thread_view(reduction, memories: list, warpgroup: int):
 
 
 def run_rows(spec, fold, matrix, i_m, row0, where):
-    from jax_hopper_gemm.kernels.epilogue.subtile import SubtileCoords
+    from jax_hopper_gemm.kernels.epilogue.views import SubtileCoords
 
     batch, tile_n, tiles_n = where
     m, n = matrix.shape

@@ -12,7 +12,6 @@ sass       what the machine code does
 
 from .builder import BuildReport as BuildReport
 from .builder import build as build
-from .digest import CUTLASS_DSL_VERSION as CUTLASS_DSL_VERSION
 from .digest import CubinError as CubinError
 from .digest import digest_of as digest_of
 from .loader import LoadedKernel as LoadedKernel
@@ -21,7 +20,6 @@ from .lookup import get as get
 from .lookup import prebuilt as prebuilt
 from .manifest import Manifest as Manifest
 from .manifest import Parameter as Parameter
-from .store import CacheEntry as CacheEntry
 from .store import Compiled as Compiled
 from .store import cache_dir as cache_dir
 from .store import cache_entries as cache_entries

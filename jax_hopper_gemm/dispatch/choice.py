@@ -150,7 +150,6 @@ def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decisi
 
 
 def _expectation(problem: GemmProblem, spec: GemmSpec, cost: Estimate) -> str:
-    """Returns the text of what the model expects."""
     reason = (
         f"expected {cost.ns / 1e3:.1f} us, bound by {cost.bound}: {cost.tiles} tiles of "
         f"{spec.tile_m}x{spec.d_tile_n} in {cost.waves} {'wave' if cost.waves == 1 else 'waves'}, "

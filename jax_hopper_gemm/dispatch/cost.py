@@ -271,7 +271,6 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
 
 
 def _epilogue_cycles(spec: GemmSpec) -> float:
-    """Returns the cycles in which one warpgroup computes and stores its rows of a tile."""
     subtiles = spec.rows_per_warpgroup / 64 * (spec.d_tile_n / spec.epi_tile_n)
     wait = SUBTILE_WAIT if spec.epi_stages == 2 and spec.graph.matrices else 0.0
     cycles = spec.epi_stage_bytes / SUBTILE_BYTES_PER_CYCLE + wait

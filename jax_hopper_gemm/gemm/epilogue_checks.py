@@ -138,7 +138,6 @@ def epilogue_registers(graph: EpilogueGraph, epi_tile_n: int) -> int:
 
 
 def _tile_registers(dtype: str, epi_tile_n: int) -> int:
-    """Returns the registers of a thread's elements of an epilogue tile."""
     return epi_tile_n * max(2, DTYPES[dtype].itemsize) // 8
 
 

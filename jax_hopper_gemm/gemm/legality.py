@@ -121,7 +121,6 @@ def _stack_violations(t: ProblemType) -> Iterator[str]:
 
 
 def _policy_violations(spec: GemmSpec) -> Iterator[str]:
-    """Yields why a tile, a cluster or a policy is none that kernels have."""
     s = spec
     if s.warp_schedule not in get_args(WarpSchedule):
         yield f"warp schedule {s.warp_schedule!r} is not {one_of(get_args(WarpSchedule))}"
@@ -141,7 +140,6 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
 
 
 def _register_violations(spec: GemmSpec) -> Iterator[str]:
-    """Yields why math warpgroups cannot work on tiles like these."""
     s, limit = spec, max_accumulators(spec)
     if s.acc_registers > limit:
         yield (
@@ -180,7 +178,6 @@ def _epilogue_tile_violations(spec: GemmSpec) -> Iterator[str]:
 
 
 def _group_violations(spec: GemmSpec) -> Iterator[str]:
-    """Yields why tiles like these cannot be those of groups."""
     s = spec
     if s.grouped and not s.persistent:
         yield "the number of tiles depends on the groups' sizes: take a persistent scheduler"
@@ -207,7 +204,6 @@ def _gather_violations(spec: GemmSpec) -> Iterator[str]:
 
 
 def _memory_violations(spec: GemmSpec) -> Iterator[str]:
-    """Yields why rings and barriers do not fit shared memory."""
     s = spec
     if s.num_stages < 2:
         yield f"num_stages {s.num_stages} is under 2"

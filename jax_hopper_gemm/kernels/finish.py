@@ -24,5 +24,4 @@ FINISHES = {"none": NoFinish}
 
 
 def make_finish(spec):
-    """Returns the finish of `spec`'s tiles."""
     return FINISHES["none"](spec)

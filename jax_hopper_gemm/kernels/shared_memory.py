@@ -18,7 +18,6 @@ class SharedMemory:
         self.used = 0  # bytes handed out
 
     def pointer(self, dtype, nbytes, alignment, swizzle=None):
-        """Returns a pointer to the next `nbytes`."""
         assert self.used % alignment == 0, f"{self.used} bytes are not aligned to {alignment}"
         pointer = cute.recast_ptr(self.base + self.used, swizzle, dtype)
         self.used += nbytes

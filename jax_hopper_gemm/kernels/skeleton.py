@@ -159,7 +159,6 @@ class GemmKernel:
 
     @cute.jit
     def load(self, view, ring, tiles):
-        """A loader warp."""
         state = make_pipeline_state(PipelineUserType.Producer, self.spec.num_stages)
         tile, reader = tiles.first()
         while tiles.exists(tile):
@@ -196,7 +195,6 @@ class GemmKernel:
 
     @cute.jit
     def math(self, stages, ring, tiles, epilogue):
-        """The math warps."""
         math_thread = cute.arch.thread_idx()[0] - WARPGROUP
         math_warp = cute.arch.make_warp_uniform(math_thread // 32)
         warpgroup = cute.arch.make_warp_uniform(math_thread // WARPGROUP)

@@ -34,7 +34,6 @@ class ZeroFillWarp:
 
     @cute.jit
     def run(self, tiles):
-        """The zero-fill warp."""
         raster, zero_fill = tiles.args.raster, tiles.args.zero_fill
         grid_m, grid_n, _ = cute.arch.grid_dim()
         cta_m, cta_n, _ = cute.arch.block_idx()
@@ -60,7 +59,6 @@ class ZeroFillWarp:
 
     @cute.jit
     def fill(self, zero_fill, parts_of_row, part):
-        """Writes zeros to a part of a matrix."""
         start, first, end = vectors_of_part(
             zero_fill.rows, parts_of_row, self.spec.zero_part, part, Int64, smaller
         )

@@ -172,7 +172,6 @@ def _numbers(prefix: str, numbers: NamedTuple) -> dict[str, Param]:
 
 
 def _group_params(problem: GemmProblem) -> dict[str, Param]:
-    """Returns sizes of groups, and what says which rows are gathered."""
     groups = problem.groups
     if groups is None:
         return {}
@@ -216,7 +215,6 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
 
 
 def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
-    """Returns the tensor maps of the matrices, the pointers of the other results."""
     p, buffer = problem, grid.num_inputs(problem) - 1
     values: dict[str, Param] = {}
     for i, result in enumerate(p.graph.results):

@@ -29,8 +29,7 @@ from .matrix_store import StagedMatrix, copy_by_accumulator
 from .op_codegen import Elements
 from .operand_ring import OperandRing, OperandWarp
 from .reductions import make_reductions
-from .subtile import RowBlocks, Subtile, first_coords
-from .views import MathView, SharedTensors, TileView
+from .views import MathView, RowBlocks, SharedTensors, Subtile, TileView, first_coords
 
 MAX_BRANCHES = 16  # one within the other; each takes a dozen frames of Python's stack
 
@@ -170,7 +169,6 @@ class FusedEpilogue:
             leaves[number] = tuple(row.value() for row in rows)
 
     def finish_subtile(self, tile, leaves, subtile):
-        """Evaluates a subtile, reduces it and stores it."""
         elements = self.elements(tile, leaves, subtile)
         coords = subtile.coords(self.spec.epi_tile_n)
         self.write_subtile(tile, elements, subtile, coords)

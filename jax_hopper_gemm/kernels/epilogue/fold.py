@@ -68,7 +68,6 @@ class Fold:
 
     @classmethod
     def thread_view(cls, spec, pointers, thread, scratch, barrier):
-        """Returns a math thread's view, see there."""
         warp, lane = thread >> 5, thread & 31
         quad, quad_lane = lane >> 2, lane & 3
         return ThreadView(pointers, thread, warp, lane, quad, quad_lane, scratch, barrier)

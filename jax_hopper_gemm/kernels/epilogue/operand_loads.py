@@ -106,7 +106,6 @@ class LoadedOperand:
         return cute.flat_divide(tiles, self.box), index
 
     def load_view(self, tma_c, sC, tma_coords, coords):
-        """Returns the `LoadView` of the tile at `coords`."""
         pieces, index = self.pieces(tma_coords, coords)
         modes = len(self.box)
         bGS_sC, bGS_gC = cpasync.tma_partition(
@@ -216,7 +215,6 @@ class LoadedSpanColumn(LoadedColumn):
 
 
 def make_operand(spec, operand, number):
-    """Returns the loaded operand of an `Operand` that is no scalar."""
     column = LoadedSpanColumn if spec.grouped == "m" else LoadedColumn
     kinds = {"matrix": LoadedMatrix, "row": LoadedRow, "column": column}
     return kinds[operand.kind](spec, operand, number)

@@ -65,7 +65,6 @@ class OperandRing:
         return warpgroup * self.stages + count % self.stages, count // self.stages % 2
 
     def load_view(self, cta, coords):
-        """Returns an operand warp's view of the tile at `coords`."""
         slots = zip(self.operands, cta.parameters.loads, cta.shared.operands, strict=True)
         parts = tuple(
             operand.load_view(tma_c, sC, cta.tma_coords, coords) for operand, tma_c, sC in slots

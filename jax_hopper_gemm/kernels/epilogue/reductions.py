@@ -268,7 +268,6 @@ class Reduction:
         return self.fold.thread_view(self.spec, mine, thread, scratch, barrier)
 
     def begin_tile(self, view):
-        """Returns the `Fold` of a tile."""
         return self.fold(self.spec, self.results, view)
 
 

@@ -45,7 +45,6 @@ CONSUMERS = {"ss": SharedConsumer}
 
 
 def make_producer(spec):
-    """Returns the producer of `spec`'s stages."""
     return PRODUCERS[spec.gathered](spec)
 
 

@@ -63,7 +63,6 @@ class TmaOperand:
         return atoms
 
     def view(self, maps, stages, tma_coords, cta):
-        """Returns the `TmaView` of a CTA; `cta` is its `CtaInCluster`."""
         s = self.spec
         if self.is_a:
             parts = (stages.sA,)
@@ -84,7 +83,6 @@ class TmaOperand:
         return self.slices_of(view, coords, view.cta)
 
     def slices_of(self, view, coords, cta):
-        """Returns the slices of one of the CTAs that share the tile."""
         tiles, at = view.tma_coords.a(coords) if self.is_a else view.tma_coords.b(coords)
         slices = []
         for tma, stages in zip(view.maps, view.stages, strict=True):
