@@ -164,7 +164,8 @@ class _Tree:
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             return f"Raise({self.text(node.exc.func)})"
         elif isinstance(node, ast.JoinedStr):  # Python 3.12 ends some with an empty string
-            return f"JoinedStr({self.text([x for x in node.values if not _is_empty(x)])})"
+            values = [value for value in node.values if getattr(value, "value", None) != ""]
+            return f"JoinedStr({self.text(values)})"
         text = type(node).__name__ + "("
         for name in node._fields:
             if name not in self.ignored:
@@ -181,7 +182,3 @@ def _is_string(node: Any) -> bool:
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
     )
-
-
-def _is_empty(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value == ""

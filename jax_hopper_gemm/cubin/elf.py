@@ -55,33 +55,29 @@ def read_kernel(cubin: bytes) -> KernelCode:
       CubinError: not a cubin, damaged, or it holds no kernel or several.
     """
     try:
-        return _read_kernel(cubin)
+        sections = {section.name: section for section in _sections(cubin)}
+        entries = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
+        if len(entries) != 1:
+            raise CubinError(f"expected a cubin with one kernel, found {len(entries)}: {entries}")
+        entry = entries[0]
+        symbol = sections[f".text.{entry}"].info & 0xFFFFFF
+        of_kernel = list(_attributes(sections[f".nv.info.{entry}"].content))
+        of_module = list(_attributes(sections[".nv.info"].content))
+        shared = sections.get(f".nv.shared.{entry}")
+        api_version = struct.unpack("<I", _only(of_kernel, _CUDA_API_VERSION))[0]
+        threads_x, threads_y, threads_z = struct.unpack("<3I", _only(of_kernel, _REQNTID))
+        return KernelCode(
+            entry=entry,
+            sm=_compute_capability(cubin),
+            toolkit=divmod(api_version, 10),
+            parameters=_parameters([data for code, data in of_kernel if code == _KPARAM_INFO]),
+            threads=threads_x * threads_y * threads_z,
+            registers=_of_symbol(of_module, _REGCOUNT)[symbol],
+            stack_bytes=_of_symbol(of_module, _FRAME_SIZE)[symbol],
+            static_smem_bytes=shared.size if shared else 0,
+        )
     except (struct.error, IndexError, KeyError, ValueError) as error:
         raise CubinError(f"the cubin ({len(cubin)} bytes) is damaged: {error!r}") from error
-
-
-def _read_kernel(cubin: bytes) -> KernelCode:
-    sections = {section.name: section for section in _sections(cubin)}
-    entries = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
-    if len(entries) != 1:
-        raise CubinError(f"expected a cubin with one kernel, found {len(entries)}: {entries}")
-    entry = entries[0]
-    symbol = sections[f".text.{entry}"].info & 0xFFFFFF
-    of_kernel = list(_attributes(sections[f".nv.info.{entry}"].content))
-    of_module = list(_attributes(sections[".nv.info"].content))
-    shared = sections.get(f".nv.shared.{entry}")
-    api_version = struct.unpack("<I", _only(of_kernel, _CUDA_API_VERSION))[0]
-    threads_x, threads_y, threads_z = struct.unpack("<3I", _only(of_kernel, _REQNTID))
-    return KernelCode(
-        entry=entry,
-        sm=_compute_capability(cubin),
-        toolkit=divmod(api_version, 10),
-        parameters=_parameters([data for code, data in of_kernel if code == _KPARAM_INFO]),
-        threads=threads_x * threads_y * threads_z,
-        registers=_of_symbol(of_module, _REGCOUNT)[symbol],
-        stack_bytes=_of_symbol(of_module, _FRAME_SIZE)[symbol],
-        static_smem_bytes=shared.size if shared else 0,
-    )
 
 
 def _sections(cubin: bytes) -> Iterator[_Section]:

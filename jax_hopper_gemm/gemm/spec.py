@@ -98,12 +98,10 @@ class GemmSpec:
 
     @property
     def persistent(self) -> bool:
-        """Whether a CTA works on tiles until there are no more, not on one."""
         return SCHEDULING[self.tile_scheduler].persistent
 
     @property
     def dynamic(self) -> bool:
-        """Whether CTAs take tiles from a counter in memory while they run."""
         return SCHEDULING[self.tile_scheduler].dynamic
 
     @property
@@ -190,7 +188,8 @@ class GemmSpec:
             return EPI_TILE_M * self.epi_tile_n * DTYPES[operand.dtype].itemsize
         row = operand.kind == "row"
         elements = self.epi_tile_n if row else self.column_elements(operand.dtype)
-        return _padded(elements * DTYPES[operand.dtype].itemsize, SMEM_VECTOR)
+        nbytes = elements * DTYPES[operand.dtype].itemsize
+        return -(-nbytes // SMEM_VECTOR) * SMEM_VECTOR
 
     def column_elements(self, dtype: str) -> int:
         """Returns how many elements of a column one copy brings: those of 64 rows.
@@ -271,10 +270,6 @@ class GemmSpec:
         if named.get("epilogue"):
             named["epilogue"] = EpilogueGraph.from_dict(named["epilogue"])
         return cls(**named)
-
-
-def _padded(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment
 
 
 def _box(second_is_contiguous: bool, first: int, second: int, shares: int, dtype: str) -> TmaBox:
