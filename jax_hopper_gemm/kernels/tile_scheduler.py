@@ -10,7 +10,7 @@ from cutlass.cutlass_dsl import select_
 
 from ..gemm import group_search
 from ..gemm.group_search import GroupTile, Window, holds, is_last
-from .mailbox import Mailbox, MailboxState
+from .mailbox import Mailbox
 from .warp import Warp
 
 
@@ -69,14 +69,14 @@ class DynamicScheduler(StaticScheduler):
         self.smem_words = self.mailbox.smem_words
 
     def setup(self, words, args, num_reader_warps):
-        return MailboxState(args, self.mailbox.setup(words, num_reader_warps))
+        return self.mailbox.setup(words, args, num_reader_warps)
 
     def exists(self, state, tile):
         return tile < state.args.raster.total
 
     def next_tile(self, state, tile, reader):
         """Returns the `reader`-th tile that was claimed; called by whole warps."""
-        (following,) = self.mailbox.read(state.box, reader)
+        (following,) = self.mailbox.read(state, reader)
         return following, reader + 1
 
     @cute.jit
@@ -91,9 +91,9 @@ class DynamicScheduler(StaticScheduler):
         published = Int32(0)
         past_the_end = Int32(0)
         while past_the_end < tiles_in_turn:
-            slot = self.mailbox.free_slot(state.box, published)
+            slot = self.mailbox.free_slot(state, published)
             index = launched + claim(state.args.tile_counter)
-            self.mailbox.publish(state.box, slot, [index])
+            self.mailbox.publish(state, slot, [index])
             published += 1
             if index >= state.args.raster.total:
                 past_the_end += 1
@@ -130,7 +130,7 @@ class GroupedScheduler(DynamicScheduler):
 
     def next_tile(self, state, tile, reader):
         """Returns the `reader`-th tile of this cluster; called by whole warps."""
-        return GroupTile(*self.mailbox.read(state.box, reader)), reader + 1
+        return GroupTile(*self.mailbox.read(state, reader)), reader + 1
 
     @cute.jit
     def run_scheduler_warp(self, state, tiles_in_turn: cutlass.Constexpr):
@@ -146,11 +146,14 @@ class GroupedScheduler(DynamicScheduler):
             exists = holds(Window(*window), index, lanes)
             tile = group_search.tile_in(state.args.raster, Window(*window), index, lanes, self.rows)
             tile = tile._replace(n=select_(exists, tile.n, Int32(-1)))
-            slot = self.mailbox.free_slot(state.box, published)
-            self.mailbox.publish(state.box, slot, tile)
+            slot = self.mailbox.free_slot(state, published)
+            self.mailbox.publish(state, slot, tile)
             published += 1
             past_the_end += select_(exists, Int32(0), Int32(1))
-            index = self.next_index(state, index, launched)
+            if cutlass.const_expr(self.spec.tile_scheduler == "dynamic"):
+                index = launched + claim(state.args.tile_counter)
+            else:
+                index = index + launched
 
     @cute.jit
     def search(self, state, window, index):
@@ -179,14 +182,6 @@ class GroupedScheduler(DynamicScheduler):
         """Returns the size of a group, or any value where it is not `valid`."""
         sizes = state.args.group_sizes
         return cute.arch.load(sizes + smaller(group, state.args.raster.sizes - 1), Int32)
-
-    @cute.jit
-    def next_index(self, state, index, launched):
-        if cutlass.const_expr(self.spec.tile_scheduler == "dynamic"):
-            index = launched + claim(state.args.tile_counter)
-        else:
-            index = index + launched
-        return index
 
 
 TILE_SCHEDULERS = {
