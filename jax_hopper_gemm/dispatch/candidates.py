@@ -149,10 +149,8 @@ def legal_specs(problem: GemmProblem, device: Device) -> list[tuple[GemmSpec, Ra
 def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None) -> list[GemmSpec]:
     """Returns every kernel without an epilogue that `choose` can return on `device`, once each.
 
-    Dense ones first, then grouped ones, then what tables hold besides.
-
-    Args:
-      dtypes: pairs, of A's and B's dtype and of D's, to restrict to; None means all of them.
+    Dense ones first, then grouped ones, then what tables hold besides. `dtypes` are pairs, of A's
+    and B's dtype and of D's, to restrict to; None means all of them.
     """
     if device_violations(device):
         return []

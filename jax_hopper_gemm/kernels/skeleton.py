@@ -15,7 +15,7 @@
                         in each CTA that shares the stage
     operands            see epilogue/operand_ring.py                 operands, math
     mailbox             see mailbox.py                               all but the scheduler
-    named               see named_barriers.py                        math
+    named               see `BarrierId` in shared_memory.py          math
 
 Stages that a tile leaves free fill with the next tile's loads while it is still stored.
 """
@@ -34,8 +34,7 @@ from .finish import make_finish
 from .mainloop import make_consumer, make_producer
 from .mainloop.ring import allocate_stages, make_ring, pass_over_tile, skip_tile
 from .mainloop.tma import check_box
-from .named_barriers import WARPGROUP
-from .shared_memory import SharedMemory
+from .shared_memory import WARPGROUP, SharedMemory
 from .tile_coords import CtaInCluster, Tiles, TmaCoords
 from .tile_scheduler import make_scheduler
 from .warp_schedule import WARP_SCHEDULES, NoTurn

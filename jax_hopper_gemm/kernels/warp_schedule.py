@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 
-from .named_barriers import WARPGROUP, BarrierId
+from .shared_memory import WARPGROUP, BarrierId
 
 
 def registers(spec):

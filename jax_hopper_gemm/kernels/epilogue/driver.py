@@ -23,7 +23,7 @@ from cutlass import Float32
 from cutlass.cutlass_dsl import select_
 
 from ...gemm.wgmma_fragment import line_of
-from ..named_barriers import WARPGROUP, BarrierId
+from ..shared_memory import WARPGROUP, BarrierId
 from .fold import RowStatistic
 from .matrix_store import StagedMatrix, copy_by_accumulator
 from .op_codegen import Elements

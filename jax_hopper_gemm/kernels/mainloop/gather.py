@@ -28,10 +28,7 @@ ROWS_AT_ONCE = THREADS // ROW_PIECES
 
 
 def copy_piece(target, source, nbytes):
-    """Copies 16 bytes from global address `source` to shared address `target`, asynchronously.
-
-    Of those, all past the first `nbytes` are zeros and are not read.
-    """
+    """Copies `nbytes` from global to shared memory, asynchronously, and zeros to make it 16."""
     code = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};"
     cute.arch.inline_ptx(code, read_only_args=[target, source, nbytes])
 

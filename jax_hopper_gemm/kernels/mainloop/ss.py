@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import max as larger
 
 from ..dtypes import CUTE_DTYPE
-from ..named_barriers import WARPGROUP
+from ..shared_memory import WARPGROUP
 
 
 @dataclass(frozen=True)
