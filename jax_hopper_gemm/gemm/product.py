@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from .groups import Groups, gate_up_letter
-from .options import Options
 from .subscripts import Subscripts
+
+Implementation = Literal["hopper", "xla"] | None
+Preactivation = Literal["save", "recompute"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a product is computed. Equal options are one key of a cache: lists become tuples."""
+
+    # None takes a kernel where it is the faster way, "hopper" insists on one, "xla" takes none.
+    implementation: Implementation = None
+    precision: Any = None  # parameter of `lax.dot_general`
+    # The product's dtype, or None; with an epilogue it may be a tuple: dtypes of the results.
+    preferred_element_type: Any = None
+    preactivation: Preactivation = "save"  # gradients find the product stored or compute it anew
+    max_sms: int | None = None  # how many SMs a kernel may use; None: all
+
+    def __post_init__(self) -> None:
+        for name in ("precision", "preferred_element_type"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
 
 
 @dataclass(frozen=True)

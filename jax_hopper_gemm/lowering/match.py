@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jax.extend.mlir.dialects import stablehlo
 
 from ..gemm.groups import GroupedAxis, Groups
-from ..gemm.options import Options
+from ..gemm.product import Options
 from ..gemm.subscripts import Subscripts
 from .call import Call
 from .mlir_values import (

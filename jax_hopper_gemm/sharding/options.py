@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from ..gemm.options import Options
+from ..gemm.product import Options
 
 
 def precision_names(precision: Any) -> list[str] | None:
