@@ -12,12 +12,8 @@ from .dtypes import DTYPES, EPILOGUE, RESULTS
 from .epilogue_graph import ARITY, LOGIC, MAX_TOP_K, ROW_REDUCTIONS, EpilogueGraph, Node, Result
 
 
-def graph_violations(graph: EpilogueGraph) -> list[str]:
-    """Returns every reason why `graph` is not well formed; empty when it is."""
-    return list(_violations(graph))
-
-
-def _violations(graph: EpilogueGraph) -> Iterator[str]:
+def graph_violations(graph: EpilogueGraph) -> Iterator[str]:
+    """Yields every reason why `graph` is not well formed."""
     if graph.accumulators not in (1, 2):
         yield f"{graph.accumulators} accumulators, not 1 or 2"
     for i, operand in enumerate(graph.operands):

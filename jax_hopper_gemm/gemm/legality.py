@@ -71,7 +71,7 @@ def type_violations(t: ProblemType) -> Iterator[str]:
         yield f"D is {t.d_dtype}: ask for {one_of(RESULTS)}"
     yield from _major_violations("A", "MK", t.a_dtype, t.a_major)
     yield from _major_violations("B", "NK", t.b_dtype, t.b_major)
-    broken = graph_violations(t.epilogue) if t.epilogue else []
+    broken = [*graph_violations(t.epilogue)] if t.epilogue else []
     yield from (f"epilogue: {reason}" for reason in broken)
     if not broken and t.epilogue and t.epilogue.matrices:
         first = t.epilogue.matrices[0].dtype
