@@ -175,7 +175,6 @@ class TmaCoords:
         return cute.make_tensor(origin, layout)
 
     def _matrix(self, operand, coords):
-        """Returns which matrix of an operand a tile reads."""
         if self.spec.indexed != operand:
             return coords.batch
         index = cute.arch.load(self.stack_index.index, Int32)
