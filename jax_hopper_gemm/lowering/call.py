@@ -14,7 +14,7 @@ from jax.interpreters import mlir
 
 from ..dispatch import Device
 from ..gemm.groups import GroupedAxis, Groups
-from ..gemm.options import Options
+from ..gemm.product import Options
 from ..gemm.subscripts import Subscripts
 from ..launch import ffi_target
 from .decide import Decision, Form, decide, forms_of

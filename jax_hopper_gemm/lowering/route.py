@@ -26,7 +26,7 @@ from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES, OPERANDS, short_name
 from ..gemm.groups import GROUP, GroupedAxis, gate_up_letter, is_varlen_k
-from ..gemm.options import Options
+from ..gemm.product import Options
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..gemm.subscripts import Subscripts
 from ..launch.plan import LaunchPlan, make_plan

@@ -15,8 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
 from ..fusion.memo import memoised
-from ..gemm.options import Implementation, Options, Preactivation
-from ..gemm.product import Product
+from ..gemm.product import Implementation, Options, Preactivation, Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..gemm.options import Implementation, Options, Preactivation
+from ..gemm.product import Implementation, Options, Preactivation
 from . import checks
 from .activations import Activation, activation_function
 from .ragged_run import BASIC, RaggedArrays, run_product, run_scaled_sum, run_with_epilogue

@@ -20,8 +20,7 @@ from jax.core import Tracer
 
 from ..fusion.memo import memoised
 from ..gemm.groups import VARLEN_M_KN, Groups
-from ..gemm.options import Options
-from ..gemm.product import Product
+from ..gemm.product import Options, Product
 from ..gemm.subscripts import Subscripts
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from ..primitives.group_sizes import as_int32, sizes_and_groups, sizes_in_rows

@@ -17,8 +17,7 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from ..gemm.options import Implementation, Options
-from ..gemm.product import Product
+from ..gemm.product import Implementation, Options, Product
 from ..gemm.subscripts import Subscripts
 from ..lowering.devices import padded_partitions, permuted_sharding, with_partitions
 from ..primitives.dot import hopper_dot_p

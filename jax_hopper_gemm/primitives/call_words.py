@@ -15,8 +15,7 @@ from jax import numpy as jnp
 
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.groups import Groups
-from ..gemm.options import Options
-from ..gemm.product import Product
+from ..gemm.product import Options, Product
 from ..gemm.subscripts import Subscripts
 
 

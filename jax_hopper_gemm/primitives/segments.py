@@ -28,8 +28,7 @@ from ..fusion.jaxprs import ClosedJaxpr, pruned
 from ..fusion.memo import memoised
 from ..gemm.dtypes import OPERANDS
 from ..gemm.groups import VARLEN_K, Groups
-from ..gemm.options import Options
-from ..gemm.product import Product
+from ..gemm.product import Options, Product
 from ..gemm.spec import TMA_ALIGNMENT
 from .define import Rules, define_primitive, mapped_first
 from .group_sizes import group_of_rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...gemm.options import Options
+from ...gemm.product import Options
 from .arguments import as_arrays, choice_problems, function_problems, is_array
 from .wording import counted, describe, dtypes_text, fail
 
