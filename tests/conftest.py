@@ -13,7 +13,8 @@ import pytest
 from fake_driver.harness import build_fakes
 
 from jax_hopper_gemm import sharding
-from jax_hopper_gemm.dispatch import choice, user_tables
+from jax_hopper_gemm.dispatch import choice
+from jax_hopper_gemm.dispatch import table as tables
 from jax_hopper_gemm.dispatch.table import Table
 from jax_hopper_gemm.launch import ffi_library
 
@@ -82,9 +83,9 @@ def on_cpu() -> Iterator[None]:
 @pytest.fixture
 def no_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leaves dispatch to its model: neither a user's table nor the packaged one."""
-    monkeypatch.delenv(user_tables.TABLE_VARIABLE, raising=False)
-    monkeypatch.setattr(user_tables, "_tables", user_tables.UserTables())
-    monkeypatch.setattr(user_tables, "packaged_table", cache(Table.of))
+    monkeypatch.delenv(tables.TABLE_VARIABLE, raising=False)
+    monkeypatch.setattr(tables, "_tables", tables.UserTables())
+    monkeypatch.setattr(tables, "packaged_table", cache(Table.of))
     choice._choose.cache_clear()
     yield
     choice._choose.cache_clear()

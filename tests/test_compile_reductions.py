@@ -83,7 +83,7 @@ class Scratch:
 @pytest.fixture
 def reductions(monkeypatch):
     """The module `kernels.epilogue.reductions` with NumPy in place of instructions."""
-    from jax_hopper_gemm.kernels.epilogue import fold, instructions, reductions, tile_folds, top_k
+    from jax_hopper_gemm.kernels.epilogue import fold, instructions, reductions
 
     def select_rows(self, keys, coords):
         outside = wgmma_fragment.columns_outside(
@@ -108,9 +108,9 @@ def reductions(monkeypatch):
     }
     for name, function in instead.items():
         monkeypatch.setattr(instructions, name, function)
-    for module in (fold, tile_folds, top_k):
+    for module in (fold, reductions):
         monkeypatch.setattr(module, "Int64", np.int64)
-    monkeypatch.setattr(top_k.TopK, "select_rows", select_rows)
+    monkeypatch.setattr(reductions.TopK, "select_rows", select_rows)
     return reductions
 
 
@@ -161,7 +161,7 @@ def thread_view(reduction, memories: list, warpgroup: int):
 
 
 def run_rows(spec, fold, matrix, i_m, row0, where):
-    from jax_hopper_gemm.kernels.epilogue.subtile import SubtileCoords
+    from jax_hopper_gemm.kernels.epilogue.views import SubtileCoords
 
     batch, tile_n, tiles_n = where
     m, n = matrix.shape

@@ -12,7 +12,7 @@ import pytest
 from support.compiling import skip_without_compiler
 from support.cubin_samples import HIDE_CUTLASS, OTHER_VALUES, SPEC, run_python
 
-from jax_hopper_gemm.cubin import digest, digest_of, sources
+from jax_hopper_gemm.cubin import digest, digest_of
 
 pytestmark = pytest.mark.pure
 
@@ -182,28 +182,28 @@ def edit(path: Path, old: str, new: str) -> None:
 def test_every_python_finds_the_same_digest(sample):
     """Their syntax trees differ; a kernel that was built under one serves the others."""
     expected = "a2fafd81a86305144305dce5d2cddc2bbcf39a9e029ce2287bb4b9e0e6a19916"
-    assert sources.source_digest(sample) == expected
+    assert digest.source_digest(sample) == expected
 
 
 @pytest.mark.parametrize("name, old, new", IDLE_EDITS)
 def test_what_decides_no_byte_keeps_the_digest(sample, name, old, new):
-    before = sources.source_digest(sample)
+    before = digest.source_digest(sample)
     edit(sample / name, old, new)
-    assert sources.source_digest(sample) == before
+    assert digest.source_digest(sample) == before
 
 
 @pytest.mark.parametrize("name, old, new", DECIDING_EDITS)
 def test_what_may_decide_a_byte_changes_the_digest(sample, name, old, new):
-    before = sources.source_digest(sample)
+    before = digest.source_digest(sample)
     edit(sample / name, old, new)
-    assert sources.source_digest(sample) != before
+    assert digest.source_digest(sample) != before
 
 
 def test_a_whole_module_counts_where_its_name_is_imported(sample):
     """`from .. import tables`: any of its names may be read by attribute."""
-    before = sources.source_digest(sample)
+    before = digest.source_digest(sample)
     edit(sample / "tables.py", "90", "91")
-    assert sources.source_digest(sample) != before
+    assert digest.source_digest(sample) != before
 
 
 # The same of this package.
@@ -243,35 +243,35 @@ class Increment(ast.NodeTransformer):
 
 def rewrite(package: Path, module: str, transformer: ast.NodeTransformer) -> None:
     """Writes a module anew, without its comments and its formatting."""
-    path = sources.file_of(package, module)
+    path = digest.file_of(package, module)
     tree = transformer.visit(ast.parse(path.read_text()))
     path.write_text(ast.unparse(ast.fix_missing_locations(tree)))
 
 
 def reword(package: Path) -> None:
-    for module in {module for module, _ in sources.deciding_statements(package)}:
+    for module in {module for module, _ in digest.deciding_statements(package)}:
         rewrite(package, module, Rewording())
 
 
 def test_other_words_in_this_package_keep_its_digest(package):
     reword(package)
-    assert sources.source_digest(package) == digest.kernel_source_digest()
+    assert digest.source_digest(package) == digest.kernel_source_digest()
 
 
 def test_other_numbers_in_any_module_of_this_package_change_its_digest(package):
-    found = sources.deciding_statements(package)
+    found = digest.deciding_statements(package)
     modules = {module for (module, _), each in found.items() if re.search(r"value=\d", each.text)}
     assert {"kernels.skeleton", "kernels.epilogue.reductions"} < modules
     for module in modules:
-        path = sources.file_of(package, module)
+        path = digest.file_of(package, module)
         original = path.read_text()
         rewrite(package, module, Increment())
-        assert sources.source_digest(package) != digest.kernel_source_digest(), module
+        assert digest.source_digest(package) != digest.kernel_source_digest(), module
         path.write_text(original)
 
 
 def test_the_digest_covers_what_kernels_use_and_no_more():
-    found = sources.deciding_statements(PACKAGE)
+    found = digest.deciding_statements(PACKAGE)
     assert {"kernels", "kernels.compile", "kernels.skeleton"} < {module for module, _ in found}
     names = {statement.name for statement in found.values()}
     assert {"GemmSpec", "EPI_TILE_M", "tile_at", "EpilogueGraph", "Arithmetic"} < names
@@ -280,9 +280,9 @@ def test_the_digest_covers_what_kernels_use_and_no_more():
 
 def test_definitions_outside_of_kernels_take_effect_by_name_alone():
     """Else one that no kernel mentions could decide bytes, by a decorator or an absolute import."""
-    modules = {module for module, _ in sources.deciding_statements(PACKAGE)}
+    modules = {module for module, _ in digest.deciding_statements(PACKAGE)}
     for module in modules:
-        for node in ast.walk(ast.parse(sources.file_of(PACKAGE, module).read_text())):
+        for node in ast.walk(ast.parse(digest.file_of(PACKAGE, module).read_text())):
             if isinstance(node, ast.Import):
                 assert not [x for x in node.names if x.name.startswith(PACKAGE.name)], module
             elif isinstance(node, ast.ImportFrom) and not node.level:

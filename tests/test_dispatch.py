@@ -27,8 +27,7 @@ from jax_hopper_gemm.gemm.dtypes import OPERANDS
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major
-from jax_hopper_gemm.gemm.problem_type import ProblemType
-from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 
 A_MAJORS: tuple[Major, ...] = ("k", "m")

@@ -19,7 +19,9 @@ from jax_hopper_gemm.dispatch import (
     load_table,
     problem_violations,
     table_specs,
-    user_tables,
+)
+from jax_hopper_gemm.dispatch import (
+    table as tables,
 )
 from jax_hopper_gemm.dispatch.candidates import model_specs
 from jax_hopper_gemm.dispatch.cost import element_cycles, estimate, memory_bytes, roofline_ns
@@ -27,8 +29,7 @@ from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, packaged_table, write_table
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout, plain_graph
-from jax_hopper_gemm.gemm.problem_type import ProblemType
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
 
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("no_tables")]
@@ -166,7 +167,7 @@ def test_other_gpus_have_no_epilogue_kernels():
 
 
 def test_the_packaged_table_serves_epilogues(monkeypatch):
-    monkeypatch.setattr(user_tables, "packaged_table", packaged_table)
+    monkeypatch.setattr(tables, "packaged_table", packaged_table)
     choice._choose.cache_clear()
     decision = choose(problem_of("bias", 4096, 4096, 4096), H200)
     assert decision.spec is not None and decision.source == "table"

@@ -18,7 +18,9 @@ from jax_hopper_gemm.dispatch import (
     legal_specs,
     load_table,
     table_specs,
-    user_tables,
+)
+from jax_hopper_gemm.dispatch import (
+    table as tables,
 )
 from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.table import (
@@ -67,7 +69,7 @@ def test_packaged_table_is_valid_and_for_its_device():
 
 
 def test_every_packaged_entry_decides_for_its_problem(monkeypatch):
-    monkeypatch.setattr(user_tables, "packaged_table", packaged_table)
+    monkeypatch.setattr(tables, "packaged_table", packaged_table)
     buildable = set(table_specs(H200))
     entries = packaged_table(H200).entries.values()
     assert entries
@@ -107,7 +109,7 @@ def test_user_table_precedes_the_model(tmp_path):
 def test_user_table_precedes_the_packaged_one(tmp_path, monkeypatch):
     measured = Table.of(H200, [entry(tile_n=128, epi_tile_n=32)], "packaged")
     packaged = replace(measured, source="table")
-    monkeypatch.setattr(user_tables, "packaged_table", lambda device: packaged)
+    monkeypatch.setattr(tables, "packaged_table", lambda device: packaged)
     choice._choose.cache_clear()
     decision = choose(SQUARE, H200)
     assert decision.source == "table" and decision.spec == packaged.entries[Key.of(SQUARE)].spec
@@ -119,7 +121,7 @@ def test_user_table_precedes_the_packaged_one(tmp_path, monkeypatch):
 
 def test_later_user_tables_precede_earlier_ones_and_the_environment(tmp_path, monkeypatch):
     environment = saved(tmp_path, entry(tile_m=64), name="environment.json")
-    monkeypatch.setenv(user_tables.TABLE_VARIABLE, str(environment))
+    monkeypatch.setenv(tables.TABLE_VARIABLE, str(environment))
     spec = choose(SQUARE, H200).spec
     assert spec is not None and spec.tile_m == 64
     for tile_m in (128, 192):
@@ -202,9 +204,9 @@ def test_files_that_are_no_table_are_named(tmp_path, content):
 
 
 def test_a_damaged_table_of_the_environment_names_the_variable(tmp_path, monkeypatch):
-    monkeypatch.setenv(user_tables.TABLE_VARIABLE, str(tmp_path / "absent.json"))
+    monkeypatch.setenv(tables.TABLE_VARIABLE, str(tmp_path / "absent.json"))
     for _ in range(2):  # and again: the error is not swallowed the second time
-        with pytest.raises(TableError, match=user_tables.TABLE_VARIABLE):
+        with pytest.raises(TableError, match=tables.TABLE_VARIABLE):
             choose(SQUARE, H200)
 
 

@@ -10,7 +10,7 @@ import pytest
 from support.random_calls import Call, random_calls
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.lowering.read_calls import Launch, launches_in
+from jax_hopper_gemm.lowering.call import Launch, launches_in
 
 pytestmark = pytest.mark.usefixtures("launcher", "no_tables")
 

@@ -13,8 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.program_inspection import integers
 
-from jax_hopper_gemm.gemm.options import Options
-from jax_hopper_gemm.gemm.product import Product
+from jax_hopper_gemm.gemm.product import Options, Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
 

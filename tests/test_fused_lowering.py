@@ -16,8 +16,7 @@ from support.program_inspection import attributes, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
-from jax_hopper_gemm.gemm.options import Options
-from jax_hopper_gemm.gemm.product import Product
+from jax_hopper_gemm.gemm.product import Options, Product
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.lowering import fallback

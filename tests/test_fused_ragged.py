@@ -12,8 +12,7 @@ import pytest
 from test_fused import TRANSFORMS, assert_close, everything, gate, gelu, normal, squared
 
 from jax_hopper_gemm.gemm.groups import Groups
-from jax_hopper_gemm.gemm.options import Options
-from jax_hopper_gemm.gemm.product import Product
+from jax_hopper_gemm.gemm.product import Options, Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
 

@@ -16,9 +16,8 @@ from test_fused_lowering import launches, on_matrices, reachable, results, shape
 
 from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.gemm.groups import VARLEN_M_KN, Groups
-from jax_hopper_gemm.gemm.options import Options
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.product import Product
+from jax_hopper_gemm.gemm.product import Options, Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.fused_dot import fused_dot
 from jax_hopper_gemm.primitives.ragged_dot import hopper_ragged_dot

@@ -28,7 +28,7 @@ from jax_hopper_gemm.gemm.group_search import (
 )
 from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.gemm.raster import make_raster, tile_at
-from jax_hopper_gemm.testing.lanes import WARP, group_tiles
+from jax_hopper_gemm.testing.lanes import WARP, NumpyLanes, group_tiles
 
 pytestmark = pytest.mark.pure
 
@@ -99,7 +99,7 @@ def expected_tiles(case: Case) -> Iterator[tuple[int, int, int, int, int]]:
                 yield run.matrix, run.start, run.end, m, n
 
 
-def found_tiles(case: Case, indices=None, lanes=INT32_LANES) -> list[tuple[int, ...]]:
+def found_tiles(case: Case, indices=None, lanes: NumpyLanes = INT32_LANES) -> list[tuple[int, ...]]:
     indices = itertools.count() if indices is None else indices
     tiles = group_tiles(case.raster, case.sizes, case.rows, indices, case.skip_empty, lanes)
     return [tuple(tile) for tile in tiles]

@@ -18,7 +18,7 @@ from support.program_inspection import integers
 from jax_hopper_gemm import moe
 from jax_hopper_gemm.moe import expert_parallel
 from jax_hopper_gemm.moe.router import sort_by_group
-from jax_hopper_gemm.primitives.sum_rows import sum_rows
+from jax_hopper_gemm.primitives.rows import sum_rows
 
 
 def layer(k, **options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.lax import Precision
 
-from jax_hopper_gemm.gemm.options import Options
+from jax_hopper_gemm.gemm.product import Options
 
 
 def test_options_from_lists_hash_and_equal_those_from_tuples():

@@ -22,10 +22,9 @@ from support.program_inspection import CACHED_ON_MESH, LAUNCH, integers, run_fre
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.groups import Groups
-from jax_hopper_gemm.gemm.options import Options
-from jax_hopper_gemm.gemm.product import Product
+from jax_hopper_gemm.gemm.product import Options, Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
-from jax_hopper_gemm.primitives.fused_call import FusedProduct
+from jax_hopper_gemm.primitives.call_words import FusedProduct
 from jax_hopper_gemm.sharding import custom_call
 from jax_hopper_gemm.sharding.mesh import Mesh
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from support.program_inspection import integers
 
-from jax_hopper_gemm.primitives.gather_rows import AT_ONCE, add_rows_p, pick_rows
-from jax_hopper_gemm.primitives.sum_rows import in_order
+from jax_hopper_gemm.primitives.rows import AT_ONCE, add_rows_p, in_order, pick_rows
 
 WIDTH = 3
 

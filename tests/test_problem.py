@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -54,13 +54,13 @@ def test_bytes_count_a_shared_operand_once(a_batch, b_batch, elements_in):
 
 @pytest.mark.parametrize("graph", [None, GATED])
 @pytest.mark.parametrize("groups", [None, GroupedAxis("m", 5, Groups(6, 2, 1, 2), "a", 99)])
-def test_to_dict_survives_json(graph, groups):
+def test_the_fields_survive_json(graph, groups):
     problem = replace(
         GemmProblem.dense(3, 5, 7, 2, a_major="m", d_dtype="float32"), epilogue=graph,
         operands=() if graph is None else (MatrixLayout("n", 5, 15), MatrixLayout("n", 0, 5)),
         up_offset=None if graph is None else 70, groups=groups,
     )  # fmt: skip
-    fields = json.loads(json.dumps(problem.to_dict()))
+    fields = json.loads(json.dumps(asdict(problem)))
     fields |= {name: MatrixLayout(**fields[name]) for name in "abd"}
     fields["operands"] = tuple(MatrixLayout(**layout) for layout in fields["operands"])
     if groups is not None:

@@ -18,8 +18,7 @@ from jax import lax
 from support.program_inspection import integers
 
 from jax_hopper_gemm.gemm.groups import FORMS, VARLEN_K, VARLEN_M_KN, VARLEN_M_NK, Groups
-from jax_hopper_gemm.gemm.options import Options
-from jax_hopper_gemm.gemm.product import Product
+from jax_hopper_gemm.gemm.product import Options, Product
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.primitives.group_sizes import group_of_rows, run_ends
 from jax_hopper_gemm.primitives.ragged_dot import hopper_ragged_dot

@@ -23,13 +23,13 @@ from jax_hopper_gemm.fusion.jaxprs import traced
 from jax_hopper_gemm.fusion.segments import GroupedProgram
 from jax_hopper_gemm.gemm.grid import num_inputs
 from jax_hopper_gemm.gemm.groups import VARLEN_K, VARLEN_M_KN, VARLEN_M_NK, GroupedAxis, Groups
-from jax_hopper_gemm.gemm.options import Options
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.gemm.product import Product
+from jax_hopper_gemm.gemm.product import Options, Product
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.launch.plan import make_plan
-from jax_hopper_gemm.lowering import fallback, match
+from jax_hopper_gemm.lowering import fallback
+from jax_hopper_gemm.lowering.call import product_at
 from jax_hopper_gemm.lowering.emit import finished_results
 from jax_hopper_gemm.lowering.route import Request, route
 from jax_hopper_gemm.primitives import fused_grad
@@ -343,7 +343,7 @@ def test_the_launch_says_which_product_it_holds(monkeypatch):
     found: list[Any] = []
 
     def look_at(value):  # NOTE: values are gone once the program is lowered
-        call = match.product_at(value)
+        call = product_at(value)
         assert call
         found.append((call.request, len(call.values), call.sizes.type.shape))
         return None

@@ -12,7 +12,7 @@ import pytest
 
 from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.primitives.group_sizes import group_of_rows, sizes_of_each
-from jax_hopper_gemm.primitives.ragged_shards import Part, RaggedShard
+from jax_hopper_gemm.primitives.ragged_dot_sharded import Part, RaggedShard
 
 LENGTH, GROUPS = 24, 4
 SIZES = {

@@ -273,7 +273,7 @@ def test_gate_and_up_meet_in_one_graph():
 
     gate, up = normal("mn"), normal("mn", 1)
     fusion = fuse(jax.make_jaxpr(function)(gate, up), 2, "mn", "m", "n")
-    assert graph_violations(fusion.graph) == []
+    assert [*graph_violations(fusion.graph)] == []
     assert fusion.graph.accumulators == 2
     (got,) = interpret(fusion, [gate, up], [], "mn", "m", "n")
     with jax.disable_jit():

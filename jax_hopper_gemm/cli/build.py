@@ -14,7 +14,7 @@ from . import products
 from .report import CommandError, print_json
 
 if TYPE_CHECKING:
-    from ..lowering.read_calls import Launch
+    from ..lowering.call import Launch
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import alike_in_shard_map
 from ..ops.activations import Activation, activation_function
-from ..ops.checks import as_arrays, collective
+from ..ops.checks import as_arrays, layers
 from ..ops.dense import Implementation
 from ..ops.sm_limit import current_max_sms
 from .primitives import gathered_dot, scattered_dot
@@ -61,9 +61,9 @@ def all_gather_matmul(
       TypeError: an operand is not an array.
       NotImplementedError: `implementation="hopper"` and no kernel can run the products.
     """
-    named = {} if bias is None else {"bias": bias}
-    x, w, *biases = map(jnp.asarray, as_arrays("all_gather_matmul", x=x, w=w, **named))
-    collective.check_all_gather_matmul(
+    optional = {} if bias is None else {"bias": bias}
+    x, w, *biases = map(jnp.asarray, as_arrays("all_gather_matmul", optional, x=x, w=w))
+    layers.check_all_gather_matmul(
         x, w, axis_name, biases[0] if biases else None, activation, implementation
     )
     y = gathered_dot(
@@ -113,7 +113,7 @@ def matmul_reduce_scatter(
       NotImplementedError: `implementation="hopper"` and no kernel can run the products.
     """
     x, w = map(jnp.asarray, as_arrays("matmul_reduce_scatter", x=x, w=w))
-    collective.check_matmul_reduce_scatter(x, w, axis_name, implementation)
+    layers.check_matmul_reduce_scatter(x, w, axis_name, implementation)
     return scattered_dot(
         *_varying(x, w, axis_name),
         **_params(axis_name, precision, preferred_element_type, implementation),

@@ -37,11 +37,7 @@ def compile_spec(spec: GemmSpec) -> Compiled:
 
 
 def require_compiler() -> None:
-    """Checks that CuTeDSL is installed, in the version that the digests stand for.
-
-    Raises:
-      CubinError: it is not; the message says how to install it.
-    """
+    """Raises a CubinError unless CuTeDSL is installed, in the version that digests stand for."""
     install = f'python -m pip install "nvidia-cutlass-dsl=={CUTLASS_DSL_VERSION}"'
     try:
         installed = importlib.metadata.version("nvidia-cutlass-dsl")

@@ -55,33 +55,29 @@ def read_kernel(cubin: bytes) -> KernelCode:
       CubinError: not a cubin, damaged, or it holds no kernel or several.
     """
     try:
-        return _read_kernel(cubin)
+        sections = {section.name: section for section in _sections(cubin)}
+        entries = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
+        if len(entries) != 1:
+            raise CubinError(f"expected a cubin with one kernel, found {len(entries)}: {entries}")
+        entry = entries[0]
+        symbol = sections[f".text.{entry}"].info & 0xFFFFFF
+        of_kernel = list(_attributes(sections[f".nv.info.{entry}"].content))
+        of_module = list(_attributes(sections[".nv.info"].content))
+        shared = sections.get(f".nv.shared.{entry}")
+        api_version = struct.unpack("<I", _only(of_kernel, _CUDA_API_VERSION))[0]
+        threads_x, threads_y, threads_z = struct.unpack("<3I", _only(of_kernel, _REQNTID))
+        return KernelCode(
+            entry=entry,
+            sm=_compute_capability(cubin),
+            toolkit=divmod(api_version, 10),
+            parameters=_parameters([data for code, data in of_kernel if code == _KPARAM_INFO]),
+            threads=threads_x * threads_y * threads_z,
+            registers=_of_symbol(of_module, _REGCOUNT)[symbol],
+            stack_bytes=_of_symbol(of_module, _FRAME_SIZE)[symbol],
+            static_smem_bytes=shared.size if shared else 0,
+        )
     except (struct.error, IndexError, KeyError, ValueError) as error:
         raise CubinError(f"the cubin ({len(cubin)} bytes) is damaged: {error!r}") from error
-
-
-def _read_kernel(cubin: bytes) -> KernelCode:
-    sections = {section.name: section for section in _sections(cubin)}
-    entries = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
-    if len(entries) != 1:
-        raise CubinError(f"expected a cubin with one kernel, found {len(entries)}: {entries}")
-    entry = entries[0]
-    symbol = sections[f".text.{entry}"].info & 0xFFFFFF
-    of_kernel = list(_attributes(sections[f".nv.info.{entry}"].content))
-    of_module = list(_attributes(sections[".nv.info"].content))
-    shared = sections.get(f".nv.shared.{entry}")
-    api_version = struct.unpack("<I", _only(of_kernel, _CUDA_API_VERSION))[0]
-    threads_x, threads_y, threads_z = struct.unpack("<3I", _only(of_kernel, _REQNTID))
-    return KernelCode(
-        entry=entry,
-        sm=_compute_capability(cubin),
-        toolkit=divmod(api_version, 10),
-        parameters=_parameters([data for code, data in of_kernel if code == _KPARAM_INFO]),
-        threads=threads_x * threads_y * threads_z,
-        registers=_of_symbol(of_module, _REGCOUNT)[symbol],
-        stack_bytes=_of_symbol(of_module, _FRAME_SIZE)[symbol],
-        static_smem_bytes=shared.size if shared else 0,
-    )
 
 
 def _sections(cubin: bytes) -> Iterator[_Section]:
@@ -99,8 +95,8 @@ def _sections(cubin: bytes) -> Iterator[_Section]:
 
 def _compute_capability(cubin: bytes) -> int:
     """Returns the architecture from the ELF flags; where they hold it depends on the ABI."""
-    abi_version = cubin[8]
     (flags,) = struct.unpack_from("<I", cubin, 48)
+    abi_version = cubin[8]
     return flags & 0xFF if abi_version < 8 else flags >> 8 & 0xFF
 
 
@@ -128,12 +124,9 @@ def _of_symbol(attributes: list[tuple[int, bytes]], wanted: int) -> dict[int, in
 
 
 def _parameters(records: list[bytes]) -> tuple[tuple[int, int], ...]:
-    """Returns (offset, size) by ordinal: 32 bits of index, 16 ordinal, 16 offset, then flags.
-
-    The size is in the upper 14 bits of the flags.
-    """
+    """Returns (offset, size) by ordinal."""
     by_ordinal = {}
     for record in records:
         _, ordinal, offset, flags = struct.unpack("<IHHI", record)
-        by_ordinal[ordinal] = (offset, flags >> 18)
+        by_ordinal[ordinal] = (offset, flags >> 18)  # the upper 14 bits are the size
     return tuple(by_ordinal[ordinal] for ordinal in range(len(records)))

@@ -11,10 +11,9 @@ import threading
 from pathlib import Path
 
 from ..gemm.spec import GemmSpec
-from .cache import user_cache
 from .compiler import compile_spec
 from .digest import CubinError, digest_of
-from .store import Compiled, Store
+from .store import Compiled, Store, user_cache
 
 _log = logging.getLogger(__name__)
 

@@ -73,11 +73,7 @@ def _canonical(text: str) -> str:
 
 
 def derive_manifest(spec: GemmSpec, cubin: bytes) -> Manifest:
-    """Returns the manifest of `cubin`, read from its code.
-
-    Args:
-      spec: what `cubin` was compiled from.
-      cubin: an ELF file with one kernel.
+    """Returns the manifest of a cubin that was compiled from `spec`, read from its code.
 
     Raises:
       CubinError: the code does not fit `spec`; all differences in one message.

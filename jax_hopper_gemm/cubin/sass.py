@@ -37,11 +37,7 @@ class SassFacts:
 
 
 def sass_facts(cubin: bytes) -> SassFacts:
-    """Returns the facts of a cubin.
-
-    Raises:
-      CubinError: no nvdisasm, or it cannot read the cubin.
-    """
+    """Returns the facts of a cubin; errors as of `disassemble`."""
     return parse_sass(disassemble(cubin))
 
 
@@ -83,11 +79,7 @@ def parse_sass(text: str) -> SassFacts:
 
 
 def find_nvdisasm() -> Path:
-    """Returns the path of nvdisasm.
-
-    Raises:
-      CubinError: it is not installed; the message says how to install it.
-    """
+    """Returns the path of nvdisasm, or raises a CubinError that says how to install it."""
     nvidia = importlib.util.find_spec("nvidia")  # the namespace that NVIDIA's wheels share
     roots = nvidia.submodule_search_locations if nvidia else None
     for root in roots or []:

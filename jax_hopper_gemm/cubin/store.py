@@ -1,4 +1,4 @@
-"""A folder of compiled kernels: the user's cache, or kernels built ahead of time.
+"""Folders of compiled kernels: the user's cache, and kernels built ahead of time.
 
 An entry is two files named by the digest: `.cubin`, the code, and `.json`, its manifest and a
 checksum over digest, code and manifest. Each is written under a temporary name and renamed, so a
@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from .digest import check_digest, is_digest
 from .manifest import Manifest
 
 _log = logging.getLogger(__name__)
+
+_ENTRY_FILE = re.compile(r"[0-9a-f]{64}\.(cubin|json|lock)(\.[0-9a-f]+\.tmp)?")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,6 @@ class Store:
         """Returns the entry, or None where it is absent, damaged, unreadable or of another spec.
 
         Args:
-          digest: names the entry.
           spec_json: `GemmSpec.to_json()` of what is asked for; None where that is not known.
 
         Raises:
@@ -83,10 +85,8 @@ class Store:
         """
         cubin_path, manifest_path = self._path(digest, "cubin"), self._path(digest, "json")
         self.folder.mkdir(parents=True, exist_ok=True)
-        entry = {
-            "manifest": json.loads(manifest.to_json()),
-            "checksum": _checksum(digest, cubin, manifest),
-        }
+        checksum = _checksum(digest, cubin, manifest)
+        entry = {"manifest": json.loads(manifest.to_json()), "checksum": checksum}
         _replace(cubin_path, cubin)
         _replace(manifest_path, json.dumps(entry, indent=2).encode())
 
@@ -140,3 +140,47 @@ def _replace(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A kernel in the cache: its digest, the name of its spec, the size of its cubin."""
+
+    digest: str
+    name: str
+    nbytes: int
+
+
+def cache_dir() -> Path:
+    """Returns the folder of the cache, which need not exist.
+
+    `JAX_HOPPER_GEMM_CACHE` names it; else it is `jax_hopper_gemm` under `XDG_CACHE_HOME`
+    (`~/.cache`).
+    """
+    if chosen := os.environ.get("JAX_HOPPER_GEMM_CACHE"):
+        return Path(chosen)
+    parent = os.environ.get("XDG_CACHE_HOME")
+    return (Path(parent) if parent else Path.home() / ".cache") / "jax_hopper_gemm"
+
+
+def user_cache() -> Store:
+    return Store(cache_dir(), "cache")
+
+
+def cache_entries() -> list[CacheEntry]:
+    """Returns the intact entries, by name."""
+    found = [
+        CacheEntry(digest, entry.manifest.name, len(entry.cubin))
+        for digest, entry in user_cache().entries().items()
+    ]
+    return sorted(found, key=lambda entry: (entry.name, entry.digest))
+
+
+def clear_cache() -> int:
+    """Deletes every entry, damaged ones too, and nothing else; returns the bytes freed."""
+    freed = 0
+    for path in cache_dir().glob("*"):
+        if _ENTRY_FILE.fullmatch(path.name):
+            freed += path.stat().st_size
+            path.unlink()
+    return freed

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .buildable import legal_specs as legal_specs
-from .buildable import table_specs as table_specs
+from .candidates import legal_specs as legal_specs
+from .candidates import table_specs as table_specs
 from .choice import Decision as Decision
 from .choice import choose as choose
 from .cost import estimate as estimate
@@ -12,5 +12,5 @@ from .device import H200 as H200
 from .device import Device as Device
 from .legality import problem_violations as problem_violations
 from .table import TableError as TableError
-from .user_tables import load_table as load_table
-from .user_tables import tables_of as tables_of
+from .table import load_table as load_table
+from .table import tables_of as tables_of

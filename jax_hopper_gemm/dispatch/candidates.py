@@ -1,7 +1,8 @@
 """The kernels that are worth considering for a type of problems, made of `configs`.
 
 Two sets. `model_specs` is small and closed: what the cost model may choose with no measurement,
-so that all of it can be built ahead. `tuner_specs` is wide: what a measurement may find better.
+so that all of it can be built ahead (`table_specs`). `tuner_specs` is wide: what a measurement may
+find better (`legal_specs`, for one problem).
 `filled_spec` gives a configuration as many stages as fit.
 """
 
@@ -12,21 +13,15 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from ..gemm.dtypes import DTYPES
-from ..gemm.legality import violations
-from ..gemm.problem_type import ProblemType
-from ..gemm.spec import SMEM_LIMIT, GemmSpec
-from .configs import (
-    CONFIGS,
-    TUNER_CLUSTERS,
-    TUNER_EPI_TILES_N,
-    TUNER_K_BYTES,
-    TUNER_TILE_SCHEDULERS,
-    TUNER_TILES,
-    TUNER_WARP_SCHEDULES,
-    WHOLE_ROW_CONFIGS,
-    Config,
-)
+from ..gemm.dtypes import DTYPES, OPERANDS, RESULTS
+from ..gemm.epilogue_graph import EpilogueGraph
+from ..gemm.legality import GATHERABLE, type_violations, violations
+from ..gemm.problem import GemmProblem, Major, VarlenAxis
+from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
+from .configs import CONFIGS, RASTER_ORDERS, WHOLE_ROW_CONFIGS, Config, tuner_configs
+from .device import Device
+from .legality import device_violations, pairing_violations, problem_violations
+from .table import tables_of
 
 MIN_STAGES = 3  # with fewer, the load of a stage cannot hide behind the others' math
 MAX_STAGES = 12  # deeper rings hold more bytes than the memory's latency times its bandwidth
@@ -36,21 +31,25 @@ MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory
 
 LARGE_TILE = 128 * 192  # elements of D: those whose CTAs must not wait for one another
 
+AXES: tuple[VarlenAxis | None, ...] = (None, "m", "k")
+A_MAJORS: tuple[Major, ...] = ("k", "m")
+B_MAJORS: tuple[Major, ...] = ("n", "k")
+
 
 @lru_cache(maxsize=1024)
 def model_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the cost model chooses among."""
-    configs, epilogue = _configs(problem_type), problem_type.epilogue
+    considered, epilogue = _configs(problem_type), problem_type.epilogue
     if epilogue and epilogue.needs_whole_rows:
-        configs += WHOLE_ROW_CONFIGS[problem_type.grouped]
-    return _legal(configs, problem_type)
+        considered += WHOLE_ROW_CONFIGS[problem_type.grouped]
+    return _legal(considered, problem_type)
 
 
 @lru_cache(maxsize=64)
 def tuner_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the tuner chooses among, `model_specs` first."""
     specs = dict.fromkeys(_legal(_configs(problem_type), problem_type))
-    specs |= dict.fromkeys(_legal(_tuner_configs(), problem_type))
+    specs |= dict.fromkeys(_legal(tuner_configs(), problem_type))
     return tuple(specs)
 
 
@@ -58,17 +57,8 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
     return CONFIGS[problem_type.grouped, problem_type.gathered is not None]
 
 
-def _tuner_configs() -> Iterable[Config]:
-    tiles = ((tile_m, tile_n) for tile_m, widths in TUNER_TILES.items() for tile_n in widths)
-    policies = product(TUNER_CLUSTERS, TUNER_WARP_SCHEDULES, TUNER_TILE_SCHEDULERS)
-    for tile, (cluster, schedule, scheduler), k_bytes, epi_tile_n in product(
-        tiles, policies, TUNER_K_BYTES, TUNER_EPI_TILES_N
-    ):
-        yield Config(*tile, k_bytes, *cluster, schedule, scheduler, epi_tile_n)
-
-
-def _legal(configs: Iterable[Config], problem_type: ProblemType) -> tuple[GemmSpec, ...]:
-    specs = (filled_spec(config, problem_type) for config in configs)
+def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[GemmSpec, ...]:
+    specs = (filled_spec(config, problem_type) for config in considered)
     return tuple(spec for spec in specs if spec is not None and worthwhile(spec))
 
 
@@ -98,11 +88,8 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
 def _widths(config: Config, loads: bool) -> tuple[int, ...]:
     """Returns the columns that an epilogue tile may have, the preferred first.
 
-    Measured on an H200 with tiles of 128x256: what a cooperative epilogue loads is waited for less
-    often in wide tiles; 1 % of a product of 4096^3.
-
-    Args:
-      loads: whether the epilogue loads operands.
+    Measured on an H200 with tiles of 128x256: what a cooperative epilogue `loads` is waited for
+    less often in wide tiles; 1 % of a product of 4096^3.
     """
     if config.epi_tile_n:
         return (config.epi_tile_n,)
@@ -133,10 +120,7 @@ def worthwhile(spec: GemmSpec) -> bool:
 
 
 def refilled_spec(plain: GemmSpec, problem_type: ProblemType) -> GemmSpec | None:
-    """Returns the kernel of a measured plain one's configuration for an epilogue, if it fits.
-
-    The same for gathered rows.
-    """
+    """Returns a measured kernel's configuration for an epilogue or gathered rows, if it fits."""
     spec = filled_spec(replace(Config.of(plain), epi_tile_n=None), problem_type)
     return spec if spec is not None and worthwhile(spec) else None
 
@@ -148,9 +132,59 @@ def has_large_shares(spec: GemmSpec) -> bool:
 
 
 def dynamic_spec(spec: GemmSpec) -> GemmSpec | None:
-    """Returns the same kernel with the dynamic scheduler, if there are registers for it.
-
-    None as well for one that has no fixed shares of large tiles.
-    """
+    """Returns the kernel with the dynamic scheduler if it has large shares, and registers."""
     dynamic = replace(spec, tile_scheduler="dynamic")
     return dynamic if has_large_shares(spec) and not violations(dynamic) else None
+
+
+def legal_specs(problem: GemmProblem, device: Device) -> list[tuple[GemmSpec, RasterOrder]]:
+    """Returns every kernel and order of tiles that the tuner may try on `problem`."""
+    if device_violations(device) or problem_violations(problem):
+        return []
+    specs = tuner_specs(ProblemType.of(problem))
+    legal = (spec for spec in specs if not pairing_violations(problem, spec))
+    return list(product(legal, RASTER_ORDERS))
+
+
+def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None) -> list[GemmSpec]:
+    """Returns every kernel without an epilogue that `choose` can return on `device`, once each.
+
+    Dense ones first, then grouped ones, then what tables hold besides. `dtypes` are pairs, of A's
+    and B's dtype and of D's, to restrict to; None means all of them.
+    """
+    if device_violations(device):
+        return []
+    pairs = list(product(OPERANDS, RESULTS)) if dtypes is None else list(dtypes)
+    specs: dict[GemmSpec, None] = {}
+    for axis, (dtype, d_dtype) in product(AXES, pairs):
+        for problem_type in problem_types(dtype, d_dtype, None, axis):
+            specs |= dict.fromkeys(model_specs(problem_type))
+    for measured in measured_specs(device):
+        if (measured.a_dtype, measured.d_dtype) in pairs:
+            plain = ProblemType.of_spec(measured)
+            gathering = (replace(plain, gathered=g) for g in GATHERABLE[plain.grouped])
+            refilled = (refilled_spec(measured, problem_type) for problem_type in gathering)
+            specs |= dict.fromkeys((measured, *(spec for spec in refilled if spec)))
+    return specs_on(device, specs)
+
+
+def problem_types(
+    dtype: str, d_dtype: str, graph: EpilogueGraph | None, axis: VarlenAxis | None
+) -> list[ProblemType]:
+    """Returns the types of legal problems with these dtypes, epilogue and grouped axis."""
+    choices = product(A_MAJORS, B_MAJORS, (None, *GATHERABLE[axis]))
+    types = (ProblemType(dtype, dtype, d_dtype, a, b, graph, axis, rows) for a, b, rows in choices)
+    return [problem_type for problem_type in types if not any(type_violations(problem_type))]
+
+
+def measured_specs(device: Device) -> list[GemmSpec]:
+    """Returns the kernels of the tables for a kind of GPU."""
+    tables = tables_of(replace(device, comm_overlap=False))
+    return [entry.spec for table in tables for entry in table.entries.values()]
+
+
+def specs_on(device: Device, specs: Iterable[GemmSpec]) -> list[GemmSpec]:
+    """Returns the kernels that `choose` returns on `device` where these are for a GPU alone."""
+    if not device.comm_overlap:
+        return list(specs)
+    return list(dict.fromkeys(dynamic_spec(spec) or spec for spec in specs))

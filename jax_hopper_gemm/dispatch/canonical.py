@@ -28,45 +28,32 @@ class NotAGemm(ValueError):
 class Gemm:
     """A product in canonical form.
 
-    Attributes:
-      problem: extents and layouts.
-      swap_ab: whether A is the right operand and B the left one. D is row-major, so its last
-        axis is N: when that axis comes from the left operand, D = (lhs rhs) is computed as the
-        transpose of rhs^T lhs^T.
+    D is row-major, so its last axis is N: when that axis comes from the left operand,
+    D = (lhs rhs) is computed as the transpose of rhs^T lhs^T.
     """
 
-    problem: GemmProblem
-    swap_ab: bool
+    problem: GemmProblem  # extents and layouts
+    swap_ab: bool  # whether A is the right operand and B the left one
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Which axes of the result count the rows and columns of a matrix, and which the matrices.
+    """Which axes of the result count the rows and columns of a matrix, and which the matrices."""
 
-    Attributes:
-      m, n, batch: letters of the result, in its order.
-      swap_ab: as in `Gemm`.
-    """
-
-    m: str
+    m: str  # letters of the result, in its order
     n: str
     batch: str
-    swap_ab: bool
+    swap_ab: bool  # as in `Gemm`
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An index of the product, of one letter or of several merged.
+    """An index of the product, of one letter or of several merged."""
 
-    Attributes:
-      letters: those of more than one element, outer first.
-      extent: number of values.
-      strides: distance of neighbours, in elements, in A, B, D and the epilogue's operands; 0 in an
-        array that the index does not appear in.
-    """
-
-    letters: str
-    extent: int
+    letters: str  # those of more than one element, outer first
+    extent: int  # number of values
+    # Distance of neighbours, in elements, in A, B, D and the epilogue's operands; 0 in an array
+    # that the index does not appear in.
     strides: tuple[int, ...]
 
     def encloses(self, inner: Axis) -> bool:
@@ -100,14 +87,7 @@ def roles(
     rhs_shape: Sequence[int],
     operands: Sequence[str] = (),
 ) -> Roles:
-    """Returns the roles of the result's axes.
-
-    Args:
-      subscripts, lhs_shape, rhs_shape, operands: as in `as_gemm`.
-
-    Raises:
-      NotAGemm: as `as_gemm`, for reasons of extents and axes.
-    """
+    """Returns the roles of the result's axes; arguments and errors as of `as_gemm`."""
     i = _indices(subscripts, lhs_shape, rhs_shape, operands)
     ordered, out = subscripts.swapped() if i.swap_ab else subscripts, subscripts.out
     merged = i.m.letters + i.n.letters + i.batch.letters
@@ -202,17 +182,13 @@ def _indices(
     m, spilled_m = _matrix_axis([axis for axis in free if axis.strides[A]], A, unit)
     n, spilled_n = _matrix_axis([axis for axis in free if axis.strides[B]], D, unit)
     contracted = _merged(axes.get((False, True), []), A)
+    uneven = "axes do not lie evenly one inside the other in both operands"
     if len(contracted) > 1:
-        raise NotAGemm(
-            "the contracted axes do not lie evenly one inside the other in both operands"
-        )
+        raise NotAGemm(f"the contracted {uneven}")
     batch = _merged([*axes.get((True, True), []), *spilled_m, *spilled_n], D)
     if len(batch) > 1:
-        arrays = "both operands, the result and what the epilogue reads"
-        raise NotAGemm(
-            "the batch axes do not lie evenly one inside the other in "
-            + (arrays if operands else "both operands and the result")
-        )
+        others = ", the result and what the epilogue reads" if operands else " and the result"
+        raise NotAGemm(f"the batch {uneven}{others}")
     return _Indices(m, n, (contracted or [unit])[0], (batch or [unit])[0], swap_ab)
 
 
@@ -226,10 +202,7 @@ def up_offset(subscripts: Subscripts, rhs_shape: Sequence[int], letter: str) -> 
 
 
 def _matrix_axis(axes: list[Axis], array: int, unit: Axis) -> tuple[Axis, list[Axis]]:
-    """Returns the axis of one matrix, and those left over.
-
-    The axis is the one along which `array` is contiguous, else the longest.
-    """
+    """Returns the axis along which `array` is contiguous, else the longest; and those left over."""
     merged = _merged(axes, D)
     if not merged:
         return unit, []
@@ -277,13 +250,9 @@ def strided_layout(
 ) -> MatrixLayout:
     """Returns the layout of one array from its (extent, stride) pairs.
 
-    Args:
-      name: the index that only this operand has; for D the contiguous one.
-      own, other: that index, and the matrix's other one.
-      batch: the batch index.
-
-    Strides along an index of extent 1 mean nothing. They are given as in a compact array, so
-    that equal problems compare equal.
+    `own` is the index that only this operand has, called `name`; for D the contiguous one. Strides
+    along an index of extent 1 mean nothing. They are given as in a compact array, so that equal
+    problems compare equal.
     """
     (own_extent, own_stride), (other_extent, other_stride) = own, other
     if other_extent > 1 and other_stride == 1:
@@ -343,27 +312,19 @@ def as_grouped_gemm(
         raise NotAGemm("an extent is 0")
     count, length, n, k = (extents[letter] for letter in "gmnk")
     if groups.axis == "k":
-        rows = k
-        a, b = MatrixLayout("m", k), MatrixLayout("n", n)
-        d = MatrixLayout("n", n, k * n)
-        contracted = length
+        letter_of_rows, rows, contracted = "k", k, length
+        a, b, d = MatrixLayout("m", k), MatrixLayout("n", n), MatrixLayout("n", n, k * n)
     else:
-        rows, contracted = length, k
+        letter_of_rows, rows, contracted = "m", length, k
         stride = compact_strides(subscripts.rhs, extents)
         a, d = MatrixLayout("k", k), MatrixLayout("n", n)
         b = strided_layout("n", (n, stride["n"]), (k, stride["k"]), (count, stride["g"]))
     layouts = []
-    letter_of_rows = "k" if groups.axis == "k" else "m"
     for operand, labels in zip(epilogue.operands if epilogue else (), operands, strict=True):
         stride = compact_strides(labels, extents)
-        layouts.append(
-            operand_layout(
-                operand.kind,
-                (rows, stride.get(letter_of_rows, 0)),
-                (n, stride.get("n", 0)),
-                (count, stride.get("g", 0)),
-            )
-        )
+        axes = (rows, letter_of_rows), (n, "n"), (count, "g")
+        pairs = ((extent, stride.get(letter, 0)) for extent, letter in axes)
+        layouts.append(operand_layout(operand.kind, *pairs))
         if operand.kind in ("matrix", "column") and groups.axis == "m" and "g" in labels:
             raise NotAGemm(f"a {operand.kind} that the epilogue reads has an entry for each group")
     problem = GemmProblem(

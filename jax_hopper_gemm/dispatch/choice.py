@@ -20,15 +20,13 @@ from functools import lru_cache
 
 from ..gemm.dtypes import DTYPES
 from ..gemm.problem import GemmProblem
-from ..gemm.problem_type import ProblemType
-from ..gemm.spec import GemmSpec, RasterOrder
+from ..gemm.spec import GemmSpec, ProblemType, RasterOrder
 from .candidates import dynamic_spec, has_large_shares, model_specs, refilled_spec
 from .cost import MEMORY_BYTES_PER_NS, Estimate, best_raster_order, equal_groups, estimate
 from .device import Device
 from .legality import device_violations, pairing_violations, problem_violations
 from .model import best_kernel, xla_is_faster
-from .table import Key, Source, Table
-from .user_tables import tables_of
+from .table import Key, Source, Table, tables_of
 
 MODEL_ERROR = 0.01  # of the cost model, where it compares a measured kernel with others
 MAX_DYNAMIC_COST = 1.05  # of a kernel with a dynamic scheduler, beside the best with fixed shares
@@ -37,18 +35,12 @@ LINE_COLUMNS = 128  # of a mask, a byte each, that are a line
 
 @dataclass(frozen=True)
 class Decision:
-    """How a problem runs.
+    """How a problem runs."""
 
-    Attributes:
-      spec, raster_order: the kernel and its order of tiles; both None where XLA is the answer.
-      reason: why, for `explain`.
-      source: what decided: "user table", "table" (packaged) or "model" (rules and estimates).
-    """
-
-    spec: GemmSpec | None
-    raster_order: RasterOrder | None
-    reason: str
-    source: Source
+    spec: GemmSpec | None  # the kernel; None where XLA is the answer
+    raster_order: RasterOrder | None  # its order of tiles, or None
+    reason: str  # why, for `explain`
+    source: Source  # what decided; "model" stands for rules and estimates
 
     @classmethod
     def xla(cls, reason: str, source: Source = "model") -> Decision:
@@ -158,7 +150,6 @@ def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decisi
 
 
 def _expectation(problem: GemmProblem, spec: GemmSpec, cost: Estimate) -> str:
-    """Returns the text of what the model expects."""
     reason = (
         f"expected {cost.ns / 1e3:.1f} us, bound by {cost.bound}: {cost.tiles} tiles of "
         f"{spec.tile_m}x{spec.d_tile_n} in {cost.waves} {'wave' if cost.waves == 1 else 'waves'}, "

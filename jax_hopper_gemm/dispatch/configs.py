@@ -7,7 +7,9 @@ chooses, the tuner's lists what a measurement may find better. For a new tile or
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import get_args
 
 from ..gemm.legality import CLUSTERS
@@ -139,8 +141,16 @@ TUNER_TILES = {  # tile_n for each tile_m
     192: (64, 96, 128, 160, 192),
     256: (32, 64, 96, 128, 160, 192),
 }
-TUNER_CLUSTERS = CLUSTERS
-TUNER_WARP_SCHEDULES: tuple[WarpSchedule, ...] = get_args(WarpSchedule)
 TUNER_TILE_SCHEDULERS: tuple[TileScheduler, ...] = ("static", "single", "dynamic")
 TUNER_K_BYTES = (SWIZZLE_BYTES, 2 * SWIZZLE_BYTES)
 TUNER_EPI_TILES_N = (None, 16, 32, 64)
+
+
+def tuner_configs() -> Iterator[Config]:
+    """Yields what the tuner tries, legal or not."""
+    tiles = [(tile_m, tile_n) for tile_m, widths in TUNER_TILES.items() for tile_n in widths]
+    policies = list(product(CLUSTERS, get_args(WarpSchedule), TUNER_TILE_SCHEDULERS))
+    for tile, (cluster, schedule, scheduler), k_bytes, epi_tile_n in product(
+        tiles, policies, TUNER_K_BYTES, TUNER_EPI_TILES_N
+    ):
+        yield Config(*tile, k_bytes, *cluster, schedule, scheduler, epi_tile_n)

@@ -21,17 +21,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, exp, gcd, prod
 
+from ..gemm import grid
 from ..gemm.dtypes import DTYPES, MMA_BYTES
 from ..gemm.epilogue_checks import variation
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
-from ..gemm.grid import (
-    ceil_div,
-    cluster_grid,
-    max_clusters,
-    num_cluster_tiles,
-    num_k_tiles,
-    num_waves,
-)
 from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.spec import GemmSpec, RasterOrder, TmaBox
 from .configs import RASTER_ORDERS
@@ -78,9 +71,9 @@ def estimate(
 ) -> Estimate:
     """Returns the expected cost of `spec`'s kernel on `problem`."""
     p, s = problem, spec
-    clusters, slots = _clusters(p, s), max_clusters(s, device.num_sms)
-    waves = num_waves(clusters, s, device.num_sms)
-    active_sms = ceil_div(clusters, waves) * s.cluster_size
+    clusters, slots = _clusters(p, s), grid.max_clusters(s, device.num_sms)
+    waves = grid.num_waves(clusters, s, device.num_sms)
+    active_sms = grid.ceil_div(clusters, waves) * s.cluster_size
 
     math = _math_cycles(s)
     load = _load_cycles(p, s, active_sms)
@@ -118,8 +111,8 @@ class TileCycles:
 def tile_cycles(problem: GemmProblem, spec: GemmSpec, device: Device) -> TileCycles:
     """Returns the parts of `spec`'s expected cost on `problem`."""
     clusters = _clusters(problem, spec)
-    waves = num_waves(clusters, spec, device.num_sms)
-    active_sms = ceil_div(clusters, waves) * spec.cluster_size
+    waves = grid.num_waves(clusters, spec, device.num_sms)
+    active_sms = grid.ceil_div(clusters, waves) * spec.cluster_size
     return TileCycles(
         k_tiles=ceil(_k_tiles(problem, spec)),
         multiply=_math_cycles(spec),
@@ -138,7 +131,7 @@ def equal_groups(problem: GemmProblem) -> GemmProblem:
         return p
     length = p.m if g.axis == "m" else p.k
     groups = max(1, min(g.total, length) if g.axis == "m" else g.total)
-    mean = ceil_div(length, groups)
+    mean = grid.ceil_div(length, groups)
     layouts = {"a": replace(p.a, batch_stride=1), "d": replace(p.d, batch_stride=1)}
     if g.axis == "m":
         return replace(p, m=mean, l=groups, groups=None, **layouts)
@@ -162,10 +155,10 @@ def _clusters(problem: GemmProblem, spec: GemmSpec) -> int:
     """Returns the cluster tiles of D; those to expect where its rows are grouped."""
     p, s = equal_groups(problem), spec
     if mean := mean_rows(problem):
-        _, clusters_n = cluster_grid(p, s)
+        _, clusters_n = grid.cluster_grid(p, s)
         pieces = expected_pieces(mean, s.tile_m * s.raster_m)
         return round(pieces * p.l) * clusters_n
-    return num_cluster_tiles(p, s)
+    return grid.num_cluster_tiles(p, s)
 
 
 def _tiles(problem: GemmProblem, spec: GemmSpec) -> int:
@@ -176,7 +169,7 @@ def _k_tiles(problem: GemmProblem, spec: GemmSpec) -> float:
     """Returns the k-tiles of a tile; those to expect where K is grouped."""
     if problem.groups and problem.groups.axis == "k":
         return expected_pieces(problem.k / equal_groups(problem).l, spec.tile_k)
-    return num_k_tiles(problem, spec)
+    return grid.num_k_tiles(problem, spec)
 
 
 def mean_rows(problem: GemmProblem) -> float | None:
@@ -225,7 +218,7 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     so the more of it comes from memory: sharing the larger operand is the better choice.
     """
     p, s = problem, spec
-    clusters_m, clusters_n = cluster_grid(p, s)
+    clusters_m, clusters_n = grid.cluster_grid(p, s)
     clipped = s.tile_m * (1 - p.m / (clusters_m * s.raster_m * s.tile_m))
     clipped += s.tile_n * (1 - p.n / (clusters_n * s.raster_n * s.d_tile_n))
     taken = s.stage_bytes / SM_BYTES_PER_CYCLE
@@ -283,7 +276,6 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
 
 
 def _epilogue_cycles(spec: GemmSpec) -> float:
-    """Returns the cycles in which one warpgroup computes and stores its rows of a tile."""
     subtiles = spec.rows_per_warpgroup / 64 * (spec.d_tile_n / spec.epi_tile_n)
     wait = SUBTILE_WAIT if spec.epi_stages == 2 and spec.graph.matrices else 0.0
     cycles = spec.epi_stage_bytes / SUBTILE_BYTES_PER_CYCLE + wait
@@ -348,11 +340,11 @@ def _in_flight(
     shorter than the wave.
     """
     p, s = equal_groups(problem), spec
-    along, across = cluster_grid(p, s)
+    along, across = grid.cluster_grid(p, s)
     if raster_order.along == "n":
         along, across = across, along
     clusters = along * across
-    wave = clusters / num_waves(clusters, s, device.num_sms)
+    wave = clusters / grid.num_waves(clusters, s, device.num_sms)
     wide = min(raster_order.swizzle, across)
     long = wave / wide
     if long > along:
@@ -375,7 +367,7 @@ def memory_bytes(
     if a_bytes + b_bytes <= 0.8 * L2_BYTES:
         return p.bytes
     rows, columns = _in_flight(p, s, raster_order, device)
-    waves = num_waves(prod(cluster_grid(p, s)), s, device.num_sms)
+    waves = grid.num_waves(prod(grid.cluster_grid(p, s)), s, device.num_sms)
     inputs = sum(
         whole if whole <= 0.4 * L2_BYTES else max(whole, waves * lines * row)
         for whole, lines, row in ((a_bytes, rows, row_a), (b_bytes, columns, row_b))

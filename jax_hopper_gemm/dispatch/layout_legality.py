@@ -75,7 +75,6 @@ def _group_violations(problem: GemmProblem, groups: GroupedAxis) -> list[str]:
 
 
 def _result_violations(problem: GemmProblem) -> list[str]:
-    """Returns why TMA cannot store the matrices of the results."""
     p, reasons = problem, []
     batches = 1 if p.groups and p.groups.axis == "m" else p.l
     extents = {"m": p.m, "n": p.n}
@@ -96,7 +95,6 @@ def _result_violations(problem: GemmProblem) -> list[str]:
 def _operand_violations(
     name: str, operand: Operand, layout: MatrixLayout, problem: GemmProblem
 ) -> list[str]:
-    """Returns why a kernel cannot read an operand of the epilogue."""
     p, itemsize = problem, DTYPES[operand.dtype].itemsize
     major = {"matrix": "n", "row": "n", "column": "m"}.get(operand.kind, layout.major)
     if layout.major != major:
@@ -152,7 +150,6 @@ def _gate_violations(problem: GemmProblem) -> Iterator[str]:
 def _matrix_violations(
     operand: str, layout: MatrixLayout, extents: dict[str, int], batches: int, dtype: str
 ) -> list[str]:
-    """Returns why TMA cannot address a batch of matrices."""
     (other,) = extents.keys() - {layout.major}
     contiguous, itemsize = layout.major, DTYPES[dtype].itemsize
     stored = f"{operand} is stored ({other.upper()}, {contiguous.upper()}) {dtype}"

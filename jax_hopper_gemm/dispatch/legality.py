@@ -15,9 +15,8 @@ from ..gemm.group_search import MAX_TILES as MAX_GROUPED_TILES
 from ..gemm.groups import GroupedAxis
 from ..gemm.legality import MAX_TILE_N, type_violations
 from ..gemm.problem import GemmProblem
-from ..gemm.problem_type import ProblemType
 from ..gemm.raster import MAX_TILES
-from ..gemm.spec import GemmSpec
+from ..gemm.spec import GemmSpec, ProblemType
 from .device import Device
 from .layout_legality import MAX_EXTENT, MAX_INT32, layout_violations
 
@@ -51,14 +50,14 @@ def limit_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> li
 def problem_violations(problem: GemmProblem) -> list[str]:
     """Returns why no kernel of ours can run `problem`."""
     p = problem
-    reasons = type_violations(ProblemType.of(p))
-    reasons += _shape_violations(p)
+    reasons = [*type_violations(ProblemType.of(p)), *_shape_violations(p)]
     if not reasons and len(p.operands) != len(p.graph.operands):
         reasons.append(
             f"the epilogue has {len(p.graph.operands)} operands, {len(p.operands)} are described"
         )
     if p.groups and p.groups.axis in ("m", "k"):
-        reasons += _group_violations(p, p.groups)
+        sizes = list(_size_violations(p, p.groups))
+        reasons += sizes or _matrix_violations(p, p.groups)
     reasons += _stack_violations(p)
     if reasons:  # what follows does arithmetic on the fields above
         return reasons
@@ -129,14 +128,7 @@ def _stack_violations(problem: GemmProblem) -> Iterator[str]:
         yield f"the stack has {p.stack} matrices, not 1 to {MAX_INT32}: split it"
 
 
-def _group_violations(problem: GemmProblem, groups: GroupedAxis) -> list[str]:
-    """Returns why no kernel can find the groups of a problem."""
-    reasons = list(_size_violations(problem, groups))
-    return reasons or list(_matrix_violations(problem, groups))
-
-
 def _size_violations(problem: GemmProblem, groups: GroupedAxis) -> Iterator[str]:
-    """Yields why sizes and indices are none that a kernel can read."""
     p, g = problem, groups
     length = p.m if g.axis == "m" else p.k
     if length > MAX_LENGTH:
@@ -159,7 +151,6 @@ def _size_violations(problem: GemmProblem, groups: GroupedAxis) -> Iterator[str]
 
 
 def _matrix_violations(problem: GemmProblem, groups: GroupedAxis) -> Iterator[str]:
-    """Yields why groups do not have the matrices that the problem has."""
     p, g = problem, groups
     if g.axis == "m" and g.matrices > p.l:
         yield f"groups need {g.matrices} matrices of B, there are {p.l}"
@@ -173,7 +164,6 @@ def _matrix_violations(problem: GemmProblem, groups: GroupedAxis) -> Iterator[st
 
 
 def _epilogue_violations(problem: GemmProblem) -> Iterator[str]:
-    """Yields why a problem is too large for its epilogue."""
     p = problem
     columns = MAX_TILE_N // p.graph.accumulators
     if p.graph.needs_whole_rows and p.n > columns:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import ROW_REDUCTIONS
 from ..gemm.problem import GemmProblem
-from ..gemm.problem_type import ProblemType
-from ..gemm.spec import GemmSpec
+from ..gemm.spec import GemmSpec, ProblemType
 from .candidates import model_specs
 from .configs import RASTER_ORDERS
 from .cost import (
@@ -46,10 +45,9 @@ class Best:
 def best_kernel(
     problem: GemmProblem, device: Device, candidates: Iterable[GemmSpec] | None = None
 ) -> tuple[Best | None, list[str]]:
-    """Returns the kernel of least expected cost, or None and the reasons against the last one.
+    """Returns the candidate of least expected cost, or None and the reasons against the last one.
 
-    Args:
-      candidates: None: all that the model may choose.
+    Where `candidates` is None, they are all that the model may choose.
     """
     if candidates is None:
         candidates = model_specs(ProblemType.of(problem))

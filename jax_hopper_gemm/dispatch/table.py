@@ -1,4 +1,4 @@
-"""Measured choices as JSON data: read, check, look up, write.
+"""Measured choices as JSON data: read, check, look up, write; and those that a process uses.
 
     {"version": 1,
      "device": {"compute_capability": [9, 0], "num_sms": 132},
@@ -18,13 +18,13 @@ K of "k", on average.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -37,6 +37,7 @@ from .legality import pairing_violations
 
 TABLE_VERSION = 1
 PACKAGED = Path(__file__).parent / "tables"
+TABLE_VARIABLE = "JAX_HOPPER_GEMM_TABLE"
 
 
 Source = Literal["table", "model", "user table"]  # what decided a choice
@@ -126,7 +127,7 @@ class Table:
         return cls(device, MappingProxyType({entry.key: entry for entry in entries}), origin)
 
 
-@lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)
 def packaged_table(device: Device) -> Table:
     """Returns the table that ships with the package, empty where none does."""
     path = PACKAGED / f"{device.key}.json"
@@ -170,10 +171,8 @@ def read_table(path: str | os.PathLike[str]) -> Table:
 
 def write_table(table: Table, path: str | os.PathLike[str]) -> None:
     """Writes `table`, sorted, one entry a line; the file changes at once or not at all."""
-    head = {
-        "compute_capability": list(table.device.compute_capability),
-        "num_sms": table.device.num_sms,
-    }
+    device = table.device
+    head = {"compute_capability": list(device.compute_capability), "num_sms": device.num_sms}
     rows = sorted(table.entries.values(), key=lambda entry: _order(entry.key))
     lines = ",\n".join("  " + json.dumps(_row(entry)) for entry in rows)
     text = (
@@ -288,3 +287,53 @@ def _expect_fields(value: Any, names: set[str], subject: str = "it has") -> None
     missing, unknown = sorted(names - value.keys()), sorted(value.keys() - names)
     if missing or unknown:
         raise _Bad(f"{subject} missing fields {missing} and unknown fields {unknown}")
+
+
+def load_table(path: str | os.PathLike[str]) -> Table:
+    """Adds a user's table for this process; it precedes those loaded before and the packaged one.
+
+    It serves the kind of GPU that it names and no other.
+
+    Raises:
+      TableError: the file cannot be read or holds an entry that no kernel can serve.
+    """
+    table = read_table(path)
+    _tables.add(table)
+    return table
+
+
+def tables_of(device: Device) -> tuple[Table, ...]:
+    """Returns the tables for a kind of GPU, the first of which that has a problem decides.
+
+    Raises:
+      TableError: the table that JAX_HOPPER_GEMM_TABLE names cannot be used.
+    """
+    tables = (*_tables.current(), packaged_table(device))
+    return tuple(table for table in tables if table.device == device)
+
+
+class UserTables:
+    """The user's tables, latest first; the environment's is read when first needed."""
+
+    def __init__(self) -> None:
+        self._loaded: list[Table] = []
+        self._environment = functools.cache(_environment_tables)
+
+    def add(self, table: Table) -> None:
+        self._loaded.insert(0, table)
+
+    def current(self) -> tuple[Table, ...]:
+        return (*self._loaded, *self._environment())
+
+
+def _environment_tables() -> tuple[Table, ...]:
+    path = os.environ.get(TABLE_VARIABLE)
+    if not path:
+        return ()
+    try:
+        return (read_table(path),)
+    except TableError as error:
+        raise TableError(f"{error} (the path comes from {TABLE_VARIABLE})") from error
+
+
+_tables = UserTables()

@@ -16,7 +16,7 @@ from statistics import median
 
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
-from .buildable import legal_specs
+from .candidates import legal_specs
 from .cost import best_raster_order, estimate
 from .device import Device
 from .table import Entry, Key, Table
@@ -46,19 +46,14 @@ def specs_to_try(problem: GemmProblem, device: Device, count: int = 24) -> list[
 
 
 def variants(problem: GemmProblem, device: Device, candidate: Candidate) -> list[Candidate]:
-    """Returns the legal candidates that differ from `candidate` in one detail.
+    """Returns the legal candidates of the same shape that differ from `candidate` in one detail.
 
     A detail is the tile scheduler, the epilogue tile or the order of tiles. Rings of stages
     follow from the rest.
     """
-    spec, _ = candidate
-    details = _details(candidate)
-    return [
-        other
-        for other in legal_specs(problem, device)
-        if _shape(other[0]) == _shape(spec)
-        and sum(a != b for a, b in zip(details, _details(other), strict=True)) == 1
-    ]
+    details, shape = _details(candidate), _shape(candidate[0])
+    alike = (other for other in legal_specs(problem, device) if _shape(other[0]) == shape)
+    return [o for o in alike if sum(a != b for a, b in zip(details, _details(o), strict=True)) == 1]
 
 
 def _shape(spec: GemmSpec) -> tuple:
@@ -73,18 +68,13 @@ def _details(candidate: Candidate) -> tuple:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much tuning one problem times.
+    """How much tuning one problem times."""
 
-    Attributes:
-      refinements: how often the fastest candidate's `variants` are timed too, at most.
-      finalists: how many of the fastest are timed again, in turns with XLA so that they share
-        clock and temperature; the medians decide.
-      rounds: how often the finalists are timed.
-    """
-
-    refinements: int = 2
+    refinements: int = 2  # how often the fastest candidate's `variants` are timed too, at most
+    # How many of the fastest are timed again, in turns with XLA so that they share clock and
+    # temperature; the medians decide.
     finalists: int = 3
-    rounds: int = 3
+    rounds: int = 3  # how often the finalists are timed
 
 
 USUAL_EFFORT = Effort()

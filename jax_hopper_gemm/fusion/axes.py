@@ -17,34 +17,21 @@ _LAYOUT = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
 
 
 class Place:
-    """The letters of D, with their roles and extents.
-
-    Attributes:
-      out: all of them, in order.
-      extents, size: of each letter, of all.
-      long: those of extent over 1.
-      m, n: those of `long` that are rows and columns of one matrix.
-      all_m, all_n: those of any extent.
-      row_fits: whether one tile holds a row.
-      compact: whether matrices are dense, so that two planes of one array have a place.
-    """
+    """The letters of D, with their roles and extents."""
 
     def __init__(self, out: str, m: str, n: str, shape: Sequence[int], tile_limit: int):
-        self.out = out
+        self.out = out  # all of them, in order
         self.extents = dict(zip(out, shape, strict=True))
         self.size = prod(shape)
         self.long = frozenset(letter for letter in out if self.extents[letter] > 1)
-        self.m, self.n = self.long & set(m), self.long & set(n)
-        self.all_m, self.all_n = m, n
-        self.row_fits = prod(self.extents[letter] for letter in n) <= tile_limit
+        self.m, self.n = self.long & set(m), self.long & set(n)  # rows and columns of one matrix
+        self.all_m, self.all_n = m, n  # those of any extent
+        self.row_fits = prod(self.extents[letter] for letter in n) <= tile_limit  # in one tile
+        # Whether matrices are dense, so that two planes of one array have a place.
         self.compact = out == "".join(x for x in out if x not in m + n) + m + n
 
     def check_rows(self, equation: Equation, axes: Axes) -> None:
-        """Checks that an array's first axes are the rows of D, all letters before the columns.
-
-        Raises:
-          Uncovered: they are others.
-        """
+        """Raises Uncovered where an array's first axes are not D's rows, all before the columns."""
         rows = self.out[: len(self.out) - len(self.all_n)]
         expected = tuple(x if self.extents[x] > 1 else None for x in rows)
         if axes[: len(rows)] != expected:
@@ -66,11 +53,7 @@ def is_layout(equation: Equation) -> bool:
 
 
 def moved(equation: Equation, axes: Axes) -> Axes:
-    """Returns the axes of a layout operation's output, from those of its input.
-
-    Raises:
-      Uncovered: a reshape merges or splits axes.
-    """
+    """Returns the axes of a layout operation's output, from those of its input; as `_reshaped`."""
     x, (out,) = equation.inputs[0], equation.outputs
     if equation.name == "transpose":
         return tuple(axes[i] for i in equation.params["permutation"])
@@ -81,11 +64,7 @@ def moved(equation: Equation, axes: Axes) -> Axes:
 
 
 def moved_back(equation: Equation, axes: Axes) -> Axes:
-    """Returns the axes of a layout operation's input, from those of its output.
-
-    Raises:
-      Uncovered: a reshape merges or splits axes.
-    """
+    """Returns the axes of a layout operation's input, from those of its output; as `_reshaped`."""
     x, (out,) = equation.inputs[0], equation.outputs
     if equation.name == "transpose":
         permutation = [int(i) for i in equation.params["permutation"]]
@@ -98,6 +77,7 @@ def moved_back(equation: Equation, axes: Axes) -> Axes:
 def _reshaped(
     equation: Equation, axes: Axes, source: tuple[int, ...], target: tuple[int, ...]
 ) -> Axes:
+    """Raises Uncovered where a reshape merges or splits axes."""
     kept = [d for d, extent in enumerate(source) if extent > 1]
     if [source[d] for d in kept] != [extent for extent in target if extent > 1]:
         raise Uncovered(equation.name)

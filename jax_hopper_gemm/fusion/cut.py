@@ -32,30 +32,22 @@ _KNOWN = {*REDUCTIONS, "transpose"}  # to kernels, besides operations on element
 
 @dataclass(frozen=True)
 class Fusion:
-    """A function of a product, cut in two.
+    """A function of a product, cut in two."""
 
-    Attributes:
-      graph: what the kernel computes.
-      operands: for each operand of the graph, the number of the function's operand.
-      labels: for each, the letters of the result that it varies along, in the order of its axes
-        of extent over 1.
-      casts: for each, the dtype that XLA converts it to before the kernel, or None.
-      results: for each result of the graph, the letters of the finished array: all of the
-        result's for a matrix; without those of N for row_*, of M for column_sum, none for max;
-        a "?" is the axis of top_k, or of the two planes of one array, which have an entry each.
-      uncovered: the operations on whole matrices that XLA computes after the kernel, and the
-        operations that no kernel supports.
-      finish: finish(*finished, *operands) gives the function's outputs, a list. `finished` holds
-        an array for each result in order, two (largest, sum) for row_sumexp, one for the two
-        planes of one array; `operands` are all of the function's.
-    """
-
-    graph: EpilogueGraph
-    operands: tuple[int, ...]
+    graph: EpilogueGraph  # what the kernel computes
+    operands: tuple[int, ...]  # for each operand of the graph, the number of the function's
+    # For each, the letters of the result that it varies along, by its axes of extent over 1.
     labels: tuple[str, ...]
-    casts: tuple[str | None, ...]
+    casts: tuple[str | None, ...]  # for each, the dtype that XLA converts it to before the kernel
+    # For each result of the graph, the letters of the finished array: all of the result's for a
+    # matrix; without those of N for row_*, of M for column_sum, none for max; a "?" is the axis of
+    # top_k, or of the two planes of one array, which have an entry each.
     results: tuple[tuple[str, ...], ...]
+    # Operations on whole matrices that XLA computes after the kernel, and those no kernel supports.
     uncovered: tuple[str, ...]
+    # finish(*finished, *operands) gives the function's outputs, a list. `finished` holds an array
+    # for each result in order, two (largest, sum) for row_sumexp, one for the two planes of one
+    # array; `operands` are all of the function's.
     finish: Callable[..., list[Any]]
 
 
@@ -206,9 +198,7 @@ class _Cut:
             self._matrices += planes
         elif planes[1] != self._matrices[self._matrices.index(planes[0]) + 1]:
             return self._evaluate(self._tracker.producers[variable])
-        self._make(
-            variable, (), lambda finished: [arrange(finished[planes[0]], labels, axes, variable)]
-        )
+        self._arrange(variable, planes[0], labels, axes)
 
     def _store(self, variable: Variable) -> None:
         """Requests an intermediate matrix for XLA, in the fewest bytes that hold it."""
@@ -231,9 +221,7 @@ class _Cut:
             self._arranged.add("transpose")
         if result not in self._matrices:
             self._matrices.append(result)
-        self._make(
-            variable, (), lambda finished: [arrange(finished[result], labels, axes, variable)]
-        )
+        self._arrange(variable, result, labels, axes)
 
     def _before_rounding(self, value: int, dtype: str) -> int:
         """Returns the value that storing as `dtype` rounds to `value`."""
@@ -285,6 +273,13 @@ class _Cut:
         self._known.add(variable)
         self._steps[variable] = Step(inputs, (variable,), compute)
 
+    def _arrange(
+        self, variable: Variable, result: Result, labels: Sequence[str], axes: Axes
+    ) -> None:
+        self._make(
+            variable, (), lambda finished: [arrange(finished[result], labels, axes, variable)]
+        )
+
     def _request(self, result: Result) -> tuple[str, ...]:
         if result not in self._others:
             self._others.append(result)
@@ -332,9 +327,7 @@ class _Cut:
     def _take_top_k(self, variable: Variable, top_k: TopK) -> None:
         result = Result(top_k.kind, top_k.value, k=top_k.k)
         labels = self._request(result)
-        self._make(
-            variable, (), lambda finished: [arrange(finished[result], labels, top_k.axes, variable)]
-        )
+        self._arrange(variable, result, labels, top_k.axes)
 
     # For `explain`.
 

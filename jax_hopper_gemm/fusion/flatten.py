@@ -52,17 +52,14 @@ VARYING = ("pvary",)  # operations that say over which mesh axes an array varies
 
 @dataclass(frozen=True, eq=False)
 class Equation:
-    """One operation of a jaxpr, in the context that it was traced in.
-
-    `kept`: it has effects and must run.
-    """
+    """One operation of a jaxpr, in the context that it was traced in."""
 
     primitive: Any
     params: dict[str, Any]
     context: Any
     inputs: tuple[Atom, ...]
     outputs: tuple[Variable, ...]
-    kept: bool
+    kept: bool  # it has effects and must run
 
     @property
     def name(self) -> str:
@@ -151,9 +148,7 @@ def _variable(v: Any) -> Variable:
 def _constant(v: Any, value: Any) -> Constant:
     array = np.asarray(value, v.aval.dtype)
     flat = array.reshape(-1)
-    if flat.size and (flat == flat[0]).all():
-        return Constant(array.shape, array.dtype, flat[0])
-    if flat.size == 1:  # a NaN, which equals nothing
+    if flat.size == 1 or (flat.size and (flat == flat[0]).all()):  # a NaN equals nothing
         return Constant(array.shape, array.dtype, flat[0])
     raise NotFusable(
         f"the function closes over an array {array.dtype.name}{list(array.shape)}; "
@@ -187,15 +182,13 @@ def _fold(eqn: Any, arguments: Sequence[Atom]) -> Constant | None:
         return None
     out, name = _variable(eqn.outvars[0]), eqn.primitive.name
     values = [np.asarray(c.value, c.dtype) for c in constants]
-    if name in _RESHAPING | _SAME:
-        value = values[0]
-    elif name == "div" and out.dtype == np.float32:
-        with np.errstate(all="ignore"):
-            value = values[0] / values[1]
-    elif name in _FOLDED and (out.dtype != bool or values[0].dtype != bool):
-        with np.errstate(all="ignore"):
-            value = _FOLDED[name](*values)
-    else:
-        return None
     with np.errstate(all="ignore"):
+        if name in _RESHAPING | _SAME:
+            value = values[0]
+        elif name == "div" and out.dtype == np.float32:
+            value = values[0] / values[1]
+        elif name in _FOLDED and (out.dtype != bool or values[0].dtype != bool):
+            value = _FOLDED[name](*values)
+        else:
+            return None
         return Constant(out.shape, out.dtype, np.asarray(value).astype(out.dtype)[()])

@@ -148,27 +148,23 @@ class Builder:
     def _simplified(self, op: str, args: tuple[int, ...], params: tuple[Any, ...]) -> int | None:
         """Returns an existing value bitwise equal to an operation's result, or None."""
         match op, args, tuple(map(self.constant_of, args)):
-            case ("mul", (x, _), (_, 1.0)) | ("mul", (_, x), (1.0, _)):
-                return x
-            case ("div", (x, _), (_, 1.0)):
-                return x
-            case ("sub", (x, _), (_, 0.0)):
+            case (
+                ("mul" | "div", (x, _), (_, 1.0))
+                | ("mul", (_, x), (1.0, _))
+                | ("sub", (x, _), (_, 0.0))
+                | ("select", (_, x, _), (True, *_))
+                | ("select", (_, _, x), (False, *_))
+                | ("and", (x, _), (_, True) | (False, _))
+                | ("and", (_, x), (True, _) | (_, False))
+                | ("or", (x, _), (_, False) | (True, _))
+                | ("or", (_, x), (False, _) | (_, True))
+            ):
                 return x
             case ("max", (x, _), (_, limit)) | ("max", (_, x), (limit, _)) if limit == -math.inf:
                 return x
             case ("min", (x, _), (_, limit)) | ("min", (_, x), (limit, _)) if limit == math.inf:
                 return x
-            case ("select", (_, x, _), (True, *_)) | ("select", (_, _, x), (False, *_)):
-                return x
             case ("select", (_, x, y), _) if x == y:
-                return x
-            case ("and", (x, _), (_, True)) | ("and", (_, x), (True, _)):
-                return x
-            case ("and", (_, x), (_, False)) | ("and", (x, _), (False, _)):
-                return x
-            case ("or", (x, _), (_, False)) | ("or", (_, x), (False, _)):
-                return x
-            case ("or", (_, x), (_, True)) | ("or", (x, _), (True, _)):
                 return x
             case ("not", _, (bool(value),)):
                 return self.constant(not value)

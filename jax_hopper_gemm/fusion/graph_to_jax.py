@@ -34,14 +34,11 @@ def evaluate(
     """Returns the finished results of a graph, the first arguments of `Fusion.finish`.
 
     Args:
-      graph: without top-k.
+      graph: without top-k, which raises a ValueError.
       arrays: the accumulators, float32 and with the axes `out`, then the operands.
       labels: the letters of each operand, one for each axis; a scalar has none.
       out, m, n: as in `fuse`.
       reduce: for shards, maps the reduction of one shard over letters to that over all shards.
-
-    Raises:
-      ValueError: the graph has a top-k.
     """
     evaluation = _Evaluation(out, m, n, reduce or (lambda x, letters, by: x))
     values = list(arrays[: graph.accumulators])
@@ -60,6 +57,12 @@ def evaluate(
         whole = [jnp.broadcast_to(values[p], tuple(extents.values())) for p in planes]
         results += evaluation.result(result, whole)
     return results
+
+
+def reduced_by(result: Result, out: str, m: str, n: str) -> tuple[str, Literal["add", "max"]]:
+    """Returns the letters that a sum or maximum of the graph goes over, and which it is."""
+    letters = {"column_sum": m, "max": out}.get(result.kind, n)
+    return letters, "add" if result.kind.endswith("sum") else "max"
 
 
 def _along(x: jax.Array, names: str, out: str) -> jax.Array:
@@ -99,14 +102,8 @@ class _Evaluation:
                 planes = [value.astype(result.dtype) for value in values]
                 axis = len(self._out.rstrip(self._n))
                 return planes if len(planes) == 1 else [jnp.stack(planes, axis)]
-            case "column_sum":
-                return [self._over(x, self._m, "add")]
-            case "row_sum":
-                return [self._over(x, self._n, "add")]
-            case "row_max":
-                return [self._over(x, self._n, "max")]
-            case "max":
-                return [self._over(x, self._out, "max")]
+            case "column_sum" | "row_sum" | "row_max" | "max":
+                return [self._over(x, *reduced_by(result, self._out, self._m, self._n))]
             case "row_sumexp":
                 largest = self._over(x, self._n, "max")
                 base = lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0.0))

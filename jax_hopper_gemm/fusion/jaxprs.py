@@ -65,9 +65,7 @@ def pruned(
 ) -> tuple[ClosedJaxpr, list[bool]]:
     """Returns the part that computes some outputs, and for each input whether it has it.
 
-    Args:
-      outputs: for each output, whether to compute it.
-      kept: for each input, whether it stays though nothing reads it; None: none stays.
+    Inputs that are `kept` stay though nothing reads them; None: none stays.
     """
     kept = list(kept or [False] * len(closed.in_avals))
     jaxpr, used = pe.dce_jaxpr(closed.jaxpr, list(outputs), kept)
@@ -80,9 +78,7 @@ def mapped(
 ) -> ClosedJaxpr:
     """Returns the jaxpr of `jax.vmap` of a function; outputs are mapped along their first axis.
 
-    Args:
-      axes: of each input, or None where it has none; not all None.
-      args: arrays or abstract values of the mapped function.
+    `args` are arrays or abstract values of the mapped function, of whose `axes` not all are None.
     """
     function = jax.vmap(jaxpr_as_fun(closed), tuple(axes), 0, axis_size=size)
     return traced(function, *args)
@@ -92,17 +88,10 @@ def mapped(
 def tangent(
     closed: ClosedJaxpr, wrt: Sequence[int], saved: Sequence[Any]
 ) -> tuple[ClosedJaxpr, list[bool]]:
-    """Returns the derivative of a function, linear in the tangents of some inputs.
+    """Returns the derivative by the inputs `wrt`, and which of the inputs it needs.
 
-    Its inputs are the original ones that it needs, then the tangents; its outputs the tangents of
-    the inexact outputs.
-
-    Args:
-      wrt: numbers of these inputs.
-      saved: dtype of each original input here and of its tangent.
-
-    Returns:
-      The derivative, and which of the original inputs it needs.
+    Its inputs are those, then the tangents, in which it is linear; its outputs the tangents of the
+    inexact outputs. `saved` has the dtype of each input there and of its tangent.
     """
     avals: list[Any] = list(closed.in_avals)
     inexact = [i for i, aval in enumerate(closed.out_avals) if is_inexact(aval)]
@@ -110,14 +99,7 @@ def tangent(
     def derivative(*args: Any) -> list[Any]:
         primals = [x.astype(a.dtype) for x, a in zip(args[: len(avals)], avals, strict=True)]
         tangents = [x.astype(avals[i].dtype) for i, x in zip(wrt, args[len(avals) :], strict=True)]
-
-        def of(*moving: Any) -> list[Any]:
-            inputs = list(primals)
-            for i, x in zip(wrt, moving, strict=True):
-                inputs[i] = x
-            outputs = jaxpr_as_fun(closed)(*inputs)
-            return [outputs[i] for i in inexact]
-
+        of = _at(wrt, _outputs_of(closed, inexact), primals)
         return jax.jvp(of, [primals[i] for i in wrt], tangents)[1]
 
     input_avals = [aval.update(dtype=dtype) for aval, dtype in zip(avals, saved, strict=True)]
@@ -134,35 +116,33 @@ def transposed(
 ) -> tuple[ClosedJaxpr, list[bool]]:
     """Returns the transpose of a function that is linear in the inputs after its `residuals`.
 
-    Its inputs are the residuals that it needs, then cotangents of outputs; its outputs
-    cotangents of linear inputs.
-
-    Args:
-      cotangents_of: outputs that have a cotangent.
-      wanted: linear inputs whose cotangents are returned, counted from the first linear one.
-
-    Returns:
-      The transpose, and for each residual whether it needs it.
+    Its inputs are the residuals that it needs, which comes second, then cotangents of some outputs;
+    its outputs cotangents of the `wanted` inputs, counted from the first linear one.
     """
     avals: Any = closed.in_avals
+    places = [residuals + i for i in wanted]
 
     def transpose(*args: Any) -> Any:
-        values, cotangents = args[:residuals], list(args[residuals:])
-
-        def of(*moving: Any) -> list[Any]:
-            linear = [jnp.zeros(aval.shape, aval.dtype) for aval in avals[residuals:]]
-            for i, x in zip(wanted, moving, strict=True):
-                linear[i] = x
-            outputs = jaxpr_as_fun(closed)(*values, *linear)
-            return [outputs[i] for i in cotangents_of]
-
-        return jax.linear_transpose(of, *(avals[residuals + i] for i in wanted))(cotangents)
+        zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in avals[residuals:]]
+        function = _outputs_of(closed, cotangents_of)
+        of = _at(places, function, [*args[:residuals], *zeros])
+        return jax.linear_transpose(of, *(avals[i] for i in places))(list(args[residuals:]))
 
     whole = traced(transpose, *avals[:residuals], *(closed.out_avals[i] for i in cotangents_of))
     whole = traced(lambda *args: evaluated(whole, args), *whole.in_avals)
     kept = [False] * residuals + [True] * len(cotangents_of)
     transpose_jaxpr, used = pruned(whole, [True] * len(wanted), kept)
     return transpose_jaxpr, used[:residuals]
+
+
+def _outputs_of(closed: ClosedJaxpr, numbers: Sequence[int]) -> Callable[..., list[Any]]:
+    """Returns the function that gives these outputs alone."""
+
+    def function(*args: Any) -> list[Any]:
+        outputs = jaxpr_as_fun(closed)(*args)
+        return [outputs[i] for i in numbers]
+
+    return function
 
 
 @memoised
@@ -188,10 +168,8 @@ def evaluated(
 ) -> list[Any]:
     """Returns the outputs of a function, with conversions that undo each other left out.
 
-    Args:
-      args: its inputs.
-      origins: pairs of an array and the one that it is a conversion of, by `id` of the former;
-        grows.
+    `origins` has pairs of an array and the one that it is a conversion of, by `id` of the former;
+    it grows.
     """
     jaxpr, origins = closed.jaxpr, {} if origins is None else origins
     variables = [*jaxpr.constvars, *jaxpr.invars]
@@ -227,16 +205,22 @@ def _widens(array: Any, new: np.dtype) -> bool:
     return jnp.issubdtype(old, jnp.floating) and jnp.promote_types(old, new) == new != old
 
 
+def _at(places: Sequence[int], function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """Returns `function` of the inputs at these places alone, the others as they are."""
+
+    def of(*moving: Any) -> list[Any]:
+        arguments = list(inputs)
+        for i, x in zip(places, moving, strict=True):
+            arguments[i] = x
+        return list(function(*arguments))
+
+    return of
+
+
 def transpose_by(function: Callable[..., Any], cotangents: Any, *args: Any, **params: Any) -> Any:
     """A transpose rule: that of a JAX function which is linear in the undefined arguments."""
     linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
-
-    def of(*moving: Any) -> Any:
-        inputs = list(args)
-        for i, x in zip(linear, moving, strict=True):
-            inputs[i] = x
-        return list(function(*inputs, **params))
-
+    of = _at(linear, partial(function, **params), args)
     transpose = jax.linear_transpose(of, *(args[i].aval for i in linear))
     results = transpose([ad.instantiate_zeros(ct) for ct in cotangents])
     by_index = dict(zip(linear, results, strict=True))
@@ -246,13 +230,7 @@ def transpose_by(function: Callable[..., Any], cotangents: Any, *args: Any, **pa
 def jvp_by(function: Callable[..., Any], primals: Any, tangents: Any, **params: Any) -> Any:
     """A derivative rule: that of a JAX function."""
     moving = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero]
-
-    def of(*values: Any) -> Any:
-        inputs = list(primals)
-        for i, x in zip(moving, values, strict=True):
-            inputs[i] = x
-        return list(function(*inputs, **params))
-
+    of = _at(moving, partial(function, **params), primals)
     return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 

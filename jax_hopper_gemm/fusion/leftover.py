@@ -16,15 +16,11 @@ from .flatten import Atom, Constant, Variable
 
 @dataclass(frozen=True)
 class Step:
-    """XLA's computation of one or more variables, in the order of the program.
-
-    Attributes:
-      compute: compute(finished, *inputs) returns the outputs; `finished` maps results to arrays.
-    """
+    """XLA's computation of one or more variables, in the order of the program."""
 
     inputs: tuple[Atom, ...]
     outputs: tuple[Variable, ...]
-    compute: Callable[..., Sequence[Any]]
+    compute: Callable[..., Sequence[Any]]  # (finished, *inputs); `finished` maps results to arrays
 
 
 Finished = dict[Any, Any]  # arrays of `Result`s, whose values are the builder's
@@ -51,9 +47,8 @@ def finish_by(
 ) -> Callable[..., list[Any]]:
     """Returns `Fusion.finish`.
 
-    Args:
-      kept: the results of the kernel in order, with the shapes of their finished arrays.
-      spelled: for each result that a step needs, the kernel's result that holds it.
+    `kept` are the results of the kernel in order, with the shapes of their finished arrays;
+    `spelled` has for each result that a step needs the kernel's result that holds it.
     """
 
     def finish(*arrays: Any) -> list[Any]:

@@ -37,15 +37,9 @@ def apply(
     dtypes: Sequence[str],
     dtype: str,
 ) -> int:
-    """Returns the value of one operation.
+    """Returns the value of a `jax.lax` primitive; raises Uncovered where no kernel computes it.
 
-    Args:
-      name, params: of a `jax.lax` primitive.
-      arguments: values.
-      dtypes, dtype: of the arguments and of the result, as the jaxpr has them.
-
-    Raises:
-      Uncovered: no kernel computes it.
+    Dtypes of the arguments, which are values, and of the result are as the jaxpr has them.
     """
     if name not in _RULES or not {*dtypes, dtype} <= set(HELD):
         raise Uncovered(name)
@@ -60,17 +54,10 @@ def as_number(builder: Builder, predicate: int) -> int:
     return builder.node("select", predicate, builder.constant(1.0), builder.constant(0.0))
 
 
-def _plain(op: str) -> Rule:
+def _plain(op: str, *, of_bools: bool = False) -> Rule:
     def rule(b: Builder, args: Sequence[int], dtypes: Sequence[str], *_: Any) -> int:
-        if "bool" in dtypes:
+        if "bool" in dtypes and not of_bools:
             raise Uncovered(op)
-        return b.node(op, *args)
-
-    return rule
-
-
-def _logic(op: str) -> Rule:
-    def rule(b: Builder, args: Sequence[int], dtypes: Sequence[str], *_: Any) -> int:
         return b.node(op, *args)
 
     return rule
@@ -84,10 +71,6 @@ def _equality(op: str) -> Rule:
         return b.node("not", differ) if op == "eq" else differ
 
     return rule
-
-
-def _same(b: Builder, args: Sequence[int], *_: Any) -> int:
-    return args[0]
 
 
 def _convert(b: Builder, args: Sequence[int], dtypes: Sequence[str], dtype: str, *_: Any) -> int:
@@ -168,9 +151,9 @@ _PLAIN = (
 SAME = ("copy", "copy_p", "stop_gradient", "pvary", "reshard")  # operations that change no number
 _RULES: dict[str, Rule] = {
     **{op: _plain(op) for op in _PLAIN},
-    **{op: _logic(op) for op in ("and", "or", "xor", "not")},
+    **{op: _plain(op, of_bools=True) for op in ("and", "or", "xor", "not")},
     **{op: _equality(op) for op in ("eq", "ne")},
-    **dict.fromkeys(SAME, _same),
+    **dict.fromkeys(SAME, lambda b, args, *_: args[0]),
     "add_any": _plain("add"),
     "convert_element_type": _convert,
     "reduce_precision": _reduce_precision,
@@ -182,9 +165,7 @@ _RULES: dict[str, Rule] = {
     "polynomial": _polynomial,
 }
 # Operations whose result on 16-bit floats is one, and a conversion, which rounds by itself.
-_EXACT = frozenset(
-    {
-        "neg", "abs", "sign", "floor", "ceil", "round", "max", "min", "clamp", "select_n",
-        "convert_element_type", *SAME,
-    }
-)  # fmt: skip
+_EXACT = {
+    "neg", "abs", "sign", "floor", "ceil", "round", "max", "min", "clamp", "select_n",
+    "convert_element_type", *SAME,
+}  # fmt: skip

@@ -24,7 +24,7 @@ class FreeVariables:
     that it varies along.
     """
 
-    def __init__(self, place: Place, builder: Builder, grouped: GroupedProgram | None = None):
+    def __init__(self, place: Place, builder: Builder, grouped: GroupedProgram | None):
         self._place, self._builder, self._grouped = place, builder, grouped
         self._varies: dict[Variable, tuple[bool, ...]] = {}
         self._producers: dict[Variable, Equation] = {}
@@ -48,9 +48,8 @@ class FreeVariables:
                 with suppress(Uncovered):
                     varies = tuple(map(bool, moved(equation, names)))
             elif self._grouped and self._grouped.is_segment_broadcast(equation):
-                columns = self.varies(equation.inputs[0])[
-                    len(self._grouped.rows.axes_of(equation)) :
-                ]
+                groups = len(self._grouped.rows.axes_of(equation))
+                columns = self.varies(equation.inputs[0])[groups:]
                 varies = (*varies[: len(varies) - len(columns)], *columns)
             elif self._grouped and self._grouped.is_segment_mask(equation):
                 varies = self.varies(equation.inputs[0])
@@ -66,11 +65,8 @@ class FreeVariables:
     def value(self, atom: Atom, axes: Axes, cast: str | None = None) -> int:
         """Returns the value of a variable that lies at `axes`, or of a constant.
 
-        Args:
-          cast: the dtype to convert it to, if graphs do not hold its own.
-
-        Raises:
-          Uncovered: it needs an operation that no kernel computes.
+        It is converted to the dtype `cast`, if graphs do not hold its own. Raises Uncovered where
+        it needs an operation that no kernel computes.
         """
         if isinstance(atom, Constant):
             if atom.dtype.name not in op_table.HELD:

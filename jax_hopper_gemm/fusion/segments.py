@@ -28,19 +28,12 @@ _ALL = {"add", "add_any", "concatenate", "max", "min", "optimization_barrier", "
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """The groups of a product's rows, as its function refers to them.
+    """The groups of a product's rows, as its function refers to them."""
 
-    Attributes:
-      sizes: the number of the function's operand that holds the product's sizes, or None.
-      groups: the parameter of that name of the operations that read these sizes.
-      letters: of the groups' axes; the last one for an array that all matrices of a batch share.
-      each: whether each matrix of a batch has its own groups.
-    """
-
-    sizes: int | None
-    groups: Any
-    letters: str
-    each: bool
+    sizes: int | None  # the function's operand that holds the product's sizes
+    groups: Any  # the parameter of that name of the operations that read these sizes
+    letters: str  # of the groups' axes; the last for an array that all matrices of a batch share
+    each: bool  # whether each matrix of a batch has its own groups
 
     def axes_of(self, equation: Equation) -> tuple[str, ...]:
         """Returns the letters of the groups' axes that a `segment_broadcast` replaces by rows."""
@@ -48,24 +41,19 @@ class GroupedRows:
 
 
 class GroupedProgram:
-    """A program whose accumulators have grouped rows.
-
-    Attributes:
-      rows: the groups of these rows.
-      sizes: the input that holds their sizes.
-      mask: an operation that puts 0 in the rows of no group, if the program has one.
-      reducible: whether a kernel's reductions of rows of no group can be corrected: by `mask`, or
-        because without per-group operands vanishing arrays give 0 there.
-    """
+    """A program whose accumulators have grouped rows."""
 
     def __init__(self, program: Program, num_accumulators: int, rows: GroupedRows):
         self.rows = rows
-        self.sizes: Variable | None = None
+        self.sizes: Variable | None = None  # the input that holds them
         if rows.sizes is not None:
             self.sizes = program.inputs[num_accumulators + rows.sizes]
         self._zero: set[Variable] = set(program.inputs[:num_accumulators])
         equations = program.equations
+        # An operation that puts 0 in the rows of no group, if the program has one.
         self.mask = next(filter(self.is_segment_mask, equations), None)
+        # Whether a kernel's reductions of rows of no group can be corrected: by `mask`, or because
+        # without per-group operands vanishing arrays give 0 there.
         self.reducible = bool(self.mask) or not any(map(self.is_segment_broadcast, equations))
         for equation in equations:
             if self._vanishes(equation):

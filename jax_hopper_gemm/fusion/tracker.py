@@ -68,32 +68,21 @@ class Stack:
 
 
 class Tracker:
-    """The role of each variable of a program.
-
-    Attributes:
-      tracked: the variables that kernels can compute.
-      reductions, sums_of_exp, top_k, stacks: variables that come from results of the kernel.
-      uncovered: for each variable that depends on an accumulator but is not tracked, the names of
-        the operations that prevent it.
-      producers: the equation of each computed variable.
-      grouped: the groups of rows, or None.
-    """
+    """The role of each variable of a program."""
 
     def __init__(
-        self,
-        program: Program,
-        place: Place,
-        builder: Builder,
-        grouped: GroupedProgram | None = None,
+        self, program: Program, place: Place, builder: Builder, grouped: GroupedProgram | None
     ):
         self.place, self.builder, self.grouped = place, builder, grouped
-        self.tracked: dict[Variable, Tracked] = {}
+        self.tracked: dict[Variable, Tracked] = {}  # those that kernels can compute
+        # Those that come from results of the kernel.
         self.reductions: dict[Variable, Reduction] = {}
         self.sums_of_exp: dict[Variable, SumExp] = {}
         self.top_k: dict[Variable, TopK] = {}
         self.stacks: dict[Variable, Stack] = {}
+        # For each that depends on an accumulator but is not tracked, what operations prevent it.
         self.uncovered: dict[Variable, tuple[str, ...]] = {}
-        self.producers: dict[Variable, Equation] = {}
+        self.producers: dict[Variable, Equation] = {}  # of each computed variable
         self._free = FreeVariables(place, builder, grouped)
         for i, variable in enumerate(program.inputs):
             if i < builder.num_accumulators:
@@ -145,8 +134,7 @@ class Tracker:
     def _track(self, equation: Equation) -> list[Tracked | None]:
         """Returns the tracked outputs; None for an output that only a result of the kernel holds.
 
-        Raises:
-          Uncovered: no kernel computes the equation.
+        Raises Uncovered where no kernel computes the equation.
         """
         name = equation.name
         if equation.kept:
@@ -177,10 +165,8 @@ class Tracker:
     def _common_axes(self, equation: Equation) -> Axes:
         """Returns the axes at which the inputs of an elementwise operation meet.
 
-        A dimension that only free inputs vary along is D's of the same position and extent.
-
-        Raises:
-          Uncovered: they meet at different places of D.
+        A dimension that only free inputs vary along is D's of the same position and extent. Raises
+        Uncovered where they meet at different places of D.
         """
         if not op_table.covered(equation.name) or len(equation.outputs) != 1:
             raise Uncovered(equation.name)

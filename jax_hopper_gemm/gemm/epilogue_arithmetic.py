@@ -37,11 +37,7 @@ class Arithmetic:
 
     Values keep the numbers that they have in the graph; those that rewriting adds have larger
     ones. `row_sum` and `row_max` are nodes here as there, but whoever evaluates reads them like
-    operands.
-
-    Attributes:
-      graph: the graph.
-      forms: the form of each node that a result depends on.
+    operands. `forms` holds the form of each node that a result depends on.
     """
 
     def __init__(self, graph: EpilogueGraph):
@@ -49,8 +45,9 @@ class Arithmetic:
         self._nodes: dict[int, Node] = {}
         self._numbers: dict[tuple, int] = {}
         self._same = list(range(graph.num_values))  # what a graph's value is evaluated as
-        for value in range(graph.first_node, graph.num_values):
-            self._rewrite(value)
+        for value, node in enumerate(graph.nodes, graph.first_node):
+            args = tuple(self._same[argument] for argument in node.args)
+            self._same[value] = self._simplified(node.op, args, node.params, value)
         self._split_logistics()
         results = [self.number(result.value) for result in graph.results]
         self.forms = self._choose_forms(self.order(results, through_rows=True))
@@ -70,12 +67,8 @@ class Arithmetic:
         return node is None or node.op in ROW_REDUCTIONS
 
     def order(self, values: Iterable[int], through_rows: bool = False) -> list[int]:
-        """Returns what must be evaluated for `values`, arguments first.
-
-        Args:
-          values: numbers, as `number` gives them.
-          through_rows: also what statistics of rows are taken of.
-        """
+        """Returns what must be evaluated for `values`, numbers as `number` gives them, arguments
+        first; `through_rows`: also what statistics of rows are taken of."""
         ordered: dict[int, None] = {}
         stack = [(value, False) for value in values]
         while stack:
@@ -113,12 +106,6 @@ class Arithmetic:
         return kinds.pop() if len(kinds) == 1 else "matrix"
 
     # Rewriting: a node of the graph becomes another of the same value.
-
-    def _rewrite(self, value: int) -> None:
-        node = self.graph.node(value)
-        assert node is not None
-        args = tuple(self._same[argument] for argument in node.args)
-        self._same[value] = self._simplified(node.op, args, node.params, value)
 
     def _simplified(self, op: str, args: tuple[int, ...], params: tuple, value: int) -> int:
         if op == "mul":
@@ -210,14 +197,12 @@ class Arithmetic:
 
     def _squared_tanh_argument(self, value: int) -> int | None:
         node = self._nodes.get(value)
-        if node is None:
-            return None
-        squared = (
+        squared = node and (
             node.op == "square"
             or (node.op == "integer_pow" and node.params == (2,))
             or (node.op == "mul" and node.args[0] == node.args[1])
         )
-        return self._tanh_argument(node.args[0]) if squared else None
+        return self._tanh_argument(node.args[0]) if node and squared else None
 
     def _split_logistics(self) -> None:
         """Marks logistic(y) and logistic(-y), where both occur, to share one exponential."""

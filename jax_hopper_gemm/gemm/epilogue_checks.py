@@ -12,12 +12,8 @@ from .dtypes import DTYPES, EPILOGUE, RESULTS
 from .epilogue_graph import ARITY, LOGIC, MAX_TOP_K, ROW_REDUCTIONS, EpilogueGraph, Node, Result
 
 
-def graph_violations(graph: EpilogueGraph) -> list[str]:
-    """Returns every reason why `graph` is not well formed; empty when it is."""
-    return list(_violations(graph))
-
-
-def _violations(graph: EpilogueGraph) -> Iterator[str]:
+def graph_violations(graph: EpilogueGraph) -> Iterator[str]:
+    """Yields every reason why `graph` is not well formed."""
     if graph.accumulators not in (1, 2):
         yield f"{graph.accumulators} accumulators, not 1 or 2"
     for i, operand in enumerate(graph.operands):
@@ -35,9 +31,8 @@ def _violations(graph: EpilogueGraph) -> Iterator[str]:
             yield f"node {i} gives {node.op} {len(node.args)} arguments, not {ARITY[node.op]}"
         elif not all(0 <= argument < value for argument in node.args):
             yield f"node {i} ({node.op}) reads a value that comes after it"
-        else:
-            if tuple(map(graph.is_predicate, node.args)) != _predicate_arguments(node):
-                yield f"node {i} ({node.op}) takes numbers for truth values or the reverse"
+        elif tuple(map(graph.is_predicate, node.args)) != _predicate_arguments(node):
+            yield f"node {i} ({node.op}) takes numbers for truth values or the reverse"
     if not graph.results:
         yield "no results"
     if graph.matrices and graph.results[0].kind != "matrix":
@@ -139,18 +134,13 @@ def epilogue_registers(graph: EpilogueGraph, epi_tile_n: int) -> int:
 
 
 def _tile_registers(dtype: str, epi_tile_n: int) -> int:
-    """Returns the registers of a thread's elements of an epilogue tile."""
     return epi_tile_n * max(2, DTYPES[dtype].itemsize) // 8
 
 
 def variation(graph: EpilogueGraph) -> list[tuple[bool, bool]]:
     """Returns for each value whether it differs between the rows, and between the columns, of D."""
-    of_kind = {
-        "scalar": (False, False), "row": (False, True), "column": (True, False),
-        "matrix": (True, True),
-    }  # fmt: skip
-    varying = [(True, True)] * graph.accumulators
-    varying += [of_kind[operand.kind] for operand in graph.operands]
+    kinds = ("matrix",) * graph.accumulators + tuple(operand.kind for operand in graph.operands)
+    varying = [(kind in ("column", "matrix"), kind in ("row", "matrix")) for kind in kinds]
     for node in graph.nodes:
         rows = any(varying[argument][0] for argument in node.args)
         columns = any(varying[argument][1] for argument in node.args)

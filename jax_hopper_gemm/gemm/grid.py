@@ -78,8 +78,7 @@ def tiles_n(problem: GemmProblem, spec: GemmSpec) -> int:
 
 
 def num_inputs(problem: GemmProblem) -> int:
-    """Returns how many arrays a call reads: A, B, up in an array of its own, the operands, sizes
-    and indices of groups, the index of a matrix."""
+    """Returns how many arrays a call reads; `launch.plan.LaunchPlan` has their order."""
     arrays = 2 + (problem.gated and problem.up_offset is None) + len(problem.operands)
     if problem.groups:
         arrays += 1 + (problem.groups.gathered is not None)

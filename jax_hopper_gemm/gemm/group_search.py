@@ -112,7 +112,6 @@ def _window(
 
 
 def _has_group(raster: GroupRaster, run: Any) -> Any:
-    """Returns whether a run belongs to a group."""
     place = _place_in_period(raster, run)
     return (place >= 0) & (place < raster.count) & (run < raster.sizes)
 
@@ -170,7 +169,6 @@ def part_in(
 
 
 def _matrix(raster: GroupRaster, run: Any) -> Any:
-    """Returns the matrix of a run that belongs to a group."""
     return run // raster.period * raster.step + _place_in_period(raster, run)
 
 

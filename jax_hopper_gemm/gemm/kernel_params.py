@@ -97,7 +97,7 @@ def kernel_params(spec: GemmSpec) -> KernelArgs:
         zero_fill = ZeroFill(_pointer("zero_d"), rows)
     raster = GroupRaster if spec.grouped else Raster
     return KernelArgs(
-        tma_ab=(_a(spec), *(_b(spec, name) for name in ("b", "up")[: graph.accumulators])),
+        tma_ab=tuple(_operand_ab(spec, n) for n in ("a", "b", "up")[: graph.accumulators + 1]),
         results=tuple(_result(spec, i, result) for i, result in enumerate(graph.results)),
         # None and not (): of an empty tuple CuTeDSL warns.
         operands=tuple(_operand(i, operand) for i, operand in enumerate(graph.operands)) or None,
@@ -129,18 +129,13 @@ def map_args(function: Callable[[Any], Any], args: Any) -> Any:
     return type(args)(*mapped) if hasattr(args, "_fields") else tuple(mapped)
 
 
-def _a(spec: GemmSpec) -> KernelParam:
-    if spec.gathered == "a":
-        return _pointer("a", spec.a_dtype, TMA_ALIGNMENT)
-    contiguous = "k" if spec.a_major == "k" else "m"
-    return KernelParam("a", "tensor_map", spec.a_dtype, "mk" + _last(spec, "k"), contiguous)
-
-
-def _b(spec: GemmSpec, name: str) -> KernelParam:
-    if spec.gathered == "b":
-        return _pointer(name, spec.b_dtype, TMA_ALIGNMENT)
-    contiguous = "k" if spec.b_major == "k" else "n"
-    return KernelParam(name, "tensor_map", spec.b_dtype, "nk" + _last(spec, "k"), contiguous)
+def _operand_ab(spec: GemmSpec, name: str) -> KernelParam:
+    operand, row, dtype, major = "b", "n", spec.b_dtype, spec.b_major
+    if name == "a":
+        operand, row, dtype, major = "a", "m", spec.a_dtype, spec.a_major
+    if spec.gathered == operand:
+        return _pointer(name, dtype, TMA_ALIGNMENT)
+    return KernelParam(name, "tensor_map", dtype, row + "k" + _last(spec, "k"), major)
 
 
 def _result(spec: GemmSpec, i: int, result: Result) -> KernelParam:

@@ -12,8 +12,15 @@ from typing import Literal, get_args
 from .dtypes import DTYPES, OPERANDS, RESULTS, one_of
 from .epilogue_checks import epilogue_registers, graph_violations
 from .problem import VarlenAxis
-from .problem_type import ProblemType
-from .spec import SMEM_BARRIERS, SMEM_LIMIT, SWIZZLE_BYTES, GemmSpec, TileScheduler, WarpSchedule
+from .spec import (
+    SMEM_BARRIERS,
+    SMEM_LIMIT,
+    SWIZZLE_BYTES,
+    GemmSpec,
+    ProblemType,
+    TileScheduler,
+    WarpSchedule,
+)
 
 MAX_TILE_N = 256  # columns of one wgmma
 TILES_M = (64, 128, 192, 256)
@@ -45,22 +52,17 @@ def max_accumulators(spec: GemmSpec) -> int:
     return min(MAX_ACC_REGISTERS[warpgroups], left)
 
 
-def type_violations(problem_type: ProblemType) -> list[str]:
-    """Returns every reason why there is no kernel for a type of problems."""
-    return list(_type_violations(problem_type))
-
-
 def violations(spec: GemmSpec) -> list[str]:
     """Returns every reason why no kernel is compiled for `spec`; empty when one can be."""
-    reasons = type_violations(ProblemType.of_spec(spec))
-    reasons += _policy_violations(spec)
+    reasons = [*type_violations(ProblemType.of_spec(spec)), *_policy_violations(spec)]
     if reasons:  # what follows does arithmetic on the fields above
         return reasons
     checks = _register_violations, _epilogue_tile_violations, _group_violations, _memory_violations
     return [reason for check in checks for reason in check(spec)]
 
 
-def _type_violations(t: ProblemType) -> Iterator[str]:
+def type_violations(t: ProblemType) -> Iterator[str]:
+    """Yields every reason why there is no kernel for a type of problems."""
     if t.a_dtype != t.b_dtype:
         yield f"A is {t.a_dtype} and B {t.b_dtype}: cast one to the other's dtype"
     elif t.a_dtype not in OPERANDS:
@@ -69,7 +71,7 @@ def _type_violations(t: ProblemType) -> Iterator[str]:
         yield f"D is {t.d_dtype}: ask for {one_of(RESULTS)}"
     yield from _major_violations("A", "MK", t.a_dtype, t.a_major)
     yield from _major_violations("B", "NK", t.b_dtype, t.b_major)
-    broken = graph_violations(t.epilogue) if t.epilogue else []
+    broken = [*graph_violations(t.epilogue)] if t.epilogue else []
     yield from (f"epilogue: {reason}" for reason in broken)
     if not broken and t.epilogue and t.epilogue.matrices:
         first = t.epilogue.matrices[0].dtype
@@ -119,7 +121,6 @@ def _stack_violations(t: ProblemType) -> Iterator[str]:
 
 
 def _policy_violations(spec: GemmSpec) -> Iterator[str]:
-    """Yields why a tile, a cluster or a policy is none that kernels have."""
     s = spec
     if s.warp_schedule not in get_args(WarpSchedule):
         yield f"warp schedule {s.warp_schedule!r} is not {one_of(get_args(WarpSchedule))}"
@@ -139,7 +140,6 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
 
 
 def _register_violations(spec: GemmSpec) -> Iterator[str]:
-    """Yields why math warpgroups cannot work on tiles like these."""
     s, limit = spec, max_accumulators(spec)
     if s.acc_registers > limit:
         yield (
@@ -178,7 +178,6 @@ def _epilogue_tile_violations(spec: GemmSpec) -> Iterator[str]:
 
 
 def _group_violations(spec: GemmSpec) -> Iterator[str]:
-    """Yields why tiles like these cannot be those of groups."""
     s = spec
     if s.grouped and not s.persistent:
         yield "the number of tiles depends on the groups' sizes: take a persistent scheduler"
@@ -205,7 +204,6 @@ def _gather_violations(spec: GemmSpec) -> Iterator[str]:
 
 
 def _memory_violations(spec: GemmSpec) -> Iterator[str]:
-    """Yields why rings and barriers do not fit shared memory."""
     s = spec
     if s.num_stages < 2:
         yield f"num_stages {s.num_stages} is under 2"

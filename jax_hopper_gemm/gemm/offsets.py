@@ -12,10 +12,7 @@ from typing import Any, NamedTuple
 
 
 def element_offset(index: Sequence[Any], extents: Sequence[Any], widen: Callable) -> Any:
-    """Returns how many elements, 64 bits, lie before the one at `index` of a compact array.
-
-    `extents` are those of all axes but the first.
-    """
+    """Returns the elements, 64 bits, before `index`; `extents` are of all axes but the first."""
     offset = widen(index[0])
     for i, extent in zip(index[1:], extents, strict=True):
         offset = offset * extent + i

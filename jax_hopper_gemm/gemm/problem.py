@@ -6,7 +6,7 @@ A `GemmProblem` is plain integers and strings. It says nothing of tiles or devic
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -132,9 +132,6 @@ class GemmProblem:
         stored = sum(DTYPES[result.dtype].itemsize for result in self.graph.matrices)
         loaded = sum(DTYPES[o.dtype].itemsize for o in self.graph.operands if o.kind == "matrix")
         return stored + loaded
-
-    def to_dict(self) -> dict:
-        return asdict(self)
 
 
 @lru_cache

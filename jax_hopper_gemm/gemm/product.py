@@ -3,33 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from .groups import Groups, gate_up_letter
-from .options import Options
 from .subscripts import Subscripts
+
+Implementation = Literal["hopper", "xla"] | None
+Preactivation = Literal["save", "recompute"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a product is computed. Equal options are one key of a cache: lists become tuples."""
+
+    # None takes a kernel where it is the faster way, "hopper" insists on one, "xla" takes none.
+    implementation: Implementation = None
+    precision: Any = None  # parameter of `lax.dot_general`
+    # The product's dtype, or None; with an epilogue it may be a tuple: dtypes of the results.
+    preferred_element_type: Any = None
+    preactivation: Preactivation = "save"  # gradients find the product stored or compute it anew
+    max_sms: int | None = None  # how many SMs a kernel may use; None: all
+
+    def __post_init__(self) -> None:
+        for name in ("precision", "preferred_element_type"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+
+    def of_dot(self) -> dict[str, Any]:
+        """Returns those options that JAX's own products have, as their arguments."""
+        names = ("precision", "preferred_element_type")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class Product:
-    """The static parameters of a product of two arrays.
+    """The static parameters of a product of two arrays."""
 
-    Attributes:
-      subscripts: of the operands and the result. A ragged product has one of the forms in
-        `gemm.groups`, or "mk,gkcn->mn" where its weights hold gate and up.
-      options: how it is computed.
-      out_sharding: that of the result, or None.
-      groups: of a ragged product, which runs of its rows belong to which group. The sizes that cut
-        the rows are one more operand, behind the right one.
-      batch: number of axes that `vmap` put in front of those of a ragged product with an epilogue:
-        of the left operand, the sizes and the result, and of the right operands unless all share
-        them, which those of a contraction do not.
-    """
-
+    # A ragged product has one of the forms in `gemm.groups`, or "mk,gkcn->mn" where its weights
+    # hold gate and up.
     subscripts: Subscripts
     options: Options = Options()
-    out_sharding: Any = None
+    out_sharding: Any = None  # that of the result
+    # Of a ragged product, which runs of its rows belong to which group. The sizes that cut the
+    # rows are one more operand, behind the right one.
     groups: Groups | None = None
+    # How many axes `vmap` put in front of those of a ragged product with an epilogue: of the left
+    # operand, the sizes and the result, and of the right operands unless all share them, which
+    # those of a contraction do not.
     batch: int = 0
 
     @property
@@ -41,11 +61,6 @@ class Product:
     def num_sizes_operands(self) -> int:
         """How many operands hold sizes of groups: 1 or 0."""
         return 1 if self.groups else 0
-
-    @property
-    def num_accumulators_together(self) -> int:
-        """How many accumulators one right operand stands for."""
-        return 2 if self.gate_up else 1
 
     def gate_up_axis(self) -> int | None:
         """Returns the axis of gate and up in a result that holds both; None where none does."""

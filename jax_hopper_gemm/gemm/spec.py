@@ -7,12 +7,12 @@ launch may still choose. What kernels can do is in `legality`.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
 
 from .dtypes import DTYPES
 from .epilogue_graph import EpilogueGraph, Operand
-from .problem import Major, VarlenAxis, plain_graph
+from .problem import GemmProblem, Major, VarlenAxis, plain_graph
 
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
 SWIZZLE_BYTES = 128  # of the widest swizzle: a row of operands along K
@@ -98,12 +98,10 @@ class GemmSpec:
 
     @property
     def persistent(self) -> bool:
-        """Whether a CTA works on tiles until there are no more, not on one."""
         return SCHEDULING[self.tile_scheduler].persistent
 
     @property
     def dynamic(self) -> bool:
-        """Whether CTAs take tiles from a counter in memory while they run."""
         return SCHEDULING[self.tile_scheduler].dynamic
 
     @property
@@ -190,7 +188,8 @@ class GemmSpec:
             return EPI_TILE_M * self.epi_tile_n * DTYPES[operand.dtype].itemsize
         row = operand.kind == "row"
         elements = self.epi_tile_n if row else self.column_elements(operand.dtype)
-        return _padded(elements * DTYPES[operand.dtype].itemsize, SMEM_VECTOR)
+        nbytes = elements * DTYPES[operand.dtype].itemsize
+        return -(-nbytes // SMEM_VECTOR) * SMEM_VECTOR
 
     def column_elements(self, dtype: str) -> int:
         """Returns how many elements of a column one copy brings: those of 64 rows.
@@ -265,16 +264,12 @@ class GemmSpec:
 
     @classmethod
     def from_json(cls, text: str) -> GemmSpec:
-        fields = json.loads(text)
-        if "ab_dtype" in fields:  # exported programs may say one dtype for both
-            fields["a_dtype"] = fields["b_dtype"] = fields.pop("ab_dtype")
-        if fields.get("epilogue"):
-            fields["epilogue"] = EpilogueGraph.from_dict(fields["epilogue"])
-        return cls(**fields)
-
-
-def _padded(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment
+        named = json.loads(text)
+        if "ab_dtype" in named:  # exported programs may say one dtype for both
+            named["a_dtype"] = named["b_dtype"] = named.pop("ab_dtype")
+        if named.get("epilogue"):
+            named["epilogue"] = EpilogueGraph.from_dict(named["epilogue"])
+        return cls(**named)
 
 
 def _box(second_is_contiguous: bool, first: int, second: int, shares: int, dtype: str) -> TmaBox:
@@ -282,6 +277,41 @@ def _box(second_is_contiguous: bool, first: int, second: int, shares: int, dtype
     itemsize = DTYPES[dtype].itemsize
     swizzle = next(width for width in (SWIZZLE_BYTES, 64, 32) if contiguous * itemsize % width == 0)
     return TmaBox(swizzle // itemsize, other // shares, swizzle)
+
+
+@dataclass(frozen=True)
+class ProblemType:
+    """The type of a problem: the fields that it and its kernel have in common."""
+
+    a_dtype: str
+    b_dtype: str
+    d_dtype: str
+    a_major: Major
+    b_major: Major
+    epilogue: EpilogueGraph | None = None
+    grouped: VarlenAxis | None = None
+    gathered: Literal["a", "b"] | None = None
+    indexed: Literal["a", "b"] | None = None
+
+    @classmethod
+    def of(cls, problem: GemmProblem) -> ProblemType:
+        """Returns the type of a problem."""
+        p = problem
+        grouped, gathered = (p.groups.axis, p.groups.gathered) if p.groups else (None, None)
+        return cls(
+            p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
+            p.indexed,
+        )  # fmt: skip
+
+    @classmethod
+    def of_spec(cls, spec: GemmSpec) -> ProblemType:
+        """Returns the type of the problems that a kernel runs."""
+        return cls(*(getattr(spec, field.name) for field in fields(cls)))
+
+    @property
+    def plain(self) -> ProblemType:
+        """The same of the product that a measured table holds."""
+        return replace(self, epilogue=None, gathered=None, indexed=None)
 
 
 @dataclass(frozen=True)

@@ -159,18 +159,12 @@ def before(key: Any, column: Any, other_key: Any, other_column: Any) -> Any:
     return (key > other_key) | ((key == other_key) & (column < other_column))
 
 
-def largest(
-    keys: Sequence[Any], taken: Sequence[Any], select: Callable, chains: int = 4
-) -> tuple[Any, Any]:
+def largest(keys: Sequence[Any], taken: Sequence[Any], select: Callable) -> tuple[Any, Any]:
     """Returns key and index of a lane's largest key that is not taken, the first of equal ones.
 
-    (`LEAST_KEY`, `NO_COLUMN`) if all are taken.
-
-    Args:
-      taken: bits, `WORD` a word.
-      chains: parts that do not wait for each other.
+    `taken` are bits, `WORD` a word; (`LEAST_KEY`, `NO_COLUMN`) if all are set.
     """
-    length = -(-len(keys) // chains)
+    length = -(-len(keys) // 4)  # of four parts that do not wait for each other
     first: Any = None
     for start in range(0, len(keys), length):
         best, at = 0 * keys[0] + LEAST_KEY, 0 * keys[0] + NO_COLUMN

@@ -11,7 +11,7 @@ from jax import lax
 from ..gemm.groups import GROUP
 from ..gemm.product import Product
 from ..primitives.define import PRODUCTS
-from ..primitives.dot import dot_general_params
+from ..primitives.dot import dot_general_of
 
 
 def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,4 +42,4 @@ def _dot_of(product: Product) -> dict[str, Any]:
     subscripts = product.subscripts.without(product.gate_up)
     if product.groups:
         subscripts = subscripts.without(GROUP)
-    return dot_general_params(replace(product, subscripts=subscripts))
+    return dot_general_of(replace(product, subscripts=subscripts))[1]

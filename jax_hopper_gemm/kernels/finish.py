@@ -13,10 +13,9 @@ class NoFinish:
         self.spec = spec
 
     def combine(self, acc, coords, warpgroup):
-        """Adds to a thread's accumulators what other CTAs have of the tile; a math warpgroup.
+        """Adds to a thread's accumulators what other CTAs have of the tile.
 
-        Returns whether this CTA stores the tile. True folds away; a condition is evaluated on the
-        GPU.
+        Returns whether this CTA stores it. True folds away; the GPU evaluates a condition.
         """
         return True
 
@@ -25,5 +24,4 @@ FINISHES = {"none": NoFinish}
 
 
 def make_finish(spec):
-    """Returns the finish of `spec`'s tiles."""
     return FINISHES["none"](spec)

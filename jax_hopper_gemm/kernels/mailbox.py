@@ -20,20 +20,13 @@ DEPTH = 3  # slots: how far ahead of the slowest reader a tile may be claimed
 
 
 @dataclass(frozen=True)
-class MailboxView:
-    """Shared memory of a CTA's mailbox: pointers to the first barriers and the first slot."""
+class MailboxState:
+    """State of a tile scheduler with a mailbox."""
 
-    full: Any
+    args: Any  # `KernelArgs`
+    full: Any  # pointers to the first barriers and the first slot, in shared memory of the CTA
     empty: Any
     slots: Any
-
-
-@dataclass(frozen=True)
-class MailboxState:
-    """State of a tile scheduler with a mailbox: `KernelArgs`, and the mailbox's view."""
-
-    args: Any
-    box: MailboxView
 
 
 class Mailbox:
@@ -47,12 +40,8 @@ class Mailbox:
         self.smem_words = DEPTH * (2 + self.pitch // 2)  # full barriers, empty barriers, slots
 
     @cute.jit
-    def setup(self, words, num_reader_warps: cutlass.Constexpr):
-        """Returns the `MailboxView` at `words`, a shared memory pointer to `smem_words` int64s.
-
-        Called once by all threads, before the barriers are made visible. `num_reader_warps` of each
-        CTA call `read`.
-        """
+    def setup(self, words, args, num_reader_warps: cutlass.Constexpr):
+        """Returns the `MailboxState` at `words`; called by all threads while barriers are made."""
         full, empty = words, words + DEPTH
         slots = cute.recast_ptr(words + 2 * DEPTH, dtype=Int32)
         if cute.arch.warp_idx() == 0:
@@ -60,7 +49,7 @@ class Mailbox:
                 for slot in cutlass.range_constexpr(DEPTH):
                     cute.arch.mbarrier_init(full + slot, 1)
                     cute.arch.mbarrier_init(empty + slot, num_reader_warps * self.spec.cluster_size)
-        return MailboxView(full, empty, slots)
+        return MailboxState(args, full, empty, slots)
 
     @cute.jit
     def read(self, view, count):

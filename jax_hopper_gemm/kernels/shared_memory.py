@@ -1,5 +1,6 @@
-"""A CTA's shared memory, handed out part by part in the order of `GemmSpec.smem_bytes`."""
+"""A CTA's shared memory, handed out in the order of `GemmSpec.smem_bytes`; its named barriers."""
 
+from enum import IntEnum
 from itertools import accumulate
 
 import cutlass.cute as cute
@@ -7,6 +8,15 @@ from cutlass import Int64
 from cutlass.memory import SmemAllocator
 
 from ..gemm.spec import SMEM_ALIGNMENT, SMEM_BARRIERS
+
+WARPGROUP = 128  # threads
+
+
+class BarrierId(IntEnum):
+    """The named barriers: the hardware has 16. Each use's first number; 0 is `__syncthreads`."""
+
+    WARPGROUP = 1  # 1, 2, 3: the 128 threads of math warpgroup 0, 1, 2, in its epilogue
+    MATH_TURN = 5  # 5, 6: the turn of math warpgroup 0, 1 at the tensor cores; 256 threads
 
 
 class SharedMemory:
@@ -18,7 +28,6 @@ class SharedMemory:
         self.used = 0  # bytes handed out
 
     def pointer(self, dtype, nbytes, alignment, swizzle=None):
-        """Returns a pointer to the next `nbytes`."""
         assert self.used % alignment == 0, f"{self.used} bytes are not aligned to {alignment}"
         pointer = cute.recast_ptr(self.base + self.used, swizzle, dtype)
         self.used += nbytes
@@ -31,10 +40,7 @@ class SharedMemory:
         return cute.make_tensor(pointer, layout.outer)
 
     def barriers(self, spec, **words):
-        """Returns a pointer to the int64 words of each user of barriers; the last part.
-
-        `words` are how many each takes, in order: `barriers(spec, ring=8, mailbox=9)`.
-        """
+        """Returns pointers to int64 words for each user, as `barriers(spec, ring=8, mailbox=9)`."""
         first = self.pointer(Int64, SMEM_BARRIERS, 8)
         assert self.used == self.nbytes == spec.smem_bytes, (
             f"{self.used} bytes are taken, spec says {spec.smem_bytes}"

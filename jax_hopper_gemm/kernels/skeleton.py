@@ -15,7 +15,7 @@
                         in each CTA that shares the stage
     operands            see epilogue/operand_ring.py                 operands, math
     mailbox             see mailbox.py                               all but the scheduler
-    named               see named_barriers.py                        math
+    named               see `BarrierId` in shared_memory.py          math
 
 Stages that a tile leaves free fill with the next tile's loads while it is still stored.
 """
@@ -29,13 +29,12 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32
 from cutlass.pipeline import PipelineUserType, make_pipeline_state
 
-from .epilogue import FusedEpilogue
+from .epilogue import CtaView, FusedEpilogue, Parameters
 from .finish import make_finish
 from .mainloop import make_consumer, make_producer
-from .mainloop.ring import allocate_stages, make_ring, pass_over_tile, ring_words, skip_tile
+from .mainloop.ring import allocate_stages, make_ring, pass_over_tile, skip_tile
 from .mainloop.tma import check_box
-from .named_barriers import WARPGROUP
-from .shared_memory import SharedMemory
+from .shared_memory import WARPGROUP, SharedMemory
 from .tile_coords import CtaInCluster, Tiles, TmaCoords
 from .tile_scheduler import make_scheduler
 from .warp_schedule import WARP_SCHEDULES, NoTurn
@@ -85,9 +84,10 @@ class GemmKernel:
         cta_m, cta_n, _ = cute.arch.block_in_cluster_idx()
         cta = CtaInCluster(cta_m, cta_n)
 
-        parameters = self.epilogue.parameters(args)
+        parameters = Parameters.of(s.graph, args)
         if warp == self.producer.loader_warps[0]:
-            self.prefetch((*self.producer.tensor_maps(args.tma_ab), *parameters.atoms))
+            of_ab = self.producer.tensor_maps(args.tma_ab)
+            self.prefetch((*of_ab, *parameters.stores, *parameters.loads))
 
         stages, shared, barriers = self.allocate_shared_memory()
         ring = make_ring(s, barriers["ring"], self.producer, self.schedule.tile_warps)
@@ -97,7 +97,7 @@ class GemmKernel:
 
         tiles = Tiles(s, self.scheduler, scheduled, args, cta)
         tma_coords = TmaCoords(s, args)
-        epilogue = self.epilogue.cta_view(parameters, shared, operand_barriers, tma_coords)
+        epilogue = CtaView(parameters, shared, operand_barriers, tma_coords)
 
         pipeline.pipeline_init_wait((s.cluster_m, s.cluster_n))
 
@@ -141,7 +141,7 @@ class GemmKernel:
         shared = self.epilogue.allocate(memory)
         barriers = memory.barriers(
             self.spec,
-            ring=ring_words(self.spec),
+            ring=2 * self.spec.num_stages,  # one full and one empty for each stage
             operands=self.epilogue.ring.smem_words,
             mailbox=self.scheduler.smem_words,
         )
@@ -158,7 +158,6 @@ class GemmKernel:
 
     @cute.jit
     def load(self, view, ring, tiles):
-        """A loader warp."""
         state = make_pipeline_state(PipelineUserType.Producer, self.spec.num_stages)
         tile, reader = tiles.first()
         while tiles.exists(tile):
@@ -170,11 +169,8 @@ class GemmKernel:
 
     @cute.jit
     def load_operands(self, epilogue, warpgroup, tiles):
-        """An operand warp: goes through the tiles of the math warpgroup that it serves.
-
-        It may leave before its last loads have landed: the warpgroup waits for them, and no other
-        CTA arrives on its barriers.
-        """
+        """An operand warp, of one math warpgroup. It may leave before its last loads have landed:
+        the warpgroup waits for them, and no other CTA arrives on its barriers."""
         tile, reader, loaded = self.schedule.first_tile(tiles, warpgroup, Int32(0), keep, NoTurn())
         while tiles.exists(tile):
             loaded = self.epilogue.loads.load_tile(epilogue, warpgroup, loaded, tiles.coords(tile))
@@ -198,7 +194,6 @@ class GemmKernel:
 
     @cute.jit
     def math(self, stages, ring, tiles, epilogue):
-        """The math warps."""
         math_thread = cute.arch.thread_idx()[0] - WARPGROUP
         math_warp = cute.arch.make_warp_uniform(math_thread // 32)
         warpgroup = cute.arch.make_warp_uniform(math_thread // WARPGROUP)

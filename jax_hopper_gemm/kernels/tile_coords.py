@@ -111,8 +111,7 @@ class Tiles:
 class TmaCoords:
     """The coordinates of tiles in each kind of tensor map.
 
-    Rows that belong to no group are the product of zeros, which copies from outside of A and B
-    bring.
+    Copies from outside of A and B bring zeros for rows that belong to no group.
     """
 
     def __init__(self, spec, args):
@@ -176,7 +175,6 @@ class TmaCoords:
         return cute.make_tensor(origin, layout)
 
     def _matrix(self, operand, coords):
-        """Returns which matrix of an operand a tile reads."""
         if self.spec.indexed != operand:
             return coords.batch
         index = cute.arch.load(self.stack_index.index, Int32)

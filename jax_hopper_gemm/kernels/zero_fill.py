@@ -10,9 +10,8 @@ then cost 74 us; beside the tiles they cost 26 us.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op, select_
 from cutlass.cutlass_dsl import min as smaller
+from cutlass.cutlass_dsl import select_
 
 from ..gemm.group_search import LANES, Window, empty_before_end, is_last, part_in
 from ..gemm.offsets import vectors_of_part
@@ -21,14 +20,9 @@ from .warp import Warp
 VECTOR = 16  # bytes
 
 
-@dsl_user_op
-def store_zeros(address, *, loc=None, ip=None):
+def store_zeros(address):
     """Writes 16 bytes at a global address which nothing reads soon."""
-    llvm.inline_asm(
-        None, [address.ir_value(loc=loc, ip=ip)], "st.global.cs.v4.b32 [$0], {0, 0, 0, 0};", "l",
-        has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+    cute.arch.inline_ptx("st.global.cs.v4.b32 [{$r0}], {0, 0, 0, 0};", read_only_args=[address])
 
 
 class ZeroFillWarp:
@@ -40,7 +34,6 @@ class ZeroFillWarp:
 
     @cute.jit
     def run(self, tiles):
-        """The zero-fill warp."""
         raster, zero_fill = tiles.args.raster, tiles.args.zero_fill
         grid_m, grid_n, _ = cute.arch.grid_dim()
         cta_m, cta_n, _ = cute.arch.block_idx()
@@ -66,7 +59,6 @@ class ZeroFillWarp:
 
     @cute.jit
     def fill(self, zero_fill, parts_of_row, part):
-        """Writes zeros to a part of a matrix."""
         start, first, end = vectors_of_part(
             zero_fill.rows, parts_of_row, self.spec.zero_part, part, Int64, smaller
         )

@@ -55,11 +55,7 @@ _loading = threading.Lock()
 
 
 def library_path() -> Path:
-    """Returns where the FFI library lies.
-
-    Raises:
-      NativeLibraryError: nowhere.
-    """
+    """Returns where the FFI library lies; NativeLibraryError: nowhere."""
     override = os.environ.get("JAX_HOPPER_GEMM_LIBRARY")
     candidates = [Path(override)] if override else _candidates()
     for path in candidates:

@@ -22,10 +22,9 @@ def launcher_violation() -> str | None:
 
 def _register() -> None:
     """Makes the FFI target known to JAX, so that saved executables find it in a new process."""
-    try:
-        library = ffi_library.library()
-    except ffi_library.NativeLibraryError:
+    if launcher_violation():
         return  # lowering gives the reason, where a kernel is wanted
+    library = ffi_library.library()
     state: Any = {
         "type_id": jax.ffi.pycapsule(library.JhgLaunchTypeId()),
         "type_info": jax.ffi.pycapsule(library.JhgLaunchTypeInfo()),

@@ -9,17 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from ..gemm import grid
 from ..gemm.dtypes import DTYPES
-from ..gemm.grid import (
-    WRAP_BYTES,
-    cluster_grid,
-    group_raster,
-    launched_clusters,
-    num_inputs,
-    num_k_tiles,
-    result_shapes,
-    zero_rows,
-)
 from ..gemm.group_search import SPAN_EXTENT, GroupRaster
 from ..gemm.kernel_params import ParamKind, param_list
 from ..gemm.problem import GemmProblem, MatrixLayout
@@ -34,26 +25,16 @@ TENSOR_MAP_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A kernel parameter: a tiled `CUtensorMap` over one buffer, dimension 0 contiguous.
-
-    Attributes:
-      buffer: index among the call's operands, then results.
-      dtype: element dtype.
-      dims: extents in elements, contiguous one first.
-      strides: bytes between neighbours, for every dimension but the first.
-      box: elements one copy moves, along each dimension.
-      swizzle: bytes of the shared-memory swizzle: 0, 32, 64 or 128.
-      offset: bytes from the buffer's start to the first element; a multiple of 16.
-    """
+    """A kernel parameter: a tiled `CUtensorMap` over one buffer, dimension 0 contiguous."""
 
     kind: ClassVar[ParamKind] = "tensor_map"
-    buffer: int
-    dtype: str
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int
-    offset: int = 0
+    buffer: int  # index among the call's operands, then results
+    dtype: str  # of an element
+    dims: tuple[int, ...]  # extents in elements
+    strides: tuple[int, ...]  # bytes between neighbours, for every dimension but the first
+    box: tuple[int, ...]  # elements one copy moves, along each dimension
+    swizzle: int  # bytes of the shared-memory swizzle: 0, 32, 64 or 128
+    offset: int = 0  # bytes from the buffer's start to the first element; a multiple of 16
 
     def encode(self) -> list[int]:
         return [
@@ -89,15 +70,10 @@ Param = TensorMap | Int32 | Pointer
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch memory: an extra result of the call, after those of the epilogue.
+    """Scratch memory: an extra result of the call, after those of the epilogue."""
 
-    Attributes:
-      nbytes: size; a multiple of 4.
-      cleared: whether the launcher sets it to zero before each launch.
-    """
-
-    nbytes: int
-    cleared: bool
+    nbytes: int  # a multiple of 4
+    cleared: bool  # whether the launcher sets it to zero before each launch
 
 
 @dataclass(frozen=True)
@@ -141,36 +117,32 @@ def make_plan(
     """Returns the launch of `spec`'s kernel on `problem`, on a GPU with `num_sms` SMs."""
     raster: Raster | GroupRaster
     if problem.groups:
-        raster = group_raster(problem, spec, raster_order)
+        raster = grid.group_raster(problem, spec, raster_order)
     else:
-        raster = make_raster(
-            *cluster_grid(problem, spec),
-            problem.l,
-            along_m=raster_order.along == "m",
-            swizzle=raster_order.swizzle,
-        )
-    first_workspace = num_inputs(problem) + len(result_shapes(problem, spec))
+        clusters, along_m = grid.cluster_grid(problem, spec), raster_order.along == "m"
+        raster = make_raster(*clusters, problem.l, along_m=along_m, swizzle=raster_order.swizzle)
+    first_workspace = grid.num_inputs(problem) + len(grid.result_shapes(problem, spec))
     values = {
         **_operand_params(problem, spec),
         **_result_params(problem, spec),
         **_epilogue_params(problem, spec),
         **_group_params(problem),
         **_numbers("raster", raster),
-        "k_tiles": Int32(num_k_tiles(problem, spec)),
+        "k_tiles": Int32(grid.num_k_tiles(problem, spec)),
     }
     if problem.indexed:
-        values["stack_index"] = Pointer(num_inputs(problem) - 1)
+        values["stack_index"] = Pointer(grid.num_inputs(problem) - 1)
         values["stack_matrices"] = Int32(problem.stack)
     if spec.graph.needs_extents:
         values |= {"m": Int32(problem.m), "n": Int32(problem.n)}
     if spec.zero_fill_warp:
-        values["zero_d"] = Pointer(num_inputs(problem))
-        values |= _numbers("zero", zero_rows(problem))
+        values["zero_d"] = Pointer(grid.num_inputs(problem))
+        values |= _numbers("zero", grid.zero_rows(problem))
     workspaces: tuple[Workspace, ...] = ()
     if spec.dynamic:
         workspaces = (Workspace(nbytes=4, cleared=True),)
         values["tile_counter"] = Pointer(first_workspace)
-    launched = launched_clusters(problem, spec, num_sms)
+    launched = grid.launched_clusters(problem, spec, num_sms)
     return LaunchPlan(
         grid=(spec.cluster_m * launched, spec.cluster_n, 1),
         cluster=(spec.cluster_m, spec.cluster_n, 1),
@@ -200,11 +172,10 @@ def _numbers(prefix: str, numbers: NamedTuple) -> dict[str, Param]:
 
 
 def _group_params(problem: GemmProblem) -> dict[str, Param]:
-    """Returns sizes of groups, and what says which rows are gathered."""
     groups = problem.groups
     if groups is None:
         return {}
-    sizes = num_inputs(problem) - 1 - (groups.gathered is not None)
+    sizes = grid.num_inputs(problem) - 1 - (groups.gathered is not None)
     values: dict[str, Param] = {"group_sizes": Pointer(sizes)}
     if groups.gathered:
         layout = problem.a if groups.gathered == "a" else problem.b
@@ -216,10 +187,7 @@ def _group_params(problem: GemmProblem) -> dict[str, Param]:
 
 
 def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
-    """Returns the tensor maps of A and B, and of up where there is one.
-
-    A gathered operand has none: it is read through a pointer.
-    """
+    """Returns the tensor maps of A, B and up; of a gathered operand a pointer."""
     p, axis = problem, spec.grouped
     offset_of_up = (p.up_offset or 0) * DTYPES[p.b_dtype].itemsize
 
@@ -247,8 +215,7 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
 
 
 def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
-    """Returns the tensor maps of the matrices, the pointers of the other results."""
-    p, buffer = problem, num_inputs(problem) - 1
+    p, buffer = problem, grid.num_inputs(problem) - 1
     values: dict[str, Param] = {}
     for i, result in enumerate(p.graph.results):
         buffer += result.plane == 0
@@ -271,10 +238,7 @@ def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
 
 
 def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
-    """Returns the epilogue's operands.
-
-    A tensor map each; of a scalar a pointer and the distance, in elements, to the next matrix's.
-    """
+    """Returns the operands' tensor maps; a scalar's pointer and elements to the next matrix's."""
     p = problem
     first = 2 + (p.gated and p.up_offset is None)
     along_rows = 1 if spec.grouped == "m" else p.l  # arrays of an operand that varies along rows
@@ -285,27 +249,17 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
             values[name] = Pointer(buffer)
             values[f"{name}_batch_stride"] = Int32(layout.batch_stride if p.l > 1 else 0)
         elif operand.kind == "matrix":
-            extents, box = {"m": p.m, "n": p.n}, spec.epi_box(operand.dtype)
-            values[name] = _tensor_map(buffer, operand.dtype, layout, extents, along_rows, box)
+            extents, tile = {"m": p.m, "n": p.n}, spec.epi_box(operand.dtype)
+            values[name] = _tensor_map(buffer, operand.dtype, layout, extents, along_rows, tile)
         else:
-            row = operand.kind == "row"
-            values[name] = _vector_map(
-                buffer,
-                operand.dtype,
-                p.n if row else p.m,
-                layout.batch_stride,
-                p.l if row else along_rows,
-                spec.epi_tile_n if row else spec.column_elements(operand.dtype),
-            )
+            if operand.kind == "row":
+                extent, batches, box = p.n, p.l, spec.epi_tile_n
+            else:
+                extent, batches, box = p.m, along_rows, spec.column_elements(operand.dtype)
+            stride = _stride_bytes(layout.batch_stride, batches, DTYPES[operand.dtype].itemsize)
+            dims = (extent, batches)
+            values[name] = TensorMap(buffer, operand.dtype, dims, (stride,), (box, 1), swizzle=0)
     return values
-
-
-def _vector_map(
-    buffer: int, dtype: str, extent: int, batch_stride: int, batches: int, box: int
-) -> TensorMap:
-    """Returns the map over one contiguous vector for each matrix of D; a copy reads `box` of it."""
-    stride = _stride_bytes(batch_stride, batches, DTYPES[dtype].itemsize)
-    return TensorMap(buffer, dtype, (extent, batches), (stride,), (box, 1), swizzle=0)
 
 
 def _span_map(
@@ -321,17 +275,15 @@ def _span_map(
 
     Row r of a span of `size` rows that ends at row `end` has the coordinates (SPAN_EXTENT - size +
     r, end, SPAN_EXTENT): so r >= size is outside of the map, which loads as zeros and is not
-    stored. The three add up to row end - size + r, modulo 2**64 bytes.
-
-    Args:
-      contiguous, length: extents along the rows, and number of rows.
+    stored. The three add up to row end - size + r, modulo 2**64 bytes. There are `length` rows of
+    `contiguous` elements.
     """
     stride = layout.leading_stride * DTYPES[dtype].itemsize
     return TensorMap(
         buffer,
         dtype,
         dims=(contiguous, SPAN_EXTENT, length + 1, SPAN_EXTENT + 1),
-        strides=(stride, stride, WRAP_BYTES - stride),
+        strides=(stride, stride, grid.WRAP_BYTES - stride),
         box=(box.contiguous, box.other, 1, 1),
         swizzle=box.swizzle,
         offset=offset,

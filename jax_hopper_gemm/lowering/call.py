@@ -1,43 +1,48 @@
-"""Calls: products in a program that is being lowered, and the MLIR values that they read."""
+"""Calls: products in a program that is being lowered, and the MLIR values that they read.
+
+A call is made by the lowering rule of a product, or read from what was emitted for one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from ..dispatch import Device
+from ..gemm.groups import GroupedAxis, Groups
+from ..gemm.product import Options
+from ..gemm.subscripts import Subscripts
+from ..launch import ffi_target
 from .decide import Decision, Form, decide, forms_of
 from .devices import lowers_shard
-from .mlir_values import MlirValues
-from .origins import Origin, Source, source_of
+from .origins import MlirValues, Origin, Source, source_of
 from .route import Request, Route, current_device, route
+
+# Attributes of a launch that say which bare product it holds.
+PRODUCT = "jax_hopper_gemm.product"  # subscripts, of the call's operands in their order
+SPANS = "jax_hopper_gemm.spans"  # fields of `Groups`; the sizes are the call's third operand
+GATHERED = "jax_hopper_gemm.gathered"  # as in `GroupedAxis`; indices are the fourth operand
+MAX_SMS = "jax_hopper_gemm.max_sms"  # as in `Product`
+INDEXED = "jax_hopper_gemm.indexed"  # as in `GemmProblem`; the index is the call's third operand
+MLIR_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
 @dataclass(frozen=True)
 class Call:
-    """A product in the program that is being lowered, and the MLIR values that it reads.
-
-    Attributes:
-      request: what is asked.
-      values: the left operand, the right one or gate and up.
-      operands, avals: what the epilogue reads, in its order, and their abstract values.
-      in_place: the operand whose memory the first result takes, if it is a matrix like it.
-      sizes: of a ragged product, what cuts its rows into groups; int32.
-      rows: where the product gathers rows of an operand, their indices; int32.
-      index: where an operand is one array of a stack, which; () int32. `values` then has the stack.
-    """
+    """A product in the program that is being lowered, and the MLIR values that it reads."""
 
     request: Request
-    values: tuple[Any, ...]
-    operands: tuple[Any, ...] = ()
-    avals: tuple[Any, ...] = ()
-    in_place: int | None = None
-    sizes: Any = None
-    rows: Any = None
-    index: Any = None
+    values: tuple[Any, ...]  # the left operand, the right one or gate and up
+    operands: tuple[Any, ...] = ()  # what the epilogue reads, in its order
+    avals: tuple[Any, ...] = ()  # abstract values of these
+    in_place: int | None = None  # operand whose memory the first result takes, if a matrix like it
+    sizes: Any = None  # of a ragged product, what cuts its rows into groups; int32
+    rows: Any = None  # where the product gathers rows of an operand, their indices; int32
+    index: Any = None  # where an operand is one array of a stack in `values`, which; () int32
 
     @property
     def insists(self) -> bool:
@@ -75,12 +80,13 @@ class Call:
         for i in form.stored:
             values[i] = sources[i].stored
         named: dict[str, Any] = {}
-        if (operand := request.gathered) and not self.request.gathered:
-            i = "ab".index(operand)
-            values[i], named["rows"] = sources[i].array, sources[i].indices
-        if (operand := request.indexed) and not self.request.indexed:
-            i = "ab".index(operand)
-            values[i], named["index"] = sources[i].array, sources[i].indices
+        for name, operand, before in (
+            ("rows", request.gathered, self.request.gathered),
+            ("index", request.indexed, self.request.indexed),
+        ):
+            if operand and not before:
+                i = "ab".index(operand)
+                values[i], named[name] = sources[i].array, sources[i].indices
         return replace(self, request=request, values=tuple(values), **named)
 
     def gathered_by(self, operand: Literal["a", "b"], rows: Any) -> Call:
@@ -98,3 +104,113 @@ def _device(ctx: mlir.LoweringRuleContext) -> Device:
     """Returns the kind of GPU that the program is for, and what else runs on it."""
     assigned = getattr(ctx.module_context.axis_context, "device_assignment", None) or ()
     return replace(current_device(assigned), comm_overlap=lowers_shard())
+
+
+# Read from a program.
+
+
+def product_at(value: Any) -> Call | None:
+    """Returns the bare product that an MLIR value is the result of, if it is one.
+
+    It is a launch of ours or a product of XLA's. Nothing else may use the value yet: the
+    product would be computed for that as well.
+    """
+    operation = value.owner
+    if not hasattr(operation, "results"):  # a block, of which the value is an argument
+        return None
+    if value != operation.results[0] or list(value.uses):
+        return None
+    if PRODUCT in operation.attributes:
+        subscripts = Subscripts.parse(operation.attributes[PRODUCT].value)
+    elif operation.name == "stablehlo.dot_general":
+        subscripts = _subscripts(operation)
+    else:
+        return None
+    lhs, rhs, *others = list(operation.operands)
+    indexed = operation.attributes[INDEXED].value if INDEXED in operation.attributes else None
+    if (request := request_between(subscripts, lhs, rhs, value, indexed)) is None:
+        return None
+    limit = operation.attributes[MAX_SMS].value if MAX_SMS in operation.attributes else None
+    request = replace(request, options=Options(max_sms=limit))
+    if SPANS in operation.attributes:
+        rule = Groups(*map(int, operation.attributes[SPANS].value.split(",")))
+        sizes, *rows = others
+        groups = GroupedAxis.of(subscripts, rule, sizes.type.shape[0])
+        call = Call(replace(request, groups=groups), (lhs, rhs), sizes=sizes)
+        if GATHERED in operation.attributes:
+            call = call.gathered_by(operation.attributes[GATHERED].value, rows[0])
+        return call
+    return Call(request, (lhs, rhs), index=others[0] if indexed else None)
+
+
+def request_between(
+    subscripts: Subscripts, lhs: Any, rhs: Any, out: Any, indexed: Literal["a", "b"] | None = None
+) -> Request | None:
+    """Returns the bare product of two MLIR values; None for dtypes that no kernel stores.
+
+    Of the operand `indexed`, as in `Request`, the value is the stack.
+    """
+    if any(str(x.type.element_type) not in MLIR_DTYPES for x in (lhs, rhs, out)):
+        return None
+    (lhs_shape, lhs_dtype), (rhs_shape, rhs_dtype), (_, out_dtype) = map(_typed, (lhs, rhs, out))
+    request = Request(subscripts, lhs_shape, lhs_dtype, rhs_shape, rhs_dtype, out_dtype)
+    if indexed is None:
+        return request
+    field = "lhs_shape" if indexed == "a" else "rhs_shape"
+    stack, *shape = getattr(request, field)
+    named: dict[str, Any] = {field: tuple(shape)}
+    return replace(request, indexed=indexed, stack=stack, **named)
+
+
+def is_launch(value: Any) -> bool:
+    """Whether an MLIR value that `product_at` knows is the result of a kernel of ours."""
+    return PRODUCT in value.owner.attributes
+
+
+def _subscripts(operation: Any) -> Subscripts:
+    """Returns the subscripts of a stablehlo.dot_general."""
+    numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
+    contracting = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
+    batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
+    ranks = (len(operand.type.shape) for operand in operation.operands)
+    return Subscripts.of_dot_general((contracting, batch), *ranks)
+
+
+def _typed(value: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(value.type.shape), MLIR_DTYPES[str(value.type.element_type)]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The attributes of one FFI call."""
+
+    digest: str  # of the kernel, when the program was lowered
+    spec: str  # `GemmSpec.to_json()` of that version
+    name: str  # what errors call it
+    plan: tuple[int, ...]  # the encoded `LaunchPlan`
+
+
+def launches_in(module: Any) -> list[Launch]:
+    """Returns the launches of a StableHLO module, in its order."""
+    found = []
+    for call in custom_calls(module, ffi_target.TARGET):
+        config = call.attributes["mhlo.backend_config"]
+        digest, spec, name = (config[field].value for field in ("digest", "spec", "name"))
+        found.append(Launch(digest, spec, name, tuple(config["plan"])))
+    return found
+
+
+def custom_calls(module: Any, target: str) -> Iterator[Any]:
+    """Yields the custom calls of `target`."""
+    for operation in _operations(module.operation):
+        if operation.name == "stablehlo.custom_call":
+            if operation.attributes["call_target_name"].value == target:
+                yield operation
+
+
+def _operations(operation: Any) -> Iterator[Any]:
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield inner.operation
+                yield from _operations(inner.operation)

@@ -20,29 +20,21 @@ from .route import Request, Route, route
 class Form:
     """A product that a kernel may be asked for in place of another one.
 
-    Attributes:
-      request: the one to ask for. If it gathers rows of an operand, or indexes a stack, that
-        operand is the `array` of its `Source`.
-      stored: numbers of the operands that are read as they are stored, before a transpose.
+    If it gathers rows of an operand, or indexes a stack, that operand is the `array` of its
+    `Source`.
     """
 
     request: Request
-    stored: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()  # operands that are read as they are stored, before a transpose
 
 
 @dataclass(frozen=True)
 class Decision:
-    """How a product runs.
+    """How a product runs."""
 
-    Attributes:
-      form: the product that is asked for.
-      route: its way.
-      reason: that of the route, and what XLA writes first that a kernel could not read in place.
-    """
-
-    form: Form
+    form: Form  # what is asked for
     route: Route
-    reason: str
+    reason: str  # that of the route, and what XLA writes first that no kernel reads in place
 
 
 def decide(
@@ -53,8 +45,6 @@ def decide(
     Args:
       request: of the operands as they are.
       origins: of the left operand, and of the right one or of gate and up.
-      device: what it runs on.
-      kernel_only: as in `route`.
     """
     forms = forms_of(request, origins)
     routes: list[Route] = []

@@ -1,4 +1,4 @@
-"""Devices of a program that is being lowered: platforms, and over how many XLA partitions it."""
+"""Devices of a program that is being lowered, and named shardings with their axes rearranged."""
 
 from __future__ import annotations
 
@@ -13,30 +13,25 @@ from jax.interpreters import mlir
 
 def devices_of(ctx: mlir.LoweringRuleContext) -> int:
     """Returns over how many devices XLA partitions; inside `jax.shard_map`, by the other axes."""
-    left = extents_left(ctx)
+    left = axes_left(ctx)
     context: Any = ctx.module_context.axis_context
-    return getattr(context, "num_devices", 1) if left is None else prod(left)
+    return getattr(context, "num_devices", 1) if left is None else prod(n for _, n, _ in left)
 
 
-def extents_left(ctx: mlir.LoweringRuleContext) -> list[int] | None:
-    """Returns the extents over 1 of the mesh axes that `jax.shard_map` leaves; None outside."""
-    context: Any = ctx.module_context.axis_context
-    if (manual := getattr(context, "manual_axes", None)) is None:
-        return None
-    return [n for axis, n in context.mesh.shape.items() if axis not in manual and n > 1]
+def axes_left(ctx: mlir.LoweringRuleContext) -> list[tuple[int, int, int]] | None:
+    """Returns the mesh axes of extent over 1 that `jax.shard_map` leaves; None outside.
 
-
-def axis_left(ctx: mlir.LoweringRuleContext) -> tuple[int, int, int] | None:
-    """Returns that axis of the mesh: the devices that vary slower, itself, those that vary faster.
-
-    None outside of `jax.shard_map`.
+    Of each: how many devices vary slower, its extent, how many vary faster.
     """
     context: Any = ctx.module_context.axis_context
     if (manual := getattr(context, "manual_axes", None)) is None:
         return None
-    names, extents = zip(*context.mesh.shape.items(), strict=True)
-    (i,) = (i for i, n in enumerate(extents) if names[i] not in manual and n > 1)
-    return prod(extents[:i]), extents[i], prod(extents[i + 1 :])
+    extents = list(context.mesh.shape.values())
+    return [
+        (prod(extents[:i]), n, prod(extents[i + 1 :]))
+        for i, (axis, n) in enumerate(context.mesh.shape.items())
+        if axis not in manual and n > 1
+    ]
 
 
 def platforms_of(ctx: mlir.LoweringRuleContext) -> tuple[str, ...]:
@@ -65,3 +60,22 @@ def lowering_shard() -> Iterator[None]:
 def lowers_shard() -> bool:
     """Whether this thread lowers within `lowering_shard`."""
     return _shard.lowered
+
+
+def permuted_sharding(sharding: Any, permutation: tuple[int, ...]) -> Any:
+    """Returns the sharding of the array whose axis i is axis `permutation[i]`; None stays None."""
+    if sharding is None:
+        return None
+    partitions = padded_partitions(sharding, len(permutation))
+    return with_partitions(sharding, tuple(partitions[axis] for axis in permutation))
+
+
+def padded_partitions(sharding: Any, ndim: int) -> tuple[Any, ...]:
+    """Returns one entry of the partition spec for each of `ndim` axes."""
+    partitions = tuple(sharding.spec)
+    return partitions + (None,) * (ndim - len(partitions))
+
+
+def with_partitions(sharding: Any, partitions: tuple[Any, ...]) -> Any:
+    """Returns the sharding with another partition spec, on the same mesh."""
+    return sharding.update(spec=sharding.spec.update(partitions=partitions))

@@ -1,7 +1,7 @@
 """Emission of launches: the FFI call that a product becomes on a GPU, and what XLA does after it.
 
 A launch of a bare product says in attributes of its operation which one it is, so that what reads
-its result can take the product's place, with an epilogue (see `match`).
+its result can take the product's place, with an epilogue (see `call.product_at`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from ..launch.plan import LaunchPlan
 from . import fallback
-from .call import Call
-from .devices import devices_of
-from .finish_reductions import finish_partials
-from .mlir_values import GATHERED, INDEXED, MAX_SMS, PRODUCT, SPANS
+from .call import GATHERED, INDEXED, MAX_SMS, PRODUCT, SPANS, Call
+from .devices import devices_of, with_partitions
+from .register import lower_jaxpr
 from .route import Request, Route
-from .shardings import with_partitions
-from .traced import lower_jaxpr
 
 
 def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
@@ -110,14 +107,12 @@ def _factors(call: Call, route: Route) -> list[tuple[Any, ShapedArray]]:
     request, groups = call.request, call.request.groups
     shapes = [(request.lhs_shape, request.lhs_dtype)]
     shapes += [(request.rhs_shape, request.rhs_dtype)] * request.num_b
-    if groups and groups.gathered:
-        index = "ab".index(groups.gathered)
-        (_, *row), dtype = shapes[index]
-        shapes[index] = ((groups.source_rows, *row), dtype)
-    if request.indexed:
-        index = "ab".index(request.indexed)
-        shape, dtype = shapes[index]
-        shapes[index] = ((request.stack, *shape), dtype)
+    if groups and (operand := groups.gathered):
+        (_, *row), dtype = shapes["ab".index(operand)]
+        shapes["ab".index(operand)] = ((groups.source_rows, *row), dtype)
+    if operand := request.indexed:
+        shape, dtype = shapes["ab".index(operand)]
+        shapes["ab".index(operand)] = ((request.stack, *shape), dtype)
     inputs = [(v, ShapedArray(*s)) for v, s in zip(call.values, shapes, strict=True)]
     assert route.gemm
     return inputs[::-1] if route.gemm.swap_ab else inputs
@@ -130,9 +125,12 @@ def _epilogue_operands(
     assert route.fusion
     inputs = []
     for index, operand in zip(route.fusion.operands, route.fusion.graph.operands, strict=True):
-        value, aval = call.operands[index], call.avals[index]
-        if aval.dtype.name != operand.dtype:
-            value, aval = _converted(ctx, value, aval, operand.dtype)
+        value, aval, dtype = call.operands[index], call.avals[index], operand.dtype
+        if aval.dtype.name != dtype:
+            convert = mlir.lower_fun(lambda x, to=dtype: x.astype(to), multiple_results=False)
+            converted = ShapedArray(aval.shape, np.dtype(jnp.dtype(dtype)))
+            (value,) = convert(ctx.replace(avals_in=[aval], avals_out=[converted]), value)
+            aval = converted
         inputs.append((value, aval))
     return inputs
 
@@ -155,15 +153,6 @@ def _integers(call: Call) -> list[tuple[Any, ShapedArray]]:
     return [
         (x, ShapedArray(tuple(x.type.shape), np.dtype("int32"))) for x in arrays if x is not None
     ]
-
-
-def _converted(
-    ctx: mlir.LoweringRuleContext, value: Any, aval: Any, dtype: str
-) -> tuple[Any, ShapedArray]:
-    converted = ShapedArray(aval.shape, np.dtype(jnp.dtype(dtype)))
-    convert = mlir.lower_fun(lambda x: x.astype(dtype), multiple_results=False)
-    (value,) = convert(ctx.replace(avals_in=[aval], avals_out=[converted]), value)
-    return value, converted
 
 
 # What the launch says of itself.
@@ -265,3 +254,49 @@ def _varying_like(aval: Any, array: ShapedArray) -> ShapedArray:
         return array
     whole = with_partitions(aval.sharding, (None,) * array.ndim)
     return aval.update(shape=array.shape, dtype=array.dtype, weak_type=False, sharding=whole)
+
+
+def finish_partials(result: Result, partials: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns the finished reduction.
+
+    No atomics here either: the same program gives the same bits on every run.
+
+    Args:
+      result: a reduction or top-k of the graph.
+      partials: what the kernel wrote for it, shaped as `plan.result_shapes` says.
+
+    Returns:
+      column_sum       (L, N)
+      row_sum, row_max (L, M)
+      row_sumexp       two arrays (L, M): the largest value v of the row, the sum of
+                       exp(v - largest); of exp(v) where the largest is infinite, so that a row of
+                       -inf has 0 and one with +inf has inf. NaN if the row has one.
+      max              ()
+      top_k_*          (L, M, k), as it is
+
+    Raises:
+      ValueError: `result` is a matrix, or `partials` has another rank than such results have.
+    """
+    rank = 4 if result.kind == "row_sumexp" else 3
+    if result.kind == "matrix" or partials.ndim != rank:
+        raise ValueError(
+            f"finish_partials: {result.kind} of shape {partials.shape}; expected a reduction with "
+            f"the {rank} axes that plan.result_shapes gives it. Matrices come finished."
+        )
+    if result.kind in ("column_sum", "row_sum"):
+        return jnp.sum(partials, axis=1)
+    if result.kind == "row_max":
+        return _largest(partials, 1)
+    if result.kind == "max":
+        return _largest(partials)
+    if result.kind == "row_sumexp":
+        tops, sums = partials[:, :, 0], partials[:, :, 1]  # of each tile, (L, tiles, M)
+        top = _largest(tops, 1)
+        base = jnp.where(jnp.isinf(top), 0.0, top)  # inf - inf would be NaN
+        return top, jnp.sum(sums * jnp.exp(tops - base[:, None]), axis=1)
+    return partials
+
+
+def _largest(x: jax.Array, axis: int | None = None) -> jax.Array:
+    """Returns the largest, NaN if one is: XLA's reductions for CPUs may drop it."""
+    return jnp.where(jnp.any(jnp.isnan(x), axis=axis), jnp.nan, jnp.max(x, axis=axis))

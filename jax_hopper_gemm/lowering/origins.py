@@ -1,7 +1,8 @@
 """Origins: what a kernel could read in place of an operand that XLA would write for it.
 
-The rules are the same for values of MLIR, while a program is lowered, and for those of a jaxpr,
-where `reports` tells beforehand what lowering does: each is a `World` that knows the operations.
+The rules are the same for values of MLIR, while a program is lowered (`MlirValues`), and for those
+of a jaxpr, where `reports` tells beforehand what lowering does: each is a `World` that knows the
+operations.
 """
 
 from __future__ import annotations
@@ -9,24 +10,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+
+ROWS = "jax_hopper_gemm.rows"  # of rows that indices pick, zeros where there is none
+
 
 @dataclass(frozen=True)
 class Step:
     """The operation that made a value, of those that kernels can do without.
 
-    Attributes:
-      kind: "transpose"; "reshape"; "slice", a part of an array that begins at a dynamic index along
-        its first axis and at 0 along others; "rows", which indices pick of a matrix, zeros where
-        there is none.
-      source: the value that it reads.
-      permutation: of a transpose.
-      indices: of a slice, one () int32; of rows (T, 1) int32.
+    A "slice" is a part of an array that begins at a dynamic index along its first axis and at 0
+    along others; "rows" are picked of a matrix by indices, zeros where there is none.
     """
 
     kind: Literal["transpose", "reshape", "slice", "rows"]
-    source: Any
-    permutation: tuple[int, ...] = ()
-    indices: Any = None
+    source: Any  # the value that it reads
+    permutation: tuple[int, ...] = ()  # of a transpose
+    indices: Any = None  # of a slice, one () int32; of rows (T, 1) int32
 
 
 class World(Protocol):
@@ -41,34 +42,21 @@ class World(Protocol):
 
 @dataclass(frozen=True)
 class Origin:
-    """What an operand is made of, as far as it decides how a product runs.
+    """What an operand is made of, as far as it decides how a product runs; None: not of that."""
 
-    Attributes:
-      permutation: it is that transpose of an array; None: it is none.
-      picked_of: that array is rows which are picked of another one, of so many; None: it is none.
-      stack: that array is one of so many in another one; None: it is none.
-    """
-
-    permutation: tuple[int, ...] | None = None
-    picked_of: int | None = None
-    stack: int | None = None
+    permutation: tuple[int, ...] | None = None  # it is that transpose of an array
+    picked_of: int | None = None  # that array is rows which are picked of another one, of so many
+    stack: int | None = None  # that array is one of so many in another one
 
 
 @dataclass(frozen=True)
 class Source:
-    """An operand's origin, with its values.
-
-    Attributes:
-      origin: what is known of them.
-      stored: the array that the operand is a transpose of, or the operand.
-      array, indices: what `stored` is picked of, or the stack that it is in, and by which; None
-        where it is neither.
-    """
+    """An operand's origin, with its values."""
 
     origin: Origin
-    stored: Any
-    array: Any = None
-    indices: Any = None
+    stored: Any  # the array that the operand is a transpose of, or the operand
+    array: Any = None  # what `stored` is picked of, or the stack that it is in; or None
+    indices: Any = None  # by which it is
 
 
 def source_of(value: Any, world: World) -> Source:
@@ -110,3 +98,51 @@ def _indexing(value: Any, world: World) -> Step | None:
     _, *one = world.shape(part.source)
     cut, shape = world.shape(reshape.source), world.shape(value)
     return part if cut == (1, *one) and shape == tuple(one) else None
+
+
+# Values of MLIR.
+
+
+class MlirValues:
+    """The `World` of a program that is being lowered."""
+
+    def step(self, value: Any) -> Step | None:
+        operation = value.owner
+        if not hasattr(operation, "attributes"):  # a block, of which the value is an argument
+            return None
+        if ROWS in operation.attributes:
+            return _picked_by(operation)
+        if operation.name == "stablehlo.transpose":
+            permutation = tuple(operation.attributes["permutation"])
+            return Step("transpose", operation.operands[0], permutation)
+        if operation.name == "stablehlo.reshape":
+            return Step("reshape", operation.operands[0])
+        if operation.name == "stablehlo.dynamic_slice":
+            return _sliced_by(operation)
+        return None
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        return tuple(value.type.shape)
+
+
+def _picked_by(operation: Any) -> Step | None:
+    """What fills in zeros is a choice between the picked rows and zeros."""
+    if operation.name == "stablehlo.select":
+        operation = operation.operands[1].owner
+    if getattr(operation, "name", None) != "stablehlo.gather":
+        return None
+    array, indices = operation.operands
+    return Step("rows", array, indices=indices)
+
+
+def _sliced_by(operation: Any) -> Step | None:
+    stack, index, *_ = operation.operands  # whole axes begin at 0, whatever the other indices are
+    is_int32 = index.type.element_type == ir.IntegerType.get_signless(32)
+    if not is_int32 or not stack.type.has_static_shape:
+        return None
+    return Step("slice", stack, indices=index)
+
+
+def mark_rows(value: Any) -> None:
+    """Says of an MLIR value that it is rows of an array, as `lax.gather` picks and fills them."""
+    value.owner.attributes[ROWS] = mlir.ir_attribute(True)

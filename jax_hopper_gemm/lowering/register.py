@@ -1,4 +1,4 @@
-"""Registration of a primitive's lowering, one rule for all platforms."""
+"""Lowering rules: those of JAX functions, traced once for equal calls, and their registration."""
 
 from __future__ import annotations
 
@@ -9,27 +9,23 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from .traced import lower_fun_once
+from ..fusion.jaxprs import ClosedJaxpr, traced_once
 
 Rule = Callable[..., Any]  # (ctx, *values, **params)
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """How a primitive is lowered, beyond the JAX function that it stands for.
+    """How a primitive is lowered, beyond the JAX function that it stands for."""
 
-    Attributes:
-      cuda: the rule where the program is for CUDA alone; None: the function.
-      partitioned: the rule where XLA may partition the program over devices; it may give None.
-      shared: whether equal equations of a program may become calls of one function. The arguments
-        of such a function hide the operations that they come from. With `cuda` none are shared.
-    """
-
-    cuda: Rule | None = None
+    cuda: Rule | None = None  # where the program is for CUDA alone; None: the function
+    # Where XLA may partition the program over devices; it may give None.
     partitioned: Rule | None = None
+    # Whether equal equations of a program may become calls of one function. The arguments of such a
+    # function hide the operations that they come from. With `cuda` none are shared.
     shared: bool = True
 
 
@@ -38,11 +34,8 @@ def register_lowering(
 ) -> None:
     """Registers one rule for all platforms.
 
-    A primitive's parameter `product`, if it has one, is a `gemm.product.Product`.
-
     Args:
-      primitive: the primitive.
-      abstract_eval: its rule of that name.
+      primitive: its parameter `product`, if it has one, is a `gemm.product.Product`.
       reference: the JAX function of the operands and parameters that it stands for.
       lowering: the rules where it is something else.
     """
@@ -79,3 +72,27 @@ def register_lowering(
         return (to_each if "cuda" in platforms and not on_host else to_xla)(ctx, *values, **params)
 
     mlir.register_lowering(primitive, lower, cacheable=False)
+
+
+def lower_fun_once(function: Callable[..., Any]) -> Any:
+    """Returns the rule that `mlir.lower_fun` returns; layers of a model share a trace."""
+
+    def lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+        return lower_jaxpr(ctx, traced_once(function, *ctx.avals_in, **params), *values)
+
+    return lower
+
+
+def lower_jaxpr(ctx: mlir.LoweringRuleContext, closed: ClosedJaxpr, *values: Any) -> Any:
+    """Emits the operations of a jaxpr where the program stands."""
+    jaxpr: Any = closed.jaxpr
+    if closed.consts or jaxpr.effects or getattr(jaxpr, "is_high", False):
+        return mlir.lower_fun(jaxpr_as_fun(closed))(ctx, *values)
+    module = ctx.module_context
+    results, tokens = mlir.jaxpr_subcomp(
+        module if ctx.platforms is None else module.replace(platforms=ctx.platforms),
+        jaxpr, ctx.name_stack, ctx.tokens_in, (), *values, dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering, outer_traceback=None,
+    )  # fmt: skip
+    ctx.set_tokens_out(tokens)
+    return results

@@ -26,7 +26,7 @@ from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES, OPERANDS, short_name
 from ..gemm.groups import GROUP, GroupedAxis, gate_up_letter, is_varlen_k
-from ..gemm.options import Options
+from ..gemm.product import Options
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..gemm.subscripts import Subscripts
 from ..launch.plan import LaunchPlan, make_plan
@@ -37,37 +37,25 @@ ROW_LETTERS, GROUP_LETTERS = "ABCDEFGH", "STUVWXYZ"
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of one product of arrays of known extents.
+    """What is asked of one product of arrays of known extents."""
 
-    Attributes:
-      subscripts: of the operands and the result.
-      out_dtype: dtype of the result; with an epilogue, of its first one.
-      options: how it is to be computed.
-      num_b: 2 for a gate and an up operand in two arrays of one shape.
-      function: the epilogue, over the accumulators and its operands; None: there is none. Of a
-        ragged product of rows it knows groups by the segment primitives. Where `vmap`
-        added axes, its accumulators have the rows in several, those of a contraction the groups.
-      groups: of a ragged product, how its rows are cut into groups; the subscripts are one of the
-        forms in `gemm.groups`.
-      sizes_operand: which operand of the function are these sizes, if one is; before `vmap` put
-        them behind one another.
-      indexed, stack: as in `GemmProblem`: the left ("a") or right operand is one array of a stack
-        of so many.
-    """
-
-    subscripts: Subscripts
+    subscripts: Subscripts  # of a ragged product one of the forms in `gemm.groups`
     lhs_shape: tuple[int, ...]
     lhs_dtype: str
     rhs_shape: tuple[int, ...]
     rhs_dtype: str
-    out_dtype: str
+    out_dtype: str  # of the result; with an epilogue, of its first one
     options: Options = Options()
-    num_b: int = 1
+    num_b: int = 1  # 2 for a gate and an up operand in two arrays of one shape
+    # The epilogue, over the accumulators and its operands, or None. Of a ragged product of rows it
+    # knows groups by the segment primitives. Where `vmap` added axes, its accumulators have the
+    # rows in several, those of a contraction the groups.
     function: ClosedJaxpr | None = None
-    groups: GroupedAxis | None = None
+    groups: GroupedAxis | None = None  # of a ragged product, how its rows are cut into groups
+    # Operand of the function that is these sizes, before `vmap` put them behind one another.
     sizes_operand: int | None = None
-    indexed: Literal["a", "b"] | None = None
-    stack: int = 1
+    indexed: Literal["a", "b"] | None = None  # operand that is one array of a stack
+    stack: int = 1  # of so many
 
     @property
     def gathered(self) -> Literal["a", "b"] | None:
@@ -99,27 +87,18 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """How one product runs: one object while `route` remembers the answer.
+    """How one product runs: one object while `route` remembers the answer."""
 
-    Attributes:
-      path: "hopper" (a kernel of ours) or "xla".
-      reason: why.
-      source: what decided: "table", "user table", "model", or "unsupported" where no kernel can
-        run the product.
-      gemm: its canonical form, where it has one.
-      spec, raster_order, plan: the kernel, its order of tiles and its launch; None with "xla".
-      fusion, roles: what of the epilogue the kernel computes, and the axes that it was read for.
-    """
-
-    path: Literal["hopper", "xla"]
+    path: Literal["hopper", "xla"]  # a kernel of ours, or XLA's own product
     reason: str
+    # What decided: "table", "user table", "model", or "unsupported" where no kernel can run it.
     source: str
-    gemm: Gemm | None = None
-    spec: GemmSpec | None = None
+    gemm: Gemm | None = None  # its canonical form, where it has one
+    spec: GemmSpec | None = None  # the kernel; like its order and launch None with "xla"
     raster_order: RasterOrder | None = None
     plan: LaunchPlan | None = None
-    fusion: Fusion | None = None
-    roles: Roles | None = None
+    fusion: Fusion | None = None  # what of the epilogue the kernel computes
+    roles: Roles | None = None  # the axes that the epilogue was read for
 
     @property
     def uncovered(self) -> tuple[str, ...]:
@@ -181,7 +160,7 @@ def _route(
     fusion, found_roles = None, None
     try:
         if function is None:
-            gemm = _gemm(request, request.out_dtype)
+            gemm = _gemm(request)
         else:
             gemm, fusion, found_roles = _fused(request, function)
     except (NotAGemm, NotFusable) as error:
@@ -200,16 +179,15 @@ def _route(
     )  # fmt: skip
 
 
-def _gemm(request: Request, d_dtype: str, *epilogue: Any) -> Gemm:
+def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] = ()) -> Gemm:
+    d_dtype, graph = request.out_dtype, None
+    if fusion:
+        graph = fusion.graph
+        d_dtype = graph.matrices[0].dtype if graph.matrices else request.lhs_dtype
+    operands = request.lhs_shape, request.rhs_shape, request.lhs_dtype, d_dtype
     if request.groups:
-        return as_grouped_gemm(
-            request.subscripts, request.lhs_shape, request.rhs_shape, request.lhs_dtype, d_dtype,
-            request.groups, *epilogue,
-        )  # fmt: skip
-    gemm = as_gemm(
-        request.subscripts, request.lhs_shape, request.rhs_shape, request.lhs_dtype, d_dtype,
-        *epilogue,
-    )  # fmt: skip
+        return as_grouped_gemm(request.subscripts, *operands, request.groups, graph, labels)
+    gemm = as_gemm(request.subscripts, *operands, graph, labels)
     return _in_stack(gemm, request) if request.indexed else gemm
 
 
@@ -248,9 +226,7 @@ def _fused(request: Request, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles
         fusion = fuse(function, request.accumulators, out, found.m, found.n)
         needed = roles(*shapes, fusion.labels)
         if needed == found:
-            matrices = fusion.graph.matrices
-            d_dtype = matrices[0].dtype if matrices else request.lhs_dtype
-            return _gemm(request, d_dtype, fusion.graph, fusion.labels), fusion, found
+            return _gemm(request, fusion, fusion.labels), fusion, found
         found = needed
     raise NotAGemm("the epilogue's operands leave open which axes of the result are rows")
 
@@ -285,9 +261,7 @@ def _fused_ragged(request: Request, function: ClosedJaxpr) -> tuple[Gemm, Fusion
         labels = [x.replace(long, short) for x in labels]
     if any(x in ROW_LETTERS + GROUP_LETTERS for x in "".join(labels)):
         raise NotAGemm("an operand of the epilogue varies along some axes of the rows, not all")
-    matrices = fusion.graph.matrices
-    d_dtype = matrices[0].dtype if matrices else request.lhs_dtype
-    return _gemm(request, d_dtype, fusion.graph, labels), fusion, ragged_roles(request.subscripts)
+    return _gemm(request, fusion, labels), fusion, ragged_roles(request.subscripts)
 
 
 def _broadcast_label(shape: Sequence[int], out: str) -> str:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..primitives.sum_rows import sum_rows
+from ..primitives.rows import sum_rows
 from .router import Routing, row_weights, sort_by_group
 
 Exchange = Literal["gather", "all_to_all", "ragged_all_to_all"]

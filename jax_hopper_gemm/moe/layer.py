@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .. import ops
-from ..ops.checks import moe
+from ..ops.checks import layers
 from ..ops.dense import Implementation, Preactivation
 from .expert_parallel import EXCHANGES, Exchange
 from .router import Score, Statistics, combine_rows, dispatch_rows, router, row_weights
@@ -66,7 +66,7 @@ def mixture_of_experts(
     """
     x, kernel, down = jnp.asarray(x), jnp.asarray(router_kernel), jnp.asarray(down)
     devices = 1 if expert_axis is None else lax.axis_size(expert_axis)
-    moe.check_mixture(x, kernel, _right_operands(gate_up), down, devices, exchange)
+    layers.check_mixture(x, kernel, _right_operands(gate_up), down, devices, exchange)
     tokens = x.reshape(-1, x.shape[-1])
     routing = router(
         tokens, kernel, experts_per_token, score=score, normalize=normalize, scale=scale,
@@ -126,7 +126,7 @@ def grouped_mlp(
     x, down, sizes = jnp.asarray(x), jnp.asarray(down), jnp.asarray(group_sizes)
     rights = _right_operands(gate_up)
     scale = None if row_weights is None else jnp.asarray(row_weights)
-    moe.check_grouped_mlp(x, rights, down, sizes, scale, activation)
+    layers.check_grouped_mlp(x, rights, down, sizes, scale, activation)
     hidden = ops.gated_linear_unit(
         x, (rights[0], rights[1]) if len(rights) == 2 else rights[0], activation=activation,
         row_scale=scale, group_sizes=sizes, preactivation=preactivation, precision=precision,

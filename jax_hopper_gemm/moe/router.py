@@ -11,9 +11,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .. import ops
-from ..ops.checks import moe
+from ..ops.checks import layers
 from ..ops.dense import Implementation
-from ..primitives.sum_rows import in_order, sum_rows
+from ..primitives.rows import in_order, sum_rows
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -108,7 +108,7 @@ def route(
       ValueError: a shape does not fit, k is not in 1..E, or `score` is unknown.
     """
     logits = jnp.asarray(logits)
-    moe.check_route(logits, experts_per_token, score, selection_bias, experts)
+    layers.check_route(logits, experts_per_token, score, selection_bias, experts)
     selection = Selection(experts_per_token, score, normalize, scale)
     logits = logits.astype(jnp.float32)
     if experts is None:
@@ -140,7 +140,7 @@ def router(
       Other arguments: as in `route`.
     """
     x, kernel = jnp.asarray(x), jnp.asarray(kernel)
-    moe.check_router(x, kernel, experts_per_token, score, selection_bias)
+    layers.check_router(x, kernel, experts_per_token, score, selection_bias)
     selection = Selection(experts_per_token, score, normalize, scale)
     options: dict[str, Any] = {
         "precision": precision,

@@ -50,5 +50,5 @@ ACTIVATIONS: dict[str, Activation] = {
 
 def activation_function(activation: Any) -> Activation | None:
     """Returns the function of a name in `ACTIVATIONS`, else `activation`; None for the identity."""
-    found = ACTIVATIONS[activation] if isinstance(activation, str) else activation
-    return None if found is identity else found
+    function = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    return None if function is identity else function

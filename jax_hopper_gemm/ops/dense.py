@@ -15,8 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
 from ..fusion.memo import memoised
-from ..gemm.options import Implementation, Options, Preactivation
-from ..gemm.product import Product
+from ..gemm.product import Implementation, Options, Preactivation, Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
@@ -99,19 +98,17 @@ def matmul(
       TypeError: an operand is not an array, or a function is not callable.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
-    given = {"alpha": alpha, "c": c, "beta": beta, "bias": bias, "residual": residual}
-    a, b, *arrays = checks.as_arrays(
-        "matmul", a=a, b=b, **{name: x for name, x in given.items() if x is not None}
-    )
-    given = dict(zip((name for name, x in given.items() if x is not None), arrays, strict=True))
-    checks.check_matmul(a, b, given, activation, preferred_element_type)
-    named = named_in(given)
+    terms = {"alpha": alpha, "c": c, "beta": beta, "bias": bias, "residual": residual}
+    a, b, *arrays = checks.as_arrays("matmul", terms, a=a, b=b)
+    terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
+    checks.check_matmul(a, b, terms, activation, preferred_element_type)
+    named = named_in(terms)
     steps = Steps("matmul", named, activation_function(activation), epilogue)
     return _run(
         JaxProduct(jnp.matmul, (("out_sharding", out_sharding),)),
-        a, b, steps, tuple(given[x] for x in named), epilogue_operands,
+        a, b, steps, tuple(terms[x] for x in named), epilogue_operands,
         Options(implementation, precision, preferred_element_type, preactivation),
-        checks.strong_dtype(given.get("c")),
+        checks.strong_dtype(terms.get("c")),
     )  # fmt: skip
 
 
@@ -150,7 +147,7 @@ def dot_general(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
-    dimension_numbers = checks.check_dot_general(lhs, rhs, dimension_numbers)
+    dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
     named = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
     return _run(
         JaxProduct(lax.dot_general, named),
@@ -202,27 +199,15 @@ def _einsum(lhs: jax.Array, rhs: jax.Array, *, subscripts: str, **options: Any) 
 
 @dataclass(frozen=True)
 class JaxProduct:
-    """A product of JAX with its own arguments. Equal ones are one key of a cache.
+    """A product of JAX with its own arguments. Equal ones are one key of a cache."""
 
-    Attributes:
-      function: of two arrays, these arguments, `precision` and `preferred_element_type`.
-      named: pairs of a name and an argument.
-    """
-
+    # Of two arrays, these arguments, `precision` and `preferred_element_type`.
     function: Callable[..., jax.Array]
-    named: tuple[tuple[str, Any], ...]
+    named: tuple[tuple[str, Any], ...]  # pairs of a name and an argument
 
-    def arguments(self, options: Options) -> dict[str, Any]:
-        """Returns all keyword arguments of the function."""
-        named = {
-            "precision": options.precision,
-            "preferred_element_type": options.preferred_element_type,
-        }
-        return named | dict(self.named)
-
-    def with_options(self, options: Options) -> Callable[..., jax.Array]:
+    def with_options(self, options: Options) -> partial[jax.Array]:
         """Returns the function of two arrays."""
-        return partial(self.function, **self.arguments(options))
+        return partial(self.function, **options.of_dot(), **dict(self.named))
 
 
 def _run(
@@ -253,11 +238,11 @@ def _run(
     operands = (*named_operands, *operands)
     if is_replaced():
         check_kernel_unasked(steps.op, options.implementation)
-        whole = replaced_product(product.function, lhs, rhs, product.arguments(options))
+        whole = replaced_product(product.with_options(options), lhs, rhs)
         if plain:
             return whole
-        what = traced(steps.op, steps, (whole,), operands, whole.dtype, dtypes)
-        return what.apply(whole)
+        follow = traced(steps.op, steps, (whole,), operands, whole.dtype, dtypes)
+        return follow.apply(whole)
     if plain:
         return _traced(product, lhs, rhs, options)
     own, operands = settled(
@@ -303,16 +288,16 @@ def _traced_steps(
     like = _wide_product(product, options, typeof(lhs), typeof(rhs))
     dtype = abstract(function, lhs, rhs).dtype
     wide = partial(function, preferred_element_type=like.dtype)
-    what = traced(steps.op, steps, (like,), operands, dtype, dtypes)
+    follow = traced(steps.op, steps, (like,), operands, dtype, dtypes)
     if implementation == "xla":
-        return what.apply(wide(lhs, rhs))
+        return follow.apply(wide(lhs, rhs))
     final = final_product(function, lhs, rhs)
     if final is None:
-        return what.apply(with_hopper_dot(wide, lhs, rhs, implementation))
+        return follow.apply(with_hopper_dot(wide, lhs, rhs, implementation))
     options = replace(options, precision=final.precision, preferred_element_type=dtype)
     results = fused_dot(
-        what.function, final.lhs, (final.rhs,), what.operands,
+        follow.function, final.lhs, (final.rhs,), follow.operands,
         Product(final.subscripts, options, final.out_sharding),
-        out_dtypes=what.dtypes, in_place=what.in_place(steps.named, like),
+        out_dtypes=follow.dtypes, in_place=follow.in_place(steps.named, like),
     )  # fmt: skip
-    return what.structured(results)
+    return follow.structured(results)

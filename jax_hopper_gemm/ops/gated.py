@@ -14,8 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
 from ..fusion.memo import memoised
-from ..gemm.options import Implementation, Options, Preactivation
-from ..gemm.product import Product
+from ..gemm.product import Implementation, Options, Preactivation, Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
@@ -81,13 +80,10 @@ def gated_linear_unit(
     References: Shazeer, GLU Variants Improve Transformer, https://arxiv.org/abs/2002.05202
     """
     op = "gated_linear_unit"
-    sizes, offset, rows = (
-        None if array is None else checks.as_arrays(op, **{name: array})[0]
-        for name, array in (
-            ("group_sizes", group_sizes), ("group_offset", group_offset),
-            ("row_indices", row_indices),
-        )
-    )  # fmt: skip
+    groups = {
+        "group_sizes": group_sizes, "group_offset": group_offset, "row_indices": row_indices,
+    }  # fmt: skip
+    sizes, offset, rows = checks.as_arrays(op, groups)
     x, rights, biases, scale = checks.check_gated(
         x, weights, bias, row_scale, activation, preactivation, implementation,
         checks.GroupArguments(sizes, offset, rows),
@@ -126,9 +122,9 @@ def _traced_gate(
     dtype = abstract(dot, x, rights[0]).dtype
     products = _wide_products(typeof(x), tuple(map(typeof, rights)), options)
     dot = partial(dot, preferred_element_type=products[0].dtype)
-    what = traced("gated_linear_unit", gate, products, operands, dtype, None)
+    follow = traced("gated_linear_unit", gate, products, operands, dtype, None)
     if options.implementation == "xla":
-        return what.apply(*_products(dot, x, rights))
+        return follow.apply(*_products(dot, x, rights))
     final = final_product(dot, x, rights[0])
     assert final is not None
     subscripts = final.subscripts
@@ -136,8 +132,8 @@ def _traced_gate(
         subscripts = replace(subscripts, out=subscripts.out.replace(subscripts.rhs[1], ""))
     options = replace(options, precision=final.precision, preferred_element_type=dtype)
     return fused_dot(
-        what.function, x, rights, what.operands, Product(subscripts, options),
-        out_dtypes=what.dtypes,
+        follow.function, x, rights, follow.operands, Product(subscripts, options),
+        out_dtypes=follow.dtypes,
     )  # fmt: skip
 
 
@@ -152,10 +148,7 @@ def _wide_products(x: Any, rights: tuple[Any, ...], options: Options) -> tuple[A
 def _dot(x: Any, options: Options) -> Any:
     """Returns JAX's product of the last axis of `x` and the first one of a matrix."""
     numbers = ((x.ndim - 1,), (0,)), ((), ())
-    return partial(
-        lax.dot_general, dimension_numbers=numbers, precision=options.precision,
-        preferred_element_type=options.preferred_element_type,
-    )  # fmt: skip
+    return partial(lax.dot_general, dimension_numbers=numbers, **options.of_dot())
 
 
 def _products(dot: Any, x: Any, rights: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..gemm.options import Implementation, Options, Preactivation
+from ..gemm.product import Implementation, Options, Preactivation
 from . import checks
 from .activations import Activation, activation_function
 from .ragged_run import BASIC, RaggedArrays, run_product, run_scaled_sum, run_with_epilogue
@@ -92,13 +92,10 @@ def ragged_dot(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     op = "ragged_dot"
-    lhs, rhs, group_sizes = checks.as_arrays(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes)
-    if group_offset is not None:
-        (group_offset,) = checks.as_arrays(op, group_offset=group_offset)
-    if row_indices is not None:
-        (row_indices,) = checks.as_arrays(op, row_indices=row_indices)
-    if bias is not None:
-        (bias,) = checks.as_arrays(op, bias=bias)
+    lhs, rhs, group_sizes, group_offset, row_indices, bias = checks.as_arrays(
+        op, {"group_offset": group_offset, "row_indices": row_indices, "bias": bias},
+        lhs=lhs, rhs=rhs, group_sizes=group_sizes,
+    )  # fmt: skip
     groups = checks.GroupArguments(group_sizes, group_offset, row_indices)
     checks.check_ragged_dot(lhs, rhs, groups, implementation, bias, activation)
     plain = bias is None and activation is None and epilogue is None
@@ -176,14 +173,11 @@ def ragged_dot_general(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     op = "ragged_dot_general"
-    named = {"alpha": alpha, "beta": beta, "c": c}
-    named = {name: x for name, x in named.items() if x is not None}
-    lhs, rhs, group_sizes, *arrays = checks.as_arrays(
-        op, lhs=lhs, rhs=rhs, group_sizes=group_sizes, **named
+    terms = {"alpha": alpha, "beta": beta, "c": c}
+    lhs, rhs, group_sizes, group_offset, *arrays = checks.as_arrays(
+        op, {"group_offset": group_offset} | terms, lhs=lhs, rhs=rhs, group_sizes=group_sizes
     )
-    terms = dict(zip(named, arrays, strict=True))
-    if group_offset is not None:
-        (group_offset,) = checks.as_arrays(op, group_offset=group_offset)
+    terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
     numbers = checks.check_ragged_dot_general(
         lhs, rhs, ragged_dot_dimension_numbers, checks.GroupArguments(group_sizes, group_offset),
         implementation, terms, preferred_element_type,

@@ -1,7 +1,13 @@
-"""Axes of a `jax.lax.RaggedDotDimensionNumbers`, mapped to the three forms of ragged products."""
+"""Axes of ragged products: their roles, and their shardings where mesh axes are Explicit.
+
+The type of an array with Explicit mesh axes states its sharding. Such axes are switched to Auto
+inside a ragged product: XLA finds the shardings, as for any other product, and the result gets a
+typed sharding.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,10 +15,14 @@ from math import prod
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
+from jax.sharding import AxisType, PartitionSpec
 
 from ..gemm.groups import VARLEN_K, VARLEN_M_KN, VARLEN_M_NK
 from ..gemm.subscripts import Subscripts
+from ..lowering.devices import padded_partitions
 
 Kind = Literal["varlen_m", "varlen_k", "batch"]
 
@@ -21,28 +31,19 @@ Kind = Literal["varlen_m", "varlen_k", "batch"]
 class RaggedAxes:
     """The role of each axis of the two operands in a ragged product.
 
-    Attributes:
-      kind: "varlen_m" where the ragged axis is a free one of the left operand, "varlen_k" where it
-        is contracted, "batch" where it is a batch axis.
-      form: the form that the product comes down to; None for "batch".
-      batch: pairs of axes, left and right.
-      outer: axes of the left operand outside of the ragged one, of its kind.
-      ragged: the ragged axis; in varlen_k its partner on the right, too.
-      inner: like `outer`, the axes inside of it; in varlen_k pairs.
-      lhs_others, rhs_others: the other axes: contracted or columns, in the order of the form;
-        two tuples for weights.
-      group: the axis of groups of the right operand, if it has one.
+    It is "varlen_m" where the ragged axis is a free one of the left operand, "varlen_k" where that
+    is contracted, "batch" where it is a batch axis. The other axes are contracted or columns.
     """
 
     kind: Kind
-    form: Subscripts | None
-    batch: tuple[tuple[int, int], ...]
-    outer: tuple[int, ...]
-    ragged: tuple[int, ...]
-    inner: tuple[Any, ...]
+    form: Subscripts | None  # that the product comes down to; None for "batch"
+    batch: tuple[tuple[int, int], ...]  # pairs of axes, left and right
+    outer: tuple[int, ...]  # axes of the left operand outside of the ragged one, of its kind
+    ragged: tuple[int, ...]  # the ragged axis; in varlen_k its partner on the right, too
+    inner: tuple[Any, ...]  # like `outer`, the axes inside of it; in varlen_k pairs
     lhs_others: tuple[int, ...]
-    rhs_others: tuple[tuple[int, ...], ...]
-    group: int | None = None
+    rhs_others: tuple[tuple[int, ...], ...]  # in the order of the form, two tuples for weights
+    group: int | None = None  # the axis of groups of the right operand, if it has one
 
     @classmethod
     def of(cls, numbers: lax.RaggedDotDimensionNumbers, lhs_ndim: int, rhs_ndim: int) -> RaggedAxes:
@@ -52,8 +53,8 @@ class RaggedAxes:
         batch = tuple(zip(lhs_batch, rhs_batch, strict=True))
         contracted = list(zip(lhs_contracted, rhs_contracted, strict=True))
         groups = tuple(numbers.rhs_group_dimensions)
-        lhs_free = _others(lhs_ndim, lhs_contracted, lhs_batch)
-        rhs_free = _others(rhs_ndim, rhs_contracted, rhs_batch, groups)
+        lhs_free = other_axes(lhs_ndim, lhs_contracted, lhs_batch)
+        rhs_free = other_axes(rhs_ndim, rhs_contracted, rhs_batch, groups)
         if ragged in lhs_batch:
             return cls("batch", None, batch, (), (ragged,), (), (), ())
         if ragged in lhs_contracted:
@@ -86,12 +87,7 @@ class RaggedAxes:
         return self.form
 
     def mapped(
-        self,
-        product: Callable[..., jax.Array],
-        lhs: Any,
-        rhs: Any,
-        sizes: Any,
-        *matrices: Any,
+        self, product: Callable[..., jax.Array], lhs: Any, rhs: Any, sizes: Any, *matrices: Any
     ) -> jax.Array:
         """Returns the result, from products without outer and batch axes.
 
@@ -154,7 +150,7 @@ class RaggedAxes:
         return [lhs[axis] for axis in left] + [rhs[axis] for axis in right]
 
 
-def _others(ndim: int, *taken: Sequence[int]) -> tuple[int, ...]:
+def other_axes(ndim: int, *taken: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis in range(ndim) if not any(axis in axes for axes in taken))
 
 
@@ -170,3 +166,88 @@ def _arranged(array: Any, groups: Sequence[Sequence[Any]]) -> Any:
 def _reshaped(array: Any, shape: Sequence[Any]) -> Any:
     """Reshapes an array, or returns it unchanged, so that lowering can see its producer."""
     return array if array.shape == tuple(shape) else array.reshape(shape)
+
+
+def is_explicit(*arrays: Any) -> bool:
+    """Whether the mesh of these arrays or abstract values has Explicit axes; skips None."""
+    return AxisType.Explicit in _mesh_of(arrays).axis_types
+
+
+def _mesh_of(arrays: Any) -> Any:
+    """Returns the mesh that is set, else that of the arrays."""
+    if not (mesh := jax.sharding.get_abstract_mesh()).empty:
+        return mesh
+    leaves = jax.tree.leaves(arrays, is_leaf=lambda x: isinstance(x, ShapedArray))
+    types = [x if isinstance(x, ShapedArray) else jax.typeof(x) for x in leaves]
+    return next((x.sharding.mesh for x in types if not x.sharding.mesh.empty), mesh)
+
+
+def in_auto_axes(function: Callable[..., Any], out_sharding: Any, *arrays: Any) -> Any:
+    """Returns `function(*arrays)` in Auto axes, with results sharded by `out_sharding`."""
+    with jax.sharding.use_abstract_mesh(_mesh_of(arrays)):
+        return jax.sharding.auto_axes(function, out_sharding=out_sharding)(*arrays)
+
+
+def partitions(array: Any) -> tuple[Any, ...]:
+    """Returns the mesh axes, or None, of each axis of an array or abstract value."""
+    aval = array if isinstance(array, ShapedArray) else jax.typeof(array)
+    return tuple(padded_partitions(aval.sharding, aval.ndim))
+
+
+def sharding_of_product(
+    op: str, axes: RaggedAxes, lhs: Sequence[Any], rhs: Sequence[Any], rows: Any
+) -> PartitionSpec:
+    """Returns the sharding of a product, which keeps that of its operands' rows and columns.
+
+    Args:
+      op: the function that the user called, for messages.
+      lhs, rhs: the mesh axes, or None, of each axis of the operands.
+      rows: indices of rows of the left operand, or None.
+
+    Raises:
+      ValueError: the operands leave it open.
+    """
+    way_out = "Name the sharding of the result by out_sharding."
+    over = _named(axes.of_sum(lhs, rhs))
+    if over:
+        raise ValueError(
+            f"{op}: contracted axes, or the groups of weights, are sharded over the mesh axes "
+            f"{sorted(set(over))}: it is open how the sum over these devices is to lie. {way_out}"
+        )
+    if rows is not None:
+        lhs = (*partitions(rows)[:1], *lhs[1:])
+    kept = axes.of_result(lhs, rhs)
+    if len(used := _named(kept)) > len(set(used)):
+        twice = sorted({axis for axis in used if used.count(axis) > 1})
+        raise ValueError(
+            f"{op}: several axes of the result would be sharded over the mesh axes {twice}, as the "
+            f"operands' are. {way_out}"
+        )
+    return PartitionSpec(*([None] if axes.kind == "varlen_k" else []), *kept)
+
+
+def shardings_of_results(
+    function: Callable[..., Any], arrays: Any, product: Any, shape: tuple[int, int]
+) -> Any:
+    """Returns the shardings of the results of `function(*arrays)`.
+
+    Results of the product's shape have `product`, others with as many rows that of the rows.
+    """
+    (rows, *_) = (*getattr(product, "spec", product), None)
+
+    def of(result: Any) -> Any:
+        if result.shape == shape:
+            return product
+        if result.shape[:1] == shape[:1]:
+            return PartitionSpec(rows, *[None] * (result.ndim - 1))
+        return PartitionSpec()
+
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), arrays)
+        return jax.tree.map(of, jax.eval_shape(function, *shapes))
+
+
+def _named(axes: Sequence[Any]) -> list[str]:
+    """Returns all mesh axes of a partition spec's entries."""
+    entries = (x if isinstance(x, tuple) else (x,) for x in axes if x is not None)
+    return list(itertools.chain.from_iterable(entries))

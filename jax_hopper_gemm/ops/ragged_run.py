@@ -20,22 +20,21 @@ from jax.core import Tracer
 
 from ..fusion.memo import memoised
 from ..gemm.groups import VARLEN_M_KN, Groups
-from ..gemm.options import Options
-from ..gemm.product import Product
+from ..gemm.product import Options, Product
 from ..gemm.subscripts import Subscripts
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
-from ..primitives.gather_rows import pick_rows
 from ..primitives.group_sizes import as_int32, sizes_and_groups, sizes_in_rows
 from ..primitives.ragged_dot import hopper_ragged_dot
+from ..primitives.rows import pick_rows
 from .dense import INLINE, dot_general
-from .explicit_axes import (
+from .ragged_axes import (
+    RaggedAxes,
     in_auto_axes,
     is_explicit,
     partitions,
     sharding_of_product,
     shardings_of_results,
 )
-from .ragged_axes import RaggedAxes
 from .settled import Settled, settled
 from .steps import Gate, Steps, traced
 
@@ -47,21 +46,14 @@ VARLEN_M_GATE_UP = Subscripts.parse("mk,gkcn->mn")
 
 
 class RaggedArrays(NamedTuple):
-    """What a ragged product reads.
+    """What a ragged product reads."""
 
-    Attributes:
-      lhs: (M, K), or (S, K), of which `rows` picks rows; with other numbers than `BASIC` any array.
-      rights: the right operand; or weights (G, K, N) of gate and up, or both in one (G, K, 2, N).
-      sizes: integers.
-      offset: the number of the first group, where `rights` has those of some; or None.
-      rows: (M,) indices of rows of `lhs`, or None.
-    """
-
-    lhs: Any
+    lhs: Any  # (M, K), or (S, K) of which `rows` picks; with other numbers than `BASIC` any array
+    # The right operand; or weights (G, K, N) of gate and up, or both in one (G, K, 2, N).
     rights: tuple[Any, ...]
-    sizes: Any
-    offset: Any = None
-    rows: Any = None
+    sizes: Any  # integers
+    offset: Any = None  # number of the first group, where `rights` has those of some; or None
+    rows: Any = None  # (M,) indices of rows of `lhs`, or None
 
     def axes(self, numbers: lax.RaggedDotDimensionNumbers) -> RaggedAxes:
         rhs_ndim = 3 if numbers is BASIC else np.ndim(self.rights[0])
@@ -121,15 +113,9 @@ def run_product(
     options: Options,
     out_sharding: Any,
 ) -> jax.Array:
-    """Returns a ragged product.
-
-    Args:
-      op: what the user called, for messages.
-      arrays: with one right operand.
-      numbers: which axes are what.
-    """
+    """Returns a ragged product of `arrays` with one right operand; `op` is named in messages."""
     (rhs,), lhs, sizes = arrays.rights, arrays.lhs, arrays.sizes
-    as_lax = _lax_options(options) | {"out_sharding": out_sharding}
+    as_lax = options.of_dot() | {"out_sharding": out_sharding}
     if arrays.axes(numbers).kind == "batch":
         dot_numbers = numbers.dot_dimension_numbers
         return dot_general(lhs, rhs, dot_numbers, implementation=options.implementation, **as_lax)
@@ -269,7 +255,7 @@ def run_scaled_sum(
         return in_auto_axes(scaled_sum, out_sharding, arrays, operands)
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
         _refuse_hopper(steps.op, reason, options)
-        as_lax = _lax_options(options) | {"out_sharding": out_sharding}
+        as_lax = options.of_dot() | {"out_sharding": out_sharding}
         theirs = partial(lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **as_lax)
         dtype = jax.eval_shape(theirs, lhs, rhs, sizes).dtype
         product = theirs(lhs, rhs, sizes, preferred_element_type=accumulator_dtype(dtype))
@@ -323,14 +309,6 @@ def _refuse_hopper(op: str, reason: str, options: Options) -> None:
         raise NotImplementedError(f"implementation='hopper': no kernel runs {op}: {reason}")
 
 
-def _lax_options(options: Options) -> dict[str, Any]:
-    """Returns those options that JAX's products have."""
-    return {
-        "precision": options.precision,
-        "preferred_element_type": options.preferred_element_type,
-    }
-
-
 @memoised
 def _canonical(
     lhs: Any, rhs: Any, sizes: Any, numbers: lax.RaggedDotDimensionNumbers, options: Options
@@ -344,7 +322,7 @@ def _canonical(
         count = rhs.shape[numbers.rhs_group_dimensions[0]]
         sizes = jax.ShapeDtypeStruct((*sizes.shape[:-1], count), sizes.dtype)
     function = partial(
-        lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **_lax_options(options)
+        lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **options.of_dot()
     )
     equations = jax.make_jaxpr(function)(lhs, rhs, sizes).jaxpr.eqns
     (params,) = (e.params for e in equations if e.primitive.name == "ragged_dot_general")

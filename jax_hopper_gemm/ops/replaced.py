@@ -7,6 +7,7 @@ JAX would keep, because Qwix identifies weights by their identity.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,13 +32,13 @@ def check_kernel_unasked(op: str, implementation: str | None) -> None:
         )
 
 
-def replaced_product(function: Any, lhs: Any, rhs: Any, options: dict[str, Any]) -> jax.Array:
-    """Returns `function(lhs, rhs, **options)`, where function is JAX's.
+def replaced_product(function: partial[jax.Array], lhs: Any, rhs: Any) -> jax.Array:
+    """Returns `function(lhs, rhs)`, where function is one of JAX's with its options.
 
     Rows times a matrix call `dot_general` directly, as Flax's layers do: inside the trace of
     `jax.numpy.matmul` Qwix does not find the weights.
     """
-    if function is jnp.matmul and rhs.ndim == 2 and lhs.ndim > 0 and lhs.dtype == rhs.dtype:
+    if function.func is jnp.matmul and rhs.ndim == 2 and lhs.ndim > 0 and lhs.dtype == rhs.dtype:
         contracted = ((lhs.ndim - 1,), (0,))
-        return lax.dot_general(lhs, rhs, (contracted, ((), ())), **options)
-    return function(lhs, rhs, **options)
+        return lax.dot_general(lhs, rhs, (contracted, ((), ())), **function.keywords)
+    return function(lhs, rhs)

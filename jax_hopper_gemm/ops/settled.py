@@ -31,19 +31,14 @@ _by_function: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDi
 
 @dataclass(frozen=True)
 class Settled:
-    """What `Steps` or `Gate` compute.
-
-    Attributes:
-      named: as in `Steps`.
-      closed: the jaxpr, of the products, the operands and the arrays it had closed over. Equal
-        functions have the same object.
-      several: whether it returns a tuple.
-    """
+    """What `Steps` or `Gate` compute."""
 
     op: str
-    named: tuple[str, ...]
+    named: tuple[str, ...]  # as in `Steps`
+    # The jaxpr, of the products, the operands and the arrays it had closed over. Equal functions
+    # have the same object.
     closed: Any
-    several: bool
+    several: bool  # whether it returns a tuple
 
     def __call__(self, *arrays: jax.Array) -> Any:
         results = jaxpr_as_fun(self.closed)(*arrays)

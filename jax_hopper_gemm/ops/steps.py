@@ -25,35 +25,29 @@ FACTORS = ("alpha", "beta")
 
 @dataclass(frozen=True)
 class Steps:
-    """`epilogue(activation(alpha * product + beta * c + bias) + residual, *others)`.
+    """`epilogue(activation(alpha * product + beta * c + bias) + residual, *others)`."""
 
-    Attributes:
-      op: the function that the user called, for messages.
-      named: the arguments of `NAMED` that are set; they are the first operands.
-      activation, epilogue: as in `matmul`.
-    """
-
-    op: str
-    named: tuple[str, ...] = ()
+    op: str  # the function that the user called, for messages
+    named: tuple[str, ...] = ()  # the arguments of `NAMED` that are set: the first operands
     activation: Activation | None = None
     epilogue: Callable[..., Any] | None = None
 
     def __call__(self, product: jax.Array, *operands: jax.Array) -> Any:
         split = len(self.named)
-        given = {
+        terms = {
             name: _as(product.dtype, x)
             for name, x in zip(self.named, operands[:split], strict=True)
         }
         y = product
-        if "alpha" in given:
-            y = given["alpha"] * y
-        if "c" in given:
-            y = y + (given["beta"] * given["c"] if "beta" in given else given["c"])
-        if "bias" in given:
-            y = y + given["bias"]
+        if "alpha" in terms:
+            y = terms["alpha"] * y
+        if "c" in terms:
+            y = y + (terms["beta"] * terms["c"] if "beta" in terms else terms["c"])
+        if "bias" in terms:
+            y = y + terms["bias"]
         y = activated(self.op, self.activation, y)
-        if "residual" in given:
-            y = y + given["residual"]
+        if "residual" in terms:
+            y = y + terms["residual"]
         if self.epilogue is None:
             return y
         return checks.call(self.op, "epilogue", self.epilogue, y, *operands[split:])
@@ -61,15 +55,10 @@ class Steps:
 
 @dataclass(frozen=True)
 class Gate:
-    """`scale * activation(gate + gate_bias) * (up + up_bias)`; biases and scale are given or not.
-
-    Attributes:
-      activation: as in `gated_linear_unit`.
-      scaled: whether the last operand is the scale.
-    """
+    """`scale * activation(gate + gate_bias) * (up + up_bias)`, with or without biases and scale."""
 
     activation: Activation | None = None
-    scaled: bool = False
+    scaled: bool = False  # whether the last operand is the scale
 
     def __call__(self, gate: jax.Array, up: jax.Array, *operands: jax.Array) -> jax.Array:
         biases = operands[: len(operands) - self.scaled]
@@ -79,17 +68,14 @@ class Gate:
         return _as(hidden.dtype, operands[-1]) * hidden if self.scaled else hidden
 
 
-def named_in(given: Mapping[str, Any]) -> tuple[str, ...]:
+def named_in(terms: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns `Steps.named` for the operands that are set, by name.
 
     A factor of 1 is left out. Every other factor is an operand, so that no value needs its own
     kernel.
     """
-    return tuple(x for x in NAMED if x in given and not (x in FACTORS and _is_one(given[x])))
-
-
-def _is_one(factor: Any) -> bool:
-    return isinstance(factor, checks.SCALARS) and factor == 1
+    ones = [x for x in FACTORS if isinstance(terms.get(x), checks.SCALARS) and terms[x] == 1]
+    return tuple(x for x in NAMED if x in terms and x not in ones)
 
 
 def activated(op: str, activation: Activation | None, y: jax.Array) -> jax.Array:
@@ -102,28 +88,19 @@ def activated(op: str, activation: Activation | None, y: jax.Array) -> jax.Array
 
 def _as(dtype: Any, operand: jax.Array) -> jax.Array:
     """Returns an operand in the dtype that a sum of floats is computed in."""
-    return (
-        lax.convert_element_type(operand, dtype) if jnp.issubdtype(dtype, np.inexact) else operand
-    )
+    inexact = jnp.issubdtype(dtype, np.inexact)
+    return lax.convert_element_type(operand, dtype) if inexact else operand
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A function of products, traced once for the types of its results.
+    """A function of products, traced once for the types of its results."""
 
-    Attributes:
-      function: of the products and `operands`.
-      operands: all operands, with the arrays that the user's function closes over.
-      dtypes: of the results.
-      shapes: of the results.
-      several: whether the user's function returns a tuple.
-    """
-
-    function: Callable[..., Any]
-    operands: tuple[Any, ...]
-    dtypes: tuple[Any, ...]
-    shapes: tuple[tuple[Any, ...], ...]
-    several: bool
+    function: Callable[..., Any]  # of the products and `operands`
+    operands: tuple[Any, ...]  # all, with the arrays that the user's function closes over
+    dtypes: tuple[Any, ...]  # of the results
+    shapes: tuple[tuple[Any, ...], ...]  # of the results
+    several: bool  # whether the user's function returns a tuple
 
     def apply(self, *products: jax.Array) -> Any:
         """Returns the results of the function, computed by XLA from the products."""
@@ -160,15 +137,12 @@ def traced(
     """Traces a function of products.
 
     A result with the shape and dtype of the function's argument is converted to `product_dtype`;
-    every other result keeps its dtype.
+    every other result keeps its dtype. If not None, `preferred` has the dtypes of the results.
 
     Args:
       op: the function that the user called, for messages.
-      function: such as `Steps` or `Gate`.
-      products: its first arguments, arrays or `jax.ShapeDtypeStruct`s.
-      operands: its operands.
-      product_dtype: dtype of the product.
-      preferred: dtypes of the results, if not None.
+      function: such as `Steps` or `Gate`, of the products and operands.
+      products: arrays or `jax.ShapeDtypeStruct`s.
     """
     closed, avals, several = program(op, function, products, operands)
     checks.check_result_dtypes(op, avals, preferred)

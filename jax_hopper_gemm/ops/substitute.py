@@ -17,10 +17,9 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from ..gemm.options import Implementation, Options
-from ..gemm.product import Product
+from ..gemm.product import Implementation, Options, Product
 from ..gemm.subscripts import Subscripts
-from ..lowering.shardings import padded_partitions, permuted_sharding, with_partitions
+from ..lowering.devices import padded_partitions, permuted_sharding, with_partitions
 from ..primitives.dot import hopper_dot_p
 from .sm_limit import current_max_sms
 
@@ -42,11 +41,7 @@ def hopper_equations(
 ) -> list[Any]:
     """Returns the equations of a jaxpr with each `dot_general` replaced by a `hopper_dot`.
 
-    A transpose that is the only user of a product becomes part of it.
-
-    Args:
-      implementation: as of `hopper_dot`.
-      chosen: whether to replace a `dot_general`.
+    It is where `chosen` says so. A transpose that is the only user of a product becomes part of it.
     """
     transposes = _transposes_of_products(jaxpr, chosen)
     absorbed = {id(transpose) for transpose in transposes.values()}
@@ -74,22 +69,13 @@ def as_hopper_dot(equation: Any, implementation: Implementation, transpose: Any 
 
 @dataclass(frozen=True)
 class FinalProduct:
-    """A product by subscripts that yields the whole result of a function.
-
-    Attributes:
-      lhs, rhs: its operands.
-      subscripts: as of `hopper_dot`; the axes of the result are in the function's order.
-      precision: canonical.
-      dtype: of the function's result.
-      out_sharding: for the axes of the result.
-    """
+    """A product by subscripts that yields the whole result of a function."""
 
     lhs: Any
     rhs: Any
-    subscripts: Subscripts
-    precision: Any
-    dtype: Any
-    out_sharding: Any
+    subscripts: Subscripts  # as of `hopper_dot`; the result's axes are in the function's order
+    precision: Any  # canonical
+    out_sharding: Any  # for the axes of the result
 
 
 def final_product(function: Callable[..., jax.Array], lhs: Any, rhs: Any) -> FinalProduct | None:
@@ -177,8 +163,7 @@ def _product(dot: Any, steps: list[Any], lhs: Any, rhs: Any) -> FinalProduct:
     """Returns a `dot_general` and the rearrangements of its result as one product."""
     params = dot.params
     subscripts = Subscripts.of_dot_general(params["dimension_numbers"], lhs.ndim, rhs.ndim)
-    dtype = dot.outvars[0].aval.dtype
-    product = FinalProduct(lhs, rhs, subscripts, params["precision"], dtype, params["out_sharding"])
+    product = FinalProduct(lhs, rhs, subscripts, params["precision"], params["out_sharding"])
     for step in steps:
         if step.primitive is lax.transpose_p:
             permutation = step.params["permutation"]

@@ -1,4 +1,4 @@
-"""Accumulators of a product with an epilogue, computed outside of its kernel."""
+"""Accumulators of a product with an epilogue: computed outside of its kernel, and under `vmap`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import jax
 from jax import lax
 
+from ..gemm.groups import is_varlen_k
 from ..gemm.product import Product
-from ..lowering.shardings import padded_partitions, with_partitions
-from .dot import hopper_dot, reference_dot
+from ..lowering.devices import padded_partitions, with_partitions
+from .define import mapped_first
+from .dot import batched, hopper_dot, reference_dot
 from .ragged_dot import hopper_ragged_dot
+from .segments import mapped_shared
 
 
 def multiply(product: Product, lhs: Any, right: Any, *sizes: Any, by_xla: bool = False) -> Any:
-    """Returns one product: with gate and up stacked, an array of both.
+    """Returns one product, in its `preferred_element_type`: with gate and up stacked, both.
 
-    Args:
-      product: its `preferred_element_type` is the dtype of the accumulators.
-      sizes: of a ragged product.
-      by_xla: no kernel takes part.
+    `sizes` are those of a ragged product; with `by_xla` no kernel takes part.
     """
     if product.groups:
         return _multiply_ragged(product, lhs, right, *sizes, by_xla=by_xla)
@@ -55,10 +55,9 @@ def _multiply_ragged(product: Product, lhs: Any, right: Any, sizes: Any, *, by_x
 def accumulators_of(
     product: Product, lhs: Any, right_operands: Sequence[Any], *sizes: Any, by_xla: bool = False
 ) -> list[Any]:
-    """Returns the accumulators, an array each; arguments as of `multiply`.
+    """Returns the accumulators, an array each, as `multiply` does.
 
-    Args:
-      right_operands: the right operand; or gate and up, which one array may hold.
+    `right_operands` are the right operand; or gate and up, which one array may hold.
     """
     arrays = [multiply(product, lhs, right, *sizes, by_xla=by_xla) for right in right_operands]
     return unstacked(arrays, product.gate_up_axis())
@@ -70,3 +69,45 @@ def unstacked(arrays: Sequence[Any], axis: int | None) -> list[Any]:
         return list(arrays)
     planes = [lax.index_in_dim(arrays[0], i, axis, keepdims=False) for i in range(2)]
     return [*planes, *arrays[1:]]
+
+
+def batched_product(
+    axis_data: Any, operands: Sequence[Any], axes: Sequence[int | None], product: Product
+) -> tuple[list[Any], Product, int | None]:
+    """Returns the operands of a batched product, how it is computed, and the axis it is mapped on.
+
+    Several right operands are given the same axes: mapped along their first, if any is mapped.
+
+    Args:
+      operands: the left one, the right ones, sizes; `axes` holds each one's mapped axis.
+    """
+    lhs, *right_operands = operands
+    lhs_axis, *right_axes = axes
+    if all(axis is None for axis in axes):
+        return list(operands), product, None
+    if product.groups:
+        return _batched_ragged(axis_data.size, operands, axes, product)
+    if len(set(right_axes)) > 1:
+        right_operands = list(
+            map(partial(mapped_first, axis_data.size), right_operands, right_axes)
+        )
+        right_axes = [0]
+    return [lhs, *right_operands], batched(product, axis_data, (lhs_axis, right_axes[0])), 0
+
+
+def _batched_ragged(
+    size: int, operands: Sequence[Any], axes: Sequence[int | None], product: Product
+) -> tuple[list[Any], Product, int]:
+    lhs, *right_operands, sizes = operands
+    lhs_axis, *right_axes, sizes_axis = axes
+    lhs, sizes = mapped_first(size, lhs, lhs_axis), mapped_first(size, sizes, sizes_axis)
+    contraction = is_varlen_k(product.subscripts)
+    if contraction or any(axis is not None for axis in right_axes):
+        right_operands = list(map(partial(mapped_first, size), right_operands, right_axes))
+        right_axes = [0] * len(right_operands)
+    rank, batch = len(product.subscripts.rhs), sizes.shape[1:-1]
+    right_operands = [
+        mapped_shared(size, x, axis, batch, x.ndim - (axis is not None) > rank)
+        for x, axis in zip(right_operands, right_axes, strict=True)
+    ]
+    return [lhs, *right_operands, sizes], replace(product, batch=product.batch + 1), 0

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
 from jax.interpreters import partial_eval as pe
@@ -27,22 +28,16 @@ Rule = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of JAX's transformations; None: the primitive has none.
+    """Rules of JAX's transformations; None: the primitive has none."""
 
-    Attributes:
-      linear_in: operands in each of which it is linear: a tangent takes the operand's place. It
-        stands for `jvp`.
-      jvp: `(primals, tangents, **params)`.
-      transpose: `(cotangent, *operands, **params)`; of a bilinear primitive one by each operand, as
-        in `ad.defbilinear`.
-      batch: `(axis_data, operands, axes, **params)`, called where an operand is mapped.
-      dce: as in `pe.dce_rules`.
-    """
-
+    # Operands in each of which it is linear: a tangent takes the operand's place. Stands for `jvp`.
     linear_in: tuple[int, ...] = ()
-    jvp: Rule | None = None
+    jvp: Rule | None = None  # `(primals, tangents, **params)`
+    # `(cotangent, *operands, **params)`, of one result never a zero; of a bilinear primitive one by
+    # each operand, as in `ad.defbilinear`.
     transpose: Rule | tuple[Rule, Rule] | None = None
-    batch: Rule | None = None
+    batch: Rule | None = None  # `(axis_data, operands, axes, **params)`, where an operand is mapped
+    # `(used, equation)`, where some results are: which operands are needed, and the parameters.
     dce: Rule | None = None
 
 
@@ -73,11 +68,9 @@ def define_primitive(
     """Returns a new primitive.
 
     Args:
-      name: of the primitive.
       reference: the JAX function of operands and parameters that it stands for. With
         `multiple_results` it gives a list.
       abstract: gives abstract results from abstract operands; None: traces `reference`.
-      rules: for JAX's transformations; None: it has none.
       lowering: where it is lowered to something else than `reference`; None: nowhere.
       request_of: of a product, which has a parameter `product`: what it asks for, from abstract
         operands, abstract results and its parameters.
@@ -90,8 +83,7 @@ def define_primitive(
     primitive.def_impl(partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract)
     _register_rules(primitive, rules or Rules())
-    lowering = lowering or Lowering()
-    register_lowering(primitive, abstract, reference, lowering)
+    register_lowering(primitive, abstract, reference, lowering or Lowering())
     if request_of:
         PRODUCTS[primitive] = _ProductRules(request_of, apart)
     return primitive
@@ -105,8 +97,10 @@ def _abstract_eval(reference: Rule, multiple_results: bool, *avals: Any, **param
 def _register_rules(primitive: Primitive, rules: Rules) -> None:
     if isinstance(rules.transpose, tuple):
         ad.defbilinear(primitive, *rules.transpose)
-    elif rules.transpose:
+    elif rules.transpose and primitive.multiple_results:
         ad.primitive_transposes[primitive] = rules.transpose
+    elif rules.transpose:
+        ad.primitive_transposes[primitive] = partial(_transposed, rules.transpose)
     if rules.linear_in:
         ad.primitive_jvps[primitive] = partial(_linear_jvp, primitive, rules.linear_in)
     elif rules.jvp:
@@ -114,7 +108,7 @@ def _register_rules(primitive: Primitive, rules: Rules) -> None:
     if rules.batch:
         batching.fancy_primitive_batchers[primitive] = partial(_batched, primitive, rules.batch)
     if rules.dce:
-        pe.dce_rules[primitive] = rules.dce
+        pe.dce_rules[primitive] = partial(_without_unused, rules.dce)
 
 
 def _linear_jvp(
@@ -129,6 +123,26 @@ def _linear_jvp(
     return result, total
 
 
+def _transposed(rule: Rule, cotangent: Any, *operands: Any, **params: Any) -> Any:
+    """Returns what the rule gives; JAX also asks where no cotangent comes in."""
+    if type(cotangent) is not ad.Zero:
+        return rule(cotangent, *operands, **params)
+    return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
+
+
+def _without_unused(rule: Rule, used: list[bool], *args: Any) -> tuple[list[bool], Any]:
+    """Drops results that nothing reads and operands that only they need."""
+    equation = args[-1]  # before it, JAX 0.12 passes what matters for mutable references
+    if not any(used):
+        return [False] * len(equation.invars), None
+    needed, params = rule(used, equation)
+    return needed, equation.replace(
+        invars=[x for x, need in zip(equation.invars, needed, strict=True) if need],
+        outvars=[x for x, use in zip(equation.outvars, used, strict=True) if use],
+        params=params,
+    )
+
+
 def _batched(
     primitive: Primitive, rule: Rule, axis_data: Any, operands: Any, axes: Any, **params: Any
 ) -> tuple[Any, Any]:
@@ -137,6 +151,13 @@ def _batched(
         return rule(axis_data, operands, axes, **params)
     results = primitive.bind(*operands, **params)
     return results, [None] * len(results) if primitive.multiple_results else None
+
+
+def mapped_first(size: int, x: Any, axis: int | None) -> Any:
+    """Returns an operand of a rule of `vmap` whose first axis is the mapped one, of this size."""
+    if axis is None:
+        return jnp.broadcast_to(x, (size, *x.shape))
+    return jnp.moveaxis(x, axis, 0)
 
 
 # Products.

@@ -12,7 +12,7 @@ the product lowers to `jax.lax.dot_general`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,78 +22,53 @@ from jax.interpreters import mlir
 
 from .. import sharding
 from ..gemm.product import Product
-from ..gemm.subscripts import Subscripts
+from ..gemm.subscripts import DotGeneral, Subscripts
 from ..launch.ffi_target import launcher_violation
-from ..lowering.call import Call
+from ..lowering.call import Call, request_between
+from ..lowering.devices import padded_partitions, permuted_sharding, with_partitions
 from ..lowering.emit import lower_call, mark_limit
-from ..lowering.match import request_between
-from ..lowering.register import Lowering
+from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.route import Request
-from ..lowering.shardings import padded_partitions, permuted_sharding, with_partitions
-from ..lowering.traced import lower_fun_once
+from .call_words import options_of_words, options_to_words
 from .define import Rules, define_primitive
 
 NAME = "hopper_dot"
 
 
 def hopper_dot(lhs: jax.Array, rhs: jax.Array, product: Product) -> jax.Array:
-    """Returns the product of two arrays.
-
-    Args:
-      lhs, rhs: the operands.
-      product: its precision and dtype are parameters of `lax.dot_general_p`, already canonical.
-    """
+    """Returns the product of two arrays; its precision and dtype are canonical already."""
     return hopper_dot_p.bind(lhs, rhs, product=product)
 
 
-@dataclass(frozen=True)
-class _DotGeneral:
-    """The `lax.dot_general_p` that a `hopper_dot_p` stands for, and the transpose after it.
-
-    Attributes:
-      swap_ab: whether the right operand comes first.
-      params: all parameters of `lax.dot_general_p`.
-      permutation: that of the transpose.
-    """
-
-    swap_ab: bool
-    params: dict[str, Any]
-    permutation: tuple[int, ...]
-
-    @staticmethod
-    def of(product: Product) -> _DotGeneral:
-        precision, subscripts = product.options.precision, product.subscripts
-        # A precision may tell the operands apart: only one that does not lets them change places.
-        same = precision is None or (isinstance(precision, tuple) and precision[0] == precision[1])
-        dot = subscripts.dot_general(may_swap=same)
-        order = tuple(map(subscripts.out.index, dot.out))
-        params = {
-            "dimension_numbers": dot.dimension_numbers,
-            "precision": precision,
-            "preferred_element_type": product.options.preferred_element_type,
-            "out_sharding": permuted_sharding(product.out_sharding, order),
-        }
-        return _DotGeneral(dot.swap_ab, params, dot.permutation)
-
-
-def dot_general_params(product: Product) -> dict[str, Any]:
-    """Returns the parameters of the `lax.dot_general_p` that a `hopper_dot_p` stands for."""
-    return _DotGeneral.of(product).params
+def dot_general_of(product: Product) -> tuple[DotGeneral, dict[str, Any]]:
+    """Returns the `lax.dot_general_p` that a `hopper_dot_p` stands for, and its parameters."""
+    precision, subscripts = product.options.precision, product.subscripts
+    # A precision may tell the operands apart: only one that does not lets them change places.
+    same = precision is None or (isinstance(precision, tuple) and precision[0] == precision[1])
+    dot = subscripts.dot_general(may_swap=same)
+    order = tuple(map(subscripts.out.index, dot.out))
+    return dot, product.options.of_dot() | {
+        "dimension_numbers": dot.dimension_numbers,
+        "out_sharding": permuted_sharding(product.out_sharding, order),
+    }
 
 
 def _abstract_eval(lhs: Any, rhs: Any, *, product: Product) -> Any:
     """Shape, dtype, sharding and varying axes are those of `lax.dot_general`."""
-    dot = _DotGeneral.of(product)
-    operands = (rhs, lhs) if dot.swap_ab else (lhs, rhs)
-    out, _ = lax.dot_general_p.abstract_eval(*operands, **dot.params)
+    dot, params = dot_general_of(product)
+    out, _ = lax.dot_general_p.abstract_eval(*_ordered(dot, lhs, rhs), **params)
     return lax.transpose_p.abstract_eval(out, permutation=dot.permutation)[0]
 
 
 def reference_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Array:
     """The product as XLA computes it."""
-    dot = _DotGeneral.of(product)
-    operands = (rhs, lhs) if dot.swap_ab else (lhs, rhs)
-    return lax.transpose(lax.dot_general_p.bind(*operands, **dot.params), dot.permutation)
+    dot, params = dot_general_of(product)
+    out = lax.dot_general_p.bind(*_ordered(dot, lhs, rhs), **params)
+    return lax.transpose(out, dot.permutation)
+
+
+def _ordered(dot: DotGeneral, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    return (rhs, lhs) if dot.swap_ab else (lhs, rhs)
 
 
 # Derivatives and vmap: the letters change places.
@@ -143,7 +118,6 @@ def batched(product: Product, axis_data: Any, axes: Any) -> Product:
 
 # Lowering.
 
-
 _lower_to_xla = lower_fun_once(reference_dot)
 
 
@@ -173,7 +147,7 @@ def _lower_partitioned(
         route = call.route(ctx, kernel_only=call.insists)
         if not route.supported or launcher_violation():
             return None
-    if (words := sharding.options_to_words(product.options)) is None:
+    if (words := options_to_words(product.options)) is None:
         return None
     subscripts = call.request.subscripts
     params = {"subscripts": str(subscripts)} | words
@@ -186,18 +160,13 @@ def _call_at(value: Any, operands: Sequence[Any], words: dict[str, Any]) -> Call
     lhs, rhs = operands
     if (request := request_between(subscripts, lhs, rhs, value)) is None:
         return None
-    return Call(replace(request, options=sharding.options_of_words(words)), (lhs, rhs))
+    return Call(replace(request, options=options_of_words(words)), (lhs, rhs))
 
 
 def _product_of_shards(
-    context: sharding.ShardContext,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    subscripts: str,
-    **words: Any,
+    context: sharding.ShardContext, lhs: jax.Array, rhs: jax.Array, *, subscripts: str, **words: Any
 ) -> list[jax.Array]:
-    product = Product(Subscripts.parse(subscripts), sharding.options_of_words(words))
+    product = Product(Subscripts.parse(subscripts), options_of_words(words))
     return [context.sum(hopper_dot_p.bind(lhs, rhs, product=product))]
 
 

@@ -18,7 +18,7 @@ from jax import numpy as jnp
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from ..fusion import Fusion, evaluate
+from ..fusion import Fusion, evaluate, reduced_by
 from ..fusion.jaxprs import abstract, traced
 from ..gemm.dtypes import residual_of
 from ..gemm.epilogue_graph import EpilogueGraph, Result
@@ -29,10 +29,9 @@ from ..lowering.devices import platforms_of
 from ..lowering.route import Roles, Route
 from ..sharding.choose_shards import Factors
 from ..sharding.custom_call import constrained, emit
-from ..sharding.options import precision_names
 from ..sharding.shard import ShardContext
 from .accumulators import accumulators_of
-from .fused_call import FusedProduct
+from .call_words import FusedProduct, precision_names
 from .fused_ragged_sharded import NAME as RAGGED
 from .fused_ragged_sharded import RESULTS, with_sizes
 
@@ -54,12 +53,7 @@ def route_partitioned(ctx: mlir.LoweringRuleContext, call: Call) -> Route | None
 
 
 def emit_fused(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list[Any] | None:
-    """Emits a product with its function; None where it must be another way.
-
-    Args:
-      call: the product, and what the function reads.
-      route: of `route_partitioned`.
-    """
+    """Emits a product with its function, by `route_partitioned`; None where it is another way."""
     assert route.fusion and route.roles
     if precision_names(call.request.options.precision) is None:
         return None
@@ -131,12 +125,7 @@ def _sum_dtype(graph: EpilogueGraph, factors: str) -> str:
 def fused_of_shards(
     bind: Callable[..., Any], context: ShardContext, *shards: jax.Array, **params: Any
 ) -> list[jax.Array]:
-    """The program of a shard.
-
-    Args:
-      bind: binds `hopper_fused_p`.
-      **params: of a `FusedProduct`.
-    """
+    """The program of a shard, by `params` of a `FusedProduct`; `bind` binds `hopper_fused_p`."""
     fused = FusedProduct.from_dict(params)
     graph, m, n, product = fused.graph, fused.m, fused.n, fused.product
     letters, count = context.letters, len(context.letters.factors)
@@ -149,9 +138,8 @@ def fused_of_shards(
             dtype = np.dtype(jnp.dtype(context.sum_dtype))
             product = product.with_options(preferred_element_type=dtype)
         products = [context.sum(x) for x in accumulators_of(product, lhs, right_operands)]
-        if _is_sum(
-            graph, str(product.options.preferred_element_type)
-        ):  # as plain as this, XLA adds up shards of both before it
+        if _is_sum(graph, str(product.options.preferred_element_type)):
+            # As plain as this, XLA adds up shards of both before it.
             return [products[0] + operands[0]]
         accumulators = [x.astype(jnp.float32) for x in products]
         return follow([*accumulators, *operands], reduce=context.reduce)
@@ -183,14 +171,8 @@ def _over_devices(
         match result.kind:
             case "matrix":
                 found.append(x)
-            case "column_sum":
-                found.append(context.reduce(x, m, "add"))
-            case "row_sum":
-                found.append(context.reduce(x, n, "add"))
-            case "row_max":
-                found.append(context.reduce(x, n, "max"))
-            case "max":
-                found.append(context.reduce(x, context.letters.out, "max"))
+            case "column_sum" | "row_sum" | "row_max" | "max":
+                found.append(context.reduce(x, *reduced_by(result, context.letters.out, m, n)))
             case "row_sumexp":
                 largest = context.reduce(x, n, "max")
                 base, own = (jnp.where(jnp.isfinite(y), y, 0.0) for y in (largest, x))

@@ -8,7 +8,7 @@ which computes it from its accumulators; the bare product is left without a use 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,15 +32,12 @@ from ..fusion.jaxprs import (
 from ..fusion.memo import memoised
 from ..gemm.product import Product
 from ..launch.ffi_target import launcher_violation
-from ..lowering.call import Call
+from ..lowering.call import Call, is_launch, product_at
 from ..lowering.emit import emit_launch
-from ..lowering.match import is_launch, product_at
-from ..lowering.register import Lowering
+from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.route import Route
-from ..lowering.traced import lower_fun_once
 from ..sharding import custom_call
-from .accumulators import accumulators_of, unstacked
-from .batched_product import batched_product
+from .accumulators import accumulators_of, batched_product, unstacked
 from .define import Rules, define_primitive
 from .fused_dot_sharded import emit_fused, route_partitioned
 from .segments import without_masks
@@ -48,18 +45,11 @@ from .segments import without_masks
 
 @dataclass(frozen=True)
 class Recompute:
-    """Residuals that are computed anew: in place of accumulators a derivative keeps operands.
+    """Residuals that are computed anew: in place of accumulators a derivative keeps operands."""
 
-    Attributes:
-      product: how they are multiplied.
-      num_b: number of right operands; the left one, these, and sizes come first among the
-        residuals.
-      used: which accumulators the derivative needs.
-    """
-
-    product: Product
-    num_b: int
-    used: tuple[bool, ...]
+    product: Product  # how these are multiplied
+    num_b: int  # right operands; the left one, these, and sizes are the first residuals
+    used: tuple[bool, ...]  # which accumulators the derivative needs
 
     @property
     def num_operands(self) -> int:
@@ -86,7 +76,7 @@ def _tangent(
 
     Args:
       *args: residuals, then tangents.
-      jaxpr: the derivative as of `jaxprs.tangent`.
+      jaxpr: the derivative by `jaxprs.tangent`.
       residuals: how many of `args` are.
       plane_axis: that of gate and up in the first tangent, where it holds both.
       recompute: how the first residuals of the derivative come from the first of `args`.
@@ -109,16 +99,16 @@ def _transpose_tangent(
 ) -> list[Any]:
     kept, linear = list(args[:residuals]), args[residuals:]
     inner = len(jaxpr.in_avals) - len(linear) - (plane_axis is not None)  # residuals of `jaxpr`
-    given = [i for i, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
-    outputs = [i in given for i in range(len(cotangents))]
+    moving = [type(ct) is not ad.Zero for ct in cotangents]
     kept_inputs = [True] * inner + [False] * (len(jaxpr.in_avals) - inner)
-    reached = list(pruned(jaxpr, outputs, kept_inputs)[1])
+    reached = list(pruned(jaxpr, moving, kept_inputs)[1])
     asked = [ad.is_undefined_primal(x) for x in linear]
     if plane_axis is not None:
         reached[inner : inner + 2] = [any(reached[inner : inner + 2])] * 2
         asked = [asked[0], *asked]
     wanted = [i for i, ask in enumerate(asked) if ask and reached[inner + i]]
     found: dict[int, Any] = {}
+    given = [i for i, moves in enumerate(moving) if moves]
     if given and wanted:
         if recompute is not None:
             kept = recompute.residuals(kept)
@@ -131,13 +121,8 @@ def _transpose_tangent(
         if plane_axis is not None and wanted[0] == 0:
             function, wanted = _stacking(function, plane_axis), [0, *wanted[2:]]
         kept = [x for x, use in zip(kept, used, strict=True) if use]
-        found = dict(
-            zip(
-                wanted,
-                epilogue_p.bind(*kept, *(cotangents[i] for i in given), jaxpr=function),
-                strict=True,
-            )
-        )
+        outputs = epilogue_p.bind(*kept, *(cotangents[i] for i in given), jaxpr=function)
+        found = dict(zip(wanted, outputs, strict=True))
     if plane_axis is not None:
         found = {max(0, i - 1): ct for i, ct in found.items()}
     zeros = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in linear]
@@ -169,10 +154,14 @@ def _batch_tangent(
     args, axes = list(args), list(axes)
     inner, inner_axes = args[:residuals], axes[:residuals]
     if recompute is not None:
-        args, recompute, product_axis = _batched_recompute(axis_data, args, axes, recompute)
+        count = recompute.num_operands
+        args[:count], product, product_axis = batched_product(
+            axis_data, args[:count], axes[:count], recompute.product
+        )
+        recompute = replace(recompute, product=product)
         inner = abstract(recompute.residuals, args[:residuals])
         inner_axes = [product_axis] * sum(recompute.used)
-        inner_axes += axes[recompute.num_operands : residuals]
+        inner_axes += axes[count:residuals]
     linear, linear_axes = args[residuals:], axes[residuals:]
     if plane_axis is not None:
         axis = linear_axes[0]
@@ -191,20 +180,6 @@ def _batch_tangent(
         recompute=recompute, products=products,
     )  # fmt: skip
     return outputs, [0] * len(outputs)
-
-
-def _batched_recompute(
-    axis_data: Any, args: list[Any], axes: list[Any], recompute: Recompute
-) -> tuple[list[Any], Recompute, int | None]:
-    """Returns residuals, with the products that they stand for batched.
-
-    The last item is the axis of the accumulators: 0, or None where no product is mapped.
-    """
-    count = recompute.num_operands
-    operands, product, product_axis = batched_product(
-        axis_data, args[:count], axes[:count], recompute.product
-    )
-    return [*operands, *args[count:]], replace(recompute, product=product), product_axis
 
 
 epilogue_tangent_p = define_primitive(
@@ -226,16 +201,9 @@ def _batch_epilogue(
     return outputs, [0] * len(outputs)
 
 
-def _without_unused(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
-    equation = args[-1]  # before it, JAX 0.12 passes what matters for mutable references
-    if not any(used):
-        return [False] * len(equation.invars), None
+def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], dict[str, Any]]:
     jaxpr, needed = pruned(equation.params["jaxpr"], used)
-    return needed, equation.replace(
-        invars=[x for x, need in zip(equation.invars, needed, strict=True) if need],
-        outvars=[x for x, use in zip(equation.outvars, used, strict=True) if use],
-        params={"jaxpr": jaxpr},
-    )
+    return needed, {"jaxpr": jaxpr}
 
 
 _lower_epilogue = lower_fun_once(_epilogue)
@@ -249,19 +217,16 @@ def _lower_epilogue_for_cuda(
     Of several, the one of whose epilogue the kernel computes most. Where XLA runs the product, it
     keeps it if it is expected to be faster with the function, too.
     """
-    choices = []
-    for index, value in enumerate(values):
-        bare = product_at(value)
-        if bare is None or launcher_violation():
-            continue
-        call = _followed(ctx, bare, values, index, jaxpr)
+
+    def route_of(call: Call, value: Any) -> Route | None:
+        if launcher_violation():
+            return None
         route = call.route(ctx, kernel_only=is_launch(value))
-        if route.path == "hopper" and route.fusion is not None:
-            choices.append((call, route))
-    if not choices:
-        return _lower_epilogue(ctx, *values, jaxpr=jaxpr)
-    call, route = max(choices, key=lambda choice: _covered(choice[1]))
-    return emit_launch(ctx, call, route)
+        return route if route.path == "hopper" and route.fusion else None
+
+    for call, route in _choices(ctx, values, jaxpr, product_at, route_of):
+        return emit_launch(ctx, call, route)
+    return _lower_epilogue(ctx, *values, jaxpr=jaxpr)
 
 
 def _lower_epilogue_partitioned(
@@ -270,16 +235,31 @@ def _lower_epilogue_partitioned(
     """Emits the same where XLA partitions the program over devices."""
     if not custom_call.applies(ctx):
         return None
-    choices = []
-    for index, value in enumerate(values):
-        if (bare := custom_call.product_at(value)) is not None:
-            call = _followed(ctx, bare, values, index, jaxpr)
-            if route := route_partitioned(ctx, call):
-                choices.append((call, route))
-    for call, route in sorted(choices, key=lambda x: _covered(x[1]), reverse=True):
+
+    def route_of(call: Call, _: Any) -> Route | None:
+        return route_partitioned(ctx, call)
+
+    for call, route in _choices(ctx, values, jaxpr, custom_call.product_at, route_of):
         if emitted := emit_fused(ctx, call, route):
             return emitted
     return _lower_epilogue(ctx, *values, jaxpr=jaxpr)
+
+
+def _choices(
+    ctx: mlir.LoweringRuleContext,
+    values: Sequence[Any],
+    jaxpr: ClosedJaxpr,
+    product_at: Callable[[Any], Call | None],
+    route_of: Callable[[Call, Any], Route | None],
+) -> list[tuple[Call, Route]]:
+    """Returns products of which the function can be the epilogue: first where most is computed."""
+    choices = []
+    for index, value in enumerate(values):
+        if (bare := product_at(value)) is not None:
+            call = _followed(ctx, bare, values, index, jaxpr)
+            if route := route_of(call, value):
+                choices.append((call, route))
+    return sorted(choices, key=lambda choice: _covered(choice[1]), reverse=True)
 
 
 def _followed(

@@ -16,9 +16,8 @@ from ..gemm.groups import GroupedAxis
 from ..gemm.product import Product
 from ..lowering.call import Call
 from ..lowering.emit import lower_call
-from ..lowering.register import Lowering
+from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.route import Request
-from ..lowering.traced import lower_fun_once
 from .fused_dot_sharded import emit_fused, route_partitioned
 from .group_sizes import sizes_of_each
 
@@ -82,10 +81,9 @@ def _flattened(ctx: mlir.LoweringRuleContext, call: Call, product: Product) -> C
 
 
 def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
-    """Returns how `hopper_fused_p` is lowered.
+    """Returns how `hopper_fused_p` is lowered, which stands for `reference`.
 
-    Args:
-      reference: the function that it stands for; with `by_xla=False` its products are ours.
+    With `by_xla=False` products of that are ours.
     """
     to_xla = lower_fun_once(reference)
     apart = lower_fun_once(partial(reference, by_xla=False))
@@ -95,26 +93,18 @@ def fused_lowering(reference: Callable[..., list[Any]]) -> Lowering:
         if product.batch:
             call = _flattened(ctx, call, product)
         launched = lower_call(ctx, call)
-        return launched or (apart if runs_apart(product) else to_xla)(ctx, *values, **params)
+        # XLA has no ragged product that would be worth keeping a function with.
+        return launched or (apart if product.groups else to_xla)(ctx, *values, **params)
 
     def partitioned(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
         """Emits a product with its function, or else the product and the function behind it."""
         if not sharding.applies(ctx):
             return None
-        call = _call_of(ctx, values, params).readable(ctx)
         emitted = None
-        if params["product"].batch:  # by its products, which are mapped
-            pass
-        elif route := route_partitioned(ctx, call):
-            emitted = emit_fused(ctx, call, route)
+        if not params["product"].batch:  # else by its products, which are mapped
+            call = _call_of(ctx, values, params).readable(ctx)
+            if route := route_partitioned(ctx, call):
+                emitted = emit_fused(ctx, call, route)
         return emitted or apart(ctx, *values, **params)
 
     return Lowering(for_cuda, partitioned)
-
-
-def runs_apart(product: Product) -> bool:
-    """Whether a product that no kernel takes with its function is asked for without.
-
-    XLA has no ragged product that would be worth keeping a function with.
-    """
-    return product.groups is not None

@@ -37,13 +37,12 @@ from ..fusion.memo import memoised
 from ..gemm.dtypes import residual_of
 from ..gemm.groups import DGRAD, is_varlen_k
 from ..gemm.product import Product
-from .accumulators import accumulators_of, multiply
-from .batched_product import batched_product
+from .accumulators import accumulators_of, batched_product, multiply
 from .define import Rule, Rules, define_primitive
 from .dot import as_cotangent, cotangent_of
 from .fused_dot_sharded import NAME, fused_of_shards
 from .fused_grad import Recompute, epilogue_tangent_p
-from .fused_lowering import fused_lowering, request_of, runs_apart
+from .fused_lowering import fused_lowering, request_of
 from .fused_ragged_sharded import NAME as RAGGED
 from .fused_ragged_sharded import fused_of_ragged_shards
 from .segments import segment_broadcast_p, segment_mask, segment_mask_p
@@ -93,10 +92,8 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     jaxpr, product, num_b = params["jaxpr"], params["product"], params["num_b"]
     lhs, right_operands, operands = _split(primals, num_b)
     still = [type(x) is ad.Zero for x in tangents]
-    dtypes, dtype = (
-        {x.dtype for x in (lhs, *right_operands)},
-        product.options.preferred_element_type,
-    )
+    dtypes = {x.dtype for x in (lhs, *right_operands)}
+    dtype = product.options.preferred_element_type
     if len(dtypes) == 1 and is_inexact(lhs):
         dtype = jnp.dtype(residual_of(dtypes.pop().name))
     kept_product = product.with_options(preferred_element_type=dtype, preactivation="save")
@@ -144,13 +141,11 @@ def _product_tangents(
     lhs_tangent, right_tangents, _ = _split(tangents, num_b)
     sizes = operands[: product.num_sizes_operands]
     moved: dict[int, Any] = {}
-    if type(lhs_tangent) is not ad.Zero:
-        if num_b == 2:
-            moved |= enumerate(
-                hopper_dots_p.bind(lhs_tangent, *right_operands, *sizes, product=product)
-            )
-        else:
-            moved[0] = multiply(product, lhs_tangent, right_operands[0], *sizes)
+    if type(lhs_tangent) is not ad.Zero and num_b == 2:
+        both = hopper_dots_p.bind(lhs_tangent, *right_operands, *sizes, product=product)
+        moved |= enumerate(both)
+    elif type(lhs_tangent) is not ad.Zero:
+        moved[0] = multiply(product, lhs_tangent, right_operands[0], *sizes)
     for i, right_tangent in enumerate(right_tangents):
         if type(right_tangent) is not ad.Zero:
             term = multiply(product, lhs, right_tangent, *sizes)
@@ -215,12 +210,8 @@ def _batch(axis_data: Any, args: Any, axes: Any, **params: Any) -> tuple[list[An
     accumulators = abstract(
         partial(accumulators_of, product, by_xla=True), lhs, right_operands, *operands[:num_sizes]
     )
-    function = mapped(
-        params["jaxpr"],
-        [product_axis] * len(accumulators) + axes,
-        axis_data.size,
-        [*accumulators, *operands],
-    )
+    axes = [product_axis] * len(accumulators) + axes
+    function = mapped(params["jaxpr"], axes, axis_data.size, [*accumulators, *operands])
     outputs = hopper_fused_p.bind(
         lhs, *right_operands, *operands, jaxpr=function, product=product, num_b=num_b,
         in_place=params["in_place"],
@@ -250,11 +241,7 @@ def _as_rows_lie(
             operands[i], axes[i] = jnp.broadcast_to(x, (size, *x.shape)), 0
 
 
-def _without_unused(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
-    """Drops results that nothing reads and operands that only they need."""
-    equation = args[-1]  # before it, JAX 0.12 passes what matters for mutable references
-    if not any(used):
-        return [False] * len(equation.invars), None
+def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], dict[str, Any]]:
     params, count = dict(equation.params), 1 + equation.params["num_b"]
     operands, sizes = len(equation.invars) - count, params["product"].num_sizes_operands
     accumulators = len(params["jaxpr"].in_avals) - operands
@@ -264,18 +251,11 @@ def _without_unused(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
     if (index := params["in_place"]) is not None:
         stays = used[0] and needed[index]
         params["in_place"] = sum(needed[:index]) if stays else None
-    needed = [True] * count + needed
-    return needed, equation.replace(
-        invars=[x for x, need in zip(equation.invars, needed, strict=True) if need],
-        outvars=[x for x, use in zip(equation.outvars, used, strict=True) if use],
-        params=params,
-    )
+    return [True] * count + needed, params
 
 
 def _apart(params: dict[str, Any]) -> Rule | None:
-    if not runs_apart(params["product"]):
-        return None
-    return partial(reference_fused, by_xla=False, **params)
+    return partial(reference_fused, by_xla=False, **params) if params["product"].groups else None
 
 
 hopper_fused_p = define_primitive(

@@ -8,7 +8,7 @@ of the shards add up, and the graph follows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,8 @@ from ..gemm.subscripts import Subscripts
 from ..sharding.choose_shards import Factors
 from ..sharding.shard import ShardContext
 from .accumulators import accumulators_of
-from .fused_call import FusedProduct
-from .ragged_shards import ENTRIES, SIZES, Part, RaggedShard
+from .call_words import FusedProduct
+from .ragged_dot_sharded import ENTRIES, SIZES, Part, RaggedShard
 from .segments import segment_broadcast, segment_mask
 
 NAME = "hopper_fused_ragged"
@@ -49,15 +49,12 @@ def with_sizes(letters: Factors, subscripts: Subscripts) -> Factors:
 def fused_of_ragged_shards(
     bind: Callable[..., Any], context: ShardContext, *shards: jax.Array, **params: Any
 ) -> list[jax.Array]:
-    """The program of a shard.
+    """The program of a shard, by `params` of a `FusedProduct` that has groups.
 
-    Args:
-      bind: binds `hopper_fused_p`.
-      *shards: factors, operands of the graph, and the sizes, whole.
-      **params: of a `FusedProduct` that has groups.
+    `bind` binds `hopper_fused_p`; `shards` are factors, operands of the graph, the sizes, whole.
     """
     fused, letters = FusedProduct.from_dict(params), context.letters
-    graph, m, n, product = fused.graph, fused.m, fused.n, fused.product
+    graph, n, product = fused.graph, fused.n, fused.product
     count, rows = len(letters.factors), not is_varlen_k(product.subscripts)
     (lhs, *right_operands), operands, sizes = shards[:count], shards[count:-1], shards[-1]
     assert product.groups
@@ -65,7 +62,7 @@ def fused_of_ragged_shards(
     length = lhs.shape[0] * shard.rows.count
     own_sizes, own_rule = shard.own_sizes(sizes, length), shard.own_rule()
     product = replace(product, groups=own_rule)
-    follow = _Following(graph, letters.others[:-1], letters.out, m, n, rows)
+    follow = partial(_results_of, fused, letters)
     if _sums_first(graph, context, n, rows):
         dtype = np.dtype(jnp.dtype(context.sum_dtype))
         product = product.with_options(preferred_element_type=dtype)
@@ -127,43 +124,27 @@ def _entries_of(groups: Part, x: jax.Array) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, groups.index * count, count)
 
 
-@dataclass(frozen=True)
-class _Following:
-    """What the graph makes of accumulators.
-
-    Attributes:
-      graph: the function.
-      others: letters of its operands.
-      out, m, n: letters of the accumulators, of their rows and columns.
-      rows: whether the rows are in groups: then rows of no group are 0.
-    """
-
-    graph: EpilogueGraph
-    others: Sequence[str]
-    out: str
-    m: str
-    n: str
-    rows: bool
-
-    def __call__(
-        self, accumulators: Sequence[Any], operands: Sequence[Any], sizes: Any, rule: Groups,
-        **options: Any,
-    ) -> list[Any]:  # fmt: skip
-        arrays, names = list(operands), list(self.others)
-        if self.rows:
-            for i, own in enumerate(self.others):
-                if ENTRIES in own:
-                    assert own[0] == ENTRIES, own
-                    length = accumulators[0].shape[0]
-                    arrays[i] = segment_broadcast(arrays[i], sizes, rule, length)
-                    names[i] = self.m + own[1:]
-        results = evaluate(
-            self.graph, [*accumulators, *arrays], names, self.out, self.m, self.n, **options
-        )
-        if not self.rows:
-            return results
-        whole = [result for result in self.graph.results if result.plane == 0]
-        return [
-            segment_mask(x, sizes, rule) if result.kind == "matrix" else x
-            for x, result in zip(results, whole, strict=True)
-        ]
+def _results_of(
+    fused: FusedProduct,
+    letters: Factors,
+    accumulators: Sequence[Any],
+    operands: Sequence[Any],
+    sizes: Any,
+    rule: Groups,
+    **options: Any,
+) -> list[Any]:
+    """Returns what the graph makes of accumulators; of rows in groups 0 in rows of no group."""
+    graph, m = fused.graph, fused.m
+    arrays, names = list(operands), list(letters.others[:-1])
+    rows = not is_varlen_k(fused.product.subscripts)
+    for i, own in enumerate(names):
+        if rows and ENTRIES in own:
+            assert own[0] == ENTRIES, own
+            arrays[i] = segment_broadcast(arrays[i], sizes, rule, accumulators[0].shape[0])
+            names[i] = m + own[1:]
+    results = evaluate(graph, [*accumulators, *arrays], names, letters.out, m, fused.n, **options)
+    whole = [result for result in graph.results if result.plane == 0]
+    return [
+        segment_mask(x, sizes, rule) if rows and result.kind == "matrix" else x
+        for x, result in zip(results, whole, strict=True)
+    ]

@@ -36,10 +36,9 @@ from ..gemm.product import Product
 from ..gemm.subscripts import Subscripts
 from ..lowering.call import Call
 from ..lowering.emit import lower_call
-from ..lowering.register import Lowering
+from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.route import Request
-from ..lowering.traced import lower_fun_once
-from .define import Rules, define_primitive
+from .define import Rules, define_primitive, mapped_first
 from .dot import as_cotangent
 from .group_sizes import sizes_of_each
 from .ragged_dot_sharded import NAME, call_at, emit_ragged, ragged_of_shards
@@ -97,16 +96,11 @@ def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
 def _transpose(cotangent: Any, lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> list[Any]:
     of_lhs = ad.is_undefined_primal(lhs)
     primal = lhs.aval if of_lhs else rhs.aval
-    if type(cotangent) is ad.Zero:
-        zero = ad.Zero(primal)
-        return [zero if of_lhs else None, None if of_lhs else zero, None]
     subscripts = product.subscripts
-    if subscripts == VARLEN_K:
-        gradient = (
-            _by_form(VARLEN_M_NK, rhs, cotangent, sizes, product)
-            if of_lhs
-            else _by_form(VARLEN_M_KN, lhs, cotangent, sizes, product)
-        )
+    if subscripts == VARLEN_K and of_lhs:
+        gradient = _by_form(VARLEN_M_NK, rhs, cotangent, sizes, product)
+    elif subscripts == VARLEN_K:
+        gradient = _by_form(VARLEN_M_KN, lhs, cotangent, sizes, product)
     elif of_lhs:
         gradient = _by_form(DGRAD[subscripts], cotangent, rhs, sizes, product)
     else:
@@ -127,15 +121,11 @@ def _of_weights(lhs: Any, rhs: Any, sizes: Any, product: Product) -> Any:
     periods = groups.periods(sizes.shape[0])
     if groups.step or periods == 1:
         return _by_form(VARLEN_K, lhs, rhs, sizes, product)
-    if _is_narrow(lhs) and _is_narrow(rhs):
+    if all(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 for x in (lhs, rhs)):
         product = product.with_options(preferred_element_type=np.dtype(np.float32))
     product = replace(product, groups=replace(groups, step=groups.count))
     parts = _by_form(VARLEN_K, lhs, rhs, sizes, product)
     return parts.reshape(periods, groups.count, *parts.shape[1:]).sum(0)
-
-
-def _is_narrow(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
 
 
 # vmap.
@@ -143,17 +133,15 @@ def _is_narrow(array: Any) -> bool:
 
 def _batch(axis_data: Any, args: Any, axes: Any, *, product: Product) -> tuple[Any, int]:
     if axis_data.size == 0:
-        avals = map(_unmapped, args, axes)
+        avals = [
+            jax.ShapeDtypeStruct([n for i, n in enumerate(x.shape) if i != axis], x.dtype)
+            for x, axis in zip(args, axes, strict=True)
+        ]
         out = jax.eval_shape(partial(hopper_ragged_dot_p.bind, product=product), *avals)
         return jnp.zeros((0, *out.shape), out.dtype), 0
     if free := _free_letter(product.subscripts, axes):
         return _batch_free(axis_data.size, args, axes, product, free)
     return _batch_rows(axis_data.size, args, axes, product), 0
-
-
-def _unmapped(array: Any, axis: int | None) -> jax.ShapeDtypeStruct:
-    shape = [extent for i, extent in enumerate(array.shape) if i != axis]
-    return jax.ShapeDtypeStruct(shape, array.dtype)
 
 
 def _free_letter(subscripts: Subscripts, axes: Any) -> tuple[int, str] | None:
@@ -187,24 +175,19 @@ def _batch_rows(size: int, args: Any, axes: Any, product: Product) -> Any:
     """Maps by more rows: those of each matrix behind one another, each with its own periods."""
     assert (groups := product.groups)
 
-    def whole(array: Any, axis: int | None) -> Any:
-        if axis is None:
-            return jnp.broadcast_to(array, (size, *array.shape))
-        return jnp.moveaxis(array, axis, 0)
-
-    lhs, (rhs, rhs_axis), sizes = whole(args[0], axes[0]), (args[1], axes[1]), args[2]
+    lhs, (rhs, rhs_axis), sizes = mapped_first(size, args[0], axes[0]), (args[1], axes[1]), args[2]
     if axes[2] is not None:
         sizes = jnp.moveaxis(sizes, axes[2], 0)
     length, count = lhs.shape[1], sizes.shape[-1]
     periods, matrices = groups.periods(count), groups.matrices(count)
     contraction = product.subscripts == VARLEN_K
     if contraction:
-        rhs, step = whole(rhs, rhs_axis), groups.count
+        rhs, step = mapped_first(size, rhs, rhs_axis), groups.count
         rhs = rhs.reshape(size * length, rhs.shape[-1])
     elif rhs_axis is None and (periods == 1 or not groups.step):
         step = 0
     else:
-        rhs, step = whole(rhs, rhs_axis), groups.count
+        rhs, step = mapped_first(size, rhs, rhs_axis), groups.count
         matrix = rhs.shape[2:]
         if periods > 1 and not groups.step:
             rhs = jnp.broadcast_to(rhs[:, None], (size, periods, matrices, *matrix))
@@ -218,7 +201,6 @@ def _batch_rows(size: int, args: Any, axes: Any, product: Product) -> Any:
 
 
 # Lowering.
-
 
 _lower_to_xla = lower_fun_once(reference_ragged_dot)
 

@@ -1,34 +1,117 @@
 """Ragged products in a program that XLA partitions over devices.
 
-In the custom call an axis that is two in one has a letter for each: periods ("p") and their rows or
-groups, planes ("c"; gate and up) and their columns. So devices can have a part of either. On a
-device they are one again.
+A device has a part of the rows, of the groups, or of both. Runs end where its rows do, and what
+belongs to groups of other devices becomes rows of no group: 0 in a result of rows, so that the sum
+over devices is the product, and left out of a contraction.
+
+In the custom call an axis that is two in one has a letter for each: periods ("p"), which come of
+`jax.vmap` and have as many rows each, and their rows or groups; planes ("c"; gate and up) and their
+columns. So devices can have a part of either. On a device they are one again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from ..gemm.groups import GroupedAxis, Groups
+from ..gemm.groups import GROUP, GroupedAxis, Groups
 from ..gemm.product import Product
 from ..gemm.subscripts import Subscripts
 from ..launch.ffi_target import launcher_violation
-from ..lowering.call import Call
+from ..lowering.call import Call, request_between
 from ..lowering.devices import platforms_of
-from ..lowering.match import request_between
 from ..sharding.choose_shards import Factors
 from ..sharding.custom_call import emit
-from ..sharding.options import options_of_words, options_to_words
 from ..sharding.shard import ShardContext
-from .ragged_shards import PERIODS, RaggedShard, ragged_letters
+from .call_words import options_of_words, options_to_words
+from .group_sizes import run_ends
+
+PERIODS, SIZES, ENTRIES = "p", "s", "h"  # h: groups of which each device reads all entries
+
+
+def ragged_letters(subscripts: Subscripts, periods: int, *, shared: bool) -> Factors:
+    """Returns the letters of a ragged product's operands, sizes last, and of its result.
+
+    Args:
+      subscripts: one of the forms.
+      periods: of its runs. Of several, rows and matrices have one more axis in front.
+      shared: whether all periods have the same matrices.
+    """
+    lhs, rhs, out = (
+        PERIODS + x if periods > 1 and not (shared and GROUP in x) else x
+        for x in (subscripts.lhs, subscripts.rhs, subscripts.out)
+    )
+    return Factors((lhs, rhs), out, (out,), others=(SIZES,), whole=SIZES, picked=GROUP)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `count` equal parts of an axis. Its index may be one that only the device knows."""
+
+    index: Any = 0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class RaggedShard:
+    """The parts of a ragged product that a device has."""
+
+    rule: Groups  # of the whole product
+    periods: Part = Part()  # of the periods, if there are several
+    rows: Part = Part()  # of the rows of each period
+    groups: Part = Part()  # of the groups of each period
+
+    @staticmethod
+    def of(rule: Groups, part: Callable[[str], tuple[Any, int]]) -> RaggedShard:
+        """Returns a device's shard; `part` gives for a letter its part's index and their count."""
+        return RaggedShard(rule, *(Part(*part(letter)) for letter in (PERIODS, "m", GROUP)))
+
+    def own_rule(self) -> Groups:
+        """Returns which of the runs that `own_sizes` cuts belong to which group."""
+        if self.groups.count == 1:
+            return self.rule
+        count = self.rule.count // self.groups.count
+        return Groups(count + 2, count, first=1, step=count if self.rule.step else 0)
+
+    def own_sizes(self, sizes: jax.Array, length: int) -> jax.Array:
+        """Returns the sizes that cut the device's rows into runs of `own_rule`.
+
+        Args:
+          sizes: (S,) int32, of the whole product.
+          length: its rows.
+        """
+        if self.periods.count == self.rows.count == self.groups.count == 1:
+            return sizes
+        periods = self.rule.periods(sizes.shape[0])
+        ends = jnp.append(run_ends(sizes, length), np.int32(length))
+        starts = jnp.arange(periods, dtype=np.int32) * (length // periods)
+        bounds = jnp.column_stack([starts, ends.reshape(periods, self.rule.period)])
+        length //= periods
+        periods //= self.periods.count
+        if self.periods.count > 1:
+            bounds = lax.dynamic_slice_in_dim(bounds, self.periods.index * periods, periods)
+        if self.groups.count > 1:
+            count = self.rule.count // self.groups.count
+            before = self.rule.first + self.groups.index * count
+            own = lax.dynamic_slice_in_dim(bounds, before, count + 1, axis=1)
+            ends = jnp.column_stack([own, bounds[:, -1:]])
+        else:
+            ends = bounds[:, 1:]
+        rows = length // self.rows.count
+        ends = jnp.clip(ends - bounds[:, :1] - self.rows.index * rows, 0, rows)
+        ends += rows * jnp.arange(periods, dtype=np.int32)[:, None]
+        return jnp.diff(ends.reshape(-1), prepend=np.int32(0))[:-1]
+
 
 NAME = "hopper_ragged_dot"
 PLANES = "c"
@@ -146,13 +229,7 @@ def ragged_of_shards(
     spans: Sequence[int],
     **words: Any,
 ) -> list[jax.Array]:
-    """The program of a shard.
-
-    Args:
-      bind: binds `hopper_ragged_dot`.
-      sizes: of the whole product.
-      subscripts, spans, **words: those that `emit_ragged` hands in.
-    """
+    """The program of a shard, by the words of `emit_ragged`; `sizes` are of the whole product."""
     shard, letters = RaggedShard.of(Groups(*spans), context.part), context.letters
     extents = letters.extents((lhs.shape, rhs.shape))
     periods = shard.rule.periods(sizes.shape[0])

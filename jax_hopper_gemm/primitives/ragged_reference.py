@@ -20,11 +20,7 @@ _lax_ragged_dot_general = lax.ragged_dot_general
 
 
 def reference_ragged_dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    sizes: jax.Array,
-    *,
-    product: Product,
+    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *, product: Product
 ) -> jax.Array:
     """The product as XLA computes it; arguments as of `hopper_ragged_dot`.
 
@@ -32,7 +28,7 @@ def reference_ragged_dot(
     after the other. Rows of no group and weights of empty groups may hold NaNs, as for a kernel:
     JAX's own, which multiplies them by 0, would let these into every row.
     """
-    subscripts, groups, options = product.subscripts, product.groups, _dot_options(product)
+    subscripts, groups, options = product.subscripts, product.groups, product.options.of_dot()
     assert groups
     if groups.is_plain(sizes.shape[0]) and groups.count:
         length = lhs.shape[0]
@@ -77,16 +73,7 @@ def _zero_unless(kept: jax.Array, array: jax.Array) -> jax.Array:
 
 def _zeros(aval: Any, array: jax.Array) -> jax.Array:
     """Returns zeros that vary over the mesh axes that `array` varies over."""
-    zeros = jnp.zeros(aval.shape, aval.dtype)
-    return alike_in_shard_map(zeros, array)[0]
-
-
-def _dot_options(product: Product) -> dict[str, Any]:
-    options = product.options
-    return {
-        "precision": options.precision,
-        "preferred_element_type": options.preferred_element_type,
-    }
+    return alike_in_shard_map(jnp.zeros(aval.shape, aval.dtype), array)[0]
 
 
 def alike(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> jax.Array:
@@ -97,7 +84,7 @@ def alike(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> jax.Array:
         numbers, axis = (((), ()), ((0,), (0,))), 0
     else:
         numbers, axis = (((1,), (subscripts.rhs.index("k"),)), ((), ())), 1
-    like = lax.dot_general(lhs, rhs, numbers, **_dot_options(product))
+    like = lax.dot_general(lhs, rhs, numbers, **product.options.of_dot())
     like = lax.reduce(like, np.zeros((), like.dtype), lax.add, (axis,))
     if subscripts == VARLEN_K:
         shape = (groups.matrices(sizes.shape[0]), *like.shape)

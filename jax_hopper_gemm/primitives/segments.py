@@ -9,7 +9,7 @@ entry of its own in arrays with an axis of groups, or to none (see `gemm.groups`
 
 `vmap` over sizes gives all arrays further axes in front of the rows and of `sizes`; those of groups
 have them too, or are shared. Kernels read a group's entry where it lies, and store no other rows
-than those of groups: `tracing` knows the first and the last by their names.
+than those of groups: `fusion` knows the first and the last by their names.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.extend.core import Literal, Primitive
-from jax.interpreters import ad
 
 from ..fusion.jaxprs import ClosedJaxpr, pruned
 from ..fusion.memo import memoised
 from ..gemm.dtypes import OPERANDS
 from ..gemm.groups import VARLEN_K, Groups
-from ..gemm.options import Options
-from ..gemm.product import Product
+from ..gemm.product import Options, Product
 from ..gemm.spec import TMA_ALIGNMENT
-from .define import Rules, define_primitive
+from .define import Rules, define_primitive, mapped_first
 from .group_sizes import group_of_rows
 from .ragged_dot import hopper_ragged_dot
 
@@ -97,35 +95,23 @@ def _live_rows(x: Any, sizes: Any, *, groups: Groups) -> jax.Array:
 
 def _sum_of_groups(x: Any, sizes: Any, *, groups: Groups) -> jax.Array:
     """The product of the rows with ones: same input, same bits, whoever multiplies."""
-    batch = sizes.ndim - 1
-    rest, ones = x.shape[batch + 1 :], _columns_of_ones(x.dtype)
-
-    options = Options(
-        precision=(lax.Precision.HIGHEST,) * 2,
-        preferred_element_type=np.promote_types(x.dtype, np.float32),
-    )
+    sum_dtype = np.promote_types(x.dtype, np.float32)
+    options = Options(precision=(lax.Precision.HIGHEST,) * 2, preferred_element_type=sum_dtype)
+    product = Product(VARLEN_K, options, groups=groups)
+    # As many columns of ones as are in the shortest line that a kernel reads.
+    count = TMA_ALIGNMENT // x.dtype.itemsize if x.dtype.name in OPERANDS else 1
 
     def of(x: jax.Array, sizes: jax.Array) -> jax.Array:
-        columns = x.reshape(x.shape[0], -1)
-        sums = hopper_ragged_dot(
-            jnp.ones((x.shape[0], ones), x.dtype), columns, sizes,
-            Product(VARLEN_K, options, groups=groups),
-        )[:, 0]  # fmt: skip
-        return sums.reshape(-1, *rest)
+        ones, columns = jnp.ones((x.shape[0], count), x.dtype), x.reshape(x.shape[0], -1)
+        sums = hopper_ragged_dot(ones, columns, sizes, product)[:, 0]
+        return sums.reshape(-1, *x.shape[1:])
 
-    return _over_batch(of, batch, 0, 0)(x, sizes)
-
-
-def _columns_of_ones(dtype: np.dtype) -> int:
-    """Returns how many columns of ones sum up rows: the shortest lines that a kernel reads."""
-    return TMA_ALIGNMENT // dtype.itemsize if dtype.name in OPERANDS else 1
+    return _over_batch(of, sizes.ndim - 1, 0, 0)(x, sizes)
 
 
 def _transpose_rows(
     cotangent: Any, x: Any, sizes: Any, *, groups: Groups, length: int, rounded: Any, each: bool
 ) -> list[Any]:
-    if type(cotangent) is ad.Zero:
-        return [ad.Zero(x.aval), None]
     batch = sizes.ndim - 1
     matrix = np.prod(cotangent.shape[batch + 1 :]) > 1  # else few numbers, kept as they are
     if rounded is not None and matrix and rounded.itemsize < cotangent.dtype.itemsize:
@@ -137,14 +123,10 @@ def _transpose_rows(
 
 
 def _transpose_live(cotangent: Any, x: Any, sizes: Any, *, groups: Groups) -> list[Any]:
-    if type(cotangent) is ad.Zero:
-        return [ad.Zero(x.aval), None]
     return [segment_mask_p.bind(cotangent, sizes, groups=groups), None]
 
 
 def _transpose_sum(cotangent: Any, x: Any, sizes: Any, *, groups: Groups) -> list[Any]:
-    if type(cotangent) is ad.Zero:
-        return [ad.Zero(x.aval), None]
     batch = sizes.ndim - 1
     rows = segment_broadcast_p.bind(
         cotangent, sizes, groups=groups, length=x.aval.shape[batch], rounded=None, each=batch > 0
@@ -158,9 +140,8 @@ def without_masks(
 ) -> tuple[ClosedJaxpr, list[bool]]:
     """Returns a function without `segment_mask` that make no difference, and which inputs it has.
 
-    Args:
-      outputs: which outputs are read by products alone, to which rows of no group are nothing.
-      kept: as in `jaxprs.pruned`.
+    `outputs` tells which are read by products alone, to which rows of no group are nothing; `kept`
+    is as in `jaxprs.pruned`.
     """
     jaxpr = closed.jaxpr
     before = {e.outvars[0]: e.invars[0] for e in jaxpr.eqns if e.primitive is segment_mask_p}
@@ -178,13 +159,6 @@ def without_masks(
     return pruned(closed, [True] * len(outvars), kept)
 
 
-def mapped_first(size: int, x: Any, axis: int | None) -> Any:
-    """Returns an array whose first axis is the mapped one, of this size."""
-    if axis is None:
-        return jnp.broadcast_to(x, (size, *x.shape))
-    return jnp.moveaxis(x, axis, 0)
-
-
 def mapped_shared(size: int, x: Any, axis: int | None, batch: tuple[int, ...], each: bool) -> Any:
     """Returns an array that had the axes `batch` in front (`each`) or was shared, mapped in front.
 
@@ -193,12 +167,10 @@ def mapped_shared(size: int, x: Any, axis: int | None, batch: tuple[int, ...], e
     if axis is None and not each:
         return x
     x = mapped_first(size, x, axis)
-    if not each:
-        shape = x.shape
-        x = jnp.broadcast_to(
-            lax.expand_dims(x, range(1, 1 + len(batch))), (size, *batch, *shape[1:])
-        )
-    return x
+    if each:
+        return x
+    own = x.shape[1:]
+    return jnp.broadcast_to(lax.expand_dims(x, range(1, 1 + len(batch))), (size, *batch, *own))
 
 
 def _batch_rows(
@@ -218,24 +190,13 @@ def _batch_rows(
 
 def _batch_as_rows(
     primitive: Primitive, axis_data: Any, args: Any, axes: Any, **params: Any
-) -> tuple[Any, int | None]:
-    (x, sizes), (x_axis, sizes_axis) = args, axes
-    batch, out_axis = sizes.ndim - 1, None
-    if sizes_axis is not None:
-        sizes, x, out_axis = (
-            jnp.moveaxis(sizes, sizes_axis, 0), mapped_first(axis_data.size, x, x_axis), 0,
-        )  # fmt: skip
-    elif x_axis is not None:
-        x, out_axis = jnp.moveaxis(x, x_axis, batch + 1), batch + 1
-    return primitive.bind(x, sizes, **params), out_axis
-
-
-def _batch_mask(*args: Any, **params: Any) -> tuple[Any, int | None]:
-    return _batch_as_rows(segment_mask_p, *args, **params)
-
-
-def _batch_sum(*args: Any, **params: Any) -> tuple[Any, int | None]:
-    return _batch_as_rows(segment_sum_p, *args, **params)
+) -> tuple[Any, int]:
+    """Maps a primitive whose operand has rows, not entries of groups."""
+    (x, sizes), (x_axis, sizes_axis), columns = args, axes, args[1].ndim
+    if sizes_axis is None:
+        return primitive.bind(jnp.moveaxis(x, x_axis, columns), sizes, **params), columns
+    x, sizes = mapped_first(axis_data.size, x, x_axis), jnp.moveaxis(sizes, sizes_axis, 0)
+    return primitive.bind(x, sizes, **params), 0
 
 
 segment_broadcast_p = define_primitive(
@@ -246,10 +207,18 @@ segment_broadcast_p = define_primitive(
 segment_mask_p = define_primitive(
     "live_rows",
     _live_rows,
-    rules=Rules(linear_in=(0,), transpose=_transpose_live, batch=_batch_mask),
+    rules=Rules(
+        linear_in=(0,),
+        transpose=_transpose_live,
+        batch=lambda *args, **params: _batch_as_rows(segment_mask_p, *args, **params),
+    ),
 )
 segment_sum_p = define_primitive(
     "sum_of_groups",
     _sum_of_groups,
-    rules=Rules(linear_in=(0,), transpose=_transpose_sum, batch=_batch_sum),
+    rules=Rules(
+        linear_in=(0,),
+        transpose=_transpose_sum,
+        batch=lambda *args, **params: _batch_as_rows(segment_sum_p, *args, **params),
+    ),
 )

@@ -14,8 +14,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from ..lowering.origins import Origin, Step, source_of
 from ..lowering.route import Request
 from ..primitives.define import PRODUCTS, apart_of, request_of
-from ..primitives.gather_rows import pick_rows_p
-from ..primitives.sum_rows import sum_rows_p
+from ..primitives.rows import pick_rows_p, sum_rows_p
 
 # Arguments that are arrays, or tuples of such; others are part of the program.
 ARRAYS = (

@@ -3,37 +3,17 @@
     custom_call.py    the custom call, and what XLA's partitioner gets in its place
     mesh.py           the devices, and how arrays lie on them
     choose_shards.py  the choice of the shard that each device computes
-    options.py        options of a product as JSON
     shard.py          what the program of a shard knows, and its sums over devices
 
 It knows no product: primitives register theirs, see `primitives/*_sharded.py`.
 """
 
-from .choose_shards import Factors
-from .custom_call import (
-    TARGET,
-    applies,
-    emit,
-    on_cpu,
-    platforms_of,
-    product_at,
-    register,
-)
-from .options import options_of_words, options_to_words, precision_names, precision_of
-from .shard import ShardContext
-
-__all__ = [
-    "TARGET",
-    "Factors",
-    "ShardContext",
-    "applies",
-    "emit",
-    "on_cpu",
-    "options_of_words",
-    "options_to_words",
-    "platforms_of",
-    "precision_names",
-    "precision_of",
-    "product_at",
-    "register",
-]
+from .choose_shards import Factors as Factors
+from .custom_call import TARGET as TARGET
+from .custom_call import applies as applies
+from .custom_call import emit as emit
+from .custom_call import on_cpu as on_cpu
+from .custom_call import platforms_of as platforms_of
+from .custom_call import product_at as product_at
+from .custom_call import register as register
+from .shard import ShardContext as ShardContext

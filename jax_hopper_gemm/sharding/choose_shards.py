@@ -17,23 +17,14 @@ FLOPS_PER_SECOND = 6e14
 
 @dataclass(frozen=True)
 class Factors:
-    """Which letter each dimension of the arrays of a call is; a letter has one extent.
+    """Which letter each dimension of the arrays of a call is; a letter has one extent."""
 
-    Attributes:
-      factors: of the operands that are multiplied. Letters that `out` lacks are contracted.
-      out: of their product.
-      results: of the results. Letters of `out` that one lacks are reduced.
-      others: of the operands that are read with the product, behind the sum over devices.
-      whole: letters along which no device has less than all.
-      picked: letters of which a row meets one entry alone: with more of them there is no more work.
-    """
-
-    factors: tuple[str, ...]
-    out: str
-    results: tuple[str, ...]
-    others: tuple[str, ...] = ()
-    whole: str = ""
-    picked: str = ""
+    factors: tuple[str, ...]  # of the operands multiplied. Letters that `out` lacks are contracted
+    out: str  # of their product
+    results: tuple[str, ...]  # of the results. Letters of `out` that one lacks are reduced
+    others: tuple[str, ...] = ()  # of operands read with the product, behind the sum over devices
+    whole: str = ""  # letters along which no device has less than all
+    picked: str = ""  # of which a row meets one entry alone: more of them make no more work
 
     @staticmethod
     def of(subscripts: Subscripts) -> Factors:
@@ -50,6 +41,11 @@ class Factors:
         letters = dict.fromkeys("".join(self.factors))
         return "".join(x for x in letters if x not in self.out + self.whole)
 
+    def axes_by_letter(self, axes: Sequence[Sequence[Axes]]) -> list[dict[str, Axes]]:
+        """Returns for each of `arrays` the axes of its letters, from those of its dimensions."""
+        pairs = zip(self.arrays, axes, strict=True)
+        return [dict(zip(names, each, strict=True)) for names, each in pairs]
+
     def extents(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """Returns the extent of each letter, of the shapes of `arrays`."""
         pairs = zip(self.arrays, shapes, strict=False)
@@ -58,18 +54,12 @@ class Factors:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a device computes of a product, in axes for each letter.
+    """What a device computes of a product, in axes for each letter."""
 
-    Attributes:
-      axes: along which the factors are sharded, and the product of the shards.
-      scattered: further axes along which a letter of the product is sharded by the sum over
-        devices.
-      summed: the axes over which the rest of that adds up.
-    """
-
-    axes: dict[str, Axes]
+    axes: dict[str, Axes]  # along which the factors are sharded, and the product of the shards
+    # Further axes along which a letter of the product is sharded by the sum over devices.
     scattered: dict[str, Axes]
-    summed: Axes
+    summed: Axes  # over which the rest of that adds up
 
     def result(self, letter: str) -> Axes:
         """Returns the axes of a letter behind the sum over devices."""
@@ -98,10 +88,7 @@ def choose_shard(
         are summed.
       given: how these arrays are sharded outside.
     """
-    outside = [
-        dict(zip(names, axes, strict=True))
-        for names, axes in zip(letters.arrays, given, strict=True)
-    ]
+    outside = letters.axes_by_letter(given)
     choices = {
         letter: _choices(mesh, extent, (known.get(letter) for known in outside))
         if letter not in letters.whole
@@ -176,10 +163,7 @@ def _cost(
         and all(claims.count(axis) == 1 for axis in axes)
         and all(names.get(letter, axes) == axes for names in factors)
     )
-    inside = [
-        dict(zip(names, axes, strict=True))
-        for names, axes in zip(letters.arrays, shard.arrays(letters), strict=True)
-    ]
+    inside = letters.axes_by_letter(shard.arrays(letters))
     operands = len(letters.arrays) - len(letters.results)
     moved = 0.0
     for i, (before, after) in enumerate(zip(outside, inside, strict=True)):
@@ -222,11 +206,9 @@ def sharding_rule(letters: Factors, extents: dict[str, int]) -> str:
     sizes = ", ".join(f"{names[letter]}={extent}" for letter, extent in extents.items())
     in_results = set("".join(letters.results)) | set(letters.whole)
     reduced = [x for x in extents if x not in in_results]
-    kinds = (
-        ("reduction", reduced),
-        ("need_replication", [x for x in extents if x in letters.whole]),
-    )
-    special = "".join(f" {kind}={{{listed(found)}}}" for kind, found in kinds if found)
+    whole = [x for x in extents if x in letters.whole]
+    kinds = (("reduction", reduced), ("need_replication", whole))
+    special = "".join(f" {kind}={{{listed(part)}}}" for kind, part in kinds if part)
     return f"#sdy.op_sharding_rule<{arrays} {{{sizes}}}{special}, custom>"
 
 

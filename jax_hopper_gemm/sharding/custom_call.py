@@ -37,7 +37,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 from jaxlib import xla_client
 
-from ..lowering.devices import axis_left, devices_of, extents_left, lowering_shard, platforms_of
+from ..lowering.devices import axes_left, devices_of, lowering_shard, platforms_of
 from .choose_shards import Factors, choose_shard, sharding_rule
 from .mesh import Axes, Mesh, is_plain
 from .shard import ShardContext
@@ -62,7 +62,7 @@ def applies(ctx: mlir.LoweringRuleContext) -> bool:
     """
     shardy = CONFIG.jax_use_shardy_partitioner
     possible = platforms_of(ctx) in PLATFORMS and _registered and shardy
-    return possible and devices_of(ctx) > 1 and len(extents_left(ctx) or [0]) == 1
+    return possible and devices_of(ctx) > 1 and len(axes_left(ctx) or [None]) == 1
 
 
 def emit(
@@ -95,7 +95,7 @@ def emit(
         "labels": asdict(letters),
         "sum_dtype": np.dtype(sum_dtype or results[0].dtype).name,
         "platforms": platforms_of(ctx),
-        "axis": axis_left(ctx),
+        "axis": (axes_left(ctx) or [None])[0],
         "params": params,
     }
     call = stablehlo.CustomCallOp(
@@ -159,12 +159,9 @@ _replace: Callable[[Program, Sequence[Any]], Program] | None = None  # see `on_c
 
 
 def register(name: str, program: Program, reader: Reader | None = None) -> None:
-    """Says what the calls of a name are.
+    """Says what the calls of a name are: each device runs `program(context, *shards, **params)`.
 
-    Args:
-      name: as in `emit`.
-      program: what each device runs: `program(context, *shards, **params)`.
-      reader: what bare product a call computes, `reader(value, operands, params)`; may give None.
+    `reader(value, operands, params)` gives the bare product that a call computes, or None.
     """
     _programs[name] = program
     if reader:

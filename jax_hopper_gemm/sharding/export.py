@@ -9,7 +9,7 @@ from jax.interpreters import mlir
 
 from .. import sharding
 from ..launch.ffi_target import TARGET
-from ..lowering.read_calls import Launch, _calls, launches_in
+from ..lowering.call import Launch, custom_calls, launches_in
 
 
 def launches_of(exported: export.Exported) -> list[Launch]:
@@ -21,7 +21,7 @@ def launches_of(exported: export.Exported) -> list[Launch]:
     """
     with mlir.make_ir_context():
         module = ir.Module.parse(exported.mlir_module())
-        if list(_calls(module, sharding.TARGET)):
+        if list(custom_calls(module, sharding.TARGET)):
             raise ValueError(
                 f"{exported.fun_name} is partitioned over {exported.nr_devices} devices where it "
                 "is loaded, and its kernels are chosen there"

@@ -28,18 +28,11 @@ device_number_p = Primitive("device_number")
 
 
 def reduce_over_devices(
-    x: jax.Array,
-    groups: Groups,
-    *,
-    dimension: int | None = None,
-    by: Literal["add", "max"] = "add",
+    x: jax.Array, groups: Groups, *, dimension: int | None = None, by: Literal["add", "max"] = "add"
 ) -> jax.Array:
-    """Returns the elementwise sum, or largest, of the arrays of each group of devices.
+    """Returns the elementwise sum, or largest, of the arrays of each group of devices' numbers.
 
-    Args:
-      groups: numbers of devices; each device is in one group.
-      dimension: along which each device of a group keeps a part of its own, in their order; None:
-        each keeps all.
+    Along `dimension` each device of a group keeps a part, in their order; None: each keeps all.
     """
     return reduce_over_devices_p.bind(x, groups=groups, dimension=dimension, by=by)
 
@@ -92,20 +85,14 @@ mlir.register_lowering(reduce_over_devices_p, _lower)
 
 @dataclass(frozen=True)
 class ShardContext:
-    """What the program of a shard knows beside its operands.
-
-    Attributes:
-      mesh: the devices.
-      letters, shard: of the call.
-      sum_dtype: in which products of shards are to be summed.
-      axis: inside `jax.shard_map` over all mesh axes but one: how many devices vary slower than
-        that one, its extent, how many vary faster. `mesh` then is this axis.
-    """
+    """What the program of a shard knows beside its operands."""
 
     mesh: Mesh
     letters: Factors
     shard: Shard
-    sum_dtype: str
+    sum_dtype: str  # in which products of shards are to be summed
+    # Inside `jax.shard_map` over all mesh axes but one: how many devices vary slower than that one,
+    # its extent, how many vary faster. `mesh` then is this axis.
     axis: tuple[int, int, int] | None = None
 
     def part(self, letter: str, *, summed: bool = False) -> tuple[Any, int]:
@@ -125,8 +112,7 @@ class ShardContext:
     def sum(self, product: jax.Array, letters: str | None = None) -> jax.Array:
         """Returns the sum over devices of a product of factors, of which each keeps its shard.
 
-        Args:
-          letters: of its axes, if they are not those of `letters.out`.
+        `letters` are of its axes, if not those of the call's product.
         """
         letters = self.letters.out if letters is None else letters
         for letter, axes in self.shard.scattered.items():

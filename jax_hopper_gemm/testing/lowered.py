@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ..gemm.spec import GemmSpec
-from ..lowering.read_calls import Launch, launches_in
+from ..lowering.call import Launch, launches_in
 
 
 def specs_of(function: Callable[..., Any], *args: Any) -> list[GemmSpec]:

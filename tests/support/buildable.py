@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import product
 
-from jax_hopper_gemm.dispatch.buildable import measured_specs, problem_types, specs_on
-from jax_hopper_gemm.dispatch.candidates import model_specs, refilled_spec
+from jax_hopper_gemm.dispatch.candidates import (
+    measured_specs,
+    model_specs,
+    problem_types,
+    refilled_spec,
+    specs_on,
+)
 from jax_hopper_gemm.dispatch.device import Device
 from jax_hopper_gemm.dispatch.legality import device_violations
 from jax_hopper_gemm.gemm.dtypes import OPERANDS
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph
 from jax_hopper_gemm.gemm.problem import VarlenAxis
-from jax_hopper_gemm.gemm.problem_type import ProblemType
-from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType
 
 
 def epilogue_specs(

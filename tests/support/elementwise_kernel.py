@@ -16,7 +16,7 @@ from cutlass import Float32
 
 from jax_hopper_gemm.cubin.sass import disassemble, parse_sass
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph
-from jax_hopper_gemm.kernels.epilogue.graph_codegen import Elements
+from jax_hopper_gemm.kernels.epilogue.op_codegen import Elements
 
 THREADS = 128
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?([A-Z0-9_.]+)")

@@ -27,7 +27,7 @@ def normal(labels: str, seed: int = 0, dtype: Any = "float32") -> jax.Array:
 def fused(function: Any, *args: Any, out: str = "mn", **options: Any) -> Fusion:
     """Returns the fusion of a function, having checked its graph."""
     fusion = fuse(jax.make_jaxpr(function)(*args), 1, out, "m", "n", **options)
-    assert graph_violations(fusion.graph) == []
+    assert [*graph_violations(fusion.graph)] == []
     return fusion
 
 

@@ -19,7 +19,7 @@ from support.cubin_samples import sample_cubin
 from jax_hopper_gemm.cubin import compiler, lookup
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch import ffi_target
-from jax_hopper_gemm.lowering.read_calls import Launch
+from jax_hopper_gemm.lowering.call import Launch
 
 TENSOR_MAP, INT32, POINTER = range(3)  # kinds of parameters, as a plan has them
 

@@ -19,8 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.primitives.gather_rows import pick_rows
-from jax_hopper_gemm.primitives.sum_rows import sum_rows
+from jax_hopper_gemm.primitives.rows import pick_rows, sum_rows
 
 Function = Callable[..., Any]
 DTYPES = ["bfloat16"] * 5 + ["float16", "float32"]

@@ -1,5 +1,5 @@
 """Epilogues: accumulator → results. One job a file."""
 
-from .driver import FusedEpilogue
-
-__all__ = ["FusedEpilogue"]
+from .driver import FusedEpilogue as FusedEpilogue
+from .views import CtaView as CtaView
+from .views import Parameters as Parameters

@@ -23,22 +23,22 @@ from cutlass import Float32
 from cutlass.cutlass_dsl import select_
 
 from ...gemm.wgmma_fragment import line_of
-from ..named_barriers import WARPGROUP, BarrierId
-from .graph_codegen import Elements
+from ..shared_memory import WARPGROUP, BarrierId
+from .fold import RowStatistic
 from .matrix_store import StagedMatrix, copy_by_accumulator
+from .op_codegen import Elements
 from .operand_ring import OperandRing, OperandWarp
-from .ordered_steps import run, run_in_order
 from .reductions import make_reductions
-from .row_folds import RowStatistic
-from .subtile import RowBlocks, Subtile, first_coords
-from .views import CtaView, MathView, Parameters, SharedTensors, TileView
+from .views import MathView, RowBlocks, SharedTensors, Subtile, TileView, first_coords
+
+MAX_BRANCHES = 16  # one within the other; each takes a dozen frames of Python's stack
 
 
 class FusedEpilogue:
     """The protocol of an epilogue: constants of the trace. See `views.py` for all else.
 
     host            make_tma_atoms, check_boxes
-    all threads     parameters, allocate, ring.setup → cta_view
+    all threads     allocate, ring.setup → the parts of a `CtaView`
     operand warps   loads.load_tile or loads.load_tile_of_both, for each tile
     math warps      math_view; load_scalars and store_tile, for each tile; drain
     """
@@ -75,10 +75,6 @@ class FusedEpilogue:
             if array.kind == "matrix":
                 check_box(atom, self.spec.epi_box(array.dtype), 1)
 
-    def parameters(self, args):
-        """Returns the `Parameters` among the kernel's."""
-        return Parameters.of(self.graph, args)
-
     def allocate(self, memory):
         """Returns the `SharedTensors`, taken in the order of `GemmSpec.smem_bytes`."""
         return SharedTensors(
@@ -86,10 +82,6 @@ class FusedEpilogue:
             operands=self.ring.allocate(memory),
             scratch=tuple(reduction.allocate(memory) for reduction in self.reductions),
         )
-
-    def cta_view(self, parameters, shared, barriers, tma_coords):
-        """Returns the view that all warps begin with; `barriers` are the ring's."""
-        return CtaView(parameters, shared, barriers, tma_coords)
 
     def math_view(self, cta, warpgroup_mma, warpgroup, thread, acc):
         """Returns one math thread's `MathView`; `warpgroup_mma` is that of one warpgroup."""
@@ -119,11 +111,8 @@ class FusedEpilogue:
     def store_tile(self, view, scalars, is_store_warp, written, coords):
         """Turns the accumulator into a tile of the results.
 
-        Args:
-          scalars: those of `load_scalars`.
-          is_store_warp: whether this warp issues its warpgroup's TMA stores.
-          written: subtiles that this warpgroup has written before, which selects the buffers;
-            returned, advanced.
+        `written` counts the subtiles that this warpgroup has written before, which selects the
+        buffers; returned, advanced.
         """
         numbered = dict(zip(view.cta.parameters.scalars, scalars, strict=True))
         tile = self.tile_view(view, numbered, is_store_warp, coords)
@@ -137,7 +126,6 @@ class FusedEpilogue:
         return written + self.row_blocks.count * self.subtiles_n
 
     def tile_view(self, view, scalars, is_store_warp, coords):
-        """Returns a math thread's `TileView`."""
         tma_coords = view.cta.tma_coords
         ring = view.ring.tile_view(coords)
         stores = tuple(matrix.tile_view(*tma_coords.result(coords)) for matrix in view.matrices)
@@ -181,7 +169,6 @@ class FusedEpilogue:
             leaves[number] = tuple(row.value() for row in rows)
 
     def finish_subtile(self, tile, leaves, subtile):
-        """Evaluates a subtile, reduces it and stores it."""
         elements = self.elements(tile, leaves, subtile)
         coords = subtile.coords(self.spec.epi_tile_n)
         self.write_subtile(tile, elements, subtile, coords)
@@ -264,3 +251,30 @@ class FusedEpilogue:
         if cutlass.const_expr(len(self.matrices) > 0):
             if is_store_warp:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def run_in_order(steps, k_tiles):
+    """Calls `steps` in order, and keeps their code in it.
+
+    NOTE: left alone, ptxas computes all subtiles before it stores the first: stores start late, and
+    registers run out. It moves nothing over a branch whose condition it cannot know. So each step
+    lies behind a branch that is always taken: `k_tiles` is an int32 of at least 0.
+    """
+    together = -(-len(steps) // MAX_BRANCHES)
+    run(steps[:together])
+    if steps[together:]:
+        _run_behind_branches(steps[together:], together, k_tiles)
+
+
+def run(steps):
+    """Calls `steps` in order. A plain kernel's need no branches."""
+    for step in steps:
+        step()
+
+
+@cute.jit
+def _run_behind_branches(steps: cutlass.Constexpr, together: cutlass.Constexpr, k_tiles):
+    if k_tiles != -len(steps):
+        run(steps[:together])
+        if cutlass.const_expr(len(steps) > together):
+            _run_behind_branches(steps[together:], together, k_tiles)

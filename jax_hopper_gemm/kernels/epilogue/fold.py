@@ -17,6 +17,7 @@ A tile's part of a row or column is written as a partial result, see `grid.resul
 no atomics: a kernel has the same bits on every run.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from cutlass import Int64
 
 from ...gemm.offsets import element_offset
 from ...gemm.spec import EPI_TILE_M
-from ...gemm.wgmma_fragment import first_row, line_of, nth_row
+from ...gemm.wgmma_fragment import ROW_LANES, first_row, line_of, nth_row, over_lanes
 from . import instructions as gpu
 
 
@@ -67,7 +68,6 @@ class Fold:
 
     @classmethod
     def thread_view(cls, spec, pointers, thread, scratch, barrier):
-        """Returns a math thread's view, see there."""
         warp, lane = thread >> 5, thread & 31
         quad, quad_lane = lane >> 2, lane & 3
         return ThreadView(pointers, thread, warp, lane, quad, quad_lane, scratch, barrier)
@@ -107,3 +107,33 @@ class Fold:
         # A cluster may reach past D by whole tiles.
         inside = (row < coords.m) & (coords.tile_n < coords.tiles_n) & (self.view.quad_lane == 0)
         gpu.write_where(inside, self.view.pointers[0], at, lambda: value)
+
+
+class RowStatistic:
+    """The sum or largest value of one of a thread's rows; also for a graph whose rows fit a tile.
+
+    `add` takes the thread's values in the order of columns; all lanes of the quad get `value`.
+    """
+
+    IDENTITY = {"row_sum": 0.0, "row_max": -math.inf}
+
+    def __init__(self, operation):
+        self.combine = {"row_sum": gpu.plus, "row_max": gpu.maximum}[operation]
+        self.identity = self.IDENTITY[operation]
+        self.so_far = None
+
+    def add(self, value, counts=None):
+        """Takes a value; `counts` says whether it lies in D, None that it does or is `identity`.
+
+        A conditional addition holds fewer registers than one of a masked value: that the compiler
+        computes long before it is added.
+        """
+        first = self.so_far is None
+        after = value if first else self.combine(self.so_far, value)
+        if counts is not None:
+            before = gpu.as_float(self.identity) if first else self.so_far
+            after = gpu.select(counts, after, before)
+        self.so_far = after
+
+    def value(self):
+        return over_lanes(self.so_far, ROW_LANES, gpu.shuffle, self.combine)

@@ -1,4 +1,4 @@
-"""Register code of each operation of an epilogue: one short function each, for one element.
+"""Register code of an epilogue: a short function for each operation, and `Elements` of a graph.
 
 Functions call a `machine`, the arithmetic units: `Gpu` here, NumPy's float32 in tests, which so
 measure the error of this very code. Values are float32 or true-or-false; a Python float beside one
@@ -18,8 +18,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Float64
 
-from ...gemm.epilogue_arithmetic import SIN_COS_LIMIT
-from ...gemm.epilogue_graph import Node
+from ...gemm.epilogue_arithmetic import SIN_COS_LIMIT, arithmetic_of
+from ...gemm.epilogue_graph import EpilogueGraph, Node
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -244,3 +244,47 @@ def evaluate(node: Node, form: str, arguments: Sequence[Any], machine: Any = GPU
     """Returns a node's value from its arguments', in a form of `epilogue_arithmetic.Form`."""
     table = {"accurate": FUNCTIONS, "fast": FAST, "approx": APPROX}[form]
     return table[node.op](machine, *arguments, *node.params)
+
+
+class Elements:
+    """The values of a graph at some elements of D that one thread holds.
+
+    Everything is unrolled: a value that is computed twice here is computed twice on the GPU. So
+    each is computed once for each element, row or column, or once in all, by the axes that it
+    varies along.
+
+    NOTE: an object serves code that runs under one condition: it keeps values, and one that was
+    computed inside an `if` or a loop of the GPU's does not exist outside.
+
+    Args:
+      read: read(leaf, v): Float32 or Boolean value of an accumulator, an operand or a row's
+        statistic (the number of its `row_sum` or `row_max` node) at the thread's v-th element.
+      row_of, column_of: the row and the column of the v-th element: any keys that are equal
+        where the row, or the column, is the same.
+    """
+
+    def __init__(self, graph: EpilogueGraph, read: Callable, row_of: Callable, column_of: Callable):
+        self._arithmetic = arithmetic_of(graph)
+        self._read = read
+        whole, each = lambda v: None, lambda v: v
+        self._keys = {"scalar": whole, "row": column_of, "column": row_of, "matrix": each}
+        self._values: dict[tuple[int, Any], Any] = {}
+
+    def value(self, number: int, v: Any) -> Any:
+        """Returns the value that has `number` in the graph at the v-th element."""
+        number = self._arithmetic.number(number)
+        if self._key(number, v) not in self._values:
+            for needed in self._arithmetic.order([number]):
+                if self._key(needed, v) not in self._values:
+                    self._values[self._key(needed, v)] = self._computed(needed, v)
+        return self._values[self._key(number, v)]
+
+    def _computed(self, number: int, v: Any) -> Any:
+        node = self._arithmetic.node(number)
+        if node is None or self._arithmetic.is_leaf(number):
+            return self._read(number, v)
+        arguments = [self._values[self._key(argument, v)] for argument in node.args]
+        return evaluate(node, self._arithmetic.forms[number], arguments)
+
+    def _key(self, number: int, v: Any) -> tuple[int, Any]:
+        return number, self._keys[self._arithmetic.varies(number)](v)

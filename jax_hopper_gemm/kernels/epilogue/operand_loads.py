@@ -1,10 +1,5 @@
 """The operands of an epilogue, by kind: how each is loaded into a slot of the ring, and read.
 
-    LoadedMatrix       an element for each of D, a tile (64, epi_tile_n) a slot
-    LoadedRow          an element for each column of D
-    LoadedColumn       an element for each row of D
-    LoadedSpanColumn   the same, where M is grouped
-
 CuTe's names: mC is an operand in global memory and sC its slots in shared memory; bGS_gC, bGS_sC
 are the boxes of the **b**ulk copy from **G**lobal to **S**hared memory, on either side; tSR_sC,
 tSR_rC a thread's parts in the copy from **S**hared memory to **R**egisters.
@@ -80,12 +75,12 @@ class VectorView:
 class LoadedOperand:
     """The protocol of a loaded operand, with what all kinds have in common.
 
-    A kind has the extents `box` of a subtile's part of it. Its `pieces` are what a tile needs of
-    it, divided into boxes: (box, blocks ..., tiles ...), and the index of the tile.
+    `box` has the extents of a subtile's part of it.
     """
 
     def __init__(self, spec, operand, number):
         self.spec = spec
+        self.kind = operand.kind
         self.number = number  # of its value in the graph
         self.dtype = CUTE_DTYPE[operand.dtype]
         self.buffers = spec.math_warpgroups * spec.epi_load_stages
@@ -93,13 +88,24 @@ class LoadedOperand:
         self.nbytes = math.prod(self.box) * self.dtype.width // 8  # of a slot, as TMA counts them
         self.blocks = (None,) * (len(self.box) + 1)
 
+    def along(self, m, n):
+        """Returns which of a pair, for M and for N, the operand varies along."""
+        return {"matrix": (m, n), "row": (n,), "column": (m,)}[self.kind]
+
+    def box_of(self, operand):
+        return self.along(EPI_TILE_M, self.spec.epi_tile_n)
+
     def make_tma_atom(self, mC):
         one_stage = cute.slice_(self.staged_layout(), (*self.blocks[1:], 0))
         op = cpasync.CopyBulkTensorTileG2SOp()
         return cpasync.make_tiled_tma_atom(op, mC, one_stage, self.box)[0]
 
+    def pieces(self, tma_coords, coords):
+        """Returns a tile's part in boxes, (box, blocks ..., tiles ...), and the tile's index."""
+        tiles, index = getattr(tma_coords, self.kind)(coords)
+        return cute.flat_divide(tiles, self.box), index
+
     def load_view(self, tma_c, sC, tma_coords, coords):
-        """Returns the `LoadView` of the tile at `coords`."""
         pieces, index = self.pieces(tma_coords, coords)
         modes = len(self.box)
         bGS_sC, bGS_gC = cpasync.tma_partition(
@@ -114,10 +120,7 @@ class LoadedOperand:
 
 
 class LoadedMatrix(LoadedOperand):
-    """An element for each of D."""
-
-    def box_of(self, operand):
-        return EPI_TILE_M, self.spec.epi_tile_n
+    """An element for each of D: a tile (64, epi_tile_n) a slot."""
 
     def staged_layout(self):
         """Returns the layout (64, epi_tile_n, buffers) of all warpgroups' slots."""
@@ -126,16 +129,7 @@ class LoadedMatrix(LoadedOperand):
     def allocate(self, memory):
         return memory.tensor(self.dtype, self.staged_layout())  # (64, epi_tile_n, buffers)
 
-    def pieces(self, tma_coords, coords):
-        tiles, index = tma_coords.matrix(coords)
-        return cute.flat_divide(tiles, self.box), index
-
-    def block_of(self, block_m, block_n):
-        """Returns which block of `LoadView` the subtile (block_m, block_n) of a tile needs."""
-        return block_m, block_n
-
     def thread_view(self, sC, by_acc, thread):
-        """Returns a math thread's view."""
         # A thread's two adjacent columns at once; for 16-bit elements ldmatrix brings four pairs.
         if self.dtype.width == 16:
             atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
@@ -175,16 +169,6 @@ class LoadedVector(LoadedOperand):
 class LoadedRow(LoadedVector):
     """An element for each column of D."""
 
-    def box_of(self, operand):
-        return (self.spec.epi_tile_n,)
-
-    def pieces(self, tma_coords, coords):
-        tiles, index = tma_coords.row(coords)
-        return cute.flat_divide(tiles, self.box), index
-
-    def block_of(self, block_m, block_n):
-        return (block_n,)
-
     def thread_view(self, sC, by_acc, thread):
         (columns,) = self.box
         shape = 2, columns // 8, self.buffers
@@ -199,16 +183,6 @@ class LoadedRow(LoadedVector):
 
 class LoadedColumn(LoadedVector):
     """An element for each row of D."""
-
-    def box_of(self, operand):
-        return (EPI_TILE_M,)
-
-    def pieces(self, tma_coords, coords):
-        tiles, index = tma_coords.column(coords)
-        return cute.flat_divide(tiles, self.box), index
-
-    def block_of(self, block_m, block_n):
-        return (block_m,)
 
     def thread_view(self, sC, by_acc, thread):
         shape = 2, 1, self.buffers
@@ -241,7 +215,6 @@ class LoadedSpanColumn(LoadedColumn):
 
 
 def make_operand(spec, operand, number):
-    """Returns the loaded operand of an `Operand` that is no scalar."""
     column = LoadedSpanColumn if spec.grouped == "m" else LoadedColumn
     kinds = {"matrix": LoadedMatrix, "row": LoadedRow, "column": column}
     return kinds[operand.kind](spec, operand, number)

@@ -50,10 +50,7 @@ class OperandRing:
 
     @cute.jit
     def setup(self, words):
-        """Returns the `RingBarriers` at `words`, a pointer to `smem_words` int64 words.
-
-        Called once by all threads, before the barriers are made visible.
-        """
+        """Returns the `RingBarriers` at `words`; called by all threads while barriers are made."""
         barriers = RingBarriers(words, words + self.buffers)
         if cutlass.const_expr(self.buffers > 0):
             if cute.arch.warp_idx() == 0:
@@ -68,7 +65,6 @@ class OperandRing:
         return warpgroup * self.stages + count % self.stages, count // self.stages % 2
 
     def load_view(self, cta, coords):
-        """Returns an operand warp's view of the tile at `coords`; `cta` is the `CtaView`."""
         slots = zip(self.operands, cta.parameters.loads, cta.shared.operands, strict=True)
         parts = tuple(
             operand.load_view(tma_c, sC, cta.tma_coords, coords) for operand, tma_c, sC in slots
@@ -76,7 +72,6 @@ class OperandRing:
         return RingLoader(self, cta.barriers, parts)
 
     def thread_view(self, cta, by_acc, warpgroup, thread):
-        """Returns one math thread's view."""
         slots = zip(self.operands, cta.shared.operands, strict=True)
         parts = tuple(operand.thread_view(sC, by_acc, thread) for operand, sC in slots)
         return RingReader(self, cta.barriers, warpgroup, parts)
@@ -98,7 +93,7 @@ class RingLoader:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.ring.nbytes)
         for operand, part in zip(self.ring.operands, self.parts, strict=True):
-            part.load(full, buffer, operand.block_of(block_m, block_n))
+            part.load(full, buffer, operand.along(block_m, block_n))
 
 
 @dataclass(frozen=True)
@@ -111,15 +106,13 @@ class RingReader:
     parts: tuple  # a `MatrixView` or `VectorView` for each operand
 
     def tile_view(self, coords):
-        """Returns the view for the tile at `coords`."""
         both = zip(self.ring.operands, self.parts, strict=True)
         return replace(self, parts=tuple(operand.tile_view(part, coords) for operand, part in both))
 
     def read(self, count):
         """Waits for the warpgroup's `count`-th subtile, reads it and frees its slot.
 
-        Returns a function of the number of a loaded operand and v: the thread's v-th value, a
-        float32 or, of a bool operand, a truth value.
+        Returns (an operand's number, v) -> the thread's v-th value: float32, or true or false.
         """
         buffer, phase = self.ring.slot(self.warpgroup, count)
         cute.arch.mbarrier_wait(self.barriers.full + buffer, phase)
@@ -158,10 +151,7 @@ class OperandWarp:
 
     @cute.jit
     def load_tile(self, cta, warpgroup, loaded, coords):
-        """Sends a tile's operands to a math warpgroup.
-
-        Returns how many subtiles have been sent to it: `loaded` before, and those of this tile.
-        """
+        """Sends a tile's operands to a math warpgroup; returns the subtiles `loaded` so far."""
         tile = self.ring.load_view(cta, coords)
         steps = self.steps
         if not self.row_blocks.any_of(coords, warpgroup):
@@ -173,11 +163,7 @@ class OperandWarp:
 
     @cute.jit
     def load_tile_of_both(self, cta, loaded, coords, turn):
-        """Sends a tile's operands to the math warpgroups that work on it.
-
-        Returns `loaded`, advanced: for each of two, the subtiles sent to it. Where they alternate
-        the `turn` says which of them.
-        """
+        """The same for both math warpgroups; where they alternate, for the one in `turn`."""
         if cutlass.const_expr(self.row_blocks.shares_tile):
             tile = self.ring.load_view(cta, coords)
             both = self.row_blocks.any_of(coords, 1)

@@ -1,19 +1,18 @@
 """Views of an epilogue: the device's values, each made where its reader's role begins.
 
-    Parameters      tensor maps and pointers of the kernel      all threads
-    SharedTensors   shared memory                               all threads
-    CtaView         both, barriers and TMA coordinates          all threads
-    MathView        partitions of one math thread               math warps
-    TileView        the same, for one tile                      math warps
-
 An operand warp's view of a tile is `operand_ring.RingLoader`. Policy objects (`FusedEpilogue`, its
 matrices, operands and reductions) hold constants of the trace alone. So a view is the only way from
 one role to another, and no value made inside one role's branch is used in another's.
+
+A `Subtile`, (64, epi_tile_n), has a place in a tile and in D. The rows of a tile are those of one
+math warpgroup or of all, in blocks of 64.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from ...gemm.spec import EPI_TILE_M
+from ...gemm.wgmma_fragment import DividedPosition, first_column, first_row, nth_column, nth_row
 from .operand_ring import RingBarriers, RingReader
 
 
@@ -30,7 +29,6 @@ class Parameters:
 
     @classmethod
     def of(cls, graph, args):
-        """Returns those among the kernel's, `KernelArgs`."""
         numbered = enumerate(graph.operands, graph.accumulators)
         results = list(zip(graph.results, args.results, strict=True))
         operands = list(zip(numbered, args.operands or (), strict=True))
@@ -42,11 +40,6 @@ class Parameters:
             k_tiles=args.k_tiles,
             extents=args.extents,
         )
-
-    @property
-    def atoms(self):
-        """All tensor maps in use."""
-        return (*self.stores, *self.loads)
 
 
 @dataclass(frozen=True)
@@ -94,3 +87,80 @@ class TileView:
     ring: RingReader
     stores: tuple  # a `StoreView` for each matrix of results
     folds: tuple  # a `Fold` for each reduction; they alone change while the tile is traced
+
+
+class RowBlocks:
+    """Blocks of 64 rows of a tile, by warpgroup. A cooperative tile's alternate between those."""
+
+    def __init__(self, spec):
+        self.grouped_rows = spec.grouped == "m"
+        self.count = spec.rows_per_warpgroup // EPI_TILE_M  # of a tile, of one warpgroup
+        self.shares_tile = spec.warp_schedule == "cooperative"
+        self.step = spec.math_warpgroups if self.shares_tile else 1
+
+    def any_of(self, coords, warpgroup):
+        """Returns whether a warpgroup has rows of a tile that are not past the end of a group."""
+        if not (self.grouped_rows and self.shares_tile):
+            return True
+        return coords.left > warpgroup * EPI_TILE_M
+
+    def block_m(self, i_m, warpgroup):
+        """Returns which 64 rows of a tile a warpgroup's i_m-th row block is."""
+        return i_m * self.step + (warpgroup if self.shares_tile else 0)
+
+
+class SubtileCoords(NamedTuple):
+    """One subtile's coordinates."""
+
+    rows: Any  # of D
+    m: Any  # the end of its rows: that of D, or of a group
+    n: Any  # columns of D
+    row0: Any  # its first row
+    column0: Any  # its first column
+    batch: Any  # its matrix
+    tile_n: Any  # its tile along N
+    tiles_n: Any  # tiles of D along N
+
+    def right_by(self, columns):
+        return self._replace(column0=self.column0 + columns)
+
+    def inside(self, thread, columns):
+        """Returns which of a thread's two rows, and of its columns, lie in D."""
+        position = DividedPosition(thread)
+        row = first_row(position, self.row0)
+        column = first_column(position, self.column0)
+        rows_inside = [nth_row(row, i) < self.m for i in range(2)]
+        columns_inside = [column + nth_column(0, i) < self.n for i in range(columns)]
+        return rows_inside, columns_inside
+
+
+class Subtile(NamedTuple):
+    """A subtile of a warpgroup's rows of a tile."""
+
+    i_m: int
+    i_n: int
+    count: Any  # subtiles of operands that the warpgroup has read before
+    block_coords: SubtileCoords | None  # of the first of its rows; None where the graph needs none
+    block: Any = None  # its row block and column block in the tile
+    buffer: Any = None  # the shared buffers of its matrices; None where it is not stored
+
+    def coords(self, epi_tile_n):
+        """Returns its coordinates, computed anew by each call; None where the graph needs none."""
+        if self.block_coords is None:
+            return None
+        return self.block_coords.right_by(self.i_n * epi_tile_n)
+
+
+def first_coords(spec, extents, coords, row_block):
+    """Returns the coordinates of a row block's first subtile; None without `extents` of D."""
+    if not extents:
+        return None
+    rows, n = extents
+    columns = spec.d_tile_n
+    tiles_n = (n + columns - 1) // columns
+    if spec.grouped == "m":
+        m, batch, row0 = coords.end, 0, coords.first + row_block * EPI_TILE_M
+    else:
+        m, batch = rows, coords.batch
+        row0 = (coords.m * (spec.tile_m // EPI_TILE_M) + row_block) * EPI_TILE_M
+    return SubtileCoords(rows, m, n, row0, coords.n * columns, batch, coords.n, tiles_n)

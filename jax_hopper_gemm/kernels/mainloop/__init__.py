@@ -26,9 +26,8 @@ is made in the role that uses it, and no value of the GPU is kept in a producer 
 """
 
 from .gather import GatherProducer
-from .pair import PairedB
 from .ss import SharedConsumer
-from .tma import TmaOperand, TmaProducer
+from .tma import PairedB, TmaOperand, TmaProducer
 
 
 def _b(spec):
@@ -46,13 +45,9 @@ CONSUMERS = {"ss": SharedConsumer}
 
 
 def make_producer(spec):
-    """Returns the producer of `spec`'s stages."""
     return PRODUCERS[spec.gathered](spec)
 
 
 def make_consumer(spec, producer, atom_layout_m):
     """Returns the consumer of the stages; `atom_layout_m` warpgroups share a tile's rows."""
     return CONSUMERS["ss"](spec, atom_layout_m, producer.before_read)
-
-
-__all__ = ["CONSUMERS", "PRODUCERS", "make_consumer", "make_producer"]

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op, select_
 from cutlass.cutlass_dsl import min as smaller
+from cutlass.cutlass_dsl import select_
 
 from ...gemm.offsets import row_address
 
@@ -28,18 +27,10 @@ ROW_BYTES = PIECE * ROW_PIECES
 ROWS_AT_ONCE = THREADS // ROW_PIECES
 
 
-@dsl_user_op
-def copy_piece(target, source, nbytes, *, loc=None, ip=None):
-    """Copies 16 bytes from global address `source` to shared address `target`, asynchronously.
-
-    Of those, all past the first `nbytes` are zeros and are not read.
-    """
-    values = [x.ir_value(loc=loc, ip=ip) for x in (target, source, nbytes)]
-    llvm.inline_asm(
-        None, values, "cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r",
-        has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )  # fmt: skip
+def copy_piece(target, source, nbytes):
+    """Copies `nbytes` from global to shared memory, asynchronously, and zeros to make it 16."""
+    code = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};"
+    cute.arch.inline_ptx(code, read_only_args=[target, source, nbytes])
 
 
 @dataclass(frozen=True)
@@ -170,10 +161,7 @@ class GatherProducer:
         return view.pointer.toint() + Int64(column) * self.itemsize
 
     def _copy_piece(self, view, target, source, row, wanted):
-        """Copies a piece of a row, or zeros where it is not wanted: its address is then not read.
-
-        `source` is the address of the same piece of row 0.
-        """
+        """Copies a piece of a row, or zeros unless it is `wanted`; `source` is that of row 0."""
         address = row_address(source, row, view.row_bytes, Int64)
         copy_piece(target, address, select_(wanted, Int32(PIECE), Int32(0)))
 

@@ -51,12 +51,9 @@ def allocate_stages(spec, memory):
 
 
 def make_ring(spec, barriers, producer, tile_warps):
-    """Returns the pipeline: the producer fills a stage, the warps that work on the tile empty it.
-
-    A multicast stage is emptied by the warps of all CTAs that it was sent to, or that sent
-    a slice of it: `cluster_m + cluster_n - 1` of them.
-    """
+    """Returns the pipeline: the producer fills a stage, the warps that work on a tile empty it."""
     s = spec
+    # A multicast stage is emptied in all CTAs that it was sent to, or that sent a slice of it.
     partners = s.cluster_m + s.cluster_n - 1
     return pipeline.PipelineTmaAsync.create(
         barrier_storage=barriers,
@@ -67,11 +64,6 @@ def make_ring(spec, barriers, producer, tile_warps):
         cta_layout_vmnk=cute.make_layout((1, s.cluster_m, s.cluster_n, 1)),
         defer_sync=True,
     )
-
-
-def ring_words(spec):
-    """Returns the int64 words of the ring's barriers: one full and one empty for each stage."""
-    return 2 * spec.num_stages
 
 
 def skip_tile(spec, state, coords):

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import max as larger
 
 from ..dtypes import CUTE_DTYPE
-from ..named_barriers import WARPGROUP
+from ..shared_memory import WARPGROUP
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class SharedConsumer:
         self.before_read = before_read  # the producer's
 
     def make_tiled_mma(self, warpgroups):
-        """Returns the MMA of `warpgroups` side by side along M."""
         s, mode = self.spec, cute.nvgpu.OperandMajorMode
         a_mode, b_mode = (mode.K if x == "k" else mode.MN for x in (s.a_major, s.b_major))
         return sm90.make_trivial_tiled_mma(

@@ -7,6 +7,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cutlass_dsl import select_
 
 from ..dtypes import CUTE_DTYPE
 from .ring import operand_smem_layout
@@ -62,7 +63,6 @@ class TmaOperand:
         return atoms
 
     def view(self, maps, stages, tma_coords, cta):
-        """Returns the `TmaView` of a CTA; `cta` is its `CtaInCluster`."""
         s = self.spec
         if self.is_a:
             parts = (stages.sA,)
@@ -83,7 +83,6 @@ class TmaOperand:
         return self.slices_of(view, coords, view.cta)
 
     def slices_of(self, view, coords, cta):
-        """Returns the slices of one of the CTAs that share the tile."""
         tiles, at = view.tma_coords.a(coords) if self.is_a else view.tma_coords.b(coords)
         slices = []
         for tma, stages in zip(view.maps, view.stages, strict=True):
@@ -95,10 +94,7 @@ class TmaOperand:
         return slices
 
     def load(self, view, slices, k_tile, stage, full, coords):
-        """Sends this CTA's slices of a k-tile to a stage, whose barrier is `full`.
-
-        `slices` are what `partition` returned.
-        """
+        """Sends this CTA's `slices` of a k-tile to a stage, whose barrier is `full`."""
         self.copy(view, slices, k_tile, stage, full, view.mask)
 
     def copy(self, view, slices, k_tile, stage, full, mask):
@@ -111,12 +107,34 @@ class TmaOperand:
                 cute.copy(tma, source, target, tma_bar_ptr=full, mcast_mask=mask)
 
 
-@dataclass(frozen=True)
-class LoadView:
-    """What the loader warp needs."""
+class PairedB:
+    """The B's of a multicast pair: two CTAs along M share columns of B, where they have the same.
 
-    a: TmaView
-    b: TmaView
+    At the end of a group with an odd number of tiles they take two tiles of columns instead
+    (`group_search.tile_in_pair`), and each loads all of its own. `TileCoords.together` says which.
+    """
+
+    def __init__(self, spec):
+        self.operand = TmaOperand(spec, "b")
+        self.nbytes = self.operand.nbytes
+        self.make_tma_atoms = self.operand.make_tma_atoms
+        self.view = self.operand.view
+
+    def partition(self, view, coords):
+        """Returns this CTA's slices, and the other's: apart it loads these, too."""
+        mine = self.operand.slices_of(view, coords, view.cta)
+        return mine, self.operand.slices_of(view, coords, 1 - view.cta)
+
+    def load(self, view, slices, k_tile, stage, full, coords):
+        mine, others = slices
+        mask = cutlass.Int16(select_(coords.together, view.mask, view.own_mask))
+        self.operand.copy(view, mine, k_tile, stage, full, mask)
+        self._load_others(view, others, k_tile, stage, full, coords.together)
+
+    @cute.jit
+    def _load_others(self, view, others, k_tile, stage, full, together):
+        if not together:
+            self.operand.copy(view, others, k_tile, stage, full, view.own_mask)
 
 
 class TmaProducer:
@@ -137,21 +155,20 @@ class TmaProducer:
         return tma_ab
 
     def partition_for_load(self, args, stages, tma_coords, cta):
-        return LoadView(
-            self.a.view(args.tma_ab[:1], stages, tma_coords, cta),
-            self.b.view(args.tma_ab[1:], stages, tma_coords, cta),
-        )
+        of_a = self.a.view(args.tma_ab[:1], stages, tma_coords, cta)
+        return of_a, self.b.view(args.tma_ab[1:], stages, tma_coords, cta)
 
     @cute.jit
     def load(self, view, ring, state, coords):
-        a_slices = self.a.partition(view.a, coords)
-        b_slices = self.b.partition(view.b, coords)
+        a_view, b_view = view
+        a_slices = self.a.partition(a_view, coords)
+        b_slices = self.b.partition(b_view, coords)
         for i in cutlass.range(coords.k_tiles, unroll=1):
             ring.producer_acquire(state)
             full = ring.producer_get_barrier(state)
             k_tile = coords.k_first + i
-            self.b.load(view.b, b_slices, k_tile, state.index, full, coords)
-            self.a.load(view.a, a_slices, k_tile, state.index, full, coords)
+            self.b.load(b_view, b_slices, k_tile, state.index, full, coords)
+            self.a.load(a_view, a_slices, k_tile, state.index, full, coords)
             state.advance()
         return state
 

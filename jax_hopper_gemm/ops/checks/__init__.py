@@ -7,10 +7,10 @@ from .arguments import check_accelerated as check_accelerated
 from .arguments import check_max_sms as check_max_sms
 from .arguments import check_unchanged as check_unchanged
 from .arguments import strong_dtype as strong_dtype
-from .dense import check_dot_general as check_dot_general
 from .dense import check_einsum as check_einsum
 from .dense import check_explained as check_explained
 from .dense import check_matmul as check_matmul
+from .dense import checked_axes as checked_axes
 from .gated import check_gated as check_gated
 from .ragged import GroupArguments as GroupArguments
 from .ragged import check_group_operands as check_group_operands

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,12 +18,13 @@ SCALARS = (bool, int, float, complex)
 COMPLEX = 2
 
 
-def as_arrays(op: str, **operands: Any) -> list[Any]:
-    """Returns the operands, those with a `__jax_array__` method converted by it.
+def as_arrays(op: str, optional: Mapping[str, Any] | None = None, **operands: Any) -> list[Any]:
+    """Returns the operands, checked; those with a `__jax_array__` method converted by it.
 
-    Raises:
-      TypeError: an operand is neither an array nor a scalar.
+    After them come the `optional` ones, of which None stays None.
     """
+    optional = optional or {}
+    operands |= optional
     arrays = [
         convert() if (convert := getattr(x, "__jax_array__", None)) else x
         for x in operands.values()
@@ -30,7 +32,7 @@ def as_arrays(op: str, **operands: Any) -> list[Any]:
     problems = [
         f"{name} is a {type(x).__name__}, expected an array: convert it with jnp.asarray"
         for name, x in zip(operands, arrays, strict=True)
-        if not is_array(x)
+        if not is_array(x) and not (x is None and name in optional)
     ]
     fail(op, [], problems)
     return arrays
@@ -56,11 +58,7 @@ def kind(x: Any) -> int:
 
 
 def check_accelerated(op: str, function: Any, implementation: Any) -> None:
-    """Checks a function and an implementation.
-
-    Raises:
-      TypeError, ValueError: one is not callable, or the other does not exist.
-    """
+    """Checks that a function can be called and that an implementation exists."""
     if not callable(function):
         raise TypeError(
             f"{op}: function is a {type(function).__name__}, expected a function: pass the "
@@ -69,16 +67,13 @@ def check_accelerated(op: str, function: Any, implementation: Any) -> None:
     fail(op, implementation_problems(implementation))
 
 
-def check_unchanged(op: str, argument: Any, known: list[Any]) -> None:
+def check_unchanged(op: str, argument: Any, leaves: list[Any]) -> None:
     """Checks that a function stored no new array in an argument, which its caller would lose.
 
-    Args:
-      known: the leaves of the argument before the call, and of the function's result.
-
-    Raises:
-      ValueError: the argument has another leaf.
+    Every leaf of the argument must be among `leaves`: those of the argument before the call, and
+    of the function's result.
     """
-    there = set(map(id, known))
+    there = set(map(id, leaves))
     if any(id(leaf) not in there for leaf in jax.tree.leaves(argument)):
         raise ValueError(
             f"{op}: the function changes a {type(argument).__name__} that it is given, and the "
@@ -88,11 +83,7 @@ def check_unchanged(op: str, argument: Any, known: list[Any]) -> None:
 
 
 def check_max_sms(limit: Any) -> None:
-    """Checks a limit of SMs.
-
-    Raises:
-      TypeError, ValueError: it is neither None nor an integer of at least 1.
-    """
+    """Checks that a limit of SMs is None or an integer of at least 1."""
     if limit is None:
         return
     if isinstance(limit, bool) or not hasattr(limit, "__index__"):

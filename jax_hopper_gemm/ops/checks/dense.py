@@ -12,20 +12,17 @@ from .arguments import COMPLEX, activation_problems, kind, strong_dtype
 from .wording import describe, differ, fail
 
 
-def check_matmul(a: Any, b: Any, given: Mapping[str, Any], activation: Any, preferred: Any) -> None:
+def check_matmul(a: Any, b: Any, terms: Mapping[str, Any], activation: Any, preferred: Any) -> None:
     """Checks ranks, K and batch axes by the rules of `jnp.matmul`, then the epilogue.
 
-    Args:
-      a, b: the operands.
-      given: bias, residual, c, alpha and beta by name, without those that are None.
-      activation, preferred: the user's arguments; `preferred` is preferred_element_type.
+    `terms` are bias, residual, c, alpha and beta by name, without those that are None.
     """
     problems = _matmul_problems(a, b)
     if not problems:
-        problems += _broadcasting_problems(_matmul_shape(np.shape(a), np.shape(b)), given)
-        problems += kind_problems(a, b, given, preferred)
+        problems += _broadcasting_problems(_matmul_shape(np.shape(a), np.shape(b)), terms)
+        problems += kind_problems(a, b, terms, preferred)
     named, mistyped = activation_problems(activation)
-    fail("matmul", problems + factor_problems(given, "(a @ b)") + named, mistyped)
+    fail("matmul", problems + factor_problems(terms, "(a @ b)") + named, mistyped)
 
 
 def _matmul_problems(a: Any, b: Any) -> list[str]:
@@ -37,7 +34,7 @@ def _matmul_problems(a: Any, b: Any) -> list[str]:
     if problems:
         return problems
     a_shape, b_shape = np.shape(a), np.shape(b)
-    given = f"a is {describe(a)}, b is {describe(b)}"
+    operands = f"a is {describe(a)}, b is {describe(b)}"
     k_a, k_b = a_shape[-1], b_shape[max(len(b_shape) - 2, 0)]
     if differ(k_a, k_b):
         hint = ""
@@ -45,11 +42,11 @@ def _matmul_problems(a: Any, b: Any) -> list[str]:
             hint = (
                 ". Is b stored (N, K)? Contract it with dot_general(a, b, (((1,), (1,)), ((), ())))"
             )
-        problems.append(f"K differs: {given}{hint}")
+        problems.append(f"K differs: {operands}{hint}")
     for x, y in zip(reversed(a_shape[:-2]), reversed(b_shape[:-2]), strict=False):
         if differ(x, y) and 1 not in (x, y):
             problems.append(
-                f"batch axes {a_shape[:-2]} and {b_shape[:-2]} do not broadcast: {given}"
+                f"batch axes {a_shape[:-2]} and {b_shape[:-2]} do not broadcast: {operands}"
             )
             break
     return problems
@@ -62,13 +59,13 @@ def _matmul_shape(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*reversed(batch), *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
 
 
-def _broadcasting_problems(shape: tuple[Any, ...], given: Mapping[str, Any]) -> list[str]:
+def _broadcasting_problems(shape: tuple[Any, ...], terms: Mapping[str, Any]) -> list[str]:
     """Returns which of bias, residual and c do not broadcast to the result's shape."""
     problems = []
     for name in ("bias", "residual", "c"):
-        if name not in given:
+        if name not in terms:
             continue
-        own = np.shape(given[name])
+        own = np.shape(terms[name])
         fits = len(own) <= len(shape) and not any(
             differ(x, y) and x != 1 for x, y in zip(reversed(own), reversed(shape), strict=False)
         )
@@ -77,30 +74,30 @@ def _broadcasting_problems(shape: tuple[Any, ...], given: Mapping[str, Any]) -> 
             if len(own) == 1 and len(shape) > 1 and own[0] == shape[-2]:
                 hint = f". Is it one value a row? Pass {name}[:, None]"
             problems.append(
-                f"{name} is {describe(given[name])}, which does not broadcast to the result's "
+                f"{name} is {describe(terms[name])}, which does not broadcast to the result's "
                 f"shape {shape}{hint}"
             )
     return problems
 
 
-def factor_problems(given: Mapping[str, Any], product: str) -> list[str]:
+def factor_problems(terms: Mapping[str, Any], product: str) -> list[str]:
     """Returns the problems of alpha and beta, factors of a product of this name and of c."""
     problems = [
-        f"{name} is {describe(given[name])}, expected a number or a scalar array"
+        f"{name} is {describe(terms[name])}, expected a number or a scalar array"
         for name in ("alpha", "beta")
-        if name in given and np.ndim(given[name]) > 0
+        if name in terms and np.ndim(terms[name]) > 0
     ]
-    if "beta" in given and "c" not in given:
+    if "beta" in terms and "c" not in terms:
         problems.append(
             f"beta came without c: it is the factor of c in alpha * {product} + beta * c"
         )
     return problems
 
 
-def kind_problems(a: Any, b: Any, given: Mapping[str, Any], preferred: Any) -> list[str]:
+def kind_problems(a: Any, b: Any, terms: Mapping[str, Any], preferred: Any) -> list[str]:
     """Returns the operands whose kind of number does not fit the product, as problems."""
     single = preferred is not None and not isinstance(preferred, tuple | list)
-    c = given.get("c")
+    c = terms.get("c")
     decides = c is not None and not single and strong_dtype(c) is not None
     product = kind(np.result_type(preferred)) if single else max(kind(a), kind(b))
     problems = []
@@ -111,7 +108,7 @@ def kind_problems(a: Any, b: Any, given: Mapping[str, Any], preferred: Any) -> l
         )
     elif decides:
         product = kind(c)
-    for name, x in given.items():
+    for name, x in terms.items():
         if kind(x) == COMPLEX > product:
             problems.append(
                 f"{name} is {describe(x)}, which is complex, and the product is not: convert one "
@@ -120,20 +117,13 @@ def kind_problems(a: Any, b: Any, given: Mapping[str, Any], preferred: Any) -> l
     return problems
 
 
-def check_dot_general(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
+def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     """Returns `dimension_numbers` as nested tuples of plain integers; None stays None.
 
     Checks that axes exist, appear once, and have equal extents in both operands.
     """
-    return (
-        None
-        if dimension_numbers is None
-        else checked_axes("dot_general", lhs, rhs, dimension_numbers)
-    )
-
-
-def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
-    """Returns `dimension_numbers` as nested tuples of plain integers, checked."""
+    if dimension_numbers is None:
+        return None
     try:
         (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = (
             tuple(tuple(int(axis) for axis in axes) for axes in pair) for pair in dimension_numbers
@@ -181,10 +171,10 @@ def check_explained(function: str, because: str, named: Mapping[str, Any]) -> No
       because: the arguments that select it.
       named: arguments that it does not take, by name; None if not set.
     """
-    if given := [name for name, x in named.items() if x is not None]:
+    if names := [name for name, x in named.items() if x is not None]:
         hint = ": write it into epilogue" if function in ("dot_general", "ragged_dot") else ""
         raise TypeError(
-            f"explain: {', '.join(given)} came with {because}, and {function} has no such "
+            f"explain: {', '.join(names)} came with {because}, and {function} has no such "
             f"argument{hint}"
         )
 
@@ -215,9 +205,9 @@ def check_einsum(subscripts: Any, operands: Sequence[Any]) -> None:
             )
             continue
         for label, extent in zip(labels, np.shape(x), strict=True):
-            known = extents.setdefault(label, extent)
-            if known == 1:
+            first = extents.setdefault(label, extent)
+            if first == 1:
                 extents[label] = extent
-            elif differ(known, extent) and extent != 1:
-                problems.append(f"{label!r} in {subscripts!r} is {known} and {extent}")
+            elif differ(first, extent) and extent != 1:
+                problems.append(f"{label!r} in {subscripts!r} is {first} and {extent}")
     fail("einsum", problems)

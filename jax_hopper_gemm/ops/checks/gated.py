@@ -23,23 +23,19 @@ def check_gated(
 ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """Checks a gated linear unit; with sizes in `groups` a grouped one, whose rows may be gathered.
 
-    Args:
-      groups: as the user gave them.
-      everything else: as the user gave it.
-
     Returns:
       x; the weights: one array or gate and up; the biases: none or gate's and up's; the scale of
       rows: none or one.
     """
     op = "gated_linear_unit"
     named = {"x": x}
-    for name, given in (("weights", weights), ("bias", bias), ("row_scale", row_scale)):
-        if isinstance(given, tuple | list):
-            if len(given) != 2:
-                fail(op, [f"{name} is {len(given)} arrays, expected one or the pair (gate, up)"])
-            named |= {f"{name}[{i}]": each for i, each in enumerate(given)}
-        elif name == "weights" or given is not None:
-            named[name] = given
+    for name, argument in (("weights", weights), ("bias", bias), ("row_scale", row_scale)):
+        if isinstance(argument, tuple | list):
+            if len(argument) != 2:
+                fail(op, [f"{name} is {len(argument)} arrays, expected one or the pair (gate, up)"])
+            named |= {f"{name}[{i}]": each for i, each in enumerate(argument)}
+        elif name == "weights" or argument is not None:
+            named[name] = argument
     arrays = dict(zip(named, as_arrays(op, **named), strict=True))
     x = arrays["x"]
     rights = tuple(arrays[name] for name in arrays if name.startswith("weights"))

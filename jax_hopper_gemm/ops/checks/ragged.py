@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..ragged_axes import other_axes
 from .arguments import COMPLEX, activation_problems, implementation_problems, kind
 from .dense import checked_axes, factor_problems, kind_problems
 from .wording import describe, differ, fail, less
@@ -18,17 +19,11 @@ from .wording import describe, differ, fail, less
 
 @dataclass(frozen=True)
 class GroupArguments:
-    """What a user says of groups: arrays, or None where they are not given.
+    """What a user says of groups: arrays, or None where they are not given."""
 
-    Attributes:
-      sizes: `group_sizes`.
-      offset: `group_offset`.
-      indices: `row_indices`.
-    """
-
-    sizes: Any = None
-    offset: Any = None
-    indices: Any = None
+    sizes: Any = None  # `group_sizes`
+    offset: Any = None  # `group_offset`
+    indices: Any = None  # `row_indices`
 
 
 def check_ragged_dot(
@@ -144,15 +139,12 @@ def check_ragged_dot_general(
     numbers: Any,
     groups: GroupArguments,
     implementation: Any,
-    given: Mapping[str, Any],
+    terms: Mapping[str, Any],
     preferred: Any,
 ) -> lax.RaggedDotDimensionNumbers:
     """Returns the checked dimension numbers as tuples of plain integers.
 
-    Args:
-      given: alpha, beta and c by name, without those that are None.
-      preferred: preferred_element_type.
-      Other arguments: those of `ragged_dot_general`.
+    `terms` are alpha, beta and c by name, without those that are None.
     """
     op = "ragged_dot_general"
     expected = "ragged_dot_dimension_numbers"
@@ -201,15 +193,14 @@ def check_ragged_dot_general(
             )
         if free:
             problems += group_problems(np.shape(rhs)[group_axes[0]], rhs, groups)
-        if given and ragged[0] in lhs_contracting:
-            free_axes = (
-                _others(lhs, lhs_contracting, lhs_batch), _others(rhs, rhs_contracting, rhs_batch)
-            )  # fmt: skip
-            shape = [np.shape(lhs)[axis] for axis in (*lhs_batch, *free_axes[0])]
-            shape += [np.shape(rhs)[axis] for axis in free_axes[1]]
-            problems += _sum_problems(lhs, rhs, (np.shape(sizes)[-1], *shape), given, preferred)
-    if given and ragged[0] not in lhs_contracting:
-        problems.append(_no_sum(given, ragged[0] in lhs_batch))
+        if terms and ragged[0] in lhs_contracting:
+            lhs_free = other_axes(np.ndim(lhs), lhs_contracting, lhs_batch)
+            rhs_free = other_axes(np.ndim(rhs), rhs_contracting, rhs_batch)
+            shape = [np.shape(lhs)[axis] for axis in (*lhs_batch, *lhs_free)]
+            shape += [np.shape(rhs)[axis] for axis in rhs_free]
+            problems += _sum_problems(lhs, rhs, (np.shape(sizes)[-1], *shape), terms, preferred)
+    if terms and ragged[0] not in lhs_contracting:
+        problems.append(_no_sum(terms, ragged[0] in lhs_batch))
     fail_ragged(op, problems + implementation_problems(implementation), groups)
     return lax.RaggedDotDimensionNumbers(
         ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), ragged, group_axes
@@ -222,29 +213,24 @@ def _axes_of_sizes(
     """Returns the axes of the left operand that sizes may have before that of groups."""
     if ragged in batch:
         return batch[: batch.index(ragged)]
-    free = tuple(axis for axis in range(ndim) if axis not in contracting + batch)
-    kind = contracting if ragged in contracting else free
+    kind = contracting if ragged in contracting else other_axes(ndim, contracting, batch)
     return batch + kind[: kind.index(ragged)]
 
 
-def _others(x: Any, *taken: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(axis for axis in range(np.ndim(x)) if not any(axis in axes for axes in taken))
-
-
 def _sum_problems(
-    lhs: Any, rhs: Any, shape: tuple[Any, ...], given: Mapping[str, Any], preferred: Any
+    lhs: Any, rhs: Any, shape: tuple[Any, ...], terms: Mapping[str, Any], preferred: Any
 ) -> list[str]:
     """Returns the problems of alpha, beta and c with a contraction's result of this shape."""
-    problems = factor_problems(given, "product") + kind_problems(lhs, rhs, given, preferred)
-    if (c := given.get("c")) is None:
+    problems = factor_problems(terms, "product") + kind_problems(lhs, rhs, terms, preferred)
+    if (c := terms.get("c")) is None:
         return problems
     if np.ndim(c) != len(shape) or any(map(differ, np.shape(c), shape)):
         problems.append(f"c is {describe(c)}, expected the result's shape {shape}")
     return problems
 
 
-def _no_sum(given: Mapping[str, Any], batch: bool) -> str:
-    came = ", ".join(given)
+def _no_sum(terms: Mapping[str, Any], batch: bool) -> str:
+    came = ", ".join(terms)
     if batch:
         return (
             f"{came} came, and the ragged axis is a batch one: call dot_general, which this "

@@ -7,24 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from ...gemm.options import Options
+from ...gemm.product import Options
 from .arguments import as_arrays, choice_problems, function_problems, is_array
 from .wording import counted, describe, dtypes_text, fail
 
 
 def check_steps(
-    op: str,
-    epilogue: Any,
-    operands: Any,
-    plain: bool,
-    options: Options,
+    op: str, epilogue: Any, operands: Any, plain: bool, options: Options
 ) -> tuple[Any, ...]:
     """Checks the arguments that all products share, and returns the operands of the epilogue.
 
-    Args:
-      op: the function that the user called.
-      epilogue, operands, options: the user's arguments.
-      plain: whether the product has no epilogue at all.
+    `plain`: the product has no epilogue at all.
     """
     problems, mistyped = [], function_problems("epilogue", epilogue)
     preferred = options.preferred_element_type
@@ -49,18 +42,14 @@ def check_steps(
 
 
 def call(op: str, name: str, function: Callable[..., Any], *arrays: Any) -> Any:
-    """Returns `function(*arrays)` for a user's function while it is traced.
-
-    Raises:
-      TypeError or ValueError: the function raised an exception, which becomes the cause.
-    """
+    """Returns `function(*arrays)` of a user's function; its exception is the cause of our error."""
     try:
         return function(*arrays)
     except Exception as error:
-        given = ", ".join(map(describe, arrays))
+        arguments = ", ".join(map(describe, arrays))
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
-            f"{op}: {name} failed when it was traced with ({given}): "
+            f"{op}: {name} failed when it was traced with ({arguments}): "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -83,22 +72,18 @@ def check_activated(op: str, out: Any, y: Any) -> None:
 
 
 def results(op: str, out: Any) -> tuple[Any, ...]:
-    """Returns the results of an epilogue as a tuple of arrays.
-
-    Raises:
-      TypeError: the epilogue returned no result, or one that is not an array.
-    """
-    found = out if isinstance(out, tuple) else (out,)
-    wrong = [type(x).__name__ for x in found if not is_array(x)]
-    if not found or wrong:
-        got = "an empty tuple" if not found else f"a {wrong[0]}"
-        if found and isinstance(out, tuple):
+    """Returns the results of an epilogue, checked, as a tuple of arrays."""
+    arrays = out if isinstance(out, tuple) else (out,)
+    wrong = [type(x).__name__ for x in arrays if not is_array(x)]
+    if not arrays or wrong:
+        got = "an empty tuple" if not arrays else f"a {wrong[0]}"
+        if arrays and isinstance(out, tuple):
             got = f"a tuple with a {wrong[0]}"
         hint = ". Has it a return statement?" if out is None else ""
         raise TypeError(
             f"{op}: epilogue returned {got}, expected an array or a tuple of arrays{hint}"
         )
-    return found
+    return arrays
 
 
 def check_result_dtypes(op: str, out: Sequence[Any], preferred: Any) -> None:

@@ -1,6 +1,13 @@
-"""All math warpgroups work on one tile: each owns 64-row slices of it."""
+"""Warp schedules: how the math warpgroups share tiles and take turns at the tensor cores."""
 
 from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+
+from .shared_memory import WARPGROUP, BarrierId
 
 
 def registers(spec):
@@ -65,3 +72,55 @@ class Cooperative:
     def skip_partner_tile(self, tiles, tile, reader, state, skip):
         """Moves past the tile that another warpgroup takes after one of this; the same."""
         return tile, reader, state
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn: a named barrier of 256 threads, on which its owner waits and the other arrives."""
+
+    mine: Any
+    other: Any
+
+    def wait(self):
+        self.mine.arrive_and_wait()
+
+    def hand_over(self):
+        self.other.arrive()
+
+
+class Pingpong:
+    """The tensor cores are held by one warpgroup at a time, in strict alternation.
+
+    time ->
+    math 0   [k-tiles t0][epilogue t0]  [k-tiles t2][epilogue t2]
+    math 1               [k-tiles t1][epilogue t1]  [k-tiles t3]
+    loader   [t0 ...][t1 ...][t2 ...]
+    """
+
+    tiles_in_turn = 2
+    atom_layout_m = 1
+    tile_warps = 4
+
+    def __init__(self, spec):
+        self.registers = registers(spec)
+
+    def turn_of(self, warpgroup):
+        return Turn(
+            pipeline.NamedBarrier(BarrierId.MATH_TURN + warpgroup, 2 * WARPGROUP),
+            pipeline.NamedBarrier(BarrierId.MATH_TURN + 1 - warpgroup, 2 * WARPGROUP),
+        )
+
+    @cute.jit
+    def first_tile(self, tiles, warpgroup, state, skip: cutlass.Constexpr, turn: cutlass.Constexpr):
+        tile, reader = tiles.first()
+        if warpgroup == 1:
+            turn.hand_over()  # the first turn is warpgroup 0's
+            tile, reader, state = self.skip_partner_tile(tiles, tile, reader, state, skip)
+        return tile, reader, state
+
+    def skip_partner_tile(self, tiles, tile, reader, state, skip):
+        state = skip(state, tiles.coords(tile))
+        return *tiles.next(tile, reader), state
+
+
+WARP_SCHEDULES = {"cooperative": Cooperative, "pingpong": Pingpong}

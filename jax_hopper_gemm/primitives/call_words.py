@@ -1,0 +1,91 @@
+"""What the custom calls of products say, as JSON.
+
+NOTE: exported programs hold these words, and programs in caches are found by their text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from ..gemm.epilogue_graph import EpilogueGraph
+from ..gemm.groups import Groups
+from ..gemm.product import Options, Product
+from ..gemm.subscripts import Subscripts
+
+
+def precision_names(precision: Any) -> list[str] | None:
+    """Returns a precision of `lax.dot_general_p` as JSON; None where it has no names."""
+    if precision is None:
+        return []
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    return [x.name for x in parts] if all(isinstance(x, lax.Precision) for x in parts) else None
+
+
+def options_to_words(options: Options) -> dict[str, Any] | None:
+    """Returns options as JSON; None where the precision has no names."""
+    if (names := precision_names(options.precision)) is None:
+        return None
+    preferred = options.preferred_element_type
+    return {
+        "precision": names,
+        "preferred_element_type": None if preferred is None else np.dtype(preferred).name,
+        "implementation": options.implementation,
+        "max_sms": options.max_sms,
+    }
+
+
+def options_of_words(words: Mapping[str, Any]) -> Options:
+    """Returns the options that `options_to_words` made `words` of, among others."""
+    preferred = words.get("preferred_element_type")
+    precision = tuple(lax.Precision[name] for name in words["precision"])
+    return Options(
+        implementation=words["implementation"],
+        precision=precision if len(precision) == 2 else (*precision, None)[0],
+        preferred_element_type=preferred and np.dtype(jnp.dtype(preferred)),
+        max_sms=words.get("max_sms"),
+    )
+
+
+@dataclass(frozen=True)
+class FusedProduct:
+    """A product and the function that follows, for any extents."""
+
+    graph: EpilogueGraph  # the function
+    product: Product  # it gives float32
+    m: str  # letters of the rows of its result
+    n: str  # letters of the columns
+    in_place: int | None = None  # operand of the graph whose memory the first result may take
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """Returns the call's parameters; None where the precision has no names."""
+        options, groups = self.product.options, self.product.groups
+        if (precision := precision_names(options.precision)) is None:
+            return None
+        fields = {
+            "graph": asdict(self.graph),
+            "subscripts": str(self.product.subscripts),
+            "m": self.m,
+            "n": self.n,
+            "precision": precision,
+            "implementation": options.implementation,
+            "max_sms": options.max_sms,
+            "in_place": self.in_place,
+        }
+        return fields | ({"spans": astuple(groups)} if groups else {})
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> FusedProduct:
+        """Returns the product that `to_dict` and JSON made `fields` of."""
+        product = Product(
+            Subscripts.parse(fields["subscripts"]),
+            options_of_words(fields),
+            groups=Groups(*fields["spans"]) if "spans" in fields else None,
+        ).with_options(preferred_element_type=np.dtype(np.float32))
+        graph = EpilogueGraph.from_dict(fields["graph"])
+        return cls(graph, product, fields["m"], fields["n"], fields.get("in_place"))
