@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Literal, Var
 
 from ..dispatch import Device, estimate, pass_ns
@@ -62,9 +63,10 @@ def fused(
 
 
 def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns equations and results with elementwise calls replaced by what they call.
+    """Returns the same equations and results with elementwise calls replaced by what they call.
 
     Functions of JAX are calls, and after a derivative have what it needs as further results.
+    Equations that nothing reads are left out.
     """
     names: dict[Any, Any] = {}
     new: list[Any] = []
@@ -81,14 +83,24 @@ def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any]
                 add(closed.jaxpr.eqns, within or equation)
                 names.update(zip(equation.outvars, read(closed.jaxpr.outvars), strict=True))
                 continue
+            (out, *_) = outputs = equation.outvars
+            if name == "convert_element_type" and isinstance(inputs[0], Literal):
+                names[out] = Literal(np.asarray(inputs[0].val, out.aval.dtype), out.aval)
+                continue
             if within:
-                names.update({x: Var(x.aval) for x in equation.outvars})
+                names.update({x: Var(x.aval) for x in outputs})
                 equation = equation.replace(source_info=within.source_info)
-            outputs = [names.get(x, x) for x in equation.outvars] if within else equation.outvars
+                outputs = [names[x] for x in outputs]
             new.append(equation.replace(invars=inputs, outvars=outputs))
 
     add(equations)
-    return new, read(results)
+    results = read(results)
+    live, kept = set(variables(results)), []
+    for equation in reversed(new):
+        if equation.effects or not live.isdisjoint(equation.outvars):
+            live.update(variables(equation.invars))
+            kept.append(equation)
+    return kept[::-1], results
 
 
 def _launch(equations: Sequence[Any], region: Region) -> Any:
