@@ -224,6 +224,8 @@ class _Order:
                 self._emit(equation)
             elif region := ends.get(number):
                 self._require(region.outputs)
+            elif regions.kinds[number] == "product" and number not in self._within:
+                self._require(equation.outvars)
         self._require(variables(results))
 
     def _emit(self, equation: Any) -> None:
