@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 from typing import Literal as OneOf
 
@@ -427,10 +426,11 @@ def _is_elementwise(equation: Any) -> bool:
     if (parameter := CALLS.get(equation.primitive.name)) is None:
         return covered(equation.primitive.name)
     closed, shape = equation.params[parameter], equation.outvars[0].aval.shape
+    moved = (e for e in closed.jaxpr.eqns if e.primitive.name in LAYOUTS)
     return (
         all(x.aval.shape in ((), shape) for x in equation.invars)
         and is_inlined(closed)
-        and not any(x.aval.ndim for e in closed.jaxpr.eqns if e.primitive.name in LAYOUTS for x in e.invars)
+        and not any(x.aval.ndim for e in moved for x in e.invars)
     )
 
 

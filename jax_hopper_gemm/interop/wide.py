@@ -47,10 +47,10 @@ def widened(function: Function, products: int) -> ClosedJaxpr:
 def _widened(function: Function, products: int) -> ClosedJaxpr:
     def wide(*args: Any) -> list[Any]:
         results = _evaluate(function, [_wide(x) for x in args])
-        pairs = zip(results, function.outvars, strict=True)
-        return [lax.convert_element_type(x, atom.aval.dtype) for x, atom in pairs]
+        dtypes = [atom.aval.dtype for atom in function.outvars]
+        return list(map(lax.convert_element_type, results, dtypes))
 
-    avals = [x.aval for x in function.invars]
+    avals: list[Any] = [x.aval for x in function.invars]
     avals[:products] = [aval.update(dtype=WIDE) for aval in avals[:products]]
     return traced(wide, *avals)
 
@@ -73,7 +73,8 @@ def _evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
     def read(atom: Any) -> Any:
         if isinstance(atom, Literal):
-            return _wide(np.asarray(atom.val, atom.aval.dtype))
+            aval: Any = atom.aval
+            return _wide(np.asarray(atom.val, aval.dtype))
         return values[atom]
 
     for equation in jaxpr.eqns:
