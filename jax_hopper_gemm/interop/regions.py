@@ -115,11 +115,12 @@ class Regions:
         self._products: list[int] = []  # by bit
         self._depends: dict[Any, int] = {}  # on these products, in any way
         self._cone: dict[Any, int] = {}  # of these products, elementwise
+        self._inputs_of = [list(variables(equation.invars)) for equation in self.equations]
         for number, equation in enumerate(self.equations):
             kind = kind_of(equation)
             if kind == "product" and number in self._alone:
                 kind = "other"
-            inputs = list(variables(equation.invars))
+            inputs = self._inputs_of[number]
             depends = cone = 0
             for x in inputs:
                 depends |= self._depends.get(x, 0)
@@ -147,8 +148,8 @@ class Regions:
         number = self.makers.get(variable)
         return "other" if number is None else self.kinds[number]
 
-    def _inputs(self, variable: Any) -> Iterator[Any]:
-        return variables(self.equations[self.makers[variable]].invars)
+    def _inputs(self, variable: Any) -> list[Any]:
+        return self._inputs_of[self.makers[variable]]
 
     # Variables that are arrays in memory, whatever computes them.
 
@@ -156,9 +157,11 @@ class Regions:
         """Finds what is stored in any case, and what XLA computes where it reads it."""
         read: dict[Any, None] = {}
         passing: dict[Any, None] = {}
-        for kind, equation in zip(self.kinds, self.equations, strict=True):
+        for kind, equation, inputs in zip(
+            self.kinds, self.equations, self._inputs_of, strict=True
+        ):
             name = equation.primitive.name
-            for x in variables(equation.invars):
+            for x in inputs:
                 if kind == "elementwise" and _meets(x, equation):
                     continue
                 if kind == "layout" and self._kind(x) == "layout":
@@ -275,7 +278,7 @@ class Regions:
                 continue
             if x is not variable and x in self._stored and not inside:
                 continue
-            inputs = list(self._inputs(x))
+            inputs = self._inputs(x)
             yield self.makers[x], inputs
             pending += inputs
 
@@ -324,7 +327,7 @@ class Regions:
         steps: list[int] = []
         for number in numbers:
             equation = self.equations[number]
-            inputs = list(variables(equation.invars))
+            inputs = self._inputs_of[number]
             if (
                 self.kinds[number] == "elementwise"
                 and self._last_region(equation.outvars[0]) is region
@@ -335,7 +338,7 @@ class Regions:
         inner, end = set(steps), len(self.equations)
         last = dict.fromkeys(need.variables & own, end)  # by variable, the last that reads it
         for number in numbers:
-            for x in variables(self.equations[number].invars):
+            for x in self._inputs_of[number]:
                 if x in own and x not in self._stored:
                     last[x] = max(last.get(x, -1), number if number in inner else end)
         best: list[Any] = [x for x in outs if x in last]
