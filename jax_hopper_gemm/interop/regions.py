@@ -157,9 +157,7 @@ class Regions:
         """Finds what is stored in any case, and what XLA computes where it reads it."""
         read: dict[Any, None] = {}
         passing: dict[Any, None] = {}
-        for kind, equation, inputs in zip(
-            self.kinds, self.equations, self._inputs_of, strict=True
-        ):
+        for kind, equation, inputs in zip(self.kinds, self.equations, self._inputs_of, strict=True):
             name = equation.primitive.name
             for x in inputs:
                 if kind == "elementwise" and _meets(x, equation):
