@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Literal, Var
 
 from ..dispatch import Device, estimate, pass_ns
 from ..fusion.jaxprs import traced_once
 from ..fusion.memo import memoised
+from ..gemm.dtypes import DTYPES
 from ..lowering.route import Request, Route, current_device, route
 from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
@@ -46,7 +49,7 @@ def fused(
     while True:
         regions = Regions(equations, results, alone, apart)
         launches = {region: _launch(equations, region) for region in regions.regions}
-        refused = [x for x, launch in launches.items() if not _gains(equations, x, launch, device)]
+        refused = [x for x, launch in launches.items() if _refusal(equations, x, launch, device)]
         if not refused:
             try:
                 return _Order(regions, launches, results).equations, results
@@ -60,9 +63,10 @@ def fused(
 
 
 def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns equations and results with elementwise calls replaced by what they call.
+    """Returns the same equations and results with elementwise calls replaced by what they call.
 
     Functions of JAX are calls, and after a derivative have what it needs as further results.
+    Equations that nothing reads are left out.
     """
     names: dict[Any, Any] = {}
     new: list[Any] = []
@@ -79,14 +83,24 @@ def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any]
                 add(closed.jaxpr.eqns, within or equation)
                 names.update(zip(equation.outvars, read(closed.jaxpr.outvars), strict=True))
                 continue
+            (out, *_) = outputs = equation.outvars
+            if name == "convert_element_type" and isinstance(inputs[0], Literal):
+                names[out] = Literal(np.asarray(inputs[0].val, out.aval.dtype), out.aval)
+                continue
             if within:
-                names.update({x: Var(x.aval) for x in equation.outvars})
+                names.update({x: Var(x.aval) for x in outputs})
                 equation = equation.replace(source_info=within.source_info)
-            outputs = [names.get(x, x) for x in equation.outvars] if within else equation.outvars
+                outputs = [names[x] for x in outputs]
             new.append(equation.replace(invars=inputs, outvars=outputs))
 
     add(equations)
-    return new, read(results)
+    results = read(results)
+    live, kept = set(variables(results)), []
+    for equation in reversed(new):
+        if equation.effects or not live.isdisjoint(equation.outvars):
+            live.update(variables(equation.invars))
+            kept.append(equation)
+    return kept[::-1], results
 
 
 def _launch(equations: Sequence[Any], region: Region) -> Any:
@@ -113,32 +127,70 @@ def _launch(equations: Sequence[Any], region: Region) -> Any:
     )
 
 
-def _gains(equations: Sequence[Any], region: Region, launch: Any, device: Device) -> bool:
-    """Whether one kernel is expected to take less time than products, and XLA after them."""
+def _refusal(equations: Sequence[Any], region: Region, launch: Any, device: Device) -> str | None:
+    """Returns why XLA should compute what follows a region's products; None if a kernel should."""
     products = [equations[number] for number in region.products]
-    stored = [product.outvars[0].aval for product in products]
-    read, written, kept = (
-        tuple(x.aval for x in atoms)
-        for atoms in (region.operands, region.outputs, region.kept)
-    )
-    moved = sum(map(_bytes, (*stored, *read, *written)))
-    again = sum(map(_bytes, kept))
-    return _faster(
-        request_of(launch), tuple(map(request_of, products)), moved, again, device
-    )
+    atoms = (*(x.outvars[0] for x in products), *region.operands, *region.outputs)
+    requests = tuple(map(request_of, products))
+    moved, again = (sum(_bytes(x.aval) for x in group) for group in (atoms, region.kept))
+    times = expected_us(request_of(launch), requests, moved, again, device)
+    if isinstance(times, str):
+        return times
+    together, apart = times
+    if together < apart:
+        return None
+    return f"expected {together:.1f} us with what follows, {apart:.1f} us apart"
 
 
 @memoised
-def _faster(
-    whole: Request, bare: Sequence[Request], moved: int, again: int, device: Device
-) -> bool:
-    """The same, from requests, and bytes that XLA moves after products, or after one kernel."""
-    launch = route(whole, device)
-    alone = [route(request, device, kernel_only=True) for request in bare]
-    if launch.uncovered or any(x.path != "hopper" for x in (launch, *alone)):
-        return False
+def expected_us(
+    launch: Request, products: Sequence[Request], moved: int, again: int, device: Device
+) -> tuple[float, float] | str:
+    """Returns the times of one kernel, and of its products and what XLA computes after them.
+
+    Or why no kernel computes all of it.
+
+    Args:
+      moved: bytes that XLA reads and writes after the products.
+      again: bytes that it reads after the kernel, as of values that are computed anew.
+    """
+    whole = route(launch, device)
+    if whole.uncovered:
+        return f"no kernel computes {', '.join(whole.uncovered)}"
+    alone = [route(request, device, kernel_only=True) for request in products]
+    for x in (whole, *alone):
+        if x.path != "hopper":
+            return x.reason
+    together_ns = _ns(whole, device) + (pass_ns(again) if again else 0.0)
     apart_ns = sum(_ns(x, device) for x in alone) + pass_ns(moved)
-    return _ns(launch, device) + (pass_ns(again) if again else 0.0) < apart_ns
+    return together_ns / 1e3, apart_ns / 1e3
+
+
+def refusals(equations: Sequence[Any], results: Sequence[Any]) -> dict[int, str]:
+    """Returns, by the number of a product without an epilogue, why it takes nothing along.
+
+    Products that nothing follows which a kernel computes are left out.
+    """
+    reasons: dict[int, str] = {}
+    device = current_device()
+    for region in Regions(equations, results).regions:
+        launch = _launch(equations, region)
+        reason = _refusal(equations, region, launch, device)
+        reasons.update(dict.fromkeys(region.products, reason or "it would wait for what it reads"))
+    return reasons
+
+
+def saved_us(equation: Any) -> float | None:
+    """Returns what an epilogue in a product's kernel is expected to save; None: no kernel has it."""
+    request, params = request_of(equation), equation.params
+    count = len(params["jaxpr"].in_avals) - (len(equation.invars) - 1 - params["num_b"])
+    product = params["jaxpr"].in_avals[0]
+    bare = replace(request, function=None, num_b=1, out_dtype=request.lhs_dtype)
+    stored = count * prod(product.shape) * DTYPES[request.lhs_dtype].itemsize
+    atoms = (*equation.invars[1 + params["num_b"] :], *equation.outvars)
+    moved = stored + sum(_bytes(x.aval) for x in atoms)
+    times = expected_us(request, (bare,) * params["num_b"], moved, 0, current_device())
+    return None if isinstance(times, str) else times[1] - times[0]
 
 
 def _ns(route: Route, device: Device) -> float:

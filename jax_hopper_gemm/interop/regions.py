@@ -465,7 +465,11 @@ def _is_elementwise(equation: Any) -> bool:
 
 
 def is_inlined(closed: Any) -> bool:
-    """Whether a jaxpr has equations alone that may become part of a region."""
+    """Whether a jaxpr has equations alone that may become part of a region, or are of scalars."""
     if getattr(closed, "consts", ()) or closed.jaxpr.constvars:
         return False
-    return all(kind_of(equation) in ("elementwise", "layout") for equation in closed.jaxpr.eqns)
+    return all(
+        kind_of(equation) in ("elementwise", "layout")
+        or (equation.primitive.name == "convert_element_type" and not equation.invars[0].aval.ndim)
+        for equation in closed.jaxpr.eqns
+    )

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import jaxprs_in_params
 
+from ..gemm.groups import GROUP
+from ..interop.fuse_jaxpr import refusals, saved_us
 from ..interop.rewrite_jaxpr import ENTERED, RAGGED, Rewriting, reason_left, rewritten, traced_call
-from ..lowering.route import array_text
+from ..lowering.route import Request, array_text
 from ..ops import checks
 from ..ops.dense import Implementation
 from ..ops.substitute import as_hopper_dot
 from ..primitives.define import PRODUCTS, request_of
+from ..primitives.fused_dot import hopper_fused_p
 from .explanation import Explanation, explanation_of
 from .find_product import Program, TracedProduct
 
@@ -32,6 +37,10 @@ class FoundProduct:
       path: "hopper" (a kernel of this library) or "xla".
       reason: why.
       explanation: how it runs, as `explain` says it; None where no kernel is asked.
+      flops: multiplications and additions of one run of the whole function.
+      fused: what its kernel computes besides; or why nothing, where something follows it.
+      saved_us: what that is expected to save in each run of the product, in microseconds.
+      runs: of the product, in one of the function: the lengths of the scans around it.
     """
 
     product: str
@@ -41,16 +50,27 @@ class FoundProduct:
     path: str
     reason: str
     explanation: Explanation | None = None
+    flops: int = 0
+    fused: str = ""
+    saved_us: float = 0.0
+    runs: int = 1
 
-    def __str__(self) -> str:
-        verdict = "taken" if self.taken else "left"
-        place = " > ".join((*self.within, self.line))
-        return f"{verdict:<6}{self.path:<7} {self.product}\n      at {place}\n      {self.reason}"
+    @property
+    def runner(self) -> str:
+        """What runs it: "kernel", "XLA", or "not replaced"."""
+        return "kernel" if self.path == "hopper" else "XLA" if self.taken else "not replaced"
+
+    @property
+    def place(self) -> str:
+        return " > ".join((*self.within, self.line))
 
 
 @dataclass(frozen=True)
 class ProductReport:
-    """The products of a function, in the order of its program. `str` makes it a report."""
+    """The products of a function, in the order of its program.
+
+    `str` makes it a report: equal products once, those of most FLOPs first.
+    """
 
     products: tuple[FoundProduct, ...]
 
@@ -62,14 +82,53 @@ class ProductReport:
     def left(self) -> tuple[FoundProduct, ...]:
         return tuple(x for x in self.products if not x.taken)
 
+    @property
+    def flops(self) -> int:
+        return sum(x.flops for x in self.products)
+
+    @property
+    def kernel_share(self) -> float:
+        """The part of all FLOPs that kernels of this library run."""
+        return sum(x.flops for x in self.products if x.path == "hopper") / max(1, self.flops)
+
+    @property
+    def saved_us(self) -> float:
+        """What fusion is expected to save in one run of the function, in microseconds."""
+        return sum(x.saved_us * x.runs for x in self.products)
+
     def __str__(self) -> str:
-        kernels = sum(x.path == "hopper" for x in self.products)
+        runners = Counter(x.runner for x in self.products)
         number = len(self.products)
-        head = (
-            f"{number} {'product' if number == 1 else 'products'}: {len(self.taken)} taken, "
-            f"{kernels} of them on kernels; {len(self.left)} left to JAX"
-        )
-        return "\n".join([head, *map(str, self.products)])
+        parts = ", ".join(
+            f"{runners[name]} {text}"
+            for name, text in (
+                ("kernel", "on kernels"), ("XLA", "on XLA"), ("not replaced", "not replaced")
+            )
+        )  # fmt: skip
+        lines = [f"{number} {'product' if number == 1 else 'products'}: {parts}"]
+        lines.append(f"{self.kernel_share:.1%} of {self.flops:.3g} FLOPs on kernels")
+        if self.saved_us:
+            lines.append(f"fusion is expected to save {self.saved_us:.0f} us")
+        groups: dict[Any, list[FoundProduct]] = {}
+        for x in self.products:
+            groups.setdefault((x.runner, x.product, x.reason, x.fused), []).append(x)
+        for equal in sorted(groups.values(), key=lambda equal: -sum(x.flops for x in equal)):
+            lines += self._lines(equal)
+        return "\n".join(lines)
+
+    def _lines(self, equal: Sequence[FoundProduct]) -> list[str]:
+        first, share = equal[0], sum(x.flops for x in equal) / max(1, self.flops)
+        times = sum(x.runs for x in equal)
+        places = list(dict.fromkeys(x.place for x in equal))
+        others = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        number = f"x {times}" if times > 1 else ""
+        lines = [f"{first.runner:<13}{share:>5.1%} {number:<6} {first.product}"]
+        lines.append(f"      at {places[0]}{others}")
+        lines.append(f"      {first.reason}")
+        if first.fused:
+            saved = sum(x.saved_us * x.runs for x in equal)
+            lines.append(f"      {first.fused}" + (f"; saves {saved:.0f} us" if saved else ""))
+        return lines
 
 
 def report_products(
@@ -98,41 +157,57 @@ def _products_in(
     implementation: Implementation,
     within: tuple[str, ...] = (),
     closed_to: str | None = None,
+    runs: int = 1,
 ) -> Iterator[FoundProduct]:
-    """Yields the products of a program; `closed_to` names what holds it and is left as it is."""
-    for equation in program.jaxpr.eqns:
+    """Yields the products of a program.
+
+    Args:
+      closed_to: what holds the program and is left as it is.
+      runs: how often the program runs.
+    """
+    equations = program.jaxpr.eqns
+    reasons = refusals(equations, program.jaxpr.outvars) if not closed_to else {}
+    for number, equation in enumerate(equations):
+        name = equation.primitive.name
         if equation.primitive in PRODUCTS:
-            yield _taken(program, equation, within)
-        elif equation.primitive is lax.dot_general_p or equation.primitive.name == RAGGED:
-            yield _left(equation, implementation, within, closed_to)
+            product = replace(_taken(program, equation, reasons.get(number)), within=within)
+            yield replace(product, flops=runs * product.flops, runs=runs)
+        elif equation.primitive is lax.dot_general_p or name == RAGGED:
+            product = replace(_left(equation, implementation, closed_to), within=within)
+            yield replace(product, flops=runs * product.flops, runs=runs)
         else:
-            name = equation.primitive.name
             outside = closed_to or (None if name in ENTERED else name)
             inner = list(jaxprs_in_params(equation.params))
+            times = runs * equation.params.get("length", 1) if name == "scan" else runs
             for i, jaxpr in enumerate(inner):
-                place = _name_of(equation, i)
-                yield from _products_in(
-                    program.inner(equation, jaxpr), implementation, (*within, place), outside
-                )
+                place = (*within, _name_of(equation, i))
+                inside = program.inner(equation, jaxpr)
+                yield from _products_in(inside, implementation, place, outside, times)
 
 
-def _taken(program: Program, equation: Any, within: tuple[str, ...]) -> FoundProduct:
-    explanation = explanation_of(
-        TracedProduct(program, equation), equation.params["product"].options.implementation
-    )
-    line = source_info_util.summarize(equation.source_info)
+def _taken(program: Program, equation: Any, refusal: str | None) -> FoundProduct:
+    product = equation.params["product"]
+    explanation = explanation_of(TracedProduct(program, equation), product.options.implementation)
+    saved, fused = None, ""
+    if equation.primitive is hopper_fused_p and explanation.path == "hopper":
+        saved, fused = saved_us(equation), f"fused: {explanation.epilogue}"
+    elif refusal:
+        fused = f"not fused: {refusal}"
     return FoundProduct(
-        explanation.product, line, within, True, explanation.path, explanation.reason, explanation
-    )
+        explanation.product, source_info_util.summarize(equation.source_info), (), True,
+        explanation.path, explanation.reason, explanation, _flops(request_of(equation)), fused,
+        saved or 0.0,
+    )  # fmt: skip
 
 
-def _left(
-    equation: Any, implementation: Implementation, within: tuple[str, ...], closed_to: str | None
-) -> FoundProduct:
+def _left(equation: Any, implementation: Implementation, closed_to: str | None) -> FoundProduct:
     avals = [atom.aval for atom in equation.invars[:2]]
     text = " x ".join(array_text(x.shape, x.dtype.name) for x in avals)
     if equation.primitive is lax.dot_general_p:
-        text = str(request_of(as_hopper_dot(equation, None)))
+        request = request_of(as_hopper_dot(equation, None))
+        text, flops = str(request), _flops(request)
+    else:
+        flops = 2 * prod(avals[0].shape) * avals[1].shape[-1]
     if implementation == "xla":
         reason = "implementation='xla'"
     elif closed_to:
@@ -140,7 +215,17 @@ def _left(
     else:
         reason = str(reason_left(equation))
     line = source_info_util.summarize(equation.source_info)
-    return FoundProduct(text, line, within, False, "xla", reason)
+    return FoundProduct(text, line, (), False, "xla", reason, flops=flops)
+
+
+def _flops(request: Request) -> int:
+    """Returns the multiplications and additions of a product of known extents, else 0."""
+    extents = request.extents
+    if request.groups:  # each row belongs to one group
+        extents = {letter: extent for letter, extent in extents.items() if letter != GROUP}
+    if not all(isinstance(extent, int) for extent in extents.values()):
+        return 0
+    return 2 * prod(extents.values()) * request.num_b
 
 
 def _name_of(equation: Any, index: int) -> str:

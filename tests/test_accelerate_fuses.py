@@ -1,0 +1,267 @@
+"""`accelerate` fuses: which equations become part of which product's kernel, and with what numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+from support.program_inspection import integers
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm.interop import fuse_jaxpr
+
+M, K, N = 4096, 4096, 4096
+S = jax.ShapeDtypeStruct
+BF16, F32 = jnp.bfloat16, jnp.float32
+X, W, V, ROW = S((M, K), BF16), S((K, N), BF16), S((K, N), BF16), S((N,), BF16)
+MATRIX = S((M, N), BF16)
+
+
+def equations(function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """Returns all equations of the accelerated function, also of inner programs."""
+
+    def within(jaxpr: Any) -> list[Any]:
+        found = []
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            found.append(equation)
+            for inner in jaxprs_in_params(equation.params):
+                found += [] if equation.primitive.name == "hopper_fused" else within(inner)
+        return found
+
+    return within(jax.make_jaxpr(jhg.accelerate(function, **options))(*args))
+
+
+def products(function: Callable[..., Any], *args: Any, **options: Any) -> list[tuple[Any, ...]]:
+    """Returns of each product the number of right operands, dtypes of its results, its operations.
+
+    The operations are those of its function, without conversions and broadcasts; None: there is no
+    function.
+    """
+    silent = ("convert_element_type", "broadcast_in_dim", "copy")
+    found = []
+    for equation in equations(function, *args, **options):
+        if not equation.primitive.name.startswith("hopper"):
+            continue
+        jaxpr = equation.params.get("jaxpr")
+        dtypes = tuple(x.aval.dtype.name for x in equation.outvars)
+        names = jaxpr and [e.primitive.name for e in jaxpr.eqns if e.primitive.name not in silent]
+        found.append((equation.params.get("num_b", 1), dtypes, names))
+    return found
+
+
+BIAS = {
+    "bias": (lambda x, w, b: x @ w + b, ["add"]),
+    "bias and relu": (lambda x, w, b: jax.nn.relu(x @ w + b), ["add", "custom_jvp_call"]),
+    "written out": (lambda x, w, b: jnp.tanh(2 * (x @ w) + b) * 3, ["mul", "add", "tanh", "mul"]),
+    "product by a scalar": (lambda x, w, b: (x @ w) * b[0], ["mul"]),
+    "cast": (lambda x, w, b: (x @ w).astype(F32), []),
+    "clipped": (lambda x, w, b: jnp.clip(x @ w + b, -1, 1), ["add", "max", "min"]),
+}
+
+
+@pytest.mark.parametrize("name", BIAS)
+def test_what_follows_elementwise_is_part_of_the_kernel(name: str) -> None:
+    function, operations = BIAS[name]
+    ((_, _, names),) = products(function, X, W, ROW)
+    assert names == operations
+    assert products(function, X, W, ROW, fuse=False) == [(1, ("bfloat16",), None)]
+
+
+def test_several_readers_make_several_results_of_one_kernel() -> None:
+    def function(x: Any, w: Any, v: Any, b: Any) -> Any:
+        h = x @ w + b
+        return jnp.tanh(h) @ v, jnp.abs(h) @ v, h
+
+    first, second, third = products(function, X, W, S((N, 512), BF16), ROW)
+    assert first[1] == ("bfloat16",) * 3 and sorted(first[2]) == ["abs", "add", "tanh"]
+    assert second[2] is None and third[2] is None
+
+
+def test_a_residual_is_added_where_its_last_product_is() -> None:
+    function = lambda x, w, v, r: r + x @ w + r @ v  # noqa: E731
+    first, second = products(function, X, W, V, MATRIX)
+    assert (first[2], second[2]) == (["add"], ["add"])
+
+
+def test_two_products_of_one_array_are_a_gate() -> None:
+    def function(x: Any, w: Any, v: Any) -> Any:
+        return jax.nn.silu(x @ w) * (x @ v)
+
+    assert products(function, X, W, V) == [(2, ("bfloat16",), ["logistic", "mul", "mul"])]
+
+
+def test_products_of_other_arrays_are_no_gate() -> None:
+    found = products(lambda x, y, w, v: jax.nn.silu(x @ w) * (y @ v), X, MATRIX, W, V)
+    assert [num_b for num_b, *_ in found] == [1, 1]
+
+
+def test_a_derivative_rides_on_the_product_of_its_cotangent() -> None:
+    def loss(weights: Any, x: Any) -> Any:
+        w, v, b = weights
+        return (jax.nn.gelu(x @ w + b) @ v).astype(F32).sum()
+
+    hidden = S((N, 512), BF16)
+    found = products(jax.grad(loss), (W, hidden, ROW), X)
+    forward, *others = [x for x in found if x[2]]
+    assert forward[1] == ("bfloat16",) * 2  # what gelu gives, and what it took
+    assert any({"tanh", "reduce_sum"} <= set(names) for *_, names in others)  # and the bias's
+
+
+def test_an_argument_is_kept_after_its_bias() -> None:
+    """So the mask of a relu is the one of the forward pass."""
+
+    def loss(b: Any, x: Any, w: Any, v: Any) -> Any:
+        return (jax.nn.relu(x @ w + b) @ v).astype(F32).sum()
+
+    forward, *_ = (
+        e for e in equations(jax.grad(loss), ROW, X, W, V) if e.primitive.name == "hopper_fused"
+    )
+    outputs = forward.params["jaxpr"].jaxpr.outvars
+    makers = {x: e for e in forward.params["jaxpr"].eqns for x in e.outvars}
+
+    def source(x: Any) -> str:
+        name = makers[x].primitive.name
+        return source(makers[x].invars[0]) if name == "convert_element_type" else name
+
+    assert "add" in {source(x) for x in outputs}
+
+
+def test_an_update_rides_on_its_weight_gradient() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.5 * jax.grad(lambda w: (x @ w).astype(F32).sum())(w)
+
+    ((_, dtypes, names),) = products(step, W, X)
+    assert dtypes == ("bfloat16",) and names == ["mul", "sub"]
+
+
+def test_a_weight_gradient_is_cast_without_a_rounding() -> None:
+    gradient = jax.grad(lambda w, x: (x @ w.astype(BF16)).astype(F32).sum())
+    assert products(gradient, S((K, N), F32), X)[-1] == (1, ("float32",), [])
+
+
+def ragged(x: Any, w: Any, v: Any, sizes: Any) -> Any:
+    return jax.nn.silu(lax.ragged_dot(x, w, sizes)) * lax.ragged_dot(x, v, sizes)
+
+
+EXPERTS = S((8, 4096, 1024), BF16)
+
+
+def test_ragged_products_are_gates() -> None:
+    found = products(ragged, X, EXPERTS, EXPERTS, S((8,), jnp.int32))
+    assert found == [(2, ("bfloat16",), ["logistic", "mul", "mul"])]
+
+
+def test_rows_of_no_group_stay_what_the_function_makes_of_zero() -> None:
+    x, w = integers((6, 8), "bfloat16"), integers((2, 8, 16), "bfloat16", seed=1)
+    sizes = jnp.array([2, 1])
+
+    def function(x: Any) -> Any:
+        return lax.ragged_dot(x, w, sizes) + 1
+
+    np.testing.assert_array_equal(jhg.accelerate(function)(x), function(x))
+
+
+def in_scan(x: Any, w: Any, b: Any) -> Any:
+    return lax.scan(lambda c, b: (jnp.tanh(c @ w + b), None), x, jnp.stack([b, b]))[0]
+
+
+INNER = {
+    "jit": lambda x, w, b: jax.jit(lambda x: jnp.tanh(x @ w + b))(x),
+    "scan": in_scan,
+    "while": lambda x, w, b: lax.while_loop(
+        lambda c: c[0, 0] < 1, lambda c: jnp.tanh(c @ w + b), x
+    ),
+    "cond": lambda x, w, b: lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x @ w + b), lambda x: x, x),
+    "checkpoint": lambda x, w, b: jax.checkpoint(lambda x: jnp.tanh(x @ w + b))(x),
+    "custom_vjp": lambda x, w, b: ruled(x, w, b),
+}
+
+
+@jax.custom_vjp
+def ruled(x: Any, w: Any, b: Any) -> Any:
+    return jnp.tanh(x @ w + b)
+
+
+ruled.defvjp(lambda *args: (ruled(*args), args), lambda args, g: (g, g, g[0]))
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_inner_programs_are_fused(name: str) -> None:
+    assert [names for *_, names in products(INNER[name], X, W, ROW)] == [["add", "tanh"]]
+
+
+def test_products_inside_shard_map_are_fused() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"))
+    def function(x: Any, w: Any, b: Any) -> Any:
+        return jnp.tanh(x @ w + b)
+
+    shape = S((8 * M, K), BF16)
+    assert [names for *_, names in products(function, shape, W, ROW)] == [["add", "tanh"]]
+    x, w, b = integers((16, 8), "bfloat16"), integers((8, 8), "bfloat16"), integers((8,))
+    np.testing.assert_array_equal(jhg.accelerate(function)(x, w, b), function(x, w, b))
+
+
+def test_nothing_is_rounded_between_a_product_and_the_result() -> None:
+    x = jnp.full((1, 1), 1 + 2.0**-7, BF16)  # its square needs 15 digits
+    exact = (float(x[0, 0]) ** 2 - 1) * 64
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
+        assert jhg.accelerate(lambda x: (x @ x - 1) * 64)(x)[0, 0] == jnp.asarray(exact, BF16)
+
+
+def test_small_products_are_left_alone() -> None:
+    """XLA keeps what the model expects to be no faster in a kernel."""
+    ((_, _, names),) = products(lambda x, y: jnp.tanh(x @ y), S((16, 16), BF16), S((16, 16), BF16))
+    assert names is None
+
+
+def test_integers_and_other_dtypes_stay_outside() -> None:
+    function = lambda x, w: jnp.argmax(x @ w, -1) + lax.iota(jnp.int32, M)  # noqa: E731
+    assert products(function, X, W) == [(1, ("bfloat16",), None)]
+
+
+def test_a_value_is_not_computed_before_what_it_reads() -> None:
+    """The second reader of the first product waits for the second product, which reads the first."""
+
+    def function(x: Any, w: Any, v: Any) -> Any:
+        first = x @ w
+        return first * jnp.sort(jnp.tanh(first) @ v)
+
+    first, second = products(function, X, W, V)
+    assert first[2] == ["tanh"] and second[2] is None
+
+
+def test_a_report_says_what_is_fused_and_what_not() -> None:
+    def function(x: Any, w: Any, v: Any, b: Any) -> Any:
+        return jnp.tanh(x @ w + b) @ v
+
+    report = jhg.report_products(function, X, W, V, ROW)
+    first, second = report.products
+    assert first.fused.startswith("fused: add, tanh") and first.saved_us > 0
+    assert second.fused == "" and report.kernel_share in (0.5, 1.0)
+    assert report.flops == 2 * 2 * M * K * N
+    small = S((16, 16), BF16)
+    (alone,) = jhg.report_products(lambda x, w: jnp.tanh(x @ w), small, small).products
+    assert alone.fused.startswith("not fused: ")
+
+
+def test_a_report_lists_equal_products_once() -> None:
+    def function(x: Any, w: Any) -> Any:
+        for _ in range(3):
+            x = jnp.tanh(x @ w)
+        return lax.scan(lambda c, _: (c @ w, None), x, None, 5)[0]
+
+    report = jhg.report_products(function, X, W)
+    assert [x.runs for x in report.products] == [1, 1, 1, 5]
+    text = str(report)
+    assert text.count("bf16[4096,4096] x") == 2 and " x 3 " in text and " x 5 " in text

@@ -1,0 +1,54 @@
+"""Random programs: what `accelerate` makes of them gives their results and derivatives.
+
+JAX_HOPPER_GEMM_PROGRAMS=20000 runs so many; each is one number to a generator of random numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.random_programs import writer_of
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm.interop import fuse_jaxpr
+
+PROGRAMS = int(os.environ.get("JAX_HOPPER_GEMM_PROGRAMS", 40))
+EPSILON = 2.0**-8  # of bfloat16
+
+
+@pytest.fixture
+def all_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every region is one kernel, whatever it costs."""
+    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
+
+
+def outcome(program: Any, arguments: Any) -> list[np.ndarray]:
+    value, gradients = jax.jit(jax.value_and_grad(program))(arguments)
+    return [np.asarray(x, np.float64) for x in (value, *gradients)]
+
+
+def assert_alike(ours: Any, theirs: Any, exact: Any) -> None:
+    """Asserts equal bits where the program rounds nothing, and no larger errors where it does."""
+    for x, y, z in zip(ours, theirs, exact, strict=True):
+        if np.array_equal(y, z):
+            np.testing.assert_array_equal(x, z)
+        else:
+            allowed = 4 * np.abs(y - z).max() + 8 * EPSILON * np.abs(z).max()
+            assert np.abs(x - z).max() <= allowed
+
+
+@pytest.mark.usefixtures("all_fused")
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_results_and_derivatives_are_those_of_the_program(seed: int) -> None:
+    program, arguments = writer_of(seed)
+    narrow, exact = arguments(jnp.bfloat16), arguments(jnp.float32)
+    theirs, reference = outcome(program, narrow), outcome(program, exact)
+    assert_alike(outcome(jhg.accelerate(program), narrow), theirs, reference)
+    whole = jax.jit(jhg.accelerate(jax.value_and_grad(program)))(narrow)
+    leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(whole)]
+    assert_alike(leaves, theirs, reference)
