@@ -230,6 +230,46 @@ def test_integers_and_other_dtypes_stay_outside() -> None:
     assert products(function, X, W) == [(1, ("bfloat16",), None)]
 
 
+def test_effects_without_results_stay() -> None:
+    """Such an equation has no variable, and stays where it is."""
+    seen: list[float] = []
+
+    def function(x: Any, w: Any) -> Any:
+        jax.debug.callback(lambda y: seen.append(float(y)), x[0, 0])
+        return jnp.tanh(x @ w)
+
+    assert [names for *_, names in products(function, X, W)] == [["tanh"]]
+    x, w = integers((16, 8), "bfloat16"), integers((8, 8), "bfloat16")
+    np.testing.assert_array_equal(jhg.accelerate(function)(x, w), jnp.tanh(x @ w))
+    jax.effects_barrier()
+    assert seen == [float(x[0, 0])]
+
+
+@pytest.mark.parametrize("reads", [1, 2])
+def test_residuals_begin_with_what_xla_computes(reads: int) -> None:
+    """The sum of two arrays is one array to read; of one array its multiple is computed anew."""
+
+    def function(x: Any, w: Any, v: Any, positions: Any) -> Any:
+        x = x * 3 if reads == 1 else x + positions
+        for y in (w, v):
+            x = x + rms(x) @ y
+        return rms(x)
+
+    def rms(x: Any) -> Any:
+        wide = x.astype(F32)
+        return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True))).astype(BF16)
+
+    first, second = (
+        (e.invars[2:], [step.primitive.name for step in e.params["jaxpr"].eqns])
+        for e in equations(function, X, W, V, S((M, K), BF16))
+        if e.primitive.name == "hopper_fused"
+    )
+    for operands, names in (first, second):
+        assert [x.aval.shape for x in operands] == [(M, N)]
+        assert "add" in names
+    assert ("mul" in first[1]) == (reads == 1) and "mul" not in second[1]
+
+
 def test_a_value_is_not_computed_before_what_it_reads() -> None:
     """The second reader of the first product waits for the second product, which reads the first."""
 

@@ -83,8 +83,9 @@ def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any]
                 add(closed.jaxpr.eqns, within or equation)
                 names.update(zip(equation.outvars, read(closed.jaxpr.outvars), strict=True))
                 continue
-            (out, *_) = outputs = equation.outvars
+            outputs = equation.outvars
             if name == "convert_element_type" and isinstance(inputs[0], Literal):
+                (out,) = outputs
                 names[out] = Literal(np.asarray(inputs[0].val, out.aval.dtype), out.aval)
                 continue
             if within:
