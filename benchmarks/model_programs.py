@@ -147,7 +147,9 @@ def experts(size: Size, p: Tree, x: jax.Array) -> jax.Array:
     gate = jax.lax.ragged_dot(rows, p["gate"], sizes)
     hidden = jax.nn.silu(gate) * jax.lax.ragged_dot(rows, p["up"], sizes)
     rows = jax.lax.ragged_dot(hidden, p["down"], sizes)[jnp.argsort(order)]
-    return jnp.einsum("tkd,tk->td", rows.reshape(-1, *shares.shape[1:], size.width), shares).reshape(x.shape)
+    return jnp.einsum(
+        "tkd,tk->td", rows.reshape(-1, *shares.shape[1:], size.width), shares
+    ).reshape(x.shape)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -156,17 +158,16 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right)
 
 
-def relative_bias(p: Tree, length: int, both_ways: bool) -> jax.Array:
-    """T5's: of logits (1, heads, length, length), by the distance of a key from a query."""
+def relative_buckets(length: int, both_ways: bool) -> jax.Array:
+    """Returns T5's bucket of each query's distance from each key, (length, length)."""
     distance = jnp.arange(length)[:, None] - jnp.arange(length)  # how far back the key lies
     buckets = BUCKETS // 2 if both_ways else BUCKETS
     offset = jnp.where(distance < 0, buckets, 0) if both_ways else 0
     distance = jnp.abs(distance) if both_ways else jnp.maximum(distance, 0)
-    exact = buckets // 2
-    share = jnp.log(jnp.maximum(distance, 1) / exact) / math.log(FARTHEST / exact)
-    far = jnp.minimum(exact + (share * (buckets - exact)).astype(jnp.int32), buckets - 1)
-    bucket = offset + jnp.where(distance < exact, distance, far)
-    return p["w"][bucket].transpose(2, 0, 1)[None]
+    near = buckets // 2
+    share = jnp.log(jnp.maximum(distance, 1) / near) / math.log(FARTHEST / near)
+    far = jnp.minimum(near + (share * (buckets - near)).astype(jnp.int32), buckets - 1)
+    return offset + jnp.where(distance < near, distance, far)
 
 
 # Families: functions of parameters and a batch's inputs to logits.
@@ -215,21 +216,27 @@ def vit(size: Size, p: Tree, images: jax.Array) -> jax.Array:
     """Args: images: (batch, height, width, 3)."""
     side = images.shape[1] // PATCH
     patches = images.reshape(-1, side, PATCH, side, PATCH, 3).transpose(0, 1, 3, 2, 4, 5)
-    x = linear(p["embed"], patches.reshape(-1, side * side, 3 * PATCH**2).astype(p["embed"]["w"].dtype))
-    of_class = jnp.broadcast_to(p["class"]["w"], (len(x), 1, size.width))
+    x = linear(
+        p["embed"], patches.reshape(-1, side * side, 3 * PATCH**2).astype(p["embed"]["w"].dtype)
+    )
+    of_class = jnp.broadcast_to(p["of_class"]["w"], (len(x), 1, size.width))
     x = jnp.concatenate([of_class, x], axis=1) + p["positions"]["w"]
     return linear(p["head"], with_biases(size, p, x, causal=False)[:, 0])
 
 
 def t5(size: Size, p: Tree, source: jax.Array, target: jax.Array) -> jax.Array:
-    block = partial(gated_mlp, activation=jax.nn.gelu) if size.gated else partial(mlp, activation=jax.nn.relu)
+    block = (
+        partial(gated_mlp, activation=jax.nn.gelu)
+        if size.gated
+        else partial(mlp, activation=jax.nn.relu)
+    )
 
     def stack(p: Tree, x: jax.Array, memory: jax.Array | None) -> jax.Array:
         causal, attend = memory is not None, partial(jax.nn.dot_product_attention, scale=1.0)
-        bias = relative_bias(p["bias"], size.length, not causal)
+        bias = p["bias"]["w"][relative_buckets(size.length, not causal)]
+        here = partial(attend, bias=bias.transpose(2, 0, 1)[None], is_causal=causal)
         for layer in p["layers"]:
             inner = rms_norm(layer["attention_norm"], x)
-            here = partial(attend, bias=bias, is_causal=causal)
             x = x + attention(size, layer["attention"], inner, here)
             if memory is not None:
                 inner = rms_norm(layer["cross_norm"], x)
@@ -295,14 +302,16 @@ def _with_biases(size: Size, **embeddings: Tree) -> Tree:
 
 def _vit(size: Size) -> Tree:
     return _with_biases(
-        size, embed=_linear(3 * PATCH**2, size.width, True), head=_linear(size.width, size.vocabulary, True),
-        **{"class": _linear(1, size.width)},
+        size, embed=_linear(3 * PATCH**2, size.width, True), of_class=_linear(1, size.width),
+        head=_linear(size.width, size.vocabulary, True),
     )  # fmt: skip
 
 
 def _t5(size: Size) -> Tree:
     def stack(**parts: Tree) -> Tree:
-        layers = _layers(size, attention=_attention(size), mlp=_mlp(size, gated=size.gated), **parts)
+        layers = _layers(
+            size, attention=_attention(size), mlp=_mlp(size, gated=size.gated), **parts
+        )
         bias = _linear(BUCKETS, size.heads)
         return {"layers": layers, "norm": _norm(size.width), "bias": bias}
 
@@ -319,7 +328,7 @@ class Family:
     Attributes:
       logits: of a size, parameters and inputs.
       shapes: of the parameters of a size.
-      sizes: by name.
+      sizes: by name, "small" and "large".
       inputs: how many arrays `logits` reads besides parameters.
       adam: whether it is trained by Adam, with float32 parameters.
     """
@@ -335,41 +344,44 @@ class Family:
         return "MoE" if self.logits is mixture else "dense"
 
 
+# A small one and a large one of each: Llama 3.2 1B and 3 8B, Gemma 2B and 7B, GPT-2 and its XL, T5
+# base and 1.1 XL, ViT-B/16 and L/16, half a Mixtral and 8x7B, half a Qwen3-30B-A3B and the whole.
+# Layers are fewer, and so are the tokens of Llama's vocabulary; GPT-2's is padded as nanoGPT's.
 FAMILIES = {
     "llama": Family(
         llama, lambda size: _decoder(size, _mlp(size, gated=True)),
         {
-            "1b": Size(4, 4, 2048, 2048, 8192, 32, 32000, kv_heads=8),
-            "8b": Size(3, 4, 2048, 4096, 14336, 32, 32000, kv_heads=8),
+            "small": Size(4, 4, 2048, 2048, 8192, 32, 32000, kv_heads=8),
+            "large": Size(3, 4, 2048, 4096, 14336, 32, 32000, kv_heads=8),
         },
     ),
     "gemma": Family(
         gemma, lambda size: _decoder(size, _mlp(size, gated=True), tied=True),
         {
-            "2b": Size(4, 4, 1024, 2048, 16384, 8, 256128, kv_heads=1, head_dim=256),
-            "7b": Size(3, 4, 1024, 3072, 24576, 16, 256128, head_dim=256),
+            "small": Size(4, 4, 1024, 2048, 16384, 8, 256128, kv_heads=1, head_dim=256),
+            "large": Size(3, 4, 1024, 3072, 24576, 16, 256128, head_dim=256),
         },
     ),
     "gpt2": Family(
         gpt2, lambda size: _with_biases(size, embed=_linear(size.vocabulary, size.width)),
         {
             "small": Size(6, 16, 1024, 768, 3072, 12, 50304),
-            "xl": Size(4, 8, 1024, 1600, 6400, 25, 50304),
+            "large": Size(4, 8, 1024, 1600, 6400, 25, 50304),
         },
         adam=True,
     ),
     "t5": Family(
         t5, _t5,
         {
-            "base": Size(3, 16, 512, 768, 3072, 12, 32128),
-            "xl": Size(2, 16, 512, 2048, 5120, 32, 32128, gated=True),
+            "small": Size(3, 16, 512, 768, 3072, 12, 32128),
+            "large": Size(2, 16, 512, 2048, 5120, 32, 32128, gated=True),
         },
         inputs=2, adam=True,
     ),
     "vit": Family(
         vit, _vit,
         {
-            "base": Size(6, 128, 197, 768, 3072, 12, 1000),
+            "small": Size(6, 128, 197, 768, 3072, 12, 1000),
             "large": Size(4, 128, 197, 1024, 4096, 16, 1000),
         },
         adam=True,
@@ -377,15 +389,15 @@ FAMILIES = {
     "mixtral": Family(
         mixture, lambda size: _decoder(size, _experts(size)),
         {
-            "small": Size(2, 4, 2048, 2048, 7168, 16, 32000, kv_heads=4, experts=8, active=2),
-            "8x7b": Size(2, 4, 2048, 4096, 14336, 32, 32000, kv_heads=8, experts=8, active=2),
+            "small": Size(2, 4, 2048, 2048, 7168, 16, 32000, 4, experts=8, active=2),
+            "large": Size(2, 4, 2048, 4096, 14336, 32, 32000, 8, experts=8, active=2),
         },
     ),
     "qwen3": Family(
         mixture, lambda size: _decoder(size, _experts(size), normed=True),
         {
             "small": Size(2, 2, 2048, 1024, 384, 16, 32000, 4, 128, experts=64, active=8),
-            "30b": Size(2, 4, 2048, 2048, 768, 32, 32000, 4, 128, experts=128, active=8),
+            "large": Size(2, 4, 2048, 2048, 768, 32, 32000, 4, 128, experts=128, active=8),
         },
     ),
 }  # fmt: skip
@@ -459,9 +471,7 @@ class Model:
             return images, jax.random.randint(keys[1], (size.batch,), 0, size.vocabulary)
         shape = size.batch, size.length
         number = FAMILIES[self.family].inputs + 1
-        return tuple(
-            jax.random.randint(key, shape, 0, size.vocabulary) for key in keys[:number]
-        )
+        return tuple(jax.random.randint(key, shape, 0, size.vocabulary) for key in keys[:number])
 
 
 def random_tree(shapes: Tree, key: jax.Array, dtype: Any) -> Tree:
