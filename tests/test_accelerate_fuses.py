@@ -230,6 +230,32 @@ def test_integers_and_other_dtypes_stay_outside() -> None:
     assert products(function, X, W) == [(1, ("bfloat16",), None)]
 
 
+def test_the_sum_of_two_ragged_products_is_fused_and_keeps_zeros() -> None:
+    """In rows of no group both have 0, and so has what a kernel stores. Other arrays may not."""
+
+    def sums(x: Any, w: Any, v: Any, sizes: Any) -> Any:
+        return lax.ragged_dot(x, w, sizes) + lax.ragged_dot(x + 1, v, sizes)
+
+    def of_others(x: Any, w: Any, v: Any, sizes: Any) -> Any:
+        return lax.ragged_dot(x, w, sizes) + lax.ragged_dot(x, v, sizes[::-1]) + x
+
+    weights, sizes = S((4, K, N), BF16), S((4,), jnp.int32)
+    names = [names for *_, names in products(sums, X, weights, weights, sizes)]
+    assert names[0] is None and "add" in names[1]
+    names = [names for *_, names in products(of_others, X, weights, weights, sizes)]
+    assert names == [None, None]
+    x, w, v = (integers(shape, "bfloat16", seed) for seed, shape in enumerate(
+        ((16, 8), (4, 8, 8), (4, 8, 8))
+    ))  # fmt: skip
+    sizes = jnp.array([3, 0, 5, 2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
+        for function in (sums, of_others):
+            found = jhg.accelerate(function)(x, w, v, sizes)
+            np.testing.assert_array_equal(found, function(x, w, v, sizes))
+    assert not jnp.any(sums(x, w, v, sizes)[10:])
+
+
 def test_effects_without_results_stay() -> None:
     """Such an equation has no variable, and stays where it is."""
     seen: list[float] = []

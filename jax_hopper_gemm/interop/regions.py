@@ -142,7 +142,11 @@ class Regions:
             if kind in ("elementwise", "layout") and not cone:
                 (variable,) = equation.outvars
                 sources = set().union(*(self._sources.get(x, {x}) for x in inputs))
-                if kind == "elementwise" and uses[variable] > 1 and _worth_storing(variable, sources):
+                if (
+                    kind == "elementwise"
+                    and uses[variable] > 1
+                    and _worth_storing(variable, sources)
+                ):
                     kind = "other"
                 else:
                     self._sources[variable] = sources
@@ -405,6 +409,7 @@ def _meets(x: Any, equation: Any) -> bool:
 
 def _worth_storing(variable: Any, sources: Iterable[Any]) -> bool:
     """Whether a matrix is less to read than the arrays that it is made of."""
+
     def nbytes(x: Any) -> int:
         return prod(x.aval.shape) * x.aval.dtype.itemsize
 
@@ -460,7 +465,9 @@ def _is_elementwise(equation: Any) -> bool:
     return (
         all(x.aval.shape in ((), shape) for x in equation.invars)
         and is_inlined(closed)
-        and not any(x.aval.ndim for e in closed.jaxpr.eqns if e.primitive.name in LAYOUTS for x in e.invars)
+        and not any(
+            x.aval.ndim for e in closed.jaxpr.eqns if e.primitive.name in LAYOUTS for x in e.invars
+        )
     )
 
 
