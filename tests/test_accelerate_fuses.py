@@ -230,6 +230,72 @@ def test_integers_and_other_dtypes_stay_outside() -> None:
     assert products(function, X, W) == [(1, ("bfloat16",), None)]
 
 
+def test_the_sum_of_two_ragged_products_is_fused_and_keeps_zeros() -> None:
+    """In rows of no group both have 0, and so has what a kernel stores. Other arrays may not."""
+
+    def sums(x: Any, w: Any, v: Any, sizes: Any) -> Any:
+        return lax.ragged_dot(x, w, sizes) + lax.ragged_dot(x + 1, v, sizes)
+
+    def of_others(x: Any, w: Any, v: Any, sizes: Any) -> Any:
+        return lax.ragged_dot(x, w, sizes) + lax.ragged_dot(x, v, sizes[::-1]) + x
+
+    weights, sizes = S((4, K, N), BF16), S((4,), jnp.int32)
+    names = [names for *_, names in products(sums, X, weights, weights, sizes)]
+    assert names[0] is None and "add" in names[1]
+    names = [names for *_, names in products(of_others, X, weights, weights, sizes)]
+    assert names == [None, None]
+    x, w, v = (integers(shape, "bfloat16", seed) for seed, shape in enumerate(
+        ((16, 8), (4, 8, 8), (4, 8, 8))
+    ))  # fmt: skip
+    sizes = jnp.array([3, 0, 5, 2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
+        for function in (sums, of_others):
+            found = jhg.accelerate(function)(x, w, v, sizes)
+            np.testing.assert_array_equal(found, function(x, w, v, sizes))
+    assert not jnp.any(sums(x, w, v, sizes)[10:])
+
+
+def test_effects_without_results_stay() -> None:
+    """Such an equation has no variable, and stays where it is."""
+    seen: list[float] = []
+
+    def function(x: Any, w: Any) -> Any:
+        jax.debug.callback(lambda y: seen.append(float(y)), x[0, 0])
+        return jnp.tanh(x @ w)
+
+    assert [names for *_, names in products(function, X, W)] == [["tanh"]]
+    x, w = integers((16, 8), "bfloat16"), integers((8, 8), "bfloat16")
+    np.testing.assert_array_equal(jhg.accelerate(function)(x, w), jnp.tanh(x @ w))
+    jax.effects_barrier()
+    assert seen == [float(x[0, 0])]
+
+
+@pytest.mark.parametrize("reads", [1, 2])
+def test_residuals_begin_with_what_xla_computes(reads: int) -> None:
+    """The sum of two arrays is one array to read; of one array its multiple is computed anew."""
+
+    def function(x: Any, w: Any, v: Any, positions: Any) -> Any:
+        x = x * 3 if reads == 1 else x + positions
+        for y in (w, v):
+            x = x + rms(x) @ y
+        return rms(x)
+
+    def rms(x: Any) -> Any:
+        wide = x.astype(F32)
+        return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True))).astype(BF16)
+
+    first, second = (
+        (e.invars[2:], [step.primitive.name for step in e.params["jaxpr"].eqns])
+        for e in equations(function, X, W, V, S((M, K), BF16))
+        if e.primitive.name == "hopper_fused"
+    )
+    for operands, names in (first, second):
+        assert [x.aval.shape for x in operands] == [(M, N)]
+        assert "add" in names
+    assert ("mul" in first[1]) == (reads == 1) and "mul" not in second[1]
+
+
 def test_a_value_is_not_computed_before_what_it_reads() -> None:
     """The first product's second reader waits for the second product, which reads the first."""
 

@@ -13,9 +13,11 @@ from jax.extend.core import Literal, Var
 from ..dispatch import Device, estimate, pass_ns
 from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES
+from ..gemm.groups import is_varlen_k
 from ..lowering.route import Request, Route, current_device, route
 from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
+from ..primitives.ragged_dot import hopper_ragged_dot_p
 from .regions import CALLS, PRODUCTS, Region, Regions, is_inlined, variables
 from .wide import WIDE, Function, widened
 
@@ -80,8 +82,9 @@ def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any]
                 add(closed.jaxpr.eqns, within or equation)
                 names.update(zip(equation.outvars, read(closed.jaxpr.outvars), strict=True))
                 continue
-            (out, *_) = outputs = equation.outvars
+            outputs = equation.outvars
             if name == "convert_element_type" and isinstance(inputs[0], Literal):
+                (out,) = outputs
                 names[out] = Literal(np.asarray(inputs[0].val, out.aval.dtype), out.aval)
                 continue
             if within:
@@ -110,8 +113,9 @@ def _launch(equations: Sequence[Any], region: Region) -> Any:
         (*(x.outvars[0] for x in products), *sizes, *region.operands), tuple(region.outputs),
         tuple(equations[number] for number in region.equations),
     )  # fmt: skip
+    empty = tuple(_empty_rows(equations, region, function.invars)) if sizes else ()
     params = {
-        "jaxpr": widened(function, len(products)),
+        "jaxpr": widened(function, len(products), product.groups, empty),
         "product": product,
         "num_b": len(products),
         "in_place": None,
@@ -122,6 +126,24 @@ def _launch(equations: Sequence[Any], region: Region) -> Any:
         outvars=region.outputs,
         params=params,
     )
+
+
+def _empty_rows(equations: Sequence[Any], region: Region, inputs: Sequence[Any]) -> Iterable[int]:
+    """Yields the numbers of a ragged region's inputs that have 0 in the rows of no group.
+
+    They are ragged products of rows in the same groups.
+    """
+    first = equations[region.products[0]]
+    product, sizes = first.params["product"], first.invars[2]
+    if is_varlen_k(product.subscripts) or sizes.aval.ndim > 1:
+        return
+    makers = {x: e for e in equations for x in e.outvars if e.primitive is hopper_ragged_dot_p}
+    for number in range(len(region.products) + 1, len(inputs)):
+        if (maker := makers.get(inputs[number])) and inputs[number].aval.ndim == 2:
+            other = maker.params["product"]
+            same = maker.invars[2] is sizes and other.groups == product.groups
+            if same and not is_varlen_k(other.subscripts):
+                yield number
 
 
 def _refusal(equations: Sequence[Any], region: Region, launch: Any, device: Device) -> str | None:

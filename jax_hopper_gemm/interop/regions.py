@@ -13,8 +13,10 @@ made where the second is, and the derivative of an activation where its cotangen
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 from typing import Literal as OneOf
 
@@ -113,6 +115,8 @@ class Regions:
         self.kinds: list[Kind] = []
         self.makers: dict[Any, int] = {}
         self._products: list[int] = []  # by bit
+        self._sources: dict[Any, set[Any]] = {}  # what a variable without products is made of
+        uses = Counter(x for equation in self.equations for x in variables(equation.invars))
         self._depends: dict[Any, int] = {}  # on these products, in any way
         self._cone: dict[Any, int] = {}  # of these products, elementwise
         self._inputs_of = [list(variables(equation.invars)) for equation in self.equations]
@@ -136,6 +140,17 @@ class Regions:
                 self._products.append(number)
             elif kind != "elementwise":
                 cone = 0
+            if kind in ("elementwise", "layout") and not cone:
+                (variable,) = equation.outvars
+                sources = set().union(*(self._sources.get(x, {x}) for x in inputs))
+                if (
+                    kind == "elementwise"
+                    and uses[variable] > 1
+                    and _worth_storing(variable, sources)
+                ):
+                    kind = "other"
+                else:
+                    self._sources[variable] = sources
             self.kinds.append(kind)
             for variable in equation.outvars:
                 self.makers[variable] = number
@@ -349,12 +364,23 @@ class Regions:
         return best
 
     def _is_operand(self, x: Any, region: Region) -> bool:
-        """Whether a kernel can read a variable: it is stored, and no product comes before it."""
+        """Whether a kernel can read a variable, or compute it from what it reads.
+
+        It is stored, or made of what is, and none of the region's products comes before it.
+        """
         if self._depends.get(x, 0) & region.bits:
             return False
-        if self._kind(x) == "layout" and x not in self._stored:
-            return all(self._is_operand(y, region) for y in self._inputs(x))
-        return self._kind(x) == "other" or x in self._stored
+        pending, seen = [x], set()
+        while pending:
+            x = pending.pop()
+            kind = self._kind(x)
+            if x in seen or kind == "other" or x in self._stored:
+                continue
+            if kind not in ("elementwise", "layout"):
+                return False
+            seen.add(x)
+            pending += self._inputs(x)
+        return True
 
     # The whole of each region.
 
@@ -380,6 +406,16 @@ class Regions:
 def _meets(x: Any, equation: Any) -> bool:
     """Whether an input of an elementwise equation has an element for each one of the result."""
     return x.aval.shape == equation.outvars[0].aval.shape
+
+
+def _worth_storing(variable: Any, sources: Iterable[Any]) -> bool:
+    """Whether a matrix is less to read than the arrays that it is made of."""
+
+    def nbytes(x: Any) -> int:
+        return prod(x.aval.shape) * x.aval.dtype.itemsize
+
+    is_matrix = sum(extent > 1 for extent in variable.aval.shape) > 1
+    return is_matrix and nbytes(variable) < sum(map(nbytes, sources))
 
 
 def variables(atoms: Iterable[Any]) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 
 from ..fusion.jaxprs import ClosedJaxpr, traced
 from ..fusion.memo import interned, memoised
+from ..primitives.segments import segment_mask
 from .regions import CALLS
 
 WIDE = np.dtype(np.float32)
@@ -33,20 +34,29 @@ class Function:
     consts: tuple[Any, ...] = ()
 
 
-def widened(function: Function, products: int) -> ClosedJaxpr:
+def widened(
+    function: Function, products: int, groups: Any = None, empty: tuple[int, ...] = ()
+) -> ClosedJaxpr:
     """Returns a function of products, the first inputs, as one of their float32 accumulators.
 
     Its other inputs and its results keep their dtypes. What lies between is computed in float32
     where the function has 16-bit floats. Equal functions give one object.
+
+    Args:
+      groups: of ragged products, the sizes of which are the first input after them.
+      empty: numbers of inputs that have 0 in the rows of no group.
     """
     if (known := interned(function)) is None:
-        return _widened(function, products)
-    return _widened_once(known, products)
+        return _widened(function, products, groups, empty)
+    return _widened_once(known, products, groups, empty)
 
 
-def _widened(function: Function, products: int) -> ClosedJaxpr:
+def _widened(function: Function, products: int, groups: Any, empty: tuple[int, ...]) -> ClosedJaxpr:
     def wide(*args: Any) -> list[Any]:
-        results = _evaluate(function, [_wide(x) for x in args])
+        inputs = [_wide(x) for x in args]
+        for number in empty:  # so that the function is known to keep these zeros
+            inputs[number] = segment_mask(inputs[number], args[products], groups)
+        results = _evaluate(function, inputs)
         dtypes = [atom.aval.dtype for atom in function.outvars]
         return list(map(lax.convert_element_type, results, dtypes))
 

@@ -1,0 +1,487 @@
+"""Models as their users write them in plain `jax.numpy`: forward passes and training steps.
+
+Seven families share a few building blocks. None of them knows of this library: `models.py` wraps
+their steps by `accelerate` and times them beside the same steps without it.
+
+    Llama      SwiGLU, RMSNorm, rotary positions, grouped-query attention
+    Gemma      GeGLU, one pair of keys and values or as many as heads, tied embeddings
+    GPT-2      biases, LayerNorm, gelu, tied embeddings
+    T5         encoder and decoder, relative positions; relu (1.0) or gated gelu (1.1)
+    ViT        patches embedded by a product, LayerNorm, gelu, classification
+    Mixtral    Llama with 8 experts, `jax.lax.ragged_dot` over tokens sorted by expert
+    Qwen3-MoE  the same with 128 experts, norms of queries and keys
+
+Large language models keep bfloat16 parameters and take steps of SGD; GPT-2, T5 and ViT keep
+float32 parameters, which are cast to bfloat16 for the forward pass, and take steps of Adam.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+PATCH = 16  # pixels along each side of a patch of ViT
+BUCKETS, FARTHEST = 32, 128  # of T5's relative positions
+BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8  # of Adam
+
+
+@dataclass(frozen=True)
+class Size:
+    """Extents of a model.
+
+    Attributes:
+      length: tokens of a sequence; of ViT patches and one token of the class.
+      vocabulary: tokens that are told apart; of ViT classes.
+      kv_heads: pairs of keys and values; 0: as many as heads.
+      head_dim: features of a head; 0: those of the model over heads.
+      experts, active: of a mixture, and how many a token visits.
+      gated: whether T5's MLPs are gated.
+    """
+
+    layers: int
+    batch: int
+    length: int
+    width: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    experts: int = 0
+    active: int = 0
+    gated: bool = False
+
+    @property
+    def features(self) -> int:
+        """Of a head."""
+        return self.head_dim or self.width // self.heads
+
+
+# Building blocks: functions of parameters and arrays (batch, length, width).
+
+
+def linear(p: Tree, x: jax.Array) -> jax.Array:
+    y = x @ p["w"]
+    return y + p["b"] if "b" in p else y
+
+
+def rms_norm(p: Tree, x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+    return (wide * p["scale"]).astype(x.dtype)
+
+
+def layer_norm(p: Tree, x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide - wide.mean(-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
+    return (wide * p["scale"] + p["b"]).astype(x.dtype)
+
+
+def rotated(x: jax.Array) -> jax.Array:
+    """Rotary positions of (batch, length, heads, features)."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None, None] * 1e4 ** (-jnp.arange(half) / half)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+Attend = Callable[..., jax.Array]  # of q, k and v (batch, length, heads, features)
+
+
+def attention(
+    size: Size, p: Tree, x: jax.Array, attend: Attend, memory: jax.Array | None = None
+) -> jax.Array:
+    """Attention of x to `memory`, or to itself."""
+    memory = x if memory is None else memory
+    sources = {"q": x, "k": memory, "v": memory}
+    q, k, v = (
+        linear(p[name], source).reshape(*source.shape[:2], -1, size.features)
+        for name, source in sources.items()
+    )
+    if "q_norm" in p:
+        q, k = rms_norm(p["q_norm"], q), rms_norm(p["k_norm"], k)
+    return linear(p["out"], attend(q, k, v).reshape(*x.shape[:2], -1))
+
+
+def rotary_attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+
+
+def written_out(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
+    """Attention in products of matrices, of heads that stand before positions."""
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    logits = (q @ k.swapaxes(-1, -2)) * q.shape[-1] ** -0.5
+    if causal:
+        logits = jnp.where(jnp.tri(q.shape[-2], dtype=bool), logits, -jnp.inf)
+    shares = jax.nn.softmax(logits.astype(jnp.float32)).astype(q.dtype)
+    return (shares @ v).swapaxes(1, 2)
+
+
+def mlp(p: Tree, x: jax.Array, activation: Callable[..., jax.Array]) -> jax.Array:
+    return linear(p["down"], activation(linear(p["up"], x)))
+
+
+def gated_mlp(p: Tree, x: jax.Array, activation: Callable[..., jax.Array]) -> jax.Array:
+    return linear(p["down"], activation(linear(p["gate"], x)) * linear(p["up"], x))
+
+
+def experts(size: Size, p: Tree, x: jax.Array) -> jax.Array:
+    """A mixture of gated MLPs: rows sorted by expert, three grouped products, rows put back."""
+    tokens = x.reshape(-1, size.width)
+    logits = linear(p["router"], tokens).astype(jnp.float32)
+    best, chosen = jax.lax.top_k(logits, size.active)
+    shares = jax.nn.softmax(best).astype(x.dtype)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=size.experts)
+    rows = tokens[order // size.active]
+    gate = jax.lax.ragged_dot(rows, p["gate"], sizes)
+    hidden = jax.nn.silu(gate) * jax.lax.ragged_dot(rows, p["up"], sizes)
+    rows = jax.lax.ragged_dot(hidden, p["down"], sizes)[jnp.argsort(order)]
+    return jnp.einsum(
+        "tkd,tk->td", rows.reshape(-1, *shares.shape[1:], size.width), shares
+    ).reshape(x.shape)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    logits = logits.astype(jnp.float32)
+    right = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right)
+
+
+def relative_buckets(length: int, both_ways: bool) -> jax.Array:
+    """Returns T5's bucket of each query's distance from each key, (length, length)."""
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)  # how far back the key lies
+    buckets = BUCKETS // 2 if both_ways else BUCKETS
+    offset = jnp.where(distance < 0, buckets, 0) if both_ways else 0
+    distance = jnp.abs(distance) if both_ways else jnp.maximum(distance, 0)
+    near = buckets // 2
+    share = jnp.log(jnp.maximum(distance, 1) / near) / math.log(FARTHEST / near)
+    far = jnp.minimum(near + (share * (buckets - near)).astype(jnp.int32), buckets - 1)
+    return offset + jnp.where(distance < near, distance, far)
+
+
+# Families: functions of parameters and a batch's inputs to logits.
+
+
+def decoder(size: Size, p: Tree, x: jax.Array, block: Callable[..., jax.Array]) -> jax.Array:
+    """The layers that Llama, Gemma and mixtures of experts share."""
+    for layer in p["layers"]:
+        inner = rms_norm(layer["attention_norm"], x)
+        x = x + attention(size, layer["attention"], inner, rotary_attend)
+        x = x + block(layer["mlp"], rms_norm(layer["mlp_norm"], x))
+    return rms_norm(p["norm"], x)
+
+
+def llama(size: Size, p: Tree, tokens: jax.Array) -> jax.Array:
+    x = p["embed"]["w"][tokens]
+    return linear(p["head"], decoder(size, p, x, partial(gated_mlp, activation=jax.nn.silu)))
+
+
+def gemma(size: Size, p: Tree, tokens: jax.Array) -> jax.Array:
+    x = p["embed"]["w"][tokens] * jnp.asarray(size.width**0.5, p["embed"]["w"].dtype)
+    x = decoder(size, p, x, partial(gated_mlp, activation=jax.nn.gelu))
+    return x @ p["embed"]["w"].T
+
+
+def mixture(size: Size, p: Tree, tokens: jax.Array) -> jax.Array:
+    """Mixtral and Qwen3-MoE."""
+    return linear(p["head"], decoder(size, p, p["embed"]["w"][tokens], partial(experts, size)))
+
+
+def with_biases(size: Size, p: Tree, x: jax.Array, causal: bool) -> jax.Array:
+    """The layers that GPT-2 and ViT share."""
+    for layer in p["layers"]:
+        inner = layer_norm(layer["attention_norm"], x)
+        x = x + attention(size, layer["attention"], inner, partial(written_out, causal=causal))
+        x = x + mlp(layer["mlp"], layer_norm(layer["mlp_norm"], x), jax.nn.gelu)
+    return layer_norm(p["norm"], x)
+
+
+def gpt2(size: Size, p: Tree, tokens: jax.Array) -> jax.Array:
+    x = p["embed"]["w"][tokens] + p["positions"]["w"]
+    return with_biases(size, p, x, causal=True) @ p["embed"]["w"].T
+
+
+def vit(size: Size, p: Tree, images: jax.Array) -> jax.Array:
+    """Args: images: (batch, height, width, 3)."""
+    side = images.shape[1] // PATCH
+    patches = images.reshape(-1, side, PATCH, side, PATCH, 3).transpose(0, 1, 3, 2, 4, 5)
+    x = linear(
+        p["embed"], patches.reshape(-1, side * side, 3 * PATCH**2).astype(p["embed"]["w"].dtype)
+    )
+    of_class = jnp.broadcast_to(p["of_class"]["w"], (len(x), 1, size.width))
+    x = jnp.concatenate([of_class, x], axis=1) + p["positions"]["w"]
+    return linear(p["head"], with_biases(size, p, x, causal=False)[:, 0])
+
+
+def t5(size: Size, p: Tree, source: jax.Array, target: jax.Array) -> jax.Array:
+    block = (
+        partial(gated_mlp, activation=jax.nn.gelu)
+        if size.gated
+        else partial(mlp, activation=jax.nn.relu)
+    )
+
+    def stack(p: Tree, x: jax.Array, memory: jax.Array | None) -> jax.Array:
+        causal, attend = memory is not None, partial(jax.nn.dot_product_attention, scale=1.0)
+        bias = p["bias"]["w"][relative_buckets(size.length, not causal)]
+        here = partial(attend, bias=bias.transpose(2, 0, 1)[None], is_causal=causal)
+        for layer in p["layers"]:
+            inner = rms_norm(layer["attention_norm"], x)
+            x = x + attention(size, layer["attention"], inner, here)
+            if memory is not None:
+                inner = rms_norm(layer["cross_norm"], x)
+                x = x + attention(size, layer["cross"], inner, attend, memory)
+            x = x + block(layer["mlp"], rms_norm(layer["mlp_norm"], x))
+        return rms_norm(p["norm"], x)
+
+    memory = stack(p["encoder"], p["embed"]["w"][source], None)
+    return linear(p["head"], stack(p["decoder"], p["embed"]["w"][target], memory))
+
+
+# Shapes of parameters.
+
+
+def _linear(inputs: int, outputs: int, bias: bool = False) -> Tree:
+    return {"w": (inputs, outputs)} | ({"b": (outputs,)} if bias else {})
+
+
+def _norm(width: int, bias: bool = False) -> Tree:
+    return {"scale": (width,)} | ({"b": (width,)} if bias else {})
+
+
+def _attention(size: Size, bias: bool = False, normed: bool = False) -> Tree:
+    d, q = size.width, size.heads * size.features
+    kv = (size.kv_heads or size.heads) * size.features
+    norms = {f"{name}_norm": _norm(size.features) for name in "qk"} if normed else {}
+    return norms | {
+        "q": _linear(d, q, bias), "k": _linear(d, kv, bias), "v": _linear(d, kv, bias),
+        "out": _linear(q, d, bias),
+    }  # fmt: skip
+
+
+def _mlp(size: Size, bias: bool = False, gated: bool = False) -> Tree:
+    d, f = size.width, size.hidden
+    gate = {"gate": _linear(d, f)} if gated else {}
+    return gate | {"up": _linear(d, f, bias), "down": _linear(f, d, bias)}
+
+
+def _experts(size: Size) -> Tree:
+    e, d, f = size.experts, size.width, size.hidden
+    return {"router": _linear(d, e), "gate": (e, d, f), "up": (e, d, f), "down": (e, f, d)}
+
+
+def _layers(size: Size, bias: bool = False, **parts: Tree) -> list[Tree]:
+    norms = {f"{name}_norm": _norm(size.width, bias) for name in parts}
+    return [parts | norms for _ in range(size.layers)]
+
+
+def _decoder(size: Size, block: Tree, tied: bool = False, normed: bool = False) -> Tree:
+    head = {} if tied else {"head": _linear(size.width, size.vocabulary)}
+    return head | {
+        "embed": _linear(size.vocabulary, size.width),
+        "layers": _layers(size, attention=_attention(size, normed=normed), mlp=block),
+        "norm": _norm(size.width),
+    }
+
+
+def _with_biases(size: Size, **embeddings: Tree) -> Tree:
+    layers = _layers(size, True, attention=_attention(size, True), mlp=_mlp(size, True))
+    positions = {"positions": _linear(size.length, size.width)}
+    return embeddings | positions | {"layers": layers, "norm": _norm(size.width, True)}
+
+
+def _vit(size: Size) -> Tree:
+    return _with_biases(
+        size, embed=_linear(3 * PATCH**2, size.width, True), of_class=_linear(1, size.width),
+        head=_linear(size.width, size.vocabulary, True),
+    )  # fmt: skip
+
+
+def _t5(size: Size) -> Tree:
+    def stack(**parts: Tree) -> Tree:
+        layers = _layers(
+            size, attention=_attention(size), mlp=_mlp(size, gated=size.gated), **parts
+        )
+        bias = _linear(BUCKETS, size.heads)
+        return {"layers": layers, "norm": _norm(size.width), "bias": bias}
+
+    return {
+        "embed": _linear(size.vocabulary, size.width), "encoder": stack(),
+        "decoder": stack(cross=_attention(size)), "head": _linear(size.width, size.vocabulary),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model.
+
+    Attributes:
+      logits: of a size, parameters and inputs.
+      shapes: of the parameters of a size.
+      sizes: by name, "small" and "large".
+      inputs: how many arrays `logits` reads besides parameters.
+      adam: whether it is trained by Adam, with float32 parameters.
+    """
+
+    logits: Callable[..., jax.Array]
+    shapes: Callable[[Size], Tree]
+    sizes: dict[str, Size]
+    inputs: int = 1
+    adam: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "MoE" if self.logits is mixture else "dense"
+
+
+# A small one and a large one of each: Llama 3.2 1B and 3 8B, Gemma 2B and 7B, GPT-2 and its XL, T5
+# base and 1.1 XL, ViT-B/16 and L/16, half a Mixtral and 8x7B, half a Qwen3-30B-A3B and the whole.
+# Layers are fewer, and so are the tokens of Llama's vocabulary; GPT-2's is padded as nanoGPT's.
+FAMILIES = {
+    "llama": Family(
+        llama, lambda size: _decoder(size, _mlp(size, gated=True)),
+        {
+            "small": Size(4, 4, 2048, 2048, 8192, 32, 32000, kv_heads=8),
+            "large": Size(3, 4, 2048, 4096, 14336, 32, 32000, kv_heads=8),
+        },
+    ),
+    "gemma": Family(
+        gemma, lambda size: _decoder(size, _mlp(size, gated=True), tied=True),
+        {
+            "small": Size(4, 4, 1024, 2048, 16384, 8, 256128, kv_heads=1, head_dim=256),
+            "large": Size(3, 4, 1024, 3072, 24576, 16, 256128, head_dim=256),
+        },
+    ),
+    "gpt2": Family(
+        gpt2, lambda size: _with_biases(size, embed=_linear(size.vocabulary, size.width)),
+        {
+            "small": Size(6, 16, 1024, 768, 3072, 12, 50304),
+            "large": Size(4, 8, 1024, 1600, 6400, 25, 50304),
+        },
+        adam=True,
+    ),
+    "t5": Family(
+        t5, _t5,
+        {
+            "small": Size(3, 16, 512, 768, 3072, 12, 32128),
+            "large": Size(2, 16, 512, 2048, 5120, 32, 32128, gated=True),
+        },
+        inputs=2, adam=True,
+    ),
+    "vit": Family(
+        vit, _vit,
+        {
+            "small": Size(6, 128, 197, 768, 3072, 12, 1000),
+            "large": Size(4, 128, 197, 1024, 4096, 16, 1000),
+        },
+        adam=True,
+    ),
+    "mixtral": Family(
+        mixture, lambda size: _decoder(size, _experts(size)),
+        {
+            "small": Size(2, 4, 2048, 2048, 7168, 16, 32000, 4, experts=8, active=2),
+            "large": Size(2, 4, 2048, 4096, 14336, 32, 32000, 8, experts=8, active=2),
+        },
+    ),
+    "qwen3": Family(
+        mixture, lambda size: _decoder(size, _experts(size), normed=True),
+        {
+            "small": Size(2, 2, 2048, 1024, 384, 16, 32000, 4, 128, experts=64, active=8),
+            "large": Size(2, 4, 2048, 2048, 768, 32, 32000, 4, 128, experts=128, active=8),
+        },
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """A family in one size: functions to be jitted, and their arguments.
+
+    Attributes:
+      dtype: of activations, and of parameters that SGD trains.
+      rate: of learning.
+    """
+
+    family: str
+    size: Size
+    dtype: Any = jnp.bfloat16
+    rate: float = 1e-4
+
+    def forward(self, parameters: Tree, batch: tuple) -> jax.Array:
+        """Returns the logits; a batch is inputs and labels."""
+        parameters = jax.tree.map(lambda w: w.astype(self.dtype), parameters)
+        return FAMILIES[self.family].logits(self.size, parameters, *batch[:-1])
+
+    def loss(self, parameters: Tree, batch: tuple) -> jax.Array:
+        return cross_entropy(self.forward(parameters, batch), batch[-1])
+
+    def step(self, state: Tree, batch: tuple) -> tuple[Tree, jax.Array]:
+        """Returns the state after a step, and the loss before it."""
+        loss, gradients = jax.value_and_grad(self.loss)(state["parameters"], batch)
+        return (self._adam if "mean" in state else self._sgd)(state, gradients), loss
+
+    def _sgd(self, state: Tree, gradients: Tree) -> Tree:
+        update = jax.tree.map(lambda w, g: w - self.rate * g, state["parameters"], gradients)
+        return {"parameters": update}
+
+    def _adam(self, state: Tree, gradients: Tree) -> Tree:
+        count = state["count"] + 1
+        mean = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, state["mean"], gradients)
+        square = jax.tree.map(
+            lambda v, g: BETA2 * v + (1 - BETA2) * g**2, state["square"], gradients
+        )
+        of_mean, of_square = 1 - BETA1**count, 1 - BETA2**count
+
+        def update(w: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+            return w - self.rate * (m / of_mean) / (jnp.sqrt(v / of_square) + EPSILON)
+
+        parameters = jax.tree.map(update, state["parameters"], mean, square)
+        return {"parameters": parameters, "mean": mean, "square": square, "count": count}
+
+    def state(self, seed: int = 0) -> Tree:
+        """Returns random parameters, and moments of Adam; under `jax.eval_shape` their shapes."""
+        family = FAMILIES[self.family]
+        shapes = family.shapes(self.size)
+        dtype = jnp.float32 if family.adam else self.dtype
+        parameters = random_tree(shapes, jax.random.key(seed, impl="rbg"), dtype)
+        if not family.adam:
+            return {"parameters": parameters}
+        mean, square = (
+            random_tree(shapes, jax.random.key(seed + i, impl="rbg"), dtype) for i in (1, 2)
+        )
+        square = jax.tree.map(jnp.square, square)
+        return {"parameters": parameters, "mean": mean, "square": square, "count": jnp.float32(9)}
+
+    def batch(self, seed: int = 0) -> tuple[jax.Array, ...]:
+        """Returns random inputs and labels: tokens; or normal images, and a class of each."""
+        size, keys = self.size, jax.random.split(jax.random.key(seed + 3, impl="rbg"), 3)
+        if self.family == "vit":
+            side = PATCH * math.isqrt(size.length - 1)
+            images = jax.random.normal(keys[0], (size.batch, side, side, 3))
+            return images, jax.random.randint(keys[1], (size.batch,), 0, size.vocabulary)
+        shape = size.batch, size.length
+        number = FAMILIES[self.family].inputs + 1
+        return tuple(jax.random.randint(key, shape, 0, size.vocabulary) for key in keys[:number])
+
+
+def random_tree(shapes: Tree, key: jax.Array, dtype: Any) -> Tree:
+    """Returns normal numbers: matrices keep the size of what they multiply, scales are about 1."""
+
+    def draw(path: Any, shape: tuple[int, ...]) -> jax.Array:
+        number = sum(map(ord, jax.tree_util.keystr(path)))
+        values = jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32)
+        scale = min(shape[-2:]) ** -0.5 if len(shape) > 1 else 0.1
+        mean = 1.0 if path[-1].key == "scale" else 0.0
+        return (values * scale + mean).astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))

@@ -1,0 +1,292 @@
+"""Times training steps and forward passes of whole models, with `accelerate` and without.
+
+    python benchmarks/models.py --json models.json
+    python benchmarks/models.py --models llama qwen3 --sizes large --regime burst sustained
+    python benchmarks/models.py --list
+    python benchmarks/models.py --build-only FOLDER   # on a machine with a compiler, no GPU
+
+The models are those of `model_programs.py` in plain `jax.numpy`, and the dense ones in Flax nnx
+(`nnx_programs.py`), unchanged. A training step is the loss, its gradients and an update of the
+parameters, which are donated; a forward pass is the loss alone. Both candidates are jitted, start
+from the same random numbers and take turns in one process:
+
+    XLA          jax.jit(step), nnx.jit(step)
+    accelerated  jax.jit(jhg.accelerate(step)), nnx.jit(nn.accelerate(step))
+
+Regimes: in "burst" a turn is some steps back to back, by the host's clock, and a pause follows;
+"kernels" is the time of the kernels in them, by CUPTI; "sustained" is a loop of a second or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from model_programs import FAMILIES, Model
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm import cubin
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.testing import benchmark, timing
+from jax_hopper_gemm.testing.lowered import specs_of
+
+REGIMES = ("burst", "kernels", "sustained")
+SIZES = ("small", "large")
+FRAMEWORKS = ("jnp", "nnx")
+WHAT = ("forward", "training")
+CANDIDATES = ("XLA", "accelerated")
+LARGEST_DIFFERENCE = 0.01  # of the first losses
+Call = Callable[[], jax.Array]  # runs a step; returns its loss
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is timed: a model's training step or forward pass in one framework."""
+
+    family: str
+    size: str
+    framework: str
+    what: str
+
+    @property
+    def model(self) -> Model:
+        return Model(self.family, FAMILIES[self.family].sizes[self.size])
+
+    @property
+    def kind(self) -> str:
+        return FAMILIES[self.family].kind
+
+    def __str__(self) -> str:
+        return f"{self.family:<8} {self.size:<6} {self.framework:<4} {self.what:<9}"
+
+    def call(self, candidate: str) -> Call:
+        """Returns a step of a candidate on parameters of its own."""
+        accelerated = candidate == "accelerated"
+        return (self._nnx if self.framework == "nnx" else self._jnp)(accelerated)
+
+    def _jnp(self, accelerated: bool) -> Call:
+        wrap = jhg.accelerate if accelerated else _unchanged
+        state, batch = jax.jit(self.model.state)(), jax.jit(self.model.batch)()
+        if self.what == "forward":
+            return partial(jax.jit(wrap(self.model.loss)), state["parameters"], batch)
+        run = jax.jit(wrap(self.model.step), donate_argnums=0)
+
+        def call() -> jax.Array:
+            nonlocal state
+            state, loss = run(state, batch)
+            return loss
+
+        return call
+
+    def _nnx(self, accelerated: bool) -> Call:
+        import nnx_programs as programs
+        from flax import nnx
+
+        from jax_hopper_gemm import nn
+
+        wrap = nn.accelerate if accelerated else _unchanged
+        module = nnx.jit(lambda: programs.module(self.model))()
+        batch = jax.jit(self.model.batch)()
+        if self.what == "forward":
+            return partial(nnx.jit(wrap(programs.loss)), module, batch)
+        optimizer = programs.optimizer(self.model, module)
+        run = nnx.jit(wrap(programs.step), donate_argnums=(0, 1))
+        return partial(run, module, optimizer, batch)
+
+    def specs(self) -> list[GemmSpec]:
+        """Returns the kernels of the accelerated program; no GPU is needed."""
+        batch = jax.eval_shape(self.model.batch)
+        if self.framework == "jnp":
+            state = jax.eval_shape(self.model.state)
+            if self.what == "forward":
+                return specs_of(jhg.accelerate(self.model.loss), state["parameters"], batch)
+            return specs_of(jhg.accelerate(self.model.step), state, batch)
+        import nnx_programs as programs
+        from flax import nnx
+
+        from jax_hopper_gemm import nn
+
+        training = self.what == "training"
+
+        def objects() -> Any:
+            module = programs.module(self.model)
+            return (module, programs.optimizer(self.model, module)) if training else (module,)
+
+        graph, state = nnx.split(nnx.eval_shape(objects))
+        function: Any = programs.step if training else programs.loss
+        step = nn.accelerate(function)
+
+        def run(state: Any, batch: Any) -> Any:
+            objects = nnx.merge(graph, state)
+            return step(*objects, batch), nnx.state(objects)
+
+        return specs_of(run, state, batch)
+
+
+def _unchanged(function: Any) -> Any:
+    return function
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a step took, in one regime; milliseconds by candidate.
+
+    Attributes:
+      losses: of each candidate, at its first step.
+    """
+
+    program: Program
+    regime: str
+    ms: dict[str, float]
+    quartiles: dict[str, tuple[float, float]]
+    losses: dict[str, float]
+
+    @property
+    def ratio(self) -> float:
+        return self.ms["XLA"] / self.ms["accelerated"]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the first losses do."""
+        ours, theirs = (self.losses[name] for name in reversed(CANDIDATES))
+        return abs(ours - theirs) <= LARGEST_DIFFERENCE * abs(theirs)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"ratio": self.ratio, "agrees": self.agrees}
+
+
+HEADER = (
+    f"{'model':<8} {'size':<6} {'':<4} {'':<9} {'regime':<9} {'XLA ms':>9} {'q1-q3':>17} "
+    f"{'accelerated ms':>14} {'q1-q3':>17} {'ratio':>6}"
+)
+
+
+def format_row(row: Row) -> str:
+    columns = []
+    for name, width in zip(CANDIDATES, (9, 14), strict=True):
+        spread = "{:.2f}-{:.2f}".format(*row.quartiles[name])
+        columns.append(f"{row.ms[name]:>{width}.2f} {spread:>17}")
+    note = "" if row.agrees else f"  LOSSES DIFFER: {row.losses}"
+    return f"{row.program} {row.regime:<9} {' '.join(columns)} {row.ratio:>6.3f}{note}"
+
+
+def turn(call: Call, steps: int) -> list[float]:
+    """Returns the microseconds of a step, of some that run back to back."""
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    for _ in range(steps - 1):
+        call()
+    jax.block_until_ready(call())
+    return [(time.perf_counter() - start) / steps * 1e6]
+
+
+def measured(program: Program, regimes: Sequence[str], steps: int, rounds: int) -> Iterator[Row]:
+    """Yields a row for each regime."""
+    calls = {name: program.call(name) for name in CANDIDATES}
+    losses = {name: float(call()) for name, call in calls.items()}
+    for regime in regimes:
+        if regime == "sustained":
+            turns = {name: timing.sustained(call, [()]) for name, call in calls.items()}
+            times = timing.alternate(turns, min(rounds, 2))
+        elif regime == "kernels":
+            turns = {name: timing.burst(call, [()] * steps) for name, call in calls.items()}
+            times = timing.alternate(turns, rounds, partial(time.sleep, 1.0))
+        else:
+            turns = {name: partial(turn, call, steps) for name, call in calls.items()}
+            times = timing.alternate(turns, rounds, partial(time.sleep, 1.0))
+        yield Row(
+            program, regime,
+            {name: t.median / 1e3 for name, t in times.items()},
+            {name: (t.quartiles[0] / 1e3, t.quartiles[1] / 1e3) for name, t in times.items()},
+            losses,
+        )  # fmt: skip
+
+
+def programs(arguments: argparse.Namespace) -> list[Program]:
+    return [
+        Program(family, size, framework, what)
+        for family in arguments.models
+        for size in arguments.sizes
+        for framework in arguments.frameworks
+        for what in (WHAT[:1] if arguments.forward_only else WHAT)
+        if framework == "jnp" or FAMILIES[family].kind == "dense"
+    ]
+
+
+def means(rows: Sequence[Row]) -> dict[str, float]:
+    """Returns geometric means of the ratios: of dense models and mixtures, by what was timed."""
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        group = f"{row.program.kind} {row.program.what} {row.regime}"
+        groups.setdefault(group, []).append(row.ratio)
+    return {group: statistics.geometric_mean(ratios) for group, ratios in groups.items()}
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Times all programs and prints a table; returns all figures."""
+    _, facts = benchmark.begin("burst", HEADER)
+    rows: list[Row] = []
+    failures: dict[str, str] = {}
+    for program in programs(arguments):
+        try:
+            for row in measured(program, arguments.regime, arguments.steps, arguments.rounds):
+                rows.append(row)
+                print(format_row(row), flush=True)
+        except Exception as error:  # such as too little memory; the others are timed
+            failures[str(program)] = f"{type(error).__name__}: {error}"
+            print(f"{program} {failures[str(program)][:300]}", flush=True)
+        jax.clear_caches()
+    totals = means(rows)
+    for group, mean in totals.items():
+        print(f"XLA / accelerated, {group}: geometric mean {mean:.3f}")
+    return {
+        "environment": facts, "means": totals, "rows": [row.to_dict() for row in rows],
+        "failures": failures,
+    }  # fmt: skip
+
+
+def build(chosen: Sequence[Program], folder: Path) -> int:
+    """Builds every kernel that the benchmark runs; returns the exit status."""
+    report = cubin.build(list(dict.fromkeys(s for p in chosen for s in p.specs())), folder=folder)
+    print(report)
+    return 1 if report.failures else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
+    parser.add_argument("--forward-only", action="store_true", help="no training steps")
+    parser.add_argument("--regime", nargs="+", choices=REGIMES, default=["burst"])
+    parser.add_argument("--steps", type=int, default=10, help="in a turn")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each candidate")
+    parser.add_argument("--list", action="store_true", help="list the programs, time none")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--build-only", type=Path, metavar="FOLDER", help="build the kernels")
+    arguments = parser.parse_args()
+    if arguments.list:
+        for program in programs(arguments):
+            print(program, program.model.size)
+        return 0
+    if arguments.build_only:
+        return build(programs(arguments), arguments.build_only)
+    figures = run(arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 1 if figures["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""Whole models with `accelerate`: the numbers of a training step, and where its FLOPs run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import model_programs
+import numpy as np
+import pytest
+from model_programs import FAMILIES, Model, Size
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm.interop import fuse_jaxpr
+from jax_hopper_gemm.reports import ProductReport
+
+# Of bfloat16. Where a result is rounded once, both programs have errors up to half of it.
+EPSILON = float(jnp.finfo(jnp.bfloat16).eps)
+# The plain program rounds after each equation, ours where a kernel stores: errors are of the same
+# size, and by chance one is larger. Twice the plain one's is more than chance in a norm of many.
+TIMES_PLAIN = 2
+LARGEST_ERROR = 0.1  # of the plain program; with a larger one it would be no measure
+
+# A bias of keys adds the same to all logits of a query: its gradient is nothing but rounding.
+BIAS_OF_KEYS = re.compile(r"\['k'\]\['b'\]|\['key'\]\['bias'\]")
+LAYERS = {"llama": 2}  # elsewhere one
+FUSED = {"llama": 33, "gemma": 17, "gpt2": 19, "t5": 41, "vit": 21, "mixtral": 20, "qwen3": 20}
+
+# The least part of all FLOPs of products that kernels run in a training step of the real size.
+# The others are in attention, whose arrays (batch, length, heads, features) kernels do not read,
+# and where XLA's product is measured, or expected, to be faster.
+SHARES = {
+    ("llama", "small"): 0.90, ("llama", "large"): 0.86, ("gemma", "small"): 0.98,
+    ("gemma", "large"): 0.98, ("gpt2", "small"): 0.84, ("gpt2", "large"): 0.93,
+    ("t5", "small"): 0.82, ("t5", "large"): 0.95, ("vit", "small"): 0.84,
+    ("vit", "large"): 0.96, ("mixtral", "small"): 0.93, ("mixtral", "large"): 0.96,
+    ("qwen3", "small"): 0.77, ("qwen3", "large"): 0.84,
+}  # fmt: skip
+IN_ATTENTION = re.compile(
+    r"\((attention|rotary_attend|written_out|dot_product_attention|Attention\.__call__)\)$"
+)
+BY_THE_COST_MODEL = re.compile("XLA is faster|wants split-K|matrix-vector product|our best kernel")
+
+
+def tiny(family: str, layers: int = 1) -> Model:
+    """Returns a model of a few layers, in which arrays have different extents."""
+    large, adam = FAMILIES[family].sizes["large"], FAMILIES[family].adam
+    size = Size(
+        layers=layers, batch=2, length=5 if family == "vit" else 16, width=64, hidden=96, heads=4,
+        vocabulary=80, kv_heads=2 if large.kv_heads else 0, experts=min(large.experts, 4),
+        active=min(large.active, 2), gated=large.gated,
+    )  # fmt: skip
+    return Model(family, size, rate=0.1 if adam else 3.0)  # changes are as large as parameters
+
+
+@pytest.fixture
+def always_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products take along whatever they can: the cost model would refuse small ones."""
+    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
+
+
+def fused_kernels(function: Any, *args: Any) -> int:
+    return str(jax.make_jaxpr(function)(*args)).count("hopper_fused[")
+
+
+def differences(results: Any, others: Any) -> Any:
+    return jax.tree.map(lambda x, y: np.asarray(x, np.float64) - np.asarray(y), results, others)
+
+
+def assert_as_good(ours: Any, plain: Any, exact: Any) -> None:
+    """Asserts that errors, in norm relative to each exact array, are about those of `plain`."""
+
+    def error(x: Any, y: Any) -> float:
+        return float(np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y))
+
+    def check(path: Any, mine: float, theirs: float) -> None:
+        name = jax.tree_util.keystr(path)
+        if not BIAS_OF_KEYS.search(name):
+            assert theirs < LARGEST_ERROR, f"{name}: the plain program's error is {theirs}"
+            assert mine <= TIMES_PLAIN * max(theirs, EPSILON), f"{name}: {mine}, plain {theirs}"
+
+    errors = (jax.tree.map(error, results, exact) for results in (ours, plain))
+    jax.tree_util.tree_map_with_path(check, *errors)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_training_step_is_as_good_as_the_plain_one(family: str, always_fused: None):
+    model = tiny(family, LAYERS.get(family, 1))
+    widely = replace(model, dtype=jnp.float32)
+    state, batch = jax.jit(model.state)(), model.batch()
+    if "mean" in state:  # the update is smooth in the gradients, and no moment outweighs them
+        state["mean"] = jax.tree.map(lambda x: x * 1e-3, state["mean"])
+        state["square"] = jax.tree.map(lambda x: x + 1, state["square"])
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), state)
+
+    def changes(step: Any, state: Any) -> tuple[Any, jax.Array]:
+        new, loss = jax.jit(step)(state, batch)
+        new.pop("count", None)
+        return differences(new, {name: wide[name] for name in new}), loss
+
+    ours = jhg.accelerate(model.step)
+    exact = changes(widely.step, wide)
+    assert_as_good(changes(ours, state), changes(model.step, state), exact)
+    assert fused_kernels(ours, state, batch) >= FUSED[family]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "gpt2", "t5", "vit"])
+def test_a_training_step_in_nnx_is_as_good_as_the_plain_one(family: str, always_fused: None):
+    nnx: Any = pytest.importorskip("flax.nnx", reason="needs the extra `flax`")
+    import nnx_programs
+
+    from jax_hopper_gemm import nn
+
+    model = replace(tiny(family), rate=3.0)
+    batch = model.batch()
+    initial = nnx.to_pure_dict(nnx.state(nnx_programs.module(model)))
+
+    def changes(step: Any, model: Model) -> tuple[Any, jax.Array]:
+        module = nnx_programs.module(model)
+        loss = nnx.jit(step)(module, nnx_programs.optimizer(model, module), batch)
+        return differences(nnx.to_pure_dict(nnx.state(module)), initial), loss
+
+    exact = changes(nnx_programs.step, replace(model, dtype=jnp.float32))
+    plain = changes(nnx_programs.step, model)
+    assert_as_good(changes(nn.accelerate(nnx_programs.step), model), plain, exact)
+
+
+def assert_on_kernels(report: ProductReport, share: float) -> None:
+    assert report.kernel_share >= share, report
+    others = [x for x in report.products if x.path != "hopper"]
+    left = [x for x in others if not IN_ATTENTION.search(x.line)]
+    left = [x for x in left if not BY_THE_COST_MODEL.search(x.reason)]
+    assert sum(x.flops for x in left) <= 1e-4 * report.flops, ProductReport(tuple(left))
+
+
+@pytest.mark.parametrize("family, size", SHARES)
+def test_kernels_run_all_but_attention_and_what_is_no_slower_by_xla(family: str, size: str):
+    model = Model(family, FAMILIES[family].sizes[size])
+    state, batch = jax.eval_shape(model.state), jax.eval_shape(model.batch)
+    assert_on_kernels(jhg.report_products(model.step, state, batch), SHARES[family, size])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "gpt2", "t5", "vit"])
+def test_kernels_run_as_much_of_nnx(family: str):
+    nnx: Any = pytest.importorskip("flax.nnx", reason="needs the extra `flax`")
+    import nnx_programs
+
+    from jax_hopper_gemm import nn
+
+    model = Model(family, FAMILIES[family].sizes["large"])
+    module = nnx.eval_shape(partial(nnx_programs.module, model))
+    optimizer = nnx.eval_shape(partial(nnx_programs.optimizer, model), module)
+    report = nn.report_products(nnx_programs.step, module, optimizer, jax.eval_shape(model.batch))
+    assert_on_kernels(report, SHARES[family, "large"])
+
+
+def test_the_benchmark_finds_the_kernels_of_its_programs():
+    models: Any = pytest.importorskip("models")
+    for framework in models.FRAMEWORKS:
+        for what in models.WHAT:
+            assert models.Program("vit", "large", framework, what).specs()
+
+
+def test_models_are_what_their_names_say():
+    assert model_programs.relative_buckets(4, both_ways=False).tolist() == [
+        [0, 0, 0, 0], [1, 0, 0, 0], [2, 1, 0, 0], [3, 2, 1, 0],
+    ]  # fmt: skip
+    assert model_programs.relative_buckets(3, both_ways=True)[0].tolist() == [0, 17, 18]
+    x = jax.random.normal(jax.random.key(0), (1, 4, 1, 8))
+    turned = model_programs.rotated(x)
+    np.testing.assert_allclose(jnp.sum(turned**2, -1), jnp.sum(x**2, -1), rtol=1e-5)
+    turned = model_programs.rotated(jnp.broadcast_to(x[:, :1], x.shape))[0, :, 0]
+    near, far = (jnp.sum(turned[i] * turned[i + 1]) for i in (0, 2))
+    np.testing.assert_allclose(near, far, rtol=1e-5)  # distances alone count
