@@ -129,7 +129,11 @@ def test_a_factor_that_moves_keeps_the_mask(moving, dtype):
     assert_close(jax.jit(ours)(a, b, x, ct), jax.jit(theirs)(a, b, x, ct))
 
 
-GATES = {"relu": jax.nn.relu, "clip": lambda z: jnp.clip(z, -1.0, 1.0), "relu6": jax.nn.relu6}
+GATES = {
+    "relu": jax.nn.relu,
+    "clip": lambda z: jnp.clip(z, -1 / 32, 1 / 16),
+    "where": lambda z: jnp.where(z > 1 / 32, 3 * z, z),
+}
 
 
 @pytest.mark.parametrize("preactivation", ["save", "recompute"])
@@ -200,15 +204,15 @@ def test_the_derivative_of_a_ragged_product_after_a_bias_is_that_of_the_function
     def ours(bias, whole, ct):
         def layer(bias, whole):
             return jhg.ragged_dot(
-                a, b, SIZES, bias=bias, epilogue=lambda y, z: function(y + z),
+                a, b, SIZES, bias=bias, epilogue=lambda y, z: function(FACTOR * y + z),
                 epilogue_operands=(whole,), preactivation=preactivation,
             )  # fmt: skip
 
         return jax.vjp(layer, bias, whole)[1](ct)
 
     def theirs(bias, ct):
-        g = by_mask(function, acc + bias[row], ct)
-        return jax.ops.segment_sum(g, row, G), g
+        g = by_mask(function, FACTOR * (acc + bias[row]), ct)
+        return jax.ops.segment_sum(FACTOR * g, row, G), g
 
     ours, theirs = jax.jit(ours)(bias, whole, ct), jax.jit(theirs)(bias, ct)
     assert_close(ours, theirs)

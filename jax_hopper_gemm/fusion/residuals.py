@@ -135,11 +135,25 @@ class _Cut:
             reader = number if number in steps else end
             last.update((x, max(last.get(x, -1), reader)) for x in variables(equation.invars))
         for alive in alive_after(accumulators, steps, last):
+            alive = self._independent(alive, steps)
             if len(alive) <= len(accumulators) and self._cost(alive) <= self._cost(best):
                 best = alive
         masks = self._masks()
         fewer = 0 < len(masks) <= len(accumulators) and self._cost(masks) < self._cost(best)
         return masks if fewer else best
+
+    def _independent(self, alive: list[Any], steps: dict[int, Any]) -> list[Any]:
+        """Returns those of some variables that do not follow from the others by linear steps."""
+        follow: set[Any] = set()
+        kept = [x for x in alive if x in self.inputs]
+        for equation in steps.values():
+            (out,) = equation.outvars
+            moving = self._moving.intersection(variables(equation.invars))
+            if moving <= follow.union(kept):
+                follow.add(out)
+            elif out in alive:
+                kept.append(out)
+        return kept
 
     def _masks(self) -> list[Any]:
         """Returns the predicates, if there is nothing else, by which tangents are chosen."""

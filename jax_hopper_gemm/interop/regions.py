@@ -19,7 +19,6 @@ from math import prod
 from typing import Any
 from typing import Literal as OneOf
 
-
 from ..fusion.op_table import covered
 from ..fusion.residuals import alive_after, variables
 from ..gemm.dtypes import EPILOGUE, RESULTS
