@@ -13,14 +13,15 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .jaxprs import INLINED, is_inexact
+from .op_table import SAME
 
 _CALLS = INLINED | {"custom_jvp_call": "call_jaxpr"}
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _STEPS = {"sign", "floor", "ceil", "round", "rem"}
 _BITS = {"bitcast_convert_type", "and", "or"}  # of a float that is split in two
 _MOVES = {
-    "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "live_rows", "reshape",
-    "squeeze", "transpose",
+    "broadcast_in_dim", "convert_element_type", "expand_dims", "live_rows", "reshape", "squeeze",
+    "transpose", *SAME,
 }  # fmt: skip
 _HOMOGENEOUS = {"abs", "max", "min", "neg", *_MOVES}  # f(s * x, 0) = s * f(x, 0) for s > 0
 

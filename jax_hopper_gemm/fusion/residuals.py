@@ -21,9 +21,10 @@ from jax.extend.core import Literal, jaxpr_as_fun
 from .jaxprs import ClosedJaxpr, at, evaluated, is_inexact, outputs_of, pruned, traced
 from .jumps import read_across_a_jump
 from .memo import memoised
+from .op_table import SAME
 
 # Linear operations on elements; besides these a product and a quotient by what is no accumulator's.
-_LINEAR = {"add", "add_any", "sub", "neg", "convert_element_type", "copy", "live_rows"}
+_LINEAR = {"add", "add_any", "sub", "neg", "convert_element_type", "live_rows", *SAME}
 
 
 @dataclass(frozen=True)
