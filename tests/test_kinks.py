@@ -92,10 +92,10 @@ def test_the_derivative_after_a_bias_is_that_of_the_function_that_ran(name, dtyp
         scaled = FACTOR * g.astype(dtype)
         return wide(scaled, b.T), wide(a.T, scaled), g.sum(0), g
 
-    ours, theirs = jax.jit(ours)(a, b, c, whole, ct), jax.jit(theirs)(a, b, c, ct)
-    assert_close(ours, theirs)
+    results, expected = jax.jit(ours)(a, b, c, whole, ct), jax.jit(theirs)(a, b, c, ct)
+    assert_close(results, expected)
     if name in PIECEWISE_LINEAR:
-        np.testing.assert_array_equal(ours[-1], theirs[-1])
+        np.testing.assert_array_equal(results[-1], expected[-1])
 
 
 PIECEWISE_LINEAR = {"relu", "leaky relu", "relu6", "hard tanh", "abs", "max", "max of a number",
@@ -185,8 +185,8 @@ def test_the_derivative_of_a_gate_after_biases_is_that_of_the_function_that_ran(
         ]  # fmt: skip
         return sum(sums), of_biases
 
-    ours, theirs = jax.jit(ours)(x, biases, ct), jax.jit(theirs)(x, biases, ct)
-    assert_close(ours, theirs)
+    results, expected = jax.jit(ours)(x, biases, ct), jax.jit(theirs)(x, biases, ct)
+    assert_close(results, expected)
 
 
 @pytest.mark.parametrize("preactivation", ["save", "recompute"])
@@ -214,6 +214,6 @@ def test_the_derivative_of_a_ragged_product_after_a_bias_is_that_of_the_function
         g = by_mask(function, FACTOR * (acc + bias[row]), ct)
         return jax.ops.segment_sum(FACTOR * g, row, G), g
 
-    ours, theirs = jax.jit(ours)(bias, whole, ct), jax.jit(theirs)(bias, ct)
-    assert_close(ours, theirs)
-    np.testing.assert_array_equal(ours[1], theirs[1])
+    results, expected = jax.jit(ours)(bias, whole, ct), jax.jit(theirs)(bias, ct)
+    assert_close(results, expected)
+    np.testing.assert_array_equal(results[1], expected[1])
