@@ -7,6 +7,7 @@ so nothing of this reaches the one that a GPU test in the same process uses.
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 from dataclasses import replace
@@ -139,10 +140,11 @@ def test_two_tensor_maps_share_a_buffer_at_their_offsets(launcher, driver, diges
     maps = (first, replace(first, offset=128), *PLAN.params[1:3])
     plan = replace(PLAN, params=(*maps, *PLAN.params[3:]))
     launcher.resolve = lambda digest, spec: driver.add_kernel(plan)
-    d, _ = load(launcher, plan.encode(), digest)(A, B)
+    wide = jax.device_put(jnp.zeros((64, 64), jnp.float32), CPU)
+    d, _ = load(launcher, plan.encode(), digest, operands=(wide, B))(wide, B)
     (launch,) = driver.calls("cuLaunchKernelEx")
     starts = [struct.unpack("Q", bytes(param)[:8])[0] for param in launch["params"][:4]]
-    assert starts == [address(A), address(A) + 128, address(B), address(d)]
+    assert starts == [address(wide), address(wide) + 128, address(B), address(d)]
 
 
 def test_an_offset_that_tma_cannot_take_is_refused(launcher, driver, digest):
@@ -300,6 +302,9 @@ def test_a_plan_cut_short_or_continued_is_refused(launcher, digest):
         (12, 65, "number of parameters, is 65, not 0 to 64"),
         (13, 3, "word 13, parameter kind, is 3, not 0 to 2"),
         (15, -16, "tensor map offset, is -16, not 0 to"),
+        (15, 2**62, "tensor map offset, is 4611686018427387904, not 0 to"),
+        (21, 2**62, "a tensor map reaches 9223372036854775807 bytes into buffer 0, more than any"),
+        (21, 2**44, "a tensor map reaches 1108307720798336 bytes into buffer 0, more than any"),
         (16, 99, "tensor map dtype, is 99, not 0 to 12"),
         (17, 4, "tensor map swizzle, is 4, not 0 to 3"),
         (18, 6, "tensor map rank, is 6, not 1 to 5"),
@@ -343,9 +348,60 @@ def test_a_plan_of_more_buffers_than_the_call_has_is_refused(launcher, driver, d
 def test_a_workspace_smaller_than_what_is_cleared_is_refused(launcher, driver, digest):
     small = jax.ShapeDtypeStruct((4,), jnp.uint8)
     program = load(launcher, PLAN.encode(), digest, results=(D, small))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="buffer 3 has 4 bytes, of which 8 are"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="buffer 3 has 4 bytes, .* reaches 8"):
         jax.block_until_ready(program(A, B))
     assert driver.calls("cuMemsetD32Async") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reached"),
+    [
+        (dict(offset=16), 64 * 128 + 16),
+        (dict(dims=(32, 65)), 65 * 128),
+        (dict(dims=(36, 64)), 64 * 128 + 16),
+        (dict(strides=(144,)), 63 * 144 + 128),
+        (dict(dtype="uint8", dims=(129, 64)), 64 * 128 + 1),
+    ],
+)
+def test_a_map_that_leaves_its_buffer_is_refused(launcher, driver, digest, change, reached):
+    if "dtype" in change:  # a byte past the end, of elements that no kernel has
+        words = list(PLAN.encode())
+        words[16], words[19] = 0, 129
+    else:
+        words = replace(PLAN, params=(replace(PLAN.params[0], **change), *PLAN.params[1:])).encode()
+    message = f"buffer 0 has 8192 bytes, the launch plan reaches {reached}"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(load(launcher, words, digest)(A, B))
+    assert driver.calls("cuLaunchKernelEx") == []
+
+
+@pytest.mark.parametrize("axis", ["m", "k"])
+@pytest.mark.parametrize("missing", [None, 0, 1, 2])
+def test_a_map_of_groups_is_held_to_its_rows(launcher, driver, digest, axis, missing):
+    """A map that ends where a run does is 2**60 rows long, and its addresses wrap around."""
+    problem = GemmProblem.grouped(axis, 256, 128, 192, groups=3)
+    spec = GemmSpec(
+        "bfloat16", "bfloat16", "bfloat16", problem.a.major, "n", 128, 128, grouped=axis
+    )
+    plan = make_plan(problem, spec, RasterOrder(), num_sms=132)
+    launcher.resolve = lambda digest, spec: driver.add_kernel(plan)
+    shapes = {"m": [(256, 192), (3, 192, 128), (256, 128)]}
+    shapes["k"] = [(192, 256), (192, 128), (3, 256, 128)]
+    lengths = [math.prod(shape) - 8 * (i == missing) for i, shape in enumerate(shapes[axis])]
+    a, b, sizes = [*(jnp.zeros(length, jnp.bfloat16) for length in lengths[:2]), jnp.zeros(3, int)]
+    work = [jax.ShapeDtypeStruct((work.nbytes,), jnp.uint8) for work in plan.workspaces]
+    results = [jax.ShapeDtypeStruct((lengths[2],), jnp.bfloat16), *work]
+    program = load(launcher, plan.encode(), digest, (a, b, sizes), results)
+    if missing is None:
+        jax.block_until_ready(program(a, b, sizes))
+        assert len(driver.calls("cuLaunchKernelEx")) == 1
+        return
+    buffer = 3 if missing == 2 else missing
+    nbytes = 2 * lengths[missing]
+    message = f"buffer {buffer} has {nbytes} bytes, the launch plan reaches {nbytes + 16}"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(program(a, b, sizes))
+    assert driver.calls("cuLaunchKernelEx") == []
 
 
 def test_an_address_that_tma_cannot_take_is_refused(launcher, driver, digest):

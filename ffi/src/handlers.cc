@@ -1,4 +1,4 @@
-// The C entry points that jax_hopper_gemm/lowering.py registers with XLA, as the target
+// The C entry points that jax_hopper_gemm/launch/ffi_target.py registers with XLA, as the target
 // "jax_hopper_gemm.v1.launch" and the type of its state.
 
 #include <cstdint>
