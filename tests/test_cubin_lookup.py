@@ -178,6 +178,8 @@ DAMAGE = {
     "manifest cut short": lambda code, facts: facts.write_text(facts.read_text()[:-10]),
     "manifest binary": lambda code, facts: facts.write_bytes(b"\xff\xfe\x00"),
     "manifest a list": lambda code, facts: facts.write_text("[]"),
+    "manifest deep": lambda code, facts: facts.write_text('{"manifest":' + 100_000 * "["),
+    "manifest no object": lambda code, facts: facts.write_text('{"manifest": "spec"}'),
     "manifest of another version": lambda code, facts: facts.write_text('{"manifest": {"x": 1}}'),
     "manifest gone": lambda code, facts: facts.unlink(),
     "cubin a folder": lambda code, facts: (code.unlink(), code.mkdir(), (code / "x").touch()),
@@ -395,6 +397,29 @@ def test_a_program_of_another_version_runs_while_a_cache_has_its_kernel(no_compi
     content = sample_cubin()
     lookup.user_cache().write("a" * 64, content, sample_manifest())
     assert lookup.resolve("a" * 64, SPEC.to_json()).cubin == content
+
+
+def with_field_of_tomorrow(text: str) -> str:
+    return json.dumps(json.loads(text) | {"field_of_tomorrow": 1})
+
+
+def test_a_kernel_of_another_version_is_found_and_listed(no_compiler):
+    """Its spec has a field that this version does not know, and so has its manifest."""
+    content, theirs = sample_cubin(), with_field_of_tomorrow(SPEC.to_json())
+    manifest = replace(sample_manifest(), spec=theirs)
+    cache = lookup.user_cache()
+    cache.write("a" * 64, content, manifest)
+    path = cache.folder / f"{'a' * 64}.json"
+    entry = json.loads(path.read_text())
+    entry["manifest"] = json.loads(with_field_of_tomorrow(manifest.to_json()))
+    entry["checksum"] = store._checksum("a" * 64, content, store.as_text(entry["manifest"]))
+    path.write_text(json.dumps(entry))
+    found = lookup.resolve("a" * 64, theirs)
+    assert (found.cubin, found.manifest) == (content, manifest)
+    assert [(e.digest, e.name) for e in cubin.cache_entries()] == [("a" * 64, manifest.entry)]
+    entry["manifest"]["field_of_tomorrow"] = 2
+    path.write_text(json.dumps(entry))
+    assert cache.read("a" * 64) is None  # the checksum covers what this version does not know
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .digest import check_digest, is_digest
-from .manifest import Manifest
+from .manifest import Manifest, as_text
 
 _log = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ class Store:
         """
         cubin_path, manifest_path = self._path(digest, "cubin"), self._path(digest, "json")
         self.folder.mkdir(parents=True, exist_ok=True)
-        checksum = _checksum(digest, cubin, manifest)
-        entry = {"manifest": json.loads(manifest.to_json()), "checksum": checksum}
+        text = manifest.to_json()
+        entry = {"manifest": json.loads(text), "checksum": _checksum(digest, cubin, text)}
         _replace(cubin_path, cubin)
         _replace(manifest_path, json.dumps(entry, indent=2).encode())
 
@@ -120,15 +120,16 @@ def _intact_manifest(digest: str, cubin: bytes, text: str) -> Manifest | None:
     """Returns the manifest in `text`; None unless it, `digest` and `cubin` fit the checksum."""
     try:
         entry = json.loads(text)
-        manifest = Manifest.from_json(json.dumps(entry["manifest"]))
-        intact = entry["checksum"] == _checksum(digest, cubin, manifest)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        fields = as_text(entry["manifest"])  # all of them: another version may have more
+        intact = entry["checksum"] == _checksum(digest, cubin, fields)
+        manifest = Manifest.from_json(fields)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return manifest if intact else None
 
 
-def _checksum(digest: str, cubin: bytes, manifest: Manifest) -> str:
-    return hashlib.sha256(digest.encode() + cubin + manifest.to_json().encode()).hexdigest()
+def _checksum(digest: str, cubin: bytes, manifest: str) -> str:
+    return hashlib.sha256(digest.encode() + cubin + manifest.encode()).hexdigest()
 
 
 def _replace(path: Path, content: bytes) -> None:
