@@ -222,6 +222,12 @@ def test_a_kernel_that_cannot_be_found_says_why_and_is_asked_for_again(launcher,
     load(launcher, PLAN.encode(), digest)(A, B)
 
 
+def test_an_answer_without_a_kernel_is_an_error(launcher, digest):
+    launcher.resolve = lambda digest, spec: 0
+    with pytest.raises(jax.errors.JaxRuntimeError, match="loaded: Python did not answer"):
+        load(launcher, PLAN.encode(), digest)
+
+
 @pytest.mark.parametrize(
     ("call", "detail"),
     [
@@ -474,6 +480,12 @@ def test_without_a_driver_loading_says_so(folder, launcher, digest):
         load(alone, PLAN.encode(), digest)
     assert "the CUDA driver cannot be opened" in str(caught.value)
     assert "no_such_libcuda.so" in str(caught.value)
+
+
+def test_a_driver_whose_path_is_no_text_is_named(folder, digest):
+    alone = Launcher(folder, folder / "no_such_\udcff.so")
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"no_such_\\xff\.so"):
+        load(alone, PLAN.encode(), digest)
 
 
 def test_a_driver_too_old_is_named(folder, digest):

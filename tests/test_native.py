@@ -131,6 +131,28 @@ def test_the_resolver_cuts_a_long_message_to_what_fits(monkeypatch):
     assert resolve("abc", "{}", capacity=16) == (1, 0, 15 * "x")
 
 
+@pytest.mark.parametrize("capacity", range(1, 9))
+def test_the_resolver_cuts_between_characters(monkeypatch, capacity):
+    def load(digest, spec_json):
+        raise RuntimeError("aäö€")
+
+    fake_cubin(monkeypatch, load)
+    text = {1: "", 2: "a", 3: "a", 4: "aä", 5: "aä", 6: "aäö", 7: "aäö", 8: "aäö"}
+    assert resolve("abc", "{}", capacity) == (1, 0, text[capacity])
+
+
+def test_the_resolver_names_an_error_that_has_no_text(monkeypatch):
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+    def load(digest, spec_json):
+        raise Mute
+
+    fake_cubin(monkeypatch, load)
+    assert resolve("abc", "{}") == (1, 0, "Mute")
+
+
 @pytest.mark.parametrize("digest", [b"../../x", b"/etc/x", b"", b"\xff\xfe", b"9" * 5000])
 def test_the_resolver_refuses_what_is_no_digest(monkeypatch, digest):
     monkeypatch.setattr(ffi_library, "_process_with_kernels", None)

@@ -123,8 +123,12 @@ def _resolve(digest, spec_json, kernel_out, error_out, error_capacity) -> int:
         kernel_out[0] = cubin.load(*attributes).handle
         _process_with_kernels = os.getpid()
     except BaseException as error:  # nothing may unwind into C++
-        message = str(error) or type(error).__name__
-        text = message.encode(errors="backslashreplace")[: error_capacity - 1] + b"\0"
-        ctypes.memmove(error_out, text, len(text))
+        try:
+            message = str(error)
+        except BaseException:
+            message = ""
+        text = (message or type(error).__name__).encode(errors="backslashreplace")
+        whole = text[: error_capacity - 1].decode(errors="ignore").encode()  # no half character
+        ctypes.memmove(error_out, whole + b"\0", len(whole) + 1)
         return 1
     return 0
