@@ -124,6 +124,43 @@ def test_processes_that_start_together_compile_once(tmp_path):
     assert (tmp_path / "compiles").read_text().splitlines() == [SPEC.name]
 
 
+FORKS = (
+    FAKE_COMPILER
+    + """
+    import threading
+    from dataclasses import replace
+    from support.cubin_samples import SPEC
+    from jax_hopper_gemm import cubin
+    from jax_hopper_gemm.cubin import loader  # whose lock is the outermost
+
+    thread = threading.Thread(target=cubin.get, args=(SPEC,))
+    thread.start()
+    while not os.path.exists(os.environ["COMPILES"]):
+        time.sleep(0.01)
+    if os.fork() == 0:
+        import signal
+        signal.alarm(20)
+        with loader._loading:
+            origins = [cubin.get(spec).origin for spec in (SPEC, replace(SPEC, tile_n=64))]
+        print(*(origin.split()[0] for origin in origins), flush=True)
+        os._exit(0)
+    _, status = os.wait()
+    thread.join()
+    assert status == 0, status
+"""
+)
+
+
+def test_a_fork_while_a_thread_compiles_leaves_the_child_free_to_compile(tmp_path):
+    folders = {
+        "JAX_HOPPER_GEMM_CACHE": str(tmp_path / "cache"),
+        "JAX_HOPPER_GEMM_CUBINS": str(tmp_path / "prebuilt"),
+        "COMPILES": str(tmp_path / "compiles"),
+    }
+    said = run_python(FORKS, **folders, COMPILE_SECONDS="1")
+    assert said.split() == ["compiled", "compiled"]
+
+
 def test_prebuilt_comes_before_the_cache_and_the_cache_before_the_compiler(compiles, monkeypatch):
     cached = write_entry("cache", b"cached".ljust(64))
     assert cubin.get(SPEC).cubin == cached
