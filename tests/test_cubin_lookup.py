@@ -480,6 +480,19 @@ def test_cache_folder_follows_the_environment(monkeypatch):
     assert cubin.cache_dir() == Path("/home/user/.cache/jax_hopper_gemm")
 
 
+def test_a_user_without_a_home_gets_kernels_and_a_warning(compiles, monkeypatch, caplog):
+    for variable in ("JAX_HOPPER_GEMM_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert cubin.get(SPEC).origin == "compiled"
+    assert "set JAX_HOPPER_GEMM_CACHE to a folder that can be written" in caplog.text
+    assert cubin.cache_entries() == [] and cubin.clear_cache() == 0
+
+
 def test_cache_lists_its_kernels_and_clears_only_them(compiles):
     assert cubin.cache_entries() == []
     assert cubin.clear_cache() == 0
@@ -494,6 +507,24 @@ def test_cache_lists_its_kernels_and_clears_only_them(compiles):
     (cubin.cache_dir() / "mine.txt").touch()
     assert cubin.clear_cache() > 2 * entries[0].nbytes
     assert [path.name for path in cubin.cache_dir().iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("gone", ["stat", "unlink"])
+def test_entries_that_another_process_clears_are_passed_over(compiles, monkeypatch, gone):
+    cubin.get(SPEC)
+    call, sizes = getattr(Path, gone), []
+
+    def of_another_process(path, *args, **kwargs):
+        if path.suffix == ".cubin":
+            sizes.append(os.path.getsize(path))
+            os.unlink(path)
+        return call(path, *args, **kwargs)
+
+    total = sum(path.stat().st_size for path in cubin.cache_dir().iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, gone, of_another_process)
+        assert cubin.clear_cache() == total - sum(sizes)
+    assert len(sizes) == 1 and not list(cubin.cache_dir().iterdir())
 
 
 def test_files_of_an_entry_honour_the_umask(tmp_path):

@@ -156,12 +156,16 @@ def cache_dir() -> Path:
     """Returns the folder of the cache, which need not exist.
 
     `JAX_HOPPER_GEMM_CACHE` names it; else it is `jax_hopper_gemm` under `XDG_CACHE_HOME`
-    (`~/.cache`).
+    (`~/.cache`). A user without a home has none: nothing is kept, and a warning says so.
     """
     if chosen := os.environ.get("JAX_HOPPER_GEMM_CACHE"):
         return Path(chosen)
-    parent = os.environ.get("XDG_CACHE_HOME")
-    return (Path(parent) if parent else Path.home() / ".cache") / "jax_hopper_gemm"
+    if parent := os.environ.get("XDG_CACHE_HOME"):
+        return Path(parent) / "jax_hopper_gemm"
+    try:
+        return Path.home() / ".cache" / "jax_hopper_gemm"
+    except RuntimeError:  # no HOME, and a user id without a name, as containers have
+        return Path(os.devnull) / "jax_hopper_gemm"  # holds nothing and cannot be written
 
 
 def user_cache() -> Store:
@@ -182,6 +186,8 @@ def clear_cache() -> int:
     freed = 0
     for path in cache_dir().glob("*"):
         if _ENTRY_FILE.fullmatch(path.name):
-            freed += path.stat().st_size
-            path.unlink()
+            with contextlib.suppress(FileNotFoundError):  # another process clears it, too
+                size = path.stat().st_size
+                path.unlink()
+                freed += size
     return freed

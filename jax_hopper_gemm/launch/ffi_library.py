@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 FILE_NAME = "libjax_hopper_gemm.so"
+LIBRARY_VARIABLE = "JAX_HOPPER_GEMM_LIBRARY"
 
 # int resolver(digest, spec_json, uint64_t* kernel_out, char* error_out, size_t error_capacity)
 _Resolver = ctypes.CFUNCTYPE(
@@ -56,8 +57,9 @@ _loading = threading.Lock()
 
 def library_path() -> Path:
     """Returns where the FFI library lies; NativeLibraryError: nowhere."""
-    override = os.environ.get("JAX_HOPPER_GEMM_LIBRARY")
-    candidates = [Path(override)] if override else _candidates()
+    override = os.environ.get(LIBRARY_VARIABLE)
+    # NOTE: absolute, since dlopen looks for a bare name among the system's libraries alone.
+    candidates = [Path(override).absolute()] if override else _candidates()
     for path in candidates:
         if path.is_file():
             return path
@@ -65,7 +67,7 @@ def library_path() -> Path:
         f"{FILE_NAME} is at none of: {', '.join(map(str, candidates))}. Install the package "
         "(python -m pip install .), or build the library into the source tree: "
         "cmake -S ffi -B build/ffi && cmake --build build/ffi && cmake --install build/ffi "
-        "--prefix . Or name the file in JAX_HOPPER_GEMM_LIBRARY."
+        f"--prefix . Or name the file in {LIBRARY_VARIABLE}."
     )
 
 
