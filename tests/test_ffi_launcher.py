@@ -30,6 +30,7 @@ from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap, W
 
 OUT_OF_MEMORY, LAUNCH_FAILED, UNNAMED = 2, 719, 12345  # CUresult
 
+FAKES = Path(__file__).with_name("fake_driver")
 CPU = jax.devices("cpu")[0]
 A = jax.device_put(jnp.arange(64 * 32, dtype=jnp.float32).reshape(64, 32), CPU)
 B = jax.device_put(jnp.ones((32, 16), jnp.float32), CPU)
@@ -473,6 +474,37 @@ def test_execute_takes_at_most_three_microseconds(launcher, driver, digest, caps
     assert nanoseconds < 3000
 
 
+@pytest.mark.slow
+def test_an_allocation_that_fails_is_an_error(folder, driver, digest):
+    """Whichever it is: nothing may unwind into XLA, which would end the process."""
+    root = Path(__file__).parents[1] / "ffi" / "src"
+    options = ("-O0", "-static-libstdc++", "-Wl,-Bsymbolic")
+    sources = (FAKES / "failing_new.cc", *sorted(root.glob("*.cc")))
+    library = compile_library(folder, *sources, options=options)
+    alone = Launcher(folder, folder / "fake_cuda.so", library=library)
+    alone.resolve = lambda digest, spec: driver.add_kernel(PLAN)
+    small = jax.ShapeDtypeStruct((4,), jnp.uint8)
+
+    def failures(stage) -> int:
+        """Returns how many allocations fail, one a run, until a run has none left to fail."""
+        for count in range(1, 200):
+            alone.library.jhg_fail_allocation(count)
+            try:
+                stage(count)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED: jax_hopper_gemm: no host memory" not in str(error):
+                    break
+            else:
+                break
+        assert alone.library.jhg_fail_allocation(0) > 0
+        return count - 1
+
+    assert failures(lambda count: load(alone, PLAN.encode(), f"{digest}_{count}")) > 10
+    refused = load(alone, PLAN.encode(), digest, results=(D, small))
+    assert failures(lambda _: jax.block_until_ready(refused(A, B))) > 3
+    jax.block_until_ready(load(alone, PLAN.encode(), digest)(A, B))
+
+
 def test_without_a_driver_loading_says_so(folder, launcher, digest):
     alone = Launcher(folder, folder / "no_such_libcuda.so")
     alone.resolve = lambda digest, spec: 1
@@ -491,7 +523,7 @@ def test_a_driver_whose_path_is_no_text_is_named(folder, digest):
 def test_a_driver_too_old_is_named(folder, digest):
     source = folder / "old_cuda.cc"
     source.write_text('extern "C" int cuInit(unsigned) { return 0; }\n')
-    alone = Launcher(folder, compile_library(source, folder, folder))
+    alone = Launcher(folder, compile_library(folder, source))
     alone.resolve = lambda digest, spec: 1
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"old_cuda.so lacks cu\w+. Update the"):
         load(alone, PLAN.encode(), digest)
