@@ -476,7 +476,7 @@ def test_execute_takes_at_most_three_microseconds(launcher, driver, digest, caps
 
 @pytest.mark.slow
 def test_an_allocation_that_fails_is_an_error(folder, driver, digest):
-    """Whichever it is: nothing may unwind into XLA, which would end the process."""
+    """Whichever it is: nothing may unwind into XLA."""
     root = Path(__file__).parents[1] / "ffi" / "src"
     options = ("-O0", "-static-libstdc++", "-Wl,-Bsymbolic")
     sources = (FAKES / "failing_new.cc", *sorted(root.glob("*.cc")))

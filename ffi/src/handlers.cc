@@ -65,7 +65,8 @@ XLA_FFI_DEFINE_HANDLER(kExecute, Execute,
                            .Attrs(),
                        {ffi::Traits::kCmdBufferCompatible});
 
-// Runs a handler. XLA cannot unwind, so what the standard library throws ends here: bad_alloc.
+// Runs a handler. What the standard library throws, bad_alloc, ends at this C boundary: the caller
+// need not have been compiled to unwind.
 XLA_FFI_Error* WithoutExceptions(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
   try {
     return handler(frame);
