@@ -527,6 +527,39 @@ def test_entries_that_another_process_clears_are_passed_over(compiles, monkeypat
     assert len(sizes) == 1 and not list(cubin.cache_dir().iterdir())
 
 
+@pytest.mark.parametrize(
+    ("mode", "owner", "writers"),
+    [
+        (0o755, (0, 0), ""),
+        (0o775, (0, 0), ""),  # as the umask of a user with a group of their own leaves it
+        (0o777, (0, 0), "everybody may write there"),
+        (0o1777, (0, 0), "everybody may write there"),
+        (0o775, (0, 1), "group {1} may write there"),
+        (0o755, (1, 0), "user {0}, whose it is, may write there"),
+        (0o777, (1, 1), "user {0}, whose it is, and group {1} and everybody may write there"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["cache", "prebuilt"])
+def test_a_folder_that_others_may_write_is_warned_of_once(
+    tmp_path, monkeypatch, caplog, mode, owner, writers, kind
+):
+    theirs = tmp_path / "theirs"
+    Store(theirs, kind).write(DIGEST, sample_cubin(), sample_manifest())
+    caplog.clear()
+    status = os.stat_result((mode, 0, 0, 1, 1234 * owner[0], 1234 * owner[1], 0, 0, 0, 0))
+    store._warn_of_writers.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", lambda path, **_: status)
+        patch.setattr(os, "geteuid", lambda: 0)
+        patch.setattr(os, "getegid", lambda: 0)
+        for _ in range(2):
+            assert Store(theirs, kind).read(DIGEST)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(writers)
+    for message in said:
+        assert message.startswith(f"{kind} {theirs}: {writers.format(1234, 1234)}")
+
+
 def test_files_of_an_entry_honour_the_umask(tmp_path):
     """A folder built by one user is read by others."""
     previous = os.umask(0o022)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import logging
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +76,7 @@ class Store:
                 self, digest, manifest.spec, spec_json,
             )  # fmt: skip
             return None
+        _warn_of_writers(self)
         return Compiled(cubin, manifest, str(self))
 
     def write(self, digest: str, cubin: bytes, manifest: Manifest) -> None:
@@ -85,6 +88,7 @@ class Store:
         """
         cubin_path, manifest_path = self._path(digest, "cubin"), self._path(digest, "json")
         self.folder.mkdir(parents=True, exist_ok=True)
+        _warn_of_writers(self)
         text = manifest.to_json()
         entry = {"manifest": json.loads(text), "checksum": _checksum(digest, cubin, text)}
         _replace(cubin_path, cubin)
@@ -114,6 +118,28 @@ class Store:
         """NOTE: programs bring digests, and one that is none would name a file anywhere."""
         check_digest(digest)
         return self.folder / f"{digest}.{suffix}"
+
+
+@functools.cache
+def _warn_of_writers(store: Store) -> None:
+    """Warns once a process of a folder that others may write: the GPU runs what lies there."""
+    try:
+        status = store.folder.stat()
+    except OSError:
+        return
+    writers = []
+    if status.st_uid not in (0, os.geteuid()):
+        writers.append(f"user {status.st_uid}, whose it is,")
+    if status.st_mode & stat.S_IWGRP and status.st_gid != os.getegid():
+        writers.append(f"group {status.st_gid}")
+    if status.st_mode & stat.S_IWOTH:
+        writers.append("everybody")
+    if writers:
+        _log.warning(
+            "%s: %s may write there, and what lies there runs on the GPU as yours. Take the "
+            "permission away (chmod go-w), or name a folder of your own. See SECURITY.md.",
+            store, " and ".join(writers),
+        )  # fmt: skip
 
 
 def _intact_manifest(digest: str, cubin: bytes, text: str) -> Manifest | None:
