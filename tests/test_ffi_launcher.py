@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +24,14 @@ from fake_driver.harness import (
     Launcher,
     compile_library,
 )
+from support.launches_on_cpu import parameter_bytes
+from support.random_calls import Call, random_calls
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.launch import ffi_target
 from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap, Workspace, make_plan
+from jax_hopper_gemm.lowering.call import custom_calls
 
 OUT_OF_MEMORY, LAUNCH_FAILED, UNNAMED = 2, 719, 12345  # CUresult
 
@@ -409,6 +414,38 @@ def test_a_map_of_groups_is_held_to_its_rows(launcher, driver, digest, axis, mis
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(program(a, b, sizes))
     assert driver.calls("cuLaunchKernelEx") == []
+
+
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "i32": "int32", "ui8": "uint8"}
+
+
+def launched_arrays(call: Call) -> Iterator[tuple[list[int], list, list]]:
+    """Yields of each launch in a program for CUDA its plan, and the arrays that it has."""
+
+    def arrays(values):
+        for type_ in (value.type for value in values):
+            yield jax.ShapeDtypeStruct(tuple(type_.shape), DTYPES[str(type_.element_type)])
+
+    traced = jax.jit(lambda *args: call.function(*args)).trace(*call.arguments)
+    try:
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    except NotImplementedError:  # implementation="hopper", and no kernel runs it
+        return
+    for launch in custom_calls(lowered.compiler_ir("stablehlo"), ffi_target.TARGET):
+        plan = list(launch.attributes["mhlo.backend_config"]["plan"])
+        yield plan, [*arrays(launch.operands)], [*arrays(launch.results)]
+
+
+@pytest.mark.slow
+def test_random_programs_keep_within_their_buffers(launcher, driver, digest):
+    launches = [launch for call in random_calls(40, seed=31) for launch in launched_arrays(call)]
+    for i, (plan, operands, results) in enumerate(launches):
+        sizes = parameter_bytes(plan)
+        launcher.resolve = lambda digest, spec, sizes=sizes: driver.add_kernel_of(sizes)
+        zeros = [jax.device_put(jnp.zeros(x.shape, x.dtype), CPU) for x in operands]
+        program = load(launcher, plan, f"{digest}_{i}", zeros, results)
+        jax.block_until_ready(program(*zeros))
+    assert len(driver.calls("cuLaunchKernelEx")) == len(launches) > 12
 
 
 def test_an_address_that_tma_cannot_take_is_refused(launcher, driver, digest):
