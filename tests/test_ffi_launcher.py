@@ -524,6 +524,7 @@ def test_an_allocation_that_fails_is_an_error(folder, driver, digest):
 
     def failures(stage) -> int:
         """Returns how many allocations fail, one a run, until a run has none left to fail."""
+        count = 0
         for count in range(1, 200):
             alone.library.jhg_fail_allocation(count)
             try:
