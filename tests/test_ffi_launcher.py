@@ -514,10 +514,10 @@ def test_execute_takes_at_most_three_microseconds(launcher, driver, digest, caps
 @pytest.mark.slow
 def test_an_allocation_that_fails_is_an_error(folder, driver, digest):
     """Whichever it is: nothing may unwind into XLA."""
-    root = Path(__file__).parents[1] / "ffi" / "src"
-    options = ("-O0", "-static-libstdc++", "-Wl,-Bsymbolic")
-    sources = (FAKES / "failing_new.cc", *sorted(root.glob("*.cc")))
-    library = compile_library(folder, *sources, options=options)
+    sources = [FAKES / "failing_new.cc", *sorted(FAKES.parents[1].glob("ffi/src/*.cc"))]
+    whole = folder / "failing_library.cc"  # in one piece, since XLA's headers take the time
+    whole.write_text("".join(f'#include "{source}"\n' for source in sources))
+    library = compile_library(folder, whole, options=("-O0", "-static-libstdc++", "-Wl,-Bsymbolic"))
     alone = Launcher(folder, folder / "fake_cuda.so", library=library)
     alone.resolve = lambda digest, spec: driver.add_kernel(PLAN)
     small = jax.ShapeDtypeStruct((4,), jnp.uint8)

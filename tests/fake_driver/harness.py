@@ -151,13 +151,13 @@ def build_fakes(folder: Path) -> None:
     compile_library(folder, SOURCES / "stream_shim.cc")
 
 
-def compile_library(folder: Path, *sources: Path, options: Sequence[str] = ("-O2",)) -> Path:
-    """Returns a library, of the name of its first source."""
-    output = folder / f"{sources[0].stem}.so"
+def compile_library(folder: Path, source: Path, options: Sequence[str] = ("-O2",)) -> Path:
+    """Returns a library, of the name of its source."""
+    output = folder / f"{source.stem}.so"
     cuda = importlib.metadata.distribution("nvidia-cuda-runtime-cu12")
     includes = cuda.locate_file("nvidia/cuda_runtime/include"), jax.ffi.include_dir()
     flags = ["-std=c++17", "-Wall", "-Wextra", "-shared", "-fPIC", *options]
     flags += [word for include in includes for word in ("-isystem", str(include))]
     compiler = os.environ.get("CXX", "c++")
-    subprocess.run([compiler, *flags, *map(str, sources), "-o", str(output)], check=True)
+    subprocess.run([compiler, *flags, str(source), "-o", str(output)], check=True)
     return output
