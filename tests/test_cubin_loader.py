@@ -110,6 +110,12 @@ def test_a_kernel_is_loaded_and_checked():
     )
 
 
+def test_a_kernel_of_a_spec_that_this_version_cannot_read_is_loaded():
+    manifest = replace(COMPILED.manifest, spec='{"field_of_tomorrow": 1}')
+    loaded = load_compiled(replace(COMPILED, manifest=manifest), FakeDriver())
+    assert loaded == LoadedKernel(HANDLE, manifest.entry, manifest)
+
+
 def test_shared_memory_is_granted_on_every_hopper_gpu_and_on_no_other():
     fake = FakeDriver(capabilities=((8, 0), (9, 0), (10, 0), (9, 0)))
     load_compiled(COMPILED, fake)

@@ -124,6 +124,43 @@ def test_processes_that_start_together_compile_once(tmp_path):
     assert (tmp_path / "compiles").read_text().splitlines() == [SPEC.name]
 
 
+FORKS = (
+    FAKE_COMPILER
+    + """
+    import threading
+    from dataclasses import replace
+    from support.cubin_samples import SPEC
+    from jax_hopper_gemm import cubin
+    from jax_hopper_gemm.cubin import loader  # whose lock is the outermost
+
+    thread = threading.Thread(target=cubin.get, args=(SPEC,))
+    thread.start()
+    while not os.path.exists(os.environ["COMPILES"]):
+        time.sleep(0.01)
+    if os.fork() == 0:
+        import signal
+        signal.alarm(20)
+        with loader._loading:
+            origins = [cubin.get(spec).origin for spec in (SPEC, replace(SPEC, tile_n=64))]
+        print(*(origin.split()[0] for origin in origins), flush=True)
+        os._exit(0)
+    _, status = os.wait()
+    thread.join()
+    assert status == 0, status
+"""
+)
+
+
+def test_a_fork_while_a_thread_compiles_leaves_the_child_free_to_compile(tmp_path):
+    folders = {
+        "JAX_HOPPER_GEMM_CACHE": str(tmp_path / "cache"),
+        "JAX_HOPPER_GEMM_CUBINS": str(tmp_path / "prebuilt"),
+        "COMPILES": str(tmp_path / "compiles"),
+    }
+    said = run_python(FORKS, **folders, COMPILE_SECONDS="1")
+    assert said.split() == ["compiled", "compiled"]
+
+
 def test_prebuilt_comes_before_the_cache_and_the_cache_before_the_compiler(compiles, monkeypatch):
     cached = write_entry("cache", b"cached".ljust(64))
     assert cubin.get(SPEC).cubin == cached
@@ -178,6 +215,8 @@ DAMAGE = {
     "manifest cut short": lambda code, facts: facts.write_text(facts.read_text()[:-10]),
     "manifest binary": lambda code, facts: facts.write_bytes(b"\xff\xfe\x00"),
     "manifest a list": lambda code, facts: facts.write_text("[]"),
+    "manifest deep": lambda code, facts: facts.write_text('{"manifest":' + 100_000 * "["),
+    "manifest no object": lambda code, facts: facts.write_text('{"manifest": "spec"}'),
     "manifest of another version": lambda code, facts: facts.write_text('{"manifest": {"x": 1}}'),
     "manifest gone": lambda code, facts: facts.unlink(),
     "cubin a folder": lambda code, facts: (code.unlink(), code.mkdir(), (code / "x").touch()),
@@ -397,6 +436,29 @@ def test_a_program_of_another_version_runs_while_a_cache_has_its_kernel(no_compi
     assert lookup.resolve("a" * 64, SPEC.to_json()).cubin == content
 
 
+def with_field_of_tomorrow(text: str) -> str:
+    return json.dumps(json.loads(text) | {"field_of_tomorrow": 1})
+
+
+def test_a_kernel_of_another_version_is_found_and_listed(no_compiler):
+    """Its spec has a field that this version does not know, and so has its manifest."""
+    content, theirs = sample_cubin(), with_field_of_tomorrow(SPEC.to_json())
+    manifest = replace(sample_manifest(), spec=theirs)
+    cache = lookup.user_cache()
+    cache.write("a" * 64, content, manifest)
+    path = cache.folder / f"{'a' * 64}.json"
+    entry = json.loads(path.read_text())
+    entry["manifest"] = json.loads(with_field_of_tomorrow(manifest.to_json()))
+    entry["checksum"] = store._checksum("a" * 64, content, store.as_text(entry["manifest"]))
+    path.write_text(json.dumps(entry))
+    found = lookup.resolve("a" * 64, theirs)
+    assert (found.cubin, found.manifest) == (content, manifest)
+    assert [(e.digest, e.name) for e in cubin.cache_entries()] == [("a" * 64, manifest.entry)]
+    entry["manifest"]["field_of_tomorrow"] = 2
+    path.write_text(json.dumps(entry))
+    assert cache.read("a" * 64) is None  # the checksum covers what this version does not know
+
+
 @pytest.mark.parametrize(
     "spec_json",
     [SPEC.to_json(), '{"field_of_tomorrow": 1}', '{"epilogue": {"x": 1}}', "[1]", "not json"],
@@ -418,6 +480,19 @@ def test_cache_folder_follows_the_environment(monkeypatch):
     assert cubin.cache_dir() == Path("/home/user/.cache/jax_hopper_gemm")
 
 
+def test_a_user_without_a_home_gets_kernels_and_a_warning(compiles, monkeypatch, caplog):
+    for variable in ("JAX_HOPPER_GEMM_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert cubin.get(SPEC).origin == "compiled"
+    assert "set JAX_HOPPER_GEMM_CACHE to a folder that can be written" in caplog.text
+    assert cubin.cache_entries() == [] and cubin.clear_cache() == 0
+
+
 def test_cache_lists_its_kernels_and_clears_only_them(compiles):
     assert cubin.cache_entries() == []
     assert cubin.clear_cache() == 0
@@ -432,6 +507,57 @@ def test_cache_lists_its_kernels_and_clears_only_them(compiles):
     (cubin.cache_dir() / "mine.txt").touch()
     assert cubin.clear_cache() > 2 * entries[0].nbytes
     assert [path.name for path in cubin.cache_dir().iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("gone", ["stat", "unlink"])
+def test_entries_that_another_process_clears_are_passed_over(compiles, monkeypatch, gone):
+    cubin.get(SPEC)
+    call, sizes = getattr(Path, gone), []
+
+    def of_another_process(path, *args, **kwargs):
+        if path.suffix == ".cubin":
+            sizes.append(os.path.getsize(path))
+            os.unlink(path)
+        return call(path, *args, **kwargs)
+
+    total = sum(path.stat().st_size for path in cubin.cache_dir().iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, gone, of_another_process)
+        assert cubin.clear_cache() == total - sum(sizes)
+    assert len(sizes) == 1 and not list(cubin.cache_dir().iterdir())
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "writers"),
+    [
+        (0o755, (0, 0), ""),
+        (0o775, (0, 0), ""),  # as the umask of a user with a group of their own leaves it
+        (0o777, (0, 0), "everybody may write there"),
+        (0o1777, (0, 0), "everybody may write there"),
+        (0o775, (0, 1), "group {1} may write there"),
+        (0o755, (1, 0), "user {0}, whose it is, may write there"),
+        (0o777, (1, 1), "user {0}, whose it is, and group {1} and everybody may write there"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["cache", "prebuilt"])
+def test_a_folder_that_others_may_write_is_warned_of_once(
+    tmp_path, monkeypatch, caplog, mode, owner, writers, kind
+):
+    theirs = tmp_path / "theirs"
+    Store(theirs, kind).write(DIGEST, sample_cubin(), sample_manifest())
+    caplog.clear()
+    status = os.stat_result((mode, 0, 0, 1, 1234 * owner[0], 1234 * owner[1], 0, 0, 0, 0))
+    store._warn_of_writers.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", lambda path, **_: status)
+        patch.setattr(os, "geteuid", lambda: 0)
+        patch.setattr(os, "getegid", lambda: 0)
+        for _ in range(2):
+            assert Store(theirs, kind).read(DIGEST)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(writers)
+    for message in said:
+        assert message.startswith(f"{kind} {theirs}: {writers.format(1234, 1234)}")
 
 
 def test_files_of_an_entry_honour_the_umask(tmp_path):

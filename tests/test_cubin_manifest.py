@@ -96,3 +96,15 @@ def test_a_cubin_cut_short_anywhere_is_refused():
     for length in range(0, len(cubin), 7):
         with pytest.raises(CubinError):
             read_kernel(cubin[:length])
+
+
+def test_a_damaged_cubin_is_an_error_of_its_own_kind_wherever_the_damage_is():
+    """Each word in turn is replaced by one that is no place, no size and no count."""
+    cubin = sample_cubin()
+    for word in (b"\xff" * 8, b"\0" * 8, b"\xff\xff\xff\xff\xff\xff\xff\x7f"):
+        for place in range(len(cubin)):
+            damaged = cubin[:place] + word + cubin[place + 8 :]
+            try:
+                read_kernel(damaged)
+            except CubinError:
+                pass  # any other error fails

@@ -36,6 +36,7 @@ from jax_hopper_gemm.dispatch.cost import (
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, read_table, write_table
 from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Result
 from jax_hopper_gemm.gemm.group_search import MAX_LENGTH
 from jax_hopper_gemm.gemm.groups import VarlenAxis
 from jax_hopper_gemm.gemm.legality import violations
@@ -460,3 +461,14 @@ def test_a_gathering_kernel_takes_the_configuration_measured_without(tmp_path):
     assert decision.source == "user table" and decision.spec is not None
     assert (decision.spec.tile_n, decision.spec.gathered) == (96, "a")
     assert decision.spec in table_specs(H200)
+
+
+def test_each_matrix_of_results_is_held_to_its_own_stride():
+    """Two of one dtype lie apart: one in rows of D, the other in pairs of planes."""
+    planes = [Result("matrix", 0, "bfloat16", plane=i, planes=2) for i in range(2)]
+    graph = EpilogueGraph(results=(Result("matrix", 0, "bfloat16"), *planes))
+    rows = GemmProblem.grouped("m", 4096, 512, 64, 8)
+    problem = replace(rows, epilogue=graph, d=MatrixLayout("n", 2**33))
+    (reason,) = problem_violations(problem)
+    assert "D is stored (M, N) bfloat16 and its rows, cut into groups, are 17179869184" in reason
+    assert problem_violations(replace(problem, d=MatrixLayout("n", 512))) == []

@@ -177,6 +177,7 @@ def damaged(tmp_path, change) -> str:
         (lambda d, e: e.update(a_dtype="int8", b_dtype="int8"), ["A and B are int8"]),
         (lambda d, e: e.update(prefer="cublas"), ["prefer is 'cublas'"]),
         (lambda d, e: e.update(kernel_us=-1), ["kernel_us is -1"]),
+        (lambda d, e: e.update(kernel_us=10**400), ["kernel_us is 1000", "not a positive number"]),
         (lambda d, e: e.update(xla_us="fast"), ["xla_us is 'fast'"]),
         (lambda d, e: e["kernel"].update(tile_m=96), ["no kernel runs it: tile_m 96"]),
         (lambda d, e: e["kernel"].update(tile_m="96"), ["tile_m is '96'"]),
@@ -194,7 +195,11 @@ def test_damaged_tables_say_where_and_why(tmp_path, change, words):
     assert choose(SQUARE, H200).source == "model"
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content",
+    [None, "", "{", "[]", b"\xff\xfe", 5000 * "9", 100_000 * "[", 100_000 * '{"version": '],
+    ids=["absent", "empty", "cut short", "a list", "binary", "long", "deep", "deep fields"],
+)
 def test_files_that_are_no_table_are_named(tmp_path, content):
     path = tmp_path / "broken.json"
     if content is not None:

@@ -15,7 +15,10 @@ from jax_hopper_gemm.cli import make_parser
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *(ROOT / "docs").glob("*.md"),
+]
 VARIABLE = re.compile(r"JAX_HOPPER_GEMM_[A-Z_]*[A-Z]")
 COMMAND = re.compile(r"python -m jax_hopper_gemm([^#`\n]*)")
 

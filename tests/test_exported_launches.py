@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
-from support.launches_on_cpu import LaunchesOnCpu, fake_kernels, parameter_bytes, runnable
+from support.launches_on_cpu import LaunchesOnCpu, fake_kernels, runnable
 from support.program_inspection import run_fresh
-from support.stored_layer import LAYER, layer_arguments
+from support.stored_layer import DATA, LAYER, kernels_of, launches_of_all, layer_arguments
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import cubin, dispatch
@@ -77,11 +77,16 @@ def product(extent: int) -> export.Exported:
     return runnable(export.export(function, platforms=["cuda"], disabled_checks=checks)(a))
 
 
-def test_a_stored_program_and_its_gradients_are_launched_as_they_were_planned(on_cpu):
-    exported, vjp = stored_programs(LAYER.read_bytes())
+@pytest.mark.parametrize("program", sorted(DATA.glob("*.jax_export")), ids=lambda path: path.stem)
+def test_a_program_of_each_version_runs_on_the_kernels_that_were_built_for_it(
+    on_cpu, monkeypatch, program
+):
+    """With its gradients; `docs/deployment.md` promises it."""
+    monkeypatch.setattr(digest, "kernel_source_digest", lambda: "of a later version")
+    monkeypatch.setattr(GemmSpec, "from_json", lambda text: 1 / 0)  # nor need it read the specs
+    kernels_of(program, lookup.prebuilt().folder)
+    exported, vjp = stored_programs(program.read_bytes())
     forward, backward = launches_of(exported), launches_of(vjp)
-    sizes = {x.digest: parameter_bytes(x.plan) for x in forward + backward}
-    on_cpu.launcher.resolve = lambda digest, spec: on_cpu.driver.add_kernel_of(sizes[digest])
     arguments = layer_arguments()
     y = jax.block_until_ready(runnable(exported).call(*arguments))
     assert y.shape == arguments[0].shape
@@ -113,7 +118,7 @@ def test_a_kernel_that_is_timed_is_launched_as_it_was_planned(on_cpu, compile_wi
 
 def test_a_stored_program_is_served_by_these_kernels_or_says_why_not(on_cpu, compile_with):
     """As `load` would find them: of the same sources, or of others and so refused."""
-    launches = [x for each in stored_programs(LAYER.read_bytes()) for x in launches_of(each)]
+    launches = launches_of_all(LAYER)
     assert len(launches) == 7
     compile_with(launches)
     for launch in launches:

@@ -7,8 +7,10 @@ so nothing of this reaches the one that a GPU test in the same process uses.
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +24,18 @@ from fake_driver.harness import (
     Launcher,
     compile_library,
 )
+from support.launches_on_cpu import parameter_bytes
+from support.random_calls import Call, random_calls
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.launch import ffi_target
 from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap, Workspace, make_plan
+from jax_hopper_gemm.lowering.call import custom_calls
 
 OUT_OF_MEMORY, LAUNCH_FAILED, UNNAMED = 2, 719, 12345  # CUresult
 
+FAKES = Path(__file__).with_name("fake_driver")
 CPU = jax.devices("cpu")[0]
 A = jax.device_put(jnp.arange(64 * 32, dtype=jnp.float32).reshape(64, 32), CPU)
 B = jax.device_put(jnp.ones((32, 16), jnp.float32), CPU)
@@ -139,10 +146,11 @@ def test_two_tensor_maps_share_a_buffer_at_their_offsets(launcher, driver, diges
     maps = (first, replace(first, offset=128), *PLAN.params[1:3])
     plan = replace(PLAN, params=(*maps, *PLAN.params[3:]))
     launcher.resolve = lambda digest, spec: driver.add_kernel(plan)
-    d, _ = load(launcher, plan.encode(), digest)(A, B)
+    wide = jax.device_put(jnp.zeros((64, 64), jnp.float32), CPU)
+    d, _ = load(launcher, plan.encode(), digest, operands=(wide, B))(wide, B)
     (launch,) = driver.calls("cuLaunchKernelEx")
     starts = [struct.unpack("Q", bytes(param)[:8])[0] for param in launch["params"][:4]]
-    assert starts == [address(A), address(A) + 128, address(B), address(d)]
+    assert starts == [address(wide), address(wide) + 128, address(B), address(d)]
 
 
 def test_an_offset_that_tma_cannot_take_is_refused(launcher, driver, digest):
@@ -218,6 +226,12 @@ def test_a_kernel_that_cannot_be_found_says_why_and_is_asked_for_again(launcher,
     assert 'the kernel cannot be loaded: no cubin of {"tile_m":64}; run' in str(caught.value)
     launcher.resolve = lambda digest, spec: driver.add_kernel(PLAN)
     load(launcher, PLAN.encode(), digest)(A, B)
+
+
+def test_an_answer_without_a_kernel_is_an_error(launcher, digest):
+    launcher.resolve = lambda digest, spec: 0
+    with pytest.raises(jax.errors.JaxRuntimeError, match="loaded: Python did not answer"):
+        load(launcher, PLAN.encode(), digest)
 
 
 @pytest.mark.parametrize(
@@ -300,6 +314,9 @@ def test_a_plan_cut_short_or_continued_is_refused(launcher, digest):
         (12, 65, "number of parameters, is 65, not 0 to 64"),
         (13, 3, "word 13, parameter kind, is 3, not 0 to 2"),
         (15, -16, "tensor map offset, is -16, not 0 to"),
+        (15, 2**62, "tensor map offset, is 4611686018427387904, not 0 to"),
+        (21, 2**62, "a tensor map reaches 9223372036854775807 bytes into buffer 0, more than any"),
+        (21, 2**44, "a tensor map reaches 1108307720798336 bytes into buffer 0, more than any"),
         (16, 99, "tensor map dtype, is 99, not 0 to 12"),
         (17, 4, "tensor map swizzle, is 4, not 0 to 3"),
         (18, 6, "tensor map rank, is 6, not 1 to 5"),
@@ -343,9 +360,92 @@ def test_a_plan_of_more_buffers_than_the_call_has_is_refused(launcher, driver, d
 def test_a_workspace_smaller_than_what_is_cleared_is_refused(launcher, driver, digest):
     small = jax.ShapeDtypeStruct((4,), jnp.uint8)
     program = load(launcher, PLAN.encode(), digest, results=(D, small))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="buffer 3 has 4 bytes, of which 8 are"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="buffer 3 has 4 bytes, .* reaches 8"):
         jax.block_until_ready(program(A, B))
     assert driver.calls("cuMemsetD32Async") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reached"),
+    [
+        (dict(offset=16), 64 * 128 + 16),
+        (dict(dims=(32, 65)), 65 * 128),
+        (dict(dims=(36, 64)), 64 * 128 + 16),
+        (dict(strides=(144,)), 63 * 144 + 128),
+        (dict(dtype="uint8", dims=(129, 64)), 64 * 128 + 1),
+    ],
+)
+def test_a_map_that_leaves_its_buffer_is_refused(launcher, driver, digest, change, reached):
+    if "dtype" in change:  # a byte past the end, of elements that no kernel has
+        words = list(PLAN.encode())
+        words[16], words[19] = 0, 129
+    else:
+        words = replace(PLAN, params=(replace(PLAN.params[0], **change), *PLAN.params[1:])).encode()
+    message = f"buffer 0 has 8192 bytes, the launch plan reaches {reached}"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(load(launcher, words, digest)(A, B))
+    assert driver.calls("cuLaunchKernelEx") == []
+
+
+@pytest.mark.parametrize("axis", ["m", "k"])
+@pytest.mark.parametrize("missing", [None, 0, 1, 2])
+def test_a_map_of_groups_is_held_to_its_rows(launcher, driver, digest, axis, missing):
+    """A map that ends where a run does is 2**60 rows long, and its addresses wrap around."""
+    problem = GemmProblem.grouped(axis, 256, 128, 192, groups=3)
+    spec = GemmSpec(
+        "bfloat16", "bfloat16", "bfloat16", problem.a.major, "n", 128, 128, grouped=axis
+    )
+    plan = make_plan(problem, spec, RasterOrder(), num_sms=132)
+    launcher.resolve = lambda digest, spec: driver.add_kernel(plan)
+    shapes = {"m": [(256, 192), (3, 192, 128), (256, 128)]}
+    shapes["k"] = [(192, 256), (192, 128), (3, 256, 128)]
+    lengths = [math.prod(shape) - 8 * (i == missing) for i, shape in enumerate(shapes[axis])]
+    a, b, sizes = [*(jnp.zeros(length, jnp.bfloat16) for length in lengths[:2]), jnp.zeros(3, int)]
+    work = [jax.ShapeDtypeStruct((work.nbytes,), jnp.uint8) for work in plan.workspaces]
+    results = [jax.ShapeDtypeStruct((lengths[2],), jnp.bfloat16), *work]
+    program = load(launcher, plan.encode(), digest, (a, b, sizes), results)
+    if missing is None:
+        jax.block_until_ready(program(a, b, sizes))
+        assert len(driver.calls("cuLaunchKernelEx")) == 1
+        return
+    buffer = 3 if missing == 2 else missing
+    nbytes = 2 * lengths[missing]
+    message = f"buffer {buffer} has {nbytes} bytes, the launch plan reaches {nbytes + 16}"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(program(a, b, sizes))
+    assert driver.calls("cuLaunchKernelEx") == []
+
+
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "i32": "int32", "ui8": "uint8"}
+
+
+def launched_arrays(call: Call) -> Iterator[tuple[list[int], list, list]]:
+    """Yields of each launch in a program for CUDA its plan, and the arrays that it has."""
+
+    def arrays(values):
+        for type_ in (value.type for value in values):
+            yield jax.ShapeDtypeStruct(tuple(type_.shape), DTYPES[str(type_.element_type)])
+
+    traced = jax.jit(lambda *args: call.function(*args)).trace(*call.arguments)
+    try:
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    except NotImplementedError:  # implementation="hopper", and no kernel runs it
+        return
+    for launch in custom_calls(lowered.compiler_ir("stablehlo"), ffi_target.TARGET):
+        plan = list(launch.attributes["mhlo.backend_config"]["plan"])
+        yield plan, [*arrays(launch.operands)], [*arrays(launch.results)]
+
+
+@pytest.mark.slow
+def test_random_programs_keep_within_their_buffers(launcher, driver, digest):
+    launches = [launch for call in random_calls(40, seed=31) for launch in launched_arrays(call)]
+    for i, (plan, operands, results) in enumerate(launches):
+        sizes = parameter_bytes(plan)
+        launcher.resolve = lambda digest, spec, sizes=sizes: driver.add_kernel_of(sizes)
+        zeros = [jax.device_put(jnp.zeros(x.shape, x.dtype), CPU) for x in operands]
+        program = load(launcher, plan, f"{digest}_{i}", zeros, results)
+        jax.block_until_ready(program(*zeros))
+    assert len(driver.calls("cuLaunchKernelEx")) == len(launches) > 12
 
 
 def test_an_address_that_tma_cannot_take_is_refused(launcher, driver, digest):
@@ -411,6 +511,38 @@ def test_execute_takes_at_most_three_microseconds(launcher, driver, digest, caps
     assert nanoseconds < 3000
 
 
+@pytest.mark.slow
+def test_an_allocation_that_fails_is_an_error(folder, driver, digest):
+    """Whichever it is: nothing may unwind into XLA."""
+    sources = [FAKES / "failing_new.cc", *sorted(FAKES.parents[1].glob("ffi/src/*.cc"))]
+    whole = folder / "failing_library.cc"  # in one piece, since XLA's headers take the time
+    whole.write_text("".join(f'#include "{source}"\n' for source in sources))
+    library = compile_library(folder, whole, options=("-O0", "-static-libstdc++", "-Wl,-Bsymbolic"))
+    alone = Launcher(folder, folder / "fake_cuda.so", library=library)
+    alone.resolve = lambda digest, spec: driver.add_kernel(PLAN)
+    small = jax.ShapeDtypeStruct((4,), jnp.uint8)
+
+    def failures(stage) -> int:
+        """Returns how many allocations fail, one a run, until a run has none left to fail."""
+        count = 0
+        for count in range(1, 200):
+            alone.library.jhg_fail_allocation(count)
+            try:
+                stage(count)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED: jax_hopper_gemm: no host memory" not in str(error):
+                    break
+            else:
+                break
+        assert alone.library.jhg_fail_allocation(0) > 0
+        return count - 1
+
+    assert failures(lambda count: load(alone, PLAN.encode(), f"{digest}_{count}")) > 10
+    refused = load(alone, PLAN.encode(), digest, results=(D, small))
+    assert failures(lambda _: jax.block_until_ready(refused(A, B))) > 3
+    jax.block_until_ready(load(alone, PLAN.encode(), digest)(A, B))
+
+
 def test_without_a_driver_loading_says_so(folder, launcher, digest):
     alone = Launcher(folder, folder / "no_such_libcuda.so")
     alone.resolve = lambda digest, spec: 1
@@ -420,10 +552,16 @@ def test_without_a_driver_loading_says_so(folder, launcher, digest):
     assert "no_such_libcuda.so" in str(caught.value)
 
 
+def test_a_driver_whose_path_is_no_text_is_named(folder, digest):
+    alone = Launcher(folder, folder / "no_such_\udcff.so")
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"no_such_\\xff\.so"):
+        load(alone, PLAN.encode(), digest)
+
+
 def test_a_driver_too_old_is_named(folder, digest):
     source = folder / "old_cuda.cc"
     source.write_text('extern "C" int cuInit(unsigned) { return 0; }\n')
-    alone = Launcher(folder, compile_library(source, folder, folder))
+    alone = Launcher(folder, compile_library(folder, source))
     alone.resolve = lambda digest, spec: 1
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"old_cuda.so lacks cu\w+. Update the"):
         load(alone, PLAN.encode(), digest)

@@ -17,7 +17,7 @@ from support.program_inspection import integers
 
 from jax_hopper_gemm import moe
 from jax_hopper_gemm.moe import expert_parallel
-from jax_hopper_gemm.moe.router import sort_by_group
+from jax_hopper_gemm.moe.router import row_weights, sort_by_group
 from jax_hopper_gemm.primitives.rows import sum_rows
 
 
@@ -136,6 +136,44 @@ def test_renormalised_weights_are_the_softmax_of_the_chosen_logits():
     assert_close(routing.weights, 2.5 * jax.nn.softmax(best))
     plain = routed(3, normalize=False)(logits)
     assert_close(plain.weights, lax.top_k(jax.nn.softmax(logits), 3)[0])
+
+
+@pytest.mark.parametrize(
+    ("none", "options"),
+    [(-1, {}), (8, {"normalize": False}), (2**31 - 1, {"score": "sigmoid"}), (-(2**31), {})],
+)
+def test_a_choice_of_no_expert_leaves_all_others_alone(none, options):
+    tokens, k, held = 80, 3, 8
+    rng = np.random.default_rng(5)
+    logits = jnp.asarray(rng.standard_normal((tokens, held)), jnp.float32)
+    experts = rng.permuted(np.tile(np.arange(held), (tokens, 1)), axis=1)[:, :k].astype(np.int32)
+    void = np.zeros(experts.shape, bool)
+    void[[3, 3, 3, 7, 20], [0, 1, 2, 1, 2]] = True  # token 3 has no expert at all
+    holes = np.where(void, none, experts).astype(np.int32)
+    x, gate_up = integers((tokens, 8)), integers((held, 8, 2, 4), seed=1)
+    down = integers((held, 4, 8), seed=2)
+
+    def layer(logits, experts):
+        routing = moe.route(logits, k, experts=experts, **options)
+        y = moe.grouped_mlp(
+            moe.dispatch_rows(x, routing), gate_up, down, routing.group_sizes,
+            row_weights=row_weights(routing),
+        )  # fmt: skip
+        return moe.combine_rows(y, routing), routing
+
+    (y, routing), (whole, _) = jax.jit(layer)(logits, holes), jax.jit(layer)(logits, experts)
+    untouched = ~void.any(1)
+    np.testing.assert_array_equal(y[untouched], whole[untouched])
+    np.testing.assert_array_equal(routing.experts, np.where(void, held, experts))
+    np.testing.assert_array_equal(routing.group_sizes, np.bincount(experts[~void], minlength=held))
+    scores = jax.nn.sigmoid(logits) if options.get("score") else jax.nn.softmax(logits)
+    weights = np.where(void, 0, np.take_along_axis(np.asarray(scores, np.float64), experts, 1))
+    if options.get("normalize", True):
+        weights = weights / np.maximum(weights.sum(1, keepdims=True), 1e-30)
+    assert_close(routing.weights, weights)
+    assert not np.asarray(y[3]).any() and np.asarray(y[7]).any()
+    gradient = jax.jit(jax.grad(lambda logits: layer(logits, holes)[0].sum()))(logits)
+    assert np.isfinite(gradient).all() and not np.asarray(gradient[3]).any()
 
 
 def test_a_selection_bias_chooses_and_does_not_weigh():
@@ -407,7 +445,8 @@ def test_moved_rows_are_found_past_empty_spans():
         (lambda x, r, g, d: moe.router(x, r.T[:, 1:].T, 2), "features differ"),
         (lambda x, r, g, d: moe.route(x[0], 2), r"logits are f32\[6\], expected"),
         (lambda x, r, g, d: moe.route(x, 2, selection_bias=r), "expected one for each expert"),
-        (lambda x, r, g, d: moe.route(x, 2, experts=jnp.zeros((9, 3))), r"expected int32\[9, 2\]"),
+        (lambda x, r, g, d: moe.route(x, 2, experts=jnp.zeros((9, 3), int)), r"int32\[9, 2\]"),
+        (lambda x, r, g, d: moe.route(x, 2, experts=jnp.zeros((9, 2))), r"f32\[9,2\], expected"),
         (lambda x, r, g, d: moe.grouped_mlp(x, g, d, jnp.zeros(7, int)), "group_sizes are .*8,10"),
         (lambda x, r, g, d: moe.grouped_mlp(x, g, d, jnp.zeros(8)), "expected integers"),
         (lambda x, r, g, d: moe.grouped_mlp(x, g, d, jnp.zeros(8, int), row_weights=x[1:, 0]),

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from support.program_inspection import run_fresh
 
-from jax_hopper_gemm.launch import ffi_library
+from jax_hopper_gemm.launch import ffi_library, ffi_target
 
 
 @pytest.fixture
@@ -64,6 +64,20 @@ def test_the_environment_names_the_library(monkeypatch, tmp_path):
     other.write_bytes(ffi_library.library_path().read_bytes())
     monkeypatch.setenv("JAX_HOPPER_GEMM_LIBRARY", str(other))
     assert ffi_library.library_path() == other
+
+
+def test_a_relative_path_of_the_library_is_one_from_here(monkeypatch, tmp_path, unloaded):
+    tmp_path.joinpath("here.so").write_bytes(ffi_library.library_path().read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_HOPPER_GEMM_LIBRARY", "here.so")
+    assert ffi_library.library_path() == tmp_path / "here.so"
+    assert ffi_library.library().JhgLaunchTypeId()
+
+
+def test_a_library_that_the_environment_names_in_vain_is_warned_of(monkeypatch, unloaded, caplog):
+    monkeypatch.setenv("JAX_HOPPER_GEMM_LIBRARY", "nowhere.so")
+    ffi_target._register()
+    assert "products run on XLA: libjax_hopper_gemm.so is at none of: /" in caplog.text
 
 
 def test_an_installed_library_is_found_where_pip_put_it(monkeypatch, tmp_path):
@@ -129,6 +143,28 @@ def test_the_resolver_cuts_a_long_message_to_what_fits(monkeypatch):
 
     fake_cubin(monkeypatch, load)
     assert resolve("abc", "{}", capacity=16) == (1, 0, 15 * "x")
+
+
+@pytest.mark.parametrize("capacity", range(1, 9))
+def test_the_resolver_cuts_between_characters(monkeypatch, capacity):
+    def load(digest, spec_json):
+        raise RuntimeError("aäö€")
+
+    fake_cubin(monkeypatch, load)
+    text = {1: "", 2: "a", 3: "a", 4: "aä", 5: "aä", 6: "aäö", 7: "aäö", 8: "aäö"}
+    assert resolve("abc", "{}", capacity) == (1, 0, text[capacity])
+
+
+def test_the_resolver_names_an_error_that_has_no_text(monkeypatch):
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+    def load(digest, spec_json):
+        raise Mute
+
+    fake_cubin(monkeypatch, load)
+    assert resolve("abc", "{}") == (1, 0, "Mute")
 
 
 @pytest.mark.parametrize("digest", [b"../../x", b"/etc/x", b"", b"\xff\xfe", b"9" * 5000])

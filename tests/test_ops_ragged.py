@@ -137,6 +137,17 @@ def test_groups_that_there_are_not_give_zeros(first):
     np.testing.assert_array_equal(out, expected if first < 0 else np.zeros((T, N)))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "first"),
+    [("int8", 128, 127), ("int8", 300, 100), ("uint8", 256, 255), ("int16", 40_000, 30_000)],
+)
+def test_an_offset_may_be_narrower_than_the_number_of_groups(dtype, sizes, first):
+    sizes = jnp.zeros(sizes, jnp.int32).at[jnp.array([1, first])].set(jnp.array([3, 4]))
+    local = jax.jit(lambda first: jhg.ragged_dot(LHS, RHS[:1], sizes, group_offset=first))
+    expected = by_loop(LHS, RHS[jnp.array([1, 0])], [3, 4]) * (np.arange(T) >= 3)[:, None]
+    np.testing.assert_array_equal(local(jnp.array(first, dtype)), expected)
+
+
 def test_groups_behind_the_last_size_are_empty():
     out = jhg.ragged_dot(LHS, RHS[:2], SIZES, group_offset=jnp.array(2))
     rows = np.arange(T)[:, None]

@@ -79,6 +79,17 @@ def test_special_values_come_out_alike(name: str, value: float):
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-37)
 
 
+@pytest.mark.parametrize("first", [True, False, None])
+@pytest.mark.parametrize("second", [True, False, None])
+@pytest.mark.parametrize("op", [jnp.logical_and, jnp.logical_or, jnp.logical_xor, jnp.equal])
+def test_constant_truths_are_no_nodes(op: Any, first: bool | None, second: bool | None):
+    def function(x: Any) -> Any:
+        one, other = (x > 0 if truth is None else truth for truth in (first, second))
+        return jnp.where(jnp.where(op(one, other), one, other), x, 2 * x) + op(one, other)
+
+    assert assert_same(function, normal("mn")).uncovered == ()
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "labels"),
     [

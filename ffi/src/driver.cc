@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <cstdio>
 #include <cstdlib>
 
 namespace jax_hopper_gemm {
@@ -11,6 +12,18 @@ namespace ffi = xla::ffi;
 
 constexpr CUdevice kFirstDevice = 0;
 
+// Returns text with what is not ASCII in hexadecimal: Python reads messages as UTF-8, and paths
+// need not be.
+std::string Ascii(const std::string& text) {
+  std::string ascii;
+  for (const unsigned char byte : text) {
+    char escaped[5] = {static_cast<char>(byte)};
+    if (byte >= 0x80) std::snprintf(escaped, sizeof(escaped), "\\x%02x", byte);
+    ascii += escaped;
+  }
+  return ascii;
+}
+
 ffi::ErrorOr<const Driver*> Open() {
   const char* override_path = std::getenv("JAX_HOPPER_GEMM_LIBCUDA");
   const char* path = override_path != nullptr ? override_path : "libcuda.so.1";
@@ -18,7 +31,7 @@ ffi::ErrorOr<const Driver*> Open() {
   if (library == nullptr) {
     return ffi::Unexpected(ffi::Error(
         ffi::ErrorCode::kFailedPrecondition,
-        std::string("the CUDA driver cannot be opened: ") + dlerror() +
+        "the CUDA driver cannot be opened: " + Ascii(dlerror()) +
             ". Install the NVIDIA driver, or in a container pass the GPU through (--gpus all)."));
   }
   auto* driver = new Driver;  // lives as long as the process
@@ -33,7 +46,7 @@ ffi::ErrorOr<const Driver*> Open() {
 #undef JHG_STRING
   if (missing != nullptr) {
     return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                                      std::string(path) + " lacks " + missing +
+                                      Ascii(path) + " lacks " + missing +
                                           ". Update the NVIDIA driver: CUDA 12.4 (550) or newer."));
   }
   return driver;

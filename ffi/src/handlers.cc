@@ -1,7 +1,8 @@
-// The C entry points that jax_hopper_gemm/lowering.py registers with XLA, as the target
+// The C entry points that jax_hopper_gemm/launch/ffi_target.py registers with XLA, as the target
 // "jax_hopper_gemm.v1.launch" and the type of its state.
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -12,6 +13,7 @@
 #include "kernel_table.h"
 #include "launch.h"
 #include "plan.h"
+#include "xla/ffi/api/c_api.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_hopper_gemm {
@@ -47,24 +49,46 @@ ffi::Error Execute(CUstream stream, Launch* launch, ffi::RemainingArgs operands,
   return error.success() ? error : Named(launch->name(), error);
 }
 
+XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate,
+                       ffi::Ffi::BindInstantiate()
+                           .Attr<std::string_view>("digest")
+                           .Attr<std::string_view>("spec")
+                           .Attr<std::string_view>("name")
+                           .Attr<ffi::Span<const int64_t>>("plan"));
+
+XLA_FFI_DEFINE_HANDLER(kExecute, Execute,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<CUstream>>()
+                           .Ctx<ffi::State<Launch>>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+// Runs a handler. What the standard library throws, bad_alloc, ends at this C boundary: the caller
+// need not have been compiled to unwind.
+XLA_FFI_Error* WithoutExceptions(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
+  try {
+    return handler(frame);
+  } catch (const std::exception&) {
+    XLA_FFI_Error_Create_Args args = {};
+    args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+    args.message = "jax_hopper_gemm: no host memory is left";
+    args.errc = XLA_FFI_Error_Code_RESOURCE_EXHAUSTED;
+    return frame->api->XLA_FFI_Error_Create(&args);
+  }
+}
+
 }  // namespace
 }  // namespace jax_hopper_gemm
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JhgLaunchInstantiate, jax_hopper_gemm::Instantiate,
-                              xla::ffi::Ffi::BindInstantiate()
-                                  .Attr<std::string_view>("digest")
-                                  .Attr<std::string_view>("spec")
-                                  .Attr<std::string_view>("name")
-                                  .Attr<xla::ffi::Span<const int64_t>>("plan"));
+extern "C" XLA_FFI_Error* JhgLaunchInstantiate(XLA_FFI_CallFrame* frame) {
+  return jax_hopper_gemm::WithoutExceptions(jax_hopper_gemm::kInstantiate, frame);
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JhgLaunchExecute, jax_hopper_gemm::Execute,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<CUstream>>()
-                                  .Ctx<xla::ffi::State<jax_hopper_gemm::Launch>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+extern "C" XLA_FFI_Error* JhgLaunchExecute(XLA_FFI_CallFrame* frame) {
+  return jax_hopper_gemm::WithoutExceptions(jax_hopper_gemm::kExecute, frame);
+}
 
 XLA_FFI_DECLARE_TYPE_ID_SYMBOL(JhgLaunchTypeId) { return &jax_hopper_gemm::Launch::id; }
 

@@ -1,5 +1,6 @@
 #include "kernel_table.h"
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <string>
@@ -31,8 +32,11 @@ ffi::ErrorOr<CUkernel> Resolve(const std::string& digest, const std::string& spe
   }
   uint64_t kernel = 0;
   std::string message(4096, '\0');
-  if (resolve(digest.c_str(), spec.c_str(), &kernel, message.data(), message.size()) != 0) {
-    message.resize(message.find('\0') == std::string::npos ? message.size() : message.find('\0'));
+  const int status = resolve(digest.c_str(), spec.c_str(), &kernel, message.data(), message.size());
+  // A callback of ctypes that fails answers anything, and has written no kernel.
+  if (status != 0 || kernel == 0) {
+    message.resize(std::min(message.find('\0'), message.size()));
+    if (message.empty()) message = "Python did not answer";
     return ffi::Unexpected(
         ffi::Error(ffi::ErrorCode::kFailedPrecondition, "the kernel cannot be loaded: " + message));
   }

@@ -100,21 +100,34 @@ ffi::Error Launch::EncodeTensorMaps() {
   return ffi::Error::Success();
 }
 
+ffi::Error Launch::CheckBuffers(const ffi::RemainingArgs& operands,
+                                const ffi::RemainingRets& results) const {
+  const std::vector<int64_t>& reach = plan_.reach;
+  if (operands.size() + results.size() < reach.size()) {
+    return ffi::Error::InvalidArgument("the launch plan refers to " + std::to_string(reach.size()) +
+                                       " buffers, the call has " +
+                                       std::to_string(operands.size() + results.size()));
+  }
+  for (size_t i = 0; i < reach.size(); ++i) {
+    const size_t bytes = BufferAt(operands, results, i).size_bytes();
+    if (bytes < static_cast<size_t>(reach[i])) {
+      return ffi::Error::InvalidArgument(
+          "buffer " + std::to_string(i) + " has " + std::to_string(bytes) +
+          " bytes, the launch plan reaches " + std::to_string(reach[i]));
+    }
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error Launch::Run(CUstream stream, const ffi::RemainingArgs& operands,
                        const ffi::RemainingRets& results) const {
-  if (operands.size() + results.size() < static_cast<size_t>(plan_.num_buffers)) {
-    return ffi::Error::InvalidArgument(
-        "the launch plan refers to " + std::to_string(plan_.num_buffers) +
-        " buffers, the call has " + std::to_string(operands.size() + results.size()));
+  if (!fits_.load(std::memory_order_relaxed)) {
+    ffi::Error error = CheckBuffers(operands, results);
+    if (error.failure()) return error;
+    fits_.store(true, std::memory_order_relaxed);
   }
   for (const Cleared& cleared : plan_.cleared) {
     const ffi::AnyBuffer buffer = BufferAt(operands, results, cleared.buffer);
-    if (buffer.size_bytes() < cleared.words * sizeof(uint32_t)) {
-      return ffi::Error::InvalidArgument("buffer " + std::to_string(cleared.buffer) + " has " +
-                                         std::to_string(buffer.size_bytes()) + " bytes, of which " +
-                                         std::to_string(cleared.words * sizeof(uint32_t)) +
-                                         " are to be cleared");
-    }
     const CUresult result =
         driver_.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(buffer.untyped_data()),
                                  /*ui=*/0, cleared.words, stream);
@@ -131,15 +144,17 @@ ffi::Error Launch::Run(CUstream stream, const ffi::RemainingArgs& operands,
       case Param::Kind::kTensorMap: {
         const TensorMapPlan& planned = plan_.tensor_maps[param.value];
         const int buffer = planned.buffer;
-        void* const address =
-            static_cast<char*>(BufferAt(operands, results, buffer).untyped_data()) + planned.offset;
-        if (reinterpret_cast<uintptr_t>(address) % kTmaAlignment != 0) {
+        const uintptr_t address =
+            reinterpret_cast<uintptr_t>(BufferAt(operands, results, buffer).untyped_data()) +
+            planned.offset;
+        if (address % kTmaAlignment != 0) {
           return ffi::Error::InvalidArgument("the address of buffer " + std::to_string(buffer) +
                                              " is not a multiple of 16");
         }
         CUtensorMap& map = tensor_maps[param.value];
         map = tensor_maps_[param.value];
-        const CUresult result = driver_.cuTensorMapReplaceAddress(&map, address);
+        const CUresult result =
+            driver_.cuTensorMapReplaceAddress(&map, reinterpret_cast<void*>(address));
         if (result != CUDA_SUCCESS) return driver_.Failure("cuTensorMapReplaceAddress", result, "");
         params[i] = &map;
         break;

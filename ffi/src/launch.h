@@ -1,9 +1,10 @@
-// One call site of a program: a kernel and how to launch it. Immutable, so any number of threads,
-// streams and devices run it at once.
+// One call site of a program: a kernel and how to launch it. Immutable, but for a flag that only
+// rises, so any number of threads, streams and devices run it at once.
 
 #ifndef JAX_HOPPER_GEMM_FFI_LAUNCH_H_
 #define JAX_HOPPER_GEMM_FFI_LAUNCH_H_
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -36,6 +37,8 @@ class Launch {
 
   xla::ffi::Error CheckParams() const;
   xla::ffi::Error EncodeTensorMaps();
+  xla::ffi::Error CheckBuffers(const xla::ffi::RemainingArgs& operands,
+                               const xla::ffi::RemainingRets& results) const;
   xla::ffi::Error Enqueue(CUstream stream, void** params) const;
 
   const Driver& driver_;
@@ -43,6 +46,9 @@ class Launch {
   const CUkernel kernel_;
   const Plan plan_;
   std::vector<CUtensorMap> tensor_maps_;  // their addresses are placeholders
+  // Whether the plan keeps within the buffers. XLA shows them only to the execute stage; at one
+  // call site they always have the same sizes, so the first run checks them for all.
+  mutable std::atomic<bool> fits_ = false;
 };
 
 }  // namespace jax_hopper_gemm

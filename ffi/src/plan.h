@@ -52,11 +52,13 @@ struct Plan {
   std::vector<Cleared> cleared;
   std::vector<Param> params;
   std::vector<TensorMapPlan> tensor_maps;
-  int num_buffers;  // how many the plan refers to: one more than the highest number
+  // By number, how many bytes of each buffer the launch is known to touch: those of tensor maps and
+  // those that are cleared. What a kernel reads through a pointer, only it knows.
+  std::vector<int64_t> reach;
 };
 
-// Returns the plan that `LaunchPlan.encode` in jax_hopper_gemm/plan.py wrote, or an error that
-// names the first word that does not fit.
+// Returns the plan that `LaunchPlan.encode` in jax_hopper_gemm/launch/plan.py wrote, or an error
+// that names the first word that does not fit.
 xla::ffi::ErrorOr<Plan> DecodePlan(xla::ffi::Span<const int64_t> words);
 
 }  // namespace jax_hopper_gemm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import tempfile
 import threading
 from pathlib import Path
@@ -13,7 +14,21 @@ from .digest import CUTLASS_DSL_VERSION, CubinError
 from .manifest import derive_manifest
 from .store import Compiled
 
-_compiling = threading.Lock()  # CuTeDSL keeps global state while it traces
+
+def held_over_forks() -> threading.RLock:
+    """Returns a lock that forks wait for: the child finds it free, and whole what it guards.
+
+    NOTE: forks acquire the lock that was made last first, so make the inner one of two before the
+    outer one.
+    """
+    lock = threading.RLock()
+    os.register_at_fork(
+        before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+    )
+    return lock
+
+
+_compiling = held_over_forks()  # CuTeDSL keeps global state while it traces
 
 
 def compile_spec(spec: GemmSpec) -> Compiled:

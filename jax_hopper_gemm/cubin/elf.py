@@ -76,7 +76,7 @@ def read_kernel(cubin: bytes) -> KernelCode:
             stack_bytes=_of_symbol(of_module, _FRAME_SIZE)[symbol],
             static_smem_bytes=shared.size if shared else 0,
         )
-    except (struct.error, IndexError, KeyError, ValueError) as error:
+    except (struct.error, LookupError, ArithmeticError, ValueError) as error:
         raise CubinError(f"the cubin ({len(cubin)} bytes) is damaged: {error!r}") from error
 
 

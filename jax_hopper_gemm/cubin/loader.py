@@ -6,11 +6,11 @@ be under way, and a kernel is some 50 kB.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from .compiler import held_over_forks
 from .digest import CubinError
 from .lookup import resolve
 from .manifest import Manifest
@@ -19,7 +19,7 @@ from .store import Compiled
 _COMPUTE_CAPABILITY = (9, 0)
 
 _loaded: dict[str, LoadedKernel] = {}
-_loading = threading.Lock()
+_loading = held_over_forks()
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from pathlib import Path
 
 from ..gemm.spec import GemmSpec
-from .compiler import compile_spec
+from .compiler import compile_spec, held_over_forks
 from .digest import CubinError, digest_of
 from .store import Compiled, Store, user_cache
 
 _log = logging.getLogger(__name__)
 
 _known: dict[str, Compiled] = {}
-_looking = threading.Lock()
+_looking = held_over_forks()
 _told_of_unwritable_cache = False
 
 

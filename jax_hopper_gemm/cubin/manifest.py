@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
 
 from ..gemm.kernel_params import KernelParam, param_list
 from ..gemm.spec import GemmSpec
@@ -44,27 +44,42 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """The spec's name, as a person knows the kernel."""
-        return GemmSpec.from_json(self.spec).name
+        """The spec's name, as a person knows the kernel; its symbol, where this version of the
+        library cannot read the spec."""
+        try:
+            return GemmSpec.from_json(self.spec).name
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return self.entry
 
     def is_of(self, spec_json: str) -> bool:
         """Whether the kernel was compiled from this spec; not, where the text is no JSON."""
         try:
             return _canonical(self.spec) == _canonical(spec_json)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return False
 
     def to_json(self) -> str:
-        fields = asdict(self) | {"parameters": [p._asdict() for p in self.parameters]}
-        return json.dumps(fields, indent=2, sort_keys=True)
+        return as_text(asdict(self) | {"parameters": [p._asdict() for p in self.parameters]})
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        fields = json.loads(text)
-        fields["toolkit"] = tuple(fields["toolkit"])
-        fields["cluster"] = tuple(fields["cluster"])
-        fields["parameters"] = tuple(Parameter(**p) for p in fields["parameters"])
-        return cls(**fields)
+        """Returns the manifest; fields that another version of the library added are left out.
+
+        NOTE: a field added here needs a default: kernels of earlier versions must load.
+        """
+        entry = json.loads(text)
+        values = {field.name: entry[field.name] for field in fields(cls) if field.name in entry}
+        values["toolkit"] = tuple(values["toolkit"])
+        values["cluster"] = tuple(values["cluster"])
+        values["parameters"] = tuple(
+            Parameter(p["name"], p["offset"], p["size"]) for p in values["parameters"]
+        )
+        return cls(**values)
+
+
+def as_text(manifest: dict[str, Any]) -> str:
+    """Returns the text of a manifest's fields, of which checksums are made."""
+    return json.dumps(manifest, indent=2, sort_keys=True)
 
 
 def _canonical(text: str) -> str:

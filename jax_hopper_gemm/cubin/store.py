@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import logging
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from .digest import check_digest, is_digest
-from .manifest import Manifest
+from .manifest import Manifest, as_text
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class Store:
                 self, digest, manifest.spec, spec_json,
             )  # fmt: skip
             return None
+        _warn_of_writers(self)
         return Compiled(cubin, manifest, str(self))
 
     def write(self, digest: str, cubin: bytes, manifest: Manifest) -> None:
@@ -85,8 +88,9 @@ class Store:
         """
         cubin_path, manifest_path = self._path(digest, "cubin"), self._path(digest, "json")
         self.folder.mkdir(parents=True, exist_ok=True)
-        checksum = _checksum(digest, cubin, manifest)
-        entry = {"manifest": json.loads(manifest.to_json()), "checksum": checksum}
+        _warn_of_writers(self)
+        text = manifest.to_json()
+        entry = {"manifest": json.loads(text), "checksum": _checksum(digest, cubin, text)}
         _replace(cubin_path, cubin)
         _replace(manifest_path, json.dumps(entry, indent=2).encode())
 
@@ -116,19 +120,42 @@ class Store:
         return self.folder / f"{digest}.{suffix}"
 
 
+@functools.cache
+def _warn_of_writers(store: Store) -> None:
+    """Warns once a process of a folder that others may write: the GPU runs what lies there."""
+    try:
+        status = store.folder.stat()
+    except OSError:
+        return
+    writers = []
+    if status.st_uid not in (0, os.geteuid()):
+        writers.append(f"user {status.st_uid}, whose it is,")
+    if status.st_mode & stat.S_IWGRP and status.st_gid != os.getegid():
+        writers.append(f"group {status.st_gid}")
+    if status.st_mode & stat.S_IWOTH:
+        writers.append("everybody")
+    if writers:
+        _log.warning(
+            "%s: %s may write there, and what lies there runs on the GPU as yours. Take the "
+            "permission away (chmod go-w), or name a folder of your own. See SECURITY.md.",
+            store, " and ".join(writers),
+        )  # fmt: skip
+
+
 def _intact_manifest(digest: str, cubin: bytes, text: str) -> Manifest | None:
     """Returns the manifest in `text`; None unless it, `digest` and `cubin` fit the checksum."""
     try:
         entry = json.loads(text)
-        manifest = Manifest.from_json(json.dumps(entry["manifest"]))
-        intact = entry["checksum"] == _checksum(digest, cubin, manifest)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        fields = as_text(entry["manifest"])  # all of them: another version may have more
+        intact = entry["checksum"] == _checksum(digest, cubin, fields)
+        manifest = Manifest.from_json(fields)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return manifest if intact else None
 
 
-def _checksum(digest: str, cubin: bytes, manifest: Manifest) -> str:
-    return hashlib.sha256(digest.encode() + cubin + manifest.to_json().encode()).hexdigest()
+def _checksum(digest: str, cubin: bytes, manifest: str) -> str:
+    return hashlib.sha256(digest.encode() + cubin + manifest.encode()).hexdigest()
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -155,12 +182,16 @@ def cache_dir() -> Path:
     """Returns the folder of the cache, which need not exist.
 
     `JAX_HOPPER_GEMM_CACHE` names it; else it is `jax_hopper_gemm` under `XDG_CACHE_HOME`
-    (`~/.cache`).
+    (`~/.cache`). A user without a home has none: nothing is kept, and a warning says so.
     """
     if chosen := os.environ.get("JAX_HOPPER_GEMM_CACHE"):
         return Path(chosen)
-    parent = os.environ.get("XDG_CACHE_HOME")
-    return (Path(parent) if parent else Path.home() / ".cache") / "jax_hopper_gemm"
+    if parent := os.environ.get("XDG_CACHE_HOME"):
+        return Path(parent) / "jax_hopper_gemm"
+    try:
+        return Path.home() / ".cache" / "jax_hopper_gemm"
+    except RuntimeError:  # no HOME, and a user id without a name, as containers have
+        return Path(os.devnull) / "jax_hopper_gemm"  # holds nothing and cannot be written
 
 
 def user_cache() -> Store:
@@ -181,6 +212,8 @@ def clear_cache() -> int:
     freed = 0
     for path in cache_dir().glob("*"):
         if _ENTRY_FILE.fullmatch(path.name):
-            freed += path.stat().st_size
-            path.unlink()
+            with contextlib.suppress(FileNotFoundError):  # another process clears it, too
+                size = path.stat().st_size
+                path.unlink()
+                freed += size
     return freed

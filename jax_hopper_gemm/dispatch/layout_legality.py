@@ -54,22 +54,23 @@ def _group_violations(problem: GemmProblem, groups: GroupedAxis) -> list[str]:
             apart = f"{row_bytes} bytes apart, over {MAX_INT32}"
             return [f"{name}'s rows, picked by indices, are {apart}: copy it"]
     if groups.axis == "k":
-        lines = {
-            f"{name} is stored (K, {other}) {dtype} and its": (
-                layout.leading_stride * DTYPES[dtype].itemsize
-            )
+        lines = [
+            (f"{name} is stored (K, {other})", layout.leading_stride, dtype)
             for name, other, layout, dtype in operands.values()
-        }
+        ]
     else:
-        lines = {
-            f"D is stored (M, N) {r.dtype} and its": DTYPES[r.dtype].itemsize
-            * (2 * p.n if r.planes > 1 else p.d.leading_stride)
-            for r in p.graph.matrices
-        }
+        strides = (2 * p.n if r.planes > 1 else p.d.leading_stride for r in p.graph.matrices)
+        lines = [
+            ("D is stored (M, N)", stride, r.dtype)
+            for stride, r in zip(strides, p.graph.matrices, strict=True)
+        ]
+    distances = (
+        (f"{stored} {dtype}", stride * DTYPES[dtype].itemsize) for stored, stride, dtype in lines
+    )
     return [
-        f"{stored} rows, cut into groups, are {nbytes} bytes apart, not a multiple of "
+        f"{stored} and its rows, cut into groups, are {nbytes} bytes apart, not a multiple of "
         f"{TMA_ALIGNMENT} over 0 and under 2**34: copy it"
-        for stored, nbytes in lines.items()
+        for stored, nbytes in dict.fromkeys(distances)
         if nbytes % TMA_ALIGNMENT or not 0 < nbytes < WRAP_BYTES
     ]
 

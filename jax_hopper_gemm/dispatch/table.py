@@ -22,6 +22,7 @@ import functools
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -144,7 +145,7 @@ def read_table(path: str | os.PathLike[str]) -> Table:
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TableError(
             f"table {path}: {error}. Write one with `python -m jax_hopper_gemm tune`."
         ) from error
@@ -266,7 +267,7 @@ def _device(value: Any) -> Device:
 def _microseconds(value: Any, name: str) -> float | None:
     if value is None:
         return None
-    if type(value) not in (int, float) or not 0 < value < float("inf"):
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
         raise _Bad(f"{name} is {value!r}, not a positive number of microseconds or null")
     return float(value)
 

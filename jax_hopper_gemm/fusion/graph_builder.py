@@ -48,7 +48,11 @@ class Builder:
         return self._add(leaf, frozenset(leaf.labels))
 
     def constant(self, value: Any) -> int:
-        """Returns a number or truth value, rounded to float32."""
+        """Returns a number or truth value, rounded to float32.
+
+        NOTE: no node may read a truth value, which graphs cannot express: `_simplified` has a case
+        for each operation that takes one.
+        """
         if isinstance(value, bool | np.bool_):
             return self._node(Node("true" if value else "false", ()))
         with np.errstate(over="ignore"):
@@ -85,7 +89,7 @@ class Builder:
 
         Operands are in the order of the function's.
         """
-        used = sorted(self._used(self._spelled(result.value) for result in results))
+        used = sorted(self._used(result.value for result in results))
         leaves = [v for v in used if self._is_operand(v)]
         leaves.sort(key=lambda v: (self._leaf(v).index, self._leaf(v).labels, v))
         nodes = [v for v in used if isinstance(self._entries[v], Node)]
@@ -95,14 +99,14 @@ class Builder:
         def renumbered(value: int) -> Node:
             node = self._entries[value]
             assert isinstance(node, Node)
-            return replace(node, args=tuple(number[self._spelled(a)] for a in node.args))
+            return replace(node, args=tuple(number[a] for a in node.args))
 
         operands = tuple(self._leaf(value) for value in leaves)
         graph = EpilogueGraph(
             self.num_accumulators,
             tuple(leaf.operand for leaf in operands if leaf.operand),
             tuple(map(renumbered, nodes)),
-            tuple(replace(r, value=number[self._spelled(r.value)]) for r in results),
+            tuple(replace(r, value=number[r.value]) for r in results),
         )
         return graph, operands
 
@@ -123,16 +127,8 @@ class Builder:
                 used.add(value)
                 entry = self._entries[value]
                 if isinstance(entry, Node):
-                    waiting += map(self._spelled, entry.args)
+                    waiting += entry.args
         return used
-
-    def _spelled(self, value: int) -> int:
-        """Returns a comparison in place of a constant truth value, which graphs cannot express."""
-        constant = self.constant_of(value)
-        if not isinstance(constant, bool):
-            return value
-        zero = self.constant(0.0)
-        return self._node(Node("eq" if constant else "ne", (zero, zero)))
 
     def _node(self, node: Node) -> int:
         assert node.op in ("true", "false") or len(node.args) == ARITY[node.op], node
@@ -166,6 +162,8 @@ class Builder:
                 return x
             case ("select", (_, x, y), _) if x == y:
                 return x
+            case ("xor", (x, _), (_, bool(value))) | ("xor", (_, x), (bool(value), _)):
+                return self.node("not", x) if value else x
             case ("not", _, (bool(value),)):
                 return self.constant(not value)
             case ("neg" | "not", (x,), _):

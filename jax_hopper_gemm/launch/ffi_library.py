@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 FILE_NAME = "libjax_hopper_gemm.so"
+LIBRARY_VARIABLE = "JAX_HOPPER_GEMM_LIBRARY"
 
 # int resolver(digest, spec_json, uint64_t* kernel_out, char* error_out, size_t error_capacity)
 _Resolver = ctypes.CFUNCTYPE(
@@ -56,8 +57,9 @@ _loading = threading.Lock()
 
 def library_path() -> Path:
     """Returns where the FFI library lies; NativeLibraryError: nowhere."""
-    override = os.environ.get("JAX_HOPPER_GEMM_LIBRARY")
-    candidates = [Path(override)] if override else _candidates()
+    override = os.environ.get(LIBRARY_VARIABLE)
+    # NOTE: absolute, since dlopen looks for a bare name among the system's libraries alone.
+    candidates = [Path(override).absolute()] if override else _candidates()
     for path in candidates:
         if path.is_file():
             return path
@@ -65,7 +67,7 @@ def library_path() -> Path:
         f"{FILE_NAME} is at none of: {', '.join(map(str, candidates))}. Install the package "
         "(python -m pip install .), or build the library into the source tree: "
         "cmake -S ffi -B build/ffi && cmake --build build/ffi && cmake --install build/ffi "
-        "--prefix . Or name the file in JAX_HOPPER_GEMM_LIBRARY."
+        f"--prefix . Or name the file in {LIBRARY_VARIABLE}."
     )
 
 
@@ -123,8 +125,12 @@ def _resolve(digest, spec_json, kernel_out, error_out, error_capacity) -> int:
         kernel_out[0] = cubin.load(*attributes).handle
         _process_with_kernels = os.getpid()
     except BaseException as error:  # nothing may unwind into C++
-        message = str(error) or type(error).__name__
-        text = message.encode(errors="backslashreplace")[: error_capacity - 1] + b"\0"
-        ctypes.memmove(error_out, text, len(text))
+        try:
+            message = str(error)
+        except BaseException:
+            message = ""
+        text = (message or type(error).__name__).encode(errors="backslashreplace")
+        whole = text[: error_capacity - 1].decode(errors="ignore").encode()  # no half character
+        ctypes.memmove(error_out, whole + b"\0", len(whole) + 1)
         return 1
     return 0

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Any
 
 import jax
 
 from . import ffi_library
+
+_log = logging.getLogger(__name__)
 
 TARGET = "jax_hopper_gemm.v1.launch"
 
@@ -22,8 +26,10 @@ def launcher_violation() -> str | None:
 
 def _register() -> None:
     """Makes the FFI target known to JAX, so that saved executables find it in a new process."""
-    if launcher_violation():
-        return  # lowering gives the reason, where a kernel is wanted
+    if reason := launcher_violation():  # lowering gives it too, where a kernel is wanted
+        if os.environ.get(ffi_library.LIBRARY_VARIABLE):
+            _log.warning("products run on XLA: %s", reason)
+        return
     library = ffi_library.library()
     state: Any = {
         "type_id": jax.ffi.pycapsule(library.JhgLaunchTypeId()),

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from .. import ops
 from ..ops.checks import layers
 from ..ops.dense import Implementation
+from ..primitives.group_sizes import as_int32
 from ..primitives.rows import in_order, sum_rows
 
 Score = Literal["softmax", "sigmoid"]
@@ -25,8 +26,8 @@ class Statistics(NamedTuple):
     """Statistics of a router for auxiliary losses and logs: means over its tokens.
 
     Attributes:
-      load: (E,) float32, the share of the tokens' choices that fell on each expert; sums to 1.
-        It has no gradient.
+      load: (E,) float32, the share of the tokens' choices that fell on each expert; sums to 1, less
+        the share of choices of no expert. It has no gradient.
       probability: (E,) float32, the mean of the tokens' probabilities of each expert; sums to 1.
         With sigmoid scores, a token's probabilities are its scores divided by their sum.
       z: () float32, the mean of logsumexp(logits) ** 2.
@@ -42,10 +43,10 @@ class Routing(NamedTuple):
 
     Attributes:
       weights: (T, k) float32, the weight of each chosen expert.
-      experts: (T, k) int32, the chosen experts, the best first.
+      experts: (T, k) int32, the chosen experts, the best first; E for a choice of no expert.
       group_sizes: (E,) int32, the number of rows of each expert.
       order: (R,) int32, for each sorted row its token * k + slot. Rows of one expert are in the
-        order of their tokens.
+        order of their tokens; those of no expert come last.
       positions: (T, k) int32, the sorted row of each choice: the inverse of `order`.
       statistics: see `Statistics`.
     """
@@ -101,19 +102,23 @@ def route(
       scale: a factor of all weights, or None.
       selection_bias: (E,), added to the scores for the choice only; without gradient. It balances
         the load without an auxiliary loss.
-      experts: (T, k) int32, choices made elsewhere, distinct for each token, or None. With them
-        `selection_bias` must be None.
+      experts: (T, k) integers from 0 to E - 1, choices made elsewhere, distinct for each token, or
+        None. Any other number chooses no expert: it has weight 0, and no part in the normalization
+        of the token's weights. With `experts`, `selection_bias` must be None.
 
     Raises:
-      ValueError: a shape does not fit, k is not in 1..E, or `score` is unknown.
+      ValueError: a shape does not fit, k is not in 1..E, `experts` are no integers, or `score` is
+        unknown.
     """
     logits = jnp.asarray(logits)
     layers.check_route(logits, experts_per_token, score, selection_bias, experts)
     selection = Selection(experts_per_token, score, normalize, scale)
     logits = logits.astype(jnp.float32)
     if experts is None:
-        experts = selection.experts(logits, *_operands(selection_bias))
-    return arrange(logits, jnp.asarray(experts, jnp.int32), selection)
+        return arrange(logits, selection.experts(logits, *_operands(selection_bias)), selection)
+    experts, count = as_int32(jnp.asarray(experts), least=-1), logits.shape[1]
+    chooses = (experts >= 0) & (experts < count)
+    return arrange(logits, jnp.where(chooses, experts, count), selection, chooses)
 
 
 def router(
@@ -185,16 +190,24 @@ class Selection:
         # rounded ones.
         return logits, self.experts(logits, *bias)
 
-    def weights(self, logits: jax.Array, experts: jax.Array) -> jax.Array:
-        """Returns (T, k) float32."""
-        if self.score == "sigmoid":
-            weights = jax.nn.sigmoid(chosen(logits, experts))
-            if self.normalize:
-                weights = weights / weights.sum(-1, keepdims=True)
-        elif self.normalize:
-            weights = jax.nn.softmax(chosen(logits, experts))
-        else:
+    def weights(
+        self, logits: jax.Array, experts: jax.Array, chooses: jax.Array | None
+    ) -> jax.Array:
+        """Returns (T, k) float32; `chooses` as in `arrange`."""
+        if self.score == "softmax" and not self.normalize:
             weights = chosen(jax.nn.softmax(logits), experts)
+        else:
+            keys = chosen(logits, experts)
+            if chooses is not None:  # of the lowest key the score is 0
+                keys = jnp.where(chooses, keys, jnp.finfo(keys.dtype).min)
+            weights = (jax.nn.softmax if self.score == "softmax" else jax.nn.sigmoid)(keys)
+            if self.score == "sigmoid" and self.normalize:
+                total = weights.sum(-1, keepdims=True)
+                if chooses is not None:
+                    total = jnp.where(chooses.any(-1, keepdims=True), total, 1)
+                weights = weights / total
+            if chooses is not None:  # a token without any expert
+                weights = jnp.where(chooses, weights, 0)
         return weights if self.scale is None else self.scale * weights
 
     def probabilities(self, logits: jax.Array) -> jax.Array:
@@ -205,13 +218,23 @@ class Selection:
 
 
 def chosen(values: jax.Array, experts: jax.Array) -> jax.Array:
-    """Returns values[t, experts[t, j]], (T, k), by selects whose transpose is no scatter."""
+    """Returns values[t, experts[t, j]], (T, k), 0 where there is no such expert.
+
+    By selects, whose transpose is no scatter.
+    """
     hit = experts[:, :, None] == jnp.arange(values.shape[1], dtype=experts.dtype)
     return jnp.sum(jnp.where(hit, values[:, None, :], 0), axis=-1)
 
 
-def arrange(logits: jax.Array, experts: jax.Array, selection: Selection) -> Routing:
-    """Returns the routing of given choices: (T, k) of the E columns of `logits`."""
+def arrange(
+    logits: jax.Array, experts: jax.Array, selection: Selection, chooses: jax.Array | None = None
+) -> Routing:
+    """Returns the routing of given choices.
+
+    Args:
+      experts: (T, k) int32, of the E columns of `logits`; E for none.
+      chooses: (T, k), whether `experts` has one; None where all have.
+    """
     tokens, num_experts = logits.shape
     sizes, order, positions = sort_by_group(experts, num_experts)
     statistics = Statistics(
@@ -219,7 +242,7 @@ def arrange(logits: jax.Array, experts: jax.Array, selection: Selection) -> Rout
         selection.probabilities(logits).sum(0) / max(tokens, 1),
         jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum() / max(tokens, 1),
     )
-    weights = selection.weights(logits, experts)
+    weights = selection.weights(logits, experts, chooses)
     return Routing(weights, experts, sizes, order, positions, statistics)
 
 

@@ -47,8 +47,8 @@ def sizes_and_groups(
     """
     if offset is None:
         return sizes, Groups.plain(count)
-    # Clipped before it is converted: a group far beyond the last stays there.
-    offset = jnp.clip(jnp.reshape(offset, ()), 0, sizes.shape[0]).astype(np.int32)
+    # NOTE: converted before it is clipped: a narrow dtype may not hold the number of sizes.
+    offset = jnp.clip(as_int32(jnp.reshape(offset, ())), 0, sizes.shape[0])
     number = jnp.arange(sizes.shape[0], dtype=np.int32)
     before = jnp.max(run_ends(jnp.where(number < offset, sizes, 0), length), initial=0)
     local = lax.dynamic_slice(jnp.pad(sizes, (0, count)), (offset,), (count,))

@@ -34,10 +34,16 @@ class Launcher:
 
     serial = itertools.count()
 
-    def __init__(self, folder: Path, libcuda: Path, target: str | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        libcuda: Path,
+        target: str | None = None,
+        library: Path | None = None,
+    ):
         self.target = target or f"jax_hopper_gemm_test_{next(self.serial)}"
         self.libcuda = libcuda
-        self.library = self._private(ffi_library.library_path(), folder)
+        self.library = self._private(library or ffi_library.library_path(), folder)
         self.shim = self._private(folder / "stream_shim.so", folder)
         self.resolved: list[tuple[str, str]] = []
         self.resolve: Callable[[str, str], int] | None = None
@@ -141,15 +147,17 @@ class Driver:
 
 def build_fakes(folder: Path) -> None:
     """Compiles `fake_cuda.so` and `stream_shim.so` into the folder."""
-    cuda = importlib.metadata.distribution("nvidia-cuda-runtime-cu12")
-    cuda_include = Path(str(cuda.locate_file("nvidia/cuda_runtime/include")))
-    compile_library(SOURCES / "fake_cuda.cc", cuda_include, folder)
-    compile_library(SOURCES / "stream_shim.cc", Path(jax.ffi.include_dir()), folder)
+    compile_library(folder, SOURCES / "fake_cuda.cc")
+    compile_library(folder, SOURCES / "stream_shim.cc")
 
 
-def compile_library(source: Path, include: Path, folder: Path) -> Path:
+def compile_library(folder: Path, source: Path, options: Sequence[str] = ("-O2",)) -> Path:
+    """Returns a library, of the name of its source."""
     output = folder / f"{source.stem}.so"
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-shared", "-fPIC", "-isystem", str(include)]
+    cuda = importlib.metadata.distribution("nvidia-cuda-runtime-cu12")
+    includes = cuda.locate_file("nvidia/cuda_runtime/include"), jax.ffi.include_dir()
+    flags = ["-std=c++17", "-Wall", "-Wextra", "-shared", "-fPIC", *options]
+    flags += [word for include in includes for word in ("-isystem", str(include))]
     compiler = os.environ.get("CXX", "c++")
     subprocess.run([compiler, *flags, str(source), "-o", str(output)], check=True)
     return output
