@@ -1,4 +1,4 @@
-"""`accelerate` fuses: which equations become part of which product's kernel, and with what numbers."""
+"""`accelerate` fuses: which equations become part of which kernel, and with what numbers."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_residuals_begin_with_what_xla_computes(reads: int) -> None:
 
 
 def test_a_value_is_not_computed_before_what_it_reads() -> None:
-    """The second reader of the first product waits for the second product, which reads the first."""
+    """The first product's second reader waits for the second product, which reads the first."""
 
     def function(x: Any, w: Any, v: Any) -> Any:
         first = x @ w

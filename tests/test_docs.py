@@ -103,8 +103,8 @@ def test_examples_of_interoperability_run(capsys: pytest.CaptureFixture[str]):
     assert any(np.any(x) for x in names["gradients"].layers[0].weight)
     assert names["z"].shape == (1, 32, 32) and names["y8"].shape == names["y"].shape
     printed = capsys.readouterr().out
-    assert "5 products: 5 taken" in printed and "no kernel multiplies int8" in printed
-    assert "2 products: 1 taken" in printed
+    assert "5 products: 5 on kernels" in printed and "no kernel multiplies int8" in printed
+    assert "2 products: 1 on kernels" in printed
 
 
 def test_examples_of_deployment_run():

@@ -30,6 +30,14 @@ def accelerate(
     result. Products of other dtypes stay. JAX is not patched, so other functions and other threads
     are not affected.
 
+    Each product takes along the elementwise operations around it where the cost model expects its
+    kernel to be faster than XLA with them: bias, activation, residual, mask, cast, sums of columns
+    (a bias's gradient), the derivative of an activation, the update of a weight by its gradient.
+    Two products of one array that meet become one gated kernel; several readers of a product become
+    several results of its kernel. What a kernel computes is not rounded in between: it sees the
+    float32 product, and rounds results to the dtypes of the program. So results are those of the
+    program or more exact. XLA computes the rest.
+
     Inner programs are rewritten too: `jax.jit`, `jax.checkpoint`, `scan`, `while_loop`, `cond`,
     `shard_map`, and functions with a custom derivative, together with its rule, if the function
     itself has a product. Everything else about them stays: names, donation, unrolling, and policies
@@ -46,14 +54,16 @@ def accelerate(
         `jax_hopper_gemm.nn.accelerate`.
       implementation: None takes a kernel where it is faster; "hopper" insists on a kernel for every
         replaced product, in derivatives too; "xla" replaces none.
+      fuse: whether products take operations along. False replaces products one by one, with the
+        roundings of the program between them and what follows.
 
     Raises:
-      TypeError: `function` is not callable.
+      TypeError: `function` is not callable, or `fuse` no bool.
       ValueError: `implementation` is something else; or, in a call, `function` stores an array in
         one of its arguments and does not return the array.
       NotImplementedError: as of `matmul`, while lowering, with `implementation="hopper"`.
     """
-    checks.check_accelerated("accelerate", function, implementation)
+    checks.check_accelerated("accelerate", function, implementation, fuse)
     if implementation == "xla":
         return function
 

@@ -11,7 +11,6 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from ..dispatch import Device, estimate, pass_ns
-from ..fusion.jaxprs import traced_once
 from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k
@@ -31,7 +30,7 @@ class _Cycle(Exception):
         self.region = region
 
 
-def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Returns equations and results of the same meaning, with products that have epilogues.
 
     A product takes along what the cost model expects to be faster in its kernel than in XLA.
@@ -41,7 +40,7 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[Sequence[An
       results: what it returns.
     """
     if not any(equation.primitive in PRODUCTS for equation in equations):
-        return equations, results
+        return list(equations), list(results)
     device = current_device()
     equations, results = inlined(equations, results)
     alone: set[int] = set()
@@ -201,7 +200,7 @@ def refusals(equations: Sequence[Any], results: Sequence[Any]) -> dict[int, str]
 
 
 def saved_us(equation: Any) -> float | None:
-    """Returns what an epilogue in a product's kernel is expected to save; None: no kernel has it."""
+    """Returns what an epilogue in a kernel is expected to save; None: no kernel computes it."""
     request, params = request_of(equation), equation.params
     count = len(params["jaxpr"].in_avals) - (len(equation.invars) - 1 - params["num_b"])
     product = params["jaxpr"].in_avals[0]
@@ -244,6 +243,8 @@ class _Order:
                 self._emit(equation)
             elif region := ends.get(number):
                 self._require(region.outputs)
+            elif regions.kinds[number] == "product" and number not in self._within:
+                self._require(equation.outvars)
         self._require(variables(results))
 
     def _emit(self, equation: Any) -> None:

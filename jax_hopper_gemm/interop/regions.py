@@ -115,15 +115,17 @@ class Regions:
         self.kinds: list[Kind] = []
         self.makers: dict[Any, int] = {}
         self._products: list[int] = []  # by bit
-        self._sources: dict[Any, set[Any]] = {}  # what a variable without products is made of
-        uses = Counter(x for equation in self.equations for x in variables(equation.invars))
+        self._sources: dict[Any, set[Any]] = {}  # what a matrix without products is made of
+        self._by_xla: set[int] = set()  # elementwise; what they compute is less to read than these
         self._depends: dict[Any, int] = {}  # on these products, in any way
         self._cone: dict[Any, int] = {}  # of these products, elementwise
+        self._inputs_of = [list(variables(equation.invars)) for equation in self.equations]
+        uses = Counter(x for inputs in self._inputs_of for x in inputs)
         for number, equation in enumerate(self.equations):
             kind = kind_of(equation)
             if kind == "product" and number in self._alone:
                 kind = "other"
-            inputs = list(variables(equation.invars))
+            inputs = self._inputs_of[number]
             depends = cone = 0
             for x in inputs:
                 depends |= self._depends.get(x, 0)
@@ -139,15 +141,13 @@ class Regions:
                 self._products.append(number)
             elif kind != "elementwise":
                 cone = 0
-            if kind in ("elementwise", "layout") and not cone:
+            if kind in ("elementwise", "layout") and not cone and _is_matrix(equation.outvars[0]):
                 (variable,) = equation.outvars
                 sources = set().union(*(self._sources.get(x, {x}) for x in inputs))
-                if (
-                    kind == "elementwise"
-                    and uses[variable] > 1
-                    and _worth_storing(variable, sources)
-                ):
+                read_twice = kind == "elementwise" and uses[variable] > 1
+                if read_twice and _nbytes(variable) < sum(map(_nbytes, sources)):
                     kind = "other"
+                    self._by_xla.add(number)
                 else:
                     self._sources[variable] = sources
             self.kinds.append(kind)
@@ -162,8 +162,8 @@ class Regions:
         number = self.makers.get(variable)
         return "other" if number is None else self.kinds[number]
 
-    def _inputs(self, variable: Any) -> Iterator[Any]:
-        return variables(self.equations[self.makers[variable]].invars)
+    def _inputs(self, variable: Any) -> list[Any]:
+        return self._inputs_of[self.makers[variable]]
 
     # Variables that are arrays in memory, whatever computes them.
 
@@ -171,9 +171,11 @@ class Regions:
         """Finds what is stored in any case, and what XLA computes where it reads it."""
         read: dict[Any, None] = {}
         passing: dict[Any, None] = {}
-        for kind, equation in zip(self.kinds, self.equations, strict=True):
+        for number, (kind, equation) in enumerate(zip(self.kinds, self.equations, strict=True)):
             name = equation.primitive.name
-            for x in variables(equation.invars):
+            if number in self._by_xla:
+                continue
+            for x in self._inputs_of[number]:
                 if kind == "elementwise" and _meets(x, equation):
                     continue
                 if kind == "layout" and self._kind(x) == "layout":
@@ -290,7 +292,7 @@ class Regions:
                 continue
             if x is not variable and x in self._stored and not inside:
                 continue
-            inputs = list(self._inputs(x))
+            inputs = self._inputs(x)
             yield self.makers[x], inputs
             pending += inputs
 
@@ -339,7 +341,7 @@ class Regions:
         steps: list[int] = []
         for number in numbers:
             equation = self.equations[number]
-            inputs = list(variables(equation.invars))
+            inputs = self._inputs_of[number]
             if (
                 self.kinds[number] == "elementwise"
                 and self._last_region(equation.outvars[0]) is region
@@ -350,7 +352,7 @@ class Regions:
         inner, end = set(steps), len(self.equations)
         last = dict.fromkeys(need.variables & own, end)  # by variable, the last that reads it
         for number in numbers:
-            for x in variables(self.equations[number].invars):
+            for x in self._inputs_of[number]:
                 if x in own and x not in self._stored:
                     last[x] = max(last.get(x, -1), number if number in inner else end)
         best: list[Any] = [x for x in outs if x in last]
@@ -407,14 +409,12 @@ def _meets(x: Any, equation: Any) -> bool:
     return x.aval.shape == equation.outvars[0].aval.shape
 
 
-def _worth_storing(variable: Any, sources: Iterable[Any]) -> bool:
-    """Whether a matrix is less to read than the arrays that it is made of."""
+def _is_matrix(variable: Any) -> bool:
+    return sum(extent > 1 for extent in variable.aval.shape) > 1
 
-    def nbytes(x: Any) -> int:
-        return prod(x.aval.shape) * x.aval.dtype.itemsize
 
-    is_matrix = sum(extent > 1 for extent in variable.aval.shape) > 1
-    return is_matrix and nbytes(variable) < sum(map(nbytes, sources))
+def _nbytes(variable: Any) -> int:
+    return prod(variable.aval.shape) * variable.aval.dtype.itemsize
 
 
 def variables(atoms: Iterable[Any]) -> Iterator[Any]:
@@ -462,12 +462,11 @@ def _is_elementwise(equation: Any) -> bool:
     if (parameter := CALLS.get(equation.primitive.name)) is None:
         return covered(equation.primitive.name)
     closed, shape = equation.params[parameter], equation.outvars[0].aval.shape
+    moved = (e for e in closed.jaxpr.eqns if e.primitive.name in LAYOUTS)
     return (
         all(x.aval.shape in ((), shape) for x in equation.invars)
         and is_inlined(closed)
-        and not any(
-            x.aval.ndim for e in closed.jaxpr.eqns if e.primitive.name in LAYOUTS for x in e.invars
-        )
+        and not any(x.aval.ndim for e in moved for x in e.invars)
     )
 
 

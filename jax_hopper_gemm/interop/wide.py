@@ -57,10 +57,10 @@ def _widened(function: Function, products: int, groups: Any, empty: tuple[int, .
         for number in empty:  # so that the function is known to keep these zeros
             inputs[number] = segment_mask(inputs[number], args[products], groups)
         results = _evaluate(function, inputs)
-        pairs = zip(results, function.outvars, strict=True)
-        return [lax.convert_element_type(x, atom.aval.dtype) for x, atom in pairs]
+        dtypes = [atom.aval.dtype for atom in function.outvars]
+        return list(map(lax.convert_element_type, results, dtypes))
 
-    avals = [x.aval for x in function.invars]
+    avals: list[Any] = [x.aval for x in function.invars]
     avals[:products] = [aval.update(dtype=WIDE) for aval in avals[:products]]
     return traced(wide, *avals)
 
@@ -83,7 +83,8 @@ def _evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
     def read(atom: Any) -> Any:
         if isinstance(atom, Literal):
-            return _wide(np.asarray(atom.val, atom.aval.dtype))
+            aval: Any = atom.aval
+            return _wide(np.asarray(atom.val, aval.dtype))
         return values[atom]
 
     for equation in jaxpr.eqns:

@@ -19,7 +19,7 @@ TAG = "jax_hopper_gemm.accelerate"  # of nnx's context, in which objects keep th
 
 
 def accelerate(
-    function: Callable[P, R], *, implementation: Implementation = None
+    function: Callable[P, R], *, implementation: Implementation = None, fuse: bool = True
 ) -> Callable[P, R]:
     """`jax_hopper_gemm.accelerate` for functions of Flax nnx modules and optimizers.
 
@@ -36,14 +36,14 @@ def accelerate(
     Args:
       function: a function of modules, optimizers and anything else, positional or by keyword.
         Modules that it closes over must not change.
-      implementation: as in `jax_hopper_gemm.accelerate`.
+      implementation, fuse: as in `jax_hopper_gemm.accelerate`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `jax_hopper_gemm.accelerate`.
     """
     if implementation == "xla" or not callable(function):
-        return interop.accelerate(function, implementation=implementation)
-    pure = interop.accelerate(_pure(function), implementation=implementation)
+        return interop.accelerate(function, implementation=implementation, fuse=fuse)
+    pure = interop.accelerate(_pure(function), implementation=implementation, fuse=fuse)
 
     @wraps(function)
     def accelerated(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -56,7 +56,11 @@ def accelerate(
 
 
 def report_products(
-    function: Callable[..., Any], *args: Any, implementation: Implementation = None, **kwargs: Any
+    function: Callable[..., Any],
+    *args: Any,
+    implementation: Implementation = None,
+    fuse: bool = True,
+    **kwargs: Any,
 ) -> reports.ProductReport:
     """`jax_hopper_gemm.report_products` for functions of nnx modules, which stay unchanged.
 
@@ -66,7 +70,9 @@ def report_products(
         function = _pure(function)
     with nnx.update_context(TAG):
         arguments = nnx.to_tree((args, kwargs), ctxtag=TAG)
-        return reports.report_products(function, arguments, implementation=implementation)
+        return reports.report_products(
+            function, arguments, implementation=implementation, fuse=fuse
+        )
 
 
 def _pure(function: Callable[..., Any]) -> Callable[[Any], Any]:

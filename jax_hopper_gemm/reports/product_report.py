@@ -132,7 +132,11 @@ class ProductReport:
 
 
 def report_products(
-    function: Callable[..., Any], *args: Any, implementation: Implementation = None, **kwargs: Any
+    function: Callable[..., Any],
+    *args: Any,
+    implementation: Implementation = None,
+    fuse: bool = True,
+    **kwargs: Any,
 ) -> ProductReport:
     """Returns what `accelerate(function)` does with each product, on this process's GPU or an H200.
 
@@ -143,18 +147,18 @@ def report_products(
     Args:
       function: any function that `accelerate` takes, or one that it returned.
       *args, **kwargs: the function's; arrays may be `jax.ShapeDtypeStruct`s.
-      implementation: as in `accelerate`.
+      implementation, fuse: as in `accelerate`.
     """
-    checks.check_accelerated("report_products", function, implementation)
+    checks.check_accelerated("report_products", function, implementation, fuse)
     program, _, _ = traced_call(function, args, kwargs)
     if implementation != "xla":
-        program = rewritten(program, Rewriting(implementation))
-    return ProductReport(tuple(_products_in(Program(program), implementation)))
+        program = rewritten(program, Rewriting(implementation, fuse))
+    return ProductReport(tuple(_products_in(Program(program), Rewriting(implementation, fuse))))
 
 
 def _products_in(
     program: Program,
-    implementation: Implementation,
+    rewriting: Rewriting,
     within: tuple[str, ...] = (),
     closed_to: str | None = None,
     runs: int = 1,
@@ -166,14 +170,15 @@ def _products_in(
       runs: how often the program runs.
     """
     equations = program.jaxpr.eqns
-    reasons = refusals(equations, program.jaxpr.outvars) if not closed_to else {}
+    asked = rewriting.fuse and rewriting.implementation != "xla" and not closed_to
+    reasons = refusals(equations, program.jaxpr.outvars) if asked else {}
     for number, equation in enumerate(equations):
         name = equation.primitive.name
         if equation.primitive in PRODUCTS:
             product = replace(_taken(program, equation, reasons.get(number)), within=within)
             yield replace(product, flops=runs * product.flops, runs=runs)
         elif equation.primitive is lax.dot_general_p or name == RAGGED:
-            product = replace(_left(equation, implementation, closed_to), within=within)
+            product = replace(_left(equation, rewriting.implementation, closed_to), within=within)
             yield replace(product, flops=runs * product.flops, runs=runs)
         else:
             outside = closed_to or (None if name in ENTERED else name)
@@ -182,7 +187,7 @@ def _products_in(
             for i, jaxpr in enumerate(inner):
                 place = (*within, _name_of(equation, i))
                 inside = program.inner(equation, jaxpr)
-                yield from _products_in(inside, implementation, place, outside, times)
+                yield from _products_in(inside, rewriting, place, outside, times)
 
 
 def _taken(program: Program, equation: Any, refusal: str | None) -> FoundProduct:

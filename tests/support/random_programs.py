@@ -8,7 +8,6 @@ would grow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -87,7 +86,7 @@ class Writer:
 
             def multiply(values: list[Array], arguments: list[Array]) -> Array:
                 x, w = clipped(at(values, 0)), arguments[int(pick[1] * self.matrices)]
-                return (w.T @ x if swapped else x @ w)
+                return w.T @ x if swapped else x @ w
 
             return multiply
         if kind < 0.42:

@@ -57,14 +57,16 @@ def kind(x: Any) -> int:
     return int(jnp.issubdtype(dtype, np.floating))
 
 
-def check_accelerated(op: str, function: Any, implementation: Any) -> None:
-    """Checks that a function can be called and that an implementation exists."""
+def check_accelerated(op: str, function: Any, implementation: Any, fuse: Any) -> None:
+    """Checks a function to accelerate and how."""
     if not callable(function):
         raise TypeError(
             f"{op}: function is a {type(function).__name__}, expected a function: pass the "
             "function itself, not what it returns"
         )
     fail(op, implementation_problems(implementation))
+    if not isinstance(fuse, bool):
+        raise TypeError(f"{op}: fuse is {fuse!r}, expected True or False")
 
 
 def check_unchanged(op: str, argument: Any, leaves: list[Any]) -> None:
