@@ -85,32 +85,6 @@ def mapped(
 
 
 @memoised
-def tangent(
-    closed: ClosedJaxpr, wrt: Sequence[int], saved: Sequence[Any]
-) -> tuple[ClosedJaxpr, list[bool]]:
-    """Returns the derivative by the inputs `wrt`, and which of the inputs it needs.
-
-    Its inputs are those, then the tangents, in which it is linear; its outputs the tangents of the
-    inexact outputs. `saved` has the dtype of each input there and of its tangent.
-    """
-    avals: list[Any] = list(closed.in_avals)
-    inexact = [i for i, aval in enumerate(closed.out_avals) if is_inexact(aval)]
-
-    def derivative(*args: Any) -> list[Any]:
-        primals = [x.astype(a.dtype) for x, a in zip(args[: len(avals)], avals, strict=True)]
-        tangents = [x.astype(avals[i].dtype) for i, x in zip(wrt, args[len(avals) :], strict=True)]
-        of = _at(wrt, _outputs_of(closed, inexact), primals)
-        return jax.jvp(of, [primals[i] for i in wrt], tangents)[1]
-
-    input_avals = [aval.update(dtype=dtype) for aval, dtype in zip(avals, saved, strict=True)]
-    whole = traced(derivative, *input_avals, *(input_avals[i] for i in wrt))
-    derivative_jaxpr, used = pruned(
-        whole, [True] * len(inexact), [False] * len(avals) + [True] * len(wrt)
-    )
-    return derivative_jaxpr, used[: len(avals)]
-
-
-@memoised
 def transposed(
     closed: ClosedJaxpr, residuals: int, cotangents_of: Sequence[int], wanted: Sequence[int]
 ) -> tuple[ClosedJaxpr, list[bool]]:
@@ -124,8 +98,8 @@ def transposed(
 
     def transpose(*args: Any) -> Any:
         zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in avals[residuals:]]
-        function = _outputs_of(closed, cotangents_of)
-        of = _at(places, function, [*args[:residuals], *zeros])
+        function = outputs_of(closed, cotangents_of)
+        of = at(places, function, [*args[:residuals], *zeros])
         return jax.linear_transpose(of, *(avals[i] for i in places))(list(args[residuals:]))
 
     whole = traced(transpose, *avals[:residuals], *(closed.out_avals[i] for i in cotangents_of))
@@ -135,7 +109,7 @@ def transposed(
     return transpose_jaxpr, used[:residuals]
 
 
-def _outputs_of(closed: ClosedJaxpr, numbers: Sequence[int]) -> Callable[..., list[Any]]:
+def outputs_of(closed: ClosedJaxpr, numbers: Sequence[int]) -> Callable[..., list[Any]]:
     """Returns the function that gives these outputs alone."""
 
     def function(*args: Any) -> list[Any]:
@@ -205,7 +179,7 @@ def _widens(array: Any, new: np.dtype) -> bool:
     return jnp.issubdtype(old, jnp.floating) and jnp.promote_types(old, new) == new != old
 
 
-def _at(places: Sequence[int], function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+def at(places: Sequence[int], function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
     """Returns `function` of the inputs at these places alone, the others as they are."""
 
     def of(*moving: Any) -> list[Any]:
@@ -220,7 +194,7 @@ def _at(places: Sequence[int], function: Callable[..., Any], inputs: Sequence[An
 def transpose_by(function: Callable[..., Any], cotangents: Any, *args: Any, **params: Any) -> Any:
     """A transpose rule: that of a JAX function which is linear in the undefined arguments."""
     linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
-    of = _at(linear, partial(function, **params), args)
+    of = at(linear, partial(function, **params), args)
     transpose = jax.linear_transpose(of, *(args[i].aval for i in linear))
     results = transpose([ad.instantiate_zeros(ct) for ct in cotangents])
     by_index = dict(zip(linear, results, strict=True))
@@ -230,7 +204,7 @@ def transpose_by(function: Callable[..., Any], cotangents: Any, *args: Any, **pa
 def jvp_by(function: Callable[..., Any], primals: Any, tangents: Any, **params: Any) -> Any:
     """A derivative rule: that of a JAX function."""
     moving = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero]
-    of = _at(moving, partial(function, **params), primals)
+    of = at(moving, partial(function, **params), primals)
     return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 

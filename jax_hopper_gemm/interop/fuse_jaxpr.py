@@ -12,13 +12,14 @@ from jax.extend.core import Literal, Var
 
 from ..dispatch import Device, estimate, pass_ns
 from ..fusion.memo import memoised
+from ..fusion.residuals import variables
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k
 from ..lowering.route import Request, Route, current_device, route
 from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
-from .regions import CALLS, PRODUCTS, Region, Regions, is_inlined, variables
+from .regions import CALLS, PRODUCTS, Region, Regions, is_inlined
 from .wide import WIDE, Function, widened
 
 

@@ -20,9 +20,8 @@ from math import prod
 from typing import Any
 from typing import Literal as OneOf
 
-from jax.extend.core import Literal
-
 from ..fusion.op_table import covered
+from ..fusion.residuals import alive_after, variables
 from ..gemm.dtypes import EPILOGUE, RESULTS
 from ..primitives.dot import hopper_dot_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
@@ -356,12 +355,9 @@ class Regions:
                 if x in own and x not in self._stored:
                     last[x] = max(last.get(x, -1), number if number in inner else end)
         best: list[Any] = [x for x in outs if x in last]
-        alive = list(best)
-        for number in steps:
-            alive += [x for x in self.equations[number].outvars if x in last]
-            alive = [x for x in alive if last[x] > number]
+        for alive in alive_after(best, {i: self.equations[i] for i in steps}, last):
             if _bytes_of(alive) <= _bytes_of(best):
-                best = list(alive)
+                best = alive
         return best
 
     def _is_operand(self, x: Any, region: Region) -> bool:
@@ -415,11 +411,6 @@ def _is_matrix(variable: Any) -> bool:
 
 def _nbytes(variable: Any) -> int:
     return prod(variable.aval.shape) * variable.aval.dtype.itemsize
-
-
-def variables(atoms: Iterable[Any]) -> Iterator[Any]:
-    """Yields those atoms that are no literals."""
-    return (x for x in atoms if not isinstance(x, Literal))
 
 
 def _bits_of(mask: int) -> Iterator[int]:

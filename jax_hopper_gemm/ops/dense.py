@@ -76,8 +76,10 @@ def matmul(
         It returns an array or a tuple of arrays. Elementwise operations and the common reductions
         (sums, maxima, softmax, top-k) run in the kernel, everything else after it.
       epilogue_operands: arrays. Arrays that `epilogue` closes over are treated like them.
-      preactivation: the source of `a @ b` where gradients need it: "save" stores it in the forward
-        pass, in the operands' dtype; "recompute" multiplies again.
+      preactivation: the source of the activation's argument where gradients need it: "save" stores
+        it in the forward pass, in the operands' dtype, or in float32 (or a mask of it) if the
+        derivative jumps elsewhere than at zero; "recompute" multiplies again. Either way gradients
+        jump where the function that ran does; but in float16 arguments under 2**-25 count as 0.
       precision: as in `jax.numpy.matmul`. Products of 16-bit floats are exact in float32, so a
         `Precision` changes nothing on our kernels; an algorithm that does not accumulate in
         float32 goes to XLA.

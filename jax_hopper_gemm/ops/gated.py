@@ -63,8 +63,8 @@ def gated_linear_unit(
       group_sizes, group_offset: as in `ragged_dot`.
       row_indices: (M,), with `group_sizes`: as in `ragged_dot`; `x` is then (S, K) and `row_scale`
         (M,).
-      preactivation: the source of the two products in gradients: "save" stores them in the forward
-        pass, in the operands' dtype; "recompute" multiplies again.
+      preactivation: the source in gradients of the two products, with their biases: "save" stores
+        them in the forward pass; "recompute" multiplies again. The dtypes are as in `matmul`.
       precision: as in `matmul`.
       preferred_element_type: dtype of the result; the promoted dtype of `x` and `weights` if None.
       implementation: as in `matmul`.

@@ -29,11 +29,11 @@ from ..fusion.jaxprs import (
     jvp_by,
     mapped,
     pruned,
-    tangent,
     traced,
     transpose_by,
 )
 from ..fusion.memo import memoised
+from ..fusion.residuals import Tangent, tangent
 from ..gemm.dtypes import residual_of
 from ..gemm.groups import DGRAD, is_varlen_k
 from ..gemm.product import Product
@@ -103,23 +103,27 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     wrt += [count + i for i, x in enumerate(still[1 + num_b :]) if not x]
     linear = [*moved.values(), *(x for x in tangents[1 + num_b :] if type(x) is not ad.Zero)]
 
-    saved = [dtype] * count + [x.dtype for x in operands]
-    derivative, needed = tangent(jaxpr, wrt, saved)
-    needed_operands = [x for x, need in zip(operands, needed[count:], strict=True) if need]
+    recomputed = product.options.preactivation == "recompute"
+    derivative = tangent(jaxpr, wrt, count, dtype, recomputed)
+    needed = derivative.operands
+    needed_operands = [x for x, need in zip(operands, needed, strict=True) if need]
     recompute = None
-    if not any(needed[:count]):
+    if not derivative.accumulators:
         outputs, residuals = hopper_fused_p.bind(*primals, **params), needed_operands
-    elif product.options.preactivation == "recompute":
-        recompute = Recompute(kept_product, num_b, tuple(needed[:count]))
+    elif recomputed:
+        again = product.with_options(
+            preferred_element_type=derivative.residuals.out_avals[0].dtype, preactivation="save"
+        )
+        used = tuple(i in derivative.accumulators for i in range(count))
+        recompute = Recompute(again, num_b, used)
         outputs = hopper_fused_p.bind(*primals, **params)
         residuals = [*primals[: recompute.num_operands], *needed_operands]
     else:
-        accumulators = [i for i in range(count) if needed[i]]
-        outputs, kept = _with_accumulators(primals, accumulators, dtype, params)
+        outputs, kept = _with_residuals(primals, derivative, params)
         residuals = [*kept, *needed_operands]
     tangents_out = iter(
         epilogue_tangent_p.bind(
-            *residuals, *linear, jaxpr=derivative, residuals=len(residuals),
+            *residuals, *linear, jaxpr=derivative.jaxpr, residuals=len(residuals),
             plane_axis=plane_axis, recompute=recompute, products=len(moved),
         )
     )  # fmt: skip
@@ -153,29 +157,33 @@ def _product_tangents(
     return moved, product.gate_up_axis() if moved else None
 
 
-def _with_accumulators(
-    primals: Any, accumulators: list[int], dtype: Any, params: dict[str, Any]
+def _with_residuals(
+    primals: Any, derivative: Tangent, params: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the outputs, and accumulators as further matrices of the same kernel.
+    """Returns the outputs, and residuals as further matrices of the same kernel.
 
     An output that is an accumulator already serves as that.
     """
-    jaxpr = params["jaxpr"]
-    count = len(jaxpr.out_avals)
-    places = {i: place for i in accumulators if (place := _place(jaxpr, i, dtype)) is not None}
-    added = [i for i in accumulators if i not in places]
-    extended = {**params, "jaxpr": _with_inputs(jaxpr, added, dtype)} if added else params
-    outputs = hopper_fused_p.bind(*primals, **extended)
-    places |= {i: count + j for j, i in enumerate(added)}
-    return outputs[:count], [outputs[places[i]] for i in accumulators]
+    jaxpr, avals = params["jaxpr"], derivative.residuals.out_avals
+    places = [
+        None if i is None else _place(jaxpr, i, aval.dtype)
+        for i, aval in zip(derivative.accumulators, avals, strict=True)
+    ]
+    added = [place is None for place in places]
+    extended = {**params, "jaxpr": _with_outputs(jaxpr, derivative.residuals, added)}
+    outputs = hopper_fused_p.bind(*primals, **(extended if any(added) else params))
+    further = iter(outputs[len(jaxpr.out_avals) :])
+    kept = [next(further) if place is None else outputs[place] for place in places]
+    return outputs[: len(jaxpr.out_avals)], kept
 
 
 @memoised
-def _with_inputs(jaxpr: ClosedJaxpr, added: Sequence[int], dtype: Any) -> ClosedJaxpr:
-    """Returns the function with these inputs, converted to `dtype`, as its last outputs."""
+def _with_outputs(jaxpr: ClosedJaxpr, residuals: ClosedJaxpr, added: Sequence[bool]) -> ClosedJaxpr:
+    """Returns a function with some of another one's outputs as its last."""
 
     def function(*args: Any) -> list[Any]:
-        return [*jaxpr_as_fun(jaxpr)(*args), *(args[i].astype(dtype) for i in added)]
+        further = zip(jaxpr_as_fun(residuals)(*args), added, strict=True)
+        return [*jaxpr_as_fun(jaxpr)(*args), *(x for x, add in further if add)]
 
     return traced(function, *jaxpr.in_avals)
 

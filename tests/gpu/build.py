@@ -28,6 +28,7 @@ import nnx_step
 import notebook_block
 from moe_programs import moe_specs
 from support import random_grouped, random_products, training_step
+from support.fused_programs import FUSED_PROGRAMS
 from support.grouped_programs import GROUPED_PROGRAMS
 from support.mesh_programs import mesh_specs
 from support.operations import operation_specs
@@ -89,6 +90,7 @@ def all_specs() -> list[GemmSpec]:
                 *moe_specs(),
                 *mesh_specs(),
                 *training_step.specs(),
+                *(spec for program in FUSED_PROGRAMS.values() for spec in program.specs()),
                 *nnx_step.specs(),
                 *(spec for axis in notebook_block.MESHES for spec in notebook_block.specs(axis)),
                 *transformation_specs(),

@@ -1,0 +1,131 @@
+"""Jumps of a function: comparisons, signs and the like, whose results rounding may change.
+
+A comparison of rounded values gives the same if all are multiples of one value, the factors
+depending on its sign alone: `z > 0`, `z == max(z, 0)`, `0.1 * z < z`. Rounding keeps the sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from .jaxprs import INLINED, is_inexact
+from .op_table import SAME
+
+_CALLS = INLINED | {"custom_jvp_call": "call_jaxpr"}
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+_STEPS = {"sign", "floor", "ceil", "round", "rem"}
+_BITS = {"bitcast_convert_type", "and", "or"}  # of a float that is split in two
+_MOVES = {
+    "broadcast_in_dim", "convert_element_type", "expand_dims", "live_rows", "reshape", "squeeze",
+    "transpose", *SAME,
+}  # fmt: skip
+_HOMOGENEOUS = {"abs", "max", "min", "neg", *_MOVES}  # f(s * x, 0) = s * f(x, 0) for s > 0
+
+
+def read_across_a_jump(equations: Sequence[Any], rounded: Iterable[Any]) -> set[Any]:
+    """Returns those of the `rounded` variables whose rounding may change the result of a jump."""
+    search = _Search(rounded)
+    search.follow(equations)
+    return search.changing
+
+
+class _Search:
+    def __init__(self, rounded: Iterable[Any]):
+        self.changing: set[Any] = set()
+        # By variable, the rounded ones that it depends on, and the one that it is a multiple of.
+        self._sources: dict[Any, frozenset[Any]] = {x: frozenset({x}) for x in rounded}
+        self._multiple_of: dict[Any, Any] = {x: x for x in self._sources}
+        self._zeros: set[Any] = set()
+
+    def follow(self, equations: Sequence[Any]) -> None:
+        for equation in equations:
+            name, atoms = equation.primitive.name, equation.invars
+            sources = frozenset().union(*map(self._sources_of, atoms))
+            if name in _MOVES and self._is_zero(atoms[0]):
+                self._zeros.update(equation.outvars)
+            elif not sources:
+                continue
+            elif name in _CALLS:
+                self._follow_call(equation, equation.params[_CALLS[name]].jaxpr)
+            elif not _jumps(equation):
+                self._sources |= dict.fromkeys(equation.outvars, sources)
+                if (source := self._multiple(name, atoms)) is not None:
+                    self._multiple_of[equation.outvars[0]] = source
+            elif not self._is_kept(name, atoms):
+                self.changing |= sources
+
+    def _follow_call(self, equation: Any, jaxpr: Any) -> None:
+        self._pass(equation.invars, jaxpr.invars)
+        self.follow(jaxpr.eqns)
+        self._pass(jaxpr.outvars, equation.outvars)
+
+    def _pass(self, atoms: Sequence[Any], variables: Sequence[Any]) -> None:
+        for atom, variable in zip(atoms, variables, strict=True):
+            self._sources[variable] = self._sources_of(atom)
+            self._multiple_of[variable] = self._common([atom])
+            if self._is_zero(atom):
+                self._zeros.add(variable)
+
+    def _multiple(self, name: str, atoms: Sequence[Any]) -> Any:
+        """Returns the variable that a result is a multiple of, or None."""
+        rounded = [x for x in atoms if self._sources_of(x)]
+        if name == "select_n":
+            return None if self._sources_of(atoms[0]) else self._common(atoms[1:])
+        if name in ("mul", "div"):
+            return (
+                self._common(rounded)
+                if rounded == [atoms[0]] or name == "mul" and len(rounded) == 1
+                else None
+            )
+        return self._common(atoms) if name in _HOMOGENEOUS else None
+
+    def _common(self, atoms: Sequence[Any]) -> Any:
+        """Returns the one variable that all are multiples of, zeros left out, or None."""
+        sources = {
+            None if isinstance(x, Literal) else self._multiple_of.get(x)
+            for x in atoms
+            if not self._is_zero(x)
+        }
+        return sources.pop() if len(sources) == 1 else None
+
+    def _is_kept(self, name: str, atoms: Sequence[Any]) -> bool:
+        """Whether the result of a jump is that of the values before they were rounded."""
+        if name in _COMPARISONS:
+            is_nan_test = atoms[0] is atoms[1]
+            return is_nan_test or any(map(_is_infinite, atoms)) or self._common(atoms) is not None
+        return name == "is_finite" or (name == "sign" and self._common(atoms) is not None)
+
+    def _sources_of(self, atom: Any) -> frozenset[Any]:
+        return frozenset() if isinstance(atom, Literal) else self._sources.get(atom, frozenset())
+
+    def _is_zero(self, atom: Any) -> bool:
+        if isinstance(atom, Literal):
+            return bool(np.all(np.asarray(atom.val) == 0))
+        return atom in self._zeros
+
+
+def _jumps(equation: Any) -> bool:
+    """Whether the results may jump: they are no floats, or those of a loop or a branch.
+
+    Bits of a float count as one: `erfc` of JAX adds up functions of its leading and other ones.
+    """
+    if equation.primitive.name in _BITS:
+        return False
+    calls = (
+        x
+        for param in equation.params.values()
+        for x in (param if isinstance(param, tuple) else [param])
+    )
+    return (
+        equation.primitive.name in _STEPS
+        or not all(is_inexact(x.aval) for x in equation.outvars)
+        or any(hasattr(x, "jaxpr") or hasattr(x, "eqns") for x in calls)
+    )
+
+
+def _is_infinite(atom: Any) -> bool:
+    return isinstance(atom, Literal) and bool(np.all(np.isinf(np.asarray(atom.val, np.float64))))

@@ -1,0 +1,110 @@
+"""Plain JAX programs that `accelerate` fuses, large enough that the cost model gains by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.interop import accelerate
+from jax_hopper_gemm.testing.lowered import specs_of
+
+TOKENS, WIDTH, HIDDEN, EXPERTS = 2048, 1024, 4096, 8
+RATE = 2.0**-4
+
+Weights = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FusedProgram:
+    """A step of training: gradients of a mean square, and an update of the weights.
+
+    Attributes:
+      forward: of weights and (tokens, width) rows.
+      shapes: of the weights.
+      operations: some that kernels of the accelerated step compute.
+    """
+
+    forward: Callable[[Weights, Any], Any]
+    shapes: dict[str, tuple[int, ...]]
+    operations: frozenset[str]
+
+    def step(self, weights: Weights, x: Any) -> tuple[Any, Weights]:
+        def loss(weights: Weights) -> Any:
+            return jnp.mean(self.forward(weights, x).astype(jnp.float32) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return value, jax.tree.map(lambda w, g: w - RATE * g.astype(w.dtype), weights, gradients)
+
+    def arguments(self, dtype: Any = jnp.bfloat16) -> tuple[Weights, Any]:
+        """Returns weights and rows, numbers of bfloat16 whatever the dtype."""
+        random = np.random.default_rng(0)
+
+        def normal(*shape: int) -> Any:
+            scale = shape[-2] ** -0.5 if len(shape) > 1 else 0.1
+            return jnp.asarray(random.standard_normal(shape) * scale, jnp.bfloat16).astype(dtype)
+
+        weights = {name: normal(*shape) for name, shape in self.shapes.items()}
+        return weights, normal(TOKENS, WIDTH) * WIDTH**0.5
+
+    def specs(self) -> list[GemmSpec]:
+        return specs_of(accelerate(self.step), *jax.eval_shape(self.arguments))
+
+
+def gated(w: Weights, x: Any) -> Any:
+    return x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+
+
+def with_biases(w: Weights, x: Any) -> Any:
+    hidden = jax.nn.gelu(x @ w["up"] + w["up_bias"])
+    return jax.nn.relu(hidden @ w["down"] + w["down_bias"]) + x
+
+
+def normed(w: Weights, x: Any) -> Any:
+    for _ in range(2):
+        wide = x.astype(jnp.float32)
+        scale = lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)
+        y = (wide * scale).astype(x.dtype) * w["norm"]
+        x = x + jnp.tanh(y @ w["up"]) @ w["down"]
+    return x
+
+
+def masked(w: Weights, x: Any) -> Any:
+    kept = lax.broadcasted_iota(jnp.int32, (TOKENS, HIDDEN), 0) % 3 > 0
+    hidden = jnp.where(kept, jnp.square(jax.nn.relu(x @ w["up"])) * 1.5, 0)
+    return hidden @ w["down"] - hidden @ w["other"]
+
+
+def expert(w: Weights, x: Any) -> Any:
+    parts = jnp.array([300, 0, 500, 100, 7, 641, 200, 100])  # of 2048 rows; 200 are of no group
+    sizes = parts * TOKENS // 2048
+    gate, up = (lax.ragged_dot(x, w[name], sizes) for name in ("gate", "up"))
+    return lax.ragged_dot(jax.nn.silu(gate) * up, w["down"], sizes)
+
+
+UP, DOWN = (WIDTH, HIDDEN), (HIDDEN, WIDTH)
+FUSED_PROGRAMS = {
+    "gated": FusedProgram(
+        gated, {"gate": UP, "up": UP, "down": DOWN}, frozenset({"logistic", "add", "sub"})
+    ),
+    "biases": FusedProgram(
+        with_biases, {"up": UP, "up_bias": (HIDDEN,), "down": DOWN, "down_bias": (WIDTH,)},
+        frozenset({"tanh", "gt", "add"}),
+    ),
+    "norms": FusedProgram(
+        normed, {"norm": (WIDTH,), "up": UP, "down": DOWN}, frozenset({"tanh", "add"})
+    ),
+    "masks": FusedProgram(
+        masked, {"up": UP, "down": DOWN, "other": DOWN}, frozenset({"select"})
+    ),
+    "experts": FusedProgram(
+        expert, {name: (EXPERTS, *shape) for name, shape in
+                 (("gate", UP), ("up", UP), ("down", DOWN))}, frozenset({"logistic"}),
+    ),
+}  # fmt: skip
