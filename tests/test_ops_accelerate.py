@@ -73,6 +73,24 @@ def test_every_product_becomes_ours_with_its_value_and_derivatives(name: str):
     same(jax.jvp(ours, (a, b), tangents), jax.jvp(function, (a, b), tangents))
 
 
+def test_a_transpose_that_parts_batch_axes_stays_outside_of_the_product():
+    """Kernels write matrices of one batch axis; two that lie side by side are one."""
+
+    def heads_last(p: Any, v: Any) -> Any:
+        return jnp.matmul(p, v).transpose(0, 2, 1, 3)
+
+    def batch_last(p: Any, v: Any) -> Any:
+        return jnp.matmul(p, v).transpose(2, 0, 1, 3)
+
+    shapes = [jax.ShapeDtypeStruct((8, 16, 512, n), jnp.bfloat16) for n in (512, 64)]
+    for function, transposes in ((heads_last, 1), (batch_last, 0)):
+        assert operations(jhg.accelerate(function), *shapes)["transpose"] == transposes
+        (product,) = jhg.report_products(function, *shapes).products
+        assert product.path == "hopper", product
+    p, v = integers((2, 3, 8, 8), "bfloat16"), integers((2, 3, 8, 4), "bfloat16")
+    same(jhg.accelerate(heads_last)(p, v), heads_last(p, v))
+
+
 def test_ragged_contractions_become_ours_with_derivatives_that_jax_lacks():
     def theirs(x: Any, w: Any) -> Any:
         return lax.ragged_dot_general(x, w, SIZES, CONTRACTED)

@@ -114,11 +114,12 @@ class Regions:
         self.kinds: list[Kind] = []
         self.makers: dict[Any, int] = {}
         self._products: list[int] = []  # by bit
-        self._sources: dict[Any, set[Any]] = {}  # what a variable without products is made of
-        uses = Counter(x for equation in self.equations for x in variables(equation.invars))
+        self._sources: dict[Any, set[Any]] = {}  # what a matrix without products is made of
+        self._by_xla: set[int] = set()  # elementwise; what they compute is less to read than these
         self._depends: dict[Any, int] = {}  # on these products, in any way
         self._cone: dict[Any, int] = {}  # of these products, elementwise
         self._inputs_of = [list(variables(equation.invars)) for equation in self.equations]
+        uses = Counter(x for inputs in self._inputs_of for x in inputs)
         for number, equation in enumerate(self.equations):
             kind = kind_of(equation)
             if kind == "product" and number in self._alone:
@@ -139,15 +140,13 @@ class Regions:
                 self._products.append(number)
             elif kind != "elementwise":
                 cone = 0
-            if kind in ("elementwise", "layout") and not cone:
+            if kind in ("elementwise", "layout") and not cone and _is_matrix(equation.outvars[0]):
                 (variable,) = equation.outvars
                 sources = set().union(*(self._sources.get(x, {x}) for x in inputs))
-                if (
-                    kind == "elementwise"
-                    and uses[variable] > 1
-                    and _worth_storing(variable, sources)
-                ):
+                read_twice = kind == "elementwise" and uses[variable] > 1
+                if read_twice and _nbytes(variable) < sum(map(_nbytes, sources)):
                     kind = "other"
+                    self._by_xla.add(number)
                 else:
                     self._sources[variable] = sources
             self.kinds.append(kind)
@@ -171,9 +170,11 @@ class Regions:
         """Finds what is stored in any case, and what XLA computes where it reads it."""
         read: dict[Any, None] = {}
         passing: dict[Any, None] = {}
-        for kind, equation, inputs in zip(self.kinds, self.equations, self._inputs_of, strict=True):
+        for number, (kind, equation) in enumerate(zip(self.kinds, self.equations, strict=True)):
             name = equation.primitive.name
-            for x in inputs:
+            if number in self._by_xla:
+                continue
+            for x in self._inputs_of[number]:
                 if kind == "elementwise" and _meets(x, equation):
                     continue
                 if kind == "layout" and self._kind(x) == "layout":
@@ -404,14 +405,12 @@ def _meets(x: Any, equation: Any) -> bool:
     return x.aval.shape == equation.outvars[0].aval.shape
 
 
-def _worth_storing(variable: Any, sources: Iterable[Any]) -> bool:
-    """Whether a matrix is less to read than the arrays that it is made of."""
+def _is_matrix(variable: Any) -> bool:
+    return sum(extent > 1 for extent in variable.aval.shape) > 1
 
-    def nbytes(x: Any) -> int:
-        return prod(x.aval.shape) * x.aval.dtype.itemsize
 
-    is_matrix = sum(extent > 1 for extent in variable.aval.shape) > 1
-    return is_matrix and nbytes(variable) < sum(map(nbytes, sources))
+def _nbytes(variable: Any) -> int:
+    return prod(variable.aval.shape) * variable.aval.dtype.itemsize
 
 
 def _bits_of(mask: int) -> Iterator[int]:

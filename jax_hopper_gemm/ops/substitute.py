@@ -41,7 +41,8 @@ def hopper_equations(
 ) -> list[Any]:
     """Returns the equations of a jaxpr with each `dot_general` replaced by a `hopper_dot`.
 
-    It is where `chosen` says so. A transpose that is the only user of a product becomes part of it.
+    It is where `chosen` says so. A transpose that is the only user of a product becomes part of it,
+    unless it parts batch axes, which a kernel writes as one.
     """
     transposes = _transposes_of_products(jaxpr, chosen)
     absorbed = {id(transpose) for transpose in transposes.values()}
@@ -117,14 +118,25 @@ class _Program:
 def _transposes_of_products(jaxpr: Any, chosen: Callable[[Any], bool]) -> dict[Any, Any]:
     """Returns, by the variable of a product, the transpose that is its only user."""
     uses = _uses(jaxpr)
-    products = {e.outvars[0] for e in jaxpr.eqns if e.primitive is lax.dot_general_p and chosen(e)}
+    dots = (e for e in jaxpr.eqns if e.primitive is lax.dot_general_p and chosen(e))
+    products = {e.outvars[0]: e for e in dots}
     return {
         equation.invars[0]: equation
         for equation in jaxpr.eqns
         if equation.primitive is lax.transpose_p
         and equation.invars[0] in products
         and uses[equation.invars[0]] == 1
+        and not _parts_batch(products[equation.invars[0]], equation)
     }
+
+
+def _parts_batch(product: Any, transpose: Any) -> bool:
+    """Whether other axes come between the batch axes of a product; those of extent 1 are none."""
+    _, (batch, _) = product.params["dimension_numbers"]
+    shape, order = product.outvars[0].aval.shape, transpose.params["permutation"]
+    is_batch = [axis < len(batch) for axis in order if shape[axis] != 1]
+    first, count = is_batch.index(True) if any(is_batch) else 0, sum(is_batch)
+    return not all(is_batch[first : first + count])
 
 
 def _uses(jaxpr: Any) -> Counter[Any]:
