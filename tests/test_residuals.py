@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_hopper_gemm as jhg
 from jax_hopper_gemm.fusion.jaxprs import traced
 from jax_hopper_gemm.fusion.residuals import Tangent, tangent
 from jax_hopper_gemm.ops.activations import ACTIVATIONS
@@ -111,3 +112,17 @@ def test_a_factor_that_moves_keeps_the_product():
 def test_nothing_is_kept_of_what_is_linear():
     derivative, dtypes = kept(lambda y, s, r: y * s + r, SCALAR, MATRIX, still=(1,))
     assert dtypes == [] and derivative.operands == (True, False)
+
+
+def test_cotangents_of_several_results_are_added_before_they_are_rounded():
+    x, one = jnp.ones((1, 8), "bfloat16"), jnp.eye(8, dtype="bfloat16")
+    cotangents = [jnp.asarray(c, "bfloat16").reshape(1, 8) for c in np.random.default_rng(0).normal(
+        size=(2, 8))]  # fmt: skip
+
+    def results(x):
+        return jhg.matmul(x, one, epilogue=lambda y: (y * 0.7, y.astype("bfloat16")))
+
+    (gradient,) = jax.vjp(results, x)[1](tuple(cotangents))
+    first, second = (c.astype("float32") for c in cotangents)
+    expected = (jnp.float32(0.7) * first + second).astype("bfloat16")
+    np.testing.assert_array_equal(gradient, expected)

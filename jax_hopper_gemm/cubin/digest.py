@@ -137,7 +137,8 @@ def _imported(package: Path, module: str, node: ast.ImportFrom) -> Iterator[tupl
 def file_of(package: Path, module: str) -> Path:
     """Returns the file of a module, or where it would lie."""
     path = package.joinpath(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    inside = path / "__init__.py"  # a folder without one may be left of an older version
+    return inside if inside.is_file() else path.with_suffix(".py")
 
 
 class _Tree:

@@ -60,13 +60,11 @@ def tangent(
     inexact = [i for i, aval in enumerate(closed.out_avals) if is_inexact(aval)]
 
     def derivative(*args: Any) -> list[Any]:
-        primals = list(args[: len(avals)])
-        tangents = [x.astype(avals[i].dtype) for i, x in zip(wrt, args[len(avals) :], strict=True)]
+        primals, tangents = list(args[: len(avals)]), list(args[len(avals) :])
         of = at(wrt, outputs_of(closed, inexact), primals)
         return jax.jvp(of, [primals[i] for i in wrt], tangents)[1]
 
-    moving = [avals[i].update(dtype=dtype) if i < count else avals[i] for i in wrt]
-    whole = traced(derivative, *avals, *moving)
+    whole = traced(derivative, *avals, *(avals[i] for i in wrt))
     whole = traced(lambda *args: evaluated(whole, args), *whole.in_avals)
     cut = _Cut(whole, len(avals), count, np.dtype(dtype))
     values = cut.accumulators() if recompute else cut.least()
@@ -81,12 +79,16 @@ def tangent(
         outputs = jaxpr_as_fun(before)(*args)
         return [x.astype(dtype) for x, dtype in zip(outputs, dtypes, strict=True)]
 
+    # NOTE: tangents are widened here, behind the simplification: where it left out that and a
+    # conversion of a result, the transpose would add cotangents in 16 bits.
     def of_residuals(*args: Any) -> list[Any]:
-        widened = [x.astype(value.aval.dtype) for x, value in zip(args, values, strict=False)]
-        return jaxpr_as_fun(after)(*widened, *args[len(values) :])
+        wide = (x.astype(aval.dtype) for x, aval in zip(args, after.in_avals, strict=True))
+        return jaxpr_as_fun(after)(*wide)
 
+    operands = after.in_avals[len(values) : len(after.in_avals) - len(wrt)]
+    moving = [avals[i].update(dtype=dtype) if i < count else avals[i] for i in wrt]
     return Tangent(
-        traced(of_residuals, *residuals, *after.in_avals[len(values) :]),
+        traced(of_residuals, *residuals, *operands, *moving),
         traced(residuals_of, *avals),
         tuple(cut.inputs.index(x) if x in cut.inputs else None for x in values),
         tuple(used[count:]),

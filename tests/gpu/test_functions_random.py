@@ -17,6 +17,9 @@ from jax_hopper_gemm.testing.lowered import specs_of
 ROUNDED_OTHERWISE = frozenset(
     (20, 47, 50, 52, 64, 86, 98, 101, 109, 111, 118, 123, 130, 133, 141, 153, 167, 184)
 )
+# Its derivative reads the argument of erfc, a sum of two operands, in bfloat16. The reference knows
+# roundings of gradients alone: what it takes for stored is the product, which is exact.
+ROUNDED_OTHERWISE |= {188}
 
 
 @pytest.mark.parametrize("seed", range(random_products.COUNT))
