@@ -296,6 +296,25 @@ def test_residuals_begin_with_what_xla_computes(reads: int) -> None:
     assert ("mul" in first[1]) == (reads == 1) and "mul" not in second[1]
 
 
+def test_of_a_region_that_does_not_pay_less_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(x: Any, w: Any, v: Any, b: Any) -> Any:
+        h = jnp.tanh(x @ w) * (x @ v) + b
+        return h, h.astype(F32).sum(0)
+
+    whole = [(2, ("bfloat16", "float32"), ["tanh", "mul", "add", "reduce_sum"])]
+    assert products(function, X, W, V, ROW) == whole
+    refused: list[int] = []
+
+    def refusal(equations: Any, region: Any, *_: Any) -> str | None:
+        refused.append(len(region.products))
+        return "too much" if region.sums or len(region.products) > 1 else None
+
+    monkeypatch.setattr(fuse_jaxpr, "_refusal", refusal)
+    first, second = products(function, X, W, V, ROW)
+    assert refused == [2, 2, 1, 1]  # with the sum, without, and each product by itself
+    assert (first[2], second[2]) == (["tanh"], ["mul", "add"])
+
+
 def test_a_value_is_not_computed_before_what_it_reads() -> None:
     """The first product's second reader waits for the second product, which reads the first."""
 

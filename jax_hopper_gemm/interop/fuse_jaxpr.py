@@ -46,8 +46,9 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     equations, results = inlined(equations, results)
     alone: set[int] = set()
     apart: set[tuple[int, ...]] = set()
+    unsummed: set[int] = set()
     while True:
-        regions = Regions(equations, results, alone, apart)
+        regions = Regions(equations, results, alone, apart, unsummed)
         launches = {region: _launch(equations, region) for region in regions.regions}
         refused = [x for x, launch in launches.items() if _refusal(equations, x, launch, device)]
         if not refused:
@@ -55,8 +56,10 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
                 return _Order(regions, launches, results).equations, results
             except _Cycle as cycle:
                 refused = [cycle.region]
-        for region in refused:
-            if len(region.products) > 1:
+        for region in refused:  # less of it is tried
+            if region.sums:
+                unsummed.update(region.products)
+            elif len(region.products) > 1:
                 apart.add(region.products)
             else:
                 alone.update(region.products)

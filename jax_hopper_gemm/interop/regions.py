@@ -58,6 +58,7 @@ class Region:
       kept: those that nothing reads but what is computed anew.
       equations: numbers of its equations, in order, the products left out.
       operands: the other variables that they read.
+      sums: whether an output is a sum of rows.
     """
 
     products: tuple[int, ...]
@@ -66,6 +67,7 @@ class Region:
     kept: list[Any] = field(default_factory=list)
     equations: list[int] = field(default_factory=list)
     operands: list[Any] = field(default_factory=list)
+    sums: bool = False
 
 
 @dataclass
@@ -89,6 +91,7 @@ class Regions:
       results: what it returns.
       alone: numbers of products that stay without a region.
       apart: pairs of products that make no gate.
+      unsummed: numbers of products whose regions compute no sums.
     """
 
     def __init__(
@@ -97,9 +100,10 @@ class Regions:
         results: Sequence[Any],
         alone: Iterable[int] = (),
         apart: Iterable[tuple[int, ...]] = (),
+        unsummed: Iterable[int] = (),
     ):
         self.equations, self._results = equations, results
-        self._alone, self._apart = set(alone), set(apart)
+        self._alone, self._apart, self._unsummed = set(alone), set(apart), set(unsummed)
         self._follow()
         self._find_read()
         self._pair()
@@ -237,18 +241,19 @@ class Regions:
                 if self._computes(region, variable):
                     self._owner[variable] = region
                     region.outputs.append(variable)
+                    region.sums |= self._kind(variable) == "reduction"
                     break
 
     def _candidates(self, variable: Any) -> Iterator[Region]:
         """Yields the regions of the products that a variable depends on elementwise, last first."""
-        cone = self._cone.get(variable, 0)
-        if self._kind(variable) == "reduction":
+        cone, sums = self._cone.get(variable, 0), self._kind(variable) == "reduction"
+        if sums:
             (x,) = self._inputs(variable)
             cone = self._cone[x]
         seen: list[Region] = []
         for bit in _bits_of(cone):
             region = self._region_of[bit]
-            if region not in seen:
+            if region not in seen and not (sums and self._unsummed.intersection(region.products)):
                 seen.append(region)
                 yield region
 
