@@ -211,6 +211,31 @@ def test_products_inside_shard_map_are_fused() -> None:
     np.testing.assert_array_equal(jhg.accelerate(function)(x, w, b), function(x, w, b))
 
 
+@pytest.mark.usefixtures("on_cpu")
+def test_programs_that_xla_partitions_are_fused_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    shapes = {"x": (16, 8), "w": (8, 32), "v": (8, 32), "d": (32, 8), "b": (32,)}
+    specs = {"x": P("x"), "w": P(None, "y"), "v": P(None, "y"), "d": P("y"), "b": P("y")}
+    arrays = {name: integers(shape, "bfloat16") for name, shape in shapes.items()}
+    arguments = {
+        name: jax.device_put(array, jax.NamedSharding(mesh, specs[name]))
+        for name, array in arrays.items()
+    }
+
+    def step(p: dict[str, Any]) -> Any:
+        def loss(p: dict[str, Any]) -> Any:
+            h = jax.nn.relu(p["x"] @ p["w"] + p["b"]) * (p["x"] @ p["v"])
+            return (jnp.clip(h, -2, 2) @ p["d"] + p["x"]).astype(F32).sum()
+
+        value, gradients = jax.value_and_grad(loss)(p)
+        return value, jax.tree.map(jnp.add, p, gradients)
+
+    ours, theirs = jax.jit(jhg.accelerate(step))(arguments), jax.jit(step)(arrays)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_nothing_is_rounded_between_a_product_and_the_result() -> None:
     x = jnp.full((1, 1), 1 + 2.0**-7, BF16)  # its square needs 15 digits
     exact = (float(x[0, 0]) ** 2 - 1) * 64
