@@ -339,7 +339,7 @@ class Regions:
         Of equal ones the last: a rounded argument of an activation has the sign of the exact one,
         the product before its bias may not.
         """
-        outs = {self.equations[number].outvars[0] for number in region.products}
+        outs = [self.equations[number].outvars[0] for number in region.products]
         own = set(outs)  # what a kernel can compute
         numbers = sorted(need.equations)
         steps: list[int] = []
