@@ -158,6 +158,12 @@ def test_a_sum_of_products_takes_the_memory_of_the_first() -> None:
     assert (first.primitive.name, second.params["in_place"]) == ("hopper_dot", 0)
 
 
+def test_what_is_multiplied_is_not_overwritten() -> None:
+    for function in (lambda x, w: x @ w + x, lambda x, w: x + jnp.tanh(w @ x)):
+        (product,) = equations(function, X, W)
+        assert product.primitive.name == "hopper_fused" and product.params["in_place"] is None
+
+
 def test_a_weight_gradient_is_cast_without_a_rounding() -> None:
     gradient = jax.grad(lambda w, x: (x @ w.astype(BF16)).astype(F32).sum())
     assert products(gradient, S((K, N), F32), X)[-1] == (1, ("float32",), [])

@@ -414,7 +414,9 @@ class Regions:
         for region in self.regions:
             within = Counter(x for number in region.equations for x in self._inputs_of[number])
             updates = not results.isdisjoint(region.outputs)
-            for x in region.operands:
+            multiplied = {x for number in region.products for x in self._inputs_of[number]}
+            # NOTE: a kernel reads what it multiplies until its last tile is stored.
+            for x in [x for x in region.operands if x not in multiplied]:
                 last = self._uses[x] == within[x] if x in self.makers else updates
                 if last and readers[x] == 1 and x not in results:
                     region.last_read.add(x)
