@@ -359,6 +359,13 @@ def test_an_aliased_operand_is_named_in_the_launch():
     program = lowered(layer, shape(T, D), shape(D, F), shape(T, F), donated=2)  # another dtype
     assert "output_operand_alias" not in program
 
+    def layer_of_one(x, w):
+        x = jnp.sin(x)
+        return fused(lambda acc, c: acc + c, x, w, x, in_place=0, out_dtypes=("bfloat16",))
+
+    program = lowered(layer_of_one, shape(D, D), shape(D, D))  # it is multiplied, too
+    assert "output_operand_alias" not in program
+
 
 def test_results_that_nothing_reads_are_not_computed():
     def layer(x, w):

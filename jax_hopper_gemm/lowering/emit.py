@@ -140,12 +140,15 @@ def _overwritten(call: Call, route: Route, result: ShapedArray) -> int | None:
     """Returns which operand of the epilogue the first result takes the memory of; None: none.
 
     XLA copies an operand that is read later, also what the caller of the program keeps. So nothing
-    of the caller's is taken that is not donated.
+    of the caller's is taken that is not donated, nor what is multiplied: tiles read it to the end.
     """
     assert route.fusion
     pairs = zip(route.fusion.operands, route.fusion.graph.operands, strict=True)
     for place, (index, operand) in enumerate(pairs):
-        if index == call.in_place and operand.kind == "matrix" and not _kept(call.operands[index]):
+        value = call.operands[index]
+        if index != call.in_place or _kept(value) or any(value == x for x in call.values):
+            continue
+        if operand.kind == "matrix":
             aval = call.avals[index]
             if (aval.shape, aval.dtype) == (result.shape, result.dtype):
                 return place
