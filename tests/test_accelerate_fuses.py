@@ -373,21 +373,17 @@ def test_a_value_is_not_computed_before_what_it_reads() -> None:
     assert first[2] == ["tanh"] and second[2] is None
 
 
-def test_a_product_is_stored_for_a_kernel_that_computes_on_from_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The second kernel stores the sum; the first one's sum of rows needs the second product."""
-    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
-    x, w, y, v = (integers((8, 8), "bfloat16", seed=seed) for seed in range(4))
+def test_xla_takes_a_sum_that_the_last_product_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda _, region, *__: region.sums or None)
+    arguments = [integers((8, 8), "bfloat16", seed=seed) for seed in range(5)]
 
-    def function(x: Any, w: Any, y: Any, v: Any) -> Any:
-        first, second = x @ w, y @ v
-        total = first + second
-        scale = jnp.sort(second, 0)[0]
+    def function(x: Any, w: Any, y: Any, v: Any, scale: Any) -> Any:
+        total = x @ w + y @ v
         return (total * scale).astype(F32).sum(0), jnp.sort(total)
 
-    ours = jhg.accelerate(function)(x, w, y, v)
-    for mine, theirs in zip(ours, function(x, w, y, v), strict=True):
+    assert [names for *_, names in products(function, *arguments)] == [None, ["add"]]
+    ours = jhg.accelerate(function)(*arguments)
+    for mine, theirs in zip(ours, function(*arguments), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 

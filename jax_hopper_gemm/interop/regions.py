@@ -259,7 +259,9 @@ class Regions:
         seen: list[Region] = []
         for bit in _bits_of(cone):
             region = self._region_of[bit]
-            if region not in seen and not (sums and self._unsummed.intersection(region.products)):
+            if sums and self._unsummed.intersection(region.products):
+                return  # what is summed is made there
+            if region not in seen:
                 seen.append(region)
                 yield region
 
