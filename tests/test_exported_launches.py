@@ -36,6 +36,7 @@ def shared(fake_libraries) -> Iterator[LaunchesOnCpu]:
 def on_cpu(shared, monkeypatch, tmp_path) -> LaunchesOnCpu:
     """With an empty cache, no prebuilt kernels, and nothing known to the process."""
     monkeypatch.setenv("JAX_HOPPER_GEMM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "prebuilt").mkdir()
     monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(tmp_path / "prebuilt"))
     monkeypatch.setattr(lookup, "_known", {})
     shared.driver.reset()
