@@ -222,6 +222,7 @@ print(hits, misses, len(compiled), len(on_cpu.driver.calls("cuLaunchKernelEx")))
 
 def test_the_second_process_compiles_neither_program_nor_kernel(fake_libraries, tmp_path):
     tmp_path.joinpath("program").write_bytes(product(272).serialize())
+    tmp_path.joinpath("prebuilt").mkdir()
 
     def process(how: str, cubins: str = "warm") -> list[int]:
         """Returns hits and misses of JAX's cache, kernels compiled, launches."""

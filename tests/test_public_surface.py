@@ -61,6 +61,7 @@ def test_star_import_and_version_need_no_flax():
 
 def test_version_is_that_of_the_project(monkeypatch):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {project}\n" in (ROOT / "CITATION.cff").read_text()
     monkeypatch.delitem(vars(jhg), "__version__", raising=False)
 
     def absent(name):
