@@ -142,6 +142,28 @@ def test_an_update_rides_on_its_weight_gradient() -> None:
     assert dtypes == ("bfloat16",) and names == ["mul", "sub"]
 
 
+@pytest.mark.usefixtures("launcher")
+def test_an_update_takes_the_memory_of_donated_weights() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.5 * jax.grad(lambda w: jnp.tanh(x @ w).astype(F32).sum())(w)
+
+    for donated in (0, ()):
+        program = jax.jit(jhg.accelerate(step), donate_argnums=donated).trace(W, X)
+        text = program.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("output_operand_aliases = [#stablehlo") == (donated == 0)
+
+
+def test_a_sum_of_products_takes_the_memory_of_the_first() -> None:
+    first, second = equations(lambda x, w, y, v: x @ w + y @ v, X, W, MATRIX, V)
+    assert (first.primitive.name, second.params["in_place"]) == ("hopper_dot", 0)
+
+
+def test_what_is_multiplied_is_not_overwritten() -> None:
+    for function in (lambda x, w: x @ w + x, lambda x, w: x + jnp.tanh(w @ x)):
+        (product,) = equations(function, X, W)
+        assert product.primitive.name == "hopper_fused" and product.params["in_place"] is None
+
+
 def test_a_weight_gradient_is_cast_without_a_rounding() -> None:
     gradient = jax.grad(lambda w, x: (x @ w.astype(BF16)).astype(F32).sum())
     assert products(gradient, S((K, N), F32), X)[-1] == (1, ("float32",), [])

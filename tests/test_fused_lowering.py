@@ -345,9 +345,25 @@ def test_a_program_for_cuda_survives_export():
 def test_an_aliased_operand_is_named_in_the_launch():
     layer = partial(fused, lambda acc, c: acc + c, in_place=0, out_dtypes=("float32",))
     c = shape(T, F, dtype=jnp.float32)
-    program = lowered(layer, shape(T, D), shape(D, F), c)
+
+    def lowered(layer, *args, donated=()):
+        program = jax.jit(layer, donate_argnums=donated).trace(*args)
+        return program.lower(lowering_platforms=("cuda",)).as_text()
+
+    program = lowered(layer, shape(T, D), shape(D, F), c, donated=2)
     assert "output_operand_alias" in program
-    program = lowered(layer, shape(T, D), shape(D, F), shape(T, F))  # of another dtype
+    program = lowered(lambda x, w, c: layer(x, w, -c), shape(T, D), shape(D, F), c)
+    assert "output_operand_alias" in program  # not the caller's
+    program = lowered(layer, shape(T, D), shape(D, F), c)  # the caller keeps it
+    assert "output_operand_alias" not in program
+    program = lowered(layer, shape(T, D), shape(D, F), shape(T, F), donated=2)  # another dtype
+    assert "output_operand_alias" not in program
+
+    def layer_of_one(x, w):
+        x = jnp.sin(x)
+        return fused(lambda acc, c: acc + c, x, w, x, in_place=0, out_dtypes=("bfloat16",))
+
+    program = lowered(layer_of_one, shape(D, D), shape(D, D))  # it is multiplied, too
     assert "output_operand_alias" not in program
 
 

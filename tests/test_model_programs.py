@@ -18,6 +18,9 @@ import jax_hopper_gemm as jhg
 from jax_hopper_gemm.interop import fuse_jaxpr
 from jax_hopper_gemm.reports import ProductReport
 
+# The programs are long; what of JAX `accelerate` depends on, shorter tests try in all versions.
+pytestmark = pytest.mark.pure
+
 # Of bfloat16. Where a result is rounded once, both programs have errors up to half of it.
 EPSILON = float(jnp.finfo(jnp.bfloat16).eps)
 # The plain program rounds after each equation, ours where a kernel stores: errors are of the same

@@ -122,7 +122,7 @@ def _launch(equations: Sequence[Any], region: Region) -> Any:
         "jaxpr": widened(function, len(products), product.groups, empty),
         "product": product,
         "num_b": len(products),
-        "in_place": None,
+        "in_place": _in_place(region, len(sizes)),
     }
     return last.replace(
         primitive=hopper_fused_p,
@@ -130,6 +130,19 @@ def _launch(equations: Sequence[Any], region: Region) -> Any:
         outvars=region.outputs,
         params=params,
     )
+
+
+def _in_place(region: Region, first: int) -> int | None:
+    """Returns which operand the first result may take the memory of, if nothing else reads it.
+
+    Args:
+      first: the number of the region's first operand among those of its kernel.
+    """
+    like = region.outputs[0].aval
+    for number, operand in enumerate(region.operands, first):
+        if operand in region.last_read and operand.aval == like:
+            return number
+    return None
 
 
 def _empty_rows(equations: Sequence[Any], region: Region, inputs: Sequence[Any]) -> Iterable[int]:

@@ -58,6 +58,8 @@ class Region:
       kept: those that nothing reads but what is computed anew.
       equations: numbers of its equations, in order, the products left out.
       operands: the other variables that they read.
+      last_read: operands that nothing else reads, or that the program may have been given to
+        overwrite: an argument of which the region makes a result.
       sums: whether an output is a sum of rows.
     """
 
@@ -67,6 +69,7 @@ class Region:
     kept: list[Any] = field(default_factory=list)
     equations: list[int] = field(default_factory=list)
     operands: list[Any] = field(default_factory=list)
+    last_read: set[Any] = field(default_factory=set)
     sums: bool = False
 
 
@@ -110,6 +113,7 @@ class Regions:
         self._give_owners()
         self._cut()
         self.regions = [r for r in self._regions() if self._complete(r)]
+        self._find_last_read()
 
     # What each variable depends on.
 
@@ -123,7 +127,7 @@ class Regions:
         self._depends: dict[Any, int] = {}  # on these products, in any way
         self._cone: dict[Any, int] = {}  # of these products, elementwise
         self._inputs_of = [list(variables(equation.invars)) for equation in self.equations]
-        uses = Counter(x for inputs in self._inputs_of for x in inputs)
+        self._uses = uses = Counter(x for inputs in self._inputs_of for x in inputs)
         for number, equation in enumerate(self.equations):
             kind = kind_of(equation)
             if kind == "product" and number in self._alone:
@@ -339,7 +343,7 @@ class Regions:
         Of equal ones the last: a rounded argument of an activation has the sign of the exact one,
         the product before its bias may not.
         """
-        outs = {self.equations[number].outvars[0] for number in region.products}
+        outs = [self.equations[number].outvars[0] for number in region.products]
         own = set(outs)  # what a kernel can compute
         numbers = sorted(need.equations)
         steps: list[int] = []
@@ -403,6 +407,19 @@ class Regions:
                         operands[x] = None
         region.equations, region.operands = sorted(numbers), list(operands)
         return bool(region.equations)
+
+    def _find_last_read(self) -> None:
+        results = set(variables(self._results))
+        readers = Counter(x for region in self.regions for x in region.operands)
+        for region in self.regions:
+            within = Counter(x for number in region.equations for x in self._inputs_of[number])
+            updates = not results.isdisjoint(region.outputs)
+            multiplied = {x for number in region.products for x in self._inputs_of[number]}
+            # NOTE: a kernel reads what it multiplies until its last tile is stored.
+            for x in [x for x in region.operands if x not in multiplied]:
+                last = self._uses[x] == within[x] if x in self.makers else updates
+                if last and readers[x] == 1 and x not in results:
+                    region.last_read.add(x)
 
 
 def _meets(x: Any, equation: Any) -> bool:

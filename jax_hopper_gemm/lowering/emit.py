@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.core import ShapedArray
+from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from ..fusion.jaxprs import ClosedJaxpr, traced
@@ -136,15 +137,35 @@ def _epilogue_operands(
 
 
 def _overwritten(call: Call, route: Route, result: ShapedArray) -> int | None:
-    """Returns which operand of the epilogue the first result takes the memory of; None: none."""
+    """Returns which operand of the epilogue the first result takes the memory of; None: none.
+
+    XLA copies an operand that is read later, also what the caller of the program keeps. So nothing
+    of the caller's is taken that is not donated, nor what is multiplied: tiles read it to the end.
+    """
     assert route.fusion
     pairs = zip(route.fusion.operands, route.fusion.graph.operands, strict=True)
     for place, (index, operand) in enumerate(pairs):
-        if index == call.in_place and operand.kind == "matrix":
+        value = call.operands[index]
+        if index != call.in_place or _kept(value) or any(value == x for x in call.values):
+            continue
+        if operand.kind == "matrix":
             aval = call.avals[index]
             if (aval.shape, aval.dtype) == (result.shape, result.dtype):
                 return place
     return None
+
+
+def _kept(value: ir.Value) -> bool:
+    """Whether a value is an argument of the whole program that the caller does not donate."""
+    if not isinstance(value.owner, ir.Block):
+        return False
+    function = value.owner.owner
+    names = function.attributes
+    if "sym_name" not in names or ir.StringAttr(names["sym_name"]).value != "main":
+        return False
+    attributes = ir.ArrayAttr(names["arg_attrs"])[ir.BlockArgument(value).arg_number]
+    donated = ("tf.aliasing_output", "jax.buffer_donor")
+    return not any(name in ir.DictAttr(attributes) for name in donated)
 
 
 def _integers(call: Call) -> list[tuple[Any, ShapedArray]]:
