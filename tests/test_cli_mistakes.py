@@ -36,6 +36,7 @@ WRONG_ARGUMENTS = [
     ("explain m n k", "'m' is not a positive number"),
     ("explain 64 64 64 --dtype bf16", "'bf16' is no dtype of numbers, as bfloat16"),
     ("explain 64 64 64 --dtype object", "'object' is no dtype of numbers"),
+    ("explain 64 64 64 --dtype bool", "'bool' is no dtype of numbers"),
     ("explain 64 64 64 --dtype sum", "'sum' is no dtype of numbers"),
     ("explain 64 64 64 --dtype a,b", "'a,b' is no dtype of numbers"),
     ("explain 64 64 64 --dtype float64", "'float64' needs JAX_ENABLE_X64=1"),

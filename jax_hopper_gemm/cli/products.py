@@ -33,7 +33,7 @@ def dtype(text: str) -> str:
         named = np.dtype(getattr(jnp, text))
     except (AttributeError, TypeError):
         named = np.dtype(object)
-    if not jnp.issubdtype(named, np.number) and named.kind != "b":
+    if not jnp.issubdtype(named, np.number):
         raise argparse.ArgumentTypeError(f"{text!r} is no dtype of numbers, as bfloat16")
     if jax.dtypes.canonicalize_dtype(named) != named:
         raise argparse.ArgumentTypeError(f"{text!r} needs JAX_ENABLE_X64=1")
