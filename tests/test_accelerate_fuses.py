@@ -373,6 +373,24 @@ def test_a_value_is_not_computed_before_what_it_reads() -> None:
     assert first[2] == ["tanh"] and second[2] is None
 
 
+def test_a_product_is_stored_for_a_kernel_that_computes_on_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second kernel stores the sum; the first one's sum of rows needs the second product."""
+    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
+    x, w, y, v = (integers((8, 8), "bfloat16", seed=seed) for seed in range(4))
+
+    def function(x: Any, w: Any, y: Any, v: Any) -> Any:
+        first, second = x @ w, y @ v
+        total = first + second
+        scale = jnp.sort(second, 0)[0]
+        return (total * scale).astype(F32).sum(0), jnp.sort(total)
+
+    ours = jhg.accelerate(function)(x, w, y, v)
+    for mine, theirs in zip(ours, function(x, w, y, v), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_a_report_says_what_is_fused_and_what_not() -> None:
     def function(x: Any, w: Any, v: Any, b: Any) -> Any:
         return jnp.tanh(x @ w + b) @ v

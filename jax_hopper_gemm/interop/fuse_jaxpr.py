@@ -49,8 +49,9 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     unsummed: set[int] = set()
     while True:
         regions = Regions(equations, results, alone, apart, unsummed)
-        launches = {region: _launch(equations, region) for region in regions.regions}
+        launches = {x: _launch(equations, x) for x in regions.regions if x.whole}
         refused = [x for x, launch in launches.items() if _refusal(equations, x, launch, device)]
+        refused += [x for x in regions.regions if not x.whole]
         if not refused:
             try:
                 return _Order(regions, launches, results).equations, results
@@ -210,6 +211,8 @@ def refusals(equations: Sequence[Any], results: Sequence[Any]) -> dict[int, str]
     reasons: dict[int, str] = {}
     device = current_device()
     for region in Regions(equations, results).regions:
+        if not region.whole:
+            continue
         launch = _launch(equations, region)
         reason = _refusal(equations, region, launch, device)
         reasons.update(dict.fromkeys(region.products, reason or "it would wait for what it reads"))

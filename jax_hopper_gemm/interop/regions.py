@@ -61,6 +61,7 @@ class Region:
       last_read: operands that nothing else reads, or that the program may have been given to
         overwrite: an argument of which the region makes a result.
       sums: whether an output is a sum of rows.
+      whole: whether all that it reads is in memory.
     """
 
     products: tuple[int, ...]
@@ -71,6 +72,7 @@ class Region:
     operands: list[Any] = field(default_factory=list)
     last_read: set[Any] = field(default_factory=set)
     sums: bool = False
+    whole: bool = True
 
 
 @dataclass
@@ -79,7 +81,7 @@ class _Needs:
 
     Attributes:
       equations: numbers of those that read one.
-      variables: that XLA reads.
+      variables: that XLA reads, or the kernel of another region.
     """
 
     equations: set[int] = field(default_factory=set)
@@ -314,15 +316,17 @@ class Regions:
             if owner is None:
                 self._need(needs, variable, None)
             for number, inputs in self._slice(variable, owner):
+                (out,) = self.equations[number].outvars
+                reader = None if self._cone.get(out, 0) & bits else number
                 for x in inputs:
                     if not self._cone.get(x, 0) & bits:
-                        self._need(needs, x, number)
+                        self._need(needs, x, reader)
         for region in sorted(needs, key=lambda region: region.bits):
             region.kept = self._least(region, needs[region])
             self._stored.update(region.kept)
 
     def _need(self, needs: dict[Region, _Needs], variable: Any, number: int | None) -> None:
-        """Notes that an equation outside, or XLA, needs a variable of a region."""
+        """Notes that a variable of a region is needed outside: by an equation, or as it is."""
         region = self._last_region(variable)
         if region is None or variable in self._stored:
             return
@@ -406,6 +410,11 @@ class Regions:
                     if not inside and (self._kind(x) == "other" or x in self._stored):
                         operands[x] = None
         region.equations, region.operands = sorted(numbers), list(operands)
+        made = {
+            x for number in (*region.products, *numbers) for x in self.equations[number].outvars
+        }
+        needed = (x for number in numbers for x in self._inputs_of[number])
+        region.whole = all(x in made or x in operands for x in needed)
         return bool(region.equations)
 
     def _find_last_read(self) -> None:
