@@ -16,6 +16,7 @@ from .ops import ragged_dot_general as ragged_dot_general
 
 if TYPE_CHECKING:
     from . import moe as moe
+    from . import nn as nn
     from .collective import all_gather_matmul as all_gather_matmul
     from .collective import matmul_reduce_scatter as matmul_reduce_scatter
     from .interop import accelerate as accelerate
@@ -29,6 +30,17 @@ if TYPE_CHECKING:
     from .reports import report_products as report_products
     from .reports import supports as supports
     from .sharding.export import export_disabled_checks as export_disabled_checks
+
+    __version__: str
+
+# All but `__version__` and `nn`: a star import must work without Flax.
+__all__ = [
+    "Explanation", "FallbackWarning", "FoundProduct", "ProductReport", "accelerate",
+    "all_gather_matmul", "checkpoint_policy", "dot_general", "einsum", "explain",
+    "explain_gated_linear_unit", "export_disabled_checks", "gated_linear_unit",
+    "intercept_ragged_dot", "matmul", "matmul_reduce_scatter", "max_sms", "moe", "ragged_dot",
+    "ragged_dot_general", "report_products", "supports",
+]  # fmt: skip
 
 # Modules that are imported when one of their names is first asked for.
 _LAYERS = {
@@ -44,14 +56,31 @@ _LAYER_OF = {name: layer for layer, names in _LAYERS.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "moe":
-        return importlib.import_module(f"{__name__}.moe")
-    if name not in _LAYER_OF:
+    if name in ("moe", "nn"):
+        return importlib.import_module(f"{__name__}.{name}")
+    if name == "__version__":
+        value = _version()
+    elif name in _LAYER_OF:
+        value = getattr(importlib.import_module(f"{__name__}.{_LAYER_OF[name]}"), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_LAYER_OF[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAYER_OF, "moe"})
+    return sorted([*__all__, "__version__", "nn"])
+
+
+def _version() -> str:
+    """Returns the installed version, or that of the source tree if none is installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("jax-hopper-gemm")
+    except metadata.PackageNotFoundError:
+        import tomllib
+        from pathlib import Path
+
+        project = Path(__file__).parents[1] / "pyproject.toml"
+        return tomllib.loads(project.read_text())["project"]["version"]

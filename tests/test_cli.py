@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("empty_cache")]
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_HOPPER_GEMM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "prebuilt").mkdir()
     monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(tmp_path / "prebuilt"))
     return tmp_path / "cache"
 

@@ -24,6 +24,7 @@ ILLEGAL = replace(SPEC, tile_n=24)
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_HOPPER_GEMM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "none").mkdir()
     monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(tmp_path / "none"))
     monkeypatch.setattr(lookup, "_known", {})
 

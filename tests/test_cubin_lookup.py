@@ -42,6 +42,7 @@ DIGEST = digest_of(SPEC)
 def folders(tmp_path, monkeypatch):
     """Gives each test an empty cache, no prebuilt kernels and a process that knows none."""
     monkeypatch.setenv("JAX_HOPPER_GEMM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "prebuilt").mkdir()
     monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(tmp_path / "prebuilt"))
     forget(monkeypatch)
     monkeypatch.setattr(lookup, "_told_of_unwritable_cache", False)

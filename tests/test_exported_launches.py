@@ -36,6 +36,7 @@ def shared(fake_libraries) -> Iterator[LaunchesOnCpu]:
 def on_cpu(shared, monkeypatch, tmp_path) -> LaunchesOnCpu:
     """With an empty cache, no prebuilt kernels, and nothing known to the process."""
     monkeypatch.setenv("JAX_HOPPER_GEMM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "prebuilt").mkdir()
     monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(tmp_path / "prebuilt"))
     monkeypatch.setattr(lookup, "_known", {})
     shared.driver.reset()
@@ -221,6 +222,7 @@ print(hits, misses, len(compiled), len(on_cpu.driver.calls("cuLaunchKernelEx")))
 
 def test_the_second_process_compiles_neither_program_nor_kernel(fake_libraries, tmp_path):
     tmp_path.joinpath("program").write_bytes(product(272).serialize())
+    tmp_path.joinpath("prebuilt").mkdir()
 
     def process(how: str, cubins: str = "warm") -> list[int]:
         """Returns hits and misses of JAX's cache, kernels compiled, launches."""

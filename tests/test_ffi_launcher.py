@@ -549,6 +549,7 @@ def test_without_a_driver_loading_says_so(folder, launcher, digest):
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         load(alone, PLAN.encode(), digest)
     assert "the CUDA driver cannot be opened" in str(caught.value)
+    assert "JAX_HOPPER_GEMM_LIBCUDA names it: name a driver's library" in str(caught.value)
     assert "no_such_libcuda.so" in str(caught.value)
 
 

@@ -77,7 +77,8 @@ def test_a_relative_path_of_the_library_is_one_from_here(monkeypatch, tmp_path, 
 def test_a_library_that_the_environment_names_in_vain_is_warned_of(monkeypatch, unloaded, caplog):
     monkeypatch.setenv("JAX_HOPPER_GEMM_LIBRARY", "nowhere.so")
     ffi_target._register()
-    assert "products run on XLA: libjax_hopper_gemm.so is at none of: /" in caplog.text
+    assert "products run on XLA: JAX_HOPPER_GEMM_LIBRARY is 'nowhere.so', and /" in caplog.text
+    assert "/nowhere.so is no file; expected a libjax_hopper_gemm.so. Name one, or" in caplog.text
 
 
 def test_an_installed_library_is_found_where_pip_put_it(monkeypatch, tmp_path):

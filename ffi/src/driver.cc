@@ -26,13 +26,17 @@ std::string Ascii(const std::string& text) {
 
 ffi::ErrorOr<const Driver*> Open() {
   const char* override_path = std::getenv("JAX_HOPPER_GEMM_LIBCUDA");
-  const char* path = override_path != nullptr ? override_path : "libcuda.so.1";
+  const bool overridden = override_path != nullptr && *override_path != '\0';
+  const char* path = overridden ? override_path : "libcuda.so.1";
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
-    return ffi::Unexpected(ffi::Error(
-        ffi::ErrorCode::kFailedPrecondition,
-        "the CUDA driver cannot be opened: " + Ascii(dlerror()) +
-            ". Install the NVIDIA driver, or in a container pass the GPU through (--gpus all)."));
+    const char* way_out =
+        overridden ? ". JAX_HOPPER_GEMM_LIBCUDA names it: name a driver's library, or unset it."
+                   : ". Install the NVIDIA driver, or in a container pass the GPU through "
+                     "(--gpus all).";
+    return ffi::Unexpected(
+        ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                   "the CUDA driver cannot be opened: " + Ascii(dlerror()) + way_out));
   }
   auto* driver = new Driver;  // lives as long as the process
   const char* missing = nullptr;

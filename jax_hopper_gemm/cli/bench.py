@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .report import CommandError
+from .report import CommandError, check_file
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -19,7 +19,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..testing import benchmark
 
-    try:
-        return benchmark.main(args)
-    except (RuntimeError, ValueError) as error:
-        raise CommandError(str(error)) from error
+    if args.rounds < 1:
+        raise CommandError(f"--rounds is {args.rounds}; expected at least 1")
+    if unknown := sorted(set(args.without) - benchmark.MAKERS.keys()):
+        names = ", ".join(benchmark.MAKERS)
+        raise CommandError(f"--without: no candidate is called {unknown[0]!r}; there are {names}")
+    if not benchmark.MAKERS.keys() - set(args.without):
+        raise CommandError("--without leaves out every candidate; keep one to time")
+    check_file(args.json, "--json")
+    check_file(args.plot, "--plot")
+    return benchmark.main(args)

@@ -11,7 +11,7 @@ from .. import cubin, dispatch
 from ..gemm.dtypes import OPERANDS, RESULTS
 from ..gemm.spec import GemmSpec
 from . import products
-from .report import CommandError, print_json
+from .report import CommandError, check_built, make_folder, print_json
 
 if TYPE_CHECKING:
     from ..lowering.call import Launch
@@ -47,6 +47,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    make_folder(args.out or cubin.cache_dir(), "--out" if args.out else "the cache")
+    cubin.prebuilt()  # refuses a variable that names no folder before any kernel is built
     if args.program:
         specs = [spec for path in args.program for spec in specs_of_program(path)]
     else:
@@ -67,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         print(report)
-    return 1 if report.failures else 0
+    check_built(report)
+    return 0
 
 
 def specs_of_program(path: Path) -> list[GemmSpec]:
@@ -83,6 +86,8 @@ def specs_of_program(path: Path) -> list[GemmSpec]:
         launches = [launch for program in programs for launch in launches_of(program)]
     except Exception as error:  # JAX refuses a damaged file in many ways
         raise CommandError(f"{path}: no kernels can be read from it: {error!r}") from error
+    if not launches:
+        raise CommandError(f"{path}: it launches no kernel of this library")
     specs = {_spec_of(launch): launch for launch in launches}
     if None in specs:
         raise CommandError(

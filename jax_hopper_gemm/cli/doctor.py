@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections.abc import Callable
 from typing import Any
 
 from .. import cubin
+from ..cubin.store import Store, user_cache
 from ..launch import ffi_library
 
 
@@ -14,7 +16,6 @@ def machine_facts() -> dict[str, Any]:
     """Returns available and missing components as JSON data; never raises."""
     import jax
 
-    prebuilt = cubin.prebuilt()
     return {
         "version": _version("jax-hopper-gemm"),
         "python": platform.python_version(),
@@ -24,8 +25,8 @@ def machine_facts() -> dict[str, Any]:
         "driver": _driver(),
         "ffi_library": _ffi_library(),
         "compiler": _version("nvidia-cutlass-dsl"),
-        "prebuilt": {"folder": str(prebuilt.folder), "kernels": len(prebuilt.entries())},
-        "cache": {"folder": str(cubin.cache_dir()), "kernels": len(cubin.cache_entries())},
+        "prebuilt": _kernels(cubin.prebuilt),
+        "cache": _kernels(user_cache),
     }
 
 
@@ -41,8 +42,10 @@ def described(facts: dict[str, Any]) -> dict[str, str]:
         "driver": f"CUDA {driver['cuda']}" if driver["cuda"] else "none",
         "FFI library": library["path"] or f"not loaded: {library['error']}",
         "compiler": f"nvidia-cutlass-dsl {facts['compiler']}" if facts["compiler"] else "none",
-        "prebuilt": "{kernels} kernels in {folder}".format(**facts["prebuilt"]),
-        "cache": "{kernels} kernels in {folder}".format(**facts["cache"]),
+        **{
+            name: facts[name]["error"] or "{kernels} kernels in {folder}".format(**facts[name])
+            for name in ("prebuilt", "cache")
+        },
     }
 
 
@@ -76,6 +79,15 @@ def _ffi_library() -> dict[str, str | None]:
         return {"path": str(ffi_library.library_path()), "error": None}
     except ffi_library.NativeLibraryError as error:
         return {"path": None, "error": str(error)}
+
+
+def _kernels(store: Callable[[], Store]) -> dict[str, Any]:
+    """Returns a folder and how many kernels it has, or the error."""
+    try:
+        folder = store()
+        return {"folder": str(folder.folder), "kernels": len(folder.entries()), "error": None}
+    except (cubin.CubinError, OSError) as error:
+        return {"folder": None, "kernels": 0, "error": str(error)}
 
 
 def _version(distribution: str) -> str | None:

@@ -23,6 +23,23 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def dtype(text: str) -> str:
+    """Returns the name of a dtype of numbers that JAX has as it is set up."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    try:
+        named = np.dtype(getattr(jnp, text))
+    except (AttributeError, TypeError):
+        named = np.dtype(object)
+    if not jnp.issubdtype(named, np.number):
+        raise argparse.ArgumentTypeError(f"{text!r} is no dtype of numbers, as bfloat16")
+    if jax.dtypes.canonicalize_dtype(named) != named:
+        raise argparse.ArgumentTypeError(f"{text!r} needs JAX_ENABLE_X64=1")
+    return named.name
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that describe a product besides M, N and K."""
     parser.add_argument("--batch", type=positive, default=1, metavar="L", help="products [1]")
@@ -32,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--b-major", choices=("n", "k"), default="n", help="B stored (K, N) or (N, K) [n]"
     )
-    parser.add_argument("--dtype", default="bfloat16", help="of A and B [bfloat16]")
+    parser.add_argument("--dtype", type=dtype, default="bfloat16", help="of A and B [bfloat16]")
     parser.add_argument("--result-dtype", choices=RESULTS, help="of D [that of A and B]")
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..cubin import BuildReport
 
 
 class CommandError(Exception):
@@ -38,3 +43,46 @@ def bytes_text(nbytes: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def make_folder(path: Path, name: str) -> None:
+    """Makes a folder that a command will fill.
+
+    Raises:
+      CommandError: it cannot be made or written; `name` says which folder it is.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(path, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        reason = "it is a file" if path.is_file() else error.strerror
+    if reason:
+        raise CommandError(f"{name} {path} cannot be written: {reason}. Name another folder.")
+
+
+def check_file(path: Path | None, option: str) -> None:
+    """Refuses a file that a command could not write when its work is done.
+
+    Raises:
+      CommandError: it is a folder, or in a folder that does not exist or cannot be written.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not path.parent.is_dir():
+        reason = f"there is no folder {path.parent}"
+    else:
+        reason = "" if os.access(path.parent, os.W_OK | os.X_OK) else "Permission denied"
+    if reason:
+        raise CommandError(f"{option} {path} cannot be written: {reason}. Name another file.")
+
+
+def check_built(report: BuildReport) -> None:
+    """Raises CommandError if kernels could not be built."""
+    if report.failures:
+        total = len(report.compiled) + len(report.reused) + len(report.failures)
+        raise CommandError(
+            f"{len(report.failures)} of {total} kernels could not be built. The first reason: "
+            f"{next(iter(report.failures.values()))}"
+        )

@@ -16,7 +16,7 @@ from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..launch import ffi_library
 from . import products
-from .report import CommandError
+from .report import CommandError, check_built, check_file, make_folder
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -47,25 +47,20 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..testing import benchmark
 
-    try:
-        problems = wanted_problems(args)
-        if args.build_only:
-            return build_candidates(problems, args)
-        device = benchmark.this_device()
-        ffi_library.library()  # launches the candidates
-        tuned = read_or_start(args.out, device)
-    except (RuntimeError, ValueError) as error:
-        raise CommandError(str(error)) from error
+    problems = wanted_problems(args)
+    if args.build_only:
+        return build_candidates(problems, args)
+    check_file(args.out, "--out")
+    device = benchmark.this_device()
+    ffi_library.library()  # launches the candidates
+    tuned = read_or_start(args.out, device)
     for problem in problems:
         candidates = tuner.ranked_candidates(problem, device, args.count)
         cubin.build([spec for spec, _ in candidates])
         time_kernel, time_xla = timers(device, problem)
-        try:
-            entry = tuner.tuned_entry(
-                problem, device, candidates, time_kernel, time_xla, progress=show_progress
-            )
-        except ValueError as error:
-            raise CommandError(str(error)) from error
+        entry = tuner.tuned_entry(
+            problem, device, candidates, time_kernel, time_xla, progress=show_progress
+        )
         tuned = tuner.merged_table(tuned, [entry])
         table.write_table(tuned, args.out)
         print(described(entry), flush=True)
@@ -90,9 +85,14 @@ def wanted_problems(args: argparse.Namespace) -> list[GemmProblem]:
 
 def build_candidates(problems: list[GemmProblem], args: argparse.Namespace) -> int:
     specs = [s for p in problems for s in tuner.specs_to_try(p, dispatch.H200, args.count)]
+    if not specs:
+        reason = dispatch.choose(problems[0], dispatch.H200, kernel_only=True).reason
+        raise CommandError(f"there is no candidate to build: {reason}")
+    make_folder(args.build_only, "--build-only")
     report = cubin.build(list(dict.fromkeys(specs)), folder=args.build_only)
     print(report)
-    return 1 if report.failures else 0
+    check_built(report)
+    return 0
 
 
 def read_or_start(path: Path, device: dispatch.Device) -> table.Table:

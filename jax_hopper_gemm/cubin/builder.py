@@ -48,6 +48,9 @@ def build(
 
     Returns:
       What was built and what failed; a failure does not stop the others.
+
+    Raises:
+      OSError: the folder cannot be made.
     """
     # Only here: together they take some 40 ms, and a program that runs kernels needs none.
     import multiprocessing
@@ -55,6 +58,8 @@ def build(
 
     from tqdm import tqdm
 
+    if folder:  # JAX_HOPPER_GEMM_CUBINS may name it before it is there
+        folder.mkdir(parents=True, exist_ok=True)
     wanted = list(dict.fromkeys(specs))
     workers = max(1, min(jobs or os.cpu_count() or 1, len(wanted)))
     origins: dict[GemmSpec, str] = {}

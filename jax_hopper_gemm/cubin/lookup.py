@@ -70,8 +70,18 @@ def resolve(digest: str, spec_json: str) -> Compiled:
 
 
 def prebuilt() -> Store:
-    """Returns the folder of kernels built ahead: `JAX_HOPPER_GEMM_CUBINS`, else the package's."""
+    """Returns the folder of kernels built ahead: `JAX_HOPPER_GEMM_CUBINS`, else the package's.
+
+    Raises:
+      CubinError: the variable names no folder.
+    """
     chosen = os.environ.get("JAX_HOPPER_GEMM_CUBINS")
+    if chosen and not os.path.isdir(chosen):
+        raise CubinError(
+            f"JAX_HOPPER_GEMM_CUBINS is {chosen!r}, which is no folder; expected one of kernels, "
+            "as `python -m jax_hopper_gemm build --out FOLDER` makes it. Name such a folder, or "
+            "unset the variable."
+        )
     folder = Path(chosen) if chosen else Path(__file__).resolve().parents[1] / "_cubins"
     return Store(folder, "prebuilt")
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .digest import check_digest, is_digest
+from .digest import CubinError, check_digest, is_digest
 from .manifest import Manifest, as_text
 
 _log = logging.getLogger(__name__)
@@ -183,8 +183,16 @@ def cache_dir() -> Path:
 
     `JAX_HOPPER_GEMM_CACHE` names it; else it is `jax_hopper_gemm` under `XDG_CACHE_HOME`
     (`~/.cache`). A user without a home has none: nothing is kept, and a warning says so.
+
+    Raises:
+      CubinError: the variable names something else than a folder.
     """
     if chosen := os.environ.get("JAX_HOPPER_GEMM_CACHE"):
+        if os.path.exists(chosen) and not os.path.isdir(chosen):
+            raise CubinError(
+                f"JAX_HOPPER_GEMM_CACHE is {chosen!r}, which is no folder; expected a folder, "
+                "which need not exist. Name one, or unset the variable."
+            )
         return Path(chosen)
     if parent := os.environ.get("XDG_CACHE_HOME"):
         return Path(parent) / "jax_hopper_gemm"

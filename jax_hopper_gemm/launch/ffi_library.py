@@ -63,6 +63,11 @@ def library_path() -> Path:
     for path in candidates:
         if path.is_file():
             return path
+    if override:
+        raise NativeLibraryError(
+            f"{LIBRARY_VARIABLE} is {override!r}, and {candidates[0]} is no file; expected a "
+            f"{FILE_NAME}. Name one, or unset the variable to use the installed one."
+        )
     raise NativeLibraryError(
         f"{FILE_NAME} is at none of: {', '.join(map(str, candidates))}. Install the package "
         "(python -m pip install .), or build the library into the source tree: "

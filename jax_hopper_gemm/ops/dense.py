@@ -22,7 +22,7 @@ from .activations import Activation, activation_function
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
 from .sm_limit import current_max_sms
-from .steps import Steps, named_in, traced
+from .steps import Results, Steps, named_in, traced
 from .substitute import final_product, with_hopper_dot
 
 
@@ -36,14 +36,14 @@ def matmul(
     alpha: ArrayLike | None = None,
     beta: ArrayLike | None = None,
     c: ArrayLike | None = None,
-    epilogue: Callable[..., Any] | None = None,
+    epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
     preactivation: Preactivation = "save",
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
-) -> Any:
+) -> Results:
     """Multiplies two arrays by the rules of `jax.numpy.matmul`, with an optional epilogue.
 
     On a Hopper GPU a product of bfloat16 or float16 arrays runs on a kernel of this library where
@@ -121,12 +121,12 @@ def dot_general(
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
     *,
-    epilogue: Callable[..., Any] | None = None,
+    epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
     preactivation: Preactivation = "save",
     out_sharding: Any = None,
     implementation: Implementation = None,
-) -> Any:
+) -> Results:
     """Contracts two arrays by the rules of `jax.lax.dot_general`.
 
     Kernels read either operand with any axis contiguous: nothing is transposed in memory. Flax's
@@ -162,14 +162,14 @@ def einsum(
     subscripts: str,
     /,
     *operands: ArrayLike,
-    epilogue: Callable[..., Any] | None = None,
+    epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
     preactivation: Preactivation = "save",
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
-) -> Any:
+) -> Results:
     """Contracts two arrays by the rules of `jax.numpy.einsum`.
 
     The kernel writes the result's axes in the requested order: "bthd,hde->bthe" copies nothing.

@@ -15,7 +15,7 @@ from . import checks
 from .activations import Activation, activation_function
 from .ragged_run import BASIC, RaggedArrays, run_product, run_scaled_sum, run_with_epilogue
 from .sm_limit import current_max_sms
-from .steps import Steps, named_in
+from .steps import Results, Steps, named_in
 
 
 def ragged_dot(
@@ -30,11 +30,11 @@ def ragged_dot(
     row_indices: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     activation: str | Activation | None = None,
-    epilogue: Callable[..., Any] | None = None,
+    epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
     preactivation: Preactivation = "save",
     implementation: Implementation = None,
-) -> Any:
+) -> Results:
     """Multiplies each run of rows of `lhs` by its own matrix from `rhs`, as `jax.lax.ragged_dot`.
 
     On a Hopper GPU a product of bfloat16 or float16 arrays runs on a kernel that reads the sizes
@@ -105,7 +105,8 @@ def ragged_dot(
     operands = checks.check_steps(op, epilogue, epilogue_operands, plain, options)
     arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices)
     if plain:
-        return run_product(op, arrays, BASIC, options, out_sharding)
+        product: Any = run_product(op, arrays, BASIC, options, out_sharding)
+        return product
     checks.check_group_operands(op, operands, rhs)
     named = () if bias is None else ("bias",)
     steps = Steps(op, named, activation_function(activation), epilogue)

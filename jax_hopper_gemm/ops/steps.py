@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,14 @@ from jax.extend.core import jaxpr_as_fun
 
 from . import checks
 from .activations import Activation
+
+# The type of what a product's function returns: its epilogue's results, or without one an array.
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # before Python 3.13 `typing` has no default
+
+    Results = TypeVar("Results", default=jax.Array)
+else:
+    Results = TypeVar("Results")
 
 NAMED = ("alpha", "c", "beta", "bias", "residual")  # operands of `Steps`, in their order
 FACTORS = ("alpha", "beta")

@@ -56,6 +56,7 @@ def test_a_cached_program_takes_its_kernel_from_the_users_cache(tmp_path, enviro
         tmp_path,
         **environment,
     )
+    (tmp_path / "nothing").mkdir()
     environment["JAX_HOPPER_GEMM_CUBINS"] = str(tmp_path / "nothing")
     _, misses, compiler, said = run_python(PRODUCT, tmp_path, **environment).split(maxsplit=3)
     assert (misses, compiler, said) == ("0", "False", "right")
@@ -63,6 +64,7 @@ def test_a_cached_program_takes_its_kernel_from_the_users_cache(tmp_path, enviro
 
 def test_a_cached_program_whose_kernel_is_gone_is_served_or_says_why_not(tmp_path, environment):
     run_python(PRODUCT, tmp_path, **environment)
+    (tmp_path / "nothing").mkdir()
     environment["JAX_HOPPER_GEMM_CUBINS"] = str(tmp_path / "nothing")
     environment["JAX_HOPPER_GEMM_CACHE"] = str(tmp_path / "cold")
     said = run_python(PRODUCT, tmp_path, **environment).split(maxsplit=3)[3]
