@@ -130,7 +130,8 @@ def reason_left(equation: Any) -> str | None:
     if params["group_offset"] is not None:
         return "it has a group_offset, which jax.lax does not implement"
     sizes, numbers = equation.invars[2].aval, params["ragged_dot_dimension_numbers"]
-    return left_to_lax(lhs, rhs, sizes, params["out_sharding"], numbers)
+    with equation.ctx.manager:  # of its mesh
+        return left_to_lax(lhs, rhs, sizes, params["out_sharding"], numbers)
 
 
 def rewritten(program: Any, rewriting: Rewriting) -> Any:
