@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend import linear_util as lu
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 
@@ -97,10 +98,10 @@ def traced_call(
         filled = [next(inputs) if _is_array(x) else x for x in leaves]
         args, kwargs = jax.tree.unflatten(tree, filled)
         outputs, out_tree = jax.tree.flatten(function(*args, **kwargs))
-        kept = [None if isinstance(x, jax.Array) else x for x in outputs]
-        is_output = [isinstance(x, jax.Array) for x in outputs]
+        is_output = [isinstance(x, jax.Array | Tracer) for x in outputs]  # tokens are no arrays
+        kept = [None if y else x for x, y in zip(outputs, is_output, strict=True)]
         results[:] = [out_tree, kept, is_output]
-        return [x for x in outputs if isinstance(x, jax.Array)]
+        return [x for x, y in zip(outputs, is_output, strict=True) if y]
 
     arrays = [x for x in leaves if _is_array(x)]
     program = jax.make_jaxpr(of)(*arrays)
