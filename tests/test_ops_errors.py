@@ -82,9 +82,9 @@ CASES = [
         "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each a sequence of axes",
     ),
     (
-        lambda: jhg.einsum("mk,kn,no->mo", A, B, B),
+        lambda: jhg.einsum("mk,kn,no->mo", A, B, B.T, epilogue=jnp.tanh),
         ValueError,
-        "einsum: 3 operands came, expected two: use jnp.einsum, or chain products",
+        "einsum: 3 operands came with an epilogue, which follows a product of two",
     ),
     (
         lambda: jhg.einsum("mk,nk->mn", A, B),
@@ -94,7 +94,7 @@ CASES = [
     (
         lambda: jhg.einsum("lmk,kn,k->mn", A, B),
         ValueError,
-        "einsum: subscripts 'lmk,kn,k->mn' name 3 operands, expected two; "
+        "einsum: subscripts 'lmk,kn,k->mn' name 3 operands, 2 operands came; "
         "subscripts 'lmk' name 3 axes of an operand that is bf16[128,64]",
     ),
     (

@@ -121,6 +121,18 @@ def test_explicit_axes_pass_through_einsum_and_vmap():
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_an_einsum_of_three_keeps_its_sharding():
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        a = jax.reshard(integers((8, 4)), P("x", "y"))
+        b, c = integers((4, 6), seed=1), integers((6, 4), seed=2)
+        ours, theirs = (
+            jax.jit(partial(f, "ab,bc,cd->da", out_sharding=P(None, "x")))(a, b, c)
+            for f in (jhg.einsum, jnp.einsum)
+        )
+        assert jax.typeof(ours) == jax.typeof(theirs)
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def unreduced(module: Any, a: Any, b: Any) -> Any:
     """Leaves the sum over the devices that share K to a reshard behind it."""
     out_sharding = P(None, "x", None, unreduced={"y"})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .arguments import COMPLEX, activation_problems, kind, strong_dtype
-from .wording import describe, differ, fail
+from .wording import counted, describe, differ, fail
 
 
 def check_matmul(a: Any, b: Any, terms: Mapping[str, Any], activation: Any, preferred: Any) -> None:
@@ -179,22 +179,19 @@ def check_explained(function: str, because: str, named: Mapping[str, Any]) -> No
         )
 
 
-def check_einsum(subscripts: Any, operands: Sequence[Any]) -> None:
+def check_einsum(subscripts: Any, operands: Sequence[Any], epilogue: Any = None) -> None:
     """Checks what must hold before `jnp.einsum` parses the subscripts."""
     if not isinstance(subscripts, str):
         raise TypeError(
             f"einsum: subscripts is a {type(subscripts).__name__}, expected a string such as "
             "'mk,kn->mn'"
         )
-    if len(operands) != 2:
-        fail(
-            "einsum",
-            [f"{len(operands)} operands came, expected two: use jnp.einsum, or chain products"],
-        )
     inputs = subscripts.replace(" ", "").split("->")[0].split(",")
-    problems = []
-    if len(inputs) != 2:
-        problems.append(f"subscripts {subscripts!r} name {len(inputs)} operands, expected two")
+    problems, came = [], counted(operands, "operand")
+    if len(inputs) != len(operands):
+        problems.append(f"subscripts {subscripts!r} name {counted(inputs, 'operand')}, {came} came")
+    if epilogue is not None and len(operands) != 2:
+        problems.append(f"{came} came with an epilogue, which follows a product of two")
     extents: dict[str, Any] = {}
     for labels, x in zip(inputs, operands, strict=False):
         if "." in labels:  # jnp.einsum checks what an ellipsis stands for
