@@ -135,20 +135,20 @@ def test_an_einsum_of_three_keeps_its_sharding():
 
 def unreduced(module: Any, a: Any, b: Any) -> Any:
     """Leaves the sum over the devices that share K to a reshard behind it."""
-    out_sharding = P(None, "x", None, unreduced={"y"})
+    out_sharding = P(None, "x", None, unreduced=frozenset("y"))
     product = module.einsum("bmk,kn->nbm", a, b, out_sharding=out_sharding)
     return jax.reshard(product, P(None, "x", None))
 
 
 def reduced(module: Any, a: Any, b: Any) -> Any:
     """Gathers weights as FSDP does, so that their gradients are unreduced."""
-    b = jax.reshard(b, P(None, None, reduced={"x"}))
+    b = jax.reshard(b, P(None, None, reduced=frozenset("x")))
     return jax.vmap(lambda a: module.matmul(a, b))(jax.reshard(a, P("x", None, None)))
 
 
 def activated(module: Any, a: Any, b: Any) -> Any:
     """Like `reduced`, with epilogues."""
-    b, relu = jax.reshard(b, P(None, None, reduced={"x"})), jax.nn.relu
+    b, relu = jax.reshard(b, P(None, None, reduced=frozenset("x"))), jax.nn.relu
     a = jax.reshard(a, P("x", None, None))
     if module is jnp:
         return relu(a @ b) + relu(a @ b) * (a @ b)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend import linear_util as lu
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.sharding import PartitionSpec
 
 from ..fusion.jaxprs import traced
 from ..gemm.dtypes import OPERANDS
@@ -132,7 +133,19 @@ def reason_left(equation: Any) -> str | None:
         return "it has a group_offset, which jax.lax does not implement"
     sizes, numbers = equation.invars[2].aval, params["ragged_dot_dimension_numbers"]
     with equation.ctx.manager:  # of its mesh
-        return left_to_lax(lhs, rhs, sizes, params["out_sharding"], numbers)
+        return left_to_lax(lhs, rhs, sizes, _out_sharding(equation), numbers)
+
+
+def _out_sharding(equation: Any) -> Any:
+    """Returns the sharding that a ragged product asks for.
+
+    JAX's own derivatives state one where no mesh axis is Explicit, too; it names none.
+    """
+    sharding = equation.params["out_sharding"]
+    if sharding is None or sharding.mesh.explicit_axes:
+        return sharding
+    empty = PartitionSpec(*[None] * len(sharding.spec.partitions))
+    return None if sharding.spec == empty else sharding
 
 
 def rewritten(program: Any, rewriting: Rewriting) -> Any:
@@ -167,7 +180,7 @@ def _ragged(equation: Any, rewriting: Rewriting) -> list[Any]:
     def product(lhs: Any, rhs: Any, sizes: Any) -> jax.Array:
         return ragged_dot_general(
             lhs, rhs, sizes, params["ragged_dot_dimension_numbers"], params["precision"],
-            params["preferred_element_type"], out_sharding=params["out_sharding"],
+            params["preferred_element_type"], out_sharding=_out_sharding(equation),
             implementation=rewriting.implementation,
         )  # fmt: skip
 

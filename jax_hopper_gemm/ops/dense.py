@@ -97,7 +97,7 @@ def matmul(
 
     Raises:
       ValueError: K differs between the operands, leading axes do not broadcast, or another
-        argument does not fit.
+        argument does not fit. For shapes of the operands it is a TypeError as well, as in JAX.
       TypeError: an operand is not an array, or a function is not callable.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
@@ -145,7 +145,7 @@ def dot_general(
       `epilogue`.
 
     Raises:
-      ValueError: paired axes differ in extent, repeat or do not exist.
+      ValueError: paired axes differ in extent, repeat or do not exist; a TypeError as well.
       TypeError: an operand is not an array, or `dimension_numbers` has another structure.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
@@ -192,7 +192,7 @@ def einsum(
     """
     checks.check_einsum(subscripts, operands, epilogue)
     names = ("lhs", "rhs") if len(operands) == 2 else map("operands[{}]".format, count())
-    arrays = checks.as_arrays("einsum", **dict(zip(names, operands, strict=False)))
+    arrays = checks.as_arrays("einsum", None, **dict(zip(names, operands, strict=False)))
     if isinstance(optimize, list):  # a path, as a key
         optimize = tuple(map(tuple, optimize))
     named = ("subscripts", subscripts), ("optimize", optimize), ("out_sharding", out_sharding)

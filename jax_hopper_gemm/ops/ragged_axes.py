@@ -173,13 +173,6 @@ def is_explicit(*arrays: Any) -> bool:
     return AxisType.Explicit in _mesh_of(arrays).axis_types
 
 
-def names_axes(sharding: Any) -> bool:
-    """Whether a sharding, a spec or None asks for anything: JAX's transposes give empty ones."""
-    spec = getattr(sharding, "spec", sharding)
-    sums = (getattr(spec, key, None) for key in ("unreduced", "reduced"))
-    return any(x is not None for x in spec or ()) or any(sums)
-
-
 def _mesh_of(arrays: Any) -> Any:
     """Returns the mesh that is set, else that of the arrays."""
     if not (mesh := jax.sharding.get_abstract_mesh()).empty:

@@ -31,7 +31,6 @@ from .ragged_axes import (
     RaggedAxes,
     in_auto_axes,
     is_explicit,
-    names_axes,
     partitions,
     sharding_of_product,
     shardings_of_results,
@@ -190,8 +189,8 @@ def run_with_epilogue(
             both = arrays, operands
             out_sharding = shardings_of_results(with_epilogue, both, out_sharding, shape)
         return in_auto_axes(with_epilogue, out_sharding, arrays, operands)
-    if reason := left_to_lax(lhs, rights[0], sizes, out_sharding):
-        raise ValueError(f"{op}: {reason}")
+    if out_sharding is not None:
+        raise ValueError(f"{op}: {left_to_lax(lhs, rights[0], sizes, out_sharding)}")
     own, seen = settled(
         op, function, lambda: arrays.wide_products(options), arrays.seen_from_rows(operands),
         eager=not isinstance(lhs, Tracer),
@@ -296,7 +295,7 @@ def left_to_lax(
     numbers: lax.RaggedDotDimensionNumbers | None = None,
 ) -> str | None:
     """Returns why JAX's own product is the answer whatever the GPU; None where it is not."""
-    if names_axes(out_sharding) and not is_explicit(lhs, rhs, sizes):
+    if out_sharding is not None and not is_explicit(lhs, rhs, sizes):
         return "out_sharding came, and its arrays have no Explicit mesh axes"
     axes = RaggedAxes.of(numbers or BASIC, np.ndim(lhs), np.ndim(rhs))
     if axes.kind == "varlen_k" and axes.outer:

@@ -17,12 +17,13 @@ def check_matmul(a: Any, b: Any, terms: Mapping[str, Any], activation: Any, pref
 
     `terms` are bias, residual, c, alpha and beta by name, without those that are None.
     """
-    problems = _matmul_problems(a, b)
-    if not problems:
+    misshapen, problems = _matmul_problems(a, b), []
+    if not misshapen:
         problems += _broadcasting_problems(_matmul_shape(np.shape(a), np.shape(b)), terms)
         problems += kind_problems(a, b, terms, preferred)
     named, mistyped = activation_problems(activation)
-    fail("matmul", problems + factor_problems(terms, "(a @ b)") + named, mistyped)
+    problems += factor_problems(terms, "(a @ b)") + named
+    fail("matmul", problems, mistyped, misshapen)
 
 
 def _matmul_problems(a: Any, b: Any) -> list[str]:
@@ -159,7 +160,7 @@ def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
                     f"{role} axes {lhs_axes} and {rhs_axes} have extents {lhs_extents} and "
                     f"{rhs_extents}: lhs is {describe(lhs)}, rhs is {describe(rhs)}"
                 )
-    fail(op, problems)
+    fail(op, [], misshapen=problems)
     return (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)
 
 
