@@ -130,7 +130,9 @@ def test_a_matrix_times_a_vector_is_one_row():
         ("mkl,lkn->lmn", (4, 8, 2), (2, 8, 4), "last axis is a batch axis"),
         ("kml,lkn->lmn", (8, 1, 2), (2, 8, 4), "last axis is a batch axis"),
         ("amb,ban->mn", (2, 4, 8), (8, 2, 16), "contracted axes"),
-        ("bthd,bshd->bhts", (2, 3, 4, 8), (2, 5, 4, 8), "batch axes"),
+        ("bthd,bshd->bhts", (2, 3, 4, 8), (2, 5, 4, 8), "the batch axes do not lie evenly"),
+        ("abcd,efc->aefbd", (2, 3, 4, 5), (6, 7, 4), "axes 'a', 'b' .* nor to one batch axis"),
+        ("axbk,xkn->axnb", (2, 3, 4, 5), (3, 5, 6), "axes 'a' .* nor with the batch axes to one"),
     ],
 )
 def test_what_is_not_one_strided_batch_says_why(subscripts, lhs_shape, rhs_shape, reason):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -342,6 +343,55 @@ def test_arguments_and_results_of_any_kind_are_handed_on():
     same(found["y"], expected["y"])
     same(ours(tree, "mode", count=3)["y"], X)
     assert ours.__name__ == "function"
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Cache:
+    keys: Any
+
+
+def attend(cache: Cache, x: Any) -> Any:
+    cache.keys = cache.keys + x
+    return cache.keys @ x.T
+
+
+def test_a_function_may_change_an_argument_that_a_transformation_made():
+    expected = jax.jit(attend)(Cache(X), W)
+    same(jax.jit(jhg.accelerate(attend))(Cache(X), W), expected)
+    mapped = jax.vmap(jhg.accelerate(attend))(Cache(X[None]), W[None])
+    same(mapped[0], expected)
+
+
+@pytest.mark.parametrize("transformed", [lambda f: f, jax.jit])
+def test_a_change_that_the_caller_could_see_is_refused(transformed: Any):
+    def call(x: Any) -> Any:
+        cache = Cache(x)
+        return jhg.accelerate(attend)(cache, x), cache
+
+    with pytest.raises(ValueError, match="accelerate: the function changes a Cache"):
+        transformed(call)(X)
+    with pytest.raises(ValueError, match="accelerate: the function changes a Cache"):
+        jax.vmap(lambda x: jhg.accelerate(attend)(Cache(X), x))(X[None])
+
+    def loss(x: Any, cache: Cache) -> Any:
+        return jnp.sum(attend(cache, x))
+
+    with pytest.raises(ValueError, match="accelerate: the function changes a Cache"):
+        jax.grad(jhg.accelerate(loss))(X, Cache(X))
+
+
+def test_tokens_are_passed_on():
+    def first(x: Any) -> Any:
+        return lax.create_token(x), x @ x
+
+    def both(x: Any) -> Any:
+        token, y = jhg.accelerate(first)(x)
+        return jhg.accelerate(lambda token, y: (token, y @ y))(token, y)
+
+    token, y = jax.jit(both)(X)
+    same(y, (X @ X) @ (X @ X))
+    assert jax.typeof(token) == jax.typeof(lax.create_token(X))
 
 
 def test_arrays_that_a_function_closes_over_are_differentiated():

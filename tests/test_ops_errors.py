@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import jax_hopper_gemm as jhg
 
@@ -82,9 +83,9 @@ CASES = [
         "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each a sequence of axes",
     ),
     (
-        lambda: jhg.einsum("mk,kn,no->mo", A, B, B),
+        lambda: jhg.einsum("mk,kn,no->mo", A, B, B.T, epilogue=jnp.tanh),
         ValueError,
-        "einsum: 3 operands came, expected two: use jnp.einsum, or chain products",
+        "einsum: 3 operands came with an epilogue, which follows a product of two",
     ),
     (
         lambda: jhg.einsum("mk,nk->mn", A, B),
@@ -94,7 +95,7 @@ CASES = [
     (
         lambda: jhg.einsum("lmk,kn,k->mn", A, B),
         ValueError,
-        "einsum: subscripts 'lmk,kn,k->mn' name 3 operands, expected two; "
+        "einsum: subscripts 'lmk,kn,k->mn' name 3 operands, 2 operands came; "
         "subscripts 'lmk' name 3 axes of an operand that is bf16[128,64]",
     ),
     (
@@ -115,6 +116,43 @@ CASES = [
 def test_the_message_says_what_came_and_the_way_out(call, error, message):
     with pytest.raises(error, match=re.escape(message) + r"(\n|$)"):
         call()
+
+
+def ragged(module: Any, *shapes: tuple[int, ...], contracted: Any = ([1], [1])) -> Any:
+    numbers = lax.RaggedDotDimensionNumbers((contracted, NO_BATCH), [0], [0])
+    sizes = jnp.ones(shapes[2], jnp.int32)
+    return module.ragged_dot_general(bf16(*shapes[0]), bf16(*shapes[1]), sizes, numbers)
+
+
+MISFITS = [
+    (jnp, lambda module: module.matmul(A, A)),
+    (jnp, lambda module: module.matmul(A, B[0])),
+    (jnp, lambda module: module.matmul(bf16(2, 8, 4), bf16(3, 4, 5))),
+    (jnp, lambda module: module.matmul(A, 2.0)),
+    (lax, lambda module: module.dot_general(A, B, (((1,), (1,)), NO_BATCH))),
+    (lax, lambda module: module.dot_general(A, B, (((2,), (0,)), NO_BATCH))),
+    (lax, lambda module: module.dot_general(A, B, (((1,), (0, 1)), NO_BATCH))),
+    (jnp, lambda module: module.einsum("mk,nk->mn", A, B)),
+    (jnp, lambda module: module.einsum("lmk,kn->mn", A, B)),
+    (jnp, lambda module: module.einsum("mk,kn,no->mo", A, B)),
+    (lax, lambda module: module.ragged_dot(A, bf16(2, 32, 8), jnp.array([3, 4]))),
+    (lax, lambda module: module.ragged_dot(A, bf16(2, 64, 8), jnp.array([3]))),
+    (lax, lambda module: module.ragged_dot(A, B, jnp.array([3, 4]))),
+    (lax, lambda module: ragged(module, (8, 4), (2, 5, 6), (2,))),
+    (lax, lambda module: ragged(module, (8, 4), (2, 4, 6), (3,))),
+    (lax, lambda module: ragged(module, (8, 4), (2, 4, 6), (2, 2))),
+    (lax, lambda module: ragged(module, (8, 4), (2, 4, 6), (2,), contracted=([1], []))),
+]
+
+
+@pytest.mark.parametrize("module, call", MISFITS)
+def test_code_that_expects_errors_of_jax_gets_them(module, call):
+    with pytest.raises((TypeError, ValueError)) as theirs:
+        call(module)
+    with pytest.raises(theirs.type):
+        call(jhg)
+    with pytest.raises(ValueError):
+        call(jhg)
 
 
 def test_errors_are_raised_while_tracing():

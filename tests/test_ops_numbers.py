@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -147,6 +148,34 @@ EINSUMS = [
 def test_einsum_follows_jnp(subscripts, lhs_shape, rhs_shape, dtype):
     lhs, rhs = integers(lhs_shape, dtype), integers(rhs_shape, dtype, seed=1)
     assert_same(jhg.einsum(subscripts, lhs, rhs), jnp.einsum(subscripts, lhs, rhs))
+
+
+MANY = [
+    ("ij->ji", 1, "auto", 0),
+    ("ii", 1, True, 0),
+    ("ij,jk", 2, "optimal", 1),
+    ("ij,jk", 2, False, 1),
+    ("ij,jk", 2, [(0, 1)], 1),
+    ("ij,jk,kl->li", 3, "auto", 2),
+    ("ij,jk,kl->li", 3, False, 2),
+    ("...j,jk,...k->...", 3, "greedy", 2),
+    ("ij,jk,kl,lm", 4, [(2, 3), (1, 2), (0, 1)], 3),
+]
+
+
+@pytest.mark.parametrize("subscripts, number, optimize, products", MANY)
+def test_einsum_of_any_number_of_operands_follows_jnp(subscripts, number, optimize, products):
+    arrays = [integers((4, 4), "bfloat16", seed=i) for i in range(number)]
+
+    def run(einsum, *arrays):
+        result, pull = jax.vjp(partial(einsum, subscripts, optimize=optimize), *arrays)
+        return result, pull(result)
+
+    ours, theirs = (partial(run, x) for x in (jhg.einsum, jnp.einsum))
+    jax.tree.map(assert_same, ours(*arrays), theirs(*arrays))
+    jaxpr = jax.make_jaxpr(partial(jhg.einsum, subscripts, optimize=optimize))(*arrays)
+    names = [equation.primitive.name for equation in jaxpr.eqns]
+    assert (names.count("hopper_dot"), names.count("dot_general")) == (products, 0)
 
 
 def test_the_xla_implementation_is_jax_itself():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,3 +119,59 @@ def test_explicit_axes_pass_through_einsum_and_vmap():
         ours, theirs = (jax.jit(partial(product, f))(a, b) for f in (jhg.einsum, jnp.einsum))
         assert jax.typeof(ours) == jax.typeof(theirs)
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_an_einsum_of_three_keeps_its_sharding():
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        a = jax.reshard(integers((8, 4)), P("x", "y"))
+        b, c = integers((4, 6), seed=1), integers((6, 4), seed=2)
+        ours, theirs = (
+            jax.jit(partial(f, "ab,bc,cd->da", out_sharding=P(None, "x")))(a, b, c)
+            for f in (jhg.einsum, jnp.einsum)
+        )
+        assert jax.typeof(ours) == jax.typeof(theirs)
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def unreduced(module: Any, a: Any, b: Any) -> Any:
+    """Leaves the sum over the devices that share K to a reshard behind it."""
+    out_sharding = P(None, "x", None, unreduced=frozenset("y"))
+    product = module.einsum("bmk,kn->nbm", a, b, out_sharding=out_sharding)
+    return jax.reshard(product, P(None, "x", None))
+
+
+def reduced(module: Any, a: Any, b: Any) -> Any:
+    """Gathers weights as FSDP does, so that their gradients are unreduced."""
+    b = jax.reshard(b, P(None, None, reduced=frozenset("x")))
+    return jax.vmap(lambda a: module.matmul(a, b))(jax.reshard(a, P("x", None, None)))
+
+
+def activated(module: Any, a: Any, b: Any) -> Any:
+    """Like `reduced`, with epilogues."""
+    b, relu = jax.reshard(b, P(None, None, reduced=frozenset("x"))), jax.nn.relu
+    a = jax.reshard(a, P("x", None, None))
+    if module is jnp:
+        return relu(a @ b) + relu(a @ b) * (a @ b)
+    gated = module.gated_linear_unit(a, (b, b), activation="relu")
+    return module.matmul(a, b, activation="relu") + gated
+
+
+@pytest.mark.parametrize("partitioned", [False, True])
+@pytest.mark.parametrize("program", [unreduced, reduced, activated])
+def test_sums_over_devices_may_be_left_open(program, partitioned):
+    with jax.set_mesh(mesh(AxisType.Explicit)), sharding.on_cpu() if partitioned else nullcontext():
+        a = jax.reshard(integers((4, 8, 16), "bfloat16"), P("x", None, "y"))
+        b = jax.reshard(integers((16, 8), "bfloat16", seed=1), P("y", None))
+        c = jax.reshard(integers(program(jnp, a, b).shape, "bfloat16", seed=2), P(None))
+        theirs = partial(program, jnp)
+        ours = [partial(program, jhg), jhg.accelerate(theirs)]
+
+        def step(function, a, b):
+            result, pull = jax.vjp(function, a, b)
+            return result, pull(jax.reshard(c, jax.typeof(result).sharding.spec))
+
+        expected = jax.jit(partial(step, theirs))(a, b)
+        for function in ours:
+            found = jax.jit(partial(step, function))(a, b)
+            assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, expected)
+            jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -240,3 +241,28 @@ def test_kernels_and_what_follows_them_are_those_of_one_device(name):
     whole = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in gathered]
     alone = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     assert specs_of(mapped, *whole) == specs_of(step, *alone) != []
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_accelerate_takes_gradients_of_ragged_products(axis_type, is_set):
+    """JAX's own gradients state a sharding that names no axis."""
+    devices = jax.make_mesh((4,), ("x",), axis_types=(axis_type,))
+    specs = P("x"), P(), P()
+    shapes = (32, 16), (4, 16, 8)
+    arrays = [*(integers(x, "bfloat16", seed=i) for i, x in enumerate(shapes)), SIZES]
+    args = [
+        jax.device_put(x, NamedSharding(devices, s)) for x, s in zip(arrays, specs, strict=True)
+    ]
+
+    def loss(a: Any, w: Any, sizes: Any) -> Any:
+        return jnp.sum(jax.lax.ragged_dot(a, w, sizes).astype("float32") ** 2)
+
+    step = jax.shard_map(
+        jax.grad(loss, (0, 1)), mesh=devices, in_specs=specs, out_specs=(P("x"), P())
+    )
+    with jax.set_mesh(devices) if is_set else nullcontext():
+        report = jhg.report_products(step, *args)
+        assert (len(report.taken), report.left) == (3, ())
+        found, expected = jax.jit(jhg.accelerate(step))(*args), jax.jit(step)(*args)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -185,10 +185,18 @@ def _indices(
     uneven = "axes do not lie evenly one inside the other in both operands"
     if len(contracted) > 1:
         raise NotAGemm(f"the contracted {uneven}")
-    batch = _merged([*axes.get((True, True), []), *spilled_m, *spilled_n], D)
+    shared, spilled = axes.get((True, True), []), [*spilled_m, *spilled_n]
+    batch = _merged([*shared, *spilled], D)
     if len(batch) > 1:
         others = ", the result and what the epilogue reads" if operands else " and the result"
-        raise NotAGemm(f"the batch {uneven}{others}")
+        if not spilled:
+            raise NotAGemm(f"the batch {uneven}{others}")
+        letters = ", ".join(repr(x.letters) for x in spilled)
+        to_one = "with the batch axes to one" if shared else "to one batch axis"
+        raise NotAGemm(
+            f"the axes {letters} of one operand alone do not join with its other axes, nor {to_one}"
+            f", in the operands{others}"
+        )
     return _Indices(m, n, (contracted or [unit])[0], (batch or [unit])[0], swap_ab)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+from jax.core import Tracer
 
 from ..ops import checks
 from ..ops.dense import Implementation
@@ -60,16 +62,16 @@ def accelerate(
     Raises:
       TypeError: `function` is not callable, or `fuse` no bool.
       ValueError: `implementation` is something else; or, in a call, `function` stores an array in
-        one of its arguments and does not return the array.
+        one of its arguments and does not return the array. An object that `jax.jit` or another
+        transformation makes for the call may change, as without `accelerate`: nobody else has it.
       NotImplementedError: as of `matmul`, while lowering, with `implementation="hopper"`.
     """
     checks.check_accelerated("accelerate", function, implementation, fuse)
     if implementation == "xla":
         return function
 
-    @wraps(function)
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        objects = _objects_in((args, kwargs))
+    def checked(held: list[bool], /, *args: Any, **kwargs: Any) -> Any:
+        objects = [x for x, y in zip(_objects_in((args, kwargs)), held, strict=True) if y]
         before = [jax.tree.leaves(x) for x in objects]
         result = function(*args, **kwargs)
         returned = jax.tree.leaves(result)
@@ -79,9 +81,17 @@ def accelerate(
 
     @wraps(function)
     def accelerated(*args: P.args, **kwargs: P.kwargs) -> R:
-        return run_with_our_products(traced, args, kwargs, Rewriting(implementation, fuse))
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        made = caller.startswith("jax.")  # A transformation makes objects of tracers for its call.
+        held = [not (made and _is_traced(x)) for x in _objects_in((args, kwargs))]
+        run = partial(checked, held)
+        return run_with_our_products(run, args, kwargs, Rewriting(implementation, fuse))
 
     return accelerated
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def _objects_in(tree: Any) -> list[Any]:

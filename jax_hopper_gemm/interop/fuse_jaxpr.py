@@ -119,8 +119,10 @@ def _launch(equations: Sequence[Any], region: Region) -> Any:
         tuple(equations[number] for number in region.equations),
     )  # fmt: skip
     empty = tuple(_empty_rows(equations, region, function.invars)) if sizes else ()
+    with first.ctx.manager:  # of its mesh
+        jaxpr = widened(function, len(products), product.groups, empty)
     params = {
-        "jaxpr": widened(function, len(products), product.groups, empty),
+        "jaxpr": jaxpr,
         "product": product,
         "num_b": len(products),
         "in_place": _in_place(region, len(sizes)),

@@ -465,8 +465,11 @@ def kind_of(equation: Any) -> Kind:
         return "product" if equation.outvars[0].aval.dtype.name in RESULTS else "other"
     if equation.effects or len(equation.outvars) > 1:
         return "other"
-    if not all(_is_held(x.aval) for x in (*equation.invars, *equation.outvars)):
+    avals = [x.aval for x in (*equation.invars, *equation.outvars)]
+    if not all(map(_is_held, avals)):
         return "other"
+    if len({x.sharding.mesh for x in avals if not x.sharding.mesh.empty}) > 1:
+        return "other"  # It leads from Auto mesh axes into Explicit ones, or back.
     if name in LAYOUTS:
         return "layout" if len(equation.invars) == 1 else "other"
     if name == "reduce_sum":

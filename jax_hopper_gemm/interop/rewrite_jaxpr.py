@@ -15,8 +15,10 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend import linear_util as lu
 from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.sharding import PartitionSpec
 
 from ..fusion.jaxprs import traced
 from ..gemm.dtypes import OPERANDS
@@ -97,10 +99,10 @@ def traced_call(
         filled = [next(inputs) if _is_array(x) else x for x in leaves]
         args, kwargs = jax.tree.unflatten(tree, filled)
         outputs, out_tree = jax.tree.flatten(function(*args, **kwargs))
-        kept = [None if isinstance(x, jax.Array) else x for x in outputs]
-        is_output = [isinstance(x, jax.Array) for x in outputs]
+        is_output = [isinstance(x, jax.Array | Tracer) for x in outputs]  # tokens are no arrays
+        kept = [None if y else x for x, y in zip(outputs, is_output, strict=True)]
         results[:] = [out_tree, kept, is_output]
-        return [x for x in outputs if isinstance(x, jax.Array)]
+        return [x for x, y in zip(outputs, is_output, strict=True) if y]
 
     arrays = [x for x in leaves if _is_array(x)]
     program = jax.make_jaxpr(of)(*arrays)
@@ -130,7 +132,20 @@ def reason_left(equation: Any) -> str | None:
     if params["group_offset"] is not None:
         return "it has a group_offset, which jax.lax does not implement"
     sizes, numbers = equation.invars[2].aval, params["ragged_dot_dimension_numbers"]
-    return left_to_lax(lhs, rhs, sizes, params["out_sharding"], numbers)
+    with equation.ctx.manager:  # of its mesh
+        return left_to_lax(lhs, rhs, sizes, _out_sharding(equation), numbers)
+
+
+def _out_sharding(equation: Any) -> Any:
+    """Returns the sharding that a ragged product asks for.
+
+    JAX's own derivatives state one where no mesh axis is Explicit, too; it names none.
+    """
+    sharding = equation.params["out_sharding"]
+    if sharding is None or sharding.mesh.explicit_axes:
+        return sharding
+    empty = PartitionSpec(*[None] * len(sharding.spec.partitions))
+    return None if sharding.spec == empty else sharding
 
 
 def rewritten(program: Any, rewriting: Rewriting) -> Any:
@@ -165,7 +180,7 @@ def _ragged(equation: Any, rewriting: Rewriting) -> list[Any]:
     def product(lhs: Any, rhs: Any, sizes: Any) -> jax.Array:
         return ragged_dot_general(
             lhs, rhs, sizes, params["ragged_dot_dimension_numbers"], params["precision"],
-            params["preferred_element_type"], out_sharding=params["out_sharding"],
+            params["preferred_element_type"], out_sharding=_out_sharding(equation),
             implementation=rewriting.implementation,
         )  # fmt: skip
 

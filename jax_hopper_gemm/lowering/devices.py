@@ -72,7 +72,7 @@ def permuted_sharding(sharding: Any, permutation: tuple[int, ...]) -> Any:
 
 def padded_partitions(sharding: Any, ndim: int) -> tuple[Any, ...]:
     """Returns one entry of the partition spec for each of `ndim` axes."""
-    partitions = tuple(sharding.spec)
+    partitions = tuple(sharding.spec.partitions)
     return partitions + (None,) * (ndim - len(partitions))
 
 

@@ -1,10 +1,11 @@
-"""Dense products: `matmul`, `dot_general` and `einsum` of two operands, with epilogues."""
+"""Dense products: `matmul`, `dot_general` and `einsum`, with epilogues."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import jax
@@ -96,7 +97,7 @@ def matmul(
 
     Raises:
       ValueError: K differs between the operands, leading axes do not broadcast, or another
-        argument does not fit.
+        argument does not fit. For shapes of the operands it is a TypeError as well, as in JAX.
       TypeError: an operand is not an array, or a function is not callable.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
@@ -108,7 +109,7 @@ def matmul(
     steps = Steps("matmul", named, activation_function(activation), epilogue)
     return _run(
         JaxProduct(jnp.matmul, (("out_sharding", out_sharding),)),
-        a, b, steps, tuple(terms[x] for x in named), epilogue_operands,
+        (a, b), steps, tuple(terms[x] for x in named), epilogue_operands,
         Options(implementation, precision, preferred_element_type, preactivation),
         checks.strong_dtype(terms.get("c")),
     )  # fmt: skip
@@ -144,7 +145,7 @@ def dot_general(
       `epilogue`.
 
     Raises:
-      ValueError: paired axes differ in extent, repeat or do not exist.
+      ValueError: paired axes differ in extent, repeat or do not exist; a TypeError as well.
       TypeError: an operand is not an array, or `dimension_numbers` has another structure.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
@@ -153,7 +154,7 @@ def dot_general(
     named = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
     return _run(
         JaxProduct(lax.dot_general, named),
-        lhs, rhs, Steps("dot_general", epilogue=epilogue), (), epilogue_operands,
+        (lhs, rhs), Steps("dot_general", epilogue=epilogue), (), epilogue_operands,
         Options(implementation, precision, preferred_element_type, preactivation),
     )  # fmt: skip
 
@@ -165,57 +166,63 @@ def einsum(
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
     preactivation: Preactivation = "save",
+    optimize: Any = "auto",
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
 ) -> Results:
-    """Contracts two arrays by the rules of `jax.numpy.einsum`.
+    """Contracts arrays by the rules of `jax.numpy.einsum`.
 
     The kernel writes the result's axes in the requested order: "bthd,hde->bthe" copies nothing.
+    Three and more operands are products of two, in the order that `jax.numpy.einsum` takes.
 
     Args:
       subscripts: such as "mk,kn->mn".
-      *operands: two arrays.
+      *operands: arrays; two with an epilogue.
+      optimize: as in `jax.numpy.einsum`: the order of the products of three and more operands.
       epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
         result that `subscripts` name.
       precision, preferred_element_type, out_sharding, implementation: as in `matmul`.
 
     Raises:
-      ValueError: other than two operands, or an index with two extents.
+      ValueError: an index with two extents, or an epilogue and other than two operands.
       TypeError: an operand is not an array, or `subscripts` is not a string.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
-    checks.check_einsum(subscripts, operands)
-    lhs, rhs = checks.as_arrays("einsum", lhs=operands[0], rhs=operands[1])
+    checks.check_einsum(subscripts, operands, epilogue)
+    names = ("lhs", "rhs") if len(operands) == 2 else map("operands[{}]".format, count())
+    arrays = checks.as_arrays("einsum", None, **dict(zip(names, operands, strict=False)))
+    if isinstance(optimize, list):  # a path, as a key
+        optimize = tuple(map(tuple, optimize))
+    named = ("subscripts", subscripts), ("optimize", optimize), ("out_sharding", out_sharding)
     return _run(
-        JaxProduct(_einsum, (("subscripts", subscripts), ("out_sharding", out_sharding))),
-        lhs, rhs, Steps("einsum", epilogue=epilogue), (), epilogue_operands,
+        JaxProduct(_einsum, named),
+        tuple(arrays), Steps("einsum", epilogue=epilogue), (), epilogue_operands,
         Options(implementation, precision, preferred_element_type, preactivation),
     )  # fmt: skip
 
 
-def _einsum(lhs: jax.Array, rhs: jax.Array, *, subscripts: str, **options: Any) -> jax.Array:
-    return jnp.einsum(subscripts, lhs, rhs, **options)
+def _einsum(*operands: jax.Array, subscripts: str, **options: Any) -> jax.Array:
+    return jnp.einsum(subscripts, *operands, **options)
 
 
 @dataclass(frozen=True)
 class JaxProduct:
     """A product of JAX with its own arguments. Equal ones are one key of a cache."""
 
-    # Of two arrays, these arguments, `precision` and `preferred_element_type`.
+    # Of arrays, these arguments, `precision` and `preferred_element_type`.
     function: Callable[..., jax.Array]
     named: tuple[tuple[str, Any], ...]  # pairs of a name and an argument
 
     def with_options(self, options: Options) -> partial[jax.Array]:
-        """Returns the function of two arrays."""
+        """Returns the function of the arrays."""
         return partial(self.function, **options.of_dot(), **dict(self.named))
 
 
 def _run(
     product: JaxProduct,
-    lhs: Any,
-    rhs: Any,
+    arrays: tuple[Any, ...],
     steps: Steps,
     named_operands: tuple[Any, ...],
     epilogue_operands: Any,
@@ -225,7 +232,7 @@ def _run(
     """Checks the arguments that dense products share and runs one.
 
     Args:
-      product: JAX's own.
+      product: JAX's own, of `arrays`, which are two if anything follows.
       steps: its epilogue; `named_operands`, then `epilogue_operands` are the operands.
       options: as the user gave them.
       default_dtype: dtype of the product where `preferred_element_type` names no single one.
@@ -240,13 +247,14 @@ def _run(
     operands = (*named_operands, *operands)
     if is_replaced():
         check_kernel_unasked(steps.op, options.implementation)
-        whole = replaced_product(product.with_options(options), lhs, rhs)
+        whole = replaced_product(product.with_options(options), *arrays)
         if plain:
             return whole
         follow = traced(steps.op, steps, (whole,), operands, whole.dtype, dtypes)
         return follow.apply(whole)
     if plain:
-        return _traced(product, lhs, rhs, options)
+        return _traced(product, arrays, options)
+    lhs, rhs = arrays
     own, operands = settled(
         steps.op, steps, lambda: (_wide_product(product, options, typeof(lhs), typeof(rhs)),),
         operands, eager=not isinstance(lhs, Tracer),
@@ -260,12 +268,12 @@ _Inline = getattr(jax, "Inline", None)
 INLINE: Any = _Inline.JAX_EARLY if _Inline else True
 
 
-@partial(jax.jit, static_argnums=(0, 3), inline=INLINE)
-def _traced(product: JaxProduct, lhs: Any, rhs: Any, options: Options) -> jax.Array:
+@partial(jax.jit, static_argnums=(0, 2), inline=INLINE)
+def _traced(product: JaxProduct, arrays: tuple[Any, ...], options: Options) -> jax.Array:
     function = product.with_options(options)
     if options.implementation == "xla":
-        return function(lhs, rhs)
-    return with_hopper_dot(function, lhs, rhs, options.implementation)
+        return function(*arrays)
+    return with_hopper_dot(function, arrays, options.implementation)
 
 
 @memoised
@@ -295,7 +303,7 @@ def _traced_steps(
         return follow.apply(wide(lhs, rhs))
     final = final_product(function, lhs, rhs)
     if final is None:
-        return follow.apply(with_hopper_dot(wide, lhs, rhs, implementation))
+        return follow.apply(with_hopper_dot(wide, (lhs, rhs), implementation))
     options = replace(options, precision=final.precision, preferred_element_type=dtype)
     results = fused_dot(
         follow.function, final.lhs, (final.rhs,), follow.operands,

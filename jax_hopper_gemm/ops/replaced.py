@@ -32,13 +32,15 @@ def check_kernel_unasked(op: str, implementation: str | None) -> None:
         )
 
 
-def replaced_product(function: partial[jax.Array], lhs: Any, rhs: Any) -> jax.Array:
-    """Returns `function(lhs, rhs)`, where function is one of JAX's with its options.
+def replaced_product(function: partial[jax.Array], lhs: Any, *others: Any) -> jax.Array:
+    """Returns `function(lhs, *others)`, where function is one of JAX's with its options.
 
     Rows times a matrix call `dot_general` directly, as Flax's layers do: inside the trace of
     `jax.numpy.matmul` Qwix does not find the weights.
     """
-    if function.func is jnp.matmul and rhs.ndim == 2 and lhs.ndim > 0 and lhs.dtype == rhs.dtype:
-        contracted = ((lhs.ndim - 1,), (0,))
-        return lax.dot_general(lhs, rhs, (contracted, ((), ())), **function.keywords)
-    return function(lhs, rhs)
+    if function.func is jnp.matmul and lhs.ndim > 0:
+        (rhs,) = others
+        if rhs.ndim == 2 and lhs.dtype == rhs.dtype:
+            contracted = ((lhs.ndim - 1,), (0,))
+            return lax.dot_general(lhs, rhs, (contracted, ((), ())), **function.keywords)
+    return function(lhs, *others)

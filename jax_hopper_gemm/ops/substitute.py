@@ -25,10 +25,10 @@ from .sm_limit import current_max_sms
 
 
 def with_hopper_dot(
-    function: Callable[..., jax.Array], lhs: Any, rhs: Any, implementation: Implementation
+    function: Callable[..., jax.Array], arrays: tuple[Any, ...], implementation: Implementation
 ) -> jax.Array:
-    """Returns `function(lhs, rhs)` on our product; a transpose after it becomes part of it."""
-    program = _Program(function, lhs, rhs)
+    """Returns `function(*arrays)` on our products; a transpose after one becomes part of it."""
+    program = _Program(function, *arrays)
     for equation in hopper_equations(program.jaxpr, implementation):
         program.run(equation)
     return program.read(program.jaxpr.outvars[0])
@@ -97,19 +97,20 @@ def final_product(function: Callable[..., jax.Array], lhs: Any, rhs: Any) -> Fin
 
 
 class _Program:
-    """The jaxpr of a function of two arrays and the values of its variables so far."""
+    """The jaxpr of a function of arrays and the values of its variables so far."""
 
-    def __init__(self, function: Callable[..., jax.Array], lhs: Any, rhs: Any) -> None:
-        closed = jax.make_jaxpr(function)(lhs, rhs)
+    def __init__(self, function: Callable[..., jax.Array], *arrays: Any) -> None:
+        closed = jax.make_jaxpr(function)(*arrays)
         self.jaxpr: Any = closed.jaxpr
         variables = self.jaxpr.constvars + self.jaxpr.invars
-        self.values = dict(zip(variables, [*closed.consts, lhs, rhs], strict=True))
+        self.values = dict(zip(variables, [*closed.consts, *arrays], strict=True))
 
     def read(self, atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else self.values[atom]
 
     def run(self, equation: Any) -> None:
-        outputs = equation.primitive.bind(*map(self.read, equation.invars), **equation.params)
+        with equation.ctx.manager:  # of its mesh
+            outputs = equation.primitive.bind(*map(self.read, equation.invars), **equation.params)
         if not equation.primitive.multiple_results:
             outputs = [outputs]
         self.values.update(zip(equation.outvars, outputs, strict=True))

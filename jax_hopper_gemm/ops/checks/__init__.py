@@ -21,4 +21,5 @@ from .steps import check_activated as check_activated
 from .steps import check_result_dtypes as check_result_dtypes
 from .steps import check_steps as check_steps
 from .steps import results as results
+from .wording import ShapeError as ShapeError
 from .wording import describe as describe

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .arguments import COMPLEX, activation_problems, kind, strong_dtype
-from .wording import describe, differ, fail
+from .wording import counted, describe, differ, fail
 
 
 def check_matmul(a: Any, b: Any, terms: Mapping[str, Any], activation: Any, preferred: Any) -> None:
@@ -17,12 +17,13 @@ def check_matmul(a: Any, b: Any, terms: Mapping[str, Any], activation: Any, pref
 
     `terms` are bias, residual, c, alpha and beta by name, without those that are None.
     """
-    problems = _matmul_problems(a, b)
-    if not problems:
+    misshapen, problems = _matmul_problems(a, b), []
+    if not misshapen:
         problems += _broadcasting_problems(_matmul_shape(np.shape(a), np.shape(b)), terms)
         problems += kind_problems(a, b, terms, preferred)
     named, mistyped = activation_problems(activation)
-    fail("matmul", problems + factor_problems(terms, "(a @ b)") + named, mistyped)
+    problems += factor_problems(terms, "(a @ b)") + named
+    fail("matmul", problems, mistyped, misshapen)
 
 
 def _matmul_problems(a: Any, b: Any) -> list[str]:
@@ -159,7 +160,7 @@ def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
                     f"{role} axes {lhs_axes} and {rhs_axes} have extents {lhs_extents} and "
                     f"{rhs_extents}: lhs is {describe(lhs)}, rhs is {describe(rhs)}"
                 )
-    fail(op, problems)
+    fail(op, [], misshapen=problems)
     return (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)
 
 
@@ -179,22 +180,19 @@ def check_explained(function: str, because: str, named: Mapping[str, Any]) -> No
         )
 
 
-def check_einsum(subscripts: Any, operands: Sequence[Any]) -> None:
+def check_einsum(subscripts: Any, operands: Sequence[Any], epilogue: Any = None) -> None:
     """Checks what must hold before `jnp.einsum` parses the subscripts."""
     if not isinstance(subscripts, str):
         raise TypeError(
             f"einsum: subscripts is a {type(subscripts).__name__}, expected a string such as "
             "'mk,kn->mn'"
         )
-    if len(operands) != 2:
-        fail(
-            "einsum",
-            [f"{len(operands)} operands came, expected two: use jnp.einsum, or chain products"],
-        )
     inputs = subscripts.replace(" ", "").split("->")[0].split(",")
-    problems = []
-    if len(inputs) != 2:
-        problems.append(f"subscripts {subscripts!r} name {len(inputs)} operands, expected two")
+    problems, came = [], counted(operands, "operand")
+    if len(inputs) != len(operands):
+        problems.append(f"subscripts {subscripts!r} name {counted(inputs, 'operand')}, {came} came")
+    if epilogue is not None and len(operands) != 2:
+        problems.append(f"{came} came with an epilogue, which follows a product of two")
     extents: dict[str, Any] = {}
     for labels, x in zip(inputs, operands, strict=False):
         if "." in labels:  # jnp.einsum checks what an ellipsis stands for

@@ -35,29 +35,29 @@ def check_ragged_dot(
     activation: Any = None,
 ) -> None:
     """Checks what `ragged_dot` takes: ranks, K, and the number of groups."""
-    op, problems, sizes = "ragged_dot", [], groups.sizes
+    op, misshapen, problems, sizes = "ragged_dot", [], [], groups.sizes
     for name, x, expected in (
         ("lhs", lhs, ("M", "K")), ("rhs", rhs, ("G", "K", "N")), ("group_sizes", sizes, ("G",)),
     ):  # fmt: skip
         if np.ndim(x) != len(expected):
             text = f"({expected[0]},)" if len(expected) == 1 else f"({', '.join(expected)})"
             hint = ": other axes are ragged_dot_general's" if np.ndim(x) > len(expected) else ""
-            problems.append(f"{name} is {describe(x)}, expected {text}{hint}")
-    if not problems:
+            misshapen.append(f"{name} is {describe(x)}, expected {text}{hint}")
+    if not misshapen:
         k = np.shape(lhs)[1]
         if differ(k, np.shape(rhs)[1]):
             hint = ""
             if not differ(k, np.shape(rhs)[2]):
                 hint = ". Is rhs stored (G, N, K)? Pass jnp.swapaxes(rhs, 1, 2)"
-            problems.append(f"K differs: lhs is {describe(lhs)}, rhs is {describe(rhs)}{hint}")
-        problems += group_problems(np.shape(rhs)[0], rhs, groups)
+            misshapen.append(f"K differs: lhs is {describe(lhs)}, rhs is {describe(rhs)}{hint}")
+        misshapen += group_problems(np.shape(rhs)[0], rhs, groups)
         if bias is not None:
             problems += _group_bias_problems(bias, rhs)
             if kind(bias) == COMPLEX > max(kind(lhs), kind(rhs)):
                 problems.append(f"bias is {describe(bias)}, and the product is not complex")
     named, mistyped = activation_problems(activation)
     problems += named + implementation_problems(implementation)
-    fail_ragged(op, problems, groups, mistyped)
+    fail_ragged(op, problems, groups, mistyped, misshapen)
 
 
 def _group_bias_problems(bias: Any, rhs: Any) -> list[str]:
@@ -107,7 +107,11 @@ def group_problems(count: Any, rhs: Any, groups: GroupArguments, name: str = "rh
 
 
 def fail_ragged(
-    op: str, problems: Sequence[str], groups: GroupArguments, mistyped: Sequence[str] = ()
+    op: str,
+    problems: Sequence[str],
+    groups: GroupArguments,
+    mistyped: Sequence[str] = (),
+    misshapen: Sequence[str] = (),
 ) -> None:
     """Raises for all problems, with those that sizes, offset and indices have by themselves."""
     sizes, offset, indices = groups.sizes, groups.offset, groups.indices
@@ -130,7 +134,7 @@ def fail_ragged(
                     f"group_offset is {first}, expected the number of a group: group_sizes is "
                     f"{describe(sizes)}"
                 )
-    fail(op, problems, mistyped)
+    fail(op, problems, mistyped, misshapen)
 
 
 def check_ragged_dot_general(
@@ -158,41 +162,41 @@ def check_ragged_dot_general(
     )
     ragged = tuple(map(int, numbers.lhs_ragged_dimensions))
     group_axes = tuple(map(int, numbers.rhs_group_dimensions))
-    sizes, problems = groups.sizes, []
+    sizes, misshapen, problems = groups.sizes, [], []
     if len(ragged) != 1 or not 0 <= ragged[0] < np.ndim(lhs):
-        problems.append(
+        misshapen.append(
             f"lhs_ragged_dimensions is {ragged}, expected one axis of lhs, {describe(lhs)}"
         )
-        fail(op, problems)
+        fail(op, [], misshapen=misshapen)
     free = ragged[0] not in (*lhs_contracting, *lhs_batch)
     taken = (*rhs_contracting, *rhs_batch)
     one = len(group_axes) == 1 and group_axes[0] not in taken
     if free and not (one and 0 <= group_axes[0] < np.ndim(rhs)):
-        problems.append(
+        misshapen.append(
             f"rhs_group_dimensions is {group_axes}, expected one axis of rhs, {describe(rhs)}, "
             "that is neither contracted nor a batch axis: the ragged axis is a free one of lhs"
         )
     elif not free and group_axes:
-        problems.append(
+        misshapen.append(
             f"rhs_group_dimensions is {group_axes}, expected none: the ragged axis is a "
             f"{'batch' if ragged[0] in lhs_batch else 'contracted'} one"
         )
     if groups.offset is not None and not free:
         problems.append("group_offset came, and rhs has no axis of groups that it could be into")
     if np.ndim(sizes) == 0:
-        problems.append(f"group_sizes is a scalar, {describe(sizes)}, expected (G,)")
-    elif not problems:
+        misshapen.append(f"group_sizes is a scalar, {describe(sizes)}, expected (G,)")
+    elif not (misshapen or problems):
         lead = _axes_of_sizes(np.ndim(lhs), ragged[0], lhs_contracting, lhs_batch)
         outer = tuple(np.shape(lhs)[axis] for axis in lead)
         own = np.shape(sizes)[:-1]
         if own and (len(own) != len(outer) or any(map(differ, own, outer))):
             shape = ", ".join([*map(str, outer), "G"])
             ways = "(G,)" if not outer else f"(G,) or ({shape})"
-            problems.append(
+            misshapen.append(
                 f"group_sizes is {describe(sizes)}, expected {ways}: lhs is {describe(lhs)}"
             )
         if free:
-            problems += group_problems(np.shape(rhs)[group_axes[0]], rhs, groups)
+            misshapen += group_problems(np.shape(rhs)[group_axes[0]], rhs, groups)
         if terms and ragged[0] in lhs_contracting:
             lhs_free = other_axes(np.ndim(lhs), lhs_contracting, lhs_batch)
             rhs_free = other_axes(np.ndim(rhs), rhs_contracting, rhs_batch)
@@ -201,7 +205,8 @@ def check_ragged_dot_general(
             problems += _sum_problems(lhs, rhs, (np.shape(sizes)[-1], *shape), terms, preferred)
     if terms and ragged[0] not in lhs_contracting:
         problems.append(_no_sum(terms, ragged[0] in lhs_batch))
-    fail_ragged(op, problems + implementation_problems(implementation), groups)
+    problems += implementation_problems(implementation)
+    fail_ragged(op, problems, groups, misshapen=misshapen)
     return lax.RaggedDotDimensionNumbers(
         ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), ragged, group_axes
     )

@@ -42,9 +42,22 @@ def less(x: Any, y: Any) -> bool:
     return isinstance(x, int) and isinstance(y, int) and x < y
 
 
-def fail(op: str, problems: Sequence[str], mistyped: Sequence[str] = ()) -> NoReturn | None:
-    """Raises one error for all problems: TypeError if a type is among them, else ValueError."""
-    if problems or mistyped:
-        error = TypeError if mistyped else ValueError
-        raise error(f"{op}: {'; '.join([*mistyped, *problems])}")
+class ShapeError(ValueError, TypeError):
+    """Shapes or axes of operands do not fit.
+
+    JAX raises TypeError for most of these, numpy ValueError: code that expects either works.
+    """
+
+
+def fail(
+    op: str, problems: Sequence[str], mistyped: Sequence[str] = (), misshapen: Sequence[str] = ()
+) -> NoReturn | None:
+    """Raises one error for all problems.
+
+    It is a TypeError if a type is among them, else ShapeError if the operands' shapes or axes are,
+    else ValueError.
+    """
+    if problems or mistyped or misshapen:
+        error = TypeError if mistyped else ShapeError if misshapen else ValueError
+        raise error(f"{op}: {'; '.join([*mistyped, *misshapen, *problems])}")
     return None
