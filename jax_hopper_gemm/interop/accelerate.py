@@ -62,8 +62,8 @@ def accelerate(
     Raises:
       TypeError: `function` is not callable, or `fuse` no bool.
       ValueError: `implementation` is something else; or, in a call, `function` stores an array in
-        one of its arguments and does not return the array. An object that `jax.jit` or another
-        transformation makes for the call may change, as without `accelerate`: nobody else has it.
+        one of its arguments and does not return the array. An object that `jax.jit` or `jax.vmap`
+        makes for the call may change, as without `accelerate`: nobody else has it.
       NotImplementedError: as of `matmul`, while lowering, with `implementation="hopper"`.
     """
     checks.check_accelerated("accelerate", function, implementation, fuse)
@@ -81,8 +81,9 @@ def accelerate(
 
     @wraps(function)
     def accelerated(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Tracers of JAX make the objects of their calls; `jax.grad` hands on its caller's.
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        made = caller.startswith("jax.")  # A transformation makes objects of tracers for its call.
+        made = caller.startswith("jax._src.interpreters.")
         held = [not (made and _is_traced(x)) for x in _objects_in((args, kwargs))]
         run = partial(checked, held)
         return run_with_our_products(run, args, kwargs, Rewriting(implementation, fuse))
