@@ -255,7 +255,9 @@ def operations(program: str) -> list[str]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_one_launch_in_the_memory_of_c(dtype):
     c = shape(8, 512, 384, dtype=dtype)
-    program = lowered(partial(added, implementation="hopper"), *LARGE, c, FACTOR, FACTOR)
+    step = jax.jit(partial(added, implementation="hopper"), donate_argnums=3)
+    traced = step.trace(*LARGE, c, FACTOR, FACTOR)
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
     (spec,) = map(GemmSpec.from_json, attributes(program, "spec"))
     assert spec.grouped == "k" and [r.dtype for r in spec.graph.results] == [dtype]
     loaded = [(operand.kind, operand.dtype) for operand in spec.graph.operands]

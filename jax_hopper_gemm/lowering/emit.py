@@ -30,7 +30,7 @@ from ..launch.ffi_target import TARGET, launcher_violation
 from ..launch.plan import LaunchPlan
 from . import fallback
 from .call import GATHERED, INDEXED, MAX_SMS, PRODUCT, SPANS, Call
-from .devices import devices_of, with_partitions
+from .devices import devices_of, lowers_shard, with_partitions
 from .register import lower_jaxpr
 from .route import Request, Route
 
@@ -156,8 +156,11 @@ def _overwritten(call: Call, route: Route, result: ShapedArray) -> int | None:
 
 
 def _kept(value: ir.Value) -> bool:
-    """Whether a value is an argument of the whole program that the caller does not donate."""
-    if not isinstance(value.owner, ir.Block):
+    """Whether a value is an argument of the whole program that the caller does not donate.
+
+    A shard's program is no caller's: XLA puts it in the place of a call.
+    """
+    if lowers_shard() or not isinstance(value.owner, ir.Block):
         return False
     function = value.owner.owner
     names = function.attributes
