@@ -17,7 +17,7 @@ from support.random_programs import writer_of
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.interop import fuse_jaxpr
 
-PROGRAMS = int(os.environ.get("JAX_HOPPER_GEMM_PROGRAMS", 20))
+PROGRAMS = int(os.environ.get("JAX_HOPPER_GEMM_PROGRAMS", 10))
 EPSILON = 2.0**-8  # of bfloat16
 
 
