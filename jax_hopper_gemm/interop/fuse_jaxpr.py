@@ -221,8 +221,8 @@ def refusals(equations: Sequence[Any], results: Sequence[Any]) -> dict[int, str]
     return reasons
 
 
-def saved_us(equation: Any) -> float | None:
-    """Returns what an epilogue in a kernel is expected to save; None: no kernel computes it."""
+def saved_us(equation: Any) -> float:
+    """Returns what an epilogue in a kernel is expected to save; 0 where no kernel computes it."""
     request, params = request_of(equation), equation.params
     count = len(params["jaxpr"].in_avals) - (len(equation.invars) - 1 - params["num_b"])
     product = params["jaxpr"].in_avals[0]
@@ -231,7 +231,7 @@ def saved_us(equation: Any) -> float | None:
     atoms = (*equation.invars[1 + params["num_b"] :], *equation.outvars)
     moved = stored + sum(_bytes(x.aval) for x in atoms)
     times = expected_us(request, (bare,) * params["num_b"], moved, 0, current_device())
-    return None if isinstance(times, str) else times[1] - times[0]
+    return 0.0 if isinstance(times, str) else times[1] - times[0]
 
 
 def _ns(route: Route, device: Device) -> float:

@@ -193,7 +193,7 @@ def _products_in(
 def _taken(program: Program, equation: Any, refusal: str | None) -> FoundProduct:
     product = equation.params["product"]
     explanation = explanation_of(TracedProduct(program, equation), product.options.implementation)
-    saved, fused = None, ""
+    saved, fused = 0.0, ""
     if equation.primitive is hopper_fused_p and explanation.path == "hopper":
         saved, fused = saved_us(equation), f"fused: {explanation.epilogue}"
     elif refusal:
@@ -201,7 +201,7 @@ def _taken(program: Program, equation: Any, refusal: str | None) -> FoundProduct
     return FoundProduct(
         explanation.product, source_info_util.summarize(equation.source_info), (), True,
         explanation.path, explanation.reason, explanation, _flops(request_of(equation)), fused,
-        saved or 0.0,
+        saved,
     )  # fmt: skip
 
 
