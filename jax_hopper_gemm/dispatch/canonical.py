@@ -108,7 +108,7 @@ def as_gemm(
     subscripts: Subscripts,
     lhs_shape: Sequence[int],
     rhs_shape: Sequence[int],
-    ab_dtype: str,
+    dtypes: tuple[str, str],
     d_dtype: str,
     epilogue: EpilogueGraph | None = None,
     operands: Sequence[str] = (),
@@ -120,7 +120,8 @@ def as_gemm(
         stands in at least two of the three; but one of extent 2, in the right operand alone,
         tells gate from up in a product with two right operands ("mk,kcn->mn").
       lhs_shape, rhs_shape: extents, by the letters of the operands.
-      ab_dtype, d_dtype, epilogue: as in `GemmProblem`.
+      dtypes: those of the operands.
+      d_dtype, epilogue: as in `GemmProblem`.
       operands: for each operand of the epilogue, the letters of the result that it varies along,
         in the order of its axes.
 
@@ -134,8 +135,9 @@ def as_gemm(
         operand_layout(operand.kind, *(x.along(FIRST_OPERAND + j) for x in (i.m, i.n, i.batch)))
         for j, operand in enumerate(graph_operands)
     )
+    a_dtype, b_dtype = dtypes[::-1] if i.swap_ab else dtypes
     problem = GemmProblem(
-        i.m.extent, i.n.extent, i.k.extent, i.batch.extent, ab_dtype, ab_dtype, d_dtype,
+        i.m.extent, i.n.extent, i.k.extent, i.batch.extent, a_dtype, b_dtype, d_dtype,
         a=strided_layout("m", i.m.along(A), i.k.along(A), i.batch.along(A)),
         b=strided_layout("n", i.n.along(B), i.k.along(B), i.batch.along(B)),
         d=strided_layout("n", i.n.along(D), i.m.along(D), i.batch.along(D)),
@@ -296,7 +298,7 @@ def as_grouped_gemm(
     subscripts: Subscripts,
     lhs_shape: Sequence[int],
     rhs_shape: Sequence[int],
-    ab_dtype: str,
+    dtypes: tuple[str, str],
     d_dtype: str,
     groups: GroupedAxis,
     epilogue: EpilogueGraph | None = None,
@@ -306,7 +308,7 @@ def as_grouped_gemm(
 
     Args:
       subscripts: one of the forms; the axes of weights may be in another order.
-      lhs_shape, rhs_shape, ab_dtype, d_dtype, epilogue: as in `as_gemm`.
+      lhs_shape, rhs_shape, dtypes, d_dtype, epilogue: as in `as_gemm`.
       groups: the grouped axis, that of the form.
       operands: for each operand of the epilogue, the letters of "gmn" (rows) or "gkn" that it
         varies along, in the order of its axes; "g" alone or before "n" is an entry a group.
@@ -336,7 +338,7 @@ def as_grouped_gemm(
         if operand.kind in ("matrix", "column") and groups.axis == "m" and "g" in labels:
             raise NotAGemm(f"a {operand.kind} that the epilogue reads has an entry for each group")
     problem = GemmProblem(
-        rows, n, contracted, count, ab_dtype, ab_dtype, d_dtype, a, b, d,
+        rows, n, contracted, count, *dtypes, d_dtype, a, b, d,
         epilogue=epilogue,
         operands=tuple(layouts),
         up_offset=up_offset(subscripts, rhs_shape, gate_up_letter(subscripts)),

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from .dtypes import DTYPES, OPERANDS, RESULTS, one_of
+from .dtypes import DTYPES, OPERANDS, QUANTIZED, RESULTS, multiply, names, one_of, results_of
 from .epilogue_checks import epilogue_registers, graph_violations
 from .problem import VarlenAxis
 from .spec import (
+    PROMOTION_K,
     SMEM_BARRIERS,
     SMEM_LIMIT,
     SWIZZLE_BYTES,
@@ -63,12 +64,15 @@ def violations(spec: GemmSpec) -> list[str]:
 
 def type_violations(t: ProblemType) -> Iterator[str]:
     """Yields every reason why there is no kernel for a type of problems."""
-    if t.a_dtype != t.b_dtype:
-        yield f"A is {t.a_dtype} and B {t.b_dtype}: cast one to the other's dtype"
-    elif t.a_dtype not in OPERANDS:
+    if t.a_dtype == t.b_dtype and t.a_dtype not in OPERANDS:
         yield f"A and B are {t.a_dtype}: cast them to {one_of(OPERANDS)}"
-    if t.d_dtype not in RESULTS:
-        yield f"D is {t.d_dtype}: ask for {one_of(RESULTS)}"
+    elif not multiply(t.a_dtype, t.b_dtype):
+        yield f"A is {t.a_dtype} and B {t.b_dtype}: cast one to the other's dtype"
+    results = results_of(t.a_dtype) if t.a_dtype in OPERANDS else RESULTS
+    if t.d_dtype not in results + (QUANTIZED if t.epilogue else ()):
+        yield f"D is {t.d_dtype}: ask for {one_of(results)}"
+    if t.promoted and t.a_dtype in OPERANDS and not DTYPES[t.a_dtype].promoted_algorithm:
+        yield f"sums of {t.a_dtype} have all digits already: promote none"
     yield from _major_violations("A", "MK", t.a_dtype, t.a_major)
     yield from _major_violations("B", "NK", t.b_dtype, t.b_major)
     broken = [*graph_violations(t.epilogue)] if t.epilogue else []
@@ -77,6 +81,9 @@ def type_violations(t: ProblemType) -> Iterator[str]:
         first = t.epilogue.matrices[0].dtype
         if first != t.d_dtype:
             yield f"D is {t.d_dtype}, the epilogue's first result {first}"
+        sums = {result.dtype for result in t.epilogue.matrices} & set(names("sum"))
+        for dtype in sorted(sums - {a and a.accumulator for a in (DTYPES.get(t.a_dtype),)}):
+            yield f"accumulators of {t.a_dtype} are stored as {dtype}: convert the product instead"
     if t.grouped not in (None, "m", "k"):
         yield f"groups cut the axis {t.grouped!r}, not 'm' or 'k'"
         return
@@ -134,6 +141,8 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
         row = SWIZZLE_BYTES // s.a_itemsize
         if s.tile_k not in (row, 2 * row):
             yield f"tile_k {s.tile_k} is not {row} or {2 * row}"
+        elif s.promoted and s.tile_k != PROMOTION_K:
+            yield f"tile_k {s.tile_k} of promoted accumulators is not {PROMOTION_K}"
     if (s.cluster_m, s.cluster_n) not in CLUSTERS:
         clusters = one_of(tuple(f"{m}x{n}" for m, n in CLUSTERS))
         yield f"cluster {s.cluster_m}x{s.cluster_n} is not {clusters}"

@@ -28,7 +28,7 @@ class MatrixLayout:
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """D[l, m, n] = sum over k of A[l, m, k] * B[l, k, n], accumulated in float32.
+    """D[l, m, n] = sum over k of A[l, m, k] * B[l, k, n], accumulated in float32, int8 in int32.
 
     In a grouped product A and D (axis "m") or A and B (axis "k") are one matrix each, in place of
     l; in the sum, l is the group of a row (axis "m") or of k.
@@ -57,19 +57,20 @@ class GemmProblem:
     # of the stack stands for the nearest. `l` is 1, the operand's batch stride that of the stack.
     indexed: Literal["a", "b"] | None = None
     stack: int = 1  # matrices of that stack
+    promoted: bool = False  # as in `GemmSpec`
 
     @classmethod
     def dense(
         cls, m: int, n: int, k: int, l: int = 1, *,  # noqa: E741
         a_major: Major = "k", b_major: Major = "n", dtype: str = "bfloat16",
-        d_dtype: str | None = None,
+        b_dtype: str | None = None, d_dtype: str | None = None,
     ) -> GemmProblem:  # fmt: skip
         """Returns the problem for compact operands: A and B batched like D, no padding.
 
-        `dtype` is that of A and B, and of D unless that has another.
+        `dtype` is that of A and B, unless B has another, and of D unless that has another.
         """
         return cls(
-            m, n, k, l, dtype, dtype, d_dtype or dtype,
+            m, n, k, l, dtype, b_dtype or dtype, d_dtype or dtype,
             a=MatrixLayout(a_major, k if a_major == "k" else m, m * k),
             b=MatrixLayout(b_major, n if b_major == "n" else k, k * n),
             d=MatrixLayout("n", n, m * n),

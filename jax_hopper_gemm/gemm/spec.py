@@ -22,6 +22,7 @@ GROUPED_MAILBOX_BYTES = 144  # three slots of a tile and their barriers
 SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbox
 TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
+PROMOTION_K = 128  # elements of K after which `promoted` accumulators are added up
 
 WarpSchedule = Literal["cooperative", "pingpong"]
 TileScheduler = Literal["single", "static", "dynamic"]
@@ -85,11 +86,18 @@ class GemmSpec:
     grouped: VarlenAxis | None = None  # the axis that is cut into groups, see `GroupedAxis`
     gathered: Literal["a", "b"] | None = None  # the operand whose rows are picked by indices
     indexed: Literal["a", "b"] | None = None  # the operand that is one matrix of a stack
+    # Whether the tensor cores' sums, of few digits, are added up in float32 each `PROMOTION_K` of K
+    promoted: bool = False
 
     @property
     def graph(self) -> EpilogueGraph:
         """The epilogue; where there is none, the graph that says so."""
         return self.epilogue or plain_graph(self.d_dtype)
+
+    @property
+    def acc_dtype(self) -> str:
+        """The dtype of accumulators."""
+        return DTYPES[self.a_dtype].accumulator
 
     @property
     def d_tile_n(self) -> int:
@@ -119,8 +127,8 @@ class GemmSpec:
 
     @property
     def acc_registers(self) -> int:
-        """float32 accumulators of one math thread."""
-        return self.rows_per_warpgroup * self.tile_n // 128
+        """Accumulators of one math thread; `promoted` ones are there twice."""
+        return (1 + self.promoted) * self.rows_per_warpgroup * self.tile_n // 128
 
     @property
     def threads(self) -> int:
@@ -249,6 +257,8 @@ class GemmSpec:
             kind += f"_gather_{self.gathered}"
         if self.indexed:
             kind += f"_index_{self.indexed}"
+        if self.promoted:
+            kind += "_promoted"
         return (
             f"jhg_{kind}_{dtypes}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
@@ -292,6 +302,7 @@ class ProblemType:
     grouped: VarlenAxis | None = None
     gathered: Literal["a", "b"] | None = None
     indexed: Literal["a", "b"] | None = None
+    promoted: bool = False
 
     @classmethod
     def of(cls, problem: GemmProblem) -> ProblemType:
@@ -300,7 +311,7 @@ class ProblemType:
         grouped, gathered = (p.groups.axis, p.groups.gathered) if p.groups else (None, None)
         return cls(
             p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
-            p.indexed,
+            p.indexed, p.promoted,
         )  # fmt: skip
 
     @classmethod
@@ -311,7 +322,7 @@ class ProblemType:
     @property
     def plain(self) -> ProblemType:
         """The same of the product that a measured table holds."""
-        return replace(self, epilogue=None, gathered=None, indexed=None)
+        return replace(self, epilogue=None, gathered=None, indexed=None, promoted=False)
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,8 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
     if fusion:
         graph = fusion.graph
         d_dtype = graph.matrices[0].dtype if graph.matrices else request.lhs_dtype
-    operands = request.lhs_shape, request.rhs_shape, request.lhs_dtype, d_dtype
+    dtypes = request.lhs_dtype, request.rhs_dtype
+    operands = request.lhs_shape, request.rhs_shape, dtypes, d_dtype
     if request.groups:
         return as_grouped_gemm(request.subscripts, *operands, request.groups, graph, labels)
     gemm = as_gemm(request.subscripts, *operands, graph, labels)

@@ -26,6 +26,7 @@ is made in the role that uses it, and no value of the GPU is kept in a producer 
 """
 
 from .gather import GatherProducer
+from .promoted import PromotedConsumer
 from .ss import SharedConsumer
 from .tma import PairedB, TmaOperand, TmaProducer
 
@@ -40,8 +41,8 @@ PRODUCERS = {
     "a": lambda spec: GatherProducer(spec, _b(spec)),
     "b": lambda spec: GatherProducer(spec, TmaOperand(spec, "a")),
 }
-# Where wgmma reads A and B: "ss" has both in shared memory.
-CONSUMERS = {"ss": SharedConsumer}
+# By whether accumulators are promoted; wgmma reads both operands in shared memory.
+CONSUMERS = {False: SharedConsumer, True: PromotedConsumer}
 
 
 def make_producer(spec):
@@ -50,4 +51,4 @@ def make_producer(spec):
 
 def make_consumer(spec, producer, atom_layout_m):
     """Returns the consumer of the stages; `atom_layout_m` warpgroups share a tile's rows."""
-    return CONSUMERS["ss"](spec, atom_layout_m, producer.before_read)
+    return CONSUMERS[spec.promoted](spec, atom_layout_m, producer.before_read)
