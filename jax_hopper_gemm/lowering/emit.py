@@ -29,7 +29,7 @@ from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from ..launch.plan import LaunchPlan
 from . import fallback
-from .call import GATHERED, INDEXED, MAX_SMS, PRODUCT, SPANS, Call
+from .call import GATHERED, INDEXED, MAX_SMS, PRODUCT, PROMOTED, SPANS, Call
 from .devices import devices_of, lowers_shard, with_partitions
 from .register import lower_jaxpr
 from .route import Request, Route
@@ -91,7 +91,10 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     )
     results = list[Any](results)[: len(outputs)]
     if route.fusion is None:
-        _mark_product(results[0].owner, call.request, swap_ab=route.gemm.swap_ab)
+        problem = route.gemm.problem
+        _mark_product(
+            results[0].owner, call.request, swap_ab=route.gemm.swap_ab, promoted=problem.promoted
+        )
         return mark_limit(call, results)
     assert call.request.function
     varying = [_varying_like(call.request.function.in_avals[0], x) for x in outputs]
@@ -194,7 +197,9 @@ def launch_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) ->
     }
 
 
-def _mark_product(operation: Any, request: Request, *, swap_ab: bool) -> None:
+def _mark_product(
+    operation: Any, request: Request, *, swap_ab: bool, promoted: bool
+) -> None:
     """Says of a launch which bare product it holds, its operands in their order."""
     subscripts, groups = request.subscripts, request.groups
     words = {PRODUCT: str(subscripts.swapped() if swap_ab else subscripts)}
@@ -202,6 +207,8 @@ def _mark_product(operation: Any, request: Request, *, swap_ab: bool) -> None:
         words[SPANS] = ",".join(map(str, astuple(groups.rule)))
         if groups.gathered:
             words[GATHERED] = groups.gathered
+    if promoted:
+        words[PROMOTED] = "float32"
     if request.indexed:
         words[INDEXED] = "a" if (request.indexed == "a") != swap_ab else "b"
     for name, word in words.items():

@@ -24,7 +24,7 @@ from ..dispatch.canonical import (
 from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
-from ..gemm.dtypes import DTYPES, OPERANDS, short_name
+from ..gemm.dtypes import DTYPES, OPERANDS, multiply, short_name
 from ..gemm.groups import GROUP, GroupedAxis, gate_up_letter, is_varlen_k
 from ..gemm.product import Options
 from ..gemm.spec import GemmSpec, RasterOrder
@@ -187,8 +187,11 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
     dtypes = request.lhs_dtype, request.rhs_dtype
     operands = request.lhs_shape, request.rhs_shape, dtypes, d_dtype
     if request.groups:
-        return as_grouped_gemm(request.subscripts, *operands, request.groups, graph, labels)
-    gemm = as_gemm(request.subscripts, *operands, graph, labels)
+        gemm = as_grouped_gemm(request.subscripts, *operands, request.groups, graph, labels)
+    else:
+        gemm = as_gemm(request.subscripts, *operands, graph, labels)
+    if _is_promoted(request):
+        gemm = replace(gemm, problem=replace(gemm.problem, promoted=True))
     return _in_stack(gemm, request) if request.indexed else gemm
 
 
@@ -289,22 +292,35 @@ def _request_violation(request: Request) -> str | None:
     """Returns why no kernel can serve a product that no `GemmProblem` can express."""
     if not all(isinstance(extent, int) for extent in request.lhs_shape + request.rhs_shape):
         return "an extent is symbolic; a kernel is launched for extents that are known"
-    if request.lhs_dtype != request.rhs_dtype:
-        return (
-            f"the operands are {request.lhs_dtype} and {request.rhs_dtype}; "
-            "kernels take two operands of one dtype"
-        )
+    dtypes = request.lhs_dtype, request.rhs_dtype
+    if dtypes[0] != dtypes[1] and not multiply(*dtypes):
+        return f"the operands are {' and '.join(dtypes)}; kernels take two operands of one dtype"
     precision = request.options.precision
     if precision is None or isinstance(precision, tuple | Precision):
         return None
     # Products of two operands are exact in float32, where the kernels add them: no `Precision`
-    # asks for more, and the dtype's algorithm asks for just that.
+    # asks for more, and the dtype's algorithms ask for just that.
     if precision == DotAlgorithmPreset.DEFAULT:
         return None
-    if request.lhs_dtype in OPERANDS:
-        if precision == DotAlgorithmPreset[DTYPES[request.lhs_dtype].algorithm]:
+    if dtypes[0] in OPERANDS:
+        row = DTYPES[dtypes[0]]
+        if getattr(precision, "name", None) in (row.algorithm, row.promoted_algorithm):
             return None
-    return f"precision is {precision}; kernels for {request.lhs_dtype} accumulate in float32"
+    return f"precision is {precision}; kernels for {dtypes[0]} accumulate in float32"
+
+
+def _is_promoted(request: Request) -> bool:
+    """Whether a product of 8-bit floats keeps all digits of float32 in its sums.
+
+    As XLA has it: any `Precision` but the default asks for that, and an algorithm by its name.
+    """
+    row, precision = DTYPES.get(request.lhs_dtype), request.options.precision
+    if row is None or not row.promoted_algorithm or precision is None:
+        return False
+    if isinstance(precision, DotAlgorithmPreset):
+        return precision.name == row.promoted_algorithm
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    return any(x not in (None, Precision.DEFAULT) for x in precisions)
 
 
 def current_device(candidates: Sequence[Any] = ()) -> dispatch.Device:
