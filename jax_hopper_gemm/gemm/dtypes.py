@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# operand: of a product. result: a matrix that a kernel stores. quantized: the same, of numbers that
-# an epilogue casts. sum: the same, of accumulators as they are. epilogue: what one reads or computes
-# with. index: sizes of groups, indices of rows and of a matrix in a stack, of a top-k.
+# operand: of a product. result: a matrix that a kernel stores. quantized: the same, of numbers
+# that it casts to 8 bits. sum: the same, of accumulators as they are. epilogue: what one reads or
+# computes with. index: sizes of groups, indices of rows and of a matrix in a stack, of a top-k.
 Role = Literal["operand", "result", "quantized", "sum", "epilogue", "index"]
 
 MMA_BYTES = 32  # of K that one wgmma multiplies, whatever the dtype
@@ -91,11 +91,10 @@ def results_of(operand: str) -> tuple[str, ...]:
 
     Sums of integers wrap where JAX casts them to int8: XLA does that.
     """
-    if DTYPES[operand].accumulator not in RESULTS:
-        return (*RESULTS, DTYPES[operand].accumulator)
-    return (*RESULTS, *(name for name in QUANTIZED if DTYPES[name].digits)) if (
-        operand in QUANTIZED
-    ) else RESULTS
+    row = DTYPES[operand]
+    if row.accumulator not in RESULTS:
+        return (*RESULTS, row.accumulator)
+    return RESULTS + tuple(name for name in QUANTIZED if DTYPES[name].mma == row.mma)
 
 
 def one_of(dtypes: tuple[str, ...]) -> str:

@@ -63,14 +63,14 @@ class GemmProblem:
     def dense(
         cls, m: int, n: int, k: int, l: int = 1, *,  # noqa: E741
         a_major: Major = "k", b_major: Major = "n", dtype: str = "bfloat16",
-        b_dtype: str | None = None, d_dtype: str | None = None,
+        d_dtype: str | None = None,
     ) -> GemmProblem:  # fmt: skip
         """Returns the problem for compact operands: A and B batched like D, no padding.
 
-        `dtype` is that of A and B, unless B has another, and of D unless that has another.
+        `dtype` is that of A and B, and of D unless that has another.
         """
         return cls(
-            m, n, k, l, dtype, b_dtype or dtype, d_dtype or dtype,
+            m, n, k, l, dtype, dtype, d_dtype or dtype,
             a=MatrixLayout(a_major, k if a_major == "k" else m, m * k),
             b=MatrixLayout(b_major, n if b_major == "n" else k, k * n),
             d=MatrixLayout("n", n, m * n),

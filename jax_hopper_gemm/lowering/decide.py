@@ -57,7 +57,7 @@ def decide(
             break
     form, chosen = forms[len(routes) - 1], routes[-1]
     if not chosen.supported:
-        form, chosen = next(pair for pair in zip(forms, routes, strict=True) if pair[0] == Form(request))
+        form, chosen = Form(request), routes[forms.index(Form(request))]
     reason = chosen.reason
     if len(routes) > 1 and chosen.path == "hopper":
         reason = f"{reason}; XLA {_written_first(forms[0], form)}: {routes[0].reason}"
@@ -65,7 +65,7 @@ def decide(
 
 
 def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
-    """Returns what a kernel may be asked for, the product itself among it: what writes least first."""
+    """Returns what a kernel may be asked for, what writes least first; also the product itself."""
     through = _stored(request, origins) or Form(request)
     in_place = _gathering(_indexing(through, origins), origins)
     forms: list[Form] = []

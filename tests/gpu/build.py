@@ -27,7 +27,7 @@ import jax
 import nnx_step
 import notebook_block
 from moe_programs import moe_specs
-from support import random_grouped, random_products, training_step
+from support import eight_bit, random_grouped, random_products, training_step
 from support.fused_programs import FUSED_PROGRAMS
 from support.grouped_programs import GROUPED_PROGRAMS
 from support.mesh_programs import mesh_specs
@@ -35,6 +35,7 @@ from support.operations import operation_specs
 from support.policies import (
     chosen_epilogue_specs,
     covering_specs,
+    eight_bit_specs,
     epilogue_covering_specs,
     grouped_covering_specs,
     stacked_specs,
@@ -59,6 +60,7 @@ def main() -> int:
         action="store_true",
         help="only those of mixtures of experts, on one GPU and several",
     )
+    parser.add_argument("--eight-bit", action="store_true", help="only those of operands of 8 bits")
     parser.add_argument(
         "--overlap", action="store_true", help="only those of collective products, on several GPUs"
     )
@@ -66,6 +68,7 @@ def main() -> int:
     jax.config.update("jax_num_cpu_devices", 2)  # over which XLA partitions programs
     specs = moe_specs() if arguments.moe else all_specs()
     specs = overlap_specs() if arguments.overlap else specs
+    specs = [*eight_bit_specs(), *eight_bit.specs()] if arguments.eight_bit else specs
     report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
     print(report)
     return 1 if report.failures else 0
@@ -95,6 +98,8 @@ def all_specs() -> list[GemmSpec]:
                 *(spec for axis in notebook_block.MESHES for spec in notebook_block.specs(axis)),
                 *transformation_specs(),
                 *overlap_specs(),
+                *eight_bit_specs(),
+                *eight_bit.specs(),
             )
         )
     )

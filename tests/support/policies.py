@@ -15,7 +15,7 @@ from functools import cache
 
 from support.buildable import epilogue_specs
 from support.covering import covering_subset
-from support.graphs import STANDARD
+from support.graphs import EIGHT_BIT, STANDARD
 
 from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.gemm.dtypes import RESULTS
@@ -83,6 +83,27 @@ GROUPED_CHOICES: tuple[dict[str, tuple], ...] = (
     },
 )  # fmt: skip
 
+GRAPHS = STANDARD | EIGHT_BIT
+
+# The same of operands of 8 bits, which lie along K; D may have 8 bits, too.
+_F8 = ("float8_e4m3fn", "float8_e5m2")
+_OF_8_BITS = {
+    "ab_dtype": (*_F8, _F8, _F8[::-1], "int8"),
+    "d_dtype": (*RESULTS, *_F8, "int32"),
+    "a_major": ("k",), "b_major": ("k",), "tile_k": (128, 256), "promoted": (False, True),
+    "tile_n": (16, 48, 96, 128, 160, 192, 256), "num_stages": (2, 3, 5), "epi_stages": (2, 3),
+}  # fmt: skip
+EIGHT_BIT_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, **_OF_8_BITS},
+    {
+        **EPILOGUE_CHOICES,
+        **_OF_8_BITS,
+        "d_dtype": (*RESULTS, *_F8, "int8", "int32"),
+        "epilogue": ("bias_gelu_saved", "residual", "everything", "planes", "router", *EIGHT_BIT),
+    },
+    {**CHOICES, **_OF_ROWS, **_OF_8_BITS, "gathered": (None,)},
+)
+
 _ATTEMPTS = 400  # random completions tried before a pair counts as impossible
 
 
@@ -110,6 +131,12 @@ def epilogue_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
 def grouped_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns legal grouped specs in which each pair of choices that any such spec has occurs."""
     return tuple(spec for choices in GROUPED_CHOICES for spec in _covering(choices, seed))
+
+
+@cache
+def eight_bit_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns legal specs of 8-bit operands in which each pair that any such spec has occurs."""
+    return tuple(spec for choices in EIGHT_BIT_CHOICES for spec in _covering(choices, seed))
 
 
 @cache
@@ -191,9 +218,10 @@ def pairs_of(choice: dict) -> set[frozenset]:
 def spec_of(choice: dict) -> GemmSpec:
     fields = dict(choice)
     cluster_m, cluster_n = fields.pop("cluster")
-    fields["a_dtype"] = fields["b_dtype"] = fields.pop("ab_dtype")
+    dtype = fields.pop("ab_dtype")
+    fields["a_dtype"], fields["b_dtype"] = (dtype, dtype) if isinstance(dtype, str) else dtype
     if name := fields.get("epilogue"):
-        fields["epilogue"] = STANDARD[name]
+        fields["epilogue"] = GRAPHS[name]
     return GemmSpec(**fields, cluster_m=cluster_m, cluster_n=cluster_n)
 
 
@@ -237,7 +265,7 @@ def _settle(choice: dict, fixed: dict) -> None:
 
     if "epilogue" not in choice:
         return
-    graph = STANDARD[choice["epilogue"]]
+    graph = GRAPHS[choice["epilogue"]]
     if graph.matrices:
         settle("d_dtype", graph.matrices[0].dtype)
     if not graph.loaded:

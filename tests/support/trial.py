@@ -141,7 +141,7 @@ def guarded(places: Sequence[Place], values: Sequence[np.ndarray]) -> np.ndarray
     """Returns a flat array with `values` in their places, NaNs or large integers elsewhere."""
     dtype = jnp.dtype(places[0].dtype)
     elements = max(place.end for place in places) + 2 * GUARD
-    poison = LARGE if dtype == np.int32 else POISON
+    poison = LARGE if dtype.kind == "i" else POISON
     flat = np.full(elements * dtype.itemsize, poison, np.uint8).view(dtype)
     for place, value in zip(places, values, strict=True):
         place.view(flat[GUARD:])[:] = value

@@ -1,9 +1,9 @@
 """Casts of float32 to 8 bits, as `jax.numpy.astype` does them.
 
-    float8_e4m3fn   to nearest, even of two; NaN beyond 464, where 480 would be next, as it is no
-                    number of the type
-    float8_e5m2     to nearest, even of two; infinite from 61440
-    int8            towards zero; -128 and 127 beyond; NaN is 0
+float8_e4m3fn   to nearest, even of two; NaN beyond 464, where 480 would be next, as it is no
+                number of the type
+float8_e5m2     to nearest, even of two; infinite from 61440
+int8            towards zero; -128 and 127 beyond; NaN is 0
 """
 
 import cutlass
@@ -15,7 +15,9 @@ from cutlass.cutlass_dsl import select_
 
 _LARGEST_E4M3 = 464.0  # that is rounded to a number
 _SMALLEST_INFINITE_E5M2 = 61440.0
-_CONVERT = "{.reg .b16 pair; cvt.rn.satfinite.%sx2.f32 pair, {$r1}, {$r0}; cvt.u32.u16 {$w0}, pair;}"
+_CONVERT = (
+    "{.reg .b16 pair; cvt.rn.satfinite.%sx2.f32 pair, {$r1}, {$r0}; cvt.u32.u16 {$w0}, pair;}"
+)
 _WIDEN = (
     "{.reg .b16 pair, low, high; .reg .b32 wide; cvt.u16.u32 pair, {$r0};"
     " cvt.rn.f16x2.%sx2 wide, pair; mov.b32 {low, high}, wide; cvt.f32.f16 {$w0}, low;}"
