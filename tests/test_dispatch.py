@@ -23,7 +23,7 @@ from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, RASTER_ORDERS
 from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate, memory_bytes, roofline_ns
 from jax_hopper_gemm.dispatch.layout_legality import MAX_EXTENT
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.gemm.dtypes import OPERANDS
+from jax_hopper_gemm.gemm.dtypes import HALVES
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major
@@ -42,7 +42,7 @@ def random_problem(random: Random) -> GemmProblem:
             [random.randint(1, 9000), 8 * random.randint(1, 1125), 2 ** random.randint(0, 13)]
         )
 
-    dtype = random.choice(OPERANDS)
+    dtype = random.choice(HALVES)
     return GemmProblem.dense(
         extent(), extent(), extent(), random.choice([1, 1, 1, 2, 7]),
         a_major=random.choice(A_MAJORS), b_major=random.choice(B_MAJORS),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from ..gemm.dtypes import DTYPES
+from ..gemm.dtypes import DTYPES, HALVES, RESULTS
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.legality import GATHERABLE, type_violations, violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
@@ -37,7 +37,7 @@ LOAD_STAGES = 4  # of the epilogue's matrices: they hide the memory's latency be
 MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory bandwidth
 
 # Dtypes of operands and results. Kernels of others are built when they are first needed.
-BUILT_AHEAD = tuple(product(("bfloat16", "float16"), ("bfloat16", "float16", "float32")))
+BUILT_AHEAD = tuple(product(HALVES, RESULTS))
 
 LARGE_TILE = 128 * 192  # elements of D: those whose CTAs must not wait for one another
 

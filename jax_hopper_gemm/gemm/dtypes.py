@@ -79,6 +79,7 @@ def names(role: Role) -> tuple[str, ...]:
 
 OPERANDS, RESULTS, EPILOGUE = names("operand"), names("result"), names("epilogue")
 QUANTIZED = names("quantized")
+HALVES = tuple(name for name in OPERANDS if DTYPES[name].itemsize == 2)
 
 
 def multiply(a: str, b: str) -> bool:

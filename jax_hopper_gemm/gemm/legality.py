@@ -174,6 +174,8 @@ def _epilogue_tile_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"epi_tile_n {s.epi_tile_n} is not 16, 32 or 64 dividing {columns} columns"
     if s.epi_tile_n < 32 and any(o.dtype == "bool" for o in graph.operands):
         yield f"epi_tile_n {s.epi_tile_n} is under 32, too narrow for a bool operand"
+    if s.epi_tile_n < 32 and any(DTYPES[r.dtype].itemsize == 1 for r in graph.matrices):
+        yield f"epi_tile_n {s.epi_tile_n} is under 32, too narrow for a result of 8 bits"
     if s.epi_load_stages < 2 if graph.loaded else s.epi_load_stages:
         yield (
             f"epi_load_stages {s.epi_load_stages}, of an epilogue that loads {len(graph.loaded)} "
