@@ -194,7 +194,9 @@ def write_table(table: Table, path: str | os.PathLike[str]) -> None:
 
 _KEY_FIELDS = {field.name for field in fields(Key)}
 # Entries are for plain products.
-_OMITTED = {"epilogue", "epi_load_stages", "gathered", "indexed", "promoted"}
+_OMITTED = {
+    "epilogue", "epi_load_stages", "gathered", "indexed", "promoted", "a_block", "b_block"
+}  # fmt: skip
 _SPEC_FIELDS = {field.name for field in fields(GemmSpec)} - _KEY_FIELDS - _OMITTED
 _ENTRY_FIELDS = _KEY_FIELDS | {"prefer", "kernel", "raster_order", "kernel_us", "xla_us"}
 

@@ -13,6 +13,7 @@ from .dtypes import DTYPES, OPERANDS, QUANTIZED, RESULTS, multiply, names, one_o
 from .epilogue_checks import epilogue_registers, graph_violations
 from .problem import VarlenAxis
 from .spec import (
+    BLOCKS,
     PROMOTION_K,
     SMEM_BARRIERS,
     SMEM_LIMIT,
@@ -69,10 +70,15 @@ def type_violations(t: ProblemType) -> Iterator[str]:
     elif not multiply(t.a_dtype, t.b_dtype):
         yield f"A is {t.a_dtype} and B {t.b_dtype}: cast one to the other's dtype"
     results = results_of(t.a_dtype) if t.a_dtype in OPERANDS else RESULTS
+    if t.promoted:
+        results = tuple(name for name in results if name not in names("sum"))
     if t.d_dtype not in results + (QUANTIZED if t.epilogue else ()):
         yield f"D is {t.d_dtype}: ask for {one_of(results)}"
-    if t.promoted and t.a_dtype in OPERANDS and not DTYPES[t.a_dtype].promoted_algorithm:
-        yield f"sums of {t.a_dtype} have all digits already: promote none"
+    if t.promoted and not t.a_block and t.a_dtype in OPERANDS:
+        if not DTYPES[t.a_dtype].promoted_algorithm:
+            yield f"sums of {t.a_dtype} have all digits already: promote none"
+    if t.a_block or t.b_block:
+        yield from _block_violations(t)
     yield from _major_violations("A", "MK", t.a_dtype, t.a_major)
     yield from _major_violations("B", "NK", t.b_dtype, t.b_major)
     broken = [*graph_violations(t.epilogue)] if t.epilogue else []
@@ -104,6 +110,21 @@ def type_violations(t: ProblemType) -> Iterator[str]:
             "K is cut into groups, so A must be stored (K, M) and B (K, N): copy what is stored "
             "otherwise"
         )
+
+
+def _block_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why no kernel multiplies blocks of 128 along K by scales of their own."""
+    if DTYPES[t.a_dtype].itemsize != 1:
+        yield f"blocks of {t.a_dtype} have scales: kernels scale blocks of 8-bit operands"
+    for operand, block in (("A", t.a_block), ("B", t.b_block)):
+        if block not in BLOCKS:
+            yield f"blocks of {operand} have {block} lines, not {one_of(tuple(map(str, BLOCKS)))}"
+    if not t.promoted:
+        yield "block scales are multiplied in where accumulators are promoted: promote them"
+    if t.epilogue and t.epilogue.accumulators > 1:
+        yield "a product with two B's has block scales: multiply one after the other"
+    if t.grouped and (t.grouped, t.a_block) != ("m", 1):
+        yield "groups begin within blocks of A: take blocks of one row, or copy it"
 
 
 def _major_violations(operand: str, axes: str, dtype: str, major: str) -> Iterator[str]:

@@ -27,6 +27,18 @@ class MatrixLayout:
 
 
 @dataclass(frozen=True)
+class BlockScales:
+    """float32 scales of an operand: one for each 128 of K of a block of rows of A, columns of B.
+
+    They are stored (L, blocks along K, blocks), the last axis contiguous.
+    """
+
+    block: int  # rows or columns that share a scale: 1 or 128
+    k_stride: int  # elements from a block of K to the next
+    batch_stride: int = 0
+
+
+@dataclass(frozen=True)
 class GemmProblem:
     """D[l, m, n] = sum over k of A[l, m, k] * B[l, k, n], accumulated in float32, int8 in int32.
 
@@ -58,6 +70,8 @@ class GemmProblem:
     indexed: Literal["a", "b"] | None = None
     stack: int = 1  # matrices of that stack
     promoted: bool = False  # as in `GemmSpec`
+    a_scales: BlockScales | None = None  # both operands have some, or none
+    b_scales: BlockScales | None = None
 
     @classmethod
     def dense(

@@ -23,6 +23,7 @@ SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbo
 TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
 PROMOTION_K = 128  # elements of K after which `promoted` accumulators are added up
+BLOCKS = (1, 128)  # rows of A, and columns of B, that may share a scale
 
 WarpSchedule = Literal["cooperative", "pingpong"]
 TileScheduler = Literal["single", "static", "dynamic"]
@@ -88,6 +89,9 @@ class GemmSpec:
     indexed: Literal["a", "b"] | None = None  # the operand that is one matrix of a stack
     # Whether the tensor cores' sums, of few digits, are added up in float32 each `PROMOTION_K` of K
     promoted: bool = False
+    # Rows of A, and columns of B, that share a scale for each `PROMOTION_K` of K; 0: no scales.
+    a_block: int = 0
+    b_block: int = 0
 
     @property
     def graph(self) -> EpilogueGraph:
@@ -95,9 +99,14 @@ class GemmSpec:
         return self.epilogue or plain_graph(self.d_dtype)
 
     @property
-    def acc_dtype(self) -> str:
-        """The dtype of accumulators."""
+    def sum_dtype(self) -> str:
+        """The dtype in which the tensor cores add up."""
         return DTYPES[self.a_dtype].accumulator
+
+    @property
+    def acc_dtype(self) -> str:
+        """The dtype of a tile's accumulators."""
+        return "float32" if self.promoted else self.sum_dtype
 
     @property
     def d_tile_n(self) -> int:
@@ -257,7 +266,9 @@ class GemmSpec:
             kind += f"_gather_{self.gathered}"
         if self.indexed:
             kind += f"_index_{self.indexed}"
-        if self.promoted:
+        if self.a_block:
+            kind += f"_blocks_{self.a_block}_{self.b_block}"
+        elif self.promoted:
             kind += "_promoted"
         return (
             f"jhg_{kind}_{dtypes}_{layout}"
@@ -303,6 +314,8 @@ class ProblemType:
     gathered: Literal["a", "b"] | None = None
     indexed: Literal["a", "b"] | None = None
     promoted: bool = False
+    a_block: int = 0
+    b_block: int = 0
 
     @classmethod
     def of(cls, problem: GemmProblem) -> ProblemType:
@@ -311,7 +324,7 @@ class ProblemType:
         grouped, gathered = (p.groups.axis, p.groups.gathered) if p.groups else (None, None)
         return cls(
             p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
-            p.indexed, p.promoted,
+            p.indexed, p.promoted, *(x.block if x else 0 for x in (p.a_scales, p.b_scales)),
         )  # fmt: skip
 
     @classmethod
@@ -322,7 +335,9 @@ class ProblemType:
     @property
     def plain(self) -> ProblemType:
         """The same of the product that a measured table holds."""
-        return replace(self, epilogue=None, gathered=None, indexed=None, promoted=False)
+        return replace(
+            self, epilogue=None, gathered=None, indexed=None, promoted=False, a_block=0, b_block=0
+        )
 
 
 @dataclass(frozen=True)

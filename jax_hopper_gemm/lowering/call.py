@@ -47,6 +47,7 @@ class Call:
     sizes: Any = None  # of a ragged product, what cuts its rows into groups; int32
     rows: Any = None  # where the product gathers rows of an operand, their indices; int32
     index: Any = None  # where an operand is one array of a stack in `values`, which; () int32
+    scales: tuple[Any, ...] = ()  # block scales of the left and of the right operand, if any
 
     @property
     def insists(self) -> bool:

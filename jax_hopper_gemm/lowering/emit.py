@@ -32,7 +32,7 @@ from . import fallback
 from .call import GATHERED, INDEXED, MAX_SMS, PRODUCT, PROMOTED, SPANS, Call
 from .devices import devices_of, lowers_shard, with_partitions
 from .register import lower_jaxpr
-from .route import Request, Route
+from .route import Request, Route, scale_shape
 
 
 def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
@@ -82,7 +82,7 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
         if (place := _overwritten(call, route, outputs[0])) is not None:
             aliases = {len(inputs) + place: 0}
         inputs += operands
-    values, avals = zip(*inputs, *_integers(call), strict=True)
+    values, avals = zip(*inputs, *_integers(call), *_scales(ctx, call, route), strict=True)
     workspaces = [ShapedArray((w.nbytes,), np.uint8) for w in route.plan.workspaces]
     results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
         ctx.replace(avals_in=avals, avals_out=[*outputs, *workspaces]),
@@ -90,6 +90,8 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
         **launch_attributes(route.gemm.problem, route.spec, route.plan),
     )
     results = list[Any](results)[: len(outputs)]
+    if call.request.blocks:
+        return mark_limit(call, results)
     if route.fusion is None:
         problem = route.gemm.problem
         _mark_product(
@@ -180,6 +182,34 @@ def _integers(call: Call) -> list[tuple[Any, ShapedArray]]:
     return [
         (x, ShapedArray(tuple(x.type.shape), np.dtype("int32"))) for x in arrays if x is not None
     ]
+
+
+def _scales(
+    ctx: mlir.LoweringRuleContext, call: Call, route: Route
+) -> list[tuple[Any, ShapedArray]]:
+    """Returns the block scales, in the kernel's order and as it reads them."""
+    if not call.request.blocks:
+        return []
+    assert route.gemm
+    p, inputs = route.gemm.problem, []
+    values = call.scales[::-1] if route.gemm.swap_ab else call.scales
+    for value, scales, lines in zip(values, (p.a_scales, p.b_scales), (p.m, p.n), strict=True):
+        assert scales
+        aval = ShapedArray(tuple(value.type.shape), np.dtype(np.float32))
+        shape = (*aval.shape[:-2], *scale_shape(scales.block, lines, p.k))
+        arranged = partial(_as_read, length=shape[-1])
+        lower = mlir.lower_fun(arranged, multiple_results=False)
+        out = ShapedArray(shape, aval.dtype)
+        (value,) = lower(ctx.replace(avals_in=[aval], avals_out=[out]), value)
+        inputs.append((value, out))
+    return inputs
+
+
+def _as_read(scale: jax.Array, length: int) -> jax.Array:
+    """Returns scales by blocks of K first, then by lines, with zeros up to `length`."""
+    across = jnp.swapaxes(scale, -1, -2)
+    padding = [(0, 0)] * (scale.ndim - 1) + [(0, length - across.shape[-1])]
+    return jnp.pad(across, padding)
 
 
 # What the launch says of itself.

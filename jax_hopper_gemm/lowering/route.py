@@ -25,9 +25,12 @@ from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES, OPERANDS, multiply, short_name
+from ..gemm.grid import ceil_div
 from ..gemm.groups import GROUP, GroupedAxis, gate_up_letter, is_varlen_k
+from ..gemm.legality import MAX_TILE_N
+from ..gemm.problem import BlockScales, GemmProblem
 from ..gemm.product import Options
-from ..gemm.spec import GemmSpec, RasterOrder
+from ..gemm.spec import PROMOTION_K, GemmSpec, RasterOrder
 from ..gemm.subscripts import Subscripts
 from ..launch.plan import LaunchPlan, make_plan
 
@@ -56,6 +59,9 @@ class Request:
     sizes_operand: int | None = None
     indexed: Literal["a", "b"] | None = None  # operand that is one array of a stack
     stack: int = 1  # of so many
+    # Rows of the left and of the right operand that share a scale for each 128 of K, (1 or 128);
+    # None: there are no scales.
+    blocks: tuple[int, int] | None = None
 
     @property
     def gathered(self) -> Literal["a", "b"] | None:
@@ -79,6 +85,9 @@ class Request:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)
         rhs = " and ".join([array_text(self.rhs_shape, self.rhs_dtype)] * self.num_b)
         text = f"{lhs} x {rhs} by '{self.subscripts}' into {short_name(self.out_dtype)}"
+        if self.blocks:
+            rows = " and ".join(f"{rows}x{PROMOTION_K}" for rows in self.blocks)
+            text += f", scales of blocks of {rows}"
         if self.groups:
             of = "contracted in" if is_varlen_k(self.subscripts) else "in"
             text += f", rows {of} {self.groups.matrices} groups"
@@ -190,9 +199,32 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
         gemm = as_grouped_gemm(request.subscripts, *operands, request.groups, graph, labels)
     else:
         gemm = as_gemm(request.subscripts, *operands, graph, labels)
-    if _is_promoted(request):
+    if request.blocks:
+        gemm = replace(gemm, problem=_with_scales(gemm, request.blocks))
+    elif _is_promoted(request):
         gemm = replace(gemm, problem=replace(gemm.problem, promoted=True))
     return _in_stack(gemm, request) if request.indexed else gemm
+
+
+def _with_scales(gemm: Gemm, blocks: tuple[int, int]) -> GemmProblem:
+    """Returns a problem with block scales, in arrays as `scale_shape` has them."""
+    p = gemm.problem
+    a_block, b_block = blocks[::-1] if gemm.swap_ab else blocks
+
+    def scales(block: int, lines: int) -> BlockScales:
+        along_k, length = scale_shape(block, lines, p.k)
+        return BlockScales(block, length, along_k * length)
+
+    return replace(p, promoted=True, a_scales=scales(a_block, p.m), b_scales=scales(b_block, p.n))
+
+
+def scale_shape(block: int, lines: int, k: int) -> tuple[int, int]:
+    """Returns the shape of a matrix's block scales as a kernel reads them, by 128 of K first.
+
+    Behind those of single lines there are as many more as a tile has columns.
+    """
+    length = ceil_div(lines, block)
+    return ceil_div(k, PROMOTION_K), length if block > 1 else ceil_div(length, 16) * 16 + MAX_TILE_N
 
 
 def _in_stack(gemm: Gemm, request: Request) -> Gemm:

@@ -20,6 +20,7 @@ from ..gemm.product import Implementation, Options, Preactivation, Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
+from .quantized import Quantized, is_quantized, run_quantized
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
 from .sm_limit import current_max_sms
@@ -102,16 +103,23 @@ def matmul(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     terms = {"alpha": alpha, "c": c, "beta": beta, "bias": bias, "residual": residual}
+    pair = a, b
+    a, b = (x.values if isinstance(x, Quantized) else x for x in pair)
     a, b, *arrays = checks.as_arrays("matmul", terms, a=a, b=b)
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
     checks.check_matmul(a, b, terms, activation, preferred_element_type)
     named = named_in(terms)
     steps = Steps("matmul", named, activation_function(activation), epilogue)
+    options = Options(implementation, precision, preferred_element_type, preactivation)
+    operands = tuple(terms[x] for x in named)
+    if is_quantized(*pair):
+        numbers = checks.matmul_axes(a, b)
+        named_pair = ("a", pair[0]), ("b", pair[1])
+        operands = (*operands, *epilogue_operands)
+        return run_quantized("matmul", named_pair, numbers, steps, operands, options)
     return _run(
         JaxProduct(jnp.matmul, (("out_sharding", out_sharding),)),
-        (a, b), steps, tuple(terms[x] for x in named), epilogue_operands,
-        Options(implementation, precision, preferred_element_type, preactivation),
-        checks.strong_dtype(terms.get("c")),
+        (a, b), steps, operands, epilogue_operands, options, checks.strong_dtype(terms.get("c")),
     )  # fmt: skip
 
 
@@ -149,8 +157,17 @@ def dot_general(
       TypeError: an operand is not an array, or `dimension_numbers` has another structure.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
+    pair = lhs, rhs
+    lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in pair)
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
+    if is_quantized(*pair):
+        steps = Steps("dot_general", epilogue=epilogue)
+        options = Options(implementation, precision, preferred_element_type, preactivation)
+        named_pair = ("lhs", pair[0]), ("rhs", pair[1])
+        return run_quantized(
+            "dot_general", named_pair, dimension_numbers, steps, tuple(epilogue_operands), options
+        )
     named = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
     return _run(
         JaxProduct(lax.dot_general, named),
@@ -218,6 +235,18 @@ class JaxProduct:
     def with_options(self, options: Options) -> partial[jax.Array]:
         """Returns the function of the arrays."""
         return partial(self.function, **options.of_dot(), **dict(self.named))
+
+
+def run(
+    product: JaxProduct,
+    arrays: tuple[Any, ...],
+    steps: Steps,
+    operands: tuple[Any, ...],
+    options: Options,
+) -> Any:
+    """Runs a dense product with all operands of its steps in one tuple."""
+    split = len(steps.named)
+    return _run(product, arrays, steps, operands[:split], operands[split:], options)
 
 
 def _run(

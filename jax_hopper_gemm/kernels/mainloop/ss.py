@@ -27,6 +27,7 @@ class MathView:
     acc: Any  # (wgmma, 64-row blocks, 1); of the whole tile, once it is multiplied
     sums: Any  # where wgmma adds up: `acc`, or others like it that are promoted to it
     first_row: Any  # of a tile, at which the warpgroup's first 64 rows begin
+    scales: Any  # `Scales` of A and of B; None without
 
 
 class SharedConsumer:
@@ -36,17 +37,17 @@ class SharedConsumer:
         self.spec = spec
         self.atom_layout_m = atom_layout_m  # warpgroups side by side along a tile's rows
         self.before_read = before_read  # the producer's
-        self.acc_dtype = CUTE_DTYPE[spec.acc_dtype]
+        self.acc_dtype, self.sum_dtype = CUTE_DTYPE[spec.acc_dtype], CUTE_DTYPE[spec.sum_dtype]
 
     def make_tiled_mma(self, warpgroups):
         s, mode = self.spec, cute.nvgpu.OperandMajorMode
         a_mode, b_mode = (mode.K if x == "k" else mode.MN for x in (s.a_major, s.b_major))
         return sm90.make_trivial_tiled_mma(
-            CUTE_DTYPE[s.a_dtype], CUTE_DTYPE[s.b_dtype], a_mode, b_mode, self.acc_dtype,
+            CUTE_DTYPE[s.a_dtype], CUTE_DTYPE[s.b_dtype], a_mode, b_mode, self.sum_dtype,
             (warpgroups, 1, 1), tiler_mn=(64, s.tile_n),
         )  # fmt: skip
 
-    def partition_for_math(self, stages, warpgroup):
+    def partition_for_math(self, stages, warpgroup, args):
         tiled_mma = self.make_tiled_mma(self.atom_layout_m)
         # One thread stands for its warpgroup.
         thread = warpgroup * WARPGROUP if self.atom_layout_m > 1 else 0
@@ -58,6 +59,7 @@ class SharedConsumer:
         return MathView(
             tCrA, tCrB, acc, sums,
             first_row=warpgroup * 64 if self.atom_layout_m > 1 else 0,
+            scales=args.scales,
         )  # fmt: skip
 
     def make_accumulators(self, shape):
