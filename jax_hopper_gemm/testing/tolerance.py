@@ -32,7 +32,7 @@ to as many (the same sources), so that J = ceil(K / 32) instructions err by
 
 J delta may exceed 1; each error is part of what the next instruction sums, so g / (1 - g) becomes
 (1 + delta)**J - 1. Kernels that promote accumulators sum 128 of K that way, from 0, and add the
-parts in float32: (1 + (1 + delta)**4 - 1) (1 + 2**-24)**ceil(K / 128) - 1.
+parts in float32, times the scales of blocks: (1 + delta)**4 (1 + 2**-24)**(ceil(K / 128) + 3) - 1.
 
 Products of int8 are summed without any error, and their sum is rounded once to float32.
 
@@ -76,14 +76,15 @@ def accumulation_error(k: int, summation: Summation = "wgmma", operands: str = "
       operands: dtype of a and b.
     """
     dtype = DTYPES[operands]
+    parts = -(-k // PROMOTION_K)
     if dtype.accumulator != "float32":
-        return 2.0**-24
+        # Of block scales: their product, each part times it, and the sums of the parts.
+        return _compounded(2.0**-24, parts + 3) if summation == "promoted" else 2.0**-24
     terms = dtype.mma_k + 1  # of one wgmma: its products and the accumulator
     delta = terms * 2.0**-dtype.fraction_bits + 2.0 ** -min(23, dtype.fraction_bits)
     if summation == "promoted":
-        parts = -(-k // PROMOTION_K)
         one = _compounded(delta, -(-min(k, PROMOTION_K) // dtype.mma_k))
-        return (1 + one) * (1 + _compounded(2.0**-24, parts)) - 1
+        return (1 + one) * (1 + _compounded(2.0**-24, parts + 3)) - 1
     g = delta * -(-k // dtype.mma_k)
     if summation == "float32":
         g = max(g, k * 2.0**-24)

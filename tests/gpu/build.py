@@ -33,6 +33,7 @@ from support.grouped_programs import GROUPED_PROGRAMS
 from support.mesh_programs import mesh_specs
 from support.operations import operation_specs
 from support.policies import (
+    block_specs,
     chosen_epilogue_specs,
     covering_specs,
     eight_bit_specs,
@@ -68,7 +69,8 @@ def main() -> int:
     jax.config.update("jax_num_cpu_devices", 2)  # over which XLA partitions programs
     specs = moe_specs() if arguments.moe else all_specs()
     specs = overlap_specs() if arguments.overlap else specs
-    specs = [*eight_bit_specs(), *eight_bit.specs()] if arguments.eight_bit else specs
+    if arguments.eight_bit:
+        specs = [*eight_bit_specs(), *block_specs(), *eight_bit.specs()]
     report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
     print(report)
     return 1 if report.failures else 0
@@ -99,6 +101,7 @@ def all_specs() -> list[GemmSpec]:
                 *transformation_specs(),
                 *overlap_specs(),
                 *eight_bit_specs(),
+                *block_specs(),
                 *eight_bit.specs(),
             )
         )

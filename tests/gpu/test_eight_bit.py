@@ -11,7 +11,7 @@ import pytest
 from support import bounds, cases, eight_bit, graphs, grouped, operations, outcome, reference, trial
 from support.casts import cast, same
 from support.eight_bit import LONG_K, PROGRAMS
-from support.policies import eight_bit_specs
+from support.policies import block_specs, eight_bit_specs
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
@@ -23,6 +23,8 @@ from jax_hopper_gemm.testing import tolerance
 SPECS = [spec for spec in eight_bit_specs() if not spec.grouped]
 EXACT = [spec for spec in SPECS if graphs.is_exact(spec.graph)]
 GROUPED = [spec for spec in eight_bit_specs() if spec.grouped]
+BLOCKS = [spec for spec in block_specs() if not spec.grouped]
+GROUPED_BLOCKS = [spec for spec in block_specs() if spec.grouped]
 FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
 RANDOM_PROBLEMS = 60
 
@@ -75,6 +77,48 @@ def test_grouped_kernel_is_right_at_its_edges(spec, gpu, checked):
         inputs = case.inputs()
         results = trial.run_all(gpu, case.problem, spec, case.raster_order, inputs, num_sms=FEW_SMS)
         case.check(inputs, results)
+    checked(spec)
+
+
+@pytest.mark.parametrize("spec", BLOCKS, ids=lambda spec: spec.name)
+def test_block_scales_are_multiplied_in(spec, gpu, checked):
+    for seed, (problem, raster_order) in enumerate(cases.edge_problems(spec, FEW_SMS)):
+        assert problem_violations(problem) + pairing_violations(problem, spec) == []
+        for make in (cases.integer_inputs, cases.normal_inputs):
+            inputs = cases.scale_inputs(problem, make(problem, seed), seed)
+            (result,) = trial.run_all(gpu, problem, spec, raster_order, inputs, 3, FEW_SMS)
+            a, b = reference.scaled(problem, inputs)
+            exact, magnitude = reference.product(a, b), reference.magnitude(a, b)
+            bound = tolerance.error_bound(
+                exact, magnitude, problem.k, spec.d_dtype, "promoted", spec.a_dtype
+            )
+            if make is cases.integer_inputs:
+                expected = cast(exact.astype(np.float32), spec.d_dtype)
+                wrong = np.argwhere(~same(result, expected))
+                assert wrong.size == 0, f"{len(wrong)} elements, {wrong[0]}: {spec.name} {problem}"
+            else:
+                inside = np.abs(exact) + bound < 400  # a cast to 8 bits overflows beyond
+                bounds.assert_within(
+                    np.where(inside, result.astype(np.float64), 0), np.where(inside, exact, 0),
+                    bound, f"{spec.name} on {problem}",
+                )  # fmt: skip
+    checked(spec)
+
+
+@pytest.mark.parametrize("spec", GROUPED_BLOCKS, ids=lambda spec: spec.name)
+def test_block_scales_of_grouped_rows_are_multiplied_in(spec, gpu, checked):
+    for case in grouped.edge_cases(spec, FEW_SMS, exact=True):
+        problem = case.problem
+        assert problem_violations(problem) + pairing_violations(problem, spec) == []
+        inputs = cases.scale_inputs(problem, case.inputs(), 0)
+        (result,) = trial.run_all(gpu, problem, spec, case.raster_order, inputs, 2, num_sms=FEW_SMS)
+        a, b = reference.scaled(problem, inputs)
+        owners = grouped.matrix_of_rows(problem, inputs.sizes)
+        expected = np.zeros((1, problem.m, problem.n))
+        for matrix in np.unique(owners[owners >= 0]):
+            expected[0, owners == matrix] = a[0, owners == matrix] @ b[matrix]
+        wrong = np.argwhere(~same(result, cast(expected.astype(np.float32), spec.d_dtype)))
+        assert wrong.size == 0, f"{len(wrong)} elements, {wrong[0]}: {spec.name} on {problem}"
     checked(spec)
 
 

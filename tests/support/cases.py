@@ -15,8 +15,9 @@ from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.grid import ceil_div
-from jax_hopper_gemm.gemm.problem import GemmProblem, Major, MatrixLayout
+from jax_hopper_gemm.gemm.problem import BlockScales, GemmProblem, Major, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.lowering.route import scale_shape
 
 MAX_EXTENT = 9000
 _EDGES = (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257)
@@ -118,6 +119,19 @@ def integer_inputs(problem: GemmProblem, seed: int) -> Inputs:
     return _inputs(problem, _integer_pool(seed))
 
 
+def scale_inputs(problem: GemmProblem, inputs: Inputs, seed: int) -> Inputs:
+    """Returns inputs with block scales, powers of two; NaNs where there is no block."""
+    rng, found = np.random.default_rng(seed), []
+    for scales, lines in ((problem.a_scales, problem.m), (problem.b_scales, problem.n)):
+        assert scales
+        along_k, length = scale_shape(scales.block, lines, problem.k)
+        matrices = problem.l if scales.batch_stride else 1
+        array = np.exp2(rng.integers(-2, 3, (matrices, along_k, length))).astype(np.float32)
+        array[..., -(-lines // scales.block) :] = np.nan
+        found.append(array)
+    return replace(inputs, scales=tuple(found))
+
+
 def normal_inputs(problem: GemmProblem, seed: int, spread: float | None = None) -> Inputs:
     """Returns inputs of normal random numbers, and masks.
 
@@ -185,7 +199,17 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
         ),
         up_offset=up_offset,
         promoted=spec.promoted,
+        a_scales=_scales(spec.a_block, m, k, 1 if spec.grouped else batches),
+        b_scales=_scales(spec.b_block, n, k, batches),
     )
+
+
+def _scales(block: int, lines: int, k: int, batches: int) -> BlockScales | None:
+    """Returns where block scales lie, as lowering arranges them; None where there are none."""
+    if not block:
+        return None
+    along_k, length = scale_shape(block, lines, k)
+    return BlockScales(block, length, along_k * length if batches > 1 else 0)
 
 
 def _operand_layout(index: int, kind: str, m: int, n: int, batches: int) -> MatrixLayout:

@@ -104,6 +104,16 @@ EIGHT_BIT_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, **_OF_ROWS, **_OF_8_BITS, "gathered": (None,)},
 )
 
+_OF_BLOCKS = {
+    "tile_k": (128,), "promoted": (True,), "a_block": (1, 128),
+    "b_block": (1, 128), "num_stages": (2, 4), "epi_stages": (2,), "tile_n": (16, 96, 128, 160, 192),
+    "ab_dtype": (_F8[0], _F8, "int8"), "d_dtype": ("bfloat16", "float32", _F8[0]),
+}  # fmt: skip
+BLOCK_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, **_OF_8_BITS, **_OF_BLOCKS},
+    {**CHOICES, **_OF_ROWS, **_OF_8_BITS, **_OF_BLOCKS, "gathered": (None,)},
+)
+
 _ATTEMPTS = 400  # random completions tried before a pair counts as impossible
 
 
@@ -137,6 +147,12 @@ def grouped_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
 def eight_bit_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns legal specs of 8-bit operands in which each pair that any such spec has occurs."""
     return tuple(spec for choices in EIGHT_BIT_CHOICES for spec in _covering(choices, seed))
+
+
+@cache
+def block_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns the same of operands whose blocks have scales."""
+    return tuple(spec for choices in BLOCK_CHOICES for spec in _covering(choices, seed))
 
 
 @cache
