@@ -46,17 +46,26 @@ class Case:
     k: int
     dtypes: tuple[str, str] = (E4M3, E4M3)
     out: str = "bfloat16"
-    scales: str = ""  # "tensor", "vector" (of rows and columns), or none
+    # "tensor", "vector" (of rows and columns), "1x128" and "128x128" (blocks of the right operand;
+    # those of the left one are 1x128), or none.
+    scales: str = ""
     precision: Any = None
 
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, columns = ((self.m, 1), (1, self.n)) if self.scales == "vector" else ((), ())
+        if self.blocks:
+            lines = self.n if self.scales == "1x128" else -(-self.n // 128)
+            rows, columns = ((x, -(-self.k // 128)) for x in (self.m, lines))
         return (
             jax.ShapeDtypeStruct((self.m, self.k), self.dtypes[0]),
             jax.ShapeDtypeStruct((self.n, self.k), self.dtypes[1]),
             jax.ShapeDtypeStruct(rows, jnp.float32),
             jax.ShapeDtypeStruct(columns, jnp.float32),
         )
+
+    @property
+    def blocks(self) -> bool:
+        return self.scales.endswith("x128")
 
     def inputs(self) -> list[tuple[jax.Array, ...]]:
         """Returns enough sets of normal random operands to keep them out of L2."""
@@ -78,6 +87,12 @@ class Case:
 
     def ours(self, a: Any, b: Any, x: Any, y: Any) -> jax.Array:
         epilogue: dict[str, Any] = {}
+        if self.blocks:
+            pair = jhg.Quantized(a, x), jhg.Quantized(b, y)
+            dtype = jnp.dtype(self.out)
+            return jhg.dot_general(
+                *pair, DIMS, preferred_element_type=dtype, implementation="hopper"
+            )
         if self.scales:
             epilogue["epilogue"] = lambda acc, x, y: acc.astype(jnp.float32) * x * y
             epilogue["epilogue_operands"] = (x, y)
@@ -86,7 +101,12 @@ class Case:
         )
 
     def theirs(self, a: Any, b: Any, x: Any, y: Any) -> jax.Array:
-        """XLA's product, scales after it: the form that it takes to cuBLASLt."""
+        """XLA's product, scales after it: the form that it takes to cuBLASLt.
+
+        It has no product with block scales: there it is that of one scale for each tensor.
+        """
+        if self.blocks:
+            x, y = x[0, 0], y[0, 0]
         acc: Any = self.out
         if self.scales:
             acc = jnp.int32 if self.dtypes[0] == INT8 else jnp.float32
@@ -111,6 +131,8 @@ def _cases() -> Iterator[Case]:
         yield Case(f"{name} e4m3, tensor scales", m, n, k, scales="tensor")
         yield Case(f"{name} e4m3, row and column scales", m, n, k, scales="vector")
         yield Case(f"{name} e4m3, promoted", m, n, k, precision=lax.Precision.HIGHEST)
+        yield Case(f"{name} e4m3, blocks 1x128, 128x128", m, n, k, scales="128x128")
+        yield Case(f"{name} e4m3, blocks 1x128, 1x128", m, n, k, scales="1x128")
         if m == n:
             yield Case(f"{name} e5m2 by e4m3", m, n, k, (E5M2, E4M3))
             yield Case(f"{name} int8 into int32", m, n, k, (INT8, INT8), "int32")

@@ -38,6 +38,7 @@ MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
 GATHERED_MATH_REGISTERS = 224  # where addresses of gathered rows take more of the others
 OTHER_REGISTERS = 32
 MAILBOX_REGISTERS = 16  # more, where tiles come from a mailbox
+COLUMN_SCALE_REGISTERS = 16  # more, where each column of a block of K has a scale
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
 
 
@@ -49,6 +50,8 @@ def max_accumulators(spec: GemmSpec) -> int:
         left = GATHERED_MATH_REGISTERS - OTHER_REGISTERS
     if spec.dynamic or spec.grouped:
         left -= MAILBOX_REGISTERS
+    if spec.b_block == 1:  # those of all columns of a thread, and their addresses
+        left -= spec.tile_n // 4 + COLUMN_SCALE_REGISTERS
     if spec.epilogue:
         left -= epilogue_registers(spec.epilogue, spec.epi_tile_n)
     return min(MAX_ACC_REGISTERS[warpgroups], left)

@@ -106,7 +106,8 @@ EIGHT_BIT_CHOICES: tuple[dict[str, tuple], ...] = (
 
 _OF_BLOCKS = {
     "tile_k": (128,), "promoted": (True,), "a_block": (1, 128),
-    "b_block": (1, 128), "num_stages": (2, 4), "epi_stages": (2,), "tile_n": (16, 96, 128, 160, 192),
+    "b_block": (1, 128), "num_stages": (2, 4), "epi_stages": (2,),
+    "tile_n": (16, 96, 128, 160, 192),
     "ab_dtype": (_F8[0], _F8, "int8"), "d_dtype": ("bfloat16", "float32", _F8[0]),
 }  # fmt: skip
 BLOCK_CHOICES: tuple[dict[str, tuple], ...] = (
