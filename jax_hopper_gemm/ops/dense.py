@@ -48,8 +48,9 @@ def matmul(
 ) -> Results:
     """Multiplies two arrays by the rules of `jax.numpy.matmul`, with an optional epilogue.
 
-    On a Hopper GPU a product of bfloat16 or float16 arrays runs on a kernel of this library where
-    that is faster (`explain` says which), everything else on XLA. Kernels accumulate in float32.
+    On a Hopper GPU a product of bfloat16, float16 or 8-bit arrays runs on a kernel of this library
+    where that is faster (`explain` says which), everything else on XLA. Kernels accumulate in
+    float32, int8 in int32.
     dgrad and wgrad are GEMMs of the same kind and read the operands in place. A product of two
     dtypes runs on XLA. So do the gradients of a float32 result of 16-bit operands, because their
     cotangent is float32, in JAX as here.
@@ -68,7 +69,8 @@ def matmul(
         matmul(a, b, epilogue=lambda y, s: (y, jnp.max(jnp.abs(y * s))), epilogue_operands=(s,))
 
     Args:
-      a: (..., M, K) or (K,). Leading axes broadcast against those of `b`.
+      a: (..., M, K) or (K,). Leading axes broadcast against those of `b`. Or both are `Quantized`:
+        (..., M, K) by (K, N), or matrices in equal batches.
       b: (..., K, N) or (K,).
       bias, residual, c: broadcast to the result's shape: (N,), (M, 1), (B, 1, N), ...
       activation: a function of one array, elementwise, or a name: "relu", "gelu" (by tanh),
@@ -83,10 +85,12 @@ def matmul(
         derivative jumps elsewhere than at zero; "recompute" multiplies again. Either way gradients
         jump where the function that ran does; but in float16 arguments under 2**-25 count as 0.
       precision: as in `jax.numpy.matmul`. Products of 16-bit floats are exact in float32, so a
-        `Precision` changes nothing on our kernels; an algorithm that does not accumulate in
+        `Precision` changes nothing on our kernels; of 8-bit floats any but the default adds up in
+        float32 each 128 of K. An algorithm that does not accumulate in
         float32 goes to XLA.
       preferred_element_type: dtype of the result; if None that of `c`, else the promoted dtype of
-        the operands. An epilogue with several results takes a tuple, too, of one dtype each.
+        the operands; of `Quantized` ones float32. An epilogue with several results takes a tuple,
+        too, of one dtype each.
       out_sharding: sharding of the product, for explicit mesh axes.
       implementation: None takes a kernel where it is faster; "hopper" insists on a kernel; "xla" is
         `jax.numpy.matmul` itself, with `jax.numpy` for the epilogue.
@@ -142,7 +146,7 @@ def dot_general(
     layers accept it as their `dot_general`.
 
     Args:
-      lhs, rhs: the operands.
+      lhs, rhs: the operands, arrays or both `Quantized`.
       dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
       precision, preferred_element_type, out_sharding, implementation: as in `matmul`.
       epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
