@@ -38,6 +38,13 @@ SPECS = [
     spec_of(E4M3, E4M3, "bfloat16", tile_n=192, promoted=True, num_stages=4),
     spec_of(E5M2, E5M2, "float32", tile_n=96, promoted=True, warp_schedule="pingpong"),
     spec_of(E4M3, E4M3, "bfloat16", tile_n=96, promoted=True, grouped="m"),
+    spec_of(E4M3, E4M3, "bfloat16", tile_n=192, promoted=True, a_block=1, b_block=128),
+    spec_of(E4M3, E5M2, "float32", tile_n=128, promoted=True, a_block=1, b_block=1),
+    spec_of(INT8, INT8, "bfloat16", tile_n=160, promoted=True, a_block=128, b_block=128),
+    spec_of(
+        E4M3, E4M3, "bfloat16", tile_n=128, promoted=True, a_block=1, b_block=128, grouped="m",
+        tile_scheduler="dynamic",
+    ),
     spec_of(INT8, INT8, "int32"),
     spec_of(INT8, INT8, "bfloat16", tile_n=192, warp_schedule="pingpong"),
     spec_of(INT8, INT8, "bfloat16", epilogue="scaled_rows_columns"),
@@ -73,7 +80,8 @@ def test_kernel_compiles_to_the_instructions_of_its_dtypes(spec, folder, monkeyp
     assert facts.wgmma >= k_steps * (1 if spec.promoted else 2)  # the first k-tile is another loop
 
     sums = spec.rows_per_warpgroup * spec.tile_n // 128
-    assert (len(re.findall(r"\bFADD\b", text)) >= sums) == spec.promoted
+    added = len(re.findall(r"\bFFMA\b" if spec.a_block else r"\bFADD\b", text))
+    assert (added >= sums) == spec.promoted
     casts = {E4M3: "F2FP.SATFINITE.E4M3", E5M2: "F2FP.SATFINITE.E5M2", INT8: "F2I"}
     if spec.d_dtype in casts:
         assert casts[spec.d_dtype] in text
