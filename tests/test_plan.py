@@ -196,6 +196,32 @@ def test_boxes_tile_the_share_that_each_cta_loads(a_major, b_major, cluster, til
     assert d.box == (32, 64, 1) and d.swizzle == 64
 
 
+@pytest.mark.parametrize(("a_major", "b_major"), MAJORS)
+@pytest.mark.parametrize(("m", "n"), [(1, 512), (17, 512), (512, 8), (24, 40), (512, 512)])
+def test_short_boxes_end_with_matrices_whose_rows_lie_along_k(a_major, b_major, m, n):
+    spec = replace(LARGE, tile_m=64, tile_n=128, a_major=a_major, b_major=b_major, short_boxes=True)
+    problem = GemmProblem.dense(m, n, 512, a_major=a_major, b_major=b_major)
+    a, b, _ = tensor_maps(problem, spec)
+    whole_a, whole_b, _ = tensor_maps(problem, replace(spec, short_boxes=False))
+    rows_a = min(m, 64) if a_major == "k" else 64
+    rows_b = min(n, 128) if b_major == "k" else 128
+    assert a == (replace(whole_a, box=(64, rows_a, 1)) if a_major == "k" else whole_a)
+    assert b == (replace(whole_b, box=(64, rows_b, 1)) if b_major == "k" else whole_b)
+    plan = make_plan(problem, spec, RasterOrder(), 132)
+    # A stage is full when this many bytes have come: all boxes of a k-tile.
+    boxes_of_a = math.prod(a.box) * (1 if a_major == "k" else 64 // a.box[0])
+    boxes_of_b = math.prod(b.box) * (1 if b_major == "k" else 128 // b.box[0])
+    assert scalars(plan)[-1] == 2 * (boxes_of_a + boxes_of_b)
+
+
+def test_gated_stages_count_both_right_operands():
+    graph = EpilogueGraph(accumulators=2, results=(Result("matrix", 0, "bfloat16"),))
+    spec = replace(LARGE, tile_m=64, tile_n=128, b_major="k", epilogue=graph, short_boxes=True)
+    problem = replace(GemmProblem.dense(3, 24, 512, b_major="k"), epilogue=graph)
+    assert [x.box[1] for x in tensor_maps(problem, spec)[:3]] == [3, 24, 24]
+    assert scalars(make_plan(problem, spec, RasterOrder(), 132))[-1] == (3 + 24 + 24) * 64 * 2
+
+
 def test_a_float32_result_takes_half_as_wide_boxes():
     spec = replace(LARGE, d_dtype="float32", epi_tile_n=64, num_stages=3, epi_stages=2)
     assert violations(spec) == []

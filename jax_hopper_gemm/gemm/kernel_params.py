@@ -79,6 +79,7 @@ class KernelArgs(NamedTuple):
     stack_index: Any  # `StackIndex`, where an operand is one matrix of a stack
     raster: Any  # the order of tiles: `Raster`, or `GroupRaster` where there are groups
     k_tiles: Any  # of a tile, unless K is grouped
+    stage_bytes: Any  # that TMA brings, where boxes end with their matrices
     extents: Any  # `Extents`, if the epilogue must know them
     zero_fill: Any  # `ZeroFill`, where a warp does that
     tile_counter: Any  # pointer to an int32 that is zero, for the dynamic scheduler
@@ -106,6 +107,7 @@ def kernel_params(spec: GemmSpec) -> KernelArgs:
         stack_index=stack_index,
         raster=raster(*_numbers("raster", raster._fields)),
         k_tiles=_number("k_tiles"),
+        stage_bytes=_number("stage_bytes") if spec.short_boxes else None,
         extents=Extents(_number("m"), _number("n")) if graph.needs_extents else None,
         zero_fill=zero_fill,
         tile_counter=_pointer("tile_counter") if spec.tile_scheduler == "dynamic" else None,

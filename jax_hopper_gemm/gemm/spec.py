@@ -85,6 +85,10 @@ class GemmSpec:
     grouped: VarlenAxis | None = None  # the axis that is cut into groups, see `GroupedAxis`
     gathered: Literal["a", "b"] | None = None  # the operand whose rows are picked by indices
     indexed: Literal["a", "b"] | None = None  # the operand that is one matrix of a stack
+    # Whether a box of rows along K ends with its matrix, where that has fewer rows than a tile. The
+    # launch says how many bytes a stage then gets (`grid.loaded_bytes`).
+    short_boxes: bool = False
+    evict_first: Literal["a", "b"] | None = None  # the operand whose lines leave L2 first
 
     @property
     def graph(self) -> EpilogueGraph:
@@ -255,6 +259,8 @@ class GemmSpec:
             f"_{self.warp_schedule}_{self.tile_scheduler}"
             f"_s{self.num_stages}_e{self.epi_tile_n}x{self.epi_stages}"
             + (f"_l{self.epi_load_stages}" if self.epi_load_stages else "")
+            + ("_short" if self.short_boxes else "")
+            + (f"_stream_{self.evict_first}" if self.evict_first else "")
             + (f"_{self.epilogue.label}" if self.epilogue else "")
         )
 

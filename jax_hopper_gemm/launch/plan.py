@@ -6,7 +6,7 @@ that `ffi/` decodes; the format is described there and carries `PLAN_VERSION`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from ..gemm import grid
@@ -130,6 +130,8 @@ def make_plan(
         **_numbers("raster", raster),
         "k_tiles": Int32(grid.num_k_tiles(problem, spec)),
     }
+    if spec.short_boxes:
+        values["stage_bytes"] = Int32(grid.loaded_bytes(problem, spec))
     if problem.indexed:
         values["stack_index"] = Pointer(grid.num_inputs(problem) - 1)
         values["stack_matrices"] = Int32(problem.stack)
@@ -189,6 +191,7 @@ def _group_params(problem: GemmProblem) -> dict[str, Param]:
 def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     """Returns the tensor maps of A, B and up; of a gathered operand a pointer."""
     p, axis = problem, spec.grouped
+    rows_a, rows_b = grid.loaded_rows(p, spec)
     offset_of_up = (p.up_offset or 0) * DTYPES[p.b_dtype].itemsize
 
     def a_map() -> TensorMap | Pointer:
@@ -196,15 +199,16 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
             return Pointer(0)
         if axis == "k":
             return _span_map(0, p.a_dtype, p.a, p.m, p.k, spec.a_box)
-        return _tensor_map(0, p.a_dtype, p.a, {"m": p.m, "k": p.k}, p.matrices("a"), spec.a_box)
+        box = _shortened(spec.a_box, spec.a_major, rows_a)
+        return _tensor_map(0, p.a_dtype, p.a, {"m": p.m, "k": p.k}, p.matrices("a"), box)
 
     def b_map(buffer: int, offset: int = 0) -> TensorMap | Pointer:
         if spec.gathered == "b":
             return Pointer(buffer)
         if axis == "k":
             return _span_map(buffer, p.b_dtype, p.b, p.n, p.k, spec.b_box, offset)
-        extents = {"n": p.n, "k": p.k}
-        return _tensor_map(buffer, p.b_dtype, p.b, extents, p.matrices("b"), spec.b_box, offset)
+        extents, box = {"n": p.n, "k": p.k}, _shortened(spec.b_box, spec.b_major, rows_b)
+        return _tensor_map(buffer, p.b_dtype, p.b, extents, p.matrices("b"), box, offset)
 
     values: dict[str, Param] = {"a": a_map(), "b": b_map(1)}
     if p.gated and p.up_offset is None:
@@ -212,6 +216,11 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     elif p.up_offset is not None:
         values["up"] = b_map(1, offset_of_up)
     return values
+
+
+def _shortened(box: TmaBox, major: str, rows: int) -> TmaBox:
+    """Returns the box with `rows` at most, where they lie along K."""
+    return replace(box, other=min(box.other, rows)) if major == "k" else box
 
 
 def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:

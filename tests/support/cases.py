@@ -52,6 +52,21 @@ def edge_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Raste
     ]
 
 
+def short_problems(spec: GemmSpec) -> list[tuple[GemmProblem, RasterOrder]]:
+    """Returns problems of fewer rows or columns than a tile, and three tiles of the other."""
+    across, down = 3 * spec.d_tile_n - 5, 3 * spec.tile_m - 7
+    long_k = spec.tile_k * (spec.num_stages + 2) + 8
+    few_rows = [
+        padded(spec, m, across, long_k, batches)
+        for m, batches in ((1, 1), (3, 2), (8, 1), (17, 3), (spec.tile_m - 1, 1))
+    ]
+    few_columns = [
+        padded(spec, down, n, spec.tile_k + 8, batches)
+        for n, batches in ((1, 2), (8, 1), (spec.d_tile_n - 8, 1))
+    ]
+    return [(problem, RasterOrder("n", 2)) for problem in (*few_rows, *few_columns)]
+
+
 def padded(spec: GemmSpec, m: int, n: int, k: int, batches: int = 1) -> GemmProblem:
     """Returns a problem for `spec`'s kernel with gaps after every row and every matrix."""
     return laid_out(spec, m, n, k, batches, lambda *args: spaced(*args, gap=_ALIGNMENT))
