@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from random import Random
 
+import numpy as np
 import pytest
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
@@ -23,6 +24,7 @@ from jax_hopper_gemm.gemm.grid import (
 )
 from jax_hopper_gemm.gemm.group_search import GroupRaster
 from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
+from jax_hopper_gemm.gemm.kernel_params import param_list
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.raster import make_raster
@@ -170,6 +172,41 @@ def test_tensor_maps_address_each_element_where_the_layout_puts_it(a_major, b_ma
             elements = (1, layout.leading_stride, layout.batch_stride)
             expected = itemsize * sum(i * s for i, s in zip(index, elements, strict=True))
             assert sum(i * s for i, s in zip(index, steps, strict=True)) == expected
+
+
+def test_maps_of_a_nested_batch_count_each_of_its_axes():
+    b, t, h, g, d, s = 2, 40, 3, 5, 64, 48  # "bthgd,bshd->bhgts"
+    problem = GemmProblem(
+        t, s, d, b * h * g, "bfloat16", "bfloat16", "bfloat16",
+        a=MatrixLayout("k", h * g * d, d, (t * h * g * d, g * d)),
+        b=MatrixLayout("k", h * d, 0, (s * h * d, d)),
+        d=MatrixLayout("n", s, t * s, (h * g * t * s, g * t * s)),
+        outer=(b, h),
+    )  # fmt: skip
+    spec = replace(LARGE, b_major="k", nested=True)
+    plan = make_plan(problem, spec, RasterOrder(), 132)
+    maps = tensor_maps(problem, spec)
+    arrays = [np.arange(math.prod(x)).reshape(x) for x in ((b, t, h, g, d), (b, s, h, d))]
+    arrays.append(np.arange(b * h * g * t * s).reshape(b, h, g, t, s))
+    of_heads, of_values, of_scores = maps
+    for _ in range(50):
+        at = {x: Random(_).randrange(e) for x, e in zip("bthgds", (b, t, h, g, d, s), strict=True)}
+        matrix = [at["g"], at["h"], at["b"]]
+
+        def address(tensor_map, *index):
+            steps = (2, *tensor_map.strides)
+            assert all(i < e for i, e in zip(index, tensor_map.dims, strict=True))
+            return sum(i * step for i, step in zip(index, steps, strict=True))
+
+        places = [(at[x] for x in letters) for letters in ("bthgd", "bshd", "bhgts")]
+        first, second, third = (x[tuple(p)] for x, p in zip(arrays, places, strict=True))
+        assert address(of_heads, at["d"], at["t"], *matrix) == 2 * first
+        assert address(of_values, at["d"], at["s"], *matrix) == 2 * second
+        assert address(of_scores, at["s"], at["t"], *matrix) == 2 * third
+    names = [param.name for param in param_list(spec)]
+    nest = {n: p for n, p in zip(names, plan.params, strict=True) if n.startswith("nest")}
+    assert nest == {"nest_inner": Int32(g), "nest_middle": Int32(h)}
+    assert all(len(x.dims) == 5 for x in maps)
 
 
 @pytest.mark.parametrize(("a_major", "b_major"), MAJORS)

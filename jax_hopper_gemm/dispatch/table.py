@@ -194,7 +194,8 @@ def write_table(table: Table, path: str | os.PathLike[str]) -> None:
 
 
 _KEY_FIELDS = {field.name for field in fields(Key)}
-_OMITTED = {"epilogue", "epi_load_stages", "gathered", "indexed"}  # entries are for plain products
+# Entries are for plain products.
+_OMITTED = {"epilogue", "epi_load_stages", "gathered", "indexed", "nested"}
 # Fields that a kernel has where they are not the default, and their types.
 _OPTIONAL: dict[str, type] = {"short_boxes": bool, "evict_first": str}
 _SPEC_FIELDS = {f.name for f in fields(GemmSpec)} - _KEY_FIELDS - _OMITTED - _OPTIONAL.keys()

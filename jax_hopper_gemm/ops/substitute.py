@@ -42,7 +42,7 @@ def hopper_equations(
     """Returns the equations of a jaxpr with each `dot_general` replaced by a `hopper_dot`.
 
     It is where `chosen` says so. A transpose that is the only user of a product becomes part of it,
-    unless it parts batch axes, which a kernel writes as one.
+    unless a batch axis then comes last: no kernel writes such a result.
     """
     transposes = _transposes_of_products(jaxpr, chosen)
     absorbed = {id(transpose) for transpose in transposes.values()}
@@ -127,17 +127,15 @@ def _transposes_of_products(jaxpr: Any, chosen: Callable[[Any], bool]) -> dict[A
         if equation.primitive is lax.transpose_p
         and equation.invars[0] in products
         and uses[equation.invars[0]] == 1
-        and not _parts_batch(products[equation.invars[0]], equation)
+        and not _ends_with_batch(products[equation.invars[0]], equation)
     }
 
 
-def _parts_batch(product: Any, transpose: Any) -> bool:
-    """Whether other axes come between the batch axes of a product; those of extent 1 are none."""
+def _ends_with_batch(product: Any, transpose: Any) -> bool:
+    """Whether a batch axis of a product is the last one of its transpose, but for unit axes."""
     _, (batch, _) = product.params["dimension_numbers"]
     shape, order = product.outvars[0].aval.shape, transpose.params["permutation"]
-    is_batch = [axis < len(batch) for axis in order if shape[axis] != 1]
-    first, count = is_batch.index(True) if any(is_batch) else 0, sum(is_batch)
-    return not all(is_batch[first : first + count])
+    return [axis < len(batch) for axis in order if shape[axis] != 1][-1:] == [True]
 
 
 def _uses(jaxpr: Any) -> Counter[Any]:

@@ -32,7 +32,9 @@ class TmaView:
 
 def check_box(atom, box, shares):
     """Asserts that the compiled copy moves the box that the host's tensor map will name."""
-    compiled = re.search(r'tma_gbasis = <"\((\d+),(\d+)(?:,1)+\)', str(atom._trait.value.type))
+    compiled = re.search(
+        r'tma_gbasis = <"\((\d+),(\d+)(?:,1|,\(1\))+\)', str(atom._trait.value.type)
+    )
     assert compiled is not None, f"no box in {atom._trait.value.type}"
     assert tuple(map(int, compiled.groups())) == (box.contiguous, box.other * shares), (
         f"kernel copies {compiled.group(0)}, spec says {box} in {shares} shares"
