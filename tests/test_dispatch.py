@@ -23,6 +23,7 @@ from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, RASTER_ORDERS
 from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate, memory_bytes, roofline_ns
 from jax_hopper_gemm.dispatch.layout_legality import MAX_EXTENT
 from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.dispatch.model import best_kernel, xla_is_faster
 from jax_hopper_gemm.gemm.dtypes import OPERANDS
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
 from jax_hopper_gemm.gemm.legality import violations
@@ -133,7 +134,7 @@ def test_reason_gives_time_bound_tiles_and_waves():
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        (GemmProblem.dense(1, 8192, 8192), "D is 1x8192"),
+        (GemmProblem.dense(8, 8192, 8192, a_major="m"), "D is 8x8192"),
         (GemmProblem.dense(8192, 8, 8192), "D is 8192x8"),
         (GemmProblem.dense(512, 512, 16384), "K=16384 over 64 tiles"),
     ],
@@ -279,10 +280,27 @@ def test_neighbours_in_time_lie_along_the_edge_that_measurements_preferred(chang
     assert best_raster_order(SQUARE, replace(BASE, **changes), H200).along == along
 
 
-@pytest.mark.parametrize("m", [1, 16])
-def test_products_of_up_to_16_rows_go_to_xla(m):
-    assert choose(GemmProblem.dense(m, 28672, 8192), H200).spec is None
-    assert choose(GemmProblem.dense(m + 16, 28672, 8192), H200).spec is not None
+@pytest.mark.parametrize("m", [8, 16])
+def test_up_to_16_rows_that_do_not_lie_along_k_go_to_xla(m):
+    of_columns = GemmProblem.dense(m, 28672, 8192, a_major="m")
+    assert choose(of_columns, H200).spec is None
+    assert choose(replace(of_columns, m=24), H200).spec is not None
+    assert best_kernel(GemmProblem.dense(m, 28672, 8192), H200)[0] is not None
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 17, 32, 48])
+def test_few_rows_take_boxes_that_end_with_them(m):
+    problem = GemmProblem.dense(m, 4096, 4096)
+    best, _ = best_kernel(problem, H200)
+    assert best is not None and best.spec.short_boxes and best.spec.evict_first == "b"
+    assert xla_is_faster(problem, best.cost, H200) is None
+    tall = replace(best.spec, short_boxes=False)
+    assert estimate(problem, tall, RasterOrder(), H200).ns > best.cost.ns
+
+
+def test_several_rows_and_columns_of_tiles_take_whole_boxes():
+    best, _ = best_kernel(GemmProblem.dense(1000, 1000, 1000), H200)
+    assert best is not None and not best.spec.short_boxes
 
 
 def test_a_problem_with_more_tiles_than_int32_counts_goes_to_xla():

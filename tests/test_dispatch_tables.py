@@ -92,6 +92,16 @@ def test_tables_round_trip_sorted_one_entry_a_line(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_tables_name_policies_of_streams_where_a_kernel_has_them(tmp_path):
+    plain, stream = entry(GemmProblem.dense(64, 512, 512)), entry(GemmProblem.dense(8, 512, 512))
+    spec = replace(stream.spec, short_boxes=True, evict_first="b", cluster_m=1, cluster_n=1)
+    stream = replace(stream, spec=spec)
+    path = saved(tmp_path, plain, stream)
+    assert set(read_table(path).entries.values()) == {plain, stream}
+    rows = json.loads(path.read_text())["entries"]
+    assert [row["kernel"].get("short_boxes") for row in rows] == [True, None]
+
+
 def test_user_table_precedes_the_model(tmp_path):
     measured = entry()
     assert choose(SQUARE, H200).source == "model"
@@ -145,7 +155,7 @@ def test_a_measured_xla_still_names_the_best_kernel(tmp_path):
 
 
 def test_a_measured_kernel_overrules_the_rules_for_xla(tmp_path):
-    thin = GemmProblem.dense(8, 4096, 4096)
+    thin = GemmProblem.dense(8, 4096, 4096, a_major="m")
     assert choose(thin, H200).spec is None
     load_table(saved(tmp_path, entry(thin)))
     assert choose(thin, H200).spec == entry(thin).spec

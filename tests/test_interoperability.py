@@ -22,7 +22,7 @@ from support.program_inspection import LAUNCH, integers, lowered, products
 
 import jax_hopper_gemm as jhg
 
-X = (1, 32, 64)  # of several sequences, kernels do not run the scores of attention
+X = (2, 32, 64)
 
 dot_general = partial(jhg.dot_general, implementation="hopper")  # or an error says why not
 einsum = partial(jhg.einsum, implementation="hopper")

@@ -77,6 +77,7 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
             **vars(problem_type), tile_m=config.tile_m, tile_n=config.tile_n, tile_k=tile_k,
             cluster_m=config.cluster_m, cluster_n=config.cluster_n,
             warp_schedule=config.warp_schedule, tile_scheduler=config.tile_scheduler,
+            short_boxes=config.short_boxes, evict_first=config.evict_first,
             num_stages=MIN_STAGES, epi_tile_n=epi_tile_n, epi_stages=2,
             epi_load_stages=2 if loads else 0,
         )  # fmt: skip

@@ -117,7 +117,7 @@ def _refilled(
     loads_matrix = any(operand.kind == "matrix" for operand in p.graph.operands)
     if not loads_matrix and not p.gated and _is_slow(p, spec, table, device):
         return None
-    rider = "the epilogue" if p.epilogue else "gathering"
+    rider = "the epilogue" if p.epilogue else "gathering" if p.groups else "a nested batch"
     reason = f"{plain}; {rider} rides on its kernel"
     return Decision(spec, entry.raster_order, reason, table.source)
 

@@ -8,9 +8,9 @@ chooses, the tuner's lists what a measurement may find better. For a new tile or
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import get_args
+from typing import Literal, get_args
 
 from ..gemm.legality import CLUSTERS
 from ..gemm.problem import VarlenAxis
@@ -31,6 +31,8 @@ class Config:
     warp_schedule: WarpSchedule = "cooperative"
     tile_scheduler: TileScheduler = "static"
     epi_tile_n: int | None = None  # None: the first that is legal of those preferred
+    short_boxes: bool = False
+    evict_first: Literal["a", "b"] | None = None
 
     @classmethod
     def of(cls, spec: GemmSpec) -> Config:
@@ -38,7 +40,7 @@ class Config:
         s = spec
         return cls(
             s.tile_m, s.tile_n, s.tile_k * s.a_itemsize, s.cluster_m, s.cluster_n,
-            s.warp_schedule, s.tile_scheduler, s.epi_tile_n,
+            s.warp_schedule, s.tile_scheduler, s.epi_tile_n, s.short_boxes, s.evict_first,
         )  # fmt: skip
 
 
@@ -69,6 +71,10 @@ DENSE_CONFIGS = (
     Config(64, 64, cluster_m=2, tile_scheduler="single"),
     Config(64, 64, cluster_n=2, tile_scheduler="single"),
     Config(64, 32, k_bytes=2 * SWIZZLE_BYTES),
+    # Few rows: a stream of B, each byte of it read once.
+    Config(64, 32, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
+    Config(64, 64, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
+    Config(64, 128, short_boxes=True, evict_first="b"),
 )
 
 
@@ -154,3 +160,7 @@ def tuner_configs() -> Iterator[Config]:
         tiles, policies, TUNER_K_BYTES, TUNER_EPI_TILES_N
     ):
         yield Config(*tile, k_bytes, *cluster, schedule, scheduler, epi_tile_n)
+    for tile_n in TUNER_TILES[64]:
+        for k_bytes, scheduler in product(TUNER_K_BYTES, TUNER_TILE_SCHEDULERS):
+            stream = Config(64, tile_n, k_bytes, tile_scheduler=scheduler, short_boxes=True)
+            yield from (stream, replace(stream, evict_first="b"))

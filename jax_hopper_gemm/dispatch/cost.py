@@ -219,12 +219,14 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     """
     p, s = problem, spec
     clusters_m, clusters_n = grid.cluster_grid(p, s)
-    clipped = s.tile_m * (1 - p.m / (clusters_m * s.raster_m * s.tile_m))
-    clipped += s.tile_n * (1 - p.n / (clusters_n * s.raster_n * s.d_tile_n))
-    taken = s.stage_bytes / SM_BYTES_PER_CYCLE
+    rows_a, rows_b = grid.loaded_rows(p, s)
+    clipped = rows_a * (1 - p.m / (clusters_m * s.raster_m * rows_a))
+    clipped += p.graph.accumulators * rows_b * (1 - p.n / (clusters_n * s.raster_n * rows_b))
+    taken = grid.loaded_bytes(p, s) / SM_BYTES_PER_CYCLE
     taken += clipped * (s.tile_k * s.a_itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
-    lines = _lines(p.a, s.a_box, s.tile_m * s.tile_k, s.a_itemsize) / s.cluster_n
-    lines += _lines(p.b, s.b_box, s.tile_n * s.tile_k, s.b_itemsize) / s.cluster_m
+    elements_b = p.graph.accumulators * rows_b * s.tile_k
+    lines = _lines(p.a, s.a_box, rows_a * s.tile_k, s.a_itemsize) / s.cluster_n
+    lines += _lines(p.b, s.b_box, elements_b, s.b_itemsize) / s.cluster_m
     requested = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE
     columns = p.n * p.graph.accumulators
     rows = equal_groups(p).m

@@ -124,6 +124,8 @@ def _stack_violations(problem: GemmProblem) -> Iterator[str]:
             f"{p.indexed.upper()} is one matrix of a stack, and the product has {p.l} matrices: "
             "copy it out of the stack"
         )
+    if p.outer:
+        yield f"{p.indexed.upper()} is one matrix of a stack, and the product has a nested batch"
     if not 1 <= p.stack <= MAX_INT32:
         yield f"the stack has {p.stack} matrices, not 1 to {MAX_INT32}: split it"
 

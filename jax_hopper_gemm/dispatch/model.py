@@ -5,6 +5,7 @@ candidates -> legal -> cost
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,9 @@ from .device import Device
 from .legality import limit_violations, pairing_violations
 
 ROUGH = RASTER_ORDERS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
-THIN = 16  # rows or columns of D up to which XLA won all measurements, by 2 to 30 %
+# Rows or columns of D, not stored along K, up to which XLA won all measurements, by 2 to 30 %. Of
+# those along K a box holds no more than there are (`GemmSpec.short_boxes`).
+THIN = 16
 SPLIT_K_EXTENT = 4096  # K from which splitting it over SMs pays for adding the parts
 SPLIT_K_RATIO = 1.8  # times the roofline
 
@@ -54,7 +57,7 @@ def best_kernel(
     legal, reasons = _legal(problem, device, candidates)
     if not legal:
         return None, reasons
-    low = [spec for spec in legal if not _is_too_tall(problem, spec)]
+    low = [s for s in legal if not (_is_too_tall(problem, s) or _is_a_stream(problem, s))]
     costs = (Best(spec, _rough_cost(problem, spec, device)) for spec in low or legal)
     return min(costs, key=lambda best: best.cost.ns), reasons
 
@@ -83,6 +86,11 @@ def _is_too_tall(problem: GemmProblem, spec: GemmSpec) -> bool:
     return rows is not None and spec.tile_m > max(64, 2 * rows)
 
 
+def _is_a_stream(problem: GemmProblem, spec: GemmSpec) -> bool:
+    """Whether a kernel for one row or column of tiles would run several of both."""
+    return spec.short_boxes and problem.m > spec.tile_m and problem.n > spec.d_tile_n
+
+
 def _rough_cost(problem: GemmProblem, spec: GemmSpec, device: Device) -> Estimate:
     order = min(ROUGH, key=lambda order: memory_bytes(problem, spec, order, device))
     return estimate(problem, spec, order, device)
@@ -98,10 +106,14 @@ def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str |
 
 def thin(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
     """Products that are nearly matrix times vector: XLA has kernels without tensor cores."""
-    m, n = problem.m, problem.n
-    if min(m, n) > THIN:
+    p = problem
+    scattered = [e for e, major in ((p.m, p.a.major), (p.n, p.b.major)) if major != "k"]
+    if min(scattered, default=math.inf) > THIN:
         return None
-    return f"D is {m}x{n}: up to {THIN} rows or columns it is nearly a matrix-vector product"
+    return (
+        f"D is {p.m}x{p.n}: up to {THIN} rows or columns that do not lie along K in memory it is "
+        "nearly a matrix-vector product"
+    )
 
 
 def needs_split_k(problem: GemmProblem, best: Estimate, device: Device) -> str | None:

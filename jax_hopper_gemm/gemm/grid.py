@@ -123,6 +123,27 @@ def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int,
     return shapes
 
 
+def loaded_rows(problem: GemmProblem, spec: GemmSpec) -> tuple[int, int]:
+    """Returns the rows of A and of one B that a stage gets: a tile's, unless there are fewer.
+
+    wgmma reads all of the tile's. The others belong to rows and columns past the end of D, which
+    are neither stored nor reduced, so they may hold anything.
+    """
+    p, s = problem, spec
+    rows_a, rows_b = s.tile_m, s.d_tile_n
+    if s.short_boxes:
+        rows_a = min(rows_a, p.m) if s.a_major == "k" else rows_a
+        rows_b = min(rows_b, p.n) if s.b_major == "k" else rows_b
+    return rows_a, rows_b
+
+
+def loaded_bytes(problem: GemmProblem, spec: GemmSpec) -> int:
+    """Returns the bytes that TMA brings to a stage."""
+    rows_a, rows_b = loaded_rows(problem, spec)
+    row_bytes = rows_a * spec.a_itemsize + rows_b * spec.graph.accumulators * spec.b_itemsize
+    return row_bytes * spec.tile_k
+
+
 def max_clusters(spec: GemmSpec, num_sms: int) -> int:
     """Returns how many clusters of `spec` are resident at once.
 

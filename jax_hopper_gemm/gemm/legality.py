@@ -137,6 +137,12 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
     if (s.cluster_m, s.cluster_n) not in CLUSTERS:
         clusters = one_of(tuple(f"{m}x{n}" for m, n in CLUSTERS))
         yield f"cluster {s.cluster_m}x{s.cluster_n} is not {clusters}"
+    if s.evict_first not in (None, "a", "b"):
+        yield f"L2 evicts {s.evict_first!r} first, not 'a' or 'b'"
+    elif s.evict_first and s.evict_first == s.gathered:
+        yield f"{s.evict_first.upper()} is gathered, not loaded by TMA with a policy for L2"
+    if s.short_boxes and (s.grouped or s.cluster_size > 1):
+        yield "boxes end with their matrices, but groups or slices for a cluster end them elsewhere"
 
 
 def _register_violations(spec: GemmSpec) -> Iterator[str]:

@@ -85,6 +85,11 @@ class GemmSpec:
     grouped: VarlenAxis | None = None  # the axis that is cut into groups, see `GroupedAxis`
     gathered: Literal["a", "b"] | None = None  # the operand whose rows are picked by indices
     indexed: Literal["a", "b"] | None = None  # the operand that is one matrix of a stack
+    nested: bool = False  # whether the batch has up to three axes, see `GemmProblem.outer`
+    # Whether a box of rows along K ends with its matrix, where that has fewer rows than a tile. The
+    # launch says how many bytes a stage then gets (`grid.loaded_bytes`).
+    short_boxes: bool = False
+    evict_first: Literal["a", "b"] | None = None  # the operand whose lines leave L2 first
 
     @property
     def graph(self) -> EpilogueGraph:
@@ -249,12 +254,16 @@ class GemmSpec:
             kind += f"_gather_{self.gathered}"
         if self.indexed:
             kind += f"_index_{self.indexed}"
+        if self.nested:
+            kind += "_nested"
         return (
             f"jhg_{kind}_{dtypes}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
             f"_{self.warp_schedule}_{self.tile_scheduler}"
             f"_s{self.num_stages}_e{self.epi_tile_n}x{self.epi_stages}"
             + (f"_l{self.epi_load_stages}" if self.epi_load_stages else "")
+            + ("_short" if self.short_boxes else "")
+            + (f"_stream_{self.evict_first}" if self.evict_first else "")
             + (f"_{self.epilogue.label}" if self.epilogue else "")
         )
 
@@ -292,6 +301,7 @@ class ProblemType:
     grouped: VarlenAxis | None = None
     gathered: Literal["a", "b"] | None = None
     indexed: Literal["a", "b"] | None = None
+    nested: bool = False
 
     @classmethod
     def of(cls, problem: GemmProblem) -> ProblemType:
@@ -300,7 +310,7 @@ class ProblemType:
         grouped, gathered = (p.groups.axis, p.groups.gathered) if p.groups else (None, None)
         return cls(
             p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
-            p.indexed,
+            p.indexed, bool(p.outer),
         )  # fmt: skip
 
     @classmethod
@@ -311,7 +321,7 @@ class ProblemType:
     @property
     def plain(self) -> ProblemType:
         """The same of the product that a measured table holds."""
-        return replace(self, epilogue=None, gathered=None, indexed=None)
+        return replace(self, epilogue=None, gathered=None, indexed=None, nested=False)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ class GemmKernel:
             self.prefetch((*of_ab, *parameters.stores, *parameters.loads))
 
         stages, shared, barriers = self.allocate_shared_memory()
-        ring = make_ring(s, barriers["ring"], self.producer, self.schedule.tile_warps)
+        tile_warps = self.schedule.tile_warps
+        ring = make_ring(s, barriers["ring"], self.producer, tile_warps, args.stage_bytes)
         operand_barriers = self.epilogue.ring.setup(barriers["operands"])
         scheduled = self.scheduler.setup(barriers["mailbox"], args, self.reader_warps)
         pipeline.pipeline_init_arrive((s.cluster_m, s.cluster_n), is_relaxed=True)

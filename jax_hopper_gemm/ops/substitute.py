@@ -41,8 +41,8 @@ def hopper_equations(
 ) -> list[Any]:
     """Returns the equations of a jaxpr with each `dot_general` replaced by a `hopper_dot`.
 
-    It is where `chosen` says so. Transposes that alone use a product become part of it, unless they
-    part batch axes, which a kernel writes as one.
+    It is where `chosen` says so. Transposes that alone use a product become part of it, unless a
+    batch axis then comes last: no kernel writes such a result.
     """
     transposes = _transposes_of_products(jaxpr, chosen)
     absorbed = {id(transpose) for steps in transposes.values() for transpose in steps}
@@ -132,20 +132,18 @@ def _transposes_of_products(jaxpr: Any, chosen: Callable[[Any], bool]) -> dict[A
             steps, order = chains.setdefault(variable, []), range(variable.aval.ndim)
             while (transpose := transposes.get(variable)) is not None:
                 order = [order[axis] for axis in transpose.params["permutation"]]
-                if _parts_batch(equation, order):
+                if _ends_with_batch(equation, order):
                     break
                 steps.append(transpose)
                 (variable,) = transpose.outvars
     return chains
 
 
-def _parts_batch(product: Any, order: Sequence[int]) -> bool:
-    """Whether other axes come between the batch axes of a product; those of extent 1 are none."""
+def _ends_with_batch(product: Any, order: Sequence[int]) -> bool:
+    """Whether a batch axis of a product comes last in an order of its axes, but for unit axes."""
     _, (batch, _) = product.params["dimension_numbers"]
     shape = product.outvars[0].aval.shape
-    is_batch = [axis < len(batch) for axis in order if shape[axis] != 1]
-    first, count = is_batch.index(True) if any(is_batch) else 0, sum(is_batch)
-    return not all(is_batch[first : first + count])
+    return [axis < len(batch) for axis in order if shape[axis] != 1][-1:] == [True]
 
 
 def _uses(jaxpr: Any) -> Counter[Any]:

@@ -85,6 +85,16 @@ def decode() -> Iterable[GemmProblem]:
             yield GemmProblem.dense(m, n, k)
 
 
+def few_rows() -> Iterable[GemmProblem]:
+    """Streams of weights, stored (K, N) and (N, K); and a router, whose columns are few."""
+    for n, k in ((4096, 4096), (28672, 8192), (8192, 28672), (4096, 14336)):
+        for m in (1, 8, 16, 17, 32, 48, 64):
+            yield GemmProblem.dense(m, n, k)
+            yield GemmProblem.dense(m, n, k, b_major="k")
+    for experts in (8, 64):
+        yield GemmProblem.dense(8192, experts, 4096, b_major="k")
+
+
 def glu() -> Iterable[GemmProblem]:
     """Gated MLPs of Llama 3 8B over 4096 and 8192 tokens: gate and up as one product, gradients.
 
@@ -160,6 +170,7 @@ SUITES: dict[str, Callable[[], Iterable[GemmProblem]]] = {
     "gemma": gemma,
     "vit": vit,
     "decode": decode,
+    "few_rows": few_rows,
     "glu": glu,
     "heldout": heldout,
 }

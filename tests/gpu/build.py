@@ -37,6 +37,8 @@ from support.policies import (
     covering_specs,
     epilogue_covering_specs,
     grouped_covering_specs,
+    nested_specs,
+    short_box_specs,
     stacked_specs,
 )
 from support.programs import PROGRAMS
@@ -77,6 +79,8 @@ def all_specs() -> list[GemmSpec]:
             (
                 *covering_specs(),
                 *stacked_specs(),
+                *short_box_specs(),
+                *nested_specs(),
                 *epilogue_covering_specs(),
                 *chosen_epilogue_specs(),
                 *grouped_covering_specs(),

@@ -87,7 +87,7 @@ def run_all(
       num_sms: SMs that a persistent grid fills; None for all that the GPU has.
 
     Returns:
-      Views of the shapes that `plan.result_shapes` gives.
+      Arrays of the shapes that `plan.result_shapes` gives.
 
     Raises:
       AssertionError: memory outside the results changed, or a repeat gave other bits.
@@ -133,7 +133,8 @@ def run_all(
     results = []
     for i, (bits, place) in enumerate(zip(first, places, strict=True)):
         assert_untouched_outside(place, bits, f"{spec.name}, result {i},")
-        results.append(place.view(bits.view(jnp.dtype(place.dtype))[GUARD:]))
+        result = place.view(bits.view(jnp.dtype(place.dtype))[GUARD:])
+        results.append(result.reshape(place.shape))
     return results
 
 
@@ -144,7 +145,8 @@ def guarded(places: Sequence[Place], values: Sequence[np.ndarray]) -> np.ndarray
     poison = LARGE if dtype == np.int32 else POISON
     flat = np.full(elements * dtype.itemsize, poison, np.uint8).view(dtype)
     for place, value in zip(places, values, strict=True):
-        place.view(flat[GUARD:])[:] = value
+        array = place.view(flat[GUARD:])
+        array[:] = value.reshape(array.shape)
     return flat
 
 
