@@ -55,7 +55,10 @@ DENSE_CONFIGS = (
     # Extents that the tiles above cover badly.
     Config(256, 160, cluster_n=2),
     Config(256, 192, cluster_n=2),
+    Config(128, 192, cluster_m=2),
     Config(128, 192, cluster_m=2, warp_schedule="pingpong"),
+    Config(128, 160, cluster_m=2, warp_schedule="pingpong"),
+    Config(128, 160, cluster_n=2, warp_schedule="pingpong"),
     # Short K, or a better fit of waves: one warpgroup stores while the other multiplies.
     Config(128, 128, cluster_m=2, warp_schedule="pingpong"),
     Config(128, 128, cluster_n=2, warp_schedule="pingpong"),
