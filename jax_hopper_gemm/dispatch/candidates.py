@@ -78,7 +78,7 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
             cluster_m=config.cluster_m, cluster_n=config.cluster_n,
             warp_schedule=config.warp_schedule, tile_scheduler=config.tile_scheduler,
             num_stages=MIN_STAGES, epi_tile_n=epi_tile_n, epi_stages=2,
-            epi_load_stages=2 if loads else 0,
+            epi_load_stages=2 if loads else 0, split_k=config.split_k,
         )  # fmt: skip
         if not violations(least):
             return _filled(least)

@@ -31,6 +31,7 @@ class Config:
     warp_schedule: WarpSchedule = "cooperative"
     tile_scheduler: TileScheduler = "static"
     epi_tile_n: int | None = None  # None: the first that is legal of those preferred
+    split_k: bool = False
 
     @classmethod
     def of(cls, spec: GemmSpec) -> Config:
@@ -38,7 +39,7 @@ class Config:
         s = spec
         return cls(
             s.tile_m, s.tile_n, s.tile_k * s.a_itemsize, s.cluster_m, s.cluster_n,
-            s.warp_schedule, s.tile_scheduler, s.epi_tile_n,
+            s.warp_schedule, s.tile_scheduler, s.epi_tile_n, s.split_k,
         )  # fmt: skip
 
 
@@ -69,6 +70,15 @@ DENSE_CONFIGS = (
     Config(64, 64, cluster_m=2, tile_scheduler="single"),
     Config(64, 64, cluster_n=2, tile_scheduler="single"),
     Config(64, 32, k_bytes=2 * SWIZZLE_BYTES),
+    # Long K over few tiles, or a last wave of tiles that most SMs would wait for.
+    Config(128, 128, split_k=True),
+    Config(128, 128, cluster_m=2, split_k=True),
+    Config(128, 256, cluster_m=2, split_k=True),
+    Config(256, 128, cluster_n=2, split_k=True),
+    Config(128, 64, split_k=True),
+    Config(64, 128, split_k=True),
+    Config(64, 256, split_k=True),
+    Config(64, 64, split_k=True),
 )
 
 

@@ -194,7 +194,9 @@ def write_table(table: Table, path: str | os.PathLike[str]) -> None:
 
 _KEY_FIELDS = {field.name for field in fields(Key)}
 _OMITTED = {"epilogue", "epi_load_stages", "gathered", "indexed"}  # entries are for plain products
+_USUAL = {"split_k": False}  # fields that are left out where they have this value
 _SPEC_FIELDS = {field.name for field in fields(GemmSpec)} - _KEY_FIELDS - _OMITTED
+_KERNEL_TYPES = {"warp_schedule": str, "tile_scheduler": str, "split_k": bool}  # others: int
 _ENTRY_FIELDS = _KEY_FIELDS | {"prefer", "kernel", "raster_order", "kernel_us", "xla_us"}
 
 
@@ -206,6 +208,8 @@ def _order(key: Key) -> tuple:
 def _row(entry: Entry) -> dict[str, Any]:
     key = {name: value for name, value in vars(entry.key).items() if value is not None}
     kernel = {name: value for name, value in vars(entry.spec).items() if name in _SPEC_FIELDS}
+    for name in [name for name, usual in _USUAL.items() if kernel[name] == usual]:
+        del kernel[name]
     return {
         **key,
         "prefer": entry.prefer,
@@ -231,9 +235,10 @@ def _entry(row: Any) -> Entry:
     if row["prefer"] not in ("kernel", "xla"):
         raise _Bad(f"prefer is {row['prefer']!r}, not 'kernel' or 'xla'")
     kernel = row["kernel"]
-    _expect_fields(kernel, _SPEC_FIELDS, "kernel has")
+    usual = _USUAL.keys() - kernel.keys() if type(kernel) is dict else set()
+    _expect_fields(kernel, _SPEC_FIELDS - usual, "kernel has")
     for name, value in kernel.items():
-        _expect(value, str if name in ("warp_schedule", "tile_scheduler") else int, name)
+        _expect(value, _KERNEL_TYPES.get(name, int), name)
     spec = GemmSpec(
         key.a_dtype, key.b_dtype, key.d_dtype, key.a_major, key.b_major, **kernel,
         grouped=key.grouped,

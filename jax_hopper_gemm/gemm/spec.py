@@ -85,6 +85,7 @@ class GemmSpec:
     grouped: VarlenAxis | None = None  # the axis that is cut into groups, see `GroupedAxis`
     gathered: Literal["a", "b"] | None = None  # the operand whose rows are picked by indices
     indexed: Literal["a", "b"] | None = None  # the operand that is one matrix of a stack
+    split_k: bool = False  # clusters may share the k-tiles of a tile, see `k_split`
 
     @property
     def graph(self) -> EpilogueGraph:
@@ -121,6 +122,11 @@ class GemmSpec:
     def acc_registers(self) -> int:
         """float32 accumulators of one math thread."""
         return self.rows_per_warpgroup * self.tile_n // 128
+
+    @property
+    def tile_warps(self) -> int:
+        """Math warps that work on one tile."""
+        return 4 if self.warp_schedule == "pingpong" else 4 * self.math_warpgroups
 
     @property
     def threads(self) -> int:
@@ -249,6 +255,8 @@ class GemmSpec:
             kind += f"_gather_{self.gathered}"
         if self.indexed:
             kind += f"_index_{self.indexed}"
+        if self.split_k:
+            kind += "_split_k"
         return (
             f"jhg_{kind}_{dtypes}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"

@@ -1,9 +1,21 @@
 """The finish of a tile: the step between its multiplication and its epilogue. One policy a class.
 
-Here belongs a turnstile for split-K and stream-K: where several CTAs each multiply some k-tiles of
-one tile (`TileCoords.k_first`), they add their accumulators in the order of K, and the last one
-stores. `LaunchPlan.workspaces` holds what they exchange.
+Where K is split, several CTAs each multiply some k-tiles of one tile (`gemm/k_split.py`). The one
+that has the last adds the others' partial sums to its own and stores the tile.
 """
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..gemm.k_split import begin_of
+from ..gemm.legality import MATH_REGISTERS, OTHER_REGISTERS
+from .shared_memory import WARPGROUP
+
+VECTOR = 4  # float32 of 16 bytes
 
 
 class NoFinish:
@@ -12,16 +24,122 @@ class NoFinish:
     def __init__(self, spec):
         self.spec = spec
 
-    def combine(self, acc, coords, warpgroup):
-        """Adds to a thread's accumulators what other CTAs have of the tile.
+    def cta_view(self, args, cta):
+        """Returns what `combine` takes of a CTA; called by its math threads."""
 
-        Returns whether this CTA stores it. True folds away; the GPU evaluates a condition.
-        """
+    def stores(self, coords):
+        """Returns whether this CTA stores the tile. True folds away; the GPU evaluates others."""
+        return True
+
+    def combine(self, view, acc, coords):
+        """Adds to a thread's accumulators what other CTAs have of the tile; returns `stores`."""
         return True
 
 
-FINISHES = {"none": NoFinish}
+@dataclass(frozen=True)
+class PartialSums:
+    """The partial sums that a thread reads and writes, and its warp's flags."""
+
+    args: Any  # `KernelArgs`
+    slot: Any  # of the first item, (vector, vectors) with a stride of its CTA's threads
+    flag: Any  # of the first item
+
+
+class OrderedSum(NoFinish):
+    """Adds partial sums in a fixed order, so that the bits do not depend on who is done first.
+
+    Each thread leaves its accumulators where the same thread of another CTA finds them, in vectors
+    of 16 bytes that lie side by side over a warp. So the warps of a tile need not wait for each
+    other: each has a flag of its own.
+
+        every part but the last     accumulators -> slot of its item; release the warp's flag
+        the last part               for each item before it that has k-tiles of the tile, backwards:
+                                    acquire the warp's flag; add the slot
+
+    NOTE: flags must be zero when the kernel starts. It does not clear them for the next launch:
+    XLA may use their memory in between.
+    """
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.threads = 32 * spec.tile_warps
+        self.vectors = spec.acc_registers // VECTOR
+        # Those that a thread has in flight beside the accumulators.
+        free = MATH_REGISTERS[spec.math_warpgroups] - OTHER_REGISTERS - spec.acc_registers
+        most = max(1, free // VECTOR)
+        self.loaded = max(n for n in range(1, most + 1) if self.vectors % n == 0)
+
+    def cta_view(self, args, cta):
+        s = self.spec
+        thread = (cute.arch.thread_idx()[0] - WARPGROUP) % self.threads
+        rank = cta.m + s.cluster_m * cta.n
+        tile = s.tile_m * s.tile_n
+        slot = cute.make_tensor(
+            args.split_k.partials + cute.assume(rank * tile + thread * VECTOR, divby=VECTOR),
+            cute.make_layout((VECTOR, self.vectors), stride=(1, VECTOR * self.threads)),
+        )
+        flag = args.split_k.flags + rank * s.tile_warps + thread // 32
+        return PartialSums(args, slot, flag)
+
+    def stores(self, coords):
+        return coords.part.is_last
+
+    @cute.jit
+    def combine(self, view, acc, coords):
+        part = coords.part
+        if part.is_last:
+            item = part.item
+            while self.begins(view, item) > part.start:
+                item = item - 1
+                self.wait(view, item)
+                self.add(view, acc, item)
+        else:
+            self.leave(view, acc, part.item)
+        return part.is_last
+
+    def begins(self, view, item):
+        return begin_of(view.args.split_k.tape, view.args.k_tiles, item, Int64, Int32)
+
+    @cute.jit
+    def leave(self, view, acc, item):
+        cute.autovec_copy(self.vectors_of(acc), self.slot_of(view, item))
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.store(self.flag_of(view, item), Int32(1), sem="release", scope="gpu")
+
+    @cute.jit
+    def wait(self, view, item):
+        """Waits for a warp's partial sums; all of its lanes acquire them.
+
+        NOTE: of a loop whose end may differ between lanes, ptxas makes a wait after every wgmma.
+        """
+        done = Int32(0)
+        while done == 0:
+            flag = cute.arch.load(self.flag_of(view, item), Int32, sem="acquire", scope="gpu")
+            done = cute.arch.make_warp_uniform(flag)
+
+    def add(self, view, acc, item):
+        sums = self.vectors_of(acc)
+        tiled = cute.flat_divide(self.slot_of(view, item), (VECTOR, self.loaded))
+        for chunk in range(self.vectors // self.loaded):
+            loaded = cute.make_rmem_tensor((VECTOR, self.loaded), Float32)
+            cute.autovec_copy(tiled[None, None, 0, chunk], loaded)
+            for i, j in product(range(self.loaded), range(VECTOR)):
+                at = j, chunk * self.loaded + i
+                sums[at] = sums[at] + loaded[j, i]
+
+    def vectors_of(self, acc):
+        """Returns a thread's accumulators as (VECTOR, vectors)."""
+        return cute.make_tensor(acc.iterator, cute.make_layout((VECTOR, self.vectors)))
+
+    def slot_of(self, view, item):
+        floats = self.spec.cluster_size * self.spec.tile_m * self.spec.tile_n
+        return cute.domain_offset((Int64(item) * floats, 0), view.slot)
+
+    def flag_of(self, view, item):
+        return view.flag + item * (self.spec.cluster_size * self.spec.tile_warps)
 
 
 def make_finish(spec):
-    return FINISHES["none"](spec)
+    """Returns the finish of `spec`'s tiles."""
+    return (OrderedSum if spec.split_k else NoFinish)(spec)

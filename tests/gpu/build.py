@@ -37,6 +37,7 @@ from support.policies import (
     covering_specs,
     epilogue_covering_specs,
     grouped_covering_specs,
+    split_specs,
     stacked_specs,
 )
 from support.programs import PROGRAMS
@@ -77,6 +78,7 @@ def all_specs() -> list[GemmSpec]:
             (
                 *covering_specs(),
                 *stacked_specs(),
+                *split_specs(),
                 *epilogue_covering_specs(),
                 *chosen_epilogue_specs(),
                 *grouped_covering_specs(),

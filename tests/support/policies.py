@@ -101,6 +101,14 @@ def stacked_specs() -> tuple[GemmSpec, ...]:
 
 
 @cache
+def split_specs() -> tuple[GemmSpec, ...]:
+    """Returns some of `covering_specs` and of those with epilogues, with K split."""
+    some = (*covering_specs()[::3], *epilogue_covering_specs()[::4])
+    split = (replace(spec, tile_scheduler="static", split_k=True) for spec in some)
+    return tuple(dict.fromkeys(spec for spec in split if not violations(spec)))
+
+
+@cache
 def epilogue_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns legal specs with epilogues in which each pair that any such spec has occurs."""
     return _covering(EPILOGUE_CHOICES, seed)
@@ -127,7 +135,7 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
     """Returns kernels to compile: of all that run on a GPU, enough for every pair of traits."""
     pool = dict.fromkeys(
         (
-            *covering_specs(), *stacked_specs(), *epilogue_covering_specs(),
+            *covering_specs(), *stacked_specs(), *split_specs(), *epilogue_covering_specs(),
             *grouped_covering_specs(), *chosen_epilogue_specs(), *table_specs(H200),
         )
     )  # fmt: skip
@@ -142,7 +150,7 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
     """Returns what a kernel's code depends on: policies, layouts, dtypes, parts of its epilogue."""
     fields = (
         "a_dtype", "b_dtype", "d_dtype", "tile_m", "tile_n", "tile_k", "warp_schedule",
-        "tile_scheduler", "epi_tile_n", "indexed",
+        "tile_scheduler", "epi_tile_n", "indexed", "split_k",
     )  # fmt: skip
     return [
         *((field, getattr(spec, field)) for field in fields),
