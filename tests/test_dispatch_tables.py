@@ -232,6 +232,7 @@ def shape(spec: GemmSpec) -> tuple:
         spec.cluster_m,
         spec.cluster_n,
         spec.warp_schedule,
+        spec.split_k,
     )
 
 

@@ -15,6 +15,7 @@ from itertools import product
 
 from ..gemm.dtypes import DTYPES, OPERANDS, RESULTS
 from ..gemm.epilogue_graph import EpilogueGraph
+from ..gemm.grid import k_split
 from ..gemm.legality import GATHERABLE, type_violations, violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
@@ -143,6 +144,7 @@ def legal_specs(problem: GemmProblem, device: Device) -> list[tuple[GemmSpec, Ra
         return []
     specs = tuner_specs(ProblemType.of(problem))
     legal = (spec for spec in specs if not pairing_violations(problem, spec))
+    legal = (s for s in legal if not s.split_k or k_split(problem, s, device.num_sms).ranges)
     return list(product(legal, RASTER_ORDERS))
 
 

@@ -151,7 +151,9 @@ TUNER_TILES = {  # tile_n for each tile_m
     192: (64, 96, 128, 160, 192),
     256: (32, 64, 96, 128, 160, 192),
 }
-TUNER_TILE_SCHEDULERS: tuple[TileScheduler, ...] = ("static", "single", "dynamic")
+TUNER_TILE_SCHEDULERS: tuple[tuple[TileScheduler, bool], ...] = (  # and whether K is split
+    ("static", False), ("single", False), ("dynamic", False), ("static", True),
+)  # fmt: skip
 TUNER_K_BYTES = (SWIZZLE_BYTES, 2 * SWIZZLE_BYTES)
 TUNER_EPI_TILES_N = (None, 16, 32, 64)
 
@@ -163,4 +165,4 @@ def tuner_configs() -> Iterator[Config]:
     for tile, (cluster, schedule, scheduler), k_bytes, epi_tile_n in product(
         tiles, policies, TUNER_K_BYTES, TUNER_EPI_TILES_N
     ):
-        yield Config(*tile, k_bytes, *cluster, schedule, scheduler, epi_tile_n)
+        yield Config(*tile, k_bytes, *cluster, schedule, scheduler[0], epi_tile_n, scheduler[1])

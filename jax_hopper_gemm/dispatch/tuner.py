@@ -58,7 +58,7 @@ def variants(problem: GemmProblem, device: Device, candidate: Candidate) -> list
 
 def _shape(spec: GemmSpec) -> tuple:
     s = spec
-    return (s.tile_m, s.tile_n, s.tile_k, s.cluster_m, s.cluster_n, s.warp_schedule)
+    return (s.tile_m, s.tile_n, s.tile_k, s.cluster_m, s.cluster_n, s.warp_schedule, s.split_k)
 
 
 def _details(candidate: Candidate) -> tuple:

@@ -101,6 +101,11 @@ def split_of(tiles: int, k_tiles: int, k: int, clusters: int) -> tuple[int, int]
     return split_tiles, min(clusters, max(split_tiles, split_tiles * most))
 
 
+def is_worth_splitting(tiles: int, clusters: int) -> bool:
+    """Returns whether whole tiles would leave most clusters idle, at once or in the last wave."""
+    return 0 < 2 * (tiles % clusters) <= clusters
+
+
 def first_unit(
     split: KSplit, k_tiles: Any, item: Any, widen: Callable = int, narrow: Callable = int
 ) -> WorkUnit:

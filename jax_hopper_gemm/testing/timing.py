@@ -23,7 +23,8 @@ L2_BYTES = 64 * 2**20  # no Hopper GPU has more
 MAX_SETS = 32  # of inputs; products so small that these fit in L2 are read from L2 in life, too
 
 # What a dynamic scheduler's counter costs to clear before each launch, 4 bytes in a CUDA graph,
-# measured on an H200; the flags of a kernel that splits K are taken to cost the same. CUPTI's list of kernels does not hold it.
+# measured on an H200. Flags of a kernel that splits K are taken to cost the same. CUPTI's list of
+# kernels does not hold it.
 CLEAR_MICROSECONDS = 1.7
 
 _LAUNCHES = 10  # calls in one burst measurement, at least
