@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
@@ -53,8 +54,8 @@ class OrderedSum(NoFinish):
     other: each has a flag of its own.
 
         every part but the last     accumulators -> slot of its item; release the warp's flag
-        the last part               for each item before it that has k-tiles of the tile, backwards:
-                                    acquire the warp's flag; add the slot
+        the last part               acquire the flags of all items before it that have k-tiles of the
+                                    tile; add their slots, in the order of K
 
     NOTE: flags must be zero when the kernel starts. It does not clear them for the next launch:
     XLA may use their memory in between.
@@ -64,10 +65,11 @@ class OrderedSum(NoFinish):
         super().__init__(spec)
         self.threads = 32 * spec.tile_warps
         self.vectors = spec.acc_registers // VECTOR
-        # Those that a thread has in flight beside the accumulators.
+        # Registers for partial sums beside the accumulators: for two slots, or a part of one.
         free = MATH_REGISTERS[spec.math_warpgroups] - OTHER_REGISTERS - spec.acc_registers
+        self.runs_ahead = free >= 2 * spec.acc_registers
         most = max(1, free // VECTOR)
-        self.loaded = max(n for n in range(1, most + 1) if self.vectors % n == 0)
+        self.chunk = max(n for n in range(1, most + 1) if self.vectors % n == 0)
 
     def cta_view(self, args, cta):
         s = self.spec
@@ -88,11 +90,12 @@ class OrderedSum(NoFinish):
     def combine(self, view, acc, coords):
         part = coords.part
         if part.is_last:
-            item = part.item
-            while self.begins(view, item) > part.start:
-                item = item - 1
-                self.wait(view, item)
-                self.add(view, acc, item)
+            first = part.item
+            while self.begins(view, first) > part.start:
+                first = first - 1
+                self.wait(view, first)
+            if first < part.item:
+                self.add(view, acc, first, part.item)
         else:
             self.leave(view, acc, part.item)
         return part.is_last
@@ -118,15 +121,33 @@ class OrderedSum(NoFinish):
             flag = cute.arch.load(self.flag_of(view, item), Int32, sem="acquire", scope="gpu")
             done = cute.arch.make_warp_uniform(flag)
 
-    def add(self, view, acc, item):
+    @cute.jit
+    def add(self, view, acc, first, end):
+        """Adds the partial sums of the items from `first` to before `end`, one at least."""
         sums = self.vectors_of(acc)
-        tiled = cute.flat_divide(self.slot_of(view, item), (VECTOR, self.loaded))
-        for chunk in range(self.vectors // self.loaded):
-            loaded = cute.make_rmem_tensor((VECTOR, self.loaded), Float32)
-            cute.autovec_copy(tiled[None, None, 0, chunk], loaded)
-            for i, j in product(range(self.loaded), range(VECTOR)):
-                at = j, chunk * self.loaded + i
-                sums[at] = sums[at] + loaded[j, i]
+        if cutlass.const_expr(self.runs_ahead):  # a slot is added while the next arrives
+            arrived = self.load(view, first, 0)
+            for item in cutlass.range(first + 1, end, unroll=1):
+                following = self.load(view, item, 0)
+                self.add_chunk(sums, 0, arrived)
+                arrived.store(following.load())
+            self.add_chunk(sums, 0, arrived)
+        else:
+            for item in cutlass.range(first, end, unroll=1):
+                for chunk in cutlass.range_constexpr(self.vectors // self.chunk):
+                    self.add_chunk(sums, chunk, self.load(view, item, chunk))
+
+    def load(self, view, item, chunk):
+        """Returns some vectors of a slot, in registers."""
+        tiled = cute.flat_divide(self.slot_of(view, item), (VECTOR, self.chunk))
+        loaded = cute.make_rmem_tensor((VECTOR, self.chunk), Float32)
+        cute.autovec_copy(tiled[None, None, 0, chunk], loaded)
+        return loaded
+
+    def add_chunk(self, sums, chunk, loaded):
+        for i, j in product(range(self.chunk), range(VECTOR)):
+            at = j, chunk * self.chunk + i
+            sums[at] = sums[at] + loaded[j, i]
 
     def vectors_of(self, acc):
         """Returns a thread's accumulators as (VECTOR, vectors)."""
