@@ -4,7 +4,7 @@
     JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/split_k.py --json split_k.json
 
 Candidates take turns on the same random inputs, in one process; medians of kernel times (CUPTI), to
-which a split kernel's are added the microseconds in which its flags are cleared. Each split
+which a dynamic kernel's are added the microseconds in which its counter is cleared. Each split
 product is compared with XLA's before it is timed, and must have the same bits 20 times.
 """
 

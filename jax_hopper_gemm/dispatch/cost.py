@@ -54,7 +54,6 @@ ISSUE_CYCLES = 1.3  # assumed: of an instruction of one warp, stalls included
 SPECIAL_CYCLES = 8.0  # of one that the special function units execute: 4 lanes a cycle
 EXPOSED = 0.6  # fitted: of an epilogue, in spite of the other warpgroup's multiplication
 DYNAMIC_CYCLES = 900.0  # fitted: to fetch a tile from the counter
-CLEAR_NS = 1700.0  # measured: of a workspace, before the launch
 PARTIAL_CYCLES = 900.0  # assumed: from asking for a partial sum to its arrival, once for each
 HANDOVER_CYCLES = 2000.0  # assumed: from the first store of a partial sum until others may read it
 
@@ -87,7 +86,7 @@ def estimate(
     memory, occupancy = memory_bytes(p, s, raster_order, device), clusters / (waves * slots)
     if s.split_k:
         tape = grid.k_split(p, s, device.num_sms)
-        sm_ns = CLEAR_NS + _split_cycles(p, s, device, tape, k_tile) / CYCLES_PER_NS
+        sm_ns = _split_cycles(p, s, device, tape, k_tile) / CYCLES_PER_NS
         memory += tape.ranges * s.cluster_size * _partial_bytes(s)  # written back from L2
         occupancy = _active_sms(p, s, device) / (slots * s.cluster_size)
     else:

@@ -74,7 +74,7 @@ class SplitK(NamedTuple):
 
     tape: Any  # `KSplit`
     partials: Any  # pointer to float32, a slot of a cluster's accumulators for each range
-    flags: Any  # pointer to int32 that are zero, one for each warp that writes to such a slot
+    flags: Any  # pointer to 8 bytes for each warp that writes to such a slot
 
 
 class KernelArgs(NamedTuple):
@@ -107,7 +107,9 @@ def kernel_params(spec: GemmSpec) -> KernelArgs:
         zero_fill = ZeroFill(_pointer("zero_d"), rows)
     if spec.split_k:
         tape = KSplit(*_numbers("tape", KSplit._fields))
-        split_k = SplitK(tape, _pointer("partials", "float32", TMA_ALIGNMENT), _pointer("flags"))
+        split_k = SplitK(
+            tape, _pointer("partials", "float32", TMA_ALIGNMENT), _pointer("flags", alignment=8)
+        )
     raster = GroupRaster if spec.grouped else Raster
     return KernelArgs(
         tma_ab=tuple(_operand_ab(spec, n) for n in ("a", "b", "up")[: graph.accumulators + 1]),

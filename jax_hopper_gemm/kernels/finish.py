@@ -11,12 +11,14 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass.cutlass_dsl import select_
 
 from ..gemm.k_split import begin_of
 from ..gemm.legality import MATH_REGISTERS, OTHER_REGISTERS
 from .shared_memory import WARPGROUP
 
 VECTOR = 4  # float32 of 16 bytes
+RELEASED = 0x6A09E667F3BCC908  # of a flag: 64 bits of the square root of 2
 
 
 class NoFinish:
@@ -43,7 +45,7 @@ class PartialSums:
 
     args: Any  # `KernelArgs`
     slot: Any  # of the first item, (vector, vectors) with a stride of its CTA's threads
-    flag: Any  # of the first item
+    flag: Any  # pointer to int64, of the first item
 
 
 class OrderedSum(NoFinish):
@@ -57,8 +59,10 @@ class OrderedSum(NoFinish):
         the last part               acquire the flags of all items before it that have k-tiles of the
                                     tile; add their slots, in the order of K
 
-    NOTE: flags must be zero when the kernel starts. It does not clear them for the next launch:
-    XLA may use their memory in between.
+    NOTE: nobody clears the flags before a launch, and XLA may have used their memory for anything.
+    So a released one is 64 bits that nothing else holds but by a chance of 2**-64, and the part
+    that has seen it frees it: what this launch leaves, a replay of its graph does not take for its
+    own.
     """
 
     def __init__(self, spec):
@@ -80,8 +84,8 @@ class OrderedSum(NoFinish):
             args.split_k.partials + cute.assume(rank * tile + thread * VECTOR, divby=VECTOR),
             cute.make_layout((VECTOR, self.vectors), stride=(1, VECTOR * self.threads)),
         )
-        flag = args.split_k.flags + rank * s.tile_warps + thread // 32
-        return PartialSums(args, slot, flag)
+        flags = cute.recast_ptr(args.split_k.flags, dtype=Int64)
+        return PartialSums(args, slot, flags + (rank * s.tile_warps + thread // 32))
 
     def stores(self, coords):
         return coords.part.is_last
@@ -108,18 +112,23 @@ class OrderedSum(NoFinish):
         cute.autovec_copy(self.vectors_of(acc), self.slot_of(view, item))
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            cute.arch.store(self.flag_of(view, item), Int32(1), sem="release", scope="gpu")
+            cute.arch.store(self.flag_of(view, item), Int64(RELEASED), sem="release", scope="gpu")
 
     @cute.jit
     def wait(self, view, item):
-        """Waits for a warp's partial sums; all of its lanes acquire them.
+        """Waits for a warp's partial sums, and frees its flag.
 
         NOTE: of a loop whose end may differ between lanes, ptxas makes a wait after every wgmma.
         """
-        done = Int32(0)
-        while done == 0:
-            flag = cute.arch.load(self.flag_of(view, item), Int32, sem="acquire", scope="gpu")
-            done = cute.arch.make_warp_uniform(flag)
+        flag = self.flag_of(view, item)
+        waiting = Int32(1)
+        while waiting == 1:
+            value = cute.arch.load(flag, Int64, sem="acquire", scope="gpu")
+            differs = select_(value == RELEASED, Int32(0), Int32(1))
+            waiting = cute.arch.make_warp_uniform(differs)
+        cute.arch.sync_warp()  # what lane 0 has acquired the others may read
+        if cute.arch.lane_idx() == 0:
+            cute.arch.store(flag, Int64(0))
 
     @cute.jit
     def add(self, view, acc, first, end):

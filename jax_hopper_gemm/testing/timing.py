@@ -23,8 +23,7 @@ L2_BYTES = 64 * 2**20  # no Hopper GPU has more
 MAX_SETS = 32  # of inputs; products so small that these fit in L2 are read from L2 in life, too
 
 # What a dynamic scheduler's counter costs to clear before each launch, 4 bytes in a CUDA graph,
-# measured on an H200. Flags of a kernel that splits K are taken to cost the same. CUPTI's list of
-# kernels does not hold it.
+# measured on an H200. CUPTI's list of kernels does not hold it.
 CLEAR_MICROSECONDS = 1.7
 
 _LAUNCHES = 10  # calls in one burst measurement, at least
@@ -85,7 +84,7 @@ def sets_to_rotate(input_bytes: int) -> int:
 
 def clearing(spec: GemmSpec | None) -> float:
     """Returns the microseconds in which a launch of `spec`'s kernel clears its workspace."""
-    return CLEAR_MICROSECONDS if spec and (spec.dynamic or spec.split_k) else 0.0
+    return CLEAR_MICROSECONDS if spec and spec.dynamic else 0.0
 
 
 def burst(

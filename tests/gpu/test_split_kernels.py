@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import random
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from support import cases, graphs, outcome, trial
+from support.direct import WORKSPACE_GUARD, prepare
+from support.places import result_places
 from support.policies import split_specs
+from support.reference import input_places
 
 from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 
 CHOSEN = [spec for spec in table_specs(H200) if spec.split_k]
 SPECS = list(dict.fromkeys((*split_specs(), *CHOSEN)))
-FEW_SMS = 28  # so that a persistent grid wraps around on problems that are quickly checked
+FEW_SMS = 36  # so that a persistent grid wraps around on problems that are quickly checked
 RANDOM_PROBLEMS = 400
 
 
@@ -56,6 +61,27 @@ def test_split_kernel_gives_the_same_bits_in_20_repeats(spec, gpu):
         inputs = cases.normal_inputs(problem, 0)
         results = trial.run_all(gpu, problem, spec, raster_order, inputs, 20, FEW_SMS)
         outcome.assert_within_bound(problem, spec, inputs, results, spec.name)
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if not s.epilogue][::4], ids=lambda s: s.name)
+def test_a_launch_frees_its_flags_and_so_the_next_one_waits_for_its_own_sums(spec, gpu):
+    """A replay of a CUDA graph may find the workspaces as the one before it has left them."""
+    problem, raster_order = cases.split_problems(spec, FEW_SMS)[1]
+    (place,) = result_places(problem, spec)
+    sizes = [max(p.end for p in places) for places in input_places(problem)]
+    zeros = [gpu.upload(np.zeros(size, jnp.dtype(spec.a_dtype))) for size in sizes]
+    d = gpu.allocate(place.end * jnp.dtype(place.dtype).itemsize)
+    launch = prepare(gpu, problem, spec, raster_order, [*zeros, d], FEW_SMS)
+    partials, flags = launch.workspaces
+    flags.fill(trial.POISON)
+    for _ in range(3):
+        partials.fill(trial.POISON)
+        d.fill(trial.POISON)
+        launch()
+        gpu.synchronize()
+        assert (place.view(d.download(place.dtype)) == 0).all(), "a poisoned sum was added"
+        left = set(flags.download("int32").view("int64")[: -WORKSPACE_GUARD // 8].tolist())
+        assert left <= {0, -1} and 0 in left, left
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_PROBLEMS))

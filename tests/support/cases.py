@@ -14,7 +14,7 @@ from support.places import Operand, Place, factor_places
 from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.dtypes import DTYPES
-from jax_hopper_gemm.gemm.grid import ceil_div
+from jax_hopper_gemm.gemm.grid import ceil_div, max_clusters
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 
@@ -79,7 +79,7 @@ def split_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Rast
     with a part of a k-tile.
     """
     m, n = spec.tile_m * spec.cluster_m, spec.d_tile_n * spec.cluster_n
-    clusters = max(1, num_sms // spec.cluster_size)
+    clusters = max_clusters(spec, num_sms)
     k = 4 * spec.tile_k
     return [
         (padded(spec, m - 5, n - 3, clusters * k + 24), RasterOrder("m", 1)),
