@@ -56,8 +56,8 @@ class OrderedSum(NoFinish):
     other: each has a flag of its own.
 
         every part but the last     accumulators -> slot of its item; release the warp's flag
-        the last part               acquire the flags of all items before it that have k-tiles of the
-                                    tile; add their slots, in the order of K
+        the last part               acquire the flags of all items before it that have k-tiles of
+                                    the tile; add their slots, in the order of K
 
     NOTE: nobody clears the flags before a launch, and XLA may have used their memory for anything.
     So a released one is 64 bits that nothing else holds but by a chance of 2**-64, and the part
