@@ -39,8 +39,9 @@ def test_partial_sums_travel_in_vectors_and_wgmma_waits_for_nothing_more(spec, t
     )
     runs_ahead = spec.acc_registers <= 64  # then a slot is loaded ahead of the loop, too
     assert len(re.findall(r"\bLDG\.E\.128", split)) == vectors * (1 + runs_ahead)
-    assert len(re.findall(r"\bSTG\.E\.STRONG\.GPU", split)) == 1, "one release of a flag"
-    assert len(re.findall(r"\bLDG\.E\.STRONG\.GPU", split)) == 1, "one wait for it"
+    assert "MEMBAR.ALL.GPU" in split
+    assert len(re.findall(r"\bSTG\.E\.64\.STRONG\.GPU", split)) == 1, "one release of a flag"
+    assert len(re.findall(r"\bLDG\.E\.64\.STRONG\.GPU", split)) == 1, "one wait for it"
 
 
 def waits(code: str) -> int:
