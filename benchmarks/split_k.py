@@ -115,9 +115,10 @@ def run(rounds: int) -> list[dict]:
         problem = problem_of(shape)
         found = candidates(problem)
         input_sets = benchmark.random_inputs(problem)
-        functions = {"xla": benchmark.MAKERS["xla"](problem, input_sets)}
-        assert functions["xla"]
-        expected = np.asarray(functions["xla"](*input_sets[0]), np.float32)
+        xla = benchmark.MAKERS["xla"](problem, input_sets)
+        assert xla
+        functions = {"xla": xla}
+        expected = np.asarray(xla(*input_sets[0]), np.float32)
         scale = np.sqrt(problem.k)
         for name, (spec, order) in found.items():
             function = benchmark.one_kernel(problem, spec, order, device.num_sms)
@@ -135,14 +136,14 @@ def run(rounds: int) -> list[dict]:
             for name, function in functions.items()
         }
         timings = timing.alternate(measures, rounds)
-        xla = timings["xla"].median
-        print(f"{'x'.join(map(str, shape))}: XLA {xla:.2f} us", flush=True)
+        xla_us = timings["xla"].median
+        print(f"{'x'.join(map(str, shape))}: XLA {xla_us:.2f} us", flush=True)
         for name, (spec, order) in found.items():
             median = timings[name].median
             expected_us = estimate(problem, spec, order, device).ns / 1e3
-            rows.append({"shape": shape, "kernel": name, "us": median, "xla_us": xla,
+            rows.append({"shape": shape, "kernel": name, "us": median, "xla_us": xla_us,
                          "expected_us": expected_us})  # fmt: skip
-            speed = f"{median:9.2f} us  {xla / median:.3f}  expected {expected_us:9.2f}"
+            speed = f"{median:9.2f} us  {xla_us / median:.3f}  expected {expected_us:9.2f}"
             print(f"  {name:32} {speed}", flush=True)
     return rows
 
