@@ -274,7 +274,7 @@ class FakeTimer:
             return math.inf
         microseconds = 100.0 + abs(spec.tile_m - 256) + abs(spec.tile_n - 128)
         microseconds += 5 * (spec.tile_scheduler != "dynamic") + 3 * (spec.cluster_size != 2)
-        return microseconds + raster_order.swizzle / 10
+        return microseconds + 4 * spec.split_k + raster_order.swizzle / 10
 
 
 def test_tuning_finds_a_scheduler_and_order_that_no_candidate_had():
