@@ -22,10 +22,11 @@ from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs
 from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, RASTER_ORDERS
 from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate, memory_bytes, roofline_ns
 from jax_hopper_gemm.dispatch.layout_legality import MAX_EXTENT
-from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
 from jax_hopper_gemm.dispatch.model import best_kernel, xla_is_faster
 from jax_hopper_gemm.gemm.dtypes import OPERANDS
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
+from jax_hopper_gemm.gemm.k_split import is_worth_splitting
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major
 from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
@@ -136,7 +137,7 @@ def test_reason_gives_time_bound_tiles_and_waves():
     [
         (GemmProblem.dense(8, 8192, 8192, a_major="m"), "D is 8x8192"),
         (GemmProblem.dense(8192, 8, 8192), "D is 8192x8"),
-        (GemmProblem.dense(512, 512, 16384), "K=16384 over 64 tiles"),
+        (GemmProblem.dense(512, 512, 16384), "K=16384 over 16 tiles"),
     ],
 )
 def test_xla_is_preferred_with_a_reason_unless_a_kernel_is_asked_for(problem, words):
@@ -322,13 +323,19 @@ def test_large_tiles_are_dynamic_where_transfers_may_hold_sms():
         alone, beside = choose(problem, H200), choose(problem, SEVERAL)
         if beside == alone:
             spec = alone.spec
-            if spec and spec.tile_scheduler == "static":
+            if spec and not spec.split_k and spec.tile_scheduler == "static":
                 assert spec.tile_m * spec.tile_n < candidates.LARGE_TILE
             continue
         assert alone.spec and beside.spec and beside.spec in buildable
-        assert beside.spec == replace(alone.spec, tile_scheduler="dynamic")
-        assert alone.spec.tile_scheduler == "static" and violations(beside.spec) == []
-        assert beside.raster_order == alone.raster_order and "transfers" in beside.reason
+        if not alone.spec.split_k:
+            assert beside.spec == replace(alone.spec, tile_scheduler="dynamic")
+            assert beside.raster_order == alone.raster_order
+        assert (
+            beside.spec.dynamic
+            and alone.spec.tile_scheduler == "static"
+            and violations(beside.spec) == []
+        )
+        assert "transfers" in beside.reason
         dynamic += 1
     assert dynamic > 100
 
@@ -348,3 +355,40 @@ def test_another_kernel_is_dynamic_where_the_best_has_no_registers_for_it():
         if found.spec and found.raster_order
     ]
     assert costs[1] <= choice.MAX_DYNAMIC_COST * costs[0]
+
+
+# Where K is split.
+
+
+def test_few_tiles_of_long_k_are_shared_and_the_reason_says_by_how_many():
+    problem = GemmProblem.dense(1024, 1024, 65536, a_major="m")
+    decision = choose(problem, H200, kernel_only=True)
+    assert decision.spec and decision.spec.split_k and decision.source == "model"
+    assert "32 tiles of 128x256 whose K 128 thread blocks share" in decision.reason
+
+
+def test_a_last_wave_that_is_less_than_half_full_is_shared():
+    problem = GemmProblem.dense(2560, 5120, 5120)
+    decision = choose(problem, H200)
+    assert decision.spec and decision.spec.split_k
+    assert "share, but of 264 tiles" in decision.reason
+
+
+@pytest.mark.parametrize("clusters", [66, 132])
+def test_k_is_split_only_where_most_clusters_would_wait(clusters):
+    worth = [tiles for tiles in range(1, 4 * clusters) if is_worth_splitting(tiles, clusters)]
+    assert worth == [t for t in range(1, 4 * clusters) if 1 <= t % clusters <= clusters // 2]
+    spec = replace(BASE, tile_n=256, split_k=True, cluster_m=132 // clusters)
+    for tiles in (clusters // 2, clusters // 2 + 1, clusters, clusters + 1):
+        problem = GemmProblem.dense(128 * spec.cluster_m * tiles, 256, 8192)
+        assert (split_violations(problem, spec, H200) == []) == (tiles in worth)
+
+
+def test_the_tuner_may_split_what_the_model_does_not():
+    three_quarters = GemmProblem.dense(128 * 99, 256, 4096)
+    specs = {spec for spec, _ in legal_specs(three_quarters, H200)}
+    assert any(spec.split_k and split_violations(three_quarters, spec, H200) for spec in specs)
+    whole_waves = GemmProblem.dense(128 * 132, 256, 4096)
+    specs = {spec for spec, _ in legal_specs(whole_waves, H200)}
+    split = {spec for spec in specs if spec.split_k and (spec.tile_m, spec.tile_n) == (128, 256)}
+    assert {spec.cluster_size for spec in split} == {4}, "which do not fill 132 SMs"

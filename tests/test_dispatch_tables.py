@@ -242,6 +242,7 @@ def shape(spec: GemmSpec) -> tuple:
         spec.cluster_m,
         spec.cluster_n,
         spec.warp_schedule,
+        spec.split_k,
     )
 
 
@@ -255,7 +256,8 @@ def test_ranked_candidates_differ_in_shape_and_are_sorted_by_the_model():
 
 
 def test_variants_differ_in_one_detail():
-    candidate = ranked_candidates(SQUARE, H200, 1)[0]
+    ranked = ranked_candidates(SQUARE, H200)
+    candidate = next(candidate for candidate in ranked if not candidate[0].split_k)
     found = variants(SQUARE, H200, candidate)
     assert {raster_order for spec, raster_order in found if spec == candidate[0]} > {
         RasterOrder("n", 1)
@@ -282,7 +284,7 @@ class FakeTimer:
             return math.inf
         microseconds = 100.0 + abs(spec.tile_m - 256) + abs(spec.tile_n - 128)
         microseconds += 5 * (spec.tile_scheduler != "dynamic") + 3 * (spec.cluster_size != 2)
-        return microseconds + raster_order.swizzle / 10
+        return microseconds + 4 * spec.split_k + raster_order.swizzle / 10
 
 
 def test_tuning_finds_a_scheduler_and_order_that_no_candidate_had():

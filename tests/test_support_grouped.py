@@ -15,7 +15,7 @@ import pytest
 from support import graphs, grouped, outcome, random_grouped, reference, trial
 from support.covering import ALL
 from support.grouped import Layout, Span
-from support.host_kernels import HostGpu
+from support.host_kernels import HostGpu, HostLaunch
 from support.places import result_places, shape_of
 from support.policies import choice_of, grouped_covering_specs, spec_of
 
@@ -231,7 +231,7 @@ def try_on_host(monkeypatch, case: grouped.Case, spoil=lambda results, parts: No
                 array[:] = right
             spoil(written, parts)
 
-        return launch
+        return HostLaunch(launch)
 
     monkeypatch.setattr(trial, "prepare", prepare)
     gpu: Any = HostGpu()

@@ -15,6 +15,7 @@ from itertools import product
 
 from ..gemm.dtypes import DTYPES, OPERANDS, RESULTS
 from ..gemm.epilogue_graph import EpilogueGraph
+from ..gemm.grid import k_split
 from ..gemm.legality import GATHERABLE, type_violations, violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
@@ -81,7 +82,7 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
             warp_schedule=config.warp_schedule, tile_scheduler=config.tile_scheduler,
             short_boxes=config.short_boxes, evict_first=config.evict_first,
             num_stages=MIN_STAGES, epi_tile_n=epi_tile_n, epi_stages=2,
-            epi_load_stages=2 if loads else 0,
+            epi_load_stages=2 if loads else 0, split_k=config.split_k,
         )  # fmt: skip
         if not violations(least):
             filled.append(_filled(least))
@@ -149,6 +150,7 @@ def legal_specs(problem: GemmProblem, device: Device) -> list[tuple[GemmSpec, Ra
         return []
     specs = tuner_specs(ProblemType.of(problem))
     legal = (spec for spec in specs if not pairing_violations(problem, spec))
+    legal = (s for s in legal if not s.split_k or k_split(problem, s, device.num_sms).ranges)
     return list(product(legal, RASTER_ORDERS))
 
 

@@ -25,12 +25,13 @@ from .cost import (
     roofline_ns,
 )
 from .device import Device
-from .legality import limit_violations, pairing_violations
+from .legality import limit_violations, pairing_violations, split_violations
 
 ROUGH = RASTER_ORDERS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
 # Rows or columns of D, not stored along K, up to which XLA won all measurements, by 2 to 30 %. Of
 # those along K a box holds no more than there are (`GemmSpec.short_boxes`).
 THIN = 16
+SPLIT_K_DOUBT = 1.05  # of expected costs of kernels that split K: their constants are assumed
 SPLIT_K_EXTENT = 4096  # K from which splitting it over SMs pays for adding the parts
 SPLIT_K_RATIO = 1.8  # times the roofline
 
@@ -59,7 +60,11 @@ def best_kernel(
         return None, reasons
     low = [s for s in legal if not (_is_too_tall(problem, s) or _is_a_stream(problem, s))]
     costs = (Best(spec, _rough_cost(problem, spec, device)) for spec in low or legal)
-    return min(costs, key=lambda best: best.cost.ns), reasons
+    return min(costs, key=_doubtful_ns), reasons
+
+
+def _doubtful_ns(best: Best) -> float:
+    return best.cost.ns * (SPLIT_K_DOUBT if best.spec.split_k else 1.0)
 
 
 def _legal(
@@ -70,6 +75,7 @@ def _legal(
     legal = []
     for spec in candidates:
         against = pairing_violations(problem, spec) or limit_violations(problem, spec, device)
+        against = against or split_violations(problem, spec, device)
         if against:
             reasons = against
         else:
@@ -117,13 +123,13 @@ def thin(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
 
 
 def needs_split_k(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
-    """Long K over too few tiles to keep the SMs busy: cuBLAS splits K, we do not."""
+    """Long K over too few tiles to keep the SMs busy, even if they share tiles."""
     ratio = best.ns / roofline_ns(problem)
     if problem.k < SPLIT_K_EXTENT or best.tiles > device.num_sms or ratio < SPLIT_K_RATIO:
         return None
     return (
         f"K={problem.k} over {best.tiles} tiles keeps {device.num_sms} SMs waiting (expected "
-        f"{ratio:.1f} times the least possible time): it wants split-K, which XLA has"
+        f"{ratio:.1f} times the least possible time), which XLA splits with less loss"
     )
 
 

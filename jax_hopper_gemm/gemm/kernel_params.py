@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from .epilogue_graph import Operand, Result
 from .group_search import GroupRaster
+from .k_split import KSplit
 from .offsets import ZeroRows
 from .raster import Raster
 from .spec import TMA_ALIGNMENT, GemmSpec
@@ -76,6 +77,14 @@ class ZeroFill(NamedTuple):
     rows: ZeroRows
 
 
+class SplitK(NamedTuple):
+    """What clusters that share the k-tiles of a tile know and exchange."""
+
+    tape: Any  # `KSplit`
+    partials: Any  # pointer to float32, a slot of a cluster's accumulators for each range
+    flags: Any  # pointer to 8 bytes for each warp that writes to such a slot
+
+
 class KernelArgs(NamedTuple):
     """One thing for each parameter: a `KernelParam`, or the argument. None: there is none."""
 
@@ -91,13 +100,14 @@ class KernelArgs(NamedTuple):
     stage_bytes: Any  # that TMA brings, where boxes end with their matrices
     extents: Any  # `Extents`, if the epilogue must know them
     zero_fill: Any  # `ZeroFill`, where a warp does that
+    split_k: Any  # `SplitK`, where K is split
     tile_counter: Any  # pointer to an int32 that is zero, for the dynamic scheduler
 
 
 def kernel_params(spec: GemmSpec) -> KernelArgs:
     """Returns the parameters of `spec`'s kernel."""
     graph = spec.graph
-    gather = zero_fill = stack_index = None
+    gather = zero_fill = stack_index = split_k = None
     if spec.gathered:
         gather = Gather(_pointer("gather_indices"), *_numbers("gather", Gather._fields[1:]))
     if spec.indexed:
@@ -105,6 +115,11 @@ def kernel_params(spec: GemmSpec) -> KernelArgs:
     if spec.zero_fill_warp:
         rows = ZeroRows(*_numbers("zero", ZeroRows._fields))
         zero_fill = ZeroFill(_pointer("zero_d"), rows)
+    if spec.split_k:
+        tape = KSplit(*_numbers("tape", KSplit._fields))
+        split_k = SplitK(
+            tape, _pointer("partials", "float32", TMA_ALIGNMENT), _pointer("flags", alignment=8)
+        )
     raster = GroupRaster if spec.grouped else Raster
     return KernelArgs(
         tma_ab=tuple(_operand_ab(spec, n) for n in ("a", "b", "up")[: graph.accumulators + 1]),
@@ -121,6 +136,7 @@ def kernel_params(spec: GemmSpec) -> KernelArgs:
         stage_bytes=_number("stage_bytes") if spec.short_boxes else None,
         extents=Extents(_number("m"), _number("n")) if graph.needs_extents else None,
         zero_fill=zero_fill,
+        split_k=split_k,
         tile_counter=_pointer("tile_counter") if spec.tile_scheduler == "dynamic" else None,
     )
 

@@ -134,6 +134,10 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
         row = SWIZZLE_BYTES // s.a_itemsize
         if s.tile_k not in (row, 2 * row):
             yield f"tile_k {s.tile_k} is not {row} or {2 * row}"
+    if s.split_k and s.tile_scheduler != "static":
+        yield f"K is split by clusters with fixed shares: the tile scheduler is {s.tile_scheduler}"
+    if s.split_k and s.grouped:
+        yield "the k-tiles of a grouped product are not known before it runs: do not split K"
     if (s.cluster_m, s.cluster_n) not in CLUSTERS:
         clusters = one_of(tuple(f"{m}x{n}" for m, n in CLUSTERS))
         yield f"cluster {s.cluster_m}x{s.cluster_n} is not {clusters}"

@@ -90,6 +90,7 @@ class GemmSpec:
     # launch says how many bytes a stage then gets (`grid.loaded_bytes`).
     short_boxes: bool = False
     evict_first: Literal["a", "b"] | None = None  # the operand whose lines leave L2 first
+    split_k: bool = False  # clusters may share the k-tiles of a tile, see `k_split`
 
     @property
     def graph(self) -> EpilogueGraph:
@@ -126,6 +127,11 @@ class GemmSpec:
     def acc_registers(self) -> int:
         """float32 accumulators of one math thread."""
         return self.rows_per_warpgroup * self.tile_n // 128
+
+    @property
+    def tile_warps(self) -> int:
+        """Math warps that work on one tile."""
+        return 4 if self.warp_schedule == "pingpong" else 4 * self.math_warpgroups
 
     @property
     def threads(self) -> int:
@@ -256,6 +262,8 @@ class GemmSpec:
             kind += f"_index_{self.indexed}"
         if self.nested:
             kind += "_nested"
+        if self.split_k:
+            kind += "_split_k"
         return (
             f"jhg_{kind}_{dtypes}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"

@@ -143,10 +143,20 @@ def make_plan(
     if spec.zero_fill_warp:
         values["zero_d"] = Pointer(grid.num_inputs(problem))
         values |= _numbers("zero", grid.zero_rows(problem))
-    workspaces: tuple[Workspace, ...] = ()
+    workspaces: list[Workspace] = []
+
+    def workspace(nbytes: int, *, cleared: bool) -> Pointer:
+        workspaces.append(Workspace(nbytes, cleared))
+        return Pointer(first_workspace + len(workspaces) - 1)
+
     if spec.dynamic:
-        workspaces = (Workspace(nbytes=4, cleared=True),)
-        values["tile_counter"] = Pointer(first_workspace)
+        values["tile_counter"] = workspace(4, cleared=True)
+    if spec.split_k:
+        tape = grid.k_split(problem, spec, num_sms)
+        slots = max(1, tape.ranges) * spec.cluster_size
+        values |= _numbers("tape", tape)
+        values["partials"] = workspace(4 * slots * spec.tile_m * spec.tile_n, cleared=False)
+        values["flags"] = workspace(8 * slots * spec.tile_warps, cleared=False)
     launched = grid.launched_clusters(problem, spec, num_sms)
     return LaunchPlan(
         grid=(spec.cluster_m * launched, spec.cluster_n, 1),
@@ -154,7 +164,7 @@ def make_plan(
         threads=spec.threads,
         smem_bytes=spec.smem_bytes,
         params=_in_kernel_order(spec, values),
-        workspaces=workspaces,
+        workspaces=tuple(workspaces),
         first_workspace=first_workspace,
     )
 

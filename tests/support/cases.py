@@ -14,7 +14,7 @@ from support.places import Operand, Place, factor_places
 from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.dtypes import DTYPES
-from jax_hopper_gemm.gemm.grid import ceil_div
+from jax_hopper_gemm.gemm.grid import ceil_div, max_clusters
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 
@@ -124,6 +124,24 @@ def stacked_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Ra
             problem = replace(problem, indexed=spec.indexed, stack=STACK, **named)
             found.append((problem, raster_order))
     return found
+
+
+def split_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, RasterOrder]]:
+    """Returns problems of which clusters share tiles, each with an order of tiles.
+
+    In turn: one tile with a part for each cluster; a few tiles in equal parts, of two matrices;
+    fewer tiles than clusters in ranges that end anywhere; two waves of whole tiles and a few more,
+    with a part of a k-tile.
+    """
+    m, n = spec.tile_m * spec.cluster_m, spec.d_tile_n * spec.cluster_n
+    clusters = max_clusters(spec, num_sms)
+    k = 4 * spec.tile_k
+    return [
+        (padded(spec, m - 5, n - 3, clusters * k + 24), RasterOrder("m", 1)),
+        (padded(spec, m + 3, n - 9, 5 * k - 8, 2), RasterOrder("n", 2)),
+        (padded(spec, m * max(1, clusters * 3 // 4) - 7, n, 11 * spec.tile_k), RasterOrder("m", 4)),
+        (padded(spec, m * (2 * clusters + 3) - 1, n + 8, k + 40), RasterOrder("n", 8)),
+    ]
 
 
 def random_problem(

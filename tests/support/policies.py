@@ -124,6 +124,14 @@ def short_box_specs() -> tuple[GemmSpec, ...]:
 
 
 @cache
+def split_specs() -> tuple[GemmSpec, ...]:
+    """Returns some of `covering_specs` and of those with epilogues, with K split."""
+    some = (*covering_specs()[::3], *epilogue_covering_specs()[::4])
+    split = (replace(spec, tile_scheduler="static", split_k=True) for spec in some)
+    return tuple(dict.fromkeys(spec for spec in split if not violations(spec)))
+
+
+@cache
 def epilogue_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns legal specs with epilogues in which each pair that any such spec has occurs."""
     return _covering(EPILOGUE_CHOICES, seed)
@@ -151,8 +159,8 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
     pool = dict.fromkeys(
         (
             *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(),
-            *epilogue_covering_specs(), *grouped_covering_specs(), *chosen_epilogue_specs(),
-            *table_specs(H200),
+            *split_specs(), *epilogue_covering_specs(), *grouped_covering_specs(),
+            *chosen_epilogue_specs(), *table_specs(H200),
         )
     )  # fmt: skip
     return tuple(covering_subset(pool, trait_pairs))
@@ -167,6 +175,7 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
     fields = (
         "a_dtype", "b_dtype", "d_dtype", "tile_m", "tile_n", "tile_k", "warp_schedule",
         "tile_scheduler", "epi_tile_n", "indexed", "nested", "short_boxes", "evict_first",
+        "split_k",
     )  # fmt: skip
     return [
         *((field, getattr(spec, field)) for field in fields),
