@@ -96,16 +96,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.repeated)
 
 
-def chosen_values(item: pytest.Item) -> list[tuple[int, ...]]:
-    """Returns what a case takes of each list of parameters: the identities of its values."""
+def chosen_values(item: pytest.Item) -> list[tuple[str, type, str]]:
+    """Returns the values that a case has of its test's parameters."""
     callspec = getattr(item, "callspec", None)
-    if not callspec:
-        return []
-    lists = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    names = [x.replace(",", " ").split() if isinstance(x, str) else x for x in lists]
-    of_fixtures = callspec.params.keys() - {x for each in names for x in each}
-    names += [[x] for x in sorted(of_fixtures)]
-    return [(i, *(id(callspec.params[x]) for x in each)) for i, each in enumerate(names)]
+    params: dict[str, object] = callspec.params if callspec else {}
+    return [(name, type(value), repr(value)) for name, value in params.items()]
 
 
 @pytest.fixture

@@ -173,6 +173,7 @@ def test_values_are_the_same_bits(name):
     np.testing.assert_array_equal(jax.jit(ours)(*args), jax.jit(plain)(*args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_needs_jit(name):
     ours, plain, args = model(name)

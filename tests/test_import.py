@@ -26,6 +26,7 @@ def test_import_is_quick():
     assert min(times) <= BUDGET_MS
 
 
+@pytest.mark.slow
 def test_import_brings_no_compiler_driver_or_framework():
     source = (
         "import sys, jax_hopper_gemm\n"
@@ -44,6 +45,7 @@ def test_import_starts_no_backend():
     assert run_fresh(source) == "2\n"
 
 
+@pytest.mark.slow
 def test_import_needs_no_library():
     source = (
         "import jax_hopper_gemm as jhg, jax.numpy as jnp\n"

@@ -90,6 +90,7 @@ def assert_as_good(ours: Any, plain: Any, exact: Any) -> None:
     jax.tree_util.tree_map_with_path(check, *errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_training_step_is_as_good_as_the_plain_one(family: str, always_fused: None):
     model = tiny(family, LAYERS.get(family, 1))
@@ -111,6 +112,7 @@ def test_a_training_step_is_as_good_as_the_plain_one(family: str, always_fused: 
     assert fused_kernels(ours, state, batch) >= FUSED[family]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma", "gpt2", "t5", "vit"])
 def test_a_training_step_in_nnx_is_as_good_as_the_plain_one(family: str, always_fused: None):
     nnx: Any = pytest.importorskip("flax.nnx", reason="needs the extra `flax`")
@@ -161,6 +163,7 @@ def test_kernels_run_as_much_of_nnx(family: str):
     assert_on_kernels(report, SHARES[family, "large"])
 
 
+@pytest.mark.slow
 def test_the_benchmark_finds_the_kernels_of_its_programs():
     models: Any = pytest.importorskip("models")
     for framework in models.FRAMEWORKS:
@@ -168,6 +171,7 @@ def test_the_benchmark_finds_the_kernels_of_its_programs():
             assert models.Program("vit", "large", framework, what).specs()
 
 
+@pytest.mark.slow
 def test_models_are_what_their_names_say():
     assert model_programs.relative_buckets(4, both_ways=False).tolist() == [
         [0, 0, 0, 0], [1, 0, 0, 0], [2, 1, 0, 0], [3, 2, 1, 0],

@@ -121,6 +121,7 @@ def test_rows_are_sorted_stably_by_group(groups):
     np.testing.assert_array_equal(sizes, np.bincount(groups.reshape(-1), minlength=3)[:3])
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_lower_expert():
     routing = moe.route(jnp.asarray([[1.0, 2, 2, 1], [0, 0, 0, 0]]), 3)
     np.testing.assert_array_equal(routing.experts, [[1, 2, 0], [0, 1, 2]])
@@ -278,6 +279,7 @@ def test_gradients_are_those_of_the_dense_layer():
     assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives_agree_with_the_dense_layer():
     args = weights_of(5, 4, 4, 3)
 
@@ -381,6 +383,7 @@ def exchanged(operand, output, input_offsets, send_sizes, output_offsets, recv_s
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", expert_parallel.EXCHANGES)
 def test_experts_over_devices_are_the_layer_of_one(how, monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", exchanged)

@@ -237,6 +237,7 @@ print(run())
 """
 
 
+@pytest.mark.slow
 def test_workers_are_forked_before_kernels_are_loaded_or_told_so():
     before, ran, after, here, parent = run_fresh(FORKS).splitlines()
     assert before == here == "launch"

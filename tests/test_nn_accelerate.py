@@ -71,6 +71,7 @@ def state_of(*objects: Any) -> Any:
     return jax.tree.map(data, nnx.to_pure_dict(nnx.state(objects)))
 
 
+@pytest.mark.slow
 def test_training_changes_model_and_optimizer_as_without_it():
     (model, optimizer), (theirs, their_optimizer) = made(), made()
     steps = jit_of(nn.accelerate(train_step)), jit_of(train_step)
@@ -114,6 +115,7 @@ def test_gradients_are_those_of_nnx(order: str):
     assert_same(state_of(model), state_of(theirs))
 
 
+@pytest.mark.slow
 def test_modules_that_are_made_inside_come_out():
     def make(x: Any) -> Any:
         model = made()[0]

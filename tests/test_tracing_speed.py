@@ -50,6 +50,7 @@ def layers(count):
     return step.trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.slow
 def test_sixteen_equal_layers_are_fused_routed_and_differentiated_as_often_as_two(monkeypatch):
     counts = {}
 
