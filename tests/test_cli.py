@@ -103,6 +103,7 @@ def test_measuring_needs_a_gpu(capsys, words):
     assert error.startswith("error: ") and ("GPU" in error or "driver" in error)
 
 
+@pytest.mark.slow
 def test_cache_is_shown_and_cleared(capsys, empty_cache):
     assert json_of(capsys, "cache", "show") == {"folder": str(empty_cache), "entries": []}
     (spec, *_) = dispatch.table_specs(dispatch.H200, [("bfloat16", "bfloat16")])

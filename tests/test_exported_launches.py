@@ -100,6 +100,7 @@ def test_a_program_of_each_version_runs_on_the_kernels_that_were_built_for_it(
     assert sorted(launched(on_cpu)) == sorted(planned(backward))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["static", "dynamic"])
 def test_a_kernel_that_is_timed_is_launched_as_it_was_planned(on_cpu, compile_with, scheduler):
     problem = GemmProblem.dense(320, 512, 128, 2)

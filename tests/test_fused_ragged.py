@@ -237,6 +237,7 @@ MAPPED = [
 EACH = jnp.asarray([[2, 0, 5], [0, 1, 0], [4, 4, 4]], np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, axes, sizes, preactivation",
     [(*case, ("save", "recompute")[i % 2]) for i, case in enumerate(MAPPED)],

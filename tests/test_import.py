@@ -8,6 +8,7 @@ from support.program_inspection import run_fresh
 BUDGET_MS = 150  # over `import jax`
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_import_is_quick():
     source = (
@@ -36,6 +37,7 @@ def test_import_brings_no_compiler_driver_or_framework():
     assert run_fresh(source) == "[]\n"
 
 
+@pytest.mark.slow
 def test_import_starts_no_backend():
     source = (
         "import jax_hopper_gemm, jax\n"

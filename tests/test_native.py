@@ -44,6 +44,7 @@ def test_the_library_is_loaded_once_and_exports_its_entry_points():
     assert library.JhgLaunchTypeId() and library.JhgLaunchTypeInfo()
 
 
+@pytest.mark.slow
 def test_the_library_loads_without_a_driver_and_without_cuda_python():
     program = (
         "import sys; from jax_hopper_gemm.launch import ffi_library; ffi_library.library(); "

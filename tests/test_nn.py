@@ -209,6 +209,7 @@ def test_training_lowers_the_loss(kind):
     assert losses[-1] < 0.2 * losses[0]
 
 
+@pytest.mark.slow
 def test_layers_pass_through_flax_transforms():
     model = nn.GatedMLP(8, 6, rngs=nnx.Rngs(0))
     graph, state = nnx.split(model)
@@ -348,6 +349,7 @@ def test_options_of_the_product_reach_it(kind: Any, option: str):
         call(**{option: "nonsense"})
 
 
+@pytest.mark.slow
 def test_a_missing_flax_is_named_with_the_command_that_installs_it():
     source = (
         "import sys\n"

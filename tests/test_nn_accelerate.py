@@ -84,6 +84,7 @@ def test_training_changes_model_and_optimizer_as_without_it():
     assert isinstance(model.normed, nnx.Intermediate) and optimizer.step[...] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["nnx.jit outside", "nnx.jit inside"])
 def test_it_goes_together_with_nnx_jit(order: str):
     def call(model: Model, x: Any) -> Any:
@@ -145,6 +146,7 @@ def test_changes_that_would_be_lost_are_refused(wrap: Callable[[Any], Any]):
         wrap(jhg.accelerate(loss_of))(model, X)
 
 
+@pytest.mark.slow
 def test_changes_that_are_returned_are_not_refused():
     graph, state = nnx.split(made()[0])
 

@@ -173,6 +173,7 @@ def test_explicit_axes_of_gate_and_up():
     jax.tree.map(np.testing.assert_array_equal, (result, gradients), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("launcher")
 def test_a_program_for_cuda_leaves_the_function_to_the_partitioner():
     x, weights = integers((1024, 256), "bfloat16"), integers((8, 256, 2, 512), "bfloat16", seed=1)

@@ -291,6 +291,7 @@ def test_gate_and_up_meet_in_one_graph():
         assert np.array_equal(got, function(gate, up))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extents", [(1, 16), (8, 1), (1, 1)])
 def test_extents_of_one(extents: tuple[int, int]):
     x = normal("mn")[: extents[0], : extents[1]]
