@@ -50,6 +50,7 @@ def check(call: Call) -> str:
     return explanation.path
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_kernel_that_is_said_is_launched(part: int):

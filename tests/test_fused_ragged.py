@@ -237,6 +237,7 @@ MAPPED = [
 EACH = jnp.asarray([[2, 0, 5], [0, 1, 0], [4, 4, 4]], np.int32)
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, axes, sizes, preactivation",

@@ -341,6 +341,7 @@ def test_what_cannot_be_fused_says_why(function: Any, args: Any, reason: str):
         fused(function, *args)
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_random_functions_and_their_gradients_mean_the_same(first: int):
