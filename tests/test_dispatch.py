@@ -52,10 +52,11 @@ def random_problem(random: Random) -> GemmProblem:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_choices_are_legal_buildable_and_the_same_again():
     random, buildable = Random(20), set(table_specs(H200))
     kernels = 0
-    for _ in range(6000):
+    for _ in range(3000):
         problem = random_problem(random)
         decision = choose(problem, H200)
         strict = choose(problem, H200, kernel_only=True)
@@ -76,7 +77,7 @@ def test_choices_are_legal_buildable_and_the_same_again():
         assert plan.smem_bytes <= SMEM_LIMIT
         persistent = strict.spec.tile_scheduler != "single"
         assert not persistent or plan.grid[0] * plan.grid[1] <= H200.num_sms
-    assert kernels >= 2000
+    assert kernels >= 1000
 
 
 def test_large_products_take_large_tiles_and_share_their_loads():

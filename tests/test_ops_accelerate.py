@@ -454,6 +454,7 @@ def test_products_of_other_dtypes_stay_and_say_so(dtype: str):
     assert mixed.left[0].reason == f"no kernel multiplies bfloat16 by {dtype}"
 
 
+@pytest.mark.slow
 def test_a_kernel_of_pallas_stays_as_it_is():
     def kernel(x: Any, w: Any, out: Any) -> None:
         out[...] = x[...] @ w[...]
