@@ -26,16 +26,18 @@ def matrices(
     layout: MatrixLayout,
     rows: tuple[str, int],
     cols: tuple[str, int],
-    l: int,  # noqa: E741
+    problem: GemmProblem,
 ) -> np.ndarray:
-    """Returns the (l, rows, cols) view that a layout describes."""
+    """Returns the (batch axes, rows, cols) view that a layout describes."""
     step = {layout.major: 1}
-    strides = (layout.batch_stride if l > 1 else 0, *(
-        step.get(name, layout.leading_stride) for name, _ in (rows, cols)
-    ))  # fmt: skip
+    axes = problem.batch_axes(layout)[::-1]
+    strides = [stride if extent > 1 else 0 for extent, stride in axes]
+    strides += [step.get(name, layout.leading_stride) for name, _ in (rows, cols)]
     assert memory.flags.c_contiguous
     return np.lib.stride_tricks.as_strided(
-        memory, (l, rows[1], cols[1]), tuple(s * memory.itemsize for s in strides)
+        memory,
+        (*(extent for extent, _ in axes), rows[1], cols[1]),
+        tuple(s * memory.itemsize for s in strides),
     )
 
 
@@ -44,7 +46,7 @@ def run(found: Gemm, lhs: np.ndarray, rhs: np.ndarray, out_shape: tuple[int, ...
     a, b = (rhs, lhs) if found.swap_ab else (lhs, rhs)
     out = np.full(out_shape, np.nan)
     m, n, k = ("m", p.m), ("n", p.n), ("k", p.k)
-    matrices(out, p.d, m, n, p.l)[...] = matrices(a, p.a, m, k, p.l) @ matrices(b, p.b, k, n, p.l)
+    matrices(out, p.d, m, n, p)[...] = matrices(a, p.a, m, k, p) @ matrices(b, p.b, k, n, p)
     return out
 
 
@@ -63,7 +65,7 @@ def random_product(rng: random.Random) -> tuple[str, dict[str, int]]:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_strided_problem_is_the_product(seed):
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
-    canonical = 0
+    canonical = nested = 0
     for _ in range(150):
         subscripts, extents = random_product(rng)
         lhs_labels, rhs_labels = subscripts.split("->")[0].split(",")
@@ -78,7 +80,8 @@ def test_the_strided_problem_is_the_product(seed):
         expected = np.einsum(subscripts, lhs, rhs)
         np.testing.assert_array_equal(run(found, lhs, rhs, expected.shape), expected)
         canonical += 1
-    assert canonical > 50
+        nested += bool(found.problem.outer)
+    assert canonical > 70 and nested > 1
 
 
 @pytest.mark.parametrize("a_major", ["k", "m"])
@@ -112,6 +115,42 @@ def test_a_batch_between_the_matrix_axes_is_a_stride():
     assert problem.d == MatrixLayout("n", leading_stride=4 * 32, batch_stride=32)
 
 
+@pytest.mark.parametrize(
+    "subscripts, extents, m, outer",
+    [
+        ("bthd,bshd->bhts", {"b": 2, "t": 16, "h": 3, "d": 8, "s": 24}, 16, (2,)),
+        ("bhts,bshd->bthd", {"b": 2, "t": 16, "h": 3, "d": 8, "s": 24}, 16, (2,)),
+        ("btkgd,bskd->bkgts", {"b": 2, "t": 16, "k": 3, "g": 4, "d": 8, "s": 24}, 16, (2, 3)),
+        ("bkgts,bskd->btkgd", {"b": 2, "t": 16, "k": 3, "g": 4, "d": 8, "s": 24}, 16, (2, 3)),
+        ("btkgd,bskd->bkgts", {"b": 2, "t": 1, "k": 3, "g": 4, "d": 8, "s": 24}, 4, (2,)),
+        ("becd,edf->becf", {"b": 2, "e": 3, "c": 16, "d": 8, "f": 24}, 16, (2,)),
+        ("bhtd,hds->bhts", {"b": 2, "h": 3, "t": 16, "d": 8, "s": 24}, 16, (2,)),
+    ],
+)
+def test_axes_that_do_not_lie_evenly_nest(subscripts, extents, m, outer):
+    numbers = np.random.default_rng(0)
+    lhs, rhs = (
+        numbers.integers(-4, 5, [extents[x] for x in labels]).astype(float)
+        for labels in subscripts.split("->")[0].split(",")
+    )
+    found = gemm(subscripts, lhs.shape, rhs.shape)
+    expected = np.einsum(subscripts, lhs, rhs)
+    assert (found.problem.m, found.problem.outer) == (m, outer)
+    np.testing.assert_array_equal(run(found, lhs, rhs, expected.shape), expected)
+    assert found.problem.bytes == 2 * (lhs.size + rhs.size + expected.size), (
+        "what is broadcast is read once"
+    )
+
+
+def test_a_vector_of_the_epilogue_varies_along_any_axes_of_a_nested_batch():
+    shapes = (2, 16, 3, 8), (2, 24, 3, 8)
+    problem = fused("bthd,bshd->bhts", *shapes, graph("row", "row"), "hs", "bs").problem
+    of_heads, of_batch = problem.operands
+    assert (of_heads.batch_stride, of_heads.outer_strides) == (24, (0,))
+    assert (of_batch.batch_stride, of_batch.outer_strides) == (0, (24,))
+    assert roles(Subscripts.parse("bthd,bshd->bhts"), *shapes).batch == "bh"
+
+
 def test_operands_swap_when_the_result_ends_with_the_left_operands_axis():
     found = gemm("mk,kn->nm", (8, 16), (16, 32))
     assert found.swap_ab
@@ -132,9 +171,24 @@ def test_a_matrix_times_a_vector_is_one_row():
         ("mkl,lkn->lmn", (4, 8, 2), (2, 8, 4), "last axis is a batch axis"),
         ("kml,lkn->lmn", (8, 1, 2), (2, 8, 4), "last axis is a batch axis"),
         ("amb,ban->mn", (2, 4, 8), (8, 2, 16), "contracted axes"),
-        ("bthd,bshd->bhts", (2, 3, 4, 8), (2, 5, 4, 8), "the batch axes do not lie evenly"),
-        ("abcd,efc->aefbd", (2, 3, 4, 5), (6, 7, 4), "axes 'a', 'b' .* nor to one batch axis"),
-        ("axbk,xkn->axnb", (2, 3, 4, 5), (3, 5, 6), "axes 'a' .* nor with the batch axes to one"),
+        (
+            "abcdtk,dcbask->abcdts",
+            (2, 3, 4, 5, 6, 8),
+            (5, 4, 3, 2, 7, 8),
+            "the batch axes do not lie evenly one inside the other .* but as 4, over 3",
+        ),
+        (
+            "abcdek,kn->edcban",
+            (2, 3, 2, 3, 2, 8),
+            (8, 6),
+            "axes 'e', 'c', 'b', 'a' of one operand alone .* nor to 3 batch axes",
+        ),
+        (
+            "axbcdk,xkn->xdcban",
+            (2, 3, 3, 2, 3, 8),
+            (3, 8, 6),
+            "axes 'c', 'b', 'a' .* nor with the batch axes to 3 batch axes",
+        ),
     ],
 )
 def test_what_is_not_one_strided_batch_says_why(subscripts, lhs_shape, rhs_shape, reason):
@@ -213,7 +267,7 @@ def test_gate_and_up_lie_in_one_array():
         ("btk,kn->btn", (3, 5, 8), (8, 16), graph("column"), "tb", "axes are in another order"),
         ("mk,kcn->nm", (8, 4), (4, 2, 16), graph(accumulators=2), None, "the left operand"),
         ("bthd,hde->bthe", (2, 3, 4, 8), (4, 8, 16), graph(planes=2), None, "side by side"),
-        ("abmk,kn->abmn", (2, 3, 4, 8), (8, 16), graph("matrix"), "amn", "what the epilogue reads"),
+        ("abmk,kn->abmn", (2, 3, 4, 8), (8, 16), graph("scalar"), "n", "varies within a scalar"),
     ],
 )  # fmt: skip
 def test_what_no_kernel_reads_says_why(subscripts, lhs_shape, rhs_shape, epilogue, labels, reason):

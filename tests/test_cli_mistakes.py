@@ -228,6 +228,7 @@ def test_interrupting_is_one_line(capsys, monkeypatch):
     assert "interrupted" in error_of(capsys, "cache", "show", status=130)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_gets_no_traceback(places):
     command = f"{sys.executable} -m jax_hopper_gemm explain 4096 4096 4096 | true"
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}

@@ -22,9 +22,11 @@ from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs
 from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, RASTER_ORDERS
 from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate, memory_bytes, roofline_ns
 from jax_hopper_gemm.dispatch.layout_legality import MAX_EXTENT
-from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
+from jax_hopper_gemm.dispatch.model import best_kernel, xla_is_faster
 from jax_hopper_gemm.gemm.dtypes import HALVES
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
+from jax_hopper_gemm.gemm.k_split import is_worth_splitting
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major
 from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
@@ -50,10 +52,11 @@ def random_problem(random: Random) -> GemmProblem:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_choices_are_legal_buildable_and_the_same_again():
     random, buildable = Random(20), set(table_specs(H200))
     kernels = 0
-    for _ in range(6000):
+    for _ in range(3000):
         problem = random_problem(random)
         decision = choose(problem, H200)
         strict = choose(problem, H200, kernel_only=True)
@@ -74,7 +77,7 @@ def test_choices_are_legal_buildable_and_the_same_again():
         assert plan.smem_bytes <= SMEM_LIMIT
         persistent = strict.spec.tile_scheduler != "single"
         assert not persistent or plan.grid[0] * plan.grid[1] <= H200.num_sms
-    assert kernels >= 2000
+    assert kernels >= 1000
 
 
 def test_large_products_take_large_tiles_and_share_their_loads():
@@ -133,9 +136,9 @@ def test_reason_gives_time_bound_tiles_and_waves():
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        (GemmProblem.dense(1, 8192, 8192), "D is 1x8192"),
+        (GemmProblem.dense(8, 8192, 8192, a_major="m"), "D is 8x8192"),
         (GemmProblem.dense(8192, 8, 8192), "D is 8192x8"),
-        (GemmProblem.dense(512, 512, 16384), "K=16384 over 64 tiles"),
+        (GemmProblem.dense(512, 512, 16384), "K=16384 over 16 tiles"),
     ],
 )
 def test_xla_is_preferred_with_a_reason_unless_a_kernel_is_asked_for(problem, words):
@@ -279,10 +282,27 @@ def test_neighbours_in_time_lie_along_the_edge_that_measurements_preferred(chang
     assert best_raster_order(SQUARE, replace(BASE, **changes), H200).along == along
 
 
-@pytest.mark.parametrize("m", [1, 16])
-def test_products_of_up_to_16_rows_go_to_xla(m):
-    assert choose(GemmProblem.dense(m, 28672, 8192), H200).spec is None
-    assert choose(GemmProblem.dense(m + 16, 28672, 8192), H200).spec is not None
+@pytest.mark.parametrize("m", [8, 16])
+def test_up_to_16_rows_that_do_not_lie_along_k_go_to_xla(m):
+    of_columns = GemmProblem.dense(m, 28672, 8192, a_major="m")
+    assert choose(of_columns, H200).spec is None
+    assert choose(replace(of_columns, m=24), H200).spec is not None
+    assert best_kernel(GemmProblem.dense(m, 28672, 8192), H200)[0] is not None
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 17, 32, 48])
+def test_few_rows_take_boxes_that_end_with_them(m):
+    problem = GemmProblem.dense(m, 4096, 4096)
+    best, _ = best_kernel(problem, H200)
+    assert best is not None and best.spec.short_boxes and best.spec.evict_first == "b"
+    assert xla_is_faster(problem, best.cost, H200) is None
+    tall = replace(best.spec, short_boxes=False)
+    assert estimate(problem, tall, RasterOrder(), H200).ns > best.cost.ns
+
+
+def test_several_rows_and_columns_of_tiles_take_whole_boxes():
+    best, _ = best_kernel(GemmProblem.dense(1000, 1000, 1000), H200)
+    assert best is not None and not best.spec.short_boxes
 
 
 def test_a_problem_with_more_tiles_than_int32_counts_goes_to_xla():
@@ -304,13 +324,19 @@ def test_large_tiles_are_dynamic_where_transfers_may_hold_sms():
         alone, beside = choose(problem, H200), choose(problem, SEVERAL)
         if beside == alone:
             spec = alone.spec
-            if spec and spec.tile_scheduler == "static":
+            if spec and not spec.split_k and spec.tile_scheduler == "static":
                 assert spec.tile_m * spec.tile_n < candidates.LARGE_TILE
             continue
         assert alone.spec and beside.spec and beside.spec in buildable
-        assert beside.spec == replace(alone.spec, tile_scheduler="dynamic")
-        assert alone.spec.tile_scheduler == "static" and violations(beside.spec) == []
-        assert beside.raster_order == alone.raster_order and "transfers" in beside.reason
+        if not alone.spec.split_k:
+            assert beside.spec == replace(alone.spec, tile_scheduler="dynamic")
+            assert beside.raster_order == alone.raster_order
+        assert (
+            beside.spec.dynamic
+            and alone.spec.tile_scheduler == "static"
+            and violations(beside.spec) == []
+        )
+        assert "transfers" in beside.reason
         dynamic += 1
     assert dynamic > 100
 
@@ -330,3 +356,40 @@ def test_another_kernel_is_dynamic_where_the_best_has_no_registers_for_it():
         if found.spec and found.raster_order
     ]
     assert costs[1] <= choice.MAX_DYNAMIC_COST * costs[0]
+
+
+# Where K is split.
+
+
+def test_few_tiles_of_long_k_are_shared_and_the_reason_says_by_how_many():
+    problem = GemmProblem.dense(1024, 1024, 65536, a_major="m")
+    decision = choose(problem, H200, kernel_only=True)
+    assert decision.spec and decision.spec.split_k and decision.source == "model"
+    assert "32 tiles of 128x256 whose K 128 thread blocks share" in decision.reason
+
+
+def test_a_last_wave_that_is_less_than_half_full_is_shared():
+    problem = GemmProblem.dense(2560, 5120, 5120)
+    decision = choose(problem, H200)
+    assert decision.spec and decision.spec.split_k
+    assert "share, but of 264 tiles" in decision.reason
+
+
+@pytest.mark.parametrize("clusters", [66, 132])
+def test_k_is_split_only_where_most_clusters_would_wait(clusters):
+    worth = [tiles for tiles in range(1, 4 * clusters) if is_worth_splitting(tiles, clusters)]
+    assert worth == [t for t in range(1, 4 * clusters) if 1 <= t % clusters <= clusters // 2]
+    spec = replace(BASE, tile_n=256, split_k=True, cluster_m=132 // clusters)
+    for tiles in (clusters // 2, clusters // 2 + 1, clusters, clusters + 1):
+        problem = GemmProblem.dense(128 * spec.cluster_m * tiles, 256, 8192)
+        assert (split_violations(problem, spec, H200) == []) == (tiles in worth)
+
+
+def test_the_tuner_may_split_what_the_model_does_not():
+    three_quarters = GemmProblem.dense(128 * 99, 256, 4096)
+    specs = {spec for spec, _ in legal_specs(three_quarters, H200)}
+    assert any(spec.split_k and split_violations(three_quarters, spec, H200) for spec in specs)
+    whole_waves = GemmProblem.dense(128 * 132, 256, 4096)
+    specs = {spec for spec, _ in legal_specs(whole_waves, H200)}
+    split = {spec for spec in specs if spec.split_k and (spec.tile_m, spec.tile_n) == (128, 256)}
+    assert {spec.cluster_size for spec in split} == {4}, "which do not fill 132 SMs"

@@ -75,6 +75,7 @@ def random_problem(random: Random) -> GemmProblem:
     return problem
 
 
+@pytest.mark.slow
 def test_choices_are_legal_buildable_and_the_same_again():
     random, buildable = Random(30), set(table_specs(H200))
     chosen = set()

@@ -92,6 +92,16 @@ def test_tables_round_trip_sorted_one_entry_a_line(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_tables_name_policies_of_streams_where_a_kernel_has_them(tmp_path):
+    plain, stream = entry(GemmProblem.dense(64, 512, 512)), entry(GemmProblem.dense(8, 512, 512))
+    spec = replace(stream.spec, short_boxes=True, evict_first="b", cluster_m=1, cluster_n=1)
+    stream = replace(stream, spec=spec)
+    path = saved(tmp_path, plain, stream)
+    assert set(read_table(path).entries.values()) == {plain, stream}
+    rows = json.loads(path.read_text())["entries"]
+    assert [row["kernel"].get("short_boxes") for row in rows] == [True, None]
+
+
 def test_user_table_precedes_the_model(tmp_path):
     measured = entry()
     assert choose(SQUARE, H200).source == "model"
@@ -145,7 +155,7 @@ def test_a_measured_xla_still_names_the_best_kernel(tmp_path):
 
 
 def test_a_measured_kernel_overrules_the_rules_for_xla(tmp_path):
-    thin = GemmProblem.dense(8, 4096, 4096)
+    thin = GemmProblem.dense(8, 4096, 4096, a_major="m")
     assert choose(thin, H200).spec is None
     load_table(saved(tmp_path, entry(thin)))
     assert choose(thin, H200).spec == entry(thin).spec
@@ -232,6 +242,7 @@ def shape(spec: GemmSpec) -> tuple:
         spec.cluster_m,
         spec.cluster_n,
         spec.warp_schedule,
+        spec.split_k,
     )
 
 
@@ -245,7 +256,8 @@ def test_ranked_candidates_differ_in_shape_and_are_sorted_by_the_model():
 
 
 def test_variants_differ_in_one_detail():
-    candidate = ranked_candidates(SQUARE, H200, 1)[0]
+    ranked = ranked_candidates(SQUARE, H200)
+    candidate = next(candidate for candidate in ranked if not candidate[0].split_k)
     found = variants(SQUARE, H200, candidate)
     assert {raster_order for spec, raster_order in found if spec == candidate[0]} > {
         RasterOrder("n", 1)
@@ -272,7 +284,7 @@ class FakeTimer:
             return math.inf
         microseconds = 100.0 + abs(spec.tile_m - 256) + abs(spec.tile_n - 128)
         microseconds += 5 * (spec.tile_scheduler != "dynamic") + 3 * (spec.cluster_size != 2)
-        return microseconds + raster_order.swizzle / 10
+        return microseconds + 4 * spec.split_k + raster_order.swizzle / 10
 
 
 def test_tuning_finds_a_scheduler_and_order_that_no_candidate_had():

@@ -59,6 +59,7 @@ def run_examples(path: Path) -> dict:
     return names
 
 
+@pytest.mark.slow
 def test_readme_examples_run(capsys):
     names = run_examples(README)
     assert names["da"].shape == (512, 1024) and names["db"].shape == (1024, 768)
@@ -66,6 +67,7 @@ def test_readme_examples_run(capsys):
     assert "1024" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_examples_of_epilogues_run(capsys):
     names = run_examples(ROOT / "docs" / "epilogues.md")
     assert names["weights"].shape == names["experts"].shape == (256, 4)
@@ -76,6 +78,7 @@ def test_examples_of_epilogues_run(capsys):
     assert "sort" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_examples_of_sharding_run():
     names = run_examples(ROOT / "docs" / "sharding.md")
     x, up, down = names["x"], names["up"], names["down"]
@@ -86,6 +89,7 @@ def test_examples_of_sharding_run():
         assert np.max(np.abs(a - b)) < 0.02 * np.max(np.abs(b))
 
 
+@pytest.mark.slow
 def test_examples_of_mixtures_of_experts_run():
     names = run_examples(ROOT / "docs" / "moe.md")
     assert names["y"].shape == names["x"].shape
@@ -94,6 +98,7 @@ def test_examples_of_mixtures_of_experts_run():
     assert names["layer"].gate_up.shape == (8, 64, 2, 128)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Flax, by Qwix
 def test_examples_of_interoperability_run(capsys: pytest.CaptureFixture[str]):
     for name in ("equinox", "haiku", "qwix"):

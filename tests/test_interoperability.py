@@ -22,7 +22,7 @@ from support.program_inspection import LAUNCH, integers, lowered, products
 
 import jax_hopper_gemm as jhg
 
-X = (1, 32, 64)  # of several sequences, kernels do not run the scores of attention
+X = (2, 32, 64)
 
 dot_general = partial(jhg.dot_general, implementation="hopper")  # or an error says why not
 einsum = partial(jhg.einsum, implementation="hopper")
@@ -198,6 +198,7 @@ def matmul_of(params: Any, x: Any) -> Any:
     return jhg.matmul(h, params["down"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_our_functions_run_inside_modules_of_equinox_and_haiku():
     equinox = pytest.importorskip("equinox", reason="needs the extra `test`")

@@ -74,22 +74,26 @@ def test_every_product_becomes_ours_with_its_value_and_derivatives(name: str):
     same(jax.jvp(ours, (a, b), tangents), jax.jvp(function, (a, b), tangents))
 
 
-def test_a_transpose_that_parts_batch_axes_stays_outside_of_the_product():
-    """Kernels write matrices of one batch axis; two that lie side by side are one."""
+def test_a_transpose_that_ends_with_a_batch_axis_stays_outside_of_the_product():
+    """Kernels write matrices whose rows are adjacent elements, wherever the batch axes lie."""
 
-    def heads_last(p: Any, v: Any) -> Any:
+    def heads_inside(p: Any, v: Any) -> Any:
         return jnp.matmul(p, v).transpose(0, 2, 1, 3)
 
-    def batch_last(p: Any, v: Any) -> Any:
+    def batch_inside(p: Any, v: Any) -> Any:
         return jnp.matmul(p, v).transpose(2, 0, 1, 3)
 
+    def batch_last(p: Any, v: Any) -> Any:
+        return jnp.matmul(p, v).transpose(0, 2, 3, 1)
+
     shapes = [jax.ShapeDtypeStruct((8, 16, 512, n), jnp.bfloat16) for n in (512, 64)]
-    for function, transposes in ((heads_last, 1), (batch_last, 0)):
+    for function, transposes in ((heads_inside, 0), (batch_inside, 0), (batch_last, 1)):
         assert operations(jhg.accelerate(function), *shapes)["transpose"] == transposes
         (product,) = jhg.report_products(function, *shapes).products
         assert product.path == "hopper", product
     p, v = integers((2, 3, 8, 8), "bfloat16"), integers((2, 3, 8, 4), "bfloat16")
-    same(jhg.accelerate(heads_last)(p, v), heads_last(p, v))
+    for function in (heads_inside, batch_inside, batch_last):
+        same(jhg.accelerate(function)(p, v), function(p, v))
 
 
 def test_ragged_contractions_become_ours_with_derivatives_that_jax_lacks():
@@ -457,6 +461,7 @@ def test_products_of_other_dtypes_stay_and_say_so(dtype: str):
     assert mixed.left[0].reason == f"no kernel multiplies bfloat16 by {dtype}"
 
 
+@pytest.mark.slow
 def test_a_kernel_of_pallas_stays_as_it_is():
     def kernel(x: Any, w: Any, out: Any) -> None:
         out[...] = x[...] @ w[...]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from random import Random
 
+import numpy as np
 import pytest
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
@@ -15,6 +16,7 @@ from jax_hopper_gemm.gemm.grid import (
     WRAP_BYTES,
     ceil_div,
     group_raster,
+    k_split,
     max_clusters,
     num_cluster_tiles,
     num_inputs,
@@ -23,6 +25,7 @@ from jax_hopper_gemm.gemm.grid import (
 )
 from jax_hopper_gemm.gemm.group_search import GroupRaster
 from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
+from jax_hopper_gemm.gemm.kernel_params import param_list
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.raster import make_raster
@@ -142,6 +145,36 @@ def test_only_the_dynamic_scheduler_has_a_counter():
     assert decode(dynamic.encode())["cleared"] == [(3, 4)]
 
 
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("warp_schedule", ["cooperative", "pingpong"])
+def test_workspaces_hold_a_slot_for_each_range_and_a_flag_for_each_warp(cluster, warp_schedule):
+    spec = replace(
+        LARGE, tile_n=128, cluster_m=cluster[0], cluster_n=cluster[1], split_k=True,
+        warp_schedule=warp_schedule,
+    )  # fmt: skip
+    for problem in (GemmProblem.dense(300, 200, 8192), GemmProblem.dense(3000, 5000, 4104)):
+        plan = make_plan(problem, spec, RasterOrder(), 132)
+        tape = k_split(problem, spec, 132)
+        assert plan.grid[0] * plan.grid[1] == spec.cluster_size * min(
+            tape.items, max_clusters(spec, 132)
+        )
+        partials, flags = plan.workspaces
+        blocks = max(1, tape.ranges) * spec.cluster_size
+        assert (partials.nbytes, partials.cleared) == (blocks * 128 * 128 * 4, False)
+        warps = 8 if warp_schedule == "cooperative" else 4
+        assert (flags.nbytes, flags.cleared) == (blocks * warps * 8, False)
+        assert plan.params[-2:] == (Pointer(buffer=3), Pointer(buffer=4))
+        assert decode(plan.encode())["cleared"] == []
+        assert scalars(plan)[-len(tape) :] == [*tape]
+
+
+def test_a_kernel_that_could_split_k_but_does_not_has_small_workspaces():
+    problem, spec = GemmProblem.dense(128 * 132, 256, 4096), replace(LARGE, split_k=True)
+    assert k_split(problem, spec, 132).ranges == 0
+    plan = make_plan(problem, spec, RasterOrder(), 132)
+    assert [workspace.nbytes for workspace in plan.workspaces] == [128 * 256 * 4, 64]
+
+
 @pytest.mark.parametrize(("a_major", "b_major"), MAJORS)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_tensor_maps_address_each_element_where_the_layout_puts_it(a_major, b_major, cluster):
@@ -172,6 +205,41 @@ def test_tensor_maps_address_each_element_where_the_layout_puts_it(a_major, b_ma
             assert sum(i * s for i, s in zip(index, steps, strict=True)) == expected
 
 
+def test_maps_of_a_nested_batch_count_each_of_its_axes():
+    b, t, h, g, d, s = 2, 40, 3, 5, 64, 48  # "bthgd,bshd->bhgts"
+    problem = GemmProblem(
+        t, s, d, b * h * g, "bfloat16", "bfloat16", "bfloat16",
+        a=MatrixLayout("k", h * g * d, d, (t * h * g * d, g * d)),
+        b=MatrixLayout("k", h * d, 0, (s * h * d, d)),
+        d=MatrixLayout("n", s, t * s, (h * g * t * s, g * t * s)),
+        outer=(b, h),
+    )  # fmt: skip
+    spec = replace(LARGE, b_major="k", nested=True)
+    plan = make_plan(problem, spec, RasterOrder(), 132)
+    maps = tensor_maps(problem, spec)
+    arrays = [np.arange(math.prod(x)).reshape(x) for x in ((b, t, h, g, d), (b, s, h, d))]
+    arrays.append(np.arange(b * h * g * t * s).reshape(b, h, g, t, s))
+    of_heads, of_values, of_scores = maps
+    for _ in range(50):
+        at = {x: Random(_).randrange(e) for x, e in zip("bthgds", (b, t, h, g, d, s), strict=True)}
+        matrix = [at["g"], at["h"], at["b"]]
+
+        def address(tensor_map, *index):
+            steps = (2, *tensor_map.strides)
+            assert all(i < e for i, e in zip(index, tensor_map.dims, strict=True))
+            return sum(i * step for i, step in zip(index, steps, strict=True))
+
+        places = [(at[x] for x in letters) for letters in ("bthgd", "bshd", "bhgts")]
+        first, second, third = (x[tuple(p)] for x, p in zip(arrays, places, strict=True))
+        assert address(of_heads, at["d"], at["t"], *matrix) == 2 * first
+        assert address(of_values, at["d"], at["s"], *matrix) == 2 * second
+        assert address(of_scores, at["s"], at["t"], *matrix) == 2 * third
+    names = [param.name for param in param_list(spec)]
+    nest = {n: p for n, p in zip(names, plan.params, strict=True) if n.startswith("nest")}
+    assert nest == {"nest_inner": Int32(g), "nest_middle": Int32(h)}
+    assert all(len(x.dims) == 5 for x in maps)
+
+
 @pytest.mark.parametrize(("a_major", "b_major"), MAJORS)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("tile", [(64, 32, 128), (128, 192, 64), (128, 128, 128), (256, 96, 64)])
@@ -194,6 +262,32 @@ def test_boxes_tile_the_share_that_each_cta_loads(a_major, b_major, cluster, til
         assert tensor_map.box[0] * 2 == tensor_map.swizzle <= 128
         assert max(tensor_map.box) <= 256
     assert d.box == (32, 64, 1) and d.swizzle == 64
+
+
+@pytest.mark.parametrize(("a_major", "b_major"), MAJORS)
+@pytest.mark.parametrize(("m", "n"), [(1, 512), (17, 512), (512, 8), (24, 40), (512, 512)])
+def test_short_boxes_end_with_matrices_whose_rows_lie_along_k(a_major, b_major, m, n):
+    spec = replace(LARGE, tile_m=64, tile_n=128, a_major=a_major, b_major=b_major, short_boxes=True)
+    problem = GemmProblem.dense(m, n, 512, a_major=a_major, b_major=b_major)
+    a, b, _ = tensor_maps(problem, spec)
+    whole_a, whole_b, _ = tensor_maps(problem, replace(spec, short_boxes=False))
+    rows_a = min(m, 64) if a_major == "k" else 64
+    rows_b = min(n, 128) if b_major == "k" else 128
+    assert a == (replace(whole_a, box=(64, rows_a, 1)) if a_major == "k" else whole_a)
+    assert b == (replace(whole_b, box=(64, rows_b, 1)) if b_major == "k" else whole_b)
+    plan = make_plan(problem, spec, RasterOrder(), 132)
+    # A stage is full when this many bytes have come: all boxes of a k-tile.
+    boxes_of_a = math.prod(a.box) * (1 if a_major == "k" else 64 // a.box[0])
+    boxes_of_b = math.prod(b.box) * (1 if b_major == "k" else 128 // b.box[0])
+    assert scalars(plan)[-1] == 2 * (boxes_of_a + boxes_of_b)
+
+
+def test_gated_stages_count_both_right_operands():
+    graph = EpilogueGraph(accumulators=2, results=(Result("matrix", 0, "bfloat16"),))
+    spec = replace(LARGE, tile_m=64, tile_n=128, b_major="k", epilogue=graph, short_boxes=True)
+    problem = replace(GemmProblem.dense(3, 24, 512, b_major="k"), epilogue=graph)
+    assert [x.box[1] for x in tensor_maps(problem, spec)[:3]] == [3, 24, 24]
+    assert scalars(make_plan(problem, spec, RasterOrder(), 132))[-1] == (3 + 24 + 24) * 64 * 2
 
 
 def test_a_float32_result_takes_half_as_wide_boxes():

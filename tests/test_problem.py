@@ -52,17 +52,23 @@ def test_bytes_count_a_shared_operand_once(a_batch, b_batch, elements_in):
     assert problem.bytes == 2 * elements_in + 4 * (2 * 15)
 
 
+def layout_of(fields: dict) -> MatrixLayout:
+    return MatrixLayout(**fields | {"outer_strides": tuple(fields["outer_strides"])})
+
+
 @pytest.mark.parametrize("graph", [None, GATED])
 @pytest.mark.parametrize("groups", [None, GroupedAxis("m", 5, Groups(6, 2, 1, 2), "a", 99)])
 def test_the_fields_survive_json(graph, groups):
     problem = replace(
         GemmProblem.dense(3, 5, 7, 2, a_major="m", d_dtype="float32"), epilogue=graph,
         operands=() if graph is None else (MatrixLayout("n", 5, 15), MatrixLayout("n", 0, 5)),
-        up_offset=None if graph is None else 70, groups=groups,
+        up_offset=None if graph is None else 70, groups=groups, outer=(1,),
     )  # fmt: skip
+    problem = replace(problem, a=replace(problem.a, outer_strides=(5,)))
     fields = json.loads(json.dumps(asdict(problem)))
-    fields |= {name: MatrixLayout(**fields[name]) for name in "abd"}
-    fields["operands"] = tuple(MatrixLayout(**layout) for layout in fields["operands"])
+    fields |= {name: layout_of(fields[name]) for name in "abd"}
+    fields["operands"] = tuple(map(layout_of, fields["operands"]))
+    fields["outer"] = tuple(fields["outer"])
     if groups is not None:
         fields["groups"]["rule"] = Groups(**fields["groups"]["rule"])
         fields["groups"] = GroupedAxis(**fields["groups"])

@@ -58,6 +58,8 @@ def test_a_plain_spec_has_no_violations():
         ({"epi_stages": 1}, "epi_stages 1"),
         ({"epi_load_stages": 2}, "loads 0 operands"),
         ({"num_stages": 5}, f"a CTA has {SMEM_LIMIT}"),
+        ({"evict_first": "d"}, "L2 evicts 'd' first"),
+        ({"short_boxes": True, "cluster_n": 2}, "boxes end with their matrices"),
     ],
 )
 def test_each_violation_names_the_value(change, reason):
@@ -118,6 +120,8 @@ def test_each_violation_of_an_epilogue_names_the_value(change, reason):
          "208 accumulators a thread; 192 fit"),
         ({"grouped": "m", "tile_m": 64, "tile_n": 16, "epi_tile_n": 16, "num_stages": 24},
          "528 bytes of barriers"),
+        ({"grouped": "m", "gathered": "a", "evict_first": "a"}, "A is gathered, not loaded"),
+        ({"grouped": "m", "short_boxes": True}, "groups or slices for a cluster"),
     ],
 )  # fmt: skip
 def test_each_violation_of_groups_names_the_value(change, reason):

@@ -70,6 +70,7 @@ def lax_of(op: str, params: tuple):
     return function
 
 
+@pytest.mark.slow
 def test_values_are_those_of_jax_in_float64():
     for op in OPERATIONS:
         assert_values_are_those_of_jax(op)

@@ -315,6 +315,7 @@ def test_gate_and_up_meet_in_one_graph():
         assert np.array_equal(got, function(gate, up))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extents", [(1, 16), (8, 1), (1, 1)])
 def test_extents_of_one(extents: tuple[int, int]):
     x = normal("mn")[: extents[0], : extents[1]]
@@ -364,6 +365,8 @@ def test_what_cannot_be_fused_says_why(function: Any, args: Any, reason: str):
         fused(function, *args)
 
 
+@pytest.mark.pure
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_random_functions_and_their_gradients_mean_the_same(first: int):
     for seed in range(first, first + 20):

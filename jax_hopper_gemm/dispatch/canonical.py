@@ -1,9 +1,9 @@
 """A product of two arrays, written as subscripts, seen as one batch of matrix products.
 
 Arrays are dense and row-major, their axes in any order. A tensor map addresses a matrix whose
-elements are adjacent along one index and equally far apart along the other, plus one batch
-index with a stride of its own (0: all matrices are the same). So axes that serve the same role
-and lie evenly one inside the other count as one long axis, and the order of the axes is a
+elements are adjacent along one index and equally far apart along the other, plus up to three batch
+indices, each with a stride of its own (0: matrices that share one). So axes that serve the same
+role and lie evenly one inside the other count as one long axis, and the order of the axes is a
 matter of strides: nothing is transposed in memory. What does not come down to that form is
 `NotAGemm`, with the reason.
 """
@@ -66,19 +66,25 @@ class Axis:
         return self.extent, self.strides[array]
 
 
+MAX_BATCH_AXES = 3  # with a matrix's two the five dimensions of a tensor map
 A, B, D = 0, 1, 2  # places in `Axis.strides`; the epilogue's operands follow
 FIRST_OPERAND = 3
 
 
 @dataclass(frozen=True)
 class _Indices:
-    """M, N, K and the batch, each as one axis."""
+    """M, N and K, each as one axis, and the axes of the batch."""
 
     m: Axis
     n: Axis
     k: Axis
-    batch: Axis
+    batch: tuple[Axis, ...]  # the outermost of D first; at least one
     swap_ab: bool
+
+    def layouts(self, array: int) -> tuple[tuple[int, int], tuple[int, int], list[tuple[int, int]]]:
+        """Returns (extent, stride) of M, of N and of the batch's axes in D or an operand."""
+        batch = [axis.along(array) for axis in self.batch]
+        return self.m.along(array), self.n.along(array), batch
 
 
 def roles(
@@ -90,16 +96,17 @@ def roles(
     """Returns the roles of the result's axes; arguments and errors as of `as_gemm`."""
     i = _indices(subscripts, lhs_shape, rhs_shape, operands)
     ordered, out = subscripts.swapped() if i.swap_ab else subscripts, subscripts.out
-    merged = i.m.letters + i.n.letters + i.batch.letters
+    batch = "".join(axis.letters for axis in i.batch)
+    merged = i.m.letters + i.n.letters + batch
     unit = [letter for letter in out if letter not in merged]  # fits any role: the natural one
 
-    def of(axis: Axis, natural: str) -> str:
-        return "".join(x for x in out if x in axis.letters or (x in unit and x in natural))
+    def of(letters: str, natural: str) -> str:
+        return "".join(x for x in out if x in letters or (x in unit and x in natural))
 
     return Roles(
-        m=of(i.m, ordered.lhs_free),
-        n=of(i.n, ordered.rhs_free),
-        batch=of(i.batch, ordered.batch),
+        m=of(i.m.letters, ordered.lhs_free),
+        n=of(i.n.letters, ordered.rhs_free),
+        batch=of(batch, ordered.batch),
         swap_ab=i.swap_ab,
     )
 
@@ -132,18 +139,20 @@ def as_gemm(
     i = _indices(subscripts, lhs_shape, rhs_shape, operands)
     graph_operands = epilogue.operands if epilogue else ()
     layouts = tuple(
-        operand_layout(operand.kind, *(x.along(FIRST_OPERAND + j) for x in (i.m, i.n, i.batch)))
+        operand_layout(operand.kind, *i.layouts(FIRST_OPERAND + j))
         for j, operand in enumerate(graph_operands)
     )
     a_dtype, b_dtype = dtypes[::-1] if i.swap_ab else dtypes
     problem = GemmProblem(
-        i.m.extent, i.n.extent, i.k.extent, i.batch.extent, a_dtype, b_dtype, d_dtype,
-        a=strided_layout("m", i.m.along(A), i.k.along(A), i.batch.along(A)),
-        b=strided_layout("n", i.n.along(B), i.k.along(B), i.batch.along(B)),
-        d=strided_layout("n", i.n.along(D), i.m.along(D), i.batch.along(D)),
+        i.m.extent, i.n.extent, i.k.extent, prod(axis.extent for axis in i.batch),
+        a_dtype, b_dtype, d_dtype,
+        a=strided_layout("m", i.m.along(A), i.k.along(A), [x.along(A) for x in i.batch]),
+        b=strided_layout("n", i.n.along(B), i.k.along(B), [x.along(B) for x in i.batch]),
+        d=strided_layout("n", i.n.along(D), i.m.along(D), [x.along(D) for x in i.batch]),
         epilogue=epilogue,
         operands=layouts,
         up_offset=up_offset(subscripts, rhs_shape, subscripts.gate_up),
+        outer=tuple(axis.extent for axis in i.batch[:-1]),
     )  # fmt: skip
     if problem.gated and i.swap_ab:
         raise NotAGemm("the result of a gated product ends with an axis of the left operand")
@@ -189,17 +198,19 @@ def _indices(
         raise NotAGemm(f"the contracted {uneven}")
     shared, spilled = axes.get((True, True), []), [*spilled_m, *spilled_n]
     batch = _merged([*shared, *spilled], D)
-    if len(batch) > 1:
+    if len(batch) > MAX_BATCH_AXES:
         others = ", the result and what the epilogue reads" if operands else " and the result"
         if not spilled:
-            raise NotAGemm(f"the batch {uneven}{others}")
+            raise NotAGemm(
+                f"the batch {uneven}{others}, but as {len(batch)}, over {MAX_BATCH_AXES}"
+            )
         letters = ", ".join(repr(x.letters) for x in spilled)
-        to_one = "with the batch axes to one" if shared else "to one batch axis"
+        to_few = f"{'with the batch axes ' if shared else ''}to {MAX_BATCH_AXES} batch axes"
         raise NotAGemm(
-            f"the axes {letters} of one operand alone do not join with its other axes, nor {to_one}"
+            f"the axes {letters} of one operand alone do not join with its other axes, nor {to_few}"
             f", in the operands{others}"
         )
-    return _Indices(m, n, (contracted or [unit])[0], (batch or [unit])[0], swap_ab)
+    return _Indices(m, n, (contracted or [unit])[0], tuple(batch or [unit]), swap_ab)
 
 
 def compact_strides(labels: str, extents: dict[str, int]) -> dict[str, int]:
@@ -234,9 +245,12 @@ def _merged(axes: list[Axis], array: int) -> list[Axis]:
 
 
 def operand_layout(
-    kind: str, m: tuple[int, int], n: tuple[int, int], batch: tuple[int, int]
+    kind: str, m: tuple[int, int], n: tuple[int, int], batch: Sequence[tuple[int, int]]
 ) -> MatrixLayout:
-    """Returns the layout of an epilogue's operand from its (extent, stride) pairs."""
+    """Returns the layout of an epilogue's operand from its (extent, stride) pairs.
+
+    `batch` has one for each axis of the batch, the outermost first.
+    """
     (rows, m_stride), (columns, n_stride) = (
         (extent, stride if extent > 1 else 0) for extent, stride in (m, n)
     )
@@ -249,16 +263,22 @@ def operand_layout(
     if (kind in ("row", "scalar") and m_stride) or (kind in ("column", "scalar") and n_stride):
         raise NotAGemm(f"a {kind} that the epilogue reads varies within a {kind}")
     own = {"matrix": rows * columns, "row": columns, "column": rows, "scalar": 1}[kind]
-    batch_stride = batch[1] if batch[0] > 1 else own
+    strides = _batch_strides(batch, own)
     if kind == "matrix":
-        return MatrixLayout("n", m_stride if rows > 1 else columns, batch_stride)
-    return MatrixLayout("m" if kind == "column" else "n", own, batch_stride)
+        return MatrixLayout("n", m_stride if rows > 1 else columns, *strides)
+    return MatrixLayout("m" if kind == "column" else "n", own, *strides)
+
+
+def _batch_strides(batch: Sequence[tuple[int, int]], own: int) -> tuple[int, tuple[int, ...]]:
+    """Returns a layout's `batch_stride` and `outer_strides`; `own` are the elements of a matrix."""
+    *outer, (extent, stride) = batch
+    return stride if extent > 1 else own, tuple(stride for _, stride in outer)
 
 
 def strided_layout(
-    name: Major, own: tuple[int, int], other: tuple[int, int], batch: tuple[int, int]
+    name: Major, own: tuple[int, int], other: tuple[int, int], batch: Sequence[tuple[int, int]]
 ) -> MatrixLayout:
-    """Returns the layout of one array from its (extent, stride) pairs.
+    """Returns the layout of one array from its (extent, stride) pairs, `batch` as `operand_layout`.
 
     `own` is the index that only this operand has, called `name`; for D the contiguous one. Strides
     along an index of extent 1 mean nothing. They are given as in a compact array, so that equal
@@ -276,8 +296,7 @@ def strided_layout(
             "an operand's last axis is a batch axis: no matrix of it has adjacent elements"
         )
     leading_stride = leading[1] if leading[0] > 1 else contiguous
-    batch_stride = batch[1] if batch[0] > 1 else own_extent * other_extent
-    return MatrixLayout(major, leading_stride, batch_stride)
+    return MatrixLayout(major, leading_stride, *_batch_strides(batch, own_extent * other_extent))
 
 
 def ragged_roles(subscripts: Subscripts) -> Roles:
@@ -328,13 +347,13 @@ def as_grouped_gemm(
         letter_of_rows, rows, contracted = "m", length, k
         stride = compact_strides(subscripts.rhs, extents)
         a, d = MatrixLayout("k", k), MatrixLayout("n", n)
-        b = strided_layout("n", (n, stride["n"]), (k, stride["k"]), (count, stride["g"]))
+        b = strided_layout("n", (n, stride["n"]), (k, stride["k"]), [(count, stride["g"])])
     layouts = []
     for operand, labels in zip(epilogue.operands if epilogue else (), operands, strict=True):
         stride = compact_strides(labels, extents)
         axes = (rows, letter_of_rows), (n, "n"), (count, "g")
-        pairs = ((extent, stride.get(letter, 0)) for extent, letter in axes)
-        layouts.append(operand_layout(operand.kind, *pairs))
+        m, columns, groups_of = ((extent, stride.get(letter, 0)) for extent, letter in axes)
+        layouts.append(operand_layout(operand.kind, m, columns, [groups_of]))
         if operand.kind in ("matrix", "column") and groups.axis == "m" and "g" in labels:
             raise NotAGemm(f"a {operand.kind} that the epilogue reads has an entry for each group")
     problem = GemmProblem(

@@ -8,9 +8,9 @@ chooses, the tuner's lists what a measurement may find better. For a new tile or
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import get_args
+from typing import Literal, get_args
 
 from ..gemm.legality import CLUSTERS
 from ..gemm.problem import VarlenAxis
@@ -31,6 +31,9 @@ class Config:
     warp_schedule: WarpSchedule = "cooperative"
     tile_scheduler: TileScheduler = "static"
     epi_tile_n: int | None = None  # None: the first that is legal of those preferred
+    short_boxes: bool = False
+    evict_first: Literal["a", "b"] | None = None
+    split_k: bool = False
 
     @classmethod
     def of(cls, spec: GemmSpec) -> Config:
@@ -38,7 +41,8 @@ class Config:
         s = spec
         return cls(
             s.tile_m, s.tile_n, s.tile_k * s.a_itemsize, s.cluster_m, s.cluster_n,
-            s.warp_schedule, s.tile_scheduler, s.epi_tile_n,
+            s.warp_schedule, s.tile_scheduler, s.epi_tile_n, s.short_boxes, s.evict_first,
+            s.split_k,
         )  # fmt: skip
 
 
@@ -53,7 +57,10 @@ DENSE_CONFIGS = (
     # Extents that the tiles above cover badly.
     Config(256, 160, cluster_n=2),
     Config(256, 192, cluster_n=2),
+    Config(128, 192, cluster_m=2),
     Config(128, 192, cluster_m=2, warp_schedule="pingpong"),
+    Config(128, 160, cluster_m=2, warp_schedule="pingpong"),
+    Config(128, 160, cluster_n=2, warp_schedule="pingpong"),
     # Short K, or a better fit of waves: one warpgroup stores while the other multiplies.
     Config(128, 128, cluster_m=2, warp_schedule="pingpong"),
     Config(128, 128, cluster_n=2, warp_schedule="pingpong"),
@@ -69,6 +76,19 @@ DENSE_CONFIGS = (
     Config(64, 64, cluster_m=2, tile_scheduler="single"),
     Config(64, 64, cluster_n=2, tile_scheduler="single"),
     Config(64, 32, k_bytes=2 * SWIZZLE_BYTES),
+    # Few rows: a stream of B, each byte of it read once.
+    Config(64, 32, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
+    Config(64, 64, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
+    Config(64, 128, short_boxes=True, evict_first="b"),
+    # Long K over few tiles, or a last wave of tiles that most SMs would wait for.
+    Config(128, 128, split_k=True),
+    Config(128, 128, cluster_m=2, split_k=True),
+    Config(128, 256, cluster_m=2, split_k=True),
+    Config(256, 128, cluster_n=2, split_k=True),
+    Config(128, 64, split_k=True),
+    Config(64, 128, split_k=True),
+    Config(64, 256, split_k=True),
+    Config(64, 64, split_k=True),
 )
 
 
@@ -148,7 +168,9 @@ TUNER_TILES = {  # tile_n for each tile_m
     192: (64, 96, 128, 160, 192),
     256: (32, 64, 96, 128, 160, 192),
 }
-TUNER_TILE_SCHEDULERS: tuple[TileScheduler, ...] = ("static", "single", "dynamic")
+TUNER_TILE_SCHEDULERS: tuple[tuple[TileScheduler, bool], ...] = (  # and whether K is split
+    ("static", False), ("single", False), ("dynamic", False), ("static", True),
+)  # fmt: skip
 TUNER_K_BYTES = (SWIZZLE_BYTES, 2 * SWIZZLE_BYTES)
 TUNER_EPI_TILES_N = (None, 16, 32, 64)
 
@@ -157,7 +179,12 @@ def tuner_configs() -> Iterator[Config]:
     """Yields what the tuner tries, legal or not."""
     tiles = [(tile_m, tile_n) for tile_m, widths in TUNER_TILES.items() for tile_n in widths]
     policies = list(product(CLUSTERS, get_args(WarpSchedule), TUNER_TILE_SCHEDULERS))
-    for tile, (cluster, schedule, scheduler), k_bytes, epi_tile_n in product(
+    for tile, (cluster, schedule, (scheduler, split_k)), k_bytes, epi_tile_n in product(
         tiles, policies, TUNER_K_BYTES, TUNER_EPI_TILES_N
     ):
-        yield Config(*tile, k_bytes, *cluster, schedule, scheduler, epi_tile_n)
+        yield Config(*tile, k_bytes, *cluster, schedule, scheduler, epi_tile_n, split_k=split_k)
+    for tile_n in TUNER_TILES[64]:
+        for k_bytes, (scheduler, split_k) in product(TUNER_K_BYTES, TUNER_TILE_SCHEDULERS):
+            if not split_k:
+                stream = Config(64, tile_n, k_bytes, tile_scheduler=scheduler, short_boxes=True)
+                yield from (stream, replace(stream, evict_first="b"))

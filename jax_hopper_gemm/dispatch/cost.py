@@ -25,6 +25,7 @@ from ..gemm import grid
 from ..gemm.dtypes import DTYPES, MMA_BYTES
 from ..gemm.epilogue_checks import variation
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
+from ..gemm.k_split import KSplit
 from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.spec import GemmSpec, RasterOrder, TmaBox
 from .configs import RASTER_ORDERS
@@ -53,6 +54,8 @@ ISSUE_CYCLES = 1.3  # assumed: of an instruction of one warp, stalls included
 SPECIAL_CYCLES = 8.0  # of one that the special function units execute: 4 lanes a cycle
 EXPOSED = 0.6  # fitted: of an epilogue, in spite of the other warpgroup's multiplication
 DYNAMIC_CYCLES = 900.0  # fitted: to fetch a tile from the counter
+PARTIAL_CYCLES = 900.0  # assumed: from asking for a partial sum to its arrival, once for each
+HANDOVER_CYCLES = 2000.0  # assumed: from the first store of a partial sum until others may read it
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Estimate:
     bound: str  # what limits it: "tensor cores", "L2" or "device memory"
     tiles: int  # of D, expected ones of a grouped product
     waves: int  # tiles that one CTA computes at most
-    occupancy: float  # share of the tile slots of those waves that hold a tile
+    occupancy: float  # share of the tile slots of those waves that hold a tile, or some k-tiles
 
 
 def estimate(
@@ -73,23 +76,30 @@ def estimate(
     p, s = problem, spec
     clusters, slots = _clusters(p, s), grid.max_clusters(s, device.num_sms)
     waves = grid.num_waves(clusters, s, device.num_sms)
-    active_sms = grid.ceil_div(clusters, waves) * s.cluster_size
+    active_sms = _active_sms(p, s, device)
 
     math = _math_cycles(s)
     load = _load_cycles(p, s, active_sms)
     partial, live = _partial_tiles(p, s)
     k_tile = (1 - partial) * _k_tile_cycles(math, load)
     k_tile += partial * _k_tile_cycles(live * math, load)
-    sm_ns = _sm_cycles(s, waves, _k_tiles(p, s) * k_tile) / CYCLES_PER_NS
+    memory, occupancy = memory_bytes(p, s, raster_order, device), clusters / (waves * slots)
+    if s.split_k:
+        tape = grid.k_split(p, s, device.num_sms)
+        sm_ns = _split_cycles(p, s, device, tape, k_tile) / CYCLES_PER_NS
+        memory += tape.ranges * s.cluster_size * _partial_bytes(s)  # written back from L2
+        occupancy = _active_sms(p, s, device) / (slots * s.cluster_size)
+    else:
+        sm_ns = _sm_cycles(s, waves, _k_tiles(p, s) * k_tile) / CYCLES_PER_NS
 
-    memory_ns = memory_bytes(p, s, raster_order, device) / MEMORY_BYTES_PER_NS
+    memory_ns = memory / MEMORY_BYTES_PER_NS
     bound = "device memory" if memory_ns > sm_ns else "L2" if load > math else "tensor cores"
     return Estimate(
         ns=LAUNCH_NS + max(sm_ns, memory_ns) + MEMORY_LEAK * min(sm_ns, memory_ns),
         bound=bound,
         tiles=_tiles(p, s),
         waves=waves,
-        occupancy=clusters / (waves * slots),
+        occupancy=occupancy,
     )
 
 
@@ -110,9 +120,7 @@ class TileCycles:
 
 def tile_cycles(problem: GemmProblem, spec: GemmSpec, device: Device) -> TileCycles:
     """Returns the parts of `spec`'s expected cost on `problem`."""
-    clusters = _clusters(problem, spec)
-    waves = grid.num_waves(clusters, spec, device.num_sms)
-    active_sms = grid.ceil_div(clusters, waves) * spec.cluster_size
+    active_sms = _active_sms(problem, spec, device)
     return TileCycles(
         k_tiles=ceil(_k_tiles(problem, spec)),
         multiply=_math_cycles(spec),
@@ -159,6 +167,15 @@ def _clusters(problem: GemmProblem, spec: GemmSpec) -> int:
         pieces = expected_pieces(mean, s.tile_m * s.raster_m)
         return round(pieces * p.l) * clusters_n
     return grid.num_cluster_tiles(p, s)
+
+
+def _active_sms(problem: GemmProblem, spec: GemmSpec, device: Device) -> int:
+    """Returns how many SMs load at the same time."""
+    if spec.split_k:
+        return grid.launched_clusters(problem, spec, device.num_sms) * spec.cluster_size
+    clusters = _clusters(problem, spec)
+    waves = grid.num_waves(clusters, spec, device.num_sms)
+    return grid.ceil_div(clusters, waves) * spec.cluster_size
 
 
 def _tiles(problem: GemmProblem, spec: GemmSpec) -> int:
@@ -219,12 +236,14 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     """
     p, s = problem, spec
     clusters_m, clusters_n = grid.cluster_grid(p, s)
-    clipped = s.tile_m * (1 - p.m / (clusters_m * s.raster_m * s.tile_m))
-    clipped += s.tile_n * (1 - p.n / (clusters_n * s.raster_n * s.d_tile_n))
-    taken = s.stage_bytes / SM_BYTES_PER_CYCLE
+    rows_a, rows_b = grid.loaded_rows(p, s)
+    clipped = rows_a * (1 - p.m / (clusters_m * s.raster_m * rows_a))
+    clipped += p.graph.accumulators * rows_b * (1 - p.n / (clusters_n * s.raster_n * rows_b))
+    taken = grid.loaded_bytes(p, s) / SM_BYTES_PER_CYCLE
     taken += clipped * (s.tile_k * s.a_itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
-    lines = _lines(p.a, s.a_box, s.tile_m * s.tile_k, s.a_itemsize) / s.cluster_n
-    lines += _lines(p.b, s.b_box, s.tile_n * s.tile_k, s.b_itemsize) / s.cluster_m
+    elements_b = p.graph.accumulators * rows_b * s.tile_k
+    lines = _lines(p.a, s.a_box, rows_a * s.tile_k, s.a_itemsize) / s.cluster_n
+    lines += _lines(p.b, s.b_box, elements_b, s.b_itemsize) / s.cluster_m
     requested = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE
     columns = p.n * p.graph.accumulators
     rows = equal_groups(p).m
@@ -273,6 +292,34 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
     shared = (spec.math_warpgroups - 1) * _computing_cycles(spec)
     stored = waves * (mainloop + epilogue + fetch) - (waves - 1) * hidden * epilogue
     return stored + waves * shared
+
+
+def _split_cycles(
+    problem: GemmProblem, spec: GemmSpec, device: Device, tape: KSplit, k_tile: float
+) -> float:
+    """Returns the busiest CTA's cycles where clusters share tiles.
+
+    It multiplies a range and whole tiles, stores its share of the tiles, leaves one partial sum and
+    adds those of the others that work on its tile.
+    """
+    tiles, k_tiles = _clusters(problem, spec), grid.num_k_tiles(problem, spec)
+    whole = tape.items - tape.ranges
+    clusters = grid.launched_clusters(problem, spec, device.num_sms)
+    length = whole // clusters * k_tiles
+    exchange = 0.0
+    if tape.ranges:
+        split = tiles - whole
+        length += grid.ceil_div(split * k_tiles, tape.ranges)
+        taken = _partial_bytes(spec) / SM_BYTES_PER_CYCLE
+        added = grid.ceil_div(tape.ranges, split) - (tape.ranges % split == 0)
+        left = HANDOVER_CYCLES + taken if added else 0.0
+        exchange = left + added * (PARTIAL_CYCLES + taken)
+    stored = grid.ceil_div(tiles, clusters)
+    return _sm_cycles(spec, stored, length * k_tile / stored) + exchange
+
+
+def _partial_bytes(spec: GemmSpec) -> int:
+    return 4 * spec.tile_m * spec.tile_n
 
 
 def _epilogue_cycles(spec: GemmSpec) -> float:

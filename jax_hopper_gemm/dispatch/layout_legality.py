@@ -29,8 +29,9 @@ def layout_violations(problem: GemmProblem) -> list[str]:
     if p.groups and p.groups.gathered:
         gathered = extents_a if p.groups.gathered == "a" else extents_b
         gathered[p.groups.axis] = p.groups.source_rows
-    reasons = _matrix_violations("A", p.a, extents_a, p.matrices("a"), p.a_dtype)
-    reasons += _matrix_violations("B", p.b, extents_b, p.matrices("b"), p.b_dtype)
+    of_a, of_b = batch_strides(p, p.a, p.matrices("a")), batch_strides(p, p.b, p.matrices("b"))
+    reasons = _matrix_violations("A", p.a, extents_a, of_a, p.a_dtype)
+    reasons += _matrix_violations("B", p.b, extents_b, of_b, p.b_dtype)
     reasons += _result_violations(p)
     if p.groups and not reasons:
         reasons += _group_violations(p, p.groups)
@@ -81,12 +82,14 @@ def _result_violations(problem: GemmProblem) -> list[str]:
     extents = {"m": p.m, "n": p.n}
     planes = MatrixLayout("n", 2 * p.n, 2 * p.m * p.n)
     for dtype, paired in dict.fromkeys((r.dtype, r.planes > 1) for r in p.graph.matrices):
-        reasons += _matrix_violations("D", planes if paired else p.d, extents, batches, dtype)
+        layout = planes if paired else p.d
+        strides = batch_strides(p, layout, batches)
+        reasons += _matrix_violations("D", layout, extents, strides, dtype)
     if all(result.planes > 1 for result in p.graph.matrices):  # where D lies does not matter
         return reasons
     if p.m > 1 and p.d.leading_stride < p.n:
         reasons.append(f"D's rows of {p.n} elements are {p.d.leading_stride} apart and overlap")
-    if batches > 1 and p.d.batch_stride == 0:
+    if 0 in batch_strides(p, p.d, batches):
         reasons.append(
             f"D has batch stride 0, so its {batches} matrices would overwrite each other"
         )
@@ -104,7 +107,8 @@ def _operand_violations(
     if p.groups and p.groups.axis == "m" and operand.kind in ("matrix", "column"):
         batches = 1
     if operand.kind == "matrix":
-        return _matrix_violations(name, layout, {"m": p.m, "n": p.n}, batches, operand.dtype)
+        strides = batch_strides(p, layout, batches)
+        return _matrix_violations(name, layout, {"m": p.m, "n": p.n}, strides, operand.dtype)
     reasons = []
     if operand.kind == "row" and p.n * itemsize % TMA_ALIGNMENT:
         step = TMA_ALIGNMENT // itemsize
@@ -112,24 +116,37 @@ def _operand_violations(
             f"{name} is a row of N={p.n} {operand.dtype}, {p.n * itemsize} bytes, not a multiple "
             f"of {TMA_ALIGNMENT}: pad N from {p.n} to {ceil_div(p.n, step) * step}"
         )
-    stride = layout.batch_stride
-    if batches == 1 or stride == 0:
-        return reasons
-    if stride < 0 or stride > MAX_INT32:
-        reasons.append(f"{name} has batch stride {stride}, not 0 to {MAX_INT32}: copy it")
-    elif operand.kind == "scalar":
-        if (last := (batches - 1) * stride) > MAX_INT32:
+    if operand.kind == "scalar" and not _is_even(p, layout):
+        return [f"{name} is a scalar for each matrix, and they do not lie evenly: copy it"]
+    for stride in batch_strides(p, layout, batches):
+        if stride < 0 or stride > MAX_INT32:
+            reasons.append(f"{name} has batch stride {stride}, not 0 to {MAX_INT32}: copy it")
+        elif operand.kind == "scalar":
+            if (last := (batches - 1) * layout.batch_stride) > MAX_INT32:
+                reasons.append(
+                    f"{name} is a scalar for each matrix, the last of them {last} elements behind "
+                    f"the first, over {MAX_INT32}: copy it"
+                )
+        elif stride * itemsize % TMA_ALIGNMENT:
             reasons.append(
-                f"{name} is a scalar for each matrix, the last of them {last} elements behind the "
-                f"first, over {MAX_INT32}: copy it"
+                f"{name} is a {operand.kind} of {operand.dtype} for each matrix, "
+                f"{stride * itemsize} bytes apart, not a multiple of {TMA_ALIGNMENT}: choose a "
+                f"stride that is a multiple of {TMA_ALIGNMENT // itemsize} elements"
             )
-    elif stride * itemsize % TMA_ALIGNMENT:
-        reasons.append(
-            f"{name} is a {operand.kind} of {operand.dtype} for each matrix, "
-            f"{stride * itemsize} bytes apart, not a multiple of {TMA_ALIGNMENT}: choose a stride "
-            f"that is a multiple of {TMA_ALIGNMENT // itemsize} elements"
-        )
     return reasons
+
+
+def batch_strides(problem: GemmProblem, layout: MatrixLayout, matrices: int) -> list[int]:
+    """Returns an array's strides along the axes of its batch that have more than one entry."""
+    axes = problem.batch_axes(layout) if problem.outer else [(matrices, layout.batch_stride)]
+    return [stride for extent, stride in axes if extent > 1]
+
+
+def _is_even(problem: GemmProblem, layout: MatrixLayout) -> bool:
+    """Whether a step along an axis of the batch spans all of the next inner one."""
+    axes = problem.batch_axes(layout)
+    pairs = zip(axes, axes[1:], strict=False)
+    return all(outer == extent * inner for (extent, inner), (_, outer) in pairs)
 
 
 def _gate_violations(problem: GemmProblem) -> Iterator[str]:
@@ -149,7 +166,7 @@ def _gate_violations(problem: GemmProblem) -> Iterator[str]:
 
 
 def _matrix_violations(
-    operand: str, layout: MatrixLayout, extents: dict[str, int], batches: int, dtype: str
+    operand: str, layout: MatrixLayout, extents: dict[str, int], batch: list[int], dtype: str
 ) -> list[str]:
     (other,) = extents.keys() - {layout.major}
     contiguous, itemsize = layout.major, DTYPES[dtype].itemsize
@@ -164,8 +181,7 @@ def _matrix_violations(
     strides = []
     if extents[other] > 1:
         strides.append((f"its lines along {contiguous.upper()}", layout.leading_stride, 1))
-    if batches > 1:
-        strides.append(("its matrices", layout.batch_stride, 0))
+    strides += [("its matrices", stride, 0) for stride in batch]
     for neighbours, stride, least in strides:
         nbytes = stride * itemsize
         apart = f"{stored} and {neighbours} are {nbytes} bytes apart"

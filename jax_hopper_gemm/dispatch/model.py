@@ -5,6 +5,7 @@ candidates -> legal -> cost
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -24,10 +25,13 @@ from .cost import (
     roofline_ns,
 )
 from .device import Device
-from .legality import limit_violations, pairing_violations
+from .legality import limit_violations, pairing_violations, split_violations
 
 ROUGH = RASTER_ORDERS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
-THIN = 16  # rows or columns of D up to which XLA won all measurements, by 2 to 30 %
+# Rows or columns of D, not stored along K, up to which XLA won all measurements, by 2 to 30 %. Of
+# those along K a box holds no more than there are (`GemmSpec.short_boxes`).
+THIN = 16
+SPLIT_K_DOUBT = 1.05  # of expected costs of kernels that split K: their constants are assumed
 SPLIT_K_EXTENT = 4096  # K from which splitting it over SMs pays for adding the parts
 SPLIT_K_RATIO = 1.8  # times the roofline
 
@@ -54,9 +58,13 @@ def best_kernel(
     legal, reasons = _legal(problem, device, candidates)
     if not legal:
         return None, reasons
-    low = [spec for spec in legal if not _is_too_tall(problem, spec)]
+    low = [s for s in legal if not (_is_too_tall(problem, s) or _is_a_stream(problem, s))]
     costs = (Best(spec, _rough_cost(problem, spec, device)) for spec in low or legal)
-    return min(costs, key=lambda best: best.cost.ns), reasons
+    return min(costs, key=_doubtful_ns), reasons
+
+
+def _doubtful_ns(best: Best) -> float:
+    return best.cost.ns * (SPLIT_K_DOUBT if best.spec.split_k else 1.0)
 
 
 def _legal(
@@ -67,6 +75,7 @@ def _legal(
     legal = []
     for spec in candidates:
         against = pairing_violations(problem, spec) or limit_violations(problem, spec, device)
+        against = against or split_violations(problem, spec, device)
         if against:
             reasons = against
         else:
@@ -81,6 +90,11 @@ def _is_too_tall(problem: GemmProblem, spec: GemmSpec) -> bool:
     """
     rows = mean_rows(problem)
     return rows is not None and spec.tile_m > max(64, 2 * rows)
+
+
+def _is_a_stream(problem: GemmProblem, spec: GemmSpec) -> bool:
+    """Whether a kernel for one row or column of tiles would run several of both."""
+    return spec.short_boxes and problem.m > spec.tile_m and problem.n > spec.d_tile_n
 
 
 def _rough_cost(problem: GemmProblem, spec: GemmSpec, device: Device) -> Estimate:
@@ -98,20 +112,24 @@ def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str |
 
 def thin(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
     """Products that are nearly matrix times vector: XLA has kernels without tensor cores."""
-    m, n = problem.m, problem.n
-    if min(m, n) > THIN:
+    p = problem
+    scattered = [e for e, major in ((p.m, p.a.major), (p.n, p.b.major)) if major != "k"]
+    if min(scattered, default=math.inf) > THIN:
         return None
-    return f"D is {m}x{n}: up to {THIN} rows or columns it is nearly a matrix-vector product"
+    return (
+        f"D is {p.m}x{p.n}: up to {THIN} rows or columns that do not lie along K in memory it is "
+        "nearly a matrix-vector product"
+    )
 
 
 def needs_split_k(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
-    """Long K over too few tiles to keep the SMs busy: cuBLAS splits K, we do not."""
+    """Long K over too few tiles to keep the SMs busy, even if they share tiles."""
     ratio = best.ns / roofline_ns(problem)
     if problem.k < SPLIT_K_EXTENT or best.tiles > device.num_sms or ratio < SPLIT_K_RATIO:
         return None
     return (
         f"K={problem.k} over {best.tiles} tiles keeps {device.num_sms} SMs waiting (expected "
-        f"{ratio:.1f} times the least possible time): it wants split-K, which XLA has"
+        f"{ratio:.1f} times the least possible time), which XLA splits with less loss"
     )
 
 

@@ -10,7 +10,8 @@
         "raster_order": {"along": "m", "swizzle": 8},
         "kernel_us": 172.1, "xla_us": 174.7}]}
 
-`kernel` holds the fields of `GemmSpec` that the problem does not fix. An entry that prefers
+`kernel` holds the fields of `GemmSpec` that the problem does not fix, of `_OPTIONAL` ones those
+that are not the default. An entry that prefers
 "xla" names our best kernel too, for callers who insist on one. Times are medians, or null. The
 entry of a grouped product has "grouped", "m" or "k", besides: its "l" groups have "m" rows, or a
 K of "k", on average.
@@ -195,9 +196,11 @@ def write_table(table: Table, path: str | os.PathLike[str]) -> None:
 _KEY_FIELDS = {field.name for field in fields(Key)}
 # Entries are for plain products.
 _OMITTED = {
-    "epilogue", "epi_load_stages", "gathered", "indexed", "promoted", "a_block", "b_block"
+    "epilogue", "epi_load_stages", "gathered", "indexed", "nested", "promoted", "a_block", "b_block"
 }  # fmt: skip
-_SPEC_FIELDS = {field.name for field in fields(GemmSpec)} - _KEY_FIELDS - _OMITTED
+# Fields that a kernel has where they are not the default, and their types.
+_OPTIONAL: dict[str, type] = {"short_boxes": bool, "evict_first": str, "split_k": bool}
+_SPEC_FIELDS = {f.name for f in fields(GemmSpec)} - _KEY_FIELDS - _OMITTED - _OPTIONAL.keys()
 _ENTRY_FIELDS = _KEY_FIELDS | {"prefer", "kernel", "raster_order", "kernel_us", "xla_us"}
 
 
@@ -209,6 +212,7 @@ def _order(key: Key) -> tuple:
 def _row(entry: Entry) -> dict[str, Any]:
     key = {name: value for name, value in vars(entry.key).items() if value is not None}
     kernel = {name: value for name, value in vars(entry.spec).items() if name in _SPEC_FIELDS}
+    kernel |= {name: value for name in _OPTIONAL if (value := getattr(entry.spec, name))}
     return {
         **key,
         "prefer": entry.prefer,
@@ -234,9 +238,11 @@ def _entry(row: Any) -> Entry:
     if row["prefer"] not in ("kernel", "xla"):
         raise _Bad(f"prefer is {row['prefer']!r}, not 'kernel' or 'xla'")
     kernel = row["kernel"]
-    _expect_fields(kernel, _SPEC_FIELDS, "kernel has")
+    named = _OPTIONAL.keys() & kernel.keys() if type(kernel) is dict else set()
+    _expect_fields(kernel, _SPEC_FIELDS | named, "kernel has")
     for name, value in kernel.items():
-        _expect(value, str if name in ("warp_schedule", "tile_scheduler") else int, name)
+        policy = str if name in ("warp_schedule", "tile_scheduler") else int
+        _expect(value, _OPTIONAL.get(name, policy), name)
     spec = GemmSpec(
         key.a_dtype, key.b_dtype, key.d_dtype, key.a_major, key.b_major, **kernel,
         grouped=key.grouped,

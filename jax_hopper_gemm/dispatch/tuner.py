@@ -58,12 +58,13 @@ def variants(problem: GemmProblem, device: Device, candidate: Candidate) -> list
 
 def _shape(spec: GemmSpec) -> tuple:
     s = spec
-    return (s.tile_m, s.tile_n, s.tile_k, s.cluster_m, s.cluster_n, s.warp_schedule)
+    tile = (s.tile_m, s.tile_n, s.tile_k)
+    return (*tile, s.cluster_m, s.cluster_n, s.warp_schedule, s.short_boxes, s.split_k)
 
 
 def _details(candidate: Candidate) -> tuple:
     spec, raster_order = candidate
-    return (spec.tile_scheduler, spec.epi_tile_n, raster_order)
+    return (spec.tile_scheduler, spec.epi_tile_n, spec.evict_first, raster_order)
 
 
 @dataclass(frozen=True)

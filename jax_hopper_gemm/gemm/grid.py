@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .dtypes import DTYPES
 from .group_search import GroupRaster
+from .k_split import KSplit, make_k_split, split_of
 from .offsets import ZeroRows
 from .problem import GemmProblem
 from .spec import EPI_TILE_M, TMA_ALIGNMENT, GemmSpec, RasterOrder
@@ -52,8 +53,17 @@ def launched_clusters(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> int
     cluster_tiles = num_cluster_tiles(problem, spec)
     if not spec.persistent:
         return cluster_tiles
+    if spec.split_k:
+        return min(k_split(problem, spec, num_sms).items, max_clusters(spec, num_sms))
     even = not spec.dynamic and problem.groups is None
     return persistent_clusters(cluster_tiles, max_clusters(spec, num_sms), even=even)
+
+
+def k_split(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> KSplit:
+    """Returns how a launch shares k-tiles among clusters."""
+    tiles, k_tiles = num_cluster_tiles(problem, spec), num_k_tiles(problem, spec)
+    clusters = max_clusters(spec, num_sms)
+    return make_k_split(tiles, k_tiles, *split_of(tiles, k_tiles, problem.k, clusters))
 
 
 def group_raster(problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder) -> GroupRaster:
@@ -121,6 +131,27 @@ def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int,
             dtype = "int32" if result.kind == "top_k_indices" else "float32"
             shapes.append(((l, p.m, result.k), dtype))
     return shapes
+
+
+def loaded_rows(problem: GemmProblem, spec: GemmSpec) -> tuple[int, int]:
+    """Returns the rows of A and of one B that a stage gets: a tile's, unless there are fewer.
+
+    wgmma reads all of the tile's. The others belong to rows and columns past the end of D, which
+    are neither stored nor reduced, so they may hold anything.
+    """
+    p, s = problem, spec
+    rows_a, rows_b = s.tile_m, s.d_tile_n
+    if s.short_boxes:
+        rows_a = min(rows_a, p.m) if s.a_major == "k" else rows_a
+        rows_b = min(rows_b, p.n) if s.b_major == "k" else rows_b
+    return rows_a, rows_b
+
+
+def loaded_bytes(problem: GemmProblem, spec: GemmSpec) -> int:
+    """Returns the bytes that TMA brings to a stage."""
+    rows_a, rows_b = loaded_rows(problem, spec)
+    row_bytes = rows_a * spec.a_itemsize + rows_b * spec.graph.accumulators * spec.b_itemsize
+    return row_bytes * spec.tile_k
 
 
 def max_clusters(spec: GemmSpec, num_sms: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from .epilogue_graph import Operand, Result
 from .group_search import GroupRaster
+from .k_split import KSplit
 from .offsets import ZeroRows
 from .raster import Raster
 from .spec import TMA_ALIGNMENT, GemmSpec
@@ -20,6 +21,7 @@ from .spec import TMA_ALIGNMENT, GemmSpec
 ParamKind = Literal["tensor_map", "pointer", "int32"]
 PARAM_BYTES: dict[ParamKind, int] = {"tensor_map": 128, "pointer": 8, "int32": 4}
 SPAN_MODES = "et"  # the end of a span and the total: the last modes of a span map, see `plan`
+BATCH_MODES = "lij"  # the axes of a nested batch, the innermost first; of others the first alone
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,13 @@ class Scales(NamedTuple):
     batch_stride: Any  # elements from a matrix's to the next one's
 
 
+class Nest(NamedTuple):
+    """Extents of a nested batch's axes but the outermost."""
+
+    inner: Any
+    middle: Any
+
+
 class Extents(NamedTuple):
     """Extents of D, for epilogues that must know them."""
 
@@ -77,6 +86,14 @@ class ZeroFill(NamedTuple):
     rows: ZeroRows
 
 
+class SplitK(NamedTuple):
+    """What clusters that share the k-tiles of a tile know and exchange."""
+
+    tape: Any  # `KSplit`
+    partials: Any  # pointer to float32, a slot of a cluster's accumulators for each range
+    flags: Any  # pointer to 8 bytes for each warp that writes to such a slot
+
+
 class KernelArgs(NamedTuple):
     """One thing for each parameter: a `KernelParam`, or the argument. None: there is none."""
 
@@ -87,17 +104,20 @@ class KernelArgs(NamedTuple):
     gather: Any  # `Gather`, where rows are gathered
     stack_index: Any  # `StackIndex`, where an operand is one matrix of a stack
     scales: Any  # `Scales` of A and of B, where blocks have some
+    nest: Any  # `Nest`, where the batch has several axes
     raster: Any  # the order of tiles: `Raster`, or `GroupRaster` where there are groups
     k_tiles: Any  # of a tile, unless K is grouped
+    stage_bytes: Any  # that TMA brings, where boxes end with their matrices
     extents: Any  # `Extents`, if the epilogue must know them
     zero_fill: Any  # `ZeroFill`, where a warp does that
+    split_k: Any  # `SplitK`, where K is split
     tile_counter: Any  # pointer to an int32 that is zero, for the dynamic scheduler
 
 
 def kernel_params(spec: GemmSpec) -> KernelArgs:
     """Returns the parameters of `spec`'s kernel."""
     graph = spec.graph
-    gather = zero_fill = stack_index = None
+    gather = zero_fill = stack_index = split_k = None
     if spec.gathered:
         gather = Gather(_pointer("gather_indices"), *_numbers("gather", Gather._fields[1:]))
     if spec.indexed:
@@ -105,20 +125,29 @@ def kernel_params(spec: GemmSpec) -> KernelArgs:
     if spec.zero_fill_warp:
         rows = ZeroRows(*_numbers("zero", ZeroRows._fields))
         zero_fill = ZeroFill(_pointer("zero_d"), rows)
+    if spec.split_k:
+        tape = KSplit(*_numbers("tape", KSplit._fields))
+        split_k = SplitK(
+            tape, _pointer("partials", "float32", TMA_ALIGNMENT), _pointer("flags", alignment=8)
+        )
     raster = GroupRaster if spec.grouped else Raster
     return KernelArgs(
         tma_ab=tuple(_operand_ab(spec, n) for n in ("a", "b", "up")[: graph.accumulators + 1]),
         results=tuple(_result(spec, i, result) for i, result in enumerate(graph.results)),
         # None and not (): of an empty tuple CuTeDSL warns.
-        operands=tuple(_operand(i, operand) for i, operand in enumerate(graph.operands)) or None,
+        operands=tuple(_operand(spec, i, operand) for i, operand in enumerate(graph.operands))
+        or None,
         group_sizes=_pointer("group_sizes") if spec.grouped else None,
         gather=gather,
         stack_index=stack_index,
         scales=tuple(map(_scales, "ab")) if spec.a_block else None,
+        nest=Nest(*_numbers("nest", Nest._fields)) if spec.nested else None,
         raster=raster(*_numbers("raster", raster._fields)),
         k_tiles=_number("k_tiles"),
+        stage_bytes=_number("stage_bytes") if spec.short_boxes else None,
         extents=Extents(_number("m"), _number("n")) if graph.needs_extents else None,
         zero_fill=zero_fill,
+        split_k=split_k,
         tile_counter=_pointer("tile_counter") if spec.tile_scheduler == "dynamic" else None,
     )
 
@@ -156,10 +185,12 @@ def _result(spec: GemmSpec, i: int, result: Result) -> KernelParam:
     return _pointer(f"d{i}", "int32" if result.kind == "top_k_indices" else "float32")
 
 
-def _operand(i: int, operand: Operand) -> KernelParam | tuple[KernelParam, KernelParam]:
+def _operand(
+    spec: GemmSpec, i: int, operand: Operand
+) -> KernelParam | tuple[KernelParam, KernelParam]:
     if operand.kind == "scalar":
         return _pointer(f"c{i}", "float32"), _number(f"c{i}_batch_stride")
-    modes = {"matrix": "mnl", "row": "nl", "column": "ml"}[operand.kind]
+    modes = {"matrix": "mn", "row": "n", "column": "m"}[operand.kind] + _batch(spec)
     contiguous = "m" if operand.kind == "column" else "n"
     return KernelParam(f"c{i}", "tensor_map", operand.dtype, modes, contiguous)
 
@@ -171,7 +202,11 @@ def _scales(operand: str) -> Scales:
 
 def _last(spec: GemmSpec, axis: str) -> str:
     """Returns the modes after a matrix's two: those of a span map where this axis is grouped."""
-    return SPAN_MODES if spec.grouped == axis else "l"
+    return SPAN_MODES if spec.grouped == axis else _batch(spec)
+
+
+def _batch(spec: GemmSpec) -> str:
+    return BATCH_MODES if spec.nested else BATCH_MODES[0]
 
 
 def _pointer(name: str, dtype: str = "int32", alignment: int | None = None) -> KernelParam:

@@ -126,6 +126,8 @@ def _block_violations(t: ProblemType) -> Iterator[str]:
         yield "block scales are multiplied in where accumulators are promoted: promote them"
     if t.epilogue and t.epilogue.accumulators > 1:
         yield "a product with two B's has block scales: multiply one after the other"
+    if t.nested:
+        yield "blocks have scales, and the product has a nested batch: copy it"
     if t.grouped and (t.grouped, t.a_block) != ("m", 1):
         yield "groups begin within blocks of A: take blocks of one row, or copy it"
 
@@ -167,9 +169,21 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
             yield f"tile_k {s.tile_k} is not {row} or {2 * row}"
         elif s.promoted and s.tile_k != PROMOTION_K:
             yield f"tile_k {s.tile_k} of promoted accumulators is not {PROMOTION_K}"
+    if s.split_k and s.tile_scheduler != "static":
+        yield f"K is split by clusters with fixed shares: the tile scheduler is {s.tile_scheduler}"
+    if s.split_k and s.grouped:
+        yield "the k-tiles of a grouped product are not known before it runs: do not split K"
+    if s.split_k and s.a_dtype in OPERANDS and s.acc_dtype != "float32":
+        yield f"partial sums are float32, accumulators {s.acc_dtype}: do not split K"
     if (s.cluster_m, s.cluster_n) not in CLUSTERS:
         clusters = one_of(tuple(f"{m}x{n}" for m, n in CLUSTERS))
         yield f"cluster {s.cluster_m}x{s.cluster_n} is not {clusters}"
+    if s.evict_first not in (None, "a", "b"):
+        yield f"L2 evicts {s.evict_first!r} first, not 'a' or 'b'"
+    elif s.evict_first and s.evict_first == s.gathered:
+        yield f"{s.evict_first.upper()} is gathered, not loaded by TMA with a policy for L2"
+    if s.short_boxes and (s.grouped or s.cluster_size > 1):
+        yield "boxes end with their matrices, but groups or slices for a cluster end them elsewhere"
 
 
 def _register_violations(spec: GemmSpec) -> Iterator[str]:

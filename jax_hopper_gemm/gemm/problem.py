@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Literal
 
 from .dtypes import DTYPES
@@ -24,6 +25,7 @@ class MatrixLayout:
     major: Major  # the index whose neighbours are adjacent in memory (stride 1)
     leading_stride: int  # between neighbours along the matrix's other index
     batch_stride: int = 0  # between matrices of the batch; 0 when all share one matrix
+    outer_strides: tuple[int, ...] = ()  # of a nested batch, along its `GemmProblem.outer` axes
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ class GemmProblem:
     promoted: bool = False  # as in `GemmSpec`
     a_scales: BlockScales | None = None  # both operands have some, or none
     b_scales: BlockScales | None = None
+    # Extents of the outer axes of a nested batch, outermost first: where the batch has several axes
+    # that do not lie evenly one inside the other. `l` counts all, the innermost axis fastest.
+    outer: tuple[int, ...] = ()
 
     @classmethod
     def dense(
@@ -123,6 +128,11 @@ class GemmProblem:
         alone = self.groups is not None and (operand == "a" or self.groups.axis == "k")
         return 1 if alone else self.l
 
+    def batch_axes(self, layout: MatrixLayout) -> list[tuple[int, int]]:
+        """Returns extent and stride of each axis of the batch in an array, the innermost first."""
+        axes = [*zip(self.outer, layout.outer_strides, strict=True)]
+        return [(self.l // prod(self.outer), layout.batch_stride), *reversed(axes)]
+
     @property
     def flops(self) -> int:
         """Of a grouped product: if all of the axis belongs to groups."""
@@ -133,8 +143,12 @@ class GemmProblem:
     def bytes(self) -> int:
         """Fewest bytes that device memory must move: inputs once, matrices of results once."""
         axis = self.groups.axis if self.groups else None
-        batches_a = self.l if self.a.batch_stride and not axis else 1
-        batches_b = self.l if self.b.batch_stride and axis != "k" else 1
+        distinct = (
+            prod(extent for extent, stride in self.batch_axes(layout) if stride)
+            for layout in (self.a, self.b)
+        )
+        batches_a, batches_b = distinct
+        batches_a, batches_b = 1 if axis else batches_a, 1 if axis == "k" else batches_b
         b_matrices = batches_b * self.graph.accumulators
         inputs = batches_a * self.m * self.k * DTYPES[self.a_dtype].itemsize
         inputs += b_matrices * self.k * self.n * DTYPES[self.b_dtype].itemsize

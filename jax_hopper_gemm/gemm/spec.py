@@ -92,6 +92,12 @@ class GemmSpec:
     # Rows of A, and columns of B, that share a scale for each `PROMOTION_K` of K; 0: no scales.
     a_block: int = 0
     b_block: int = 0
+    nested: bool = False  # whether the batch has up to three axes, see `GemmProblem.outer`
+    # Whether a box of rows along K ends with its matrix, where that has fewer rows than a tile. The
+    # launch says how many bytes a stage then gets (`grid.loaded_bytes`).
+    short_boxes: bool = False
+    evict_first: Literal["a", "b"] | None = None  # the operand whose lines leave L2 first
+    split_k: bool = False  # clusters may share the k-tiles of a tile, see `k_split`
 
     @property
     def graph(self) -> EpilogueGraph:
@@ -137,7 +143,17 @@ class GemmSpec:
     @property
     def acc_registers(self) -> int:
         """Accumulators of one math thread; `promoted` ones are there twice."""
-        return (1 + self.promoted) * self.rows_per_warpgroup * self.tile_n // 128
+        return (1 + self.promoted) * self.tile_registers
+
+    @property
+    def tile_registers(self) -> int:
+        """Those that hold its elements of a tile."""
+        return self.rows_per_warpgroup * self.tile_n // 128
+
+    @property
+    def tile_warps(self) -> int:
+        """Math warps that work on one tile."""
+        return 4 if self.warp_schedule == "pingpong" else 4 * self.math_warpgroups
 
     @property
     def threads(self) -> int:
@@ -270,12 +286,18 @@ class GemmSpec:
             kind += f"_blocks_{self.a_block}_{self.b_block}"
         elif self.promoted:
             kind += "_promoted"
+        if self.nested:
+            kind += "_nested"
+        if self.split_k:
+            kind += "_split_k"
         return (
             f"jhg_{kind}_{dtypes}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
             f"_{self.warp_schedule}_{self.tile_scheduler}"
             f"_s{self.num_stages}_e{self.epi_tile_n}x{self.epi_stages}"
             + (f"_l{self.epi_load_stages}" if self.epi_load_stages else "")
+            + ("_short" if self.short_boxes else "")
+            + (f"_stream_{self.evict_first}" if self.evict_first else "")
             + (f"_{self.epilogue.label}" if self.epilogue else "")
         )
 
@@ -316,6 +338,7 @@ class ProblemType:
     promoted: bool = False
     a_block: int = 0
     b_block: int = 0
+    nested: bool = False
 
     @classmethod
     def of(cls, problem: GemmProblem) -> ProblemType:
@@ -325,6 +348,7 @@ class ProblemType:
         return cls(
             p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
             p.indexed, p.promoted, *(x.block if x else 0 for x in (p.a_scales, p.b_scales)),
+            bool(p.outer),
         )  # fmt: skip
 
     @classmethod
@@ -336,8 +360,9 @@ class ProblemType:
     def plain(self) -> ProblemType:
         """The same of the product that a measured table holds."""
         return replace(
-            self, epilogue=None, gathered=None, indexed=None, promoted=False, a_block=0, b_block=0
-        )
+            self, epilogue=None, gathered=None, indexed=None, nested=False, promoted=False,
+            a_block=0, b_block=0,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from cutlass.cutlass_dsl import min as smaller
 from cutlass.cutlass_dsl import select_
 
 from ..gemm.group_search import MAX_LENGTH, SPAN_EXTENT, tile_in_pair
+from ..gemm.k_split import place_of
+from ..gemm.kernel_params import BATCH_MODES
 from ..gemm.raster import tile_at
 from ..gemm.spec import EPI_TILE_M
 from .warp import Warp
@@ -29,7 +31,7 @@ class CtaInCluster(NamedTuple):
 
 
 class TileCoords(NamedTuple):
-    """One CTA's tile. The fields with a default but `k_first` are those of a grouped product."""
+    """One CTA's tile. The fields from `first` to `together` are those of a grouped product."""
 
     m: Any  # which tile along M; 0 where M is grouped and its rows begin at `first`
     n: Any  # which tile along N
@@ -39,9 +41,9 @@ class TileCoords(NamedTuple):
     end: Any = None  # where its group ends
     belongs: Any = None  # whether its rows (M is grouped) belong to a group; if not, `batch` is 0
     together: Any = None  # whether both CTAs of a `paired` cluster have these columns
-    # The first of the k-tiles. A Python 0 folds away: only a scheduler that splits K makes it a
-    # number of the GPU's.
+    # The first of the k-tiles. A Python 0 folds away: only where K is split is it the GPU's number.
     k_first: Any = 0
+    part: Any = None  # `k_split.Part` where K is split
 
     @property
     def left(self):
@@ -53,9 +55,13 @@ def coords_of(spec, args, tile, cta):
     """Returns the `TileCoords` of a CTA's tile; `tile` is the cluster's, as schedulers name it."""
     s, raster = spec, args.raster
     if s.grouped is None:
+        k_first, k_tiles, part = 0, args.k_tiles, None
+        if s.split_k:
+            tape = args.split_k.tape
+            tile, k_first, k_tiles, part = place_of(tape, args.k_tiles, tile, Int64, Int32)
         cluster_m, cluster_n, batch = tile_at(raster, tile, Int64, Int32)
         m, n = cluster_m * s.cluster_m + cta.m, cluster_n * s.cluster_n + cta.n
-        return TileCoords(m, n, batch, args.k_tiles)
+        return TileCoords(m, n, batch, k_tiles, k_first=k_first, part=part)
     together = None
     if s.paired:
         m, n, together = tile_in_pair(tile, cta.m, s.tile_m, Warp())
@@ -116,9 +122,11 @@ class TmaCoords:
 
     def __init__(self, spec, args):
         self.spec = spec
+        self.batch_axes = len(BATCH_MODES) if spec.nested else 1
         # A dynamic int32; no coordinate depends on it.
         self.any_extent = args.raster.length if spec.grouped else args.raster.total
         self.stack_index = args.stack_index
+        self.nest = args.nest
 
     def a(self, coords):
         """Returns tiles (bM, bK, ...) of A, and the index of this one's k-tiles."""
@@ -129,7 +137,7 @@ class TmaCoords:
         if s.grouped == "m":
             first = select_(coords.belongs, coords.first, Int32(OUTSIDE))
             return self._tiles(tile, k_contiguous, (first, 0, 0)), (0, None, 0)
-        return self._tiles(tile, k_contiguous), (coords.m, None, self._matrix("a", coords))
+        return self._tiles(tile, k_contiguous), (coords.m, None, *self._matrix("a", coords))
 
     def b(self, coords):
         """Returns tiles (bN, bK, ...) of one B, and the index of this one's k-tiles."""
@@ -139,8 +147,8 @@ class TmaCoords:
             return self._span(tile, k_contiguous, 1, coords), (coords.n, None, 0, 0)
         batch = self._matrix("b", coords)
         if s.grouped == "m":
-            batch = select_(coords.belongs, batch, Int32(OUTSIDE))
-        return self._tiles(tile, k_contiguous), (coords.n, None, batch)
+            batch = (select_(coords.belongs, *batch, Int32(OUTSIDE)),)
+        return self._tiles(tile, k_contiguous), (coords.n, None, *batch)
 
     def result(self, coords):
         """Returns tiles (bM, bN, ...) of a matrix of the results, and the index of this one."""
@@ -148,7 +156,7 @@ class TmaCoords:
         tile = (s.tile_m, s.d_tile_n)
         if s.grouped == "m":
             return self._span(tile, True, 0, coords), (0, coords.n, 0, 0)
-        return self._tiles(tile, True), (coords.m, coords.n, coords.batch)
+        return self._tiles(tile, True), (coords.m, coords.n, *self._batch(coords))
 
     def matrix(self, coords):
         """Returns tiles (bM, bN, ...) of an operand of the epilogue, and the index of this one."""
@@ -156,15 +164,15 @@ class TmaCoords:
         tile = (s.tile_m, s.d_tile_n)
         if s.grouped == "m":
             return self._tiles(tile, True, (coords.first, 0, 0)), (0, coords.n, 0)
-        return self._tiles(tile, True), (coords.m, coords.n, coords.batch)
+        return self._tiles(tile, True), (coords.m, coords.n, *self._batch(coords))
 
     def row(self, coords):
         """Returns tiles (bN, ...) of an operand of the epilogue, and the index of this one."""
-        return self._vector(self.spec.d_tile_n), (coords.n, coords.batch)
+        return self._vector(self.spec.d_tile_n), (coords.n, *self._batch(coords))
 
     def column(self, coords):
         """Returns tiles (bM, ...) of an operand of the epilogue, and the index of this one."""
-        return self._vector(self.spec.tile_m), (coords.m, coords.batch)
+        return self._vector(self.spec.tile_m), (coords.m, *self._batch(coords))
 
     def pieces_of_column(self, first, length):
         """Returns (length, pieces): overlapping pieces of a column, 64 rows apart, from `first`."""
@@ -176,13 +184,22 @@ class TmaCoords:
 
     def _matrix(self, operand, coords):
         if self.spec.indexed != operand:
-            return coords.batch
+            return self._batch(coords)
         index = cute.arch.load(self.stack_index.index, Int32)
-        return larger(smaller(index, self.stack_index.matrices - 1), Int32(0))
+        return (larger(smaller(index, self.stack_index.matrices - 1), Int32(0)),)
+
+    def _batch(self, coords):
+        """Returns the coordinates of a tile's matrix along each axis of the batch."""
+        if not self.spec.nested:
+            return (coords.batch,)
+        inner, middle = self.nest
+        outside = coords.batch // inner
+        return coords.batch - outside * inner, outside % middle, outside // middle
 
     def _tiles(self, tile, second_is_contiguous, origin=None):
-        order = (1, 0, 2) if second_is_contiguous else (0, 1, 2)
-        return cute.local_tile(self._all(order, origin), tile, (None, None, None))
+        order = (1, 0) if second_is_contiguous else (0, 1)
+        order = (*order, *range(2, 2 + self.batch_axes))
+        return cute.local_tile(self._all(order, origin), tile, (None,) * len(order))
 
     def _span(self, tile, second_is_contiguous, grouped_mode, coords):
         order = (1, 0, 2, 3) if second_is_contiguous else (0, 1, 2, 3)
@@ -191,7 +208,8 @@ class TmaCoords:
         return cute.local_tile(self._all(order, tuple(origin)), tile, (None,) * 4)
 
     def _vector(self, tile):
-        return cute.local_tile(self._all((0, 1), None), (tile,), (None, None))
+        order = tuple(range(1 + self.batch_axes))
+        return cute.local_tile(self._all(order, None), (tile,), (None,) * len(order))
 
     def _all(self, order, origin):
         """Returns the tensor of coordinates; its i-th mode counts the `order[i]`-th of them."""

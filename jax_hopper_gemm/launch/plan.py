@@ -6,13 +6,13 @@ that `ffi/` decodes; the format is described there and carries `PLAN_VERSION`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from ..gemm import grid
 from ..gemm.dtypes import DTYPES
 from ..gemm.group_search import SPAN_EXTENT, GroupRaster
-from ..gemm.kernel_params import ParamKind, param_list
+from ..gemm.kernel_params import BATCH_MODES, ParamKind, param_list
 from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.raster import Raster, make_raster
 from ..gemm.spec import TMA_ALIGNMENT, GemmSpec, RasterOrder, TmaBox
@@ -130,20 +130,35 @@ def make_plan(
         **_numbers("raster", raster),
         "k_tiles": Int32(grid.num_k_tiles(problem, spec)),
     }
+    if spec.short_boxes:
+        values["stage_bytes"] = Int32(grid.loaded_bytes(problem, spec))
     if problem.indexed:
         after = 2 if problem.a_scales else 0
         values["stack_index"] = Pointer(grid.num_inputs(problem) - 1 - after)
         values["stack_matrices"] = Int32(problem.stack)
     values |= _scale_params(problem)
+    if spec.nested:
+        inner, middle, _ = _axes(problem, problem.d, problem.l)
+        values |= {"nest_inner": Int32(inner[0]), "nest_middle": Int32(middle[0])}
     if spec.graph.needs_extents:
         values |= {"m": Int32(problem.m), "n": Int32(problem.n)}
     if spec.zero_fill_warp:
         values["zero_d"] = Pointer(grid.num_inputs(problem))
         values |= _numbers("zero", grid.zero_rows(problem))
-    workspaces: tuple[Workspace, ...] = ()
+    workspaces: list[Workspace] = []
+
+    def workspace(nbytes: int, *, cleared: bool) -> Pointer:
+        workspaces.append(Workspace(nbytes, cleared))
+        return Pointer(first_workspace + len(workspaces) - 1)
+
     if spec.dynamic:
-        workspaces = (Workspace(nbytes=4, cleared=True),)
-        values["tile_counter"] = Pointer(first_workspace)
+        values["tile_counter"] = workspace(4, cleared=True)
+    if spec.split_k:
+        tape = grid.k_split(problem, spec, num_sms)
+        slots = max(1, tape.ranges) * spec.cluster_size
+        values |= _numbers("tape", tape)
+        values["partials"] = workspace(4 * slots * spec.tile_m * spec.tile_n, cleared=False)
+        values["flags"] = workspace(8 * slots * spec.tile_warps, cleared=False)
     launched = grid.launched_clusters(problem, spec, num_sms)
     return LaunchPlan(
         grid=(spec.cluster_m * launched, spec.cluster_n, 1),
@@ -151,7 +166,7 @@ def make_plan(
         threads=spec.threads,
         smem_bytes=spec.smem_bytes,
         params=_in_kernel_order(spec, values),
-        workspaces=workspaces,
+        workspaces=tuple(workspaces),
         first_workspace=first_workspace,
     )
 
@@ -207,6 +222,7 @@ def _scale_params(problem: GemmProblem) -> dict[str, Param]:
 def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     """Returns the tensor maps of A, B and up; of a gathered operand a pointer."""
     p, axis = problem, spec.grouped
+    rows_a, rows_b = grid.loaded_rows(p, spec)
     offset_of_up = (p.up_offset or 0) * DTYPES[p.b_dtype].itemsize
 
     def a_map() -> TensorMap | Pointer:
@@ -214,15 +230,18 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
             return Pointer(0)
         if axis == "k":
             return _span_map(0, p.a_dtype, p.a, p.m, p.k, spec.a_box)
-        return _tensor_map(0, p.a_dtype, p.a, {"m": p.m, "k": p.k}, p.matrices("a"), spec.a_box)
+        box = _shortened(spec.a_box, spec.a_major, rows_a)
+        batch = _axes(p, p.a, p.matrices("a"))
+        return _tensor_map(0, p.a_dtype, p.a, {"m": p.m, "k": p.k}, batch, box)
 
     def b_map(buffer: int, offset: int = 0) -> TensorMap | Pointer:
         if spec.gathered == "b":
             return Pointer(buffer)
         if axis == "k":
             return _span_map(buffer, p.b_dtype, p.b, p.n, p.k, spec.b_box, offset)
-        extents = {"n": p.n, "k": p.k}
-        return _tensor_map(buffer, p.b_dtype, p.b, extents, p.matrices("b"), spec.b_box, offset)
+        extents, box = {"n": p.n, "k": p.k}, _shortened(spec.b_box, spec.b_major, rows_b)
+        batch = _axes(p, p.b, p.matrices("b"))
+        return _tensor_map(buffer, p.b_dtype, p.b, extents, batch, box, offset)
 
     values: dict[str, Param] = {"a": a_map(), "b": b_map(1)}
     if p.gated and p.up_offset is None:
@@ -230,6 +249,11 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     elif p.up_offset is not None:
         values["up"] = b_map(1, offset_of_up)
     return values
+
+
+def _shortened(box: TmaBox, major: str, rows: int) -> TmaBox:
+    """Returns the box with `rows` at most, where they lie along K."""
+    return replace(box, other=min(box.other, rows)) if major == "k" else box
 
 
 def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
@@ -251,7 +275,8 @@ def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
             values[f"d{i}"] = _span_map(buffer, result.dtype, layout, p.n, p.m, box, offset)
             continue
         extents = {"m": p.m, "n": p.n}
-        values[f"d{i}"] = _tensor_map(buffer, result.dtype, layout, extents, p.l, box, offset)
+        batch = _axes(p, layout, p.l)
+        values[f"d{i}"] = _tensor_map(buffer, result.dtype, layout, extents, batch, box, offset)
     return values
 
 
@@ -268,16 +293,33 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
             values[f"{name}_batch_stride"] = Int32(layout.batch_stride if p.l > 1 else 0)
         elif operand.kind == "matrix":
             extents, tile = {"m": p.m, "n": p.n}, spec.epi_box(operand.dtype)
-            values[name] = _tensor_map(buffer, operand.dtype, layout, extents, along_rows, tile)
+            batch = _axes(p, layout, along_rows)
+            values[name] = _tensor_map(buffer, operand.dtype, layout, extents, batch, tile)
         else:
             if operand.kind == "row":
                 extent, batches, box = p.n, p.l, spec.epi_tile_n
             else:
                 extent, batches, box = p.m, along_rows, spec.column_elements(operand.dtype)
-            stride = _stride_bytes(layout.batch_stride, batches, DTYPES[operand.dtype].itemsize)
-            dims = (extent, batches)
-            values[name] = TensorMap(buffer, operand.dtype, dims, (stride,), (box, 1), swizzle=0)
+            dims, strides = _batch_dims(_axes(p, layout, batches), operand.dtype)
+            values[name] = TensorMap(
+                buffer, operand.dtype, (extent, *dims), strides, (box, *(1,) * len(dims)), swizzle=0
+            )
     return values
+
+
+def _axes(problem: GemmProblem, layout: MatrixLayout, matrices: int) -> list[tuple[int, int]]:
+    """Returns extent and stride of the axes of an array's batch, in all of `matrices`."""
+    if not problem.outer:
+        return [(matrices, layout.batch_stride)]
+    axes = problem.batch_axes(layout)
+    return axes + [(1, 0)] * (len(BATCH_MODES) - len(axes))
+
+
+def _batch_dims(axes: list[tuple[int, int]], dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the dimensions of a tensor map and its strides that count matrices."""
+    itemsize = DTYPES[dtype].itemsize
+    extents = tuple(extent for extent, _ in axes)
+    return extents, tuple(_stride_bytes(stride, extent, itemsize) for extent, stride in axes)
 
 
 def _span_map(
@@ -313,22 +355,19 @@ def _tensor_map(
     dtype: str,
     layout: MatrixLayout,
     extents: dict[str, int],
-    batches: int,
+    batch: list[tuple[int, int]],
     box: TmaBox,
     offset: int = 0,
 ) -> TensorMap:
     contiguous = extents.pop(layout.major)
     (other,) = extents.values()
-    itemsize = DTYPES[dtype].itemsize
+    dims, strides = _batch_dims(batch, dtype)
     return TensorMap(
         buffer,
         dtype,
-        dims=(contiguous, other, batches),
-        strides=(
-            _stride_bytes(layout.leading_stride, other, itemsize),
-            _stride_bytes(layout.batch_stride, batches, itemsize),
-        ),
-        box=(box.contiguous, box.other, 1),
+        dims=(contiguous, other, *dims),
+        strides=(_stride_bytes(layout.leading_stride, other, DTYPES[dtype].itemsize), *strides),
+        box=(box.contiguous, box.other, *(1,) * len(dims)),
         swizzle=box.swizzle,
         offset=offset,
     )

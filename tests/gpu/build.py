@@ -39,6 +39,9 @@ from support.policies import (
     eight_bit_specs,
     epilogue_covering_specs,
     grouped_covering_specs,
+    nested_specs,
+    short_box_specs,
+    split_specs,
     stacked_specs,
 )
 from support.programs import PROGRAMS
@@ -65,12 +68,21 @@ def main() -> int:
     parser.add_argument(
         "--overlap", action="store_true", help="only those of collective products, on several GPUs"
     )
+    parser.add_argument(
+        "--split", action="store_true", help="only those that split K, without a traced epilogue"
+    )
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)  # over which XLA partitions programs
-    specs = moe_specs() if arguments.moe else all_specs()
-    specs = overlap_specs() if arguments.overlap else specs
-    if arguments.eight_bit:
+    if arguments.moe:
+        specs = moe_specs()
+    elif arguments.overlap:
+        specs = overlap_specs()
+    elif arguments.split:
+        specs = [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
+    elif arguments.eight_bit:
         specs = [*eight_bit_specs(), *block_specs(), *eight_bit.specs()]
+    else:
+        specs = all_specs()
     report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
     print(report)
     return 1 if report.failures else 0
@@ -82,6 +94,9 @@ def all_specs() -> list[GemmSpec]:
             (
                 *covering_specs(),
                 *stacked_specs(),
+                *short_box_specs(),
+                *nested_specs(),
+                *split_specs(),
                 *epilogue_covering_specs(),
                 *chosen_epilogue_specs(),
                 *grouped_covering_specs(),

@@ -14,7 +14,7 @@ from support.places import Operand, Place, factor_places
 from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.dtypes import DTYPES
-from jax_hopper_gemm.gemm.grid import ceil_div
+from jax_hopper_gemm.gemm.grid import ceil_div, max_clusters
 from jax_hopper_gemm.gemm.problem import BlockScales, GemmProblem, Major, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.lowering.route import scale_shape
@@ -52,6 +52,63 @@ def edge_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Raste
     ]
 
 
+def short_problems(spec: GemmSpec) -> list[tuple[GemmProblem, RasterOrder]]:
+    """Returns problems of fewer rows or columns than a tile, and three tiles of the other."""
+    across, down = 3 * spec.d_tile_n - 5, 3 * spec.tile_m - 7
+    long_k = spec.tile_k * (spec.num_stages + 2) + 8
+    few_rows = [
+        padded(spec, m, across, long_k, batches)
+        for m, batches in ((1, 1), (3, 2), (8, 1), (17, 3), (spec.tile_m - 1, 1))
+    ]
+    few_columns = [
+        padded(spec, down, n, spec.tile_k + 8, batches)
+        for n, batches in ((1, 2), (8, 1), (spec.d_tile_n - 8, 1))
+    ]
+    return [(problem, RasterOrder("n", 2)) for problem in (*few_rows, *few_columns)]
+
+
+def nested_problems(spec: GemmSpec) -> list[tuple[GemmProblem, RasterOrder]]:
+    """Returns problems whose batch has two and three axes that do not lie evenly.
+
+    The rows of the innermost axis's matrices take turns. B is shared along one axis or two, every
+    other operand of the epilogue along all, a vector along the outer ones.
+    """
+    odd = 8 if spec.graph.accumulators == 2 else 3  # with 8 `laid_out` puts up in its own array
+    m, n, k = spec.tile_m + odd, spec.d_tile_n + 5, 2 * spec.tile_k + 16
+    return [
+        (nested(spec, *extents, outer, inner), RasterOrder("n", 2))
+        for extents, outer, inner in (((m, n, k), (2,), 3), ((8, 24, 32), (3, 2), 4))
+    ]
+
+
+def nested(
+    spec: GemmSpec, m: int, n: int, k: int, outer: tuple[int, ...], inner: int
+) -> GemmProblem:
+    """Returns a problem of a nested batch for `spec`'s kernel, with gaps after rows."""
+
+    gap = alignment(spec)
+
+    def place(major: Major, contiguous: int, other: int, count: int, operand: Operand):
+        line = _aligned(contiguous, gap) + gap
+        block = line * inner * other + gap  # of the matrices whose rows take turns
+        strides = [math.prod(outer[i + 1 :]) * block for i in range(len(outer))]
+        shared = operand == "b"
+        if shared:
+            strides[0] = 0
+        between = 0 if shared and len(outer) > 1 else line
+        return MatrixLayout(major, line * inner, between, tuple(strides))
+
+    def nest(kind: str, layout: MatrixLayout) -> MatrixLayout:
+        apart = 0 if kind in ("row", "column") else layout.batch_stride
+        steps = (apart * inner * math.prod(outer[i + 1 :]) for i in range(len(outer)))
+        return replace(layout, outer_strides=tuple(steps))
+
+    problem = laid_out(spec, m, n, k, inner * math.prod(outer), place)
+    kinds = (operand.kind for operand in problem.graph.operands)
+    operands = tuple(map(nest, kinds, problem.operands))
+    return replace(problem, operands=operands, outer=outer)
+
+
 def padded(spec: GemmSpec, m: int, n: int, k: int, batches: int = 1) -> GemmProblem:
     """Returns a problem for `spec`'s kernel with gaps after every row and every matrix."""
     gap = alignment(spec)
@@ -70,6 +127,24 @@ def stacked_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Ra
             problem = replace(problem, indexed=spec.indexed, stack=STACK, **named)
             found.append((problem, raster_order))
     return found
+
+
+def split_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, RasterOrder]]:
+    """Returns problems of which clusters share tiles, each with an order of tiles.
+
+    In turn: one tile with a part for each cluster; a few tiles in equal parts, of two matrices;
+    fewer tiles than clusters in ranges that end anywhere; two waves of whole tiles and a few more,
+    with a part of a k-tile.
+    """
+    m, n = spec.tile_m * spec.cluster_m, spec.d_tile_n * spec.cluster_n
+    clusters = max_clusters(spec, num_sms)
+    k = 4 * spec.tile_k
+    return [
+        (padded(spec, m - 5, n - 3, clusters * k + 24), RasterOrder("m", 1)),
+        (padded(spec, m + 3, n - 9, 5 * k - 8, 2), RasterOrder("n", 2)),
+        (padded(spec, m * max(1, clusters * 3 // 4) - 7, n, 11 * spec.tile_k), RasterOrder("m", 4)),
+        (padded(spec, m * (2 * clusters + 3) - 1, n + 8, k + 40), RasterOrder("n", 8)),
+    ]
 
 
 def random_problem(
@@ -277,7 +352,9 @@ def _inputs(problem: GemmProblem, pool: np.ndarray, scale: float = 1.0) -> Input
 
 def _cut(place: Place, pool: np.ndarray) -> np.ndarray:
     """Returns an array filled from `pool`, over again where it is too short."""
-    shared = place.strides[0] == 0
-    one = np.resize(pool, (1 if shared else place.shape[0], *place.shape[1:]))
+    batch = place.nest or ((place.shape[0], place.strides[0]),)
+    distinct = [extent if stride else 1 for extent, stride in batch]
+    one = np.resize(pool, (*distinct, *place.shape[1:]))
     cast = one > 0 if place.dtype == "bool" else one.astype(jnp.dtype(place.dtype))
-    return np.broadcast_to(cast, place.shape)
+    whole = np.broadcast_to(cast, (*(extent for extent, _ in batch), *place.shape[1:]))
+    return whole.reshape(place.shape) if place.nest else whole

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jax_hopper_gemm.gemm.grid import result_shapes
-from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing.shapes import Operand
 
@@ -37,6 +38,12 @@ def strides_of(problem: GemmProblem, operand: Operand) -> tuple[int, int, int]:
     return layout.batch_stride, row, column
 
 
+def strided(flat: np.ndarray, shape: Sequence[int], steps: Sequence[int]) -> np.ndarray:
+    """Returns a view with strides in bytes. NumPy makes none of dtypes that are not its own."""
+    bits = flat.view(f"u{flat.itemsize}")
+    return np.lib.stride_tricks.as_strided(bits, shape, steps).view(flat.dtype)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where an array of any rank lies in a flat buffer.
@@ -45,12 +52,15 @@ class Place:
       shape, strides: of each axis; strides in elements.
       dtype: of the elements.
       offset: elements from the buffer's start to the array's.
+      nest: extent and stride of each axis of a nested batch, outermost first; the first axis of
+        `shape` then counts them all, and its stride means nothing.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
     offset: int = 0
+    nest: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def compact(cls, shape: tuple[int, ...], dtype: str) -> Place:
@@ -60,33 +70,42 @@ class Place:
         return cls(shape, tuple(strides), dtype)
 
     @property
+    def axes(self) -> list[tuple[int, int]]:
+        """Extent and stride of each axis, those of a nested batch apart."""
+        axes = list(zip(self.shape, self.strides, strict=True))
+        return [*self.nest, *axes[1:]] if self.nest else axes
+
+    @property
     def end(self) -> int:
         """One past the last element."""
-        steps = zip(self.shape, self.strides, strict=True)
+        steps = self.axes
         return self.offset + 1 + sum((extent - 1) * stride for extent, stride in steps)
 
     def view(self, flat: np.ndarray) -> np.ndarray:
         """Returns the array that lies in `flat`, of this dtype or one as large; not a copy.
+
+        Of a nested batch each axis is one of the array's.
 
         Raises:
           ValueError: `flat` is too short.
         """
         if flat.ndim != 1 or flat.size < self.end:
             raise ValueError(f"{self} spans {self.end} elements; the buffer has {flat.shape}")
-        strides = [stride * flat.itemsize for stride in self.strides]
-        return np.lib.stride_tricks.as_strided(flat[self.offset :], self.shape, strides)
+        shape, strides = zip(*self.axes, strict=True) if self.axes else ((), ())
+        steps = [stride * flat.itemsize for stride in strides]
+        return strided(flat[self.offset :], shape, steps)
 
 
 def factor_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
     """Returns what lies in the buffers of `input_places` that hold numbers to calculate with."""
     p = problem
-    a = Place(shape_of(p, "a"), strides_of(p, "a"), p.a_dtype)
-    gate = Place(shape_of(p, "b"), strides_of(p, "b"), p.b_dtype)
+    a = Place(shape_of(p, "a"), strides_of(p, "a"), p.a_dtype, nest=_nest(p, p.a))
+    gate = Place(shape_of(p, "b"), strides_of(p, "b"), p.b_dtype, nest=_nest(p, p.b))
     buffers: list[tuple[Place, ...]] = [(a,), (gate,)]
     if p.gated and p.up_offset is None:
         buffers.append((gate,))
     elif p.up_offset is not None:
-        buffers[1] += (Place(gate.shape, gate.strides, gate.dtype, p.up_offset),)
+        buffers[1] += (replace(gate, offset=p.up_offset),)
     along_rows = shape_of(p, "d")[0]
     for operand, layout in zip(p.graph.operands, p.operands, strict=True):
         count, shape, strides = {
@@ -95,9 +114,13 @@ def factor_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
             "column": (along_rows, (p.m,), (1,)),
             "scalar": (p.l, (), ()),
         }[operand.kind]
-        place = Place((count, *shape), (layout.batch_stride, *strides), operand.dtype)
-        buffers.append((place,))
+        strides = (layout.batch_stride, *strides)
+        buffers.append((Place((count, *shape), strides, operand.dtype, nest=_nest(p, layout)),))
     return buffers
+
+
+def _nest(problem: GemmProblem, layout: MatrixLayout) -> tuple[tuple[int, int], ...]:
+    return tuple(problem.batch_axes(layout)[::-1]) if problem.outer else ()
 
 
 def result_places(problem: GemmProblem, spec: GemmSpec) -> list[Place]:
@@ -109,7 +132,8 @@ def result_places(problem: GemmProblem, spec: GemmSpec) -> list[Place]:
     places = []
     for result, (shape, dtype) in zip(arrays, result_shapes(problem, spec), strict=True):
         if result.kind == "matrix" and result.planes == 1:
-            places.append(Place(shape, strides_of(problem, "d"), dtype))
+            strides = strides_of(problem, "d")
+            places.append(Place(shape, strides, dtype, nest=_nest(problem, problem.d)))
         else:
             places.append(Place.compact(shape, dtype))
     return places

@@ -133,6 +133,37 @@ def stacked_specs() -> tuple[GemmSpec, ...]:
 
 
 @cache
+def nested_specs() -> tuple[GemmSpec, ...]:
+    """Returns some of the covering specs, plain and with epilogues, with a nested batch."""
+    dense = (*covering_specs()[1::8], *epilogue_covering_specs()[1::6])
+    return tuple(
+        replace(spec, nested=True)
+        for spec in dense
+        if all(result.planes == 1 for result in spec.graph.results)
+    )
+
+
+@cache
+def short_box_specs() -> tuple[GemmSpec, ...]:
+    """Returns some of the covering specs, plain and with epilogues, with boxes that end with their
+    matrices and with A, B or neither evicted first."""
+    alone = (s for s in (*covering_specs(), *epilogue_covering_specs()) if s.cluster_size == 1)
+    streams = (
+        replace(spec, short_boxes=True, evict_first=(None, "a", "b")[i % 3])
+        for i, spec in enumerate(s for s in alone if "k" in (s.a_major, s.b_major))
+    )
+    return tuple(spec for spec in streams if not violations(spec))[::2]
+
+
+@cache
+def split_specs() -> tuple[GemmSpec, ...]:
+    """Returns some of `covering_specs` and of those with epilogues, with K split."""
+    some = (*covering_specs()[::3], *epilogue_covering_specs()[::4])
+    split = (replace(spec, tile_scheduler="static", split_k=True) for spec in some)
+    return tuple(dict.fromkeys(spec for spec in split if not violations(spec)))
+
+
+@cache
 def epilogue_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns legal specs with epilogues in which each pair that any such spec has occurs."""
     return _covering(EPILOGUE_CHOICES, seed)
@@ -171,8 +202,9 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
     """Returns kernels to compile: of all that run on a GPU, enough for every pair of traits."""
     pool = dict.fromkeys(
         (
-            *covering_specs(), *stacked_specs(), *epilogue_covering_specs(),
-            *grouped_covering_specs(), *chosen_epilogue_specs(), *table_specs(H200),
+            *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(),
+            *split_specs(), *epilogue_covering_specs(), *grouped_covering_specs(),
+            *chosen_epilogue_specs(), *table_specs(H200),
         )
     )  # fmt: skip
     return tuple(covering_subset(pool, trait_pairs))
@@ -186,7 +218,8 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
     """Returns what a kernel's code depends on: policies, layouts, dtypes, parts of its epilogue."""
     fields = (
         "a_dtype", "b_dtype", "d_dtype", "tile_m", "tile_n", "tile_k", "warp_schedule",
-        "tile_scheduler", "epi_tile_n", "indexed",
+        "tile_scheduler", "epi_tile_n", "indexed", "nested", "short_boxes", "evict_first",
+        "split_k",
     )  # fmt: skip
     return [
         *((field, getattr(spec, field)) for field in fields),

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from support.places import Operand, Place, factor_places, shape_of, strides_of
+from support.places import Operand, Place, factor_places, shape_of, strided, strides_of
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import PROMOTION_K
@@ -42,7 +42,7 @@ def view(problem: GemmProblem, operand: Operand, flat: np.ndarray) -> np.ndarray
     need = num_elements(problem, operand)
     if flat.ndim != 1 or flat.size < need:
         raise ValueError(f"{operand} spans {need} elements; the buffer has shape {flat.shape}")
-    return np.lib.stride_tricks.as_strided(
+    return strided(
         flat,
         shape_of(problem, operand),
         [s * flat.itemsize for s in strides_of(problem, operand)],

@@ -1,8 +1,8 @@
 """A kernel on trial: run on memory where any access out of place shows.
 
 The gaps in and around all inputs hold NaNs, so an element that is read but is not the problem's
-spoils the result; around integers they hold large ones. Results and all around them are filled
-with NaNs before each run, so an element that is not written stays one, and what is written
+spoils the result; around integers they hold large ones. Results, workspaces and all around them are
+filled with NaNs before each run, so an element that is not written stays one, and what is written
 outside is found; so is what is written to an input or around it.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-from support.direct import prepare
+from support.direct import WORKSPACE_GUARD, prepare
 from support.gpu import Gpu
 from support.places import Place, result_places
 from support.reference import input_places
@@ -89,7 +89,7 @@ def run_all(
       num_sms: SMs that a persistent grid fills; None for all that the GPU has.
 
     Returns:
-      Views of the shapes that `plan.result_shapes` gives.
+      Arrays of the shapes that `plan.result_shapes` gives.
 
     Raises:
       AssertionError: memory outside the results changed, or a repeat gave other bits.
@@ -115,8 +115,8 @@ def run_all(
     launch = prepare(gpu, problem, spec, raster_order, buffers, num_sms)
 
     def launched() -> list[np.ndarray]:
-        for output in outputs:
-            output.fill(POISON)
+        for buffer in (*outputs, *launch.workspaces):
+            buffer.fill(POISON)
         launch()
         gpu.synchronize()
         return [
@@ -133,10 +133,14 @@ def run_all(
             )
     for i, (flat, buffer) in enumerate(zip(given, uploaded, strict=True)):
         assert_unchanged(flat, buffer.download("uint8"), f"{spec.name}, input {i},")
+    for i, workspace in enumerate(launch.workspaces):
+        behind = workspace.download("uint8")[-WORKSPACE_GUARD:]
+        assert (behind == POISON).all(), f"{spec.name} wrote behind workspace {i}"
     results = []
     for i, (bits, place) in enumerate(zip(first, places, strict=True)):
         assert_untouched_outside(place, bits, f"{spec.name}, result {i},")
-        results.append(place.view(bits.view(jnp.dtype(place.dtype))[GUARD:]))
+        result = place.view(bits.view(jnp.dtype(place.dtype))[GUARD:])
+        results.append(result.reshape(place.shape))
     return results
 
 
@@ -147,7 +151,8 @@ def guarded(places: Sequence[Place], values: Sequence[np.ndarray]) -> np.ndarray
     poison = LARGE if dtype.kind == "i" else POISON
     flat = np.full(elements * dtype.itemsize, poison, np.uint8).view(dtype)
     for place, value in zip(places, values, strict=True):
-        place.view(flat[GUARD:])[:] = value
+        array = place.view(flat[GUARD:])
+        array[:] = value.reshape(array.shape)
     return flat
 
 

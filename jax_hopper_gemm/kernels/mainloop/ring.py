@@ -50,12 +50,15 @@ def allocate_stages(spec, memory):
     return Stages(memory.tensor(a_dtype, a_layout), memory.tensor(b_dtype, b_layout))
 
 
-def make_ring(spec, barriers, producer, tile_warps):
-    """Returns the pipeline: the producer fills a stage, the warps that work on a tile empty it."""
+def make_ring(spec, barriers, producer, tile_warps, stage_bytes):
+    """Returns the pipeline: the producer fills a stage, the warps that work on a tile empty it.
+
+    `stage_bytes` are those that TMA brings, or None where they are the producer's `tma_bytes`.
+    """
     s = spec
     # A multicast stage is emptied in all CTAs that it was sent to, or that sent a slice of it.
     partners = s.cluster_m + s.cluster_n - 1
-    return pipeline.PipelineTmaAsync.create(
+    ring = pipeline.PipelineTmaAsync.create(
         barrier_storage=barriers,
         num_stages=s.num_stages,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, producer.arrivals),
@@ -64,6 +67,9 @@ def make_ring(spec, barriers, producer, tile_warps):
         cta_layout_vmnk=cute.make_layout((1, s.cluster_m, s.cluster_n, 1)),
         defer_sync=True,
     )
+    if stage_bytes is not None:
+        ring.sync_object_full.tx_count = stage_bytes  # `create` takes a Python int
+    return ring
 
 
 def skip_tile(spec, state, coords):

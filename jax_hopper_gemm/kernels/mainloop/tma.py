@@ -6,11 +6,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import select_
 
 from ..dtypes import CUTE_DTYPE
 from .ring import operand_smem_layout
+
+EVICT_FIRST = (
+    0x12F0000000000000  # an L2 policy for all bytes of a copy: CUTLASS's TMA::CacheHintSm90
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,9 @@ class TmaView:
 
 def check_box(atom, box, shares):
     """Asserts that the compiled copy moves the box that the host's tensor map will name."""
-    compiled = re.search(r'tma_gbasis = <"\((\d+),(\d+)(?:,1)+\)', str(atom._trait.value.type))
+    compiled = re.search(
+        r'tma_gbasis = <"\((\d+),(\d+)(?:,1|,\(1\))+\)', str(atom._trait.value.type)
+    )
     assert compiled is not None, f"no box in {atom._trait.value.type}"
     assert tuple(map(int, compiled.groups())) == (box.contiguous, box.other * shares), (
         f"kernel copies {compiled.group(0)}, spec says {box} in {shares} shares"
@@ -45,6 +52,7 @@ class TmaOperand:
         self.is_k_major = (s.a_major if self.is_a else s.b_major) == "k"
         self.dtype = CUTE_DTYPE[s.a_dtype if self.is_a else s.b_dtype]
         self.nbytes = (s.tile_m if self.is_a else s.tile_n) * s.tile_k * self.dtype.width // 8
+        self.evict_first = s.evict_first == operand
 
     def make_tma_atoms(self, tensors):
         """Returns the atom of each tensor; only their types matter, the host sets the maps."""
@@ -99,12 +107,12 @@ class TmaOperand:
 
     def copy(self, view, slices, k_tile, stage, full, mask):
         # tXsX: slices of stages, tXgX: slices of k-tiles; of A or a B, partitioned for the copy
+        options = {} if mask is None else {"mcast_mask": mask}
+        if self.evict_first:
+            options["cache_policy"] = Int64(EVICT_FIRST)
         for tma, (tXsX, tXgX) in zip(view.maps, slices, strict=True):
             source, target = tXgX[None, k_tile], tXsX[None, stage]
-            if mask is None:
-                cute.copy(tma, source, target, tma_bar_ptr=full)
-            else:
-                cute.copy(tma, source, target, tma_bar_ptr=full, mcast_mask=mask)
+            cute.copy(tma, source, target, tma_bar_ptr=full, **options)
 
 
 class PairedB:

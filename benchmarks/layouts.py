@@ -1,0 +1,117 @@
+"""Times einsums in the layouts that models have against `jnp.einsum`, in turns on the same inputs.
+
+    python benchmarks/layouts.py --build FOLDER        compiles what is timed; needs no GPU
+    JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/layouts.py --json layouts.json
+
+Scores and values of attention, with heads of their own and with shared ones, and experts of equal
+capacity. Their batch axes do not lie evenly one inside the other: XLA copies operands into order.
+Burst regime, CUPTI; a call's time is that of all its kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm import cubin, dispatch
+from jax_hopper_gemm.dispatch.canonical import as_gemm
+from jax_hopper_gemm.gemm.subscripts import Subscripts
+from jax_hopper_gemm.testing import benchmark, timing
+
+Case = tuple[str, dict[str, int]]
+
+
+def cases() -> Iterator[Case]:
+    for length in (2048, 4096):
+        for width in (64, 128):
+            heads = {"b": 2, "t": length, "s": length, "h": 2048 // width, "d": width}
+            yield "bthd,bshd->bhts", heads
+            yield "bhts,bshd->bthd", heads
+            shared = {"b": 2, "t": length, "s": length, "k": 512 // width, "g": 4, "d": width}
+            yield "btkgd,bskd->bkgts", shared
+            yield "bkgts,bskd->btkgd", shared
+    yield "becd,edf->becf", {"b": 4, "e": 8, "c": 512, "d": 2048, "f": 8192}
+    yield "becf,efd->becd", {"b": 4, "e": 8, "c": 512, "d": 2048, "f": 8192}
+    yield "bhtd,hds->bhts", {"b": 4, "h": 16, "t": 2048, "d": 128, "s": 512}
+
+
+def shapes_of(case: Case) -> list[tuple[int, ...]]:
+    subscripts, extents = case
+    operands = subscripts.split("->")[0].split(",")
+    return [tuple(extents[letter] for letter in labels) for labels in operands]
+
+
+def decision_of(case: Case) -> dispatch.Decision:
+    lhs, rhs = shapes_of(case)
+    gemm = as_gemm(Subscripts.parse(case[0]), lhs, rhs, "bfloat16", "bfloat16")
+    return dispatch.choose(gemm.problem, dispatch.H200, kernel_only=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--build", type=Path, metavar="FOLDER")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.build:
+        specs = (decision_of(case).spec for case in cases())
+        report = cubin.build([spec for spec in specs if spec], folder=arguments.build)
+        print(report)
+        return 1 if report.failures else 0
+    benchmark.this_device()
+    rows = [measure(case, arguments.rounds) for case in cases()]
+    if arguments.json:
+        document = {"environment": benchmark.environment(), "rows": rows}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def measure(case: Case, rounds: int) -> dict:
+    """Times one product, checks ours against XLA's, and prints both."""
+    subscripts, extents = case
+    shapes = shapes_of(case)
+    keys = jax.random.split(jax.random.key(0), 2)
+    arrays = tuple(
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
+    )
+    sets = timing.sets_to_rotate(sum(array.nbytes for array in arrays))
+    inputs = [tuple(array + i for array in arrays) for i in range(sets)]
+    functions = {
+        "xla": jax.jit(partial(jnp.einsum, subscripts)),
+        "hopper": jax.jit(partial(jhg.einsum, subscripts, implementation="hopper")),
+        "auto": jax.jit(partial(jhg.einsum, subscripts)),
+    }
+    expected, found = (functions[name](*inputs[0]) for name in ("xla", "hopper"))
+    difference = jnp.max(jnp.abs(expected.astype("float32") - found.astype("float32")))
+    largest = jnp.max(jnp.abs(expected.astype("float32")))
+    jax.block_until_ready(functions["auto"](*inputs[0]))
+    bursts = {name: timing.burst(function, inputs) for name, function in functions.items()}
+    timings = timing.alternate(bursts, rounds, rest=lambda: time.sleep(0.05))
+    xla, hopper, auto = (timings[name].median for name in ("xla", "hopper", "auto"))
+    spec = decision_of(case).spec
+    sizes = " ".join(f"{letter}={extent}" for letter, extent in extents.items())
+    print(
+        f"{subscripts:20} {sizes:36} xla {xla:8.1f}  hopper {hopper:8.1f} ({xla / hopper:.3f})  "
+        f"auto {auto:8.1f} ({xla / auto:.3f})  differs by {difference / largest:.1e} of the "
+        f"largest  {spec.name if spec else ''}",
+        flush=True,
+    )
+    return {
+        "subscripts": subscripts, "extents": extents, "differs": float(difference / largest),
+        **{name: timing_.to_dict() for name, timing_ in timings.items()},
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
