@@ -1,7 +1,7 @@
 """Times products of 8-bit operands: ours and XLA's (cuBLASLt), taking turns in one process.
 
     python benchmarks/eight_bit.py --build FOLDER          # anywhere: compiles what is timed
-    JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/eight_bit.py --json eight_bit.json
+    JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/eight_bit.py --quick --json eight_bit.json
 
 Products of two matrices that lie along K, into bfloat16 (int8 also into int32). "scaled" ones are
 times a scale for each tensor, row and column, in float32. With `--kernels` the plain products run
@@ -140,6 +140,14 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = {case.name: case for case in _cases()}
+QUICK = [
+    f"{shape} {what}"
+    for shape in ("8192x8192x8192", "4096x4096x4096")
+    for what in (
+        "e4m3", "e4m3, row and column scales", "e4m3, blocks 1x128, 128x128", "int8 into int32",
+        "e4m3, tensor scales", "e4m3, promoted", "int8, tensor scales",
+    )
+]  # fmt: skip
 
 
 def kernels_of(case: Case, count: int) -> list[tuple[GemmSpec, RasterOrder]]:
@@ -171,11 +179,13 @@ def main() -> int:
     )
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="only compile the kernels")
     parser.add_argument("--cases", default="", help="only cases whose name has this in it")
+    parser.add_argument("--quick", action="store_true", help="only what 90 seconds show")
     parser.add_argument("--kernels", type=int, default=0, help="kernels of plain products to time")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    cases = [case for name, case in CASES.items() if arguments.cases in name]
+    named = map(CASES.get, QUICK) if arguments.quick else CASES.values()
+    cases = [case for case in named if case and arguments.cases in case.name]
     if arguments.build:
         specs = [spec for case in cases for spec in case.specs()]
         for case in cases:

@@ -282,7 +282,7 @@ class GemmSpec:
             kind += f"_gather_{self.gathered}"
         if self.indexed:
             kind += f"_index_{self.indexed}"
-        if self.a_block:
+        if self.a_block or self.b_block:
             kind += f"_blocks_{self.a_block}_{self.b_block}"
         elif self.promoted:
             kind += "_promoted"

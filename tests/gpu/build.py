@@ -37,6 +37,7 @@ from support.policies import (
     chosen_epilogue_specs,
     covering_specs,
     eight_bit_specs,
+    eight_bit_variants,
     epilogue_covering_specs,
     grouped_covering_specs,
     nested_specs,
@@ -80,7 +81,7 @@ def main() -> int:
     elif arguments.split:
         specs = [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
     elif arguments.eight_bit:
-        specs = [*eight_bit_specs(), *block_specs(), *eight_bit.specs()]
+        specs = [*eight_bit_specs(), *block_specs(), *eight_bit_variants(), *eight_bit.specs()]
     else:
         specs = all_specs()
     report = cubin.build(specs, arguments.jobs, folder=arguments.folder)

@@ -11,7 +11,7 @@ import pytest
 from support import bounds, cases, eight_bit, graphs, grouped, operations, outcome, reference, trial
 from support.casts import cast, same
 from support.eight_bit import LONG_K, PROGRAMS
-from support.policies import block_specs, eight_bit_specs
+from support.policies import block_specs, eight_bit_specs, eight_bit_variants
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
@@ -25,6 +25,7 @@ EXACT = [spec for spec in SPECS if graphs.is_exact(spec.graph)]
 GROUPED = [spec for spec in eight_bit_specs() if spec.grouped]
 BLOCKS = [spec for spec in block_specs() if not spec.grouped]
 GROUPED_BLOCKS = [spec for spec in block_specs() if spec.grouped]
+VARIANTS = eight_bit_variants()
 FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
 RANDOM_PROBLEMS = 60
 
@@ -85,25 +86,48 @@ def test_grouped_kernel_is_right_at_its_edges(spec, gpu, checked):
 @pytest.mark.parametrize("spec", BLOCKS, ids=lambda spec: spec.name)
 def test_block_scales_are_multiplied_in(spec, gpu, checked):
     for seed, (problem, raster_order) in enumerate(cases.edge_problems(spec, FEW_SMS)):
-        assert problem_violations(problem) + pairing_violations(problem, spec) == []
-        for make in (cases.integer_inputs, cases.normal_inputs):
-            inputs = cases.scale_inputs(problem, make(problem, seed), seed)
-            (result,) = trial.run_all(gpu, problem, spec, raster_order, inputs, 3, FEW_SMS)
-            a, b = reference.scaled(problem, inputs)
-            exact, magnitude = reference.product(a, b), reference.magnitude(a, b)
-            bound = tolerance.error_bound(
-                exact, magnitude, problem.k, spec.d_dtype, "promoted", spec.a_dtype
-            )
-            if make is cases.integer_inputs:
-                expected = cast(exact.astype(np.float32), spec.d_dtype)
-                wrong = np.argwhere(~same(result, expected))
-                assert wrong.size == 0, f"{len(wrong)} elements, {wrong[0]}: {spec.name} {problem}"
-            else:
-                inside = np.abs(exact) + bound < 400  # a cast to 8 bits overflows beyond
-                bounds.assert_within(
-                    np.where(inside, result.astype(np.float64), 0), np.where(inside, exact, 0),
-                    bound, f"{spec.name} on {problem}",
-                )  # fmt: skip
+        check_scaled(gpu, spec, problem, raster_order, seed)
+    checked(spec)
+
+
+def check_scaled(gpu, spec, problem, raster_order, seed, num_sms=FEW_SMS):
+    """Runs a kernel with block scales on integers and on others, and checks all that it wrote."""
+    assert problem_violations(problem) + pairing_violations(problem, spec) == []
+    for make in (cases.integer_inputs, cases.normal_inputs):
+        inputs = cases.scale_inputs(problem, make(problem, seed), seed)
+        (result,) = trial.run_all(gpu, problem, spec, raster_order, inputs, 3, num_sms)
+        a, b = reference.scaled(problem, inputs)
+        exact, magnitude = reference.product(a, b), reference.magnitude(a, b)
+        bound = tolerance.error_bound(
+            exact, magnitude, problem.k, spec.d_dtype, "promoted", spec.a_dtype
+        )
+        if make is cases.integer_inputs:
+            expected = cast(exact.astype(np.float32), spec.d_dtype)
+            wrong = np.argwhere(~same(result, expected))
+            assert wrong.size == 0, f"{len(wrong)} elements, {wrong[0]}: {spec.name} {problem}"
+        else:
+            inside = np.abs(exact) + bound < 400  # a cast to 8 bits overflows beyond
+            bounds.assert_within(
+                np.where(inside, result.astype(np.float64), 0), np.where(inside, exact, 0),
+                bound, f"{spec.name} on {problem}",
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: spec.name)
+def test_kernel_splits_k_nests_batches_and_ends_boxes(spec, gpu, checked):
+    num_sms = 36 if spec.split_k else FEW_SMS
+    if spec.split_k:
+        problems = cases.split_problems(spec, num_sms)
+    elif spec.nested:
+        problems = cases.nested_problems(spec)
+    else:
+        problems = cases.short_problems(spec)
+    for seed, (problem, raster_order) in enumerate(problems):
+        if spec.a_block:
+            check_scaled(gpu, spec, problem, raster_order, seed, num_sms)
+        else:
+            exact = graphs.is_exact(spec.graph)
+            check(gpu, spec, problem, raster_order, seed, exact, num_sms, repeats=3)
     checked(spec)
 
 

@@ -182,6 +182,19 @@ def eight_bit_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
 
 
 @cache
+def eight_bit_variants() -> tuple[GemmSpec, ...]:
+    """Returns some of `eight_bit_specs` and `block_specs`: split K, nested batches, short boxes."""
+    dense = [s for s in (*eight_bit_specs(), *block_specs()[::4]) if not s.grouped]
+    whole = [s for s in dense if all(result.planes == 1 for result in s.graph.results)]
+    found = (
+        *(replace(s, tile_scheduler="static", split_k=True) for s in dense[::4]),
+        *(replace(s, nested=True) for s in whole[1::8]),
+        *(replace(s, short_boxes=True, evict_first="b") for s in dense[::2]),
+    )
+    return tuple(dict.fromkeys(spec for spec in found if not violations(spec)))
+
+
+@cache
 def block_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns the same of operands whose blocks have scales."""
     return tuple(spec for choices in BLOCK_CHOICES for spec in _covering(choices, seed))
