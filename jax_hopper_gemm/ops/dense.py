@@ -29,8 +29,8 @@ from .substitute import final_product, with_hopper_dot
 
 
 def matmul(
-    a: ArrayLike,
-    b: ArrayLike,
+    a: ArrayLike | Quantized,
+    b: ArrayLike | Quantized,
     *,
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
@@ -128,8 +128,8 @@ def matmul(
 
 
 def dot_general(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
+    lhs: ArrayLike | Quantized,
+    rhs: ArrayLike | Quantized,
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
