@@ -21,6 +21,7 @@ from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .quantized import Quantized, is_quantized, run_quantized
+from .recipes import Recipe, check_recipe, run_recipe
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
 from .sm_limit import current_max_sms
@@ -44,6 +45,7 @@ def matmul(
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
     out_sharding: Any = None,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
 ) -> Results:
     """Multiplies two arrays by the rules of `jax.numpy.matmul`, with an optional epilogue.
@@ -92,6 +94,8 @@ def matmul(
         the operands; of `Quantized` ones float32. An epilogue with several results takes a tuple,
         too, of one dtype each.
       out_sharding: sharding of the product, for explicit mesh axes.
+      recipe: one of `jax_hopper_gemm.recipes`: the product and its gradients run in 8 bits, of
+        operands as `Quantized` ones; `b` is the weights. Steps that follow run after the kernel.
       implementation: None takes a kernel where it is faster; "hopper" insists on a kernel; "xla" is
         `jax.numpy.matmul` itself, with `jax.numpy` for the epilogue.
 
@@ -116,6 +120,10 @@ def matmul(
     steps = Steps("matmul", named, activation_function(activation), epilogue)
     options = Options(implementation, precision, preferred_element_type, preactivation)
     operands = tuple(terms[x] for x in named)
+    if recipe is not None:
+        check_recipe("matmul", recipe, pair)
+        following = (*operands, *epilogue_operands)
+        return run_recipe(recipe, (a, b), checks.matmul_axes(a, b), steps, following, options)
     if is_quantized(*pair):
         numbers = checks.matmul_axes(a, b)
         named_pair = ("a", pair[0]), ("b", pair[1])
@@ -138,6 +146,7 @@ def dot_general(
     epilogue_operands: Sequence[ArrayLike] = (),
     preactivation: Preactivation = "save",
     out_sharding: Any = None,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
 ) -> Results:
     """Contracts two arrays by the rules of `jax.lax.dot_general`.
@@ -149,6 +158,7 @@ def dot_general(
       lhs, rhs: the operands, arrays or both `Quantized`.
       dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
       precision, preferred_element_type, out_sharding, implementation: as in `matmul`.
+      recipe: as in `matmul`; `rhs` is the weights.
       epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
         result with its axes in the order below.
 
@@ -165,9 +175,13 @@ def dot_general(
     lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in pair)
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
+    steps = Steps("dot_general", epilogue=epilogue)
+    options = Options(implementation, precision, preferred_element_type, preactivation)
+    if recipe is not None:
+        check_recipe("dot_general", recipe, pair)
+        following = tuple(epilogue_operands)
+        return run_recipe(recipe, (lhs, rhs), dimension_numbers, steps, following, options)
     if is_quantized(*pair):
-        steps = Steps("dot_general", epilogue=epilogue)
-        options = Options(implementation, precision, preferred_element_type, preactivation)
         named_pair = ("lhs", pair[0]), ("rhs", pair[1])
         return run_quantized(
             "dot_general", named_pair, dimension_numbers, steps, tuple(epilogue_operands), options
@@ -175,8 +189,7 @@ def dot_general(
     named = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
     return _run(
         JaxProduct(lax.dot_general, named),
-        (lhs, rhs), Steps("dot_general", epilogue=epilogue), (), epilogue_operands,
-        Options(implementation, precision, preferred_element_type, preactivation),
+        (lhs, rhs), steps, (), epilogue_operands, options,
     )  # fmt: skip
 
 
