@@ -185,7 +185,7 @@ def run_recipe(
     if isinstance(recipe, BlockScaling):
         options = replace(options, precision=lax.Precision.HIGHEST)
     options = replace(options, preferred_element_type=dtype)
-    product = _product(x, w, _Rule(steps.op, recipe, options, (lhs.dtype, rhs.dtype)))
+    product: Any = _product(x, w, _Rule(steps.op, recipe, options, (lhs.dtype, rhs.dtype)))
     batch = tuple(lhs.shape[axis] for axis in lhs_batch)
     product = product.reshape(*batch, *rows, *columns)
     if plain:
