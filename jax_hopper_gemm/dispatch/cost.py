@@ -42,6 +42,9 @@ CLIPPED_LINE_CYCLES = 6.0  # measured with M = 1 and 16: lines outside a matrix 
 # Measured: of a loader warp, for 16 bytes a thread; along K before indices were loaded ahead.
 GATHER_CYCLES = {"m": 40.0, "k": 62.0}
 CLUSTER_WAIT = 0.13  # fitted: of a load; see `_load_cycles`
+# Fitted over 464 kernels with epilogues: from asking for a stage of operands to the end of its
+# multiplication, on a busy chip. A ring of n stages takes in no more than n of them in that time.
+RING_CYCLES = 2400.0
 LEAK = 0.14  # fitted: of the faster of math and loads, that does not hide behind the slower
 MEMORY_LEAK = 0.1  # fitted: the same of the faster of SMs and device memory
 
@@ -230,9 +233,9 @@ def _math_cycles(spec: GemmSpec) -> float:
 def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float:
     """Returns the cycles in which one k-tile of A and B arrives.
 
-    Two limits: what a CTA takes in, and what all CTAs ask of L2, which multicast lowers. CTAs
-    that share A wait for each other's B. B is the later, the more of the input it makes up and
-    so the more of it comes from memory: sharing the larger operand is the better choice.
+    Limits: what a CTA takes in, what all CTAs ask of L2, which multicast lowers, and the ring's
+    depth. CTAs that share A wait for each other's B. B is the later, the more of the input it makes
+    up and so the more of it comes from memory: sharing the larger operand is the better choice.
     """
     p, s = problem, spec
     clusters_m, clusters_n = grid.cluster_grid(p, s)
@@ -249,7 +252,8 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     rows = equal_groups(p).m
     late_a = rows / (rows + columns) if s.cluster_m > 1 else 0.0
     late_b = columns / (rows + columns) if s.cluster_n > 1 else 0.0
-    return max(max(taken, requested) * (1 + CLUSTER_WAIT * (late_a + late_b)), _gather_cycles(s))
+    arriving = max(taken, requested) * (1 + CLUSTER_WAIT * (late_a + late_b))
+    return max(arriving, _gather_cycles(s), RING_CYCLES / s.num_stages)
 
 
 def _gather_cycles(spec: GemmSpec) -> float:
