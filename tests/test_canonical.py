@@ -16,7 +16,9 @@ pytestmark = pytest.mark.pure
 
 
 def gemm(subscripts: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Gemm:
-    return as_gemm(Subscripts.parse(subscripts), lhs_shape, rhs_shape, "bfloat16", "bfloat16")
+    return as_gemm(
+        Subscripts.parse(subscripts), lhs_shape, rhs_shape, ("bfloat16",) * 2, "bfloat16"
+    )
 
 
 def matrices(
@@ -203,7 +205,9 @@ def graph(*kinds: str, accumulators: int = 1, planes: int = 1) -> EpilogueGraph:
 def fused(
     subscripts: str, lhs: tuple[int, ...], rhs: tuple[int, ...], epilogue: EpilogueGraph, *labels
 ) -> Gemm:
-    return as_gemm(Subscripts.parse(subscripts), lhs, rhs, "bfloat16", "bfloat16", epilogue, labels)
+    return as_gemm(
+        Subscripts.parse(subscripts), lhs, rhs, ("bfloat16",) * 2, "bfloat16", epilogue, labels
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate, memory_by
 from jax_hopper_gemm.dispatch.layout_legality import MAX_EXTENT
 from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
 from jax_hopper_gemm.dispatch.model import best_kernel, xla_is_faster
-from jax_hopper_gemm.gemm.dtypes import OPERANDS
+from jax_hopper_gemm.gemm.dtypes import HALVES
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
 from jax_hopper_gemm.gemm.k_split import is_worth_splitting
 from jax_hopper_gemm.gemm.legality import violations
@@ -44,7 +44,7 @@ def random_problem(random: Random) -> GemmProblem:
             [random.randint(1, 9000), 8 * random.randint(1, 1125), 2 ** random.randint(0, 13)]
         )
 
-    dtype = random.choice(OPERANDS)
+    dtype = random.choice(HALVES)
     return GemmProblem.dense(
         extent(), extent(), extent(), random.choice([1, 1, 1, 2, 7]),
         a_major=random.choice(A_MAJORS), b_major=random.choice(B_MAJORS),

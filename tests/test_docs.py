@@ -111,8 +111,17 @@ def test_examples_of_interoperability_run(capsys: pytest.CaptureFixture[str]):
     assert any(np.any(x) for x in names["gradients"].layers[0].weight)
     assert names["z"].shape == (1, 32, 32) and names["y8"].shape == names["y"].shape
     printed = capsys.readouterr().out
-    assert "5 products: 5 on kernels" in printed and "no kernel multiplies int8" in printed
-    assert "2 products: 1 on kernels" in printed
+    assert "5 products: 5 on kernels" in printed and "2 products: 2 on kernels" in printed
+
+
+def test_examples_of_8_bit_types_run():
+    names = run_examples(ROOT / "docs" / "quantized.md")
+    exact = np.float32(names["x8"]) @ np.float32(names["w8"])
+    np.testing.assert_allclose(np.float32(names["y"]), exact, rtol=2.0**-7, atol=1e-2)
+    assert names["sums"].dtype == jnp.int32 and (names["sums"] == 512).all()
+    assert names["h8"].dtype == jnp.float8_e4m3fn and names["amax"].shape == ()
+    near = jax.nn.silu(names["x"] @ names["w"])
+    assert np.linalg.norm(names["z"] - near) < 0.05 * np.linalg.norm(near)
 
 
 def test_examples_of_deployment_run():

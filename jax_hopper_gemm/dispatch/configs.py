@@ -145,6 +145,13 @@ WHOLE_ROW_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     "k": (Config(64, 192), Config(128, 192, cluster_m=2)),
 }
 
+# With two sets of accumulators, the widest tiles that registers hold.
+PROMOTED_CONFIGS = (
+    Config(128, 192, cluster_m=2),
+    Config(128, 192, cluster_n=2),
+    Config(128, 160, cluster_m=2),
+)
+
 # By the grouped axis, and whether an operand is gathered.
 CONFIGS: dict[tuple[VarlenAxis | None, bool], tuple[Config, ...]] = {
     (None, False): DENSE_CONFIGS,
