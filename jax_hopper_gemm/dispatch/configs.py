@@ -84,10 +84,9 @@ DENSE_CONFIGS = (
     Config(128, 128, split_k=True),
     Config(128, 128, cluster_m=2, split_k=True),
     Config(128, 256, cluster_m=2, split_k=True),
-    Config(256, 128, cluster_n=2, split_k=True),
     Config(128, 64, split_k=True),
-    Config(64, 128, split_k=True),
-    Config(64, 256, split_k=True),
+    Config(128, 64, cluster_n=2, split_k=True),
+    Config(64, 128, cluster_m=2, split_k=True),
     Config(64, 64, split_k=True),
 )
 

@@ -7,7 +7,7 @@ memory where that is slower.
 The form is the hardware's; the constants marked "fitted" are least squares over 1,900 kernels
 timed on an H200 (42 problems of over 16 rows, 6 to 1,400 us), with most weight on the fastest
 of each problem. On these same problems the kernel of least cost was 1 % slower than the fastest
-on average and 3 % at most, split-K's aside; costs of good kernels were within 5 % of their
+on average and 3 % at most; costs of good kernels were within 5 % of their
 times, nine out of ten. With up to 16 rows it was up to 20 % slower. None of them had an epilogue:
 what one adds is reckoned from rates of instructions and latencies.
 
@@ -57,8 +57,9 @@ ISSUE_CYCLES = 1.3  # assumed: of an instruction of one warp, stalls included
 SPECIAL_CYCLES = 8.0  # of one that the special function units execute: 4 lanes a cycle
 EXPOSED = 0.6  # fitted: of an epilogue, in spite of the other warpgroup's multiplication
 DYNAMIC_CYCLES = 900.0  # fitted: to fetch a tile from the counter
-PARTIAL_CYCLES = 900.0  # assumed: from asking for a partial sum to its arrival, once for each
-HANDOVER_CYCLES = 2000.0  # assumed: from the first store of a partial sum until others may read it
+PARTIAL_CYCLES = 1100.0  # fitted: from asking for a partial sum to its arrival, once for each
+HANDOVER_CYCLES = 1500.0  # fitted: from the first store of a partial sum until others may read it
+SHARED_WAVE = 1.025  # fitted: of the time where a last wave is shared; no SM rests, the clock drops
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Estimate:
     tiles: int  # of D, expected ones of a grouped product
     waves: int  # tiles that one CTA computes at most
     occupancy: float  # share of the tile slots of those waves that hold a tile, or some k-tiles
+    shares_k: bool = False  # whether clusters share the k-tiles of some tiles
 
 
 def estimate(
@@ -90,6 +92,7 @@ def estimate(
     if s.split_k:
         tape = grid.k_split(p, s, device.num_sms)
         sm_ns = _split_cycles(p, s, device, tape, k_tile) / CYCLES_PER_NS
+        sm_ns *= SHARED_WAVE if waves > 1 else 1.0
         memory += tape.ranges * s.cluster_size * _partial_bytes(s)  # written back from L2
         occupancy = _active_sms(p, s, device) / (slots * s.cluster_size)
     else:
@@ -103,6 +106,7 @@ def estimate(
         tiles=_tiles(p, s),
         waves=waves,
         occupancy=occupancy,
+        shares_k=s.split_k,
     )
 
 
