@@ -153,15 +153,51 @@ def test_an_update_takes_the_memory_of_donated_weights() -> None:
         assert text.count("output_operand_aliases = [#stablehlo") == (donated == 0)
 
 
+def test_each_moment_of_an_optimizer_is_updated_where_it_lies() -> None:
+    def step(w: Any, mean: Any, square: Any, x: Any) -> Any:
+        g = jax.grad(lambda w: jnp.tanh(x @ w.astype(BF16)).astype(F32).sum())(w)
+        mean, square = 0.9 * mean + 0.1 * g, 0.9 * square + 0.1 * g**2
+        return mean, w - mean / (jnp.sqrt(square) + 1e-8), square
+
+    w = S((K, N), F32)
+    program = jax.make_jaxpr(jhg.accelerate(step))(w, w, w, X).jaxpr
+    (update,) = (e for e in program.eqns if e.params.get("in_place"))
+    taken = [update.invars[2 + x] for x in update.params["in_place"]]
+    pairs = dict(zip(update.outvars, taken, strict=True))
+    weights, mean, square, _ = program.invars
+    assert [pairs[x] for x in program.outvars] == [mean, weights, square]
+
+
+def test_an_update_waits_for_the_products_that_read_the_weights() -> None:
+    def step(w: Any, x: Any) -> Any:
+        y, pull = jax.vjp(lambda w, x: jnp.tanh(x @ w), w, x)
+        dw, dx = pull(y)
+        return w - 0.5 * dw, dx
+
+    program = jax.make_jaxpr(jhg.accelerate(step))(W, X).jaxpr
+    (barrier,) = (e for e in program.eqns if e.primitive.name == "optimization_barrier")
+    (update,) = (e for e in program.eqns if e.params.get("in_place"))
+    assert barrier.invars == [program.invars[0], program.outvars[1]]
+    assert barrier.outvars[0] in update.invars and program.invars[0] not in update.invars
+
+
 def test_a_sum_of_products_takes_the_memory_of_the_first() -> None:
     first, second = equations(lambda x, w, y, v: x @ w + y @ v, X, W, MATRIX, V)
-    assert (first.primitive.name, second.params["in_place"]) == ("hopper_dot", 0)
+    assert (first.primitive.name, second.params["in_place"]) == ("hopper_dot", (0,))
 
 
 def test_what_is_multiplied_is_not_overwritten() -> None:
     for function in (lambda x, w: x @ w + x, lambda x, w: x + jnp.tanh(w @ x)):
         (product,) = equations(function, X, W)
-        assert product.primitive.name == "hopper_fused" and product.params["in_place"] is None
+        assert product.primitive.name == "hopper_fused" and product.params["in_place"] == ()
+
+
+def test_the_gradient_of_a_transposed_weight_is_not_transposed() -> None:
+    gradient = jax.grad(lambda w, x: (x @ w.T).astype(F32).sum())
+    w = S((N, K), BF16)
+    names = [e.primitive.name for e in jax.make_jaxpr(gradient)(w, X).jaxpr.eqns]
+    assert names.count("transpose") == 3
+    assert "transpose" not in [e.primitive.name for e in equations(gradient, w, X)]
 
 
 def test_a_weight_gradient_is_cast_without_a_rounding() -> None:

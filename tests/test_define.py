@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import source_info_util
 from jax.interpreters import ad
 
 import jax_hopper_gemm as jhg
@@ -82,3 +83,14 @@ def test_a_new_product_is_reported_and_judged_as_a_dot(new_dot_p):
     policy = jhg.checkpoint_policy(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
     assert policy(new_dot_p, x, y, product=PRODUCT)
     assert not policy(scaled_p, x, x, by=2)
+
+
+def test_equations_name_the_users_lines():
+    array = jnp.zeros((64, 64), jnp.bfloat16)
+
+    def layer(x: jax.Array) -> jax.Array:
+        return jhg.gated_linear_unit(jhg.matmul(x, x), (x, x))
+
+    equations = jax.make_jaxpr(jhg.accelerate(layer))(array).jaxpr.eqns
+    lines = [source_info_util.summarize(equation.source_info) for equation in equations]
+    assert len(lines) == 2 and all(__file__ in line for line in lines)

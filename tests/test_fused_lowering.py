@@ -343,7 +343,7 @@ def test_a_program_for_cuda_survives_export():
 
 
 def test_an_aliased_operand_is_named_in_the_launch():
-    layer = partial(fused, lambda acc, c: acc + c, in_place=0, out_dtypes=("float32",))
+    layer = partial(fused, lambda acc, c: acc + c, in_place=(0,), out_dtypes=("float32",))
     c = shape(T, F, dtype=jnp.float32)
 
     def lowered(layer, *args, donated=()):
@@ -361,7 +361,7 @@ def test_an_aliased_operand_is_named_in_the_launch():
 
     def layer_of_one(x, w):
         x = jnp.sin(x)
-        return fused(lambda acc, c: acc + c, x, w, x, in_place=0, out_dtypes=("bfloat16",))
+        return fused(lambda acc, c: acc + c, x, w, x, in_place=(0,), out_dtypes=("bfloat16",))
 
     program = lowered(layer_of_one, shape(D, D), shape(D, D))  # it is multiplied, too
     assert "output_operand_alias" not in program

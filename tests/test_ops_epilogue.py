@@ -252,13 +252,13 @@ def test_c_is_handed_over_where_the_result_fits_in_its_memory(fused_calls):
     jhg.matmul(a, b, c=C, alpha=0.5)
     jhg.matmul(a, b, c=half)
     jhg.matmul(a, b, c=C, epilogue=lambda y: (y, y.sum(0)))
-    assert [call["in_place"] for call in fused_calls] == [1, 0, 0]
+    assert [call["in_place"] for call in fused_calls] == [(1,), (0,), (0,)]
     fused_calls.clear()
     jhg.matmul(a, b, c=C, preferred_element_type=jnp.bfloat16)
     jhg.matmul(a, b, c=BIAS)
     jhg.matmul(a, b, c=C, epilogue=lambda y: (y.sum(0), y))
     jhg.matmul(a, b, residual=half)
-    assert [call["in_place"] for call in fused_calls] == [None] * 4
+    assert [call["in_place"] for call in fused_calls] == [()] * 4
 
 
 def test_accumulation_in_a_loop_follows_jnp():

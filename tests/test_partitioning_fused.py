@@ -223,7 +223,7 @@ SAID = (
     '"nodes": [{"op": "add", "args": [0, 1], "params": []}], "results": [{"kind": "matrix", '
     '"value": 2, "dtype": "bfloat16", "k": 0, "plane": 0, "planes": 1}]}, '
     '"subscripts": "mk,gkn->mn", "m": "m", "n": "n", "precision": ["HIGHEST"], '
-    '"implementation": "hopper", "max_sms": 32, "in_place": 0'
+    '"implementation": "hopper", "max_sms": 32, "in_place": [0]'
 )
 
 
@@ -241,9 +241,15 @@ def test_what_a_call_says_has_the_same_text(end, groups):
     assert json.dumps(product.to_dict()) == SAID + end
 
 
+def test_a_call_may_say_what_the_first_result_alone_overwrites():
+    said = SAID.replace('"in_place": [0]', '"in_place": {}') + "}"
+    for text, in_place in (("0", (0,)), ("null", ()), ("[null, 0]", (None, 0))):
+        assert FusedProduct.from_dict(json.loads(said.replace("{}", text))).in_place == in_place
+
+
 def test_a_call_from_before_max_sms_has_no_limit():
     product = FusedProduct.from_dict(json.loads(SAID.replace('"max_sms": 32, ', "") + "}"))
-    assert (product.product.options.max_sms, product.in_place) == (None, 0)
+    assert (product.product.options.max_sms, product.in_place) == (None, (0,))
 
 
 # What a device runs.

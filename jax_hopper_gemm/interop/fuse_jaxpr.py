@@ -19,6 +19,7 @@ from ..lowering.route import Request, Route, current_device, route
 from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
+from .placement import in_place, updates_ordered
 from .regions import CALLS, PRODUCTS, Region, Regions, is_inlined
 from .wide import WIDE, Function, widened
 
@@ -54,7 +55,8 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
         refused += [x for x in regions.regions if not x.whole]
         if not refused:
             try:
-                return _Order(regions, launches, results).equations, results
+                ordered = _Order(regions, launches, results).equations
+                return updates_ordered(ordered, results), results
             except _Cycle as cycle:
                 refused = [cycle.region]
         for region in refused:  # less of it is tried
@@ -125,7 +127,7 @@ def _launch(equations: Sequence[Any], region: Region) -> Any:
         "jaxpr": jaxpr,
         "product": product,
         "num_b": len(products),
-        "in_place": _in_place(region, len(sizes)),
+        "in_place": in_place(region, equations, len(sizes)),
     }
     return last.replace(
         primitive=hopper_fused_p,
@@ -133,19 +135,6 @@ def _launch(equations: Sequence[Any], region: Region) -> Any:
         outvars=region.outputs,
         params=params,
     )
-
-
-def _in_place(region: Region, first: int) -> int | None:
-    """Returns which operand the first result may take the memory of, if nothing else reads it.
-
-    Args:
-      first: the number of the region's first operand among those of its kernel.
-    """
-    like = region.outputs[0].aval
-    for number, operand in enumerate(region.operands, first):
-        if operand in region.last_read and operand.aval == like:
-            return number
-    return None
 
 
 def _empty_rows(equations: Sequence[Any], region: Region, inputs: Sequence[Any]) -> Iterable[int]:

@@ -39,7 +39,8 @@ class Call:
     values: tuple[Any, ...]  # the left operand, the right one or gate and up
     operands: tuple[Any, ...] = ()  # what the epilogue reads, in its order
     avals: tuple[Any, ...] = ()  # abstract values of these
-    in_place: int | None = None  # operand whose memory the first result takes, if a matrix like it
+    # Of the first results, the operand whose memory each takes, if a matrix like it.
+    in_place: tuple[int | None, ...] = ()
     sizes: Any = None  # of a ragged product, what cuts its rows into groups; int32
     rows: Any = None  # where the product gathers rows of an operand, their indices; int32
     index: Any = None  # where an operand is one array of a stack in `values`, which; () int32

@@ -79,8 +79,8 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     if route.fusion:
         outputs = _written(call.request, route)
         operands = _epilogue_operands(ctx, call, route)
-        if (place := _overwritten(call, route, outputs[0])) is not None:
-            aliases = {len(inputs) + place: 0}
+        overwritten = _overwritten(call, route, outputs)
+        aliases = {len(inputs) + place: number for place, number in overwritten.items()}
         inputs += operands
     values, avals = zip(*inputs, *_integers(call), strict=True)
     workspaces = [ShapedArray((w.nbytes,), np.uint8) for w in route.plan.workspaces]
@@ -136,23 +136,25 @@ def _epilogue_operands(
     return inputs
 
 
-def _overwritten(call: Call, route: Route, result: ShapedArray) -> int | None:
-    """Returns which operand of the epilogue the first result takes the memory of; None: none.
+def _overwritten(call: Call, route: Route, results: Sequence[ShapedArray]) -> dict[int, int]:
+    """Returns for operands of the epilogue the number of the result that takes their memory.
 
     XLA copies an operand that is read later, also what the caller of the program keeps. So nothing
     of the caller's is taken that is not donated, nor what is multiplied: tiles read it to the end.
     """
     assert route.fusion
+    overwritten: dict[int, int] = {}
     pairs = zip(route.fusion.operands, route.fusion.graph.operands, strict=True)
     for place, (index, operand) in enumerate(pairs):
         value = call.operands[index]
-        if index != call.in_place or _kept(value) or any(value == x for x in call.values):
+        if index not in call.in_place or _kept(value) or any(value == x for x in call.values):
             continue
-        if operand.kind == "matrix":
-            aval = call.avals[index]
+        number = call.in_place.index(index)
+        if operand.kind == "matrix" and number < len(results):
+            aval, result = call.avals[index], results[number]
             if (aval.shape, aval.dtype) == (result.shape, result.dtype):
-                return place
-    return None
+                overwritten[place] = number
+    return overwritten
 
 
 def _kept(value: ir.Value) -> bool:

@@ -117,15 +117,15 @@ class Traced:
         cast = tuple(map(lax.convert_element_type, flat, self.dtypes))
         return self.structured(cast)
 
-    def in_place(self, named: tuple[str, ...], product: Any) -> int | None:
+    def in_place(self, named: tuple[str, ...], product: Any) -> tuple[int, ...]:
         """Returns which operand the first result may overwrite: `c`, if alike; `named` has it."""
         if "c" not in named:
-            return None
+            return ()
         index = named.index("c")
         c = self.operands[index]
         taken = (jnp.shape(c), jnp.result_type(c))
         alike = taken == (product.shape, self.dtypes[0]) and product.shape == self.shapes[0]
-        return index if alike else None
+        return (index,) if alike else ()
 
     def structured(self, results: Any) -> Any:
         """Returns the results as the user's function would."""

@@ -8,7 +8,7 @@ version of JAX, without writing them down again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -41,13 +41,13 @@ def hopper_equations(
 ) -> list[Any]:
     """Returns the equations of a jaxpr with each `dot_general` replaced by a `hopper_dot`.
 
-    It is where `chosen` says so. A transpose that is the only user of a product becomes part of it,
-    unless a batch axis then comes last: no kernel writes such a result.
+    It is where `chosen` says so. Transposes that alone use a product become part of it, unless a
+    batch axis then comes last: no kernel writes such a result.
     """
     transposes = _transposes_of_products(jaxpr, chosen)
-    absorbed = {id(transpose) for transpose in transposes.values()}
+    absorbed = {id(transpose) for steps in transposes.values() for transpose in steps}
     return [
-        as_hopper_dot(equation, implementation, transposes.get(equation.outvars[0]))
+        as_hopper_dot(equation, implementation, transposes[equation.outvars[0]])
         if equation.primitive is lax.dot_general_p and chosen(equation)
         else equation
         for equation in jaxpr.eqns
@@ -55,16 +55,17 @@ def hopper_equations(
     ]
 
 
-def as_hopper_dot(equation: Any, implementation: Implementation, transpose: Any = None) -> Any:
-    """Returns a `dot_general`, and the transpose after it if there is one, as a `hopper_dot`."""
-    steps = [transpose] if transpose else []
-    final = _product(equation, steps, *(atom.aval for atom in equation.invars))
+def as_hopper_dot(
+    equation: Any, implementation: Implementation, transposes: Sequence[Any] = ()
+) -> Any:
+    """Returns a `dot_general`, and the transposes after it, as a `hopper_dot`."""
+    final = _product(equation, transposes, *(atom.aval for atom in equation.invars))
     options = Options(
         implementation, final.precision, equation.params["preferred_element_type"],
         max_sms=current_max_sms(),
     )  # fmt: skip
     params = {"product": Product(final.subscripts, options, final.out_sharding)}
-    outvars = (transpose or equation).outvars
+    outvars = [equation, *transposes][-1].outvars
     return equation.replace(primitive=hopper_dot_p, params=params, outvars=outvars)
 
 
@@ -116,25 +117,32 @@ class _Program:
         self.values.update(zip(equation.outvars, outputs, strict=True))
 
 
-def _transposes_of_products(jaxpr: Any, chosen: Callable[[Any], bool]) -> dict[Any, Any]:
-    """Returns, by the variable of a product, the transpose that is its only user."""
+def _transposes_of_products(jaxpr: Any, chosen: Callable[[Any], bool]) -> dict[Any, list[Any]]:
+    """Returns, by the variable of a product, the transposes that alone use it, one the other."""
     uses = _uses(jaxpr)
-    dots = (e for e in jaxpr.eqns if e.primitive is lax.dot_general_p and chosen(e))
-    products = {e.outvars[0]: e for e in dots}
-    return {
+    transposes = {
         equation.invars[0]: equation
         for equation in jaxpr.eqns
-        if equation.primitive is lax.transpose_p
-        and equation.invars[0] in products
-        and uses[equation.invars[0]] == 1
-        and not _ends_with_batch(products[equation.invars[0]], equation)
+        if equation.primitive is lax.transpose_p and uses[equation.invars[0]] == 1
     }
+    chains: dict[Any, list[Any]] = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive is lax.dot_general_p and chosen(equation):
+            (variable,) = equation.outvars
+            steps, order = chains.setdefault(variable, []), range(variable.aval.ndim)
+            while (transpose := transposes.get(variable)) is not None:
+                order = [order[axis] for axis in transpose.params["permutation"]]
+                if _ends_with_batch(equation, order):
+                    break
+                steps.append(transpose)
+                (variable,) = transpose.outvars
+    return chains
 
 
-def _ends_with_batch(product: Any, transpose: Any) -> bool:
-    """Whether a batch axis of a product is the last one of its transpose, but for unit axes."""
+def _ends_with_batch(product: Any, order: Sequence[int]) -> bool:
+    """Whether a product's axes end with a batch axis in this order, but for those of extent 1."""
     _, (batch, _) = product.params["dimension_numbers"]
-    shape, order = product.outvars[0].aval.shape, transpose.params["permutation"]
+    shape = product.outvars[0].aval.shape
     return [axis < len(batch) for axis in order if shape[axis] != 1][-1:] == [True]
 
 
@@ -170,7 +178,7 @@ def _adds_unit_axes(equation: Any) -> bool:
     return same and all(shape[axis] == 1 for axis in range(len(shape)) if axis not in kept)
 
 
-def _product(dot: Any, steps: list[Any], lhs: Any, rhs: Any) -> FinalProduct:
+def _product(dot: Any, steps: Sequence[Any], lhs: Any, rhs: Any) -> FinalProduct:
     """Returns a `dot_general` and the rearrangements of its result as one product."""
     params = dot.params
     subscripts = Subscripts.of_dot_general(params["dimension_numbers"], lhs.ndim, rhs.ndim)

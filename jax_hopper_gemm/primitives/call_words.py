@@ -60,7 +60,8 @@ class FusedProduct:
     product: Product  # it gives float32
     m: str  # letters of the rows of its result
     n: str  # letters of the columns
-    in_place: int | None = None  # operand of the graph whose memory the first result may take
+    # Of the first results, the operand of the graph whose memory each may take.
+    in_place: tuple[int | None, ...] = ()
 
     def to_dict(self) -> dict[str, Any] | None:
         """Returns the call's parameters; None where the precision has no names."""
@@ -88,4 +89,7 @@ class FusedProduct:
             groups=Groups(*fields["spans"]) if "spans" in fields else None,
         ).with_options(preferred_element_type=np.dtype(np.float32))
         graph = EpilogueGraph.from_dict(fields["graph"])
-        return cls(graph, product, fields["m"], fields["n"], fields.get("in_place"))
+        in_place = fields.get("in_place", ())
+        if not isinstance(in_place, list):  # exported programs may say that of the first alone
+            in_place = () if in_place is None else (in_place,)
+        return cls(graph, product, fields["m"], fields["n"], tuple(in_place))

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax import numpy as jnp
+from jax.extend import source_info_util
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
 from jax.interpreters import partial_eval as pe
@@ -24,6 +26,9 @@ from ..lowering.register import Lowering, register_lowering
 from ..lowering.route import Request
 
 Rule = Callable[..., Any]
+
+# Equations, profiles and messages of XLA then name the user's lines in place of this package's.
+source_info_util.register_exclusion(str(Path(__file__).parents[1]))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def fused_dot(
     product: Product,
     *,
     out_dtypes: Sequence[Any] | None = None,
-    in_place: int | None = None,
+    in_place: Sequence[int | None] = (),
     sizes: jax.Array | None = None,
 ) -> Any:
     """Returns `function(product, *operands)`, or `function(gate, up, *operands)`.
@@ -60,7 +60,7 @@ def fused_dot(
         without a function: a result with the product's shape that the function leaves as it came is
         cast to it.
       out_dtypes: for each result the dtype it is cast to, or None; None: no such wishes.
-      in_place: the operand whose memory the first result may take, if both are alike.
+      in_place: of the first results, the operand whose memory each may take, if both are alike.
       sizes: of a ragged product, as in `hopper_ragged_dot`.
 
     Raises:
@@ -78,7 +78,7 @@ def fused_dot(
         function = partial(_by_rows, function, by_group, groups, residual)
         pairs = zip(operands, by_group, strict=True)
         operands = (sizes, *(lax.squeeze(x, (1,)) if each else x for x, each in pairs))
-        in_place = None if in_place is None else in_place + 1
+        in_place = [None if x is None else x + 1 for x in in_place]
     else:
         lhs, *right_operands = alike_in_shard_map(lhs, *right_operands)
     accumulators = abstract(
@@ -116,7 +116,7 @@ def fused_dot(
         "jaxpr": traced(complete, *accumulators, *operands, *closed.consts),
         "product": product,
         "num_b": len(right_operands),
-        "in_place": in_place,
+        "in_place": tuple(in_place),
     }
     args = (lhs, *right_operands, *operands, *closed.consts)
     if product.options.implementation == "xla":

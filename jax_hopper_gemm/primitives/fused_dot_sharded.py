@@ -87,10 +87,9 @@ def _emit(
     avals = [ShapedArray(x.shape, x.dtype) for x in call.avals]
     read = mlir.lower_fun(partial(_read, fusion, shapes), multiple_results=True)
     operands = read(ctx.replace(avals_in=avals), *call.operands)
-    in_place = call.in_place if call.in_place in fusion.operands else None
     fused = FusedProduct(
         graph, product, axes.m, axes.n,
-        None if in_place is None else fusion.operands.index(in_place),
+        tuple(fusion.operands.index(x) if x in fusion.operands else None for x in call.in_place),
     )  # fmt: skip
     assert (params := fused.to_dict()) is not None
     name, values = NAME, [*call.values, *operands]

@@ -29,7 +29,7 @@ def request_of(
     jaxpr: ClosedJaxpr,
     product: Product,
     num_b: int,
-    in_place: int | None,
+    in_place: tuple[int | None, ...],
 ) -> Request:
     """Returns what a `hopper_fused_p` of these abstract values asks for."""
     lhs, right, *_ = avals

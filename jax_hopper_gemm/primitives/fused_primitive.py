@@ -65,7 +65,7 @@ def reference_fused(
     jaxpr: ClosedJaxpr,
     product: Product,
     num_b: int,
-    in_place: int | None,
+    in_place: tuple[int | None, ...],
     by_xla: bool = True,
 ) -> list[Any]:
     """The results as XLA computes them; if not `by_xla`, but for the products.
@@ -256,9 +256,11 @@ def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], dict[s
     kept = [True] * (accumulators + sizes) + [False] * (operands - sizes)
     params["jaxpr"], needed = pruned(params["jaxpr"], used, kept)
     needed = needed[accumulators:]
-    if (index := params["in_place"]) is not None:
-        stays = used[0] and needed[index]
-        params["in_place"] = sum(needed[:index]) if stays else None
+    params["in_place"] = tuple(
+        None if x is None or not needed[x] else sum(needed[:x])
+        for x, stays in zip(params["in_place"], used, strict=False)
+        if stays
+    )
     return [True] * count + needed, params
 
 
@@ -327,7 +329,7 @@ def _added(x: Any, product: Product, lhs: Any, right: Any, *sizes: Any) -> Any:
     like = abstract(partial(multiply, product, by_xla=True), lhs, right, *counts)
     (total,) = hopper_fused_p.bind(
         lhs, right, *counts, x, jaxpr=traced(function, like, *counts, x), product=product,
-        num_b=1, in_place=len(counts),
+        num_b=1, in_place=(len(counts),),
     )  # fmt: skip
     return total
 

@@ -88,7 +88,8 @@ def fused_of_ragged_shards(
     outputs = bind(
         lhs, *right_operands, own_sizes, *operands,
         jaxpr=traced(function, *accumulators, own_sizes, *operands), product=product,
-        num_b=len(right_operands), in_place=None if fused.in_place is None else fused.in_place + 1,
+        num_b=len(right_operands),
+        in_place=tuple(None if x is None else x + 1 for x in fused.in_place),
     )  # fmt: skip
     whole = [result for result in graph.results if result.plane == 0]
     return [

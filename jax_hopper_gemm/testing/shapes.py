@@ -8,6 +8,8 @@ call of `dot_general`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import log2
+from random import Random
 from typing import Literal
 
 from ..gemm.problem import GemmProblem, Major
@@ -112,6 +114,48 @@ def glu() -> Iterable[GemmProblem]:
     yield GemmProblem.dense(4096, 8192, 4096)
 
 
+def heldout() -> Iterable[GemmProblem]:
+    """Random products that nothing is tuned for: `benchmarks/survey.py` leaves them out."""
+    return random_products(200, seed=20261122)
+
+
+# Widths of published models: Llama, Gemma, Qwen, DeepSeek, GPT, T5 and ViT, and their vocabularies.
+_WIDTHS = (
+    768, 1024, 1152, 1280, 1408, 1536, 1600, 2048, 2304, 2560, 2816, 3072, 3584, 4096, 4304, 5120,
+    5376, 6400, 6912, 7168, 8192, 10240, 11008, 12288, 14336, 16384, 18432, 21504, 28672, 32000,
+    50304, 128256,
+)  # fmt: skip
+_MAX_FLOPS = 2**43
+
+
+def random_products(count: int, seed: int) -> list[GemmProblem]:
+    """Returns random products of bfloat16: M from 1 to 65536, all layouts.
+
+    Half of them have the widths of published models, half are log-uniform in N and K. Rows are
+    multiples of 16 bytes, which the kernels need.
+    """
+    random = Random(seed)
+    problems: dict[GemmProblem, None] = {}
+
+    def extent(low: int, high: int, step: int = 8) -> int:
+        size = 2 ** random.uniform(log2(low), log2(high))
+        return max(step, round(size / step) * step)
+
+    while len(problems) < count:
+        m = extent(1, 65536, step=1)
+        if random.random() < 0.5:
+            n, k = random.choice(_WIDTHS), random.choice(_WIDTHS)
+        else:
+            n, k = extent(64, 32768), extent(64, 32768)
+        a_major, b_major = random.choice(("k", "k", "k", "m")), random.choice(("n", "k"))
+        if a_major == "m":  # as of a weight's gradient, whose rows are M
+            m = extent(64, 16384)
+        problem = GemmProblem.dense(m, n, k, a_major=a_major, b_major=b_major)
+        if problem.flops <= _MAX_FLOPS:
+            problems[problem] = None
+    return list(problems)
+
+
 def _layer(tokens: int, width: int, qkv: int, heads: int, hidden: int) -> tuple[GemmProblem, ...]:
     """Returns the four products of a transformer layer: QKV, attention output, up, down."""
     products = ((qkv, width), (width, heads), (hidden, width), (width, hidden))
@@ -128,6 +172,7 @@ SUITES: dict[str, Callable[[], Iterable[GemmProblem]]] = {
     "decode": decode,
     "few_rows": few_rows,
     "glu": glu,
+    "heldout": heldout,
 }
 
 

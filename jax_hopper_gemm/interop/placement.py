@@ -1,0 +1,151 @@
+"""In whose memory the results of products lie: updates of arrays that nothing reads afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend.core import Var
+
+from ..fusion.residuals import variables
+from ..primitives.dot import hopper_dot_p
+from ..primitives.fused_dot import hopper_fused_p
+from ..primitives.ragged_dot import hopper_ragged_dot_p
+from .regions import Region
+
+LAUNCHED = (hopper_dot_p, hopper_ragged_dot_p, hopper_fused_p)
+
+
+def in_place(region: Region, equations: Sequence[Any], first: int) -> tuple[int | None, ...]:
+    """Returns for each result of a region the operand whose memory it may take, or None.
+
+    It is one that the result is made of and that nothing else reads, as a moment of an optimizer.
+    What is made of the fewest chooses first.
+
+    Args:
+      equations: of the program.
+      first: the number of the region's first operand among those of its kernel.
+    """
+    made_of: dict[Any, set[Any]] = {x: {x} for x in region.last_read}
+    for number in region.equations:
+        inputs, outputs = variables(equations[number].invars), equations[number].outvars
+        sources = set().union(*(made_of.get(x, ()) for x in inputs))
+        made_of.update(dict.fromkeys(outputs, sources))
+    numbers = {x: number for number, x in enumerate(region.operands, first)}
+    taken: dict[Any, Any] = {}  # operands, by the result
+    for output in sorted(region.outputs, key=lambda x: len(made_of.get(x, ()))):
+        for operand in region.operands:
+            alike = operand in made_of.get(output, ()) and operand.aval == output.aval
+            if alike and operand not in taken.values():
+                taken[output] = operand
+                break
+    return tuple(numbers[taken[x]] if x in taken else None for x in region.outputs if taken)
+
+
+def updates_ordered(equations: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """Returns the equations with each update behind all products that read what it overwrites.
+
+    XLA copies an array that something may read after it was overwritten. So an update waits for
+    these products: it takes the array through a barrier with their results. It need not where it
+    depends on them anyway, and cannot where one of them needs what it computes.
+
+    Args:
+      equations: of a jaxpr, in order.
+      results: what it returns.
+    """
+    readers: dict[Any, list[int]] = {}
+    depends: list[int] = []  # of each equation, a bit for each one that it depends on
+    makers: dict[Any, int] = {}
+    for i, equation in enumerate(equations):
+        bits = 0
+        for x in dict.fromkeys(variables(equation.invars)):
+            readers.setdefault(x, []).append(i)
+            if x in makers:
+                bits |= depends[makers[x]] | 1 << makers[x]
+        makers.update(dict.fromkeys(equation.outvars, i))
+        depends.append(bits)
+    waits: dict[int, dict[int, list[int]]] = {}  # by update and input, the readers to wait for
+    for i, equation in enumerate(equations):
+        for number in _overwritten(equation):
+            others = [x for x in readers[equation.invars[number]] if x != i]
+            launched = all(equations[x].primitive in LAUNCHED for x in others)
+            if launched and not any(depends[x] >> i & 1 for x in others):
+                waits.setdefault(i, {})[number] = [x for x in others if not depends[i] >> x & 1]
+    if not any(waits.values()):
+        return list(equations)
+    return _Waiting(equations, makers, waits, {*readers, *variables(results)}).ordered
+
+
+def _overwritten(equation: Any) -> list[int]:
+    """Returns the numbers of the inputs whose memory results of an equation take."""
+    if equation.primitive is not hopper_fused_p:
+        return []
+    first = 1 + equation.params["num_b"]
+    return [first + x for x in equation.params["in_place"] if x is not None]
+
+
+class _Waiting:
+    """Equations in order, but for updates, which wait until others have run.
+
+    Args:
+      makers: numbers of the equations, by what they return.
+      waits: by the number of an update and of an input that it overwrites, the equations that read
+        that input.
+      stored: the variables that anything reads.
+    """
+
+    def __init__(
+        self,
+        equations: Sequence[Any],
+        makers: dict[Any, int],
+        waits: dict[int, dict[int, list[int]]],
+        stored: set[Any],
+    ):
+        self._equations, self._makers, self._waits = equations, makers, waits
+        self._stored = stored
+        self._waiting: dict[int, None] = {}
+        self._done: set[int] = set()
+        self.ordered: list[Any] = []
+        for i in range(len(equations)):
+            if i in waits:
+                self._waiting[i] = None
+            else:
+                self._emit(i)
+            for update in list(self._waiting):
+                if all(self._done.issuperset(others) for others in waits[update].values()):
+                    self._emit(update)
+        for update in list(self._waiting):
+            self._emit(update)
+
+    def _emit(self, i: int) -> None:
+        if i in self._done:
+            return
+        self._waiting.pop(i, None)
+        equation = self._equations[i]
+        for x in variables(equation.invars):
+            if self._makers.get(x) in self._waiting:
+                self._emit(self._makers[x])
+        for number, others in self._waits.get(i, {}).items():
+            returned = [self._returned(x) for x in others if x in self._done]
+            if returned:
+                barrier, equation = _behind(equation, number, returned)
+                self.ordered.append(barrier)
+        self.ordered.append(equation)
+        self._done.add(i)
+
+    def _returned(self, i: int) -> Any:
+        """Returns a variable that an equation computes, of those that are read."""
+        return next(x for x in self._equations[i].outvars if x in self._stored)
+
+
+def _behind(update: Any, number: int, others: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns a barrier, and an update that takes an input through it together with others."""
+    inputs = [update.invars[number], *others]
+    outputs = [Var(x.aval) for x in inputs]
+    barrier = update.replace(
+        primitive=lax.optimization_barrier_p, params={}, invars=inputs, outvars=outputs
+    )
+    invars = [*update.invars]
+    invars[number] = outputs[0]
+    return barrier, update.replace(invars=invars)
