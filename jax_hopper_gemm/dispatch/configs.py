@@ -74,7 +74,7 @@ DENSE_CONFIGS = (
     # Few rows: a stream of B, each byte of it read once.
     Config(64, 32, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
     Config(64, 64, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
-    Config(64, 128, short_boxes=True, evict_first="b"),
+    Config(64, 128, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
 )
 
 
