@@ -31,6 +31,7 @@ from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major
 from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
+from jax_hopper_gemm.testing import shapes
 
 A_MAJORS: tuple[Major, ...] = ("k", "m")
 B_MAJORS: tuple[Major, ...] = ("n", "k")
@@ -299,6 +300,20 @@ def test_few_rows_take_boxes_that_end_with_them(m):
     assert xla_is_faster(problem, best.cost, H200) is None
     tall = replace(best.spec, short_boxes=False)
     assert estimate(problem, tall, RasterOrder(), H200).ns > best.cost.ns
+
+
+@pytest.mark.parametrize(
+    "n, k, tile", [(4096, 14336, (32, 128)), (28672, 8192, (128, 128)), (8192, 28672, (64, 128))]
+)
+def test_streams_of_weights_take_the_tiles_that_were_measured_fastest(n, k, tile):
+    for m in (1, 16, 32):
+        best, _ = best_kernel(GemmProblem.dense(m, n, k), H200)
+        assert best is not None and best.spec.short_boxes
+        assert (best.spec.tile_n, best.spec.tile_k) == tile
+
+
+def test_the_model_leaves_no_few_rows_to_xla():
+    assert all(choose(problem, H200).spec for problem in shapes.suite("few_rows"))
 
 
 def test_several_rows_and_columns_of_tiles_take_whole_boxes():
