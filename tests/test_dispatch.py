@@ -31,6 +31,7 @@ from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major
 from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
 from jax_hopper_gemm.launch.plan import make_plan
+from jax_hopper_gemm.testing import shapes
 
 A_MAJORS: tuple[Major, ...] = ("k", "m")
 B_MAJORS: tuple[Major, ...] = ("n", "k")
@@ -138,7 +139,8 @@ def test_reason_gives_time_bound_tiles_and_waves():
     [
         (GemmProblem.dense(8, 8192, 8192, a_major="m"), "D is 8x8192"),
         (GemmProblem.dense(8192, 8, 8192), "D is 8192x8"),
-        (GemmProblem.dense(512, 512, 16384), "K=16384 over 16 tiles"),
+        (GemmProblem.dense(512, 512, 16384), "K=16384 over 32 tiles"),
+        (GemmProblem.dense(2560, 5120, 5120), "most SMs would wait for the last of 4 waves"),
     ],
 )
 def test_xla_is_preferred_with_a_reason_unless_a_kernel_is_asked_for(problem, words):
@@ -300,6 +302,20 @@ def test_few_rows_take_boxes_that_end_with_them(m):
     assert estimate(problem, tall, RasterOrder(), H200).ns > best.cost.ns
 
 
+@pytest.mark.parametrize(
+    "n, k, tile", [(4096, 14336, (32, 128)), (28672, 8192, (128, 128)), (8192, 28672, (64, 128))]
+)
+def test_streams_of_weights_take_the_tiles_that_were_measured_fastest(n, k, tile):
+    for m in (1, 16, 32):
+        best, _ = best_kernel(GemmProblem.dense(m, n, k), H200)
+        assert best is not None and best.spec.short_boxes
+        assert (best.spec.tile_n, best.spec.tile_k) == tile
+
+
+def test_the_model_leaves_no_few_rows_to_xla():
+    assert all(choose(problem, H200).spec for problem in shapes.suite("few_rows"))
+
+
 def test_several_rows_and_columns_of_tiles_take_whole_boxes():
     best, _ = best_kernel(GemmProblem.dense(1000, 1000, 1000), H200)
     assert best is not None and not best.spec.short_boxes
@@ -370,9 +386,40 @@ def test_few_tiles_of_long_k_are_shared_and_the_reason_says_by_how_many():
 
 def test_a_last_wave_that_is_less_than_half_full_is_shared():
     problem = GemmProblem.dense(2560, 5120, 5120)
-    decision = choose(problem, H200)
+    decision = choose(problem, H200, kernel_only=True)
     assert decision.spec and decision.spec.split_k
     assert "share, but of 264 tiles" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "a_major", "tile", "cluster", "splits"),
+    [
+        (512, 512, 16384, "k", (128, 64), (1, 2), True),
+        (1024, 1024, 65536, "m", (128, 256), (2, 1), True),
+        (256, 1536, 7168, "k", (128, 64), (1, 1), True),
+        (256, 256, 32768, "m", (64, 64), (1, 1), True),
+        (2048, 128, 8192, "m", (128, 64), (1, 2), True),
+        (1000, 1000, 4096, "k", (128, 128), (2, 1), True),
+        (2560, 5120, 5120, "k", (128, 256), (2, 1), True),
+        (128, 4096, 16384, "k", (64, 64), (2, 1), False),
+        (128, 7168, 18432, "k", (64, 128), (2, 1), False),
+        (4096, 128, 8192, "k", (64, 64), (1, 2), False),
+        (1024, 1536, 4096, "k", (128, 128), (2, 1), False),
+    ],
+)
+def test_k_is_split_where_that_was_the_fastest(m, n, k, a_major, tile, cluster, splits):
+    """Each expected kernel was the fastest of those that `benchmarks/split_k.py` timed, or 0.2 %
+    slower.
+    """
+    spec = choose(GemmProblem.dense(m, n, k, a_major=a_major), H200, kernel_only=True).spec
+    assert spec is not None and spec.split_k == splits
+    assert (spec.tile_m, spec.tile_n) == tile
+    assert (spec.cluster_m, spec.cluster_n, spec.warp_schedule) == (*cluster, "cooperative")
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(256, 1536, 7168), (1000, 1000, 4096)])
+def test_shared_tiles_of_short_k_are_not_left_to_xla(m, n, k):
+    assert choose(GemmProblem.dense(m, n, k), H200).spec is not None
 
 
 @pytest.mark.parametrize("clusters", [66, 132])

@@ -121,6 +121,8 @@ def test_what_follows_a_product_is_differentiated(recipe):
         y = jax.nn.silu(y + bias.astype(jnp.float32))
         return y.astype(jnp.bfloat16), jnp.max(y)
 
+    c = jnp.ones((M, N), jnp.float32)
+    assert jhg.matmul(x, w, c=c, recipe=recipe).dtype == c.dtype
     for got, exact in zip(fused(x, w, bias), apart(x, w, bias), strict=True):
         assert got.dtype == exact.dtype
         np.testing.assert_allclose(*(np.asarray(z, np.float32) for z in (got, exact)), rtol=2**-7)
@@ -181,3 +183,18 @@ def test_a_wrong_recipe_or_operand_is_named(arguments, error, text):
     x, w, recipe = arguments
     with pytest.raises(error, match=text):
         jhg.matmul(x, w, recipe=recipe)
+
+
+def test_shardings_of_quantized_products_are_refused():
+    x = jnp.ones((128, 128))
+    spec = jax.sharding.PartitionSpec()
+    with pytest.raises(NotImplementedError, match="out_sharding of a product of quantized"):
+        jhg.matmul(x, x, out_sharding=spec, recipe=BLOCKS)
+    with pytest.raises(NotImplementedError, match="out_sharding of a product of quantized"):
+        jhg.matmul(jhg.quantize(x), jhg.quantize(x), out_sharding=spec)
+
+
+def test_a_recipe_alone_rounds_cotangents():
+    x = jnp.ones((128, 128))
+    with pytest.raises(ValueError, match="cotangent_dtype is bfloat16 and there is a recipe"):
+        jhg.dot_general(x, x, (((1,), (0,)), ((), ())), cotangent_dtype=jnp.bfloat16, recipe=BLOCKS)

@@ -79,15 +79,14 @@ DENSE_CONFIGS = (
     # Few rows: a stream of B, each byte of it read once.
     Config(64, 32, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
     Config(64, 64, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
-    Config(64, 128, short_boxes=True, evict_first="b"),
+    Config(64, 128, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
     # Long K over few tiles, or a last wave of tiles that most SMs would wait for.
     Config(128, 128, split_k=True),
     Config(128, 128, cluster_m=2, split_k=True),
     Config(128, 256, cluster_m=2, split_k=True),
-    Config(256, 128, cluster_n=2, split_k=True),
     Config(128, 64, split_k=True),
-    Config(64, 128, split_k=True),
-    Config(64, 256, split_k=True),
+    Config(128, 64, cluster_n=2, split_k=True),
+    Config(64, 128, cluster_m=2, split_k=True),
     Config(64, 64, split_k=True),
 )
 

@@ -23,11 +23,18 @@ class Options:
     preferred_element_type: Any = None
     preactivation: Preactivation = "save"  # gradients find the product stored or compute it anew
     max_sms: int | None = None  # how many SMs a kernel may use; None: all
+    # In which dtype cotangents enter the products of the gradients; None: as they come.
+    cotangent_dtype: Any = None
 
     def __post_init__(self) -> None:
         for name in ("precision", "preferred_element_type"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
+
+    @property
+    def by_jax(self) -> bool:
+        """Whether the product, with its gradients, is JAX's own."""
+        return self.implementation == "xla" and self.cotangent_dtype is None
 
     def of_dot(self) -> dict[str, Any]:
         """Returns those options that JAX's own products have, as their arguments."""

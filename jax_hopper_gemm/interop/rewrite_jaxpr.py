@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from ..fusion.jaxprs import traced
 from ..gemm.dtypes import multiply, results_of
+from ..gemm.product import Options
 from ..ops.dense import Implementation
 from ..ops.ragged import ragged_dot_general
 from ..ops.ragged_run import left_to_lax
@@ -162,7 +163,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
         return reason_left(equation) is None
 
     new: list[Any] = []
-    for equation in hopper_equations(inner, rewriting.implementation, chosen):
+    for equation in hopper_equations(inner, Options(rewriting.implementation), chosen):
         if equation.primitive.name == RAGGED and chosen(equation):
             new += _ragged(equation, rewriting)
         elif equation.primitive.name in ENTERED:

@@ -44,6 +44,7 @@ def matmul(
     preactivation: Preactivation = "save",
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
+    cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     recipe: Recipe | None = None,
     implementation: Implementation = None,
@@ -55,7 +56,7 @@ def matmul(
     float32, int8 in int32.
     dgrad and wgrad are GEMMs of the same kind and read the operands in place. A product of two
     dtypes runs on XLA. So do the gradients of a float32 result of 16-bit operands, because their
-    cotangent is float32, in JAX as here.
+    cotangent is float32, in JAX as here; `cotangent_dtype` puts them on kernels.
 
     With any argument from `bias` to `epilogue` the result is
 
@@ -93,9 +94,13 @@ def matmul(
       preferred_element_type: dtype of the result; if None that of `c`, else the promoted dtype of
         the operands; of `Quantized` ones float32. An epilogue with several results takes a tuple,
         too, of one dtype each.
+      cotangent_dtype: dtype that cotangents of the product are rounded to before they are
+        multiplied, whatever multiplies them, in derivatives of any order. With the operands' dtype
+        the gradients of a float32 result run on kernels, and are rounded once. None leaves them as
+        they are; with anything from `bias` to `epilogue` they have the dtype of 16-bit operands.
       out_sharding: sharding of the product, for explicit mesh axes.
       recipe: one of `jax_hopper_gemm.recipes`: the product and its gradients run in 8 bits, of
-        operands as `Quantized` ones; `b` is the weights. Steps that follow run after the kernel.
+        quantized operands; `b` is the weights. Steps that follow run after the kernel.
       implementation: None takes a kernel where it is faster; "hopper" insists on a kernel; "xla" is
         `jax.numpy.matmul` itself, with `jax.numpy` for the epilogue.
 
@@ -118,13 +123,20 @@ def matmul(
     checks.check_matmul(a, b, terms, activation, preferred_element_type)
     named = named_in(terms)
     steps = Steps("matmul", named, activation_function(activation), epilogue)
-    options = Options(implementation, precision, preferred_element_type, preactivation)
+    options = Options(
+        implementation, precision, preferred_element_type, preactivation,
+        cotangent_dtype=checks.as_cotangent_dtype("matmul", cotangent_dtype),
+    )  # fmt: skip
     operands = tuple(terms[x] for x in named)
     if recipe is not None:
-        check_recipe("matmul", recipe, pair)
+        check_recipe("matmul", recipe, pair, cotangent_dtype)
+        checks.check_unsharded("matmul", out_sharding)
         following = (*operands, *epilogue_operands)
+        if preferred_element_type is None:
+            options = replace(options, preferred_element_type=checks.strong_dtype(terms.get("c")))
         return run_recipe(recipe, (a, b), checks.matmul_axes(a, b), steps, following, options)
     if is_quantized(*pair):
+        checks.check_unsharded("matmul", out_sharding)
         numbers = checks.matmul_axes(a, b)
         named_pair = ("a", pair[0]), ("b", pair[1])
         operands = (*operands, *epilogue_operands)
@@ -145,6 +157,7 @@ def dot_general(
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
     preactivation: Preactivation = "save",
+    cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     recipe: Recipe | None = None,
     implementation: Implementation = None,
@@ -157,7 +170,8 @@ def dot_general(
     Args:
       lhs, rhs: the operands, arrays or both `Quantized`.
       dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
-      precision, preferred_element_type, out_sharding, implementation: as in `matmul`.
+      precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
+        `matmul`.
       recipe: as in `matmul`; `rhs` is the weights.
       epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
         result with its axes in the order below.
@@ -176,12 +190,17 @@ def dot_general(
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
     steps = Steps("dot_general", epilogue=epilogue)
-    options = Options(implementation, precision, preferred_element_type, preactivation)
+    options = Options(
+        implementation, precision, preferred_element_type, preactivation,
+        cotangent_dtype=checks.as_cotangent_dtype("dot_general", cotangent_dtype),
+    )  # fmt: skip
     if recipe is not None:
-        check_recipe("dot_general", recipe, pair)
+        check_recipe("dot_general", recipe, pair, cotangent_dtype)
+        checks.check_unsharded("dot_general", out_sharding)
         following = tuple(epilogue_operands)
         return run_recipe(recipe, (lhs, rhs), dimension_numbers, steps, following, options)
     if is_quantized(*pair):
+        checks.check_unsharded("dot_general", out_sharding)
         named_pair = ("lhs", pair[0]), ("rhs", pair[1])
         return run_quantized(
             "dot_general", named_pair, dimension_numbers, steps, tuple(epilogue_operands), options
@@ -203,6 +222,7 @@ def einsum(
     optimize: Any = "auto",
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
+    cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
 ) -> Results:
@@ -217,7 +237,8 @@ def einsum(
       optimize: as in `jax.numpy.einsum`: the order of the products of three and more operands.
       epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
         result that `subscripts` name.
-      precision, preferred_element_type, out_sharding, implementation: as in `matmul`.
+      precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
+        `matmul`.
 
     Raises:
       ValueError: an index with two extents, or an epilogue and other than two operands.
@@ -233,7 +254,10 @@ def einsum(
     return _run(
         JaxProduct(_einsum, named),
         tuple(arrays), Steps("einsum", epilogue=epilogue), (), epilogue_operands,
-        Options(implementation, precision, preferred_element_type, preactivation),
+        Options(
+            implementation, precision, preferred_element_type, preactivation,
+            cotangent_dtype=checks.as_cotangent_dtype("einsum", cotangent_dtype),
+        ),
     )  # fmt: skip
 
 
@@ -317,9 +341,7 @@ INLINE: Any = _Inline.JAX_EARLY if _Inline else True
 @partial(jax.jit, static_argnums=(0, 2), inline=INLINE)
 def _traced(product: JaxProduct, arrays: tuple[Any, ...], options: Options) -> jax.Array:
     function = product.with_options(options)
-    if options.implementation == "xla":
-        return function(*arrays)
-    return with_hopper_dot(function, arrays, options.implementation)
+    return function(*arrays) if options.by_jax else with_hopper_dot(function, arrays, options)
 
 
 @memoised
@@ -340,16 +362,16 @@ def _traced_steps(
     options: Options,
     dtypes: tuple[Any, ...] | None,
 ) -> Any:
-    function, implementation = product.with_options(options), options.implementation
+    function = product.with_options(options)
     like = _wide_product(product, options, typeof(lhs), typeof(rhs))
     dtype = abstract(function, lhs, rhs).dtype
     wide = partial(function, preferred_element_type=like.dtype)
     follow = traced(steps.op, steps, (like,), operands, dtype, dtypes)
-    if implementation == "xla":
+    if options.by_jax:
         return follow.apply(wide(lhs, rhs))
     final = final_product(function, lhs, rhs)
     if final is None:
-        return follow.apply(with_hopper_dot(wide, (lhs, rhs), implementation))
+        return follow.apply(with_hopper_dot(wide, (lhs, rhs), options))
     options = replace(options, precision=final.precision, preferred_element_type=dtype)
     results = fused_dot(
         follow.function, final.lhs, (final.rhs,), follow.operands,

@@ -27,6 +27,7 @@ def ragged_dot(
     group_offset: ArrayLike | None = None,
     out_sharding: Any = None,
     *,
+    cotangent_dtype: DTypeLike | None = None,
     row_indices: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     activation: str | Activation | None = None,
@@ -65,8 +66,8 @@ def ragged_dot(
       lhs: (M, K), rows sorted by group; with `row_indices` (S, K), in any order.
       rhs: (G, K, N), one matrix a group.
       group_sizes: (G,) integers, on the GPU; zeros are fine.
-      precision, preferred_element_type, implementation: as in `matmul`. "xla" computes what
-        `jax.lax.ragged_dot` does.
+      precision, preferred_element_type, cotangent_dtype, implementation: as in `matmul`. "xla"
+        computes what `jax.lax.ragged_dot` does.
       group_offset: the number of the first group in `rhs`, () or (1,), for devices that hold the
         matrices of some groups; `group_sizes` are those of all groups. Rows of other groups come
         back as zeros, so that a `jax.lax.psum` over the devices completes the product.
@@ -101,8 +102,9 @@ def ragged_dot(
     checks.check_ragged_dot(lhs, rhs, groups, implementation, bias, activation)
     plain = bias is None and activation is None and epilogue is None
     options = Options(
-        implementation, precision, preferred_element_type, preactivation, current_max_sms()
-    )
+        implementation, precision, preferred_element_type, preactivation, current_max_sms(),
+        checks.as_cotangent_dtype(op, cotangent_dtype),
+    )  # fmt: skip
     operands = checks.check_steps(op, epilogue, epilogue_operands, plain, options)
     arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices)
     if plain:
@@ -125,6 +127,7 @@ def ragged_dot_general(
     group_offset: ArrayLike | None = None,
     out_sharding: Any = None,
     *,
+    cotangent_dtype: DTypeLike | None = None,
     alpha: ArrayLike | None = None,
     beta: ArrayLike | None = None,
     c: ArrayLike | None = None,
@@ -157,7 +160,7 @@ def ragged_dot_general(
       group_sizes: (G,) integers, or with the leading axes that `jax.lax.ragged_dot_general` says.
       ragged_dot_dimension_numbers: a `jax.lax.RaggedDotDimensionNumbers`.
       group_offset: as in `ragged_dot`, where the ragged axis is a free one.
-      precision, out_sharding, implementation: as in `ragged_dot`.
+      precision, cotangent_dtype, out_sharding, implementation: as in `ragged_dot`.
       preferred_element_type: dtype of the result; if None that of `c`, else the promoted dtype of
         the operands.
       alpha, beta: numbers or scalar arrays, where the ragged axis is contracted. `beta` is 1 if
@@ -189,7 +192,10 @@ def ragged_dot_general(
     if names and preferred_element_type is None:
         preferred_element_type = checks.strong_dtype(terms.get("c"))
     arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset)
-    options = Options(implementation, precision, preferred_element_type, max_sms=current_max_sms())
+    options = Options(
+        implementation, precision, preferred_element_type, max_sms=current_max_sms(),
+        cotangent_dtype=checks.as_cotangent_dtype(op, cotangent_dtype),
+    )  # fmt: skip
     if names:
         operands = tuple(terms[name] for name in names)
         return run_scaled_sum(arrays, operands, Steps(op, names), numbers, options, out_sharding)

@@ -138,8 +138,8 @@ def _(function: Any, op: str, primals: Any, tangents: Any) -> Any:
     )
 
 
-def check_recipe(op: str, recipe: Any, pair: tuple[Any, Any]) -> None:
-    """Checks that a recipe is one and that it has floats to quantize."""
+def check_recipe(op: str, recipe: Any, pair: tuple[Any, Any], cotangent_dtype: Any) -> None:
+    """Checks that a recipe is one, that it has floats to quantize, and alone rounds cotangents."""
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"{op}: recipe is {recipe!r}, expected one of jax_hopper_gemm.recipes, such as "
@@ -149,6 +149,11 @@ def check_recipe(op: str, recipe: Any, pair: tuple[Any, Any]) -> None:
         raise ValueError(
             f"{op}: gradients of the recipe are {recipe.gradients!r}, expected float8_e4m3fn or "
             "float8_e5m2"
+        )
+    if cotangent_dtype is not None:
+        raise ValueError(
+            f"{op}: cotangent_dtype is {jnp.dtype(cotangent_dtype).name} and there is a recipe, "
+            "which quantizes cotangents: leave one out"
         )
     if is_quantized(*pair):
         raise TypeError(f"{op}: an operand is quantized and there is a recipe, which quantizes")

@@ -118,6 +118,7 @@ def explain(
     preactivation: Preactivation = "save",
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
+    cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
 ) -> Explanation:
@@ -151,6 +152,7 @@ def explain(
     options = {
         "precision": precision,
         "preferred_element_type": preferred_element_type,
+        "cotangent_dtype": cotangent_dtype,
         "out_sharding": out_sharding,
     }
     if group_sizes is None:

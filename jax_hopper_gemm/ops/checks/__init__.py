@@ -3,6 +3,7 @@
 from .arguments import IMPLEMENTATIONS as IMPLEMENTATIONS
 from .arguments import SCALARS as SCALARS
 from .arguments import as_arrays as as_arrays
+from .arguments import as_cotangent_dtype as as_cotangent_dtype
 from .arguments import check_accelerated as check_accelerated
 from .arguments import check_max_sms as check_max_sms
 from .arguments import check_unchanged as check_unchanged
@@ -10,6 +11,7 @@ from .arguments import strong_dtype as strong_dtype
 from .dense import check_einsum as check_einsum
 from .dense import check_explained as check_explained
 from .dense import check_matmul as check_matmul
+from .dense import check_unsharded as check_unsharded
 from .dense import checked_axes as checked_axes
 from .dense import matmul_axes as matmul_axes
 from .gated import check_gated as check_gated
