@@ -184,7 +184,7 @@ def damaged(tmp_path, change) -> str:
         (lambda d, e: e.update(m=True), ["m is True", "int"]),
         (lambda d, e: e.update(k=0), ["k is 0"]),
         (lambda d, e: e.update(a_major="n"), ["a_major is 'n'"]),
-        (lambda d, e: e.update(a_dtype="int8", b_dtype="int8"), ["A and B are int8"]),
+        (lambda d, e: e.update(a_dtype="int8", b_dtype="int8"), ["B is int8, which", "(N, K)"]),
         (lambda d, e: e.update(prefer="cublas"), ["prefer is 'cublas'"]),
         (lambda d, e: e.update(kernel_us=-1), ["kernel_us is -1"]),
         (lambda d, e: e.update(kernel_us=10**400), ["kernel_us is 1000", "not a positive number"]),
@@ -242,6 +242,7 @@ def shape(spec: GemmSpec) -> tuple:
         spec.cluster_m,
         spec.cluster_n,
         spec.warp_schedule,
+        spec.split_k,
     )
 
 
@@ -255,7 +256,8 @@ def test_ranked_candidates_differ_in_shape_and_are_sorted_by_the_model():
 
 
 def test_variants_differ_in_one_detail():
-    candidate = ranked_candidates(SQUARE, H200, 1)[0]
+    ranked = ranked_candidates(SQUARE, H200)
+    candidate = next(candidate for candidate in ranked if not candidate[0].split_k)
     found = variants(SQUARE, H200, candidate)
     assert {raster_order for spec, raster_order in found if spec == candidate[0]} > {
         RasterOrder("n", 1)
@@ -282,7 +284,7 @@ class FakeTimer:
             return math.inf
         microseconds = 100.0 + abs(spec.tile_m - 256) + abs(spec.tile_n - 128)
         microseconds += 5 * (spec.tile_scheduler != "dynamic") + 3 * (spec.cluster_size != 2)
-        return microseconds + raster_order.swizzle / 10
+        return microseconds + 4 * spec.split_k + raster_order.swizzle / 10
 
 
 def test_tuning_finds_a_scheduler_and_order_that_no_candidate_had():

@@ -16,6 +16,7 @@ from jax_hopper_gemm.gemm.grid import (
     WRAP_BYTES,
     ceil_div,
     group_raster,
+    k_split,
     max_clusters,
     num_cluster_tiles,
     num_inputs,
@@ -142,6 +143,36 @@ def test_only_the_dynamic_scheduler_has_a_counter():
     dynamic = make_plan(problem, replace(LARGE, tile_scheduler="dynamic"), RasterOrder(), 132)
     assert dynamic.params[-1] == Pointer(buffer=3)
     assert decode(dynamic.encode())["cleared"] == [(3, 4)]
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("warp_schedule", ["cooperative", "pingpong"])
+def test_workspaces_hold_a_slot_for_each_range_and_a_flag_for_each_warp(cluster, warp_schedule):
+    spec = replace(
+        LARGE, tile_n=128, cluster_m=cluster[0], cluster_n=cluster[1], split_k=True,
+        warp_schedule=warp_schedule,
+    )  # fmt: skip
+    for problem in (GemmProblem.dense(300, 200, 8192), GemmProblem.dense(3000, 5000, 4104)):
+        plan = make_plan(problem, spec, RasterOrder(), 132)
+        tape = k_split(problem, spec, 132)
+        assert plan.grid[0] * plan.grid[1] == spec.cluster_size * min(
+            tape.items, max_clusters(spec, 132)
+        )
+        partials, flags = plan.workspaces
+        blocks = max(1, tape.ranges) * spec.cluster_size
+        assert (partials.nbytes, partials.cleared) == (blocks * 128 * 128 * 4, False)
+        warps = 8 if warp_schedule == "cooperative" else 4
+        assert (flags.nbytes, flags.cleared) == (blocks * warps * 8, False)
+        assert plan.params[-2:] == (Pointer(buffer=3), Pointer(buffer=4))
+        assert decode(plan.encode())["cleared"] == []
+        assert scalars(plan)[-len(tape) :] == [*tape]
+
+
+def test_a_kernel_that_could_split_k_but_does_not_has_small_workspaces():
+    problem, spec = GemmProblem.dense(128 * 132, 256, 4096), replace(LARGE, split_k=True)
+    assert k_split(problem, spec, 132).ranges == 0
+    plan = make_plan(problem, spec, RasterOrder(), 132)
+    assert [workspace.nbytes for workspace in plan.workspaces] == [128 * 256 * 4, 64]
 
 
 @pytest.mark.parametrize(("a_major", "b_major"), MAJORS)

@@ -15,7 +15,7 @@ import pytest
 from support import graphs, grouped, outcome, random_grouped, reference, trial
 from support.covering import ALL
 from support.grouped import Layout, Span
-from support.host_kernels import HostGpu
+from support.host_kernels import HostGpu, HostLaunch
 from support.places import result_places, shape_of
 from support.policies import choice_of, grouped_covering_specs, spec_of
 
@@ -231,7 +231,7 @@ def try_on_host(monkeypatch, case: grouped.Case, spoil=lambda results, parts: No
                 array[:] = right
             spoil(written, parts)
 
-        return launch
+        return HostLaunch(launch)
 
     monkeypatch.setattr(trial, "prepare", prepare)
     gpu: Any = HostGpu()
@@ -273,6 +273,7 @@ def right_results(of, spec, inputs) -> list[np.ndarray]:
 EXACT = [spec for spec in SPECS if graphs.is_exact(spec.graph)]
 
 
+@pytest.mark.slow
 def test_a_right_kernel_passes(monkeypatch):
     for spec in EXACT[:: 5 if ALL else 20]:
         for case in grouped.edge_cases(spec, 1, exact=True)[3:]:

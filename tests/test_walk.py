@@ -5,7 +5,7 @@ import random
 import pytest
 from support.lanes import Int32, Int64
 
-from jax_hopper_gemm.gemm.raster import MAX_TILES, Raster, _magic, make_raster, tile_at
+from jax_hopper_gemm.gemm.raster import MAX_TILES, Raster, magic_of, make_raster, tile_at
 
 pytestmark = pytest.mark.pure
 
@@ -50,7 +50,7 @@ def test_division_by_multiplication_is_exact_up_to_max_tiles():
     divisors = [1, 2, 3, 5, 7, 16, 255, 256, 257, 2**15 - 1, 2**29, 2**30 - 1]
     divisors += [rng.randint(1, MAX_TILES) for _ in range(200)]
     for d in divisors:
-        magic, shift = _magic(d)
+        magic, shift = magic_of(d)
         assert magic < 2**31
         for n in {0, 1, d - 1, d, d + 1, 2 * d - 1, MAX_TILES - 1, rng.randrange(MAX_TILES)}:
             if n < MAX_TILES:

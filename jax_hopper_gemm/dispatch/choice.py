@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ..gemm import grid
 from ..gemm.dtypes import DTYPES
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, ProblemType, RasterOrder
@@ -145,21 +146,31 @@ def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decisi
         if reason := xla_is_faster(problem, best.cost, device):
             return Decision.xla(reason)
     raster_order = best_raster_order(problem, best.spec, device)
-    reason = _expectation(problem, best.spec, best.cost)
+    reason = _expectation(problem, best.spec, best.cost, device)
     return Decision(best.spec, raster_order, reason, "model")
 
 
-def _expectation(problem: GemmProblem, spec: GemmSpec, cost: Estimate) -> str:
+def _expectation(problem: GemmProblem, spec: GemmSpec, cost: Estimate, device: Device) -> str:
+    waves = f"in {cost.waves} {'wave' if cost.waves == 1 else 'waves'}, {cost.occupancy:.0%} full"
+    if spec.split_k:
+        waves = _sharing(problem, spec, device)
     reason = (
         f"expected {cost.ns / 1e3:.1f} us, bound by {cost.bound}: {cost.tiles} tiles of "
-        f"{spec.tile_m}x{spec.d_tile_n} in {cost.waves} {'wave' if cost.waves == 1 else 'waves'}, "
-        f"{cost.occupancy:.0%} full"
+        f"{spec.tile_m}x{spec.d_tile_n} {waves}"
     )
     if problem.groups:
         mean = equal_groups(problem)
         along, size = ("rows", mean.m) if problem.groups.axis == "m" else ("of K", mean.k)
         reason += f", if {mean.l} groups have {size} {along} on average"
     return reason
+
+
+def _sharing(problem: GemmProblem, spec: GemmSpec, device: Device) -> str:
+    """Returns how thread blocks share tiles, for `explain`."""
+    tape = grid.k_split(problem, spec, device.num_sms)
+    whole = (tape.items - tape.ranges) * spec.cluster_size
+    blocks = tape.ranges * spec.cluster_size
+    return f"whose K {blocks} thread blocks share" + (f", but of {whole} tiles" if whole else "")
 
 
 @lru_cache(maxsize=4096)

@@ -33,6 +33,7 @@ class Config:
     epi_tile_n: int | None = None  # None: the first that is legal of those preferred
     short_boxes: bool = False
     evict_first: Literal["a", "b"] | None = None
+    split_k: bool = False
 
     @classmethod
     def of(cls, spec: GemmSpec) -> Config:
@@ -41,6 +42,7 @@ class Config:
         return cls(
             s.tile_m, s.tile_n, s.tile_k * s.a_itemsize, s.cluster_m, s.cluster_n,
             s.warp_schedule, s.tile_scheduler, s.epi_tile_n, s.short_boxes, s.evict_first,
+            s.split_k,
         )  # fmt: skip
 
 
@@ -55,7 +57,10 @@ DENSE_CONFIGS = (
     # Extents that the tiles above cover badly.
     Config(256, 160, cluster_n=2),
     Config(256, 192, cluster_n=2),
+    Config(128, 192, cluster_m=2),
     Config(128, 192, cluster_m=2, warp_schedule="pingpong"),
+    Config(128, 160, cluster_m=2, warp_schedule="pingpong"),
+    Config(128, 160, cluster_n=2, warp_schedule="pingpong"),
     # Short K, or a better fit of waves: one warpgroup stores while the other multiplies.
     Config(128, 128, cluster_m=2, warp_schedule="pingpong"),
     Config(128, 128, cluster_n=2, warp_schedule="pingpong"),
@@ -75,6 +80,14 @@ DENSE_CONFIGS = (
     Config(64, 32, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
     Config(64, 64, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
     Config(64, 128, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
+    # Long K over few tiles, or a last wave of tiles that most SMs would wait for.
+    Config(128, 128, split_k=True),
+    Config(128, 128, cluster_m=2, split_k=True),
+    Config(128, 256, cluster_m=2, split_k=True),
+    Config(128, 64, split_k=True),
+    Config(128, 64, cluster_n=2, split_k=True),
+    Config(64, 128, cluster_m=2, split_k=True),
+    Config(64, 64, split_k=True),
 )
 
 
@@ -131,6 +144,13 @@ WHOLE_ROW_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     "k": (Config(64, 192), Config(128, 192, cluster_m=2)),
 }
 
+# With two sets of accumulators, the widest tiles that registers hold.
+PROMOTED_CONFIGS = (
+    Config(128, 192, cluster_m=2),
+    Config(128, 192, cluster_n=2),
+    Config(128, 160, cluster_m=2),
+)
+
 # By the grouped axis, and whether an operand is gathered.
 CONFIGS: dict[tuple[VarlenAxis | None, bool], tuple[Config, ...]] = {
     (None, False): DENSE_CONFIGS,
@@ -147,7 +167,9 @@ TUNER_TILES = {  # tile_n for each tile_m
     192: (64, 96, 128, 160, 192),
     256: (32, 64, 96, 128, 160, 192),
 }
-TUNER_TILE_SCHEDULERS: tuple[TileScheduler, ...] = ("static", "single", "dynamic")
+TUNER_TILE_SCHEDULERS: tuple[tuple[TileScheduler, bool], ...] = (  # and whether K is split
+    ("static", False), ("single", False), ("dynamic", False), ("static", True),
+)  # fmt: skip
 TUNER_K_BYTES = (SWIZZLE_BYTES, 2 * SWIZZLE_BYTES)
 TUNER_EPI_TILES_N = (None, 16, 32, 64)
 
@@ -156,11 +178,12 @@ def tuner_configs() -> Iterator[Config]:
     """Yields what the tuner tries, legal or not."""
     tiles = [(tile_m, tile_n) for tile_m, widths in TUNER_TILES.items() for tile_n in widths]
     policies = list(product(CLUSTERS, get_args(WarpSchedule), TUNER_TILE_SCHEDULERS))
-    for tile, (cluster, schedule, scheduler), k_bytes, epi_tile_n in product(
+    for tile, (cluster, schedule, (scheduler, split_k)), k_bytes, epi_tile_n in product(
         tiles, policies, TUNER_K_BYTES, TUNER_EPI_TILES_N
     ):
-        yield Config(*tile, k_bytes, *cluster, schedule, scheduler, epi_tile_n)
+        yield Config(*tile, k_bytes, *cluster, schedule, scheduler, epi_tile_n, split_k=split_k)
     for tile_n in TUNER_TILES[64]:
-        for k_bytes, scheduler in product(TUNER_K_BYTES, TUNER_TILE_SCHEDULERS):
-            stream = Config(64, tile_n, k_bytes, tile_scheduler=scheduler, short_boxes=True)
-            yield from (stream, replace(stream, evict_first="b"))
+        for k_bytes, (scheduler, split_k) in product(TUNER_K_BYTES, TUNER_TILE_SCHEDULERS):
+            if not split_k:
+                stream = Config(64, tile_n, k_bytes, tile_scheduler=scheduler, short_boxes=True)
+                yield from (stream, replace(stream, evict_first="b"))

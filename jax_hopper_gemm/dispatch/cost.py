@@ -7,7 +7,7 @@ memory where that is slower.
 The form is the hardware's; the constants marked "fitted" are least squares over 1,900 kernels
 timed on an H200 (42 problems of over 16 rows, 6 to 1,400 us), with most weight on the fastest
 of each problem. On these same problems the kernel of least cost was 1 % slower than the fastest
-on average and 3 % at most, split-K's aside; costs of good kernels were within 5 % of their
+on average and 3 % at most; costs of good kernels were within 5 % of their
 times, nine out of ten. Of the streams of `benchmarks/few_rows.py`, 1 to 64 rows, that of least cost
 was 0.2 % slower than the fastest on average and 4 % at most. None of them had an epilogue: what one
 adds is reckoned from rates of instructions and latencies.
@@ -26,6 +26,7 @@ from ..gemm import grid
 from ..gemm.dtypes import DTYPES, MMA_BYTES
 from ..gemm.epilogue_checks import variation
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
+from ..gemm.k_split import KSplit
 from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.spec import GemmSpec, RasterOrder, TmaBox
 from .configs import RASTER_ORDERS
@@ -43,6 +44,9 @@ CLIPPED_LINE_CYCLES = 6.0  # measured with M = 1 and 16: lines outside a matrix 
 # Measured: of a loader warp, for 16 bytes a thread; along K before indices were loaded ahead.
 GATHER_CYCLES = {"m": 40.0, "k": 62.0}
 CLUSTER_WAIT = 0.13  # fitted: of a load; see `_load_cycles`
+# Fitted over 464 kernels with epilogues: from asking for a stage of operands to the end of its
+# multiplication, on a busy chip. A ring of n stages takes in no more than n of them in that time.
+RING_CYCLES = 2400.0
 LEAK = 0.14  # fitted: of the faster of math and loads, that does not hide behind the slower
 MEMORY_LEAK = 0.1  # fitted: the same of the faster of SMs and device memory
 
@@ -55,6 +59,9 @@ ISSUE_CYCLES = 1.3  # assumed: of an instruction of one warp, stalls included
 SPECIAL_CYCLES = 8.0  # of one that the special function units execute: 4 lanes a cycle
 EXPOSED = 0.6  # fitted: of an epilogue, in spite of the other warpgroup's multiplication
 DYNAMIC_CYCLES = 900.0  # fitted: to fetch a tile from the counter
+PARTIAL_CYCLES = 1100.0  # fitted: from asking for a partial sum to its arrival, once for each
+HANDOVER_CYCLES = 1500.0  # fitted: from the first store of a partial sum until others may read it
+SHARED_WAVE = 1.025  # fitted: of the time where a last wave is shared; no SM rests, the clock drops
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,8 @@ class Estimate:
     bound: str  # what limits it: "tensor cores", "L2" or "device memory"
     tiles: int  # of D, expected ones of a grouped product
     waves: int  # tiles that one CTA computes at most
-    occupancy: float  # share of the tile slots of those waves that hold a tile
+    occupancy: float  # share of the tile slots of those waves that hold a tile, or some k-tiles
+    shares_k: bool = False  # whether clusters share the k-tiles of some tiles
 
 
 def estimate(
@@ -75,16 +83,24 @@ def estimate(
     p, s = problem, spec
     clusters, slots = _clusters(p, s), grid.max_clusters(s, device.num_sms)
     waves = grid.num_waves(clusters, s, device.num_sms)
-    active_sms = grid.ceil_div(clusters, waves) * s.cluster_size
+    active_sms = _active_sms(p, s, device)
 
     math = _math_cycles(s)
     load = _load_cycles(p, s, active_sms)
     partial, live = _partial_tiles(p, s)
     k_tile = (1 - partial) * _k_tile_cycles(math, load)
     k_tile += partial * _k_tile_cycles(live * math, load)
-    sm_ns = _sm_cycles(s, waves, _k_tiles(p, s) * k_tile) / CYCLES_PER_NS
+    memory, occupancy = memory_bytes(p, s, raster_order, device), clusters / (waves * slots)
+    if s.split_k:
+        tape = grid.k_split(p, s, device.num_sms)
+        sm_ns = _split_cycles(p, s, device, tape, k_tile) / CYCLES_PER_NS
+        sm_ns *= SHARED_WAVE if waves > 1 else 1.0
+        memory += tape.ranges * s.cluster_size * _partial_bytes(s)  # written back from L2
+        occupancy = _active_sms(p, s, device) / (slots * s.cluster_size)
+    else:
+        sm_ns = _sm_cycles(s, waves, _k_tiles(p, s) * k_tile) / CYCLES_PER_NS
 
-    memory_ns = memory_bytes(p, s, raster_order, device) / MEMORY_BYTES_PER_NS
+    memory_ns = memory / MEMORY_BYTES_PER_NS
     if s.evict_first == ("b" if p.n > p.m else "a"):
         memory_ns *= EVICTED
     bound = "device memory" if memory_ns > sm_ns else "L2" if load > math else "tensor cores"
@@ -93,7 +109,8 @@ def estimate(
         bound=bound,
         tiles=_tiles(p, s),
         waves=waves,
-        occupancy=clusters / (waves * slots),
+        occupancy=occupancy,
+        shares_k=s.split_k,
     )
 
 
@@ -114,9 +131,7 @@ class TileCycles:
 
 def tile_cycles(problem: GemmProblem, spec: GemmSpec, device: Device) -> TileCycles:
     """Returns the parts of `spec`'s expected cost on `problem`."""
-    clusters = _clusters(problem, spec)
-    waves = grid.num_waves(clusters, spec, device.num_sms)
-    active_sms = grid.ceil_div(clusters, waves) * spec.cluster_size
+    active_sms = _active_sms(problem, spec, device)
     return TileCycles(
         k_tiles=ceil(_k_tiles(problem, spec)),
         multiply=_math_cycles(spec),
@@ -163,6 +178,15 @@ def _clusters(problem: GemmProblem, spec: GemmSpec) -> int:
         pieces = expected_pieces(mean, s.tile_m * s.raster_m)
         return round(pieces * p.l) * clusters_n
     return grid.num_cluster_tiles(p, s)
+
+
+def _active_sms(problem: GemmProblem, spec: GemmSpec, device: Device) -> int:
+    """Returns how many SMs load at the same time."""
+    if spec.split_k:
+        return grid.launched_clusters(problem, spec, device.num_sms) * spec.cluster_size
+    clusters = _clusters(problem, spec)
+    waves = grid.num_waves(clusters, spec, device.num_sms)
+    return grid.ceil_div(clusters, waves) * spec.cluster_size
 
 
 def _tiles(problem: GemmProblem, spec: GemmSpec) -> int:
@@ -217,9 +241,9 @@ def _math_cycles(spec: GemmSpec) -> float:
 def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float:
     """Returns the cycles in which one k-tile of A and B arrives.
 
-    Two limits: what a CTA takes in, and what all CTAs ask of L2, which multicast lowers. CTAs
-    that share A wait for each other's B. B is the later, the more of the input it makes up and
-    so the more of it comes from memory: sharing the larger operand is the better choice.
+    Limits: what a CTA takes in, what all CTAs ask of L2, which multicast lowers, and the ring's
+    depth. CTAs that share A wait for each other's B. B is the later, the more of the input it makes
+    up and so the more of it comes from memory: sharing the larger operand is the better choice.
     """
     p, s = problem, spec
     clusters_m, clusters_n = grid.cluster_grid(p, s)
@@ -236,7 +260,8 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     rows = equal_groups(p).m
     late_a = rows / (rows + columns) if s.cluster_m > 1 else 0.0
     late_b = columns / (rows + columns) if s.cluster_n > 1 else 0.0
-    return max(max(taken, requested) * (1 + CLUSTER_WAIT * (late_a + late_b)), _gather_cycles(s))
+    arriving = max(taken, requested) * (1 + CLUSTER_WAIT * (late_a + late_b))
+    return max(arriving, _gather_cycles(s), RING_CYCLES / s.num_stages)
 
 
 def _share_of_line(spec: GemmSpec) -> float:
@@ -289,6 +314,34 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
     shared = (spec.math_warpgroups - 1) * _computing_cycles(spec)
     stored = waves * (mainloop + epilogue + fetch) - (waves - 1) * hidden * epilogue
     return stored + waves * shared
+
+
+def _split_cycles(
+    problem: GemmProblem, spec: GemmSpec, device: Device, tape: KSplit, k_tile: float
+) -> float:
+    """Returns the busiest CTA's cycles where clusters share tiles.
+
+    It multiplies a range and whole tiles, stores its share of the tiles, leaves one partial sum and
+    adds those of the others that work on its tile.
+    """
+    tiles, k_tiles = _clusters(problem, spec), grid.num_k_tiles(problem, spec)
+    whole = tape.items - tape.ranges
+    clusters = grid.launched_clusters(problem, spec, device.num_sms)
+    length = whole // clusters * k_tiles
+    exchange = 0.0
+    if tape.ranges:
+        split = tiles - whole
+        length += grid.ceil_div(split * k_tiles, tape.ranges)
+        taken = _partial_bytes(spec) / SM_BYTES_PER_CYCLE
+        added = grid.ceil_div(tape.ranges, split) - (tape.ranges % split == 0)
+        left = HANDOVER_CYCLES + taken if added else 0.0
+        exchange = left + added * (PARTIAL_CYCLES + taken)
+    stored = grid.ceil_div(tiles, clusters)
+    return _sm_cycles(spec, stored, length * k_tile / stored) + exchange
+
+
+def _partial_bytes(spec: GemmSpec) -> int:
+    return 4 * spec.tile_m * spec.tile_n
 
 
 def _epilogue_cycles(spec: GemmSpec) -> float:

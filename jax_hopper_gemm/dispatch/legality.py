@@ -9,10 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from ..gemm.grid import launched_clusters, num_cluster_tiles, zero_rows
+from ..gemm.grid import (
+    launched_clusters,
+    max_clusters,
+    num_cluster_tiles,
+    num_k_tiles,
+    zero_rows,
+)
 from ..gemm.group_search import MAX_LENGTH
 from ..gemm.group_search import MAX_TILES as MAX_GROUPED_TILES
 from ..gemm.groups import GroupedAxis
+from ..gemm.k_split import MAX_TAPE, is_worth_splitting
 from ..gemm.legality import MAX_TILE_N, type_violations
 from ..gemm.problem import GemmProblem
 from ..gemm.raster import MAX_TILES
@@ -21,6 +28,7 @@ from .device import Device
 from .layout_legality import MAX_EXTENT, MAX_INT32, layout_violations
 
 MAX_TENSOR_MAPS = 16  # of one launch
+MAX_INT8_K = 2**31 // 128**2  # terms of (-128) * (-128) that int32 does not hold
 
 
 def device_violations(device: Device) -> list[str]:
@@ -45,6 +53,14 @@ def limit_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> li
         f"no kernel for it keeps to {device.num_sms} SMs: the last one tried launches {blocks} "
         "thread blocks"
     ]
+
+
+def split_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> list[str]:
+    """Returns why a kernel that splits K is not considered where nothing has been measured."""
+    tiles, clusters = num_cluster_tiles(problem, spec), max_clusters(spec, device.num_sms)
+    if not spec.split_k or is_worth_splitting(tiles, clusters):
+        return []
+    return [f"{tiles} clusters of tiles for {clusters} of SMs: nothing is gained by splitting K"]
 
 
 def problem_violations(problem: GemmProblem) -> list[str]:
@@ -81,6 +97,8 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
     cluster_tiles, limit = num_cluster_tiles(p, spec), MAX_GROUPED_TILES if p.groups else MAX_TILES
     if cluster_tiles >= limit:
         reasons.append(f"{cluster_tiles} clusters of tiles, not under {limit}: split the product")
+    if spec.split_k and (tape := cluster_tiles * num_k_tiles(p, spec)) >= MAX_TAPE:
+        reasons.append(f"{tape} k-tiles of all tiles, not under {MAX_TAPE}: split the product")
     if spec.zero_fill_warp and needed.grouped == "k":
         reasons += _zero_violations(p, spec)
     return reasons
@@ -110,6 +128,11 @@ def _shape_violations(problem: GemmProblem) -> Iterator[str]:
             yield f"{name} is {extent}: an empty product needs no kernel"
         elif extent > MAX_EXTENT:
             yield f"{name} is {extent}, over {MAX_EXTENT}: split the product"
+    if p.a_dtype == "int8" and p.k >= MAX_INT8_K:
+        yield (
+            f"K is {p.k}: sums of int8 may leave int32 from K={MAX_INT8_K}, where tensor cores "
+            "saturate: split the product"
+        )
     if p.d.major != "n":
         yield f"D has major {p.d.major!r}, not 'n'"
 

@@ -59,7 +59,7 @@ def variants(problem: GemmProblem, device: Device, candidate: Candidate) -> list
 def _shape(spec: GemmSpec) -> tuple:
     s = spec
     tile = (s.tile_m, s.tile_n, s.tile_k)
-    return (*tile, s.cluster_m, s.cluster_n, s.warp_schedule, s.short_boxes)
+    return (*tile, s.cluster_m, s.cluster_n, s.warp_schedule, s.short_boxes, s.split_k)
 
 
 def _details(candidate: Candidate) -> tuple:

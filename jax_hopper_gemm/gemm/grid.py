@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .dtypes import DTYPES
 from .group_search import GroupRaster
+from .k_split import KSplit, make_k_split, split_of
 from .offsets import ZeroRows
 from .problem import GemmProblem
 from .spec import EPI_TILE_M, TMA_ALIGNMENT, GemmSpec, RasterOrder
@@ -52,8 +53,17 @@ def launched_clusters(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> int
     cluster_tiles = num_cluster_tiles(problem, spec)
     if not spec.persistent:
         return cluster_tiles
+    if spec.split_k:
+        return min(k_split(problem, spec, num_sms).items, max_clusters(spec, num_sms))
     even = not spec.dynamic and problem.groups is None
     return persistent_clusters(cluster_tiles, max_clusters(spec, num_sms), even=even)
+
+
+def k_split(problem: GemmProblem, spec: GemmSpec, num_sms: int) -> KSplit:
+    """Returns how a launch shares k-tiles among clusters."""
+    tiles, k_tiles = num_cluster_tiles(problem, spec), num_k_tiles(problem, spec)
+    clusters = max_clusters(spec, num_sms)
+    return make_k_split(tiles, k_tiles, *split_of(tiles, k_tiles, problem.k, clusters))
 
 
 def group_raster(problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder) -> GroupRaster:
@@ -82,7 +92,7 @@ def num_inputs(problem: GemmProblem) -> int:
     arrays = 2 + (problem.gated and problem.up_offset is None) + len(problem.operands)
     if problem.groups:
         arrays += 1 + (problem.groups.gathered is not None)
-    return arrays + (problem.indexed is not None)
+    return arrays + (problem.indexed is not None) + (2 if problem.a_scales else 0)
 
 
 def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int, ...], str]]:

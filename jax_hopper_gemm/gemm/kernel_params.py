@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from .epilogue_graph import Operand, Result
 from .group_search import GroupRaster
+from .k_split import KSplit
 from .offsets import ZeroRows
 from .raster import Raster
 from .spec import TMA_ALIGNMENT, GemmSpec
@@ -55,6 +56,15 @@ class StackIndex(NamedTuple):
     matrices: Any
 
 
+class Scales(NamedTuple):
+    """Block scales of one operand, (L, blocks along K, blocks), the last axis contiguous."""
+
+    scales: Any  # pointer to float32
+    last: Any  # index of the last block
+    k_stride: Any  # elements from a block of K to the next
+    batch_stride: Any  # elements from a matrix's to the next one's
+
+
 class Nest(NamedTuple):
     """Extents of a nested batch's axes but the outermost."""
 
@@ -76,6 +86,14 @@ class ZeroFill(NamedTuple):
     rows: ZeroRows
 
 
+class SplitK(NamedTuple):
+    """What clusters that share the k-tiles of a tile know and exchange."""
+
+    tape: Any  # `KSplit`
+    partials: Any  # pointer to float32, a slot of a cluster's accumulators for each range
+    flags: Any  # pointer to 8 bytes for each warp that writes to such a slot
+
+
 class KernelArgs(NamedTuple):
     """One thing for each parameter: a `KernelParam`, or the argument. None: there is none."""
 
@@ -85,19 +103,21 @@ class KernelArgs(NamedTuple):
     group_sizes: Any  # pointer to the int32 sizes of groups
     gather: Any  # `Gather`, where rows are gathered
     stack_index: Any  # `StackIndex`, where an operand is one matrix of a stack
+    scales: Any  # `Scales` of A and of B, where blocks have some
     nest: Any  # `Nest`, where the batch has several axes
     raster: Any  # the order of tiles: `Raster`, or `GroupRaster` where there are groups
     k_tiles: Any  # of a tile, unless K is grouped
     stage_bytes: Any  # that TMA brings, where boxes end with their matrices
     extents: Any  # `Extents`, if the epilogue must know them
     zero_fill: Any  # `ZeroFill`, where a warp does that
+    split_k: Any  # `SplitK`, where K is split
     tile_counter: Any  # pointer to an int32 that is zero, for the dynamic scheduler
 
 
 def kernel_params(spec: GemmSpec) -> KernelArgs:
     """Returns the parameters of `spec`'s kernel."""
     graph = spec.graph
-    gather = zero_fill = stack_index = None
+    gather = zero_fill = stack_index = split_k = None
     if spec.gathered:
         gather = Gather(_pointer("gather_indices"), *_numbers("gather", Gather._fields[1:]))
     if spec.indexed:
@@ -105,6 +125,11 @@ def kernel_params(spec: GemmSpec) -> KernelArgs:
     if spec.zero_fill_warp:
         rows = ZeroRows(*_numbers("zero", ZeroRows._fields))
         zero_fill = ZeroFill(_pointer("zero_d"), rows)
+    if spec.split_k:
+        tape = KSplit(*_numbers("tape", KSplit._fields))
+        split_k = SplitK(
+            tape, _pointer("partials", "float32", TMA_ALIGNMENT), _pointer("flags", alignment=8)
+        )
     raster = GroupRaster if spec.grouped else Raster
     return KernelArgs(
         tma_ab=tuple(_operand_ab(spec, n) for n in ("a", "b", "up")[: graph.accumulators + 1]),
@@ -115,12 +140,14 @@ def kernel_params(spec: GemmSpec) -> KernelArgs:
         group_sizes=_pointer("group_sizes") if spec.grouped else None,
         gather=gather,
         stack_index=stack_index,
+        scales=tuple(map(_scales, "ab")) if spec.a_block else None,
         nest=Nest(*_numbers("nest", Nest._fields)) if spec.nested else None,
         raster=raster(*_numbers("raster", raster._fields)),
         k_tiles=_number("k_tiles"),
         stage_bytes=_number("stage_bytes") if spec.short_boxes else None,
         extents=Extents(_number("m"), _number("n")) if graph.needs_extents else None,
         zero_fill=zero_fill,
+        split_k=split_k,
         tile_counter=_pointer("tile_counter") if spec.tile_scheduler == "dynamic" else None,
     )
 
@@ -166,6 +193,11 @@ def _operand(
     modes = {"matrix": "mn", "row": "n", "column": "m"}[operand.kind] + _batch(spec)
     contiguous = "m" if operand.kind == "column" else "n"
     return KernelParam(f"c{i}", "tensor_map", operand.dtype, modes, contiguous)
+
+
+def _scales(operand: str) -> Scales:
+    name = f"{operand}_scales"
+    return Scales(_pointer(name, "float32"), *_numbers(name, Scales._fields[1:]))
 
 
 def _last(spec: GemmSpec, axis: str) -> str:

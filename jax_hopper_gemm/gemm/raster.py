@@ -51,11 +51,11 @@ def make_raster(tiles_m: int, tiles_n: int, batches: int, *, along_m: bool, swiz
     tail = max(tail, 1)  # without a narrower band it is never used, but must divide
     return Raster(
         total, fast, int(along_m),
-        fast * slow, *_magic(fast * slow),
-        width * fast, *_magic(width * fast),
+        fast * slow, *magic_of(fast * slow),
+        width * fast, *magic_of(width * fast),
         full_bands,
-        width, *_magic(width),
-        tail, *_magic(tail),
+        width, *magic_of(width),
+        tail, *magic_of(tail),
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def tile_at(raster: Raster, index: Any, widen: Callable = int, narrow: Callable 
     return m, across + step - m, batch
 
 
-def _magic(divisor: int) -> tuple[int, int]:
+def magic_of(divisor: int) -> tuple[int, int]:
     """Returns (magic, shift) with n // divisor == n * magic >> shift for 0 <= n < 2**30.
 
     With s = ceil(log2 divisor) and magic = ceil(2**(30 + s) / divisor), magic * divisor exceeds

@@ -124,7 +124,7 @@ class GemmKernel:
                     self.zero_fill.run(tiles)
         else:
             cute.arch.setmaxregister_increase(math_registers)
-            self.math(stages, ring, tiles, epilogue)
+            self.math(stages, ring, tiles, epilogue, self.finish.cta_view(args, cta))
 
         if cutlass.const_expr(self.scheduler.needs_scheduler_warp and s.cluster_size > 1):
             # NOTE: the mailbox's first CTA must not leave while others may still arrive on it.
@@ -174,7 +174,9 @@ class GemmKernel:
         the warpgroup waits for them, and no other CTA arrives on its barriers."""
         tile, reader, loaded = self.schedule.first_tile(tiles, warpgroup, Int32(0), keep, NoTurn())
         while tiles.exists(tile):
-            loaded = self.epilogue.loads.load_tile(epilogue, warpgroup, loaded, tiles.coords(tile))
+            coords = tiles.coords(tile)
+            if self.finish.stores(coords):
+                loaded = self.epilogue.loads.load_tile(epilogue, warpgroup, loaded, coords)
             tile, reader = tiles.next(tile, reader)
             tile, reader, loaded = self.schedule.skip_partner_tile(
                 tiles, tile, reader, loaded, keep
@@ -194,14 +196,14 @@ class GemmKernel:
             tile, reader = tiles.next(tile, reader)
 
     @cute.jit
-    def math(self, stages, ring, tiles, epilogue):
+    def math(self, stages, ring, tiles, epilogue, exchange):
         math_thread = cute.arch.thread_idx()[0] - WARPGROUP
         math_warp = cute.arch.make_warp_uniform(math_thread // 32)
         warpgroup = cute.arch.make_warp_uniform(math_thread // WARPGROUP)
         turn = self.schedule.turn_of(warpgroup)
         is_store_warp = math_warp % 4 == 0
 
-        view = self.consumer.partition_for_math(stages, warpgroup)
+        view = self.consumer.partition_for_math(stages, warpgroup, tiles.args)
         mma = self.consumer.make_tiled_mma(1)
         results = self.epilogue.math_view(
             epilogue, mma, warpgroup, math_thread % WARPGROUP, view.acc
@@ -216,7 +218,7 @@ class GemmKernel:
                 scalars = self.epilogue.load_scalars(results, coords.batch)
                 turn.wait()
                 state = self.consumer.multiply(view, ring, state, coords, turn.hand_over)
-                if self.finish.combine(view.acc, coords, warpgroup):
+                if self.finish.combine(exchange, view.acc, coords):
                     written = self.epilogue.store_tile(
                         results, scalars, is_store_warp, written, coords
                     )

@@ -14,6 +14,7 @@ from cutlass.cutlass_dsl import min as smaller
 from cutlass.cutlass_dsl import select_
 
 from ..gemm.group_search import MAX_LENGTH, SPAN_EXTENT, tile_in_pair
+from ..gemm.k_split import place_of
 from ..gemm.kernel_params import BATCH_MODES
 from ..gemm.raster import tile_at
 from ..gemm.spec import EPI_TILE_M
@@ -30,7 +31,7 @@ class CtaInCluster(NamedTuple):
 
 
 class TileCoords(NamedTuple):
-    """One CTA's tile. The fields with a default but `k_first` are those of a grouped product."""
+    """One CTA's tile. The fields from `first` to `together` are those of a grouped product."""
 
     m: Any  # which tile along M; 0 where M is grouped and its rows begin at `first`
     n: Any  # which tile along N
@@ -40,9 +41,9 @@ class TileCoords(NamedTuple):
     end: Any = None  # where its group ends
     belongs: Any = None  # whether its rows (M is grouped) belong to a group; if not, `batch` is 0
     together: Any = None  # whether both CTAs of a `paired` cluster have these columns
-    # The first of the k-tiles. A Python 0 folds away: only a scheduler that splits K makes it a
-    # number of the GPU's.
+    # The first of the k-tiles. A Python 0 folds away: only where K is split is it the GPU's number.
     k_first: Any = 0
+    part: Any = None  # `k_split.Part` where K is split
 
     @property
     def left(self):
@@ -54,9 +55,13 @@ def coords_of(spec, args, tile, cta):
     """Returns the `TileCoords` of a CTA's tile; `tile` is the cluster's, as schedulers name it."""
     s, raster = spec, args.raster
     if s.grouped is None:
+        k_first, k_tiles, part = 0, args.k_tiles, None
+        if s.split_k:
+            tape = args.split_k.tape
+            tile, k_first, k_tiles, part = place_of(tape, args.k_tiles, tile, Int64, Int32)
         cluster_m, cluster_n, batch = tile_at(raster, tile, Int64, Int32)
         m, n = cluster_m * s.cluster_m + cta.m, cluster_n * s.cluster_n + cta.n
-        return TileCoords(m, n, batch, args.k_tiles)
+        return TileCoords(m, n, batch, k_tiles, k_first=k_first, part=part)
     together = None
     if s.paired:
         m, n, together = tile_in_pair(tile, cta.m, s.tile_m, Warp())

@@ -4,11 +4,11 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 from cutlass.cutlass_dsl import min as smaller
 from cutlass.cutlass_dsl import select_
 
-from ..gemm import group_search
+from ..gemm import group_search, k_split
 from ..gemm.group_search import GroupTile, Window, holds, is_last
 from .mailbox import Mailbox
 from .warp import Warp
@@ -50,6 +50,32 @@ class SingleTileScheduler(StaticScheduler):
 
     def next_tile(self, state, tile, reader):
         return state.total, reader
+
+
+class SplitScheduler(StaticScheduler):
+    """The static scheduler of items that may be parts of tiles; a tile is a `WorkUnit`.
+
+    NOTE: clusters of one launch wait for each other, at the last part of a tile (`finish.py`), and
+    other work may hold SMs. None waits for ever: there are no more ranges than clusters, so cluster
+    c has range c and waits only for clusters below c. CTAs start in the order of their index, so
+    these are resident or done, and cluster 0 waits for nobody.
+    """
+
+    def setup(self, words, args, num_reader_warps):
+        return args
+
+    def first_tile(self, state):
+        item, reader = super().first_tile(state)
+        unit = k_split.first_unit(state.split_k.tape, state.k_tiles, item, Int64, Int32)
+        return unit, reader
+
+    def exists(self, state, unit):
+        return unit.item < state.split_k.tape.items
+
+    def next_tile(self, state, unit, reader):
+        stride, _ = super().next_tile(state, Int32(0), reader)
+        tape = state.split_k.tape
+        return k_split.next_unit(tape, state.k_tiles, unit, stride, Int64, Int32), reader
 
 
 class DynamicScheduler(StaticScheduler):
@@ -193,4 +219,6 @@ TILE_SCHEDULERS = {
 
 def make_scheduler(spec):
     """Returns the scheduler of `spec`'s tiles; that of groups claims statically or dynamically."""
+    if spec.split_k:
+        return SplitScheduler(spec)
     return (GroupedScheduler if spec.grouped else TILE_SCHEDULERS[spec.tile_scheduler])(spec)

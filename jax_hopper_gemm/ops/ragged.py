@@ -38,9 +38,10 @@ def ragged_dot(
 ) -> Results:
     """Multiplies each run of rows of `lhs` by its own matrix from `rhs`, as `jax.lax.ragged_dot`.
 
-    On a Hopper GPU a product of bfloat16 or float16 arrays runs on a kernel that reads the sizes
-    from the GPU's memory; everything else runs on XLA. dgrad and wgrad are grouped GEMMs too and
-    read `rhs` in place; derivatives of any order and every `vmap` work. Accumulates in float32.
+    On a Hopper GPU a product of bfloat16, float16 or 8-bit arrays runs on a kernel that reads the
+    sizes from the GPU's memory; everything else runs on XLA. dgrad and wgrad are grouped GEMMs
+    too and read `rhs` in place; derivatives of any order and every `vmap` work. Accumulates in
+    float32.
 
     Rows past the last group come back as zeros. A negative size counts as 0, and sizes are cut at
     the last row.

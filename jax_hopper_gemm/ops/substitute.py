@@ -144,7 +144,7 @@ def _transposes_of_products(jaxpr: Any, chosen: Callable[[Any], bool]) -> dict[A
 
 
 def _ends_with_batch(product: Any, order: Sequence[int]) -> bool:
-    """Whether a product's axes end with a batch axis in this order, but for those of extent 1."""
+    """Whether a batch axis of a product comes last in an order of its axes, but for unit axes."""
     _, (batch, _) = product.params["dimension_numbers"]
     shape = product.outvars[0].aval.shape
     return [axis < len(batch) for axis in order if shape[axis] != 1][-1:] == [True]

@@ -27,18 +27,22 @@ import jax
 import nnx_step
 import notebook_block
 from moe_programs import moe_specs
-from support import random_grouped, random_products, training_step
+from support import eight_bit, random_grouped, random_products, training_step
 from support.fused_programs import FUSED_PROGRAMS
 from support.grouped_programs import GROUPED_PROGRAMS
 from support.mesh_programs import mesh_specs
 from support.operations import operation_specs
 from support.policies import (
+    block_specs,
     chosen_epilogue_specs,
     covering_specs,
+    eight_bit_specs,
+    eight_bit_variants,
     epilogue_covering_specs,
     grouped_covering_specs,
     nested_specs,
     short_box_specs,
+    split_specs,
     stacked_specs,
 )
 from support.programs import PROGRAMS
@@ -61,13 +65,25 @@ def main() -> int:
         action="store_true",
         help="only those of mixtures of experts, on one GPU and several",
     )
+    parser.add_argument("--eight-bit", action="store_true", help="only those of operands of 8 bits")
     parser.add_argument(
         "--overlap", action="store_true", help="only those of collective products, on several GPUs"
     )
+    parser.add_argument(
+        "--split", action="store_true", help="only those that split K, without a traced epilogue"
+    )
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)  # over which XLA partitions programs
-    specs = moe_specs() if arguments.moe else all_specs()
-    specs = overlap_specs() if arguments.overlap else specs
+    if arguments.moe:
+        specs = moe_specs()
+    elif arguments.overlap:
+        specs = overlap_specs()
+    elif arguments.split:
+        specs = [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
+    elif arguments.eight_bit:
+        specs = [*eight_bit_specs(), *block_specs(), *eight_bit_variants(), *eight_bit.specs()]
+    else:
+        specs = all_specs()
     report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
     print(report)
     return 1 if report.failures else 0
@@ -81,6 +97,7 @@ def all_specs() -> list[GemmSpec]:
                 *stacked_specs(),
                 *short_box_specs(),
                 *nested_specs(),
+                *split_specs(),
                 *epilogue_covering_specs(),
                 *chosen_epilogue_specs(),
                 *grouped_covering_specs(),
@@ -99,6 +116,9 @@ def all_specs() -> list[GemmSpec]:
                 *(spec for axis in notebook_block.MESHES for spec in notebook_block.specs(axis)),
                 *transformation_specs(),
                 *overlap_specs(),
+                *eight_bit_specs(),
+                *block_specs(),
+                *eight_bit.specs(),
             )
         )
     )

@@ -37,6 +37,8 @@ from jax_hopper_gemm.launch.plan import (
 TENSOR_MAP_BYTES = PARAM_BYTES["tensor_map"]
 TENSOR_MAP_ALIGNMENT = 64
 
+WORKSPACE_GUARD = 4096  # bytes behind each workspace
+
 _ENCODE_SINCE = 12000  # the CUDA version that brought cuTensorMapEncodeTiled
 _L2_PROMOTION_128B = 2  # CUtensorMapL2promotion, as the FFI library sets it
 
@@ -66,6 +68,7 @@ class Launch:
 
     Attributes:
       plan: what is launched.
+      workspaces: the plan's, with `WORKSPACE_GUARD` bytes behind each.
       buffers: those given and the plan's workspaces; kept alive.
 
     Raises:
@@ -74,7 +77,9 @@ class Launch:
 
     def __init__(self, gpu: Gpu, kernel: int, plan: LaunchPlan, buffers: Sequence[Buffer | Part]):
         self.gpu, self.plan = gpu, plan
-        self.buffers = [*buffers, *(gpu.allocate(w.nbytes) for w in plan.workspaces)]
+        sizes = (workspace.nbytes + WORKSPACE_GUARD for workspace in plan.workspaces)
+        self.workspaces = [gpu.allocate(nbytes) for nbytes in sizes]
+        self.buffers = [*buffers, *self.workspaces]
         self._kernel = gpu.driver.CUkernel(kernel)
         self._check_parameters()
         self._arguments = [self._argument(param) for param in plan.params]

@@ -48,6 +48,18 @@ class HostGpu:
         pass
 
 
+class HostLaunch:
+    """A function in the place of a launch without workspaces."""
+
+    workspaces = ()
+
+    def __init__(self, function):
+        self._function = function
+
+    def __call__(self):
+        self._function()
+
+
 def run_on_host(monkeypatch, problem, a, b, spoil=lambda launches, d, flat: None, repeats=1):
     """trial.run, with NumPy for the kernel; `spoil` then does what a bug would."""
     launches = itertools.count()
@@ -67,7 +79,7 @@ def run_on_host(monkeypatch, problem, a, b, spoil=lambda launches, d, flat: None
             d[:] = (a.astype(np.float32) @ b.astype(np.float32)).astype(d.dtype)
             spoil(next(launches), d, flat[2])
 
-        return launch
+        return HostLaunch(launch)
 
     monkeypatch.setattr(trial, "prepare", prepare)
     gpu: Any = HostGpu()
@@ -103,7 +115,7 @@ def run_epilogue_on_host(monkeypatch, spec, spoil=lambda results: None, num_sms=
                 array[:] = right
             spoil(written)
 
-        return launch
+        return HostLaunch(launch)
 
     monkeypatch.setattr(trial, "prepare", prepare)
     gpu: Any = HostGpu()

@@ -1,8 +1,8 @@
 """A kernel on trial: run on memory where any access out of place shows.
 
 The gaps in and around all inputs hold NaNs, so an element that is read but is not the problem's
-spoils the result; around integers they hold large ones. Results and all around them are filled
-with NaNs before each run, so an element that is not written stays one, and what is written
+spoils the result; around integers they hold large ones. Results, workspaces and all around them are
+filled with NaNs before each run, so an element that is not written stays one, and what is written
 outside is found; so is what is written to an input or around it.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-from support.direct import prepare
+from support.direct import WORKSPACE_GUARD, prepare
 from support.gpu import Gpu
 from support.places import Place, result_places
 from support.reference import input_places
@@ -36,6 +36,7 @@ class Inputs:
       operands: of the epilogue: (L, M, N), rows (L, N), columns (L, M), scalars (L,).
       sizes: of a grouped product, int32.
       indices: of the rows that are gathered, int32.
+      scales: of blocks of A and of B, (L, blocks along K, blocks) float32.
       index: (1,) int32: which matrix of a stack is the operand, whose L is that of the stack.
 
     Of a grouped product's arrays some have L = 1, as `reference.input_places` says.
@@ -47,6 +48,7 @@ class Inputs:
     sizes: np.ndarray | None = None
     indices: np.ndarray | None = None
     index: np.ndarray | None = None
+    scales: tuple[np.ndarray, ...] = ()
 
 
 def run(
@@ -96,6 +98,7 @@ def run_all(
     pending += [
         array for array in (inputs.sizes, inputs.indices, inputs.index) if array is not None
     ]
+    pending += inputs.scales
     given, uploaded, buffers = [], [], []
     for places in input_places(problem):
         values = [pending.pop(0) for _ in places]
@@ -112,8 +115,8 @@ def run_all(
     launch = prepare(gpu, problem, spec, raster_order, buffers, num_sms)
 
     def launched() -> list[np.ndarray]:
-        for output in outputs:
-            output.fill(POISON)
+        for buffer in (*outputs, *launch.workspaces):
+            buffer.fill(POISON)
         launch()
         gpu.synchronize()
         return [
@@ -130,6 +133,9 @@ def run_all(
             )
     for i, (flat, buffer) in enumerate(zip(given, uploaded, strict=True)):
         assert_unchanged(flat, buffer.download("uint8"), f"{spec.name}, input {i},")
+    for i, workspace in enumerate(launch.workspaces):
+        behind = workspace.download("uint8")[-WORKSPACE_GUARD:]
+        assert (behind == POISON).all(), f"{spec.name} wrote behind workspace {i}"
     results = []
     for i, (bits, place) in enumerate(zip(first, places, strict=True)):
         assert_untouched_outside(place, bits, f"{spec.name}, result {i},")
@@ -142,7 +148,7 @@ def guarded(places: Sequence[Place], values: Sequence[np.ndarray]) -> np.ndarray
     """Returns a flat array with `values` in their places, NaNs or large integers elsewhere."""
     dtype = jnp.dtype(places[0].dtype)
     elements = max(place.end for place in places) + 2 * GUARD
-    poison = LARGE if dtype == np.int32 else POISON
+    poison = LARGE if dtype.kind == "i" else POISON
     flat = np.full(elements * dtype.itemsize, poison, np.uint8).view(dtype)
     for place, value in zip(places, values, strict=True):
         array = place.view(flat[GUARD:])

@@ -12,6 +12,7 @@ from .dense import check_einsum as check_einsum
 from .dense import check_explained as check_explained
 from .dense import check_matmul as check_matmul
 from .dense import checked_axes as checked_axes
+from .dense import matmul_axes as matmul_axes
 from .gated import check_gated as check_gated
 from .ragged import GroupArguments as GroupArguments
 from .ragged import check_group_operands as check_group_operands

@@ -1,0 +1,49 @@
+"""The machine code of kernels whose clusters share the k-tiles of a tile."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from support.compiling import skip_without_compiler
+from support.policies import split_specs
+
+from jax_hopper_gemm.cubin.sass import disassemble, parse_sass
+from jax_hopper_gemm.gemm.spec import GemmSpec
+
+skip_without_compiler()
+
+pytestmark = pytest.mark.compile
+
+LARGE = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256, epi_stages=2)
+SPECS = [
+    replace(LARGE, split_k=True, cluster_m=2),
+    replace(LARGE, split_k=True, tile_n=128, warp_schedule="pingpong"),
+    *split_specs()[::6],
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_partial_sums_travel_in_vectors_and_wgmma_waits_for_nothing_more(spec, tmp_path):
+    kernels = pytest.importorskip("jax_hopper_gemm.kernels")
+    whole = disassemble(kernels.compile_cubin(replace(spec, split_k=False), tmp_path))
+    split = disassemble(kernels.compile_cubin(spec, tmp_path))
+    facts, of_whole = parse_sass(split), parse_sass(whole)
+    assert facts.local_accesses == 0, "the kernel spills"
+    assert (facts.wgmma, facts.tma_loads) == (of_whole.wgmma, of_whole.tma_loads)
+    assert waits(split) == waits(whole), "of a divergent loop ptxas makes a wait for each wgmma"
+    vectors = spec.tile_registers // 4
+    assert len(re.findall(r"\bSTG\.E\.128", split)) - len(re.findall(r"\bSTG\.E\.128", whole)) == (
+        vectors
+    )
+    runs_ahead = spec.tile_registers <= 64  # then a slot is loaded ahead of the loop, too
+    assert len(re.findall(r"\bLDG\.E\.128", split)) == vectors * (1 + runs_ahead)
+    assert "MEMBAR.ALL.GPU" in split
+    assert len(re.findall(r"\bSTG\.E\.64\.STRONG\.GPU", split)) == 1, "one release of a flag"
+    assert len(re.findall(r"\bLDG\.E\.64\.STRONG\.GPU", split)) == 1, "one wait for it"
+
+
+def waits(code: str) -> int:
+    """Returns the instructions that wait for wgmma."""
+    return len(re.findall(r"\bWARPGROUP\.DEPBAR", code))
