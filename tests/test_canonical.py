@@ -137,9 +137,8 @@ def test_axes_that_do_not_lie_evenly_nest(subscripts, extents, m, outer):
     expected = np.einsum(subscripts, lhs, rhs)
     assert (found.problem.m, found.problem.outer) == (m, outer)
     np.testing.assert_array_equal(run(found, lhs, rhs, expected.shape), expected)
-    assert found.problem.bytes == 2 * (lhs.size + rhs.size + expected.size), (
-        "what is broadcast is read once"
-    )
+    read_once = lhs.size + rhs.size + expected.size
+    assert found.problem.bytes == 2 * read_once, "what is broadcast is read once"
 
 
 def test_a_vector_of_the_epilogue_varies_along_any_axes_of_a_nested_batch():
