@@ -175,22 +175,20 @@ def dot_general(
     lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in pair)
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
+    steps = Steps("dot_general", epilogue=epilogue)
+    options = Options(
+        implementation, precision, preferred_element_type, preactivation,
+        cotangent_dtype=checks.as_cotangent_dtype("dot_general", cotangent_dtype),
+    )  # fmt: skip
     if is_quantized(*pair):
-        steps = Steps("dot_general", epilogue=epilogue)
-        options = Options(implementation, precision, preferred_element_type, preactivation)
         named_pair = ("lhs", pair[0]), ("rhs", pair[1])
         return run_quantized(
             "dot_general", named_pair, dimension_numbers, steps, tuple(epilogue_operands), options
         )
     named = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
     return _run(
-        JaxProduct(lax.dot_general, named),
-        (lhs, rhs), Steps("dot_general", epilogue=epilogue), (), epilogue_operands,
-        Options(
-            implementation, precision, preferred_element_type, preactivation,
-            cotangent_dtype=checks.as_cotangent_dtype("dot_general", cotangent_dtype),
-        ),
-    )  # fmt: skip
+        JaxProduct(lax.dot_general, named), (lhs, rhs), steps, (), epilogue_operands, options
+    )
 
 
 def einsum(
