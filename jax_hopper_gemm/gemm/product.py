@@ -24,10 +24,20 @@ class Options:
     preactivation: Preactivation = "save"  # gradients find the product stored or compute it anew
     max_sms: int | None = None  # how many SMs a kernel may use; None: all
 
+    # Whether a row's bits depend neither on the number of rows nor on the others; needs a kernel.
+    batch_invariant: bool = False
+
     def __post_init__(self) -> None:
         for name in ("precision", "preferred_element_type"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
+
+    @property
+    def insists(self) -> str | None:
+        """The argument by which the user takes a kernel or, on a GPU, an error; None: no one."""
+        if self.implementation == "hopper":
+            return "implementation='hopper'"
+        return "batch_invariant=True" if self.batch_invariant else None
 
     def of_dot(self) -> dict[str, Any]:
         """Returns those options that JAX's own products have, as their arguments."""

@@ -13,11 +13,13 @@ from jax.typing import ArrayLike, DTypeLike
 from ..gemm.product import Implementation, Options, Preactivation
 from . import checks
 from .activations import Activation, activation_function
+from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .ragged_run import BASIC, RaggedArrays, run_product, run_scaled_sum, run_with_epilogue
 from .sm_limit import current_max_sms
 from .steps import Results, Steps, named_in
 
 
+@takes_batch_invariant
 def ragged_dot(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -34,6 +36,7 @@ def ragged_dot(
     epilogue_operands: Sequence[ArrayLike] = (),
     preactivation: Preactivation = "save",
     implementation: Implementation = None,
+    batch_invariant: bool | None = None,
 ) -> Results:
     """Multiplies each run of rows of `lhs` by its own matrix from `rhs`, as `jax.lax.ragged_dot`.
 
@@ -66,6 +69,7 @@ def ragged_dot(
       group_sizes: (G,) integers, on the GPU; zeros are fine.
       precision, preferred_element_type, implementation: as in `matmul`. "xla" computes what
         `jax.lax.ragged_dot` does.
+      batch_invariant: as in `matmul`.
       group_offset: the number of the first group in `rhs`, () or (1,), for devices that hold the
         matrices of some groups; `group_sizes` are those of all groups. Rows of other groups come
         back as zeros, so that a `jax.lax.psum` over the devices completes the product.
@@ -104,6 +108,7 @@ def ragged_dot(
     )
     operands = checks.check_steps(op, epilogue, epilogue_operands, plain, options)
     arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices)
+    options = with_batch_invariance(options)
     if plain:
         product: Any = run_product(op, arrays, BASIC, options, out_sharding)
         return product
@@ -114,6 +119,7 @@ def ragged_dot(
     return run_with_epilogue(op, arrays, operands, steps, options, out_sharding)
 
 
+@takes_batch_invariant
 def ragged_dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -128,6 +134,7 @@ def ragged_dot_general(
     beta: ArrayLike | None = None,
     c: ArrayLike | None = None,
     implementation: Implementation = None,
+    batch_invariant: bool | None = None,
 ) -> jax.Array:
     """Contracts two arrays, an axis of `lhs` in groups, by the rules of `jax.lax`'s.
 
@@ -157,6 +164,7 @@ def ragged_dot_general(
       ragged_dot_dimension_numbers: a `jax.lax.RaggedDotDimensionNumbers`.
       group_offset: as in `ragged_dot`, where the ragged axis is a free one.
       precision, out_sharding, implementation: as in `ragged_dot`.
+      batch_invariant: as in `matmul`.
       preferred_element_type: dtype of the result; if None that of `c`, else the promoted dtype of
         the operands.
       alpha, beta: numbers or scalar arrays, where the ragged axis is contracted. `beta` is 1 if
@@ -191,5 +199,6 @@ def ragged_dot_general(
     options = Options(implementation, precision, preferred_element_type, max_sms=current_max_sms())
     if names:
         operands = tuple(terms[name] for name in names)
+        options = with_batch_invariance(options)
         return run_scaled_sum(arrays, operands, Steps(op, names), numbers, options, out_sharding)
-    return run_product(op, arrays, numbers, options, out_sharding)
+    return run_product(op, arrays, numbers, with_batch_invariance(options), out_sharding)

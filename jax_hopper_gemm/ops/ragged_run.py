@@ -305,8 +305,8 @@ def left_to_lax(
 
 def _refuse_hopper(op: str, reason: str, options: Options) -> None:
     """Raises if the user insists on a kernel, and JAX's own product is the answer."""
-    if options.implementation == "hopper":
-        raise NotImplementedError(f"implementation='hopper': no kernel runs {op}: {reason}")
+    if options.insists:
+        raise NotImplementedError(f"{options.insists}: no kernel runs {op}: {reason}")
 
 
 @memoised
