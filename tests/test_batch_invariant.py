@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from support.invariant_programs import INVARIANT_PROGRAMS
 from support.program_inspection import integers, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.dispatch import H200, Device, choose, choose_invariant
+from jax_hopper_gemm.dispatch.invariance import reduces_rows
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Result
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -184,6 +186,16 @@ def test_partial_sums_are_added_pair_by_pair():
     first = [p[0] + p[3], p[1] + p[4], p[2] + p[5], p[6]]
     expected = (first[0] + first[2]) + (first[1] + first[3])
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", INVARIANT_PROGRAMS)
+def test_every_program_of_the_gpu_run_has_one_order_of_sums(name):
+    found = INVARIANT_PROGRAMS[name].specs()
+    reduces = {reduces_rows(spec.graph) for spec in found}
+    assert len(reduces) == 1
+    assert len({order(spec, reduces == {True}) for spec in found}) == 1
+    if reduces == {False}:
+        assert len({spec.tile_m * spec.tile_n for spec in found}) > 1
 
 
 # What is refused.
