@@ -52,7 +52,7 @@ def shapes_of(case: Case) -> list[tuple[int, ...]]:
 
 def decision_of(case: Case) -> dispatch.Decision:
     lhs, rhs = shapes_of(case)
-    gemm = as_gemm(Subscripts.parse(case[0]), lhs, rhs, "bfloat16", "bfloat16")
+    gemm = as_gemm(Subscripts.parse(case[0]), lhs, rhs, ("bfloat16", "bfloat16"), "bfloat16")
     return dispatch.choose(gemm.problem, dispatch.H200, kernel_only=True)
 
 

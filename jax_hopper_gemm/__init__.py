@@ -6,12 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .lowering.fallback import FallbackWarning as FallbackWarning
+from .ops import Quantized as Quantized
 from .ops import batch_invariant as batch_invariant
 from .ops import dot_general as dot_general
 from .ops import einsum as einsum
 from .ops import gated_linear_unit as gated_linear_unit
 from .ops import matmul as matmul
 from .ops import max_sms as max_sms
+from .ops import quantize as quantize
 from .ops import ragged_dot as ragged_dot
 from .ops import ragged_dot_general as ragged_dot_general
 
@@ -36,11 +38,11 @@ if TYPE_CHECKING:
 
 # All but `__version__` and `nn`: a star import must work without Flax.
 __all__ = [
-    "Explanation", "FallbackWarning", "FoundProduct", "ProductReport", "accelerate",
+    "Explanation", "FallbackWarning", "FoundProduct", "ProductReport", "Quantized", "accelerate",
     "all_gather_matmul", "batch_invariant", "checkpoint_policy", "dot_general", "einsum", "explain",
     "explain_gated_linear_unit", "export_disabled_checks", "gated_linear_unit",
-    "intercept_ragged_dot", "matmul", "matmul_reduce_scatter", "max_sms", "moe", "ragged_dot",
-    "ragged_dot_general", "report_products", "supports",
+    "intercept_ragged_dot", "matmul", "matmul_reduce_scatter", "max_sms", "moe", "quantize",
+    "ragged_dot", "ragged_dot_general", "report_products", "supports",
 ]  # fmt: skip
 
 # Modules that are imported when one of their names is first asked for.

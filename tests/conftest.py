@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,6 +13,7 @@ import jax
 import jaxlib.version
 import pytest
 from fake_driver.harness import build_fakes
+from support.covering import covering_subset
 
 from jax_hopper_gemm import sharding
 from jax_hopper_gemm.dispatch import choice
@@ -23,19 +26,49 @@ GPU_TESTS = Path(__file__).with_name("gpu")
 
 # For XLA's CPU backend: these programs take far longer to compile than to run.
 # NOTE: a number that a program computes twice may differ in its last bit.
-QUICK_COMPILES = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+QUICK_COMPILES = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "XLA_FLAGS": "--xla_cpu_parallel_codegen_split_count=1",
+}
 if jaxlib.version.__version_info__[:2] == (0, 10):  # later ones refuse the flag
-    QUICK_COMPILES["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+    QUICK_COMPILES["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+
+
+def marks_left_out(config: pytest.Config) -> set[str]:
+    """Returns the marks that the option `-m` excludes."""
+    expression = config.getoption("markexpr") or ""
+    excluded = set(re.findall(r"not (\w+)", expression))
+    if expression == "quick":
+        excluded.add("compile")
+    if expression and "gpu" not in expression:
+        excluded.add("gpu")
+    return excluded
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    expression = config.getoption("markexpr") or ""
-    if "not gpu" in expression or (expression and "gpu" not in expression):
+    if "gpu" in marks_left_out(config):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_disable_most_optimizations", True)
         for variable, value in QUICK_COMPILES.items():  # read later, and by other processes
             os.environ.setdefault(variable, value)
     jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files of which `-m` excludes every test: to import some takes seconds."""
+    left_out = marks_left_out(config)
+    if collection_path == GPU_TESTS:
+        return True if "gpu" in left_out else None
+    if collection_path.suffix != ".py":
+        return None
+    marks = re.findall(r"^pytestmark = \[?pytest\.mark\.(\w+)", collection_path.read_text(), re.M)
+    return True if left_out.intersection(marks) else None
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector the modules and items, which stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -49,14 +82,25 @@ def optimised() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as `quick` the first case of each test that is not marked as slow."""
-    seen = set()
+    """Marks as `quick` the first case of each test that is not slow, as `repeated` what it can."""
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        slow = any(item.get_closest_marker(mark) for mark in ("slow", "compile"))
-        if function not in seen and not slow and GPU_TESTS not in item.path.parents:
-            item.add_marker(pytest.mark.quick)
-        seen.add(function)
+        if GPU_TESTS not in item.path.parents:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for first, *others in tests.values():
+        if not any(first.get_closest_marker(mark) for mark in ("slow", "compile")):
+            first.add_marker(pytest.mark.quick)
+        telling = covering_subset([first, *others], chosen_values)
+        for item in others:
+            if item not in telling:
+                item.add_marker(pytest.mark.repeated)
+
+
+def chosen_values(item: pytest.Item) -> list[tuple[str, type, str]]:
+    """Returns the values that a case has of its test's parameters."""
+    callspec = getattr(item, "callspec", None)
+    params: dict[str, object] = callspec.params if callspec else {}
+    return [(name, type(value), repr(value)) for name, value in params.items()]
 
 
 @pytest.fixture

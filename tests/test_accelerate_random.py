@@ -42,6 +42,7 @@ def assert_alike(ours: Any, theirs: Any, exact: Any) -> None:
             assert np.abs(x - z).max() <= allowed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_fused")
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_results_and_derivatives_are_those_of_the_program(seed: int) -> None:

@@ -133,6 +133,7 @@ MOST_PARAMETERS = 8
 
 # What users call, in the image of JAX's and Flax's functions.
 PUBLIC = {
+    "collective/products.py": {"all_gather_matmul"},
     "moe/layer.py": {"mixture_of_experts", "grouped_mlp"},
     "moe/router.py": {"router"},
     "nn/layers.py": {"__init__"},

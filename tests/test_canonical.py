@@ -16,7 +16,9 @@ pytestmark = pytest.mark.pure
 
 
 def gemm(subscripts: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Gemm:
-    return as_gemm(Subscripts.parse(subscripts), lhs_shape, rhs_shape, "bfloat16", "bfloat16")
+    return as_gemm(
+        Subscripts.parse(subscripts), lhs_shape, rhs_shape, ("bfloat16",) * 2, "bfloat16"
+    )
 
 
 def matrices(
@@ -135,9 +137,8 @@ def test_axes_that_do_not_lie_evenly_nest(subscripts, extents, m, outer):
     expected = np.einsum(subscripts, lhs, rhs)
     assert (found.problem.m, found.problem.outer) == (m, outer)
     np.testing.assert_array_equal(run(found, lhs, rhs, expected.shape), expected)
-    assert found.problem.bytes == 2 * (lhs.size + rhs.size + expected.size), (
-        "what is broadcast is read once"
-    )
+    read_once = lhs.size + rhs.size + expected.size
+    assert found.problem.bytes == 2 * read_once, "what is broadcast is read once"
 
 
 def test_a_vector_of_the_epilogue_varies_along_any_axes_of_a_nested_batch():
@@ -203,7 +204,9 @@ def graph(*kinds: str, accumulators: int = 1, planes: int = 1) -> EpilogueGraph:
 def fused(
     subscripts: str, lhs: tuple[int, ...], rhs: tuple[int, ...], epilogue: EpilogueGraph, *labels
 ) -> Gemm:
-    return as_gemm(Subscripts.parse(subscripts), lhs, rhs, "bfloat16", "bfloat16", epilogue, labels)
+    return as_gemm(
+        Subscripts.parse(subscripts), lhs, rhs, ("bfloat16",) * 2, "bfloat16", epilogue, labels
+    )
 
 
 @pytest.mark.parametrize(

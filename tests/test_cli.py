@@ -103,6 +103,7 @@ def test_measuring_needs_a_gpu(capsys, words):
     assert error.startswith("error: ") and ("GPU" in error or "driver" in error)
 
 
+@pytest.mark.slow
 def test_cache_is_shown_and_cleared(capsys, empty_cache):
     assert json_of(capsys, "cache", "show") == {"folder": str(empty_cache), "entries": []}
     (spec, *_) = dispatch.table_specs(dispatch.H200, [("bfloat16", "bfloat16")])
@@ -114,6 +115,7 @@ def test_cache_is_shown_and_cleared(capsys, empty_cache):
     assert cubin.cache_entries() == []
 
 
+@pytest.mark.slow
 def test_build_fills_a_folder_and_reuses_it(capsys, tmp_path, monkeypatch):
     specs = dispatch.table_specs(dispatch.H200, [("float16", "float16")])[:2]
     monkeypatch.setattr(dispatch, "table_specs", lambda device, dtypes: list(specs))
@@ -226,6 +228,7 @@ def test_tune_wants_products(capsys, fake_timers):
     assert "--suite" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_demo_checks_a_product_and_shows_a_kernel(empty_cache):
     done = subprocess.run(
         [sys.executable, "-m", "jax_hopper_gemm", "--json"],

@@ -33,11 +33,11 @@ def test_partial_sums_travel_in_vectors_and_wgmma_waits_for_nothing_more(spec, t
     assert facts.local_accesses == 0, "the kernel spills"
     assert (facts.wgmma, facts.tma_loads) == (of_whole.wgmma, of_whole.tma_loads)
     assert waits(split) == waits(whole), "of a divergent loop ptxas makes a wait for each wgmma"
-    vectors = spec.acc_registers // 4
+    vectors = spec.tile_registers // 4
     assert len(re.findall(r"\bSTG\.E\.128", split)) - len(re.findall(r"\bSTG\.E\.128", whole)) == (
         vectors
     )
-    runs_ahead = spec.acc_registers <= 64  # then a slot is loaded ahead of the loop, too
+    runs_ahead = spec.tile_registers <= 64  # then a slot is loaded ahead of the loop, too
     assert len(re.findall(r"\bLDG\.E\.128", split)) == vectors * (1 + runs_ahead)
     assert "MEMBAR.ALL.GPU" in split
     assert len(re.findall(r"\bSTG\.E\.64\.STRONG\.GPU", split)) == 1, "one release of a flag"

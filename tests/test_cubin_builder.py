@@ -29,6 +29,7 @@ def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(lookup, "_known", {})
 
 
+@pytest.mark.slow
 def test_build_fills_the_cache_and_lists_failures_at_the_end(capfd):
     report = cubin.build([SPEC, ILLEGAL, OTHER, SPEC], jobs=2)
     assert (report.compiled, report.reused) == ((SPEC, OTHER), ())
@@ -43,6 +44,7 @@ def test_build_fills_the_cache_and_lists_failures_at_the_end(capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_built_folder_serves_a_machine_without_cutlass(tmp_path):
     folder = tmp_path / "shipped"
     assert cubin.build([SPEC], folder=folder, progress=False).compiled == (SPEC,)
@@ -68,6 +70,7 @@ def test_a_built_folder_serves_a_machine_without_cutlass(tmp_path):
     assert again.reused == (SPEC,)
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_a_failure_of_build(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("JAX_HOPPER_GEMM_CACHE", str(tmp_path / "file" / "cache"))

@@ -27,6 +27,7 @@ def test_digest_is_64_hexadecimal_digits():
     assert re.fullmatch("[0-9a-f]{64}", digest_of(SPEC))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", ["0", "1"])
 def test_other_processes_find_the_same_digest(seed):
     source = "from support.cubin_samples import SPEC; from jax_hopper_gemm.cubin import digest_of\n"
@@ -35,6 +36,7 @@ def test_other_processes_find_the_same_digest(seed):
     )
 
 
+@pytest.mark.slow
 def test_digest_needs_no_cutlass():
     source = (
         HIDE_CUTLASS
@@ -47,6 +49,7 @@ def test_digest_needs_no_cutlass():
     assert run_python(source).strip() == digest_of(SPEC)
 
 
+@pytest.mark.slow
 def test_cubin_imports_neither_cutlass_nor_cuda_nor_jax():
     source = """
     import sys
@@ -258,6 +261,7 @@ def test_other_words_in_this_package_keep_its_digest(package):
     assert digest.source_digest(package) == digest.kernel_source_digest()
 
 
+@pytest.mark.slow
 def test_other_numbers_in_any_module_of_this_package_change_its_digest(package):
     found = digest.deciding_statements(package)
     modules = {module for (module, _), each in found.items() if re.search(r"value=\d", each.text)}

@@ -105,6 +105,7 @@ def test_two_threads_compile_once(compiles):
     assert compiles == [SPEC]
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_compile_once(tmp_path):
     source = (
         FAKE_COMPILER
@@ -152,6 +153,7 @@ FORKS = (
 )
 
 
+@pytest.mark.slow
 def test_a_fork_while_a_thread_compiles_leaves_the_child_free_to_compile(tmp_path):
     folders = {
         "JAX_HOPPER_GEMM_CACHE": str(tmp_path / "cache"),
@@ -172,6 +174,7 @@ def test_prebuilt_comes_before_the_cache_and_the_cache_before_the_compiler(compi
     assert compiles == []
 
 
+@pytest.mark.slow
 def test_prebuilt_kernels_need_no_compiler_and_no_cache(tmp_path):
     content = write_entry("prebuilt", b"prebuilt".ljust(64))
     source = (

@@ -64,6 +64,7 @@ def use(tmp_path, *entries: Entry) -> None:
     load_table(path)
 
 
+@pytest.mark.slow
 def test_choices_are_legal_buildable_and_the_same_again():
     random, chosen = Random(7), 0
     for name in STANDARD:

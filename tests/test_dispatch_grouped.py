@@ -35,7 +35,7 @@ from jax_hopper_gemm.dispatch.cost import (
 )
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, read_table, write_table
-from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
+from jax_hopper_gemm.gemm.dtypes import HALVES, RESULTS
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Result
 from jax_hopper_gemm.gemm.group_search import MAX_LENGTH
 from jax_hopper_gemm.gemm.groups import VarlenAxis
@@ -67,7 +67,7 @@ def random_problem(random: Random) -> GemmProblem:
         axis, length if axis == "m" else m, n, length if axis == "k" else k,
         random.choice([1, 2, 8, 60, 128, 1000]),
         b_major=random.choice(["n", "k"]) if axis == "m" else "n",
-        dtype=random.choice(OPERANDS),
+        dtype=random.choice(HALVES),
         d_dtype=random.choice(RESULTS),
     )  # fmt: skip
     if axis == "m" and random.random() < 0.3:  # a batch of sizes, the weights shared
@@ -75,6 +75,7 @@ def random_problem(random: Random) -> GemmProblem:
     return problem
 
 
+@pytest.mark.slow
 def test_choices_are_legal_buildable_and_the_same_again():
     random, buildable = Random(30), set(table_specs(H200))
     chosen = set()
@@ -96,7 +97,7 @@ def test_choices_are_legal_buildable_and_the_same_again():
 
 
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("dtype", OPERANDS)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("d_dtype", RESULTS)
 def test_every_grouped_configuration_becomes_a_kernel(axis, dtype, d_dtype):
     for b_major in ("n", "k") if axis == "m" else ("n",):
@@ -109,7 +110,7 @@ def test_every_grouped_configuration_becomes_a_kernel(axis, dtype, d_dtype):
 
 
 def test_what_can_be_chosen_holds_the_grouped_kernels_of_each_dtype():
-    pairs = list(product(OPERANDS, RESULTS))
+    pairs = list(product(HALVES, RESULTS))
     found = {(s.grouped, s.a_dtype, s.d_dtype) for s in table_specs(H200)}
     assert found == {(axis, *pair) for axis in (None, *AXES) for pair in pairs}
     half = table_specs(H200, [("float16", "float32")])

@@ -184,7 +184,7 @@ def damaged(tmp_path, change) -> str:
         (lambda d, e: e.update(m=True), ["m is True", "int"]),
         (lambda d, e: e.update(k=0), ["k is 0"]),
         (lambda d, e: e.update(a_major="n"), ["a_major is 'n'"]),
-        (lambda d, e: e.update(a_dtype="int8", b_dtype="int8"), ["A and B are int8"]),
+        (lambda d, e: e.update(a_dtype="int8", b_dtype="int8"), ["B is int8, which", "(N, K)"]),
         (lambda d, e: e.update(prefer="cublas"), ["prefer is 'cublas'"]),
         (lambda d, e: e.update(kernel_us=-1), ["kernel_us is -1"]),
         (lambda d, e: e.update(kernel_us=10**400), ["kernel_us is 1000", "not a positive number"]),

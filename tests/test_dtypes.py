@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,8 +13,10 @@ from jax_hopper_gemm.gemm.dtypes import (
     EPILOGUE,
     OPERANDS,
     RESULTS,
+    multiply,
     one_of,
     residual_of,
+    results_of,
     short_name,
 )
 
@@ -38,9 +42,19 @@ def test_digits_are_those_of_the_float(name):
 @pytest.mark.parametrize("name", OPERANDS)
 def test_an_operand_says_how_it_is_multiplied(name):
     row = DTYPES[name]
-    assert row.mma_k * row.itemsize == 32 and "k" in row.majors and row.fraction_bits
-    assert jax.lax.DotAlgorithmPreset[row.algorithm].accumulation_type == jnp.float32
-    assert row.residual in RESULTS and residual_of(name) == row.residual
+    assert row.mma_k * row.itemsize == 32 and "k" in row.majors and multiply(name, name)
+    assert (row.majors == ("k",)) == (row.itemsize == 1)
+    if row.accumulator == "int32":
+        assert results_of(name) == (*RESULTS, "int32") and residual_of(name) == name
+        return
+    for algorithm in filter(None, (row.algorithm, row.promoted_algorithm)):
+        assert jax.lax.DotAlgorithmPreset[algorithm].accumulation_type == jnp.float32
+    assert row.residual in RESULTS and residual_of(name) == row.residual and row.fraction_bits
+
+
+def test_operands_of_one_kind_are_multiplied_in_any_mix():
+    pairs = {(a, b) for a, b in product(OPERANDS, OPERANDS) if multiply(a, b) and a != b}
+    assert pairs == {("float8_e4m3fn", "float8_e5m2"), ("float8_e5m2", "float8_e4m3fn")}
 
 
 def test_other_dtypes_are_their_own_residuals():

@@ -82,6 +82,7 @@ def test_empty_variables_count_as_unset(monkeypatch):
     ffi_library.library_path()
 
 
+@pytest.mark.slow
 def test_wrong_variables_do_not_disturb_the_import(tmp_path):
     names = ("CUBINS", "CACHE", "TABLE")
     done = subprocess.run(

@@ -50,12 +50,15 @@ def check(call: Call) -> str:
     return explanation.path
 
 
+@pytest.mark.pure
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_kernel_that_is_said_is_launched(part: int):
     paths = Counter(map(check, CALLS[part::PARTS]))
     assert min(paths[path] for path in ("hopper", "xla", "refused")) > 0, paths
 
 
+@pytest.mark.slow
 def test_the_draws_cover_what_decides():
     reports = [jhg.report_products(call.function, *call.arguments) for call in CALLS]
     explanations = [report.taken[0].explanation for report in reports]

@@ -78,6 +78,7 @@ def product(extent: int) -> export.Exported:
     return runnable(export.export(function, platforms=["cuda"], disabled_checks=checks)(a))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", sorted(DATA.glob("*.jax_export")), ids=lambda path: path.stem)
 def test_a_program_of_each_version_runs_on_the_kernels_that_were_built_for_it(
     on_cpu, monkeypatch, program
@@ -99,6 +100,7 @@ def test_a_program_of_each_version_runs_on_the_kernels_that_were_built_for_it(
     assert sorted(launched(on_cpu)) == sorted(planned(backward))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["static", "dynamic"])
 def test_a_kernel_that_is_timed_is_launched_as_it_was_planned(on_cpu, compile_with, scheduler):
     problem = GemmProblem.dense(320, 512, 128, 2)
@@ -220,6 +222,7 @@ print(hits, misses, len(compiled), len(on_cpu.driver.calls("cuLaunchKernelEx")))
 """
 
 
+@pytest.mark.slow
 def test_the_second_process_compiles_neither_program_nor_kernel(fake_libraries, tmp_path):
     tmp_path.joinpath("program").write_bytes(product(272).serialize())
     tmp_path.joinpath("prebuilt").mkdir()

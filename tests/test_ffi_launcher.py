@@ -287,6 +287,7 @@ def test_a_kernel_with_other_parameters_is_never_launched(
     assert driver.calls("cuLaunchKernelEx") == []
 
 
+@pytest.mark.slow
 def test_a_plan_cut_short_or_continued_is_refused(launcher, digest):
     words = PLAN.encode()
     for length in range(len(words)):

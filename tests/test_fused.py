@@ -173,6 +173,7 @@ def test_values_are_the_same_bits(name):
     np.testing.assert_array_equal(jax.jit(ours)(*args), jax.jit(plain)(*args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_needs_jit(name):
     ours, plain, args = model(name)
@@ -187,6 +188,7 @@ def test_xla_is_plain_jax():
     assert_close(layer(x, w), jnp.tanh(x @ w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gelu", "pair", "stacked"])
 def test_16_bit_gradients_are_near_those_of_float32(name):
     ours, plain, args = model(name, dtype="bfloat16")

@@ -13,6 +13,9 @@ from support.fused_programs import FUSED_PROGRAMS
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.interop import fuse_jaxpr
 
+# The programs are long; what of JAX they depend on, shorter tests try in all versions.
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("name", FUSED_PROGRAMS)
 def test_their_kernels_compute_what_follows_products(name):
@@ -27,6 +30,7 @@ def test_their_kernels_compute_what_follows_products(name):
     assert program.operations <= operations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUSED_PROGRAMS)
 def test_an_accelerated_step_is_the_step(name, monkeypatch):
     monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)

@@ -237,9 +237,14 @@ MAPPED = [
 EACH = jnp.asarray([[2, 0, 5], [0, 1, 0], [4, 4, 4]], np.int32)
 
 
-@pytest.mark.parametrize("index, name, axes, sizes", [(i, *case) for i, case in enumerate(MAPPED)])
-def test_vmap_and_derivatives_commute(index, name, axes, sizes):
-    ours, _, args = model(name, {"preactivation": ("save", "recompute")[index % 2]})
+@pytest.mark.pure
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, axes, sizes, preactivation",
+    [(*case, ("save", "recompute")[i % 2]) for i, case in enumerate(MAPPED)],
+)
+def test_vmap_and_derivatives_commute(name, axes, sizes, preactivation):
+    ours, _, args = model(name, {"preactivation": preactivation})
     single = [[x, x + 1, 2 * x] for x in args]
     args = [
         x if axis is None else jnp.stack(each, axis)

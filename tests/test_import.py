@@ -8,6 +8,7 @@ from support.program_inspection import run_fresh
 BUDGET_MS = 150  # over `import jax`
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_import_is_quick():
     source = (
@@ -26,6 +27,7 @@ def test_import_is_quick():
     assert min(times) <= BUDGET_MS
 
 
+@pytest.mark.slow
 def test_import_brings_no_compiler_driver_or_framework():
     source = (
         "import sys, jax_hopper_gemm\n"
@@ -35,6 +37,7 @@ def test_import_brings_no_compiler_driver_or_framework():
     assert run_fresh(source) == "[]\n"
 
 
+@pytest.mark.slow
 def test_import_starts_no_backend():
     source = (
         "import jax_hopper_gemm, jax\n"
@@ -44,6 +47,7 @@ def test_import_starts_no_backend():
     assert run_fresh(source) == "2\n"
 
 
+@pytest.mark.slow
 def test_import_needs_no_library():
     source = (
         "import jax_hopper_gemm as jhg, jax.numpy as jnp\n"

@@ -198,6 +198,7 @@ def matmul_of(params: Any, x: Any) -> Any:
     return jhg.matmul(h, params["down"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_our_functions_run_inside_modules_of_equinox_and_haiku():
     equinox = pytest.importorskip("equinox", reason="needs the extra `test`")

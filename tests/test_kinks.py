@@ -189,6 +189,7 @@ def test_the_derivative_of_a_gate_after_biases_is_that_of_the_function_that_ran(
     assert_close(results, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preactivation", ["save", "recompute"])
 @pytest.mark.parametrize("name", ["relu", "abs", "clip", "where", "max"])
 def test_the_derivative_of_a_ragged_product_after_a_bias_is_that_of_the_function_that_ran(

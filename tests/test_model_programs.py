@@ -13,6 +13,7 @@ import model_programs
 import numpy as np
 import pytest
 from model_programs import FAMILIES, Model, Size
+from support.covering import ALL
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.interop import fuse_jaxpr
@@ -31,6 +32,7 @@ LARGEST_ERROR = 0.1  # of the plain program; with a larger one it would be no me
 # A bias of keys adds the same to all logits of a query: its gradient is nothing but rounding.
 BIAS_OF_KEYS = re.compile(r"\['k'\]\['b'\]|\['key'\]\['bias'\]")
 LAYERS = {"llama": 2}  # elsewhere one
+IN_NNX = ["llama", "gemma", "gpt2", "t5", "vit"]
 FUSED = {"llama": 33, "gemma": 17, "gpt2": 19, "t5": 41, "vit": 21, "mixtral": 20, "qwen3": 20}
 
 # The least part of all FLOPs of products that kernels run in a training step of the real size.
@@ -90,6 +92,7 @@ def assert_as_good(ours: Any, plain: Any, exact: Any) -> None:
     jax.tree_util.tree_map_with_path(check, *errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_training_step_is_as_good_as_the_plain_one(family: str, always_fused: None):
     model = tiny(family, LAYERS.get(family, 1))
@@ -111,7 +114,8 @@ def test_a_training_step_is_as_good_as_the_plain_one(family: str, always_fused: 
     assert fused_kernels(ours, state, batch) >= FUSED[family]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma", "gpt2", "t5", "vit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", IN_NNX if ALL else ["llama", "t5"])  # gated; two stacks
 def test_a_training_step_in_nnx_is_as_good_as_the_plain_one(family: str, always_fused: None):
     nnx: Any = pytest.importorskip("flax.nnx", reason="needs the extra `flax`")
     import nnx_programs
@@ -147,7 +151,8 @@ def test_kernels_run_all_but_attention_and_what_is_no_slower_by_xla(family: str,
     assert_on_kernels(jhg.report_products(model.step, state, batch), SHARES[family, size])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma", "gpt2", "t5", "vit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", IN_NNX)
 def test_kernels_run_as_much_of_nnx(family: str):
     nnx: Any = pytest.importorskip("flax.nnx", reason="needs the extra `flax`")
     import nnx_programs
@@ -161,6 +166,7 @@ def test_kernels_run_as_much_of_nnx(family: str):
     assert_on_kernels(report, SHARES[family, "large"])
 
 
+@pytest.mark.slow
 def test_the_benchmark_finds_the_kernels_of_its_programs():
     models: Any = pytest.importorskip("models")
     for framework in models.FRAMEWORKS:
@@ -168,6 +174,7 @@ def test_the_benchmark_finds_the_kernels_of_its_programs():
             assert models.Program("vit", "large", framework, what).specs()
 
 
+@pytest.mark.slow
 def test_models_are_what_their_names_say():
     assert model_programs.relative_buckets(4, both_ways=False).tolist() == [
         [0, 0, 0, 0], [1, 0, 0, 0], [2, 1, 0, 0], [3, 2, 1, 0],

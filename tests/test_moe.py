@@ -121,6 +121,7 @@ def test_rows_are_sorted_stably_by_group(groups):
     np.testing.assert_array_equal(sizes, np.bincount(groups.reshape(-1), minlength=3)[:3])
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_lower_expert():
     routing = moe.route(jnp.asarray([[1.0, 2, 2, 1], [0, 0, 0, 0]]), 3)
     np.testing.assert_array_equal(routing.experts, [[1, 2, 0], [0, 1, 2]])
@@ -138,6 +139,7 @@ def test_renormalised_weights_are_the_softmax_of_the_chosen_logits():
     assert_close(plain.weights, lax.top_k(jax.nn.softmax(logits), 3)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("none", "options"),
     [(-1, {}), (8, {"normalize": False}), (2**31 - 1, {"score": "sigmoid"}), (-(2**31), {})],
@@ -271,6 +273,7 @@ def test_layer_with_sigmoid_scores_is_the_loop():
     assert_close(y, looped(*args, k=2, bias=np.asarray(bias), **options))
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_dense_layer():
     args = weights_of(13, 6, 8, 10)
     ours = jax.jit(jax.grad(partial(loss, lambda *a: layer(3)(*a)[0]), (0, 1, 2, 3)))(*args)
@@ -278,6 +281,7 @@ def test_gradients_are_those_of_the_dense_layer():
     assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives_agree_with_the_dense_layer():
     args = weights_of(5, 4, 4, 3)
 
@@ -342,6 +346,7 @@ def test_grouped_mlp_leaves_rows_of_no_group_zero():
     assert_close(y, plain * jnp.arange(9.0)[:, None])
 
 
+@pytest.mark.slow
 def test_layer_maps_over_routers_and_weights():
     stacks = [jnp.stack(a) for a in zip(*(weights_of(5, 4, 4, 3, s) for s in (0, 1)), strict=True)]
     y, _ = jax.jit(jax.vmap(layer(2)))(*stacks)
@@ -381,6 +386,7 @@ def exchanged(operand, output, input_offsets, send_sizes, output_offsets, recv_s
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", expert_parallel.EXCHANGES)
 def test_experts_over_devices_are_the_layer_of_one(how, monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", exchanged)
@@ -398,6 +404,7 @@ def test_experts_over_devices_are_the_layer_of_one(how, monkeypatch):
     assert_close(both(spread), both(layer(k)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["gather", "all_to_all"])
 def test_all_tokens_of_all_devices_fit_one_expert(how):
     x, router, gate_up, down = weights_of(8 * 3, 6, 16, 4)

@@ -17,6 +17,9 @@ from support.moe_reference import looped
 from jax_hopper_gemm import moe
 from jax_hopper_gemm.testing.lowered import specs_of
 
+# The programs are long; what of JAX they depend on, shorter tests try in all versions.
+pytestmark = pytest.mark.pure
+
 SMALL = MoeProgram(40, 16, 24, 8, 3)
 SIGMOID = replace(SMALL, score="sigmoid", scale=2.5, bias=tuple(np.linspace(0, 0.3, 8)))
 CROWDED = replace(SMALL, bias=(2.0,) * 3 + (0.0,) * 5)
@@ -53,6 +56,7 @@ def test_a_result_that_is_wrong_in_one_row_is_found():
         SMALL.assert_as_good(near, exact, exact)
 
 
+@pytest.mark.slow
 def test_given_weights_and_choices_make_the_layer_here_and_spread():
     arguments = SMALL.arguments(dtype=np.float32)
     x, router, gate_up, down, cotangent = arguments
@@ -117,6 +121,7 @@ def nnx_step(program: MoeProgram, **options: Any) -> tuple[Any, Any]:
     return jax.grad(loss), state
 
 
+@pytest.mark.slow
 def test_layers_of_flax_run_kernels_that_are_built():
     program = moe_programs.MOE_PROGRAMS["mixtral"]
     assert set(specs_of(*nnx_step(program))) <= set(program.specs())

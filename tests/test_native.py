@@ -44,6 +44,7 @@ def test_the_library_is_loaded_once_and_exports_its_entry_points():
     assert library.JhgLaunchTypeId() and library.JhgLaunchTypeInfo()
 
 
+@pytest.mark.slow
 def test_the_library_loads_without_a_driver_and_without_cuda_python():
     program = (
         "import sys; from jax_hopper_gemm.launch import ffi_library; ffi_library.library(); "
@@ -237,6 +238,7 @@ print(run())
 """
 
 
+@pytest.mark.slow
 def test_workers_are_forked_before_kernels_are_loaded_or_told_so():
     before, ran, after, here, parent = run_fresh(FORKS).splitlines()
     assert before == here == "launch"

@@ -114,6 +114,7 @@ def test_linear_keeps_flax_options():
         nn.Linear(8, 5, promote_dtype=no_promotion, rngs=nnx.Rngs(0))(x)
 
 
+@pytest.mark.slow
 def test_annotations_of_sharding_are_kept():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
@@ -140,6 +141,7 @@ def test_gated_linear_starts_as_two_linears_do():
     assert_equal(nn.to_pair(nnx.state(gated)), (nnx.state(gate), nnx.state(up)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_gated_mlp_takes_the_three_layers_of_a_model(use_bias):
     options: dict[str, Any] = {"use_bias": use_bias, "rngs": nnx.Rngs(0)}
@@ -207,6 +209,7 @@ def test_training_lowers_the_loss(kind):
     assert losses[-1] < 0.2 * losses[0]
 
 
+@pytest.mark.slow
 def test_layers_pass_through_flax_transforms():
     model = nn.GatedMLP(8, 6, rngs=nnx.Rngs(0))
     graph, state = nnx.split(model)
@@ -346,6 +349,7 @@ def test_options_of_the_product_reach_it(kind: Any, option: str):
         call(**{option: "nonsense"})
 
 
+@pytest.mark.slow
 def test_a_missing_flax_is_named_with_the_command_that_installs_it():
     source = (
         "import sys\n"

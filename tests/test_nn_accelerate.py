@@ -71,9 +71,10 @@ def state_of(*objects: Any) -> Any:
     return jax.tree.map(data, nnx.to_pure_dict(nnx.state(objects)))
 
 
+@pytest.mark.slow
 def test_training_changes_model_and_optimizer_as_without_it():
     (model, optimizer), (theirs, their_optimizer) = made(), made()
-    steps = jit_of(nn.accelerate(train_step)), jit_of(train_step)
+    steps = jit_of(nn.accelerate(train_step, fuse=False)), jit_of(train_step)
     for i in range(2):
         found, expected = steps[0](model, optimizer, X), steps[1](theirs, their_optimizer, X)
         assert_same(found, expected)
@@ -83,6 +84,7 @@ def test_training_changes_model_and_optimizer_as_without_it():
     assert isinstance(model.normed, nnx.Intermediate) and optimizer.step[...] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["nnx.jit outside", "nnx.jit inside"])
 def test_it_goes_together_with_nnx_jit(order: str):
     def call(model: Model, x: Any) -> Any:
@@ -104,8 +106,8 @@ def test_it_goes_together_with_nnx_jit(order: str):
 @pytest.mark.parametrize("order", ["gradient outside", "gradient inside"])
 def test_gradients_are_those_of_nnx(order: str):
     both = {
-        "gradient outside": nnx.grad(nn.accelerate(loss_of)),
-        "gradient inside": nn.accelerate(nnx.grad(loss_of)),
+        "gradient outside": nnx.grad(nn.accelerate(loss_of, fuse=False)),
+        "gradient inside": nn.accelerate(nnx.grad(loss_of), fuse=False),
     }
     (model, _), (theirs, _) = made(), made()
     found = nnx.jit(both[order])(model, X)
@@ -114,6 +116,7 @@ def test_gradients_are_those_of_nnx(order: str):
     assert_same(state_of(model), state_of(theirs))
 
 
+@pytest.mark.slow
 def test_modules_that_are_made_inside_come_out():
     def make(x: Any) -> Any:
         model = made()[0]
@@ -143,6 +146,7 @@ def test_changes_that_would_be_lost_are_refused(wrap: Callable[[Any], Any]):
         wrap(jhg.accelerate(loss_of))(model, X)
 
 
+@pytest.mark.slow
 def test_changes_that_are_returned_are_not_refused():
     graph, state = nnx.split(made()[0])
 

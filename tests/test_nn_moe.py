@@ -86,6 +86,7 @@ def test_router_dtype_is_that_of_the_routers_product():
     assert_close(statistics, wide.statistics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
 def test_experts_over_a_mesh_are_the_layer_of_one_device(exchange):
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
@@ -125,6 +126,7 @@ def test_a_layer_inside_of_shard_map_takes_its_own_experts():
     assert_close(jax.jit(spread)(state, x), run(here, x))
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_balances_the_load():
     optax = pytest.importorskip("optax")
     model = nn.MoE(4, 16, num_experts=4, experts_per_token=1, rngs=nnx.Rngs(0))
@@ -148,6 +150,7 @@ def test_training_lowers_the_loss_and_balances_the_load():
     assert loads[-1].min() > 0.05
 
 
+@pytest.mark.slow
 def test_linen_layer_agrees_with_nnx():
     here, x = filled(scale=2.0)
     twin = ours_linen.MoE(10, scale=2.0, **SIZES)

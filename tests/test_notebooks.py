@@ -18,6 +18,7 @@ def by_name(path: Path) -> str:
     return path.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
 def test_notebook_runs_and_shows_a_plot(path: Path):
     notebook = nbformat.read(path, as_version=4)

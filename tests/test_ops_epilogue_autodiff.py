@@ -119,6 +119,7 @@ def test_hessians_follow_jnp():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", [
     ("a",), ("b",), ("bias",), ("a", "b"), ("c", "alpha"), ("epilogue_operands",), ("residual",),
     ("a", "b", "bias", "residual", "alpha", "beta", "c", "epilogue_operands"),

@@ -114,6 +114,7 @@ def test_explain_tells_of_symbolic_extents():
     assert jhg.supports(rows, B)[0] is False
 
 
+@pytest.mark.slow
 def test_a_program_for_both_platforms_runs_in_a_fresh_process(tmp_path):
     program = exported(lambda a, b: (jhg.matmul(a, b), *jax.grad(loss, (0, 1))(a, b)))
     (tmp_path / "program").write_bytes(program.serialize(vjp_order=1))

@@ -318,6 +318,7 @@ def test_derivatives_of_ragged_dot_general_follow_lax(name):
 # Transformations, in short: the primitive has tests of its own.
 
 
+@pytest.mark.slow
 def test_every_vmap_works():
     for axes in itertools.product((None, 0), repeat=3):
         if axes == (None,) * 3:

@@ -50,6 +50,7 @@ def reference(lhs, rhs, bias, scale):
     return y.astype(lhs.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("dtype", RESULTS)
 def test_values_follow_jnp(dtype, implementation):

@@ -126,6 +126,7 @@ def test_an_accumulation_over_steps_adds_up():
 # Transformations.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_derivatives_follow_jnp(implementation):
     args = (LHS, RHS, C, jnp.array(2.0), jnp.array(0.5))
@@ -156,6 +157,7 @@ def test_gradients_have_the_dtypes_of_the_operands():
         assert_equal(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("c_axis", [None, 1])
 def test_every_vmap_works(c_axis):
     """Also with K as long as the rows."""

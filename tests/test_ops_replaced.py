@@ -71,6 +71,7 @@ def loss(model: Model, x: Any) -> Any:
     return jnp.sum(model(x).astype(jnp.float32) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Flax, by Qwix
 @pytest.mark.parametrize("provider", ["QtProvider", "PtqProvider"])
 def test_products_that_qwix_quantizes_stay_its_own(provider: str):

@@ -50,6 +50,7 @@ def gradients(function, *args):
     return jax.grad(lambda *xs: (function(*xs, *args[2:]) ** 2).sum(), (0, 1))(*args[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_values_and_gradients_follow_take(rows):
     rows = jnp.asarray(rows, np.int32)
@@ -72,6 +73,7 @@ def test_indices_may_be_any_integers(dtype):
         np.testing.assert_array_equal(found, lax.ragged_dot(jnp.asarray(lhs), RHS, sizes))
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives_follow_take():
     """Beside products of a group each: `lax.ragged_dot` has no `vmap` that a Hessian wants."""
     group = np.searchsorted(np.cumsum(SIZES), np.arange(M), side="right")
@@ -92,6 +94,7 @@ def test_forward_mode_and_second_derivatives_follow_take():
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [
     (0, None, None), (None, None, 0), (0, None, 0), (None, 0, 0), (0, 0, 0), (None, 0, None),
 ])  # fmt: skip
@@ -160,6 +163,7 @@ def test_gradients_of_16_bit_rows_are_rounded_once():
     np.testing.assert_array_equal(found, np.full((1, 8), 296))
 
 
+@pytest.mark.slow
 def test_indices_under_shard_map():
     """Each device has some of the groups, and picks its rows of all tokens."""
     mesh = jax.make_mesh((2,), ("experts",), axis_types=(AxisType.Auto,))

@@ -295,6 +295,7 @@ print([name.split("/")[-1] for name in events if "cache_hits" in name or "cache_
 )
 
 
+@pytest.mark.slow
 def test_the_persistent_cache_hits_in_a_second_process(tmp_path):
     first, second = (run_fresh(PROGRAM, str(tmp_path)) for _ in range(2))
     assert first.strip() == str(["cache_misses"] * 3)

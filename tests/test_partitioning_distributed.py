@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from support.distributed import run_processes
 
 
+@pytest.mark.slow
 def test_two_processes_agree_on_every_share():
     first, second = run_processes("cpu")
     assert first == second

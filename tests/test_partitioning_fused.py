@@ -356,6 +356,7 @@ print([name.split("/")[-1] for name in events if "cache_hits" in name or "cache_
 )
 
 
+@pytest.mark.slow
 def test_the_persistent_cache_hits_in_a_second_process(tmp_path):
     first, second = (run_fresh(PROGRAM, str(tmp_path)) for _ in range(2))
     assert first.strip() == "['cache_misses']"
@@ -381,6 +382,7 @@ print(np.unique(program(a, b, c)), program.as_text().count(" all-reduce("))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 def test_an_exported_program_carries_its_function(tmp_path):
     where = {"m": "x", "k": "y"}

@@ -129,6 +129,7 @@ def layer(x: Any, router: Any, gate_up: Any, down: Any, implementation: Any = No
     return y
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("of_x, of_gate_up, of_down", [
     (P("x"), P(), P()),
@@ -152,6 +153,7 @@ def test_experts_are_spread_by_annotation_alone(of_x, of_gate_up, of_down):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), step(*given), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 def test_explicit_axes_of_gate_and_up():
     where = {"m": "x", "n": "y"}
@@ -171,6 +173,7 @@ def test_explicit_axes_of_gate_and_up():
     jax.tree.map(np.testing.assert_array_equal, (result, gradients), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("launcher")
 def test_a_program_for_cuda_leaves_the_function_to_the_partitioner():
     x, weights = integers((1024, 256), "bfloat16"), integers((8, 256, 2, 512), "bfloat16", seed=1)

@@ -81,6 +81,7 @@ def test_first_rows_of_a_sum_are_added_in_their_order():
     np.testing.assert_array_equal(add_rows(x, rows, 2), [[5], [0]])
 
 
+@pytest.mark.slow
 def test_derivatives_are_those_of_indexing():
     rows, x = jnp.asarray(indices("uneven", AT_ONCE + 4, 4)), integers((4, WIDTH))
     tangent = integers(x.shape, seed=1)

@@ -89,6 +89,7 @@ def test_rows_of_other_devices_stay_without_group(rows, groups):
     assert_each_once(sizes, rule, LENGTH, 1, rows, groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, GROUPS])
 @pytest.mark.parametrize("rows, groups", PARTS)
 def test_periods_that_are_whole_on_each_device(step, rows, groups):
@@ -97,6 +98,7 @@ def test_periods_that_are_whole_on_each_device(step, rows, groups):
     assert_each_once(sizes, rule, LENGTH * len(ALL), 1, rows, groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("periods, rows, groups", [(2, 1, 1), (3, 4, 1), (6, 1, 4), (2, 2, 2)])
 def test_matrices_of_periods_go_with_their_rows(first, periods, rows, groups):

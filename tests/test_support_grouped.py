@@ -273,6 +273,7 @@ def right_results(of, spec, inputs) -> list[np.ndarray]:
 EXACT = [spec for spec in SPECS if graphs.is_exact(spec.graph)]
 
 
+@pytest.mark.slow
 def test_a_right_kernel_passes(monkeypatch):
     for spec in EXACT[:: 5 if ALL else 20]:
         for case in grouped.edge_cases(spec, 1, exact=True)[3:]:

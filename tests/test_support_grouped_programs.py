@@ -30,6 +30,7 @@ def on_xla(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ops, name, functools.wraps(ours)(answer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_xla_agrees_with_the_reference(name, on_xla):
     program = GROUPED_PROGRAMS[name]

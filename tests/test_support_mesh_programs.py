@@ -12,7 +12,7 @@ from support.mesh_programs import MESH_PROGRAMS, PRODUCTS, shares_noted
 
 import jax_hopper_gemm as jhg
 
-pytestmark = pytest.mark.usefixtures("launcher")
+pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("launcher")]
 
 
 @pytest.mark.parametrize("name", MESH_PROGRAMS)

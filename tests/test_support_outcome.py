@@ -29,6 +29,7 @@ def test_the_partial_results_add_up_to_the_whole(monkeypatch):
     assert np.array_equal(values, right[0]) and np.array_equal(columns, right[1])
 
 
+@pytest.mark.slow
 def test_float32_arithmetic_is_within_the_bounds_of_an_epilogue():
     for name in EXACT:
         if name == "top_k":

@@ -19,6 +19,7 @@ def in_float64(case: Case) -> list[np.ndarray]:
     return [np.asarray(output, np.float64) for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12 if ALL else 4))
 @pytest.mark.parametrize("gradient", [False, True])
 def test_ranges_hold_what_float64_gives(seed: int, gradient: bool):
@@ -41,6 +42,7 @@ def test_a_result_out_of_range_is_found():
         case.check(results)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_product_are_checked():
     case = random_products.gradient_case(0)
     dz, *others = in_float64(case.pullback)

@@ -68,6 +68,7 @@ def test_trial_finds_a_repeat_with_other_bits(monkeypatch):
         run_on_host(monkeypatch, *trial_problem(), waver, repeats=4)
 
 
+@pytest.mark.slow
 def test_trial_accepts_a_right_kernel_with_an_epilogue(monkeypatch):
     for name in EXACT:
         spec = BY_NAME[name]

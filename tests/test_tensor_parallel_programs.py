@@ -10,6 +10,7 @@ import pytest
 from tensor_parallel_programs import FORMS, RINGS, Mlp, mesh_of
 
 
+@pytest.mark.slow
 def test_forms_compute_the_same():
     mlp, mesh = Mlp(64, 32, 128, "gelu"), mesh_of(4)
     arguments = mlp.arguments()

@@ -15,7 +15,7 @@ from support.functions import interpret, random_function, random_operand, vjp_of
 from support.fused_functions import EXTENTS, assert_same, fused, normal, shape
 
 from jax_hopper_gemm.fusion import NotFusable, fuse
-from jax_hopper_gemm.gemm.dtypes import EPILOGUE
+from jax_hopper_gemm.gemm.dtypes import EPILOGUE, QUANTIZED
 from jax_hopper_gemm.gemm.epilogue_checks import graph_violations
 from jax_hopper_gemm.gemm.epilogue_graph import Node, Operand, Result
 
@@ -265,11 +265,35 @@ def test_positions_are_left_to_xla():
 def test_outputs_that_no_kernel_stores_are_converted_by_xla(name: str):
     functions = {
         "truth": (lambda x: x > 0, "convert_element_type"),
-        "integers": (lambda x: jnp.round(x).astype(jnp.int8), "convert_element_type"),
+        "integers": (lambda x: jnp.round(x).astype(jnp.int16), "convert_element_type"),
         "transposed": (lambda x: (2 * x).T, "transpose"),
     }
     function, operation = functions[name]
     assert assert_same(function, normal("mn")).uncovered == (operation,)
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_outputs_of_8_bits_are_cast_by_the_kernel(dtype: str):
+    def function(x: Any, scale: Any) -> Any:
+        return (x * 200 * scale).astype(dtype), jnp.max(jnp.abs(x))
+
+    fusion = assert_same(function, normal("mn"), np.float32(1.5))
+    assert fusion.uncovered == ()
+    assert [(result.kind, result.dtype) for result in fusion.graph.results] == [
+        ("matrix", dtype), ("max", "float32"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_numbers_may_pass_through_8_bits(dtype: str):
+    fusion = assert_same(lambda x: (x * 40).astype(dtype).astype(jnp.float32) / 3, normal("mn"))
+    assert fusion.uncovered == () and fusion.graph.results[0].dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_arithmetic_in_8_bits_is_left_to_xla(dtype: str):
+    fusion = assert_same(lambda x: x.astype(dtype) + x.astype(dtype), normal("mn"))
+    assert "add" in fusion.uncovered
 
 
 def test_outputs_without_the_product_are_computed_after_the_kernel():
@@ -291,6 +315,7 @@ def test_gate_and_up_meet_in_one_graph():
         assert np.array_equal(got, function(gate, up))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extents", [(1, 16), (8, 1), (1, 1)])
 def test_extents_of_one(extents: tuple[int, int]):
     x = normal("mn")[: extents[0], : extents[1]]
@@ -340,6 +365,8 @@ def test_what_cannot_be_fused_says_why(function: Any, args: Any, reason: str):
         fused(function, *args)
 
 
+@pytest.mark.pure
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_random_functions_and_their_gradients_mean_the_same(first: int):
     for seed in range(first, first + 20):

@@ -104,6 +104,7 @@ def test_logsumexp_never_writes_the_matrix(tile_limit: int):
     assert fusion.uncovered == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
 def test_sums_of_exp_of_what_is_not_finite(value: float):
     x = normal("mn").at[1, 3].set(value).at[2].set(value)

@@ -50,6 +50,7 @@ def layers(count):
     return step.trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.slow
 def test_sixteen_equal_layers_are_fused_routed_and_differentiated_as_often_as_two(monkeypatch):
     counts = {}
 
@@ -121,6 +122,7 @@ def test_lambdas_that_differ_in_an_array_differ_without_another_program(compiled
     np.testing.assert_array_equal(results[2], results[0])
 
 
+@pytest.mark.slow
 def test_a_function_takes_its_arrays_with_it():
     def new():
         scale = jnp.full((16,), 3.0)
@@ -184,6 +186,7 @@ def test_structure_tells_numbers_by_type_and_bits():
     assert len(set(once)) == len(functions)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_forgets_with_jax_and_heeds_its_settings(monkeypatch):
     monkeypatch.setattr(memo, "ENTRIES", 2)
     calls = []

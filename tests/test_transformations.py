@@ -30,16 +30,23 @@ CASES = COMBINATIONS if ALL else covering_combinations()
 LAUNCHES = "custom_call @jax_hopper_gemm.v1."
 
 
-@pytest.mark.parametrize("name, function", CASES)
-def test_results_are_those_of_jnp(name, function):
+def all_of(cases):
+    """Parametrises a test by pairs, each of which is one value: none stands for another."""
+    return pytest.mark.parametrize("case", cases, ids="-".join)
+
+
+@all_of(CASES)
+def test_results_are_those_of_jnp(case):
+    name, function = case
     transformation, known = TRANSFORMATIONS[name], FUNCTIONS[function]
     program = transformation.of(known.ours, known)
     assert_equal(transformation.run(program, known.arguments(), known), name, function)
 
 
 @pytest.mark.usefixtures("launcher")
-@pytest.mark.parametrize("name, function", [x for x in CASES if TRANSFORMATIONS[x[0]].lower])
-def test_every_product_launches_a_kernel(name, function):
+@all_of([x for x in CASES if TRANSFORMATIONS[x[0]].lower])
+def test_every_product_launches_a_kernel(case):
+    name, function = case
     transformation, known = TRANSFORMATIONS[name], FUNCTIONS[function]
     assert transformation.lower
     program = transformation.to_lower(on_kernels(name, function), known)
@@ -59,6 +66,7 @@ def test_nans_that_belong_to_no_group_reach_nothing(function):
         assert_equal(jax.jit(program)(*args), "vjp", function)
 
 
+@pytest.mark.slow
 def test_integers_have_derivatives_of_float0():
     lhs, rhs, sizes = FUNCTIONS["ragged_dot"].arguments()
     rows, offset = jnp.arange(16)[::-1], jnp.int32(0)

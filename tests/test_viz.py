@@ -147,6 +147,7 @@ def test_stores_are_as_many_as_the_kernel_issues():
         assert len(spans(spec, "store")) == 4 * tile_rows * spec.d_tile_n // spec.epi_tile_n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "draw",
     [
@@ -193,6 +194,7 @@ def test_swizzle_is_drawn_without_conflict_and_its_absence_with():
     matplotlib.pyplot.close(figure)
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_data_are_there_and_drawing_says_how_to_install_it():
     source = (
         "import sys\n"

@@ -232,6 +232,7 @@ def test_clipped_rows_are_drawn_by_their_distance_from_the_extent(pyplot):
     assert [bool(patch.get_hatch()) for patch in figure.axes[0].patches] == [False, True]
 
 
+@pytest.mark.slow
 def test_routing_is_drawn_with_weights_of_tokens_and_sizes_of_groups(pyplot):
     logits = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
     routing = moe.route(logits, 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import cubin, dispatch
-from ..gemm.dtypes import OPERANDS, RESULTS
+from ..gemm.dtypes import HALVES, OPERANDS, RESULTS
 from ..gemm.spec import GemmSpec
 from . import products
 from .report import CommandError, check_built, make_folder, print_json
@@ -31,8 +31,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     parser.add_argument("--jobs", type=products.positive, help="processes [one a core]")
     parser.add_argument(
-        "--dtype", nargs="+", choices=OPERANDS, default=OPERANDS,
-        help="only these dtypes of A and B",
+        "--dtype", nargs="+", choices=OPERANDS, default=HALVES,
+        help=f"only these dtypes of A and B [{' '.join(HALVES)}]",
     )  # fmt: skip
     parser.add_argument(
         "--result-dtype", nargs="+", choices=RESULTS, default=RESULTS,

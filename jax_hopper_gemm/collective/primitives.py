@@ -23,9 +23,10 @@ from jax import lax
 from jax import numpy as jnp
 from jax.interpreters import ad
 
+from ..gemm.product import Options
 from ..ops import dot_general, matmul, sm_limit
 from ..primitives.define import Lowering, Rules, define_primitive
-from ..primitives.dot import as_cotangent
+from ..primitives.dot import as_cotangent, entering
 
 
 def gathered_dot(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
@@ -35,7 +36,7 @@ def gathered_dot(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
       x: (..., m, K), this device's rows.
       w: (K, N).
       axis_name: the mesh axis, or several.
-      precision, preferred_element_type, implementation: as in `ops.matmul`.
+      precision, preferred_element_type, cotangent_dtype, implementation: as in `ops.matmul`.
       max_sms: how many SMs each product may use; None: all.
 
     Returns:
@@ -156,6 +157,16 @@ def _options(params: dict[str, Any]) -> dict[str, Any]:
     return {key: x for key, x in params.items() if key not in ("axis_name", "with_rows")}
 
 
+def _entering(
+    primal: Any, cotangent: Any, other: Any, params: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Returns a cotangent and parameters as `dot.entering` does."""
+    names = "preferred_element_type", "cotangent_dtype"
+    asked = Options(**{name: params[name] for name in names})
+    cotangent, options = entering(primal, cotangent, other, asked)
+    return cotangent, params | {name: getattr(options, name) for name in names}
+
+
 def _moves(tangent: Any) -> bool:
     return type(tangent) is not ad.Zero
 
@@ -191,11 +202,13 @@ def _gathered_dot_transpose(
     if ad.is_undefined_primal(w):
         if not _moves(product):
             return [None, None]
+        product, params = _entering(w.aval, product, x, params)
         rows = _in_order(list(_chunks(x, params["axis_name"])), params["axis_name"])
         return [None, as_cotangent(w.aval, _of_columns(rows, product, **_options(params)))]
     terms = []
     if _moves(product):
-        terms.append(as_cotangent(x.aval, scattered_dot(product, w.T, **params)))
+        product, of_x = _entering(x.aval, product, w, params)
+        terms.append(as_cotangent(x.aval, scattered_dot(product, w.T, **of_x)))
     if with_rows and _moves(cotangents[1]):
         axis = cotangents[1].ndim - 2
         terms.append(
@@ -217,8 +230,10 @@ def _scattered_dot_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any,
 def _scattered_dot_transpose(cotangent: Any, x: Any, w: Any, **params: Any) -> list[Any]:
     if ad.is_undefined_primal(w):
         axis_name = params["axis_name"]
+        cotangent, params = _entering(w.aval, cotangent, x, params)
         rows = _in_order(list(_chunks(cotangent, axis_name)), axis_name)
         return [None, as_cotangent(w.aval, _of_columns(x, rows, **_options(params)))]
+    cotangent, params = _entering(x.aval, cotangent, w, params)
     return [as_cotangent(x.aval, gathered_dot(cotangent, w.T, **params)), None]
 
 
@@ -226,8 +241,10 @@ def _scattered_dot_tangent_transpose(
     cotangent: Any, x_tangent: Any, w_tangent: Any, x: Any, w: Any, **params: Any
 ) -> list[Any]:
     """Uses one ring for both gradients: dgrad gathers the rows that wgrad contracts."""
+    _, of_columns = _entering(w_tangent.aval, cotangent, x, params)
+    cotangent, params = _entering(x_tangent.aval, cotangent, w, params)
     of_x, rows = gathered_dot_p.bind(cotangent, w.T, with_rows=True, **params)
-    of_w = _of_columns(x, rows, **_options(params))
+    of_w = _of_columns(x, rows, **_options(of_columns))
     return [as_cotangent(x_tangent.aval, of_x), as_cotangent(w_tangent.aval, of_w), None, None]
 
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..fusion.jaxprs import alike_in_shard_map
 from ..ops.activations import Activation, activation_function
 from ..ops.batch_invariance import refuse_batch_invariance
-from ..ops.checks import as_arrays, layers
+from ..ops.checks import as_arrays, as_cotangent_dtype, layers
 from ..ops.dense import Implementation
 from ..ops.sm_limit import current_max_sms
 from .primitives import gathered_dot, scattered_dot
@@ -27,6 +27,7 @@ def all_gather_matmul(
     activation: str | Activation | None = None,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
+    cotangent_dtype: DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Gathers the rows of all devices along a mesh axis and multiplies by this device's matrix.
@@ -50,7 +51,7 @@ def all_gather_matmul(
       bias: (N,), added to each row.
       activation: elementwise, a function or a name as in `matmul`. Bias and activation are
         computed in float32 from the product, in the pass over it that puts the rows in order.
-      precision, implementation: as in `matmul`.
+      precision, cotangent_dtype, implementation: as in `matmul`.
       preferred_element_type: dtype of the result; if None the promoted dtype of `x` and `w`.
 
     Returns:
@@ -70,7 +71,10 @@ def all_gather_matmul(
     )
     y = gathered_dot(
         *_varying(x, w, axis_name),
-        **_params(axis_name, precision, preferred_element_type, implementation),
+        axis_name=tuple(axis_name) if isinstance(axis_name, list) else axis_name,
+        **_options(
+            "all_gather_matmul", precision, preferred_element_type, cotangent_dtype, implementation
+        ),
     )
     function = activation_function(activation)
     if not biases and function is None:
@@ -88,6 +92,7 @@ def matmul_reduce_scatter(
     *,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
+    cotangent_dtype: DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Adds up the products of all devices along a mesh axis, and keeps this device's rows.
@@ -101,7 +106,7 @@ def matmul_reduce_scatter(
       x: (..., M, K), this device's part of K; M is a multiple of the number of devices.
       w: (K, N), likewise.
       axis_name: the mesh axis, or a tuple of several.
-      precision, implementation: as in `matmul`.
+      precision, cotangent_dtype, implementation: as in `matmul`.
       preferred_element_type: dtype of the result, and of the sums on their way; if None the
         promoted dtype of `x` and `w`.
 
@@ -119,17 +124,24 @@ def matmul_reduce_scatter(
     layers.check_matmul_reduce_scatter(x, w, axis_name, implementation)
     return scattered_dot(
         *_varying(x, w, axis_name),
-        **_params(axis_name, precision, preferred_element_type, implementation),
+        axis_name=tuple(axis_name) if isinstance(axis_name, list) else axis_name,
+        **_options(
+            "matmul_reduce_scatter",
+            precision,
+            preferred_element_type,
+            cotangent_dtype,
+            implementation,
+        ),
     )
 
 
-def _params(
-    axis_name: Any, precision: Any, preferred: Any, implementation: Implementation
+def _options(
+    op: str, precision: Any, preferred: Any, cotangent_dtype: Any, implementation: Implementation
 ) -> dict[str, Any]:
     return {
-        "axis_name": tuple(axis_name) if isinstance(axis_name, list) else axis_name,
         "precision": tuple(precision) if isinstance(precision, list) else precision,
         "preferred_element_type": None if preferred is None else jnp.dtype(preferred),
+        "cotangent_dtype": as_cotangent_dtype(op, cotangent_dtype),
         "implementation": implementation,
         "max_sms": current_max_sms(),
     }

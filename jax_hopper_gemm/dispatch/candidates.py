@@ -13,13 +13,20 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from ..gemm.dtypes import DTYPES, OPERANDS, RESULTS
+from ..gemm.dtypes import DTYPES, HALVES, RESULTS
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import k_split
 from ..gemm.legality import GATHERABLE, type_violations, violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
-from .configs import CONFIGS, RASTER_ORDERS, WHOLE_ROW_CONFIGS, Config, tuner_configs
+from .configs import (
+    CONFIGS,
+    PROMOTED_CONFIGS,
+    RASTER_ORDERS,
+    WHOLE_ROW_CONFIGS,
+    Config,
+    tuner_configs,
+)
 from .device import Device
 from .legality import device_violations, pairing_violations, problem_violations
 from .table import tables_of
@@ -30,6 +37,9 @@ RING_BEFORE_LOADS = 4  # operand stages that more epilogue stages must leave
 LOAD_STAGES = 4  # of the epilogue's matrices: they hide the memory's latency behind fewer waits
 WIDE_EPI_TILE = 64  # columns of an epilogue tile that make up for a ring of `MIN_STAGES`
 MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory bandwidth
+
+# Dtypes of operands and results. Kernels of others are built when they are first needed.
+BUILT_AHEAD = tuple(product(HALVES, RESULTS))
 
 LARGE_TILE = 128 * 192  # elements of D: those whose CTAs must not wait for one another
 
@@ -56,7 +66,8 @@ def tuner_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
 
 
 def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
-    return CONFIGS[problem_type.grouped, problem_type.gathered is not None]
+    configs = CONFIGS[problem_type.grouped, problem_type.gathered is not None]
+    return configs + PROMOTED_CONFIGS if problem_type.promoted else configs
 
 
 def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[GemmSpec, ...]:
@@ -158,11 +169,11 @@ def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None)
     """Returns every kernel without an epilogue that `choose` can return on `device`, once each.
 
     Dense ones first, then grouped ones, then what tables hold besides. `dtypes` are pairs, of A's
-    and B's dtype and of D's, to restrict to; None means all of them.
+    and B's dtype and of D's, to restrict to; None means `BUILT_AHEAD`.
     """
     if device_violations(device):
         return []
-    pairs = list(product(OPERANDS, RESULTS)) if dtypes is None else list(dtypes)
+    pairs = BUILT_AHEAD if dtypes is None else list(dtypes)
     specs: dict[GemmSpec, None] = {}
     for axis, (dtype, d_dtype) in product(AXES, pairs):
         for problem_type in problem_types(dtype, d_dtype, None, axis):

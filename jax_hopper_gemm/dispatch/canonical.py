@@ -115,7 +115,7 @@ def as_gemm(
     subscripts: Subscripts,
     lhs_shape: Sequence[int],
     rhs_shape: Sequence[int],
-    ab_dtype: str,
+    dtypes: tuple[str, str],
     d_dtype: str,
     epilogue: EpilogueGraph | None = None,
     operands: Sequence[str] = (),
@@ -127,7 +127,8 @@ def as_gemm(
         stands in at least two of the three; but one of extent 2, in the right operand alone,
         tells gate from up in a product with two right operands ("mk,kcn->mn").
       lhs_shape, rhs_shape: extents, by the letters of the operands.
-      ab_dtype, d_dtype, epilogue: as in `GemmProblem`.
+      dtypes: those of the operands.
+      d_dtype, epilogue: as in `GemmProblem`.
       operands: for each operand of the epilogue, the letters of the result that it varies along,
         in the order of its axes.
 
@@ -141,9 +142,10 @@ def as_gemm(
         operand_layout(operand.kind, *i.layouts(FIRST_OPERAND + j))
         for j, operand in enumerate(graph_operands)
     )
+    a_dtype, b_dtype = dtypes[::-1] if i.swap_ab else dtypes
     problem = GemmProblem(
         i.m.extent, i.n.extent, i.k.extent, prod(axis.extent for axis in i.batch),
-        ab_dtype, ab_dtype, d_dtype,
+        a_dtype, b_dtype, d_dtype,
         a=strided_layout("m", i.m.along(A), i.k.along(A), [x.along(A) for x in i.batch]),
         b=strided_layout("n", i.n.along(B), i.k.along(B), [x.along(B) for x in i.batch]),
         d=strided_layout("n", i.n.along(D), i.m.along(D), [x.along(D) for x in i.batch]),
@@ -315,7 +317,7 @@ def as_grouped_gemm(
     subscripts: Subscripts,
     lhs_shape: Sequence[int],
     rhs_shape: Sequence[int],
-    ab_dtype: str,
+    dtypes: tuple[str, str],
     d_dtype: str,
     groups: GroupedAxis,
     epilogue: EpilogueGraph | None = None,
@@ -325,7 +327,7 @@ def as_grouped_gemm(
 
     Args:
       subscripts: one of the forms; the axes of weights may be in another order.
-      lhs_shape, rhs_shape, ab_dtype, d_dtype, epilogue: as in `as_gemm`.
+      lhs_shape, rhs_shape, dtypes, d_dtype, epilogue: as in `as_gemm`.
       groups: the grouped axis, that of the form.
       operands: for each operand of the epilogue, the letters of "gmn" (rows) or "gkn" that it
         varies along, in the order of its axes; "g" alone or before "n" is an entry a group.
@@ -355,7 +357,7 @@ def as_grouped_gemm(
         if operand.kind in ("matrix", "column") and groups.axis == "m" and "g" in labels:
             raise NotAGemm(f"a {operand.kind} that the epilogue reads has an entry for each group")
     problem = GemmProblem(
-        rows, n, contracted, count, ab_dtype, ab_dtype, d_dtype, a, b, d,
+        rows, n, contracted, count, *dtypes, d_dtype, a, b, d,
         epilogue=epilogue,
         operands=tuple(layouts),
         up_offset=up_offset(subscripts, rhs_shape, gate_up_letter(subscripts)),

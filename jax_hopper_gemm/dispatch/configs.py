@@ -79,7 +79,7 @@ DENSE_CONFIGS = (
     # Few rows: a stream of B, each byte of it read once.
     Config(64, 32, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
     Config(64, 64, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
-    Config(64, 128, short_boxes=True, evict_first="b"),
+    Config(64, 128, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
     # Long K over few tiles, or a last wave of tiles that most SMs would wait for.
     Config(128, 128, split_k=True),
     Config(128, 128, cluster_m=2, split_k=True),
@@ -143,6 +143,13 @@ WHOLE_ROW_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     "m": (Config(128, 192),),
     "k": (Config(64, 192), Config(128, 192, cluster_m=2)),
 }
+
+# With two sets of accumulators, the widest tiles that registers hold.
+PROMOTED_CONFIGS = (
+    Config(128, 192, cluster_m=2),
+    Config(128, 192, cluster_n=2),
+    Config(128, 160, cluster_m=2),
+)
 
 # By the grouped axis, and whether an operand is gathered.
 CONFIGS: dict[tuple[VarlenAxis | None, bool], tuple[Config, ...]] = {

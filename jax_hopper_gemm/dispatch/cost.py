@@ -8,8 +8,9 @@ The form is the hardware's; the constants marked "fitted" are least squares over
 timed on an H200 (42 problems of over 16 rows, 6 to 1,400 us), with most weight on the fastest
 of each problem. On these same problems the kernel of least cost was 1 % slower than the fastest
 on average and 3 % at most; costs of good kernels were within 5 % of their
-times, nine out of ten. With up to 16 rows it was up to 20 % slower. None of them had an epilogue:
-what one adds is reckoned from rates of instructions and latencies.
+times, nine out of ten. Of the streams of `benchmarks/few_rows.py`, 1 to 64 rows, that of least cost
+was 0.2 % slower than the fastest on average and 4 % at most. None of them had an epilogue: what one
+adds is reckoned from rates of instructions and latencies.
 
 Sizes of groups are not known. A grouped product is taken for a batch of equal groups, but for the
 tiles that they fill in part, which are counted as if sizes were spread (`expected_pieces`).
@@ -38,10 +39,14 @@ MEMORY_BYTES_PER_NS = 4300.0  # measured; 4800 on the datasheet
 
 SM_BYTES_PER_CYCLE = 77.0  # fitted: what an SM takes in, its own loads and multicasts
 L2_BYTES_PER_CYCLE = 7700.0  # fitted: the lines that all SMs ask of L2
+EVICTED = 0.99  # measured, up to 64 rows: where what is read once leaves L2 first
 CLIPPED_LINE_CYCLES = 6.0  # measured with M = 1 and 16: lines outside a matrix are slow zeros
 # Measured: of a loader warp, for 16 bytes a thread; along K before indices were loaded ahead.
 GATHER_CYCLES = {"m": 40.0, "k": 62.0}
 CLUSTER_WAIT = 0.13  # fitted: of a load; see `_load_cycles`
+# Fitted over 464 kernels with epilogues: from asking for a stage of operands to the end of its
+# multiplication, on a busy chip. A ring of n stages takes in no more than n of them in that time.
+RING_CYCLES = 2400.0
 LEAK = 0.14  # fitted: of the faster of math and loads, that does not hide behind the slower
 MEMORY_LEAK = 0.1  # fitted: the same of the faster of SMs and device memory
 
@@ -96,6 +101,8 @@ def estimate(
         sm_ns = _sm_cycles(s, waves, _k_tiles(p, s) * k_tile) / CYCLES_PER_NS
 
     memory_ns = memory / MEMORY_BYTES_PER_NS
+    if s.evict_first == ("b" if p.n > p.m else "a"):
+        memory_ns *= EVICTED
     bound = "device memory" if memory_ns > sm_ns else "L2" if load > math else "tensor cores"
     return Estimate(
         ns=LAUNCH_NS + max(sm_ns, memory_ns) + MEMORY_LEAK * min(sm_ns, memory_ns),
@@ -234,9 +241,9 @@ def _math_cycles(spec: GemmSpec) -> float:
 def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float:
     """Returns the cycles in which one k-tile of A and B arrives.
 
-    Two limits: what a CTA takes in, and what all CTAs ask of L2, which multicast lowers. CTAs
-    that share A wait for each other's B. B is the later, the more of the input it makes up and
-    so the more of it comes from memory: sharing the larger operand is the better choice.
+    Limits: what a CTA takes in, what all CTAs ask of L2, which multicast lowers, and the ring's
+    depth. CTAs that share A wait for each other's B. B is the later, the more of the input it makes
+    up and so the more of it comes from memory: sharing the larger operand is the better choice.
     """
     p, s = problem, spec
     clusters_m, clusters_n = grid.cluster_grid(p, s)
@@ -247,13 +254,24 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     taken += clipped * (s.tile_k * s.a_itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
     elements_b = p.graph.accumulators * rows_b * s.tile_k
     lines = _lines(p.a, s.a_box, rows_a * s.tile_k, s.a_itemsize) / s.cluster_n
-    lines += _lines(p.b, s.b_box, elements_b, s.b_itemsize) / s.cluster_m
+    lines += _lines(p.b, s.b_box, elements_b, s.b_itemsize) / s.cluster_m * _share_of_line(s)
     requested = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE
     columns = p.n * p.graph.accumulators
     rows = equal_groups(p).m
     late_a = rows / (rows + columns) if s.cluster_m > 1 else 0.0
     late_b = columns / (rows + columns) if s.cluster_n > 1 else 0.0
-    return max(max(taken, requested) * (1 + CLUSTER_WAIT * (late_a + late_b)), _gather_cycles(s))
+    arriving = max(taken, requested) * (1 + CLUSTER_WAIT * (late_a + late_b))
+    return max(arriving, _gather_cycles(s), RING_CYCLES / s.num_stages)
+
+
+def _share_of_line(spec: GemmSpec) -> float:
+    """Returns what a row of B's box costs of a line.
+
+    Measured with 64 bytes a row: all of it in large products, half in streams of B, whose
+    neighbours read the other half from memory at the same time.
+    """
+    row = spec.b_box.contiguous * spec.b_itemsize
+    return min(1.0, row / LINE_BYTES) if spec.short_boxes else 1.0
 
 
 def _gather_cycles(spec: GemmSpec) -> float:

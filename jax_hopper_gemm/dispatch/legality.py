@@ -28,6 +28,7 @@ from .device import Device
 from .layout_legality import MAX_EXTENT, MAX_INT32, layout_violations
 
 MAX_TENSOR_MAPS = 16  # of one launch
+MAX_INT8_K = 2**31 // 128**2  # terms of (-128) * (-128) that int32 does not hold
 
 
 def device_violations(device: Device) -> list[str]:
@@ -127,6 +128,11 @@ def _shape_violations(problem: GemmProblem) -> Iterator[str]:
             yield f"{name} is {extent}: an empty product needs no kernel"
         elif extent > MAX_EXTENT:
             yield f"{name} is {extent}, over {MAX_EXTENT}: split the product"
+    if p.a_dtype == "int8" and p.k >= MAX_INT8_K:
+        yield (
+            f"K is {p.k}: sums of int8 may leave int32 from K={MAX_INT8_K}, where tensor cores "
+            "saturate: split the product"
+        )
     if p.d.major != "n":
         yield f"D has major {p.d.major!r}, not 'n'"
 

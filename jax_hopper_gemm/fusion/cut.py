@@ -80,7 +80,7 @@ def fuse(
     program = flatten(jaxpr)
     accumulators = program.inputs[:num_accumulators]
     for accumulator in accumulators:
-        if accumulator.dtype.name != "float32":
+        if accumulator.dtype.name not in ("float32", *op_table.SUMS):
             raise NotFusable(f"the product is {accumulator.dtype.name}; kernels add up in float32")
     place = Place(out, m, n, accumulators[0].shape, tile_limit)
     grouped = GroupedProgram(program, num_accumulators, rows) if rows else None
@@ -183,7 +183,7 @@ class _Cut:
             self._take_stack(variable, stack)
         elif tracked and self._tracker.is_matrix(tracked.value):
             dtype = variable.dtype.name
-            if dtype in op_table.NUMBERS:
+            if dtype in op_table.STORED + op_table.SUMS:
                 value = self._before_rounding(tracked.value, dtype)
                 self._take_matrix(variable, Result("matrix", value, dtype), tracked.axes)
 

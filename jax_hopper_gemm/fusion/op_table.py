@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..gemm.dtypes import DTYPES, EPILOGUE, RESULTS
+from ..gemm.dtypes import DTYPES, EPILOGUE, QUANTIZED, RESULTS, names
 from .graph_builder import Builder
 
 NUMBERS, HELD = RESULTS, EPILOGUE  # dtypes of values that graphs hold
+SUMS = names("sum")  # of accumulators that graphs hold as float32
+STORED = NUMBERS + QUANTIZED  # of values that kernels store
 NARROW = tuple(name for name in NUMBERS if DTYPES[name].digits < DTYPES["float32"].digits)
 
 _FLOAT16_SMALLEST = 2.0**-14  # normal number; reduce_precision makes zeros of what is smaller
@@ -41,12 +43,20 @@ def apply(
 
     Dtypes of the arguments, which are values, and of the result are as the jaxpr has them.
     """
-    if name not in _RULES or not {*dtypes, dtype} <= set(HELD):
+    if name not in _RULES or not {*dtypes, dtype} <= _dtypes_of(name):
         raise Uncovered(name)
     value = _RULES[name](builder, arguments, dtypes, dtype, params)
     if dtype in NARROW and name not in _EXACT:
         return builder.node("convert", value, params=(dtype,))
     return value
+
+
+def _dtypes_of(name: str) -> set[str]:
+    """Returns the dtypes of arguments and results with which kernels compute an operation.
+
+    Those that are stored alone, and accumulators that are integers, are only converted.
+    """
+    return {*HELD, *STORED, *SUMS} if name in _CONVERSIONS else set(HELD)
 
 
 def as_number(builder: Builder, predicate: int) -> int:
@@ -81,6 +91,8 @@ def _convert(b: Builder, args: Sequence[int], dtypes: Sequence[str], dtype: str,
         return as_number(b, x)
     if dtype == "bool":
         return b.node("ne", x, b.constant(0.0))
+    if dtype in SUMS or (source in SUMS and dtype in QUANTIZED):  # integers wrap in JAX
+        raise Uncovered("convert_element_type")
     return x if dtype == "float32" else b.node("convert", x, params=(dtype,))
 
 
@@ -149,6 +161,7 @@ _PLAIN = (
     "max", "min", "pow", "lt", "le", "gt", "ge", "is_finite",
 )  # fmt: skip
 SAME = ("copy", "copy_p", "stop_gradient", "pvary", "reshard")  # operations that change no number
+_CONVERSIONS = ("convert_element_type", *SAME)
 _RULES: dict[str, Rule] = {
     **{op: _plain(op) for op in _PLAIN},
     **{op: _plain(op, of_bools=True) for op in ("and", "or", "xor", "not")},

@@ -47,14 +47,20 @@ class Tangent:
 
 @memoised
 def tangent(
-    closed: ClosedJaxpr, wrt: Sequence[int], count: int, dtype: Any, recompute: bool
+    closed: ClosedJaxpr,
+    wrt: Sequence[int],
+    count: int,
+    dtype: Any,
+    recompute: bool,
+    moving_dtype: Any = None,
 ) -> Tangent:
     """Returns the derivative of an epilogue by the inputs `wrt`.
 
     Args:
       closed: the epilogue, of `count` accumulators and of operands.
-      dtype: of the accumulators' tangents, and of residuals that are rounded.
+      dtype: of residuals that are rounded.
       recompute: whether the residuals are accumulators, all of one dtype.
+      moving_dtype: of the accumulators' tangents; `dtype` if None.
     """
     avals: list[Any] = list(closed.in_avals)
     inexact = [i for i, aval in enumerate(closed.out_avals) if is_inexact(aval)]
@@ -86,7 +92,7 @@ def tangent(
         return jaxpr_as_fun(after)(*wide)
 
     operands = after.in_avals[len(values) : len(after.in_avals) - len(wrt)]
-    moving = [avals[i].update(dtype=dtype) if i < count else avals[i] for i in wrt]
+    moving = [avals[i].update(dtype=moving_dtype or dtype) if i < count else avals[i] for i in wrt]
     return Tangent(
         traced(of_residuals, *residuals, *operands, *moving),
         traced(residuals_of, *avals),

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# operand: of a product. result: a matrix that a kernel stores. epilogue: what one reads or
+# operand: of a product. result: a matrix that a kernel stores. quantized: the same, of numbers
+# that it casts to 8 bits. sum: the same, of accumulators as they are. epilogue: what one reads or
 # computes with. index: sizes of groups, indices of rows and of a matrix in a stack, of a top-k.
-Role = Literal["operand", "result", "epilogue", "index"]
+Role = Literal["operand", "result", "quantized", "sum", "epilogue", "index"]
 
 MMA_BYTES = 32  # of K that one wgmma multiplies, whatever the dtype
 
@@ -31,11 +32,15 @@ class DType:
     majors: tuple[str, ...] = ()
     # The dtype in which derivatives keep products, and in which shards of a sum are added up.
     residual: str = ""
-    # The `jax.lax.DotAlgorithmPreset` of the kernels: exact products, summed in float32.
+    # The `jax.lax.DotAlgorithmPreset` of the kernels: exact products, summed in float32; and that
+    # of kernels that promote accumulators, where wgmma keeps fewer digits of sums.
     algorithm: str = ""
+    promoted_algorithm: str = ""
     # The binary digits that wgmma keeps of each term of a sum when it aligns them
     # (https://arxiv.org/abs/2511.10909).
     fraction_bits: int = 0
+    mma: str = ""  # the kind of wgmma: it multiplies operands of one kind, in any mix
+    accumulator: str = "float32"  # the dtype in which it sums
 
     @property
     def mma_k(self) -> int:
@@ -49,14 +54,21 @@ class DType:
 
 
 _FLOAT: tuple[Role, ...] = ("operand", "result", "epilogue")
-_ANY = ("k", "m", "n")
+_CAST: tuple[Role, ...] = ("operand", "quantized")
+_ANY, _ALONG_K = ("k", "m", "n"), ("k",)
+_F8 = (_ALONG_K, "bfloat16", "ANY_F8_ANY_F8_F32_FAST_ACCUM", "ANY_F8_ANY_F8_F32", 13, "f8")
 _ROWS = (
-    DType("bfloat16", 2, 8, 9, "BFloat16", "bf16", _FLOAT, _ANY, "bfloat16", "BF16_BF16_F32", 25),
-    DType("float16", 2, 11, 6, "Float16", "f16", _FLOAT, _ANY, "float16", "F16_F16_F32", 25),
+    DType("bfloat16", 2, 8, 9, "BFloat16", "bf16", _FLOAT, _ANY, "bfloat16", "BF16_BF16_F32", "",
+          25, "bf16"),
+    DType("float16", 2, 11, 6, "Float16", "f16", _FLOAT, _ANY, "float16", "F16_F16_F32", "", 25,
+          "f16"),
+    DType("float8_e4m3fn", 1, 4, 0, "Float8E4M3FN", "f8E4M3FN", _CAST, *_F8),
+    DType("float8_e5m2", 1, 3, 0, "Float8E5M2", "f8E5M2", _CAST, *_F8),
+    DType("int8", 1, 0, 0, "Int8", "i8", _CAST, _ALONG_K, mma="i8", accumulator="int32"),
     DType("float32", 4, 24, 7, "Float32", "f32", ("result", "epilogue")),
     DType("bool", 1, 0, 0, "Uint8", "i1", ("epilogue",)),  # a byte each, 0 or 1
-    DType("int32", 4, 0, 3, "Int32", "i32", ("index",)),
-)
+    DType("int32", 4, 0, 3, "Int32", "i32", ("index", "sum")),
+)  # fmt: skip
 DTYPES = {row.name: row for row in _ROWS}
 
 
@@ -66,6 +78,24 @@ def names(role: Role) -> tuple[str, ...]:
 
 
 OPERANDS, RESULTS, EPILOGUE = names("operand"), names("result"), names("epilogue")
+QUANTIZED = names("quantized")
+HALVES = tuple(name for name in OPERANDS if DTYPES[name].itemsize == 2)
+
+
+def multiply(a: str, b: str) -> bool:
+    """Whether kernels multiply operands of these dtypes."""
+    return a in OPERANDS and b in OPERANDS and DTYPES[a].mma == DTYPES[b].mma
+
+
+def results_of(operand: str) -> tuple[str, ...]:
+    """Returns the dtypes in which kernels store products of such operands.
+
+    Sums of integers wrap where JAX casts them to int8: XLA does that.
+    """
+    row = DTYPES[operand]
+    if row.accumulator not in RESULTS:
+        return (*RESULTS, row.accumulator)
+    return RESULTS + tuple(name for name in QUANTIZED if DTYPES[name].mma == row.mma)
 
 
 def one_of(dtypes: tuple[str, ...]) -> str:

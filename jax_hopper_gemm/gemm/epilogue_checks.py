@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from .dtypes import DTYPES, EPILOGUE, RESULTS
+from .dtypes import DTYPES, EPILOGUE, QUANTIZED, RESULTS, names
 from .epilogue_graph import ARITY, LOGIC, MAX_TOP_K, ROW_REDUCTIONS, EpilogueGraph, Node, Result
 
 
@@ -43,8 +43,11 @@ def graph_violations(graph: EpilogueGraph) -> Iterator[str]:
             yield f"result {i} is value {result.value} of {graph.num_values}"
         elif graph.is_predicate(result.value):
             yield f"result {i} is a truth value: select numbers by it"
-        if result.kind == "matrix" and result.dtype not in RESULTS:
-            yield f"result {i} is {result.dtype}, not one of {', '.join(RESULTS)}"
+        if result.kind == "matrix" and result.dtype in names("sum"):
+            if result.value >= graph.accumulators:
+                yield f"result {i} is {result.dtype} and no accumulator"
+        elif result.kind == "matrix" and result.dtype not in RESULTS + QUANTIZED:
+            yield f"result {i} is {result.dtype}, not one of {', '.join(RESULTS + QUANTIZED)}"
         if result.kind.startswith("top_k") and not 1 <= result.k <= MAX_TOP_K:
             yield f"result {i} has k {result.k}, not 1 to {MAX_TOP_K}"
 

@@ -92,7 +92,7 @@ def num_inputs(problem: GemmProblem) -> int:
     arrays = 2 + (problem.gated and problem.up_offset is None) + len(problem.operands)
     if problem.groups:
         arrays += 1 + (problem.groups.gathered is not None)
-    return arrays + (problem.indexed is not None)
+    return arrays + (problem.indexed is not None) + (2 if problem.a_scales else 0)
 
 
 def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int, ...], str]]:

@@ -56,6 +56,15 @@ class StackIndex(NamedTuple):
     matrices: Any
 
 
+class Scales(NamedTuple):
+    """Block scales of one operand, (L, blocks along K, blocks), the last axis contiguous."""
+
+    scales: Any  # pointer to float32
+    last: Any  # index of the last block
+    k_stride: Any  # elements from a block of K to the next
+    batch_stride: Any  # elements from a matrix's to the next one's
+
+
 class Nest(NamedTuple):
     """Extents of a nested batch's axes but the outermost."""
 
@@ -94,6 +103,7 @@ class KernelArgs(NamedTuple):
     group_sizes: Any  # pointer to the int32 sizes of groups
     gather: Any  # `Gather`, where rows are gathered
     stack_index: Any  # `StackIndex`, where an operand is one matrix of a stack
+    scales: Any  # `Scales` of A and of B, where blocks have some
     nest: Any  # `Nest`, where the batch has several axes
     raster: Any  # the order of tiles: `Raster`, or `GroupRaster` where there are groups
     k_tiles: Any  # of a tile, unless K is grouped
@@ -130,6 +140,7 @@ def kernel_params(spec: GemmSpec) -> KernelArgs:
         group_sizes=_pointer("group_sizes") if spec.grouped else None,
         gather=gather,
         stack_index=stack_index,
+        scales=tuple(map(_scales, "ab")) if spec.a_block else None,
         nest=Nest(*_numbers("nest", Nest._fields)) if spec.nested else None,
         raster=raster(*_numbers("raster", raster._fields)),
         k_tiles=_number("k_tiles"),
@@ -182,6 +193,11 @@ def _operand(
     modes = {"matrix": "mn", "row": "n", "column": "m"}[operand.kind] + _batch(spec)
     contiguous = "m" if operand.kind == "column" else "n"
     return KernelParam(f"c{i}", "tensor_map", operand.dtype, modes, contiguous)
+
+
+def _scales(operand: str) -> Scales:
+    name = f"{operand}_scales"
+    return Scales(_pointer(name, "float32"), *_numbers(name, Scales._fields[1:]))
 
 
 def _last(spec: GemmSpec, axis: str) -> str:

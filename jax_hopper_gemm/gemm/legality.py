@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from .dtypes import DTYPES, OPERANDS, RESULTS, one_of
+from .dtypes import DTYPES, OPERANDS, QUANTIZED, RESULTS, multiply, names, one_of, results_of
 from .epilogue_checks import epilogue_registers, graph_violations
 from .problem import VarlenAxis
 from .spec import (
+    BLOCKS,
+    PROMOTION_K,
     SMEM_BARRIERS,
     SMEM_LIMIT,
     SWIZZLE_BYTES,
@@ -36,6 +38,7 @@ MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
 GATHERED_MATH_REGISTERS = 224  # where addresses of gathered rows take more of the others
 OTHER_REGISTERS = 32
 MAILBOX_REGISTERS = 16  # more, where tiles come from a mailbox
+COLUMN_SCALE_REGISTERS = 16  # more, where each column of a block of K has a scale
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
 
 
@@ -47,6 +50,8 @@ def max_accumulators(spec: GemmSpec) -> int:
         left = GATHERED_MATH_REGISTERS - OTHER_REGISTERS
     if spec.dynamic or spec.grouped:
         left -= MAILBOX_REGISTERS
+    if spec.b_block == 1:  # those of all columns of a thread, and their addresses
+        left -= spec.tile_n // 4 + COLUMN_SCALE_REGISTERS
     if spec.epilogue:
         left -= epilogue_registers(spec.epilogue, spec.epi_tile_n)
     return min(MAX_ACC_REGISTERS[warpgroups], left)
@@ -63,12 +68,20 @@ def violations(spec: GemmSpec) -> list[str]:
 
 def type_violations(t: ProblemType) -> Iterator[str]:
     """Yields every reason why there is no kernel for a type of problems."""
-    if t.a_dtype != t.b_dtype:
-        yield f"A is {t.a_dtype} and B {t.b_dtype}: cast one to the other's dtype"
-    elif t.a_dtype not in OPERANDS:
+    if t.a_dtype == t.b_dtype and t.a_dtype not in OPERANDS:
         yield f"A and B are {t.a_dtype}: cast them to {one_of(OPERANDS)}"
-    if t.d_dtype not in RESULTS:
-        yield f"D is {t.d_dtype}: ask for {one_of(RESULTS)}"
+    elif not multiply(t.a_dtype, t.b_dtype):
+        yield f"A is {t.a_dtype} and B {t.b_dtype}: cast one to the other's dtype"
+    results = results_of(t.a_dtype) if t.a_dtype in OPERANDS else RESULTS
+    if t.promoted:
+        results = tuple(name for name in results if name not in names("sum"))
+    if t.d_dtype not in results + (QUANTIZED if t.epilogue else ()):
+        yield f"D is {t.d_dtype}: ask for {one_of(results)}"
+    if t.promoted and not t.a_block and t.a_dtype in OPERANDS:
+        if not DTYPES[t.a_dtype].promoted_algorithm:
+            yield f"sums of {t.a_dtype} have all digits already: promote none"
+    if t.a_block or t.b_block:
+        yield from _block_violations(t)
     yield from _major_violations("A", "MK", t.a_dtype, t.a_major)
     yield from _major_violations("B", "NK", t.b_dtype, t.b_major)
     broken = [*graph_violations(t.epilogue)] if t.epilogue else []
@@ -77,6 +90,9 @@ def type_violations(t: ProblemType) -> Iterator[str]:
         first = t.epilogue.matrices[0].dtype
         if first != t.d_dtype:
             yield f"D is {t.d_dtype}, the epilogue's first result {first}"
+        sums = {result.dtype for result in t.epilogue.matrices} & set(names("sum"))
+        for dtype in sorted(sums - {a and a.accumulator for a in (DTYPES.get(t.a_dtype),)}):
+            yield f"accumulators of {t.a_dtype} are stored as {dtype}: convert the product instead"
     if t.grouped not in (None, "m", "k"):
         yield f"groups cut the axis {t.grouped!r}, not 'm' or 'k'"
         return
@@ -97,6 +113,23 @@ def type_violations(t: ProblemType) -> Iterator[str]:
             "K is cut into groups, so A must be stored (K, M) and B (K, N): copy what is stored "
             "otherwise"
         )
+
+
+def _block_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why no kernel multiplies blocks of 128 along K by scales of their own."""
+    if DTYPES[t.a_dtype].itemsize != 1:
+        yield f"blocks of {t.a_dtype} have scales: kernels scale blocks of 8-bit operands"
+    for operand, block in (("A", t.a_block), ("B", t.b_block)):
+        if block not in BLOCKS:
+            yield f"blocks of {operand} have {block} lines, not {one_of(tuple(map(str, BLOCKS)))}"
+    if not t.promoted:
+        yield "block scales are multiplied in where accumulators are promoted: promote them"
+    if t.epilogue and t.epilogue.accumulators > 1:
+        yield "a product with two B's has block scales: multiply one after the other"
+    if t.nested:
+        yield "blocks have scales, and the product has a nested batch: copy it"
+    if t.grouped and (t.grouped, t.a_block) != ("m", 1):
+        yield "groups begin within blocks of A: take blocks of one row, or copy it"
 
 
 def _major_violations(operand: str, axes: str, dtype: str, major: str) -> Iterator[str]:
@@ -134,10 +167,14 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
         row = SWIZZLE_BYTES // s.a_itemsize
         if s.tile_k not in (row, 2 * row):
             yield f"tile_k {s.tile_k} is not {row} or {2 * row}"
+        elif s.promoted and s.tile_k != PROMOTION_K:
+            yield f"tile_k {s.tile_k} of promoted accumulators is not {PROMOTION_K}"
     if s.split_k and s.tile_scheduler != "static":
         yield f"K is split by clusters with fixed shares: the tile scheduler is {s.tile_scheduler}"
     if s.split_k and s.grouped:
         yield "the k-tiles of a grouped product are not known before it runs: do not split K"
+    if s.split_k and s.a_dtype in OPERANDS and s.acc_dtype != "float32":
+        yield f"partial sums are float32, accumulators {s.acc_dtype}: do not split K"
     if (s.cluster_m, s.cluster_n) not in CLUSTERS:
         clusters = one_of(tuple(f"{m}x{n}" for m, n in CLUSTERS))
         yield f"cluster {s.cluster_m}x{s.cluster_n} is not {clusters}"
@@ -175,6 +212,8 @@ def _epilogue_tile_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"epi_tile_n {s.epi_tile_n} is not 16, 32 or 64 dividing {columns} columns"
     if s.epi_tile_n < 32 and any(o.dtype == "bool" for o in graph.operands):
         yield f"epi_tile_n {s.epi_tile_n} is under 32, too narrow for a bool operand"
+    if s.epi_tile_n < 32 and any(DTYPES[r.dtype].itemsize == 1 for r in graph.matrices):
+        yield f"epi_tile_n {s.epi_tile_n} is under 32, too narrow for a result of 8 bits"
     if s.epi_load_stages < 2 if graph.loaded else s.epi_load_stages:
         yield (
             f"epi_load_stages {s.epi_load_stages}, of an epilogue that loads {len(graph.loaded)} "

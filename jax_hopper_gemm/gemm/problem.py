@@ -29,8 +29,20 @@ class MatrixLayout:
 
 
 @dataclass(frozen=True)
+class BlockScales:
+    """float32 scales of an operand: one for each 128 of K of a block of rows of A, columns of B.
+
+    They are stored (L, blocks along K, blocks), the last axis contiguous.
+    """
+
+    block: int  # rows or columns that share a scale: 1 or 128
+    k_stride: int  # elements from a block of K to the next
+    batch_stride: int = 0
+
+
+@dataclass(frozen=True)
 class GemmProblem:
-    """D[l, m, n] = sum over k of A[l, m, k] * B[l, k, n], accumulated in float32.
+    """D[l, m, n] = sum over k of A[l, m, k] * B[l, k, n], accumulated in float32, int8 in int32.
 
     In a grouped product A and D (axis "m") or A and B (axis "k") are one matrix each, in place of
     l; in the sum, l is the group of a row (axis "m") or of k.
@@ -59,6 +71,9 @@ class GemmProblem:
     # of the stack stands for the nearest. `l` is 1, the operand's batch stride that of the stack.
     indexed: Literal["a", "b"] | None = None
     stack: int = 1  # matrices of that stack
+    promoted: bool = False  # as in `GemmSpec`
+    a_scales: BlockScales | None = None  # both operands have some, or none
+    b_scales: BlockScales | None = None
     # Extents of the outer axes of a nested batch, outermost first: where the batch has several axes
     # that do not lie evenly one inside the other. `l` counts all, the innermost axis fastest.
     outer: tuple[int, ...] = ()

@@ -23,7 +23,8 @@ class Options:
     preferred_element_type: Any = None
     preactivation: Preactivation = "save"  # gradients find the product stored or compute it anew
     max_sms: int | None = None  # how many SMs a kernel may use; None: all
-
+    # In which dtype cotangents enter the products of the gradients; None: as they come.
+    cotangent_dtype: Any = None
     # Whether a row's bits depend neither on the number of rows nor on the others; needs a kernel.
     batch_invariant: bool = False
 
@@ -38,6 +39,11 @@ class Options:
         if self.implementation == "hopper":
             return "implementation='hopper'"
         return "batch_invariant=True" if self.batch_invariant else None
+
+    @property
+    def by_jax(self) -> bool:
+        """Whether the product, with its gradients, is JAX's own."""
+        return self.implementation == "xla" and self.cotangent_dtype is None
 
     def of_dot(self) -> dict[str, Any]:
         """Returns those options that JAX's own products have, as their arguments."""

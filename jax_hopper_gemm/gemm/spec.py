@@ -22,6 +22,8 @@ GROUPED_MAILBOX_BYTES = 144  # three slots of a tile and their barriers
 SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbox
 TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
+PROMOTION_K = 128  # elements of K after which `promoted` accumulators are added up
+BLOCKS = (1, 128)  # rows of A, and columns of B, that may share a scale
 
 WarpSchedule = Literal["cooperative", "pingpong"]
 TileScheduler = Literal["single", "static", "dynamic"]
@@ -85,6 +87,11 @@ class GemmSpec:
     grouped: VarlenAxis | None = None  # the axis that is cut into groups, see `GroupedAxis`
     gathered: Literal["a", "b"] | None = None  # the operand whose rows are picked by indices
     indexed: Literal["a", "b"] | None = None  # the operand that is one matrix of a stack
+    # Whether the tensor cores' sums, of few digits, are added up in float32 each `PROMOTION_K` of K
+    promoted: bool = False
+    # Rows of A, and columns of B, that share a scale for each `PROMOTION_K` of K; 0: no scales.
+    a_block: int = 0
+    b_block: int = 0
     nested: bool = False  # whether the batch has up to three axes, see `GemmProblem.outer`
     # Whether a box of rows along K ends with its matrix, where that has fewer rows than a tile. The
     # launch says how many bytes a stage then gets (`grid.loaded_bytes`).
@@ -96,6 +103,16 @@ class GemmSpec:
     def graph(self) -> EpilogueGraph:
         """The epilogue; where there is none, the graph that says so."""
         return self.epilogue or plain_graph(self.d_dtype)
+
+    @property
+    def sum_dtype(self) -> str:
+        """The dtype in which the tensor cores add up."""
+        return DTYPES[self.a_dtype].accumulator
+
+    @property
+    def acc_dtype(self) -> str:
+        """The dtype of a tile's accumulators."""
+        return "float32" if self.promoted else self.sum_dtype
 
     @property
     def d_tile_n(self) -> int:
@@ -125,7 +142,12 @@ class GemmSpec:
 
     @property
     def acc_registers(self) -> int:
-        """float32 accumulators of one math thread."""
+        """Accumulators of one math thread; `promoted` ones are there twice."""
+        return (1 + self.promoted) * self.tile_registers
+
+    @property
+    def tile_registers(self) -> int:
+        """Those that hold its elements of a tile."""
         return self.rows_per_warpgroup * self.tile_n // 128
 
     @property
@@ -260,6 +282,10 @@ class GemmSpec:
             kind += f"_gather_{self.gathered}"
         if self.indexed:
             kind += f"_index_{self.indexed}"
+        if self.a_block or self.b_block:
+            kind += f"_blocks_{self.a_block}_{self.b_block}"
+        elif self.promoted:
+            kind += "_promoted"
         if self.nested:
             kind += "_nested"
         if self.split_k:
@@ -309,6 +335,9 @@ class ProblemType:
     grouped: VarlenAxis | None = None
     gathered: Literal["a", "b"] | None = None
     indexed: Literal["a", "b"] | None = None
+    promoted: bool = False
+    a_block: int = 0
+    b_block: int = 0
     nested: bool = False
 
     @classmethod
@@ -318,7 +347,8 @@ class ProblemType:
         grouped, gathered = (p.groups.axis, p.groups.gathered) if p.groups else (None, None)
         return cls(
             p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
-            p.indexed, bool(p.outer),
+            p.indexed, p.promoted, *(x.block if x else 0 for x in (p.a_scales, p.b_scales)),
+            bool(p.outer),
         )  # fmt: skip
 
     @classmethod
@@ -329,7 +359,10 @@ class ProblemType:
     @property
     def plain(self) -> ProblemType:
         """The same of the product that a measured table holds."""
-        return replace(self, epilogue=None, gathered=None, indexed=None, nested=False)
+        return replace(
+            self, epilogue=None, gathered=None, indexed=None, nested=False, promoted=False,
+            a_block=0, b_block=0,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

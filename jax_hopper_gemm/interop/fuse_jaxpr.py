@@ -21,7 +21,7 @@ from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
 from .placement import in_place, updates_ordered
 from .regions import CALLS, PRODUCTS, Region, Regions, is_inlined
-from .wide import WIDE, Function, widened
+from .wide import Function, sum_dtype, widened
 
 
 class _Cycle(Exception):
@@ -115,7 +115,8 @@ def _launch(equations: Sequence[Any], region: Region) -> Any:
     products = [equations[number] for number in region.products]
     first, last = products[0], products[-1]
     lhs, _, *sizes = first.invars
-    product = first.params["product"].with_options(preferred_element_type=WIDE)
+    dtype = sum_dtype(first.outvars[0].aval)
+    product = first.params["product"].with_options(preferred_element_type=dtype)
     function = Function(
         (*(x.outvars[0] for x in products), *sizes, *region.operands), tuple(region.outputs),
         tuple(equations[number] for number in region.equations),

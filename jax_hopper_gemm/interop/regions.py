@@ -22,7 +22,7 @@ from typing import Literal as OneOf
 
 from ..fusion.op_table import covered
 from ..fusion.residuals import alive_after, variables
-from ..gemm.dtypes import EPILOGUE, RESULTS
+from ..gemm.dtypes import EPILOGUE, QUANTIZED, RESULTS, names
 from ..primitives.dot import hopper_dot_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
 
@@ -44,6 +44,7 @@ FUSED_BY_XLA = frozenset(
     }
 )  # fmt: skip
 PRODUCTS = (hopper_dot_p, hopper_ragged_dot_p)
+SUMS = names("sum")  # integers that products are, and nothing else in a kernel
 BOOL_BYTES = 3  # of a stored predicate: XLA makes it from a matrix that a kernel writes
 
 
@@ -132,6 +133,8 @@ class Regions:
         self._uses = uses = Counter(x for inputs in self._inputs_of for x in inputs)
         for number, equation in enumerate(self.equations):
             kind = kind_of(equation)
+            if kind == "other" and self._converts_sums(equation):
+                kind = "elementwise"
             if kind == "product" and number in self._alone:
                 kind = "other"
             inputs = self._inputs_of[number]
@@ -223,6 +226,15 @@ class Regions:
         for bit, number in enumerate(self._products):
             self._region_of.setdefault(bit, Region((number,), 1 << bit))
 
+    def _converts_sums(self, equation: Any) -> bool:
+        """Whether an equation converts a product of integers to floats."""
+        if equation.primitive.name != "convert_element_type":
+            return False
+        made = (self.makers[x] for x in variables(equation.invars) if x in self.makers)
+        of_product = any(self.kinds[maker] == "product" for maker in made)
+        before, after = (x[0].aval.dtype.name for x in (equation.invars, equation.outvars))
+        return of_product and before in SUMS and after in RESULTS
+
     def _alike(self, first: int, second: int) -> bool:
         """Whether two products differ in their right operands alone."""
         one, other = self.equations[first], self.equations[second]
@@ -267,7 +279,7 @@ class Regions:
 
     def _computes(self, region: Region, variable: Any) -> bool:
         """Whether a region can compute a variable: nothing else that it reads comes later."""
-        if variable.aval.dtype.name not in RESULTS:
+        if variable.aval.dtype.name not in RESULTS + QUANTIZED:
             return False
         pending, seen = [variable], set()
         while pending:
@@ -462,11 +474,12 @@ def kind_of(equation: Any) -> Kind:
     """Returns what an equation is to a kernel."""
     name = equation.primitive.name
     if equation.primitive in PRODUCTS:
-        return "product" if equation.outvars[0].aval.dtype.name in RESULTS else "other"
+        return "product" if equation.outvars[0].aval.dtype.name in RESULTS + SUMS else "other"
     if equation.effects or len(equation.outvars) > 1:
         return "other"
     avals = [x.aval for x in (*equation.invars, *equation.outvars)]
-    if not all(map(_is_held, avals)):
+    held = EPILOGUE + QUANTIZED if name == "convert_element_type" else EPILOGUE
+    if not all(_is_held(aval, held) for aval in avals):
         return "other"
     if len({x.sharding.mesh for x in avals if not x.sharding.mesh.empty}) > 1:
         return "other"  # It leads from Auto mesh axes into Explicit ones, or back.
@@ -479,9 +492,9 @@ def kind_of(equation: Any) -> Kind:
     return "elementwise" if _is_elementwise(equation) else "other"
 
 
-def _is_held(aval: Any) -> bool:
-    """Whether kernels compute with elements of an array's dtype."""
-    return getattr(getattr(aval, "dtype", None), "name", None) in EPILOGUE
+def _is_held(aval: Any, dtypes: tuple[str, ...]) -> bool:
+    """Whether the elements of an array are of one of these dtypes, with which kernels compute."""
+    return getattr(getattr(aval, "dtype", None), "name", None) in dtypes
 
 
 def _is_elementwise(equation: Any) -> bool:

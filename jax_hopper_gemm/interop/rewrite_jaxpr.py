@@ -21,7 +21,8 @@ from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from ..fusion.jaxprs import traced
-from ..gemm.dtypes import OPERANDS
+from ..gemm.dtypes import multiply, results_of
+from ..gemm.product import Options
 from ..ops.batch_invariance import is_batch_invariant
 from ..ops.dense import Implementation
 from ..ops.ragged import ragged_dot_general
@@ -124,9 +125,12 @@ def _is_array(leaf: Any) -> bool:
 def reason_left(equation: Any) -> str | None:
     """Returns the reason to leave a product to JAX, or None if it becomes ours."""
     lhs, rhs = (atom.aval for atom in equation.invars[:2])
-    if not (lhs.dtype == rhs.dtype and lhs.dtype.name in OPERANDS):
+    if not multiply(lhs.dtype.name, rhs.dtype.name):
         names = " by ".join(dict.fromkeys((lhs.dtype.name, rhs.dtype.name)))
         return f"no kernel multiplies {names}"
+    result = equation.outvars[0].aval.dtype.name
+    if lhs.dtype.itemsize == 1 and result not in results_of(lhs.dtype.name):
+        return f"no kernel multiplies {lhs.dtype.name} into {result}"
     if equation.primitive.name != RAGGED:
         return None
     params = equation.params
@@ -160,7 +164,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
         return reason_left(equation) is None
 
     new: list[Any] = []
-    for equation in hopper_equations(inner, rewriting.implementation, chosen):
+    for equation in hopper_equations(inner, Options(rewriting.implementation), chosen):
         if equation.primitive.name == RAGGED and chosen(equation):
             new += _ragged(equation, rewriting)
         elif equation.primitive.name in ENTERED:

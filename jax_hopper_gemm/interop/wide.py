@@ -61,11 +61,16 @@ def _widened(function: Function, products: int, groups: Any, empty: tuple[int, .
         return list(map(lax.convert_element_type, results, dtypes))
 
     avals: list[Any] = [x.aval for x in function.invars]
-    avals[:products] = [aval.update(dtype=WIDE) for aval in avals[:products]]
+    avals[:products] = [aval.update(dtype=sum_dtype(aval)) for aval in avals[:products]]
     return traced(wide, *avals)
 
 
 _widened_once = memoised(_widened)
+
+
+def sum_dtype(product: Any) -> np.dtype:
+    """Returns the dtype of the accumulators of a product: float32, or its own of integers."""
+    return WIDE if jnp.issubdtype(product.dtype, jnp.floating) else np.dtype(product.dtype)
 
 
 def _is_narrow(dtype: Any) -> bool:
@@ -102,6 +107,8 @@ def _results(equation: Any, inputs: list[Any]) -> Sequence[Any]:
     with equation.ctx.manager:
         if name == "convert_element_type":
             dtype = params["new_dtype"]
+            if np.dtype(dtype).itemsize == 1:  # it quantizes
+                return [_wide(lax.convert_element_type(inputs[0], dtype))]
             return [lax.convert_element_type(inputs[0], WIDE if _is_narrow(dtype) else dtype)]
         if name == "custom_jvp_call":  # its rule is for its own dtypes
             pairs = zip(inputs, equation.invars, strict=True)

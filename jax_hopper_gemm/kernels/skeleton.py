@@ -203,7 +203,7 @@ class GemmKernel:
         turn = self.schedule.turn_of(warpgroup)
         is_store_warp = math_warp % 4 == 0
 
-        view = self.consumer.partition_for_math(stages, warpgroup)
+        view = self.consumer.partition_for_math(stages, warpgroup, tiles.args)
         mma = self.consumer.make_tiled_mma(1)
         results = self.epilogue.math_view(
             epilogue, mma, warpgroup, math_thread % WARPGROUP, view.acc

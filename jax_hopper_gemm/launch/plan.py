@@ -82,7 +82,7 @@ class LaunchPlan:
 
     Buffers are numbered: A 0, B 1, up where it has an array of its own, the epilogue's operands; of
     a grouped product the sizes, and the indices of gathered rows; of one that reads a stack the
-    index; then the results, then workspaces.
+    index; block scales of A and of B; then the results, then workspaces.
     """
 
     grid: tuple[int, int, int]
@@ -133,8 +133,10 @@ def make_plan(
     if spec.short_boxes:
         values["stage_bytes"] = Int32(grid.loaded_bytes(problem, spec))
     if problem.indexed:
-        values["stack_index"] = Pointer(grid.num_inputs(problem) - 1)
+        after = 2 if problem.a_scales else 0
+        values["stack_index"] = Pointer(grid.num_inputs(problem) - 1 - after)
         values["stack_matrices"] = Int32(problem.stack)
+    values |= _scale_params(problem)
     if spec.nested:
         inner, middle, _ = _axes(problem, problem.d, problem.l)
         values |= {"nest_inner": Int32(inner[0]), "nest_middle": Int32(middle[0])}
@@ -190,7 +192,8 @@ def _group_params(problem: GemmProblem) -> dict[str, Param]:
     groups = problem.groups
     if groups is None:
         return {}
-    sizes = grid.num_inputs(problem) - 1 - (groups.gathered is not None)
+    after = 2 if problem.a_scales else 0
+    sizes = grid.num_inputs(problem) - 1 - (groups.gathered is not None) - after
     values: dict[str, Param] = {"group_sizes": Pointer(sizes)}
     if groups.gathered:
         layout = problem.a if groups.gathered == "a" else problem.b
@@ -198,6 +201,21 @@ def _group_params(problem: GemmProblem) -> dict[str, Param]:
         values["gather_indices"] = Pointer(sizes + 1)
         values |= {"gather_rows": Int32(groups.source_rows), "gather_width": Int32(width)}
         values["gather_stride"] = Int32(layout.leading_stride)
+    return values
+
+
+def _scale_params(problem: GemmProblem) -> dict[str, Param]:
+    p, values = problem, {}
+    for i, (name, scales, lines) in enumerate((("a", p.a_scales, p.m), ("b", p.b_scales, p.n))):
+        if scales is None:
+            return {}
+        values[f"{name}_scales"] = Pointer(grid.num_inputs(p) - 2 + i)
+        numbers = {
+            "last": grid.ceil_div(lines, scales.block) - 1,
+            "k_stride": scales.k_stride,
+            "batch_stride": scales.batch_stride if p.l > 1 else 0,
+        }
+        values |= {f"{name}_scales_{of}": Int32(number) for of, number in numbers.items()}
     return values
 
 

@@ -9,10 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
+from jax.lax import Precision
 
 from ..dispatch import Device
+from ..gemm.dtypes import DTYPES
 from ..gemm.groups import GroupedAxis, Groups
 from ..gemm.product import Options
 from ..gemm.subscripts import Subscripts
@@ -29,7 +32,8 @@ GATHERED = "jax_hopper_gemm.gathered"  # as in `GroupedAxis`; indices are the fo
 MAX_SMS = "jax_hopper_gemm.max_sms"  # as in `Product`
 BATCH_INVARIANT = "jax_hopper_gemm.batch_invariant"  # there if the product is
 INDEXED = "jax_hopper_gemm.indexed"  # as in `GemmProblem`; the index is the call's third operand
-MLIR_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+PROMOTED = "jax_hopper_gemm.promoted"  # there if the kernel promotes accumulators
+MLIR_DTYPES = {row.mlir: row.name for row in DTYPES.values() if row.name != "bool"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Call:
     sizes: Any = None  # of a ragged product, what cuts its rows into groups; int32
     rows: Any = None  # where the product gathers rows of an operand, their indices; int32
     index: Any = None  # where an operand is one array of a stack in `values`, which; () int32
+    scales: tuple[Any, ...] = ()  # block scales of the left and of the right operand, if any
 
     @property
     def insists(self) -> bool:
@@ -81,6 +86,9 @@ class Call:
         request, values = form.request, list(self.values)
         for i in form.stored:
             values[i] = sources[i].stored
+        for i, order in form.copied:
+            permutation = ir.DenseI64ArrayAttr.get(order)
+            values[i] = stablehlo.transpose(values[i], permutation)
         named: dict[str, Any] = {}
         for name, operand, before in (
             ("rows", request.gathered, self.request.gathered),
@@ -122,10 +130,12 @@ def product_at(value: Any) -> Call | None:
         return None
     if value != operation.results[0] or list(value.uses):
         return None
+    promoted = PROMOTED in operation.attributes
     if PRODUCT in operation.attributes:
         subscripts = Subscripts.parse(operation.attributes[PRODUCT].value)
     elif operation.name == "stablehlo.dot_general":
         subscripts = _subscripts(operation)
+        promoted = _is_promoted(operation)
     else:
         return None
     lhs, rhs, *others = list(operation.operands)
@@ -133,8 +143,9 @@ def product_at(value: Any) -> Call | None:
     if (request := request_between(subscripts, lhs, rhs, value, indexed)) is None:
         return None
     limit = operation.attributes[MAX_SMS].value if MAX_SMS in operation.attributes else None
+    precision = Precision.HIGHEST if promoted else None
     invariant = BATCH_INVARIANT in operation.attributes
-    asked = Options(max_sms=limit, batch_invariant=invariant)
+    asked = Options(precision=precision, max_sms=limit, batch_invariant=invariant)
     request = replace(request, options=asked)
     if SPANS in operation.attributes:
         rule = Groups(*map(int, operation.attributes[SPANS].value.split(",")))
@@ -169,6 +180,15 @@ def request_between(
 def is_launch(value: Any) -> bool:
     """Whether an MLIR value that `product_at` knows is the result of a kernel of ours."""
     return PRODUCT in value.owner.attributes
+
+
+def _is_promoted(operation: Any) -> bool:
+    """Whether a stablehlo.dot_general may ask that sums of 8-bit floats keep all digits."""
+    attributes = operation.attributes
+    if "algorithm" in attributes:
+        return "allow_imprecise_accumulation = true" not in str(attributes["algorithm"])
+    precisions = attributes["precision_config"] if "precision_config" in attributes else []
+    return any("DEFAULT" not in str(precision) for precision in precisions)
 
 
 def _subscripts(operation: Any) -> Subscripts:

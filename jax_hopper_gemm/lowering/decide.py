@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from ..dispatch import Device
+from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k, weights_in_order
 from .origins import Origin
 from .route import Request, Route, route
@@ -26,6 +27,8 @@ class Form:
 
     request: Request
     stored: tuple[int, ...] = ()  # operands that are read as they are stored, before a transpose
+    # By operand, how XLA transposes it first: 8-bit operands are multiplied along K alone.
+    copied: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Decision:
 def decide(
     request: Request, origins: Sequence[Origin], device: Device, *, kernel_only: bool
 ) -> Decision:
-    """Returns the first form of a product that some kernel can run, and how; else the last one.
+    """Returns the first form of a product that some kernel can run, and how; else the product.
 
     Args:
       request: of the operands as they are.
@@ -53,6 +56,8 @@ def decide(
         if routes[-1].supported:
             break
     form, chosen = forms[len(routes) - 1], routes[-1]
+    if not chosen.supported:
+        form, chosen = Form(request), routes[forms.index(Form(request))]
     reason = chosen.reason
     if len(routes) > 1 and chosen.path == "hopper":
         reason = f"{reason}; XLA {_written_first(forms[0], form)}: {routes[0].reason}"
@@ -60,12 +65,14 @@ def decide(
 
 
 def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
-    """Returns what a kernel may be asked for: what writes least first, the product itself last."""
+    """Returns what a kernel may be asked for, what writes least first; also the product itself."""
+    if request.blocks:  # scales lie as the operands do
+        return [Form(request)]
     through = _stored(request, origins) or Form(request)
     in_place = _gathering(_indexing(through, origins), origins)
     forms: list[Form] = []
-    for form in (in_place, through, Form(request)):
-        if form not in forms:
+    for form in (in_place, through, Form(request), _along_k(request)):
+        if form is not None and form not in forms:
             forms.append(form)
     return forms
 
@@ -105,6 +112,34 @@ def _stored(request: Request, origins: Sequence[Origin]) -> Form | None:
         return None
     request = replace(request, subscripts=subscripts, lhs_shape=lhs_shape, rhs_shape=rhs_shape)
     return Form(request, numbers)
+
+
+def _along_k(request: Request) -> Form | None:
+    """Returns the same product of copies that lie along K, where tensor cores read no others.
+
+    XLA's own products do the same. None where nothing would change.
+    """
+    row = DTYPES.get(request.lhs_dtype)
+    if row is None or row.majors != ("k",) or request.indexed:
+        return None
+    if request.groups and is_varlen_k(request.subscripts):
+        return None
+    subscripts, contracted = request.subscripts, request.subscripts.contracted
+    shapes, letters = [request.lhs_shape, request.rhs_shape], [subscripts.lhs, subscripts.rhs]
+    copied: list[tuple[int, tuple[int, ...]]] = []
+    for i, labels in enumerate(list(letters)):
+        if labels[-1:] in contracted or (request.gathered and "ab"[i] == request.gathered):
+            continue
+        letters[i] = "".join(x for x in labels if x not in contracted) + contracted
+        order = tuple(map(labels.index, letters[i]))
+        shapes[i] = tuple(shapes[i][axis] for axis in order)
+        operands = range(1, 1 + request.num_b) if i else (0,)
+        copied += [(operand, order) for operand in operands]
+    if not copied:
+        return None
+    subscripts = replace(subscripts, lhs=letters[0], rhs=letters[1])
+    request = replace(request, subscripts=subscripts, lhs_shape=shapes[0], rhs_shape=shapes[1])
+    return Form(request, copied=tuple(copied))
 
 
 def _before(

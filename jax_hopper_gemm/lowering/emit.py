@@ -29,10 +29,10 @@ from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from ..launch.plan import LaunchPlan
 from . import fallback
-from .call import BATCH_INVARIANT, GATHERED, INDEXED, MAX_SMS, PRODUCT, SPANS, Call
+from .call import BATCH_INVARIANT, GATHERED, INDEXED, MAX_SMS, PRODUCT, PROMOTED, SPANS, Call
 from .devices import devices_of, lowers_shard, with_partitions
 from .register import lower_jaxpr
-from .route import Request, Route
+from .route import Request, Route, scale_shape
 
 
 def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
@@ -82,7 +82,7 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
         overwritten = _overwritten(call, route, outputs)
         aliases = {len(inputs) + place: number for place, number in overwritten.items()}
         inputs += operands
-    values, avals = zip(*inputs, *_integers(call), strict=True)
+    values, avals = zip(*inputs, *_integers(call), *_scales(ctx, call, route), strict=True)
     workspaces = [ShapedArray((w.nbytes,), np.uint8) for w in route.plan.workspaces]
     results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
         ctx.replace(avals_in=avals, avals_out=[*outputs, *workspaces]),
@@ -90,8 +90,13 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
         **launch_attributes(route.gemm.problem, route.spec, route.plan),
     )
     results = list[Any](results)[: len(outputs)]
+    if call.request.blocks:
+        return mark_options(call, results)
     if route.fusion is None:
-        _mark_product(results[0].owner, call.request, swap_ab=route.gemm.swap_ab)
+        problem = route.gemm.problem
+        _mark_product(
+            results[0].owner, call.request, swap_ab=route.gemm.swap_ab, promoted=problem.promoted
+        )
         return mark_options(call, results)
     assert call.request.function
     varying = [_varying_like(call.request.function.in_avals[0], x) for x in outputs]
@@ -181,6 +186,34 @@ def _integers(call: Call) -> list[tuple[Any, ShapedArray]]:
     ]
 
 
+def _scales(
+    ctx: mlir.LoweringRuleContext, call: Call, route: Route
+) -> list[tuple[Any, ShapedArray]]:
+    """Returns the block scales, in the kernel's order and as it reads them."""
+    if not call.request.blocks:
+        return []
+    assert route.gemm
+    p, inputs = route.gemm.problem, []
+    values = call.scales[::-1] if route.gemm.swap_ab else call.scales
+    for value, scales, lines in zip(values, (p.a_scales, p.b_scales), (p.m, p.n), strict=True):
+        assert scales
+        aval = ShapedArray(tuple(value.type.shape), np.dtype(np.float32))
+        shape = (*aval.shape[:-2], *scale_shape(scales.block, lines, p.k))
+        arranged = partial(_as_read, length=shape[-1])
+        lower = mlir.lower_fun(arranged, multiple_results=False)
+        out = ShapedArray(shape, aval.dtype)
+        (value,) = lower(ctx.replace(avals_in=[aval], avals_out=[out]), value)
+        inputs.append((value, out))
+    return inputs
+
+
+def _as_read(scale: jax.Array, length: int) -> jax.Array:
+    """Returns scales by blocks of K first, then by lines, with zeros up to `length`."""
+    across = jnp.swapaxes(scale, -1, -2)
+    padding = [(0, 0)] * (scale.ndim - 1) + [(0, length - across.shape[-1])]
+    return jnp.pad(across, padding)
+
+
 # What the launch says of itself.
 
 
@@ -196,7 +229,7 @@ def launch_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) ->
     }
 
 
-def _mark_product(operation: Any, request: Request, *, swap_ab: bool) -> None:
+def _mark_product(operation: Any, request: Request, *, swap_ab: bool, promoted: bool) -> None:
     """Says of a launch which bare product it holds, its operands in their order."""
     subscripts, groups = request.subscripts, request.groups
     words = {PRODUCT: str(subscripts.swapped() if swap_ab else subscripts)}
@@ -204,6 +237,8 @@ def _mark_product(operation: Any, request: Request, *, swap_ab: bool) -> None:
         words[SPANS] = ",".join(map(str, astuple(groups.rule)))
         if groups.gathered:
             words[GATHERED] = groups.gathered
+    if promoted:
+        words[PROMOTED] = "float32"
     if request.indexed:
         words[INDEXED] = "a" if (request.indexed == "a") != swap_ab else "b"
     for name, word in words.items():

@@ -24,10 +24,13 @@ from ..dispatch.canonical import (
 from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
-from ..gemm.dtypes import DTYPES, OPERANDS, short_name
+from ..gemm.dtypes import DTYPES, OPERANDS, multiply, short_name
+from ..gemm.grid import ceil_div
 from ..gemm.groups import GROUP, GroupedAxis, gate_up_letter, is_varlen_k
+from ..gemm.legality import MAX_TILE_N
+from ..gemm.problem import BlockScales, GemmProblem
 from ..gemm.product import Options
-from ..gemm.spec import GemmSpec, RasterOrder
+from ..gemm.spec import PROMOTION_K, GemmSpec, RasterOrder
 from ..gemm.subscripts import Subscripts
 from ..launch.plan import LaunchPlan, make_plan
 
@@ -56,6 +59,9 @@ class Request:
     sizes_operand: int | None = None
     indexed: Literal["a", "b"] | None = None  # operand that is one array of a stack
     stack: int = 1  # of so many
+    # Rows of the left and of the right operand that share a scale for each 128 of K, (1 or 128);
+    # None: there are no scales.
+    blocks: tuple[int, int] | None = None
 
     @property
     def gathered(self) -> Literal["a", "b"] | None:
@@ -79,6 +85,9 @@ class Request:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)
         rhs = " and ".join([array_text(self.rhs_shape, self.rhs_dtype)] * self.num_b)
         text = f"{lhs} x {rhs} by '{self.subscripts}' into {short_name(self.out_dtype)}"
+        if self.blocks:
+            rows = " and ".join(f"{rows}x{PROMOTION_K}" for rows in self.blocks)
+            text += f", scales of blocks of {rows}"
         if self.groups:
             of = "contracted in" if is_varlen_k(self.subscripts) else "in"
             text += f", rows {of} {self.groups.matrices} groups"
@@ -188,11 +197,38 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
     if fusion:
         graph = fusion.graph
         d_dtype = graph.matrices[0].dtype if graph.matrices else request.lhs_dtype
-    operands = request.lhs_shape, request.rhs_shape, request.lhs_dtype, d_dtype
+    dtypes = request.lhs_dtype, request.rhs_dtype
+    operands = request.lhs_shape, request.rhs_shape, dtypes, d_dtype
     if request.groups:
-        return as_grouped_gemm(request.subscripts, *operands, request.groups, graph, labels)
-    gemm = as_gemm(request.subscripts, *operands, graph, labels)
+        gemm = as_grouped_gemm(request.subscripts, *operands, request.groups, graph, labels)
+    else:
+        gemm = as_gemm(request.subscripts, *operands, graph, labels)
+    if request.blocks:
+        gemm = replace(gemm, problem=_with_scales(gemm, request.blocks))
+    elif _is_promoted(request):
+        gemm = replace(gemm, problem=replace(gemm.problem, promoted=True))
     return _in_stack(gemm, request) if request.indexed else gemm
+
+
+def _with_scales(gemm: Gemm, blocks: tuple[int, int]) -> GemmProblem:
+    """Returns a problem with block scales, in arrays as `scale_shape` has them."""
+    p = gemm.problem
+    a_block, b_block = blocks[::-1] if gemm.swap_ab else blocks
+
+    def scales(block: int, lines: int) -> BlockScales:
+        along_k, length = scale_shape(block, lines, p.k)
+        return BlockScales(block, length, along_k * length)
+
+    return replace(p, promoted=True, a_scales=scales(a_block, p.m), b_scales=scales(b_block, p.n))
+
+
+def scale_shape(block: int, lines: int, k: int) -> tuple[int, int]:
+    """Returns the shape of a matrix's block scales as a kernel reads them, by 128 of K first.
+
+    Behind those of single lines there are as many more as a tile has columns.
+    """
+    length = ceil_div(lines, block)
+    return ceil_div(k, PROMOTION_K), length if block > 1 else ceil_div(length, 16) * 16 + MAX_TILE_N
 
 
 def _in_stack(gemm: Gemm, request: Request) -> Gemm:
@@ -292,22 +328,35 @@ def _request_violation(request: Request) -> str | None:
     """Returns why no kernel can serve a product that no `GemmProblem` can express."""
     if not all(isinstance(extent, int) for extent in request.lhs_shape + request.rhs_shape):
         return "an extent is symbolic; a kernel is launched for extents that are known"
-    if request.lhs_dtype != request.rhs_dtype:
-        return (
-            f"the operands are {request.lhs_dtype} and {request.rhs_dtype}; "
-            "kernels take two operands of one dtype"
-        )
+    dtypes = request.lhs_dtype, request.rhs_dtype
+    if dtypes[0] != dtypes[1] and not multiply(*dtypes):
+        return f"the operands are {' and '.join(dtypes)}; kernels take two operands of one dtype"
     precision = request.options.precision
     if precision is None or isinstance(precision, tuple | Precision):
         return None
     # Products of two operands are exact in float32, where the kernels add them: no `Precision`
-    # asks for more, and the dtype's algorithm asks for just that.
+    # asks for more, and the dtype's algorithms ask for just that.
     if precision == DotAlgorithmPreset.DEFAULT:
         return None
-    if request.lhs_dtype in OPERANDS:
-        if precision == DotAlgorithmPreset[DTYPES[request.lhs_dtype].algorithm]:
+    if dtypes[0] in OPERANDS:
+        row = DTYPES[dtypes[0]]
+        if getattr(precision, "name", None) in (row.algorithm, row.promoted_algorithm):
             return None
-    return f"precision is {precision}; kernels for {request.lhs_dtype} accumulate in float32"
+    return f"precision is {precision}; kernels for {dtypes[0]} accumulate in float32"
+
+
+def _is_promoted(request: Request) -> bool:
+    """Whether a product of 8-bit floats keeps all digits of float32 in its sums.
+
+    As XLA has it: any `Precision` but the default asks for that, and an algorithm by its name.
+    """
+    row, precision = DTYPES.get(request.lhs_dtype), request.options.precision
+    if row is None or not row.promoted_algorithm or precision is None:
+        return False
+    if isinstance(precision, DotAlgorithmPreset):
+        return precision.name == row.promoted_algorithm
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    return any(x not in (None, Precision.DEFAULT) for x in precisions)
 
 
 def current_device(candidates: Sequence[Any] = ()) -> dispatch.Device:

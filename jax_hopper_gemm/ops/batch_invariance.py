@@ -36,9 +36,9 @@ def batch_invariant(asked: bool = True) -> Iterator[None]:
     product does the same; False there, or here, lifts an outer context. On other platforms XLA
     computes the product and promises nothing.
 
-    While lowering for a GPU, NotImplementedError says which product no kernel can run: of other
-    dtypes than two equal ones of 16 bits, as the gradients of float32 results are, or with an
-    epilogue of which XLA would compute a part.
+    While lowering for a GPU, NotImplementedError says which product no kernel can run: of dtypes
+    that kernels do not multiply, as the gradients of float32 results are without `cotangent_dtype`,
+    or with an epilogue of which XLA would compute a part.
 
     Raises:
       TypeError: `asked` is no bool.

@@ -21,6 +21,7 @@ from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
+from .quantized import Quantized, is_quantized, run_quantized
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
 from .sm_limit import current_max_sms
@@ -44,17 +45,19 @@ def matmul(
     preactivation: Preactivation = "save",
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
+    cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> Results:
     """Multiplies two arrays by the rules of `jax.numpy.matmul`, with an optional epilogue.
 
-    On a Hopper GPU a product of bfloat16 or float16 arrays runs on a kernel of this library where
-    that is faster (`explain` says which), everything else on XLA. Kernels accumulate in float32.
+    On a Hopper GPU a product of bfloat16, float16 or 8-bit arrays runs on a kernel of this library
+    where that is faster (`explain` says which), everything else on XLA. Kernels accumulate in
+    float32, int8 in int32.
     dgrad and wgrad are GEMMs of the same kind and read the operands in place. A product of two
     dtypes runs on XLA. So do the gradients of a float32 result of 16-bit operands, because their
-    cotangent is float32, in JAX as here.
+    cotangent is float32, in JAX as here; `cotangent_dtype` puts them on kernels.
 
     With any argument from `bias` to `epilogue` the result is
 
@@ -70,7 +73,8 @@ def matmul(
         matmul(a, b, epilogue=lambda y, s: (y, jnp.max(jnp.abs(y * s))), epilogue_operands=(s,))
 
     Args:
-      a: (..., M, K) or (K,). Leading axes broadcast against those of `b`.
+      a: (..., M, K) or (K,). Leading axes broadcast against those of `b`. Or both are `Quantized`:
+        (..., M, K) by (K, N), or matrices in equal batches.
       b: (..., K, N) or (K,).
       bias, residual, c: broadcast to the result's shape: (N,), (M, 1), (B, 1, N), ...
       activation: a function of one array, elementwise, or a name: "relu", "gelu" (by tanh),
@@ -85,10 +89,16 @@ def matmul(
         derivative jumps elsewhere than at zero; "recompute" multiplies again. Either way gradients
         jump where the function that ran does; but in float16 arguments under 2**-25 count as 0.
       precision: as in `jax.numpy.matmul`. Products of 16-bit floats are exact in float32, so a
-        `Precision` changes nothing on our kernels; an algorithm that does not accumulate in
+        `Precision` changes nothing on our kernels; of 8-bit floats any but the default adds up in
+        float32 each 128 of K. An algorithm that does not accumulate in
         float32 goes to XLA.
       preferred_element_type: dtype of the result; if None that of `c`, else the promoted dtype of
-        the operands. An epilogue with several results takes a tuple, too, of one dtype each.
+        the operands; of `Quantized` ones float32. An epilogue with several results takes a tuple,
+        too, of one dtype each.
+      cotangent_dtype: dtype that cotangents of the product are rounded to before they are
+        multiplied, whatever multiplies them, in derivatives of any order. With the operands' dtype
+        the gradients of a float32 result run on kernels, and are rounded once. None leaves them as
+        they are; with anything from `bias` to `epilogue` they have the dtype of 16-bit operands.
       out_sharding: sharding of the product, for explicit mesh axes.
       implementation: None takes a kernel where it is faster; "hopper" insists on a kernel; "xla" is
         `jax.numpy.matmul` itself, with `jax.numpy` for the epilogue.
@@ -107,16 +117,26 @@ def matmul(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     terms = {"alpha": alpha, "c": c, "beta": beta, "bias": bias, "residual": residual}
+    pair = a, b
+    a, b = (x.values if isinstance(x, Quantized) else x for x in pair)
     a, b, *arrays = checks.as_arrays("matmul", terms, a=a, b=b)
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
     checks.check_matmul(a, b, terms, activation, preferred_element_type)
     named = named_in(terms)
     steps = Steps("matmul", named, activation_function(activation), epilogue)
+    options = Options(
+        implementation, precision, preferred_element_type, preactivation,
+        cotangent_dtype=checks.as_cotangent_dtype("matmul", cotangent_dtype),
+    )  # fmt: skip
+    operands = tuple(terms[x] for x in named)
+    if is_quantized(*pair):
+        numbers = checks.matmul_axes(a, b)
+        named_pair = ("a", pair[0]), ("b", pair[1])
+        operands = (*operands, *epilogue_operands)
+        return run_quantized("matmul", named_pair, numbers, steps, operands, options)
     return _run(
         JaxProduct(jnp.matmul, (("out_sharding", out_sharding),)),
-        (a, b), steps, tuple(terms[x] for x in named), epilogue_operands,
-        Options(implementation, precision, preferred_element_type, preactivation),
-        checks.strong_dtype(terms.get("c")),
+        (a, b), steps, operands, epilogue_operands, options, checks.strong_dtype(terms.get("c")),
     )  # fmt: skip
 
 
@@ -131,6 +151,7 @@ def dot_general(
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
     preactivation: Preactivation = "save",
+    cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
@@ -141,9 +162,10 @@ def dot_general(
     layers accept it as their `dot_general`.
 
     Args:
-      lhs, rhs: the operands.
+      lhs, rhs: the operands, arrays or both `Quantized`.
       dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
-      precision, preferred_element_type, out_sharding, implementation: as in `matmul`.
+      precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
+        `matmul`.
       batch_invariant: as in `matmul`.
       epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
         result with its axes in the order below.
@@ -157,13 +179,25 @@ def dot_general(
       TypeError: an operand is not an array, or `dimension_numbers` has another structure.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
+    pair = lhs, rhs
+    lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in pair)
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
+    if is_quantized(*pair):
+        steps = Steps("dot_general", epilogue=epilogue)
+        options = Options(implementation, precision, preferred_element_type, preactivation)
+        named_pair = ("lhs", pair[0]), ("rhs", pair[1])
+        return run_quantized(
+            "dot_general", named_pair, dimension_numbers, steps, tuple(epilogue_operands), options
+        )
     named = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
     return _run(
         JaxProduct(lax.dot_general, named),
         (lhs, rhs), Steps("dot_general", epilogue=epilogue), (), epilogue_operands,
-        Options(implementation, precision, preferred_element_type, preactivation),
+        Options(
+            implementation, precision, preferred_element_type, preactivation,
+            cotangent_dtype=checks.as_cotangent_dtype("dot_general", cotangent_dtype),
+        ),
     )  # fmt: skip
 
 
@@ -178,6 +212,7 @@ def einsum(
     optimize: Any = "auto",
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
+    cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
@@ -193,7 +228,8 @@ def einsum(
       optimize: as in `jax.numpy.einsum`: the order of the products of three and more operands.
       epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
         result that `subscripts` name.
-      precision, preferred_element_type, out_sharding, implementation: as in `matmul`.
+      precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
+        `matmul`.
       batch_invariant: as in `matmul`.
 
     Raises:
@@ -210,7 +246,10 @@ def einsum(
     return _run(
         JaxProduct(_einsum, named),
         tuple(arrays), Steps("einsum", epilogue=epilogue), (), epilogue_operands,
-        Options(implementation, precision, preferred_element_type, preactivation),
+        Options(
+            implementation, precision, preferred_element_type, preactivation,
+            cotangent_dtype=checks.as_cotangent_dtype("einsum", cotangent_dtype),
+        ),
     )  # fmt: skip
 
 
@@ -229,6 +268,18 @@ class JaxProduct:
     def with_options(self, options: Options) -> partial[jax.Array]:
         """Returns the function of the arrays."""
         return partial(self.function, **options.of_dot(), **dict(self.named))
+
+
+def run(
+    product: JaxProduct,
+    arrays: tuple[Any, ...],
+    steps: Steps,
+    operands: tuple[Any, ...],
+    options: Options,
+) -> Any:
+    """Runs a dense product with all operands of its steps in one tuple."""
+    split = len(steps.named)
+    return _run(product, arrays, steps, operands[:split], operands[split:], options)
 
 
 def _run(
@@ -283,9 +334,7 @@ INLINE: Any = _Inline.JAX_EARLY if _Inline else True
 @partial(jax.jit, static_argnums=(0, 2), inline=INLINE)
 def _traced(product: JaxProduct, arrays: tuple[Any, ...], options: Options) -> jax.Array:
     function = product.with_options(options)
-    if options.implementation == "xla":
-        return function(*arrays)
-    return with_hopper_dot(function, arrays, options.implementation)
+    return function(*arrays) if options.by_jax else with_hopper_dot(function, arrays, options)
 
 
 @memoised
@@ -306,16 +355,16 @@ def _traced_steps(
     options: Options,
     dtypes: tuple[Any, ...] | None,
 ) -> Any:
-    function, implementation = product.with_options(options), options.implementation
+    function = product.with_options(options)
     like = _wide_product(product, options, typeof(lhs), typeof(rhs))
     dtype = abstract(function, lhs, rhs).dtype
     wide = partial(function, preferred_element_type=like.dtype)
     follow = traced(steps.op, steps, (like,), operands, dtype, dtypes)
-    if implementation == "xla":
+    if options.by_jax:
         return follow.apply(wide(lhs, rhs))
     final = final_product(function, lhs, rhs)
     if final is None:
-        return follow.apply(with_hopper_dot(wide, (lhs, rhs), implementation))
+        return follow.apply(with_hopper_dot(wide, (lhs, rhs), options))
     options = replace(options, precision=final.precision, preferred_element_type=dtype)
     results = fused_dot(
         follow.function, final.lhs, (final.rhs,), follow.operands,

@@ -42,6 +42,7 @@ def gated_linear_unit(
     preactivation: Preactivation = "save",
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
+    cotangent_dtype: DTypeLike | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> jax.Array:
@@ -70,7 +71,7 @@ def gated_linear_unit(
         them in the forward pass; "recompute" multiplies again. The dtypes are as in `matmul`.
       precision: as in `matmul`.
       preferred_element_type: dtype of the result; the promoted dtype of `x` and `weights` if None.
-      implementation: as in `matmul`.
+      cotangent_dtype, implementation: as in `matmul`.
       batch_invariant: as in `matmul`.
 
     Returns:
@@ -95,8 +96,9 @@ def gated_linear_unit(
     gate = Gate(activation_function(activation), scaled=bool(scale))
     scale = tuple(jnp.expand_dims(s, -1) for s in scale)
     options = Options(
-        implementation, precision, preferred_element_type, preactivation, current_max_sms()
-    )
+        implementation, precision, preferred_element_type, preactivation, current_max_sms(),
+        checks.as_cotangent_dtype(op, cotangent_dtype),
+    )  # fmt: skip
     options = with_batch_invariance(options)
     if sizes is not None:
         operands = (*(jnp.expand_dims(b, 1) for b in biases), *scale)
@@ -128,7 +130,7 @@ def _traced_gate(
     products = _wide_products(typeof(x), tuple(map(typeof, rights)), options)
     dot = partial(dot, preferred_element_type=products[0].dtype)
     follow = traced("gated_linear_unit", gate, products, operands, dtype, None)
-    if options.implementation == "xla":
+    if options.by_jax:
         return follow.apply(*_products(dot, x, rights))
     final = final_product(dot, x, rights[0])
     assert final is not None

@@ -29,6 +29,7 @@ def ragged_dot(
     group_offset: ArrayLike | None = None,
     out_sharding: Any = None,
     *,
+    cotangent_dtype: DTypeLike | None = None,
     row_indices: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     activation: str | Activation | None = None,
@@ -40,9 +41,10 @@ def ragged_dot(
 ) -> Results:
     """Multiplies each run of rows of `lhs` by its own matrix from `rhs`, as `jax.lax.ragged_dot`.
 
-    On a Hopper GPU a product of bfloat16 or float16 arrays runs on a kernel that reads the sizes
-    from the GPU's memory; everything else runs on XLA. dgrad and wgrad are grouped GEMMs too and
-    read `rhs` in place; derivatives of any order and every `vmap` work. Accumulates in float32.
+    On a Hopper GPU a product of bfloat16, float16 or 8-bit arrays runs on a kernel that reads the
+    sizes from the GPU's memory; everything else runs on XLA. dgrad and wgrad are grouped GEMMs
+    too and read `rhs` in place; derivatives of any order and every `vmap` work. Accumulates in
+    float32.
 
     Rows past the last group come back as zeros. A negative size counts as 0, and sizes are cut at
     the last row.
@@ -70,6 +72,8 @@ def ragged_dot(
       precision, preferred_element_type, implementation: as in `matmul`. "xla" computes what
         `jax.lax.ragged_dot` does.
       batch_invariant: as in `matmul`.
+      precision, preferred_element_type, cotangent_dtype, implementation: as in `matmul`. "xla"
+        computes what `jax.lax.ragged_dot` does.
       group_offset: the number of the first group in `rhs`, () or (1,), for devices that hold the
         matrices of some groups; `group_sizes` are those of all groups. Rows of other groups come
         back as zeros, so that a `jax.lax.psum` over the devices completes the product.
@@ -104,8 +108,9 @@ def ragged_dot(
     checks.check_ragged_dot(lhs, rhs, groups, implementation, bias, activation)
     plain = bias is None and activation is None and epilogue is None
     options = Options(
-        implementation, precision, preferred_element_type, preactivation, current_max_sms()
-    )
+        implementation, precision, preferred_element_type, preactivation, current_max_sms(),
+        checks.as_cotangent_dtype(op, cotangent_dtype),
+    )  # fmt: skip
     operands = checks.check_steps(op, epilogue, epilogue_operands, plain, options)
     arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices)
     options = with_batch_invariance(options)
@@ -130,6 +135,7 @@ def ragged_dot_general(
     group_offset: ArrayLike | None = None,
     out_sharding: Any = None,
     *,
+    cotangent_dtype: DTypeLike | None = None,
     alpha: ArrayLike | None = None,
     beta: ArrayLike | None = None,
     c: ArrayLike | None = None,
@@ -163,7 +169,7 @@ def ragged_dot_general(
       group_sizes: (G,) integers, or with the leading axes that `jax.lax.ragged_dot_general` says.
       ragged_dot_dimension_numbers: a `jax.lax.RaggedDotDimensionNumbers`.
       group_offset: as in `ragged_dot`, where the ragged axis is a free one.
-      precision, out_sharding, implementation: as in `ragged_dot`.
+      precision, cotangent_dtype, out_sharding, implementation: as in `ragged_dot`.
       batch_invariant: as in `matmul`.
       preferred_element_type: dtype of the result; if None that of `c`, else the promoted dtype of
         the operands.
@@ -196,7 +202,10 @@ def ragged_dot_general(
     if names and preferred_element_type is None:
         preferred_element_type = checks.strong_dtype(terms.get("c"))
     arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset)
-    options = Options(implementation, precision, preferred_element_type, max_sms=current_max_sms())
+    options = Options(
+        implementation, precision, preferred_element_type, max_sms=current_max_sms(),
+        cotangent_dtype=checks.as_cotangent_dtype(op, cotangent_dtype),
+    )  # fmt: skip
     if names:
         operands = tuple(terms[name] for name in names)
         options = with_batch_invariance(options)

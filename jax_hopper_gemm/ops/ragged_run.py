@@ -118,7 +118,10 @@ def run_product(
     as_lax = options.of_dot() | {"out_sharding": out_sharding}
     if arrays.axes(numbers).kind == "batch":
         dot_numbers = numbers.dot_dimension_numbers
-        return dot_general(lhs, rhs, dot_numbers, implementation=options.implementation, **as_lax)
+        return dot_general(
+            lhs, rhs, dot_numbers, cotangent_dtype=options.cotangent_dtype,
+            implementation=options.implementation, **as_lax,
+        )  # fmt: skip
     if is_explicit(lhs, rhs, sizes):
         if out_sharding is None:
             out_sharding = arrays.sharding_of_product(op, numbers)
@@ -128,12 +131,7 @@ def run_product(
 
         return in_auto_axes(product, out_sharding, arrays)
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
-        _refuse_hopper(op, reason, options)
-        for name, array in (("group_offset", arrays.offset), ("row_indices", arrays.rows)):
-            if array is not None:
-                raise NotImplementedError(
-                    f"{op}: {name} came, and XLA, which has none, would run this: {reason}"
-                )
+        _refuse_ours(op, reason, arrays, options)
         return lax_ragged_dot_general(lhs, rhs, sizes, numbers, **as_lax)
     return _traced_product(arrays, numbers, options)
 
@@ -254,7 +252,7 @@ def run_scaled_sum(
 
         return in_auto_axes(scaled_sum, out_sharding, arrays, operands)
     if reason := left_to_lax(lhs, rhs, sizes, out_sharding, numbers):
-        _refuse_hopper(steps.op, reason, options)
+        _refuse_ours(steps.op, reason, arrays, options)
         as_lax = options.of_dot() | {"out_sharding": out_sharding}
         theirs = partial(lax_ragged_dot_general, ragged_dot_dimension_numbers=numbers, **as_lax)
         dtype = jax.eval_shape(theirs, lhs, rhs, sizes).dtype
@@ -303,10 +301,19 @@ def left_to_lax(
     return None
 
 
-def _refuse_hopper(op: str, reason: str, options: Options) -> None:
-    """Raises if the user insists on a kernel, and JAX's own product is the answer."""
+def _refuse_ours(op: str, reason: str, arrays: RaggedArrays, options: Options) -> None:
+    """Raises if the user asks for what JAX's own product, which is the answer, does not have."""
     if options.insists:
         raise NotImplementedError(f"{options.insists}: no kernel runs {op}: {reason}")
+    ours = {
+        "group_offset": arrays.offset, "row_indices": arrays.rows,
+        "cotangent_dtype": options.cotangent_dtype,
+    }  # fmt: skip
+    for name, argument in ours.items():
+        if argument is not None:
+            raise NotImplementedError(
+                f"{op}: {name} came, and XLA, which has none, would run this: {reason}"
+            )
 
 
 @memoised

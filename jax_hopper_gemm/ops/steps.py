@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 else:
     Results = TypeVar("Results")
 
-NAMED = ("alpha", "c", "beta", "bias", "residual")  # operands of `Steps`, in their order
+SCALES = ("lhs_scale", "rhs_scale")  # those of quantized operands, which the user does not name
+NAMED = (*SCALES, "alpha", "c", "beta", "bias", "residual")  # operands of `Steps`, in their order
 FACTORS = ("alpha", "beta")
 
 
@@ -47,6 +48,8 @@ class Steps:
             for name, x in zip(self.named, operands[:split], strict=True)
         }
         y = product
+        for name in SCALES:
+            y = y * terms[name] if name in terms else y
         if "alpha" in terms:
             y = terms["alpha"] * y
         if "c" in terms:

@@ -17,7 +17,7 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from ..gemm.product import Implementation, Options, Product
+from ..gemm.product import Options, Product
 from ..gemm.subscripts import Subscripts
 from ..lowering.devices import padded_partitions, permuted_sharding, with_partitions
 from ..primitives.dot import hopper_dot_p
@@ -26,18 +26,21 @@ from .sm_limit import current_max_sms
 
 
 def with_hopper_dot(
-    function: Callable[..., jax.Array], arrays: tuple[Any, ...], implementation: Implementation
+    function: Callable[..., jax.Array], arrays: tuple[Any, ...], options: Options
 ) -> jax.Array:
-    """Returns `function(*arrays)` on our products; a transpose after one becomes part of it."""
+    """Returns `function(*arrays)` on our products; a transpose after one becomes part of it.
+
+    Of the `options`, precision and dtype are those that the function gives each product.
+    """
     program = _Program(function, *arrays)
-    for equation in hopper_equations(program.jaxpr, implementation):
+    for equation in hopper_equations(program.jaxpr, options):
         program.run(equation)
     return program.read(program.jaxpr.outvars[0])
 
 
 def hopper_equations(
     jaxpr: Any,
-    implementation: Implementation,
+    options: Options,
     chosen: Callable[[Any], bool] = lambda equation: True,
 ) -> list[Any]:
     """Returns the equations of a jaxpr with each `dot_general` replaced by a `hopper_dot`.
@@ -48,7 +51,7 @@ def hopper_equations(
     transposes = _transposes_of_products(jaxpr, chosen)
     absorbed = {id(transpose) for steps in transposes.values() for transpose in steps}
     return [
-        as_hopper_dot(equation, implementation, transposes[equation.outvars[0]])
+        as_hopper_dot(equation, options, transposes[equation.outvars[0]])
         if equation.primitive is lax.dot_general_p and chosen(equation)
         else equation
         for equation in jaxpr.eqns
@@ -56,14 +59,15 @@ def hopper_equations(
     ]
 
 
-def as_hopper_dot(
-    equation: Any, implementation: Implementation, transposes: Sequence[Any] = ()
-) -> Any:
-    """Returns a `dot_general`, and the transposes after it, as a `hopper_dot`."""
+def as_hopper_dot(equation: Any, options: Options, transposes: Sequence[Any] = ()) -> Any:
+    """Returns a `dot_general`, and the transposes after it, as a `hopper_dot`.
+
+    It takes implementation and dtype of cotangents from the `options`.
+    """
     final = _product(equation, transposes, *(atom.aval for atom in equation.invars))
     options = Options(
-        implementation, final.precision, equation.params["preferred_element_type"],
-        max_sms=current_max_sms(),
+        options.implementation, final.precision, equation.params["preferred_element_type"],
+        max_sms=current_max_sms(), cotangent_dtype=options.cotangent_dtype,
     )  # fmt: skip
     options = with_batch_invariance(options)
     params = {"product": Product(final.subscripts, options, final.out_sharding)}

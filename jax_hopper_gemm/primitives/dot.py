@@ -18,10 +18,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax import numpy as jnp
 from jax.interpreters import mlir
 
 from .. import sharding
-from ..gemm.product import Product
+from ..gemm.product import Options, Product
 from ..gemm.subscripts import DotGeneral, Subscripts
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call, request_between
@@ -87,8 +88,23 @@ def cotangent_of(
 ) -> Any:
     """Returns the gradient of an operand of `product`, which is another product."""
     sharding = None if primal.sharding.mesh.empty else primal.sharding
-    gradient = replace(product, subscripts=subscripts, out_sharding=sharding)
+    cotangent, options = entering(primal, cotangent, other, product.options)
+    gradient = replace(product, subscripts=subscripts, options=options, out_sharding=sharding)
     return as_cotangent(primal, hopper_dot_p.bind(cotangent, other, product=gradient))
+
+
+def entering(primal: Any, cotangent: Any, other: Any, options: Options) -> tuple[Any, Options]:
+    """Returns a cotangent as it is multiplied by `other`, and the options of this product.
+
+    With a `cotangent_dtype` that is rounded to it, unless it is complex, and the product has the
+    dtype of `primal`, whose gradient it is, or a wider one of the factors.
+    """
+    dtype = options.cotangent_dtype
+    if dtype is None or not jnp.issubdtype(cotangent.dtype, jnp.floating):
+        return cotangent, options
+    result = jnp.promote_types(jnp.promote_types(dtype, other.dtype), primal.dtype)
+    options = replace(options, preferred_element_type=np.dtype(result))
+    return lax.convert_element_type(cotangent, dtype), options
 
 
 def as_cotangent(primal: Any, gradient: Any) -> Any:
@@ -130,6 +146,8 @@ def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Prod
 
 
 def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, product: Product) -> Any:
+    if product.options.implementation == "xla":
+        return _lower_to_xla(ctx, lhs, rhs, product=product)
     call = Call(_request_of(ctx.avals_in, ctx.avals_out, product=product), (lhs, rhs))
     launched = lower_call(ctx, call)
     return launched or mark_options(call, _lower_to_xla(ctx, lhs, rhs, product=product))
@@ -139,7 +157,7 @@ def _lower_partitioned(
     ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, product: Product
 ) -> Any:
     """Leaves to XLA what no kernel could run of any shard, or what cannot be launched at all."""
-    if not sharding.applies(ctx):
+    if product.options.implementation == "xla" or not sharding.applies(ctx):
         return None
     call = Call(_request_of(ctx.avals_in, ctx.avals_out, product=product), (lhs, rhs))
     call = call.readable(ctx)

@@ -120,7 +120,8 @@ def fused_dot(
     }
     args = (lhs, *right_operands, *operands, *closed.consts)
     if product.options.implementation == "xla":
-        return jax.tree.unflatten(structure, reference_fused(*args, **params))
+        by_jax = product.options.by_jax
+        return jax.tree.unflatten(structure, reference_fused(*args, **params, by_xla=by_jax))
     return jax.tree.unflatten(structure, hopper_fused_p.bind(*args, **params))
 
 

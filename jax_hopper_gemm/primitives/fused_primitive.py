@@ -39,7 +39,7 @@ from ..gemm.groups import DGRAD, is_varlen_k
 from ..gemm.product import Product
 from .accumulators import accumulators_of, batched_product, multiply
 from .define import Rule, Rules, define_primitive
-from .dot import as_cotangent, cotangent_of
+from .dot import as_cotangent, cotangent_of, entering
 from .fused_dot_sharded import NAME, fused_of_shards
 from .fused_grad import Recompute, epilogue_tangent_p
 from .fused_lowering import fused_lowering, request_of
@@ -96,7 +96,10 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     dtype = product.options.preferred_element_type
     if len(dtypes) == 1 and is_inexact(lhs):
         dtype = jnp.dtype(residual_of(dtypes.pop().name))
-    kept_product = product.with_options(preferred_element_type=dtype, preactivation="save")
+    moving_dtype = product.options.cotangent_dtype or dtype
+    if any(moving_dtype.itemsize < x.dtype.itemsize for x in (lhs, *right_operands)):
+        moving_dtype = dtype  # a product's dtype is no narrower than its operands
+    kept_product = product.with_options(preferred_element_type=moving_dtype, preactivation="save")
     moved, plane_axis = _product_tangents(primals, tangents, num_b, kept_product)
     count = len(jaxpr.in_avals) - len(operands)
     wrt = list(range(count)) if plane_axis is not None else list(moved)
@@ -104,7 +107,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     linear = [*moved.values(), *(x for x in tangents[1 + num_b :] if type(x) is not ad.Zero)]
 
     recomputed = product.options.preactivation == "recompute"
-    derivative = tangent(jaxpr, wrt, count, dtype, recomputed)
+    derivative = tangent(jaxpr, wrt, count, dtype, recomputed, moving_dtype)
     needed = derivative.operands
     needed_operands = [x for x, need in zip(operands, needed, strict=True) if need]
     recompute = None
@@ -303,6 +306,9 @@ def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, product: Product) -
     terms = [(ct, right) for ct, right in pairs if type(ct) is not ad.Zero]
     if not terms:
         return [ad.Zero(lhs.aval), *(None for _ in others)]
+    entered = [entering(lhs.aval, *term, product.options) for term in terms]
+    product = replace(product, options=entered[0][1])
+    terms = [(ct, right) for (ct, _), (_, right) in zip(entered, terms, strict=True)]
     (cotangent, right), *more = terms
     if product.groups:
         gradient = replace(product, subscripts=DGRAD[product.subscripts])

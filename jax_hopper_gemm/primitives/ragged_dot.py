@@ -39,7 +39,7 @@ from ..lowering.emit import lower_call
 from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.route import Request
 from .define import Rules, define_primitive, mapped_first
-from .dot import as_cotangent
+from .dot import as_cotangent, entering
 from .group_sizes import sizes_of_each
 from .ragged_dot_sharded import NAME, call_at, emit_ragged, ragged_of_shards
 from .ragged_reference import alike, reference_ragged_dot
@@ -95,7 +95,9 @@ def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
 
 def _transpose(cotangent: Any, lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> list[Any]:
     of_lhs = ad.is_undefined_primal(lhs)
-    primal = lhs.aval if of_lhs else rhs.aval
+    primal, other = (lhs.aval, rhs) if of_lhs else (rhs.aval, lhs)
+    cotangent, options = entering(primal, cotangent, other, product.options)
+    product = replace(product, options=options)
     subscripts = product.subscripts
     if subscripts == VARLEN_K and of_lhs:
         gradient = _by_form(VARLEN_M_NK, rhs, cotangent, sizes, product)

@@ -120,6 +120,7 @@ def explain(
     preactivation: Preactivation = "save",
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
+    cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
@@ -154,6 +155,7 @@ def explain(
     options = {
         "precision": precision,
         "preferred_element_type": preferred_element_type,
+        "cotangent_dtype": cotangent_dtype,
         "out_sharding": out_sharding,
     }
     if group_sizes is None:

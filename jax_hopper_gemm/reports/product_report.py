@@ -13,6 +13,7 @@ from jax.extend import source_info_util
 from jax.extend.core import jaxprs_in_params
 
 from ..gemm.groups import GROUP
+from ..gemm.product import Options
 from ..interop.fuse_jaxpr import refusals, saved_us
 from ..interop.rewrite_jaxpr import ENTERED, RAGGED, Rewriting, reason_left, rewritten, traced_call
 from ..lowering.route import Request, array_text
@@ -209,7 +210,7 @@ def _left(equation: Any, implementation: Implementation, closed_to: str | None) 
     avals = [atom.aval for atom in equation.invars[:2]]
     text = " x ".join(array_text(x.shape, x.dtype.name) for x in avals)
     if equation.primitive is lax.dot_general_p:
-        request = request_of(as_hopper_dot(equation, None))
+        request = request_of(as_hopper_dot(equation, Options()))
         text, flops = str(request), _flops(request)
     else:
         flops = 2 * prod(avals[0].shape) * avals[1].shape[-1]

@@ -25,6 +25,17 @@ where 1 / (1 - g) covers delta, as in Higham, Accuracy and Stability of Numerica
 section 3.1. Where a library may have answered with float32 additions, in any order, the same
 section gives g = K * 2**-24, about half as much again: the larger of the two.
 
+8-bit floats. One instruction adds 32 products, keeps F = 13 digits of each, and cuts the sum off
+to as many (the same sources), so that J = ceil(K / 32) instructions err by
+
+  |c_j - (c_(j-1) + products)|  <=  delta S_j,   delta = 34 * 2**-13.
+
+J delta may exceed 1; each error is part of what the next instruction sums, so g / (1 - g) becomes
+(1 + delta)**J - 1. Kernels that promote accumulators sum 128 of K that way, from 0, and add the
+parts in float32, times the scales of blocks: (1 + delta)**4 (1 + 2**-24)**(ceil(K / 128) + 3) - 1.
+
+Products of int8 are summed without any error, and their sum is rounded once to float32.
+
 The store rounds c_J to nearest in the result's dtype: relative error u, or half the smallest
 subnormal number; nothing where D is float32. So
 
@@ -33,6 +44,7 @@ subnormal number; nothing where D is float32. So
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,8 +52,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..gemm.dtypes import DTYPES
+from ..gemm.spec import PROMOTION_K
 
-Summation = Literal["wgmma", "float32"]  # by our kernels; by any float32 code
+# By our kernels; by those that promote accumulators; by any float32 code.
+Summation = Literal["wgmma", "promoted", "float32"]
 
 
 @dataclass(frozen=True)
@@ -62,11 +76,24 @@ def accumulation_error(k: int, summation: Summation = "wgmma", operands: str = "
       operands: dtype of a and b.
     """
     dtype = DTYPES[operands]
+    parts = -(-k // PROMOTION_K)
+    if dtype.accumulator != "float32":
+        # Of block scales: their product, each part times it, and the sums of the parts.
+        return _compounded(2.0**-24, parts + 3) if summation == "promoted" else 2.0**-24
     terms = dtype.mma_k + 1  # of one wgmma: its products and the accumulator
-    g = (terms * 2.0**-dtype.fraction_bits + 2.0**-23) * -(-k // dtype.mma_k)
+    delta = terms * 2.0**-dtype.fraction_bits + 2.0 ** -min(23, dtype.fraction_bits)
+    if summation == "promoted":
+        one = _compounded(delta, -(-min(k, PROMOTION_K) // dtype.mma_k))
+        return (1 + one) * (1 + _compounded(2.0**-24, parts + 3)) - 1
+    g = delta * -(-k // dtype.mma_k)
     if summation == "float32":
         g = max(g, k * 2.0**-24)
-    return g / (1 - g)
+    return g / (1 - g) if g < 0.1 else _compounded(delta, -(-k // dtype.mma_k))
+
+
+def _compounded(delta: float, steps: int) -> float:
+    """Returns (1 + delta)**steps - 1."""
+    return math.expm1(steps * math.log1p(delta))
 
 
 def error_bound(
@@ -90,6 +117,8 @@ def error_bound(
     accumulated = accumulation_error(k, summation, operands) * magnitude
     if jnp.dtype(dtype) == np.float32:
         return accumulated
+    if np.issubdtype(dtype, np.integer):  # sums as they are
+        return np.zeros_like(accumulated)
     info = jnp.finfo(dtype)
     unit = float(info.eps) / 2
     return unit * np.abs(expected) + (1 + unit) * accumulated + float(info.smallest_subnormal) / 2

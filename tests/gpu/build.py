@@ -27,15 +27,18 @@ import jax
 import nnx_step
 import notebook_block
 from moe_programs import moe_specs
-from support import random_grouped, random_products, training_step
+from support import eight_bit, random_grouped, random_products, training_step
 from support.fused_programs import FUSED_PROGRAMS
 from support.grouped_programs import GROUPED_PROGRAMS
 from support.invariant_programs import invariant_specs
 from support.mesh_programs import mesh_specs
 from support.operations import operation_specs
 from support.policies import (
+    block_specs,
     chosen_epilogue_specs,
     covering_specs,
+    eight_bit_specs,
+    eight_bit_variants,
     epilogue_covering_specs,
     grouped_covering_specs,
     nested_specs,
@@ -63,6 +66,7 @@ def main() -> int:
         action="store_true",
         help="only those of mixtures of experts, on one GPU and several",
     )
+    parser.add_argument("--eight-bit", action="store_true", help="only those of operands of 8 bits")
     parser.add_argument(
         "--overlap", action="store_true", help="only those of collective products, on several GPUs"
     )
@@ -80,6 +84,8 @@ def main() -> int:
         specs = list(dict.fromkeys(invariant_specs()))
     elif arguments.split:
         specs = [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
+    elif arguments.eight_bit:
+        specs = [*eight_bit_specs(), *block_specs(), *eight_bit_variants(), *eight_bit.specs()]
     else:
         specs = all_specs()
     report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
@@ -115,6 +121,9 @@ def all_specs() -> list[GemmSpec]:
                 *transformation_specs(),
                 *invariant_specs(),
                 *overlap_specs(),
+                *eight_bit_specs(),
+                *block_specs(),
+                *eight_bit.specs(),
             )
         )
     )

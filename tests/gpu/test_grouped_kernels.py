@@ -19,7 +19,7 @@ from support.policies import grouped_covering_specs
 
 from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.gemm.dtypes import OPERANDS
+from jax_hopper_gemm.gemm.dtypes import HALVES
 from jax_hopper_gemm.gemm.spec import RasterOrder
 
 SPECS = grouped_covering_specs()
@@ -84,7 +84,7 @@ def test_random_products_cover_what_they_should():
     cases = [random_grouped.case(seed) for seed in range(random_grouped.COUNT)]
     forms = Counter((case.spec.grouped, case.spec.b_major) for case in cases)
     assert min(forms[form] for form in (("m", "n"), ("m", "k"), ("k", "n"))) >= 60
-    assert {case.spec.a_dtype for case in cases} == set(OPERANDS)
+    assert {case.spec.a_dtype for case in cases} == set(HALVES)
     assert any(len(case.sizes) > 1000 for case in cases)
 
 

@@ -13,7 +13,7 @@ import pytest
 from support import bounds, reference
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
+from jax_hopper_gemm.gemm.dtypes import HALVES, RESULTS
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import shapes, tolerance
 from jax_hopper_gemm.testing.tolerance import Summation
@@ -37,7 +37,7 @@ def assert_product(result, a, b, k, what="result", summation: Summation = "wgmma
 
 
 @pytest.mark.parametrize("d_dtype", RESULTS)
-@pytest.mark.parametrize("dtype", OPERANDS)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("a_major", "b_major"), LAYOUTS)
 def test_dot_general_reads_every_layout(a_major, b_major, dtype, d_dtype):
     problem = GemmProblem.dense(
@@ -63,7 +63,7 @@ def test_random_dot_general_is_right_on_kernel_or_xla(seed):
     extents = {i: rng.choice((8, 40, 63, 128, 200, 264, 1000)) for i in "mnk"}
     extents["l"] = rng.choice((1, 2, 5))
     lhs, rhs = ("".join(rng.sample(indices, len(indices))) for indices in ("lmk", "lkn"))
-    dtype = jnp.dtype(rng.choice(OPERANDS))
+    dtype = jnp.dtype(rng.choice(HALVES))
     a, b = (normal(seed, [extents[i] for i in order], dtype) for order in (lhs, rhs))
     dims = (((lhs.index("k"),), (rhs.index("k"),)), ((lhs.index("l"),), (rhs.index("l"),)))
     addressable = all(order[-1] != "l" and extents[order[-1]] % 8 == 0 for order in (lhs, rhs, "n"))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing.tolerance import Summation, Worst, error_bound, farthest
+
+
+def summation_of(problem: GemmProblem) -> Summation:
+    """Returns what adds the products of a problem up in a kernel."""
+    return "promoted" if problem.promoted else "wgmma"
 
 
 def assert_within_bound(

@@ -14,7 +14,7 @@ from jax_hopper_gemm.dispatch.candidates import (
 )
 from jax_hopper_gemm.dispatch.device import Device
 from jax_hopper_gemm.dispatch.legality import device_violations
-from jax_hopper_gemm.gemm.dtypes import OPERANDS
+from jax_hopper_gemm.gemm.dtypes import HALVES
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph
 from jax_hopper_gemm.gemm.problem import VarlenAxis
 from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType
@@ -23,7 +23,7 @@ from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType
 def epilogue_specs(
     device: Device,
     graphs: Iterable[EpilogueGraph],
-    dtypes: Iterable[str] = OPERANDS,
+    dtypes: Iterable[str] = HALVES,
     grouped: VarlenAxis | None = None,
 ) -> list[GemmSpec]:
     """Returns every kernel that `choose` can return on `device` for these epilogues, once each.

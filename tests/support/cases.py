@@ -15,14 +15,14 @@ from support.trial import Inputs
 
 from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.grid import ceil_div, max_clusters
-from jax_hopper_gemm.gemm.problem import GemmProblem, Major, MatrixLayout
+from jax_hopper_gemm.gemm.problem import BlockScales, GemmProblem, Major, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.lowering.route import scale_shape
 
 MAX_EXTENT = 9000
 _EDGES = (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 _MAX_ELEMENTS = 1 << 26  # of one operand
 STACK = 3  # matrices
-_ALIGNMENT = 8  # elements; 16 bytes of a 16-bit float, so that TMA can address all strides
 _POOL = 4_000_037  # random numbers that operands are cut from; prime, so that rows differ
 
 
@@ -86,9 +86,11 @@ def nested(
 ) -> GemmProblem:
     """Returns a problem of a nested batch for `spec`'s kernel, with gaps after rows."""
 
+    gap = alignment(spec)
+
     def place(major: Major, contiguous: int, other: int, count: int, operand: Operand):
-        line = _aligned(contiguous) + _ALIGNMENT
-        block = line * inner * other + _ALIGNMENT  # of the matrices whose rows take turns
+        line = _aligned(contiguous, gap) + gap
+        block = line * inner * other + gap  # of the matrices whose rows take turns
         strides = [math.prod(outer[i + 1 :]) * block for i in range(len(outer))]
         shared = operand == "b"
         if shared:
@@ -109,7 +111,8 @@ def nested(
 
 def padded(spec: GemmSpec, m: int, n: int, k: int, batches: int = 1) -> GemmProblem:
     """Returns a problem for `spec`'s kernel with gaps after every row and every matrix."""
-    return laid_out(spec, m, n, k, batches, lambda *args: spaced(*args, gap=_ALIGNMENT))
+    gap = alignment(spec)
+    return laid_out(spec, m, n, k, batches, lambda *args: spaced(*args, gap=gap, aligned=gap))
 
 
 def stacked_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, RasterOrder]]:
@@ -158,15 +161,17 @@ def random_problem(
         batches = max(1, batches - 1)
         m, n, k = (max(1, extent // 2) for extent in (m, n, k))
 
+    aligned = alignment(spec)
+
     def place(major: Major, contiguous: int, other: int, count: int, operand: Operand):
         kind = rng.choice(("separate", "interleaved", "shared"))
-        gap = _ALIGNMENT * rng.choice((0, 0, 1, 5))
+        gap = aligned * rng.choice((0, 0, 1, 5))
+        line = _aligned(contiguous, aligned) + gap
         if kind == "shared" and operand != "d":
-            return MatrixLayout(major, _aligned(contiguous) + gap, 0)
+            return MatrixLayout(major, line, 0)
         if kind == "interleaved":
-            matrix = _aligned(contiguous) + gap
-            return MatrixLayout(major, matrix * count, matrix)
-        return spaced(major, contiguous, other, count, operand, gap)
+            return MatrixLayout(major, line * count, line)
+        return spaced(major, contiguous, other, count, operand, gap, aligned)
 
     problem = laid_out(spec, m, n, k, batches, place)
     return problem, RasterOrder(rng.choice(("m", "n")), rng.randint(1, 16))
@@ -187,6 +192,19 @@ def normals(problem: GemmProblem, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def integer_inputs(problem: GemmProblem, seed: int) -> Inputs:
     """Returns inputs of integers from -3 to 3, and masks: sums and products are exact."""
     return _inputs(problem, _integer_pool(seed))
+
+
+def scale_inputs(problem: GemmProblem, inputs: Inputs, seed: int) -> Inputs:
+    """Returns inputs with block scales, powers of two; NaNs where there is no block."""
+    rng, found = np.random.default_rng(seed), []
+    for scales, lines in ((problem.a_scales, problem.m), (problem.b_scales, problem.n)):
+        assert scales
+        along_k, length = scale_shape(scales.block, lines, problem.k)
+        matrices = problem.l if scales.batch_stride else 1
+        array = np.exp2(rng.integers(-2, 3, (matrices, along_k, length))).astype(np.float32)
+        array[..., -(-lines // scales.block) :] = np.nan
+        found.append(array)
+    return replace(inputs, scales=tuple(found))
 
 
 def normal_inputs(problem: GemmProblem, seed: int, spread: float | None = None) -> Inputs:
@@ -227,9 +245,9 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
         n = max([n, *(result.k for result in graph.results)])  # of a top-k
     n = ceil_div(n, narrowest) * narrowest
     if spec.a_major == "m":
-        m = _aligned(m)
+        m = _aligned(m, alignment(spec))
     if spec.a_major == "k" or spec.b_major == "k":
-        k = _aligned(k)
+        k = _aligned(k, alignment(spec))
     a = ("k", k, m) if spec.a_major == "k" else ("m", m, k)
     b = ("n", n, k) if spec.b_major == "n" else ("k", k, n)
     placed_b, up_offset = place(*b, batches, "b"), None
@@ -255,7 +273,18 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
             for i, operand in enumerate(graph.operands)
         ),
         up_offset=up_offset,
+        promoted=spec.promoted,
+        a_scales=_scales(spec.a_block, m, k, 1 if spec.grouped else batches),
+        b_scales=_scales(spec.b_block, n, k, batches),
     )
+
+
+def _scales(block: int, lines: int, k: int, batches: int) -> BlockScales | None:
+    """Returns where block scales lie, as lowering arranges them; None where there are none."""
+    if not block:
+        return None
+    along_k, length = scale_shape(block, lines, k)
+    return BlockScales(block, length, along_k * length if batches > 1 else 0)
 
 
 def _operand_layout(index: int, kind: str, m: int, n: int, batches: int) -> MatrixLayout:
@@ -275,15 +304,24 @@ def _operand_layout(index: int, kind: str, m: int, n: int, batches: int) -> Matr
 
 
 def spaced(
-    major: Major, contiguous: int, other: int, count: int, operand: Operand, gap: int
+    major: Major, contiguous: int, other: int, count: int, operand: Operand, gap: int, aligned: int
 ) -> MatrixLayout:
-    """Returns one matrix after the other, with a gap after each line and each matrix."""
-    line = _aligned(contiguous) + gap
+    """Returns one matrix after the other, with a gap after each line and each matrix.
+
+    Lines begin at multiples of `aligned`.
+    """
+    line = _aligned(contiguous, aligned) + gap
     return MatrixLayout(major, line, line * other + gap if count > 1 else 0)
 
 
-def _aligned(extent: int) -> int:
-    return ceil_div(extent, _ALIGNMENT) * _ALIGNMENT
+def alignment(spec: GemmSpec) -> int:
+    """Returns the elements of 16 bytes, of the narrowest dtype: TMA can address such strides."""
+    stored = (result.dtype for result in spec.graph.matrices)
+    return 16 // min(2, *(DTYPES[x].itemsize for x in (spec.a_dtype, spec.b_dtype, *stored)))
+
+
+def _aligned(extent: int, aligned: int) -> int:
+    return ceil_div(extent, aligned) * aligned
 
 
 def _extent(rng: random.Random, largest: int) -> int:

@@ -118,7 +118,8 @@ def _pair(x: Range) -> tuple[np.ndarray, np.ndarray]:
 def _result(result: Result, x: Range) -> list[tuple[np.ndarray, np.ndarray]]:
     if result.kind == "matrix":
         low, high = (rounded(end, result.dtype) for end in x[1:])
-        largest = float(jnp.finfo(result.dtype).max)
+        floating = jnp.issubdtype(result.dtype, jnp.floating)
+        largest = float(jnp.finfo(result.dtype).max) if floating else np.inf
         value = np.where(np.isinf(low) & (low == high), low, x.value)
         value = np.where(np.abs(value) > largest, rounded(value, result.dtype), value)
         return [_pair(defined(Range(value, low, high)))]

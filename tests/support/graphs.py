@@ -272,6 +272,46 @@ STANDARD: dict[str, EpilogueGraph] = {
     "everything": everything(),
 }
 
+
+def scaled(*kinds: OperandKind, dtype: str = "bfloat16", rounded: bool = False) -> EpilogueGraph:
+    """acc times scales, `rounded` to an integer."""
+    build = Builder()
+    x = 0
+    for scale in [build.operand(kind) for kind in kinds]:
+        x = build("mul", x, scale)
+    build.result(build("round", x) if rounded else x, dtype)
+    return build.graph()
+
+
+def quantized(dtype: str) -> EpilogueGraph:
+    """acc times a scale in 8 bits, and the largest |acc|."""
+    build = Builder()
+    scale = build.operand("scalar")
+    build.result(build("mul", 0, scale), dtype)
+    build.reduce("max", build("abs", 0))
+    return build.graph()
+
+
+def through(dtype: str) -> EpilogueGraph:
+    """acc, rounded to 8 bits and stored in float32."""
+    build = Builder()
+    build.result(build("convert", 0, params=(dtype,)))
+    return build.graph()
+
+
+# What follows products of 8 bits: scales of each operand, and casts to 8 bits.
+EIGHT_BIT: dict[str, EpilogueGraph] = {
+    "scaled": scaled("scalar", "scalar"),
+    "scaled_rows_columns": scaled("row", "column"),
+    "scaled_e4m3": scaled("scalar", dtype="float8_e4m3fn"),
+    "scaled_e5m2": scaled("row", "column", dtype="float8_e5m2"),
+    "scaled_int8": scaled("scalar", dtype="int8", rounded=True),
+    "quantized_e4m3": quantized("float8_e4m3fn"),
+    "through_e4m3": through("float8_e4m3fn"),
+    "through_e5m2": through("float8_e5m2"),
+    "through_int8": through("int8"),
+}
+
 # Operations that float32 carries out without rounding on small integers.
 EXACT_OPS = frozenset(
     {"constant", "neg", "abs", "sign", "square", "add", "sub", "mul", "max", "min", "select",

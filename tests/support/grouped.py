@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import group_sizes
 import numpy as np
-from support import cases, outcome, reference
+from support import bounds, cases, outcome, reference
 from support.places import shape_of
 from support.trial import Inputs
 
@@ -145,11 +145,13 @@ def problem_of(
     """
     axis = spec.grouped
     assert axis is not None
-    single = "ad" if axis == "m" else "ab"
+    single, aligned = "ad" if axis == "m" else "ab", cases.alignment(spec)
 
     def place(major, contiguous: int, other: int, count: int, operand: str) -> MatrixLayout:
         batches = 1 if operand in single else count
-        return cases.spaced(major, contiguous, other, batches, operand, gap)  # pyright: ignore
+        named: Any = operand
+        apart = max(gap, aligned) if gap else 0
+        return cases.spaced(major, contiguous, other, batches, named, apart, aligned)
 
     problem = cases.laid_out(spec, m, n, k, layout.matrices, place)
     operands = problem.operands
@@ -277,7 +279,7 @@ def _poisoned(problem: GemmProblem, sizes: np.ndarray, inputs: Inputs, seed: int
         inputs = replace(inputs, indices=indices)
 
     def spoiled(array: np.ndarray, axis: int, index: np.ndarray, stride: int) -> np.ndarray:
-        if array.dtype == bool or index.size == 0 or stride == 0:
+        if array.dtype.kind in "bi" or index.size == 0 or stride == 0:
             return array
         array = array.copy()
         np.moveaxis(array, axis, 0)[index] = np.nan
@@ -411,7 +413,9 @@ def assert_within_bound(
     if rows is None:
         of_matrix = {s.matrix: s.end - s.start for s in _owned(problem, inputs.sizes)}
         lengths = np.array([of_matrix.get(i, 0) for i in range(problem.l)])
-    relative = np.vectorize(tolerance.accumulation_error)(lengths, operands=problem.a_dtype)
+    summation = bounds.summation_of(problem)
+    error_of = np.vectorize(tolerance.accumulation_error)
+    relative = error_of(lengths, summation, problem.a_dtype)
     for b in inputs.b:
         sums.append(products(problem, inputs, b, reference.product, rows))
         magnitude = products(problem, inputs, b, reference.magnitude, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,6 +36,12 @@ def strides_of(problem: GemmProblem, operand: Operand) -> tuple[int, int, int]:
     layout = getattr(problem, operand)
     row, column = (1 if layout.major == i else layout.leading_stride for i in INDICES[operand])
     return layout.batch_stride, row, column
+
+
+def strided(flat: np.ndarray, shape: Sequence[int], steps: Sequence[int]) -> np.ndarray:
+    """Returns a view with strides in bytes. NumPy makes none of dtypes that are not its own."""
+    bits = flat.view(f"u{flat.itemsize}")
+    return np.lib.stride_tricks.as_strided(bits, shape, steps).view(flat.dtype)
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class Place:
             raise ValueError(f"{self} spans {self.end} elements; the buffer has {flat.shape}")
         shape, strides = zip(*self.axes, strict=True) if self.axes else ((), ())
         steps = [stride * flat.itemsize for stride in strides]
-        return np.lib.stride_tricks.as_strided(flat[self.offset :], shape, steps)
+        return strided(flat[self.offset :], shape, steps)
 
 
 def factor_places(problem: GemmProblem) -> list[tuple[Place, ...]]:

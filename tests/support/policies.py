@@ -15,17 +15,17 @@ from functools import cache
 
 from support.buildable import epilogue_specs
 from support.covering import covering_subset
-from support.graphs import STANDARD
+from support.graphs import EIGHT_BIT, STANDARD
 
 from jax_hopper_gemm.dispatch import H200, table_specs
-from jax_hopper_gemm.gemm.dtypes import OPERANDS, RESULTS
+from jax_hopper_gemm.gemm.dtypes import RESULTS
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
 # Every value of every field; A and B have one dtype, the cluster's two extents are one choice.
 # A policy that is added here is tested with all the others.
 CHOICES: dict[str, tuple] = {
-    "ab_dtype": OPERANDS,
+    "ab_dtype": ("bfloat16", "float16"),
     "d_dtype": RESULTS,
     "a_major": ("k", "m"),
     "b_major": ("n", "k"),
@@ -82,6 +82,38 @@ GROUPED_CHOICES: tuple[dict[str, tuple], ...] = (
         ),
     },
 )  # fmt: skip
+
+GRAPHS = STANDARD | EIGHT_BIT
+
+# The same of operands of 8 bits, which lie along K; D may have 8 bits, too.
+_F8 = ("float8_e4m3fn", "float8_e5m2")
+_OF_8_BITS = {
+    "ab_dtype": (*_F8, _F8, _F8[::-1], "int8"),
+    "d_dtype": (*RESULTS, *_F8, "int32"),
+    "a_major": ("k",), "b_major": ("k",), "tile_k": (128, 256), "promoted": (False, True),
+    "tile_n": (16, 48, 96, 128, 160, 192, 256), "num_stages": (2, 3, 5), "epi_stages": (2, 3),
+}  # fmt: skip
+EIGHT_BIT_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, **_OF_8_BITS},
+    {
+        **EPILOGUE_CHOICES,
+        **_OF_8_BITS,
+        "d_dtype": (*RESULTS, *_F8, "int8", "int32"),
+        "epilogue": ("bias_gelu_saved", "residual", "everything", "planes", "router", *EIGHT_BIT),
+    },
+    {**CHOICES, **_OF_ROWS, **_OF_8_BITS, "gathered": (None,)},
+)
+
+_OF_BLOCKS = {
+    "tile_k": (128,), "promoted": (True,), "a_block": (1, 128),
+    "b_block": (1, 128), "num_stages": (2, 4), "epi_stages": (2,),
+    "tile_n": (16, 96, 128, 160, 192),
+    "ab_dtype": (_F8[0], _F8, "int8"), "d_dtype": ("bfloat16", "float32", _F8[0]),
+}  # fmt: skip
+BLOCK_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, **_OF_8_BITS, **_OF_BLOCKS},
+    {**CHOICES, **_OF_ROWS, **_OF_8_BITS, **_OF_BLOCKS, "gathered": (None,)},
+)
 
 _ATTEMPTS = 400  # random completions tried before a pair counts as impossible
 
@@ -141,6 +173,31 @@ def epilogue_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
 def grouped_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns legal grouped specs in which each pair of choices that any such spec has occurs."""
     return tuple(spec for choices in GROUPED_CHOICES for spec in _covering(choices, seed))
+
+
+@cache
+def eight_bit_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns legal specs of 8-bit operands in which each pair that any such spec has occurs."""
+    return tuple(spec for choices in EIGHT_BIT_CHOICES for spec in _covering(choices, seed))
+
+
+@cache
+def eight_bit_variants() -> tuple[GemmSpec, ...]:
+    """Returns some of `eight_bit_specs` and `block_specs`: split K, nested batches, short boxes."""
+    dense = [s for s in (*eight_bit_specs(), *block_specs()[::4]) if not s.grouped]
+    whole = [s for s in dense if all(result.planes == 1 for result in s.graph.results)]
+    found = (
+        *(replace(s, tile_scheduler="static", split_k=True) for s in dense[::4]),
+        *(replace(s, nested=True) for s in whole[1::8]),
+        *(replace(s, short_boxes=True, evict_first="b") for s in dense[::2]),
+    )
+    return tuple(dict.fromkeys(spec for spec in found if not violations(spec)))
+
+
+@cache
+def block_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns the same of operands whose blocks have scales."""
+    return tuple(spec for choices in BLOCK_CHOICES for spec in _covering(choices, seed))
 
 
 @cache
@@ -224,9 +281,10 @@ def pairs_of(choice: dict) -> set[frozenset]:
 def spec_of(choice: dict) -> GemmSpec:
     fields = dict(choice)
     cluster_m, cluster_n = fields.pop("cluster")
-    fields["a_dtype"] = fields["b_dtype"] = fields.pop("ab_dtype")
+    dtype = fields.pop("ab_dtype")
+    fields["a_dtype"], fields["b_dtype"] = (dtype, dtype) if isinstance(dtype, str) else dtype
     if name := fields.get("epilogue"):
-        fields["epilogue"] = STANDARD[name]
+        fields["epilogue"] = GRAPHS[name]
     return GemmSpec(**fields, cluster_m=cluster_m, cluster_n=cluster_n)
 
 
@@ -270,7 +328,7 @@ def _settle(choice: dict, fixed: dict) -> None:
 
     if "epilogue" not in choice:
         return
-    graph = STANDARD[choice["epilogue"]]
+    graph = GRAPHS[choice["epilogue"]]
     if graph.matrices:
         settle("d_dtype", graph.matrices[0].dtype)
     if not graph.loaded:

@@ -21,9 +21,9 @@ import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from scipy import special
+from support.casts import cast
 from support.epilogue_errors import EXPONENT_LIMIT, Error, error_of
 
 from jax_hopper_gemm.gemm.epilogue_arithmetic import SIN_COS_LIMIT
@@ -257,4 +257,5 @@ def broadcast(x: Range, shape: tuple[int, ...]) -> Range:
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     """Returns numbers rounded to float32, then to `dtype`."""
-    return np.asarray(x, np.float64).astype(np.float32).astype(jnp.dtype(dtype)).astype(np.float64)
+    single = np.asarray(x, np.float64).astype(np.float32)
+    return cast(single, dtype).astype(np.float64)

@@ -9,11 +9,15 @@ places in it, so the same code reads padded, interleaved, transposed and shared 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
-from support.places import Operand, Place, factor_places, shape_of, strides_of
+from support.places import Operand, Place, factor_places, shape_of, strided, strides_of
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import PROMOTION_K
+from jax_hopper_gemm.lowering.route import scale_shape
 
 
 def dtype_of(problem: GemmProblem, operand: Operand) -> np.dtype:
@@ -38,7 +42,7 @@ def view(problem: GemmProblem, operand: Operand, flat: np.ndarray) -> np.ndarray
     need = num_elements(problem, operand)
     if flat.ndim != 1 or flat.size < need:
         raise ValueError(f"{operand} spans {need} elements; the buffer has shape {flat.shape}")
-    return np.lib.stride_tricks.as_strided(
+    return strided(
         flat,
         shape_of(problem, operand),
         [s * flat.itemsize for s in strides_of(problem, operand)],
@@ -81,4 +85,23 @@ def input_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
             found.append((Place.compact((length,), "int32"),))
     if problem.indexed:
         found.append((Place.compact((1,), "int32"),))
+    for scales, lines in ((problem.a_scales, problem.m), (problem.b_scales, problem.n)):
+        if scales:
+            along_k, length = scale_shape(scales.block, lines, problem.k)
+            matrices = problem.l if scales.batch_stride else 1
+            found.append((Place.compact((matrices, along_k, length), "float32"),))
     return found
+
+
+def scaled(problem: GemmProblem, inputs: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns A and B times their block scales, in float64; A is one matrix of grouped rows.
+
+    `inputs` are `trial.Inputs`.
+    """
+    found = []
+    arrays = (inputs.a, problem.a_scales), (np.swapaxes(inputs.b[0], 1, 2), problem.b_scales)
+    for (values, scales), array in zip(arrays, inputs.scales, strict=True):
+        assert scales
+        each = np.repeat(np.repeat(np.swapaxes(array, 1, 2), scales.block, 1), PROMOTION_K, 2)
+        found.append(values.astype(np.float64) * each[:, : values.shape[1], : values.shape[2]])
+    return found[0], np.swapaxes(found[1], 1, 2)

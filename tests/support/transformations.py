@@ -126,7 +126,7 @@ _BATCH = "the axes of its batch do not merge into one, which is all that a kerne
 LEFT_TO_XLA: dict[tuple[str, str], str] = {
     (name, function): _BATCH
     for name, functions in {
-        "jacfwd": ["einsum"], "jacrev": ["einsum"], "hessian": ["einsum"],
+        "jacrev": ["einsum"], "hessian": ["einsum"],
         "jacrev of jacfwd": ["dot_general", "einsum"], "vmap of grad": ["einsum"],
         "grad of vmap": ["dot_general"],
     }.items()

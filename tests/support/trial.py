@@ -36,6 +36,7 @@ class Inputs:
       operands: of the epilogue: (L, M, N), rows (L, N), columns (L, M), scalars (L,).
       sizes: of a grouped product, int32.
       indices: of the rows that are gathered, int32.
+      scales: of blocks of A and of B, (L, blocks along K, blocks) float32.
       index: (1,) int32: which matrix of a stack is the operand, whose L is that of the stack.
 
     Of a grouped product's arrays some have L = 1, as `reference.input_places` says.
@@ -47,6 +48,7 @@ class Inputs:
     sizes: np.ndarray | None = None
     indices: np.ndarray | None = None
     index: np.ndarray | None = None
+    scales: tuple[np.ndarray, ...] = ()
 
 
 def run(
@@ -96,6 +98,7 @@ def run_all(
     pending += [
         array for array in (inputs.sizes, inputs.indices, inputs.index) if array is not None
     ]
+    pending += inputs.scales
     given, uploaded, buffers = [], [], []
     for places in input_places(problem):
         values = [pending.pop(0) for _ in places]
@@ -145,7 +148,7 @@ def guarded(places: Sequence[Place], values: Sequence[np.ndarray]) -> np.ndarray
     """Returns a flat array with `values` in their places, NaNs or large integers elsewhere."""
     dtype = jnp.dtype(places[0].dtype)
     elements = max(place.end for place in places) + 2 * GUARD
-    poison = LARGE if dtype == np.int32 else POISON
+    poison = LARGE if dtype.kind == "i" else POISON
     flat = np.full(elements * dtype.itemsize, poison, np.uint8).view(dtype)
     for place, value in zip(places, values, strict=True):
         array = place.view(flat[GUARD:])

@@ -188,12 +188,10 @@ class FusedEpilogue:
     def elements(self, tile, leaves, subtile):
         """Returns the values of a thread's subtile; `leaves` are scalars and rows' statistics."""
         loaded = tile.ring.read(subtile.count) if self.ring.operands else None
-        columns = self.spec.tile_n // 2  # accumulators of a row block
-        first = subtile.i_m * columns + subtile.i_n * self.values
 
         def read(leaf, v):
             if leaf < self.graph.accumulators:
-                return tile.math.acc[first + leaf * (columns // 2) + v]
+                return self.accumulator(tile, subtile, leaf, v).to(Float32)
             if leaf in leaves:
                 value = leaves[leaf]
                 return value[line_of(v)[0]] if isinstance(value, tuple) else value
@@ -202,6 +200,12 @@ class FusedEpilogue:
         return Elements(
             self.graph, read, row_of=lambda v: line_of(v)[0], column_of=lambda v: line_of(v)[1]
         )
+
+    def accumulator(self, tile, subtile, number, v):
+        """Returns an accumulator of a thread's v-th element, as the tensor cores summed it."""
+        columns = self.spec.tile_n // 2  # accumulators of a row block
+        first = subtile.i_m * columns + subtile.i_n * self.values
+        return tile.math.acc[first + number * (columns // 2) + v]
 
     def write_subtile(self, tile, elements, subtile, coords):
         """Evaluates a subtile: adds to the reductions, stages the matrices.
@@ -215,7 +219,10 @@ class FusedEpilogue:
         inside = self.inside(tile, coords) if self.reductions else None
         for v in range(self.values):
             for matrix, fragment in zip(self.matrices, fragments, strict=True):
-                value = elements.value(matrix.result.value, v)
+                if matrix.keeps_sums:
+                    value = self.accumulator(tile, subtile, matrix.result.value, v)
+                else:
+                    value = elements.value(matrix.result.value, v)
                 if belongs is not None and self.spec.epilogue:
                     value = select_(belongs, value, Float32(0))
                 fragment[v] = value

@@ -18,9 +18,11 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
+from ...gemm.dtypes import QUANTIZED, names
 from ...gemm.spec import EPI_TILE_M
 from ...gemm.wgmma_fragment import column_of, row_of
 from ..dtypes import CUTE_DTYPE
+from .quantize import pack_pairs
 
 
 def staged_layout(dtype, columns, buffers):
@@ -54,6 +56,8 @@ class StagedMatrix:
         self.result = result
         self.dtype = CUTE_DTYPE[result.dtype]
         self.subtile = (EPI_TILE_M, spec.epi_tile_n)
+        self.keeps_sums = result.dtype in names("sum")  # stores accumulators as they are
+        self.value_dtype = self.dtype if self.keeps_sums else Float32  # before it is converted
 
     def staged_layout(self):
         """Returns the layout (64, epi_tile_n, buffers) of all warpgroups' buffers."""
@@ -77,6 +81,9 @@ class StagedMatrix:
         """Returns one math thread's `StagingView`; `by_acc` is a `copy_by_accumulator`."""
         row_major = tensor_utils.LayoutEnum.ROW_MAJOR
         store = sm90.sm90_get_smem_store_op(row_major, self.dtype, Float32)
+        if self.dtype.width == 8:  # a thread's two adjacent columns at once
+            universal = cute.nvgpu.CopyUniversalOp()
+            store = cute.make_copy_atom(universal, self.dtype, num_bits_per_copy=16)
         r2s = cute.make_tiled_copy_S(store, by_acc)
         check_order(r2s.get_slice(0).partition_S, self.spec.epi_tile_n)
         thr_r2s = r2s.get_slice(thread)
@@ -97,13 +104,17 @@ class StagingView:
     registers: Any  # the shape of its values of a subtile: (R2S, R2S_M, R2S_N)
 
     def make_fragment(self):
-        """Returns float32 registers for a thread's values of a subtile."""
-        return cute.make_rmem_tensor(self.registers, Float32)  # (R2S, R2S_M, R2S_N)
+        """Returns registers for a thread's values of a subtile."""
+        # (R2S, R2S_M, R2S_N)
+        return cute.make_rmem_tensor(self.registers, self.matrix.value_dtype)
 
     def write(self, values, buffer):
         """Writes a thread's values of a subtile to a shared buffer, in the matrix's dtype."""
         tRS_rD = cute.make_rmem_tensor(self.registers, self.matrix.dtype)  # (R2S, R2S_M, R2S_N)
-        tRS_rD.store(values.load().to(self.matrix.dtype))
+        if self.matrix.result.dtype in QUANTIZED:
+            pack_pairs(self.matrix.result.dtype, values, tRS_rD)
+        else:
+            tRS_rD.store(values.load().to(self.matrix.dtype))
         cute.copy(self.r2s, tRS_rD, self.tRS_sD[None, None, None, buffer])
 
     def tile_view(self, tiles, index):

@@ -18,8 +18,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Float64
 
+from ...gemm.dtypes import QUANTIZED
 from ...gemm.epilogue_arithmetic import SIN_COS_LIMIT, arithmetic_of
 from ...gemm.epilogue_graph import EpilogueGraph, Node
+from . import quantize
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -59,6 +61,8 @@ class Gpu:
         return (bits & 1) != 0, (bits & 2) != 0
 
     def round_to(self, dtype, x):
+        if dtype in QUANTIZED:
+            return quantize.round_to(dtype, x)
         if dtype == "float16":
             # NOTE: in PTX of its own: else LLVM narrows the arithmetic beside it to float16, and
             # ptxas fuses that without the rounding.

@@ -15,7 +15,7 @@ A producer:
 
 A consumer:
     make_tiled_mma(warpgroups)          → the MMA of so many warpgroups side by side along M
-    partition_for_math(stages, warpgroup)
+    partition_for_math(stages, warpgroup, args)
                                         → a frozen view that holds the accumulators, `acc`
     multiply(view, ring, state, coords, on_issued)
                                         → state past the tile's last stage; calls `on_issued` when
@@ -26,6 +26,7 @@ is made in the role that uses it, and no value of the GPU is kept in a producer 
 """
 
 from .gather import GatherProducer
+from .promoted import PromotedConsumer, ScaledConsumer
 from .ss import SharedConsumer
 from .tma import PairedB, TmaOperand, TmaProducer
 
@@ -40,8 +41,11 @@ PRODUCERS = {
     "a": lambda spec: GatherProducer(spec, _b(spec)),
     "b": lambda spec: GatherProducer(spec, TmaOperand(spec, "a")),
 }
-# Where wgmma reads A and B: "ss" has both in shared memory.
-CONSUMERS = {"ss": SharedConsumer}
+# By whether accumulators are promoted, and have block scales; wgmma reads both operands in shared
+# memory.
+CONSUMERS = {
+    (False, False): SharedConsumer, (True, False): PromotedConsumer, (True, True): ScaledConsumer
+}  # fmt: skip
 
 
 def make_producer(spec):
@@ -50,4 +54,4 @@ def make_producer(spec):
 
 def make_consumer(spec, producer, atom_layout_m):
     """Returns the consumer of the stages; `atom_layout_m` warpgroups share a tile's rows."""
-    return CONSUMERS["ss"](spec, atom_layout_m, producer.before_read)
+    return CONSUMERS[spec.promoted, spec.a_block > 0](spec, atom_layout_m, producer.before_read)

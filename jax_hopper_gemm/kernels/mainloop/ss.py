@@ -6,7 +6,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import max as larger
 
@@ -24,8 +24,10 @@ class MathView:
 
     tCrA: Any  # (wgmma, 64-row blocks, bK / mma_k, stages)
     tCrB: Any  # (wgmma, 1, bK / mma_k, stages)
-    acc: Any  # (wgmma, 64-row blocks, 1)
+    acc: Any  # (wgmma, 64-row blocks, 1); of the whole tile, once it is multiplied
+    sums: Any  # where wgmma adds up: `acc`, or others like it that are promoted to it
     first_row: Any  # of a tile, at which the warpgroup's first 64 rows begin
+    scales: Any  # `Scales` of A and of B; None without
 
 
 class SharedConsumer:
@@ -35,16 +37,17 @@ class SharedConsumer:
         self.spec = spec
         self.atom_layout_m = atom_layout_m  # warpgroups side by side along a tile's rows
         self.before_read = before_read  # the producer's
+        self.acc_dtype, self.sum_dtype = CUTE_DTYPE[spec.acc_dtype], CUTE_DTYPE[spec.sum_dtype]
 
     def make_tiled_mma(self, warpgroups):
         s, mode = self.spec, cute.nvgpu.OperandMajorMode
         a_mode, b_mode = (mode.K if x == "k" else mode.MN for x in (s.a_major, s.b_major))
         return sm90.make_trivial_tiled_mma(
-            CUTE_DTYPE[s.a_dtype], CUTE_DTYPE[s.b_dtype], a_mode, b_mode, Float32,
+            CUTE_DTYPE[s.a_dtype], CUTE_DTYPE[s.b_dtype], a_mode, b_mode, self.sum_dtype,
             (warpgroups, 1, 1), tiler_mn=(64, s.tile_n),
         )  # fmt: skip
 
-    def partition_for_math(self, stages, warpgroup):
+    def partition_for_math(self, stages, warpgroup, args):
         tiled_mma = self.make_tiled_mma(self.atom_layout_m)
         # One thread stands for its warpgroup.
         thread = warpgroup * WARPGROUP if self.atom_layout_m > 1 else 0
@@ -52,10 +55,17 @@ class SharedConsumer:
         tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(stages.sA))
         tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(stages.sB))
         shape = thr_mma.partition_shape_C((self.spec.tile_m, self.spec.tile_n))
+        acc, sums = self.make_accumulators(shape)
         return MathView(
-            tCrA, tCrB, cute.make_rmem_tensor(shape, Float32),
+            tCrA, tCrB, acc, sums,
             first_row=warpgroup * 64 if self.atom_layout_m > 1 else 0,
+            scales=args.scales,
         )  # fmt: skip
+
+    def make_accumulators(self, shape):
+        """Returns `acc` and `sums` of a `MathView`."""
+        acc = cute.make_rmem_tensor(shape, self.acc_dtype)
+        return acc, acc
 
     @cute.jit
     def multiply(self, view, ring, state, coords, on_issued: cutlass.Constexpr):
@@ -116,7 +126,7 @@ class SharedConsumer:
         return state
 
     def _multiply_stage(self, tiled_mma, view, stage, blocks):
-        tCrA, tCrB, acc = view.tCrA, view.tCrB, view.acc
+        tCrA, tCrB, acc = view.tCrA, view.tCrB, view.sums
         self.before_read()
         for k_block in range(cute.size(tCrA, mode=[2])):
             at = (None, None, k_block, stage)
@@ -139,5 +149,5 @@ class SharedConsumer:
         mma_k = self.spec.mma_k
         for k_block in cutlass.range((elements + (mma_k - 1)) // mma_k, unroll=1):
             at = (None, None, k_block, stage)
-            cute.gemm(tiled_mma, view.acc, view.tCrA[at], view.tCrB[at], view.acc)
+            cute.gemm(tiled_mma, view.sums, view.tCrA[at], view.tCrB[at], view.sums)
         warpgroup.commit_group()

@@ -3,6 +3,7 @@
 from .arguments import IMPLEMENTATIONS as IMPLEMENTATIONS
 from .arguments import SCALARS as SCALARS
 from .arguments import as_arrays as as_arrays
+from .arguments import as_cotangent_dtype as as_cotangent_dtype
 from .arguments import check_accelerated as check_accelerated
 from .arguments import check_max_sms as check_max_sms
 from .arguments import check_unchanged as check_unchanged
@@ -11,6 +12,7 @@ from .dense import check_einsum as check_einsum
 from .dense import check_explained as check_explained
 from .dense import check_matmul as check_matmul
 from .dense import checked_axes as checked_axes
+from .dense import matmul_axes as matmul_axes
 from .gated import check_gated as check_gated
 from .ragged import GroupArguments as GroupArguments
 from .ragged import check_group_operands as check_group_operands

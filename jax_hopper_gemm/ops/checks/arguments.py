@@ -38,6 +38,22 @@ def as_arrays(op: str, optional: Mapping[str, Any] | None = None, **operands: An
     return arrays
 
 
+def as_cotangent_dtype(op: str, dtype: Any) -> np.dtype | None:
+    """Returns the dtype of cotangents, checked, as JAX holds it; None for None."""
+    if dtype is None:
+        return None
+    try:
+        checked = jnp.dtype(dtype)
+    except TypeError:
+        checked = None
+    if checked is None or not jnp.issubdtype(checked, jnp.floating):
+        raise TypeError(
+            f"{op}: cotangent_dtype is {dtype!r}, expected a real floating-point dtype, such as "
+            "jnp.bfloat16, or None"
+        )
+    return jax.dtypes.canonicalize_dtype(checked)
+
+
 def is_array(x: Any) -> bool:
     return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(x, SCALARS)
 

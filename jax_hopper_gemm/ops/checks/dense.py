@@ -118,6 +118,19 @@ def kind_problems(a: Any, b: Any, terms: Mapping[str, Any], preferred: Any) -> l
     return problems
 
 
+def matmul_axes(a: Any, b: Any) -> Any:
+    """Returns the dimension numbers of a matmul whose batch axes do not broadcast."""
+    a_ndim, b_ndim = np.ndim(a), np.ndim(b)
+    batch = tuple(range(b_ndim - 2))
+    fits = a_ndim >= 2 and b_ndim >= 2 and (not batch or np.shape(a)[:-2] == np.shape(b)[:-2])
+    if not fits:
+        raise NotImplementedError(
+            f"matmul: quantized arrays are {describe(a)} and {describe(b)}, expected (..., M, K) "
+            "by (K, N), or matrices in equal batches: reshape them"
+        )
+    return ((a_ndim - 1,), (b_ndim - 2,)), (batch, batch)
+
+
 def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     """Returns `dimension_numbers` as nested tuples of plain integers; None stays None.
 

@@ -1,0 +1,290 @@
+"""Quantized arrays: values of 8 bits with float32 scales, and their products.
+
+A scale is for a tensor, for each row or column, or for blocks of 128. Where it does not change
+along the contracted axis it is multiplied by what the kernel has summed, else while it sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from ..gemm.dtypes import QUANTIZED, one_of
+from ..gemm.product import Options
+from ..gemm.spec import PROMOTION_K
+from ..primitives.scaled_dot import hopper_scaled_dot
+from . import checks
+from .batch_invariance import with_batch_invariance
+from .sm_limit import current_max_sms
+from .steps import SCALES, Steps, traced
+
+BLOCK = PROMOTION_K
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=())
+@dataclass(frozen=True)
+class Quantized:
+    """An array as numbers of 8 bits times scales; `matmul` and `dot_general` take it as it is.
+
+    Attributes:
+      values: float8_e4m3fn, float8_e5m2 or int8.
+      scale: float32, of the same rank. Along each axis it has one entry for each of `values`', one
+        for each 128 of them (rounded up), or one alone.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+        """Returns `values * scale`, computed in float32."""
+        scale = self.scale
+        for axis, block in enumerate(_blocks("dequantize", "self", self)):
+            scale = _each(scale, axis, block, self.values.shape[axis])
+        return (self.values.astype(jnp.float32) * scale).astype(dtype)
+
+
+def quantize(
+    x: ArrayLike,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    block: Sequence[int | None] | None = None,
+) -> Quantized:
+    """Returns an array in 8 bits, each block's largest magnitude as the largest number there is.
+
+    The scale of a block is max(|x|) / largest number of `dtype`: 448, 57344 or 127. Values are
+    rounded to nearest, ties to even. A block of zeros has scale 1. One that holds an infinity has
+    an infinite scale, and its values are NaN or 0; one that holds a NaN has a NaN scale.
+
+    Args:
+      x: floats.
+      dtype: float8_e4m3fn, float8_e5m2 or int8.
+      block: for each axis how many elements share a scale: 1, 128, or None for all. None alone is
+        one scale for the tensor. `(1, 128)` suits activations and gradients, `(128, 128)` weights.
+
+    Raises:
+      TypeError: `x` is not an array of floats, or `dtype` is none of those.
+      ValueError: `block` has another length than `x` has axes, or an entry that it cannot have.
+    """
+    (x,) = checks.as_arrays("quantize", x=x)
+    x, name = jnp.asarray(x), jnp.dtype(dtype).name
+    if name not in QUANTIZED:
+        raise TypeError(f"quantize: dtype is {name}, expected {one_of(QUANTIZED)}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"quantize: x is {checks.describe(x)}, expected floats")
+    blocks = (None,) * x.ndim if block is None else tuple(block)
+    if len(blocks) != x.ndim:
+        raise ValueError(
+            f"quantize: block is {blocks}, expected {x.ndim} entries: x is {checks.describe(x)}"
+        )
+    if any(b not in (None, 1, BLOCK) for b in blocks):
+        raise ValueError(f"quantize: block is {blocks}, expected 1, {BLOCK} or None for each axis")
+    wide = x.astype(jnp.float32)
+    split, axes = _split(wide, blocks)
+    largest = jnp.max(jnp.abs(split), axes, keepdims=True, initial=0.0)
+    integer = name == "int8"
+    limit = 127.0 if integer else float(jnp.finfo(dtype).max)
+    scale = jnp.where(largest == 0, 1.0, largest / limit)
+    scaled = jnp.clip(split / scale, -limit, limit)
+    scaled = (jnp.round(scaled) if integer else scaled).astype(dtype)
+    padded = [extent + more for extent, (_, more) in zip(x.shape, _padding(x, blocks), strict=True)]
+    values = scaled.reshape(padded)[tuple(map(slice, x.shape))]
+    return Quantized(values, jnp.squeeze(scale, _inner(blocks)))
+
+
+def _split(x: jax.Array, blocks: Sequence[int | None]) -> tuple[jax.Array, tuple[int, ...]]:
+    """Returns an array with each axis of blocks as two, and the axes that share a scale."""
+    x, shape, axes = jnp.pad(x, _padding(x, blocks)), [], []
+    for extent, block in zip(x.shape, blocks, strict=True):
+        if block == BLOCK:
+            axes.append(len(shape) + 1)
+            shape += [extent // BLOCK, BLOCK]
+        else:
+            axes += [len(shape)] if block is None else []
+            shape.append(extent)
+    return x.reshape(shape), tuple(axes)
+
+
+def _padding(x: jax.Array, blocks: Sequence[int | None]) -> list[tuple[int, int]]:
+    """Returns how many elements each axis lacks of whole blocks."""
+    pairs = zip(x.shape, blocks, strict=True)
+    return [(0, -extent % BLOCK if block == BLOCK else 0) for extent, block in pairs]
+
+
+def _inner(blocks: Sequence[int | None]) -> tuple[int, ...]:
+    """Returns the axes of `_split`'s array that number the elements of a block."""
+    axes, at = [], 0
+    for block in blocks:
+        if block == BLOCK:
+            axes.append(at + 1)
+        at += 2 if block == BLOCK else 1
+    return tuple(axes)
+
+
+def is_quantized(*operands: Any) -> bool:
+    return any(isinstance(x, Quantized) for x in operands)
+
+
+def _blocks(op: str, name: str, x: Quantized) -> tuple[int, ...]:
+    """Returns for each axis how many elements share a scale: 1, 128, or 0 for all of them."""
+    values, scale = x.values, x.scale
+    if jnp.ndim(scale) != jnp.ndim(values):
+        raise ValueError(
+            f"{op}: the scale of {name} is {checks.describe(scale)}, expected the rank of its "
+            f"values, {checks.describe(values)}"
+        )
+    found = []
+    for extent, count in zip(values.shape, scale.shape, strict=True):
+        sizes = {1: 0, extent: 1}
+        if count not in sizes and count != -(-extent // BLOCK):
+            raise ValueError(
+                f"{op}: the scale of {name} is {checks.describe(scale)}, of values "
+                f"{checks.describe(values)}: an axis of {extent} has {extent}, "
+                f"{-(-extent // BLOCK)} (one for each {BLOCK}) or 1"
+            )
+        found.append(sizes.get(count, BLOCK))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A quantized operand of a product, its axes in the order batch, free, contracted."""
+
+    values: jax.Array
+    scale: jax.Array
+    blocks: tuple[int, ...]
+    batch: int  # how many axes of each kind; one is contracted
+    free: int
+
+    @property
+    def constant(self) -> bool:
+        """Whether no scale changes along the contracted axis."""
+        return self.blocks[-1] == 0
+
+    def flat(self) -> tuple[jax.Array, jax.Array]:
+        """Returns matrices (B, rows, K) or (rows, K), and their block scales."""
+        batch, free = self.batch, self.free
+        values, scale, blocks = self.values, self.scale, list(self.blocks)
+        if free != 1 or blocks[batch] == 0:  # one for each row
+            for axis in range(batch, batch + free):
+                scale = _each(scale, axis, blocks[axis], values.shape[axis])
+            wide = (*scale.shape[:batch], *values.shape[batch:-1], scale.shape[-1])
+            scale = jnp.broadcast_to(scale, wide)
+        for axis in range(batch):
+            scale = _each(scale, axis, blocks[axis], values.shape[axis])
+        along_k = -(-values.shape[-1] // BLOCK)
+        if blocks[-1] == 1 and values.shape[-1] != along_k:
+            raise NotImplementedError("a scale for each element of the contracted axis")
+        rows = int(np.prod(scale.shape[batch : batch + free], dtype=int))
+        scale = jnp.broadcast_to(scale, (*values.shape[:batch], *scale.shape[batch:-1], along_k))
+        lead = (int(np.prod(values.shape[:batch], dtype=int)),) if batch else ()
+        return values.reshape(*lead, -1, values.shape[-1]), scale.reshape(*lead, rows, along_k)
+
+
+def run_quantized(
+    op: str,
+    operands: tuple[tuple[str, Any], tuple[str, Any]],
+    dimension_numbers: Any,
+    steps: Steps,
+    following: tuple[Any, ...],
+    options: Options,
+) -> Any:
+    """Returns a product of quantized arrays and what follows it.
+
+    Args:
+      operands: each one's name, for messages, and itself.
+      dimension_numbers: as in `dot_general`; one axis is contracted.
+      steps: what follows; `following` are its operands, checked.
+      options: `preferred_element_type` None is float32.
+    """
+    from .dense import JaxProduct, run
+
+    for name, x in operands:
+        if not isinstance(x, Quantized):
+            raise TypeError(
+                f"{op}: {name} is {checks.describe(x)} beside a quantized array: quantize it, too"
+            )
+    (lhs_k, rhs_k), (lhs_batch, rhs_batch) = dimension_numbers
+    if len(lhs_k) != 1:
+        raise NotImplementedError(
+            f"{op}: {len(lhs_k)} axes of quantized arrays are contracted, expected one: reshape "
+            "them"
+        )
+    axes = (lhs_k, lhs_batch), (rhs_k, rhs_batch)
+    lhs, rhs = (_arranged(op, *x, *own) for x, own in zip(operands, axes, strict=True))
+    preferred = options.preferred_element_type
+    single = jnp.float32 if preferred is None else preferred
+    if lhs.constant and rhs.constant:
+        scales = (_broadcast(lhs, rhs.free, 0), _broadcast(rhs, 0, lhs.free))
+        scaled = replace(steps, named=(*SCALES, *steps.named))
+        numbers = ("dimension_numbers", dimension_numbers), ("out_sharding", None)
+        values = tuple(x.values for _, x in operands)
+        options = replace(options, preferred_element_type=single)
+        return run(
+            JaxProduct(lax.dot_general, numbers), values, scaled, (*scales, *following), options
+        )
+    (l_values, l_scale), (r_values, r_scale) = lhs.flat(), rhs.flat()
+    plain = not (steps.named or steps.activation or steps.epilogue)
+    dtype = single if plain else jnp.float32
+    options = replace(options, preferred_element_type=jnp.dtype(dtype), max_sms=current_max_sms())
+    options = with_batch_invariance(options)
+    product = hopper_scaled_dot(l_values, r_values, l_scale, r_scale, options)
+    shape = (
+        *lhs.values.shape[: lhs.batch], *lhs.values.shape[lhs.batch : -1],
+        *rhs.values.shape[rhs.batch : -1],
+    )  # fmt: skip
+    product = product.reshape(shape)
+    if plain:
+        return product
+    several = isinstance(preferred, tuple)
+    whole = jnp.dtype(jnp.float32 if several else single)
+    follow = traced(op, steps, (product,), following, whole, preferred if several else None)
+    return follow.apply(product)
+
+
+def _each(scale: jax.Array, axis: int, block: int, extent: int) -> jax.Array:
+    """Returns scales of blocks along an axis as those of its elements; others unchanged."""
+    if block != BLOCK:
+        return scale
+    return lax.slice_in_dim(jnp.repeat(scale, BLOCK, axis), 0, extent, axis=axis)
+
+
+def _arranged(
+    op: str, name: str, x: Quantized, contracted: Sequence[int], batch: Sequence[int]
+) -> Operand:
+    blocks = _blocks(op, name, x)
+    free = [axis for axis in range(x.ndim) if axis not in (*contracted, *batch)]
+    order = (*batch, *free, *contracted)
+    return Operand(
+        lax.transpose(x.values, order), lax.transpose(x.scale, order),
+        tuple(blocks[axis] for axis in order), len(batch), len(free),
+    )  # fmt: skip
+
+
+def _broadcast(x: Operand, behind: int, before: int) -> jax.Array:
+    """Returns scales that are constant along K as they broadcast against the result.
+
+    Args:
+      behind, before: how many free axes of the other operand follow or precede.
+    """
+    scale = lax.squeeze(x.scale, (x.scale.ndim - 1,))
+    for axis, block in enumerate(x.blocks[:-1]):
+        scale = _each(scale, axis, block, x.values.shape[axis])
+    if scale.size == 1:
+        return scale.reshape(())
+    batch, own = scale.shape[: x.batch], scale.shape[x.batch :]
+    return scale.reshape(*batch, *(1,) * before, *own, *(1,) * behind)

@@ -1,0 +1,87 @@
+"""Kernels of 8-bit operands compile without a spill, to the instructions of their dtypes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.compiling import skip_without_compiler
+from support.graphs import EIGHT_BIT
+
+from jax_hopper_gemm import cubin
+from jax_hopper_gemm.cubin.sass import disassemble, parse_sass
+from jax_hopper_gemm.gemm.dtypes import DTYPES
+from jax_hopper_gemm.gemm.spec import GemmSpec
+
+skip_without_compiler()
+
+pytestmark = pytest.mark.compile
+
+E4M3, E5M2, INT8 = "float8_e4m3fn", "float8_e5m2", "int8"
+NAMES = {E4M3: "E4M3", E5M2: "E5M2", INT8: "S8"}
+
+
+def spec_of(a: str, b: str, d: str, tile_m: int = 128, tile_n: int = 256, **fields) -> GemmSpec:
+    if name := fields.get("epilogue"):
+        fields["epilogue"] = EIGHT_BIT[name]
+        fields["epi_load_stages"] = 2 if EIGHT_BIT[name].loaded else 0
+    fields = {"tile_k": 128, "cluster_m": 2, "num_stages": 3, "epi_stages": 2} | fields
+    return GemmSpec(a, b, d, "k", "k", tile_m, tile_n, **fields)
+
+
+SPECS = [
+    spec_of(E4M3, E4M3, "bfloat16", num_stages=4),
+    spec_of(E4M3, E5M2, "float32", tile_scheduler="dynamic"),
+    spec_of(E5M2, E4M3, "float16", tile_n=128, tile_k=256, cluster_m=1),
+    spec_of(E4M3, E4M3, E4M3, tile_m=256, tile_n=128, cluster_m=1, cluster_n=2),
+    spec_of(E4M3, E4M3, "bfloat16", tile_n=192, promoted=True, num_stages=4),
+    spec_of(E5M2, E5M2, "float32", tile_n=96, promoted=True, warp_schedule="pingpong"),
+    spec_of(E4M3, E4M3, "bfloat16", tile_n=96, promoted=True, grouped="m"),
+    spec_of(E4M3, E4M3, "bfloat16", tile_n=192, promoted=True, a_block=1, b_block=128),
+    spec_of(E4M3, E5M2, "float32", tile_n=128, promoted=True, a_block=1, b_block=1),
+    spec_of(INT8, INT8, "bfloat16", tile_n=160, promoted=True, a_block=128, b_block=128),
+    spec_of(
+        E4M3, E4M3, "bfloat16", tile_n=128, promoted=True, a_block=1, b_block=128, grouped="m",
+        tile_scheduler="dynamic",
+    ),
+    spec_of(INT8, INT8, "int32"),
+    spec_of(INT8, INT8, "bfloat16", tile_n=192, warp_schedule="pingpong"),
+    spec_of(INT8, INT8, "bfloat16", epilogue="scaled_rows_columns"),
+    spec_of(INT8, INT8, INT8, epilogue="scaled_int8"),
+    spec_of(E4M3, E4M3, E5M2, epilogue="scaled_e5m2", tile_n=128),
+    spec_of(E4M3, E4M3, E4M3, epilogue="quantized_e4m3", tile_n=192),
+    spec_of(E4M3, E4M3, "float32", epilogue="through_int8", tile_n=128),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cubins")
+    assert not cubin.build(SPECS, folder=folder, progress=False).failures
+    return folder
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_kernel_compiles_to_the_instructions_of_its_dtypes(spec, folder, monkeypatch):
+    monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(folder))
+    compiled = cubin.get(spec)
+    text = disassemble(compiled.cubin)
+    facts = parse_sass(text)
+    assert compiled.manifest.stack_bytes == facts.local_accesses == 0, "the kernel spills"
+
+    integer = DTYPES[spec.a_dtype].mma == "i8"
+    kind = "IGMMA" if integer else "QGMMA"
+    dtypes = f"{NAMES[spec.a_dtype]}.{NAMES[spec.b_dtype]}"
+    shape = f"64x{spec.tile_n}x32" + ("" if integer else ".F32")
+    found = set(re.findall(r"\b([A-Z]GMMA\.[\w.]+)", text))
+    assert found == {f"{kind}.{shape}.{dtypes}" + (".SAT" if integer else "")}
+    k_steps = spec.tile_k // 32 * (spec.rows_per_warpgroup // 64)
+    assert facts.wgmma >= k_steps * (1 if spec.promoted else 2)  # the first k-tile is another loop
+
+    sums = spec.rows_per_warpgroup * spec.tile_n // 128
+    added = len(re.findall(r"\bFFMA\b" if spec.a_block else r"\bFADD\b", text))
+    assert (added >= sums) == spec.promoted
+    casts = {E4M3: "F2FP.SATFINITE.E4M3", E5M2: "F2FP.SATFINITE.E5M2", INT8: "F2I"}
+    if spec.d_dtype in casts:
+        assert casts[spec.d_dtype] in text

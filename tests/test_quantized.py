@@ -1,0 +1,270 @@
+"""Quantized arrays: what `quantize` gives, and products of them on kernels and on XLA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm.gemm.dtypes import QUANTIZED
+from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.testing.tolerance import accumulation_error
+
+M, K, N = 200, 400, 320
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+# Half a unit in the last place: of floats relative to a value, of integers to the largest.
+HALF_UNIT = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3, "int8": 0.5 / 127}
+# Blocks of A (M, K) and of B (K, N): per tensor, row and column, and blocks of 128.
+PAIRS = [
+    ((None, None), (None, None)), ((1, None), (None, 1)), ((1, 128), (128, 128)),
+    ((1, 128), (128, 1)), ((128, 128), (128, 128)), ((1, 128), (None, None)),
+    ((128, None), (None, 128)),
+]  # fmt: skip
+
+
+def normal(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    x = np.random.default_rng(seed).standard_normal(shape)
+    return (x * np.exp(np.linspace(-2, 2, shape[-1]))).astype(np.float32)
+
+
+def exact(x: jhg.Quantized) -> np.ndarray:
+    """The values times their scales, in float64."""
+    scale = np.asarray(x.scale, np.float64)
+    for axis, extent in enumerate(x.shape):
+        if scale.shape[axis] not in (1, extent):
+            scale = np.repeat(scale, 128, axis).take(range(extent), axis)
+    return np.asarray(x.values, np.float64) * scale
+
+
+# quantize
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+@pytest.mark.parametrize("block", [None, (1, None), (1, 128), (128, 128), (128, 1), (None, 128)])
+def test_a_quantized_array_is_near_the_array(dtype, block):
+    x = normal((M, K))
+    quantized = jhg.quantize(x, dtype, block)
+    blocks = block or (None, None)
+    counts = {None: lambda n: 1, 1: lambda n: n, 128: lambda n: -(-n // 128)}
+    assert quantized.scale.shape == tuple(
+        counts[b](n) for b, n in zip(blocks, x.shape, strict=True)
+    )
+    assert quantized.values.dtype == dtype and quantized.shape == x.shape
+    near, scale = exact(quantized), exact(jhg.Quantized(np.ones_like(x), quantized.scale))
+    unit = np.abs(x) if dtype != "int8" else scale * 127
+    smallest = 2.0**-9 if dtype != "int8" else 0.0
+    assert (np.abs(near - x) <= (HALF_UNIT[dtype] + 2.0**-22) * unit + smallest * scale).all()
+    np.testing.assert_allclose(np.asarray(quantized.dequantize()), near, rtol=2.0**-23)
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_the_largest_of_a_block_becomes_the_largest_number(dtype):
+    x = normal((64, 256))
+    quantized = jhg.quantize(x, dtype, (1, 128))
+    tops = np.abs(np.asarray(quantized.values, np.float32)).reshape(64, 2, 128).max(-1)
+    assert (tops == LARGEST[dtype]).all()
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_blocks_without_numbers_are_defined(dtype):
+    x = np.ones((4, 128), np.float32)
+    x[0] = 0
+    x[1, 3] = np.inf
+    x[2, 5] = np.nan
+    x[3] = 1e-42  # subnormal; XLA may take it for 0
+    quantized = jhg.quantize(x, dtype, (1, 128))
+    scale, values = np.asarray(quantized.scale)[:, 0], np.asarray(quantized.values, np.float32)
+    assert scale[0] == 1 and (values[0] == 0).all()
+    assert np.isinf(scale[1]) and np.isnan(scale[2]) and np.isfinite(scale[3])
+    assert np.isfinite(values[3]).all()
+
+
+@pytest.mark.parametrize(
+    ("x", "dtype", "block", "error", "text"),
+    [
+        (np.ones((4, 4), np.float32), "float16", None, TypeError, "dtype is float16, expected"),
+        (np.ones((4, 4), np.int32), "int8", None, TypeError, "expected floats"),
+        (np.ones((4, 4), np.float32), "int8", (1,), ValueError, "expected 2 entries"),
+        (np.ones((4, 4), np.float32), "int8", (1, 64), ValueError, "expected 1, 128 or None"),
+    ],
+)
+def test_quantize_says_what_is_wrong(x, dtype, block, error, text):
+    with pytest.raises(error, match=text):
+        jhg.quantize(x, dtype, block)
+
+
+def test_a_quantized_array_is_a_pytree():
+    quantized = jhg.quantize(normal((M, K)), block=(1, 128))
+    assert [x.shape for x in jax.tree.leaves(quantized)] == [(M, K), (M, 4)]
+    doubled = jax.jit(lambda q: jhg.Quantized(q.values, 2 * q.scale))(quantized)
+    np.testing.assert_array_equal(doubled.dequantize(), 2 * quantized.dequantize())
+
+
+# Products: numbers, by XLA.
+
+
+@pytest.mark.parametrize(("a_block", "b_block"), PAIRS)
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_products_are_those_of_the_dequantized_arrays(a_block, b_block, dtype):
+    a = jhg.quantize(normal((M, K)), dtype, a_block)
+    b = jhg.quantize(normal((K, N), 1), dtype, b_block)
+    result = np.asarray(jhg.matmul(a, b), np.float64)
+    expected, magnitude = exact(a) @ exact(b), np.abs(exact(a)) @ np.abs(exact(b))
+    bound = (accumulation_error(K, "float32") + 2.0**-21) * magnitude
+    assert (np.abs(result - expected) <= bound).all()
+
+
+def test_what_follows_a_product_follows_its_scales():
+    bias = normal((N,), 2)
+    for a_block, b_block in PAIRS:
+        a = jhg.quantize(normal((M, K)), block=a_block)
+        b = jhg.quantize(normal((K, N), 1), block=b_block)
+        result = jhg.matmul(
+            a, b, bias=bias, activation="relu", preferred_element_type=jnp.bfloat16,
+            epilogue=lambda y, s: (y * s, jnp.max(y)), epilogue_operands=(np.float32(0.5),),
+        )  # fmt: skip
+        y = np.maximum(exact(a) @ exact(b) + bias, 0)
+        assert result[0].dtype == jnp.bfloat16 and result[1].dtype == jnp.float32
+        np.testing.assert_allclose(np.asarray(result[0], np.float64), y * 0.5, 2.0**-7, 1e-3)
+        np.testing.assert_allclose(result[1], y.max(), 1e-5)
+
+
+@pytest.mark.parametrize("block", [(1, 1, 128), (1, 1, None), (None, None, None)])
+def test_dot_general_has_batches_and_any_order_of_axes(block):
+    a = jhg.quantize(normal((3, 40, 256)), block=block)
+    b = jhg.quantize(normal((3, 256, 48), 1), block=(block[0], block[2], block[1]))
+    dims: Any = (((2,), (1,)), ((0,), (0,)))
+    result = jhg.dot_general(a, b, dims)
+    np.testing.assert_allclose(result, exact(a) @ exact(b), rtol=1e-4, atol=1e-3)
+    swapped = jhg.dot_general(b, a, (((1,), (2,)), ((0,), (0,))))
+    np.testing.assert_allclose(swapped, np.swapaxes(exact(a) @ exact(b), 1, 2), 1e-4, 1e-3)
+
+
+def test_leading_axes_count_as_rows():
+    a, b = jhg.quantize(normal((2, 5, 256)), block=(1, 1, 128)), jhg.quantize(normal((256, 48), 1))
+    np.testing.assert_allclose(jhg.matmul(a, b), exact(a) @ exact(b), rtol=1e-4, atol=1e-3)
+
+
+def test_gradients_by_scales_are_those_of_the_dequantized_arrays():
+    a = jhg.quantize(normal((64, 256)), block=(1, 128))
+    b = jhg.quantize(normal((256, 128), 1), block=(128, 128))
+
+    def ours(a_scale: Any, b_scale: Any) -> Any:
+        product = jhg.matmul(jhg.Quantized(a.values, a_scale), jhg.Quantized(b.values, b_scale))
+        return jnp.sum(jnp.sin(product))
+
+    def theirs(a_scale: Any, b_scale: Any) -> Any:
+        wide = jhg.Quantized(a.values, a_scale), jhg.Quantized(b.values, b_scale)
+        x, y = (q.dequantize() for q in wide)
+        return jnp.sum(jnp.sin(jnp.matmul(x, y, precision="highest")))
+
+    found, expected = (jax.grad(f, (0, 1))(a.scale, b.scale) for f in (ours, theirs))
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-2)
+
+
+def test_vmap_of_block_scales_is_a_batch():
+    a = jhg.quantize(normal((3, 64, 256)), block=(1, 1, 128))
+    b = jhg.quantize(normal((256, 128), 1), block=(128, 128))
+    result = jax.vmap(jhg.matmul, in_axes=(0, None))(a, b)
+    np.testing.assert_allclose(result, exact(a) @ exact(b), rtol=1e-4, atol=1e-3)
+    twice = jax.vmap(jax.vmap(jhg.matmul, (0, None)), (None, 0))(
+        a, jax.tree.map(lambda x: jnp.stack([x, x]), b)
+    )
+    np.testing.assert_allclose(twice[1], exact(a) @ exact(b), rtol=1e-4, atol=1e-3)
+
+
+# Products: kernels.
+
+
+def abstract(shape: tuple[int, ...], dtype: Any, counts: tuple[int, ...]) -> jhg.Quantized:
+    struct: Any = jax.ShapeDtypeStruct
+    return jhg.Quantized(struct(shape, dtype), struct(counts, jnp.float32))
+
+
+def specs(a: Any, b: Any, **options: Any) -> Any:
+    def function(a: Any, b: Any) -> Any:
+        return jhg.matmul(
+            a, b, preferred_element_type=jnp.bfloat16, implementation="hopper", **options
+        )
+
+    return specs_of(function, a, b)
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+@pytest.mark.parametrize(
+    ("a_scales", "b_scales", "blocks"),
+    [
+        ((512, 8), (8, 6), (1, 128)), ((512, 8), (8, 768), (1, 1)), ((4, 8), (8, 6), (128, 128)),
+        ((512, 8), (1, 1), (1, 1)), ((1, 8), (8, 768), (1, 1)),
+    ],
+)  # fmt: skip
+def test_block_scales_are_multiplied_in_by_the_kernel(dtype, a_scales, b_scales, blocks):
+    a, b = abstract((512, 1024), dtype, a_scales), abstract((1024, 768), dtype, b_scales)
+    (spec,) = specs(a, b)
+    assert (spec.a_block, spec.b_block) == blocks and spec.promoted
+    assert (spec.d_dtype, spec.acc_dtype) == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize(
+    ("a_scales", "b_scales", "kinds"),
+    [
+        ((1, 1), (1, 1), ["scalar", "scalar"]), ((512, 1), (1, 768), ["column", "row"]),
+        ((4, 1), (1, 1), ["column", "scalar"]),
+    ],
+)  # fmt: skip
+def test_other_scales_are_operands_of_the_epilogue(a_scales, b_scales, kinds):
+    a = abstract((512, 1024), jnp.float8_e4m3fn, a_scales)
+    b = abstract((1024, 768), jnp.float8_e4m3fn, b_scales)
+    (spec,) = specs(a, b, activation="gelu")
+    assert [operand.kind for operand in spec.graph.operands] == kinds and not spec.a_block
+
+
+def test_a_report_names_the_blocks():
+    a = abstract((512, 1024), jnp.int8, (512, 8))
+    b = abstract((1024, 768), jnp.int8, (8, 6))
+    report = str(jhg.report_products(jhg.matmul, a, b))
+    assert "1 on kernels" in report and "scales of blocks of 1x128 and 128x128" in report
+
+
+# Mistakes.
+
+Q = jhg.quantize(normal((64, 256)), block=(1, 128))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: jhg.matmul(Q, normal((256, 64))), TypeError, "b is .* quantize it, too"),
+        (lambda: jhg.matmul(jhg.Quantized(Q.values, Q.scale[0]), Q), ValueError, "K differs"),
+        (
+            lambda: jhg.dot_general(
+                jhg.Quantized(Q.values, Q.scale[0]), Q, (((1,), (1,)), ((), ()))
+            ),
+            ValueError, "expected the rank",
+        ),
+        (
+            lambda: jhg.dot_general(
+                jhg.Quantized(Q.values, Q.scale[:5]), Q, (((1,), (1,)), ((), ()))
+            ),
+            ValueError, "an axis of 64 has 64, 1 .* or 1",
+        ),
+        (
+            lambda: jhg.dot_general(Q, Q, (((0, 1), (0, 1)), ((), ()))),
+            NotImplementedError, "2 axes of quantized arrays are contracted",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_a_scale_for_each_element_of_k_is_refused():
+    a = jhg.Quantized(Q.values, jnp.ones((64, 256)))
+    with pytest.raises(NotImplementedError, match="each element of the contracted axis"):
+        jhg.dot_general(a, a, (((1,), (1,)), ((), ())))
