@@ -25,6 +25,7 @@ from ..fusion.jaxprs import traced
 from ..gemm.dtypes import multiply, results_of
 from ..gemm.product import Options
 from ..lowering.route import current_device, route
+from ..ops.batch_invariance import is_batch_invariant
 from ..ops.dense import Implementation
 from ..ops.ragged import ragged_dot_general
 from ..ops.ragged_run import left_to_lax
@@ -66,7 +67,7 @@ class Rewriting(NamedTuple):
 def with_our_products(program: Any, rewriting: Rewriting) -> Any:
     """Returns a jaxpr, open or closed, with our products; the jaxpr itself if it has none."""
     by_options = _rewritten.setdefault(program, {})
-    options = rewriting, current_max_sms()
+    options = rewriting, current_max_sms(), is_batch_invariant()
     if options not in by_options:
         replacement = rewritten(program, rewriting)
         by_options[options] = None if replacement is program else replacement

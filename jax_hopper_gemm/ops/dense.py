@@ -20,6 +20,7 @@ from ..gemm.product import Implementation, Options, Preactivation, Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
+from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .quantized import Quantized, is_quantized, run_quantized
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
@@ -28,6 +29,7 @@ from .steps import Results, Steps, named_in, traced
 from .substitute import final_product, with_hopper_dot
 
 
+@takes_batch_invariant
 def matmul(
     a: ArrayLike,
     b: ArrayLike,
@@ -46,6 +48,7 @@ def matmul(
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
+    batch_invariant: bool | None = None,
 ) -> Results:
     """Multiplies two arrays by the rules of `jax.numpy.matmul`, with an optional epilogue.
 
@@ -99,6 +102,8 @@ def matmul(
       out_sharding: sharding of the product, for explicit mesh axes.
       implementation: None takes a kernel where it is faster; "hopper" insists on a kernel; "xla" is
         `jax.numpy.matmul` itself, with `jax.numpy` for the epilogue.
+      batch_invariant: whether a row has the same bits in every batch, on a kernel or with an error
+        (see the context `batch_invariant`); None: as the context says.
 
     Returns:
       (..., M, N); without M or N where that operand has one axis. With an epilogue, its results:
@@ -135,6 +140,7 @@ def matmul(
     )  # fmt: skip
 
 
+@takes_batch_invariant
 def dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -148,6 +154,7 @@ def dot_general(
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
+    batch_invariant: bool | None = None,
 ) -> Results:
     """Contracts two arrays by the rules of `jax.lax.dot_general`.
 
@@ -159,6 +166,7 @@ def dot_general(
       dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
       precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
         `matmul`.
+      batch_invariant: as in `matmul`.
       epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
         result with its axes in the order below.
 
@@ -191,6 +199,7 @@ def dot_general(
     )
 
 
+@takes_batch_invariant
 def einsum(
     subscripts: str,
     /,
@@ -204,6 +213,7 @@ def einsum(
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
+    batch_invariant: bool | None = None,
 ) -> Results:
     """Contracts arrays by the rules of `jax.numpy.einsum`.
 
@@ -218,6 +228,7 @@ def einsum(
         result that `subscripts` name.
       precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
         `matmul`.
+      batch_invariant: as in `matmul`.
 
     Raises:
       ValueError: an index with two extents, or an epilogue and other than two operands.
@@ -293,9 +304,10 @@ def _run(
         dtypes, dtype = dtype, None
     dtype = default_dtype if dtype is None else dtype
     options = replace(options, preferred_element_type=dtype, max_sms=current_max_sms())
+    options = with_batch_invariance(options)
     operands = (*named_operands, *operands)
     if is_replaced():
-        check_kernel_unasked(steps.op, options.implementation)
+        check_kernel_unasked(steps.op, options.insists)
         whole = replaced_product(product.with_options(options), *arrays)
         if plain:
             return whole

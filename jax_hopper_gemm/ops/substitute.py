@@ -21,6 +21,7 @@ from ..gemm.product import Options, Product
 from ..gemm.subscripts import Subscripts
 from ..lowering.devices import padded_partitions, permuted_sharding, with_partitions
 from ..primitives.dot import hopper_dot_p
+from .batch_invariance import with_batch_invariance
 from .sm_limit import current_max_sms
 
 
@@ -68,6 +69,7 @@ def as_hopper_dot(equation: Any, options: Options, transposes: Sequence[Any] = (
         options.implementation, final.precision, equation.params["preferred_element_type"],
         max_sms=current_max_sms(), cotangent_dtype=options.cotangent_dtype,
     )  # fmt: skip
+    options = with_batch_invariance(options)
     params = {"product": Product(final.subscripts, options, final.out_sharding)}
     outvars = [equation, *transposes][-1].outvars
     return equation.replace(primitive=hopper_dot_p, params=params, outvars=outvars)
