@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .lowering.fallback import FallbackWarning as FallbackWarning
 from .ops import Quantized as Quantized
+from .ops import batch_invariant as batch_invariant
 from .ops import dot_general as dot_general
 from .ops import einsum as einsum
 from .ops import gated_linear_unit as gated_linear_unit
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 # All but `__version__` and `nn`: a star import must work without Flax.
 __all__ = [
     "Explanation", "FallbackWarning", "FoundProduct", "ProductReport", "Quantized", "accelerate",
-    "all_gather_matmul", "checkpoint_policy", "dot_general", "einsum", "explain",
+    "all_gather_matmul", "batch_invariant", "checkpoint_policy", "dot_general", "einsum", "explain",
     "explain_gated_linear_unit", "export_disabled_checks", "gated_linear_unit",
     "intercept_ragged_dot", "matmul", "matmul_reduce_scatter", "max_sms", "moe", "quantize",
     "ragged_dot", "ragged_dot_general", "recipes", "report_products", "supports",

@@ -143,11 +143,11 @@ def test_transformations_keep_it(name, transform):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-def rounded_products(function: Any, *args: Any) -> list[tuple[str, ...]]:
-    """Returns the dtypes of operands and result of each product of a program."""
+def factors(function: Any, *args: Any) -> list[tuple[str, ...]]:
+    """Returns the dtypes of the factors of each product of a program."""
     names = "hopper_dot", "hopper_ragged_dot"
     return [
-        tuple(x.aval.dtype.name for x in (*e.invars[:2], e.outvars[0]))
+        tuple(x.aval.dtype.name for x in e.invars[:2])
         for e in equations(function, *args)
         if e.primitive.name in names
     ]
@@ -160,9 +160,9 @@ def test_second_derivatives_multiply_rounded_cotangents():
     def second(a, b):
         return jax.grad(lambda a, b: sum(g.sum() for g in jax.grad(f, (0, 1))(a, b)), (0, 1))(a, b)
 
-    found = rounded_products(second, normal(M, K), normal(K, N))
+    found = factors(second, normal(M, K), normal(K, N))
     assert len(found) > 4
-    assert {pair for *pair, _ in map(list, found) for pair in pair} == {"bfloat16"}
+    assert set(found) == {("bfloat16", "bfloat16")}
 
 
 def test_gated_products_round_what_reaches_gate_and_up():
@@ -235,6 +235,17 @@ def test_rings_move_and_multiply_rounded_cotangents(product):
     whole = jnp.round(ct)
     np.testing.assert_array_equal(dx.astype(jnp.float32), whole @ w.T.astype(jnp.float32))
     np.testing.assert_array_equal(dw.astype(jnp.float32), x.T.astype(jnp.float32) @ whole)
+
+
+def test_layers_pass_it_on():
+    flax = pytest.importorskip("flax")
+    from jax_hopper_gemm import nn
+
+    x, rngs = normal(M, K), flax.nnx.Rngs(0)
+    shared = {"use_bias": False, "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": rngs}
+    for layer in (nn.Linear(K, N, **shared, **LAST), nn.GatedMLP(K, N, **shared, **LAST)):
+        found = factors(jax.grad(lambda x, run=layer: run(x).sum()), x)
+        assert set(found) == {("bfloat16", "bfloat16")}
 
 
 @pytest.mark.parametrize("wrong", ["int8", jnp.complex64, "bfloat", 16, bool])

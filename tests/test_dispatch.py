@@ -249,7 +249,7 @@ def test_narrow_rows_of_a_box_ask_for_more_lines():
 
 def test_sharing_the_larger_operand_is_preferred():
     wide, tall = GemmProblem.dense(128, 4096, 4096), GemmProblem.dense(4096, 128, 4096)
-    share_b = replace(BASE, tile_m=64, tile_n=64, cluster_m=2)
+    share_b = replace(BASE, tile_m=64, tile_n=64, cluster_m=2, num_stages=12)
     share_a = replace(share_b, cluster_m=1, cluster_n=2)
     compare(wide, share_b, share_a)
     compare(tall, share_a, share_b)

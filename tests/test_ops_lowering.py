@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.experimental import compute_on
-from support.program_inspection import LAUNCH, attributes, lowered
+from support.program_inspection import LAUNCH, attributes, integers, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import cubin, dispatch
 from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.launch import ffi_library
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.lowering import fallback, route
+from jax_hopper_gemm.lowering.decide import forms_of
+from jax_hopper_gemm.lowering.origins import Origin
 
 pytestmark = pytest.mark.usefixtures("launcher")
 
@@ -55,6 +58,49 @@ def test_a_product_is_one_launch_of_the_chosen_kernel():
     (words,) = re.findall(r"plan = dense<\[([-\d, ]+)\]> : tensor<\d+xi64>", text)
     plan = make_plan(problem, decision.spec, decision.raster_order, dispatch.H200.num_sms)
     assert tuple(map(int, words.split(", "))) == plan.encode()
+
+
+@pytest.mark.parametrize(
+    "subscripts", ["bthd,bshd->bhts", "btkgd,bskd->bkgts", "bkgts,bskd->btkgd"]
+)
+def test_gradients_of_attention_are_launches(subscripts):
+    """Those of shared keys and values contract two axes: the smaller operand is transposed."""
+    extents = {"b": 2, "t": 512, "s": 384, "h": 8, "k": 4, "g": 2, "d": 128}
+    letters = *subscripts.split("->")[0].split(","), subscripts.split("->")[1]
+    args = [shape(*(extents[x] for x in labels)) for labels in letters]
+
+    def gradients(x, y, cotangent):
+        return jax.vjp(hopper(subscripts), x, y)[1](cotangent)
+
+    text = lowered(gradients, *args)
+    assert (text.count(LAUNCH), text.count("stablehlo.dot_general")) == (2, 0)
+    copied = re.findall(r"stablehlo.transpose .*tensor<([\dx]+)xbf16>", text)
+    assert copied == ([] if "g" not in subscripts else ["2x4x2x512x128"])
+
+
+@pytest.mark.parametrize("subscripts", ["bkgts,btkgd->bskd", "btkgd,bkgts->bskd", "mab,bna->mn"])
+def test_the_smaller_operand_is_copied_in_the_order_of_the_other(subscripts):
+    extents = {"b": 2, "t": 24, "s": 32, "k": 3, "g": 4, "d": 8, "m": 40, "n": 16, "a": 6}
+    parsed = Subscripts.parse(subscripts)
+    arrays = [integers(tuple(extents[x] for x in labels)) for labels in (parsed.lhs, parsed.rhs)]
+    shapes = [x.shape for x in arrays]
+    request = route.Request(parsed, shapes[0], "bfloat16", shapes[1], "bfloat16", "bfloat16")
+    *_, form = forms_of(request, [Origin(), Origin()])
+    ((operand, order),) = form.copied
+    assert arrays[operand].size == min(x.size for x in arrays)
+    arrays[operand] = arrays[operand].transpose(order)
+    assert (form.request.lhs_shape, form.request.rhs_shape) == tuple(x.shape for x in arrays)
+    assert (
+        jnp.einsum(str(form.request.subscripts), *arrays)
+        == jnp.einsum(subscripts, *(integers(x) for x in shapes))
+    ).all()
+
+
+def test_contracted_axes_that_are_no_neighbours_are_left_to_xla():
+    supported, reason = jhg.supports(
+        shape(16, 64, 8), shape(8, 16, 32), dimension_numbers=(((0, 2), (1, 0)), ((), ()))
+    )
+    assert not supported and "the contracted axes do not lie evenly" in reason
 
 
 NESTED = [

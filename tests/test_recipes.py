@@ -198,3 +198,9 @@ def test_a_recipe_alone_rounds_cotangents():
     x = jnp.ones((128, 128))
     with pytest.raises(ValueError, match="cotangent_dtype is bfloat16 and there is a recipe"):
         jhg.dot_general(x, x, (((1,), (0,)), ((), ())), cotangent_dtype=jnp.bfloat16, recipe=BLOCKS)
+
+
+def test_scales_of_tensors_are_not_batch_invariant():
+    x = jnp.ones((128, 128))
+    with pytest.raises(ValueError, match="take BlockScaling"):
+        jhg.matmul(x, x, recipe=CURRENT, batch_invariant=True)

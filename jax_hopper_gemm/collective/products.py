@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import alike_in_shard_map
 from ..ops.activations import Activation, activation_function
+from ..ops.batch_invariance import refuse_batch_invariance
 from ..ops.checks import as_arrays, as_cotangent_dtype, layers
 from ..ops.dense import Implementation
 from ..ops.sm_limit import current_max_sms
@@ -62,6 +63,7 @@ def all_gather_matmul(
       TypeError: an operand is not an array.
       NotImplementedError: `implementation="hopper"` and no kernel can run the products.
     """
+    refuse_batch_invariance("all_gather_matmul")
     optional = {} if bias is None else {"bias": bias}
     x, w, *biases = map(jnp.asarray, as_arrays("all_gather_matmul", optional, x=x, w=w))
     layers.check_all_gather_matmul(
@@ -117,6 +119,7 @@ def matmul_reduce_scatter(
       TypeError: an operand is not an array.
       NotImplementedError: `implementation="hopper"` and no kernel can run the products.
     """
+    refuse_batch_invariance("matmul_reduce_scatter")
     x, w = map(jnp.asarray, as_arrays("matmul_reduce_scatter", x=x, w=w))
     layers.check_matmul_reduce_scatter(x, w, axis_name, implementation)
     return scattered_dot(

@@ -6,6 +6,7 @@ from .candidates import legal_specs as legal_specs
 from .candidates import table_specs as table_specs
 from .choice import Decision as Decision
 from .choice import choose as choose
+from .choice import choose_invariant as choose_invariant
 from .cost import estimate as estimate
 from .cost import pass_ns as pass_ns
 from .device import H200 as H200

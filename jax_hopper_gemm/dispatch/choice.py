@@ -15,6 +15,7 @@ Nothing is timed here; the same problem, device and tables give the same answer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -25,6 +26,7 @@ from ..gemm.spec import GemmSpec, ProblemType, RasterOrder
 from .candidates import dynamic_spec, has_large_shares, model_specs, refilled_spec
 from .cost import MEMORY_BYTES_PER_NS, Estimate, best_raster_order, equal_groups, estimate
 from .device import Device
+from .invariance import invariant_specs, reduces_rows
 from .legality import device_violations, pairing_violations, problem_violations
 from .model import best_kernel, xla_is_faster
 from .table import Key, Source, Table, tables_of
@@ -66,6 +68,30 @@ def choose(problem: GemmProblem, device: Device, *, kernel_only: bool = False) -
         decision = _for_overlap(whole, alone, decision)
     spec = decision.spec and replace(decision.spec, indexed=problem.indexed)
     return replace(decision, spec=spec)
+
+
+def choose_invariant(problem: GemmProblem, device: Device, *, kernel_only: bool = True) -> Decision:
+    """Returns how `problem` runs where a row has the same bits in every batch (`invariance`).
+
+    XLA is the answer only where no kernel of ours can run it, whatever `kernel_only` says. Shards
+    run the kernels of one GPU, since the devices that share the rows must not matter either.
+    """
+    if reasons := device_violations(device) + problem_violations(problem):
+        return Decision.xla("; ".join(reasons))
+    whole = replace(problem, indexed=None, stack=1)
+    alone = replace(device, comm_overlap=False)
+    decision = _choose_invariant(whole, alone, tables_of(alone))
+    spec = decision.spec and replace(decision.spec, indexed=problem.indexed)
+    return replace(decision, spec=spec)
+
+
+@lru_cache(maxsize=4096)
+def _choose_invariant(problem: GemmProblem, device: Device, tables: tuple[Table, ...]) -> Decision:
+    if not reduces_rows(problem.graph):
+        decision = _choose(problem, device, True, tables)
+        if decision.spec is None or not decision.spec.split_k:
+            return decision
+    return _modelled(problem, device, True, invariant_specs(problem, device))
 
 
 @lru_cache(maxsize=4096)
@@ -138,8 +164,13 @@ def _us(microseconds: float | None) -> str:
     return "not timed" if microseconds is None else f"{microseconds:.1f} us"
 
 
-def _modelled(problem: GemmProblem, device: Device, kernel_only: bool) -> Decision:
-    best, reasons = best_kernel(problem, device)
+def _modelled(
+    problem: GemmProblem,
+    device: Device,
+    kernel_only: bool,
+    candidates: Iterable[GemmSpec] | None = None,
+) -> Decision:
+    best, reasons = best_kernel(problem, device, candidates)
     if best is None:
         return Decision.xla("; ".join(reasons))
     if not kernel_only and problem.groups is None:

@@ -25,11 +25,20 @@ class Options:
     max_sms: int | None = None  # how many SMs a kernel may use; None: all
     # In which dtype cotangents enter the products of the gradients; None: as they come.
     cotangent_dtype: Any = None
+    # Whether a row's bits depend neither on the number of rows nor on the others; needs a kernel.
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name in ("precision", "preferred_element_type"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
+
+    @property
+    def insists(self) -> str | None:
+        """The argument by which the user takes a kernel or, on a GPU, an error; None: no one."""
+        if self.implementation == "hopper":
+            return "implementation='hopper'"
+        return "batch_invariant=True" if self.batch_invariant else None
 
     @property
     def by_jax(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,11 +24,14 @@ from jax.sharding import PartitionSpec
 from ..fusion.jaxprs import traced
 from ..gemm.dtypes import multiply, results_of
 from ..gemm.product import Options
+from ..lowering.route import current_device, route
+from ..ops.batch_invariance import is_batch_invariant
 from ..ops.dense import Implementation
 from ..ops.ragged import ragged_dot_general
 from ..ops.ragged_run import left_to_lax
 from ..ops.sm_limit import current_max_sms
-from ..ops.substitute import hopper_equations
+from ..ops.substitute import as_hopper_dot, hopper_equations
+from ..primitives.define import request_of
 from .checkpoint_policy import checkpoint_policy
 from .fuse_jaxpr import fused
 
@@ -63,7 +67,7 @@ class Rewriting(NamedTuple):
 def with_our_products(program: Any, rewriting: Rewriting) -> Any:
     """Returns a jaxpr, open or closed, with our products; the jaxpr itself if it has none."""
     by_options = _rewritten.setdefault(program, {})
-    options = rewriting, current_max_sms()
+    options = rewriting, current_max_sms(), is_batch_invariant()
     if options not in by_options:
         replacement = rewritten(program, rewriting)
         by_options[options] = None if replacement is program else replacement
@@ -121,8 +125,16 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
-def reason_left(equation: Any) -> str | None:
-    """Returns the reason to leave a product to JAX, or None if it becomes ours."""
+def reason_left(
+    equation: Any, transposes: Sequence[Any] = (), implementation: Implementation = None
+) -> str | None:
+    """Returns the reason to leave a product to JAX, or None if it becomes ours.
+
+    Args:
+      equation: the product.
+      transposes: that follow it, and become part of it.
+      implementation: of the product.
+    """
     lhs, rhs = (atom.aval for atom in equation.invars[:2])
     if not multiply(lhs.dtype.name, rhs.dtype.name):
         names = " by ".join(dict.fromkeys((lhs.dtype.name, rhs.dtype.name)))
@@ -131,13 +143,33 @@ def reason_left(equation: Any) -> str | None:
     if lhs.dtype.itemsize == 1 and result not in results_of(lhs.dtype.name):
         return f"no kernel multiplies {lhs.dtype.name} into {result}"
     if equation.primitive.name != RAGGED:
-        return None
+        return None if implementation else _rows_apart(equation, transposes)
     params = equation.params
     if params["group_offset"] is not None:
         return "it has a group_offset, which jax.lax does not implement"
     sizes, numbers = equation.invars[2].aval, params["ragged_dot_dimension_numbers"]
     with equation.ctx.manager:  # of its mesh
         return left_to_lax(lhs, rhs, sizes, _out_sharding(equation), numbers)
+
+
+def _rows_apart(equation: Any, transposes: Sequence[Any]) -> str | None:
+    """Returns why XLA should run a product whose rows, or K, lie in several places, or None.
+
+    As of heads that share keys. XLA merges them, and stores what is computed from the result in the
+    order that all its products read best. A kernel's result has one order: measured on an H200,
+    XLA then computed the derivative of a softmax twice, in two orders, 9 % of a training step.
+    """
+    request = request_of(as_hopper_dot(equation, Options(), transposes))
+    if not all(isinstance(x, int) for x in request.extents.values()):
+        return None
+    gemm, subscripts = route(request, current_device(), kernel_only=True).gemm, request.subscripts
+    if gemm is None:
+        apart = len(subscripts.contracted) > 1
+    else:
+        apart = gemm.problem.l != prod(request.extents[x] for x in subscripts.batch)
+    if not apart:
+        return None
+    return "its rows or its K lie in several places, and XLA stores what it reads as it likes"
 
 
 def _out_sharding(equation: Any) -> Any:
@@ -159,8 +191,8 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
         new_inner = rewritten(inner, rewriting)
         return program if new_inner is inner else program.replace(jaxpr=new_inner)
 
-    def chosen(equation: Any) -> bool:
-        return reason_left(equation) is None
+    def chosen(equation: Any, transposes: Sequence[Any] = ()) -> bool:
+        return reason_left(equation, transposes, rewriting.implementation) is None
 
     new: list[Any] = []
     for equation in hopper_equations(inner, Options(rewriting.implementation), chosen):

@@ -30,6 +30,7 @@ PRODUCT = "jax_hopper_gemm.product"  # subscripts, of the call's operands in the
 SPANS = "jax_hopper_gemm.spans"  # fields of `Groups`; the sizes are the call's third operand
 GATHERED = "jax_hopper_gemm.gathered"  # as in `GroupedAxis`; indices are the fourth operand
 MAX_SMS = "jax_hopper_gemm.max_sms"  # as in `Product`
+BATCH_INVARIANT = "jax_hopper_gemm.batch_invariant"  # there if the product is
 INDEXED = "jax_hopper_gemm.indexed"  # as in `GemmProblem`; the index is the call's third operand
 PROMOTED = "jax_hopper_gemm.promoted"  # there if the kernel promotes accumulators
 MLIR_DTYPES = {row.mlir: row.name for row in DTYPES.values() if row.name != "bool"}
@@ -53,7 +54,7 @@ class Call:
     @property
     def insists(self) -> bool:
         """Whether the user takes a kernel or an error."""
-        return self.request.options.implementation == "hopper"
+        return self.request.options.insists is not None
 
     def route(self, ctx: mlir.LoweringRuleContext, *, kernel_only: bool) -> Route:
         """Returns how the product of these operands runs; see `route`."""
@@ -143,7 +144,9 @@ def product_at(value: Any) -> Call | None:
         return None
     limit = operation.attributes[MAX_SMS].value if MAX_SMS in operation.attributes else None
     precision = Precision.HIGHEST if promoted else None
-    request = replace(request, options=Options(precision=precision, max_sms=limit))
+    invariant = BATCH_INVARIANT in operation.attributes
+    asked = Options(precision=precision, max_sms=limit, batch_invariant=invariant)
+    request = replace(request, options=asked)
     if SPANS in operation.attributes:
         rule = Groups(*map(int, operation.attributes[SPANS].value.split(",")))
         sizes, *rows = others

@@ -27,7 +27,8 @@ class Form:
 
     request: Request
     stored: tuple[int, ...] = ()  # operands that are read as they are stored, before a transpose
-    # By operand, how XLA transposes it first: 8-bit operands are multiplied along K alone.
+    # By operand, how XLA transposes it first: 8-bit operands are multiplied along K alone, and the
+    # contracted axes must be one.
     copied: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
@@ -71,7 +72,7 @@ def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
     through = _stored(request, origins) or Form(request)
     in_place = _gathering(_indexing(through, origins), origins)
     forms: list[Form] = []
-    for form in (in_place, through, Form(request), _along_k(request)):
+    for form in (in_place, through, Form(request), _along_k(request), _joined(request)):
         if form is not None and form not in forms:
             forms.append(form)
     return forms
@@ -140,6 +141,31 @@ def _along_k(request: Request) -> Form | None:
     subscripts = replace(subscripts, lhs=letters[0], rhs=letters[1])
     request = replace(request, subscripts=subscripts, lhs_shape=shapes[0], rhs_shape=shapes[1])
     return Form(request, copied=tuple(copied))
+
+
+def _joined(request: Request) -> Form | None:
+    """Returns the same product of a copy whose contracted axes lie as in the other operand.
+
+    There they are neighbours, so they are one K in both. The smaller operand is copied, as for
+    XLA's own products. None where nothing would change, or they are no neighbours.
+    """
+    subscripts, contracted = request.subscripts, request.subscripts.contracted
+    if request.groups or request.indexed or request.num_b > 1 or len(contracted) < 2:
+        return None
+    shapes, letters = [request.lhs_shape, request.rhs_shape], [subscripts.lhs, subscripts.rhs]
+    small = 0 if prod(shapes[0]) < prod(shapes[1]) else 1
+    own, other = letters[small], letters[1 - small]
+    joined = "".join(x for x in other if x in contracted)
+    batch = "".join(x for x in own if x in subscripts.batch)
+    free = "".join(x for x in own if x not in batch + contracted)
+    letters[small] = batch + (free + joined if own[-1] in contracted else joined + free)
+    if joined not in other or letters[small] == own:
+        return None
+    order = tuple(map(own.index, letters[small]))
+    shapes[small] = tuple(shapes[small][axis] for axis in order)
+    subscripts = replace(subscripts, lhs=letters[0], rhs=letters[1])
+    request = replace(request, subscripts=subscripts, lhs_shape=shapes[0], rhs_shape=shapes[1])
+    return Form(request, copied=((small, order),))
 
 
 def _before(

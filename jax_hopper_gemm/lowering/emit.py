@@ -29,7 +29,7 @@ from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from ..launch.plan import LaunchPlan
 from . import fallback
-from .call import GATHERED, INDEXED, MAX_SMS, PRODUCT, PROMOTED, SPANS, Call
+from .call import BATCH_INVARIANT, GATHERED, INDEXED, MAX_SMS, PRODUCT, PROMOTED, SPANS, Call
 from .devices import devices_of, lowers_shard, with_partitions
 from .register import lower_jaxpr
 from .route import Request, Route, scale_shape
@@ -49,7 +49,7 @@ def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
         return emit_launch(ctx, chosen, route)
     if call.insists:
         raise NotImplementedError(
-            f"implementation='hopper': no kernel runs {call.request}: {route.reason}"
+            f"{call.request.options.insists}: no kernel runs {call.request}: {route.reason}"
         )
     if not route.supported:
         fallback.report_fallback(f"XLA runs {call.request}: {route.reason}")
@@ -91,13 +91,13 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     )
     results = list[Any](results)[: len(outputs)]
     if call.request.blocks:
-        return mark_limit(call, results)
+        return mark_options(call, results)
     if route.fusion is None:
         problem = route.gemm.problem
         _mark_product(
             results[0].owner, call.request, swap_ab=route.gemm.swap_ab, promoted=problem.promoted
         )
-        return mark_limit(call, results)
+        return mark_options(call, results)
     assert call.request.function
     varying = [_varying_like(call.request.function.in_avals[0], x) for x in outputs]
     avals = [*varying, *call.avals]
@@ -245,11 +245,13 @@ def _mark_product(operation: Any, request: Request, *, swap_ab: bool, promoted: 
         operation.attributes[name] = mlir.ir_attribute(word)
 
 
-def mark_limit(call: Call, results: Any) -> Any:
-    """Returns what a bare product gave; says of it which limit of SMs the product has."""
+def mark_options(call: Call, results: Any) -> Any:
+    """Returns what a bare product gave; says of it which options derivatives need."""
     if (limit := call.request.options.max_sms) is not None:
         operation: Any = list(results)[0].owner
         operation.attributes[MAX_SMS] = mlir.ir_attribute(limit)
+    if call.request.options.batch_invariant:
+        list[Any](results)[0].owner.attributes[BATCH_INVARIANT] = ir.UnitAttr.get()
     return results
 
 
@@ -290,7 +292,8 @@ def finished_results(request: Request, route: Route, *arrays: jax.Array) -> list
         if result.kind == "matrix":
             finished.append(array)
             continue
-        parts: Sequence[jax.Array] | jax.Array = finish_partials(result, array)
+        in_order = request.options.batch_invariant
+        parts: Sequence[jax.Array] | jax.Array = finish_partials(result, array, in_order=in_order)
         parts = parts if isinstance(parts, tuple | list) else (parts,)
         finished += [_shaped(request, route, result, part) for part in parts]
     return route.fusion.finish(*finished, *arrays[len(whole) :])
@@ -317,7 +320,9 @@ def _varying_like(aval: Any, array: ShapedArray) -> ShapedArray:
     return aval.update(shape=array.shape, dtype=array.dtype, weak_type=False, sharding=whole)
 
 
-def finish_partials(result: Result, partials: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
+def finish_partials(
+    result: Result, partials: jax.Array, *, in_order: bool = False
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns the finished reduction.
 
     No atomics here either: the same program gives the same bits on every run.
@@ -325,6 +330,7 @@ def finish_partials(result: Result, partials: jax.Array) -> jax.Array | tuple[ja
     Args:
       result: a reduction or top-k of the graph.
       partials: what the kernel wrote for it, shaped as `plan.result_shapes` says.
+      in_order: whether sums are added pair by pair, not in the order that XLA takes for the shape.
 
     Returns:
       column_sum       (L, N)
@@ -345,7 +351,7 @@ def finish_partials(result: Result, partials: jax.Array) -> jax.Array | tuple[ja
             f"the {rank} axes that plan.result_shapes gives it. Matrices come finished."
         )
     if result.kind in ("column_sum", "row_sum"):
-        return jnp.sum(partials, axis=1)
+        return _sum(partials, in_order)
     if result.kind == "row_max":
         return _largest(partials, 1)
     if result.kind == "max":
@@ -354,8 +360,19 @@ def finish_partials(result: Result, partials: jax.Array) -> jax.Array | tuple[ja
         tops, sums = partials[:, :, 0], partials[:, :, 1]  # of each tile, (L, tiles, M)
         top = _largest(tops, 1)
         base = jnp.where(jnp.isinf(top), 0.0, top)  # inf - inf would be NaN
-        return top, jnp.sum(sums * jnp.exp(tops - base[:, None]), axis=1)
+        return top, _sum(sums * jnp.exp(tops - base[:, None]), in_order)
     return partials
+
+
+def _sum(x: jax.Array, in_order: bool) -> jax.Array:
+    """Returns the sum along axis 1; `in_order` of halves, element by element."""
+    if not in_order:
+        return jnp.sum(x, axis=1)
+    while (count := x.shape[1]) > 1:
+        half = count // 2
+        pairs = x[:, :half] + x[:, half : 2 * half]
+        x = jnp.concatenate([pairs, x[:, 2 * half :]], axis=1)
+    return x[:, 0]
 
 
 def _largest(x: jax.Array, axis: int | None = None) -> jax.Array:

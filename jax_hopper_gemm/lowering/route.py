@@ -152,8 +152,9 @@ def route(request: Request, device: dispatch.Device, *, kernel_only: bool = Fals
         return Route("xla", reason, "unsupported")
     device = device.limited_to(request.options.max_sms)
     tables = dispatch.tables_of(replace(device, comm_overlap=False))
-    read = dispatch.choose, tables
-    return _route(request.function, request, device, kernel_only, read)
+    invariant = request.options.batch_invariant
+    read = dispatch.choose_invariant if invariant else dispatch.choose, tables
+    return _route(request.function, request, device, kernel_only or invariant, read)
 
 
 @memoised
@@ -174,6 +175,9 @@ def _route(
             gemm, fusion, found_roles = _fused(request, function)
     except (NotAGemm, NotFusable) as error:
         return Route("xla", str(error), "unsupported")
+    if fusion and fusion.uncovered and request.options.batch_invariant:
+        reason = f"XLA would compute {', '.join(fusion.uncovered)}, in an order of its own"
+        return Route("xla", reason, "unsupported", gemm, fusion=fusion, roles=found_roles)
     decision = choose(gemm.problem, device, kernel_only=kernel_only)
     if fusion and not kernel_only and not request.groups and (reason := _read_again(fusion)):
         return Route("xla", reason, "model", gemm, fusion=fusion, roles=found_roles)

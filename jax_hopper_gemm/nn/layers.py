@@ -31,7 +31,7 @@ class Linear(nnx.Linear):
       in_features, out_features, rngs: as in `nnx.Linear`.
       activation: as in `jax_hopper_gemm.matmul`: a name such as "gelu", a function, or None.
       preactivation: "save" or "recompute", for the gradient: see `jax_hopper_gemm.matmul`.
-      implementation: None, "hopper" or "xla": see `jax_hopper_gemm.matmul`.
+      cotangent_dtype, implementation: as in `jax_hopper_gemm.matmul`.
       **options: the other arguments of `nnx.Linear`, except `dot_general`.
 
     Raises:
@@ -45,6 +45,7 @@ class Linear(nnx.Linear):
         *,
         activation: Activation = None,
         preactivation: Preactivation = "save",
+        cotangent_dtype: Any = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -53,6 +54,7 @@ class Linear(nnx.Linear):
         super().__init__(in_features, out_features, rngs=rngs, **options)
         self.activation = activation
         self.preactivation: Preactivation = preactivation
+        self.cotangent_dtype = cotangent_dtype
         self.implementation: Implementation = implementation
 
     def __call__(self, inputs: Any, out_sharding: Any = None, *, residual: Any = None) -> jax.Array:
@@ -72,7 +74,7 @@ class Linear(nnx.Linear):
             x, kernel, bias=bias, activation=self.activation, residual=residual,
             preactivation=self.preactivation, precision=self.precision,
             preferred_element_type=self.preferred_element_type, out_sharding=out_sharding,
-            implementation=self.implementation,
+            cotangent_dtype=self.cotangent_dtype, implementation=self.implementation,
         )  # fmt: skip
 
 
@@ -87,8 +89,8 @@ class GatedLinear(nnx.Module):
     Args:
       in_features, out_features: extents of each of the two layers.
       activation: of the gate: "silu" makes SwiGLU, "gelu" GEGLU, "sigmoid" GLU; or a function.
-      preactivation, implementation, rngs, **options: as in `Linear`. Options apply to each of the
-        two layers; names of mesh axes, too, are those of (in_features, out_features).
+      preactivation, cotangent_dtype, implementation, rngs, **options: as in `Linear`. Options apply
+        to each of the two layers; names of mesh axes, too, are of (in_features, out_features).
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class GatedLinear(nnx.Module):
         *,
         activation: Activation = "silu",
         preactivation: Preactivation = "save",
+        cotangent_dtype: Any = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -116,6 +119,7 @@ class GatedLinear(nnx.Module):
         self.preferred_element_type = gate.preferred_element_type
         self.activation = activation
         self.preactivation: Preactivation = preactivation
+        self.cotangent_dtype = cotangent_dtype
         self.implementation: Implementation = implementation
 
     def __call__(self, inputs: Any) -> jax.Array:
@@ -125,7 +129,7 @@ class GatedLinear(nnx.Module):
         return ops.gated_linear_unit(
             x, kernel, activation=self.activation, bias=bias, preactivation=self.preactivation,
             precision=self.precision, preferred_element_type=self.preferred_element_type,
-            implementation=self.implementation,
+            cotangent_dtype=self.cotangent_dtype, implementation=self.implementation,
         )  # fmt: skip
 
 
@@ -139,7 +143,7 @@ class MLP(nnx.Module):
     Args:
       in_features, hidden_features: extents.
       out_features: `in_features` if None.
-      activation, preactivation, implementation, rngs, **options: as in `Linear`, for both layers.
+      activation, rngs, **options: as in `Linear`, for both layers.
       down_options: options of `down` that differ, such as its `kernel_metadata`.
     """
 
@@ -174,7 +178,7 @@ class GatedMLP(nnx.Module):
     Args:
       in_features, hidden_features: extents.
       out_features: `in_features` if None.
-      activation, preactivation, implementation, rngs, **options: as in `GatedLinear`, for both.
+      activation, rngs, **options: as in `GatedLinear`, for both layers.
       use_bias: whether the layers have a bias; Llama and Gemma have none.
       down_options: options of `down` that differ, such as its `kernel_metadata`.
     """

@@ -20,6 +20,7 @@ from ..gemm.product import Implementation, Options, Preactivation, Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
+from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .quantized import Quantized, is_quantized, run_quantized
 from .recipes import Recipe, check_recipe, run_recipe
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
@@ -29,6 +30,7 @@ from .steps import Results, Steps, named_in, traced
 from .substitute import final_product, with_hopper_dot
 
 
+@takes_batch_invariant
 def matmul(
     a: ArrayLike | Quantized,
     b: ArrayLike | Quantized,
@@ -48,6 +50,7 @@ def matmul(
     out_sharding: Any = None,
     recipe: Recipe | None = None,
     implementation: Implementation = None,
+    batch_invariant: bool | None = None,
 ) -> Results:
     """Multiplies two arrays by the rules of `jax.numpy.matmul`, with an optional epilogue.
 
@@ -103,6 +106,8 @@ def matmul(
         quantized operands; `b` is the weights. Steps that follow run after the kernel.
       implementation: None takes a kernel where it is faster; "hopper" insists on a kernel; "xla" is
         `jax.numpy.matmul` itself, with `jax.numpy` for the epilogue.
+      batch_invariant: whether a row has the same bits in every batch, on a kernel or with an error
+        (see the context `batch_invariant`); None: as the context says.
 
     Returns:
       (..., M, N); without M or N where that operand has one axis. With an epilogue, its results:
@@ -147,6 +152,7 @@ def matmul(
     )  # fmt: skip
 
 
+@takes_batch_invariant
 def dot_general(
     lhs: ArrayLike | Quantized,
     rhs: ArrayLike | Quantized,
@@ -161,6 +167,7 @@ def dot_general(
     out_sharding: Any = None,
     recipe: Recipe | None = None,
     implementation: Implementation = None,
+    batch_invariant: bool | None = None,
 ) -> Results:
     """Contracts two arrays by the rules of `jax.lax.dot_general`.
 
@@ -173,6 +180,7 @@ def dot_general(
       precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
         `matmul`.
       recipe: as in `matmul`; `rhs` is the weights.
+      batch_invariant: as in `matmul`.
       epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
         result with its axes in the order below.
 
@@ -207,11 +215,11 @@ def dot_general(
         )
     named = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
     return _run(
-        JaxProduct(lax.dot_general, named),
-        (lhs, rhs), steps, (), epilogue_operands, options,
-    )  # fmt: skip
+        JaxProduct(lax.dot_general, named), (lhs, rhs), steps, (), epilogue_operands, options
+    )
 
 
+@takes_batch_invariant
 def einsum(
     subscripts: str,
     /,
@@ -225,6 +233,7 @@ def einsum(
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
+    batch_invariant: bool | None = None,
 ) -> Results:
     """Contracts arrays by the rules of `jax.numpy.einsum`.
 
@@ -239,6 +248,7 @@ def einsum(
         result that `subscripts` name.
       precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
         `matmul`.
+      batch_invariant: as in `matmul`.
 
     Raises:
       ValueError: an index with two extents, or an epilogue and other than two operands.
@@ -314,9 +324,10 @@ def _run(
         dtypes, dtype = dtype, None
     dtype = default_dtype if dtype is None else dtype
     options = replace(options, preferred_element_type=dtype, max_sms=current_max_sms())
+    options = with_batch_invariance(options)
     operands = (*named_operands, *operands)
     if is_replaced():
-        check_kernel_unasked(steps.op, options.implementation)
+        check_kernel_unasked(steps.op, options.insists)
         whole = replaced_product(product.with_options(options), *arrays)
         if plain:
             return whole

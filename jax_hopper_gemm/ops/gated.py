@@ -18,6 +18,7 @@ from ..gemm.product import Implementation, Options, Preactivation, Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
+from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .dense import INLINE
 from .ragged_run import RaggedArrays, run_with_epilogue
 from .replaced import check_kernel_unasked, is_replaced
@@ -27,6 +28,7 @@ from .steps import Gate, traced
 from .substitute import final_product
 
 
+@takes_batch_invariant
 def gated_linear_unit(
     x: ArrayLike,
     weights: ArrayLike | tuple[ArrayLike, ArrayLike],
@@ -42,6 +44,7 @@ def gated_linear_unit(
     preferred_element_type: DTypeLike | None = None,
     cotangent_dtype: DTypeLike | None = None,
     implementation: Implementation = None,
+    batch_invariant: bool | None = None,
 ) -> jax.Array:
     """Returns `activation(x @ gate) * (x @ up)`, both products in one kernel.
 
@@ -69,6 +72,7 @@ def gated_linear_unit(
       precision: as in `matmul`.
       preferred_element_type: dtype of the result; the promoted dtype of `x` and `weights` if None.
       cotangent_dtype, implementation: as in `matmul`.
+      batch_invariant: as in `matmul`.
 
     Returns:
       (..., N).
@@ -95,13 +99,14 @@ def gated_linear_unit(
         implementation, precision, preferred_element_type, preactivation, current_max_sms(),
         checks.as_cotangent_dtype(op, cotangent_dtype),
     )  # fmt: skip
+    options = with_batch_invariance(options)
     if sizes is not None:
         operands = (*(jnp.expand_dims(b, 1) for b in biases), *scale)
         arrays = RaggedArrays(x, rights, sizes, offset, rows)
         return run_with_epilogue(op, arrays, operands, gate, options)
     operands = (*biases, *scale)
     if is_replaced():
-        check_kernel_unasked(op, implementation)
+        check_kernel_unasked(op, options.insists)
         products = _products(_dot(x, options), x, rights)
         return traced(op, gate, products, operands, products[0].dtype, None).apply(*products)
     types = typeof(x), tuple(map(typeof, rights))

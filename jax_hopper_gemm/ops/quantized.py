@@ -22,6 +22,7 @@ from ..gemm.product import Options
 from ..gemm.spec import PROMOTION_K
 from ..primitives.scaled_dot import hopper_scaled_dot
 from . import checks
+from .batch_invariance import with_batch_invariance
 from .sm_limit import current_max_sms
 from .steps import SCALES, Steps, traced
 
@@ -240,6 +241,7 @@ def run_quantized(
     plain = not (steps.named or steps.activation or steps.epilogue)
     dtype = single if plain else jnp.float32
     options = replace(options, preferred_element_type=jnp.dtype(dtype), max_sms=current_max_sms())
+    options = with_batch_invariance(options)
     product = hopper_scaled_dot(l_values, r_values, l_scale, r_scale, options)
     shape = (
         *lhs.values.shape[: lhs.batch], *lhs.values.shape[lhs.batch : -1],

@@ -13,11 +13,13 @@ from jax.typing import ArrayLike, DTypeLike
 from ..gemm.product import Implementation, Options, Preactivation
 from . import checks
 from .activations import Activation, activation_function
+from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .ragged_run import BASIC, RaggedArrays, run_product, run_scaled_sum, run_with_epilogue
 from .sm_limit import current_max_sms
 from .steps import Results, Steps, named_in
 
 
+@takes_batch_invariant
 def ragged_dot(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -35,6 +37,7 @@ def ragged_dot(
     epilogue_operands: Sequence[ArrayLike] = (),
     preactivation: Preactivation = "save",
     implementation: Implementation = None,
+    batch_invariant: bool | None = None,
 ) -> Results:
     """Multiplies each run of rows of `lhs` by its own matrix from `rhs`, as `jax.lax.ragged_dot`.
 
@@ -66,6 +69,9 @@ def ragged_dot(
       lhs: (M, K), rows sorted by group; with `row_indices` (S, K), in any order.
       rhs: (G, K, N), one matrix a group.
       group_sizes: (G,) integers, on the GPU; zeros are fine.
+      precision, preferred_element_type, implementation: as in `matmul`. "xla" computes what
+        `jax.lax.ragged_dot` does.
+      batch_invariant: as in `matmul`.
       precision, preferred_element_type, cotangent_dtype, implementation: as in `matmul`. "xla"
         computes what `jax.lax.ragged_dot` does.
       group_offset: the number of the first group in `rhs`, () or (1,), for devices that hold the
@@ -107,6 +113,7 @@ def ragged_dot(
     )  # fmt: skip
     operands = checks.check_steps(op, epilogue, epilogue_operands, plain, options)
     arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices)
+    options = with_batch_invariance(options)
     if plain:
         product: Any = run_product(op, arrays, BASIC, options, out_sharding)
         return product
@@ -117,6 +124,7 @@ def ragged_dot(
     return run_with_epilogue(op, arrays, operands, steps, options, out_sharding)
 
 
+@takes_batch_invariant
 def ragged_dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -132,6 +140,7 @@ def ragged_dot_general(
     beta: ArrayLike | None = None,
     c: ArrayLike | None = None,
     implementation: Implementation = None,
+    batch_invariant: bool | None = None,
 ) -> jax.Array:
     """Contracts two arrays, an axis of `lhs` in groups, by the rules of `jax.lax`'s.
 
@@ -161,6 +170,7 @@ def ragged_dot_general(
       ragged_dot_dimension_numbers: a `jax.lax.RaggedDotDimensionNumbers`.
       group_offset: as in `ragged_dot`, where the ragged axis is a free one.
       precision, cotangent_dtype, out_sharding, implementation: as in `ragged_dot`.
+      batch_invariant: as in `matmul`.
       preferred_element_type: dtype of the result; if None that of `c`, else the promoted dtype of
         the operands.
       alpha, beta: numbers or scalar arrays, where the ragged axis is contracted. `beta` is 1 if
@@ -198,5 +208,6 @@ def ragged_dot_general(
     )  # fmt: skip
     if names:
         operands = tuple(terms[name] for name in names)
+        options = with_batch_invariance(options)
         return run_scaled_sum(arrays, operands, Steps(op, names), numbers, options, out_sharding)
-    return run_product(op, arrays, numbers, options, out_sharding)
+    return run_product(op, arrays, numbers, with_batch_invariance(options), out_sharding)

@@ -303,8 +303,8 @@ def left_to_lax(
 
 def _refuse_ours(op: str, reason: str, arrays: RaggedArrays, options: Options) -> None:
     """Raises if the user asks for what JAX's own product, which is the answer, does not have."""
-    if options.implementation == "hopper":
-        raise NotImplementedError(f"implementation='hopper': no kernel runs {op}: {reason}")
+    if options.insists:
+        raise NotImplementedError(f"{options.insists}: no kernel runs {op}: {reason}")
     ours = {
         "group_offset": arrays.offset, "row_indices": arrays.rows,
         "cotangent_dtype": options.cotangent_dtype,

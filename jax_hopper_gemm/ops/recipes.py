@@ -21,6 +21,7 @@ from jax import lax
 
 from ..gemm.product import Options
 from . import checks
+from .batch_invariance import is_batch_invariant
 from .quantized import BLOCK, Quantized, is_quantized, quantize, run_quantized
 from .steps import Steps, traced
 
@@ -154,6 +155,11 @@ def check_recipe(op: str, recipe: Any, pair: tuple[Any, Any], cotangent_dtype: A
         raise ValueError(
             f"{op}: cotangent_dtype is {jnp.dtype(cotangent_dtype).name} and there is a recipe, "
             "which quantizes cotangents: leave one out"
+        )
+    if is_batch_invariant() and isinstance(recipe, CurrentScaling):
+        raise ValueError(
+            f"{op}: batch_invariant asks for rows of the same bits, but CurrentScaling scales one "
+            "by the largest number of all: take BlockScaling"
         )
     if is_quantized(*pair):
         raise TypeError(f"{op}: an operand is quantized and there is a recipe, which quantizes")

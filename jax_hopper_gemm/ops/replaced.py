@@ -22,13 +22,13 @@ def is_replaced() -> bool:
     return lax.dot_general is not _DOT_GENERAL or _DOT_GENERAL.__code__ is not _CODE
 
 
-def check_kernel_unasked(op: str, implementation: str | None) -> None:
-    """Raises NotImplementedError where the user insists on a kernel."""
-    if implementation == "hopper":
+def check_kernel_unasked(op: str, insists: str | None) -> None:
+    """Raises NotImplementedError where the user insists on a kernel by an argument."""
+    if insists:
         raise NotImplementedError(
-            f"{op}: implementation='hopper', but jax.lax.dot_general is replaced here, as Qwix "
+            f"{op}: {insists}, but jax.lax.dot_general is replaced here, as Qwix "
             "does in a model that it quantizes. Exempt this product by Qwix's rules and take "
-            "it by jax_hopper_gemm.accelerate around the model, or leave implementation as None"
+            "it by jax_hopper_gemm.accelerate around the model, or leave the argument out"
         )
 
 

@@ -21,6 +21,7 @@ from ..gemm.product import Options, Product
 from ..gemm.subscripts import Subscripts
 from ..lowering.devices import padded_partitions, permuted_sharding, with_partitions
 from ..primitives.dot import hopper_dot_p
+from .batch_invariance import with_batch_invariance
 from .sm_limit import current_max_sms
 
 
@@ -40,18 +41,18 @@ def with_hopper_dot(
 def hopper_equations(
     jaxpr: Any,
     options: Options,
-    chosen: Callable[[Any], bool] = lambda equation: True,
+    chosen: Callable[[Any, Sequence[Any]], bool] = lambda equation, transposes: True,
 ) -> list[Any]:
     """Returns the equations of a jaxpr with each `dot_general` replaced by a `hopper_dot`.
 
-    It is where `chosen` says so. Transposes that alone use a product become part of it, unless a
-    batch axis then comes last: no kernel writes such a result.
+    It is where `chosen` says so of a product and its transposes. Those that alone use it become
+    part of it, unless a batch axis then comes last: no kernel writes such a result.
     """
     transposes = _transposes_of_products(jaxpr, chosen)
     absorbed = {id(transpose) for steps in transposes.values() for transpose in steps}
     return [
         as_hopper_dot(equation, options, transposes[equation.outvars[0]])
-        if equation.primitive is lax.dot_general_p and chosen(equation)
+        if equation.primitive is lax.dot_general_p and equation.outvars[0] in transposes
         else equation
         for equation in jaxpr.eqns
         if id(equation) not in absorbed
@@ -68,6 +69,7 @@ def as_hopper_dot(equation: Any, options: Options, transposes: Sequence[Any] = (
         options.implementation, final.precision, equation.params["preferred_element_type"],
         max_sms=current_max_sms(), cotangent_dtype=options.cotangent_dtype,
     )  # fmt: skip
+    options = with_batch_invariance(options)
     params = {"product": Product(final.subscripts, options, final.out_sharding)}
     outvars = [equation, *transposes][-1].outvars
     return equation.replace(primitive=hopper_dot_p, params=params, outvars=outvars)
@@ -121,7 +123,9 @@ class _Program:
         self.values.update(zip(equation.outvars, outputs, strict=True))
 
 
-def _transposes_of_products(jaxpr: Any, chosen: Callable[[Any], bool]) -> dict[Any, list[Any]]:
+def _transposes_of_products(
+    jaxpr: Any, chosen: Callable[[Any, Sequence[Any]], bool]
+) -> dict[Any, list[Any]]:
     """Returns, by the variable of a product, the transposes that alone use it, one the other."""
     uses = _uses(jaxpr)
     transposes = {
@@ -131,15 +135,17 @@ def _transposes_of_products(jaxpr: Any, chosen: Callable[[Any], bool]) -> dict[A
     }
     chains: dict[Any, list[Any]] = {}
     for equation in jaxpr.eqns:
-        if equation.primitive is lax.dot_general_p and chosen(equation):
+        if equation.primitive is lax.dot_general_p:
             (variable,) = equation.outvars
-            steps, order = chains.setdefault(variable, []), range(variable.aval.ndim)
+            steps, order = [], range(variable.aval.ndim)
             while (transpose := transposes.get(variable)) is not None:
                 order = [order[axis] for axis in transpose.params["permutation"]]
                 if _ends_with_batch(equation, order):
                     break
                 steps.append(transpose)
                 (variable,) = transpose.outvars
+            if chosen(equation, steps):
+                chains[equation.outvars[0]] = steps
     return chains
 
 

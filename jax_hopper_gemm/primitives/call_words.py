@@ -32,7 +32,8 @@ def options_to_words(options: Options) -> dict[str, Any] | None:
     if (names := precision_names(options.precision)) is None:
         return None
     preferred = options.preferred_element_type
-    return {
+    invariant = {"batch_invariant": True} if options.batch_invariant else {}
+    return invariant | {
         "precision": names,
         "preferred_element_type": None if preferred is None else np.dtype(preferred).name,
         "implementation": options.implementation,
@@ -49,6 +50,7 @@ def options_of_words(words: Mapping[str, Any]) -> Options:
         precision=precision if len(precision) == 2 else (*precision, None)[0],
         preferred_element_type=preferred and np.dtype(jnp.dtype(preferred)),
         max_sms=words.get("max_sms"),
+        batch_invariant=words.get("batch_invariant", False),
     )
 
 
@@ -78,7 +80,8 @@ class FusedProduct:
             "max_sms": options.max_sms,
             "in_place": self.in_place,
         }
-        return fields | ({"spans": astuple(groups)} if groups else {})
+        fields |= {"spans": astuple(groups)} if groups else {}
+        return fields | ({"batch_invariant": True} if options.batch_invariant else {})
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> FusedProduct:

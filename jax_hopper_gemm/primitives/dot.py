@@ -27,7 +27,7 @@ from ..gemm.subscripts import DotGeneral, Subscripts
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call, request_between
 from ..lowering.devices import padded_partitions, permuted_sharding, with_partitions
-from ..lowering.emit import lower_call, mark_limit
+from ..lowering.emit import lower_call, mark_options
 from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.route import Request
 from .call_words import options_of_words, options_to_words
@@ -150,7 +150,7 @@ def _lower_for_cuda(ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, *, produc
         return _lower_to_xla(ctx, lhs, rhs, product=product)
     call = Call(_request_of(ctx.avals_in, ctx.avals_out, product=product), (lhs, rhs))
     launched = lower_call(ctx, call)
-    return launched or mark_limit(call, _lower_to_xla(ctx, lhs, rhs, product=product))
+    return launched or mark_options(call, _lower_to_xla(ctx, lhs, rhs, product=product))
 
 
 def _lower_partitioned(

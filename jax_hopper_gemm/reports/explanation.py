@@ -17,6 +17,7 @@ from ..lowering.decide import decide
 from ..lowering.route import array_text, current_device
 from ..ops import checks
 from ..ops.activations import Activation
+from ..ops.batch_invariance import takes_batch_invariant
 from ..ops.dense import Implementation, Preactivation, dot_general, matmul
 from ..ops.gated import gated_linear_unit
 from ..ops.ragged import ragged_dot, ragged_dot_general
@@ -99,6 +100,7 @@ class Explanation:
         return "\n".join(f"{name:<10} {text}" for name, text in lines.items())
 
 
+@takes_batch_invariant
 def explain(
     a: Any,
     b: Any,
@@ -121,6 +123,7 @@ def explain(
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     implementation: Implementation = None,
+    batch_invariant: bool | None = None,
 ) -> Explanation:
     """Returns how `matmul(a, b, ...)` runs on this process's GPU, or on an H200 where it has none.
 
@@ -176,8 +179,14 @@ def explain(
     return _explained(ragged_dot_general, a, b, options, implementation)
 
 
+@takes_batch_invariant
 def explain_gated_linear_unit(
-    x: Any, weights: Any, *, implementation: Implementation = None, **options: Any
+    x: Any,
+    weights: Any,
+    *,
+    implementation: Implementation = None,
+    batch_invariant: bool | None = None,
+    **options: Any,
 ) -> Explanation:
     """Returns how `gated_linear_unit(x, weights, ...)` runs, as `explain` does of a product.
 
@@ -214,7 +223,7 @@ def explanation_of(call: TracedProduct, implementation: Implementation) -> Expla
     text = str(call.request)
     if implementation == "xla":
         return Explanation(text, device, "xla", "implementation='xla'", "request")
-    insist = implementation == "hopper"
+    insist = implementation == "hopper" or call.request.options.insists is not None
     decision = decide(call.request, call.origins(), device, kernel_only=insist)
     route, violation = decision.route, launcher_violation()
     if route.path == "xla" or violation:

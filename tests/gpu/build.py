@@ -30,6 +30,7 @@ from moe_programs import moe_specs
 from support import eight_bit, random_grouped, random_products, training_step
 from support.fused_programs import FUSED_PROGRAMS
 from support.grouped_programs import GROUPED_PROGRAMS
+from support.invariant_programs import invariant_specs
 from support.mesh_programs import mesh_specs
 from support.operations import operation_specs
 from support.policies import (
@@ -72,12 +73,15 @@ def main() -> int:
     parser.add_argument(
         "--split", action="store_true", help="only those that split K, without a traced epilogue"
     )
+    parser.add_argument("--invariant", action="store_true", help="only those of test_row_bits.py")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)  # over which XLA partitions programs
     if arguments.moe:
         specs = moe_specs()
     elif arguments.overlap:
         specs = overlap_specs()
+    elif arguments.invariant:
+        specs = list(dict.fromkeys(invariant_specs()))
     elif arguments.split:
         specs = [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
     elif arguments.eight_bit:
@@ -115,6 +119,7 @@ def all_specs() -> list[GemmSpec]:
                 *nnx_step.specs(),
                 *(spec for axis in notebook_block.MESHES for spec in notebook_block.specs(axis)),
                 *transformation_specs(),
+                *invariant_specs(),
                 *overlap_specs(),
                 *eight_bit_specs(),
                 *block_specs(),

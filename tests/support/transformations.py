@@ -122,16 +122,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "devices": ("shard_map", "jit with shardings"),
 }  # fmt: skip
 
-_BATCH = "the axes of its batch do not merge into one, which is all that a kernel reads"
+_CONTRACTED = "contracted axes that are no neighbours in the larger operand: a kernel reads one K"
 LEFT_TO_XLA: dict[tuple[str, str], str] = {
-    (name, function): _BATCH
-    for name, functions in {
-        "jacrev": ["einsum"], "hessian": ["einsum"],
-        "jacrev of jacfwd": ["dot_general", "einsum"], "vmap of grad": ["einsum"],
-        "grad of vmap": ["dot_general"],
-    }.items()
-    for function in functions
-}  # fmt: skip
+    ("jacrev of jacfwd", "einsum"): _CONTRACTED,
+}
 """Why XLA runs some product of a transformation's program for CUDA."""
 
 

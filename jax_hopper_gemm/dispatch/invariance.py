@@ -1,0 +1,50 @@
+"""Kernels that compute a row with the same bits in every batch.
+
+An accumulator gets the products of a row and a column in the order of K, whatever tile it lies in,
+unless K is split: then where it is split depends on the number of tiles. What an epilogue reduces
+along a row is cut by the tile's columns, in which a thread adds up an epilogue tile's. So kernels
+never split K here, and where they reduce along rows, tiles have the columns that are chosen for
+`ROWS` rows, however many there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
+from ..gemm.problem import GemmProblem
+from ..gemm.spec import GemmSpec, ProblemType
+from .candidates import model_specs
+from .device import Device
+from .model import best_kernel
+
+ROWS = 1024  # for which columns of tiles are chosen: a wide tile costs few rows less than they win
+ALONG_ROWS = {"row_sum", "row_max", "row_sumexp", "top_k_values", "top_k_indices"}
+
+
+def reduces_rows(graph: EpilogueGraph) -> bool:
+    """Whether a result, or what it is made of, is reduced along a row."""
+    along = any(result.kind in ALONG_ROWS for result in graph.results)
+    return along or any(node.op in ROW_REDUCTIONS for node in graph.nodes)
+
+
+def invariant_specs(problem: GemmProblem, device: Device) -> list[GemmSpec]:
+    """Returns the kernels among which `problem` may choose by its number of rows."""
+    specs = [spec for spec in model_specs(ProblemType.of(problem)) if not spec.split_k]
+    if not reduces_rows(problem.graph):
+        return specs
+    best, _ = best_kernel(_with_rows(problem), device, specs)
+    if best is None:
+        return []
+    return [spec for spec in specs if _columns(spec) == _columns(best.spec)]
+
+
+def _columns(spec: GemmSpec) -> tuple[int, int]:
+    return spec.tile_n, spec.epi_tile_n
+
+
+def _with_rows(problem: GemmProblem) -> GemmProblem:
+    """Returns the problem with `ROWS` rows of one matrix, or of as many groups."""
+    p = problem
+    a = replace(p.a, leading_stride=ROWS) if p.a.major == "m" else p.a
+    return replace(p, m=ROWS, a=a, l=p.l if p.groups else 1)

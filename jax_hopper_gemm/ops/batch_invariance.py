@@ -1,0 +1,92 @@
+"""Products whose rows have the same bits in every batch: the argument and the context for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import jax
+
+from ..gemm.product import Options
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# JAX traces anew where a context has another value.
+_asked = jax.make_user_context(False)
+
+
+@contextmanager
+def batch_invariant(asked: bool = True) -> Iterator[None]:
+    """Asks for rows of the same bits in every batch, of products traced inside the context.
+
+    On a Hopper GPU the bits of a row then depend neither on the number of rows nor on the others,
+    nor on the devices that share the rows. Each product runs on a kernel of this library, which
+    adds up all of K in one order; what feeds a sum along a row is cut by N and K alone. Splitting K
+    over SMs is out, so a long K over few tiles takes more time.
+
+        with jhg.batch_invariant():
+            logits = model(tokens)
+
+    It belongs to the products: their derivatives have it as well. XLA's own operations, and
+    products that `accelerate` leaves to JAX, are as they are. The argument `batch_invariant` of a
+    product does the same; False there, or here, lifts an outer context. On other platforms XLA
+    computes the product and promises nothing.
+
+    While lowering for a GPU, NotImplementedError says which product no kernel can run: of dtypes
+    that kernels do not multiply, as the gradients of float32 results are without `cotangent_dtype`,
+    or with an epilogue of which XLA would compute a part.
+
+    Raises:
+      TypeError: `asked` is no bool.
+      ValueError: a product inside has `implementation="xla"`.
+      NotImplementedError: a collective product is inside: sums that travel a ring are added in an
+        order that depends on the row.
+    """
+    if not isinstance(asked, bool):
+        raise TypeError(f"batch_invariant is {asked!r}, expected True or False")
+    with _asked(asked):
+        yield
+
+
+def takes_batch_invariant(function: Callable[P, R]) -> Callable[P, R]:
+    """Runs a product inside the context that its argument `batch_invariant` asks for."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        asked = kwargs.get("batch_invariant")
+        if asked is None:
+            return function(*args, **kwargs)
+        with batch_invariant(asked):  # pyright: ignore[reportArgumentType]
+            return function(*args, **kwargs)
+
+    return run
+
+
+def is_batch_invariant() -> bool:
+    """Whether a product that is traced now has rows of the same bits in every batch."""
+    return _asked.value
+
+
+def with_batch_invariance(options: Options) -> Options:
+    """Returns the options of a product that is traced now: where asked for, of a kernel's alone."""
+    if not is_batch_invariant():
+        return options
+    if options.implementation == "xla":
+        raise ValueError(
+            "implementation is 'xla' where batch_invariant asks for rows of the same bits, which "
+            "XLA does not promise: leave implementation as None"
+        )
+    return replace(options, batch_invariant=True)
+
+
+def refuse_batch_invariance(op: str) -> None:
+    """Raises where rows of the same bits are asked of a product that has none."""
+    if is_batch_invariant():
+        raise NotImplementedError(
+            f"{op}: batch_invariant is asked for, but sums that travel a ring of devices are added "
+            "in an order that depends on the row: use jax.lax.all_gather or jax.lax.psum and matmul"
+        )
