@@ -16,6 +16,7 @@ from .ops import max_sms as max_sms
 from .ops import quantize as quantize
 from .ops import ragged_dot as ragged_dot
 from .ops import ragged_dot_general as ragged_dot_general
+from .ops import recipes as recipes
 
 if TYPE_CHECKING:
     from . import moe as moe
@@ -42,7 +43,7 @@ __all__ = [
     "all_gather_matmul", "batch_invariant", "checkpoint_policy", "dot_general", "einsum", "explain",
     "explain_gated_linear_unit", "export_disabled_checks", "gated_linear_unit",
     "intercept_ragged_dot", "matmul", "matmul_reduce_scatter", "max_sms", "moe", "quantize",
-    "ragged_dot", "ragged_dot_general", "report_products", "supports",
+    "ragged_dot", "ragged_dot_general", "recipes", "report_products", "supports",
 ]  # fmt: skip
 
 # Modules that are imported when one of their names is first asked for.

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.pure
 
 def gemm(subscripts: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Gemm:
     return as_gemm(
-        Subscripts.parse(subscripts), lhs_shape, rhs_shape, ("bfloat16",) * 2, "bfloat16"
+        Subscripts.parse(subscripts), lhs_shape, rhs_shape, ("bfloat16", "bfloat16"), "bfloat16"
     )
 
 
@@ -205,7 +205,13 @@ def fused(
     subscripts: str, lhs: tuple[int, ...], rhs: tuple[int, ...], epilogue: EpilogueGraph, *labels
 ) -> Gemm:
     return as_gemm(
-        Subscripts.parse(subscripts), lhs, rhs, ("bfloat16",) * 2, "bfloat16", epilogue, labels
+        Subscripts.parse(subscripts),
+        lhs,
+        rhs,
+        ("bfloat16", "bfloat16"),
+        "bfloat16",
+        epilogue,
+        labels,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.compiling import skip_without_compiler
@@ -22,11 +23,12 @@ E4M3, E5M2, INT8 = "float8_e4m3fn", "float8_e5m2", "int8"
 NAMES = {E4M3: "E4M3", E5M2: "E5M2", INT8: "S8"}
 
 
-def spec_of(a: str, b: str, d: str, tile_m: int = 128, tile_n: int = 256, **fields) -> GemmSpec:
+def spec_of(a: str, b: str, d: str, tile_m: int = 128, tile_n: int = 256, **given: Any) -> GemmSpec:
+    fields: dict[str, Any] = {"tile_k": 128, "cluster_m": 2, "num_stages": 3, "epi_stages": 2}
+    fields |= given
     if name := fields.get("epilogue"):
         fields["epilogue"] = EIGHT_BIT[name]
         fields["epi_load_stages"] = 2 if EIGHT_BIT[name].loaded else 0
-    fields = {"tile_k": 128, "cluster_m": 2, "num_stages": 3, "epi_stages": 2} | fields
     return GemmSpec(a, b, d, "k", "k", tile_m, tile_n, **fields)
 
 

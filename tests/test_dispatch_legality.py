@@ -101,7 +101,9 @@ def test_pairing_names_each_field_that_differs():
 
 @pytest.mark.parametrize("types", TYPES, ids=str)
 def test_every_model_configuration_becomes_a_legal_kernel(types):
-    specs = [filled_spec(config, types) for config in DENSE_CONFIGS]
+    integers = types.a_dtype == "int8"  # whose partial sums no kernel adds up
+    configs = [config for config in DENSE_CONFIGS if not (integers and config.split_k)]
+    specs = [filled_spec(config, types) for config in configs]
     assert None not in specs
     assert list(model_specs(types)) == specs, "none is dropped for its narrow rows"
     for spec in model_specs(types):

@@ -116,9 +116,10 @@ def test_examples_of_interoperability_run(capsys: pytest.CaptureFixture[str]):
 
 def test_examples_of_8_bit_types_run():
     names = run_examples(ROOT / "docs" / "quantized.md")
-    exact = np.float32(names["x8"]) @ np.float32(names["w8"])
+    exact = np.asarray(names["x8"], np.float32) @ np.asarray(names["w8"], np.float32)
     np.testing.assert_allclose(np.float32(names["y"]), exact, rtol=2.0**-7, atol=1e-2)
     assert names["sums"].dtype == jnp.int32 and (names["sums"] == 512).all()
+    assert names["gradient"].shape == names["w"].shape and np.any(names["gradient"])
     assert names["h8"].dtype == jnp.float8_e4m3fn and names["amax"].shape == ()
     near = jax.nn.silu(names["x"] @ names["w"])
     assert np.linalg.norm(names["z"] - near) < 0.05 * np.linalg.norm(near)

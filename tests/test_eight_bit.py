@@ -304,7 +304,7 @@ def test_vmap_multiplies_each_matrix():
 
 
 def test_ragged_rows_have_the_numbers_of_jax():
-    x, weights = random((40, K), E4M3), random((4, K, N), E4M3, 1)
+    x, weights = map(jnp.asarray, (random((40, K), E4M3), random((4, K, N), E4M3, 1)))
     sizes = jnp.array([10, 0, 20, 5], jnp.int32)
     ours, theirs = (
         f(x, weights, sizes, preferred_element_type=jnp.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
@@ -52,8 +53,9 @@ def test_bytes_count_a_shared_operand_once(a_batch, b_batch, elements_in):
     assert problem.bytes == 2 * elements_in + 4 * (2 * 15)
 
 
-def layout_of(fields: dict) -> MatrixLayout:
-    return MatrixLayout(**fields | {"outer_strides": tuple(fields["outer_strides"])})
+def layout_of(fields: dict[str, Any]) -> MatrixLayout:
+    given: Any = fields | {"outer_strides": tuple(fields["outer_strides"])}
+    return MatrixLayout(**given)
 
 
 @pytest.mark.parametrize("graph", [None, GATED])

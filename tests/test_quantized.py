@@ -54,7 +54,7 @@ def test_a_quantized_array_is_near_the_array(dtype, block):
         counts[b](n) for b, n in zip(blocks, x.shape, strict=True)
     )
     assert quantized.values.dtype == dtype and quantized.shape == x.shape
-    near, scale = exact(quantized), exact(jhg.Quantized(np.ones_like(x), quantized.scale))
+    near, scale = exact(quantized), exact(jhg.Quantized(jnp.ones_like(x), quantized.scale))
     unit = np.abs(x) if dtype != "int8" else scale * 127
     smallest = 2.0**-9 if dtype != "int8" else 0.0
     assert (np.abs(near - x) <= (HALF_UNIT[dtype] + 2.0**-22) * unit + smallest * scale).all()

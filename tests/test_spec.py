@@ -38,6 +38,23 @@ def test_a_plain_spec_has_no_violations():
     [
         ({"a_dtype": "float32", "b_dtype": "float32"}, "A and B are float32"),
         ({"d_dtype": "bool"}, "D is bool"),
+        (
+            {"a_dtype": "int8", "b_dtype": "int8", "b_major": "k", "tile_k": 128, "split_k": True},
+            "partial sums are float32, accumulators int32",
+        ),
+        (
+            {
+                "a_dtype": "int8",
+                "b_dtype": "int8",
+                "b_major": "k",
+                "tile_k": 128,
+                "promoted": True,
+                "a_block": 1,
+                "b_block": 1,
+                "nested": True,
+            },
+            "scales, and the product has a nested batch",
+        ),
         ({"a_major": "n"}, "A has major 'n', not 'm' or 'k'"),
         ({"b_major": "m"}, "B has major 'm', not 'n' or 'k'"),
         ({"warp_schedule": "solo"}, "'solo'"),

@@ -347,8 +347,8 @@ class ProblemType:
         grouped, gathered = (p.groups.axis, p.groups.gathered) if p.groups else (None, None)
         return cls(
             p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
-            p.indexed, p.promoted, *(x.block if x else 0 for x in (p.a_scales, p.b_scales)),
-            bool(p.outer),
+            p.indexed, p.promoted, p.a_scales.block if p.a_scales else 0,
+            p.b_scales.block if p.b_scales else 0, bool(p.outer),
         )  # fmt: skip
 
     @classmethod

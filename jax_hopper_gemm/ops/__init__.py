@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import recipes as recipes
 from .batch_invariance import batch_invariant as batch_invariant
 from .dense import dot_general as dot_general
 from .dense import einsum as einsum

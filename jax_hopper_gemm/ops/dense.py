@@ -22,6 +22,7 @@ from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .quantized import Quantized, is_quantized, run_quantized
+from .recipes import Recipe, check_recipe, run_recipe
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
 from .sm_limit import current_max_sms
@@ -31,8 +32,8 @@ from .substitute import final_product, with_hopper_dot
 
 @takes_batch_invariant
 def matmul(
-    a: ArrayLike,
-    b: ArrayLike,
+    a: ArrayLike | Quantized,
+    b: ArrayLike | Quantized,
     *,
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
@@ -47,6 +48,7 @@ def matmul(
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> Results:
@@ -100,6 +102,8 @@ def matmul(
         the gradients of a float32 result run on kernels, and are rounded once. None leaves them as
         they are; with anything from `bias` to `epilogue` they have the dtype of 16-bit operands.
       out_sharding: sharding of the product, for explicit mesh axes.
+      recipe: one of `jax_hopper_gemm.recipes`: the product and its gradients run in 8 bits, of
+        quantized operands; `b` is the weights. Steps that follow run after the kernel.
       implementation: None takes a kernel where it is faster; "hopper" insists on a kernel; "xla" is
         `jax.numpy.matmul` itself, with `jax.numpy` for the epilogue.
       batch_invariant: whether a row has the same bits in every batch, on a kernel or with an error
@@ -129,7 +133,15 @@ def matmul(
         cotangent_dtype=checks.as_cotangent_dtype("matmul", cotangent_dtype),
     )  # fmt: skip
     operands = tuple(terms[x] for x in named)
+    if recipe is not None:
+        check_recipe("matmul", recipe, pair, cotangent_dtype)
+        checks.check_unsharded("matmul", out_sharding)
+        following = (*operands, *epilogue_operands)
+        if preferred_element_type is None:
+            options = replace(options, preferred_element_type=checks.strong_dtype(terms.get("c")))
+        return run_recipe(recipe, (a, b), checks.matmul_axes(a, b), steps, following, options)
     if is_quantized(*pair):
+        checks.check_unsharded("matmul", out_sharding)
         numbers = checks.matmul_axes(a, b)
         named_pair = ("a", pair[0]), ("b", pair[1])
         operands = (*operands, *epilogue_operands)
@@ -142,8 +154,8 @@ def matmul(
 
 @takes_batch_invariant
 def dot_general(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
+    lhs: ArrayLike | Quantized,
+    rhs: ArrayLike | Quantized,
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
@@ -153,6 +165,7 @@ def dot_general(
     preactivation: Preactivation = "save",
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> Results:
@@ -167,6 +180,7 @@ def dot_general(
       precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
         `matmul`.
       batch_invariant: as in `matmul`.
+      recipe: as in `matmul`; `rhs` is the weights.
       epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
         result with its axes in the order below.
 
@@ -188,7 +202,13 @@ def dot_general(
         implementation, precision, preferred_element_type, preactivation,
         cotangent_dtype=checks.as_cotangent_dtype("dot_general", cotangent_dtype),
     )  # fmt: skip
+    if recipe is not None:
+        check_recipe("dot_general", recipe, pair, cotangent_dtype)
+        checks.check_unsharded("dot_general", out_sharding)
+        following = tuple(epilogue_operands)
+        return run_recipe(recipe, (lhs, rhs), dimension_numbers, steps, following, options)
     if is_quantized(*pair):
+        checks.check_unsharded("dot_general", out_sharding)
         named_pair = ("lhs", pair[0]), ("rhs", pair[1])
         return run_quantized(
             "dot_general", named_pair, dimension_numbers, steps, tuple(epilogue_operands), options

@@ -42,7 +42,7 @@ class Program:
     scaled: bool = True
     promoted: bool = False
 
-    def arguments(self, seed: int = 0) -> tuple[np.ndarray, ...]:
+    def arguments(self, seed: int = 0) -> tuple[Any, ...]:
         rng = np.random.default_rng(seed)
         factors = [40 if dtype == jnp.int8 else 1 for dtype in self.dtypes]
         lhs, rhs = (

@@ -11,6 +11,7 @@ from .arguments import strong_dtype as strong_dtype
 from .dense import check_einsum as check_einsum
 from .dense import check_explained as check_explained
 from .dense import check_matmul as check_matmul
+from .dense import check_unsharded as check_unsharded
 from .dense import checked_axes as checked_axes
 from .dense import matmul_axes as matmul_axes
 from .gated import check_gated as check_gated

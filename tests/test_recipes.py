@@ -1,0 +1,200 @@
+"""Recipes: products and gradients of quantized operands, against float64."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm import recipes
+from jax_hopper_gemm.testing.lowered import specs_of
+
+M, K, N = 200, 272, 144
+CURRENT, BLOCKS = recipes.CurrentScaling(), recipes.BlockScaling()
+RECIPES = [
+    CURRENT, BLOCKS, recipes.CurrentScaling("float8_e4m3fn"), recipes.BlockScaling("float8_e5m2"),
+]  # fmt: skip
+
+
+def normal(shape: tuple[int, ...], seed: int, dtype: Any = jnp.float32) -> jax.Array:
+    x = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(x * np.exp(np.linspace(-2, 2, shape[-1])), dtype)
+
+
+def rounded(x: Any, dtype: Any, recipe: Any, axis: int, rows: int = 1) -> np.ndarray:
+    """A matrix as a recipe quantizes it, in float64; blocks lie along `axis`."""
+    block = [rows, rows]
+    block[axis] = 128
+    blocks = None if isinstance(recipe, recipes.CurrentScaling) else tuple(block)
+    return np.asarray(jhg.quantize(x, dtype, blocks).dequantize(), np.float64)
+
+
+def expected(x: Any, w: Any, dy: Any, recipe: Any) -> tuple[np.ndarray, ...]:
+    """(M, N), (M, K) and (K, N): the product and its gradients, in float64."""
+    of = partial(rounded, recipe=recipe)
+    e4m3, gradients = jnp.float8_e4m3fn, recipe.gradients
+    weights = of(w, e4m3, axis=0, rows=128)
+    y = of(x, e4m3, axis=1) @ weights
+    dx = of(dy, gradients, axis=1) @ weights.T
+    dw = of(x, e4m3, axis=0).T @ of(dy, gradients, axis=0)
+    return y, dx, dw
+
+
+def near(got: Any, exact: np.ndarray) -> None:
+    scale = np.abs(exact).max()
+    np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=1e-5, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_product_and_gradients_are_those_of_the_quantized_operands(recipe):
+    x, w, dy = normal((M, K), 0), normal((K, N), 1), normal((M, N), 2)
+    y, pull = jax.vjp(partial(jhg.matmul, recipe=recipe), x, w)
+    dx, dw = pull(dy)
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.float32,) * 3
+    for got, exact in zip((y, dx, dw), expected(x, w, dy, recipe), strict=True):
+        near(got, exact)
+    plain = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    error = np.linalg.norm(y - plain) / np.linalg.norm(plain)
+    assert 1e-3 < error < 0.06, "8 bits round"
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids=str)
+def test_axes_of_dot_general_may_be_any(recipe):
+    """Batch and contracted axes anywhere, several free and contracted ones."""
+    x, w = normal((3, 8, 4, 40, 5), 0), normal((40, 3, 24, 8), 1)  # b k1 m1 k2 m2; k2 b n k1
+    numbers: Any = ((1, 3), (3, 0)), ((0,), (1,))
+    product = partial(jhg.dot_general, dimension_numbers=numbers, recipe=recipe)
+    dy = normal((3, 4, 5, 24), 2)
+    y, pull = jax.vjp(product, x, w)
+    dx, dw = pull(dy)
+    assert y.shape == dy.shape and dx.shape == x.shape and dw.shape == w.shape
+    left = x.transpose(0, 2, 4, 1, 3).reshape(3, 20, 320)
+    right = w.transpose(1, 3, 0, 2).reshape(3, 320, 24)
+
+    def matrices(a: Any, b: Any) -> Any:
+        return jhg.matmul(a, b, recipe=recipe)
+
+    y2, pull2 = jax.vjp(matrices, left, right)
+    dx2, dw2 = pull2(dy.reshape(3, 20, 24))
+    near(y.reshape(3, 20, 24), np.asarray(y2, np.float64))
+    near(dx.transpose(0, 2, 4, 1, 3).reshape(3, 20, 320), np.asarray(dx2, np.float64))
+    near(dw.transpose(1, 3, 0, 2).reshape(3, 320, 24), np.asarray(dw2, np.float64))
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids=str)
+def test_transformations_give_the_same_numbers(recipe):
+    xs, w = normal((3, 136, 144), 0), normal((144, 128), 1)
+
+    dy = normal((136, 128), 2)  # one that depends on y may round to another number of 8 bits
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(dy * jhg.matmul(x, w, recipe=recipe))
+
+    each = [jax.grad(loss)(w, x) for x in xs]
+    near(jax.vmap(jax.grad(loss), (None, 0))(w, xs), np.asarray(each, np.float64))
+
+    def scanned(w: Any, loss: Any) -> Any:
+        return lax.scan(lambda total, x: (total + loss(w, x), None), 0.0, xs)[0]
+
+    for own in (loss, jax.checkpoint(loss)):
+        got = jax.jit(jax.grad(partial(scanned, loss=own)))(w)
+        near(got, np.sum(np.asarray(each, np.float64), 0))
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids=str)
+def test_what_follows_a_product_is_differentiated(recipe):
+    x, w, bias = (normal(shape, i, jnp.bfloat16) for i, shape in enumerate(((M, K), (K, N), (N,))))
+
+    def fused(x: Any, w: Any, bias: Any) -> Any:
+        return jhg.matmul(
+            x, w, bias=bias, activation="silu", epilogue=lambda y: (y, jnp.max(y)), recipe=recipe
+        )
+
+    def apart(x: Any, w: Any, bias: Any) -> Any:
+        y = jhg.matmul(x, w, recipe=recipe, preferred_element_type=jnp.float32)
+        y = jax.nn.silu(y + bias.astype(jnp.float32))
+        return y.astype(jnp.bfloat16), jnp.max(y)
+
+    c = jnp.ones((M, N), jnp.float32)
+    assert jhg.matmul(x, w, c=c, recipe=recipe).dtype == c.dtype
+    for got, exact in zip(fused(x, w, bias), apart(x, w, bias), strict=True):
+        assert got.dtype == exact.dtype
+        np.testing.assert_allclose(*(np.asarray(z, np.float32) for z in (got, exact)), rtol=2**-7)
+    both = [
+        jax.grad(lambda *a, f=f: f(*a)[0].astype(jnp.float32).sum(), (0, 1, 2))(x, w, bias)
+        for f in (fused, apart)
+    ]
+    for got, exact in zip(*both, strict=True):
+        got, exact = (np.asarray(z, np.float32) for z in (got, exact))
+        assert np.linalg.norm(got - exact) < 0.02 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize(("recipe", "blocks"), [(CURRENT, 0), (BLOCKS, 1)], ids=str)
+def test_all_three_products_run_on_kernels_of_8_bits(recipe, blocks):
+    def step(x: Any, w: Any) -> Any:
+        product = partial(jhg.matmul, recipe=recipe, implementation="hopper")
+        y, pull = jax.vjp(product, x, w)
+        return y, *pull(y)
+
+    shapes = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1024, 512), (512, 2048)))
+    forward, *backward = specs_of(step, *shapes)
+    assert forward.a_dtype == forward.b_dtype == "float8_e4m3fn"
+    assert len(backward) == 2 and all(spec.promoted for spec in backward)
+    assert all(recipe.gradients in (spec.a_dtype, spec.b_dtype) for spec in backward)
+    assert all(bool(spec.a_block) == bool(blocks) for spec in (forward, *backward))
+
+
+def test_second_derivatives_and_forward_mode_are_errors():
+    def loss(x: Any) -> Any:
+        return jnp.sum(jnp.sin(jhg.matmul(x, x, recipe=BLOCKS)))
+
+    x = normal((128, 128), 0)
+    first = jax.grad(loss)
+    for twice in (jax.grad(lambda x: first(x).sum()), jax.hessian(loss)):
+        with pytest.raises(NotImplementedError, match="matmul: .* leave `recipe` out"):
+            twice(x)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(loss, (x,), (x,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((jnp.ones((4, 4)), jnp.ones((4, 4)), "fp8"), TypeError, "recipe is 'fp8', expected"),
+        ((jnp.ones((4, 4), int), jnp.ones((4, 4)), BLOCKS), TypeError, "takes floats"),
+        (
+            (jhg.quantize(jnp.ones((4, 4))), jnp.ones((4, 4)), BLOCKS), TypeError,
+            "an operand is quantized",
+        ),
+        (
+            (jnp.ones((4, 4)), jnp.ones((4, 4)), recipes.CurrentScaling("int8")),  # pyright: ignore
+            ValueError, "gradients of the recipe are 'int8'",
+        ),
+        ((jnp.ones(4), jnp.ones((4, 4)), BLOCKS), NotImplementedError, "reshape them"),
+    ],
+)  # fmt: skip
+def test_a_wrong_recipe_or_operand_is_named(arguments, error, text):
+    x, w, recipe = arguments
+    with pytest.raises(error, match=text):
+        jhg.matmul(x, w, recipe=recipe)
+
+
+def test_shardings_of_quantized_products_are_refused():
+    x = jnp.ones((128, 128))
+    spec = jax.sharding.PartitionSpec()
+    with pytest.raises(NotImplementedError, match="out_sharding of a product of quantized"):
+        jhg.matmul(x, x, out_sharding=spec, recipe=BLOCKS)
+    with pytest.raises(NotImplementedError, match="out_sharding of a product of quantized"):
+        jhg.matmul(jhg.quantize(x), jhg.quantize(x), out_sharding=spec)
+
+
+def test_a_recipe_alone_rounds_cotangents():
+    x = jnp.ones((128, 128))
+    with pytest.raises(ValueError, match="cotangent_dtype is bfloat16 and there is a recipe"):
+        jhg.dot_general(x, x, (((1,), (0,)), ((), ())), cotangent_dtype=jnp.bfloat16, recipe=BLOCKS)
