@@ -179,8 +179,8 @@ def dot_general(
       dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
       precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
         `matmul`.
-      recipe: as in `matmul`; `rhs` is the weights.
       batch_invariant: as in `matmul`.
+      recipe: as in `matmul`; `rhs` is the weights.
       epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
         result with its axes in the order below.
 
