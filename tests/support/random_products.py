@@ -91,16 +91,16 @@ class Case:
             (np.squeeze(value, 0), np.squeeze(bound, 0)) if np.ndim(value) else (value, bound)
             for value, bound in found
         ]
-        ends = [[v - b for v, b in finished], [v + b for v, b in finished]]
-        possible = [self._finished(end, fused) for end in ends for fused in (False, True)]
+        low = self._finished([value - bound for value, bound in finished])
+        high = self._finished([value + bound for value, bound in finished])
         sizes = self._finished([np.abs(value) + bound for value, bound in finished])
         ranges = []
-        for *values, size, result, ours in zip(
-            *possible, sizes, self.results, self.depends, strict=True
+        for one, other, size, result, ours in zip(
+            low, high, sizes, self.results, self.depends, strict=True
         ):
             summed = result.shape != self._product.shape
             slack = summed * _LONGEST_SUM * 2.0**-24 * np.abs(size) if ours else np.inf
-            ranges.append((np.min(values, axis=0) - slack, np.max(values, axis=0) + slack))
+            ranges.append((np.minimum(one, other) - slack, np.maximum(one, other) + slack))
         return ranges
 
     @cached_property
@@ -128,15 +128,9 @@ class Case:
     def _product(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.exact_product.shape, np.float32)
 
-    def _finished(self, arrays: Sequence[np.ndarray], fused: bool = False) -> list[np.ndarray]:
-        """Returns the outputs, from what the kernel wrote.
-
-        Where XLA fuses the steps after a kernel, as in a program, it contracts 1 - x * x to a
-        fused multiply-add: near 1 that is another number.
-        """
-        finish = jax.jit(self.fusion.finish) if fused else self.fusion.finish
+    def _finished(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         with jax.enable_x64(True):
-            outputs = finish(*arrays, *self.operands)
+            outputs = self.fusion.finish(*arrays, *self.operands)
         return [np.asarray(output).astype(np.float64) for output in outputs]
 
 
