@@ -60,7 +60,8 @@ def survey(
         return [f(*inputs[i % len(inputs)]) for i, f in enumerate(functions)]
 
     timed = profiler.measure(run, aggregate=False)
-    names = {spec.name: spec for spec, _ in chosen}
+    specs = {spec.name: spec for spec, _ in chosen}
+    names = {cubin.get(spec).manifest.entry: name for name, spec in specs.items()}
     samples: dict[str, list[float]] = defaultdict(list)
     for turn in range(rounds):
         time.sleep(min(1.0, 2 * len(chosen) * problem.flops / RATE))
@@ -68,13 +69,13 @@ def survey(
         _, launches = timed(inputs[shift:] + inputs[:shift])
         totals: dict[str, float] = defaultdict(float)
         for kernel, ms in launches or ():
-            totals[kernel if kernel in names else "xla"] += ms * 1e3
+            totals[names.get(kernel, "xla")] += ms * 1e3
         for name in totals:
             samples[name].append(totals[name])
-    if missing := names.keys() - samples.keys():
+    if missing := specs.keys() - samples.keys():
         raise RuntimeError(f"CUPTI saw no {', '.join(sorted(missing))}")
     return {
-        name: statistics.median(times) + timing.clearing(names.get(name))
+        name: statistics.median(times) + timing.clearing(specs.get(name))
         for name, times in samples.items()
     }
 
