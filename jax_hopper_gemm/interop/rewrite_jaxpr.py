@@ -160,7 +160,7 @@ def _rows_apart(equation: Any, transposes: Sequence[Any]) -> str | None:
     XLA then computed the derivative of a softmax twice, in two orders, 9 % of a training step.
     """
     request = request_of(as_hopper_dot(equation, Options(), transposes))
-    if not all(isinstance(x, int) for x in request.extents.values()):
+    if request.symbolic:
         return None
     gemm, subscripts = route(request, current_device(), kernel_only=True).gemm, request.subscripts
     if gemm is None:

@@ -67,7 +67,7 @@ def decide(
 
 def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
     """Returns what a kernel may be asked for, what writes least first; also the product itself."""
-    if request.blocks:  # scales lie as the operands do
+    if request.blocks or request.symbolic:  # scales lie as the operands do
         return [Form(request)]
     through = _stored(request, origins) or Form(request)
     in_place = _gathering(_indexing(through, origins), origins)

@@ -74,6 +74,11 @@ class Request:
         return 2 if self.num_b == 2 or letter else 1
 
     @property
+    def symbolic(self) -> bool:
+        """Whether an extent is known only when an exported program runs."""
+        return not all(isinstance(x, int) for x in self.lhs_shape + self.rhs_shape)
+
+    @property
     def extents(self) -> dict[str, int]:
         """The extent of each letter."""
         shapes = self.lhs_shape, self.rhs_shape
@@ -326,7 +331,7 @@ def _read_again(fusion: Fusion) -> str | None:
 
 def _request_violation(request: Request) -> str | None:
     """Returns why no kernel can serve a product that no `GemmProblem` can express."""
-    if not all(isinstance(extent, int) for extent in request.lhs_shape + request.rhs_shape):
+    if request.symbolic:
         return "an extent is symbolic; a kernel is launched for extents that are known"
     dtypes = request.lhs_dtype, request.rhs_dtype
     if dtypes[0] != dtypes[1] and not multiply(*dtypes):
