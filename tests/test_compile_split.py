@@ -20,7 +20,7 @@ LARGE = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256, epi_sta
 SPECS = [
     replace(LARGE, split_k=True, cluster_m=2),
     replace(LARGE, split_k=True, tile_n=128, warp_schedule="pingpong"),
-    *split_specs()[::6],
+    *split_specs()[::9],
 ]
 
 

@@ -40,6 +40,10 @@ OTHER_REGISTERS = 32
 MAILBOX_REGISTERS = 16  # more, where tiles come from a mailbox
 COLUMN_SCALE_REGISTERS = 16  # more, where each column of a block of K has a scale
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
+# Of K that is split, beside partial sums and an epilogue; and how many must be left, where twice as
+# many partial sums as accumulators are held, for epilogue tiles of 64 columns.
+SPLIT_K_ACC_REGISTERS = {1: 144, 2: 144, 3: 64}
+WIDE_EPILOGUE_REGISTERS = 24
 
 
 def max_accumulators(spec: GemmSpec) -> int:
@@ -194,6 +198,15 @@ def _register_violations(spec: GemmSpec) -> Iterator[str]:
             f"warpgroups, a {s.tile_scheduler} tile scheduler and "
             f"{'this' if s.epilogue else 'no'} epilogue"
         )
+    most = SPLIT_K_ACC_REGISTERS[s.math_warpgroups]
+    if s.split_k and (s.epilogue or s.math_warpgroups == 3) and s.acc_registers > most:
+        yield (
+            f"{s.acc_registers} accumulators a thread beside partial sums; {most} fit with "
+            f"{s.math_warpgroups} math warpgroups"
+        )
+    spare = MATH_REGISTERS[s.math_warpgroups] - OTHER_REGISTERS - 3 * s.tile_registers
+    if s.split_k and s.epilogue and s.epi_tile_n == 64 and 0 <= spare < WIDE_EPILOGUE_REGISTERS:
+        yield "partial sums leave no registers for epilogue tiles of 64 columns: take narrower ones"
     if s.warp_schedule == "pingpong":
         if s.tile_m > 128:
             yield f"pingpong gives one warpgroup a whole tile; tile_m {s.tile_m} exceeds 128"
