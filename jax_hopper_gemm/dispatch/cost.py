@@ -74,7 +74,7 @@ class Estimate:
     tiles: int  # of D, expected ones of a grouped product
     waves: int  # tiles that one CTA computes at most
     occupancy: float  # share of the tile slots of those waves that hold a tile, or some k-tiles
-    shares_k: bool = False  # whether clusters share the k-tiles of some tiles
+    splits_k: bool = False  # whether clusters share the k-tiles of some tiles
 
 
 def estimate(
@@ -111,7 +111,7 @@ def estimate(
         tiles=_tiles(p, s),
         waves=waves,
         occupancy=occupancy,
-        shares_k=s.split_k,
+        splits_k=s.split_k,
     )
 
 
@@ -255,7 +255,7 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     taken += clipped * (s.tile_k * s.a_itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
     elements_b = p.graph.accumulators * rows_b * s.tile_k
     lines = _lines(p.a, s.a_box, rows_a * s.tile_k, s.a_itemsize) / s.cluster_n
-    lines += _lines(p.b, s.b_box, elements_b, s.b_itemsize) / s.cluster_m * _share_of_line(s)
+    lines += _lines(p.b, s.b_box, elements_b, s.b_itemsize) / s.cluster_m * _line_fraction(s)
     requested = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE
     columns = p.n * p.graph.accumulators
     rows = equal_groups(p).m
@@ -265,7 +265,7 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     return max(arriving, _gather_cycles(s), RING_CYCLES / s.num_stages)
 
 
-def _share_of_line(spec: GemmSpec) -> float:
+def _line_fraction(spec: GemmSpec) -> float:
     """Returns what a row of B's box costs of a line.
 
     Measured with 64 bytes a row: all of it in large products, half in streams of B, whose

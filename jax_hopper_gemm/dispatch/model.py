@@ -34,7 +34,8 @@ THIN = 16
 # Of expected costs of kernels that share all tiles: these err by 5 % (rms). With it the kernel of
 # least cost was within 2 % of the fastest of `benchmarks/split_k.py`, on each of 17 products.
 SPLIT_K_DOUBT = 1.07
-SPLIT_K_LOST = 16384  # K from which XLA's split-K won all measurements, by 3 to 16 %
+# K from which XLA won, by 3 to 16 %, all measurements in which our best kernel shared all tiles.
+SPLIT_K_LOST = 16384
 WAITING_K = 4096  # K from which SMs without a tile cost more than XLA loses by splitting it
 WAITING_RATIO = 1.8  # times the roofline
 
@@ -67,7 +68,7 @@ def best_kernel(
 
 
 def _doubtful_ns(best: Best) -> float:
-    shares_all = best.cost.shares_k and best.cost.waves == 1
+    shares_all = best.cost.splits_k and best.cost.waves == 1
     return best.cost.ns * (SPLIT_K_DOUBT if shares_all else 1.0)
 
 
@@ -126,14 +127,14 @@ def thin(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
     )
 
 
-def shares_k(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
+def split_by_xla(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
     """Products that our best kernel shares among SMs, and XLA's kernels share with less loss.
 
     Measured on an H200: where K is long XLA won by 3 to 16 %, and by up to 4 % where a last wave
     of tiles is shared (but for one product of five). Shorter K over few tiles took from 0.82 to
     1.01 of XLA's time.
     """
-    if not best.shares_k:
+    if not best.splits_k:
         return None
     if best.waves > 1 and best.bound == "tensor cores":
         return f"most SMs would wait for the last of {best.waves} waves of tiles, or share it"
@@ -146,7 +147,7 @@ def waits(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
     """Long K over too few tiles to keep the SMs busy, which our kernels do not share."""
     ratio = best.ns / roofline_ns(problem)
     few = problem.k >= WAITING_K and best.tiles <= device.num_sms
-    if best.shares_k or not few or ratio < WAITING_RATIO:
+    if best.splits_k or not few or ratio < WAITING_RATIO:
         return None
     return (
         f"K={problem.k} over {best.tiles} tiles keeps {device.num_sms} SMs waiting (expected "
@@ -154,7 +155,7 @@ def waits(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
     )
 
 
-XLA_RULES: tuple[XlaRule, ...] = (thin, shares_k, waits)
+XLA_RULES: tuple[XlaRule, ...] = (thin, split_by_xla, waits)
 
 
 def two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
