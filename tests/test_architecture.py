@@ -141,7 +141,6 @@ PUBLIC = {
     "ops/dense.py": {"matmul", "dot_general", "einsum"},
     "ops/gated.py": {"gated_linear_unit"},
     "ops/ragged.py": {"ragged_dot", "ragged_dot_general"},
-    "reports/explanation.py": {"explain"},
 }
 # A kernel's parameters are what is launched; the tuner is told how to measure.
 LONG = {

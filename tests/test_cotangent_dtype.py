@@ -254,7 +254,7 @@ def test_a_wrong_dtype_is_named(wrong):
     calls = [
         *(partial(DENSE[name], a, b) for name in ("matmul", "dot_general", "einsum")),
         partial(ragged, a, b), partial(contracted, a, b), partial(jhg.gated_linear_unit, a, (b, b)),
-        partial(jhg.explain, a, b),
+        partial(jhg.explain, jhg.matmul, a, b),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(TypeError, match="cotangent_dtype is .*expected a real floating-point"):
@@ -276,5 +276,5 @@ def test_explain_takes_it():
         jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16),
         jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16),
     )
-    plain, asked = jhg.explain(*args, **options), jhg.explain(*args, **LAST)
+    plain, asked = (jhg.explain(jhg.matmul, *args, **x) for x in (options, LAST))
     assert (plain.path, plain.spec) == (asked.path, asked.spec)

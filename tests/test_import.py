@@ -52,7 +52,8 @@ def test_import_needs_no_library():
     source = (
         "import jax_hopper_gemm as jhg, jax.numpy as jnp\n"
         "x = jnp.ones((8, 8), jnp.bfloat16)\n"
-        "print(jhg.matmul(x, x).sum(), jhg.supports(x, x))\n"
+        "hopper = {'implementation': 'hopper'}\n"
+        "print(jhg.matmul(x, x).sum(), jhg.explain(jhg.matmul, x, x, **hopper).reason)\n"
     )
     out = run_fresh(source, JAX_HOPPER_GEMM_LIBRARY="/nowhere/libjax_hopper_gemm.so")
-    assert out.startswith("512 (False, ") and "/nowhere/libjax_hopper_gemm.so" in out
+    assert out.startswith("512 ") and "/nowhere/libjax_hopper_gemm.so" in out

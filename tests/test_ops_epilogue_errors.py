@@ -20,7 +20,6 @@ def bf16(*shape: int) -> jax.Array:
 A, B = bf16(128, 64), bf16(64, 32)
 X, W = bf16(128, 64), bf16(64, 2, 32)
 MATMUL: Any = jhg.matmul  # taken with arguments of other types than it declares
-EXPLAIN: Any = jhg.explain
 GATED: Any = jhg.gated_linear_unit
 KNOWN = ", ".join(ACTIVATIONS)
 
@@ -184,12 +183,6 @@ CASES = [
         ValueError,
         "matmul: preferred_element_type is (f32), expected one dtype: only the results of an "
         "epilogue have one each",
-    ),
-    (
-        lambda: EXPLAIN(A, B, dimension_numbers=(((1,), (0,)), ((), ())), bias=bf16(32), alpha=2),
-        TypeError,
-        "explain: bias, alpha came with dimension_numbers, and dot_general has no such argument: "
-        "write it into epilogue",
     ),
     (
         lambda: GATED(X, bf16(64, 64), activation="x"),

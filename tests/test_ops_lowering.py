@@ -97,10 +97,10 @@ def test_the_smaller_operand_is_copied_in_the_order_of_the_other(subscripts):
 
 
 def test_contracted_axes_that_are_no_neighbours_are_left_to_xla():
-    supported, reason = jhg.supports(
-        shape(16, 64, 8), shape(8, 16, 32), dimension_numbers=(((0, 2), (1, 0)), ((), ()))
+    found = jhg.explain(
+        jhg.dot_general, shape(16, 64, 8), shape(8, 16, 32), (((0, 2), (1, 0)), ((), ()))
     )
-    assert not supported and "the contracted axes do not lie evenly" in reason
+    assert found.path == "xla" and "the contracted axes do not lie evenly" in found.reason
 
 
 NESTED = [
@@ -256,8 +256,10 @@ def test_a_product_that_is_faster_on_xla_is_no_fallback(monkeypatch):
     monkeypatch.setenv(fallback.ON_FALLBACK_VARIABLE, "error")
     text = lowered(jhg.matmul, shape(M, K), shape(K, N))
     assert "stablehlo.dot_general" in text and LAUNCH not in text
-    assert jhg.explain(shape(M, K), shape(K, N)).reason == "XLA is faster"
-    assert jhg.supports(shape(M, K), shape(K, N))[0]
+    found = jhg.explain(jhg.matmul, shape(M, K), shape(K, N))
+    assert (found.path, found.reason) == ("xla", "XLA is faster")
+    found = jhg.explain(jhg.matmul, shape(M, K), shape(K, N), implementation="hopper")
+    assert found.path == "hopper"
 
 
 def test_another_gpu_runs_on_xla(monkeypatch):
@@ -274,7 +276,8 @@ def test_a_missing_library_is_named(monkeypatch):
 
     monkeypatch.setattr(ffi_library, "library", library)
     assert LAUNCH not in lowered(jhg.matmul, shape(M, K), shape(K, N))
-    assert jhg.supports(shape(M, K), shape(K, N)) == (False, "the library is missing")
+    found = jhg.explain(jhg.matmul, shape(M, K), shape(K, N))
+    assert (found.path, found.reason) == ("xla", "the library is missing")
     with pytest.raises(NotImplementedError, match="the library is missing"):
         lowered(hopper("mk,kn->mn"), shape(M, K), shape(K, N))
 

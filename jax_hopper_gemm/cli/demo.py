@@ -87,7 +87,7 @@ def check_product(problem: GemmProblem) -> dict[str, Any]:
     return {
         "extents": [m, n, k],
         "dtype": problem.a_dtype,
-        "explanation": str(explain(*inputs[:2])),
+        "explanation": str(explain(ops.matmul, *inputs[:2])),
         "results": report,
     }
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from .. import ops
 from ..reports import explain
 from . import products
 from .report import print_json
@@ -37,19 +38,20 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
     problem = products.problem((args.M, args.N, args.K), args)
     a, b = (shapes.operand_shape(problem, operand) for operand in ("a", "b"))
-    options: dict[str, Any] = {"dimension_numbers": shapes.dimension_numbers(problem)}
+    function: Any = ops.dot_general
+    numbers: Any = shapes.dimension_numbers(problem)
+    groups: tuple[Any, ...] = ()
     if args.groups:
         if args.a_major == "m":
             parser.error("--groups takes A stored (M, K): XLA would copy one stored (K, M)")
         lead = len(a) - 2
         b = (*b[:lead], args.groups, *b[lead:])
-        options = {
-            "dimension_numbers": _ragged(options["dimension_numbers"], lead),
-            "group_sizes": jax.ShapeDtypeStruct((args.groups,), "int32"),
-        }
+        function, numbers = ops.ragged_dot_general, _ragged(numbers, lead)
+        groups = (jax.ShapeDtypeStruct((args.groups,), "int32"),)
     answer = explain(
-        jax.ShapeDtypeStruct(a, problem.a_dtype), jax.ShapeDtypeStruct(b, problem.b_dtype),
-        preferred_element_type=problem.d_dtype, implementation=args.implementation, **options,
+        function, jax.ShapeDtypeStruct(a, problem.a_dtype), jax.ShapeDtypeStruct(b, problem.b_dtype),
+        *groups, numbers, preferred_element_type=problem.d_dtype,
+        implementation=args.implementation,
     )  # fmt: skip
     if args.json:
         print_json(asdict(answer) | {"kernel": answer.spec.name if answer.spec else None})

@@ -1,9 +1,9 @@
-"""`report_products`: which products of a function are taken, which are not, and why."""
+"""`ProductReport`: which products of a program are taken, which are not, and why."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -15,9 +15,8 @@ from jax.extend.core import jaxprs_in_params
 from ..gemm.groups import GROUP
 from ..gemm.product import Options
 from ..interop.fuse_jaxpr import refusals, saved_us
-from ..interop.rewrite_jaxpr import ENTERED, RAGGED, Rewriting, reason_left, rewritten, traced_call
+from ..interop.rewrite_jaxpr import ENTERED, RAGGED, Rewriting, reason_left
 from ..lowering.route import Request, array_text
-from ..ops import checks
 from ..ops.dense import Implementation
 from ..ops.substitute import as_hopper_dot
 from ..primitives.define import PRODUCTS, request_of
@@ -132,32 +131,7 @@ class ProductReport:
         return lines
 
 
-def report_products(
-    function: Callable[..., Any],
-    *args: Any,
-    implementation: Implementation = None,
-    fuse: bool = True,
-    **kwargs: Any,
-) -> ProductReport:
-    """Returns what `accelerate(function)` does with each product, on this process's GPU or an H200.
-
-    The function is traced, not run. Products of loops, branches and calls are listed once, with
-    what is around them; those of derivatives where the function takes them, as `jax.grad(f)` does.
-    Whether XLA partitions the program over several devices is not known while tracing.
-
-    Args:
-      function: any function that `accelerate` takes, or one that it returned.
-      *args, **kwargs: the function's; arrays may be `jax.ShapeDtypeStruct`s.
-      implementation, fuse: as in `accelerate`.
-    """
-    checks.check_accelerated("report_products", function, implementation, fuse)
-    program, _, _ = traced_call(function, args, kwargs)
-    if implementation != "xla":
-        program = rewritten(program, Rewriting(implementation, fuse))
-    return ProductReport(tuple(_products_in(Program(program), Rewriting(implementation, fuse))))
-
-
-def _products_in(
+def products_in(
     program: Program,
     rewriting: Rewriting,
     within: tuple[str, ...] = (),
@@ -179,8 +153,8 @@ def _products_in(
             product = replace(_taken(program, equation, reasons.get(number)), within=within)
             yield replace(product, flops=runs * product.flops, runs=runs)
         elif equation.primitive is lax.dot_general_p or name == RAGGED:
-            product = replace(_left(equation, rewriting.implementation, closed_to), within=within)
-            yield replace(product, flops=runs * product.flops, runs=runs)
+            product = jaxs_own(equation, rewriting.implementation, closed_to)
+            yield replace(product, within=within, flops=runs * product.flops, runs=runs)
         else:
             outside = closed_to or (None if name in ENTERED else name)
             inner = list(jaxprs_in_params(equation.params))
@@ -188,7 +162,7 @@ def _products_in(
             for i, jaxpr in enumerate(inner):
                 place = (*within, _name_of(equation, i))
                 inside = program.inner(equation, jaxpr)
-                yield from _products_in(inside, rewriting, place, outside, times)
+                yield from products_in(inside, rewriting, place, outside, times)
 
 
 def _taken(program: Program, equation: Any, refusal: str | None) -> FoundProduct:
@@ -206,7 +180,10 @@ def _taken(program: Program, equation: Any, refusal: str | None) -> FoundProduct
     )  # fmt: skip
 
 
-def _left(equation: Any, implementation: Implementation, closed_to: str | None) -> FoundProduct:
+def jaxs_own(
+    equation: Any, implementation: Implementation = None, closed_to: str | None = None
+) -> FoundProduct:
+    """Returns a product of JAX, or of JAX's grouped ones, that stays its own."""
     avals = [atom.aval for atom in equation.invars[:2]]
     text = " x ".join(array_text(x.shape, x.dtype.name) for x in avals)
     if equation.primitive is lax.dot_general_p:
