@@ -49,7 +49,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         function, numbers = ops.ragged_dot_general, _ragged(numbers, lead)
         groups = (jax.ShapeDtypeStruct((args.groups,), "int32"),)
     answer = explain(
-        function, jax.ShapeDtypeStruct(a, problem.a_dtype), jax.ShapeDtypeStruct(b, problem.b_dtype),
+        function,
+        jax.ShapeDtypeStruct(a, problem.a_dtype), jax.ShapeDtypeStruct(b, problem.b_dtype),
         *groups, numbers, preferred_element_type=problem.d_dtype,
         implementation=args.implementation,
     )  # fmt: skip

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol, overload
 
 import jax
 from jax import lax
+from jax.extend.core import jaxprs_in_params
 
 from .. import ops
 from ..interop.rewrite_jaxpr import RAGGED, Rewriting, rewritten, traced_call
@@ -93,8 +94,7 @@ def explain(
       not known while tracing.
 
     Raises:
-      ValueError, TypeError: as the function would; or a call of `einsum` or with a `recipe` is no
-        product, or several.
+      ValueError, TypeError: as the function would; or a call of `einsum` is no product, or several.
     """
     if not any(function is x for x in FUNCTIONS):
         checks.check_accelerated("explain", function, implementation, fuse)
@@ -116,18 +116,29 @@ def explain(
 
 def _explained(name: str, program: Program, implementation: Implementation) -> Explanation:
     """Returns how the one product of a program runs."""
-    equations = program.jaxpr.eqns
-    found = [i for i, e in enumerate(equations) if e.primitive in PRODUCTS or _is_jaxs(e)]
+    found = [*_products_of(program)]
     if len(found) != 1:
         raise ValueError(
             f"explain: this call of {name} is {len(found)} products, not one: explain a function "
             f"that calls {name}, for a report of all"
         )
-    equation, following = equations[found[0]], operations_of(equations[found[0] + 1 :])
+    ((program, number),) = found
+    equation, *after = program.jaxpr.eqns[number:]
     if not _is_jaxs(equation):
-        return explanation_of(TracedProduct(program, equation, following), implementation)
+        product = TracedProduct(program, equation, operations_of(after))
+        return explanation_of(product, implementation)
     own = jaxs_own(equation)
     return Explanation(own.product, current_device(), "xla", own.reason, "unsupported")
+
+
+def _products_of(program: Program) -> Iterator[tuple[Program, int]]:
+    """Yields the programs with products, and where these stand."""
+    for number, equation in enumerate(program.jaxpr.eqns):
+        if equation.primitive in PRODUCTS or _is_jaxs(equation):
+            yield program, number
+        else:
+            for jaxpr in jaxprs_in_params(equation.params):
+                yield from _products_of(program.inner(equation, jaxpr))
 
 
 def _is_jaxs(equation: Any) -> bool:
