@@ -45,7 +45,7 @@ DENSE = {
     "xla": partial(jhg.matmul, implementation="xla"),
     "bias": lambda a, b, **options: jhg.matmul(a, b, bias=jnp.ones(N), **options),
     "recompute": lambda a, b, **options: jhg.matmul(
-        a, b, epilogue=lambda y: 1.0 * y, preactivation="recompute", **options
+        a, b, epilogue=lambda y: 1.0 * y, save_preactivation=False, **options
     ),
     "bias on xla": lambda a, b, **options: jhg.matmul(
         a, b, bias=jnp.ones(N), implementation="xla", **options
@@ -170,7 +170,7 @@ def test_gated_products_round_what_reaches_gate_and_up():
     weights = normal(K, N), normal(K, N) / 2
     results = [
         jax.vjp(partial(jhg.gated_linear_unit, **LAST, **options), x, weights)[1](w)
-        for options in ({}, {"implementation": "xla"}, {"preactivation": "recompute"})
+        for options in ({}, {"implementation": "xla"}, {"save_preactivation": False})
     ]
     for result in results[1:]:
         for ours, theirs in zip(*map(jax.tree.leaves, (results[0], result)), strict=True):

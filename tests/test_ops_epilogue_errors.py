@@ -110,12 +110,12 @@ CASES = [
         "out of range",
     ),
     (
-        lambda: MATMUL(A, B, epilogue="gelu", epilogue_operands=A, preactivation="keep",
+        lambda: MATMUL(A, B, epilogue="gelu", epilogue_operands=A, save_preactivation="keep",
                        implementation="cublas"),
         TypeError,
         "matmul: epilogue is a str, expected a function; epilogue_operands is a ArrayImpl, "
-        "expected a tuple of arrays: (x,); preactivation is 'keep', expected 'save' or "
-        "'recompute'; implementation is 'cublas', expected None, 'hopper' or 'xla'",
+        "expected a tuple of arrays: (x,); save_preactivation is 'keep', expected True or "
+        "False; implementation is 'cublas', expected None, 'hopper' or 'xla'",
     ),
     (
         lambda: MATMUL(A, B, epilogue=Unhashable()),
@@ -204,10 +204,10 @@ CASES = [
         "jnp.stack((gate, up), 1), or pass the pair (gate, up)",
     ),
     (
-        lambda: GATED(X, (B, B.astype(jnp.float32)), preactivation=None),
+        lambda: GATED(X, (B, B.astype(jnp.float32)), save_preactivation=None),
         ValueError,
         "gated_linear_unit: gate and up differ: weights[0] is bf16[64,32], weights[1] is "
-        "f32[64,32]; preactivation is None, expected 'save' or 'recompute'",
+        "f32[64,32]; save_preactivation is None, expected True or False",
     ),
     (
         lambda: GATED(X, (B, bf16(64))),

@@ -25,7 +25,7 @@ def test_every_argument_of_matmul_is_taken():
         jhg.matmul, A, B, bias=array(1024), residual=array(512, 1024), activation="gelu", alpha=0.5,
         beta=array(dtype="float32"), c=array(512, 1024, dtype="float32"),
         epilogue=lambda y, s: (y * s, jnp.max(jnp.abs(y))), epilogue_operands=(array(512, 1),),
-        preactivation="recompute", implementation="hopper",
+        save_preactivation=False, implementation="hopper",
     )  # fmt: skip
     assert found.path == "hopper" and found.problem and found.problem.d_dtype == "float32"
 

@@ -121,7 +121,7 @@ def route(
     return arrange(logits, jnp.where(chooses, experts, count), selection, chooses)
 
 
-def router(
+def route_tokens(
     x: ArrayLike,
     kernel: ArrayLike,
     experts_per_token: int,
@@ -145,7 +145,7 @@ def router(
       Other arguments: as in `route`.
     """
     x, kernel = jnp.asarray(x), jnp.asarray(kernel)
-    layers.check_router(x, kernel, experts_per_token, score, selection_bias)
+    layers.check_route_tokens(x, kernel, experts_per_token, score, selection_bias)
     selection = Selection(experts_per_token, score, normalize, scale)
     options: dict[str, Any] = {
         "precision": precision,
