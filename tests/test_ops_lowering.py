@@ -228,14 +228,31 @@ def test_fallbacks_are_silent_by_default(monkeypatch):
 def test_fallbacks_warn_when_asked(monkeypatch):
     monkeypatch.setenv(fallback.ON_FALLBACK_VARIABLE, "warn")
     expected = r"XLA runs bf16\[1024,512\] x bf16\[512,2001\] by 'ab,bc->ac' into bf16: .*2001"
-    with pytest.warns(jhg.FallbackWarning, match=expected):
+    with pytest.warns(jhg.FallbackWarning, match=expected) as told:
         lowered(unaligned, shape(M, K), shape(K, 2001))
+    line = unaligned.__code__.co_firstlineno + 1
+    assert [(warning.filename, warning.lineno) for warning in told] == [(__file__, line)]
 
 
 def test_fallbacks_fail_when_asked(monkeypatch):
     monkeypatch.setenv(fallback.ON_FALLBACK_VARIABLE, "error")
     with pytest.raises(NotImplementedError, match="2001.*JAX_HOPPER_GEMM_ON_FALLBACK=error"):
         lowered(unaligned, shape(M, K), shape(K, 2001))
+
+
+def test_a_context_says_what_a_fallback_does(monkeypatch):
+    monkeypatch.setenv(fallback.ON_FALLBACK_VARIABLE, "error")
+    program = shape(M, K), shape(K, 2002)
+    with jhg.on_fallback("silent"):
+        assert LAUNCH not in lowered(unaligned, *program)
+    with jhg.on_fallback("warn"), pytest.warns(jhg.FallbackWarning, match="2002"):
+        lowered(unaligned, *program)
+    monkeypatch.delenv(fallback.ON_FALLBACK_VARIABLE)
+    with jhg.on_fallback("error"), pytest.raises(NotImplementedError, match="on_fallback.'error'"):
+        lowered(unaligned, *program)
+    wrong: Any = "loud"
+    with pytest.raises(ValueError, match="policy is 'loud'; expected one of silent, warn, error"):
+        jhg.on_fallback(wrong).__enter__()
 
 
 def test_an_unknown_fallback_policy_is_an_error(monkeypatch):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import moe
+from jax_hopper_gemm import moe, reports
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -47,7 +47,7 @@ fast = jhg.accelerate(step)
 assert_type(fast(x, rate=0.1), dict[str, jax.Array])
 report = jhg.explain(step, x, rate=0.1)
 assert_type(report, jhg.ProductReport)
-assert_type(report.products[0], jhg.FoundProduct)
+assert_type(report.products[0], reports.FoundProduct)
 assert_type(report.kernel_share, float)
 assert_type(jhg.explain(jhg.matmul, x, w, bias=w[0]), jhg.Explanation)
 assert_type(jhg.explain(jhg.gated_linear_unit, x, (w, w)).reason, str)
