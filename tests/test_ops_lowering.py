@@ -291,6 +291,7 @@ def test_a_missing_library_is_named(monkeypatch):
     def library():
         raise ffi_library.NativeLibraryError("the library is missing")
 
+    monkeypatch.delenv("JAX_HOPPER_GEMM_LIBRARY", raising=False)
     monkeypatch.setattr(ffi_library, "library", library)
     assert LAUNCH not in lowered(jhg.matmul, shape(M, K), shape(K, N))
     found = jhg.explain(jhg.matmul, shape(M, K), shape(K, N))
