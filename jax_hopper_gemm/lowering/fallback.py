@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.extend.source_info_util import SourceInfo, summarize
@@ -19,7 +19,7 @@ Policy = Literal["silent", "warn", "error"]
 
 # JAX lowers anew where a context has another value.
 _asked = jax.make_user_context(None)
-_told: dict[str, int] = {}  # lines that were warned of, as the filter "default" counts them
+_told: dict[Any, int] = {}  # lines that were warned of, as the filter "default" counts them
 
 
 class FallbackWarning(UserWarning):

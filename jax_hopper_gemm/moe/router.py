@@ -222,7 +222,7 @@ def chosen(values: jax.Array, experts: jax.Array) -> jax.Array:
 
     By selects, whose transpose is no scatter.
     """
-    hit = experts[:, :, None] == jnp.arange(values.shape[1], dtype=experts.dtype)
+    hit = experts[:, :, None] == jnp.arange(values.shape[1], dtype=experts.dtype)[None, None]
     return jnp.sum(jnp.where(hit, values[:, None, :], 0), axis=-1)
 
 
@@ -257,7 +257,7 @@ def sort_by_group(groups: jax.Array, count: int) -> tuple[jax.Array, jax.Array, 
     """
     flat = groups.reshape(-1)
     rows = jnp.arange(flat.size, dtype=jnp.int32)
-    sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+    sizes = jnp.sum(flat[:, None] == jnp.arange(count)[None], axis=0, dtype=jnp.int32)
     _, order = in_order(flat, count)
     positions = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True)
     return sizes, order, positions.reshape(groups.shape)

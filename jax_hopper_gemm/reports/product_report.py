@@ -12,14 +12,14 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import jaxprs_in_params
 
-from ..gemm.groups import GROUP
 from ..gemm.product import Options
 from ..interop.fuse_jaxpr import refusals, saved_us
 from ..interop.rewrite_jaxpr import ENTERED, RAGGED, Rewriting, reason_left
-from ..lowering.route import Request, array_text
+from ..lowering.route import array_text
 from ..ops.dense import Implementation
 from ..ops.substitute import as_hopper_dot
 from ..primitives.define import PRODUCTS, request_of
+from ..primitives.experimental import flops_of
 from ..primitives.fused_dot import hopper_fused_p
 from .explanation import Explanation, explanation_of
 from .find_product import Program, TracedProduct
@@ -175,7 +175,7 @@ def _taken(program: Program, equation: Any, refusal: str | None) -> FoundProduct
         fused = f"not fused: {refusal}"
     return FoundProduct(
         explanation.product, source_info_util.summarize(equation.source_info), (), True,
-        explanation.path, explanation.reason, explanation, _flops(request_of(equation)), fused,
+        explanation.path, explanation.reason, explanation, flops_of(request_of(equation)), fused,
         saved,
     )  # fmt: skip
 
@@ -188,7 +188,7 @@ def jaxs_own(
     text = " x ".join(array_text(x.shape, x.dtype.name) for x in avals)
     if equation.primitive is lax.dot_general_p:
         request = request_of(as_hopper_dot(equation, Options()))
-        text, flops = str(request), _flops(request)
+        text, flops = str(request), flops_of(request)
     else:
         flops = 2 * prod(avals[0].shape) * avals[1].shape[-1]
     if implementation == "xla":
@@ -199,16 +199,6 @@ def jaxs_own(
         reason = str(reason_left(equation))
     line = source_info_util.summarize(equation.source_info)
     return FoundProduct(text, line, (), False, "xla", reason, flops=flops)
-
-
-def _flops(request: Request) -> int:
-    """Returns the multiplications and additions of a product of known extents, else 0."""
-    extents = request.extents
-    if request.groups:  # each row belongs to one group
-        extents = {letter: extent for letter, extent in extents.items() if letter != GROUP}
-    if not all(isinstance(extent, int) for extent in extents.values()):
-        return 0
-    return 2 * prod(extents.values()) * request.num_b
 
 
 def _name_of(equation: Any, index: int) -> str:
