@@ -28,7 +28,7 @@ from .cost import MEMORY_BYTES_PER_NS, Estimate, best_raster_order, equal_groups
 from .device import Device
 from .invariance import invariant_specs, reduces_rows
 from .legality import device_violations, pairing_violations, problem_violations
-from .model import best_kernel, beside_xla, xla_is_faster
+from .model import beside_xla, best_kernel, xla_is_faster
 from .table import Key, Source, Table, tables_of
 
 MODEL_ERROR = 0.01  # of the cost model, where it compares a measured kernel with others
