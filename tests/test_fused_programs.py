@@ -20,7 +20,7 @@ pytestmark = pytest.mark.pure
 @pytest.mark.parametrize("name", FUSED_PROGRAMS)
 def test_their_kernels_compute_what_follows_products(name):
     program = FUSED_PROGRAMS[name]
-    report = jhg.report_products(program.step, *jax.eval_shape(program.arguments))
+    report = jhg.explain(program.step, *jax.eval_shape(program.arguments))
     left = [x.reason for x in report.products if x.path != "hopper"]
     assert all("our best kernel is expected to take" in reason for reason in left), left
     operations = {

@@ -150,7 +150,7 @@ def assert_on_kernels(report: ProductReport, share: float) -> None:
 def test_kernels_run_all_but_attention_and_what_is_no_slower_by_xla(family: str, size: str):
     model = Model(family, FAMILIES[family].sizes[size])
     state, batch = jax.eval_shape(model.state), jax.eval_shape(model.batch)
-    assert_on_kernels(jhg.report_products(model.step, state, batch), SHARES[family, size])
+    assert_on_kernels(jhg.explain(model.step, state, batch), SHARES[family, size])
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def test_kernels_run_as_much_of_nnx(family: str):
     model = Model(family, FAMILIES[family].sizes["large"])
     module = nnx.eval_shape(partial(nnx_programs.module, model))
     optimizer = nnx.eval_shape(partial(nnx_programs.optimizer, model), module)
-    report = nn.report_products(nnx_programs.step, module, optimizer, jax.eval_shape(model.batch))
+    report = nn.explain(nnx_programs.step, module, optimizer, jax.eval_shape(model.batch))
     assert_on_kernels(report, SHARES[family, "large"])
 
 

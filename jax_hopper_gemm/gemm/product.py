@@ -9,7 +9,6 @@ from .groups import Groups, gate_up_letter
 from .subscripts import Subscripts
 
 Implementation = Literal["hopper", "xla"] | None
-Preactivation = Literal["save", "recompute"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Options:
     precision: Any = None  # parameter of `lax.dot_general`
     # The product's dtype, or None; with an epilogue it may be a tuple: dtypes of the results.
     preferred_element_type: Any = None
-    preactivation: Preactivation = "save"  # gradients find the product stored or compute it anew
+    save_preactivation: bool = True  # else gradients compute the product anew
     max_sms: int | None = None  # how many SMs a kernel may use; None: all
     # In which dtype cotangents enter the products of the gradients; None: as they come.
     cotangent_dtype: Any = None

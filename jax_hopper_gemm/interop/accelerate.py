@@ -24,7 +24,7 @@ def accelerate(
     """Returns a function like `function`, whose products are those of this library.
 
         step = jax.jit(jhg.accelerate(train_step))
-        print(jhg.report_products(train_step, state, batch))
+        print(jhg.explain(train_step, state, batch))
 
     The function is traced, as by `jax.jit`, and every `jax.lax.dot_general`, `jax.numpy.matmul`,
     `dot`, `einsum`, `jax.lax.ragged_dot` and `ragged_dot_general` of two arrays of bfloat16, of

@@ -1,6 +1,6 @@
 """The decision how a product runs, given what its operands are made of.
 
-Lowering asks here and emits the answer; `explain` and `report_products` ask here and print it.
+Lowering asks here and emits the answer; `explain` asks here and prints it.
 """
 
 from __future__ import annotations

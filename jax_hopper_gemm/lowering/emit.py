@@ -52,7 +52,7 @@ def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
             f"{call.request.options.insists}: no kernel runs {call.request}: {route.reason}"
         )
     if not route.supported:
-        fallback.report_fallback(f"XLA runs {call.request}: {route.reason}")
+        fallback.report_fallback(ctx, f"XLA runs {call.request}: {route.reason}")
     return None
 
 

@@ -12,9 +12,9 @@ from jax.typing import ArrayLike
 
 from .. import ops
 from ..ops.checks import layers
-from ..ops.dense import Implementation, Preactivation
+from ..ops.dense import Implementation
 from .expert_parallel import EXCHANGES, Exchange
-from .router import Score, Statistics, combine_rows, dispatch_rows, router, row_weights
+from .router import Score, Statistics, combine_rows, dispatch_rows, route_tokens, row_weights
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
 
@@ -33,7 +33,7 @@ def mixture_of_experts(
     selection_bias: ArrayLike | None = None,
     expert_axis: str | None = None,
     exchange: Exchange = "gather",
-    preactivation: Preactivation = "save",
+    save_preactivation: bool = True,
     precision: Any = None,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, Statistics]:
@@ -48,7 +48,7 @@ def mixture_of_experts(
       gate_up, down: the experts' weights, as in `grouped_mlp`: of all E experts, or with
         `expert_axis` of this device's.
       experts_per_token: k.
-      activation, preactivation: as in `grouped_mlp`.
+      activation, save_preactivation: as in `grouped_mlp`.
       score, normalize, scale, selection_bias: as in `route`.
       expert_axis: inside `jax.shard_map`, the mesh axis that shards the experts, evenly and in
         order; its devices hold different tokens, equally many. None: this device has all experts.
@@ -68,7 +68,7 @@ def mixture_of_experts(
     devices = 1 if expert_axis is None else lax.axis_size(expert_axis)
     layers.check_mixture(x, kernel, _right_operands(gate_up), down, devices, exchange)
     tokens = x.reshape(-1, x.shape[-1])
-    routing = router(
+    routing = route_tokens(
         tokens, kernel, experts_per_token, score=score, normalize=normalize, scale=scale,
         selection_bias=selection_bias, precision=precision, implementation=implementation,
     )  # fmt: skip
@@ -76,7 +76,8 @@ def mixture_of_experts(
     def experts(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
         return grouped_mlp(
             rows, gate_up, down, sizes, row_weights=weights, activation=activation,
-            preactivation=preactivation, precision=precision, implementation=implementation,
+            save_preactivation=save_preactivation, precision=precision,
+            implementation=implementation,
         )  # fmt: skip
 
     if expert_axis is None:
@@ -97,7 +98,7 @@ def grouped_mlp(
     *,
     row_weights: ArrayLike | None = None,
     activation: Activation = "silu",
-    preactivation: Preactivation = "save",
+    save_preactivation: bool = True,
     precision: Any = None,
     implementation: Implementation = None,
 ) -> jax.Array:
@@ -115,7 +116,7 @@ def grouped_mlp(
       group_sizes: (E,) int32, the number of rows of each expert.
       row_weights: (R,), or None for ones.
       activation: of the gate: a name as in `jax_hopper_gemm.matmul`, a function, or None.
-      preactivation, precision, implementation: as in `jax_hopper_gemm.gated_linear_unit`.
+      save_preactivation, precision, implementation: as in `jax_hopper_gemm.gated_linear_unit`.
 
     Returns:
       (R, D), in the promoted dtype of `x` and the weights.
@@ -129,8 +130,8 @@ def grouped_mlp(
     layers.check_grouped_mlp(x, rights, down, sizes, scale, activation)
     hidden = ops.gated_linear_unit(
         x, (rights[0], rights[1]) if len(rights) == 2 else rights[0], activation=activation,
-        row_scale=scale, group_sizes=sizes, preactivation=preactivation, precision=precision,
-        implementation=implementation,
+        row_scale=scale, group_sizes=sizes, save_preactivation=save_preactivation,
+        precision=precision, implementation=implementation,
     )  # fmt: skip
     return ops.ragged_dot(hidden, down, sizes, precision, implementation=implementation)
 

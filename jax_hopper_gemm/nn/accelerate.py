@@ -55,14 +55,15 @@ def accelerate(
     return accelerated
 
 
-def report_products(
+def explain(
     function: Callable[..., Any],
+    /,
     *args: Any,
     implementation: Implementation = None,
     fuse: bool = True,
     **kwargs: Any,
 ) -> reports.ProductReport:
-    """`jax_hopper_gemm.report_products` for functions of nnx modules, which stay unchanged.
+    """`jax_hopper_gemm.explain` for functions of nnx modules, which stay unchanged.
 
     Modules that share variables need this function.
     """
@@ -70,9 +71,7 @@ def report_products(
         function = _pure(function)
     with nnx.update_context(TAG):
         arguments = nnx.to_tree((args, kwargs), ctxtag=TAG)
-        return reports.report_products(
-            function, arguments, implementation=implementation, fuse=fuse
-        )
+        return reports.explain(function, arguments, implementation=implementation, fuse=fuse)
 
 
 def _pure(function: Callable[..., Any]) -> Callable[[Any], Any]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .. import ops
 from ..moe import Exchange, Score
-from ..ops.dense import Implementation, Preactivation
+from ..ops.dense import Implementation
 from .gate_up import from_pair
 from .layers import Activation, refuse_dot_general
 from .moe import RUN_WITH, initial_experts, with_expert_axis
@@ -29,11 +29,11 @@ class Dense(nn.Dense):
     (features,). `dot_general` and `dot_general_cls` must be None.
 
     Attributes:
-      activation, preactivation, implementation: as in `jax_hopper_gemm.nn.Linear`.
+      activation, save_preactivation, implementation: as in `jax_hopper_gemm.nn.Linear`.
     """
 
     activation: Activation = None
-    preactivation: Preactivation = "save"
+    save_preactivation: bool = True
     implementation: Implementation = None
 
     @nn.compact
@@ -49,7 +49,7 @@ class Dense(nn.Dense):
         x, kernel, bias = promoted
         return ops.matmul(
             x, kernel, bias=bias, activation=self.activation, residual=residual,
-            preactivation=self.preactivation, precision=self.precision,
+            save_preactivation=self.save_preactivation, precision=self.precision,
             implementation=self.implementation,
         )  # fmt: skip
 
@@ -61,11 +61,11 @@ class GatedDense(nn.Dense):
     (2, features). See `jax_hopper_gemm.nn.from_pair`.
 
     Attributes:
-      activation, preactivation, implementation: as in `jax_hopper_gemm.nn.GatedLinear`.
+      activation, save_preactivation, implementation: as in `jax_hopper_gemm.nn.GatedLinear`.
     """
 
     activation: Activation = "silu"
-    preactivation: Preactivation = "save"
+    save_preactivation: bool = True
     implementation: Implementation = None
 
     @nn.compact
@@ -80,7 +80,8 @@ class GatedDense(nn.Dense):
         promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         x, kernel, bias = promoted
         return ops.gated_linear_unit(
-            x, kernel, activation=self.activation, bias=bias, preactivation=self.preactivation,
+            x, kernel, activation=self.activation, bias=bias,
+            save_preactivation=self.save_preactivation,
             precision=self.precision, implementation=self.implementation,
         )  # fmt: skip
 
@@ -91,7 +92,7 @@ class MLP(nn.Module):
     Attributes:
       hidden_features: extent between the layers.
       out_features: extent of the result; that of the input if None.
-      activation, preactivation, implementation: as in `Dense`.
+      activation, save_preactivation, implementation: as in `Dense`.
       Other attributes: as in `flax.linen.Dense`, for both layers. `down_kernel_init` is
         `kernel_init` if None.
     """
@@ -106,7 +107,7 @@ class MLP(nn.Module):
     kernel_init: Any = nn.Dense.kernel_init
     bias_init: Any = nn.Dense.bias_init
     down_kernel_init: Any = None
-    preactivation: Preactivation = "save"
+    save_preactivation: bool = True
     implementation: Implementation = None
 
     _first_layer: ClassVar[Any] = Dense
@@ -118,7 +119,8 @@ class MLP(nn.Module):
         names = ("use_bias", "dtype", "param_dtype", "precision", "bias_init", "implementation")
         shared: dict[str, Any] = {name: getattr(self, name) for name in names}
         hidden = self._first_layer(
-            self.hidden_features, activation=self.activation, preactivation=self.preactivation,
+            self.hidden_features, activation=self.activation,
+            save_preactivation=self.save_preactivation,
             kernel_init=self.kernel_init, **shared, name=self._first_name,
         )(inputs)  # fmt: skip
         return Dense(
@@ -169,7 +171,7 @@ class MoE(nn.Module):
     token_axes: tuple[str, ...] | None = None
     mesh: Any = None
     exchange: Exchange = "gather"
-    preactivation: Preactivation = "save"
+    save_preactivation: bool = True
     precision: Any = None
     implementation: Implementation = None
 

@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec
 
 from .. import moe
 from ..moe import Exchange, Score, Statistics
-from ..ops.dense import Implementation, Preactivation
+from ..ops.dense import Implementation
 from .gate_up import from_pair
 from .layers import Activation
 
 RUN_WITH = (
     "experts_per_token", "activation", "score", "normalize", "scale", "dtype", "router_dtype",
-    "expert_axis", "token_axes", "mesh", "exchange", "preactivation", "precision",
+    "expert_axis", "token_axes", "mesh", "exchange", "save_preactivation", "precision",
     "implementation",
 )  # fmt: skip
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -65,7 +65,7 @@ class MoE(nnx.Module):
       mesh: the mesh; None for the one of `jax.set_mesh`.
       exchange: "gather", "all_to_all" or "ragged_all_to_all":
         see `jax_hopper_gemm.moe.mixture_of_experts`.
-      preactivation, precision, implementation: as in `Linear`.
+      save_preactivation, precision, implementation: as in `Linear`.
       rngs: for the initial values.
     """
 
@@ -93,7 +93,7 @@ class MoE(nnx.Module):
         token_axes: Sequence[str] | None = None,
         mesh: Any = None,
         exchange: Exchange = "gather",
-        preactivation: Preactivation = "save",
+        save_preactivation: bool = True,
         precision: Any = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
@@ -125,7 +125,7 @@ class MoE(nnx.Module):
         self.token_axes = None if token_axes is None else tuple(token_axes)
         self.mesh = mesh
         self.exchange: Exchange = exchange
-        self.preactivation: Preactivation = preactivation
+        self.save_preactivation = save_preactivation
         self.precision = precision
         self.implementation: Implementation = implementation
 

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
 from ..fusion.memo import memoised
-from ..gemm.product import Implementation, Options, Preactivation, Product
+from ..gemm.product import Implementation, Options, Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
@@ -43,7 +43,7 @@ def matmul(
     c: ArrayLike | None = None,
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
-    preactivation: Preactivation = "save",
+    save_preactivation: bool = True,
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
     cotangent_dtype: DTypeLike | None = None,
@@ -86,10 +86,10 @@ def matmul(
         It returns an array or a tuple of arrays. Elementwise operations and the common reductions
         (sums, maxima, softmax, top-k) run in the kernel, everything else after it.
       epilogue_operands: arrays. Arrays that `epilogue` closes over are treated like them.
-      preactivation: the source of the activation's argument where gradients need it: "save" stores
-        it in the forward pass, in the operands' dtype, or in float32 (or a mask of it) if the
-        derivative jumps elsewhere than at zero; "recompute" multiplies again. Either way gradients
-        jump where the function that ran does; but in float16 arguments under 2**-25 count as 0.
+      save_preactivation: whether the forward pass stores the activation's argument where gradients
+        need it: in the operands' dtype, or in float32 (or a mask of it) if the derivative jumps
+        elsewhere than at zero. False multiplies again. Either way gradients jump where the
+        function that ran does; but in float16 arguments under 2**-25 count as 0.
       precision: as in `jax.numpy.matmul`. Products of 16-bit floats are exact in float32, so a
         `Precision` changes nothing on our kernels; of 8-bit floats any but the default adds up in
         float32 each 128 of K. An algorithm that does not accumulate in
@@ -129,7 +129,7 @@ def matmul(
     named = named_in(terms)
     steps = Steps("matmul", named, activation_function(activation), epilogue)
     options = Options(
-        implementation, precision, preferred_element_type, preactivation,
+        implementation, precision, preferred_element_type, save_preactivation,
         cotangent_dtype=checks.as_cotangent_dtype("matmul", cotangent_dtype),
     )  # fmt: skip
     operands = tuple(terms[x] for x in named)
@@ -162,7 +162,7 @@ def dot_general(
     *,
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
-    preactivation: Preactivation = "save",
+    save_preactivation: bool = True,
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     recipe: Recipe | None = None,
@@ -181,7 +181,7 @@ def dot_general(
         `matmul`.
       batch_invariant: as in `matmul`.
       recipe: as in `matmul`; `rhs` is the weights.
-      epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
+      epilogue, epilogue_operands, save_preactivation: as in `matmul`; `epilogue` receives the
         result with its axes in the order below.
 
     Returns:
@@ -199,7 +199,7 @@ def dot_general(
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
     steps = Steps("dot_general", epilogue=epilogue)
     options = Options(
-        implementation, precision, preferred_element_type, preactivation,
+        implementation, precision, preferred_element_type, save_preactivation,
         cotangent_dtype=checks.as_cotangent_dtype("dot_general", cotangent_dtype),
     )  # fmt: skip
     if recipe is not None:
@@ -226,7 +226,7 @@ def einsum(
     *operands: ArrayLike,
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
-    preactivation: Preactivation = "save",
+    save_preactivation: bool = True,
     optimize: Any = "auto",
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
@@ -244,7 +244,7 @@ def einsum(
       subscripts: such as "mk,kn->mn".
       *operands: arrays; two with an epilogue.
       optimize: as in `jax.numpy.einsum`: the order of the products of three and more operands.
-      epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
+      epilogue, epilogue_operands, save_preactivation: as in `matmul`; `epilogue` receives the
         result that `subscripts` name.
       precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
         `matmul`.
@@ -265,7 +265,7 @@ def einsum(
         JaxProduct(_einsum, named),
         tuple(arrays), Steps("einsum", epilogue=epilogue), (), epilogue_operands,
         Options(
-            implementation, precision, preferred_element_type, preactivation,
+            implementation, precision, preferred_element_type, save_preactivation,
             cotangent_dtype=checks.as_cotangent_dtype("einsum", cotangent_dtype),
         ),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..gemm.product import Implementation, Options, Preactivation
+from ..gemm.product import Implementation, Options
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
@@ -35,7 +35,7 @@ def ragged_dot(
     activation: str | Activation | None = None,
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
-    preactivation: Preactivation = "save",
+    save_preactivation: bool = True,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> Results:
@@ -87,7 +87,7 @@ def ragged_dot(
       epilogue_operands: arrays that broadcast to (M, N); or, of rank 3, (G, 1, N) or (G, 1, 1), an
         entry for each matrix of `rhs`, which the function receives as (M, N) or (M, 1), with each
         row's entry. A gradient by group is a float32 sum of cotangents in the dtype of `lhs`.
-      preactivation: as in `matmul`.
+      save_preactivation: as in `matmul`.
 
     Returns:
       (M, N), dtype `preferred_element_type`, else the promoted dtype of the operands; or what
@@ -108,7 +108,7 @@ def ragged_dot(
     checks.check_ragged_dot(lhs, rhs, groups, implementation, bias, activation)
     plain = bias is None and activation is None and epilogue is None
     options = Options(
-        implementation, precision, preferred_element_type, preactivation, current_max_sms(),
+        implementation, precision, preferred_element_type, save_preactivation, current_max_sms(),
         checks.as_cotangent_dtype(op, cotangent_dtype),
     )  # fmt: skip
     operands = checks.check_steps(op, epilogue, epilogue_operands, plain, options)

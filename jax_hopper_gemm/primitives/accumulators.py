@@ -33,14 +33,14 @@ def multiply(product: Product, lhs: Any, right: Any, *sizes: Any, by_xla: bool =
             parts = list(padded_partitions(sharding, len(product.subscripts.out)))
             sharding = with_partitions(sharding, (*parts[:axis], None, *parts[axis:]))
     whole = replace(product, subscripts=subscripts, out_sharding=sharding)
-    whole = whole.with_options(preactivation="save")
+    whole = whole.with_options(save_preactivation=True)
     return reference_dot(lhs, right, product=whole) if by_xla else hopper_dot(lhs, right, whole)
 
 
 def _multiply_ragged(product: Product, lhs: Any, right: Any, sizes: Any, *, by_xla: bool) -> Any:
     shared = right.ndim == len(product.subscripts.rhs)
     flat = replace(product, subscripts=product.subscripts.without(product.gate_up), batch=0)
-    flat = flat.with_options(preactivation="save")
+    flat = flat.with_options(save_preactivation=True)
     if by_xla:
         flat = flat.with_options(implementation="xla")
     if product.gate_up:  # their columns side by side

@@ -99,14 +99,16 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     moving_dtype = product.options.cotangent_dtype or dtype
     if any(moving_dtype.itemsize < x.dtype.itemsize for x in (lhs, *right_operands)):
         moving_dtype = dtype  # a product's dtype is no narrower than its operands
-    kept_product = product.with_options(preferred_element_type=moving_dtype, preactivation="save")
+    kept_product = product.with_options(
+        preferred_element_type=moving_dtype, save_preactivation=True
+    )
     moved, plane_axis = _product_tangents(primals, tangents, num_b, kept_product)
     count = len(jaxpr.in_avals) - len(operands)
     wrt = list(range(count)) if plane_axis is not None else list(moved)
     wrt += [count + i for i, x in enumerate(still[1 + num_b :]) if not x]
     linear = [*moved.values(), *(x for x in tangents[1 + num_b :] if type(x) is not ad.Zero)]
 
-    recomputed = product.options.preactivation == "recompute"
+    recomputed = not product.options.save_preactivation
     derivative = tangent(jaxpr, wrt, count, dtype, recomputed, moving_dtype)
     needed = derivative.operands
     needed_operands = [x for x, need in zip(operands, needed, strict=True) if need]
@@ -115,7 +117,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
         outputs, residuals = hopper_fused_p.bind(*primals, **params), needed_operands
     elif recomputed:
         again = product.with_options(
-            preferred_element_type=derivative.residuals.out_avals[0].dtype, preactivation="save"
+            preferred_element_type=derivative.residuals.out_avals[0].dtype, save_preactivation=True
         )
         used = tuple(i in derivative.accumulators for i in range(count))
         recompute = Recompute(again, num_b, used)
