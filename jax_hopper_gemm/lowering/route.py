@@ -209,16 +209,19 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
     else:
         gemm = as_gemm(request.subscripts, *operands, graph, labels)
     if request.blocks:
-        gemm = replace(gemm, problem=_with_scales(gemm, request.blocks))
+        gemm = replace(gemm, problem=_with_scales(gemm, request))
     elif _is_promoted(request):
         gemm = replace(gemm, problem=replace(gemm.problem, promoted=True))
     return _in_stack(gemm, request) if request.indexed else gemm
 
 
-def _with_scales(gemm: Gemm, blocks: tuple[int, int]) -> GemmProblem:
+def _with_scales(gemm: Gemm, request: Request) -> GemmProblem:
     """Returns a problem with block scales, in arrays as `scale_shape` has them."""
+    assert request.blocks
     p = gemm.problem
-    a_block, b_block = blocks[::-1] if gemm.swap_ab else blocks
+    a_block, b_block = request.blocks[::-1] if gemm.swap_ab else request.blocks
+    if not request.groups and p.l != prod(map(request.extents.get, request.subscripts.batch)):
+        raise NotAGemm("rows that share scales lie in several places")
 
     def scales(block: int, lines: int) -> BlockScales:
         along_k, length = scale_shape(block, lines, p.k)

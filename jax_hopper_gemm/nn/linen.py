@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from .. import ops
 from ..moe import Exchange, Score
 from ..ops.dense import Implementation, Preactivation
+from ..ops.recipes import Recipe
 from .gate_up import from_pair
 from .layers import Activation, refuse_dot_general
 from .moe import RUN_WITH, initial_experts, with_expert_axis
@@ -29,11 +30,12 @@ class Dense(nn.Dense):
     (features,). `dot_general` and `dot_general_cls` must be None.
 
     Attributes:
-      activation, preactivation, implementation: as in `jax_hopper_gemm.nn.Linear`.
+      activation, preactivation, recipe, implementation: as in `jax_hopper_gemm.nn.Linear`.
     """
 
     activation: Activation = None
     preactivation: Preactivation = "save"
+    recipe: Recipe | None = None
     implementation: Implementation = None
 
     @nn.compact
@@ -50,7 +52,7 @@ class Dense(nn.Dense):
         return ops.matmul(
             x, kernel, bias=bias, activation=self.activation, residual=residual,
             preactivation=self.preactivation, precision=self.precision,
-            implementation=self.implementation,
+            recipe=self.recipe, implementation=self.implementation,
         )  # fmt: skip
 
 
@@ -61,11 +63,12 @@ class GatedDense(nn.Dense):
     (2, features). See `jax_hopper_gemm.nn.from_pair`.
 
     Attributes:
-      activation, preactivation, implementation: as in `jax_hopper_gemm.nn.GatedLinear`.
+      activation, preactivation, recipe, implementation: as in `jax_hopper_gemm.nn.GatedLinear`.
     """
 
     activation: Activation = "silu"
     preactivation: Preactivation = "save"
+    recipe: Recipe | None = None
     implementation: Implementation = None
 
     @nn.compact
@@ -81,7 +84,7 @@ class GatedDense(nn.Dense):
         x, kernel, bias = promoted
         return ops.gated_linear_unit(
             x, kernel, activation=self.activation, bias=bias, preactivation=self.preactivation,
-            precision=self.precision, implementation=self.implementation,
+            precision=self.precision, recipe=self.recipe, implementation=self.implementation,
         )  # fmt: skip
 
 
@@ -91,7 +94,7 @@ class MLP(nn.Module):
     Attributes:
       hidden_features: extent between the layers.
       out_features: extent of the result; that of the input if None.
-      activation, preactivation, implementation: as in `Dense`.
+      activation, preactivation, recipe, implementation: as in `Dense`.
       Other attributes: as in `flax.linen.Dense`, for both layers. `down_kernel_init` is
         `kernel_init` if None.
     """
@@ -107,6 +110,7 @@ class MLP(nn.Module):
     bias_init: Any = nn.Dense.bias_init
     down_kernel_init: Any = None
     preactivation: Preactivation = "save"
+    recipe: Recipe | None = None
     implementation: Implementation = None
 
     _first_layer: ClassVar[Any] = Dense
@@ -115,7 +119,9 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
         """Maps (..., in) to (..., out_features); adds `residual` of that shape."""
-        names = ("use_bias", "dtype", "param_dtype", "precision", "bias_init", "implementation")
+        names = (
+            "use_bias", "dtype", "param_dtype", "precision", "bias_init", "recipe", "implementation",
+        )  # fmt: skip
         shared: dict[str, Any] = {name: getattr(self, name) for name in names}
         hidden = self._first_layer(
             self.hidden_features, activation=self.activation, preactivation=self.preactivation,
@@ -171,6 +177,7 @@ class MoE(nn.Module):
     exchange: Exchange = "gather"
     preactivation: Preactivation = "save"
     precision: Any = None
+    recipe: Recipe | None = None
     implementation: Implementation = None
 
     @nn.compact

@@ -22,7 +22,7 @@ from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .quantized import Quantized, is_quantized, run_quantized
-from .recipes import Recipe, check_recipe, run_recipe
+from .recipes import Recipe, as_recipe
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
 from .sm_limit import current_max_sms
@@ -103,7 +103,7 @@ def matmul(
         they are; with anything from `bias` to `epilogue` they have the dtype of 16-bit operands.
       out_sharding: sharding of the product, for explicit mesh axes.
       recipe: one of `jax_hopper_gemm.recipes`: the product and its gradients run in 8 bits, of
-        quantized operands; `b` is the weights. Steps that follow run after the kernel.
+        quantized operands; `b` is the weights.
       implementation: None takes a kernel where it is faster; "hopper" insists on a kernel; "xla" is
         `jax.numpy.matmul` itself, with `jax.numpy` for the epilogue.
       batch_invariant: whether a row has the same bits in every batch, on a kernel or with an error
@@ -131,17 +131,12 @@ def matmul(
     options = Options(
         implementation, precision, preferred_element_type, preactivation,
         cotangent_dtype=checks.as_cotangent_dtype("matmul", cotangent_dtype),
+        recipe=as_recipe("matmul", recipe, pair, cotangent_dtype),
     )  # fmt: skip
     operands = tuple(terms[x] for x in named)
-    if recipe is not None:
-        check_recipe("matmul", recipe, pair, cotangent_dtype)
+    if recipe or is_quantized(*pair):
         checks.check_unsharded("matmul", out_sharding)
-        following = (*operands, *epilogue_operands)
-        if preferred_element_type is None:
-            options = replace(options, preferred_element_type=checks.strong_dtype(terms.get("c")))
-        return run_recipe(recipe, (a, b), checks.matmul_axes(a, b), steps, following, options)
     if is_quantized(*pair):
-        checks.check_unsharded("matmul", out_sharding)
         numbers = checks.matmul_axes(a, b)
         named_pair = ("a", pair[0]), ("b", pair[1])
         operands = (*operands, *epilogue_operands)
@@ -201,14 +196,11 @@ def dot_general(
     options = Options(
         implementation, precision, preferred_element_type, preactivation,
         cotangent_dtype=checks.as_cotangent_dtype("dot_general", cotangent_dtype),
+        recipe=as_recipe("dot_general", recipe, pair, cotangent_dtype),
     )  # fmt: skip
-    if recipe is not None:
-        check_recipe("dot_general", recipe, pair, cotangent_dtype)
+    if recipe or is_quantized(*pair):
         checks.check_unsharded("dot_general", out_sharding)
-        following = tuple(epilogue_operands)
-        return run_recipe(recipe, (lhs, rhs), dimension_numbers, steps, following, options)
     if is_quantized(*pair):
-        checks.check_unsharded("dot_general", out_sharding)
         named_pair = ("lhs", pair[0]), ("rhs", pair[1])
         return run_quantized(
             "dot_general", named_pair, dimension_numbers, steps, tuple(epilogue_operands), options

@@ -19,14 +19,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..gemm.dtypes import QUANTIZED, one_of
 from ..gemm.product import Options
-from ..gemm.spec import PROMOTION_K
+from ..primitives.quantize import BLOCK, quantized
 from ..primitives.scaled_dot import hopper_scaled_dot
 from . import checks
 from .batch_invariance import with_batch_invariance
 from .sm_limit import current_max_sms
 from .steps import SCALES, Steps, traced
-
-BLOCK = PROMOTION_K
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=())
@@ -93,46 +91,7 @@ def quantize(
         )
     if any(b not in (None, 1, BLOCK) for b in blocks):
         raise ValueError(f"quantize: block is {blocks}, expected 1, {BLOCK} or None for each axis")
-    wide = x.astype(jnp.float32)
-    split, axes = _split(wide, blocks)
-    largest = jnp.max(jnp.abs(split), axes, keepdims=True, initial=0.0)
-    integer = name == "int8"
-    limit = 127.0 if integer else float(jnp.finfo(dtype).max)
-    scale = jnp.where(largest == 0, 1.0, largest / limit)
-    scaled = jnp.clip(split / scale, -limit, limit)
-    scaled = (jnp.round(scaled) if integer else scaled).astype(dtype)
-    padded = [extent + more for extent, (_, more) in zip(x.shape, _padding(x, blocks), strict=True)]
-    values = scaled.reshape(padded)[tuple(map(slice, x.shape))]
-    return Quantized(values, jnp.squeeze(scale, _inner(blocks)))
-
-
-def _split(x: jax.Array, blocks: Sequence[int | None]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Returns an array with each axis of blocks as two, and the axes that share a scale."""
-    x, shape, axes = jnp.pad(x, _padding(x, blocks)), [], []
-    for extent, block in zip(x.shape, blocks, strict=True):
-        if block == BLOCK:
-            axes.append(len(shape) + 1)
-            shape += [extent // BLOCK, BLOCK]
-        else:
-            axes += [len(shape)] if block is None else []
-            shape.append(extent)
-    return x.reshape(shape), tuple(axes)
-
-
-def _padding(x: jax.Array, blocks: Sequence[int | None]) -> list[tuple[int, int]]:
-    """Returns how many elements each axis lacks of whole blocks."""
-    pairs = zip(x.shape, blocks, strict=True)
-    return [(0, -extent % BLOCK if block == BLOCK else 0) for extent, block in pairs]
-
-
-def _inner(blocks: Sequence[int | None]) -> tuple[int, ...]:
-    """Returns the axes of `_split`'s array that number the elements of a block."""
-    axes, at = [], 0
-    for block in blocks:
-        if block == BLOCK:
-            axes.append(at + 1)
-        at += 2 if block == BLOCK else 1
-    return tuple(axes)
+    return Quantized(*quantized(x, dtype, blocks))
 
 
 def is_quantized(*operands: Any) -> bool:

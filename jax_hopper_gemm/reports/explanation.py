@@ -22,6 +22,7 @@ from ..ops.dense import Implementation, Preactivation, dot_general, matmul
 from ..ops.gated import gated_linear_unit
 from ..ops.ragged import ragged_dot, ragged_dot_general
 from ..ops.ragged_run import left_to_lax
+from ..ops.recipes import Recipe
 from .find_product import TracedProduct, traced_product
 
 
@@ -122,6 +123,7 @@ def explain(
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> Explanation:
@@ -157,6 +159,7 @@ def explain(
         "preferred_element_type": preferred_element_type,
         "cotangent_dtype": cotangent_dtype,
         "out_sharding": out_sharding,
+        "recipe": recipe,
     }
     if group_sizes is None:
         checks.check_explained("matmul", "no group_sizes", groups)

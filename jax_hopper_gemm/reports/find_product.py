@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from ..lowering.origins import Origin, Step, source_of
+from ..lowering.register import EXPANDED
 from ..lowering.route import Request
 from ..primitives.define import PRODUCTS, apart_of, request_of
 from ..primitives.rows import pick_rows_p, sum_rows_p
@@ -84,7 +85,21 @@ def traced_product(
     if not numbers:
         return None
     (i,) = numbers
-    return TracedProduct(program, equations[i], _operations(equations[i + 1 :]))
+    following = _operations(equations[i + 1 :])
+    if inside := by_recipe(program, equations[i]):  # of gate and up the second one
+        equations = [e for e in inside.jaxpr.eqns if e.primitive in PRODUCTS]
+        return TracedProduct(inside, equations[-1], following)
+    return TracedProduct(program, equations[i], following)
+
+
+def by_recipe(program: Program, equation: Any) -> Program | None:
+    """Returns what a product by a recipe is lowered as; None for any other equation."""
+    product = equation.params.get("product")
+    if equation.primitive not in EXPANDED or not product.options.recipe:
+        return None
+    function = partial(EXPANDED[equation.primitive], **equation.params)
+    inner = jax.make_jaxpr(function)(*(atom.aval for atom in equation.invars))
+    return Program(inner, program, equation)
 
 
 # Operations that say where elements lie, which rows are live and what the dtype is, not what is

@@ -19,11 +19,12 @@ from ..interop.rewrite_jaxpr import ENTERED, RAGGED, Rewriting, reason_left, rew
 from ..lowering.route import Request, array_text
 from ..ops import checks
 from ..ops.dense import Implementation
+from ..ops.recipes import Recipe, as_recipe
 from ..ops.substitute import as_hopper_dot
 from ..primitives.define import PRODUCTS, request_of
 from ..primitives.fused_dot import hopper_fused_p
 from .explanation import Explanation, explanation_of
-from .find_product import Program, TracedProduct
+from .find_product import Program, TracedProduct, by_recipe
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def report_products(
     *args: Any,
     implementation: Implementation = None,
     fuse: bool = True,
+    recipe: Recipe | None = None,
     **kwargs: Any,
 ) -> ProductReport:
     """Returns what `accelerate(function)` does with each product, on this process's GPU or an H200.
@@ -148,13 +150,15 @@ def report_products(
     Args:
       function: any function that `accelerate` takes, or one that it returned.
       *args, **kwargs: the function's; arrays may be `jax.ShapeDtypeStruct`s.
-      implementation, fuse: as in `accelerate`.
+      implementation, fuse, recipe: as in `accelerate`.
     """
     checks.check_accelerated("report_products", function, implementation, fuse)
-    program, _, _ = traced_call(function, args, kwargs)
+    as_recipe("report_products", recipe)
+    program, arrays, _ = traced_call(function, args, kwargs)
+    rewriting = Rewriting(implementation, fuse, recipe, (True,) * len(arrays))
     if implementation != "xla":
-        program = rewritten(program, Rewriting(implementation, fuse))
-    return ProductReport(tuple(_products_in(Program(program), Rewriting(implementation, fuse))))
+        program = rewritten(program, rewriting)
+    return ProductReport(tuple(_products_in(Program(program), rewriting)))
 
 
 def _products_in(
@@ -175,7 +179,12 @@ def _products_in(
     reasons = refusals(equations, program.jaxpr.outvars) if asked else {}
     for number, equation in enumerate(equations):
         name = equation.primitive.name
-        if equation.primitive in PRODUCTS:
+        if inside := by_recipe(program, equation):
+            line = source_info_util.summarize(equation.source_info)
+            apart = rewriting._replace(fuse=False)
+            for product in _products_in(inside, apart, within, closed_to, runs):
+                yield replace(product, line=line)
+        elif equation.primitive in PRODUCTS:
             product = replace(_taken(program, equation, reasons.get(number)), within=within)
             yield replace(product, flops=runs * product.flops, runs=runs)
         elif equation.primitive is lax.dot_general_p or name == RAGGED:
@@ -195,8 +204,9 @@ def _taken(program: Program, equation: Any, refusal: str | None) -> FoundProduct
     product = equation.params["product"]
     explanation = explanation_of(TracedProduct(program, equation), product.options.implementation)
     saved, fused = 0.0, ""
-    if equation.primitive is hopper_fused_p and explanation.path == "hopper":
-        saved, fused = saved_us(equation), f"fused: {explanation.epilogue}"
+    if explanation.path == "hopper" and explanation.epilogue:
+        saved = saved_us(equation) if equation.primitive is hopper_fused_p else 0.0
+        fused = f"fused: {explanation.epilogue}"
     elif refusal:
         fused = f"not fused: {refusal}"
     return FoundProduct(
