@@ -364,8 +364,10 @@ def test_mapped_products_have_scales_of_their_own():
     product = partial(jhg.matmul, recipe=CURRENT)
     each = jnp.stack([product(x, w) for x in xs])
     near(jax.vmap(product, (0, None))(xs, w), np.asarray(each, np.float64))
-    near(jax.jit(jax.vmap(product, (2, None), 1))(jnp.moveaxis(xs, 0, 2), w).swapaxes(0, 1),
-         np.asarray(each, np.float64))
+    near(
+        jax.jit(jax.vmap(product, (2, None), 1))(jnp.moveaxis(xs, 0, 2), w).swapaxes(0, 1),
+        np.asarray(each, np.float64),
+    )
 
 
 def test_reports_name_the_products_of_8_bits():

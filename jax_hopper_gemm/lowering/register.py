@@ -16,7 +16,7 @@ from ..fusion.jaxprs import ClosedJaxpr, traced_once
 
 Rule = Callable[..., Any]  # (ctx, *values, **params)
 
-# By primitive, the JAX function of its operands and parameters that a product by a recipe stands for.
+# What products by a recipe stand for: by primitive, a function of its operands and parameters.
 EXPANDED: dict[Primitive, Rule] = {}
 
 

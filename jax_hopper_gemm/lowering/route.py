@@ -159,7 +159,9 @@ def route(request: Request, device: dispatch.Device, *, kernel_only: bool = Fals
     tables = dispatch.tables_of(replace(device, comm_overlap=False))
     invariant = request.options.batch_invariant
     read = dispatch.choose_invariant if invariant else dispatch.choose, tables
-    return _route(request.function, request, device, kernel_only or invariant, read)
+    # With block scales XLA would multiply float32 numbers.
+    kernel_only = kernel_only or invariant or request.blocks is not None
+    return _route(request.function, request, device, kernel_only, read)
 
 
 @memoised
@@ -220,7 +222,8 @@ def _with_scales(gemm: Gemm, request: Request) -> GemmProblem:
     assert request.blocks
     p = gemm.problem
     a_block, b_block = request.blocks[::-1] if gemm.swap_ab else request.blocks
-    if not request.groups and p.l != prod(map(request.extents.get, request.subscripts.batch)):
+    matrices = prod(request.extents[x] for x in request.subscripts.batch)
+    if not request.groups and p.l != matrices:
         raise NotAGemm("rows that share scales lie in several places")
 
     def scales(block: int, lines: int) -> BlockScales:

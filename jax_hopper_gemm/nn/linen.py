@@ -120,7 +120,8 @@ class MLP(nn.Module):
     def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
         """Maps (..., in) to (..., out_features); adds `residual` of that shape."""
         names = (
-            "use_bias", "dtype", "param_dtype", "precision", "bias_init", "recipe", "implementation",
+            "use_bias", "dtype", "param_dtype", "precision", "bias_init", "recipe",
+            "implementation",
         )  # fmt: skip
         shared: dict[str, Any] = {name: getattr(self, name) for name in names}
         hidden = self._first_layer(

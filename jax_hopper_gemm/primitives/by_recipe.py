@@ -21,7 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from ..fusion.jaxprs import ClosedJaxpr, traced
 from ..gemm.dtypes import residual_of
-from ..gemm.groups import GROUP, VARLEN_M_NK, is_varlen_k
+from ..gemm.groups import GROUP, is_varlen_k
 from ..gemm.product import Product
 from ..gemm.recipes import Format
 from ..gemm.subscripts import Subscripts
@@ -162,7 +162,9 @@ def _dot(lhs: Any, rhs: Any, *, product: Product) -> Any:
         return fused_dot(_scaled, left.values, values, scales, whole, out_dtypes=(dtype,))
     batch, contracted = (len(x) for x in (whole.subscripts.batch, whole.subscripts.contracted))
     pair = [
-        x.values.reshape(*x.scale.shape[:-2], -1, prod(x.values.shape[x.values.ndim - contracted :]))
+        x.values.reshape(
+            *x.scale.shape[:-2], -1, prod(x.values.shape[x.values.ndim - contracted :])
+        )
         for x in found.all
     ]
     flat = replace(whole, subscripts=BATCHED if batch else SCALED, out_sharding=None)
@@ -182,7 +184,7 @@ def _ragged_dot(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
     whole = found.product.with_options(preferred_element_type=jnp.dtype(dtype))
     left, (right,) = found.left, found.rights
     if found.blocks:
-        return scaled_dot((left.values, right.values), (left.scale, right.scale), whole, (sizes,))[0]
+        return _with_blocks(replace(found, product=whole), 0, (sizes,), None, ())[0]
     return fused_dot(
         _scaled, left.values, (right.values,), _factors(found), whole, out_dtypes=(dtype,),
         sizes=sizes,
