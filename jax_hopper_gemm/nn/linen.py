@@ -1,7 +1,8 @@
 """Layers for linen: `Dense` (Flax's name for `Linear`), `GatedDense`, `MLP`, `GatedMLP`, `MoE`.
 
 Parameters have the names of the nnx layers, so `up` and `down` accept the parameters of two
-`flax.linen.Dense`; for `gate_up` see `jax_hopper_gemm.nn.from_pair`.
+`flax.linen.Dense`; for `gate_up` see `jax_hopper_gemm.nn.from_pair`. `DelayedDotGeneral` is a
+product for Flax's own layers.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen import fp8_ops
 
 from .. import ops
 from ..moe import Exchange, Score
 from ..ops.dense import Implementation, Preactivation
-from ..ops.recipes import Recipe
+from ..ops.recipes import DelayedScaling, Recipe
 from .gate_up import from_pair
 from .layers import Activation, refuse_dot_general
 from .moe import RUN_WITH, initial_experts, with_expert_axis
@@ -86,6 +88,35 @@ class GatedDense(nn.Dense):
             x, kernel, activation=self.activation, bias=bias, preactivation=self.preactivation,
             precision=self.precision, recipe=self.recipe, implementation=self.implementation,
         )  # fmt: skip
+
+
+class DelayedDotGeneral(fp8_ops.Fp8DirectDotGeneralOp):
+    """Delayed scaling on our kernels, in place of Flax's `Fp8DirectDotGeneralOp`.
+
+        nn.Dense(features, dot_general_cls=DelayedDotGeneral)
+
+    Its variables are Flax's: scales and histories in the collection `_overwrite_with_gradient`,
+    whose gradients are their next values. See `jax_hopper_gemm.recipes.DelayedScaling`.
+
+    Attributes:
+      amax_history_length: steps that a scale looks back.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """Multiplies as `jax.lax.dot_general(lhs, rhs, dimension_numbers)`, `rhs` the weights.
+
+        As Flax's, it has the dtype of `rhs` and takes no precision.
+        """
+        lhs, rhs, numbers = args
+        scales = self.input_scale, self.kernel_scale, self.output_grad_scale
+        histories = (
+            self.input_amax_history, self.kernel_amax_history, self.output_grad_amax_history
+        )  # fmt: skip
+        state = DelayedScaling(
+            jnp.concatenate([x.value for x in scales]), jnp.stack([x.value for x in histories]),
+            self.e5m2_dtype.dtype.name,
+        )  # fmt: skip
+        return ops.dot_general(jnp.asarray(lhs, rhs.dtype), rhs, numbers, recipe=state)
 
 
 class MLP(nn.Module):

@@ -21,8 +21,9 @@ from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
+from .delayed import DelayedScaling, run_delayed
 from .quantized import Quantized, is_quantized, run_quantized
-from .recipes import Recipe, as_recipe
+from .recipes import Recipe, as_recipe, delayed
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
 from .sm_limit import current_max_sms
@@ -48,7 +49,7 @@ def matmul(
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | DelayedScaling | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> Results:
@@ -128,12 +129,19 @@ def matmul(
     checks.check_matmul(a, b, terms, activation, preferred_element_type)
     named = named_in(terms)
     steps = Steps("matmul", named, activation_function(activation), epilogue)
+    state = delayed("matmul", recipe, pair, cotangent_dtype)
     options = Options(
         implementation, precision, preferred_element_type, preactivation,
         cotangent_dtype=checks.as_cotangent_dtype("matmul", cotangent_dtype),
-        recipe=as_recipe("matmul", recipe, pair, cotangent_dtype),
+        recipe=None if state else as_recipe("matmul", recipe, pair, cotangent_dtype),
     )  # fmt: skip
     operands = tuple(terms[x] for x in named)
+    if state:
+        checks.check_unsharded("matmul", out_sharding)
+        if preferred_element_type is None:
+            options = replace(options, preferred_element_type=checks.strong_dtype(terms.get("c")))
+        operands, numbers = (*operands, *epilogue_operands), checks.matmul_axes(a, b)
+        return run_delayed(state, (a, b), numbers, steps, operands, options)
     if recipe or is_quantized(*pair):
         checks.check_unsharded("matmul", out_sharding)
     if is_quantized(*pair):
@@ -160,7 +168,7 @@ def dot_general(
     preactivation: Preactivation = "save",
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | DelayedScaling | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> Results:
@@ -193,11 +201,16 @@ def dot_general(
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
     steps = Steps("dot_general", epilogue=epilogue)
+    state = delayed("dot_general", recipe, pair, cotangent_dtype)
     options = Options(
         implementation, precision, preferred_element_type, preactivation,
         cotangent_dtype=checks.as_cotangent_dtype("dot_general", cotangent_dtype),
-        recipe=as_recipe("dot_general", recipe, pair, cotangent_dtype),
+        recipe=None if state else as_recipe("dot_general", recipe, pair, cotangent_dtype),
     )  # fmt: skip
+    if state:
+        checks.check_unsharded("dot_general", out_sharding)
+        following = tuple(epilogue_operands)
+        return run_delayed(state, (lhs, rhs), dimension_numbers, steps, following, options)
     if recipe or is_quantized(*pair):
         checks.check_unsharded("dot_general", out_sharding)
     if is_quantized(*pair):

@@ -13,6 +13,7 @@ from ..gemm.recipes import Int8Forward as Int8Forward
 from ..primitives import by_recipe as _by_recipe  # noqa: F401
 from . import checks
 from .batch_invariance import is_batch_invariant
+from .delayed import DelayedScaling as DelayedScaling
 from .quantized import is_quantized
 from .replaced import is_replaced
 
@@ -27,11 +28,21 @@ def as_recipe(op: str, recipe: Any, operands: Any = (), cotangent_dtype: Any = N
     """
     if recipe is None:
         return None
+    if isinstance(recipe, DelayedScaling):
+        raise NotImplementedError(
+            f"{op}: a DelayedScaling is the state of one product: matmul and dot_general take it. "
+            "Take another recipe here"
+        )
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"{op}: recipe is {recipe!r}, expected one of jax_hopper_gemm.recipes, such as "
             "recipes.BlockScaling()"
         )
+    _check(op, recipe, operands, cotangent_dtype)
+    return ByRecipe(recipe)
+
+
+def _check(op: str, recipe: Any, operands: Any, cotangent_dtype: Any) -> None:
     gradients = getattr(recipe, "gradients", "float8_e4m3fn")
     if gradients not in ("float8_e4m3fn", "float8_e5m2"):
         raise ValueError(
@@ -43,10 +54,10 @@ def as_recipe(op: str, recipe: Any, operands: Any = (), cotangent_dtype: Any = N
             f"{op}: cotangent_dtype is {jnp.dtype(cotangent_dtype).name} and there is a recipe, "
             "which quantizes cotangents: leave one out"
         )
-    if is_batch_invariant() and isinstance(recipe, CurrentScaling):
+    if is_batch_invariant() and isinstance(recipe, CurrentScaling | DelayedScaling):
         raise ValueError(
-            f"{op}: batch_invariant asks for rows of the same bits, but CurrentScaling scales one "
-            "by the largest number of all: take BlockScaling"
+            f"{op}: batch_invariant asks for rows of the same bits, but "
+            f"{type(recipe).__name__} scales one by the largest number of all: take BlockScaling"
         )
     if is_quantized(*operands):
         raise TypeError(f"{op}: an operand is quantized and there is a recipe, which quantizes")
@@ -58,4 +69,18 @@ def as_recipe(op: str, recipe: Any, operands: Any = (), cotangent_dtype: Any = N
             f"{op}: there is a recipe, but jax.lax.dot_general is replaced here, as Qwix does in a "
             "model that it quantizes: leave the recipe or Qwix out"
         )
-    return ByRecipe(recipe)
+
+
+def delayed(op: str, recipe: Any, operands: Any, cotangent_dtype: Any) -> DelayedScaling | None:
+    """Returns a recipe that is the state of a product, checked; None for any other."""
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    _check(op, recipe, operands, cotangent_dtype)
+    scale, history = recipe.scale, recipe.amax_history
+    if jnp.shape(scale) != (3,) or jnp.ndim(history) != 2 or jnp.shape(history)[0] != 3:
+        raise ValueError(
+            f"{op}: the recipe has scales {checks.describe(scale)} and a history "
+            f"{checks.describe(history)}, expected f32[3] and f32[3,length]: one state a product, "
+            "as recipes.DelayedScaling.initial() makes it"
+        )
+    return recipe
