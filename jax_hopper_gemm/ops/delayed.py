@@ -20,7 +20,7 @@ from ..gemm.product import Options, Product
 from ..gemm.recipes import E4M3, Float8
 from ..gemm.subscripts import Subscripts
 from ..primitives.fused_dot import fused_dot
-from ..primitives.quantize import largest_number, rounded
+from ..primitives.quantize import rounded, scale_of
 from .batch_invariance import with_batch_invariance
 from .sm_limit import current_max_sms
 from .steps import Steps, traced
@@ -69,7 +69,7 @@ class DelayedScaling:
         history = self.amax_history[number]
         largest = jnp.max(history)
         known = (largest > 0) & jnp.isfinite(largest)
-        scale = jnp.where(known, largest / largest_number(dtype), self.scale[number])
+        scale = jnp.where(known, scale_of(largest, dtype), self.scale[number])
         return scale, jnp.roll(history, -1).at[0].set(amax)
 
 

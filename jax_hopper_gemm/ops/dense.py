@@ -22,7 +22,7 @@ from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .delayed import DelayedScaling, run_delayed
-from .quantized import Quantized, is_quantized, run_quantized
+from .quantized import Quantized, as_quantized, is_quantized, run_quantized
 from .recipes import Recipe, as_recipe, delayed
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
@@ -122,7 +122,7 @@ def matmul(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     terms = {"alpha": alpha, "c": c, "beta": beta, "bias": bias, "residual": residual}
-    pair = a, b
+    pair = as_quantized("matmul", "a", a), as_quantized("matmul", "b", b)
     a, b = (x.values if isinstance(x, Quantized) else x for x in pair)
     a, b, *arrays = checks.as_arrays("matmul", terms, a=a, b=b)
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
@@ -196,7 +196,7 @@ def dot_general(
       TypeError: an operand is not an array, or `dimension_numbers` has another structure.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
-    pair = lhs, rhs
+    pair = as_quantized("dot_general", "lhs", lhs), as_quantized("dot_general", "rhs", rhs)
     lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in pair)
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)

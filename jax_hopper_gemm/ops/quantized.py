@@ -64,9 +64,10 @@ def quantize(
 ) -> Quantized:
     """Returns an array in 8 bits, each block's largest magnitude as the largest number there is.
 
-    The scale of a block is max(|x|) / largest number of `dtype`: 448, 57344 or 127. Values are
-    rounded to nearest, ties to even. A block of zeros has scale 1. One that holds an infinity has
-    an infinite scale, and its values are NaN or 0; one that holds a NaN has a NaN scale.
+    The scale of a block is max(|x|) / largest number of `dtype`: 448, 57344 or 127; at least
+    2**-126, so that none is subnormal. Values are rounded to nearest, ties to even. A block of
+    zeros has scale 1. One that holds an infinity has an infinite scale, one that holds a NaN a NaN:
+    times its scale, all of it is NaN.
 
     Args:
       x: floats.
@@ -92,6 +93,27 @@ def quantize(
     if any(b not in (None, 1, BLOCK) for b in blocks):
         raise ValueError(f"quantize: block is {blocks}, expected 1, {BLOCK} or None for each axis")
     return Quantized(*quantized(x, dtype, blocks))
+
+
+def as_quantized(op: str, name: str, x: Any) -> Any:
+    """Returns Qwix's `QArray` as a `Quantized`, anything else as it is.
+
+    Its scales may belong to any number of neighbours: of a multiple of 128 they are repeated for
+    each 128, of others for each element.
+    """
+    if not all(hasattr(x, field) for field in ("qvalue", "scale", "zero_point")):
+        return x
+    if x.zero_point is not None:
+        raise NotImplementedError(
+            f"{op}: {name} is a QArray with a zero point; kernels multiply symmetric ones: "
+            "quantize it without one, or dequantize it"
+        )
+    scale = jnp.asarray(x.scale, jnp.float32)
+    for axis, (extent, count) in enumerate(zip(x.qvalue.shape, scale.shape, strict=True)):
+        tile = extent // count
+        if count > 1 and tile not in (1, BLOCK):
+            scale = jnp.repeat(scale, tile // BLOCK if tile % BLOCK == 0 else tile, axis)
+    return Quantized(x.qvalue, scale)
 
 
 def is_quantized(*operands: Any) -> bool:

@@ -11,6 +11,7 @@ from jax import numpy as jnp
 from ..gemm.spec import PROMOTION_K
 
 BLOCK = PROMOTION_K
+SMALLEST = float(jnp.finfo(jnp.float32).tiny)  # of a scale: what is not subnormal
 
 
 def quantized(x: jax.Array, dtype: Any, blocks: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
@@ -24,11 +25,17 @@ def quantized(x: jax.Array, dtype: Any, blocks: Sequence[Any]) -> tuple[jax.Arra
     wide = x.astype(jnp.float32)
     split, axes = _split(wide, blocks)
     largest = jnp.max(jnp.abs(split), axes, keepdims=True, initial=0.0)
-    scale = jnp.where(largest == 0, 1.0, largest / largest_number(dtype))
+    scale = scale_of(largest, dtype)
     values = rounded(split / scale, dtype)
     padded = [extent + more for extent, (_, more) in zip(x.shape, _padding(x, blocks), strict=True)]
     values = values.reshape(padded)[tuple(map(slice, x.shape))]
     return values, jnp.squeeze(scale, _inner(blocks))
+
+
+def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the scale of blocks with such a largest magnitude: 1 for 0, else no subnormal."""
+    scale = jnp.maximum(largest / largest_number(dtype), SMALLEST)
+    return jnp.where(largest == 0, jnp.ones_like(scale), scale)
 
 
 def largest_number(dtype: Any) -> float:
