@@ -19,7 +19,7 @@ from jax import lax
 from ..gemm.product import Options, Product
 from ..gemm.recipes import E4M3, Float8
 from ..gemm.subscripts import Subscripts
-from ..primitives.fused_dot import fused_dot
+from ..primitives.by_recipe import Operand, Operands, multiplied
 from ..primitives.quantize import rounded, scale_of
 from .batch_invariance import with_batch_invariance
 from .sm_limit import current_max_sms
@@ -83,14 +83,14 @@ class _Rule:
 
     def multiply(self, subscripts: Subscripts, dtype: Any, *pairs: Any) -> Any:
         """Returns a product of two pairs of values and scales."""
-        (x, x_scale), (y, y_scale) = pairs
-        options = replace(self.options, preferred_element_type=jnp.dtype(dtype))
-        if jnp.float8_e5m2 in (x.dtype, y.dtype) or subscripts != self.subscripts:
-            options = replace(options, precision=(lax.Precision.HIGHEST,) * 2)
-        product = Product(subscripts, options)
-        return fused_dot(
-            lambda acc, s, t: acc * s * t, x, (y,), (x_scale, y_scale), product, out_dtypes=(dtype,)
+        left, right = (
+            Operand(x, letters, scale.reshape((1,) * x.ndim))
+            for (x, scale), letters in zip(pairs, (subscripts.lhs, subscripts.rhs), strict=True)
         )
+        product = Product(subscripts, self.options)
+        if subscripts != self.subscripts:
+            product = product.with_options(precision=(lax.Precision.HIGHEST,) * 2)
+        return multiplied(Operands(left, (right,), product, blocks=False).aligned(), dtype)
 
     def forward(self, x: Any, w: Any, state: DelayedScaling) -> Any:
         """Returns the product, then what the backward pass needs: 8 bits of an element."""

@@ -24,8 +24,10 @@ from ..gemm.dtypes import residual_of
 from ..gemm.groups import GROUP, is_varlen_k
 from ..gemm.product import Product
 from ..gemm.recipes import Format
+from ..gemm.spec import TMA_ALIGNMENT
 from ..gemm.subscripts import Subscripts
 from ..lowering.register import EXPANDED
+from .accumulators import apart
 from .dot import hopper_dot_p
 from .fused_dot import fused_dot
 from .fused_primitive import hopper_fused_p, reference_fused
@@ -38,7 +40,7 @@ WIDE = jnp.dtype("float32")
 
 
 @dataclass(frozen=True)
-class _Operand:
+class Operand:
     """A quantized operand.
 
     Attributes:
@@ -55,27 +57,53 @@ class _Operand:
     def extents(self) -> dict[str, int]:
         return dict(zip(self.letters, self.values.shape, strict=True))
 
+    def with_k(self, contracted: str, more: int, blocks: bool) -> Operand:
+        """Returns the same with contracted axes as the last one, of so many more zeros."""
+        others = "".join(a for a in self.letters if a not in contracted)
+        order = [self.letters.index(a) for a in others + contracted]
+        values = lax.transpose(self.values, order)
+        values = values.reshape(*values.shape[: len(others)], -1)
+        values = jnp.pad(values, [*[(0, 0)] * len(others), (0, more)])
+        scale = self.scale
+        if not blocks:
+            scale = lax.transpose(scale, order)
+            scale = scale.reshape(*scale.shape[: len(others)], 1)
+        return Operand(values, others + contracted[0], scale)
+
 
 @dataclass(frozen=True)
-class _Operands:
+class Operands:
     """Those of a product, or of two that have the left one in common, and that product."""
 
-    left: _Operand
-    rights: tuple[_Operand, ...]
+    left: Operand
+    rights: tuple[Operand, ...]
     product: Product  # of the values, without the recipe
     blocks: bool  # whether scales change along K
 
     @property
-    def all(self) -> tuple[_Operand, ...]:
+    def all(self) -> tuple[Operand, ...]:
         return (self.left, *self.rights)
 
+    def aligned(self) -> Operands:
+        """Returns the same with as much K, of zeros at its end, as lines of a kernel need."""
+        contracted = self.product.subscripts.contracted
+        missing = -prod(self.left.extents[a] for a in contracted) % TMA_ALIGNMENT
+        if not missing:
+            return self
+        left, *rights = (x.with_k(contracted, missing, self.blocks) for x in self.all)
+        letters = Subscripts(left.letters, rights[0].letters, self.product.subscripts.out)
+        product = replace(self.product, subscripts=letters)
+        return Operands(left, tuple(rights), product, self.blocks)
 
-def _operands(product: Product, lhs: Any, rights: Sequence[Any]) -> _Operands | None:
+
+def _operands(product: Product, lhs: Any, rights: Sequence[Any]) -> Operands | None:
     """Returns quantized operands; None where they are multiplied as they are."""
     by, subscripts, groups = product.options.recipe, product.subscripts, product.groups
     assert by is not None
     unknown = groups and (is_varlen_k(subscripts) or product.batch)
     if by.formats is None or unknown or 0 in lhs.shape + rights[0].shape:
+        return None
+    if not subscripts.contracted:
         return None
     blocks = by.formats[0].along is not None
     several = GROUP if groups and blocks else subscripts.batch if blocks else product.mapped
@@ -86,12 +114,12 @@ def _operands(product: Product, lhs: Any, rights: Sequence[Any]) -> _Operands | 
     whole = replace(product, subscripts=letters).with_options(recipe=None)
     if by.promoted:
         whole = whole.with_options(precision=(lax.Precision.HIGHEST,) * 2)
-    return _Operands(left, quantized_rights, whole, blocks)
+    return Operands(left, quantized_rights, whole, blocks).aligned()
 
 
 def _operand(
     x: jax.Array, letters: str, format: Format, *, subscripts: Subscripts, several: str
-) -> _Operand:
+) -> Operand:
     """Returns a quantized operand; with blocks its axes are those of arrays, free, contracted.
 
     Args:
@@ -103,9 +131,12 @@ def _operand(
     # In the result's order, so that weights of several axes have the same blocks in both passes.
     free = "".join(a for a in subscripts.out if a in letters and a not in own)
     if format.along is None:
+        if own:  # rows in the result's order, in which their scales lie
+            ordered = "".join(a for a in subscripts.out if a in letters) + contracted
+            x, letters = lax.transpose(x, [letters.index(a) for a in ordered]), ordered
         sizes = [None if a in contracted else 1 if a in own else format.rows for a in letters]
         values, scale = quantized(x, format.dtype, sizes)
-        return _Operand(values, letters, scale)
+        return Operand(values, letters, scale)
     parts = [own, free, contracted]
     order = sorted(range(3), key=lambda i: min(map(letters.find, parts[i]), default=-1))
     if "".join(parts[i] for i in order) != letters:  # they are not three axes
@@ -118,10 +149,10 @@ def _operand(
     values, scale = (lax.transpose(y, [order.index(i) for i in range(3)]) for y in pair)
     letters = own + free + contracted
     values = values.reshape([extents[a] for a in letters])
-    return _Operand(values, letters, scale if own else lax.squeeze(scale, (0,)))
+    return Operand(values, letters, scale if own else lax.squeeze(scale, (0,)))
 
 
-def _factor(x: _Operand, out: str) -> jax.Array:
+def _factor(x: Operand, out: str) -> jax.Array:
     """Returns scales that do not change along K, as they broadcast against the result."""
     if x.scale.size == 1:
         return x.scale.reshape(())
@@ -134,7 +165,7 @@ def _factor(x: _Operand, out: str) -> jax.Array:
     return lax.expand_dims(scale, [i for i, a in enumerate(out) if a not in x.letters])
 
 
-def _factors(found: _Operands) -> list[jax.Array]:
+def _factors(found: Operands) -> list[jax.Array]:
     """Returns those of each operand; where groups have own ones (G, 1, N)."""
     out = found.product.subscripts.out
     if found.product.groups is None:
@@ -154,7 +185,11 @@ def _scaled(y: Any, lhs_scale: Any, rhs_scale: Any) -> Any:
 def _dot(lhs: Any, rhs: Any, *, product: Product) -> Any:
     if (found := _operands(product, lhs, (rhs,))) is None:
         return hopper_dot_p.bind(lhs, rhs, product=product.with_options(recipe=None))
-    dtype = product.options.preferred_element_type or jnp.result_type(lhs, rhs)
+    return multiplied(found, product.options.preferred_element_type or jnp.result_type(lhs, rhs))
+
+
+def multiplied(found: Operands, dtype: Any) -> jax.Array:
+    """Returns a product without groups, in a dtype."""
     whole = found.product.with_options(preferred_element_type=jnp.dtype(dtype))
     left, (right,) = found.left, found.rights
     if not found.blocks:
@@ -193,11 +228,7 @@ def _ragged_dot(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
 
 def _fused(*args: Any, jaxpr: ClosedJaxpr, product: Product, num_b: int, in_place: Any) -> Any:
     lhs, rights, operands = args[0], args[1 : 1 + num_b], args[1 + num_b :]
-    plain = product
-    if (letter := product.gate_up) and not product.batch:  # gate and up become two arrays
-        axis = product.subscripts.rhs.index(letter)
-        rights = [lax.index_in_dim(rights[0], i, axis, keepdims=False) for i in range(2)]
-        plain = replace(product, subscripts=product.subscripts.without(letter))
+    plain, rights = apart(product, rights)
     if (found := _operands(plain, lhs, rights)) is None:
         whole = {"jaxpr": jaxpr, "product": product, "num_b": num_b, "in_place": in_place}
         return reference_fused(*args, **whole, by_xla=False)
@@ -221,7 +252,7 @@ def _fused(*args: Any, jaxpr: ClosedJaxpr, product: Product, num_b: int, in_plac
 
 
 def _with_factors(
-    found: _Operands, operands: Sequence[Any], jaxpr: ClosedJaxpr, in_place: Any
+    found: Operands, operands: Sequence[Any], jaxpr: ClosedJaxpr, in_place: Any
 ) -> list[Any]:
     """Returns what a function computes of products whose scales do not change along K."""
     factors, groups, count = _factors(found), found.product.groups, len(found.rights)
@@ -246,7 +277,7 @@ def _with_factors(
 
 
 def _with_blocks(
-    found: _Operands, number: int, operands: Sequence[Any], jaxpr: Any, in_place: Any
+    found: Operands, number: int, operands: Sequence[Any], jaxpr: Any, in_place: Any
 ) -> list[Any]:
     """Returns what a function computes of one of the products; None: the product."""
     left, right = found.left, found.rights[number]
