@@ -17,12 +17,14 @@ from jax_hopper_gemm import recipes
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing.lowered import specs_of
 
+
+def _delayed() -> recipes.DelayedScaling:
+    return recipes.DelayedScaling(jnp.full(3, 2.0**-7), jnp.full((3, 2), 3.0).at[1].set(0.25))
+
+
 RECIPES: dict[str, Any] = {
     "current": recipes.CurrentScaling(), "current e4m3": recipes.CurrentScaling("float8_e4m3fn"),
-    "blocks": recipes.BlockScaling(), "int8": recipes.Int8Forward(),
-    "delayed": recipes.DelayedScaling(
-        jnp.full(3, 2.0**-7), jnp.full((3, 2), 3.0).at[1].set(0.25)
-    ),
+    "blocks": recipes.BlockScaling(), "int8": recipes.Int8Forward(), "delayed": _delayed,
 }  # fmt: skip
 SIZES = np.array([300, 0, 1, 517, 130], np.int32)  # of 1000 rows, the last ones of no group
 SCAN = 3
@@ -57,7 +59,9 @@ class Program:
 
     def run(self, name: str, implementation: Any, *arrays: Any) -> Any:
         """Returns the result and, for a cotangent that does not depend on it, the gradients."""
-        options = {"recipe": RECIPES[name], "implementation": implementation}
+        recipe = RECIPES[name]
+        recipe = recipe() if callable(recipe) else recipe
+        options = {"recipe": recipe, "implementation": implementation}
         result, pull = jax.vjp(partial(self.function, options), *arrays)
         cotangent = jnp.asarray(np.random.default_rng(9).standard_normal(result.shape))
         return result, pull(cotangent.astype(result.dtype))
