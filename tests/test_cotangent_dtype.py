@@ -16,7 +16,7 @@ from support.program_inspection import LAUNCH, equations, integers, lowered
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.testing.tolerance import error_bound, farthest
 
-M, N, K = 64, 96, 128
+M, N, K = 256, 384, 512
 LAST = {"preferred_element_type": jnp.float32, "cotangent_dtype": jnp.bfloat16}
 SIZES = jnp.array([M, 0], jnp.int32)
 WGRAD = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])

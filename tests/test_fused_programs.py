@@ -21,7 +21,8 @@ pytestmark = pytest.mark.pure
 def test_their_kernels_compute_what_follows_products(name):
     program = FUSED_PROGRAMS[name]
     report = jhg.explain(program.step, *jax.eval_shape(program.arguments))
-    assert report.kernel_share == 1
+    left = [x.reason for x in report.products if x.path != "hopper"]
+    assert all("our best kernel is expected to take" in reason for reason in left), left
     operations = {
         node.op
         for spec in program.specs() if spec.epilogue

@@ -115,6 +115,12 @@ def _stored(request: Request, origins: Sequence[Origin]) -> Form | None:
     return Form(request, numbers)
 
 
+def copied_along_k(request: Request) -> Request:
+    """Returns what is asked of a kernel where XLA copies operands to lie along K, if it must."""
+    form = _along_k(request)
+    return form.request if form else request
+
+
 def _along_k(request: Request) -> Form | None:
     """Returns the same product of copies that lie along K, where tensor cores read no others.
 

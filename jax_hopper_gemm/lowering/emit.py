@@ -90,9 +90,9 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
         **launch_attributes(route.gemm.problem, route.spec, route.plan),
     )
     results = list[Any](results)[: len(outputs)]
-    if call.request.blocks:
-        return mark_options(call, results)
     if route.fusion is None:
+        if call.request.blocks:
+            return mark_options(call, results)
         problem = route.gemm.problem
         _mark_product(
             results[0].owner, call.request, swap_ab=route.gemm.swap_ab, promoted=problem.promoted

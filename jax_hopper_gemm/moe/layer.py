@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from .. import ops
 from ..ops.checks import layers
 from ..ops.dense import Implementation
+from ..ops.recipes import Recipe
 from .expert_parallel import EXCHANGES, Exchange
 from .router import Score, Statistics, combine_rows, dispatch_rows, route_tokens, row_weights
 
@@ -35,6 +36,7 @@ def mixture_of_experts(
     exchange: Exchange = "gather",
     save_preactivation: bool = True,
     precision: Any = None,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, Statistics]:
     """Sends each token through its k best experts and adds up their weighted results.
@@ -56,6 +58,7 @@ def mixture_of_experts(
         axis to each device, "all_to_all" sends each choice to its expert's device in blocks padded
         to the worst case, "ragged_all_to_all" without padding (by XLA only on GPUs and TPUs).
       precision, implementation: of all products, as in `jax_hopper_gemm.matmul`.
+      recipe: of the experts' products, as in `jax_hopper_gemm.ragged_dot`.
 
     Returns:
       (..., D), in the promoted dtype of `x` and the experts' weights, and the statistics; with
@@ -76,7 +79,7 @@ def mixture_of_experts(
     def experts(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
         return grouped_mlp(
             rows, gate_up, down, sizes, row_weights=weights, activation=activation,
-            save_preactivation=save_preactivation, precision=precision,
+            save_preactivation=save_preactivation, precision=precision, recipe=recipe,
             implementation=implementation,
         )  # fmt: skip
 
@@ -100,6 +103,7 @@ def grouped_mlp(
     activation: Activation = "silu",
     save_preactivation: bool = True,
     precision: Any = None,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Returns (row_weights * activation(x @ gate) * (x @ up)) @ down, by each row's expert.
@@ -116,7 +120,8 @@ def grouped_mlp(
       group_sizes: (E,) int32, the number of rows of each expert.
       row_weights: (R,), or None for ones.
       activation: of the gate: a name as in `jax_hopper_gemm.matmul`, a function, or None.
-      save_preactivation, precision, implementation: as in `jax_hopper_gemm.gated_linear_unit`.
+      save_preactivation, precision, recipe, implementation: as in
+        `jax_hopper_gemm.gated_linear_unit`.
 
     Returns:
       (R, D), in the promoted dtype of `x` and the weights.
@@ -131,9 +136,11 @@ def grouped_mlp(
     hidden = ops.gated_linear_unit(
         x, (rights[0], rights[1]) if len(rights) == 2 else rights[0], activation=activation,
         row_scale=scale, group_sizes=sizes, save_preactivation=save_preactivation,
-        precision=precision, implementation=implementation,
+        precision=precision, recipe=recipe, implementation=implementation,
     )  # fmt: skip
-    return ops.ragged_dot(hidden, down, sizes, precision, implementation=implementation)
+    return ops.ragged_dot(
+        hidden, down, sizes, precision, recipe=recipe, implementation=implementation
+    )
 
 
 def _right_operands(gate_up: Any) -> tuple[jax.Array, ...]:

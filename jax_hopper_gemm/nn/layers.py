@@ -15,6 +15,7 @@ from flax import nnx
 
 from .. import ops
 from ..ops.dense import Implementation
+from ..ops.recipes import Recipe
 from .gate_up import from_pair
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
@@ -31,7 +32,7 @@ class Linear(nnx.Linear):
       in_features, out_features, rngs: as in `nnx.Linear`.
       activation: as in `jax_hopper_gemm.matmul`: a name such as "gelu", a function, or None.
       save_preactivation: whether the gradient finds it stored: see `jax_hopper_gemm.matmul`.
-      cotangent_dtype, implementation: as in `jax_hopper_gemm.matmul`.
+      cotangent_dtype, recipe, implementation: as in `jax_hopper_gemm.matmul`.
       **options: the other arguments of `nnx.Linear`, except `dot_general`.
 
     Raises:
@@ -46,6 +47,7 @@ class Linear(nnx.Linear):
         activation: Activation = None,
         save_preactivation: bool = True,
         cotangent_dtype: Any = None,
+        recipe: Recipe | None = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -55,6 +57,7 @@ class Linear(nnx.Linear):
         self.activation = activation
         self.save_preactivation = save_preactivation
         self.cotangent_dtype = cotangent_dtype
+        self.recipe: Recipe | None = recipe
         self.implementation: Implementation = implementation
 
     def __call__(self, inputs: Any, out_sharding: Any = None, *, residual: Any = None) -> jax.Array:
@@ -74,7 +77,8 @@ class Linear(nnx.Linear):
             x, kernel, bias=bias, activation=self.activation, residual=residual,
             save_preactivation=self.save_preactivation, precision=self.precision,
             preferred_element_type=self.preferred_element_type, out_sharding=out_sharding,
-            cotangent_dtype=self.cotangent_dtype, implementation=self.implementation,
+            cotangent_dtype=self.cotangent_dtype, recipe=self.recipe,
+            implementation=self.implementation,
         )  # fmt: skip
 
 
@@ -89,8 +93,9 @@ class GatedLinear(nnx.Module):
     Args:
       in_features, out_features: extents of each of the two layers.
       activation: of the gate: "silu" makes SwiGLU, "gelu" GEGLU, "sigmoid" GLU; or a function.
-      save_preactivation, cotangent_dtype, implementation, rngs, **options: as in `Linear`, of
-        each of the two layers; names of mesh axes, too, are of (in_features, out_features).
+      save_preactivation, cotangent_dtype, recipe, implementation, rngs, **options: as in `Linear`.
+        Options apply to each of the two layers; names of mesh axes, too, are of (in_features,
+        out_features).
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class GatedLinear(nnx.Module):
         activation: Activation = "silu",
         save_preactivation: bool = True,
         cotangent_dtype: Any = None,
+        recipe: Recipe | None = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -120,6 +126,7 @@ class GatedLinear(nnx.Module):
         self.activation = activation
         self.save_preactivation = save_preactivation
         self.cotangent_dtype = cotangent_dtype
+        self.recipe: Recipe | None = recipe
         self.implementation: Implementation = implementation
 
     def __call__(self, inputs: Any) -> jax.Array:
@@ -130,7 +137,8 @@ class GatedLinear(nnx.Module):
             x, kernel, activation=self.activation, bias=bias,
             save_preactivation=self.save_preactivation,
             precision=self.precision, preferred_element_type=self.preferred_element_type,
-            cotangent_dtype=self.cotangent_dtype, implementation=self.implementation,
+            cotangent_dtype=self.cotangent_dtype, recipe=self.recipe,
+            implementation=self.implementation,
         )  # fmt: skip
 
 

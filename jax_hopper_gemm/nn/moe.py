@@ -17,13 +17,14 @@ from jax.sharding import PartitionSpec
 from .. import moe
 from ..moe import Exchange, Score, Statistics
 from ..ops.dense import Implementation
+from ..ops.recipes import Recipe
 from .gate_up import from_pair
 from .layers import Activation
 
 RUN_WITH = (
     "experts_per_token", "activation", "score", "normalize", "scale", "dtype", "router_dtype",
     "expert_axis", "token_axes", "mesh", "exchange", "save_preactivation", "precision",
-    "implementation",
+    "recipe", "implementation",
 )  # fmt: skip
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
@@ -66,6 +67,7 @@ class MoE(nnx.Module):
       exchange: "gather", "all_to_all" or "ragged_all_to_all":
         see `jax_hopper_gemm.moe.mixture_of_experts`.
       save_preactivation, precision, implementation: as in `Linear`.
+      recipe: of the experts' products, as in `Linear`.
       rngs: for the initial values.
     """
 
@@ -95,6 +97,7 @@ class MoE(nnx.Module):
         exchange: Exchange = "gather",
         save_preactivation: bool = True,
         precision: Any = None,
+        recipe: Recipe | None = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -127,6 +130,7 @@ class MoE(nnx.Module):
         self.exchange: Exchange = exchange
         self.save_preactivation = save_preactivation
         self.precision = precision
+        self.recipe: Recipe | None = recipe
         self.implementation: Implementation = implementation
 
     def __call__(self, inputs: Any, *, return_statistics: bool = False) -> Any:

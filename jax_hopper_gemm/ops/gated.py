@@ -21,6 +21,7 @@ from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .dense import INLINE
 from .ragged_run import RaggedArrays, run_with_epilogue
+from .recipes import Recipe, as_recipe
 from .replaced import check_kernel_unasked, is_replaced
 from .settled import Settled, settled
 from .sm_limit import current_max_sms
@@ -43,6 +44,7 @@ def gated_linear_unit(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     cotangent_dtype: DTypeLike | None = None,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> jax.Array:
@@ -72,6 +74,8 @@ def gated_linear_unit(
       precision: as in `matmul`.
       preferred_element_type: dtype of the result; the promoted dtype of `x` and `weights` if None.
       cotangent_dtype, implementation: as in `matmul`.
+      recipe: as in `matmul`. With block scales the products are two kernels, and the first one's
+        result is stored, in 16 bits for operands of 16 bits.
       batch_invariant: as in `matmul`.
 
     Returns:
@@ -98,6 +102,7 @@ def gated_linear_unit(
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation, current_max_sms(),
         checks.as_cotangent_dtype(op, cotangent_dtype),
+        recipe=as_recipe(op, recipe, (x, *rights), cotangent_dtype),
     )  # fmt: skip
     options = with_batch_invariance(options)
     if sizes is not None:

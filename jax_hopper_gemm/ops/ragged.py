@@ -15,6 +15,7 @@ from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .ragged_run import BASIC, RaggedArrays, run_product, run_scaled_sum, run_with_epilogue
+from .recipes import Recipe, as_recipe
 from .sm_limit import current_max_sms
 from .steps import Results, Steps, named_in
 
@@ -36,6 +37,7 @@ def ragged_dot(
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
     save_preactivation: bool = True,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> Results:
@@ -88,6 +90,8 @@ def ragged_dot(
         entry for each matrix of `rhs`, which the function receives as (M, N) or (M, 1), with each
         row's entry. A gradient by group is a float32 sum of cotangents in the dtype of `lhs`.
       save_preactivation: as in `matmul`.
+      recipe: as in `matmul`; `rhs` is the weights. Their gradient, which contracts the rows, runs
+        in 16 bits.
 
     Returns:
       (M, N), dtype `preferred_element_type`, else the promoted dtype of the operands; or what
@@ -110,6 +114,7 @@ def ragged_dot(
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation, current_max_sms(),
         checks.as_cotangent_dtype(op, cotangent_dtype),
+        recipe=as_recipe(op, recipe, (lhs, rhs), cotangent_dtype),
     )  # fmt: skip
     operands = checks.check_steps(op, epilogue, epilogue_operands, plain, options)
     arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices)
@@ -139,6 +144,7 @@ def ragged_dot_general(
     alpha: ArrayLike | None = None,
     beta: ArrayLike | None = None,
     c: ArrayLike | None = None,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> jax.Array:
@@ -176,6 +182,7 @@ def ragged_dot_general(
       alpha, beta: numbers or scalar arrays, where the ragged axis is contracted. `beta` is 1 if
         None.
       c: an array of the result's shape, of any dtype.
+      recipe: as in `ragged_dot`; a product that contracts its rows runs in 16 bits.
 
     Returns:
       The axes of `dot_general`'s result, after one of groups if the ragged axis is contracted.
@@ -205,6 +212,7 @@ def ragged_dot_general(
     options = Options(
         implementation, precision, preferred_element_type, max_sms=current_max_sms(),
         cotangent_dtype=checks.as_cotangent_dtype(op, cotangent_dtype),
+        recipe=as_recipe(op, recipe, (lhs, rhs), cotangent_dtype),
     )  # fmt: skip
     if names:
         operands = tuple(terms[name] for name in names)

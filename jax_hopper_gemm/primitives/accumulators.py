@@ -59,8 +59,20 @@ def accumulators_of(
 
     `right_operands` are the right operand; or gate and up, which one array may hold.
     """
+    if product.options.recipe:
+        product, right_operands = apart(product, right_operands)
     arrays = [multiply(product, lhs, right, *sizes, by_xla=by_xla) for right in right_operands]
     return unstacked(arrays, product.gate_up_axis())
+
+
+def apart(product: Product, right_operands: Sequence[Any]) -> tuple[Product, Sequence[Any]]:
+    """Returns a product of gate and of up in two arrays, to a recipe, and these arrays."""
+    if not (letter := product.gate_up):
+        return product, right_operands
+    (both,), letters = right_operands, product.subscripts.rhs
+    axis = both.ndim - len(letters) + letters.index(letter)
+    product = replace(product, subscripts=product.subscripts.without(letter))
+    return product, unstacked(right_operands, axis)
 
 
 def unstacked(arrays: Sequence[Any], axis: int | None) -> list[Any]:

@@ -308,7 +308,7 @@ def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, product: Product) -
     terms = [(ct, right) for ct, right in pairs if type(ct) is not ad.Zero]
     if not terms:
         return [ad.Zero(lhs.aval), *(None for _ in others)]
-    entered = [entering(lhs.aval, *term, product.options) for term in terms]
+    entered = [entering(lhs.aval, *term, product.options, 1) for term in terms]
     product = replace(product, options=entered[0][1])
     terms = [(ct, right) for (ct, _), (_, right) in zip(entered, terms, strict=True)]
     (cotangent, right), *more = terms
@@ -319,7 +319,7 @@ def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, product: Product) -
         sharding = None if lhs.aval.sharding.mesh.empty else lhs.aval.sharding
         subscripts = product.subscripts.transpose_lhs()
         gradient = replace(product, subscripts=subscripts, out_sharding=sharding)
-        total = cotangent_of(lhs.aval, cotangent, right, product, subscripts)
+        total = cotangent_of(lhs.aval, cotangent, right, product, 1)
     for cotangent, right in more:
         total = _added(total, gradient, cotangent, right, *sizes)
     return [total, *(None for _ in others)]

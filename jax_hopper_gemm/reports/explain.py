@@ -15,9 +15,10 @@ from ..interop.rewrite_jaxpr import RAGGED, Rewriting, rewritten, traced_call
 from ..lowering.route import current_device
 from ..ops import checks
 from ..ops.dense import Implementation
+from ..ops.recipes import Recipe, as_recipe
 from ..primitives.define import PRODUCTS
 from .explanation import Explanation, explanation_of
-from .find_product import Program, TracedProduct, operations_of
+from .find_product import Program, TracedProduct, by_recipe, operations_of
 from .product_report import ProductReport, jaxs_own, products_in
 
 # Functions that are one product each.
@@ -48,16 +49,17 @@ class Product(Protocol):
 @overload  # no product has the keyword of `Open`, so the two do not meet
 def explain(  # pyright: ignore[reportOverlappingOverload]
     function: Open, /, *args: Any, implementation: Implementation = None, fuse: bool = True,
-    **kwargs: Any,
+    recipe: Recipe | None = None, **kwargs: Any,
 ) -> ProductReport: ...  # fmt: skip
 @overload
 def explain(
-    function: Product, /, *args: Any, implementation: Implementation = None, **kwargs: Any
-) -> Explanation: ...
+    function: Product, /, *args: Any, implementation: Implementation = None,
+    recipe: Recipe | None = None, **kwargs: Any,
+) -> Explanation: ...  # fmt: skip
 @overload
 def explain(  # pyright: ignore[reportOverlappingOverload]
     function: Callable[..., object], /, *args: Any, implementation: Implementation = None,
-    fuse: bool = True, **kwargs: Any,
+    fuse: bool = True, recipe: Recipe | None = None, **kwargs: Any,
 ) -> ProductReport: ...  # fmt: skip
 def explain(
     function: Callable[..., Any],
@@ -65,6 +67,7 @@ def explain(
     *args: Any,
     implementation: Implementation = None,
     fuse: bool = True,
+    recipe: Recipe | None = None,
     **kwargs: Any,
 ) -> Explanation | ProductReport:
     """Returns what runs a product, or each product of a function, and why. Runs nothing.
@@ -82,7 +85,7 @@ def explain(
         `gated_linear_unit`; or any function that `accelerate` takes, or that it returned. Functions
         of Flax nnx modules: `jax_hopper_gemm.nn.explain`.
       *args, **kwargs: the function's; arrays may be `jax.ShapeDtypeStruct`s.
-      implementation: a product's own argument, or that of `accelerate`.
+      implementation, recipe: a product's own arguments, or those of `accelerate`.
       fuse: as in `accelerate`; not for one product.
 
     Returns:
@@ -98,8 +101,9 @@ def explain(
     """
     if not any(function is x for x in FUNCTIONS):
         checks.check_accelerated("explain", function, implementation, fuse)
-        program, _, _ = traced_call(function, args, kwargs)
-        rewriting = Rewriting(implementation, fuse)
+        program, arrays, _ = traced_call(function, args, kwargs)
+        as_recipe("explain", recipe)
+        rewriting = Rewriting(implementation, fuse, recipe, (True,) * len(arrays))
         if implementation != "xla":
             program = rewritten(program, rewriting)
         return ProductReport(tuple(products_in(Program(program), rewriting)))
@@ -107,6 +111,8 @@ def explain(
         raise TypeError(f"explain: {function.__name__} is one product, and has no argument fuse")
     if implementation != "xla":  # whose program has no product of ours
         kwargs["implementation"] = implementation
+    if recipe is not None:
+        kwargs["recipe"] = recipe
     program, _, _ = traced_call(function, args, kwargs)
     return replace(
         _explained(function.__name__, Program(program), implementation),
@@ -125,6 +131,9 @@ def _explained(name: str, program: Program, implementation: Implementation) -> E
     ((program, number),) = found
     equation, *after = program.jaxpr.eqns[number:]
     if not _is_jaxs(equation):
+        if inside := by_recipe(program, equation):  # of gate and up the second one
+            program = inside
+            *_, equation = (e for e in inside.jaxpr.eqns if e.primitive in PRODUCTS)
         product = TracedProduct(program, equation, operations_of(after))
         return explanation_of(product, implementation)
     own = jaxs_own(equation)

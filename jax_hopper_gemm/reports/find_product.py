@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from ..lowering.origins import Origin, Step, source_of
+from ..lowering.register import EXPANDED
 from ..lowering.route import Request
 from ..primitives.define import PRODUCTS, apart_of, request_of
 from ..primitives.rows import pick_rows_p, sum_rows_p
@@ -57,6 +58,16 @@ class TracedProduct:
         equation = next(e for e in program.jaxpr.eqns if e.primitive in PRODUCTS)
         assert self.request.function
         return TracedProduct(program, equation, operations_of(self.request.function.jaxpr.eqns))
+
+
+def by_recipe(program: Program, equation: Any) -> Program | None:
+    """Returns what a product by a recipe is lowered as; None for any other equation."""
+    product = equation.params.get("product")
+    if equation.primitive not in EXPANDED or not product.options.recipe:
+        return None
+    function = partial(EXPANDED[equation.primitive], **equation.params)
+    inner = jax.make_jaxpr(function)(*(atom.aval for atom in equation.invars))
+    return Program(inner, program, equation)
 
 
 # Operations that say where elements lie, which rows are live and what the dtype is, not what is

@@ -22,7 +22,7 @@ from ..primitives.define import PRODUCTS, request_of
 from ..primitives.experimental import flops_of
 from ..primitives.fused_dot import hopper_fused_p
 from .explanation import Explanation, explanation_of
-from .find_product import Program, TracedProduct
+from .find_product import Program, TracedProduct, by_recipe
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,12 @@ def products_in(
     reasons = refusals(equations, program.jaxpr.outvars) if asked else {}
     for number, equation in enumerate(equations):
         name = equation.primitive.name
-        if equation.primitive in PRODUCTS:
+        if inside := by_recipe(program, equation):
+            line = source_info_util.summarize(equation.source_info)
+            apart = rewriting._replace(fuse=False)
+            for product in products_in(inside, apart, within, closed_to, runs):
+                yield replace(product, line=line)
+        elif equation.primitive in PRODUCTS:
             product = replace(_taken(program, equation, reasons.get(number)), within=within)
             yield replace(product, flops=runs * product.flops, runs=runs)
         elif equation.primitive is lax.dot_general_p or name == RAGGED:
@@ -169,8 +174,9 @@ def _taken(program: Program, equation: Any, refusal: str | None) -> FoundProduct
     product = equation.params["product"]
     explanation = explanation_of(TracedProduct(program, equation), product.options.implementation)
     saved, fused = 0.0, ""
-    if equation.primitive is hopper_fused_p and explanation.path == "hopper":
-        saved, fused = saved_us(equation), f"fused: {explanation.epilogue}"
+    if explanation.path == "hopper" and explanation.epilogue:
+        saved = saved_us(equation) if equation.primitive is hopper_fused_p else 0.0
+        fused = f"fused: {explanation.epilogue}"
     elif refusal:
         fused = f"not fused: {refusal}"
     return FoundProduct(
