@@ -377,5 +377,5 @@ def test_reports_name_the_products_of_8_bits():
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1024, 512), (512, 2048))]
     report = str(jhg.explain(jax.value_and_grad(loss, (0, 1)), *shapes))
     assert "3 on kernels" in report and "scales of blocks of 1x128 and 128x128" in report
-    explanation = str(jhg.explain(*shapes, recipe=CURRENT))
+    explanation = str(jhg.explain(jhg.matmul, *shapes, recipe=CURRENT))
     assert "f8_e4m3fn" in explanation or "f8" in explanation
