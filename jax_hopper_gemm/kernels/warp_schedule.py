@@ -21,7 +21,7 @@ def registers(spec):
         return 56, 224
     if spec.math_warpgroups == 3:
         return 32, 160
-    return (24, 240) if spec.acc_registers > 192 else (40, 232)
+    return (24, 240) if spec.acc_registers > 192 or spec.bf16_terms else (40, 232)
 
 
 @dataclass(frozen=True)
