@@ -25,7 +25,7 @@ STEPS = 2  # wgmmas along K of a stage
 STEP_K = TILE_K // STEPS
 ROW = 32  # float32 in a row of TMA's pattern, eight of which repeat
 VECTOR = 4  # float32 of 16 bytes, which the pattern exchanges
-BLOCK_N = 64  # columns of B that a thread's offsets are for; the next ones lie `TILE_K` times behind
+BLOCK_N = 64  # columns of B that a thread's offsets are for; next ones lie 64 * TILE_K behind
 
 # By the number of terms, the name of the `jax.lax.DotAlgorithmPreset`.
 PRESETS = {3: "BF16_BF16_F32_X3", 6: "BF16_BF16_F32_X6", 9: "BF16_BF16_F32_X9"}

@@ -237,7 +237,7 @@ def _register_violations(spec: GemmSpec) -> Iterator[str]:
             f"{'this' if s.epilogue else 'no'} epilogue"
         )
     narrow = NARROW_EPILOGUE_ACC_REGISTERS
-    if s.bf16_terms > 3 and s.acc_registers >= narrow and s.epi_tile_n > 16:
+    if s.bf16_terms and s.acc_registers >= narrow and s.epi_tile_n > 16:
         yield f"{s.acc_registers} accumulators a thread: take epilogue tiles of 16 columns"
     most = SPLIT_K_ACC_REGISTERS[s.math_warpgroups]
     if s.split_k and (s.epilogue or s.math_warpgroups == 3) and s.acc_registers > most:

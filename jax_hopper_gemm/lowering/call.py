@@ -199,9 +199,9 @@ def _precision(operation: Any) -> Any:
     attributes = operation.attributes
     if "algorithm" in attributes:
         algorithm = str(attributes["algorithm"])
-        if found := re.search(r"_precision_type = bf16.*num_primitive_operations = (\d+)", algorithm):
-            if preset := PRESETS.get(int(found[1])):
-                return DotAlgorithmPreset[preset]
+        found = re.search(r"_type = bf16.*num_primitive_operations = (\d+)", algorithm)
+        if found and (preset := PRESETS.get(int(found[1]))):
+            return DotAlgorithmPreset[preset]
         promoted = "allow_imprecise_accumulation = true" not in algorithm
     else:
         precisions = attributes["precision_config"] if "precision_config" in attributes else []

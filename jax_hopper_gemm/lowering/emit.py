@@ -237,9 +237,7 @@ def launch_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) ->
     }
 
 
-def _mark_product(
-    operation: Any, request: Request, problem: GemmProblem, *, swap_ab: bool
-) -> None:
+def _mark_product(operation: Any, request: Request, problem: GemmProblem, *, swap_ab: bool) -> None:
     """Says of a launch which bare product it holds, its operands in their order."""
     subscripts, groups = request.subscripts, request.groups
     words: dict[str, Any] = {PRODUCT: str(subscripts.swapped() if swap_ab else subscripts)}
