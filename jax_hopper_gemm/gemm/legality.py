@@ -41,7 +41,7 @@ OTHER_REGISTERS = 32
 MAILBOX_REGISTERS = 16  # more, where tiles come from a mailbox
 COLUMN_SCALE_REGISTERS = 16  # more, where each column of a block of K has a scale
 PARTS_REGISTERS = 16  # more, where bfloat16 parts of A are in registers
-# Accumulators beside which these leave no registers for epilogue tiles of over 16 columns.
+# Accumulators beside which three parts leave no registers for epilogue tiles of over 16 columns.
 NARROW_EPILOGUE_ACC_REGISTERS = 192
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
 # Of K that is split, beside partial sums and an epilogue; and how many must be left, where twice as
@@ -237,7 +237,7 @@ def _register_violations(spec: GemmSpec) -> Iterator[str]:
             f"{'this' if s.epilogue else 'no'} epilogue"
         )
     narrow = NARROW_EPILOGUE_ACC_REGISTERS
-    if s.bf16_terms and s.acc_registers >= narrow and s.epi_tile_n > 16:
+    if s.bf16_terms > 3 and s.acc_registers >= narrow and s.epi_tile_n > 16:
         yield f"{s.acc_registers} accumulators a thread: take epilogue tiles of 16 columns"
     most = SPLIT_K_ACC_REGISTERS[s.math_warpgroups]
     if s.split_k and (s.epilogue or s.math_warpgroups == 3) and s.acc_registers > most:
