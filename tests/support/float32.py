@@ -104,7 +104,8 @@ def long_cases() -> list[tuple[GemmSpec, GemmProblem]]:
             for b_major in ("n", "k"):
                 spec = GemmSpec(
                     "float32", "float32", "float32", a_major, b_major, 128, tile_n, 32, cluster_m=2,
-                    num_stages=3, epi_tile_n=32 if terms == 3 else 16, epi_stages=2, bf16_terms=terms,
+                    num_stages=3, epi_tile_n=16 if terms > 3 else 32, epi_stages=2,
+                    bf16_terms=terms,
                 )  # fmt: skip
                 problem = GemmProblem.dense(
                     512, 384, LONG_K, a_major=a_major, b_major=b_major, dtype="float32"
