@@ -121,6 +121,13 @@ def test_examples_of_interoperability_run(capsys: pytest.CaptureFixture[str]):
     assert "5 products: 4 on kernels, 1 on XLA" in printed and "2 products: 2 on kernels" in printed
 
 
+def test_examples_of_float32_run():
+    names = run_examples(ROOT / "docs" / "float32.md")
+    exact = np.asarray(names["x"], np.float64) @ np.asarray(names["w"], np.float64)
+    np.testing.assert_allclose(names["y"], exact, rtol=0, atol=1e-3)
+    assert names["z"].shape == (256, 384)
+
+
 def test_examples_of_8_bit_types_run():
     names = run_examples(ROOT / "docs" / "quantized.md")
     exact = np.asarray(names["x8"], np.float32) @ np.asarray(names["w8"], np.float32)

@@ -21,6 +21,7 @@ from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
 from .configs import (
     CONFIGS,
+    PARTS_CONFIGS,
     PROMOTED_CONFIGS,
     RASTER_ORDERS,
     WHOLE_ROW_CONFIGS,
@@ -66,6 +67,8 @@ def tuner_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
 
 
 def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    if problem_type.bf16_terms:
+        return PARTS_CONFIGS[problem_type.grouped]
     configs = CONFIGS[problem_type.grouped, problem_type.gathered is not None]
     return configs + PROMOTED_CONFIGS if problem_type.promoted else configs
 

@@ -94,13 +94,14 @@ class RowBlocks:
 
     def __init__(self, spec):
         self.grouped_rows = spec.grouped == "m"
+        self.act_together = spec.bf16_terms > 0  # warpgroups, with rows or without
         self.count = spec.rows_per_warpgroup // EPI_TILE_M  # of a tile, of one warpgroup
         self.shares_tile = spec.warp_schedule == "cooperative"
         self.step = spec.math_warpgroups if self.shares_tile else 1
 
     def any_of(self, coords, warpgroup):
-        """Returns whether a warpgroup has rows of a tile that are not past the end of a group."""
-        if not (self.grouped_rows and self.shares_tile):
+        """Returns whether a warpgroup works on a tile, all of whose rows a group may not have."""
+        if not (self.grouped_rows and self.shares_tile) or self.act_together:
             return True
         return coords.left > warpgroup * EPI_TILE_M
 

@@ -5,7 +5,7 @@ up: their tiles lie side by side, d_tile_n columns of gate and as many of up, an
 tile_n columns multiplies both.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -13,9 +13,11 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Int32
+from cutlass import BFloat16, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from ...gemm.bf16_parts import num_parts
+from ...gemm.spec import PART_BUFFERS
 from ..dtypes import CUTE_DTYPE
 
 
@@ -25,6 +27,7 @@ class Stages:
 
     sA: Any  # (bM, bK, stages)
     sB: Any  # (bN, bK, stages)
+    parts: Any = None  # bfloat16 parts of float32 B, (bN, bK, parts of each of `PART_BUFFERS`)
 
 
 def operand_smem_layout(dtype, is_k_major, rows, tile_k, stages, parts=1):
@@ -47,7 +50,12 @@ def allocate_stages(spec, memory):
     b_layout = operand_smem_layout(
         b_dtype, s.b_major == "k", s.tile_n, s.tile_k, s.num_stages, s.graph.accumulators
     )
-    return Stages(memory.tensor(a_dtype, a_layout), memory.tensor(b_dtype, b_layout))
+    stages = Stages(memory.tensor(a_dtype, a_layout), memory.tensor(b_dtype, b_layout))
+    if not s.bf16_terms:
+        return stages
+    count = PART_BUFFERS * num_parts(s.bf16_terms)
+    layout = operand_smem_layout(BFloat16, s.b_major == "k", s.tile_n, s.tile_k, count)
+    return replace(stages, parts=memory.tensor(BFloat16, layout))
 
 
 def make_ring(spec, barriers, producer, tile_warps, stage_bytes):
