@@ -150,8 +150,10 @@ def loaded_rows(problem: GemmProblem, spec: GemmSpec) -> tuple[int, int]:
 def loaded_bytes(problem: GemmProblem, spec: GemmSpec) -> int:
     """Returns the bytes that TMA brings to a stage."""
     rows_a, rows_b = loaded_rows(problem, spec)
-    row_bytes = rows_a * spec.a_itemsize + rows_b * spec.graph.accumulators * spec.b_itemsize
-    return row_bytes * spec.tile_k
+    a, b = DTYPES[spec.a_dtype], DTYPES[spec.b_dtype]
+    of_a = a.nbytes(rows_a * spec.tile_k)
+    of_b = b.nbytes(rows_b * spec.graph.accumulators * spec.tile_k)
+    return of_a + of_b + spec.scale_bytes
 
 
 def max_clusters(spec: GemmSpec, num_sms: int) -> int:

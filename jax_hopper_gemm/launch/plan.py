@@ -157,7 +157,7 @@ def make_plan(
         tape = grid.k_split(problem, spec, num_sms)
         slots = max(1, tape.ranges) * spec.cluster_size
         values |= _numbers("tape", tape)
-        values["partials"] = workspace(4 * slots * spec.tile_m * spec.tile_n, cleared=False)
+        values["partials"] = workspace(4 * slots * spec.d_tile_m * spec.tile_n, cleared=False)
         values["flags"] = workspace(8 * slots * spec.tile_warps, cleared=False)
     launched = grid.launched_clusters(problem, spec, num_sms)
     return LaunchPlan(

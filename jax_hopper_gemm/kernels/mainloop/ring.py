@@ -13,9 +13,10 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from ...gemm.spec import SMEM_ALIGNMENT
 from ..dtypes import CUTE_DTYPE
 
 
@@ -25,6 +26,8 @@ class Stages:
 
     sA: Any  # (bM, bK, stages)
     sB: Any  # (bN, bK, stages)
+    sS: Any = None  # (bN, groups along K, stages): scales of B
+    exchange: Any = None  # where math warpgroups turn their accumulators, see `rs`
 
 
 def operand_smem_layout(dtype, is_k_major, rows, tile_k, stages, parts=1):
@@ -45,9 +48,20 @@ def allocate_stages(spec, memory):
     s, a_dtype, b_dtype = spec, CUTE_DTYPE[spec.a_dtype], CUTE_DTYPE[spec.b_dtype]
     a_layout = operand_smem_layout(a_dtype, s.a_major == "k", s.tile_m, s.tile_k, s.num_stages)
     b_layout = operand_smem_layout(
-        b_dtype, s.b_major == "k", s.tile_n, s.tile_k, s.num_stages, s.graph.accumulators
-    )
-    return Stages(memory.tensor(a_dtype, a_layout), memory.tensor(b_dtype, b_layout))
+        b_dtype, s.b_major == "k", *s.stored_b(s.tile_n, s.tile_k), s.num_stages,
+        s.graph.accumulators,
+    )  # fmt: skip
+    sA, sB = memory.tensor(a_dtype, a_layout), memory.tensor(b_dtype, b_layout)
+    if not s.converts_b:
+        return Stages(sA, sB)
+    sS, stage = None, s.scale_stage_bytes
+    if s.k_group:
+        shape = s.tile_n, s.tile_k // s.k_group, s.num_stages
+        layout = cute.make_layout(shape, stride=(1, s.tile_n, stage // 4))
+        pointer = memory.pointer(Float32, s.num_stages * stage, SMEM_ALIGNMENT)
+        sS = cute.make_tensor(pointer, layout)
+    exchange = memory.pointer(Float32, s.exchange_bytes, SMEM_ALIGNMENT)
+    return Stages(sA, sB, sS, exchange)
 
 
 def make_ring(spec, barriers, producer, tile_warps, stage_bytes):
