@@ -92,7 +92,14 @@ def num_inputs(problem: GemmProblem) -> int:
     arrays = 2 + (problem.gated and problem.up_offset is None) + len(problem.operands)
     if problem.groups:
         arrays += 1 + (problem.groups.gathered is not None)
-    return arrays + (problem.indexed is not None) + (2 if problem.a_scales else 0)
+    return arrays + (problem.indexed is not None) + num_scales(problem)
+
+
+def num_scales(problem: GemmProblem) -> int:
+    """Returns how many of these are scales: of blocks of both operands, or of groups of each B."""
+    if problem.k_group:
+        return problem.graph.accumulators
+    return 2 if problem.a_scales else 0
 
 
 def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int, ...], str]]:

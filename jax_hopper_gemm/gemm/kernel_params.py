@@ -182,7 +182,7 @@ def _operand_ab(spec: GemmSpec, name: str) -> KernelParam:
 
 
 def _scales_of_b(spec: GemmSpec, name: str) -> KernelParam:
-    return KernelParam(f"{name}_scales", "tensor_map", "float32", "ng" + _batch(spec), "n")
+    return KernelParam(f"{name}_group_scales", "tensor_map", "float32", "ng" + _batch(spec), "n")
 
 
 def _result(spec: GemmSpec, i: int, result: Result) -> KernelParam:

@@ -146,6 +146,8 @@ def _conversion_violations(t: ProblemType) -> Iterator[str]:
     if t.k_group and t.k_group not in K_GROUPS:
         groups = one_of(tuple(map(str, K_GROUPS)))
         yield f"scales of {t.k_group} elements of K, not {groups}: multiply by them"
+    if t.k_group and t.nested:
+        yield "groups along K have scales, and the product has a nested batch: copy it"
     if t.grouped == "k":
         yield f"B is {t.b_dtype}, and K is cut into groups: cast it to {t.a_dtype}"
     if t.gathered == "b" or (t.indexed == "b" and t.k_group):

@@ -413,7 +413,7 @@ class ProblemType:
         """The same of the product that a measured table holds."""
         return replace(
             self, epilogue=None, gathered=None, indexed=None, nested=False, promoted=False,
-            a_block=0, b_block=0,
+            a_block=0, b_block=0, k_group=0,
         )  # fmt: skip
 
 

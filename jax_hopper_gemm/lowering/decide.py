@@ -30,6 +30,7 @@ class Form:
     # By operand, how XLA transposes it first: 8-bit operands are multiplied along K alone, and the
     # contracted axes must be one.
     copied: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    widened: tuple[int, ...] = ()  # operands that a kernel converts to 16 bits on chip
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def decide(
     routes: list[Route] = []
     for form in forms:
         routes.append(route(form.request, device, kernel_only=kernel_only))
-        if routes[-1].supported:
+        # Where no kernel is to convert an operand, one may run the product of what XLA makes of it.
+        if routes[-1].path == "hopper" or (routes[-1].supported and not form.widened):
             break
     form, chosen = forms[len(routes) - 1], routes[-1]
     if not chosen.supported:
@@ -71,7 +73,10 @@ def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
         return [Form(request)]
     through = _stored(request, origins) or Form(request)
     in_place = _gathering(_indexing(through, origins), origins)
+    narrow = _narrow(through, origins)
     forms: list[Form] = []
+    if narrow:
+        forms += [_gathering(_indexing(narrow, origins), origins), narrow]
     for form in (in_place, through, Form(request), _along_k(request), _joined(request)):
         if form is not None and form not in forms:
             forms.append(form)
@@ -80,6 +85,8 @@ def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
 
 def _written_first(form: Form, taken: Form) -> str:
     """Returns what XLA does before a product that `taken` does not read as `form` would."""
+    if form.widened != taken.widened:
+        return "converts an operand to 16 bits first"
     if form.request.gathered != taken.request.gathered:
         return "writes the rows first that are picked"
     if form.request.indexed != taken.request.indexed:
@@ -113,6 +120,33 @@ def _stored(request: Request, origins: Sequence[Origin]) -> Form | None:
         return None
     request = replace(request, subscripts=subscripts, lhs_shape=lhs_shape, rhs_shape=rhs_shape)
     return Form(request, numbers)
+
+
+def _narrow(form: Form, origins: Sequence[Origin]) -> Form | None:
+    """Returns the same product of arrays of 8 or 4 bits that operands are made of.
+
+    Those on the right, or the left one: one side is converted. Their scales, if any, are those of
+    groups along the contracted axis. None where there are no such arrays.
+    """
+    request, rights = form.request, range(1, len(origins))
+    for operands, letters, field in (
+        (tuple(rights), request.subscripts.rhs, "rhs_dtype"),
+        ((0,), request.subscripts.lhs, "lhs_dtype"),
+    ):
+        if any(origins[i].permutation is not None and i not in form.stored for i in operands):
+            continue
+        kinds = {origins[i].widened for i in operands}
+        (widened, *others) = kinds
+        if widened is None or others:
+            continue
+        along = letters[widened.axis] if widened.group else ""
+        if along not in request.subscripts.contracted or (widened.group and field == "lhs_dtype"):
+            continue
+        named: Any = {field: widened.dtype}
+        return replace(
+            form, request=replace(request, k_group=widened.group, **named), widened=operands
+        )
+    return None
 
 
 def _along_k(request: Request) -> Form | None:

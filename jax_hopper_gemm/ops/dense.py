@@ -21,7 +21,14 @@ from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
-from .quantized import Quantized, is_quantized, run_quantized
+from .quantized import (
+    Quantized,
+    beside_result,
+    is_quantized,
+    is_weights,
+    run_quantized,
+    widened_pair,
+)
 from .recipes import Recipe, check_recipe, run_recipe
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
@@ -121,12 +128,16 @@ def matmul(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     terms = {"alpha": alpha, "c": c, "beta": beta, "bias": bias, "residual": residual}
-    pair = a, b
+    axes = -1, -2 if jnp.ndim(getattr(b, "values", b)) > 1 else -1
+    pair, scales = widened_pair("matmul", (("a", a), ("b", b)), axes)
     a, b = (x.values if isinstance(x, Quantized) else x for x in pair)
     a, b, *arrays = checks.as_arrays("matmul", terms, a=a, b=b)
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
     checks.check_matmul(a, b, terms, activation, preferred_element_type)
-    named = named_in(terms)
+    if jnp.ndim(b) == 1:
+        scales = {name: x.reshape(x.shape[:-1]) for name, x in scales.items()}
+    named = named_in(terms | scales)
+    terms |= scales
     steps = Steps("matmul", named, activation_function(activation), epilogue)
     options = Options(
         implementation, precision, preferred_element_type, preactivation,
@@ -193,11 +204,14 @@ def dot_general(
       TypeError: an operand is not an array, or `dimension_numbers` has another structure.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
-    pair = lhs, rhs
+    if is_weights(lhs, rhs) or is_weights(rhs, lhs):
+        pair, scales = _weights_of_dot("dot_general", lhs, rhs, dimension_numbers)
+    else:
+        pair, scales = (lhs, rhs), {}
     lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in pair)
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
-    steps = Steps("dot_general", epilogue=epilogue)
+    steps = Steps("dot_general", named_in(scales), epilogue=epilogue)
     options = Options(
         implementation, precision, preferred_element_type, preactivation,
         cotangent_dtype=checks.as_cotangent_dtype("dot_general", cotangent_dtype),
@@ -215,8 +229,26 @@ def dot_general(
         )
     named = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
     return _run(
-        JaxProduct(lax.dot_general, named), (lhs, rhs), steps, (), epilogue_operands, options
-    )
+        JaxProduct(lax.dot_general, named), (lhs, rhs), steps, tuple(scales.values()),
+        epilogue_operands, options,
+    )  # fmt: skip
+
+
+def _weights_of_dot(
+    op: str, lhs: Any, rhs: Any, dimension_numbers: Any
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Returns the operands, weights as arrays, and scales as they broadcast against the result."""
+    shaped = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs)]
+    contracted, batch = checks.checked_axes(op, *shaped, dimension_numbers)
+    if len(contracted[0]) != 1:
+        raise NotImplementedError(
+            f"{op}: {len(contracted[0])} axes of weights are contracted, expected one: reshape them"
+        )
+    axes = contracted[0][0], contracted[1][0]
+    pair, scales = widened_pair(op, (("lhs", lhs), ("rhs", rhs)), axes)
+    free = [x.ndim - 1 - len(own) for x, own in zip((lhs, rhs), batch, strict=True)]
+    beside = {"lhs_scale": (axes[0], batch[0], -free[1]), "rhs_scale": (axes[1], batch[1], free[0])}
+    return pair, {name: beside_result(x, *beside[name]) for name, x in scales.items()}
 
 
 @takes_batch_invariant

@@ -20,6 +20,7 @@ from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .dense import INLINE
+from .quantized import Quantized, is_weights, widened
 from .ragged_run import RaggedArrays, run_with_epilogue
 from .replaced import check_kernel_unasked, is_replaced
 from .settled import Settled, settled
@@ -31,7 +32,7 @@ from .substitute import final_product
 @takes_batch_invariant
 def gated_linear_unit(
     x: ArrayLike,
-    weights: ArrayLike | tuple[ArrayLike, ArrayLike],
+    weights: ArrayLike | Quantized | tuple[ArrayLike | Quantized, ArrayLike | Quantized],
     *,
     activation: str | Activation | None = "silu",
     bias: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
@@ -59,7 +60,7 @@ def gated_linear_unit(
     Args:
       x: (..., K).
       weights: (K, 2, N), gate `weights[:, 0]` and up `weights[:, 1]`; or a pair (gate, up) of
-        arrays (K, N).
+        arrays (K, N). Or `Quantized`, beside `x` of 16 bits.
       activation: a function of one array, elementwise, a name as in `matmul`, or None.
       bias: (2, N), or a pair of (N,): added to the products.
       row_scale: (...,), a factor of each row of the result before it is rounded, such as an
@@ -89,11 +90,12 @@ def gated_linear_unit(
         "group_sizes": group_sizes, "group_offset": group_offset, "row_indices": row_indices,
     }  # fmt: skip
     sizes, offset, rows = checks.as_arrays(op, groups)
+    weights, factors = _widened(op, x, weights, grouped=sizes is not None)
     x, rights, biases, scale = checks.check_gated(
         x, weights, bias, row_scale, activation, preactivation, implementation,
         checks.GroupArguments(sizes, offset, rows),
     )  # fmt: skip
-    gate = Gate(activation_function(activation), scaled=bool(scale))
+    gate = Gate(activation_function(activation), bool(scale), bool(factors))
     scale = tuple(jnp.expand_dims(s, -1) for s in scale)
     options = Options(
         implementation, precision, preferred_element_type, preactivation, current_max_sms(),
@@ -101,10 +103,10 @@ def gated_linear_unit(
     )  # fmt: skip
     options = with_batch_invariance(options)
     if sizes is not None:
-        operands = (*(jnp.expand_dims(b, 1) for b in biases), *scale)
+        operands = (*(jnp.expand_dims(b, 1) for b in (*factors, *biases)), *scale)
         arrays = RaggedArrays(x, rights, sizes, offset, rows)
         return run_with_epilogue(op, arrays, operands, gate, options)
-    operands = (*biases, *scale)
+    operands = (*factors, *biases, *scale)
     if is_replaced():
         check_kernel_unasked(op, options.insists)
         products = _products(_dot(x, options), x, rights)
@@ -115,6 +117,29 @@ def gated_linear_unit(
         eager=not isinstance(x, Tracer),
     )  # fmt: skip
     return _traced_gate(x, rights, operands, own, options)
+
+
+def _widened(op: str, x: Any, weights: Any, *, grouped: bool) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the weights as arrays, and factors of gate and of up: one for each column, or none.
+
+    Factors have the shape of biases.
+    """
+    pair = isinstance(weights, tuple | list)
+    given = tuple(weights) if pair else (weights,)
+    if not all(is_weights(w, x) for w in given):
+        return weights, ()
+    found = [widened(op, "weights", w, int(grouped), x.dtype) for w in given]
+    arrays, scales = zip(*found, strict=True)
+    if any(scale is None for scale in scales):
+        if not all(scale is None for scale in scales):
+            raise NotImplementedError(f"{op}: gate and up have scales of different blocks")
+        return arrays if pair else arrays[0], ()
+    factors = [jnp.squeeze(scale, int(grouped)) for scale in scales]
+    if pair:
+        return arrays, tuple(factors)
+    (both,) = factors
+    both = jnp.broadcast_to(both, (*both.shape[:-2], 2, both.shape[-1]))
+    return arrays[0], (both[..., 0, :], both[..., 1, :])
 
 
 @partial(jax.jit, static_argnums=(3, 4), inline=INLINE)

@@ -1,7 +1,8 @@
-"""Quantized arrays: values of 8 bits with float32 scales, and their products.
+"""Quantized arrays: values of 8 or 4 bits with float32 scales, and their products.
 
-A scale is for a tensor, for each row or column, or for blocks of 128. Where it does not change
-along the contracted axis it is multiplied by what the kernel has summed, else while it sums.
+A scale is for a tensor, for each row or column, or for blocks. Where it does not change along the
+contracted axis it is multiplied by what the kernel has summed, else while it sums. Beside an array
+of 16 bits a quantized one is weights: it becomes such an array where a product reads it.
 """
 
 from __future__ import annotations
@@ -17,35 +18,42 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..gemm.dtypes import QUANTIZED, one_of
+from ..gemm.dtypes import HALVES, QUANTIZED, WEIGHTS, one_of
 from ..gemm.product import Options
-from ..gemm.spec import PROMOTION_K
+from ..gemm.spec import K_GROUPS, PROMOTION_K
+from ..lowering.emit import pack
 from ..primitives.scaled_dot import hopper_scaled_dot
+from ..primitives.widen import hopper_widen, unpack
 from . import checks
 from .batch_invariance import with_batch_invariance
 from .sm_limit import current_max_sms
 from .steps import SCALES, Steps, traced
 
-BLOCK = PROMOTION_K
+BLOCK, BLOCKS = PROMOTION_K, K_GROUPS
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=())
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("packed",)
+)
 @dataclass(frozen=True)
 class Quantized:
-    """An array as numbers of 8 bits times scales; `matmul` and `dot_general` take it as it is.
+    """An array as numbers of 8 or 4 bits times scales; products take it as it is.
 
     Attributes:
-      values: float8_e4m3fn, float8_e5m2 or int8.
-      scale: float32, of the same rank. Along each axis it has one entry for each of `values`', one
-        for each 128 of them (rounded up), or one alone.
+      values: float8_e4m3fn, float8_e5m2, int8 or int4.
+      scale: float32, of the same rank. Along each axis it has one entry for each of the array's,
+        one for each 128, 64 or 32 of them (rounded up), or one alone.
+      packed: whether `values` are uint8, as `pack_weights` makes them of int4.
     """
 
     values: jax.Array
     scale: jax.Array
+    packed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+        *others, last = self.values.shape
+        return (*others, 2 * last if self.packed else last)
 
     @property
     def ndim(self) -> int:
@@ -55,8 +63,9 @@ class Quantized:
         """Returns `values * scale`, computed in float32."""
         scale = self.scale
         for axis, block in enumerate(_blocks("dequantize", "self", self)):
-            scale = _each(scale, axis, block, self.values.shape[axis])
-        return (self.values.astype(jnp.float32) * scale).astype(dtype)
+            scale = _each(scale, axis, block, self.shape[axis])
+        values = unpack(self.values) if self.packed else self.values
+        return (values.astype(jnp.float32) * scale).astype(dtype)
 
 
 def quantize(
@@ -64,17 +73,19 @@ def quantize(
     dtype: DTypeLike = jnp.float8_e4m3fn,
     block: Sequence[int | None] | None = None,
 ) -> Quantized:
-    """Returns an array in 8 bits, each block's largest magnitude as the largest number there is.
+    """Returns an array in 8 or 4 bits, each block's largest magnitude as the largest number.
 
-    The scale of a block is max(|x|) / largest number of `dtype`: 448, 57344 or 127. Values are
+    The scale of a block is max(|x|) / largest number of `dtype`: 448, 57344, 127 or 7. Values are
     rounded to nearest, ties to even. A block of zeros has scale 1. One that holds an infinity has
     an infinite scale, and its values are NaN or 0; one that holds a NaN has a NaN scale.
 
     Args:
       x: floats.
-      dtype: float8_e4m3fn, float8_e5m2 or int8.
-      block: for each axis how many elements share a scale: 1, 128, or None for all. None alone is
-        one scale for the tensor. `(1, 128)` suits activations and gradients, `(128, 128)` weights.
+      dtype: float8_e4m3fn, float8_e5m2, int8 or int4.
+      block: for each axis how many elements share a scale: 1, 32, 64, 128, or None for all. None
+        alone is one scale for the tensor. Where both operands are quantized `(1, 128)` suits
+        activations and gradients, `(128, 128)` weights; beside an array of 16 bits weights (K, N)
+        take `(None, 1)`, or `(128, 1)` for one scale each 128 of K.
 
     Raises:
       TypeError: `x` is not an array of floats, or `dtype` is none of those.
@@ -82,8 +93,8 @@ def quantize(
     """
     (x,) = checks.as_arrays("quantize", x=x)
     x, name = jnp.asarray(x), jnp.dtype(dtype).name
-    if name not in QUANTIZED:
-        raise TypeError(f"quantize: dtype is {name}, expected {one_of(QUANTIZED)}")
+    if name not in WEIGHTS:
+        raise TypeError(f"quantize: dtype is {name}, expected {one_of(WEIGHTS)}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize: x is {checks.describe(x)}, expected floats")
     blocks = (None,) * x.ndim if block is None else tuple(block)
@@ -91,13 +102,14 @@ def quantize(
         raise ValueError(
             f"quantize: block is {blocks}, expected {x.ndim} entries: x is {checks.describe(x)}"
         )
-    if any(b not in (None, 1, BLOCK) for b in blocks):
-        raise ValueError(f"quantize: block is {blocks}, expected 1, {BLOCK} or None for each axis")
+    if any(b not in (None, 1, *BLOCKS) for b in blocks):
+        sizes = ", ".join(map(str, sorted((1, *BLOCKS))))
+        raise ValueError(f"quantize: block is {blocks}, expected {sizes} or None for each axis")
     wide = x.astype(jnp.float32)
     split, axes = _split(wide, blocks)
     largest = jnp.max(jnp.abs(split), axes, keepdims=True, initial=0.0)
-    integer = name == "int8"
-    limit = 127.0 if integer else float(jnp.finfo(dtype).max)
+    integer = jnp.issubdtype(dtype, jnp.integer)
+    limit = float((jnp.iinfo if integer else jnp.finfo)(dtype).max)
     scale = jnp.where(largest == 0, 1.0, largest / limit)
     scaled = jnp.clip(split / scale, -limit, limit)
     scaled = (jnp.round(scaled) if integer else scaled).astype(dtype)
@@ -110,9 +122,9 @@ def _split(x: jax.Array, blocks: Sequence[int | None]) -> tuple[jax.Array, tuple
     """Returns an array with each axis of blocks as two, and the axes that share a scale."""
     x, shape, axes = jnp.pad(x, _padding(x, blocks)), [], []
     for extent, block in zip(x.shape, blocks, strict=True):
-        if block == BLOCK:
+        if block in BLOCKS:
             axes.append(len(shape) + 1)
-            shape += [extent // BLOCK, BLOCK]
+            shape += [extent // block, block]
         else:
             axes += [len(shape)] if block is None else []
             shape.append(extent)
@@ -122,16 +134,16 @@ def _split(x: jax.Array, blocks: Sequence[int | None]) -> tuple[jax.Array, tuple
 def _padding(x: jax.Array, blocks: Sequence[int | None]) -> list[tuple[int, int]]:
     """Returns how many elements each axis lacks of whole blocks."""
     pairs = zip(x.shape, blocks, strict=True)
-    return [(0, -extent % BLOCK if block == BLOCK else 0) for extent, block in pairs]
+    return [(0, -extent % block if block else 0) for extent, block in pairs]
 
 
 def _inner(blocks: Sequence[int | None]) -> tuple[int, ...]:
     """Returns the axes of `_split`'s array that number the elements of a block."""
     axes, at = [], 0
     for block in blocks:
-        if block == BLOCK:
+        if block in BLOCKS:
             axes.append(at + 1)
-        at += 2 if block == BLOCK else 1
+        at += 2 if block in BLOCKS else 1
     return tuple(axes)
 
 
@@ -140,7 +152,7 @@ def is_quantized(*operands: Any) -> bool:
 
 
 def _blocks(op: str, name: str, x: Quantized) -> tuple[int, ...]:
-    """Returns for each axis how many elements share a scale: 1, 128, or 0 for all of them."""
+    """Returns for each axis how many elements share a scale: 1, a block, or 0 for all of them."""
     values, scale = x.values, x.scale
     if jnp.ndim(scale) != jnp.ndim(values):
         raise ValueError(
@@ -148,15 +160,16 @@ def _blocks(op: str, name: str, x: Quantized) -> tuple[int, ...]:
             f"values, {checks.describe(values)}"
         )
     found = []
-    for extent, count in zip(values.shape, scale.shape, strict=True):
-        sizes = {1: 0, extent: 1}
-        if count not in sizes and count != -(-extent // BLOCK):
+    for extent, count in zip(x.shape, scale.shape, strict=True):
+        sizes = {-(-extent // block): block for block in BLOCKS} | {extent: 1, 1: 0}
+        if count not in sizes:
+            counts = [f"{-(-extent // block)} (one for each {block})" for block in BLOCKS]
             raise ValueError(
                 f"{op}: the scale of {name} is {checks.describe(scale)}, of values "
                 f"{checks.describe(values)}: an axis of {extent} has {extent}, "
-                f"{-(-extent // BLOCK)} (one for each {BLOCK}) or 1"
+                f"{', '.join(counts)} or 1"
             )
-        found.append(sizes.get(count, BLOCK))
+        found.append(sizes[count])
     return tuple(found)
 
 
@@ -218,6 +231,10 @@ def run_quantized(
             raise TypeError(
                 f"{op}: {name} is {checks.describe(x)} beside a quantized array: quantize it, too"
             )
+        if x.packed or x.values.dtype.name not in QUANTIZED:
+            raise TypeError(
+                f"{op}: {name} is of int4 beside a quantized array: pass the other one in 16 bits"
+            )
     (lhs_k, rhs_k), (lhs_batch, rhs_batch) = dimension_numbers
     if len(lhs_k) != 1:
         raise NotImplementedError(
@@ -258,15 +275,98 @@ def run_quantized(
 
 def _each(scale: jax.Array, axis: int, block: int, extent: int) -> jax.Array:
     """Returns scales of blocks along an axis as those of its elements; others unchanged."""
-    if block != BLOCK:
+    if block not in BLOCKS:
         return scale
-    return lax.slice_in_dim(jnp.repeat(scale, BLOCK, axis), 0, extent, axis=axis)
+    return lax.slice_in_dim(jnp.repeat(scale, block, axis), 0, extent, axis=axis)
+
+
+def pack_weights(x: Quantized) -> Quantized:
+    """Returns int4 weights as kernels read them: two neighbours along the last axis in a byte.
+
+    So each product reads half a byte a number, where XLA would else pack them for each.
+
+    Args:
+      x: of int4, an even number along the last axis.
+
+    Raises:
+      TypeError: `x` is not `Quantized`, or of another dtype.
+      ValueError: the last axis is odd.
+    """
+    if not isinstance(x, Quantized) or jnp.dtype(x.values.dtype).name != "int4":
+        what = checks.describe(x.values) if isinstance(x, Quantized) else type(x).__name__
+        raise TypeError(f"pack_weights: x is {what}, expected Quantized of int4")
+    if x.shape[-1] % 2:
+        raise ValueError(f"pack_weights: the last axis is {x.shape[-1]}, expected an even number")
+    return Quantized(pack(x.values), x.scale, packed=True)
+
+
+def is_weights(x: Any, other: Any) -> bool:
+    """Whether a quantized array is multiplied by one of 16 bits."""
+    dtype = getattr(other, "dtype", None)
+    return isinstance(x, Quantized) and dtype is not None and jnp.dtype(dtype).name in HALVES
+
+
+def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[jax.Array, Any]:
+    """Returns weights as an array of 16 bits, and what its products are multiplied by.
+
+    Inside `jax.jit` nobody writes this array where a kernel reads the numbers that it is made of.
+
+    Args:
+      axis: the contracted one.
+
+    Returns:
+      The array; float32 scales of its rank, one along `axis`, or None where scales change along it:
+      the array is then multiplied by them.
+    """
+    blocks, scale = _blocks(op, name, x), jnp.asarray(x.scale, jnp.float32)
+    axis %= x.ndim
+    for i, block in enumerate(blocks):
+        scale = scale if i == axis else _each(scale, i, block, x.shape[i])
+    if blocks[axis] == 0:
+        return hopper_widen(x.values, dtype, packed=x.packed), scale
+    group = {"axis": axis - x.ndim, "group": blocks[axis], "packed": x.packed}
+    return hopper_widen(x.values, dtype, scale, **group), None
+
+
+def widened_pair(
+    op: str, operands: tuple[tuple[str, Any], tuple[str, Any]], axes: tuple[int, int]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the operands of a product, weights as arrays; and scales of its result.
+
+    These have the rank and the name in `SCALES` of their operand.
+    """
+    arrays, scales = [], {}
+    (_, lhs), (_, rhs) = operands
+    for (name, x), other, axis, of in zip(operands, (rhs, lhs), axes, SCALES, strict=True):
+        if is_weights(x, other):
+            x, scale = widened(op, name, x, axis, other.dtype)
+            if scale is not None:
+                scales[of] = scale
+        arrays.append(x)
+    return arrays, scales
+
+
+def beside_result(scale: jax.Array, contracted: int, batch: Sequence[int], others: int) -> jax.Array:
+    """Returns the scales of an operand of `dot_general` as they broadcast against its result.
+
+    Args:
+      contracted, batch: these axes of the operand.
+      others: how many free axes of the other one lie before its own; if negative, so many behind.
+    """
+    free = [i for i in range(scale.ndim) if i not in (contracted, *batch)]
+    shape = [scale.shape[i] for i in (*batch, *free)]
+    shape[len(batch) : len(batch)] = [1] * max(others, 0)
+    return lax.transpose(scale, (*batch, *free, contracted)).reshape(*shape, *[1] * max(-others, 0))
 
 
 def _arranged(
     op: str, name: str, x: Quantized, contracted: Sequence[int], batch: Sequence[int]
 ) -> Operand:
     blocks = _blocks(op, name, x)
+    if any(block in BLOCKS and block != BLOCK for block in blocks):
+        raise NotImplementedError(
+            f"{op}: {name} has scales of blocks {blocks} beside a quantized array: take {BLOCK}"
+        )
     free = [axis for axis in range(x.ndim) if axis not in (*contracted, *batch)]
     order = (*batch, *free, *contracted)
     return Operand(

@@ -70,8 +70,12 @@ class Gate:
 
     activation: Activation | None = None
     scaled: bool = False  # whether the last operand is the scale
+    factors: bool = False  # whether the first two are factors of gate and of up
 
     def __call__(self, gate: jax.Array, up: jax.Array, *operands: jax.Array) -> jax.Array:
+        if self.factors:
+            gate, up = gate * _as(gate.dtype, operands[0]), up * _as(up.dtype, operands[1])
+            operands = operands[2:]
         biases = operands[: len(operands) - self.scaled]
         if biases:
             gate, up = (y + _as(y.dtype, b) for y, b in zip((gate, up), biases, strict=True))

@@ -26,7 +26,7 @@ class Stages:
 
     sA: Any  # (bM, bK, stages)
     sB: Any  # (bN, bK, stages)
-    sS: Any = None  # (bN, groups along K, stages): scales of B
+    sS: tuple = ()  # of each B (bN, groups along K, stages): its scales
     exchange: Any = None  # where math warpgroups turn their accumulators, see `rs`
 
 
@@ -54,12 +54,13 @@ def allocate_stages(spec, memory):
     sA, sB = memory.tensor(a_dtype, a_layout), memory.tensor(b_dtype, b_layout)
     if not s.converts_b:
         return Stages(sA, sB)
-    sS, stage = None, s.scale_stage_bytes
+    sS, stage = (), s.scale_stage_bytes
     if s.k_group:
-        shape = s.tile_n, s.tile_k // s.k_group, s.num_stages
-        layout = cute.make_layout(shape, stride=(1, s.tile_n, stage // 4))
+        rows, groups = s.d_tile_n, s.tile_k // s.k_group
+        layout = cute.make_layout((rows, groups, s.num_stages), stride=(1, rows, stage // 4))
         pointer = memory.pointer(Float32, s.num_stages * stage, SMEM_ALIGNMENT)
-        sS = cute.make_tensor(pointer, layout)
+        parts = range(s.graph.accumulators)
+        sS = tuple(cute.make_tensor(pointer + part * rows * groups, layout) for part in parts)
     exchange = memory.pointer(Float32, s.exchange_bytes, SMEM_ALIGNMENT)
     return Stages(sA, sB, sS, exchange)
 

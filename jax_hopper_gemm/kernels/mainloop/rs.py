@@ -179,8 +179,8 @@ class ConversionView:
     acc: Any
     sums: Any  # where wgmma adds up
     totals: Any  # `sums`; with scales others like it, to which these are added
-    scales: Any  # (bN, groups along K, stages), or None
-    columns: tuple  # for each block a thread's two, among the scales
+    scales: tuple  # of each B (bN, groups along K, stages), or none
+    columns: tuple  # for each block the number of its B, and there a thread's two columns
     written: Any  # a thread's first element of the exchange, as `sums` has them
     read: Any  # the same as `acc` has them: (2, 2, columns / 8)
     barrier: Any  # the warpgroup's
@@ -236,7 +236,7 @@ class RegisterConsumer(SharedConsumer):
         return ConversionView(
             Raw(position, base, starts), tCrB, acc, sums, totals,
             scales=stages.sS,
-            columns=tuple(tuple(column + x for x in own) for column in columns),
+            columns=tuple(self.columns_of(warpgroup_index, i, own) for i in range(self.blocks)),
             written=exchange
             + (first_column(position) * EXCHANGE_PITCH + own[0] % EXCHANGE_COLUMNS),
             read=exchange + (first_row(position) * EXCHANGE_PITCH + first_column(position)),
@@ -245,9 +245,15 @@ class RegisterConsumer(SharedConsumer):
 
     def block_column(self, warpgroup_index, block):
         """Returns the first column, in a stage, of a block of 64: those of gate come first."""
+        part, (column,) = self.columns_of(warpgroup_index, block, (0,))
+        return part * self.spec.d_tile_n + column
+
+    def columns_of(self, warpgroup_index, block, own):
+        """Returns which B a block is of, and its columns `own` there."""
         of_each = self.blocks // self.spec.graph.accumulators
         part, i = divmod(block, of_each)
-        return part * self.spec.d_tile_n + (warpgroup_index * of_each + i) * BLOCK
+        first = (warpgroup_index * of_each + i) * BLOCK
+        return part, tuple(first + column for column in own)
 
     def multiply(self, view, ring, state, coords, on_issued):
         if self.spec.k_group:
@@ -341,7 +347,9 @@ class RegisterConsumer(SharedConsumer):
         self.before_read()
         of_group = self.spec.k_group // MMA_K
         for group in range(self.spec.tile_k // self.spec.k_group):
-            scales = [[view.scales[x, group, stage] for x in pair] for pair in view.columns]
+            scales = [
+                [view.scales[part][x, group, stage] for x in pair] for part, pair in view.columns
+            ]
             mma = self.make_swapped_mma()
             mma.set(warpgroup.Field.ACCUMULATE, False)
             for i in range(of_group):

@@ -11,6 +11,7 @@ from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import select_
 
+from ...gemm.spec import TmaBox
 from ..dtypes import CUTE_DTYPE
 from .ring import operand_smem_layout
 
@@ -130,15 +131,15 @@ class ScalesOfB:
 
     def make_tma_atoms(self, tensors):
         op, layout = cpasync.CopyBulkTensorTileG2SOp(), cute.make_layout(self.tile)
-        return tuple(
+        atoms = tuple(
             cpasync.make_tiled_tma_atom(op, tensor, layout, self.tile)[0] for tensor in tensors
         )
+        for atom in atoms:
+            check_box(atom, TmaBox(*self.tile, swizzle=0), 1)
+        return atoms
 
     def view(self, maps, stages, tma_coords, cta):
-        # (bN of one B, groups, B's, 1, stages)
-        parts = cute.flat_divide(stages.sS, self.tile)
-        parts = tuple(parts[None, None, part, 0, None] for part in range(len(maps)))
-        return TmaView(maps, parts, tma_coords, cta=0, mask=None, own_mask=None)
+        return TmaView(maps, stages.sS, tma_coords, cta=0, mask=None, own_mask=None)
 
     def partition(self, view, coords):
         tiles, at = view.tma_coords.scales_of_b(coords)
