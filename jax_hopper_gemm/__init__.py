@@ -13,7 +13,6 @@ from .ops import einsum as einsum
 from .ops import gated_linear_unit as gated_linear_unit
 from .ops import matmul as matmul
 from .ops import max_sms as max_sms
-from .ops import pack_weights as pack_weights
 from .ops import quantize as quantize
 from .ops import ragged_dot as ragged_dot
 from .ops import ragged_dot_general as ragged_dot_general
@@ -43,8 +42,7 @@ __all__ = [
     "Explanation", "FallbackWarning", "FoundProduct", "ProductReport", "Quantized", "accelerate",
     "all_gather_matmul", "batch_invariant", "checkpoint_policy", "dot_general", "einsum", "explain",
     "explain_gated_linear_unit", "export_disabled_checks", "gated_linear_unit",
-    "intercept_ragged_dot", "matmul", "matmul_reduce_scatter", "max_sms", "moe", "pack_weights",
-    "quantize",
+    "intercept_ragged_dot", "matmul", "matmul_reduce_scatter", "max_sms", "moe", "quantize",
     "ragged_dot", "ragged_dot_general", "recipes", "report_products", "supports",
 ]  # fmt: skip
 

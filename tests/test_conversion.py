@@ -102,7 +102,9 @@ def test_a_thread_reads_what_wgmma_wants_of_its_columns(bits, along_k, columns, 
     mask = (1 << bits) - 1
     held = [block + conversion.column_of(POSITION, h, bits, along_k=along_k) for h in range(2)]
     assert sorted(np.unique(held)) == list(range(block, block + 64))
-    for k16, (h, i) in itertools.product(range(tile_k // 16), itertools.product(range(2), range(2))):
+    for k16, (h, i) in itertools.product(
+        range(tile_k // 16), itertools.product(range(2), range(2))
+    ):
         if along_k:
             first = (16 * k16 + 8 * i) * bits // 8
             chunk = first // 16 * 16

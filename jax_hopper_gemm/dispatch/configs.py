@@ -151,8 +151,8 @@ PROMOTED_CONFIGS = (
     Config(128, 160, cluster_m=2),
 )
 
-# B is converted in registers, by warpgroups that share a tile's columns; those that are not legal for
-# groups, or rows of them, are left out.
+# B is converted in registers, by warpgroups that share a tile's columns. `candidates` leaves out
+# those that are not legal, of groups for one.
 _FEW_ROWS = [
     Config(tile_m, tile_n, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b", split_k=split_k)
     for tile_m, tile_n, split_k in product((16, 32, 64), (128, 256), (False, True))
@@ -168,8 +168,10 @@ CONVERTED_CONFIGS = (
     *(
         Config(tile_m, tile_n, k_bytes, cluster_m=m, cluster_n=n, tile_scheduler=scheduler)
         for (tile_m, tile_n), k_bytes, (m, n), scheduler in product(
-            ((128, 128), (128, 256), (256, 128)), (SWIZZLE_BYTES, 2 * SWIZZLE_BYTES),
-            ((1, 1), (2, 1), (1, 2)), ("static", "dynamic"),
+            ((128, 128), (128, 256), (256, 128)),
+            (SWIZZLE_BYTES, 2 * SWIZZLE_BYTES),
+            ((1, 1), (2, 1), (1, 2)),
+            ("static", "dynamic"),
         )
     ),
 )

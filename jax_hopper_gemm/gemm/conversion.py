@@ -42,7 +42,9 @@ def column_of(position: Position, h: int, bits: int, *, along_k: bool) -> Any:
     """Returns a thread's h-th column of a block."""
     if along_k:
         return 16 * position.warp + position.quad + 8 * h
-    return slab_of(position, bits) + (16 // bits) * position.quad + _shift(position, h, bits) // bits
+    return (
+        slab_of(position, bits) + (16 // bits) * position.quad + _shift(position, h, bits) // bits
+    )
 
 
 def slab_of(position: Position, bits: int) -> Any:

@@ -10,7 +10,8 @@ from typing import Literal
 
 # operand: of a product. result: a matrix that a kernel stores. quantized: the same, of numbers
 # that it casts to 8 bits. sum: the same, of accumulators as they are. weight: an operand beside one
-# of 16 bits, whose dtype it becomes on chip. epilogue: what one reads or computes with. index: sizes of groups, indices of rows and of a matrix in a stack, of a top-k.
+# of 16 bits, whose dtype it becomes on chip. epilogue: what one reads or computes with. index:
+# sizes of groups, indices of rows and of a matrix in a stack, of a top-k.
 Role = Literal["operand", "result", "quantized", "sum", "weight", "epilogue", "index"]
 
 MMA_BYTES = 32  # of K that one wgmma multiplies, whatever the dtype

@@ -284,8 +284,9 @@ class GemmSpec:
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a launch, its parts in this order.
 
-        Stages of A, B and its scales; where accumulators are turned; for each matrix of the results its staged tiles; for each operand that
-        is loaded its tiles, matrices first; scratch; barriers.
+        Stages of A and B, of B's scales; where accumulators are turned; for each matrix of the
+        results its staged tiles; for each operand that is loaded its tiles, matrices first;
+        scratch; barriers.
         """
         ring = self.num_stages * self.stage_bytes
         staged = self.math_warpgroups * self.epi_stages * self.epi_stage_bytes

@@ -82,7 +82,8 @@ class LaunchPlan:
 
     Buffers are numbered: A 0, B 1, up where it has an array of its own, the epilogue's operands; of
     a grouped product the sizes, and the indices of gathered rows; of one that reads a stack the
-    index; block scales of A and of B, or of groups along K of each B; then the results, then workspaces.
+    index; block scales of A and of B, or of groups along K of each B; then the results, then
+    workspaces.
     """
 
     grid: tuple[int, int, int]

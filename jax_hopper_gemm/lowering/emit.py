@@ -249,11 +249,11 @@ def _by_groups(scale: jax.Array, *, request: Request, problem: GemmProblem) -> l
     batch, columns = scale_letters(request, problem)
     up = gate_up_letter(subscripts) if request.groups else subscripts.gate_up
     letters = subscripts.rhs
-    shape = [n if x in subscripts.contracted else extents[x] for x, n in zip(letters, scale.shape)]
-    each = jnp.broadcast_to(scale, shape)
-    each = jnp.transpose(each, [letters.index(x) for x in up + batch + subscripts.contracted + columns])
-    each = each.reshape(2 if up else 1, -1, scale.shape[letters.index(subscripts.contracted)], problem.n)
-    return [each[i] for i in range(each.shape[0])]
+    groups = scale.shape[letters.index(subscripts.contracted)]
+    shape = [groups if x in subscripts.contracted else extents[x] for x in letters]
+    order = [letters.index(x) for x in up + batch + subscripts.contracted + columns]
+    each = jnp.transpose(jnp.broadcast_to(scale, shape), order)
+    return list(each.reshape(2 if up else 1, -1, groups, problem.n))
 
 
 def pack(values: jax.Array) -> jax.Array:

@@ -9,7 +9,6 @@ from .dense import einsum as einsum
 from .dense import matmul as matmul
 from .gated import gated_linear_unit as gated_linear_unit
 from .quantized import Quantized as Quantized
-from .quantized import pack_weights as pack_weights
 from .quantized import quantize as quantize
 from .ragged import ragged_dot as ragged_dot
 from .ragged import ragged_dot_general as ragged_dot_general

@@ -33,7 +33,7 @@ from .recipes import Recipe, check_recipe, run_recipe
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
 from .sm_limit import current_max_sms
-from .steps import Results, Steps, named_in, traced
+from .steps import SCALES, Results, Steps, named_in, traced
 from .substitute import final_product, with_hopper_dot
 
 
@@ -204,10 +204,7 @@ def dot_general(
       TypeError: an operand is not an array, or `dimension_numbers` has another structure.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
-    if is_weights(lhs, rhs) or is_weights(rhs, lhs):
-        pair, scales = _weights_of_dot("dot_general", lhs, rhs, dimension_numbers)
-    else:
-        pair, scales = (lhs, rhs), {}
+    pair, scales = _weights_of_dot("dot_general", lhs, rhs, dimension_numbers)
     lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in pair)
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
@@ -236,10 +233,12 @@ def dot_general(
 
 def _weights_of_dot(
     op: str, lhs: Any, rhs: Any, dimension_numbers: Any
-) -> tuple[Sequence[Any], dict[str, Any]]:
+) -> tuple[tuple[Any, Any], dict[str, Any]]:
     """Returns the operands, weights as arrays, and scales as they broadcast against the result."""
-    shaped = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs)]
-    contracted, batch = checks.checked_axes(op, *shaped, dimension_numbers)
+    if not (is_weights(lhs, rhs) or is_weights(rhs, lhs)):
+        return (lhs, rhs), {}
+    left, right = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
+    contracted, batch = checks.checked_axes(op, left, right, dimension_numbers)
     if len(contracted[0]) != 1:
         raise NotImplementedError(
             f"{op}: {len(contracted[0])} axes of weights are contracted, expected one: reshape them"
@@ -247,7 +246,9 @@ def _weights_of_dot(
     axes = contracted[0][0], contracted[1][0]
     pair, scales = widened_pair(op, (("lhs", lhs), ("rhs", rhs)), axes)
     free = [x.ndim - 1 - len(own) for x, own in zip((lhs, rhs), batch, strict=True)]
-    beside = {"lhs_scale": (axes[0], batch[0], -free[1]), "rhs_scale": (axes[1], batch[1], free[0])}
+    beside: dict[str, Any] = dict(
+        zip(SCALES, zip(axes, batch, (-free[1], free[0]), strict=True), strict=True)
+    )
     return pair, {name: beside_result(x, *beside[name]) for name, x in scales.items()}
 
 

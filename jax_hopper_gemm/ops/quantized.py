@@ -32,9 +32,7 @@ from .steps import SCALES, Steps, traced
 BLOCK, BLOCKS = PROMOTION_K, K_GROUPS
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("packed",)
-)
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("packed",))
 @dataclass(frozen=True)
 class Quantized:
     """An array as numbers of 8 or 4 bits times scales; products take it as it is.
@@ -43,7 +41,7 @@ class Quantized:
       values: float8_e4m3fn, float8_e5m2, int8 or int4.
       scale: float32, of the same rank. Along each axis it has one entry for each of the array's,
         one for each 128, 64 or 32 of them (rounded up), or one alone.
-      packed: whether `values` are uint8, as `pack_weights` makes them of int4.
+      packed: whether `values` are uint8, as `pack_weights` makes int4.
     """
 
     values: jax.Array
@@ -66,6 +64,23 @@ class Quantized:
             scale = _each(scale, axis, block, self.shape[axis])
         values = unpack(self.values) if self.packed else self.values
         return (values.astype(jnp.float32) * scale).astype(dtype)
+
+    def pack_weights(self) -> Quantized:
+        """Returns int4 values as kernels read them: two neighbours along the last axis in a byte.
+
+        Without it XLA packs them for each product.
+
+        Raises:
+          TypeError: the values are not int4.
+          ValueError: the last axis is odd.
+        """
+        if jnp.dtype(self.values.dtype).name != "int4":
+            raise TypeError(f"pack_weights: values are {checks.describe(self.values)}, not int4")
+        if self.shape[-1] % 2:
+            raise ValueError(
+                f"pack_weights: the last axis is {self.shape[-1]}, expected an even number"
+            )
+        return Quantized(pack(self.values), self.scale, packed=True)
 
 
 def quantize(
@@ -280,26 +295,6 @@ def _each(scale: jax.Array, axis: int, block: int, extent: int) -> jax.Array:
     return lax.slice_in_dim(jnp.repeat(scale, block, axis), 0, extent, axis=axis)
 
 
-def pack_weights(x: Quantized) -> Quantized:
-    """Returns int4 weights as kernels read them: two neighbours along the last axis in a byte.
-
-    So each product reads half a byte a number, where XLA would else pack them for each.
-
-    Args:
-      x: of int4, an even number along the last axis.
-
-    Raises:
-      TypeError: `x` is not `Quantized`, or of another dtype.
-      ValueError: the last axis is odd.
-    """
-    if not isinstance(x, Quantized) or jnp.dtype(x.values.dtype).name != "int4":
-        what = checks.describe(x.values) if isinstance(x, Quantized) else type(x).__name__
-        raise TypeError(f"pack_weights: x is {what}, expected Quantized of int4")
-    if x.shape[-1] % 2:
-        raise ValueError(f"pack_weights: the last axis is {x.shape[-1]}, expected an even number")
-    return Quantized(pack(x.values), x.scale, packed=True)
-
-
 def is_weights(x: Any, other: Any) -> bool:
     """Whether a quantized array is multiplied by one of 16 bits."""
     dtype = getattr(other, "dtype", None)
@@ -330,7 +325,7 @@ def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[ja
 
 def widened_pair(
     op: str, operands: tuple[tuple[str, Any], tuple[str, Any]], axes: tuple[int, int]
-) -> tuple[list[Any], dict[str, Any]]:
+) -> tuple[tuple[Any, Any], dict[str, Any]]:
     """Returns the operands of a product, weights as arrays; and scales of its result.
 
     These have the rank and the name in `SCALES` of their operand.
@@ -343,10 +338,12 @@ def widened_pair(
             if scale is not None:
                 scales[of] = scale
         arrays.append(x)
-    return arrays, scales
+    return (arrays[0], arrays[1]), scales
 
 
-def beside_result(scale: jax.Array, contracted: int, batch: Sequence[int], others: int) -> jax.Array:
+def beside_result(
+    scale: jax.Array, contracted: int, batch: Sequence[int], others: int
+) -> jax.Array:
     """Returns the scales of an operand of `dot_general` as they broadcast against its result.
 
     Args:

@@ -115,6 +115,35 @@ BLOCK_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, **_OF_ROWS, **_OF_8_BITS, **_OF_BLOCKS, "gathered": (None,)},
 )
 
+# The same where B is converted on its way to the tensor cores.
+_CONVERTED = {
+    "ab_dtype": tuple(itertools.product(("bfloat16", "float16"), (*_F8, "int8", "int4"))),
+    "tile_m": (16, 32, 64, 128, 256), "tile_n": (128, 256), "warp_schedule": ("cooperative",),
+    "num_stages": (2, 3, 4, 6), "k_group": (0, 32, 64, 128),
+}  # fmt: skip
+CONVERTED_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, **_CONVERTED},
+    {**CHOICES, **_OF_ROWS, **_CONVERTED},
+    {
+        **EPILOGUE_CHOICES,
+        **_CONVERTED,
+        "k_group": (0,),
+        "epilogue": (
+            "bias",
+            "bias_gelu_saved",
+            "residual",
+            "residual_float32",
+            "alpha_beta",
+            "scaled_rows",
+            "masked",
+            "masked_vectors",
+            "two_matrices",
+            "planes",
+            "gated_silu",
+        ),
+    },
+)
+
 _ATTEMPTS = 400  # random completions tried before a pair counts as impossible
 
 
@@ -198,6 +227,26 @@ def eight_bit_variants() -> tuple[GemmSpec, ...]:
 def block_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns the same of operands whose blocks have scales."""
     return tuple(spec for choices in BLOCK_CHOICES for spec in _covering(choices, seed))
+
+
+@cache
+def converted_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns legal specs that convert B in which each pair that any such spec has occurs."""
+    return tuple(spec for choices in CONVERTED_CHOICES for spec in _covering(choices, seed))
+
+
+@cache
+def converted_variants() -> tuple[GemmSpec, ...]:
+    """Returns some of `converted_specs`: split K, nested batches, short boxes, gated."""
+    dense = [s for s in converted_specs() if not s.grouped]
+    whole = [s for s in dense if all(result.planes == 1 for result in s.graph.results)]
+    streams = (replace(s, short_boxes=True, evict_first="b") for s in dense)
+    found = (
+        *(replace(s, tile_scheduler="static", split_k=True) for s in dense[::2]),
+        *(replace(s, nested=True) for s in whole[1::4] if s.tile_m >= 64),
+        *streams,
+    )
+    return tuple(dict.fromkeys(spec for spec in found if not violations(spec)))
 
 
 @cache

@@ -67,7 +67,7 @@ class Integers:
 
     def _subtract(self, x, y):
         # A constant must be in a register: the instruction takes none.
-        code = "{.reg .b32 y; mov.b32 y, {$r1}; %s {$w0}, {$r0}, y;}" % self.subtract
+        code = "{.reg .b32 y; mov.b32 y, {$r1}; " + self.subtract + " {$w0}, {$r0}, y;}"
         return _instruction(code, x, Uint32(y))
 
 
@@ -218,9 +218,9 @@ class RegisterConsumer(SharedConsumer):
         thr_mma = mma.get_slice(0)  # one thread stands for its warpgroup
         tCrB = mma.make_fragment_B(thr_mma.partition_B(stages.sA))
         acc = cute.make_rmem_tensor(
-            self.make_tiled_mma(1).get_slice(0).partition_shape_C(
-                (s.d_tile_m, s.columns_per_warpgroup)
-            ),
+            self.make_tiled_mma(1)
+            .get_slice(0)
+            .partition_shape_C((s.d_tile_m, s.columns_per_warpgroup)),
             Float32,
         )
         shape = thr_mma.partition_shape_C((s.columns_per_warpgroup, s.tile_m))
