@@ -153,7 +153,7 @@ class FusedEpilogue:
             read = read + self.subtiles_n
         for i_n in range(self.subtiles_n):
             buffer = tile.math.first_buffer + (before + i_n) % self.spec.epi_stages
-            block = row_block, self.row_blocks.block_n(i_n, tile.math.warpgroup)
+            block = self.row_blocks.block(i_m, i_n, tile.math.warpgroup)
             subtile = Subtile(i_m, i_n, read + i_n, coords, block, buffer)
             steps.append(partial(self.finish_subtile, tile, leaves, subtile))
         return steps

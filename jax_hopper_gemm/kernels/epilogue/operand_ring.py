@@ -157,9 +157,8 @@ class OperandWarp:
         if not self.row_blocks.any_of(coords, warpgroup):
             steps = 0
         for step in cutlass.range(steps, unroll=1):
-            block_m = self.row_blocks.block_m(step // self.steps_of_rows, warpgroup)
-            block_n = self.row_blocks.block_n(step % self.subtiles_n, warpgroup)
-            tile.load(warpgroup, loaded + step, block_m, block_n)
+            i_m, i_n = step // self.steps_of_rows, step % self.subtiles_n
+            tile.load(warpgroup, loaded + step, *self.row_blocks.block(i_m, i_n, warpgroup))
         return loaded + steps
 
     @cute.jit
@@ -170,12 +169,9 @@ class OperandWarp:
             both = self.row_blocks.any_of(coords, 1)
             for step in cutlass.range(self.steps, unroll=1):
                 i_m, i_n = step // self.steps_of_rows, step % self.subtiles_n
-                blocks = self.row_blocks
-                block_n = blocks.block_n(i_n, 0)
-                tile.load(0, loaded[0] + step, blocks.block_m(i_m, 0), block_n)
+                tile.load(0, loaded[0] + step, *self.row_blocks.block(i_m, i_n, 0))
                 if both:
-                    block_n = blocks.block_n(i_n, 1)
-                    tile.load(1, loaded[1] + step, blocks.block_m(i_m, 1), block_n)
+                    tile.load(1, loaded[1] + step, *self.row_blocks.block(i_m, i_n, 1))
             loaded = [loaded[0] + self.steps, loaded[1] + (self.steps if both else 0)]
         elif turn == 0:
             loaded = [self.load_tile(cta, 0, loaded[0], coords), loaded[1]]

@@ -114,11 +114,11 @@ class RowBlocks:
         """Returns which 64 rows of a tile a warpgroup's i_m-th row block is."""
         return i_m * self.step + (warpgroup if self.shares_rows else 0)
 
-    def block_n(self, i_n, warpgroup):
-        """Returns which subtile along N of a tile a warpgroup's i_n-th is."""
+    def block(self, i_m, i_n, warpgroup):
+        """Returns which row block and which subtile along N of a tile a warpgroup's are."""
         if self.shares_tile and not self.shares_rows:
-            return i_n + warpgroup * self.subtiles_n
-        return i_n
+            i_n = i_n + warpgroup * self.subtiles_n
+        return self.block_m(i_m, warpgroup), i_n
 
 
 class SubtileCoords(NamedTuple):
