@@ -54,7 +54,7 @@ def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
             f"{call.request.options.insists}: no kernel runs {call.request}: {route.reason}"
         )
     if not route.supported:
-        fallback.report_fallback(f"XLA runs {call.request}: {route.reason}")
+        fallback.report_fallback(ctx, f"XLA runs {call.request}: {route.reason}")
     return None
 
 
@@ -93,9 +93,9 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
         **launch_attributes(route.gemm.problem, route.spec, route.plan),
     )
     results = list[Any](results)[: len(outputs)]
-    if call.request.blocks or (call.request.k_group and route.fusion is None):
-        return mark_options(call, results)
     if route.fusion is None:
+        if call.request.blocks or call.request.k_group:
+            return mark_options(call, results)
         problem = route.gemm.problem
         _mark_product(
             results[0].owner, call.request, swap_ab=route.gemm.swap_ab, promoted=problem.promoted

@@ -22,6 +22,7 @@ from ..gemm.dtypes import HALVES, QUANTIZED, WEIGHTS, one_of
 from ..gemm.product import Options
 from ..gemm.spec import K_GROUPS, PROMOTION_K
 from ..lowering.emit import pack
+from ..primitives.quantize import quantized
 from ..primitives.scaled_dot import hopper_scaled_dot
 from ..primitives.widen import hopper_widen, unpack
 from . import checks
@@ -90,9 +91,10 @@ def quantize(
 ) -> Quantized:
     """Returns an array in 8 or 4 bits, each block's largest magnitude as the largest number.
 
-    The scale of a block is max(|x|) / largest number of `dtype`: 448, 57344, 127 or 7. Values are
-    rounded to nearest, ties to even. A block of zeros has scale 1. One that holds an infinity has
-    an infinite scale, and its values are NaN or 0; one that holds a NaN has a NaN scale.
+    The scale of a block is max(|x|) / largest number of `dtype`: 448, 57344, 127 or 7; at least
+    2**-126, so that none is subnormal. Values are rounded to nearest, ties to even. A block of
+    zeros has scale 1. One that holds an infinity has an infinite scale, one that holds a NaN a NaN:
+    times its scale, all of it is NaN.
 
     Args:
       x: floats.
@@ -120,46 +122,29 @@ def quantize(
     if any(b not in (None, 1, *BLOCKS) for b in blocks):
         sizes = ", ".join(map(str, sorted((1, *BLOCKS))))
         raise ValueError(f"quantize: block is {blocks}, expected {sizes} or None for each axis")
-    wide = x.astype(jnp.float32)
-    split, axes = _split(wide, blocks)
-    largest = jnp.max(jnp.abs(split), axes, keepdims=True, initial=0.0)
-    integer = jnp.issubdtype(dtype, jnp.integer)
-    limit = float((jnp.iinfo if integer else jnp.finfo)(dtype).max)
-    scale = jnp.where(largest == 0, 1.0, largest / limit)
-    scaled = jnp.clip(split / scale, -limit, limit)
-    scaled = (jnp.round(scaled) if integer else scaled).astype(dtype)
-    padded = [extent + more for extent, (_, more) in zip(x.shape, _padding(x, blocks), strict=True)]
-    values = scaled.reshape(padded)[tuple(map(slice, x.shape))]
-    return Quantized(values, jnp.squeeze(scale, _inner(blocks)))
+    return Quantized(*quantized(x, dtype, blocks))
 
 
-def _split(x: jax.Array, blocks: Sequence[int | None]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Returns an array with each axis of blocks as two, and the axes that share a scale."""
-    x, shape, axes = jnp.pad(x, _padding(x, blocks)), [], []
-    for extent, block in zip(x.shape, blocks, strict=True):
-        if block in BLOCKS:
-            axes.append(len(shape) + 1)
-            shape += [extent // block, block]
-        else:
-            axes += [len(shape)] if block is None else []
-            shape.append(extent)
-    return x.reshape(shape), tuple(axes)
+def as_quantized(op: str, name: str, x: Any) -> Any:
+    """Returns Qwix's `QArray` as a `Quantized`, anything else as it is.
 
-
-def _padding(x: jax.Array, blocks: Sequence[int | None]) -> list[tuple[int, int]]:
-    """Returns how many elements each axis lacks of whole blocks."""
-    pairs = zip(x.shape, blocks, strict=True)
-    return [(0, -extent % block if block else 0) for extent, block in pairs]
-
-
-def _inner(blocks: Sequence[int | None]) -> tuple[int, ...]:
-    """Returns the axes of `_split`'s array that number the elements of a block."""
-    axes, at = [], 0
-    for block in blocks:
-        if block in BLOCKS:
-            axes.append(at + 1)
-        at += 2 if block in BLOCKS else 1
-    return tuple(axes)
+    Its scales may belong to any number of neighbours: where these are no block, they are repeated
+    for each of the largest blocks that they are a multiple of, or for each element.
+    """
+    if not all(hasattr(x, field) for field in ("qvalue", "scale", "zero_point")):
+        return x
+    if x.zero_point is not None:
+        raise NotImplementedError(
+            f"{op}: {name} is a QArray with a zero point; kernels multiply symmetric ones: "
+            "quantize it without one, or dequantize it"
+        )
+    scale = jnp.asarray(x.scale, jnp.float32)
+    for axis, (extent, count) in enumerate(zip(x.qvalue.shape, scale.shape, strict=True)):
+        tile = extent // count
+        if count > 1:
+            block = max(block for block in (1, *BLOCKS) if tile % block == 0)
+            scale = jnp.repeat(scale, tile // block, axis)
+    return Quantized(x.qvalue, scale)
 
 
 def is_quantized(*operands: Any) -> bool:
@@ -307,14 +292,14 @@ def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[ja
     Inside `jax.jit` nobody writes this array where a kernel reads the numbers that it is made of.
 
     Args:
-      axis: the contracted one.
+      axis: the contracted one; -2 of a vector is its own.
 
     Returns:
       The array; float32 scales of its rank, one along `axis`, or None where scales change along it:
       the array is then multiplied by them.
     """
     blocks, scale = _blocks(op, name, x), jnp.asarray(x.scale, jnp.float32)
-    axis %= x.ndim
+    axis = max(axis, -x.ndim) % x.ndim
     for i, block in enumerate(blocks):
         scale = scale if i == axis else _each(scale, i, block, x.shape[i])
     if blocks[axis] == 0:
@@ -359,15 +344,20 @@ def beside_result(
 def _arranged(
     op: str, name: str, x: Quantized, contracted: Sequence[int], batch: Sequence[int]
 ) -> Operand:
-    blocks = _blocks(op, name, x)
-    if any(block in BLOCKS and block != BLOCK for block in blocks):
-        raise NotImplementedError(
-            f"{op}: {name} has scales of blocks {blocks} beside a quantized array: take {BLOCK}"
-        )
+    blocks, scale = list(_blocks(op, name, x)), x.scale
+    for axis, block in enumerate(blocks):
+        if block not in BLOCKS or block == BLOCK:
+            continue
+        if axis in contracted:
+            raise NotImplementedError(
+                f"{op}: {name} has a scale for each {block} of the contracted axis; beside a "
+                f"quantized array kernels take one for each {BLOCK}: pass the other in 16 bits"
+            )
+        scale, blocks[axis] = _each(scale, axis, block, x.shape[axis]), 1
     free = [axis for axis in range(x.ndim) if axis not in (*contracted, *batch)]
     order = (*batch, *free, *contracted)
     return Operand(
-        lax.transpose(x.values, order), lax.transpose(x.scale, order),
+        lax.transpose(x.values, order), lax.transpose(scale, order),
         tuple(blocks[axis] for axis in order), len(batch), len(free),
     )  # fmt: skip
 

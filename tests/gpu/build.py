@@ -26,8 +26,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # `moe
 import jax
 import nnx_step
 import notebook_block
+import train_recipes
 from moe_programs import moe_specs
-from support import eight_bit, random_grouped, random_products, training_step
+from support import eight_bit, random_grouped, random_products, recipe_programs, training_step
 from support.fused_programs import FUSED_PROGRAMS
 from support.grouped_programs import GROUPED_PROGRAMS
 from support.invariant_programs import invariant_specs
@@ -70,6 +71,7 @@ def main() -> int:
         help="only those of mixtures of experts, on one GPU and several",
     )
     parser.add_argument("--eight-bit", action="store_true", help="only those of operands of 8 bits")
+    parser.add_argument("--recipes", action="store_true", help="only those of test_recipes.py")
     parser.add_argument(
         "--overlap", action="store_true", help="only those of collective products, on several GPUs"
     )
@@ -91,12 +93,23 @@ def main() -> int:
     elif arguments.split:
         specs = [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
     elif arguments.eight_bit:
-        specs = [*eight_bit_specs(), *block_specs(), *eight_bit_variants(), *eight_bit.specs()]
+        specs = [
+            *eight_bit_specs(), *block_specs(), *eight_bit_variants(), *eight_bit.specs(),
+            *recipe_specs(),
+        ]  # fmt: skip
+    elif arguments.recipes:
+        specs = recipe_specs()
     else:
         specs = all_specs()
     report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
     print(report)
     return 1 if report.failures else 0
+
+
+def recipe_specs() -> list[GemmSpec]:
+    small = train_recipes.Setting(128, 2, 4, 128, 8, steps=100)
+    trained = train_recipes.specs(small, list(train_recipes.RECIPES))
+    return list(dict.fromkeys([*recipe_programs.specs(), *trained]))
 
 
 def all_specs() -> list[GemmSpec]:
@@ -131,6 +144,7 @@ def all_specs() -> list[GemmSpec]:
                 *block_specs(),
                 *eight_bit.specs(),
                 *converted(),
+                *recipe_specs(),
             )
         )
     )
