@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ..dispatch import Device
+from ..dispatch import Device, pass_ns
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k, weights_in_order
 from .origins import Origin
 from .route import Request, Route, route
+
+MIN_ROWS_WRITTEN = 1024  # for which XLA writes weights in 16 bits, that a kernel could convert
+WRITTEN_MARGIN = 1.1  # of the expected times, which were not fitted to kernels that convert
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,10 @@ def decide(
     forms = forms_of(request, origins)
     routes: list[Route] = []
     for form in forms:
-        routes.append(route(form.request, device, kernel_only=kernel_only))
+        found = route(form.request, device, kernel_only=kernel_only)
+        if form.widened and (slower := _slower_than_written(form, found, forms, device)):
+            found = Route("xla", slower, "model", found.gemm)
+        routes.append(found)
         # Where no kernel is to convert an operand, one may run the product of what XLA makes of it.
         if routes[-1].path == "hopper" or (routes[-1].supported and not form.widened):
             break
@@ -81,6 +87,38 @@ def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
         if form is not None and form not in forms:
             forms.append(form)
     return forms
+
+
+def _slower_than_written(
+    form: Form, found: Route, forms: Sequence[Form], device: Device
+) -> str | None:
+    """Returns why a kernel should not convert operands on chip, but read what XLA makes of them.
+
+    Scales of groups along K cost the tensor cores time in each tile of rows, XLA's pass none. Of
+    few rows it would not be repaid. Nor is it taken where a row's bits must not depend on how many
+    there are.
+    """
+    if found.path != "hopper" or form.request.options.batch_invariant:
+        return None
+    if not found.gemm or found.gemm.problem.m < MIN_ROWS_WRITTEN:
+        return None
+    written = (route(x.request, device, kernel_only=True) for x in forms if not x.widened)
+    instead = next((x for x in written if x.path == "hopper"), None)
+    if instead is None:
+        return None
+    request, wide = form.request, forms[-1].request
+    left = 0 in form.widened
+    elements = prod(request.lhs_shape if left else request.rhs_shape) * len(form.widened)
+    narrow, half = (x.lhs_dtype if left else x.rhs_dtype for x in (request, wide))
+    moved = DTYPES[narrow].nbytes(elements) + DTYPES[half].nbytes(elements)
+    device = device.limited_to(request.options.max_sms)
+    here, there = found.expected_ns(device), instead.expected_ns(device) + pass_ns(moved)
+    if here <= WRITTEN_MARGIN * there:
+        return None
+    return (
+        f"a kernel that converts it is expected to take {here / 1e3:.1f} us, XLA's conversion and "
+        f"the product of its result {there / 1e3:.1f} us"
+    )
 
 
 def _written_first(form: Form, taken: Form) -> str:

@@ -144,6 +144,11 @@ class Route:
         """Whether some kernel can run the product, chosen or not."""
         return self.source != "unsupported"
 
+    def expected_ns(self, device: dispatch.Device) -> float:
+        """Returns the kernel's expected time."""
+        assert self.gemm and self.spec and self.raster_order
+        return dispatch.estimate(self.gemm.problem, self.spec, self.raster_order, device).ns
+
     def unless(self, violation: str | None) -> Route:
         """Returns this route, or XLA's where a kernel's cannot be taken because of `violation`."""
         if violation is None or self.path == "xla":

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..fusion.jaxprs import abstract
 from ..fusion.memo import memoised
 from ..gemm.product import Implementation, Options, Product
+from ..gemm.subscripts import Subscripts
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
@@ -85,7 +86,8 @@ def matmul(
 
     Args:
       a: (..., M, K) or (K,). Leading axes broadcast against those of `b`. Or both are `Quantized`:
-        (..., M, K) by (K, N), or matrices in equal batches.
+        (..., M, K) by (K, N), or matrices in equal batches. Or one is, as weights, beside an array
+        of bfloat16 or float16.
       b: (..., K, N) or (K,).
       bias, residual, c: broadcast to the result's shape: (N,), (M, 1), (B, 1, N), ...
       activation: a function of one array, elementwise, or a name: "relu", "gelu" (by tanh),
@@ -104,8 +106,8 @@ def matmul(
         float32 each 128 of K. An algorithm that does not accumulate in
         float32 goes to XLA.
       preferred_element_type: dtype of the result; if None that of `c`, else the promoted dtype of
-        the operands; of `Quantized` ones float32. An epilogue with several results takes a tuple,
-        too, of one dtype each.
+        the operands; of two `Quantized` ones float32. An epilogue with several results takes a
+        tuple, too, of one dtype each.
       cotangent_dtype: dtype that cotangents of the product are rounded to before they are
         multiplied, whatever multiplies them, in derivatives of any order. With the operands' dtype
         the gradients of a float32 result run on kernels, and are rounded once. None leaves them as
@@ -190,7 +192,7 @@ def dot_general(
     layers accept it as their `dot_general`.
 
     Args:
-      lhs, rhs: the operands, arrays or both `Quantized`.
+      lhs, rhs: the operands, arrays or both `Quantized`; or one is, beside an array of 16 bits.
       dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
       precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
         `matmul`.
@@ -263,7 +265,7 @@ def _weights_of_dot(
 def einsum(
     subscripts: str,
     /,
-    *operands: ArrayLike,
+    *operands: ArrayLike | Quantized,
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
     save_preactivation: bool = True,
@@ -282,7 +284,8 @@ def einsum(
 
     Args:
       subscripts: such as "mk,kn->mn".
-      *operands: arrays; two with an epilogue.
+      *operands: arrays; two with an epilogue. Two may be `Quantized`, or one beside an array of 16
+        bits: `dot_general` of them.
       optimize: as in `jax.numpy.einsum`: the order of the products of three and more operands.
       epilogue, epilogue_operands, save_preactivation: as in `matmul`; `epilogue` receives the
         result that `subscripts` name.
@@ -295,7 +298,16 @@ def einsum(
       TypeError: an operand is not an array, or `subscripts` is not a string.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
+    operands = tuple(as_quantized("einsum", f"operands[{i}]", x) for i, x in enumerate(operands))
     checks.check_einsum(subscripts, operands, epilogue)
+    if is_quantized(*operands):
+        dot = partial(
+            dot_general, precision=precision, preferred_element_type=preferred_element_type,
+            epilogue_operands=epilogue_operands, save_preactivation=save_preactivation,
+            cotangent_dtype=cotangent_dtype, out_sharding=out_sharding,
+            implementation=implementation,
+        )  # fmt: skip
+        return _einsum_of_quantized(checks.one_product(subscripts), operands, epilogue, dot)
     names = ("lhs", "rhs") if len(operands) == 2 else map("operands[{}]".format, count())
     arrays = checks.as_arrays("einsum", None, **dict(zip(names, operands, strict=False)))
     if isinstance(optimize, list):  # a path, as a key
@@ -309,6 +321,29 @@ def einsum(
             cotangent_dtype=checks.as_cotangent_dtype("einsum", cotangent_dtype),
         ),
     )  # fmt: skip
+
+
+def _einsum_of_quantized(
+    subscripts: Subscripts, operands: tuple[Any, ...], epilogue: Any, dot: Callable[..., Any]
+) -> Any:
+    """Returns what `dot` does, a `dot_general` that takes quantized arrays, and a transpose."""
+    product = subscripts.dot_general()
+    lhs, rhs = operands[::-1] if product.swap_ab else operands
+    in_order = product.permutation == tuple(range(len(product.out)))
+    follow = epilogue if in_order or epilogue is None else _Permuted(product.permutation, epilogue)
+    result = dot(lhs, rhs, product.dimension_numbers, epilogue=follow)
+    return result if in_order or follow else lax.transpose(result, product.permutation)
+
+
+@dataclass(frozen=True)
+class _Permuted:
+    """A function of an array with its axes in another order. Equal ones are one key of a cache."""
+
+    permutation: tuple[int, ...]
+    function: Callable[..., Any]
+
+    def __call__(self, y: jax.Array, *operands: Any) -> Any:
+        return self.function(lax.transpose(y, self.permutation), *operands)
 
 
 def _einsum(*operands: jax.Array, subscripts: str, **options: Any) -> jax.Array:

@@ -37,7 +37,7 @@ class Program:
     """A function of activations and weights, and the exact one.
 
     Attributes:
-      function: of (x, weights, others).
+      function: of (x, weights), and of the implementation that it asks for.
       exact: of the same in float64, the weights dequantized: value and bound of its error, where
         every product errs by `delta` times that of magnitudes and results are rounded by `unit`.
     """
@@ -65,14 +65,14 @@ def _of(subscripts: str) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
 
 
 def _dot_general(axes: Any, batch: Any = ((), ())) -> Callable[..., Any]:
-    return lambda x, w: jhg.dot_general(x, w, (axes, batch), implementation="hopper")
+    return lambda x, w, only="hopper": jhg.dot_general(x, w, (axes, batch), implementation=only)
 
 
 SIZES = np.array([40, 0, 77, 3, 50], np.int32)  # 30 rows of no group
 
 
-def _ragged(x: Any, w: Any) -> Any:
-    return jhg.ragged_dot(x, w, jnp.asarray(SIZES), implementation="hopper")
+def _ragged(x: Any, w: Any, only: Any = "hopper") -> Any:
+    return jhg.ragged_dot(x, w, jnp.asarray(SIZES), implementation=only)
 
 
 def _ragged_exact(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -84,8 +84,8 @@ def _ragged_exact(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return value, magnitude
 
 
-def _gated(x: Any, w: Any) -> Any:
-    return jhg.gated_linear_unit(x, w, activation=None, implementation="hopper")
+def _gated(x: Any, w: Any, only: Any = "hopper") -> Any:
+    return jhg.gated_linear_unit(x, w, activation=None, implementation=only)
 
 
 def _gated_exact(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -94,9 +94,9 @@ def _gated_exact(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return gate * up, np.abs(gate) * of_up + np.abs(up) * of_gate + 1e-3 * of_gate * of_up
 
 
-def _epilogue(x: Any, w: Any) -> Any:
+def _epilogue(x: Any, w: Any, only: Any = "hopper") -> Any:
     bias = jnp.arange(N, dtype=jnp.float32) / N
-    return jhg.matmul(x, w, bias=bias, activation="relu", implementation="hopper")
+    return jhg.matmul(x, w, bias=bias, activation="relu", implementation=only)
 
 
 def _epilogue_exact(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -104,9 +104,9 @@ def _epilogue_exact(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return np.maximum(value + np.arange(N) / N, 0), magnitude + 1
 
 
-def _gradient(x: Any, w: Any) -> Any:
+def _gradient(x: Any, w: Any, only: Any = "hopper") -> Any:
     """dgrad of a product with a cotangent of ones, which has (M, K) of activations."""
-    return jax.grad(lambda x: jnp.sum(jhg.matmul(x, w, implementation="hopper")))(x)
+    return jax.grad(lambda x: jnp.sum(jhg.matmul(x, w, implementation=only)))(x)
 
 
 def _gradient_exact(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
