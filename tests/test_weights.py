@@ -223,6 +223,17 @@ TABLE = {
     "rows in groups": Row(
         jhg.ragged_dot, (X, _w(jnp.int8, 64, (4, 512, 384), 1), SIZES), "right", 64
     ),
+    "dgrad": Row(
+        lambda x, w, **how: jax.grad(lambda x: jnp.sum(jhg.matmul(x, w, **how)))(x),
+        (X, _w(jnp.int8)), "right",
+    ),
+    "dgrad, groups along K": Row(
+        lambda x, w, **how: jax.grad(lambda x: jnp.sum(jhg.matmul(x, w, **how)))(x),
+        (X, _w(jnp.int8, 64)),
+    ),
+    "a reduction follows": Row(
+        partial(jhg.matmul, epilogue=jnp.max), (X, _w(jnp.int8)), follows=True
+    ),
     "gate and up": Row(
         jhg.gated_linear_unit, (X, _w(jnp.int8, None, (512, 2, 384), 0)), "right", follows=True
     ),

@@ -272,6 +272,18 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
     return tuple(covering_subset(pool, trait_pairs))
 
 
+@cache
+def compiled_weights() -> tuple[GemmSpec, ...]:
+    """Returns the same of kernels that convert B."""
+    pool = dict.fromkeys((*converted_specs(), *converted_variants()))
+    return tuple(covering_subset(pool, _pairs_beside_groups))
+
+
+def _pairs_beside_groups(spec: GemmSpec) -> set[frozenset]:
+    traits = [*traits_of(spec), ("k_group", spec.k_group)]
+    return {frozenset(pair) for pair in itertools.combinations(traits, 2)}
+
+
 def trait_pairs(spec: GemmSpec) -> set[frozenset]:
     return {frozenset(pair) for pair in itertools.combinations(traits_of(spec), 2)}
 
