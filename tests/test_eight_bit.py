@@ -320,7 +320,7 @@ def test_ragged_rows_have_the_numbers_of_jax():
     ("a", "b", "options", "reason"),
     [
         (E4M3, INT8, {"preferred_element_type": jnp.float32}, "float8_e4m3fn and int8"),
-        (E4M3, jnp.bfloat16, {"preferred_element_type": jnp.float32}, "and bfloat16"),
+        (E4M3, jnp.bfloat16, {"preferred_element_type": jnp.float32}, "and B bfloat16"),
         (INT8, INT8, {}, "D is int8: ask for"),
     ],
 )

@@ -64,7 +64,7 @@ def test_tiles_of_k_run_on_kernels():
     ("a", "text"),
     [
         (array((M, K), (M, 1), 0)[0]._replace(zero_point=jnp.zeros((M, 1))), "with a zero point"),
-        (array((M, K), (M, 8), 0)[0], "each element of the contracted axis"),
+        (array((M, K), (M, 8), 0)[0], "a scale for each 64 of the contracted axis"),
     ],
 )
 def test_what_no_kernel_multiplies_is_named(a, text):

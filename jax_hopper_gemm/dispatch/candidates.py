@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from ..gemm.dtypes import DTYPES, HALVES, RESULTS
+from ..gemm.dtypes import DTYPES, HALVES, RESULTS, converts
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import k_split
 from ..gemm.legality import GATHERABLE, type_violations, violations
@@ -21,6 +21,7 @@ from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
 from .configs import (
     CONFIGS,
+    CONVERTED_CONFIGS,
     PARTS_CONFIGS,
     PROMOTED_CONFIGS,
     RASTER_ORDERS,
@@ -69,6 +70,8 @@ def tuner_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
 def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
     if problem_type.bf16_terms:
         return PARTS_CONFIGS[problem_type.grouped]
+    if converts(problem_type.a_dtype, problem_type.b_dtype):
+        return CONVERTED_CONFIGS
     configs = CONFIGS[problem_type.grouped, problem_type.gathered is not None]
     return configs + PROMOTED_CONFIGS if problem_type.promoted else configs
 
@@ -133,7 +136,8 @@ def _filled(least: GemmSpec) -> GemmSpec:
 def worthwhile(spec: GemmSpec) -> bool:
     """Returns whether operands arrive in rows of `MIN_SWIZZLE` bytes, or as wide as the tile."""
     a_bytes = (spec.tile_k if spec.a_major == "k" else spec.tile_m) * spec.a_itemsize
-    b_bytes = (spec.tile_k if spec.b_major == "k" else spec.d_tile_n) * spec.b_itemsize
+    line = spec.tile_k if spec.b_major == "k" else spec.d_tile_n
+    b_bytes = DTYPES[spec.b_dtype].nbytes(line)
     return all(
         box.swizzle >= min(MIN_SWIZZLE, nbytes)
         for box, nbytes in ((spec.a_box, a_bytes), (spec.b_box, b_bytes))

@@ -178,6 +178,31 @@ PARTS_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     ),
 }
 
+# B is converted in registers, by warpgroups that share a tile's columns. `candidates` leaves out
+# those that are not legal, of groups for one.
+_FEW_ROWS = [
+    Config(tile_m, tile_n, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b", split_k=split_k)
+    for tile_m, tile_n, split_k in product((16, 32, 64), (128, 256), (False, True))
+]
+CONVERTED_CONFIGS = (
+    # Few rows: a stream of B, each byte of it read once.
+    *_FEW_ROWS,
+    Config(64, 128, 2 * SWIZZLE_BYTES, tile_scheduler="dynamic"),
+    Config(64, 256, 2 * SWIZZLE_BYTES, tile_scheduler="dynamic"),
+    Config(64, 128, 2 * SWIZZLE_BYTES),
+    Config(64, 256, 2 * SWIZZLE_BYTES),
+    # More: each number that is converted is multiplied by as many rows as there are registers.
+    *(
+        Config(tile_m, tile_n, k_bytes, cluster_m=m, cluster_n=n, tile_scheduler=scheduler)
+        for (tile_m, tile_n), k_bytes, (m, n), scheduler in product(
+            ((128, 128), (128, 256), (256, 128)),
+            (SWIZZLE_BYTES, 2 * SWIZZLE_BYTES),
+            ((1, 1), (2, 1), (1, 2)),
+            ("static", "dynamic"),
+        )
+    ),
+)
+
 # By the grouped axis, and whether an operand is gathered.
 CONFIGS: dict[tuple[VarlenAxis | None, bool], tuple[Config, ...]] = {
     (None, False): DENSE_CONFIGS,

@@ -62,6 +62,9 @@ EXPOSED = 0.6  # fitted: of an epilogue, in spite of the other warpgroup's multi
 DYNAMIC_CYCLES = 900.0  # fitted: to fetch a tile from the counter
 PARTIAL_CYCLES = 1100.0  # fitted: from asking for a partial sum to its arrival, once for each
 HANDOVER_CYCLES = 1500.0  # fitted: from the first store of a partial sum until others may read it
+CONVERSION_INSTRUCTIONS = 2.2  # counted, of an element: of int8 stored along N; others 1.6 to 3
+CONVERSION_LEAK = 0.3  # assumed: of the faster of conversion and multiplication
+SCALING_CYCLES = 100.0  # assumed: until the sums of a group are there, beside the other warpgroup
 SHARED_WAVE = 1.025  # fitted: of the time where a last wave is shared; no SM rests, the clock drops
 
 
@@ -218,6 +221,8 @@ def _partial_tiles(problem: GemmProblem, spec: GemmSpec) -> tuple[float, float]:
         return 0.0, 1.0
     tiles, blocks = expected_pieces(mean, spec.tile_m), expected_pieces(mean, 64)
     blocks_of_tile = spec.tile_m // 64
+    if spec.converts_b:  # warpgroups share columns, and multiply all rows of a tile
+        return 1 / tiles, 1.0
     return 1 / tiles, (blocks - (tiles - 1) * blocks_of_tile) / blocks_of_tile
 
 
@@ -232,6 +237,8 @@ def _math_cycles(spec: GemmSpec) -> float:
     and no faster than it reads these from shared memory, at 128 bytes a cycle. A gated product
     takes two.
     """
+    if spec.converts_b:
+        return _converting_cycles(spec)
     columns = spec.d_tile_n
     read = (64 + columns) * MMA_BYTES / 128
     k_steps = spec.tile_k / spec.mma_k
@@ -253,6 +260,22 @@ def _parts_cycles(spec: GemmSpec) -> float:
     return max(instructions * spec.tile_n / 2, moved / 128)
 
 
+def _converting_cycles(spec: GemmSpec) -> float:
+    """Returns the same where B is converted: 64 of its columns are multiplied by all rows of A.
+
+    Where groups along K have scales, the tensor cores wait for their sums to be scaled.
+    """
+    s = spec
+    instructions = s.tile_n / 64 * s.tile_k / s.mma_k
+    multiplied = instructions * max(s.tile_m / 2, s.tile_m * MMA_BYTES / 128)
+    converted = s.tile_n * s.tile_k * CONVERSION_INSTRUCTIONS * ISSUE_CYCLES / 128
+    cycles = max(multiplied, converted) + CONVERSION_LEAK * min(multiplied, converted)
+    if s.k_group:
+        scaled = s.tile_m * s.tile_n * ISSUE_CYCLES / 128 + SCALING_CYCLES
+        cycles += s.tile_k / s.k_group * scaled
+    return cycles
+
+
 def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float:
     """Returns the cycles in which one k-tile of A and B arrives.
 
@@ -267,7 +290,7 @@ def _load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float
     clipped += p.graph.accumulators * rows_b * (1 - p.n / (clusters_n * s.raster_n * rows_b))
     taken = grid.loaded_bytes(p, s) / SM_BYTES_PER_CYCLE
     taken += clipped * (s.tile_k * s.a_itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
-    elements_b = p.graph.accumulators * rows_b * s.tile_k
+    elements_b = p.graph.accumulators * rows_b * s.tile_k // DTYPES[s.b_dtype].packed
     lines = _lines(p.a, s.a_box, rows_a * s.tile_k, s.a_itemsize) / s.cluster_n
     lines += _lines(p.b, s.b_box, elements_b, s.b_itemsize) / s.cluster_m * _line_fraction(s)
     requested = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE
@@ -356,11 +379,12 @@ def _split_cycles(
 
 
 def _partial_bytes(spec: GemmSpec) -> int:
-    return 4 * spec.tile_m * spec.tile_n
+    return 4 * spec.d_tile_m * spec.tile_n
 
 
 def _epilogue_cycles(spec: GemmSpec) -> float:
-    subtiles = spec.rows_per_warpgroup / 64 * (spec.d_tile_n / spec.epi_tile_n)
+    columns = spec.d_tile_n / spec.warpgroups_n
+    subtiles = spec.rows_per_warpgroup / 64 * (columns / spec.epi_tile_n)
     wait = SUBTILE_WAIT if spec.epi_stages == 2 and spec.graph.matrices else 0.0
     cycles = spec.epi_stage_bytes / SUBTILE_BYTES_PER_CYCLE + wait
     cycles += _computing_cycles(spec) / subtiles
@@ -375,7 +399,8 @@ def _epilogue_cycles(spec: GemmSpec) -> float:
 
 def _computing_cycles(spec: GemmSpec) -> float:
     """Returns the cycles in which one warpgroup computes the epilogue of its rows of a tile."""
-    return spec.rows_per_warpgroup * spec.d_tile_n / 128 * element_cycles(spec.graph)
+    columns = spec.d_tile_n / spec.warpgroups_n
+    return spec.rows_per_warpgroup * columns / 128 * element_cycles(spec.graph)
 
 
 # Instructions for one element: on the special function units, and all. Others take one.
@@ -446,7 +471,8 @@ def memory_bytes(
     again, but for an operand small enough to stay.
     """
     p, s = equal_groups(problem), spec
-    row_a, row_b = p.k * s.a_itemsize, p.k * s.b_itemsize * p.graph.accumulators
+    row_a = p.k * s.a_itemsize
+    row_b = DTYPES[s.b_dtype].nbytes(p.k * p.graph.accumulators)
     a_bytes, b_bytes = p.m * row_a, p.n * row_b
     if a_bytes + b_bytes <= 0.8 * L2_BYTES:
         return p.bytes

@@ -157,7 +157,7 @@ def _gate_violations(problem: GemmProblem) -> Iterator[str]:
     if not p.gated:
         yield f"up_offset is {p.up_offset}, but the product has one right operand"
         return
-    nbytes = p.up_offset * DTYPES[p.b_dtype].itemsize
+    nbytes = DTYPES[p.b_dtype].nbytes(p.up_offset)
     if nbytes < 0 or nbytes % TMA_ALIGNMENT:
         yield (
             f"up lies {nbytes} bytes behind gate, not at a multiple of {TMA_ALIGNMENT}: pass two "
@@ -169,12 +169,12 @@ def _matrix_violations(
     operand: str, layout: MatrixLayout, extents: dict[str, int], batch: list[int], dtype: str
 ) -> list[str]:
     (other,) = extents.keys() - {layout.major}
-    contiguous, itemsize = layout.major, DTYPES[dtype].itemsize
+    contiguous, row = layout.major, DTYPES[dtype]
     stored = f"{operand} is stored ({other.upper()}, {contiguous.upper()}) {dtype}"
-    step = TMA_ALIGNMENT // itemsize
+    step = TMA_ALIGNMENT * row.packed // row.itemsize
     extent = extents[contiguous]
     if extent % step:
-        line = f"its lines of {contiguous.upper()}={extent} are {extent * itemsize} bytes"
+        line = f"its lines of {contiguous.upper()}={extent} are {row.nbytes(extent)} bytes"
         way_out = f"pad {contiguous.upper()} from {extent} to {ceil_div(extent, step) * step}"
         return [f"{stored} and {line}, not a multiple of {TMA_ALIGNMENT}: {way_out}"]
     way_out = f"choose a stride that is a multiple of {step} elements"
@@ -183,7 +183,7 @@ def _matrix_violations(
         strides.append((f"its lines along {contiguous.upper()}", layout.leading_stride, 1))
     strides += [("its matrices", stride, 0) for stride in batch]
     for neighbours, stride, least in strides:
-        nbytes = stride * itemsize
+        nbytes = row.nbytes(stride)
         apart = f"{stored} and {neighbours} are {nbytes} bytes apart"
         if stride < least:
             return [f"{apart}: make a compact copy"]

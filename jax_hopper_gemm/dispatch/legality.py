@@ -94,6 +94,8 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
         )
     elif p.graph.needs_whole_rows and p.n > spec.d_tile_n:
         reasons.append(f"rows of {p.n} columns do not fit the kernel's tile of {spec.d_tile_n}")
+    if spec.tile_m < spec.d_tile_m and p.m > spec.tile_m:
+        reasons.append(f"{p.m} rows do not fit the kernel's tile of {spec.tile_m}")
     cluster_tiles, limit = num_cluster_tiles(p, spec), MAX_GROUPED_TILES if p.groups else MAX_TILES
     if cluster_tiles >= limit:
         reasons.append(f"{cluster_tiles} clusters of tiles, not under {limit}: split the product")

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 # operand: of a product. result: a matrix that a kernel stores. quantized: the same, of numbers
-# that it casts to 8 bits. sum: the same, of accumulators as they are. epilogue: what one reads or
-# computes with. index: sizes of groups, indices of rows and of a matrix in a stack, of a top-k.
-Role = Literal["operand", "result", "quantized", "sum", "epilogue", "index"]
+# that it casts to 8 bits. sum: the same, of accumulators as they are. weight: an operand beside one
+# of 16 bits, whose dtype it becomes on chip. epilogue: what one reads or computes with. index:
+# sizes of groups, indices of rows and of a matrix in a stack, of a top-k.
+Role = Literal["operand", "result", "quantized", "sum", "weight", "epilogue", "index"]
 
 MMA_BYTES = 32  # of K that one wgmma multiplies, whatever the dtype
 
@@ -21,7 +22,7 @@ class DType:
     """What the library knows of a dtype. The fields with a default are those of an operand."""
 
     name: str  # NumPy's
-    itemsize: int  # bytes of an element
+    itemsize: int  # bytes of an element, or of `packed` of them
     digits: int  # significant binary digits of a number; 0 of what is no float
     tensor_map: int  # the value of CUtensorMapDataType in cuda.h
     cute: str  # the name of CuTe's type in `cutlass`
@@ -41,11 +42,21 @@ class DType:
     fraction_bits: int = 0
     mma: str = ""  # the kind of wgmma: it multiplies operands of one kind, in any mix
     accumulator: str = "float32"  # the dtype in which it sums
+    packed: int = 1  # elements that lie in `itemsize` bytes, the first in the lowest bits
 
     @property
     def mma_k(self) -> int:
         """Elements of K that one wgmma multiplies."""
         return MMA_BYTES // self.itemsize
+
+    def nbytes(self, elements: int) -> int:
+        """Returns the bytes that so many elements take."""
+        return elements * self.itemsize // self.packed
+
+    @property
+    def bits(self) -> int:
+        """Those of an element."""
+        return 8 * self.itemsize // self.packed
 
     @property
     def short(self) -> str:
@@ -54,7 +65,7 @@ class DType:
 
 
 _FLOAT: tuple[Role, ...] = ("operand", "result", "epilogue")
-_CAST: tuple[Role, ...] = ("operand", "quantized")
+_CAST: tuple[Role, ...] = ("operand", "quantized", "weight")
 _ANY, _ALONG_K = ("k", "m", "n"), ("k",)
 _F8 = (_ALONG_K, "bfloat16", "ANY_F8_ANY_F8_F32_FAST_ACCUM", "ANY_F8_ANY_F8_F32", 13, "f8")
 _ROWS = (
@@ -65,6 +76,7 @@ _ROWS = (
     DType("float8_e4m3fn", 1, 4, 0, "Float8E4M3FN", "f8E4M3FN", _CAST, *_F8),
     DType("float8_e5m2", 1, 3, 0, "Float8E5M2", "f8E5M2", _CAST, *_F8),
     DType("int8", 1, 0, 0, "Int8", "i8", _CAST, _ALONG_K, mma="i8", accumulator="int32"),
+    DType("int4", 1, 0, 0, "Uint8", "i4", ("weight",), packed=2),
     DType("float32", 4, 24, 7, "Float32", "f32", ("result", "epilogue")),
     DType("bool", 1, 0, 0, "Uint8", "i1", ("epilogue",)),  # a byte each, 0 or 1
     DType("int32", 4, 0, 3, "Int32", "i32", ("index", "sum")),
@@ -78,13 +90,18 @@ def names(role: Role) -> tuple[str, ...]:
 
 
 OPERANDS, RESULTS, EPILOGUE = names("operand"), names("result"), names("epilogue")
-QUANTIZED = names("quantized")
+QUANTIZED, WEIGHTS = names("quantized"), names("weight")
 HALVES = tuple(name for name in OPERANDS if DTYPES[name].itemsize == 2)
 
 
 def multiply(a: str, b: str) -> bool:
-    """Whether kernels multiply operands of these dtypes."""
+    """Whether tensor cores multiply operands of these dtypes."""
     return a in OPERANDS and b in OPERANDS and DTYPES[a].mma == DTYPES[b].mma
+
+
+def converts(a: str, b: str) -> bool:
+    """Whether kernels make numbers of the first dtype of those of the second, without rounding."""
+    return a in HALVES and b in WEIGHTS
 
 
 def results_of(operand: str) -> tuple[str, ...]:

@@ -92,7 +92,14 @@ def num_inputs(problem: GemmProblem) -> int:
     arrays = 2 + (problem.gated and problem.up_offset is None) + len(problem.operands)
     if problem.groups:
         arrays += 1 + (problem.groups.gathered is not None)
-    return arrays + (problem.indexed is not None) + (2 if problem.a_scales else 0)
+    return arrays + (problem.indexed is not None) + num_scales(problem)
+
+
+def num_scales(problem: GemmProblem) -> int:
+    """Returns how many of these are scales: of blocks of both operands, or of groups of each B."""
+    if problem.k_group:
+        return problem.graph.accumulators
+    return 2 if problem.a_scales else 0
 
 
 def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int, ...], str]]:
@@ -150,8 +157,10 @@ def loaded_rows(problem: GemmProblem, spec: GemmSpec) -> tuple[int, int]:
 def loaded_bytes(problem: GemmProblem, spec: GemmSpec) -> int:
     """Returns the bytes that TMA brings to a stage."""
     rows_a, rows_b = loaded_rows(problem, spec)
-    row_bytes = rows_a * spec.a_itemsize + rows_b * spec.graph.accumulators * spec.b_itemsize
-    return row_bytes * spec.tile_k
+    a, b = DTYPES[spec.a_dtype], DTYPES[spec.b_dtype]
+    of_a = a.nbytes(rows_a * spec.tile_k)
+    of_b = b.nbytes(rows_b * spec.graph.accumulators * spec.tile_k)
+    return of_a + of_b + spec.scale_bytes
 
 
 def max_clusters(spec: GemmSpec, num_sms: int) -> int:

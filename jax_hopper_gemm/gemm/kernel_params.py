@@ -97,7 +97,9 @@ class SplitK(NamedTuple):
 class KernelArgs(NamedTuple):
     """One thing for each parameter: a `KernelParam`, or the argument. None: there is none."""
 
-    tma_ab: Any  # tensor maps of A, of B, of a gated product's up; of a gathered operand a pointer
+    # Tensor maps of A, of B, of a gated product's up; of the scales of these along K. Of a gathered
+    # operand a pointer.
+    tma_ab: Any
     results: Any  # a tensor map for each matrix, a pointer for each other result
     operands: Any  # a tensor map each; of a scalar a pointer and the elements to the next matrix's
     group_sizes: Any  # pointer to the int32 sizes of groups
@@ -132,7 +134,8 @@ def kernel_params(spec: GemmSpec) -> KernelArgs:
         )
     raster = GroupRaster if spec.grouped else Raster
     return KernelArgs(
-        tma_ab=tuple(_operand_ab(spec, n) for n in ("a", "b", "up")[: graph.accumulators + 1]),
+        tma_ab=tuple(_operand_ab(spec, n) for n in ("a", "b", "up")[: graph.accumulators + 1])
+        + tuple(_scales_of_b(spec, n) for n in ("b", "up")[: graph.accumulators] if spec.k_group),
         results=tuple(_result(spec, i, result) for i, result in enumerate(graph.results)),
         # None and not (): of an empty tuple CuTeDSL warns.
         operands=tuple(_operand(spec, i, operand) for i, operand in enumerate(graph.operands))
@@ -176,6 +179,10 @@ def _operand_ab(spec: GemmSpec, name: str) -> KernelParam:
     if spec.gathered == operand:
         return _pointer(name, dtype, TMA_ALIGNMENT)
     return KernelParam(name, "tensor_map", dtype, row + "k" + _last(spec, "k"), major)
+
+
+def _scales_of_b(spec: GemmSpec, name: str) -> KernelParam:
+    return KernelParam(f"{name}_group_scales", "tensor_map", "float32", "ng" + _batch(spec), "n")
 
 
 def _result(spec: GemmSpec, i: int, result: Result) -> KernelParam:

@@ -10,11 +10,22 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 from .bf16_parts import BLOCK_N, PRESETS, TILE_K
-from .dtypes import DTYPES, OPERANDS, QUANTIZED, RESULTS, multiply, names, one_of, results_of
+from .dtypes import (
+    DTYPES,
+    OPERANDS,
+    QUANTIZED,
+    RESULTS,
+    converts,
+    multiply,
+    names,
+    one_of,
+    results_of,
+)
 from .epilogue_checks import epilogue_registers, graph_violations
 from .problem import VarlenAxis
 from .spec import (
     BLOCKS,
+    K_GROUPS,
     PROMOTION_K,
     SMEM_BARRIERS,
     SMEM_LIMIT,
@@ -27,6 +38,7 @@ from .spec import (
 
 MAX_TILE_N = 256  # columns of one wgmma
 TILES_M = (64, 128, 192, 256)
+CONVERTED_TILES_M = (16, 32, 64, 128, 256)  # where B is converted: columns of one wgmma
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
 # Operands that a kernel can gather by an array of indices, for each grouped axis.
 GATHERABLE: dict[VarlenAxis | None, tuple[Literal["a", "b"], ...]] = {
@@ -43,6 +55,7 @@ COLUMN_SCALE_REGISTERS = 16  # more, where each column of a block of K has a sca
 PARTS_REGISTERS = 16  # more, where bfloat16 parts of A are in registers
 # Accumulators beside which three parts leave no registers for epilogue tiles of over 16 columns.
 NARROW_EPILOGUE_ACC_REGISTERS = 192
+CONVERSION_REGISTERS = 48  # more, where B is converted: as it is, and as wgmma reads it
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
 # Of K that is split, beside partial sums and an epilogue; and how many must be left, where twice as
 # many partial sums as accumulators are held, for epilogue tiles of 64 columns.
@@ -62,6 +75,8 @@ def max_accumulators(spec: GemmSpec) -> int:
         left -= PARTS_REGISTERS
     if spec.b_block == 1:  # those of all columns of a thread, and their addresses
         left -= spec.tile_n // 4 + COLUMN_SCALE_REGISTERS
+    if spec.converts_b:
+        left -= CONVERSION_REGISTERS
     if spec.epilogue:
         left -= epilogue_registers(spec.epilogue, spec.epi_tile_n)
     return min(MAX_ACC_REGISTERS[warpgroups], left)
@@ -86,7 +101,7 @@ def type_violations(t: ProblemType) -> Iterator[str]:
             if t.a_dtype == "float32"
             else ""
         )
-    elif not multiply(t.a_dtype, t.b_dtype):
+    elif not (multiply(t.a_dtype, t.b_dtype) or converts(t.a_dtype, t.b_dtype)):
         yield f"A is {t.a_dtype} and B {t.b_dtype}: cast one to the other's dtype"
     results = results_of(t.a_dtype) if t.a_dtype in OPERANDS else RESULTS
     if t.promoted:
@@ -99,7 +114,10 @@ def type_violations(t: ProblemType) -> Iterator[str]:
     if t.a_block or t.b_block:
         yield from _block_violations(t)
     yield from _major_violations("A", "MK", t.a_dtype, t.a_major)
-    yield from _major_violations("B", "NK", t.b_dtype, t.b_major)
+    # What is converted passes through registers, from any layout, and becomes A's dtype.
+    read = t.a_dtype if converts(t.a_dtype, t.b_dtype) else t.b_dtype
+    yield from _major_violations("B", "NK", read, t.b_major)
+    yield from _conversion_violations(t)
     broken = [*graph_violations(t.epilogue)] if t.epilogue else []
     yield from (f"epilogue: {reason}" for reason in broken)
     if not broken and t.epilogue and t.epilogue.matrices:
@@ -139,6 +157,28 @@ def _terms_violations(t: ProblemType) -> Iterator[str]:
         yield f"A is {t.a_dtype} and B {t.b_dtype}: float32 is cut into bfloat16 parts"
     if t.promoted or t.a_block or t.b_block:
         yield "sums of bfloat16 parts are promoted already, and blocks of float32 have no scales"
+
+
+def _conversion_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why no kernel converts B to A's dtype."""
+    if not converts(t.a_dtype, t.b_dtype):
+        if t.k_group:
+            yield f"groups along K of {t.b_dtype} have scales beside {t.a_dtype}: multiply by them"
+        return
+    if t.k_group and t.k_group not in K_GROUPS:
+        groups = one_of(tuple(map(str, K_GROUPS)))
+        yield f"scales of {t.k_group} elements of K, not {groups}: multiply by them"
+    if t.k_group and t.nested:
+        yield "groups along K have scales, and the product has a nested batch: copy it"
+    if t.grouped == "k":
+        yield f"B is {t.b_dtype}, and K is cut into groups: cast it to {t.a_dtype}"
+    if t.gathered == "b" or (t.indexed == "b" and t.k_group):
+        yield f"B is {t.b_dtype}, one of an array's rows or matrices: copy it"
+    for kind in dict.fromkeys(r.kind for r in t.epilogue.results) if t.epilogue else ():
+        if kind != "matrix":
+            yield f"a {kind} of a product whose B is converted: leave it to XLA"
+    if t.epilogue and t.epilogue.row_nodes:
+        yield "statistics of rows of a product whose B is converted: leave them to XLA"
 
 
 def _block_violations(t: ProblemType) -> Iterator[str]:
@@ -185,8 +225,11 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"warp schedule {s.warp_schedule!r} is not {one_of(get_args(WarpSchedule))}"
     if s.tile_scheduler not in get_args(TileScheduler):
         yield f"tile scheduler {s.tile_scheduler!r} is not {one_of(get_args(TileScheduler))}"
-    if s.tile_m not in TILES_M:
-        yield f"tile_m {s.tile_m} is not {one_of(tuple(map(str, TILES_M)))}"
+    tiles_m = CONVERTED_TILES_M if s.converts_b else TILES_M
+    if s.tile_m not in tiles_m:
+        yield f"tile_m {s.tile_m} is not {one_of(tuple(map(str, tiles_m)))}"
+    if s.converts_b:
+        yield from _converted_tile_violations(s)
     if not 16 <= s.tile_n <= MAX_TILE_N or s.tile_n % 16:
         yield f"tile_n {s.tile_n} is not a multiple of 16 between 16 and {MAX_TILE_N}"
     if s.a_dtype in OPERANDS:
@@ -226,6 +269,18 @@ def _parts_violations(spec: GemmSpec) -> Iterator[str]:
         yield "math warpgroups cut B into bfloat16 parts together: schedule them cooperatively"
     if s.split_k:
         yield "sums of bfloat16 parts leave no registers for partial sums: do not split K"
+
+
+def _converted_tile_violations(spec: GemmSpec) -> Iterator[str]:
+    s, parts = spec, spec.graph.accumulators * 64
+    if s.warp_schedule != "cooperative":
+        yield "warpgroups that convert B share the columns of a tile: take the cooperative schedule"
+    elif s.columns_per_warpgroup % parts:
+        yield f"{s.columns_per_warpgroup} columns a warpgroup are no multiple of {parts}"
+    if s.k_group and s.tile_k % s.k_group:
+        yield f"tile_k {s.tile_k} is no multiple of {s.k_group} elements that share a scale"
+    if s.tile_m < 64 and s.grouped:
+        yield f"tile_m {s.tile_m} is for few rows, but groups may have more"
 
 
 def _register_violations(spec: GemmSpec) -> Iterator[str]:

@@ -74,6 +74,9 @@ class GemmProblem:
     promoted: bool = False  # as in `GemmSpec`
     a_scales: BlockScales | None = None  # both operands have some, or none
     b_scales: BlockScales | None = None
+    # Elements of K of a column of B that share a scale, see `GemmSpec`; 0: there are none. They are
+    # stored (L, blocks along K, N), compact.
+    k_group: int = 0
     # Extents of the outer axes of a nested batch, outermost first: where the batch has several axes
     # that do not lie evenly one inside the other. `l` counts all, the innermost axis fastest.
     outer: tuple[int, ...] = ()
@@ -151,8 +154,8 @@ class GemmProblem:
         batches_a, batches_b = distinct
         batches_a, batches_b = 1 if axis else batches_a, 1 if axis == "k" else batches_b
         b_matrices = batches_b * self.graph.accumulators
-        inputs = batches_a * self.m * self.k * DTYPES[self.a_dtype].itemsize
-        inputs += b_matrices * self.k * self.n * DTYPES[self.b_dtype].itemsize
+        inputs = DTYPES[self.a_dtype].nbytes(batches_a * self.m * self.k)
+        inputs += DTYPES[self.b_dtype].nbytes(b_matrices * self.k * self.n)
         elements = (1 if axis == "m" else self.l) * self.m * self.n
         return inputs + elements * self.element_bytes
 

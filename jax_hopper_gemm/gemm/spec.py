@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
 
 from .bf16_parts import accumulator_sets, num_parts
-from .dtypes import DTYPES
+from .dtypes import DTYPES, converts
 from .epilogue_graph import EpilogueGraph, Operand
 from .problem import GemmProblem, Major, VarlenAxis, plain_graph
 
@@ -26,6 +26,9 @@ EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wg
 PROMOTION_K = 128  # elements of K after which `promoted` accumulators are added up
 BLOCKS = (1, 128)  # rows of A, and columns of B, that may share a scale
 PART_BUFFERS = 3  # k-tiles of B in parts: one written, one multiplied, one that slower warps read
+K_GROUPS = (32, 64, 128)  # elements of K of converted operands that may share a scale
+EXCHANGE_COLUMNS = 32  # of D that a warpgroup turns at a time, see `mainloop.rs`
+EXCHANGE_PITCH = EXCHANGE_COLUMNS + 4  # float32 from one of the rows to the next
 
 WarpSchedule = Literal["cooperative", "pingpong"]
 TileScheduler = Literal["single", "static", "dynamic"]
@@ -102,6 +105,8 @@ class GemmSpec:
     split_k: bool = False  # clusters may share the k-tiles of a tile, see `k_split`
     # Of float32 operands, how many products of their bfloat16 parts are summed, see `bf16_parts`.
     bf16_terms: int = 0
+    # Elements of K of a column of B that share a float32 scale, where B is converted; 0: no scales.
+    k_group: int = 0
 
     @property
     def graph(self) -> EpilogueGraph:
@@ -134,26 +139,52 @@ class GemmSpec:
     @property
     def math_warpgroups(self) -> int:
         """Math warpgroups of a CTA; one more loads."""
-        if self.warp_schedule == "pingpong":
+        if self.warp_schedule == "pingpong" or self.converts_b:
             return 2
         return {64: 1, 128: 2, 192: 3, 256: 2}[self.tile_m]
 
     @property
     def rows_per_warpgroup(self) -> int:
         """Rows of a tile that one math warpgroup accumulates."""
+        if self.converts_b:
+            return self.d_tile_m
         share = 1 if self.warp_schedule == "pingpong" else self.math_warpgroups
         return self.tile_m // share
 
     @property
+    def converts_b(self) -> bool:
+        """Whether B has fewer bits than A: it passes through registers, and becomes A's dtype."""
+        return converts(self.a_dtype, self.b_dtype)
+
+    @property
+    def warpgroups_n(self) -> int:
+        """Math warpgroups that share the columns of a tile; others share its rows, or tiles."""
+        return self.math_warpgroups if self.converts_b else 1
+
+    @property
+    def d_tile_m(self) -> int:
+        """Rows of D that an epilogue goes through: those of a tile, and 64 at least."""
+        return max(self.tile_m, EPI_TILE_M)
+
+    @property
+    def columns_per_warpgroup(self) -> int:
+        """Accumulator columns of a tile that one math warpgroup holds."""
+        return self.tile_n // self.warpgroups_n
+
+    @property
     def acc_registers(self) -> int:
-        """Accumulators of one math thread; `promoted` ones are there twice, see `bf16_parts`."""
-        sets = accumulator_sets(self.bf16_terms) if self.bf16_terms else 1 + self.promoted
+        """Accumulators of one math thread; those that are scaled or `promoted` are there twice.
+
+        For bfloat16 parts see `bf16_parts`.
+        """
+        twice = self.promoted or self.k_group > 0
+        sets = accumulator_sets(self.bf16_terms) if self.bf16_terms else 1 + twice
         return sets * self.tile_registers
 
     @property
     def tile_registers(self) -> int:
         """Those that hold its elements of a tile."""
-        return self.rows_per_warpgroup * self.tile_n // 128
+        return self.rows_per_warpgroup * self.columns_per_warpgroup // 128
 
     @property
     def tile_warps(self) -> int:
@@ -219,8 +250,30 @@ class GemmSpec:
     @property
     def stage_bytes(self) -> int:
         """Bytes of one A/B stage."""
-        row_a, row_b = self.tile_m * self.a_itemsize, self.tile_n * self.b_itemsize
-        return (row_a + row_b) * self.tile_k
+        a, b = DTYPES[self.a_dtype], DTYPES[self.b_dtype]
+        operands = a.nbytes(self.tile_m * self.tile_k) + b.nbytes(self.tile_n * self.tile_k)
+        return operands + self.scale_stage_bytes
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of B that a stage gets."""
+        return 4 * self.tile_n * (self.tile_k // self.k_group) if self.k_group else 0
+
+    @property
+    def scale_stage_bytes(self) -> int:
+        """Bytes that are set aside for them."""
+        return -(-self.scale_bytes // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes in which math warpgroups turn their accumulators, where B is converted."""
+        nbytes = 4 * EPI_TILE_M * EXCHANGE_PITCH
+        return self.math_warpgroups * nbytes if self.converts_b else 0
+
+    def stored_b(self, columns: int, k: int) -> tuple[int, int]:
+        """Returns the extents of a part of B, (N, K), where `packed` elements count as one."""
+        packed = DTYPES[self.b_dtype].packed
+        return (columns, k // packed) if self.b_major == "k" else (columns // packed, k)
 
     @property
     def epi_stage_bytes(self) -> int:
@@ -248,14 +301,15 @@ class GemmSpec:
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a launch, its parts in this order.
 
-        Stages of A and B; bfloat16 parts of B; for each matrix of the results its staged tiles; for
-        each operand that is loaded its tiles, matrices first; scratch; barriers.
+        Stages of A and B, of B's scales; bfloat16 parts of B; where accumulators are turned; for
+        each matrix of the results its staged tiles; for each operand that is loaded its tiles,
+        matrices first; scratch; barriers.
         """
         ring = self.num_stages * self.stage_bytes + self.parts_bytes
         staged = self.math_warpgroups * self.epi_stages * self.epi_stage_bytes
         buffers = self.math_warpgroups * self.epi_load_stages
         loaded = buffers * sum(map(self.loaded_bytes, self.graph.loaded))
-        return ring + staged + loaded + self.scratch_bytes + SMEM_BARRIERS
+        return ring + self.exchange_bytes + staged + loaded + self.scratch_bytes + SMEM_BARRIERS
 
     @property
     def scratch_bytes(self) -> int:
@@ -277,8 +331,8 @@ class GemmSpec:
     @property
     def b_box(self) -> TmaBox:
         """The box of B, or of each of a gated product's B's."""
-        columns = self.d_tile_n
-        return _box(self.b_major == "k", columns, self.tile_k, self.cluster_m, self.b_dtype)
+        columns, k = self.stored_b(self.d_tile_n, self.tile_k)
+        return _box(self.b_major == "k", columns, k, self.cluster_m, self.b_dtype)
 
     def epi_box(self, dtype: str) -> TmaBox:
         """Returns the box of an epilogue tile: D's, another result's, an operand's."""
@@ -299,6 +353,8 @@ class GemmSpec:
             kind += f"_blocks_{self.a_block}_{self.b_block}"
         elif self.promoted:
             kind += "_promoted"
+        if self.k_group:
+            kind += f"_scales_{self.k_group}"
         if self.nested:
             kind += "_nested"
         if self.split_k:
@@ -355,6 +411,7 @@ class ProblemType:
     b_block: int = 0
     nested: bool = False
     bf16_terms: int = 0
+    k_group: int = 0
 
     @classmethod
     def of(cls, problem: GemmProblem) -> ProblemType:
@@ -364,7 +421,7 @@ class ProblemType:
         return cls(
             p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
             p.indexed, p.promoted, p.a_scales.block if p.a_scales else 0,
-            p.b_scales.block if p.b_scales else 0, bool(p.outer), p.bf16_terms,
+            p.b_scales.block if p.b_scales else 0, bool(p.outer), p.bf16_terms, p.k_group,
         )  # fmt: skip
 
     @classmethod
@@ -377,7 +434,7 @@ class ProblemType:
         """The same of the product that a measured table holds."""
         return replace(
             self, epilogue=None, gathered=None, indexed=None, nested=False, promoted=False,
-            a_block=0, b_block=0, bf16_terms=0,
+            a_block=0, b_block=0, bf16_terms=0, k_group=0,
         )  # fmt: skip
 
 

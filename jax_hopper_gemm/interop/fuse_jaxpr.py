@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from ..dispatch import Device, estimate, pass_ns
+from ..dispatch import Device, pass_ns
 from ..fusion.memo import memoised
 from ..fusion.residuals import variables
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k
 from ..lowering.decide import copied_along_k
-from ..lowering.route import Request, Route, current_device, route
+from ..lowering.route import Request, current_device, route
 from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
@@ -192,8 +192,8 @@ def expected_us(
     for x in (whole, *alone):
         if x.path != "hopper":
             return x.reason
-    together_ns = _ns(whole, device) + (pass_ns(again) if again else 0.0)
-    apart_ns = sum(_ns(x, device) for x in alone) + pass_ns(moved)
+    together_ns = whole.expected_ns(device) + (pass_ns(again) if again else 0.0)
+    apart_ns = sum(x.expected_ns(device) for x in alone) + pass_ns(moved)
     return together_ns / 1e3, apart_ns / 1e3
 
 
@@ -224,11 +224,6 @@ def saved_us(equation: Any) -> float:
     moved = stored + sum(_bytes(x.aval) for x in atoms)
     times = expected_us(request, (bare,) * params["num_b"], moved, 0, current_device())
     return 0.0 if isinstance(times, str) else times[1] - times[0]
-
-
-def _ns(route: Route, device: Device) -> float:
-    assert route.gemm and route.spec and route.raster_order
-    return estimate(route.gemm.problem, route.spec, route.raster_order, device).ns
 
 
 def _bytes(aval: Any) -> int:

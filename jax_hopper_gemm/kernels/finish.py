@@ -79,7 +79,7 @@ class OrderedSum(NoFinish):
         s = self.spec
         thread = (cute.arch.thread_idx()[0] - WARPGROUP) % self.threads
         rank = cta.m + s.cluster_m * cta.n
-        tile = s.tile_m * s.tile_n
+        tile = s.d_tile_m * s.tile_n
         slot = cute.make_tensor(
             args.split_k.partials + cute.assume(rank * tile + thread * VECTOR, divby=VECTOR),
             cute.make_layout((VECTOR, self.vectors), stride=(1, VECTOR * self.threads)),
@@ -163,7 +163,7 @@ class OrderedSum(NoFinish):
         return cute.make_tensor(acc.iterator, cute.make_layout((VECTOR, self.vectors)))
 
     def slot_of(self, view, item):
-        floats = self.spec.cluster_size * self.spec.tile_m * self.spec.tile_n
+        floats = self.spec.cluster_size * self.spec.d_tile_m * self.spec.tile_n
         return cute.domain_offset((Int64(item) * floats, 0), view.slot)
 
     def flag_of(self, view, item):

@@ -142,18 +142,27 @@ class TmaCoords:
     def b(self, coords):
         """Returns tiles (bN, bK, ...) of one B, and the index of this one's k-tiles."""
         s = self.spec
-        tile, k_contiguous = (s.d_tile_n, s.tile_k), s.b_major == "k"
+        tile, k_contiguous = s.stored_b(s.d_tile_n, s.tile_k), s.b_major == "k"
         if s.grouped == "k":
             return self._span(tile, k_contiguous, 1, coords), (coords.n, None, 0, 0)
+        return self._tiles(tile, k_contiguous), (coords.n, None, *self._matrix_of_b(coords))
+
+    def scales_of_b(self, coords):
+        """Returns tiles (bN, groups, ...) of the scales of one B, and the index of this one's."""
+        s = self.spec
+        tiles = self._tiles((s.d_tile_n, s.tile_k // s.k_group), False)
+        return tiles, (coords.n, None, *self._matrix_of_b(coords))
+
+    def _matrix_of_b(self, coords):
         batch = self._matrix("b", coords)
-        if s.grouped == "m":
+        if self.spec.grouped == "m":
             batch = (select_(coords.belongs, *batch, Int32(OUTSIDE)),)
-        return self._tiles(tile, k_contiguous), (coords.n, None, *batch)
+        return batch
 
     def result(self, coords):
         """Returns tiles (bM, bN, ...) of a matrix of the results, and the index of this one."""
         s = self.spec
-        tile = (s.tile_m, s.d_tile_n)
+        tile = (s.d_tile_m, s.d_tile_n)
         if s.grouped == "m":
             return self._span(tile, True, 0, coords), (0, coords.n, 0, 0)
         return self._tiles(tile, True), (coords.m, coords.n, *self._batch(coords))
@@ -161,7 +170,7 @@ class TmaCoords:
     def matrix(self, coords):
         """Returns tiles (bM, bN, ...) of an operand of the epilogue, and the index of this one."""
         s = self.spec
-        tile = (s.tile_m, s.d_tile_n)
+        tile = (s.d_tile_m, s.d_tile_n)
         if s.grouped == "m":
             return self._tiles(tile, True, (coords.first, 0, 0)), (0, coords.n, 0)
         return self._tiles(tile, True), (coords.m, coords.n, *self._batch(coords))
@@ -172,12 +181,12 @@ class TmaCoords:
 
     def column(self, coords):
         """Returns tiles (bM, ...) of an operand of the epilogue, and the index of this one."""
-        return self._vector(self.spec.tile_m), (coords.m, *self._batch(coords))
+        return self._vector(self.spec.d_tile_m), (coords.m, *self._batch(coords))
 
     def pieces_of_column(self, first, length):
         """Returns (length, pieces): overlapping pieces of a column, 64 rows apart, from `first`."""
         layout = cute.make_layout(
-            (length, self.spec.tile_m // EPI_TILE_M), stride=(cute.E(0), EPI_TILE_M * cute.E(0))
+            (length, self.spec.d_tile_m // EPI_TILE_M), stride=(cute.E(0), EPI_TILE_M * cute.E(0))
         )
         origin = cute.domain_offset((first, 0), self._all((0, 1), None)).iterator
         return cute.make_tensor(origin, layout)

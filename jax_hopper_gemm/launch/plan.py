@@ -82,7 +82,8 @@ class LaunchPlan:
 
     Buffers are numbered: A 0, B 1, up where it has an array of its own, the epilogue's operands; of
     a grouped product the sizes, and the indices of gathered rows; of one that reads a stack the
-    index; block scales of A and of B; then the results, then workspaces.
+    index; block scales of A and of B, or of groups along K of each B; then the results, then
+    workspaces.
     """
 
     grid: tuple[int, int, int]
@@ -133,10 +134,10 @@ def make_plan(
     if spec.short_boxes:
         values["stage_bytes"] = Int32(grid.loaded_bytes(problem, spec))
     if problem.indexed:
-        after = 2 if problem.a_scales else 0
+        after = grid.num_scales(problem)
         values["stack_index"] = Pointer(grid.num_inputs(problem) - 1 - after)
         values["stack_matrices"] = Int32(problem.stack)
-    values |= _scale_params(problem)
+    values |= _scale_params(problem, spec)
     if spec.nested:
         inner, middle, _ = _axes(problem, problem.d, problem.l)
         values |= {"nest_inner": Int32(inner[0]), "nest_middle": Int32(middle[0])}
@@ -157,7 +158,7 @@ def make_plan(
         tape = grid.k_split(problem, spec, num_sms)
         slots = max(1, tape.ranges) * spec.cluster_size
         values |= _numbers("tape", tape)
-        values["partials"] = workspace(4 * slots * spec.tile_m * spec.tile_n, cleared=False)
+        values["partials"] = workspace(4 * slots * spec.d_tile_m * spec.tile_n, cleared=False)
         values["flags"] = workspace(8 * slots * spec.tile_warps, cleared=False)
     launched = grid.launched_clusters(problem, spec, num_sms)
     return LaunchPlan(
@@ -192,7 +193,7 @@ def _group_params(problem: GemmProblem) -> dict[str, Param]:
     groups = problem.groups
     if groups is None:
         return {}
-    after = 2 if problem.a_scales else 0
+    after = grid.num_scales(problem)
     sizes = grid.num_inputs(problem) - 1 - (groups.gathered is not None) - after
     values: dict[str, Param] = {"group_sizes": Pointer(sizes)}
     if groups.gathered:
@@ -204,8 +205,10 @@ def _group_params(problem: GemmProblem) -> dict[str, Param]:
     return values
 
 
-def _scale_params(problem: GemmProblem) -> dict[str, Param]:
+def _scale_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     p, values = problem, {}
+    if p.k_group:
+        return _group_scale_params(p, spec)
     for i, (name, scales, lines) in enumerate((("a", p.a_scales, p.m), ("b", p.b_scales, p.n))):
         if scales is None:
             return {}
@@ -219,11 +222,27 @@ def _scale_params(problem: GemmProblem) -> dict[str, Param]:
     return values
 
 
+def _group_scale_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
+    """Returns the tensor maps of the scales of groups along K, those of B and of up."""
+    p, groups = problem, grid.ceil_div(problem.k, problem.k_group)
+    layout = MatrixLayout("n", p.n, p.n * groups if p.b.batch_stride else 0)
+    box = TmaBox(spec.d_tile_n, spec.tile_k // spec.k_group, swizzle=0)
+    first = grid.num_inputs(p) - grid.num_scales(p)
+    batch = _axes(p, layout, p.matrices("b"))
+    return {
+        f"{name}_group_scales": _tensor_map(
+            first + i, "float32", layout, {"n": p.n, "groups": groups}, batch, box
+        )
+        for i, name in enumerate(("b", "up")[: p.graph.accumulators])
+    }
+
+
 def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     """Returns the tensor maps of A, B and up; of a gathered operand a pointer."""
     p, axis = problem, spec.grouped
     rows_a, rows_b = grid.loaded_rows(p, spec)
-    offset_of_up = (p.up_offset or 0) * DTYPES[p.b_dtype].itemsize
+    stored_b = _stored(p.b, p.b_dtype)
+    offset_of_up = DTYPES[p.b_dtype].nbytes(p.up_offset or 0)
 
     def a_map() -> TensorMap | Pointer:
         if spec.gathered == "a":
@@ -240,8 +259,9 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
         if axis == "k":
             return _span_map(buffer, p.b_dtype, p.b, p.n, p.k, spec.b_box, offset)
         extents, box = {"n": p.n, "k": p.k}, _shortened(spec.b_box, spec.b_major, rows_b)
-        batch = _axes(p, p.b, p.matrices("b"))
-        return _tensor_map(buffer, p.b_dtype, p.b, extents, batch, box, offset)
+        extents[p.b.major] //= DTYPES[p.b_dtype].packed
+        batch = _axes(p, stored_b, p.matrices("b"))
+        return _tensor_map(buffer, p.b_dtype, stored_b, extents, batch, box, offset)
 
     values: dict[str, Param] = {"a": a_map(), "b": b_map(1)}
     if p.gated and p.up_offset is None:
@@ -249,6 +269,17 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     elif p.up_offset is not None:
         values["up"] = b_map(1, offset_of_up)
     return values
+
+
+def _stored(layout: MatrixLayout, dtype: str) -> MatrixLayout:
+    """Returns a layout whose strides count as one the elements that lie `packed`."""
+    packed = DTYPES[dtype].packed
+    if packed == 1:
+        return layout
+    return MatrixLayout(
+        layout.major, layout.leading_stride // packed, layout.batch_stride // packed,
+        tuple(stride // packed for stride in layout.outer_strides),
+    )  # fmt: skip
 
 
 def _shortened(box: TmaBox, major: str, rows: int) -> TmaBox:

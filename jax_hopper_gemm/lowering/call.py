@@ -52,7 +52,8 @@ class Call:
     sizes: Any = None  # of a ragged product, what cuts its rows into groups; int32
     rows: Any = None  # where the product gathers rows of an operand, their indices; int32
     index: Any = None  # where an operand is one array of a stack in `values`, which; () int32
-    scales: tuple[Any, ...] = ()  # block scales of the left and of the right operand, if any
+    # Block scales of the left and of the right operand, or those along K of each right one, if any.
+    scales: tuple[Any, ...] = ()
 
     @property
     def insists(self) -> bool:
@@ -93,6 +94,10 @@ class Call:
             permutation = ir.DenseI64ArrayAttr.get(order)
             values[i] = stablehlo.transpose(values[i], permutation)
         named: dict[str, Any] = {}
+        for i in form.widened:
+            values[i] = sources[i].narrow
+        if request.k_group:
+            named["scales"] = tuple(sources[i].scale for i in form.widened)
         for name, operand, before in (
             ("rows", request.gathered, self.request.gathered),
             ("index", request.indexed, self.request.indexed),

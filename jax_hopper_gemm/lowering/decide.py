@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ..dispatch import Device
+from ..dispatch import Device, pass_ns
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k, weights_in_order
 from .origins import Origin
 from .route import Request, Route, route
+
+MIN_ROWS_WRITTEN = 1024  # for which XLA writes weights in 16 bits, that a kernel could convert
+WRITTEN_MARGIN = 1.1  # of the expected times, which were not fitted to kernels that convert
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Form:
     # By operand, how XLA transposes it first: 8-bit operands are multiplied along K alone, and the
     # contracted axes must be one.
     copied: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    widened: tuple[int, ...] = ()  # operands that a kernel converts to 16 bits on chip
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,12 @@ def decide(
     forms = forms_of(request, origins)
     routes: list[Route] = []
     for form in forms:
-        routes.append(route(form.request, device, kernel_only=kernel_only))
-        if routes[-1].supported:
+        found = route(form.request, device, kernel_only=kernel_only)
+        if form.widened and (slower := _slower_than_written(form, found, forms, device)):
+            found = Route("xla", slower, "model", found.gemm)
+        routes.append(found)
+        # Where no kernel is to convert an operand, one may run the product of what XLA makes of it.
+        if routes[-1].path == "hopper" or (routes[-1].supported and not form.widened):
             break
     form, chosen = forms[len(routes) - 1], routes[-1]
     if not chosen.supported:
@@ -71,15 +79,52 @@ def forms_of(request: Request, origins: Sequence[Origin]) -> list[Form]:
         return [Form(request)]
     through = _stored(request, origins) or Form(request)
     in_place = _gathering(_indexing(through, origins), origins)
+    narrow = _narrow(through, origins)
     forms: list[Form] = []
+    if narrow:
+        forms += [_gathering(_indexing(narrow, origins), origins), narrow]
     for form in (in_place, through, Form(request), _along_k(request), _joined(request)):
         if form is not None and form not in forms:
             forms.append(form)
     return forms
 
 
+def _slower_than_written(
+    form: Form, found: Route, forms: Sequence[Form], device: Device
+) -> str | None:
+    """Returns why a kernel should not convert operands on chip, but read what XLA makes of them.
+
+    Scales of groups along K cost the tensor cores time in each tile of rows, XLA's pass none. Of
+    few rows it would not be repaid. Nor is it taken where a row's bits must not depend on how many
+    there are.
+    """
+    if found.path != "hopper" or form.request.options.batch_invariant:
+        return None
+    if not found.gemm or found.gemm.problem.m < MIN_ROWS_WRITTEN:
+        return None
+    written = (route(x.request, device, kernel_only=True) for x in forms if not x.widened)
+    instead = next((x for x in written if x.path == "hopper"), None)
+    if instead is None:
+        return None
+    request, wide = form.request, forms[-1].request
+    left = 0 in form.widened
+    elements = prod(request.lhs_shape if left else request.rhs_shape) * len(form.widened)
+    narrow, half = (x.lhs_dtype if left else x.rhs_dtype for x in (request, wide))
+    moved = DTYPES[narrow].nbytes(elements) + DTYPES[half].nbytes(elements)
+    device = device.limited_to(request.options.max_sms)
+    here, there = found.expected_ns(device), instead.expected_ns(device) + pass_ns(moved)
+    if here <= WRITTEN_MARGIN * there:
+        return None
+    return (
+        f"a kernel that converts it is expected to take {here / 1e3:.1f} us, XLA's conversion and "
+        f"the product of its result {there / 1e3:.1f} us"
+    )
+
+
 def _written_first(form: Form, taken: Form) -> str:
     """Returns what XLA does before a product that `taken` does not read as `form` would."""
+    if form.widened != taken.widened:
+        return "converts an operand to 16 bits first"
     if form.request.gathered != taken.request.gathered:
         return "writes the rows first that are picked"
     if form.request.indexed != taken.request.indexed:
@@ -113,6 +158,33 @@ def _stored(request: Request, origins: Sequence[Origin]) -> Form | None:
         return None
     request = replace(request, subscripts=subscripts, lhs_shape=lhs_shape, rhs_shape=rhs_shape)
     return Form(request, numbers)
+
+
+def _narrow(form: Form, origins: Sequence[Origin]) -> Form | None:
+    """Returns the same product of arrays of 8 or 4 bits that operands are made of.
+
+    Those on the right, or the left one: one side is converted. Their scales, if any, are those of
+    groups along the contracted axis. None where there are no such arrays.
+    """
+    request, rights = form.request, range(1, len(origins))
+    for operands, letters, field in (
+        (tuple(rights), request.subscripts.rhs, "rhs_dtype"),
+        ((0,), request.subscripts.lhs, "lhs_dtype"),
+    ):
+        if any(origins[i].permutation is not None and i not in form.stored for i in operands):
+            continue
+        kinds = {origins[i].widened for i in operands}
+        (widened, *others) = kinds
+        if widened is None or others:
+            continue
+        along = letters[widened.axis] if widened.group else ""
+        if along not in request.subscripts.contracted or (widened.group and field == "lhs_dtype"):
+            continue
+        named: Any = {field: widened.dtype}
+        return replace(
+            form, request=replace(request, k_group=widened.group, **named), widened=operands
+        )
+    return None
 
 
 def copied_along_k(request: Request) -> Request:

@@ -21,8 +21,10 @@ from jax.interpreters import mlir
 
 from ..fusion.jaxprs import ClosedJaxpr, traced
 from ..fusion.memo import memoised
+from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import Result
 from ..gemm.grid import result_shapes
+from ..gemm.groups import gate_up_letter
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec
 from ..launch import ffi_library
@@ -42,7 +44,7 @@ from .call import (
 )
 from .devices import devices_of, lowers_shard, with_partitions
 from .register import lower_jaxpr
-from .route import Request, Route, scale_shape
+from .route import Request, Route, scale_letters, scale_shape
 
 
 def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
@@ -84,7 +86,7 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     come its results and the workspaces.
     """
     assert route.gemm and route.spec and route.plan
-    inputs, aliases = _factors(call, route), {}
+    inputs, aliases = _factors(ctx, call, route), {}
     outputs = list(ctx.avals_out)
     if route.fusion:
         outputs = _written(call.request, route)
@@ -92,7 +94,8 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
         overwritten = _overwritten(call, route, outputs)
         aliases = {len(inputs) + place: number for place, number in overwritten.items()}
         inputs += operands
-    values, avals = zip(*inputs, *_integers(call), *_scales(ctx, call, route), strict=True)
+    scales = _group_scales if call.request.k_group else _scales
+    values, avals = zip(*inputs, *_integers(call), *scales(ctx, call, route), strict=True)
     workspaces = [ShapedArray((w.nbytes,), np.uint8) for w in route.plan.workspaces]
     results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
         ctx.replace(avals_in=avals, avals_out=[*outputs, *workspaces]),
@@ -101,7 +104,7 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     )
     results = list[Any](results)[: len(outputs)]
     if route.fusion is None:
-        if call.request.blocks:
+        if call.request.blocks or call.request.k_group:
             return mark_options(call, results)
         problem = route.gemm.problem
         _mark_product(results[0].owner, call.request, problem, swap_ab=route.gemm.swap_ab)
@@ -116,7 +119,9 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
 # What the launch reads.
 
 
-def _factors(call: Call, route: Route) -> list[tuple[Any, ShapedArray]]:
+def _factors(
+    ctx: mlir.LoweringRuleContext, call: Call, route: Route
+) -> list[tuple[Any, ShapedArray]]:
     """Returns the arrays that are multiplied, in the kernel's order."""
     request, groups = call.request, call.request.groups
     shapes = [(request.lhs_shape, request.lhs_dtype)]
@@ -127,9 +132,23 @@ def _factors(call: Call, route: Route) -> list[tuple[Any, ShapedArray]]:
     if operand := request.indexed:
         shape, dtype = shapes["ab".index(operand)]
         shapes["ab".index(operand)] = ((request.stack, *shape), dtype)
-    inputs = [(v, ShapedArray(*s)) for v, s in zip(call.values, shapes, strict=True)]
+    inputs = [_stored(ctx, v, *s) for v, s in zip(call.values, shapes, strict=True)]
     assert route.gemm
     return inputs[::-1] if route.gemm.swap_ab else inputs
+
+
+def _stored(
+    ctx: mlir.LoweringRuleContext, value: Any, shape: tuple[int, ...], dtype: str
+) -> tuple[Any, ShapedArray]:
+    """Returns an operand as a kernel reads it: int4 packed in uint8, by XLA if it is not yet."""
+    if (packed := DTYPES[dtype].packed) == 1:
+        return value, ShapedArray(shape, dtype)
+    stored = ShapedArray((*shape[:-1], shape[-1] // packed), np.dtype(np.uint8))
+    if str(value.type.element_type) == DTYPES[dtype].mlir:
+        lower = mlir.lower_fun(pack, multiple_results=False)
+        given = ShapedArray(shape, np.dtype(jnp.int4))
+        (value,) = lower(ctx.replace(avals_in=[given], avals_out=[stored]), value)
+    return value, stored
 
 
 def _epilogue_operands(
@@ -213,6 +232,42 @@ def _scales(
         (value,) = lower(ctx.replace(avals_in=[aval], avals_out=[out]), value)
         inputs.append((value, out))
     return inputs
+
+
+def _group_scales(
+    ctx: mlir.LoweringRuleContext, call: Call, route: Route
+) -> list[tuple[Any, ShapedArray]]:
+    """Returns the scales along K of each right operand, (L, blocks along K, N)."""
+    assert route.gemm
+    request, problem = call.request, route.gemm.problem
+    arranged = partial(_by_groups, request=request, problem=problem)
+    inputs = []
+    for value in call.scales:
+        aval = ShapedArray(tuple(value.type.shape), np.dtype(np.float32))
+        outs = traced(arranged, aval).out_avals
+        lower = mlir.lower_fun(arranged, multiple_results=True)
+        found = lower(ctx.replace(avals_in=[aval], avals_out=outs), value)
+        inputs += zip(found, outs, strict=True)
+    return inputs
+
+
+def _by_groups(scale: jax.Array, *, request: Request, problem: GemmProblem) -> list[jax.Array]:
+    """Returns scales that broadcast against the right operand as its matrices and columns lie."""
+    subscripts, extents = request.subscripts, request.extents
+    batch, columns = scale_letters(request, problem)
+    up = gate_up_letter(subscripts) if request.groups else subscripts.gate_up
+    letters = subscripts.rhs
+    groups = scale.shape[letters.index(subscripts.contracted)]
+    shape = [groups if x in subscripts.contracted else extents[x] for x in letters]
+    order = [letters.index(x) for x in up + batch + subscripts.contracted + columns]
+    each = jnp.transpose(jnp.broadcast_to(scale, shape), order)
+    return list(each.reshape(2 if up else 1, -1, groups, problem.n))
+
+
+def pack(values: jax.Array) -> jax.Array:
+    """Returns int4 as uint8: two neighbours along the last axis each, the first in the low bits."""
+    bits = lax.bitcast_convert_type(values.astype(jnp.int8), jnp.uint8) & 15
+    return bits[..., ::2] | (bits[..., 1::2] << 4)
 
 
 def _as_read(scale: jax.Array, length: int) -> jax.Array:

@@ -7,13 +7,27 @@ operations.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from ..gemm.dtypes import DTYPES, converts
+
+WIDENED = "jax_hopper_gemm.widened"  # of numbers that became 16-bit floats; see `mark_widened`
 ROWS = "jax_hopper_gemm.rows"  # of rows that indices pick, zeros where there is none
+_DTYPES = {row.mlir: row.name for row in DTYPES.values()} | {"ui8": "uint8"}
+
+
+@dataclass(frozen=True)
+class Widened:
+    """An array of 8 or 4 bits that became one of 16-bit floats."""
+
+    dtype: str
+    axis: int = 0  # counted from the end, along which `group` numbers share a scale
+    group: int = 0  # 0: there are no scales
 
 
 @dataclass(frozen=True)
@@ -21,13 +35,16 @@ class Step:
     """The operation that made a value, of those that kernels can do without.
 
     A "slice" is a part of an array that begins at a dynamic index along its first axis and at 0
-    along others; "rows" are picked of a matrix by indices, zeros where there is none.
+    along others; "rows" are picked of a matrix by indices, zeros where there is none; "widen" makes
+    16-bit floats of fewer bits, times their scales.
     """
 
-    kind: Literal["transpose", "reshape", "slice", "rows"]
+    kind: Literal["transpose", "reshape", "slice", "rows", "widen"]
     source: Any  # the value that it reads
     permutation: tuple[int, ...] = ()  # of a transpose
     indices: Any = None  # of a slice, one () int32; of rows (T, 1) int32
+    widened: Widened | None = None  # what is widened; `source` may be int4 as `packed` uint8
+    scale: Any = None  # of groups; float32
 
 
 class World(Protocol):
@@ -47,6 +64,7 @@ class Origin:
     permutation: tuple[int, ...] | None = None  # it is that transpose of an array
     picked_of: int | None = None  # that array is rows which are picked of another one, of so many
     stack: int | None = None  # that array is one of so many in another one
+    widened: Widened | None = None  # that array is made of such a one
 
 
 @dataclass(frozen=True)
@@ -57,6 +75,8 @@ class Source:
     stored: Any  # the array that the operand is a transpose of, or the operand
     array: Any = None  # what `stored` is picked of, or the stack that it is in; or None
     indices: Any = None  # by which it is
+    narrow: Any = None  # what `stored` is widened from; or None
+    scale: Any = None  # by which it is multiplied; or None
 
 
 def source_of(value: Any, world: World) -> Source:
@@ -64,6 +84,9 @@ def source_of(value: Any, world: World) -> Source:
     stored, permutation = value, None
     if (step := world.step(value)) and step.kind == "transpose":
         stored, permutation = step.source, step.permutation
+    if (step := world.step(stored)) and step.kind == "widen":
+        origin = Origin(permutation, widened=step.widened)
+        return Source(origin, stored, narrow=step.source, scale=step.scale)
     if rows := _picking(stored, world):
         origin = Origin(permutation, picked_of=world.shape(rows.source)[0])
         return Source(origin, stored, rows.source, rows.indices)
@@ -112,6 +135,10 @@ class MlirValues:
             return None
         if ROWS in operation.attributes:
             return _picked_by(operation)
+        if WIDENED in operation.attributes:
+            return _widened_by(operation)
+        if operation.name == "stablehlo.convert":
+            return _converted_by(operation)
         if operation.name == "stablehlo.transpose":
             permutation = tuple(operation.attributes["permutation"])
             return Step("transpose", operation.operands[0], permutation)
@@ -123,6 +150,64 @@ class MlirValues:
 
     def shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.type.shape)
+
+
+def _converted_by(operation: Any) -> Step | None:
+    source, value = (x.type.element_type for x in (operation.operands[0], operation.results[0]))
+    narrow, wide = _DTYPES.get(str(source)), _DTYPES.get(str(value))
+    if narrow is None or wide is None or not converts(wide, narrow):
+        return None
+    return Step("widen", operation.operands[0], widened=Widened(narrow))
+
+
+def _widened_by(operation: Any) -> Step:
+    """Walks back, first operand by first operand, as often as `mark_widened` says."""
+    to_product, to_values, to_scale, axis, group = operation.attributes[WIDENED]
+    product = _back(operation.results[0], to_product)
+    values, scale = _back(product, to_values), None
+    if group:
+        scale = _back(product.owner.operands[1], to_scale)
+    dtype = _DTYPES[str(values.type.element_type)]
+    return Step(
+        "widen", values, widened=Widened("int4" if dtype == "uint8" else dtype, axis, group),
+        scale=scale,
+    )  # fmt: skip
+
+
+def _back(value: Any, steps: int) -> Any:
+    for _ in range(steps):
+        value = value.owner.operands[0]
+    return value
+
+
+def mark_widened(value: Any, sources: Sequence[Any], axis: int, group: int) -> None:
+    """Says of an MLIR value from what `hopper_widen` made it: values, and the scale of groups.
+
+    Nothing is said where an operation too few lies between them, as for a constant.
+    """
+    marked, numbers = value, []
+    if group:
+        numbers.append(_steps_to(value, lambda x: x.owner.name == "stablehlo.multiply"))
+        if numbers[0] is not None:
+            value = _back(value, numbers[0])
+            scaled = value.owner.operands[1]
+            numbers += [_steps_to(value, sources[0].__eq__), _steps_to(scaled, sources[1].__eq__)]
+    else:
+        numbers = [0, _steps_to(value, sources[0].__eq__), 0]
+    if None not in numbers and any(numbers):
+        attribute = ir.DenseI64ArrayAttr.get([*numbers, axis, group])
+        marked.owner.attributes[WIDENED] = attribute
+
+
+def _steps_to(value: Any, found: Callable[[Any], bool]) -> int | None:
+    """Returns how many operations back, first operand by first operand, a value is found."""
+    steps = 0
+    while not found(value):
+        operation = value.owner
+        if not hasattr(operation, "attributes") or not len(operation.operands):
+            return None
+        value, steps = operation.operands[0], steps + 1
+    return steps
 
 
 def _picked_by(operation: Any) -> Step | None:

@@ -25,7 +25,7 @@ from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.bf16_parts import PRESETS
-from ..gemm.dtypes import DTYPES, OPERANDS, multiply, short_name
+from ..gemm.dtypes import DTYPES, OPERANDS, converts, multiply, short_name
 from ..gemm.grid import ceil_div
 from ..gemm.groups import GROUP, GroupedAxis, gate_up_letter, is_varlen_k
 from ..gemm.legality import MAX_TILE_N
@@ -63,6 +63,9 @@ class Request:
     # Rows of the left and of the right operand that share a scale for each 128 of K, (1 or 128);
     # None: there are no scales.
     blocks: tuple[int, int] | None = None
+    # Elements along K that share a scale in each column of the right operand, which a kernel
+    # converts; 0: there are no such scales.
+    k_group: int = 0
 
     @property
     def gathered(self) -> Literal["a", "b"] | None:
@@ -94,6 +97,8 @@ class Request:
         if self.blocks:
             rows = " and ".join(f"{rows}x{PROMOTION_K}" for rows in self.blocks)
             text += f", scales of blocks of {rows}"
+        if self.k_group:
+            text += f", scales of {self.k_group} along K"
         if self.groups:
             of = "contracted in" if is_varlen_k(self.subscripts) else "in"
             text += f", rows {of} {self.groups.matrices} groups"
@@ -139,6 +144,11 @@ class Route:
     def supported(self) -> bool:
         """Whether some kernel can run the product, chosen or not."""
         return self.source != "unsupported"
+
+    def expected_ns(self, device: dispatch.Device) -> float:
+        """Returns the kernel's expected time."""
+        assert self.gemm and self.spec and self.raster_order
+        return dispatch.estimate(self.gemm.problem, self.spec, self.raster_order, device).ns
 
     def unless(self, violation: str | None) -> Route:
         """Returns this route, or XLA's where a kernel's cannot be taken because of `violation`."""
@@ -211,6 +221,9 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
         gemm = as_grouped_gemm(request.subscripts, *operands, request.groups, graph, labels)
     else:
         gemm = as_gemm(request.subscripts, *operands, graph, labels)
+    if request.k_group:
+        scale_letters(request, gemm.problem)  # raises where scales do not lie as B does
+        gemm = replace(gemm, problem=replace(gemm.problem, k_group=request.k_group))
     if request.blocks:
         gemm = replace(gemm, problem=_with_scales(gemm, request))
     elif terms := _bf16_terms(request):
@@ -243,6 +256,23 @@ def scale_shape(block: int, lines: int, k: int) -> tuple[int, int]:
     """
     length = ceil_div(lines, block)
     return ceil_div(k, PROMOTION_K), length if block > 1 else ceil_div(length, 16) * 16 + MAX_TILE_N
+
+
+def scale_letters(request: Request, problem: GemmProblem) -> tuple[str, str]:
+    """Returns the letters of the right operand that count matrices, and those of columns.
+
+    Raises:
+      NotAGemm: they are not neighbours, in this order, in the result.
+    """
+    subscripts, extents = request.subscripts, request.extents
+    if request.groups:
+        return GROUP, "n"
+    free = [x for x in subscripts.out if x in subscripts.rhs]
+    for i in range(len(free) + 1):
+        sizes = [prod(extents[x] for x in part) for part in (free[:i], free[i:])]
+        if sizes == [problem.l if problem.b.batch_stride and problem.l > 1 else 1, problem.n]:
+            return "".join(free[:i]), "".join(free[i:])
+    raise NotAGemm("scales along K, and the columns of the right operand are no neighbours")
 
 
 def _in_stack(gemm: Gemm, request: Request) -> Gemm:
@@ -343,7 +373,8 @@ def _request_violation(request: Request) -> str | None:
     if request.symbolic:
         return "an extent is symbolic; a kernel is launched for extents that are known"
     dtypes = request.lhs_dtype, request.rhs_dtype
-    if dtypes[0] != dtypes[1] and not multiply(*dtypes):
+    converted = converts(*dtypes) or converts(*dtypes[::-1])
+    if dtypes[0] != dtypes[1] and not (multiply(*dtypes) or converted):
         return f"the operands are {' and '.join(dtypes)}; kernels take two operands of one dtype"
     precision = request.options.precision
     if precision is None or isinstance(precision, tuple | Precision):

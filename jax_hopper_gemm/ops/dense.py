@@ -17,17 +17,27 @@ from jax.typing import ArrayLike, DTypeLike
 from ..fusion.jaxprs import abstract
 from ..fusion.memo import memoised
 from ..gemm.product import Implementation, Options, Product
+from ..gemm.subscripts import Subscripts
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .delayed import DelayedScaling, run_delayed
-from .quantized import QArray, Quantized, as_quantized, is_quantized, run_quantized
+from .quantized import (
+    QArray,
+    Quantized,
+    as_quantized,
+    beside_result,
+    is_quantized,
+    is_weights,
+    run_quantized,
+    widened_pair,
+)
 from .recipes import Recipe, as_recipe, delayed
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
 from .sm_limit import current_max_sms
-from .steps import Results, Steps, named_in, traced
+from .steps import SCALES, Results, Steps, named_in, traced
 from .substitute import final_product, with_hopper_dot
 
 
@@ -77,7 +87,8 @@ def matmul(
 
     Args:
       a: (..., M, K) or (K,). Leading axes broadcast against those of `b`. Or both are `Quantized`:
-        (..., M, K) by (K, N), or matrices in equal batches; or `QArray`s of Qwix.
+        (..., M, K) by (K, N), or matrices in equal batches; or `QArray`s of Qwix. Or one is, as
+        weights, beside an array of bfloat16 or float16.
       b: (..., K, N) or (K,).
       bias, residual, c: broadcast to the result's shape: (N,), (M, 1), (B, 1, N), ...
       activation: a function of one array, elementwise, or a name: "relu", "gelu" (by tanh),
@@ -96,8 +107,8 @@ def matmul(
         float32 each 128 of K. An algorithm that does not accumulate in
         float32 goes to XLA.
       preferred_element_type: dtype of the result; if None that of `c`, else the promoted dtype of
-        the operands; of `Quantized` ones float32. An epilogue with several results takes a tuple,
-        too, of one dtype each.
+        the operands; of two `Quantized` ones float32. An epilogue with several results takes a
+        tuple, too, of one dtype each.
       cotangent_dtype: dtype that cotangents of the product are rounded to before they are
         multiplied, whatever multiplies them, in derivatives of any order. With the operands' dtype
         the gradients of a float32 result run on kernels, and are rounded once. None leaves them as
@@ -122,18 +133,22 @@ def matmul(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     terms = {"alpha": alpha, "c": c, "beta": beta, "bias": bias, "residual": residual}
-    pair = as_quantized("matmul", "a", a), as_quantized("matmul", "b", b)
+    given = as_quantized("matmul", "a", a), as_quantized("matmul", "b", b)
+    pair, scales = widened_pair("matmul", (("a", given[0]), ("b", given[1])), (-1, -2))
     a, b = (x.values if isinstance(x, Quantized) else x for x in pair)
     a, b, *arrays = checks.as_arrays("matmul", terms, a=a, b=b)
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
     checks.check_matmul(a, b, terms, activation, preferred_element_type)
-    named = named_in(terms)
+    if jnp.ndim(b) == 1:
+        scales = {name: x.reshape(x.shape[:-1]) for name, x in scales.items()}
+    named = named_in(terms | scales)
+    terms |= scales
     steps = Steps("matmul", named, activation_function(activation), epilogue)
-    state = delayed("matmul", recipe, pair, cotangent_dtype)
+    state = delayed("matmul", recipe, given, cotangent_dtype)
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation,
         cotangent_dtype=checks.as_cotangent_dtype("matmul", cotangent_dtype),
-        recipe=None if state else as_recipe("matmul", recipe, pair, cotangent_dtype),
+        recipe=None if state else as_recipe("matmul", recipe, given, cotangent_dtype),
     )  # fmt: skip
     operands = tuple(terms[x] for x in named)
     if state:
@@ -178,7 +193,8 @@ def dot_general(
     layers accept it as their `dot_general`.
 
     Args:
-      lhs, rhs: the operands, arrays or both `Quantized`, or a `QArray` of Qwix.
+      lhs, rhs: the operands, arrays or both `Quantized`, or `QArray`s of Qwix; or one is, beside an
+        array of 16 bits.
       dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
       precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
         `matmul`.
@@ -196,16 +212,17 @@ def dot_general(
       TypeError: an operand is not an array, or `dimension_numbers` has another structure.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
-    pair = as_quantized("dot_general", "lhs", lhs), as_quantized("dot_general", "rhs", rhs)
+    given = as_quantized("dot_general", "lhs", lhs), as_quantized("dot_general", "rhs", rhs)
+    pair, scales = _weights_of_dot("dot_general", *given, dimension_numbers)
     lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in pair)
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
-    steps = Steps("dot_general", epilogue=epilogue)
-    state = delayed("dot_general", recipe, pair, cotangent_dtype)
+    steps = Steps("dot_general", named_in(scales), epilogue=epilogue)
+    state = delayed("dot_general", recipe, given, cotangent_dtype)
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation,
         cotangent_dtype=checks.as_cotangent_dtype("dot_general", cotangent_dtype),
-        recipe=None if state else as_recipe("dot_general", recipe, pair, cotangent_dtype),
+        recipe=None if state else as_recipe("dot_general", recipe, given, cotangent_dtype),
     )  # fmt: skip
     if state:
         checks.check_unsharded("dot_general", out_sharding)
@@ -220,15 +237,37 @@ def dot_general(
         )
     named = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
     return _run(
-        JaxProduct(lax.dot_general, named), (lhs, rhs), steps, (), epilogue_operands, options
+        JaxProduct(lax.dot_general, named), (lhs, rhs), steps, tuple(scales.values()),
+        epilogue_operands, options,
+    )  # fmt: skip
+
+
+def _weights_of_dot(
+    op: str, lhs: Any, rhs: Any, dimension_numbers: Any
+) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """Returns the operands, weights as arrays, and scales as they broadcast against the result."""
+    if not (is_weights(lhs, rhs) or is_weights(rhs, lhs)):
+        return (lhs, rhs), {}
+    left, right = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
+    contracted, batch = checks.checked_axes(op, left, right, dimension_numbers)
+    if len(contracted[0]) != 1:
+        raise NotImplementedError(
+            f"{op}: {len(contracted[0])} axes of weights are contracted, expected one: reshape them"
+        )
+    axes = contracted[0][0], contracted[1][0]
+    pair, scales = widened_pair(op, (("lhs", lhs), ("rhs", rhs)), axes)
+    free = [x.ndim - 1 - len(own) for x, own in zip((lhs, rhs), batch, strict=True)]
+    beside: dict[str, Any] = dict(
+        zip(SCALES, zip(axes, batch, (-free[1], free[0]), strict=True), strict=True)
     )
+    return pair, {name: beside_result(x, *beside[name]) for name, x in scales.items()}
 
 
 @takes_batch_invariant
 def einsum(
     subscripts: str,
     /,
-    *operands: ArrayLike,
+    *operands: ArrayLike | Quantized,
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
     save_preactivation: bool = True,
@@ -247,7 +286,8 @@ def einsum(
 
     Args:
       subscripts: such as "mk,kn->mn".
-      *operands: arrays; two with an epilogue.
+      *operands: arrays; two with an epilogue. Two may be `Quantized`, or one beside an array of 16
+        bits: `dot_general` of them.
       optimize: as in `jax.numpy.einsum`: the order of the products of three and more operands.
       epilogue, epilogue_operands, save_preactivation: as in `matmul`; `epilogue` receives the
         result that `subscripts` name.
@@ -260,7 +300,16 @@ def einsum(
       TypeError: an operand is not an array, or `subscripts` is not a string.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
+    operands = tuple(as_quantized("einsum", f"operands[{i}]", x) for i, x in enumerate(operands))
     checks.check_einsum(subscripts, operands, epilogue)
+    if is_quantized(*operands):
+        dot = partial(
+            dot_general, precision=precision, preferred_element_type=preferred_element_type,
+            epilogue_operands=epilogue_operands, save_preactivation=save_preactivation,
+            cotangent_dtype=cotangent_dtype, out_sharding=out_sharding,
+            implementation=implementation,
+        )  # fmt: skip
+        return _einsum_of_quantized(checks.one_product(subscripts), operands, epilogue, dot)
     names = ("lhs", "rhs") if len(operands) == 2 else map("operands[{}]".format, count())
     arrays = checks.as_arrays("einsum", None, **dict(zip(names, operands, strict=False)))
     if isinstance(optimize, list):  # a path, as a key
@@ -274,6 +323,29 @@ def einsum(
             cotangent_dtype=checks.as_cotangent_dtype("einsum", cotangent_dtype),
         ),
     )  # fmt: skip
+
+
+def _einsum_of_quantized(
+    subscripts: Subscripts, operands: tuple[Any, ...], epilogue: Any, dot: Callable[..., Any]
+) -> Any:
+    """Returns what `dot` does, a `dot_general` that takes quantized arrays, and a transpose."""
+    product = subscripts.dot_general()
+    lhs, rhs = operands[::-1] if product.swap_ab else operands
+    in_order = product.permutation == tuple(range(len(product.out)))
+    follow = epilogue if in_order or epilogue is None else _Permuted(product.permutation, epilogue)
+    result = dot(lhs, rhs, product.dimension_numbers, epilogue=follow)
+    return result if in_order or follow else lax.transpose(result, product.permutation)
+
+
+@dataclass(frozen=True)
+class _Permuted:
+    """A function of an array with its axes in another order. Equal ones are one key of a cache."""
+
+    permutation: tuple[int, ...]
+    function: Callable[..., Any]
+
+    def __call__(self, y: jax.Array, *operands: Any) -> Any:
+        return self.function(lax.transpose(y, self.permutation), *operands)
 
 
 def _einsum(*operands: jax.Array, subscripts: str, **options: Any) -> jax.Array:

@@ -20,6 +20,7 @@ from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .dense import INLINE
+from .quantized import Quantized, as_quantized, is_weights, widened
 from .ragged_run import RaggedArrays, run_with_epilogue
 from .recipes import Recipe, as_recipe
 from .replaced import check_kernel_unasked, is_replaced
@@ -32,7 +33,7 @@ from .substitute import final_product
 @takes_batch_invariant
 def gated_linear_unit(
     x: ArrayLike,
-    weights: ArrayLike | tuple[ArrayLike, ArrayLike],
+    weights: ArrayLike | Quantized | tuple[ArrayLike | Quantized, ArrayLike | Quantized],
     *,
     activation: str | Activation | None = "silu",
     bias: ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
@@ -61,7 +62,7 @@ def gated_linear_unit(
     Args:
       x: (..., K).
       weights: (K, 2, N), gate `weights[:, 0]` and up `weights[:, 1]`; or a pair (gate, up) of
-        arrays (K, N).
+        arrays (K, N). Or `Quantized`, beside `x` of 16 bits.
       activation: a function of one array, elementwise, a name as in `matmul`, or None.
       bias: (2, N), or a pair of (N,): added to the products.
       row_scale: (...,), a factor of each row of the result before it is rounded, such as an
@@ -93,23 +94,25 @@ def gated_linear_unit(
         "group_sizes": group_sizes, "group_offset": group_offset, "row_indices": row_indices,
     }  # fmt: skip
     sizes, offset, rows = checks.as_arrays(op, groups)
+    given, pair = _given(op, weights)
+    weights, factors = _widened(op, x, given, pair=pair, grouped=sizes is not None)
     x, rights, biases, scale = checks.check_gated(
         x, weights, bias, row_scale, activation, save_preactivation, implementation,
         checks.GroupArguments(sizes, offset, rows),
     )  # fmt: skip
-    gate = Gate(activation_function(activation), scaled=bool(scale))
+    gate = Gate(activation_function(activation), bool(scale), bool(factors))
     scale = tuple(jnp.expand_dims(s, -1) for s in scale)
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation, current_max_sms(),
         checks.as_cotangent_dtype(op, cotangent_dtype),
-        recipe=as_recipe(op, recipe, (x, *rights), cotangent_dtype),
+        recipe=as_recipe(op, recipe, (x, *given), cotangent_dtype),
     )  # fmt: skip
     options = with_batch_invariance(options)
     if sizes is not None:
-        operands = (*(jnp.expand_dims(b, 1) for b in biases), *scale)
+        operands = (*(jnp.expand_dims(b, 1) for b in (*factors, *biases)), *scale)
         arrays = RaggedArrays(x, rights, sizes, offset, rows)
         return run_with_epilogue(op, arrays, operands, gate, options)
-    operands = (*biases, *scale)
+    operands = (*factors, *biases, *scale)
     if is_replaced():
         check_kernel_unasked(op, options.insists)
         products = _products(_dot(x, options), x, rights)
@@ -120,6 +123,36 @@ def gated_linear_unit(
         eager=not isinstance(x, Tracer),
     )  # fmt: skip
     return _traced_gate(x, rights, operands, own, options)
+
+
+def _given(op: str, weights: Any) -> tuple[tuple[Any, ...], bool]:
+    """Returns the weights as the user gave them, in a tuple, and whether they are a pair."""
+    weights = as_quantized(op, "weights", weights)
+    pair = isinstance(weights, tuple | list)
+    return tuple(as_quantized(op, "weights", w) for w in (weights if pair else (weights,))), pair
+
+
+def _widened(
+    op: str, x: Any, given: tuple[Any, ...], *, pair: bool, grouped: bool
+) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the weights as arrays, and factors of gate and of up: one for each column, or none.
+
+    Factors have the shape of biases.
+    """
+    if not all(is_weights(w, x) for w in given):
+        return given if pair else given[0], ()
+    found = [widened(op, "weights", w, int(grouped), x.dtype) for w in given]
+    arrays, scales = zip(*found, strict=True)
+    if any(scale is None for scale in scales):
+        if not all(scale is None for scale in scales):
+            raise NotImplementedError(f"{op}: gate and up have scales of different blocks")
+        return arrays if pair else arrays[0], ()
+    factors = [jnp.squeeze(scale, int(grouped)) for scale in scales]
+    if pair:
+        return arrays, tuple(factors)
+    (both,) = factors
+    both = jnp.broadcast_to(both, (*both.shape[:-2], 2, both.shape[-1]))
+    return arrays[0], (both[..., 0, :], both[..., 1, :])
 
 
 @partial(jax.jit, static_argnums=(3, 4), inline=INLINE)

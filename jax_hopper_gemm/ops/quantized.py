@@ -1,7 +1,8 @@
-"""Quantized arrays: values of 8 bits with float32 scales, and their products.
+"""Quantized arrays: values of 8 or 4 bits with float32 scales, and their products.
 
-A scale is for a tensor, for each row or column, or for blocks of 128. Where it does not change
-along the contracted axis it is multiplied by what the kernel has summed, else while it sums.
+A scale is for a tensor, for each row or column, or for blocks. Where it does not change along the
+contracted axis it is multiplied by what the kernel has summed, else while it sums. Beside an array
+of 16 bits a quantized one is weights: it becomes such an array where a product reads it.
 """
 
 from __future__ import annotations
@@ -17,33 +18,41 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..gemm.dtypes import QUANTIZED, one_of
+from ..gemm.dtypes import HALVES, QUANTIZED, WEIGHTS, one_of
 from ..gemm.product import Options
-from ..primitives.quantize import BLOCK, quantized
+from ..gemm.spec import K_GROUPS, PROMOTION_K
+from ..lowering.emit import pack
+from ..primitives.quantize import quantized
 from ..primitives.scaled_dot import hopper_scaled_dot
+from ..primitives.widen import hopper_widen, unpack
 from . import checks
 from .batch_invariance import with_batch_invariance
 from .sm_limit import current_max_sms
 from .steps import SCALES, Steps, traced
 
+BLOCK, BLOCKS = PROMOTION_K, K_GROUPS
 
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=())
+
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("packed",))
 @dataclass(frozen=True)
 class Quantized:
-    """An array as numbers of 8 bits times scales; `matmul` and `dot_general` take it as it is.
+    """An array as numbers of 8 or 4 bits times scales; products take it as it is.
 
     Attributes:
-      values: float8_e4m3fn, float8_e5m2 or int8.
-      scale: float32, of the same rank. Along each axis it has one entry for each of `values`', one
-        for each 128 of them (rounded up), or one alone.
+      values: float8_e4m3fn, float8_e5m2, int8 or int4.
+      scale: float32, of the same rank. Along each axis it has one entry for each of the array's,
+        one for each 128, 64 or 32 of them (rounded up), or one alone.
+      packed: whether `values` are uint8, as `pack_weights` makes int4.
     """
 
     values: jax.Array
     scale: jax.Array
+    packed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+        *others, last = self.values.shape
+        return (*others, 2 * last if self.packed else last)
 
     @property
     def ndim(self) -> int:
@@ -53,8 +62,26 @@ class Quantized:
         """Returns `values * scale`, computed in float32."""
         scale = self.scale
         for axis, block in enumerate(_blocks("dequantize", "self", self)):
-            scale = _each(scale, axis, block, self.values.shape[axis])
-        return (self.values.astype(jnp.float32) * scale).astype(dtype)
+            scale = _each(scale, axis, block, self.shape[axis])
+        values = unpack(self.values) if self.packed else self.values
+        return (values.astype(jnp.float32) * scale).astype(dtype)
+
+    def pack_weights(self) -> Quantized:
+        """Returns int4 values as kernels read them: two neighbours along the last axis in a byte.
+
+        Without it XLA packs them for each product.
+
+        Raises:
+          TypeError: the values are not int4.
+          ValueError: the last axis is odd.
+        """
+        if jnp.dtype(self.values.dtype).name != "int4":
+            raise TypeError(f"pack_weights: values are {checks.describe(self.values)}, not int4")
+        if self.shape[-1] % 2:
+            raise ValueError(
+                f"pack_weights: the last axis is {self.shape[-1]}, expected an even number"
+            )
+        return Quantized(pack(self.values), self.scale, packed=True)
 
 
 class QArray(Protocol):
@@ -75,18 +102,20 @@ def quantize(
     dtype: DTypeLike = jnp.float8_e4m3fn,
     block: Sequence[int | None] | None = None,
 ) -> Quantized:
-    """Returns an array in 8 bits, each block's largest magnitude as the largest number there is.
+    """Returns an array in 8 or 4 bits, each block's largest magnitude as the largest number.
 
-    The scale of a block is max(|x|) / largest number of `dtype`: 448, 57344 or 127; at least
+    The scale of a block is max(|x|) / largest number of `dtype`: 448, 57344, 127 or 7; at least
     2**-126, so that none is subnormal. Values are rounded to nearest, ties to even. A block of
     zeros has scale 1. One that holds an infinity has an infinite scale, one that holds a NaN a NaN:
     times its scale, all of it is NaN.
 
     Args:
       x: floats.
-      dtype: float8_e4m3fn, float8_e5m2 or int8.
-      block: for each axis how many elements share a scale: 1, 128, or None for all. None alone is
-        one scale for the tensor. `(1, 128)` suits activations and gradients, `(128, 128)` weights.
+      dtype: float8_e4m3fn, float8_e5m2, int8 or int4.
+      block: for each axis how many elements share a scale: 1, 32, 64, 128, or None for all. None
+        alone is one scale for the tensor. Where both operands are quantized `(1, 128)` suits
+        activations and gradients, `(128, 128)` weights; beside an array of 16 bits weights (K, N)
+        take `(None, 1)`, or `(128, 1)` for one scale each 128 of K.
 
     Raises:
       TypeError: `x` is not an array of floats, or `dtype` is none of those.
@@ -94,8 +123,8 @@ def quantize(
     """
     (x,) = checks.as_arrays("quantize", x=x)
     x, name = jnp.asarray(x), jnp.dtype(dtype).name
-    if name not in QUANTIZED:
-        raise TypeError(f"quantize: dtype is {name}, expected {one_of(QUANTIZED)}")
+    if name not in WEIGHTS:
+        raise TypeError(f"quantize: dtype is {name}, expected {one_of(WEIGHTS)}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize: x is {checks.describe(x)}, expected floats")
     blocks = (None,) * x.ndim if block is None else tuple(block)
@@ -103,16 +132,17 @@ def quantize(
         raise ValueError(
             f"quantize: block is {blocks}, expected {x.ndim} entries: x is {checks.describe(x)}"
         )
-    if any(b not in (None, 1, BLOCK) for b in blocks):
-        raise ValueError(f"quantize: block is {blocks}, expected 1, {BLOCK} or None for each axis")
+    if any(b not in (None, 1, *BLOCKS) for b in blocks):
+        sizes = ", ".join(map(str, sorted((1, *BLOCKS))))
+        raise ValueError(f"quantize: block is {blocks}, expected {sizes} or None for each axis")
     return Quantized(*quantized(x, dtype, blocks))
 
 
 def as_quantized(op: str, name: str, x: Any) -> Any:
     """Returns Qwix's `QArray` as a `Quantized`, anything else as it is.
 
-    Its scales may belong to any number of neighbours: of a multiple of 128 they are repeated for
-    each 128, of others for each element.
+    Its scales may belong to any number of neighbours: where these are no block, they are repeated
+    for each of the largest blocks that they are a multiple of, or for each element.
     """
     if not all(hasattr(x, field) for field in ("qvalue", "scale", "zero_point")):
         return x
@@ -124,8 +154,9 @@ def as_quantized(op: str, name: str, x: Any) -> Any:
     scale = jnp.asarray(x.scale, jnp.float32)
     for axis, (extent, count) in enumerate(zip(x.qvalue.shape, scale.shape, strict=True)):
         tile = extent // count
-        if count > 1 and tile not in (1, BLOCK):
-            scale = jnp.repeat(scale, tile // BLOCK if tile % BLOCK == 0 else tile, axis)
+        if count > 1:
+            block = max(block for block in (1, *BLOCKS) if tile % block == 0)
+            scale = jnp.repeat(scale, tile // block, axis)
     return Quantized(x.qvalue, scale)
 
 
@@ -134,7 +165,7 @@ def is_quantized(*operands: Any) -> bool:
 
 
 def _blocks(op: str, name: str, x: Quantized) -> tuple[int, ...]:
-    """Returns for each axis how many elements share a scale: 1, 128, or 0 for all of them."""
+    """Returns for each axis how many elements share a scale: 1, a block, or 0 for all of them."""
     values, scale = x.values, x.scale
     if jnp.ndim(scale) != jnp.ndim(values):
         raise ValueError(
@@ -142,15 +173,16 @@ def _blocks(op: str, name: str, x: Quantized) -> tuple[int, ...]:
             f"values, {checks.describe(values)}"
         )
     found = []
-    for extent, count in zip(values.shape, scale.shape, strict=True):
-        sizes = {1: 0, extent: 1}
-        if count not in sizes and count != -(-extent // BLOCK):
+    for extent, count in zip(x.shape, scale.shape, strict=True):
+        sizes = {-(-extent // block): block for block in BLOCKS} | {extent: 1, 1: 0}
+        if count not in sizes:
+            counts = [f"{-(-extent // block)} (one for each {block})" for block in BLOCKS]
             raise ValueError(
                 f"{op}: the scale of {name} is {checks.describe(scale)}, of values "
                 f"{checks.describe(values)}: an axis of {extent} has {extent}, "
-                f"{-(-extent // BLOCK)} (one for each {BLOCK}) or 1"
+                f"{', '.join(counts)} or 1"
             )
-        found.append(sizes.get(count, BLOCK))
+        found.append(sizes[count])
     return tuple(found)
 
 
@@ -212,6 +244,10 @@ def run_quantized(
             raise TypeError(
                 f"{op}: {name} is {checks.describe(x)} beside a quantized array: quantize it, too"
             )
+        if x.packed or x.values.dtype.name not in QUANTIZED:
+            raise TypeError(
+                f"{op}: {name} is of int4 beside a quantized array: pass the other one in 16 bits"
+            )
     (lhs_k, rhs_k), (lhs_batch, rhs_batch) = dimension_numbers
     if len(lhs_k) != 1:
         raise NotImplementedError(
@@ -252,19 +288,89 @@ def run_quantized(
 
 def _each(scale: jax.Array, axis: int, block: int, extent: int) -> jax.Array:
     """Returns scales of blocks along an axis as those of its elements; others unchanged."""
-    if block != BLOCK:
+    if block not in BLOCKS:
         return scale
-    return lax.slice_in_dim(jnp.repeat(scale, BLOCK, axis), 0, extent, axis=axis)
+    return lax.slice_in_dim(jnp.repeat(scale, block, axis), 0, extent, axis=axis)
+
+
+def is_weights(x: Any, other: Any) -> bool:
+    """Whether a quantized array is multiplied by one of 16 bits."""
+    dtype = getattr(other, "dtype", None)
+    return isinstance(x, Quantized) and dtype is not None and jnp.dtype(dtype).name in HALVES
+
+
+def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[jax.Array, Any]:
+    """Returns weights as an array of 16 bits, and what its products are multiplied by.
+
+    Inside `jax.jit` nobody writes this array where a kernel reads the numbers that it is made of.
+
+    Args:
+      axis: the contracted one; -2 of a vector is its own.
+
+    Returns:
+      The array; float32 scales of its rank, one along `axis`, or None where scales change along it:
+      the array is then multiplied by them.
+    """
+    blocks, scale = _blocks(op, name, x), jnp.asarray(x.scale, jnp.float32)
+    axis = max(axis, -x.ndim) % x.ndim
+    for i, block in enumerate(blocks):
+        scale = scale if i == axis else _each(scale, i, block, x.shape[i])
+    if blocks[axis] == 0:
+        return hopper_widen(x.values, dtype, packed=x.packed), scale
+    group = {"axis": axis - x.ndim, "group": blocks[axis], "packed": x.packed}
+    return hopper_widen(x.values, dtype, scale, **group), None
+
+
+def widened_pair(
+    op: str, operands: tuple[tuple[str, Any], tuple[str, Any]], axes: tuple[int, int]
+) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """Returns the operands of a product, weights as arrays; and scales of its result.
+
+    These have the rank and the name in `SCALES` of their operand.
+    """
+    arrays, scales = [], {}
+    (_, lhs), (_, rhs) = operands
+    for (name, x), other, axis, of in zip(operands, (rhs, lhs), axes, SCALES, strict=True):
+        if is_weights(x, other):
+            x, scale = widened(op, name, x, axis, other.dtype)
+            if scale is not None:
+                scales[of] = scale
+        arrays.append(x)
+    return (arrays[0], arrays[1]), scales
+
+
+def beside_result(
+    scale: jax.Array, contracted: int, batch: Sequence[int], others: int
+) -> jax.Array:
+    """Returns the scales of an operand of `dot_general` as they broadcast against its result.
+
+    Args:
+      contracted, batch: these axes of the operand.
+      others: how many free axes of the other one lie before its own; if negative, so many behind.
+    """
+    free = [i for i in range(scale.ndim) if i not in (contracted, *batch)]
+    shape = [scale.shape[i] for i in (*batch, *free)]
+    shape[len(batch) : len(batch)] = [1] * max(others, 0)
+    return lax.transpose(scale, (*batch, *free, contracted)).reshape(*shape, *[1] * max(-others, 0))
 
 
 def _arranged(
     op: str, name: str, x: Quantized, contracted: Sequence[int], batch: Sequence[int]
 ) -> Operand:
-    blocks = _blocks(op, name, x)
+    blocks, scale = list(_blocks(op, name, x)), x.scale
+    for axis, block in enumerate(blocks):
+        if block not in BLOCKS or block == BLOCK:
+            continue
+        if axis in contracted:
+            raise NotImplementedError(
+                f"{op}: {name} has a scale for each {block} of the contracted axis; beside a "
+                f"quantized array kernels take one for each {BLOCK}: pass the other in 16 bits"
+            )
+        scale, blocks[axis] = _each(scale, axis, block, x.shape[axis]), 1
     free = [axis for axis in range(x.ndim) if axis not in (*contracted, *batch)]
     order = (*batch, *free, *contracted)
     return Operand(
-        lax.transpose(x.values, order), lax.transpose(x.scale, order),
+        lax.transpose(x.values, order), lax.transpose(scale, order),
         tuple(blocks[axis] for axis in order), len(batch), len(free),
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from ..gemm.product import Implementation, Options
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
+from .quantized import Quantized, as_quantized, widened_pair
 from .ragged_run import BASIC, RaggedArrays, run_product, run_scaled_sum, run_with_epilogue
 from .recipes import Recipe, as_recipe
 from .sm_limit import current_max_sms
@@ -23,7 +24,7 @@ from .steps import Results, Steps, named_in
 @takes_batch_invariant
 def ragged_dot(
     lhs: ArrayLike,
-    rhs: ArrayLike,
+    rhs: ArrayLike | Quantized,
     group_sizes: ArrayLike,
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
@@ -69,7 +70,7 @@ def ragged_dot(
 
     Args:
       lhs: (M, K), rows sorted by group; with `row_indices` (S, K), in any order.
-      rhs: (G, K, N), one matrix a group.
+      rhs: (G, K, N), one matrix a group; `Quantized` beside `lhs` of 16 bits.
       group_sizes: (G,) integers, on the GPU; zeros are fine.
       precision, preferred_element_type, implementation: as in `matmul`. "xla" computes what
         `jax.lax.ragged_dot` does.
@@ -104,17 +105,19 @@ def ragged_dot(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     op = "ragged_dot"
+    given = lhs, as_quantized(op, "rhs", rhs)
+    (lhs, rhs), scales = widened_pair(op, (("lhs", lhs), ("rhs", given[1])), (-1, -2))
     lhs, rhs, group_sizes, group_offset, row_indices, bias = checks.as_arrays(
         op, {"group_offset": group_offset, "row_indices": row_indices, "bias": bias},
         lhs=lhs, rhs=rhs, group_sizes=group_sizes,
     )  # fmt: skip
     groups = checks.GroupArguments(group_sizes, group_offset, row_indices)
     checks.check_ragged_dot(lhs, rhs, groups, implementation, bias, activation)
-    plain = bias is None and activation is None and epilogue is None
+    plain = bias is None and activation is None and epilogue is None and not scales
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation, current_max_sms(),
         checks.as_cotangent_dtype(op, cotangent_dtype),
-        recipe=as_recipe(op, recipe, (lhs, rhs), cotangent_dtype),
+        recipe=as_recipe(op, recipe, given, cotangent_dtype),
     )  # fmt: skip
     operands = checks.check_steps(op, epilogue, epilogue_operands, plain, options)
     arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices)
@@ -123,9 +126,10 @@ def ragged_dot(
         product: Any = run_product(op, arrays, BASIC, options, out_sharding)
         return product
     checks.check_group_operands(op, operands, rhs)
-    named = () if bias is None else ("bias",)
-    steps = Steps(op, named, activation_function(activation), epilogue)
-    operands = operands if bias is None else (jnp.expand_dims(bias, 1), *operands)
+    if bias is not None:
+        scales["bias"] = jnp.expand_dims(bias, 1)
+    steps = Steps(op, tuple(scales), activation_function(activation), epilogue)
+    operands = *scales.values(), *operands
     return run_with_epilogue(op, arrays, operands, steps, options, out_sharding)
 
 

@@ -69,8 +69,12 @@ class Gate:
 
     activation: Activation | None = None
     scaled: bool = False  # whether the last operand is the scale
+    factors: bool = False  # whether the first two are factors of gate and of up
 
     def __call__(self, gate: jax.Array, up: jax.Array, *operands: jax.Array) -> jax.Array:
+        if self.factors:
+            gate, up = gate * _as(gate, operands[0]), up * _as(up, operands[1])
+            operands = operands[2:]
         biases = operands[: len(operands) - self.scaled]
         if biases:
             gate, up = (y + _as(y, b) for y, b in zip((gate, up), biases, strict=True))

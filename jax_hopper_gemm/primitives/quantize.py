@@ -1,26 +1,23 @@
-"""Quantization: an array as numbers of 8 bits and a scale for each of its blocks."""
+"""Quantization: an array as numbers of 8 or 4 bits and a scale for each of its blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from jax import numpy as jnp
 
-from ..gemm.spec import PROMOTION_K
-
-BLOCK = PROMOTION_K
 SMALLEST = float(jnp.finfo(jnp.float32).tiny)  # of a scale: what is not subnormal
 
 
 def quantized(x: jax.Array, dtype: Any, blocks: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-    """Returns values in 8 bits and float32 scales; see `ops.quantize`.
+    """Returns values in 8 or 4 bits and float32 scales; see `ops.quantize`.
 
     Args:
       x: floats.
-      dtype: float8_e4m3fn, float8_e5m2 or int8.
-      blocks: for each axis how many elements share a scale: 1, 128, or None for all.
+      dtype: float8_e4m3fn, float8_e5m2, int8 or int4.
+      blocks: for each axis how many elements share a scale, or None for all.
     """
     wide = x.astype(jnp.float32)
     split, axes = _split(wide, blocks)
@@ -39,24 +36,28 @@ def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
 
 
 def largest_number(dtype: Any) -> float:
-    """Returns the largest number of a dtype of 8 bits: 448, 57344 or 127."""
-    return 127.0 if jnp.dtype(dtype) == jnp.int8 else float(jnp.finfo(dtype).max)
+    """Returns the largest number of a dtype of 8 or 4 bits: 448, 57344, 127 or 7."""
+    return float((jnp.iinfo if _is_integer(dtype) else jnp.finfo)(dtype).max)
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns numbers of 8 bits: the nearest, ties to even, the largest for what lies beyond."""
+    """Returns the nearest numbers of 8 or 4 bits, ties to even; the largest for what is beyond."""
     limit = largest_number(dtype)
     clipped = jnp.clip(x, -limit, limit)
-    return (jnp.round(clipped) if jnp.dtype(dtype) == jnp.int8 else clipped).astype(dtype)
+    return (jnp.round(clipped) if _is_integer(dtype) else clipped).astype(dtype)
+
+
+def _is_integer(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.integer))
 
 
 def _split(x: jax.Array, blocks: Sequence[int | None]) -> tuple[jax.Array, tuple[int, ...]]:
     """Returns an array with each axis of blocks as two, and the axes that share a scale."""
     x, shape, axes = jnp.pad(x, _padding(x, blocks)), [], []
     for extent, block in zip(x.shape, blocks, strict=True):
-        if block == BLOCK:
+        if _divides(block):
             axes.append(len(shape) + 1)
-            shape += [extent // BLOCK, BLOCK]
+            shape += [extent // block, block]
         else:
             axes += [len(shape)] if block is None else []
             shape.append(extent)
@@ -66,14 +67,19 @@ def _split(x: jax.Array, blocks: Sequence[int | None]) -> tuple[jax.Array, tuple
 def _padding(x: jax.Array, blocks: Sequence[int | None]) -> list[tuple[int, int]]:
     """Returns how many elements each axis lacks of whole blocks."""
     pairs = zip(x.shape, blocks, strict=True)
-    return [(0, -extent % BLOCK if block == BLOCK else 0) for extent, block in pairs]
+    return [(0, -extent % block if block else 0) for extent, block in pairs]
 
 
 def _inner(blocks: Sequence[int | None]) -> tuple[int, ...]:
     """Returns the axes of `_split`'s array that number the elements of a block."""
     axes, at = [], 0
     for block in blocks:
-        if block == BLOCK:
+        if _divides(block):
             axes.append(at + 1)
-        at += 2 if block == BLOCK else 1
+        at += 2 if _divides(block) else 1
     return tuple(axes)
+
+
+def _divides(block: int | None) -> TypeGuard[int]:
+    """Whether an axis is cut into blocks."""
+    return block not in (None, 1)

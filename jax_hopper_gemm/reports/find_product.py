@@ -11,11 +11,13 @@ import jax
 from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
-from ..lowering.origins import Origin, Step, source_of
+from ..gemm.dtypes import converts
+from ..lowering.origins import Origin, Step, Widened, source_of
 from ..lowering.register import EXPANDED
 from ..lowering.route import Request
 from ..primitives.define import PRODUCTS, apart_of, request_of
 from ..primitives.rows import pick_rows_p, sum_rows_p
+from ..primitives.widen import hopper_widen_p
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,15 @@ class JaxprValues:
             return None
         primitive, params = equation.primitive, equation.params
         source = _value(program, equation.invars[0])
+        if primitive is hopper_widen_p:
+            dtype = "int4" if params["packed"] else equation.invars[0].aval.dtype.name
+            widened = Widened(dtype, params["axis"], params["group"])
+            return Step("widen", source, widened=widened)
+        if primitive is lax.convert_element_type_p:
+            narrow, wide = (x.aval.dtype.name for x in (equation.invars[0], equation.outvars[0]))
+            return (
+                Step("widen", source, widened=Widened(narrow)) if converts(wide, narrow) else None
+            )
         if primitive is lax.transpose_p:
             return Step("transpose", source, tuple(params["permutation"]))
         if primitive in (lax.reshape_p, lax.squeeze_p):

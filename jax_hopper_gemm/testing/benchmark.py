@@ -77,13 +77,16 @@ def pallas(problem: GemmProblem, input_sets: Sequence[tuple]) -> Callable | None
 def one_kernel(
     problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, num_sms: int
 ) -> Callable:
-    """Returns the jitted product (a, b) by `spec`'s kernel, whatever dispatch would choose."""
+    """Returns the jitted product by `spec`'s kernel, whatever dispatch would choose.
+
+    It is one of (a, b), and of what else a plain kernel reads, as it is stored.
+    """
     plan = make_plan(problem, spec, raster_order, num_sms)
     results = [jax.ShapeDtypeStruct(*result) for result in result_shapes(problem, spec)]
     workspaces = [jax.ShapeDtypeStruct((w.nbytes,), "uint8") for w in plan.workspaces]
     launch = jax.ffi.ffi_call(TARGET, [*results, *workspaces])
     attributes = launch_attributes(problem, spec, plan)
-    return jax.jit(lambda a, b: launch(a, b, **attributes)[0])
+    return jax.jit(lambda *inputs: launch(*inputs, **attributes)[0])
 
 
 MAKERS: dict[str, Maker] = {

@@ -44,6 +44,8 @@ from support.operations import operation_specs
 from support.policies import (
     block_specs,
     chosen_epilogue_specs,
+    converted_specs,
+    converted_variants,
     covering_specs,
     eight_bit_specs,
     eight_bit_variants,
@@ -57,6 +59,7 @@ from support.policies import (
 )
 from support.programs import PROGRAMS
 from support.transformations import transformation_specs
+from support.weights import number_specs, weight_specs
 from tensor_parallel_programs import overlap_specs
 
 from jax_hopper_gemm import cubin
@@ -83,6 +86,7 @@ def main() -> int:
     parser.add_argument(
         "--split", action="store_true", help="only those that split K, without a traced epilogue"
     )
+    parser.add_argument("--weights", action="store_true", help="only those that convert weights")
     parser.add_argument("--invariant", action="store_true", help="only those of test_row_bits.py")
     parser.add_argument("--float32", action="store_true", help="only those of float32 operands")
     arguments = parser.parse_args()
@@ -93,6 +97,8 @@ def main() -> int:
         specs = overlap_specs()
     elif arguments.invariant:
         specs = list(dict.fromkeys(invariant_specs()))
+    elif arguments.weights:
+        specs = list(dict.fromkeys(converted()))
     elif arguments.split:
         specs = [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
     elif arguments.float32:
@@ -152,11 +158,16 @@ def all_specs() -> list[GemmSpec]:
                 *eight_bit_specs(),
                 *block_specs(),
                 *eight_bit.specs(),
+                *converted(),
                 *recipe_specs(),
                 *float32_specs(),
             )
         )
     )
+
+
+def converted() -> list[GemmSpec]:
+    return [*converted_specs(), *converted_variants(), *number_specs(), *weight_specs()]
 
 
 if __name__ == "__main__":

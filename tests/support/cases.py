@@ -195,8 +195,16 @@ def integer_inputs(problem: GemmProblem, seed: int) -> Inputs:
 
 
 def scale_inputs(problem: GemmProblem, inputs: Inputs, seed: int) -> Inputs:
-    """Returns inputs with block scales, powers of two; NaNs where there is no block."""
+    """Returns inputs with scales, powers of two; NaNs where there is no block."""
     rng, found = np.random.default_rng(seed), []
+    if problem.k_group:
+        shape = (
+            problem.l if problem.b.batch_stride else 1, ceil_div(problem.k, problem.k_group),
+            problem.n,
+        )  # fmt: skip
+        count = problem.graph.accumulators
+        arrays = np.exp2(rng.integers(-2, 3, (count, *shape))).astype(np.float32)
+        return replace(inputs, scales=tuple(arrays))
     for scales, lines in ((problem.a_scales, problem.m), (problem.b_scales, problem.n)):
         assert scales
         along_k, length = scale_shape(scales.block, lines, problem.k)
@@ -239,13 +247,15 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
     along_n = [result.dtype for result in graph.matrices]
     along_n += [o.dtype for o in graph.operands if o.kind in ("row", "matrix")]
     along_n += [spec.b_dtype] if spec.b_major == "n" else []
-    narrowest = max((16 // DTYPES[dtype].itemsize for dtype in along_n), default=1)
+    narrowest = max(map(elements_of_line, along_n), default=1)
     if graph.needs_whole_rows:
         n = min(n, spec.d_tile_n - 5)
         n = max([n, *(result.k for result in graph.results)])  # of a top-k
     n = ceil_div(n, narrowest) * narrowest
     if spec.a_major == "m":
         m = _aligned(m, alignment(spec))
+    if spec.tile_m < spec.d_tile_m:  # the kernel has one row of tiles
+        m = min(m, spec.tile_m)
     if spec.a_major == "k" or spec.b_major == "k":
         k = _aligned(k, alignment(spec))
     a = ("k", k, m) if spec.a_major == "k" else ("m", m, k)
@@ -277,6 +287,7 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
         bf16_terms=spec.bf16_terms,
         a_scales=_scales(spec.a_block, m, k, 1 if spec.grouped else batches),
         b_scales=_scales(spec.b_block, n, k, batches),
+        k_group=spec.k_group,
     )
 
 
@@ -318,7 +329,13 @@ def spaced(
 def alignment(spec: GemmSpec) -> int:
     """Returns the elements of 16 bytes, of the narrowest dtype: TMA can address such strides."""
     stored = (result.dtype for result in spec.graph.matrices)
-    return 16 // min(2, *(DTYPES[x].itemsize for x in (spec.a_dtype, spec.b_dtype, *stored)))
+    return max(8, *map(elements_of_line, (spec.a_dtype, spec.b_dtype, *stored)))
+
+
+def elements_of_line(dtype: str) -> int:
+    """Returns how many elements 16 bytes hold."""
+    row = DTYPES[dtype]
+    return 16 * row.packed // row.itemsize
 
 
 def _aligned(extent: int, aligned: int) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import group_sizes
+import jax.numpy as jnp
 import numpy as np
 from support import bounds, cases, outcome, reference
 from support.places import shape_of
@@ -282,7 +283,8 @@ def _poisoned(problem: GemmProblem, sizes: np.ndarray, inputs: Inputs, seed: int
         if array.dtype.kind in "bi" or index.size == 0 or stride == 0:
             return array
         array = array.copy()
-        np.moveaxis(array, axis, 0)[index] = np.nan
+        is_float = jnp.issubdtype(array.dtype, jnp.floating)
+        np.moveaxis(array, axis, 0)[index] = np.nan if is_float else -7
         return array
 
     if groups.axis == "k":

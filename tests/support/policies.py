@@ -128,6 +128,35 @@ PARTS_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, **_OF_CONTRACTION, **_OF_PARTS},
 )
 
+# The same where B is converted on its way to the tensor cores.
+_CONVERTED = {
+    "ab_dtype": tuple(itertools.product(("bfloat16", "float16"), (*_F8, "int8", "int4"))),
+    "tile_m": (16, 32, 64, 128, 256), "tile_n": (128, 256), "warp_schedule": ("cooperative",),
+    "num_stages": (2, 3, 4, 6), "k_group": (0, 32, 64, 128),
+}  # fmt: skip
+CONVERTED_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, **_CONVERTED},
+    {**CHOICES, **_OF_ROWS, **_CONVERTED},
+    {
+        **EPILOGUE_CHOICES,
+        **_CONVERTED,
+        "k_group": (0,),
+        "epilogue": (
+            "bias",
+            "bias_gelu_saved",
+            "residual",
+            "residual_float32",
+            "alpha_beta",
+            "scaled_rows",
+            "masked",
+            "masked_vectors",
+            "two_matrices",
+            "planes",
+            "gated_silu",
+        ),
+    },
+)
+
 _ATTEMPTS = 400  # random completions tried before a pair counts as impossible
 
 
@@ -220,6 +249,26 @@ def parts_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
 
 
 @cache
+def converted_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns legal specs that convert B in which each pair that any such spec has occurs."""
+    return tuple(spec for choices in CONVERTED_CHOICES for spec in _covering(choices, seed))
+
+
+@cache
+def converted_variants() -> tuple[GemmSpec, ...]:
+    """Returns some of `converted_specs`: split K, nested batches, short boxes, gated."""
+    dense = [s for s in converted_specs() if not s.grouped]
+    whole = [s for s in dense if all(result.planes == 1 for result in s.graph.results)]
+    streams = (replace(s, short_boxes=True, evict_first="b") for s in dense)
+    found = (
+        *(replace(s, tile_scheduler="static", split_k=True) for s in dense[::2]),
+        *(replace(s, nested=True) for s in whole[1::4] if s.tile_m >= 64),
+        *streams,
+    )
+    return tuple(dict.fromkeys(spec for spec in found if not violations(spec)))
+
+
+@cache
 def chosen_epilogue_specs() -> tuple[GemmSpec, ...]:
     """Returns a sample of what dispatch chooses for bfloat16 operands and standard epilogues."""
     return tuple(
@@ -240,6 +289,18 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
         )
     )  # fmt: skip
     return tuple(covering_subset(pool, trait_pairs))
+
+
+@cache
+def compiled_weights() -> tuple[GemmSpec, ...]:
+    """Returns the same of kernels that convert B."""
+    pool = dict.fromkeys((*converted_specs(), *converted_variants()))
+    return tuple(covering_subset(pool, _pairs_beside_groups))
+
+
+def _pairs_beside_groups(spec: GemmSpec) -> set[frozenset]:
+    traits = [*traits_of(spec), ("k_group", spec.k_group)]
+    return {frozenset(pair) for pair in itertools.combinations(traits, 2)}
 
 
 def trait_pairs(spec: GemmSpec) -> set[frozenset]:

@@ -85,6 +85,11 @@ def input_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
             found.append((Place.compact((length,), "int32"),))
     if problem.indexed:
         found.append((Place.compact((1,), "int32"),))
+    if problem.k_group:
+        groups = -(-problem.k // problem.k_group)
+        matrices = problem.l if problem.b.batch_stride else 1
+        scales = Place.compact((matrices, groups, problem.n), "float32")
+        found += [(scales,)] * problem.graph.accumulators
     for scales, lines in ((problem.a_scales, problem.m), (problem.b_scales, problem.n)):
         if scales:
             along_k, length = scale_shape(scales.block, lines, problem.k)
@@ -94,11 +99,14 @@ def input_places(problem: GemmProblem) -> list[tuple[Place, ...]]:
 
 
 def scaled(problem: GemmProblem, inputs: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns A and B times their block scales, in float64; A is one matrix of grouped rows.
+    """Returns A and B times their scales, in float64; A is one matrix of grouped rows.
 
     `inputs` are `trial.Inputs`.
     """
     found = []
+    if problem.k_group:
+        each = np.repeat(inputs.scales[0].astype(np.float64), problem.k_group, 1)[:, : problem.k]
+        return inputs.a.astype(np.float64), inputs.b[0].astype(np.float64) * each
     arrays = (inputs.a, problem.a_scales), (np.swapaxes(inputs.b[0], 1, 2), problem.b_scales)
     for (values, scales), array in zip(arrays, inputs.scales, strict=True):
         assert scales

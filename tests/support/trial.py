@@ -18,6 +18,7 @@ from support.gpu import Gpu
 from support.places import Place, result_places
 from support.reference import input_places
 
+from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 
@@ -36,7 +37,8 @@ class Inputs:
       operands: of the epilogue: (L, M, N), rows (L, N), columns (L, M), scalars (L,).
       sizes: of a grouped product, int32.
       indices: of the rows that are gathered, int32.
-      scales: of blocks of A and of B, (L, blocks along K, blocks) float32.
+      scales: of blocks of A and of B, (L, blocks along K, blocks) float32; or of groups along K of
+        B, and of up, (L, groups, N).
       index: (1,) int32: which matrix of a stack is the operand, whose L is that of the stack.
 
     Of a grouped product's arrays some have L = 1, as `reference.input_places` says.
@@ -105,7 +107,7 @@ def run_all(
         flat = guarded(places, values)
         given.append(flat)
         uploaded.append(gpu.upload(flat))
-        buffers.append(uploaded[-1].part(GUARD * flat.itemsize))
+        buffers.append(uploaded[-1].part(GUARD * flat.itemsize // DTYPES[places[0].dtype].packed))
     assert not pending, f"{len(pending)} inputs have no place in {problem}"
     places = result_places(problem, spec)
     sizes = [(place.end + 2 * GUARD) * jnp.dtype(place.dtype).itemsize for place in places]
@@ -145,7 +147,10 @@ def run_all(
 
 
 def guarded(places: Sequence[Place], values: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns a flat array with `values` in their places, NaNs or large integers elsewhere."""
+    """Returns a flat array with `values` in their places, NaNs or large integers elsewhere.
+
+    Of a dtype that is stored `packed` it holds bytes.
+    """
     dtype = jnp.dtype(places[0].dtype)
     elements = max(place.end for place in places) + 2 * GUARD
     poison = LARGE if dtype.kind == "i" else POISON
@@ -153,7 +158,10 @@ def guarded(places: Sequence[Place], values: Sequence[np.ndarray]) -> np.ndarray
     for place, value in zip(places, values, strict=True):
         array = place.view(flat[GUARD:])
         array[:] = value.reshape(array.shape)
-    return flat
+    if DTYPES[places[0].dtype].packed == 1:
+        return flat
+    bits = np.resize(flat.view(np.uint8) & 15, elements + elements % 2)
+    return bits[::2] | bits[1::2] << 4
 
 
 def assert_unchanged(flat: np.ndarray, after: np.ndarray, what: str) -> None:

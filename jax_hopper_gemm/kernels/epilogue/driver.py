@@ -51,7 +51,7 @@ class FusedEpilogue:
         self.ring = OperandRing(spec)
         self.row_blocks = RowBlocks(spec)
         self.loads = OperandWarp(spec, self.ring, self.row_blocks)
-        self.subtiles_n = spec.d_tile_n // spec.epi_tile_n
+        self.subtiles_n = self.row_blocks.subtiles_n
         self.values = spec.epi_tile_n // 2  # of a thread's subtile
         self.needs_barrier = bool(self.matrices) or any(r.needs_barrier for r in self.reductions)
 
@@ -153,7 +153,8 @@ class FusedEpilogue:
             read = read + self.subtiles_n
         for i_n in range(self.subtiles_n):
             buffer = tile.math.first_buffer + (before + i_n) % self.spec.epi_stages
-            subtile = Subtile(i_m, i_n, read + i_n, coords, (row_block, i_n), buffer)
+            block = self.row_blocks.block(i_m, i_n, tile.math.warpgroup)
+            subtile = Subtile(i_m, i_n, read + i_n, coords, block, buffer)
             steps.append(partial(self.finish_subtile, tile, leaves, subtile))
         return steps
 
@@ -203,7 +204,7 @@ class FusedEpilogue:
 
     def accumulator(self, tile, subtile, number, v):
         """Returns an accumulator of a thread's v-th element, as the tensor cores summed it."""
-        columns = self.spec.tile_n // 2  # accumulators of a row block
+        columns = self.spec.columns_per_warpgroup // 2  # accumulators of a row block
         first = subtile.i_m * columns + subtile.i_n * self.values
         return tile.math.acc[first + number * (columns // 2) + v]
 

@@ -145,7 +145,7 @@ class OperandWarp:
     def __init__(self, spec, ring, row_blocks):
         self.ring = ring
         self.row_blocks = row_blocks
-        self.subtiles_n = spec.d_tile_n // spec.epi_tile_n
+        self.subtiles_n = row_blocks.subtiles_n
         self.steps_of_rows = spec.graph.passes * self.subtiles_n
         self.steps = row_blocks.count * self.steps_of_rows
 
@@ -157,8 +157,8 @@ class OperandWarp:
         if not self.row_blocks.any_of(coords, warpgroup):
             steps = 0
         for step in cutlass.range(steps, unroll=1):
-            block_m = self.row_blocks.block_m(step // self.steps_of_rows, warpgroup)
-            tile.load(warpgroup, loaded + step, block_m, step % self.subtiles_n)
+            i_m, i_n = step // self.steps_of_rows, step % self.subtiles_n
+            tile.load(warpgroup, loaded + step, *self.row_blocks.block(i_m, i_n, warpgroup))
         return loaded + steps
 
     @cute.jit
@@ -169,9 +169,9 @@ class OperandWarp:
             both = self.row_blocks.any_of(coords, 1)
             for step in cutlass.range(self.steps, unroll=1):
                 i_m, i_n = step // self.steps_of_rows, step % self.subtiles_n
-                tile.load(0, loaded[0] + step, self.row_blocks.block_m(i_m, 0), i_n)
+                tile.load(0, loaded[0] + step, *self.row_blocks.block(i_m, i_n, 0))
                 if both:
-                    tile.load(1, loaded[1] + step, self.row_blocks.block_m(i_m, 1), i_n)
+                    tile.load(1, loaded[1] + step, *self.row_blocks.block(i_m, i_n, 1))
             loaded = [loaded[0] + self.steps, loaded[1] + (self.steps if both else 0)]
         elif turn == 0:
             loaded = [self.load_tile(cta, 0, loaded[0], coords), loaded[1]]

@@ -90,24 +90,36 @@ class TileView:
 
 
 class RowBlocks:
-    """Blocks of 64 rows of a tile, by warpgroup. A cooperative tile's alternate between those."""
+    """Blocks of 64 rows of a tile, by warpgroup. A cooperative tile's alternate between those.
+
+    Where they share its columns instead, each has all of the rows, and columns side by side.
+    """
 
     def __init__(self, spec):
         self.grouped_rows = spec.grouped == "m"
         self.act_together = spec.bf16_terms > 0  # warpgroups, with rows or without
         self.count = spec.rows_per_warpgroup // EPI_TILE_M  # of a tile, of one warpgroup
         self.shares_tile = spec.warp_schedule == "cooperative"
-        self.step = spec.math_warpgroups if self.shares_tile else 1
+        self.shares_rows = self.shares_tile and spec.warpgroups_n == 1
+        self.step = spec.math_warpgroups if self.shares_rows else 1
+        # Subtiles along N of a tile, of one warpgroup.
+        self.subtiles_n = spec.d_tile_n // spec.warpgroups_n // spec.epi_tile_n
 
     def any_of(self, coords, warpgroup):
         """Returns whether a warpgroup works on a tile, all of whose rows a group may not have."""
-        if not (self.grouped_rows and self.shares_tile) or self.act_together:
+        if not (self.grouped_rows and self.shares_rows) or self.act_together:
             return True
         return coords.left > warpgroup * EPI_TILE_M
 
     def block_m(self, i_m, warpgroup):
         """Returns which 64 rows of a tile a warpgroup's i_m-th row block is."""
-        return i_m * self.step + (warpgroup if self.shares_tile else 0)
+        return i_m * self.step + (warpgroup if self.shares_rows else 0)
+
+    def block(self, i_m, i_n, warpgroup):
+        """Returns which row block and which subtile along N of a tile a warpgroup's are."""
+        if self.shares_tile and not self.shares_rows:
+            i_n = i_n + warpgroup * self.subtiles_n
+        return self.block_m(i_m, warpgroup), i_n
 
 
 class SubtileCoords(NamedTuple):
@@ -163,5 +175,5 @@ def first_coords(spec, extents, coords, row_block):
         m, batch, row0 = coords.end, 0, coords.first + row_block * EPI_TILE_M
     else:
         m, batch = rows, coords.batch
-        row0 = (coords.m * (spec.tile_m // EPI_TILE_M) + row_block) * EPI_TILE_M
+        row0 = (coords.m * (spec.d_tile_m // EPI_TILE_M) + row_block) * EPI_TILE_M
     return SubtileCoords(rows, m, n, row0, coords.n * columns, batch, coords.n, tiles_n)

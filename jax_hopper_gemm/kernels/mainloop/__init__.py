@@ -28,12 +28,14 @@ is made in the role that uses it, and no value of the GPU is kept in a producer 
 from .gather import GatherProducer
 from .parts import PartsConsumer
 from .promoted import PromotedConsumer, ScaledConsumer
+from .rs import RegisterConsumer
 from .ss import SharedConsumer
-from .tma import PairedB, TmaOperand, TmaProducer
+from .tma import PairedB, ScalesOfB, TmaOperand, TmaProducer, Together
 
 
 def _b(spec):
-    return PairedB(spec) if spec.paired else TmaOperand(spec, "b")
+    b = PairedB(spec) if spec.paired else TmaOperand(spec, "b")
+    return Together(b, ScalesOfB(spec), spec.graph.accumulators) if spec.k_group else b
 
 
 # How A and B arrive, by the operand that is gathered: a function of the spec that makes a producer.
@@ -42,8 +44,8 @@ PRODUCERS = {
     "a": lambda spec: GatherProducer(spec, _b(spec)),
     "b": lambda spec: GatherProducer(spec, TmaOperand(spec, "a")),
 }
-# By whether accumulators are promoted, and have block scales; wgmma reads both operands in shared
-# memory.
+# By whether accumulators are promoted, and have block scales, where wgmma reads both operands in
+# shared memory.
 CONSUMERS = {
     (False, False): SharedConsumer, (True, False): PromotedConsumer, (True, True): ScaledConsumer
 }  # fmt: skip
@@ -57,4 +59,6 @@ def make_consumer(spec, producer, atom_layout_m):
     """Returns the consumer of the stages; `atom_layout_m` warpgroups share a tile's rows."""
     if spec.bf16_terms:
         return PartsConsumer(spec, atom_layout_m, producer.before_read)
+    if spec.converts_b:
+        return RegisterConsumer(spec, atom_layout_m, producer.before_read)
     return CONSUMERS[spec.promoted, spec.a_block > 0](spec, atom_layout_m, producer.before_read)

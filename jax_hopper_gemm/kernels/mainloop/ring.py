@@ -13,11 +13,11 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Int32
+from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ...gemm.bf16_parts import num_parts
-from ...gemm.spec import PART_BUFFERS
+from ...gemm.spec import PART_BUFFERS, SMEM_ALIGNMENT
 from ..dtypes import CUTE_DTYPE
 
 
@@ -28,6 +28,8 @@ class Stages:
     sA: Any  # (bM, bK, stages)
     sB: Any  # (bN, bK, stages)
     parts: Any = None  # bfloat16 parts of float32 B, (bN, bK, parts of each of `PART_BUFFERS`)
+    sS: tuple = ()  # of each B (bN, groups along K, stages): its scales
+    exchange: Any = None  # where math warpgroups turn their accumulators, see `rs`
 
 
 def operand_smem_layout(dtype, is_k_major, rows, tile_k, stages, parts=1):
@@ -48,14 +50,25 @@ def allocate_stages(spec, memory):
     s, a_dtype, b_dtype = spec, CUTE_DTYPE[spec.a_dtype], CUTE_DTYPE[spec.b_dtype]
     a_layout = operand_smem_layout(a_dtype, s.a_major == "k", s.tile_m, s.tile_k, s.num_stages)
     b_layout = operand_smem_layout(
-        b_dtype, s.b_major == "k", s.tile_n, s.tile_k, s.num_stages, s.graph.accumulators
-    )
+        b_dtype, s.b_major == "k", *s.stored_b(s.tile_n, s.tile_k), s.num_stages,
+        s.graph.accumulators,
+    )  # fmt: skip
     stages = Stages(memory.tensor(a_dtype, a_layout), memory.tensor(b_dtype, b_layout))
-    if not s.bf16_terms:
+    if s.bf16_terms:
+        count = PART_BUFFERS * num_parts(s.bf16_terms)
+        layout = operand_smem_layout(BFloat16, s.b_major == "k", s.tile_n, s.tile_k, count)
+        return replace(stages, parts=memory.tensor(BFloat16, layout))
+    if not s.converts_b:
         return stages
-    count = PART_BUFFERS * num_parts(s.bf16_terms)
-    layout = operand_smem_layout(BFloat16, s.b_major == "k", s.tile_n, s.tile_k, count)
-    return replace(stages, parts=memory.tensor(BFloat16, layout))
+    sS, stage = (), s.scale_stage_bytes
+    if s.k_group:
+        rows, groups = s.d_tile_n, s.tile_k // s.k_group
+        layout = cute.make_layout((rows, groups, s.num_stages), stride=(1, rows, stage // 4))
+        pointer = memory.pointer(Float32, s.num_stages * stage, SMEM_ALIGNMENT)
+        parts = range(s.graph.accumulators)
+        sS = tuple(cute.make_tensor(pointer + part * rows * groups, layout) for part in parts)
+    exchange = memory.pointer(Float32, s.exchange_bytes, SMEM_ALIGNMENT)
+    return replace(stages, sS=sS, exchange=exchange)
 
 
 def make_ring(spec, barriers, producer, tile_warps, stage_bytes):

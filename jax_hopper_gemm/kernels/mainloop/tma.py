@@ -1,5 +1,6 @@
 """The producer that loads A and B by TMA; CTAs of a cluster that need the same tile share it."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from cutlass import Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import select_
 
+from ...gemm.spec import TmaBox
 from ..dtypes import CUTE_DTYPE
 from .ring import operand_smem_layout
 
@@ -47,16 +49,20 @@ class TmaOperand:
     def __init__(self, spec, operand):
         s = self.spec = spec
         self.is_a = operand == "a"
-        self.rows, self.shares = (s.tile_m, s.cluster_n) if self.is_a else (s.d_tile_n, s.cluster_m)
+        # The extents of a tile, and how many CTAs load a slice of it each.
+        self.tile, self.shares = (s.tile_m, s.tile_k), s.cluster_n
+        if not self.is_a:
+            self.tile, self.shares = s.stored_b(s.d_tile_n, s.tile_k), s.cluster_m
         self.box = s.a_box if self.is_a else s.b_box
         self.is_k_major = (s.a_major if self.is_a else s.b_major) == "k"
         self.dtype = CUTE_DTYPE[s.a_dtype if self.is_a else s.b_dtype]
-        self.nbytes = (s.tile_m if self.is_a else s.tile_n) * s.tile_k * self.dtype.width // 8
+        parts = 1 if self.is_a else s.graph.accumulators
+        self.nbytes = parts * math.prod(self.tile) * self.dtype.width // 8
         self.evict_first = s.evict_first == operand
 
     def make_tma_atoms(self, tensors):
         """Returns the atom of each tensor; only their types matter, the host sets the maps."""
-        tile = (self.rows, self.spec.tile_k)
+        tile = self.tile
         op = cpasync.CopyBulkTensorTileG2SOp()
         if self.shares > 1:
             op = cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -77,7 +83,7 @@ class TmaOperand:
             mask, rank = sum(1 << (s.cluster_m * j) for j in range(s.cluster_n)) << cta.m, cta.n
         else:
             # (bN of one B, bK, B's, 1, stages)
-            sBs = cute.flat_divide(stages.sB, (s.d_tile_n, s.tile_k))
+            sBs = cute.flat_divide(stages.sB, self.tile)
             parts = tuple(sBs[None, None, part, 0, None] for part in range(len(maps)))
             mask, rank = ((1 << s.cluster_m) - 1) << (s.cluster_m * cta.n), cta.m
         return TmaView(
@@ -113,6 +119,66 @@ class TmaOperand:
         for tma, (tXsX, tXgX) in zip(view.maps, slices, strict=True):
             source, target = tXgX[None, k_tile], tXsX[None, stage]
             cute.copy(tma, source, target, tma_bar_ptr=full, **options)
+
+
+class ScalesOfB:
+    """The scales of groups along K of the columns of each B: every CTA loads all of its own."""
+
+    def __init__(self, spec):
+        self.spec = spec
+        self.tile = (spec.d_tile_n, spec.tile_k // spec.k_group)
+        self.nbytes = spec.scale_bytes
+
+    def make_tma_atoms(self, tensors):
+        op, layout = cpasync.CopyBulkTensorTileG2SOp(), cute.make_layout(self.tile)
+        atoms = tuple(
+            cpasync.make_tiled_tma_atom(op, tensor, layout, self.tile)[0] for tensor in tensors
+        )
+        for atom in atoms:
+            check_box(atom, TmaBox(*self.tile, swizzle=0), 1)
+        return atoms
+
+    def view(self, maps, stages, tma_coords, cta):
+        return TmaView(maps, stages.sS, tma_coords, cta=0, mask=None, own_mask=None)
+
+    def partition(self, view, coords):
+        tiles, at = view.tma_coords.scales_of_b(coords)
+        slices = []
+        for tma, stages in zip(view.maps, view.stages, strict=True):
+            shared, boxes = cpasync.tma_partition(
+                tma, 0, cute.make_layout(1),
+                cute.group_modes(stages, 0, 2), cute.group_modes(tiles, 0, 2),
+            )  # fmt: skip
+            slices.append((shared, boxes[None, *at]))
+        return slices
+
+    def load(self, view, slices, k_tile, stage, full, coords):
+        for tma, (tXsX, tXgX) in zip(view.maps, slices, strict=True):
+            cute.copy(tma, tXgX[None, k_tile], tXsX[None, stage], tma_bar_ptr=full)
+
+
+class Together:
+    """Two operands that are loaded as one, each from so many of the tensor maps."""
+
+    def __init__(self, first, second, maps):
+        self.operands, self.maps = (first, second), maps
+        self.nbytes = first.nbytes + second.nbytes
+
+    def parts(self, maps):
+        return zip(self.operands, (maps[: self.maps], maps[self.maps :]), strict=True)
+
+    def make_tma_atoms(self, tensors):
+        return sum((x.make_tma_atoms(own) for x, own in self.parts(tensors)), ())
+
+    def view(self, maps, stages, tma_coords, cta):
+        return tuple(x.view(own, stages, tma_coords, cta) for x, own in self.parts(maps))
+
+    def partition(self, view, coords):
+        return tuple(x.partition(own, coords) for x, own in zip(self.operands, view, strict=True))
+
+    def load(self, view, slices, k_tile, stage, full, coords):
+        for x, *own in zip(self.operands, view, slices, strict=True):
+            x.load(*own, k_tile, stage, full, coords)
 
 
 class PairedB:

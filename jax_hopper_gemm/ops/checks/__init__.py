@@ -13,6 +13,7 @@ from .dense import check_matmul as check_matmul
 from .dense import check_unsharded as check_unsharded
 from .dense import checked_axes as checked_axes
 from .dense import matmul_axes as matmul_axes
+from .dense import one_product as one_product
 from .gated import check_gated as check_gated
 from .ragged import GroupArguments as GroupArguments
 from .ragged import check_group_operands as check_group_operands

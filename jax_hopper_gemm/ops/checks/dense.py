@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...gemm.subscripts import Subscripts
 from .arguments import COMPLEX, activation_problems, kind, strong_dtype
 from .wording import counted, describe, differ, fail
 
@@ -183,6 +184,27 @@ def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
                 )
     fail(op, [], misshapen=problems)
     return (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)
+
+
+def one_product(text: str) -> Subscripts:
+    """Returns the subscripts of an einsum of two quantized arrays, checked by `check_einsum`.
+
+    Raises:
+      NotImplementedError: it is not one product.
+    """
+    inputs, arrow, out = text.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if not arrow:
+        out = "".join(sorted(x for x in set(inputs) - {","} if inputs.count(x) == 1))
+    arrays = (*terms, out)
+    once = all(len(set(x)) == len(x) for x in arrays)
+    alone = "".join(x for x in inputs if inputs.count(x) == 1 and x != ",")
+    if len(terms) != 2 or "." in text or not once or set(alone) - set(out):
+        raise NotImplementedError(
+            f"einsum: subscripts {text!r} of quantized arrays are not those of one product without "
+            "an ellipsis, such as 'bmk,kn->bmn': write them so, or dequantize the arrays"
+        )
+    return Subscripts(terms[0], terms[1], out)
 
 
 def check_einsum(subscripts: Any, operands: Sequence[Any], epilogue: Any = None) -> None:

@@ -1,0 +1,163 @@
+"""Times products with weights of 8 and 4 bits, in turns with those of bfloat16 and with XLA's.
+
+    python benchmarks/weights.py --build FOLDER        compiles what is timed; needs no GPU
+    JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/weights.py --json weights.json
+
+Of each product: our kernel of bfloat16 weights; for each kind of weights what a user's
+`jhg.matmul` runs, with its scales, and XLA's product of the dequantized ones; with --kernels also
+other kernels that dispatch considers, without scales of columns. Burst regime, CUPTI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm import cubin, dispatch
+from jax_hopper_gemm.dispatch.candidates import model_specs
+from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate
+from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType
+from jax_hopper_gemm.testing import benchmark, timing
+from jax_hopper_gemm.testing.lowered import specs_of
+
+ROWS = (1, 16, 64, 4096)
+WEIGHTS = ((8192, 8192), (28672, 8192), (8192, 28672))  # N, K
+KINDS = {"int8": ("int8", 0), "int4": ("int4", 0), "int8 g128": ("int8", 128),
+         "int4 g128": ("int4", 128)}  # fmt: skip
+
+
+def ours(x: jax.Array, w: Any) -> jax.Array:
+    return jhg.matmul(x, w, implementation="hopper")
+
+
+def theirs(x: jax.Array, w: Any) -> jax.Array:
+    return jnp.matmul(x, w.dequantize(x.dtype))
+
+
+def activations(m: int, k: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (m, k), jnp.bfloat16)
+
+
+def weights(n: int, k: int, kind: str, seed: int) -> jhg.Quantized:
+    """Returns random weights (K, N), those of 4 bits packed; drawn as they are stored."""
+    dtype, group = KINDS[kind]
+    key = jax.random.key(seed, impl="rbg")
+    packed = dtype == "int4"
+    bits = jax.random.bits(key, (k, n // 2 if packed else n), jnp.uint8)
+    values = bits if packed else jax.lax.bitcast_convert_type(bits, jnp.int8)
+    scale = jnp.full((k // group if group else 1, n), 2.0**-6, jnp.float32)
+    return jhg.Quantized(values, scale, packed=packed)
+
+
+def shapes_of(m: int, n: int, k: int, kind: str) -> tuple[Any, Any]:
+    return jax.eval_shape(lambda: (activations(m, k), weights(n, k, kind, 0)))
+
+
+def problem_of(m: int, n: int, k: int, kind: str) -> GemmProblem:
+    dtype, group = KINDS[kind]
+    return replace(GemmProblem.dense(m, n, k), b_dtype=dtype, k_group=group)
+
+
+def candidates(problem: GemmProblem, count: int) -> Iterator[GemmSpec]:
+    """Yields the kernels of least expected cost, of each tile at most two."""
+    device, found = dispatch.H200, []
+    for spec in model_specs(ProblemType.of(problem)):
+        if not pairing_violations(problem, spec) + split_violations(problem, spec, device):
+            order = best_raster_order(problem, spec, device)
+            found.append((estimate(problem, spec, order, device).ns, len(found), spec))
+    tiles: dict[tuple[int, ...], int] = {}
+    for _, _, spec in sorted(found)[: 4 * count]:
+        tile = spec.tile_m, spec.tile_n, spec.tile_k
+        tiles[tile] = tiles.get(tile, 0) + 1
+        if tiles[tile] <= 2 and count > 0:
+            count -= 1
+            yield spec
+
+
+def kernel_of(problem: GemmProblem, spec: GemmSpec, device: Any) -> Callable[..., Any]:
+    order = best_raster_order(problem, spec, device)
+    run = benchmark.one_kernel(problem, spec, order, device.num_sms)
+    if problem.k_group:
+        return jax.jit(lambda x, w: run(x, w.values, w.scale[None]))
+    return jax.jit(lambda x, w: run(x, w.values))
+
+
+def all_specs(arguments: argparse.Namespace) -> list[GemmSpec]:
+    specs: list[GemmSpec] = []
+    for n, k in WEIGHTS:
+        for m in arguments.rows:
+            dense = jax.eval_shape(lambda: (activations(m, k), activations(k, n)))  # noqa: B023
+            specs += specs_of(ours, *dense)
+            for kind in arguments.kinds:
+                specs += specs_of(ours, *shapes_of(m, n, k, kind))
+                specs += candidates(problem_of(m, n, k, kind), arguments.kernels)
+    return list(dict.fromkeys(specs))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--build", type=Path, metavar="FOLDER")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kernels", type=int, default=0, help="others, of each product [0]")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.build:
+        report = cubin.build(all_specs(arguments), folder=arguments.build)
+        print(report)
+        return 1 if report.failures else 0
+    return measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    device = benchmark.this_device()
+    rows = []
+    for n, k in WEIGHTS:
+        bfloat16 = jax.block_until_ready(activations(k, n))
+        drawn = {
+            kind: [jax.block_until_ready(weights(n, k, kind, seed)) for seed in range(2)]
+            for kind in arguments.kinds
+        }
+        for m in arguments.rows:
+            x = activations(m, k)
+            bursts = {"bf16": timing.burst(jax.jit(ours), [(x, bfloat16)])}
+            for kind, sets in drawn.items():
+                inputs = [(x, w) for w in sets]
+                bursts[kind] = timing.burst(jax.jit(ours), inputs)
+                bursts[f"{kind} xla"] = timing.burst(jax.jit(theirs), inputs)
+                problem = problem_of(m, n, k, kind)
+                for spec in candidates(problem, arguments.kernels):
+                    run = kernel_of(problem, spec, device)
+                    bursts[f"{kind} {spec.name}"] = timing.burst(run, inputs)
+            rest = partial(time.sleep, 0.01)
+            timings = timing.alternate(bursts, arguments.rounds, rest=rest)
+            base = timings["bf16"].median
+            print(f"{m}x{n}x{k}  bf16 {base:.1f} us", flush=True)
+            for name, timed in timings.items():
+                us = timed.median
+                print(f"    {us:8.1f} us  {base / us:6.3f} of bf16  {name}", flush=True)
+            rows.append({"problem": [m, n, k], **{x: t.to_dict() for x, t in timings.items()}})
+    if arguments.json:
+        document = {"environment": benchmark.environment(), "rows": rows}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""How math threads read 8- and 4-bit numbers from a stage of B, and widen them to 16 bits.
+
+wgmma takes 64 columns of B ("a block") as its M side from registers. Register i of a thread holds
+two neighbours along K of one column:
+
+    i       column      K, from the first of 16
+    0, 1    h = 0, 1    2 * quad_lane + (0, 1)
+    2, 3    h = 0, 1    the same + 8
+
+Which columns of a block a thread's two are is for `column_of` to say, as accumulators are turned
+afterwards (`kernels.mainloop.rs`): so no number moves between threads.
+
+    stored (N, K)   a thread loads two neighbours along K at a time: 16 or 8 bits
+    stored (K, N)   ldmatrix with a transpose brings 16 bits of N, 2 or 4 columns, of two neighbours
+                    along K in the halves of a register
+
+Either way `spread` moves the two numbers that belong together to the lowest bits of a register's
+halves, and `widen` makes 16-bit floats of them. All of it is exact.
+
+Like `wgmma_fragment` this is arithmetic that the device traces and that also runs on NumPy arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .wgmma_fragment import Position
+
+BLOCK = 64  # columns of B
+MMA_K = 16  # elements of K of one wgmma
+LDMATRIX_K = 32  # those that one ldmatrix brings: four matrices of 8
+CHUNK = 16  # bytes that a swizzle moves as one, and that a lane of ldmatrix names
+
+
+def swizzled(offset: Any, width: int) -> Any:
+    """Returns where a byte lies in a tile whose rows of `width` bytes TMA swizzled."""
+    return offset ^ (((offset >> 7) & (width // CHUNK - 1)) << 4)
+
+
+def column_of(position: Position, h: int, bits: int, *, along_k: bool) -> Any:
+    """Returns a thread's h-th column of a block."""
+    if along_k:
+        return 16 * position.warp + position.quad + 8 * h
+    return (
+        slab_of(position, bits) + (16 // bits) * position.quad + _shift(position, h, bits) // bits
+    )
+
+
+def slab_of(position: Position, bits: int) -> Any:
+    """Returns the first of the columns whose bits one lane of ldmatrix names: 16 bytes.
+
+    Of 4-bit numbers these are 32 columns, which two warps read and share.
+    """
+    if bits == 8:
+        return 16 * position.warp
+    return 32 * (position.warp >> 1)
+
+
+def _shift(position: Position, h: int, bits: int) -> Any:
+    """Returns the bits before a thread's h-th column in its 16 bits along N."""
+    if bits == 8:
+        return 8 * h
+    return 8 * (position.warp & 1) + 4 * h
+
+
+def spread(word: Any, position: Position, h: int, bits: int, *, along_k: bool) -> Any:
+    """Returns the two numbers of a thread's h-th column in the lowest bits of two halves.
+
+    `word` is what the thread loaded; other bits may hold anything.
+    """
+    if along_k:
+        return word | (word << (16 - bits))
+    return word >> _shift(position, h, bits)
+
+
+def offset_along_k(position: Position, column: Any, h: int, k: int, width: int, lines: int) -> Any:
+    """As `offsets` below, of what is stored (N, K): `k` are bytes of a row, a constant."""
+    box = k // width * (lines * width)
+    return box + swizzled((column + 8 * h + position.quad) * width + k % width, width)
+
+
+def offset_along_n(lane: Any, column: Any, width: int, rows: int) -> Any:
+    """Returns where ldmatrix finds a lane's row of K; `column` counts bytes along N.
+
+    Those of `LDMATRIX_K` rows further on lie so many times `width` bytes behind.
+    """
+    return column // width * (rows * width) + swizzled(lane * width + column % width, width)
+
+
+# Widening. `subtract(x, y)` subtracts halves as floats of the dtype.
+
+# By the 16-bit dtype, an exponent at which the lowest bits count ones, and the bits below it.
+_ONES = {"bfloat16": (0x4300, 7), "float16": (0x6400, 10)}
+
+
+def widen_integers(pairs: Any, bits: int, half: str, subtract: Callable[[Any, Any], Any]) -> Any:
+    """Returns two signed integers as 16-bit floats, in the halves of a register."""
+    ones, digits = _ONES[half]
+    sign = 1 << (bits - 1)
+    if bits <= digits:  # x + sign >= 0 is put behind the exponent
+        mask = 2 * sign - 1
+        return subtract((pairs & _both(mask)) ^ _both(ones | sign), _both(ones | sign))
+    # An exponent of 7 digits: the sign's weight is subtracted by itself.
+    low = (pairs & _both(sign - 1)) | _both(ones)
+    return subtract(low, (pairs & _both(sign)) | _both(ones))
+
+
+def _both(half: int) -> int:
+    return half << 16 | half

@@ -1,0 +1,70 @@
+"""Kernels that convert B compile without a spill, to wgmma that reads it from registers.
+
+Of all that run on a GPU as many are compiled as it takes for every pair of traits.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support import policies, verified
+from support.compiling import skip_without_compiler
+
+from jax_hopper_gemm import cubin
+from jax_hopper_gemm.cubin.sass import disassemble, parse_sass
+from jax_hopper_gemm.gemm.dtypes import DTYPES
+from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec
+
+skip_without_compiler()
+
+pytestmark = pytest.mark.compile
+
+SPECS = policies.compiled_weights()
+VERIFIED = Path(__file__).parent / "gpu" / "verified.json"
+NAMES = {"bfloat16": ".BF16", "float16": ""}
+# Kernels that await a GPU run; one that has passed must leave the list.
+AWAITING: frozenset[str] = frozenset(spec.name for spec in SPECS)
+
+
+@pytest.fixture(scope="session")
+def built() -> dict[GemmSpec, str]:
+    """Compiles all of `SPECS`; returns the failures."""
+    return cubin.build(SPECS, progress=False).failures
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_kernel_multiplies_what_it_converts_from_registers(spec, built):
+    assert spec not in built, built[spec]
+    compiled = cubin.get(spec)
+    text = disassemble(compiled.cubin)
+    facts = parse_sass(text)
+    assert compiled.manifest.stack_bytes == facts.local_accesses == 0, "the kernel spills"
+    assert compiled.manifest.dynamic_smem_bytes <= SMEM_LIMIT
+
+    multiplies = re.findall(r"\b(HGMMA\.[\w.]+) (R\d+), (\w+)", text)
+    shape = f"HGMMA.64x{spec.tile_m}x16.F32{NAMES[spec.a_dtype]}"
+    assert {name for name, _, _ in multiplies} == {shape}
+    assert all(operand.startswith("R") for _, _, operand in multiplies), "B is not in registers"
+    blocks = spec.columns_per_warpgroup // 64
+    assert len(multiplies) >= blocks * spec.tile_k // 16
+
+    narrow = DTYPES[spec.b_dtype]
+    by_ldmatrix = "LDSM" in text
+    assert by_ldmatrix == (spec.b_major == "n"), f"{narrow.name} along {spec.b_major}"
+    assert (facts.multicast_loads > 0) == (spec.cluster_size > 1)
+    by_tma = 2 + (spec.graph.accumulators - 1) - (spec.gathered is not None)
+    assert facts.tma_loads >= by_tma + (spec.k_group > 0)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_kernel_has_passed_on_a_gpu(spec, built, request):
+    assert spec not in built, built[spec]
+    if spec.name in AWAITING:
+        request.applymarker(pytest.mark.xfail(raises=AssertionError, strict=True))
+    sha256 = cubin.get(spec).manifest.cubin_sha256
+    assert verified.missing(VERIFIED, [sha256]) == [], (
+        "no GPU run has covered this kernel: run tests/gpu/test_weights.py on a Hopper GPU and "
+        f"commit {VERIFIED.name}"
+    )

@@ -1,0 +1,123 @@
+"""How math threads read and widen 8- and 4-bit numbers, run on the CPU as the GPU runs it.
+
+A NumPy array stands for a register: one element a thread of a warpgroup.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jax_hopper_gemm.gemm import conversion
+from jax_hopper_gemm.gemm.wgmma_fragment import position_of
+
+THREADS = np.arange(128, dtype=np.int64)
+LANES = THREADS % 32
+POSITION = position_of(THREADS)
+HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def subtract(half: str):
+    dtype = HALVES[half]
+
+    def of_pairs(x, y):
+        y = np.broadcast_to(np.asarray(y, np.uint32), np.shape(x))
+        x, y = (np.ascontiguousarray(z, np.uint32).view(np.uint16).view(dtype) for z in (x, y))
+        difference = x.astype(np.float32) - y.astype(np.float32)
+        return difference.astype(dtype).view(np.uint16).view(np.uint32)
+
+    return of_pairs
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_integers_become_the_floats_that_they_are(bits, half):
+    """Whatever lies above the numbers' bits."""
+    numbers = np.arange(-(1 << (bits - 1)), 1 << (bits - 1))
+    low, high = (x.ravel() for x in np.meshgrid(numbers, numbers))
+    mask, garbage = (1 << bits) - 1, 0xA5A5 << bits & 0xFFFF
+    pairs = ((high & mask | garbage) << 16 | (low & mask) | garbage).astype(np.uint32)
+    widened = conversion.widen_integers(pairs, bits, half, subtract(half))
+    found = np.ascontiguousarray(widened, np.uint32).view(np.uint16).view(HALVES[half])
+    assert np.array_equal(found[::2].astype(int), low)
+    assert np.array_equal(found[1::2].astype(int), high)
+
+
+def stage_of(matrix: np.ndarray, bits: int, width: int, *, along_k: bool) -> np.ndarray:
+    """Returns the bytes of a stage that TMA fills with a matrix (N, K) of unsigned numbers.
+
+    Boxes of `width` bytes lie one behind the other, each with the hardware's swizzle: chunks of
+    16 bytes change places within 128 bytes by the number of these 128 bytes.
+    """
+    lines = matrix if along_k else matrix.T
+    if bits == 4:
+        lines = lines[:, ::2] | lines[:, 1::2] << 4
+    boxes = [lines[:, i : i + width].ravel() for i in range(0, lines.shape[1], width)]
+    flat = np.concatenate(boxes).astype(np.uint8)
+    stage = np.zeros_like(flat)
+    for chunk in range(flat.size // 16):
+        line, place = divmod(chunk, 8)
+        target = line * 8 + (place ^ (line % (width // 16)))
+        stage[16 * target : 16 * target + 16] = flat[16 * chunk : 16 * chunk + 16]
+    return stage
+
+
+def load(stage: np.ndarray, address: np.ndarray, nbytes: int) -> np.ndarray:
+    return sum(stage[address + i].astype(np.int64) << (8 * i) for i in range(nbytes))
+
+
+def ldmatrix_transposed(stage: np.ndarray, address: np.ndarray) -> list[np.ndarray]:
+    """PTX ISA, `ldmatrix.x4.trans`: lanes 8i to 8i + 7 name the rows of the i-th matrix."""
+    registers = []
+    for i in range(4):
+        halves = []
+        for k in range(2):  # a lane's two rows
+            row = LANES % 4 * 2 + k
+            named = address[THREADS // 32 * 32 + 8 * i + row]
+            halves.append(load(stage, named + 2 * (LANES // 4), 2))
+        registers.append(halves[0] | halves[1] << 16)
+    return registers
+
+
+CASES = [
+    (bits, along_k, columns, tile_k, block)
+    for bits, along_k, columns, tile_k in itertools.product(
+        (8, 4), (False, True), (64, 128, 256), (64, 128)
+    )
+    for block in range(0, columns, 64)
+]
+
+
+@pytest.mark.parametrize(("bits", "along_k", "columns", "tile_k", "block"), CASES)
+def test_a_thread_reads_what_wgmma_wants_of_its_columns(bits, along_k, columns, tile_k, block):
+    """PTX ISA, "Register fragments for wgmma.m64nNk16": element a of A is (row, k)."""
+    rng = np.random.default_rng(0)
+    matrix = rng.integers(0, 1 << bits, (columns, tile_k), dtype=np.uint8)
+    line = (tile_k if along_k else columns) * bits // 8
+    width = next(x for x in (128, 64, 32) if line % x == 0)
+    stage = stage_of(matrix, bits, width, along_k=along_k)
+    mask = (1 << bits) - 1
+    held = [block + conversion.column_of(POSITION, h, bits, along_k=along_k) for h in range(2)]
+    assert sorted(np.unique(held)) == list(range(block, block + 64))
+    for k16, (h, i) in itertools.product(
+        range(tile_k // 16), itertools.product(range(2), range(2))
+    ):
+        if along_k:
+            first = (16 * k16 + 8 * i) * bits // 8
+            chunk = first // 16 * 16
+            column = block + 16 * POSITION.warp
+            offset = conversion.offset_along_k(POSITION, column, h, chunk, width, columns)
+            at = offset + first - chunk + POSITION.quad_lane * (bits // 4)
+            word = load(stage, at, bits // 4)
+        else:
+            slab = (block + conversion.slab_of(POSITION, bits)) * bits // 8
+            start = conversion.offset_along_n(LANES, slab, width, tile_k)
+            address = start + k16 // 2 * conversion.LDMATRIX_K * width
+            word = ldmatrix_transposed(stage, address)[2 * (k16 % 2) + i]
+        pairs = conversion.spread(word, POSITION, h, bits, along_k=along_k)
+        k = 16 * k16 + 8 * i + 2 * POSITION.quad_lane
+        assert np.array_equal(pairs & mask, matrix[held[h], k])
+        assert np.array_equal((pairs >> 16) & mask, matrix[held[h], k + 1])

@@ -1,0 +1,312 @@
+"""Products of 16-bit arrays and weights of 8 and 4 bits: numbers on XLA, transformations, kernels.
+
+The GPU tests run the same programs (`support.weights`) on kernels.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from support.weights import BLOCKS, DTYPES, PROGRAMS, normal, quantized
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.testing import tolerance
+from jax_hopper_gemm.testing.lowered import specs_of
+
+M, N, K = 48, 128, 256
+NUMBERS: Any = ((1,), (0,)), ((), ())
+S = jax.ShapeDtypeStruct
+
+
+def activations(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return normal(shape, 0, dtype)
+
+
+def weights(block: int | None = None, dtype: str = "int8", shape: Any = (K, N), axis: int = 0):
+    return quantized(shape, axis, dtype, block, 1)
+
+
+def float64(x: Any) -> np.ndarray:
+    return np.asarray(x.dequantize() if isinstance(x, jhg.Quantized) else x).astype(np.float64)
+
+
+def assert_product(result: Any, expected: np.ndarray, magnitude: np.ndarray) -> None:
+    """Weights times scales of groups are rounded to 16 bits, and so is the result."""
+    unit = float(jnp.finfo(result.dtype).eps) / 2
+    bound = 2 * unit * np.abs(expected) + (unit + K * 2.0**-24) * magnitude
+    assert (np.abs(float64(result) - expected) <= bound + 1e-6).all()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("dtype", [*DTYPES, "e5m2"])
+@pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16])
+def test_products_are_those_of_dequantized_weights(dtype, block, half):
+    x = activations(M, K, dtype=half)
+    if dtype == "e5m2":
+        w = jhg.quantize(normal((K, N), 1), jnp.float8_e5m2, (BLOCKS[block], 1))
+    else:
+        w = weights(BLOCKS[block], dtype)
+    assert w.shape == (K, N)
+    expected = float64(x) @ float64(w), np.abs(float64(x)) @ np.abs(float64(w))
+    turned = jhg.Quantized(w.values.T, w.scale.T) if not w.packed else w
+    results = [
+        jhg.matmul(x, w), jax.jit(jhg.matmul)(x, w), jhg.dot_general(x, w, NUMBERS),
+        jhg.einsum("mk,kn->mn", x, w), jhg.einsum("mk,kn->nm", x, w).T,
+    ]  # fmt: skip
+    if not w.packed:
+        results += [jhg.einsum("mk,nk->mn", x, turned), jhg.matmul(turned, x.T).T]
+    for result in results:
+        assert result.dtype == half
+        assert_product(result, *expected)
+
+
+@pytest.mark.parametrize(("dtype", "block"), [("int8", "columns"), ("packed", "k64")])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_of_the_gpu_tests_have_their_numbers_on_xla(name, dtype, block):
+    """Within the bound that the kernels keep, but for weights that are rounded to 16 bits."""
+    program = PROGRAMS[name]
+    x, w = program.arguments(dtype, block, jnp.bfloat16)
+    value, magnitude = program.exact(float64(x), float64(w))
+    result = jax.jit(partial(program.function, only=None))(x, w)
+    assert result.shape == value.shape
+    bound = tolerance.error_bound(value, magnitude, x.shape[-1], result.dtype)
+    bound += 2 * float(jnp.finfo(jnp.bfloat16).eps) * magnitude
+    assert (np.abs(float64(result) - value) <= bound).all()
+
+
+# Derivatives and transformations.
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_gradients_are_those_of_dequantized_weights(block):
+    """Of activations, and of scales; values are numbers of 8 bits and have none."""
+    x, w = activations(M, K), weights(BLOCKS[block])
+    target = activations(M, N, dtype=jnp.float32)
+
+    def loss(x: Any, scale: Any) -> Any:
+        y = jhg.matmul(x, jhg.Quantized(w.values, scale), activation="silu")
+        return jnp.sum(y.astype(jnp.float32) * target)
+
+    def exact(x: Any, scale: Any) -> Any:
+        y = x.astype(jnp.float32) @ jhg.Quantized(w.values, scale).dequantize()
+        return jnp.sum(jax.nn.silu(y) * target)
+
+    found = jax.jit(jax.grad(loss, (0, 1)))(x, w.scale)
+    expected = jax.grad(exact, (0, 1))(x, w.scale)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        error = np.linalg.norm(float64(ours) - float64(theirs))
+        assert error <= 1e-2 * np.linalg.norm(float64(theirs))
+
+
+def test_a_vector_is_multiplied():
+    x, w = activations(K), weights()
+    expected, magnitude = float64(x) @ float64(w), np.abs(float64(x)) @ np.abs(float64(w))
+    assert_product(jhg.matmul(x, w), expected, magnitude)
+    column = jhg.quantize(normal((K,), 1), jnp.int8)
+    result = jhg.matmul(activations(M, K), column)
+    wide = float64(activations(M, K))
+    assert_product(result, wide @ float64(column), np.abs(wide) @ np.abs(float64(column)))
+
+
+@pytest.mark.parametrize("block", ["columns", "k64"])
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+def test_vmap_is_a_loop(axes, block):
+    x = activations(3, M, K) if axes[0] == 0 else activations(M, K)
+    stacked = axes[1] == 0
+    w = weights(BLOCKS[block], shape=(3, K, N) if stacked else (K, N), axis=int(stacked))
+    if stacked and block == "columns":
+        w = jhg.Quantized(w.values, jnp.broadcast_to(w.scale, (3, 1, N)))
+    mapped = jax.jit(jax.vmap(jhg.matmul, axes))(x, w)
+    pick = [jax.tree.map(lambda a, i=i: a[i], w) if stacked else w for i in range(3)]
+    looped = jnp.stack([jhg.matmul(x[i] if axes[0] == 0 else x, pick[i]) for i in range(3)])
+    np.testing.assert_allclose(float64(mapped), float64(looped), rtol=2.0**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize(("platforms", "on_chip"), [(["cuda"], True), (["cuda", "cpu"], False)])
+def test_an_exported_program_converts_weights_on_chip(platforms, on_chip):
+    """Not one for several platforms: there a branch hides the weights from the product."""
+    arguments = activations(M, K), weights(64, "packed")
+
+    def product(x: Any, values: Any, scale: Any) -> Any:
+        return jhg.matmul(x, jhg.Quantized(values, scale, packed=True), bias=jnp.ones(N))
+
+    leaves = jax.tree.leaves(arguments)
+    checks = [export.DisabledSafetyCheck.custom_call("jax_hopper_gemm.v1.launch")]
+    whole = export.export(jax.jit(product), platforms=platforms, disabled_checks=checks)(*leaves)
+    assert ("_bf16_i4_" in whole.mlir_module()) == on_chip
+    if "cpu" in platforms:
+        again = export.deserialize(whole.serialize())
+        np.testing.assert_array_equal(again.call(*leaves), product(*leaves))
+
+
+# Which operands are converted where. A row is one of the table in docs/quantized.md.
+
+
+class Row(NamedTuple):
+    """A product, and how kernels run it."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    converted: str = ""  # the operand that passes through registers: "left", "right" or none
+    scales: int = 0  # elements of K that share a scale in the mainloop
+    follows: bool = False  # whether scales are an epilogue's operands
+
+
+def _w(dtype: Any, block: int | None = None, shape: Any = (512, 384), axis: int = 0) -> Any:
+    blocks: list[int | None] = [1] * len(shape)
+    blocks[axis] = block
+    return jax.eval_shape(lambda: jhg.quantize(jnp.zeros(shape), dtype, blocks))
+
+
+def _array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+    return S(shape, dtype)
+
+
+def _dot(left: int, right: int) -> Any:
+    return partial(jhg.dot_general, dimension_numbers=(((left,), (right,)), ((), ())))
+
+
+def _cast(x: Any, w: Any, **how: Any) -> Any:
+    return jhg.matmul(x, w.astype(x.dtype), **how)
+
+
+E4M3, X, SIZES = jnp.float8_e4m3fn, _array(256, 512), S((4,), jnp.int32)
+WIDE = partial(jhg.matmul, preferred_element_type=jnp.bfloat16)
+TABLE = {
+    "16 x 16": Row(jhg.matmul, (X, _array(512, 384))),
+    "8 x 8": Row(WIDE, (_array(256, 512, dtype=E4M3), _array(512, 384, dtype=E4M3))),
+    "8 x 8, blocks": Row(WIDE, (_w(E4M3, 128, (256, 512), 1), _w(E4M3, 128))),
+    "16 x 8, K first": Row(jhg.matmul, (X, _w(jnp.int8)), "right", follows=True),
+    "16 x 8, K last": Row(_dot(1, 1), (X, _w(jnp.int8, None, (384, 512), 1)), "right", 0, True),
+    "16 x e4m3": Row(jhg.matmul, (X, _w(E4M3)), "right", follows=True),
+    "16 x e5m2": Row(jhg.matmul, (X, _w(jnp.float8_e5m2)), "right", follows=True),
+    "16 x 4": Row(jhg.matmul, (X, _w(jnp.int4)), "right", follows=True),
+    "float16 x 4": Row(
+        jhg.matmul, (_array(256, 512, dtype=jnp.float16), _w(jnp.int4)), "right", follows=True
+    ),
+    "16 x 8, M first": Row(_dot(0, 0), (_array(512, 256), _w(jnp.int8)), "right", follows=True),
+    "8 x 16": Row(
+        jhg.matmul, (_w(jnp.int8, None, (256, 512), 1), _array(512, 384)), follows=True
+    ),
+    "8 x 16 into (N, M)": Row(
+        lambda w, x, **how: jhg.einsum("mk,kn->nm", w.astype(x.dtype), x, **how),
+        (_array(384, 512, dtype=jnp.int8), _array(512, 256)), "left",
+    ),
+    "8 x 16 by einsum": Row(
+        partial(jhg.einsum, "nk,mk->mn"), (_w(jnp.int8, 64, (384, 512), 1), X), "left", 64
+    ),
+    "16 x 8 cast": Row(_cast, (X, _array(512, 384, dtype=jnp.int8)), "right"),
+    **{
+        f"16 x {dtype.__name__}, {block} along K": Row(
+            jhg.matmul, (X, _w(dtype, block)), "right", block
+        )
+        for dtype in (jnp.int8, jnp.int4, E4M3) for block in (32, 64, 128)
+    },
+    "8 x 16, groups along K": Row(
+        jhg.matmul, (_w(jnp.int8, 64, (256, 512), 1), _array(512, 384))
+    ),
+    "16 x 8, a scale an element of K": Row(
+        jhg.matmul, (X, jax.eval_shape(lambda: jhg.Quantized(
+            jnp.zeros((512, 384), jnp.int8), jnp.ones((512, 384), jnp.float32)))),
+    ),
+    "batches": Row(
+        jhg.matmul, (_array(3, 256, 512), _w(jnp.int8, 64, (3, 512, 384), 1)), "right", 64
+    ),
+    "rows in groups": Row(
+        jhg.ragged_dot, (X, _w(jnp.int8, 64, (4, 512, 384), 1), SIZES), "right", 64
+    ),
+    "dgrad": Row(
+        lambda x, w, **how: jax.grad(lambda x: jnp.sum(jhg.matmul(x, w, **how)))(x),
+        (X, _w(jnp.int8)), "right",
+    ),
+    "dgrad, groups along K": Row(
+        lambda x, w, **how: jax.grad(lambda x: jnp.sum(jhg.matmul(x, w, **how)))(x),
+        (X, _w(jnp.int8, 64)),
+    ),
+    "a reduction follows": Row(
+        partial(jhg.matmul, epilogue=jnp.max), (X, _w(jnp.int8)), follows=True
+    ),
+    "gate and up": Row(
+        jhg.gated_linear_unit, (X, _w(jnp.int8, None, (512, 2, 384), 0)), "right", follows=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_is_converted_on_chip(name):
+    row = TABLE[name]
+    (spec,) = specs_of(partial(row.function, implementation="hopper"), *row.arguments)
+    assert converted(spec, row) == row.converted
+    assert spec.k_group == row.scales
+    assert any(o.kind in ("row", "column") for o in spec.graph.operands) == row.follows
+
+
+def converted(spec: GemmSpec, row: Row) -> str:
+    """Returns the operand that becomes 16 bits in registers, which kernels call B."""
+    if not spec.converts_b:
+        return ""
+    left, _, *_ = row.arguments
+    narrow = left.values if isinstance(left, jhg.Quantized) else left
+    return "left" if narrow.dtype.name == spec.b_dtype else "right"
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "block", "on_chip"),
+    [
+        (16, jnp.int4, 32, True), (256, jnp.int4, 32, True), (4096, jnp.int4, 32, False),
+        (4096, jnp.int8, 128, False), (4096, jnp.int8, None, True), (4096, jnp.int4, None, True),
+    ],
+)  # fmt: skip
+def test_scales_of_groups_are_multiplied_by_xla_where_rows_are_many(m, dtype, block, on_chip):
+    """Each tile of rows waits for its sums to be scaled; XLA's pass is one, for all of them."""
+    arguments = _array(m, 8192), _w(dtype, block, (8192, 8192))
+    explained = jhg.explain(jhg.matmul, *arguments, implementation="hopper")
+    (spec,) = specs_of(partial(jhg.matmul, implementation="hopper"), *arguments)
+    assert explained.spec == spec and spec.converts_b == on_chip
+    assert ("XLA converts an operand to 16 bits first" in explained.reason) != on_chip
+    with jhg.batch_invariant():
+        (spec,) = specs_of(jhg.matmul, *arguments)
+    assert spec.converts_b  # for any number of rows
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "gradient"])
+def test_explain_says_what_lowering_does(name):
+    program = PROGRAMS[name]
+    arguments = program.arguments("int4", "k64", jnp.bfloat16)
+    report = jhg.explain(lambda *args: program.function(*args), *arguments)
+    (product,) = report.products
+    assert [product.explanation.spec] == program.specs("int4", "k64", jnp.bfloat16)
+
+
+# Errors.
+
+SQUARE = weights(shape=(K, K), axis=1)
+NARROW, WIDE32 = activations(M, K), activations(M, K, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "text"),
+    [
+        (lambda: jhg.matmul(SQUARE, weights(64)), NotImplementedError, "a scale for each 64"),
+        (lambda: jhg.matmul(SQUARE, weights(dtype="int4")), TypeError, "b is of int4 beside"),
+        (lambda: jhg.matmul(WIDE32, weights()), TypeError, "quantize it"),
+        (lambda: jhg.einsum("m...,...n->mn", NARROW, weights()), NotImplementedError, "ellipsis"),
+        (lambda: jhg.einsum("mk,kn->m", NARROW, weights()), NotImplementedError, "one product"),
+        (lambda: weights().pack_weights(), TypeError, "not int4"),
+        (
+            lambda: jhg.matmul(NARROW, weights(), recipe=jhg.recipes.BlockScaling()),
+            TypeError, "an operand is quantized",
+        ),
+    ],
+)  # fmt: skip
+def test_errors_name_the_way_out(function, error, text):
+    with pytest.raises(error, match=text):
+        function()
