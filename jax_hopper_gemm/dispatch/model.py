@@ -155,7 +155,12 @@ def waits(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
     )
 
 
-XLA_RULES: tuple[XlaRule, ...] = (thin, split_by_xla, waits)
+def not_measured(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
+    """Products by FMA units: none of our kernels has been timed against XLA's."""
+    return "kernels for FMA units have not been measured" if problem.simt else None
+
+
+XLA_RULES: tuple[XlaRule, ...] = (not_measured, thin, split_by_xla, waits)
 
 
 def two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:

@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
 
+from . import simt
 from .bf16_parts import accumulator_sets, num_parts
 from .dtypes import DTYPES
 from .epilogue_graph import EpilogueGraph, Operand
@@ -102,6 +103,10 @@ class GemmSpec:
     split_k: bool = False  # clusters may share the k-tiles of a tile, see `k_split`
     # Of float32 operands, how many products of their bfloat16 parts are summed, see `bf16_parts`.
     bf16_terms: int = 0
+    # Of float32 operands that FMA units multiply, elements of a vector that a thread moves along
+    # lines of M or N: 4, or 1 where these are no multiples of 16 bytes; 0: tensor cores do. Of such
+    # kernels (`simt`) the warp schedule, `cluster` and `epi` fields mean nothing.
+    simt_width: int = 0
 
     @property
     def graph(self) -> EpilogueGraph:
@@ -162,6 +167,8 @@ class GemmSpec:
 
     @property
     def threads(self) -> int:
+        if self.simt_width:
+            return simt.num_threads(self.tile_m, self.tile_n)
         return 128 * (self.math_warpgroups + 1)
 
     @property
@@ -219,6 +226,8 @@ class GemmSpec:
     @property
     def stage_bytes(self) -> int:
         """Bytes of one A/B stage."""
+        if self.simt_width:
+            return simt.stage_bytes(self)
         row_a, row_b = self.tile_m * self.a_itemsize, self.tile_n * self.b_itemsize
         return (row_a + row_b) * self.tile_k
 
@@ -252,6 +261,8 @@ class GemmSpec:
         each operand that is loaded its tiles, matrices first; scratch; barriers.
         """
         ring = self.num_stages * self.stage_bytes + self.parts_bytes
+        if self.simt_width:
+            return ring
         staged = self.math_warpgroups * self.epi_stages * self.epi_stage_bytes
         buffers = self.math_warpgroups * self.epi_load_stages
         loaded = buffers * sum(map(self.loaded_bytes, self.graph.loaded))
@@ -305,6 +316,8 @@ class GemmSpec:
             kind += "_split_k"
         if self.bf16_terms:
             kind += f"_bf16x{self.bf16_terms}"
+        if self.simt_width:
+            kind += f"_simt{self.simt_width}"
         return (
             f"jhg_{kind}_{dtypes}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
@@ -355,6 +368,7 @@ class ProblemType:
     b_block: int = 0
     nested: bool = False
     bf16_terms: int = 0
+    simt_width: int = 0
 
     @classmethod
     def of(cls, problem: GemmProblem) -> ProblemType:
@@ -364,7 +378,7 @@ class ProblemType:
         return cls(
             p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
             p.indexed, p.promoted, p.a_scales.block if p.a_scales else 0,
-            p.b_scales.block if p.b_scales else 0, bool(p.outer), p.bf16_terms,
+            p.b_scales.block if p.b_scales else 0, bool(p.outer), p.bf16_terms, p.simt_width,
         )  # fmt: skip
 
     @classmethod
@@ -377,7 +391,7 @@ class ProblemType:
         """The same of the product that a measured table holds."""
         return replace(
             self, epilogue=None, gathered=None, indexed=None, nested=False, promoted=False,
-            a_block=0, b_block=0, bf16_terms=0,
+            a_block=0, b_block=0, bf16_terms=0, simt_width=0,
         )  # fmt: skip
 
 
