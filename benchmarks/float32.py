@@ -3,7 +3,10 @@
     python benchmarks/float32.py --build FOLDER        compiles what is timed; needs no GPU
     JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/float32.py --json float32.json
 
-Of each product, for each precision: XLA, and the kernels to choose among. Errors are those of the
+    ... --precisions HIGHEST --xla highest             SGEMM alone
+
+Of each product, for each precision: XLA, and the kernels to choose among. Layouts are those of A
+and B: a product stored (N, M) is that of the transposed operands, so these are all eight. Errors are those of the
 first kernel and of XLA, in norm, relative to float64 of some rows. Burst regime, CUPTI.
 """
 
@@ -33,7 +36,7 @@ from jax_hopper_gemm.testing import benchmark, shapes, timing
 
 SIZES = (2048, 4096, 8192)
 MAJORS = (("k", "n"), ("k", "k"), ("m", "n"), ("m", "k"))
-PRECISIONS = ("X3", "X6", "X9")
+PRECISIONS = ("X3", "X6", "X9", "HIGHEST")  # the last one by FMA units
 CHECKED_ROWS = 64
 XLA = ("default", "highest", *PRESETS.values())
 
@@ -49,8 +52,10 @@ def problems(sizes: list[int], majors: list[str]) -> Iterator[GemmProblem]:
 
 def kernels(problem: GemmProblem, precision: str, everything: bool) -> dict[str, GemmSpec]:
     """Returns the kernels to time, that of dispatch first."""
-    terms = int(precision.removeprefix("X"))
-    problem = replace(problem, bf16_terms=terms)
+    if precision == "HIGHEST":
+        problem = replace(problem, simt=True)
+    else:
+        problem = replace(problem, bf16_terms=int(precision.removeprefix("X")))
     chosen = dispatch.choose(problem, dispatch.H200, kernel_only=True).spec
     found = {} if chosen is None else {f"{precision} chosen": chosen}
     if everything:

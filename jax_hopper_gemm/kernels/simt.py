@@ -89,7 +89,7 @@ class SimtKernel:
         self.store(args.d, e, batch, m + row, n + column, acc)
 
     def source(self, operand, k_tiles, k_extent, lines, batch, thread, sAB, *, of_b):
-        """Returns what a thread copies of A or B; `lines` are the tile's first and all there are."""
+        """Returns what a thread copies of A or B; `lines` are the tile's first and their number."""
         s = self.spec
         c = simt.copies(s, of_b)
         line, k = c.first(thread)

@@ -27,7 +27,7 @@ import jax
 import nnx_step
 import notebook_block
 from moe_programs import moe_specs
-from support import eight_bit, float32, random_grouped, random_products, training_step
+from support import eight_bit, float32, random_grouped, random_products, sgemm, training_step
 from support.fused_programs import FUSED_PROGRAMS
 from support.grouped_programs import GROUPED_PROGRAMS
 from support.invariant_programs import invariant_specs
@@ -76,6 +76,7 @@ def main() -> int:
     )
     parser.add_argument("--invariant", action="store_true", help="only those of test_row_bits.py")
     parser.add_argument("--float32", action="store_true", help="only those of float32 operands")
+    parser.add_argument("--sgemm", action="store_true", help="of these only those for FMA units")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)  # over which XLA partitions programs
     if arguments.moe:
@@ -86,6 +87,8 @@ def main() -> int:
         specs = list(dict.fromkeys(invariant_specs()))
     elif arguments.split:
         specs = [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
+    elif arguments.sgemm:
+        specs = sgemm.specs()
     elif arguments.float32:
         specs = float32_specs()
     elif arguments.eight_bit:
@@ -98,7 +101,7 @@ def main() -> int:
 
 
 def float32_specs() -> list[GemmSpec]:
-    return [*parts_specs(), *float32.specs()]
+    return [*parts_specs(), *float32.specs(), *sgemm.specs()]
 
 
 def all_specs() -> list[GemmSpec]:
