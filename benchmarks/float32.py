@@ -2,12 +2,12 @@
 
     python benchmarks/float32.py --build FOLDER        compiles what is timed; needs no GPU
     JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/float32.py --json float32.json
-
     ... --precisions HIGHEST --xla highest             SGEMM alone
 
 Of each product, for each precision: XLA, and the kernels to choose among. Layouts are those of A
-and B: a product stored (N, M) is that of the transposed operands, so these are all eight. Errors are those of the
-first kernel and of XLA, in norm, relative to float64 of some rows. Burst regime, CUPTI.
+and B: a product stored (N, M) is that of the transposed operands, so these are all eight. Errors
+are those of the first kernel and of XLA, in norm, relative to float64 of some rows. Burst regime,
+CUPTI.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from jax_hopper_gemm.dispatch.candidates import model_specs
 from jax_hopper_gemm.dispatch.cost import best_raster_order
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.bf16_parts import PRESETS
-from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem, Major
 from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType
 from jax_hopper_gemm.testing import benchmark, shapes, timing
 
 SIZES = (2048, 4096, 8192)
-MAJORS = (("k", "n"), ("k", "k"), ("m", "n"), ("m", "k"))
+MAJORS: tuple[tuple[Major, Major], ...] = (("k", "n"), ("k", "k"), ("m", "n"), ("m", "k"))
 PRECISIONS = ("X3", "X6", "X9", "HIGHEST")  # the last one by FMA units
 CHECKED_ROWS = 64
 XLA = ("default", "highest", *PRESETS.values())

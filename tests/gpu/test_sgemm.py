@@ -16,9 +16,10 @@ from jax_hopper_gemm.testing import tolerance
 
 KERNELS = sgemm.kernels()
 LARGE = [spec for spec in KERNELS if (spec.tile_m, spec.tile_n, spec.tile_k) == (128, 128, 16)]
+NARROW = RasterOrder("n", 2)
 
 
-def run(gpu, spec, problem, inputs, repeats=1, order=RasterOrder("n", 2)):
+def run(gpu, spec, problem, inputs, repeats=1, order=NARROW):
     assert problem_violations(problem) + pairing_violations(problem, spec) == []
     (result,) = trial.run_all(gpu, problem, spec, order, inputs, repeats)
     return result

@@ -1,4 +1,4 @@
-"""Products of float32 by FMA units: kernels, problems, and the chains of operations they compute."""
+"""Products of float32 by FMA units: kernels, problems, the chains of operations of a result."""
 
 from __future__ import annotations
 
@@ -48,22 +48,17 @@ def kernels() -> list[GemmSpec]:
 
 
 def problem_of(
-    spec: GemmSpec,
-    m: int,
-    n: int,
-    k: int,
-    l: int = 1,
-    gap: int = 0,  # noqa: E741
+    spec: GemmSpec, m: int, n: int, k: int, batches: int = 1, gap: int = 0
 ) -> GemmProblem:
     """Returns a problem for a kernel, with so many vectors behind each line and matrix."""
     apart = gap * spec.simt_width
 
     def layout(major: Major, contiguous: int, other: int) -> MatrixLayout:
         line = contiguous + apart
-        return MatrixLayout(major, line, line * other + apart if l > 1 else 0)
+        return MatrixLayout(major, line, line * other + apart if batches > 1 else 0)
 
     return replace(
-        GemmProblem.dense(m, n, k, l, dtype="float32"),
+        GemmProblem.dense(m, n, k, batches, dtype="float32"),
         a=layout("k", k, m) if spec.a_major == "k" else layout("m", m, k),
         b=layout("n", n, k) if spec.b_major == "n" else layout("k", k, n),
         d=layout("n", n, m),
