@@ -1,15 +1,14 @@
 """Times dense products: ours, `jnp.matmul`, Pallas, and what else is installed.
 
-    python benchmarks/dense.py bars --regime both --json dense.json --plot dense.png
+    python benchmarks/dense.py bars --regime both --out dense.json --plot dense.png
 
 Takes turns on the same random inputs, in one process; median and quartiles. The bars suite in
-the burst regime takes about two minutes on an H200. `python -m jax_hopper_gemm bench` runs
-the same without the other libraries.
+the burst regime takes about two minutes on an H200. `python -m jax_hopper_gemm bench` is the same
+without the other libraries.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from jax_hopper_gemm import cli
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import benchmark, shapes
 
@@ -34,14 +34,12 @@ OTHERS = {"transformer_engine": transformer_engine}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    benchmark.add_arguments(parser)
-    found = {name for name in OTHERS if importlib.util.find_spec(name)}
-    for name in OTHERS.keys() - found:
-        print(f"{name} is not installed: left out")
-    return benchmark.main(parser.parse_args(), {name: OTHERS[name] for name in sorted(found)})
+    for name, maker in OTHERS.items():
+        if importlib.util.find_spec(name):
+            benchmark.MAKERS[name] = maker
+        else:
+            print(f"{name} is not installed: left out", file=sys.stderr)
+    return cli.main(["bench", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

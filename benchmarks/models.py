@@ -13,6 +13,9 @@ from the same random numbers and take turns in one process:
     XLA          jax.jit(step), nnx.jit(step)
     accelerated  jax.jit(jhg.accelerate(step)), nnx.jit(nn.accelerate(step))
 
+With `--recipe` the accelerated products of 16-bit floats run in 8 bits, those of the gradients that
+the step takes, too; XLA's stay in bfloat16.
+
 Regimes: in "burst" a turn is some steps back to back, by the host's clock, and a pause follows;
 "kernels" is the time of the kernels in them, by CUPTI; "sustained" is a loop of a second or more.
 """
@@ -34,7 +37,7 @@ import jax
 from model_programs import FAMILIES, Model
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import cubin
+from jax_hopper_gemm import cubin, recipes
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.lowered import specs_of
@@ -44,6 +47,9 @@ SIZES = ("small", "large")
 FRAMEWORKS = ("jnp", "nnx")
 WHAT = ("forward", "training")
 CANDIDATES = ("XLA", "accelerated")
+RECIPES = {
+    "current": recipes.CurrentScaling(), "blocks": recipes.BlockScaling(), "none": None
+}  # fmt: skip
 LARGEST_DIFFERENCE = 0.01  # of the first losses
 Call = Callable[[], jax.Array]  # runs a step; returns its loss
 
@@ -56,6 +62,7 @@ class Program:
     size: str
     framework: str
     what: str
+    recipe: str = "none"
 
     @property
     def model(self) -> Model:
@@ -66,7 +73,12 @@ class Program:
         return FAMILIES[self.family].kind
 
     def __str__(self) -> str:
-        return f"{self.family:<8} {self.size:<6} {self.framework:<4} {self.what:<9}"
+        recipe = "" if self.recipe == "none" else f" {self.recipe}"
+        return f"{self.family:<8} {self.size:<6} {self.framework:<4} {self.what:<9}{recipe}"
+
+    def accelerate(self, module: Any) -> Callable[..., Any]:
+        """Returns `accelerate` of a module, with the recipe."""
+        return partial(module.accelerate, recipe=RECIPES[self.recipe])
 
     def call(self, candidate: str) -> Call:
         """Returns a step of a candidate on parameters of its own."""
@@ -74,7 +86,7 @@ class Program:
         return (self._nnx if self.framework == "nnx" else self._jnp)(accelerated)
 
     def _jnp(self, accelerated: bool) -> Call:
-        wrap = jhg.accelerate if accelerated else _unchanged
+        wrap = self.accelerate(jhg) if accelerated else _unchanged
         state, batch = jax.jit(self.model.state)(), jax.jit(self.model.batch)()
         if self.what == "forward":
             return partial(jax.jit(wrap(self.model.loss)), state["parameters"], batch)
@@ -93,7 +105,7 @@ class Program:
 
         from jax_hopper_gemm import nn
 
-        wrap = nn.accelerate if accelerated else _unchanged
+        wrap = self.accelerate(nn) if accelerated else _unchanged
         module = nnx.jit(lambda: programs.module(self.model))()
         batch = jax.jit(self.model.batch)()
         if self.what == "forward":
@@ -108,8 +120,8 @@ class Program:
         if self.framework == "jnp":
             state = jax.eval_shape(self.model.state)
             if self.what == "forward":
-                return specs_of(jhg.accelerate(self.model.loss), state["parameters"], batch)
-            return specs_of(jhg.accelerate(self.model.step), state, batch)
+                return specs_of(self.accelerate(jhg)(self.model.loss), state["parameters"], batch)
+            return specs_of(self.accelerate(jhg)(self.model.step), state, batch)
         import nnx_programs as programs
         from flax import nnx
 
@@ -123,7 +135,7 @@ class Program:
 
         graph, state = nnx.split(nnx.eval_shape(objects))
         function: Any = programs.step if training else programs.loss
-        step = nn.accelerate(function)
+        step = self.accelerate(nn)(function)
 
         def run(state: Any, batch: Any) -> Any:
             objects = nnx.merge(graph, state)
@@ -213,7 +225,7 @@ def measured(program: Program, regimes: Sequence[str], steps: int, rounds: int) 
 
 def programs(arguments: argparse.Namespace) -> list[Program]:
     return [
-        Program(family, size, framework, what)
+        Program(family, size, framework, what, arguments.recipe)
         for family in arguments.models
         for size in arguments.sizes
         for framework in arguments.frameworks
@@ -269,6 +281,7 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
     parser.add_argument("--forward-only", action="store_true", help="no training steps")
+    parser.add_argument("--recipe", choices=RECIPES, default="none", help="8 bits, of the kernels")
     parser.add_argument("--regime", nargs="+", choices=REGIMES, default=["burst"])
     parser.add_argument("--steps", type=int, default=10, help="in a turn")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each candidate")

@@ -86,7 +86,7 @@ class MoeProgram:
         """`step` of the parts, of which XLA writes the tokens and cotangents by expert."""
 
         def layer(x: Any, router: Any, gate_up: Any, down: Any) -> jax.Array:
-            routing = moe.router(x, router, self.k)
+            routing = moe.route_tokens(x, router, self.k)
             rows = jax.lax.optimization_barrier(moe.dispatch_rows(x, routing))
             weights, sizes = moe.row_weights(routing), routing.group_sizes
             rows = moe.grouped_mlp(rows, gate_up, down, sizes, row_weights=weights)
@@ -341,7 +341,7 @@ MOE_PROGRAMS: dict[str, MoeProgram] = {
     ),
     "decode": MoeProgram(16, 256, 192, 64, 4),
     "pair of weights": MoeProgram(1000, 264, 136, 24, 3, stacked=False),
-    "recomputed": MoeProgram(1000, 264, 136, 24, 3, options={"preactivation": "recompute"}),
+    "recomputed": MoeProgram(1000, 264, 136, 24, 3, options={"save_preactivation": False}),
 }
 COPYING = ("qwen3", "mixtral")  # that run as `copying_step`, too
 # What is spread over devices; the other where all tokens go to the experts of the first.

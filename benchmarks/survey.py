@@ -1,4 +1,4 @@
-"""Times candidate kernels and XLA over random dense products: the data of the cost model.
+"""Times candidate kernels and XLA over random dense products: the data of `fit_xla.py`.
 
     python benchmarks/survey.py --count 150 --json survey.json
     python benchmarks/survey.py --count 150 --build-only FOLDER   # compiles, needs no GPU
@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from jax_hopper_gemm import cubin
-from jax_hopper_gemm.dispatch import H200, Device, tuner
+from jax_hopper_gemm.dispatch import H200, Device, choose, tuner
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing import benchmark, shapes, timing
 
@@ -32,11 +32,17 @@ RATE = 5e14  # FLOP/s that a pause between rounds is reckoned with
 
 
 def candidates(problem: GemmProblem, device: Device, count: int) -> list[tuner.Candidate]:
-    """Returns the candidates of least expected cost whose kernels have names of their own."""
+    """Returns the kernel that dispatch chooses, and others of least expected cost.
+
+    No two have the same name, by which a profile tells them apart.
+    """
     by_name: dict[str, tuner.Candidate] = {}
+    chosen = choose(problem, device, kernel_only=True)
+    if chosen.spec and chosen.raster_order:
+        by_name[chosen.spec.name] = chosen.spec, chosen.raster_order
     for spec, order in tuner.ranked_candidates(problem, device, count):
         by_name.setdefault(spec.name, (spec, order))
-    return list(by_name.values())
+    return list(by_name.values())[:count]
 
 
 def survey(
@@ -100,7 +106,7 @@ def main() -> int:
         print(report)
         return 1 if report.failures else 0
     device, start = benchmark.this_device(), time.monotonic()
-    kernels: dict[str, str] = {}  # specs as JSON, by name
+    numbers: dict[str, int] = {}  # of kernels, by name
     rows: list[dict[str, Any]] = []
     for problem in problems:
         if time.monotonic() - start > arguments.seconds:
@@ -108,17 +114,22 @@ def main() -> int:
             break
         chosen = candidates(problem, device, arguments.candidates)
         times = survey(problem, chosen, arguments.rounds, device.num_sms)
-        kernels |= {spec.name: spec.to_json() for spec, _ in chosen}
-        extents = {x: getattr(problem, x) for x in ("m", "n", "k", "l")}
-        majors = {"a": problem.a.major, "b": problem.b.major}
-        orders = {spec.name: (order.along, order.swizzle) for spec, order in chosen}
-        rows.append({**extents, **majors, "orders": orders, "us": times})
-        best = min(time for name, time in times.items() if name != "xla")
-        print(f"{extents} {majors} XLA {times['xla']:.1f} us, ours {best:.1f} us", flush=True)
+        row: dict[str, Any] = {x: getattr(problem, x) for x in ("m", "n", "k")}
+        row |= {"a_major": problem.a.major, "b_major": problem.b.major}
+        row["xla_us"] = round(times.pop("xla"), 2)
+        row["kernels"] = [numbers.setdefault(name, len(numbers)) for name in times]
+        row["us"] = [round(us, 2) for us in times.values()]
+        rows.append(row)
+        best = min(times.values())
+        print(f"{problem.m}x{problem.n}x{problem.k} {shapes.layout_name(problem)} "
+              f"XLA {row['xla_us']} us, ours {best:.1f} us", flush=True)  # fmt: skip
     if arguments.json:
-        facts = benchmark.environment()
-        document = {"environment": facts, "kernels": kernels, "rows": rows}
-        arguments.json.write_text(json.dumps(document) + "\n")
+        lines = ",\n".join("  " + json.dumps(row) for row in rows)
+        names = ",\n".join("  " + json.dumps(name) for name in numbers)
+        facts = json.dumps(benchmark.environment())
+        arguments.json.write_text(
+            f'{{"environment": {facts},\n "names": [\n{names}\n ],\n "rows": [\n{lines}\n ]}}\n'
+        )
     return 0
 
 

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .lowering.fallback import FallbackWarning as FallbackWarning
+from .lowering.fallback import on_fallback as on_fallback
 from .ops import Quantized as Quantized
 from .ops import batch_invariant as batch_invariant
 from .ops import dot_general as dot_general
@@ -27,33 +28,26 @@ if TYPE_CHECKING:
     from .interop import checkpoint_policy as checkpoint_policy
     from .interop import intercept_ragged_dot as intercept_ragged_dot
     from .reports import Explanation as Explanation
-    from .reports import FoundProduct as FoundProduct
     from .reports import ProductReport as ProductReport
     from .reports import explain as explain
-    from .reports import explain_gated_linear_unit as explain_gated_linear_unit
-    from .reports import report_products as report_products
-    from .reports import supports as supports
     from .sharding.export import export_disabled_checks as export_disabled_checks
 
     __version__: str
 
 # All but `__version__` and `nn`: a star import must work without Flax.
 __all__ = [
-    "Explanation", "FallbackWarning", "FoundProduct", "ProductReport", "Quantized", "accelerate",
+    "Explanation", "FallbackWarning", "ProductReport", "Quantized", "accelerate",
     "all_gather_matmul", "batch_invariant", "checkpoint_policy", "dot_general", "einsum", "explain",
-    "explain_gated_linear_unit", "export_disabled_checks", "gated_linear_unit",
-    "intercept_ragged_dot", "matmul", "matmul_reduce_scatter", "max_sms", "moe", "quantize",
-    "ragged_dot", "ragged_dot_general", "recipes", "report_products", "supports",
+    "export_disabled_checks", "gated_linear_unit", "intercept_ragged_dot", "matmul",
+    "matmul_reduce_scatter", "max_sms", "moe", "on_fallback", "quantize", "ragged_dot",
+    "ragged_dot_general", "recipes",
 ]  # fmt: skip
 
 # Modules that are imported when one of their names is first asked for.
 _LAYERS = {
     "collective": ("all_gather_matmul", "matmul_reduce_scatter"),
     "interop": ("accelerate", "checkpoint_policy", "intercept_ragged_dot"),
-    "reports": (
-        "Explanation", "FoundProduct", "ProductReport", "explain", "explain_gated_linear_unit",
-        "report_products", "supports",
-    ),
+    "reports": ("Explanation", "ProductReport", "explain"),
     "sharding.export": ("export_disabled_checks",),
 }  # fmt: skip
 _LAYER_OF = {name: layer for layer, names in _LAYERS.items() for name in names}

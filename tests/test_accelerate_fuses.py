@@ -427,13 +427,13 @@ def test_a_report_says_what_is_fused_and_what_not() -> None:
     def function(x: Any, w: Any, v: Any, b: Any) -> Any:
         return jnp.tanh(x @ w + b) @ v
 
-    report = jhg.report_products(function, X, W, V, ROW)
+    report = jhg.explain(function, X, W, V, ROW)
     first, second = report.products
     assert first.fused.startswith("fused: add, tanh") and first.saved_us > 0
     assert second.fused == "" and report.kernel_share in (0.5, 1.0)
     assert report.flops == 2 * 2 * M * K * N
     small = S((16, 16), BF16)
-    (alone,) = jhg.report_products(lambda x, w: jnp.tanh(x @ w), small, small).products
+    (alone,) = jhg.explain(lambda x, w: jnp.tanh(x @ w), small, small).products
     assert alone.fused.startswith("not fused: ")
 
 
@@ -443,7 +443,7 @@ def test_a_report_lists_equal_products_once() -> None:
             x = jnp.tanh(x @ w)
         return lax.scan(lambda c, _: (c @ w, None), x, None, 5)[0]
 
-    report = jhg.report_products(function, X, W)
+    report = jhg.explain(function, X, W)
     assert [x.runs for x in report.products] == [1, 1, 1, 5]
     text = str(report)
     assert text.count("bf16[4096,4096] x") == 2 and " x 3 " in text and " x 5 " in text

@@ -91,18 +91,7 @@ def test_kernel_compiles_to_the_code_of_a_hopper_gemm(spec, built, machine_code)
 
 
 # Kernels that await a GPU run; one that has passed must leave the list.
-AWAITING = frozenset(
-    (
-        "jhg_gemm_bf16_bf16_nn_128x160x64_1x2_pingpong_static_s5_e32x4_store_7bcab0",
-        "jhg_gemm_bf16_f32_tt_128x192x64_2x1_cooperative_static_s4_e32x4_exp_c7b812",
-        "jhg_gemm_bf16_bf16_tt_64x128x64_1x2_cooperative_single_s5_e64x2_l4_mul_da7e05",
-        "jhg_gemm_bf16_f32_nn_64x128x128_1x1_cooperative_static_s4_e32x4_short_stream_b_store_f7a537",
-        "jhg_gemm_bf16_f16_tn_64x128x128_1x1_cooperative_static_s4_e64x4_l2_short_stream_b_store_1dbad5",
-        "jhg_gemm_bf16_bf16_tn_128x224x64_2x1_cooperative_static_s4_e32x2_l2_tanh_9a2684",
-        "jhg_gemm_bf16_bf16_tn_128x224x64_2x1_cooperative_static_s4_e32x4_l2_mul_29f8ea",
-        "jhg_gemm_bf16_bf16_tt_64x64x64_1x1_cooperative_static_s12_e64x2_l4_short_stream_b_store_236372",
-    )
-)
+AWAITING: frozenset[str] = frozenset()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)

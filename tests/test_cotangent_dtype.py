@@ -16,7 +16,7 @@ from support.program_inspection import LAUNCH, equations, integers, lowered
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.testing.tolerance import error_bound, farthest
 
-M, N, K = 64, 96, 128
+M, N, K = 256, 384, 512
 LAST = {"preferred_element_type": jnp.float32, "cotangent_dtype": jnp.bfloat16}
 SIZES = jnp.array([M, 0], jnp.int32)
 WGRAD = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
@@ -45,7 +45,7 @@ DENSE = {
     "xla": partial(jhg.matmul, implementation="xla"),
     "bias": lambda a, b, **options: jhg.matmul(a, b, bias=jnp.ones(N), **options),
     "recompute": lambda a, b, **options: jhg.matmul(
-        a, b, epilogue=lambda y: 1.0 * y, preactivation="recompute", **options
+        a, b, epilogue=lambda y: 1.0 * y, save_preactivation=False, **options
     ),
     "bias on xla": lambda a, b, **options: jhg.matmul(
         a, b, bias=jnp.ones(N), implementation="xla", **options
@@ -170,7 +170,7 @@ def test_gated_products_round_what_reaches_gate_and_up():
     weights = normal(K, N), normal(K, N) / 2
     results = [
         jax.vjp(partial(jhg.gated_linear_unit, **LAST, **options), x, weights)[1](w)
-        for options in ({}, {"implementation": "xla"}, {"preactivation": "recompute"})
+        for options in ({}, {"implementation": "xla"}, {"save_preactivation": False})
     ]
     for result in results[1:]:
         for ours, theirs in zip(*map(jax.tree.leaves, (results[0], result)), strict=True):
@@ -254,7 +254,7 @@ def test_a_wrong_dtype_is_named(wrong):
     calls = [
         *(partial(DENSE[name], a, b) for name in ("matmul", "dot_general", "einsum")),
         partial(ragged, a, b), partial(contracted, a, b), partial(jhg.gated_linear_unit, a, (b, b)),
-        partial(jhg.explain, a, b),
+        partial(jhg.explain, jhg.matmul, a, b),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(TypeError, match="cotangent_dtype is .*expected a real floating-point"):
@@ -276,5 +276,5 @@ def test_explain_takes_it():
         jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16),
         jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16),
     )
-    plain, asked = jhg.explain(*args, **options), jhg.explain(*args, **LAST)
+    plain, asked = (jhg.explain(jhg.matmul, *args, **x) for x in (options, LAST))
     assert (plain.path, plain.spec) == (asked.path, asked.spec)

@@ -77,7 +77,7 @@ def new_dot_p():
 
 def test_a_new_product_is_reported_and_judged_as_a_dot(new_dot_p):
     x, y = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 768)))
-    (found,) = jhg.report_products(partial(new_dot_p.bind, product=PRODUCT), x, y).products
+    (found,) = jhg.explain(partial(new_dot_p.bind, product=PRODUCT), x, y).products
     assert found.taken and found.product.startswith("bf16[512,256] x bf16[256,768]")
     assert found.explanation is not None and found.explanation.problem is not None
     policy = jhg.checkpoint_policy(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)

@@ -38,7 +38,7 @@ A, B = abstract((1024, 2048), E4M3), abstract((1536, 2048), E5M2)
 
 
 def explained(a: Any, b: Any, dims: Any = NT, **options: Any) -> Any:
-    return jhg.explain(a, b, dimension_numbers=dims, **options)
+    return jhg.explain(jhg.dot_general, a, b, dims, **options)
 
 
 # What runs.

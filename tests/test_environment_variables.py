@@ -46,7 +46,7 @@ CASES = {
         "is no file; expected a libjax_hopper_gemm.so",
     ),
     "ON_FALLBACK": (
-        "ON_FALLBACK", "loud", lambda _: fallback.on_fallback(), ValueError,
+        "ON_FALLBACK", "loud", lambda _: fallback.policy_now(), ValueError,
         "expected one of silent, warn, error",
     ),
 }  # fmt: skip

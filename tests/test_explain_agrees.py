@@ -1,4 +1,4 @@
-"""What `explain` and `report_products` say of a product is what lowering does with it."""
+"""What `explain` says of a product is what lowering does with it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kernel_said(explanation: jhg.Explanation) -> tuple[Any, ...]:
 
 def check(call: Call) -> str:
     """Compares what is said of a call with what it becomes, and returns its path."""
-    report = jhg.report_products(call.function, *call.arguments)
+    report = jhg.explain(call.function, *call.arguments)
     (explanation,) = (product.explanation for product in report.taken)
     assert explanation
     text = f"{call}\n{explanation}"
@@ -60,7 +60,7 @@ def test_the_kernel_that_is_said_is_launched(part: int):
 
 @pytest.mark.slow
 def test_the_draws_cover_what_decides():
-    reports = [jhg.report_products(call.function, *call.arguments) for call in CALLS]
+    reports = [jhg.explain(call.function, *call.arguments) for call in CALLS]
     explanations = [report.taken[0].explanation for report in reports]
     said = list(map(str, explanations))
     specs = [x.spec for x in explanations if x and x.spec]

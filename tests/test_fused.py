@@ -145,18 +145,18 @@ TRANSFORMS = {
 }
 
 
-CASES = [(transform, name, "save") for transform in TRANSFORMS for name in ("gelu", "pair")]
+CASES = [(transform, name, True) for transform in TRANSFORMS for name in ("gelu", "pair")]
 CASES += [
     (transform, name, policy)
     for transform in ("grad", "hessian", "checkpoint")
-    for name, policy in (("gelu", "recompute"), ("pair", "recompute"), ("several", "recompute"),
-                         ("stacked", "save"), ("stacked", "recompute"), ("several", "save"))
+    for name, policy in (("gelu", False), ("pair", False), ("several", False),
+                         ("stacked", True), ("stacked", False), ("several", True))
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("transform, name, preactivation", CASES)
-def test_derivatives_are_those_of_plain_jax(transform, name, preactivation):
-    ours, _, args = model(name, {"preactivation": preactivation})
+@pytest.mark.parametrize("transform, name, save_preactivation", CASES)
+def test_derivatives_are_those_of_plain_jax(transform, name, save_preactivation):
+    ours, _, args = model(name, {"save_preactivation": save_preactivation})
     run = TRANSFORMS[transform]
     assert_close(jax.jit(lambda *a: run(ours, list(a)))(*args), plain_derivative(transform, name))
 
@@ -220,7 +220,7 @@ MAPPED = [
 
 @pytest.mark.parametrize("index, name, axes", [(i, *case) for i, case in enumerate(MAPPED)])
 def test_vmap_and_derivatives_commute(index, name, axes):
-    ours, plain, args = model(name, {"preactivation": ("save", "recompute")[index % 2]})
+    ours, plain, args = model(name, {"save_preactivation": index % 2 == 0})
     args = [
         x if axis is None else jnp.stack([x, x + 1, 2 * x], axis)
         for x, axis in zip(args, axes, strict=True)
@@ -251,11 +251,11 @@ def test_nothing_of_the_product_is_kept_for_a_bias():
 
 def test_recompute_keeps_operands_alone():
     x, w = normal(3, 4), normal(4, 5)
-    for preactivation, expected in {
-        "save": [(3, 4), (3, 5), (4, 5)],
-        "recompute": [(3, 4), (4, 5)],
+    for save_preactivation, expected in {
+        True: [(3, 4), (3, 5), (4, 5)],
+        False: [(3, 4), (4, 5)],
     }.items():
-        layer = partial(fused, jnp.tanh, preactivation=preactivation)
+        layer = partial(fused, jnp.tanh, save_preactivation=save_preactivation)
         _, back = jax.eval_shape(lambda *a, layer=layer: jax.vjp(layer, *a), x, w)
         kept = {leaf.shape for leaf in jax.tree.leaves(back)}
         assert sorted(kept) == expected

@@ -116,17 +116,17 @@ def gelu(x):
     return 0.5 * x * (1 + jnp.tanh(0.8 * (x + 0.04 * x**3)))
 
 
-def gelu_mlp(preactivation, x, w1, b1, w2, b2):
-    y = fused(lambda acc, b: gelu(acc + b), x, w1, b1, preactivation=preactivation)
-    return fused(lambda acc, b: acc + b, y, w2, b2, preactivation=preactivation)
+def gelu_mlp(save_preactivation, x, w1, b1, w2, b2):
+    y = fused(lambda acc, b: gelu(acc + b), x, w1, b1, save_preactivation=save_preactivation)
+    return fused(lambda acc, b: acc + b, y, w2, b2, save_preactivation=save_preactivation)
 
 
-def swiglu_mlp(preactivation, x, *weights):
+def swiglu_mlp(save_preactivation, x, *weights):
     *w1, w2 = weights
     subscripts = "mk,kn->mn" if len(w1) == 2 else "mk,kcn->mn"
     y = fused(
         lambda gate, up: gate * jax.lax.logistic(gate) * up, x, tuple(w1), subscripts=subscripts,
-        preactivation=preactivation,
+        save_preactivation=save_preactivation,
     )  # fmt: skip
     return jhg.matmul(y, w2, implementation="hopper")
 
@@ -141,7 +141,7 @@ GELU = [shape(T, D), shape(D, F), shape(F), shape(F, D), shape(D)]
 
 
 def test_a_gelu_mlp_runs_its_products_and_nothing_more():
-    program = lowered(partial(step, partial(gelu_mlp, "save")), shape(T, D), *GELU)
+    program = lowered(partial(step, partial(gelu_mlp, True)), shape(T, D), *GELU)
     found = Counter(tuple(results(spec)) for spec in launches(program))
     assert found == {
         ("matrix bfloat16", "matrix bfloat16"): 1,  # activated, and what is saved
@@ -159,7 +159,7 @@ def test_a_gelu_mlp_runs_its_products_and_nothing_more():
 
 
 def test_recomputing_costs_a_product_and_saves_a_matrix():
-    program = lowered(partial(step, partial(gelu_mlp, "recompute")), shape(T, D), *GELU)
+    program = lowered(partial(step, partial(gelu_mlp, False)), shape(T, D), *GELU)
     found = Counter(tuple(results(spec)) for spec in launches(program))
     assert found == {("matrix bfloat16",): 6, ("matrix bfloat16", "column_sum"): 1}
     assert on_matrices(program) == []
@@ -187,14 +187,14 @@ def test_recomputing_costs_a_product_and_saves_a_matrix():
     ],
 )
 def test_a_swiglu_mlp_runs_its_products_and_nothing_more(weights, counts):
-    mlp = partial(swiglu_mlp, "save")
+    mlp = partial(swiglu_mlp, True)
     program = lowered(partial(step, mlp), shape(T, D), shape(T, D), *weights, shape(F, D))
     assert Counter(tuple(results(spec)) for spec in launches(program)) == counts
     assert on_matrices(program) == []
 
 
 def test_the_gradient_of_a_pairs_left_operand_adds_up_in_place():
-    mlp = partial(swiglu_mlp, "save")
+    mlp = partial(swiglu_mlp, True)
     args = [shape(T, D), shape(T, D), shape(D, F), shape(D, F), shape(F, D)]
     program = lowered(partial(step, mlp), *args)
     (aliased,) = [o for o in reachable(program) if "output_operand_alias" in o.text]
@@ -262,7 +262,7 @@ def test_leading_axes_are_rows_unless_an_operand_tells_them_apart():
 
 
 def test_the_epilogue_takes_the_accumulator_where_a_gradient_was_rounded():
-    mlp = partial(gelu_mlp, "save")
+    mlp = partial(gelu_mlp, True)
     program = lowered(partial(step, mlp), shape(T, D), *GELU)
     (spec,) = [spec for spec in launches(program) if "column_sum" in results(spec)]
     converts = [node for node in spec.graph.nodes if node.op == "convert"]
@@ -334,7 +334,7 @@ def test_a_program_for_several_platforms_holds_both():
 
 def test_a_program_for_cuda_survives_export():
     program = export.export(
-        jax.jit(partial(step, partial(gelu_mlp, "save"))), platforms=("cuda",),
+        jax.jit(partial(step, partial(gelu_mlp, True))), platforms=("cuda",),
         disabled_checks=jhg.export_disabled_checks(),
     )(shape(T, D), *GELU)  # fmt: skip
     again = export.deserialize(program.serialize())
@@ -426,13 +426,15 @@ def test_xla_runs_what_would_read_a_float32_product_again():
         (lambda z: jnp.clip(z, -1, 1), "matrix float32"),
     ],
 )
-@pytest.mark.parametrize("preactivation", ["save", "recompute"])
-def test_kernels_compute_a_derivative_that_jumps(function, stored, preactivation):
+@pytest.mark.parametrize("save_preactivation", [True, False])
+def test_kernels_compute_a_derivative_that_jumps(function, stored, save_preactivation):
     def mlp(x, w1, b1, w2):
-        y = fused(lambda acc, b: function(acc + b), x, w1, b1, preactivation=preactivation)
+        y = fused(
+            lambda acc, b: function(acc + b), x, w1, b1, save_preactivation=save_preactivation
+        )
         return jhg.matmul(y, w2, implementation="hopper")
 
     program = lowered(partial(step, mlp), shape(T, D), *GELU[:4])
     (first, *_) = [results(spec) for spec in launches(program) if spec.graph.operands]
-    assert first == ["matrix bfloat16"] + [stored] * (preactivation == "save")
+    assert first == ["matrix bfloat16"] + [stored] * save_preactivation
     assert on_matrices(program) == []

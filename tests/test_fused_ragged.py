@@ -133,20 +133,20 @@ def clipped(sizes):
     return jnp.asarray(np.diff(ends, prepend=0), np.int32)
 
 
-CASES = [(transform, "pair", "save") for transform in TRANSFORMS]
+CASES = [(transform, "pair", True) for transform in TRANSFORMS]
 CASES += [
     (transform, name, policy)
     for transform, name in (
         ("grad", "gelu"), ("grad", "stacked"), ("grad", "several"), ("hessian", "several"),
         ("checkpoint", "stacked"), ("checkpoint", "several"),
     )
-    for policy in ("save", "recompute")
+    for policy in (True, False)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("transform, name, preactivation", CASES)
-def test_derivatives_are_those_of_plain_jax(transform, name, preactivation):
-    ours, _, args = model(name, {"preactivation": preactivation})
+@pytest.mark.parametrize("transform, name, save_preactivation", CASES)
+def test_derivatives_are_those_of_plain_jax(transform, name, save_preactivation):
+    ours, _, args = model(name, {"save_preactivation": save_preactivation})
     run = TRANSFORMS[transform]
     same = "grad" if transform.startswith("checkpoint") else transform
     assert_close(jax.jit(lambda *a: run(ours, list(a)))(*args), plain_derivative(same, name))
@@ -240,11 +240,11 @@ EACH = jnp.asarray([[2, 0, 5], [0, 1, 0], [4, 4, 4]], np.int32)
 @pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, axes, sizes, preactivation",
-    [(*case, ("save", "recompute")[i % 2]) for i, case in enumerate(MAPPED)],
+    "name, axes, sizes, save_preactivation",
+    [(*case, i % 2 == 0) for i, case in enumerate(MAPPED)],
 )
-def test_vmap_and_derivatives_commute(name, axes, sizes, preactivation):
-    ours, _, args = model(name, {"preactivation": preactivation})
+def test_vmap_and_derivatives_commute(name, axes, sizes, save_preactivation):
+    ours, _, args = model(name, {"save_preactivation": save_preactivation})
     single = [[x, x + 1, 2 * x] for x in args]
     args = [
         x if axis is None else jnp.stack(each, axis)
@@ -324,11 +324,11 @@ def test_nothing_of_the_product_is_kept_for_a_bias():
 
 def test_recompute_keeps_operands_alone():
     x, w = normal(T, K), normal(G, K, N)
-    for preactivation, expected in {
-        "save": {(T, K), (T, N), (G, K, N)},
-        "recompute": {(T, K), (G, K, N)},
+    for save_preactivation, expected in {
+        True: {(T, K), (T, N), (G, K, N)},
+        False: {(T, K), (G, K, N)},
     }.items():
-        layer = partial(fused, jnp.tanh, preactivation=preactivation)
+        layer = partial(fused, jnp.tanh, save_preactivation=save_preactivation)
         _, back = jax.eval_shape(
             lambda x, w, layer=layer: jax.vjp(lambda x, w: layer(x, w, SIZES), x, w), x, w
         )

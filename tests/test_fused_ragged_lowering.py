@@ -75,18 +75,18 @@ def bare(x, w, sizes):
 SIZES = shape(G, dtype=np.int32)
 
 
-def gelu_mlp(preactivation, sizes, x, w1, b1, w2, b2):
-    options = {"preactivation": preactivation}
+def gelu_mlp(save_preactivation, sizes, x, w1, b1, w2, b2):
+    options = {"save_preactivation": save_preactivation}
     y = fused(lambda acc, b: jax.nn.gelu(acc + b), x, w1, sizes, b1[:, None], **options)
     return fused(lambda acc, b: acc + b, y, w2, sizes, b2[:, None], **options)
 
 
-def swiglu_mlp(preactivation, sizes, x, *weights):
+def swiglu_mlp(save_preactivation, sizes, x, *weights):
     *w1, w2 = weights
     subscripts = "mk,gkn->mn" if len(w1) == 2 else "mk,gkcn->mn"
     y = fused(
         lambda gate, up: gate * jax.lax.logistic(gate) * up, x, tuple(w1), sizes,
-        subscripts=subscripts, preactivation=preactivation,
+        subscripts=subscripts, save_preactivation=save_preactivation,
     )  # fmt: skip
     return bare(y, w2, sizes)
 
@@ -109,7 +109,7 @@ def found_in(program: str) -> Counter[Any]:
 
 
 def test_a_gelu_mlp_runs_its_products_and_sums_of_biases():
-    mlp = partial(gelu_mlp, "save")
+    mlp = partial(gelu_mlp, True)
     program = lowered(partial(trained, mlp), SIZES, shape(T, D), *GELU)
     assert found_in(program) == {
         ("m", (MATRIX, MATRIX)): 1,  # activated, and what is saved
@@ -123,7 +123,7 @@ def test_a_gelu_mlp_runs_its_products_and_sums_of_biases():
 
 
 def test_recomputing_costs_a_product_and_saves_a_matrix():
-    mlp = partial(gelu_mlp, "recompute")
+    mlp = partial(gelu_mlp, False)
     program = lowered(partial(trained, mlp), SIZES, shape(T, D), *GELU)
     assert found_in(program)[("m", (MATRIX,))] == 5
     assert work_on_matrices(program) == []
@@ -153,7 +153,7 @@ def test_recomputing_costs_a_product_and_saves_a_matrix():
     ],
 )
 def test_a_swiglu_mlp_runs_its_products_and_nothing_more(weights, counts):
-    mlp = partial(swiglu_mlp, "save")
+    mlp = partial(swiglu_mlp, True)
     args = [shape(T, D), shape(T, D), *weights, shape(G, F, D)]
     program = lowered(partial(trained, mlp), SIZES, *args)
     assert found_in(program) == counts

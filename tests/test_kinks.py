@@ -71,10 +71,12 @@ def by_mask(function: Any, z: jax.Array, ct: jax.Array) -> jax.Array:
     return jax.vjp(function, z)[1](ct.astype(jnp.float32))[0]
 
 
-@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+@pytest.mark.parametrize("save_preactivation", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_derivative_after_a_bias_is_that_of_the_function_that_ran(name, dtype, preactivation):
+def test_the_derivative_after_a_bias_is_that_of_the_function_that_ran(
+    name, dtype, save_preactivation
+):
     function, ct = FUNCTIONS[name], cotangent(dtype)
     a, b = operands(dtype)
     c = -FACTOR * jax.jit(lambda a, b: means(wide(a, b)))(a, b)
@@ -82,7 +84,7 @@ def test_the_derivative_after_a_bias_is_that_of_the_function_that_ran(name, dtyp
 
     def ours(a, b, c, whole, ct):
         layer = partial(
-            jhg.matmul, preactivation=preactivation, alpha=FACTOR, activation=function,
+            jhg.matmul, save_preactivation=save_preactivation, alpha=FACTOR, activation=function,
             preferred_element_type=dtype,
         )  # fmt: skip
         return jax.vjp(lambda a, b, c, z: layer(a, b, bias=c, c=z), a, b, c, whole)[1](ct)
@@ -136,11 +138,11 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+@pytest.mark.parametrize("save_preactivation", [True, False])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("name", GATES)
 def test_the_derivative_of_a_gate_after_biases_is_that_of_the_function_that_ran(
-    name, grouped, preactivation
+    name, grouped, save_preactivation
 ):
     dtype, function = "bfloat16", GATES[name]
     groups = (G,) if grouped else ()
@@ -169,7 +171,7 @@ def test_the_derivative_of_a_gate_after_biases_is_that_of_the_function_that_ran(
             sizes = SIZES if grouped else None
             return jhg.gated_linear_unit(
                 x, (gate, up), bias=biases, activation=function, group_sizes=sizes,
-                preactivation=preactivation, preferred_element_type=dtype,
+                save_preactivation=save_preactivation, preferred_element_type=dtype,
             )  # fmt: skip
 
         return jax.vjp(layer, x, biases)[1](ct)
@@ -190,10 +192,10 @@ def test_the_derivative_of_a_gate_after_biases_is_that_of_the_function_that_ran(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+@pytest.mark.parametrize("save_preactivation", [True, False])
 @pytest.mark.parametrize("name", ["relu", "abs", "clip", "where", "max"])
 def test_the_derivative_of_a_ragged_product_after_a_bias_is_that_of_the_function_that_ran(
-    name, preactivation
+    name, save_preactivation
 ):
     dtype, function = "bfloat16", FUNCTIONS[name]
     a, b = operands(dtype, (G,))
@@ -206,7 +208,7 @@ def test_the_derivative_of_a_ragged_product_after_a_bias_is_that_of_the_function
         def layer(bias, whole):
             return jhg.ragged_dot(
                 a, b, SIZES, bias=bias, epilogue=lambda y, z: function(FACTOR * y + z),
-                epilogue_operands=(whole,), preactivation=preactivation,
+                epilogue_operands=(whole,), save_preactivation=save_preactivation,
             )  # fmt: skip
 
         return jax.vjp(layer, bias, whole)[1](ct)

@@ -46,7 +46,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (half(1024, 512), half(512, 2048)),
     ),
     "recomputed": (
-        lambda a, b: jhg.matmul(a, b, activation="gelu", preactivation="recompute"),
+        lambda a, b: jhg.matmul(a, b, activation="gelu", save_preactivation=False),
         (half(1024, 512), half(512, 2048)),
     ),
     "dot_general": (
@@ -168,10 +168,10 @@ def test_whatever_is_chosen_keeps_to_the_limit(limit):
 
 def test_explain_says_what_the_limit_is():
     with jhg.max_sms(24):
-        found = jhg.explain(half(1024, 512), half(512, 2048))
+        found = jhg.explain(jhg.matmul, half(1024, 512), half(512, 2048))
     assert "a limit of 24 SMs" in str(found) and found.grid and prod(found.grid) <= 24
     with jhg.max_sms(500):
-        assert "9.0, 132 SMs" in str(jhg.explain(half(1024, 512), half(512, 2048)))
+        assert "9.0, 132 SMs" in str(jhg.explain(jhg.matmul, half(1024, 512), half(512, 2048)))
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_router_routes_by_its_product(experts):
     def separate(x, kernel):
         return moe.route(x @ kernel, 3)
 
-    ours = partial(moe.router, experts_per_token=3)
+    ours = partial(moe.route_tokens, experts_per_token=3)
 
     def both(router):
         gradient = jax.grad(partial(weights, router), (0, 1))
@@ -234,9 +234,9 @@ def test_the_router_kernel_chooses_from_what_gradients_see():
     x, kernel = (jax.random.normal(jax.random.key(i), s).astype(jnp.bfloat16)
                  for i, s in enumerate([(64, 32), (32, 16)]))  # fmt: skip
     program = str(jax.make_jaxpr(jax.grad(
-        lambda x: moe.router(x, kernel, 4).weights.var()))(x))  # fmt: skip
+        lambda x: moe.route_tokens(x, kernel, 4).weights.var()))(x))  # fmt: skip
     assert len(re.findall(r"= top_k\b", program)) == 1
-    chosen = jax.eval_shape(lambda x, kernel: moe.router(x, kernel, 4), x, kernel)
+    chosen = jax.eval_shape(lambda x, kernel: moe.route_tokens(x, kernel, 4), x, kernel)
     assert chosen.weights.dtype == jnp.float32
 
 
@@ -449,7 +449,7 @@ def test_moved_rows_are_found_past_empty_spans():
         (lambda x, r, g, d: layer(2)(x, r, g, d[:, 1:]), r"f32\[8,9,6\]: expected equal experts"),
         (lambda x, r, g, d: layer(2)(x[:, 1:], r, g, d), r"features differ: x is f32\[9,5\]"),
         (lambda x, r, g, d: layer(2)(x, r[:, 1:], g, d), "among 7 experts, and 8 have weights"),
-        (lambda x, r, g, d: moe.router(x, r.T[:, 1:].T, 2), "features differ"),
+        (lambda x, r, g, d: moe.route_tokens(x, r.T[:, 1:].T, 2), "features differ"),
         (lambda x, r, g, d: moe.route(x[0], 2), r"logits are f32\[6\], expected"),
         (lambda x, r, g, d: moe.route(x, 2, selection_bias=r), "expected one for each expert"),
         (lambda x, r, g, d: moe.route(x, 2, experts=jnp.zeros((9, 3), int)), r"int32\[9, 2\]"),

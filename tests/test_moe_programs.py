@@ -60,7 +60,7 @@ def test_a_result_that_is_wrong_in_one_row_is_found():
 def test_given_weights_and_choices_make_the_layer_here_and_spread():
     arguments = SMALL.arguments(dtype=np.float32)
     x, router, gate_up, down, cotangent = arguments
-    routing = moe.router(x, router, SMALL.k)
+    routing = moe.route_tokens(x, router, SMALL.k)
     given = x, routing.weights, routing.experts, gate_up, down, cotangent
     here = jax.jit(SMALL.routed_step)(*given)
     mesh = jax.make_mesh((8,), (AXIS,), axis_types=(AxisType.Auto,))

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
 import pytest
 from support.program_inspection import run_fresh
 
+import jax_hopper_gemm as jhg
 from jax_hopper_gemm.launch import ffi_library, ffi_target
 
 
@@ -78,8 +80,16 @@ def test_a_relative_path_of_the_library_is_one_from_here(monkeypatch, tmp_path, 
 def test_a_library_that_the_environment_names_in_vain_is_warned_of(monkeypatch, unloaded, caplog):
     monkeypatch.setenv("JAX_HOPPER_GEMM_LIBRARY", "nowhere.so")
     ffi_target._register()
-    assert "products run on XLA: JAX_HOPPER_GEMM_LIBRARY is 'nowhere.so', and /" in caplog.text
+    assert "JAX_HOPPER_GEMM_LIBRARY is 'nowhere.so', and /" in caplog.text
     assert "/nowhere.so is no file; expected a libjax_hopper_gemm.so. Name one, or" in caplog.text
+
+
+def test_lowering_for_a_gpu_refuses_a_library_that_is_not_there(monkeypatch, unloaded):
+    monkeypatch.setenv("JAX_HOPPER_GEMM_LIBRARY", "nowhere.so")
+    x = jax.ShapeDtypeStruct((256, 256), "bfloat16")
+    with pytest.raises(ffi_library.NativeLibraryError, match="nowhere.so is no file"):
+        jax.jit(jhg.matmul).trace(x, x).lower(lowering_platforms=("cuda",))
+    jax.jit(jhg.matmul).trace(x, x).lower(lowering_platforms=("cpu",))
 
 
 def test_an_installed_library_is_found_where_pip_put_it(monkeypatch, tmp_path):

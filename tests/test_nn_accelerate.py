@@ -132,10 +132,10 @@ def test_modules_that_are_made_inside_come_out():
 def test_the_report_leaves_the_model_as_it_is():
     model, optimizer = made()
     before = state_of(model, optimizer)
-    report = nn.report_products(train_step, model, optimizer, x=X)
+    report = nn.explain(train_step, model, optimizer, x=X)
     assert_same(state_of(model, optimizer), before)
     assert (len(report.taken), report.left) == (8, ())
-    none = nn.report_products(train_step, model, optimizer, x=X, implementation="xla")
+    none = nn.explain(train_step, model, optimizer, x=X, implementation="xla")
     assert (none.taken, len(none.left)) == ((), 8)
 
 
@@ -165,7 +165,7 @@ def test_changes_that_are_returned_are_not_refused():
 
 def test_what_is_no_function_and_unknown_choices_are_refused():
     wrong: Any = "cuda"
-    for call in (nn.accelerate, nn.report_products):
+    for call in (nn.accelerate, nn.explain):
         with pytest.raises(TypeError, match="function is a .*, expected a function"):
             call(wrong)
         with pytest.raises(ValueError, match="implementation is 'cuda', expected None"):

@@ -1,4 +1,4 @@
-"""`accelerate` exchanges a function's products and nothing else; `report_products` says which."""
+"""`accelerate` exchanges a function's products and nothing else; `explain` says which."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_transpose_that_ends_with_a_batch_axis_stays_outside_of_the_product():
     shapes = [jax.ShapeDtypeStruct((8, 16, 512, n), jnp.bfloat16) for n in (512, 64)]
     for function, transposes in ((heads_inside, 0), (batch_inside, 0), (batch_last, 1)):
         assert operations(jhg.accelerate(function), *shapes)["transpose"] == transposes
-        (product,) = jhg.report_products(function, *shapes).products
+        (product,) = jhg.explain(function, *shapes).products
         assert product.path == "hopper", product
     p, v = integers((2, 3, 8, 8), "bfloat16"), integers((2, 3, 8, 4), "bfloat16")
     for function in (heads_inside, batch_inside, batch_last):
@@ -447,7 +447,7 @@ def test_donated_arguments_are_donated():
 def test_a_product_of_int8_that_wraps_stays():
     x = X.astype("int8")
     assert products(jhg.accelerate(jnp.matmul), x, x) == (0, 1)
-    (found,) = jhg.report_products(jnp.matmul, x, x).left
+    (found,) = jhg.explain(jnp.matmul, x, x).left
     assert found.reason == "no kernel multiplies int8 into int8"
 
 
@@ -455,9 +455,9 @@ def test_a_product_of_int8_that_wraps_stays():
 def test_products_of_other_dtypes_stay_and_say_so(dtype: str):
     x = X.astype(dtype)
     assert products(jhg.accelerate(jnp.matmul), x, x) == (0, 1)
-    (found,) = jhg.report_products(jnp.matmul, x, x).left
+    (found,) = jhg.explain(jnp.matmul, x, x).left
     assert found.reason == f"no kernel multiplies {dtype}"
-    mixed = jhg.report_products(lax.dot_general, X, x, (((1,), (0,)), ((), ())))
+    mixed = jhg.explain(lax.dot_general, X, x, (((1,), (0,)), ((), ())))
     assert mixed.left[0].reason == f"no kernel multiplies bfloat16 by {dtype}"
 
 
@@ -472,7 +472,7 @@ def test_a_kernel_of_pallas_stays_as_it_is():
 
     assert products(jhg.accelerate(function), X, W) == (1, 1)
     same(jhg.accelerate(function)(X, W), function(X, W))
-    (left,) = jhg.report_products(function, X, W).left
+    (left,) = jhg.explain(function, X, W).left
     assert left.within == ("pallas_call",)
     assert left.reason == "it is part of pallas_call, which is left as it is"
 
@@ -571,7 +571,7 @@ def test_products_of_linen_modules_become_ours_and_state_comes_back():
     expected, new = model.apply(variables, X, **options)
     same((y, state), (expected, new))
     assert np.any(jax.tree.leaves(state)[0] != jax.tree.leaves(variables["batch_stats"])[0])
-    report = jhg.report_products(model.apply, variables, X, train=False)
+    report = jhg.explain(model.apply, variables, X, train=False)
     assert len(report.taken) == 2 and not report.left
 
 
@@ -588,7 +588,7 @@ def test_nans_are_found_within_jit():
 
 
 def test_what_is_no_function_and_unknown_choices_are_refused():
-    for name, call in (("accelerate", jhg.accelerate), ("report_products", jhg.report_products)):
+    for name, call in (("accelerate", jhg.accelerate), ("explain", jhg.explain)):
         value: Any = X @ W
         with pytest.raises(TypeError, match=f"{name}: function is a .*, expected a function"):
             call(value)
@@ -599,7 +599,7 @@ def test_what_is_no_function_and_unknown_choices_are_refused():
 
 def test_xla_on_request_exchanges_nothing():
     assert products(jhg.accelerate(jnp.matmul, implementation="xla"), X, W) == (0, 1)
-    (found,) = jhg.report_products(jnp.matmul, X, W, implementation="xla").products
+    (found,) = jhg.explain(jnp.matmul, X, W, implementation="xla").products
     assert (found.taken, found.reason) == (False, "implementation='xla'")
 
 
@@ -625,7 +625,7 @@ SHAPES = bf16(4096, 4096), bf16(4096, 4096), jax.ShapeDtypeStruct((4096, 8), jnp
 
 @pytest.mark.usefixtures("launcher")
 def test_the_report_says_where_each_product_is_and_what_runs_it():
-    report = jhg.report_products(block, *SHAPES, fuse=False)
+    report = jhg.explain(block, *SHAPES, fuse=False)
     first, scores, second = report.products
     assert [x.taken for x in report.products] == [True, False, True]
     assert (report.taken, report.left) == ((first, second), (scores,))
@@ -634,7 +634,7 @@ def test_the_report_says_where_each_product_is_and_what_runs_it():
     for line, number in zip(lines, (1, 2, 5), strict=True):
         assert f"{__file__.rsplit('/', 1)[-1]}:{start + number}:" in line
     assert (first.within, second.within) == ((), ("scan of 3",))
-    expected = jhg.explain(SHAPES[0], SHAPES[1])
+    expected = jhg.explain(jhg.matmul, *SHAPES[:2])
     assert second.explanation == expected
     assert (second.path, second.reason) == (expected.path, expected.reason)
     text = str(report)
@@ -647,7 +647,7 @@ def test_a_ragged_product_is_found_where_the_user_asks_for_it():
     def function(x: Any) -> Any:
         return lax.ragged_dot(x, GROUPS, SIZES)
 
-    (found,) = jhg.report_products(function, X).taken
+    (found,) = jhg.explain(function, X).taken
     assert f":{function.__code__.co_firstlineno + 1}:" in found.line
     assert __file__.rsplit("/", 1)[-1] in found.line
     assert found.product.endswith("rows in 3 groups")
@@ -663,7 +663,7 @@ def test_a_transpose_of_a_product_becomes_part_of_it():
 
 @pytest.mark.usefixtures("launcher")
 def test_the_report_agrees_with_lowering():
-    report = jhg.report_products(block, *SHAPES, implementation="hopper")
+    report = jhg.explain(block, *SHAPES, implementation="hopper")
     program = lowered(jhg.accelerate(block, implementation="hopper"), *SHAPES)
     assert program.count(LAUNCH) == sum(x.path == "hopper" for x in report.products) == 2
     assert "stablehlo.transpose" not in program
@@ -673,10 +673,10 @@ def test_the_report_knows_what_is_ours_already():
     def function(x: Any, w: Any) -> Any:
         return jhg.matmul(x, w, activation="gelu") @ w
 
-    report = jhg.report_products(function, *SHAPES[:2])
+    report = jhg.explain(function, *SHAPES[:2])
     assert [x.taken for x in report.products] == [True, True]
     assert "with an epilogue" in report.products[0].product
-    again = jhg.report_products(jhg.accelerate(function), *SHAPES[:2])
+    again = jhg.explain(jhg.accelerate(function), *SHAPES[:2])
     assert [x.product for x in again.products] == [x.product for x in report.products]
 
 
@@ -687,9 +687,9 @@ def test_hopper_insists_and_names_the_product():
     with pytest.raises(NotImplementedError, match="implementation='hopper'"):
         lowered(function, *odd)
     assert LAUNCH not in lowered(jhg.accelerate(jnp.matmul), *odd)
-    (found,) = jhg.report_products(jnp.matmul, *odd).products
+    (found,) = jhg.explain(jnp.matmul, *odd).products
     assert (found.taken, found.path) == (True, "xla")
-    text = str(jhg.report_products(jnp.matmul, *odd))
+    text = str(jhg.explain(jnp.matmul, *odd))
     assert text.startswith("1 product: 0 on kernels, 1 on XLA, 0 not replaced")
 
 
@@ -700,7 +700,7 @@ def test_hopper_insists_and_names_the_product():
 )  # fmt: skip
 def test_the_report_names_what_is_around_a_product(name: str, within: str):
     function, number = NESTED[name]
-    report = jhg.report_products(function, X, W)
+    report = jhg.explain(function, X, W)
     assert len(report.products) == number
     assert report.products[0].within[0] == within
     assert f"at {within} > " in str(report)

@@ -53,10 +53,12 @@ DERIVATIVES = {
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+@pytest.mark.parametrize("save_preactivation", [True, False])
 @pytest.mark.parametrize("derivative", DERIVATIVES)
-def test_derivatives_by_every_argument_follow_jnp(derivative, preactivation, implementation):
-    matmul = partial(jhg.matmul, preactivation=preactivation, implementation=implementation)
+def test_derivatives_by_every_argument_follow_jnp(derivative, save_preactivation, implementation):
+    matmul = partial(
+        jhg.matmul, save_preactivation=save_preactivation, implementation=implementation
+    )
     assert_close(derivative_of(matmul, derivative), reference_derivative(derivative))
 
 
@@ -71,10 +73,10 @@ def reference_derivative(derivative: str) -> Any:
     return derivative_of(reference, derivative)
 
 
-@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+@pytest.mark.parametrize("save_preactivation", [True, False])
 @pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - {"identity"}))
-def test_the_gradient_of_every_activation_follows_jnp(name, preactivation):
-    ours = gradient_of_activation(partial(jhg.matmul, preactivation=preactivation), name)
+def test_the_gradient_of_every_activation_follows_jnp(name, save_preactivation):
+    ours = gradient_of_activation(partial(jhg.matmul, save_preactivation=save_preactivation), name)
     assert_close(ours, reference_gradient_of_activation(name))
 
 
@@ -88,10 +90,10 @@ def reference_gradient_of_activation(name: str) -> Any:
     return gradient_of_activation(reference, name)
 
 
-@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+@pytest.mark.parametrize("save_preactivation", [True, False])
 @pytest.mark.parametrize("a_shape, b_shape", [((6, 4), (4, 5)), ((2, 6, 4), (2, 4, 5)),
                                               ((4,), (4, 5)), ((1, 6, 4), (1, 4, 5))])  # fmt: skip
-def test_gradients_of_16_bit_operands_come_in_16_bits(a_shape, b_shape, preactivation):
+def test_gradients_of_16_bit_operands_come_in_16_bits(a_shape, b_shape, save_preactivation):
     # Integers throughout: no rounding anywhere, whatever is kept in 16 bits.
     a, b = integers(a_shape, "bfloat16"), integers(b_shape, "bfloat16", seed=1)
     arrays = dict(a=a, b=b, bias=integers((5,), "bfloat16", seed=2), c=jnp.bfloat16(1))
@@ -99,7 +101,7 @@ def test_gradients_of_16_bit_operands_come_in_16_bits(a_shape, b_shape, preactiv
     def loss(matmul, arrays):
         arrays = dict(arrays)
         y = matmul(arrays.pop("a"), arrays.pop("b"), **arrays, activation="relu", alpha=2.0,
-                   preactivation=preactivation)  # fmt: skip
+                   save_preactivation=save_preactivation)  # fmt: skip
         return (y.astype(jnp.float32) * integers(y.shape, seed=3)).sum()
 
     ours, theirs = (

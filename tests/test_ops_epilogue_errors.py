@@ -20,7 +20,6 @@ def bf16(*shape: int) -> jax.Array:
 A, B = bf16(128, 64), bf16(64, 32)
 X, W = bf16(128, 64), bf16(64, 2, 32)
 MATMUL: Any = jhg.matmul  # taken with arguments of other types than it declares
-EXPLAIN: Any = jhg.explain
 GATED: Any = jhg.gated_linear_unit
 KNOWN = ", ".join(ACTIVATIONS)
 
@@ -111,12 +110,12 @@ CASES = [
         "out of range",
     ),
     (
-        lambda: MATMUL(A, B, epilogue="gelu", epilogue_operands=A, preactivation="keep",
+        lambda: MATMUL(A, B, epilogue="gelu", epilogue_operands=A, save_preactivation="keep",
                        implementation="cublas"),
         TypeError,
         "matmul: epilogue is a str, expected a function; epilogue_operands is a ArrayImpl, "
-        "expected a tuple of arrays: (x,); preactivation is 'keep', expected 'save' or "
-        "'recompute'; implementation is 'cublas', expected None, 'hopper' or 'xla'",
+        "expected a tuple of arrays: (x,); save_preactivation is 'keep', expected True or "
+        "False; implementation is 'cublas', expected None, 'hopper' or 'xla'",
     ),
     (
         lambda: MATMUL(A, B, epilogue=Unhashable()),
@@ -186,12 +185,6 @@ CASES = [
         "epilogue have one each",
     ),
     (
-        lambda: EXPLAIN(A, B, dimension_numbers=(((1,), (0,)), ((), ())), bias=bf16(32), alpha=2),
-        TypeError,
-        "explain: bias, alpha came with dimension_numbers, and dot_general has no such argument: "
-        "write it into epilogue",
-    ),
-    (
         lambda: GATED(X, bf16(64, 64), activation="x"),
         ValueError,
         "gated_linear_unit: weights is bf16[64,64], expected (K, 2, N): reshape (K, 2 * N) to "
@@ -211,10 +204,10 @@ CASES = [
         "jnp.stack((gate, up), 1), or pass the pair (gate, up)",
     ),
     (
-        lambda: GATED(X, (B, B.astype(jnp.float32)), preactivation=None),
+        lambda: GATED(X, (B, B.astype(jnp.float32)), save_preactivation=None),
         ValueError,
         "gated_linear_unit: gate and up differ: weights[0] is bf16[64,32], weights[1] is "
-        "f32[64,32]; preactivation is None, expected 'save' or 'recompute'",
+        "f32[64,32]; save_preactivation is None, expected True or False",
     ),
     (
         lambda: GATED(X, (B, bf16(64))),

@@ -1,4 +1,4 @@
-"""`explain` and `supports` tell what lowering does."""
+"""`explain` tells of one product what lowering does."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def bf16(*extents: int) -> jax.ShapeDtypeStruct:
 
 
 A, B = bf16(4096, 4096), bf16(4096, 8192)
+EXPLAIN: Any = jhg.explain
 
 
 def test_the_explained_kernel_is_the_one_that_is_launched():
-    found: Any = jhg.explain(A, B, implementation="hopper")
+    found: Any = jhg.explain(jhg.matmul, A, B, implementation="hopper")
     program = lowered(lambda a, b: jhg.matmul(a, b, implementation="hopper"), A, B)
     assert found.path == "hopper" and found.problem == GemmProblem.dense(4096, 8192, 4096)
     assert attributes(program, "spec") == [found.spec.to_json()]
@@ -44,31 +45,31 @@ def test_the_explained_kernel_is_the_one_that_is_launched():
                                     ((64, 100), (100, 64)), ((8,), (8,))])  # fmt: skip
 def test_explain_without_a_request_agrees_with_lowering(shapes):
     a, b = (bf16(*s) for s in shapes)
-    found = jhg.explain(a, b)
+    found = jhg.explain(jhg.matmul, a, b)
     assert (LAUNCH in lowered(jhg.matmul, a, b)) == (found.path == "hopper")
     assert found.reason
 
 
 def test_the_report_is_readable():
-    text = str(jhg.explain(A, B, implementation="hopper"))
+    text = str(jhg.explain(jhg.matmul, A, B, implementation="hopper"))
     assert "bf16[4096,4096] x bf16[4096,8192]" in text
     for word in ("compute capability 9.0, 132 SMs", "hopper", "M=4096 N=8192 K=4096", "waves"):
         assert word in text
 
 
 def test_a_single_wave_is_not_plural():
-    found = jhg.explain(bf16(128, 128), bf16(128, 128), implementation="hopper")
+    found = jhg.explain(jhg.matmul, bf16(128, 128), bf16(128, 128), implementation="hopper")
     assert found.waves == 1 and str(found).endswith("1 wave")
 
 
 def test_fields_are_plain_data():
-    fields = asdict(jhg.explain(A, B, implementation="hopper"))
+    fields = asdict(jhg.explain(jhg.matmul, A, B, implementation="hopper"))
     assert fields["problem"]["m"] == 4096 and fields["spec"]["a_dtype"] == "bfloat16"
 
 
 def test_dimension_numbers_explain_a_dot_general():
     dims = (((1,), (1,)), ((), ()))
-    found: Any = jhg.explain(A, bf16(8192, 4096), dimension_numbers=dims, implementation="hopper")
+    found: Any = jhg.explain(jhg.dot_general, A, bf16(8192, 4096), dims, implementation="hopper")
     assert (found.problem.b.major, found.spec.b_major) == ("k", "k")
 
 
@@ -76,13 +77,14 @@ def test_operands_on_several_devices_are_said_to_be_shared_out():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     a = jax.ShapeDtypeStruct(A.shape, A.dtype, sharding=sharding)
-    found = jhg.explain(a, B)
+    found = jhg.explain(jhg.matmul, a, B)
     assert found.devices == 2 and "each runs its shard" in str(found)
-    assert jhg.explain(A, B).devices == 1 and "share" not in str(jhg.explain(A, B))
+    found = jhg.explain(jhg.matmul, A, B)
+    assert found.devices == 1 and "share" not in str(found)
 
 
 def test_xla_on_request_is_explained():
-    found = jhg.explain(A, B, implementation="xla")
+    found = jhg.explain(jhg.matmul, A, B, implementation="xla")
     assert (found.path, found.source, found.spec) == ("xla", "request", None)
     assert "implementation='xla'" in str(found)
 
@@ -102,18 +104,30 @@ def test_xla_on_request_is_explained():
         (jax.ShapeDtypeStruct((8, 8), jnp.int8),) * 2 + ({}, "int8"),
     ],
 )
-def test_supports_says_why_not(a, b, options, reason):
-    supported, why = jhg.supports(a, b, **options)
-    assert not supported and reason in why
-    found = jhg.explain(a, b, **options)
-    assert (found.path, found.source) == ("xla", "unsupported")
-
-
-def test_supports_says_yes():
-    assert jhg.supports(A, B)[0]
-    assert jhg.supports(bf16(8, 4096), bf16(4096, 8))[0]
+def test_what_no_kernel_runs_is_explained_whoever_asks(a, b, options, reason):
+    for implementation in (None, "hopper"):
+        found = jhg.explain(jhg.matmul, a, b, implementation=implementation, **options)
+        assert (found.path, found.source) == ("xla", "unsupported") and reason in found.reason
 
 
 def test_explain_raises_what_matmul_would():
     with pytest.raises(ValueError, match="matmul: K differs"):
-        jhg.explain(A, bf16(8192, 4096))
+        jhg.explain(jhg.matmul, A, bf16(8192, 4096))
+
+
+def test_one_product_is_explained_a_function_reported():
+    one = jhg.explain(jhg.matmul, A, B)
+    report = jhg.explain(lambda a, b: jhg.matmul(a, b), A, B)
+    assert isinstance(one, jhg.Explanation) and isinstance(report, jhg.ProductReport)
+    assert report.products[0].explanation == one
+    equal = jhg.explain(jhg.einsum, "mk,kn->mn", A, B)
+    assert (equal.path, equal.spec, equal.grid) == (one.path, one.spec, one.grid)
+
+
+def test_calls_that_are_not_one_product_are_refused():
+    with pytest.raises(ValueError, match="this call of einsum is 2 products, not one: explain a f"):
+        jhg.explain(jhg.einsum, "ab,bc,cd->ad", A, B, bf16(8192, 512))
+    report = jhg.explain(lambda *x: jhg.einsum("ab,bc,cd->ad", *x), A, B, bf16(8192, 512))
+    assert len(report.products) == 2
+    with pytest.raises(TypeError, match="matmul is one product, and has no argument fuse"):
+        EXPLAIN(jhg.matmul, A, B, fuse=False)

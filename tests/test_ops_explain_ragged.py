@@ -29,35 +29,35 @@ def array(*extents: int, dtype: Any = jnp.bfloat16, **options: Any) -> jax.Shape
 X, W, SIZES, ROWS = array(S, K), array(G, K, N), array(G, dtype=np.int32), array(M, dtype=np.int32)
 BOTH = array(G, K, 2, N)
 CASES = {
-    "rows": (jhg.ragged_dot, jhg.explain, X, W, {}),
+    "rows": (jhg.ragged_dot, X, W, {}),
     "an offset": (
-        jhg.ragged_dot, jhg.explain, X, array(2, K, N), {"group_offset": array(dtype=np.int32)}
+        jhg.ragged_dot, X, array(2, K, N), {"group_offset": array(dtype=np.int32)}
     ),
-    "picked rows": (jhg.ragged_dot, jhg.explain, X, W, {"row_indices": ROWS}),
+    "picked rows": (jhg.ragged_dot, X, W, {"row_indices": ROWS}),
     "what follows": (
-        jhg.ragged_dot, jhg.explain, X, W,
+        jhg.ragged_dot, X, W,
         {"row_indices": ROWS, "bias": array(G, N), "activation": "silu"},
     ),
     "a gate": (
-        jhg.gated_linear_unit, jhg.explain_gated_linear_unit, X, BOTH,
+        jhg.gated_linear_unit, X, BOTH,
         {"row_indices": ROWS, "row_scale": array(M, dtype=jnp.float32)},
     ),
     "gate and up": (
-        jhg.gated_linear_unit, jhg.explain_gated_linear_unit, X, (W, W),
+        jhg.gated_linear_unit, X, (W, W),
         {"bias": (array(G, N), array(G, N))},
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("function, explain, x, w, options", CASES.values(), ids=CASES)
-def test_the_explained_kernel_is_the_one_that_is_launched(function, explain, x, w, options):
+@pytest.mark.parametrize("function, x, w, options", CASES.values(), ids=CASES)
+def test_the_explained_kernel_is_the_one_that_is_launched(function, x, w, options):
     static = {name: value for name, value in options.items() if isinstance(value, str)}
     arrays = {name: value for name, value in options.items() if name not in static}
     call = partial(function, implementation="hopper", **static)
     program = lowered(
         lambda x, w, sizes, arrays: call(x, w, group_sizes=sizes, **arrays), x, w, SIZES, arrays
     )
-    found = explain(x, w, group_sizes=SIZES, implementation="hopper", **options)
+    found = jhg.explain(function, x, w, group_sizes=SIZES, implementation="hopper", **options)
     assert found.path == "hopper" and found.spec
     assert attributes(program, "spec")[-1] == found.spec.to_json()
     assert found.spec.gathered == ("a" if "row_indices" in options else None)
@@ -67,7 +67,7 @@ def test_the_explained_kernel_is_the_one_that_is_launched(function, explain, x, 
 
 def test_a_weight_gradient_is_explained():
     numbers = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
-    found = jhg.explain(X, array(S, N), group_sizes=SIZES, dimension_numbers=numbers)
+    found = jhg.explain(jhg.ragged_dot_general, X, array(S, N), SIZES, numbers)
     assert found.problem and found.problem.groups and found.problem.groups.axis == "k"
     assert "8 along K" in str(found) and "rows contracted in 8 groups" in found.product
     assert (found.problem.m, found.problem.n, found.problem.k) == (K, N, S)
@@ -79,14 +79,14 @@ def test_a_weight_gradient_is_explained():
     (array(0, K), W, {}, "an extent is 0"),
 ])  # fmt: skip
 def test_what_goes_to_xla_is_explained(x, w, options, reason):
-    found = jhg.explain(x, w, group_sizes=SIZES, **options)
+    found = jhg.explain(jhg.ragged_dot, x, w, SIZES, **options)
     assert (found.path, found.source) == ("xla", "unsupported") and reason in found.reason
-    assert jhg.supports(x, w, group_sizes=SIZES) == (False, found.reason)
+    assert jhg.explain(jhg.ragged_dot, x, w, SIZES, implementation="hopper") == found
     assert LAUNCH not in lowered(jhg.ragged_dot, x, w, SIZES)
 
 
 def test_rows_that_no_kernel_picks_are_written_first():
-    found = jhg.explain(array(0, K), W, group_sizes=SIZES, row_indices=ROWS)
+    found = jhg.explain(jhg.ragged_dot, array(0, K), W, SIZES, row_indices=ROWS)
     assert found.path == "hopper" and found.spec and found.spec.gathered is None
     assert "XLA writes the rows first that are picked: indices pick among 0 rows" in found.reason
 
@@ -94,7 +94,7 @@ def test_rows_that_no_kernel_picks_are_written_first():
 def test_what_stays_jaxs_own_is_explained():
     numbers = lax.RaggedDotDimensionNumbers((([0, 1], [0, 1]), ([], [])), [1], [])
     x, sizes = array(4, 8, 16), array(4, 3, dtype=np.int32)
-    found = jhg.explain(x, x, group_sizes=sizes, dimension_numbers=numbers)
+    found = jhg.explain(jhg.ragged_dot_general, x, x, sizes, numbers)
     assert (found.path, found.reason) == ("xla", "it contracts axes outside of the ragged one")
     assert found.product == "bf16[4,8,16] x bf16[4,8,16]"
 
@@ -103,37 +103,22 @@ def test_explicit_mesh_axes_make_no_difference():
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         x = array(S, K, sharding=NamedSharding(mesh, P()))
-        found = jhg.explain(x, W, group_sizes=SIZES, out_sharding=NamedSharding(mesh, P("rows")))
+        on = NamedSharding(mesh, P("rows"))
+        found = jhg.explain(jhg.ragged_dot, x, W, SIZES, out_sharding=on)
     assert found.devices == 2
-    assert replace(found, devices=1) == jhg.explain(array(S, K), W, group_sizes=SIZES)
+    assert replace(found, devices=1) == jhg.explain(jhg.ragged_dot, array(S, K), W, SIZES)
 
 
 def test_xla_on_request_is_explained():
-    found = jhg.explain_gated_linear_unit(X, BOTH, group_sizes=SIZES, implementation="xla")
+    found = jhg.explain(jhg.gated_linear_unit, X, BOTH, group_sizes=SIZES, implementation="xla")
     assert (found.path, found.source, found.spec) == ("xla", "request", None)
 
 
 def test_dense_gated_units_are_explained():
-    found = jhg.explain_gated_linear_unit(X, array(K, 2, N), activation=None)
+    found = jhg.explain(jhg.gated_linear_unit, X, array(K, 2, N), activation=None)
     assert found.problem and found.problem.gated and found.problem.groups is None
-
-
-NUMBERS = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
-
-
-@pytest.mark.parametrize("options, message", [
-    ({"row_indices": ROWS, "group_offset": ROWS},
-     "group_offset, row_indices came with no group_sizes, and matmul has no such argument$"),
-    ({"group_sizes": SIZES, "residual": X, "beta": 1.0},
-     "residual, beta came with group_sizes, and ragged_dot has no such argument: write it into"),
-    ({"group_sizes": SIZES, "dimension_numbers": NUMBERS, "bias": X, "row_indices": ROWS},
-     "bias, row_indices came with group_sizes and dimension_numbers, and ragged_dot_general has"),
-])  # fmt: skip
-def test_arguments_of_other_functions_are_refused(options, message):
-    with pytest.raises(TypeError, match=message):
-        jhg.explain(X, W, **options)
 
 
 def test_explain_raises_what_ragged_dot_would():
     with pytest.raises(ValueError, match="ragged_dot: K differs"):
-        jhg.explain(X, array(G, N, K), group_sizes=SIZES)
+        jhg.explain(jhg.ragged_dot, X, array(G, N, K), SIZES)

@@ -97,10 +97,10 @@ def test_the_smaller_operand_is_copied_in_the_order_of_the_other(subscripts):
 
 
 def test_contracted_axes_that_are_no_neighbours_are_left_to_xla():
-    supported, reason = jhg.supports(
-        shape(16, 64, 8), shape(8, 16, 32), dimension_numbers=(((0, 2), (1, 0)), ((), ()))
+    found = jhg.explain(
+        jhg.dot_general, shape(16, 64, 8), shape(8, 16, 32), (((0, 2), (1, 0)), ((), ()))
     )
-    assert not supported and "the contracted axes do not lie evenly" in reason
+    assert found.path == "xla" and "the contracted axes do not lie evenly" in found.reason
 
 
 NESTED = [
@@ -228,14 +228,31 @@ def test_fallbacks_are_silent_by_default(monkeypatch):
 def test_fallbacks_warn_when_asked(monkeypatch):
     monkeypatch.setenv(fallback.ON_FALLBACK_VARIABLE, "warn")
     expected = r"XLA runs bf16\[1024,512\] x bf16\[512,2001\] by 'ab,bc->ac' into bf16: .*2001"
-    with pytest.warns(jhg.FallbackWarning, match=expected):
+    with pytest.warns(jhg.FallbackWarning, match=expected) as told:
         lowered(unaligned, shape(M, K), shape(K, 2001))
+    line = unaligned.__code__.co_firstlineno + 1
+    assert [(warning.filename, warning.lineno) for warning in told] == [(__file__, line)]
 
 
 def test_fallbacks_fail_when_asked(monkeypatch):
     monkeypatch.setenv(fallback.ON_FALLBACK_VARIABLE, "error")
     with pytest.raises(NotImplementedError, match="2001.*JAX_HOPPER_GEMM_ON_FALLBACK=error"):
         lowered(unaligned, shape(M, K), shape(K, 2001))
+
+
+def test_a_context_says_what_a_fallback_does(monkeypatch):
+    monkeypatch.setenv(fallback.ON_FALLBACK_VARIABLE, "error")
+    program = shape(M, K), shape(K, 2002)
+    with jhg.on_fallback("silent"):
+        assert LAUNCH not in lowered(unaligned, *program)
+    with jhg.on_fallback("warn"), pytest.warns(jhg.FallbackWarning, match="2002"):
+        lowered(unaligned, *program)
+    monkeypatch.delenv(fallback.ON_FALLBACK_VARIABLE)
+    with jhg.on_fallback("error"), pytest.raises(NotImplementedError, match="on_fallback.'error'"):
+        lowered(unaligned, *program)
+    wrong: Any = "loud"
+    with pytest.raises(ValueError, match="policy is 'loud'; expected one of silent, warn, error"):
+        jhg.on_fallback(wrong).__enter__()
 
 
 def test_an_unknown_fallback_policy_is_an_error(monkeypatch):
@@ -256,8 +273,10 @@ def test_a_product_that_is_faster_on_xla_is_no_fallback(monkeypatch):
     monkeypatch.setenv(fallback.ON_FALLBACK_VARIABLE, "error")
     text = lowered(jhg.matmul, shape(M, K), shape(K, N))
     assert "stablehlo.dot_general" in text and LAUNCH not in text
-    assert jhg.explain(shape(M, K), shape(K, N)).reason == "XLA is faster"
-    assert jhg.supports(shape(M, K), shape(K, N))[0]
+    found = jhg.explain(jhg.matmul, shape(M, K), shape(K, N))
+    assert (found.path, found.reason) == ("xla", "XLA is faster")
+    found = jhg.explain(jhg.matmul, shape(M, K), shape(K, N), implementation="hopper")
+    assert found.path == "hopper"
 
 
 def test_another_gpu_runs_on_xla(monkeypatch):
@@ -272,9 +291,11 @@ def test_a_missing_library_is_named(monkeypatch):
     def library():
         raise ffi_library.NativeLibraryError("the library is missing")
 
+    monkeypatch.delenv("JAX_HOPPER_GEMM_LIBRARY", raising=False)
     monkeypatch.setattr(ffi_library, "library", library)
     assert LAUNCH not in lowered(jhg.matmul, shape(M, K), shape(K, N))
-    assert jhg.supports(shape(M, K), shape(K, N)) == (False, "the library is missing")
+    found = jhg.explain(jhg.matmul, shape(M, K), shape(K, N))
+    assert (found.path, found.reason) == ("xla", "the library is missing")
     with pytest.raises(NotImplementedError, match="the library is missing"):
         lowered(hopper("mk,kn->mn"), shape(M, K), shape(K, N))
 

@@ -366,7 +366,7 @@ def test_the_explained_kernel_is_the_one_that_is_launched():
     lhs, rhs, sizes = LARGE
     c = shape(8, 512, 384, dtype=jnp.float32)
     found = jhg.explain(
-        lhs, rhs, group_sizes=sizes, dimension_numbers=NUMBERS, c=c, alpha=FACTOR, beta=FACTOR
+        jhg.ragged_dot_general, lhs, rhs, sizes, NUMBERS, c=c, alpha=FACTOR, beta=FACTOR
     )
     program = lowered(added, *LARGE, c, FACTOR, FACTOR)
     assert found.spec and attributes(program, "spec") == [found.spec.to_json()]

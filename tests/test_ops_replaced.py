@@ -88,7 +88,7 @@ def test_products_that_qwix_quantizes_become_ours_around_the_model_alone(provide
     # Around the model: what Qwix has made of 8 bits becomes ours, too.
     assert products(jhg.accelerate(call), theirs, X) == (2, 0)
     np.testing.assert_array_equal(jhg.accelerate(call)(theirs, X), expected)
-    assert not jhg.report_products(call, theirs, X).left
+    assert not jhg.explain(call, theirs, X).left
 
     # Inside of it: Qwix has them all.
     for model in (Model(nnx.Linear, dot_general=jhg.dot_general), Model(nn.Linear)):

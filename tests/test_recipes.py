@@ -17,6 +17,8 @@ from jax_hopper_gemm.testing.lowered import specs_of
 
 M, K, N = 200, 272, 144
 CURRENT, BLOCKS = recipes.CurrentScaling(), recipes.BlockScaling()
+INT8 = recipes.Int8Forward()
+ALL = [CURRENT, BLOCKS, INT8]
 RECIPES = [
     CURRENT, BLOCKS, recipes.CurrentScaling("float8_e4m3fn"), recipes.BlockScaling("float8_e5m2"),
 ]  # fmt: skip
@@ -150,17 +152,21 @@ def test_all_three_products_run_on_kernels_of_8_bits(recipe, blocks):
     assert all(bool(spec.a_block) == bool(blocks) for spec in (forward, *backward))
 
 
-def test_second_derivatives_and_forward_mode_are_errors():
-    def loss(x: Any) -> Any:
-        return jnp.sum(jnp.sin(jhg.matmul(x, x, recipe=BLOCKS)))
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids=str)
+def test_derivatives_of_any_order_and_mode_are_products_of_the_recipe(recipe):
+    """What is linear in an operand stays it: a tangent is quantized as that operand is."""
+    x, w, t = normal((128, 136), 0), normal((136, 128), 1), normal((128, 136), 2)
+    product = partial(jhg.matmul, recipe=recipe)
+    y, tangent = jax.jvp(lambda x: product(x, w), (x,), (t,))
+    near(y, np.asarray(product(x, w), np.float64))
+    near(tangent, np.asarray(product(t, w), np.float64))
 
-    x = normal((128, 128), 0)
-    first = jax.grad(loss)
-    for twice in (jax.grad(lambda x: first(x).sum()), jax.hessian(loss)):
-        with pytest.raises(NotImplementedError, match="matmul: .* leave `recipe` out"):
-            twice(x)
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(loss, (x,), (x,))
+    def cubed(x: Any) -> Any:
+        return jnp.sum(product(x, w) ** 3) / 3
+
+    twice = jax.grad(lambda x: jnp.vdot(jax.grad(cubed)(x), t))(x)
+    exact = 2 * (np.asarray(y) * (np.asarray(t) @ np.asarray(w))) @ np.asarray(w).T
+    assert np.linalg.norm(twice - exact) < 0.15 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +182,6 @@ def test_second_derivatives_and_forward_mode_are_errors():
             (jnp.ones((4, 4)), jnp.ones((4, 4)), recipes.CurrentScaling("int8")),  # pyright: ignore
             ValueError, "gradients of the recipe are 'int8'",
         ),
-        ((jnp.ones(4), jnp.ones((4, 4)), BLOCKS), NotImplementedError, "reshape them"),
     ],
 )  # fmt: skip
 def test_a_wrong_recipe_or_operand_is_named(arguments, error, text):
@@ -204,3 +209,173 @@ def test_scales_of_tensors_are_not_batch_invariant():
     x = jnp.ones((128, 128))
     with pytest.raises(ValueError, match="take BlockScaling"):
         jhg.matmul(x, x, recipe=CURRENT, batch_invariant=True)
+
+
+# int8.
+
+
+def test_int8_runs_forwards_alone():
+    x, w = normal((M, K), 0, jnp.bfloat16), normal((K, N), 1, jnp.bfloat16)
+    y, pull = jax.vjp(partial(jhg.matmul, recipe=INT8), x, w)
+    left, right = (
+        np.asarray(jhg.quantize(a, jnp.int8, block).dequantize(), np.float64)
+        for a, block in ((x, (1, None)), (w, (None, 1)))
+    )
+    exact = left @ right
+    rough = {"rtol": 2.0**-8, "atol": 2.0**-14 * np.abs(exact).max()}  # bfloat16's
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, **rough)
+    plain = jax.vjp(jhg.matmul, x, w)[1](y)
+    for got, exact in zip(pull(y), plain, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(g, np.float32) for g in (got, exact)))
+
+    def step(x: Any, w: Any) -> Any:
+        y, pull = jax.vjp(partial(jhg.matmul, recipe=INT8, implementation="hopper"), x, w)
+        return y, *pull(y)
+
+    shapes = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1024, 512), (512, 2048)))
+    forward, *backward = specs_of(step, *shapes)
+    assert forward.a_dtype == forward.b_dtype == "int8"
+    assert [o.kind for o in forward.graph.operands] == ["column", "row"]
+    assert {spec.a_dtype for spec in backward} == {"bfloat16"}
+
+
+# Functions that follow, groups, gates.
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=str)
+def test_what_follows_a_product_runs_in_its_kernel(recipe):
+    def function(x: Any, w: Any, bias: Any, residual: Any) -> Any:
+        return jhg.matmul(
+            x, w, bias=bias, residual=residual, activation="gelu", recipe=recipe,
+            implementation="hopper",
+        )  # fmt: skip
+
+    shapes = (1024, 512), (512, 2048), (2048,), (1024, 2048)
+    (spec,) = specs_of(function, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))
+    kinds = [operand.kind for operand in spec.graph.operands]
+    assert {"row", "matrix"} <= set(kinds) and "tanh" in str(spec.graph)
+    assert bool(spec.a_block) == (recipe == BLOCKS)
+
+
+def ragged(x: Any, w: Any, sizes: Any, **options: Any) -> Any:
+    return jhg.ragged_dot(x, w, sizes, **options)
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=str)
+def test_ragged_products_are_those_of_each_groups_quantized_operands(recipe):
+    sizes = np.array([40, 0, 130, 17], np.int32)
+    x, w = normal((200, 272), 0, jnp.bfloat16), normal((4, 272, 144), 1, jnp.bfloat16)
+    dy = normal((200, 144), 2, jnp.bfloat16)
+    y, pull = jax.vjp(partial(ragged, sizes=sizes, recipe=recipe), x, w)
+    dx, dw = pull(dy)
+
+    def of(a: Any, dtype: Any, block: Any) -> np.ndarray:
+        return np.asarray(jhg.quantize(a, dtype, block).dequantize(), np.float64)
+
+    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+    if recipe == BLOCKS:
+        left, right, ct = of(x, e4m3, (1, 128)), of(w, e4m3, (1, 128, 128)), of(dy, e4m3, (1, 128))
+    elif recipe == CURRENT:
+        left, right, ct = of(x, e4m3, None), of(w, e4m3, None), of(dy, e5m2, None)
+    else:
+        left, right = of(x, jnp.int8, (1, None)), of(w, jnp.int8, (1, None, 1))
+        ct = np.asarray(dy, np.float64)
+    back = np.asarray(w, np.float64) if recipe == INT8 else right
+    start, wide_x, wide_dy = 0, np.asarray(x, np.float64), np.asarray(dy, np.float64)
+    for group, size in enumerate(sizes):
+        rows = slice(start, start := start + size)
+        rough = {"rtol": 2.0**-7, "atol": 2.0**-7 * float(np.abs(y).max())}
+        np.testing.assert_allclose(np.asarray(y, float)[rows], left[rows] @ right[group], **rough)
+        rough["atol"] = 2.0**-7 * float(np.abs(dx).max())
+        np.testing.assert_allclose(np.asarray(dx, float)[rows], ct[rows] @ back[group].T, **rough)
+        rough["atol"] = 2.0**-7 * float(np.abs(dw).max())
+        exact = wide_x[rows].T @ wide_dy[rows]  # the rows are contracted: in 16 bits
+        np.testing.assert_allclose(np.asarray(dw, float)[group], exact, **rough)
+    assert not np.any(y[start:]) and not np.any(dx[start:])
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=str)
+def test_ragged_products_run_on_kernels_of_8_bits(recipe):
+    def step(x: Any, w: Any, sizes: Any) -> Any:
+        product = partial(ragged, sizes=sizes, recipe=recipe, implementation="hopper")
+        y, pull = jax.vjp(product, x, w)
+        return y, *pull(y)
+
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 512), (8, 512, 1024))]
+    forward, *backward = specs_of(step, *arrays, jax.ShapeDtypeStruct((8,), jnp.int32))
+    assert forward.grouped == "m" and (forward.a_block, forward.b_block) == (
+        (1, 128) if recipe == BLOCKS else (0, 0)
+    )
+    eight = {s.grouped: s.a_itemsize == 1 for s in backward}
+    assert eight == {"m": recipe != INT8, "k": False}
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=str)
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_gates_are_those_of_two_products(recipe, stacked, grouped):
+    x = normal((192, 144), 0, jnp.bfloat16)
+    lead = (3,) if grouped else ()
+    weights = normal((*lead, 144, 2, 160), 1, jnp.bfloat16) / 32
+    pair = weights[..., 0, :], weights[..., 1, :]
+    sizes = jnp.array([64, 100, 20], jnp.int32) if grouped else None
+    dy = normal((192, 160), 2, jnp.bfloat16)
+
+    def fused(x: Any, weights: Any) -> Any:
+        return jhg.gated_linear_unit(x, weights, group_sizes=sizes, recipe=recipe)
+
+    def apart(x: Any, weights: Any, **options: Any) -> Any:
+        product = partial(jhg.matmul, **options)
+        if grouped:
+            product = partial(jhg.ragged_dot, group_sizes=sizes, **options)
+        both = (weights[..., 0, :], weights[..., 1, :]) if stacked else weights
+        gate, up = (product(x, w, preferred_element_type=jnp.float32) for w in both)
+        return (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
+
+    def error(got: Any, exact: Any) -> float:
+        got, exact = (np.asarray(a, np.float64) for a in (got, exact))
+        return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
+
+    arguments = x, weights if stacked else pair
+    y, pull = jax.vjp(fused, *arguments)
+    assert error(y, apart(*arguments, recipe=recipe)) < 2.0**-7
+    plain, plain_pull = jax.vjp(apart, *arguments)
+    assert error(y, plain) < 0.06
+    for got, exact in zip(*map(jax.tree.leaves, (pull(dy), plain_pull(dy))), strict=True):
+        # Of the gate's derivative, another 8-bit rounding, and float8_e5m2 of two digits.
+        assert error(got, exact) < (0.03 if recipe == INT8 else 0.1)
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCKS], ids=str)
+def test_gates_run_on_kernels_of_8_bits(recipe):
+    def unit(x: Any, weights: Any) -> Any:
+        return jhg.gated_linear_unit(x, weights, recipe=recipe, implementation="hopper")
+
+    shapes = (1024, 512), (512, 2, 1024)
+    found = specs_of(unit, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))
+    assert {spec.a_dtype for spec in found} == {"float8_e4m3fn"}
+    assert len(found) == (2 if recipe == BLOCKS else 1)
+    assert "matrix" in [o.kind for o in found[-1].graph.operands] or recipe == CURRENT
+
+
+def test_mapped_products_have_scales_of_their_own():
+    xs = jnp.stack([normal((64, 128), i) * 10.0**i for i in range(3)])
+    w = normal((128, 64), 5)
+    product = partial(jhg.matmul, recipe=CURRENT)
+    each = jnp.stack([product(x, w) for x in xs])
+    near(jax.vmap(product, (0, None))(xs, w), np.asarray(each, np.float64))
+    near(
+        jax.jit(jax.vmap(product, (2, None), 1))(jnp.moveaxis(xs, 0, 2), w).swapaxes(0, 1),
+        np.asarray(each, np.float64),
+    )
+
+
+def test_reports_name_the_products_of_8_bits():
+    def loss(x: Any, w: Any) -> Any:
+        return jnp.sum(jhg.matmul(x, w, activation="relu", recipe=BLOCKS).astype(jnp.float32))
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1024, 512), (512, 2048))]
+    report = str(jhg.explain(jax.value_and_grad(loss, (0, 1)), *shapes))
+    assert "3 on kernels" in report and "scales of blocks of 1x128 and 128x128" in report
+    explanation = str(jhg.explain(*shapes, recipe=CURRENT))
+    assert "f8_e4m3fn" in explanation or "f8" in explanation

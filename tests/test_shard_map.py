@@ -262,7 +262,7 @@ def test_accelerate_takes_gradients_of_ragged_products(axis_type, is_set):
         jax.grad(loss, (0, 1)), mesh=devices, in_specs=specs, out_specs=(P("x"), P())
     )
     with jax.set_mesh(devices) if is_set else nullcontext():
-        report = jhg.report_products(step, *args)
+        report = jhg.explain(step, *args)
         assert (len(report.taken), report.left) == (3, ())
         found, expected = jax.jit(jhg.accelerate(step))(*args), jax.jit(step)(*args)
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -90,7 +90,7 @@ def test_products_can_be_offloaded_instead_of_recomputed(activation):
         return jnp.tanh(a @ b) if activation else a @ b
 
     offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-    matmul = partial(jhg.matmul, activation=activation, preactivation="save")
+    matmul = partial(jhg.matmul, activation=activation, save_preactivation=True)
     ours = gradient(matmul, jhg.checkpoint_policy(offload))
     a, b = FUNCTIONS["matmul"].arguments("float32")
     for one, other in zip(jax.jit(ours)(a, b), jax.jit(gradient(plain))(a, b), strict=True):

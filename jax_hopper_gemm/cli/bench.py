@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
-import argparse
+import json
+from pathlib import Path
+from typing import Any
 
-from .report import CommandError, check_file
+import click
 
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    from ..testing import benchmark
-
-    text = "time products beside XLA's and Pallas's, in alternation; needs a Hopper GPU"
-    parser = commands.add_parser("bench", help="time products beside XLA's", description=text)
-    benchmark.add_arguments(parser)
-    parser.set_defaults(run=run)
+from . import products
+from .report import check_file, json_option, say
 
 
-def run(args: argparse.Namespace) -> int:
-    from ..testing import benchmark
+@click.command("bench")
+@click.argument("wanted", nargs=-1, type=products.ProductsType(), metavar="[MxNxK|SUITE]...")
+@products.options
+@click.option("--regime", type=click.Choice(["burst", "sustained", "both"]), default="burst")
+@click.option("--rounds", type=products.POSITIVE, default=5, help="Turns of each candidate [5].")
+@click.option("--without", multiple=True, metavar="CANDIDATE", help="Leave a candidate out.")
+@click.option("--out", type=Path, metavar="FILE", help="Write all figures, as JSON.")
+@click.option("--plot", type=Path, metavar="FILE", help="Write a picture; needs matplotlib.")
+@json_option
+def command(
+    wanted: tuple[Any, ...], regime: str, rounds: int, without: tuple[str, ...],
+    out: Path | None, plot: Path | None, **described: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Time products beside XLA's and Pallas's, in alternation [bars]; needs a Hopper GPU."""
+    from ..testing import benchmark, results
 
-    if args.rounds < 1:
-        raise CommandError(f"--rounds is {args.rounds}; expected at least 1")
-    if unknown := sorted(set(args.without) - benchmark.MAKERS.keys()):
+    makers = {name: make for name, make in benchmark.MAKERS.items() if name not in without}
+    if unknown := sorted(set(without) - benchmark.MAKERS.keys()):
         names = ", ".join(benchmark.MAKERS)
-        raise CommandError(f"--without: no candidate is called {unknown[0]!r}; there are {names}")
-    if not benchmark.MAKERS.keys() - set(args.without):
-        raise CommandError("--without leaves out every candidate; keep one to time")
-    check_file(args.json, "--json")
-    check_file(args.plot, "--plot")
-    return benchmark.main(args)
+        raise click.UsageError(f"--without: no candidate is {unknown[0]!r}; there are {names}.")
+    if not makers:
+        raise click.UsageError("--without leaves out every candidate; keep one to time.")
+    check_file(out, "--out")
+    check_file(plot, "--plot")
+    benchmark.this_device()
+    facts = benchmark.environment()
+    say("  ".join(f"{key} {value}".replace("\n", " ") for key, value in facts.items()))
+    say(results.HEADER)
+    rows = benchmark.run(
+        products.problems(wanted or ("bars",), **described),
+        benchmark.REGIMES if regime == "both" else (regime,),
+        makers, rounds, report=lambda row: say(results.format_row(row)),
+    )  # fmt: skip
+    totals = results.summary(rows)
+    for name, total in totals.items():
+        say(
+            f"XLA / {name}: geometric mean {total['geometric_mean']:.3f}, "
+            f"minimum {total['minimum']:.3f} at {total['minimum_at']} ({total['problems']})"
+        )
+    found = {"environment": facts, "summary": totals, "rows": [row.to_dict() for row in rows]}
+    if out:
+        out.write_text(json.dumps(found, indent=1) + "\n")
+    if plot and not results.plot(rows, plot, facts["device"]):
+        say("no plot: matplotlib is not installed")
+    return found

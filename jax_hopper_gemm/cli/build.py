@@ -2,75 +2,77 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from .. import cubin, dispatch
 from ..gemm.dtypes import HALVES, OPERANDS, RESULTS
 from ..gemm.spec import GemmSpec
 from . import products
-from .report import CommandError, check_built, make_folder, print_json
+from .report import CommandError, built, json_option, make_folder, say
 
 if TYPE_CHECKING:
     from ..lowering.call import Launch
 
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    text = (
-        "Compiles every kernel without an epilogue that may be chosen, or those of exported "
-        "programs, without a GPU, into the cache or into a folder for JAX_HOPPER_GEMM_CUBINS. "
-        "What is there already is not built again."
-    )
-    parser = commands.add_parser("build", help="compile kernels ahead of time", description=text)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="a folder, not the cache")
-    parser.add_argument(
-        "--program", type=Path, nargs="+", metavar="FILE",
-        help="only the kernels that these programs launch, written by jax.export's serialize()",
-    )  # fmt: skip
-    parser.add_argument("--jobs", type=products.positive, help="processes [one a core]")
-    parser.add_argument(
-        "--dtype", nargs="+", choices=OPERANDS, default=HALVES,
-        help=f"only these dtypes of A and B [{' '.join(HALVES)}]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--result-dtype", nargs="+", choices=RESULTS, default=RESULTS,
-        help="only these dtypes of D",
-    )  # fmt: skip
-    parser.add_argument(
-        "--sms", type=products.positive, default=dispatch.H200.num_sms,
-        help=f"of the GPU that the kernels are for [{dispatch.H200.num_sms}: H200, H100 SXM]",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+SMS = dispatch.H200.num_sms
 
 
-def run(args: argparse.Namespace) -> int:
-    make_folder(args.out or cubin.cache_dir(), "--out" if args.out else "the cache")
+@click.command("build")
+@click.option("--out", type=Path, metavar="FOLDER", help="A folder, not the cache.")
+@click.option(
+    "--program",
+    type=Path,
+    multiple=True,
+    metavar="FILE",
+    help="Only the kernels that these programs launch, written by jax.export's serialize().",
+)
+@click.option("--jobs", type=products.POSITIVE, help="Processes [one a core].")
+@click.option(
+    "--dtype",
+    type=products.DtypeType(OPERANDS),
+    multiple=True,
+    default=HALVES,
+    help="Only these dtypes of A and B [bf16 and f16].",
+)
+@click.option(
+    "--result-dtype",
+    type=products.DtypeType(RESULTS),
+    multiple=True,
+    default=RESULTS,
+    help="Only these dtypes of D.",
+)
+@click.option(
+    "--sms",
+    type=products.POSITIVE,
+    default=SMS,
+    help=f"Of the GPU that the kernels are for [{SMS}: H200, H100 SXM].",
+)
+@json_option
+def command(
+    out: Path | None, program: tuple[Path, ...], jobs: int | None, dtype: tuple[str, ...],
+    result_dtype: tuple[str, ...], sms: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Compile kernels ahead of time, without a GPU.
+
+    Every kernel without an epilogue that may be chosen, or those of exported programs, into the
+    cache or into a folder for JAX_HOPPER_GEMM_CUBINS. What is there already is not built again.
+    Options that name several things are repeated.
+    """
+    make_folder(out or cubin.cache_dir(), "--out" if out else "the cache")
     cubin.prebuilt()  # refuses a variable that names no folder before any kernel is built
-    if args.program:
-        specs = [spec for path in args.program for spec in specs_of_program(path)]
+    if program:
+        specs = [spec for path in program for spec in specs_of_program(path)]
     else:
-        pairs = [(ab, d) for ab in args.dtype for d in args.result_dtype]
-        alone = dispatch.Device((9, 0), args.sms)
+        pairs = [(ab, d) for ab in dtype for d in result_dtype]
+        alone = dispatch.Device((9, 0), sms)
         devices = (alone, replace(alone, comm_overlap=True))
         specs = [spec for device in devices for spec in dispatch.table_specs(device, pairs)]
         specs = list(dict.fromkeys(specs))
-    report = cubin.build(specs, jobs=args.jobs, progress=not args.json, folder=args.out)
-    if args.json:
-        print_json(
-            {
-                "folder": str(report.folder or cubin.cache_dir()),
-                "compiled": [spec.name for spec in report.compiled],
-                "reused": [spec.name for spec in report.reused],
-                "failures": {spec.name: why for spec, why in report.failures.items()},
-            }
-        )
-    else:
-        print(report)
-    check_built(report)
-    return 0
+    report = cubin.build(specs, jobs=jobs, progress=not say.silent, folder=out)
+    return built(report, cubin.cache_dir())
 
 
 def specs_of_program(path: Path) -> list[GemmSpec]:

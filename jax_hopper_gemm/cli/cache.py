@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
+from typing import Any
+
+import click
 
 from .. import cubin
-from .report import bytes_text, print_json, print_table
+from .report import bytes_text, json_option, say, say_table
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("cache", help="show or clear the cache of compiled kernels")
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
-    for name, run, text in (
-        ("show", show, "list the kernels in the cache"),
-        ("clear", clear, "delete them; they are compiled again when needed"),
-    ):
-        action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("--json", action="store_true", help="print JSON")
-        action.set_defaults(run=run)
+@click.group("cache", no_args_is_help=False)
+@json_option
+def command() -> None:
+    """Show or clear the cache of compiled kernels."""
 
 
-def show(args: argparse.Namespace) -> int:
+@command.command()
+@json_option
+def show() -> dict[str, Any]:
+    """List the kernels in the cache."""
     folder, entries = cubin.cache_dir(), cubin.cache_entries()
-    if args.json:
-        print_json({"folder": str(folder), "entries": [asdict(entry) for entry in entries]})
-        return 0
     size = bytes_text(sum(entry.nbytes for entry in entries))
-    print(f"{len(entries)} kernels, {size}, in {folder}")
+    say(f"{len(entries)} kernels, {size}, in {folder}")
     if entries:
         rows = [(entry.digest[:16], bytes_text(entry.nbytes), entry.name) for entry in entries]
-        print_table(("digest", "size", "kernel"), rows)
-    return 0
+        say_table(("digest", "size", "kernel"), rows)
+    return {"folder": str(folder), "entries": [asdict(entry) for entry in entries]}
 
 
-def clear(args: argparse.Namespace) -> int:
+@command.command()
+@json_option
+def clear() -> dict[str, Any]:
+    """Delete them; they are compiled again when needed."""
     folder, freed = cubin.cache_dir(), cubin.clear_cache()
-    if args.json:
-        print_json({"folder": str(folder), "freed_bytes": freed})
-    else:
-        print(f"freed {bytes_text(freed)} in {folder}")
-    return 0
+    say(f"freed {bytes_text(freed)} in {folder}")
+    return {"folder": str(folder), "freed_bytes": freed}

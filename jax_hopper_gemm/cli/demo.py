@@ -6,7 +6,6 @@ one they run on XLA, and the demo compiles and inspects the kernel that an H200 
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 import time
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from ..cubin import sass
 from ..gemm.problem import GemmProblem
 from ..reports import explain
 from . import doctor
-from .report import bytes_text, print_facts, print_json
+from .report import CommandError, bytes_text, say, say_facts
 
 CHECKED = GemmProblem.dense(512, 768, 1024)
 CHECKED_ON_GPU = GemmProblem.dense(4096, 4096, 4096)
@@ -25,32 +24,31 @@ CHECKED_ROWS = 64  # of each result, against float64 on the host
 SHOWN = GemmProblem.dense(8192, 8192, 8192)  # timed on a GPU, taken apart without one
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+def run() -> dict[str, Any]:
+    """Runs the demo and returns what it found.
 
-
-def run(args: argparse.Namespace) -> int:
+    Raises:
+      CommandError: a result is farther from float64's than its dtype explains.
+    """
     machine = doctor.machine_facts()
     on_gpu = machine["devices"][0]["runs_kernels"]
-    if not args.json:
-        version = machine["version"] or "(from its sources, not installed)"
-        print_facts(f"jax_hopper_gemm {version}", doctor.described(machine))
+    version = machine["version"] or "(from its sources, not installed)"
+    say_facts(f"jax_hopper_gemm {version}", doctor.described(machine))
     product = check_product(CHECKED_ON_GPU if on_gpu else CHECKED)
-    if not args.json:
-        print_product(product)
-        print(
-            "\nWhich path ran" if on_gpu else "\nWhich path an H200 would take", end=", and why\n"
-        )
-        print(textwrap.indent(product["explanation"], "  "))
-    shown = time_product() if on_gpu else take_kernel_apart()
-    if args.json:
-        print_json({"machine": machine, "product": product, **shown})
-    elif on_gpu:
-        print_speed(**shown)
+    say_product(product)
+    say(f"\nWhich path {'ran' if on_gpu else 'an H200 would take'}, and why")
+    say(textwrap.indent(product["explanation"], "  "))
+    found = {"machine": machine, "product": product}
+    if on_gpu:
+        found |= time_product()
+        say_speed(found["speed"])
     else:
-        print_kernel(**shown)
-    return 0 if all(result["good"] for result in product["results"].values()) else 1
+        found |= take_kernel_apart()
+        say_kernel(found["kernel"])
+    wrong = [name for name, result in product["results"].items() if not result["good"]]
+    if wrong:
+        raise CommandError(f"{', '.join(wrong)}: beyond the bound of its error", found)
+    return found
 
 
 def check_product(problem: GemmProblem) -> dict[str, Any]:
@@ -87,14 +85,14 @@ def check_product(problem: GemmProblem) -> dict[str, Any]:
     return {
         "extents": [m, n, k],
         "dtype": problem.a_dtype,
-        "explanation": str(explain(*inputs[:2])),
+        "explanation": str(explain(ops.matmul, *inputs[:2])),
         "results": report,
     }
 
 
-def print_product(product: dict[str, Any]) -> None:
+def say_product(product: dict[str, Any]) -> None:
     extents = "x".join(map(str, product["extents"]))
-    print_facts(
+    say_facts(
         f"\nA jitted product with gradients, {extents} {product['dtype']}, against float64",
         {
             name: f"{'good' if result['good'] else 'WRONG'}: largest error "
@@ -126,7 +124,7 @@ def take_kernel_apart() -> dict[str, Any]:
         return {"kernel": facts | {"instructions": str(error)}}
 
 
-def print_kernel(kernel: dict[str, Any]) -> None:
+def say_kernel(kernel: dict[str, Any]) -> None:
     lines = {
         "name": kernel["name"],
         "from": f"{kernel['origin']}, {kernel['seconds']:.1f} s",
@@ -143,7 +141,7 @@ def print_kernel(kernel: dict[str, Any]) -> None:
         }
     else:
         lines["instructions"] = kernel["instructions"]
-    print_facts(
+    say_facts(
         f"\nNo Hopper GPU here; the kernel of an H200 for {SHOWN.m}x{SHOWN.n}x{SHOWN.k}", lines
     )
 
@@ -157,14 +155,14 @@ def time_product() -> dict[str, Any]:
     return {"speed": row.to_dict()}
 
 
-def print_speed(speed: dict[str, Any]) -> None:
+def say_speed(speed: dict[str, Any]) -> None:
     microseconds = {name: timing["median_us"] for name, timing in speed["timings"].items()}
     lines = {
         name: f"{microseconds[key]:.1f} us, {SHOWN.flops / microseconds[key] / 1e6:.0f} TFLOP/s"
         for name, key in (("jax_hopper_gemm", "auto"), ("XLA", "xla"))
     }
     ratio = microseconds["xla"] / microseconds["auto"]
-    print_facts(
+    say_facts(
         f"\n{SHOWN.m}x{SHOWN.n}x{SHOWN.k} on this GPU, single kernels in alternation with XLA",
         lines | {"XLA's time over ours": f"{ratio:.3f}"},
     )

@@ -2,60 +2,60 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
+import click
+
+from .. import ops
 from ..reports import explain
 from . import products
-from .report import print_json
+from .report import json_option, say
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    text = (
-        "Shows what a jitted product runs on this machine's GPU, or on an H200 where it has none: "
-        "the kernel, or XLA, and why. D is (M, N), A and B are contracted over K. With --groups "
-        "the rows of A are in groups, each with a B of its own, as in ragged_dot."
-    )
-    parser = commands.add_parser("explain", help="show what a product runs", description=text)
-    for extent in ("M", "N", "K"):
-        parser.add_argument(extent, type=products.positive)
-    products.add_arguments(parser)
-    parser.add_argument("--groups", type=products.positive, metavar="G", help="matrices B [none]")
-    parser.add_argument(
-        "--implementation", choices=("hopper", "xla"), help="as in matmul [the faster one]"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=partial(run, parser))
+@click.command("explain")
+@click.argument("extents", type=products.ExtentsType(), metavar="MxNxK")
+@products.options
+@click.option("--groups", type=products.POSITIVE, metavar="G", help="Matrices B [none].")
+@click.option(
+    "--implementation", type=click.Choice(["hopper", "xla"]), help="As in matmul [the faster one]."
+)
+@json_option
+def command(
+    extents: products.Extents, groups: int | None, implementation: Any, **described: Any
+) -> dict[str, Any]:
+    """Show what a jitted product runs on this machine's GPU, and why.
 
-
-def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    Without a GPU: on an H200. D is (M, N), A and B are contracted over K. With --groups the rows of
+    A are in groups, each with a B of its own, as in ragged_dot.
+    """
     import jax
 
     from ..testing import shapes
 
-    problem = products.problem((args.M, args.N, args.K), args)
+    problem = products.problem(extents, **described)
     a, b = (shapes.operand_shape(problem, operand) for operand in ("a", "b"))
-    options: dict[str, Any] = {"dimension_numbers": shapes.dimension_numbers(problem)}
-    if args.groups:
-        if args.a_major == "m":
-            parser.error("--groups takes A stored (M, K): XLA would copy one stored (K, M)")
+    function: Any = ops.dot_general
+    numbers: Any = shapes.dimension_numbers(problem)
+    sizes: tuple[Any, ...] = ()
+    if groups:
+        if described["a_major"] == "m":
+            raise click.UsageError("--groups takes A stored (M, K): XLA would copy one (K, M).")
         lead = len(a) - 2
-        b = (*b[:lead], args.groups, *b[lead:])
-        options = {
-            "dimension_numbers": _ragged(options["dimension_numbers"], lead),
-            "group_sizes": jax.ShapeDtypeStruct((args.groups,), "int32"),
-        }
+        b = (*b[:lead], groups, *b[lead:])
+        function, numbers = ops.ragged_dot_general, _ragged(numbers, lead)
+        sizes = (jax.ShapeDtypeStruct((groups,), "int32"),)
     answer = explain(
+        function,
         jax.ShapeDtypeStruct(a, problem.a_dtype), jax.ShapeDtypeStruct(b, problem.b_dtype),
-        preferred_element_type=problem.d_dtype, implementation=args.implementation, **options,
+        *sizes, numbers, preferred_element_type=problem.d_dtype, implementation=implementation,
     )  # fmt: skip
-    if args.json:
-        print_json(asdict(answer) | {"kernel": answer.spec.name if answer.spec else None})
-    else:
-        print(answer)
-    return 0
+    here = any(device.platform == "gpu" for device in jax.local_devices())
+    if not here:
+        say("no GPU here; as an H200")
+    say(str(answer))
+    kernel = answer.spec.name if answer.spec else None
+    return {"device_is_here": here} | asdict(answer) | {"kernel": kernel}
 
 
 def _ragged(numbers: Any, lead: int) -> Any:

@@ -1,61 +1,108 @@
-"""Command-line arguments that describe products: extents, dtypes, layouts."""
+"""Command-line parameters that describe products: extents, suites, dtypes, layouts."""
 
 from __future__ import annotations
 
-import argparse
 import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from ..gemm.dtypes import RESULTS
+import click
+
+from ..gemm.dtypes import OPERANDS, RESULTS, short_name
 from ..gemm.problem import GemmProblem
 
-
-def shape(text: str) -> tuple[int, int, int]:
-    """Returns (M, N, K) of "4096x4096x4096"."""
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not MxNxK, as 4096x4096x4096")
-    m, n, k = map(int, text.split("x"))
-    return m, n, k
+Extents = tuple[int, int, int]
 
 
-def positive(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
+class PositiveType(click.ParamType):
+    """A number from 1."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        if re.fullmatch(r"[1-9]\d*", str(value)):
+            return int(value)
+        return self.fail(f"{value!r} is not a positive number.", param, ctx)
 
 
-def dtype(text: str) -> str:
-    """Returns the name of a dtype of numbers that JAX has as it is set up."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    try:
-        named = np.dtype(getattr(jnp, text))
-    except (AttributeError, TypeError):
-        named = np.dtype(object)
-    if not jnp.issubdtype(named, np.number):
-        raise argparse.ArgumentTypeError(f"{text!r} is no dtype of numbers, as bfloat16")
-    if jax.dtypes.canonicalize_dtype(named) != named:
-        raise argparse.ArgumentTypeError(f"{text!r} needs JAX_ENABLE_X64=1")
-    return named.name
+POSITIVE = PositiveType()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that describe a product besides M, N and K."""
-    parser.add_argument("--batch", type=positive, default=1, metavar="L", help="products [1]")
-    parser.add_argument(
-        "--a-major", choices=("k", "m"), default="k", help="A stored (M, K) or (K, M) [k]"
-    )
-    parser.add_argument(
-        "--b-major", choices=("n", "k"), default="n", help="B stored (K, N) or (N, K) [n]"
-    )
-    parser.add_argument("--dtype", type=dtype, default="bfloat16", help="of A and B [bfloat16]")
-    parser.add_argument("--result-dtype", choices=RESULTS, help="of D [that of A and B]")
+class ExtentsType(click.ParamType):
+    """MxNxK, as 4096x4096x4096."""
+
+    name = "MxNxK"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Extents:
+        if found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", str(value)):
+            m, n, k = map(int, found.groups())
+            return m, n, k
+        return self.fail(f"{value!r} is not MxNxK, as 4096x4096x4096.", param, ctx)
 
 
-def problem(extents: tuple[int, int, int], args: argparse.Namespace) -> GemmProblem:
-    """Returns the problem that `add_arguments` and three extents describe."""
-    return GemmProblem.dense(
-        *extents, args.batch, a_major=args.a_major, b_major=args.b_major, dtype=args.dtype,
-        d_dtype=args.result_dtype,
-    )  # fmt: skip
+class ProductsType(ExtentsType):
+    """MxNxK, or the name of a suite."""
+
+    name = "MxNxK|SUITE"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        from ..testing import shapes
+
+        if value in shapes.SUITES:
+            return value
+        if re.match(r"\d", str(value)):
+            return super().convert(value, param, ctx)
+        names = ", ".join(shapes.SUITES)
+        return self.fail(
+            f"{value!r} is neither MxNxK, as 4096x4096x4096, nor a suite: {names}.", param, ctx
+        )
+
+
+class DtypeType(click.Choice):
+    """A dtype by JAX's short name, as explain prints it, or by its whole name."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = {short_name(name): name for name in names}
+        super().__init__([*self.names])
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        short = value if value in self.names else short_name(str(value))
+        known = short in self.names and value in (short, self.names[short])
+        return self.names[super().convert(short if known else value, param, ctx)]
+
+
+OPERAND, RESULT = DtypeType((*OPERANDS, "float32")), DtypeType((*RESULTS, "int32"))
+
+_OPTIONS = (
+    click.option("--batch", type=POSITIVE, default=1, metavar="L", help="Products of a batch [1]."),
+    click.option(
+        "--a-major", type=click.Choice(["k", "m"]), default="k",
+        help="A is stored (M, K) or (K, M) [k].",
+    ),
+    click.option(
+        "--b-major", type=click.Choice(["n", "k"]), default="n",
+        help="B is stored (K, N) or (N, K) [n].",
+    ),
+    click.option("--dtype", type=OPERAND, default="bf16", help="Of A and B [bf16]."),
+    click.option("--result-dtype", "d_dtype", type=RESULT, help="Of D [that of A and B]."),
+)  # fmt: skip
+
+
+def options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options that describe a product besides M, N and K: arguments of `problem`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def problem(extents: Extents, batch: int, **described: Any) -> GemmProblem:
+    """Returns the problem that `options` and three extents describe."""
+    return GemmProblem.dense(*extents, batch, **described)
+
+
+def problems(wanted: Sequence[Extents | str], **described: Any) -> list[GemmProblem]:
+    """Returns the problems of extents and of suites, each once."""
+    from ..testing import shapes
+
+    found = [shapes.suite(x) if isinstance(x, str) else (problem(x, **described),) for x in wanted]
+    return list(dict.fromkeys(x for some in found for x in some))

@@ -1,4 +1,4 @@
-"""Output of commands: aligned facts, tables, JSON, and errors."""
+"""What commands print, text for people or one JSON object, and how they fail."""
 
 from __future__ import annotations
 
@@ -8,31 +8,74 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+from rich.console import Console
+from rich.table import Table
+
+import jax_hopper_gemm
+
 if TYPE_CHECKING:
     from ..cubin import BuildReport
 
+SCHEMA = 1  # of the JSON object; a change of a field's meaning makes another
+
+# An option of every command. `main` looks for it, since a command that fails prints JSON too.
+json_option = click.option(
+    "--json", is_flag=True, expose_value=False, help="Print one JSON object instead of text."
+)
+
 
 class CommandError(Exception):
-    """A command failed; the text gives the reason and the way out."""
+    """A command failed: the text gives the reason and the way out.
+
+    Attributes:
+      result: what it found nevertheless, for JSON.
+    """
+
+    def __init__(self, text: str, result: dict[str, Any] | None = None) -> None:
+        super().__init__(text)
+        self.result = result
 
 
-def print_facts(title: str, facts: Mapping[str, Any]) -> None:
+class Printer:
+    """Prints what people read, or nothing where JSON is asked for."""
+
+    silent = False
+
+    def __call__(self, *what: Any) -> None:
+        # Pipes and files get whole lines; a terminal's lines are as long as it is wide.
+        console = Console(highlight=False, markup=False, emoji=False, quiet=self.silent)
+        if not console.is_terminal:
+            console.width = 10_000
+        console.print(*what, soft_wrap=True)
+
+
+say = Printer()
+
+
+def say_facts(title: str, facts: Mapping[str, Any]) -> None:
     """Prints one fact a line under a title, values aligned."""
-    print(title)
-    width = max(map(len, facts), default=0)
+    table = Table.grid(padding=(0, 2, 0, 0))
     for name, value in facts.items():
-        print(f"  {name:<{width}}  {value}")
+        table.add_row(f"  {name}", str(value))
+    say(title)
+    say(table)
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints rows of text, each column as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        print("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
+def say_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(*header, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    say(table)
 
 
-def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+def print_json(command: str, status: int, result: Any, error: str | None) -> None:
+    """Prints the object that is the same for every command but for `result`."""
+    document = {
+        "schema": SCHEMA, "version": jax_hopper_gemm.__version__, "command": command,
+        "status": status, "error": error, "result": result,
+    }  # fmt: skip
+    print(json.dumps(document, indent=2))
 
 
 def bytes_text(nbytes: int) -> str:
@@ -78,11 +121,24 @@ def check_file(path: Path | None, option: str) -> None:
         raise CommandError(f"{option} {path} cannot be written: {reason}. Name another file.")
 
 
-def check_built(report: BuildReport) -> None:
-    """Raises CommandError if kernels could not be built."""
+def built(report: BuildReport, folder: Path) -> dict[str, Any]:
+    """Says what was built and returns it for JSON.
+
+    Raises:
+      CommandError: kernels could not be built.
+    """
+    say(str(report))
+    result = {
+        "folder": str(report.folder or folder),
+        "compiled": [spec.name for spec in report.compiled],
+        "reused": [spec.name for spec in report.reused],
+        "failures": {spec.name: why for spec, why in report.failures.items()},
+    }
     if report.failures:
-        total = len(report.compiled) + len(report.reused) + len(report.failures)
+        total = sum(map(len, (report.compiled, report.reused, report.failures)))
         raise CommandError(
             f"{len(report.failures)} of {total} kernels could not be built. The first reason: "
-            f"{next(iter(report.failures.values()))}"
+            f"{next(iter(report.failures.values()))}",
+            result,
         )
+    return result

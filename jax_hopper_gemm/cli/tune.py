@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import click
 
 from .. import cubin, dispatch
 from ..dispatch import table, tuner
@@ -16,83 +18,69 @@ from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..launch import ffi_library
 from . import products
-from .report import CommandError, check_built, check_file, make_folder
+from .report import CommandError, built, check_file, json_option, make_folder, say
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    text = (
-        "Times candidate kernels for given products, then the best of them in turns with XLA, and "
-        "writes what won to a table for JAX_HOPPER_GEMM_TABLE. Needs a Hopper GPU. Where that has "
-        "no compiler, build the candidates elsewhere with --build-only; what is not in "
-        "JAX_HOPPER_GEMM_CUBINS is then left out."
-    )
-    parser = commands.add_parser("tune", help="measure kernels for products", description=text)
-    parser.add_argument("shapes", nargs="*", type=products.shape, metavar="MxNxK")
-    parser.add_argument("--suite", action="append", default=[], help="a named suite of products")
-    products.add_arguments(parser)
-    parser.add_argument(
-        "--count", type=products.positive, default=32, help="candidates a product [32]"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("jax_hopper_gemm_table.json"),
-        help="the table; entries for other products are kept [%(default)s]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--build-only", type=Path, metavar="FOLDER",
-        help="compile what would be timed on an H200 into FOLDER, and stop: needs no GPU",
-    )  # fmt: skip
-    parser.set_defaults(run=run)
+@click.command("tune")
+@click.argument(
+    "wanted", nargs=-1, required=True, type=products.ProductsType(), metavar="MxNxK|SUITE..."
+)
+@products.options
+@click.option("--count", type=products.POSITIVE, default=32, help="Candidates a product [32].")
+@click.option(
+    "--out",
+    type=Path,
+    default=Path("jax_hopper_gemm_table.json"),
+    metavar="FILE",
+    help="The table; entries for other products are kept [jax_hopper_gemm_table.json].",
+)
+@click.option(
+    "--build-only",
+    type=Path,
+    metavar="FOLDER",
+    help="Compile what would be timed on an H200 into FOLDER, and stop: needs no GPU.",
+)
+@json_option
+def command(
+    wanted: tuple[Any, ...], count: int, out: Path, build_only: Path | None, **described: Any
+) -> dict[str, Any]:
+    """Measure kernels for products, and write a table of the fastest.
 
-
-def run(args: argparse.Namespace) -> int:
+    Times candidates, then the best of them in turns with XLA; the table is for
+    JAX_HOPPER_GEMM_TABLE. Needs a Hopper GPU. Where that has no compiler, build the candidates
+    elsewhere with --build-only; what is not in JAX_HOPPER_GEMM_CUBINS is then left out.
+    """
+    problems = products.problems(wanted, **described)
+    if build_only:
+        return build_candidates(problems, count, build_only)
     from ..testing import benchmark
 
-    problems = wanted_problems(args)
-    if args.build_only:
-        return build_candidates(problems, args)
-    check_file(args.out, "--out")
+    check_file(out, "--out")
     device = benchmark.this_device()
     ffi_library.library()  # launches the candidates
-    tuned = read_or_start(args.out, device)
+    tuned, entries = read_or_start(out, device), []
     for problem in problems:
-        candidates = tuner.ranked_candidates(problem, device, args.count)
+        candidates = tuner.ranked_candidates(problem, device, count)
         cubin.build([spec for spec, _ in candidates])
         time_kernel, time_xla = timers(device, problem)
         entry = tuner.tuned_entry(
             problem, device, candidates, time_kernel, time_xla, progress=show_progress
         )
         tuned = tuner.merged_table(tuned, [entry])
-        table.write_table(tuned, args.out)
-        print(described(entry), flush=True)
-    print(f"{len(tuned.entries)} entries in {args.out}; JAX_HOPPER_GEMM_TABLE={args.out} uses them")
-    return 0
+        table.write_table(tuned, out)
+        entries.append(described_entry(entry))
+        say(entries[-1])
+    say(f"{len(tuned.entries)} entries in {out}; JAX_HOPPER_GEMM_TABLE={out} uses them")
+    return {"table": str(out), "entries": len(tuned.entries), "tuned": entries}
 
 
-def wanted_problems(args: argparse.Namespace) -> list[GemmProblem]:
-    """Returns the problems that the arguments name, each once.
-
-    Raises:
-      ValueError: there are none, or a suite does not exist.
-    """
-    from ..testing import shapes
-
-    problems = [products.problem(extents, args) for extents in args.shapes]
-    problems += [problem for name in args.suite for problem in shapes.suite(name)]
-    if not problems:
-        raise ValueError(f"name products, as 4096x4096x4096, or --suite of {[*shapes.SUITES]}")
-    return list(dict.fromkeys(problems))
-
-
-def build_candidates(problems: list[GemmProblem], args: argparse.Namespace) -> int:
-    specs = [s for p in problems for s in tuner.specs_to_try(p, dispatch.H200, args.count)]
+def build_candidates(problems: list[GemmProblem], count: int, folder: Path) -> dict[str, Any]:
+    specs = [s for p in problems for s in tuner.specs_to_try(p, dispatch.H200, count)]
     if not specs:
         reason = dispatch.choose(problems[0], dispatch.H200, kernel_only=True).reason
         raise CommandError(f"there is no candidate to build: {reason}")
-    make_folder(args.build_only, "--build-only")
-    report = cubin.build(list(dict.fromkeys(specs)), folder=args.build_only)
-    print(report)
-    check_built(report)
-    return 0
+    make_folder(folder, "--build-only")
+    return built(cubin.build(list(dict.fromkeys(specs)), folder=folder), folder)
 
 
 def read_or_start(path: Path, device: dispatch.Device) -> table.Table:
@@ -131,7 +119,7 @@ def timers(
         try:
             cubin.get(spec)
         except cubin.CubinError as error:
-            print(f"left out: {error}")
+            print(f"left out: {error}", file=sys.stderr)
             return math.inf
         function = benchmark.one_kernel(problem, spec, raster_order, device.num_sms)
         return statistics.median(timing.burst(function, arrays, timing.clearing(spec))())
@@ -149,7 +137,7 @@ def show_progress(candidate: tuner.Candidate, microseconds: float) -> None:
     print(f"{microseconds:10.1f} us  {spec.name} {order}", file=sys.stderr, flush=True)
 
 
-def described(entry: table.Entry) -> str:
+def described_entry(entry: table.Entry) -> str:
     key = entry.key
     layout = f"A {key.a_major}-major, B {key.b_major}-major"
     return (

@@ -56,7 +56,8 @@ def build(
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor, as_completed
 
-    from tqdm import tqdm
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress
 
     if folder:  # JAX_HOPPER_GEMM_CUBINS may name it before it is there
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,8 +68,14 @@ def build(
     spawn = multiprocessing.get_context("spawn")
     with (
         ProcessPoolExecutor(workers, mp_context=spawn) as pool,
-        tqdm(total=len(wanted), desc="kernels", unit="", disable=not progress) as bar,
+        Progress(
+            *Progress.get_default_columns(),
+            MofNCompleteColumn(),
+            console=Console(stderr=True),
+            disable=not progress,
+        ) as bar,
     ):
+        task = bar.add_task("kernels", total=len(wanted))
         futures = {pool.submit(_build_one, spec, folder): spec for spec in wanted}
         for future in as_completed(futures):
             spec = futures[future]
@@ -76,8 +83,7 @@ def build(
                 origins[spec] = future.result()
             except Exception as error:  # the compiler may even have ended its process
                 failures[spec] = str(error) or repr(error)
-            bar.set_postfix_str(spec.name)
-            bar.update()
+            bar.advance(task)
     return BuildReport(
         folder,
         compiled=tuple(spec for spec in wanted if origins.get(spec) == "compiled"),

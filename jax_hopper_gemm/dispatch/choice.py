@@ -28,7 +28,7 @@ from .cost import MEMORY_BYTES_PER_NS, Estimate, best_raster_order, equal_groups
 from .device import Device
 from .invariance import invariant_specs, reduces_rows
 from .legality import device_violations, pairing_violations, problem_violations
-from .model import best_kernel, xla_is_faster
+from .model import beside_xla, best_kernel, xla_is_faster
 from .table import Key, Source, Table, tables_of
 
 MODEL_ERROR = 0.01  # of the cost model, where it compares a measured kernel with others
@@ -189,6 +189,8 @@ def _expectation(problem: GemmProblem, spec: GemmSpec, cost: Estimate, device: D
         f"expected {cost.ns / 1e3:.1f} us, bound by {cost.bound}: {cost.tiles} tiles of "
         f"{spec.tile_m}x{spec.d_tile_n} {waves}"
     )
+    if xla := beside_xla(problem, cost, device):
+        reason += f"; {xla}"
     if problem.groups:
         mean = equal_groups(problem)
         along, size = ("rows", mean.m) if problem.groups.axis == "m" else ("of K", mean.k)

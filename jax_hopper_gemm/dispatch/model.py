@@ -26,6 +26,7 @@ from .cost import (
 )
 from .device import Device
 from .legality import limit_violations, pairing_violations, split_violations
+from .xla import features, fit_for
 
 ROUGH = RASTER_ORDERS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
 # Rows or columns of D, not stored along K, up to which XLA won all measurements, by 2 to 30 %. Of
@@ -109,10 +110,41 @@ def _rough_cost(problem: GemmProblem, spec: GemmSpec, device: Device) -> Estimat
 
 def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
     """Returns why XLA is expected to be faster than our best kernel, of this cost, if it is."""
-    for rule in XLA_RULES:
+    for rule in RULES if _is_fitted(problem, device) else UNFITTED_RULES:
         if reason := rule(problem, cost, device):
             return reason + ("; the epilogue goes there with it" if problem.epilogue else "")
     return two_steps_are_faster(problem, cost, device) if problem.epilogue else None
+
+
+def _is_fitted(problem: GemmProblem, device: Device) -> bool:
+    return fit_for(without_epilogue(problem), device) is not None
+
+
+def without_epilogue(problem: GemmProblem) -> GemmProblem:
+    """Returns the plain product of the same arithmetic: a gated one has twice its columns."""
+    p = problem
+    columns = p.n * p.graph.accumulators
+    return replace(p, n=columns, epilogue=None, operands=(), up_offset=None)
+
+
+def lags(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
+    """Plain products that the fit expects XLA to be faster at."""
+    fit = fit_for(problem, device)
+    if fit is None or fit.ratio(features(problem, best)) >= 1:
+        return None
+    us = best.ns / 1e3
+    return f"our best kernel is expected to take {us:.1f} us, {beside_xla(problem, best, device)}"
+
+
+def beside_xla(problem: GemmProblem, best: Estimate, device: Device) -> str:
+    """Returns what the fit expects of XLA, beside an expected time of ours; "" without a fit."""
+    if (fit := fit_for(problem, device)) is None:
+        return ""
+    ratio = fit.ratio(features(problem, best))
+    return (
+        f"XLA {ratio:.2f} times that ({fit.products} products measured; of others that ratio errs "
+        f"by {fit.error:.0%})"
+    )
 
 
 def thin(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
@@ -160,25 +192,28 @@ def not_measured(problem: GemmProblem, best: Estimate, device: Device) -> str | 
     return "kernels for FMA units have not been measured" if problem.simt else None
 
 
-XLA_RULES: tuple[XlaRule, ...] = (not_measured, thin, split_by_xla, waits)
+RULES: tuple[XlaRule, ...] = (thin, lags)
+UNFITTED_RULES: tuple[XlaRule, ...] = (not_measured, thin, split_by_xla, waits)
 
 
 def two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:
     """XLA's product and then its epilogue, where they are expected to be faster.
 
-    XLA's product is taken to be as fast as our plain one, its epilogue to move each byte once,
-    with a kernel more for each reduction.
+    XLA's product is taken to be as fast as our plain one where there is no fit, its epilogue to
+    move each byte once, with a kernel more for each reduction.
     """
     p = problem
-    plain = replace(p, n=p.n * p.graph.accumulators, epilogue=None, operands=(), up_offset=None)
+    plain = without_epilogue(p)
     best, _ = best_kernel(plain, device)
     if best is None:
         return None
+    fit = fit_for(plain, device)
+    ratio = fit.ratio(features(plain, best.cost)) if fit else 1.0
     elements = p.l * p.m * p.n
     moved = elements * (p.element_bytes + p.graph.accumulators * DTYPES[p.d_dtype].itemsize)
     statistics = sum(node.op in ROW_REDUCTIONS for node in p.graph.nodes)
     kernels = 1 + statistics + len(p.graph.reductions)
-    two_steps = best.cost.ns + kernels * LAUNCH_NS + moved / MEMORY_BYTES_PER_NS
+    two_steps = ratio * best.cost.ns + kernels * LAUNCH_NS + moved / MEMORY_BYTES_PER_NS
     if cost.ns <= two_steps:
         return None
     return (

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .groups import Groups, gate_up_letter
+from .recipes import ByRecipe
 from .subscripts import Subscripts
 
 Implementation = Literal["hopper", "xla"] | None
-Preactivation = Literal["save", "recompute"]
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,13 @@ class Options:
     precision: Any = None  # parameter of `lax.dot_general`
     # The product's dtype, or None; with an epilogue it may be a tuple: dtypes of the results.
     preferred_element_type: Any = None
-    preactivation: Preactivation = "save"  # gradients find the product stored or compute it anew
+    save_preactivation: bool = True  # else gradients compute the product anew
     max_sms: int | None = None  # how many SMs a kernel may use; None: all
     # In which dtype cotangents enter the products of the gradients; None: as they come.
     cotangent_dtype: Any = None
     # Whether a row's bits depend neither on the number of rows nor on the others; needs a kernel.
     batch_invariant: bool = False
+    recipe: ByRecipe | None = None  # by which the operands are quantized
 
     def __post_init__(self) -> None:
         for name in ("precision", "preferred_element_type"):
@@ -43,7 +44,7 @@ class Options:
     @property
     def by_jax(self) -> bool:
         """Whether the product, with its gradients, is JAX's own."""
-        return self.implementation == "xla" and self.cotangent_dtype is None
+        return self.implementation == "xla" and not (self.cotangent_dtype or self.recipe)
 
     def of_dot(self) -> dict[str, Any]:
         """Returns those options that JAX's own products have, as their arguments."""
@@ -67,6 +68,9 @@ class Product:
     # operand, the sizes and the result, and of the right operands unless all share them, which
     # those of a contraction do not.
     batch: int = 0
+    # Letters of axes that `vmap` added to a product without groups. A recipe takes what lies along
+    # them for so many arrays.
+    mapped: str = ""
 
     @property
     def gate_up(self) -> str:

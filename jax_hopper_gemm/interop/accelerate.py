@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from ..ops import checks
 from ..ops.dense import Implementation
+from ..ops.recipes import Recipe, as_recipe
 from .rewrite_jaxpr import Rewriting, run_with_our_products
 
 P = ParamSpec("P")
@@ -19,12 +20,16 @@ R = TypeVar("R")
 
 
 def accelerate(
-    function: Callable[P, R], *, implementation: Implementation = None, fuse: bool = True
+    function: Callable[P, R],
+    *,
+    implementation: Implementation = None,
+    fuse: bool = True,
+    recipe: Recipe | None = None,
 ) -> Callable[P, R]:
     """Returns a function like `function`, whose products are those of this library.
 
         step = jax.jit(jhg.accelerate(train_step))
-        print(jhg.report_products(train_step, state, batch))
+        print(jhg.explain(train_step, state, batch))
 
     The function is traced, as by `jax.jit`, and every `jax.lax.dot_general`, `jax.numpy.matmul`,
     `dot`, `einsum`, `jax.lax.ragged_dot` and `ragged_dot_general` of two arrays of bfloat16, of
@@ -60,6 +65,10 @@ def accelerate(
         replaced product, in derivatives too; "xla" replaces none.
       fuse: whether products take operations along. False replaces products one by one, with the
         roundings of the program between them and what follows.
+      recipe: one of `jax_hopper_gemm.recipes`, of all replaced products of 16-bit floats without
+        batch axes, in derivatives of the result too. A gradient that the function itself takes is
+        a product like any other: its cotangents are quantized as activations are. Arguments, and
+        what casts, transposes or cuts them, are the weights.
 
     Raises:
       TypeError: `function` is not callable, or `fuse` no bool.
@@ -69,6 +78,7 @@ def accelerate(
       NotImplementedError: as of `matmul`, while lowering, with `implementation="hopper"`.
     """
     checks.check_accelerated("accelerate", function, implementation, fuse)
+    as_recipe("accelerate", recipe)
     if implementation == "xla":
         return function
 
@@ -88,7 +98,7 @@ def accelerate(
         made = caller.startswith("jax._src.interpreters.")
         held = [not (made and _is_traced(x)) for x in _objects_in((args, kwargs))]
         run = partial(checked, held)
-        return run_with_our_products(run, args, kwargs, Rewriting(implementation, fuse))
+        return run_with_our_products(run, args, kwargs, Rewriting(implementation, fuse, recipe))
 
     return accelerated
 

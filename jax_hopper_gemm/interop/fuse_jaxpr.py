@@ -15,6 +15,7 @@ from ..fusion.memo import memoised
 from ..fusion.residuals import variables
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k
+from ..lowering.decide import copied_along_k
 from ..lowering.route import Request, Route, current_device, route
 from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
@@ -183,6 +184,7 @@ def expected_us(
       moved: bytes that XLA reads and writes after the products.
       again: bytes that it reads after the kernel, as of values that are computed anew.
     """
+    launch, *products = map(copied_along_k, (launch, *products))
     whole = route(launch, device)
     if whole.uncovered:
         return f"no kernel computes {', '.join(whole.uncovered)}"

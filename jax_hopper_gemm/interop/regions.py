@@ -475,7 +475,7 @@ def kind_of(equation: Any) -> Kind:
     name = equation.primitive.name
     if equation.primitive in PRODUCTS:
         return "product" if equation.outvars[0].aval.dtype.name in RESULTS + SUMS else "other"
-    if equation.effects or len(equation.outvars) > 1:
+    if equation.effects or len(equation.outvars) != 1:
         return "other"
     avals = [x.aval for x in (*equation.invars, *equation.outvars)]
     held = EPILOGUE + QUANTIZED if name == "convert_element_type" else EPILOGUE

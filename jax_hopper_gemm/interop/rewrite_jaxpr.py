@@ -22,18 +22,21 @@ from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from ..fusion.jaxprs import traced
-from ..gemm.dtypes import multiply, results_of
+from ..gemm.dtypes import HALVES, multiply, results_of
 from ..gemm.product import Options
+from ..gemm.recipes import ByRecipe
 from ..lowering.route import current_device, route, terms_of
 from ..ops.batch_invariance import is_batch_invariant
 from ..ops.dense import Implementation
 from ..ops.ragged import ragged_dot_general
 from ..ops.ragged_run import left_to_lax
+from ..ops.recipes import Recipe
 from ..ops.sm_limit import current_max_sms
 from ..ops.substitute import as_hopper_dot, hopper_equations
 from ..primitives.define import request_of
 from .checkpoint_policy import checkpoint_policy
 from .fuse_jaxpr import fused
+from .weights import Marks, Weights
 
 RAGGED = "ragged_dot_general"
 
@@ -58,10 +61,19 @@ class Rewriting(NamedTuple):
     Attributes:
       implementation: of the products.
       fuse: whether they take along the equations around them.
+      recipe: of those that have no batch axes.
+      weights: which arguments of the program may be weights, to a recipe.
     """
 
     implementation: Implementation = None
     fuse: bool = True
+    recipe: Recipe | None = None
+    weights: Marks = ()
+
+    def within(self, found: Weights, equation: Any, parameter: str) -> Rewriting:
+        """Returns how an inner program is rewritten, a parameter of an equation."""
+        marks = found.into(equation, parameter) if self.recipe else ()
+        return self._replace(weights=marks if any(marks) else ())
 
 
 def with_our_products(program: Any, rewriting: Rewriting) -> Any:
@@ -83,6 +95,8 @@ def run_with_our_products(
     Arrays go through the program; other arguments and results are passed on unchanged.
     """
     program, arrays, result = traced_call(function, args, kwargs)
+    if rewriting.recipe:
+        rewriting = rewriting._replace(weights=(True,) * len(arrays))
     # Not cached: nothing else holds this program, and it may contain tracers.
     return result(jaxpr_as_fun(rewritten(program, rewriting))(*arrays))
 
@@ -195,12 +209,17 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
     def chosen(equation: Any, transposes: Sequence[Any] = ()) -> bool:
         return reason_left(equation, transposes, rewriting.implementation) is None
 
+    weights = Weights(inner, rewriting.weights)
+
+    def recipe_of(equation: Any) -> ByRecipe | None:
+        return _recipe_of(equation, rewriting.recipe, weights)
+
     new: list[Any] = []
-    for equation in hopper_equations(inner, Options(rewriting.implementation), chosen):
+    for equation in hopper_equations(inner, Options(rewriting.implementation), chosen, recipe_of):
         if equation.primitive.name == RAGGED and chosen(equation):
             new += _ragged(equation, rewriting)
         elif equation.primitive.name in ENTERED:
-            new.append(_entered(equation, rewriting))
+            new.append(_entered(equation, rewriting, weights))
         else:
             new.append(equation)
     outvars = inner.outvars
@@ -208,6 +227,28 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
         new, outvars = fused(new, outvars)
     same = len(new) == len(inner.eqns) and all(map(operator.is_, new, inner.eqns))
     return program if same else inner.replace(eqns=new, outvars=outvars)
+
+
+def _recipe_of(equation: Any, recipe: Recipe | None, weights: Weights) -> ByRecipe | None:
+    """Returns by which recipe, and of which operands, a product is; None: by none.
+
+    Products with batch axes, as of attention, have no weights, and stay as they are, as in
+    DeepSeek-V3.
+    """
+    _, (batch, _) = equation.params["dimension_numbers"]
+    if recipe is None or batch or equation.params["out_sharding"] is not None:
+        return None
+    if not _of_halves(equation):
+        return None
+    left, right = weights.marks(equation.invars)
+    if right:
+        return ByRecipe(recipe)
+    return ByRecipe(recipe, ("weights" if left else "activation", "activation"))
+
+
+def _of_halves(equation: Any) -> bool:
+    """Whether a product multiplies arrays of 16-bit floats."""
+    return all(x.aval.dtype.name in HALVES for x in equation.invars[:2])
 
 
 def _ragged(equation: Any, rewriting: Rewriting) -> list[Any]:
@@ -218,6 +259,7 @@ def _ragged(equation: Any, rewriting: Rewriting) -> list[Any]:
         return ragged_dot_general(
             lhs, rhs, sizes, params["ragged_dot_dimension_numbers"], params["precision"],
             params["preferred_element_type"], out_sharding=_out_sharding(equation),
+            recipe=rewriting.recipe if _of_halves(equation) else None,
             implementation=rewriting.implementation,
         )  # fmt: skip
 
@@ -241,9 +283,13 @@ def _ragged(equation: Any, rewriting: Rewriting) -> list[Any]:
     ]
 
 
-def _entered(equation: Any, rewriting: Rewriting) -> Any:
+def _entered(equation: Any, rewriting: Rewriting, weights: Weights) -> Any:
     """Returns an equation with our products in its inner programs."""
-    params = {key: _in_value(x, rewriting) for key, x in equation.params.items()}
+    params = {
+        key: _in_value(x, rewriting.within(weights, equation, key))
+        for key, x in equation.params.items()
+    }
+    rewriting = rewriting._replace(weights=())
     same = all(params[key] is x for key, x in equation.params.items())
     if same and not (_RULES.keys() & params.keys() and _multiplies(params)):
         return equation

@@ -16,19 +16,27 @@ TARGET = "jax_hopper_gemm.v1.launch"
 
 
 def launcher_violation() -> str | None:
-    """Returns why this process can launch no kernel."""
+    """Returns why this process can launch no kernel.
+
+    Raises:
+      NativeLibraryError: JAX_HOPPER_GEMM_LIBRARY names a library that cannot be loaded.
+    """
     try:
         ffi_library.library()
     except ffi_library.NativeLibraryError as error:
+        if os.environ.get(ffi_library.LIBRARY_VARIABLE):
+            raise
         return str(error)
     return None
 
 
 def _register() -> None:
     """Makes the FFI target known to JAX, so that saved executables find it in a new process."""
-    if reason := launcher_violation():  # lowering gives it too, where a kernel is wanted
-        if os.environ.get(ffi_library.LIBRARY_VARIABLE):
-            _log.warning("products run on XLA: %s", reason)
+    try:
+        if launcher_violation():  # lowering gives it too, where a kernel is wanted
+            return
+    except ffi_library.NativeLibraryError as error:  # lowering for a GPU raises it
+        _log.warning("%s", error)
         return
     library = ffi_library.library()
     state: Any = {

@@ -1,6 +1,6 @@
 """The decision how a product runs, given what its operands are made of.
 
-Lowering asks here and emits the answer; `explain` and `report_products` ask here and print it.
+Lowering asks here and emits the answer; `explain` asks here and prints it.
 """
 
 from __future__ import annotations
@@ -113,6 +113,12 @@ def _stored(request: Request, origins: Sequence[Origin]) -> Form | None:
         return None
     request = replace(request, subscripts=subscripts, lhs_shape=lhs_shape, rhs_shape=rhs_shape)
     return Form(request, numbers)
+
+
+def copied_along_k(request: Request) -> Request:
+    """Returns what is asked of a kernel where XLA copies operands to lie along K, if it must."""
+    form = _along_k(request)
+    return form.request if form else request
 
 
 def _along_k(request: Request) -> Form | None:

@@ -62,7 +62,7 @@ def lower_call(ctx: mlir.LoweringRuleContext, call: Call) -> list[Any] | None:
             f"{call.request.options.insists}: no kernel runs {call.request}: {route.reason}"
         )
     if not route.supported:
-        fallback.report_fallback(f"XLA runs {call.request}: {route.reason}")
+        fallback.report_fallback(ctx, f"XLA runs {call.request}: {route.reason}")
     return None
 
 
@@ -100,9 +100,9 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
         **launch_attributes(route.gemm.problem, route.spec, route.plan),
     )
     results = list[Any](results)[: len(outputs)]
-    if call.request.blocks:
-        return mark_options(call, results)
     if route.fusion is None:
+        if call.request.blocks:
+            return mark_options(call, results)
         problem = route.gemm.problem
         _mark_product(results[0].owner, call.request, problem, swap_ab=route.gemm.swap_ab)
         return mark_options(call, results)

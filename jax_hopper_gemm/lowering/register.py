@@ -16,6 +16,9 @@ from ..fusion.jaxprs import ClosedJaxpr, traced_once
 
 Rule = Callable[..., Any]  # (ctx, *values, **params)
 
+# What products by a recipe stand for: by primitive, a function of its operands and parameters.
+EXPANDED: dict[Primitive, Rule] = {}
+
 
 @dataclass(frozen=True)
 class Lowering:
@@ -53,9 +56,15 @@ def register_lowering(
         on_cuda, elsewhere = partial(on_cuda_p.bind, **params), partial(reference, **params)
         return lax.platform_dependent(*operands, cuda=on_cuda, default=elsewhere)
 
+    def expanded(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+        return lower_fun_once(EXPANDED[primitive])(ctx, *values, **params)
+
     to_each = mlir.lower_fun(for_each, multiple_results=primitive.multiple_results)
 
     def lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+        product = params.get("product")
+        if product and product.options.recipe:
+            return expanded(ctx, *values, **params)
         platforms = tuple(ctx.platforms or ctx.module_context.platforms)
         on_host = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) == "device_host"
         if not on_host and (rule := lowering.partitioned):
@@ -63,7 +72,6 @@ def register_lowering(
                 return emitted
         if platforms == ("cuda",) and not on_host:
             return for_cuda(ctx, *values, **params)
-        product = params.get("product")
         if product and product.options.implementation == "hopper":
             raise NotImplementedError(
                 "implementation='hopper': the kernels run on CUDA, and this program is lowered for "

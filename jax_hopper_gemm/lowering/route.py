@@ -160,7 +160,9 @@ def route(request: Request, device: dispatch.Device, *, kernel_only: bool = Fals
     tables = dispatch.tables_of(replace(device, comm_overlap=False))
     invariant = request.options.batch_invariant
     read = dispatch.choose_invariant if invariant else dispatch.choose, tables
-    return _route(request.function, request, device, kernel_only or invariant, read)
+    # With block scales XLA would multiply float32 numbers.
+    kernel_only = kernel_only or invariant or request.blocks is not None
+    return _route(request.function, request, device, kernel_only, read)
 
 
 @memoised
@@ -210,7 +212,7 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
     else:
         gemm = as_gemm(request.subscripts, *operands, graph, labels)
     if request.blocks:
-        gemm = replace(gemm, problem=_with_scales(gemm, request.blocks))
+        gemm = replace(gemm, problem=_with_scales(gemm, request))
     elif _is_simt(request):
         gemm = replace(gemm, problem=replace(gemm.problem, simt=True))
     elif terms := _bf16_terms(request):
@@ -220,10 +222,14 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
     return _in_stack(gemm, request) if request.indexed else gemm
 
 
-def _with_scales(gemm: Gemm, blocks: tuple[int, int]) -> GemmProblem:
+def _with_scales(gemm: Gemm, request: Request) -> GemmProblem:
     """Returns a problem with block scales, in arrays as `scale_shape` has them."""
+    assert request.blocks
     p = gemm.problem
-    a_block, b_block = blocks[::-1] if gemm.swap_ab else blocks
+    a_block, b_block = request.blocks[::-1] if gemm.swap_ab else request.blocks
+    matrices = prod(request.extents[x] for x in request.subscripts.batch)
+    if not request.groups and p.l != matrices:
+        raise NotAGemm("rows that share scales lie in several places")
 
     def scales(block: int, lines: int) -> BlockScales:
         along_k, length = scale_shape(block, lines, p.k)

@@ -12,6 +12,6 @@ from .router import combine_rows as combine_rows
 from .router import dispatch_rows as dispatch_rows
 from .router import load_balancing_loss as load_balancing_loss
 from .router import route as route
-from .router import router as router
+from .router import route_tokens as route_tokens
 from .router import router_z_loss as router_z_loss
 from .router import row_weights as row_weights

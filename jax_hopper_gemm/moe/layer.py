@@ -12,9 +12,10 @@ from jax.typing import ArrayLike
 
 from .. import ops
 from ..ops.checks import layers
-from ..ops.dense import Implementation, Preactivation
+from ..ops.dense import Implementation
+from ..ops.recipes import Recipe
 from .expert_parallel import EXCHANGES, Exchange
-from .router import Score, Statistics, combine_rows, dispatch_rows, router, row_weights
+from .router import Score, Statistics, combine_rows, dispatch_rows, route_tokens, row_weights
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
 
@@ -33,8 +34,9 @@ def mixture_of_experts(
     selection_bias: ArrayLike | None = None,
     expert_axis: str | None = None,
     exchange: Exchange = "gather",
-    preactivation: Preactivation = "save",
+    save_preactivation: bool = True,
     precision: Any = None,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, Statistics]:
     """Sends each token through its k best experts and adds up their weighted results.
@@ -48,7 +50,7 @@ def mixture_of_experts(
       gate_up, down: the experts' weights, as in `grouped_mlp`: of all E experts, or with
         `expert_axis` of this device's.
       experts_per_token: k.
-      activation, preactivation: as in `grouped_mlp`.
+      activation, save_preactivation: as in `grouped_mlp`.
       score, normalize, scale, selection_bias: as in `route`.
       expert_axis: inside `jax.shard_map`, the mesh axis that shards the experts, evenly and in
         order; its devices hold different tokens, equally many. None: this device has all experts.
@@ -56,6 +58,7 @@ def mixture_of_experts(
         axis to each device, "all_to_all" sends each choice to its expert's device in blocks padded
         to the worst case, "ragged_all_to_all" without padding (by XLA only on GPUs and TPUs).
       precision, implementation: of all products, as in `jax_hopper_gemm.matmul`.
+      recipe: of the experts' products, as in `jax_hopper_gemm.ragged_dot`.
 
     Returns:
       (..., D), in the promoted dtype of `x` and the experts' weights, and the statistics; with
@@ -68,7 +71,7 @@ def mixture_of_experts(
     devices = 1 if expert_axis is None else lax.axis_size(expert_axis)
     layers.check_mixture(x, kernel, _right_operands(gate_up), down, devices, exchange)
     tokens = x.reshape(-1, x.shape[-1])
-    routing = router(
+    routing = route_tokens(
         tokens, kernel, experts_per_token, score=score, normalize=normalize, scale=scale,
         selection_bias=selection_bias, precision=precision, implementation=implementation,
     )  # fmt: skip
@@ -76,7 +79,8 @@ def mixture_of_experts(
     def experts(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
         return grouped_mlp(
             rows, gate_up, down, sizes, row_weights=weights, activation=activation,
-            preactivation=preactivation, precision=precision, implementation=implementation,
+            save_preactivation=save_preactivation, precision=precision, recipe=recipe,
+            implementation=implementation,
         )  # fmt: skip
 
     if expert_axis is None:
@@ -97,8 +101,9 @@ def grouped_mlp(
     *,
     row_weights: ArrayLike | None = None,
     activation: Activation = "silu",
-    preactivation: Preactivation = "save",
+    save_preactivation: bool = True,
     precision: Any = None,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Returns (row_weights * activation(x @ gate) * (x @ up)) @ down, by each row's expert.
@@ -115,7 +120,8 @@ def grouped_mlp(
       group_sizes: (E,) int32, the number of rows of each expert.
       row_weights: (R,), or None for ones.
       activation: of the gate: a name as in `jax_hopper_gemm.matmul`, a function, or None.
-      preactivation, precision, implementation: as in `jax_hopper_gemm.gated_linear_unit`.
+      save_preactivation, precision, recipe, implementation: as in
+        `jax_hopper_gemm.gated_linear_unit`.
 
     Returns:
       (R, D), in the promoted dtype of `x` and the weights.
@@ -129,10 +135,12 @@ def grouped_mlp(
     layers.check_grouped_mlp(x, rights, down, sizes, scale, activation)
     hidden = ops.gated_linear_unit(
         x, (rights[0], rights[1]) if len(rights) == 2 else rights[0], activation=activation,
-        row_scale=scale, group_sizes=sizes, preactivation=preactivation, precision=precision,
-        implementation=implementation,
+        row_scale=scale, group_sizes=sizes, save_preactivation=save_preactivation,
+        precision=precision, recipe=recipe, implementation=implementation,
     )  # fmt: skip
-    return ops.ragged_dot(hidden, down, sizes, precision, implementation=implementation)
+    return ops.ragged_dot(
+        hidden, down, sizes, precision, recipe=recipe, implementation=implementation
+    )
 
 
 def _right_operands(gate_up: Any) -> tuple[jax.Array, ...]:

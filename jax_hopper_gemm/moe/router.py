@@ -121,7 +121,7 @@ def route(
     return arrange(logits, jnp.where(chooses, experts, count), selection, chooses)
 
 
-def router(
+def route_tokens(
     x: ArrayLike,
     kernel: ArrayLike,
     experts_per_token: int,
@@ -145,7 +145,7 @@ def router(
       Other arguments: as in `route`.
     """
     x, kernel = jnp.asarray(x), jnp.asarray(kernel)
-    layers.check_router(x, kernel, experts_per_token, score, selection_bias)
+    layers.check_route_tokens(x, kernel, experts_per_token, score, selection_bias)
     selection = Selection(experts_per_token, score, normalize, scale)
     options: dict[str, Any] = {
         "precision": precision,
@@ -222,7 +222,7 @@ def chosen(values: jax.Array, experts: jax.Array) -> jax.Array:
 
     By selects, whose transpose is no scatter.
     """
-    hit = experts[:, :, None] == jnp.arange(values.shape[1], dtype=experts.dtype)
+    hit = experts[:, :, None] == jnp.arange(values.shape[1], dtype=experts.dtype)[None, None]
     return jnp.sum(jnp.where(hit, values[:, None, :], 0), axis=-1)
 
 
@@ -257,7 +257,7 @@ def sort_by_group(groups: jax.Array, count: int) -> tuple[jax.Array, jax.Array, 
     """
     flat = groups.reshape(-1)
     rows = jnp.arange(flat.size, dtype=jnp.int32)
-    sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+    sizes = jnp.sum(flat[:, None] == jnp.arange(count)[None], axis=0, dtype=jnp.int32)
     _, order = in_order(flat, count)
     positions = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True)
     return sizes, order, positions.reshape(groups.shape)

@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from .accelerate import accelerate as accelerate
-from .accelerate import report_products as report_products
+from .accelerate import explain as explain
 from .checkpoints import from_huggingface as from_huggingface
 from .checkpoints import from_maxtext as from_maxtext
 from .checkpoints import to_huggingface as to_huggingface

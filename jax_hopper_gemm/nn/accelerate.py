@@ -11,6 +11,7 @@ from flax import nnx
 
 from .. import interop, reports
 from ..ops.dense import Implementation
+from ..ops.recipes import Recipe
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -19,7 +20,11 @@ TAG = "jax_hopper_gemm.accelerate"  # of nnx's context, in which objects keep th
 
 
 def accelerate(
-    function: Callable[P, R], *, implementation: Implementation = None, fuse: bool = True
+    function: Callable[P, R],
+    *,
+    implementation: Implementation = None,
+    fuse: bool = True,
+    recipe: Recipe | None = None,
 ) -> Callable[P, R]:
     """`jax_hopper_gemm.accelerate` for functions of Flax nnx modules and optimizers.
 
@@ -36,14 +41,15 @@ def accelerate(
     Args:
       function: a function of modules, optimizers and anything else, positional or by keyword.
         Modules that it closes over must not change.
-      implementation, fuse: as in `jax_hopper_gemm.accelerate`.
+      implementation, fuse, recipe: as in `jax_hopper_gemm.accelerate`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `jax_hopper_gemm.accelerate`.
     """
+    options: dict[str, Any] = {"implementation": implementation, "fuse": fuse, "recipe": recipe}
     if implementation == "xla" or not callable(function):
-        return interop.accelerate(function, implementation=implementation, fuse=fuse)
-    pure = interop.accelerate(_pure(function), implementation=implementation, fuse=fuse)
+        return interop.accelerate(function, **options)
+    pure = interop.accelerate(_pure(function), **options)
 
     @wraps(function)
     def accelerated(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -55,14 +61,16 @@ def accelerate(
     return accelerated
 
 
-def report_products(
+def explain(
     function: Callable[..., Any],
+    /,
     *args: Any,
     implementation: Implementation = None,
     fuse: bool = True,
+    recipe: Recipe | None = None,
     **kwargs: Any,
 ) -> reports.ProductReport:
-    """`jax_hopper_gemm.report_products` for functions of nnx modules, which stay unchanged.
+    """`jax_hopper_gemm.explain` for functions of nnx modules, which stay unchanged.
 
     Modules that share variables need this function.
     """
@@ -70,8 +78,8 @@ def report_products(
         function = _pure(function)
     with nnx.update_context(TAG):
         arguments = nnx.to_tree((args, kwargs), ctxtag=TAG)
-        return reports.report_products(
-            function, arguments, implementation=implementation, fuse=fuse
+        return reports.explain(
+            function, arguments, implementation=implementation, fuse=fuse, recipe=recipe
         )
 
 

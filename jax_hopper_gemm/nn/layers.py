@@ -14,7 +14,8 @@ import jax
 from flax import nnx
 
 from .. import ops
-from ..ops.dense import Implementation, Preactivation
+from ..ops.dense import Implementation
+from ..ops.recipes import Recipe
 from .gate_up import from_pair
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
@@ -30,8 +31,8 @@ class Linear(nnx.Linear):
     Args:
       in_features, out_features, rngs: as in `nnx.Linear`.
       activation: as in `jax_hopper_gemm.matmul`: a name such as "gelu", a function, or None.
-      preactivation: "save" or "recompute", for the gradient: see `jax_hopper_gemm.matmul`.
-      cotangent_dtype, implementation: as in `jax_hopper_gemm.matmul`.
+      save_preactivation: whether the gradient finds it stored: see `jax_hopper_gemm.matmul`.
+      cotangent_dtype, recipe, implementation: as in `jax_hopper_gemm.matmul`.
       **options: the other arguments of `nnx.Linear`, except `dot_general`.
 
     Raises:
@@ -44,8 +45,9 @@ class Linear(nnx.Linear):
         out_features: int,
         *,
         activation: Activation = None,
-        preactivation: Preactivation = "save",
+        save_preactivation: bool = True,
         cotangent_dtype: Any = None,
+        recipe: Recipe | None = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -53,8 +55,9 @@ class Linear(nnx.Linear):
         refuse_dot_general("Linear", "nnx.Linear", options)
         super().__init__(in_features, out_features, rngs=rngs, **options)
         self.activation = activation
-        self.preactivation: Preactivation = preactivation
+        self.save_preactivation = save_preactivation
         self.cotangent_dtype = cotangent_dtype
+        self.recipe: Recipe | None = recipe
         self.implementation: Implementation = implementation
 
     def __call__(self, inputs: Any, out_sharding: Any = None, *, residual: Any = None) -> jax.Array:
@@ -72,9 +75,10 @@ class Linear(nnx.Linear):
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
         return ops.matmul(
             x, kernel, bias=bias, activation=self.activation, residual=residual,
-            preactivation=self.preactivation, precision=self.precision,
+            save_preactivation=self.save_preactivation, precision=self.precision,
             preferred_element_type=self.preferred_element_type, out_sharding=out_sharding,
-            cotangent_dtype=self.cotangent_dtype, implementation=self.implementation,
+            cotangent_dtype=self.cotangent_dtype, recipe=self.recipe,
+            implementation=self.implementation,
         )  # fmt: skip
 
 
@@ -89,8 +93,9 @@ class GatedLinear(nnx.Module):
     Args:
       in_features, out_features: extents of each of the two layers.
       activation: of the gate: "silu" makes SwiGLU, "gelu" GEGLU, "sigmoid" GLU; or a function.
-      preactivation, cotangent_dtype, implementation, rngs, **options: as in `Linear`. Options apply
-        to each of the two layers; names of mesh axes, too, are of (in_features, out_features).
+      save_preactivation, cotangent_dtype, recipe, implementation, rngs, **options: as in `Linear`.
+        Options apply to each of the two layers; names of mesh axes, too, are of (in_features,
+        out_features).
     """
 
     def __init__(
@@ -99,8 +104,9 @@ class GatedLinear(nnx.Module):
         out_features: int,
         *,
         activation: Activation = "silu",
-        preactivation: Preactivation = "save",
+        save_preactivation: bool = True,
         cotangent_dtype: Any = None,
+        recipe: Recipe | None = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -118,8 +124,9 @@ class GatedLinear(nnx.Module):
         self.promote_dtype = gate.promote_dtype
         self.preferred_element_type = gate.preferred_element_type
         self.activation = activation
-        self.preactivation: Preactivation = preactivation
+        self.save_preactivation = save_preactivation
         self.cotangent_dtype = cotangent_dtype
+        self.recipe: Recipe | None = recipe
         self.implementation: Implementation = implementation
 
     def __call__(self, inputs: Any) -> jax.Array:
@@ -127,9 +134,11 @@ class GatedLinear(nnx.Module):
         bias = None if self.bias is None else self.bias[...]
         x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
         return ops.gated_linear_unit(
-            x, kernel, activation=self.activation, bias=bias, preactivation=self.preactivation,
+            x, kernel, activation=self.activation, bias=bias,
+            save_preactivation=self.save_preactivation,
             precision=self.precision, preferred_element_type=self.preferred_element_type,
-            cotangent_dtype=self.cotangent_dtype, implementation=self.implementation,
+            cotangent_dtype=self.cotangent_dtype, recipe=self.recipe,
+            implementation=self.implementation,
         )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Layers for linen: `Dense` (Flax's name for `Linear`), `GatedDense`, `MLP`, `GatedMLP`, `MoE`.
 
 Parameters have the names of the nnx layers, so `up` and `down` accept the parameters of two
-`flax.linen.Dense`; for `gate_up` see `jax_hopper_gemm.nn.from_pair`.
+`flax.linen.Dense`; for `gate_up` see `jax_hopper_gemm.nn.from_pair`. `DelayedDotGeneral` is a
+product for Flax's own layers.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen import fp8_ops
 
 from .. import ops
 from ..moe import Exchange, Score
-from ..ops.dense import Implementation, Preactivation
+from ..ops.dense import Implementation
+from ..ops.recipes import DelayedScaling, Recipe
 from .gate_up import from_pair
 from .layers import Activation, refuse_dot_general
 from .moe import RUN_WITH, initial_experts, with_expert_axis
@@ -29,11 +32,12 @@ class Dense(nn.Dense):
     (features,). `dot_general` and `dot_general_cls` must be None.
 
     Attributes:
-      activation, preactivation, implementation: as in `jax_hopper_gemm.nn.Linear`.
+      activation, save_preactivation, recipe, implementation: as in `jax_hopper_gemm.nn.Linear`.
     """
 
     activation: Activation = None
-    preactivation: Preactivation = "save"
+    save_preactivation: bool = True
+    recipe: Recipe | None = None
     implementation: Implementation = None
 
     @nn.compact
@@ -49,8 +53,8 @@ class Dense(nn.Dense):
         x, kernel, bias = promoted
         return ops.matmul(
             x, kernel, bias=bias, activation=self.activation, residual=residual,
-            preactivation=self.preactivation, precision=self.precision,
-            implementation=self.implementation,
+            save_preactivation=self.save_preactivation, precision=self.precision,
+            recipe=self.recipe, implementation=self.implementation,
         )  # fmt: skip
 
 
@@ -61,11 +65,13 @@ class GatedDense(nn.Dense):
     (2, features). See `jax_hopper_gemm.nn.from_pair`.
 
     Attributes:
-      activation, preactivation, implementation: as in `jax_hopper_gemm.nn.GatedLinear`.
+      activation, save_preactivation, recipe, implementation: as in
+        `jax_hopper_gemm.nn.GatedLinear`.
     """
 
     activation: Activation = "silu"
-    preactivation: Preactivation = "save"
+    save_preactivation: bool = True
+    recipe: Recipe | None = None
     implementation: Implementation = None
 
     @nn.compact
@@ -80,9 +86,39 @@ class GatedDense(nn.Dense):
         promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         x, kernel, bias = promoted
         return ops.gated_linear_unit(
-            x, kernel, activation=self.activation, bias=bias, preactivation=self.preactivation,
-            precision=self.precision, implementation=self.implementation,
+            x, kernel, activation=self.activation, bias=bias,
+            save_preactivation=self.save_preactivation, precision=self.precision,
+            recipe=self.recipe, implementation=self.implementation,
         )  # fmt: skip
+
+
+class DelayedDotGeneral(fp8_ops.Fp8DirectDotGeneralOp):
+    """Delayed scaling on our kernels, in place of Flax's `Fp8DirectDotGeneralOp`.
+
+        nn.Dense(features, dot_general_cls=DelayedDotGeneral)
+
+    Its variables are Flax's: scales and histories in the collection `_overwrite_with_gradient`,
+    whose gradients are their next values. See `jax_hopper_gemm.recipes.DelayedScaling`.
+
+    Attributes:
+      amax_history_length: steps that a scale looks back.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """Multiplies as `jax.lax.dot_general(lhs, rhs, dimension_numbers)`, `rhs` the weights.
+
+        As Flax's, it has the dtype of `rhs` and takes no precision.
+        """
+        lhs, rhs, numbers = args
+        scales = self.input_scale, self.kernel_scale, self.output_grad_scale
+        histories = (
+            self.input_amax_history, self.kernel_amax_history, self.output_grad_amax_history
+        )  # fmt: skip
+        state = DelayedScaling(
+            jnp.concatenate([x.value for x in scales]), jnp.stack([x.value for x in histories]),
+            self.e5m2_dtype.dtype.name,
+        )  # fmt: skip
+        return ops.dot_general(jnp.asarray(lhs, rhs.dtype), rhs, numbers, recipe=state)
 
 
 class MLP(nn.Module):
@@ -91,7 +127,7 @@ class MLP(nn.Module):
     Attributes:
       hidden_features: extent between the layers.
       out_features: extent of the result; that of the input if None.
-      activation, preactivation, implementation: as in `Dense`.
+      activation, save_preactivation, recipe, implementation: as in `Dense`.
       Other attributes: as in `flax.linen.Dense`, for both layers. `down_kernel_init` is
         `kernel_init` if None.
     """
@@ -106,7 +142,8 @@ class MLP(nn.Module):
     kernel_init: Any = nn.Dense.kernel_init
     bias_init: Any = nn.Dense.bias_init
     down_kernel_init: Any = None
-    preactivation: Preactivation = "save"
+    save_preactivation: bool = True
+    recipe: Recipe | None = None
     implementation: Implementation = None
 
     _first_layer: ClassVar[Any] = Dense
@@ -115,10 +152,14 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
         """Maps (..., in) to (..., out_features); adds `residual` of that shape."""
-        names = ("use_bias", "dtype", "param_dtype", "precision", "bias_init", "implementation")
+        names = (
+            "use_bias", "dtype", "param_dtype", "precision", "bias_init", "recipe",
+            "implementation",
+        )  # fmt: skip
         shared: dict[str, Any] = {name: getattr(self, name) for name in names}
         hidden = self._first_layer(
-            self.hidden_features, activation=self.activation, preactivation=self.preactivation,
+            self.hidden_features, activation=self.activation,
+            save_preactivation=self.save_preactivation,
             kernel_init=self.kernel_init, **shared, name=self._first_name,
         )(inputs)  # fmt: skip
         return Dense(
@@ -169,8 +210,9 @@ class MoE(nn.Module):
     token_axes: tuple[str, ...] | None = None
     mesh: Any = None
     exchange: Exchange = "gather"
-    preactivation: Preactivation = "save"
+    save_preactivation: bool = True
     precision: Any = None
+    recipe: Recipe | None = None
     implementation: Implementation = None
 
     @nn.compact

@@ -16,14 +16,15 @@ from jax.sharding import PartitionSpec
 
 from .. import moe
 from ..moe import Exchange, Score, Statistics
-from ..ops.dense import Implementation, Preactivation
+from ..ops.dense import Implementation
+from ..ops.recipes import Recipe
 from .gate_up import from_pair
 from .layers import Activation
 
 RUN_WITH = (
     "experts_per_token", "activation", "score", "normalize", "scale", "dtype", "router_dtype",
-    "expert_axis", "token_axes", "mesh", "exchange", "preactivation", "precision",
-    "implementation",
+    "expert_axis", "token_axes", "mesh", "exchange", "save_preactivation", "precision",
+    "recipe", "implementation",
 )  # fmt: skip
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
@@ -65,7 +66,8 @@ class MoE(nnx.Module):
       mesh: the mesh; None for the one of `jax.set_mesh`.
       exchange: "gather", "all_to_all" or "ragged_all_to_all":
         see `jax_hopper_gemm.moe.mixture_of_experts`.
-      preactivation, precision, implementation: as in `Linear`.
+      save_preactivation, precision, implementation: as in `Linear`.
+      recipe: of the experts' products, as in `Linear`.
       rngs: for the initial values.
     """
 
@@ -93,8 +95,9 @@ class MoE(nnx.Module):
         token_axes: Sequence[str] | None = None,
         mesh: Any = None,
         exchange: Exchange = "gather",
-        preactivation: Preactivation = "save",
+        save_preactivation: bool = True,
         precision: Any = None,
+        recipe: Recipe | None = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -125,8 +128,9 @@ class MoE(nnx.Module):
         self.token_axes = None if token_axes is None else tuple(token_axes)
         self.mesh = mesh
         self.exchange: Exchange = exchange
-        self.preactivation: Preactivation = preactivation
+        self.save_preactivation = save_preactivation
         self.precision = precision
+        self.recipe: Recipe | None = recipe
         self.implementation: Implementation = implementation
 
     def __call__(self, inputs: Any, *, return_statistics: bool = False) -> Any:

@@ -16,13 +16,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
 from ..fusion.memo import memoised
-from ..gemm.product import Implementation, Options, Preactivation, Product
+from ..gemm.product import Implementation, Options, Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
-from .quantized import Quantized, is_quantized, run_quantized
-from .recipes import Recipe, check_recipe, run_recipe
+from .delayed import DelayedScaling, run_delayed
+from .quantized import Quantized, as_quantized, is_quantized, run_quantized
+from .recipes import Recipe, as_recipe, delayed
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
 from .sm_limit import current_max_sms
@@ -43,12 +44,12 @@ def matmul(
     c: ArrayLike | None = None,
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
-    preactivation: Preactivation = "save",
+    save_preactivation: bool = True,
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | DelayedScaling | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> Results:
@@ -86,10 +87,10 @@ def matmul(
         It returns an array or a tuple of arrays. Elementwise operations and the common reductions
         (sums, maxima, softmax, top-k) run in the kernel, everything else after it.
       epilogue_operands: arrays. Arrays that `epilogue` closes over are treated like them.
-      preactivation: the source of the activation's argument where gradients need it: "save" stores
-        it in the forward pass, in the operands' dtype, or in float32 (or a mask of it) if the
-        derivative jumps elsewhere than at zero; "recompute" multiplies again. Either way gradients
-        jump where the function that ran does; but in float16 arguments under 2**-25 count as 0.
+      save_preactivation: whether the forward pass stores the activation's argument where gradients
+        need it: in the operands' dtype, or in float32 (or a mask of it) if the derivative jumps
+        elsewhere than at zero. False multiplies again. Either way gradients jump where the
+        function that ran does; but in float16 arguments under 2**-25 count as 0.
       precision: as in `jax.numpy.matmul`. Products of 16-bit floats are exact in float32, so a
         `Precision` changes nothing on our kernels; of 8-bit floats any but the default adds up in
         float32 each 128 of K. An algorithm that does not accumulate in
@@ -103,7 +104,7 @@ def matmul(
         they are; with anything from `bias` to `epilogue` they have the dtype of 16-bit operands.
       out_sharding: sharding of the product, for explicit mesh axes.
       recipe: one of `jax_hopper_gemm.recipes`: the product and its gradients run in 8 bits, of
-        quantized operands; `b` is the weights. Steps that follow run after the kernel.
+        quantized operands; `b` is the weights.
       implementation: None takes a kernel where it is faster; "hopper" insists on a kernel; "xla" is
         `jax.numpy.matmul` itself, with `jax.numpy` for the epilogue.
       batch_invariant: whether a row has the same bits in every batch, on a kernel or with an error
@@ -121,27 +122,29 @@ def matmul(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     terms = {"alpha": alpha, "c": c, "beta": beta, "bias": bias, "residual": residual}
-    pair = a, b
+    pair = as_quantized("matmul", "a", a), as_quantized("matmul", "b", b)
     a, b = (x.values if isinstance(x, Quantized) else x for x in pair)
     a, b, *arrays = checks.as_arrays("matmul", terms, a=a, b=b)
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
     checks.check_matmul(a, b, terms, activation, preferred_element_type)
     named = named_in(terms)
     steps = Steps("matmul", named, activation_function(activation), epilogue)
+    state = delayed("matmul", recipe, pair, cotangent_dtype)
     options = Options(
-        implementation, precision, preferred_element_type, preactivation,
+        implementation, precision, preferred_element_type, save_preactivation,
         cotangent_dtype=checks.as_cotangent_dtype("matmul", cotangent_dtype),
+        recipe=None if state else as_recipe("matmul", recipe, pair, cotangent_dtype),
     )  # fmt: skip
     operands = tuple(terms[x] for x in named)
-    if recipe is not None:
-        check_recipe("matmul", recipe, pair, cotangent_dtype)
+    if state:
         checks.check_unsharded("matmul", out_sharding)
-        following = (*operands, *epilogue_operands)
         if preferred_element_type is None:
             options = replace(options, preferred_element_type=checks.strong_dtype(terms.get("c")))
-        return run_recipe(recipe, (a, b), checks.matmul_axes(a, b), steps, following, options)
-    if is_quantized(*pair):
+        operands, numbers = (*operands, *epilogue_operands), checks.matmul_axes(a, b)
+        return run_delayed(state, (a, b), numbers, steps, operands, options)
+    if recipe or is_quantized(*pair):
         checks.check_unsharded("matmul", out_sharding)
+    if is_quantized(*pair):
         numbers = checks.matmul_axes(a, b)
         named_pair = ("a", pair[0]), ("b", pair[1])
         operands = (*operands, *epilogue_operands)
@@ -162,10 +165,10 @@ def dot_general(
     *,
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
-    preactivation: Preactivation = "save",
+    save_preactivation: bool = True,
     cotangent_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | DelayedScaling | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> Results:
@@ -181,7 +184,7 @@ def dot_general(
         `matmul`.
       batch_invariant: as in `matmul`.
       recipe: as in `matmul`; `rhs` is the weights.
-      epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
+      epilogue, epilogue_operands, save_preactivation: as in `matmul`; `epilogue` receives the
         result with its axes in the order below.
 
     Returns:
@@ -193,22 +196,24 @@ def dot_general(
       TypeError: an operand is not an array, or `dimension_numbers` has another structure.
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
-    pair = lhs, rhs
+    pair = as_quantized("dot_general", "lhs", lhs), as_quantized("dot_general", "rhs", rhs)
     lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in pair)
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
     steps = Steps("dot_general", epilogue=epilogue)
+    state = delayed("dot_general", recipe, pair, cotangent_dtype)
     options = Options(
-        implementation, precision, preferred_element_type, preactivation,
+        implementation, precision, preferred_element_type, save_preactivation,
         cotangent_dtype=checks.as_cotangent_dtype("dot_general", cotangent_dtype),
+        recipe=None if state else as_recipe("dot_general", recipe, pair, cotangent_dtype),
     )  # fmt: skip
-    if recipe is not None:
-        check_recipe("dot_general", recipe, pair, cotangent_dtype)
+    if state:
         checks.check_unsharded("dot_general", out_sharding)
         following = tuple(epilogue_operands)
-        return run_recipe(recipe, (lhs, rhs), dimension_numbers, steps, following, options)
-    if is_quantized(*pair):
+        return run_delayed(state, (lhs, rhs), dimension_numbers, steps, following, options)
+    if recipe or is_quantized(*pair):
         checks.check_unsharded("dot_general", out_sharding)
+    if is_quantized(*pair):
         named_pair = ("lhs", pair[0]), ("rhs", pair[1])
         return run_quantized(
             "dot_general", named_pair, dimension_numbers, steps, tuple(epilogue_operands), options
@@ -226,7 +231,7 @@ def einsum(
     *operands: ArrayLike,
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
-    preactivation: Preactivation = "save",
+    save_preactivation: bool = True,
     optimize: Any = "auto",
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
@@ -244,7 +249,7 @@ def einsum(
       subscripts: such as "mk,kn->mn".
       *operands: arrays; two with an epilogue.
       optimize: as in `jax.numpy.einsum`: the order of the products of three and more operands.
-      epilogue, epilogue_operands, preactivation: as in `matmul`; `epilogue` receives the
+      epilogue, epilogue_operands, save_preactivation: as in `matmul`; `epilogue` receives the
         result that `subscripts` name.
       precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
         `matmul`.
@@ -265,7 +270,7 @@ def einsum(
         JaxProduct(_einsum, named),
         tuple(arrays), Steps("einsum", epilogue=epilogue), (), epilogue_operands,
         Options(
-            implementation, precision, preferred_element_type, preactivation,
+            implementation, precision, preferred_element_type, save_preactivation,
             cotangent_dtype=checks.as_cotangent_dtype("einsum", cotangent_dtype),
         ),
     )  # fmt: skip

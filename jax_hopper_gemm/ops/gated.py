@@ -14,13 +14,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..fusion.jaxprs import abstract
 from ..fusion.memo import memoised
-from ..gemm.product import Implementation, Options, Preactivation, Product
+from ..gemm.product import Implementation, Options, Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .dense import INLINE
 from .ragged_run import RaggedArrays, run_with_epilogue
+from .recipes import Recipe, as_recipe
 from .replaced import check_kernel_unasked, is_replaced
 from .settled import Settled, settled
 from .sm_limit import current_max_sms
@@ -39,10 +40,11 @@ def gated_linear_unit(
     group_sizes: ArrayLike | None = None,
     group_offset: ArrayLike | None = None,
     row_indices: ArrayLike | None = None,
-    preactivation: Preactivation = "save",
+    save_preactivation: bool = True,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     cotangent_dtype: DTypeLike | None = None,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> jax.Array:
@@ -67,11 +69,13 @@ def gated_linear_unit(
       group_sizes, group_offset: as in `ragged_dot`.
       row_indices: (M,), with `group_sizes`: as in `ragged_dot`; `x` is then (S, K) and `row_scale`
         (M,).
-      preactivation: the source in gradients of the two products, with their biases: "save" stores
-        them in the forward pass; "recompute" multiplies again. The dtypes are as in `matmul`.
+      save_preactivation: whether the forward pass stores the two products, with their biases, for
+        gradients; False multiplies again. The dtypes are as in `matmul`.
       precision: as in `matmul`.
       preferred_element_type: dtype of the result; the promoted dtype of `x` and `weights` if None.
       cotangent_dtype, implementation: as in `matmul`.
+      recipe: as in `matmul`. With block scales the products are two kernels, and the first one's
+        result is stored, in 16 bits for operands of 16 bits.
       batch_invariant: as in `matmul`.
 
     Returns:
@@ -90,14 +94,15 @@ def gated_linear_unit(
     }  # fmt: skip
     sizes, offset, rows = checks.as_arrays(op, groups)
     x, rights, biases, scale = checks.check_gated(
-        x, weights, bias, row_scale, activation, preactivation, implementation,
+        x, weights, bias, row_scale, activation, save_preactivation, implementation,
         checks.GroupArguments(sizes, offset, rows),
     )  # fmt: skip
     gate = Gate(activation_function(activation), scaled=bool(scale))
     scale = tuple(jnp.expand_dims(s, -1) for s in scale)
     options = Options(
-        implementation, precision, preferred_element_type, preactivation, current_max_sms(),
+        implementation, precision, preferred_element_type, save_preactivation, current_max_sms(),
         checks.as_cotangent_dtype(op, cotangent_dtype),
+        recipe=as_recipe(op, recipe, (x, *rights), cotangent_dtype),
     )  # fmt: skip
     options = with_batch_invariance(options)
     if sizes is not None:

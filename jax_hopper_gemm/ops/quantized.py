@@ -19,14 +19,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..gemm.dtypes import QUANTIZED, one_of
 from ..gemm.product import Options
-from ..gemm.spec import PROMOTION_K
+from ..primitives.quantize import BLOCK, quantized
 from ..primitives.scaled_dot import hopper_scaled_dot
 from . import checks
 from .batch_invariance import with_batch_invariance
 from .sm_limit import current_max_sms
 from .steps import SCALES, Steps, traced
-
-BLOCK = PROMOTION_K
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=())
@@ -66,9 +64,10 @@ def quantize(
 ) -> Quantized:
     """Returns an array in 8 bits, each block's largest magnitude as the largest number there is.
 
-    The scale of a block is max(|x|) / largest number of `dtype`: 448, 57344 or 127. Values are
-    rounded to nearest, ties to even. A block of zeros has scale 1. One that holds an infinity has
-    an infinite scale, and its values are NaN or 0; one that holds a NaN has a NaN scale.
+    The scale of a block is max(|x|) / largest number of `dtype`: 448, 57344 or 127; at least
+    2**-126, so that none is subnormal. Values are rounded to nearest, ties to even. A block of
+    zeros has scale 1. One that holds an infinity has an infinite scale, one that holds a NaN a NaN:
+    times its scale, all of it is NaN.
 
     Args:
       x: floats.
@@ -93,46 +92,28 @@ def quantize(
         )
     if any(b not in (None, 1, BLOCK) for b in blocks):
         raise ValueError(f"quantize: block is {blocks}, expected 1, {BLOCK} or None for each axis")
-    wide = x.astype(jnp.float32)
-    split, axes = _split(wide, blocks)
-    largest = jnp.max(jnp.abs(split), axes, keepdims=True, initial=0.0)
-    integer = name == "int8"
-    limit = 127.0 if integer else float(jnp.finfo(dtype).max)
-    scale = jnp.where(largest == 0, 1.0, largest / limit)
-    scaled = jnp.clip(split / scale, -limit, limit)
-    scaled = (jnp.round(scaled) if integer else scaled).astype(dtype)
-    padded = [extent + more for extent, (_, more) in zip(x.shape, _padding(x, blocks), strict=True)]
-    values = scaled.reshape(padded)[tuple(map(slice, x.shape))]
-    return Quantized(values, jnp.squeeze(scale, _inner(blocks)))
+    return Quantized(*quantized(x, dtype, blocks))
 
 
-def _split(x: jax.Array, blocks: Sequence[int | None]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Returns an array with each axis of blocks as two, and the axes that share a scale."""
-    x, shape, axes = jnp.pad(x, _padding(x, blocks)), [], []
-    for extent, block in zip(x.shape, blocks, strict=True):
-        if block == BLOCK:
-            axes.append(len(shape) + 1)
-            shape += [extent // BLOCK, BLOCK]
-        else:
-            axes += [len(shape)] if block is None else []
-            shape.append(extent)
-    return x.reshape(shape), tuple(axes)
+def as_quantized(op: str, name: str, x: Any) -> Any:
+    """Returns Qwix's `QArray` as a `Quantized`, anything else as it is.
 
-
-def _padding(x: jax.Array, blocks: Sequence[int | None]) -> list[tuple[int, int]]:
-    """Returns how many elements each axis lacks of whole blocks."""
-    pairs = zip(x.shape, blocks, strict=True)
-    return [(0, -extent % BLOCK if block == BLOCK else 0) for extent, block in pairs]
-
-
-def _inner(blocks: Sequence[int | None]) -> tuple[int, ...]:
-    """Returns the axes of `_split`'s array that number the elements of a block."""
-    axes, at = [], 0
-    for block in blocks:
-        if block == BLOCK:
-            axes.append(at + 1)
-        at += 2 if block == BLOCK else 1
-    return tuple(axes)
+    Its scales may belong to any number of neighbours: of a multiple of 128 they are repeated for
+    each 128, of others for each element.
+    """
+    if not all(hasattr(x, field) for field in ("qvalue", "scale", "zero_point")):
+        return x
+    if x.zero_point is not None:
+        raise NotImplementedError(
+            f"{op}: {name} is a QArray with a zero point; kernels multiply symmetric ones: "
+            "quantize it without one, or dequantize it"
+        )
+    scale = jnp.asarray(x.scale, jnp.float32)
+    for axis, (extent, count) in enumerate(zip(x.qvalue.shape, scale.shape, strict=True)):
+        tile = extent // count
+        if count > 1 and tile not in (1, BLOCK):
+            scale = jnp.repeat(scale, tile // BLOCK if tile % BLOCK == 0 else tile, axis)
+    return Quantized(x.qvalue, scale)
 
 
 def is_quantized(*operands: Any) -> bool:

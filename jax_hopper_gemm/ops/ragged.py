@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..gemm.product import Implementation, Options, Preactivation
+from ..gemm.product import Implementation, Options
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .ragged_run import BASIC, RaggedArrays, run_product, run_scaled_sum, run_with_epilogue
+from .recipes import Recipe, as_recipe
 from .sm_limit import current_max_sms
 from .steps import Results, Steps, named_in
 
@@ -35,7 +36,8 @@ def ragged_dot(
     activation: str | Activation | None = None,
     epilogue: Callable[..., Results] | None = None,
     epilogue_operands: Sequence[ArrayLike] = (),
-    preactivation: Preactivation = "save",
+    save_preactivation: bool = True,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> Results:
@@ -87,7 +89,9 @@ def ragged_dot(
       epilogue_operands: arrays that broadcast to (M, N); or, of rank 3, (G, 1, N) or (G, 1, 1), an
         entry for each matrix of `rhs`, which the function receives as (M, N) or (M, 1), with each
         row's entry. A gradient by group is a float32 sum of cotangents in the dtype of `lhs`.
-      preactivation: as in `matmul`.
+      save_preactivation: as in `matmul`.
+      recipe: as in `matmul`; `rhs` is the weights. Their gradient, which contracts the rows, runs
+        in 16 bits.
 
     Returns:
       (M, N), dtype `preferred_element_type`, else the promoted dtype of the operands; or what
@@ -108,8 +112,9 @@ def ragged_dot(
     checks.check_ragged_dot(lhs, rhs, groups, implementation, bias, activation)
     plain = bias is None and activation is None and epilogue is None
     options = Options(
-        implementation, precision, preferred_element_type, preactivation, current_max_sms(),
+        implementation, precision, preferred_element_type, save_preactivation, current_max_sms(),
         checks.as_cotangent_dtype(op, cotangent_dtype),
+        recipe=as_recipe(op, recipe, (lhs, rhs), cotangent_dtype),
     )  # fmt: skip
     operands = checks.check_steps(op, epilogue, epilogue_operands, plain, options)
     arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices)
@@ -139,6 +144,7 @@ def ragged_dot_general(
     alpha: ArrayLike | None = None,
     beta: ArrayLike | None = None,
     c: ArrayLike | None = None,
+    recipe: Recipe | None = None,
     implementation: Implementation = None,
     batch_invariant: bool | None = None,
 ) -> jax.Array:
@@ -176,6 +182,7 @@ def ragged_dot_general(
       alpha, beta: numbers or scalar arrays, where the ragged axis is contracted. `beta` is 1 if
         None.
       c: an array of the result's shape, of any dtype.
+      recipe: as in `ragged_dot`; a product that contracts its rows runs in 16 bits.
 
     Returns:
       The axes of `dot_general`'s result, after one of groups if the ragged axis is contracted.
@@ -205,6 +212,7 @@ def ragged_dot_general(
     options = Options(
         implementation, precision, preferred_element_type, max_sms=current_max_sms(),
         cotangent_dtype=checks.as_cotangent_dtype(op, cotangent_dtype),
+        recipe=as_recipe(op, recipe, (lhs, rhs), cotangent_dtype),
     )  # fmt: skip
     if names:
         operands = tuple(terms[name] for name in names)

@@ -120,7 +120,8 @@ def run_product(
         dot_numbers = numbers.dot_dimension_numbers
         return dot_general(
             lhs, rhs, dot_numbers, cotangent_dtype=options.cotangent_dtype,
-            implementation=options.implementation, **as_lax,
+            implementation=options.implementation,
+            recipe=options.recipe and options.recipe.recipe, **as_lax,
         )  # fmt: skip
     if is_explicit(lhs, rhs, sizes):
         if out_sharding is None:
@@ -307,7 +308,7 @@ def _refuse_ours(op: str, reason: str, arrays: RaggedArrays, options: Options) -
         raise NotImplementedError(f"{options.insists}: no kernel runs {op}: {reason}")
     ours = {
         "group_offset": arrays.offset, "row_indices": arrays.rows,
-        "cotangent_dtype": options.cotangent_dtype,
+        "cotangent_dtype": options.cotangent_dtype, "recipe": options.recipe,
     }  # fmt: skip
     for name, argument in ours.items():
         if argument is not None:

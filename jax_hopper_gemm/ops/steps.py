@@ -44,8 +44,7 @@ class Steps:
     def __call__(self, product: jax.Array, *operands: jax.Array) -> Any:
         split = len(self.named)
         terms = {
-            name: _as(product.dtype, x)
-            for name, x in zip(self.named, operands[:split], strict=True)
+            name: _as(product, x) for name, x in zip(self.named, operands[:split], strict=True)
         }
         y = product
         for name in SCALES:
@@ -74,9 +73,9 @@ class Gate:
     def __call__(self, gate: jax.Array, up: jax.Array, *operands: jax.Array) -> jax.Array:
         biases = operands[: len(operands) - self.scaled]
         if biases:
-            gate, up = (y + _as(y.dtype, b) for y, b in zip((gate, up), biases, strict=True))
+            gate, up = (y + _as(y, b) for y, b in zip((gate, up), biases, strict=True))
         hidden = activated("gated_linear_unit", self.activation, gate) * up
-        return _as(hidden.dtype, operands[-1]) * hidden if self.scaled else hidden
+        return _as(hidden, operands[-1]) * hidden if self.scaled else hidden
 
 
 def named_in(terms: Mapping[str, Any]) -> tuple[str, ...]:
@@ -97,10 +96,15 @@ def activated(op: str, activation: Activation | None, y: jax.Array) -> jax.Array
     return out
 
 
-def _as(dtype: Any, operand: jax.Array) -> jax.Array:
-    """Returns an operand in the dtype that a sum of floats is computed in."""
-    inexact = jnp.issubdtype(dtype, np.inexact)
-    return lax.convert_element_type(operand, dtype) if inexact else operand
+def _as(y: jax.Array, operand: jax.Array) -> jax.Array:
+    """Returns an operand in the dtype that a sum of floats is computed in, and of the rank of `y`.
+
+    It broadcasts even where the user tells `jax.numpy` not to promote ranks.
+    """
+    if jnp.issubdtype(y.dtype, np.inexact):
+        operand = lax.convert_element_type(operand, y.dtype)
+    missing = range(y.ndim - operand.ndim)
+    return lax.expand_dims(operand, missing) if operand.ndim and missing else operand
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from ..gemm.product import Options, Product
+from ..gemm.recipes import ByRecipe
 from ..gemm.subscripts import Subscripts
 from ..lowering.devices import padded_partitions, permuted_sharding, with_partitions
 from ..primitives.dot import hopper_dot_p
@@ -42,16 +43,22 @@ def hopper_equations(
     jaxpr: Any,
     options: Options,
     chosen: Callable[[Any, Sequence[Any]], bool] = lambda equation, transposes: True,
+    recipe_of: Callable[[Any], ByRecipe | None] | None = None,
 ) -> list[Any]:
     """Returns the equations of a jaxpr with each `dot_general` replaced by a `hopper_dot`.
 
     It is where `chosen` says so of a product and its transposes. Those that alone use it become
-    part of it, unless a batch axis then comes last: no kernel writes such a result.
+    part of it, unless a batch axis then comes last: no kernel writes such a result. The recipe is
+    that of the options, or what `recipe_of` says of each product.
     """
     transposes = _transposes_of_products(jaxpr, chosen)
     absorbed = {id(transpose) for steps in transposes.values() for transpose in steps}
+
+    def options_of(equation: Any) -> Options:
+        return replace(options, recipe=recipe_of(equation)) if recipe_of else options
+
     return [
-        as_hopper_dot(equation, options, transposes[equation.outvars[0]])
+        as_hopper_dot(equation, options_of(equation), transposes[equation.outvars[0]])
         if equation.primitive is lax.dot_general_p and equation.outvars[0] in transposes
         else equation
         for equation in jaxpr.eqns
@@ -62,12 +69,12 @@ def hopper_equations(
 def as_hopper_dot(equation: Any, options: Options, transposes: Sequence[Any] = ()) -> Any:
     """Returns a `dot_general`, and the transposes after it, as a `hopper_dot`.
 
-    It takes implementation and dtype of cotangents from the `options`.
+    It takes implementation, dtype of cotangents and recipe from the `options`.
     """
     final = _product(equation, transposes, *(atom.aval for atom in equation.invars))
     options = Options(
         options.implementation, final.precision, equation.params["preferred_element_type"],
-        max_sms=current_max_sms(), cotangent_dtype=options.cotangent_dtype,
+        max_sms=current_max_sms(), cotangent_dtype=options.cotangent_dtype, recipe=options.recipe,
     )  # fmt: skip
     options = with_batch_invariance(options)
     params = {"product": Product(final.subscripts, options, final.out_sharding)}

@@ -33,14 +33,14 @@ def multiply(product: Product, lhs: Any, right: Any, *sizes: Any, by_xla: bool =
             parts = list(padded_partitions(sharding, len(product.subscripts.out)))
             sharding = with_partitions(sharding, (*parts[:axis], None, *parts[axis:]))
     whole = replace(product, subscripts=subscripts, out_sharding=sharding)
-    whole = whole.with_options(preactivation="save")
+    whole = whole.with_options(save_preactivation=True)
     return reference_dot(lhs, right, product=whole) if by_xla else hopper_dot(lhs, right, whole)
 
 
 def _multiply_ragged(product: Product, lhs: Any, right: Any, sizes: Any, *, by_xla: bool) -> Any:
     shared = right.ndim == len(product.subscripts.rhs)
     flat = replace(product, subscripts=product.subscripts.without(product.gate_up), batch=0)
-    flat = flat.with_options(preactivation="save")
+    flat = flat.with_options(save_preactivation=True)
     if by_xla:
         flat = flat.with_options(implementation="xla")
     if product.gate_up:  # their columns side by side
@@ -59,8 +59,20 @@ def accumulators_of(
 
     `right_operands` are the right operand; or gate and up, which one array may hold.
     """
+    if product.options.recipe:
+        product, right_operands = apart(product, right_operands)
     arrays = [multiply(product, lhs, right, *sizes, by_xla=by_xla) for right in right_operands]
     return unstacked(arrays, product.gate_up_axis())
+
+
+def apart(product: Product, right_operands: Sequence[Any]) -> tuple[Product, Sequence[Any]]:
+    """Returns a product of gate and of up in two arrays, to a recipe, and these arrays."""
+    if not (letter := product.gate_up):
+        return product, right_operands
+    (both,), letters = right_operands, product.subscripts.rhs
+    axis = both.ndim - len(letters) + letters.index(letter)
+    product = replace(product, subscripts=product.subscripts.without(letter))
+    return product, unstacked(right_operands, axis)
 
 
 def unstacked(arrays: Sequence[Any], axis: int | None) -> list[Any]:

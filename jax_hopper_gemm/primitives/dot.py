@@ -76,30 +76,39 @@ def _ordered(dot: DotGeneral, lhs: Any, rhs: Any) -> tuple[Any, Any]:
 
 
 def _transpose_lhs(cotangent: Any, lhs: Any, rhs: Any, *, product: Product) -> Any:
-    return cotangent_of(lhs.aval, cotangent, rhs, product, product.subscripts.transpose_lhs())
+    return cotangent_of(lhs.aval, cotangent, rhs, product, 1)
 
 
 def _transpose_rhs(cotangent: Any, lhs: Any, rhs: Any, *, product: Product) -> Any:
-    return cotangent_of(rhs.aval, cotangent, lhs, product, product.subscripts.transpose_rhs())
+    return cotangent_of(rhs.aval, cotangent, lhs, product, 0)
 
 
-def cotangent_of(
-    primal: Any, cotangent: Any, other: Any, product: Product, subscripts: Subscripts
-) -> Any:
-    """Returns the gradient of an operand of `product`, which is another product."""
+def cotangent_of(primal: Any, cotangent: Any, other: Any, product: Product, kept: int) -> Any:
+    """Returns the gradient of an operand of `product`, which is another product.
+
+    The `other` operand is the left one, 0, or the right one, 1.
+    """
     sharding = None if primal.sharding.mesh.empty else primal.sharding
-    cotangent, options = entering(primal, cotangent, other, product.options)
+    subscripts = product.subscripts
+    subscripts = subscripts.transpose_lhs() if kept else subscripts.transpose_rhs()
+    cotangent, options = entering(primal, cotangent, other, product.options, kept)
     gradient = replace(product, subscripts=subscripts, options=options, out_sharding=sharding)
     return as_cotangent(primal, hopper_dot_p.bind(cotangent, other, product=gradient))
 
 
-def entering(primal: Any, cotangent: Any, other: Any, options: Options) -> tuple[Any, Options]:
+def entering(
+    primal: Any, cotangent: Any, other: Any, options: Options, kept: int = 0
+) -> tuple[Any, Options]:
     """Returns a cotangent as it is multiplied by `other`, and the options of this product.
 
     With a `cotangent_dtype` that is rounded to it, unless it is complex, and the product has the
-    dtype of `primal`, whose gradient it is, or a wider one of the factors.
+    dtype of `primal`, whose gradient it is, or a wider one of the factors. With a recipe it is
+    rounded to the dtype of `other`, which is the operand `kept`.
     """
     dtype = options.cotangent_dtype
+    if options.recipe:
+        options = replace(options, recipe=options.recipe.of_gradient(kept))
+        dtype = other.dtype
     if dtype is None or not jnp.issubdtype(cotangent.dtype, jnp.floating):
         return cotangent, options
     result = jnp.promote_types(jnp.promote_types(dtype, other.dtype), primal.dtype)
@@ -129,7 +138,9 @@ def batched(product: Product, axis_data: Any, axes: Any) -> Product:
     if sharding is not None:
         partitions = padded_partitions(sharding, len(subscripts.out))
         sharding = with_partitions(sharding, (axis_data.explicit_mesh_axis, *partitions))
-    return replace(product, subscripts=subscripts.batched(*axes), out_sharding=sharding)
+    subscripts = subscripts.batched(*axes)
+    mapped = product.mapped + subscripts.out[0] if product.options.recipe else ""
+    return replace(product, subscripts=subscripts, out_sharding=sharding, mapped=mapped)
 
 
 # Lowering.

@@ -99,14 +99,16 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     moving_dtype = product.options.cotangent_dtype or dtype
     if any(moving_dtype.itemsize < x.dtype.itemsize for x in (lhs, *right_operands)):
         moving_dtype = dtype  # a product's dtype is no narrower than its operands
-    kept_product = product.with_options(preferred_element_type=moving_dtype, preactivation="save")
+    kept_product = product.with_options(
+        preferred_element_type=moving_dtype, save_preactivation=True
+    )
     moved, plane_axis = _product_tangents(primals, tangents, num_b, kept_product)
     count = len(jaxpr.in_avals) - len(operands)
     wrt = list(range(count)) if plane_axis is not None else list(moved)
     wrt += [count + i for i, x in enumerate(still[1 + num_b :]) if not x]
     linear = [*moved.values(), *(x for x in tangents[1 + num_b :] if type(x) is not ad.Zero)]
 
-    recomputed = product.options.preactivation == "recompute"
+    recomputed = not product.options.save_preactivation
     derivative = tangent(jaxpr, wrt, count, dtype, recomputed, moving_dtype)
     needed = derivative.operands
     needed_operands = [x for x, need in zip(operands, needed, strict=True) if need]
@@ -115,7 +117,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
         outputs, residuals = hopper_fused_p.bind(*primals, **params), needed_operands
     elif recomputed:
         again = product.with_options(
-            preferred_element_type=derivative.residuals.out_avals[0].dtype, preactivation="save"
+            preferred_element_type=derivative.residuals.out_avals[0].dtype, save_preactivation=True
         )
         used = tuple(i in derivative.accumulators for i in range(count))
         recompute = Recompute(again, num_b, used)
@@ -306,7 +308,7 @@ def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, product: Product) -
     terms = [(ct, right) for ct, right in pairs if type(ct) is not ad.Zero]
     if not terms:
         return [ad.Zero(lhs.aval), *(None for _ in others)]
-    entered = [entering(lhs.aval, *term, product.options) for term in terms]
+    entered = [entering(lhs.aval, *term, product.options, 1) for term in terms]
     product = replace(product, options=entered[0][1])
     terms = [(ct, right) for (ct, _), (_, right) in zip(entered, terms, strict=True)]
     (cotangent, right), *more = terms
@@ -317,7 +319,7 @@ def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, product: Product) -
         sharding = None if lhs.aval.sharding.mesh.empty else lhs.aval.sharding
         subscripts = product.subscripts.transpose_lhs()
         gradient = replace(product, subscripts=subscripts, out_sharding=sharding)
-        total = cotangent_of(lhs.aval, cotangent, right, product, subscripts)
+        total = cotangent_of(lhs.aval, cotangent, right, product, 1)
     for cotangent, right in more:
         total = _added(total, gradient, cotangent, right, *sizes)
     return [total, *(None for _ in others)]

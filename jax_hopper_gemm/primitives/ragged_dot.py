@@ -96,9 +96,11 @@ def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
 def _transpose(cotangent: Any, lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> list[Any]:
     of_lhs = ad.is_undefined_primal(lhs)
     primal, other = (lhs.aval, rhs) if of_lhs else (rhs.aval, lhs)
-    cotangent, options = entering(primal, cotangent, other, product.options)
-    product = replace(product, options=options)
-    subscripts = product.subscripts
+    cotangent, options = entering(primal, cotangent, other, product.options, 1 if of_lhs else 0)
+    product, subscripts = replace(product, options=options), product.subscripts
+    cotangent_right = subscripts == VARLEN_K or (not of_lhs and subscripts == VARLEN_M_KN)
+    if options.recipe and cotangent_right:
+        product = product.with_options(recipe=options.recipe.swapped())
     if subscripts == VARLEN_K and of_lhs:
         gradient = _by_form(VARLEN_M_NK, rhs, cotangent, sizes, product)
     elif subscripts == VARLEN_K:

@@ -1,24 +1,30 @@
-"""The JAX primitive `hopper_scaled_dot`: a product of 8-bit matrices whose blocks have scales.
+"""The JAX primitive `hopper_scaled_dot`: a product of 8-bit arrays whose blocks have scales.
 
-    "mk,nk->mn" or "bmk,bnk->bmn"; scales (b, rows / 1 or 128, K / 128), rounded up, float32
+Operands have their contracted axes last, behind those of the batch, of groups and the free ones.
+Scales are float32 of (b, rows / 1 or 128, K / 128), rounded up, for so many rows in all and so many
+matrices b; without b where there is one matrix.
 
 Its derivative is that of the operands times their scales, in float32: no rounding is undone and
-none is added. A kernel multiplies the scales in while it adds up; elsewhere XLA multiplies the
-operands first.
+none is added. A kernel multiplies the scales in while it adds up, and computes the function that
+may follow; elsewhere XLA multiplies the operands first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from math import prod
 from typing import Any
 
 import jax
 from jax import lax
 from jax import numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
-from ..fusion.jaxprs import jvp_by
+from ..fusion.jaxprs import ClosedJaxpr, jvp_by
+from ..gemm.groups import GroupedAxis
 from ..gemm.product import Options, Product
 from ..gemm.spec import PROMOTION_K
 from ..gemm.subscripts import Subscripts
@@ -28,6 +34,7 @@ from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.route import Request
 from .define import Rules, define_primitive, mapped_first
 from .dot import reference_dot
+from .ragged_reference import reference_ragged_dot
 
 SCALED = Subscripts.parse("mk,nk->mn")
 BATCHED = Subscripts.parse("bmk,bnk->bmn")
@@ -36,9 +43,33 @@ BATCHED = Subscripts.parse("bmk,bnk->bmn")
 def hopper_scaled_dot(
     lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, options: Options
 ) -> jax.Array:
-    """Returns the product; `preferred_element_type` of the options is its dtype."""
+    """Returns the product of two matrices, or of as many pairs.
+
+    `preferred_element_type` of the options is its dtype.
+    """
     product = Product(BATCHED if lhs.ndim == 3 else SCALED, options)
-    return hopper_scaled_dot_p.bind(lhs, rhs, lhs_scale, rhs_scale, product=product)
+    return scaled_dot((lhs, rhs), (lhs_scale, rhs_scale), product)[0]
+
+
+def scaled_dot(
+    pair: tuple[Any, Any],
+    scales: tuple[Any, Any],
+    product: Product,
+    operands: Sequence[Any] = (),
+    jaxpr: ClosedJaxpr | None = None,
+    in_place: tuple[int | None, ...] = (),
+) -> list[Any]:
+    """Returns the product, or what a function computes from it.
+
+    Args:
+      pair, scales: as the module says.
+      operands: of the function; of a ragged product sizes come first, with or without one.
+      jaxpr: the function of the float32 product and the operands.
+      in_place: as in `fused_dot`.
+    """
+    return hopper_scaled_dot_p.bind(
+        *pair, *scales, *operands, product=product, jaxpr=jaxpr, in_place=in_place
+    )
 
 
 def block_of(rows: int, scales: int) -> int:
@@ -46,59 +77,106 @@ def block_of(rows: int, scales: int) -> int:
     return 1 if scales == rows else PROMOTION_K
 
 
-def dequantized(values: Any, scale: Any) -> jax.Array:
+def _matrices(shape: Sequence[int], scale: Any, contracted: int) -> tuple[int, ...]:
+    """Returns the shape of an operand as its scales have it: (b, rows, K)."""
+    lead = scale.shape[:-2]
+    k = prod(shape[len(shape) - contracted :])
+    return *lead, prod(shape[: len(shape) - contracted]) // prod(lead), k
+
+
+def dequantized(values: Any, scale: Any, contracted: int = 1) -> jax.Array:
     """Returns an operand times its scales, in float32."""
-    rows, k = values.shape[-2:]
+    *lead, rows, k = _matrices(values.shape, scale, contracted)
     block = block_of(rows, scale.shape[-2])
-    each = jnp.repeat(jnp.repeat(scale, block, -2), PROMOTION_K, -1)
-    return values.astype(jnp.float32) * each[..., :rows, :k]
+    each = jnp.repeat(jnp.repeat(scale, block, -2), PROMOTION_K, -1)[..., :rows, :k]
+    matrices = values.astype(jnp.float32).reshape(*lead, rows, k)
+    return (matrices * each).reshape(values.shape)
 
 
-def _reference(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, *, product: Product) -> Any:
-    """The product as XLA computes it."""
-    whole = product.with_options(precision=(lax.Precision.HIGHEST,) * 2)
-    return reference_dot(dequantized(lhs, lhs_scale), dequantized(rhs, rhs_scale), product=whole)
+def _reference(
+    *args: Any,
+    product: Product,
+    jaxpr: ClosedJaxpr | None,
+    in_place: tuple[int | None, ...],
+) -> list[Any]:
+    """The results as XLA computes them."""
+    del in_place
+    (lhs, rhs, lhs_scale, rhs_scale), operands = args[:4], args[4:]
+    whole = product.with_options(precision=(lax.Precision.HIGHEST,) * 2, implementation="xla")
+    if jaxpr:
+        whole = whole.with_options(preferred_element_type=jnp.dtype("float32"))
+    count = len(product.subscripts.contracted)
+    pair = dequantized(lhs, lhs_scale, count), dequantized(rhs, rhs_scale, count)
+    if product.groups:
+        out = reference_ragged_dot(*pair, operands[0], product=whole)
+    else:
+        wide = whole.with_options(preferred_element_type=jnp.dtype("float32"))
+        out = reference_dot(*pair, product=wide).astype(whole.options.preferred_element_type)
+    return jaxpr_as_fun(jaxpr)(out, *operands) if jaxpr else [out]
 
 
-def _jvp(primals: Any, tangents: Any, *, product: Product) -> tuple[Any, Any]:
-    _, (tangent,) = jvp_by(lambda *x: [_reference(*x, product=product)], primals, tangents)
-    return hopper_scaled_dot_p.bind(*primals, product=product), tangent
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    _, tangents = jvp_by(partial(_reference, **params), primals, tangents)
+    return hopper_scaled_dot_p.bind(*primals, **params), tangents
 
 
-def _batch(axis_data: Any, operands: Any, axes: Any, *, product: Product) -> tuple[Any, int]:
+def _batch(
+    axis_data: Any, operands: Any, axes: Any, *, product: Product, **params: Any
+) -> tuple[list[Any], list[int]]:
     """The matrices of all batches follow one another."""
+    assert product.subscripts in (SCALED, BATCHED) and params["jaxpr"] is None
     size = axis_data.size
     mapped = [mapped_first(size, x, axis) for x, axis in zip(operands, axes, strict=True)]
     if product.subscripts == SCALED:
         whole = replace(product, subscripts=BATCHED)
-        return hopper_scaled_dot_p.bind(*mapped, product=whole), 0
+        return hopper_scaled_dot_p.bind(*mapped, product=whole, **params), [0]
     flat = [x.reshape(-1, *x.shape[2:]) for x in mapped]
-    result = hopper_scaled_dot_p.bind(*flat, product=product)
-    return result.reshape(size, -1, *result.shape[1:]), 0
+    (result,) = hopper_scaled_dot_p.bind(*flat, product=product, **params)
+    return [result.reshape(size, -1, *result.shape[1:])], [0]
 
 
-def _request_of(avals: Sequence[Any], out_avals: Sequence[Any], *, product: Product) -> Request:
-    (lhs, rhs, *scales), (out,) = avals, out_avals
-    pairs = zip((lhs, rhs), scales, strict=True)
-    blocks: Any = tuple(block_of(x.shape[-2], scale.shape[-2]) for x, scale in pairs)
-    return Request(
-        product.subscripts, lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name, out.dtype.name,
-        product.options, blocks=blocks,
+def _request_of(
+    avals: Sequence[Any],
+    out_avals: Sequence[Any],
+    *,
+    product: Product,
+    jaxpr: ClosedJaxpr | None,
+    in_place: tuple[int | None, ...],
+) -> Request:
+    lhs, rhs, *scales = avals[:4]
+    count = len(product.subscripts.contracted)
+    matrices = (_matrices(x.shape, y, count) for x, y in zip((lhs, rhs), scales, strict=True))
+    blocks: Any = tuple(block_of(x[-2], y.shape[-2]) for x, y in zip(matrices, scales, strict=True))
+    request = Request(
+        product.subscripts, lhs.shape, lhs.dtype.name, rhs.shape, rhs.dtype.name,
+        out_avals[0].dtype.name, product.options, function=jaxpr, blocks=blocks,
     )  # fmt: skip
+    if product.groups is None:
+        return request
+    axis = GroupedAxis.of(product.subscripts, product.groups, avals[4].shape[0])
+    return replace(request, groups=axis, sizes_operand=0 if jaxpr else None)
 
 
 _lower_to_xla = lower_fun_once(_reference)
 
 
-def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, product: Product) -> Any:
-    request = _request_of(ctx.avals_in, ctx.avals_out, product=product)
-    call = Call(request, tuple(values[:2]), scales=tuple(values[2:]))
-    return lower_call(ctx, call) or _lower_to_xla(ctx, *values, product=product)
+def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+    product = params["product"]
+    if product.options.implementation == "xla":
+        return _lower_to_xla(ctx, *values, **params)
+    request = _request_of(ctx.avals_in, ctx.avals_out, **params)
+    follows = slice(4, None) if params["jaxpr"] else slice(0)
+    call = Call(
+        request, tuple(values[:2]), tuple(values[follows]), tuple(ctx.avals_in[follows]),
+        params["in_place"], sizes=values[4] if product.groups else None, scales=tuple(values[2:4]),
+    )  # fmt: skip
+    return lower_call(ctx, call) or _lower_to_xla(ctx, *values, **params)
 
 
 hopper_scaled_dot_p = define_primitive(
     "hopper_scaled_dot",
     _reference,
+    multiple_results=True,
     rules=Rules(jvp=_jvp, batch=_batch),
     lowering=Lowering(_lower_for_cuda),
     request_of=_request_of,

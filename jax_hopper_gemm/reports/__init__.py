@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
+from .explain import explain as explain
 from .explanation import Explanation as Explanation
-from .explanation import explain as explain
-from .explanation import explain_gated_linear_unit as explain_gated_linear_unit
-from .explanation import supports as supports
 from .product_report import FoundProduct as FoundProduct
 from .product_report import ProductReport as ProductReport
-from .product_report import report_products as report_products

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -12,15 +12,10 @@ from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from ..lowering.origins import Origin, Step, source_of
+from ..lowering.register import EXPANDED
 from ..lowering.route import Request
 from ..primitives.define import PRODUCTS, apart_of, request_of
 from ..primitives.rows import pick_rows_p, sum_rows_p
-
-# Arguments that are arrays, or tuples of such; others are part of the program.
-ARRAYS = (
-    "bias", "residual", "alpha", "beta", "c", "epilogue_operands", "group_sizes", "group_offset",
-    "row_indices", "row_scale",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,29 +57,17 @@ class TracedProduct:
         program = Program(jax.make_jaxpr(function)(*avals), self.program, self.equation)
         equation = next(e for e in program.jaxpr.eqns if e.primitive in PRODUCTS)
         assert self.request.function
-        return TracedProduct(program, equation, _operations(self.request.function.jaxpr.eqns))
+        return TracedProduct(program, equation, operations_of(self.request.function.jaxpr.eqns))
 
 
-def traced_product(
-    function: Callable[..., Any], a: Any, b: Any, options: dict[str, Any]
-) -> TracedProduct | None:
-    """Returns the product that `function(a, b, **options)` becomes; None if JAX's own does it."""
-    arrays = {
-        name: x
-        for name, x in options.items()
-        if name in ARRAYS and any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x))
-    }
-
-    def call(a: Any, b: Any, arrays: dict[str, Any]) -> Any:
-        return function(a, b, **{**options, **arrays})
-
-    program = Program(jax.make_jaxpr(call)(a, b, arrays))
-    equations = program.jaxpr.eqns
-    numbers = [i for i, e in enumerate(equations) if e.primitive in PRODUCTS]
-    if not numbers:
+def by_recipe(program: Program, equation: Any) -> Program | None:
+    """Returns what a product by a recipe is lowered as; None for any other equation."""
+    product = equation.params.get("product")
+    if equation.primitive not in EXPANDED or not product.options.recipe:
         return None
-    (i,) = numbers
-    return TracedProduct(program, equations[i], _operations(equations[i + 1 :]))
+    function = partial(EXPANDED[equation.primitive], **equation.params)
+    inner = jax.make_jaxpr(function)(*(atom.aval for atom in equation.invars))
+    return Program(inner, program, equation)
 
 
 # Operations that say where elements lie, which rows are live and what the dtype is, not what is
@@ -95,13 +78,13 @@ SILENT = (
 )  # fmt: skip
 
 
-def _operations(equations: Sequence[Any]) -> tuple[str, ...]:
+def operations_of(equations: Sequence[Any]) -> tuple[str, ...]:
     """Returns the names of what equations compute, each once, in order."""
     names: list[str] = []
     for equation in equations:
         inner = list(jaxprs_in_params(equation.params))
         for jaxpr in inner:
-            names += _operations(getattr(jaxpr, "jaxpr", jaxpr).eqns)
+            names += operations_of(getattr(jaxpr, "jaxpr", jaxpr).eqns)
         if not inner and equation.primitive.name not in SILENT:
             names.append(equation.primitive.name)
     return tuple(dict.fromkeys(names))

@@ -1,9 +1,9 @@
-"""`report_products`: which products of a function are taken, which are not, and why."""
+"""`ProductReport`: which products of a program are taken, which are not, and why."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -12,18 +12,17 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import jaxprs_in_params
 
-from ..gemm.groups import GROUP
 from ..gemm.product import Options
 from ..interop.fuse_jaxpr import refusals, saved_us
-from ..interop.rewrite_jaxpr import ENTERED, RAGGED, Rewriting, reason_left, rewritten, traced_call
-from ..lowering.route import Request, array_text
-from ..ops import checks
+from ..interop.rewrite_jaxpr import ENTERED, RAGGED, Rewriting, reason_left
+from ..lowering.route import array_text
 from ..ops.dense import Implementation
 from ..ops.substitute import as_hopper_dot
 from ..primitives.define import PRODUCTS, request_of
+from ..primitives.experimental import flops_of
 from ..primitives.fused_dot import hopper_fused_p
 from .explanation import Explanation, explanation_of
-from .find_product import Program, TracedProduct
+from .find_product import Program, TracedProduct, by_recipe
 
 
 @dataclass(frozen=True)
@@ -132,32 +131,7 @@ class ProductReport:
         return lines
 
 
-def report_products(
-    function: Callable[..., Any],
-    *args: Any,
-    implementation: Implementation = None,
-    fuse: bool = True,
-    **kwargs: Any,
-) -> ProductReport:
-    """Returns what `accelerate(function)` does with each product, on this process's GPU or an H200.
-
-    The function is traced, not run. Products of loops, branches and calls are listed once, with
-    what is around them; those of derivatives where the function takes them, as `jax.grad(f)` does.
-    Whether XLA partitions the program over several devices is not known while tracing.
-
-    Args:
-      function: any function that `accelerate` takes, or one that it returned.
-      *args, **kwargs: the function's; arrays may be `jax.ShapeDtypeStruct`s.
-      implementation, fuse: as in `accelerate`.
-    """
-    checks.check_accelerated("report_products", function, implementation, fuse)
-    program, _, _ = traced_call(function, args, kwargs)
-    if implementation != "xla":
-        program = rewritten(program, Rewriting(implementation, fuse))
-    return ProductReport(tuple(_products_in(Program(program), Rewriting(implementation, fuse))))
-
-
-def _products_in(
+def products_in(
     program: Program,
     rewriting: Rewriting,
     within: tuple[str, ...] = (),
@@ -175,12 +149,17 @@ def _products_in(
     reasons = refusals(equations, program.jaxpr.outvars) if asked else {}
     for number, equation in enumerate(equations):
         name = equation.primitive.name
-        if equation.primitive in PRODUCTS:
+        if inside := by_recipe(program, equation):
+            line = source_info_util.summarize(equation.source_info)
+            apart = rewriting._replace(fuse=False)
+            for product in products_in(inside, apart, within, closed_to, runs):
+                yield replace(product, line=line)
+        elif equation.primitive in PRODUCTS:
             product = replace(_taken(program, equation, reasons.get(number)), within=within)
             yield replace(product, flops=runs * product.flops, runs=runs)
         elif equation.primitive is lax.dot_general_p or name == RAGGED:
-            product = replace(_left(equation, rewriting.implementation, closed_to), within=within)
-            yield replace(product, flops=runs * product.flops, runs=runs)
+            product = jaxs_own(equation, rewriting.implementation, closed_to)
+            yield replace(product, within=within, flops=runs * product.flops, runs=runs)
         else:
             outside = closed_to or (None if name in ENTERED else name)
             inner = list(jaxprs_in_params(equation.params))
@@ -188,30 +167,34 @@ def _products_in(
             for i, jaxpr in enumerate(inner):
                 place = (*within, _name_of(equation, i))
                 inside = program.inner(equation, jaxpr)
-                yield from _products_in(inside, rewriting, place, outside, times)
+                yield from products_in(inside, rewriting, place, outside, times)
 
 
 def _taken(program: Program, equation: Any, refusal: str | None) -> FoundProduct:
     product = equation.params["product"]
     explanation = explanation_of(TracedProduct(program, equation), product.options.implementation)
     saved, fused = 0.0, ""
-    if equation.primitive is hopper_fused_p and explanation.path == "hopper":
-        saved, fused = saved_us(equation), f"fused: {explanation.epilogue}"
+    if explanation.path == "hopper" and explanation.epilogue:
+        saved = saved_us(equation) if equation.primitive is hopper_fused_p else 0.0
+        fused = f"fused: {explanation.epilogue}"
     elif refusal:
         fused = f"not fused: {refusal}"
     return FoundProduct(
         explanation.product, source_info_util.summarize(equation.source_info), (), True,
-        explanation.path, explanation.reason, explanation, _flops(request_of(equation)), fused,
+        explanation.path, explanation.reason, explanation, flops_of(request_of(equation)), fused,
         saved,
     )  # fmt: skip
 
 
-def _left(equation: Any, implementation: Implementation, closed_to: str | None) -> FoundProduct:
+def jaxs_own(
+    equation: Any, implementation: Implementation = None, closed_to: str | None = None
+) -> FoundProduct:
+    """Returns a product of JAX, or of JAX's grouped ones, that stays its own."""
     avals = [atom.aval for atom in equation.invars[:2]]
     text = " x ".join(array_text(x.shape, x.dtype.name) for x in avals)
     if equation.primitive is lax.dot_general_p:
         request = request_of(as_hopper_dot(equation, Options()))
-        text, flops = str(request), _flops(request)
+        text, flops = str(request), flops_of(request)
     else:
         flops = 2 * prod(avals[0].shape) * avals[1].shape[-1]
     if implementation == "xla":
@@ -222,16 +205,6 @@ def _left(equation: Any, implementation: Implementation, closed_to: str | None) 
         reason = str(reason_left(equation))
     line = source_info_util.summarize(equation.source_info)
     return FoundProduct(text, line, (), False, "xla", reason, flops=flops)
-
-
-def _flops(request: Request) -> int:
-    """Returns the multiplications and additions of a product of known extents, else 0."""
-    extents = request.extents
-    if request.groups:  # each row belongs to one group
-        extents = {letter: extent for letter, extent in extents.items() if letter != GROUP}
-    if not all(isinstance(extent, int) for extent in extents.values()):
-        return 0
-    return 2 * prod(extents.values()) * request.num_b
 
 
 def _name_of(equation: Any, index: int) -> str:

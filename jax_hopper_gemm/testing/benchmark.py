@@ -1,17 +1,14 @@
 """Times dense products: ours, XLA's and Pallas's, taking turns on the same random inputs.
 
-`benchmarks/dense.py` and `python -m jax_hopper_gemm bench` are both this module.
+`python -m jax_hopper_gemm bench` and `benchmarks/dense.py` are the command lines.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +23,7 @@ from ..launch.ffi_target import TARGET
 from ..launch.plan import make_plan
 from ..lowering.emit import launch_attributes
 from ..lowering.route import current_device
-from . import results, shapes, timing
+from . import shapes, timing
 from .results import Row
 
 # Makes a jitted function of (a, b) for a problem and its sets of inputs; None: cannot run it.
@@ -194,54 +191,6 @@ def environment() -> dict[str, Any]:
         "jax": jax.__version__,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command line that `main` reads."""
-    parser.add_argument(
-        "suites", nargs="*", default=["bars"], help=f"of {', '.join(shapes.SUITES)} [bars]"
-    )
-    parser.add_argument("--regime", choices=(*REGIMES, "both"), default="burst")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each candidate")
-    parser.add_argument("--without", nargs="+", default=[], help="candidates to leave out")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--plot", type=Path, help="write a picture (needs matplotlib)")
-
-
-def main(arguments: argparse.Namespace, extra: Mapping[str, Maker] | None = None) -> int:
-    """Runs the benchmark that the command line asks for; returns the exit status.
-
-    Args:
-      arguments: as `add_arguments` declares them.
-      extra: candidates besides `MAKERS`.
-    """
-    makers = {
-        name: make
-        for name, make in {**MAKERS, **(extra or {})}.items()
-        if name not in arguments.without
-    }
-    problems = dict.fromkeys(p for name in arguments.suites for p in shapes.suite(name))
-    regimes, facts = begin(arguments.regime, results.HEADER)
-    rows = run(
-        problems, regimes, makers, arguments.rounds,
-        report=lambda row: print(results.format_row(row), flush=True),
-    )  # fmt: skip
-    totals = results.summary(rows)
-    for name, total in totals.items():
-        print(
-            f"XLA / {name}: geometric mean {total['geometric_mean']:.3f}, "
-            f"minimum {total['minimum']:.3f} at {total['minimum_at']} ({total['problems']})"
-        )
-    if arguments.json:
-        document = {
-            "environment": facts,
-            "summary": totals,
-            "rows": [row.to_dict() for row in rows],
-        }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    if arguments.plot and not results.plot(rows, arguments.plot, facts["device"]):
-        print("no plot: matplotlib is not installed")
-    return 0
 
 
 def _time(

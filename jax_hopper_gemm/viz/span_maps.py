@@ -56,18 +56,26 @@ def clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[int])
 
 
 def draw_clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[int]) -> Any:
-    """Draws `clipped_rows` as a table: green inside the map, hatched outside."""
+    """Draws `clipped_rows` as a table, what the map clips hatched.
+
+    The second and third coordinates are those of every row, so they are said once, on top.
+    """
     from matplotlib.patches import Rectangle
 
     box_rows = clipped_rows(span_map, first, end, rows)
-    heads = ("row of the box", "coordinate 1", "coordinate 2", "coordinate 3", "row of the array")
-    figure, axis = subplots(1, 1, (10, 0.9 + 0.32 * len(box_rows)))
+    first_extent, *others = map(_by_extent, span_map.dims[1:])
+    heads = (
+        "row of the box", f"coordinate 1\nof extent {first_extent}", "row of the array that\n"
+        "the coordinates lead to", "copied",
+    )  # fmt: skip
+    figure, axis = subplots(1, 1, (8.5, 1.3 + 0.32 * len(box_rows)))
     for y, row in enumerate(box_rows):
         colour, hatch = ("#95d5b2", None) if row.inside else ("white", "///")
         axis.add_patch(
             Rectangle((0, y), len(heads), 1, facecolor=colour, edgecolor="#bbbbbb", hatch=hatch)
         )
-        texts = [str(row.row), *map(_by_extent, row.coordinates), str(row.address)]
+        copied = "yes" if row.inside else "no, clipped"
+        texts = [str(row.row), _by_extent(row.coordinates[0]), str(row.address), copied]
         for x, text in enumerate(texts):
             axis.text(
                 x + 0.5, y + 0.5, text, ha="center", va="center",
@@ -75,9 +83,11 @@ def draw_clipped_rows(span_map: TensorMap, first: int, end: int, rows: Iterable[
             )  # fmt: skip
     axis.set_xlim(0, len(heads))
     axis.set_ylim(len(box_rows), 0)
-    extents = ("", *(f"\nextent {_by_extent(extent)}" for extent in span_map.dims[1:]), "")
-    labels = [head + extent for head, extent in zip(heads, extents, strict=True)]
-    axis.set_xticks([i + 0.5 for i in range(len(heads))], labels)
+    pairs = zip(map(_by_extent, box_rows[0].coordinates[1:]), others, strict=True)
+    second, third = (f"{coordinate} of extent {extent}" for coordinate, extent in pairs)
+    title = f"a group that ends at row {end}; coordinate 2: {second}; 3: {third}"
+    axis.set_title(title, fontsize=9)
+    axis.set_xticks([i + 0.5 for i in range(len(heads))], heads)
     axis.xaxis.tick_top()
     axis.set_yticks([])
     axis.tick_params(length=0)

@@ -130,10 +130,19 @@ class _Simulation:
 def draw_timeline(
     problem: GemmProblem, specs: Sequence[GemmSpec], device: Device, tiles: int = 3
 ) -> Any:
-    """Draws `timeline` for each kernel on one scale; a colour for each tile."""
+    """Draws `timeline` for each kernel on one scale, the same work each; a colour for each tile.
+
+    Args:
+      tiles: number of the largest kernel's tiles; the others compute as many elements.
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
     figure, axes = subplots(len(specs), 1, (13, 2.6 * len(specs)), squeeze=False, sharex=True)
+    elements = tiles * max(spec.tile_m * spec.tile_n for spec in specs)
     for axis, spec in zip(axes[:, 0], specs, strict=True):
-        spans = timeline(problem, spec, device, tiles)
+        count = elements // (spec.tile_m * spec.tile_n)
+        spans = timeline(problem, spec, device, count)
         actors = ["loader", *(f"math {w}" for w in range(spec.math_warpgroups))]
         actors += [f"stores {w}" for w in range(spec.math_warpgroups)]
         for span in spans:
@@ -148,6 +157,17 @@ def draw_timeline(
             )  # fmt: skip
         axis.set_yticks(range(len(actors)), actors)
         axis.invert_yaxis()
-        axis.set_title(f"{spec.warp_schedule}: {spec.name}", fontsize=9, loc="left")
-    axes[-1, 0].set_xlabel("cycles by the cost model; a colour a tile, hatched: epilogue")
+        tile = f"{count} tiles of {spec.tile_m}x{spec.tile_n}"
+        axis.set_title(f"{spec.warp_schedule}, {tile}: {spec.name}", fontsize=9, loc="left")
+    axes[-1, 0].set_xlabel("cycles by the cost model")
+    colour = TILE_COLOURS[0]
+    figure.legend(
+        handles=[
+            Patch(color=colour, label="a k-tile: loaded, multiplied"),
+            Patch(facecolor=colour, edgecolor="white", hatch="///", label="a tile's epilogue"),
+            Line2D([], [], color=colour, marker="|", linestyle="", label="a store is issued"),
+            Patch(facecolor="none", label="each tile has a colour of its own"),
+        ],
+        loc="outside lower center", ncols=4, frameon=False,
+    )  # fmt: skip
     return figure

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import moe
+from jax_hopper_gemm import moe, reports
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -45,10 +45,10 @@ assert_type(moe.grouped_mlp(x, experts, experts, sizes), jax.Array)
 
 fast = jhg.accelerate(step)
 assert_type(fast(x, rate=0.1), dict[str, jax.Array])
-report = jhg.report_products(step, x, rate=0.1)
+report = jhg.explain(step, x, rate=0.1)
 assert_type(report, jhg.ProductReport)
-assert_type(report.products[0], jhg.FoundProduct)
+assert_type(report.products[0], reports.FoundProduct)
 assert_type(report.kernel_share, float)
-assert_type(jhg.explain(x, w, bias=w[0]), jhg.Explanation)
-assert_type(jhg.explain_gated_linear_unit(x, (w, w)).reason, str)
-assert_type(jhg.supports(x, w), tuple[bool, str])
+assert_type(jhg.explain(jhg.matmul, x, w, bias=w[0]), jhg.Explanation)
+assert_type(jhg.explain(jhg.gated_linear_unit, x, (w, w)).reason, str)
+assert_type(jhg.explain(jax.jit(step), x, rate=0.1).flops, int)

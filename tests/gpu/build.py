@@ -26,8 +26,17 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # `moe
 import jax
 import nnx_step
 import notebook_block
+import train_recipes
 from moe_programs import moe_specs
-from support import eight_bit, float32, random_grouped, random_products, sgemm, training_step
+from support import (
+    eight_bit,
+    float32,
+    random_grouped,
+    random_products,
+    recipe_programs,
+    sgemm,
+    training_step,
+)
 from support.fused_programs import FUSED_PROGRAMS
 from support.grouped_programs import GROUPED_PROGRAMS
 from support.invariant_programs import invariant_specs
@@ -68,6 +77,7 @@ def main() -> int:
         help="only those of mixtures of experts, on one GPU and several",
     )
     parser.add_argument("--eight-bit", action="store_true", help="only those of operands of 8 bits")
+    parser.add_argument("--recipes", action="store_true", help="only those of test_recipes.py")
     parser.add_argument(
         "--overlap", action="store_true", help="only those of collective products, on several GPUs"
     )
@@ -92,7 +102,12 @@ def main() -> int:
     elif arguments.float32:
         specs = float32_specs()
     elif arguments.eight_bit:
-        specs = [*eight_bit_specs(), *block_specs(), *eight_bit_variants(), *eight_bit.specs()]
+        specs = [
+            *eight_bit_specs(), *block_specs(), *eight_bit_variants(), *eight_bit.specs(),
+            *recipe_specs(),
+        ]  # fmt: skip
+    elif arguments.recipes:
+        specs = recipe_specs()
     else:
         specs = all_specs()
     report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
@@ -102,6 +117,12 @@ def main() -> int:
 
 def float32_specs() -> list[GemmSpec]:
     return [*parts_specs(), *float32.specs(), *sgemm.specs()]
+
+
+def recipe_specs() -> list[GemmSpec]:
+    small = train_recipes.Setting(128, 2, 4, 128, 8, steps=100)
+    trained = train_recipes.specs(small, list(train_recipes.RECIPES))
+    return list(dict.fromkeys([*recipe_programs.specs(), *trained]))
 
 
 def all_specs() -> list[GemmSpec]:
@@ -136,6 +157,7 @@ def all_specs() -> list[GemmSpec]:
                 *block_specs(),
                 *eight_bit.specs(),
                 *float32_specs(),
+                *recipe_specs(),
             )
         )
     )

@@ -77,7 +77,7 @@ def test_exchanged_rows_have_the_bits_of_one_gpu(program, exchange, mesh):
     them, which is not the same in both programs."""
     x, router, gate_up, down, cotangent = program.arguments()
     bias = None if program.bias is None else np.array(program.bias, np.float32)
-    routing = moe.router(x, router, program.k, selection_bias=bias)
+    routing = moe.route_tokens(x, router, program.k, selection_bias=bias)
     arguments = (
         np.asarray(x), *map(np.asarray, (routing.weights, routing.experts)), gate_up, down,
         cotangent,
@@ -126,7 +126,7 @@ def test_the_layer_of_flax_has_the_gradients_of_one_gpu(exchange, mesh):
     here = jax.jit(SPREAD.step)(*arguments)
     SPREAD.assert_as_good(found, here, SPREAD.exact(arguments), summed(exchange, mesh))
     load = np.asarray(statistics.load)
-    expected = moe.router(x, router, SPREAD.k).statistics.load
+    expected = moe.route_tokens(x, router, SPREAD.k).statistics.load
     np.testing.assert_array_equal(load, expected)
 
 

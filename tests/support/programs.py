@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.ops import gated_linear_unit, matmul
+from jax_hopper_gemm.ops import einsum, gated_linear_unit, matmul
 from jax_hopper_gemm.testing.lowered import specs_of
 
 TOKENS, WIDTH, HIDDEN, EXPERTS = 512, 256, 1024, 128
@@ -91,6 +91,23 @@ def _plain_swiglu_pair(x, gate, up, down):
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
 
+def _last_layer(x, weights):
+    """Logits in float32; their cotangents enter the gradients' kernels in bfloat16."""
+    options = {"preferred_element_type": jnp.float32, "cotangent_dtype": jnp.bfloat16}
+    return _hopper(matmul, x, weights, **options)
+
+
+def _plain_last_layer(x, weights):
+    return jnp.matmul(x, weights, preferred_element_type=jnp.float32)
+
+
+def _with_float32(step: Callable) -> Callable:
+    return lambda cotangent, *arguments: step(cotangent.astype(jnp.float32), *arguments)
+
+
+SHARED_KEYS = "btkgd,bskd->bkgts"  # attention whose groups of g heads share keys
+
+
 def _layers(x, weights):
     return jax.lax.fori_loop(0, 4, lambda i, x: _hopper(matmul, x, weights[i]), x)
 
@@ -122,6 +139,15 @@ PROGRAMS = {
     "swiglu of a pair, training": Program(
         _training(_swiglu_pair), _training(_plain_swiglu_pair),
         (OUT, X, (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)), 8,
+    ),
+    "last layer, training": Program(
+        _with_float32(_training(_last_layer)), _with_float32(_training(_plain_last_layer)),
+        ((TOKENS, HIDDEN), X, (WIDTH, HIDDEN)), 3,
+    ),
+    "shared keys, training": Program(
+        _training(lambda q, k: _hopper(einsum, SHARED_KEYS, q, k)),
+        _training(lambda q, k: jnp.einsum(SHARED_KEYS, q, k)),
+        ((2, 2, 4, 256, 128), (2, 256, 2, 4, 64), (2, 128, 2, 64)), 3,
     ),
     "accumulation": Program(
         lambda c, a, b: _hopper(matmul, a, b, c=c),

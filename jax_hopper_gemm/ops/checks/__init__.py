@@ -9,7 +9,6 @@ from .arguments import check_max_sms as check_max_sms
 from .arguments import check_unchanged as check_unchanged
 from .arguments import strong_dtype as strong_dtype
 from .dense import check_einsum as check_einsum
-from .dense import check_explained as check_explained
 from .dense import check_matmul as check_matmul
 from .dense import check_unsharded as check_unsharded
 from .dense import checked_axes as checked_axes

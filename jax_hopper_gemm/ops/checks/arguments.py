@@ -13,7 +13,6 @@ from ..activations import ACTIVATIONS
 from .wording import fail
 
 IMPLEMENTATIONS = (None, "hopper", "xla")
-PREACTIVATIONS = ("save", "recompute")
 SCALARS = (bool, int, float, complex)
 COMPLEX = 2
 
@@ -144,8 +143,8 @@ def implementation_problems(implementation: Any) -> list[str]:
     return [f"implementation is {implementation!r}, expected None, 'hopper' or 'xla'"]
 
 
-def choice_problems(preactivation: Any, implementation: Any) -> list[str]:
+def choice_problems(save_preactivation: Any, implementation: Any) -> list[str]:
     problems = implementation_problems(implementation)
-    if preactivation not in PREACTIVATIONS:
-        problems.insert(0, f"preactivation is {preactivation!r}, expected 'save' or 'recompute'")
+    if not isinstance(save_preactivation, bool):
+        problems.insert(0, f"save_preactivation is {save_preactivation!r}, expected True or False")
     return problems

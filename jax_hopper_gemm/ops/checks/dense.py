@@ -185,22 +185,6 @@ def checked_axes(op: str, lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     return (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)
 
 
-def check_explained(function: str, because: str, named: Mapping[str, Any]) -> None:
-    """Checks that no argument is set that the explained function does not take.
-
-    Args:
-      function: the explained function.
-      because: the arguments that select it.
-      named: arguments that it does not take, by name; None if not set.
-    """
-    if names := [name for name, x in named.items() if x is not None]:
-        hint = ": write it into epilogue" if function in ("dot_general", "ragged_dot") else ""
-        raise TypeError(
-            f"explain: {', '.join(names)} came with {because}, and {function} has no such "
-            f"argument{hint}"
-        )
-
-
 def check_einsum(subscripts: Any, operands: Sequence[Any], epilogue: Any = None) -> None:
     """Checks what must hold before `jnp.einsum` parses the subscripts."""
     if not isinstance(subscripts, str):

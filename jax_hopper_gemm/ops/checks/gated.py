@@ -17,7 +17,7 @@ def check_gated(
     bias: Any,
     row_scale: Any,
     activation: Any,
-    preactivation: Any,
+    save_preactivation: Any,
     implementation: Any,
     groups: GroupArguments,
 ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
@@ -80,7 +80,7 @@ def check_gated(
     if indices is not None and not lead:
         problems.append("row_indices came without group_sizes: pass x[row_indices]")
     named_wrong, mistyped = activation_problems(activation)
-    problems += named_wrong + choice_problems(preactivation, implementation)
+    problems += named_wrong + choice_problems(save_preactivation, implementation)
     if lead:
         fail_ragged(op, problems, groups, mistyped)
     fail(op, problems, mistyped)

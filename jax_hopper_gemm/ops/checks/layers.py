@@ -34,7 +34,7 @@ def check_route(logits: Any, k: Any, score: Any, bias: Any, experts: Any) -> Non
     fail("route", problems)
 
 
-def check_router(x: Any, kernel: Any, k: Any, score: Any, bias: Any) -> None:
+def check_route_tokens(x: Any, kernel: Any, k: Any, score: Any, bias: Any) -> None:
     problems = [
         f"{name} is {describe(a)}, expected {wanted}"
         for name, a, wanted in (
@@ -51,7 +51,7 @@ def check_router(x: Any, kernel: Any, k: Any, score: Any, bias: Any) -> None:
                    if x.shape[1] == kernel.shape[1] else "")
             )  # fmt: skip
         problems += _choosing_problems(kernel.shape[1], k, score, bias)
-    fail("router", problems)
+    fail("route_tokens", problems)
 
 
 def check_grouped_mlp(

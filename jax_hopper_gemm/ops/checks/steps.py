@@ -36,7 +36,7 @@ def check_steps(
             f"preferred_element_type is {dtypes_text(preferred)}, expected one dtype: only the "
             "results of an epilogue have one each"
         )
-    problems += choice_problems(options.preactivation, options.implementation)
+    problems += choice_problems(options.save_preactivation, options.implementation)
     fail(op, problems, mistyped)
     return tuple(as_arrays(op, **{f"epilogue_operands[{i}]": x for i, x in enumerate(operands)}))
 

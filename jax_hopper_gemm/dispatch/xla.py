@@ -1,0 +1,91 @@
+"""How XLA's time compares with that of our best kernel: regression trees, fitted to measurements.
+
+XLA's kernels are not ours to model: which it takes for a product follows no rule that is published.
+So boosted trees predict the logarithm of its time over ours, from what the product is and what our
+own model of cost says of it. `benchmarks/survey.py` measures, `benchmarks/fit_xla.py` fits. The
+fit is for dense products of 16-bit operands, one matrix each, on all SMs of the GPU measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ..gemm.dtypes import HALVES
+from ..gemm.problem import GemmProblem, MatrixLayout
+from .cost import Estimate, roofline_ns
+from .device import Device
+
+FITS = Path(__file__).parent / "tables"
+LINE = 64  # elements of 16 bits
+
+# An inner node: the feature's number, its threshold, the trees up to it and above it. A leaf: what
+# it adds to the prediction.
+Tree = list | float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Trees whose sum is the logarithm of XLA's time over ours."""
+
+    base: float
+    trees: tuple[Tree, ...]
+    products: int  # that it was fitted to
+    error: float  # median, relative, of products that the fit had not seen
+
+    def ratio(self, found: tuple[float, ...]) -> float:
+        """Returns XLA's expected time over ours; `found` are `features`."""
+        return math.exp(self.base + sum(_leaf(tree, found) for tree in self.trees))
+
+
+def _leaf(tree: Tree, found: tuple[float, ...]) -> float:
+    while isinstance(tree, list):
+        feature, threshold, low, high = tree
+        tree = low if found[feature] <= threshold else high
+    return tree
+
+
+def features(problem: GemmProblem, best: Estimate) -> tuple[float, ...]:
+    """Returns what the trees ask of a product and its best kernel's estimate."""
+    p, least = problem, roofline_ns(problem)
+    extents = (p.m, p.n, p.k, p.m * p.n, p.flops / p.bytes, least, best.ns / least)
+    return (
+        *map(math.log, extents),
+        best.occupancy,
+        float(best.splits_k),
+        float(p.a.major == "k"),
+        float(p.b.major == "k"),
+        _alignment(p.a),
+        _alignment(p.b),
+        math.ceil(p.m / 64) * 64 / p.m,
+    )
+
+
+def _alignment(layout: MatrixLayout) -> float:
+    """Returns the elements that starts of rows are multiples of, up to a line, as a power of 2."""
+    return math.log2(math.gcd(layout.leading_stride, LINE))
+
+
+def is_surveyed(problem: GemmProblem, device: Device) -> bool:
+    """Whether the fit is for such products."""
+    p = problem
+    plain = p.l == 1 and not (p.groups or p.epilogue or p.promoted)
+    return plain and p.a_dtype == p.b_dtype and p.a_dtype in HALVES and not device.limited
+
+
+def fit_for(problem: GemmProblem, device: Device) -> Fit | None:
+    """Returns the fit for a product on a kind of GPU, if there is one."""
+    return read_fit(device.key) if is_surveyed(problem, device) else None
+
+
+@lru_cache
+def read_fit(key: str) -> Fit | None:
+    """Returns the packaged fit for a kind of GPU, `Device.key`."""
+    path = FITS / f"xla_{key}.json"
+    if not path.exists():
+        return None
+    document = json.loads(path.read_text(encoding="utf-8"))
+    return Fit(document["base"], tuple(document["trees"]), document["products"], document["error"])

@@ -1,0 +1,83 @@
+"""Weights of a program: its arguments, and what casts, transposes or cuts them.
+
+A recipe quantizes weights in other blocks than activations. No program says which they are, but an
+array that depends on arguments alone, before any computation, is one wherever it is multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal
+
+# Equations that keep weights what they are: of the first operand.
+KEEPING = frozenset(
+    {
+        "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims",
+        "reshape", "sharding_constraint", "slice", "squeeze", "transpose",
+    }
+)  # fmt: skip
+# Calls whose inner program has the equation's operands, and its results.
+CALLS = frozenset(
+    {
+        "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit",
+        "pjit", "remat", "remat2", "shard_map",
+    }
+)  # fmt: skip
+
+Marks = tuple[bool, ...]  # which variables are weights
+
+
+class Weights:
+    """The weights of a jaxpr.
+
+    Args:
+      jaxpr: an open one.
+      marks: of its arguments.
+    """
+
+    def __init__(self, jaxpr: Any, marks: Marks):
+        marked = zip(jaxpr.invars, marks, strict=False)
+        self._found = {x for x, mark in marked if mark and x.aval.ndim > 1}
+        if self._found:
+            for equation in jaxpr.eqns:
+                self._found.update(self._made_by(equation))
+
+    def marks(self, atoms: Sequence[Any]) -> Marks:
+        return tuple(not isinstance(x, Literal) and x in self._found for x in atoms)
+
+    def _made_by(self, equation: Any) -> list[Any]:
+        name, marks = equation.primitive.name, self.marks(equation.invars)
+        if name in KEEPING:
+            return list(equation.outvars) if marks[0] else []
+        if not any(marks) or name not in CALLS | {"scan"}:
+            return []
+        inner = [x for x in map(_open, equation.params.values()) if x is not None]
+        if len(inner) != 1:
+            return []
+        outputs = Weights(inner[0], self.into(equation, "jaxpr")).marks(inner[0].outvars)
+        carried = equation.params["num_carry"] if name == "scan" else 0
+        pairs = zip(equation.outvars, outputs, strict=True)
+        return [x for i, (x, mark) in enumerate(pairs) if mark and i >= carried]
+
+    def into(self, equation: Any, parameter: str) -> Marks:
+        """Returns the marks of the arguments of a program that an equation has as a parameter."""
+        name, params, marks = equation.primitive.name, equation.params, self.marks(equation.invars)
+        if name in CALLS:
+            return marks
+        if name == "cond":
+            return marks[1:]
+        if name == "scan":
+            consts, carried = params["num_consts"], params["num_carry"]
+            return (*marks[:consts], *[False] * carried, *marks[consts + carried :])
+        if name == "while" and parameter == "body_jaxpr":
+            first = params["cond_nconsts"]
+            return marks[first : first + params["body_nconsts"]]
+        return ()
+
+
+def _open(value: Any) -> Any:
+    """Returns a parameter that is a jaxpr, opened; None for another one."""
+    inner = getattr(value, "jaxpr", value)
+    return inner if isinstance(inner, Jaxpr) else None

@@ -1,0 +1,182 @@
+"""Delayed scaling: scales from the largest magnitudes of former steps, kept as Flax keeps them.
+
+The state of a product is an argument of the function that is differentiated, and its "gradient" is
+the next state: it takes the state's place (Flax: the collection `_overwrite_with_gradient`). So a
+tensor is quantized in one pass, by a scale that is known before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..gemm.product import Options, Product
+from ..gemm.recipes import E4M3, Float8
+from ..gemm.subscripts import Subscripts
+from ..primitives.by_recipe import Operand, Operands, multiplied
+from ..primitives.quantize import rounded, scale_of
+from .batch_invariance import with_batch_invariance
+from .sm_limit import current_max_sms
+from .steps import Steps, traced
+
+ACTIVATIONS, WEIGHTS, COTANGENTS = range(3)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("scale", "amax_history"), meta_fields=("gradients",),
+)  # fmt: skip
+@dataclass(frozen=True)
+class DelayedScaling:
+    """One scale for each tensor, from its largest magnitudes at former steps.
+
+    A recipe with a state: one for each product, of `matmul` and `dot_general`. Differentiate by it
+    too; what comes as its gradient is the state of the next step.
+
+        state = recipes.DelayedScaling.initial()
+        dw, state = jax.grad(loss, (0, 1))(w, state, x)  # jhg.matmul(x, w, recipe=state)
+
+    Numbers beyond the largest one become it, which a scale of former steps may let happen.
+
+    Attributes:
+      scale: (3,) float32, of activations, weights and cotangents, as last used.
+      amax_history: (3, length) float32, the largest magnitudes of as many steps: the last one,
+        then from the oldest on. The next scale is their maximum / the largest number of the dtype.
+      gradients: dtype of cotangents; activations and weights are float8_e4m3fn.
+    """
+
+    scale: jax.Array
+    amax_history: jax.Array
+    gradients: Float8 = "float8_e5m2"
+
+    @classmethod
+    def initial(cls, length: int = 1024, gradients: Float8 = "float8_e5m2") -> DelayedScaling:
+        """Returns the state before the first step: scales of 1, no magnitude seen."""
+        return cls(jnp.ones(3), jnp.zeros((3, length)), gradients)
+
+    def updated(self, number: int, amax: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the scale of a tensor at this step, and its history with this step's amax.
+
+        No finite magnitude above 0 in the history: the scale stays.
+        """
+        dtype = self.gradients if number == COTANGENTS else E4M3
+        history = self.amax_history[number]
+        largest = jnp.max(history)
+        known = (largest > 0) & jnp.isfinite(largest)
+        scale = jnp.where(known, scale_of(largest, dtype), self.scale[number])
+        return scale, jnp.roll(history, -1).at[0].set(amax)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What is static of a product; `options` have its dtype."""
+
+    op: str
+    subscripts: Subscripts
+    options: Options
+
+    def multiply(self, subscripts: Subscripts, dtype: Any, *pairs: Any) -> Any:
+        """Returns a product of two pairs of values and scales."""
+        left, right = (
+            Operand(x, letters, scale.reshape((1,) * x.ndim))
+            for (x, scale), letters in zip(pairs, (subscripts.lhs, subscripts.rhs), strict=True)
+        )
+        product = Product(subscripts, self.options)
+        if subscripts != self.subscripts:
+            product = product.with_options(precision=(lax.Precision.HIGHEST,) * 2)
+        return multiplied(Operands(left, (right,), product, blocks=False).aligned(), dtype)
+
+    def forward(self, x: Any, w: Any, state: DelayedScaling) -> Any:
+        """Returns the product, then what the backward pass needs: 8 bits of an element."""
+        found = [_quantized(a, state, i, E4M3) for i, a in enumerate((x, w))]
+        pairs, history = zip(*found, strict=True)
+        y = self.multiply(self.subscripts, self.options.preferred_element_type, *pairs)
+        like = tuple(jnp.zeros((), a.dtype) for a in (x, w))
+        return y, (pairs, history, state, like)
+
+    def backward(self, residuals: Any, dy: Any) -> Any:
+        (x, w), history, state, (x_like, w_like) = residuals
+        ct, last = _quantized(dy, state, COTANGENTS, state.gradients)
+        dx = self.multiply(self.subscripts.transpose_lhs(), x_like.dtype, ct, w)
+        dw = self.multiply(self.subscripts.transpose_rhs(), w_like.dtype, ct, x)
+        scales = [scale for _, scale in (x, w, ct)]
+        return dx, dw, replace(
+            state, scale=jnp.stack(scales), amax_history=jnp.stack([*history, last])
+        )  # fmt: skip
+
+
+def _quantized(x: Any, state: DelayedScaling, number: int, dtype: str) -> Any:
+    """Returns values with their scale, and the next history."""
+    wide = x.astype(jnp.float32)
+    scale, history = state.updated(number, jnp.max(jnp.abs(wide), initial=0.0))
+    return (rounded(wide / scale, dtype), scale), history
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(x: Any, w: Any, state: DelayedScaling, rule: _Rule) -> Any:
+    return rule.forward(x, w, state)[0]
+
+
+def _forward(x: Any, w: Any, state: DelayedScaling, rule: _Rule) -> Any:
+    return _once(rule.forward, rule.op, x, w, state)
+
+
+def _backward(rule: _Rule, residuals: Any, dy: Any) -> Any:
+    return _once(rule.backward, rule.op, residuals, dy)
+
+
+_product.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _once(function: Callable[..., Any], op: str, *arrays: Any) -> Any:
+    """Calls a rule's function, whose own derivative is an error."""
+    return function(*arrays)
+
+
+@_once.defjvp
+def _(function: Any, op: str, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        f"{op}: with DelayedScaling a product has a first derivative in reverse mode alone, as the "
+        "gradient of its state is a rule: take another recipe where you differentiate twice"
+    )
+
+
+def run_delayed(
+    state: DelayedScaling,
+    arrays: tuple[Any, Any],
+    dimension_numbers: Any,
+    steps: Steps,
+    following: tuple[Any, ...],
+    options: Options,
+) -> Any:
+    """Returns a product by delayed scaling, and what follows it.
+
+    Args:
+      arrays: floats; the right one is the weights.
+      dimension_numbers: as in `dot_general`.
+      steps: what follows; `following` are its operands, checked.
+      options: `preferred_element_type` None is the promoted dtype of the operands.
+    """
+    x, w = map(jnp.asarray, arrays)
+    preferred = options.preferred_element_type
+    several = isinstance(preferred, tuple)
+    whole = jnp.result_type(x, w) if preferred is None or several else jnp.dtype(preferred)
+    plain = not (steps.named or steps.activation or steps.epilogue)
+    options = replace(
+        options, preferred_element_type=whole if plain else jnp.dtype("float32"),
+        max_sms=current_max_sms(), recipe=None,
+    )  # fmt: skip
+    subscripts = Subscripts.of_dot_general(dimension_numbers, x.ndim, w.ndim)
+    rule = _Rule(steps.op, subscripts, with_batch_invariance(options))
+    product: Any = _product(x, w, state, rule)
+    if plain:
+        return product
+    follow = traced(steps.op, steps, (product,), following, whole, preferred if several else None)
+    return follow.apply(product)

@@ -1,0 +1,290 @@
+"""Products by a recipe, as what they stand for: quantization, and products of 8-bit arrays.
+
+The primitives of products carry a recipe in their options, and so do their gradients, like any
+other option. Here each of them is a JAX function of the other primitives, which lowering puts in
+its place: scales that do not change along K join what follows the product in its kernel, block
+scales go with `hopper_scaled_dot`. What a recipe leaves in 16 bits is a product without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from ..fusion.jaxprs import ClosedJaxpr, traced
+from ..gemm.dtypes import residual_of
+from ..gemm.groups import GROUP, is_varlen_k
+from ..gemm.product import Product
+from ..gemm.recipes import Format
+from ..gemm.spec import TMA_ALIGNMENT
+from ..gemm.subscripts import Subscripts
+from ..lowering.register import EXPANDED
+from .accumulators import apart
+from .dot import hopper_dot_p
+from .fused_dot import fused_dot
+from .fused_primitive import hopper_fused_p, reference_fused
+from .quantize import quantized
+from .ragged_dot import hopper_ragged_dot_p
+from .scaled_dot import BATCHED, SCALED, scaled_dot
+from .segments import segment_broadcast
+
+WIDE = jnp.dtype("float32")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A quantized operand.
+
+    Attributes:
+      values: of 8 bits.
+      letters: of their axes.
+      scale: float32, with an axis for each of the values'; of blocks as in `scaled_dot`.
+    """
+
+    values: jax.Array
+    letters: str
+    scale: jax.Array
+
+    @property
+    def extents(self) -> dict[str, int]:
+        return dict(zip(self.letters, self.values.shape, strict=True))
+
+    def with_k(self, contracted: str, more: int, blocks: bool) -> Operand:
+        """Returns the same with contracted axes as the last one, of so many more zeros."""
+        others = "".join(a for a in self.letters if a not in contracted)
+        order = [self.letters.index(a) for a in others + contracted]
+        values = lax.transpose(self.values, order)
+        values = values.reshape(*values.shape[: len(others)], -1)
+        values = jnp.pad(values, [*[(0, 0)] * len(others), (0, more)])
+        scale = self.scale
+        if not blocks:
+            scale = lax.transpose(scale, order)
+            scale = scale.reshape(*scale.shape[: len(others)], 1)
+        return Operand(values, others + contracted[0], scale)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Those of a product, or of two that have the left one in common, and that product."""
+
+    left: Operand
+    rights: tuple[Operand, ...]
+    product: Product  # of the values, without the recipe
+    blocks: bool  # whether scales change along K
+
+    @property
+    def all(self) -> tuple[Operand, ...]:
+        return (self.left, *self.rights)
+
+    def aligned(self) -> Operands:
+        """Returns the same with as much K, of zeros at its end, as lines of a kernel need."""
+        contracted = self.product.subscripts.contracted
+        missing = -prod(self.left.extents[a] for a in contracted) % TMA_ALIGNMENT
+        if not missing:
+            return self
+        left, *rights = (x.with_k(contracted, missing, self.blocks) for x in self.all)
+        letters = Subscripts(left.letters, rights[0].letters, self.product.subscripts.out)
+        product = replace(self.product, subscripts=letters)
+        return Operands(left, tuple(rights), product, self.blocks)
+
+
+def _operands(product: Product, lhs: Any, rights: Sequence[Any]) -> Operands | None:
+    """Returns quantized operands; None where they are multiplied as they are."""
+    by, subscripts, groups = product.options.recipe, product.subscripts, product.groups
+    assert by is not None
+    unknown = groups and (is_varlen_k(subscripts) or product.batch)
+    if by.formats is None or unknown or 0 in lhs.shape + rights[0].shape:
+        return None
+    if not subscripts.contracted:
+        return None
+    blocks = by.formats[0].along is not None
+    several = GROUP if groups and blocks else subscripts.batch if blocks else product.mapped
+    of = partial(_operand, subscripts=subscripts, several=several)
+    left = of(lhs, subscripts.lhs, by.formats[0])
+    quantized_rights = tuple(of(x, subscripts.rhs, by.formats[1]) for x in rights)
+    letters = Subscripts(left.letters, quantized_rights[0].letters, subscripts.out)
+    whole = replace(product, subscripts=letters).with_options(recipe=None)
+    if by.promoted:
+        whole = whole.with_options(precision=(lax.Precision.HIGHEST,) * 2)
+    return Operands(left, quantized_rights, whole, blocks).aligned()
+
+
+def _operand(
+    x: jax.Array, letters: str, format: Format, *, subscripts: Subscripts, several: str
+) -> Operand:
+    """Returns a quantized operand; with blocks its axes are those of arrays, free, contracted.
+
+    Args:
+      letters: of its axes.
+      several: letters of axes along which there are as many arrays, each with scales of its own.
+    """
+    contracted = "".join(a for a in subscripts.contracted if a in letters)
+    own = "".join(a for a in several if a in letters and a not in contracted)
+    # In the result's order, so that weights of several axes have the same blocks in both passes.
+    free = "".join(a for a in subscripts.out if a in letters and a not in own)
+    if format.along is None:
+        if own:  # rows in the result's order, in which their scales lie
+            ordered = "".join(a for a in subscripts.out if a in letters) + contracted
+            x, letters = lax.transpose(x, [letters.index(a) for a in ordered]), ordered
+        sizes = [None if a in contracted else 1 if a in own else format.rows for a in letters]
+        values, scale = quantized(x, format.dtype, sizes)
+        return Operand(values, letters, scale)
+    parts = [own, free, contracted]
+    order = sorted(range(3), key=lambda i: min(map(letters.find, parts[i]), default=-1))
+    if "".join(parts[i] for i in order) != letters:  # they are not three axes
+        x, order = lax.transpose(x, [letters.index(a) for a in "".join(parts)]), [0, 1, 2]
+        letters = "".join(parts)
+    extents = dict(zip(letters, x.shape, strict=True))
+    merged = [prod(extents[a] for a in parts[i]) for i in order]
+    sizes = 1, format.rows, format.along
+    pair = quantized(x.reshape(merged), format.dtype, [sizes[i] for i in order])
+    values, scale = (lax.transpose(y, [order.index(i) for i in range(3)]) for y in pair)
+    letters = own + free + contracted
+    values = values.reshape([extents[a] for a in letters])
+    return Operand(values, letters, scale if own else lax.squeeze(scale, (0,)))
+
+
+def _factor(x: Operand, out: str) -> jax.Array:
+    """Returns scales that do not change along K, as they broadcast against the result."""
+    if x.scale.size == 1:
+        return x.scale.reshape(())
+    kept = [a for a in out if a in x.letters]
+    order = [x.letters.index(a) for a in kept]
+    others = [i for i in range(x.scale.ndim) if i not in order]
+    scale = lax.transpose(x.scale, (*order, *others))
+    scale = lax.squeeze(scale, range(len(order), scale.ndim))
+    scale = jnp.broadcast_to(scale, [x.extents[a] for a in kept])  # as rows or columns merge
+    return lax.expand_dims(scale, [i for i, a in enumerate(out) if a not in x.letters])
+
+
+def _factors(found: Operands) -> list[jax.Array]:
+    """Returns those of each operand; where groups have own ones (G, 1, N)."""
+    out = found.product.subscripts.out
+    if found.product.groups is None:
+        return [_factor(x, out) for x in found.all]
+    scales = [x.scale.reshape(()) if x.scale.size == 1 else x.scale for x in found.all]
+    rows, *columns = scales
+    return [rows, *(x.reshape(x.shape[0], 1, -1) if x.ndim else x for x in columns)]
+
+
+def _scaled(y: Any, lhs_scale: Any, rhs_scale: Any) -> Any:
+    return y * lhs_scale * rhs_scale
+
+
+# The primitives.
+
+
+def _dot(lhs: Any, rhs: Any, *, product: Product) -> Any:
+    if (found := _operands(product, lhs, (rhs,))) is None:
+        return hopper_dot_p.bind(lhs, rhs, product=product.with_options(recipe=None))
+    return multiplied(found, product.options.preferred_element_type or jnp.result_type(lhs, rhs))
+
+
+def multiplied(found: Operands, dtype: Any) -> jax.Array:
+    """Returns a product without groups, in a dtype."""
+    whole = found.product.with_options(preferred_element_type=jnp.dtype(dtype))
+    left, (right,) = found.left, found.rights
+    if not found.blocks:
+        values, scales = (right.values,), _factors(found)
+        return fused_dot(_scaled, left.values, values, scales, whole, out_dtypes=(dtype,))
+    batch, contracted = (len(x) for x in (whole.subscripts.batch, whole.subscripts.contracted))
+    pair = [
+        x.values.reshape(
+            *x.scale.shape[:-2], -1, prod(x.values.shape[x.values.ndim - contracted :])
+        )
+        for x in found.all
+    ]
+    flat = replace(whole, subscripts=BATCHED if batch else SCALED, out_sharding=None)
+    (out,) = scaled_dot((pair[0], pair[1]), (left.scale, right.scale), flat)
+    ends = [x.letters[batch : len(x.letters) - contracted] for x in found.all]
+    letters = left.letters[:batch] + "".join(ends)
+    extents = left.extents | right.extents
+    out = out.reshape([extents[a] for a in letters])
+    return lax.transpose(out, [letters.index(a) for a in whole.subscripts.out])
+
+
+def _ragged_dot(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
+    if (found := _operands(product, lhs, (rhs,))) is None:
+        plain = product.with_options(recipe=None)
+        return hopper_ragged_dot_p.bind(lhs, rhs, sizes, product=plain)
+    dtype = product.options.preferred_element_type or jnp.result_type(lhs, rhs)
+    whole = found.product.with_options(preferred_element_type=jnp.dtype(dtype))
+    left, (right,) = found.left, found.rights
+    if found.blocks:
+        return _with_blocks(replace(found, product=whole), 0, (sizes,), None, ())[0]
+    return fused_dot(
+        _scaled, left.values, (right.values,), _factors(found), whole, out_dtypes=(dtype,),
+        sizes=sizes,
+    )  # fmt: skip
+
+
+def _fused(*args: Any, jaxpr: ClosedJaxpr, product: Product, num_b: int, in_place: Any) -> Any:
+    lhs, rights, operands = args[0], args[1 : 1 + num_b], args[1 + num_b :]
+    plain, rights = apart(product, rights)
+    if (found := _operands(plain, lhs, rights)) is None:
+        whole = {"jaxpr": jaxpr, "product": product, "num_b": num_b, "in_place": in_place}
+        return reference_fused(*args, **whole, by_xla=False)
+    found = replace(found, product=found.product.with_options(preferred_element_type=WIDE))
+    if not found.blocks:
+        return _with_factors(found, operands, jaxpr, in_place)
+    if len(found.rights) == 1:
+        return _with_blocks(found, 0, operands, jaxpr, in_place)
+    # A kernel promotes the sums of one product: the gate is stored.
+    dtype, sizes = jnp.dtype(residual_of(lhs.dtype.name)), operands[: product.num_sizes_operands]
+    stored = replace(found, product=found.product.with_options(preferred_element_type=dtype))
+    (gate,) = _with_blocks(stored, 0, sizes, None, ())
+
+    def function(up: Any, *others: Any) -> list[Any]:
+        return jaxpr_as_fun(jaxpr)(others[-1].astype(up.dtype), up, *others[:-1])
+
+    operands = (*operands, gate)
+    return _with_blocks(
+        found, 1, operands, traced(function, jaxpr.in_avals[1], *operands), in_place
+    )
+
+
+def _with_factors(
+    found: Operands, operands: Sequence[Any], jaxpr: ClosedJaxpr, in_place: Any
+) -> list[Any]:
+    """Returns what a function computes of products whose scales do not change along K."""
+    factors, groups, count = _factors(found), found.product.groups, len(found.rights)
+    factors = [lax.squeeze(x, (1,)) if x.ndim == 3 and groups else x for x in factors]
+
+    def function(*args: Any) -> list[Any]:
+        products, others, scales = args[:count], args[count : -count - 1], args[-count - 1 :]
+        if groups:
+            length = products[0].shape[0]
+            columns = (
+                segment_broadcast(x, others[0], groups, length) if x.ndim else x for x in scales[1:]
+            )
+            scales = scales[0], *columns
+        wide = (y * scales[0] * x for y, x in zip(products, scales[1:], strict=True))
+        return jaxpr_as_fun(jaxpr)(*wide, *others)
+
+    return hopper_fused_p.bind(
+        *(x.values for x in found.all), *operands, *factors,
+        jaxpr=traced(function, *jaxpr.in_avals[:count], *operands, *factors),
+        product=found.product, num_b=count, in_place=in_place,
+    )  # fmt: skip
+
+
+def _with_blocks(
+    found: Operands, number: int, operands: Sequence[Any], jaxpr: Any, in_place: Any
+) -> list[Any]:
+    """Returns what a function computes of one of the products; None: the product."""
+    left, right = found.left, found.rights[number]
+    return scaled_dot(
+        (left.values, right.values), (left.scale, right.scale), found.product, operands, jaxpr,
+        in_place,
+    )  # fmt: skip
+
+
+EXPANDED.update({hopper_dot_p: _dot, hopper_ragged_dot_p: _ragged_dot, hopper_fused_p: _fused})

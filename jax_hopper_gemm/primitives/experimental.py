@@ -1,0 +1,116 @@
+"""Rules of JAX's interpreters that few programs import: jet, checkify, sparsify, roofline.
+
+A rule is made where its module is imported, which JAX does not do itself: at the first equation of
+this library that a program with it binds. NOTE: so a function that `jax.jit` has traced before the
+import is traced anew only if it is called with other arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+from jax.extend.core import Primitive
+
+from ..gemm.groups import GROUP
+from ..lowering.route import Request
+
+Reference = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What rules need to know of a primitive: two fields of `define_primitive`."""
+
+    linear_in: tuple[int, ...]
+    request_of: Callable[..., Request] | None
+
+
+def flops_of(request: Request) -> int:
+    """Returns the multiplications and additions of a product of known extents, else 0."""
+    extents = request.extents
+    if request.groups:  # each row belongs to one group
+        extents = {letter: extent for letter, extent in extents.items() if letter != GROUP}
+    if not all(isinstance(extent, int) for extent in extents.values()):
+        return 0
+    return 2 * prod(extents.values()) * request.num_b
+
+
+def _for_jet(jet: Any, primitive: Primitive, reference: Reference, known: Known) -> None:
+    def rule(primals: Sequence[Any], series: Sequence[Any], **params: Any) -> Any:
+        function = partial(reference, **params)
+        return jet.jet(function, tuple(primals), tuple(series), factorial_scaled=False)
+
+    def bilinear(primals: Sequence[Any], series: Sequence[Any], **params: Any) -> Any:
+        """Multiplies two power series."""
+        lhs, rhs = ([primals[i], *series[i]] for i in (0, 1))
+        terms = [
+            sum(primitive.bind(lhs[i], rhs[k - i], *primals[2:], **params) for i in range(k + 1))
+            for k in range(len(lhs))
+        ]
+        return terms[0], terms[1:]
+
+    jet.jet_rules[primitive] = bilinear if known.linear_in[:2] == (0, 1) else rule
+
+
+def _for_checkify(checkify: Any, primitive: Primitive, reference: Reference, known: Known) -> None:
+    checkify.error_checks[primitive] = partial(checkify.nan_error_check, primitive)
+
+
+def _for_sparsify(transform: Any, primitive: Primitive, reference: Reference, known: Known) -> None:
+    def rule(spenv: Any, *values: Any, **params: Any) -> Any:
+        return transform.sparsify_raw(partial(reference, **params))(spenv, *values)[0]
+
+    transform.sparse_rules_bcoo[primitive] = rule
+
+
+def _for_roofline(roofline: Any, primitive: Primitive, reference: Reference, known: Known) -> None:
+    """Counts a product's own operations: those that follow it are in its kernel."""
+    if (request_of := known.request_of) is None:
+        return
+
+    def rule(context: Any, *_: Any, **params: Any) -> Any:
+        avals = *context.avals_in, *context.avals_out
+        nbytes = sum(roofline.RooflineShape.from_aval(x).bytes for x in avals)
+        flops = flops_of(request_of(context.avals_in, context.avals_out, **params))
+        return roofline.RooflineResult(
+            flops=flops, unfused_flops=flops, hbm_bytes=nbytes, unfused_hbm_bytes=nbytes
+        )
+
+    roofline.register_roofline(primitive)(rule)
+
+
+# By the module whose table they fill.
+_MAKERS = {
+    "jax.experimental.jet": _for_jet,
+    "jax._src.checkify": _for_checkify,
+    "jax.experimental.sparse.transform": _for_sparsify,
+    "jax.experimental.roofline": _for_roofline,
+}
+_waiting: dict[str, list[tuple[Primitive, Reference, Known]]] = {name: [] for name in _MAKERS}
+
+
+class LatePrimitive(Primitive):
+    """A primitive that gives rules to the modules imported by the time it is bound."""
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        for name in _waiting:
+            if name in sys.modules and _waiting[name]:
+                rows, _waiting[name] = _waiting[name], []
+                for row in rows:
+                    _MAKERS[name](sys.modules[name], *row)
+        return super().bind(*args, **params)
+
+
+def add_late_rules(primitive: Primitive, reference: Reference, known: Known) -> None:
+    """Registers a primitive for all of these modules.
+
+    Args:
+      reference: the JAX function that it stands for.
+    """
+    for rows in _waiting.values():
+        rows.append((primitive, reference, known))

@@ -1,0 +1,100 @@
+"""The fit of XLA's time: its file, the products that it judges, and what follows of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jax_hopper_gemm.dispatch import H200, choose
+from jax_hopper_gemm.dispatch.model import best_kernel, xla_is_faster
+from jax_hopper_gemm.dispatch.xla import Fit, features, fit_for, read_fit
+from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.testing import shapes
+
+SURVEYS = sorted((Path(__file__).parents[1] / "benchmarks" / "data").glob("h200_survey_*.json"))
+SQUARE = GemmProblem.dense(4096, 4096, 4096)
+pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("no_tables")]
+
+
+def test_trees_add_up_to_the_logarithm_of_a_ratio():
+    fit = Fit(0.5, ([0, 2.0, -0.25, [1, 0.0, 0.125, 1.0]], 0.25), products=2, error=0.1)
+    assert fit.ratio((2.0, 9.0)) == math.exp(0.5)
+    assert fit.ratio((2.5, 0.0)) == math.exp(0.875)
+    assert fit.ratio((2.5, 0.5)) == math.exp(1.75)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        GemmProblem.dense(4096, 4096, 4096, 2),
+        GemmProblem.dense(4096, 4096, 4096, b_major="k", dtype="int8", d_dtype="int32"),
+        GemmProblem.grouped("m", 4096, 4096, 4096, 8),
+    ],
+)
+def test_products_that_were_not_surveyed_have_no_fit(problem):
+    assert fit_for(problem, H200) is None
+
+
+def test_other_gpus_and_limited_ones_have_no_fit():
+    assert fit_for(SQUARE, H200) is not None
+    assert fit_for(SQUARE, H200.limited_to(64)) is None
+    assert fit_for(SQUARE, replace(H200, num_sms=114)) is None
+
+
+def test_the_fit_knows_the_products_that_it_was_made_of():
+    """Features that code and file disagree about would make it a guess."""
+    errors, faster = [], []
+    for document in (json.loads(path.read_text()) for path in SURVEYS):
+        for row in document["rows"]:
+            majors = {"a_major": row["a_major"], "b_major": row["b_major"]}
+            problem = GemmProblem.dense(row["m"], row["n"], row["k"], **majors)
+            names = [document["names"][i] for i in row["kernels"]]
+            best, _ = best_kernel(problem, H200)
+            fit = fit_for(problem, H200)
+            assert best and fit
+            if best.spec.name not in names:
+                continue
+            measured = row["xla_us"] / row["us"][names.index(best.spec.name)]
+            expected = fit.ratio(features(problem, best.cost))
+            errors.append(abs(expected / measured - 1))
+            faster.append(measured if choose(problem, H200).spec else 1.0)
+    assert len(errors) >= 250
+    assert sorted(errors)[len(errors) // 2] <= 0.07
+    assert math.exp(sum(map(math.log, faster)) / len(faster)) >= 1.08
+
+
+def test_no_product_that_is_held_out_was_surveyed():
+    held_out = {(p.m, p.n, p.k, p.a.major, p.b.major) for p in shapes.suite("heldout")}
+    for path in SURVEYS:
+        rows = json.loads(path.read_text())["rows"]
+        surveyed = {tuple(row[x] for x in ("m", "n", "k", "a_major", "b_major")) for row in rows}
+        assert surveyed and not surveyed & held_out
+
+
+def test_a_kernel_runs_where_it_is_expected_to_be_faster_and_the_reason_gives_the_error():
+    chosen = set()
+    fit = read_fit(H200.key)
+    assert fit
+    for problem in shapes.suite("heldout")[:40]:
+        best, _ = best_kernel(problem, H200)
+        assert best
+        leads = fit.ratio(features(problem, best.cost)) >= 1
+        reason = xla_is_faster(problem, best.cost, H200)
+        assert (reason is None) == leads or "nearly a matrix-vector product" in str(reason)
+        assert leads or f"errs by {fit.error:.0%}" in str(reason) or "nearly" in str(reason)
+        chosen.add(leads)
+    assert chosen == {True, False}
+
+
+def test_an_epilogue_is_weighed_against_the_time_that_xla_is_expected_to_take():
+    """XLA's product of these extents is the faster, but its pass over D is not free."""
+    problem = GemmProblem.dense(8192, 2048, 32128, b_major="k")
+    assert choose(problem, H200).spec is None
+    tanh = EpilogueGraph(nodes=(Node("tanh", (0,)),), results=(Result("matrix", 1, "bfloat16"),))
+    short = replace(problem, k=2048, a=replace(problem.a, leading_stride=2048), epilogue=tanh)
+    assert choose(short, H200).spec is not None

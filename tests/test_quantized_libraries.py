@@ -1,0 +1,118 @@
+"""Arrays and layers of other libraries that quantize: Qwix, Flax, AQT."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm.testing.lowered import specs_of
+
+M, K, N = 64, 512, 256
+S = jax.ShapeDtypeStruct
+
+
+class QArray(NamedTuple):
+    """The fields of Qwix's."""
+
+    qvalue: Any
+    scale: Any
+    zero_point: Any = None
+
+
+def array(shape: tuple[int, ...], scales: tuple[int, ...], seed: int) -> tuple[QArray, np.ndarray]:
+    """Returns an array of e4m3 with random scales, and its values in float64."""
+    rng = np.random.default_rng(seed)
+    values = jnp.asarray(rng.standard_normal(shape), jnp.float8_e4m3fn)
+    scale = rng.uniform(0.5, 2, scales).astype(np.float32)
+    wide = scale
+    for axis, (extent, count) in enumerate(zip(shape, scales, strict=True)):
+        wide = np.repeat(wide, extent // count, axis)
+    return QArray(values, jnp.asarray(scale)), np.asarray(values, np.float64) * wide
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ((1, 1), (1, 1)), ((M, 1), (1, N)), ((M, 4), (4, N)), ((M, 2), (1, N)), ((1, 1), (2, 8)),
+        ((16, 1), (1, 4)),
+    ],
+)  # fmt: skip
+def test_a_qarray_is_taken_as_it_is(left, right):
+    """Scales of a tensor, of channels, and of tiles of 128, 256 along K and of others across it."""
+    (a, a_wide), (b, b_wide) = array((M, K), left, 0), array((K, N), right, 1)
+    numbers: Any = ((1,), (0,)), ((), ())
+    exact = a_wide @ b_wide
+    for result in (jhg.matmul(a, b), jhg.dot_general(a, b, numbers)):
+        np.testing.assert_allclose(result, exact, rtol=1e-4, atol=1e-4 * np.abs(exact).max())
+
+
+def test_tiles_of_k_run_on_kernels():
+    a = QArray(S((M, K), jnp.float8_e4m3fn), S((M, 2), jnp.float32))
+    b = QArray(S((K, N), jnp.float8_e4m3fn), S((2, 2), jnp.float32))
+    product = partial(jhg.matmul, implementation="hopper")
+    (spec,) = specs_of(product, a, b)
+    assert (spec.a_block, spec.b_block) == (1, 128)
+
+
+@pytest.mark.parametrize(
+    ("a", "text"),
+    [
+        (array((M, K), (M, 1), 0)[0]._replace(zero_point=jnp.zeros((M, 1))), "with a zero point"),
+        (array((M, K), (M, 8), 0)[0], "each element of the contracted axis"),
+    ],
+)
+def test_what_no_kernel_multiplies_is_named(a, text):
+    with pytest.raises(NotImplementedError, match=text):
+        jhg.matmul(a, array((K, N), (1, N), 1)[0])
+
+
+def test_qwix_quantizes_them():
+    qwix = pytest.importorskip("qwix")
+    x, w = (jnp.asarray(np.random.default_rng(i).standard_normal(s)) for i, s in
+            enumerate(((M, K), (K, N))))  # fmt: skip
+    quantize = partial(qwix.quantize, qtype="float8_e4m3fn")
+    a = quantize(x, channelwise_axes=(0,), tiled_axes={1: 128})
+    b = quantize(w, channelwise_axes=(1,), tiled_axes={0: 128})
+    np.testing.assert_allclose(jhg.matmul(a, b), qwix.dot(a, b), rtol=1e-3, atol=1e-3)
+
+
+def test_flax_products_of_8_bits_run_on_kernels():
+    """Scales that follow the products of its gradients are in their kernels.
+
+    JAX keeps that of the forward pass in a `custom_vjp_call`, which `accelerate` does not open.
+    """
+    nn = pytest.importorskip("flax.linen")
+    from flax.linen import fp8_ops
+
+    layer = nn.Dense(N, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp, dtype=jnp.bfloat16)
+    x = S((256, K), jnp.bfloat16)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def loss(variables: Any, x: Any) -> Any:
+        return jnp.sum(layer.apply(variables, x).astype(jnp.float32) ** 2)
+
+    step = jhg.accelerate(jax.value_and_grad(loss, (0, 1)), implementation="hopper")
+    forward, *backward = specs_of(step, variables, x)
+    assert forward.a_dtype == forward.b_dtype == "float8_e4m3fn"
+    dtypes = [{spec.a_dtype, spec.b_dtype} for spec in backward]
+    assert dtypes == [{"float8_e4m3fn", "float8_e5m2"}] * 2
+    assert all("mul" in {node.op for node in spec.graph.nodes} for spec in backward)
+
+
+def test_aqt_products_of_int8_run_on_kernels():
+    aqt = pytest.importorskip("aqt.jax.v2.config")
+    dot_general = aqt.config_v4(fwd_bits=8, dlhs_bits=None, drhs_bits=None)
+    numbers: Any = ((1,), (0,)), ((), ())
+
+    def product(x: Any, w: Any) -> Any:
+        return dot_general(x, w, numbers)
+
+    shapes = S((256, K), jnp.bfloat16), S((K, N), jnp.bfloat16)
+    found = specs_of(jhg.accelerate(product, implementation="hopper"), *shapes)
+    assert [(spec.a_dtype, spec.b_dtype) for spec in found] == [("int8", "int8")]
