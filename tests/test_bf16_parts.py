@@ -259,9 +259,9 @@ def test_the_gradient_of_an_epilogue_is_part_of_the_product_before_it():
 
 
 def test_a_kernel_is_explained():
-    explained = jhg.explain(A, B, precision=float32.preset(6))
+    explained = jhg.explain(jhg.matmul, A, B, precision=float32.preset(6))
     assert "bf16x6" in str(explained)
-    assert "DotAlgorithmPreset.BF16_BF16_F32_X3" in str(jhg.explain(A, B))
+    assert "DotAlgorithmPreset.BF16_BF16_F32_X3" in str(jhg.explain(jhg.matmul, A, B))
 
 
 @pytest.mark.parametrize("precision", (float32.preset(6), (lax.Precision.HIGHEST,) * 2, None))

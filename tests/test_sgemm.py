@@ -159,7 +159,7 @@ def test_the_precision_is_asked_for(precision):
     hopper = partial(jhg.matmul, precision=precision, implementation="hopper")
     assert [spec.simt_width for spec in specs_of(hopper, A, B)] == [4]
     assert specs_of(partial(jhg.matmul, precision=precision), A, B) == []  # not measured
-    explained = str(jhg.explain(A, B, precision=precision, implementation="hopper"))
+    explained = str(jhg.explain(jhg.matmul, A, B, precision=precision, implementation="hopper"))
     assert "bound by FMA units" in explained
 
 

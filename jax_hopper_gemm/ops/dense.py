@@ -22,7 +22,7 @@ from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .delayed import DelayedScaling, run_delayed
-from .quantized import Quantized, as_quantized, is_quantized, run_quantized
+from .quantized import QArray, Quantized, as_quantized, is_quantized, run_quantized
 from .recipes import Recipe, as_recipe, delayed
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
@@ -33,8 +33,8 @@ from .substitute import final_product, with_hopper_dot
 
 @takes_batch_invariant
 def matmul(
-    a: ArrayLike | Quantized,
-    b: ArrayLike | Quantized,
+    a: ArrayLike | Quantized | QArray,
+    b: ArrayLike | Quantized | QArray,
     *,
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
@@ -77,7 +77,7 @@ def matmul(
 
     Args:
       a: (..., M, K) or (K,). Leading axes broadcast against those of `b`. Or both are `Quantized`:
-        (..., M, K) by (K, N), or matrices in equal batches.
+        (..., M, K) by (K, N), or matrices in equal batches; or `QArray`s of Qwix.
       b: (..., K, N) or (K,).
       bias, residual, c: broadcast to the result's shape: (N,), (M, 1), (B, 1, N), ...
       activation: a function of one array, elementwise, or a name: "relu", "gelu" (by tanh),
@@ -157,8 +157,8 @@ def matmul(
 
 @takes_batch_invariant
 def dot_general(
-    lhs: ArrayLike | Quantized,
-    rhs: ArrayLike | Quantized,
+    lhs: ArrayLike | Quantized | QArray,
+    rhs: ArrayLike | Quantized | QArray,
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
@@ -178,7 +178,7 @@ def dot_general(
     layers accept it as their `dot_general`.
 
     Args:
-      lhs, rhs: the operands, arrays or both `Quantized`.
+      lhs, rhs: the operands, arrays or both `Quantized`, or a `QArray` of Qwix.
       dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
       precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
         `matmul`.

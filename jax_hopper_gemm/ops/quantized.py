@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,19 @@ class Quantized:
         for axis, block in enumerate(_blocks("dequantize", "self", self)):
             scale = _each(scale, axis, block, self.values.shape[axis])
         return (self.values.astype(jnp.float32) * scale).astype(dtype)
+
+
+class QArray(Protocol):
+    """The fields of Qwix's quantized array."""
+
+    @property
+    def qvalue(self) -> Any: ...
+
+    @property
+    def scale(self) -> Any: ...
+
+    @property
+    def zero_point(self) -> Any: ...
 
 
 def quantize(

@@ -115,14 +115,14 @@ def main() -> int:
     return 1 if report.failures else 0
 
 
-def float32_specs() -> list[GemmSpec]:
-    return [*parts_specs(), *float32.specs(), *sgemm.specs()]
-
-
 def recipe_specs() -> list[GemmSpec]:
     small = train_recipes.Setting(128, 2, 4, 128, 8, steps=100)
     trained = train_recipes.specs(small, list(train_recipes.RECIPES))
     return list(dict.fromkeys([*recipe_programs.specs(), *trained]))
+
+
+def float32_specs() -> list[GemmSpec]:
+    return [*parts_specs(), *float32.specs(), *sgemm.specs()]
 
 
 def all_specs() -> list[GemmSpec]:
@@ -156,8 +156,8 @@ def all_specs() -> list[GemmSpec]:
                 *eight_bit_specs(),
                 *block_specs(),
                 *eight_bit.specs(),
-                *float32_specs(),
                 *recipe_specs(),
+                *float32_specs(),
             )
         )
     )
