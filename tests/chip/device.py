@@ -1,0 +1,242 @@
+"""What runs products and checks them: a GPU, or the host in its place (`test_chip.py`)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from chip.arrays import (
+    ARRAY,
+    CHECK,
+    FILL,
+    POOLS,
+    PROBLEM,
+    REFERENCE,
+    ROLES,
+    STRUCTS,
+    Batch,
+    Placed,
+    Room,
+)
+from jax_hopper_gemm.cubin import digest_of
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.launch import ffi_library
+
+SOURCES = Path(__file__).parent
+HOST_SOURCE = SOURCES.parent / "fake_driver" / "ffi_host.cc"
+POISON = 0xFF
+NOTHING = 2**64 - 1
+SCRATCH, TABLES = 1 << 29, 1 << 27  # bytes
+REPORT = np.dtype([("wrong", "u8"), ("first", "u8")])
+
+
+class DeviceError(RuntimeError):
+    """A CUDA call or a kernel failed: this process can run nothing more."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A product that went wrong."""
+
+    seed: int
+    what: str
+
+
+def build(folder: Path, compiler: str) -> None:
+    """Compiles `checker.so` and `ffi_host.so` into a folder.
+
+    Args:
+      compiler: "nvcc" for a GPU, or a C++ compiler for the host in its place.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target = ["-arch=sm_90", "-Xcompiler", "-fPIC"] if compiler == "nvcc" else ["-xc++", "-fPIC"]
+    common = ["-O2", "-std=c++17", "-shared"]
+    source = str(SOURCES / "checker.cu")
+    _run([compiler, *common, *target, source, "-o", str(folder / "checker.so")])
+    include = ["-fPIC", "-isystem", jax.ffi.include_dir()]
+    host = [os.environ.get("CXX", "c++"), *common, *include, str(HOST_SOURCE)]
+    _run([*host, "-o", str(folder / "ffi_host.so")])
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True)
+
+
+class Checker:
+    """`checker.cu`, and its memory.
+
+    Args:
+      path: the library by `build`.
+      arena: bytes for the arrays of products.
+    """
+
+    def __init__(self, path: Path, arena: int):
+        self._library = ctypes.CDLL(str(path))
+        i64, pointer = ctypes.c_int64, ctypes.c_void_p
+        signatures: dict[str, tuple[Any, list[Any]]] = {
+            "sizes": (i64, [ctypes.c_int]), "allocate": (i64, [i64]),
+            "upload": (None, [i64, pointer, i64]), "download": (None, [pointer, i64, i64]),
+            "set": (None, [i64, ctypes.c_int, i64]), "sweep": (None, [i64, i64, i64]),
+            "visit": (None, [ctypes.c_int, i64, i64, i64, i64, i64]),
+            "synchronize": (ctypes.c_char_p, []),
+        }  # fmt: skip
+        for name, (result, arguments) in signatures.items():
+            function = getattr(self._library, f"chip_{name}")
+            function.restype, function.argtypes = result, arguments
+        found = [self._library.chip_sizes(i) for i in range(len(STRUCTS))]
+        assert found == [struct.itemsize for struct in STRUCTS], f"structs have {found} bytes"
+        self.arena_bytes = arena
+        self.arena, self._scratch, self._tables = (
+            self._allocate(nbytes) for nbytes in (arena, SCRATCH, TABLES)
+        )
+        self._library.chip_set(self.arena, POISON, arena)
+
+    def _allocate(self, nbytes: int) -> int:
+        address = self._library.chip_allocate(nbytes)
+        if not address:
+            raise DeviceError(f"{nbytes} bytes cannot be allocated")
+        return address
+
+    def batch(self) -> Batch:
+        """Returns an empty batch on all of the memory."""
+        return Batch(
+            Room(self.arena, self.arena_bytes),
+            Room(self._scratch, SCRATCH),
+            Room(self._tables, TABLES),
+        )
+
+    def run(self, batch: Batch, launch: Callable[[Placed], str | None]) -> list[Failure]:
+        """Fills a batch's arrays, launches its products and checks all they wrote.
+
+        Args:
+          launch: enqueues a product; returns what kept it from that.
+
+        Raises:
+          DeviceError: a kernel failed.
+        """
+        library, products = self._library, batch.products
+        arrays = batch.stage(np.array(batch.arrays, ARRAY))
+        problems = batch.stage(np.array(batch.problems, PROBLEM))
+        chunks = [(batch.stage(of), len(of)) for of in batch.chunks()]
+        blank = np.zeros(len(products) + 1, REPORT)
+        blank["first"] = NOTHING
+        reports = batch.stage(blank)
+        staged = batch.staged()
+        library.chip_upload(self._tables, staged.ctypes.data, staged.nbytes)
+
+        def visit(phase: int) -> None:
+            library.chip_visit(phase, arrays, problems, *chunks[phase], reports)
+
+        for phase in (FILL, POOLS, REFERENCE):
+            visit(phase)
+        failures = []
+        for product in products:
+            if reason := launch(product):
+                failures.append(Failure(product.trial.seed, f"not launched: {reason}"))
+        visit(CHECK)
+        used = min(batch.arena.next + (1 << 16), self.arena + self.arena_bytes) - self.arena
+        library.chip_sweep(self.arena, used // 4 * 4, reports + blank.nbytes - REPORT.itemsize)
+        self.synchronize()
+        found = np.zeros(len(products) + 1, REPORT)
+        library.chip_download(found.ctypes.data, reports, found.nbytes)
+        return [*failures, *self._failures(batch, found)]
+
+    def sweep(self) -> int:
+        """Returns how many bytes of the whole arena are not poison, and poisons them."""
+        blank = np.array([(0, NOTHING)], REPORT)
+        self._library.chip_upload(self._tables, blank.ctypes.data, blank.nbytes)
+        self._library.chip_sweep(self.arena, self.arena_bytes // 4 * 4, self._tables)
+        self.synchronize()
+        self._library.chip_download(blank.ctypes.data, self._tables, blank.nbytes)
+        return int(blank["wrong"][0])
+
+    def synchronize(self) -> None:
+        if error := self._library.chip_synchronize():
+            raise DeviceError(error.decode())
+
+    def _failures(self, batch: Batch, reports: np.ndarray) -> list[Failure]:
+        failures = []
+        for product, (wrong, first) in zip(batch.products, reports[:-1], strict=True):
+            if wrong:
+                array = dict(zip(ARRAY.names or (), batch.arrays[int(first) >> 48], strict=True))
+                what = f"{ROLES[array['role']]} {array['which']} of extents {array['extent']}"
+                place = np.unravel_index(int(first) & (2**48 - 1), array["extent"])
+                at = [int(i) for i in place]
+                text = f"{wrong} elements wrong, the first at {at} of {what}; {product.trial}"
+                failures.append(Failure(product.trial.seed, text))
+        wrong, first = reports[-1]
+        if wrong:
+            address = self.arena + int(first)
+            near = [p for p in batch.products if p.start <= address] or batch.products
+            neighbours = [p.trial.seed for p in batch.products]
+            failures.append(
+                Failure(
+                    near[-1].trial.seed,
+                    f"{wrong} bytes written outside of arrays, the first at "
+                    f"{_place(near[-1], address)}; by one of seeds {neighbours[0]} to "
+                    f"{neighbours[-1]}; {near[-1].trial}",
+                )
+            )
+        return failures
+
+
+def _place(product: Placed, address: int) -> str:
+    """Returns where an address lies among a product's buffers."""
+    parts = [
+        f"buffer {i} {address - start:+d} of {nbytes} bytes"
+        for i, (start, nbytes) in enumerate(zip(product.addresses, product.nbytes, strict=True))
+    ]
+    return ", ".join(parts)
+
+
+class Launcher:
+    """The C++ launcher, called as XLA calls it.
+
+    Args:
+      host: `ffi_host.so` by `build`.
+      library: the FFI library, with its resolver.
+    """
+
+    def __init__(self, host: Path, library: ctypes.CDLL | None = None):
+        self._library = library or ffi_library.library()
+        self._host = ctypes.CDLL(str(host))
+        for accessor in (self._library.JhgLaunchTypeId, self._library.JhgLaunchTypeInfo):
+            accessor.restype = ctypes.c_void_p
+        self._type = ctypes.c_void_p(self._library.JhgLaunchTypeInfo())
+        self._load = ctypes.cast(self._library.JhgLaunchInstantiate, ctypes.c_void_p)
+        self._run = ctypes.cast(self._library.JhgLaunchExecute, ctypes.c_void_p)
+        self._text = ctypes.create_string_buffer(8192)
+        self._named: dict[GemmSpec, tuple[bytes, bytes]] = {}
+
+    def __call__(self, product: Placed) -> str | None:
+        """Loads and runs the product's plan; returns an error's text."""
+        spec = product.trial.spec
+        named = self._named.get(spec)
+        if named is None:
+            named = self._named[spec] = digest_of(spec).encode(), spec.to_json().encode()
+        words = np.array(product.plan.encode(), np.int64)
+        state, text, capacity = ctypes.c_void_p(), self._text, ctypes.c_int64(len(self._text))
+        name = f"seed {product.trial.seed}".encode()
+        if self._host.ffi_host_load(
+            self._load, *named, name, ctypes.c_void_p(words.ctypes.data),
+            ctypes.c_int64(words.size), ctypes.byref(state), text, capacity,
+        ):  # fmt: skip
+            return text.value.decode(errors="replace")
+        addresses = np.array(product.addresses, np.int64)
+        nbytes = np.array(product.nbytes, np.int64)
+        code = self._host.ffi_host_run(
+            self._run, state, None, ctypes.c_int64(product.operands),
+            ctypes.c_int64(len(addresses) - product.operands),
+            ctypes.c_void_p(addresses.ctypes.data), ctypes.c_void_p(nbytes.ctypes.data),
+            text, capacity,
+        )  # fmt: skip
+        self._host.ffi_host_free(self._type, state)
+        return text.value.decode(errors="replace") if code else None

@@ -1,0 +1,300 @@
+"""The harness that runs random products on a GPU, with the host in the GPU's place.
+
+The launcher runs over the stand-in of the CUDA driver. What a kernel would write, NumPy writes, by
+the references of the GPU tests, which share nothing with `checker.cu`; so each proves the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chip.arrays import Placed
+from chip.device import Checker, Launcher, build
+from chip.problems import Draw
+from chip.run import Crew, Portion, Record, supervise, try_portion
+from fake_driver import harness
+from support import grouped, outcome, reference
+from support.casts import cast
+from support.places import result_places
+from support.policies import (
+    block_specs,
+    covering_specs,
+    eight_bit_specs,
+    epilogue_covering_specs,
+    grouped_covering_specs,
+    nested_specs,
+    split_specs,
+    stacked_specs,
+)
+from support.trial import Inputs
+
+from jax_hopper_gemm.gemm.spec import GemmSpec
+
+pytestmark = pytest.mark.pure
+ARENA = 1 << 28
+SEEDS = int(os.environ.get("JAX_HOPPER_GEMM_TEST_SEEDS", 16))  # of random products
+
+
+class Host:
+    """The launcher over the stand-in of the driver, and NumPy in place of kernels.
+
+    Attributes:
+      after: what to do to a product's memory after its launch; for tests of the checks.
+    """
+
+    def __init__(self, folder, libraries, monkeypatch):
+        monkeypatch.setenv("JAX_HOPPER_GEMM_LIBCUDA", str(libraries / "fake_cuda.so"))
+        self.driver = harness.Driver(libraries / "fake_cuda.so")
+        private = harness.Launcher(libraries, libraries / "fake_cuda.so")
+        private.resolve = lambda digest, spec: self.driver.add_kernel(self.plan)
+        self.private = private
+        self.launcher = Launcher(folder / "ffi_host.so", private.library)
+        self.after = lambda product: None
+
+    def __call__(self, product: Placed) -> str | None:
+        self.plan = product.plan
+        self.driver.reset()
+        if error := self.launcher(product):
+            return error
+        assert len(self.driver.calls("cuLaunchKernelEx")) == 1
+        write_results(product)
+        self.after(product)
+        return None
+
+
+def memory(product: Placed, index: int, dtype: str) -> np.ndarray:
+    """Returns a buffer of a product, flat."""
+    nbytes = product.nbytes[index]
+    raw = (ctypes.c_uint8 * nbytes).from_address(product.addresses[index])
+    return np.ctypeslib.as_array(raw).view(jnp.dtype(dtype))
+
+
+def write_results(product: Placed) -> None:
+    """Writes what the kernel should have."""
+    trial, p = product.trial, product.trial.problem
+    values = []
+    for i in range(product.operands):
+        for place in trial.buffers[i][0]:
+            values.append(place.view(memory(product, i, place.dtype)).reshape(place.shape))
+    count, accumulators = len(p.graph.operands), p.graph.accumulators
+    inputs = Inputs(values[0], tuple(values[1 : 1 + accumulators]),
+                    tuple(values[1 + accumulators : 1 + accumulators + count]))  # fmt: skip
+    rest = values[1 + accumulators + count :]
+    places = result_places(p, trial.spec)
+    if not trial.exact:
+        found = [np.zeros(place.shape, jnp.dtype(place.dtype)) for place in places]
+    elif p.groups:
+        found = of_groups(trial, inputs, rest)
+    elif p.a_scales:
+        a, b = reference.scaled(p, replace(inputs, scales=tuple(rest)))
+        found = [cast(reference.product(a, b).astype(np.float32), p.d_dtype)]
+    else:
+        if p.indexed:
+            index = np.clip(rest[0], 0, p.stack - 1)
+            if p.indexed == "a":
+                inputs = replace(inputs, a=inputs.a[index])
+            else:
+                inputs = replace(inputs, b=tuple(b[index] for b in inputs.b))
+        found = outcome.exact(p, trial.spec, inputs)
+    for i, (place, array) in enumerate(zip(places, found, strict=True)):
+        view = place.view(memory(product, product.operands + i, place.dtype))
+        view[...] = array.reshape(view.shape)
+
+
+def of_groups(trial, inputs: Inputs, rest: list[np.ndarray]) -> list[np.ndarray]:
+    p, graph = trial.problem, trial.problem.graph
+    inputs = replace(inputs, sizes=rest.pop(0))
+    if p.groups.gathered:
+        inputs = replace(inputs, indices=rest.pop(0))
+    nobody = np.zeros(0, int)
+    operands = list(inputs.operands)
+    if p.groups.axis == "m":
+        matrices = trial.matrices
+        nobody = np.flatnonzero(matrices < 0)
+        for i, (operand, array) in enumerate(zip(graph.operands, operands, strict=True)):
+            if operand.kind in ("row", "scalar"):
+                taken = array[np.maximum(matrices, 0)]
+                operands[i] = taken[None] if operand.kind == "row" else taken[None, :, None]
+            elif operand.kind == "column":
+                operands[i] = array[..., None]
+    else:
+        operands = outcome.broadcast_operands(p, inputs)
+    if rest:  # block scales, of whole operands
+        a, b = reference.scaled(p, replace(inputs, scales=tuple(rest)))
+        inputs = replace(inputs, a=a, b=(b,))
+    with np.errstate(invalid="ignore"):
+        sums = [grouped.products(p, inputs, b).astype(np.float32) for b in inputs.b]
+        values = outcome.exact_values(graph, sums, operands)
+    stored = [np.broadcast_to(values[r.value], sums[0].shape).copy() for r in graph.results]
+    for value in stored:
+        value[:, nobody] = 0
+    return outcome.arrays_of(graph, trial.spec, stored, sums[0].shape)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chip")
+    build(folder, "c++")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checker(folder):
+    return Checker(folder / "checker.so", ARENA)
+
+
+@pytest.fixture
+def host(folder, fake_libraries, monkeypatch):
+    return Host(folder, fake_libraries, monkeypatch)
+
+
+KERNELS: dict[str, Callable[[], tuple[GemmSpec, ...]]] = {
+    "plain": covering_specs,
+    "epilogues": epilogue_covering_specs,
+    "split": split_specs,
+    "nested": nested_specs,
+    "stacks": stacked_specs,
+    "groups": grouped_covering_specs,
+    "8 bits": eight_bit_specs,
+    "block scales": block_specs,
+}
+
+
+def draw_of(kind: str, **wanted: object) -> Draw:
+    """Returns random products of a kind of kernels, of those with some fields alone."""
+    specs = KERNELS[kind]()
+    chosen = [s for s in specs if all(getattr(s, f) == value for f, value in wanted.items())]
+    return Draw(chosen, 1 << 22, huge=0)
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_right_products_pass(checker, host, kind):
+    draw = draw_of(kind)
+    for first in range(0, SEEDS, 16):
+        assert run(checker, host, draw, range(first, first + 16)) == []
+    assert checker.sweep() == 0
+
+
+def poke(address: int, byte: int | None = None) -> None:
+    """Changes a byte."""
+    place = ctypes.c_uint8.from_address(address)
+    place.value = place.value ^ 0x40 if byte is None else byte
+
+
+def first_result(product: Placed) -> int:
+    return product.addresses[product.operands]
+
+
+DAMAGE = {
+    "a result": (lambda p: poke(first_result(p)), "1 elements wrong, the first at .* of result"),
+    "nothing written": (
+        lambda p: ctypes.memset(first_result(p), 0xFF, 2),
+        "1 elements wrong, the first at .* of result",
+    ),
+    "an operand": (lambda p: poke(p.addresses[1]), "1 elements wrong, the first at .* of factor 1"),
+    "behind a result": (
+        lambda p: poke(first_result(p) + p.nbytes[p.operands] + 100),
+        r"1 bytes written outside of arrays, .*buffer 2 \+",
+    ),
+    "before an operand": (
+        lambda p: poke(p.addresses[0] - 1),
+        "1 bytes written outside of arrays, .*buffer 0 -1 ",
+    ),
+    "between rows": (
+        lambda p: poke(p.addresses[0] + 2 * p.trial.problem.k),
+        "1 bytes written outside",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_wrong_products_are_found(checker, host, damage):
+    draw = draw_of("plain", a_major="k", d_dtype="bfloat16")
+    padded = next(s for s in range(100) if draw(s).problem.a.leading_stride > draw(s).problem.k)
+    host.after, message = DAMAGE[damage]
+    (failure,) = run(checker, host, draw, [padded])
+    assert re.search(message, failure.what), failure.what
+    assert failure.seed == padded
+    host.after = lambda product: None
+    assert run(checker, host, draw, [padded]) == []  # and nothing is left of it
+
+
+@pytest.mark.parametrize("kind", ["groups", "epilogues", "split", "block scales"])
+def test_every_result_and_operand_is_looked_at(checker, host, kind):
+    draw = draw_of(kind)
+    for seed in [seed for seed in range(9) if draw(seed).exact]:
+        for buffer in range(len(draw(seed).buffers)):
+            host.after = lambda product, at=buffer: poke(product.addresses[at])
+            failures = run(checker, host, draw, [seed])
+            assert failures, f"buffer {buffer} of {draw(seed)}"
+
+
+def test_what_is_written_far_away_is_found_at_last(checker, host):
+    poke(checker.arena + ARENA - 17, 0)
+    assert checker.sweep() == 1
+    assert checker.sweep() == 0
+
+
+def test_a_portion_counts_what_it_ran(checker, host):
+    counts, failures, wrong = try_portion(checker, host, KERNELS["plain"](), Portion(3, 33))
+    assert (failures, wrong, counts["numbers checked"]) == ([], 0, 30)
+    host.after = lambda product: product.trial.seed in (7, 9) and poke(first_result(product))
+    _, failures, wrong = try_portion(checker, host, KERNELS["plain"](), Portion(5, 11, alone=True))
+    assert wrong == 2 and [int(f.split("seed ")[1].split(":")[0]) for f in failures] == [7, 9]
+
+
+def test_a_launch_that_is_refused_is_a_failure(checker, host):
+    host.launcher = lambda product: "no such kernel"
+    counts, failures, wrong = try_portion(checker, host, KERNELS["plain"](), Portion(0, 2))
+    assert wrong == 2 and "not launched: no such kernel" in failures[0]
+
+
+def work(pipe, fatal: int) -> None:
+    """Runs portions of nothing, and dies where it meets a seed."""
+    while True:
+        try:
+            portion = pipe.recv()
+        except EOFError:
+            return
+        step = 1 if portion.alone else 10
+        for first in range(portion.first, portion.end, step):
+            end = min(first + step, portion.end)
+            pipe.send(("batch", first, end))
+            if first <= fatal < end:
+                os._exit(9)
+        pipe.send(("done", portion, {"dense": portion.end - portion.first}, [], 0))
+
+
+@pytest.mark.slow
+def test_a_lost_process_costs_the_seed_that_it_was_lost_at_and_no_other(tmp_path, capsys):
+    identity = {"cubins_sha256": "a", "harness_sha256": "b"}
+    record = Record(tmp_path / "record.json", identity)
+    supervise(record, range(100, 3100), Crew(work, 1234), 2, 60)
+    again = Record(tmp_path / "record.json", identity)
+    assert again.fields["seeds"] == [[100, 3100]] and again.portions(range(100, 3100)) == []
+    assert (again.fields["products"], again.fields["wrong"]) == (3000, 1)
+    assert again.fields["kinds"] == {"dense": 2999, "lost": 1}
+    (failure,) = again.fields["failures"]
+    assert failure == "seed 1234: the process was lost: it ended, 9"
+    assert again.portions(range(3200)) == [Portion(0, 100), Portion(3100, 3200)]
+
+
+def test_a_record_of_other_kernels_is_refused(tmp_path):
+    Record(tmp_path / "record.json", {"cubins_sha256": "a"}).write()
+    with pytest.raises(SystemExit, match="another cubins_sha256: move it away"):
+        Record(tmp_path / "record.json", {"cubins_sha256": "c"})
+
+
+def run(checker, host, draw, seeds):
+    """Returns the failures of one batch."""
+    batch = checker.batch()
+    for seed in seeds:
+        batch.add(draw(seed))
+    return checker.run(batch, host)
