@@ -583,7 +583,7 @@ int64_t chip_allocate(int64_t bytes) {
 }
 
 void chip_upload(int64_t to, const void* from, int64_t bytes) {
-  cudaMemcpyAsync(reinterpret_cast<void*>(to), from, bytes, cudaMemcpyHostToDevice, nullptr);
+  cudaMemcpy(reinterpret_cast<void*>(to), from, bytes, cudaMemcpyHostToDevice);
 }
 
 void chip_download(void* to, int64_t from, int64_t bytes) {
