@@ -18,7 +18,7 @@ import pytest
 from chip.arrays import Placed
 from chip.device import Checker, Launcher, build
 from chip.problems import Draw
-from chip.run import Crew, Portion, Record, supervise, try_portion
+from chip.run import Record, Worker, supervise, try_portion
 from fake_driver import harness
 from support import grouped, outcome, reference
 from support.casts import cast
@@ -243,47 +243,41 @@ def test_what_is_written_far_away_is_found_at_last(checker, host):
 
 
 def test_a_portion_counts_what_it_ran(checker, host):
-    counts, failures, wrong = try_portion(checker, host, KERNELS["plain"](), Portion(3, 33))
+    specs = KERNELS["plain"]()
+    counts, failures, wrong = try_portion(checker, host, specs, (3, 33), 48)
     assert (failures, wrong, counts["numbers checked"]) == ([], 0, 30)
     host.after = lambda product: product.trial.seed in (7, 9) and poke(first_result(product))
-    _, failures, wrong = try_portion(checker, host, KERNELS["plain"](), Portion(5, 11, alone=True))
+    _, failures, wrong = try_portion(checker, host, specs, (5, 11), 1)
     assert wrong == 2 and [int(f.split("seed ")[1].split(":")[0]) for f in failures] == [7, 9]
 
 
 def test_a_launch_that_is_refused_is_a_failure(checker, host):
     host.launcher = lambda product: "no such kernel"
-    counts, failures, wrong = try_portion(checker, host, KERNELS["plain"](), Portion(0, 2))
+    counts, failures, wrong = try_portion(checker, host, KERNELS["plain"](), (0, 2), 2)
     assert wrong == 2 and "not launched: no such kernel" in failures[0]
 
 
 def work(pipe, fatal: int) -> None:
     """Runs portions of nothing, and dies where it meets a seed."""
     while True:
-        try:
-            portion = pipe.recv()
-        except EOFError:
-            return
-        step = 1 if portion.alone else 10
-        for first in range(portion.first, portion.end, step):
-            end = min(first + step, portion.end)
-            pipe.send(("batch", first, end))
-            if first <= fatal < end:
-                os._exit(9)
-        pipe.send(("done", portion, {"dense": portion.end - portion.first}, [], 0))
+        first, end = pipe.recv()
+        if first <= fatal < end:
+            os._exit(9)
+        pipe.send(({"dense": end - first}, [], 0))
 
 
 @pytest.mark.slow
-def test_a_lost_process_costs_the_seed_that_it_was_lost_at_and_no_other(tmp_path, capsys):
+def test_a_lost_process_costs_its_portion_and_no_other(tmp_path):
     identity = {"cubins_sha256": "a", "harness_sha256": "b"}
     record = Record(tmp_path / "record.json", identity)
-    supervise(record, range(100, 3100), Crew(work, 1234), 2, 60)
+    supervise(record, range(100, 3100), 1, 60, lambda: Worker(work, 1234))
     again = Record(tmp_path / "record.json", identity)
     assert again.fields["seeds"] == [[100, 3100]] and again.portions(range(100, 3100)) == []
-    assert (again.fields["products"], again.fields["wrong"]) == (3000, 1)
-    assert again.fields["kinds"] == {"dense": 2999, "lost": 1}
+    assert (again.fields["products"], again.fields["wrong"]) == (3000, 1000)
+    assert again.fields["kinds"] == {"dense": 2000, "lost": 1000}
     (failure,) = again.fields["failures"]
-    assert failure == "seed 1234: the process was lost: it ended, 9"
-    assert again.portions(range(3200)) == [Portion(0, 100), Portion(3100, 3200)]
+    assert failure == "seeds 1100 to 2099: the process was lost: it ended, 9"
+    assert again.portions(range(3200)) == [(0, 100), (3100, 3200)]
 
 
 def test_a_record_of_other_kernels_is_refused(tmp_path):

@@ -25,7 +25,7 @@
 #define LEAST(place, number) (*(place) = *(place) < (number) ? *(place) : (number))
 static struct {
   unsigned x;
-} blockIdx, threadIdx, gridDim = {1}, blockDim = {1};
+} blockIdx, threadIdx, gridDim, blockDim = {1};
 #endif
 
 typedef unsigned long long Word;
@@ -36,34 +36,12 @@ enum Phase { kFill, kPools, kReference, kCheck };
 enum Dtype { kBf16, kF16, kE4m3, kE5m2, kInt8, kF32, kBool, kInt32 };
 // kWritten: of numbers that may be rounded in several ways only this is checked.
 enum Kind { kMatrix, kRowSum, kRowMax, kColumnSum, kMax, kTopValues, kTopIndices, kWritten };
+// clang-format off
 enum Op {
-  kConstant,
-  kNeg,
-  kAbs,
-  kSign,
-  kSquare,
-  kFloor,
-  kCeil,
-  kRound,
-  kConvert,
-  kAdd,
-  kSub,
-  kMul,
-  kMaximum,
-  kMinimum,
-  kEq,
-  kNe,
-  kLt,
-  kLe,
-  kGt,
-  kGe,
-  kAnd,
-  kOr,
-  kXor,
-  kNot,
-  kIsFinite,
-  kSelect
+  kConstant, kNeg, kAbs, kSign, kSquare, kFloor, kCeil, kRound, kConvert, kAdd, kSub, kMul,
+  kMaximum, kMinimum, kEq, kNe, kLt, kLe, kGt, kGe, kAnd, kOr, kXor, kNot, kIsFinite, kSelect
 };
+// clang-format on
 constexpr int kMaxValues = 48;
 
 struct Node {
@@ -73,8 +51,9 @@ struct Node {
 
 // An array of any problem, whose axes are three of the batch, rows and columns.
 struct Array {
-  int64_t address, extent[5], stride[5];                  // stride in elements
-  int64_t table, alive_batch, alive_rows, alive_columns;  // addresses of tables, or 0
+  int64_t address, extent[5], stride[5];  // stride in elements
+  const uint32_t* table;
+  const uint8_t *alive_batch, *alive_rows, *alive_columns;
   int32_t shift_rows[3], shift_columns[3];
   int32_t problem, role, dtype, which;  // which factor, operand or value of the graph
   // Of a result its kind and the block that an element of it reduces; of an operand whether it
@@ -82,12 +61,16 @@ struct Array {
   int32_t kind, block_m, block_n, unused;
 };
 
-struct Problem {
-  int64_t nodes, sums, row_matrix, spans, indices;  // addresses, or 0
-  int64_t pools[3];                                 // of A, B and up: (k, lines) float32
-  int32_t m, n, k, outer_middle, inner;             // extents; those of a nested batch
-  int32_t lines[2];                                 // of A, of B
-  int32_t a, b, first_operand;                      // among the arrays
+struct Problem {  // tables that it does not need are null
+  const Node* nodes;
+  float* sums;
+  const int32_t* row_matrix;
+  const int64_t* spans;
+  const int32_t* indices;
+  float* pools[3];                       // of A, B and up: (k, lines)
+  int32_t m, n, k, outer_middle, inner;  // extents; those of a nested batch
+  int32_t lines[2];                      // of A, of B
+  int32_t a, b, first_operand;           // among the arrays
   int32_t accumulators, operands, num_nodes;
   int32_t instances;  // sets of sums: one, of grouped K one for each group
   int32_t direct;     // whether there is a sum for each element, not for each pair of lines
@@ -132,40 +115,51 @@ ON_DEVICE static int64_t Shifted(int64_t line, const int32_t* shift, const int64
   return line + shift[0] * batch[0] + shift[1] * batch[1] + shift[2] * batch[2];
 }
 
-// Returns the number that a float of few digits holds, to nearest even; overflow as in ml_dtypes.
-ON_DEVICE static float Rounded(float x, int digits, int least, float largest, bool infinite) {
-  if (x == 0 || !isfinite(x)) return x;
-  int exponent = 0;
-  frexpf(x, &exponent);
-  const int lowest = exponent - digits > least ? exponent - digits : least;
-  const float rounded = ldexpf(rintf(ldexpf(x, -lowest)), lowest);
-  if (fabsf(rounded) <= largest) return rounded;
-  return infinite ? copysignf(INFINITY, x) : NAN;
+template <typename To, typename From>
+ON_DEVICE static To Reinterpreted(From from) {
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
 }
 
-ON_DEVICE static float Quantized(float x, int dtype) {
-  switch (dtype) {
-    case kBf16:
-      return Rounded(x, 8, -133, 3.3895314e38f, true);
-    case kF16:
-      return Rounded(x, 11, -24, 65504, true);
-    case kE4m3:
-      return Rounded(x, 4, -9, 448, false);
-    case kE5m2:
-      return Rounded(x, 3, -16, 57344, true);
-    case kInt8:
-      return x != x ? 0 : fminf(127, fmaxf(-128, truncf(x)));
-    default:
-      return x;
-  }
+struct Format {             // of a small float
+  int digits, least, bits;  // digits with the hidden one; exponents from 2^least on
+  float largest;
+  bool infinite;  // or else only NaN has all ones
+};
+
+ON_DEVICE static Format FormatOf(int dtype) {
+  return dtype == kBf16   ? Format{8, -133, 16, 3.3895314e38f, true}
+         : dtype == kF16  ? Format{11, -24, 16, 65504, true}
+         : dtype == kE4m3 ? Format{4, -9, 8, 448, false}
+                          : Format{3, -16, 8, 57344, true};
 }
 
 ON_DEVICE static int Bytes(int dtype) {
   return dtype <= kF16 ? 2 : dtype == kF32 || dtype == kInt32 ? 4 : 1;
 }
 
-// Returns the bits of a small float: `digits` with the hidden one, exponents from 2^least on.
-ON_DEVICE static uint32_t Packed(float x, int digits, int least, int bits) {
+// Returns the number that a dtype holds, to nearest even; overflow as in ml_dtypes.
+ON_DEVICE static float Quantized(float x, int dtype) {
+  if (dtype == kInt8) return x != x ? 0 : fminf(127, fmaxf(-128, truncf(x)));
+  if (dtype > kE5m2 || x == 0 || !isfinite(x)) return x;
+  const Format format = FormatOf(dtype);
+  int exponent = 0;
+  frexpf(x, &exponent);
+  const int lowest =
+      exponent - format.digits > format.least ? exponent - format.digits : format.least;
+  const float rounded = ldexpf(rintf(ldexpf(x, -lowest)), lowest);
+  if (fabsf(rounded) <= format.largest) return rounded;
+  return format.infinite ? copysignf(INFINITY, x) : NAN;
+}
+
+// Returns the bits of a number that the dtype holds.
+ON_DEVICE static uint32_t Encoded(float x, int dtype) {
+  if (dtype == kF32) return Reinterpreted<uint32_t>(x);
+  if (dtype == kBool) return x > 0;
+  if (dtype == kInt32) return static_cast<uint32_t>(static_cast<int>(x));
+  if (dtype == kInt8) return static_cast<uint8_t>(static_cast<int>(x));
+  const auto [digits, least, bits, largest, infinite] = FormatOf(dtype);
   const uint32_t sign = signbit(x) ? 1u << (bits - 1) : 0;
   const uint32_t all = (1u << (bits - 1)) - 1;
   if (x != x) return sign | all;
@@ -178,7 +172,12 @@ ON_DEVICE static uint32_t Packed(float x, int digits, int least, int bits) {
   return sign | static_cast<uint32_t>((shift << (digits - 1)) + ldexpf(fraction, digits));
 }
 
-ON_DEVICE static float Unpacked(uint32_t word, int digits, int least, int bits, bool infinite) {
+ON_DEVICE static float Decoded(uint32_t word, int dtype) {
+  if (dtype == kF32) return Reinterpreted<float>(word);
+  if (dtype == kBool) return word;
+  if (dtype == kInt32) return static_cast<int32_t>(word);
+  if (dtype == kInt8) return static_cast<int8_t>(word);
+  const auto [digits, least, bits, largest, infinite] = FormatOf(dtype);
   const uint32_t all = (1u << (bits - 1)) - 1, magnitude = word & all;
   const int shift = magnitude >> (digits - 1);
   const uint32_t fraction = magnitude & ((1u << (digits - 1)) - 1);
@@ -191,54 +190,6 @@ ON_DEVICE static float Unpacked(uint32_t word, int digits, int least, int bits, 
     x = ldexpf(fraction + (1u << (digits - 1)), least + shift - 1);
   }
   return word >> (bits - 1) & 1 ? -x : x;
-}
-
-ON_DEVICE static uint32_t Encoded(float x, int dtype) {
-  switch (dtype) {
-    case kBf16:
-      return Packed(x, 8, -133, 16);
-    case kF16:
-      return Packed(x, 11, -24, 16);
-    case kE4m3:
-      return Packed(x, 4, -9, 8);
-    case kE5m2:
-      return Packed(x, 3, -16, 8);
-    case kInt8:
-      return static_cast<uint8_t>(static_cast<int>(x));
-    case kBool:
-      return x > 0;
-    case kInt32:
-      return static_cast<uint32_t>(static_cast<int>(x));
-    default: {
-      uint32_t word = 0;
-      memcpy(&word, &x, 4);
-      return word;
-    }
-  }
-}
-
-ON_DEVICE static float Decoded(uint32_t word, int dtype) {
-  switch (dtype) {
-    case kBf16:
-      return Unpacked(word, 8, -133, 16, true);
-    case kF16:
-      return Unpacked(word, 11, -24, 16, true);
-    case kE4m3:
-      return Unpacked(word, 4, -9, 8, false);
-    case kE5m2:
-      return Unpacked(word, 3, -16, 8, true);
-    case kInt8:
-      return static_cast<int8_t>(word);
-    case kBool:
-      return word;
-    case kInt32:
-      return static_cast<int32_t>(word);
-    default: {
-      float x = 0;
-      memcpy(&x, &word, 4);
-      return x;
-    }
-  }
 }
 
 ON_DEVICE static uint32_t Load(int64_t address, int dtype) {
@@ -284,9 +235,7 @@ ON_DEVICE static void Coordinates(const Array& array, int64_t element, int64_t* 
 }
 
 ON_DEVICE static bool Alive(const Array& array, const int64_t* at) {
-  const auto in = [](int64_t table, int64_t i) {
-    return table == 0 || reinterpret_cast<const uint8_t*>(table)[i];
-  };
+  const auto in = [](const uint8_t* table, int64_t i) { return table == nullptr || table[i]; };
   return in(array.alive_batch, at[2]) && in(array.alive_rows, at[3]) &&
          in(array.alive_columns, at[4]);
 }
@@ -294,7 +243,7 @@ ON_DEVICE static bool Alive(const Array& array, const int64_t* at) {
 // Returns what an input holds at `at`, as bits.
 ON_DEVICE static uint32_t Given(const Array& array, const Problem& p, const int64_t* at,
                                 int64_t element) {
-  if (array.role == kTable) return reinterpret_cast<const uint32_t*>(array.table)[element];
+  if (array.role == kTable) return array.table[element];
   if (array.role == kScale) return Encoded(ScaleValue(p, array.which, at[2], at[3], at[4]), kF32);
   const int64_t row = Shifted(at[3], array.shift_rows, at);
   const int64_t column = Shifted(at[4], array.shift_columns, at);
@@ -308,19 +257,18 @@ ON_DEVICE static uint32_t Given(const Array& array, const Problem& p, const int6
 // Returns the sum at [set, row, column] of accumulator `which`: of two lines, or of an element.
 ON_DEVICE static float Sum(const Array* arrays, const Problem& p, int which, int64_t set,
                            int64_t row, int64_t column) {
-  int64_t l[2] = {set, set}, start = 0, end = p.k;
-  const int64_t at[3] = {0, 0, 0};
+  int64_t l[2] = {set, set};
   if (p.direct) {
     if (p.grouped == 1) {
       l[0] = 0;
-      l[1] = reinterpret_cast<const int32_t*>(p.row_matrix)[row];
+      l[1] = p.row_matrix[row];
       if (l[1] < 0) return 0;
     }
-    const int64_t batch_a[3] = {at[0], at[1], l[0]}, batch_b[3] = {at[0], at[1], l[1]};
+    const int64_t batch_a[3] = {0, 0, l[0]}, batch_b[3] = {0, 0, l[1]};
     const int64_t a = Shifted(row, arrays[p.a].shift_rows, batch_a);
     const int64_t b = Shifted(column, arrays[p.b].shift_columns, batch_b);
     float sum = 0;
-    for (int64_t k = start; k < end; ++k) {
+    for (int64_t k = 0; k < p.k; ++k) {
       const float term = FactorValue(p, 0, a, k) * FactorValue(p, 1 + which, b, k);
       const int64_t batch[2] = {arrays[p.scales[0]].shift_rows[0] ? l[0] : 0,
                                 arrays[p.scales[1]].shift_rows[0] ? l[1] : 0};
@@ -329,15 +277,12 @@ ON_DEVICE static float Sum(const Array* arrays, const Problem& p, int which, int
     }
     return sum;
   }
-  const float* a = reinterpret_cast<const float*>(p.pools[0]) + row;
-  const float* b = reinterpret_cast<const float*>(p.pools[1 + which]) + column;
+  const float* a = p.pools[0] + row;
+  const float* b = p.pools[1 + which] + column;
   float sum = 0;
   if (p.grouped == 2) {
-    start = reinterpret_cast<const int64_t*>(p.spans)[2 * set];
-    end = reinterpret_cast<const int64_t*>(p.spans)[2 * set + 1];
-    const int32_t* indices = reinterpret_cast<const int32_t*>(p.indices);
-    for (int64_t k = start; k < end; ++k) {
-      const int64_t picked = p.gathered ? indices[k] : k;
+    for (int64_t k = p.spans[2 * set]; k < p.spans[2 * set + 1]; ++k) {
+      const int64_t picked = p.gathered ? p.indices[k] : k;
       if (p.gathered && (picked < 0 || picked >= p.source_rows)) continue;
       sum += a[(p.gathered == 1 ? picked : k) * p.lines[0]] *
              b[(p.gathered == 2 ? picked : k) * p.lines[1]];
@@ -347,7 +292,7 @@ ON_DEVICE static float Sum(const Array* arrays, const Problem& p, int which, int
 #ifdef __CUDACC__
 #pragma unroll 4
 #endif
-  for (int64_t k = 0; k < end; ++k) sum += a[k * p.lines[0]] * b[k * p.lines[1]];
+  for (int64_t k = 0; k < p.k; ++k) sum += a[k * p.lines[0]] * b[k * p.lines[1]];
   return sum;
 }
 
@@ -355,79 +300,52 @@ ON_DEVICE static float Accumulator(const Array* arrays, const Problem& p, int wh
                                    const int64_t* batch, int64_t i, int64_t j) {
   int64_t a[3] = {batch[0], batch[1], batch[2]}, b[3] = {batch[0], batch[1], batch[2]}, row = i;
   int64_t set = 0;
-  const float* sums = reinterpret_cast<const float*>(p.sums);
-  if (p.direct) {
-    return sums[((which * p.instances + batch[2]) * p.m + i) * p.n + j];
-  }
+  if (p.direct) return p.sums[((which * p.instances + batch[2]) * p.m + i) * p.n + j];
   if (p.grouped) a[2] = 0;
-  if (p.grouped == 1) b[2] = reinterpret_cast<const int32_t*>(p.row_matrix)[i];
+  if (p.grouped == 1) b[2] = p.row_matrix[i];
   if (p.grouped == 2) b[2] = 0, set = batch[2];
   if (p.grouped == 1 && p.gathered) {
-    row = reinterpret_cast<const int32_t*>(p.indices)[i];
+    row = p.indices[i];
     if (row < 0 || row >= p.source_rows) return 0;
   }
   if (p.index_of_a >= 0) a[2] = p.index_of_a;
   if (p.index_of_b >= 0) b[2] = p.index_of_b;
   const int64_t line_a = Shifted(row, arrays[p.a].shift_rows, a) % p.lines[0];
   const int64_t line_b = Shifted(j, arrays[p.b].shift_columns, b) % p.lines[1];
-  return sums[((which * p.instances + set) * p.lines[0] + line_a) * p.lines[1] + line_b];
+  return p.sums[((which * p.instances + set) * p.lines[0] + line_a) * p.lines[1] + line_b];
 }
 
 ON_DEVICE static float Applied(const Node& node, float x, float y, float z) {
+  // clang-format off
   switch (node.op) {
-    case kConstant:
-      return node.value;
-    case kNeg:
-      return -x;
-    case kAbs:
-      return fabsf(x);
-    case kSign:
-      return (x > 0) - (x < 0);
-    case kSquare:
-      return x * x;
-    case kFloor:
-      return floorf(x);
-    case kCeil:
-      return ceilf(x);
-    case kRound:
-      return rintf(x);
-    case kConvert:
-      return Quantized(x, node.dtype);
-    case kAdd:
-      return x + y;
-    case kSub:
-      return x - y;
-    case kMul:
-      return x * y;
-    case kMaximum:
-      return fmaxf(x, y);
-    case kMinimum:
-      return fminf(x, y);
-    case kEq:
-      return x == y;
-    case kNe:
-      return x != y;
-    case kLt:
-      return x < y;
-    case kLe:
-      return x <= y;
-    case kGt:
-      return x > y;
-    case kGe:
-      return x >= y;
-    case kAnd:
-      return x != 0 && y != 0;
-    case kOr:
-      return x != 0 || y != 0;
-    case kXor:
-      return (x != 0) != (y != 0);
-    case kNot:
-      return x == 0;
-    case kIsFinite:
-      return isfinite(x) != 0;
-    default:
-      return x != 0 ? y : z;
+    case kConstant: return node.value;
+    case kNeg: return -x;
+    case kAbs: return fabsf(x);
+    case kSign: return (x > 0) - (x < 0);
+    case kSquare: return x * x;
+    case kFloor: return floorf(x);
+    case kCeil: return ceilf(x);
+    case kRound: return rintf(x);
+    case kConvert: return Quantized(x, node.dtype);
+    case kAdd: return x + y;
+    case kSub: return x - y;
+    case kMul: return x * y;
+    case kMaximum: return fmaxf(x, y);
+    case kMinimum: return fminf(x, y);
+    case kEq: return x == y;
+    case kNe: return x != y;
+    case kLt: return x < y;
+    case kLe: return x <= y;
+    case kGt: return x > y;
+    case kGe: return x >= y;
+    case kAnd: return x != 0 && y != 0;
+    case kOr: return x != 0 || y != 0;
+    case kXor: return (x != 0) != (y != 0);
+    case kNot: return x == 0;
+    case kIsFinite: return isfinite(x) != 0;
+    default: return x != 0 ? y : z;
   }
+  // clang-format on
 }
 
 // Returns one value of the epilogue's graph at an element of D.
@@ -441,7 +359,7 @@ ON_DEVICE static float ValueAt(const Array* arrays, const Problem& p, int value,
   if (value < count) return values[value];
   int64_t of_group[3] = {batch[0], batch[1], batch[2]};
   const int64_t alone[3] = {0, 0, 0};
-  if (p.grouped == 1) of_group[2] = reinterpret_cast<const int32_t*>(p.row_matrix)[i];
+  if (p.grouped == 1) of_group[2] = p.row_matrix[i];
   for (int operand = 0; operand < p.operands; ++operand, ++count) {
     const Array& array = arrays[p.first_operand + operand];
     const bool by_rows = array.block_m;  // a column or matrix
@@ -451,9 +369,8 @@ ON_DEVICE static float ValueAt(const Array* arrays, const Problem& p, int value,
     const float x = Integer(p.seed + 101 + array.which, row, column, 3);
     values[count] = array.dtype == kBool ? x > 0 : x;
   }
-  const Node* nodes = reinterpret_cast<const Node*>(p.nodes);
   for (int node = 0; node < p.num_nodes && count <= value; ++node, ++count) {
-    const Node& n = nodes[node];
+    const Node& n = p.nodes[node];
     values[count] = Applied(n, values[n.args[0]], values[n.args[1]], values[n.args[2]]);
   }
   return values[value];
@@ -469,7 +386,7 @@ ON_DEVICE static bool IsRight(const Array* arrays, const Array& array, const Pro
     return ValueAt(arrays, p, array.which, batch, row, column);
   };
   if (array.kind == kMatrix) {
-    if (p.grouped == 1 && reinterpret_cast<const int32_t*>(p.row_matrix)[i] < 0) return got == 0;
+    if (p.grouped == 1 && p.row_matrix[i] < 0) return got == 0;
     const float right = Quantized(value(i, j), array.dtype);
     return got == right || (got != got && right != right);
   }
@@ -477,7 +394,7 @@ ON_DEVICE static bool IsRight(const Array* arrays, const Array& array, const Pro
   batch[1] = at[2] / p.inner % p.outer_middle;
   batch[0] = at[2] / p.inner / p.outer_middle;
   if (array.kind == kTopValues || array.kind == kTopIndices) {
-    if (p.grouped == 1 && reinterpret_cast<const int32_t*>(p.row_matrix)[i] < 0) return true;
+    if (p.grouped == 1 && p.row_matrix[i] < 0) return true;
     const bool indices = array.kind == kTopIndices;
     const int64_t column = static_cast<int32_t>(word);
     if (indices && (column < 0 || column >= p.n)) return false;
@@ -494,7 +411,7 @@ ON_DEVICE static bool IsRight(const Array* arrays, const Array& array, const Pro
   if (by_row) {  // stored (L, tiles along N, M)
     i = at[4];
     j = at[3];
-    if (p.grouped == 1 && reinterpret_cast<const int32_t*>(p.row_matrix)[i] < 0) return true;
+    if (p.grouped == 1 && p.row_matrix[i] < 0) return true;
   }
   const int64_t last_i = (i + 1) * array.block_m, last_j = (j + 1) * array.block_n;
   const bool adds = array.kind == kRowSum || array.kind == kColumnSum;
@@ -553,8 +470,7 @@ KERNEL void VisitChunk(int phase, const Array* arrays, const Problem* problems, 
 }
 
 // Counts the bytes that are not poison, remembers the first, and poisons them again.
-KERNEL void SweepWords(int64_t address, int64_t words, Report* report) {
-  uint32_t* memory = reinterpret_cast<uint32_t*>(address);
+KERNEL void SweepWords(uint32_t* memory, int64_t words, Report* report) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < words; i += step) {
     const uint32_t word = memory[i];
@@ -568,6 +484,28 @@ KERNEL void SweepWords(int64_t address, int64_t words, Report* report) {
   }
 }
 
+// Runs a kernel on so many blocks.
+template <typename... Arguments, typename... Given>
+static void Launch(void (*kernel)(Arguments...), int64_t blocks, Given... given) {
+#ifdef __CUDACC__
+  if (blocks > 0) kernel<<<blocks, 256>>>(given...);
+#else
+  gridDim.x = blocks;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) kernel(given...);
+#endif
+}
+
+#ifndef __CUDACC__
+enum { cudaSuccess, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+static int cudaMalloc(void** memory, size_t bytes) {
+  return (*memory = aligned_alloc(256, bytes)) == nullptr;
+}
+static void cudaMemcpy(void* to, const void* from, size_t bytes, int) { memcpy(to, from, bytes); }
+static void cudaMemsetAsync(void* to, int byte, size_t bytes) { memset(to, byte, bytes); }
+static int cudaDeviceSynchronize() { return cudaSuccess; }
+static const char* cudaGetErrorName(int) { return "no error"; }
+#endif
+
 extern "C" {
 
 int64_t chip_sizes(int which) {
@@ -575,77 +513,34 @@ int64_t chip_sizes(int which) {
   return sizes[which];
 }
 
-#ifdef __CUDACC__
-
-int64_t chip_allocate(int64_t bytes) {
+void* chip_allocate(int64_t bytes) {
   void* memory = nullptr;
-  return cudaMalloc(&memory, bytes) == cudaSuccess ? reinterpret_cast<int64_t>(memory) : 0;
+  return cudaMalloc(&memory, bytes) == cudaSuccess ? memory : nullptr;
 }
 
-void chip_upload(int64_t to, const void* from, int64_t bytes) {
-  cudaMemcpy(reinterpret_cast<void*>(to), from, bytes, cudaMemcpyHostToDevice);
+void chip_upload(void* to, const void* from, int64_t bytes) {
+  cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice);
 }
 
-void chip_download(void* to, int64_t from, int64_t bytes) {
-  cudaMemcpy(to, reinterpret_cast<void*>(from), bytes, cudaMemcpyDeviceToHost);
+void chip_download(void* to, const void* from, int64_t bytes) {
+  cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost);
 }
 
-void chip_set(int64_t to, int byte, int64_t bytes) {
-  cudaMemsetAsync(reinterpret_cast<void*>(to), byte, bytes, nullptr);
+void chip_set(void* to, int byte, int64_t bytes) { cudaMemsetAsync(to, byte, bytes); }
+
+void chip_visit(int phase, const Array* arrays, const Problem* problems, const Chunk* chunks,
+                int64_t count, Report* reports) {
+  Launch(VisitChunk, count, phase, arrays, problems, chunks, reports);
 }
 
-void chip_visit(int phase, int64_t arrays, int64_t problems, int64_t chunks, int64_t count,
-                int64_t reports) {
-  if (count == 0) return;
-  VisitChunk<<<count, 256>>>(
-      phase, reinterpret_cast<const Array*>(arrays), reinterpret_cast<const Problem*>(problems),
-      reinterpret_cast<const Chunk*>(chunks), reinterpret_cast<Report*>(reports));
-}
-
-void chip_sweep(int64_t address, int64_t bytes, int64_t report) {
-  SweepWords<<<2048, 256>>>(address, bytes / 4, reinterpret_cast<Report*>(report));
+void chip_sweep(uint32_t* memory, int64_t bytes, Report* report) {
+  Launch(SweepWords, 2048, memory, bytes / 4, report);
 }
 
 // Waits; returns an error's name, or null.
 const char* chip_synchronize() {
-  const cudaError_t error = cudaDeviceSynchronize();
+  const auto error = cudaDeviceSynchronize();
   return error == cudaSuccess ? nullptr : cudaGetErrorName(error);
 }
-
-#else
-
-int64_t chip_allocate(int64_t bytes) {
-  return reinterpret_cast<int64_t>(aligned_alloc(256, bytes));
-}
-
-void chip_upload(int64_t to, const void* from, int64_t bytes) {
-  memcpy(reinterpret_cast<void*>(to), from, bytes);
-}
-
-void chip_download(void* to, int64_t from, int64_t bytes) {
-  memcpy(to, reinterpret_cast<void*>(from), bytes);
-}
-
-void chip_set(int64_t to, int byte, int64_t bytes) {
-  memset(reinterpret_cast<void*>(to), byte, bytes);
-}
-
-void chip_visit(int phase, int64_t arrays, int64_t problems, int64_t chunks, int64_t count,
-                int64_t reports) {
-  for (blockIdx.x = 0; blockIdx.x < count; ++blockIdx.x) {
-    VisitChunk(phase, reinterpret_cast<const Array*>(arrays),
-               reinterpret_cast<const Problem*>(problems), reinterpret_cast<const Chunk*>(chunks),
-               reinterpret_cast<Report*>(reports));
-  }
-  blockIdx.x = 0;
-}
-
-void chip_sweep(int64_t address, int64_t bytes, int64_t report) {
-  SweepWords(address, bytes / 4, reinterpret_cast<Report*>(report));
-}
-
-const char* chip_synchronize() { return nullptr; }
-
-#endif
 
 }  // extern "C"

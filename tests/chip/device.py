@@ -13,25 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from chip.arrays import (
-    ARRAY,
-    CHECK,
-    FILL,
-    POOLS,
-    PROBLEM,
-    REFERENCE,
-    ROLES,
-    STRUCTS,
-    Batch,
-    Placed,
-    Room,
-)
+from chip.arrays import ARRAY, CHECK, FILL, POOLS, PROBLEM, REFERENCE, ROLES, STRUCTS
+from chip.arrays import Batch, Placed, Room
 from jax_hopper_gemm.cubin import digest_of
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch import ffi_library
 
 SOURCES = Path(__file__).parent
-HOST_SOURCE = SOURCES.parent / "fake_driver" / "ffi_host.cc"
 POISON = 0xFF
 NOTHING = 2**64 - 1
 SCRATCH, TABLES = 1 << 29, 1 << 27  # bytes
@@ -59,15 +47,13 @@ def build(folder: Path, compiler: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     target = ["-arch=sm_90", "-Xcompiler", "-fPIC"] if compiler == "nvcc" else ["-xc++", "-fPIC"]
     common = ["-O2", "-std=c++17", "-shared"]
-    source = str(SOURCES / "checker.cu")
-    _run([compiler, *common, *target, source, "-o", str(folder / "checker.so")])
-    include = ["-fPIC", "-isystem", jax.ffi.include_dir()]
-    host = [os.environ.get("CXX", "c++"), *common, *include, str(HOST_SOURCE)]
-    _run([*host, "-o", str(folder / "ffi_host.so")])
-
-
-def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True)
+    host = [os.environ.get("CXX", "c++"), "-fPIC", "-isystem", jax.ffi.include_dir()]
+    for command, source in (
+        ([compiler, *target], SOURCES / "checker.cu"),
+        (host, SOURCES.parent / "fake_driver" / "ffi_host.cc"),
+    ):
+        output = str(folder / f"{source.stem}.so")
+        subprocess.run([*command, *common, str(source), "-o", output], check=True)
 
 
 class Checker:
@@ -80,12 +66,11 @@ class Checker:
 
     def __init__(self, path: Path, arena: int):
         self._library = ctypes.CDLL(str(path))
-        i64, pointer = ctypes.c_int64, ctypes.c_void_p
+        i64, at = ctypes.c_int64, ctypes.c_void_p
         signatures: dict[str, tuple[Any, list[Any]]] = {
-            "sizes": (i64, [ctypes.c_int]), "allocate": (i64, [i64]),
-            "upload": (None, [i64, pointer, i64]), "download": (None, [pointer, i64, i64]),
-            "set": (None, [i64, ctypes.c_int, i64]), "sweep": (None, [i64, i64, i64]),
-            "visit": (None, [ctypes.c_int, i64, i64, i64, i64, i64]),
+            "sizes": (i64, [ctypes.c_int]), "allocate": (at, [i64]), "upload": (None, [at, at, i64]),
+            "download": (None, [at, at, i64]), "set": (None, [at, ctypes.c_int, i64]),
+            "visit": (None, [ctypes.c_int, at, at, at, i64, at]), "sweep": (None, [at, i64, at]),
             "synchronize": (ctypes.c_char_p, []),
         }  # fmt: skip
         for name, (result, arguments) in signatures.items():
@@ -175,16 +160,13 @@ class Checker:
         wrong, first = reports[-1]
         if wrong:
             address = self.arena + int(first)
-            near = [p for p in batch.products if p.start <= address] or batch.products
-            neighbours = [p.trial.seed for p in batch.products]
-            failures.append(
-                Failure(
-                    near[-1].trial.seed,
-                    f"{wrong} bytes written outside of arrays, the first at "
-                    f"{_place(near[-1], address)}; by one of seeds {neighbours[0]} to "
-                    f"{neighbours[-1]}; {near[-1].trial}",
-                )
+            near = ([p for p in batch.products if p.start <= address] or batch.products)[-1]
+            seeds = [product.trial.seed for product in batch.products]
+            text = (
+                f"{wrong} bytes written outside of arrays, the first at {_place(near, address)}; by "
+                f"one of seeds {seeds[0]} to {seeds[-1]}; {near.trial}"
             )
+            failures.append(Failure(near.trial.seed, text))
         return failures
 
 

@@ -25,7 +25,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -46,18 +45,13 @@ PORTION = 1000  # seeds that a process is given at once
 BATCH = 48  # products that are checked together
 BATCH_BYTES = 1 << 28  # and the memory at which a batch is full
 SWEEPS = 50  # batches after which the whole arena is looked over
-PATIENCE = 120  # seconds without a word from a process
+PATIENCE = 240  # seconds that a portion may take
 MAX_FAILURES = 200  # that a record describes; it counts all
 REPORT_SECONDS = 5
 
 
-@dataclass(frozen=True)
-class Portion:
-    """Seeds from `first` to `end` - 1 for a process; `alone`: one product a batch."""
-
-    first: int
-    end: int
-    alone: bool = False
+Portion = tuple[int, int]  # of seeds, from the first to before the second
+Outcome = tuple[dict[str, int], list[str], int]  # counts of kinds, failures, how many are wrong
 
 
 def main() -> int:
@@ -72,7 +66,7 @@ def main() -> int:
         help="kernels of plain products that dispatch can choose: build [bf16]",
     )  # fmt: skip
     parser.add_argument("--seeds", default="1000000", help="END or FIRST:END [1000000]")
-    parser.add_argument("--again", action="store_true", help="run what the record has, too")
+    parser.add_argument("--again", action="store_true", help="one by one, whatever was run")
     parser.add_argument("--minutes", type=float, default=8, help="time limit of run [8]")
     parser.add_argument("--arena", type=float, default=5.5, help="GiB of a process [5.5]")
     parser.add_argument("--every", type=int, default=1, help="sanitize: every Nth kernel [1]")
@@ -90,7 +84,8 @@ def main() -> int:
     path = folder / ("again.json" if arguments.again else "record.json")
     if arguments.again:
         path.unlink(missing_ok=True)
-    return run(path, seeds, arguments.jobs, arguments.minutes, arena)
+    batch = 1 if arguments.again else BATCH
+    return run(path, seeds, arguments.jobs, 60 * arguments.minutes, (arena, batch))
 
 
 def build_all(folder: Path, jobs: int, tables: str) -> int:
@@ -103,12 +98,12 @@ def build_all(folder: Path, jobs: int, tables: str) -> int:
     return 1 if report.failures else 0
 
 
-def run(path: Path, seeds: range, jobs: int, minutes: float, arena: int) -> int:
+def run(path: Path, seeds: range, jobs: int, seconds: float, sizes: tuple[int, int]) -> int:
     """Runs seeds in several processes, for a record; returns 1 if one went wrong."""
     folder = path.parent
     specs = pickle.loads((folder / "specs.pickle").read_bytes())
-    record = Record(path, {**identity(specs), "arena_bytes": arena})
-    supervise(record, seeds, Crew(work, folder, specs, arena), jobs, 60 * minutes)
+    record = Record(path, {**identity(specs), "arena_bytes": sizes[0]})
+    supervise(record, seeds, jobs, seconds, lambda: Worker(work, folder, specs, *sizes))
     print(record)
     for failure in record.fields["failures"][:20]:
         print(failure)
@@ -133,35 +128,40 @@ def identity(specs: Sequence[GemmSpec]) -> dict[str, Any]:
     }
 
 
-def supervise(record: Record, seeds: range, crew: Crew, jobs: int, seconds: float) -> None:
+def supervise(
+    record: Record, seeds: range, jobs: int, seconds: float, hire: Callable[[], Worker]
+) -> None:
     """Has the seeds run that the record lacks; after so many seconds begins no more."""
     pending = record.portions(seeds)
-    jobs = min(jobs, len(pending))
+    workers: list[Worker] = []
     last = start = time.monotonic()
-
-    def remain() -> bool:
-        return bool(pending) and time.monotonic() < start + seconds
-
     try:
-        while crew.workers or remain():
-            while remain() and len(crew.workers) < jobs:
-                crew.hire(pending.pop(0))
-            for worker, message in crew.messages():
-                match message:
-                    case ("done", portion, counts, failures, wrong):
-                        record.add(portion, counts, failures, wrong)
-                        if remain():
-                            worker.give(pending.pop(0))
-                        else:
-                            crew.dismiss(worker)
-                    case ("lost", reason):
-                        pending[:0] = record.lose(*worker.lost(), reason)
+        while True:
+            begins = pending and time.monotonic() < start + seconds
+            if begins and len(workers) < jobs:
+                workers.append(hire())
+                workers[-1].give(pending.pop(0))
+                continue
+            if not workers:
+                return
+            ready = wait([worker.pipe for worker in workers], timeout=1)
+            for worker in list(workers):
+                if worker.pipe not in ready and not worker.is_late:
+                    continue
+                outcome = worker.outcome()
+                record.add(worker.portion, outcome)
+                if pending and time.monotonic() < start + seconds and "lost" not in outcome[0]:
+                    worker.give(pending.pop(0))
+                else:
+                    worker.dismiss()
+                    workers.remove(worker)
             if time.monotonic() - last > REPORT_SECONDS:
                 last = time.monotonic()
                 record.write()
                 print(record, flush=True)
     finally:
-        crew.close()
+        for worker in workers:
+            worker.dismiss()
         record.write()
 
 
@@ -195,37 +195,22 @@ class Record:
         """Returns what of the seeds has not been run."""
         done = {seed for first, end in self.fields["seeds"] for seed in range(first, end)}
         left = [seed for seed in seeds if seed not in done]
-        return [Portion(first, end) for first, end in _ranges(left, PORTION)]
+        return list(_ranges(left, PORTION))
 
-    def add(
-        self, portion: Portion, counts: dict[str, int], failures: list[str], wrong: int
-    ) -> None:
-        fields = self.fields
-        seeds = [*fields["seeds"], [portion.first, portion.end]]
+    def add(self, portion: Portion, outcome: Outcome) -> None:
+        fields, (counts, failures, wrong) = self.fields, outcome
         merged: list[list[int]] = []
-        for first, end in sorted(seeds):
+        for first, end in sorted([*fields["seeds"], list(portion)]):
             if merged and merged[-1][1] == first:
                 merged[-1][1] = end
             else:
                 merged.append([first, end])
         fields["seeds"] = merged
-        fields["products"] += portion.end - portion.first
+        fields["products"] += portion[1] - portion[0]
         fields["wrong"] += wrong
         kinds = collections.Counter(fields["kinds"]) + collections.Counter(counts)
         fields["kinds"] = dict(sorted(kinds.items()))
         fields["failures"] = [*fields["failures"], *failures][:MAX_FAILURES]
-
-    def lose(self, portion: Portion, first: int, end: int, reason: str) -> list[Portion]:
-        """Returns what is to run again of a portion whose process was lost at seeds of a batch."""
-        if portion.alone:
-            what = f"seed {first}: the process was lost: {reason}"
-            self.add(Portion(first, end), {"lost": end - first}, [what], end - first)
-        culprit = [] if portion.alone else [Portion(first, end, alone=True)]
-        parts = (
-            Portion(portion.first, first, portion.alone), *culprit,
-            Portion(end, portion.end, portion.alone),
-        )  # fmt: skip
-        return [part for part in parts if part.first < part.end]
 
     def write(self) -> None:
         fields = self.fields
@@ -255,7 +240,11 @@ def _ranges(seeds: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 class Worker:
-    """A process that runs portions; `batch` is the seeds that it is on."""
+    """A process that runs portions.
+
+    Args:
+      work: what it runs, a function of a pipe and the arguments.
+    """
 
     def __init__(self, work: Callable[..., None], *arguments: Any):
         context = multiprocessing.get_context("spawn")
@@ -263,100 +252,63 @@ class Worker:
         self.process = context.Process(target=work, args=(other, *arguments))
         self.process.start()
         other.close()
-        self.heard = time.monotonic()
-        self.portion: Portion | None = None
-        self.batch = (0, 0)
 
     def give(self, portion: Portion) -> None:
-        self.portion, self.batch = portion, (portion.first, portion.first + 1)
+        self.portion, self.begun = portion, time.monotonic()
         self.pipe.send(portion)
 
-    def lost(self) -> tuple[Portion, int, int]:
-        """Returns the portion, and the seeds of the batch that it was on."""
-        assert self.portion
-        return self.portion, self.batch[0], self.batch[1]
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() - self.begun > PATIENCE
+
+    def outcome(self) -> Outcome:
+        """Returns what came of its portion; all of it counts as wrong if the process was lost."""
+        try:
+            answer = self.pipe.recv() if self.pipe.poll() else f"nothing for {PATIENCE} s"
+        except EOFError:
+            self.process.join()
+            answer = f"it ended, {self.process.exitcode}"
+        if not isinstance(answer, str):
+            return answer
+        (first, end) = self.portion
+        what = f"seeds {first} to {end - 1}: the process was lost: {answer}"
+        return {"lost": end - first}, [what], end - first
+
+    def dismiss(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
 
-class Crew:
-    """The processes.
-
-    Args:
-      work: what each runs, a function of a pipe and the arguments.
-    """
-
-    def __init__(self, work: Callable[..., None], *arguments: Any):
-        self.arguments = work, *arguments
-        self.workers: list[Worker] = []
-
-    def hire(self, portion: Portion) -> None:
-        worker = Worker(*self.arguments)
-        worker.give(portion)
-        self.workers.append(worker)
-
-    def dismiss(self, worker: Worker) -> None:
-        worker.pipe.close()
-        worker.process.join(20)
-        if worker.process.is_alive():
-            worker.process.kill()
-        self.workers.remove(worker)
-
-    def messages(self) -> Iterator[tuple[Worker, tuple]]:
-        """Yields what processes say, and ("lost", why) of those that say no more."""
-        ready = wait([worker.pipe for worker in self.workers], timeout=1)
-        for worker in list(self.workers):
-            if worker.pipe in ready:
-                worker.heard = time.monotonic()
-                try:
-                    message = worker.pipe.recv()
-                except EOFError:
-                    self.dismiss(worker)
-                    yield worker, ("lost", f"it ended, {worker.process.exitcode}")
-                    continue
-                if message[0] == "batch":
-                    worker.batch = message[1:]
-                    continue
-                if message[0] == "lost":
-                    self.dismiss(worker)
-                yield worker, message
-            elif time.monotonic() - worker.heard > PATIENCE:
-                worker.process.kill()
-                self.dismiss(worker)
-                yield worker, ("lost", f"it said nothing for {PATIENCE} s")
-
-    def close(self) -> None:
-        for worker in list(self.workers):
-            worker.process.kill()
-            self.dismiss(worker)
-
-
-def work(pipe: Connection, folder: Path, specs: Sequence[GemmSpec], arena: int) -> None:
-    """Runs portions until the pipe closes; a process of its own."""
-    try:
-        Gpu()  # the context in which the launcher's resolver loads kernels
-        checker = Checker(folder / "checker.so", arena)
-        launcher = Launcher(folder / "ffi_host.so")
-        while True:
-            portion = pipe.recv()
-            pipe.send(("done", portion, *try_portion(checker, launcher, specs, portion, pipe)))
-    except EOFError:
-        return
-    except DeviceError as error:
-        pipe.send(("lost", str(error)))
+def work(
+    pipe: Connection, folder: Path, specs: Sequence[GemmSpec], arena: int, together: int
+) -> None:
+    """Runs portions for good; a process of its own."""
+    Gpu()  # the context in which the launcher's resolver loads kernels
+    checker = Checker(folder / "checker.so", arena)
+    launcher = Launcher(folder / "ffi_host.so")
+    while True:
+        portion = pipe.recv()
+        try:
+            pipe.send(try_portion(checker, launcher, specs, portion, together))
+        except DeviceError as error:
+            pipe.send(str(error))
+            return
 
 
 def try_portion(
-    checker: Checker, launcher: Any, specs: Sequence[GemmSpec], portion: Portion, pipe: Any = None
-) -> tuple[dict[str, int], list[str], int]:
-    """Runs the seeds of a portion; returns counts of kinds, failures, and how many are wrong."""
+    checker: Checker, launcher: Any, specs: Sequence[GemmSpec], portion: Portion, together: int
+) -> Outcome:
+    """Runs the seeds of a portion, so many together."""
     draw = Draw(specs, checker.arena_bytes * 9 // 10)
     counts: collections.Counter[str] = collections.Counter()
     failures: list[str] = []
     wrong: set[int] = set()
-    seed, batches = portion.first, 0
+    (seed, last), batches = portion, 0
     trial = None
-    while seed < portion.end:
+    while seed < last:
         batch, start = checker.batch(), seed
-        while seed < portion.end and len(batch.products) < (1 if portion.alone else BATCH):
+        while seed < last and len(batch.products) < together:
             trial = trial or draw(seed)
             try:
                 batch.add(trial)
@@ -369,13 +321,15 @@ def try_portion(
             trial, seed = None, seed + 1
             if batch.arena.next - batch.arena.start > BATCH_BYTES:
                 break
-        if pipe:
-            pipe.send(("batch", start, seed))
-        for failure in checker.run(batch, launcher):
+        try:
+            found = checker.run(batch, launcher)
+        except DeviceError as error:
+            raise DeviceError(f"{error}, at one of seeds {start} to {seed - 1}") from error
+        for failure in found:
             wrong.add(failure.seed)
             failures.append(failure.what)
         batches += 1
-        if batches % SWEEPS == 0 or seed == portion.end:
+        if batches % SWEEPS == 0 or seed == last:
             if stray := checker.sweep():
                 wrong.add(start)
                 failures.append(f"{stray} bytes far from arrays, by seed {seed - 1} or before")
