@@ -17,7 +17,7 @@ from jax_hopper_gemm.gemm.spec import EPI_TILE_M
 from jax_hopper_gemm.launch.plan import LaunchPlan, make_plan
 
 # The numbers of `checker.cu`.
-ROLES = ("factor", "operand", "table", "scale", "workspace", "pool", "sums", "result")
+ROLES = ("factor", "operand", "table", "scale", "workspace", "sums", "result")
 DTYPES = (
     "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "float32", "bool", "int32"
 )  # fmt: skip
@@ -29,9 +29,9 @@ OPS = (
     "mul", "max", "min", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not",
     "is_finite", "select",
 )  # fmt: skip
-FILL, POOLS, REFERENCE, CHECK = range(4)
+FILL, REFERENCE, CHECK = range(3)
 PHASES: dict[str, tuple[int, ...]] = {role: (FILL, CHECK) for role in ROLES}
-PHASES |= {"pool": (POOLS,), "sums": (REFERENCE,), "result": (CHECK,)}
+PHASES |= {"sums": (REFERENCE,), "result": (CHECK,)}
 
 NODE = np.dtype([("op", "i4"), ("args", "i4", 3), ("dtype", "i4"), ("value", "f4")], align=True)
 ARRAY = np.dtype(
@@ -46,7 +46,7 @@ ARRAY = np.dtype(
 PROBLEM = np.dtype(
     [
         ("nodes", "i8"), ("sums", "i8"), ("row_matrix", "i8"), ("spans", "i8"), ("indices", "i8"),
-        ("pools", "i8", 3), ("m", "i4"), ("n", "i4"), ("k", "i4"), ("outer_middle", "i4"),
+        ("m", "i4"), ("n", "i4"), ("k", "i4"), ("outer_middle", "i4"),
         ("inner", "i4"), ("lines", "i4", 2), ("a", "i4"), ("b", "i4"), ("first_operand", "i4"),
         ("accumulators", "i4"), ("operands", "i4"), ("num_nodes", "i4"), ("instances", "i4"),
         ("direct", "i4"), ("source_rows", "i4"), ("gathered", "i4"), ("grouped", "i4"),
@@ -61,7 +61,7 @@ STRUCTS = (NODE, ARRAY, PROBLEM, CHUNK)
 GUARD = 4096  # bytes between arrays, at least
 _LINES = (113, 127)  # distinct rows of A, columns of B
 _SHIFTS = (41, 43, 37)  # by a step along each axis of the batch
-_CHUNK = {FILL: 8192, POOLS: 8192, REFERENCE: 256, CHECK: 4096}  # elements of a thread block
+_CHUNK = {FILL: 8192, REFERENCE: 256, CHECK: 4096}  # elements of a thread block
 
 
 class Full(Exception):
@@ -153,7 +153,7 @@ class Batch:
         arrays = np.array(self.arrays, ARRAY)
         counts = arrays["extent"].prod(axis=1)
         chunks = []
-        for phase in range(4):
+        for phase in (FILL, REFERENCE, CHECK):
             roles = [i for i, role in enumerate(ROLES) if phase in PHASES[role]]
             chosen = np.flatnonzero(np.isin(arrays["role"], roles))
             size = _CHUNK[phase]
@@ -370,29 +370,16 @@ class _Placing:
             )  # fmt: skip
 
     def _reference(self, first_array: int) -> None:
-        """Appends the pools of lines, their sums, and the problem."""
+        """Appends the sums of lines, and the problem."""
         batch, p, groups = self.batch, self.problem, self.groups
         graph, instances = p.graph, 1
         arrays, scratch = batch.arrays, batch.scratch
         lines = self._lines(arrays[first_array], arrays[first_array + 1])
-        depth = [p.k, p.k]
         if groups and groups.axis == "k":
             instances = p.l
-            if groups.gathered:
-                depth["ab".index(groups.gathered)] = groups.source_rows
-        pools = [0, 0, 0]
+        shape = lines
         if self.direct:
-            instances = 1 if groups else p.l
-            shape = (p.m, p.n)
-        else:
-            shape = lines
-            for which in range(1 + graph.accumulators):
-                side = min(which, 1)
-                extent = (1, 1, 1, depth[side], lines[side])
-                pools[which] = scratch.take(4 * depth[side] * lines[side])
-                stride = (0, 0, 0, lines[side], 1)
-                arrays.append(self._array("pool", "float32", pools[which], extent, stride,
-                                          which=which))  # fmt: skip
+            instances, shape = 1 if groups else p.l, (p.m, p.n)
         extent = (1, graph.accumulators, instances, *shape)
         stride = (0, instances * shape[0] * shape[1], shape[0] * shape[1], shape[1], 1)
         sums = scratch.take(4 * extent[1] * stride[1])
@@ -410,7 +397,7 @@ class _Placing:
         stored = (
             self.batch.stage(nodes) if graph.nodes and self.trial.exact else 0, sums,
             self.tables.get("row_matrix", 0), self.tables.get("spans", 0),
-            self.tables.get("indices", 0), tuple(pools), p.m, p.n, p.k, middle, inner, lines,
+            self.tables.get("indices", 0), p.m, p.n, p.k, middle, inner, lines,
             first_array, first_array + 1, first_array + 1 + graph.accumulators,
             graph.accumulators, len(p.operands), len(nodes), instances, int(self.direct),
             groups.source_rows if groups else 0,

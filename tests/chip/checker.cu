@@ -31,8 +31,8 @@ static struct {
 typedef unsigned long long Word;
 
 // What is done to an array, in the order of phases; `arrays.py` has the same numbers.
-enum Role { kFactor, kOperand, kTable, kScale, kWorkspace, kPool, kSums, kResult };
-enum Phase { kFill, kPools, kReference, kCheck };
+enum Role { kFactor, kOperand, kTable, kScale, kWorkspace, kSums, kResult };
+enum Phase { kFill, kReference, kCheck };
 enum Dtype { kBf16, kF16, kE4m3, kE5m2, kInt8, kF32, kBool, kInt32 };
 // kWritten: of numbers that may be rounded in several ways only this is checked.
 enum Kind { kMatrix, kRowSum, kRowMax, kColumnSum, kMax, kTopValues, kTopIndices, kWritten };
@@ -67,7 +67,6 @@ struct Problem {  // tables that it does not need are null
   const int32_t* row_matrix;
   const int64_t* spans;
   const int32_t* indices;
-  float* pools[3];                       // of A, B and up: (k, lines)
   int32_t m, n, k, outer_middle, inner;  // extents; those of a nested batch
   int32_t lines[2];                      // of A, of B
   int32_t a, b, first_operand;           // among the arrays
@@ -257,42 +256,30 @@ ON_DEVICE static uint32_t Given(const Array& array, const Problem& p, const int6
 // Returns the sum at [set, row, column] of accumulator `which`: of two lines, or of an element.
 ON_DEVICE static float Sum(const Array* arrays, const Problem& p, int which, int64_t set,
                            int64_t row, int64_t column) {
-  int64_t l[2] = {set, set};
+  int64_t l[2] = {set, set}, a = row, b = column;
   if (p.direct) {
-    if (p.grouped == 1) {
-      l[0] = 0;
-      l[1] = p.row_matrix[row];
-      if (l[1] < 0) return 0;
-    }
+    if (p.grouped == 1) l[0] = 0, l[1] = p.row_matrix[row];
+    if (l[1] < 0) return 0;
     const int64_t batch_a[3] = {0, 0, l[0]}, batch_b[3] = {0, 0, l[1]};
-    const int64_t a = Shifted(row, arrays[p.a].shift_rows, batch_a);
-    const int64_t b = Shifted(column, arrays[p.b].shift_columns, batch_b);
-    float sum = 0;
-    for (int64_t k = 0; k < p.k; ++k) {
-      const float term = FactorValue(p, 0, a, k) * FactorValue(p, 1 + which, b, k);
-      const int64_t batch[2] = {arrays[p.scales[0]].shift_rows[0] ? l[0] : 0,
-                                arrays[p.scales[1]].shift_rows[0] ? l[1] : 0};
-      sum += term * ScaleValue(p, 0, batch[0], k / 128, row / p.blocks[0]) *
-             ScaleValue(p, 1, batch[1], k / 128, column / p.blocks[1]);
-    }
-    return sum;
+    a = Shifted(row, arrays[p.a].shift_rows, batch_a);
+    b = Shifted(column, arrays[p.b].shift_columns, batch_b);
+    for (int i = 0; i < 2; ++i) l[i] = arrays[p.scales[i]].shift_rows[0] ? l[i] : 0;
   }
-  const float* a = p.pools[0] + row;
-  const float* b = p.pools[1 + which] + column;
+  const int64_t start = p.grouped == 2 ? p.spans[2 * set] : 0;
+  const int64_t end = p.grouped == 2 ? p.spans[2 * set + 1] : p.k;
+  const int gathered = p.grouped == 2 ? p.gathered : 0;
   float sum = 0;
-  if (p.grouped == 2) {
-    for (int64_t k = p.spans[2 * set]; k < p.spans[2 * set + 1]; ++k) {
-      const int64_t picked = p.gathered ? p.indices[k] : k;
-      if (p.gathered && (picked < 0 || picked >= p.source_rows)) continue;
-      sum += a[(p.gathered == 1 ? picked : k) * p.lines[0]] *
-             b[(p.gathered == 2 ? picked : k) * p.lines[1]];
+  for (int64_t k = start; k < end; ++k) {
+    const int64_t picked = gathered ? p.indices[k] : k;
+    if (gathered && (picked < 0 || picked >= p.source_rows)) continue;
+    float term = FactorValue(p, 0, a, gathered == 1 ? picked : k) *
+                 FactorValue(p, 1 + which, b, gathered == 2 ? picked : k);
+    if (p.direct) {
+      term *= ScaleValue(p, 0, l[0], k / 128, row / p.blocks[0]) *
+              ScaleValue(p, 1, l[1], k / 128, column / p.blocks[1]);
     }
-    return sum;
+    sum += term;
   }
-#ifdef __CUDACC__
-#pragma unroll 4
-#endif
-  for (int64_t k = 0; k < p.k; ++k) sum += a[k * p.lines[0]] * b[k * p.lines[1]];
   return sum;
 }
 
@@ -439,8 +426,6 @@ ON_DEVICE static void VisitElement(int phase, const Array* arrays, const Array& 
     } else if (Alive(array, at)) {
       Store(address, array.dtype, Given(array, p, at, element));
     }
-  } else if (phase == kPools) {  // (k, lines)
-    Store(address, kF32, Encoded(FactorValue(p, array.which, at[4], at[3]), kF32));
   } else if (phase == kReference) {  // (accumulator, set, row, column)
     Store(address, kF32, Encoded(Sum(arrays, p, at[1], at[2], at[3], at[4]), kF32));
   } else {

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from chip.arrays import ARRAY, CHECK, FILL, POOLS, PROBLEM, REFERENCE, ROLES, STRUCTS
+from chip import arrays
 from chip.arrays import Batch, Placed, Room
 from jax_hopper_gemm.cubin import digest_of
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -68,16 +68,18 @@ class Checker:
         self._library = ctypes.CDLL(str(path))
         i64, at = ctypes.c_int64, ctypes.c_void_p
         signatures: dict[str, tuple[Any, list[Any]]] = {
-            "sizes": (i64, [ctypes.c_int]), "allocate": (at, [i64]), "upload": (None, [at, at, i64]),
-            "download": (None, [at, at, i64]), "set": (None, [at, ctypes.c_int, i64]),
+            "sizes": (i64, [ctypes.c_int]), "allocate": (at, [i64]),
+            "upload": (None, [at, at, i64]), "download": (None, [at, at, i64]),
+            "set": (None, [at, ctypes.c_int, i64]), "synchronize": (ctypes.c_char_p, []),
             "visit": (None, [ctypes.c_int, at, at, at, i64, at]), "sweep": (None, [at, i64, at]),
-            "synchronize": (ctypes.c_char_p, []),
         }  # fmt: skip
         for name, (result, arguments) in signatures.items():
             function = getattr(self._library, f"chip_{name}")
             function.restype, function.argtypes = result, arguments
-        found = [self._library.chip_sizes(i) for i in range(len(STRUCTS))]
-        assert found == [struct.itemsize for struct in STRUCTS], f"structs have {found} bytes"
+        found = [self._library.chip_sizes(i) for i in range(len(arrays.STRUCTS))]
+        assert found == [struct.itemsize for struct in arrays.STRUCTS], (
+            f"structs have {found} bytes"
+        )
         self.arena_bytes = arena
         self.arena, self._scratch, self._tables = (
             self._allocate(nbytes) for nbytes in (arena, SCRATCH, TABLES)
@@ -108,8 +110,8 @@ class Checker:
           DeviceError: a kernel failed.
         """
         library, products = self._library, batch.products
-        arrays = batch.stage(np.array(batch.arrays, ARRAY))
-        problems = batch.stage(np.array(batch.problems, PROBLEM))
+        described = batch.stage(np.array(batch.arrays, arrays.ARRAY))
+        problems = batch.stage(np.array(batch.problems, arrays.PROBLEM))
         chunks = [(batch.stage(of), len(of)) for of in batch.chunks()]
         blank = np.zeros(len(products) + 1, REPORT)
         blank["first"] = NOTHING
@@ -118,15 +120,15 @@ class Checker:
         library.chip_upload(self._tables, staged.ctypes.data, staged.nbytes)
 
         def visit(phase: int) -> None:
-            library.chip_visit(phase, arrays, problems, *chunks[phase], reports)
+            library.chip_visit(phase, described, problems, *chunks[phase], reports)
 
-        for phase in (FILL, POOLS, REFERENCE):
-            visit(phase)
+        visit(arrays.FILL)
+        visit(arrays.REFERENCE)
         failures = []
         for product in products:
             if reason := launch(product):
                 failures.append(Failure(product.trial.seed, f"not launched: {reason}"))
-        visit(CHECK)
+        visit(arrays.CHECK)
         used = min(batch.arena.next + (1 << 16), self.arena + self.arena_bytes) - self.arena
         library.chip_sweep(self.arena, used // 4 * 4, reports + blank.nbytes - REPORT.itemsize)
         self.synchronize()
@@ -151,8 +153,12 @@ class Checker:
         failures = []
         for product, (wrong, first) in zip(batch.products, reports[:-1], strict=True):
             if wrong:
-                array = dict(zip(ARRAY.names or (), batch.arrays[int(first) >> 48], strict=True))
-                what = f"{ROLES[array['role']]} {array['which']} of extents {array['extent']}"
+                array = dict(
+                    zip(arrays.ARRAY.names or (), batch.arrays[int(first) >> 48], strict=True)
+                )
+                what = (
+                    f"{arrays.ROLES[array['role']]} {array['which']} of extents {array['extent']}"
+                )
                 place = np.unravel_index(int(first) & (2**48 - 1), array["extent"])
                 at = [int(i) for i in place]
                 text = f"{wrong} elements wrong, the first at {at} of {what}; {product.trial}"
@@ -163,8 +169,8 @@ class Checker:
             near = ([p for p in batch.products if p.start <= address] or batch.products)[-1]
             seeds = [product.trial.seed for product in batch.products]
             text = (
-                f"{wrong} bytes written outside of arrays, the first at {_place(near, address)}; by "
-                f"one of seeds {seeds[0]} to {seeds[-1]}; {near.trial}"
+                f"{wrong} bytes written outside of arrays, the first at {_place(near, address)}; "
+                f"by one of seeds {seeds[0]} to {seeds[-1]}; {near.trial}"
             )
             failures.append(Failure(near.trial.seed, text))
         return failures

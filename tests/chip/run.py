@@ -2,7 +2,7 @@
 
     python tests/chip/run.py build FOLDER                     compile kernels, checker and host
     python tests/chip/run.py run FOLDER --seeds 1000000       until all are done, or for --minutes
-    python tests/chip/run.py run FOLDER --seeds 5:6 --again   one more time, without a record
+    python tests/chip/run.py run FOLDER --seeds 5:6 --again  one by one, without a record
     python tests/chip/run.py sanitize FOLDER                  memcheck, racecheck, initcheck
 
 A run continues its record (FOLDER/record.json): it takes the seeds that are not in it yet. Each
