@@ -18,6 +18,7 @@ from chip.arrays import Batch, Placed, Room
 from jax_hopper_gemm.cubin import digest_of
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch import ffi_library
+from jax_hopper_gemm.launch.plan import LaunchPlan
 
 SOURCES = Path(__file__).parent
 POISON = 0xFF
@@ -204,27 +205,33 @@ class Launcher:
         self._text = ctypes.create_string_buffer(8192)
         self._named: dict[GemmSpec, tuple[bytes, bytes]] = {}
 
+    def load(self, spec: GemmSpec, plan: LaunchPlan, name: str) -> ctypes.c_void_p | str:
+        """Returns a loaded call, to be freed, or an error's text."""
+        if spec not in self._named:
+            self._named[spec] = digest_of(spec).encode(), spec.to_json().encode()
+        words, state = np.array(plan.encode(), np.int64), ctypes.c_void_p()
+        failed = self._host.ffi_host_load(
+            self._load, *self._named[spec], name.encode(), ctypes.c_void_p(words.ctypes.data),
+            ctypes.c_int64(words.size), ctypes.byref(state), self._text,
+            ctypes.c_int64(len(self._text)),
+        )  # fmt: skip
+        return self._text.value.decode(errors="replace") if failed else state
+
+    def free(self, state: ctypes.c_void_p) -> None:
+        self._host.ffi_host_free(self._type, state)
+
     def __call__(self, product: Placed) -> str | None:
         """Loads and runs the product's plan; returns an error's text."""
-        spec = product.trial.spec
-        named = self._named.get(spec)
-        if named is None:
-            named = self._named[spec] = digest_of(spec).encode(), spec.to_json().encode()
-        words = np.array(product.plan.encode(), np.int64)
-        state, text, capacity = ctypes.c_void_p(), self._text, ctypes.c_int64(len(self._text))
-        name = f"seed {product.trial.seed}".encode()
-        if self._host.ffi_host_load(
-            self._load, *named, name, ctypes.c_void_p(words.ctypes.data),
-            ctypes.c_int64(words.size), ctypes.byref(state), text, capacity,
-        ):  # fmt: skip
-            return text.value.decode(errors="replace")
+        state = self.load(product.trial.spec, product.plan, f"seed {product.trial.seed}")
+        if isinstance(state, str):
+            return state
         addresses = np.array(product.addresses, np.int64)
         nbytes = np.array(product.nbytes, np.int64)
-        code = self._host.ffi_host_run(
+        failed = self._host.ffi_host_run(
             self._run, state, None, ctypes.c_int64(product.operands),
             ctypes.c_int64(len(addresses) - product.operands),
             ctypes.c_void_p(addresses.ctypes.data), ctypes.c_void_p(nbytes.ctypes.data),
-            text, capacity,
+            self._text, ctypes.c_int64(len(self._text)),
         )  # fmt: skip
-        self._host.ffi_host_free(self._type, state)
-        return text.value.decode(errors="replace") if code else None
+        self.free(state)
+        return self._text.value.decode(errors="replace") if failed else None

@@ -18,6 +18,7 @@ namespace {
 struct Fake {
   std::mutex mutex;
   std::atomic<bool> recording = true;
+  std::atomic<uint32_t> one_in = 0;  // of so many calls that are not recorded, one fails; 0: none
   std::string log;
   std::map<std::string, CUresult> failures;
   std::map<uint64_t, std::vector<size_t>> kernels;  // handle to parameter sizes
@@ -51,9 +52,19 @@ struct Field {
   std::string text;
 };
 
+// Answers a call that is not recorded.
+CUresult AtRandom() {
+  const uint32_t one_in = State().one_in;
+  thread_local uint32_t random = 1;
+  random = random * 1664525 + 1013904223;
+  if (one_in == 0 || (random >> 8) % one_in != 0) return CUDA_SUCCESS;
+  return random >> 31 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_UNKNOWN;
+}
+
 // Records `call` with its fields and returns what it is told to answer.
 CUresult Answer(const std::string& call, std::initializer_list<Field> fields) {
   Fake& fake = State();
+  if (!fake.recording) return AtRandom();
   const std::lock_guard<std::mutex> lock(fake.mutex);
   fake.log += "{\"call\":\"" + call + "\"";
   for (const Field& field : fields) fake.log += field.text;
@@ -75,6 +86,12 @@ void fake_reset() {
 }
 
 void fake_stop_recording() { State().recording = false; }
+
+// From now on calls are not recorded, and one in so many fails.
+void fake_fail_at_random(uint32_t one_in) {
+  fake_stop_recording();
+  State().one_in = one_in;
+}
 
 void fake_fail(const char* call, int result) {
   const std::lock_guard<std::mutex> lock(State().mutex);
@@ -134,6 +151,7 @@ CUresult cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t* offset, siz
   const CUresult result = Answer("cuKernelGetParamInfo",
                                  {{"index", index}, {"has_context", current_context != nullptr}});
   if (result != CUDA_SUCCESS) return result;
+  const std::lock_guard<std::mutex> lock(State().mutex);
   const std::vector<size_t>& sizes = State().kernels[Number(kernel)];
   if (index >= sizes.size()) return CUDA_ERROR_INVALID_VALUE;
   *offset = 0;
@@ -164,13 +182,13 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType dtype, cuu
 
 CUresult cuTensorMapReplaceAddress(CUtensorMap* map, void* address) {
   map->opaque[0] = Number(address);
-  if (!State().recording) return CUDA_SUCCESS;
+  if (!State().recording) return AtRandom();
   return Answer("cuTensorMapReplaceAddress",
                 {{"misalignment", Number(map) % 64}, {"address", Number(address)}});
 }
 
 CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t words, CUstream stream) {
-  if (!State().recording) return CUDA_SUCCESS;
+  if (!State().recording) return AtRandom();
   return Answer(
       "cuMemsetD32Async",
       {{"address", address}, {"value", value}, {"words", words}, {"stream", Number(stream)}});
@@ -178,7 +196,7 @@ CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t words, CUs
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction kernel, void** params,
                           void** extra) {
-  if (!State().recording) return CUDA_SUCCESS;
+  if (!State().recording) return AtRandom();
   std::ostringstream bytes;  // each parameter as a list
   const std::vector<size_t>& sizes = State().kernels[Number(kernel)];
   for (size_t i = 0; i < sizes.size(); ++i) {

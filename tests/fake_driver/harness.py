@@ -151,12 +151,14 @@ def build_fakes(folder: Path) -> None:
     compile_library(folder, SOURCES / "stream_shim.cc")
 
 
-def compile_library(folder: Path, source: Path, options: Sequence[str] = ("-O2",)) -> Path:
-    """Returns a library, of the name of its source."""
-    output = folder / f"{source.stem}.so"
+def compile_library(
+    folder: Path, source: Path, options: Sequence[str] = ("-O2",), shared: bool = True
+) -> Path:
+    """Returns a library, or else a program, of the name of its source."""
+    output = folder / f"{source.stem}{'.so' * shared}"
     cuda = importlib.metadata.distribution("nvidia-cuda-runtime-cu12")
     includes = cuda.locate_file("nvidia/cuda_runtime/include"), jax.ffi.include_dir()
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-shared", "-fPIC", *options]
+    flags = ["-std=c++17", "-Wall", "-Wextra", *["-shared", "-fPIC"] * shared, *options]
     flags += [word for include in includes for word in ("-isystem", str(include))]
     compiler = os.environ.get("CXX", "c++")
     subprocess.run([compiler, *flags, str(source), "-o", str(output)], check=True)
