@@ -86,18 +86,25 @@ def sanitized(folder: Path, sanitizer: str, threads: int) -> Trial:
     from chip.problems import Draw
     from support import policies
 
-    from jax_hopper_gemm.launch.plan import make_plan
+    from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
 
     kinds = policies.covering_specs, policies.split_specs, policies.nested_specs
     specs = [spec for kind in kinds for spec in kind()[::5]]
     of_groups = replace(SPEC, grouped="m"), replace(SPEC, grouped="k", a_major="m")
     draw = Draw([*specs, *8 * of_groups], 1 << 40)
+    drawn = [
+        make_plan(trial.problem, trial.spec, trial.raster_order, trial.num_sms)
+        for trial in map(draw, range(60))
+    ]
+    a_map = TensorMap(0, "float32", (32, 64), (128,), (32, 64), 128)
+    past = [count * (param,) for param, most in ((a_map, 16), (Int32(1), 64), (Pointer(255), 64))
+            for count in (most, most + 1)]  # fmt: skip
     with open(folder / "plans", "w") as file:
-        for drawn in map(draw, range(60)):
-            plan = make_plan(drawn.problem, drawn.spec, drawn.raster_order, drawn.num_sms)
-            words, buffers = plan.encode(), len(drawn.buffers) + len(plan.workspaces)
+        for plan in (*drawn, *(replace(drawn[0], params=params) for params in past)):
+            words = plan.encode()
             sizes = parameter_bytes(words)
-            print(buffers, len(sizes), *sizes, *words, file=file)
+            buffers = 1 + max(getattr(param, "buffer", 0) for param in plan.params)
+            print(buffers + len(plan.workspaces), len(sizes), *sizes, *words, file=file)
     options = ["-O0", "-g1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     sources = [*sorted(ROOT.glob("ffi/src/*.cc")), harness.SOURCES / "ffi_host.cc"]
     whole = folder / "fuzz_launcher.cc"  # in one piece, since XLA's headers take the time
