@@ -448,11 +448,61 @@ def disks(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
     return trial
 
 
+def shapes(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
+    """Twenty more shapes, lowered and run on the stand-in: memory grows as JAX's own does."""
+    import gc
+
+    import jax
+    import jax.numpy as jnp
+    from support.random_calls import Call
+    from test_ffi_launcher import run_launches
+
+    import jax_hopper_gemm as jhg
+
+    harness.build_fakes(folder)
+    launcher = harness.Launcher(folder, folder / "fake_cuda.so")
+    driver = harness.Driver(folder / "fake_cuda.so")
+    growth = {"ours": np.zeros(2), "JAX's": np.zeros(2)}
+    entries = 4096  # of a bounded cache, times the objects and bytes of one
+    slack = np.array([entries * 80, entries * 80 * 200])
+
+    def memory() -> np.ndarray:
+        """Returns objects of Python, and bytes of the process."""
+        jax.clear_caches()
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return np.array([len(gc.get_objects()), pages * resource.getpagesize()])
+
+    def ours(a: Any, b: Any, c: Any) -> Any:
+        return jhg.matmul(a, b, bias=c, activation="gelu", implementation="hopper")
+
+    def theirs(a: Any, b: Any, c: Any) -> Any:
+        return jax.nn.gelu(a @ b + c)
+
+    def trial(seed: int) -> None:
+        for name in growth:
+            before = memory()
+            for i in range(20 * seed, 20 * seed + 20):
+                dims = (8 * (i % 2500 + 1), 64), (64, 64 * (i // 2500 + 1)), (64 * (i // 2500 + 1),)
+                arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in dims]
+                if name == "ours":
+                    call = Call(arguments=arrays, function=ours)
+                    run_launches(launcher, driver, call, f"shapes {i}")
+                    driver.reset()
+                else:
+                    jax.jit(theirs).trace(*arrays).lower(lowering_platforms=("cuda",))
+                    jax.jit(theirs).lower(*arrays).compile()
+            growth[name] += memory() - before
+        assert (growth["ours"] < growth["JAX's"] + slack).all(), growth
+
+    return trial
+
+
 FUZZERS: dict[str, Callable[[Path, pytest.MonkeyPatch], Trial]] = {
     function.__name__: function
     for function in (
         launcher, threads, products, dispatch, calls, groups, epilogues, programs, elf, entries,
-        names, tables, kills, disks,
+        names, tables, kills, disks, shapes,
     )
 }  # fmt: skip
 

@@ -6,9 +6,9 @@ import fuzz
 import pytest
 
 pytestmark = pytest.mark.pure
-# Of these, test_chip.py, test_ffi_launcher.py, test_tracing.py and test_accelerate_random.py run
-# the first trials.
-ELSEWHERE = {"products", "calls", "epilogues", "programs"}
+# Of these, test_chip.py, test_ffi_launcher.py, test_tracing.py, test_accelerate_random.py and
+# test_many_shapes.py run what is in the first trials.
+ELSEWHERE = {"products", "calls", "epilogues", "programs", "shapes"}
 
 
 @pytest.mark.slow

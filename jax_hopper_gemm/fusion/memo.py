@@ -22,10 +22,13 @@ from jax.extend.core import Literal
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 ENTRIES = 4096  # that a memory holds, the latest used
+_memories: list[Any] = []
 
 
 @linear_util.cache
 def _token(function: linear_util.WrappedFun) -> object:
+    for memory in _memories:  # nobody can ask for what has another token, after `clear_caches`
+        memory.cache_clear()
     return object()
 
 
@@ -50,6 +53,8 @@ def memoised(function: Function) -> Function:
     @lru_cache(maxsize=ENTRIES)
     def remembered(_: object, *args: Any) -> Any:
         return function(*args)
+
+    _memories.append(remembered)
 
     @wraps(function)
     def call(*args: Any) -> Any:

@@ -21,6 +21,8 @@ struct Fake {
   std::atomic<uint32_t> one_in = 0;  // of so many calls that are not recorded, one fails; 0: none
   std::string log;
   std::map<std::string, CUresult> failures;
+  int fails_after = -1;  // so many calls, one does; negative: none
+  CUresult failure = CUDA_SUCCESS;
   std::map<uint64_t, std::vector<size_t>> kernels;  // handle to parameter sizes
 };
 
@@ -69,6 +71,7 @@ CUresult Answer(const std::string& call, std::initializer_list<Field> fields) {
   fake.log += "{\"call\":\"" + call + "\"";
   for (const Field& field : fields) fake.log += field.text;
   fake.log += "}\n";
+  if (fake.fails_after >= 0 && fake.fails_after-- == 0) return fake.failure;
   auto failure = fake.failures.find(call);
   return failure == fake.failures.end() ? CUDA_SUCCESS : failure->second;
 }
@@ -83,6 +86,7 @@ void fake_reset() {
   fake.recording = true;
   fake.log.clear();
   fake.failures.clear();
+  fake.fails_after = -1;
 }
 
 void fake_stop_recording() { State().recording = false; }
@@ -96,6 +100,13 @@ void fake_fail_at_random(uint32_t one_in) {
 void fake_fail(const char* call, int result) {
   const std::lock_guard<std::mutex> lock(State().mutex);
   State().failures[call] = static_cast<CUresult>(result);
+}
+
+// Makes one call fail, after so many others.
+void fake_fail_after(int calls, int result) {
+  const std::lock_guard<std::mutex> lock(State().mutex);
+  State().fails_after = calls;
+  State().failure = static_cast<CUresult>(result);
 }
 
 void fake_add_kernel(uint64_t handle, const size_t* param_bytes, size_t count) {
@@ -124,12 +135,13 @@ CUresult cuGetErrorString(CUresult error, const char** text) {
 
 CUresult cuCtxGetCurrent(CUcontext* context) {
   *context = current_context;
-  return CUDA_SUCCESS;
+  return Answer("cuCtxGetCurrent", {});
 }
 
 CUresult cuCtxPushCurrent(CUcontext context) {
-  current_context = context;
-  return Answer("cuCtxPushCurrent", {});
+  const CUresult result = Answer("cuCtxPushCurrent", {});
+  if (result == CUDA_SUCCESS) current_context = context;
+  return result;
 }
 
 CUresult cuCtxPopCurrent(CUcontext* context) {

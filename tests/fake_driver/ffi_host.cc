@@ -13,35 +13,35 @@ struct XLA_FFI_Error {
   XLA_FFI_Error_Code code;
 };
 
-struct XLA_FFI_ExecutionContext {
+namespace {
+
+// What XLA has in an XLA_FFI_ExecutionContext, which is opaque to handlers.
+struct Context {
   void* state;
   void* stream;
 };
 
-namespace {
+template <typename Args>
+Context* ContextOf(Args* args) {
+  return reinterpret_cast<Context*>(args->ctx);
+}
 
 XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) {
   return new XLA_FFI_Error{args->message, args->errc};
 }
 
-void GetMessage(XLA_FFI_Error_GetMessage_Args* args) {
-  args->message = args->error->message.c_str();
-}
-
-void DestroyError(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
-
 XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
-  args->stream = args->ctx->stream;
+  args->stream = ContextOf(args)->stream;
   return nullptr;
 }
 
 XLA_FFI_Error* SetState(XLA_FFI_State_Set_Args* args) {
-  args->ctx->state = args->state;
+  ContextOf(args)->state = args->state;
   return nullptr;
 }
 
 XLA_FFI_Error* GetState(XLA_FFI_State_Get_Args* args) {
-  args->state = args->ctx->state;
+  args->state = ContextOf(args)->state;
   return nullptr;
 }
 
@@ -51,8 +51,6 @@ XLA_FFI_Api MakeApi() {
   api.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
                      XLA_FFI_API_MINOR};
   api.XLA_FFI_Error_Create = CreateError;
-  api.XLA_FFI_Error_GetMessage = GetMessage;
-  api.XLA_FFI_Error_Destroy = DestroyError;
   api.XLA_FFI_Stream_Get = GetStream;
   api.XLA_FFI_State_Set = SetState;
   api.XLA_FFI_State_Get = GetState;
@@ -75,12 +73,12 @@ struct Attributes {
   void* values[4] = {&texts[0], &texts[1], &plan, &texts[2]};
 };
 
-XLA_FFI_CallFrame Frame(XLA_FFI_ExecutionContext* context, XLA_FFI_ExecutionStage stage) {
+XLA_FFI_CallFrame Frame(Context* context, XLA_FFI_ExecutionStage stage) {
   static const XLA_FFI_Api api = MakeApi();
   XLA_FFI_CallFrame frame = {};
   frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
   frame.api = &api;
-  frame.ctx = context;
+  frame.ctx = reinterpret_cast<decltype(frame.ctx)>(context);
   frame.stage = stage;
   frame.args.struct_size = XLA_FFI_Args_STRUCT_SIZE;
   frame.rets.struct_size = XLA_FFI_Rets_STRUCT_SIZE;
@@ -103,7 +101,7 @@ int ffi_host_load(XLA_FFI_Handler* instantiate, const char* digest, const char* 
                   const char* name, const int64_t* words, int64_t count, void** state, char* text,
                   int64_t capacity) {
   Attributes attributes(digest, spec, name, words, count);
-  XLA_FFI_ExecutionContext context = {};
+  Context context = {};
   XLA_FFI_CallFrame frame = Frame(&context, XLA_FFI_ExecutionStage_INSTANTIATE);
   frame.attrs.size = 4;
   frame.attrs.types = attributes.types;
@@ -127,7 +125,7 @@ int ffi_host_run(XLA_FFI_Handler* execute, void* state, void* stream, int64_t op
   }
   std::vector<XLA_FFI_ArgType> arguments(operands, XLA_FFI_ArgType_BUFFER);
   std::vector<XLA_FFI_RetType> returned(results, XLA_FFI_RetType_BUFFER);
-  XLA_FFI_ExecutionContext context = {state, stream};
+  Context context = {state, stream};
   XLA_FFI_CallFrame frame = Frame(&context, XLA_FFI_ExecutionStage_EXECUTE);
   frame.args.size = operands;
   frame.args.types = arguments.data();
