@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import fuzz
 import pytest
+from fuzz_files import damaged, tampered
 
 pytestmark = pytest.mark.pure
 # Of these, test_chip.py, test_ffi_launcher.py, test_tracing.py, test_accelerate_random.py and
@@ -28,8 +31,8 @@ def test_a_failure_names_its_seed(monkeypatch):
 
 def test_what_is_damaged_differs_and_is_the_same_for_a_seed():
     document = {"a": [1, {"b": 2}], "c": "d"}
-    found = [fuzz.tampered(fuzz.random.Random(seed), document) for seed in range(100)]
+    found = [tampered(random.Random(seed), document) for seed in range(100)]
     assert sum(x != document for x in found) > 90 and document == {"a": [1, {"b": 2}], "c": "d"}
-    again = [fuzz.damaged(fuzz.random.Random(seed), b"content") for seed in range(100)]
-    assert again == [fuzz.damaged(fuzz.random.Random(seed), b"content") for seed in range(100)]
+    again = [damaged(random.Random(seed), b"content") for seed in range(100)]
+    assert again == [damaged(random.Random(seed), b"content") for seed in range(100)]
     assert sum(x != b"content" for x in again) > 90
