@@ -42,10 +42,8 @@ def assert_alike(ours: Any, theirs: Any, exact: Any) -> None:
             assert np.abs(x - z).max() <= allowed
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("all_fused")
-@pytest.mark.parametrize("seed", range(PROGRAMS))
-def test_results_and_derivatives_are_those_of_the_program(seed: int) -> None:
+def check_random_program(seed: int) -> None:
+    """Checks results and derivatives of a random program under `accelerate`."""
     program, arguments = writer_of(seed)
     narrow, exact = arguments(jnp.bfloat16), arguments(jnp.float32)
     theirs, reference = outcome(program, narrow), outcome(program, exact)
@@ -53,3 +51,10 @@ def test_results_and_derivatives_are_those_of_the_program(seed: int) -> None:
     whole = jax.jit(jhg.accelerate(jax.value_and_grad(program)))(narrow)
     leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(whole)]
     assert_alike(leaves, theirs, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("all_fused")
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_results_and_derivatives_are_those_of_the_program(seed: int) -> None:
+    check_random_program(seed)

@@ -7,6 +7,7 @@ so nothing of this reaches the one that a GPU test in the same process uses.
 
 from __future__ import annotations
 
+import ctypes.util
 import math
 import struct
 import threading
@@ -17,6 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from chip import device
 from fake_driver.harness import (
     FAKE_STREAM,
     NAME,
@@ -24,16 +26,25 @@ from fake_driver.harness import (
     Launcher,
     compile_library,
 )
+from support.cubin_samples import SPEC
 from support.launches_on_cpu import parameter_bytes
 from support.random_calls import Call, random_calls
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch import ffi_target
-from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap, Workspace, make_plan
+from jax_hopper_gemm.launch.plan import (
+    SPAN_EXTENT,
+    Int32,
+    LaunchPlan,
+    Pointer,
+    TensorMap,
+    Workspace,
+    make_plan,
+)
 from jax_hopper_gemm.lowering.call import custom_calls
 
-OUT_OF_MEMORY, LAUNCH_FAILED, UNNAMED = 2, 719, 12345  # CUresult
+OUT_OF_MEMORY, LAUNCH_FAILED, CAPTURE_INVALIDATED, UNNAMED = 2, 719, 901, 12345  # CUresult
 
 FAKES = Path(__file__).with_name("fake_driver")
 CPU = jax.devices("cpu")[0]
@@ -268,6 +279,45 @@ def test_a_cuda_error_names_kernel_call_and_error(
     assert f"jax_hopper_gemm: {NAME}: {call} failed: {text}{detail}" in str(caught.value)
 
 
+@pytest.mark.parametrize("result", [OUT_OF_MEMORY, CAPTURE_INVALIDATED])
+def test_each_call_of_the_driver_may_fail(launcher, driver, digest, result):
+    """In turn, of loading and of running; a captured launch makes the calls of an eager one."""
+    jax.block_until_ready(load(launcher, PLAN.encode(), digest)(A, B))
+    calls = [call["call"] for call in driver.calls()]
+    assert len(calls) > 15
+    for i, failing in enumerate(calls):
+        driver.reset()
+        driver.fail_after(i, result)
+        message = ""
+        try:
+            jax.block_until_ready(load(launcher, PLAN.encode(), digest)(A, B))
+        except jax.errors.JaxRuntimeError as error:
+            message = str(error)
+        made = [call["call"] for call in driver.calls()]
+        assert made[: i + 1] == calls[: i + 1]
+        assert made.count("cuDevicePrimaryCtxRelease") == made.count("cuCtxPushCurrent")
+        if "Ctx" in failing:  # a context that is not had is found wanting by what needs it
+            assert not message and made[-1] == "cuLaunchKernelEx"
+        else:
+            assert f"{NAME}: {failing} failed: " in message
+            assert "cuLaunchKernelEx" not in made[:-1]
+    driver.reset()
+    jax.block_until_ready(load(launcher, PLAN.encode(), digest)(A, B))
+    assert [call["call"] for call in driver.calls()] == calls
+
+
+def test_a_context_that_is_current_is_used(folder, launcher, driver):
+    host = device.Launcher(compile_library(folder, FAKES / "ffi_host.cc"), launcher.library)
+    driver.push_context(0xBEEF)
+    try:
+        state = host.load(SPEC, PLAN, NAME)
+    finally:
+        driver.push_context(None)
+    assert not isinstance(state, str), state
+    host.free(state)
+    assert driver.calls("cuDevicePrimaryCtxRetain") == []
+
+
 @pytest.mark.parametrize(
     ("param_bytes", "message"),
     [
@@ -343,6 +393,32 @@ def test_a_plan_of_another_version_says_what_to_do(launcher, digest, version):
         caught.value
     )
     assert "export it again" in str(caught.value) and launcher.resolved == []
+
+
+@pytest.mark.parametrize("dtype", range(13))
+def test_elements_of_every_dtype_of_a_map_are_counted(launcher, driver, digest, dtype):
+    words = list(PLAN.encode())
+    words[16], words[19] = dtype, 2000
+    nbytes = {0: 1, 1: 2, 4: 8, 5: 8, 6: 2, 8: 8, 9: 2}.get(dtype, 4)  # as cuda.h numbers them
+    message = f"the launch plan reaches {63 * 128 + 2000 * nbytes}"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(load(launcher, words, digest)(A, B))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(dims=(32, 64, 2, 2), strides=(128, 2**62, 2**62)),  # whose sum overflows
+        *(dict(dims=(64, SPAN_EXTENT, 9, last), strides=strides)
+          for last, strides in [(SPAN_EXTENT, (128, 128, 2**34 - 128)),
+                                (SPAN_EXTENT + 1, (128, 256, 2**34 - 128)),
+                                (SPAN_EXTENT + 1, (128, 128, 2**34))]),
+    ],
+)  # fmt: skip
+def test_a_map_that_is_nearly_one_of_spans_reaches_too_far(launcher, digest, change):
+    plan = replace(PLAN, params=(replace(PLAN.params[0], box=(32, 1, 1, 1), **change),))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="into buffer 0, more than any has"):
+        load(launcher, plan.encode(), digest)
 
 
 def test_more_tensor_maps_than_fit_are_refused(launcher, digest):
@@ -437,16 +513,23 @@ def launched_arrays(call: Call) -> Iterator[tuple[list[int], list, list]]:
         yield plan, [*arrays(launch.operands)], [*arrays(launch.results)]
 
 
-@pytest.mark.slow
-def test_random_programs_keep_within_their_buffers(launcher, driver, digest):
-    launches = [launch for call in random_calls(40, seed=31) for launch in launched_arrays(call)]
-    for i, (plan, operands, results) in enumerate(launches):
+def run_launches(launcher: Launcher, driver: Driver, call: Call, digest: str) -> int:
+    """Loads and runs each launch of a call, on arrays of the sizes that it has; counts them."""
+    count = 0
+    for count, (plan, operands, results) in enumerate(launched_arrays(call), 1):
         sizes = parameter_bytes(plan)
         launcher.resolve = lambda digest, spec, sizes=sizes: driver.add_kernel_of(sizes)
         zeros = [jax.device_put(jnp.zeros(x.shape, x.dtype), CPU) for x in operands]
-        program = load(launcher, plan, f"{digest}_{i}", zeros, results)
+        program = load(launcher, plan, f"{digest}_{count}", zeros, results)
         jax.block_until_ready(program(*zeros))
-    assert len(driver.calls("cuLaunchKernelEx")) == len(launches) > 12
+    return count
+
+
+@pytest.mark.slow
+def test_random_programs_keep_within_their_buffers(launcher, driver, digest):
+    calls = random_calls(40, seed=31)
+    ran = sum(run_launches(launcher, driver, call, f"{digest}_{i}") for i, call in enumerate(calls))
+    assert len(driver.calls("cuLaunchKernelEx")) == ran > 12
 
 
 def test_an_address_that_tma_cannot_take_is_refused(launcher, driver, digest):
@@ -552,6 +635,13 @@ def test_without_a_driver_loading_says_so(folder, launcher, digest):
     assert "the CUDA driver cannot be opened" in str(caught.value)
     assert "JAX_HOPPER_GEMM_LIBCUDA names it: name a driver's library" in str(caught.value)
     assert "no_such_libcuda.so" in str(caught.value)
+
+
+@pytest.mark.skipif(ctypes.util.find_library("cuda") is not None, reason="there is a driver")
+def test_without_a_driver_that_anything_names_loading_says_how_to_get_one(folder, digest):
+    alone = Launcher(folder, "")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="libcuda.* Install the NVIDIA driver, or"):
+        load(alone, PLAN.encode(), digest)
 
 
 def test_a_driver_whose_path_is_no_text_is_named(folder, digest):

@@ -38,7 +38,7 @@ ffi::ErrorOr<std::unique_ptr<Launch>> Instantiate(std::string_view digest, std::
   const AnyContext context(**driver);
   const ffi::ErrorOr<CUkernel> kernel = FindKernel(digest, spec);
   if (kernel.has_error()) return ffi::Unexpected(Named(name, kernel.error()));
-  auto launch = Launch::Create(name, *kernel, *std::move(plan));
+  auto launch = Launch::Create(**driver, name, *kernel, *std::move(plan));
   if (launch.has_error()) return ffi::Unexpected(Named(name, launch.error()));
   return launch;
 }

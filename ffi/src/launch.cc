@@ -17,15 +17,8 @@ void* const kPlaceholder = reinterpret_cast<void*>(uintptr_t{1} << 20);
 constexpr std::array<cuuint32_t, kMaxRank> kUnitStrides = {1, 1, 1, 1, 1};
 
 size_t ParamBytes(Param::Kind kind) {
-  switch (kind) {
-    case Param::Kind::kTensorMap:
-      return sizeof(CUtensorMap);
-    case Param::Kind::kInt32:
-      return sizeof(int32_t);
-    case Param::Kind::kPointer:
-      return sizeof(CUdeviceptr);
-  }
-  return 0;  // not reached: DecodePlan makes no other kind
+  if (kind == Param::Kind::kTensorMap) return sizeof(CUtensorMap);
+  return kind == Param::Kind::kInt32 ? sizeof(int32_t) : sizeof(CUdeviceptr);
 }
 
 template <typename T>
@@ -46,11 +39,9 @@ ffi::AnyBuffer BufferAt(const ffi::RemainingArgs& operands, const ffi::Remaining
 
 ffi::TypeId Launch::id = {};
 
-ffi::ErrorOr<std::unique_ptr<Launch>> Launch::Create(std::string_view name, CUkernel kernel,
-                                                     Plan plan) {
-  const ffi::ErrorOr<const Driver*> driver = Driver::Get();
-  if (driver.has_error()) return ffi::Unexpected(driver.error());
-  std::unique_ptr<Launch> launch(new Launch(**driver, name, kernel, std::move(plan)));
+ffi::ErrorOr<std::unique_ptr<Launch>> Launch::Create(const Driver& driver, std::string_view name,
+                                                     CUkernel kernel, Plan plan) {
+  std::unique_ptr<Launch> launch(new Launch(driver, name, kernel, std::move(plan)));
   if (ffi::Error error = launch->CheckParams(); error.failure()) return ffi::Unexpected(error);
   if (ffi::Error error = launch->EncodeTensorMaps(); error.failure()) return ffi::Unexpected(error);
   return launch;

@@ -22,7 +22,8 @@ class Launch {
 
   // Checks that `kernel` takes the plan's parameters and encodes the tensor maps. `name` says in
   // errors what ran: the kernel and the extents.
-  static xla::ffi::ErrorOr<std::unique_ptr<Launch>> Create(std::string_view name, CUkernel kernel,
+  static xla::ffi::ErrorOr<std::unique_ptr<Launch>> Create(const Driver& driver,
+                                                           std::string_view name, CUkernel kernel,
                                                            Plan plan);
 
   const std::string& name() const { return name_; }

@@ -134,18 +134,14 @@ TensorMapPlan DecodeTensorMap(Reader& reader) {
 
 Param DecodeParam(Reader& reader, std::vector<TensorMapPlan>& tensor_maps) {
   const auto kind = static_cast<Param::Kind>(reader.Next("parameter kind", 0, 2));
-  switch (kind) {
-    case Param::Kind::kTensorMap:
-      tensor_maps.push_back(DecodeTensorMap(reader));
-      return {kind, static_cast<int32_t>(tensor_maps.size() - 1)};
-    case Param::Kind::kInt32:
-      return {kind, static_cast<int32_t>(reader.Next("int32 parameter",
-                                                     std::numeric_limits<int32_t>::min(),
-                                                     std::numeric_limits<int32_t>::max()))};
-    case Param::Kind::kPointer:
-      return {kind, reader.NextBuffer()};
+  if (kind == Param::Kind::kTensorMap) {
+    tensor_maps.push_back(DecodeTensorMap(reader));
+    return {kind, static_cast<int32_t>(tensor_maps.size() - 1)};
   }
-  return {};  // not reached: Next keeps kind within the cases
+  if (kind == Param::Kind::kPointer) return {kind, reader.NextBuffer()};
+  return {kind,
+          static_cast<int32_t>(reader.Next("int32 parameter", std::numeric_limits<int32_t>::min(),
+                                           std::numeric_limits<int32_t>::max()))};
 }
 
 }  // namespace

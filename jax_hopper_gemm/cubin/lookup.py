@@ -57,7 +57,7 @@ def resolve(digest: str, spec_json: str) -> Compiled:
         return found
     try:
         spec = GemmSpec.from_json(spec_json)
-    except (ValueError, TypeError, KeyError, AttributeError):  # fields of another version
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # of another version
         spec = None
     if spec is None or digest_of(spec) != digest:
         raise CubinError(

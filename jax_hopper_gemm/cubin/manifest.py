@@ -48,7 +48,7 @@ class Manifest:
         library cannot read the spec."""
         try:
             return GemmSpec.from_json(self.spec).name
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return self.entry
 
     def is_of(self, spec_json: str) -> bool:

@@ -24,20 +24,34 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 ENTRIES = 4096  # that a memory holds, the latest used
 
 
+class _Context:
+    """The memories of one setting of JAX. JAX alone refers to it, and they go with it."""
+
+    def __init__(self) -> None:
+        self.token = object()  # for others' keys, which must not keep the memories
+        self._memories: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def memory_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function, which remembers."""
+        if function not in self._memories:
+            self._memories.setdefault(function, lru_cache(maxsize=ENTRIES)(function))
+        return self._memories[function]
+
+
 @linear_util.cache
-def _token(function: linear_util.WrappedFun) -> object:
-    return object()
+def _context(function: linear_util.WrappedFun) -> _Context:
+    return _Context()
 
 
-_KEY = linear_util.wrap_init(_token, debug_info=debug_info("memo", _token, (), {}))
+_KEY = linear_util.wrap_init(_context, debug_info=debug_info("memo", _context, (), {}))
 
 
 def trace_context() -> object:
     """Returns an object that is the same while the settings are that JAX's own traces depend on.
 
-    After `jax.clear_caches` it is another one: every memory has it in its keys.
+    After `jax.clear_caches` it is another one.
     """
-    return _token(_KEY)
+    return _context(_KEY).token
 
 
 def memoised(function: Function) -> Function:
@@ -47,15 +61,12 @@ def memoised(function: Function) -> Function:
     holds arrays is not remembered. The function has no effects, and nobody changes what it returns.
     """
 
-    @lru_cache(maxsize=ENTRIES)
-    def remembered(_: object, *args: Any) -> Any:
-        return function(*args)
-
     @wraps(function)
     def call(*args: Any) -> Any:
         if any(getattr(x, "consts", ()) for x in args):
             return function(*args)
-        return remembered(trace_context(), *(tuple(x) if isinstance(x, list) else x for x in args))
+        remembered = _context(_KEY).memory_of(function)
+        return remembered(*(tuple(x) if isinstance(x, list) else x for x in args))
 
     return cast(Function, call)
 

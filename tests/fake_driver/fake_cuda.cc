@@ -18,8 +18,11 @@ namespace {
 struct Fake {
   std::mutex mutex;
   std::atomic<bool> recording = true;
+  std::atomic<uint32_t> one_in = 0;  // of so many calls that are not recorded, one fails; 0: none
   std::string log;
   std::map<std::string, CUresult> failures;
+  int fails_after = -1;  // so many calls, one does; negative: none
+  CUresult failure = CUDA_SUCCESS;
   std::map<uint64_t, std::vector<size_t>> kernels;  // handle to parameter sizes
 };
 
@@ -51,13 +54,24 @@ struct Field {
   std::string text;
 };
 
+// Answers a call that is not recorded.
+CUresult AtRandom() {
+  const uint32_t one_in = State().one_in;
+  thread_local uint32_t random = 1;
+  random = random * 1664525 + 1013904223;
+  if (one_in == 0 || (random >> 8) % one_in != 0) return CUDA_SUCCESS;
+  return random >> 31 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_UNKNOWN;
+}
+
 // Records `call` with its fields and returns what it is told to answer.
 CUresult Answer(const std::string& call, std::initializer_list<Field> fields) {
   Fake& fake = State();
+  if (!fake.recording) return AtRandom();
   const std::lock_guard<std::mutex> lock(fake.mutex);
   fake.log += "{\"call\":\"" + call + "\"";
   for (const Field& field : fields) fake.log += field.text;
   fake.log += "}\n";
+  if (fake.fails_after >= 0 && fake.fails_after-- == 0) return fake.failure;
   auto failure = fake.failures.find(call);
   return failure == fake.failures.end() ? CUDA_SUCCESS : failure->second;
 }
@@ -72,13 +86,27 @@ void fake_reset() {
   fake.recording = true;
   fake.log.clear();
   fake.failures.clear();
+  fake.fails_after = -1;
 }
 
 void fake_stop_recording() { State().recording = false; }
 
+// From now on calls are not recorded, and one in so many fails.
+void fake_fail_at_random(uint32_t one_in) {
+  fake_stop_recording();
+  State().one_in = one_in;
+}
+
 void fake_fail(const char* call, int result) {
   const std::lock_guard<std::mutex> lock(State().mutex);
   State().failures[call] = static_cast<CUresult>(result);
+}
+
+// Makes one call fail, after so many others.
+void fake_fail_after(int calls, int result) {
+  const std::lock_guard<std::mutex> lock(State().mutex);
+  State().fails_after = calls;
+  State().failure = static_cast<CUresult>(result);
 }
 
 void fake_add_kernel(uint64_t handle, const size_t* param_bytes, size_t count) {
@@ -107,12 +135,13 @@ CUresult cuGetErrorString(CUresult error, const char** text) {
 
 CUresult cuCtxGetCurrent(CUcontext* context) {
   *context = current_context;
-  return CUDA_SUCCESS;
+  return Answer("cuCtxGetCurrent", {});
 }
 
 CUresult cuCtxPushCurrent(CUcontext context) {
-  current_context = context;
-  return Answer("cuCtxPushCurrent", {});
+  const CUresult result = Answer("cuCtxPushCurrent", {});
+  if (result == CUDA_SUCCESS) current_context = context;
+  return result;
 }
 
 CUresult cuCtxPopCurrent(CUcontext* context) {
@@ -134,6 +163,7 @@ CUresult cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t* offset, siz
   const CUresult result = Answer("cuKernelGetParamInfo",
                                  {{"index", index}, {"has_context", current_context != nullptr}});
   if (result != CUDA_SUCCESS) return result;
+  const std::lock_guard<std::mutex> lock(State().mutex);
   const std::vector<size_t>& sizes = State().kernels[Number(kernel)];
   if (index >= sizes.size()) return CUDA_ERROR_INVALID_VALUE;
   *offset = 0;
@@ -164,13 +194,13 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType dtype, cuu
 
 CUresult cuTensorMapReplaceAddress(CUtensorMap* map, void* address) {
   map->opaque[0] = Number(address);
-  if (!State().recording) return CUDA_SUCCESS;
+  if (!State().recording) return AtRandom();
   return Answer("cuTensorMapReplaceAddress",
                 {{"misalignment", Number(map) % 64}, {"address", Number(address)}});
 }
 
 CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t words, CUstream stream) {
-  if (!State().recording) return CUDA_SUCCESS;
+  if (!State().recording) return AtRandom();
   return Answer(
       "cuMemsetD32Async",
       {{"address", address}, {"value", value}, {"words", words}, {"stream", Number(stream)}});
@@ -178,7 +208,7 @@ CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t words, CUs
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction kernel, void** params,
                           void** extra) {
-  if (!State().recording) return CUDA_SUCCESS;
+  if (!State().recording) return AtRandom();
   std::ostringstream bytes;  // each parameter as a list
   const std::vector<size_t>& sizes = State().kernels[Number(kernel)];
   for (size_t i = 0; i < sizes.size(); ++i) {

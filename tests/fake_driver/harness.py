@@ -37,7 +37,7 @@ class Launcher:
     def __init__(
         self,
         folder: Path,
-        libcuda: Path,
+        libcuda: Path | str,
         target: str | None = None,
         library: Path | None = None,
     ):
@@ -130,6 +130,14 @@ class Driver:
     def fail(self, call: str, result: int) -> None:
         self._library.fake_fail(call.encode(), result)
 
+    def fail_after(self, calls: int, result: int) -> None:
+        """Makes one call fail, after so many others."""
+        self._library.fake_fail_after(calls, result)
+
+    def push_context(self, context: int | None) -> None:
+        """Makes a context current on this thread, or none."""
+        self._library.cuCtxPushCurrent_v2(ctypes.c_void_p(context))
+
     def add_kernel(self, plan: LaunchPlan) -> int:
         """Returns the handle of a kernel that takes the plan's parameters."""
         return self.add_kernel_of([PARAM_BYTES[type(param)] for param in plan.params])
@@ -140,9 +148,10 @@ class Driver:
         self._library.fake_add_kernel(ctypes.c_uint64(handle), sizes, len(sizes))
         return handle
 
-    def calls(self, name: str) -> list[dict]:
+    def calls(self, name: str | None = None) -> list[dict]:
+        """Returns the calls of a name, or all."""
         lines = map(json.loads, self._library.fake_log().decode().splitlines())
-        return [line for line in lines if line["call"] == name]
+        return [line for line in lines if name in (None, line["call"])]
 
 
 def build_fakes(folder: Path) -> None:
@@ -151,12 +160,15 @@ def build_fakes(folder: Path) -> None:
     compile_library(folder, SOURCES / "stream_shim.cc")
 
 
-def compile_library(folder: Path, source: Path, options: Sequence[str] = ("-O2",)) -> Path:
-    """Returns a library, of the name of its source."""
-    output = folder / f"{source.stem}.so"
+def compile_library(
+    folder: Path, source: Path, options: Sequence[str] = ("-O2",), shared: bool = True
+) -> Path:
+    """Returns a library, or else a program, of the name of its source."""
+    output = folder / f"{source.stem}{'.so' * shared}"
     cuda = importlib.metadata.distribution("nvidia-cuda-runtime-cu12")
     includes = cuda.locate_file("nvidia/cuda_runtime/include"), jax.ffi.include_dir()
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-shared", "-fPIC", *options]
+    flags = ["-std=c++17", "-Wall", "-Wextra", *["-shared", "-fPIC"] * shared, *options]
+    flags += os.environ.get("CXXFLAGS", "").split()
     flags += [word for include in includes for word in ("-isystem", str(include))]
     compiler = os.environ.get("CXX", "c++")
     subprocess.run([compiler, *flags, str(source), "-o", str(output)], check=True)

@@ -3,9 +3,13 @@
     compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
     compute-sanitizer --tool racecheck python tests/gpu/sanitize.py --every 8
     compute-sanitizer --tool memcheck python tests/gpu/sanitize.py --grouped --every 4
+    compute-sanitizer --tool racecheck python tests/gpu/sanitize.py --policies
+    compute-sanitizer --tool initcheck python tests/gpu/sanitize.py --policies --unset
 
 It launches directly: no XLA, so all that the checker sees is ours. Exact results are checked, too.
-Sizes of grouped products are of every kind, those that make no sense among them.
+Sizes of grouped products are of every kind, those that make no sense among them. With `--unset`
+results and workspaces are not set before a launch, and results not read after it, so initcheck
+sees what a kernel reads there; those that split K are left out, since they may read any flag.
 """
 
 from __future__ import annotations
@@ -19,11 +23,20 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # `support`
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # `group_sizes`
 
 from support import cases, graphs, grouped, outcome, trial
+from support.covering import covering_subset
 from support.gpu import Gpu
-from support.policies import covering_specs, epilogue_covering_specs, grouped_covering_specs
+from support.policies import (
+    covering_specs,
+    epilogue_covering_specs,
+    grouped_covering_specs,
+    short_box_specs,
+    split_specs,
+    traits_of,
+)
 
 from jax_hopper_gemm.dispatch import table_specs
-from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 
 FEW_SMS = 8  # so that a persistent grid wraps around on small problems
 
@@ -34,6 +47,10 @@ def main() -> int:
     )
     parser.add_argument("--every", type=int, default=1, help="run every Nth kernel")
     parser.add_argument("--first", type=int, default=0, help="leave out the kernels before")
+    parser.add_argument(
+        "--policies", action="store_true", help="as few kernels as have every policy among them"
+    )
+    parser.add_argument("--unset", action="store_true", help="set and check no results")
     parser.add_argument("--grouped", action="store_true", help="run the grouped kernels instead")
     arguments = parser.parse_args()
     gpu = Gpu()
@@ -41,8 +58,15 @@ def main() -> int:
         specs, check = list(grouped_covering_specs()), check_grouped
     else:
         specs = [*epilogue_covering_specs(), *covering_specs(), *table_specs(gpu.device)]
+        if arguments.policies:
+            specs += [*split_specs(), *short_box_specs()]
         specs = [spec for spec in specs if not spec.grouped]
         check = check_plain
+    if arguments.policies:
+        specs = covering_subset(specs, lambda spec: set(traits_of(spec)))
+    if arguments.unset:
+        specs = [spec for spec in specs if not spec.split_k]
+        check = check_nothing
     chosen = list(dict.fromkeys(specs))[arguments.first :: arguments.every]
     failures = 0
     for spec in chosen:
@@ -53,9 +77,13 @@ def main() -> int:
     return 1 if failures else 0
 
 
+def problems_of(spec: GemmSpec) -> list[tuple[GemmProblem, RasterOrder]]:
+    return (cases.split_problems if spec.split_k else cases.edge_problems)(spec, FEW_SMS)[:3]
+
+
 def check_plain(gpu: Gpu, spec: GemmSpec) -> Iterator[AssertionError]:
     """Runs the kernel; yields what was wrong."""
-    for problem, raster_order in cases.edge_problems(spec, FEW_SMS)[:3]:
+    for problem, raster_order in problems_of(spec):
         inputs = cases.integer_inputs(problem, 0)
         results = trial.run_all(gpu, problem, spec, raster_order, inputs, num_sms=FEW_SMS)
         if not graphs.is_exact(spec.graph):
@@ -80,6 +108,20 @@ def check_grouped(gpu: Gpu, spec: GemmSpec) -> Iterator[AssertionError]:
                 case.check(inputs, results)
         except AssertionError as error:
             yield error
+
+
+def check_nothing(gpu: Gpu, spec: GemmSpec) -> Iterator[AssertionError]:
+    """Runs the kernel on memory that nothing has set."""
+    if spec.grouped:
+        for case in grouped.edge_cases(spec, FEW_SMS, exact=True):
+            parts = case.problem, spec, case.raster_order, case.inputs()
+            trial.uploaded(gpu, *parts, FEW_SMS).launch()
+    else:
+        for problem, raster_order in problems_of(spec):
+            inputs = cases.integer_inputs(problem, 0)
+            trial.uploaded(gpu, problem, spec, raster_order, inputs, FEW_SMS).launch()
+    gpu.synchronize()
+    yield from ()
 
 
 if __name__ == "__main__":

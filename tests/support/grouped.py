@@ -386,7 +386,7 @@ def assert_exact(
     if rows is not None and rows.size == 0:
         return
     sums = [products(problem, inputs, b, multiply, rows).astype(np.float32) for b in inputs.b]
-    values = outcome.exact_values(problem.graph, sums, _operands(problem, inputs, rows))
+    values = outcome.exact_values(problem.graph, sums, operands_at(problem, inputs, rows))
     stored = [values[result.value] for result in problem.graph.results]
     expected = outcome.arrays_of(problem.graph, spec, stored, sums[0].shape)
     outcome.assert_exact(_at_rows(problem, got, rows), expected, what)
@@ -422,7 +422,7 @@ def assert_within_bound(
         sums.append(products(problem, inputs, b, reference.product, rows))
         magnitude = products(problem, inputs, b, reference.magnitude, rows)
         errors.append(relative.reshape(-1, 1, 1) * magnitude)
-    expected = epilogue.evaluate(problem.graph, sums, _operands(problem, inputs, rows), errors)
+    expected = epilogue.evaluate(problem.graph, sums, operands_at(problem, inputs, rows), errors)
     found = outcome.finished(problem, _at_rows(problem, got, rows))
     outcome.assert_near(found, expected, problem.n, what)
 
@@ -465,7 +465,7 @@ def _rows(problem: GemmProblem, inputs: Inputs, count: int | None = None) -> np.
     return np.intersect1d(np.union1d(edges, spread), owned)
 
 
-def _operands(problem: GemmProblem, inputs: Inputs, rows: np.ndarray | None) -> list[np.ndarray]:
+def operands_at(problem: GemmProblem, inputs: Inputs, rows: np.ndarray | None) -> list[np.ndarray]:
     """Returns the epilogue's operands in shapes that broadcast to those of `products`."""
     if rows is None:
         return outcome.broadcast_operands(problem, inputs)

@@ -37,7 +37,7 @@ def case(seed: int) -> Case:
     while groups * others[0] * others[1] > _MAX_ELEMENTS:
         others = [max(1, extent // 2) for extent in others]
     m, n, k = (tokens, *others) if spec.grouped == "m" else (*others, tokens)
-    layout, make = _layout(rng, groups, spec)
+    layout, make = random_layout(rng, groups, spec)
     problem = problem_of(spec, layout, m, n, k, gap=8 * rng.choice((0, 0, 1, 5)))
     sizes = make(problem.m if spec.grouped == "m" else problem.k)
     raster_order = RasterOrder(rng.choice(("m", "n")), rng.randint(1, 16))
@@ -50,7 +50,7 @@ def specs(count: int = COUNT) -> list[GemmSpec]:
     return list(dict.fromkeys(case(seed).spec for seed in range(count)))
 
 
-def _layout(rng: random.Random, groups: int, spec: GemmSpec):
+def random_layout(rng: random.Random, groups: int, spec: GemmSpec):
     """Returns a layout of `groups` groups, and a function of the axis's length: its sizes."""
     make = {**group_sizes.KINDS, **group_sizes.HOSTILE}[
         rng.choice((*group_sizes.KINDS, *group_sizes.HOSTILE))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-from support.direct import WORKSPACE_GUARD, prepare
-from support.gpu import Gpu
+from support.direct import WORKSPACE_GUARD, Launch, prepare
+from support.gpu import Buffer, Gpu
 from support.places import Place, result_places
 from support.reference import input_places
 
@@ -96,25 +96,8 @@ def run_all(
     Raises:
       AssertionError: memory outside the results changed, or a repeat gave other bits.
     """
-    pending = [inputs.a, *inputs.b, *inputs.operands]
-    pending += [
-        array for array in (inputs.sizes, inputs.indices, inputs.index) if array is not None
-    ]
-    pending += inputs.scales
-    given, uploaded, buffers = [], [], []
-    for places in input_places(problem):
-        values = [pending.pop(0) for _ in places]
-        flat = guarded(places, values)
-        given.append(flat)
-        uploaded.append(gpu.upload(flat))
-        buffers.append(uploaded[-1].part(GUARD * flat.itemsize // DTYPES[places[0].dtype].packed))
-    assert not pending, f"{len(pending)} inputs have no place in {problem}"
-    places = result_places(problem, spec)
-    sizes = [(place.end + 2 * GUARD) * jnp.dtype(place.dtype).itemsize for place in places]
-    outputs = [gpu.allocate(size) for size in sizes]
-    for output, place in zip(outputs, places, strict=True):
-        buffers.append(output.part(GUARD * jnp.dtype(place.dtype).itemsize))
-    launch = prepare(gpu, problem, spec, raster_order, buffers, num_sms)
+    on_gpu = uploaded(gpu, problem, spec, raster_order, inputs, num_sms)
+    launch, outputs, places = on_gpu.launch, on_gpu.outputs, result_places(problem, spec)
 
     def launched() -> list[np.ndarray]:
         for buffer in (*outputs, *launch.workspaces):
@@ -133,7 +116,7 @@ def run_all(
             assert differ == 0, (
                 f"{spec.name}: run {repeat} gave other bits in {differ} elements of result {i}"
             )
-    for i, (flat, buffer) in enumerate(zip(given, uploaded, strict=True)):
+    for i, (flat, buffer) in enumerate(on_gpu.inputs):
         assert_unchanged(flat, buffer.download("uint8"), f"{spec.name}, input {i},")
     for i, workspace in enumerate(launch.workspaces):
         behind = workspace.download("uint8")[-WORKSPACE_GUARD:]
@@ -144,6 +127,51 @@ def run_all(
         result = place.view(bits.view(jnp.dtype(place.dtype))[GUARD:])
         results.append(result.reshape(place.shape))
     return results
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """A launch with its memory.
+
+    Attributes:
+      inputs: what each holds, and its buffer.
+      outputs: the results' buffers, of which nothing is set; nor is it of the workspaces.
+    """
+
+    launch: Launch
+    inputs: list[tuple[np.ndarray, Buffer]]
+    outputs: list[Buffer]
+
+
+def uploaded(
+    gpu: Gpu,
+    problem: GemmProblem,
+    spec: GemmSpec,
+    raster_order: RasterOrder,
+    inputs: Inputs,
+    num_sms: int | None = None,
+) -> OnGpu:
+    """Returns `spec`'s kernel ready to launch, on guarded inputs; see `run_all`."""
+    pending = [inputs.a, *inputs.b, *inputs.operands]
+    pending += [
+        array for array in (inputs.sizes, inputs.indices, inputs.index) if array is not None
+    ]
+    pending += inputs.scales
+    given, buffers = [], []
+    for places in input_places(problem):
+        values = [pending.pop(0) for _ in places]
+        flat = guarded(places, values)
+        given.append((flat, gpu.upload(flat)))
+        start = GUARD * flat.itemsize // DTYPES[places[0].dtype].packed
+        buffers.append(given[-1][1].part(start))
+    assert not pending, f"{len(pending)} inputs have no place in {problem}"
+    places = result_places(problem, spec)
+    sizes = [(place.end + 2 * GUARD) * jnp.dtype(place.dtype).itemsize for place in places]
+    outputs = [gpu.allocate(size) for size in sizes]
+    for output, place in zip(outputs, places, strict=True):
+        buffers.append(output.part(GUARD * jnp.dtype(place.dtype).itemsize))
+    launch = prepare(gpu, problem, spec, raster_order, buffers, num_sms)
+    return OnGpu(launch, given, outputs)
 
 
 def guarded(places: Sequence[Place], values: Sequence[np.ndarray]) -> np.ndarray:
