@@ -23,6 +23,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "tests/others/README.md": "other_suites.md",
 }
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PAGES |= {f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in NOTEBOOKS}

@@ -45,9 +45,8 @@ def step(params: Any, x: Any, run: Any = layer) -> Any:
 def test_products_are_those_of_the_recipe(recipe):
     x, w = normal(X, 0), tuple(normal(like, i) for i, like in enumerate(W))
     single = jhg.accelerate(jnp.matmul, recipe=recipe)(x, w[0])
-    np.testing.assert_array_equal(*(
-        np.asarray(y, np.float32) for y in (single, jhg.matmul(x, w[0], recipe=recipe))
-    ))  # fmt: skip
+    product = jhg.matmul(x, w[0], recipe=recipe)
+    np.testing.assert_array_equal(np.asarray(single, np.float32), np.asarray(product, np.float32))
     got, plain, x = (
         np.asarray(y, np.float32)
         for y in (jhg.accelerate(layer, recipe=recipe)(x, w), layer(x, w), x)

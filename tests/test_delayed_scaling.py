@@ -108,7 +108,7 @@ def test_a_scan_takes_a_state_for_each_layer():
     np.testing.assert_allclose(new.amax_history[:, 1, 0], jnp.abs(ws).max((1, 2)), rtol=1e-6)
 
 
-STATE = recipes.DelayedScaling.initial(2)
+STATE: Any = recipes.DelayedScaling.initial(2)
 X = jnp.ones((16, 16))
 
 
@@ -139,10 +139,11 @@ def test_states_are_those_of_flax():
     from jax_hopper_gemm.nn import linen as ours
 
     x, dy = normal((M, K), 0), normal((M, N), 1)
-    results = []
+    results: list[Any] = []
     for op in (fp8_ops.Fp8DirectDotGeneralOp, ours.DelayedDotGeneral):
         layer = nn.Dense(N, dot_general_cls=partial(op, amax_history_length=3))
         variables = layer.init(jax.random.key(0), x)
+        results.append(None)
         for step in range(3):
             scaled = (1.0 + step) * x
 
@@ -151,10 +152,10 @@ def test_states_are_those_of_flax():
                 return jnp.vdot(y, dy), y
 
             gradients, y = jax.grad(loss, has_aux=True)(variables, scaled)
+            results[-1:] = [(y, gradients)]
             variables = variables | {
                 name: gradients[name] for name in variables if name == "_overwrite_with_gradient"
             }
-        results.append((y, gradients))
     (y, gradients), (ours_y, ours_gradients) = results
     for a, b in zip(*map(jax.tree.leaves, ((y, gradients), (ours_y, ours_gradients))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.abs(a).max()))

@@ -335,7 +335,7 @@ def test_a_foreign_dot_general_is_refused_with_the_way_out(make, wanted):
         make()
 
 
-@pytest.mark.parametrize("option", ["implementation", "save_preactivation"])
+@pytest.mark.parametrize("option", ["implementation", "save_preactivation", "recipe"])
 @pytest.mark.parametrize("kind", [nn.MLP, nn.GatedMLP, ours_linen.MLP, ours_linen.GatedMLP])
 def test_options_of_the_product_reach_it(kind: Any, option: str):
     def call(**options):
@@ -344,8 +344,12 @@ def test_options_of_the_product_reach_it(kind: Any, option: str):
             return kind(8, 6, rngs=nnx.Rngs(0), **options)(x)
         return kind(6, **options).init_with_output(jax.random.key(0), x)
 
-    call(**{option: {"implementation": "xla", "save_preactivation": False}[option]})
-    with pytest.raises(ValueError, match=f"{option} is 'nonsense', expected"):
+    good = {
+        "implementation": "xla", "save_preactivation": False,
+        "recipe": jhg.recipes.BlockScaling(),
+    }  # fmt: skip
+    call(**{option: good[option]})
+    with pytest.raises((ValueError, TypeError), match=f"{option} is 'nonsense', expected"):
         call(**{option: "nonsense"})
 
 

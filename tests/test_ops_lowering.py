@@ -188,7 +188,7 @@ FALLBACKS = [
     (hopper("bthxmd,xbhtnd->bthxmn"), operands("bthxmd,xbhtnd->bthxmn"), "batch axes"),
     (
         lambda a, b: jhg.matmul(
-            a, b, precision=lax.DotAlgorithmPreset.BF16_BF16_F32_X3, implementation="hopper"
+            a, b, precision=lax.DotAlgorithmPreset.TF32_TF32_F32_X3, implementation="hopper"
         ),
         operands("mk,kn->mn", jnp.float32),
         "precision is",

@@ -222,11 +222,11 @@ def test_int8_runs_forwards_alone():
         for a, block in ((x, (1, None)), (w, (None, 1)))
     )
     exact = left @ right
-    rough = {"rtol": 2.0**-8, "atol": 2.0**-14 * np.abs(exact).max()}  # bfloat16's
+    rough: dict[str, Any] = {"rtol": 2.0**-8, "atol": 2.0**-14 * np.abs(exact).max()}  # bfloat16's
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, **rough)
     plain = jax.vjp(jhg.matmul, x, w)[1](y)
     for got, exact in zip(pull(y), plain, strict=True):
-        np.testing.assert_array_equal(*(np.asarray(g, np.float32) for g in (got, exact)))
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(exact, np.float32))
 
     def step(x: Any, w: Any) -> Any:
         y, pull = jax.vjp(partial(jhg.matmul, recipe=INT8, implementation="hopper"), x, w)
@@ -284,7 +284,7 @@ def test_ragged_products_are_those_of_each_groups_quantized_operands(recipe):
     start, wide_x, wide_dy = 0, np.asarray(x, np.float64), np.asarray(dy, np.float64)
     for group, size in enumerate(sizes):
         rows = slice(start, start := start + size)
-        rough = {"rtol": 2.0**-7, "atol": 2.0**-7 * float(np.abs(y).max())}
+        rough: dict[str, Any] = {"rtol": 2.0**-7, "atol": 2.0**-7 * float(np.abs(y).max())}
         np.testing.assert_allclose(np.asarray(y, float)[rows], left[rows] @ right[group], **rough)
         rough["atol"] = 2.0**-7 * float(np.abs(dx).max())
         np.testing.assert_allclose(np.asarray(dx, float)[rows], ct[rows] @ back[group].T, **rough)
@@ -356,6 +356,39 @@ def test_gates_run_on_kernels_of_8_bits(recipe):
     assert {spec.a_dtype for spec in found} == {"float8_e4m3fn"}
     assert len(found) == (2 if recipe == BLOCKS else 1)
     assert "matrix" in [o.kind for o in found[-1].graph.operands] or recipe == CURRENT
+
+
+def test_experts_take_the_recipe_and_the_router_does_not():
+    def layer(x: Any, *weights: Any) -> Any:
+        y, _ = jhg.moe.mixture_of_experts(
+            x, *weights, experts_per_token=2, recipe=BLOCKS, implementation="hopper"
+        )
+        return y
+
+    shapes = (1024, 512), (512, 8), (8, 512, 2, 256), (8, 256, 512)
+    router, *experts = specs_of(layer, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))
+    assert router.a_dtype == "bfloat16" and len(experts) == 3
+    assert all((x.grouped, x.a_block, x.b_block) == ("m", 1, 128) for x in experts)
+
+
+def test_shards_and_exported_programs_quantize():
+    x, w = normal((512, 256), 0, jnp.bfloat16), normal((256, 128), 1, jnp.bfloat16) / 16
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def loss(x: Any, w: Any) -> Any:
+        return jnp.sum(jhg.matmul(x, w, activation="silu", recipe=BLOCKS).astype(jnp.float32) ** 2)
+
+    sharded = jax.shard_map(
+        lambda *a: lax.psum(loss(*a), "d"), mesh=mesh, in_specs=(spec("d"), spec()),
+        out_specs=spec(),
+    )  # fmt: skip
+    gradients = [jax.jit(jax.grad(f, (0, 1)))(x, w) for f in (loss, sharded)]
+    for got, exact in zip(*gradients, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(exact, np.float32))
+    arguments = jax.export.symbolic_args_specs((x, w), ["m, 256", "256, 128"])
+    exported = jax.export.export(jax.jit(loss), platforms=["cpu"])(*arguments)
+    np.testing.assert_allclose(exported.call(x, w), loss(x, w), rtol=1e-3)
 
 
 def test_mapped_products_have_scales_of_their_own():

@@ -22,6 +22,7 @@ from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
 from .configs import (
     CONFIGS,
     CONVERTED_CONFIGS,
+    PARTS_CONFIGS,
     PROMOTED_CONFIGS,
     RASTER_ORDERS,
     WHOLE_ROW_CONFIGS,
@@ -67,6 +68,8 @@ def tuner_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
 
 
 def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    if problem_type.bf16_terms:
+        return PARTS_CONFIGS[problem_type.grouped]
     if converts(problem_type.a_dtype, problem_type.b_dtype):
         return CONVERTED_CONFIGS
     configs = CONFIGS[problem_type.grouped, problem_type.gathered is not None]

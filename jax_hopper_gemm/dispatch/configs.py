@@ -151,6 +151,33 @@ PROMOTED_CONFIGS = (
     Config(128, 160, cluster_m=2),
 )
 
+# Of bfloat16 parts, by the grouped axis: 64 rows a warpgroup, as many columns as registers hold,
+# and no pingpong.
+PARTS_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
+    None: (
+        Config(128, 192, cluster_m=2),
+        Config(128, 192, cluster_n=2),
+        Config(128, 128, cluster_m=2),
+        Config(128, 128, cluster_n=2),
+        Config(128, 128),
+        Config(128, 64, cluster_n=2),
+        Config(64, 128),
+        Config(64, 64),
+        Config(64, 64, cluster_m=2, tile_scheduler="single"),
+    ),
+    "m": (
+        Config(128, 128, cluster_m=2, tile_scheduler="dynamic"),
+        Config(128, 64, tile_scheduler="dynamic"),
+        Config(64, 128),
+        Config(64, 64),
+    ),
+    "k": (
+        Config(128, 128, cluster_m=2, tile_scheduler="dynamic"),
+        Config(128, 64, tile_scheduler="dynamic"),
+        Config(64, 64),
+    ),
+}
+
 # B is converted in registers, by warpgroups that share a tile's columns. `candidates` leaves out
 # those that are not legal, of groups for one.
 _FEW_ROWS = [

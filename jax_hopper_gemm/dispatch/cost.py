@@ -28,7 +28,7 @@ from ..gemm.epilogue_checks import variation
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
 from ..gemm.k_split import KSplit
 from ..gemm.problem import GemmProblem, MatrixLayout
-from ..gemm.spec import GemmSpec, RasterOrder, TmaBox
+from ..gemm.spec import PART_BUFFERS, GemmSpec, RasterOrder, TmaBox
 from .configs import RASTER_ORDERS
 from .device import Device
 
@@ -242,8 +242,22 @@ def _math_cycles(spec: GemmSpec) -> float:
     columns = spec.d_tile_n
     read = (64 + columns) * MMA_BYTES / 128
     k_steps = spec.tile_k / spec.mma_k
+    if spec.bf16_terms:
+        return _parts_cycles(spec)
     instructions = spec.graph.accumulators * (spec.tile_m / 64) * k_steps
     return max(columns / 2, read) * instructions
+
+
+def _parts_cycles(spec: GemmSpec) -> float:
+    """Returns the cycles in which one k-tile of float32 operands is multiplied by bfloat16 parts.
+
+    The tensor cores', or those of shared memory: TMA writes A and B, warps read both and write B's
+    parts, and each instruction reads a part's columns. Estimated, not fitted.
+    """
+    instructions = spec.bf16_terms * (spec.tile_m / 64) * (spec.tile_k / spec.mma_k)
+    parts = spec.parts_bytes / PART_BUFFERS
+    moved = 2 * spec.stage_bytes + parts + instructions * spec.tile_n * MMA_BYTES
+    return max(instructions * spec.tile_n / 2, moved / 128)
 
 
 def _converting_cycles(spec: GemmSpec) -> float:
@@ -492,6 +506,7 @@ def best_raster_order(problem: GemmProblem, spec: GemmSpec, device: Device) -> R
 
 def roofline_ns(problem: GemmProblem) -> float:
     """Returns the least time that any kernel needs: tensor cores or device memory, all busy."""
-    peak_flops_per_ns = 820e3 * DTYPES[problem.a_dtype].mma_k / 16  # of bfloat16 measured, 8192^3
+    mma_k = 16 / problem.bf16_terms if problem.bf16_terms else DTYPES[problem.a_dtype].mma_k
+    peak_flops_per_ns = 820e3 * mma_k / 16  # of bfloat16 measured, 8192^3
     busy = max(problem.flops / peak_flops_per_ns, problem.bytes / MEMORY_BYTES_PER_NS)
     return LAUNCH_NS + busy

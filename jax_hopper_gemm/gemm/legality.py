@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, get_args
 
+from .bf16_parts import BLOCK_N, PRESETS, TILE_K
 from .dtypes import (
     DTYPES,
     OPERANDS,
@@ -51,6 +52,9 @@ GATHERED_MATH_REGISTERS = 224  # where addresses of gathered rows take more of t
 OTHER_REGISTERS = 32
 MAILBOX_REGISTERS = 16  # more, where tiles come from a mailbox
 COLUMN_SCALE_REGISTERS = 16  # more, where each column of a block of K has a scale
+PARTS_REGISTERS = 16  # more, where bfloat16 parts of A are in registers
+# Accumulators beside which three parts leave no registers for epilogue tiles of over 16 columns.
+NARROW_EPILOGUE_ACC_REGISTERS = 192
 CONVERSION_REGISTERS = 48  # more, where B is converted: as it is, and as wgmma reads it
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
 # Of K that is split, beside partial sums and an epilogue; and how many must be left, where twice as
@@ -67,6 +71,8 @@ def max_accumulators(spec: GemmSpec) -> int:
         left = GATHERED_MATH_REGISTERS - OTHER_REGISTERS
     if spec.dynamic or spec.grouped:
         left -= MAILBOX_REGISTERS
+    if spec.bf16_terms:
+        left -= PARTS_REGISTERS
     if spec.b_block == 1:  # those of all columns of a thread, and their addresses
         left -= spec.tile_n // 4 + COLUMN_SCALE_REGISTERS
     if spec.converts_b:
@@ -87,8 +93,14 @@ def violations(spec: GemmSpec) -> list[str]:
 
 def type_violations(t: ProblemType) -> Iterator[str]:
     """Yields every reason why there is no kernel for a type of problems."""
-    if t.a_dtype == t.b_dtype and t.a_dtype not in OPERANDS:
-        yield f"A and B are {t.a_dtype}: cast them to {one_of(OPERANDS)}"
+    if t.bf16_terms:
+        yield from _terms_violations(t)
+    elif t.a_dtype == t.b_dtype and t.a_dtype not in OPERANDS:
+        yield f"A and B are {t.a_dtype}: cast them to {one_of(OPERANDS)}" + (
+            f", or ask for the precision DotAlgorithmPreset.{one_of(tuple(PRESETS.values()))}"
+            if t.a_dtype == "float32"
+            else ""
+        )
     elif not (multiply(t.a_dtype, t.b_dtype) or converts(t.a_dtype, t.b_dtype)):
         yield f"A is {t.a_dtype} and B {t.b_dtype}: cast one to the other's dtype"
     results = results_of(t.a_dtype) if t.a_dtype in OPERANDS else RESULTS
@@ -135,6 +147,16 @@ def type_violations(t: ProblemType) -> Iterator[str]:
             "K is cut into groups, so A must be stored (K, M) and B (K, N): copy what is stored "
             "otherwise"
         )
+
+
+def _terms_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why no kernel multiplies bfloat16 parts of the operands."""
+    if t.bf16_terms not in PRESETS:
+        yield f"{t.bf16_terms} products of bfloat16 parts, not {one_of(tuple(map(str, PRESETS)))}"
+    if (t.a_dtype, t.b_dtype) != ("float32", "float32"):
+        yield f"A is {t.a_dtype} and B {t.b_dtype}: float32 is cut into bfloat16 parts"
+    if t.promoted or t.a_block or t.b_block:
+        yield "sums of bfloat16 parts are promoted already, and blocks of float32 have no scales"
 
 
 def _conversion_violations(t: ProblemType) -> Iterator[str]:
@@ -216,6 +238,8 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
             yield f"tile_k {s.tile_k} is not {row} or {2 * row}"
         elif s.promoted and s.tile_k != PROMOTION_K:
             yield f"tile_k {s.tile_k} of promoted accumulators is not {PROMOTION_K}"
+    if s.bf16_terms:
+        yield from _parts_violations(s)
     if s.split_k and s.tile_scheduler != "static":
         yield f"K is split by clusters with fixed shares: the tile scheduler is {s.tile_scheduler}"
     if s.split_k and s.grouped:
@@ -231,6 +255,20 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"{s.evict_first.upper()} is gathered, not loaded by TMA with a policy for L2"
     if s.short_boxes and (s.grouped or s.cluster_size > 1):
         yield "boxes end with their matrices, but groups or slices for a cluster end them elsewhere"
+
+
+def _parts_violations(spec: GemmSpec) -> Iterator[str]:
+    s = spec
+    if s.tile_k != TILE_K:
+        yield f"tile_k {s.tile_k} of bfloat16 parts is not {TILE_K}"
+    if s.tile_m not in (64, 128):
+        yield f"tile_m {s.tile_m} of bfloat16 parts is not 64 or 128, 64 rows a warpgroup"
+    if s.tile_n % BLOCK_N:
+        yield f"tile_n {s.tile_n} of bfloat16 parts is not a multiple of {BLOCK_N}"
+    if s.warp_schedule != "cooperative":
+        yield "math warpgroups cut B into bfloat16 parts together: schedule them cooperatively"
+    if s.split_k:
+        yield "sums of bfloat16 parts leave no registers for partial sums: do not split K"
 
 
 def _converted_tile_violations(spec: GemmSpec) -> Iterator[str]:
@@ -253,6 +291,9 @@ def _register_violations(spec: GemmSpec) -> Iterator[str]:
             f"warpgroups, a {s.tile_scheduler} tile scheduler and "
             f"{'this' if s.epilogue else 'no'} epilogue"
         )
+    narrow = NARROW_EPILOGUE_ACC_REGISTERS
+    if s.bf16_terms > 3 and s.acc_registers >= narrow and s.epi_tile_n > 16:
+        yield f"{s.acc_registers} accumulators a thread: take epilogue tiles of 16 columns"
     most = SPLIT_K_ACC_REGISTERS[s.math_warpgroups]
     if s.split_k and (s.epilogue or s.math_warpgroups == 3) and s.acc_registers > most:
         yield (

@@ -80,6 +80,7 @@ class GemmProblem:
     # Extents of the outer axes of a nested batch, outermost first: where the batch has several axes
     # that do not lie evenly one inside the other. `l` counts all, the innermost axis fastest.
     outer: tuple[int, ...] = ()
+    bf16_terms: int = 0  # as in `GemmSpec`
 
     @classmethod
     def dense(

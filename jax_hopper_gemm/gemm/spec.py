@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
 
+from .bf16_parts import accumulator_sets, num_parts
 from .dtypes import DTYPES, converts
 from .epilogue_graph import EpilogueGraph, Operand
 from .problem import GemmProblem, Major, VarlenAxis, plain_graph
@@ -24,6 +25,7 @@ TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are m
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
 PROMOTION_K = 128  # elements of K after which `promoted` accumulators are added up
 BLOCKS = (1, 128)  # rows of A, and columns of B, that may share a scale
+PART_BUFFERS = 3  # k-tiles of B in parts: one written, one multiplied, one that slower warps read
 K_GROUPS = (32, 64, 128)  # elements of K of converted operands that may share a scale
 EXCHANGE_COLUMNS = 32  # of D that a warpgroup turns at a time, see `mainloop.rs`
 EXCHANGE_PITCH = EXCHANGE_COLUMNS + 4  # float32 from one of the rows to the next
@@ -101,6 +103,8 @@ class GemmSpec:
     short_boxes: bool = False
     evict_first: Literal["a", "b"] | None = None  # the operand whose lines leave L2 first
     split_k: bool = False  # clusters may share the k-tiles of a tile, see `k_split`
+    # Of float32 operands, how many products of their bfloat16 parts are summed, see `bf16_parts`.
+    bf16_terms: int = 0
     # Elements of K of a column of B that share a float32 scale, where B is converted; 0: no scales.
     k_group: int = 0
 
@@ -169,7 +173,9 @@ class GemmSpec:
 
     @property
     def acc_registers(self) -> int:
-        """Accumulators of one math thread; those that are scaled or `promoted` are there twice."""
+        """Accumulators of one math thread; what is added up or scaled is there twice, or more."""
+        if self.bf16_terms:
+            return accumulator_sets(self.bf16_terms) * self.tile_registers
         return (1 + (self.promoted or self.k_group > 0)) * self.tile_registers
 
     @property
@@ -228,7 +234,15 @@ class GemmSpec:
     @property
     def mma_k(self) -> int:
         """Elements of K that one wgmma multiplies."""
-        return DTYPES[self.a_dtype].mma_k
+        return DTYPES["bfloat16" if self.bf16_terms else self.a_dtype].mma_k
+
+    @property
+    def parts_bytes(self) -> int:
+        """Bytes of B's bfloat16 parts; those of A are in registers."""
+        if not self.bf16_terms:
+            return 0
+        part = self.tile_n * self.tile_k * DTYPES["bfloat16"].itemsize
+        return PART_BUFFERS * num_parts(self.bf16_terms) * part
 
     @property
     def stage_bytes(self) -> int:
@@ -284,11 +298,11 @@ class GemmSpec:
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a launch, its parts in this order.
 
-        Stages of A and B, of B's scales; where accumulators are turned; for each matrix of the
-        results its staged tiles; for each operand that is loaded its tiles, matrices first;
-        scratch; barriers.
+        Stages of A and B, of B's scales; bfloat16 parts of B; where accumulators are turned; for
+        each matrix of the results its staged tiles; for each operand that is loaded its tiles,
+        matrices first; scratch; barriers.
         """
-        ring = self.num_stages * self.stage_bytes
+        ring = self.num_stages * self.stage_bytes + self.parts_bytes
         staged = self.math_warpgroups * self.epi_stages * self.epi_stage_bytes
         buffers = self.math_warpgroups * self.epi_load_stages
         loaded = buffers * sum(map(self.loaded_bytes, self.graph.loaded))
@@ -342,6 +356,8 @@ class GemmSpec:
             kind += "_nested"
         if self.split_k:
             kind += "_split_k"
+        if self.bf16_terms:
+            kind += f"_bf16x{self.bf16_terms}"
         return (
             f"jhg_{kind}_{dtypes}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
@@ -391,6 +407,7 @@ class ProblemType:
     a_block: int = 0
     b_block: int = 0
     nested: bool = False
+    bf16_terms: int = 0
     k_group: int = 0
 
     @classmethod
@@ -401,7 +418,7 @@ class ProblemType:
         return cls(
             p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
             p.indexed, p.promoted, p.a_scales.block if p.a_scales else 0,
-            p.b_scales.block if p.b_scales else 0, bool(p.outer), p.k_group,
+            p.b_scales.block if p.b_scales else 0, bool(p.outer), p.bf16_terms, p.k_group,
         )  # fmt: skip
 
     @classmethod
@@ -414,7 +431,7 @@ class ProblemType:
         """The same of the product that a measured table holds."""
         return replace(
             self, epilogue=None, gathered=None, indexed=None, nested=False, promoted=False,
-            a_block=0, b_block=0, k_group=0,
+            a_block=0, b_block=0, bf16_terms=0, k_group=0,
         )  # fmt: skip
 
 

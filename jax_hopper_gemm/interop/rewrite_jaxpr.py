@@ -25,7 +25,7 @@ from ..fusion.jaxprs import traced
 from ..gemm.dtypes import HALVES, multiply, results_of
 from ..gemm.product import Options
 from ..gemm.recipes import ByRecipe
-from ..lowering.route import current_device, route
+from ..lowering.route import current_device, route, terms_of
 from ..ops.batch_invariance import is_batch_invariant
 from ..ops.dense import Implementation
 from ..ops.ragged import ragged_dot_general
@@ -150,7 +150,8 @@ def reason_left(
       implementation: of the product.
     """
     lhs, rhs = (atom.aval for atom in equation.invars[:2])
-    if not multiply(lhs.dtype.name, rhs.dtype.name):
+    in_parts = lhs.dtype == rhs.dtype == np.float32 and terms_of(equation.params["precision"])
+    if not in_parts and not multiply(lhs.dtype.name, rhs.dtype.name):
         names = " by ".join(dict.fromkeys((lhs.dtype.name, rhs.dtype.name)))
         return f"no kernel multiplies {names}"
     result = equation.outvars[0].aval.dtype.name

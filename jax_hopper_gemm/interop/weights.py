@@ -57,7 +57,7 @@ class Weights:
         if len(inner) != 1:
             return []
         outputs = Weights(inner[0], self.into(equation, "jaxpr")).marks(inner[0].outvars)
-        carried = equation.params["num_carry"] if name == "scan" else 0
+        carried = _carried(equation) if name == "scan" else 0
         pairs = zip(equation.outvars, outputs, strict=True)
         return [x for i, (x, mark) in enumerate(pairs) if mark and i >= carried]
 
@@ -69,12 +69,26 @@ class Weights:
         if name == "cond":
             return marks[1:]
         if name == "scan":
-            consts, carried = params["num_consts"], params["num_carry"]
+            carried = _carried(equation)
+            consts = len(marks) - carried - _sliced(equation.invars, _open(params["jaxpr"]).invars)
             return (*marks[:consts], *[False] * carried, *marks[consts + carried :])
         if name == "while" and parameter == "body_jaxpr":
             first = params["cond_nconsts"]
             return marks[first : first + params["body_nconsts"]]
         return ()
+
+
+def _carried(scan: Any) -> int:
+    """Returns how many results a `scan` carries; they come first."""
+    return len(scan.outvars) - _sliced(scan.outvars, _open(scan.params["jaxpr"]).outvars)
+
+
+def _sliced(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    """Returns how many variables of a `scan` have an axis more than in its body.
+
+    Versions of JAX name the parameters that say so differently.
+    """
+    return sum(x.aval.ndim > y.aval.ndim for x, y in zip(outer, inner, strict=True))
 
 
 def _open(value: Any) -> Any:

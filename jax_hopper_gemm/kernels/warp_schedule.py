@@ -7,6 +7,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 
+from ..gemm.legality import PARTS_REGISTERS
 from .shared_memory import WARPGROUP, BarrierId
 
 
@@ -21,7 +22,8 @@ def registers(spec):
         return 56, 224
     if spec.math_warpgroups == 3:
         return 32, 160
-    return (24, 240) if spec.acc_registers > 192 else (40, 232)
+    held = spec.acc_registers + (PARTS_REGISTERS if spec.bf16_terms else 0)
+    return (24, 240) if held > 192 else (40, 232)
 
 
 @dataclass(frozen=True)

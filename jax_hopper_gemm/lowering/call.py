@@ -5,6 +5,7 @@ A call is made by the lowering rule of a product, or read from what was emitted 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,9 +13,10 @@ from typing import Any, Literal
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
-from jax.lax import Precision
+from jax.lax import DotAlgorithmPreset, Precision
 
 from ..dispatch import Device
+from ..gemm.bf16_parts import PRESETS
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import GroupedAxis, Groups
 from ..gemm.product import Options
@@ -33,6 +35,7 @@ MAX_SMS = "jax_hopper_gemm.max_sms"  # as in `Product`
 BATCH_INVARIANT = "jax_hopper_gemm.batch_invariant"  # there if the product is
 INDEXED = "jax_hopper_gemm.indexed"  # as in `GemmProblem`; the index is the call's third operand
 PROMOTED = "jax_hopper_gemm.promoted"  # there if the kernel promotes accumulators
+BF16_TERMS = "jax_hopper_gemm.bf16_terms"  # as in `GemmProblem`, if there are some
 MLIR_DTYPES = {row.mlir: row.name for row in DTYPES.values() if row.name != "bool"}
 
 
@@ -135,12 +138,12 @@ def product_at(value: Any) -> Call | None:
         return None
     if value != operation.results[0] or list(value.uses):
         return None
-    promoted = PROMOTED in operation.attributes
     if PRODUCT in operation.attributes:
         subscripts = Subscripts.parse(operation.attributes[PRODUCT].value)
+        precision = _precision_of_launch(operation.attributes)
     elif operation.name == "stablehlo.dot_general":
         subscripts = _subscripts(operation)
-        promoted = _is_promoted(operation)
+        precision = _precision(operation)
     else:
         return None
     lhs, rhs, *others = list(operation.operands)
@@ -148,7 +151,6 @@ def product_at(value: Any) -> Call | None:
     if (request := request_between(subscripts, lhs, rhs, value, indexed)) is None:
         return None
     limit = operation.attributes[MAX_SMS].value if MAX_SMS in operation.attributes else None
-    precision = Precision.HIGHEST if promoted else None
     invariant = BATCH_INVARIANT in operation.attributes
     asked = Options(precision=precision, max_sms=limit, batch_invariant=invariant)
     request = replace(request, options=asked)
@@ -187,13 +189,29 @@ def is_launch(value: Any) -> bool:
     return PRODUCT in value.owner.attributes
 
 
-def _is_promoted(operation: Any) -> bool:
-    """Whether a stablehlo.dot_general may ask that sums of 8-bit floats keep all digits."""
+def _precision_of_launch(attributes: Any) -> Any:
+    """Returns a precision that asks for the kernel of a launch."""
+    if BF16_TERMS in attributes:
+        return DotAlgorithmPreset[PRESETS[attributes[BF16_TERMS].value]]
+    return Precision.HIGHEST if PROMOTED in attributes else None
+
+
+def _precision(operation: Any) -> Any:
+    """Returns a precision that asks for the kernel of a stablehlo.dot_general.
+
+    That may ask that sums of 8-bit floats keep all digits, or for products of bfloat16 parts.
+    """
     attributes = operation.attributes
     if "algorithm" in attributes:
-        return "allow_imprecise_accumulation = true" not in str(attributes["algorithm"])
-    precisions = attributes["precision_config"] if "precision_config" in attributes else []
-    return any("DEFAULT" not in str(precision) for precision in precisions)
+        algorithm = str(attributes["algorithm"])
+        found = re.search(r"_type = bf16.*num_primitive_operations = (\d+)", algorithm)
+        if found and (preset := PRESETS.get(int(found[1]))):
+            return DotAlgorithmPreset[preset]
+        promoted = "allow_imprecise_accumulation = true" not in algorithm
+    else:
+        precisions = attributes["precision_config"] if "precision_config" in attributes else []
+        promoted = any("DEFAULT" not in str(precision) for precision in precisions)
+    return Precision.HIGHEST if promoted else None
 
 
 def _subscripts(operation: Any) -> Subscripts:

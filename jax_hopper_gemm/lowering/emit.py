@@ -31,7 +31,17 @@ from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from ..launch.plan import LaunchPlan
 from . import fallback
-from .call import BATCH_INVARIANT, GATHERED, INDEXED, MAX_SMS, PRODUCT, PROMOTED, SPANS, Call
+from .call import (
+    BATCH_INVARIANT,
+    BF16_TERMS,
+    GATHERED,
+    INDEXED,
+    MAX_SMS,
+    PRODUCT,
+    PROMOTED,
+    SPANS,
+    Call,
+)
 from .devices import devices_of, lowers_shard, with_partitions
 from .register import lower_jaxpr
 from .route import Request, Route, scale_letters, scale_shape
@@ -97,9 +107,7 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
         if call.request.blocks or call.request.k_group:
             return mark_options(call, results)
         problem = route.gemm.problem
-        _mark_product(
-            results[0].owner, call.request, swap_ab=route.gemm.swap_ab, promoted=problem.promoted
-        )
+        _mark_product(results[0].owner, call.request, problem, swap_ab=route.gemm.swap_ab)
         return mark_options(call, results)
     assert call.request.function
     varying = [_varying_like(call.request.function.in_avals[0], x) for x in outputs]
@@ -284,16 +292,18 @@ def launch_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) ->
     }
 
 
-def _mark_product(operation: Any, request: Request, *, swap_ab: bool, promoted: bool) -> None:
+def _mark_product(operation: Any, request: Request, problem: GemmProblem, *, swap_ab: bool) -> None:
     """Says of a launch which bare product it holds, its operands in their order."""
     subscripts, groups = request.subscripts, request.groups
-    words = {PRODUCT: str(subscripts.swapped() if swap_ab else subscripts)}
+    words: dict[str, Any] = {PRODUCT: str(subscripts.swapped() if swap_ab else subscripts)}
     if groups:
         words[SPANS] = ",".join(map(str, astuple(groups.rule)))
         if groups.gathered:
             words[GATHERED] = groups.gathered
-    if promoted:
+    if problem.promoted:
         words[PROMOTED] = "float32"
+    if problem.bf16_terms:
+        words[BF16_TERMS] = problem.bf16_terms
     if request.indexed:
         words[INDEXED] = "a" if (request.indexed == "a") != swap_ab else "b"
     for name, word in words.items():

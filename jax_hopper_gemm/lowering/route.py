@@ -24,6 +24,7 @@ from ..dispatch.canonical import (
 from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
+from ..gemm.bf16_parts import PRESETS
 from ..gemm.dtypes import DTYPES, OPERANDS, converts, multiply, short_name
 from ..gemm.grid import ceil_div
 from ..gemm.groups import GROUP, GroupedAxis, gate_up_letter, is_varlen_k
@@ -225,6 +226,8 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
         gemm = replace(gemm, problem=replace(gemm.problem, k_group=request.k_group))
     if request.blocks:
         gemm = replace(gemm, problem=_with_scales(gemm, request))
+    elif terms := _bf16_terms(request):
+        gemm = replace(gemm, problem=replace(gemm.problem, bf16_terms=terms))
     elif _is_promoted(request):
         gemm = replace(gemm, problem=replace(gemm.problem, promoted=True))
     return _in_stack(gemm, request) if request.indexed else gemm
@@ -378,13 +381,26 @@ def _request_violation(request: Request) -> str | None:
         return None
     # Products of two operands are exact in float32, where the kernels add them: no `Precision`
     # asks for more, and the dtype's algorithms ask for just that.
-    if precision == DotAlgorithmPreset.DEFAULT:
+    if precision == DotAlgorithmPreset.DEFAULT or _bf16_terms(request):
         return None
     if dtypes[0] in OPERANDS:
         row = DTYPES[dtypes[0]]
         if getattr(precision, "name", None) in (row.algorithm, row.promoted_algorithm):
             return None
     return f"precision is {precision}; kernels for {dtypes[0]} accumulate in float32"
+
+
+def _bf16_terms(request: Request) -> int:
+    """Returns of how many products of bfloat16 parts those of float32 numbers are to be sums."""
+    if (request.lhs_dtype, request.rhs_dtype) != ("float32", "float32"):
+        return 0
+    return terms_of(request.options.precision)
+
+
+def terms_of(precision: Any) -> int:
+    """Returns of how many products of bfloat16 parts a precision makes a product; 0: of none."""
+    name = getattr(precision, "name", None)
+    return next((terms for terms, preset in PRESETS.items() if preset == name), 0)
 
 
 def _is_promoted(request: Request) -> bool:

@@ -24,6 +24,7 @@ from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
 from .delayed import DelayedScaling, run_delayed
 from .quantized import (
+    QArray,
     Quantized,
     as_quantized,
     beside_result,
@@ -42,8 +43,8 @@ from .substitute import final_product, with_hopper_dot
 
 @takes_batch_invariant
 def matmul(
-    a: ArrayLike | Quantized,
-    b: ArrayLike | Quantized,
+    a: ArrayLike | Quantized | QArray,
+    b: ArrayLike | Quantized | QArray,
     *,
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
@@ -86,8 +87,8 @@ def matmul(
 
     Args:
       a: (..., M, K) or (K,). Leading axes broadcast against those of `b`. Or both are `Quantized`:
-        (..., M, K) by (K, N), or matrices in equal batches. Or one is, as weights, beside an array
-        of bfloat16 or float16.
+        (..., M, K) by (K, N), or matrices in equal batches; or `QArray`s of Qwix. Or one is, as
+        weights, beside an array of bfloat16 or float16.
       b: (..., K, N) or (K,).
       bias, residual, c: broadcast to the result's shape: (N,), (M, 1), (B, 1, N), ...
       activation: a function of one array, elementwise, or a name: "relu", "gelu" (by tanh),
@@ -171,8 +172,8 @@ def matmul(
 
 @takes_batch_invariant
 def dot_general(
-    lhs: ArrayLike | Quantized,
-    rhs: ArrayLike | Quantized,
+    lhs: ArrayLike | Quantized | QArray,
+    rhs: ArrayLike | Quantized | QArray,
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: DTypeLike | Sequence[DTypeLike] | None = None,
@@ -192,7 +193,8 @@ def dot_general(
     layers accept it as their `dot_general`.
 
     Args:
-      lhs, rhs: the operands, arrays or both `Quantized`; or one is, beside an array of 16 bits.
+      lhs, rhs: the operands, arrays or both `Quantized`, or a `QArray` of Qwix; or one is, beside
+        an array of 16 bits.
       dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
       precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
         `matmul`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,19 @@ class Quantized:
                 f"pack_weights: the last axis is {self.shape[-1]}, expected an even number"
             )
         return Quantized(pack(self.values), self.scale, packed=True)
+
+
+class QArray(Protocol):
+    """The fields of Qwix's quantized array."""
+
+    @property
+    def qvalue(self) -> Any: ...
+
+    @property
+    def scale(self) -> Any: ...
+
+    @property
+    def zero_point(self) -> Any: ...
 
 
 def quantize(

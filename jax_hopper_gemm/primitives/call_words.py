@@ -24,6 +24,8 @@ def precision_names(precision: Any) -> list[str] | None:
     if precision is None:
         return []
     parts = precision if isinstance(precision, tuple) else (precision,)
+    if isinstance(precision, lax.DotAlgorithmPreset):
+        return [precision.name]
     return [x.name for x in parts] if all(isinstance(x, lax.Precision) for x in parts) else None
 
 
@@ -44,7 +46,7 @@ def options_to_words(options: Options) -> dict[str, Any] | None:
 def options_of_words(words: Mapping[str, Any]) -> Options:
     """Returns the options that `options_to_words` made `words` of, among others."""
     preferred = words.get("preferred_element_type")
-    precision = tuple(lax.Precision[name] for name in words["precision"])
+    precision = tuple(map(_precision, words["precision"]))
     return Options(
         implementation=words["implementation"],
         precision=precision if len(precision) == 2 else (*precision, None)[0],
@@ -52,6 +54,11 @@ def options_of_words(words: Mapping[str, Any]) -> Options:
         max_sms=words.get("max_sms"),
         batch_invariant=words.get("batch_invariant", False),
     )
+
+
+def _precision(name: str) -> lax.Precision | lax.DotAlgorithmPreset:
+    named = lax.Precision if name in lax.Precision.__members__ else lax.DotAlgorithmPreset
+    return named[name]
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,10 @@ parts in float32, times the scales of blocks: (1 + delta)**4 (1 + 2**-24)**(ceil
 
 Products of int8 are summed without any error, and their sum is rounded once to float32.
 
+float32 as bfloat16 parts (`gemm.bf16_parts`). The terms leave out l |a b|, and all together are at
+most 1.008 |a b|. So many of them, t, are added up by t P / 16 instructions over P of K, from 0, and
+then in float32: of them l + 1.008 ((1 + delta)**(t P / 16) (1 + 2**-24)**(ceil(K / P) + 1) - 1).
+
 The store rounds c_J to nearest in the result's dtype: relative error u, or half the smallest
 subnormal number; nothing where D is float32. So
 
@@ -51,11 +55,13 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
+from ..gemm.bf16_parts import LEFT_OUT, PROMOTED_K, TILE_K
 from ..gemm.dtypes import DTYPES
 from ..gemm.spec import PROMOTION_K
 
-# By our kernels; by those that promote accumulators; by any float32 code.
-Summation = Literal["wgmma", "promoted", "float32"]
+# By our kernels; by those that promote accumulators; by any float32 code; by kernels that sum so
+# many products of bfloat16 parts of float32 operands.
+Summation = Literal["wgmma", "promoted", "float32", "bf16x3", "bf16x6", "bf16x9"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,8 @@ def accumulation_error(k: int, summation: Summation = "wgmma", operands: str = "
     Args:
       operands: dtype of a and b.
     """
+    if summation.startswith("bf16x"):
+        return _error_of_parts(k, int(summation.removeprefix("bf16x")))
     dtype = DTYPES[operands]
     parts = -(-k // PROMOTION_K)
     if dtype.accumulator != "float32":
@@ -89,6 +97,16 @@ def accumulation_error(k: int, summation: Summation = "wgmma", operands: str = "
     if summation == "float32":
         g = max(g, k * 2.0**-24)
     return g / (1 - g) if g < 0.1 else _compounded(delta, -(-k // dtype.mma_k))
+
+
+def _error_of_parts(k: int, terms: int) -> float:
+    """Returns the largest error of a sum of products of bfloat16 parts."""
+    row = DTYPES["bfloat16"]
+    delta = (row.mma_k + 1) * 2.0**-row.fraction_bits + 2.0**-23
+    interval = min(PROMOTED_K[terms], -(-k // TILE_K) * TILE_K)
+    one = _compounded(delta, terms * interval // row.mma_k)
+    added = _compounded(2.0**-24, -(-k // interval) + 1)
+    return LEFT_OUT[terms] + 1.008 * ((1 + one) * (1 + added) - 1)
 
 
 def _compounded(delta: float, steps: int) -> float:

@@ -28,7 +28,14 @@ import nnx_step
 import notebook_block
 import train_recipes
 from moe_programs import moe_specs
-from support import eight_bit, random_grouped, random_products, recipe_programs, training_step
+from support import (
+    eight_bit,
+    float32,
+    random_grouped,
+    random_products,
+    recipe_programs,
+    training_step,
+)
 from support.fused_programs import FUSED_PROGRAMS
 from support.grouped_programs import GROUPED_PROGRAMS
 from support.invariant_programs import invariant_specs
@@ -45,6 +52,7 @@ from support.policies import (
     epilogue_covering_specs,
     grouped_covering_specs,
     nested_specs,
+    parts_specs,
     short_box_specs,
     split_specs,
     stacked_specs,
@@ -80,6 +88,7 @@ def main() -> int:
     )
     parser.add_argument("--weights", action="store_true", help="only those that convert weights")
     parser.add_argument("--invariant", action="store_true", help="only those of test_row_bits.py")
+    parser.add_argument("--float32", action="store_true", help="only those of float32 operands")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)  # over which XLA partitions programs
     if arguments.moe:
@@ -92,6 +101,8 @@ def main() -> int:
         specs = list(dict.fromkeys(converted()))
     elif arguments.split:
         specs = [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
+    elif arguments.float32:
+        specs = float32_specs()
     elif arguments.eight_bit:
         specs = [
             *eight_bit_specs(), *block_specs(), *eight_bit_variants(), *eight_bit.specs(),
@@ -110,6 +121,10 @@ def recipe_specs() -> list[GemmSpec]:
     small = train_recipes.Setting(128, 2, 4, 128, 8, steps=100)
     trained = train_recipes.specs(small, list(train_recipes.RECIPES))
     return list(dict.fromkeys([*recipe_programs.specs(), *trained]))
+
+
+def float32_specs() -> list[GemmSpec]:
+    return [*parts_specs(), *float32.specs()]
 
 
 def all_specs() -> list[GemmSpec]:
@@ -145,6 +160,7 @@ def all_specs() -> list[GemmSpec]:
                 *eight_bit.specs(),
                 *converted(),
                 *recipe_specs(),
+                *float32_specs(),
             )
         )
     )

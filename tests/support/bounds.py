@@ -7,9 +7,13 @@ import numpy as np
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.testing.tolerance import Summation, Worst, error_bound, farthest
 
+SUMMATIONS: dict[int, Summation] = {3: "bf16x3", 6: "bf16x6", 9: "bf16x9"}
+
 
 def summation_of(problem: GemmProblem) -> Summation:
     """Returns what adds the products of a problem up in a kernel."""
+    if problem.bf16_terms:
+        return SUMMATIONS[problem.bf16_terms]
     return "promoted" if problem.promoted else "wgmma"
 
 

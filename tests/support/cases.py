@@ -284,6 +284,7 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
         ),
         up_offset=up_offset,
         promoted=spec.promoted,
+        bf16_terms=spec.bf16_terms,
         a_scales=_scales(spec.a_block, m, k, 1 if spec.grouped else batches),
         b_scales=_scales(spec.b_block, n, k, batches),
         k_group=spec.k_group,

@@ -115,6 +115,19 @@ BLOCK_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, **_OF_ROWS, **_OF_8_BITS, **_OF_BLOCKS, "gathered": (None,)},
 )
 
+# Of float32 operands, by bfloat16 parts.
+_OF_PARTS = {
+    "ab_dtype": ("float32",), "bf16_terms": (3, 6, 9), "tile_m": (64, 128), "tile_k": (32,),
+    "tile_n": (64, 128, 192, 256), "warp_schedule": ("cooperative",), "num_stages": (2, 3, 5),
+    "epi_stages": (2,),
+}  # fmt: skip
+PARTS_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, **_OF_PARTS},
+    {**EPILOGUE_CHOICES, **_OF_PARTS},
+    {**CHOICES, **_OF_ROWS, **_OF_PARTS},
+    {**CHOICES, **_OF_CONTRACTION, **_OF_PARTS},
+)
+
 # The same where B is converted on its way to the tensor cores.
 _CONVERTED = {
     "ab_dtype": tuple(itertools.product(("bfloat16", "float16"), (*_F8, "int8", "int4"))),
@@ -227,6 +240,12 @@ def eight_bit_variants() -> tuple[GemmSpec, ...]:
 def block_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns the same of operands whose blocks have scales."""
     return tuple(spec for choices in BLOCK_CHOICES for spec in _covering(choices, seed))
+
+
+@cache
+def parts_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns the same of float32 operands that are cut into bfloat16 parts."""
+    return tuple(spec for choices in PARTS_CHOICES for spec in _covering(choices, seed))
 
 
 @cache

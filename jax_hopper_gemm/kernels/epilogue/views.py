@@ -97,6 +97,7 @@ class RowBlocks:
 
     def __init__(self, spec):
         self.grouped_rows = spec.grouped == "m"
+        self.act_together = spec.bf16_terms > 0  # warpgroups, with rows or without
         self.count = spec.rows_per_warpgroup // EPI_TILE_M  # of a tile, of one warpgroup
         self.shares_tile = spec.warp_schedule == "cooperative"
         self.shares_rows = self.shares_tile and spec.warpgroups_n == 1
@@ -105,8 +106,8 @@ class RowBlocks:
         self.subtiles_n = spec.d_tile_n // spec.warpgroups_n // spec.epi_tile_n
 
     def any_of(self, coords, warpgroup):
-        """Returns whether a warpgroup has rows of a tile that are not past the end of a group."""
-        if not (self.grouped_rows and self.shares_rows):
+        """Returns whether a warpgroup works on a tile, all of whose rows a group may not have."""
+        if not (self.grouped_rows and self.shares_rows) or self.act_together:
             return True
         return coords.left > warpgroup * EPI_TILE_M
 

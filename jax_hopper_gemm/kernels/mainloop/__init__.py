@@ -26,6 +26,7 @@ is made in the role that uses it, and no value of the GPU is kept in a producer 
 """
 
 from .gather import GatherProducer
+from .parts import PartsConsumer
 from .promoted import PromotedConsumer, ScaledConsumer
 from .rs import RegisterConsumer
 from .ss import SharedConsumer
@@ -56,6 +57,8 @@ def make_producer(spec):
 
 def make_consumer(spec, producer, atom_layout_m):
     """Returns the consumer of the stages; `atom_layout_m` warpgroups share a tile's rows."""
+    if spec.bf16_terms:
+        return PartsConsumer(spec, atom_layout_m, producer.before_read)
     if spec.converts_b:
         return RegisterConsumer(spec, atom_layout_m, producer.before_read)
     return CONSUMERS[spec.promoted, spec.a_block > 0](spec, atom_layout_m, producer.before_read)

@@ -5,7 +5,7 @@ up: their tiles lie side by side, d_tile_n columns of gate and as many of up, an
 tile_n columns multiplies both.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -13,10 +13,11 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32
+from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from ...gemm.spec import SMEM_ALIGNMENT
+from ...gemm.bf16_parts import num_parts
+from ...gemm.spec import PART_BUFFERS, SMEM_ALIGNMENT
 from ..dtypes import CUTE_DTYPE
 
 
@@ -26,6 +27,7 @@ class Stages:
 
     sA: Any  # (bM, bK, stages)
     sB: Any  # (bN, bK, stages)
+    parts: Any = None  # bfloat16 parts of float32 B, (bN, bK, parts of each of `PART_BUFFERS`)
     sS: tuple = ()  # of each B (bN, groups along K, stages): its scales
     exchange: Any = None  # where math warpgroups turn their accumulators, see `rs`
 
@@ -51,9 +53,13 @@ def allocate_stages(spec, memory):
         b_dtype, s.b_major == "k", *s.stored_b(s.tile_n, s.tile_k), s.num_stages,
         s.graph.accumulators,
     )  # fmt: skip
-    sA, sB = memory.tensor(a_dtype, a_layout), memory.tensor(b_dtype, b_layout)
+    stages = Stages(memory.tensor(a_dtype, a_layout), memory.tensor(b_dtype, b_layout))
+    if s.bf16_terms:
+        count = PART_BUFFERS * num_parts(s.bf16_terms)
+        layout = operand_smem_layout(BFloat16, s.b_major == "k", s.tile_n, s.tile_k, count)
+        return replace(stages, parts=memory.tensor(BFloat16, layout))
     if not s.converts_b:
-        return Stages(sA, sB)
+        return stages
     sS, stage = (), s.scale_stage_bytes
     if s.k_group:
         rows, groups = s.d_tile_n, s.tile_k // s.k_group
@@ -62,7 +68,7 @@ def allocate_stages(spec, memory):
         parts = range(s.graph.accumulators)
         sS = tuple(cute.make_tensor(pointer + part * rows * groups, layout) for part in parts)
     exchange = memory.pointer(Float32, s.exchange_bytes, SMEM_ALIGNMENT)
-    return Stages(sA, sB, sS, exchange)
+    return replace(stages, sS=sS, exchange=exchange)
 
 
 def make_ring(spec, barriers, producer, tile_warps, stage_bytes):

@@ -1,0 +1,150 @@
+"""Times products of float32 in every precision against XLA's, in turns on the same random inputs.
+
+    python benchmarks/float32.py --build FOLDER        compiles what is timed; needs no GPU
+    JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/float32.py --json float32.json
+
+Of each product, for each precision: XLA, and the kernels to choose among. Errors are those of the
+first kernel and of XLA, in norm, relative to float64 of some rows. Burst regime, CUPTI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jax_hopper_gemm import cubin, dispatch
+from jax_hopper_gemm.dispatch.candidates import model_specs
+from jax_hopper_gemm.dispatch.cost import best_raster_order
+from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.gemm.bf16_parts import PRESETS
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType
+from jax_hopper_gemm.testing import benchmark, shapes, timing
+
+SIZES = (2048, 4096, 8192)
+MAJORS = (("k", "n"), ("k", "k"), ("m", "n"), ("m", "k"))
+PRECISIONS = ("X3", "X6", "X9")
+CHECKED_ROWS = 64
+XLA = ("default", "highest", *PRESETS.values())
+
+
+def problems(sizes: list[int], majors: list[str]) -> Iterator[GemmProblem]:
+    for size in sizes:
+        for a_major, b_major in MAJORS:
+            if a_major + b_major in majors:
+                yield GemmProblem.dense(
+                    size, size, size, a_major=a_major, b_major=b_major, dtype="float32"
+                )
+
+
+def kernels(problem: GemmProblem, precision: str, everything: bool) -> dict[str, GemmSpec]:
+    """Returns the kernels to time, that of dispatch first."""
+    terms = int(precision.removeprefix("X"))
+    problem = replace(problem, bf16_terms=terms)
+    chosen = dispatch.choose(problem, dispatch.H200, kernel_only=True).spec
+    found = {} if chosen is None else {f"{precision} chosen": chosen}
+    if everything:
+        for spec in model_specs(ProblemType.of(problem)):
+            large = spec.tile_m * spec.tile_n >= 128 * 64
+            if large and spec not in found.values() and not pairing_violations(problem, spec):
+                tile = f"{spec.tile_m}x{spec.tile_n} {spec.cluster_m}x{spec.cluster_n}"
+                found[f"{precision} {tile}"] = spec
+    return found
+
+
+def xla(problem: GemmProblem, precision: str) -> Callable:
+    dims = shapes.dimension_numbers(problem)
+    named: Any = precision
+    if precision in lax.DotAlgorithmPreset.__members__:
+        named = lax.DotAlgorithmPreset[precision]
+    return jax.jit(lambda a, b: lax.dot_general(a, b, dims, precision=named))
+
+
+def error_of(function: Callable, problem: GemmProblem, inputs: tuple) -> float:
+    a, b = (np.asarray(x, np.float64) for x in inputs)
+    a = a if problem.a.major == "k" else a.T
+    b = b if problem.b.major == "n" else b.T
+    rows = np.linspace(0, problem.m - 1, CHECKED_ROWS).astype(int)
+    exact = a[rows] @ b
+    got = np.asarray(function(*inputs)).reshape(problem.m, problem.n)[rows]
+    return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--build", type=Path, metavar="FOLDER")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--majors", nargs="+", default=["".join(pair) for pair in MAJORS])
+    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS))
+    parser.add_argument("--xla", nargs="*", default=list(XLA), help="precisions of XLA's products")
+    parser.add_argument("--all", action="store_true", help="also kernels that are not chosen")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found = list(problems(arguments.sizes, arguments.majors))
+    if arguments.build:
+        specs = [
+            spec
+            for problem in found
+            for precision in arguments.precisions
+            for spec in kernels(problem, precision, arguments.all).values()
+        ]
+        report = cubin.build(list(dict.fromkeys(specs)), folder=arguments.build)
+        print(report)
+        return 1 if report.failures else 0
+    return measure(found, arguments)
+
+
+def measure(found: list[GemmProblem], arguments: argparse.Namespace) -> int:
+    device = benchmark.this_device()
+    rows = []
+    for problem in found:
+        inputs = benchmark.random_inputs(problem)
+        functions: dict[str, Callable] = {}
+        for precision in arguments.xla:
+            function = xla(problem, precision)
+            try:
+                jax.block_until_ready(function(*inputs[0]))
+            except Exception as error:  # XLA has no such product
+                print(f"XLA {precision}: {type(error).__name__}", flush=True)
+            else:
+                functions[f"XLA {precision}"] = function
+        for precision in arguments.precisions:
+            for name, spec in kernels(problem, precision, arguments.all).items():
+                order = best_raster_order(problem, spec, device)
+                functions[name] = benchmark.one_kernel(problem, spec, order, device.num_sms)
+        errors = {name: error_of(f, problem, inputs[0]) for name, f in functions.items()}
+        bursts = {name: timing.burst(f, inputs) for name, f in functions.items()}
+        pause = min(1.0, 100 * problem.flops / 5e14)
+        timings = timing.alternate(bursts, arguments.rounds, rest=lambda p=pause: time.sleep(p))
+        what = f"{problem.m}x{problem.n}x{problem.k} {shapes.layout_name(problem)}"
+        print(what)
+        for name, timed in timings.items():
+            us = timed.median
+            rate = problem.flops / us / 1e6
+            print(
+                f"  {name:28} {us:9.1f} us {rate:7.1f} TFLOP/s  error {errors[name]:.2e}",
+                flush=True,
+            )
+        timed = {name: t.to_dict() | {"error": errors[name]} for name, t in timings.items()}
+        rows.append({"problem": what, **timed})
+    if arguments.json:
+        document = {"environment": benchmark.environment(), "rows": rows}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

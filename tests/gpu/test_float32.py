@@ -1,0 +1,127 @@
+"""Kernels of float32 operands on memory with guards, and what users call, against float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from support import bounds, cases, float32, graphs, grouped, outcome, reference, trial
+from support.float32 import NORMS, PROGRAMS
+from support.policies import parts_specs
+
+from jax_hopper_gemm.dispatch import problem_violations
+from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.gemm.spec import RasterOrder
+from jax_hopper_gemm.testing import tolerance
+
+SPECS = [spec for spec in parts_specs() if not spec.grouped]
+EXACT = [spec for spec in SPECS if graphs.is_exact(spec.graph)]
+GROUPED = [spec for spec in parts_specs() if spec.grouped]
+FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
+RANDOM_PROBLEMS = 100
+
+
+def check(
+    gpu, spec, problem, raster_order, seed, exact, num_sms: int | None = FEW_SMS, repeats=1
+):  # fmt: skip
+    """Runs the kernel and checks all that it wrote, and that it wrote nothing else."""
+    assert problem_violations(problem) + pairing_violations(problem, spec) == []
+    inputs = (cases.integer_inputs if exact else cases.normal_inputs)(problem, seed)
+    results = trial.run_all(gpu, problem, spec, raster_order, inputs, repeats, num_sms)
+    what = f"{spec.name} on {problem} along {raster_order}"
+    if exact:
+        outcome.assert_exact(results, outcome.exact(problem, spec, inputs), what)
+    else:
+        outcome.assert_within_bound(problem, spec, inputs, results, what)
+
+
+@pytest.mark.parametrize("spec", EXACT, ids=lambda spec: spec.name)
+def test_kernel_is_exact_on_integers_and_writes_only_its_results(spec, gpu, checked):
+    for seed, (problem, raster_order) in enumerate(cases.edge_problems(spec, FEW_SMS)):
+        check(gpu, spec, problem, raster_order, seed, exact=True)
+    checked(spec)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_kernel_is_within_the_bound_and_repeats_its_bits(spec, gpu, checked):
+    problem, raster_order = cases.edge_problems(spec, FEW_SMS)[1]
+    check(gpu, spec, problem, raster_order, 0, exact=False, repeats=10)
+    checked(spec)
+
+
+@pytest.mark.parametrize("spec", SPECS[::3], ids=lambda spec: spec.name)
+def test_kernel_is_right_on_a_full_gpu(spec, gpu):
+    problem, raster_order = cases.edge_problems(spec, gpu.device.num_sms)[2]
+    check(gpu, spec, problem, raster_order, 0, graphs.is_exact(spec.graph), num_sms=None)
+
+
+@pytest.mark.parametrize("seed", range(RANDOM_PROBLEMS))
+def test_random_problem_is_right(seed, gpu):
+    rng = random.Random(seed)
+    spec = rng.choice(SPECS)
+    problem, raster_order = cases.random_problem(rng, spec, max_extent=1500)
+    check(gpu, spec, problem, raster_order, seed, exact=False)
+
+
+@pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.name)
+def test_grouped_kernel_is_right_at_its_edges(spec, gpu, checked):
+    for case in grouped.edge_cases(spec, FEW_SMS, exact=True):
+        problem = replace(case.problem, bf16_terms=spec.bf16_terms)
+        case = replace(case, problem=problem)
+        assert problem_violations(problem) + pairing_violations(problem, spec) == []
+        inputs = case.inputs()
+        results = trial.run_all(gpu, problem, spec, case.raster_order, inputs, num_sms=FEW_SMS)
+        case.check(inputs, results)
+    checked(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"), float32.long_cases(), ids=lambda x: getattr(x, "name", "")
+)
+def test_a_long_sum_has_the_digits_of_its_terms(spec, problem, gpu, checked):
+    problem = replace(problem, bf16_terms=spec.bf16_terms)
+    inputs = cases.normal_inputs(problem, 0, 1.0)
+    (result,) = trial.run_all(gpu, problem, spec, RasterOrder(), inputs, repeats=3)
+    exact = reference.product(inputs.a, inputs.b[0])
+    magnitude = reference.magnitude(inputs.a, inputs.b[0])
+    bounds.assert_within_bound(
+        result, exact, magnitude, problem.k, spec.name, bounds.summation_of(problem), "float32"
+    )
+    error = np.linalg.norm(result - exact) / np.linalg.norm(exact)
+    print(f"{spec.name}: relative error in norm {error:.3e}")
+    assert error <= NORMS[spec.bf16_terms]
+    checked(spec)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_users_call_is_within_the_bound(name, checked):
+    program = PROGRAMS[name]
+    arguments = program.arguments()
+    results = jax.tree.leaves(jax.jit(program.function)(*arguments))
+    wide = [x.astype(np.float64) for x in arguments]
+    relative = tolerance.accumulation_error(program.depth, bounds.SUMMATIONS[program.terms])
+    exact = jax.tree.leaves(program.exact(*wide))
+    magnitudes = jax.tree.leaves(program.exact(*map(np.abs, wide)))
+    for result, right, magnitude in zip(results, exact, magnitudes, strict=True):
+        bound = relative * magnitude + 2.0**-23 * np.abs(right)
+        bounds.assert_within(np.asarray(result), right, bound, name)
+        error = np.linalg.norm(result - right) / np.linalg.norm(right)
+        assert error <= NORMS[program.terms], name
+    for spec in program.specs():
+        checked(spec)
+
+
+def test_special_values(gpu):
+    spec, problem = next(case for case in float32.long_cases() if case[0].bf16_terms == 6)
+    problem = replace(problem, bf16_terms=6)
+    inputs = cases.normal_inputs(problem, 0, 1.0)
+    inputs = replace(inputs, a=inputs.a.copy())
+    inputs.a[0, 3, 5], inputs.a[0, 4, 6] = np.nan, np.inf
+    inputs.a[0, 5] = np.float32(2.0**-100)
+    (result,) = trial.run_all(gpu, problem, spec, RasterOrder(), inputs)
+    assert np.isnan(result[0, 3:5]).all() and np.isfinite(np.delete(result[0], [3, 4], 0)).all()
+    exact = reference.product(inputs.a, inputs.b[0])[0, 5]
+    assert np.abs(result[0, 5] - exact).max() <= 1e-4 * np.abs(exact).max()

@@ -1,0 +1,43 @@
+"""Kernels of bfloat16 parts compile without a spill, to instructions that read A in registers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support import float32
+from support.compiling import skip_without_compiler
+from support.policies import parts_specs
+
+from jax_hopper_gemm import cubin
+from jax_hopper_gemm.cubin.sass import disassemble, parse_sass
+
+skip_without_compiler()
+
+pytestmark = pytest.mark.compile
+
+LARGE = [spec for spec, _ in float32.long_cases() if spec.bf16_terms < 9]
+SPECS = [*LARGE, *parts_specs()[:: len(parts_specs()) // 9]]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cubins")
+    assert not cubin.build(SPECS, folder=folder, progress=False).failures
+    return folder
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_kernel_compiles_to_products_of_parts(spec, folder, monkeypatch):
+    monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(folder))
+    compiled = cubin.get(spec)
+    text = disassemble(compiled.cubin)
+    facts = parse_sass(text)
+    assert compiled.manifest.stack_bytes == facts.local_accesses == 0, "the kernel spills"
+    products = re.findall(r"HGMMA\.(\S+) R\d+, R\d+, gdesc", text)  # A is in registers
+    assert set(products) == {f"64x{spec.tile_n}x16.F32.BF16"}
+    assert len(products) == facts.wgmma == 2 * spec.bf16_terms
+    assert not re.search(r"\bF2F\.BF16", text), "numbers are rounded one by one"
+    loads = set(re.findall(r"\bLDS\.?(\d*)", text))
+    assert "128" in loads
