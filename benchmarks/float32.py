@@ -2,9 +2,12 @@
 
     python benchmarks/float32.py --build FOLDER        compiles what is timed; needs no GPU
     JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/float32.py --json float32.json
+    ... --precisions HIGHEST --xla highest             SGEMM alone
 
-Of each product, for each precision: XLA, and the kernels to choose among. Errors are those of the
-first kernel and of XLA, in norm, relative to float64 of some rows. Burst regime, CUPTI.
+Of each product, for each precision: XLA, and the kernels to choose among. Layouts are those of A
+and B: a product stored (N, M) is that of the transposed operands, so these are all eight. Errors
+are those of the first kernel and of XLA, in norm, relative to float64 of some rows. Burst regime,
+CUPTI.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ from jax_hopper_gemm.dispatch.candidates import model_specs
 from jax_hopper_gemm.dispatch.cost import best_raster_order
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.bf16_parts import PRESETS
-from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem, Major
 from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType
 from jax_hopper_gemm.testing import benchmark, shapes, timing
 
 SIZES = (2048, 4096, 8192)
-MAJORS = (("k", "n"), ("k", "k"), ("m", "n"), ("m", "k"))
-PRECISIONS = ("X3", "X6", "X9")
+MAJORS: tuple[tuple[Major, Major], ...] = (("k", "n"), ("k", "k"), ("m", "n"), ("m", "k"))
+PRECISIONS = ("X3", "X6", "X9", "HIGHEST")  # the last one by FMA units
 CHECKED_ROWS = 64
 XLA = ("default", "highest", *PRESETS.values())
 
@@ -49,8 +52,10 @@ def problems(sizes: list[int], majors: list[str]) -> Iterator[GemmProblem]:
 
 def kernels(problem: GemmProblem, precision: str, everything: bool) -> dict[str, GemmSpec]:
     """Returns the kernels to time, that of dispatch first."""
-    terms = int(precision.removeprefix("X"))
-    problem = replace(problem, bf16_terms=terms)
+    if precision == "HIGHEST":
+        problem = replace(problem, simt=True)
+    else:
+        problem = replace(problem, bf16_terms=int(precision.removeprefix("X")))
     chosen = dispatch.choose(problem, dispatch.H200, kernel_only=True).spec
     found = {} if chosen is None else {f"{precision} chosen": chosen}
     if everything:
@@ -59,6 +64,16 @@ def kernels(problem: GemmProblem, precision: str, everything: bool) -> dict[str,
             if large and spec not in found.values() and not pairing_violations(problem, spec):
                 tile = f"{spec.tile_m}x{spec.tile_n} {spec.cluster_m}x{spec.cluster_n}"
                 found[f"{precision} {tile}"] = spec
+        if chosen and problem.simt:
+            for tile_m, tile_k, stages in (
+                (128, 8, 4),
+                (128, 8, 6),
+                (128, 16, 3),
+                (128, 32, 3),
+                (256, 16, 4),
+            ):
+                spec = replace(chosen, tile_m=tile_m, tile_k=tile_k, num_stages=stages)
+                found[f"{precision} {tile_m}x{spec.tile_n}x{tile_k} {stages} stages"] = spec
     return found
 
 

@@ -125,7 +125,7 @@ def test_examples_of_float32_run():
     names = run_examples(ROOT / "docs" / "float32.md")
     exact = np.asarray(names["x"], np.float64) @ np.asarray(names["w"], np.float64)
     np.testing.assert_allclose(names["y"], exact, rtol=0, atol=1e-3)
-    assert names["z"].shape == (256, 384)
+    assert names["z"].shape == (256, 384) and names["v"].shape == (256, 383)
 
 
 def test_examples_of_8_bit_types_run():

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
+from ..gemm import simt
 from ..gemm.dtypes import DTYPES, HALVES, RESULTS, converts
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import k_split
@@ -25,6 +26,7 @@ from .configs import (
     PARTS_CONFIGS,
     PROMOTED_CONFIGS,
     RASTER_ORDERS,
+    SIMT_CONFIGS,
     WHOLE_ROW_CONFIGS,
     Config,
     tuner_configs,
@@ -68,6 +70,8 @@ def tuner_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
 
 
 def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
+    if problem_type.simt_width:
+        return SIMT_CONFIGS
     if problem_type.bf16_terms:
         return PARTS_CONFIGS[problem_type.grouped]
     if converts(problem_type.a_dtype, problem_type.b_dtype):
@@ -90,6 +94,13 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
     stages: a store is then read while the next is written.
     """
     tile_k = config.k_bytes // DTYPES[problem_type.a_dtype].itemsize
+    if problem_type.simt_width:
+        spec = GemmSpec(
+            **vars(problem_type), tile_m=config.tile_m, tile_n=config.tile_n, tile_k=tile_k,
+            cluster_m=config.cluster_m, cluster_n=config.cluster_n, num_stages=simt.NUM_STAGES,
+            tile_scheduler=config.tile_scheduler, split_k=config.split_k,
+        )  # fmt: skip
+        return None if violations(spec) else spec
     loads = problem_type.epilogue is not None and bool(problem_type.epilogue.loaded)
     filled = []
     for epi_tile_n in _widths(config, loads):

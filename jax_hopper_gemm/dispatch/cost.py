@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, exp, gcd, prod
 
-from ..gemm import grid
+from ..gemm import grid, simt
 from ..gemm.dtypes import DTYPES, MMA_BYTES
 from ..gemm.epilogue_checks import variation
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
@@ -51,6 +51,9 @@ RING_CYCLES = 2400.0
 LEAK = 0.14  # fitted: of the faster of math and loads, that does not hide behind the slower
 MEMORY_LEAK = 0.1  # fitted: the same of the faster of SMs and device memory
 
+FMA_UNITS = 128  # of an SM, for float32
+SIMT_LOSS = 0.05  # assumed: of their cycles, to copies for each side of a tile of 128x128
+
 LAUNCH_NS = 1400.0  # fitted; includes the gap between two launches of a CUDA graph
 EPILOGUE_CYCLES = 2700.0  # fitted: fill of the ring, drain of the tensor cores, last store
 SUBTILE_BYTES_PER_CYCLE = 47.0  # fitted: one warpgroup converts and stages
@@ -73,7 +76,7 @@ class Estimate:
     """What a launch is expected to cost."""
 
     ns: float  # time of the kernel
-    bound: str  # what limits it: "tensor cores", "L2" or "device memory"
+    bound: str  # what limits it: "tensor cores", "FMA units", "L2" or "device memory"
     tiles: int  # of D, expected ones of a grouped product
     waves: int  # tiles that one CTA computes at most
     occupancy: float  # share of the tile slots of those waves that hold a tile, or some k-tiles
@@ -85,6 +88,8 @@ def estimate(
 ) -> Estimate:
     """Returns the expected cost of `spec`'s kernel on `problem`."""
     p, s = problem, spec
+    if s.simt_width:
+        return _simt_estimate(p, s, raster_order, device)
     clusters, slots = _clusters(p, s), grid.max_clusters(s, device.num_sms)
     waves = grid.num_waves(clusters, s, device.num_sms)
     active_sms = _active_sms(p, s, device)
@@ -115,6 +120,32 @@ def estimate(
         waves=waves,
         occupancy=occupancy,
         splits_k=s.split_k,
+    )
+
+
+def _simt_estimate(
+    problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, device: Device
+) -> Estimate:
+    """Returns the expected cost of a kernel for FMA units, which has not been fitted.
+
+    An SM has 128 of them, which its CTAs share. Small tiles read more vectors of shared memory from
+    more lines of L2 for each product; that is worth nothing where SMs would be idle otherwise.
+    """
+    p, s = problem, spec
+    tiles, resident = _tiles(p, s), max(1, simt.RESIDENT_THREADS // s.threads)
+    slots = resident * device.num_sms
+    waves = grid.ceil_div(tiles, slots)
+    busiest = grid.ceil_div(tiles, device.num_sms)  # tiles of an SM
+    products = s.tile_m * s.tile_n * s.tile_k * grid.num_k_tiles(p, s)
+    loss = 1 + SIMT_LOSS * (128 / s.tile_m + 128 / s.tile_n)
+    sm_ns = (busiest * products / FMA_UNITS * loss + EPILOGUE_CYCLES) / CYCLES_PER_NS
+    memory_ns = memory_bytes(p, s, raster_order, device) / MEMORY_BYTES_PER_NS
+    return Estimate(
+        ns=LAUNCH_NS + max(sm_ns, memory_ns),
+        bound="device memory" if memory_ns > sm_ns else "FMA units",
+        tiles=tiles,
+        waves=waves,
+        occupancy=tiles / (waves * slots),
     )
 
 
@@ -506,6 +537,9 @@ def best_raster_order(problem: GemmProblem, spec: GemmSpec, device: Device) -> R
 
 def roofline_ns(problem: GemmProblem) -> float:
     """Returns the least time that any kernel needs: tensor cores or device memory, all busy."""
+    if problem.simt:
+        fma_ns = problem.flops / (2 * FMA_UNITS * 132 * CYCLES_PER_NS)
+        return LAUNCH_NS + max(fma_ns, problem.bytes / MEMORY_BYTES_PER_NS)
     mma_k = 16 / problem.bf16_terms if problem.bf16_terms else DTYPES[problem.a_dtype].mma_k
     peak_flops_per_ns = 820e3 * mma_k / 16  # of bfloat16 measured, 8192^3
     busy = max(problem.flops / peak_flops_per_ns, problem.bytes / MEMORY_BYTES_PER_NS)

@@ -1,4 +1,4 @@
-"""Legality of layouts: why TMA cannot address the arrays of a problem.
+"""Legality of layouts: why TMA, or a kernel without it, cannot address the arrays of a problem.
 
 Lines and strides are positive multiples of 16 bytes. Of a line that is not, TMA would store up to
 the next multiple: on an H200 that wrote past D's last column.
@@ -25,6 +25,8 @@ MAX_STRIDE_BYTES = 2**40  # a tensor map's strides stay below
 def layout_violations(problem: GemmProblem) -> list[str]:
     """Returns why the arrays of a problem, which is legal otherwise, cannot be read or written."""
     p = problem
+    if p.simt:
+        return [*_stride_violations(p)]
     extents_a, extents_b = {"m": p.m, "k": p.k}, {"k": p.k, "n": p.n}
     if p.groups and p.groups.gathered:
         gathered = extents_a if p.groups.gathered == "a" else extents_b
@@ -39,6 +41,18 @@ def layout_violations(problem: GemmProblem) -> list[str]:
         reasons += _operand_violations(f"epilogue operand {i}", operand, layout, p)
     reasons += _gate_violations(p)
     return reasons
+
+
+def _stride_violations(problem: GemmProblem) -> Iterator[str]:
+    """Yields why a kernel that needs no tensor maps cannot address an array: strides are int32."""
+    p = problem
+    arrays = {"A": p.a, "B": p.b, "D": p.d}
+    for name, layout in arrays.items():
+        for stride in (layout.leading_stride, layout.batch_stride if p.l > 1 else 0):
+            if not 0 <= stride <= MAX_INT32:
+                yield f"{name} has a stride of {stride} elements, not 0 to {MAX_INT32}: split it"
+    if p.m > 1 and p.d.leading_stride < p.n or p.l > 1 and p.d.batch_stride < 1:
+        yield "elements of D overlap: make a compact copy"
 
 
 def _group_violations(problem: GemmProblem, groups: GroupedAxis) -> list[str]:

@@ -187,8 +187,13 @@ def waits(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
     )
 
 
+def not_measured(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
+    """Products by FMA units: none of our kernels has been timed against XLA's."""
+    return "kernels for FMA units have not been measured" if problem.simt else None
+
+
 RULES: tuple[XlaRule, ...] = (thin, lags)
-UNFITTED_RULES: tuple[XlaRule, ...] = (thin, split_by_xla, waits)
+UNFITTED_RULES: tuple[XlaRule, ...] = (not_measured, thin, split_by_xla, waits)
 
 
 def two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:

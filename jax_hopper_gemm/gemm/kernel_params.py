@@ -116,8 +116,37 @@ class KernelArgs(NamedTuple):
     tile_counter: Any  # pointer to an int32 that is zero, for the dynamic scheduler
 
 
-def kernel_params(spec: GemmSpec) -> KernelArgs:
+class Strided(NamedTuple):
+    """A batch of matrices, addressed by its strides in elements."""
+
+    pointer: Any
+    stride: Any  # between neighbours along the matrix's index that is not contiguous
+    batch_stride: Any
+
+
+class SimtExtents(NamedTuple):
+    """Extents of a product."""
+
+    m: Any
+    n: Any
+    k: Any
+
+
+class SimtArgs(NamedTuple):
+    """The same of a kernel without tensor maps, for FMA units."""
+
+    a: Any  # `Strided`, as b and d
+    b: Any
+    d: Any
+    raster: Any
+    k_tiles: Any
+    extents: Any  # `SimtExtents`
+
+
+def kernel_params(spec: GemmSpec) -> KernelArgs | SimtArgs:
     """Returns the parameters of `spec`'s kernel."""
+    if spec.simt_width:
+        return _simt_params(spec)
     graph = spec.graph
     gather = zero_fill = stack_index = split_k = None
     if spec.gathered:
@@ -152,6 +181,16 @@ def kernel_params(spec: GemmSpec) -> KernelArgs:
         zero_fill=zero_fill,
         split_k=split_k,
         tile_counter=_pointer("tile_counter") if spec.tile_scheduler == "dynamic" else None,
+    )
+
+
+def _simt_params(spec: GemmSpec) -> SimtArgs:
+    matrices = ("a", spec.a_dtype), ("b", spec.b_dtype), ("d", spec.d_dtype)
+    return SimtArgs(
+        *(Strided(_pointer(x, of), *_numbers(x, Strided._fields[1:])) for x, of in matrices),
+        raster=Raster(*_numbers("raster", Raster._fields)),
+        k_tiles=_number("k_tiles"),
+        extents=SimtExtents(*map(_number, SimtExtents._fields)),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, get_args
 
+from . import simt
 from .bf16_parts import BLOCK_N, PRESETS, TILE_K
 from .dtypes import (
     DTYPES,
@@ -84,7 +85,10 @@ def max_accumulators(spec: GemmSpec) -> int:
 
 def violations(spec: GemmSpec) -> list[str]:
     """Returns every reason why no kernel is compiled for `spec`; empty when one can be."""
-    reasons = [*type_violations(ProblemType.of_spec(spec)), *_policy_violations(spec)]
+    policies = _simt_violations if spec.simt_width else _policy_violations
+    reasons = [*type_violations(ProblemType.of_spec(spec)), *policies(spec)]
+    if spec.simt_width:
+        return reasons
     if reasons:  # what follows does arithmetic on the fields above
         return reasons
     checks = _register_violations, _epilogue_tile_violations, _group_violations, _memory_violations
@@ -93,11 +97,14 @@ def violations(spec: GemmSpec) -> list[str]:
 
 def type_violations(t: ProblemType) -> Iterator[str]:
     """Yields every reason why there is no kernel for a type of problems."""
-    if t.bf16_terms:
+    if t.simt_width:
+        yield from _simt_type_violations(t)
+    elif t.bf16_terms:
         yield from _terms_violations(t)
     elif t.a_dtype == t.b_dtype and t.a_dtype not in OPERANDS:
         yield f"A and B are {t.a_dtype}: cast them to {one_of(OPERANDS)}" + (
-            f", or ask for the precision DotAlgorithmPreset.{one_of(tuple(PRESETS.values()))}"
+            f", or ask for the precision HIGHEST or DotAlgorithmPreset."
+            f"{one_of(tuple(PRESETS.values()))}"
             if t.a_dtype == "float32"
             else ""
         )
@@ -181,6 +188,26 @@ def _conversion_violations(t: ProblemType) -> Iterator[str]:
         yield "statistics of rows of a product whose B is converted: leave them to XLA"
 
 
+def _simt_type_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why no kernel adds up the products in FMA units."""
+    if t.simt_width not in (1, simt.VECTOR):
+        yield f"vectors of FMA units have {t.simt_width} elements, not 1 or {simt.VECTOR}"
+    if (t.a_dtype, t.b_dtype, t.d_dtype) != ("float32",) * 3:
+        yield (
+            f"A is {t.a_dtype}, B {t.b_dtype} and D {t.d_dtype}: kernels for FMA units have "
+            "float32 alone"
+        )
+    others = {
+        "an epilogue": t.epilogue, "groups": t.grouped, "gathered rows": t.gathered,
+        "one matrix of a stack": t.indexed, "promoted sums": t.promoted,
+        "block scales": t.a_block or t.b_block, "a nested batch": t.nested,
+        "bfloat16 parts": t.bf16_terms,
+    }  # fmt: skip
+    for name, there in others.items():
+        if there:
+            yield f"kernels for FMA units have no code for {name}: leave the product to XLA"
+
+
 def _block_violations(t: ProblemType) -> Iterator[str]:
     """Yields why no kernel multiplies blocks of 128 along K by scales of their own."""
     if DTYPES[t.a_dtype].itemsize != 1:
@@ -255,6 +282,20 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"{s.evict_first.upper()} is gathered, not loaded by TMA with a policy for L2"
     if s.short_boxes and (s.grouped or s.cluster_size > 1):
         yield "boxes end with their matrices, but groups or slices for a cluster end them elsewhere"
+
+
+def _simt_violations(spec: GemmSpec) -> Iterator[str]:
+    s = spec
+    tiles = {"m": simt.TILES_M, "n": simt.TILES_N, "k": simt.TILES_K}
+    for axis, legal in tiles.items():
+        if (extent := getattr(s, f"tile_{axis}")) not in legal:
+            yield f"tile_{axis} {extent} for FMA units is not {one_of(tuple(map(str, legal)))}"
+    if s.tile_scheduler != "single" or s.cluster_size > 1 or s.split_k:
+        yield "a CTA for FMA units computes one tile: take the scheduler single, alone, all of K"
+    if s.num_stages < 2:
+        yield f"num_stages {s.num_stages} is under 2"
+    if s.smem_bytes > SMEM_LIMIT:
+        yield f"{s.smem_bytes} bytes of shared memory; a CTA has {SMEM_LIMIT}"
 
 
 def _parts_violations(spec: GemmSpec) -> Iterator[str]:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import prod
 from typing import Literal
 
+from . import simt
 from .dtypes import DTYPES
 from .epilogue_graph import EpilogueGraph, Result
 from .groups import GroupedAxis, Groups, VarlenAxis
@@ -81,6 +82,7 @@ class GemmProblem:
     # that do not lie evenly one inside the other. `l` counts all, the innermost axis fastest.
     outer: tuple[int, ...] = ()
     bf16_terms: int = 0  # as in `GemmSpec`
+    simt: bool = False  # whether FMA units are to add up the products, in IEEE float32
 
     @classmethod
     def dense(
@@ -124,6 +126,21 @@ class GemmProblem:
     def gated(self) -> bool:
         """Whether there are two B's."""
         return self.graph.accumulators == 2
+
+    @property
+    def simt_width(self) -> int:
+        """As in `GemmSpec`: vectors where all lines of M and N are multiples of their 16 bytes."""
+        if not self.simt:
+            return 0
+        placed = [(self.n, self.d)]
+        placed += [(self.m, self.a)] if self.a.major == "m" else []
+        placed += [(self.n, self.b)] if self.b.major == "n" else []
+        distances = [
+            x
+            for extent, layout in placed
+            for x in (extent, layout.leading_stride, layout.batch_stride if self.l > 1 else 0)
+        ]
+        return 1 if any(x % simt.VECTOR for x in distances) else simt.VECTOR
 
     def matrices(self, operand: Literal["a", "b"]) -> int:
         """Returns how many matrices of A, or of one B, there are to address."""

@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
 
+from . import simt
 from .bf16_parts import accumulator_sets, num_parts
 from .dtypes import DTYPES, converts
 from .epilogue_graph import EpilogueGraph, Operand
@@ -107,6 +108,10 @@ class GemmSpec:
     bf16_terms: int = 0
     # Elements of K of a column of B that share a float32 scale, where B is converted; 0: no scales.
     k_group: int = 0
+    # Of float32 operands that FMA units multiply, elements of a vector that a thread moves along
+    # lines of M or N: 4, or 1 where these are no multiples of 16 bytes; 0: tensor cores do. Of such
+    # kernels (`simt`) the warp schedule, `cluster` and `epi` fields mean nothing.
+    simt_width: int = 0
 
     @property
     def graph(self) -> EpilogueGraph:
@@ -173,10 +178,13 @@ class GemmSpec:
 
     @property
     def acc_registers(self) -> int:
-        """Accumulators of one math thread; what is added up or scaled is there twice, or more."""
-        if self.bf16_terms:
-            return accumulator_sets(self.bf16_terms) * self.tile_registers
-        return (1 + (self.promoted or self.k_group > 0)) * self.tile_registers
+        """Accumulators of one math thread; those that are scaled or `promoted` are there twice.
+
+        For bfloat16 parts see `bf16_parts`.
+        """
+        twice = self.promoted or self.k_group > 0
+        sets = accumulator_sets(self.bf16_terms) if self.bf16_terms else 1 + twice
+        return sets * self.tile_registers
 
     @property
     def tile_registers(self) -> int:
@@ -190,6 +198,8 @@ class GemmSpec:
 
     @property
     def threads(self) -> int:
+        if self.simt_width:
+            return simt.num_threads(self.tile_m, self.tile_n)
         return 128 * (self.math_warpgroups + 1)
 
     @property
@@ -247,6 +257,8 @@ class GemmSpec:
     @property
     def stage_bytes(self) -> int:
         """Bytes of one A/B stage."""
+        if self.simt_width:
+            return simt.stage_bytes(self)
         a, b = DTYPES[self.a_dtype], DTYPES[self.b_dtype]
         operands = a.nbytes(self.tile_m * self.tile_k) + b.nbytes(self.tile_n * self.tile_k)
         return operands + self.scale_stage_bytes
@@ -303,6 +315,8 @@ class GemmSpec:
         matrices first; scratch; barriers.
         """
         ring = self.num_stages * self.stage_bytes + self.parts_bytes
+        if self.simt_width:
+            return ring
         staged = self.math_warpgroups * self.epi_stages * self.epi_stage_bytes
         buffers = self.math_warpgroups * self.epi_load_stages
         loaded = buffers * sum(map(self.loaded_bytes, self.graph.loaded))
@@ -358,6 +372,8 @@ class GemmSpec:
             kind += "_split_k"
         if self.bf16_terms:
             kind += f"_bf16x{self.bf16_terms}"
+        if self.simt_width:
+            kind += f"_simt{self.simt_width}"
         return (
             f"jhg_{kind}_{dtypes}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
@@ -409,6 +425,7 @@ class ProblemType:
     nested: bool = False
     bf16_terms: int = 0
     k_group: int = 0
+    simt_width: int = 0
 
     @classmethod
     def of(cls, problem: GemmProblem) -> ProblemType:
@@ -419,6 +436,7 @@ class ProblemType:
             p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
             p.indexed, p.promoted, p.a_scales.block if p.a_scales else 0,
             p.b_scales.block if p.b_scales else 0, bool(p.outer), p.bf16_terms, p.k_group,
+            p.simt_width,
         )  # fmt: skip
 
     @classmethod
@@ -431,7 +449,7 @@ class ProblemType:
         """The same of the product that a measured table holds."""
         return replace(
             self, epilogue=None, gathered=None, indexed=None, nested=False, promoted=False,
-            a_block=0, b_block=0, bf16_terms=0, k_group=0,
+            a_block=0, b_block=0, bf16_terms=0, k_group=0, simt_width=0,
         )  # fmt: skip
 
 

@@ -8,25 +8,25 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 import cutlass
 import cutlass.cute as cute
 
-from ..gemm.kernel_params import KernelArgs, KernelParam, kernel_params, map_args
+from ..gemm.kernel_params import KernelArgs, KernelParam, SimtArgs, kernel_params, map_args
 from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
 from .dtypes import CUTE_DTYPE
+from .simt import SimtKernel
 from .skeleton import GemmKernel
 
 
 def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     """Returns the sm_90a cubin of `spec`'s kernel; `workdir` holds the compiler's files."""
-    GemmKernel.kernel.set_name_prefix(
-        spec.name, remove_cutlass_symbol=True, keep_mangled_name=False
-    )
+    kernel = SimtKernel if spec.simt_width else GemmKernel
+    kernel.kernel.set_name_prefix(spec.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     compiled = cute.compile(
-        GemmKernel(spec).launch, example_args(spec), cute.runtime.make_fake_stream(),
+        kernel(spec).launch, example_args(spec), cute.runtime.make_fake_stream(),
         options=f"--gpu-arch sm_90a --keep-cubin --dump-dir {workdir}",
     )  # fmt: skip
     return compiled.__cubin__
 
 
-def example_args(spec: GemmSpec) -> KernelArgs:
+def example_args(spec: GemmSpec) -> KernelArgs | SimtArgs:
     """Returns arguments of the types to compile for; a tensor stands for each tensor map."""
     extents = {}
 

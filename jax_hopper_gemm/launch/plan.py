@@ -123,6 +123,10 @@ def make_plan(
         clusters, along_m = grid.cluster_grid(problem, spec), raster_order.along == "m"
         raster = make_raster(*clusters, problem.l, along_m=along_m, swizzle=raster_order.swizzle)
     first_workspace = grid.num_inputs(problem) + len(grid.result_shapes(problem, spec))
+    if spec.simt_width:
+        values = _strided_params(problem) | _numbers("raster", raster)
+        values["k_tiles"] = Int32(grid.num_k_tiles(problem, spec))
+        return _launch(problem, spec, num_sms, values, first_workspace)
     values = {
         **_operand_params(problem, spec),
         **_result_params(problem, spec),
@@ -160,6 +164,17 @@ def make_plan(
         values |= _numbers("tape", tape)
         values["partials"] = workspace(4 * slots * spec.d_tile_m * spec.tile_n, cleared=False)
         values["flags"] = workspace(8 * slots * spec.tile_warps, cleared=False)
+    return _launch(problem, spec, num_sms, values, first_workspace, tuple(workspaces))
+
+
+def _launch(
+    problem: GemmProblem,
+    spec: GemmSpec,
+    num_sms: int,
+    values: dict[str, Param],
+    first_workspace: int,
+    workspaces: tuple[Workspace, ...] = (),
+) -> LaunchPlan:
     launched = grid.launched_clusters(problem, spec, num_sms)
     return LaunchPlan(
         grid=(spec.cluster_m * launched, spec.cluster_n, 1),
@@ -167,9 +182,19 @@ def make_plan(
         threads=spec.threads,
         smem_bytes=spec.smem_bytes,
         params=_in_kernel_order(spec, values),
-        workspaces=tuple(workspaces),
+        workspaces=workspaces,
         first_workspace=first_workspace,
     )
+
+
+def _strided_params(problem: GemmProblem) -> dict[str, Param]:
+    """Returns pointers and strides of A, B and D, and the extents."""
+    p, values = problem, {}
+    for buffer, (name, layout) in enumerate((("a", p.a), ("b", p.b), ("d", p.d))):
+        values[name] = Pointer(buffer)
+        values[f"{name}_stride"] = Int32(layout.leading_stride)
+        values[f"{name}_batch_stride"] = Int32(layout.batch_stride if p.l > 1 else 0)
+    return values | {"m": Int32(p.m), "n": Int32(p.n), "k": Int32(p.k)}
 
 
 def _in_kernel_order(spec: GemmSpec, values: dict[str, Param]) -> tuple[Param, ...]:

@@ -34,7 +34,7 @@ GATHERED = "jax_hopper_gemm.gathered"  # as in `GroupedAxis`; indices are the fo
 MAX_SMS = "jax_hopper_gemm.max_sms"  # as in `Product`
 BATCH_INVARIANT = "jax_hopper_gemm.batch_invariant"  # there if the product is
 INDEXED = "jax_hopper_gemm.indexed"  # as in `GemmProblem`; the index is the call's third operand
-PROMOTED = "jax_hopper_gemm.promoted"  # there if the kernel promotes accumulators
+PROMOTED = "jax_hopper_gemm.promoted"  # there if sums have all digits of float32
 BF16_TERMS = "jax_hopper_gemm.bf16_terms"  # as in `GemmProblem`, if there are some
 MLIR_DTYPES = {row.mlir: row.name for row in DTYPES.values() if row.name != "bool"}
 

@@ -300,7 +300,7 @@ def _mark_product(operation: Any, request: Request, problem: GemmProblem, *, swa
         words[SPANS] = ",".join(map(str, astuple(groups.rule)))
         if groups.gathered:
             words[GATHERED] = groups.gathered
-    if problem.promoted:
+    if problem.promoted or problem.simt:
         words[PROMOTED] = "float32"
     if problem.bf16_terms:
         words[BF16_TERMS] = problem.bf16_terms

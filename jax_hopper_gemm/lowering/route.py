@@ -226,6 +226,8 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
         gemm = replace(gemm, problem=replace(gemm.problem, k_group=request.k_group))
     if request.blocks:
         gemm = replace(gemm, problem=_with_scales(gemm, request))
+    elif _is_simt(request):
+        gemm = replace(gemm, problem=replace(gemm.problem, simt=True))
     elif terms := _bf16_terms(request):
         gemm = replace(gemm, problem=replace(gemm.problem, bf16_terms=terms))
     elif _is_promoted(request):
@@ -381,7 +383,7 @@ def _request_violation(request: Request) -> str | None:
         return None
     # Products of two operands are exact in float32, where the kernels add them: no `Precision`
     # asks for more, and the dtype's algorithms ask for just that.
-    if precision == DotAlgorithmPreset.DEFAULT or _bf16_terms(request):
+    if precision == DotAlgorithmPreset.DEFAULT or _bf16_terms(request) or _is_simt(request):
         return None
     if dtypes[0] in OPERANDS:
         row = DTYPES[dtypes[0]]
@@ -401,6 +403,15 @@ def terms_of(precision: Any) -> int:
     """Returns of how many products of bfloat16 parts a precision makes a product; 0: of none."""
     name = getattr(precision, "name", None)
     return next((terms for terms, preset in PRESETS.items() if preset == name), 0)
+
+
+def _is_simt(request: Request) -> bool:
+    """Whether the products of float32 numbers are to be summed in IEEE float32."""
+    if (request.lhs_dtype, request.rhs_dtype) != ("float32", "float32"):
+        return False
+    precision = request.options.precision
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    return not {Precision.HIGHEST, DotAlgorithmPreset.F32_F32_F32}.isdisjoint(precisions)
 
 
 def _is_promoted(request: Request) -> bool:

@@ -193,8 +193,8 @@ def dot_general(
     layers accept it as their `dot_general`.
 
     Args:
-      lhs, rhs: the operands, arrays or both `Quantized`, or a `QArray` of Qwix; or one is, beside
-        an array of 16 bits.
+      lhs, rhs: the operands, arrays or both `Quantized`, or `QArray`s of Qwix; or one is, beside an
+        array of 16 bits.
       dimension_numbers: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
       precision, preferred_element_type, cotangent_dtype, out_sharding, implementation: as in
         `matmul`.

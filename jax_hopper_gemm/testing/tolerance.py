@@ -40,6 +40,8 @@ float32 as bfloat16 parts (`gemm.bf16_parts`). The terms leave out l |a b|, and 
 most 1.008 |a b|. So many of them, t, are added up by t P / 16 instructions over P of K, from 0, and
 then in float32: of them l + 1.008 ((1 + delta)**(t P / 16) (1 + 2**-24)**(ceil(K / P) + 1) - 1).
 
+float32 by FMA units (`gemm.simt`). Each of K fused multiply-adds rounds once: (1 + 2**-24)**K - 1.
+
 The store rounds c_J to nearest in the result's dtype: relative error u, or half the smallest
 subnormal number; nothing where D is float32. So
 
@@ -60,8 +62,8 @@ from ..gemm.dtypes import DTYPES
 from ..gemm.spec import PROMOTION_K
 
 # By our kernels; by those that promote accumulators; by any float32 code; by kernels that sum so
-# many products of bfloat16 parts of float32 operands.
-Summation = Literal["wgmma", "promoted", "float32", "bf16x3", "bf16x6", "bf16x9"]
+# many products of bfloat16 parts of float32 operands; by those for FMA units.
+Summation = Literal["wgmma", "promoted", "float32", "bf16x3", "bf16x6", "bf16x9", "fma"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ def accumulation_error(k: int, summation: Summation = "wgmma", operands: str = "
     """
     if summation.startswith("bf16x"):
         return _error_of_parts(k, int(summation.removeprefix("bf16x")))
+    if summation == "fma":
+        return _compounded(2.0**-24, k)
     dtype = DTYPES[operands]
     parts = -(-k // PROMOTION_K)
     if dtype.accumulator != "float32":

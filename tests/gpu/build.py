@@ -34,6 +34,7 @@ from support import (
     random_grouped,
     random_products,
     recipe_programs,
+    sgemm,
     training_step,
 )
 from support.fused_programs import FUSED_PROGRAMS
@@ -89,6 +90,7 @@ def main() -> int:
     parser.add_argument("--weights", action="store_true", help="only those that convert weights")
     parser.add_argument("--invariant", action="store_true", help="only those of test_row_bits.py")
     parser.add_argument("--float32", action="store_true", help="only those of float32 operands")
+    parser.add_argument("--sgemm", action="store_true", help="of these only those for FMA units")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)  # over which XLA partitions programs
     if arguments.moe:
@@ -101,6 +103,8 @@ def main() -> int:
         specs = list(dict.fromkeys(converted()))
     elif arguments.split:
         specs = [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
+    elif arguments.sgemm:
+        specs = sgemm.specs()
     elif arguments.float32:
         specs = float32_specs()
     elif arguments.eight_bit:
@@ -124,7 +128,7 @@ def recipe_specs() -> list[GemmSpec]:
 
 
 def float32_specs() -> list[GemmSpec]:
-    return [*parts_specs(), *float32.specs()]
+    return [*parts_specs(), *float32.specs(), *sgemm.specs()]
 
 
 def all_specs() -> list[GemmSpec]:

@@ -12,6 +12,8 @@ SUMMATIONS: dict[int, Summation] = {3: "bf16x3", 6: "bf16x6", 9: "bf16x9"}
 
 def summation_of(problem: GemmProblem) -> Summation:
     """Returns what adds the products of a problem up in a kernel."""
+    if problem.simt:
+        return "fma"
     if problem.bf16_terms:
         return SUMMATIONS[problem.bf16_terms]
     return "promoted" if problem.promoted else "wgmma"

@@ -1,0 +1,195 @@
+"""Products of float32 by FMA units, on the CPU: threads' shares, legality, plans, lowering."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support import sgemm
+from support.sgemm import MAJORS
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm.dispatch import H200, choose, problem_violations
+from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.gemm import simt
+from jax_hopper_gemm.gemm.legality import violations
+from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
+from jax_hopper_gemm.gemm.spec import RasterOrder
+from jax_hopper_gemm.launch.plan import Int32, Pointer, make_plan
+from jax_hopper_gemm.testing.lowered import specs_of
+
+KERNELS = sgemm.kernels()
+A, B = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 64), (64, 128)))
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_threads_copy_each_element_of_a_stage_once(spec):
+    assert violations(spec) == []
+    for of_b in (False, True):
+        c = simt.copies(spec, of_b)
+        copied = Counter(
+            (line + i + x, k + j)
+            for thread in range(spec.threads)
+            for line, k in [c.first(thread)]
+            for i in c.line_steps
+            for j in c.k_steps
+            for x in range(c.elements)
+        )
+        expected = {(line, k) for line in range(c.lines) for k in range(spec.tile_k)}
+        assert copied.keys() == expected and set(copied.values()) == {1}
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_copies_write_each_bank_once(spec):
+    for of_b in (False, True):
+        c = simt.copies(spec, of_b)
+        row = simt.pitch(c.lines, c.along_k)
+        words = [k * row + line for line, k in map(c.first, range(32))]
+        served = 32 // c.elements  # threads whose words are written at once
+        for first in range(0, 32, served):
+            touched = [w + i for w in words[first : first + served] for i in range(c.elements)]
+            assert len({word % 32 for word in touched}) == 32
+
+
+def test_threads_of_a_warp_multiply_each_element_once():
+    rows = simt.vectors(simt.THREAD_M, simt.LANES_M)
+    columns = simt.vectors(simt.THREAD_N, simt.LANES_N)
+    computed = Counter(
+        (simt.first_row(lane) + i + x, simt.first_column(lane) + j + y)
+        for lane in range(32)
+        for i in rows
+        for x in range(simt.VECTOR)
+        for j in columns
+        for y in range(simt.VECTOR)
+    )
+    assert len(computed) == simt.WARP_M * simt.WARP_N and set(computed.values()) == {1}
+
+
+@pytest.mark.parametrize("first", (simt.first_row, simt.first_column))
+def test_sixteen_threads_read_four_vectors(first):
+    """Of other banks each, and one of a thread's two neighbours reads the same."""
+    for half in (0, 16):
+        lanes = range(half, half + 16)
+        vectors = {first(lane) for lane in lanes}
+        assert len(vectors) == 4 and len({v // 4 % 8 for v in vectors}) == 4
+        assert any(all(first(x) == first(x ^ apart) for x in lanes) for apart in (1, 2))
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_a_plan_holds_pointers_and_numbers_alone(spec):
+    for problem in sgemm.problems(spec):
+        assert problem_violations(problem) + pairing_violations(problem, spec) == []
+        plan = make_plan(problem, spec, RasterOrder(), 132)
+        assert {type(param) for param in plan.params} == {Pointer, Int32}
+        tiles = -(-problem.m // spec.tile_m) * -(-problem.n // spec.tile_n) * problem.l
+        assert plan.grid == (tiles, 1, 1) and plan.threads == spec.threads
+        assert plan.smem_bytes == spec.num_stages * spec.stage_bytes
+
+
+@pytest.mark.parametrize(("a_major", "b_major"), MAJORS)
+def test_vectors_are_moved_where_lines_allow(a_major, b_major):
+    spec = sgemm.spec_of(a_major, b_major, 4)
+    assert sgemm.problem_of(spec, 256, 128, 64).simt_width == 4
+    assert sgemm.problem_of(spec, 256, 128, 61).simt_width == 4  # nothing is moved along K
+    assert sgemm.problem_of(spec, 256, 127, 64).simt_width == 1
+    assert sgemm.problem_of(spec, 255, 128, 64).simt_width == (4 if a_major == "k" else 1)
+    shifted = sgemm.problem_of(spec, 256, 128, 64, 2)
+    shifted = replace(shifted, d=replace(shifted.d, batch_stride=shifted.d.batch_stride + 1))
+    assert shifted.simt_width == 1
+
+
+def test_what_no_kernel_does():
+    spec = sgemm.spec_of("k", "n", 4)
+    for reason, fields in {
+        "tile_m 192 for FMA units is not": {"tile_m": 192},
+        "tile_k 64 for FMA units is not": {"tile_k": 64},
+        "computes one tile": {"cluster_m": 2},
+        "take the scheduler single": {"tile_scheduler": "static"},
+        "num_stages 1 is under 2": {"num_stages": 1},
+        "bytes of shared memory": {"num_stages": 20},
+        "not 1 or 4": {"simt_width": 2},
+        "float32 alone": {"d_dtype": "bfloat16"},
+        "no code for bfloat16 parts": {"bf16_terms": 3},
+        "no code for one matrix of a stack": {"indexed": "a"},
+    }.items():
+        assert any(reason in text for text in violations(replace(spec, **fields))), reason
+
+
+def test_strides_that_no_kernel_takes():
+    problem = sgemm.problem_of(sgemm.spec_of("k", "n", 4), 256, 128, 64)
+    for reason, fields in {
+        "A has a stride of 4294967296": {"a": MatrixLayout("k", 2**32)},
+        "elements of D overlap": {"d": MatrixLayout("n", 64)},
+        "no code for a nested batch": {"outer": (2,)},
+    }.items():
+        assert any(reason in text for text in problem_violations(replace(problem, **fields)))
+
+
+@pytest.mark.parametrize(("a_major", "b_major"), MAJORS)
+def test_large_products_take_large_tiles(a_major, b_major):
+    problem = GemmProblem.dense(4096, 4096, 4096, a_major=a_major, b_major=b_major, dtype="float32")
+    problem = replace(problem, simt=True)
+    spec = choose(problem, H200, kernel_only=True).spec
+    assert spec and (spec.tile_m, spec.tile_n) == (128, 128)
+    few = choose(replace(problem, m=64), H200, kernel_only=True).spec
+    assert few and few.tile_m == 64
+    assert choose(problem, H200).reason == "kernels for FMA units have not been measured"
+
+
+@pytest.mark.parametrize("letters", sgemm.LETTERS, ids=",".join)
+@pytest.mark.parametrize("extents", sgemm.PROGRAM_EXTENTS, ids=str)
+def test_every_order_of_axes_is_one_kernel_that_copies_nothing(letters, extents):
+    function = partial(sgemm.einsum, letters)
+    (spec,) = specs_of(function, *sgemm.arrays(letters[:2], extents))
+    assert spec.simt_width == (4 if extents["m"] % 4 == 0 else 1)
+
+
+PRECISIONS: tuple[Any, ...] = ("highest", lax.DotAlgorithmPreset.F32_F32_F32)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_precision_is_asked_for(precision):
+    hopper = partial(jhg.matmul, precision=precision, implementation="hopper")
+    assert [spec.simt_width for spec in specs_of(hopper, A, B)] == [4]
+    assert specs_of(partial(jhg.matmul, precision=precision), A, B) == []  # not measured
+    explained = str(jhg.explain(jhg.matmul, A, B, precision=precision, implementation="hopper"))
+    assert "bound by FMA units" in explained
+
+
+def test_the_default_precision_is_one():
+    with jax.default_matmul_precision("highest"):
+        (spec,) = specs_of(partial(jhg.matmul, implementation="hopper"), A, B)
+    assert spec.simt_width == 4
+
+
+@pytest.mark.parametrize("precision", (None, "default", "high"))
+def test_other_precisions_have_no_kernel(precision):
+    with pytest.raises(NotImplementedError, match="ask for the precision HIGHEST"):
+        specs_of(partial(jhg.matmul, precision=precision, implementation="hopper"), A, B)
+
+
+def test_an_epilogue_is_left_to_xla():
+    layer = partial(jhg.matmul, activation="gelu", precision="highest")
+    assert specs_of(layer, A, B) == []
+    with pytest.raises(NotImplementedError, match="no code for an epilogue"):
+        specs_of(partial(layer, implementation="hopper"), A, B)
+
+
+def test_gradients_are_kernels():
+    arguments = sgemm.arrays(("mk", "kn", "mn"), sgemm.PROGRAM_EXTENTS[1])
+    specs = specs_of(sgemm.gradients, *arguments)
+    assert {(spec.a_major, spec.b_major) for spec in specs} == {("k", "k"), ("m", "n")}
+
+
+def test_the_chain_is_one_of_fused_operations():
+    a = np.array([[[1 + 2.0**-12, -1]]], np.float32)
+    b = np.array([[[1 + 2.0**-12], [1 + 2.0**-11]]], np.float32)
+    assert sgemm.chain(a, b)[0, 0, 0] == 0.0  # the first product is rounded
+    assert sgemm.chain(a[..., ::-1], b[:, ::-1])[0, 0, 0] == 2.0**-24  # the last one is not
