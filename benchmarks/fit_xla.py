@@ -54,7 +54,9 @@ def tabled() -> Iterator[Measured]:
 
 def fitted(found: np.ndarray, ratios: np.ndarray) -> Any:
     """Returns boosted trees; few products are far off, so the sum of errors is made small."""
-    from sklearn.ensemble import GradientBoostingRegressor
+    from sklearn.ensemble import (  # pyright: ignore[reportMissingImports]  no test needs it
+        GradientBoostingRegressor,
+    )
 
     trees = GradientBoostingRegressor(
         loss="absolute_error", n_estimators=100, max_depth=3, learning_rate=0.09, subsample=0.7,

@@ -87,7 +87,8 @@ def test_a_long_sum_has_the_digits_of_its_terms(terms):
     exact, magnitude = a.astype(np.float64) @ b, np.abs(a).astype(np.float64) @ np.abs(b)
     error = emulated(a, b, terms) - exact
     assert np.linalg.norm(error) <= float32.NORMS[terms] * np.linalg.norm(exact)
-    assert (np.abs(error) <= tolerance.accumulation_error(8192, f"bf16x{terms}") * magnitude).all()
+    summation: Any = f"bf16x{terms}"
+    assert (np.abs(error) <= tolerance.accumulation_error(8192, summation) * magnitude).all()
 
 
 def stage(matrix: np.ndarray, along_k: bool) -> np.ndarray:

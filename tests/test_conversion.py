@@ -66,7 +66,8 @@ def stage_of(matrix: np.ndarray, bits: int, width: int, *, along_k: bool) -> np.
 
 
 def load(stage: np.ndarray, address: np.ndarray, nbytes: int) -> np.ndarray:
-    return sum(stage[address + i].astype(np.int64) << (8 * i) for i in range(nbytes))
+    parts = [stage[address + i].astype(np.int64) << (8 * i) for i in range(nbytes)]
+    return np.sum(parts, axis=0)
 
 
 def ldmatrix_transposed(stage: np.ndarray, address: np.ndarray) -> list[np.ndarray]:

@@ -283,6 +283,7 @@ def test_explain_says_what_lowering_does(name):
     arguments = program.arguments("int4", "k64", jnp.bfloat16)
     report = jhg.explain(lambda *args: program.function(*args), *arguments)
     (product,) = report.products
+    assert product.explanation
     assert [product.explanation.spec] == program.specs("int4", "k64", jnp.bfloat16)
 
 

@@ -65,7 +65,10 @@ def _of(subscripts: str) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
 
 
 def _dot_general(axes: Any, batch: Any = ((), ())) -> Callable[..., Any]:
-    return lambda x, w, only="hopper": jhg.dot_general(x, w, (axes, batch), implementation=only)
+    def product(x: Any, w: Any, only: Any = "hopper") -> Any:
+        return jhg.dot_general(x, w, (axes, batch), implementation=only)
+
+    return product
 
 
 SIZES = np.array([40, 0, 77, 3, 50], np.int32)  # 30 rows of no group
