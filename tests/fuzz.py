@@ -68,14 +68,15 @@ def run(name: str, seconds: float, seed: int = 0) -> int:
 def sanitized(folder: Path, sanitizer: str, threads: int) -> Trial:
     """The launcher's C++ under a sanitizer; a trial takes a second and makes thousands."""
     from chip.problems import Draw
-    from support import policies
 
     from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
 
-    kinds = policies.covering_specs, policies.split_specs, policies.nested_specs
-    specs = [spec for kind in kinds for spec in kind()[::5]]
-    of_groups = replace(SPEC, grouped="m"), replace(SPEC, grouped="k", a_major="m")
-    draw = Draw([*specs, *8 * of_groups], 1 << 40)
+    specs = [
+        SPEC, replace(SPEC, tile_scheduler="dynamic"), replace(SPEC, cluster_m=2),
+        replace(SPEC, split_k=True), replace(SPEC, nested=True), replace(SPEC, indexed="a"),
+        replace(SPEC, grouped="m"), replace(SPEC, grouped="k", a_major="m"),
+    ]  # fmt: skip
+    draw = Draw(specs, 1 << 40)
     drawn = [
         make_plan(trial.problem, trial.spec, trial.raster_order, trial.num_sms)
         for trial in map(draw, range(60))
