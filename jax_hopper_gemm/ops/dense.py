@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -139,7 +139,7 @@ def matmul(
     a, b, *arrays = checks.as_arrays("matmul", terms, a=a, b=b)
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
     checks.check_matmul(a, b, terms, activation, preferred_element_type)
-    if jnp.ndim(b) == 1:
+    if jnp.ndim(cast(Any, b)) == 1:
         scales = {name: x.reshape(x.shape[:-1]) for name, x in scales.items()}
     named = named_in(terms | scales)
     terms |= scales
