@@ -16,6 +16,8 @@ from jax_hopper_gemm import recipes
 from jax_hopper_gemm.interop.weights import Weights
 from jax_hopper_gemm.testing.lowered import specs_of
 
+pytestmark = pytest.mark.slow
+
 CURRENT, BLOCKS = recipes.CurrentScaling(), recipes.BlockScaling()
 S = jax.ShapeDtypeStruct
 X, W = S((8, 128, 512), jnp.bfloat16), (S((512, 1024), jnp.bfloat16), S((1024, 512), jnp.bfloat16))

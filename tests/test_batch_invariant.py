@@ -26,7 +26,7 @@ from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.lowering.emit import finish_partials
 from jax_hopper_gemm.testing.lowered import specs_of
 
-pytestmark = pytest.mark.usefixtures("launcher")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("launcher")]
 
 ROWS = (*range(1, 34), 48, 63, 64, 65, 100, 127, 128, 129, 192, 200, 255, 256, 257, 384, 511, 512)
 

@@ -14,6 +14,8 @@ import jax_hopper_gemm as jhg
 from jax_hopper_gemm import recipes
 from jax_hopper_gemm.testing.lowered import specs_of
 
+pytestmark = pytest.mark.slow
+
 M, K, N = 96, 144, 80
 
 

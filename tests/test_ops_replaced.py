@@ -87,7 +87,11 @@ def test_products_that_qwix_quantizes_become_ours_around_the_model_alone(provide
 
     # Around the model: what Qwix has made of 8 bits becomes ours, too.
     assert products(jhg.accelerate(call), theirs, X) == (2, 0)
-    np.testing.assert_array_equal(jhg.accelerate(call)(theirs, X), expected)
+    np.testing.assert_array_equal(jhg.accelerate(call, fuse=False)(theirs, X), expected)
+    # Scales and relu run in float32 in the kernel, where Qwix rounds each step to bfloat16.
+    largest = np.abs(np.float32(expected)).max()
+    fused = np.float32(jhg.accelerate(call)(theirs, X))
+    np.testing.assert_allclose(fused, np.float32(expected), rtol=0, atol=2.0**-6 * largest)
     assert not jhg.explain(call, theirs, X).left
 
     # Inside of it: Qwix has them all.
@@ -99,6 +103,7 @@ def test_products_that_qwix_quantizes_become_ours_around_the_model_alone(provide
         assert jax.tree.structure(nnx.state(ours)) == jax.tree.structure(nnx.state(theirs))
 
     if provider == "QtProvider":
-        found, wanted = (nnx.grad(f)(theirs, X) for f in (jhg.accelerate(loss), loss))
+        unfused = jhg.accelerate(loss, fuse=False)
+        found, wanted = (nnx.grad(f)(theirs, X) for f in (unfused, loss))
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
         assert products(nnx.grad(jhg.accelerate(loss)), theirs, X) == (6, 0)

@@ -15,6 +15,8 @@ import jax_hopper_gemm as jhg
 from jax_hopper_gemm import recipes
 from jax_hopper_gemm.testing.lowered import specs_of
 
+pytestmark = pytest.mark.slow
+
 M, K, N = 200, 272, 144
 CURRENT, BLOCKS = recipes.CurrentScaling(), recipes.BlockScaling()
 INT8 = recipes.Int8Forward()

@@ -20,6 +20,8 @@ from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.lowered import specs_of
 
+pytestmark = pytest.mark.slow
+
 M, N, K = 48, 128, 256
 NUMBERS: Any = ((1,), (0,)), ((), ())
 S = jax.ShapeDtypeStruct

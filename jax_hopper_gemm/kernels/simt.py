@@ -79,8 +79,9 @@ class SimtKernel:
         sAB = cute.recast_ptr(stages, dtype=Float32)
 
         e = args.extents
-        a = self.source(args.a, args.k_tiles, e.k, (m, e.m), batch, thread, sAB, of_b=False)
-        b = self.source(args.b, args.k_tiles, e.k, (n, e.n), batch, thread, sAB, of_b=True)
+        whole = args.k_tiles, e.k
+        a = self.source(args.a, whole, (m, e.m), batch, thread, sAB, of_b=False)
+        b = self.source(args.b, whole, (n, e.n), batch, thread, sAB, of_b=True)
         row = warp % (s.tile_m // WARP_M) * WARP_M + simt.first_row(lane)
         column = warp // (s.tile_m // WARP_M) * WARP_N + simt.first_column(lane)
         acc = cute.make_rmem_tensor((1, simt.THREAD_M, simt.THREAD_N), Float32)
@@ -88,9 +89,12 @@ class SimtKernel:
         self.multiply(a, b, sAB, row, column, args.k_tiles, acc)
         self.store(args.d, e, batch, m + row, n + column, acc)
 
-    def source(self, operand, k_tiles, k_extent, lines, batch, thread, sAB, *, of_b):
-        """Returns what a thread copies of A or B; `lines` are the tile's first and their number."""
-        s = self.spec
+    def source(self, operand, whole, lines, batch, thread, sAB, *, of_b):
+        """Returns what a thread copies of A or B.
+
+        `whole` are the k-tiles and K; `lines` the tile's first line and the number of all.
+        """
+        s, (k_tiles, k_extent) = self.spec, whole
         c = simt.copies(s, of_b)
         line, k = c.first(thread)
         k = k + k_extent - k_tiles * s.tile_k
