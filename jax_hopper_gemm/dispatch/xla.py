@@ -3,7 +3,8 @@
 XLA's kernels are not ours to model: which it takes for a product follows no rule that is published.
 So boosted trees predict the logarithm of its time over ours, from what the product is and what our
 own model of cost says of it. `benchmarks/survey.py` measures, `benchmarks/fit_xla.py` fits. The
-fit is for dense products of 16-bit operands, one matrix each, on all SMs of the GPU measured.
+fit is for dense products of 16-bit operands, one matrix each, on all SMs of the GPU measured; what
+was measured is bfloat16, on an H200.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class Fit:
     products: int  # that it was fitted to
     error: float  # median, relative, of products that the fit had not seen
 
-    def ratio(self, found: tuple[float, ...]) -> float:
-        """Returns XLA's expected time over ours; `found` are `features`."""
-        return math.exp(self.base + sum(_leaf(tree, found) for tree in self.trees))
+    def ratio(self, inputs: tuple[float, ...]) -> float:
+        """Returns XLA's expected time over ours; `inputs` are `features`."""
+        return math.exp(self.base + sum(_leaf(tree, inputs) for tree in self.trees))
 
 
-def _leaf(tree: Tree, found: tuple[float, ...]) -> float:
+def _leaf(tree: Tree, inputs: tuple[float, ...]) -> float:
     while isinstance(tree, list):
         feature, threshold, low, high = tree
-        tree = low if found[feature] <= threshold else high
+        tree = low if inputs[feature] <= threshold else high
     return tree
 
 
