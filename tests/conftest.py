@@ -15,7 +15,7 @@ import pytest
 from fake_driver.harness import build_fakes
 from support.covering import covering_subset
 
-from jax_hopper_gemm import sharding
+from jax_hopper_gemm import cubin, sharding
 from jax_hopper_gemm.dispatch import choice
 from jax_hopper_gemm.dispatch import table as tables
 from jax_hopper_gemm.dispatch.table import Table
@@ -101,6 +101,14 @@ def chosen_values(item: pytest.Item) -> list[tuple[str, type, str]]:
     callspec = getattr(item, "callspec", None)
     params: dict[str, object] = callspec.params if callspec else {}
     return [(name, type(value), repr(value)) for name, value in params.items()]
+
+
+@pytest.fixture(scope="module")
+def built_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the kernels of the test module's `SPECS`, built side by side."""
+    folder = tmp_path_factory.mktemp("cubins")
+    assert not cubin.build(request.module.SPECS, folder=folder, progress=False).failures
+    return folder
 
 
 @pytest.fixture

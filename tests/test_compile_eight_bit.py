@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,16 +56,9 @@ SPECS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cubins")
-    assert not cubin.build(SPECS, folder=folder, progress=False).failures
-    return folder
-
-
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_kernel_compiles_to_the_instructions_of_its_dtypes(spec, folder, monkeypatch):
-    monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(folder))
+def test_kernel_compiles_to_the_instructions_of_its_dtypes(spec, built_folder, monkeypatch):
+    monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(built_folder))
     compiled = cubin.get(spec)
     text = disassemble(compiled.cubin)
     facts = parse_sass(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from support import float32
@@ -21,16 +20,9 @@ LARGE = [spec for spec, _ in float32.long_cases() if spec.bf16_terms < 9]
 SPECS = [*LARGE, *parts_specs()[:: len(parts_specs()) // 9]]
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cubins")
-    assert not cubin.build(SPECS, folder=folder, progress=False).failures
-    return folder
-
-
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_kernel_compiles_to_products_of_parts(spec, folder, monkeypatch):
-    monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(folder))
+def test_kernel_compiles_to_products_of_parts(spec, built_folder, monkeypatch):
+    monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(built_folder))
     compiled = cubin.get(spec)
     text = disassemble(compiled.cubin)
     facts = parse_sass(text)

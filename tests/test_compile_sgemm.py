@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from support import sgemm
@@ -21,16 +20,9 @@ SPECS = sgemm.kernels()[:8] + sgemm.kernels()[-3:]
 ACCUMULATORS = simt.THREAD_M * simt.THREAD_N
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cubins")
-    assert not cubin.build(SPECS, folder=folder, progress=False).failures
-    return folder
-
-
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_kernel_compiles_to_chains(spec, folder, monkeypatch):
-    monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(folder))
+def test_kernel_compiles_to_chains(spec, built_folder, monkeypatch):
+    monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(built_folder))
     compiled = cubin.get(spec)
     text = disassemble(compiled.cubin)
     assert compiled.manifest.stack_bytes == parse_sass(text).local_accesses == 0, "it spills"
