@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 
 from support.buildable import epilogue_specs
-from support.covering import covering_subset
+from support.covering import ALL, covering_subset
 from support.graphs import EIGHT_BIT, STANDARD
 
 from jax_hopper_gemm.dispatch import H200, table_specs
@@ -288,23 +288,22 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
             *chosen_epilogue_specs(), *table_specs(H200),
         )
     )  # fmt: skip
-    return tuple(covering_subset(pool, trait_pairs))
+    return tuple(covering_subset(pool, shown_by_code))
 
 
 @cache
 def compiled_weights() -> tuple[GemmSpec, ...]:
     """Returns the same of kernels that convert B."""
     pool = dict.fromkeys((*converted_specs(), *converted_variants()))
-    return tuple(covering_subset(pool, _pairs_beside_groups))
+    return tuple(covering_subset(pool, shown_by_code))
 
 
-def _pairs_beside_groups(spec: GemmSpec) -> set[frozenset]:
-    traits = [*traits_of(spec), ("k_group", spec.k_group)]
-    return {frozenset(pair) for pair in itertools.combinations(traits, 2)}
-
-
-def trait_pairs(spec: GemmSpec) -> set[frozenset]:
-    return {frozenset(pair) for pair in itertools.combinations(traits_of(spec), 2)}
+def shown_by_code(spec: GemmSpec) -> set[frozenset]:
+    """Returns each trait of a kernel, and each pair; in pairs, tiles of like widths are one."""
+    alone = {frozenset((trait,)) for trait in traits_of(spec)}
+    width = spec.tile_n if ALL else next(x for x in (32, 64, 128, 192, 256) if spec.tile_n <= x)
+    traits = [("width", width) if name == "tile_n" else (name, x) for name, x in traits_of(spec)]
+    return alone | {frozenset(pair) for pair in itertools.combinations(traits, 2)}
 
 
 def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
@@ -320,6 +319,7 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
         ("cluster", (spec.cluster_m, spec.cluster_n)),
         ("groups", (spec.grouped, spec.gathered)),
         ("accumulators", spec.graph.accumulators),
+        ("k_group", spec.k_group),
         *(("operand", kind) for kind in sorted({o.kind for o in spec.graph.operands})),
         *(("result", kind) for kind in sorted({r.kind for r in spec.graph.results})),
     ]
