@@ -56,7 +56,7 @@ class Setting:
     layers: int = 4
     heads: int = 8
     length: int = 256  # of a sequence
-    batch: int = 32  # sequences in a step
+    batch: int = 8  # sequences in a step; of 32 the model soon knows the text by heart
     steps: int = 2000
     rate: float = 1e-3  # the highest; warmed up in a twentieth of the steps, then a cosine to 0
     averaged: int = 100  # of the last steps, whose mean loss is compared
