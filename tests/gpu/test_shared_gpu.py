@@ -155,7 +155,8 @@ def run_two(folder: Path, **environment: str) -> None:
     """Runs two processes at once; each compares what it computes with what one alone computed."""
     run_python(ALONE, folder)
     with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(run_python, TOGETHER, folder, **environment) for _ in range(2)]
+        run = partial(run_python, TOGETHER, folder, 240, **environment)
+        both = [pool.submit(run) for _ in range(2)]
         assert all(int(each.result()) > 3 for each in both)
 
 
