@@ -20,13 +20,16 @@ def test_losses_of_an_accelerated_run_are_within_the_spread_of_seeds(monkeypatch
     assert runs.main(SMALL) == 0
     said = capsys.readouterr().out
     assert "means of 20 steps differ by 0.0" in said and "accelerate  " in said
-    monkeypatch.setattr(runs.jhg, "accelerate", lambda step: forgetting(step))
-    assert runs.main(SMALL) == 1, "a run that learns nothing is found"
 
 
-def forgetting(step):
-    """A step that takes no part of the gradient."""
-    return lambda source, state: ((*state[:3], state[3] + 1), step(source, state)[1])
+@pytest.mark.parametrize(("away", "status"), [(0.5, 0), (1.5, 1), (np.nan, 1)])
+def test_a_run_farther_away_than_another_seed_fails(away, status, monkeypatch):
+    def losses(setting, wrap=None):
+        return np.full(setting.steps, away if wrap else float(setting.seed))
+
+    monkeypatch.setattr(runs, "losses", losses)
+    monkeypatch.setattr(runs, "specs", lambda setting: [])
+    assert runs.main([]) == status
 
 
 def test_differences_are_of_means():
