@@ -11,7 +11,7 @@ from train_recipes import Setting
 from jax_hopper_gemm.interop import fuse_jaxpr
 
 pytestmark = pytest.mark.pure
-SMALL = ["--width=64", "--layers=2", "--heads=2", "--length=64", "--batch=8", "--steps=30"]
+SMALL = ["--width=64", "--layers=1", "--heads=2", "--length=64", "--batch=8", "--steps=30"]
 
 
 @pytest.mark.slow
