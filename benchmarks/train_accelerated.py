@@ -90,15 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = cubin.build(specs(setting), folder=options.build_only)
         print(report)
         return 1 if report.failures else 0
-    runs = {
-        "XLA": losses(setting),
-        "XLA, another seed": losses(replace(setting, seed=1)),
-        "accelerate": losses(setting, jhg.accelerate),
-    }
     print(f"{setting}, on {jax.devices()[0].device_kind}, {len(specs(setting))} kernels")
-    for name, found in runs.items():
+    runs: dict[str, np.ndarray] = {}
+    for name, seed, wrap in (
+        ("XLA", 0, []), ("XLA, another seed", 1, []), ("accelerate", 0, [jhg.accelerate])
+    ):  # fmt: skip
+        runs[name] = found = losses(replace(setting, seed=seed), *wrap)
         every = ", ".join(f"{x:.4f}" for x in found[:: max(1, len(found) // 8)])
-        print(f"{name:<18} {every}, last {found[-WINDOW:].mean():.4f}")
+        print(f"{name:<18} {every}, last {found[-WINDOW:].mean():.4f}", flush=True)
     if options.json:
         options.json.write_text(json.dumps({k: list(v) for k, v in runs.items()}) + "\n")
     plain, other, ours = runs.values()
