@@ -51,7 +51,7 @@ def accelerate(
     Inner programs are rewritten too: `jax.jit`, `jax.checkpoint`, `scan`, `while_loop`, `cond`,
     `shard_map`, and functions with a custom derivative, together with its rule, if the function
     itself has a product. Everything else about them stays: names, donation, unrolling, and policies
-    of `jax.checkpoint`, which treat our products, ragged ones too, as dots. Kernels such as
+    of `jax.checkpoint`, which take our products, ragged ones too, for dots. Kernels such as
     `pallas_call`, the rules of `custom_vmap` and callbacks to the host stay unchanged.
 
     The result can be jitted, differentiated in any mode and order, mapped by `jax.vmap`, exported,

@@ -34,7 +34,6 @@ from ..ops.recipes import Recipe
 from ..ops.sm_limit import current_max_sms
 from ..ops.substitute import as_hopper_dot, hopper_equations
 from ..primitives.define import request_of
-from .checkpoint_policy import checkpoint_policy
 from .fuse_jaxpr import fused
 from .weights import Marks, Weights
 
@@ -305,9 +304,6 @@ def _entered(equation: Any, rewriting: Rewriting, weights: Weights) -> Any:
     same = all(params[key] is x for key, x in equation.params.items())
     if same and not (_RULES.keys() & params.keys() and _multiplies(params)):
         return equation
-    if params.get("policy") is not None:
-        params["policy"] = checkpoint_policy(params["policy"])
-
     for name, change in _RULES.items():
         if name in params:
             params[name] = change(params[name], rewriting)

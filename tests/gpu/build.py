@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # `support`
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # `moe_programs`
 
 import jax
+import many_shapes
 import nnx_step
 import notebook_block
 import train_recipes
@@ -159,6 +160,7 @@ def all_specs() -> list[GemmSpec]:
                 *transformation_specs(),
                 *invariant_specs(),
                 *overlap_specs(),
+                *many_shapes.specs(),
                 *eight_bit_specs(),
                 *block_specs(),
                 *eight_bit.specs(),
