@@ -102,7 +102,8 @@ def _choose(
         return Decision.xla("; ".join(reasons))
     key = Key.of(problem)
     table = next((table for table in tables if key in table.entries), None)
-    if table is None or device.limited:  # tables were measured on whole GPUs
+    other = problem.bf16_terms > 0 or problem.simt  # than the arithmetic that tables are of
+    if table is None or device.limited or other:  # tables were measured on whole GPUs
         return _modelled(problem, device, kernel_only)
     problem_type = ProblemType.of(problem)
     is_plain = problem_type == problem_type.plain

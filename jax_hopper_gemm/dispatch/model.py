@@ -188,8 +188,10 @@ def waits(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
 
 
 def not_measured(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
-    """Products by FMA units: none of our kernels has been timed against XLA's."""
-    return "kernels for FMA units have not been measured" if problem.simt else None
+    """Products by FMA units, or in TF32: none of our kernels has been timed against XLA's."""
+    if problem.simt:
+        return "kernels for FMA units have not been measured"
+    return "kernels for TF32 have not been measured" if problem.rounds_operands else None
 
 
 RULES: tuple[XlaRule, ...] = (thin, lags)

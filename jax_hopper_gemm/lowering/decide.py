@@ -14,7 +14,7 @@ from ..dispatch import Device, pass_ns
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k, weights_in_order
 from .origins import Origin
-from .route import Request, Route, route
+from .route import Request, Route, reads_any_major, route
 
 MIN_ROWS_WRITTEN = 1024  # for which XLA writes weights in 16 bits, that a kernel could convert
 WRITTEN_MARGIN = 1.1  # of the expected times, which were not fitted to kernels that convert
@@ -199,7 +199,7 @@ def _along_k(request: Request) -> Form | None:
     XLA's own products do the same. None where nothing would change.
     """
     row = DTYPES.get(request.lhs_dtype)
-    if row is None or row.majors != ("k",) or request.indexed:
+    if row is None or row.majors != ("k",) or request.indexed or reads_any_major(request):
         return None
     if request.groups and is_varlen_k(request.subscripts):
         return None
