@@ -131,7 +131,7 @@ PARTS_CHOICES: tuple[dict[str, tuple], ...] = (
 # The same as they are, in TF32.
 _OF_TF32 = {
     "ab_dtype": ("float32",), "a_major": ("k",), "b_major": ("k",), "tile_k": (32, 64),
-    "tile_n": (16, 48, 96, 128, 160, 192, 256), "num_stages": (2, 3, 5), "epi_stages": (2,),
+    "tile_n": (16, 32, 96, 128, 160, 192, 256), "num_stages": (2, 3, 5), "epi_stages": (2,),
 }  # fmt: skip
 TF32_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, **_OF_TF32},
