@@ -181,14 +181,8 @@ PARTS_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
 # B is converted in registers, by warpgroups that share a tile's columns. `candidates` leaves out
 # those that are not legal, of groups for one.
 _FEW_ROWS = [
-    Config(
-        tile_m, tile_n, 2 * SWIZZLE_BYTES, epi_tile_n=epi_tile_n, short_boxes=True,
-        evict_first="b", split_k=split_k,
-    )
-    # The four warpgroups of wide tiles stage narrow ones of D: a deep ring is worth more.
-    for (tile_n, epi_tile_n), tile_m, split_k in product(
-        ((128, None), (256, 32)), (16, 32, 64), (False, True)
-    )
+    Config(tile_m, tile_n, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b", split_k=split_k)
+    for tile_m, tile_n, split_k in product((16, 32, 64), (128, 256), (False, True))
 ]
 CONVERTED_CONFIGS = (
     # Few rows: a stream of B, each byte of it read once.

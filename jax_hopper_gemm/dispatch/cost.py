@@ -65,11 +65,8 @@ EXPOSED = 0.6  # fitted: of an epilogue, in spite of the other warpgroup's multi
 DYNAMIC_CYCLES = 900.0  # fitted: to fetch a tile from the counter
 PARTIAL_CYCLES = 1100.0  # fitted: from asking for a partial sum to its arrival, once for each
 HANDOVER_CYCLES = 1500.0  # fitted: from the first store of a partial sum until others may read it
-CONVERSION_INSTRUCTIONS = 2.3  # counted, of an element: of int8 stored along N; int4 2.1
-FOURTH_INSTRUCTIONS = 2.8  # of 64 columns a warpgroup
+CONVERSION_INSTRUCTIONS = 2.2  # counted, of an element: of int8 stored along N; others 1.6 to 3
 CONVERSION_LEAK = 0.3  # assumed: of the faster of conversion and multiplication
-SERIAL_LEAK = 1.0  # measured: the same with tiles of few rows and two warpgroups
-LEAST_MMA_CYCLES = 16.0  # measured: of an instruction whose other operand is in registers
 SCALING_CYCLES = 100.0  # assumed: until the sums of a group are there, beside the other warpgroup
 SHARED_WAVE = 1.025  # fitted: of the time where a last wave is shared; no SM rests, the clock drops
 
@@ -301,11 +298,9 @@ def _converting_cycles(spec: GemmSpec) -> float:
     """
     s = spec
     instructions = s.tile_n / 64 * s.tile_k / s.mma_k
-    multiplied = instructions * max(s.tile_m / 2, s.tile_m * MMA_BYTES / 128, LEAST_MMA_CYCLES)
-    of_element = FOURTH_INSTRUCTIONS if s.converts_by_four else CONVERSION_INSTRUCTIONS
-    converted = s.tile_n * s.tile_k * of_element * ISSUE_CYCLES / 128
-    leak = SERIAL_LEAK if s.tile_m <= 64 and not s.converts_by_four else CONVERSION_LEAK
-    cycles = max(multiplied, converted) + leak * min(multiplied, converted)
+    multiplied = instructions * max(s.tile_m / 2, s.tile_m * MMA_BYTES / 128)
+    converted = s.tile_n * s.tile_k * CONVERSION_INSTRUCTIONS * ISSUE_CYCLES / 128
+    cycles = max(multiplied, converted) + CONVERSION_LEAK * min(multiplied, converted)
     if s.k_group:
         scaled = s.tile_m * s.tile_n * ISSUE_CYCLES / 128 + SCALING_CYCLES
         cycles += s.tile_k / s.k_group * scaled

@@ -48,7 +48,7 @@ GATHERABLE: dict[VarlenAxis | None, tuple[Literal["a", "b"], ...]] = {
 
 # Registers of a math thread, by number of math warpgroups: what a CTA's 65,536 leave it. All but
 # so many can be float32 accumulators, without a spill; with three warpgroups ptxas allows 96.
-MATH_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
+MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
 GATHERED_MATH_REGISTERS = 224  # where addresses of gathered rows take more of the others
 OTHER_REGISTERS = 32
 MAILBOX_REGISTERS = 16  # more, where tiles come from a mailbox
@@ -56,12 +56,11 @@ COLUMN_SCALE_REGISTERS = 16  # more, where each column of a block of K has a sca
 PARTS_REGISTERS = 16  # more, where bfloat16 parts of A are in registers
 # Accumulators beside which three parts leave no registers for epilogue tiles of over 16 columns.
 NARROW_EPILOGUE_ACC_REGISTERS = 192
-CONVERSION_REGISTERS = 48  # more, where B is converted: as it is, and as wgmma reads it; of four
-FOURTH_CONVERSION_REGISTERS = 24  # warpgroups so many
-MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96, 4: 32}
+CONVERSION_REGISTERS = 48  # more, where B is converted: as it is, and as wgmma reads it
+MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
 # Of K that is split, beside partial sums and an epilogue; and how many must be left, where twice as
 # many partial sums as accumulators are held, for epilogue tiles of 64 columns.
-SPLIT_K_ACC_REGISTERS = {1: 144, 2: 144, 3: 64, 4: 32}
+SPLIT_K_ACC_REGISTERS = {1: 144, 2: 144, 3: 64}
 WIDE_EPILOGUE_REGISTERS = 24
 
 
@@ -78,7 +77,7 @@ def max_accumulators(spec: GemmSpec) -> int:
     if spec.b_block == 1:  # those of all columns of a thread, and their addresses
         left -= spec.tile_n // 4 + COLUMN_SCALE_REGISTERS
     if spec.converts_b:
-        left -= FOURTH_CONVERSION_REGISTERS if spec.converts_by_four else CONVERSION_REGISTERS
+        left -= CONVERSION_REGISTERS
     if spec.epilogue:
         left -= epilogue_registers(spec.epilogue, spec.epi_tile_n)
     return min(MAX_ACC_REGISTERS[warpgroups], left)
@@ -372,7 +371,7 @@ def _epilogue_tile_violations(spec: GemmSpec) -> Iterator[str]:
             f"epi_load_stages {s.epi_load_stages}, of an epilogue that loads {len(graph.loaded)} "
             "operands"
         )
-    if graph.loaded and s.math_warpgroups == 3:
+    if graph.loaded and s.math_warpgroups > 2:
         yield (
             f"{s.math_warpgroups} math warpgroups, but two warps that load an epilogue's operands, "
             "one for each: take another tile_m than 192"

@@ -28,7 +28,6 @@ PROMOTION_K = 128  # elements of K after which `promoted` accumulators are added
 BLOCKS = (1, 128)  # rows of A, and columns of B, that may share a scale
 PART_BUFFERS = 3  # k-tiles of B in parts: one written, one multiplied, one that slower warps read
 K_GROUPS = (32, 64, 128)  # elements of K of converted operands that may share a scale
-CONVERTED_COLUMNS = 64  # of B that are one wgmma's rows
 EXCHANGE_COLUMNS = 32  # of D that a warpgroup turns at a time, see `mainloop.rs`
 EXCHANGE_PITCH = EXCHANGE_COLUMNS + 4  # float32 from one of the rows to the next
 
@@ -145,9 +144,7 @@ class GemmSpec:
     @property
     def math_warpgroups(self) -> int:
         """Math warpgroups of a CTA; one more loads."""
-        if self.converts_b:
-            return 4 if self.converts_by_four else 2
-        if self.warp_schedule == "pingpong":
+        if self.warp_schedule == "pingpong" or self.converts_b:
             return 2
         return {64: 1, 128: 2, 192: 3, 256: 2}[self.tile_m]
 
@@ -163,15 +160,6 @@ class GemmSpec:
     def converts_b(self) -> bool:
         """Whether B has fewer bits than A: it passes through registers, and becomes A's dtype."""
         return converts(self.a_dtype, self.b_dtype)
-
-    @property
-    def converts_by_four(self) -> bool:
-        """Whether four warpgroups convert B, 64 columns each: where they have registers for it.
-
-        Beside few rows it is conversion that takes the time, and two warps of a scheduler wait.
-        """
-        wide = self.tile_n // self.graph.accumulators == 4 * CONVERTED_COLUMNS
-        return wide and self.tile_m <= 64 and not (self.grouped or self.k_group or self.dynamic)
 
     @property
     def rounds_operands(self) -> bool:

@@ -15,7 +15,7 @@ WARPGROUP = 128  # threads
 class BarrierId(IntEnum):
     """The named barriers: the hardware has 16. Each use's first number; 0 is `__syncthreads`."""
 
-    WARPGROUP = 1  # 1 to 4: the 128 threads of math warpgroup 0 to 3, in its epilogue
+    WARPGROUP = 1  # 1, 2, 3: the 128 threads of math warpgroup 0, 1, 2, in its epilogue
     MATH_TURN = 5  # 5, 6: the turn of math warpgroup 0, 1 at the tensor cores; 256 threads
     PARTS = 7  # all math threads: a k-tile of B is there in bfloat16 parts
 

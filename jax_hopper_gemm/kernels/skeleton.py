@@ -184,9 +184,9 @@ class GemmKernel:
 
     @cute.jit
     def load_all_operands(self, epilogue, tiles):
-        """The operand warp that serves both math warpgroups, or four."""
+        """The operand warp that serves both math warpgroups."""
         tile, reader = tiles.first()
-        loaded = [Int32(0) for _ in range(max(2, self.spec.math_warpgroups))]
+        loaded = [Int32(0), Int32(0)]
         turn = Int32(0)
         while tiles.exists(tile):
             loaded = self.epilogue.loads.load_tile_of_both(

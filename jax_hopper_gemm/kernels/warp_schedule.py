@@ -20,8 +20,8 @@ def registers(spec):
     """
     if spec.gathered:
         return 56, 224
-    if spec.math_warpgroups > 2:
-        return {3: (32, 160), 4: (24, 112)}[spec.math_warpgroups]
+    if spec.math_warpgroups == 3:
+        return 32, 160
     held = spec.acc_registers + (PARTS_REGISTERS if spec.bf16_terms else 0)
     return (24, 240) if held > 192 else (40, 232)
 

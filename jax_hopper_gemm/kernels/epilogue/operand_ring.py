@@ -36,9 +36,8 @@ class OperandRing:
         self.operands = [make_operand(spec, operand, number) for number, operand in loaded]
         self.stages = spec.epi_load_stages
         self.buffers = spec.math_warpgroups * self.stages
-        # One for each math warpgroup or, where the other gathers rows or there are four, one for
-        # all.
-        warps = 1 if spec.gathered or spec.math_warpgroups > 2 else spec.math_warpgroups
+        # One for each math warpgroup or, where the other gathers rows, one for all.
+        warps = 1 if spec.gathered else spec.math_warpgroups
         self.loader_warps = warps if self.operands else 0
         self.smem_words = 2 * self.buffers if self.operands else 0  # int64 words of barriers
         self.nbytes = sum(operand.nbytes for operand in self.operands)
@@ -164,7 +163,7 @@ class OperandWarp:
 
     @cute.jit
     def load_tile_of_both(self, cta, loaded, coords, turn):
-        """The same for both math warpgroups, or four; where they alternate, for the one in `turn`."""
+        """The same for both math warpgroups; where they alternate, for the one in `turn`."""
         if cutlass.const_expr(self.row_blocks.shares_tile):
             tile = self.ring.load_view(cta, coords)
             both = self.row_blocks.any_of(coords, 1)
@@ -173,11 +172,7 @@ class OperandWarp:
                 tile.load(0, loaded[0] + step, *self.row_blocks.block(i_m, i_n, 0))
                 if both:
                     tile.load(1, loaded[1] + step, *self.row_blocks.block(i_m, i_n, 1))
-                for other in cutlass.range_constexpr(2, len(loaded)):
-                    place = self.row_blocks.block(i_m, i_n, other)
-                    tile.load(other, loaded[other] + step, *place)
-            others = [count + self.steps for count in loaded[2:]]
-            loaded = [loaded[0] + self.steps, loaded[1] + (self.steps if both else 0), *others]
+            loaded = [loaded[0] + self.steps, loaded[1] + (self.steps if both else 0)]
         elif turn == 0:
             loaded = [self.load_tile(cta, 0, loaded[0], coords), loaded[1]]
         else:
