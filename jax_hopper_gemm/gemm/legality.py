@@ -261,8 +261,9 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"tile_n {s.tile_n} is not a multiple of 16 between 16 and {MAX_TILE_N}"
     if s.a_dtype in OPERANDS:
         row = SWIZZLE_BYTES // s.a_itemsize
-        if s.tile_k not in (row, 2 * row):
-            yield f"tile_k {s.tile_k} is not {row} or {2 * row}"
+        tiles_k = (row, 2 * row, 4 * row) if s.converts_b else (row, 2 * row)
+        if s.tile_k not in tiles_k:
+            yield f"tile_k {s.tile_k} is not {one_of(tuple(map(str, tiles_k)))}"
         elif s.promoted and s.tile_k != PROMOTION_K:
             yield f"tile_k {s.tile_k} of promoted accumulators is not {PROMOTION_K}"
         if s.rounds_operands and s.tile_n > 16 and s.tile_n % 32:  # nvidia-cutlass-dsl aborts

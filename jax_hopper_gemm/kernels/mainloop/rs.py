@@ -167,8 +167,7 @@ class LoadsAlongN:
 
     def load(self, raw, stage, span, k):
         return cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
-            " {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
             write_only_types=[Uint32] * self.words,
             read_only_args=[stage + raw.starts[span] + k * self.spec.b_box.swizzle],
         )
