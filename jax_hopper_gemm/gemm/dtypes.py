@@ -79,8 +79,8 @@ _ROWS = (
     DType("float8_e5m2", 1, 3, 0, "Float8E5M2", "f8E5M2", _CAST, *_F8),
     DType("int8", 1, 0, 0, "Int8", "i8", _CAST, _ALONG_K, mma="i8", accumulator="int32"),
     DType("int4", 1, 0, 0, "Uint8", "i4", ("weight",), packed=2),
-    DType("float32", 4, 24, 7, "Float32", "f32", _FLOAT, _ALONG_K, "float32", "TF32_TF32_F32", "", 25,
-          "tf32", rounding_map=11),
+    DType("float32", 4, 24, 7, "Float32", "f32", _FLOAT, _ALONG_K, "float32", "TF32_TF32_F32", "",
+          25, "tf32", rounding_map=11),
     DType("bool", 1, 0, 0, "Uint8", "i1", ("epilogue",)),  # a byte each, 0 or 1
     DType("int32", 4, 0, 3, "Int32", "i32", ("index", "sum")),
 )  # fmt: skip
