@@ -142,6 +142,11 @@ class GemmProblem:
         ]
         return 1 if any(x % simt.VECTOR for x in distances) else simt.VECTOR
 
+    @property
+    def rounds_operands(self) -> bool:
+        """As in `GemmSpec`."""
+        return DTYPES[self.a_dtype].rounding_map > 0 and not (self.bf16_terms or self.simt)
+
     def matrices(self, operand: Literal["a", "b"]) -> int:
         """Returns how many matrices of A, or of one B, there are to address."""
         if self.indexed == operand:

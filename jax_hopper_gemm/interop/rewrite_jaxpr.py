@@ -153,7 +153,8 @@ def reason_left(
     """
     lhs, rhs = (atom.aval for atom in equation.invars[:2])
     in_parts = lhs.dtype == rhs.dtype == np.float32 and terms_of(equation.params["precision"])
-    if not in_parts and not multiply(lhs.dtype.name, rhs.dtype.name):
+    as_it_is = lhs.dtype == np.float32  # by XLA, in TF32 or in float32
+    if not in_parts and (as_it_is or not multiply(lhs.dtype.name, rhs.dtype.name)):
         names = " by ".join(dict.fromkeys((lhs.dtype.name, rhs.dtype.name)))
         return f"no kernel multiplies {names}"
     result = equation.outvars[0].aval.dtype.name

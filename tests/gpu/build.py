@@ -58,6 +58,7 @@ from support.policies import (
     short_box_specs,
     split_specs,
     stacked_specs,
+    tf32_specs,
 )
 from support.programs import PROGRAMS
 from support.transformations import transformation_specs
@@ -129,7 +130,7 @@ def recipe_specs() -> list[GemmSpec]:
 
 
 def float32_specs() -> list[GemmSpec]:
-    return [*parts_specs(), *float32.specs(), *sgemm.specs()]
+    return [*parts_specs(), *tf32_specs(), *float32.specs(), *sgemm.specs()]
 
 
 def all_specs() -> list[GemmSpec]:

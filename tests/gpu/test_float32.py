@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 from support import bounds, cases, float32, graphs, grouped, outcome, reference, trial
 from support.float32 import NORMS, PROGRAMS
-from support.policies import parts_specs
+from support.policies import parts_specs, tf32_specs
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.spec import RasterOrder
 from jax_hopper_gemm.testing import tolerance
 
-SPECS = [spec for spec in parts_specs() if not spec.grouped]
+ALL = (*parts_specs(), *tf32_specs())
+SPECS = [spec for spec in ALL if not (spec.grouped or spec.split_k)]
 EXACT = [spec for spec in SPECS if graphs.is_exact(spec.graph)]
-GROUPED = [spec for spec in parts_specs() if spec.grouped]
+GROUPED = [spec for spec in ALL if spec.grouped]
+SPLIT = [spec for spec in ALL if spec.split_k]
 FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
 RANDOM_PROBLEMS = 100
 
@@ -42,6 +44,14 @@ def test_kernel_is_within_the_bound_and_repeats_its_bits(spec, gpu, checked):
 def test_kernel_is_right_on_a_full_gpu(spec, gpu):
     problem, raster_order = cases.edge_problems(spec, gpu.device.num_sms)[2]
     outcome.check(gpu, spec, problem, raster_order, 0)
+
+
+@pytest.mark.parametrize("spec", SPLIT, ids=lambda spec: spec.name)
+def test_kernel_splits_k(spec, gpu, checked):
+    for seed, (problem, raster_order) in enumerate(cases.split_problems(spec, 36)):
+        check(gpu, spec, problem, raster_order, seed, exact=True, num_sms=36)
+        check(gpu, spec, problem, raster_order, seed, exact=False, num_sms=36, repeats=3)
+    checked(spec)
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_PROBLEMS))

@@ -128,6 +128,21 @@ PARTS_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, **_OF_CONTRACTION, **_OF_PARTS},
 )
 
+# The same as they are, in TF32.
+_OF_TF32 = {
+    "ab_dtype": ("float32",), "a_major": ("k",), "b_major": ("k",), "tile_k": (32, 64),
+    "tile_n": (16, 32, 96, 128, 160, 192, 256), "num_stages": (2, 3, 5), "epi_stages": (2,),
+}  # fmt: skip
+TF32_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, **_OF_TF32},
+    {
+        **EPILOGUE_CHOICES,
+        **_OF_TF32,
+        "epilogue": ("bias_gelu_saved", "residual", "everything", "gated_silu", "row_sum"),
+    },
+    {**CHOICES, **_OF_ROWS, **_OF_TF32, "gathered": (None,)},
+)
+
 # The same where B is converted on its way to the tensor cores.
 _CONVERTED = {
     "ab_dtype": tuple(itertools.product(("bfloat16", "float16"), (*_F8, "int8", "int4"))),
@@ -246,6 +261,14 @@ def block_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
 def parts_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns the same of float32 operands that are cut into bfloat16 parts."""
     return tuple(spec for choices in PARTS_CHOICES for spec in _covering(choices, seed))
+
+
+@cache
+def tf32_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns the same of float32 operands that are multiplied in TF32, some with K split."""
+    whole = tuple(spec for choices in TF32_CHOICES for spec in _covering(choices, seed))
+    split = (replace(s, tile_scheduler="static", split_k=True) for s in whole[::6])
+    return tuple(dict.fromkeys((*whole, *(s for s in split if not violations(s)))))
 
 
 @cache
