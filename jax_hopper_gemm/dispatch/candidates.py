@@ -27,6 +27,7 @@ from .configs import (
     PROMOTED_CONFIGS,
     RASTER_ORDERS,
     SIMT_CONFIGS,
+    TRANSPOSED_CONFIGS,
     WHOLE_ROW_CONFIGS,
     Config,
     tuner_configs,
@@ -61,6 +62,14 @@ def model_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     return _legal(considered, problem_type)
 
 
+def types_of(problem: GemmProblem) -> list[ProblemType]:
+    """Returns the types of kernels that may run a problem: its own, and that of its transpose."""
+    sides = [problem]
+    if problem.has_like_sides and not problem_violations(problem.transposed):
+        sides.append(problem.transposed)
+    return [ProblemType.of(side) for side in sides]
+
+
 @lru_cache(maxsize=64)
 def tuner_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     """Returns the kernels that the tuner chooses among, `model_specs` first."""
@@ -76,6 +85,8 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
         return PARTS_CONFIGS[problem_type.grouped]
     if converts(problem_type.a_dtype, problem_type.b_dtype):
         return CONVERTED_CONFIGS
+    if problem_type.d_major == "m":
+        return TRANSPOSED_CONFIGS
     configs = CONFIGS[problem_type.grouped, problem_type.gathered is not None]
     return configs + PROMOTED_CONFIGS if problem_type.promoted else configs
 
@@ -177,7 +188,7 @@ def legal_specs(problem: GemmProblem, device: Device) -> list[tuple[GemmSpec, Ra
     """Returns every kernel and order of tiles that the tuner may try on `problem`."""
     if device_violations(device) or problem_violations(problem):
         return []
-    specs = tuner_specs(ProblemType.of(problem))
+    specs = (spec for kind in types_of(problem) for spec in tuner_specs(kind))
     legal = (spec for spec in specs if not pairing_violations(problem, spec))
     legal = (s for s in legal if not s.split_k or k_split(problem, s, device.num_sms).ranges)
     return list(product(legal, RASTER_ORDERS))
@@ -210,7 +221,10 @@ def problem_types(
 ) -> list[ProblemType]:
     """Returns the types of legal problems with these dtypes, epilogue and grouped axis."""
     choices = product(A_MAJORS, B_MAJORS, (None, *GATHERABLE[axis]))
-    types = (ProblemType(dtype, dtype, d_dtype, a, b, graph, axis, rows) for a, b, rows in choices)
+    types = [ProblemType(dtype, dtype, d_dtype, a, b, graph, axis, rows) for a, b, rows in choices]
+    types += [
+        replace(kind, epilogue=graph and graph.transposed, d_major="m") for kind in types
+    ]
     return [problem_type for problem_type in types if not any(type_violations(problem_type))]
 
 

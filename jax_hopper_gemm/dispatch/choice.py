@@ -26,7 +26,7 @@ from ..gemm.spec import GemmSpec, ProblemType, RasterOrder
 from .candidates import dynamic_spec, has_large_shares, model_specs, refilled_spec
 from .cost import MEMORY_BYTES_PER_NS, Estimate, best_raster_order, equal_groups, estimate
 from .device import Device
-from .invariance import invariant_specs, reduces_rows
+from .invariance import invariant_specs, is_invariant, reduces_rows
 from .legality import device_violations, pairing_violations, problem_violations
 from .model import beside_xla, best_kernel, xla_is_faster
 from .table import Key, Source, Table, tables_of
@@ -89,7 +89,7 @@ def choose_invariant(problem: GemmProblem, device: Device, *, kernel_only: bool 
 def _choose_invariant(problem: GemmProblem, device: Device, tables: tuple[Table, ...]) -> Decision:
     if not reduces_rows(problem.graph):
         decision = _choose(problem, device, True, tables)
-        if decision.spec is None or not decision.spec.split_k:
+        if decision.spec is None or is_invariant(decision.spec):
             return decision
     return _modelled(problem, device, True, invariant_specs(problem, device))
 
@@ -138,7 +138,7 @@ def _refilled(
         lost_us = (entry.kernel_us or 0.0) - (entry.xla_us or 0.0)
         if lost_us >= pass_us or not entry.kernel_us or not entry.xla_us:
             return Decision.xla(f"XLA is faster, and runs the epilogue: {plain}", table.source)
-    spec = refilled_spec(entry.spec, ProblemType.of(p))
+    spec = refilled_spec(entry.spec, ProblemType.of(p.as_stored(entry.spec.d_major)))
     if spec is None or pairing_violations(p, spec):
         return None
     loads_matrix = any(operand.kind == "matrix" for operand in p.graph.operands)
@@ -185,9 +185,10 @@ def _expectation(problem: GemmProblem, spec: GemmSpec, cost: Estimate, device: D
     waves = f"in {cost.waves} {'wave' if cost.waves == 1 else 'waves'}, {cost.occupancy:.0%} full"
     if spec.split_k:
         waves = _sharing(problem, spec, device)
+    transposed = " of D's transpose" if spec.d_major == "m" else ""
     reason = (
         f"expected {cost.ns / 1e3:.1f} us, bound by {cost.bound}: {cost.tiles} tiles of "
-        f"{spec.tile_m}x{spec.d_tile_n} {waves}"
+        f"{spec.tile_m}x{spec.d_tile_n}{transposed} {waves}"
     )
     if xla := beside_xla(problem, cost, device):
         reason += f"; {xla}"

@@ -90,6 +90,22 @@ DENSE_CONFIGS = (
     Config(64, 64, split_k=True),
 )
 
+# D is stored along M: the wider side of a product lies on the tile's rows, which come in steps of
+# 64, and the other on its columns, in steps of 16.
+TRANSPOSED_CONFIGS = (
+    # Few rows of the product, here columns: a stream of A, each byte of it read once.
+    *(
+        Config(64, tile_n, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="a", split_k=split_k)
+        for tile_n, split_k in product((16, 32, 48, 64), (False, True))
+    ),
+    *(
+        Config(tile_m, tile_n, cluster_m=cluster_m, split_k=split_k)
+        for tile_m, tile_n, cluster_m, split_k in product(
+            (64, 128), (80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256), (1, 2),
+            (False, True),
+        )
+    ),
+)
 
 # Rows of A are cut into groups. Pairs of CTAs share columns of B, most of what they load.
 GROUPED_M_CONFIGS = (

@@ -28,9 +28,14 @@ def reduces_rows(graph: EpilogueGraph) -> bool:
     return along or any(node.op in ROW_REDUCTIONS for node in graph.nodes)
 
 
+def is_invariant(spec: GemmSpec) -> bool:
+    """Whether a kernel gives an accumulator the bits that all others give it."""
+    return not spec.split_k and spec.d_major == "n"
+
+
 def invariant_specs(problem: GemmProblem, device: Device) -> list[GemmSpec]:
     """Returns the kernels among which `problem` may choose by its number of rows."""
-    specs = [spec for spec in model_specs(ProblemType.of(problem)) if not spec.split_k]
+    specs = [spec for spec in model_specs(ProblemType.of(problem)) if is_invariant(spec)]
     if not reduces_rows(problem.graph):
         return specs
     best, _ = best_kernel(_with_rows(problem), device, specs)
