@@ -51,6 +51,19 @@ EPILOGUE_CHOICES: dict[str, tuple] = {
     "epi_load_stages": (0, 2, 3, 4),
 }
 
+# The same of kernels that store D along M.
+TRANSPOSED_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, "d_major": ("m",)},
+    {
+        **EPILOGUE_CHOICES,
+        "d_major": ("m",),
+        "epilogue": (
+            "bias", "bias_gelu_saved", "bias_silu", "residual", "residual_float32", "alpha_beta",
+            "scaled_rows", "masked_vectors", "two_matrices",
+        ),
+    },
+)  # fmt: skip
+
 # The same of grouped products, by the axis: of plain ones and of those with an epilogue.
 _OF_ROWS = {
     "a_major": ("k",), "cluster": ((1, 1), (1, 2), (2, 1)),
@@ -203,6 +216,22 @@ def split_specs() -> tuple[GemmSpec, ...]:
     some = (*covering_specs()[::3], *epilogue_covering_specs()[::4])
     split = (replace(spec, tile_scheduler="static", split_k=True) for spec in some)
     return tuple(dict.fromkeys(spec for spec in split if not violations(spec)))
+
+
+@cache
+def transposed_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns legal specs that store D along M in which each pair that any such spec has occurs,
+    and of some of them twins that split K, or have nested batches or short boxes."""
+    covering = [spec for choices in TRANSPOSED_CHOICES for spec in _covering(choices, seed)]
+    alone = [s for s in covering if s.cluster_size == 1 and "k" in (s.a_major, s.b_major)]
+    found = (
+        *covering,
+        *(replace(s, tile_scheduler="static", split_k=True) for s in covering[::3]),
+        *(replace(s, nested=True) for s in covering[1::6]),
+        *(replace(s, short_boxes=True, evict_first="a") for s in alone[::2]),
+        *(replace(s, indexed="b" if i % 2 else "a") for i, s in enumerate(covering[::9])),
+    )
+    return tuple(dict.fromkeys(spec for spec in found if not violations(spec)))
 
 
 @cache
