@@ -66,8 +66,15 @@ def choose(problem: GemmProblem, device: Device, *, kernel_only: bool = False) -
     decision = _choose(whole, alone, kernel_only, tables_of(alone))
     if device.comm_overlap:
         decision = _for_overlap(whole, alone, decision)
-    spec = decision.spec and replace(decision.spec, indexed=problem.indexed)
-    return replace(decision, spec=spec)
+    return _of_stack(decision, problem)
+
+
+def _of_stack(decision: Decision, problem: GemmProblem) -> Decision:
+    """Returns a decision for the matrix of a stack that `problem` reads, if it does."""
+    if (spec := decision.spec) is None:
+        return decision
+    indexed = problem.as_stored(spec.d_major).indexed
+    return replace(decision, spec=replace(spec, indexed=indexed))
 
 
 def choose_invariant(problem: GemmProblem, device: Device, *, kernel_only: bool = True) -> Decision:
@@ -81,8 +88,7 @@ def choose_invariant(problem: GemmProblem, device: Device, *, kernel_only: bool 
     whole = replace(problem, indexed=None, stack=1)
     alone = replace(device, comm_overlap=False)
     decision = _choose_invariant(whole, alone, tables_of(alone))
-    spec = decision.spec and replace(decision.spec, indexed=problem.indexed)
-    return replace(decision, spec=spec)
+    return _of_stack(decision, problem)
 
 
 @lru_cache(maxsize=4096)

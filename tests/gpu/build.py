@@ -57,6 +57,7 @@ from support.policies import (
     short_box_specs,
     split_specs,
     stacked_specs,
+    transposed_specs,
 )
 from support.programs import PROGRAMS
 from support.transformations import transformation_specs
@@ -87,6 +88,9 @@ def main() -> int:
     parser.add_argument(
         "--split", action="store_true", help="only those that split K, without a traced epilogue"
     )
+    parser.add_argument(
+        "--transposed", action="store_true", help="only those of test_transposed_kernels.py"
+    )
     parser.add_argument("--weights", action="store_true", help="only those that convert weights")
     parser.add_argument("--invariant", action="store_true", help="only those of test_row_bits.py")
     parser.add_argument("--float32", action="store_true", help="only those of float32 operands")
@@ -103,6 +107,8 @@ def main() -> int:
         specs = list(dict.fromkeys(converted()))
     elif arguments.split:
         specs = [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
+    elif arguments.transposed:
+        specs = [*transposed_specs(), *(s for s in table_specs(H200) if s.d_major == "m")]
     elif arguments.sgemm:
         specs = sgemm.specs()
     elif arguments.float32:
@@ -140,6 +146,7 @@ def all_specs() -> list[GemmSpec]:
                 *short_box_specs(),
                 *nested_specs(),
                 *split_specs(),
+                *transposed_specs(),
                 *epilogue_covering_specs(),
                 *chosen_epilogue_specs(),
                 *grouped_covering_specs(),

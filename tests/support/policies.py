@@ -313,8 +313,8 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
     pool = dict.fromkeys(
         (
             *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(),
-            *split_specs(), *epilogue_covering_specs(), *grouped_covering_specs(),
-            *chosen_epilogue_specs(), *table_specs(H200),
+            *split_specs(), *transposed_specs(), *epilogue_covering_specs(),
+            *grouped_covering_specs(), *chosen_epilogue_specs(), *table_specs(H200),
         )
     )  # fmt: skip
     return tuple(covering_subset(pool, trait_pairs))
@@ -341,7 +341,7 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
     fields = (
         "a_dtype", "b_dtype", "d_dtype", "tile_m", "tile_n", "tile_k", "warp_schedule",
         "tile_scheduler", "epi_tile_n", "indexed", "nested", "short_boxes", "evict_first",
-        "split_k",
+        "split_k", "d_major",
     )  # fmt: skip
     return [
         *((field, getattr(spec, field)) for field in fields),
