@@ -4,9 +4,10 @@
     JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/transposed.py --json transposed.json
 
 Products are drawn by a seed as in `survey.py`, those whose smaller side of D has 8 to 700 elements
-and whose K has 512 or more; those of the `heldout` suite are left out. Of each, XLA's product takes turns with the kernel that
-dispatch prefers among those that store D along N, and with those of both kinds that are expected to
-be fastest, of one height of tiles each, with K split and not.
+and whose K has 512 or more; those of the `heldout` suite are left out. Of each, XLA's product takes
+turns with three kernels: that of least expected cost of those beside which XLA's time was fitted,
+of all that store D along N, and of all. With `--wide` there are more, of both kinds, those expected
+to be fastest of one height of tiles each, with K split and not, of tiles of all widths.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from survey import survey
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200
-from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs, worthwhile
+from jax_hopper_gemm.dispatch.candidates import (
+    filled_spec,
+    model_specs,
+    surveyed_specs,
+    worthwhile,
+)
 from jax_hopper_gemm.dispatch.configs import Config
 from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
@@ -84,11 +90,14 @@ def fastest(problem: GemmProblem, d_major: str, count: int) -> list[GemmSpec]:
     return list(by_kind.values())[:count]
 
 
-def candidates(problem: GemmProblem) -> list[Candidate]:
-    best, _ = best_kernel(problem, H200, model_specs(ProblemType.of(problem)))
-    assert best
-    specs = [best.spec, *fastest(problem, "n", ALONG_N), *fastest(problem, "m", TRANSPOSED)]
-    return [(s, best_raster_order(problem, s, H200)) for s in dict.fromkeys(specs)]
+def candidates(problem: GemmProblem, *, wide: bool) -> list[Candidate]:
+    kind = ProblemType.of(problem)
+    sets = surveyed_specs(kind), model_specs(kind), None
+    chosen = (best_kernel(problem, H200, specs) for specs in sets)
+    found = [best.spec for best, _ in chosen if best]
+    if wide:
+        found += [*fastest(problem, "n", ALONG_N), *fastest(problem, "m", TRANSPOSED)]
+    return [(spec, best_raster_order(problem, spec, H200)) for spec in dict.fromkeys(found)]
 
 
 def main() -> int:
@@ -98,13 +107,15 @@ def main() -> int:
     parser.add_argument("--build", type=Path, metavar="FOLDER")
     parser.add_argument("--count", type=int, default=30, help="products [30]")
     parser.add_argument("--seed", type=int, default=3, help="that draws them [3]")
+    parser.add_argument("--wide", action="store_true", help="time more kernels")
     parser.add_argument("--rounds", type=int, default=3, help="launches of each [3]")
     parser.add_argument("--seconds", type=float, default=500.0, help="after which it stops [500]")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     problems = products(arguments.count, arguments.seed)
     if arguments.build:
-        specs = dict.fromkeys(spec for p in problems for spec, _ in candidates(p))
+        found = (candidates(p, wide=arguments.wide) for p in problems)
+        specs = dict.fromkeys(spec for of_problem in found for spec, _ in of_problem)
         report = cubin.build(list(specs), folder=arguments.build)
         print(report)
         return 1 if report.failures else 0
@@ -113,7 +124,7 @@ def main() -> int:
         if time.monotonic() - start > arguments.seconds:
             print(f"stopped after {len(rows)} of {len(problems)} products")
             break
-        chosen = candidates(problem)
+        chosen = candidates(problem, wide=arguments.wide)
         times = survey(problem, chosen, arguments.rounds, device.num_sms)
         p, xla = problem, times["xla"]
         print(f"{p.m}x{p.n}x{p.k} {shapes.layout_name(p)}: XLA {xla:.2f} us", flush=True)

@@ -27,6 +27,7 @@ from .configs import (
     PROMOTED_CONFIGS,
     RASTER_ORDERS,
     SIMT_CONFIGS,
+    SMALL_N_CONFIGS,
     TRANSPOSED_CONFIGS,
     WHOLE_ROW_CONFIGS,
     Config,
@@ -88,7 +89,20 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
     if problem_type.d_major == "m":
         return TRANSPOSED_CONFIGS
     configs = CONFIGS[problem_type.grouped, problem_type.gathered is not None]
-    return configs + PROMOTED_CONFIGS if problem_type.promoted else configs
+    if problem_type.promoted:
+        return configs + PROMOTED_CONFIGS
+    return configs + SMALL_N_CONFIGS if _has_small_sides(problem_type) else configs
+
+
+def _has_small_sides(problem_type: ProblemType) -> bool:
+    """Whether there are kernels for a small side of D: those of 16 bits have been measured."""
+    return problem_type.grouped is None and problem_type.a_dtype in HALVES
+
+
+def surveyed_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
+    """Returns the kernels, among those of the model, beside which XLA's time was fitted."""
+    more = set(_legal(SMALL_N_CONFIGS, problem_type)) if _has_small_sides(problem_type) else set()
+    return tuple(spec for spec in model_specs(problem_type) if spec not in more)
 
 
 def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[GemmSpec, ...]:
@@ -222,9 +236,7 @@ def problem_types(
     """Returns the types of legal problems with these dtypes, epilogue and grouped axis."""
     choices = product(A_MAJORS, B_MAJORS, (None, *GATHERABLE[axis]))
     types = [ProblemType(dtype, dtype, d_dtype, a, b, graph, axis, rows) for a, b, rows in choices]
-    types += [
-        replace(kind, epilogue=graph and graph.transposed, d_major="m") for kind in types
-    ]
+    types += [replace(kind, epilogue=graph and graph.transposed, d_major="m") for kind in types]
     return [problem_type for problem_type in types if not any(type_violations(problem_type))]
 
 

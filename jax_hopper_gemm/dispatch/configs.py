@@ -90,22 +90,37 @@ DENSE_CONFIGS = (
     Config(64, 64, split_k=True),
 )
 
-# D is stored along M: the wider side of a product lies on the tile's rows, which come in steps of
-# 64, and the other on its columns, in steps of 16.
-TRANSPOSED_CONFIGS = (
-    # Few rows of the product, here columns: a stream of A, each byte of it read once.
-    *(
-        Config(64, tile_n, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="a", split_k=split_k)
-        for tile_n, split_k in product((16, 32, 48, 64), (False, True))
-    ),
-    *(
-        Config(tile_m, tile_n, cluster_m=cluster_m, split_k=split_k)
-        for tile_m, tile_n, cluster_m, split_k in product(
-            (64, 128), (80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256), (1, 2),
-            (False, True),
-        )
-    ),
+# One side of D has up to some hundred elements. It lies on the tile's columns, which come in steps
+# of 16, so that few of them are past its end.
+_SMALL_SIDE = (
+    Config(64, 16, cluster_n=2),
+    Config(64, 32, cluster_m=2),
+    Config(64, 32, cluster_n=2, split_k=True),
+    Config(64, 192, cluster_m=2),
+    Config(128, 48, cluster_n=2, split_k=True),
+    Config(128, 80, cluster_n=2, split_k=True),
+    Config(128, 96, cluster_m=2, split_k=True),
+    Config(128, 144, cluster_n=2),
+    Config(128, 144, cluster_n=2, split_k=True),
+    Config(128, 160, cluster_m=2),
+    Config(256, 96, cluster_n=2, split_k=True),
+    Config(256, 112, cluster_n=2),
+    Config(256, 160, cluster_m=2),
+    Config(256, 192, cluster_m=2),
 )
+# Beside `DENSE_CONFIGS`, where N is that side; and streams of B.
+SMALL_N_CONFIGS = (
+    Config(64, 16, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
+    Config(64, 32, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b", split_k=True),
+    *_SMALL_SIDE,
+)
+# Where M is: D's transpose is computed, and streams are of A.
+TRANSPOSED_CONFIGS = (
+    Config(64, 32, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="a"),
+    Config(64, 64, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="a"),
+    *_SMALL_SIDE,
+)
+
 
 # Rows of A are cut into groups. Pairs of CTAs share columns of B, most of what they load.
 GROUPED_M_CONFIGS = (

@@ -14,7 +14,7 @@ from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import ROW_REDUCTIONS
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, ProblemType
-from .candidates import model_specs, types_of
+from .candidates import model_specs, surveyed_specs, types_of
 from .configs import RASTER_ORDERS
 from .cost import (
     LAUNCH_NS,
@@ -144,8 +144,8 @@ def beside_xla(problem: GemmProblem, best: Estimate, device: Device) -> str:
     if fit is None or xla_ns is None:
         return ""
     return (
-        f"XLA {xla_ns / best.ns:.2f} times that ({fit.products} products measured; of others that ratio errs "
-        f"by {fit.error:.0%})"
+        f"XLA {xla_ns / best.ns:.2f} times that ({fit.products} products measured; of others that "
+        f"ratio errs by {fit.error:.0%})"
     )
 
 
@@ -153,10 +153,10 @@ def beside_xla(problem: GemmProblem, best: Estimate, device: Device) -> str:
 def expected_xla_ns(problem: GemmProblem, device: Device) -> float | None:
     """Returns XLA's time as the fit expects it; None without a fit, or a kernel to compare with.
 
-    What was fitted is its ratio to the time of kernels that store D along N.
+    What was fitted is its ratio to the time of our best kernel of `surveyed_specs`.
     """
     fit = fit_for(problem, device)
-    best, _ = best_kernel(problem, device, model_specs(ProblemType.of(problem)))
+    best, _ = best_kernel(problem, device, surveyed_specs(ProblemType.of(problem)))
     return fit.ratio(features(problem, best.cost)) * best.cost.ns if fit and best else None
 
 

@@ -43,6 +43,7 @@ from support.invariant_programs import invariant_specs
 from support.mesh_programs import mesh_specs
 from support.operations import operation_specs
 from support.policies import (
+    along_n,
     block_specs,
     chosen_epilogue_specs,
     converted_specs,
@@ -108,7 +109,11 @@ def main() -> int:
     elif arguments.split:
         specs = [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
     elif arguments.transposed:
-        specs = [*transposed_specs(), *(s for s in table_specs(H200) if s.d_major == "m")]
+        twins = (along_n(spec) for spec in transposed_specs())
+        specs = [
+            *transposed_specs(), *(spec for spec in twins if spec),
+            *(spec for spec in table_specs(H200) if spec.d_major == "m"),
+        ]  # fmt: skip
     elif arguments.sgemm:
         specs = sgemm.specs()
     elif arguments.float32:
@@ -147,6 +152,7 @@ def all_specs() -> list[GemmSpec]:
                 *nested_specs(),
                 *split_specs(),
                 *transposed_specs(),
+                *(spec for spec in map(along_n, transposed_specs()) if spec),
                 *epilogue_covering_specs(),
                 *chosen_epilogue_specs(),
                 *grouped_covering_specs(),

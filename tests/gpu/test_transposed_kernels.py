@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support import cases, graphs, outcome, trial
-from support.policies import transposed_specs
+from support.policies import along_n, transposed_specs
 
 from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
 from jax_hopper_gemm.dispatch.legality import pairing_violations
@@ -69,25 +69,30 @@ def test_kernel_that_stores_d_along_m_gives_the_same_bits_in_20_repeats(spec, gp
     check(gpu, spec, problem, raster_order, 0, repeats=20)
 
 
-PLAIN = [s for s in SPECS if not (s.epilogue or s.split_k or s.nested or s.indexed)]
+TWINS = [(s, twin) for s in transposed_specs() if (twin := along_n(s))]
 
 
-@pytest.mark.parametrize("spec", PLAIN[::3], ids=lambda spec: spec.name)
-def test_elements_have_the_bits_that_kernels_give_them_which_store_d_along_n(spec, gpu):
+@pytest.mark.parametrize(("spec", "twin"), TWINS[::4], ids=lambda spec: spec.name)
+def test_elements_have_the_bits_that_kernels_give_them_which_store_d_along_n(spec, twin, gpu):
     """A row's bits must not depend on which of them a number of rows makes the faster."""
     problem, raster_order = cases.edge_problems(spec, FEW_SMS)[1]
-    along_n = replace(
-        spec, d_major="n", tile_m=128, tile_n=128, tile_k=64, cluster_m=1, cluster_n=1,
-        warp_schedule="cooperative", tile_scheduler="static", num_stages=3, epi_tile_n=32,
-        epi_stages=2, short_boxes=False, evict_first=None, a_major=problem.transposed.a.major,
-        b_major=problem.transposed.b.major,
-    )  # fmt: skip
-    a, b = cases.normals(problem, 0)
-    here = trial.run(gpu, problem, spec, raster_order, a, b)
-    a, b = (x.swapaxes(1, 2) for x in (b, a))
-    there = trial.run(gpu, problem.transposed, along_n, raster_order, a, b)
-    bits = f"u{here.itemsize}"
-    np.testing.assert_array_equal(here.swapaxes(1, 2).view(bits), there.view(bits))
+    other = problem.transposed
+    inputs = cases.normal_inputs(problem, 0)
+    kinds = (operand.kind for operand in problem.graph.operands)
+    turned = replace(
+        inputs,
+        a=inputs.b[0].swapaxes(1, 2),
+        b=(inputs.a.swapaxes(1, 2),),
+        operands=tuple(
+            x.swapaxes(1, 2) if kind == "matrix" else x
+            for kind, x in zip(kinds, inputs.operands, strict=True)
+        ),
+    )
+    here = trial.run_all(gpu, problem, spec, raster_order, inputs)
+    there = trial.run_all(gpu, other, twin, raster_order, turned)
+    for mine, theirs in zip(here, there, strict=True):
+        bits = f"u{mine.itemsize}"
+        np.testing.assert_array_equal(mine.swapaxes(1, 2).view(bits), theirs.view(bits))
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_PROBLEMS))

@@ -234,6 +234,20 @@ def transposed_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     return tuple(dict.fromkeys(spec for spec in found if not violations(spec)))
 
 
+def along_n(spec: GemmSpec) -> GemmSpec | None:
+    """Returns a kernel of another tile that stores along N what one of `transposed_specs` stores
+    along M, if it is plain or has an epilogue and no other trait."""
+    if spec.split_k or spec.nested or spec.indexed:
+        return None
+    majors = {"m": "n", "n": "m", "k": "k"}
+    return replace(
+        spec, d_major="n", a_major=majors[spec.b_major], b_major=majors[spec.a_major],
+        epilogue=spec.epilogue and spec.epilogue.transposed, tile_m=128, tile_n=64, tile_k=64,
+        cluster_m=1, cluster_n=1, warp_schedule="cooperative", tile_scheduler="static",
+        num_stages=3, epi_tile_n=32, epi_stages=2, short_boxes=False, evict_first=None,
+    )  # fmt: skip
+
+
 @cache
 def epilogue_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns legal specs with epilogues in which each pair that any such spec has occurs."""
