@@ -13,7 +13,13 @@ from support.places import factor_places, result_places, strides_of
 from support.policies import transposed_specs
 
 from jax_hopper_gemm.dispatch import H200, choose, problem_violations
-from jax_hopper_gemm.dispatch.candidates import model_specs, tuner_specs, types_of
+from jax_hopper_gemm.dispatch.candidates import (
+    model_specs,
+    surveyed_specs,
+    tuner_specs,
+    types_of,
+)
+from jax_hopper_gemm.dispatch.configs import SMALL_N_CONFIGS, Config
 from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.model import best_kernel, expected_xla_ns, xla_is_faster
@@ -151,11 +157,19 @@ def test_a_few_hundred_rows_lie_on_the_columns_of_a_tile(name):
     assert problem.epilogue == graph and (problem.m, problem.n) == (96, 4096)
     decision = choose(problem, H200, kernel_only=True)
     assert decision.spec and decision.raster_order
-    assert decision.spec.d_major == "m" and decision.spec.tile_n in (48, 96)
+    assert decision.spec.d_major == "m" and decision.spec.tile_n in (16, 32, 48, 96)
     assert "of D's transpose" in decision.reason
     along_n, _ = best_kernel(problem, H200, model_specs(ProblemType.of(problem)))
     best, _ = best_kernel(problem, H200)
     assert best and along_n and best.spec == decision.spec and best.cost.ns < along_n.cost.ns
+
+
+def test_kernels_for_a_small_side_of_d_are_those_of_16_bits():
+    configs = set(SMALL_N_CONFIGS)
+    for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
+        kind = ProblemType(dtype, dtype, "bfloat16", "k", "k")
+        more = {Config.of(s) for s in set(model_specs(kind)) - set(surveyed_specs(kind))}
+        assert {replace(x, epi_tile_n=None) for x in more} == (configs if "16" in dtype else set())
 
 
 def test_all_kernels_that_may_be_chosen_are_legal():
@@ -168,12 +182,12 @@ def test_all_kernels_that_may_be_chosen_are_legal():
 
 
 def test_the_time_expected_of_xla_does_not_depend_on_them():
-    """It was fitted as a ratio to the time of kernels that store D along N."""
+    """It was fitted as a ratio to the time of the best kernel of fewer."""
     random, transposed = Random(0), 0
     for _ in range(30):
         m, n, k = random.randint(65, 700), 8 * random.randint(100, 1000), 64 * random.randint(8, 90)
         problem = GemmProblem.dense(m, n, k)
-        along_n, _ = best_kernel(problem, H200, model_specs(ProblemType.of(problem)))
+        along_n, _ = best_kernel(problem, H200, surveyed_specs(ProblemType.of(problem)))
         best, _ = best_kernel(problem, H200)
         fit, xla_ns = fit_for(problem, H200), expected_xla_ns(problem, H200)
         assert best and along_n and fit and xla_ns

@@ -47,6 +47,10 @@ MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory
 # Dtypes of operands and results. Kernels of others are built when they are first needed.
 BUILT_AHEAD = tuple(product(HALVES, RESULTS))
 
+# Elements of D's smaller side, up to which tiles' columns in steps of 16, on either side of D, make
+# a difference: three of the widest tiles.
+SMALL_SIDE = 768
+
 LARGE_TILE = 128 * 192  # elements of D: those whose CTAs must not wait for one another
 
 AXES: tuple[VarlenAxis | None, ...] = (None, "m", "k")
@@ -56,7 +60,7 @@ B_MAJORS: tuple[Major, ...] = ("n", "k")
 
 @lru_cache(maxsize=1024)
 def model_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
-    """Returns the kernels that the cost model chooses among."""
+    """Returns the kernels of a type that the cost model may choose."""
     considered, epilogue = _configs(problem_type), problem_type.epilogue
     if epilogue and epilogue.needs_whole_rows:
         considered += WHOLE_ROW_CONFIGS[problem_type.grouped]
@@ -64,11 +68,18 @@ def model_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
 
 
 def types_of(problem: GemmProblem) -> list[ProblemType]:
-    """Returns the types of kernels that may run a problem: its own, and that of its transpose."""
-    sides = [problem]
-    if problem.has_like_sides and not problem_violations(problem.transposed):
+    """Returns the types of kernels that a problem is worth: its own, and that of its transpose."""
+    sides, small = [problem], min(problem.m, problem.n) <= SMALL_SIDE
+    if small and problem.has_like_sides and not problem_violations(problem.transposed):
         sides.append(problem.transposed)
     return [ProblemType.of(side) for side in sides]
+
+
+def considered_specs(problem: GemmProblem) -> list[GemmSpec]:
+    """Returns the kernels that the cost model chooses among for a problem."""
+    if min(problem.m, problem.n) > SMALL_SIDE:
+        return list(surveyed_specs(ProblemType.of(problem)))
+    return [spec for kind in types_of(problem) for spec in model_specs(kind)]
 
 
 @lru_cache(maxsize=64)

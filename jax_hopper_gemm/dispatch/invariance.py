@@ -15,7 +15,7 @@ from dataclasses import replace
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec
-from .candidates import model_specs, types_of
+from .candidates import considered_specs
 from .device import Device
 from .model import best_kernel
 
@@ -31,11 +31,11 @@ def reduces_rows(graph: EpilogueGraph) -> bool:
 
 def invariant_specs(problem: GemmProblem, device: Device) -> list[GemmSpec]:
     """Returns the kernels among which `problem` may choose by its number of rows."""
-    kinds = types_of(problem)
-    specs = [spec for kind in kinds for spec in model_specs(kind) if not spec.split_k]
     if not reduces_rows(problem.graph):
-        return specs
-    best, _ = best_kernel(_with_rows(problem), device, specs)
+        return [spec for spec in considered_specs(problem) if not spec.split_k]
+    typical = _with_rows(problem)
+    specs = [spec for spec in considered_specs(typical) if not spec.split_k]
+    best, _ = best_kernel(typical, device, specs)
     if best is None:
         return []
     return [spec for spec in specs if _columns(spec) == _columns(best.spec)]

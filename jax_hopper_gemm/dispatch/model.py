@@ -14,7 +14,7 @@ from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import ROW_REDUCTIONS
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, ProblemType
-from .candidates import model_specs, surveyed_specs, types_of
+from .candidates import considered_specs, surveyed_specs
 from .configs import RASTER_ORDERS
 from .cost import (
     LAUNCH_NS,
@@ -60,7 +60,7 @@ def best_kernel(
     Where `candidates` is None, they are all that the model may choose.
     """
     if candidates is None:
-        candidates = [spec for kind in types_of(problem) for spec in model_specs(kind)]
+        candidates = considered_specs(problem)
     legal, reasons = _legal(problem, device, candidates)
     if not legal:
         return None, reasons
