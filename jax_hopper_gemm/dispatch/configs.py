@@ -114,12 +114,8 @@ SMALL_N_CONFIGS = (
     Config(64, 32, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b", split_k=True),
     *_SMALL_SIDE,
 )
-# Where M is: D's transpose is computed, and streams are of A.
-TRANSPOSED_CONFIGS = (
-    Config(64, 32, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="a"),
-    Config(64, 64, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="a"),
-    *_SMALL_SIDE,
-)
+# Where M is: D's transpose is computed.
+TRANSPOSED_CONFIGS = _SMALL_SIDE
 
 
 # Rows of A are cut into groups. Pairs of CTAs share columns of B, most of what they load.
