@@ -4,7 +4,8 @@
     JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/few_rows.py --json few_rows.json
 
 Of each product: XLA, the kernel that dispatch chooses when forced, its kernel of whole boxes, and
-streams of B that differ in tile, depth of a k-tile and what L2 evicts first. Burst regime, CUPTI.
+streams of B that differ in tile, depth of a k-tile and what L2 evicts first. With `--transposed`
+streams that compute D's transpose in their place. Burst regime, CUPTI.
 """
 
 from __future__ import annotations
@@ -48,12 +49,27 @@ def streams(problem: GemmProblem, schedulers: Sequence[TileScheduler]) -> dict[s
     return found
 
 
+def transposed_streams(problem: GemmProblem) -> dict[str, GemmSpec]:
+    """Returns kernels that have the rows on the tile's columns, one for each height of tiles."""
+    p = problem.transposed
+    tile_n = next((n for n in (16, 32, 48, 64) if n >= p.n), 64)
+    found = {}
+    for tile_m, k_bytes in ((64, 256), (128, 256), (256, 128)):
+        config = Config(tile_m, tile_n, k_bytes, short_boxes=True, evict_first="a")
+        if spec := filled_spec(config, ProblemType.of(p)):
+            found[f"{tile_m}x{tile_n}x{k_bytes // 2}-transposed"] = spec
+    return found
+
+
 def candidates(
-    problem: GemmProblem, schedulers: Sequence[TileScheduler]
+    problem: GemmProblem, schedulers: Sequence[TileScheduler], *, transposed: bool
 ) -> Iterator[tuple[str, GemmSpec]]:
     forced = dispatch.choose(problem, dispatch.H200, kernel_only=True).spec
     if forced is not None:
         yield "forced", forced
+        if transposed:
+            yield from transposed_streams(problem).items()
+            return
         if forced.short_boxes:
             yield "whole boxes", replace(forced, short_boxes=False)
     yield from streams(problem, schedulers).items()
@@ -66,6 +82,7 @@ def main() -> int:
     parser.add_argument("--build", type=Path, metavar="FOLDER")
     parser.add_argument("--rows", type=int, nargs="+", help="of A [all]")
     parser.add_argument("--schedulers", nargs="+", default=["static"])
+    parser.add_argument("--transposed", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -73,7 +90,8 @@ def main() -> int:
     if arguments.rows:
         problems = [problem for problem in problems if problem.m in arguments.rows]
     if arguments.build:
-        specs = (s for p in problems for _, s in candidates(p, arguments.schedulers))
+        options = {"schedulers": arguments.schedulers, "transposed": arguments.transposed}
+        specs = (s for p in problems for _, s in candidates(p, **options))
         report = cubin.build(list(dict.fromkeys(specs)), folder=arguments.build)
         print(report)
         return 1 if report.failures else 0
@@ -87,7 +105,8 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> int:
         inputs = benchmark.random_inputs(problem)
         functions = {"xla": benchmark.MAKERS["xla"](problem, inputs)}
         by_spec: dict[GemmSpec, str] = {}
-        for name, spec in candidates(problem, arguments.schedulers):
+        found = candidates(problem, arguments.schedulers, transposed=arguments.transposed)
+        for name, spec in found:
             if spec in by_spec:  # timed once
                 continue
             by_spec[spec] = name

@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from jax_hopper_gemm.dispatch import H200, choose
+from jax_hopper_gemm.dispatch import H200
+from jax_hopper_gemm.dispatch.candidates import surveyed_specs
 from jax_hopper_gemm.dispatch.model import best_kernel
 from jax_hopper_gemm.dispatch.table import packaged_table
 from jax_hopper_gemm.dispatch.xla import FITS, features, is_surveyed
 from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import ProblemType
 
 SURVEYS = sorted((Path(__file__).parent / "data").glob("h200_survey_*.json"))
 FOLDS = 10
@@ -38,10 +40,10 @@ def surveyed(document: dict[str, Any]) -> Iterator[Measured]:
         problem = GemmProblem.dense(
             row["m"], row["n"], row["k"], a_major=row["a_major"], b_major=row["b_major"]
         )
-        chosen = choose(problem, H200, kernel_only=True).spec
+        chosen, _ = best_kernel(problem, H200, surveyed_specs(ProblemType.of(problem)))
         names = [document["names"][i] for i in row["kernels"]]
-        if chosen and chosen.name in names:
-            yield problem, row["xla_us"] / row["us"][names.index(chosen.name)]
+        if chosen and chosen.spec.name in names:
+            yield problem, row["xla_us"] / row["us"][names.index(chosen.spec.name)]
 
 
 def tabled() -> Iterator[Measured]:
@@ -96,7 +98,7 @@ def main() -> int:
     ratios = np.array([ratio for _, ratio in measured])
     rows = []
     for problem, _ in measured:
-        best, _ = best_kernel(problem, H200)
+        best, _ = best_kernel(problem, H200, surveyed_specs(ProblemType.of(problem)))
         assert best
         rows.append(features(problem, best.cost))
     found = np.array(rows)

@@ -18,7 +18,7 @@ from jax_hopper_gemm.dispatch import (
     problem_violations,
     table_specs,
 )
-from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs
+from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs, surveyed_specs
 from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, RASTER_ORDERS
 from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate, memory_bytes, roofline_ns
 from jax_hopper_gemm.dispatch.layout_legality import MAX_EXTENT
@@ -413,8 +413,10 @@ def test_k_is_split_where_that_was_the_fastest(m, n, k, a_major, tile, cluster, 
     """Each expected kernel was the fastest of those that `benchmarks/split_k.py` timed, or 0.2 %
     slower.
     """
-    spec = choose(GemmProblem.dense(m, n, k, a_major=a_major), H200, kernel_only=True).spec
-    assert spec is not None and spec.split_k == splits
+    problem = GemmProblem.dense(m, n, k, a_major=a_major)
+    best, _ = best_kernel(problem, H200, surveyed_specs(ProblemType.of(problem)))
+    assert best and best.spec.split_k == splits
+    spec = best.spec
     assert (spec.tile_m, spec.tile_n) == tile
     assert (spec.cluster_m, spec.cluster_n, spec.warp_schedule) == (*cluster, "cooperative")
 

@@ -28,7 +28,9 @@ GROUPED = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256, group
 def indexed(function, *shapes, index=INDEX):
     """Returns which operand of each kernel of a function is one of a stack."""
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    return [spec.indexed for spec in specs_of(function, *arrays, index)]
+    exchanged = {"a": "b", "b": "a", None: None}  # where a kernel computes D's transpose
+    specs = specs_of(function, *arrays, index)
+    return [s.indexed if s.d_major == "n" else exchanged[s.indexed] for s in specs]
 
 
 READ = {

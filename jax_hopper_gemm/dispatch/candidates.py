@@ -27,6 +27,8 @@ from .configs import (
     PROMOTED_CONFIGS,
     RASTER_ORDERS,
     SIMT_CONFIGS,
+    SMALL_N_CONFIGS,
+    TRANSPOSED_CONFIGS,
     WHOLE_ROW_CONFIGS,
     Config,
     tuner_configs,
@@ -45,6 +47,10 @@ MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory
 # Dtypes of operands and results. Kernels of others are built when they are first needed.
 BUILT_AHEAD = tuple(product(HALVES, RESULTS))
 
+# Elements of D's smaller side, up to which tiles' columns in steps of 16, on either side of D, make
+# a difference: three of the widest tiles.
+SMALL_SIDE = 768
+
 LARGE_TILE = 128 * 192  # elements of D: those whose CTAs must not wait for one another
 
 AXES: tuple[VarlenAxis | None, ...] = (None, "m", "k")
@@ -54,11 +60,26 @@ B_MAJORS: tuple[Major, ...] = ("n", "k")
 
 @lru_cache(maxsize=1024)
 def model_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
-    """Returns the kernels that the cost model chooses among."""
+    """Returns the kernels of a type that the cost model may choose."""
     considered, epilogue = _configs(problem_type), problem_type.epilogue
     if epilogue and epilogue.needs_whole_rows:
         considered += WHOLE_ROW_CONFIGS[problem_type.grouped]
     return _legal(considered, problem_type)
+
+
+def types_of(problem: GemmProblem) -> list[ProblemType]:
+    """Returns the types of kernels that a problem is worth: its own, and that of its transpose."""
+    sides, small = [problem], min(problem.m, problem.n) <= SMALL_SIDE
+    if small and problem.has_like_sides and not problem_violations(problem.transposed):
+        sides.append(problem.transposed)
+    return [ProblemType.of(side) for side in sides]
+
+
+def considered_specs(problem: GemmProblem) -> list[GemmSpec]:
+    """Returns the kernels that the cost model chooses among for a problem."""
+    if min(problem.m, problem.n) > SMALL_SIDE:
+        return list(surveyed_specs(ProblemType.of(problem)))
+    return [spec for kind in types_of(problem) for spec in model_specs(kind)]
 
 
 @lru_cache(maxsize=64)
@@ -76,8 +97,23 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
         return PARTS_CONFIGS[problem_type.grouped]
     if converts(problem_type.a_dtype, problem_type.b_dtype):
         return CONVERTED_CONFIGS
+    if problem_type.d_major == "m":
+        return TRANSPOSED_CONFIGS
     configs = CONFIGS[problem_type.grouped, problem_type.gathered is not None]
-    return configs + PROMOTED_CONFIGS if problem_type.promoted else configs
+    if problem_type.promoted:
+        return configs + PROMOTED_CONFIGS
+    return configs + SMALL_N_CONFIGS if _has_small_sides(problem_type) else configs
+
+
+def _has_small_sides(problem_type: ProblemType) -> bool:
+    """Whether there are kernels for a small side of D: those of 16 bits have been measured."""
+    return problem_type.grouped is None and problem_type.a_dtype in HALVES
+
+
+def surveyed_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
+    """Returns the kernels, among those of the model, beside which XLA's time was fitted."""
+    more = set(_legal(SMALL_N_CONFIGS, problem_type)) if _has_small_sides(problem_type) else set()
+    return tuple(spec for spec in model_specs(problem_type) if spec not in more)
 
 
 def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[GemmSpec, ...]:
@@ -177,7 +213,7 @@ def legal_specs(problem: GemmProblem, device: Device) -> list[tuple[GemmSpec, Ra
     """Returns every kernel and order of tiles that the tuner may try on `problem`."""
     if device_violations(device) or problem_violations(problem):
         return []
-    specs = tuner_specs(ProblemType.of(problem))
+    specs = (spec for kind in types_of(problem) for spec in tuner_specs(kind))
     legal = (spec for spec in specs if not pairing_violations(problem, spec))
     legal = (s for s in legal if not s.split_k or k_split(problem, s, device.num_sms).ranges)
     return list(product(legal, RASTER_ORDERS))
@@ -210,7 +246,8 @@ def problem_types(
 ) -> list[ProblemType]:
     """Returns the types of legal problems with these dtypes, epilogue and grouped axis."""
     choices = product(A_MAJORS, B_MAJORS, (None, *GATHERABLE[axis]))
-    types = (ProblemType(dtype, dtype, d_dtype, a, b, graph, axis, rows) for a, b, rows in choices)
+    types = [ProblemType(dtype, dtype, d_dtype, a, b, graph, axis, rows) for a, b, rows in choices]
+    types += [replace(kind, epilogue=graph and graph.transposed, d_major="m") for kind in types]
     return [problem_type for problem_type in types if not any(type_violations(problem_type))]
 
 

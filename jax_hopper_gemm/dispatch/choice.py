@@ -66,8 +66,15 @@ def choose(problem: GemmProblem, device: Device, *, kernel_only: bool = False) -
     decision = _choose(whole, alone, kernel_only, tables_of(alone))
     if device.comm_overlap:
         decision = _for_overlap(whole, alone, decision)
-    spec = decision.spec and replace(decision.spec, indexed=problem.indexed)
-    return replace(decision, spec=spec)
+    return _of_stack(decision, problem)
+
+
+def _of_stack(decision: Decision, problem: GemmProblem) -> Decision:
+    """Returns a decision for the matrix of a stack that `problem` reads, if it does."""
+    if (spec := decision.spec) is None:
+        return decision
+    indexed = problem.as_stored(spec.d_major).indexed
+    return replace(decision, spec=replace(spec, indexed=indexed))
 
 
 def choose_invariant(problem: GemmProblem, device: Device, *, kernel_only: bool = True) -> Decision:
@@ -81,8 +88,7 @@ def choose_invariant(problem: GemmProblem, device: Device, *, kernel_only: bool 
     whole = replace(problem, indexed=None, stack=1)
     alone = replace(device, comm_overlap=False)
     decision = _choose_invariant(whole, alone, tables_of(alone))
-    spec = decision.spec and replace(decision.spec, indexed=problem.indexed)
-    return replace(decision, spec=spec)
+    return _of_stack(decision, problem)
 
 
 @lru_cache(maxsize=4096)
@@ -139,7 +145,7 @@ def _refilled(
         lost_us = (entry.kernel_us or 0.0) - (entry.xla_us or 0.0)
         if lost_us >= pass_us or not entry.kernel_us or not entry.xla_us:
             return Decision.xla(f"XLA is faster, and runs the epilogue: {plain}", table.source)
-    spec = refilled_spec(entry.spec, ProblemType.of(p))
+    spec = refilled_spec(entry.spec, ProblemType.of(p.as_stored(entry.spec.d_major)))
     if spec is None or pairing_violations(p, spec):
         return None
     loads_matrix = any(operand.kind == "matrix" for operand in p.graph.operands)
@@ -187,9 +193,10 @@ def _expectation(problem: GemmProblem, spec: GemmSpec, cost: Estimate, device: D
     waves = f"in {cost.waves} {'wave' if cost.waves == 1 else 'waves'}, {cost.occupancy:.0%} full"
     if spec.split_k:
         waves = _sharing(problem, spec, device)
+    transposed = " of D's transpose" if spec.d_major == "m" else ""
     reason = (
         f"expected {cost.ns / 1e3:.1f} us, bound by {cost.bound}: {cost.tiles} tiles of "
-        f"{spec.tile_m}x{spec.d_tile_n} {waves}"
+        f"{spec.tile_m}x{spec.d_tile_n}{transposed} {waves}"
     )
     if xla := beside_xla(problem, cost, device):
         reason += f"; {xla}"

@@ -93,7 +93,7 @@ def estimate(
     problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, device: Device
 ) -> Estimate:
     """Returns the expected cost of `spec`'s kernel on `problem`."""
-    p, s = problem, spec
+    p, s = problem.as_stored(spec.d_major), spec
     if s.simt_width:
         return _simt_estimate(p, s, raster_order, device)
     clusters, slots = _clusters(p, s), grid.max_clusters(s, device.num_sms)
@@ -172,6 +172,7 @@ class TileCycles:
 
 def tile_cycles(problem: GemmProblem, spec: GemmSpec, device: Device) -> TileCycles:
     """Returns the parts of `spec`'s expected cost on `problem`."""
+    problem = problem.as_stored(spec.d_major)
     active_sms = _active_sms(problem, spec, device)
     return TileCycles(
         k_tiles=ceil(_k_tiles(problem, spec)),
@@ -490,7 +491,7 @@ def _in_flight(
     These tiles form a rectangle: as wide as the walk's band, or several bands where a band is
     shorter than the wave.
     """
-    p, s = equal_groups(problem), spec
+    p, s = equal_groups(problem.as_stored(spec.d_major)), spec
     along, across = grid.cluster_grid(p, s)
     if raster_order.along == "n":
         along, across = across, along
@@ -512,7 +513,7 @@ def memory_bytes(
     Where A and B fit in L2, each is read once; else every wave reads its rows and columns
     again, but for an operand small enough to stay.
     """
-    p, s = equal_groups(problem), spec
+    p, s = equal_groups(problem.as_stored(spec.d_major)), spec
     row_a = p.k * s.a_itemsize
     row_b = DTYPES[s.b_dtype].nbytes(p.k * p.graph.accumulators)
     a_bytes, b_bytes = p.m * row_a, p.n * row_b

@@ -1,6 +1,7 @@
 """Kernels that compute a row with the same bits in every batch.
 
-An accumulator gets the products of a row and a column in the order of K, whatever tile it lies in,
+An accumulator gets the products of a row and a column in the order of K, whatever tile it lies in
+and whichever of the two lies on the tile's rows,
 unless K is split: then where it is split depends on the number of tiles. What an epilogue reduces
 along a row is cut by the tile's columns, in which a thread adds up an epilogue tile's. So kernels
 never split K here, and where they reduce along rows, tiles have the columns that are chosen for
@@ -13,8 +14,8 @@ from dataclasses import replace
 
 from ..gemm.epilogue_graph import ROW_REDUCTIONS, EpilogueGraph
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, ProblemType
-from .candidates import model_specs
+from ..gemm.spec import GemmSpec
+from .candidates import considered_specs
 from .device import Device
 from .model import best_kernel
 
@@ -30,10 +31,11 @@ def reduces_rows(graph: EpilogueGraph) -> bool:
 
 def invariant_specs(problem: GemmProblem, device: Device) -> list[GemmSpec]:
     """Returns the kernels among which `problem` may choose by its number of rows."""
-    specs = [spec for spec in model_specs(ProblemType.of(problem)) if not spec.split_k]
     if not reduces_rows(problem.graph):
-        return specs
-    best, _ = best_kernel(_with_rows(problem), device, specs)
+        return [spec for spec in considered_specs(problem) if not spec.split_k]
+    typical = _with_rows(problem)
+    specs = [spec for spec in considered_specs(typical) if not spec.split_k]
+    best, _ = best_kernel(typical, device, specs)
     if best is None:
         return []
     return [spec for spec in specs if _columns(spec) == _columns(best.spec)]

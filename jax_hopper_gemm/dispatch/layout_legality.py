@@ -101,8 +101,9 @@ def _result_violations(problem: GemmProblem) -> list[str]:
         reasons += _matrix_violations("D", layout, extents, strides, dtype)
     if all(result.planes > 1 for result in p.graph.matrices):  # where D lies does not matter
         return reasons
-    if p.m > 1 and p.d.leading_stride < p.n:
-        reasons.append(f"D's rows of {p.n} elements are {p.d.leading_stride} apart and overlap")
+    lines, length = (p.m, p.n) if p.d.major == "n" else (p.n, p.m)
+    if lines > 1 and p.d.leading_stride < length:
+        reasons.append(f"D's lines of {length} elements are {p.d.leading_stride} apart and overlap")
     if 0 in batch_strides(p, p.d, batches):
         reasons.append(
             f"D has batch stride 0, so its {batches} matrices would overwrite each other"
@@ -114,7 +115,7 @@ def _operand_violations(
     name: str, operand: Operand, layout: MatrixLayout, problem: GemmProblem
 ) -> list[str]:
     p, itemsize = problem, DTYPES[operand.dtype].itemsize
-    major = {"matrix": "n", "row": "n", "column": "m"}.get(operand.kind, layout.major)
+    major = {"matrix": p.d.major, "row": "n", "column": "m"}.get(operand.kind, layout.major)
     if layout.major != major:
         return [f"{name}, a {operand.kind}, has major {layout.major!r}, not {major!r}: copy it"]
     batches = p.l

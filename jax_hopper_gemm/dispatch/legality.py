@@ -82,7 +82,7 @@ def problem_violations(problem: GemmProblem) -> list[str]:
 
 def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
     """Returns why the kernel of `spec` cannot run `problem`; each is taken to be legal alone."""
-    p, reasons = problem, []
+    p, reasons = problem.as_stored(spec.d_major), []
     compiled, needed = ProblemType.of_spec(spec), ProblemType.of(p)
     for field in (f.name for f in fields(ProblemType) if f.name != "epilogue"):
         has, needs = getattr(compiled, field), getattr(needed, field)
@@ -135,8 +135,6 @@ def _shape_violations(problem: GemmProblem) -> Iterator[str]:
             f"K is {p.k}: sums of int8 may leave int32 from K={MAX_INT8_K}, where tensor cores "
             "saturate: split the product"
         )
-    if p.d.major != "n":
-        yield f"D has major {p.d.major!r}, not 'n'"
 
 
 def _stack_violations(problem: GemmProblem) -> Iterator[str]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import ROW_REDUCTIONS
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, ProblemType
-from .candidates import model_specs
+from .candidates import considered_specs, surveyed_specs
 from .configs import RASTER_ORDERS
 from .cost import (
     LAUNCH_NS,
@@ -59,7 +60,7 @@ def best_kernel(
     Where `candidates` is None, they are all that the model may choose.
     """
     if candidates is None:
-        candidates = model_specs(ProblemType.of(problem))
+        candidates = considered_specs(problem)
     legal, reasons = _legal(problem, device, candidates)
     if not legal:
         return None, reasons
@@ -100,7 +101,8 @@ def _is_too_tall(problem: GemmProblem, spec: GemmSpec) -> bool:
 
 def _is_a_stream(problem: GemmProblem, spec: GemmSpec) -> bool:
     """Whether a kernel for one row or column of tiles would run several of both."""
-    return spec.short_boxes and problem.m > spec.tile_m and problem.n > spec.d_tile_n
+    p = problem.as_stored(spec.d_major)
+    return spec.short_boxes and p.m > spec.tile_m and p.n > spec.d_tile_n
 
 
 def _rough_cost(problem: GemmProblem, spec: GemmSpec, device: Device) -> Estimate:
@@ -129,8 +131,8 @@ def without_epilogue(problem: GemmProblem) -> GemmProblem:
 
 def lags(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
     """Plain products that the fit expects XLA to be faster at."""
-    fit = fit_for(problem, device)
-    if fit is None or fit.ratio(features(problem, best)) >= 1:
+    xla_ns = expected_xla_ns(problem, device)
+    if xla_ns is None or xla_ns >= best.ns:
         return None
     us = best.ns / 1e3
     return f"our best kernel is expected to take {us:.1f} us, {beside_xla(problem, best, device)}"
@@ -138,13 +140,24 @@ def lags(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
 
 def beside_xla(problem: GemmProblem, best: Estimate, device: Device) -> str:
     """Returns what the fit expects of XLA, beside an expected time of ours; "" without a fit."""
-    if (fit := fit_for(problem, device)) is None:
+    fit, xla_ns = fit_for(problem, device), expected_xla_ns(problem, device)
+    if fit is None or xla_ns is None:
         return ""
-    ratio = fit.ratio(features(problem, best))
     return (
-        f"XLA {ratio:.2f} times that ({fit.products} products measured; of others that ratio errs "
-        f"by {fit.error:.0%})"
+        f"XLA {xla_ns / best.ns:.2f} times that ({fit.products} products measured; of others that "
+        f"ratio errs by {fit.error:.0%})"
     )
+
+
+@lru_cache(maxsize=4096)
+def expected_xla_ns(problem: GemmProblem, device: Device) -> float | None:
+    """Returns XLA's time as the fit expects it; None without a fit, or a kernel to compare with.
+
+    What was fitted is its ratio to the time of our best kernel of `surveyed_specs`.
+    """
+    fit = fit_for(problem, device)
+    best, _ = best_kernel(problem, device, surveyed_specs(ProblemType.of(problem)))
+    return fit.ratio(features(problem, best.cost)) * best.cost.ns if fit and best else None
 
 
 def thin(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
@@ -212,13 +225,12 @@ def two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -
     best, _ = best_kernel(plain, device)
     if best is None:
         return None
-    fit = fit_for(plain, device)
-    ratio = fit.ratio(features(plain, best.cost)) if fit else 1.0
+    product_ns = expected_xla_ns(plain, device) or best.cost.ns
     elements = p.l * p.m * p.n
     moved = elements * (p.element_bytes + p.graph.accumulators * DTYPES[p.d_dtype].itemsize)
     statistics = sum(node.op in ROW_REDUCTIONS for node in p.graph.nodes)
     kernels = 1 + statistics + len(p.graph.reductions)
-    two_steps = ratio * best.cost.ns + kernels * LAUNCH_NS + moved / MEMORY_BYTES_PER_NS
+    two_steps = product_ns + kernels * LAUNCH_NS + moved / MEMORY_BYTES_PER_NS
     if cost.ns <= two_steps:
         return None
     return (

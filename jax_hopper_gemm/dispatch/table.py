@@ -33,7 +33,7 @@ from typing import Any, Literal, cast
 
 from ..gemm.legality import violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
-from ..gemm.spec import GemmSpec, RasterOrder
+from ..gemm.spec import GemmSpec, ProblemType, RasterOrder
 from .device import Device
 from .legality import pairing_violations
 
@@ -200,7 +200,10 @@ _OMITTED = {
     "b_block", "bf16_terms", "k_group", "simt_width",
 }  # fmt: skip
 # Fields that a kernel has where they are not the default, and their types.
-_OPTIONAL: dict[str, type] = {"short_boxes": bool, "evict_first": str, "split_k": bool}
+_OPTIONAL: dict[str, type] = {
+    "short_boxes": bool, "evict_first": str, "split_k": bool, "d_major": str,
+}  # fmt: skip
+_DEFAULTS = {field.name: field.default for field in fields(GemmSpec)}
 _SPEC_FIELDS = {f.name for f in fields(GemmSpec)} - _KEY_FIELDS - _OMITTED - _OPTIONAL.keys()
 _ENTRY_FIELDS = _KEY_FIELDS | {"prefer", "kernel", "raster_order", "kernel_us", "xla_us"}
 
@@ -213,7 +216,8 @@ def _order(key: Key) -> tuple:
 def _row(entry: Entry) -> dict[str, Any]:
     key = {name: value for name, value in vars(entry.key).items() if value is not None}
     kernel = {name: value for name, value in vars(entry.spec).items() if name in _SPEC_FIELDS}
-    kernel |= {name: value for name in _OPTIONAL if (value := getattr(entry.spec, name))}
+    named = ((name, getattr(entry.spec, name)) for name in _OPTIONAL)
+    kernel |= {name: value for name, value in named if value != _DEFAULTS[name]}
     return {
         **key,
         "prefer": entry.prefer,
@@ -244,10 +248,8 @@ def _entry(row: Any) -> Entry:
     for name, value in kernel.items():
         policy = str if name in ("warp_schedule", "tile_scheduler") else int
         _expect(value, _OPTIONAL.get(name, policy), name)
-    spec = GemmSpec(
-        key.a_dtype, key.b_dtype, key.d_dtype, key.a_major, key.b_major, **kernel,
-        grouped=key.grouped,
-    )  # fmt: skip
+    as_run = key.problem().as_stored(kernel.get("d_major", "n"))
+    spec = GemmSpec(**vars(ProblemType.of(as_run)) | kernel)
     if reasons := violations(spec) or pairing_violations(key.problem(), spec):
         raise _Bad("no kernel runs it: " + "; ".join(reasons))
     times = {name: _microseconds(row[name], name) for name in ("kernel_us", "xla_us")}

@@ -59,7 +59,8 @@ def variants(problem: GemmProblem, device: Device, candidate: Candidate) -> list
 def _shape(spec: GemmSpec) -> tuple:
     s = spec
     tile = (s.tile_m, s.tile_n, s.tile_k)
-    return (*tile, s.cluster_m, s.cluster_n, s.warp_schedule, s.short_boxes, s.split_k)
+    cluster = s.cluster_m, s.cluster_n
+    return (*tile, *cluster, s.warp_schedule, s.short_boxes, s.split_k, s.d_major)
 
 
 def _details(candidate: Candidate) -> tuple:

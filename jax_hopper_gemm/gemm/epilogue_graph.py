@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 # How an operand varies over a matrix of D: not at all, along N, along M, or along both.
@@ -150,6 +150,13 @@ class EpilogueGraph:
     def needs_extents(self) -> bool:
         """Whether the kernel must know M and N: elements outside D count in no reduction."""
         return self.needs_whole_rows or bool(self.reductions)
+
+    @property
+    def transposed(self) -> EpilogueGraph:
+        """The same of D's transpose: rows and columns exchange roles. Of matrices alone."""
+        exchanged: dict[OperandKind, OperandKind] = {"row": "column", "column": "row"}
+        operands = (replace(o, kind=exchanged.get(o.kind, o.kind)) for o in self.operands)
+        return replace(self, operands=tuple(operands))
 
     @property
     def label(self) -> str:

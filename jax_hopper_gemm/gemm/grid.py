@@ -19,10 +19,11 @@ WRAP_BYTES = 2**34  # times SPAN_EXTENT: 2**64, where addresses wrap around
 
 
 def cluster_grid(problem: GemmProblem, spec: GemmSpec) -> tuple[int, int]:
-    """Returns the clusters' tiles along M and N of one matrix, as if no axis were grouped."""
+    """Returns the clusters' tiles along the kernel's M and N, as if no axis were grouped."""
+    p = problem.as_stored(spec.d_major)
     return (
-        ceil_div(problem.m, spec.tile_m * spec.raster_m),
-        ceil_div(problem.n, spec.d_tile_n * spec.raster_n),
+        ceil_div(p.m, spec.tile_m * spec.raster_m),
+        ceil_div(p.n, spec.d_tile_n * spec.raster_n),
     )
 
 
@@ -141,12 +142,12 @@ def result_shapes(problem: GemmProblem, spec: GemmSpec) -> list[tuple[tuple[int,
 
 
 def loaded_rows(problem: GemmProblem, spec: GemmSpec) -> tuple[int, int]:
-    """Returns the rows of A and of one B that a stage gets: a tile's, unless there are fewer.
+    """Returns the rows of the kernel's A and of one B that a stage gets: a tile's, if there are.
 
     wgmma reads all of the tile's. The others belong to rows and columns past the end of D, which
     are neither stored nor reduced, so they may hold anything.
     """
-    p, s = problem, spec
+    p, s = problem.as_stored(spec.d_major), spec
     rows_a, rows_b = s.tile_m, s.d_tile_n
     if s.short_boxes:
         rows_a = min(rows_a, p.m) if s.a_major == "k" else rows_a

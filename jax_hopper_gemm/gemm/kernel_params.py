@@ -227,7 +227,7 @@ def _scales_of_b(spec: GemmSpec, name: str) -> KernelParam:
 def _result(spec: GemmSpec, i: int, result: Result) -> KernelParam:
     if result.kind == "matrix":
         modes = "mn" + _last(spec, "m")
-        return KernelParam(f"d{i}", "tensor_map", result.dtype, modes, "n")
+        return KernelParam(f"d{i}", "tensor_map", result.dtype, modes, spec.d_major)
     return _pointer(f"d{i}", "int32" if result.kind == "top_k_indices" else "float32")
 
 
@@ -237,7 +237,7 @@ def _operand(
     if operand.kind == "scalar":
         return _pointer(f"c{i}", "float32"), _number(f"c{i}_batch_stride")
     modes = {"matrix": "mn", "row": "n", "column": "m"}[operand.kind] + _batch(spec)
-    contiguous = "m" if operand.kind == "column" else "n"
+    contiguous = {"matrix": spec.d_major, "row": "n", "column": "m"}[operand.kind]
     return KernelParam(f"c{i}", "tensor_map", operand.dtype, modes, contiguous)
 
 

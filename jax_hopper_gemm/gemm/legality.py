@@ -13,6 +13,7 @@ from . import simt
 from .bf16_parts import BLOCK_N, PRESETS, TILE_K
 from .dtypes import (
     DTYPES,
+    HALVES,
     OPERANDS,
     QUANTIZED,
     RESULTS,
@@ -147,6 +148,8 @@ def type_violations(t: ProblemType) -> Iterator[str]:
         results = t.epilogue.results if t.epilogue else ()
         for kind in sorted({r.kind for r in results} & {"column_sum", "max"}):
             yield f"a {kind} of rows that are cut into groups: leave it to XLA"
+    if t.d_major != "n":
+        yield from _transposed_violations(t)
     if t.grouped == "k" and (t.a_major, t.b_major) != ("m", "n"):
         yield (
             "K is cut into groups, so A must be stored (K, M) and B (K, N): copy what is stored "
@@ -184,6 +187,25 @@ def _conversion_violations(t: ProblemType) -> Iterator[str]:
             yield f"a {kind} of a product whose B is converted: leave it to XLA"
     if t.epilogue and t.epilogue.row_nodes:
         yield "statistics of rows of a product whose B is converted: leave them to XLA"
+
+
+def _transposed_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why no kernel stores D along M."""
+    if t.d_major != "m":
+        yield f"D has major {t.d_major!r}, not 'm' or 'n'"
+    others = {
+        "groups": t.grouped, "bfloat16 parts": t.bf16_terms, "FMA units": t.simt_width,
+        "promoted sums": t.promoted, "two B's": t.epilogue and t.epilogue.accumulators > 1,
+        f"operands of {t.a_dtype} and {t.b_dtype}": {t.a_dtype, t.b_dtype} - set(HALVES),
+        "reductions": t.epilogue and t.epilogue.needs_extents,
+    }  # fmt: skip
+    for name, there in others.items():
+        if there:
+            yield f"kernels that store D along M have no code for {name}"
+    arrays = [*t.epilogue.matrices, *t.epilogue.operands] if t.epilogue else []
+    for array in arrays:
+        if array.kind == "matrix" and DTYPES[array.dtype].itemsize == 1:
+            yield f"a thread has no two neighbours of {array.dtype} where D is stored along M"
 
 
 def _simt_type_violations(t: ProblemType) -> Iterator[str]:

@@ -28,6 +28,12 @@ class MatrixLayout:
     batch_stride: int = 0  # between matrices of the batch; 0 when all share one matrix
     outer_strides: tuple[int, ...] = ()  # of a nested batch, along its `GemmProblem.outer` axes
 
+    @property
+    def transposed(self) -> MatrixLayout:
+        """The layout of the transposed matrices, which lie where these do."""
+        names: dict[Major, Major] = {"m": "n", "n": "m", "k": "k"}
+        return replace(self, major=names[self.major])
+
 
 @dataclass(frozen=True)
 class BlockScales:
@@ -50,6 +56,10 @@ class GemmProblem:
 
     With an epilogue D is what that makes of the sum. A gated product has two B's of one layout,
     gate and up, and so two sums for each element of D.
+
+    D's transpose is a product, too, whose D lies along M (`transposed`). Lowering describes D along
+    N; some kernels compute its transpose, and what takes a problem and a kernel takes the problem
+    either way round (`as_stored`).
     """
 
     m: int
@@ -61,10 +71,10 @@ class GemmProblem:
     d_dtype: str  # that of the first matrix of the results
     a: MatrixLayout  # major "k" (stored (M, K)) or "m" (stored (K, M))
     b: MatrixLayout  # major "n" (stored (K, N)) or "k" (stored (N, K))
-    d: MatrixLayout  # major "n"
+    d: MatrixLayout  # major "n" (stored (M, N)), or "m" (stored (N, M))
     epilogue: EpilogueGraph | None = None  # None: D is the sum as `d_dtype`
-    # Those of the epilogue, in order. Of a matrix (major "n") all counts; of a row (major "n") and
-    # a column (major "m"), contiguous, and of a scalar only the batch stride.
+    # Those of the epilogue, in order. Of a matrix (major as D's) all counts; of a row (major "n")
+    # and a column (major "m"), contiguous, and of a scalar only the batch stride.
     operands: tuple[MatrixLayout, ...] = ()
     up_offset: int | None = None  # of two B's in one array, elements from gate to up
     groups: GroupedAxis | None = None
@@ -121,6 +131,30 @@ class GemmProblem:
     def graph(self) -> EpilogueGraph:
         """The epilogue; where there is none, the graph that says so."""
         return self.epilogue or plain_graph(self.d_dtype)
+
+    @property
+    def transposed(self) -> GemmProblem:
+        """The same product as that of its transposes, B^T A^T = D^T; no array moves."""
+        assert self.has_like_sides, self
+        p = self
+        others: dict[str | None, Literal["a", "b"]] = {"a": "b", "b": "a"}
+        return replace(
+            p, m=p.n, n=p.m, a_dtype=p.b_dtype, b_dtype=p.a_dtype,
+            a=p.b.transposed, b=p.a.transposed, d=p.d.transposed,
+            epilogue=p.epilogue and p.epilogue.transposed,
+            operands=tuple(layout.transposed for layout in p.operands),
+            indexed=others.get(p.indexed),
+        )  # fmt: skip
+
+    @property
+    def has_like_sides(self) -> bool:
+        """Whether A and B may exchange roles: not with groups, two B's, scales or reductions."""
+        p = self
+        return not (p.groups or p.gated or p.a_scales or p.k_group or p.graph.needs_extents)
+
+    def as_stored(self, d_major: Major) -> GemmProblem:
+        """Returns the problem, or its transpose if D then lies along `d_major`."""
+        return self if self.d.major == d_major or not self.has_like_sides else self.transposed
 
     @property
     def gated(self) -> bool:

@@ -112,6 +112,7 @@ class GemmSpec:
     # lines of M or N: 4, or 1 where these are no multiples of 16 bytes; 0: tensor cores do. Of such
     # kernels (`simt`) the warp schedule, `cluster` and `epi` fields mean nothing.
     simt_width: int = 0
+    d_major: Major = "n"  # or "m": D, and matrices that the epilogue reads, are stored (N, M)
 
     @property
     def graph(self) -> EpilogueGraph:
@@ -352,7 +353,7 @@ class GemmSpec:
 
     def epi_box(self, dtype: str) -> TmaBox:
         """Returns the box of an epilogue tile: D's, another result's, an operand's."""
-        return _box(True, EPI_TILE_M, self.epi_tile_n, 1, dtype)
+        return _box(self.d_major == "n", EPI_TILE_M, self.epi_tile_n, 1, dtype)
 
     @property
     def name(self) -> str:
@@ -381,6 +382,8 @@ class GemmSpec:
             kind += f"_simt{self.simt_width}"
         if self.rounds_operands:
             kind += f"_{DTYPES[self.a_dtype].mma}"
+        if self.d_major == "m":
+            kind += "_transposed"
         return (
             f"jhg_{kind}_{dtypes}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
@@ -433,6 +436,7 @@ class ProblemType:
     bf16_terms: int = 0
     k_group: int = 0
     simt_width: int = 0
+    d_major: Major = "n"
 
     @classmethod
     def of(cls, problem: GemmProblem) -> ProblemType:
@@ -443,7 +447,7 @@ class ProblemType:
             p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
             p.indexed, p.promoted, p.a_scales.block if p.a_scales else 0,
             p.b_scales.block if p.b_scales else 0, bool(p.outer), p.bf16_terms, p.k_group,
-            p.simt_width,
+            p.simt_width, p.d.major,
         )  # fmt: skip
 
     @classmethod

@@ -165,7 +165,7 @@ class TmaCoords:
         tile = (s.d_tile_m, s.d_tile_n)
         if s.grouped == "m":
             return self._span(tile, True, 0, coords), (0, coords.n, 0, 0)
-        return self._tiles(tile, True), (coords.m, coords.n, *self._batch(coords))
+        return self._tiles(tile, s.d_major == "n"), (coords.m, coords.n, *self._batch(coords))
 
     def matrix(self, coords):
         """Returns tiles (bM, bN, ...) of an operand of the epilogue, and the index of this one."""
@@ -173,7 +173,7 @@ class TmaCoords:
         tile = (s.d_tile_m, s.d_tile_n)
         if s.grouped == "m":
             return self._tiles(tile, True, (coords.first, 0, 0)), (0, coords.n, 0)
-        return self._tiles(tile, True), (coords.m, coords.n, *self._batch(coords))
+        return self._tiles(tile, s.d_major == "n"), (coords.m, coords.n, *self._batch(coords))
 
     def row(self, coords):
         """Returns tiles (bN, ...) of an operand of the epilogue, and the index of this one."""

@@ -118,6 +118,9 @@ def make_plan(
     problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, num_sms: int
 ) -> LaunchPlan:
     """Returns the launch of `spec`'s kernel on `problem`, on a GPU with `num_sms` SMs."""
+    if problem.d.major != spec.d_major:  # the kernel computes D's transpose: its A is our B
+        plan = make_plan(problem.transposed, spec, raster_order, num_sms)
+        return replace(plan, params=tuple(map(_of_other_operand, plan.params)))
     raster: Raster | GroupRaster
     if problem.groups:
         raster = grid.group_raster(problem, spec, raster_order)
@@ -187,6 +190,13 @@ def _launch(
         workspaces=workspaces,
         first_workspace=first_workspace,
     )
+
+
+def _of_other_operand(param: Param) -> Param:
+    """Returns a parameter with A's buffer in place of B's, and B's in place of A's."""
+    if isinstance(param, Int32) or param.buffer > 1:
+        return param
+    return replace(param, buffer=1 - param.buffer)
 
 
 def _strided_params(problem: GemmProblem) -> dict[str, Param]:

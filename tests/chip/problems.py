@@ -24,6 +24,7 @@ from support.policies import (
     short_box_specs,
     split_specs,
     stacked_specs,
+    transposed_specs,
 )
 from support.reference import input_places
 
@@ -93,7 +94,8 @@ def kernels(tables: str) -> list[GemmSpec]:
     found = (
         *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(), *split_specs(),
         *epilogue_covering_specs(), *grouped_covering_specs(), *eight_bit_specs(),
-        *eight_bit_variants(), *block_specs(), *chosen_epilogue_specs(), *chosen,
+        *eight_bit_variants(), *block_specs(), *chosen_epilogue_specs(), *transposed_specs(),
+        *chosen,
     )  # fmt: skip
     return list(dict.fromkeys(found))
 
@@ -180,7 +182,7 @@ class Draw:
 
 def _kind(spec: GemmSpec) -> str:
     parts = ["dense" if not spec.epilogue else "gated" if spec.graph.accumulators == 2 else "fused"]
-    parts += ["8 bits"] * (ITEMSIZE[spec.a_dtype] == 1)
+    parts += ["8 bits"] * (ITEMSIZE[spec.a_dtype] == 1) + ["transposed"] * (spec.d_major == "m")
     parts += ["block scales"] * bool(spec.a_block) + ["split K"] * spec.split_k
     parts += ["nested batch"] * spec.nested + ["stack"] * bool(spec.indexed)
     return ", ".join(parts + ["short boxes"] * spec.short_boxes)

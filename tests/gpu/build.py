@@ -44,6 +44,7 @@ from support.invariant_programs import invariant_specs
 from support.mesh_programs import mesh_specs
 from support.operations import operation_specs
 from support.policies import (
+    along_n,
     block_specs,
     chosen_epilogue_specs,
     converted_specs,
@@ -59,6 +60,7 @@ from support.policies import (
     split_specs,
     stacked_specs,
     tf32_specs,
+    transposed_specs,
 )
 from support.programs import PROGRAMS
 from support.transformations import transformation_specs
@@ -89,6 +91,9 @@ def main() -> int:
     parser.add_argument(
         "--split", action="store_true", help="only those that split K, without a traced epilogue"
     )
+    parser.add_argument(
+        "--transposed", action="store_true", help="only those of test_transposed_kernels.py"
+    )
     parser.add_argument("--weights", action="store_true", help="only those that convert weights")
     parser.add_argument("--invariant", action="store_true", help="only those of test_row_bits.py")
     parser.add_argument("--float32", action="store_true", help="only those of float32 operands")
@@ -105,6 +110,12 @@ def main() -> int:
         specs = list(dict.fromkeys(converted()))
     elif arguments.split:
         specs = [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
+    elif arguments.transposed:
+        twins = (along_n(spec) for spec in transposed_specs())
+        specs = [
+            *transposed_specs(), *(spec for spec in twins if spec),
+            *(spec for spec in table_specs(H200) if spec.d_major == "m"),
+        ]  # fmt: skip
     elif arguments.sgemm:
         specs = sgemm.specs()
     elif arguments.float32:
@@ -142,6 +153,8 @@ def all_specs() -> list[GemmSpec]:
                 *short_box_specs(),
                 *nested_specs(),
                 *split_specs(),
+                *transposed_specs(),
+                *(spec for spec in map(along_n, transposed_specs()) if spec),
                 *epilogue_covering_specs(),
                 *chosen_epilogue_specs(),
                 *grouped_covering_specs(),

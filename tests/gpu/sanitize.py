@@ -32,6 +32,7 @@ from support.policies import (
     short_box_specs,
     split_specs,
     traits_of,
+    transposed_specs,
 )
 
 from jax_hopper_gemm.dispatch import table_specs
@@ -59,7 +60,7 @@ def main() -> int:
     else:
         specs = [*epilogue_covering_specs(), *covering_specs(), *table_specs(gpu.device)]
         if arguments.policies:
-            specs += [*split_specs(), *short_box_specs()]
+            specs += [*split_specs(), *short_box_specs(), *transposed_specs()]
         specs = [spec for spec in specs if not spec.grouped]
         check = check_plain
     if arguments.policies:

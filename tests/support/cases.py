@@ -244,15 +244,17 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
       place: function of (major, contiguous extent, other extent, batches, operand): its layout.
     """
     graph = spec.graph
-    along_n = [result.dtype for result in graph.matrices]
-    along_n += [o.dtype for o in graph.operands if o.kind in ("row", "matrix")]
+    along_d = [result.dtype for result in graph.matrices]
+    along_d += [o.dtype for o in graph.operands if o.kind == "matrix"]
+    along_n = [o.dtype for o in graph.operands if o.kind == "row"]
+    along_n += along_d if spec.d_major == "n" else []
     along_n += [spec.b_dtype] if spec.b_major == "n" else []
     narrowest = max(map(elements_of_line, along_n), default=1)
     if graph.needs_whole_rows:
         n = min(n, spec.d_tile_n - 5)
         n = max([n, *(result.k for result in graph.results)])  # of a top-k
     n = ceil_div(n, narrowest) * narrowest
-    if spec.a_major == "m":
+    if "m" in (spec.a_major, spec.d_major):
         m = _aligned(m, alignment(spec))
     if spec.tile_m < spec.d_tile_m:  # the kernel has one row of tiles
         m = min(m, spec.tile_m)
@@ -260,6 +262,7 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
         k = _aligned(k, alignment(spec))
     a = ("k", k, m) if spec.a_major == "k" else ("m", m, k)
     b = ("n", n, k) if spec.b_major == "n" else ("k", k, n)
+    d = ("n", n, m) if spec.d_major == "n" else ("m", m, n)
     placed_b, up_offset = place(*b, batches, "b"), None
     if graph.accumulators == 2 and (m + k) % 16 < 8:  # gate's and up's lines take turns in an array
         up_offset = placed_b.leading_stride
@@ -276,10 +279,10 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
         spec.d_dtype,
         a=place(*a, batches, "a"),
         b=placed_b,
-        d=place("n", n, m, batches, "d"),
+        d=place(*d, batches, "d"),
         epilogue=spec.epilogue,
         operands=tuple(
-            _operand_layout(i, operand.kind, m, n, batches)
+            _operand_layout(i, operand.kind, d, (m, n), batches)
             for i, operand in enumerate(graph.operands)
         ),
         up_offset=up_offset,
@@ -299,17 +302,24 @@ def _scales(block: int, lines: int, k: int, batches: int) -> BlockScales | None:
     return BlockScales(block, length, along_k * length if batches > 1 else 0)
 
 
-def _operand_layout(index: int, kind: str, m: int, n: int, batches: int) -> MatrixLayout:
+def _operand_layout(
+    index: int, kind: str, d: tuple[Major, int, int], extents: tuple[int, int], batches: int
+) -> MatrixLayout:
     """Returns where an operand of an epilogue lies; every other one is shared by the batch.
 
     Distances are multiples of 16 elements, of whatever dtype: masks have a byte each.
+
+    Args:
+      d: D's major, contiguous and other extent.
     """
     shared = batches == 1 or index % 2 == 1
     if kind == "scalar":
         return MatrixLayout("n", 0, 0 if shared else 3)
     if kind == "matrix":
-        line = ceil_div(n, 16) * 16 + 16
-        return MatrixLayout("n", line, 0 if shared else line * m + 16)
+        major, contiguous, other = d
+        line = ceil_div(contiguous, 16) * 16 + 16
+        return MatrixLayout(major, line, 0 if shared else line * other + 16)
+    m, n = extents
     extent = n if kind == "row" else m
     apart = 0 if shared else ceil_div(extent, 16) * 16 + 16
     return MatrixLayout("n" if kind == "row" else "m", 0, apart)

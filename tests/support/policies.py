@@ -51,6 +51,19 @@ EPILOGUE_CHOICES: dict[str, tuple] = {
     "epi_load_stages": (0, 2, 3, 4),
 }
 
+# The same of kernels that store D along M.
+TRANSPOSED_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, "d_major": ("m",)},
+    {
+        **EPILOGUE_CHOICES,
+        "d_major": ("m",),
+        "epilogue": (
+            "bias", "bias_gelu_saved", "bias_silu", "residual", "residual_float32", "alpha_beta",
+            "scaled_rows", "masked_vectors", "two_matrices",
+        ),
+    },
+)  # fmt: skip
+
 # The same of grouped products, by the axis: of plain ones and of those with an epilogue.
 _OF_ROWS = {
     "a_major": ("k",), "cluster": ((1, 1), (1, 2), (2, 1)),
@@ -221,6 +234,36 @@ def split_specs() -> tuple[GemmSpec, ...]:
 
 
 @cache
+def transposed_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns legal specs that store D along M in which each pair that any such spec has occurs,
+    and of some of them twins that split K, or have nested batches or short boxes."""
+    covering = [spec for choices in TRANSPOSED_CHOICES for spec in _covering(choices, seed)]
+    alone = [s for s in covering if s.cluster_size == 1 and "k" in (s.a_major, s.b_major)]
+    found = (
+        *covering,
+        *(replace(s, tile_scheduler="static", split_k=True) for s in covering[::3]),
+        *(replace(s, nested=True) for s in covering[1::6]),
+        *(replace(s, short_boxes=True, evict_first="a") for s in alone[::2]),
+        *(replace(s, indexed="b" if i % 2 else "a") for i, s in enumerate(covering[::9])),
+    )
+    return tuple(dict.fromkeys(spec for spec in found if not violations(spec)))
+
+
+def along_n(spec: GemmSpec) -> GemmSpec | None:
+    """Returns a kernel of another tile that stores along N what one of `transposed_specs` stores
+    along M, if it is plain or has an epilogue and no other trait."""
+    if spec.split_k or spec.nested or spec.indexed:
+        return None
+    majors = {"m": "n", "n": "m", "k": "k"}
+    return replace(
+        spec, d_major="n", a_major=majors[spec.b_major], b_major=majors[spec.a_major],
+        epilogue=spec.epilogue and spec.epilogue.transposed, tile_m=128, tile_n=64, tile_k=64,
+        cluster_m=1, cluster_n=1, warp_schedule="cooperative", tile_scheduler="static",
+        num_stages=3, epi_tile_n=32, epi_stages=2, short_boxes=False, evict_first=None,
+    )  # fmt: skip
+
+
+@cache
 def epilogue_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns legal specs with epilogues in which each pair that any such spec has occurs."""
     return _covering(EPILOGUE_CHOICES, seed)
@@ -307,8 +350,8 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
     pool = dict.fromkeys(
         (
             *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(),
-            *split_specs(), *epilogue_covering_specs(), *grouped_covering_specs(),
-            *chosen_epilogue_specs(), *table_specs(H200),
+            *split_specs(), *transposed_specs(), *epilogue_covering_specs(),
+            *grouped_covering_specs(), *chosen_epilogue_specs(), *table_specs(H200),
         )
     )  # fmt: skip
     return tuple(covering_subset(pool, shown_by_code))
@@ -334,7 +377,7 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
     fields = (
         "a_dtype", "b_dtype", "d_dtype", "tile_m", "tile_n", "tile_k", "warp_schedule",
         "tile_scheduler", "epi_tile_n", "indexed", "nested", "short_boxes", "evict_first",
-        "split_k",
+        "split_k", "d_major",
     )  # fmt: skip
     return [
         *((field, getattr(spec, field)) for field in fields),

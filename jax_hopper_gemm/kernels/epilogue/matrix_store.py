@@ -25,12 +25,20 @@ from ..dtypes import CUTE_DTYPE
 from .quantize import pack_pairs
 
 
-def staged_layout(dtype, columns, buffers):
-    """Returns the swizzled layout (64, columns, buffers) of row-major tiles."""
-    row_major = tensor_utils.LayoutEnum.ROW_MAJOR
-    kind = sm90.get_smem_layout_atom(row_major, dtype, columns)
+def stored_along(spec):
+    """Returns how D and matrices of the epilogue are stored."""
+    layouts = tensor_utils.LayoutEnum
+    return layouts.ROW_MAJOR if spec.d_major == "n" else layouts.COL_MAJOR
+
+
+def staged_layout(spec, dtype, buffers):
+    """Returns the swizzled layout (64, epi_tile_n, buffers) of tiles that lie as D does."""
+    columns, along = spec.epi_tile_n, stored_along(spec)
+    along_n = spec.d_major == "n"
+    kind = sm90.get_smem_layout_atom(along, dtype, columns if along_n else EPI_TILE_M)
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    return cute.tile_to_shape(atom, (EPI_TILE_M, columns, buffers), order=(0, 1, 2))
+    order = (0, 1, 2) if along_n else (1, 0, 2)
+    return cute.tile_to_shape(atom, (EPI_TILE_M, columns, buffers), order=order)
 
 
 def copy_by_accumulator(warpgroup_mma):
@@ -62,7 +70,7 @@ class StagedMatrix:
     def staged_layout(self):
         """Returns the layout (64, epi_tile_n, buffers) of all warpgroups' buffers."""
         buffers = self.spec.math_warpgroups * self.spec.epi_stages
-        return staged_layout(self.dtype, self.spec.epi_tile_n, buffers)
+        return staged_layout(self.spec, self.dtype, buffers)
 
     def make_tma_atom(self, mD):
         """Returns the tensor map of a result mD.
@@ -79,8 +87,7 @@ class StagedMatrix:
 
     def thread_view(self, tma_d, sD, by_acc, thread):
         """Returns one math thread's `StagingView`; `by_acc` is a `copy_by_accumulator`."""
-        row_major = tensor_utils.LayoutEnum.ROW_MAJOR
-        store = sm90.sm90_get_smem_store_op(row_major, self.dtype, Float32)
+        store = sm90.sm90_get_smem_store_op(stored_along(self.spec), self.dtype, Float32)
         if self.dtype.width == 8:  # a thread's two adjacent columns at once
             universal = cute.nvgpu.CopyUniversalOp()
             store = cute.make_copy_atom(universal, self.dtype, num_bits_per_copy=16)

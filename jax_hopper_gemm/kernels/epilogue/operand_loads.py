@@ -124,19 +124,21 @@ class LoadedMatrix(LoadedOperand):
 
     def staged_layout(self):
         """Returns the layout (64, epi_tile_n, buffers) of all warpgroups' slots."""
-        return staged_layout(self.dtype, self.spec.epi_tile_n, self.buffers)
+        return staged_layout(self.spec, self.dtype, self.buffers)
 
     def allocate(self, memory):
         return memory.tensor(self.dtype, self.staged_layout())  # (64, epi_tile_n, buffers)
 
     def thread_view(self, sC, by_acc, thread):
-        # A thread's two adjacent columns at once; for 16-bit elements ldmatrix brings four pairs.
+        # A thread's two adjacent columns at once, unless these are no neighbours in memory; for
+        # 16-bit elements ldmatrix brings four pairs.
+        along_n = self.spec.d_major == "n"
         if self.dtype.width == 16:
-            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(not along_n, 4), self.dtype)
         else:
-            pair = 2 * self.dtype.width
+            bits = (2 if along_n else 1) * self.dtype.width
             universal = cute.nvgpu.CopyUniversalOp()
-            atom = cute.make_copy_atom(universal, self.dtype, num_bits_per_copy=pair)
+            atom = cute.make_copy_atom(universal, self.dtype, num_bits_per_copy=bits)
         s2r = cute.make_tiled_copy_S(atom, by_acc)
         check_order(s2r.get_slice(0).partition_D, self.spec.epi_tile_n)
         thr_s2r = s2r.get_slice(thread)
