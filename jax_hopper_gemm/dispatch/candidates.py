@@ -25,6 +25,7 @@ from .configs import (
     CONVERTED_CONFIGS,
     PARTS_CONFIGS,
     PROMOTED_CONFIGS,
+    PROMOTED_K_CONFIGS,
     RASTER_ORDERS,
     SIMT_CONFIGS,
     WHOLE_ROW_CONFIGS,
@@ -77,7 +78,9 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
     if converts(problem_type.a_dtype, problem_type.b_dtype):
         return CONVERTED_CONFIGS
     configs = CONFIGS[problem_type.grouped, problem_type.gathered is not None]
-    return configs + PROMOTED_CONFIGS if problem_type.promoted else configs
+    if problem_type.promoted:
+        configs += PROMOTED_K_CONFIGS if problem_type.grouped == "k" else PROMOTED_CONFIGS
+    return configs
 
 
 def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[GemmSpec, ...]:

@@ -151,6 +151,12 @@ PROMOTED_CONFIGS = (
     Config(128, 160, cluster_m=2),
 )
 
+# Where groups along K differ in their k-tiles; and tiles for a scale of each column.
+PROMOTED_K_CONFIGS = (
+    Config(128, 192, cluster_m=2, tile_scheduler="dynamic"),
+    Config(128, 128, cluster_m=2, tile_scheduler="dynamic"),
+)
+
 # Of bfloat16 parts, by the grouped axis: 64 rows a warpgroup, as many columns as registers hold,
 # and no pingpong.
 PARTS_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {

@@ -149,7 +149,16 @@ def type_violations(t: ProblemType) -> Iterator[str]:
         results = t.epilogue.results if t.epilogue else ()
         for kind in sorted({r.kind for r in results} & {"column_sum", "max"}):
             yield f"a {kind} of rows that are cut into groups: leave it to XLA"
-    if t.grouped == "k" and (t.a_major, t.b_major) != ("m", "n"):
+    if t.grouped == "k":
+        yield from _varlen_k_violations(t)
+
+
+def _varlen_k_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why no kernel contracts groups of rows that lie as A and B have them."""
+    if t.a_dtype in OPERANDS and DTYPES[t.a_dtype].majors == ("k",):
+        if t.gathered:
+            yield f"rows of {t.a_dtype} are contracted, which lie along K: gather them beforehand"
+    elif (t.a_major, t.b_major) != ("m", "n"):
         yield (
             "K is cut into groups, so A must be stored (K, M) and B (K, N): copy what is stored "
             "otherwise"
@@ -221,7 +230,7 @@ def _block_violations(t: ProblemType) -> Iterator[str]:
         yield "a product with two B's has block scales: multiply one after the other"
     if t.nested:
         yield "blocks have scales, and the product has a nested batch: copy it"
-    if t.grouped and (t.grouped, t.a_block) != ("m", 1):
+    if t.grouped == "m" and t.a_block != 1:
         yield "groups begin within blocks of A: take blocks of one row, or copy it"
 
 
@@ -265,6 +274,8 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
             yield f"tile_k {s.tile_k} is not {row} or {2 * row}"
         elif s.promoted and s.tile_k != PROMOTION_K:
             yield f"tile_k {s.tile_k} of promoted accumulators is not {PROMOTION_K}"
+        elif s.grouped == "k" and not s.spans_k and s.tile_k != PROMOTION_K:
+            yield f"tile_k {s.tile_k}, but groups of K are multiples of {PROMOTION_K}"
     if s.bf16_terms:
         yield from _parts_violations(s)
     if s.split_k and s.tile_scheduler != "static":

@@ -142,11 +142,16 @@ class GemmProblem:
         ]
         return 1 if any(x % simt.VECTOR for x in distances) else simt.VECTOR
 
+    @property
+    def groups_k(self) -> bool:
+        """Whether K is cut into groups: A and B are one matrix each."""
+        return self.groups is not None and self.groups.axis == "k"
+
     def matrices(self, operand: Literal["a", "b"]) -> int:
         """Returns how many matrices of A, or of one B, there are to address."""
         if self.indexed == operand:
             return self.stack
-        alone = self.groups is not None and (operand == "a" or self.groups.axis == "k")
+        alone = self.groups is not None and (operand == "a" or self.groups_k)
         return 1 if alone else self.l
 
     def batch_axes(self, layout: MatrixLayout) -> list[tuple[int, int]]:

@@ -223,6 +223,11 @@ class GemmSpec:
         return 2 if self.paired else self.cluster_n
 
     @property
+    def spans_k(self) -> bool:
+        """Whether groups of K begin and end at any element; else at multiples of a k-tile."""
+        return self.grouped == "k" and self.a_major == "m"
+
+    @property
     def zero_fill_warp(self) -> bool:
         """Whether the matrices of empty groups are no tiles, but filled by a warp that does nothing
         else. With an epilogue they may hold more than zeros."""

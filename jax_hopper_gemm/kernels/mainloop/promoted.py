@@ -77,7 +77,6 @@ class TileScales:
     b: Any  # to the first of its columns, or for each block of columns
     a_stride: Any  # elements to the next k-tile's
     b_stride: Any
-    belongs: Any  # as in `TileCoords`
 
 
 class ScaledConsumer(PromotedConsumer):
@@ -92,8 +91,14 @@ class ScaledConsumer(PromotedConsumer):
         self.column_blocks = spec.tile_n // self.columns
 
     def multiply(self, view, ring, state, coords, on_issued):
-        located = replace(view, scales=self.locate(view, coords))
-        return super().multiply(located, ring, state, coords, on_issued)
+        scales = self.locate(view, coords)
+        located = replace(view, scales=scales)
+        state = super().multiply(located, ring, state, coords, on_issued)
+        counts = coords.filled if coords.belongs is None else coords.belongs
+        if counts is not None:  # zeros times scales that may be infinite or NaN
+            for v in range(cute.size(view.acc)):
+                view.acc[v] = Float32(select_(counts, view.acc[v], Float32(0.0)))
+        return state
 
     def locate(self, view, coords):
         """Returns the `TileScales` of a tile. What lies outside of D has the last one's."""
@@ -119,7 +124,7 @@ class ScaledConsumer(PromotedConsumer):
         return TileScales(
             a=tuple(tuple(self.at(of_a, a_batch, coords, x) for x in pair) for pair in lines),
             b=tuple(self.at(of_b, coords.batch, coords, x) for x in columns),
-            a_stride=of_a.k_stride, b_stride=of_b.k_stride, belongs=coords.belongs,
+            a_stride=of_a.k_stride, b_stride=of_b.k_stride,
         )  # fmt: skip
 
     def at(self, scales, batch, coords, line):
@@ -131,10 +136,6 @@ class ScaledConsumer(PromotedConsumer):
         """Returns those of a k-tile: of each 64-row block its rows', and those of the columns."""
         down, along = (k_tile * stride for stride in (scales.a_stride, scales.b_stride))
         rows = [[cute.arch.load(p + down, Float32) for p in pair] for pair in scales.a]
-        if scales.belongs is not None:  # rows of no group are 0, whatever their scales
-            rows = [
-                [Float32(select_(scales.belongs, x, Float32(0.0))) for x in pair] for pair in rows
-            ]
         if self.spec.b_block == 1:
             (first,) = scales.b
             offsets = [nth_column(0, i) for i in range(self.spec.tile_n // 4)]

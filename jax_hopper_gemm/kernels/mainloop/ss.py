@@ -77,7 +77,7 @@ class SharedConsumer:
                 state = self._accumulate(view, ring, state, k_tiles, 2, on_issued)
             else:
                 state = self._accumulate(view, ring, state, k_tiles, 1, on_issued)
-        elif cutlass.const_expr(self.spec.grouped == "k"):
+        elif cutlass.const_expr(self.spec.spans_k):
             last = coords.left - (coords.k_first + k_tiles - 1) * self.spec.tile_k
             state = self._accumulate(view, ring, state, k_tiles, blocks, on_issued, last)
         else:
