@@ -21,6 +21,7 @@ from ..gemm.spec import EPI_TILE_M
 from .warp import Warp
 
 OUTSIDE = 2 * MAX_LENGTH  # of every axis
+MIN_TILE = 16  # rows or columns
 
 
 class CtaInCluster(NamedTuple):
@@ -90,6 +91,11 @@ def _of_whole_k_tiles(spec, coords, length):
     return coords._replace(k_first=k_first, filled=coords.first < coords.end)
 
 
+def _if_filled(coords, tile):
+    """Returns a tile of A or B where its group has k-tiles, else one outside, of zeros."""
+    return select_(coords.filled, tile, Int32(OUTSIDE // MIN_TILE))
+
+
 @dataclass(frozen=True)
 class Tiles:
     """All roles of a CTA see the same sequence:
@@ -143,9 +149,8 @@ class TmaCoords:
         tile, k_contiguous = (s.tile_m, s.tile_k), s.a_major == "k"
         if s.spans_k:
             return self._span(tile, k_contiguous, 1, coords), (coords.m, None, 0, 0)
-        if s.grouped == "k":  # rows outside are zeros
-            m = select_(coords.filled, coords.m, Int32(OUTSIDE // s.tile_m))
-            return self._tiles(tile, k_contiguous), (m, None, 0)
+        if s.grouped == "k":
+            return self._tiles(tile, k_contiguous), (_if_filled(coords, coords.m), None, 0)
         if s.grouped == "m":
             first = select_(coords.belongs, coords.first, Int32(OUTSIDE))
             return self._tiles(tile, k_contiguous, (first, 0, 0)), (0, None, 0)
@@ -158,7 +163,7 @@ class TmaCoords:
         if s.spans_k:
             return self._span(tile, k_contiguous, 1, coords), (coords.n, None, 0, 0)
         if s.grouped == "k":
-            return self._tiles(tile, k_contiguous), (coords.n, None, 0)
+            return self._tiles(tile, k_contiguous), (_if_filled(coords, coords.n), None, 0)
         return self._tiles(tile, k_contiguous), (coords.n, None, *self._matrix_of_b(coords))
 
     def scales_of_b(self, coords):
