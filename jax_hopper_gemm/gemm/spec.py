@@ -190,8 +190,10 @@ class GemmSpec:
 
     @property
     def sum_columns(self) -> int:
-        """Columns of 64 rows that are summed before they are `promoted`: a piece of a tile, of which
-        one after the other takes the same registers."""
+        """Columns of 64 rows that are summed before they are `promoted`.
+
+        They are a piece of a tile; one after the other takes the same registers.
+        """
         return self.tile_n if self.tile_n <= MAX_SUM_COLUMNS else self.tile_n // 2
 
     @property
