@@ -46,6 +46,12 @@ SPECS = [
         E4M3, E4M3, "bfloat16", tile_n=128, promoted=True, a_block=1, b_block=128, grouped="m",
         tile_scheduler="dynamic",
     ),
+    spec_of(E4M3, E5M2, "bfloat16", tile_n=192, promoted=True, grouped="k"),
+    spec_of(E4M3, E4M3, "bfloat16", grouped="k", tile_scheduler="dynamic"),
+    spec_of(
+        E4M3, E4M3, "bfloat16", tile_n=128, promoted=True, a_block=1, b_block=1, grouped="k",
+        tile_scheduler="dynamic",
+    ),
     spec_of(INT8, INT8, "int32"),
     spec_of(INT8, INT8, "bfloat16", tile_n=192, warp_schedule="pingpong"),
     spec_of(INT8, INT8, "bfloat16", epilogue="scaled_rows_columns"),

@@ -25,6 +25,7 @@ from .configs import (
     CONVERTED_CONFIGS,
     PARTS_CONFIGS,
     PROMOTED_CONFIGS,
+    PROMOTED_K_CONFIGS,
     RASTER_ORDERS,
     SIMT_CONFIGS,
     SMALL_N_CONFIGS,
@@ -101,7 +102,9 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
         return TRANSPOSED_CONFIGS
     configs = CONFIGS[problem_type.grouped, problem_type.gathered is not None]
     if problem_type.promoted:
-        return configs + PROMOTED_CONFIGS
+        configs += PROMOTED_K_CONFIGS if problem_type.grouped == "k" else PROMOTED_CONFIGS
+        # While a warpgroup promotes its sums another one must multiply.
+        return tuple(c for c in configs if c.warp_schedule != "pingpong")
     return configs + SMALL_N_CONFIGS if _has_small_sides(problem_type) else configs
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..gemm.epilogue_graph import EpilogueGraph
-from ..gemm.groups import GROUP, GroupedAxis, gate_up_letter, is_varlen_k
+from ..gemm.groups import GROUP, VARLEN_K_T, GroupedAxis, gate_up_letter, is_varlen_k
 from ..gemm.problem import GemmProblem, Major, MatrixLayout
 from ..gemm.subscripts import Subscripts
 
@@ -343,6 +343,8 @@ def as_grouped_gemm(
     if groups.axis == "k":
         letter_of_rows, rows, contracted = "k", k, length
         a, b, d = MatrixLayout("m", k), MatrixLayout("n", n), MatrixLayout("n", n, k * n)
+        if subscripts == VARLEN_K_T:
+            a = b = MatrixLayout("k", length)
     else:
         letter_of_rows, rows, contracted = "m", length, k
         stride = compact_strides(subscripts.rhs, extents)

@@ -72,6 +72,7 @@ def _group_violations(problem: GemmProblem, groups: GroupedAxis) -> list[str]:
         lines = [
             (f"{name} is stored (K, {other})", layout.leading_stride, dtype)
             for name, other, layout, dtype in operands.values()
+            if layout.major != "k"
         ]
     else:
         strides = (2 * p.n if r.planes > 1 else p.d.leading_stride for r in p.graph.matrices)

@@ -5,15 +5,17 @@ negative size counts as 0, runs end where the axis ends, and what the sizes leav
 more run. A run belongs to a group, which has a matrix of its own, or to none. `Groups` is the rule
 that says which; `GroupedAxis` is that rule on an axis of a GEMM.
 
-Products of T rows ("tokens") in groups have three forms:
+Products of T rows ("tokens") in groups have four forms:
 
     VARLEN_M_KN  "mk,gkn->mn"  rows times their group's matrix of weights, stored (G, K, N)
     VARLEN_M_NK  "mk,gnk->mn"  the same, the weights stored (G, N, K)
     VARLEN_K     "mk,mn->gkn"  for each group, the product over its rows
+    VARLEN_K_T   "km,nm->gkn"  the same of transposes, as tensor cores read 8 bits
 
-The first two are each other's dgrad, and the third is their wgrad. Its GEMM contracts the rows, so
-there it is K that groups cut. The letters are always these, but for one of gate and up in weights
-that hold both.
+The first two are each other's dgrad, and the others are their wgrad. Its GEMM contracts the rows,
+so there it is K that groups cut. Of transposes TMA reads no box that begins or ends at any row: in
+the last form all runs are multiples of `PROMOTION_K` rows long, padded with zeros. The letters are
+always these, but for one of gate and up in weights that hold both.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from .subscripts import Subscripts
 VARLEN_M_KN = Subscripts.parse("mk,gkn->mn")
 VARLEN_M_NK = Subscripts.parse("mk,gnk->mn")
 VARLEN_K = Subscripts.parse("mk,mn->gkn")
-FORMS = (VARLEN_M_KN, VARLEN_M_NK, VARLEN_K)
+VARLEN_K_T = Subscripts.parse("km,nm->gkn")
+FORMS = (VARLEN_M_KN, VARLEN_M_NK, VARLEN_K, VARLEN_K_T)
 DGRAD = {VARLEN_M_KN: VARLEN_M_NK, VARLEN_M_NK: VARLEN_M_KN}  # by the form of the product
 GROUP = "g"  # letter of the groups
 

@@ -150,7 +150,16 @@ def type_violations(t: ProblemType) -> Iterator[str]:
             yield f"a {kind} of rows that are cut into groups: leave it to XLA"
     if t.d_major != "n":
         yield from _transposed_violations(t)
-    if t.grouped == "k" and (t.a_major, t.b_major) != ("m", "n"):
+    if t.grouped == "k":
+        yield from _varlen_k_violations(t)
+
+
+def _varlen_k_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why no kernel contracts groups of rows that lie as A and B have them."""
+    if t.a_dtype in OPERANDS and DTYPES[t.a_dtype].itemsize == 1:
+        if t.gathered:
+            yield f"rows of {t.a_dtype} are contracted, which lie along K: gather them beforehand"
+    elif (t.a_major, t.b_major) != ("m", "n"):
         yield (
             "K is cut into groups, so A must be stored (K, M) and B (K, N): copy what is stored "
             "otherwise"
@@ -241,7 +250,7 @@ def _block_violations(t: ProblemType) -> Iterator[str]:
         yield "a product with two B's has block scales: multiply one after the other"
     if t.nested:
         yield "blocks have scales, and the product has a nested batch: copy it"
-    if t.grouped and (t.grouped, t.a_block) != ("m", 1):
+    if t.grouped == "m" and t.a_block != 1:
         yield "groups begin within blocks of A: take blocks of one row, or copy it"
 
 
@@ -288,6 +297,8 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
             yield f"tile_k {s.tile_k} is not {one_of(tuple(map(str, tiles_k)))}"
         elif s.promoted and s.tile_k != PROMOTION_K:
             yield f"tile_k {s.tile_k} of promoted accumulators is not {PROMOTION_K}"
+        elif s.grouped == "k" and not s.spans_k and s.tile_k != PROMOTION_K:
+            yield f"tile_k {s.tile_k}, but groups of K are multiples of {PROMOTION_K}"
         if s.rounds_operands and s.tile_n > 16 and s.tile_n % 32:  # nvidia-cutlass-dsl aborts
             yield f"tile_n {s.tile_n} of {s.a_dtype} as it is is not 16 or a multiple of 32"
     if s.bf16_terms:

@@ -181,11 +181,16 @@ class GemmProblem:
         """As in `GemmSpec`."""
         return DTYPES[self.a_dtype].rounding_map > 0 and not (self.bf16_terms or self.simt)
 
+    @property
+    def groups_k(self) -> bool:
+        """Whether K is cut into groups: A and B are one matrix each."""
+        return self.groups is not None and self.groups.axis == "k"
+
     def matrices(self, operand: Literal["a", "b"]) -> int:
         """Returns how many matrices of A, or of one B, there are to address."""
         if self.indexed == operand:
             return self.stack
-        alone = self.groups is not None and (operand == "a" or self.groups.axis == "k")
+        alone = self.groups is not None and (operand == "a" or self.groups_k)
         return 1 if alone else self.l
 
     def batch_axes(self, layout: MatrixLayout) -> list[tuple[int, int]]:

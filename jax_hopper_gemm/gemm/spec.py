@@ -25,6 +25,7 @@ SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbo
 TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
 PROMOTION_K = 128  # elements of K after which `promoted` accumulators are added up
+MAX_SUM_COLUMNS = 192  # of promoted sums that fit beside a tile's accumulators, of as many columns
 BLOCKS = (1, 128)  # rows of A, and columns of B, that may share a scale
 PART_BUFFERS = 3  # k-tiles of B in parts: one written, one multiplied, one that slower warps read
 K_GROUPS = (32, 64, 128)  # elements of K of converted operands that may share a scale
@@ -184,13 +185,22 @@ class GemmSpec:
 
     @property
     def acc_registers(self) -> int:
-        """Accumulators of one math thread; those that are scaled or `promoted` are there twice.
+        """Accumulators of one math thread; those that are scaled are there twice.
 
-        For bfloat16 parts see `bf16_parts`.
+        For bfloat16 parts see `bf16_parts`, for promoted sums `sum_columns`.
         """
-        twice = self.promoted or self.k_group > 0
-        sets = accumulator_sets(self.bf16_terms) if self.bf16_terms else 1 + twice
+        if self.promoted:
+            return self.tile_registers + EPI_TILE_M * self.sum_columns // 128
+        sets = accumulator_sets(self.bf16_terms) if self.bf16_terms else 1 + (self.k_group > 0)
         return sets * self.tile_registers
+
+    @property
+    def sum_columns(self) -> int:
+        """Columns of 64 rows that are summed before they are `promoted`.
+
+        They are a piece of a tile; one after the other takes the same registers.
+        """
+        return self.tile_n if self.tile_n <= MAX_SUM_COLUMNS else self.tile_n // 2
 
     @property
     def tile_registers(self) -> int:
@@ -227,6 +237,11 @@ class GemmSpec:
     def raster_n(self) -> int:
         """Tiles along N in a step of the walk over cluster tiles."""
         return 2 if self.paired else self.cluster_n
+
+    @property
+    def spans_k(self) -> bool:
+        """Whether groups of K begin and end at any element; else at multiples of a k-tile."""
+        return self.grouped == "k" and self.a_major == "m"
 
     @property
     def zero_fill_warp(self) -> bool:

@@ -21,6 +21,7 @@ from ..gemm.spec import EPI_TILE_M
 from .warp import Warp
 
 OUTSIDE = 2 * MAX_LENGTH  # of every axis
+MIN_TILE = 16  # rows or columns
 
 
 class CtaInCluster(NamedTuple):
@@ -44,6 +45,7 @@ class TileCoords(NamedTuple):
     # The first of the k-tiles. A Python 0 folds away: only where K is split is it the GPU's number.
     k_first: Any = 0
     part: Any = None  # `k_split.Part` where K is split
+    filled: Any = None  # whether its group has any k-tiles, where K is cut into whole ones
 
     @property
     def left(self):
@@ -71,7 +73,8 @@ def coords_of(spec, args, tile, cta):
     # set the accumulators to zero instead would put them in local memory: 704 stores a thread.
     if s.grouped == "k":
         k_tiles = larger((tile.end - tile.start + (s.tile_k - 1)) // s.tile_k, Int32(1))
-        return TileCoords(m, n, tile.matrix, k_tiles, tile.start, tile.end)
+        coords = TileCoords(m, n, tile.matrix, k_tiles, tile.start, tile.end)
+        return coords if s.spans_k else _of_whole_k_tiles(s, coords, raster.length)
     belongs = counts = tile.matrix >= 0
     if s.paired:  # the right one of two tiles of columns may not be there
         counts = belongs & ((n < raster.tiles) | ~together)
@@ -79,6 +82,18 @@ def coords_of(spec, args, tile, cta):
         0, n, larger(tile.matrix, Int32(0)), select_(counts, args.k_tiles, Int32(1)),
         tile.start + m * s.tile_m, tile.end, belongs, together,
     )  # fmt: skip
+
+
+def _of_whole_k_tiles(spec, coords, length):
+    """Returns the coordinates of a tile whose group begins with a k-tile; an empty one has some
+    k-tile that there is, which it must not multiply."""
+    k_first = smaller(coords.first, length - spec.tile_k) // spec.tile_k
+    return coords._replace(k_first=k_first, filled=coords.first < coords.end)
+
+
+def _if_filled(coords, tile):
+    """Returns a tile of A or B where its group has k-tiles, else one outside, of zeros."""
+    return select_(coords.filled, tile, Int32(OUTSIDE // MIN_TILE))
 
 
 @dataclass(frozen=True)
@@ -132,8 +147,10 @@ class TmaCoords:
         """Returns tiles (bM, bK, ...) of A, and the index of this one's k-tiles."""
         s = self.spec
         tile, k_contiguous = (s.tile_m, s.tile_k), s.a_major == "k"
-        if s.grouped == "k":
+        if s.spans_k:
             return self._span(tile, k_contiguous, 1, coords), (coords.m, None, 0, 0)
+        if s.grouped == "k":
+            return self._tiles(tile, k_contiguous), (_if_filled(coords, coords.m), None, 0)
         if s.grouped == "m":
             first = select_(coords.belongs, coords.first, Int32(OUTSIDE))
             return self._tiles(tile, k_contiguous, (first, 0, 0)), (0, None, 0)
@@ -143,8 +160,10 @@ class TmaCoords:
         """Returns tiles (bN, bK, ...) of one B, and the index of this one's k-tiles."""
         s = self.spec
         tile, k_contiguous = s.stored_b(s.d_tile_n, s.tile_k), s.b_major == "k"
-        if s.grouped == "k":
+        if s.spans_k:
             return self._span(tile, k_contiguous, 1, coords), (coords.n, None, 0, 0)
+        if s.grouped == "k":
+            return self._tiles(tile, k_contiguous), (_if_filled(coords, coords.n), None, 0)
         return self._tiles(tile, k_contiguous), (coords.n, None, *self._matrix_of_b(coords))
 
     def scales_of_b(self, coords):

@@ -276,7 +276,7 @@ def _group_scale_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param
 
 def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     """Returns the tensor maps of A, B and up; of a gathered operand a pointer."""
-    p, axis = problem, spec.grouped
+    p = problem
     rows_a, rows_b = grid.loaded_rows(p, spec)
     stored_b = _stored(p.b, p.b_dtype)
     offset_of_up = DTYPES[p.b_dtype].nbytes(p.up_offset or 0)
@@ -284,7 +284,7 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     def a_map() -> TensorMap | Pointer:
         if spec.gathered == "a":
             return Pointer(0)
-        if axis == "k":
+        if spec.spans_k:
             return _span_map(0, p.a_dtype, p.a, p.m, p.k, spec.a_box)
         box = _shortened(spec.a_box, spec.a_major, rows_a)
         batch = _axes(p, p.a, p.matrices("a"))
@@ -293,7 +293,7 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     def b_map(buffer: int, offset: int = 0) -> TensorMap | Pointer:
         if spec.gathered == "b":
             return Pointer(buffer)
-        if axis == "k":
+        if spec.spans_k:
             return _span_map(buffer, p.b_dtype, p.b, p.n, p.k, spec.b_box, offset)
         extents, box = {"n": p.n, "k": p.k}, _shortened(spec.b_box, spec.b_major, rows_b)
         extents[p.b.major] //= DTYPES[p.b_dtype].packed

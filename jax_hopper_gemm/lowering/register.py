@@ -13,6 +13,9 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from ..fusion.jaxprs import ClosedJaxpr, traced_once
+from ..gemm.groups import is_varlen_k
+from ..gemm.product import Product
+from .devices import devices_of
 
 Rule = Callable[..., Any]  # (ctx, *values, **params)
 
@@ -64,7 +67,9 @@ def register_lowering(
     def lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
         product = params.get("product")
         if product and product.options.recipe:
-            return expanded(ctx, *values, **params)
+            if not _cuts_rows(ctx, product):
+                return expanded(ctx, *values, **params)
+            params["product"] = product = product.with_options(recipe=None)
         platforms = tuple(ctx.platforms or ctx.module_context.platforms)
         on_host = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None) == "device_host"
         if not on_host and (rule := lowering.partitioned):
@@ -80,6 +85,12 @@ def register_lowering(
         return (to_each if "cuda" in platforms and not on_host else to_xla)(ctx, *values, **params)
 
     mlir.register_lowering(primitive, lower, cacheable=False)
+
+
+def _cuts_rows(ctx: mlir.LoweringRuleContext, product: Product) -> bool:
+    """Whether XLA may cut contracted rows for its devices within blocks that share a scale."""
+    contracted = product.groups is not None and is_varlen_k(product.subscripts)
+    return contracted and devices_of(ctx) > 1
 
 
 def lower_fun_once(function: Callable[..., Any]) -> Any:

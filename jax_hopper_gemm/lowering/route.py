@@ -246,7 +246,7 @@ def _with_scales(gemm: Gemm, request: Request) -> GemmProblem:
 
     def scales(block: int, lines: int) -> BlockScales:
         along_k, length = scale_shape(block, lines, p.k)
-        return BlockScales(block, length, along_k * length)
+        return BlockScales(block, length, 0 if p.groups_k else along_k * length)
 
     return replace(p, promoted=True, a_scales=scales(a_block, p.m), b_scales=scales(b_block, p.n))
 

@@ -21,7 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from ..fusion.jaxprs import ClosedJaxpr, traced
 from ..gemm.dtypes import residual_of
-from ..gemm.groups import GROUP, is_varlen_k
+from ..gemm.groups import GROUP, VARLEN_K_T, is_varlen_k
 from ..gemm.product import Product
 from ..gemm.recipes import Format
 from ..gemm.spec import TMA_ALIGNMENT
@@ -33,6 +33,7 @@ from .fused_dot import fused_dot
 from .fused_primitive import hopper_fused_p, reference_fused
 from .quantize import quantized
 from .ragged_dot import hopper_ragged_dot_p
+from .row_blocks import row_blocks
 from .scaled_dot import BATCHED, SCALED, scaled_dot
 from .segments import segment_broadcast
 
@@ -79,6 +80,7 @@ class Operands:
     rights: tuple[Operand, ...]
     product: Product  # of the values, without the recipe
     blocks: bool  # whether scales change along K
+    sizes: tuple[Any, ...] = ()  # what cuts rows into groups, where there are some
 
     @property
     def all(self) -> tuple[Operand, ...]:
@@ -93,28 +95,64 @@ class Operands:
         left, *rights = (x.with_k(contracted, missing, self.blocks) for x in self.all)
         letters = Subscripts(left.letters, rights[0].letters, self.product.subscripts.out)
         product = replace(self.product, subscripts=letters)
-        return Operands(left, tuple(rights), product, self.blocks)
+        return replace(self, left=left, rights=tuple(rights), product=product)
 
 
-def _operands(product: Product, lhs: Any, rights: Sequence[Any]) -> Operands | None:
-    """Returns quantized operands; None where they are multiplied as they are."""
+def _operands(
+    product: Product, lhs: Any, rights: Sequence[Any], others: Sequence[Any] = ()
+) -> Operands | None:
+    """Returns quantized operands; None where they are multiplied as they are.
+
+    Args:
+      others: what else the product reads; of a ragged one the first are its sizes.
+    """
     by, subscripts, groups = product.options.recipe, product.subscripts, product.groups
     assert by is not None
-    unknown = groups and (is_varlen_k(subscripts) or product.batch)
-    if by.formats is None or unknown or 0 in lhs.shape + rights[0].shape:
+    if by.formats is None or (groups and product.batch) or 0 in lhs.shape + rights[0].shape:
         return None
     if not subscripts.contracted:
         return None
+    sizes = tuple(others[: product.num_sizes_operands])
     blocks = by.formats[0].along is not None
+    if groups and is_varlen_k(subscripts):
+        return _in_row_blocks(product, (lhs, *rights), sizes)
     several = GROUP if groups and blocks else subscripts.batch if blocks else product.mapped
     of = partial(_operand, subscripts=subscripts, several=several)
     left = of(lhs, subscripts.lhs, by.formats[0])
     quantized_rights = tuple(of(x, subscripts.rhs, by.formats[1]) for x in rights)
     letters = Subscripts(left.letters, quantized_rights[0].letters, subscripts.out)
-    whole = replace(product, subscripts=letters).with_options(recipe=None)
-    if by.promoted:
+    whole = replace(_of_values(product), subscripts=letters)
+    return Operands(left, quantized_rights, whole, blocks, sizes).aligned()
+
+
+def _of_values(product: Product) -> Product:
+    """Returns the product of 8-bit values that one by a recipe is of."""
+    by = product.options.recipe
+    whole = product.with_options(recipe=None)
+    if by and by.promoted:
         whole = whole.with_options(precision=(lax.Precision.HIGHEST,) * 2)
-    return Operands(left, quantized_rights, whole, blocks).aligned()
+    return whole
+
+
+def _in_row_blocks(
+    product: Product, arrays: Sequence[Any], sizes: tuple[Any, ...]
+) -> Operands | None:
+    """Returns quantized operands of which groups of rows are contracted, as their transposes."""
+    by, groups = product.options.recipe, product.groups
+    assert by and by.formats and groups
+    if any(x.along is None and x.rows is not None for x in by.formats):
+        return None
+    blocks = row_blocks(sizes[0], groups, arrays[0].shape[0])
+
+    def operand(x: Any, letters: str, format: Format) -> Operand:
+        pair = quantized(blocks.of(x), format.dtype, [format.along, format.rows])
+        values, scale = map(jnp.transpose, pair)
+        return Operand(values, letters, scale)
+
+    left = operand(arrays[0], VARLEN_K_T.lhs, by.formats[0])
+    rights = tuple(operand(x, VARLEN_K_T.rhs, by.formats[1]) for x in arrays[1:])
+    whole = replace(_of_values(product), subscripts=VARLEN_K_T)
+    return Operands(left, rights, whole, by.formats[0].along is not None, (blocks.sizes,))
 
 
 def _operand(
@@ -212,35 +250,36 @@ def multiplied(found: Operands, dtype: Any) -> jax.Array:
 
 
 def _ragged_dot(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
-    if (found := _operands(product, lhs, (rhs,))) is None:
+    if (found := _operands(product, lhs, (rhs,), (sizes,))) is None:
         plain = product.with_options(recipe=None)
         return hopper_ragged_dot_p.bind(lhs, rhs, sizes, product=plain)
     dtype = product.options.preferred_element_type or jnp.result_type(lhs, rhs)
     whole = found.product.with_options(preferred_element_type=jnp.dtype(dtype))
     left, (right,) = found.left, found.rights
     if found.blocks:
-        return _with_blocks(replace(found, product=whole), 0, (sizes,), None, ())[0]
+        return _with_blocks(replace(found, product=whole), 0, found.sizes, None, ())[0]
     return fused_dot(
         _scaled, left.values, (right.values,), _factors(found), whole, out_dtypes=(dtype,),
-        sizes=sizes,
+        sizes=found.sizes[0],
     )  # fmt: skip
 
 
 def _fused(*args: Any, jaxpr: ClosedJaxpr, product: Product, num_b: int, in_place: Any) -> Any:
     lhs, rights, operands = args[0], args[1 : 1 + num_b], args[1 + num_b :]
     plain, rights = apart(product, rights)
-    if (found := _operands(plain, lhs, rights)) is None:
+    if (found := _operands(plain, lhs, rights, operands)) is None:
         whole = {"jaxpr": jaxpr, "product": product, "num_b": num_b, "in_place": in_place}
         return reference_fused(*args, **whole, by_xla=False)
     found = replace(found, product=found.product.with_options(preferred_element_type=WIDE))
+    operands = *found.sizes, *operands[len(found.sizes) :]
     if not found.blocks:
         return _with_factors(found, operands, jaxpr, in_place)
     if len(found.rights) == 1:
         return _with_blocks(found, 0, operands, jaxpr, in_place)
     # A kernel promotes the sums of one product: the gate is stored.
-    dtype, sizes = jnp.dtype(residual_of(lhs.dtype.name)), operands[: product.num_sizes_operands]
+    dtype = jnp.dtype(residual_of(lhs.dtype.name))
     stored = replace(found, product=found.product.with_options(preferred_element_type=dtype))
-    (gate,) = _with_blocks(stored, 0, sizes, None, ())
+    (gate,) = _with_blocks(stored, 0, found.sizes, None, ())
 
     def function(up: Any, *others: Any) -> list[Any]:
         return jaxpr_as_fun(jaxpr)(others[-1].astype(up.dtype), up, *others[:-1])

@@ -56,7 +56,8 @@ def hopper_ragged_dot(
     Args:
       lhs: (T, K).
       rhs: weights (W, K, N) by "mk,gkn->mn" or (W, N, K) by "mk,gnk->mn", for a result (T, N); or
-        (T, N) by "mk,mn->gkn", for a result (W, K, N). W is `groups.matrices(S)`.
+        (T, N) by "mk,mn->gkn", for a result (W, K, N). W is `groups.matrices(S)`. Or lhs (K, T) and
+        rhs (N, T) by "km,nm->gkn" where all sizes are multiples of `PROMOTION_K`, as T is.
       sizes: (S,) int32, S + 1 a multiple of `groups.period`. Of several periods each has as many
         rows, as `jax.vmap` makes them.
       product: see `gemm.groups`; its precision and dtype are canonical.
@@ -77,7 +78,8 @@ def _check(lhs: Any, rhs: Any, sizes: Any, product: Product) -> None:
     assert lhs.ndim == 2 and rhs.ndim == len(subscripts.rhs), (lhs, rhs)
     if is_varlen_k(subscripts):
         assert groups.step or groups.periods(sizes.shape[0]) == 1, "periods share a result"
-        assert lhs.shape[0] == rhs.shape[0], (lhs, rhs)
+        rows, same = (y.index("m") for y in (subscripts.lhs, subscripts.rhs))
+        assert lhs.shape[rows] == rhs.shape[same], (lhs, rhs)
     else:
         assert rhs.shape[0] == matrices, (rhs, matrices)
         assert lhs.shape[1] == rhs.shape[subscripts.rhs.index("k")], (lhs, rhs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from ..fusion.jaxprs import alike_in_shard_map, traced
-from ..gemm.groups import VARLEN_K, VARLEN_M_KN, VARLEN_M_NK
+from ..gemm.groups import VARLEN_K, VARLEN_K_T, VARLEN_M_KN, VARLEN_M_NK
 from ..gemm.product import Product
 from .group_sizes import clipped_sizes, group_of_rows
 
@@ -28,6 +29,8 @@ def reference_ragged_dot(
     after the other. Rows of no group and weights of empty groups may hold NaNs, as for a kernel:
     JAX's own, which multiplies them by 0, would let these into every row.
     """
+    if product.subscripts == VARLEN_K_T:
+        lhs, rhs, product = lhs.T, rhs.T, replace(product, subscripts=VARLEN_K)
     subscripts, groups, options = product.subscripts, product.groups, product.options.of_dot()
     assert groups
     if groups.is_plain(sizes.shape[0]) and groups.count:
@@ -80,6 +83,8 @@ def alike(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> jax.Array:
     """Returns an array like the product, and as cheap to trace as can be."""
     subscripts, groups = product.subscripts, product.groups
     assert groups
+    if subscripts == VARLEN_K_T:
+        lhs, rhs, subscripts = lhs.T, rhs.T, VARLEN_K
     if subscripts == VARLEN_K:
         numbers, axis = (((), ()), ((0,), (0,))), 0
     else:

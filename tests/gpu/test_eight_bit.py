@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -117,18 +118,14 @@ def test_kernel_splits_k_nests_batches_and_ends_boxes(spec, gpu, checked):
 
 
 @pytest.mark.parametrize("spec", GROUPED_BLOCKS, ids=lambda spec: spec.name)
-def test_block_scales_of_grouped_rows_are_multiplied_in(spec, gpu, checked):
+def test_block_scales_of_groups_are_multiplied_in(spec, gpu, checked):
     for case in grouped.edge_cases(spec, FEW_SMS, exact=True):
         problem = case.problem
         assert problem_violations(problem) + pairing_violations(problem, spec) == []
         inputs = cases.scale_inputs(problem, case.inputs(), 0)
         (result,) = trial.run_all(gpu, problem, spec, case.raster_order, inputs, 2, num_sms=FEW_SMS)
         a, b = reference.scaled(problem, inputs)
-        assert inputs.sizes is not None
-        owners = grouped.matrix_of_rows(problem, inputs.sizes)
-        expected = np.zeros((1, problem.m, problem.n))
-        for matrix in np.unique(owners[owners >= 0]):
-            expected[0, owners == matrix] = a[0, owners == matrix] @ b[matrix]
+        expected = grouped.products(problem, replace(inputs, a=a), b)
         wrong = np.argwhere(~same(result, cast(expected.astype(np.float32), spec.d_dtype)))
         assert wrong.size == 0, f"{len(wrong)} elements, {wrong[0]}: {spec.name} on {problem}"
     checked(spec)

@@ -289,7 +289,7 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
         promoted=spec.promoted,
         bf16_terms=spec.bf16_terms,
         a_scales=_scales(spec.a_block, m, k, 1 if spec.grouped else batches),
-        b_scales=_scales(spec.b_block, n, k, batches),
+        b_scales=_scales(spec.b_block, n, k, 1 if spec.grouped == "k" else batches),
         k_group=spec.k_group,
     )
 

@@ -22,7 +22,7 @@ from support.trial import Inputs
 from jax_hopper_gemm.gemm.grid import ceil_div
 from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups, VarlenAxis
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.spec import PROMOTION_K, GemmSpec, RasterOrder
 from jax_hopper_gemm.testing import tolerance
 
 GAP = 8  # elements after lines and matrices of `problem_of`
@@ -146,6 +146,8 @@ def problem_of(
     """
     axis = spec.grouped
     assert axis is not None
+    if axis == "k" and not spec.spans_k:
+        k = ceil_div(k, PROMOTION_K) * PROMOTION_K
     single, aligned = "ad" if axis == "m" else "ab", cases.alignment(spec)
 
     def place(major, contiguous: int, other: int, count: int, operand: str) -> MatrixLayout:
@@ -205,6 +207,10 @@ def edge_cases(spec: GemmSpec, num_sms: int, exact: bool) -> list[Case]:
         problem = problem_of(spec, layout, *extents)
         length = problem.m if spec.grouped == "m" else problem.k
         given = tuple(int(size) for size in sizes(length))
+        if spec.grouped == "k" and not spec.spans_k:  # whole k-tiles, as `row_blocks` makes them
+            given = tuple(
+                ceil_div(min(max(x, 0), length), PROMOTION_K) * PROMOTION_K for x in given
+            )
         seed = len(found)
         found.append(Case(problem, spec, RasterOrder(along, swizzle), given, seed, exact))
 

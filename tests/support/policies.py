@@ -115,6 +115,14 @@ EIGHT_BIT_CHOICES: tuple[dict[str, tuple], ...] = (
         "epilogue": ("bias_gelu_saved", "residual", "everything", "planes", "router", *EIGHT_BIT),
     },
     {**CHOICES, **_OF_ROWS, **_OF_8_BITS, "gathered": (None,)},
+    {**CHOICES, **_OF_CONTRACTION, **_OF_8_BITS, "gathered": (None,)},
+    {
+        **EPILOGUE_CHOICES,
+        **_OF_CONTRACTION,
+        **_OF_8_BITS,
+        "gathered": (None,),
+        "epilogue": ("alpha_beta", "scaled_rows", "residual_float32"),
+    },
 )
 
 _OF_BLOCKS = {
@@ -126,6 +134,7 @@ _OF_BLOCKS = {
 BLOCK_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, **_OF_8_BITS, **_OF_BLOCKS},
     {**CHOICES, **_OF_ROWS, **_OF_8_BITS, **_OF_BLOCKS, "gathered": (None,)},
+    {**CHOICES, **_OF_CONTRACTION, **_OF_8_BITS, **_OF_BLOCKS, "gathered": (None,)},
 )
 
 # Of float32 operands, by bfloat16 parts.

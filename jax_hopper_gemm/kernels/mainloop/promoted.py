@@ -1,9 +1,10 @@
 """The consumers that add the tensor cores' sums up in float32, k-tile by k-tile.
 
 Hopper's wgmma keeps 14 digits of sums of 8-bit floats. Here it sums one k-tile at a time, in
-accumulators of its own, which are then added to those of the tile: as they are, or times the scales
-of the blocks that were multiplied. No wgmma of this warpgroup runs meanwhile; that of the other one
-does.
+registers of its own, which are then added to the tile's accumulators: as they are, or times the
+scales of the blocks that were multiplied. No wgmma of this warpgroup runs meanwhile; that of the
+other one does. A tile whose sums do not fit beside its accumulators has several pieces, of 64 rows
+and `GemmSpec.sum_columns`, which take turns in the registers for sums.
 """
 
 from dataclasses import dataclass, replace
@@ -12,10 +13,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import T, select_
 from cutlass.cutlass_dsl import min as smaller
-from cutlass.cutlass_dsl import select_
 
 from ...gemm.spec import PROMOTION_K
 from ...gemm.wgmma_fragment import (
@@ -33,12 +35,12 @@ COLUMNS_OF_TILE = 16  # tiles along N are whole multiples
 
 
 class PromotedConsumer(SharedConsumer):
-    """Math warpgroups with two sets of accumulators."""
+    """Math warpgroups with accumulators of a tile, and others of a piece of it for a k-tile."""
 
-    def make_accumulators(self, shape):
-        dtypes = self.acc_dtype, self.sum_dtype
-        acc, sums = (cute.make_rmem_tensor(shape, dtype) for dtype in dtypes)
-        return acc, sums
+    def make_accumulators(self):
+        s = self.spec
+        acc = self.make_registers(self.acc_dtype, s.rows_per_warpgroup, s.tile_n)
+        return acc, self.make_registers(self.sum_dtype, 64, self.columns)
 
     @cute.jit
     def _accumulate(
@@ -46,27 +48,65 @@ class PromotedConsumer(SharedConsumer):
         on_issued: cutlass.Constexpr,
     ):  # fmt: skip
         view.acc.fill(0.0)
+        ahead = self.first_scales(view.scales, k_tiles)
         for k_tile in cutlass.range(k_tiles, unroll=1):
+            scales = self.next_scales(view.scales, ahead, k_tile, k_tiles)
             ring.consumer_wait(state)
-            tiled_mma = self.make_tiled_mma(self.atom_layout_m)
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
-            warpgroup.fence()
-            self._multiply_stage(tiled_mma, view, state.index, blocks)
-            scales = self.load_scales(view.scales, k_tile)  # they arrive meanwhile
-            warpgroup.wait_group(0)
-            ring.consumer_release(state)
+            self._multiply_pieces(view, ring, state, blocks, scales)
             state.advance()
-            self.promote(view, scales, blocks)
         on_issued()
         return state
 
-    def load_scales(self, scales, k_tile):
+    def _multiply_pieces(self, view, ring, state, blocks, scales):
+        parts = self.spec.tile_n // self.columns
+        for piece in range(blocks * parts):
+            warpgroup.fence()
+            self._multiply_piece(view, *divmod(piece, parts), state.index)
+            warpgroup.wait_group(0)
+            if piece == blocks * parts - 1:
+                ring.consumer_release(state)
+            self.promote(view, *divmod(piece, parts), scales)
+
+    def _multiply_piece(self, view, block, part, stage):
+        tiled_mma = self.make_tiled_mma(1, self.columns)
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+        self.before_read()
+        for k_block in range(cute.size(view.tCrA, mode=[2])):
+            at = (None, None, k_block, stage)
+            a = cute.logical_divide(view.tCrA[at], (None, 1))[None, (None, block)]
+            b = cute.logical_divide(view.tCrB[at], (None, 1))[None, (None, part)]
+            cute.gemm(tiled_mma, view.sums, a, b, view.sums)
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    def first_scales(self, scales, k_tiles):
+        """Returns where scales of the next k-tiles are held; here none are."""
+
+    def next_scales(self, scales, ahead, k_tile, k_tiles):
         """Returns what the sums of a k-tile are multiplied by; here by nothing."""
 
-    def promote(self, view, scales, blocks):
-        """Adds the sums of the first `blocks` of 64 rows to the tile's accumulators."""
-        for v in range(blocks * cute.size(view.acc, mode=[0])):
-            view.acc[v] = view.acc[v] + view.sums[v]
+    def promote(self, view, block, part, scales):
+        """Adds the sums of a piece to the tile's accumulators."""
+        for v, at in self.places(block, part):
+            view.acc[at] = _in_order("add.rn.f32 $0, $1, $2;", view.sums[v], view.acc[at])
+
+    def places(self, block, part):
+        """Yields the number of each sum of a piece, and of its accumulator."""
+        columns = self.columns // 2  # of 64 rows a thread has half as many elements
+        first = block * (self.spec.tile_n // 2) + part * columns
+        return ((v, first + v) for v in range(columns))
+
+
+def _in_order(instruction, *operands):
+    """Returns the float32 of an instruction that stays in its place among others and wgmmas.
+
+    Else the additions of one piece mix with the products of the next, which then take other
+    registers for their sums.
+    """
+    values = [Float32(x).ir_value() for x in operands]
+    constraints = ",".join(["=f"] + ["f"] * len(values))
+    options = {"has_side_effects": True, "is_align_stack": False}
+    return Float32(llvm.inline_asm(T.f32(), values, instruction, constraints, **options))
 
 
 @dataclass(frozen=True)
@@ -77,23 +117,34 @@ class TileScales:
     b: Any  # to the first of its columns, or for each block of columns
     a_stride: Any  # elements to the next k-tile's
     b_stride: Any
-    belongs: Any  # as in `TileCoords`
 
 
 class ScaledConsumer(PromotedConsumer):
-    """Sums are multiplied by the scales of their rows of A and columns of B, a k-tile's own."""
+    """Sums are multiplied by the scales of their rows of A and columns of B, a k-tile's own.
+
+    A thread loads its scales some k-tiles before they are used: from L2 they take as long as the
+    tensor cores take for a k-tile.
+    """
 
     def __init__(self, spec, atom_layout_m, before_read):
         super().__init__(spec, atom_layout_m, before_read)
         assert spec.tile_k == PROMOTION_K
         self.row_blocks = spec.rows_per_warpgroup // 64
-        # Columns that share a scale in every tile, and how many such there are in one.
-        self.columns = gcd(spec.tile_n, spec.b_block)
-        self.column_blocks = spec.tile_n // self.columns
+        self.rows = 2 if spec.a_block == 1 else 1  # scales of a 64-row block
+        # Columns that share a scale in every tile; of scales for each column, a thread's own.
+        self.shared = gcd(spec.tile_n, spec.b_block)
+        single = spec.b_block == 1
+        self.column_scales = spec.tile_n // 4 if single else spec.tile_n // self.shared
+        self.ahead = 1 if single else 2  # k-tiles that scales are loaded ahead
 
     def multiply(self, view, ring, state, coords, on_issued):
         located = replace(view, scales=self.locate(view, coords))
-        return super().multiply(located, ring, state, coords, on_issued)
+        state = super().multiply(located, ring, state, coords, on_issued)
+        counts = coords.filled if coords.belongs is None else coords.belongs
+        if counts is not None:  # zeros times scales that may be infinite or NaN
+            for v in range(cute.size(view.acc)):
+                view.acc[v] = Float32(select_(counts, view.acc[v], Float32(0.0)))
+        return state
 
     def locate(self, view, coords):
         """Returns the `TileScales` of a tile. What lies outside of D has the last one's."""
@@ -113,13 +164,17 @@ class ScaledConsumer(PromotedConsumer):
             column = smaller(column, of_b.last // COLUMNS_OF_TILE * COLUMNS_OF_TILE)
             columns = (first_column(position, column),)
         else:
-            starts = (column + self.columns * i for i in range(self.column_blocks))
+            # NOTE: those of the thread's own columns, although all threads have the same. Scales
+            # that are seen to be the same go to uniform registers as soon as they are loaded, and
+            # the warp waits for them before it issues its wgmmas.
+            own = first_column(position, column)
+            starts = (own + self.shared * i for i in range(self.column_scales))
             columns = tuple(smaller(start // s.b_block, of_b.last) for start in starts)
         a_batch = 0 if s.grouped == "m" else coords.batch
         return TileScales(
             a=tuple(tuple(self.at(of_a, a_batch, coords, x) for x in pair) for pair in lines),
             b=tuple(self.at(of_b, coords.batch, coords, x) for x in columns),
-            a_stride=of_a.k_stride, b_stride=of_b.k_stride, belongs=coords.belongs,
+            a_stride=of_a.k_stride, b_stride=of_b.k_stride,
         )  # fmt: skip
 
     def at(self, scales, batch, coords, line):
@@ -127,26 +182,50 @@ class ScaledConsumer(PromotedConsumer):
         matrix = Int64(batch) * scales.batch_stride
         return scales.scales + (matrix + Int64(coords.k_first) * scales.k_stride + line)
 
-    def load_scales(self, scales, k_tile):
-        """Returns those of a k-tile: of each 64-row block its rows', and those of the columns."""
-        down, along = (k_tile * stride for stride in (scales.a_stride, scales.b_stride))
-        rows = [[cute.arch.load(p + down, Float32) for p in pair] for pair in scales.a]
-        if scales.belongs is not None:  # rows of no group are 0, whatever their scales
-            rows = [
-                [Float32(select_(scales.belongs, x, Float32(0.0))) for x in pair] for pair in rows
-            ]
-        if self.spec.b_block == 1:
-            (first,) = scales.b
-            offsets = [nth_column(0, i) for i in range(self.spec.tile_n // 4)]
-            return rows, [cute.arch.load(first + along + x, Float32) for x in offsets]
-        return rows, [cute.arch.load(p + along, Float32) for p in scales.b]
+    def first_scales(self, scales, k_tiles):
+        held = []
+        for k_tile in range(self.ahead):
+            loaded = self.load_scales(scales, smaller(Int32(k_tile), k_tiles - 1))
+            held.append(cute.make_rmem_tensor((len(loaded),), Float32))
+            _write(held[-1], loaded)
+        return held
 
-    def promote(self, view, scales, blocks):
-        rows, columns = scales
-        for i in range(blocks):
-            for v in range(self.spec.tile_n // 2):
-                row, column = line_of(v)
-                own = column if self.spec.b_block == 1 else nth_column(0, column) // self.columns
-                at = i * (self.spec.tile_n // 2) + v
-                scale = rows[i][row % len(rows[i])] * columns[own]
-                view.acc[at] = cute.math.fma(view.sums[at].to(Float32), scale, view.acc[at])
+    def next_scales(self, scales, ahead, k_tile, k_tiles):
+        loaded = self.load_scales(scales, smaller(k_tile + self.ahead, k_tiles - 1))
+        queue = [[x[i] for i in range(len(loaded))] for x in ahead]
+        for target, values in zip(ahead, [*queue[1:], loaded], strict=True):
+            _write(target, values)
+        return queue[0]
+
+    def load_scales(self, scales, k_tile):
+        """Returns those of a k-tile: of each 64-row block its rows', then those of the columns."""
+        down, along = (k_tile * stride for stride in (scales.a_stride, scales.b_stride))
+        rows = [cute.arch.load(p + down, Float32) for pair in scales.a for p in pair]
+        if self.spec.b_block > 1:
+            return rows + [cute.arch.load(p + along, Float32) for p in scales.b]
+        (first,) = scales.b
+        columns = []
+        for i in range(0, self.column_scales, 2):  # neighbours, two at a time
+            pair = cute.recast_ptr(first + along + nth_column(0, i), dtype=Int64)
+            both = cute.arch.load(pair, Int64)
+            columns += (_as_float(both & 0xFFFFFFFF), _as_float(both >> 32))
+        return rows + columns
+
+    def promote(self, view, block, part, scales):
+        rows = scales[self.rows * block : self.rows * (block + 1)]
+        columns = scales[self.rows * self.row_blocks :]
+        for v, at in self.places(block, part):
+            row, column = line_of(at - block * (self.spec.tile_n // 2))
+            own = column if self.spec.b_block == 1 else nth_column(0, column) // self.shared
+            scale = rows[row % self.rows] * columns[own]
+            fma = "fma.rn.f32 $0, $1, $2, $3;"
+            view.acc[at] = _in_order(fma, view.sums[v].to(Float32), scale, view.acc[at])
+
+
+def _write(registers, values):
+    for i, value in enumerate(values):
+        registers[i] = value
+
+
+def _as_float(bits):
+    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value()))

@@ -23,7 +23,7 @@ class MathView:
     """
 
     tCrA: Any  # (wgmma, 64-row blocks, bK / mma_k, stages)
-    tCrB: Any  # (wgmma, 1, bK / mma_k, stages)
+    tCrB: Any  # (wgmma, parts of the columns, bK / mma_k, stages)
     acc: Any  # (wgmma, 64-row blocks, 1); of the whole tile, once it is multiplied
     sums: Any  # where wgmma adds up: `acc`, or others like it that are promoted to it
     first_row: Any  # of a tile, at which the warpgroup's first 64 rows begin
@@ -37,33 +37,38 @@ class SharedConsumer:
         self.spec = spec
         self.atom_layout_m = atom_layout_m  # warpgroups side by side along a tile's rows
         self.before_read = before_read  # the producer's
+        self.columns = spec.sum_columns if spec.promoted else spec.tile_n  # of one wgmma
         self.acc_dtype, self.sum_dtype = CUTE_DTYPE[spec.acc_dtype], CUTE_DTYPE[spec.sum_dtype]
 
-    def make_tiled_mma(self, warpgroups):
+    def make_tiled_mma(self, warpgroups, columns=None):
         s, mode = self.spec, cute.nvgpu.OperandMajorMode
         a_mode, b_mode = (mode.K if x == "k" else mode.MN for x in (s.a_major, s.b_major))
         dtypes = CUTE_DTYPE[s.a_dtype], CUTE_DTYPE[s.b_dtype]
-        return make_tiled_mma(*dtypes, a_mode, b_mode, self.sum_dtype, warpgroups, s.tile_n)
+        return make_tiled_mma(*dtypes, a_mode, b_mode, self.sum_dtype, warpgroups, columns or s.tile_n)
 
     def partition_for_math(self, stages, warpgroup, args):
-        tiled_mma = self.make_tiled_mma(self.atom_layout_m)
+        tiled_mma = self.make_tiled_mma(self.atom_layout_m, self.columns)
         # One thread stands for its warpgroup.
         thread = warpgroup * WARPGROUP if self.atom_layout_m > 1 else 0
         thr_mma = tiled_mma.get_slice(thread)
         tCrA = tiled_mma.make_fragment_A(thr_mma.partition_A(stages.sA))
         tCrB = tiled_mma.make_fragment_B(thr_mma.partition_B(stages.sB))
-        shape = thr_mma.partition_shape_C((self.spec.tile_m, self.spec.tile_n))
-        acc, sums = self.make_accumulators(shape)
+        acc, sums = self.make_accumulators()
         return MathView(
             tCrA, tCrB, acc, sums,
             first_row=warpgroup * 64 if self.atom_layout_m > 1 else 0,
             scales=args.scales,
         )  # fmt: skip
 
-    def make_accumulators(self, shape):
+    def make_accumulators(self):
         """Returns `acc` and `sums` of a `MathView`."""
-        acc = cute.make_rmem_tensor(shape, self.acc_dtype)
+        acc = self.make_registers(self.acc_dtype, self.spec.rows_per_warpgroup, self.spec.tile_n)
         return acc, acc
+
+    def make_registers(self, dtype, rows, columns):
+        """Returns a thread's accumulators of so much of a tile."""
+        thr_mma = self.make_tiled_mma(1, columns).get_slice(0)
+        return cute.make_rmem_tensor(thr_mma.partition_shape_C((rows, columns)), dtype)
 
     @cute.jit
     def multiply(self, view, ring, state, coords, on_issued: cutlass.Constexpr):
@@ -75,7 +80,7 @@ class SharedConsumer:
                 state = self._accumulate(view, ring, state, k_tiles, 2, on_issued)
             else:
                 state = self._accumulate(view, ring, state, k_tiles, 1, on_issued)
-        elif cutlass.const_expr(self.spec.grouped == "k"):
+        elif cutlass.const_expr(self.spec.spans_k):
             last = coords.left - (coords.k_first + k_tiles - 1) * self.spec.tile_k
             state = self._accumulate(view, ring, state, k_tiles, blocks, on_issued, last)
         else:
