@@ -44,7 +44,9 @@ class SharedConsumer:
         s, mode = self.spec, cute.nvgpu.OperandMajorMode
         a_mode, b_mode = (mode.K if x == "k" else mode.MN for x in (s.a_major, s.b_major))
         dtypes = CUTE_DTYPE[s.a_dtype], CUTE_DTYPE[s.b_dtype]
-        return make_tiled_mma(*dtypes, a_mode, b_mode, self.sum_dtype, warpgroups, columns or s.tile_n)
+        return make_tiled_mma(
+            *dtypes, a_mode, b_mode, self.sum_dtype, warpgroups, columns or s.tile_n
+        )
 
     def partition_for_math(self, stages, warpgroup, args):
         tiled_mma = self.make_tiled_mma(self.atom_layout_m, self.columns)
