@@ -297,6 +297,7 @@ def test_tf32_transposes_what_does_not_lie_along_k_where_a_kernel_is_asked_for()
 def test_tensor_maps_round_what_is_multiplied_in_tf32():
     problem = GemmProblem.dense(256, 256, 256, b_major="k", dtype="float32")
     decision = choose(problem, H200, kernel_only=True)
+    assert decision.spec and decision.raster_order
     plan = make_plan(problem, decision.spec, decision.raster_order, 132)
     maps = [param for param in plan.params if isinstance(param, TensorMap)]
     assert [tensor_map.rounds for tensor_map in maps] == [True, True, False]  # of A, B, D

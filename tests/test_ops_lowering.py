@@ -182,7 +182,7 @@ def test_workspaces_are_results_of_the_launch(monkeypatch):
 
 FALLBACKS = [
     (hopper("mk,kn->mn"), [shape(M, K), shape(K, 2001)], "2001"),
-    (hopper("mk,kn->mn"), operands("mk,kn->mn", jnp.float32), "float32"),
+    (hopper("mk,kn->mn"), operands("mk,kn->mn", jnp.int32), "int32"),
     (hopper("mk,kn->mn"), [shape(M, K), shape(K, N, dtype=jnp.float16)], "bfloat16 and float16"),
     (hopper("mk,kn->mn"), [shape(M, 0), shape(0, N)], "an extent is 0"),
     (hopper("bthxmd,xbhtnd->bthxmn"), operands("bthxmd,xbhtnd->bthxmn"), "batch axes"),

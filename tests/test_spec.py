@@ -46,7 +46,7 @@ def test_a_plain_spec_has_no_violations():
                 "tile_k": 32,
                 "tile_n": 48,
             },
-            "tile_n 48 of float32 as it is is not 16 or a multiple of 32",
+            "48 columns of float32 as it is are not 16 or a multiple of 32",
         ),
         (
             {"a_dtype": "int8", "b_dtype": "int8", "b_major": "k", "tile_k": 128, "split_k": True},

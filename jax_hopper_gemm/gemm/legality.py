@@ -299,8 +299,8 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
             yield f"tile_k {s.tile_k} of promoted accumulators is not {PROMOTION_K}"
         elif s.grouped == "k" and not s.spans_k and s.tile_k != PROMOTION_K:
             yield f"tile_k {s.tile_k}, but groups of K are multiples of {PROMOTION_K}"
-        if s.rounds_operands and s.tile_n > 16 and s.tile_n % 32:  # nvidia-cutlass-dsl aborts
-            yield f"tile_n {s.tile_n} of {s.a_dtype} as it is is not 16 or a multiple of 32"
+        if s.rounds_operands and s.d_tile_n > 16 and s.d_tile_n % 32:  # nvidia-cutlass-dsl aborts
+            yield f"{s.d_tile_n} columns of {s.a_dtype} as it is are not 16 or a multiple of 32"
     if s.bf16_terms:
         yield from _parts_violations(s)
     if s.split_k and s.tile_scheduler != "static":
