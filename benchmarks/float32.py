@@ -36,7 +36,7 @@ from jax_hopper_gemm.testing import benchmark, shapes, timing
 
 SIZES = (2048, 4096, 8192)
 MAJORS: tuple[tuple[Major, Major], ...] = (("k", "n"), ("k", "k"), ("m", "n"), ("m", "k"))
-PRECISIONS = ("X3", "X6", "X9", "HIGHEST")  # the last one by FMA units
+PRECISIONS = ("TF32", "X3", "X6", "X9", "HIGHEST")  # the last one by FMA units
 CHECKED_ROWS = 64
 XLA = ("default", "highest", *PRESETS.values())
 
@@ -54,7 +54,7 @@ def kernels(problem: GemmProblem, precision: str, everything: bool) -> dict[str,
     """Returns the kernels to time, that of dispatch first."""
     if precision == "HIGHEST":
         problem = replace(problem, simt=True)
-    else:
+    elif precision != "TF32":
         problem = replace(problem, bf16_terms=int(precision.removeprefix("X")))
     chosen = dispatch.choose(problem, dispatch.H200, kernel_only=True).spec
     found = {} if chosen is None else {f"{precision} chosen": chosen}

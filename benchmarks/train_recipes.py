@@ -46,6 +46,7 @@ LINEAR = ("qkv", "out", "up", "down")  # of a layer
 
 Tree = Any  # a pytree of arrays
 Multiply = Callable[[str, jax.Array, jax.Array], jax.Array]  # of a layer's product: its name, x, w
+Loss = Callable[[Tree, Tree, jax.Array], jax.Array]  # of parameters, states and tokens
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,12 @@ class Setting:
     layers: int = 4
     heads: int = 8
     length: int = 256  # of a sequence
-    batch: int = 32  # sequences in a step
+    batch: int = 8  # sequences in a step; of 32 the model soon knows the text by heart
     steps: int = 2000
     rate: float = 1e-3  # the highest; warmed up in a twentieth of the steps, then a cosine to 0
     averaged: int = 100  # of the last steps, whose mean loss is compared
     history: int = 16  # steps that delayed scales look back
+    seed: int = 0  # of the parameters and the batches
 
 
 def text() -> np.ndarray:
@@ -116,25 +118,38 @@ def block(setting: Setting, p: Tree, x: jax.Array, multiply: Multiply) -> jax.Ar
     return x + multiply("down", hidden, p["down"])
 
 
-def loss_of(
-    setting: Setting, recipe: Any, parameters: Tree, states: Tree, tokens: jax.Array
+def loss_by(
+    setting: Setting, layers: Sequence[Multiply], matmul: Any, parameters: Tree, tokens: jax.Array
 ) -> jax.Array:
     """The mean loss of predicting each character of (batch, length + 1).
 
     Args:
-      recipe: of all linear layers; a function stands for one with `states` of its own.
+      layers: multiplies what each layer does.
+      matmul: multiplies what reads out, like `jnp.matmul`.
     """
     p = jax.tree.map(lambda w: w.astype(jnp.bfloat16), parameters)
     x = p["embedding"][tokens[:, :-1]]
-    for weights, own in zip(p["layers"], states, strict=True):
-
-        def multiply(name: str, x: jax.Array, w: jax.Array, own: Tree = own) -> jax.Array:
-            return jhg.matmul(x, w, recipe=own[name] if callable(recipe) else recipe)
-
+    for weights, multiply in zip(p["layers"], layers, strict=True):
         x = block(setting, weights, x, multiply)
-    logits = jhg.matmul(norm(x), p["readout"], preferred_element_type=jnp.float32)
+    logits = matmul(norm(x), p["readout"], preferred_element_type=jnp.float32)
     logits = jax.nn.log_softmax(logits)
     return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1))
+
+
+def loss_of(
+    setting: Setting, recipe: Any, parameters: Tree, states: Tree, tokens: jax.Array
+) -> jax.Array:
+    """The loss with all linear layers by a recipe.
+
+    Args:
+      recipe: of all linear layers; a function stands for one with `states` of its own.
+    """
+
+    def multiply(own: Tree, name: str, x: jax.Array, w: jax.Array) -> jax.Array:
+        return jhg.matmul(x, w, recipe=own[name] if callable(recipe) else recipe)
+
+    layers = [partial(multiply, own) for own in states]
+    return loss_by(setting, layers, jhg.matmul, parameters, tokens)
 
 
 def initial_states(setting: Setting, recipe: Any) -> Tree:
@@ -150,13 +165,13 @@ def batch_at(setting: Setting, source: jax.Array, key: Any) -> jax.Array:
     return source[starts + jnp.arange(setting.length + 1)]
 
 
-def step(setting: Setting, recipe: Any, source: jax.Array, state: Tree) -> tuple[Tree, jax.Array]:
+def step(setting: Setting, loss_of: Loss, source: jax.Array, state: Tree) -> tuple[Tree, jax.Array]:
     """Returns the state after a step of Adam, and the loss before it."""
     parameters, moments, states, number = state
-    tokens = batch_at(setting, source, jax.random.fold_in(jax.random.key(1), number))
-    loss, (gradients, states) = jax.value_and_grad(
-        partial(loss_of, setting, recipe), argnums=(0, 1)
-    )(parameters, states, tokens)
+    tokens = batch_at(setting, source, jax.random.fold_in(jax.random.key(setting.seed + 1), number))
+    loss, (gradients, states) = jax.value_and_grad(loss_of, argnums=(0, 1))(
+        parameters, states, tokens
+    )
     number = number + 1
     warm = jnp.minimum(1.0, number / max(1.0, setting.steps / 20))
     rate = setting.rate * warm * 0.5 * (1 + jnp.cos(jnp.pi * number / setting.steps))
@@ -176,7 +191,7 @@ def step(setting: Setting, recipe: Any, source: jax.Array, state: Tree) -> tuple
 
 
 def first_state(setting: Setting, recipe: Any) -> Tree:
-    parameters = initial(setting, jax.random.key(0))
+    parameters = initial(setting, jax.random.key(setting.seed))
     moments = tuple(jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
     return parameters, moments, initial_states(setting, recipe), jnp.int32(0)
 
@@ -202,7 +217,7 @@ def trained(setting: Setting, recipe: Any) -> Outcome:
     whole = text()
     cut = len(whole) * 9 // 10
     source, rest = jnp.asarray(whole[:cut]), jnp.asarray(whole[cut:])
-    run = jax.jit(partial(step, setting, recipe), donate_argnums=1)
+    run = jax.jit(partial(step, setting, partial(loss_of, setting, recipe)), donate_argnums=1)
     state = jax.jit(partial(first_state, setting, recipe))()
     losses, started, timed = [], 0.0, setting.steps // 10
     for number in range(setting.steps):
@@ -230,7 +245,7 @@ def specs(setting: Setting, names: Sequence[str]) -> list[GemmSpec]:
     for name in names:
         recipe = RECIPES[name]
         state = jax.eval_shape(partial(first_state, setting, recipe))
-        found += specs_of(partial(step, setting, recipe), source, state)
+        found += specs_of(partial(step, setting, partial(loss_of, setting, recipe)), source, state)
         found += specs_of(partial(loss_of, setting, recipe), state[0], state[2], tokens)
     return list(dict.fromkeys(found))
 

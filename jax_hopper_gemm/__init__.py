@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .collective import all_gather_matmul as all_gather_matmul
     from .collective import matmul_reduce_scatter as matmul_reduce_scatter
     from .interop import accelerate as accelerate
-    from .interop import checkpoint_policy as checkpoint_policy
     from .interop import intercept_ragged_dot as intercept_ragged_dot
     from .reports import Explanation as Explanation
     from .reports import ProductReport as ProductReport
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 # All but `__version__` and `nn`: a star import must work without Flax.
 __all__ = [
     "Explanation", "FallbackWarning", "ProductReport", "Quantized", "accelerate",
-    "all_gather_matmul", "batch_invariant", "checkpoint_policy", "dot_general", "einsum", "explain",
+    "all_gather_matmul", "batch_invariant", "dot_general", "einsum", "explain",
     "export_disabled_checks", "gated_linear_unit", "intercept_ragged_dot", "matmul",
     "matmul_reduce_scatter", "max_sms", "moe", "on_fallback", "quantize", "ragged_dot",
     "ragged_dot_general", "recipes",
@@ -46,7 +45,7 @@ __all__ = [
 # Modules that are imported when one of their names is first asked for.
 _LAYERS = {
     "collective": ("all_gather_matmul", "matmul_reduce_scatter"),
-    "interop": ("accelerate", "checkpoint_policy", "intercept_ragged_dot"),
+    "interop": ("accelerate", "intercept_ragged_dot"),
     "reports": ("Explanation", "ProductReport", "explain"),
     "sharding.export": ("export_disabled_checks",),
 }  # fmt: skip

@@ -19,6 +19,7 @@ from jax_hopper_gemm import cubin, sharding
 from jax_hopper_gemm.dispatch import choice
 from jax_hopper_gemm.dispatch import table as tables
 from jax_hopper_gemm.dispatch.table import Table
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch import ffi_library
 
 GPU_TESTS = Path(__file__).with_name("gpu")
@@ -45,6 +46,14 @@ def marks_left_out(config: pytest.Config) -> set[str]:
     return excluded
 
 
+def marks_asked_for(config: pytest.Config) -> set[str]:
+    """Returns the marks written in the files that each test of the option `-m` has."""
+    expression = config.getoption("markexpr") or ""
+    if re.search(r"\bor\b|\(", expression):
+        return set()
+    return set(re.findall(r"(?<!not )\b(compile|alone|pure|slow)\b", expression))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if "gpu" in marks_left_out(config):
         jax.config.update("jax_platforms", "cpu")
@@ -55,20 +64,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out files of which `-m` excludes every test: to import some takes seconds."""
+    """Leaves out files of which `-m` excludes every test: to import them takes seconds."""
     left_out = marks_left_out(config)
     if collection_path == GPU_TESTS:
         return True if "gpu" in left_out else None
     if collection_path.suffix != ".py":
         return None
-    marks = re.findall(r"^pytestmark = \[?pytest\.mark\.(\w+)", collection_path.read_text(), re.M)
+    text = collection_path.read_text()
+    if not all(f"pytest.mark.{mark}" in text for mark in marks_asked_for(config)):
+        return True
+    marks = re.findall(r"^pytestmark = \[?pytest\.mark\.(\w+)", text, re.M)
     return True if left_out.intersection(marks) else None
 
 
 def pytest_collection_finish() -> None:
-    """Spares the garbage collector the modules and items, which stay."""
+    """Spares the garbage collector the modules and items, which stay, and what jax caches."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 100)
 
 
 @pytest.fixture
@@ -103,12 +116,13 @@ def chosen_values(item: pytest.Item) -> list[tuple[str, type, str]]:
     return [(name, type(value), repr(value)) for name, value in params.items()]
 
 
-@pytest.fixture(scope="module")
-def built_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the kernels of the test module's `SPECS`, built side by side."""
-    folder = tmp_path_factory.mktemp("cubins")
-    assert not cubin.build(request.module.SPECS, folder=folder, progress=False).failures
-    return folder
+@pytest.fixture(scope="session")
+def built(request: pytest.FixtureRequest) -> dict[GemmSpec, str]:
+    """Compiles `SPECS` of each module that asks for it, all at once; returns the failures."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    modules = dict.fromkeys(test.module for test in tests if "built" in test.fixturenames)
+    specs = [spec for module in modules if module for spec in module.SPECS]
+    return cubin.build(specs, progress=False).failures
 
 
 @pytest.fixture

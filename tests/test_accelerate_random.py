@@ -27,9 +27,12 @@ def all_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
 
 
+def leaves_of(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
+
+
 def outcome(program: Any, arguments: Any) -> list[np.ndarray]:
-    value, gradients = jax.jit(jax.value_and_grad(program))(arguments)
-    return [np.asarray(x, np.float64) for x in (value, *gradients)]
+    return leaves_of(jax.jit(jax.value_and_grad(program))(arguments))
 
 
 def assert_alike(ours: Any, theirs: Any, exact: Any) -> None:
@@ -49,8 +52,7 @@ def check_random_program(seed: int) -> None:
     theirs, reference = outcome(program, narrow), outcome(program, exact)
     assert_alike(outcome(jhg.accelerate(program), narrow), theirs, reference)
     whole = jax.jit(jhg.accelerate(jax.value_and_grad(program)))(narrow)
-    leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(whole)]
-    assert_alike(leaves, theirs, reference)
+    assert_alike(leaves_of(whole), theirs, reference)
 
 
 @pytest.mark.slow

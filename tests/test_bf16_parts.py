@@ -30,6 +30,7 @@ from jax_hopper_gemm.gemm.bf16_parts import (
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.product import Options
+from jax_hopper_gemm.launch.plan import TensorMap, make_plan
 from jax_hopper_gemm.primitives.call_words import options_of_words, options_to_words
 from jax_hopper_gemm.testing import tolerance
 from jax_hopper_gemm.testing.lowered import specs_of
@@ -212,7 +213,7 @@ def test_what_no_kernel_does():
         "float32 is cut into bfloat16 parts": {"a_dtype": "bfloat16"},
         "promoted already": {"promoted": True},
         "take epilogue tiles of 16 columns": {"epi_tile_n": 32},
-        "A and B are float32: cast them": {"bf16_terms": 0},
+        "B is float32, which tensor cores read along K alone": {"bf16_terms": 0},
     }.items():
         assert any(reason in text for text in violations(replace(spec, **fields))), reason
 
@@ -262,10 +263,41 @@ def test_the_gradient_of_an_epilogue_is_part_of_the_product_before_it():
 def test_a_kernel_is_explained():
     explained = jhg.explain(jhg.matmul, A, B, precision=float32.preset(6))
     assert "bf16x6" in str(explained)
-    assert "DotAlgorithmPreset.BF16_BF16_F32_X3" in str(jhg.explain(jhg.matmul, A, B))
+    assert "along K alone" in str(jhg.explain(jhg.matmul, A, B))
 
 
 @pytest.mark.parametrize("precision", (float32.preset(6), (lax.Precision.HIGHEST,) * 2, None))
 def test_words_keep_a_precision(precision):
     words = options_to_words(Options(precision=precision))
     assert words and options_of_words(words).precision == precision
+
+
+def test_tf32_is_the_default_where_both_operands_lie_along_k():
+    along_k = jax.ShapeDtypeStruct((B.shape[1], B.shape[0]), jnp.float32)
+
+    def product(a, b, **options):
+        return jhg.einsum("mk,nk->mn", a, b, **options)
+
+    (spec,) = specs_of(product, A, along_k)
+    assert spec.rounds_operands and not spec.bf16_terms
+    (named,) = specs_of(
+        lambda a, b: product(a, b, precision=lax.DotAlgorithmPreset.TF32_TF32_F32), A, along_k
+    )
+    assert named == spec
+    for options in ({"precision": "highest"}, {"epilogue": jnp.tanh}):
+        assert specs_of(lambda a, b, o=options: product(a, b, **o), A, along_k) == []
+
+
+def test_tf32_transposes_what_does_not_lie_along_k_where_a_kernel_is_asked_for():
+    assert specs_of(jhg.matmul, A, B) == []
+    (spec,) = specs_of(lambda a, b: jhg.matmul(a, b, implementation="hopper"), A, B)
+    assert spec.rounds_operands and (spec.a_major, spec.b_major) == ("k", "k")
+
+
+def test_tensor_maps_round_what_is_multiplied_in_tf32():
+    problem = GemmProblem.dense(256, 256, 256, b_major="k", dtype="float32")
+    decision = choose(problem, H200, kernel_only=True)
+    plan = make_plan(problem, decision.spec, decision.raster_order, 132)
+    maps = [param for param in plan.params if isinstance(param, TensorMap)]
+    assert [tensor_map.rounds for tensor_map in maps] == [True, True, False]  # of A, B, D
+    assert [tensor_map.encode()[3] for tensor_map in maps] == [11, 11, 7]

@@ -1,8 +1,9 @@
 """Kernels compile without a GPU, and their machine code is what a GEMM on Hopper should be.
 
 Of all kernels that run on a GPU as many are compiled as it takes for every pair of policies,
-layouts, dtypes and parts of an epilogue. With `JAX_HOPPER_GEMM_TEST_ALL=1` those in which every
-pair of fields of a spec occurs are, too, and all plain ones that dispatch can choose. They go
+layouts, dtypes and parts of an epilogue. With `JAX_HOPPER_GEMM_TEST_ALL=1` each width of a tile is
+in pairs of its own, those in which every pair of fields of a spec occurs are compiled, too, and
+all plain ones that dispatch can choose. They go
 through the user's cache, so what `python -m jax_hopper_gemm build` made, or a run before, is not
 compiled again.
 """
@@ -45,12 +46,6 @@ SPECS = list(
     else policies.compiled_specs()
 )  # fmt: skip
 VERIFIED = Path(__file__).parent / "gpu" / "verified.json"
-
-
-@pytest.fixture(scope="session")
-def built() -> dict[GemmSpec, str]:
-    """Compiles all of `SPECS` on all cores; returns the failures."""
-    return cubin.build(SPECS, progress=False).failures
 
 
 @pytest.fixture(scope="session")

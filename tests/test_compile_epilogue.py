@@ -118,12 +118,6 @@ def loads_of(code: str, rank: int) -> int:
     return len(re.findall(rf"UTMALDG\.{rank}D", code))
 
 
-@pytest.fixture(scope="module")
-def built() -> dict[GemmSpec, str]:
-    """Compiles all of `SPECS` on all cores; returns the failures."""
-    return cubin.build(SPECS, progress=False).failures
-
-
 @lru_cache
 def read_kernel(spec: GemmSpec) -> tuple[Manifest, SassFacts, str]:
     compiled = cubin.get(spec)

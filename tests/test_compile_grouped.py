@@ -68,12 +68,6 @@ SPECS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def built() -> dict[GemmSpec, str]:
-    """Compiles all of `SPECS` on all cores; returns the failures."""
-    return cubin.build(SPECS, progress=False).failures
-
-
 @lru_cache
 def read_kernel(spec: GemmSpec) -> tuple[Manifest, SassFacts, str]:
     compiled = cubin.get(spec)

@@ -21,8 +21,8 @@ ACCUMULATORS = simt.THREAD_M * simt.THREAD_N
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_kernel_compiles_to_chains(spec, built_folder, monkeypatch):
-    monkeypatch.setenv("JAX_HOPPER_GEMM_CUBINS", str(built_folder))
+def test_kernel_compiles_to_chains(spec, built):
+    assert spec not in built, built[spec]
     compiled = cubin.get(spec)
     text = disassemble(compiled.cubin)
     assert compiled.manifest.stack_bytes == parse_sass(text).local_accesses == 0, "it spills"

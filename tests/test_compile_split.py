@@ -9,6 +9,7 @@ import pytest
 from support.compiling import skip_without_compiler
 from support.policies import split_specs
 
+from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin.sass import disassemble, parse_sass
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
@@ -17,18 +18,19 @@ skip_without_compiler()
 pytestmark = pytest.mark.compile
 
 LARGE = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256, epi_stages=2)
-SPECS = [
+SPLIT = [
     replace(LARGE, split_k=True, cluster_m=2),
     replace(LARGE, split_k=True, tile_n=128, warp_schedule="pingpong"),
     *split_specs()[::9],
 ]
+WHOLE = {spec: replace(spec, split_k=False) for spec in SPLIT}
+SPECS = [*WHOLE, *WHOLE.values()]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_partial_sums_travel_in_vectors_and_wgmma_waits_for_nothing_more(spec, tmp_path):
-    kernels = pytest.importorskip("jax_hopper_gemm.kernels")
-    whole = disassemble(kernels.compile_cubin(replace(spec, split_k=False), tmp_path))
-    split = disassemble(kernels.compile_cubin(spec, tmp_path))
+@pytest.mark.parametrize("spec", SPLIT, ids=lambda spec: spec.name)
+def test_partial_sums_travel_in_vectors_and_wgmma_waits_for_nothing_more(spec, built):
+    assert not {spec, WHOLE[spec]} & built.keys(), built
+    split, whole = (disassemble(cubin.get(each).cubin) for each in (spec, WHOLE[spec]))
     facts, of_whole = parse_sass(split), parse_sass(whole)
     assert facts.local_accesses == 0, "the kernel spills"
     assert (facts.wgmma, facts.tma_loads) == (of_whole.wgmma, of_whole.tma_loads)

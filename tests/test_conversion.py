@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 
 from jax_hopper_gemm.gemm import conversion
+from jax_hopper_gemm.gemm.conversion import Held
 from jax_hopper_gemm.gemm.wgmma_fragment import position_of
 
 THREADS = np.arange(128, dtype=np.int64)
 LANES = THREADS % 32
 POSITION = position_of(THREADS)
 HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def pick(x, mask, flip):
+    return (x & np.uint32(mask)) ^ np.uint32(flip)
 
 
 def subtract(half: str):
@@ -40,7 +45,7 @@ def test_integers_become_the_floats_that_they_are(bits, half):
     low, high = (x.ravel() for x in np.meshgrid(numbers, numbers))
     mask, garbage = (1 << bits) - 1, 0xA5A5 << bits & 0xFFFF
     pairs = ((high & mask | garbage) << 16 | (low & mask) | garbage).astype(np.uint32)
-    widened = conversion.widen_integers(pairs, bits, half, subtract(half))
+    widened = conversion.widen_integers(pairs, bits, half, pick, subtract(half))
     found = np.ascontiguousarray(widened, np.uint32).view(np.uint16).view(HALVES[half])
     assert np.array_equal(found[::2].astype(int), low)
     assert np.array_equal(found[1::2].astype(int), high)
@@ -84,41 +89,48 @@ def ldmatrix_transposed(stage: np.ndarray, address: np.ndarray) -> list[np.ndarr
 
 
 CASES = [
-    (bits, along_k, columns, tile_k, block)
-    for bits, along_k, columns, tile_k in itertools.product(
-        (8, 4), (False, True), (64, 128, 256), (64, 128)
+    (held, columns, tile_k, span)
+    for held, columns, tile_k in itertools.product(
+        (Held(8, False), Held(8, True), Held(4, False), Held(4, False, joined=2), Held(4, True)),
+        (64, 128, 256),
+        (64, 128),
     )
-    for block in range(0, columns, 64)
+    for span in range(0, columns // (64 * held.joined) * 64 * held.joined, 64 * held.joined)
 ]
 
 
-@pytest.mark.parametrize(("bits", "along_k", "columns", "tile_k", "block"), CASES)
-def test_a_thread_reads_what_wgmma_wants_of_its_columns(bits, along_k, columns, tile_k, block):
+@pytest.mark.parametrize(("held", "columns", "tile_k", "span"), CASES)
+def test_a_thread_reads_what_wgmma_wants_of_its_columns(held, columns, tile_k, span):
     """PTX ISA, "Register fragments for wgmma.m64nNk16": element a of A is (row, k)."""
+    bits, along_k = held.bits, held.along_k
     rng = np.random.default_rng(0)
     matrix = rng.integers(0, 1 << bits, (columns, tile_k), dtype=np.uint8)
     line = (tile_k if along_k else columns) * bits // 8
     width = next(x for x in (128, 64, 32) if line % x == 0)
     stage = stage_of(matrix, bits, width, along_k=along_k)
     mask = (1 << bits) - 1
-    held = [block + conversion.column_of(POSITION, h, bits, along_k=along_k) for h in range(2)]
-    assert sorted(np.unique(held)) == list(range(block, block + 64))
-    for k16, (h, i) in itertools.product(
-        range(tile_k // 16), itertools.product(range(2), range(2))
+    own = {
+        (block, h): span + held.column(POSITION, block, h)
+        for block, h in itertools.product(range(held.joined), range(2))
+    }
+    columns_of_all = np.concatenate([own[of] for of in sorted(own)])
+    assert sorted(np.unique(columns_of_all)) == list(range(span, span + 64 * held.joined))
+    for k16, block, h, i in itertools.product(
+        range(tile_k // 16), range(held.joined), range(2), range(2)
     ):
         if along_k:
             first = (16 * k16 + 8 * i) * bits // 8
             chunk = first // 16 * 16
-            column = block + 16 * POSITION.warp
+            column = span + 16 * POSITION.warp
             offset = conversion.offset_along_k(POSITION, column, h, chunk, width, columns)
             at = offset + first - chunk + POSITION.quad_lane * (bits // 4)
             word = load(stage, at, bits // 4)
         else:
-            slab = (block + conversion.slab_of(POSITION, bits)) * bits // 8
+            slab = (span + held.slab(POSITION)) * bits // 8
             start = conversion.offset_along_n(LANES, slab, width, tile_k)
             address = start + k16 // 2 * conversion.LDMATRIX_K * width
             word = ldmatrix_transposed(stage, address)[2 * (k16 % 2) + i]
-        pairs = conversion.spread(word, POSITION, h, bits, along_k=along_k)
+        pairs = held.spread(word, POSITION, block, h)
         k = 16 * k16 + 8 * i + 2 * POSITION.quad_lane
-        assert np.array_equal(pairs & mask, matrix[held[h], k])
-        assert np.array_equal((pairs >> 16) & mask, matrix[held[h], k + 1])
+        assert np.array_equal(pairs & mask, matrix[own[block, h], k])
+        assert np.array_equal((pairs >> 16) & mask, matrix[own[block, h], k + 1])

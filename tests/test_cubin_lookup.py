@@ -105,6 +105,23 @@ def test_two_threads_compile_once(compiles):
     assert compiles == [SPEC]
 
 
+def test_a_compilation_that_is_interrupted_leaves_no_lock(compiles, monkeypatch):
+    fixed = sys.modules["jax_hopper_gemm.kernels"].compile_cubin
+
+    def interrupted(spec, workdir):
+        monkeypatch.setattr(sys.modules["jax_hopper_gemm.kernels"], "compile_cubin", fixed)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["jax_hopper_gemm.kernels"], "compile_cubin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cubin.get(SPEC)
+    found: list[str] = []
+    other = threading.Thread(target=lambda: found.append(cubin.get(SPEC).origin), daemon=True)
+    other.start()
+    other.join(20)
+    assert found == ["compiled"] and compiles == [SPEC]
+
+
 @pytest.mark.slow
 def test_processes_that_start_together_compile_once(tmp_path):
     source = (

@@ -80,9 +80,14 @@ def test_a_new_product_is_reported_and_judged_as_a_dot(new_dot_p):
     (found,) = jhg.explain(partial(new_dot_p.bind, product=PRODUCT), x, y).products
     assert found.taken and found.product.startswith("bf16[512,256] x bf16[256,768]")
     assert found.explanation is not None and found.explanation.problem is not None
-    policy = jhg.checkpoint_policy(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    assert policy(new_dot_p, x, y, product=PRODUCT)
-    assert not policy(scaled_p, x, x, by=2)
+
+    def block(z: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sum(z * new_dot_p.bind(x, y, product=PRODUCT))
+
+    policies, z = jax.checkpoint_policies, jax.ShapeDtypeStruct((512, 768), jnp.bfloat16)
+    for policy, count in ((policies.dots_saveable, 1), (policies.nothing_saveable, 2)):
+        gradient = jax.grad(jax.checkpoint(block, policy=policy))
+        assert str(jax.make_jaxpr(gradient)(z, x, y)).count(" new_dot[") == count
 
 
 def test_equations_name_the_users_lines():

@@ -171,6 +171,15 @@ def test_examples_of_the_choice_of_kernels_run(capsys):
     assert "pad K from 4100 to 4104" in said[2]
 
 
+def test_every_document_with_examples_is_run_here():
+    here = Path(__file__).read_text()
+    documents = [path for path in DOCUMENTS if path.parent.name != "api" and path != README]
+    with_examples = {path.name for path in documents if "```python\n" in path.read_text()}
+    assert len(with_examples) > 8
+    run = set(re.findall(r'run_examples\(ROOT / "docs" / "(.+?)"\)', here))
+    assert with_examples == run
+
+
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
 ENTRY = r"^::: ([\w.]+)\n(?:\n```python\n(.*?)```)?"
 # A name that has an entry, and the example after it.

@@ -8,6 +8,7 @@ so nothing of this reaches the one that a GPU test in the same process uses.
 from __future__ import annotations
 
 import ctypes.util
+import gc
 import math
 import struct
 import threading
@@ -565,6 +566,33 @@ def test_threads_share_a_program_and_keep_their_addresses_apart(launcher, driver
         for (a, b), runs in zip(per_thread, outputs, strict=True)
         for d, _ in runs
     }
+
+
+@pytest.mark.slow
+def test_programs_run_while_the_caches_of_jax_are_cleared(launcher, driver, digest, monkeypatch):
+    monkeypatch.setenv("JAX_HOPPER_GEMM_LIBCUDA", str(launcher.libcuda))
+    program = launcher.call(PLAN.encode(), digest, (D, COUNTER))
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(4):
+                jax.block_until_ready([program(A, B) for _ in range(25)])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    cleared = 0
+    while any(thread.is_alive() for thread in threads):
+        jax.clear_caches()
+        gc.collect()
+        cleared += 1
+    for thread in threads:
+        thread.join()
+    assert not errors and cleared > 1
+    assert len(driver.calls("cuLaunchKernelEx")) == 300
 
 
 def test_threads_load_programs_at_once(launcher, digest):

@@ -164,7 +164,7 @@ def test_checkpoint_policies_see_our_products(policy, subscripts, products):
     x, y = (integers(tuple(extents[c] for c in s)) for s in subscripts.split("->")[0].split(","))
     block = jax.checkpoint(
         lambda x, y: jnp.sin(jhg.einsum(subscripts, x, y)).sum(),
-        policy=jhg.checkpoint_policy(policy),
+        policy=policy,
     )
     program = str(jax.make_jaxpr(jax.value_and_grad(block, (0, 1)))(x, y))
     assert program.count("hopper_dot[") == products

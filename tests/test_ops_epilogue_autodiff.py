@@ -168,6 +168,6 @@ def test_checkpoint_policies_see_products_with_epilogues(product, policy, batch,
         unit = jax.vmap(jhg.gated_linear_unit) if batch else jhg.gated_linear_unit
         return jnp.sin(unit(a, jnp.stack((b, b), -2))).sum()
 
-    block = jax.checkpoint(block, policy=jhg.checkpoint_policy(policy))
+    block = jax.checkpoint(block, policy=policy)
     program = str(jax.make_jaxpr(jax.value_and_grad(block, (0, 1)))(a, b))
     assert program.count("hopper_fused[") == products

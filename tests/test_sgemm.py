@@ -170,9 +170,9 @@ def test_the_default_precision_is_one():
 
 
 @pytest.mark.parametrize("precision", (None, "default", "high"))
-def test_other_precisions_have_no_kernel(precision):
-    with pytest.raises(NotImplementedError, match="ask for the precision HIGHEST"):
-        specs_of(partial(jhg.matmul, precision=precision, implementation="hopper"), A, B)
+def test_other_precisions_are_not_summed_by_fma_units(precision):
+    product = partial(jhg.matmul, precision=precision, implementation="hopper")
+    assert [spec.simt_width for spec in specs_of(product, A, B)] == [0]
 
 
 def test_an_epilogue_is_left_to_xla():

@@ -36,8 +36,18 @@ def test_a_plain_spec_has_no_violations():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"a_dtype": "float32", "b_dtype": "float32"}, "A and B are float32"),
+        ({"a_dtype": "float64", "b_dtype": "float64"}, "A and B are float64"),
         ({"d_dtype": "bool"}, "D is bool"),
+        (
+            {
+                "a_dtype": "float32",
+                "b_dtype": "float32",
+                "b_major": "k",
+                "tile_k": 32,
+                "tile_n": 48,
+            },
+            "tile_n 48 of float32 as it is is not 16 or a multiple of 32",
+        ),
         (
             {"a_dtype": "int8", "b_dtype": "int8", "b_major": "k", "tile_k": 128, "split_k": True},
             "partial sums are float32, accumulators int32",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -42,3 +44,24 @@ def test_float32_arithmetic_is_within_the_bounds_of_an_epilogue():
         results[-1][(-1,) * results[-1].ndim] += 100
         with pytest.raises(AssertionError, match=f"{name}.* times the bound"):
             outcome.assert_within_bound(problem, spec, inputs, results, name)
+
+
+@pytest.mark.parametrize("exactly", [True, False, None])
+def test_a_right_kernel_alone_passes(exactly, monkeypatch):
+    spec = BY_NAME["row_max"]
+    problem, raster_order = cases.edge_problems(spec, 4)[1]
+    gpu: Any = None
+    wrong = 0
+
+    def computed(gpu, problem, spec, raster_order, inputs, repeats, num_sms):
+        integers = bool((inputs.a == np.rint(inputs.a.astype(np.float32))).all())
+        assert (integers, repeats, num_sms) == (exactly is not False, 3, 16)
+        results = outcome.exact(problem, spec, inputs)
+        results[-1][(-1,) * results[-1].ndim] += wrong
+        return results
+
+    monkeypatch.setattr(outcome, "run_all", computed)
+    outcome.check(gpu, spec, problem, raster_order, 0, 16, 3, exactly)
+    wrong = 100
+    with pytest.raises(AssertionError, match=spec.name):
+        outcome.check(gpu, spec, problem, raster_order, 0, 16, 3, exactly)

@@ -91,7 +91,7 @@ def test_products_can_be_offloaded_instead_of_recomputed(activation):
 
     offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
     matmul = partial(jhg.matmul, activation=activation, save_preactivation=True)
-    ours = gradient(matmul, jhg.checkpoint_policy(offload))
+    ours = gradient(matmul, offload)
     a, b = FUNCTIONS["matmul"].arguments("float32")
     for one, other in zip(jax.jit(ours)(a, b), jax.jit(gradient(plain))(a, b), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

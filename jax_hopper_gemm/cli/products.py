@@ -71,7 +71,7 @@ class DtypeType(click.Choice):
         return self.names[super().convert(short if known else value, param, ctx)]
 
 
-OPERAND, RESULT = DtypeType((*OPERANDS, "float32")), DtypeType((*RESULTS, "int32"))
+OPERAND, RESULT = DtypeType(OPERANDS), DtypeType((*RESULTS, "int32"))
 
 _OPTIONS = (
     click.option("--batch", type=POSITIVE, default=1, metavar="L", help="Products of a batch [1]."),

@@ -28,7 +28,7 @@ from .cost import MEMORY_BYTES_PER_NS, Estimate, best_raster_order, equal_groups
 from .device import Device
 from .invariance import invariant_specs, reduces_rows
 from .legality import device_violations, pairing_violations, problem_violations
-from .model import beside_xla, best_kernel, xla_is_faster
+from .model import beside_xla, best_kernel, not_measured, xla_is_faster
 from .table import Key, Source, Table, tables_of
 
 MODEL_ERROR = 0.01  # of the cost model, where it compares a measured kernel with others
@@ -102,7 +102,8 @@ def _choose(
         return Decision.xla("; ".join(reasons))
     key = Key.of(problem)
     table = next((table for table in tables if key in table.entries), None)
-    if table is None or device.limited:  # tables were measured on whole GPUs
+    other = problem.bf16_terms > 0 or problem.simt  # than the arithmetic that tables are of
+    if table is None or device.limited or other:  # tables were measured on whole GPUs
         return _modelled(problem, device, kernel_only)
     problem_type = ProblemType.of(problem)
     is_plain = problem_type == problem_type.plain
@@ -173,8 +174,9 @@ def _modelled(
     best, reasons = best_kernel(problem, device, candidates)
     if best is None:
         return Decision.xla("; ".join(reasons))
-    if not kernel_only and problem.groups is None:
-        if reason := xla_is_faster(problem, best.cost, device):
+    if not kernel_only:
+        of_xla = xla_is_faster if problem.groups is None else not_measured
+        if reason := of_xla(problem, best.cost, device):
             return Decision.xla(reason)
     raster_order = best_raster_order(problem, best.spec, device)
     reason = _expectation(problem, best.spec, best.cost, device)

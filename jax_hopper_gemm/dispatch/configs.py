@@ -188,8 +188,10 @@ PARTS_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
 # B is converted in registers, by warpgroups that share a tile's columns. `candidates` leaves out
 # those that are not legal, of groups for one.
 _FEW_ROWS = [
-    Config(tile_m, tile_n, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b", split_k=split_k)
-    for tile_m, tile_n, split_k in product((16, 32, 64), (128, 256), (False, True))
+    Config(tile_m, tile_n, rows * SWIZZLE_BYTES, short_boxes=True, evict_first="b", split_k=split_k)
+    for (tile_m, rows), tile_n, split_k in product(
+        ((16, 2), (16, 4), (32, 2), (32, 4), (64, 2)), (128, 256), (False, True)
+    )
 ]
 CONVERTED_CONFIGS = (
     # Few rows: a stream of B, each byte of it read once.

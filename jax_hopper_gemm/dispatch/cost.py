@@ -65,8 +65,14 @@ EXPOSED = 0.6  # fitted: of an epilogue, in spite of the other warpgroup's multi
 DYNAMIC_CYCLES = 900.0  # fitted: to fetch a tile from the counter
 PARTIAL_CYCLES = 1100.0  # fitted: from asking for a partial sum to its arrival, once for each
 HANDOVER_CYCLES = 1500.0  # fitted: from the first store of a partial sum until others may read it
-CONVERSION_INSTRUCTIONS = 2.2  # counted, of an element: of int8 stored along N; others 1.6 to 3
+CONVERSION_INSTRUCTIONS = 2.5  # counted, of an element: of int8 stored along N
+INT4_INSTRUCTIONS = {1: 2.8, 2: 2.1}  # by the blocks of 64 columns that share what is loaded
 CONVERSION_LEAK = 0.3  # assumed: of the faster of conversion and multiplication
+# Measured on 9 products of up to 64 rows: the same of so few, what an instruction takes whose other
+# operand is in registers, and what it takes to begin a k-tile.
+FEW_ROWS_LEAK = 0.6
+LEAST_MMA_CYCLES = 16.0
+BEGIN_CYCLES = 80.0
 SCALING_CYCLES = 100.0  # assumed: until the sums of a group are there, beside the other warpgroup
 SHARED_WAVE = 1.025  # fitted: of the time where a last wave is shared; no SM rests, the clock drops
 
@@ -298,9 +304,14 @@ def _converting_cycles(spec: GemmSpec) -> float:
     """
     s = spec
     instructions = s.tile_n / 64 * s.tile_k / s.mma_k
-    multiplied = instructions * max(s.tile_m / 2, s.tile_m * MMA_BYTES / 128)
-    converted = s.tile_n * s.tile_k * CONVERSION_INSTRUCTIONS * ISSUE_CYCLES / 128
-    cycles = max(multiplied, converted) + CONVERSION_LEAK * min(multiplied, converted)
+    multiplied = instructions * max(s.tile_m / 2, s.tile_m * MMA_BYTES / 128, LEAST_MMA_CYCLES)
+    of_element = CONVERSION_INSTRUCTIONS
+    if DTYPES[s.b_dtype].bits == 4:
+        blocks = s.columns_per_warpgroup // s.graph.accumulators // 64
+        of_element = INT4_INSTRUCTIONS[1 if blocks % 2 or s.b_major == "k" else 2]
+    converted = s.tile_n * s.tile_k * of_element * ISSUE_CYCLES / 128
+    leak = FEW_ROWS_LEAK if s.tile_m <= 64 else CONVERSION_LEAK
+    cycles = max(multiplied, converted) + leak * min(multiplied, converted) + BEGIN_CYCLES
     if s.k_group:
         scaled = s.tile_m * s.tile_n * ISSUE_CYCLES / 128 + SCALING_CYCLES
         cycles += s.tile_k / s.k_group * scaled

@@ -188,8 +188,13 @@ def waits(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
 
 
 def not_measured(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
-    """Products by FMA units: none of our kernels has been timed against XLA's."""
-    return "kernels for FMA units have not been measured" if problem.simt else None
+    """Products whose kernels have not been timed against XLA's."""
+    p = problem
+    if p.simt:
+        return "kernels for FMA units have not been measured"
+    if p.rounds_operands and (p.groups or p.epilogue or p.l > 1 or p.d_dtype != "float32"):
+        return "in TF32, plain products of two matrices have been measured, into float32"
+    return None
 
 
 RULES: tuple[XlaRule, ...] = (thin, lags)

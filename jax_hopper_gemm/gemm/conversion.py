@@ -7,12 +7,14 @@ two neighbours along K of one column:
     0, 1    h = 0, 1    2 * quad_lane + (0, 1)
     2, 3    h = 0, 1    the same + 8
 
-Which columns of a block a thread's two are is for `column_of` to say, as accumulators are turned
+Which columns of a block a thread's two are is for `Held` to say, as accumulators are turned
 afterwards (`kernels.mainloop.rs`): so no number moves between threads.
 
     stored (N, K)   a thread loads two neighbours along K at a time: 16 or 8 bits
     stored (K, N)   ldmatrix with a transpose brings 16 bits of N, 2 or 4 columns, of two neighbours
-                    along K in the halves of a register
+                    along K in the halves of a register. Four columns are those of two blocks
+                    ("joined") where a warpgroup has an even number of them, else two warps load
+                    the same and share them
 
 Either way `spread` moves the two numbers that belong together to the lowest bits of a register's
 halves, and `widen` makes 16-bit floats of them. All of it is exact.
@@ -23,6 +25,7 @@ Like `wgmma_fragment` this is arithmetic that the device traces and that also ru
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from .wgmma_fragment import Position
@@ -38,40 +41,49 @@ def swizzled(offset: Any, width: int) -> Any:
     return offset ^ (((offset >> 7) & (width // CHUNK - 1)) << 4)
 
 
-def column_of(position: Position, h: int, bits: int, *, along_k: bool) -> Any:
-    """Returns a thread's h-th column of a block."""
-    if along_k:
-        return 16 * position.warp + position.quad + 8 * h
-    return (
-        slab_of(position, bits) + (16 // bits) * position.quad + _shift(position, h, bits) // bits
-    )
+@dataclass(frozen=True)
+class Held:
+    """Which columns a thread holds of a span of `joined` blocks, and where it loads them."""
 
+    bits: int
+    along_k: bool
+    joined: int = 1
 
-def slab_of(position: Position, bits: int) -> Any:
-    """Returns the first of the columns whose bits one lane of ldmatrix names: 16 bytes.
+    @classmethod
+    def of(cls, bits: int, blocks: int, *, along_k: bool) -> Held:
+        """Returns what is held where a warpgroup has so many blocks of a B."""
+        return cls(bits, along_k, 2 if bits == 4 and not along_k and blocks % 2 == 0 else 1)
 
-    Of 4-bit numbers these are 32 columns, which two warps read and share.
-    """
-    if bits == 8:
-        return 16 * position.warp
-    return 32 * (position.warp >> 1)
+    def column(self, position: Position, block: int, h: int) -> Any:
+        """Returns a thread's h-th column of a span's block, counted from the span's first."""
+        if self.along_k:
+            return BLOCK * block + 16 * position.warp + position.quad + 8 * h
+        columns = (16 // self.bits) * position.quad + self._shift(position, block, h) // self.bits
+        return self.slab(position) + columns
 
+    def slab(self, position: Position) -> Any:
+        """Returns the first of the columns whose bits one lane of ldmatrix names: 16 bytes.
 
-def _shift(position: Position, h: int, bits: int) -> Any:
-    """Returns the bits before a thread's h-th column in its 16 bits along N."""
-    if bits == 8:
-        return 8 * h
-    return 8 * (position.warp & 1) + 4 * h
+        Of 4-bit numbers these are 32 columns.
+        """
+        if self.bits == 8:
+            return 16 * position.warp
+        return 32 * (position.warp if self.joined == 2 else position.warp >> 1)
 
+    def _shift(self, position: Position, block: int, h: int) -> Any:
+        """Returns the bits before a thread's h-th column in its 16 bits along N."""
+        if self.bits == 8:
+            return 8 * h
+        return 8 * (block if self.joined == 2 else position.warp & 1) + 4 * h
 
-def spread(word: Any, position: Position, h: int, bits: int, *, along_k: bool) -> Any:
-    """Returns the two numbers of a thread's h-th column in the lowest bits of two halves.
+    def spread(self, word: Any, position: Position, block: int, h: int) -> Any:
+        """Returns the two numbers of a thread's h-th column in the lowest bits of two halves.
 
-    `word` is what the thread loaded; other bits may hold anything.
-    """
-    if along_k:
-        return word | (word << (16 - bits))
-    return word >> _shift(position, h, bits)
+        `word` is what the thread loaded; other bits may hold anything.
+        """
+        if self.along_k:
+            return word | (word << (16 - self.bits))
+        return word >> self._shift(position, block, h)
 
 
 def offset_along_k(position: Position, column: Any, h: int, k: int, width: int, lines: int) -> Any:
@@ -94,16 +106,26 @@ def offset_along_n(lane: Any, column: Any, width: int, rows: int) -> Any:
 _ONES = {"bfloat16": (0x4300, 7), "float16": (0x6400, 10)}
 
 
-def widen_integers(pairs: Any, bits: int, half: str, subtract: Callable[[Any, Any], Any]) -> Any:
-    """Returns two signed integers as 16-bit floats, in the halves of a register."""
+def widen_integers(
+    pairs: Any,
+    bits: int,
+    half: str,
+    pick: Callable[[Any, int, int], Any],
+    subtract: Callable[[Any, int], Any],
+) -> Any:
+    """Returns two signed integers as 16-bit floats, in the halves of a register.
+
+    Args:
+      pick: (x, mask, flip) -> (x & mask) ^ flip.
+      subtract: x - y of two floats each.
+    """
     ones, digits = _ONES[half]
     sign = 1 << (bits - 1)
     if bits <= digits:  # x + sign >= 0 is put behind the exponent
-        mask = 2 * sign - 1
-        return subtract((pairs & _both(mask)) ^ _both(ones | sign), _both(ones | sign))
+        return subtract(pick(pairs, _both(2 * sign - 1), _both(ones | sign)), _both(ones | sign))
     # An exponent of 7 digits: the sign's weight is subtracted by itself.
-    low = (pairs & _both(sign - 1)) | _both(ones)
-    return subtract(low, (pairs & _both(sign)) | _both(ones))
+    low = pick(pairs, _both(sign - 1), _both(ones))
+    return subtract(low, pick(pairs, _both(sign), _both(ones)))
 
 
 def _both(half: int) -> int:

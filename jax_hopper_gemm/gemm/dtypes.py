@@ -43,6 +43,8 @@ class DType:
     mma: str = ""  # the kind of wgmma: it multiplies operands of one kind, in any mix
     accumulator: str = "float32"  # the dtype in which it sums
     packed: int = 1  # elements that lie in `itemsize` bytes, the first in the lowest bits
+    # Where wgmma reads fewer digits than an operand has, the `tensor_map` that rounds to these.
+    rounding_map: int = 0
 
     @property
     def mma_k(self) -> int:
@@ -77,7 +79,8 @@ _ROWS = (
     DType("float8_e5m2", 1, 3, 0, "Float8E5M2", "f8E5M2", _CAST, *_F8),
     DType("int8", 1, 0, 0, "Int8", "i8", _CAST, _ALONG_K, mma="i8", accumulator="int32"),
     DType("int4", 1, 0, 0, "Uint8", "i4", ("weight",), packed=2),
-    DType("float32", 4, 24, 7, "Float32", "f32", ("result", "epilogue")),
+    DType("float32", 4, 24, 7, "Float32", "f32", _FLOAT, _ALONG_K, "float32", "TF32_TF32_F32", "",
+          25, "tf32", rounding_map=11),
     DType("bool", 1, 0, 0, "Uint8", "i1", ("epilogue",)),  # a byte each, 0 or 1
     DType("int32", 4, 0, 3, "Int32", "i32", ("index", "sum")),
 )  # fmt: skip

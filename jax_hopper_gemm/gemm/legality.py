@@ -102,12 +102,7 @@ def type_violations(t: ProblemType) -> Iterator[str]:
     elif t.bf16_terms:
         yield from _terms_violations(t)
     elif t.a_dtype == t.b_dtype and t.a_dtype not in OPERANDS:
-        yield f"A and B are {t.a_dtype}: cast them to {one_of(OPERANDS)}" + (
-            f", or ask for the precision HIGHEST or DotAlgorithmPreset."
-            f"{one_of(tuple(PRESETS.values()))}"
-            if t.a_dtype == "float32"
-            else ""
-        )
+        yield f"A and B are {t.a_dtype}: cast them to {one_of(OPERANDS)}"
     elif not (multiply(t.a_dtype, t.b_dtype) or converts(t.a_dtype, t.b_dtype)):
         yield f"A is {t.a_dtype} and B {t.b_dtype}: cast one to the other's dtype"
     results = results_of(t.a_dtype) if t.a_dtype in OPERANDS else RESULTS
@@ -120,10 +115,11 @@ def type_violations(t: ProblemType) -> Iterator[str]:
             yield f"sums of {t.a_dtype} have all digits already: promote none"
     if t.a_block or t.b_block:
         yield from _block_violations(t)
-    yield from _major_violations("A", "MK", t.a_dtype, t.a_major)
-    # What is converted passes through registers, from any layout, and becomes A's dtype.
-    read = t.a_dtype if converts(t.a_dtype, t.b_dtype) else t.b_dtype
-    yield from _major_violations("B", "NK", read, t.b_major)
+    # What passes through registers on its way to the tensor cores may have any layout.
+    any_major = bool(t.bf16_terms or t.simt_width)
+    yield from _major_violations("A", "MK", t.a_dtype, t.a_major, any_major)
+    any_major |= converts(t.a_dtype, t.b_dtype)
+    yield from _major_violations("B", "NK", t.b_dtype, t.b_major, any_major)
     yield from _conversion_violations(t)
     broken = [*graph_violations(t.epilogue)] if t.epilogue else []
     yield from (f"epilogue: {reason}" for reason in broken)
@@ -143,6 +139,8 @@ def type_violations(t: ProblemType) -> Iterator[str]:
         yield f"no kernel gathers {t.gathered.upper()} by indices {where}: gather it beforehand"
     elif t.gathered == "b" and t.epilogue and t.epilogue.accumulators > 1:
         yield "no kernel gathers two B's: gather them beforehand"
+    elif t.gathered and t.a_dtype in OPERANDS and DTYPES[t.a_dtype].rounding_map and not any_major:
+        yield f"no kernel rounds rows of {t.a_dtype} that it gathers: gather them beforehand"
     if t.grouped == "m":
         if t.a_major != "k":
             yield "rows of A are cut into groups, so A must be stored (M, K): copy it"
@@ -155,7 +153,7 @@ def type_violations(t: ProblemType) -> Iterator[str]:
 
 def _varlen_k_violations(t: ProblemType) -> Iterator[str]:
     """Yields why no kernel contracts groups of rows that lie as A and B have them."""
-    if t.a_dtype in OPERANDS and DTYPES[t.a_dtype].majors == ("k",):
+    if t.a_dtype in OPERANDS and DTYPES[t.a_dtype].itemsize == 1:
         if t.gathered:
             yield f"rows of {t.a_dtype} are contracted, which lie along K: gather them beforehand"
     elif (t.a_major, t.b_major) != ("m", "n"):
@@ -234,11 +232,13 @@ def _block_violations(t: ProblemType) -> Iterator[str]:
         yield "groups begin within blocks of A: take blocks of one row, or copy it"
 
 
-def _major_violations(operand: str, axes: str, dtype: str, major: str) -> Iterator[str]:
+def _major_violations(
+    operand: str, axes: str, dtype: str, major: str, any_major: bool
+) -> Iterator[str]:
     """Yields why an operand cannot be stored with neighbours along an index in memory."""
     if major.upper() not in axes:
         yield f"{operand} has major {major!r}, not {' or '.join(map(repr, axes.lower()))}"
-    elif dtype in OPERANDS and major not in DTYPES[dtype].majors:
+    elif not any_major and dtype in OPERANDS and major not in DTYPES[dtype].majors:
         yield (
             f"{operand} is {dtype}, which tensor cores read along K alone, so it must be stored "
             f"({axes[0]}, K): copy it"
@@ -270,12 +270,15 @@ def _policy_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"tile_n {s.tile_n} is not a multiple of 16 between 16 and {MAX_TILE_N}"
     if s.a_dtype in OPERANDS:
         row = SWIZZLE_BYTES // s.a_itemsize
-        if s.tile_k not in (row, 2 * row):
-            yield f"tile_k {s.tile_k} is not {row} or {2 * row}"
+        tiles_k = (row, 2 * row, 4 * row) if s.converts_b else (row, 2 * row)
+        if s.tile_k not in tiles_k:
+            yield f"tile_k {s.tile_k} is not {one_of(tuple(map(str, tiles_k)))}"
         elif s.promoted and s.tile_k != PROMOTION_K:
             yield f"tile_k {s.tile_k} of promoted accumulators is not {PROMOTION_K}"
         elif s.grouped == "k" and not s.spans_k and s.tile_k != PROMOTION_K:
             yield f"tile_k {s.tile_k}, but groups of K are multiples of {PROMOTION_K}"
+        if s.rounds_operands and s.tile_n > 16 and s.tile_n % 32:  # nvidia-cutlass-dsl aborts
+            yield f"tile_n {s.tile_n} of {s.a_dtype} as it is is not 16 or a multiple of 32"
     if s.bf16_terms:
         yield from _parts_violations(s)
     if s.split_k and s.tile_scheduler != "static":

@@ -147,6 +147,11 @@ class GemmProblem:
         """Whether K is cut into groups: A and B are one matrix each."""
         return self.groups is not None and self.groups.axis == "k"
 
+    @property
+    def rounds_operands(self) -> bool:
+        """As in `GemmSpec`."""
+        return DTYPES[self.a_dtype].rounding_map > 0 and not (self.bf16_terms or self.simt)
+
     def matrices(self, operand: Literal["a", "b"]) -> int:
         """Returns how many matrices of A, or of one B, there are to address."""
         if self.indexed == operand:

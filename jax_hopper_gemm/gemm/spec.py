@@ -163,6 +163,11 @@ class GemmSpec:
         return converts(self.a_dtype, self.b_dtype)
 
     @property
+    def rounds_operands(self) -> bool:
+        """Whether the tensor cores read fewer digits than operands have: TMA rounds to these."""
+        return DTYPES[self.a_dtype].rounding_map > 0 and not (self.bf16_terms or self.simt_width)
+
+    @property
     def warpgroups_n(self) -> int:
         """Math warpgroups that share the columns of a tile; others share its rows, or tiles."""
         return self.math_warpgroups if self.converts_b else 1
@@ -389,6 +394,8 @@ class GemmSpec:
             kind += f"_bf16x{self.bf16_terms}"
         if self.simt_width:
             kind += f"_simt{self.simt_width}"
+        if self.rounds_operands:
+            kind += f"_{DTYPES[self.a_dtype].mma}"
         return (
             f"jhg_{kind}_{dtypes}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"

@@ -36,8 +36,9 @@ def accelerate(
     float16, of int8 or of 8-bit floats in its program is replaced by ours, with the same
     precision, dtype and sharding of the result. Products of other dtypes stay, and unless
     `implementation` is "hopper" those whose rows or K lie in several places, as of heads that share
-    keys: XLA stores what they read and return in the order that suits all. JAX is not patched, so
-    other functions and other threads are not affected.
+    keys, if the result is larger than what is multiplied, as logits are: XLA stores such a result
+    in the order that suits all that read it. JAX is not patched, so other functions and other
+    threads are not affected.
 
     Each product takes along the elementwise operations around it where the cost model expects its
     kernel to be faster than XLA with them: bias, activation, residual, mask, cast, sums of columns
@@ -50,7 +51,7 @@ def accelerate(
     Inner programs are rewritten too: `jax.jit`, `jax.checkpoint`, `scan`, `while_loop`, `cond`,
     `shard_map`, and functions with a custom derivative, together with its rule, if the function
     itself has a product. Everything else about them stays: names, donation, unrolling, and policies
-    of `jax.checkpoint`, which treat our products, ragged ones too, as dots. Kernels such as
+    of `jax.checkpoint`, which take our products, ragged ones too, for dots. Kernels such as
     `pallas_call`, the rules of `custom_vmap` and callbacks to the host stay unchanged.
 
     The result can be jitted, differentiated in any mode and order, mapped by `jax.vmap`, exported,

@@ -35,10 +35,12 @@ class TensorMap:
     box: tuple[int, ...]  # elements one copy moves, along each dimension
     swizzle: int  # bytes of the shared-memory swizzle: 0, 32, 64 or 128
     offset: int = 0  # bytes from the buffer's start to the first element; a multiple of 16
+    rounds: bool = False  # whether copies round to the digits that the tensor cores read
 
     def encode(self) -> list[int]:
+        row = DTYPES[self.dtype]
         return [
-            0, self.buffer, self.offset, DTYPES[self.dtype].tensor_map,
+            0, self.buffer, self.offset, row.rounding_map if self.rounds else row.tensor_map,
             TENSOR_MAP_SWIZZLE[self.swizzle], len(self.dims), *self.dims, *self.strides, *self.box,
         ]  # fmt: skip
 
@@ -293,6 +295,8 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
         values["up"] = b_map(2)
     elif p.up_offset is not None:
         values["up"] = b_map(1, offset_of_up)
+    if spec.rounds_operands:
+        values = {x: replace(of, rounds=True) for x, of in values.items()}  # gathered ones are none
     return values
 
 

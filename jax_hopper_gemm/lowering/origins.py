@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 from ..gemm.dtypes import DTYPES, converts
 
 WIDENED = "jax_hopper_gemm.widened"  # of numbers that became 16-bit floats; see `mark_widened`
+MOST_STEPS = 64  # from an operand to what it is computed from
 ROWS = "jax_hopper_gemm.rows"  # of rows that indices pick, zeros where there is none
 _DTYPES = {row.mlir: row.name for row in DTYPES.values()} | {"ui8": "uint8"}
 
@@ -54,6 +55,10 @@ class World(Protocol):
         """Returns the operation that made a value; None for all others."""
         ...
 
+    def alike(self, value: Any) -> Any | None:
+        """Returns an array of the same shape that each element of a value is computed from."""
+        ...
+
     def shape(self, value: Any) -> tuple[Any, ...]: ...
 
 
@@ -65,6 +70,9 @@ class Origin:
     picked_of: int | None = None  # that array is rows which are picked of another one, of so many
     stack: int | None = None  # that array is one of so many in another one
     widened: Widened | None = None  # that array is made of such a one
+    # Its axes as they lie in the array that it is computed from, element by element; they lie
+    # otherwise in it.
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,27 @@ def source_of(value: Any, world: World) -> Source:
     if part := _indexing(stored, world):
         origin = Origin(permutation, stack=world.shape(part.source)[0])
         return Source(origin, stored, part.source, part.indices)
-    return Source(Origin(permutation), stored)
+    return Source(Origin(permutation, order=_order(value, world)), stored)
+
+
+def _order(value: Any, world: World) -> tuple[int, ...] | None:
+    """Returns the axes of a value in the order in which what it is computed from has them.
+
+    XLA writes the value in that order, too, where nothing asks for another one. None where it has
+    that order, or the rows themselves would be transposed.
+    """
+    if len(world.shape(value)) < 3:
+        return None
+    for _ in range(MOST_STEPS):
+        value = world.alike(value)
+        if value is None:
+            return None
+        step = world.step(value)
+        if step and step.kind == "transpose":
+            axes = range(len(step.permutation))
+            order = tuple(sorted(axes, key=step.permutation.__getitem__))
+            return order if order[-1] == axes[-1] and order != tuple(axes) else None
+    return None
 
 
 def _picking(value: Any, world: World) -> Step | None:
@@ -125,6 +153,18 @@ def _indexing(value: Any, world: World) -> Step | None:
 
 # Values of MLIR.
 
+SPREAD = ("stablehlo.broadcast_in_dim", "stablehlo.constant")
+
+# Operations that compute each element from one of every operand of their shape.
+ELEMENTWISE = frozenset(
+    f"stablehlo.{name}"
+    for name in (
+        "abs", "add", "and", "clamp", "compare", "convert", "divide", "exponential", "log",
+        "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "power", "rsqrt",
+        "select", "sign", "sqrt", "subtract", "tanh", "xor",
+    )
+)  # fmt: skip
+
 
 class MlirValues:
     """The `World` of a program that is being lowered."""
@@ -147,6 +187,31 @@ class MlirValues:
         if operation.name == "stablehlo.dynamic_slice":
             return _sliced_by(operation)
         return None
+
+    def alike(self, value: Any) -> Any | None:
+        operation = value.owner
+        name = getattr(operation, "name", None)
+        if name == "func.call":
+            return self._called(operation, ir.OpResult(value).result_number)
+        if name not in ELEMENTWISE:
+            return None
+        values = list(operation.operands)[1 if name == "stablehlo.select" else 0 :]
+        alike = (x for x in values if self.shape(x) == self.shape(value))
+        return next((x for x in alike if getattr(x.owner, "name", None) not in SPREAD), None)
+
+    def _called(self, call: Any, number: int) -> Any:
+        """Returns what a function computes a result from: a value in it, or its argument."""
+        module = call.operation
+        while module.parent is not None:
+            module = module.parent
+        function = ir.SymbolTable(module)[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
+        (block,) = function.regions[0].blocks
+        value = list(block.operations)[-1].operands[number]
+        while (source := self.alike(value)) is not None:
+            value = source
+        if isinstance(value.owner, ir.Block):
+            return call.operands[ir.BlockArgument(value).arg_number]
+        return value
 
     def shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.type.shape)

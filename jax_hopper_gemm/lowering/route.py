@@ -399,6 +399,11 @@ def _bf16_terms(request: Request) -> int:
     return terms_of(request.options.precision)
 
 
+def reads_any_major(request: Request) -> bool:
+    """Whether kernels for the precision pass float32 through registers, from any layout."""
+    return _bf16_terms(request) > 0 or _is_simt(request)
+
+
 def terms_of(precision: Any) -> int:
     """Returns of how many products of bfloat16 parts a precision makes a product; 0: of none."""
     name = getattr(precision, "name", None)

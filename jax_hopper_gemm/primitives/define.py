@@ -3,7 +3,8 @@
     double_p = define_primitive("double", lambda x: 2 * x, rules=Rules(linear_in=(0,)))
 
 Primitives that are products have one static parameter `product`, a `gemm.product.Product`, and say
-in `request_of` what they ask for. Reports and checkpoint policies know them by `PRODUCTS`.
+in `request_of` what they ask for. Reports know them by `PRODUCTS`; `jax.checkpoint`'s policies take
+them for dots.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..fusion.jaxprs import traced_once
 from ..lowering.register import Lowering, register_lowering
 from ..lowering.route import Request
 from .experimental import Known, LatePrimitive, add_late_rules
+from .remat import add_remat_rule
 
 Rule = Callable[..., Any]
 
@@ -94,6 +96,7 @@ def define_primitive(
     add_late_rules(primitive, reference, known)
     if request_of:
         PRODUCTS[primitive] = _ProductRules(request_of, apart)
+        add_remat_rule(primitive)
     return primitive
 
 

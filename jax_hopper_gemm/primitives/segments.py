@@ -99,7 +99,8 @@ def _sum_of_groups(x: Any, sizes: Any, *, groups: Groups) -> jax.Array:
     options = Options(precision=(lax.Precision.HIGHEST,) * 2, preferred_element_type=sum_dtype)
     product = Product(VARLEN_K, options, groups=groups)
     # As many columns of ones as are in the shortest line that a kernel reads.
-    count = TMA_ALIGNMENT // x.dtype.itemsize if x.dtype.name in OPERANDS else 1
+    read = x.dtype.name in OPERANDS and x.dtype != np.float32
+    count = TMA_ALIGNMENT // x.dtype.itemsize if read else 1
 
     def of(x: jax.Array, sizes: jax.Array) -> jax.Array:
         ones, columns = jnp.ones((x.shape[0], count), x.dtype), x.reshape(x.shape[0], -1)

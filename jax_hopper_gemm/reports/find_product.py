@@ -95,6 +95,17 @@ def operations_of(equations: Sequence[Any]) -> tuple[str, ...]:
 # Equations that lowering emits nothing for.
 IDENTITIES = frozenset({"copy", "name", "pvary"})
 
+# Equations that compute each element from one of every operand of their shape. Lowering emits the
+# operations of `origins.ELEMENTWISE` for them.
+ELEMENTWISE = frozenset(
+    (
+        "abs", "add", "and", "clamp", "convert_element_type", "div", "eq", "exp", "ge", "gt", "le",
+        "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "rsqrt",
+        "select_n", "sign", "sqrt", "sub", "tanh", "xor",
+    )
+)  # fmt: skip
+CALLS = frozenset({"custom_jvp_call", "jit", "pjit"})  # of a function, by its own arguments
+
 # The one program within a program that is lowered in place. Others become functions, whose
 # arguments hide what made them: `jit`, `scan`, `cond`, `checkpoint` and `custom_jvp_call` are such.
 IN_PLACE = "custom_vjp_call"
@@ -185,6 +196,28 @@ class JaxprValues:
         if primitive is pick_rows_p or (one_source and len(source.shape) == 2):
             return Step("rows", source)
         return None
+
+    def alike(self, value: Value) -> Value | None:
+        if value.shape != value.atom.aval.shape:
+            return None
+        program, equation = value.program.made(value.atom)
+        if equation is None:
+            return None
+        if equation.primitive.name in CALLS:
+            inner = Program(next(jaxprs_in_params(equation.params)), program, equation)
+            results = (_value(inner, x) for x in inner.jaxpr.outvars)
+            return next((x for x in results if x.atom.aval == value.atom.aval), None)
+        if equation.primitive.name not in ELEMENTWISE:
+            return None
+        atoms = equation.invars
+        if equation.primitive is lax.select_n_p:  # the case of "true" first, as in MLIR
+            atoms = atoms[:0:-1]
+        alike = (_value(program, x) for x in atoms if x.aval.shape == value.shape)
+        return next((x for x in alike if not self._is_spread(x)), None)
+
+    def _is_spread(self, value: Value) -> bool:
+        _, equation = value.program.made(value.atom)
+        return equation is not None and equation.primitive is lax.broadcast_in_dim_p
 
     def shape(self, value: Value) -> tuple[Any, ...]:
         return value.shape

@@ -14,7 +14,7 @@ from jax.extend.core import jaxprs_in_params
 
 from ..gemm.product import Options
 from ..interop.fuse_jaxpr import refusals, saved_us
-from ..interop.rewrite_jaxpr import ENTERED, RAGGED, Rewriting, reason_left
+from ..interop.rewrite_jaxpr import ENTERED, RAGGED, ROWS_APART, Rewriting, reason_left
 from ..lowering.route import array_text
 from ..ops.dense import Implementation
 from ..ops.substitute import as_hopper_dot
@@ -202,7 +202,7 @@ def jaxs_own(
     elif closed_to:
         reason = f"it is part of {closed_to}, which is left as it is"
     else:
-        reason = str(reason_left(equation))
+        reason = reason_left(equation) or ROWS_APART  # as transposes after it have them
     line = source_info_util.summarize(equation.source_info)
     return FoundProduct(text, line, (), False, "xla", reason, flops=flops)
 

@@ -40,6 +40,9 @@ float32 as bfloat16 parts (`gemm.bf16_parts`). The terms leave out l |a b|, and 
 most 1.008 |a b|. So many of them, t, are added up by t P / 16 instructions over P of K, from 0, and
 then in float32: of them l + 1.008 ((1 + delta)**(t P / 16) (1 + 2**-24)**(ceil(K / P) + 1) - 1).
 
+float32 in TF32. One instruction adds 8 products of numbers that were rounded to 11 digits:
+(1 + 2**-11)**2 (1 + g) - 1, where g is the error of the sums.
+
 float32 by FMA units (`gemm.simt`). Each of K fused multiply-adds rounds once: (1 + 2**-24)**K - 1.
 
 The store rounds c_J to nearest in the result's dtype: relative error u, or half the smallest
@@ -63,6 +66,7 @@ from ..gemm.spec import PROMOTION_K
 
 # By our kernels; by those that promote accumulators; by any float32 code; by kernels that sum so
 # many products of bfloat16 parts of float32 operands; by those for FMA units.
+TF32_DIGITS = 11
 Summation = Literal["wgmma", "promoted", "float32", "bf16x3", "bf16x6", "bf16x9", "fma"]
 
 
@@ -100,7 +104,10 @@ def accumulation_error(k: int, summation: Summation = "wgmma", operands: str = "
     g = delta * -(-k // dtype.mma_k)
     if summation == "float32":
         g = max(g, k * 2.0**-24)
-    return g / (1 - g) if g < 0.1 else _compounded(delta, -(-k // dtype.mma_k))
+    summed = g / (1 - g) if g < 0.1 else _compounded(delta, -(-k // dtype.mma_k))
+    if dtype.rounding_map and summation == "wgmma":
+        return _compounded(2.0**-TF32_DIGITS, 2) * (1 + summed) + summed
+    return summed
 
 
 def _error_of_parts(k: int, terms: int) -> float:

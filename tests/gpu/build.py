@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # `support`
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # `moe_programs`
 
 import jax
+import many_shapes
 import nnx_step
 import notebook_block
 import train_recipes
@@ -57,6 +58,7 @@ from support.policies import (
     short_box_specs,
     split_specs,
     stacked_specs,
+    tf32_specs,
 )
 from support.programs import PROGRAMS
 from support.transformations import transformation_specs
@@ -128,7 +130,7 @@ def recipe_specs() -> list[GemmSpec]:
 
 
 def float32_specs() -> list[GemmSpec]:
-    return [*parts_specs(), *float32.specs(), *sgemm.specs()]
+    return [*parts_specs(), *tf32_specs(), *float32.specs(), *sgemm.specs()]
 
 
 def all_specs() -> list[GemmSpec]:
@@ -159,6 +161,7 @@ def all_specs() -> list[GemmSpec]:
                 *transformation_specs(),
                 *invariant_specs(),
                 *overlap_specs(),
+                *many_shapes.specs(),
                 *eight_bit_specs(),
                 *block_specs(),
                 *eight_bit.specs(),

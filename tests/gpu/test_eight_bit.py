@@ -31,38 +31,24 @@ FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quic
 RANDOM_PROBLEMS = 60
 
 
-def check(
-    gpu, spec, problem, raster_order, seed, exact, num_sms: int | None = FEW_SMS, repeats=1
-):  # fmt: skip
-    """Runs the kernel and checks all that it wrote, and that it wrote nothing else."""
-    assert problem_violations(problem) + pairing_violations(problem, spec) == []
-    inputs = (cases.integer_inputs if exact else cases.normal_inputs)(problem, seed)
-    results = trial.run_all(gpu, problem, spec, raster_order, inputs, repeats, num_sms)
-    what = f"{spec.name} on {problem} along {raster_order}"
-    if exact:
-        outcome.assert_exact(results, outcome.exact(problem, spec, inputs), what)
-    else:
-        outcome.assert_within_bound(problem, spec, inputs, results, what)
-
-
 @pytest.mark.parametrize("spec", EXACT, ids=lambda spec: spec.name)
 def test_kernel_is_exact_on_integers_and_writes_only_its_results(spec, gpu, checked):
     for seed, (problem, raster_order) in enumerate(cases.edge_problems(spec, FEW_SMS)):
-        check(gpu, spec, problem, raster_order, seed, exact=True)
+        outcome.check(gpu, spec, problem, raster_order, seed, FEW_SMS, exactly=True)
     checked(spec)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_kernel_is_within_the_bound_and_repeats_its_bits(spec, gpu, checked):
     problem, raster_order = cases.edge_problems(spec, FEW_SMS)[1]
-    check(gpu, spec, problem, raster_order, 0, exact=False, repeats=10)
+    outcome.check(gpu, spec, problem, raster_order, 0, FEW_SMS, 10, exactly=False)
     checked(spec)
 
 
 @pytest.mark.parametrize("spec", SPECS[::3], ids=lambda spec: spec.name)
 def test_kernel_is_right_on_a_full_gpu(spec, gpu):
     problem, raster_order = cases.edge_problems(spec, gpu.device.num_sms)[2]
-    check(gpu, spec, problem, raster_order, 0, graphs.is_exact(spec.graph), num_sms=None)
+    outcome.check(gpu, spec, problem, raster_order, 0)
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_PROBLEMS))
@@ -70,7 +56,7 @@ def test_random_problem_is_right(seed, gpu):
     rng = random.Random(seed)
     spec = rng.choice(SPECS)
     problem, raster_order = cases.random_problem(rng, spec, max_extent=1500)
-    check(gpu, spec, problem, raster_order, seed, exact=False)
+    outcome.check(gpu, spec, problem, raster_order, seed, FEW_SMS, exactly=False)
 
 
 @pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.name)
@@ -127,8 +113,7 @@ def test_kernel_splits_k_nests_batches_and_ends_boxes(spec, gpu, checked):
         if spec.a_block:
             check_scaled(gpu, spec, problem, raster_order, seed, num_sms)
         else:
-            exact = graphs.is_exact(spec.graph)
-            check(gpu, spec, problem, raster_order, seed, exact, num_sms, repeats=3)
+            outcome.check(gpu, spec, problem, raster_order, seed, num_sms, repeats=3)
     checked(spec)
 
 

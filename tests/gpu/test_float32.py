@@ -10,52 +10,48 @@ import numpy as np
 import pytest
 from support import bounds, cases, float32, graphs, grouped, outcome, reference, trial
 from support.float32 import NORMS, PROGRAMS
-from support.policies import parts_specs
+from support.policies import parts_specs, tf32_specs
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.spec import RasterOrder
 from jax_hopper_gemm.testing import tolerance
 
-SPECS = [spec for spec in parts_specs() if not spec.grouped]
+ALL = (*parts_specs(), *tf32_specs())
+SPECS = [spec for spec in ALL if not (spec.grouped or spec.split_k)]
 EXACT = [spec for spec in SPECS if graphs.is_exact(spec.graph)]
-GROUPED = [spec for spec in parts_specs() if spec.grouped]
+GROUPED = [spec for spec in ALL if spec.grouped]
+SPLIT = [spec for spec in ALL if spec.split_k]
 FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
 RANDOM_PROBLEMS = 100
-
-
-def check(
-    gpu, spec, problem, raster_order, seed, exact, num_sms: int | None = FEW_SMS, repeats=1
-):  # fmt: skip
-    """Runs the kernel and checks all that it wrote, and that it wrote nothing else."""
-    assert problem_violations(problem) + pairing_violations(problem, spec) == []
-    inputs = (cases.integer_inputs if exact else cases.normal_inputs)(problem, seed)
-    results = trial.run_all(gpu, problem, spec, raster_order, inputs, repeats, num_sms)
-    what = f"{spec.name} on {problem} along {raster_order}"
-    if exact:
-        outcome.assert_exact(results, outcome.exact(problem, spec, inputs), what)
-    else:
-        outcome.assert_within_bound(problem, spec, inputs, results, what)
 
 
 @pytest.mark.parametrize("spec", EXACT, ids=lambda spec: spec.name)
 def test_kernel_is_exact_on_integers_and_writes_only_its_results(spec, gpu, checked):
     for seed, (problem, raster_order) in enumerate(cases.edge_problems(spec, FEW_SMS)):
-        check(gpu, spec, problem, raster_order, seed, exact=True)
+        outcome.check(gpu, spec, problem, raster_order, seed, FEW_SMS, exactly=True)
     checked(spec)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_kernel_is_within_the_bound_and_repeats_its_bits(spec, gpu, checked):
     problem, raster_order = cases.edge_problems(spec, FEW_SMS)[1]
-    check(gpu, spec, problem, raster_order, 0, exact=False, repeats=10)
+    outcome.check(gpu, spec, problem, raster_order, 0, FEW_SMS, 10, exactly=False)
     checked(spec)
 
 
 @pytest.mark.parametrize("spec", SPECS[::3], ids=lambda spec: spec.name)
 def test_kernel_is_right_on_a_full_gpu(spec, gpu):
     problem, raster_order = cases.edge_problems(spec, gpu.device.num_sms)[2]
-    check(gpu, spec, problem, raster_order, 0, graphs.is_exact(spec.graph), num_sms=None)
+    outcome.check(gpu, spec, problem, raster_order, 0)
+
+
+@pytest.mark.parametrize("spec", SPLIT, ids=lambda spec: spec.name)
+def test_kernel_splits_k(spec, gpu, checked):
+    for seed, (problem, raster_order) in enumerate(cases.split_problems(spec, 36)):
+        check(gpu, spec, problem, raster_order, seed, exact=True, num_sms=36)
+        check(gpu, spec, problem, raster_order, seed, exact=False, num_sms=36, repeats=3)
+    checked(spec)
 
 
 @pytest.mark.parametrize("seed", range(RANDOM_PROBLEMS))
@@ -63,7 +59,7 @@ def test_random_problem_is_right(seed, gpu):
     rng = random.Random(seed)
     spec = rng.choice(SPECS)
     problem, raster_order = cases.random_problem(rng, spec, max_extent=1500)
-    check(gpu, spec, problem, raster_order, seed, exact=False)
+    outcome.check(gpu, spec, problem, raster_order, seed, FEW_SMS, exactly=False)
 
 
 @pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.name)

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support import bounds, cases, graphs, outcome, reference, trial
+from support import bounds, cases, outcome, reference, trial
 from support.policies import covering_specs, nested_specs, short_box_specs, stacked_specs
 
 from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
-from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.spec import RasterOrder
 
 ALONE = [s for s in dict.fromkeys((*covering_specs(), *table_specs(H200))) if not s.grouped]
@@ -74,28 +73,15 @@ def test_kernel_with_short_boxes_uses_no_row_that_it_does_not_load(spec, gpu, ch
     for seed, (problem, raster_order) in enumerate(
         (*cases.short_problems(spec), *cases.edge_problems(spec, FEW_SMS))
     ):
-        assert_right(gpu, spec, problem, raster_order, seed)
+        outcome.check(gpu, spec, problem, raster_order, seed, FEW_SMS, repeats=3)
     checked(spec)
 
 
 @pytest.mark.parametrize("spec", nested_specs(), ids=lambda spec: spec.name)
 def test_kernel_finds_the_matrices_of_a_nested_batch(spec, gpu, checked):
     for seed, (problem, raster_order) in enumerate(cases.nested_problems(spec)):
-        assert_right(gpu, spec, problem, raster_order, seed)
+        outcome.check(gpu, spec, problem, raster_order, seed, FEW_SMS, repeats=3)
     checked(spec)
-
-
-def assert_right(gpu, spec, problem, raster_order, seed):
-    """Runs a kernel three times, with or without an epilogue, and checks all that it wrote."""
-    assert problem_violations(problem) + pairing_violations(problem, spec) == []
-    exact = graphs.is_exact(spec.graph)
-    inputs = (cases.integer_inputs if exact else cases.normal_inputs)(problem, seed)
-    results = trial.run_all(gpu, problem, spec, raster_order, inputs, 3, FEW_SMS)
-    what = f"{spec.name} on {problem} along {raster_order}"
-    if exact:
-        outcome.assert_exact(results, outcome.exact(problem, spec, inputs), what)
-    else:
-        outcome.assert_within_bound(problem, spec, inputs, results, what)
 
 
 @pytest.mark.parametrize("spec", covering_specs(), ids=lambda spec: spec.name)

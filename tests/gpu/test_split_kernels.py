@@ -10,14 +10,13 @@ import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import cases, graphs, outcome, trial
+from support import cases, outcome, trial
 from support.direct import WORKSPACE_GUARD, prepare
 from support.places import result_places
 from support.policies import split_specs
 from support.reference import input_places
 
-from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
-from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.dispatch import H200, table_specs
 
 CHOSEN = [spec for spec in table_specs(H200) if spec.split_k]
 SPECS = list(dict.fromkeys((*split_specs(), *CHOSEN)))
@@ -25,34 +24,18 @@ FEW_SMS = 36  # so that a persistent grid wraps around on problems that are quic
 RANDOM_PROBLEMS = 400
 
 
-def check(gpu, spec, problem, raster_order, seed, num_sms=None, repeats=1):
-    """Runs the kernel and checks all that it wrote, and that it wrote nothing else.
-
-    Sums of integers have one right answer, bit for bit, whatever the order.
-    """
-    assert problem_violations(problem) + pairing_violations(problem, spec) == []
-    exact = graphs.is_exact(spec.graph)
-    inputs = (cases.integer_inputs if exact else cases.normal_inputs)(problem, seed)
-    results = trial.run_all(gpu, problem, spec, raster_order, inputs, repeats, num_sms)
-    what = f"{spec.name} on {problem} along {raster_order}"
-    if exact:
-        outcome.assert_exact(results, outcome.exact(problem, spec, inputs), what)
-    else:
-        outcome.assert_within_bound(problem, spec, inputs, results, what)
-
-
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_parts_of_tiles_add_up_and_only_results_are_written(spec, gpu, checked):
     problems = cases.split_problems(spec, FEW_SMS) + cases.edge_problems(spec, FEW_SMS)
     for seed, (problem, raster_order) in enumerate(problems):
-        check(gpu, spec, problem, raster_order, seed, FEW_SMS)
+        outcome.check(gpu, spec, problem, raster_order, seed, FEW_SMS)
     checked(spec)
 
 
 @pytest.mark.parametrize("spec", SPECS[::2], ids=lambda spec: spec.name)
 def test_parts_of_tiles_add_up_on_a_full_gpu(spec, gpu):
     for problem, raster_order in cases.split_problems(spec, gpu.device.num_sms)[:2]:
-        check(gpu, spec, problem, raster_order, 0)
+        outcome.check(gpu, spec, problem, raster_order, 0)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -89,4 +72,4 @@ def test_random_problem_with_shared_tiles_is_right(seed, gpu):
     rng = random.Random(seed)
     spec = rng.choice(SPECS)
     problem, raster_order = cases.random_problem(rng, spec, max_extent=3000)
-    check(gpu, spec, problem, raster_order, seed, rng.choice((FEW_SMS, gpu.device.num_sms)))
+    outcome.check(gpu, spec, problem, raster_order, seed, rng.choice((FEW_SMS, gpu.device.num_sms)))

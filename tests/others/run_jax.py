@@ -28,9 +28,9 @@ SUITES = (
     ("lax_numpy_test.py", "dot or Dot or matmul or Matmul or einsum or Einsum"),
     ("jet_test.py", "dot or mlp or conv"),
     ("checkify_test.py", ""),
-    ("shard_map_test.py", "dot or matmul or einsum or psum"),
-    ("pjit_test.py", "dot or matmul or einsum or unreduced or reduced"),
-    ("export_test.py", "dot or poly or basic"),
+    ("shard_map_test.py", ""),
+    ("pjit_test.py", ""),
+    ("export_test.py", ""),
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterable
+from heapq import heapify, heapreplace
 from typing import TypeVar
 
 ALL = os.environ.get("JAX_HOPPER_GEMM_TEST_ALL") == "1"
@@ -24,11 +25,17 @@ def covering_subset(
       cases: the whole.
       shown_by: what a case shows, for example the pairs of choices that it holds.
     """
-    shown = [(case, frozenset(shown_by(case))) for case in cases]
-    missing = set().union(*(things for _, things in shown))
+    given = list(cases)
+    shown = [frozenset(shown_by(case)) for case in given]
+    missing = set().union(*shown)
+    queue = [(-len(things), i) for i, things in enumerate(shown)]  # at most so many are missing
+    heapify(queue)
     chosen = []
     while missing:
-        case, things = max(shown, key=lambda entry: len(entry[1] & missing))
-        chosen.append(case)
-        missing -= things
+        _, i = queue[0]
+        entry = -len(shown[i] & missing), i
+        heapreplace(queue, entry)
+        if queue[0] == entry:  # no other has more
+            chosen.append(given[i])
+            missing -= shown[i]
     return chosen

@@ -88,6 +88,13 @@ def expert(w: Weights, x: Any) -> Any:
     return lax.ragged_dot(jax.nn.silu(gate) * up, w["down"], sizes)
 
 
+def attending(w: Weights, x: Any) -> Any:
+    """Attention of two sequences: 8 heads, of which 4 share a key and a value."""
+    q, k, v = ((x @ w[name]).reshape(2, len(x) // 2, -1, WIDTH // 8) for name in "qkv")
+    heads = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    return x + heads.reshape(x.shape) @ w["out"]
+
+
 UP, DOWN = (WIDTH, HIDDEN), (HIDDEN, WIDTH)
 FUSED_PROGRAMS = {
     "gated": FusedProgram(
@@ -102,6 +109,12 @@ FUSED_PROGRAMS = {
     ),
     "masks": FusedProgram(
         masked, {"up": UP, "down": DOWN, "other": DOWN}, frozenset({"select"})
+    ),
+    "attention": FusedProgram(
+        attending,
+        {"q": (WIDTH, WIDTH), "k": (WIDTH, WIDTH // 4), "v": (WIDTH, WIDTH // 4),
+         "out": (WIDTH, WIDTH)},
+        frozenset({"add"}),
     ),
     "experts": FusedProgram(
         expert, {name: (EXPERTS, *shape) for name, shape in

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from support import bounds, reference
+from support import bounds, cases, graphs, reference
 from support.casts import cast, same
+from support.gpu import Gpu
 from support.places import shape_of
-from support.trial import Inputs
+from support.trial import Inputs, run_all
 
+from jax_hopper_gemm.dispatch import problem_violations
+from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Result
 from jax_hopper_gemm.gemm.grid import ceil_div
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import EPI_TILE_M, GemmSpec
+from jax_hopper_gemm.gemm.spec import EPI_TILE_M, GemmSpec, RasterOrder
 from jax_hopper_gemm.testing import tolerance
 
 _EXACT: dict[str, Callable[..., np.ndarray]] = {
@@ -29,6 +32,34 @@ _EXACT: dict[str, Callable[..., np.ndarray]] = {
     "xor": np.logical_xor, "not": np.logical_not, "is_finite": np.isfinite, "floor": np.floor,
     "ceil": np.ceil, "round": np.rint,
 }  # fmt: skip
+
+
+def check(
+    gpu: Gpu,
+    spec: GemmSpec,
+    problem: GemmProblem,
+    raster_order: RasterOrder,
+    seed: int,
+    num_sms: int | None = None,
+    repeats: int = 1,
+    exactly: bool | None = None,
+) -> None:
+    """Runs a kernel and checks all that it wrote, and that it wrote nothing else.
+
+    Args:
+      seed: of the inputs.
+      num_sms, repeats: as in `trial.run_all`.
+      exactly: whether inputs are integers and results exact; None where the epilogue allows it.
+    """
+    assert problem_violations(problem) + pairing_violations(problem, spec) == []
+    exactly = graphs.is_exact(spec.graph) if exactly is None else exactly
+    inputs = (cases.integer_inputs if exactly else cases.normal_inputs)(problem, seed)
+    results = run_all(gpu, problem, spec, raster_order, inputs, repeats, num_sms)
+    what = f"{spec.name} on {problem} along {raster_order}"
+    if exactly:
+        assert_exact(results, exact(problem, spec, inputs), what)
+    else:
+        assert_within_bound(problem, spec, inputs, results, what)
 
 
 def exact(problem: GemmProblem, spec: GemmSpec, inputs: Inputs) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 
 from support.buildable import epilogue_specs
-from support.covering import covering_subset
+from support.covering import ALL, covering_subset
 from support.graphs import EIGHT_BIT, STANDARD
 
 from jax_hopper_gemm.dispatch import H200, table_specs
@@ -135,6 +135,21 @@ PARTS_CHOICES: tuple[dict[str, tuple], ...] = (
     {**EPILOGUE_CHOICES, **_OF_PARTS},
     {**CHOICES, **_OF_ROWS, **_OF_PARTS},
     {**CHOICES, **_OF_CONTRACTION, **_OF_PARTS},
+)
+
+# The same as they are, in TF32.
+_OF_TF32 = {
+    "ab_dtype": ("float32",), "a_major": ("k",), "b_major": ("k",), "tile_k": (32, 64),
+    "tile_n": (16, 32, 96, 128, 160, 192, 256), "num_stages": (2, 3, 5), "epi_stages": (2,),
+}  # fmt: skip
+TF32_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, **_OF_TF32},
+    {
+        **EPILOGUE_CHOICES,
+        **_OF_TF32,
+        "epilogue": ("bias_gelu_saved", "residual", "everything", "gated_silu", "row_sum"),
+    },
+    {**CHOICES, **_OF_ROWS, **_OF_TF32, "gathered": (None,)},
 )
 
 # The same where B is converted on its way to the tensor cores.
@@ -258,6 +273,14 @@ def parts_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
 
 
 @cache
+def tf32_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+    """Returns the same of float32 operands that are multiplied in TF32, some with K split."""
+    whole = tuple(spec for choices in TF32_CHOICES for spec in _covering(choices, seed))
+    split = (replace(s, tile_scheduler="static", split_k=True) for s in whole[::6])
+    return tuple(dict.fromkeys((*whole, *(s for s in split if not violations(s)))))
+
+
+@cache
 def converted_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     """Returns legal specs that convert B in which each pair that any such spec has occurs."""
     return tuple(spec for choices in CONVERTED_CHOICES for spec in _covering(choices, seed))
@@ -297,23 +320,22 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
             *chosen_epilogue_specs(), *table_specs(H200),
         )
     )  # fmt: skip
-    return tuple(covering_subset(pool, trait_pairs))
+    return tuple(covering_subset(pool, shown_by_code))
 
 
 @cache
 def compiled_weights() -> tuple[GemmSpec, ...]:
     """Returns the same of kernels that convert B."""
     pool = dict.fromkeys((*converted_specs(), *converted_variants()))
-    return tuple(covering_subset(pool, _pairs_beside_groups))
+    return tuple(covering_subset(pool, shown_by_code))
 
 
-def _pairs_beside_groups(spec: GemmSpec) -> set[frozenset]:
-    traits = [*traits_of(spec), ("k_group", spec.k_group)]
-    return {frozenset(pair) for pair in itertools.combinations(traits, 2)}
-
-
-def trait_pairs(spec: GemmSpec) -> set[frozenset]:
-    return {frozenset(pair) for pair in itertools.combinations(traits_of(spec), 2)}
+def shown_by_code(spec: GemmSpec) -> set[frozenset]:
+    """Returns each trait of a kernel, and each pair; in pairs, tiles of like widths are one."""
+    alone = {frozenset((trait,)) for trait in traits_of(spec)}
+    width = spec.tile_n if ALL else next(x for x in (32, 64, 128, 192, 256) if spec.tile_n <= x)
+    traits = [("width", width) if name == "tile_n" else (name, x) for name, x in traits_of(spec)]
+    return alone | {frozenset(pair) for pair in itertools.combinations(traits, 2)}
 
 
 def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
@@ -329,6 +351,7 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
         ("cluster", (spec.cluster_m, spec.cluster_n)),
         ("groups", (spec.grouped, spec.gathered)),
         ("accumulators", spec.graph.accumulators),
+        ("k_group", spec.k_group),
         *(("operand", kind) for kind in sorted({o.kind for o in spec.graph.operands})),
         *(("result", kind) for kind in sorted({r.kind for r in spec.graph.results})),
     ]

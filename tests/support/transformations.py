@@ -21,7 +21,6 @@ from support.lowered import specs_apart
 from support.transformed_functions import FUNCTIONS, WITH_EPILOGUE, Function
 
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.interop.checkpoint_policy import checkpoint_policy
 from jax_hopper_gemm.testing.lowered import specs_of
 
 Program = Callable[..., Any]
@@ -81,9 +80,7 @@ TRANSFORMATIONS: dict[str, Transformation] = {
     "vmap of grad": Transformation(programs.vmap_of_grad),
     "grad of vmap": Transformation(programs.grad_of_vmap),
     "checkpoint": Transformation(programs.checkpoint()),
-    "checkpoint, saving dots": Transformation(
-        programs.checkpoint(policy=checkpoint_policy(dots)), like="checkpoint"
-    ),
+    "checkpoint, saving dots": Transformation(programs.checkpoint(policy=dots), like="checkpoint"),
     "checkpoint, saving names": Transformation(
         programs.checkpoint(policy=names), like="checkpoint"
     ),

@@ -25,16 +25,15 @@ import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import select_
 
 from ...gemm.conversion import (
     BLOCK,
     LDMATRIX_K,
     MMA_K,
-    column_of,
+    Held,
     offset_along_k,
     offset_along_n,
-    slab_of,
-    spread,
     widen_integers,
 )
 from ...gemm.dtypes import DTYPES
@@ -52,6 +51,7 @@ from ..shared_memory import WARPGROUP, BarrierId
 from .ss import SharedConsumer
 
 IN_FLIGHT = 2  # groups of wgmma, each with registers of its own for B
+WAIT_AT = 64  # elements of K of a stage that are multiplied before the next one is waited for
 
 
 class Integers:
@@ -63,7 +63,12 @@ class Integers:
 
     def widen(self, pairs):
         """Returns two numbers, in the lowest bits of the halves of a register, as A's dtype."""
-        return widen_integers(pairs, self.bits, self.half, self._subtract)
+        return widen_integers(pairs, self.bits, self.half, self._pick, self._subtract)
+
+    def _pick(self, x, mask, flip):
+        # One instruction, which the compiler would make two of: 0x6a is the table of (a & b) ^ c.
+        code = f"lop3.b32 {{$w0}}, {{$r0}}, {mask:#x}, {flip:#x}, 0x6a;"
+        return _instruction(code, x)
 
     def _subtract(self, x, y):
         # A constant must be in a register: the instruction takes none.
@@ -112,62 +117,63 @@ class Raw:
 
     position: Position
     base: Any  # shared address of the stages
-    starts: tuple  # for each block, what `BlockLoads` begins with
+    starts: tuple  # for each span of blocks, what its loads begin with
 
 
 class LoadsAlongK:
     """Loads of what is stored (N, K): two neighbours along K at a time."""
 
-    def __init__(self, spec):
-        self.spec, self.bits = spec, DTYPES[spec.b_dtype].bits
+    words = 8  # of a thread, of `LDMATRIX_K` of K
+
+    def __init__(self, spec, held):
+        self.spec, self.bits = spec, held.bits
         self.code = "ld.shared.u16" if self.bits == 8 else "ld.shared.u8"
 
     def start(self, position, lane, column):
         return column + 16 * position.warp
 
-    def load(self, raw, stage, block):
-        """Returns for each 16 of K the words of (h, first or second 8)."""
+    def load(self, raw, stage, span, k):
+        """Returns the words of a span from `k` on, each at its `index`."""
         s = self.spec
         words = []
         inside = raw.position.quad_lane * (self.bits // 4)
-        for k in range(0, s.tile_k, MMA_K):
-            of_k = {}
+        for at in range(k, k + LDMATRIX_K, 8):
+            first = at * self.bits // 8
+            chunk = first // 16 * 16
             for h in range(2):
-                for i in range(2):
-                    first = (k + 8 * i) * self.bits // 8
-                    chunk = first // 16 * 16
-                    offset = offset_along_k(
-                        raw.position, raw.starts[block], h, chunk, s.b_box.swizzle, s.tile_n
-                    )
-                    address = stage + offset + (first - chunk) + inside
-                    of_k[h, i] = _instruction(self.code + " {$w0}, [{$r0}];", address)
-            words.append(of_k)
+                offset = offset_along_k(
+                    raw.position, raw.starts[span], h, chunk, s.b_box.swizzle, s.tile_n
+                )
+                address = stage + offset + (first - chunk) + inside
+                words.append(_instruction(self.code + " {$w0}, [{$r0}];", address))
         return words
+
+    def index(self, k, h, i):
+        """Returns which word holds what wgmma wants from `k` on: (h, first or second 8 of K)."""
+        return k // 4 + 2 * i + h
 
 
 class LoadsAlongN:
     """Loads of what is stored (K, N), by ldmatrix: 16 bits along N of 32 of K."""
 
-    def __init__(self, spec):
-        self.spec, self.bits = spec, DTYPES[spec.b_dtype].bits
+    words = 4
+
+    def __init__(self, spec, held):
+        self.spec, self.held = spec, held
 
     def start(self, position, lane, column):
-        slab = (column + slab_of(position, self.bits)) * self.bits // 8
+        slab = (column + self.held.slab(position)) * self.held.bits // 8
         return offset_along_n(lane, slab, self.spec.b_box.swizzle, self.spec.tile_k)
 
-    def load(self, raw, stage, block):
-        words = []
-        for k in range(0, self.spec.tile_k, LDMATRIX_K):
-            address = stage + raw.starts[block] + k * self.spec.b_box.swizzle
-            four = cute.arch.inline_ptx(
-                "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
-                " {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-                write_only_types=[Uint32] * 4,
-                read_only_args=[address],
-            )
-            for pair in (four[:2], four[2:]):
-                words.append({(h, i): pair[i] for h in range(2) for i in range(2)})
-        return words
+    def load(self, raw, stage, span, k):
+        return cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Uint32] * self.words,
+            read_only_args=[stage + raw.starts[span] + k * self.spec.b_box.swizzle],
+        )
+
+    def index(self, k, h, i):
+        return k // 8 + i
 
 
 @dataclass(frozen=True)
@@ -191,11 +197,13 @@ class RegisterConsumer(SharedConsumer):
 
     def __init__(self, spec, atom_layout_m, before_read):
         super().__init__(spec, atom_layout_m, before_read)
-        self.along_k = spec.b_major == "k"
-        self.loads = (LoadsAlongK if self.along_k else LoadsAlongN)(spec)
-        self.conversion = make_conversion(spec.b_dtype, spec.a_dtype)
-        self.bits = DTYPES[spec.b_dtype].bits
+        along_k = spec.b_major == "k"
         self.blocks = spec.columns_per_warpgroup // BLOCK
+        of_each = self.blocks // spec.graph.accumulators
+        self.held = Held.of(DTYPES[spec.b_dtype].bits, of_each, along_k=along_k)
+        self.spans = range(self.blocks // self.held.joined)
+        self.loads = (LoadsAlongK if along_k else LoadsAlongN)(spec, self.held)
+        self.conversion = make_conversion(spec.b_dtype, spec.a_dtype)
 
     def make_tiled_mma(self, warpgroups):
         """Returns the MMA that would have left the accumulators as they are turned."""
@@ -228,32 +236,39 @@ class RegisterConsumer(SharedConsumer):
         totals = cute.make_rmem_tensor(shape, Float32) if s.k_group else sums
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         position, lane = position_of(thread), thread % 32
-        columns = [self.block_column(warpgroup_index, block) for block in range(self.blocks)]
-        starts = tuple(self.loads.start(position, lane, column) for column in columns)
+        of_span = [self.span_column(warpgroup_index, span) for span in self.spans]
+        starts = tuple(self.loads.start(position, lane, column) for column in of_span)
         base = Int32(stages.sB.iterator.toint())
         exchange = stages.exchange + warpgroup_index * (EPI_TILE_M * EXCHANGE_PITCH)
-        own = [column_of(position, h, self.bits, along_k=self.along_k) for h in range(2)]
         return ConversionView(
             Raw(position, base, starts), tCrB, acc, sums, totals,
             scales=stages.sS,
-            columns=tuple(self.columns_of(warpgroup_index, i, own) for i in range(self.blocks)),
+            columns=tuple(
+                self.columns_of(warpgroup_index, block, position) for block in range(self.blocks)
+            ),
             written=exchange
-            + (first_column(position) * EXCHANGE_PITCH + own[0] % EXCHANGE_COLUMNS),
+            + (first_column(position) * EXCHANGE_PITCH
+               + self.held.column(position, 0, 0) % EXCHANGE_COLUMNS),
             read=exchange + (first_row(position) * EXCHANGE_PITCH + first_column(position)),
             barrier=pipeline.NamedBarrier(BarrierId.WARPGROUP + warpgroup_index, WARPGROUP),
         )  # fmt: skip
 
-    def block_column(self, warpgroup_index, block):
-        """Returns the first column, in a stage, of a block of 64: those of gate come first."""
-        part, (column,) = self.columns_of(warpgroup_index, block, (0,))
+    def span_column(self, warpgroup_index, span):
+        """Returns the first column, in a stage, of a span: those of gate come first."""
+        part, column = self.place_of(warpgroup_index, span * self.held.joined)
         return part * self.spec.d_tile_n + column
 
-    def columns_of(self, warpgroup_index, block, own):
-        """Returns which B a block is of, and its columns `own` there."""
+    def columns_of(self, warpgroup_index, block, position):
+        """Returns which B a block is of, and a thread's two columns there."""
+        inside = block % self.held.joined
+        part, first = self.place_of(warpgroup_index, block - inside)
+        return part, tuple(first + self.held.column(position, inside, h) for h in range(2))
+
+    def place_of(self, warpgroup_index, block):
+        """Returns which B a block is of, and its first column there."""
         of_each = self.blocks // self.spec.graph.accumulators
         part, i = divmod(block, of_each)
-        first = (warpgroup_index * of_each + i) * BLOCK
-        return part, tuple(first + column for column in own)
+        return part, (warpgroup_index * of_each + i) * BLOCK
 
     def multiply(self, view, ring, state, coords, on_issued):
         if self.spec.k_group:
@@ -265,25 +280,40 @@ class RegisterConsumer(SharedConsumer):
 
     @cute.jit
     def _accumulate(self, view, ring, state, k_tiles, on_issued: cutlass.Constexpr):
-        """A stage is released when the groups that read it have retired: in the next k-tile."""
+        """B's words of a stage are loaded while the one before is multiplied.
+
+        A stage is released when the groups that read it have retired: in the next k-tile.
+        """
         release = state.clone()
-        fragments = self.make_fragments()
+        fragments, words = self.make_fragments(), self.make_words()
         mma = self.make_swapped_mma()
         mma.set(warpgroup.Field.ACCUMULATE, False)
         ring.consumer_wait(state)
-        self._multiply_stage(mma, view, fragments, state.index, None)
+        self._load_stage(view, words, state.index)
+        following = self.following(state, k_tiles > 1)
+        self._multiply_stage(mma, view, (fragments, words), ring, state, following, None)
         state.advance()
-        for _ in cutlass.range(1, k_tiles, unroll=1):
-            ring.consumer_wait(state)
+        for i in cutlass.range(1, k_tiles, unroll=1):
+            following = self.following(state, i + 1 < k_tiles)
             self._multiply_stage(
-                mma, view, fragments, state.index, lambda: self.release(ring, release)
-            )
+                mma, view, (fragments, words), ring, state, following,
+                lambda: self.release(ring, release),
+            )  # fmt: skip
             state.advance()
             release.advance()
         on_issued()
         warpgroup.wait_group(0)
         self.release(ring, release)
         return state
+
+    def following(self, state, exists):
+        """Returns the state of the next stage of a tile; `state` where this one is the last."""
+        after = state.clone()
+        after.advance()
+        return pipeline.PipelineState(
+            self.spec.num_stages, Int32(0),
+            select_(exists, after.index, state.index), select_(exists, after.phase, state.phase),
+        )  # fmt: skip
 
     def release(self, ring, state):
         # NOTE: ordinary loads have read the stage, which TMA refills by another proxy.
@@ -297,29 +327,59 @@ class RegisterConsumer(SharedConsumer):
         dtype = CUTE_DTYPE[self.spec.a_dtype]
         return [cute.make_rmem_tensor(shape, dtype) for _ in range(IN_FLIGHT)]
 
-    def _multiply_stage(self, mma, view, fragments, stage, release_previous):
-        """Multiplies a stage. `release_previous` is called once all groups before have retired."""
-        words = self._load_stage(view, stage)
+    def make_words(self):
+        """Returns registers for B's numbers in a stage, as they are loaded."""
+        count = len(self.spans) * (self.spec.tile_k // LDMATRIX_K) * self.loads.words
+        return cute.make_rmem_tensor((count,), Uint32)
+
+    def _multiply_stage(self, mma, view, registers, ring, state, following, release_previous):
+        """Multiplies a stage whose words are there, and loads those of the following one.
+
+        `release_previous` is called once all groups of the stage before have retired.
+        """
+        fragments, words = registers
         self.before_read()
         for k_block in range(self.spec.tile_k // MMA_K):
             if release_previous or k_block >= IN_FLIGHT:
                 warpgroup.wait_group(IN_FLIGHT - 1)
             if release_previous and k_block == IN_FLIGHT - 1:
                 release_previous()
-            self._multiply_k_block(mma, view, fragments[k_block % IN_FLIGHT], words, k_block, stage)
+            fragment = fragments[k_block % IN_FLIGHT]
+            self._multiply_k_block(mma, view, fragment, words, k_block, state.index)
+            done = (k_block + 1) * MMA_K
+            if done == WAIT_AT:
+                ring.consumer_wait(following)
+            if done >= WAIT_AT and done % LDMATRIX_K == 0:
+                first = 0 if done == WAIT_AT else done - LDMATRIX_K
+                for k in range(first, done, LDMATRIX_K):
+                    self._load_words(view, words, following.index, k)
 
-    def _load_stage(self, view, stage):
+    def _load_stage(self, view, words, stage):
+        for k in range(0, self.spec.tile_k, LDMATRIX_K):
+            self._load_words(view, words, stage, k)
+
+    def _load_words(self, view, words, stage, k):
+        """Loads those of `LDMATRIX_K` of K from `k` on."""
         nbytes = DTYPES[self.spec.b_dtype].nbytes(self.spec.tile_n * self.spec.tile_k)
         address = view.raw.base + stage * nbytes
-        return [self.loads.load(view.raw, address, block) for block in range(self.blocks)]
+        for span in self.spans:
+            first = self._first_word(span, k)
+            for i, word in enumerate(self.loads.load(view.raw, address, span, k)):
+                words[first + i] = word
+
+    def _first_word(self, span, k):
+        return (span * self.spec.tile_k + k) // LDMATRIX_K * self.loads.words
 
     def _multiply_k_block(self, mma, view, fragment, words, k_block, stage):
         registers = cute.recast_tensor(fragment, Uint32)
+        position, joined = view.raw.position, self.held.joined
+        k_first, k = divmod(k_block * MMA_K, LDMATRIX_K)
         for block in range(self.blocks):
+            first = self._first_word(block // joined, k_first * LDMATRIX_K)
             for i in range(2):
                 for h in range(2):
-                    word = words[block][k_block][h, i]
-                    pairs = spread(word, view.raw.position, h, self.bits, along_k=self.along_k)
+                    word = words[first + self.loads.index(k, h, i)]
+                    pairs = self.held.spread(word, position, block % joined, h)
                     registers[4 * block + 2 * i + h] = self.conversion.widen(pairs)
         warpgroup.fence()
         cute.gemm(
@@ -331,19 +391,19 @@ class RegisterConsumer(SharedConsumer):
 
     @cute.jit
     def _accumulate_groups(self, view, ring, state, k_tiles, on_issued: cutlass.Constexpr):
-        fragments = self.make_fragments()
+        fragments, words = self.make_fragments(), self.make_words()
         view.totals.fill(0.0)
         for _ in cutlass.range(k_tiles, unroll=1):
             ring.consumer_wait(state)
-            self._multiply_groups(view, fragments, state.index)
+            self._multiply_groups(view, fragments, words, state.index)
             self.release(ring, state)
             state.advance()
         on_issued()
         return state
 
-    def _multiply_groups(self, view, fragments, stage):
+    def _multiply_groups(self, view, fragments, words, stage):
         """Multiplies a stage, group by group of those along K that have scales."""
-        words = self._load_stage(view, stage)
+        self._load_stage(view, words, stage)
         self.before_read()
         of_group = self.spec.k_group // MMA_K
         for group in range(self.spec.tile_k // self.spec.k_group):
@@ -369,27 +429,31 @@ class RegisterConsumer(SharedConsumer):
 
     def _turn(self, view):
         """Moves the sums of D transposed to the accumulators of D, 64 rows by 32 columns a time."""
-        s = self.spec
-        for row_block in range(s.d_tile_m // EPI_TILE_M):
-            for block in range(self.blocks):
-                for half in range(BLOCK // EXCHANGE_COLUMNS):
-                    self._write(view, row_block, block, half)
+        chunks = self.held.joined * BLOCK // EXCHANGE_COLUMNS
+        for row_block in range(self.spec.d_tile_m // EPI_TILE_M):
+            for span in self.spans:
+                for chunk in range(chunks):
+                    self._write(view, row_block, span, chunk, 4 // chunks)
                     view.barrier.arrive_and_wait()
-                    self._read(view, row_block, block * 2 + half)
+                    self._read(view, row_block, span * chunks + chunk)
                     view.barrier.arrive_and_wait()
 
     @cute.jit
     def _write(
-        self, view, row_block: cutlass.Constexpr, block: cutlass.Constexpr, half: cutlass.Constexpr
-    ):
-        """Writes rows of D of those columns of a block that two of the warps hold."""
-        if view.raw.position.warp // 2 == half:
+        self, view, row_block: cutlass.Constexpr, span: cutlass.Constexpr,
+        chunk: cutlass.Constexpr, writers: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Writes rows of D of those columns of a span that one or two of the warps hold."""
+        if view.raw.position.warp // writers == chunk:
             of_block, rows = self.spec.tile_m // 2, min(EPI_TILE_M, self.spec.tile_m)
-            step = column_of(Position(0, 0, 0), 1, self.bits, along_k=self.along_k)
-            for v in range(rows // 2):
-                row, column = nth_column(0, v // 4 * 2 + v % 2), v // 2 % 2 * step
-                value = view.totals[block * of_block + row_block * (EPI_TILE_M // 2) + v]
-                cute.arch.store(view.written + (row * EXCHANGE_PITCH + column), value)
+            origin = Position(0, 0, 0)
+            for inside in range(self.held.joined):
+                block = span * self.held.joined + inside
+                for v in range(rows // 2):
+                    row = nth_column(0, v // 4 * 2 + v % 2)
+                    column = self.held.column(origin, inside, v // 2 % 2)
+                    value = view.totals[block * of_block + row_block * (EPI_TILE_M // 2) + v]
+                    cute.arch.store(view.written + (row * EXCHANGE_PITCH + column), value)
 
     def _read(self, view, row_block, chunk):
         of_rows, of_chunk = self.spec.columns_per_warpgroup // 2, EXCHANGE_COLUMNS // 2

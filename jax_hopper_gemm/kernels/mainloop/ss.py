@@ -5,13 +5,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import max as larger
 
 from ..dtypes import CUTE_DTYPE
 from ..shared_memory import WARPGROUP
+from .tf32 import make_tiled_mma
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class SharedConsumer:
     def make_tiled_mma(self, warpgroups, columns=None):
         s, mode = self.spec, cute.nvgpu.OperandMajorMode
         a_mode, b_mode = (mode.K if x == "k" else mode.MN for x in (s.a_major, s.b_major))
-        return sm90.make_trivial_tiled_mma(
-            CUTE_DTYPE[s.a_dtype], CUTE_DTYPE[s.b_dtype], a_mode, b_mode, self.sum_dtype,
-            (warpgroups, 1, 1), tiler_mn=(64, columns or s.tile_n),
-        )  # fmt: skip
+        dtypes = CUTE_DTYPE[s.a_dtype], CUTE_DTYPE[s.b_dtype]
+        return make_tiled_mma(
+            *dtypes, a_mode, b_mode, self.sum_dtype, warpgroups, columns or s.tile_n
+        )
 
     def partition_for_math(self, stages, warpgroup, args):
         tiled_mma = self.make_tiled_mma(self.atom_layout_m, self.columns)

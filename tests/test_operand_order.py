@@ -1,0 +1,77 @@
+"""Operands of batched products whose axes lie as in what they are computed from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm.launch.ffi_target import TARGET
+from jax_hopper_gemm.lowering.call import custom_calls
+
+pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("launcher")]
+
+HEADS, SHARED, LENGTH, FEATURES = 2, 4, 1024, 128
+
+
+def shape(*extents: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(extents, jnp.bfloat16)
+
+
+LOGITS = shape(HEADS, LENGTH, SHARED, LENGTH)  # heads, queries, queries' heads of each, keys
+VALUES = shape(HEADS, LENGTH, FEATURES)
+
+
+def shares(logits: Any) -> Any:
+    """Computed from a transpose of the logits, by functions of their own, too."""
+    turned = jnp.where(jnp.tri(LENGTH, dtype=bool), logits.transpose(2, 0, 1, 3), -1e9)
+    return jax.nn.softmax(turned.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def outcome(logits: Any, values: Any) -> Any:
+    return jhg.einsum("gnts,nsh->gnth", shares(logits), values, implementation="hopper")
+
+
+def of_rows(logits: Any, results: Any) -> Any:
+    """Contracts queries and heads: one K, where they are neighbours."""
+    return jhg.einsum("gnts,gnth->nsh", shares(logits), results, implementation="hopper")
+
+
+def mirrored(logits: Any, values: Any) -> Any:
+    """The keys are transposed, too: the operand is read as XLA writes it."""
+    turned = jnp.exp(logits.transpose(3, 0, 2, 1))
+    return jhg.einsum("sngt,nsh->ngth", turned, values, implementation="hopper")
+
+
+def unturned(logits: Any, values: Any) -> Any:
+    return jhg.einsum("ntgs,nsh->ntgh", jnp.exp(logits), values, implementation="hopper")
+
+
+PROGRAMS: dict[str, tuple[Any, tuple[Any, ...], list[int] | None]] = {
+    "rows": (outcome, (LOGITS, VALUES), [1, 2, 0, 3]),
+    "contracted": (of_rows, (LOGITS, shape(SHARED, HEADS, LENGTH, FEATURES)), [1, 2, 0, 3]),
+    "last axis": (mirrored, (LOGITS, VALUES), None),
+    "none": (unturned, (LOGITS, VALUES), None),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_an_operand_keeps_the_order_of_what_it_is_computed_from(name: str):
+    function, arguments, order = PROGRAMS[name]
+    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    (launch,) = custom_calls(lowered.compiler_ir("stablehlo"), TARGET)
+    large = max(launch.operands, key=lambda x: len(x.type.shape))
+    maker = large.owner
+    if order is None:
+        assert maker.name != "stablehlo.transpose"
+    else:
+        assert maker.name == "stablehlo.transpose"
+        assert list(maker.attributes["permutation"]) == order
+        assert list(large.type.shape) == [*LOGITS.shape]
+    (product,) = jhg.explain(function, *arguments).products
+    assert product.explanation and product.explanation.path == "hopper"
+    name_of_launch = launch.attributes["mhlo.backend_config"]["name"].value
+    assert name_of_launch.startswith(f"{product.explanation.spec.name} M=")
