@@ -32,7 +32,8 @@ from jax_hopper_gemm.testing.lowered import specs_of
 SHAPES = ("deepseek", "qwen3")
 PLAIN = "bfloat16"
 RECIPES = {
-    PLAIN: None, "tensor": recipes.CurrentScaling(), "blocks": recipes.BlockScaling()
+    PLAIN: None, "tensor": recipes.CurrentScaling(grouped_weights=True),
+    "blocks": recipes.BlockScaling(grouped_weights=True),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ M, K, N = 200, 272, 144
 CURRENT, BLOCKS = recipes.CurrentScaling(), recipes.BlockScaling()
 INT8 = recipes.Int8Forward()
 ALL = [CURRENT, BLOCKS, INT8]
+GROUPED = [replace(recipe, grouped_weights=True) for recipe in (CURRENT, BLOCKS)]
 RECIPES = [
     CURRENT, BLOCKS, recipes.CurrentScaling("float8_e4m3fn"), recipes.BlockScaling("float8_e5m2"),
 ]  # fmt: skip
@@ -263,7 +265,7 @@ def ragged(x: Any, w: Any, sizes: Any, **options: Any) -> Any:
     return jhg.ragged_dot(x, w, sizes, **options)
 
 
-@pytest.mark.parametrize("recipe", ALL, ids=str)
+@pytest.mark.parametrize("recipe", [BLOCKS, INT8, *GROUPED], ids=str)
 def test_ragged_products_are_those_of_each_groups_quantized_operands(recipe):
     sizes = np.array([40, 0, 130, 17], np.int32)
     x, w = normal((200, 272), 0, jnp.bfloat16), normal((4, 272, 144), 1, jnp.bfloat16)
@@ -275,9 +277,10 @@ def test_ragged_products_are_those_of_each_groups_quantized_operands(recipe):
         return np.asarray(jhg.quantize(a, dtype, block).dequantize(), np.float64)
 
     e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-    if recipe == BLOCKS:
+    blocks, current = (isinstance(recipe, type(x)) for x in (BLOCKS, CURRENT))
+    if blocks:
         left, right, ct = of(x, e4m3, (1, 128)), of(w, e4m3, (1, 128, 128)), of(dy, e4m3, (1, 128))
-    elif recipe == CURRENT:
+    elif current:
         left, right, ct = of(x, e4m3, None), of(w, e4m3, None), of(dy, e5m2, None)
     else:
         left, right = of(x, jnp.int8, (1, None)), of(w, jnp.int8, (1, None, 1))
@@ -291,18 +294,18 @@ def test_ragged_products_are_those_of_each_groups_quantized_operands(recipe):
         rough["atol"] = 2.0**-7 * float(np.abs(dx).max())
         np.testing.assert_allclose(np.asarray(dx, float)[rows], ct[rows] @ back[group].T, **rough)
         rough["atol"] = 2.0**-7 * float(np.abs(dw).max())
-        if recipe == BLOCKS:  # of 128 rows of a group
-            wide = [of(a[rows], e4m3, (128, 1)) if size else a[rows] for a in (x, dy)]
-        elif recipe == CURRENT:  # rows of no group have no say
-            wide = [of(a[: sum(sizes)], t, None)[rows] for a, t in ((x, e4m3), (dy, e5m2))]
-        else:  # in 16 bits
+        if recipe not in GROUPED:  # in 16 bits
             wide = [a[rows] for a in (x, dy)]
+        elif blocks:  # of 128 rows of a group
+            wide = [of(a[rows], e4m3, (128, 1)) if size else a[rows] for a in (x, dy)]
+        else:  # rows of no group have no say
+            wide = [of(a[: sum(sizes)], t, None)[rows] for a, t in ((x, e4m3), (dy, e5m2))]
         exact = np.asarray(wide[0], np.float64).T @ np.asarray(wide[1], np.float64)
         np.testing.assert_allclose(np.asarray(dw, float)[group], exact, **rough)
     assert not np.any(y[start:]) and not np.any(dx[start:])
 
 
-@pytest.mark.parametrize("recipe", ALL, ids=str)
+@pytest.mark.parametrize("recipe", [*ALL, *GROUPED], ids=str)
 def test_ragged_products_run_on_kernels_of_8_bits(recipe):
     def step(x: Any, w: Any, sizes: Any) -> Any:
         product = partial(ragged, sizes=sizes, recipe=recipe, implementation="hopper")
@@ -312,10 +315,10 @@ def test_ragged_products_run_on_kernels_of_8_bits(recipe):
     arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 512), (8, 512, 1024))]
     forward, *backward = specs_of(step, *arrays, jax.ShapeDtypeStruct((8,), jnp.int32))
     assert forward.grouped == "m" and (forward.a_block, forward.b_block) == (
-        (1, 128) if recipe == BLOCKS else (0, 0)
+        (1, 128) if isinstance(recipe, type(BLOCKS)) else (0, 0)
     )
     eight = {s.grouped: s.a_itemsize == 1 for s in backward}
-    assert eight == {"m": recipe != INT8, "k": recipe != INT8}
+    assert eight == {"m": recipe != INT8, "k": recipe in GROUPED}
 
 
 @pytest.mark.parametrize("recipe", ALL, ids=str)

@@ -43,9 +43,12 @@ class CurrentScaling:
 
     Attributes:
       gradients: dtype of cotangents: float8_e5m2 has the range, float8_e4m3fn the digits.
+      grouped_weights: whether gradients of grouped weights, too, are products of 8 bits, else of the
+        arrays as they are: on an H200 XLA takes longer to quantize them than the kernels save.
     """
 
     gradients: Float8 = "float8_e5m2"
+    grouped_weights: bool = False
 
     def format(self, role: Role) -> Format | None:
         return Format(self.gradients if role == "cotangent" else E4M3)
@@ -61,9 +64,11 @@ class BlockScaling:
 
     Attributes:
       gradients: dtype of cotangents.
+      grouped_weights: as of `CurrentScaling`.
     """
 
     gradients: Float8 = E4M3
+    grouped_weights: bool = False
 
     def format(self, role: Role) -> Format | None:
         rows = PROMOTION_K if role == "weights" else 1

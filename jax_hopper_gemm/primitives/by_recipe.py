@@ -115,7 +115,8 @@ def _operands(
     sizes = tuple(others[: product.num_sizes_operands])
     blocks = by.formats[0].along is not None
     if groups and is_varlen_k(subscripts):
-        return _in_row_blocks(product, (lhs, *rights), sizes)
+        narrow = getattr(by.recipe, "grouped_weights", False)
+        return _in_row_blocks(product, (lhs, *rights), sizes) if narrow else None
     several = GROUP if groups and blocks else subscripts.batch if blocks else product.mapped
     of = partial(_operand, subscripts=subscripts, several=several)
     left = of(lhs, subscripts.lhs, by.formats[0])

@@ -23,8 +23,8 @@ def _delayed() -> recipes.DelayedScaling:
 
 
 RECIPES: dict[str, Any] = {
-    "current": recipes.CurrentScaling(), "current e4m3": recipes.CurrentScaling("float8_e4m3fn"),
-    "blocks": recipes.BlockScaling(), "int8": recipes.Int8Forward(), "delayed": _delayed,
+    "current": recipes.CurrentScaling(grouped_weights=True), "current e4m3": recipes.CurrentScaling("float8_e4m3fn"),
+    "blocks": recipes.BlockScaling(grouped_weights=True), "int8": recipes.Int8Forward(), "delayed": _delayed,
 }  # fmt: skip
 SIZES = np.array([300, 0, 1, 517, 130], np.int32)  # of 1000 rows, the last ones of no group
 SCAN = 3
