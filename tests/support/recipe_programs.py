@@ -23,9 +23,12 @@ def _delayed() -> recipes.DelayedScaling:
 
 
 RECIPES: dict[str, Any] = {
-    "current": recipes.CurrentScaling(grouped_weights=True), "current e4m3": recipes.CurrentScaling("float8_e4m3fn"),
-    "blocks": recipes.BlockScaling(grouped_weights=True), "int8": recipes.Int8Forward(), "delayed": _delayed,
-}  # fmt: skip
+    "current": recipes.CurrentScaling(grouped_weights=True),
+    "current e4m3": recipes.CurrentScaling("float8_e4m3fn"),
+    "blocks": recipes.BlockScaling(grouped_weights=True),
+    "int8": recipes.Int8Forward(),
+    "delayed": _delayed,
+}
 SIZES = np.array([300, 0, 1, 517, 130], np.int32)  # of 1000 rows, the last ones of no group
 SCAN = 3
 PLAIN = 2.0**-8  # of products of equal numbers of 8 bits, into bfloat16
