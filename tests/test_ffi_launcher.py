@@ -13,6 +13,7 @@ import math
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -572,27 +573,23 @@ def test_threads_share_a_program_and_keep_their_addresses_apart(launcher, driver
 def test_programs_run_while_the_caches_of_jax_are_cleared(launcher, driver, digest, monkeypatch):
     monkeypatch.setenv("JAX_HOPPER_GEMM_LIBCUDA", str(launcher.libcuda))
     program = launcher.call(PLAN.encode(), digest, (D, COUNTER))
-    errors: list[BaseException] = []
+    cleared = threading.Event()
 
-    def work() -> None:
-        try:
-            for _ in range(4):
-                jax.block_until_ready([program(A, B) for _ in range(25)])
-        except BaseException as error:
-            errors.append(error)
+    def work(_: int) -> int:
+        turns = 0
+        while turns == 0 or not cleared.is_set():
+            jax.block_until_ready([program(A, B) for _ in range(25)])
+            turns += 1
+        return turns
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    cleared = 0
-    while any(thread.is_alive() for thread in threads):
-        jax.clear_caches()
-        gc.collect()
-        cleared += 1
-    for thread in threads:
-        thread.join()
-    assert not errors and cleared > 1
-    assert len(driver.calls("cuLaunchKernelEx")) == 300
+    with ThreadPoolExecutor(3) as pool:
+        results = pool.map(work, range(3))
+        for _ in range(3):
+            jax.clear_caches()
+            gc.collect()
+        cleared.set()
+        turns = sum(results)
+    assert len(driver.calls("cuLaunchKernelEx")) == 25 * turns
 
 
 def test_threads_load_programs_at_once(launcher, digest):
