@@ -88,41 +88,19 @@ def test_kernel_compiles_to_the_code_of_a_hopper_gemm(spec, built, machine_code)
 # Kernels that await a GPU run; one that has passed must leave the list.
 AWAITING: frozenset[str] = frozenset(
     {
-        "jhg_gemm_bf16_bf16_nn_64x128x128_1x1_cooperative_static_s4_e32x4_short_stream_b_store_7bcab0",  # noqa: E501
-        "jhg_gemm_bf16_bf16_nn_64x64x128_1x1_cooperative_static_s6_e32x4_short_stream_b_store_c5c88b",  # noqa: E501
-        "jhg_gemm_bf16_bf16_tn_256x112x64_1x2_cooperative_static_s4_e16x4_l2_store_2dcef8",
-        "jhg_gemm_bf16_bf16_tn_256x112x64_1x2_cooperative_static_s4_e16x4_store_7bcab0",
-        "jhg_gemm_bf16_bf16_tt_64x16x128_1x1_cooperative_single_s11_e16x2_l2_tanh_7d5a58",
-        "jhg_gemm_bf16_bf16_tt_64x16x128_1x1_cooperative_single_s11_e16x2_store_499803",
-        "jhg_gemm_bf16_bf16_tt_64x16x128_1x1_cooperative_static_s11_e16x2_short_stream_b_store_8e4d6f",  # noqa: E501
-        "jhg_gemm_bf16_f32_nn_256x112x64_1x2_cooperative_static_s4_e16x2_l2_mul_6c4e99",
-        "jhg_gemm_bf16_f32_tn_64x32x128_1x1_cooperative_static_s7_e32x2_l4_short_stream_b_mul_6c4e99",  # noqa: E501
-        "jhg_gemm_bf16_f32_tn_64x32x128_1x1_cooperative_static_s8_e32x4_short_stream_b_store_f7a537",  # noqa: E501
         "jhg_gemm_index_a_transposed_bf16_bf16_tn_64x32x128_2x1_cooperative_static_s4_e16x3_l3_store_2dcef8",  # noqa: E501
-        "jhg_gemm_index_a_transposed_bf16_f32_tn_64x48x128_1x1_cooperative_static_s4_e16x3_l2_store_17b8be",  # noqa: E501
-        "jhg_gemm_index_b_transposed_bf16_bf16_tt_128x80x64_1x2_pingpong_dynamic_s4_e16x4",
         "jhg_gemm_index_b_transposed_bf16_bf16_tt_192x64x128_2x2_cooperative_static_s2_e16x3_mul_95eb83",  # noqa: E501
         "jhg_gemm_index_b_transposed_bf16_f32_nn_256x48x64_1x2_cooperative_single_s2_e16x2_l3_mul_6c4e99",  # noqa: E501
-        "jhg_gemm_index_b_transposed_bf16_f32_nn_64x256x64_2x2_pingpong_static_s2_e32x3_l3_store_17b8be",  # noqa: E501
         "jhg_gemm_index_b_transposed_f16_f16_tn_64x96x64_2x2_pingpong_dynamic_s7_e16x3",
-        "jhg_gemm_index_b_transposed_f16_f32_tt_64x192x128_2x2_cooperative_dynamic_s3_e16x4",
-        "jhg_gemm_nested_transposed_bf16_bf16_nt_64x176x64_1x2_cooperative_single_s7_e16x3",
-        "jhg_gemm_nested_transposed_bf16_bf16_tt_64x224x128_1x2_pingpong_dynamic_s2_e16x4",
-        "jhg_gemm_nested_transposed_bf16_f16_nt_192x144x64_1x1_cooperative_dynamic_s3_e16x3",
-        "jhg_gemm_split_k_bf16_bf16_tn_128x144x64_1x2_cooperative_static_s6_e16x4_store_c5c88b",
-        "jhg_gemm_split_k_bf16_bf16_tt_64x32x128_1x1_cooperative_static_s9_e16x4_short_stream_b_gated_logistic_41e3fc",  # noqa: E501
-        "jhg_gemm_split_k_bf16_f32_nn_128x256x64_2x1_cooperative_static_s4_e16x4_exp_c7b812",
-        "jhg_gemm_split_k_transposed_f16_f16_tn_192x80x64_1x1_cooperative_static_s2_e16x3",
-        "jhg_gemm_transposed_bf16_bf16_nn_128x144x64_1x2_cooperative_static_s6_e16x4_l2_mul_2f456f",  # noqa: E501
-        "jhg_gemm_transposed_bf16_bf16_nn_64x16x64_1x2_cooperative_static_s12_e16x4_l2_store_9d996b",  # noqa: E501
-        "jhg_gemm_transposed_bf16_bf16_tn_64x16x64_1x2_cooperative_static_s12_e16x4_l4_store_91814e",  # noqa: E501
-        "jhg_gemm_transposed_bf16_f16_nn_128x208x64_1x1_cooperative_single_s5_e16x2_short_stream_a",  # noqa: E501
-        "jhg_gemm_transposed_bf16_f16_tt_256x16x128_1x1_cooperative_single_s3_e16x4_short_stream_a",  # noqa: E501
-        "jhg_gemm_transposed_bf16_f32_tt_256x144x128_1x1_cooperative_single_s2_e16x2",
-        "jhg_gemm_transposed_bf16_f32_tt_64x176x64_1x1_cooperative_static_s4_e16x4",
-        "jhg_gemm_transposed_f16_bf16_tn_64x64x64_1x1_cooperative_dynamic_s5_e64x4_short_stream_a",
-        "jhg_gemm_transposed_f16_f16_nn_128x112x64_1x1_pingpong_static_s5_e16x2_short_stream_a",
-        "jhg_gemm_transposed_f16_f32_nn_128x80x128_1x1_cooperative_static_s3_e16x2_short_stream_a",
+        "jhg_gemm_split_k_bf16_bf16_nn_64x32x128_1x1_cooperative_static_s9_e32x2_short_stream_b_store_7bcab0",  # noqa: E501
+        "jhg_gemm_split_k_bf16_bf16_nt_64x32x128_1x1_cooperative_static_s7_e32x2_l4_short_stream_b_mul_da7e05",  # noqa: E501
+        "jhg_gemm_split_k_bf16_f32_nn_128x128x64_1x1_cooperative_static_s6_e32x2_store_f7a537",
+        "jhg_gemm_split_k_bf16_f32_tt_128x96x64_2x1_cooperative_static_s6_e32x2_exp_c7b812",
+        "jhg_gemm_split_k_transposed_f16_f16_nt_192x16x64_1x2_cooperative_static_s4_e16x2",
+        "jhg_gemm_transposed_bf16_bf16_nn_256x64x128_1x1_cooperative_static_s2_e64x2_l4_short_stream_a_mul_29f8ea",  # noqa: E501
+        "jhg_gemm_transposed_bf16_bf16_nt_64x256x64_2x1_pingpong_static_s2_e32x2_l4_mul_29f8ea",
+        "jhg_gemm_transposed_bf16_f32_tt_64x80x64_1x1_cooperative_single_s7_e16x2_short_stream_a",
+        "jhg_gemm_transposed_f16_f16_nt_128x224x64_2x2_cooperative_single_s3_e16x3",
     }
 )
 
