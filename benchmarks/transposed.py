@@ -120,9 +120,9 @@ def main() -> int:
         print(report)
         return 1 if report.failures else 0
     device, start, rows = benchmark.this_device(), time.monotonic(), []
-    for problem in problems:
+    for i, problem in enumerate(problems):
         if time.monotonic() - start > arguments.seconds:
-            print(f"stopped after {len(rows)} of {len(problems)} products")
+            print(f"stopped after {i} of {len(problems)} products")
             break
         chosen = candidates(problem, wide=arguments.wide)
         times = survey(problem, chosen, arguments.rounds, device.num_sms)
@@ -136,8 +136,9 @@ def main() -> int:
             )  # fmt: skip
             print(f"  {us:8.2f} us  {xla / us:.3f}  expected {expected:8.2f}  {spec.name}")
         if arguments.json:
-            document = {"environment": benchmark.environment(), "rows": rows}
-            arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+            lines = ",\n".join("  " + json.dumps(row) for row in rows)
+            facts = json.dumps(benchmark.environment())
+            arguments.json.write_text(f'{{"environment": {facts},\n "rows": [\n{lines}\n ]}}\n')
     return 0
 
 

@@ -19,6 +19,7 @@ from jax_hopper_gemm.dispatch.candidates import (
     tuner_specs,
     types_of,
 )
+from jax_hopper_gemm.dispatch.choice import choose_invariant
 from jax_hopper_gemm.dispatch.configs import SMALL_N_CONFIGS, Config
 from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations
@@ -198,6 +199,17 @@ def test_the_time_expected_of_xla_does_not_depend_on_them():
         assert (xla_is_faster(problem, best.cost, H200) is None) == (best.cost.ns <= xla_ns)
         transposed += best.spec.d_major == "m"
     assert transposed > 5
+
+
+def test_rows_of_the_same_bits_have_those_of_kernels_along_n():
+    """With an epilogue the two kinds have not been compared."""
+    wide = GemmProblem.dense(96, 4096, 1024)  # whose K no kernel splits
+    biased = cases.padded(with_epilogue("bias"), 4096, 96, 1024).transposed
+    for problem in (wide, biased):
+        assert choose(problem, H200, kernel_only=True).spec
+        spec = choose_invariant(problem, H200).spec
+        assert spec and not spec.split_k
+        assert spec.epilogue is None or spec.d_major == "n"
 
 
 def test_a_table_may_hold_them(tmp_path):

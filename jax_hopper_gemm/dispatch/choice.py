@@ -26,7 +26,7 @@ from ..gemm.spec import GemmSpec, ProblemType, RasterOrder
 from .candidates import dynamic_spec, has_large_shares, model_specs, refilled_spec
 from .cost import MEMORY_BYTES_PER_NS, Estimate, best_raster_order, equal_groups, estimate
 from .device import Device
-from .invariance import invariant_specs, reduces_rows
+from .invariance import invariant_specs, is_invariant, reduces_rows
 from .legality import device_violations, pairing_violations, problem_violations
 from .model import beside_xla, best_kernel, not_measured, xla_is_faster
 from .table import Key, Source, Table, tables_of
@@ -95,7 +95,7 @@ def choose_invariant(problem: GemmProblem, device: Device, *, kernel_only: bool 
 def _choose_invariant(problem: GemmProblem, device: Device, tables: tuple[Table, ...]) -> Decision:
     if not reduces_rows(problem.graph):
         decision = _choose(problem, device, True, tables)
-        if decision.spec is None or not decision.spec.split_k:
+        if decision.spec is None or is_invariant(decision.spec):
             return decision
     return _modelled(problem, device, True, invariant_specs(problem, device))
 

@@ -93,9 +93,6 @@ DENSE_CONFIGS = (
 # One side of D has up to some hundred elements. It lies on the tile's columns, which come in steps
 # of 16, so that few of them are past its end.
 _SMALL_SIDE = (
-    Config(64, 16, cluster_n=2),
-    Config(64, 32, cluster_m=2),
-    Config(64, 32, cluster_n=2, split_k=True),
     Config(64, 192, cluster_m=2),
     Config(128, 48, cluster_n=2, split_k=True),
     Config(128, 80, cluster_n=2, split_k=True),

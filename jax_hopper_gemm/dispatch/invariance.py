@@ -29,12 +29,20 @@ def reduces_rows(graph: EpilogueGraph) -> bool:
     return along or any(node.op in ROW_REDUCTIONS for node in graph.nodes)
 
 
+def is_invariant(spec: GemmSpec) -> bool:
+    """Whether a kernel gives an element the bits that the others give it.
+
+    Kernels that store D along M have been compared with those along N without an epilogue alone.
+    """
+    return not spec.split_k and (spec.d_major == "n" or spec.epilogue is None)
+
+
 def invariant_specs(problem: GemmProblem, device: Device) -> list[GemmSpec]:
     """Returns the kernels among which `problem` may choose by its number of rows."""
     if not reduces_rows(problem.graph):
-        return [spec for spec in considered_specs(problem) if not spec.split_k]
+        return [spec for spec in considered_specs(problem) if is_invariant(spec)]
     typical = _with_rows(problem)
-    specs = [spec for spec in considered_specs(typical) if not spec.split_k]
+    specs = [spec for spec in considered_specs(typical) if is_invariant(spec)]
     best, _ = best_kernel(typical, device, specs)
     if best is None:
         return []
