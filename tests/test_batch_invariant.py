@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from support.covering import ALL
 from support.invariant_programs import INVARIANT_PROGRAMS
 from support.program_inspection import integers, lowered
 
@@ -28,7 +29,8 @@ from jax_hopper_gemm.testing.lowered import specs_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("launcher")]
 
-ROWS = (*range(1, 34), 48, 63, 64, 65, 100, 127, 128, 129, 192, 200, 255, 256, 257, 384, 511, 512)
+FEW = range(1, 34) if ALL else (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33)
+ROWS = (*FEW, 48, 63, 64, 65, 100, 127, 128, 129, 192, 200, 255, 256, 257, 384, 511, 512)
 
 
 def half(*shape: int) -> jax.ShapeDtypeStruct:
@@ -61,7 +63,7 @@ ROW_SUM = EpilogueGraph(
 @pytest.mark.parametrize("graph", [None, ROW_SUM], ids=["bare", "row_sum"])
 def test_the_order_of_sums_does_not_depend_on_the_rows(graph):
     random = Random(7)
-    for _ in range(12):
+    for _ in range(12 if ALL else 6):
         n, k = 8 * random.randint(1, 1500), 8 * random.randint(1, 2500)
         b_major = random.choice(["n", "k"])
         assert len(orders(n, k, H200, graph, b_major=b_major)) == 1

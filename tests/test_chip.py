@@ -14,11 +14,10 @@ import pytest
 from chip.arrays import Placed
 from chip.device import Checker, build
 from chip.host import Host
-from chip.problems import Draw
+from chip.problems import Draw, block_scaled
 from chip.run import Record, Worker, supervise, try_portion
 from support.covering import ALL
 from support.policies import (
-    block_specs,
     covering_specs,
     eight_bit_specs,
     epilogue_covering_specs,
@@ -61,7 +60,7 @@ KERNELS: dict[str, Callable[[], tuple[GemmSpec, ...]]] = {
     "stacks": stacked_specs,
     "groups": grouped_covering_specs,
     "8 bits": eight_bit_specs,
-    "block scales": block_specs,
+    "block scales": block_scaled,
 }
 
 

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 from support.buildable import epilogue_specs
+from support.covering import ALL
 
 from jax_hopper_gemm.dispatch import (
     H200,
@@ -57,7 +58,7 @@ def random_problem(random: Random) -> GemmProblem:
 def test_choices_are_legal_buildable_and_the_same_again():
     random, buildable = Random(20), set(table_specs(H200))
     kernels = 0
-    for _ in range(3000):
+    for _ in range(3000 if ALL else 1000):
         problem = random_problem(random)
         decision = choose(problem, H200)
         strict = choose(problem, H200, kernel_only=True)
@@ -78,7 +79,7 @@ def test_choices_are_legal_buildable_and_the_same_again():
         assert plan.smem_bytes <= SMEM_LIMIT
         persistent = strict.spec.tile_scheduler != "single"
         assert not persistent or plan.grid[0] * plan.grid[1] <= H200.num_sms
-    assert kernels >= 1000
+    assert kernels >= (1000 if ALL else 300)
 
 
 def test_large_products_take_large_tiles_and_share_their_loads():

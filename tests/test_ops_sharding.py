@@ -35,7 +35,7 @@ def test_a_program_that_xla_partitions_holds_no_launch_of_the_whole_product():
     np.testing.assert_array_equal(jax.jit(jhg.matmul)(a, b), jnp.matmul(a, b))
     assert LAUNCH not in lowered(jhg.matmul, a, b)
     with pytest.raises(NotImplementedError, match="no kernel runs"):
-        whole = [x.astype("float32") for x in (a, b)]
+        whole = [x.astype("complex64") for x in (a, b)]
         lowered(partial(jhg.matmul, implementation="hopper"), *whole)
 
 

@@ -247,9 +247,9 @@ def test_a_share_launches_a_kernel_and_reduces(out, reduction):
 
 
 def test_shards_that_no_kernel_runs_say_so_where_a_kernel_is_wanted():
-    share = r"(?s)implementation='hopper'.*shard: float32\[512, 128\] and float32\[128, 512\]"
+    share = r"(?s)implementation='hopper'.*shard: int32\[512, 128\] and int32\[128, 512\]"
     with pytest.raises(NotImplementedError, match=share):
-        share_for_cuda([1, 2], [1, 1], "float32", "hopper")
+        share_for_cuda([1, 2], [1, 1], "int32", "hopper")
 
 
 def test_programs_of_shares_can_be_seen_and_replaced():

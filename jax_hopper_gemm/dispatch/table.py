@@ -239,6 +239,8 @@ def _entry(row: Any) -> Entry:
     for name, majors in (("a_major", "mk"), ("b_major", "nk")):
         if _expect(row[name], str, name) not in tuple(majors):
             raise _Bad(f"{name} is {row[name]!r}, not one of {list(majors)}")
+    for name in ("a_dtype", "b_dtype", "d_dtype"):
+        _expect(row[name], str, name)
     key = Key(**{name: row[name] for name in _KEY_FIELDS & row.keys()})
     if row["prefer"] not in ("kernel", "xla"):
         raise _Bad(f"prefer is {row['prefer']!r}, not 'kernel' or 'xla'")

@@ -29,7 +29,7 @@ VARLEN_M_KN = Subscripts.parse("mk,gkn->mn")
 VARLEN_M_NK = Subscripts.parse("mk,gnk->mn")
 VARLEN_K = Subscripts.parse("mk,mn->gkn")
 VARLEN_K_T = Subscripts.parse("km,nm->gkn")
-FORMS = (VARLEN_M_KN, VARLEN_M_NK, VARLEN_K, VARLEN_K_T)
+FORMS = (VARLEN_M_KN, VARLEN_M_NK, VARLEN_K)  # those that users and derivatives ask for
 DGRAD = {VARLEN_M_KN: VARLEN_M_NK, VARLEN_M_NK: VARLEN_M_KN}  # by the form of the product
 GROUP = "g"  # letter of the groups
 

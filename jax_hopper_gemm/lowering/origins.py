@@ -199,11 +199,16 @@ class MlirValues:
         alike = (x for x in values if self.shape(x) == self.shape(value))
         return next((x for x in alike if getattr(x.owner, "name", None) not in SPREAD), None)
 
-    def _called(self, call: Any, number: int) -> Any:
-        """Returns what a function computes a result from: a value in it, or its argument."""
+    def _called(self, call: Any, number: int) -> Any | None:
+        """Returns what a function computes a result from: a value in it, or its argument.
+
+        None while the caller stands in no module yet.
+        """
         module = call.operation
         while module.parent is not None:
             module = module.parent
+        if module.name != "builtin.module":
+            return None
         function = ir.SymbolTable(module)[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
         (block,) = function.regions[0].blocks
         value = list(block.operations)[-1].operands[number]

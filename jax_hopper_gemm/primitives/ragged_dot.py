@@ -27,6 +27,7 @@ from ..gemm.groups import (
     DGRAD,
     FORMS,
     VARLEN_K,
+    VARLEN_K_T,
     VARLEN_M_KN,
     VARLEN_M_NK,
     GroupedAxis,
@@ -69,7 +70,7 @@ def hopper_ragged_dot(
 def _check(lhs: Any, rhs: Any, sizes: Any, product: Product) -> None:
     """Asserts what those who bind the primitive see to."""
     subscripts, groups = product.subscripts, product.groups
-    assert subscripts in FORMS, subscripts
+    assert subscripts in (*FORMS, VARLEN_K_T), subscripts
     assert groups and product.out_sharding is None and product.batch == 0, product
     assert sizes.ndim == 1 and sizes.dtype == np.int32, sizes
     matrices = groups.matrices(sizes.shape[0])

@@ -8,7 +8,7 @@ weights of groups that have no rows: nothing of them may get into a result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -133,6 +133,15 @@ def matrix_of_rows(problem: GemmProblem, sizes: np.ndarray) -> np.ndarray:
     return np.repeat([span.matrix for span in found], [span.end - span.start for span in found])
 
 
+def sizes_for(spec: GemmSpec, length: int, sizes: Iterable[int]) -> tuple[int, ...]:
+    """Returns sizes of groups as a kernel is given them: whole k-tiles, as `row_blocks` makes them,
+    where it needs these."""
+    given = tuple(int(size) for size in sizes)
+    if spec.grouped == "k" and not spec.spans_k:
+        return tuple(ceil_div(min(max(x, 0), length), PROMOTION_K) * PROMOTION_K for x in given)
+    return given
+
+
 def problem_of(
     spec: GemmSpec, layout: Layout, m: int, n: int, k: int, gap: int = GAP
 ) -> GemmProblem:
@@ -206,11 +215,7 @@ def edge_cases(spec: GemmSpec, num_sms: int, exact: bool) -> list[Case]:
     ) -> None:
         problem = problem_of(spec, layout, *extents)
         length = problem.m if spec.grouped == "m" else problem.k
-        given = tuple(int(size) for size in sizes(length))
-        if spec.grouped == "k" and not spec.spans_k:  # whole k-tiles, as `row_blocks` makes them
-            given = tuple(
-                ceil_div(min(max(x, 0), length), PROMOTION_K) * PROMOTION_K for x in given
-            )
+        given = sizes_for(spec, length, sizes(length))
         seed = len(found)
         found.append(Case(problem, spec, RasterOrder(along, swizzle), given, seed, exact))
 
