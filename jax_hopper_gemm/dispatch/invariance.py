@@ -1,11 +1,10 @@
 """Kernels that compute a row with the same bits in every batch.
 
 An accumulator gets the products of a row and a column in the order of K, whatever tile it lies in
-and whichever of the two lies on the tile's rows,
-unless K is split: then where it is split depends on the number of tiles. What an epilogue reduces
-along a row is cut by the tile's columns, in which a thread adds up an epilogue tile's. So kernels
-never split K here, and where they reduce along rows, tiles have the columns that are chosen for
-`ROWS` rows, however many there are.
+and whichever of the two lies on the tile's rows, unless K is split: then where it is split depends
+on the number of tiles. What an epilogue reduces along a row is cut by the tile's columns, in which
+a thread adds up an epilogue tile's. So kernels never split K here, and where they reduce along
+rows, tiles have the columns that are chosen for `ROWS` rows, however many there are.
 """
 
 from __future__ import annotations

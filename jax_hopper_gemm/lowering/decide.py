@@ -31,7 +31,7 @@ class Form:
     request: Request
     stored: tuple[int, ...] = ()  # operands that are read as they are stored, before a transpose
     # By operand, how XLA transposes it first: 8-bit operands are multiplied along K alone, and the
-    # contracted axes must be one.
+    # contracted axes must be one. No copy is made where XLA writes the operand in this order.
     copied: tuple[tuple[int, tuple[int, ...]], ...] = ()
     widened: tuple[int, ...] = ()  # operands that a kernel converts to 16 bits on chip
 

@@ -269,10 +269,10 @@ def mark_widened(value: Any, sources: Sequence[Any], axis: int, group: int) -> N
         marked.owner.attributes[WIDENED] = attribute
 
 
-def _steps_to(value: Any, found: Callable[[Any], bool]) -> int | None:
+def _steps_to(value: Any, is_sought: Callable[[Any], bool]) -> int | None:
     """Returns how many operations back, first operand by first operand, a value is found."""
     steps = 0
-    while not found(value):
+    while not is_sought(value):
         operation = value.owner
         if not hasattr(operation, "attributes") or not len(operation.operands):
             return None

@@ -91,8 +91,8 @@ def ragged_dot(
         entry for each matrix of `rhs`, which the function receives as (M, N) or (M, 1), with each
         row's entry. A gradient by group is a float32 sum of cotangents in the dtype of `lhs`.
       save_preactivation: as in `matmul`.
-      recipe: as in `matmul`; `rhs` is the weights. For their gradient, which contracts the rows,
-        groups are padded to multiples of 128 rows.
+      recipe: as in `matmul`; `rhs` is the weights. Their gradient, which contracts the rows, runs
+        in 16 bits unless the recipe has `grouped_weights=True`.
 
     Returns:
       (M, N), dtype `preferred_element_type`, else the promoted dtype of the operands; or what
@@ -186,8 +186,8 @@ def ragged_dot_general(
       alpha, beta: numbers or scalar arrays, where the ragged axis is contracted. `beta` is 1 if
         None.
       c: an array of the result's shape, of any dtype.
-      recipe: as in `ragged_dot`; a product that contracts its rows runs in 16 bits by
-        `Int8Forward`.
+      recipe: as in `ragged_dot`; a product that contracts its rows runs in 16 bits unless
+        the recipe has `grouped_weights=True`.
 
     Returns:
       The axes of `dot_general`'s result, after one of groups if the ragged axis is contracted.

@@ -108,6 +108,7 @@ CALLS = frozenset({"custom_jvp_call", "jit", "pjit"})  # of a function, by its o
 
 # The one program within a program that is lowered in place. Others become functions, whose
 # arguments hide what made them: `jit`, `scan`, `cond`, `checkpoint` and `custom_jvp_call` are such.
+# The order of axes alone is looked for through `CALLS`.
 IN_PLACE = "custom_vjp_call"
 
 
