@@ -37,10 +37,15 @@ class TensorMap:
     offset: int = 0  # bytes from the buffer's start to the first element; a multiple of 16
     rounds: bool = False  # whether copies round to the digits that the tensor cores read
 
-    def encode(self) -> list[int]:
+    @property
+    def data_type(self) -> int:
+        """The value of `CUtensorMapDataType` in cuda.h."""
         row = DTYPES[self.dtype]
+        return row.rounding_map if self.rounds else row.tensor_map
+
+    def encode(self) -> list[int]:
         return [
-            0, self.buffer, self.offset, row.rounding_map if self.rounds else row.tensor_map,
+            0, self.buffer, self.offset, self.data_type,
             TENSOR_MAP_SWIZZLE[self.swizzle], len(self.dims), *self.dims, *self.strides, *self.box,
         ]  # fmt: skip
 

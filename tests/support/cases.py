@@ -73,8 +73,7 @@ def nested_problems(spec: GemmSpec) -> list[tuple[GemmProblem, RasterOrder]]:
     The rows of the innermost axis's matrices take turns. B is shared along one axis or two, every
     other operand of the epilogue along all, a vector along the outer ones.
     """
-    odd = 8 if spec.graph.accumulators == 2 else 3  # with 8 `laid_out` puts up in its own array
-    m, n, k = spec.tile_m + odd, spec.d_tile_n + 5, 2 * spec.tile_k + 16
+    m, n, k = spec.tile_m + 3, spec.d_tile_n + 5, 2 * spec.tile_k + 16
     return [
         (nested(spec, *extents, outer, inner), RasterOrder("n", 2))
         for extents, outer, inner in (((m, n, k), (2,), 3), ((8, 24, 32), (3, 2), 4))
@@ -103,7 +102,7 @@ def nested(
         steps = (apart * inner * math.prod(outer[i + 1 :]) for i in range(len(outer)))
         return replace(layout, outer_strides=tuple(steps))
 
-    problem = laid_out(spec, m, n, k, inner * math.prod(outer), place)
+    problem = laid_out(spec, m, n, k, inner * math.prod(outer), place, in_turns=False)
     kinds = (operand.kind for operand in problem.graph.operands)
     operands = tuple(map(nest, kinds, problem.operands))
     return replace(problem, operands=operands, outer=outer)
@@ -237,11 +236,14 @@ def rows_to_check(problem: GemmProblem, budget: int = 1_000_000_000) -> np.ndarr
     return np.unique(np.linspace(0, problem.m - 1, count).astype(int))
 
 
-def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> GemmProblem:
+def laid_out(
+    spec: GemmSpec, m: int, n: int, k: int, batches: int, place, in_turns: bool = True
+) -> GemmProblem:
     """Returns the problem, its extents along lines raised to whole multiples of 16 bytes.
 
     Args:
       place: function of (major, contiguous extent, other extent, batches, operand): its layout.
+      in_turns: whether gate's and up's lines may take turns in an array; of some extents they do.
     """
     graph = spec.graph
     along_d = [result.dtype for result in graph.matrices]
@@ -264,7 +266,7 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
     b = ("n", n, k) if spec.b_major == "n" else ("k", k, n)
     d = ("n", n, m) if spec.d_major == "n" else ("m", m, n)
     placed_b, up_offset = place(*b, batches, "b"), None
-    if graph.accumulators == 2 and (m + k) % 16 < 8:  # gate's and up's lines take turns in an array
+    if in_turns and graph.accumulators == 2 and (m + k) % 16 < 8:
         up_offset = placed_b.leading_stride
         twice = 2 * up_offset
         apart = twice * b[2] if placed_b.batch_stride else 0
