@@ -55,13 +55,14 @@ def decide(
       origins: of the left operand, and of the right one or of gate and up.
     """
     forms = forms_of(request, origins)
-    if not kernel_only and request.lhs_dtype == "float32" and not reads_any_major(request):
-        # Measured on an H200: XLA takes 2 % longer than a kernel in TF32; a transpose would be 9 %.
-        forms = [form for form in forms if not form.copied]
     routes: list[Route] = []
     for form in forms:
         found = route(form.request, device, kernel_only=kernel_only)
-        if form.widened and (slower := _slower_than_written(form, found, forms, device)):
+        slower = _slower_than_written(form, found, forms, device) if form.widened else None
+        if not kernel_only and _transposes_for_tf32(form, found, origins):
+            against = "a transpose would take longer than a kernel gains"
+            slower = ": ".join((against, *(x.reason for x in routes[:1])))
+        if slower:
             found = Route("xla", slower, "model", found.gemm)
         routes.append(found)
         # Where no kernel is to convert an operand, one may run the product of what XLA makes of it.
@@ -125,6 +126,16 @@ def _slower_than_written(
         f"a kernel that converts it is expected to take {here / 1e3:.1f} us, XLA's conversion and "
         f"the product of its result {there / 1e3:.1f} us"
     )
+
+
+def _transposes_for_tf32(form: Form, found: Route, origins: Sequence[Origin]) -> bool:
+    """Whether a kernel in TF32 reads a transpose, which XLA would fold into its own product.
+
+    Measured on an H200: XLA takes 2 % longer than the kernel; a transpose would be 9 %.
+    """
+    if found.spec is None or not found.spec.rounds_operands:
+        return False
+    return bool(form.copied) or not all(_visible(form, origins, i) for i in range(len(origins)))
 
 
 def _written_first(form: Form, taken: Form) -> str:
