@@ -227,10 +227,10 @@ def _along_k(request: Request) -> Form | None:
         if labels[-1:] in contracted or (request.gathered and "ab"[i] == request.gathered):
             continue
         letters[i] = "".join(x for x in labels if x not in contracted) + contracted
-        order = tuple(map(labels.index, letters[i]))
-        shapes[i] = tuple(shapes[i][axis] for axis in order)
+        permutation = tuple(map(labels.index, letters[i]))
+        shapes[i] = tuple(shapes[i][axis] for axis in permutation)
         operands = range(1, 1 + request.num_b) if i else (0,)
-        copied += [(operand, order) for operand in operands]
+        copied += [(operand, permutation) for operand in operands]
     if not copied:
         return None
     subscripts = replace(subscripts, lhs=letters[0], rhs=letters[1])
@@ -248,8 +248,8 @@ def _ordered(form: Form, origins: Sequence[Origin]) -> Form | None:
     if request.groups or request.indexed or request.num_b > 1 or not request.subscripts.batch:
         return None
     for i, origin in enumerate(origins):
-        if origin.order is not None and i not in form.stored:
-            form = _transposed(form, i, origin.order)
+        if origin.layout is not None and i not in form.stored:
+            form = _transposed(form, i, origin.layout)
     return form if form.copied else None
 
 
@@ -275,15 +275,15 @@ def _joined(form: Form) -> Form | None:
     return _transposed(form, small, tuple(map(own.index, wanted)))
 
 
-def _transposed(form: Form, operand: int, order: tuple[int, ...]) -> Form:
+def _transposed(form: Form, operand: int, permutation: tuple[int, ...]) -> Form:
     """Returns the same product of an operand's transpose, by axes of the operand."""
     request = form.request
     field, shape = (("lhs", request.lhs_shape), ("rhs", request.rhs_shape))[operand]
     letters = getattr(request.subscripts, field)
-    turned: Any = {field: "".join(letters[axis] for axis in order)}
-    moved: Any = {f"{field}_shape": tuple(shape[axis] for axis in order)}
+    turned: Any = {field: "".join(letters[axis] for axis in permutation)}
+    moved: Any = {f"{field}_shape": tuple(shape[axis] for axis in permutation)}
     request = replace(request, subscripts=replace(request.subscripts, **turned), **moved)
-    return replace(form, request=request, copied=(*form.copied, (operand, order)))
+    return replace(form, request=request, copied=(*form.copied, (operand, permutation)))
 
 
 def _before(
