@@ -10,19 +10,17 @@ Burst regime, CUPTI; a call's time is that of all its kernels.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
+import command_line
 import jax
 import jax.numpy as jnp
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import cubin, dispatch
+from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.dispatch.canonical import as_gemm
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.testing import benchmark, timing
@@ -57,24 +55,12 @@ def decision_of(case: Case) -> dispatch.Decision:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--build", type=Path, metavar="FOLDER")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser = command_line.parser(__doc__, rounds=3)
     arguments = parser.parse_args()
     if arguments.build:
-        specs = (decision_of(case).spec for case in cases())
-        report = cubin.build([spec for spec in specs if spec], folder=arguments.build)
-        print(report)
-        return 1 if report.failures else 0
+        return command_line.build((decision_of(case).spec for case in cases()), arguments.build)
     benchmark.this_device()
-    rows = [measure(case, arguments.rounds) for case in cases()]
-    if arguments.json:
-        document = {"environment": benchmark.environment(), "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return command_line.write(arguments.json, [measure(case, arguments.rounds) for case in cases()])
 
 
 def measure(case: Case, rounds: int) -> dict:

@@ -10,8 +10,6 @@ over the rate of a copy of the array. Median of the burst regime, by CUPTI; "ker
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import sys
 import time
@@ -20,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 
@@ -69,15 +68,11 @@ def kernels(text: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser = command_line.parser(__doc__, rounds=5, builds=False)
     parser.add_argument("--hlo", type=Path, help="write the compiled programs to this folder")
     arguments = parser.parse_args()
     header = f"{'':<40} {'us':>9} {'kernels':>8} {'bytes':>6} {'rate TB/s':>10} {'of copy':>8}"
-    _, facts = benchmark.begin("burst", header)
+    benchmark.begin("burst", header)
     rows: list[dict[str, Any]] = []
     for m, k in SHAPES:
         sets = [
@@ -105,9 +100,7 @@ def main() -> int:
                 f"{f'{m}x{k} {name}':<40} {t.median:>9.1f} {count:>8} {row['bytes']:>6.2f} "
                 f"{rates[name]:>10.2f} {rates[name] / rates['copy']:>8.2f}", flush=True,
             )  # fmt: skip
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
-    return 0
+    return command_line.write(arguments.json, rows)
 
 
 if __name__ == "__main__":

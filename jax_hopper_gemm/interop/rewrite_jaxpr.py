@@ -25,7 +25,7 @@ from ..fusion.jaxprs import traced
 from ..gemm.dtypes import HALVES, multiply, results_of
 from ..gemm.product import Options
 from ..gemm.recipes import ByRecipe
-from ..lowering.route import current_device, route, terms_of
+from ..lowering.route import current_device, route
 from ..ops.batch_invariance import is_batch_invariant
 from ..ops.dense import Implementation
 from ..ops.ragged import ragged_dot_general
@@ -152,9 +152,7 @@ def reason_left(
       implementation: of the product.
     """
     lhs, rhs = (atom.aval for atom in equation.invars[:2])
-    in_parts = lhs.dtype == rhs.dtype == np.float32 and terms_of(equation.params["precision"])
-    as_it_is = lhs.dtype == np.float32  # by XLA, in TF32 or in float32
-    if not in_parts and (as_it_is or not multiply(lhs.dtype.name, rhs.dtype.name)):
+    if not multiply(lhs.dtype.name, rhs.dtype.name):
         names = " by ".join(dict.fromkeys((lhs.dtype.name, rhs.dtype.name)))
         return f"no kernel multiplies {names}"
     result = equation.outvars[0].aval.dtype.name

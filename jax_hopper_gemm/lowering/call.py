@@ -90,8 +90,8 @@ class Call:
         request, values = form.request, list(self.values)
         for i in form.stored:
             values[i] = sources[i].stored
-        for i, order in form.copied:
-            permutation = ir.DenseI64ArrayAttr.get(order)
+        for i, axes in form.copied:
+            permutation = ir.DenseI64ArrayAttr.get(axes)
             values[i] = stablehlo.transpose(values[i], permutation)
         named: dict[str, Any] = {}
         for i in form.widened:

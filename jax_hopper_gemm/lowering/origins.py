@@ -17,6 +17,18 @@ from jax.interpreters import mlir
 from ..gemm.dtypes import DTYPES, converts
 
 WIDENED = "jax_hopper_gemm.widened"  # of numbers that became 16-bit floats; see `mark_widened`
+# Operations that compute each element from one of every operand of their shape: their names in
+# StableHLO, by those in `jax.lax`.
+_OF_ONE_NAME = (
+    "abs", "add", "and", "clamp", "log", "logistic", "not", "or", "rsqrt", "sign", "sqrt", "tanh",
+    "xor",
+)  # fmt: skip
+ELEMENTWISE = {name: name for name in _OF_ONE_NAME} | {
+    **dict.fromkeys(("eq", "ge", "gt", "le", "lt", "ne"), "compare"),
+    "convert_element_type": "convert", "div": "divide", "exp": "exponential", "max": "maximum",
+    "min": "minimum", "mul": "multiply", "neg": "negate", "pow": "power", "select_n": "select",
+    "sub": "subtract",
+}  # fmt: skip
 MOST_STEPS = 64  # from an operand to what it is computed from
 ROWS = "jax_hopper_gemm.rows"  # of rows that indices pick, zeros where there is none
 _DTYPES = {row.mlir: row.name for row in DTYPES.values()} | {"ui8": "uint8"}
@@ -55,7 +67,7 @@ class World(Protocol):
         """Returns the operation that made a value; None for all others."""
         ...
 
-    def alike(self, value: Any) -> Any | None:
+    def element_source(self, value: Any) -> Any | None:
         """Returns an array of the same shape that each element of a value is computed from."""
         ...
 
@@ -70,9 +82,9 @@ class Origin:
     picked_of: int | None = None  # that array is rows which are picked of another one, of so many
     stack: int | None = None  # that array is one of so many in another one
     widened: Widened | None = None  # that array is made of such a one
-    # Its axes as they lie in the array that it is computed from, element by element; they lie
-    # otherwise in it.
-    order: tuple[int, ...] | None = None
+    # Its axes, outermost first, as they lie in the array that it is computed from, element by
+    # element; they lie otherwise in it.
+    layout: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,10 +113,10 @@ def source_of(value: Any, world: World) -> Source:
     if part := _indexing(stored, world):
         origin = Origin(permutation, stack=world.shape(part.source)[0])
         return Source(origin, stored, part.source, part.indices)
-    return Source(Origin(permutation, order=_order(value, world)), stored)
+    return Source(Origin(permutation, layout=_layout(value, world)), stored)
 
 
-def _order(value: Any, world: World) -> tuple[int, ...] | None:
+def _layout(value: Any, world: World) -> tuple[int, ...] | None:
     """Returns the axes of a value in the order in which what it is computed from has them.
 
     XLA writes the value in that order, too, where nothing asks for another one. None where it has
@@ -113,14 +125,14 @@ def _order(value: Any, world: World) -> tuple[int, ...] | None:
     if len(world.shape(value)) < 3:
         return None
     for _ in range(MOST_STEPS):
-        value = world.alike(value)
+        value = world.element_source(value)
         if value is None:
             return None
         step = world.step(value)
         if step and step.kind == "transpose":
             axes = range(len(step.permutation))
-            order = tuple(sorted(axes, key=step.permutation.__getitem__))
-            return order if order[-1] == axes[-1] and order != tuple(axes) else None
+            layout = tuple(sorted(axes, key=step.permutation.__getitem__))
+            return layout if layout[-1] == axes[-1] and layout != tuple(axes) else None
     return None
 
 
@@ -155,15 +167,7 @@ def _indexing(value: Any, world: World) -> Step | None:
 
 SPREAD = ("stablehlo.broadcast_in_dim", "stablehlo.constant")
 
-# Operations that compute each element from one of every operand of their shape.
-ELEMENTWISE = frozenset(
-    f"stablehlo.{name}"
-    for name in (
-        "abs", "add", "and", "clamp", "compare", "convert", "divide", "exponential", "log",
-        "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "power", "rsqrt",
-        "select", "sign", "sqrt", "subtract", "tanh", "xor",
-    )
-)  # fmt: skip
+_ELEMENTWISE = frozenset(f"stablehlo.{name}" for name in ELEMENTWISE.values())
 
 
 class MlirValues:
@@ -188,12 +192,12 @@ class MlirValues:
             return _sliced_by(operation)
         return None
 
-    def alike(self, value: Any) -> Any | None:
+    def element_source(self, value: Any) -> Any | None:
         operation = value.owner
         name = getattr(operation, "name", None)
         if name == "func.call":
             return self._called(operation, ir.OpResult(value).result_number)
-        if name not in ELEMENTWISE:
+        if name not in _ELEMENTWISE:
             return None
         values = list(operation.operands)[1 if name == "stablehlo.select" else 0 :]
         alike = (x for x in values if self.shape(x) == self.shape(value))
@@ -212,7 +216,7 @@ class MlirValues:
         function = ir.SymbolTable(module)[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
         (block,) = function.regions[0].blocks
         value = list(block.operations)[-1].operands[number]
-        while (source := self.alike(value)) is not None:
+        while (source := self.element_source(value)) is not None:
             value = source
         if isinstance(value.owner, ir.Block):
             return call.operands[ir.BlockArgument(value).arg_number]

@@ -396,18 +396,13 @@ def _bf16_terms(request: Request) -> int:
     """Returns of how many products of bfloat16 parts those of float32 numbers are to be sums."""
     if (request.lhs_dtype, request.rhs_dtype) != ("float32", "float32"):
         return 0
-    return terms_of(request.options.precision)
+    name = getattr(request.options.precision, "name", None)
+    return next((terms for terms, preset in PRESETS.items() if preset == name), 0)
 
 
 def reads_any_major(request: Request) -> bool:
     """Whether kernels for the precision pass float32 through registers, from any layout."""
     return _bf16_terms(request) > 0 or _is_simt(request)
-
-
-def terms_of(precision: Any) -> int:
-    """Returns of how many products of bfloat16 parts a precision makes a product; 0: of none."""
-    name = getattr(precision, "name", None)
-    return next((terms for terms, preset in PRESETS.items() if preset == name), 0)
 
 
 def _is_simt(request: Request) -> bool:

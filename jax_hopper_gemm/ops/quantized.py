@@ -26,9 +26,9 @@ from ..primitives.quantize import quantized
 from ..primitives.scaled_dot import hopper_scaled_dot
 from ..primitives.widen import hopper_widen, unpack
 from . import checks
-from .batch_invariance import with_batch_invariance
-from .sm_limit import current_max_sms
-from .steps import SCALES, Steps, traced
+from .batch_invariance import in_contexts
+from .dense_run import JaxProduct, run
+from .steps import SCALES, Steps
 
 BLOCK, BLOCKS = PROMOTION_K, K_GROUPS
 
@@ -222,8 +222,7 @@ class Operand:
 
 
 def run_quantized(
-    op: str,
-    operands: tuple[tuple[str, Any], tuple[str, Any]],
+    operands: tuple[tuple[str, Any], ...],
     dimension_numbers: Any,
     steps: Steps,
     following: tuple[Any, ...],
@@ -232,13 +231,12 @@ def run_quantized(
     """Returns a product of quantized arrays and what follows it.
 
     Args:
-      operands: each one's name, for messages, and itself.
+      operands: two, each one's name, for messages, and itself.
       dimension_numbers: as in `dot_general`; one axis is contracted.
       steps: what follows; `following` are its operands, checked.
       options: `preferred_element_type` None is float32.
     """
-    from .dense import JaxProduct, run
-
+    op = steps.op
     for name, x in operands:
         if not isinstance(x, Quantized):
             raise TypeError(
@@ -268,22 +266,17 @@ def run_quantized(
             JaxProduct(lax.dot_general, numbers), values, scaled, (*scales, *following), options
         )
     (l_values, l_scale), (r_values, r_scale) = lhs.flat(), rhs.flat()
-    plain = not (steps.named or steps.activation or steps.epilogue)
-    dtype = single if plain else jnp.float32
-    options = replace(options, preferred_element_type=jnp.dtype(dtype), max_sms=current_max_sms())
-    options = with_batch_invariance(options)
+    dtype = jnp.dtype(single if steps.plain else jnp.float32)
+    options = in_contexts(replace(options, preferred_element_type=dtype))
     product = hopper_scaled_dot(l_values, r_values, l_scale, r_scale, options)
     shape = (
         *lhs.values.shape[: lhs.batch], *lhs.values.shape[lhs.batch : -1],
         *rhs.values.shape[rhs.batch : -1],
     )  # fmt: skip
     product = product.reshape(shape)
-    if plain:
-        return product
-    several = isinstance(preferred, tuple)
-    whole = jnp.dtype(jnp.float32 if several else single)
-    follow = traced(op, steps, (product,), following, whole, preferred if several else None)
-    return follow.apply(product)
+    if isinstance(preferred, tuple):
+        return steps.after(product, following, jnp.dtype("float32"), preferred)
+    return steps.after(product, following, jnp.dtype(single), None)
 
 
 def _each(scale: jax.Array, axis: int, block: int, extent: int) -> jax.Array:

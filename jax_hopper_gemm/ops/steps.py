@@ -41,6 +41,17 @@ class Steps:
     activation: Activation | None = None
     epilogue: Callable[..., Any] | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether nothing follows the product."""
+        return not (self.named or self.activation or self.epilogue)
+
+    def after(self, product: Any, operands: tuple[Any, ...], dtype: Any, dtypes: Any) -> Any:
+        """Returns a product and what follows it, computed by XLA; the dtypes are as in `traced`."""
+        if self.plain:
+            return product
+        return traced(self.op, self, (product,), operands, dtype, dtypes).apply(product)
+
     def __call__(self, product: jax.Array, *operands: jax.Array) -> Any:
         split = len(self.named)
         terms = {

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from ..gemm.dtypes import converts
-from ..lowering.origins import Origin, Step, Widened, source_of
+from ..lowering.origins import ELEMENTWISE, Origin, Step, Widened, source_of
 from ..lowering.register import EXPANDED
 from ..lowering.route import Request
 from ..primitives.define import PRODUCTS, apart_of, request_of
@@ -95,15 +95,6 @@ def operations_of(equations: Sequence[Any]) -> tuple[str, ...]:
 # Equations that lowering emits nothing for.
 IDENTITIES = frozenset({"copy", "name", "pvary"})
 
-# Equations that compute each element from one of every operand of their shape. Lowering emits the
-# operations of `origins.ELEMENTWISE` for them.
-ELEMENTWISE = frozenset(
-    (
-        "abs", "add", "and", "clamp", "convert_element_type", "div", "eq", "exp", "ge", "gt", "le",
-        "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "rsqrt",
-        "select_n", "sign", "sqrt", "sub", "tanh", "xor",
-    )
-)  # fmt: skip
 CALLS = frozenset({"custom_jvp_call", "jit", "pjit"})  # of a function, by its own arguments
 
 # The one program within a program that is lowered in place. Others become functions, whose
@@ -198,7 +189,7 @@ class JaxprValues:
             return Step("rows", source)
         return None
 
-    def alike(self, value: Value) -> Value | None:
+    def element_source(self, value: Value) -> Value | None:
         if value.shape != value.atom.aval.shape:
             return None
         program, equation = value.program.made(value.atom)

@@ -38,7 +38,7 @@ from support import (
     sgemm,
     training_step,
 )
-from support.fused_programs import FUSED_PROGRAMS
+from support.fused_programs import fused_specs
 from support.grouped_programs import GROUPED_PROGRAMS
 from support.invariant_programs import invariant_specs
 from support.mesh_programs import mesh_specs
@@ -168,7 +168,7 @@ def all_specs() -> list[GemmSpec]:
                 *moe_specs(),
                 *mesh_specs(),
                 *training_step.specs(),
-                *(spec for program in FUSED_PROGRAMS.values() for spec in program.specs()),
+                *fused_specs(),
                 *nnx_step.specs(),
                 *(spec for axis in notebook_block.MESHES for spec in notebook_block.specs(axis)),
                 *transformation_specs(),
