@@ -14,17 +14,25 @@ import pytest
 from chip.arrays import Placed
 from chip.device import Checker, build
 from chip.host import Host
-from chip.problems import Draw, block_scaled
-from chip.run import Record, Worker, supervise, try_portion
+from chip.problems import Draw
+from chip.record import Outcome, Record
+from chip.workers import Worker, supervise, try_portion
+from support import sgemm
 from support.covering import ALL
 from support.policies import (
+    block_specs,
+    converted_specs,
+    converted_variants,
     covering_specs,
     eight_bit_specs,
     epilogue_covering_specs,
     grouped_covering_specs,
     nested_specs,
+    parts_specs,
     split_specs,
     stacked_specs,
+    tf32_specs,
+    transposed_specs,
 )
 
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -60,7 +68,13 @@ KERNELS: dict[str, Callable[[], tuple[GemmSpec, ...]]] = {
     "stacks": stacked_specs,
     "groups": grouped_covering_specs,
     "8 bits": eight_bit_specs,
-    "block scales": block_scaled,
+    "block scales": block_specs,
+    "transposed": transposed_specs,
+    "parts": parts_specs,
+    "TF32": tf32_specs,
+    "weights": converted_specs,
+    "few rows of weights": converted_variants,
+    "FMA units": lambda: tuple(sgemm.kernels()),
 }
 
 
@@ -68,7 +82,7 @@ def draw_of(kind: str, **wanted: object) -> Draw:
     """Returns random products of a kind of kernels, of those with some fields alone."""
     specs = KERNELS[kind]()
     chosen = [s for s in specs if all(getattr(s, f) == value for f, value in wanted.items())]
-    return Draw(chosen, 1 << 22, huge=0)
+    return Draw(chosen, 1 << 22, huge=0, run=1)
 
 
 @pytest.mark.parametrize("kind", KERNELS)

@@ -23,6 +23,7 @@ from support.trial import Inputs
 from chip.arrays import Placed
 from chip.device import Launcher
 from chip.problems import Trial
+from jax_hopper_gemm.gemm.dtypes import DTYPES
 
 
 class Host:
@@ -45,7 +46,7 @@ class Host:
         self.launcher = Launcher(folder / "ffi_host.so", private.library)
         self.after: Callable[[Placed], object] = lambda product: None
 
-    def __call__(self, product: Placed) -> str | None:
+    def __call__(self, product: Placed, stream: int | None = None) -> str | None:
         self.plan = product.plan
         self.driver.reset()
         if error := self.launcher(product):
@@ -57,10 +58,13 @@ class Host:
 
 
 def memory(product: Placed, index: int, dtype: str) -> np.ndarray:
-    """Returns a buffer of a product, flat."""
+    """Returns a buffer of a product, flat; of what lies packed a copy in bytes."""
     nbytes = product.nbytes[index]
-    raw = (ctypes.c_uint8 * nbytes).from_address(product.addresses[index])
-    return np.ctypeslib.as_array(raw).view(jnp.dtype(dtype))
+    raw = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(product.addresses[index]))
+    if DTYPES[dtype].packed == 1:
+        return raw.view(jnp.dtype(dtype))
+    halves = np.stack((raw & 15, raw >> 4), axis=-1).reshape(-1)
+    return (halves.astype(np.int8) ^ 8) - 8
 
 
 def write_results(product: Placed) -> None:
@@ -79,7 +83,7 @@ def write_results(product: Placed) -> None:
         found = [np.zeros(place.shape, jnp.dtype(place.dtype)) for place in places]
     elif p.groups:
         found = of_groups(trial, inputs, rest)
-    elif p.a_scales:
+    elif p.a_scales or p.k_group:
         a, b = reference.scaled(p, replace(inputs, scales=tuple(rest)))
         found = [cast(reference.product(a, b).astype(np.float32), p.d_dtype)]
     else:
