@@ -268,17 +268,17 @@ ON_DEVICE static uint32_t GivenAt(const Array& array, const Problem& p, int64_t 
 ON_DEVICE static uint32_t Given(const Array& array, const Problem& p, const int64_t* at,
                                 int64_t element) {
   if (array.role == kTable) return array.table[element];
-  const int64_t row = Shifted(at[3], array.shift_rows, at);
-  const int64_t column = Shifted(at[4], array.shift_columns, at);
+  const int twice = array.packed == 3, beside = array.packed == 4;
+  const int64_t row = Shifted(at[3] << twice, array.shift_rows, at);
+  const int64_t column = Shifted(at[4] << beside, array.shift_columns, at);
   if (array.role == kScale) {
     const float x = array.kind ? ScaleValue(p, array.which, 0, row, Modulo(column, p.lines[1]))
                                : ScaleValue(p, array.which, at[2], at[3], at[4]);
     return Encoded(x, kF32);
   }
-  if (!array.packed) return GivenAt(array, p, row, column);
-  const int64_t twice = array.packed == 3, beside = array.packed == 4;
-  const uint32_t low = GivenAt(array, p, row << twice, column << beside) & 15;
-  return low | (GivenAt(array, p, (row << twice) + twice, (column << beside) + beside) & 15) << 4;
+  const uint32_t word = GivenAt(array, p, row, column);
+  if (!array.packed) return word;
+  return (word & 15) | (GivenAt(array, p, row + twice, column + beside) & 15) << 4;
 }
 
 // Returns the sum at [set, row, column] of accumulator `which`: of two lines, or of an element.

@@ -140,9 +140,7 @@ class Draw:
         list in which families are mixed.
     """
 
-    def __init__(
-        self, specs: Sequence[GemmSpec], largest: int, huge: int = 4000, run: int = RUN
-    ):
+    def __init__(self, specs: Sequence[GemmSpec], largest: int, huge: int = 4000, run: int = RUN):
         self.specs, self.largest, self.huge, self.run = list(specs), largest, huge, run
         random.Random(0).shuffle(self.specs)
 
@@ -217,7 +215,8 @@ class Draw:
 def _kind(spec: GemmSpec) -> str:
     parts = ["dense" if not spec.epilogue else "gated" if spec.graph.accumulators == 2 else "fused"]
     parts += [*_arithmetic(spec), *["transposed"] * (spec.d_major == "m")]
-    parts += ["split K"] * spec.split_k + ["nested batch"] * spec.nested + ["stack"] * bool(spec.indexed)
+    parts += ["split K"] * spec.split_k + ["nested batch"] * spec.nested
+    parts += ["stack"] * bool(spec.indexed)
     return ", ".join(parts + ["short boxes"] * spec.short_boxes)
 
 

@@ -161,16 +161,16 @@ def as_text(entries: list[dict[str, Any]]) -> str:
     return '{"entries": [\n' + ",\n".join(f"  {{\n{text}\n  }}" for text in lines) + "\n]}\n"
 
 
-def status(path: Path) -> str:
-    """Returns what a record says, in words."""
-    entries, text = read(path), []
+def status_of(entries: list[dict[str, Any]]) -> str:
+    """Returns what the entries of a record say, in words."""
+    text = []
     for e in entries:
         dates = " to ".join(dict.fromkeys((e["dates"][0], e["dates"][-1])))
         seeds = ", ".join(f"{first} to {end - 1}" for first, end in e["seeds"])
         digests = ", ".join(f"{name} {e[f'{name}_sha256'][:12]}" for name in (
             "harness", "kernels", "cubins", "host") if f"{name}_sha256" in e)  # fmt: skip
         text.append(
-            f"{dates}, {e['device']}: {e['products']} products of {e['kernels']} kernels, "
+            f"{dates}, {e['device']}: {e['products']} products of {e.get('kernels')} kernels, "
             f"{e['wrong']} wrong, {e['outside']} bytes outside, {e['seconds']} s; seeds {seeds}; "
             f"{digests}"
         )

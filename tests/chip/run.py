@@ -37,7 +37,7 @@ from support.gpu import Gpu  # noqa: E402
 
 from chip.device import build  # noqa: E402
 from chip.problems import kernels  # noqa: E402
-from chip.record import Record, identity, status  # noqa: E402
+from chip.record import Record, identity, read, status_of  # noqa: E402
 from chip.workers import BATCH, Limits, Worker, supervise, work  # noqa: E402
 from jax_hopper_gemm import cubin  # noqa: E402
 
@@ -55,6 +55,9 @@ def main() -> int:
         "--tables", choices=("none", "bf16", "all"), default="bf16",
         help="kernels of plain products that dispatch can choose: build [bf16]",
     )  # fmt: skip
+    parser.add_argument(
+        "--no-nvcc", action="store_true", help="build: checker.so and ffi_host.so are in FOLDER"
+    )
     parser.add_argument("--seeds", default="1000000", help="END or FIRST:END [1000000]")
     parser.add_argument("--again", action="store_true", help="one by one, whatever was run")
     parser.add_argument("--minutes", type=float, default=8, help="time limit of run [8]")
@@ -67,11 +70,14 @@ def main() -> int:
     os.environ["JAX_HOPPER_GEMM_CUBINS"] = str(folder / "cubins")
     os.environ["JAX_PLATFORMS"] = "cpu"  # no process lets XLA take the GPU's memory
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # a process has one core
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     if arguments.what == "status":
-        print(status(arguments.record))
+        print(status_of(read(arguments.record)))
         return 0
     if arguments.what == "build":
-        return build_all(folder, arguments.jobs, arguments.tables)
+        if not arguments.no_nvcc:
+            build(folder, "nvcc")
+        return build_kernels(folder, arguments.jobs, arguments.tables)
     if arguments.what == "sanitize":
         return sanitize(folder, arguments.every)
     first, _, end = ("0:" + arguments.seeds).rpartition(":")
@@ -85,9 +91,8 @@ def main() -> int:
     return run(path, folder, seeds, arguments.jobs, 60 * arguments.minutes, limits)
 
 
-def build_all(folder: Path, jobs: int, tables: str) -> int:
-    """Compiles the kernels, the checker and the host of the launcher."""
-    build(folder, "nvcc")
+def build_kernels(folder: Path, jobs: int, tables: str) -> int:
+    """Compiles the kernels."""
     specs = kernels(tables)
     report = cubin.build(specs, jobs, folder=folder / "cubins")
     (folder / "specs.pickle").write_bytes(pickle.dumps(specs))

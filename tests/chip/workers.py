@@ -85,12 +85,13 @@ class Worker:
     Args:
       work: what it runs, a function of a pipe and the arguments.
 
-    NOTE: it is forked from a server that has imported this program's modules and no more: a start
-    takes milliseconds, and the server has not touched the GPU.
+    NOTE: it is forked from a server that has imported this module, if `PYTHONPATH` leads there, and
+    that has not touched the GPU: so a start takes milliseconds.
     """
 
     def __init__(self, work: Callable[..., None], *arguments: Any):
         context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=work, args=(other, *arguments))
         self.process.start()
