@@ -289,7 +289,8 @@ ON_DEVICE static float Sum(const Array* arrays, const Problem& p, int which, int
     if (p.grouped == 1) l[0] = 0, l[1] = p.row_matrix[row];
     if (p.grouped == 2) l[0] = l[1] = 0;
     if (l[1] < 0) return 0;
-    const int64_t batch_a[3] = {0, 0, l[0]}, batch_b[3] = {0, 0, l[1]};
+    const int64_t batch_a[3] = {0, 0, p.index_of_a < 0 ? l[0] : p.index_of_a};
+    const int64_t batch_b[3] = {0, 0, p.index_of_b < 0 ? l[1] : p.index_of_b};
     a = Shifted(row, arrays[p.a].shift_rows, batch_a);
     b = Shifted(column, arrays[p.b].shift_columns, batch_b);
     for (int i = 0; i < 2; ++i) l[i] = arrays[p.scales[i]].shift_rows[0] ? l[i] : 0;

@@ -2,7 +2,8 @@
 
 A file holds a list of entries. An entry is of one state of all that decides what runs: the harness,
 which says what product a seed is and checks it; the kernels; their cubins; the host's code; the
-device. A seed that any entry of the same harness and kernels holds is done.
+device. A seed that any entry of the same harness and kernels holds is done. Whoever looks into what
+went wrong adds a "note" of what it was.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jax_hopper_gemm.gemm.spec import GemmSpec
 ROOT = Path(__file__).resolve().parents[2]
 PORTION = 1024  # seeds that a process is given at once
 MAX_FAILURES = 200  # that an entry describes; it counts all
+LONGEST_FAILURE = 400  # characters; `run.py run --again` prints the rest
 SAME_PRODUCTS = ("harness_sha256", "kernels_sha256")  # where these are equal, a seed is
 
 Portion = tuple[int, int]  # of seeds, from the first to before the second
@@ -126,7 +128,8 @@ class Record:
         entry["outside"] += outcome.outside
         kinds = collections.Counter(entry["kinds"]) + collections.Counter(outcome.counts)
         entry["kinds"] = dict(sorted(kinds.items()))
-        entry["failures"] = [*entry["failures"], *outcome.failures][:MAX_FAILURES]
+        described = (failure[:LONGEST_FAILURE] for failure in outcome.failures)
+        entry["failures"] = [*entry["failures"], *described][:MAX_FAILURES]
         today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
         entry["dates"] = sorted({*entry["dates"], today})
         self.profile.update(outcome.seconds)
@@ -172,7 +175,7 @@ def status_of(entries: list[dict[str, Any]]) -> str:
         text.append(
             f"{dates}, {e['device']}: {e['products']} products of {e.get('kernels')} kernels, "
             f"{e['wrong']} wrong, {e['outside']} bytes outside, {e['seconds']} s; seeds {seeds}; "
-            f"{digests}"
+            f"{digests}{'. ' + e['note'] if 'note' in e else ''}"
         )
     totals = (sum(e[name] for e in entries) for name in ("products", "wrong", "outside"))
     text.append("in all {} products, {} wrong, {} bytes outside".format(*totals))

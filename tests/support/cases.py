@@ -73,7 +73,7 @@ def nested_problems(spec: GemmSpec) -> list[tuple[GemmProblem, RasterOrder]]:
     The rows of the innermost axis's matrices take turns. B is shared along one axis or two, every
     other operand of the epilogue along all, a vector along the outer ones.
     """
-    odd = 8 if spec.graph.accumulators == 2 else 3  # with 8 `laid_out` puts up in its own array
+    odd = 8 if spec.graph.accumulators == 2 else 3
     m, n, k = spec.tile_m + odd, spec.d_tile_n + 5, 2 * spec.tile_k + 16
     return [
         (nested(spec, *extents, outer, inner), RasterOrder("n", 2))
@@ -264,7 +264,8 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
     b = ("n", n, k) if spec.b_major == "n" else ("k", k, n)
     d = ("n", n, m) if spec.d_major == "n" else ("m", m, n)
     placed_b, up_offset = place(*b, batches, "b"), None
-    if graph.accumulators == 2 and (m + k) % 16 < 8:  # gate's and up's lines take turns in an array
+    # Gate's and up's lines take turns in an array, of every other product that has one batch axis.
+    if graph.accumulators == 2 and (m + k) % 16 < 8 and not spec.nested:
         up_offset = placed_b.leading_stride
         twice = 2 * up_offset
         apart = twice * b[2] if placed_b.batch_stride else 0
