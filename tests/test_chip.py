@@ -153,22 +153,22 @@ def test_what_is_written_far_away_is_found_at_last(checker, host):
 
 
 def test_a_portion_counts_what_it_ran(checker, host):
-    specs = KERNELS["plain"]()
-    found = try_portion(checker, host, specs, (3, 33), 7)
+    draw = draw_of("plain")
+    found = try_portion(checker, host, draw, (3, 33), 7)
     assert (found.failures, found.wrong, found.outside) == ([], 0, 0)
     assert found.counts["numbers checked"] == found.counts["dense"] == 30
     host.after = lambda product: product.trial.seed in (7, 9) and poke(first_result(product))
-    found = try_portion(checker, host, specs, (5, 11), 1)
+    found = try_portion(checker, host, draw, (5, 11), 1)
     assert (found.wrong, found.outside) == (2, 0)
     assert [int(f.split("seed ")[1].split(":")[0]) for f in found.failures] == [7, 9]
     host.after = lambda product: product.trial.seed == 6 and poke(product.addresses[0] - 1)
-    found = try_portion(checker, host, specs, (5, 11), 4)
+    found = try_portion(checker, host, draw, (5, 11), 4)
     assert (found.wrong, found.outside) == (1, 1)
 
 
 def test_a_launch_that_is_refused_is_a_failure(checker, host):
     host.launcher = lambda product: "no such kernel"
-    found = try_portion(checker, host, KERNELS["plain"](), (0, 2), 2)
+    found = try_portion(checker, host, draw_of("plain"), (0, 2), 2)
     assert found.wrong == 2 and "not launched: no such kernel" in found.failures[0]
 
 

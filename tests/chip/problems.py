@@ -47,6 +47,7 @@ ITEMSIZE = {name: row.itemsize for name, row in DTYPES.items()}
 PAST_INT32 = 2**31 + 2**20  # elements
 NUM_SMS = (132, 132, 132, 36, 16, 8)  # that a persistent grid fills; of few it wraps around
 _LONGEST = {True: 8192, False: 1 << 18}  # K, by whether operands have 8 bits: exact sums
+HUGE = 2000  # one of so many products may have an array of over 2^31 elements, where its kernel can
 RUN = 32  # seeds that follow one another and have one kernel, which a process loads once
 
 
@@ -141,7 +142,7 @@ class Draw:
         list in which families are mixed.
     """
 
-    def __init__(self, specs: Sequence[GemmSpec], largest: int, huge: int = 4000, run: int = RUN):
+    def __init__(self, specs: Sequence[GemmSpec], largest: int, huge: int = HUGE, run: int = RUN):
         self.specs, self.largest, self.huge, self.run = list(specs), largest, huge, run
         random.Random(0).shuffle(self.specs)
 

@@ -2,7 +2,8 @@
 
 A file holds a list of entries. An entry is of one state of all that decides what runs: the harness,
 which says what product a seed is and checks it; the kernels; their cubins; the host's code; the
-device. A seed that any entry of the same harness and kernels holds is done. Whoever looks into what
+device. A seed that any entry of the same harness and kernels holds is done; limits of memory are
+part of the harness. Whoever looks into what
 went wrong adds a "note" of what it was.
 """
 
@@ -26,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PORTION = 1024  # seeds that a process is given at once
 MAX_FAILURES = 200  # that an entry describes; it counts all
 LONGEST_FAILURE = 400  # characters; `run.py run --again` prints the rest
-SAME_PRODUCTS = ("harness_sha256", "kernels_sha256")  # where these are equal, a seed is
+# Where these are equal, a seed means the same product.
+SAME_PRODUCTS = ("harness_sha256", "kernels_sha256", "arena_bytes", "huge")
 
 Portion = tuple[int, int]  # of seeds, from the first to before the second
 

@@ -36,7 +36,7 @@ for folder in (ROOT, ROOT / "tests", ROOT / "benchmarks"):
 from support.gpu import Gpu  # noqa: E402
 
 from chip.device import build  # noqa: E402
-from chip.problems import kernels  # noqa: E402
+from chip.problems import HUGE, kernels  # noqa: E402
 from chip.record import Record, identity, read, status_of  # noqa: E402
 from chip.workers import BATCH, Limits, Worker, supervise, work  # noqa: E402
 from jax_hopper_gemm import cubin  # noqa: E402
@@ -64,6 +64,10 @@ def main() -> int:
     parser.add_argument("--arena", type=float, default=5.5, help="GiB of a process [5.5]")
     parser.add_argument("--record", type=Path, default=RECORD, help=f"[{RECORD.name} beside this]")
     parser.add_argument("--profile", action="store_true", help="wait after each phase; time it")
+    parser.add_argument(
+        "--huge", type=int, default=HUGE,
+        help=f"one of so many products may have an array of over 2^31 elements [{HUGE}]",
+    )  # fmt: skip
     parser.add_argument("--every", type=int, default=1, help="sanitize: every Nth kernel [1]")
     arguments = parser.parse_args()
     folder: Path = arguments.folder.resolve()
@@ -87,7 +91,8 @@ def main() -> int:
     if arguments.again:
         path = folder / "again.json"
         path.unlink(missing_ok=True)
-    limits = Limits(arena, 1 if arguments.again else BATCH, arguments.profile)
+    together = 1 if arguments.again else BATCH
+    limits = Limits(arena, together, arguments.huge, arguments.profile)
     return run(path, folder, seeds, arguments.jobs, 60 * arguments.minutes, limits)
 
 
@@ -105,7 +110,8 @@ def run(path: Path, folder: Path, seeds: range, jobs: int, seconds: float, limit
     specs = pickle.loads((folder / "specs.pickle").read_bytes())
     gpu = Gpu()
     device = {"device": gpu.name, "driver": gpu.call("cuDriverGetVersion")}
-    record = Record(path, {**device, **identity(specs), "arena_bytes": limits.arena})
+    sizes = {"arena_bytes": limits.arena, "huge": limits.huge}
+    record = Record(path, {**device, **identity(specs), **sizes})
     supervise(record, seeds, jobs, seconds, lambda: Worker(work, folder, limits))
     print(record)
     for failure in record.entry["failures"][:20]:

@@ -6,7 +6,7 @@ import collections
 import multiprocessing
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -16,9 +16,8 @@ from support.gpu import Gpu
 
 from chip.arrays import Batch, Full
 from chip.device import Checker, DeviceError, Launch, Launcher, Profile
-from chip.problems import Draw
+from chip.problems import HUGE, Draw
 from chip.record import Outcome, Portion, Record
-from jax_hopper_gemm.gemm.spec import GemmSpec
 
 BATCH = 128  # products that are checked together
 BATCH_BYTES = 1 << 29  # and the memory at which a batch is full
@@ -34,11 +33,13 @@ class Limits:
     Attributes:
       arena: bytes of GPU memory for the arrays of products.
       together: products that are checked together.
+      huge: one of so many products may have an array of over 2^31 elements.
       profile: whether it waits after each phase and counts the seconds.
     """
 
     arena: int
     together: int = BATCH
+    huge: int = HUGE
     profile: bool = False
 
 
@@ -134,17 +135,17 @@ def work(pipe: Connection, folder: Path, limits: Limits) -> None:
         portion = pipe.recv()
         checker.profile = Profile() if limits.profile else None
         try:
-            pipe.send(try_portion(checker, launcher, specs, portion, limits.together))
+            draw = Draw(specs, limits.arena * 9 // 10, limits.huge)
+            pipe.send(try_portion(checker, launcher, draw, portion, limits.together))
         except DeviceError as error:
             pipe.send(str(error))
             return
 
 
 def try_portion(
-    checker: Checker, launch: Launch, specs: Sequence[GemmSpec], portion: Portion, together: int
+    checker: Checker, launch: Launch, draw: Draw, portion: Portion, together: int
 ) -> Outcome:
     """Runs the seeds of a portion, so many together: while some run the next ones are drawn."""
-    draw = Draw(specs, checker.arena_bytes * 9 // 10)
     counts: collections.Counter[str] = collections.Counter()
     wrong: set[int] = set()
     outcome = Outcome(counts)
