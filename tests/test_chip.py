@@ -14,17 +14,25 @@ import pytest
 from chip.arrays import Placed
 from chip.device import Checker, build
 from chip.host import Host
-from chip.problems import Draw, block_scaled
-from chip.run import Record, Worker, supervise, try_portion
+from chip.problems import Draw
+from chip.record import PORTION, Outcome, Record, status_of
+from chip.workers import Worker, supervise, try_portion
+from support import sgemm
 from support.covering import ALL
 from support.policies import (
+    block_specs,
+    converted_specs,
+    converted_variants,
     covering_specs,
     eight_bit_specs,
     epilogue_covering_specs,
     grouped_covering_specs,
     nested_specs,
+    parts_specs,
     split_specs,
     stacked_specs,
+    tf32_specs,
+    transposed_specs,
 )
 
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -60,7 +68,13 @@ KERNELS: dict[str, Callable[[], tuple[GemmSpec, ...]]] = {
     "stacks": stacked_specs,
     "groups": grouped_covering_specs,
     "8 bits": eight_bit_specs,
-    "block scales": block_scaled,
+    "block scales": block_specs,
+    "transposed": transposed_specs,
+    "parts": parts_specs,
+    "TF32": tf32_specs,
+    "weights": converted_specs,
+    "few rows of weights": converted_variants,
+    "FMA units": lambda: tuple(sgemm.kernels()),
 }
 
 
@@ -68,7 +82,7 @@ def draw_of(kind: str, **wanted: object) -> Draw:
     """Returns random products of a kind of kernels, of those with some fields alone."""
     specs = KERNELS[kind]()
     chosen = [s for s in specs if all(getattr(s, f) == value for f, value in wanted.items())]
-    return Draw(chosen, 1 << 22, huge=0)
+    return Draw(chosen, 1 << 22, huge=0, run=1)
 
 
 @pytest.mark.parametrize("kind", KERNELS)
@@ -139,18 +153,23 @@ def test_what_is_written_far_away_is_found_at_last(checker, host):
 
 
 def test_a_portion_counts_what_it_ran(checker, host):
-    specs = KERNELS["plain"]()
-    counts, failures, wrong = try_portion(checker, host, specs, (3, 33), 48)
-    assert (failures, wrong, counts["numbers checked"]) == ([], 0, 30)
+    draw = draw_of("plain")
+    found = try_portion(checker, host, draw, (3, 33), 7)
+    assert (found.failures, found.wrong, found.outside) == ([], 0, 0)
+    assert found.counts["numbers checked"] == found.counts["dense"] == 30
     host.after = lambda product: product.trial.seed in (7, 9) and poke(first_result(product))
-    _, failures, wrong = try_portion(checker, host, specs, (5, 11), 1)
-    assert wrong == 2 and [int(f.split("seed ")[1].split(":")[0]) for f in failures] == [7, 9]
+    found = try_portion(checker, host, draw, (5, 11), 1)
+    assert (found.wrong, found.outside) == (2, 0)
+    assert [int(f.split("seed ")[1].split(":")[0]) for f in found.failures] == [7, 9]
+    host.after = lambda product: product.trial.seed == 6 and poke(product.addresses[0] - 1)
+    found = try_portion(checker, host, draw, (5, 11), 4)
+    assert (found.wrong, found.outside) == (1, 1)
 
 
 def test_a_launch_that_is_refused_is_a_failure(checker, host):
     host.launcher = lambda product: "no such kernel"
-    counts, failures, wrong = try_portion(checker, host, KERNELS["plain"](), (0, 2), 2)
-    assert wrong == 2 and "not launched: no such kernel" in failures[0]
+    found = try_portion(checker, host, draw_of("plain"), (0, 2), 2)
+    assert found.wrong == 2 and "not launched: no such kernel" in found.failures[0]
 
 
 def work(pipe, fatal: int) -> None:
@@ -159,27 +178,42 @@ def work(pipe, fatal: int) -> None:
         first, end = pipe.recv()
         if first <= fatal < end:
             os._exit(9)
-        pipe.send(({"dense": end - first}, [], 0))
+        pipe.send(Outcome({"dense": end - first}))
+
+
+IDENTITY = {"harness_sha256": "a", "kernels_sha256": "b", "cubins_sha256": "c", "device": "none"}
 
 
 @pytest.mark.slow
 def test_a_lost_process_costs_its_portion_and_no_other(tmp_path):
-    identity = {"cubins_sha256": "a", "harness_sha256": "b"}
-    record = Record(tmp_path / "record.json", identity)
-    supervise(record, range(100, 3100), 1, 60, lambda: Worker(work, 1234))
-    again = Record(tmp_path / "record.json", identity)
-    assert again.fields["seeds"] == [[100, 3100]] and again.portions(range(100, 3100)) == []
-    assert (again.fields["products"], again.fields["wrong"]) == (3000, 1000)
-    assert again.fields["kinds"] == {"dense": 2000, "lost": 1000}
-    (failure,) = again.fields["failures"]
-    assert failure == "seeds 1100 to 2099: the process was lost: it ended, 9"
-    assert again.portions(range(3200)) == [(0, 100), (3100, 3200)]
+    record = Record(tmp_path / "record.json", IDENTITY)
+    seeds, end = range(100, 100 + 3 * PORTION), 100 + 3 * PORTION
+    supervise(record, seeds, 1, 60, lambda: Worker(work, 100 + PORTION))
+    again = Record(tmp_path / "record.json", IDENTITY)
+    assert again.entry["seeds"] == [[100, end]] and again.portions(seeds) == []
+    assert (again.entry["products"], again.entry["wrong"]) == (3 * PORTION, PORTION)
+    assert again.entry["kinds"] == {"dense": 2 * PORTION, "lost": PORTION}
+    (failure,) = again.entry["failures"]
+    first = 100 + PORTION
+    lost = f"seeds {first} to {first + PORTION - 1}: the process was lost: it ended, 9"
+    assert failure == lost
+    assert again.portions(range(end + 100)) == [(0, 100), (end, end + 100)]
 
 
-def test_a_record_of_other_kernels_is_refused(tmp_path):
-    Record(tmp_path / "record.json", {"cubins_sha256": "a"}).write()
-    with pytest.raises(SystemExit, match="another cubins_sha256: move it away"):
-        Record(tmp_path / "record.json", {"cubins_sha256": "c"})
+def test_a_record_has_an_entry_for_each_version_and_runs_no_product_twice(tmp_path):
+    path = tmp_path / "record.json"
+    first = Record(path, IDENTITY)
+    first.add((0, 100), Outcome({"dense": 100}, ["one"], 1, 3))
+    first.write()
+    newer = Record(path, {**IDENTITY, "cubins_sha256": "d"})
+    assert newer.portions(range(150)) == [(100, 150)]  # the same products of other machine code
+    newer.add((100, 150), Outcome({"dense": 50}))
+    newer.write()
+    other = Record(path, {**IDENTITY, "harness_sha256": "e"})
+    assert other.portions(range(150)) == [(0, 150)]  # other products
+    text = status_of([*other.entries[:2], {**other.entry, "seeds": [], "dates": ["2026-01-01"]}])
+    assert "none: 100 products of" in text and "seeds 100 to 149" in text
+    assert text.endswith("in all 150 products, 1 wrong, 3 bytes outside")
 
 
 def run(checker, host, draw, seeds):

@@ -13,13 +13,15 @@ from support.grouped import random_indices, spans
 from support.places import Place
 
 from chip.problems import ITEMSIZE, Trial
-from jax_hopper_gemm.gemm.spec import EPI_TILE_M
+from jax_hopper_gemm.gemm.dtypes import DTYPES as ROWS
+from jax_hopper_gemm.gemm.spec import EPI_TILE_M, PROMOTION_K
 from jax_hopper_gemm.launch.plan import LaunchPlan, make_plan
 
 # The numbers of `checker.cu`.
 ROLES = ("factor", "operand", "table", "scale", "workspace", "sums", "result")
 DTYPES = (
-    "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "float32", "bool", "int32"
+    "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "float32", "bool", "int32",
+    "int4",
 )  # fmt: skip
 KINDS = (
     "matrix", "row_sum", "row_max", "column_sum", "max", "top_k_values", "top_k_indices", "written"
@@ -39,7 +41,7 @@ ARRAY = np.dtype(
         ("address", "i8"), ("extent", "i8", 5), ("stride", "i8", 5), ("table", "i8"),
         ("alive", "i8", 3), ("shift_rows", "i4", 3), ("shift_columns", "i4", 3),
         ("problem", "i4"), ("role", "i4"), ("dtype", "i4"), ("which", "i4"),
-        ("kind", "i4"), ("block_m", "i4"), ("block_n", "i4"), ("unused", "i4"),
+        ("kind", "i4"), ("block_m", "i4"), ("block_n", "i4"), ("packed", "i4"),
     ],
     align=True,
 )  # fmt: skip
@@ -50,8 +52,8 @@ PROBLEM = np.dtype(
         ("inner", "i4"), ("lines", "i4", 2), ("a", "i4"), ("b", "i4"), ("first_operand", "i4"),
         ("accumulators", "i4"), ("operands", "i4"), ("num_nodes", "i4"), ("instances", "i4"),
         ("direct", "i4"), ("source_rows", "i4"), ("gathered", "i4"), ("grouped", "i4"),
-        ("index_of_a", "i4"), ("index_of_b", "i4"), ("width", "i4"), ("seed", "u4"),
-        ("scales", "i4", 2), ("blocks", "i4", 2),
+        ("index_of_a", "i4"), ("index_of_b", "i4"), ("widths", "i4", 2), ("seed", "u4"),
+        ("scale_k", "i4"), ("scales", "i4", 2), ("blocks", "i4", 2),
     ],
     align=True,
 )  # fmt: skip
@@ -221,7 +223,7 @@ class _Placing:
             address, extent, stride, fields.get("table", 0), fields.get("alive", (0, 0, 0)),
             fields.get("shift_rows", (0, 0, 0)), fields.get("shift_columns", (0, 0, 0)),
             self.number, ROLES.index(role), DTYPES.index(dtype), fields.get("which", 0),
-            kind, fields.get("block_m", 0), fields.get("block_n", 0), 0,
+            kind, fields.get("block_m", 0), fields.get("block_n", 0), fields.get("packed", 0),
         )  # fmt: skip
 
     def _group_tables(self) -> None:
@@ -260,7 +262,8 @@ class _Placing:
         which = itertools.count()
         for address, places in pending[:factors]:
             for place in places:
-                yield self._factor(place, address, next(which))
+                factor = self._factor(place, address, next(which))
+                yield factor
         given = pending[factors : factors + len(p.operands)]
         for i, (address, (place,)) in enumerate(given):
             yield self._operand(place, address, i)
@@ -279,6 +282,14 @@ class _Placing:
             yield self._array(
                 "table", "int32", address, (1, 1, 1, 1, table.size), (0, 0, 0, 0, 1),
                 table=self.batch.stage(table),
+            )  # fmt: skip
+        for which_one in range(p.graph.accumulators if p.k_group else 0):
+            address, (place,) = next(rest)
+            extent, stride, _ = self._axes(place)
+            along_b = dict(zip(ARRAY.names or (), factor, strict=True))["shift_columns"]
+            yield self._array(
+                "scale", "float32", address, extent, stride, which=which_one, kind=1,
+                shift_columns=along_b,
             )  # fmt: skip
         for which_one, (scales, lines) in enumerate(((p.a_scales, p.m), (p.b_scales, p.n))):
             if scales:
@@ -307,10 +318,14 @@ class _Placing:
                 alive[1] = along
             elif stride[2]:
                 alive[0] = self.tables["used"]
-        name = "shift_rows" if which == 0 else "shift_columns"
+        name, row, packed = "shift_rows" if which == 0 else "shift_columns", ROWS[place.dtype], 0
+        if row.packed == 2:
+            packed = stride.index(1, 3)
+            extent = tuple(e // 2 if i == packed else e for i, e in enumerate(extent))
+            stride = tuple(s if i == packed else s // 2 for i, s in enumerate(stride))
         return self._array(
-            "factor", place.dtype, address + place.offset * ITEMSIZE[place.dtype], extent, stride,
-            which=which, alive=tuple(alive), **{name: shift},
+            "factor", place.dtype, address + row.nbytes(place.offset), extent, stride,
+            which=which, alive=tuple(alive), packed=packed, **{name: shift},
         )  # fmt: skip
 
     def _operand(self, place: Place, address: int, index: int) -> tuple:
@@ -379,7 +394,7 @@ class _Placing:
             instances = p.l
         shape = lines
         if self.direct:
-            instances, shape = 1 if groups else p.l, (p.m, p.n)
+            instances, shape = 1 if groups and groups.axis == "m" else p.l, (p.m, p.n)
         extent = (1, graph.accumulators, instances, *shape)
         stride = (0, instances * shape[0] * shape[1], shape[0] * shape[1], shape[1], 1)
         sums = scratch.take(4 * extent[1] * stride[1])
@@ -388,12 +403,13 @@ class _Placing:
         inner, middle = p.l, 1
         if p.outer:
             (inner, _), (middle, _), *_ = p.batch_axes(p.d)
-        scales, blocks = (0, 0), (1, 1)
+        scales, blocks, scale_k = (0, 0), (1, 1), p.k_group
         if p.a_scales and p.b_scales:
             first = next(
                 i for i in range(first_array, len(arrays)) if arrays[i][8] == ROLES.index("scale")
             )
             scales, blocks = (first, first + 1), (p.a_scales.block, p.b_scales.block)
+            scale_k = PROMOTION_K
         stored = (
             self.batch.stage(nodes) if graph.nodes and self.trial.exact else 0, sums,
             self.tables.get("row_matrix", 0), self.tables.get("spans", 0),
@@ -404,17 +420,16 @@ class _Placing:
             " ab".index(groups.gathered or " ") if groups else 0,
             " mk".index(groups.axis) if groups else 0,
             self.index if p.indexed == "a" else -1, self.index if p.indexed == "b" else -1,
-            1 if p.a_dtype.startswith("float8") else 3, self.trial.seed * 2654435761 % 2**32,
-            scales, blocks,
+            self.trial.widths, self.trial.seed * 2654435761 % 2**32, scale_k, scales, blocks,
         )  # fmt: skip
         batch.problems.append(stored)
 
     def _lines(self, a: tuple, b: tuple) -> tuple[int, int]:
         """Returns how many distinct rows of A and columns of B there are."""
         found = []
-        for which, (_, extent, _, _, _, rows, columns, *_) in enumerate((a, b)):
+        for which, (_, extent, _, _, _, rows, columns, *_, packed) in enumerate((a, b)):
             shift, lines = (rows, extent[3]) if which == 0 else (columns, extent[4])
-            most = lines + sum(
+            most = lines * (2 if packed == 4 else 1) + sum(
                 by * (count - 1) for by, count in zip(shift, extent[:3], strict=True)
             )
             found.append(most if self.direct else min(most, _LINES[which]))

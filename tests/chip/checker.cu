@@ -33,7 +33,7 @@ typedef unsigned long long Word;
 // What is done to an array, in the order of phases; `arrays.py` has the same numbers.
 enum Role { kFactor, kOperand, kTable, kScale, kWorkspace, kSums, kResult };
 enum Phase { kFill, kReference, kCheck };
-enum Dtype { kBf16, kF16, kE4m3, kE5m2, kInt8, kF32, kBool, kInt32 };
+enum Dtype { kBf16, kF16, kE4m3, kE5m2, kInt8, kF32, kBool, kInt32, kInt4 };
 // kWritten: of numbers that may be rounded in several ways only this is checked.
 enum Kind { kMatrix, kRowSum, kRowMax, kColumnSum, kMax, kTopValues, kTopIndices, kWritten };
 // clang-format off
@@ -57,8 +57,10 @@ struct Array {
   int32_t shift_rows[3], shift_columns[3];
   int32_t problem, role, dtype, which;  // which factor, operand or value of the graph
   // Of a result its kind and the block that an element of it reduces; of an operand whether it
-  // varies along rows and columns; of a workspace 1: holds noise, 2: zeros.
-  int32_t kind, block_m, block_n, unused;
+  // varies along rows and columns; of a workspace 1: holds noise, 2: zeros; of scales 1: each is of
+  // a line of B, not of a block of lines.
+  int32_t kind, block_m, block_n;
+  int32_t packed;  // the axis along which an element is a byte of two, the first in its low bits
 };
 
 struct Problem {  // tables that it does not need are null
@@ -76,9 +78,10 @@ struct Problem {  // tables that it does not need are null
   int32_t source_rows, gathered;   // 0: none, 1: A, 2: B
   int32_t grouped;                 // 0: none, 1: M, 2: K
   int32_t index_of_a, index_of_b;  // of a matrix in a stack, else -1
-  int32_t width;                   // factors are integers of this magnitude at most
+  int32_t widths[2];               // A and B are integers of these magnitudes at most
   uint32_t seed;
-  int32_t scales[2], blocks[2];  // the arrays of scales, and the lines that share one; -1: none
+  int32_t scale_k;               // elements of K that share a scale; 0: there are none
+  int32_t scales[2], blocks[2];  // of blocks: the arrays of scales, and the lines that share one
 };
 
 struct Chunk {
@@ -99,11 +102,17 @@ ON_DEVICE static uint32_t Hash(uint32_t seed, uint32_t x, uint32_t y) {
 }
 
 ON_DEVICE static float Integer(uint32_t seed, int64_t x, int64_t y, int width) {
-  return static_cast<float>(static_cast<int>(Hash(seed, x, y) % (2 * width + 1)) - width);
+  const uint64_t values = 2 * width + 1;
+  return static_cast<float>(static_cast<int>(Hash(seed, x, y) * values >> 32) - width);
+}
+
+// Returns x % m for x >= 0; division of 64 bits is slow on a GPU.
+ON_DEVICE static int64_t Modulo(int64_t x, int32_t m) {
+  return x >> 32 ? x % m : static_cast<uint32_t>(x) % static_cast<uint32_t>(m);
 }
 
 ON_DEVICE static float FactorValue(const Problem& p, int which, int64_t line, int64_t k) {
-  return Integer(p.seed + 7919 * which, line, k, p.width);
+  return Integer(p.seed + 7919 * which, line, k, p.widths[which > 0]);
 }
 
 ON_DEVICE static float ScaleValue(const Problem& p, int which, int64_t l, int64_t k, int64_t at) {
@@ -142,6 +151,10 @@ ON_DEVICE static int Bytes(int dtype) {
 ON_DEVICE static float Quantized(float x, int dtype) {
   if (dtype == kInt8) return x != x ? 0 : fminf(127, fmaxf(-128, truncf(x)));
   if (dtype > kE5m2 || x == 0 || !isfinite(x)) return x;
+  if (dtype == kBf16) {  // the upper half of a float32
+    const uint32_t word = Reinterpreted<uint32_t>(x);
+    return Reinterpreted<float>((word + 0x7FFF + (word >> 16 & 1)) & 0xFFFF0000u);
+  }
   const Format format = FormatOf(dtype);
   int exponent = 0;
   frexpf(x, &exponent);
@@ -155,9 +168,10 @@ ON_DEVICE static float Quantized(float x, int dtype) {
 // Returns the bits of a number that the dtype holds.
 ON_DEVICE static uint32_t Encoded(float x, int dtype) {
   if (dtype == kF32) return Reinterpreted<uint32_t>(x);
+  if (dtype == kBf16) return Reinterpreted<uint32_t>(x) >> 16;
   if (dtype == kBool) return x > 0;
   if (dtype == kInt32) return static_cast<uint32_t>(static_cast<int>(x));
-  if (dtype == kInt8) return static_cast<uint8_t>(static_cast<int>(x));
+  if (dtype == kInt8 || dtype == kInt4) return static_cast<uint8_t>(static_cast<int>(x));
   const auto [digits, least, bits, largest, infinite] = FormatOf(dtype);
   const uint32_t sign = signbit(x) ? 1u << (bits - 1) : 0;
   const uint32_t all = (1u << (bits - 1)) - 1;
@@ -173,6 +187,7 @@ ON_DEVICE static uint32_t Encoded(float x, int dtype) {
 
 ON_DEVICE static float Decoded(uint32_t word, int dtype) {
   if (dtype == kF32) return Reinterpreted<float>(word);
+  if (dtype == kBf16) return Reinterpreted<float>(word << 16);
   if (dtype == kBool) return word;
   if (dtype == kInt32) return static_cast<int32_t>(word);
   if (dtype == kInt8) return static_cast<int8_t>(word);
@@ -239,18 +254,31 @@ ON_DEVICE static bool Alive(const Array& array, const int64_t* at) {
          in(array.alive_columns, at[4]);
 }
 
+// Returns what an array holds at a row and a column, as bits.
+ON_DEVICE static uint32_t GivenAt(const Array& array, const Problem& p, int64_t row,
+                                  int64_t column) {
+  if (array.role == kOperand)
+    return Encoded(Integer(p.seed + 101 + array.which, row, column, 3), array.dtype);
+  const float x = array.which == 0 ? FactorValue(p, 0, Modulo(row, p.lines[0]), column)
+                                   : FactorValue(p, array.which, Modulo(column, p.lines[1]), row);
+  return Encoded(x, array.dtype);
+}
+
 // Returns what an input holds at `at`, as bits.
 ON_DEVICE static uint32_t Given(const Array& array, const Problem& p, const int64_t* at,
                                 int64_t element) {
   if (array.role == kTable) return array.table[element];
-  if (array.role == kScale) return Encoded(ScaleValue(p, array.which, at[2], at[3], at[4]), kF32);
-  const int64_t row = Shifted(at[3], array.shift_rows, at);
-  const int64_t column = Shifted(at[4], array.shift_columns, at);
-  if (array.role == kOperand)
-    return Encoded(Integer(p.seed + 101 + array.which, row, column, 3), array.dtype);
-  const float x = array.which == 0 ? FactorValue(p, 0, row % p.lines[0], column)
-                                   : FactorValue(p, array.which, column % p.lines[1], row);
-  return Encoded(x, array.dtype);
+  const int twice = array.packed == 3, beside = array.packed == 4;
+  const int64_t row = Shifted(at[3] << twice, array.shift_rows, at);
+  const int64_t column = Shifted(at[4] << beside, array.shift_columns, at);
+  if (array.role == kScale) {
+    const float x = array.kind ? ScaleValue(p, array.which, 0, row, Modulo(column, p.lines[1]))
+                               : ScaleValue(p, array.which, at[2], at[3], at[4]);
+    return Encoded(x, kF32);
+  }
+  const uint32_t word = GivenAt(array, p, row, column);
+  if (!array.packed) return word;
+  return (word & 15) | (GivenAt(array, p, row + twice, column + beside) & 15) << 4;
 }
 
 // Returns the sum at [set, row, column] of accumulator `which`: of two lines, or of an element.
@@ -259,26 +287,33 @@ ON_DEVICE static float Sum(const Array* arrays, const Problem& p, int which, int
   int64_t l[2] = {set, set}, a = row, b = column;
   if (p.direct) {
     if (p.grouped == 1) l[0] = 0, l[1] = p.row_matrix[row];
+    if (p.grouped == 2) l[0] = l[1] = 0;
     if (l[1] < 0) return 0;
-    const int64_t batch_a[3] = {0, 0, l[0]}, batch_b[3] = {0, 0, l[1]};
+    const int64_t batch_a[3] = {0, 0, p.index_of_a < 0 ? l[0] : p.index_of_a};
+    const int64_t batch_b[3] = {0, 0, p.index_of_b < 0 ? l[1] : p.index_of_b};
     a = Shifted(row, arrays[p.a].shift_rows, batch_a);
     b = Shifted(column, arrays[p.b].shift_columns, batch_b);
     for (int i = 0; i < 2; ++i) l[i] = arrays[p.scales[i]].shift_rows[0] ? l[i] : 0;
   }
-  const int64_t start = p.grouped == 2 ? p.spans[2 * set] : 0;
   const int64_t end = p.grouped == 2 ? p.spans[2 * set + 1] : p.k;
   const int gathered = p.grouped == 2 ? p.gathered : 0;
   float sum = 0;
-  for (int64_t k = start; k < end; ++k) {
-    const int64_t picked = gathered ? p.indices[k] : k;
-    if (gathered && (picked < 0 || picked >= p.source_rows)) continue;
-    float term = FactorValue(p, 0, a, gathered == 1 ? picked : k) *
-                 FactorValue(p, 1 + which, b, gathered == 2 ? picked : k);
-    if (p.direct) {
-      term *= ScaleValue(p, 0, l[0], k / 128, row / p.blocks[0]) *
-              ScaleValue(p, 1, l[1], k / 128, column / p.blocks[1]);
+  for (int64_t k = p.grouped == 2 ? p.spans[2 * set] : 0; k < end;) {
+    const int64_t first = k, next = p.scale_k ? (k / p.scale_k + 1) * p.scale_k : end;
+    float part = 0;
+    for (; k < next && k < end; ++k) {
+      const int64_t picked = gathered ? p.indices[k] : k;
+      if (gathered && (picked < 0 || picked >= p.source_rows)) continue;
+      part += FactorValue(p, 0, a, gathered == 1 ? picked : k) *
+              FactorValue(p, 1 + which, b, gathered == 2 ? picked : k);
     }
-    sum += term;
+    if (p.direct) {
+      part *= ScaleValue(p, 0, l[0], first / p.scale_k, row / p.blocks[0]) *
+              ScaleValue(p, 1, l[1], first / p.scale_k, column / p.blocks[1]);
+    } else if (p.scale_k) {
+      part *= ScaleValue(p, which, 0, first / p.scale_k, column);
+    }
+    sum += part;
   }
   return sum;
 }
@@ -297,8 +332,8 @@ ON_DEVICE static float Accumulator(const Array* arrays, const Problem& p, int wh
   }
   if (p.index_of_a >= 0) a[2] = p.index_of_a;
   if (p.index_of_b >= 0) b[2] = p.index_of_b;
-  const int64_t line_a = Shifted(row, arrays[p.a].shift_rows, a) % p.lines[0];
-  const int64_t line_b = Shifted(j, arrays[p.b].shift_columns, b) % p.lines[1];
+  const int64_t line_a = Modulo(Shifted(row, arrays[p.a].shift_rows, a), p.lines[0]);
+  const int64_t line_b = Modulo(Shifted(j, arrays[p.b].shift_columns, b), p.lines[1]);
   return p.sums[((which * p.instances + set) * p.lines[0] + line_a) * p.lines[1] + line_b];
 }
 
@@ -489,6 +524,8 @@ static void cudaMemcpy(void* to, const void* from, size_t bytes, int) { memcpy(t
 static void cudaMemsetAsync(void* to, int byte, size_t bytes) { memset(to, byte, bytes); }
 static int cudaDeviceSynchronize() { return cudaSuccess; }
 static const char* cudaGetErrorName(int) { return "no error"; }
+typedef void* cudaStream_t;
+static void cudaStreamCreate(cudaStream_t* stream) { *stream = nullptr; }
 #endif
 
 extern "C" {
@@ -520,6 +557,14 @@ void chip_visit(int phase, const Array* arrays, const Problem* problems, const C
 
 void chip_sweep(uint32_t* memory, int64_t bytes, Report* report) {
   Launch(SweepWords, 2048, memory, bytes / 4, report);
+}
+
+// Returns a stream that waits for what all others were given before by the functions here, and on
+// which these wait: the legacy default stream, on which they are, does both.
+void* chip_stream() {
+  cudaStream_t stream = nullptr;
+  cudaStreamCreate(&stream);
+  return stream;
 }
 
 // Waits; returns an error's name, or null.

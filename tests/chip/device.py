@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ POISON = 0xFF
 NOTHING = 2**64 - 1
 SCRATCH, TABLES = 1 << 29, 1 << 27  # bytes
 REPORT = np.dtype([("wrong", "u8"), ("first", "u8")])
+STREAMS = 8  # products of a batch run beside each other, each on one of them
 
 
 class DeviceError(RuntimeError):
@@ -33,10 +35,32 @@ class DeviceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """A product that went wrong."""
+    """A product that went wrong.
+
+    Attributes:
+      outside: bytes that were written outside of arrays.
+    """
 
     seed: int
     what: str
+    outside: int = 0
+
+
+Launch = Callable[[Placed, int | None], str | None]
+
+
+class Profile:
+    """Seconds by what they were spent on."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Adds the time since the last call, of any name."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0) + now - self._last
+        self._last = now
 
 
 def build(folder: Path, compiler: str) -> None:
@@ -73,6 +97,7 @@ class Checker:
             "upload": (None, [at, at, i64]), "download": (None, [at, at, i64]),
             "set": (None, [at, ctypes.c_int, i64]), "synchronize": (ctypes.c_char_p, []),
             "visit": (None, [ctypes.c_int, at, at, at, i64, at]), "sweep": (None, [at, i64, at]),
+            "stream": (at, []),
         }  # fmt: skip
         for name, (result, arguments) in signatures.items():
             function = getattr(self._library, f"chip_{name}")
@@ -86,6 +111,9 @@ class Checker:
             self._allocate(nbytes) for nbytes in (arena, SCRATCH, TABLES)
         )
         self._library.chip_set(self.arena, POISON, arena)
+        self._streams = [self._library.chip_stream() for _ in range(STREAMS)]
+        self._begun: tuple[Batch, int, list[Failure]] | None = None
+        self.profile: Profile | None = None
 
     def _allocate(self, nbytes: int) -> int:
         address = self._library.chip_allocate(nbytes)
@@ -101,15 +129,21 @@ class Checker:
             Room(self._tables, TABLES),
         )
 
-    def run(self, batch: Batch, launch: Callable[[Placed], str | None]) -> list[Failure]:
+    def run(self, batch: Batch, launch: Launch) -> list[Failure]:
         """Fills a batch's arrays, launches its products and checks all they wrote.
 
         Args:
-          launch: enqueues a product; returns what kept it from that.
+          launch: enqueues a product on a stream; returns what kept it from that.
 
         Raises:
           DeviceError: a kernel failed.
         """
+        self.begin(batch, launch)
+        return self.finish()
+
+    def begin(self, batch: Batch, launch: Launch) -> None:
+        """Does what `run` does and does not wait for it."""
+        assert self._begun is None
         library, products = self._library, batch.products
         described = batch.stage(np.array(batch.arrays, arrays.ARRAY))
         problems = batch.stage(np.array(batch.problems, arrays.PROBLEM))
@@ -124,18 +158,36 @@ class Checker:
             library.chip_visit(phase, described, problems, *chunks[phase], reports)
 
         visit(arrays.FILL)
+        self._lap("GPU: fill")
         visit(arrays.REFERENCE)
+        self._lap("GPU: reference")
         failures = []
-        for product in products:
-            if reason := launch(product):
+        for i, product in enumerate(products):
+            if reason := launch(product, self._streams[i % STREAMS]):
                 failures.append(Failure(product.trial.seed, f"not launched: {reason}"))
+        self._lap("launches and their kernels")
         visit(arrays.CHECK)
+        self._lap("GPU: check")
         used = min(batch.arena.next + (1 << 16), self.arena + self.arena_bytes) - self.arena
         library.chip_sweep(self.arena, used // 4 * 4, reports + blank.nbytes - REPORT.itemsize)
+        self._lap("GPU: sweep")
+        self._begun = batch, reports, failures
+
+    def finish(self) -> list[Failure]:
+        """Waits for what was begun, if anything was, and returns what went wrong."""
+        if self._begun is None:
+            return []
+        (batch, reports, failures), self._begun = self._begun, None
         self.synchronize()
-        found = np.zeros(len(products) + 1, REPORT)
-        library.chip_download(found.ctypes.data, reports, found.nbytes)
+        found = np.zeros(len(batch.products) + 1, REPORT)
+        self._library.chip_download(found.ctypes.data, reports, found.nbytes)
         return [*failures, *self._failures(batch, found)]
+
+    def _lap(self, name: str) -> None:
+        """Waits, and counts the time since the last one, where a profile is asked for."""
+        if self.profile:
+            self.synchronize()
+            self.profile.lap(name)
 
     def sweep(self) -> int:
         """Returns how many bytes of the whole arena are not poison, and poisons them."""
@@ -173,7 +225,7 @@ class Checker:
                 f"{wrong} bytes written outside of arrays, the first at {_place(near, address)}; "
                 f"by one of seeds {seeds[0]} to {seeds[-1]}; {near.trial}"
             )
-            failures.append(Failure(near.trial.seed, text))
+            failures.append(Failure(near.trial.seed, text, int(wrong)))
         return failures
 
 
@@ -220,15 +272,15 @@ class Launcher:
     def free(self, state: ctypes.c_void_p) -> None:
         self._host.ffi_host_free(self._type, state)
 
-    def __call__(self, product: Placed) -> str | None:
-        """Loads and runs the product's plan; returns an error's text."""
+    def __call__(self, product: Placed, stream: int | None = None) -> str | None:
+        """Loads and runs the product's plan on a stream; returns an error's text."""
         state = self.load(product.trial.spec, product.plan, f"seed {product.trial.seed}")
         if isinstance(state, str):
             return state
         addresses = np.array(product.addresses, np.int64)
         nbytes = np.array(product.nbytes, np.int64)
         failed = self._host.ffi_host_run(
-            self._run, state, None, ctypes.c_int64(product.operands),
+            self._run, state, ctypes.c_void_p(stream), ctypes.c_int64(product.operands),
             ctypes.c_int64(len(addresses) - product.operands),
             ctypes.c_void_p(addresses.ctypes.data), ctypes.c_void_p(nbytes.ctypes.data),
             self._text, ctypes.c_int64(len(self._text)),

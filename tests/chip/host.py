@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from fake_driver import harness
 from support import grouped, outcome, reference
-from support.casts import cast
 from support.places import result_places
 from support.trial import Inputs
 
 from chip.arrays import Placed
 from chip.device import Launcher
 from chip.problems import Trial
+from jax_hopper_gemm.gemm.dtypes import DTYPES
 
 
 class Host:
@@ -45,7 +45,7 @@ class Host:
         self.launcher = Launcher(folder / "ffi_host.so", private.library)
         self.after: Callable[[Placed], object] = lambda product: None
 
-    def __call__(self, product: Placed) -> str | None:
+    def __call__(self, product: Placed, stream: int | None = None) -> str | None:
         self.plan = product.plan
         self.driver.reset()
         if error := self.launcher(product):
@@ -57,10 +57,13 @@ class Host:
 
 
 def memory(product: Placed, index: int, dtype: str) -> np.ndarray:
-    """Returns a buffer of a product, flat."""
+    """Returns a buffer of a product, flat; of what lies packed a copy in bytes."""
     nbytes = product.nbytes[index]
-    raw = (ctypes.c_uint8 * nbytes).from_address(product.addresses[index])
-    return np.ctypeslib.as_array(raw).view(jnp.dtype(dtype))
+    raw = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(product.addresses[index]))
+    if DTYPES[dtype].packed == 1:
+        return raw.view(jnp.dtype(dtype))
+    halves = np.stack((raw & 15, raw >> 4), axis=-1).reshape(-1)
+    return (halves.astype(np.int8) ^ 8) - 8
 
 
 def write_results(product: Placed) -> None:
@@ -79,9 +82,6 @@ def write_results(product: Placed) -> None:
         found = [np.zeros(place.shape, jnp.dtype(place.dtype)) for place in places]
     elif p.groups:
         found = of_groups(trial, inputs, rest)
-    elif p.a_scales:
-        a, b = reference.scaled(p, replace(inputs, scales=tuple(rest)))
-        found = [cast(reference.product(a, b).astype(np.float32), p.d_dtype)]
     else:
         if p.indexed:
             index = np.clip(rest[0], 0, p.stack - 1)
@@ -89,10 +89,23 @@ def write_results(product: Placed) -> None:
                 inputs = replace(inputs, a=inputs.a[index])
             else:
                 inputs = replace(inputs, b=tuple(b[index] for b in inputs.b))
-        found = outcome.exact(p, trial.spec, inputs)
+        found = outcome.exact(p, trial.spec, scaled(trial, inputs, rest[p.indexed is not None :]))
     for i, (place, array) in enumerate(zip(places, found, strict=True)):
         view = place.view(memory(product, product.operands + i, place.dtype))
         view[...] = array.reshape(view.shape)
+
+
+def scaled(trial: Trial, inputs: Inputs, scales: list[np.ndarray]) -> Inputs:
+    """Returns inputs multiplied by the scales of their blocks, if there are any."""
+    p = trial.problem
+    if p.k_group:
+        each = zip(inputs.b, scales, strict=True)
+        pairs = [reference.scaled(p, replace(inputs, b=(b,), scales=(x,))) for b, x in each]
+        return replace(inputs, b=tuple(b for _, b in pairs))
+    if p.a_scales:
+        a, b = reference.scaled(p, replace(inputs, scales=tuple(scales)))
+        return replace(inputs, a=a, b=(b,))
+    return inputs
 
 
 def of_groups(trial: Trial, inputs: Inputs, rest: list[np.ndarray]) -> list[np.ndarray]:
@@ -101,9 +114,7 @@ def of_groups(trial: Trial, inputs: Inputs, rest: list[np.ndarray]) -> list[np.n
     inputs = replace(inputs, sizes=rest.pop(0))
     if p.groups.gathered:
         inputs = replace(inputs, indices=rest.pop(0))
-    if rest:  # block scales, of whole operands
-        a, b = reference.scaled(p, replace(inputs, scales=tuple(rest)))
-        inputs = replace(inputs, a=a, b=(b,))
+    inputs = scaled(trial, inputs, rest)
     if p.groups.axis == "m":
         rows, nobody = np.arange(p.m), np.flatnonzero(trial.matrices < 0)
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,8 @@
-"""Random products for kernels that are built: extents, layouts, groups, orders of tiles."""
+"""Random products for kernels that are built: extents, layouts, groups, orders of tiles.
+
+A seed means the same product as long as the kernels (`kernels`), this file and what it imports from
+`support/` stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +14,41 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from support import cases, graphs, grouped, random_grouped
+from support import cases, graphs, grouped, random_grouped, sgemm
 from support.places import Place, result_places
 from support.policies import (
     block_specs,
     chosen_epilogue_specs,
+    converted_specs,
+    converted_variants,
     covering_specs,
     eight_bit_specs,
     eight_bit_variants,
     epilogue_covering_specs,
     grouped_covering_specs,
     nested_specs,
+    parts_specs,
     short_box_specs,
     split_specs,
     stacked_specs,
+    tf32_specs,
     transposed_specs,
 )
 from support.reference import input_places
 
-from jax_hopper_gemm.dispatch import H200, choose, problem_violations, table_specs
+from chip import families
+from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.dtypes import DTYPES
-from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.problem import GemmProblem, Major, MatrixLayout
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 
 ITEMSIZE = {name: row.itemsize for name, row in DTYPES.items()}
 PAST_INT32 = 2**31 + 2**20  # elements
 NUM_SMS = (132, 132, 132, 36, 16, 8)  # that a persistent grid fills; of few it wraps around
 _LONGEST = {True: 8192, False: 1 << 18}  # K, by whether operands have 8 bits: exact sums
+HUGE = 2000  # one of so many products may have an array of over 2^31 elements, where its kernel can
+RUN = 32  # seeds that follow one another and have one kernel, which a process loads once
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,27 @@ class Trial:
         """What lies in each buffer of the call but workspaces, and its bytes; operands first."""
         places = [*input_places(self.problem)]
         places += [(place,) for place in result_places(self.problem, self.spec)]
-        return [(of, max(place.end * ITEMSIZE[place.dtype] for place in of)) for of in places]
+        return [(of, max(DTYPES[at.dtype].nbytes(at.end) for at in of)) for of in places]
+
+    @cached_property
+    def widths(self) -> tuple[int, int]:
+        """The largest magnitude of the integers in A and in B.
+
+        Sums of their products are exact in float32, and so are those that a kernel of bfloat16
+        parts makes: of two operands of several parts it may leave out products of these.
+        """
+        spec = self.spec
+        if spec.a_dtype.startswith("float8"):
+            return 1, 1
+        if any(result.kind != "matrix" for result in spec.graph.results):
+            return 3, 3  # sums of many elements, too, are exact
+        if spec.converts_b:
+            return 3, 7
+        if not spec.bf16_terms:
+            return 3, 3
+        if spec.bf16_terms > 3 and not spec.epilogue and self.problem.k < 300 and self.seed % 2:
+            return 600, 600  # sums of 21 digits, some of 23: an epilogue would round twice of them
+        return (600, 3) if self.seed % 4 < 2 else (3, 600)
 
     @property
     def matrices(self) -> np.ndarray:
@@ -82,30 +113,23 @@ class Trial:
         )
 
 
-def block_scaled() -> tuple[GemmSpec, ...]:
-    """Returns kernels of block scales, but those of groups along K: the checker has no such sums.
-
-    tests/gpu/test_eight_bit.py runs these.
-    """
-    return tuple(spec for spec in block_specs() if spec.grouped != "k")
-
-
 def kernels(tables: str) -> list[GemmSpec]:
-    """Returns the kernels to build: all pairs of policies and what dispatch chooses.
+    """Returns the kernels to build: all pairs of policies, and every family that dispatch chooses.
 
     Args:
-      tables: "bf16" adds what dispatch can choose for plain products of bfloat16, "all" for those
-        of every 16-bit dtype, "none" nothing.
+      tables: "bf16" adds all that dispatch can choose for plain products of bfloat16, "all" for
+        those of every 16-bit dtype, "none" nothing.
     """
     pairs = {"bf16": [("bfloat16", "bfloat16")], "all": None, "none": []}[tables]
     chosen = [] if pairs == [] else table_specs(H200, pairs)
-    found = (
+    found = [
         *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(), *split_specs(),
         *epilogue_covering_specs(), *grouped_covering_specs(), *eight_bit_specs(),
-        *eight_bit_variants(), *block_scaled(), *chosen_epilogue_specs(), *transposed_specs(),
-        *chosen,
-    )  # fmt: skip
-    return list(dict.fromkeys(found))
+        *eight_bit_variants(), *block_specs(), *chosen_epilogue_specs(), *transposed_specs(),
+        *parts_specs(), *tf32_specs(), *converted_specs(), *converted_variants(),
+        *sgemm.kernels(), *chosen,
+    ]  # fmt: skip
+    return list(dict.fromkeys([*found, *families.chosen_specs(found)]))
 
 
 class Draw:
@@ -114,11 +138,13 @@ class Draw:
     Args:
       largest: bytes that a product's arrays may take.
       huge: one of so many products has an array of over 2^31 elements; 0: none.
+      run: so many seeds, which follow one another, have the same kernel; then comes the next of a
+        list in which families are mixed.
     """
 
-    def __init__(self, specs: Sequence[GemmSpec], largest: int, huge: int = 4000):
-        self.specs, self.largest, self.huge = list(specs), largest, huge
-        self._built = frozenset(specs)
+    def __init__(self, specs: Sequence[GemmSpec], largest: int, huge: int = HUGE, run: int = RUN):
+        self.specs, self.largest, self.huge, self.run = list(specs), largest, huge, run
+        random.Random(0).shuffle(self.specs)
 
     def __call__(self, seed: int) -> Trial:
         """Returns a legal product.
@@ -127,15 +153,15 @@ class Draw:
           RuntimeError: a hundred draws of this seed found none.
         """
         rng = random.Random(seed)
+        spec = self.specs[seed // self.run % len(self.specs)]
         for _ in range(100):
-            spec = rng.choice(self.specs)
             found = self._draw(rng, seed, spec)
             p = found.problem
             if problem_violations(p) or pairing_violations(p, found.spec):
                 continue
             if sum(nbytes for _, nbytes in found.buffers) <= self.largest:
                 return found
-        raise RuntimeError(f"seed {seed} finds no product")
+        raise RuntimeError(f"seed {seed} finds no product for {spec.name}")
 
     def _draw(self, rng: random.Random, seed: int, spec: GemmSpec) -> Trial:
         num_sms = rng.choice(NUM_SMS)
@@ -150,15 +176,11 @@ class Draw:
             problem = _nested(rng, spec)
         elif spec.indexed:
             problem = _stacked(rng, spec)
+        elif spec.simt_width:
+            problem = _strided(rng, spec, self._extent(rng, spec))
         else:
             problem, order = cases.random_problem(rng, spec, self._extent(rng, spec))
             problem = _shortened(rng, spec, problem)
-        if not spec.nested and not spec.indexed and rng.random() < 0.04:
-            decision = choose(problem, H200, kernel_only=True)
-            if decision.spec in self._built and decision.raster_order:
-                return Trial(
-                    seed, problem, decision.spec, decision.raster_order, 132, "chosen by dispatch"
-                )
         return Trial(seed, problem, spec, order, num_sms, kind)
 
     def _extent(self, rng: random.Random, spec: GemmSpec) -> int:
@@ -188,16 +210,26 @@ class Draw:
             problem = grouped.problem_of(spec, layout, m, n, max(length, sum(sizes)), gap=gap)
         order = RasterOrder(rng.choice(("m", "n")), rng.randint(1, 16))
         kind = f"groups of {spec.grouped}" + (", gathered" if spec.gathered else "")
-        kind += ", 8 bits" * (ITEMSIZE[spec.a_dtype] == 1) + ", block scales" * scaled
+        kind = ", ".join((kind, *_arithmetic(spec)))
         return Trial(seed, problem, spec, order, num_sms, kind, sizes)
 
 
 def _kind(spec: GemmSpec) -> str:
     parts = ["dense" if not spec.epilogue else "gated" if spec.graph.accumulators == 2 else "fused"]
-    parts += ["8 bits"] * (ITEMSIZE[spec.a_dtype] == 1) + ["transposed"] * (spec.d_major == "m")
-    parts += ["block scales"] * bool(spec.a_block) + ["split K"] * spec.split_k
-    parts += ["nested batch"] * spec.nested + ["stack"] * bool(spec.indexed)
+    parts += [*_arithmetic(spec), *["transposed"] * (spec.d_major == "m")]
+    parts += ["split K"] * spec.split_k + ["nested batch"] * spec.nested
+    parts += ["stack"] * bool(spec.indexed)
     return ", ".join(parts + ["short boxes"] * spec.short_boxes)
+
+
+def _arithmetic(spec: GemmSpec) -> list[str]:
+    if spec.converts_b:
+        return [f"weights of {'4' if spec.b_dtype == 'int4' else '8'} bits"]
+    if ITEMSIZE[spec.a_dtype] == 1:
+        return ["8 bits", *["block scales"] * bool(spec.a_block)]
+    if spec.a_dtype == "float32":
+        return ["FMA units" if spec.simt_width else "parts" if spec.bf16_terms else "TF32"]
+    return []
 
 
 def _shortened(rng: random.Random, spec: GemmSpec, problem: GemmProblem) -> GemmProblem:
@@ -214,12 +246,28 @@ def _shortened(rng: random.Random, spec: GemmSpec, problem: GemmProblem) -> Gemm
 
 
 def _nested(rng: random.Random, spec: GemmSpec) -> GemmProblem:
-    while True:
-        m, n, k = (rng.randint(1, 300) for _ in range(3))
-        outer = rng.choice(((2,), (3,), (2, 3), (4, 2)))
-        problem = cases.nested(spec, m, n, k, outer, rng.randint(1, 5))
-        if problem.up_offset is None:  # such batches are laid out with up in its own array
-            return problem
+    m, n, k = (rng.randint(1, 300) for _ in range(3))
+    outer = rng.choice(((2,), (3,), (2, 3), (4, 2)))
+    return cases.nested(spec, m, n, k, outer, rng.randint(1, 5))
+
+
+def _strided(rng: random.Random, spec: GemmSpec, largest: int) -> GemmProblem:
+    """Returns a product for FMA units, which take lines of any length."""
+    m, n, k = (round(math.exp(rng.uniform(0, math.log(largest)))) for _ in range(3))
+    batches, width = rng.choice((1, 1, 2, 5)), spec.simt_width
+
+    def layout(major: Major, contiguous: int, other: int) -> MatrixLayout:
+        line = -(-contiguous // width) * width + width * rng.choice((0, 0, 1, 7))
+        if rng.random() < 0.3:  # the lines of the batch's matrices take turns
+            return MatrixLayout(major, line * batches, line)
+        return MatrixLayout(major, line, line * other + width * rng.randint(0, 3))
+
+    m, n = (-(-extent // width) * width for extent in (m, n))
+    problem = sgemm.problem_of(spec, m, n, k, batches)
+    a = ("k", k, m) if spec.a_major == "k" else ("m", m, k)
+    b = ("n", n, k) if spec.b_major == "n" else ("k", k, n)
+    shared = replace(layout(*b), batch_stride=0) if rng.random() < 0.2 else layout(*b)
+    return replace(problem, a=layout(*a), b=shared, d=layout("n", n, m))
 
 
 def _stacked(rng: random.Random, spec: GemmSpec) -> GemmProblem:
@@ -233,7 +281,8 @@ def _stacked(rng: random.Random, spec: GemmSpec) -> GemmProblem:
 
 def _huge(rng: random.Random, spec: GemmSpec) -> GemmProblem | None:
     """Returns a product of which A, B or D has over 2^31 elements; None: the kernel takes none."""
-    if spec.nested or spec.indexed or spec.graph.needs_whole_rows:
+    others = spec.nested, spec.indexed, spec.graph.needs_whole_rows, spec.simt_width
+    if any(others) or spec.d_tile_m > spec.tile_m:  # of few rows
         return None
     which, long = rng.choice("abd"), rng.choice((4096, 65536, 200_000))
     short = rng.choice((8, 16, 24))

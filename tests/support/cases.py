@@ -102,7 +102,7 @@ def nested(
         steps = (apart * inner * math.prod(outer[i + 1 :]) for i in range(len(outer)))
         return replace(layout, outer_strides=tuple(steps))
 
-    problem = laid_out(spec, m, n, k, inner * math.prod(outer), place, in_turns=False)
+    problem = laid_out(spec, m, n, k, inner * math.prod(outer), place)
     kinds = (operand.kind for operand in problem.graph.operands)
     operands = tuple(map(nest, kinds, problem.operands))
     return replace(problem, operands=operands, outer=outer)
@@ -236,14 +236,11 @@ def rows_to_check(problem: GemmProblem, budget: int = 1_000_000_000) -> np.ndarr
     return np.unique(np.linspace(0, problem.m - 1, count).astype(int))
 
 
-def laid_out(
-    spec: GemmSpec, m: int, n: int, k: int, batches: int, place, in_turns: bool = True
-) -> GemmProblem:
+def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> GemmProblem:
     """Returns the problem, its extents along lines raised to whole multiples of 16 bytes.
 
     Args:
       place: function of (major, contiguous extent, other extent, batches, operand): its layout.
-      in_turns: whether gate's and up's lines may take turns in an array; of some extents they do.
     """
     graph = spec.graph
     along_d = [result.dtype for result in graph.matrices]
@@ -266,7 +263,8 @@ def laid_out(
     b = ("n", n, k) if spec.b_major == "n" else ("k", k, n)
     d = ("n", n, m) if spec.d_major == "n" else ("m", m, n)
     placed_b, up_offset = place(*b, batches, "b"), None
-    if in_turns and graph.accumulators == 2 and (m + k) % 16 < 8:
+    # Gate's and up's lines take turns in an array, of every other product that has one batch axis.
+    if graph.accumulators == 2 and (m + k) % 16 < 8 and not spec.nested:
         up_offset = placed_b.leading_stride
         twice = 2 * up_offset
         apart = twice * b[2] if placed_b.batch_stride else 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from functools import cache
 
@@ -19,8 +20,8 @@ from support.graphs import EIGHT_BIT, STANDARD
 
 from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.gemm.dtypes import RESULTS
-from jax_hopper_gemm.gemm.legality import violations
-from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.legality import type_violations, violations
+from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType
 
 # Every value of every field; A and B have one dtype, the cluster's two extents are one choice.
 # A policy that is added here is tested with all the others.
@@ -195,6 +196,7 @@ CONVERTED_CHOICES: tuple[dict[str, tuple], ...] = (
 )
 
 _ATTEMPTS = 400  # random completions tried before a pair counts as impossible
+_TYPE_FIELDS = {"ab_dtype", *(field.name for field in fields_of(ProblemType))}
 
 
 @cache
@@ -465,14 +467,32 @@ def name_of(spec: GemmSpec) -> str:
 def _complete(fixed: dict, choices: dict, rng: random.Random, wanted: int) -> list[dict]:
     """Returns up to `wanted` legal choices that hold `fixed`; none if none was found."""
     found = []
+    of_type, drawn = [field for field in choices if field in _TYPE_FIELDS], choices.items()
     for _ in range(_ATTEMPTS):
-        choice = {f: fixed.get(f, rng.choice(values)) for f, values in choices.items()}
+        choice = {f: fixed.get(f, values[_below(len(values), rng)]) for f, values in drawn}
         _settle(choice, fixed)
+        if not _type_is_legal(tuple((field, choice[field]) for field in of_type)):
+            continue
         if not violations(spec_of(choice)):
             found.append(choice)
             if len(found) == wanted:
                 break
     return found
+
+
+def _below(count: int, rng: random.Random) -> int:
+    """Returns a number below `count`: the one of `rng.choice`, without its checks."""
+    bits = count.bit_length()
+    while (number := rng.getrandbits(bits)) >= count:
+        pass
+    return number
+
+
+@cache
+def _type_is_legal(choice: tuple[tuple[str, object], ...]) -> bool:
+    """Whether there are kernels for the type of problems that a choice names; most have none."""
+    of_all = {"cluster": (1, 1), "tile_m": 64, "tile_n": 64, **dict(choice)}
+    return not any(type_violations(ProblemType.of_spec(spec_of(of_all))))
 
 
 def _settle(choice: dict, fixed: dict) -> None:
