@@ -38,7 +38,7 @@ LAYOUTS = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze")  # of what m
 FUSED_BY_XLA = frozenset(
     {
         "argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "concatenate",
-        "convert_element_type", "dynamic_slice", "expand_dims", "pad", "reduce_and",
+        "convert_element_type", "dynamic_slice", "expand_dims", "gather", "pad", "reduce_and",
         "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape", "rev",
         "slice", "split", "squeeze", "transpose",
     }
@@ -505,17 +505,30 @@ def _is_elementwise(equation: Any) -> bool:
     moved = (e for e in closed.jaxpr.eqns if e.primitive.name in LAYOUTS)
     return (
         all(x.aval.shape in ((), shape) for x in equation.invars)
-        and is_inlined(closed)
+        and _is_elementwise_alone(closed)
         and not any(x.aval.ndim for e in moved for x in e.invars)
     )
 
 
-def is_inlined(closed: Any) -> bool:
+def _is_elementwise_alone(closed: Any) -> bool:
     """Whether a jaxpr has equations alone that may become part of a region, or are of scalars."""
-    if getattr(closed, "consts", ()) or closed.jaxpr.constvars:
-        return False
-    return all(
+    return _is_open(closed) and all(
         kind_of(equation) in ("elementwise", "layout")
         or (equation.primitive.name == "convert_element_type" and not equation.invars[0].aval.ndim)
         for equation in closed.jaxpr.eqns
     )
+
+
+def is_inlined(closed: Any) -> bool:
+    """Whether a jaxpr has equations alone that a kernel, or XLA, computes with those around it."""
+    return _is_open(closed) and all(
+        equation.primitive.name in FUSED_BY_XLA
+        or equation.primitive.name == "iota"
+        or _is_elementwise(equation)
+        for equation in closed.jaxpr.eqns
+    )
+
+
+def _is_open(closed: Any) -> bool:
+    """Whether nothing but the operands enters a jaxpr."""
+    return not (getattr(closed, "consts", ()) or closed.jaxpr.constvars)
