@@ -34,6 +34,7 @@ from ..ops.recipes import Recipe
 from ..ops.sm_limit import current_max_sms
 from ..ops.substitute import as_hopper_dot, hopper_equations
 from ..primitives.define import request_of
+from .by_algorithm import with_rounded_operands
 from .fuse_jaxpr import fused
 from .picks import with_choices
 from .weights import Marks, Weights
@@ -222,6 +223,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
     def chosen(equation: Any, transposes: Sequence[Any] = ()) -> bool:
         return reason_left(equation, transposes, rewriting.implementation) is None
 
+    original, inner = inner, with_rounded_operands(inner)
     weights = Weights(inner, rewriting.weights)
 
     def recipe_of(equation: Any) -> ByRecipe | None:
@@ -238,7 +240,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
     outvars = inner.outvars
     if rewriting.fuse:
         new, outvars = fused(with_choices(new), outvars)
-    same = len(new) == len(inner.eqns) and all(map(operator.is_, new, inner.eqns))
+    same = len(new) == len(original.eqns) and all(map(operator.is_, new, original.eqns))
     return program if same else inner.replace(eqns=new, outvars=outvars)
 
 

@@ -55,8 +55,8 @@ class World(Protocol):
         """Returns the operation that made a value; None for all others."""
         ...
 
-    def alike(self, value: Any) -> Any | None:
-        """Returns an array of the same shape that each element of a value is computed from."""
+    def alike(self, value: Any) -> list[Any]:
+        """Returns the arrays of the same shape that each element of a value is computed from."""
         ...
 
     def shape(self, value: Any) -> tuple[Any, ...]: ...
@@ -107,21 +107,30 @@ def source_of(value: Any, world: World) -> Source:
 def _order(value: Any, world: World) -> tuple[int, ...] | None:
     """Returns the axes of a value in the order in which what it is computed from has them.
 
-    XLA writes the value in that order, too, where nothing asks for another one. None where it has
-    that order, or the rows themselves would be transposed.
+    XLA writes the value in that order, too, where nothing asks for another one. None where one of
+    these arrays has the value's own order, or the rows themselves would be transposed.
     """
-    if len(world.shape(value)) < 3:
+    own = tuple(range(len(world.shape(value))))
+    if len(own) < 3:
         return None
-    for _ in range(MOST_STEPS):
-        value = world.alike(value)
-        if value is None:
-            return None
-        step = world.step(value)
+    orders: list[tuple[int, ...]] = []
+    pending, seen = [(x, own) for x in world.alike(value)[::-1]], set[Any]()
+    while pending and len(seen) < MOST_STEPS:
+        x, order = pending.pop()
+        if (x, order) in seen:
+            continue
+        seen.add((x, order))
+        step = world.step(x)
         if step and step.kind == "transpose":
-            axes = range(len(step.permutation))
-            order = tuple(sorted(axes, key=step.permutation.__getitem__))
-            return order if order[-1] == axes[-1] and order != tuple(axes) else None
-    return None
+            order = tuple(order[step.permutation.index(axis)] for axis in own)
+            pending.append((step.source, order))
+        elif sources := world.alike(x):
+            pending += [(source, order) for source in sources[::-1]]
+        else:
+            orders.append(order)
+    if not orders or own in orders or orders[0][-1] != own[-1]:
+        return None
+    return orders[0]
 
 
 def _picking(value: Any, world: World) -> Step | None:
@@ -188,35 +197,35 @@ class MlirValues:
             return _sliced_by(operation)
         return None
 
-    def alike(self, value: Any) -> Any | None:
+    def alike(self, value: Any) -> list[Any]:
         operation = value.owner
         name = getattr(operation, "name", None)
         if name == "func.call":
             return self._called(operation, ir.OpResult(value).result_number)
         if name not in ELEMENTWISE:
-            return None
+            return []
         values = list(operation.operands)[1 if name == "stablehlo.select" else 0 :]
         alike = (x for x in values if self.shape(x) == self.shape(value))
-        return next((x for x in alike if getattr(x.owner, "name", None) not in SPREAD), None)
+        return [x for x in alike if getattr(x.owner, "name", None) not in SPREAD]
 
-    def _called(self, call: Any, number: int) -> Any | None:
+    def _called(self, call: Any, number: int) -> list[Any]:
         """Returns what a function computes a result from: a value in it, or its argument.
 
-        None while the caller stands in no module yet.
+        Nothing while the caller stands in no module yet.
         """
         module = call.operation
         while module.parent is not None:
             module = module.parent
         if module.name != "builtin.module":
-            return None
+            return []
         function = ir.SymbolTable(module)[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
         (block,) = function.regions[0].blocks
         value = list(block.operations)[-1].operands[number]
-        while (source := self.alike(value)) is not None:
-            value = source
+        while sources := self.alike(value):
+            value = sources[0]
         if isinstance(value.owner, ir.Block):
-            return call.operands[ir.BlockArgument(value).arg_number]
-        return value
+            return [call.operands[ir.BlockArgument(value).arg_number]]
+        return [value]
 
     def shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.type.shape)
