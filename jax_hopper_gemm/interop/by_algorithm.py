@@ -32,7 +32,7 @@ def _rounds(equation: Any) -> str | None:
     """Returns the 16-bit dtype to which a product rounds float32 operands; None for another one."""
     if equation.primitive is not lax.dot_general_p:
         return None
-    dtype = _ROUNDED.get(getattr(equation.params["precision"], "name", None))
+    dtype = _ROUNDED.get(getattr(equation.params["precision"], "name", ""))
     names = {x.aval.dtype.name for x in equation.invars}
     return dtype if "float32" in names <= {"float32", dtype} else None
 

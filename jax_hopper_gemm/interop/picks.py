@@ -1,4 +1,4 @@
-"""Picks of one number of each row, as a loss takes of its logits: their gradient, without a scatter.
+"""Picks of a number of each row, as a loss takes of its logits: their gradient without a scatter.
 
 JAX's derivative adds the cotangents to zeros by a scatter. XLA writes all of that array, adds it to
 other gradients in a pass of its own, and converts the sum in another one. As a choice by the index,
@@ -32,9 +32,10 @@ def _scatters_a_pick(equation: Any, makers: dict[Any, Any]) -> bool:
     """Whether a scatter adds at most one number to each row, along an axis, of zeros."""
     zeros, indices, updates = equation.invars
     numbers, ndim = equation.params["dimension_numbers"], zeros.aval.ndim
-    batch = numbers.operand_batching_dims
-    axes = numbers.scatter_dims_to_operand_dims
+    batch, axes = numbers.operand_batching_dims, numbers.scatter_dims_to_operand_dims
+    counted = numbers.scatter_indices_batching_dims
     rows = [zeros.aval.shape[axis] for axis in batch]
+    units = [extent for i, extent in enumerate(updates.aval.shape) if i not in counted]
     maker = makers.get(zeros)
     return (
         maker is not None
@@ -45,9 +46,9 @@ def _scatters_a_pick(equation: Any, makers: dict[Any, Any]) -> bool:
         and numbers.inserted_window_dims == axes
         and sorted((*batch, *axes)) == [*range(ndim)]
         and len(axes) == 1
-        and numbers.scatter_indices_batching_dims == tuple(range(len(batch)))
-        and [*updates.aval.shape[: len(batch)]] == rows
-        and set(updates.aval.shape[len(batch) :]) <= {1}
+        and sorted(counted) == [*counted]
+        and [updates.aval.shape[i] for i in counted] == rows
+        and set(units) <= {1}
         and indices.aval.shape == (*updates.aval.shape, 1)
         and not any(x.aval.sharding.mesh.explicit_axes for x in equation.invars)
     )

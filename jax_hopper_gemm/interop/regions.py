@@ -186,6 +186,13 @@ class Regions:
         number = self.makers.get(variable)
         return "other" if number is None else self.kinds[number]
 
+    def _reduces(self, variable: Any) -> Along | None:
+        """Returns what a variable is a reduction of; None for one that is none."""
+        number = self.makers.get(variable)
+        if number is None or self.kinds[number] != "reduction":
+            return None
+        return _along(self.equations[number])
+
     def _inputs(self, variable: Any) -> list[Any]:
         return self._inputs_of[self.makers[variable]]
 
@@ -271,16 +278,16 @@ class Regions:
                 if self._computes(region, variable):
                     self._owner[variable] = region
                     region.outputs.append(variable)
-                    if self._kind(variable) == "reduction":
-                        region.sums.add(_along(self.equations[self.makers[variable]]))
+                    if along := self._reduces(variable):
+                        region.sums.add(along)
                     break
 
     def _candidates(self, variable: Any) -> Iterator[Region]:
         """Yields the regions of the products that a variable depends on elementwise, last first."""
-        cone, along = self._cone.get(variable, 0), None
-        if self._kind(variable) == "reduction":
+        cone, along = self._cone.get(variable, 0), self._reduces(variable)
+        if along:
             (x,) = self._inputs(variable)
-            cone, along = self._cone[x], _along(self.equations[self.makers[variable]])
+            cone = self._cone[x]
         seen: list[Region] = []
         for bit in _bits_of(cone):
             region = self._region_of[bit]
@@ -311,7 +318,7 @@ class Regions:
         return True
 
     def _sums_exponentials(self, variable: Any) -> bool:
-        """Whether a variable is a sum of exp(x - y): kernels need not know y, such as the largest x."""
+        """Whether a variable is a sum of exp(x - y), for which a kernel need not know y."""
         for name in ("reduce_sum", "exp", "sub"):
             equation = self.equations[self.makers[variable]] if variable in self.makers else None
             if equation is None or equation.primitive.name != name:
@@ -447,7 +454,8 @@ class Regions:
             for number, inputs in self._slice(variable, region):
                 numbers[number] = None
                 for x in inputs:
-                    if not self._inside(x, region) and (self._kind(x) == "other" or x in self._stored):
+                    in_memory = self._kind(x) == "other" or x in self._stored
+                    if in_memory and not self._inside(x, region):
                         operands[x] = None
         region.equations, region.operands = sorted(numbers), list(operands)
         made = {

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend import linear_util as lu
-from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import Jaxpr, jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from ..fusion.jaxprs import spliced, traced

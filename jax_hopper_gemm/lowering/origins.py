@@ -110,8 +110,8 @@ def _order(value: Any, world: World) -> tuple[int, ...] | None:
     XLA writes the value in that order, too, where nothing asks for another one. None where one of
     these arrays has the value's own order, or the rows themselves would be transposed.
     """
-    own = tuple(range(len(world.shape(value))))
-    if len(own) < 3:
+    own: tuple[int, ...] = tuple(range(len(world.shape(value))))
+    if not own[2:]:
         return None
     orders: list[tuple[int, ...]] = []
     pending, seen = [(x, own) for x in world.alike(value)[::-1]], set[Any]()
