@@ -103,6 +103,7 @@ class Regions:
       alone: numbers of products that stay without a region.
       apart: pairs of products that make no gate.
       unsummed: numbers of products whose regions do not reduce along these axes.
+      kinds: of the equations, if they are known.
     """
 
     def __init__(
@@ -112,10 +113,12 @@ class Regions:
         alone: Iterable[int] = (),
         apart: Iterable[tuple[int, ...]] = (),
         unsummed: Iterable[tuple[int, Along]] = (),
+        kinds: Sequence[Kind] | None = None,
     ):
         self.equations, self._results = equations, results
         self._alone, self._apart, self._unsummed = set(alone), set(apart), set(unsummed)
-        self._follow()
+        self._before: dict[int, int] = {}  # by bit, the products that a product depends on
+        self._follow([*map(kind_of, equations)] if kinds is None else kinds)
         self._find_read()
         self._pair()
         self._give_owners()
@@ -125,8 +128,8 @@ class Regions:
 
     # What each variable depends on.
 
-    def _follow(self) -> None:
-        """Finds each equation's kind, and of each variable what it depends on."""
+    def _follow(self, kinds: Sequence[Kind]) -> None:
+        """Finds each equation's kind here, and of each variable what it depends on."""
         self.kinds: list[Kind] = []
         self.makers: dict[Any, int] = {}
         self._products: list[int] = []  # by bit
@@ -137,8 +140,7 @@ class Regions:
         self._statistics: dict[Any, int] = {}  # made of reductions of what depends on these
         self._inputs_of = [list(variables(equation.invars)) for equation in self.equations]
         self._uses = uses = Counter(x for inputs in self._inputs_of for x in inputs)
-        for number, equation in enumerate(self.equations):
-            kind = kind_of(equation)
+        for number, (kind, equation) in enumerate(zip(kinds, self.equations, strict=True)):
             if kind == "other" and self._converts_sums(equation):
                 kind = "elementwise"
             if kind == "product" and number in self._alone:
@@ -157,6 +159,7 @@ class Regions:
                 kind = "other"
             if kind == "product":
                 cone = 1 << len(self._products)
+                self._before[len(self._products)] = depends
                 depends |= cone
                 self._products.append(number)
             elif kind != "elementwise":
@@ -288,14 +291,16 @@ class Regions:
         if along:
             (x,) = self._inputs(variable)
             cone = self._cone[x]
-        seen: list[Region] = []
+        seen: set[Region] = set()
+        before = 0  # these products come before later ones, which a kernel would have to wait for
         for bit in _bits_of(cone):
             region = self._region_of[bit]
             if along and not self._unsummed.isdisjoint((x, along) for x in region.products):
                 return  # what is summed is made there
-            if region not in seen:
-                seen.append(region)
+            if region not in seen and not before & region.bits:
+                seen.add(region)
                 yield region
+            before |= self._before[bit]
 
     def _computes(self, region: Region, variable: Any) -> bool:
         """Whether a region can compute a variable: nothing else that it reads comes later."""
@@ -375,8 +380,7 @@ class Regions:
 
     def _need(self, needs: dict[Region, _Needs], variable: Any, number: int | None) -> None:
         """Notes that a variable of a region is needed outside: by an equation, or as it is."""
-        region = self._last_region(variable)
-        if region is None or variable in self._stored:
+        if variable in self._stored or (region := self._last_region(variable)) is None:
             return
         need = needs.setdefault(region, _Needs())
         if number is None:
