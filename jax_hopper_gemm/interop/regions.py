@@ -276,7 +276,10 @@ class Regions:
 
     def _give_owners(self) -> None:
         self._owner: dict[Any, Region] = {}
+        in_passing = self._found_in_passing()
         for variable in self._read:
+            if variable in in_passing:
+                continue
             for region in self._candidates(variable):
                 if self._computes(region, variable):
                     self._owner[variable] = region
@@ -284,6 +287,31 @@ class Regions:
                     if along := self._reduces(variable):
                         region.sums.add(along)
                     break
+
+    def _found_in_passing(self) -> set[Any]:
+        """Returns statistics of rows that XLA finds in the one pass that needs them.
+
+        As of a softmax whose probabilities alone are read: it holds a row, and reads it once.
+        """
+        groups: dict[int, list[Any]] = {}
+        for variable in self._read:
+            if self._reduces(variable) == "columns":
+                (x,) = self._inputs(variable)
+                groups.setdefault(self._cone[x].bit_length(), []).append(variable)
+        reader = {x: number for number, xs in enumerate(self._inputs_of) for x in xs}
+        results = set(variables(self._results))
+
+        def meets_rows_once(x: Any) -> bool:
+            while x not in self._cone:
+                if self._uses[x] != 1 or x in results:
+                    return False
+                number = reader[x]
+                if self.kinds[number] not in ("elementwise", "layout"):
+                    return False
+                (x,) = self.equations[number].outvars
+            return True
+
+        return {x for group in groups.values() if all(map(meets_rows_once, group)) for x in group}
 
     def _candidates(self, variable: Any) -> Iterator[Region]:
         """Yields the regions of the products that a variable depends on elementwise, last first."""
