@@ -535,6 +535,8 @@ def test_products_of_nnx_modules_become_ours():
     assert products(ours, model, x) == (sum(products(loss, model, x)), 0)
     same(nnx.jit(ours)(model, x), nnx.jit(loss)(model, x))
     found, expected = (nnx.jit(nnx.grad(function))(model, x) for function in (ours, loss))
+    for gradients in (found, expected):  # adds one number to a query's logits: it is nothing but
+        del gradients["attention"]["key"]["bias"]  # what is lost by rounding
 
     def close(found: Any, expected: Any) -> None:  # XLA fuses, and so rounds, at other places
         expected = np.asarray(expected, np.float32)

@@ -189,23 +189,23 @@ class JaxprValues:
             return Step("rows", source)
         return None
 
-    def element_source(self, value: Value) -> Value | None:
+    def element_sources(self, value: Value) -> list[Value]:
         if value.shape != value.atom.aval.shape:
-            return None
+            return []
         program, equation = value.program.made(value.atom)
         if equation is None:
-            return None
+            return []
         if equation.primitive.name in CALLS:
             inner = Program(next(jaxprs_in_params(equation.params)), program, equation)
             results = (_value(inner, x) for x in inner.jaxpr.outvars)
-            return next((x for x in results if x.atom.aval == value.atom.aval), None)
+            return [x for x in results if x.atom.aval == value.atom.aval][:1]
         if equation.primitive.name not in ELEMENTWISE:
-            return None
+            return []
         atoms = equation.invars
         if equation.primitive is lax.select_n_p:  # the case of "true" first, as in MLIR
             atoms = atoms[:0:-1]
         alike = (_value(program, x) for x in atoms if x.aval.shape == value.shape)
-        return next((x for x in alike if not self._is_spread(x)), None)
+        return [x for x in alike if not self._is_spread(x)]
 
     def _is_spread(self, value: Value) -> bool:
         _, equation = value.program.made(value.atom)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from support import bounds, cases, float32, grouped, outcome, reference, trial
+from support import bounds, cases, float32, graphs, grouped, outcome, reference, trial
 from support.float32 import NORMS, PROGRAMS
 from support.policies import parts_specs, tf32_specs
 
