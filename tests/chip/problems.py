@@ -20,6 +20,7 @@ from support.policies import (
     eight_bit_variants,
     epilogue_covering_specs,
     grouped_covering_specs,
+    loose_specs,
     nested_specs,
     short_box_specs,
     split_specs,
@@ -103,7 +104,7 @@ def kernels(tables: str) -> list[GemmSpec]:
         *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(), *split_specs(),
         *epilogue_covering_specs(), *grouped_covering_specs(), *eight_bit_specs(),
         *eight_bit_variants(), *block_scaled(), *chosen_epilogue_specs(), *transposed_specs(),
-        *chosen,
+        *loose_specs(), *chosen,
     )  # fmt: skip
     return list(dict.fromkeys(found))
 
