@@ -100,7 +100,8 @@ class KernelArgs(NamedTuple):
     # Tensor maps of A, of B, of a gated product's up; of the scales of these along K. Of a gathered
     # operand a pointer.
     tma_ab: Any
-    results: Any  # a tensor map for each matrix, a pointer for each other result
+    # A tensor map for each matrix, `Strided` where threads store it; a pointer for others
+    results: Any
     operands: Any  # a tensor map each; of a scalar a pointer and the elements to the next matrix's
     group_sizes: Any  # pointer to the int32 sizes of groups
     gather: Any  # `Gather`, where rows are gathered
@@ -177,7 +178,7 @@ def kernel_params(spec: GemmSpec) -> KernelArgs | SimtArgs:
         raster=raster(*_numbers("raster", raster._fields)),
         k_tiles=_number("k_tiles"),
         stage_bytes=_number("stage_bytes") if spec.short_boxes else None,
-        extents=Extents(_number("m"), _number("n")) if graph.needs_extents else None,
+        extents=Extents(_number("m"), _number("n")) if spec.needs_extents else None,
         zero_fill=zero_fill,
         split_k=split_k,
         tile_counter=_pointer("tile_counter") if spec.tile_scheduler == "dynamic" else None,
@@ -187,7 +188,7 @@ def kernel_params(spec: GemmSpec) -> KernelArgs | SimtArgs:
 def _simt_params(spec: GemmSpec) -> SimtArgs:
     matrices = ("a", spec.a_dtype), ("b", spec.b_dtype), ("d", spec.d_dtype)
     return SimtArgs(
-        *(Strided(_pointer(x, of), *_numbers(x, Strided._fields[1:])) for x, of in matrices),
+        *(_strided(name, dtype) for name, dtype in matrices),
         raster=Raster(*_numbers("raster", Raster._fields)),
         k_tiles=_number("k_tiles"),
         extents=SimtExtents(*map(_number, SimtExtents._fields)),
@@ -224,7 +225,9 @@ def _scales_of_b(spec: GemmSpec, name: str) -> KernelParam:
     return KernelParam(f"{name}_group_scales", "tensor_map", "float32", "ng" + _batch(spec), "n")
 
 
-def _result(spec: GemmSpec, i: int, result: Result) -> KernelParam:
+def _result(spec: GemmSpec, i: int, result: Result) -> KernelParam | Strided:
+    if result.kind == "matrix" and spec.loose_d:
+        return _strided(f"d{i}", result.dtype)
     if result.kind == "matrix":
         modes = "mn" + _last(spec, "m")
         return KernelParam(f"d{i}", "tensor_map", result.dtype, modes, spec.d_major)
@@ -239,6 +242,10 @@ def _operand(
     modes = {"matrix": "mn", "row": "n", "column": "m"}[operand.kind] + _batch(spec)
     contiguous = {"matrix": spec.d_major, "row": "n", "column": "m"}[operand.kind]
     return KernelParam(f"c{i}", "tensor_map", operand.dtype, modes, contiguous)
+
+
+def _strided(name: str, dtype: str) -> Strided:
+    return Strided(_pointer(name, dtype), *_numbers(name, Strided._fields[1:]))
 
 
 def _scales(operand: str) -> Scales:

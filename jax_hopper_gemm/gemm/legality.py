@@ -135,6 +135,7 @@ def type_violations(t: ProblemType) -> Iterator[str]:
         yield f"groups cut the axis {t.grouped!r}, not 'm' or 'k'"
         return
     yield from _stack_violations(t)
+    yield from _loose_violations(t)
     if t.gathered and t.gathered not in GATHERABLE[t.grouped]:
         where = f"where groups cut {t.grouped.upper()}" if t.grouped else "without groups"
         yield f"no kernel gathers {t.gathered.upper()} by indices {where}: gather it beforehand"
@@ -215,6 +216,19 @@ def _transposed_violations(t: ProblemType) -> Iterator[str]:
     for array in arrays:
         if array.kind == "matrix" and DTYPES[array.dtype].itemsize == 1:
             yield f"a thread has no two neighbours of {array.dtype} where D is stored along M"
+
+
+def _loose_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why no kernel stores rows of D that begin and end anywhere."""
+    results = t.epilogue.matrices if t.epilogue else ()
+    others = {
+        "groups": t.grouped, "a nested batch": t.nested, "D stored along M": t.d_major == "m",
+        "FMA units": t.simt_width, "gate and up side by side": any(r.planes > 1 for r in results),
+        "results of 4 or 8 bits": any(DTYPES[r.dtype].itemsize == 1 for r in results),
+    }  # fmt: skip
+    for name, there in others.items():
+        if there and t.loose_d:
+            yield f"rows of D that are no multiples of 16 bytes, and {name}: pad N"
 
 
 def _simt_type_violations(t: ProblemType) -> Iterator[str]:

@@ -155,7 +155,7 @@ def make_plan(
     if spec.nested:
         inner, middle, _ = _axes(problem, problem.d, problem.l)
         values |= {"nest_inner": Int32(inner[0]), "nest_middle": Int32(middle[0])}
-    if spec.graph.needs_extents:
+    if spec.needs_extents:
         values |= {"m": Int32(problem.m), "n": Int32(problem.n)}
     if spec.zero_fill_warp:
         values["zero_d"] = Pointer(grid.num_inputs(problem))
@@ -208,10 +208,17 @@ def _strided_params(problem: GemmProblem) -> dict[str, Param]:
     """Returns pointers and strides of A, B and D, and the extents."""
     p, values = problem, {}
     for buffer, (name, layout) in enumerate((("a", p.a), ("b", p.b), ("d", p.d))):
-        values[name] = Pointer(buffer)
-        values[f"{name}_stride"] = Int32(layout.leading_stride)
-        values[f"{name}_batch_stride"] = Int32(layout.batch_stride if p.l > 1 else 0)
+        values |= _strided(name, buffer, layout, p.l)
     return values | {"m": Int32(p.m), "n": Int32(p.n), "k": Int32(p.k)}
+
+
+def _strided(name: str, buffer: int, layout: MatrixLayout, matrices: int) -> dict[str, Param]:
+    """Returns the values of a `kernel_params.Strided`."""
+    return {
+        name: Pointer(buffer),
+        f"{name}_stride": Int32(layout.leading_stride),
+        f"{name}_batch_stride": Int32(layout.batch_stride if matrices > 1 else 0),
+    }
 
 
 def _in_kernel_order(spec: GemmSpec, values: dict[str, Param]) -> tuple[Param, ...]:
@@ -338,6 +345,9 @@ def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
         buffer += result.plane == 0
         if result.kind != "matrix":
             values[f"d{i}"] = Pointer(buffer)
+            continue
+        if spec.loose_d:
+            values |= _strided(f"d{i}", buffer, p.d, p.l)
             continue
         layout, planes = p.d, result.planes
         if planes > 1:

@@ -20,6 +20,7 @@ from ..dispatch.canonical import (
     ragged_extents,
     ragged_roles,
     roles,
+    with_whole_lines,
 )
 from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
@@ -232,7 +233,10 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
         gemm = replace(gemm, problem=replace(gemm.problem, bf16_terms=terms))
     elif _is_promoted(request):
         gemm = replace(gemm, problem=replace(gemm.problem, promoted=True))
-    return _in_stack(gemm, request) if request.indexed else gemm
+    if request.indexed:
+        return _in_stack(gemm, request)
+    special = request.groups or request.blocks or gemm.problem.simt or gemm.problem.up_offset
+    return gemm if special else with_whole_lines(gemm, request.lhs_shape, request.rhs_shape)
 
 
 def _with_scales(gemm: Gemm, request: Request) -> GemmProblem:

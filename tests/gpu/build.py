@@ -41,6 +41,7 @@ from support import (
 from support.fused_programs import fused_specs
 from support.grouped_programs import GROUPED_PROGRAMS
 from support.invariant_programs import invariant_specs
+from support.loose import loose_program_specs
 from support.mesh_programs import mesh_specs
 from support.operations import operation_specs
 from support.policies import (
@@ -54,6 +55,7 @@ from support.policies import (
     eight_bit_variants,
     epilogue_covering_specs,
     grouped_covering_specs,
+    loose_specs,
     nested_specs,
     parts_specs,
     short_box_specs,
@@ -94,6 +96,7 @@ def main() -> int:
     parser.add_argument(
         "--transposed", action="store_true", help="only those of test_transposed_kernels.py"
     )
+    parser.add_argument("--loose", action="store_true", help="only those of test_loose_kernels.py")
     parser.add_argument("--weights", action="store_true", help="only those that convert weights")
     parser.add_argument("--invariant", action="store_true", help="only those of test_row_bits.py")
     parser.add_argument("--float32", action="store_true", help="only those of float32 operands")
@@ -116,6 +119,8 @@ def main() -> int:
             *transposed_specs(), *(spec for spec in twins if spec),
             *(spec for spec in table_specs(H200) if spec.d_major == "m"),
         ]  # fmt: skip
+    elif arguments.loose:
+        specs = [*loose_specs(), *loose_program_specs()]
     elif arguments.sgemm:
         specs = sgemm.specs()
     elif arguments.float32:

@@ -260,6 +260,19 @@ def transposed_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     return tuple(dict.fromkeys(spec for spec in found if not violations(spec)))
 
 
+@cache
+def loose_specs() -> tuple[GemmSpec, ...]:
+    """Returns some of `covering_specs`, those that split K and those with epilogues, for a D whose
+    rows begin and end anywhere."""
+    some = (*covering_specs()[::2], *split_specs()[::4], *epilogue_covering_specs()[::2])
+    loose = (
+        replace(spec, loose_d=True)
+        for spec in some
+        if spec.graph.matrices and all(o.kind != "matrix" for o in spec.graph.operands)
+    )
+    return tuple(dict.fromkeys(spec for spec in loose if not violations(spec)))
+
+
 def along_n(spec: GemmSpec) -> GemmSpec | None:
     """Returns a kernel of another tile that stores along N what one of `transposed_specs` stores
     along M, if it is plain or has an epilogue and no other trait."""
@@ -361,7 +374,7 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
     pool = dict.fromkeys(
         (
             *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(),
-            *split_specs(), *transposed_specs(), *epilogue_covering_specs(),
+            *split_specs(), *transposed_specs(), *loose_specs(), *epilogue_covering_specs(),
             *grouped_covering_specs(), *chosen_epilogue_specs(), *table_specs(H200),
         )
     )  # fmt: skip
@@ -388,7 +401,7 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
     fields = (
         "a_dtype", "b_dtype", "d_dtype", "tile_m", "tile_n", "tile_k", "warp_schedule",
         "tile_scheduler", "epi_tile_n", "indexed", "nested", "short_boxes", "evict_first",
-        "split_k", "d_major",
+        "split_k", "d_major", "loose_d",
     )  # fmt: skip
     return [
         *((field, getattr(spec, field)) for field in fields),
