@@ -27,7 +27,7 @@ import numpy as np
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import cubin, recipes
 from jax_hopper_gemm.testing import benchmark
-from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.testing.lowered import all_specs_of
 
 SHAPES = ("deepseek", "qwen3")
 PLAIN = "bfloat16"
@@ -79,7 +79,7 @@ def main() -> int:
             for shape in shapes
             for what in arguments.what
             for function in functions(what).values()
-            for spec in specs_of(function, *shape)
+            for spec in all_specs_of(function, *shape)
         ]
         report = cubin.build(list(dict.fromkeys(found)), folder=arguments.build)
         print(report)
