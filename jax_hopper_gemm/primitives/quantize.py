@@ -76,6 +76,27 @@ def by_xla(x: jax.Array, dtype: Any, blocks: Sequence[Any]) -> tuple[jax.Array, 
     return values, jnp.squeeze(scale, _inner(blocks))
 
 
+def quantized_between(
+    x: jax.Array, dtype: Any, blocks: Sequence[Any]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns values in int8 or int4, scales and zero points, whose dtype is that of the values.
+
+    From the least to the largest number of a block, or 0, all of the dtype's numbers are taken.
+    """
+    split, axes = _split(x.astype(jnp.float32), blocks)
+    extremes = (f(split, axes, keepdims=True, initial=0.0) for f in (jnp.min, jnp.max))
+    low, high = extremes
+    first, last = (float(getattr(jnp.iinfo(dtype), end)) for end in ("min", "max"))
+    scale = jnp.maximum((high - low) / (last - first), SMALLEST)
+    scale = jnp.where(high == low, jnp.ones_like(scale), scale)
+    zero = jnp.clip(jnp.round(first - low / scale), first, last)
+    values = jnp.clip(jnp.round(split / scale) + zero, first, last).astype(dtype)
+    inner = _inner(blocks)
+    padded = [extent + more for extent, (_, more) in zip(x.shape, _padding(x, blocks), strict=True)]
+    values = values.reshape(padded)[tuple(map(slice, x.shape))]
+    return values, jnp.squeeze(scale, inner), jnp.squeeze(zero, inner).astype(dtype)
+
+
 def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
     """Returns the scale of blocks with such a largest magnitude: 1 for 0, else no subnormal."""
     scale = jnp.maximum(largest / largest_number(dtype), SMALLEST)
