@@ -22,6 +22,7 @@ from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant, with_batch_invariance
+from .complex_products import by_parts
 from .delayed import DelayedScaling, run_delayed
 from .quantized import (
     QArray,
@@ -371,7 +372,8 @@ class JaxProduct:
 
     def with_options(self, options: Options) -> partial[jax.Array]:
         """Returns the function of the arrays."""
-        return partial(self.function, **options.of_dot(), **dict(self.named))
+        function = by_parts(self.function, options.precision)
+        return partial(function, **options.of_dot(), **dict(self.named))
 
 
 def run(
