@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_hopper_gemm import cubin
-from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.testing import benchmark
 
 
@@ -30,7 +30,7 @@ def parser(
     return found
 
 
-def build(specs: Iterable[GemmSpec | None], folder: Path) -> int:
+def build(specs: Iterable[KernelSpec | None], folder: Path) -> int:
     """Compiles kernels, each once, into `folder`; returns the exit status."""
     report = cubin.build([spec for spec in dict.fromkeys(specs) if spec], folder=folder)
     print(report)

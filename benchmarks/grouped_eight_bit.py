@@ -25,7 +25,7 @@ import numpy as np
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import recipes
 from jax_hopper_gemm.testing import benchmark
-from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.testing.lowered import all_specs_of
 
 SHAPES = ("deepseek", "qwen3")
 PLAIN = "bfloat16"
@@ -72,7 +72,7 @@ def main() -> int:
             for shape in shapes
             for what in arguments.what
             for function in functions(what).values()
-            for spec in specs_of(function, *shape)
+            for spec in all_specs_of(function, *shape)
         ]
         return command_line.build(found, arguments.build)
     head = f"{'':<36} {'kernel us':>10} {'TFLOP/s':>8} {'x':>5} {'all us':>9} {'error':>8}"

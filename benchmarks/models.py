@@ -38,9 +38,9 @@ from model_programs import FAMILIES, Model
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import recipes
-from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.testing import benchmark, timing
-from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.testing.lowered import all_specs_of
 
 REGIMES = ("burst", "kernels", "sustained")
 SIZES = ("small", "large")
@@ -114,14 +114,16 @@ class Program:
         run = nnx.jit(wrap(programs.step), donate_argnums=(0, 1))
         return partial(run, module, optimizer, batch)
 
-    def specs(self) -> list[GemmSpec]:
+    def specs(self) -> list[KernelSpec]:
         """Returns the kernels of the accelerated program; no GPU is needed."""
         batch = jax.eval_shape(self.model.batch)
         if self.framework == "jnp":
             state = jax.eval_shape(self.model.state)
             if self.what == "forward":
-                return specs_of(self.accelerate(jhg)(self.model.loss), state["parameters"], batch)
-            return specs_of(self.accelerate(jhg)(self.model.step), state, batch)
+                return all_specs_of(
+                    self.accelerate(jhg)(self.model.loss), state["parameters"], batch
+                )
+            return all_specs_of(self.accelerate(jhg)(self.model.step), state, batch)
         import nnx_programs as programs
         from flax import nnx
 
@@ -141,7 +143,7 @@ class Program:
             objects = nnx.merge(graph, state)
             return step(*objects, batch), nnx.state(objects)
 
-        return specs_of(run, state, batch)
+        return all_specs_of(run, state, batch)
 
 
 def _unchanged(function: Any) -> Any:

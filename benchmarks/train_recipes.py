@@ -31,8 +31,8 @@ from model_programs import rms_norm, rotary_attend
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import recipes
-from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec
+from jax_hopper_gemm.testing.lowered import all_specs_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 BYTES = 128  # characters of other codes become one
@@ -223,16 +223,18 @@ def trained(setting: Setting, recipe: Any) -> Outcome:
     return Outcome(sum(last) / len(last), float(sum(others)) / len(others), ms, values)
 
 
-def specs(setting: Setting, names: Sequence[str]) -> list[GemmSpec]:
+def specs(setting: Setting, names: Sequence[str]) -> list[KernelSpec]:
     """Returns the kernels of training and of the held out loss; no GPU is needed."""
     source = jax.ShapeDtypeStruct((len(text()),), jnp.int32)
     tokens = jax.ShapeDtypeStruct((setting.batch, setting.length + 1), jnp.int32)
-    found: list[GemmSpec] = []
+    found: list[KernelSpec] = []
     for name in names:
         recipe = RECIPES[name]
         state = jax.eval_shape(partial(first_state, setting, recipe))
-        found += specs_of(partial(step, setting, partial(loss_of, setting, recipe)), source, state)
-        found += specs_of(partial(loss_of, setting, recipe), state[0], state[2], tokens)
+        found += all_specs_of(
+            partial(step, setting, partial(loss_of, setting, recipe)), source, state
+        )
+        found += all_specs_of(partial(loss_of, setting, recipe), state[0], state[2], tokens)
     return list(dict.fromkeys(found))
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 from ..gemm import grid
 from ..gemm.dtypes import DTYPES
 from ..gemm.group_search import SPAN_EXTENT, GroupRaster
-from ..gemm.kernel_params import BATCH_MODES, ParamKind, param_list
+from ..gemm.kernel_params import BATCH_MODES, KernelSpec, ParamKind, param_list
 from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.raster import Raster, make_raster
 from ..gemm.spec import TMA_ALIGNMENT, GemmSpec, RasterOrder, TmaBox
@@ -191,7 +191,7 @@ def _launch(
         cluster=(spec.cluster_m, spec.cluster_n, 1),
         threads=spec.threads,
         smem_bytes=spec.smem_bytes,
-        params=_in_kernel_order(spec, values),
+        params=in_kernel_order(spec, values),
         workspaces=workspaces,
         first_workspace=first_workspace,
     )
@@ -221,7 +221,7 @@ def _strided(name: str, buffer: int, layout: MatrixLayout, matrices: int) -> dic
     }
 
 
-def _in_kernel_order(spec: GemmSpec, values: dict[str, Param]) -> tuple[Param, ...]:
+def in_kernel_order(spec: KernelSpec, values: dict[str, Param]) -> tuple[Param, ...]:
     """Returns the values of `spec`'s parameters, by name, in the kernel's order."""
     params = param_list(spec)
     unmatched = values.keys() ^ {param.name for param in params}

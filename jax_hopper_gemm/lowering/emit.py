@@ -25,6 +25,7 @@ from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import Result
 from ..gemm.grid import result_shapes
 from ..gemm.groups import gate_up_letter
+from ..gemm.kernel_params import KernelSpec
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
 from ..launch import ffi_library
@@ -100,7 +101,7 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
         ctx.replace(avals_in=avals, avals_out=[*outputs, *workspaces]),
         *values,
-        **launch_attributes(route.gemm.problem, route.spec, route.plan),
+        **product_attributes(route.gemm.problem, route.spec, route.plan),
     )
     results = list[Any](results)[: len(outputs)]
     if route.fusion is None:
@@ -296,14 +297,20 @@ def _as_read(scale: jax.Array, length: int) -> jax.Array:
 # What the launch says of itself.
 
 
+def product_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) -> dict[str, Any]:
+    extents = f"M={problem.m} N={problem.n} K={problem.k} L={problem.l}"
+    return launch_attributes(spec, plan, extents)
+
+
 @memoised
-def launch_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) -> dict[str, Any]:
+def launch_attributes(spec: KernelSpec, plan: LaunchPlan, extents: str) -> dict[str, Any]:
+    """Returns the attributes of an FFI call; errors name the kernel and the extents."""
     from ..cubin import digest_of  # brings cuda-python with it
 
     return {
         "digest": digest_of(spec),
         "spec": spec.to_json(),
-        "name": f"{spec.name} M={problem.m} N={problem.n} K={problem.k} L={problem.l}",
+        "name": f"{spec.name} {extents}",
         "plan": np.array(plan.encode(), np.int64),
     }
 

@@ -29,9 +29,10 @@ from .quantized import (
     is_weights,
     run_quantized,
     widened_pair,
+    zeros_apart,
 )
 from .recipes import Recipe, as_recipe, delayed
-from .steps import SCALES, Results, Steps, named_in
+from .steps import OFFSET, SCALES, Results, Steps, named_in
 
 
 @takes_batch_invariant
@@ -127,13 +128,16 @@ def matmul(
     """
     terms = {"alpha": alpha, "c": c, "beta": beta, "bias": bias, "residual": residual}
     given = as_quantized("matmul", "a", a), as_quantized("matmul", "b", b)
-    pair, scales = widened_pair("matmul", (("a", given[0]), ("b", given[1])), (-1, -2))
+    apart, zeros = zeros_apart("matmul", (("a", given[0]), ("b", given[1])), (-1, -2))
+    pair, scales = widened_pair("matmul", (("a", apart[0]), ("b", apart[1])), (-1, -2))
     a, b = (x.values if isinstance(x, Quantized) else x for x in pair)
     a, b, *arrays = checks.as_arrays("matmul", terms, a=a, b=b)
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
     checks.check_matmul(a, b, terms, activation, preferred_element_type)
     if jnp.ndim(cast(Any, b)) == 1:
         scales = {name: x.reshape(x.shape[:-1]) for name, x in scales.items()}
+    if zeros:
+        scales[OFFSET] = jnp.matmul(*zeros, precision=lax.Precision.HIGHEST)
     named = named_in(terms | scales)
     terms |= scales
     steps = Steps("matmul", named, activation_function(activation), epilogue)
@@ -211,7 +215,7 @@ def dot_general(
 def _weights_of_dot(
     op: str, lhs: Any, rhs: Any, dimension_numbers: Any
 ) -> tuple[tuple[Any, Any], dict[str, Any]]:
-    """Returns the operands, weights as arrays, and scales as they broadcast against the result."""
+    """Returns the operands, weights as arrays, and scales and an offset beside the result."""
     if not (is_weights(lhs, rhs) or is_weights(rhs, lhs)):
         return (lhs, rhs), {}
     left, right = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
@@ -221,12 +225,17 @@ def _weights_of_dot(
             f"{op}: {len(contracted[0])} axes of weights are contracted, expected one: reshape them"
         )
     axes = contracted[0][0], contracted[1][0]
-    pair, scales = widened_pair(op, (("lhs", lhs), ("rhs", rhs)), axes)
+    (left, right), zeros = zeros_apart(op, (("lhs", lhs), ("rhs", rhs)), axes)
+    pair, scales = widened_pair(op, (("lhs", left), ("rhs", right)), axes)
     free = [x.ndim - 1 - len(own) for x, own in zip((lhs, rhs), batch, strict=True)]
     beside: dict[str, Any] = dict(
         zip(SCALES, zip(axes, batch, (-free[1], free[0]), strict=True), strict=True)
     )
-    return pair, {name: beside_result(x, *beside[name]) for name, x in scales.items()}
+    found = {name: beside_result(x, *beside[name]) for name, x in scales.items()}
+    if zeros:
+        highest = lax.Precision.HIGHEST
+        found[OFFSET] = lax.dot_general(*zeros, (contracted, batch), precision=highest)
+    return pair, found
 
 
 @takes_batch_invariant

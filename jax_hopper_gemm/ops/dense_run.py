@@ -16,6 +16,7 @@ from ..fusion.memo import memoised
 from ..gemm.product import Options, Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from .batch_invariance import in_contexts
+from .complex_products import by_parts
 from .replaced import check_kernel_unasked, is_replaced, replaced_product
 from .settled import Settled, settled
 from .steps import Steps, traced
@@ -33,7 +34,8 @@ class JaxProduct:
 
     def with_options(self, options: Options) -> partial[jax.Array]:
         """Returns the function of the arrays."""
-        return partial(self.function, **options.of_dot(), **dict(self.named))
+        function = by_parts(self.function, options.precision)
+        return partial(function, **options.of_dot(), **dict(self.named))
 
 
 def run(

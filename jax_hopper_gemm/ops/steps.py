@@ -28,7 +28,8 @@ else:
     Results = TypeVar("Results")
 
 SCALES = ("lhs_scale", "rhs_scale")  # those of quantized operands, which the user does not name
-NAMED = (*SCALES, "alpha", "c", "beta", "bias", "residual")  # operands of `Steps`, in their order
+OFFSET = "offset"  # what zero points of an operand add to the product
+NAMED = (*SCALES, OFFSET, "alpha", "c", "beta", "bias", "residual")  # operands of `Steps`, in order
 FACTORS = ("alpha", "beta")
 
 
@@ -60,6 +61,8 @@ class Steps:
         y = product
         for name in SCALES:
             y = y * terms[name] if name in terms else y
+        if OFFSET in terms:
+            y = y - terms[OFFSET]
         if "alpha" in terms:
             y = terms["alpha"] * y
         if "c" in terms:

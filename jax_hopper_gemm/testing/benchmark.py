@@ -22,7 +22,7 @@ from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..launch.ffi_target import TARGET
 from ..launch.plan import make_plan
-from ..lowering.emit import launch_attributes
+from ..lowering.emit import product_attributes
 from ..lowering.route import current_device
 from . import shapes, timing
 from .results import Row
@@ -87,7 +87,7 @@ def one_kernel(
     results = [jax.ShapeDtypeStruct(*result) for result in result_shapes(problem, spec)]
     workspaces = [jax.ShapeDtypeStruct((w.nbytes,), "uint8") for w in plan.workspaces]
     launch = jax.ffi.ffi_call(TARGET, [*results, *workspaces])
-    attributes = launch_attributes(problem, spec, plan)
+    attributes = product_attributes(problem, spec, plan)
     return jax.jit(lambda *inputs: launch(*inputs, **attributes)[0])
 
 

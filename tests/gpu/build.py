@@ -32,6 +32,7 @@ from moe_programs import moe_specs
 from support import (
     eight_bit,
     float32,
+    quantization,
     random_grouped,
     random_products,
     recipe_programs,
@@ -71,6 +72,7 @@ from tensor_parallel_programs import overlap_specs
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
 
@@ -86,6 +88,9 @@ def main() -> int:
         help="only those of mixtures of experts, on one GPU and several",
     )
     parser.add_argument("--eight-bit", action="store_true", help="only those of operands of 8 bits")
+    parser.add_argument(
+        "--quantization", action="store_true", help="only those of test_quantization.py"
+    )
     parser.add_argument("--recipes", action="store_true", help="only those of test_recipes.py")
     parser.add_argument(
         "--overlap", action="store_true", help="only those of collective products, on several GPUs"
@@ -128,8 +133,10 @@ def main() -> int:
     elif arguments.eight_bit:
         specs = [
             *eight_bit_specs(), *block_specs(), *eight_bit_variants(), *eight_bit.specs(),
-            *recipe_specs(),
+            *recipe_specs(), *quantization.specs(),
         ]  # fmt: skip
+    elif arguments.quantization:
+        specs = quantization.specs()
     elif arguments.recipes:
         specs = recipe_specs()
     else:
@@ -139,7 +146,7 @@ def main() -> int:
     return 1 if report.failures else 0
 
 
-def recipe_specs() -> list[GemmSpec]:
+def recipe_specs() -> list[KernelSpec]:
     small = train_recipes.Setting(128, 2, 4, 128, 8, steps=100)
     trained = train_recipes.specs(small, list(train_recipes.RECIPES))
     return list(dict.fromkeys([*recipe_programs.specs(), *trained]))
@@ -149,7 +156,7 @@ def float32_specs() -> list[GemmSpec]:
     return [*parts_specs(), *tf32_specs(), *float32.specs(), *sgemm.specs()]
 
 
-def all_specs() -> list[GemmSpec]:
+def all_specs() -> list[KernelSpec]:
     return list(
         dict.fromkeys(
             (
@@ -185,6 +192,7 @@ def all_specs() -> list[GemmSpec]:
                 *eight_bit.specs(),
                 *converted(),
                 *recipe_specs(),
+                *quantization.specs(),
                 *float32_specs(),
             )
         )
