@@ -75,7 +75,7 @@ def max_accumulators(spec: GemmSpec) -> int:
         left -= MAILBOX_REGISTERS
     if spec.bf16_terms:
         left -= PARTS_REGISTERS
-    if spec.b_block == 1:  # those of all columns of a thread, and their addresses
+    if spec.b_block == 1 and not spec.stages_scales:  # those of all columns, and their addresses
         left -= spec.tile_n // 4 + COLUMN_SCALE_REGISTERS
     if spec.converts_b:
         left -= CONVERSION_REGISTERS
