@@ -96,7 +96,9 @@ class StagedConsumer(PromotedConsumer):
         view = super().partition_for_math(stages, warpgroup, args)
         position = DividedPosition(cute.arch.thread_idx()[0] % WARPGROUP)
         rows = stages.scales + first_row(position, view.first_row)
-        return replace(view, scales=(rows, stages.scales + first_column(position, self.spec.tile_m)))
+        return replace(
+            view, scales=(rows, stages.scales + first_column(position, self.spec.tile_m))
+        )
 
     def multiply(self, view, ring, state, coords, on_issued):
         state = super().multiply(view, ring, state, coords, on_issued)
