@@ -7,39 +7,38 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import re
 from collections.abc import Callable
 
 import pytest
+from chip import families
 from chip.arrays import Placed
 from chip.device import Checker, build
 from chip.host import Host
 from chip.problems import Draw
 from chip.record import PORTION, Outcome, Record, status_of
 from chip.workers import Worker, supervise, try_portion
-from support import sgemm
 from support.covering import ALL
 from support.policies import (
     block_specs,
-    converted_specs,
-    converted_variants,
     covering_specs,
-    eight_bit_specs,
     epilogue_covering_specs,
     grouped_covering_specs,
     nested_specs,
-    parts_specs,
+    short_box_specs,
     split_specs,
     stacked_specs,
-    tf32_specs,
     transposed_specs,
 )
 
+from jax_hopper_gemm.dispatch.candidates import model_specs
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
 pytestmark = pytest.mark.pure
 ARENA = 1 << 27
-SEEDS = 16 if ALL else 4  # of random products
+SEEDS = 16 if ALL else 1  # of random products for each kernel
+TYPES = 3000 if ALL else 200  # of random problems, of which each kernel is looked up
 
 
 @pytest.fixture(scope="module")
@@ -60,36 +59,60 @@ def host(folder, fake_libraries, monkeypatch):
     return Host(folder, fake_libraries)
 
 
-KERNELS: dict[str, Callable[[], tuple[GemmSpec, ...]]] = {
-    "plain": covering_specs,
-    "epilogues": epilogue_covering_specs,
-    "split": split_specs,
-    "nested": nested_specs,
-    "stacks": stacked_specs,
-    "groups": grouped_covering_specs,
-    "8 bits": eight_bit_specs,
-    "block scales": block_specs,
-    "transposed": transposed_specs,
-    "parts": parts_specs,
-    "TF32": tf32_specs,
-    "weights": converted_specs,
-    "few rows of weights": converted_variants,
-    "FMA units": lambda: tuple(sgemm.kernels()),
+# Shares of the kernels of every family: each kernel is in one of them.
+SHARES: dict[str, Callable[[GemmSpec], object]] = {
+    "groups": lambda spec: spec.grouped,
+    "block scales": lambda spec: spec.a_block,
+    "8 bits": lambda spec: spec.a_itemsize == 1,
+    "weights": lambda spec: spec.converts_b,
+    "float32": lambda spec: spec.a_dtype == "float32",
+    "split K": lambda spec: spec.split_k,
+    "epilogues": lambda spec: spec.epilogue,
+    "plain": lambda spec: True,
 }
 
 
-def draw_of(kind: str, **wanted: object) -> Draw:
-    """Returns random products of a kind of kernels, of those with some fields alone."""
-    specs = KERNELS[kind]()
-    chosen = [s for s in specs if all(getattr(s, f) == value for f, value in wanted.items())]
-    return Draw(chosen, 1 << 22, huge=0, run=1)
+def draw_of(share: str, largest: int = 1 << 20) -> Draw:
+    """Returns random products of a share of the kernels."""
+    before = list(SHARES)[: list(SHARES).index(share)]
+    chosen = [
+        spec for spec in families.chosen_specs()
+        if SHARES[share](spec) and not any(SHARES[other](spec) for other in before)
+    ]  # fmt: skip
+    return Draw(chosen, largest, huge=0, run=1)
 
 
-@pytest.mark.parametrize("kind", KERNELS)
-def test_right_products_pass(checker, host, kind):
-    draw = draw_of(kind)
-    assert run(checker, host, draw, range(SEEDS)) == []
+@pytest.mark.parametrize("share", SHARES)
+def test_right_products_pass(checker, host, share):
+    draw = draw_of(share)
+    assert run(checker, host, draw, range(SEEDS * len(draw.specs))) == []
     assert checker.sweep() == 0
+
+
+SOME_SETS = (  # of those in `problems.kernels`: the ones that are made quickly
+    covering_specs, stacked_specs, nested_specs, split_specs, short_box_specs, transposed_specs,
+    epilogue_covering_specs, grouped_covering_specs, block_specs,
+)  # fmt: skip
+
+
+def test_kernels_of_every_family_that_dispatch_chooses_are_drawn():
+    others = [spec for of in SOME_SETS for spec in of()]
+    drawn = families.families_of([*others, *families.chosen_specs(others)])
+    missing = {}
+    for kind in random.Random(0).sample(list(families.problem_types()), TYPES):
+        for spec in model_specs(kind):
+            missing |= dict.fromkeys(families.families_of([spec]) - drawn, spec.name)
+    assert missing == {}
+
+
+def test_each_kernel_has_its_turn_and_a_seed_one_meaning():
+    draw = Draw(families.chosen_specs()[:9], 1 << 20, huge=0, run=4)
+    trials = [draw(seed) for seed in range(4 * 9)]
+    assert sorted({trial.spec.name for trial in trials}) == sorted(s.name for s in draw.specs)
+    assert all(len({t.spec for t in trials[i : i + 4]}) == 1 for i in range(0, 36, 4))
+    again = Draw(families.chosen_specs()[:9], 1 << 20, huge=0, run=4)
+    assert [again(seed) for seed in range(36)] == trials
+    assert len({(t.problem, t.raster_order) for t in trials}) == len(trials)
 
 
 def poke(address: int, byte: int | None = None) -> None:
@@ -126,7 +149,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_wrong_products_are_found(checker, host, damage):
-    draw = draw_of("plain", a_major="k", d_dtype="bfloat16")
+    specs = [s for s in covering_specs() if (s.a_major, s.d_dtype) == ("k", "bfloat16")]
+    draw = Draw(specs, 1 << 20, huge=0, run=1)
     padded = next(s for s in range(100) if draw(s).problem.a.leading_stride > draw(s).problem.k)
     host.after, message = DAMAGE[damage]
     (failure,) = run(checker, host, draw, [padded])
@@ -136,9 +160,9 @@ def test_wrong_products_are_found(checker, host, damage):
     assert run(checker, host, draw, [padded]) == []  # and nothing is left of it
 
 
-@pytest.mark.parametrize("kind", ["groups", "epilogues", "split", "block scales"])
-def test_every_result_and_operand_is_looked_at(checker, host, kind):
-    draw = draw_of(kind)
+@pytest.mark.parametrize("share", ["groups", "epilogues", "split K", "block scales", "weights"])
+def test_every_result_and_operand_is_looked_at(checker, host, share):
+    draw = draw_of(share, largest=1 << 19)
     for seed in [seed for seed in range(9) if draw(seed).exact]:
         for buffer in range(len(draw(seed).buffers)):
             host.after = lambda product, at=buffer: poke(product.addresses[at])
@@ -153,10 +177,10 @@ def test_what_is_written_far_away_is_found_at_last(checker, host):
 
 
 def test_a_portion_counts_what_it_ran(checker, host):
-    draw = draw_of("plain")
+    draw = Draw(covering_specs()[:40], 1 << 20, huge=0, run=1)
     found = try_portion(checker, host, draw, (3, 33), 7)
     assert (found.failures, found.wrong, found.outside) == ([], 0, 0)
-    assert found.counts["numbers checked"] == found.counts["dense"] == 30
+    assert found.counts == {"dense": 30, "numbers checked": 30}
     host.after = lambda product: product.trial.seed in (7, 9) and poke(first_result(product))
     found = try_portion(checker, host, draw, (5, 11), 1)
     assert (found.wrong, found.outside) == (2, 0)

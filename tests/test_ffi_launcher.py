@@ -32,6 +32,8 @@ from support.cubin_samples import SPEC
 from support.launches_on_cpu import parameter_bytes
 from support.random_calls import Call, random_calls
 
+from jax_hopper_gemm.dispatch import H200, choose, problem_violations
+from jax_hopper_gemm.dispatch.layout_legality import MAX_EXTENT
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch import ffi_target
@@ -217,6 +219,25 @@ def test_the_plan_of_a_gemm_runs(launcher, driver, digest, scheduler):
     assert launch["grid"] == list(plan.grid)
     assert launch["smem_bytes"] == spec.smem_bytes
     assert len(driver.calls("cuMemsetD32Async")) == len(plan.workspaces)
+
+
+def test_weight_gradients_of_under_32_gib_a_group_are_loaded_and_larger_ones_refused_by_dispatch(
+    launcher, driver, digest
+):
+    large = GemmProblem.grouped("k", 2**17, 2**17, 4096, 8)  # bfloat16: 2**35 bytes a group
+    assert problem_violations(large) == []
+    decision = choose(large, H200, kernel_only=True)
+    assert decision.spec is None and decision.reason.startswith(
+        "D, where it is zeros for empty groups, has 2147483648 vectors of 16 bytes without a gap, "
+        f"over {MAX_EXTENT}: split the product"
+    )
+    under = GemmProblem.grouped("k", 2**17, 2**17 - 64, 4096, 8)
+    decision = choose(under, H200, kernel_only=True)
+    assert decision.spec and decision.raster_order
+    plan = make_plan(under, decision.spec, decision.raster_order, H200.num_sms)
+    launcher.resolve = lambda digest, spec: driver.add_kernel(plan)
+    load(launcher, plan.encode(), digest)
+    assert len(launcher.resolved) == 1
 
 
 def test_a_digest_is_resolved_once_and_never_while_running(launcher, digest):

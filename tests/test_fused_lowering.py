@@ -314,6 +314,7 @@ def test_other_platforms_run_the_function():
         text("hopper", ("cpu",))
 
 
+@pytest.mark.slow
 def test_a_program_for_several_platforms_holds_both():
     def layer(x, w1, b1, w2, b2, g):
         return step(lambda *a: mlp(*a), g, x, w1, b1, w2, b2)

@@ -223,6 +223,7 @@ def test_our_functions_run_inside_modules_of_equinox_and_haiku():
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-3), tree, expected)
 
 
+@pytest.mark.slow
 def test_an_optax_loop_trains_alike_on_our_products():
     x = jax.random.normal(jax.random.key(0), (64, 8))
     y = jnp.sin(x).sum(axis=1, keepdims=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import re
+import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +33,7 @@ def lower(m: int) -> None:
     assert launches_of(function, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
 
 
+@pytest.mark.slow
 def test_what_is_remembered_of_jaxprs_is_let_go_with_the_caches_of_jax():
     lower(8)
     token, context = memo.trace_context(), weakref.ref(memo._context(memo._KEY))
@@ -77,3 +81,13 @@ def test_threads_that_lower_at_once_get_what_one_alone_gets(hasty):
         thread.join()
     for each in found:
         assert len(each) == len(calls) and all(each == alone[at] for at, each in each)
+
+
+@pytest.mark.slow
+def test_shapes_that_run_on_the_host_leave_no_more_behind_than_those_of_plain_jax():
+    """Some; `tests/gpu/many_shapes.py` is a command for thousands."""
+    script = Path(__file__).with_name("gpu") / "many_shapes.py"
+    command = [sys.executable, str(script), "6", "--plain", "2", "--host"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^ours \d+/10, .* objects, .* MiB of the host", done.stdout, re.M)) == 6

@@ -104,6 +104,7 @@ def test_a_transpose_that_ends_with_a_batch_axis_stays_outside_of_the_product():
         same(jhg.accelerate(function)(p, v), function(p, v))
 
 
+@pytest.mark.slow
 def test_ragged_contractions_become_ours_with_derivatives_that_jax_lacks():
     def theirs(x: Any, w: Any) -> Any:
         return lax.ragged_dot_general(x, w, SIZES, CONTRACTED)
@@ -524,6 +525,7 @@ class Attention(nnx.Module):
         return self.linear(self.attention(x))
 
 
+@pytest.mark.slow
 def test_products_of_nnx_modules_become_ours():
     model = Attention(nnx.Rngs(0))
     x = integers((2, 4, 16), "bfloat16")
@@ -547,6 +549,7 @@ def test_products_of_nnx_modules_become_ours():
     assert all(np.any(x) for x in jax.tree.leaves(found["linear"]))
 
 
+@pytest.mark.slow
 def test_state_of_an_nnx_module_comes_back_where_it_is_returned():
     def steps(change: Callable[[Any], Any]) -> Any:
         model = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
@@ -575,6 +578,7 @@ class Normed(linen.Module):
         return linen.DenseGeneral((2, 4), **options)(x)
 
 
+@pytest.mark.slow
 def test_products_of_linen_modules_become_ours_and_state_comes_back():
     model = Normed()
     variables = model.init(jax.random.key(0), X, train=False)

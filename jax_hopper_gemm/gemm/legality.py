@@ -58,6 +58,9 @@ PARTS_REGISTERS = 16  # more, where bfloat16 parts of A are in registers
 # Accumulators beside which three parts leave no registers for epilogue tiles of over 16 columns.
 NARROW_EPILOGUE_ACC_REGISTERS = 192
 CONVERSION_REGISTERS = 48  # more, where B is converted: as it is, and as wgmma reads it
+# Of those that sums of a piece are promoted from: they are free where an epilogue runs. Where a
+# tile is one piece, or rows are in groups, ptxas spills.
+FREED_REGISTERS = 32
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
 # Of K that is split, beside partial sums and an epilogue; and how many must be left, where twice as
 # many partial sums as accumulators are held, for epilogue tiles of 64 columns.
@@ -75,12 +78,15 @@ def max_accumulators(spec: GemmSpec) -> int:
         left -= MAILBOX_REGISTERS
     if spec.bf16_terms:
         left -= PARTS_REGISTERS
-    if spec.b_block == 1:  # those of all columns of a thread, and their addresses
+    if spec.b_block == 1 and not spec.stages_scales:  # those of all columns, and their addresses
         left -= spec.tile_n // 4 + COLUMN_SCALE_REGISTERS
     if spec.converts_b:
         left -= CONVERSION_REGISTERS
     if spec.epilogue:
-        left -= epilogue_registers(spec.epilogue, spec.epi_tile_n)
+        in_pieces = spec.promoted and spec.acc_registers < 2 * spec.tile_registers
+        narrow = spec.epi_tile_n <= 32 and spec.grouped is None
+        free = FREED_REGISTERS if in_pieces and narrow else 0
+        left -= max(0, epilogue_registers(spec.epilogue, spec.epi_tile_n) - free)
     return min(MAX_ACC_REGISTERS[warpgroups], left)
 
 

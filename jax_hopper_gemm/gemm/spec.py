@@ -26,6 +26,7 @@ SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbo
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
 PROMOTION_K = 128  # elements of K after which `promoted` accumulators are added up
 MAX_SUM_COLUMNS = 192  # of promoted sums that fit beside a tile's accumulators, of as many columns
+MAX_STAGED_COLUMNS = 176  # the same where each column has a scale of its own
 BLOCKS = (1, 128)  # rows of A, and columns of B, that may share a scale
 PART_BUFFERS = 3  # k-tiles of B in parts: one written, one multiplied, one that slower warps read
 K_GROUPS = (32, 64, 128)  # elements of K of converted operands that may share a scale
@@ -208,7 +209,15 @@ class GemmSpec:
 
         They are a piece of a tile; one after the other takes the same registers.
         """
-        return self.tile_n if self.tile_n <= MAX_SUM_COLUMNS else self.tile_n // 2
+        most = MAX_STAGED_COLUMNS if self.stages_scales else MAX_SUM_COLUMNS
+        return self.tile_n if self.tile_n <= most else self.tile_n // 2
+
+    @property
+    def stages_scales(self) -> bool:
+        """Whether block scales arrive in stages: those of single lines of both operands do, but
+        where rows are grouped, which begin between multiples of 16 bytes."""
+        lines = self.a_block == self.b_block == 1
+        return lines and self.grouped != "m" and self.gathered is None
 
     @property
     def tile_registers(self) -> int:
@@ -294,7 +303,9 @@ class GemmSpec:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales of B that a stage gets."""
+        """Bytes of the scales that a stage gets: of B, or of a tile's rows and columns."""
+        if self.stages_scales:
+            return 4 * (self.tile_m + self.tile_n)
         return 4 * self.tile_n * (self.tile_k // self.k_group) if self.k_group else 0
 
     @property

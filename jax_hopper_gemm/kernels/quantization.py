@@ -63,8 +63,8 @@ class QuantizeKernel:
             if cutlass.const_expr(s.block == 1):
                 scales = self.scales_of_rows(self.wide(x))
                 at = (batch * cute.arch.grid_dim()[0] + tile_c) * args.rows + row
-                for i in cutlass.range_constexpr(CELL):
-                    if (place[1] == i) & inside:
+                for i in cutlass.range_constexpr(CELL):  # each by a thread of the row
+                    if (place[1] == i) & (row < args.rows):
                         _write(args.scales, at + i, scales[i][0])
             if inside:
                 wide = self.wide(x)

@@ -30,8 +30,6 @@ GRAPHS: tuple[EpilogueGraph, ...] = (
     *EIGHT_BIT.values(),
 )  # fmt: skip
 
-_ROUNDS = 3  # of looking for types: for some of the first there is no kernel that is worth it
-
 
 def problem_types() -> Iterator[ProblemType]:
     """Yields types of problems for which there are kernels."""
@@ -103,7 +101,8 @@ def traits_of_type(kind: ProblemType | GemmSpec) -> list[tuple[str, Hashable]]:
         ("arithmetic", arithmetic_of(kind)),
         ("groups", (kind.grouped, kind.gathered)),
         ("majors", (kind.a_major, kind.b_major, kind.d_major)),
-        ("batch", "nested" if kind.nested else kind.indexed),
+        *([("batch", "nested")] if kind.nested else []),
+        *([("stack of", kind.indexed)] if kind.indexed else []),
         ("results", kind.d_dtype),
         ("accumulators", graph.accumulators),
         ("epilogue", kind.epilogue is not None),
@@ -126,32 +125,34 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, Hashable]]:
 
 def families_of(specs: Iterable[GemmSpec]) -> set[frozenset]:
     """Returns the families that kernels belong to."""
-    return set().union(*(_pairs(traits_of(spec)) for spec in specs))
+    return set().union(*map(_families, specs))
 
 
-def _pairs(traits: list[tuple[str, Hashable]]) -> set[frozenset]:
-    return {frozenset(pair) for pair in itertools.combinations(traits, 2)}
+@cache
+def _families(kind: ProblemType | GemmSpec) -> frozenset[frozenset]:
+    traits = traits_of(kind) if isinstance(kind, GemmSpec) else traits_of_type(kind)
+    return frozenset(map(frozenset, itertools.combinations(traits, 2)))
 
 
 @cache
 def pool() -> tuple[GemmSpec, ...]:
     """Returns what dispatch can choose for types that together have all traits, and their pairs."""
     types = list(problem_types())
-    missing = set().union(*(_pairs(traits_of_type(kind)) for kind in types))
+    missing = set().union(*map(_families, types))
     found: dict[GemmSpec, None] = {}
 
     def shows(kind: ProblemType) -> set[frozenset]:
-        return _pairs(traits_of_type(kind)) & missing
+        return missing.intersection(_families(kind))
 
-    for _ in range(_ROUNDS):
-        few = covering_subset(types, shows)
+    while few := covering_subset(types, shows):
         more = dict.fromkeys(spec for kind in few for spec in model_specs(kind))
         missing -= families_of(more)
         found |= more
+        types = [kind for kind in types if kind not in few]  # some have no kernel that is worth it
     return tuple(found)
 
 
 def chosen_specs(others: Iterable[GemmSpec] = ()) -> list[GemmSpec]:
     """Returns few kernels that dispatch can choose; with `others` they are of every family."""
     there = families_of(others)
-    return covering_subset(pool(), lambda spec: _pairs(traits_of(spec)) - there)
+    return covering_subset(pool(), lambda spec: _families(spec) - there)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import many_shapes
 import numpy as np
 import pytest
@@ -223,24 +221,13 @@ def test_work_that_is_interrupted_leaves_all_in_order(tmp_path):
 
 def test_many_shapes_leave_no_more_behind_than_those_of_xla():
     """JAX_HOPPER_GEMM_SHAPES=10000 runs so many; kernels are built for as many."""
+    gpu = Gpu()
 
-    def left(gpu: Gpu) -> np.ndarray:
-        """Objects of Python, bytes of the host, and of the GPU."""
-        jax.clear_caches()
-        gc.collect()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        free, _ = gpu.call("cuMemGetInfo")
-        return np.array([len(gc.get_objects()), pages * resource.getpagesize(), -int(free)])
+    def free() -> int:
+        return int(gpu.call("cuMemGetInfo")[0])
 
-    gpu, growth = Gpu(), []
-    for function in (many_shapes.theirs, many_shapes.ours):
-        for i in range(3):  # what the first ones import and load
-            jax.jit(function)(*(jnp.ones(x.shape, x.dtype) for x in many_shapes.shapes(i)))
-        before = left(gpu)
-        for i in range(many_shapes.COUNT):
-            operands = [jnp.ones(x.shape, x.dtype) for x in many_shapes.shapes(i)]
-            jax.block_until_ready(jax.jit(function)(*operands))
-        growth.append(left(gpu) - before)
-    theirs, ours = growth
-    slack = np.array([300_000, 64 << 20, 64 << 20])  # memories of bounded size, and XLA's pool
-    assert (ours < theirs + slack).all(), growth
+    theirs, ours = (
+        [*many_shapes.growth(many_shapes.compiled(function), many_shapes.COUNT, free)][-1]
+        for function in (many_shapes.theirs, many_shapes.ours)
+    )
+    assert (ours < theirs + many_shapes.SLACK).all(), (theirs, ours)

@@ -389,11 +389,16 @@ def compiled_weights() -> tuple[GemmSpec, ...]:
 
 
 def shown_by_code(spec: GemmSpec) -> set[frozenset]:
-    """Returns each trait of a kernel, and each pair; in pairs, tiles of like widths are one."""
-    alone = {frozenset((trait,)) for trait in traits_of(spec)}
-    width = spec.tile_n if ALL else next(x for x in (32, 64, 128, 192, 256) if spec.tile_n <= x)
-    traits = [("width", width) if name == "tile_n" else (name, x) for name, x in traits_of(spec)]
-    return alone | {frozenset(pair) for pair in itertools.combinations(traits, 2)}
+    """Returns each trait of a kernel, and each pair; extents and dtypes are in pairs if `ALL`."""
+    traits = traits_of(spec)
+    paired = [x for x in traits if ALL or x[0] not in _EXTENTS_AND_DTYPES]
+    alone = {frozenset((trait,)) for trait in traits}
+    return alone | {frozenset(pair) for pair in itertools.combinations(paired, 2)}
+
+
+_EXTENTS_AND_DTYPES = (
+    "tile_m", "tile_n", "tile_k", "epi_tile_n", "cluster", "a_dtype", "b_dtype", "d_dtype",
+)  # fmt: skip
 
 
 def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
