@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..fusion.jaxprs import alike_in_shard_map
+from ..fusion.jaxprs import varying_together
 from ..ops.activations import Activation, activation_function
 from ..ops.batch_invariance import refuse_batch_invariance
 from ..ops.checks import as_arrays, as_cotangent_dtype, layers
@@ -151,4 +151,4 @@ def _varying(x: jax.Array, w: jax.Array, axis_name: Any) -> list[jax.Array]:
     """Returns the operands, varying over the same mesh axes, `axis_name` among them."""
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
     missing = tuple(set(names) - jax.typeof(x).manual_axis_type.varying)
-    return alike_in_shard_map(lax.pcast(x, missing, to="varying") if missing else x, w)
+    return varying_together(lax.pcast(x, missing, to="varying") if missing else x, w)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from .jaxprs import alike_in_shard_map
+from .jaxprs import varying_together
 
 # Calls that mean no more than their jaxpr, and the parameter that holds it.
 _CALLS = {
@@ -71,7 +71,7 @@ class Equation:
             return arrays
         params = self.primitive.get_bind_params(self.params)
         with self.context.manager:  # constants vary over no axis, whatever JAX made of them before
-            results = self.primitive.bind(*alike_in_shard_map(*arrays), **params)
+            results = self.primitive.bind(*varying_together(*arrays), **params)
         return results if self.primitive.multiple_results else (results,)
 
 

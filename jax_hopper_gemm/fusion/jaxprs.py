@@ -25,7 +25,7 @@ else:
 INLINED = {"pjit": "jaxpr", "jit": "jaxpr", "closed_call": "call_jaxpr"}
 
 
-def alike_in_shard_map(*arrays: Any) -> list[jax.Array]:
+def varying_together(*arrays: Any) -> list[jax.Array]:
     """Returns the arrays, each varying over every mesh axis that one of them varies over."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
     missing = [frozenset().union(*varying) - own for own in varying]

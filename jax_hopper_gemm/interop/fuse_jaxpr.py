@@ -20,8 +20,9 @@ from ..lowering.route import Request, current_device, route
 from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
+from .kinds import CALLS, PRODUCTS, Along, Kind, is_inlined, kind_of
 from .placement import in_place, updates_ordered
-from .regions import CALLS, PRODUCTS, Along, Region, Regions, is_inlined, kind_of
+from .regions import Region, Regions
 from .wide import Function, sum_dtype, widened
 
 
@@ -49,7 +50,7 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     alone: set[int] = set()
     apart: set[tuple[int, ...]] = set()
     unsummed: set[tuple[int, Along]] = set()
-    kinds = [*map(kind_of, equations)]
+    kinds: list[Kind] = [*map(kind_of, equations)]
     while True:
         regions = Regions(equations, results, alone, apart, unsummed, kinds)
         launches = {x: _launch(equations, x) for x in regions.regions if x.whole}

@@ -21,35 +21,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
-from typing import Literal as OneOf
 
-from ..fusion.op_table import covered
 from ..fusion.residuals import alive_after, variables
-from ..gemm.dtypes import EPILOGUE, QUANTIZED, RESULTS, names
-from ..primitives.dot import hopper_dot_p
-from ..primitives.ragged_dot import hopper_ragged_dot_p
+from ..gemm.dtypes import QUANTIZED, RESULTS
+from .kinds import (
+    FUSED_BY_XLA,
+    MOVES,
+    SUMS,
+    Along,
+    Kind,
+    along_of,
+    kind_of,
+    meets,
+    moves_units_alone,
+)
 
-Kind = OneOf["product", "elementwise", "layout", "reduction", "other"]
-Along = OneOf["rows", "columns"]  # what a reduction takes together
-
-# Calls that mean no more than their jaxpr, and the parameter that holds it.
-CALLS = {
-    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-}  # fmt: skip
-LAYOUTS = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze")  # of what meets a product
-MOVES = (*LAYOUTS, "transpose")  # also of products, if they move axes of extent 1 alone
-# Operations that XLA computes together with what their operands come from.
-FUSED_BY_XLA = frozenset(
-    {
-        "argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "concatenate",
-        "convert_element_type", "dynamic_slice", "expand_dims", "gather", "pad", "reduce_and",
-        "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape", "rev",
-        "slice", "split", "squeeze", "transpose",
-    }
-)  # fmt: skip
-PRODUCTS = (hopper_dot_p, hopper_ragged_dot_p)
-SUMS = names("sum")  # integers that products are, and nothing else in a kernel
 BOOL_BYTES = 3  # of a stored predicate: XLA makes it from a matrix that a kernel writes
 
 
@@ -150,10 +136,10 @@ class Regions:
             for x in inputs:
                 depends |= self._depends.get(x, 0)
                 statistics |= self._statistics.get(x, 0)
-                if kind != "elementwise" or _meets(x, equation):
+                if kind != "elementwise" or meets(x, equation):
                     cone |= self._cone.get(x, 0)
             if kind == "layout" and any(cone or self._kind(x) == "elementwise" for x in inputs):
-                moves = _moves_units_alone(equation)
+                moves = moves_units_alone(equation)
                 kind = "elementwise" if moves else "other" if cone else "layout"
             if kind == "reduction" and not cone:
                 kind = "other"
@@ -180,7 +166,7 @@ class Regions:
                     self._depends[variable] = depends
                 if cone:
                     self._cone[variable] = cone
-                elif kind == "reduction" and _along(equation) == "columns":
+                elif kind == "reduction" and along_of(equation) == "columns":
                     self._statistics[variable] = self._cone[inputs[0]]
                 elif kind in ("elementwise", "layout") and statistics:
                     self._statistics[variable] = statistics
@@ -194,7 +180,7 @@ class Regions:
         number = self.makers.get(variable)
         if number is None or self.kinds[number] != "reduction":
             return None
-        return _along(self.equations[number])
+        return along_of(self.equations[number])
 
     def _inputs(self, variable: Any) -> list[Any]:
         return self._inputs_of[self.makers[variable]]
@@ -210,7 +196,7 @@ class Regions:
             if number in self._by_xla:
                 continue
             for x in self._inputs_of[number]:
-                if kind == "elementwise" and _meets(x, equation):
+                if kind == "elementwise" and meets(x, equation):
                     continue
                 if kind == "layout" and self._kind(x) == "layout":
                     continue
@@ -240,7 +226,7 @@ class Regions:
                 continue
             second, first = (self._products[bit] for bit in bits)
             mask = sum(1 << bit for bit in bits)
-            if (first, second) in self._apart or not self._alike(first, second):
+            if (first, second) in self._apart or not self._make_a_gate(first, second):
                 continue
             region = Region((first, second), mask)
             if self._computes(region, variable):
@@ -257,7 +243,7 @@ class Regions:
         before, after = (x[0].aval.dtype.name for x in (equation.invars, equation.outvars))
         return of_product and before in SUMS and after in RESULTS
 
-    def _alike(self, first: int, second: int) -> bool:
+    def _make_a_gate(self, first: int, second: int) -> bool:
         """Whether two products differ in their right operands alone."""
         one, other = self.equations[first], self.equations[second]
         (lhs, right, *sizes), (same, up, *same_sizes) = one.invars, other.invars
@@ -511,24 +497,6 @@ class Regions:
                     region.last_read.add(x)
 
 
-def _meets(x: Any, equation: Any) -> bool:
-    """Whether an input of an elementwise equation has an element for each one of the result."""
-    return _without_units(x) == _without_units(equation.outvars[0])
-
-
-def _without_units(x: Any) -> list[Any]:
-    return [extent for extent in x.aval.shape if extent != 1]
-
-
-def _moves_units_alone(equation: Any) -> bool:
-    """Whether a layout leaves all axes of an extent over 1 as they are, one after the other."""
-    (x,), (out,) = equation.invars, equation.outvars
-    if equation.primitive.name != "transpose":
-        return _without_units(x) == _without_units(out)
-    moved = [axis for axis in equation.params["permutation"] if x.aval.shape[axis] != 1]
-    return moved == sorted(moved)
-
-
 def _is_matrix(variable: Any) -> bool:
     return sum(extent > 1 for extent in variable.aval.shape) > 1
 
@@ -547,76 +515,3 @@ def _bits_of(mask: int) -> Iterator[int]:
 
 def _bytes_of(stored: Iterable[Any]) -> int:
     return sum(BOOL_BYTES if x.aval.dtype == bool else x.aval.dtype.itemsize for x in stored)
-
-
-def kind_of(equation: Any) -> Kind:
-    """Returns what an equation is to a kernel."""
-    name = equation.primitive.name
-    if equation.primitive in PRODUCTS:
-        return "product" if equation.outvars[0].aval.dtype.name in RESULTS + SUMS else "other"
-    if equation.effects or len(equation.outvars) != 1:
-        return "other"
-    avals = [x.aval for x in (*equation.invars, *equation.outvars)]
-    held = EPILOGUE + QUANTIZED if name == "convert_element_type" else EPILOGUE
-    if not all(_is_held(aval, held) for aval in avals):
-        return "other"
-    if len({x.sharding.mesh for x in avals if not x.sharding.mesh.empty}) > 1:
-        return "other"  # It leads from Auto mesh axes into Explicit ones, or back.
-    if name in LAYOUTS or (name == "transpose" and _moves_units_alone(equation)):
-        return "layout" if len(equation.invars) == 1 else "other"
-    if name in ("reduce_sum", "reduce_max"):
-        return "reduction" if _along(equation) else "other"
-    return "elementwise" if _is_elementwise(equation) else "other"
-
-
-def _along(equation: Any) -> Along | None:
-    """Returns what a reduction of matrices takes together, if a kernel may do so."""
-    (x,), axes = equation.invars, [*equation.params["axes"]]
-    if x.aval.ndim < 2:
-        return None
-    *rows, columns = range(x.aval.ndim)
-    if axes == [columns]:
-        return "columns"
-    return "rows" if axes == rows and equation.primitive.name == "reduce_sum" else None
-
-
-def _is_held(aval: Any, dtypes: tuple[str, ...]) -> bool:
-    """Whether the elements of an array are of one of these dtypes, with which kernels compute."""
-    return getattr(getattr(aval, "dtype", None), "name", None) in dtypes
-
-
-def _is_elementwise(equation: Any) -> bool:
-    """Whether each element of the results depends on those of the inputs at the same place."""
-    if (parameter := CALLS.get(equation.primitive.name)) is None:
-        return covered(equation.primitive.name)
-    closed, shape = equation.params[parameter], equation.outvars[0].aval.shape
-    moved = (e for e in closed.jaxpr.eqns if e.primitive.name in LAYOUTS)
-    return (
-        all(x.aval.shape in ((), shape) for x in equation.invars)
-        and _is_elementwise_alone(closed)
-        and not any(x.aval.ndim for e in moved for x in e.invars)
-    )
-
-
-def _is_elementwise_alone(closed: Any) -> bool:
-    """Whether a jaxpr has equations alone that may become part of a region, or are of scalars."""
-    return _is_open(closed) and all(
-        kind_of(equation) in ("elementwise", "layout")
-        or (equation.primitive.name == "convert_element_type" and not equation.invars[0].aval.ndim)
-        for equation in closed.jaxpr.eqns
-    )
-
-
-def is_inlined(closed: Any) -> bool:
-    """Whether a jaxpr has equations alone that a kernel, or XLA, computes with those around it."""
-    return _is_open(closed) and all(
-        equation.primitive.name in FUSED_BY_XLA
-        or equation.primitive.name == "iota"
-        or _is_elementwise(equation)
-        for equation in closed.jaxpr.eqns
-    )
-
-
-def _is_open(closed: Any) -> bool:
-    """Whether nothing but the operands enters a jaxpr."""
-    return not (getattr(closed, "consts", ()) or closed.jaxpr.constvars)

@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 from ..fusion.jaxprs import ClosedJaxpr, traced
 from ..fusion.memo import interned, memoised
 from ..primitives.segments import segment_mask
-from .regions import CALLS
+from .kinds import CALLS
 
 WIDE = np.dtype(np.float32)
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.core import eval_jaxpr
 
-from ..fusion.jaxprs import abstract, alike_in_shard_map, traced
+from ..fusion.jaxprs import abstract, traced, varying_together
 from ..gemm.dtypes import residual_of
 from ..gemm.groups import Groups, is_varlen_k
 from ..gemm.product import Product
@@ -72,7 +72,7 @@ def fused_dot(
     of_rows = groups is not None and not is_varlen_k(product.subscripts)
     if groups:
         assert sizes is not None
-        lhs, *right_operands, sizes = alike_in_shard_map(lhs, *right_operands, sizes)
+        lhs, *right_operands, sizes = varying_together(lhs, *right_operands, sizes)
         by_group = tuple(of_rows and x.ndim == 3 for x in operands)
         residual = residual_of(lhs.dtype.name)
         function = partial(_by_rows, function, by_group, groups, residual)
@@ -80,7 +80,7 @@ def fused_dot(
         operands = (sizes, *(lax.squeeze(x, (1,)) if each else x for x, each in pairs))
         in_place = [None if x is None else x + 1 for x in in_place]
     else:
-        lhs, *right_operands = alike_in_shard_map(lhs, *right_operands)
+        lhs, *right_operands = varying_together(lhs, *right_operands)
     accumulators = abstract(
         partial(accumulators_of, product, by_xla=True),
         lhs, right_operands, *operands[: product.num_sizes_operands],

@@ -24,13 +24,13 @@ from .. import sharding
 from ..fusion.jaxprs import (
     ClosedJaxpr,
     abstract,
-    alike_in_shard_map,
     is_inexact,
     jvp_by,
     mapped,
     pruned,
     traced,
     transpose_by,
+    varying_together,
 )
 from ..fusion.memo import memoised
 from ..fusion.residuals import Tangent, tangent
@@ -328,7 +328,7 @@ def _transpose_dots(cotangents: Any, lhs: Any, *others: Any, product: Product) -
 def _added(x: Any, product: Product, lhs: Any, right: Any, *sizes: Any) -> Any:
     """Returns a matrix plus a product, where the matrix lies."""
     product = product.with_options(preferred_element_type=accumulator_dtype(x.dtype))
-    lhs, right, *counts = alike_in_shard_map(lhs, right, *sizes)
+    lhs, right, *counts = varying_together(lhs, right, *sizes)
 
     def function(y: Any, *operands: Any) -> list[Any]:
         total = (y + operands[-1]).astype(x.dtype)

@@ -22,7 +22,7 @@ from jax import numpy as jnp
 from jax.interpreters import ad, mlir
 
 from .. import sharding
-from ..fusion.jaxprs import alike_in_shard_map, traced
+from ..fusion.jaxprs import traced, varying_together
 from ..gemm.groups import (
     DGRAD,
     FORMS,
@@ -43,7 +43,7 @@ from .define import Rules, define_primitive, mapped_first
 from .dot import as_cotangent, entering
 from .group_sizes import sizes_of_each
 from .ragged_dot_sharded import NAME, call_at, emit_ragged, ragged_of_shards
-from .ragged_reference import alike, reference_ragged_dot
+from .ragged_reference import array_like_product, reference_ragged_dot
 
 
 def hopper_ragged_dot(
@@ -63,7 +63,7 @@ def hopper_ragged_dot(
         rows, as `jax.vmap` makes them.
       product: see `gemm.groups`; its precision and dtype are canonical.
     """
-    lhs, rhs, sizes = alike_in_shard_map(lhs, rhs, sizes)
+    lhs, rhs, sizes = varying_together(lhs, rhs, sizes)
     return hopper_ragged_dot_p.bind(lhs, rhs, sizes, product=product)
 
 
@@ -89,7 +89,7 @@ def _check(lhs: Any, rhs: Any, sizes: Any, product: Product) -> None:
 def _abstract_eval(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> Any:
     """The dtype is that of `lax.dot_general`, the shape that of `lax.ragged_dot`."""
     _check(lhs, rhs, sizes, product)
-    (out,) = traced(partial(alike, product=product), lhs, rhs, sizes).out_avals
+    (out,) = traced(partial(array_like_product, product=product), lhs, rhs, sizes).out_avals
     return out
 
 

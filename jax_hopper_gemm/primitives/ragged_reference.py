@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from ..fusion.jaxprs import alike_in_shard_map, traced
+from ..fusion.jaxprs import traced, varying_together
 from ..gemm.groups import VARLEN_K, VARLEN_K_T, VARLEN_M_KN, VARLEN_M_NK
 from ..gemm.product import Product
 from .group_sizes import clipped_sizes, group_of_rows
@@ -47,7 +47,7 @@ def reference_ragged_dot(
         )
         return _lax_ragged_dot_general(lhs, rhs, sizes, numbers, **options)
     own = group_of_rows(sizes, groups, lhs.shape[0])[:, None]
-    like = traced(partial(alike, product=product), lhs, rhs, sizes).out_avals[0]
+    like = traced(partial(array_like_product, product=product), lhs, rhs, sizes).out_avals[0]
     matrices = jnp.arange(groups.matrices(sizes.shape[0]), dtype=np.int32)
 
     if subscripts == VARLEN_K:
@@ -76,10 +76,10 @@ def _zero_unless(kept: jax.Array, array: jax.Array) -> jax.Array:
 
 def _zeros(aval: Any, array: jax.Array) -> jax.Array:
     """Returns zeros that vary over the mesh axes that `array` varies over."""
-    return alike_in_shard_map(jnp.zeros(aval.shape, aval.dtype), array)[0]
+    return varying_together(jnp.zeros(aval.shape, aval.dtype), array)[0]
 
 
-def alike(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> jax.Array:
+def array_like_product(lhs: Any, rhs: Any, sizes: Any, *, product: Product) -> jax.Array:
     """Returns an array like the product, and as cheap to trace as can be."""
     subscripts, groups = product.subscripts, product.groups
     assert groups

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import mlir
 
-from ..fusion.jaxprs import alike_in_shard_map
+from ..fusion.jaxprs import varying_together
 from ..lowering.origins import mark_rows
 from ..lowering.register import Lowering
 from .define import Rules, define_primitive, mapped_first
@@ -50,7 +50,7 @@ def sum_rows(x: jax.Array, sources: jax.Array, users: jax.Array) -> jax.Array:
     Returns:
       (R, ...), in the dtype of `x`.
     """
-    return sum_rows_p.bind(*alike_in_shard_map(x, sources, users))
+    return sum_rows_p.bind(*varying_together(x, sources, users))
 
 
 def _abstract_eval(x: Any, sources: Any, users: Any) -> Any:
@@ -167,7 +167,7 @@ def pick_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
       x: (S, K).
       rows: (R,) int32.
     """
-    return pick_rows_p.bind(*alike_in_shard_map(x, rows))
+    return pick_rows_p.bind(*varying_together(x, rows))
 
 
 def _abstract_pick(x: Any, rows: Any) -> Any:

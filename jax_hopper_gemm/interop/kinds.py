@@ -1,0 +1,124 @@
+"""What an equation is to a kernel: a product, elementwise, a layout, a reduction, or another."""
+
+from __future__ import annotations
+
+from typing import Any
+from typing import Literal as OneOf
+
+from ..fusion.op_table import covered
+from ..gemm.dtypes import EPILOGUE, QUANTIZED, RESULTS, names
+from ..primitives.dot import hopper_dot_p
+from ..primitives.ragged_dot import hopper_ragged_dot_p
+
+Kind = OneOf["product", "elementwise", "layout", "reduction", "other"]
+Along = OneOf["rows", "columns"]  # what a reduction takes together
+
+# Calls that mean no more than their jaxpr, and the parameter that holds it.
+CALLS = {
+    "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+}  # fmt: skip
+LAYOUTS = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze")  # of what meets a product
+MOVES = (*LAYOUTS, "transpose")  # also of products, if they move axes of extent 1 alone
+# Operations that XLA computes together with what their operands come from.
+FUSED_BY_XLA = frozenset(
+    {
+        "argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "concatenate",
+        "convert_element_type", "dynamic_slice", "expand_dims", "gather", "pad", "reduce_and",
+        "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape", "rev",
+        "slice", "split", "squeeze", "transpose",
+    }
+)  # fmt: skip
+PRODUCTS = (hopper_dot_p, hopper_ragged_dot_p)
+SUMS = names("sum")  # integers that products are, and nothing else in a kernel
+
+
+def kind_of(equation: Any) -> Kind:
+    """Returns what an equation is to a kernel."""
+    name = equation.primitive.name
+    if equation.primitive in PRODUCTS:
+        return "product" if equation.outvars[0].aval.dtype.name in RESULTS + SUMS else "other"
+    if equation.effects or len(equation.outvars) != 1:
+        return "other"
+    avals = [x.aval for x in (*equation.invars, *equation.outvars)]
+    held = EPILOGUE + QUANTIZED if name == "convert_element_type" else EPILOGUE
+    if not all(_is_held(aval, held) for aval in avals):
+        return "other"
+    if len({x.sharding.mesh for x in avals if not x.sharding.mesh.empty}) > 1:
+        return "other"  # It leads from Auto mesh axes into Explicit ones, or back.
+    if name in LAYOUTS or (name == "transpose" and moves_units_alone(equation)):
+        return "layout" if len(equation.invars) == 1 else "other"
+    if name in ("reduce_sum", "reduce_max"):
+        return "reduction" if along_of(equation) else "other"
+    return "elementwise" if _is_elementwise(equation) else "other"
+
+
+def along_of(equation: Any) -> Along | None:
+    """Returns what a reduction of matrices takes together, if a kernel may do so."""
+    (x,), axes = equation.invars, [*equation.params["axes"]]
+    if x.aval.ndim < 2:
+        return None
+    *rows, columns = range(x.aval.ndim)
+    if axes == [columns]:
+        return "columns"
+    return "rows" if axes == rows and equation.primitive.name == "reduce_sum" else None
+
+
+def _is_held(aval: Any, dtypes: tuple[str, ...]) -> bool:
+    """Whether the elements of an array are of one of these dtypes, with which kernels compute."""
+    return getattr(getattr(aval, "dtype", None), "name", None) in dtypes
+
+
+def _is_elementwise(equation: Any) -> bool:
+    """Whether each element of the results depends on those of the inputs at the same place."""
+    if (parameter := CALLS.get(equation.primitive.name)) is None:
+        return covered(equation.primitive.name)
+    closed, shape = equation.params[parameter], equation.outvars[0].aval.shape
+    moved = (e for e in closed.jaxpr.eqns if e.primitive.name in LAYOUTS)
+    return (
+        all(x.aval.shape in ((), shape) for x in equation.invars)
+        and _is_elementwise_alone(closed)
+        and not any(x.aval.ndim for e in moved for x in e.invars)
+    )
+
+
+def _is_elementwise_alone(closed: Any) -> bool:
+    """Whether a jaxpr has equations alone that may become part of a region, or are of scalars."""
+    return _is_open(closed) and all(
+        kind_of(equation) in ("elementwise", "layout")
+        or (equation.primitive.name == "convert_element_type" and not equation.invars[0].aval.ndim)
+        for equation in closed.jaxpr.eqns
+    )
+
+
+def is_inlined(closed: Any) -> bool:
+    """Whether a jaxpr has equations alone that a kernel, or XLA, computes with those around it."""
+    return _is_open(closed) and all(
+        equation.primitive.name in FUSED_BY_XLA
+        or equation.primitive.name == "iota"
+        or _is_elementwise(equation)
+        for equation in closed.jaxpr.eqns
+    )
+
+
+def _is_open(closed: Any) -> bool:
+    """Whether nothing but the operands enters a jaxpr."""
+    return not (getattr(closed, "consts", ()) or closed.jaxpr.constvars)
+
+
+def meets(x: Any, equation: Any) -> bool:
+    """Whether an input of an elementwise equation has an element for each one of the result."""
+    return _without_units(x) == _without_units(equation.outvars[0])
+
+
+def _without_units(x: Any) -> list[Any]:
+    return [extent for extent in x.aval.shape if extent != 1]
+
+
+def moves_units_alone(equation: Any) -> bool:
+    """Whether a layout leaves all axes of an extent over 1 as they are, one after the other."""
+    (x,), (out,) = equation.invars, equation.outvars
+    if equation.primitive.name != "transpose":
+        return _without_units(x) == _without_units(out)
+    moved = [axis for axis in equation.params["permutation"] if x.aval.shape[axis] != 1]
+    return moved == sorted(moved)
