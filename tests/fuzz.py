@@ -11,6 +11,7 @@ again, alone. `.ci/run` runs each for a moment, in `test_fuzz.py` and where its 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import random
@@ -240,8 +241,7 @@ def programs(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
 def shapes(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
     """Twenty more shapes, lowered and run on the stand-in: memory grows as JAX's own does."""
     patch.syspath_prepend(ROOT / "tests" / "gpu")
-    import many_shapes
-
+    many_shapes: Any = importlib.import_module("many_shapes")
     harness.build_fakes(folder)
     patch.setenv("JAX_HOPPER_GEMM_LIBCUDA", str(folder / "fake_cuda.so"))
     functions = many_shapes.ours, many_shapes.theirs
