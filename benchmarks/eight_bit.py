@@ -10,22 +10,19 @@ on each kernel of a list, whatever dispatch would choose. Median of the burst re
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, estimate, legal_specs
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
@@ -174,15 +171,10 @@ def of_one_kernel(problem: GemmProblem, spec: GemmSpec, order: RasterOrder) -> C
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--build", type=Path, metavar="FOLDER", help="only compile the kernels")
+    parser = command_line.parser(__doc__, rounds=5)
     parser.add_argument("--cases", default="", help="only cases whose name has this in it")
     parser.add_argument("--quick", action="store_true", help="only what 90 seconds show")
     parser.add_argument("--kernels", type=int, default=0, help="kernels of plain products to time")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     named = map(CASES.get, QUICK) if arguments.quick else CASES.values()
     cases = [case for case in named if case and arguments.cases in case.name]
@@ -191,9 +183,7 @@ def main() -> int:
         for case in cases:
             if not case.scales:
                 specs += [spec for spec, _ in kernels_of(case, arguments.kernels)]
-        report = cubin.build(list(dict.fromkeys(specs)), folder=arguments.build)
-        print(report)
-        return 1 if report.failures else 0
+        return command_line.build(specs, arguments.build)
     rows = []
     benchmark.begin("burst", f"{'product':42} {'XLA us':>9} {'ours us':>9} {'TFLOP/s':>8} XLA/ours")
     for case in cases:
@@ -216,9 +206,7 @@ def main() -> int:
             print(f"    {timings[name].median:9.1f}  {name}", flush=True)
         found = {name: t.to_dict() for name, t in timings.items()}
         rows.append({"case": case.name, "kernel": spec.name, "timings": found})
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0
+    return command_line.write(arguments.json, rows)
 
 
 def _rest(problem: GemmProblem) -> None:

@@ -10,25 +10,23 @@ XLA pays for the same jnp code. In the end a training step of a gated MLP, with 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import importlib.util
-import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import cubin
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.lowered import specs_of
 
@@ -344,28 +342,19 @@ def format_row(row: Row) -> str:
     )
 
 
-def build(cases: Sequence[tuple[Case, tuple[int, int, int]]], folder: Path) -> int:
-    """Builds every kernel that the benchmark runs; returns the exit status."""
-    specs = {}
+def all_specs(cases: Sequence[tuple[Case, tuple[int, int, int]]]) -> Iterator[GemmSpec]:
+    """Yields every kernel that the benchmark runs."""
     for case, shape in cases:
         arguments = abstract(case, shape)
-        specs |= dict.fromkeys(specs_of(case.ours, *arguments))
+        yield from specs_of(case.ours, *arguments)
         if case is not TRAINING:
-            specs |= dict.fromkeys(specs_of(plain, *arguments))
-    report = cubin.build(list(specs), folder=folder)
-    print(report)
-    return 1 if report.failures else 0
+            yield from specs_of(plain, *arguments)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__, rounds=5)
     parser.add_argument("cases", nargs="*", help="words of the cases' names [all]")
     parser.add_argument("--regime", choices=(*benchmark.REGIMES, "both"), default="burst")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each candidate")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--build-only", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
     pairs = [(case, shape) for shape in (LARGE, SQUARE) for case in (*CASES, GATED)]
     pairs.append((TRAINING, MLP))
@@ -373,10 +362,10 @@ def main() -> int:
     chosen = [(c, s) for c, s in pairs if not words or any(word in c.name for word in words)]
     if not chosen:
         parser.error(f"no case is named so; there are {', '.join({c.name for c, _ in pairs})}")
-    if arguments.build_only:
-        return build(chosen, arguments.build_only)
+    if arguments.build:
+        return command_line.build(all_specs(chosen), arguments.build)
 
-    regimes, facts = benchmark.begin(arguments.regime, HEADER)
+    regimes, _ = benchmark.begin(arguments.regime, HEADER)
     rows: list[Row] = []
     profiles: dict[str, list[tuple[str, float]]] = {}
     for case, shape in chosen:
@@ -389,14 +378,9 @@ def main() -> int:
     for name, kernels in profiles.items():
         print(f"\nkernels of the training step, {name}: {len(kernels)}")
         print("\n".join(f"{us:9.1f} us  {kernel}" for kernel, us in kernels))
-    if arguments.json:
-        document = {
-            "environment": facts,
-            "rows": [row.to_dict() for row in rows],
-            "training_step_kernels": profiles,
-        }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return command_line.write(
+        arguments.json, [row.to_dict() for row in rows], training_step_kernels=profiles
+    )
 
 
 if __name__ == "__main__":

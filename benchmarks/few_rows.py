@@ -11,14 +11,14 @@ streams that compute D's transpose in their place. Burst regime, CUPTI.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from jax_hopper_gemm import cubin, dispatch
+import command_line
+
+from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.dispatch.candidates import filled_spec
 from jax_hopper_gemm.dispatch.configs import Config
 from jax_hopper_gemm.dispatch.cost import best_raster_order
@@ -76,15 +76,10 @@ def candidates(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--build", type=Path, metavar="FOLDER")
+    parser = command_line.parser(__doc__, rounds=3)
     parser.add_argument("--rows", type=int, nargs="+", help="of A [all]")
     parser.add_argument("--schedulers", nargs="+", default=["static"])
     parser.add_argument("--transposed", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     problems = list(shapes.suite("few_rows"))
     if arguments.rows:
@@ -92,9 +87,7 @@ def main() -> int:
     if arguments.build:
         options = {"schedulers": arguments.schedulers, "transposed": arguments.transposed}
         specs = (s for p in problems for _, s in candidates(p, **options))
-        report = cubin.build(list(dict.fromkeys(specs)), folder=arguments.build)
-        print(report)
-        return 1 if report.failures else 0
+        return command_line.build(specs, arguments.build)
     return measure(problems, arguments)
 
 
@@ -121,10 +114,7 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> int:
         ours = next((t.median for name, t in timings.items() if name == "forced"), xla)
         print(f"{what:28} xla {xla:.1f}  forced {ours:.1f} ({xla / ours:.3f})  {text}", flush=True)
         rows.append({"problem": what, **{name: t.to_dict() for name, t in timings.items()}})
-    if arguments.json:
-        document = {"environment": benchmark.environment(), "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return command_line.write(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,18 @@ CUPTI.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import numpy as np
 from jax import lax
 
-from jax_hopper_gemm import cubin, dispatch
+from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.dispatch.candidates import model_specs
 from jax_hopper_gemm.dispatch.cost import best_raster_order
 from jax_hopper_gemm.dispatch.legality import pairing_violations
@@ -96,17 +95,12 @@ def error_of(function: Callable, problem: GemmProblem, inputs: tuple) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--build", type=Path, metavar="FOLDER")
+    parser = command_line.parser(__doc__, rounds=3)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--majors", nargs="+", default=["".join(pair) for pair in MAJORS])
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS))
     parser.add_argument("--xla", nargs="*", default=list(XLA), help="precisions of XLA's products")
     parser.add_argument("--all", action="store_true", help="also kernels that are not chosen")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found = list(problems(arguments.sizes, arguments.majors))
     if arguments.build:
@@ -116,9 +110,7 @@ def main() -> int:
             for precision in arguments.precisions
             for spec in kernels(problem, precision, arguments.all).values()
         ]
-        report = cubin.build(list(dict.fromkeys(specs)), folder=arguments.build)
-        print(report)
-        return 1 if report.failures else 0
+        return command_line.build(specs, arguments.build)
     return measure(found, arguments)
 
 
@@ -155,10 +147,7 @@ def measure(found: list[GemmProblem], arguments: argparse.Namespace) -> int:
             )
         timed = {name: t.to_dict() | {"error": errors[name]} for name, t in timings.items()}
         rows.append({"problem": what, **timed})
-    if arguments.json:
-        document = {"environment": benchmark.environment(), "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return command_line.write(arguments.json, rows)
 
 
 if __name__ == "__main__":

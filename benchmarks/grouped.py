@@ -17,22 +17,20 @@ import functools
 import importlib
 import importlib.util
 import itertools
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import command_line
 import group_sizes
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import cubin
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.lowered import specs_of
@@ -414,36 +412,24 @@ def timed(
     return timing.alternate(bursts, rounds, pause)
 
 
-def build(arguments: argparse.Namespace) -> int:
-    """Builds every kernel that the benchmark runs; returns the exit status."""
-    specs: dict[GemmSpec, None] = {}
+def all_specs(arguments: argparse.Namespace) -> Iterator[GemmSpec]:
+    """Yields every kernel that the benchmark runs."""
     for name, what in itertools.product(arguments.shapes, arguments.what):
-        specs |= dict.fromkeys(specs_of(ours()[what], *abstract(SHAPES[name])))
-    report = cubin.build(list(specs), folder=arguments.build_only)
-    print(report)
-    return 1 if report.failures else 0
+        yield from specs_of(ours()[what], *abstract(SHAPES[name]))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__, rounds=5)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--what", nargs="+", choices=WHAT, default=list(WHAT))
     parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
     parser.add_argument("--regime", choices=(*benchmark.REGIMES, "both"), default="burst")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each candidate")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--build-only", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
-    if arguments.build_only:
-        return build(arguments)
+    if arguments.build:
+        return command_line.build(all_specs(arguments), arguments.build)
     rows = [row.to_dict() for row in run(arguments)]
-    if arguments.json:
-        document = {"environment": benchmark.environment(), "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return command_line.write(arguments.json, rows)
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:

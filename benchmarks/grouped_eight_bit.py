@@ -10,24 +10,22 @@ from bfloat16's result, relative to its largest element, "norm" that in norm. Bu
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+import command_line
 import grouped
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import cubin, recipes
+from jax_hopper_gemm import recipes
 from jax_hopper_gemm.testing import benchmark
-from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.testing.lowered import all_specs_of
 
 SHAPES = ("deepseek", "qwen3")
 PLAIN = "bfloat16"
@@ -62,15 +60,10 @@ def kernels_of(function: Any, inputs: Sequence[Any], calls: int) -> tuple[float,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--build", type=Path, metavar="FOLDER", help="only compile the kernels")
+    parser = command_line.parser(__doc__, rounds=3)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--sizes", nargs="+", choices=grouped.SIZES, default=["even", "uneven"])
     parser.add_argument("--what", nargs="+", choices=grouped.WHAT, default=list(grouped.WHAT))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.build:
         shapes = [grouped.abstract(grouped.SHAPES[name]) for name in arguments.shapes]
@@ -79,11 +72,9 @@ def main() -> int:
             for shape in shapes
             for what in arguments.what
             for function in functions(what).values()
-            for spec in specs_of(function, *shape)
+            for spec in all_specs_of(function, *shape)
         ]
-        report = cubin.build(list(dict.fromkeys(found)), folder=arguments.build)
-        print(report)
-        return 1 if report.failures else 0
+        return command_line.build(found, arguments.build)
     head = f"{'':<36} {'kernel us':>10} {'TFLOP/s':>8} {'x':>5} {'all us':>9} {'error':>8}"
     benchmark.begin("burst", f"{head} {'norm':>7}")
     rows = []
@@ -102,10 +93,7 @@ def main() -> int:
                         f"{row['norm']:>7.4f}", flush=True,
                     )  # fmt: skip
                     rows.append({"shape": name, "sizes": kind, "what": what, **row})
-    if arguments.json:
-        document = {"environment": benchmark.environment(), "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return command_line.write(arguments.json, rows)
 
 
 def timed(

@@ -30,17 +30,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 from model_programs import FAMILIES, Model
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import cubin, recipes
-from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm import recipes
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.testing import benchmark, timing
-from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.testing.lowered import all_specs_of
 
 REGIMES = ("burst", "kernels", "sustained")
 SIZES = ("small", "large")
@@ -114,14 +114,16 @@ class Program:
         run = nnx.jit(wrap(programs.step), donate_argnums=(0, 1))
         return partial(run, module, optimizer, batch)
 
-    def specs(self) -> list[GemmSpec]:
+    def specs(self) -> list[KernelSpec]:
         """Returns the kernels of the accelerated program; no GPU is needed."""
         batch = jax.eval_shape(self.model.batch)
         if self.framework == "jnp":
             state = jax.eval_shape(self.model.state)
             if self.what == "forward":
-                return specs_of(self.accelerate(jhg)(self.model.loss), state["parameters"], batch)
-            return specs_of(self.accelerate(jhg)(self.model.step), state, batch)
+                return all_specs_of(
+                    self.accelerate(jhg)(self.model.loss), state["parameters"], batch
+                )
+            return all_specs_of(self.accelerate(jhg)(self.model.step), state, batch)
         import nnx_programs as programs
         from flax import nnx
 
@@ -141,7 +143,7 @@ class Program:
             objects = nnx.merge(graph, state)
             return step(*objects, batch), nnx.state(objects)
 
-        return specs_of(run, state, batch)
+        return all_specs_of(run, state, batch)
 
 
 def _unchanged(function: Any) -> Any:
@@ -266,17 +268,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def build(chosen: Sequence[Program], folder: Path) -> int:
-    """Builds every kernel that the benchmark runs; returns the exit status."""
-    report = cubin.build(list(dict.fromkeys(s for p in chosen for s in p.specs())), folder=folder)
-    print(report)
-    return 1 if report.failures else 0
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__, rounds=5)
     parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
@@ -284,17 +277,15 @@ def main() -> int:
     parser.add_argument("--recipe", choices=RECIPES, default="none", help="8 bits, of the kernels")
     parser.add_argument("--regime", nargs="+", choices=REGIMES, default=["burst"])
     parser.add_argument("--steps", type=int, default=10, help="in a turn")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each candidate")
     parser.add_argument("--list", action="store_true", help="list the programs, time none")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--build-only", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
     if arguments.list:
         for program in programs(arguments):
             print(program, program.model.size)
         return 0
-    if arguments.build_only:
-        return build(programs(arguments), arguments.build_only)
+    if arguments.build:
+        specs = (spec for program in programs(arguments) for spec in program.specs())
+        return command_line.build(specs, arguments.build)
     figures = run(arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")

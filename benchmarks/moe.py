@@ -23,18 +23,18 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
 from grouped import RATE, SCALE, SLOW, TOO_SLOW, first_line, timed
 from moe_programs import MoeProgram, rows_written, step_of
 
-from jax_hopper_gemm import cubin, moe
+from jax_hopper_gemm import moe
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.lowered import specs_of
@@ -422,16 +422,11 @@ def profile(program: Program, inputs: tuple) -> list[tuple[str, float]]:
     return [(name, milliseconds * 1e3) for name, milliseconds in found or []]
 
 
-def build(shapes: Sequence[str], what: Sequence[str], folder: Path) -> int:
-    """Builds every kernel that the benchmark runs; returns the exit status."""
-    specs: dict[GemmSpec, None] = {}
+def all_specs(shapes: Sequence[str], what: Sequence[str]) -> Iterator[GemmSpec]:
+    """Yields every kernel that the benchmark runs."""
     for shape in (SHAPES[name] for name in shapes):
         for each in what:
-            function = timed_function(ours, each, shape.k)
-            specs |= dict.fromkeys(specs_of(function, *shape.abstract()))
-    report = cubin.build(list(specs), folder=folder)
-    print(report)
-    return 1 if report.failures else 0
+            yield from specs_of(timed_function(ours, each, shape.k), *shape.abstract())
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -462,20 +457,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__, rounds=5)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--what", nargs="+", choices=WHAT, default=list(WHAT))
     parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
     parser.add_argument("--regime", choices=(*benchmark.REGIMES, "both"), default="burst")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each candidate")
     parser.add_argument("--profile", action="store_true", help="list the kernels of each candidate")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--build-only", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
-    if arguments.build_only:
-        return build(arguments.shapes, arguments.what, arguments.build_only)
+    if arguments.build:
+        specs = all_specs(arguments.shapes, arguments.what)
+        return command_line.build(specs, arguments.build)
     figures = run(arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -1,17 +1,16 @@
-"""Times quantization as products by recipes ask XLA for it, against the bytes that it must move.
+"""Times quantization, by kernels and by XLA, against the bytes that it must move.
 
     python benchmarks/quantization.py --json quantization.json --hlo FOLDER
 
 An array (M, K) of bfloat16 becomes values of 8 bits with scales: along K, as a forward product
 reads it; along M and transposed, as the gradient of weights does; or both, from one read. "bytes"
 are an element's least: one read, and the results. "rate" is these over the time, "of copy" that
-over the rate of a copy of the array. Median of the burst regime, by CUPTI; "kernels" are XLA's.
+over the rate of a copy of the array. Median of the burst regime, by CUPTI; "kernels" are those of
+the program.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import sys
 import time
@@ -20,23 +19,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.primitives.quantize import rounded
+from jax_hopper_gemm.primitives.quantize import hopper_quantize, rounded
 from jax_hopper_gemm.testing import benchmark, timing
+from jax_hopper_gemm.testing.lowered import all_specs_of
 
 E4M3 = jnp.float8_e4m3fn
 SHAPES = ((8192, 4096), (8192, 14336), (4096, 4096))
 
 
-def along_k(x: Any) -> Any:
-    return jhg.quantize(x, E4M3, (1, 128))
+def along_k(x: Any, block: int = 1, by: str | None = None) -> Any:
+    return hopper_quantize(x, E4M3, block, transposed=False, by=by)
 
 
-def along_m(x: Any) -> Any:
-    return jax.tree.map(jnp.transpose, jhg.quantize(x, E4M3, (128, 1)))
+def along_m(x: Any, block: int = 1, by: str | None = None) -> Any:
+    return hopper_quantize(x, E4M3, block, transposed=True, by=by)
+
+
+def both(x: Any, block: int = 1, by: str | None = None) -> Any:
+    return along_k(x, block, by), along_m(x, block, by)
 
 
 def transposed(x: jhg.Quantized) -> Any:
@@ -53,12 +58,17 @@ CASES: dict[str, tuple[Callable[[Any], Any], float]] = {  # and the least bytes 
     "given scale, also transposed": (lambda x: (given(x), given(x).T), 4),
     "tensor": (partial(jhg.quantize, dtype=E4M3), 3),
     "tensor, also transposed": (lambda x: transposed(jhg.quantize(x, E4M3)), 4),
-    "1x128 along K": (along_k, 3 + 4 / 128),
-    "1x128 along M, transposed": (along_m, 3 + 4 / 128),
-    "1x128 both ways": (lambda x: (along_k(x), along_m(x)), 4 + 8 / 128),
-    "128x128": (lambda x: jhg.quantize(x, E4M3, (128, 128)), 3),
-    "128x128, also transposed": (lambda x: transposed(jhg.quantize(x, E4M3, (128, 128))), 4),
 }
+CASES |= {
+    f"{block}x128 {way}{', by XLA' if by else ''}": (
+        partial(function, block=block, by=by), nbytes + (nbytes - 2) * 4 / 128 / block
+    )
+    for way, function, nbytes in (
+        ("along K", along_k, 3), ("along M", along_m, 3), ("both", both, 4),
+    )
+    for block in (1, 128)
+    for by in (None, "xla")
+}  # fmt: skip
 
 
 def kernels(text: str) -> int:
@@ -69,22 +79,24 @@ def kernels(text: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser = command_line.parser(__doc__, rounds=5)
+    parser.add_argument("--cases", default="", help="only those whose names hold this")
     parser.add_argument("--hlo", type=Path, help="write the compiled programs to this folder")
     arguments = parser.parse_args()
+    chosen = {x: case for x, case in CASES.items() if arguments.cases in x or x == "copy"}
+    if arguments.build:
+        x = jax.ShapeDtypeStruct(SHAPES[0], jnp.bfloat16)
+        specs = [spec for f, _ in chosen.values() for spec in all_specs_of(f, x)]
+        return command_line.build(specs, arguments.build)
     header = f"{'':<40} {'us':>9} {'kernels':>8} {'bytes':>6} {'rate TB/s':>10} {'of copy':>8}"
-    _, facts = benchmark.begin("burst", header)
+    benchmark.begin("burst", header)
     rows: list[dict[str, Any]] = []
     for m, k in SHAPES:
         sets = [
             (jax.random.normal(jax.random.key(i), (m, k), jnp.bfloat16),)
             for i in range(timing.sets_to_rotate(2 * m * k))
         ]
-        functions = {name: jax.jit(function) for name, (function, _) in CASES.items()}
+        functions = {name: jax.jit(function) for name, (function, _) in chosen.items()}
         texts = {name: f.lower(*sets[0]).compile().as_text() for name, f in functions.items()}
         if arguments.hlo:
             arguments.hlo.mkdir(parents=True, exist_ok=True)
@@ -105,9 +117,7 @@ def main() -> int:
                 f"{f'{m}x{k} {name}':<40} {t.median:>9.1f} {count:>8} {row['bytes']:>6.2f} "
                 f"{rates[name]:>10.2f} {rates[name] / rates['copy']:>8.2f}", flush=True,
             )  # fmt: skip
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
-    return 0
+    return command_line.write(arguments.json, rows)
 
 
 if __name__ == "__main__":

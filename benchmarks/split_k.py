@@ -10,11 +10,10 @@ product is compared with XLA's before it is timed, and must have the same bits 2
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import replace
-from pathlib import Path
+
+import command_line
 
 from jax_hopper_gemm.dispatch import H200, choose
 from jax_hopper_gemm.dispatch.candidates import filled_spec
@@ -95,15 +94,6 @@ def label(spec: GemmSpec) -> str:
     )
 
 
-def build(folder: Path) -> int:
-    from jax_hopper_gemm import cubin
-
-    specs = [spec for shape in SHAPES for spec, _ in candidates(problem_of(shape)).values()]
-    report = cubin.build(list(dict.fromkeys(specs)), folder=folder)
-    print(report)
-    return 1 if report.failures else 0
-
-
 def run(rounds: int) -> list[dict]:
     import numpy as np
 
@@ -149,19 +139,12 @@ def run(rounds: int) -> list[dict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--build", type=Path, metavar="FOLDER", help="compile the kernels there")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser = command_line.parser(__doc__, rounds=5)
     arguments = parser.parse_args()
     if arguments.build:
-        return build(arguments.build)
-    rows = run(arguments.rounds)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
-    return 0
+        specs = (spec for shape in SHAPES for spec, _ in candidates(problem_of(shape)).values())
+        return command_line.build(specs, arguments.build)
+    return command_line.write(arguments.json, run(arguments.rounds))
 
 
 if __name__ == "__main__":

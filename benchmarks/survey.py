@@ -1,12 +1,16 @@
 """Times candidate kernels and XLA over random dense products: the data of `fit_xla.py`.
 
-    python benchmarks/survey.py --count 150 --json survey.json
-    python benchmarks/survey.py --count 150 --build-only FOLDER   # compiles, needs no GPU
+    python benchmarks/survey.py --build FOLDER --seed 5       # compiles the kernels, needs no GPU
+    JAX_HOPPER_GEMM_CUBINS=FOLDER python benchmarks/survey.py --seed 5 --json survey.json
 
-Products are drawn by a seed from extents of published models and log-uniformly, with all layouts;
-those of the `heldout` suite are left out. Of each, the candidates of least expected cost are timed
-in one program with XLA's own product, so that all share clock and temperature. The time of a
-kernel is CUPTI's, the median over the rounds; every launch reads another set of inputs.
+Products are drawn by a seed from extents of published models and log-uniformly, with all layouts.
+Every second one has a small side and a long K, or A stored (K, M): there most is lost. Those of the
+`heldout` suite are left out, unless `--heldout` asks for them alone.
+
+Of each product these kernels are timed, in one program with XLA's own product, so that all share
+clock and temperature: the one that dispatch would run, those of least expected cost, the best of
+each kind, and the best two of `WIDE`, which dispatch does not know. The time of a kernel is
+CUPTI's, the median over the rounds; every launch reads another set of inputs.
 """
 
 from __future__ import annotations
@@ -17,36 +21,123 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jax_hopper_gemm import cubin
-from jax_hopper_gemm.dispatch import H200, Device, choose, tuner
+from jax_hopper_gemm.dispatch import H200, Device, choose
+from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs, worthwhile
+from jax_hopper_gemm.dispatch.configs import Config
+from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate
+from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
+from jax_hopper_gemm.dispatch.tuner import Candidate
+from jax_hopper_gemm.gemm.grid import k_split
 from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.gemm.spec import SWIZZLE_BYTES, GemmSpec, ProblemType
 from jax_hopper_gemm.testing import benchmark, shapes, timing
 
 RATE = 5e14  # FLOP/s that a pause between rounds is reckoned with
+SMALL_SIDE, LONG_K = 700, 1024  # of D, and of products that more is to be learnt of
+LEADERS = 2  # kernels of least expected cost, before one of each kind
+WIDE_COUNT = 2
+HOPELESS = 1.5  # times the least expected cost: not timed
+BATCH = 64  # products that are compiled at once
+WIDE = (
+    *(
+        Config(tile_m, tile_n, cluster_m=m, cluster_n=n, split_k=split_k)
+        for tile_m, tile_n, (m, n), split_k in product(
+            (64, 128, 256), range(16, 257, 16), ((1, 1), (2, 1), (1, 2)), (False, True)
+        )
+    ),
+    *(
+        Config(64, n, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first=operand, split_k=split_k)
+        for n, operand, split_k in product((16, 32, 48, 64, 128), ("a", "b"), (False, True))
+    ),
+)
 
 
-def candidates(problem: GemmProblem, device: Device, count: int) -> list[tuner.Candidate]:
-    """Returns the kernel that dispatch chooses, and others of least expected cost.
-
-    No two have the same name, by which a profile tells them apart.
-    """
-    by_name: dict[str, tuner.Candidate] = {}
-    chosen = choose(problem, device, kernel_only=True)
-    if chosen.spec and chosen.raster_order:
-        by_name[chosen.spec.name] = chosen.spec, chosen.raster_order
-    for spec, order in tuner.ranked_candidates(problem, device, count):
-        by_name.setdefault(spec.name, (spec, order))
-    return list(by_name.values())[:count]
+def products(count: int, seed: int) -> list[GemmProblem]:
+    """Returns random products, every second one of those that more is to be learnt of."""
+    held_out = set(shapes.suite("heldout"))
+    drawn = [p for p in shapes.random_products(3 * count, seed) if p not in held_out]
+    usual, hard = iter(drawn), filter(_is_hard, drawn[count:])
+    turns = chain.from_iterable(zip(usual, hard, strict=False))
+    return list(islice(dict.fromkeys(turns), count))
 
 
-def survey(
-    problem: GemmProblem, chosen: Sequence[tuner.Candidate], rounds: int, num_sms: int
+def _is_hard(problem: GemmProblem) -> bool:
+    p = problem
+    return (min(p.m, p.n) <= SMALL_SIDE and p.k >= LONG_K) or p.a.major == "m"
+
+
+@lru_cache
+def wide_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
+    specs = (filled_spec(config, problem_type) for config in WIDE)
+    known = set(model_specs(problem_type))
+    return tuple(s for s in specs if s and worthwhile(s) and s not in known)
+
+
+def ranked(
+    problem: GemmProblem, device: Device, specs: Callable[[ProblemType], Iterable[GemmSpec]]
+) -> list[tuple[float, GemmSpec]]:
+    """Returns expected times and kernels of both orders of A and B, the fastest first."""
+    kinds = [ProblemType.of(side) for side in (problem, problem.transposed)]
+    found = []
+    for spec in chain.from_iterable(map(specs, kinds)):
+        against = pairing_violations(problem, spec) + split_violations(problem, spec, device)
+        if against or spec.split_k and not k_split(problem, spec, device.num_sms).ranges:
+            continue
+        order = best_raster_order(problem, spec, device)
+        found.append((estimate(problem, spec, order, device).ns, spec))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def candidates(problem: GemmProblem, device: Device, count: int) -> list[Candidate]:
+    """Returns the kernels to time; no two have one name, by which a profile tells them apart."""
+    chosen = choose(problem, device, kernel_only=True).spec
+    known = ranked(problem, device, model_specs)
+    wide = ranked(problem, device, wide_specs)
+    leaders = [spec for _, spec in known[:LEADERS]]
+    limit = HOPELESS * known[0][0] if known else 0.0
+
+    def best_of_kinds(pairs: Iterable[tuple[float, GemmSpec]]) -> Iterator[GemmSpec]:
+        seen = set()
+        for ns, spec in pairs:
+            kind = spec.d_major, spec.split_k, spec.tile_m * spec.cluster_m > 64
+            if ns <= limit and kind not in seen:
+                seen.add(kind)
+                yield spec
+
+    usual = dict.fromkeys([*([chosen] if chosen else []), *leaders, *best_of_kinds(known)])
+    found = [*islice(usual, count - WIDE_COUNT), *islice(best_of_kinds(wide), WIDE_COUNT)]
+    by_name = {spec.name: spec for spec in reversed(found)}
+    return [(s, best_raster_order(problem, s, device)) for s in reversed(by_name.values())]
+
+
+def program(problem: GemmProblem, chosen: Sequence[Candidate], num_sms: int) -> Any:
+    """Returns the jitted function of sets of inputs that runs XLA's product and the kernels."""
+    product = benchmark.MAKERS["xla"](problem, [])
+    assert product
+    functions = [product, *(benchmark.one_kernel(problem, *x, num_sms) for x in chosen)]
+
+    @jax.jit
+    def run(inputs: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+        return [f(*inputs[i % len(inputs)]) for i, f in enumerate(functions)]
+
+    return run
+
+
+def timed(
+    problem: GemmProblem,
+    run: Any,
+    inputs: list[tuple[jax.Array, jax.Array]],
+    chosen: Sequence[Candidate],
+    rounds: int,
 ) -> dict[str, float]:
     """Returns microseconds by the kernel's name, and of "xla".
 
@@ -55,24 +146,14 @@ def survey(
     """
     from jax.experimental.mosaic.gpu import profiler
 
-    inputs = benchmark.random_inputs(problem)
-    kernels = [benchmark.one_kernel(problem, *x, num_sms) for x in chosen]
-    product = benchmark.MAKERS["xla"](problem, inputs)
-    assert product
-
-    @jax.jit
-    def run(inputs: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-        functions = [product, *kernels]
-        return [f(*inputs[i % len(inputs)]) for i, f in enumerate(functions)]
-
-    timed = profiler.measure(run, aggregate=False)
+    measured = profiler.measure(run, aggregate=False)
     specs = {spec.name: spec for spec, _ in chosen}
     names = {cubin.get(spec).manifest.entry: name for name, spec in specs.items()}
     samples: dict[str, list[float]] = defaultdict(list)
     for turn in range(rounds):
         time.sleep(min(1.0, 2 * len(chosen) * problem.flops / RATE))
         shift = turn % len(inputs)
-        _, launches = timed(inputs[shift:] + inputs[:shift])
+        _, launches = measured(inputs[shift:] + inputs[:shift])
         totals: dict[str, float] = defaultdict(float)
         for kernel, ms in launches or ():
             totals[names.get(kernel, "xla")] += ms * 1e3
@@ -86,50 +167,87 @@ def survey(
     }
 
 
+def survey(problem: GemmProblem, chosen: Sequence[Candidate], rounds: int) -> dict[str, float]:
+    """Returns `timed` of one product."""
+    run = program(problem, chosen, benchmark.this_device().num_sms)
+    return timed(problem, run, benchmark.random_inputs(problem), chosen, rounds)
+
+
+def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
+    device, start = benchmark.this_device(), time.monotonic()
+    numbers: dict[str, int] = {}  # of kernels, by name
+    rows: list[dict[str, Any]] = []
+    for first in range(0, len(problems), BATCH):
+        batch = problems[first : first + BATCH]
+        if time.monotonic() - start > arguments.seconds:
+            break
+        chosen = [candidates(problem, device, arguments.candidates) for problem in batch]
+        calls: list[tuple[Any, tuple]] = []
+        for problem, kernels in zip(batch, chosen, strict=True):
+            inputs = benchmark.input_shapes(problem)
+            seed = jax.ShapeDtypeStruct((), "uint32")
+            calls.append((program(problem, kernels, device.num_sms), (inputs,)))
+            calls.append((benchmark.drawing(problem), (seed,)))
+        ready = benchmark.compiled(calls)
+        print(f"{len(ready)} programs after {time.monotonic() - start:.0f} s", flush=True)
+        for problem, kernels, run, draw in zip(batch, chosen, ready[::2], ready[1::2], strict=True):
+            if time.monotonic() - start > arguments.seconds:
+                break
+            what = f"{problem.m}x{problem.n}x{problem.k} {shapes.layout_name(problem)}"
+            try:
+                if isinstance(run, Exception) or isinstance(draw, Exception):
+                    raise RuntimeError(str(run)) if isinstance(run, Exception) else draw
+                inputs = benchmark.drawn_inputs(problem, draw)
+                times = timed(problem, run, inputs, kernels, arguments.rounds)
+            except Exception as error:
+                print(f"{what}: {error}", flush=True)
+                continue
+            row: dict[str, Any] = {x: getattr(problem, x) for x in ("m", "n", "k")}
+            row |= {"a_major": problem.a.major, "b_major": problem.b.major}
+            row["xla_us"] = round(times.pop("xla"), 2)
+            row["kernels"] = [numbers.setdefault(name, len(numbers)) for name in times]
+            row["us"] = [round(us, 2) for us in times.values()]
+            rows.append(row)
+            ours = times[kernels[0][0].name]
+            print(
+                f"{what} XLA {row['xla_us']} us, ours {ours:.1f}, best {min(row['us'])}", flush=True
+            )
+        if arguments.json:
+            write(arguments.json, list(numbers), rows)
+    print(f"{len(rows)} of {len(problems)} products in {time.monotonic() - start:.0f} s")
+
+
+def write(path: Path, names: list[str], rows: list[dict[str, Any]]) -> None:
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    kernels = ",\n".join("  " + json.dumps(name) for name in names)
+    facts = json.dumps(benchmark.environment())
+    path.write_text(
+        f'{{"environment": {facts},\n "names": [\n{kernels}\n ],\n "rows": [\n{lines}\n ]}}\n'
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--count", type=int, default=150, help="products [150]")
-    parser.add_argument("--seed", type=int, default=1, help="that draws them [1]")
-    parser.add_argument("--candidates", type=int, default=12, help="kernels a product [12]")
-    parser.add_argument("--rounds", type=int, default=3, help="launches of each [3]")
+    parser.add_argument("--count", type=int, default=400, help="products [400]")
+    parser.add_argument("--seed", type=int, default=5, help="that draws them [5]")
+    parser.add_argument("--heldout", action="store_true", help="the suite of that name instead")
+    parser.add_argument("--candidates", type=int, default=6, help="kernels a product [6]")
+    parser.add_argument("--rounds", type=int, default=5, help="launches of each [5]")
     parser.add_argument("--seconds", type=float, default=500.0, help="after which it stops [500]")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--build-only", type=Path, metavar="FOLDER", help="build the kernels")
+    parser.add_argument("--build", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
-    problems = shapes.random_products(arguments.count, arguments.seed)
-    problems = [p for p in problems if p not in shapes.suite("heldout")]
-    if arguments.build_only:
+    problems = products(arguments.count, arguments.seed)
+    if arguments.heldout:
+        problems = list(shapes.suite("heldout"))
+    if arguments.build:
         chosen = (x for p in problems for x in candidates(p, H200, arguments.candidates))
-        report = cubin.build(list(dict.fromkeys(s for s, _ in chosen)), folder=arguments.build_only)
+        report = cubin.build(list(dict.fromkeys(s for s, _ in chosen)), folder=arguments.build)
         print(report)
         return 1 if report.failures else 0
-    device, start = benchmark.this_device(), time.monotonic()
-    numbers: dict[str, int] = {}  # of kernels, by name
-    rows: list[dict[str, Any]] = []
-    for problem in problems:
-        if time.monotonic() - start > arguments.seconds:
-            print(f"stopped after {len(rows)} of {len(problems)} products")
-            break
-        chosen = candidates(problem, device, arguments.candidates)
-        times = survey(problem, chosen, arguments.rounds, device.num_sms)
-        row: dict[str, Any] = {x: getattr(problem, x) for x in ("m", "n", "k")}
-        row |= {"a_major": problem.a.major, "b_major": problem.b.major}
-        row["xla_us"] = round(times.pop("xla"), 2)
-        row["kernels"] = [numbers.setdefault(name, len(numbers)) for name in times]
-        row["us"] = [round(us, 2) for us in times.values()]
-        rows.append(row)
-        best = min(times.values())
-        print(f"{problem.m}x{problem.n}x{problem.k} {shapes.layout_name(problem)} "
-              f"XLA {row['xla_us']} us, ours {best:.1f} us", flush=True)  # fmt: skip
-    if arguments.json:
-        lines = ",\n".join("  " + json.dumps(row) for row in rows)
-        names = ",\n".join("  " + json.dumps(name) for name in numbers)
-        facts = json.dumps(benchmark.environment())
-        arguments.json.write_text(
-            f'{{"environment": {facts},\n "names": [\n{names}\n ],\n "rows": [\n{lines}\n ]}}\n'
-        )
+    measure(problems, arguments)
     return 0
 
 

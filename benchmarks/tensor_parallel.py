@@ -20,24 +20,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from tensor_parallel_programs import ACTIVATIONS, IN_SPECS, Mlp, mesh_of
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import cubin
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing import benchmark, timing
+from jax_hopper_gemm.testing import timing
 
 CANDIDATES = (
     "jnp", "jnp:default", "automatic", "gathered", "overlapped", "overlapped:128",
@@ -183,21 +182,15 @@ def run(arguments: argparse.Namespace, mlp: Mlp) -> list[dict[str, Any]]:
     return rows
 
 
-def build(arguments: argparse.Namespace, mlp: Mlp) -> int:
-    """Builds every kernel that the benchmark runs; returns the exit status."""
-    specs: dict[GemmSpec, None] = {}
+def all_specs(arguments: argparse.Namespace, mlp: Mlp) -> Iterator[GemmSpec]:
+    """Yields every kernel that the benchmark runs."""
     for gpus in (arguments.gpus,) if arguments.gpus else (2, 4):
         for name in arguments.candidates:
-            specs |= dict.fromkeys(Candidate.parse(name).specs(mlp, gpus))
-    report = cubin.build(list(specs), folder=arguments.build_only)
-    print(report)
-    return 1 if report.failures else 0
+            yield from Candidate.parse(name).specs(mlp, gpus)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__, rounds=9)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--features", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=28672)
@@ -205,20 +198,14 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, help="[all; 2 and 4 with --build-only]")
     parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES), metavar="NAME")
     parser.add_argument("--steps", type=int, default=20, help="in a turn")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each candidate")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--hlo", type=Path, help="write the compiled programs to this folder")
     parser.add_argument("--trace", type=Path, help="write profiles of 3 steps to this folder")
-    parser.add_argument("--build-only", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
     mlp = Mlp(arguments.tokens, arguments.features, arguments.hidden, arguments.activation)
-    if arguments.build_only:
-        return build(arguments, mlp)
+    if arguments.build:
+        return command_line.build(all_specs(arguments, mlp), arguments.build)
     rows = run(arguments, mlp)
-    if arguments.json:
-        document = {"environment": benchmark.environment(), "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return command_line.write(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,14 @@ other: in the largest difference of mean losses over `WINDOW` steps.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +26,6 @@ import train_recipes as model
 from train_recipes import Setting, Tree
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import cubin
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing.lowered import specs_of
 
@@ -76,20 +74,14 @@ def specs(setting: Setting) -> list[GemmSpec]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     standard = {field.name: field.default for field in fields(Setting)} | {"steps": STEPS}
     for name in EXTENTS:
         parser.add_argument(f"--{name}", type=int, default=standard[name])
-    parser.add_argument("--json", type=Path, help="write all losses to this file")
-    parser.add_argument("--build-only", type=Path, metavar="FOLDER", help="build the kernels")
     options = parser.parse_args(arguments)
     setting = Setting(**{name: getattr(options, name) for name in EXTENTS})
-    if options.build_only:
-        report = cubin.build(specs(setting), folder=options.build_only)
-        print(report)
-        return 1 if report.failures else 0
+    if options.build:
+        return command_line.build(specs(setting), options.build)
     print(f"{setting}, on {jax.devices()[0].device_kind}, {len(specs(setting))} kernels")
     runs: dict[str, np.ndarray] = {}
     for name, seed, wrap in (

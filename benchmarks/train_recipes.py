@@ -14,7 +14,6 @@ loss of "current" or "blocks" does by more than 1 %.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -24,14 +23,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
+from model_programs import rms_norm, rotary_attend
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import cubin, recipes
-from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm import recipes
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec
+from jax_hopper_gemm.testing.lowered import all_specs_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 BYTES = 128  # characters of other codes become one
@@ -42,6 +43,7 @@ RECIPES: dict[str, Any] = {
 }  # fmt: skip
 BARRED = ("current", "blocks")
 LARGEST_DIFFERENCE = 0.01  # of a barred recipe's training loss
+norm = partial(rms_norm, {"scale": 1.0})
 LINEAR = ("qkv", "out", "up", "down")  # of a layer
 
 Tree = Any  # a pytree of arrays
@@ -92,27 +94,11 @@ def initial(setting: Setting, key: Any) -> Tree:
     }  # fmt: skip
 
 
-def norm(x: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
-    return wide.astype(x.dtype)
-
-
-def rotated(x: jax.Array) -> jax.Array:
-    """Rotary positions of (batch, length, heads, features)."""
-    half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1])[:, None, None] * 1e4 ** (-jnp.arange(half) / half)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
 def block(setting: Setting, p: Tree, x: jax.Array, multiply: Multiply) -> jax.Array:
     """One layer: attention, then an MLP."""
     qkv = multiply("qkv", norm(x), p["qkv"])
     q, k, v = jnp.split(qkv.reshape(*x.shape[:2], setting.heads, -1), 3, axis=-1)
-    attended = jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+    attended = rotary_attend(q, k, v)
     x = x + multiply("out", attended.reshape(x.shape), p["out"])
     hidden = jax.nn.gelu(multiply("up", norm(x), p["up"]))
     return x + multiply("down", hidden, p["down"])
@@ -237,16 +223,18 @@ def trained(setting: Setting, recipe: Any) -> Outcome:
     return Outcome(sum(last) / len(last), float(sum(others)) / len(others), ms, values)
 
 
-def specs(setting: Setting, names: Sequence[str]) -> list[GemmSpec]:
+def specs(setting: Setting, names: Sequence[str]) -> list[KernelSpec]:
     """Returns the kernels of training and of the held out loss; no GPU is needed."""
     source = jax.ShapeDtypeStruct((len(text()),), jnp.int32)
     tokens = jax.ShapeDtypeStruct((setting.batch, setting.length + 1), jnp.int32)
-    found: list[GemmSpec] = []
+    found: list[KernelSpec] = []
     for name in names:
         recipe = RECIPES[name]
         state = jax.eval_shape(partial(first_state, setting, recipe))
-        found += specs_of(partial(step, setting, partial(loss_of, setting, recipe)), source, state)
-        found += specs_of(partial(loss_of, setting, recipe), state[0], state[2], tokens)
+        found += all_specs_of(
+            partial(step, setting, partial(loss_of, setting, recipe)), source, state
+        )
+        found += all_specs_of(partial(loss_of, setting, recipe), state[0], state[2], tokens)
     return list(dict.fromkeys(found))
 
 
@@ -257,24 +245,18 @@ def differences(outcomes: dict[str, Outcome]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     for name in ("steps", "width", "layers", "heads", "length", "batch"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Setting, name))
-    parser.add_argument("--json", type=Path, help="write all losses to this file")
-    parser.add_argument("--build-only", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
     setting = Setting(
         arguments.width, arguments.layers, arguments.heads, arguments.length, arguments.batch,
         arguments.steps,
     )  # fmt: skip
     names = list(dict.fromkeys([PLAIN, *arguments.recipes]))
-    if arguments.build_only:
-        report = cubin.build(specs(setting, names), folder=arguments.build_only)
-        print(report)
-        return 1 if report.failures else 0
+    if arguments.build:
+        return command_line.build(specs(setting, names), arguments.build)
     print(f"{setting}, {len(text())} characters, on {jax.devices()[0].device_kind}")
     print(f"{'run':<10} {'training':>9} {'':>8} {'held out':>9} {'':>8} {'ms a step':>10}")
     outcomes: dict[str, Outcome] = {}

@@ -125,7 +125,7 @@ def main() -> int:
             print(f"stopped after {i} of {len(problems)} products")
             break
         chosen = candidates(problem, wide=arguments.wide)
-        times = survey(problem, chosen, arguments.rounds, device.num_sms)
+        times = survey(problem, chosen, arguments.rounds)
         p, xla = problem, times["xla"]
         print(f"{p.m}x{p.n}x{p.k} {shapes.layout_name(p)}: XLA {xla:.2f} us", flush=True)
         for spec, order in chosen:

@@ -11,20 +11,19 @@ other kernels that dispatch considers, without scales of columns. Burst regime, 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm import cubin, dispatch
+from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.dispatch.candidates import model_specs
 from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
@@ -108,20 +107,13 @@ def all_specs(arguments: argparse.Namespace) -> list[GemmSpec]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--build", type=Path, metavar="FOLDER")
+    parser = command_line.parser(__doc__, rounds=2)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--kernels", type=int, default=0, help="others, of each product [0]")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.build:
-        report = cubin.build(all_specs(arguments), folder=arguments.build)
-        print(report)
-        return 1 if report.failures else 0
+        return command_line.build(all_specs(arguments), arguments.build)
     return measure(arguments)
 
 
@@ -153,10 +145,7 @@ def measure(arguments: argparse.Namespace) -> int:
                 us = timed.median
                 print(f"    {us:8.1f} us  {base / us:6.3f} of bf16  {name}", flush=True)
             rows.append({"problem": [m, n, k], **{x: t.to_dict() for x, t in timings.items()}})
-    if arguments.json:
-        document = {"environment": benchmark.environment(), "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return command_line.write(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -269,6 +269,7 @@ def test_products_inside_shard_map_are_fused() -> None:
     np.testing.assert_array_equal(jhg.accelerate(function)(x, w, b), function(x, w, b))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 def test_programs_that_xla_partitions_are_fused_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
@@ -313,6 +314,7 @@ def test_integers_and_other_dtypes_stay_outside() -> None:
     assert products(function, X, W) == [(1, ("bfloat16",), None)]
 
 
+@pytest.mark.slow
 def test_the_sum_of_two_ragged_products_is_fused_and_keeps_zeros() -> None:
     """In rows of no group both have 0, and so has what a kernel stores. Other arrays may not."""
 

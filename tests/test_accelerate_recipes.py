@@ -98,7 +98,7 @@ def test_attention_and_other_dtypes_stay_as_they_are():
 
     shapes = X, X, S((512, 16), jnp.float32)
     found = specs_of(jhg.accelerate(attend, recipe=BLOCKS, implementation="hopper"), *shapes)
-    assert [spec.a_dtype for spec in found] == ["bfloat16"]
+    assert [spec.a_dtype for spec in found] == ["bfloat16", "float32"]
 
 
 def test_ragged_products_take_the_recipe():

@@ -29,8 +29,11 @@ from jax_hopper_gemm.testing.lowered import specs_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("launcher")]
 
-FEW = range(1, 34) if ALL else (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33)
-ROWS = (*FEW, 48, 63, 64, 65, 100, 127, 128, 129, 192, 200, 255, 256, 257, 384, 511, 512)
+ROWS = (
+    (*range(1, 34), 48, 63, 64, 65, 100, 127, 128, 129, 192, 200, 255, 256, 257, 384, 511, 512)
+    if ALL
+    else (1, 8, 9, 16, 17, 33, 64, 65, 128, 129, 200, 257, 512)
+)
 
 
 def half(*shape: int) -> jax.ShapeDtypeStruct:

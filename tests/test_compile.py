@@ -1,11 +1,11 @@
 """Kernels compile without a GPU, and their machine code is what a GEMM on Hopper should be.
 
-Of all kernels that run on a GPU as many are compiled as it takes for every pair of policies,
-layouts, dtypes and parts of an epilogue. With `JAX_HOPPER_GEMM_TEST_ALL=1` each width of a tile is
-in pairs of its own, those in which every pair of fields of a spec occurs are compiled, too, and
-all plain ones that dispatch can choose. They go
-through the user's cache, so what `python -m jax_hopper_gemm build` made, or a run before, is not
-compiled again.
+Of all kernels that run on a GPU as many are compiled as it takes for every extent of a tile and
+dtype, and every pair of policies, layouts and parts of an epilogue. With
+`JAX_HOPPER_GEMM_TEST_ALL=1` extents and dtypes are in pairs, too, those in which every pair of
+fields of a spec occurs are compiled, and all plain ones that dispatch can choose. They go through
+the user's cache, so what `python -m jax_hopper_gemm build` made, or a run before, is not compiled
+again.
 """
 
 from __future__ import annotations

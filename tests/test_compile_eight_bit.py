@@ -6,11 +6,9 @@ import re
 from typing import Any
 
 import pytest
-from support.compiling import skip_without_compiler
+from support.compiling import code_of, skip_without_compiler
 from support.graphs import EIGHT_BIT
 
-from jax_hopper_gemm import cubin
-from jax_hopper_gemm.cubin.sass import disassemble, parse_sass
 from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
@@ -64,11 +62,7 @@ SPECS = [
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_kernel_compiles_to_the_instructions_of_its_dtypes(spec, built):
-    assert spec not in built, built[spec]
-    compiled = cubin.get(spec)
-    text = disassemble(compiled.cubin)
-    facts = parse_sass(text)
-    assert compiled.manifest.stack_bytes == facts.local_accesses == 0, "the kernel spills"
+    _, facts, text = code_of(spec, built)
 
     integer = DTYPES[spec.a_dtype].mma == "i8"
     kind = "IGMMA" if integer else "QGMMA"

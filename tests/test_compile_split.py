@@ -6,11 +6,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from support.compiling import skip_without_compiler
+from support.compiling import code_of, skip_without_compiler
 from support.policies import split_specs
 
-from jax_hopper_gemm import cubin
-from jax_hopper_gemm.cubin.sass import disassemble, parse_sass
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
 skip_without_compiler()
@@ -29,10 +27,7 @@ SPECS = [*WHOLE, *WHOLE.values()]
 
 @pytest.mark.parametrize("spec", SPLIT, ids=lambda spec: spec.name)
 def test_partial_sums_travel_in_vectors_and_wgmma_waits_for_nothing_more(spec, built):
-    assert not {spec, WHOLE[spec]} & built.keys(), built
-    split, whole = (disassemble(cubin.get(each).cubin) for each in (spec, WHOLE[spec]))
-    facts, of_whole = parse_sass(split), parse_sass(whole)
-    assert facts.local_accesses == 0, "the kernel spills"
+    (_, facts, split), (_, of_whole, whole) = (code_of(x, built) for x in (spec, WHOLE[spec]))
     assert (facts.wgmma, facts.tma_loads) == (of_whole.wgmma, of_whole.tma_loads)
     assert waits(split) == waits(whole), "of a divergent loop ptxas makes a wait for each wgmma"
     vectors = spec.tile_registers // 4

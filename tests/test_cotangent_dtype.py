@@ -237,6 +237,7 @@ def test_rings_move_and_multiply_rounded_cotangents(product):
     np.testing.assert_array_equal(dw.astype(jnp.float32), x.T.astype(jnp.float32) @ whole)
 
 
+@pytest.mark.slow
 def test_layers_pass_it_on():
     flax = pytest.importorskip("flax")
     from jax_hopper_gemm import nn

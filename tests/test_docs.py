@@ -128,6 +128,7 @@ def test_examples_of_float32_run():
     assert names["z"].shape == (256, 384) and names["v"].shape == (256, 383)
 
 
+@pytest.mark.slow
 def test_examples_of_8_bit_types_run():
     names = run_examples(ROOT / "docs" / "quantized.md")
     exact = np.asarray(names["x8"], np.float32) @ np.asarray(names["w8"], np.float32)

@@ -62,6 +62,7 @@ def test_roofline_counts_products():
     assert found.flops == 2 * 3 * 4 * 5
 
 
+@pytest.mark.slow
 def test_terms_broadcast_where_jax_does_not_promote_ranks():
     bias, x = jnp.ones(5), jnp.ones((8, 16))
     experts = jnp.ones((4, 16, 2, 8)), jnp.ones((4, 8, 16))

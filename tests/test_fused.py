@@ -311,6 +311,7 @@ def test_the_product_is_rounded_once():
     np.testing.assert_array_equal(found, (exact - jnp.round(exact)).astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_wider_products_keep_their_dtype():
     with jax.enable_x64(True):
         x, w = normal(3, 4, dtype="float64"), normal(4, 5, dtype="float64")

@@ -152,6 +152,7 @@ def test_derivatives_are_those_of_plain_jax(transform, name, save_preactivation)
     assert_close(jax.jit(lambda *a: run(ours, list(a)))(*args), plain_derivative(same, name))
 
 
+@pytest.mark.slow
 def test_sizes_are_clipped():
     ours, _, args = model("pair")
     ours = value_and_gradients(ours)
@@ -160,6 +161,7 @@ def test_sizes_are_clipped():
         assert_close(ours(jnp.asarray(sizes, np.int32), *args), expected)
 
 
+@pytest.mark.slow
 def test_nothing_needs_jit():
     ours, _, args = model("pair")
     assert_close(TRANSFORMS["grad"](ours, args), plain_derivative("grad", "pair"))
@@ -174,6 +176,7 @@ def test_xla_computes_the_same_without_a_kernel(name):
     assert_close(gradient.lower().compile()(*args), plain_derivative("grad", name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gelu", "pair", "stacked"])
 def test_16_bit_gradients_are_near_those_of_float32(name):
     ours, _, args = model(name, dtype="bfloat16")
@@ -187,6 +190,7 @@ def test_16_bit_gradients_are_near_those_of_float32(name):
         assert error <= 8 * 2**-9 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_rows_of_no_group_are_zero_and_have_no_gradient():
     x, w, b = normal(T, K), normal(G, K, N), normal(G, N)
 
@@ -202,6 +206,7 @@ def test_rows_of_no_group_are_zero_and_have_no_gradient():
     jax.tree.map(np.testing.assert_array_equal, gradients, other)
 
 
+@pytest.mark.slow
 def test_a_gradient_by_group_is_summed_in_float32():
     rows = 4096
     x, w = jnp.zeros((rows, 2), jnp.bfloat16), jnp.zeros((2, 2, 2), jnp.bfloat16)
@@ -281,6 +286,7 @@ def test_vmap_and_derivatives_commute(name, axes, sizes, save_preactivation):
     assert_close(both(*args), expected)
 
 
+@pytest.mark.slow
 def test_vmap_of_vmap():
     x, w, b = normal(2, 3, T, K), normal(3, G, K, N), normal(2, G, N)
     sizes = jnp.stack([EACH, EACH[::-1]])
@@ -360,6 +366,7 @@ def test_an_output_that_is_the_product_is_not_stored_twice():
     assert len(equation.outvars) == 2
 
 
+@pytest.mark.slow
 def test_closed_over_arrays_are_operands():
     x, w, r = normal(T, K), normal(G, K, N), normal(T, N)
 
@@ -372,6 +379,7 @@ def test_closed_over_arrays_are_operands():
     assert_close(jax.grad(loss)(r), expected)
 
 
+@pytest.mark.slow
 def test_scan_carries_epilogues():
     weights, x = 0.5 * normal(3, G, K, K), normal(T, K, seed=1)
 

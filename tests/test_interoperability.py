@@ -48,14 +48,12 @@ class Layer:
       options: those by which it takes our product; none where it has none to give.
       taken: its products that are ours with these options.
       all: its products.
-      mixed: those of its gradients that multiply two dtypes.
     """
 
     make: Callable[..., tuple[Callable[..., Any], Any]]
     options: dict[str, Any]
     taken: int
     all: int
-    mixed: int = 0
 
 
 def of_nnx(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,7 +107,7 @@ LAYERS = {
         {"einsum_op": einsum}, 1, 1,
     ),
     "nnx.MultiHeadAttention": Layer(
-        of_nnx(partial(nnx.MultiHeadAttention, 4, 64, decode=False)), ATTENTION, 4, 6, 2
+        of_nnx(partial(nnx.MultiHeadAttention, 4, 64, decode=False)), ATTENTION, 4, 6
     ),
     "linen.Dense": Layer(of_linen(partial(linen.Dense, 32)), DOT, 1, 1),
     "linen.Dense, class": Layer(
@@ -164,7 +162,7 @@ def test_an_accelerated_layer_launches_kernels_for_all_its_products(name: str):
     x = integers(X, "bfloat16")
     assert products(function, params, x) == (0, layer.all)
     ours = jhg.accelerate(with_gradients(function), implementation="hopper")
-    assert lowered(ours, params, x).count(LAUNCH) == 3 * layer.all - layer.mixed
+    assert lowered(ours, params, x).count(LAUNCH) == 3 * layer.all
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -225,6 +223,7 @@ def test_our_functions_run_inside_modules_of_equinox_and_haiku():
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-3), tree, expected)
 
 
+@pytest.mark.slow
 def test_an_optax_loop_trains_alike_on_our_products():
     x = jax.random.normal(jax.random.key(0), (64, 8))
     y = jnp.sin(x).sum(axis=1, keepdims=True)

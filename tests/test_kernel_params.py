@@ -62,9 +62,9 @@ def test_things_keep_their_place_in_the_structure():
     ],
 )
 def test_a_plan_that_does_not_fit_the_kernel_is_no_plan(values, message, monkeypatch):
-    in_kernel_order = plan._in_kernel_order
+    in_kernel_order = plan.in_kernel_order
     monkeypatch.setattr(
-        plan, "_in_kernel_order", lambda spec, planned: in_kernel_order(spec, planned | values)
+        plan, "in_kernel_order", lambda spec, planned: in_kernel_order(spec, planned | values)
     )
     spec = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256)
     with pytest.raises(AssertionError, match=message):

@@ -33,6 +33,7 @@ def lower(m: int) -> None:
     assert launches_of(function, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
 
 
+@pytest.mark.slow
 def test_what_is_remembered_of_jaxprs_is_let_go_with_the_caches_of_jax():
     lower(8)
     token, context = memo.trace_context(), weakref.ref(memo._context(memo._KEY))

@@ -63,6 +63,7 @@ def test_sums_of_16_bit_rows_are_rounded_once():
     assert sum_rows(x, jnp.asarray([[0, 1, 2]], jnp.int32), users)[0, 0] == 258
 
 
+@pytest.mark.slow
 def test_derivatives_of_sum_rows_are_those_of_indexing():
     sources, users = relation(7, 5, 3)
     x, tangent = integers((5, 4)), integers((5, 4), seed=1)
@@ -210,6 +211,7 @@ def test_statistics_and_losses_are_those_of_their_definitions():
     assert_close(*gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [8, 300])  # 300 do not fit the router's kernel
 def test_router_routes_by_its_product(experts):
     x, kernel = integers((12, 16)), jax.random.normal(jax.random.key(0), (16, experts))
@@ -240,6 +242,7 @@ def test_the_router_kernel_chooses_from_what_gradients_see():
     assert chosen.weights.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_dispatch_and_combine_are_transposes():
     routing = routed(3)(jax.random.normal(jax.random.key(0), (11, 6)))
     x, rows = integers((11, 4)), integers((33, 4), seed=1)
@@ -256,6 +259,7 @@ def test_dispatch_and_combine_are_transposes():
 # The layer.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "experts", "k"), [(1, 8, 2), (13, 16, 3), (67, 4, 4), (5, 1, 1)]
 )
@@ -265,6 +269,7 @@ def test_layer_is_the_loop_over_tokens_and_experts(tokens, experts, k):
     assert_close(y, looped(*args, k=k))
 
 
+@pytest.mark.slow
 def test_layer_with_sigmoid_scores_is_the_loop():
     args = weights_of(9, 6, 8, 10)
     bias = jnp.linspace(0, 1, 8)
@@ -301,6 +306,7 @@ def test_no_gradient_adds_by_scattering():
     assert "scatter-add" not in str(jax.make_jaxpr(gradient)(*args))
 
 
+@pytest.mark.slow
 def test_one_expert_takes_all_and_the_others_learn_nothing():
     x, router, gate_up, down = weights_of(9, 6, 8, 10)
     router = jnp.zeros_like(router)
@@ -319,6 +325,7 @@ def test_one_expert_takes_all_and_the_others_learn_nothing():
     np.testing.assert_array_equal(moved, np.arange(8) == 3)
 
 
+@pytest.mark.slow
 def test_a_pair_of_weights_is_as_good_as_the_stack():
     x, router, gate_up, down = weights_of(9, 6, 8, 10)
     pair = (gate_up[:, :, 0], gate_up[:, :, 1])
@@ -328,6 +335,7 @@ def test_a_pair_of_weights_is_as_good_as_the_stack():
     assert "concatenate" not in program and not re.search(r"\[8,6,(2,10|20)\]", program)
 
 
+@pytest.mark.slow
 def test_leading_axes_and_dtypes_are_those_of_the_tokens():
     x, router, gate_up, down = (a.astype(jnp.bfloat16) for a in weights_of(12, 6, 8, 10))
     run = jax.jit(layer(2))

@@ -103,6 +103,7 @@ def test_it_goes_together_with_nnx_jit(order: str):
     assert products(lambda x: ours(made()[0], x), X) == (number, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["gradient outside", "gradient inside"])
 def test_gradients_are_those_of_nnx(order: str):
     both = {

@@ -61,6 +61,7 @@ def test_stacked_and_separate_weights_start_alike():
     np.testing.assert_array_equal(both.down[...], pair.down[...])
 
 
+@pytest.mark.slow
 def test_each_expert_starts_as_a_layer_of_its_own():
     made = nn.MoE(64, 96, num_experts=4, experts_per_token=2, rngs=nnx.Rngs(0))
     for stack, inputs in ((made.gate_up[...], 64), (made.down[...], 96)):
@@ -70,6 +71,7 @@ def test_each_expert_starts_as_a_layer_of_its_own():
     assert not np.allclose(made.down[0], made.down[1])
 
 
+@pytest.mark.slow
 def test_dtypes_are_those_of_flax_layers():
     half = layer(dtype=jnp.bfloat16)
     assert half.down[...].dtype == jnp.float32
@@ -78,6 +80,7 @@ def test_dtypes_are_those_of_flax_layers():
     assert nnx.eval_shape(run, stored, jnp.ones((3, 6), jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_router_dtype_is_that_of_the_routers_product():
     x = jax.random.normal(jax.random.key(0), (64, 6)).astype(jnp.bfloat16)
     made = layer(dtype=jnp.bfloat16, router_dtype=jnp.float32)
@@ -114,6 +117,7 @@ def test_experts_over_a_mesh_are_the_layer_of_one_device(exchange):
     assert_close(pair, expected.gate_up[...])
 
 
+@pytest.mark.slow
 def test_a_layer_inside_of_shard_map_takes_its_own_experts():
     mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
     here, x = filled()
@@ -181,6 +185,7 @@ def test_linen_annotations_gain_the_experts_axis():
             assert specs["gate"] == specs["up"] == P("expert", "embed", "mlp")
 
 
+@pytest.mark.slow
 def test_gradients_leave_the_selection_bias_alone():
     made, x = filled(use_selection_bias=True, score="sigmoid")
     assert "selection_bias" not in nnx.state(made, nnx.Param)

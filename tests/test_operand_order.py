@@ -50,11 +50,26 @@ def unturned(logits: Any, values: Any) -> Any:
     return jhg.einsum("ntgs,nsh->ntgh", jnp.exp(logits), values, implementation="hopper")
 
 
+def turned_back(logits: Any, values: Any) -> Any:
+    """As a gradient that a transpose leads back to the order of the logits."""
+    returned = (shares(logits) * 2).transpose(1, 2, 0, 3) * 3
+    return jhg.einsum("ntgs,nsh->ntgh", returned, values, implementation="hopper")
+
+
+def of_either(logits: Any, values: Any) -> Any:
+    """XLA computes it in one of two orders: the value's own is one of them."""
+    turned = logits.reshape(LENGTH, HEADS, SHARED, LENGTH).transpose(1, 0, 2, 3)
+    product = jnp.exp(turned) * logits
+    return jhg.einsum("ntgs,nsh->ntgh", product, values, implementation="hopper")
+
+
 PROGRAMS: dict[str, tuple[Any, tuple[Any, ...], list[int] | None]] = {
     "rows": (outcome, (LOGITS, VALUES), [1, 2, 0, 3]),
     "contracted": (of_rows, (LOGITS, shape(SHARED, HEADS, LENGTH, FEATURES)), [1, 2, 0, 3]),
     "last axis": (mirrored, (LOGITS, VALUES), None),
     "none": (unturned, (LOGITS, VALUES), None),
+    "turned back": (turned_back, (LOGITS, VALUES), None),
+    "of either": (of_either, (LOGITS, VALUES), None),
 }
 
 

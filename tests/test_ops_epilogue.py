@@ -28,7 +28,7 @@ from support.program_inspection import integers
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.dtypes import RESULTS
-from jax_hopper_gemm.ops import dense
+from jax_hopper_gemm.ops import dense_run
 from jax_hopper_gemm.ops.activations import ACTIVATIONS
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -124,14 +124,14 @@ def test_operands_broadcast_against_every_result(a_shape, b_shape):
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The options of every fused product that `matmul` and its like ask for."""
     calls: list[dict[str, Any]] = []
-    fused_dot = dense.fused_dot
+    fused_dot = dense_run.fused_dot
 
     def recorded(*args: Any, **options: Any) -> Any:
         calls.append(options)
         return fused_dot(*args, **options)
 
-    monkeypatch.setattr(dense, "fused_dot", recorded)
-    traced: Any = dense._traced_steps
+    monkeypatch.setattr(dense_run, "fused_dot", recorded)
+    traced: Any = dense_run._traced_steps
     traced.clear_cache()  # or a call that was traced before would not be seen
     return calls
 

@@ -191,6 +191,7 @@ def test_a_transposed_result_is_one_product():
     assert [equation.primitive.name for equation in jaxpr.eqns] == ["hopper_dot"]
 
 
+@pytest.mark.slow
 def test_flax_linear_takes_our_dot_general():
     nnx = pytest.importorskip("flax.nnx")
     layers = [

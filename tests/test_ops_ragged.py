@@ -174,6 +174,7 @@ def test_offsets_may_be_mapped():
     np.testing.assert_array_equal(out.sum(0), by_loop(LHS, RHS, SIZES))
 
 
+@pytest.mark.slow
 def test_expert_parallel_under_shard_map():
     mesh = jax.make_mesh((4,), ("experts",), axis_types=(AxisType.Auto,))
     rhs, sizes = integers((8, K, N), seed=2), jnp.array([1, 0, 3, 2, 0, 2, 1, 1])

@@ -88,6 +88,7 @@ def test_gradients_of_16_bit_operands_come_in_16_bits():
         np.testing.assert_array_equal(x.astype(np.float32), y)
 
 
+@pytest.mark.slow
 def test_the_epilogue_is_given_each_rows_own():
     seen = []
 
@@ -159,6 +160,7 @@ def test_a_gated_unit_of_groups_follows_jnp(form, dtype, implementation):
     assert_close(pair, ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_preactivation", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_a_gated_unit_of_groups_follow_jnp(form, save_preactivation):
@@ -177,6 +179,7 @@ def test_gradients_of_a_gated_unit_of_groups_follow_jnp(form, save_preactivation
     assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_vmap_of_a_gated_units_gradient():
     x, sizes = jnp.stack([LHS, 2 * LHS]) * 0.25, jnp.stack([SIZES, SIZES[::-1]])
 
@@ -191,6 +194,7 @@ def test_vmap_of_a_gated_units_gradient():
     assert_close(ours, gradients(lambda x, w, s: gated_reference(x, w, BIASES, s)))
 
 
+@pytest.mark.slow
 def test_an_offset_of_a_gated_unit():
     def unit(own, offset):
         return jhg.gated_linear_unit(

@@ -124,6 +124,7 @@ def assert_picks(layer, *args):
     assert_close(outcomes(INDICES, *args), outcomes(None, *args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_what_follows_and_an_offset_take_the_picked_rows(implementation):
     def layer(rows, lhs, rhs, bias):
@@ -136,6 +137,7 @@ def test_what_follows_and_an_offset_take_the_picked_rows(implementation):
     assert_picks(layer, *(0.25 * x for x in (LHS, RHS, BIAS)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [True, False])
 def test_gated_units_take_indices(stacked):
     def layer(rows, lhs, weights, scale):
@@ -148,6 +150,7 @@ def test_gated_units_take_indices(stacked):
     assert_picks(layer, 0.25 * LHS, 0.25 * weights, scale)
 
 
+@pytest.mark.slow
 def test_gradients_of_16_bit_rows_are_rounded_once():
     """256 and then 40 ones: added in bfloat16, that would stay 256."""
     lhs, rhs = jnp.zeros((1, 8), jnp.bfloat16), jnp.ones((1, 8, 8), jnp.bfloat16)

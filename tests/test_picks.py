@@ -97,6 +97,7 @@ def test_derivatives_are_those_of_indexing():
     jax.tree.map(np.testing.assert_array_equal, outcomes(pick_rows, x), outcomes(picked, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, 1), (2, None)])
 def test_every_vmap_follows_indexing(axes):
     rows = np.stack([indices("any", 20, 6), indices("uneven", 20, 6)])
@@ -117,6 +118,7 @@ def test_every_vmap_follows_indexing(axes):
     )
 
 
+@pytest.mark.slow
 def test_a_number_out_of_range_is_none_of_the_next_mapped_array():
     x, rows = integers((2, 3, WIDTH)) + 5, jnp.asarray([[3, 0], [-1, 4]], np.int32)
     expected = jnp.zeros((2, 2, WIDTH)).at[0, 1].set(x[0, 0])

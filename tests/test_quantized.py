@@ -92,6 +92,7 @@ def test_scales_are_no_subnormals(dtype):
     np.testing.assert_array_equal(quantized.dequantize(), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [((1, 128), (128, 128)), ((1, None), (None, 1))])
 @pytest.mark.parametrize("special", [0.0, np.inf, np.nan, 2.0**-140, 2.0**-126])
 def test_a_scale_multiplies_whatever_it_is(blocks, special):
@@ -183,6 +184,7 @@ def test_leading_axes_count_as_rows():
     np.testing.assert_allclose(jhg.matmul(a, b), exact(a) @ exact(b), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_gradients_by_scales_are_those_of_the_dequantized_arrays():
     a = jhg.quantize(normal((64, 256)), block=(1, 128))
     b = jhg.quantize(normal((256, 128), 1), block=(128, 128))
@@ -201,6 +203,7 @@ def test_gradients_by_scales_are_those_of_the_dequantized_arrays():
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_vmap_of_block_scales_is_a_batch():
     a = jhg.quantize(normal((3, 64, 256)), block=(1, 1, 128))
     b = jhg.quantize(normal((256, 128), 1), block=(128, 128))

@@ -63,7 +63,10 @@ def test_tiles_of_k_run_on_kernels():
 @pytest.mark.parametrize(
     ("a", "text"),
     [
-        (array((M, K), (M, 1), 0)[0]._replace(zero_point=jnp.zeros((M, 1))), "with a zero point"),
+        (
+            array((M, K), (M, 1), 0)[0]._replace(zero_point=jnp.zeros((M, 1))),
+            "zero points beside a quantized",
+        ),
         (array((M, K), (M, 8), 0)[0], "a scale for each 64 of the contracted axis"),
     ],
 )

@@ -10,7 +10,7 @@ import click
 
 from .. import cubin, dispatch
 from ..gemm.dtypes import HALVES, OPERANDS, RESULTS
-from ..gemm.spec import GemmSpec
+from ..gemm.kernel_params import KernelSpec, spec_from_json
 from . import products
 from .report import CommandError, built, json_option, make_folder, say
 
@@ -75,7 +75,7 @@ def command(
     return built(report, cubin.cache_dir())
 
 
-def specs_of_program(path: Path) -> list[GemmSpec]:
+def specs_of_program(path: Path) -> list[KernelSpec]:
     """Returns the kernels that an exported program launches.
 
     Raises:
@@ -100,10 +100,10 @@ def specs_of_program(path: Path) -> list[GemmSpec]:
     return [spec for spec in specs if spec]
 
 
-def _spec_of(launch: Launch) -> GemmSpec | None:
+def _spec_of(launch: Launch) -> KernelSpec | None:
     """Returns the spec of a launch's kernel, if this version makes the same kernel."""
     try:
-        spec = GemmSpec.from_json(launch.spec)
+        spec = spec_from_json(launch.spec)
         return spec if cubin.digest_of(spec) == launch.digest else None
     except (ValueError, TypeError):  # fields of another version
         return None

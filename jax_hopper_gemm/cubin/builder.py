@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..gemm.spec import GemmSpec
+from ..gemm.kernel_params import KernelSpec
 from . import lookup
 from .digest import CubinError, digest_of
 from .store import Store
@@ -18,9 +18,9 @@ class BuildReport:
     """What became of each kernel."""
 
     folder: Path | None  # where the kernels are; None for the user's cache
-    compiled: tuple[GemmSpec, ...]  # specs compiled now
-    reused: tuple[GemmSpec, ...]  # specs that were there, or that a cache had
-    failures: dict[GemmSpec, str]  # why each of the others has no kernel
+    compiled: tuple[KernelSpec, ...]  # specs compiled now
+    reused: tuple[KernelSpec, ...]  # specs that were there, or that a cache had
+    failures: dict[KernelSpec, str]  # why each of the others has no kernel
 
     def __str__(self) -> str:
         where = self.folder or "the cache"
@@ -30,7 +30,7 @@ class BuildReport:
 
 
 def build(
-    specs: Iterable[GemmSpec],
+    specs: Iterable[KernelSpec],
     jobs: int | None = None,
     progress: bool = True,
     folder: Path | None = None,
@@ -63,8 +63,8 @@ def build(
         folder.mkdir(parents=True, exist_ok=True)
     wanted = list(dict.fromkeys(specs))
     workers = max(1, min(jobs or os.cpu_count() or 1, len(wanted)))
-    origins: dict[GemmSpec, str] = {}
-    failures: dict[GemmSpec, str] = {}
+    origins: dict[KernelSpec, str] = {}
+    failures: dict[KernelSpec, str] = {}
     spawn = multiprocessing.get_context("spawn")
     with (
         ProcessPoolExecutor(workers, mp_context=spawn) as pool,
@@ -92,7 +92,7 @@ def build(
     )
 
 
-def _build_one(spec: GemmSpec, folder: Path | None) -> str:
+def _build_one(spec: KernelSpec, folder: Path | None) -> str:
     """Makes sure that the kernel is where it is wanted; returns where it came from."""
     entry = digest_of(spec), spec.to_json()
     if folder is None:

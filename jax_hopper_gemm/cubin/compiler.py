@@ -8,6 +8,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+from ..gemm.kernel_params import KernelSpec
 from ..gemm.legality import violations
 from ..gemm.spec import GemmSpec
 from .digest import CUTLASS_DSL_VERSION, CubinError
@@ -31,13 +32,13 @@ def held_over_forks() -> threading.RLock:
 _compiling = held_over_forks()  # CuTeDSL keeps global state while it traces
 
 
-def compile_spec(spec: GemmSpec) -> Compiled:
+def compile_spec(spec: KernelSpec) -> Compiled:
     """Returns the kernel of `spec`, freshly compiled: 0.4 to 2 s.
 
     Raises:
       CubinError: `spec` is not legal, the compiler is missing, of another version, or fails.
     """
-    if reasons := violations(spec):
+    if isinstance(spec, GemmSpec) and (reasons := violations(spec)):
         raise CubinError(f"no kernel can be compiled for {spec}: {'; '.join(reasons)}")
     require_compiler()
     with _compiling:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..gemm.spec import GemmSpec
+from ..gemm.kernel_params import KernelSpec
 
 CUTLASS_DSL_VERSION = "4.8.1"  # of nvidia-cutlass-dsl, which pyproject.toml pins as well
 TARGET = "sm_90a"
@@ -35,7 +35,7 @@ class CubinError(RuntimeError):
     """A kernel could not be found, compiled or loaded; the message names it and the way out."""
 
 
-def digest_of(spec: GemmSpec) -> str:
+def digest_of(spec: KernelSpec) -> str:
     """Returns the name of `spec`'s kernel in every cache: 64 hexadecimal digits."""
     identity = (spec.to_json(), kernel_source_digest(), CUTLASS_DSL_VERSION, TARGET)
     return hashlib.sha256("\0".join(identity).encode()).hexdigest()

@@ -9,7 +9,7 @@ import logging
 import os
 from pathlib import Path
 
-from ..gemm.spec import GemmSpec
+from ..gemm.kernel_params import KernelSpec, spec_from_json
 from .compiler import compile_spec, held_over_forks
 from .digest import CubinError, digest_of
 from .store import Compiled, Store, user_cache
@@ -21,7 +21,7 @@ _looking = held_over_forks()
 _told_of_unwritable_cache = False
 
 
-def get(spec: GemmSpec) -> Compiled:
+def get(spec: KernelSpec) -> Compiled:
     """Returns the kernel of `spec`; compiles it where no cache has it.
 
     Raises:
@@ -43,7 +43,7 @@ def resolve(digest: str, spec_json: str) -> Compiled:
 
     Args:
       digest: `digest_of` the spec, when the program was lowered.
-      spec_json: `GemmSpec.to_json()`.
+      spec_json: `to_json()` of the spec.
 
     Raises:
       CubinError: `digest` is none, or no cache has the kernel, and it cannot be compiled or would
@@ -56,7 +56,7 @@ def resolve(digest: str, spec_json: str) -> Compiled:
         _known[digest] = found
         return found
     try:
-        spec = GemmSpec.from_json(spec_json)
+        spec = spec_from_json(spec_json)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # of another version
         spec = None
     if spec is None or digest_of(spec) != digest:
@@ -90,7 +90,7 @@ def _find(digest: str, spec_json: str) -> Compiled | None:
     return prebuilt().read(digest, spec_json) or user_cache().read(digest, spec_json)
 
 
-def _compile(spec: GemmSpec, digest: str) -> Compiled:
+def _compile(spec: KernelSpec, digest: str) -> Compiled:
     """Compiles under the cache's lock, so of several processes one does the work."""
     cache = user_cache()
     with cache.locked(digest):

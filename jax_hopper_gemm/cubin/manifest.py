@@ -11,8 +11,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
-from ..gemm.kernel_params import KernelParam, param_list
-from ..gemm.spec import GemmSpec
+from ..gemm.kernel_params import KernelParam, KernelSpec, param_list, spec_from_json
 from .digest import TARGET, CubinError
 from .elf import KernelCode, read_kernel
 
@@ -29,7 +28,7 @@ class Parameter(NamedTuple):
 class Manifest:
     """Facts of one compiled kernel."""
 
-    spec: str  # JSON of the `GemmSpec`
+    spec: str  # JSON of the `KernelSpec`
     entry: str  # symbol of the kernel
     target: str  # architecture
     toolkit: tuple[int, int]  # of CUDA; a driver of an older major version may refuse it
@@ -47,7 +46,7 @@ class Manifest:
         """The spec's name, as a person knows the kernel; its symbol, where this version of the
         library cannot read the spec."""
         try:
-            return GemmSpec.from_json(self.spec).name
+            return spec_from_json(self.spec).name
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return self.entry
 
@@ -87,7 +86,7 @@ def _canonical(text: str) -> str:
     return json.dumps(json.loads(text), sort_keys=True)
 
 
-def derive_manifest(spec: GemmSpec, cubin: bytes) -> Manifest:
+def derive_manifest(spec: KernelSpec, cubin: bytes) -> Manifest:
     """Returns the manifest of a cubin that was compiled from `spec`, read from its code.
 
     Raises:
@@ -116,7 +115,7 @@ def derive_manifest(spec: GemmSpec, cubin: bytes) -> Manifest:
     )
 
 
-def _differences(spec: GemmSpec, code: KernelCode, params: tuple[KernelParam, ...]) -> list[str]:
+def _differences(spec: KernelSpec, code: KernelCode, params: tuple[KernelParam, ...]) -> list[str]:
     differences = []
     if TARGET != f"sm_{code.sm}a":
         differences.append(f"it is for sm_{code.sm}, not {TARGET}")

@@ -11,12 +11,13 @@ matter of strides: nothing is transposed in memory. What does not come down to t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
+from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.groups import GROUP, VARLEN_K_T, GroupedAxis, gate_up_letter, is_varlen_k
-from ..gemm.problem import GemmProblem, Major, MatrixLayout
+from ..gemm.problem import TMA_ALIGNMENT, GemmProblem, Major, MatrixLayout
 from ..gemm.subscripts import Subscripts
 
 
@@ -34,6 +35,7 @@ class Gemm:
 
     problem: GemmProblem  # extents and layouts
     swap_ab: bool  # whether A is the right operand and B the left one
+    padded: tuple[int, ...] = ()  # operands, 0 and 1, of whose lines `with_whole_lines` is a copy
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,31 @@ def as_gemm(
     if any(result.planes > 1 for result in problem.graph.results) and problem.d != compact:
         raise NotAGemm("gate and up would not lie side by side in a result with axes in this order")
     return Gemm(problem, i.swap_ab)
+
+
+def with_whole_lines(gemm: Gemm, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> Gemm:
+    """Returns the same product of copies whose lines are padded to multiples of 16 bytes.
+
+    TMA reads no others. XLA pads operands for its own kernels, too. An operand stays as it is where
+    its lines are such multiples, or its last axis is not one of the matrix's alone.
+    """
+    p, padded = gemm.problem, []
+    layouts = {}
+    for number, shape in enumerate((lhs_shape, rhs_shape)):
+        name = "a" if (number == 0) != gemm.swap_ab else "b"
+        layout, dtype = (p.a, p.a_dtype) if name == "a" else (p.b, p.b_dtype)
+        line = {"m": p.m, "n": p.n, "k": p.k}[layout.major]
+        nbytes = DTYPES[dtype].nbytes(line)
+        if nbytes % TMA_ALIGNMENT == 0 or DTYPES[dtype].packed > 1 or shape[-1:] != (line,):
+            continue
+        whole = line + -nbytes % TMA_ALIGNMENT // DTYPES[dtype].itemsize
+        layouts[name] = MatrixLayout(
+            layout.major, layout.leading_stride // line * whole,
+            layout.batch_stride // line * whole,
+            tuple(stride // line * whole for stride in layout.outer_strides),
+        )  # fmt: skip
+        padded.append(number)
+    return replace(gemm, problem=replace(p, **layouts), padded=tuple(padded)) if padded else gemm
 
 
 def _indices(

@@ -58,6 +58,7 @@ LAUNCH_NS = 1400.0  # fitted; includes the gap between two launches of a CUDA gr
 EPILOGUE_CYCLES = 2700.0  # fitted: fill of the ring, drain of the tensor cores, last store
 SUBTILE_BYTES_PER_CYCLE = 47.0  # fitted: one warpgroup converts and stages
 SUBTILE_WAIT = 100.0  # fitted: two stages: a subtile waits until the one before has been read
+LOOSE_CYCLES = 12.0  # assumed: of a warp, to read an element a thread and store it, without TMA
 LOAD_CYCLES = 1100.0  # assumed: from asking for an operand's epilogue tile to its arrival
 ISSUE_CYCLES = 1.3  # assumed: of an instruction of one warp, stalls included
 SPECIAL_CYCLES = 8.0  # of one that the special function units execute: 4 lanes a cycle
@@ -430,6 +431,8 @@ def _epilogue_cycles(spec: GemmSpec) -> float:
     subtiles = spec.rows_per_warpgroup / 64 * (columns / spec.epi_tile_n)
     wait = SUBTILE_WAIT if spec.epi_stages == 2 and spec.graph.matrices else 0.0
     cycles = spec.epi_stage_bytes / SUBTILE_BYTES_PER_CYCLE + wait
+    if spec.loose_d:
+        cycles += len(spec.graph.matrices) * spec.epi_tile_n / 2 * LOOSE_CYCLES
     cycles += _computing_cycles(spec) / subtiles
     late = 0.0
     if spec.epi_load_stages and any(operand.kind == "matrix" for operand in spec.graph.operands):

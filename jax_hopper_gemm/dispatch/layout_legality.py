@@ -1,7 +1,8 @@
 """Legality of layouts: why TMA, or a kernel without it, cannot address the arrays of a problem.
 
-Lines and strides are positive multiples of 16 bytes. Of a line that is not, TMA would store up to
-the next multiple: on an H200 that wrote past D's last column.
+Lines and strides of what TMA copies are positive multiples of 16 bytes. Of a line that is not, it
+would store up to the next multiple: on an H200 that wrote past D's last column. So threads store
+rows of D that are no such multiples (`GemmSpec.loose_d`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def layout_violations(problem: GemmProblem) -> list[str]:
         gathered = extents_a if p.groups.gathered == "a" else extents_b
         gathered[p.groups.axis] = p.groups.source_rows
     of_a, of_b = batch_strides(p, p.a, p.matrices("a")), batch_strides(p, p.b, p.matrices("b"))
-    reasons = _matrix_violations("A", p.a, extents_a, of_a, p.a_dtype)
-    reasons += _matrix_violations("B", p.b, extents_b, of_b, p.b_dtype)
+    gaps = not p.groups and p.up_offset is None
+    reasons = _matrix_violations("A", p.a, extents_a, of_a, p.a_dtype, gaps=gaps)
+    reasons += _matrix_violations("B", p.b, extents_b, of_b, p.b_dtype, gaps=gaps)
     reasons += _result_violations(p)
     if p.groups and not reasons:
         reasons += _group_violations(p, p.groups)
@@ -99,7 +101,10 @@ def _result_violations(problem: GemmProblem) -> list[str]:
     for dtype, paired in dict.fromkeys((r.dtype, r.planes > 1) for r in p.graph.matrices):
         layout = planes if paired else p.d
         strides = batch_strides(p, layout, batches)
-        reasons += _matrix_violations("D", layout, extents, strides, dtype)
+        if p.loose_d:
+            reasons += _loose_violations(layout, strides)
+        else:
+            reasons += _matrix_violations("D", layout, extents, strides, dtype)
     if all(result.planes > 1 for result in p.graph.matrices):  # where D lies does not matter
         return reasons
     lines, length = (p.m, p.n) if p.d.major == "n" else (p.n, p.m)
@@ -110,6 +115,13 @@ def _result_violations(problem: GemmProblem) -> list[str]:
             f"D has batch stride 0, so its {batches} matrices would overwrite each other"
         )
     return reasons
+
+
+def _loose_violations(layout: MatrixLayout, batch: list[int]) -> Iterator[str]:
+    """Yields why threads cannot address D, which no TMA stores: strides are int32."""
+    for stride in (layout.leading_stride, *batch):
+        if not 0 <= stride <= MAX_INT32:
+            yield f"D has a stride of {stride} elements, not 0 to {MAX_INT32}: split it"
 
 
 def _operand_violations(
@@ -126,7 +138,7 @@ def _operand_violations(
         strides = batch_strides(p, layout, batches)
         return _matrix_violations(name, layout, {"m": p.m, "n": p.n}, strides, operand.dtype)
     reasons = []
-    if operand.kind == "row" and p.n * itemsize % TMA_ALIGNMENT:
+    if operand.kind == "row" and not p.loose_d and p.n * itemsize % TMA_ALIGNMENT:
         step = TMA_ALIGNMENT // itemsize
         reasons.append(
             f"{name} is a row of N={p.n} {operand.dtype}, {p.n * itemsize} bytes, not a multiple "
@@ -182,16 +194,28 @@ def _gate_violations(problem: GemmProblem) -> Iterator[str]:
 
 
 def _matrix_violations(
-    operand: str, layout: MatrixLayout, extents: dict[str, int], batch: list[int], dtype: str
+    operand: str,
+    layout: MatrixLayout,
+    extents: dict[str, int],
+    batch: list[int],
+    dtype: str,
+    *,
+    gaps: bool = False,
 ) -> list[str]:
+    """Returns why TMA cannot copy the lines of an array.
+
+    With `gaps` a line may end anywhere, if what lies behind it up to the next multiple of 16 bytes
+    is its own: zeros, which lowering puts there.
+    """
     (other,) = extents.keys() - {layout.major}
     contiguous, row = layout.major, DTYPES[dtype]
     stored = f"{operand} is stored ({other.upper()}, {contiguous.upper()}) {dtype}"
     step = TMA_ALIGNMENT * row.packed // row.itemsize
     extent = extents[contiguous]
-    if extent % step:
+    whole = ceil_div(extent, step) * step
+    if extent % step and not (gaps and layout.leading_stride >= whole):
         line = f"its lines of {contiguous.upper()}={extent} are {row.nbytes(extent)} bytes"
-        way_out = f"pad {contiguous.upper()} from {extent} to {ceil_div(extent, step) * step}"
+        way_out = f"pad {contiguous.upper()} from {extent} to {whole}"
         return [f"{stored} and {line}, not a multiple of {TMA_ALIGNMENT}: {way_out}"]
     way_out = f"choose a stride that is a multiple of {step} elements"
     strides = []

@@ -200,18 +200,21 @@ def waits(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
     )
 
 
+def by_fma_units(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
+    """Products in IEEE float32: ours reached 46.6 to 49.6 TFLOP/s on an H200, XLA 49.3 to 54.1."""
+    return "XLA's kernels for FMA units are 5 to 10 % faster" if problem.simt else None
+
+
 def not_measured(problem: GemmProblem, best: Estimate, device: Device) -> str | None:
-    """Products whose kernels have not been timed against XLA's; by FMA units XLA is faster."""
+    """Products whose kernels have not been timed against XLA's."""
     p = problem
-    if p.simt:
-        return "kernels for FMA units have not been measured"
     if p.rounds_operands and (p.groups or p.epilogue or p.l > 1 or p.d_dtype != "float32"):
         return "in TF32, plain products of two matrices have been measured, into float32"
     return None
 
 
 RULES: tuple[XlaRule, ...] = (thin, lags)
-UNFITTED_RULES: tuple[XlaRule, ...] = (not_measured, thin, split_by_xla, waits)
+UNFITTED_RULES: tuple[XlaRule, ...] = (by_fma_units, not_measured, thin, split_by_xla, waits)
 
 
 def two_steps_are_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:

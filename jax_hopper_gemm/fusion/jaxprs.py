@@ -40,6 +40,24 @@ def traced(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(function)(*avals)
 
 
+def spliced(equation: Any, closed: ClosedJaxpr) -> list[Any]:
+    """Returns the equations of a jaxpr without constants, to stand in the place of an equation."""
+    jaxpr = closed.jaxpr
+    assert not jaxpr.constvars
+    names = dict(zip(jaxpr.invars, equation.invars, strict=True))
+    names |= dict(zip(jaxpr.outvars, equation.outvars, strict=True))
+
+    def named(atoms: Sequence[Any]) -> list[Any]:
+        return [x if isinstance(x, Literal) else names.get(x, x) for x in atoms]
+
+    return [
+        step.replace(
+            invars=named(step.invars), outvars=named(step.outvars), source_info=equation.source_info
+        )
+        for step in jaxpr.eqns
+    ]
+
+
 def traced_once(function: Callable[..., Any], *avals: Any, **params: Any) -> ClosedJaxpr:
     """Returns the jaxpr of a function of arrays and parameters: one for equal arguments."""
     return _traced_once(function, avals, tuple(params), *params.values())

@@ -7,6 +7,7 @@ in this order. The kernel itself takes a `KernelArgs`, whose fields flatten to t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -15,8 +16,11 @@ from .epilogue_graph import Operand, Result
 from .group_search import GroupRaster
 from .k_split import KSplit
 from .offsets import ZeroRows
+from .quantization import KIND, QuantizeSpec
 from .raster import Raster
 from .spec import TMA_ALIGNMENT, GemmSpec
+
+KernelSpec = GemmSpec | QuantizeSpec
 
 ParamKind = Literal["tensor_map", "pointer", "int32"]
 PARAM_BYTES: dict[ParamKind, int] = {"tensor_map": 128, "pointer": 8, "int32": 4}
@@ -100,7 +104,8 @@ class KernelArgs(NamedTuple):
     # Tensor maps of A, of B, of a gated product's up; of the scales of these along K. Of a gathered
     # operand a pointer.
     tma_ab: Any
-    results: Any  # a tensor map for each matrix, a pointer for each other result
+    # A tensor map for each matrix, `Strided` where threads store it; a pointer for others
+    results: Any
     operands: Any  # a tensor map each; of a scalar a pointer and the elements to the next matrix's
     group_sizes: Any  # pointer to the int32 sizes of groups
     gather: Any  # `Gather`, where rows are gathered
@@ -143,8 +148,31 @@ class SimtArgs(NamedTuple):
     extents: Any  # `SimtExtents`
 
 
-def kernel_params(spec: GemmSpec) -> KernelArgs | SimtArgs:
+class QuantizeArgs(NamedTuple):
+    """The same of a kernel that quantizes a matrix of `rows` by `columns`; see `quantization`."""
+
+    x: Any  # pointers, but for the extents
+    picks: Any  # indices of rows of x, int32
+    values: Any
+    scales: Any  # (B, C / 128, R), or (B, R / 128, C / 128) of blocks of 128 x 128
+    transposed_values: Any
+    transposed_scales: Any  # (B, R / 128, C)
+    rows: Any
+    columns: Any
+    source_rows: Any  # of x, where rows are picked
+
+
+def spec_from_json(text: str) -> KernelSpec:
+    """Returns the spec whose `to_json` the text is."""
+    named = json.loads(text)
+    of_quantization = isinstance(named, dict) and named.get("kind") == KIND
+    return QuantizeSpec.from_dict(named) if of_quantization else GemmSpec.from_json(text)
+
+
+def kernel_params(spec: KernelSpec) -> KernelArgs | SimtArgs | QuantizeArgs:
     """Returns the parameters of `spec`'s kernel."""
+    if isinstance(spec, QuantizeSpec):
+        return _quantize_params(spec)
     if spec.simt_width:
         return _simt_params(spec)
     graph = spec.graph
@@ -177,7 +205,7 @@ def kernel_params(spec: GemmSpec) -> KernelArgs | SimtArgs:
         raster=raster(*_numbers("raster", raster._fields)),
         k_tiles=_number("k_tiles"),
         stage_bytes=_number("stage_bytes") if spec.short_boxes else None,
-        extents=Extents(_number("m"), _number("n")) if graph.needs_extents else None,
+        extents=Extents(_number("m"), _number("n")) if spec.needs_extents else None,
         zero_fill=zero_fill,
         split_k=split_k,
         tile_counter=_pointer("tile_counter") if spec.tile_scheduler == "dynamic" else None,
@@ -187,14 +215,39 @@ def kernel_params(spec: GemmSpec) -> KernelArgs | SimtArgs:
 def _simt_params(spec: GemmSpec) -> SimtArgs:
     matrices = ("a", spec.a_dtype), ("b", spec.b_dtype), ("d", spec.d_dtype)
     return SimtArgs(
-        *(Strided(_pointer(x, of), *_numbers(x, Strided._fields[1:])) for x, of in matrices),
+        *(_strided(name, dtype) for name, dtype in matrices),
         raster=Raster(*_numbers("raster", Raster._fields)),
         k_tiles=_number("k_tiles"),
         extents=SimtExtents(*map(_number, SimtExtents._fields)),
     )
 
 
-def param_list(spec: GemmSpec) -> tuple[KernelParam, ...]:
+def _quantize_params(spec: QuantizeSpec) -> QuantizeArgs:
+    def pointer(name: str, dtype: str, there: bool, alignment: int | None = None) -> Any:
+        return _pointer(name, dtype, alignment) if there else None
+
+    lines = spec.block == 1
+    return QuantizeArgs(
+        _pointer("x", spec.dtype, TMA_ALIGNMENT),
+        pointer("picks", "int32", spec.picked),
+        pointer("values", spec.to, spec.straight, TMA_ALIGNMENT),
+        pointer("scales", "float32", spec.straight or not lines),
+        pointer("transposed_values", spec.to, spec.transposed, TMA_ALIGNMENT),
+        pointer("transposed_scales", "float32", spec.transposed and lines),
+        _number("rows"),
+        _number("columns"),
+        _number("source_rows") if spec.picked else None,
+    )
+
+
+def result_names(spec: QuantizeSpec) -> tuple[str, ...]:
+    """Returns the names in `QuantizeArgs` of what the kernel writes."""
+    params = _quantize_params(spec)
+    names = "values", "scales", "transposed_values", "transposed_scales"
+    return tuple(name for name in names if getattr(params, name) is not None)
+
+
+def param_list(spec: KernelSpec) -> tuple[KernelParam, ...]:
     """Returns the parameters of `spec`'s kernel in order."""
     params: list[KernelParam] = []
     map_args(params.append, kernel_params(spec))
@@ -224,7 +277,9 @@ def _scales_of_b(spec: GemmSpec, name: str) -> KernelParam:
     return KernelParam(f"{name}_group_scales", "tensor_map", "float32", "ng" + _batch(spec), "n")
 
 
-def _result(spec: GemmSpec, i: int, result: Result) -> KernelParam:
+def _result(spec: GemmSpec, i: int, result: Result) -> KernelParam | Strided:
+    if result.kind == "matrix" and spec.loose_d:
+        return _strided(f"d{i}", result.dtype)
     if result.kind == "matrix":
         modes = "mn" + _last(spec, "m")
         return KernelParam(f"d{i}", "tensor_map", result.dtype, modes, spec.d_major)
@@ -239,6 +294,10 @@ def _operand(
     modes = {"matrix": "mn", "row": "n", "column": "m"}[operand.kind] + _batch(spec)
     contiguous = {"matrix": spec.d_major, "row": "n", "column": "m"}[operand.kind]
     return KernelParam(f"c{i}", "tensor_map", operand.dtype, modes, contiguous)
+
+
+def _strided(name: str, dtype: str) -> Strided:
+    return Strided(_pointer(name, dtype), *_numbers(name, Strided._fields[1:]))
 
 
 def _scales(operand: str) -> Scales:

@@ -58,6 +58,9 @@ PARTS_REGISTERS = 16  # more, where bfloat16 parts of A are in registers
 # Accumulators beside which three parts leave no registers for epilogue tiles of over 16 columns.
 NARROW_EPILOGUE_ACC_REGISTERS = 192
 CONVERSION_REGISTERS = 48  # more, where B is converted: as it is, and as wgmma reads it
+# Of those that sums of a piece are promoted from: they are free where an epilogue runs. Where a
+# tile is one piece, or rows are in groups, ptxas spills.
+FREED_REGISTERS = 32
 MAX_ACC_REGISTERS = {1: 208, 2: 208, 3: 96}
 # Of K that is split, beside partial sums and an epilogue; and how many must be left, where twice as
 # many partial sums as accumulators are held, for epilogue tiles of 64 columns.
@@ -75,12 +78,15 @@ def max_accumulators(spec: GemmSpec) -> int:
         left -= MAILBOX_REGISTERS
     if spec.bf16_terms:
         left -= PARTS_REGISTERS
-    if spec.b_block == 1:  # those of all columns of a thread, and their addresses
+    if spec.b_block == 1 and not spec.stages_scales:  # those of all columns, and their addresses
         left -= spec.tile_n // 4 + COLUMN_SCALE_REGISTERS
     if spec.converts_b:
         left -= CONVERSION_REGISTERS
     if spec.epilogue:
-        left -= epilogue_registers(spec.epilogue, spec.epi_tile_n)
+        in_pieces = spec.promoted and spec.acc_registers < 2 * spec.tile_registers
+        narrow = spec.epi_tile_n <= 32 and spec.grouped is None
+        free = FREED_REGISTERS if in_pieces and narrow else 0
+        left -= max(0, epilogue_registers(spec.epilogue, spec.epi_tile_n) - free)
     return min(MAX_ACC_REGISTERS[warpgroups], left)
 
 
@@ -135,6 +141,7 @@ def type_violations(t: ProblemType) -> Iterator[str]:
         yield f"groups cut the axis {t.grouped!r}, not 'm' or 'k'"
         return
     yield from _stack_violations(t)
+    yield from _loose_violations(t)
     if t.gathered and t.gathered not in GATHERABLE[t.grouped]:
         where = f"where groups cut {t.grouped.upper()}" if t.grouped else "without groups"
         yield f"no kernel gathers {t.gathered.upper()} by indices {where}: gather it beforehand"
@@ -215,6 +222,19 @@ def _transposed_violations(t: ProblemType) -> Iterator[str]:
     for array in arrays:
         if array.kind == "matrix" and DTYPES[array.dtype].itemsize == 1:
             yield f"a thread has no two neighbours of {array.dtype} where D is stored along M"
+
+
+def _loose_violations(t: ProblemType) -> Iterator[str]:
+    """Yields why no kernel stores rows of D that begin and end anywhere."""
+    results = t.epilogue.matrices if t.epilogue else ()
+    others = {
+        "groups": t.grouped, "a nested batch": t.nested, "D stored along M": t.d_major == "m",
+        "FMA units": t.simt_width, "gate and up side by side": any(r.planes > 1 for r in results),
+        "results of 4 or 8 bits": any(DTYPES[r.dtype].itemsize == 1 for r in results),
+    }  # fmt: skip
+    for name, there in others.items():
+        if there and t.loose_d:
+            yield f"rows of D that are no multiples of 16 bytes, and {name}: pad N"
 
 
 def _simt_type_violations(t: ProblemType) -> Iterator[str]:

@@ -17,6 +17,7 @@ from .epilogue_graph import EpilogueGraph, Result
 from .groups import GroupedAxis, Groups, VarlenAxis
 
 Major = Literal["k", "m", "n"]
+TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,17 @@ class GemmProblem:
     def gated(self) -> bool:
         """Whether there are two B's."""
         return self.graph.accumulators == 2
+
+    @property
+    def loose_d(self) -> bool:
+        """As in `GemmSpec`: whether lines of D are no multiples of 16 bytes, or so far apart."""
+        if self.groups or self.simt:
+            return False
+        lines, length = (self.m, self.n) if self.d.major == "n" else (self.n, self.m)
+        apart = [stride for extent, stride in self.batch_axes(self.d) if extent > 1]
+        apart += [length, *([self.d.leading_stride] if lines > 1 else [])]
+        dtypes = {result.dtype for result in self.graph.matrices}
+        return any(x * DTYPES[dtype].itemsize % TMA_ALIGNMENT for x in apart for dtype in dtypes)
 
     @property
     def simt_width(self) -> int:

@@ -14,6 +14,7 @@ from . import simt
 from .bf16_parts import accumulator_sets, num_parts
 from .dtypes import DTYPES, converts
 from .epilogue_graph import EpilogueGraph, Operand
+from .problem import TMA_ALIGNMENT as TMA_ALIGNMENT
 from .problem import GemmProblem, Major, VarlenAxis, plain_graph
 
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
@@ -22,10 +23,10 @@ SMEM_ALIGNMENT = 1024  # bytes: where that swizzle repeats
 SMEM_VECTOR = 128  # bytes: alignment of rows and columns that TMA loads
 GROUPED_MAILBOX_BYTES = 144  # three slots of a tile and their barriers
 SMEM_BARRIERS = 512  # bytes behind everything else: mbarriers, scheduler mailbox
-TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
 EPI_TILE_M = 64  # rows of a staged epilogue tile: those that one warpgroup's wgmma writes
 PROMOTION_K = 128  # elements of K after which `promoted` accumulators are added up
 MAX_SUM_COLUMNS = 192  # of promoted sums that fit beside a tile's accumulators, of as many columns
+MAX_STAGED_COLUMNS = 176  # the same where each column has a scale of its own
 BLOCKS = (1, 128)  # rows of A, and columns of B, that may share a scale
 PART_BUFFERS = 3  # k-tiles of B in parts: one written, one multiplied, one that slower warps read
 K_GROUPS = (32, 64, 128)  # elements of K of converted operands that may share a scale
@@ -114,6 +115,9 @@ class GemmSpec:
     # kernels (`simt`) the warp schedule, `cluster` and `epi` fields mean nothing.
     simt_width: int = 0
     d_major: Major = "n"  # or "m": D, and matrices that the epilogue reads, are stored (N, M)
+    # Whether rows of D may begin and end anywhere: threads store them, not TMA, which would write
+    # on to the next multiple of 16 bytes.
+    loose_d: bool = False
 
     @property
     def graph(self) -> EpilogueGraph:
@@ -129,6 +133,11 @@ class GemmSpec:
     def acc_dtype(self) -> str:
         """The dtype of a tile's accumulators."""
         return "float32" if self.promoted else self.sum_dtype
+
+    @property
+    def needs_extents(self) -> bool:
+        """Whether the kernel must know M and N, which else tensor maps alone know."""
+        return self.loose_d or self.graph.needs_extents
 
     @property
     def d_tile_n(self) -> int:
@@ -200,7 +209,15 @@ class GemmSpec:
 
         They are a piece of a tile; one after the other takes the same registers.
         """
-        return self.tile_n if self.tile_n <= MAX_SUM_COLUMNS else self.tile_n // 2
+        most = MAX_STAGED_COLUMNS if self.stages_scales else MAX_SUM_COLUMNS
+        return self.tile_n if self.tile_n <= most else self.tile_n // 2
+
+    @property
+    def stages_scales(self) -> bool:
+        """Whether block scales arrive in stages: those of single lines of both operands do, but
+        where rows are grouped, which begin between multiples of 16 bytes."""
+        lines = self.a_block == self.b_block == 1
+        return lines and self.grouped != "m" and self.gathered is None
 
     @property
     def tile_registers(self) -> int:
@@ -286,7 +303,9 @@ class GemmSpec:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales of B that a stage gets."""
+        """Bytes of the scales that a stage gets: of B, or of a tile's rows and columns."""
+        if self.stages_scales:
+            return 4 * (self.tile_m + self.tile_n)
         return 4 * self.tile_n * (self.tile_k // self.k_group) if self.k_group else 0
 
     @property
@@ -399,6 +418,8 @@ class GemmSpec:
             kind += f"_{DTYPES[self.a_dtype].mma}"
         if self.d_major == "m":
             kind += "_transposed"
+        if self.loose_d:
+            kind += "_loose"
         return (
             f"jhg_{kind}_{dtypes}_{layout}"
             f"_{self.tile_m}x{self.tile_n}x{self.tile_k}_{self.cluster_m}x{self.cluster_n}"
@@ -452,6 +473,7 @@ class ProblemType:
     k_group: int = 0
     simt_width: int = 0
     d_major: Major = "n"
+    loose_d: bool = False
 
     @classmethod
     def of(cls, problem: GemmProblem) -> ProblemType:
@@ -462,7 +484,7 @@ class ProblemType:
             p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
             p.indexed, p.promoted, p.a_scales.block if p.a_scales else 0,
             p.b_scales.block if p.b_scales else 0, bool(p.outer), p.bf16_terms, p.k_group,
-            p.simt_width, p.d.major,
+            p.simt_width, p.d.major, p.loose_d,
         )  # fmt: skip
 
     @classmethod
@@ -475,7 +497,7 @@ class ProblemType:
         """The same of the product that a measured table holds."""
         return replace(
             self, epilogue=None, gathered=None, indexed=None, nested=False, promoted=False,
-            a_block=0, b_block=0, bf16_terms=0, k_group=0, simt_width=0,
+            a_block=0, b_block=0, bf16_terms=0, k_group=0, simt_width=0, loose_d=False,
         )  # fmt: skip
 
 

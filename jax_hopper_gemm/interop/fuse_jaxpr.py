@@ -21,7 +21,7 @@ from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
 from .placement import in_place, updates_ordered
-from .regions import CALLS, PRODUCTS, Region, Regions, is_inlined
+from .regions import CALLS, PRODUCTS, Along, Region, Regions, is_inlined, kind_of
 from .wide import Function, sum_dtype, widened
 
 
@@ -48,9 +48,10 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     equations, results = inlined(equations, results)
     alone: set[int] = set()
     apart: set[tuple[int, ...]] = set()
-    unsummed: set[int] = set()
+    unsummed: set[tuple[int, Along]] = set()
+    kinds = [*map(kind_of, equations)]
     while True:
-        regions = Regions(equations, results, alone, apart, unsummed)
+        regions = Regions(equations, results, alone, apart, unsummed, kinds)
         launches = {x: _launch(equations, x) for x in regions.regions if x.whole}
         refused = [x for x, launch in launches.items() if _refusal(equations, x, launch, device)]
         refused += [x for x in regions.regions if not x.whole]
@@ -62,7 +63,8 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
                 refused = [cycle.region]
         for region in refused:  # less of it is tried
             if region.sums:
-                unsummed.update(region.products)
+                along = min(region.sums)  # columns first
+                unsummed.update((number, along) for number in region.products)
             elif len(region.products) > 1:
                 apart.add(region.products)
             else:
@@ -124,7 +126,8 @@ def _launch(equations: Sequence[Any], region: Region) -> Any:
     )  # fmt: skip
     empty = tuple(_empty_rows(equations, region, function.invars)) if sizes else ()
     with first.ctx.manager:  # of its mesh
-        jaxpr = widened(function, len(products), product.groups, empty)
+        as_stored = "columns" in region.sums
+        jaxpr = widened(function, len(products), product.groups, empty, as_stored)
     params = {
         "jaxpr": jaxpr,
         "product": product,
@@ -163,7 +166,8 @@ def _refusal(equations: Sequence[Any], region: Region, launch: Any, device: Devi
     atoms = (*(x.outvars[0] for x in products), *region.operands, *region.outputs)
     requests = tuple(map(request_of, products))
     moved, again = (sum(_bytes(x.aval) for x in group) for group in (atoms, region.kept))
-    times = expected_us(request_of(launch), requests, moved, again, device)
+    twice = "columns" in region.sums  # what meets statistics of its rows is read after them
+    times = expected_us(request_of(launch), requests, moved, 0 if twice else again, device)
     if isinstance(times, str):
         return times
     together, apart = times

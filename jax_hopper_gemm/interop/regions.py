@@ -9,6 +9,9 @@ with elementwise equations that follow; its outputs are what the rest of the pro
 
 Every value belongs to the last product that it depends on elementwise. So a sum of two products is
 made where the second is, and the derivative of an activation where its cotangent is.
+
+A region also reduces: rows to their sum, as the gradient of a bias, and columns to statistics of
+each row, as those of a softmax: its largest number and the sum of exp(x - largest).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from ..primitives.dot import hopper_dot_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
 
 Kind = OneOf["product", "elementwise", "layout", "reduction", "other"]
+Along = OneOf["rows", "columns"]  # what a reduction takes together
 
 # Calls that mean no more than their jaxpr, and the parameter that holds it.
 CALLS = {
@@ -34,11 +38,12 @@ CALLS = {
     "custom_jvp_call": "call_jaxpr",
 }  # fmt: skip
 LAYOUTS = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze")  # of what meets a product
+MOVES = (*LAYOUTS, "transpose")  # also of products, if they move axes of extent 1 alone
 # Operations that XLA computes together with what their operands come from.
 FUSED_BY_XLA = frozenset(
     {
         "argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "concatenate",
-        "convert_element_type", "dynamic_slice", "expand_dims", "pad", "reduce_and",
+        "convert_element_type", "dynamic_slice", "expand_dims", "gather", "pad", "reduce_and",
         "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape", "rev",
         "slice", "split", "squeeze", "transpose",
     }
@@ -61,7 +66,7 @@ class Region:
       operands: the other variables that they read.
       last_read: operands that nothing else reads, or that the program may have been given to
         overwrite: an argument of which the region makes a result.
-      sums: whether an output is a sum of rows.
+      sums: along which axes it reduces, "columns" for statistics of rows.
       whole: whether all that it reads is in memory.
     """
 
@@ -72,7 +77,7 @@ class Region:
     equations: list[int] = field(default_factory=list)
     operands: list[Any] = field(default_factory=list)
     last_read: set[Any] = field(default_factory=set)
-    sums: bool = False
+    sums: set[Along] = field(default_factory=set)
     whole: bool = True
 
 
@@ -97,7 +102,8 @@ class Regions:
       results: what it returns.
       alone: numbers of products that stay without a region.
       apart: pairs of products that make no gate.
-      unsummed: numbers of products whose regions compute no sums.
+      unsummed: numbers of products whose regions do not reduce along these axes.
+      kinds: of the equations, if they are known.
     """
 
     def __init__(
@@ -106,11 +112,13 @@ class Regions:
         results: Sequence[Any],
         alone: Iterable[int] = (),
         apart: Iterable[tuple[int, ...]] = (),
-        unsummed: Iterable[int] = (),
+        unsummed: Iterable[tuple[int, Along]] = (),
+        kinds: Sequence[Kind] | None = None,
     ):
         self.equations, self._results = equations, results
         self._alone, self._apart, self._unsummed = set(alone), set(apart), set(unsummed)
-        self._follow()
+        self._before: dict[int, int] = {}  # by bit, the products that a product depends on
+        self._follow([*map(kind_of, equations)] if kinds is None else kinds)
         self._find_read()
         self._pair()
         self._give_owners()
@@ -120,8 +128,8 @@ class Regions:
 
     # What each variable depends on.
 
-    def _follow(self) -> None:
-        """Finds each equation's kind, and of each variable what it depends on."""
+    def _follow(self, kinds: Sequence[Kind]) -> None:
+        """Finds each equation's kind here, and of each variable what it depends on."""
         self.kinds: list[Kind] = []
         self.makers: dict[Any, int] = {}
         self._products: list[int] = []  # by bit
@@ -129,26 +137,29 @@ class Regions:
         self._by_xla: set[int] = set()  # elementwise; what they compute is less to read than these
         self._depends: dict[Any, int] = {}  # on these products, in any way
         self._cone: dict[Any, int] = {}  # of these products, elementwise
+        self._statistics: dict[Any, int] = {}  # made of reductions of what depends on these
         self._inputs_of = [list(variables(equation.invars)) for equation in self.equations]
         self._uses = uses = Counter(x for inputs in self._inputs_of for x in inputs)
-        for number, equation in enumerate(self.equations):
-            kind = kind_of(equation)
+        for number, (kind, equation) in enumerate(zip(kinds, self.equations, strict=True)):
             if kind == "other" and self._converts_sums(equation):
                 kind = "elementwise"
             if kind == "product" and number in self._alone:
                 kind = "other"
             inputs = self._inputs_of[number]
-            depends = cone = 0
+            depends = cone = statistics = 0
             for x in inputs:
                 depends |= self._depends.get(x, 0)
+                statistics |= self._statistics.get(x, 0)
                 if kind != "elementwise" or _meets(x, equation):
                     cone |= self._cone.get(x, 0)
-            if kind == "layout" and cone:
-                kind = "other"
+            if kind == "layout" and any(cone or self._kind(x) == "elementwise" for x in inputs):
+                moves = _moves_units_alone(equation)
+                kind = "elementwise" if moves else "other" if cone else "layout"
             if kind == "reduction" and not cone:
                 kind = "other"
             if kind == "product":
                 cone = 1 << len(self._products)
+                self._before[len(self._products)] = depends
                 depends |= cone
                 self._products.append(number)
             elif kind != "elementwise":
@@ -169,10 +180,21 @@ class Regions:
                     self._depends[variable] = depends
                 if cone:
                     self._cone[variable] = cone
+                elif kind == "reduction" and _along(equation) == "columns":
+                    self._statistics[variable] = self._cone[inputs[0]]
+                elif kind in ("elementwise", "layout") and statistics:
+                    self._statistics[variable] = statistics
 
     def _kind(self, variable: Any) -> Kind:
         number = self.makers.get(variable)
         return "other" if number is None else self.kinds[number]
+
+    def _reduces(self, variable: Any) -> Along | None:
+        """Returns what a variable is a reduction of; None for one that is none."""
+        number = self.makers.get(variable)
+        if number is None or self.kinds[number] != "reduction":
+            return None
+        return _along(self.equations[number])
 
     def _inputs(self, variable: Any) -> list[Any]:
         return self._inputs_of[self.makers[variable]]
@@ -254,40 +276,72 @@ class Regions:
 
     def _give_owners(self) -> None:
         self._owner: dict[Any, Region] = {}
+        in_passing = self._found_in_passing()
         for variable in self._read:
+            if variable in in_passing:
+                continue
             for region in self._candidates(variable):
                 if self._computes(region, variable):
                     self._owner[variable] = region
                     region.outputs.append(variable)
-                    region.sums |= self._kind(variable) == "reduction"
+                    if along := self._reduces(variable):
+                        region.sums.add(along)
                     break
+
+    def _found_in_passing(self) -> set[Any]:
+        """Returns statistics of rows that XLA finds in the one pass that needs them.
+
+        As of a softmax whose probabilities alone are read: it holds a row, and reads it once.
+        """
+        groups: dict[int, list[Any]] = {}
+        for variable in self._read:
+            if self._reduces(variable) == "columns":
+                (x,) = self._inputs(variable)
+                groups.setdefault(self._cone[x].bit_length(), []).append(variable)
+        reader = {x: number for number, xs in enumerate(self._inputs_of) for x in xs}
+        results = set(variables(self._results))
+
+        def meets_rows_once(x: Any) -> bool:
+            while x not in self._cone:
+                if self._uses[x] != 1 or x in results:
+                    return False
+                number = reader[x]
+                if self.kinds[number] not in ("elementwise", "layout"):
+                    return False
+                (x,) = self.equations[number].outvars
+            return True
+
+        return {x for group in groups.values() if all(map(meets_rows_once, group)) for x in group}
 
     def _candidates(self, variable: Any) -> Iterator[Region]:
         """Yields the regions of the products that a variable depends on elementwise, last first."""
-        cone, sums = self._cone.get(variable, 0), self._kind(variable) == "reduction"
-        if sums:
+        cone, along = self._cone.get(variable, 0), self._reduces(variable)
+        if along:
             (x,) = self._inputs(variable)
             cone = self._cone[x]
-        seen: list[Region] = []
+        seen: set[Region] = set()
+        before = 0  # these products come before later ones, which a kernel would have to wait for
         for bit in _bits_of(cone):
             region = self._region_of[bit]
-            if sums and self._unsummed.intersection(region.products):
+            if along and not self._unsummed.isdisjoint((x, along) for x in region.products):
                 return  # what is summed is made there
-            if region not in seen:
-                seen.append(region)
+            if region not in seen and not before & region.bits:
+                seen.add(region)
                 yield region
+            before |= self._before[bit]
 
     def _computes(self, region: Region, variable: Any) -> bool:
         """Whether a region can compute a variable: nothing else that it reads comes later."""
         if variable.aval.dtype.name not in RESULTS + QUANTIZED:
             return False
+        statistics = self._statistics if self._sums_exponentials(variable) else {}
         pending, seen = [variable], set()
         while pending:
             x = pending.pop()
             if x in seen:
                 continue
             seen.add(x)
-            inside = self._cone.get(x, 0) & region.bits
+            inside = (self._cone.get(x, 0) | statistics.get(x, 0)) & region.bits
             if self._kind(x) == "product" and inside:
                 continue
             if inside or x is variable:
@@ -296,6 +350,20 @@ class Regions:
                 return False
         return True
 
+    def _sums_exponentials(self, variable: Any) -> bool:
+        """Whether a variable is a sum of exp(x - y), for which a kernel need not know y."""
+        for name in ("reduce_sum", "exp", "sub"):
+            equation = self.equations[self.makers[variable]] if variable in self.makers else None
+            if equation is None or equation.primitive.name != name:
+                return False
+            variable = equation.invars[0]
+        return True
+
+    def _inside(self, variable: Any, region: Region) -> bool:
+        """Whether a region computes a variable: of its products, or of their rows' statistics."""
+        made_of = self._cone.get(variable, 0) | self._statistics.get(variable, 0)
+        return bool(made_of & region.bits)
+
     # Variables that are stored for others.
 
     def _slice(self, variable: Any, region: Region | None) -> Iterator[tuple[int, list[Any]]]:
@@ -303,14 +371,13 @@ class Regions:
 
         It ends at variables that are in memory, and at the products of the region.
         """
-        bits = region.bits if region else 0
         pending, seen = [variable], set()
         while pending:
             x = pending.pop()
             if x in seen:
                 continue
             seen.add(x)
-            inside = self._cone.get(x, 0) & bits
+            inside = region is not None and self._inside(x, region)
             kind = self._kind(x)
             if kind == "other" or kind == "product":
                 continue
@@ -341,8 +408,7 @@ class Regions:
 
     def _need(self, needs: dict[Region, _Needs], variable: Any, number: int | None) -> None:
         """Notes that a variable of a region is needed outside: by an equation, or as it is."""
-        region = self._last_region(variable)
-        if region is None or variable in self._stored:
+        if variable in self._stored or (region := self._last_region(variable)) is None:
             return
         need = needs.setdefault(region, _Needs())
         if number is None:
@@ -420,8 +486,8 @@ class Regions:
             for number, inputs in self._slice(variable, region):
                 numbers[number] = None
                 for x in inputs:
-                    inside = self._cone.get(x, 0) & region.bits
-                    if not inside and (self._kind(x) == "other" or x in self._stored):
+                    in_memory = self._kind(x) == "other" or x in self._stored
+                    if in_memory and not self._inside(x, region):
                         operands[x] = None
         region.equations, region.operands = sorted(numbers), list(operands)
         made = {
@@ -429,7 +495,7 @@ class Regions:
         }
         needed = (x for number in numbers for x in self._inputs_of[number])
         region.whole = all(x in made or x in operands for x in needed)
-        return bool(region.equations)
+        return any(self.equations[number].primitive.name not in MOVES for number in numbers)
 
     def _find_last_read(self) -> None:
         results = set(variables(self._results))
@@ -447,7 +513,20 @@ class Regions:
 
 def _meets(x: Any, equation: Any) -> bool:
     """Whether an input of an elementwise equation has an element for each one of the result."""
-    return x.aval.shape == equation.outvars[0].aval.shape
+    return _without_units(x) == _without_units(equation.outvars[0])
+
+
+def _without_units(x: Any) -> list[Any]:
+    return [extent for extent in x.aval.shape if extent != 1]
+
+
+def _moves_units_alone(equation: Any) -> bool:
+    """Whether a layout leaves all axes of an extent over 1 as they are, one after the other."""
+    (x,), (out,) = equation.invars, equation.outvars
+    if equation.primitive.name != "transpose":
+        return _without_units(x) == _without_units(out)
+    moved = [axis for axis in equation.params["permutation"] if x.aval.shape[axis] != 1]
+    return moved == sorted(moved)
 
 
 def _is_matrix(variable: Any) -> bool:
@@ -483,13 +562,22 @@ def kind_of(equation: Any) -> Kind:
         return "other"
     if len({x.sharding.mesh for x in avals if not x.sharding.mesh.empty}) > 1:
         return "other"  # It leads from Auto mesh axes into Explicit ones, or back.
-    if name in LAYOUTS:
+    if name in LAYOUTS or (name == "transpose" and _moves_units_alone(equation)):
         return "layout" if len(equation.invars) == 1 else "other"
-    if name == "reduce_sum":
-        (x,) = equation.invars
-        rows = tuple(range(x.aval.ndim - 1))
-        return "reduction" if rows and tuple(equation.params["axes"]) == rows else "other"
+    if name in ("reduce_sum", "reduce_max"):
+        return "reduction" if _along(equation) else "other"
     return "elementwise" if _is_elementwise(equation) else "other"
+
+
+def _along(equation: Any) -> Along | None:
+    """Returns what a reduction of matrices takes together, if a kernel may do so."""
+    (x,), axes = equation.invars, [*equation.params["axes"]]
+    if x.aval.ndim < 2:
+        return None
+    *rows, columns = range(x.aval.ndim)
+    if axes == [columns]:
+        return "columns"
+    return "rows" if axes == rows and equation.primitive.name == "reduce_sum" else None
 
 
 def _is_held(aval: Any, dtypes: tuple[str, ...]) -> bool:
@@ -505,17 +593,30 @@ def _is_elementwise(equation: Any) -> bool:
     moved = (e for e in closed.jaxpr.eqns if e.primitive.name in LAYOUTS)
     return (
         all(x.aval.shape in ((), shape) for x in equation.invars)
-        and is_inlined(closed)
+        and _is_elementwise_alone(closed)
         and not any(x.aval.ndim for e in moved for x in e.invars)
     )
 
 
-def is_inlined(closed: Any) -> bool:
+def _is_elementwise_alone(closed: Any) -> bool:
     """Whether a jaxpr has equations alone that may become part of a region, or are of scalars."""
-    if getattr(closed, "consts", ()) or closed.jaxpr.constvars:
-        return False
-    return all(
+    return _is_open(closed) and all(
         kind_of(equation) in ("elementwise", "layout")
         or (equation.primitive.name == "convert_element_type" and not equation.invars[0].aval.ndim)
         for equation in closed.jaxpr.eqns
     )
+
+
+def is_inlined(closed: Any) -> bool:
+    """Whether a jaxpr has equations alone that a kernel, or XLA, computes with those around it."""
+    return _is_open(closed) and all(
+        equation.primitive.name in FUSED_BY_XLA
+        or equation.primitive.name == "iota"
+        or _is_elementwise(equation)
+        for equation in closed.jaxpr.eqns
+    )
+
+
+def _is_open(closed: Any) -> bool:
+    """Whether nothing but the operands enters a jaxpr."""
+    return not (getattr(closed, "consts", ()) or closed.jaxpr.constvars)

@@ -18,14 +18,14 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend import linear_util as lu
-from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import Jaxpr, jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from ..fusion.jaxprs import traced
+from ..fusion.jaxprs import spliced, traced
 from ..gemm.dtypes import HALVES, multiply, results_of
 from ..gemm.product import Options
 from ..gemm.recipes import ByRecipe
-from ..lowering.route import current_device, route, terms_of
+from ..lowering.route import current_device, route
 from ..ops.batch_invariance import is_batch_invariant
 from ..ops.dense import Implementation
 from ..ops.ragged import ragged_dot_general
@@ -34,7 +34,9 @@ from ..ops.recipes import Recipe
 from ..ops.sm_limit import current_max_sms
 from ..ops.substitute import as_hopper_dot, hopper_equations
 from ..primitives.define import request_of
+from .by_algorithm import with_rounded_operands
 from .fuse_jaxpr import fused
+from .picks import with_choices
 from .weights import Marks, Weights
 
 RAGGED = "ragged_dot_general"
@@ -152,9 +154,7 @@ def reason_left(
       implementation: of the product.
     """
     lhs, rhs = (atom.aval for atom in equation.invars[:2])
-    in_parts = lhs.dtype == rhs.dtype == np.float32 and terms_of(equation.params["precision"])
-    as_it_is = lhs.dtype == np.float32  # by XLA, in TF32 or in float32
-    if not in_parts and (as_it_is or not multiply(lhs.dtype.name, rhs.dtype.name)):
+    if not multiply(lhs.dtype.name, rhs.dtype.name):
         names = " by ".join(dict.fromkeys((lhs.dtype.name, rhs.dtype.name)))
         return f"no kernel multiplies {names}"
     result = equation.outvars[0].aval.dtype.name
@@ -221,6 +221,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
     def chosen(equation: Any, transposes: Sequence[Any] = ()) -> bool:
         return reason_left(equation, transposes, rewriting.implementation) is None
 
+    original, inner = inner, with_rounded_operands(inner)
     weights = Weights(inner, rewriting.weights)
 
     def recipe_of(equation: Any) -> ByRecipe | None:
@@ -236,8 +237,8 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
             new.append(equation)
     outvars = inner.outvars
     if rewriting.fuse:
-        new, outvars = fused(new, outvars)
-    same = len(new) == len(inner.eqns) and all(map(operator.is_, new, inner.eqns))
+        new, outvars = fused(with_choices(new), outvars)
+    same = len(new) == len(original.eqns) and all(map(operator.is_, new, original.eqns))
     return program if same else inner.replace(eqns=new, outvars=outvars)
 
 
@@ -276,23 +277,7 @@ def _ragged(equation: Any, rewriting: Rewriting) -> list[Any]:
         )  # fmt: skip
 
     with equation.ctx.manager:
-        closed = traced(product, *(atom.aval for atom in equation.invars))
-    jaxpr = closed.jaxpr
-    assert not jaxpr.constvars
-    names = dict(zip(jaxpr.invars, equation.invars, strict=True))
-    names |= dict(zip(jaxpr.outvars, equation.outvars, strict=True))
-
-    def named(atom: Any) -> Any:
-        return atom if isinstance(atom, Literal) else names.get(atom, atom)
-
-    return [
-        step.replace(
-            invars=[named(x) for x in step.invars],
-            outvars=[named(x) for x in step.outvars],
-            source_info=equation.source_info,
-        )
-        for step in jaxpr.eqns
-    ]
+        return spliced(equation, traced(product, *(atom.aval for atom in equation.invars)))
 
 
 def _entered(equation: Any, rewriting: Rewriting, weights: Weights) -> Any:

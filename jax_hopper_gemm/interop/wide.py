@@ -35,7 +35,11 @@ class Function:
 
 
 def widened(
-    function: Function, products: int, groups: Any = None, empty: tuple[int, ...] = ()
+    function: Function,
+    products: int,
+    groups: Any = None,
+    empty: tuple[int, ...] = (),
+    as_stored: bool = False,
 ) -> ClosedJaxpr:
     """Returns a function of products, the first inputs, as one of their float32 accumulators.
 
@@ -45,18 +49,22 @@ def widened(
     Args:
       groups: of ragged products, the sizes of which are the first input after them.
       empty: numbers of inputs that have 0 in the rows of no group.
+      as_stored: whether a result is rounded before others are computed from it, as statistics of
+        rows are that meet it again.
     """
     if (known := interned(function)) is None:
-        return _widened(function, products, groups, empty)
-    return _widened_once(known, products, groups, empty)
+        return _widened(function, products, groups, empty, as_stored)
+    return _widened_once(known, products, groups, empty, as_stored)
 
 
-def _widened(function: Function, products: int, groups: Any, empty: tuple[int, ...]) -> ClosedJaxpr:
+def _widened(
+    function: Function, products: int, groups: Any, empty: tuple[int, ...], as_stored: bool
+) -> ClosedJaxpr:
     def wide(*args: Any) -> list[Any]:
         inputs = [_wide(x) for x in args]
         for number in empty:  # so that the function is known to keep these zeros
             inputs[number] = segment_mask(inputs[number], args[products], groups)
-        results = _evaluate(function, inputs)
+        results = _evaluate(function, inputs, function.outvars if as_stored else ())
         dtypes = [atom.aval.dtype for atom in function.outvars]
         return list(map(lax.convert_element_type, results, dtypes))
 
@@ -82,19 +90,32 @@ def _wide(x: Any) -> Any:
     return lax.convert_element_type(x, WIDE) if _is_narrow(dtype) else x
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """Returns the results of an open jaxpr without constants, all 16-bit floats wide."""
+def _rounded(x: Any, dtype: Any) -> Any:
+    """Returns a wide number as it is in a dtype."""
+    if not _is_narrow(dtype):
+        return x
+    digits = jnp.finfo(dtype)
+    return lax.reduce_precision(x, digits.nexp, digits.nmant)
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], stored: Sequence[Any] = ()) -> list[Any]:
+    """Returns the results of an open jaxpr without constants, all 16-bit floats wide.
+
+    What equations read of variables that are stored is rounded.
+    """
     values = dict(zip(jaxpr.invars, args, strict=True))
+    rounded = frozenset(x for x in stored if not isinstance(x, Literal))
 
     def read(atom: Any) -> Any:
         if isinstance(atom, Literal):
             aval: Any = atom.aval
             return _wide(np.asarray(atom.val, aval.dtype))
-        return values[atom]
+        return _rounded(values[atom], atom.aval.dtype) if atom in rounded else values[atom]
 
     for equation in jaxpr.eqns:
         results = _results(equation, [read(x) for x in equation.invars])
         values.update(zip(equation.outvars, results, strict=True))
+    rounded = frozenset[Any]()
     return [read(x) for x in jaxpr.outvars]
 
 

@@ -8,16 +8,18 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 import cutlass
 import cutlass.cute as cute
 
-from ..gemm.kernel_params import KernelArgs, KernelParam, SimtArgs, kernel_params, map_args
-from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
+from ..gemm.kernel_params import KernelParam, KernelSpec, kernel_params, map_args
+from ..gemm.quantization import QuantizeSpec
+from ..gemm.spec import TMA_ALIGNMENT
 from .dtypes import CUTE_DTYPE
+from .quantization import QuantizeKernel
 from .simt import SimtKernel
 from .skeleton import GemmKernel
 
 
-def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
+def compile_cubin(spec: KernelSpec, workdir: Path) -> bytes:
     """Returns the sm_90a cubin of `spec`'s kernel; `workdir` holds the compiler's files."""
-    kernel = SimtKernel if spec.simt_width else GemmKernel
+    kernel = _kernel_of(spec)
     kernel.kernel.set_name_prefix(spec.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     compiled = cute.compile(
         kernel(spec).launch, example_args(spec), cute.runtime.make_fake_stream(),
@@ -26,7 +28,13 @@ def compile_cubin(spec: GemmSpec, workdir: Path) -> bytes:
     return compiled.__cubin__
 
 
-def example_args(spec: GemmSpec) -> KernelArgs | SimtArgs:
+def _kernel_of(spec: KernelSpec):
+    if isinstance(spec, QuantizeSpec):
+        return QuantizeKernel
+    return SimtKernel if spec.simt_width else GemmKernel
+
+
+def example_args(spec: KernelSpec):
     """Returns arguments of the types to compile for; a tensor stands for each tensor map."""
     extents = {}
 

@@ -87,7 +87,8 @@ class GemmKernel:
         parameters = Parameters.of(s.graph, args)
         if warp == self.producer.loader_warps[0]:
             of_ab = self.producer.tensor_maps(args.tma_ab)
-            self.prefetch((*of_ab, *parameters.stores, *parameters.loads))
+            stores = parameters.stores if self.epilogue.stores_by_tma else ()
+            self.prefetch((*of_ab, *stores, *parameters.loads))
 
         stages, shared, barriers = self.allocate_shared_memory()
         tile_warps = self.schedule.tile_warps

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 from ..gemm import grid
 from ..gemm.dtypes import DTYPES
 from ..gemm.group_search import SPAN_EXTENT, GroupRaster
-from ..gemm.kernel_params import BATCH_MODES, ParamKind, param_list
+from ..gemm.kernel_params import BATCH_MODES, KernelSpec, ParamKind, param_list
 from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.raster import Raster, make_raster
 from ..gemm.spec import TMA_ALIGNMENT, GemmSpec, RasterOrder, TmaBox
@@ -37,10 +37,15 @@ class TensorMap:
     offset: int = 0  # bytes from the buffer's start to the first element; a multiple of 16
     rounds: bool = False  # whether copies round to the digits that the tensor cores read
 
-    def encode(self) -> list[int]:
+    @property
+    def data_type(self) -> int:
+        """The value of `CUtensorMapDataType` in cuda.h."""
         row = DTYPES[self.dtype]
+        return row.rounding_map if self.rounds else row.tensor_map
+
+    def encode(self) -> list[int]:
         return [
-            0, self.buffer, self.offset, row.rounding_map if self.rounds else row.tensor_map,
+            0, self.buffer, self.offset, self.data_type,
             TENSOR_MAP_SWIZZLE[self.swizzle], len(self.dims), *self.dims, *self.strides, *self.box,
         ]  # fmt: skip
 
@@ -150,7 +155,7 @@ def make_plan(
     if spec.nested:
         inner, middle, _ = _axes(problem, problem.d, problem.l)
         values |= {"nest_inner": Int32(inner[0]), "nest_middle": Int32(middle[0])}
-    if spec.graph.needs_extents:
+    if spec.needs_extents:
         values |= {"m": Int32(problem.m), "n": Int32(problem.n)}
     if spec.zero_fill_warp:
         values["zero_d"] = Pointer(grid.num_inputs(problem))
@@ -186,7 +191,7 @@ def _launch(
         cluster=(spec.cluster_m, spec.cluster_n, 1),
         threads=spec.threads,
         smem_bytes=spec.smem_bytes,
-        params=_in_kernel_order(spec, values),
+        params=in_kernel_order(spec, values),
         workspaces=workspaces,
         first_workspace=first_workspace,
     )
@@ -203,13 +208,20 @@ def _strided_params(problem: GemmProblem) -> dict[str, Param]:
     """Returns pointers and strides of A, B and D, and the extents."""
     p, values = problem, {}
     for buffer, (name, layout) in enumerate((("a", p.a), ("b", p.b), ("d", p.d))):
-        values[name] = Pointer(buffer)
-        values[f"{name}_stride"] = Int32(layout.leading_stride)
-        values[f"{name}_batch_stride"] = Int32(layout.batch_stride if p.l > 1 else 0)
+        values |= _strided(name, buffer, layout, p.l)
     return values | {"m": Int32(p.m), "n": Int32(p.n), "k": Int32(p.k)}
 
 
-def _in_kernel_order(spec: GemmSpec, values: dict[str, Param]) -> tuple[Param, ...]:
+def _strided(name: str, buffer: int, layout: MatrixLayout, matrices: int) -> dict[str, Param]:
+    """Returns the values of a `kernel_params.Strided`."""
+    return {
+        name: Pointer(buffer),
+        f"{name}_stride": Int32(layout.leading_stride),
+        f"{name}_batch_stride": Int32(layout.batch_stride if matrices > 1 else 0),
+    }
+
+
+def in_kernel_order(spec: KernelSpec, values: dict[str, Param]) -> tuple[Param, ...]:
     """Returns the values of `spec`'s parameters, by name, in the kernel's order."""
     params = param_list(spec)
     unmatched = values.keys() ^ {param.name for param in params}
@@ -333,6 +345,9 @@ def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
         buffer += result.plane == 0
         if result.kind != "matrix":
             values[f"d{i}"] = Pointer(buffer)
+            continue
+        if spec.loose_d:
+            values |= _strided(f"d{i}", buffer, p.d, p.l)
             continue
         layout, planes = p.d, result.planes
         if planes > 1:

@@ -62,13 +62,13 @@ class Call:
 
     def route(self, ctx: mlir.LoweringRuleContext, *, kernel_only: bool) -> Route:
         """Returns how the product of these operands runs; see `route`."""
-        return route(self.request, _device(ctx), kernel_only=kernel_only)
+        return route(self.request, device_of(ctx), kernel_only=kernel_only)
 
     def decided(self, ctx: mlir.LoweringRuleContext) -> tuple[Call, Decision]:
         """Returns the decision how the product runs, and the call of its form."""
         sources = self._sources()
         origins = [source.origin for source in sources]
-        decision = decide(self.request, origins, _device(ctx), kernel_only=self.insists)
+        decision = decide(self.request, origins, device_of(ctx), kernel_only=self.insists)
         return self._in_form(decision.form, sources), decision
 
     def readable(self, ctx: mlir.LoweringRuleContext) -> Call:
@@ -78,7 +78,7 @@ class Call:
         """
         sources = self._sources()
         origins = [Origin(source.origin.permutation) for source in sources]
-        decision = decide(self.request, origins, _device(ctx), kernel_only=self.insists)
+        decision = decide(self.request, origins, device_of(ctx), kernel_only=self.insists)
         form = decision.form if decision.route.supported else forms_of(self.request, origins)[0]
         return self._in_form(form, sources)
 
@@ -90,8 +90,8 @@ class Call:
         request, values = form.request, list(self.values)
         for i in form.stored:
             values[i] = sources[i].stored
-        for i, order in form.copied:
-            permutation = ir.DenseI64ArrayAttr.get(order)
+        for i, axes in form.copied:
+            permutation = ir.DenseI64ArrayAttr.get(axes)
             values[i] = stablehlo.transpose(values[i], permutation)
         named: dict[str, Any] = {}
         for i in form.widened:
@@ -118,7 +118,7 @@ class Call:
         return replace(self, request=replace(request, groups=groups, **shape), rows=rows)
 
 
-def _device(ctx: mlir.LoweringRuleContext) -> Device:
+def device_of(ctx: mlir.LoweringRuleContext) -> Device:
     """Returns the kind of GPU that the program is for, and what else runs on it."""
     assigned = getattr(ctx.module_context.axis_context, "device_assignment", None) or ()
     return replace(current_device(assigned), comm_overlap=lowers_shard())

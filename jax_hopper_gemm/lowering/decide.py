@@ -55,13 +55,14 @@ def decide(
       origins: of the left operand, and of the right one or of gate and up.
     """
     forms = forms_of(request, origins)
-    if not kernel_only and request.lhs_dtype == "float32" and not reads_any_major(request):
-        # Measured on an H200: XLA takes 2 % longer than a kernel in TF32; a transpose would be 9 %.
-        forms = [form for form in forms if not form.copied]
     routes: list[Route] = []
     for form in forms:
         found = route(form.request, device, kernel_only=kernel_only)
-        if form.widened and (slower := _slower_than_written(form, found, forms, device)):
+        slower = _slower_than_written(form, found, forms, device) if form.widened else None
+        if not kernel_only and _transposes_for_tf32(form, found, origins):
+            against = "a transpose would take longer than a kernel gains"
+            slower = ": ".join((against, *(x.reason for x in routes[:1])))
+        if slower:
             found = Route("xla", slower, "model", found.gemm)
         routes.append(found)
         # Where no kernel is to convert an operand, one may run the product of what XLA makes of it.
@@ -125,6 +126,16 @@ def _slower_than_written(
         f"a kernel that converts it is expected to take {here / 1e3:.1f} us, XLA's conversion and "
         f"the product of its result {there / 1e3:.1f} us"
     )
+
+
+def _transposes_for_tf32(form: Form, found: Route, origins: Sequence[Origin]) -> bool:
+    """Whether a kernel in TF32 reads a transpose, which XLA would fold into its own product.
+
+    Measured on an H200: XLA takes 2 % longer than the kernel; a transpose would be 9 %.
+    """
+    if found.spec is None or not found.spec.rounds_operands:
+        return False
+    return bool(form.copied) or not all(_visible(form, origins, i) for i in range(len(origins)))
 
 
 def _written_first(form: Form, taken: Form) -> str:
@@ -216,10 +227,10 @@ def _along_k(request: Request) -> Form | None:
         if labels[-1:] in contracted or (request.gathered and "ab"[i] == request.gathered):
             continue
         letters[i] = "".join(x for x in labels if x not in contracted) + contracted
-        order = tuple(map(labels.index, letters[i]))
-        shapes[i] = tuple(shapes[i][axis] for axis in order)
+        permutation = tuple(map(labels.index, letters[i]))
+        shapes[i] = tuple(shapes[i][axis] for axis in permutation)
         operands = range(1, 1 + request.num_b) if i else (0,)
-        copied += [(operand, order) for operand in operands]
+        copied += [(operand, permutation) for operand in operands]
     if not copied:
         return None
     subscripts = replace(subscripts, lhs=letters[0], rhs=letters[1])
@@ -237,8 +248,8 @@ def _ordered(form: Form, origins: Sequence[Origin]) -> Form | None:
     if request.groups or request.indexed or request.num_b > 1 or not request.subscripts.batch:
         return None
     for i, origin in enumerate(origins):
-        if origin.order is not None and i not in form.stored:
-            form = _transposed(form, i, origin.order)
+        if origin.layout is not None and i not in form.stored:
+            form = _transposed(form, i, origin.layout)
     return form if form.copied else None
 
 
@@ -264,15 +275,15 @@ def _joined(form: Form) -> Form | None:
     return _transposed(form, small, tuple(map(own.index, wanted)))
 
 
-def _transposed(form: Form, operand: int, order: tuple[int, ...]) -> Form:
+def _transposed(form: Form, operand: int, permutation: tuple[int, ...]) -> Form:
     """Returns the same product of an operand's transpose, by axes of the operand."""
     request = form.request
     field, shape = (("lhs", request.lhs_shape), ("rhs", request.rhs_shape))[operand]
     letters = getattr(request.subscripts, field)
-    turned: Any = {field: "".join(letters[axis] for axis in order)}
-    moved: Any = {f"{field}_shape": tuple(shape[axis] for axis in order)}
+    turned: Any = {field: "".join(letters[axis] for axis in permutation)}
+    moved: Any = {f"{field}_shape": tuple(shape[axis] for axis in permutation)}
     request = replace(request, subscripts=replace(request.subscripts, **turned), **moved)
-    return replace(form, request=request, copied=(*form.copied, (operand, order)))
+    return replace(form, request=request, copied=(*form.copied, (operand, permutation)))
 
 
 def _before(

@@ -25,8 +25,9 @@ from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import Result
 from ..gemm.grid import result_shapes
 from ..gemm.groups import gate_up_letter
+from ..gemm.kernel_params import KernelSpec
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec
+from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
 from ..launch.plan import LaunchPlan
@@ -100,11 +101,11 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
         ctx.replace(avals_in=avals, avals_out=[*outputs, *workspaces]),
         *values,
-        **launch_attributes(route.gemm.problem, route.spec, route.plan),
+        **product_attributes(route.gemm.problem, route.spec, route.plan),
     )
     results = list[Any](results)[: len(outputs)]
     if route.fusion is None:
-        if call.request.blocks or call.request.k_group:
+        if call.request.blocks or call.request.k_group or route.gemm.padded:
             return mark_options(call, results)
         problem = route.gemm.problem
         _mark_product(results[0].owner, call.request, problem, swap_ab=route.gemm.swap_ab)
@@ -132,9 +133,25 @@ def _factors(
     if operand := request.indexed:
         shape, dtype = shapes["ab".index(operand)]
         shapes["ab".index(operand)] = ((request.stack, *shape), dtype)
-    inputs = [_stored(ctx, v, *s) for v, s in zip(call.values, shapes, strict=True)]
     assert route.gemm
+    inputs = [_stored(ctx, v, *s) for v, s in zip(call.values, shapes, strict=True)]
+    inputs = [
+        _with_whole_line(ctx, *x) if min(i, 1) in route.gemm.padded else x
+        for i, x in enumerate(inputs)
+    ]
     return inputs[::-1] if route.gemm.swap_ab else inputs
+
+
+def _with_whole_line(
+    ctx: mlir.LoweringRuleContext, value: Any, aval: ShapedArray
+) -> tuple[Any, ShapedArray]:
+    """Returns an operand whose lines XLA pads with zeros to multiples of 16 bytes."""
+    missing = -aval.shape[-1] % (TMA_ALIGNMENT // aval.dtype.itemsize)
+    out = ShapedArray((*aval.shape[:-1], aval.shape[-1] + missing), aval.dtype)
+    padding = [(0, 0)] * (aval.ndim - 1) + [(0, missing)]
+    lower = mlir.lower_fun(lambda x: jnp.pad(x, padding), multiple_results=False)
+    (padded,) = lower(ctx.replace(avals_in=[aval], avals_out=[out]), value)
+    return padded, out
 
 
 def _stored(
@@ -280,14 +297,20 @@ def _as_read(scale: jax.Array, length: int) -> jax.Array:
 # What the launch says of itself.
 
 
+def product_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) -> dict[str, Any]:
+    extents = f"M={problem.m} N={problem.n} K={problem.k} L={problem.l}"
+    return launch_attributes(spec, plan, extents)
+
+
 @memoised
-def launch_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) -> dict[str, Any]:
+def launch_attributes(spec: KernelSpec, plan: LaunchPlan, extents: str) -> dict[str, Any]:
+    """Returns the attributes of an FFI call; errors name the kernel and the extents."""
     from ..cubin import digest_of  # brings cuda-python with it
 
     return {
         "digest": digest_of(spec),
         "spec": spec.to_json(),
-        "name": f"{spec.name} M={problem.m} N={problem.n} K={problem.k} L={problem.l}",
+        "name": f"{spec.name} {extents}",
         "plan": np.array(plan.encode(), np.int64),
     }
 

@@ -17,6 +17,18 @@ from jax.interpreters import mlir
 from ..gemm.dtypes import DTYPES, converts
 
 WIDENED = "jax_hopper_gemm.widened"  # of numbers that became 16-bit floats; see `mark_widened`
+# Operations that compute each element from one of every operand of their shape: their names in
+# StableHLO, by those in `jax.lax`.
+_OF_ONE_NAME = (
+    "abs", "add", "and", "clamp", "log", "logistic", "not", "or", "rsqrt", "sign", "sqrt", "tanh",
+    "xor",
+)  # fmt: skip
+ELEMENTWISE = {name: name for name in _OF_ONE_NAME} | {
+    **dict.fromkeys(("eq", "ge", "gt", "le", "lt", "ne"), "compare"),
+    "convert_element_type": "convert", "div": "divide", "exp": "exponential", "max": "maximum",
+    "min": "minimum", "mul": "multiply", "neg": "negate", "pow": "power", "select_n": "select",
+    "sub": "subtract",
+}  # fmt: skip
 MOST_STEPS = 64  # from an operand to what it is computed from
 ROWS = "jax_hopper_gemm.rows"  # of rows that indices pick, zeros where there is none
 _DTYPES = {row.mlir: row.name for row in DTYPES.values()} | {"ui8": "uint8"}
@@ -55,8 +67,8 @@ class World(Protocol):
         """Returns the operation that made a value; None for all others."""
         ...
 
-    def alike(self, value: Any) -> Any | None:
-        """Returns an array of the same shape that each element of a value is computed from."""
+    def element_sources(self, value: Any) -> list[Any]:
+        """Returns the arrays of the same shape that each element of a value is computed from."""
         ...
 
     def shape(self, value: Any) -> tuple[Any, ...]: ...
@@ -70,9 +82,9 @@ class Origin:
     picked_of: int | None = None  # that array is rows which are picked of another one, of so many
     stack: int | None = None  # that array is one of so many in another one
     widened: Widened | None = None  # that array is made of such a one
-    # Its axes as they lie in the array that it is computed from, element by element; they lie
-    # otherwise in it.
-    order: tuple[int, ...] | None = None
+    # Its axes, outermost first, as they lie in the array that it is computed from, element by
+    # element; they lie otherwise in it.
+    layout: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,27 +113,36 @@ def source_of(value: Any, world: World) -> Source:
     if part := _indexing(stored, world):
         origin = Origin(permutation, stack=world.shape(part.source)[0])
         return Source(origin, stored, part.source, part.indices)
-    return Source(Origin(permutation, order=_order(value, world)), stored)
+    return Source(Origin(permutation, layout=_layout(value, world)), stored)
 
 
-def _order(value: Any, world: World) -> tuple[int, ...] | None:
+def _layout(value: Any, world: World) -> tuple[int, ...] | None:
     """Returns the axes of a value in the order in which what it is computed from has them.
 
-    XLA writes the value in that order, too, where nothing asks for another one. None where it has
-    that order, or the rows themselves would be transposed.
+    XLA writes the value in that order, too, where nothing asks for another one. None where one of
+    these arrays has the value's own order, or the rows themselves would be transposed.
     """
-    if len(world.shape(value)) < 3:
+    own: tuple[int, ...] = tuple(range(len(world.shape(value))))
+    if not own[2:]:
         return None
-    for _ in range(MOST_STEPS):
-        value = world.alike(value)
-        if value is None:
-            return None
-        step = world.step(value)
+    orders: list[tuple[int, ...]] = []
+    pending, seen = [(x, own) for x in world.element_sources(value)[::-1]], set[Any]()
+    while pending and len(seen) < MOST_STEPS:
+        x, order = pending.pop()
+        if (x, order) in seen:
+            continue
+        seen.add((x, order))
+        step = world.step(x)
         if step and step.kind == "transpose":
-            axes = range(len(step.permutation))
-            order = tuple(sorted(axes, key=step.permutation.__getitem__))
-            return order if order[-1] == axes[-1] and order != tuple(axes) else None
-    return None
+            order = tuple(order[step.permutation.index(axis)] for axis in own)
+            pending.append((step.source, order))
+        elif sources := world.element_sources(x):
+            pending += [(source, order) for source in sources[::-1]]
+        else:
+            orders.append(order)
+    if not orders or own in orders or orders[0][-1] != own[-1]:
+        return None
+    return orders[0]
 
 
 def _picking(value: Any, world: World) -> Step | None:
@@ -155,15 +176,7 @@ def _indexing(value: Any, world: World) -> Step | None:
 
 SPREAD = ("stablehlo.broadcast_in_dim", "stablehlo.constant")
 
-# Operations that compute each element from one of every operand of their shape.
-ELEMENTWISE = frozenset(
-    f"stablehlo.{name}"
-    for name in (
-        "abs", "add", "and", "clamp", "compare", "convert", "divide", "exponential", "log",
-        "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "power", "rsqrt",
-        "select", "sign", "sqrt", "subtract", "tanh", "xor",
-    )
-)  # fmt: skip
+_ELEMENTWISE = frozenset(f"stablehlo.{name}" for name in ELEMENTWISE.values())
 
 
 class MlirValues:
@@ -188,35 +201,35 @@ class MlirValues:
             return _sliced_by(operation)
         return None
 
-    def alike(self, value: Any) -> Any | None:
+    def element_sources(self, value: Any) -> list[Any]:
         operation = value.owner
         name = getattr(operation, "name", None)
         if name == "func.call":
             return self._called(operation, ir.OpResult(value).result_number)
-        if name not in ELEMENTWISE:
-            return None
+        if name not in _ELEMENTWISE:
+            return []
         values = list(operation.operands)[1 if name == "stablehlo.select" else 0 :]
         alike = (x for x in values if self.shape(x) == self.shape(value))
-        return next((x for x in alike if getattr(x.owner, "name", None) not in SPREAD), None)
+        return [x for x in alike if getattr(x.owner, "name", None) not in SPREAD]
 
-    def _called(self, call: Any, number: int) -> Any | None:
+    def _called(self, call: Any, number: int) -> list[Any]:
         """Returns what a function computes a result from: a value in it, or its argument.
 
-        None while the caller stands in no module yet.
+        Nothing while the caller stands in no module yet.
         """
         module = call.operation
         while module.parent is not None:
             module = module.parent
         if module.name != "builtin.module":
-            return None
+            return []
         function = ir.SymbolTable(module)[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
         (block,) = function.regions[0].blocks
         value = list(block.operations)[-1].operands[number]
-        while (source := self.alike(value)) is not None:
-            value = source
+        while sources := self.element_sources(value):
+            value = sources[0]
         if isinstance(value.owner, ir.Block):
-            return call.operands[ir.BlockArgument(value).arg_number]
-        return value
+            return [call.operands[ir.BlockArgument(value).arg_number]]
+        return [value]
 
     def shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.type.shape)

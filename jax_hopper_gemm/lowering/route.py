@@ -20,6 +20,7 @@ from ..dispatch.canonical import (
     ragged_extents,
     ragged_roles,
     roles,
+    with_whole_lines,
 )
 from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
@@ -232,7 +233,10 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
         gemm = replace(gemm, problem=replace(gemm.problem, bf16_terms=terms))
     elif _is_promoted(request):
         gemm = replace(gemm, problem=replace(gemm.problem, promoted=True))
-    return _in_stack(gemm, request) if request.indexed else gemm
+    if request.indexed:
+        return _in_stack(gemm, request)
+    special = request.groups or request.blocks or gemm.problem.simt or gemm.problem.up_offset
+    return gemm if special else with_whole_lines(gemm, request.lhs_shape, request.rhs_shape)
 
 
 def _with_scales(gemm: Gemm, request: Request) -> GemmProblem:
@@ -396,18 +400,13 @@ def _bf16_terms(request: Request) -> int:
     """Returns of how many products of bfloat16 parts those of float32 numbers are to be sums."""
     if (request.lhs_dtype, request.rhs_dtype) != ("float32", "float32"):
         return 0
-    return terms_of(request.options.precision)
+    name = getattr(request.options.precision, "name", None)
+    return next((terms for terms, preset in PRESETS.items() if preset == name), 0)
 
 
 def reads_any_major(request: Request) -> bool:
     """Whether kernels for the precision pass float32 through registers, from any layout."""
     return _bf16_terms(request) > 0 or _is_simt(request)
-
-
-def terms_of(precision: Any) -> int:
-    """Returns of how many products of bfloat16 parts a precision makes a product; 0: of none."""
-    name = getattr(precision, "name", None)
-    return next((terms for terms, preset in PRESETS.items() if preset == name), 0)
 
 
 def _is_simt(request: Request) -> bool:

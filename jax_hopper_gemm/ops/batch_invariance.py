@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 import jax
 
 from ..gemm.product import Options
+from .sm_limit import current_max_sms
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,8 +72,9 @@ def is_batch_invariant() -> bool:
     return _asked.value
 
 
-def with_batch_invariance(options: Options) -> Options:
-    """Returns the options of a product that is traced now: where asked for, of a kernel's alone."""
+def in_contexts(options: Options) -> Options:
+    """Returns the options of a product that is traced now: with those of the contexts it is in."""
+    options = replace(options, max_sms=current_max_sms())
     if not is_batch_invariant():
         return options
     if options.implementation == "xla":

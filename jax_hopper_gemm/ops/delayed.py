@@ -21,9 +21,8 @@ from ..gemm.recipes import E4M3, Float8
 from ..gemm.subscripts import Subscripts
 from ..primitives.by_recipe import Operand, Operands, multiplied
 from ..primitives.quantize import rounded, scale_of
-from .batch_invariance import with_batch_invariance
-from .sm_limit import current_max_sms
-from .steps import Steps, traced
+from .batch_invariance import in_contexts
+from .steps import Steps
 
 ACTIVATIONS, WEIGHTS, COTANGENTS = range(3)
 
@@ -168,15 +167,8 @@ def run_delayed(
     preferred = options.preferred_element_type
     several = isinstance(preferred, tuple)
     whole = jnp.result_type(x, w) if preferred is None or several else jnp.dtype(preferred)
-    plain = not (steps.named or steps.activation or steps.epilogue)
-    options = replace(
-        options, preferred_element_type=whole if plain else jnp.dtype("float32"),
-        max_sms=current_max_sms(), recipe=None,
-    )  # fmt: skip
+    dtype = whole if steps.plain else jnp.dtype("float32")
+    options = in_contexts(replace(options, preferred_element_type=dtype))
     subscripts = Subscripts.of_dot_general(dimension_numbers, x.ndim, w.ndim)
-    rule = _Rule(steps.op, subscripts, with_batch_invariance(options))
-    product: Any = _product(x, w, state, rule)
-    if plain:
-        return product
-    follow = traced(steps.op, steps, (product,), following, whole, preferred if several else None)
-    return follow.apply(product)
+    product = _product(x, w, state, _Rule(steps.op, subscripts, options))
+    return steps.after(product, following, whole, preferred if several else None)

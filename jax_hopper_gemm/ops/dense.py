@@ -6,23 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax, typeof
-from jax.core import Tracer
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..fusion.jaxprs import abstract
-from ..fusion.memo import memoised
-from ..gemm.product import Implementation, Options, Product
+from ..gemm.product import Implementation, Options
 from ..gemm.subscripts import Subscripts
-from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
-from .batch_invariance import takes_batch_invariant, with_batch_invariance
+from .batch_invariance import takes_batch_invariant
 from .delayed import DelayedScaling, run_delayed
+from .dense_run import JaxProduct, run
 from .quantized import (
     QArray,
     Quantized,
@@ -32,13 +29,10 @@ from .quantized import (
     is_weights,
     run_quantized,
     widened_pair,
+    zeros_apart,
 )
 from .recipes import Recipe, as_recipe, delayed
-from .replaced import check_kernel_unasked, is_replaced, replaced_product
-from .settled import Settled, settled
-from .sm_limit import current_max_sms
-from .steps import SCALES, Results, Steps, named_in, traced
-from .substitute import final_product, with_hopper_dot
+from .steps import OFFSET, SCALES, Results, Steps, named_in
 
 
 @takes_batch_invariant
@@ -134,40 +128,29 @@ def matmul(
     """
     terms = {"alpha": alpha, "c": c, "beta": beta, "bias": bias, "residual": residual}
     given = as_quantized("matmul", "a", a), as_quantized("matmul", "b", b)
-    pair, scales = widened_pair("matmul", (("a", given[0]), ("b", given[1])), (-1, -2))
+    apart, zeros = zeros_apart("matmul", (("a", given[0]), ("b", given[1])), (-1, -2))
+    pair, scales = widened_pair("matmul", (("a", apart[0]), ("b", apart[1])), (-1, -2))
     a, b = (x.values if isinstance(x, Quantized) else x for x in pair)
     a, b, *arrays = checks.as_arrays("matmul", terms, a=a, b=b)
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
     checks.check_matmul(a, b, terms, activation, preferred_element_type)
     if jnp.ndim(cast(Any, b)) == 1:
         scales = {name: x.reshape(x.shape[:-1]) for name, x in scales.items()}
+    if zeros:
+        scales[OFFSET] = jnp.matmul(*zeros, precision=lax.Precision.HIGHEST)
     named = named_in(terms | scales)
     terms |= scales
     steps = Steps("matmul", named, activation_function(activation), epilogue)
-    state = delayed("matmul", recipe, given, cotangent_dtype)
+    product = JaxProduct(
+        jnp.matmul, (("out_sharding", out_sharding),), checks.strong_dtype(terms.get("c"))
+    )
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation,
-        cotangent_dtype=checks.as_cotangent_dtype("matmul", cotangent_dtype),
-        recipe=None if state else as_recipe("matmul", recipe, given, cotangent_dtype),
+        cotangent_dtype=cotangent_dtype,
     )  # fmt: skip
+    factors = _Factors(("a", "b"), given, pair, (a, b), lambda: checks.matmul_axes(a, b))
     operands = tuple(terms[x] for x in named)
-    if state:
-        checks.check_unsharded("matmul", out_sharding)
-        if preferred_element_type is None:
-            options = replace(options, preferred_element_type=checks.strong_dtype(terms.get("c")))
-        operands, numbers = (*operands, *epilogue_operands), checks.matmul_axes(a, b)
-        return run_delayed(state, (a, b), numbers, steps, operands, options)
-    if recipe or is_quantized(*pair):
-        checks.check_unsharded("matmul", out_sharding)
-    if is_quantized(*pair):
-        numbers = checks.matmul_axes(a, b)
-        named_pair = ("a", pair[0]), ("b", pair[1])
-        operands = (*operands, *epilogue_operands)
-        return run_quantized("matmul", named_pair, numbers, steps, operands, options)
-    return _run(
-        JaxProduct(jnp.matmul, (("out_sharding", out_sharding),)),
-        (a, b), steps, operands, epilogue_operands, options, checks.strong_dtype(terms.get("c")),
-    )  # fmt: skip
+    return _run(product, factors, steps, operands, epilogue_operands, options, recipe)
 
 
 @takes_batch_invariant
@@ -218,34 +201,21 @@ def dot_general(
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
     steps = Steps("dot_general", named_in(scales), epilogue=epilogue)
-    state = delayed("dot_general", recipe, given, cotangent_dtype)
     options = Options(
         implementation, precision, preferred_element_type, save_preactivation,
-        cotangent_dtype=checks.as_cotangent_dtype("dot_general", cotangent_dtype),
-        recipe=None if state else as_recipe("dot_general", recipe, given, cotangent_dtype),
+        cotangent_dtype=cotangent_dtype,
     )  # fmt: skip
-    if state:
-        checks.check_unsharded("dot_general", out_sharding)
-        following = tuple(epilogue_operands)
-        return run_delayed(state, (lhs, rhs), dimension_numbers, steps, following, options)
-    if recipe or is_quantized(*pair):
-        checks.check_unsharded("dot_general", out_sharding)
-    if is_quantized(*pair):
-        named_pair = ("lhs", pair[0]), ("rhs", pair[1])
-        return run_quantized(
-            "dot_general", named_pair, dimension_numbers, steps, tuple(epilogue_operands), options
-        )
     named = ("dimension_numbers", dimension_numbers), ("out_sharding", out_sharding)
-    return _run(
-        JaxProduct(lax.dot_general, named), (lhs, rhs), steps, tuple(scales.values()),
-        epilogue_operands, options,
-    )  # fmt: skip
+    product = JaxProduct(lax.dot_general, named)
+    factors = _Factors(("lhs", "rhs"), given, pair, (lhs, rhs), lambda: dimension_numbers)
+    operands = tuple(scales.values())
+    return _run(product, factors, steps, operands, epilogue_operands, options, recipe)
 
 
 def _weights_of_dot(
     op: str, lhs: Any, rhs: Any, dimension_numbers: Any
 ) -> tuple[tuple[Any, Any], dict[str, Any]]:
-    """Returns the operands, weights as arrays, and scales as they broadcast against the result."""
+    """Returns the operands, weights as arrays, and scales and an offset beside the result."""
     if not (is_weights(lhs, rhs) or is_weights(rhs, lhs)):
         return (lhs, rhs), {}
     left, right = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
@@ -255,12 +225,17 @@ def _weights_of_dot(
             f"{op}: {len(contracted[0])} axes of weights are contracted, expected one: reshape them"
         )
     axes = contracted[0][0], contracted[1][0]
-    pair, scales = widened_pair(op, (("lhs", lhs), ("rhs", rhs)), axes)
+    (left, right), zeros = zeros_apart(op, (("lhs", lhs), ("rhs", rhs)), axes)
+    pair, scales = widened_pair(op, (("lhs", left), ("rhs", right)), axes)
     free = [x.ndim - 1 - len(own) for x, own in zip((lhs, rhs), batch, strict=True)]
     beside: dict[str, Any] = dict(
         zip(SCALES, zip(axes, batch, (-free[1], free[0]), strict=True), strict=True)
     )
-    return pair, {name: beside_result(x, *beside[name]) for name, x in scales.items()}
+    found = {name: beside_result(x, *beside[name]) for name, x in scales.items()}
+    if zeros:
+        highest = lax.Precision.HIGHEST
+        found[OFFSET] = lax.dot_general(*zeros, (contracted, batch), precision=highest)
+    return pair, found
 
 
 @takes_batch_invariant
@@ -315,14 +290,13 @@ def einsum(
     if isinstance(optimize, list):  # a path, as a key
         optimize = tuple(map(tuple, optimize))
     named = ("subscripts", subscripts), ("optimize", optimize), ("out_sharding", out_sharding)
-    return _run(
-        JaxProduct(_einsum, named),
-        tuple(arrays), Steps("einsum", epilogue=epilogue), (), epilogue_operands,
-        Options(
-            implementation, precision, preferred_element_type, save_preactivation,
-            cotangent_dtype=checks.as_cotangent_dtype("einsum", cotangent_dtype),
-        ),
+    steps = Steps("einsum", epilogue=epilogue)
+    options = Options(
+        implementation, precision, preferred_element_type, save_preactivation,
+        cotangent_dtype=checks.as_cotangent_dtype("einsum", cotangent_dtype),
     )  # fmt: skip
+    following = checks.check_steps("einsum", epilogue, epilogue_operands, steps.plain, options)
+    return run(JaxProduct(_einsum, named), tuple(arrays), steps, following, options)
 
 
 def _einsum_of_quantized(
@@ -352,118 +326,48 @@ def _einsum(*operands: jax.Array, subscripts: str, **options: Any) -> jax.Array:
     return jnp.einsum(subscripts, *operands, **options)
 
 
-@dataclass(frozen=True)
-class JaxProduct:
-    """A product of JAX with its own arguments. Equal ones are one key of a cache."""
+class _Factors(NamedTuple):
+    """The operands of a product of two."""
 
-    # Of arrays, these arguments, `precision` and `preferred_element_type`.
-    function: Callable[..., jax.Array]
-    named: tuple[tuple[str, Any], ...]  # pairs of a name and an argument
-
-    def with_options(self, options: Options) -> partial[jax.Array]:
-        """Returns the function of the arrays."""
-        return partial(self.function, **options.of_dot(), **dict(self.named))
-
-
-def run(
-    product: JaxProduct,
-    arrays: tuple[Any, ...],
-    steps: Steps,
-    operands: tuple[Any, ...],
-    options: Options,
-) -> Any:
-    """Runs a dense product with all operands of its steps in one tuple."""
-    split = len(steps.named)
-    return _run(product, arrays, steps, operands[:split], operands[split:], options)
+    names: tuple[str, str]  # for messages
+    given: tuple[Any, Any]  # by the user
+    read: tuple[Any, Any]  # the same, weights beside 16 bits as arrays
+    arrays: tuple[Any, Any]  # the same, of others that are quantized the values
+    axes: Callable[[], Any]  # returns the dimension numbers of their `dot_general`
 
 
 def _run(
     product: JaxProduct,
-    arrays: tuple[Any, ...],
+    factors: _Factors,
     steps: Steps,
     named_operands: tuple[Any, ...],
     epilogue_operands: Any,
     options: Options,
-    default_dtype: Any = None,
+    recipe: Any,
 ) -> Any:
-    """Checks the arguments that dense products share and runs one.
+    """Returns a product by a recipe, of quantized arrays or of others, and what follows it.
 
     Args:
-      product: JAX's own, of `arrays`, which are two if anything follows.
-      steps: its epilogue; `named_operands`, then `epilogue_operands` are the operands.
+      product: JAX's own.
+      steps: what follows; `named_operands`, then `epilogue_operands` are its operands.
       options: as the user gave them.
-      default_dtype: dtype of the product where `preferred_element_type` names no single one.
     """
-    plain = not (steps.named or steps.activation or steps.epilogue)
-    operands = checks.check_steps(steps.op, steps.epilogue, epilogue_operands, plain, options)
-    dtypes, dtype = None, options.preferred_element_type
-    if isinstance(dtype, tuple):
-        dtypes, dtype = dtype, None
-    dtype = default_dtype if dtype is None else dtype
-    options = replace(options, preferred_element_type=dtype, max_sms=current_max_sms())
-    options = with_batch_invariance(options)
-    operands = (*named_operands, *operands)
-    if is_replaced():
-        check_kernel_unasked(steps.op, options.insists)
-        whole = replaced_product(product.with_options(options), *arrays)
-        if plain:
-            return whole
-        follow = traced(steps.op, steps, (whole,), operands, whole.dtype, dtypes)
-        return follow.apply(whole)
-    if plain:
-        return _traced(product, arrays, options)
-    lhs, rhs = arrays
-    own, operands = settled(
-        steps.op, steps, lambda: (_wide_product(product, options, typeof(lhs), typeof(rhs)),),
-        operands, eager=not isinstance(lhs, Tracer),
+    op, cotangents = steps.op, options.cotangent_dtype
+    state = delayed(op, recipe, factors.given, cotangents)
+    options = replace(
+        options, cotangent_dtype=checks.as_cotangent_dtype(op, cotangents),
+        recipe=None if state else as_recipe(op, recipe, factors.given, cotangents),
     )  # fmt: skip
-    return _traced_steps(product, lhs, rhs, operands, own, options, dtypes)
-
-
-# One trace for equal arguments. Inlined at once, so that the caller's program holds the bare
-# product and lowering sees its operands; from JAX 0.12 on `inline=True` means later.
-_Inline = getattr(jax, "Inline", None)
-INLINE: Any = _Inline.JAX_EARLY if _Inline else True
-
-
-@partial(jax.jit, static_argnums=(0, 2), inline=INLINE)
-def _traced(product: JaxProduct, arrays: tuple[Any, ...], options: Options) -> jax.Array:
-    function = product.with_options(options)
-    return function(*arrays) if options.by_jax else with_hopper_dot(function, arrays, options)
-
-
-@memoised
-def _wide_product(product: JaxProduct, options: Options, lhs: Any, rhs: Any) -> Any:
-    """Returns the abstract value of a product as an epilogue sees it."""
-    function = product.with_options(options)
-    dtype = accumulator_dtype(abstract(function, lhs, rhs).dtype)
-    return abstract(partial(function, preferred_element_type=dtype), lhs, rhs)
-
-
-@partial(jax.jit, static_argnums=(0, 4, 5, 6), inline=INLINE)
-def _traced_steps(
-    product: JaxProduct,
-    lhs: Any,
-    rhs: Any,
-    operands: tuple[Any, ...],
-    steps: Steps | Settled,
-    options: Options,
-    dtypes: tuple[Any, ...] | None,
-) -> Any:
-    function = product.with_options(options)
-    like = _wide_product(product, options, typeof(lhs), typeof(rhs))
-    dtype = abstract(function, lhs, rhs).dtype
-    wide = partial(function, preferred_element_type=like.dtype)
-    follow = traced(steps.op, steps, (like,), operands, dtype, dtypes)
-    if options.by_jax:
-        return follow.apply(wide(lhs, rhs))
-    final = final_product(function, lhs, rhs)
-    if final is None:
-        return follow.apply(with_hopper_dot(wide, (lhs, rhs), options))
-    options = replace(options, precision=final.precision, preferred_element_type=dtype)
-    results = fused_dot(
-        follow.function, final.lhs, (final.rhs,), follow.operands,
-        Product(final.subscripts, options, final.out_sharding),
-        out_dtypes=follow.dtypes, in_place=follow.in_place(steps.named, like),
-    )  # fmt: skip
-    return follow.structured(results)
+    following = checks.check_steps(op, steps.epilogue, epilogue_operands, steps.plain, options)
+    operands = (*named_operands, *following)
+    quantized = is_quantized(*factors.read)
+    if recipe or quantized:
+        checks.check_unsharded(op, dict(product.named)["out_sharding"])
+    if state:
+        dtype = options.preferred_element_type or product.dtype
+        options = replace(options, preferred_element_type=dtype)
+        return run_delayed(state, factors.arrays, factors.axes(), steps, operands, options)
+    if quantized:
+        pair = tuple(zip(factors.names, factors.read, strict=True))
+        return run_quantized(pair, factors.axes(), steps, operands, options)
+    return run(product, factors.arrays, steps, operands, options)

@@ -18,14 +18,13 @@ from ..gemm.product import Implementation, Options, Product
 from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from . import checks
 from .activations import Activation, activation_function
-from .batch_invariance import takes_batch_invariant, with_batch_invariance
-from .dense import INLINE
+from .batch_invariance import in_contexts, takes_batch_invariant
+from .dense_run import INLINE
 from .quantized import Quantized, as_quantized, is_weights, widened
 from .ragged_run import RaggedArrays, run_with_epilogue
 from .recipes import Recipe, as_recipe
 from .replaced import check_kernel_unasked, is_replaced
 from .settled import Settled, settled
-from .sm_limit import current_max_sms
 from .steps import Gate, traced
 from .substitute import final_product
 
@@ -103,11 +102,11 @@ def gated_linear_unit(
     gate = Gate(activation_function(activation), bool(scale), bool(factors))
     scale = tuple(jnp.expand_dims(s, -1) for s in scale)
     options = Options(
-        implementation, precision, preferred_element_type, save_preactivation, current_max_sms(),
-        checks.as_cotangent_dtype(op, cotangent_dtype),
+        implementation, precision, preferred_element_type, save_preactivation,
+        cotangent_dtype=checks.as_cotangent_dtype(op, cotangent_dtype),
         recipe=as_recipe(op, recipe, (x, *given), cotangent_dtype),
     )  # fmt: skip
-    options = with_batch_invariance(options)
+    options = in_contexts(options)
     if sizes is not None:
         operands = (*(jnp.expand_dims(b, 1) for b in (*factors, *biases)), *scale)
         arrays = RaggedArrays(x, rights, sizes, offset, rows)

@@ -22,32 +22,38 @@ from ..gemm.dtypes import HALVES, QUANTIZED, WEIGHTS, one_of
 from ..gemm.product import Options
 from ..gemm.spec import K_GROUPS, PROMOTION_K
 from ..lowering.emit import pack
-from ..primitives.quantize import quantized
+from ..primitives.quantize import quantized, quantized_between
 from ..primitives.scaled_dot import hopper_scaled_dot
 from ..primitives.widen import hopper_widen, unpack
 from . import checks
-from .batch_invariance import with_batch_invariance
-from .sm_limit import current_max_sms
-from .steps import SCALES, Steps, traced
+from .batch_invariance import in_contexts
+from .dense_run import JaxProduct, run
+from .steps import SCALES, Steps
 
 BLOCK, BLOCKS = PROMOTION_K, K_GROUPS
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("packed",))
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("values", "scale", "zero"),
+    meta_fields=("packed",),
+)
 @dataclass(frozen=True)
 class Quantized:
-    """An array as numbers of 8 or 4 bits times scales; products take it as it is.
+    """An array as `(values - zero) * scale` of 8 or 4 bits; products take it as it is.
 
     Attributes:
       values: float8_e4m3fn, float8_e5m2, int8 or int4.
       scale: float32, of the same rank. Along each axis it has one entry for each of the array's,
         one for each 128, 64 or 32 of them (rounded up), or one alone.
       packed: whether `values` are uint8, as `pack_weights` makes int4.
+      zero: of weights, zero points in the shape of `scale`, or None: which value stands for 0.
     """
 
     values: jax.Array
     scale: jax.Array
     packed: bool = False
+    zero: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,12 +65,14 @@ class Quantized:
         return self.values.ndim
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """Returns `values * scale`, computed in float32."""
-        scale = self.scale
+        """Returns `(values - zero) * scale`, computed in float32."""
+        scale, zero = self.scale, self.zero
         for axis, block in enumerate(_blocks("dequantize", "self", self)):
             scale = _each(scale, axis, block, self.shape[axis])
-        values = unpack(self.values) if self.packed else self.values
-        return (values.astype(jnp.float32) * scale).astype(dtype)
+            zero = None if zero is None else _each(zero, axis, block, self.shape[axis])
+        wide = (unpack(self.values) if self.packed else self.values).astype(jnp.float32)
+        wide = wide if zero is None else wide - zero.astype(jnp.float32)
+        return (wide * scale).astype(dtype)
 
     def pack_weights(self) -> Quantized:
         """Returns int4 values as kernels read them: two neighbours along the last axis in a byte.
@@ -81,7 +89,7 @@ class Quantized:
             raise ValueError(
                 f"pack_weights: the last axis is {self.shape[-1]}, expected an even number"
             )
-        return Quantized(pack(self.values), self.scale, packed=True)
+        return Quantized(pack(self.values), self.scale, True, self.zero)
 
 
 class QArray(Protocol):
@@ -101,6 +109,8 @@ def quantize(
     x: ArrayLike,
     dtype: DTypeLike = jnp.float8_e4m3fn,
     block: Sequence[int | None] | None = None,
+    *,
+    symmetric: bool = True,
 ) -> Quantized:
     """Returns an array in 8 or 4 bits, each block's largest magnitude as the largest number.
 
@@ -116,10 +126,13 @@ def quantize(
         alone is one scale for the tensor. Where both operands are quantized `(1, 128)` suits
         activations and gradients, `(128, 128)` weights; beside an array of 16 bits weights (K, N)
         take `(None, 1)`, or `(128, 1)` for one scale each 128 of K.
+      symmetric: False gives each block of integers a zero point, so that its smallest number, or 0,
+        and its largest, or 0, become the ends of `dtype`: for weights that lie to one side of 0.
 
     Raises:
       TypeError: `x` is not an array of floats, or `dtype` is none of those.
-      ValueError: `block` has another length than `x` has axes, or an entry that it cannot have.
+      ValueError: `block` has another length than `x` has axes, or an entry that it cannot have; or
+        floats of 8 bits are asked for zero points.
     """
     (x,) = checks.as_arrays("quantize", x=x)
     x, name = jnp.asarray(x), jnp.dtype(dtype).name
@@ -135,7 +148,12 @@ def quantize(
     if any(b not in (None, 1, *BLOCKS) for b in blocks):
         sizes = ", ".join(map(str, sorted((1, *BLOCKS))))
         raise ValueError(f"quantize: block is {blocks}, expected {sizes} or None for each axis")
-    return Quantized(*quantized(x, dtype, blocks))
+    if symmetric:
+        return Quantized(*quantized(x, dtype, blocks))
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"quantize: {name} has no zero points, only int8 and int4 have: symmetric")
+    values, scale, zero = quantized_between(x, dtype, blocks)
+    return Quantized(values, scale, zero=zero)
 
 
 def as_quantized(op: str, name: str, x: Any) -> Any:
@@ -146,18 +164,14 @@ def as_quantized(op: str, name: str, x: Any) -> Any:
     """
     if not all(hasattr(x, field) for field in ("qvalue", "scale", "zero_point")):
         return x
-    if x.zero_point is not None:
-        raise NotImplementedError(
-            f"{op}: {name} is a QArray with a zero point; kernels multiply symmetric ones: "
-            "quantize it without one, or dequantize it"
-        )
-    scale = jnp.asarray(x.scale, jnp.float32)
+    scale, zero = jnp.asarray(x.scale, jnp.float32), x.zero_point
     for axis, (extent, count) in enumerate(zip(x.qvalue.shape, scale.shape, strict=True)):
         tile = extent // count
         if count > 1:
             block = max(block for block in (1, *BLOCKS) if tile % block == 0)
             scale = jnp.repeat(scale, tile // block, axis)
-    return Quantized(x.qvalue, scale)
+            zero = None if zero is None else jnp.repeat(zero, tile // block, axis)
+    return Quantized(x.qvalue, scale, zero=zero)
 
 
 def is_quantized(*operands: Any) -> bool:
@@ -167,6 +181,11 @@ def is_quantized(*operands: Any) -> bool:
 def _blocks(op: str, name: str, x: Quantized) -> tuple[int, ...]:
     """Returns for each axis how many elements share a scale: 1, a block, or 0 for all of them."""
     values, scale = x.values, x.scale
+    if x.zero is not None and jnp.shape(x.zero) != jnp.shape(scale):
+        raise ValueError(
+            f"{op}: the zero points of {name} are {checks.describe(x.zero)}, expected the shape of "
+            f"its scale, {checks.describe(scale)}"
+        )
     if jnp.ndim(scale) != jnp.ndim(values):
         raise ValueError(
             f"{op}: the scale of {name} is {checks.describe(scale)}, expected the rank of its "
@@ -222,8 +241,7 @@ class Operand:
 
 
 def run_quantized(
-    op: str,
-    operands: tuple[tuple[str, Any], tuple[str, Any]],
+    operands: tuple[tuple[str, Any], ...],
     dimension_numbers: Any,
     steps: Steps,
     following: tuple[Any, ...],
@@ -232,17 +250,21 @@ def run_quantized(
     """Returns a product of quantized arrays and what follows it.
 
     Args:
-      operands: each one's name, for messages, and itself.
+      operands: two, each one's name, for messages, and itself.
       dimension_numbers: as in `dot_general`; one axis is contracted.
       steps: what follows; `following` are its operands, checked.
       options: `preferred_element_type` None is float32.
     """
-    from .dense import JaxProduct, run
-
+    op = steps.op
     for name, x in operands:
         if not isinstance(x, Quantized):
             raise TypeError(
                 f"{op}: {name} is {checks.describe(x)} beside a quantized array: quantize it, too"
+            )
+        if x.zero is not None:
+            raise NotImplementedError(
+                f"{op}: {name} has zero points beside a quantized array; kernels multiply "
+                "symmetric ones: quantize it without, or pass the other one in 16 bits"
             )
         if x.packed or x.values.dtype.name not in QUANTIZED:
             raise TypeError(
@@ -268,22 +290,17 @@ def run_quantized(
             JaxProduct(lax.dot_general, numbers), values, scaled, (*scales, *following), options
         )
     (l_values, l_scale), (r_values, r_scale) = lhs.flat(), rhs.flat()
-    plain = not (steps.named or steps.activation or steps.epilogue)
-    dtype = single if plain else jnp.float32
-    options = replace(options, preferred_element_type=jnp.dtype(dtype), max_sms=current_max_sms())
-    options = with_batch_invariance(options)
+    dtype = jnp.dtype(single if steps.plain else jnp.float32)
+    options = in_contexts(replace(options, preferred_element_type=dtype))
     product = hopper_scaled_dot(l_values, r_values, l_scale, r_scale, options)
     shape = (
         *lhs.values.shape[: lhs.batch], *lhs.values.shape[lhs.batch : -1],
         *rhs.values.shape[rhs.batch : -1],
     )  # fmt: skip
     product = product.reshape(shape)
-    if plain:
-        return product
-    several = isinstance(preferred, tuple)
-    whole = jnp.dtype(jnp.float32 if several else single)
-    follow = traced(op, steps, (product,), following, whole, preferred if several else None)
-    return follow.apply(product)
+    if isinstance(preferred, tuple):
+        return steps.after(product, following, jnp.dtype("float32"), preferred)
+    return steps.after(product, following, jnp.dtype(single), None)
 
 
 def _each(scale: jax.Array, axis: int, block: int, extent: int) -> jax.Array:
@@ -303,6 +320,7 @@ def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[ja
     """Returns weights as an array of 16 bits, and what its products are multiplied by.
 
     Inside `jax.jit` nobody writes this array where a kernel reads the numbers that it is made of.
+    That of weights with zero points is written; see `zeros_apart`.
 
     Args:
       axis: the contracted one; -2 of a vector is its own.
@@ -312,6 +330,8 @@ def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[ja
       the array is then multiplied by them.
     """
     blocks, scale = _blocks(op, name, x), jnp.asarray(x.scale, jnp.float32)
+    if x.zero is not None:
+        return x.dequantize(dtype), None
     axis = max(axis, -x.ndim) % x.ndim
     for i, block in enumerate(blocks):
         scale = scale if i == axis else _each(scale, i, block, x.shape[i])
@@ -319,6 +339,42 @@ def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[ja
         return hopper_widen(x.values, dtype, packed=x.packed), scale
     group = {"axis": axis - x.ndim, "group": blocks[axis], "packed": x.packed}
     return hopper_widen(x.values, dtype, scale, **group), None
+
+
+def zeros_apart(
+    op: str, operands: tuple[tuple[str, Any], tuple[str, Any]], axes: tuple[int, int]
+) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
+    """Returns the operands without zero points, and the operands of a product to subtract.
+
+        x @ ((v - z) * s)  =  x @ (v * s)  -  (sums of x along the groups of K) @ (z * s)
+
+    Its contracted axes, where the others have theirs, are as long as there are groups.
+
+    Args:
+      axes: the contracted one of each operand.
+    """
+    pair: list[Any] = [x for _, x in operands]
+    for i, (name, x) in enumerate(operands):
+        other = pair[1 - i]
+        if not is_weights(x, other) or x.zero is None:
+            continue
+        axis, along = max(axes[i], -x.ndim) % x.ndim, max(axes[1 - i], -other.ndim) % other.ndim
+        blocks, extent = _blocks(op, name, x), x.shape[axis]
+        if blocks[axis] == 1:  # a zero point for each element of K: as many products as of x
+            continue
+        zeros = jnp.asarray(x.scale, jnp.float32) * jnp.asarray(x.zero).astype(jnp.float32)
+        for other_axis, block in enumerate(blocks):
+            if other_axis != axis:
+                zeros = _each(zeros, other_axis, block, x.shape[other_axis])
+        groups, group = zeros.shape[axis], blocks[axis] or extent
+        shape = [groups if i == axis else n for i, n in enumerate(x.shape)]
+        padding = [(0, groups * group - extent if i == along else 0) for i in range(other.ndim)]
+        wide = jnp.pad(jnp.asarray(other).astype(jnp.float32), padding)
+        sums = wide.reshape(*wide.shape[:along], groups, group, *wide.shape[along + 1 :])
+        apart = [jnp.broadcast_to(zeros, shape), jnp.sum(sums, along + 1)]
+        pair[i] = replace(x, zero=None)
+        return (pair[0], pair[1]), (apart[i], apart[1 - i])
+    return (pair[0], pair[1]), None
 
 
 def widened_pair(

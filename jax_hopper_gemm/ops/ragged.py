@@ -13,11 +13,10 @@ from jax.typing import ArrayLike, DTypeLike
 from ..gemm.product import Implementation, Options
 from . import checks
 from .activations import Activation, activation_function
-from .batch_invariance import takes_batch_invariant, with_batch_invariance
+from .batch_invariance import in_contexts, takes_batch_invariant
 from .quantized import Quantized, as_quantized, widened_pair
 from .ragged_run import BASIC, RaggedArrays, run_product, run_scaled_sum, run_with_epilogue
 from .recipes import Recipe, as_recipe
-from .sm_limit import current_max_sms
 from .steps import Results, Steps, named_in
 
 
@@ -115,13 +114,13 @@ def ragged_dot(
     checks.check_ragged_dot(lhs, rhs, groups, implementation, bias, activation)
     plain = bias is None and activation is None and epilogue is None and not scales
     options = Options(
-        implementation, precision, preferred_element_type, save_preactivation, current_max_sms(),
-        checks.as_cotangent_dtype(op, cotangent_dtype),
+        implementation, precision, preferred_element_type, save_preactivation,
+        cotangent_dtype=checks.as_cotangent_dtype(op, cotangent_dtype),
         recipe=as_recipe(op, recipe, given, cotangent_dtype),
     )  # fmt: skip
     operands = checks.check_steps(op, epilogue, epilogue_operands, plain, options)
     arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset, row_indices)
-    options = with_batch_invariance(options)
+    options = in_contexts(options)
     if plain:
         product: Any = run_product(op, arrays, BASIC, options, out_sharding)
         return product
@@ -215,12 +214,12 @@ def ragged_dot_general(
         preferred_element_type = checks.strong_dtype(terms.get("c"))
     arrays = RaggedArrays(lhs, (rhs,), group_sizes, group_offset)
     options = Options(
-        implementation, precision, preferred_element_type, max_sms=current_max_sms(),
+        implementation, precision, preferred_element_type,
         cotangent_dtype=checks.as_cotangent_dtype(op, cotangent_dtype),
         recipe=as_recipe(op, recipe, (lhs, rhs), cotangent_dtype),
     )  # fmt: skip
     if names:
         operands = tuple(terms[name] for name in names)
-        options = with_batch_invariance(options)
+        options = in_contexts(options)
         return run_scaled_sum(arrays, operands, Steps(op, names), numbers, options, out_sharding)
-    return run_product(op, arrays, numbers, with_batch_invariance(options), out_sharding)
+    return run_product(op, arrays, numbers, in_contexts(options), out_sharding)

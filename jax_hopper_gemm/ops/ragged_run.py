@@ -26,7 +26,8 @@ from ..primitives.fused_dot import accumulator_dtype, fused_dot
 from ..primitives.group_sizes import as_int32, sizes_and_groups, sizes_in_rows
 from ..primitives.ragged_dot import hopper_ragged_dot
 from ..primitives.rows import pick_rows
-from .dense import INLINE, dot_general
+from .dense import dot_general
+from .dense_run import INLINE
 from .ragged_axes import (
     RaggedAxes,
     in_auto_axes,

@@ -28,7 +28,8 @@ else:
     Results = TypeVar("Results")
 
 SCALES = ("lhs_scale", "rhs_scale")  # those of quantized operands, which the user does not name
-NAMED = (*SCALES, "alpha", "c", "beta", "bias", "residual")  # operands of `Steps`, in their order
+OFFSET = "offset"  # what zero points of an operand add to the product
+NAMED = (*SCALES, OFFSET, "alpha", "c", "beta", "bias", "residual")  # operands of `Steps`, in order
 FACTORS = ("alpha", "beta")
 
 
@@ -41,6 +42,17 @@ class Steps:
     activation: Activation | None = None
     epilogue: Callable[..., Any] | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether nothing follows the product."""
+        return not (self.named or self.activation or self.epilogue)
+
+    def after(self, product: Any, operands: tuple[Any, ...], dtype: Any, dtypes: Any) -> Any:
+        """Returns a product and what follows it, computed by XLA; the dtypes are as in `traced`."""
+        if self.plain:
+            return product
+        return traced(self.op, self, (product,), operands, dtype, dtypes).apply(product)
+
     def __call__(self, product: jax.Array, *operands: jax.Array) -> Any:
         split = len(self.named)
         terms = {
@@ -49,6 +61,8 @@ class Steps:
         y = product
         for name in SCALES:
             y = y * terms[name] if name in terms else y
+        if OFFSET in terms:
+            y = y - terms[OFFSET]
         if "alpha" in terms:
             y = terms["alpha"] * y
         if "c" in terms:

@@ -22,8 +22,7 @@ from ..gemm.recipes import ByRecipe
 from ..gemm.subscripts import Subscripts
 from ..lowering.devices import padded_partitions, permuted_sharding, with_partitions
 from ..primitives.dot import hopper_dot_p
-from .batch_invariance import with_batch_invariance
-from .sm_limit import current_max_sms
+from .batch_invariance import in_contexts
 
 
 def with_hopper_dot(
@@ -74,10 +73,9 @@ def as_hopper_dot(equation: Any, options: Options, transposes: Sequence[Any] = (
     final = _product(equation, transposes, *(atom.aval for atom in equation.invars))
     options = Options(
         options.implementation, final.precision, equation.params["preferred_element_type"],
-        max_sms=current_max_sms(), cotangent_dtype=options.cotangent_dtype, recipe=options.recipe,
+        cotangent_dtype=options.cotangent_dtype, recipe=options.recipe,
     )  # fmt: skip
-    options = with_batch_invariance(options)
-    params = {"product": Product(final.subscripts, options, final.out_sharding)}
+    params = {"product": Product(final.subscripts, in_contexts(options), final.out_sharding)}
     outvars = [equation, *transposes][-1].outvars
     return equation.replace(primitive=hopper_dot_p, params=params, outvars=outvars)
 

@@ -31,7 +31,7 @@ from .accumulators import apart
 from .dot import hopper_dot_p
 from .fused_dot import fused_dot
 from .fused_primitive import hopper_fused_p, reference_fused
-from .quantize import quantized
+from .quantize import hopper_quantize, quantized
 from .ragged_dot import hopper_ragged_dot_p
 from .row_blocks import row_blocks
 from .scaled_dot import BATCHED, SCALED, scaled_dot
@@ -86,6 +86,14 @@ class Operands:
     def all(self) -> tuple[Operand, ...]:
         return (self.left, *self.rights)
 
+    def in_order_of_result(self) -> Operands:
+        """Returns those of a product whose left operand's free axes come first in the result."""
+        (right,) = self.rights
+        free = [a for a in self.product.subscripts.out if a not in self.product.subscripts.batch]
+        if not free or free[0] in self.left.letters:
+            return self
+        return replace(self, left=right, rights=(self.left,))
+
     def aligned(self) -> Operands:
         """Returns the same with as much K, of zeros at its end, as lines of a kernel need."""
         contracted = self.product.subscripts.contracted
@@ -118,7 +126,8 @@ def _operands(
         narrow = getattr(by.recipe, "grouped_weights", False)
         return _in_row_blocks(product, (lhs, *rights), sizes) if narrow else None
     several = GROUP if groups and blocks else subscripts.batch if blocks else product.mapped
-    of = partial(_operand, subscripts=subscripts, several=several)
+    implementation = product.options.implementation
+    of = partial(_operand, subscripts=subscripts, several=several, implementation=implementation)
     left = of(lhs, subscripts.lhs, by.formats[0])
     quantized_rights = tuple(of(x, subscripts.rhs, by.formats[1]) for x in rights)
     letters = Subscripts(left.letters, quantized_rights[0].letters, subscripts.out)
@@ -146,8 +155,12 @@ def _in_row_blocks(
     blocks = row_blocks(sizes[0], groups, arrays[0].shape[0])
 
     def operand(x: Any, letters: str, format: Format) -> Operand:
-        pair = quantized(blocks.of(x), format.dtype, [format.along, format.rows])
-        values, scale = map(jnp.transpose, pair)
+        if format.along is None:
+            pair = quantized(blocks.of(x), format.dtype, [None, None])
+            values, scale = map(jnp.transpose, pair)
+        else:
+            by_lines = partial(hopper_quantize, transposed=True, rows=blocks.rows)
+            values, scale = by_lines(x, format.dtype, 1, by=product.options.implementation)
         return Operand(values, letters, scale)
 
     left = operand(arrays[0], VARLEN_K_T.lhs, by.formats[0])
@@ -157,8 +170,9 @@ def _in_row_blocks(
 
 
 def _operand(
-    x: jax.Array, letters: str, format: Format, *, subscripts: Subscripts, several: str
-) -> Operand:
+    x: jax.Array, letters: str, format: Format, *, subscripts: Subscripts, several: str,
+    implementation: str | None,
+) -> Operand:  # fmt: skip
     """Returns a quantized operand; with blocks its axes are those of arrays, free, contracted.
 
     Args:
@@ -178,17 +192,17 @@ def _operand(
         return Operand(values, letters, scale)
     parts = [own, free, contracted]
     order = sorted(range(3), key=lambda i: min(map(letters.find, parts[i]), default=-1))
-    if "".join(parts[i] for i in order) != letters:  # they are not three axes
+    if order[0] or "".join(parts[i] for i in order) != letters:  # not arrays of two such axes
         x, order = lax.transpose(x, [letters.index(a) for a in "".join(parts)]), [0, 1, 2]
         letters = "".join(parts)
     extents = dict(zip(letters, x.shape, strict=True))
     merged = [prod(extents[a] for a in parts[i]) for i in order]
-    sizes = 1, format.rows, format.along
-    pair = quantized(x.reshape(merged), format.dtype, [sizes[i] for i in order])
-    values, scale = (lax.transpose(y, [order.index(i) for i in range(3)]) for y in pair)
+    x = x.reshape(merged if own else merged[1:])
+    values, scale = hopper_quantize(
+        x, format.dtype, format.rows or 1, transposed=order[1] == 2, by=implementation
+    )
     letters = own + free + contracted
-    values = values.reshape([extents[a] for a in letters])
-    return Operand(values, letters, scale if own else lax.squeeze(scale, (0,)))
+    return Operand(values.reshape([extents[a] for a in letters]), letters, scale)
 
 
 def _factor(x: Operand, out: str) -> jax.Array:
@@ -235,6 +249,8 @@ def multiplied(found: Operands, dtype: Any) -> jax.Array:
         values, scales = (right.values,), _factors(found)
         return fused_dot(_scaled, left.values, values, scales, whole, out_dtypes=(dtype,))
     batch, contracted = (len(x) for x in (whole.subscripts.batch, whole.subscripts.contracted))
+    found = found.in_order_of_result()
+    left, (right,) = found.left, found.rights
     pair = [
         x.values.reshape(
             *x.scale.shape[:-2], -1, prod(x.values.shape[x.values.ndim - contracted :])

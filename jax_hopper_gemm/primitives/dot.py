@@ -26,12 +26,13 @@ from ..gemm.product import Options, Product
 from ..gemm.subscripts import DotGeneral, Subscripts
 from ..launch.ffi_target import launcher_violation
 from ..lowering.call import Call, request_between
-from ..lowering.devices import padded_partitions, permuted_sharding, with_partitions
+from ..lowering.devices import padded_partitions, with_partitions
 from ..lowering.emit import lower_call, mark_options
 from ..lowering.register import Lowering, lower_fun_once
 from ..lowering.route import Request
 from .call_words import options_of_words, options_to_words
 from .define import Rules, define_primitive
+from .dot_general import dot_general_of
 
 NAME = "hopper_dot"
 
@@ -39,19 +40,6 @@ NAME = "hopper_dot"
 def hopper_dot(lhs: jax.Array, rhs: jax.Array, product: Product) -> jax.Array:
     """Returns the product of two arrays; its precision and dtype are canonical already."""
     return hopper_dot_p.bind(lhs, rhs, product=product)
-
-
-def dot_general_of(product: Product) -> tuple[DotGeneral, dict[str, Any]]:
-    """Returns the `lax.dot_general_p` that a `hopper_dot_p` stands for, and its parameters."""
-    precision, subscripts = product.options.precision, product.subscripts
-    # A precision may tell the operands apart: only one that does not lets them change places.
-    same = precision is None or (isinstance(precision, tuple) and precision[0] == precision[1])
-    dot = subscripts.dot_general(may_swap=same)
-    order = tuple(map(subscripts.out.index, dot.out))
-    return dot, product.options.of_dot() | {
-        "dimension_numbers": dot.dimension_numbers,
-        "out_sharding": permuted_sharding(product.out_sharding, order),
-    }
 
 
 def _abstract_eval(lhs: Any, rhs: Any, *, product: Product) -> Any:

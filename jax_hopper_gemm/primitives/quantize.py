@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeGuard
 
 import jax
 from jax import numpy as jnp
+from jax.interpreters import mlir
+
+from ..fusion.jaxprs import jvp_by
+from ..gemm.quantization import TARGETS, TILE
+from ..lowering.quantization import lower_quantize
+from ..lowering.register import Lowering, lower_fun_once
+from .define import Rules, define_primitive, mapped_first
 
 SMALLEST = float(jnp.finfo(jnp.float32).tiny)  # of a scale: what is not subnormal
 
@@ -19,6 +27,45 @@ def quantized(x: jax.Array, dtype: Any, blocks: Sequence[Any]) -> tuple[jax.Arra
       dtype: float8_e4m3fn, float8_e5m2, int8 or int4.
       blocks: for each axis how many elements share a scale, or None for all.
     """
+    *others, first, last = (1, 1, *blocks)
+    lines = {(1, TILE), (TILE, 1), (TILE, TILE)}
+    of_float8 = jnp.dtype(dtype).name in TARGETS
+    if (first, last) not in lines or set(others) != {1} or not of_float8:
+        return by_xla(x, dtype, blocks)
+    transposed = last == 1
+    values, scale = hopper_quantize(x, dtype, min(first, last), transposed=transposed)
+    if transposed:
+        return jnp.swapaxes(values, -1, -2), jnp.swapaxes(scale, -1, -2)
+    return values, scale
+
+
+def hopper_quantize(
+    x: jax.Array, dtype: Any, block: int, *, transposed: bool, rows: jax.Array | None = None,
+    by: str | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Returns matrices in 8 bits with scales along their last axis, each for 128 elements of it.
+
+    Args:
+      x: (..., R, C) floats.
+      dtype: float8_e4m3fn or float8_e5m2.
+      block: rows of the result that share a scale: 1 or 128.
+      transposed: whether the result is transposed, (..., C, R).
+      rows: int32 indices of the rows of x, (R', C), that are quantized; zeros where one is none.
+      by: "xla" for XLA; else a kernel, where one quantizes so.
+
+    Returns:
+      Values, (..., R, C), and float32 scales, (..., R / block, C / 128), rounded up; or those of
+      the transpose.
+    """
+    picks = () if rows is None else (rows,)
+    params = {"to": jnp.dtype(dtype).name, "block": block, "transposed": transposed}
+    run = _reference if by == "xla" else hopper_quantize_p.bind
+    values, scale = run(x, *picks, **params)
+    return values, scale
+
+
+def by_xla(x: jax.Array, dtype: Any, blocks: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    """Returns what `quantized` does, whatever dtype and blocks, as operations of XLA."""
     wide = x.astype(jnp.float32)
     split, axes = _split(wide, blocks)
     largest = jnp.max(jnp.abs(split), axes, keepdims=True, initial=0.0)
@@ -27,6 +74,27 @@ def quantized(x: jax.Array, dtype: Any, blocks: Sequence[Any]) -> tuple[jax.Arra
     padded = [extent + more for extent, (_, more) in zip(x.shape, _padding(x, blocks), strict=True)]
     values = values.reshape(padded)[tuple(map(slice, x.shape))]
     return values, jnp.squeeze(scale, _inner(blocks))
+
+
+def quantized_between(
+    x: jax.Array, dtype: Any, blocks: Sequence[Any]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns values in int8 or int4, scales and zero points, whose dtype is that of the values.
+
+    From the least to the largest number of a block, or 0, all of the dtype's numbers are taken.
+    """
+    split, axes = _split(x.astype(jnp.float32), blocks)
+    extremes = (f(split, axes, keepdims=True, initial=0.0) for f in (jnp.min, jnp.max))
+    low, high = extremes
+    first, last = (float(getattr(jnp.iinfo(dtype), end)) for end in ("min", "max"))
+    scale = jnp.maximum((high - low) / (last - first), SMALLEST)
+    scale = jnp.where(high == low, jnp.ones_like(scale), scale)
+    zero = jnp.clip(jnp.round(first - low / scale), first, last)
+    values = jnp.clip(jnp.round(split / scale) + zero, first, last).astype(dtype)
+    inner = _inner(blocks)
+    padded = [extent + more for extent, (_, more) in zip(x.shape, _padding(x, blocks), strict=True)]
+    values = values.reshape(padded)[tuple(map(slice, x.shape))]
+    return values, jnp.squeeze(scale, inner), jnp.squeeze(zero, inner).astype(dtype)
 
 
 def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
@@ -83,3 +151,42 @@ def _inner(blocks: Sequence[int | None]) -> tuple[int, ...]:
 def _divides(block: int | None) -> TypeGuard[int]:
     """Whether an axis is cut into blocks."""
     return block not in (None, 1)
+
+
+# The primitive.
+
+
+def _reference(x: Any, *rows: Any, to: str, block: int, transposed: bool) -> list[jax.Array]:
+    if rows:
+        x = x.at[rows[0]].get(mode="fill", fill_value=0)
+    last = (TILE, block) if transposed else (block, TILE)
+    pair = by_xla(x, jnp.dtype(to), (*(1,) * (x.ndim - 2), *last))
+    return [jnp.swapaxes(y, -1, -2) if transposed else y for y in pair]
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    _, tangents = jvp_by(partial(_reference, **params), primals, tangents)
+    return hopper_quantize_p.bind(*primals, **params), tangents
+
+
+def _batch(axis_data: Any, operands: Any, axes: Any, **params: Any) -> tuple[Any, list[int]]:
+    if len(operands) > 1:
+        return jax.vmap(partial(_reference, **params), axes)(*operands), [0, 0]
+    x = mapped_first(axis_data.size, operands[0], axes[0])
+    return hopper_quantize_p.bind(x, **params), [0, 0]
+
+
+_lower_to_xla = lower_fun_once(_reference)
+
+
+def _lower_for_cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+    return lower_quantize(ctx, *values, **params) or _lower_to_xla(ctx, *values, **params)
+
+
+hopper_quantize_p = define_primitive(
+    "hopper_quantize",
+    _reference,
+    multiple_results=True,
+    rules=Rules(jvp=_jvp, batch=_batch),
+    lowering=Lowering(_lower_for_cuda),
+)

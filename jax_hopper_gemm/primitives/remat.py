@@ -18,6 +18,7 @@ from jax.interpreters import partial_eval as pe
 
 from ..gemm.groups import GROUP
 from ..gemm.product import Product
+from .dot_general import dot_general_of
 
 Policy = Callable[..., Any]
 _SPACES = {"device": jax.memory.Space.Device, "pinned_host": jax.memory.Space.Host}
@@ -38,8 +39,6 @@ def _case_of(policy: Policy, equation: Any) -> Any:
     avals = [x.aval for x in equation.invars]
     said = policy(equation.primitive, *avals, **equation.params)
     if said is False or said is Recompute:
-        from .dot import dot_general_of
-
         product: Product = equation.params["product"]
         subscripts = product.subscripts.without(product.gate_up)
         if product.groups:

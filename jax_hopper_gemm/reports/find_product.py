@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from ..gemm.dtypes import converts
-from ..lowering.origins import Origin, Step, Widened, source_of
+from ..lowering.origins import ELEMENTWISE, Origin, Step, Widened, source_of
 from ..lowering.register import EXPANDED
 from ..lowering.route import Request
 from ..primitives.define import PRODUCTS, apart_of, request_of
@@ -95,15 +95,6 @@ def operations_of(equations: Sequence[Any]) -> tuple[str, ...]:
 # Equations that lowering emits nothing for.
 IDENTITIES = frozenset({"copy", "name", "pvary"})
 
-# Equations that compute each element from one of every operand of their shape. Lowering emits the
-# operations of `origins.ELEMENTWISE` for them.
-ELEMENTWISE = frozenset(
-    (
-        "abs", "add", "and", "clamp", "convert_element_type", "div", "eq", "exp", "ge", "gt", "le",
-        "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "rsqrt",
-        "select_n", "sign", "sqrt", "sub", "tanh", "xor",
-    )
-)  # fmt: skip
 CALLS = frozenset({"custom_jvp_call", "jit", "pjit"})  # of a function, by its own arguments
 
 # The one program within a program that is lowered in place. Others become functions, whose
@@ -198,23 +189,23 @@ class JaxprValues:
             return Step("rows", source)
         return None
 
-    def alike(self, value: Value) -> Value | None:
+    def element_sources(self, value: Value) -> list[Value]:
         if value.shape != value.atom.aval.shape:
-            return None
+            return []
         program, equation = value.program.made(value.atom)
         if equation is None:
-            return None
+            return []
         if equation.primitive.name in CALLS:
             inner = Program(next(jaxprs_in_params(equation.params)), program, equation)
             results = (_value(inner, x) for x in inner.jaxpr.outvars)
-            return next((x for x in results if x.atom.aval == value.atom.aval), None)
+            return [x for x in results if x.atom.aval == value.atom.aval][:1]
         if equation.primitive.name not in ELEMENTWISE:
-            return None
+            return []
         atoms = equation.invars
         if equation.primitive is lax.select_n_p:  # the case of "true" first, as in MLIR
             atoms = atoms[:0:-1]
         alike = (_value(program, x) for x in atoms if x.aval.shape == value.shape)
-        return next((x for x in alike if not self._is_spread(x)), None)
+        return [x for x in alike if not self._is_spread(x)]
 
     def _is_spread(self, value: Value) -> bool:
         _, equation = value.program.made(value.atom)

@@ -9,6 +9,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
 from ..launch.ffi_target import TARGET
 from ..launch.plan import make_plan
-from ..lowering.emit import launch_attributes
+from ..lowering.emit import product_attributes
 from ..lowering.route import current_device
 from . import shapes, timing
 from .results import Row
@@ -30,6 +31,7 @@ from .results import Row
 Maker = Callable[[GemmProblem, Sequence[tuple]], Callable | None]
 
 REGIMES = ("burst", "sustained")
+COMPILERS = 8  # threads that compile at once
 _RATE = 5e14  # FLOP/s that a pause between bursts is reckoned with
 
 
@@ -85,7 +87,7 @@ def one_kernel(
     results = [jax.ShapeDtypeStruct(*result) for result in result_shapes(problem, spec)]
     workspaces = [jax.ShapeDtypeStruct((w.nbytes,), "uint8") for w in plan.workspaces]
     launch = jax.ffi.ffi_call(TARGET, [*results, *workspaces])
-    attributes = launch_attributes(problem, spec, plan)
+    attributes = product_attributes(problem, spec, plan)
     return jax.jit(lambda *inputs: launch(*inputs, **attributes)[0])
 
 
@@ -170,18 +172,54 @@ def this_device() -> Device:
 
 def random_inputs(problem: GemmProblem) -> list[tuple[jax.Array, jax.Array]]:
     """Returns enough sets of normal random A and B to keep them out of L2."""
-    dtype_a, dtype_b = jnp.dtype(problem.a_dtype), jnp.dtype(problem.b_dtype)
-    shape_a, shape_b = (shapes.operand_shape(problem, x) for x in ("a", "b"))
-    nbytes = math.prod(shape_a) * dtype_a.itemsize + math.prod(shape_b) * dtype_b.itemsize
-    sets = timing.sets_to_rotate(nbytes)
+    return drawn_inputs(problem, drawing(problem))
+
+
+def input_shapes(problem: GemmProblem) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
+    """Returns the shapes of `random_inputs`."""
+    a = jax.ShapeDtypeStruct(shapes.operand_shape(problem, "a"), jnp.dtype(problem.a_dtype))
+    b = jax.ShapeDtypeStruct(shapes.operand_shape(problem, "b"), jnp.dtype(problem.b_dtype))
+    nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in (a, b))
+    return [(a, b)] * timing.sets_to_rotate(nbytes)
+
+
+def drawing(problem: GemmProblem) -> Any:
+    """Returns the jitted function of a seed, uint32, that draws one set of inputs."""
+    a, b = input_shapes(problem)[0]
 
     @jax.jit
     def draw(seed: jax.Array) -> tuple[jax.Array, jax.Array]:
         key_a, key_b = jax.random.split(jax.random.key(seed, impl="rbg"))
-        a = jax.random.normal(key_a, shape_a, dtype_a)
-        return a, jax.random.normal(key_b, shape_b, dtype_b)
+        return (
+            jax.random.normal(key_a, a.shape, a.dtype),
+            jax.random.normal(key_b, b.shape, b.dtype),
+        )
 
-    return [jax.block_until_ready(draw(jnp.uint32(seed))) for seed in range(sets)]
+    return draw
+
+
+def drawn_inputs(problem: GemmProblem, draw: Callable) -> list[tuple[jax.Array, jax.Array]]:
+    """Returns `random_inputs` by what `drawing` returned, compiled or not."""
+    seeds = range(len(input_shapes(problem)))
+    return [jax.block_until_ready(draw(jnp.uint32(seed))) for seed in seeds]
+
+
+def compiled(calls: Iterable[tuple[Any, tuple]]) -> list[Callable | Exception]:
+    """Returns jitted functions compiled for shapes of arguments, or why one cannot be.
+
+    XLA times its own candidates while it compiles, which takes most of a second for a product.
+    Several are compiled at once; they take turns at the GPU, where nothing else should run.
+    """
+
+    def compile_one(call: tuple[Any, tuple]) -> Callable | Exception:
+        function, arguments = call
+        try:
+            return function.lower(*arguments).compile()
+        except Exception as error:  # such as want of memory: the other products remain
+            return error
+
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        return list(pool.map(compile_one, calls))
 
 
 def environment() -> dict[str, Any]:

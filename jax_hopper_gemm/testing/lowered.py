@@ -7,17 +7,23 @@ from typing import Any
 
 import jax
 
+from ..gemm.kernel_params import KernelSpec, spec_from_json
 from ..gemm.spec import GemmSpec
 from ..lowering.call import Launch, launches_in
 
 
 def specs_of(function: Callable[..., Any], *args: Any) -> list[GemmSpec]:
-    """Returns the kernels that `function` launches for CUDA, in the order of the program.
+    """Returns the kernels of `function`'s products for CUDA, in the order of the program.
 
     Args:
       args: arrays, or `jax.ShapeDtypeStruct`s.
     """
-    return [GemmSpec.from_json(launch.spec) for launch in launches_of(function, *args)]
+    return [spec for spec in all_specs_of(function, *args) if isinstance(spec, GemmSpec)]
+
+
+def all_specs_of(function: Callable[..., Any], *args: Any) -> list[KernelSpec]:
+    """Returns all kernels that `function` launches for CUDA, those that quantize, too."""
+    return [spec_from_json(launch.spec) for launch in launches_of(function, *args)]
 
 
 def launches_of(function: Callable[..., Any], *args: Any) -> list[Launch]:

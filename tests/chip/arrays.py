@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -258,13 +259,12 @@ class _Placing:
         trial, p = self.trial, self.problem
         pending = list(zip(addresses, (of for of, _ in trial.buffers), strict=True))
         factors = 2 + (p.gated and p.up_offset is None)
-        found = [
-            self._factor(place, address, which)
-            for which, (place, address) in enumerate(
-                (place, address) for address, places in pending[:factors] for place in places
-            )
-        ]
-        yield from found
+        which = itertools.count()
+        factor: tuple[Any, ...] = ()
+        for address, places in pending[:factors]:
+            for place in places:
+                factor = self._factor(place, address, next(which))
+                yield factor
         given = pending[factors : factors + len(p.operands)]
         for i, (address, (place,)) in enumerate(given):
             yield self._operand(place, address, i)
@@ -287,7 +287,7 @@ class _Placing:
         for which_one in range(p.graph.accumulators if p.k_group else 0):
             address, (place,) = next(rest)
             extent, stride, _ = self._axes(place)
-            along_b = dict(zip(ARRAY.names or (), found[1], strict=True))["shift_columns"]
+            along_b = dict(zip(ARRAY.names or (), factor, strict=True))["shift_columns"]
             yield self._array(
                 "scale", "float32", address, extent, stride, which=which_one, kind=1,
                 shift_columns=along_b,

@@ -26,6 +26,7 @@ from support.policies import (
     eight_bit_variants,
     epilogue_covering_specs,
     grouped_covering_specs,
+    loose_specs,
     nested_specs,
     parts_specs,
     short_box_specs,
@@ -126,7 +127,7 @@ def kernels(tables: str) -> list[GemmSpec]:
         *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(), *split_specs(),
         *epilogue_covering_specs(), *grouped_covering_specs(), *eight_bit_specs(),
         *eight_bit_variants(), *block_specs(), *chosen_epilogue_specs(), *transposed_specs(),
-        *parts_specs(), *tf32_specs(), *converted_specs(), *converted_variants(),
+        *parts_specs(), *tf32_specs(), *converted_specs(), *converted_variants(), *loose_specs(),
         *sgemm.kernels(), *chosen,
     ]  # fmt: skip
     return list(dict.fromkeys([*found, *families.chosen_specs(found)]))

@@ -32,15 +32,17 @@ from moe_programs import moe_specs
 from support import (
     eight_bit,
     float32,
+    quantization,
     random_grouped,
     random_products,
     recipe_programs,
     sgemm,
     training_step,
 )
-from support.fused_programs import FUSED_PROGRAMS
+from support.fused_programs import fused_specs
 from support.grouped_programs import GROUPED_PROGRAMS
 from support.invariant_programs import invariant_specs
+from support.loose import loose_program_specs
 from support.mesh_programs import mesh_specs
 from support.operations import operation_specs
 from support.policies import (
@@ -54,6 +56,7 @@ from support.policies import (
     eight_bit_variants,
     epilogue_covering_specs,
     grouped_covering_specs,
+    loose_specs,
     nested_specs,
     parts_specs,
     short_box_specs,
@@ -69,6 +72,7 @@ from tensor_parallel_programs import overlap_specs
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, table_specs
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.gemm.spec import GemmSpec
 
 
@@ -84,6 +88,9 @@ def main() -> int:
         help="only those of mixtures of experts, on one GPU and several",
     )
     parser.add_argument("--eight-bit", action="store_true", help="only those of operands of 8 bits")
+    parser.add_argument(
+        "--quantization", action="store_true", help="only those of test_quantization.py"
+    )
     parser.add_argument("--recipes", action="store_true", help="only those of test_recipes.py")
     parser.add_argument(
         "--overlap", action="store_true", help="only those of collective products, on several GPUs"
@@ -94,6 +101,7 @@ def main() -> int:
     parser.add_argument(
         "--transposed", action="store_true", help="only those of test_transposed_kernels.py"
     )
+    parser.add_argument("--loose", action="store_true", help="only those of test_loose_kernels.py")
     parser.add_argument("--weights", action="store_true", help="only those that convert weights")
     parser.add_argument("--invariant", action="store_true", help="only those of test_row_bits.py")
     parser.add_argument("--float32", action="store_true", help="only those of float32 operands")
@@ -116,6 +124,8 @@ def main() -> int:
             *transposed_specs(), *(spec for spec in twins if spec),
             *(spec for spec in table_specs(H200) if spec.d_major == "m"),
         ]  # fmt: skip
+    elif arguments.loose:
+        specs = [*loose_specs(), *loose_program_specs()]
     elif arguments.sgemm:
         specs = sgemm.specs()
     elif arguments.float32:
@@ -123,8 +133,10 @@ def main() -> int:
     elif arguments.eight_bit:
         specs = [
             *eight_bit_specs(), *block_specs(), *eight_bit_variants(), *eight_bit.specs(),
-            *recipe_specs(),
+            *recipe_specs(), *quantization.specs(),
         ]  # fmt: skip
+    elif arguments.quantization:
+        specs = quantization.specs()
     elif arguments.recipes:
         specs = recipe_specs()
     else:
@@ -134,7 +146,7 @@ def main() -> int:
     return 1 if report.failures else 0
 
 
-def recipe_specs() -> list[GemmSpec]:
+def recipe_specs() -> list[KernelSpec]:
     small = train_recipes.Setting(128, 2, 4, 128, 8, steps=100)
     trained = train_recipes.specs(small, list(train_recipes.RECIPES))
     return list(dict.fromkeys([*recipe_programs.specs(), *trained]))
@@ -144,7 +156,7 @@ def float32_specs() -> list[GemmSpec]:
     return [*parts_specs(), *tf32_specs(), *float32.specs(), *sgemm.specs()]
 
 
-def all_specs() -> list[GemmSpec]:
+def all_specs() -> list[KernelSpec]:
     return list(
         dict.fromkeys(
             (
@@ -168,7 +180,7 @@ def all_specs() -> list[GemmSpec]:
                 *moe_specs(),
                 *mesh_specs(),
                 *training_step.specs(),
-                *(spec for program in FUSED_PROGRAMS.values() for spec in program.specs()),
+                *fused_specs(),
                 *nnx_step.specs(),
                 *(spec for axis in notebook_block.MESHES for spec in notebook_block.specs(axis)),
                 *transformation_specs(),
@@ -180,6 +192,7 @@ def all_specs() -> list[GemmSpec]:
                 *eight_bit.specs(),
                 *converted(),
                 *recipe_specs(),
+                *quantization.specs(),
                 *float32_specs(),
             )
         )

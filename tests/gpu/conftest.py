@@ -13,7 +13,7 @@ from support import verified
 from support.gpu import CudaError, Gpu
 
 from jax_hopper_gemm import cubin
-from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 
 HERE = Path(__file__).parent
 VERIFIED = HERE / "verified.json"
@@ -57,10 +57,10 @@ def gpu() -> Gpu:
 
 
 @pytest.fixture
-def checked(request: pytest.FixtureRequest) -> Callable[[GemmSpec], None]:
+def checked(request: pytest.FixtureRequest) -> Callable[[KernelSpec], None]:
     """A function that a test calls with each spec whose results it has found right."""
 
-    def note(spec: GemmSpec) -> None:
+    def note(spec: KernelSpec) -> None:
         sha256 = cubin.get(spec).manifest.cubin_sha256
         request.config.stash[CHECKED][sha256] = spec.name
 

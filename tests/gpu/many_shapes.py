@@ -157,7 +157,7 @@ def main() -> int:
         for function, count in ((theirs, plain), (ours, arguments.count)):
             start = time.monotonic()
             run = on_the_host(function, folder) if arguments.host else compiled(function)
-            grown = np.zeros(3, int)
+            grown = np.zeros(3)
             for tenth, grown in enumerate(growth(run, count, free), 1):
                 objects, host, device = map(int, grown)
                 print(

@@ -1,15 +1,17 @@
-"""Kernels of 8-bit operands on memory with guards, casts to 8 bits, and what users call."""
+"""Kernels of 8-bit operands: block scales, variants, groups, casts, and what users call.
+
+`test_kernels.py` has their plain products.
+"""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import bounds, cases, eight_bit, graphs, grouped, operations, outcome, reference, trial
+from support import bounds, cases, eight_bit, grouped, operations, outcome, reference, trial
 from support.casts import cast, same
 from support.eight_bit import LONG_K, PROGRAMS
 from support.policies import block_specs, eight_bit_specs, eight_bit_variants
@@ -21,42 +23,11 @@ from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import RasterOrder
 from jax_hopper_gemm.testing import tolerance
 
-SPECS = [spec for spec in eight_bit_specs() if not spec.grouped]
-EXACT = [spec for spec in SPECS if graphs.is_exact(spec.graph)]
 GROUPED = [spec for spec in eight_bit_specs() if spec.grouped]
 BLOCKS = [spec for spec in block_specs() if not spec.grouped]
 GROUPED_BLOCKS = [spec for spec in block_specs() if spec.grouped]
 VARIANTS = eight_bit_variants()
 FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quickly checked
-RANDOM_PROBLEMS = 60
-
-
-@pytest.mark.parametrize("spec", EXACT, ids=lambda spec: spec.name)
-def test_kernel_is_exact_on_integers_and_writes_only_its_results(spec, gpu, checked):
-    for seed, (problem, raster_order) in enumerate(cases.edge_problems(spec, FEW_SMS)):
-        outcome.check(gpu, spec, problem, raster_order, seed, FEW_SMS, exactly=True)
-    checked(spec)
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_kernel_is_within_the_bound_and_repeats_its_bits(spec, gpu, checked):
-    problem, raster_order = cases.edge_problems(spec, FEW_SMS)[1]
-    outcome.check(gpu, spec, problem, raster_order, 0, FEW_SMS, 10, exactly=False)
-    checked(spec)
-
-
-@pytest.mark.parametrize("spec", SPECS[::3], ids=lambda spec: spec.name)
-def test_kernel_is_right_on_a_full_gpu(spec, gpu):
-    problem, raster_order = cases.edge_problems(spec, gpu.device.num_sms)[2]
-    outcome.check(gpu, spec, problem, raster_order, 0)
-
-
-@pytest.mark.parametrize("seed", range(RANDOM_PROBLEMS))
-def test_random_problem_is_right(seed, gpu):
-    rng = random.Random(seed)
-    spec = rng.choice(SPECS)
-    problem, raster_order = cases.random_problem(rng, spec, max_extent=1500)
-    outcome.check(gpu, spec, problem, raster_order, seed, FEW_SMS, exactly=False)
 
 
 @pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.name)

@@ -12,7 +12,7 @@ from support import bounds, recipe_programs
 from support.recipe_programs import CASES, PROGRAMS, STEPS
 
 from jax_hopper_gemm.testing import tolerance
-from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.testing.lowered import all_specs_of
 
 SMALLEST_SUBNORMAL = 2.0**-149  # of float32
 
@@ -46,7 +46,7 @@ def test_an_accelerated_step_is_near_that_of_16_bits(recipe, inside, checked):
     errors = [error(*pair) for pair in zip(*map(jax.tree.leaves, (gradients, plain)), strict=True)]
     print(recipe, inside, *(f"{x:.2e}" for x in errors))
     assert 0.01 < min(errors) and max(errors) < 0.15
-    for spec in specs_of(run, *arguments):
+    for spec in all_specs_of(run, *arguments):
         checked(spec)
 
 

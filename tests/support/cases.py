@@ -73,8 +73,7 @@ def nested_problems(spec: GemmSpec) -> list[tuple[GemmProblem, RasterOrder]]:
     The rows of the innermost axis's matrices take turns. B is shared along one axis or two, every
     other operand of the epilogue along all, a vector along the outer ones.
     """
-    odd = 8 if spec.graph.accumulators == 2 else 3
-    m, n, k = spec.tile_m + odd, spec.d_tile_n + 5, 2 * spec.tile_k + 16
+    m, n, k = spec.tile_m + 3, spec.d_tile_n + 5, 2 * spec.tile_k + 16
     return [
         (nested(spec, *extents, outer, inner), RasterOrder("n", 2))
         for extents, outer, inner in (((m, n, k), (2,), 3), ((8, 24, 32), (3, 2), 4))
@@ -248,12 +247,15 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
     along_d += [o.dtype for o in graph.operands if o.kind == "matrix"]
     along_n = [o.dtype for o in graph.operands if o.kind == "row"]
     along_n += along_d if spec.d_major == "n" else []
+    along_n = [] if spec.loose_d else along_n
     along_n += [spec.b_dtype] if spec.b_major == "n" else []
     narrowest = max(map(elements_of_line, along_n), default=1)
     if graph.needs_whole_rows:
         n = min(n, spec.d_tile_n - 5)
         n = max([n, *(result.k for result in graph.results)])  # of a top-k
     n = ceil_div(n, narrowest) * narrowest
+    if spec.loose_d:  # no multiple of 16 bytes
+        n -= 1 - n % 2 if n > 1 else 0
     if "m" in (spec.a_major, spec.d_major):
         m = _aligned(m, alignment(spec))
     if spec.tile_m < spec.d_tile_m:  # the kernel has one row of tiles
@@ -265,7 +267,8 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
     d = ("n", n, m) if spec.d_major == "n" else ("m", m, n)
     placed_b, up_offset = place(*b, batches, "b"), None
     # Gate's and up's lines take turns in an array, of every other product that has one batch axis.
-    if graph.accumulators == 2 and (m + k) % 16 < 8 and not spec.nested:
+    whole = spec.nested or spec.loose_d
+    if graph.accumulators == 2 and (m + k) % 16 < 8 and not whole:
         up_offset = placed_b.leading_stride
         twice = 2 * up_offset
         apart = twice * b[2] if placed_b.batch_stride else 0
@@ -280,7 +283,7 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
         spec.d_dtype,
         a=place(*a, batches, "a"),
         b=placed_b,
-        d=place(*d, batches, "d"),
+        d=spaced(*d, batches, "d", gap=2, aligned=1) if spec.loose_d else place(*d, batches, "d"),
         epilogue=spec.epilogue,
         operands=tuple(
             _operand_layout(i, operand.kind, d, (m, n), batches)

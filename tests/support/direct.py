@@ -21,7 +21,6 @@ from typing import Any
 from support.gpu import Buffer, CudaError, Gpu, Part
 
 from jax_hopper_gemm.cubin import digest_of, load
-from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
@@ -129,7 +128,7 @@ def encode_tensor_map(gpu: Gpu, param: TensorMap, address: int) -> ctypes.Array:
     encoded = (ctypes.c_uint8 * TENSOR_MAP_BYTES).from_buffer(storage, offset)
     error = _encode_tiled(gpu)(
         ctypes.addressof(encoded),
-        DTYPES[param.dtype].tensor_map,
+        param.data_type,
         rank,
         address,
         (ctypes.c_uint64 * rank)(*param.dims),

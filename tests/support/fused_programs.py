@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,8 +54,8 @@ class FusedProgram:
         weights = {name: normal(*shape) for name, shape in self.shapes.items()}
         return weights, normal(TOKENS, WIDTH) * WIDTH**0.5
 
-    def specs(self) -> list[GemmSpec]:
-        return specs_of(accelerate(self.step), *jax.eval_shape(self.arguments))
+    def specs(self, dtype: Any = jnp.bfloat16) -> list[GemmSpec]:
+        return specs_of(accelerate(self.step), *jax.eval_shape(partial(self.arguments, dtype)))
 
 
 def gated(w: Weights, x: Any) -> Any:
@@ -95,6 +96,7 @@ def attending(w: Weights, x: Any) -> Any:
     return x + heads.reshape(x.shape) @ w["out"]
 
 
+DTYPES = (jnp.bfloat16, jnp.float32)
 UP, DOWN = (WIDTH, HIDDEN), (HIDDEN, WIDTH)
 FUSED_PROGRAMS = {
     "gated": FusedProgram(
@@ -121,3 +123,10 @@ FUSED_PROGRAMS = {
                  (("gate", UP), ("up", UP), ("down", DOWN))}, frozenset({"logistic"}),
     ),
 }  # fmt: skip
+
+
+def fused_specs() -> list[GemmSpec]:
+    """Returns the kernels of the programs in all dtypes."""
+    return [
+        x for dtype in DTYPES for program in FUSED_PROGRAMS.values() for x in program.specs(dtype)
+    ]

@@ -260,6 +260,19 @@ def transposed_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
     return tuple(dict.fromkeys(spec for spec in found if not violations(spec)))
 
 
+@cache
+def loose_specs() -> tuple[GemmSpec, ...]:
+    """Returns some of `covering_specs`, those that split K and those with epilogues, for a D whose
+    rows begin and end anywhere."""
+    some = (*covering_specs()[::2], *split_specs()[::4], *epilogue_covering_specs()[::2])
+    loose = (
+        replace(spec, loose_d=True)
+        for spec in some
+        if spec.graph.matrices and all(o.kind != "matrix" for o in spec.graph.operands)
+    )
+    return tuple(dict.fromkeys(spec for spec in loose if not violations(spec)))
+
+
 def along_n(spec: GemmSpec) -> GemmSpec | None:
     """Returns a kernel of another tile that stores along N what one of `transposed_specs` stores
     along M, if it is plain or has an epilogue and no other trait."""
@@ -361,7 +374,7 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
     pool = dict.fromkeys(
         (
             *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(),
-            *split_specs(), *transposed_specs(), *epilogue_covering_specs(),
+            *split_specs(), *transposed_specs(), *loose_specs(), *epilogue_covering_specs(),
             *grouped_covering_specs(), *chosen_epilogue_specs(), *table_specs(H200),
         )
     )  # fmt: skip
@@ -376,11 +389,16 @@ def compiled_weights() -> tuple[GemmSpec, ...]:
 
 
 def shown_by_code(spec: GemmSpec) -> set[frozenset]:
-    """Returns each trait of a kernel, and each pair; in pairs, tiles of like widths are one."""
-    alone = {frozenset((trait,)) for trait in traits_of(spec)}
-    width = spec.tile_n if ALL else next(x for x in (32, 64, 128, 192, 256) if spec.tile_n <= x)
-    traits = [("width", width) if name == "tile_n" else (name, x) for name, x in traits_of(spec)]
-    return alone | {frozenset(pair) for pair in itertools.combinations(traits, 2)}
+    """Returns each trait of a kernel, and each pair; extents and dtypes are in pairs if `ALL`."""
+    traits = traits_of(spec)
+    paired = [x for x in traits if ALL or x[0] not in _EXTENTS_AND_DTYPES]
+    alone = {frozenset((trait,)) for trait in traits}
+    return alone | {frozenset(pair) for pair in itertools.combinations(paired, 2)}
+
+
+_EXTENTS_AND_DTYPES = (
+    "tile_m", "tile_n", "tile_k", "epi_tile_n", "cluster", "a_dtype", "b_dtype", "d_dtype",
+)  # fmt: skip
 
 
 def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
@@ -388,7 +406,7 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
     fields = (
         "a_dtype", "b_dtype", "d_dtype", "tile_m", "tile_n", "tile_k", "warp_schedule",
         "tile_scheduler", "epi_tile_n", "indexed", "nested", "short_boxes", "evict_first",
-        "split_k", "d_major",
+        "split_k", "d_major", "loose_d",
     )  # fmt: skip
     return [
         *((field, getattr(spec, field)) for field in fields),

@@ -14,8 +14,8 @@ from jax import lax
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import recipes
-from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec
+from jax_hopper_gemm.testing.lowered import all_specs_of
 
 
 def _delayed() -> recipes.DelayedScaling:
@@ -69,8 +69,8 @@ class Program:
         cotangent = jnp.asarray(np.random.default_rng(9).standard_normal(result.shape))
         return result, pull(cotangent.astype(result.dtype))
 
-    def specs(self, name: str) -> list[GemmSpec]:
-        return specs_of(partial(self.run, name, "hopper"), *self.arguments())
+    def specs(self, name: str) -> list[KernelSpec]:
+        return all_specs_of(partial(self.run, name, "hopper"), *self.arguments())
 
     def takes(self, name: str) -> bool:
         return self.delayed or name != "delayed"
@@ -153,11 +153,11 @@ def accelerated(name: str, inside: bool) -> Any:
 STEPS = [(name, inside) for name in ("current", "blocks") for inside in (True, False)]
 
 
-def specs() -> list[GemmSpec]:
+def specs() -> list[KernelSpec]:
     """Returns every kernel of this module."""
     found = [spec for program, recipe in CASES for spec in PROGRAMS[program].specs(recipe)]
     for case in STEPS:
-        found += specs_of(accelerated(*case), *step_arguments())
+        found += all_specs_of(accelerated(*case), *step_arguments())
     return found + scaled_specs()
 
 
@@ -176,5 +176,7 @@ def scaled_arguments(kind: str, special: float) -> tuple[jhg.Quantized, jhg.Quan
     return jhg.Quantized(a.values, a.scale.at[:4, -1].set(special)), b
 
 
-def scaled_specs() -> list[GemmSpec]:
-    return [s for kind in ("blocks", "rows") for s in specs_of(scaled, *scaled_arguments(kind, 0))]
+def scaled_specs() -> list[KernelSpec]:
+    return [
+        s for kind in ("blocks", "rows") for s in all_specs_of(scaled, *scaled_arguments(kind, 0))
+    ]

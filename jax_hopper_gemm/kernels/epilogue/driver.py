@@ -5,7 +5,7 @@ A math warpgroup goes through its rows of a tile in subtiles of (64, epi_tile_n)
     wait for its operands (ring filled by an operand warp), read them, free their slot
     evaluate the graph for each of a thread's values; add to reductions, convert, stage
     barrier of the warpgroup
-    one of its warps sends each staged matrix by TMA, all in one group
+    one of its warps sends each staged matrix by TMA, all in one group; or all of them store it
 
 A thread's v-th value of a subtile is the one that wgmma leaves it, see `gemm/wgmma_fragment.py`. A
 gated product's columns of up lie tile_n / 2 further in the accumulator: the same threads hold them.
@@ -25,7 +25,7 @@ from cutlass.cutlass_dsl import select_
 from ...gemm.wgmma_fragment import line_of
 from ..shared_memory import WARPGROUP, BarrierId
 from .fold import RowStatistic
-from .matrix_store import StagedMatrix, copy_by_accumulator
+from .matrix_store import copy_by_accumulator, staged_matrix
 from .op_codegen import Elements
 from .operand_ring import OperandRing, OperandWarp
 from .reductions import make_reductions
@@ -46,7 +46,8 @@ class FusedEpilogue:
     def __init__(self, spec):
         self.spec = spec
         self.graph = spec.graph
-        self.matrices = [StagedMatrix(spec, result) for result in self.graph.matrices]
+        self.matrices = [staged_matrix(spec, result) for result in self.graph.matrices]
+        self.stores_by_tma = bool(self.matrices) and not spec.loose_d
         self.reductions = make_reductions(spec)
         self.ring = OperandRing(spec)
         self.row_blocks = RowBlocks(spec)
@@ -72,7 +73,7 @@ class FusedEpilogue:
         """Calls `check_box(atom, box, 1)` for the tensor maps among the kernel's parameters."""
         atoms = *results, *(operands or ())
         for array, atom in zip((*self.graph.results, *self.graph.operands), atoms, strict=True):
-            if array.kind == "matrix":
+            if array.kind == "matrix" and not self.spec.loose_d:
                 check_box(atom, self.spec.epi_box(array.dtype), 1)
 
     def allocate(self, memory):
@@ -178,8 +179,12 @@ class FusedEpilogue:
             # the newest `epi_stages - 2` groups of stores have been read out, so the next buffer
             # is free behind it.
             tile.math.barrier.arrive_and_wait()
-        if self.matrices:
+        if self.stores_by_tma:
             self.store_subtile(tile.is_store_warp, tile.stores, subtile)
+        else:
+            # Two subtiles on, a barrier later, their buffer is written again.
+            for store in tile.stores:
+                store.scatter(subtile.buffer, coords)
         for fold in tile.folds:
             fold.end_subtile(subtile.i_m, subtile.i_n, coords)
         if subtile.i_n == self.subtiles_n - 1:
@@ -234,7 +239,7 @@ class FusedEpilogue:
                 fold.add(value, v, subtile.i_m, subtile.i_n)
         for view, fragment in zip(views, fragments, strict=True):
             view.write(fragment, subtile.buffer)
-        if self.matrices:
+        if self.stores_by_tma:
             # TMA reads the staged tiles through another proxy than that which wrote them.
             cute.arch.fence_proxy("async.shared", space="cta")
 
@@ -256,7 +261,7 @@ class FusedEpilogue:
     @cute.jit
     def drain(self, is_store_warp):
         """Waits until all stores of this warpgroup have been read from shared memory."""
-        if cutlass.const_expr(len(self.matrices) > 0):
+        if cutlass.const_expr(self.stores_by_tma):
             if is_store_warp:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 

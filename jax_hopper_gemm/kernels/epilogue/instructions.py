@@ -73,3 +73,14 @@ def write_where(condition, pointer, at, value: cutlass.Constexpr):
     """Writes `value()`, which is computed only where the condition holds."""
     if condition:
         cute.arch.store(pointer + at, value())
+
+
+def store_where(condition, address, bits):
+    """Stores a number's bits at a global address, predicated.
+
+    NOTE: of a store behind a branch ptxas moves the address there, too, and computes it anew.
+    """
+    cute.arch.inline_ptx(
+        f"st.global.b{bits.width} [{{$r0}}], {{$r1}};",
+        read_only_args=[address, bits], predicate=condition,
+    )  # fmt: skip

@@ -1,5 +1,8 @@
 """One matrix of the results: registers of its dtype → staged shared tile → TMA store.
 
+Where its rows begin and end anywhere, threads store it in place of TMA, each warp whole rows of a
+staged tile, an element a thread.
+
 A warpgroup's rows leave in subtiles of (64, epi_tile_n) that pass through its own ring of
 shared buffers, so converting one overlaps the stores of those before it. Warpgroups share
 nothing here: two that work on one tile drift apart, and one multiplies while the other stores.
@@ -15,14 +18,24 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.tensor_utils as tensor_utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32
+from cutlass import Float32, Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cutlass_dsl import select_
 
 from ...gemm.dtypes import QUANTIZED, names
 from ...gemm.spec import EPI_TILE_M
 from ...gemm.wgmma_fragment import column_of, row_of
 from ..dtypes import CUTE_DTYPE
+from ..shared_memory import WARPGROUP
+from . import instructions as gpu
 from .quantize import pack_pairs
+
+BITS = {16: Int16, 32: Int32}  # of an element
+
+
+def staged_matrix(spec, result):
+    """Returns the `StagedMatrix` of a result, by who stores it."""
+    return (LooseMatrix if spec.loose_d else StagedMatrix)(spec, result)
 
 
 def stored_along(spec):
@@ -133,6 +146,41 @@ class StagingView:
             cute.group_modes(self.sD, 0, 2), cute.group_modes(subtiles, 0, 2),
         )  # fmt: skip
         return StoreView(self.tma_d, bSG_sD, bSG_gD, index)
+
+
+class LooseMatrix(StagedMatrix):
+    """One that threads store; in place of the tensor map it has a `Strided`."""
+
+    def make_tma_atom(self, mD):
+        return mD
+
+    def thread_view(self, strided, sD, by_acc, thread):
+        staging = super().thread_view(strided, sD, by_acc, thread)
+        columns = self.spec.epi_tile_n
+        return LooseView(**vars(staging), row=thread // columns, column=thread % columns)
+
+
+@dataclass(frozen=True)
+class LooseView(StagingView):
+    """The same for a matrix that threads store; `tma_d` is its `Strided`."""
+
+    row: Any  # that the thread stores first, of a staged tile
+    column: Any
+
+    def tile_view(self, tiles, index):
+        return self
+
+    def scatter(self, buffer, coords):
+        """Stores a thread's part of a shared buffer to where it lies in D; `SubtileCoords`."""
+        d, width, rows = self.tma_d, self.matrix.dtype.width, WARPGROUP // self.matrix.subtile[1]
+        row, column = coords.row0 + self.row, coords.column0 + self.column
+        left = select_(column < coords.n, coords.m - row, Int32(0))  # rows from the thread's first
+        at = Int64(coords.batch) * d.batch_stride + Int64(row) * d.stride + column
+        address, step = d.pointer.toint() + at * (width // 8), Int64(d.stride) * (rows * width // 8)
+        bits = cute.recast_tensor(self.sD, BITS[width])
+        for i in range(0, EPI_TILE_M, rows):
+            gpu.store_where(left > i, address, bits[self.row + i, self.column, buffer])
+            address = address + step
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ int8            towards zero; -128 and 127 beyond; NaN is 0
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cutlass_dsl import max as larger
 from cutlass.cutlass_dsl import min as smaller
 from cutlass.cutlass_dsl import select_
@@ -39,6 +39,18 @@ def pair_of(dtype, low, high):
         return _convert("e4m3", _nan_beyond(low), _nan_beyond(high))
     pair = _convert("e5m2", low, high)  # 57344 for what is infinite: the number before it
     return pair + _is_infinite(low, 1) + _is_infinite(high, 0x100)
+
+
+def saturated_unit(dtype, values):
+    """Returns 8 numbers of an 8-bit float as an int64; the largest ones for what is beyond."""
+    kind = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}[dtype]
+    convert = f"cvt.rn.satfinite.{kind}x2.f32"
+    pairs = [f"{convert} p{i}, {{$r{2 * i + 1}}}, {{$r{2 * i}}};" for i in range(4)]
+    return cute.arch.inline_ptx(
+        f"{{.reg .b16 p<4>; {' '.join(pairs)} mov.b64 {{$w0}}, {{p0, p1, p2, p3}};}}",
+        write_only_types=[Int64],
+        read_only_args=list(values),
+    )
 
 
 def round_to(dtype, x):

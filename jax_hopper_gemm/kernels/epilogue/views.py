@@ -20,7 +20,7 @@ from .operand_ring import RingBarriers, RingReader
 class Parameters:
     """The kernel's parameters of an epilogue, by kind, in the graph's order."""
 
-    stores: tuple  # tensor maps of the matrices among the results
+    stores: tuple  # of the matrices among the results; tensor maps if TMA stores them
     pointers: tuple  # global pointers to the other results
     loads: tuple  # tensor maps of the operands that are no scalars
     scalars: dict  # by the number of its value, each scalar's global pointer and batch stride
@@ -85,7 +85,7 @@ class TileView:
     scalars: dict  # by the number of the value
     is_store_warp: Any  # whether this warp issues its warpgroup's TMA stores
     ring: RingReader
-    stores: tuple  # a `StoreView` for each matrix of results
+    stores: tuple  # a `StoreView` or `LooseView` for each matrix of results
     folds: tuple  # a `Fold` for each reduction; they alone change while the tile is traced
 
 

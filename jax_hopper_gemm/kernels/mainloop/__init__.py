@@ -30,6 +30,7 @@ from .parts import PartsConsumer
 from .promoted import PromotedConsumer, ScaledConsumer
 from .rs import RegisterConsumer
 from .ss import SharedConsumer
+from .staged_scales import StagedConsumer, StagingProducer
 from .tma import PairedB, ScalesOfB, TmaOperand, TmaProducer, Together
 
 
@@ -52,6 +53,8 @@ CONSUMERS = {
 
 
 def make_producer(spec):
+    if spec.stages_scales:
+        return StagingProducer(spec)
     return PRODUCERS[spec.gathered](spec)
 
 
@@ -59,6 +62,8 @@ def make_consumer(spec, producer, atom_layout_m):
     """Returns the consumer of the stages; `atom_layout_m` warpgroups share a tile's rows."""
     if spec.bf16_terms:
         return PartsConsumer(spec, atom_layout_m, producer.before_read)
+    if spec.stages_scales:
+        return StagedConsumer(spec, atom_layout_m, producer.before_read)
     if spec.converts_b:
         return RegisterConsumer(spec, atom_layout_m, producer.before_read)
     return CONSUMERS[spec.promoted, spec.a_block > 0](spec, atom_layout_m, producer.before_read)

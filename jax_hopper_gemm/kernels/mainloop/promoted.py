@@ -8,6 +8,7 @@ and `GemmSpec.sum_columns`, which take turns in the registers for sums.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -62,10 +63,11 @@ class PromotedConsumer(SharedConsumer):
         for piece in range(blocks * parts):
             warpgroup.fence()
             self._multiply_piece(view, *divmod(piece, parts), state.index)
+            own = self.piece_scales(view, scales, *divmod(piece, parts), state.index)
             warpgroup.wait_group(0)
-            if piece == blocks * parts - 1:
-                ring.consumer_release(state)
-            self.promote(view, *divmod(piece, parts), scales)
+            last = piece == blocks * parts - 1
+            release = partial(ring.consumer_release, state) if last else _nothing
+            self.finish_piece(view, *divmod(piece, parts), own, release)
 
     def _multiply_piece(self, view, block, part, stage):
         tiled_mma = self.make_tiled_mma(1, self.columns)
@@ -85,6 +87,15 @@ class PromotedConsumer(SharedConsumer):
     def next_scales(self, scales, ahead, k_tile, k_tiles):
         """Returns what the sums of a k-tile are multiplied by; here by nothing."""
 
+    def piece_scales(self, view, scales, block, part, stage):
+        """Returns what those of a piece are multiplied by, of `next_scales`."""
+        return scales
+
+    def finish_piece(self, view, block, part, scales, release):
+        """Promotes a piece; `release` frees the stage, where it is the last one."""
+        release()
+        self.promote(view, block, part, scales)
+
     def promote(self, view, block, part, scales):
         """Adds the sums of a piece to the tile's accumulators."""
         for v, at in self.places(block, part):
@@ -95,6 +106,22 @@ class PromotedConsumer(SharedConsumer):
         columns = self.columns // 2  # of 64 rows a thread has half as many elements
         first = block * (self.spec.tile_n // 2) + part * columns
         return ((v, first + v) for v in range(columns))
+
+
+def _nothing():
+    pass
+
+
+def scaled_sum(value, scale, total):
+    return _in_order("fma.rn.f32 $0, $1, $2, $3;", value.to(Float32), scale, total)
+
+
+def without_zeros(view, coords):
+    """Sets a tile to zero that is of no group: zeros times scales may be infinite or NaN."""
+    counts = coords.filled if coords.belongs is None else coords.belongs
+    if counts is not None:
+        for v in range(cute.size(view.acc)):
+            view.acc[v] = Float32(select_(counts, view.acc[v], Float32(0.0)))
 
 
 def _in_order(instruction, *operands):
@@ -140,10 +167,7 @@ class ScaledConsumer(PromotedConsumer):
     def multiply(self, view, ring, state, coords, on_issued):
         located = replace(view, scales=self.locate(view, coords))
         state = super().multiply(located, ring, state, coords, on_issued)
-        counts = coords.filled if coords.belongs is None else coords.belongs
-        if counts is not None:  # zeros times scales that may be infinite or NaN
-            for v in range(cute.size(view.acc)):
-                view.acc[v] = Float32(select_(counts, view.acc[v], Float32(0.0)))
+        without_zeros(view, coords)
         return state
 
     def locate(self, view, coords):
@@ -218,8 +242,7 @@ class ScaledConsumer(PromotedConsumer):
             row, column = line_of(at - block * (self.spec.tile_n // 2))
             own = column if self.spec.b_block == 1 else nth_column(0, column) // self.shared
             scale = rows[row % self.rows] * columns[own]
-            fma = "fma.rn.f32 $0, $1, $2, $3;"
-            view.acc[at] = _in_order(fma, view.sums[v].to(Float32), scale, view.acc[at])
+            view.acc[at] = scaled_sum(view.sums[v], scale, view.acc[at])
 
 
 def _write(registers, values):

@@ -29,6 +29,7 @@ class Stages:
     sB: Any  # (bN, bK, stages)
     parts: Any = None  # bfloat16 parts of float32 B, (bN, bK, parts of each of `PART_BUFFERS`)
     sS: tuple = ()  # of each B (bN, groups along K, stages): its scales
+    scales: Any = None  # pointer to those of rows, then of columns, in stage 0
     exchange: Any = None  # where math warpgroups turn their accumulators, see `rs`
 
 
@@ -58,6 +59,9 @@ def allocate_stages(spec, memory):
         count = PART_BUFFERS * num_parts(s.bf16_terms)
         layout = operand_smem_layout(BFloat16, s.b_major == "k", s.tile_n, s.tile_k, count)
         return replace(stages, parts=memory.tensor(BFloat16, layout))
+    if s.stages_scales:
+        pointer = memory.pointer(Float32, s.num_stages * s.scale_stage_bytes, SMEM_ALIGNMENT)
+        return replace(stages, scales=pointer)
     if not s.converts_b:
         return stages
     sS, stage = (), s.scale_stage_bytes

@@ -1,0 +1,88 @@
+"""Kernels that quantize a matrix in blocks: read once, written as it lies, transposed, or both.
+
+    x (B, R, C)  ->  values (B, R, C) with scales along C; values (B, C, R) with scales along R
+
+A CTA takes `TILE` x `TILE` of it. Each thread has `CELL` rows of `CELL` columns, in registers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+
+from .dtypes import DTYPES
+from .spec import PROMOTION_K
+
+TILE = PROMOTION_K  # rows and columns of a CTA: elements that share a scale
+CELL = 8  # rows and columns of a thread
+CELLS = TILE // CELL
+WARPS = 8
+THREADS = 32 * WARPS
+EXTENT_MULTIPLE = 16  # of R and C, so that lines of 8 bits begin at multiples of 16 bytes
+SOURCES = ("bfloat16", "float16", "float32")
+TARGETS = ("float8_e4m3fn", "float8_e5m2")
+KIND = "quantize"  # in the JSON of a spec, which other kernels' have not
+
+
+@dataclass(frozen=True)
+class QuantizeSpec:
+    """One kernel; all fields are compile-time constants of it.
+
+    Raises:
+      ValueError: there is no such kernel.
+    """
+
+    dtype: str  # of the matrix
+    to: str  # of the values
+    block: int = 1  # lines that share a scale: 1, or 128
+    straight: bool = True  # whether values are written as they lie
+    transposed: bool = False  # whether they are written transposed
+    picked: bool = False  # whether an array of indices picks the rows; of no row are zeros
+
+    def __post_init__(self) -> None:
+        if self.dtype not in SOURCES or self.to not in TARGETS or self.block not in (1, TILE):
+            raise ValueError(f"no kernel quantizes so: {self}")
+        if not (self.straight or self.transposed):
+            raise ValueError(f"it writes nothing: {self}")
+
+    @property
+    def threads(self) -> int:
+        return THREADS
+
+    @property
+    def cluster_m(self) -> int:
+        return 1
+
+    @property
+    def cluster_n(self) -> int:
+        return 1
+
+    @property
+    def smem_bytes(self) -> int:
+        """Values that are transposed; each warp's largest of columns; scales of these, inverted."""
+        values = TILE * TILE if self.transposed else 0
+        largest = 4 * WARPS * (TILE if self.transposed and self.block == 1 else 1)
+        scales = 2 * 4 * TILE if self.transposed and self.block == 1 else 0
+        return values + largest + scales
+
+    @property
+    def name(self) -> str:
+        """A name a person understands in a profile."""
+        ways = "_straight" * self.straight + "_transposed" * self.transposed
+        return (
+            f"jhg_quantize_{DTYPES[self.dtype].short}_{DTYPES[self.to].short}"
+            f"_{self.block}x{TILE}{ways}{'_picked' * self.picked}"
+        )
+
+    def both_ways(self) -> QuantizeSpec:
+        """Returns the kernel that writes the values transposed, too, and as they lie."""
+        return replace(self, straight=True, transposed=True)
+
+    def to_json(self) -> str:
+        """Returns canonical JSON: the same text for equal specs."""
+        named = {"kind": KIND, **asdict(self)}
+        return json.dumps(named, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_dict(cls, named: dict[str, object]) -> QuantizeSpec:
+        return cls(**{name: value for name, value in named.items() if name != "kind"})  # type: ignore

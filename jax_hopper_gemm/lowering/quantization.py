@@ -1,0 +1,181 @@
+"""Emission of the kernels that quantize in blocks.
+
+Products that read an array want it along one axis or the other, as the gradients of a layer do of
+its input. Each asks for its own; where the program has one launch for the array already, that one
+serves, or writes both from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+
+from ..dispatch.legality import device_violations
+from ..gemm.grid import ceil_div
+from ..gemm.kernel_params import result_names, spec_from_json
+from ..gemm.quantization import EXTENT_MULTIPLE, SOURCES, TARGETS, TILE, QuantizeSpec
+from ..launch import ffi_library
+from ..launch.ffi_target import TARGET, launcher_violation
+from ..launch.quantize_plan import make_quantize_plan
+from .call import device_of
+from .devices import devices_of
+from .emit import launch_attributes
+
+QUANTIZED = "jax_hopper_gemm.quantized"  # of a launch that quantizes an array: the spec
+MAX_GRID = 65535  # CTAs along the second and third axis of a grid
+
+
+def lower_quantize(
+    ctx: mlir.LoweringRuleContext, x: Any, *picks: Any, to: str, block: int, transposed: bool
+) -> list[Any] | None:
+    """Emits a launch, or takes one that is there; None: XLA quantizes.
+
+    Args:
+      x: (..., R, C).
+      picks: indices of rows, or nothing.
+      to, block, transposed: as in `primitives.quantize.hopper_quantize`.
+
+    Returns:
+      Values and scales, contracted axes last.
+    """
+    aval: Any = ctx.avals_in[0]
+    *lead, rows, columns = aval.shape
+    if picks:
+        (rows,) = picks[0].type.shape
+    if _violation(ctx, aval, to, (prod(lead), rows, columns)):
+        return None
+    spec = QuantizeSpec(
+        aval.dtype.name, to, block, straight=not transposed, transposed=transposed,
+        picked=bool(picks),
+    )  # fmt: skip
+    ffi_library.refuse_fork()
+    launch = (None if picks else _launch_for(ctx, x, spec)) or _emit(ctx, spec, x, *picks)
+    values, scales = "values", "scales"
+    if transposed:
+        values, scales = "transposed_values", "transposed_scales" if block == 1 else "scales"
+    scale = launch.results[scales]
+    turned = transposed or block == 1  # a kernel writes scales of lines by lines last
+    return [launch.results[values], _turned(ctx, scale) if turned else scale]
+
+
+class _Launch:
+    """A launch in the program.
+
+    Attributes:
+      results: MLIR values by name in `QuantizeArgs`.
+    """
+
+    def __init__(self, operation: Any, spec: QuantizeSpec):
+        self.operation, self.spec = operation, spec
+        self.results = dict(zip(result_names(spec), operation.results, strict=True))
+
+
+def _violation(
+    ctx: mlir.LoweringRuleContext, aval: Any, to: str, extents: tuple[int, int, int]
+) -> str | None:
+    """Returns why no kernel quantizes an array."""
+    batch, rows, columns = extents
+    if aval.dtype.name not in SOURCES or to not in TARGETS:
+        return f"no kernel makes {to} of {aval.dtype.name}"
+    if 0 in extents or any(x % EXTENT_MULTIPLE for x in (rows, columns)):
+        return f"extents are no multiples of {EXTENT_MULTIPLE}"
+    if batch > MAX_GRID or ceil_div(rows, TILE) > MAX_GRID or max(rows, columns) >= 2**31:
+        return "there are too many tiles"
+    if batch * ceil_div(rows, TILE) * TILE * ceil_div(columns, TILE) >= 2**31:
+        return "there are too many scales"
+    if devices_of(ctx) > 1:
+        return "XLA would gather the operands on each device"
+    return (*device_violations(device_of(ctx)), launcher_violation(), None)[0]
+
+
+def _emit(ctx: mlir.LoweringRuleContext, spec: QuantizeSpec, *values: Any) -> _Launch:
+    x = values[0].type
+    *lead, rows, columns = x.shape
+    source_rows = rows
+    if spec.picked:
+        (rows,) = values[1].type.shape
+    batch, down, along = prod(lead), ceil_div(rows, TILE), ceil_div(columns, TILE)
+    shapes = {
+        "values": (rows, columns),
+        "scales": (along, rows) if spec.block == 1 else (down, along),
+        "transposed_values": (columns, rows),
+        "transposed_scales": (down, columns),
+    }
+    dtypes = {name: "float32" if "scales" in name else spec.to for name in shapes}
+    results = [
+        ShapedArray((*lead, *shapes[name]), np.dtype(jnp.dtype(dtypes[name])))
+        for name in result_names(spec)
+    ]
+    plan = make_quantize_plan(spec, batch, rows, columns, source_rows)
+    avals = [ShapedArray(tuple(x.shape), np.dtype(jnp.dtype(spec.dtype)))]
+    avals += [ShapedArray(tuple(y.type.shape), np.dtype(np.int32)) for y in values[1:]]
+    emitted = list[Any](
+        jax.ffi.ffi_lowering(TARGET)(
+            ctx.replace(avals_in=avals, avals_out=results),
+            *values,
+            **launch_attributes(spec, plan, f"B={batch} R={rows} C={columns}"),
+        )
+    )
+    operation: Any = emitted[0].owner
+    if not spec.picked:
+        operation.attributes[QUANTIZED] = ir.StringAttr.get(spec.to_json())
+    return _Launch(operation, spec)
+
+
+def _launch_for(ctx: mlir.LoweringRuleContext, x: Any, wanted: QuantizeSpec) -> _Launch | None:
+    """Returns a launch in this block that writes what is wanted of an array.
+
+    If one writes it the other way, both are written in its place.
+    """
+    whole = wanted.both_ways()
+    there = {launch.spec: launch for launch in _launches_of(x)}
+    if launch := there.get(whole) or there.get(wanted):
+        return launch
+    other = replace(wanted, straight=not wanted.straight, transposed=not wanted.transposed)
+    if (before := there.get(other)) is None:
+        return None
+    with ir.InsertionPoint(before.operation):
+        launch = _emit(ctx, whole, before.operation.operands[0])
+    # The operation without uses stays: values in Python may be its results. XLA drops it.
+    for name, value in before.results.items():
+        value.replace_all_uses_with(launch.results[name])
+    return launch
+
+
+def _launches_of(x: Any) -> Iterator[_Launch]:
+    """Yields the launches before this point of its block that quantize an array."""
+    current: Any = ir.InsertionPoint.current
+    source = x
+    while getattr(source.owner, "name", None) == "stablehlo.reshape":
+        source = source.owner.operands[0]
+    alike = [source]
+    for value in alike:
+        for use in value.uses:
+            operation = use.owner
+            if operation.name == "stablehlo.reshape":
+                alike.append(operation.results[0])
+            elif QUANTIZED in operation.attributes and value.type == x.type:
+                if operation.operation.block == current.block:
+                    text = ir.StringAttr(operation.attributes[QUANTIZED]).value
+                    spec = spec_from_json(text)
+                    assert isinstance(spec, QuantizeSpec)
+                    yield _Launch(operation, spec)
+
+
+def _turned(ctx: mlir.LoweringRuleContext, scale: Any) -> Any:
+    """Returns scales with their last two axes exchanged."""
+    aval = ShapedArray(tuple(scale.type.shape), np.dtype(np.float32))
+    *lead, first, second = aval.shape
+    out = ShapedArray((*lead, second, first), aval.dtype)
+    swap = mlir.lower_fun(lambda y: jnp.swapaxes(y, -1, -2), multiple_results=False)
+    (value,) = swap(ctx.replace(avals_in=[aval], avals_out=[out]), scale)
+    return value

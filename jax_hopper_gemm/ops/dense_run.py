@@ -1,0 +1,120 @@
+"""Dense products as they run: arguments checked, and all operands of what follows in one tuple."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax import typeof
+from jax.core import Tracer
+
+from ..fusion.jaxprs import abstract
+from ..fusion.memo import memoised
+from ..gemm.product import Options, Product
+from ..primitives.fused_dot import accumulator_dtype, fused_dot
+from .batch_invariance import in_contexts
+from .complex_products import by_parts
+from .replaced import check_kernel_unasked, is_replaced, replaced_product
+from .settled import Settled, settled
+from .steps import Steps, traced
+from .substitute import final_product, with_hopper_dot
+
+
+@dataclass(frozen=True)
+class JaxProduct:
+    """A product of JAX with its own arguments. Equal ones are one key of a cache."""
+
+    # Of arrays, these arguments, `precision` and `preferred_element_type`.
+    function: Callable[..., jax.Array]
+    named: tuple[tuple[str, Any], ...]  # pairs of a name and an argument
+    dtype: Any = None  # of the product, where the options name no single one
+
+    def with_options(self, options: Options) -> partial[jax.Array]:
+        """Returns the function of the arrays."""
+        function = by_parts(self.function, options.precision)
+        return partial(function, **options.of_dot(), **dict(self.named))
+
+
+def run(
+    product: JaxProduct,
+    arrays: tuple[Any, ...],
+    steps: Steps,
+    operands: tuple[Any, ...],
+    options: Options,
+) -> Any:
+    """Returns a dense product and what follows it.
+
+    Args:
+      product: JAX's own, of `arrays`, which are two if anything follows.
+      operands: of the steps.
+      options: as the user gave them.
+    """
+    dtypes, dtype = None, options.preferred_element_type
+    if isinstance(dtype, tuple):
+        dtypes, dtype = dtype, None
+    dtype = product.dtype if dtype is None else dtype
+    options = in_contexts(replace(options, preferred_element_type=dtype))
+    if is_replaced():
+        check_kernel_unasked(steps.op, options.insists)
+        whole = replaced_product(product.with_options(options), *arrays)
+        return steps.after(whole, operands, whole.dtype, dtypes)
+    if steps.plain:
+        return _traced(product, arrays, options)
+    lhs, rhs = arrays
+    own, operands = settled(
+        steps.op, steps, lambda: (_wide_product(product, options, typeof(lhs), typeof(rhs)),),
+        operands, eager=not isinstance(lhs, Tracer),
+    )  # fmt: skip
+    return _traced_steps(product, lhs, rhs, operands, own, options, dtypes)
+
+
+# One trace for equal arguments. Inlined at once, so that the caller's program holds the bare
+# product and lowering sees its operands; from JAX 0.12 on `inline=True` means later.
+_Inline = getattr(jax, "Inline", None)
+INLINE: Any = _Inline.JAX_EARLY if _Inline else True
+
+
+@partial(jax.jit, static_argnums=(0, 2), inline=INLINE)
+def _traced(product: JaxProduct, arrays: tuple[Any, ...], options: Options) -> jax.Array:
+    function = product.with_options(options)
+    return function(*arrays) if options.by_jax else with_hopper_dot(function, arrays, options)
+
+
+@memoised
+def _wide_product(product: JaxProduct, options: Options, lhs: Any, rhs: Any) -> Any:
+    """Returns the abstract value of a product as an epilogue sees it."""
+    function = product.with_options(options)
+    dtype = accumulator_dtype(abstract(function, lhs, rhs).dtype)
+    return abstract(partial(function, preferred_element_type=dtype), lhs, rhs)
+
+
+@partial(jax.jit, static_argnums=(0, 4, 5, 6), inline=INLINE)
+def _traced_steps(
+    product: JaxProduct,
+    lhs: Any,
+    rhs: Any,
+    operands: tuple[Any, ...],
+    steps: Steps | Settled,
+    options: Options,
+    dtypes: tuple[Any, ...] | None,
+) -> Any:
+    function = product.with_options(options)
+    like = _wide_product(product, options, typeof(lhs), typeof(rhs))
+    dtype = abstract(function, lhs, rhs).dtype
+    wide = partial(function, preferred_element_type=like.dtype)
+    follow = traced(steps.op, steps, (like,), operands, dtype, dtypes)
+    if options.by_jax:
+        return follow.apply(wide(lhs, rhs))
+    final = final_product(function, lhs, rhs)
+    if final is None:
+        return follow.apply(with_hopper_dot(wide, (lhs, rhs), options))
+    options = replace(options, precision=final.precision, preferred_element_type=dtype)
+    results = fused_dot(
+        follow.function, final.lhs, (final.rhs,), follow.operands,
+        Product(final.subscripts, options, final.out_sharding),
+        out_dtypes=follow.dtypes, in_place=follow.in_place(steps.named, like),
+    )  # fmt: skip
+    return follow.structured(results)

@@ -1,0 +1,227 @@
+"""`accelerate` around rows: statistics of a softmax, picked numbers, rounded operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+
+import jax_hopper_gemm as jhg
+from jax_hopper_gemm.interop import fuse_jaxpr
+
+S = jax.ShapeDtypeStruct
+BF16, F32 = jnp.bfloat16, jnp.float32
+TOKENS, WIDTH, WORDS = 4096, 1024, 8192
+X, W, LABELS = S((TOKENS, WIDTH), BF16), S((WIDTH, WORDS), BF16), S((TOKENS,), "int32")
+
+
+def equations(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Returns all equations of the accelerated function, but those in epilogues."""
+
+    def within(jaxpr: Any) -> list[Any]:
+        found = []
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            found.append(equation)
+            for inner in jaxprs_in_params(equation.params):
+                found += [] if equation.primitive.name == "hopper_fused" else within(inner)
+        return found
+
+    return within(jax.make_jaxpr(jhg.accelerate(function))(*args))
+
+
+def kernels(function: Callable[..., Any], *args: Any) -> list[tuple[list[str], set[str]]]:
+    """Returns of each product the dtypes and ranks of its results, and its operations."""
+    found = []
+    for equation in equations(function, *args):
+        if equation.primitive.name.startswith("hopper"):
+            results = [f"{x.aval.dtype.name} {x.aval.ndim}" for x in equation.outvars]
+            jaxpr = equation.params.get("jaxpr")
+            found.append((results, {e.primitive.name for e in jaxpr.eqns} if jaxpr else set()))
+    return found
+
+
+def cross_entropy(x: Any, w: Any, labels: Any) -> Any:
+    logits = (x @ w).astype(F32)
+    right = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right)
+
+
+def attended(q: Any, k: Any, v: Any) -> Any:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.fixture
+def all_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every region is one kernel, whatever it costs."""
+    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
+
+
+def test_logits_of_a_loss_are_stored_once_in_16_bits_with_statistics_of_rows() -> None:
+    for function in (cross_entropy, jax.grad(cross_entropy, (0, 1))):
+        (results, operations), *_ = kernels(function, X, W, LABELS)
+        assert sorted(results) == ["bfloat16 2", "float32 1", "float32 1"]
+        assert {"reduce_max", "exp", "reduce_sum"} <= operations
+
+
+def test_a_softmax_takes_its_statistics_from_the_kernel_and_its_derivative_does() -> None:
+    shape = S((8, 1024, 16, 64), BF16)
+
+    def written_out(q: Any, k: Any, v: Any) -> Any:
+        logits = jnp.einsum("bthd,bshd->bhts", q, k) * 0.125
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits.astype(F32)).astype(BF16), v)
+
+    def gradients(q: Any, k: Any, v: Any, g: Any) -> Any:
+        return jax.vjp(written_out, q, k, v)[1](g)
+
+    found = kernels(gradients, *[shape] * 4)
+    assert (["float32 3", "float32 3", "bfloat16 4"], {"reduce_max", "reduce_sum"}) in [
+        (results, operations & {"reduce_max", "reduce_sum"}) for results, operations in found
+    ]
+    assert (["float32 3", "bfloat16 4"], {"reduce_sum", "exp"}) in [
+        (results, operations & {"reduce_sum", "exp"}) for results, operations in found
+    ]
+
+
+@pytest.mark.usefixtures("all_fused")
+def test_statistics_are_those_of_the_stored_numbers() -> None:
+    """A share computed from rounded logits and a sum of others would be off by 3 %."""
+    x = jnp.asarray(np.arange(64).reshape(8, 8) % 13 - 3, BF16)
+    w = jnp.asarray(np.arange(8 * 16).reshape(8, 16) % 11 + 0.4375, BF16)
+
+    def shares(x: Any, w: Any) -> Any:
+        logits = (x @ w).astype(F32)
+        parts = jnp.exp(logits - logits.max(-1, keepdims=True))
+        total = parts.sum(-1, keepdims=True)
+        return parts / total, total
+
+    (results, _), *_ = kernels(shares, x, w)
+    assert results == ["float32 1", "float32 1", "bfloat16 2"]
+    assert np.any(np.asarray(x, np.float32) @ np.asarray(w, np.float32) != np.asarray(x @ w, F32))
+    found, _ = jax.jit(jhg.accelerate(shares))(x, w)
+    np.testing.assert_allclose(found, jax.jit(shares)(x, w)[0], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(np.sum(found, -1), 1, rtol=1e-5)
+
+
+def test_xla_reads_a_row_once_for_a_softmax_of_which_nothing_else_is_read() -> None:
+    def probabilities(x: Any, w: Any) -> Any:
+        return jax.nn.softmax((x @ w).astype(F32)).astype(BF16)
+
+    for results, operations in kernels(probabilities, X, W):
+        assert results == ["bfloat16 2"] and "reduce_max" not in operations
+
+
+@pytest.mark.usefixtures("all_fused")
+def test_a_float16_result_keeps_its_smallest_numbers_beside_statistics() -> None:
+    x, w = (jnp.full((8, 8), 2.0**-11, "float16") for _ in range(2))
+
+    def function(x: Any, w: Any) -> Any:
+        y = x @ w  # below the least normal number
+        return y, y.astype(F32).max(-1)
+
+    found, expected = (jax.jit(f)(x, w) for f in (jhg.accelerate(function), function))
+    np.testing.assert_array_equal(found[0], expected[0])
+    assert np.all(np.asarray(found[0]) > 0)
+
+
+def test_a_variance_is_not_part_of_a_kernel_which_has_not_the_mean() -> None:
+    def norm(x: Any, w: Any, r: Any) -> Any:
+        y = (r + x @ w).astype(F32)
+        return y * lax.rsqrt(jnp.mean((y - y.mean(-1, keepdims=True)) ** 2, -1, keepdims=True))
+
+    ((results, operations),) = kernels(norm, X, W, S((TOKENS, WORDS), BF16))
+    assert "bfloat16 2" in results and "rsqrt" not in operations and "square" not in operations
+
+
+PICKS = {
+    "default": ({}, [3, -1, 9, -300, 0]),
+    "clipped": ({"mode": "clip"}, [3, 300, 299, 0, 1]),
+    "promised": ({"mode": "promise_in_bounds"}, [3, 0, 299, 17, 1]),
+    "fill": ({"mode": "fill", "fill_value": 0}, [3, 300, 299, -301, 1]),
+}
+
+
+@pytest.mark.parametrize("name", PICKS)
+@pytest.mark.parametrize("axis", [1, 0])
+def test_the_gradient_of_picked_numbers_is_no_scatter(name: str, axis: int) -> None:
+    options, numbers = PICKS[name]
+    x = jnp.asarray(np.arange(5 * 300).reshape(5, 300) % 7 - 3, F32)
+    x, indices = (x, jnp.array(numbers)[:, None]) if axis else (x.T, jnp.array(numbers)[None])
+
+    def function(x: Any, indices: Any) -> Any:
+        picked = jnp.take_along_axis(x * 2, indices, axis, **options)
+        return jnp.sum(jnp.nan_to_num(picked) * jnp.arange(1.0, 6).reshape(indices.shape))
+
+    gradient = jax.grad(function)
+    assert all("scatter" not in e.primitive.name for e in equations(gradient, x, indices))
+    found, expected = (jax.jit(f)(x, indices) for f in (jhg.accelerate(gradient), gradient))
+    np.testing.assert_array_equal(found, expected)
+    assert np.any(found)
+
+
+def test_an_index_of_8_bits_picks_one_of_300() -> None:
+    x, indices = jnp.ones((2, 300)), jnp.array([[3], [255]], "uint8")
+    gradient = jax.grad(lambda x: jnp.take_along_axis(x, indices, 1).sum())
+    np.testing.assert_array_equal(jhg.accelerate(gradient)(x), gradient(x))
+
+
+def test_other_scatters_stay() -> None:
+    x, two = jnp.ones((4, 8)), jnp.zeros((4, 2), int)
+    several = jax.grad(lambda x: jnp.take_along_axis(x, two, 1).sum())
+    for function in (several, lambda x: x.at[0].add(1), lambda x: x.at[:, 3].add(x[:, 0])):
+        assert any("scatter" in e.primitive.name for e in equations(function, x))
+        np.testing.assert_array_equal(jhg.accelerate(function)(x), function(x))
+
+
+def test_picks_are_sharded_as_they_were() -> None:
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((4, 8)), jax.P("i", None))
+        indices = jax.device_put(jnp.zeros((4, 1), int), jax.P("i", None))
+        gradient = jax.grad(lambda x: jnp.take_along_axis(x, indices, 1).sum())
+        found = jax.jit(jhg.accelerate(gradient))(x)
+        assert jax.typeof(found) == jax.typeof(jax.jit(gradient)(x))
+        np.testing.assert_array_equal(found, gradient(x))
+
+
+def test_gradients_of_attention_are_rounded_as_their_algorithm_says() -> None:
+    shape = S((4, 1024, 16, 256), BF16)
+
+    def gradients(q: Any, k: Any, v: Any, g: Any) -> Any:
+        return jax.vjp(attended, q, k, v)[1](g)
+
+    found = equations(gradients, *[shape] * 4)
+    names = [e.primitive.name for e in found]
+    assert "dot_general" not in names
+    products = [e for e in found if e.primitive.name.startswith("hopper")]
+    assert len(products) == 5  # the result of the attention is not read
+    assert all(x.aval.dtype == BF16 for e in products for x in e.invars[:2])
+
+
+def test_a_mask_behind_axes_of_extent_1_is_part_of_the_logits_kernel() -> None:
+    (_, operations), *_ = kernels(attended, *[S((4, 1024, 16, 256), BF16)] * 3)
+    assert {"mul", "select_n"} <= operations
+
+
+@pytest.mark.usefixtures("all_fused")
+@pytest.mark.parametrize("heads", [4, 2], ids=["as many keys", "shared keys"])
+def test_accelerated_attention_has_the_plain_one_s_gradients(heads: int) -> None:
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, g = (jax.random.normal(key, (2, 16, 4, 8)) for key in keys[:2])
+    k, v = (jax.random.normal(key, (2, 16, heads, 8)) for key in keys[2:])
+
+    def gradients(*args: Any) -> Any:
+        out, back = jax.vjp(attended, *args[:3])
+        return out, *back(args[3])
+
+    exact = jax.jit(gradients)(q, k, v, g)
+    narrow = [x.astype(BF16) for x in (q, k, v, g)]
+    plain, ours = (jax.jit(f)(*narrow) for f in (gradients, jhg.accelerate(gradients)))
+    for x, y, z in zip(ours, plain, exact, strict=True):
+        x, y, z = (np.asarray(array, np.float64) for array in (x, y, z))
+        assert np.linalg.norm(x - z) <= 2 * np.linalg.norm(y - z)
