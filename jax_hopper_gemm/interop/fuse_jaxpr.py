@@ -21,7 +21,7 @@ from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
 from .placement import in_place, updates_ordered
-from .regions import CALLS, PRODUCTS, Along, Region, Regions, is_inlined, kind_of
+from .regions import CALLS, PRODUCTS, Along, Region, Regions, is_inlined, kinds_of
 from .wide import Function, sum_dtype, widened
 
 
@@ -49,7 +49,7 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     alone: set[int] = set()
     apart: set[tuple[int, ...]] = set()
     unsummed: set[tuple[int, Along]] = set()
-    kinds = [*map(kind_of, equations)]
+    kinds = kinds_of(equations)
     while True:
         regions = Regions(equations, results, alone, apart, unsummed, kinds)
         launches = {x: _launch(equations, x) for x in regions.regions if x.whole}

@@ -118,7 +118,7 @@ class Regions:
         self.equations, self._results = equations, results
         self._alone, self._apart, self._unsummed = set(alone), set(apart), set(unsummed)
         self._before: dict[int, int] = {}  # by bit, the products that a product depends on
-        self._follow([*map(kind_of, equations)] if kinds is None else kinds)
+        self._follow(kinds_of(equations) if kinds is None else kinds)
         self._find_read()
         self._pair()
         self._give_owners()
@@ -547,6 +547,10 @@ def _bits_of(mask: int) -> Iterator[int]:
 
 def _bytes_of(stored: Iterable[Any]) -> int:
     return sum(BOOL_BYTES if x.aval.dtype == bool else x.aval.dtype.itemsize for x in stored)
+
+
+def kinds_of(equations: Iterable[Any]) -> list[Kind]:
+    return [kind_of(equation) for equation in equations]
 
 
 def kind_of(equation: Any) -> Kind:
