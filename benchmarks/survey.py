@@ -114,8 +114,8 @@ def candidates(problem: GemmProblem, device: Device, count: int) -> list[Candida
                 yield spec
 
     usual = dict.fromkeys([*([chosen] if chosen else []), *leaders, *best_of_kinds(known)])
-    found = [*islice(usual, count - WIDE_COUNT), *islice(best_of_kinds(wide), WIDE_COUNT)]
-    by_name = {spec.name: spec for spec in reversed(found)}
+    found = [*islice(usual, max(1, count - WIDE_COUNT)), *islice(best_of_kinds(wide), WIDE_COUNT)]
+    by_name = {spec.name: spec for spec in reversed(found[:count])}
     return [(s, best_raster_order(problem, s, device)) for s in reversed(by_name.values())]
 
 
