@@ -195,8 +195,9 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
                 break
             what = f"{problem.m}x{problem.n}x{problem.k} {shapes.layout_name(problem)}"
             try:
-                if isinstance(run, Exception) or isinstance(draw, Exception):
-                    raise RuntimeError(str(run)) if isinstance(run, Exception) else draw
+                for function in (run, draw):
+                    if isinstance(function, Exception):
+                        raise function
                 inputs = benchmark.drawn_inputs(problem, draw)
                 times = timed(problem, run, inputs, kernels, arguments.rounds)
             except Exception as error:

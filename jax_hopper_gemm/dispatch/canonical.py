@@ -164,9 +164,7 @@ def as_gemm(
     return Gemm(problem, i.swap_ab)
 
 
-def with_whole_lines(
-    gemm: Gemm, lhs_shape: Sequence[int], rhs_shape: Sequence[int]
-) -> Gemm:
+def with_whole_lines(gemm: Gemm, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> Gemm:
     """Returns the same product of copies whose lines are padded to multiples of 16 bytes.
 
     TMA reads no others. XLA pads operands for its own kernels, too. An operand stays as it is where

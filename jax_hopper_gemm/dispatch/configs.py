@@ -90,9 +90,9 @@ DENSE_CONFIGS = (
     Config(64, 64, split_k=True),
 )
 
-# Either side of D lies on the tile's columns, which come in steps of 16: of a small side few are past
-# its end, and waves of a large one fill better. Beside `DENSE_CONFIGS`, and where D's transpose is
-# computed.
+# Either side of D lies on the tile's columns, which come in steps of 16: of a small side few are
+# past its end, and waves of a large one fill better. Beside `DENSE_CONFIGS`, and where D's
+# transpose is computed.
 _EITHER_ORDER = (
     Config(64, 16),
     Config(64, 16, split_k=True),

@@ -194,7 +194,12 @@ def _gate_violations(problem: GemmProblem) -> Iterator[str]:
 
 
 def _matrix_violations(
-    operand: str, layout: MatrixLayout, extents: dict[str, int], batch: list[int], dtype: str, *,
+    operand: str,
+    layout: MatrixLayout,
+    extents: dict[str, int],
+    batch: list[int],
+    dtype: str,
+    *,
     gaps: bool = False,
 ) -> list[str]:
     """Returns why TMA cannot copy the lines of an array.

@@ -41,8 +41,8 @@ SPLIT_K_DOUBT = 1.07
 # K from which XLA won, by 3 to 16 %, all measurements in which our best kernel shared all tiles.
 SPLIT_K_LOST = 16384
 # XLA's time over ours, the least that is likely, from which a kernel runs. Of products that the fit
-# had not seen kernels from 0.97, 1.00, 1.015, 1.03 were slower than 0.97 of XLA's speed in 4.0, 1.9,
-# 1.2, 1.1 of 100; the mean speed, that of XLA's where it ran, was 1.125, 1.101, 1.092, 1.085.
+# had not seen kernels from 0.97, 1.00, 1.015, 1.03 were slower than 0.97 of XLA's speed in 4.0,
+# 1.9, 1.2, 1.1 of 100; the mean speed, XLA's own where it ran, was 1.125, 1.101, 1.092, 1.085.
 LEAD = 1.015
 WAITING_K = 4096  # K from which SMs without a tile cost more than XLA loses by splitting it
 WAITING_RATIO = 1.8  # times the roofline

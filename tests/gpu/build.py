@@ -96,9 +96,7 @@ def main() -> int:
     parser.add_argument(
         "--transposed", action="store_true", help="only those of test_transposed_kernels.py"
     )
-    parser.add_argument(
-        "--loose", action="store_true", help="only those of test_loose_kernels.py"
-    )
+    parser.add_argument("--loose", action="store_true", help="only those of test_loose_kernels.py")
     parser.add_argument("--weights", action="store_true", help="only those that convert weights")
     parser.add_argument("--invariant", action="store_true", help="only those of test_row_bits.py")
     parser.add_argument("--float32", action="store_true", help="only those of float32 operands")

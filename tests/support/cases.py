@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -267,7 +267,8 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
     b = ("n", n, k) if spec.b_major == "n" else ("k", k, n)
     d = ("n", n, m) if spec.d_major == "n" else ("m", m, n)
     placed_b, up_offset = place(*b, batches, "b"), None
-    if graph.accumulators == 2 and (m + k) % 16 < 8 and not spec.loose_d:  # gate's and up's lines take turns in an array
+    # Gate's and up's lines take turns in an array.
+    if graph.accumulators == 2 and (m + k) % 16 < 8 and not spec.loose_d:
         up_offset = placed_b.leading_stride
         twice = 2 * up_offset
         apart = twice * b[2] if placed_b.batch_stride else 0
@@ -282,7 +283,7 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
         spec.d_dtype,
         a=place(*a, batches, "a"),
         b=placed_b,
-        d=spaced(*d, batches, "d", gap=2, aligned=1) if spec.loose_d else place(*d, batches, "d"),
+        d=(partial(spaced, gap=2, aligned=1) if spec.loose_d else place)(*d, batches, "d"),
         epilogue=spec.epilogue,
         operands=tuple(
             _operand_layout(i, operand.kind, d, (m, n), batches)

@@ -30,7 +30,6 @@ from ..shared_memory import WARPGROUP
 from . import instructions as gpu
 from .quantize import pack_pairs
 
-
 BITS = {16: Int16, 32: Int32}  # of an element
 
 
