@@ -195,11 +195,8 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
                 break
             what = f"{problem.m}x{problem.n}x{problem.k} {shapes.layout_name(problem)}"
             try:
-                for function in (run, draw):
-                    if isinstance(function, Exception):
-                        raise function
-                inputs = benchmark.drawn_inputs(problem, draw)
-                times = timed(problem, run, inputs, kernels, arguments.rounds)
+                inputs = benchmark.drawn_inputs(problem, compiled(draw))
+                times = timed(problem, compiled(run), inputs, kernels, arguments.rounds)
             except Exception as error:
                 print(f"{what}: {error}", flush=True)
                 continue
@@ -216,6 +213,13 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
         if arguments.json:
             write(arguments.json, list(numbers), rows)
     print(f"{len(rows)} of {len(problems)} products in {time.monotonic() - start:.0f} s")
+
+
+def compiled(found: Callable | Exception) -> Callable:
+    """Returns what `benchmark.compiled` made of a function; raises why it could not."""
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def write(path: Path, names: list[str], rows: list[dict[str, Any]]) -> None:
