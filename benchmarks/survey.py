@@ -114,8 +114,8 @@ def candidates(problem: GemmProblem, device: Device, count: int) -> list[Candida
                 yield spec
 
     usual = dict.fromkeys([*([chosen] if chosen else []), *leaders, *best_of_kinds(known)])
-    found = [*islice(usual, count - WIDE_COUNT), *islice(best_of_kinds(wide), WIDE_COUNT)]
-    by_name = {spec.name: spec for spec in reversed(found)}
+    found = [*islice(usual, max(1, count - WIDE_COUNT)), *islice(best_of_kinds(wide), WIDE_COUNT)]
+    by_name = {spec.name: spec for spec in reversed(found[:count])}
     return [(s, best_raster_order(problem, s, device)) for s in reversed(by_name.values())]
 
 
@@ -195,10 +195,8 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
                 break
             what = f"{problem.m}x{problem.n}x{problem.k} {shapes.layout_name(problem)}"
             try:
-                if isinstance(run, Exception) or isinstance(draw, Exception):
-                    raise RuntimeError(str(run)) if isinstance(run, Exception) else draw
-                inputs = benchmark.drawn_inputs(problem, draw)
-                times = timed(problem, run, inputs, kernels, arguments.rounds)
+                inputs = benchmark.drawn_inputs(problem, compiled(draw))
+                times = timed(problem, compiled(run), inputs, kernels, arguments.rounds)
             except Exception as error:
                 print(f"{what}: {error}", flush=True)
                 continue
@@ -215,6 +213,13 @@ def measure(problems: list[GemmProblem], arguments: argparse.Namespace) -> None:
         if arguments.json:
             write(arguments.json, list(numbers), rows)
     print(f"{len(rows)} of {len(problems)} products in {time.monotonic() - start:.0f} s")
+
+
+def compiled(found: Callable | Exception) -> Callable:
+    """Returns what `benchmark.compiled` made of a function; raises why it could not."""
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def write(path: Path, names: list[str], rows: list[dict[str, Any]]) -> None:

@@ -134,7 +134,7 @@ def test_xla_keeps_a_plain_product_that_it_wins_by_more_than_a_pass_over_d(
 
 
 def test_rules_for_xla_hold_for_epilogues_and_say_so():
-    decision = choose(problem_of("bias", n=8), H200)
+    decision = choose(problem_of("bias", n=8, batches=2), H200)
     assert decision.spec is None
     assert "D is 4096x8" in decision.reason and "epilogue goes there" in decision.reason
 

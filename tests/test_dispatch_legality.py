@@ -12,7 +12,6 @@ from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.candidates import (
     filled_spec,
     model_specs,
-    surveyed_specs,
     tuner_specs,
 )
 from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, Config
@@ -109,7 +108,7 @@ def test_every_model_configuration_becomes_a_legal_kernel(types):
     configs = [config for config in DENSE_CONFIGS if not (integers and config.split_k)]
     specs = [filled_spec(config, types) for config in configs]
     assert None not in specs
-    assert list(surveyed_specs(types)) == specs, "none is dropped for its narrow rows"
+    assert set(specs) <= set(model_specs(types)), "none is dropped for its narrow rows"
     for spec in model_specs(types):
         assert violations(spec) == []
 

@@ -155,10 +155,10 @@ def test_a_measured_xla_still_names_the_best_kernel(tmp_path):
 
 
 def test_a_measured_kernel_overrules_the_rules_for_xla(tmp_path):
-    thin = GemmProblem.dense(8, 4096, 4096, a_major="m")
-    assert choose(thin, H200).spec is None
-    load_table(saved(tmp_path, entry(thin)))
-    assert choose(thin, H200).spec == entry(thin).spec
+    large = GemmProblem.dense(4096, 4096, 4096, b_major="k")
+    assert choose(large, H200).spec is None
+    load_table(saved(tmp_path, entry(large)))
+    assert choose(large, H200).spec == entry(large).spec
 
 
 def damaged(tmp_path, change) -> str:
@@ -243,6 +243,7 @@ def shape(spec: GemmSpec) -> tuple:
         spec.cluster_n,
         spec.warp_schedule,
         spec.split_k,
+        spec.d_major,
     )
 
 

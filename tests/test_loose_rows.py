@@ -44,9 +44,9 @@ def test_kernel_of_loose_rows_knows_pointer_strides_and_extents():
     problem = GemmProblem.dense(200, 333, 128, 3, b_major="k")
     best, _ = best_kernel(problem, H200)
     assert best and best.spec.loose_d and "loose" in best.spec.name
-    args = kernel_params(best.spec)
-    assert isinstance(args, KernelArgs)
-    (d,) = args.results
+    params = kernel_params(best.spec)
+    assert isinstance(params, KernelArgs)
+    (d,) = params.results
     assert isinstance(d, Strided)
     plan = make_plan(problem, best.spec, RasterOrder(), H200.num_sms)
     maps = [p.buffer for p in plan.params if isinstance(p, TensorMap)]

@@ -720,14 +720,15 @@ def test_the_report_knows_what_is_ours_already():
 
 @pytest.mark.usefixtures("launcher")
 def test_hopper_insists_and_names_the_product():
-    odd = bf16(64, 100), bf16(100, 64)
-    function = jhg.accelerate(jnp.matmul, implementation="hopper")
+    odd = bf16(64, 5, 7), bf16(5, 7, 64)
+    product = partial(jnp.tensordot, axes=2)
+    function = jhg.accelerate(product, implementation="hopper")
     with pytest.raises(NotImplementedError, match="implementation='hopper'"):
         lowered(function, *odd)
-    assert LAUNCH not in lowered(jhg.accelerate(jnp.matmul), *odd)
-    (found,) = jhg.explain(jnp.matmul, *odd).products
+    assert LAUNCH not in lowered(jhg.accelerate(product), *odd)
+    (found,) = jhg.explain(product, *odd).products
     assert (found.taken, found.path) == (True, "xla")
-    text = str(jhg.explain(jnp.matmul, *odd))
+    text = str(jhg.explain(product, *odd))
     assert text.startswith("1 product: 0 on kernels, 1 on XLA, 0 not replaced")
 
 

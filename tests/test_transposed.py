@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-import numpy as np
 import pytest
 from support import cases
 from support.graphs import STANDARD
@@ -13,19 +12,13 @@ from support.places import factor_places, result_places, strides_of
 from support.policies import transposed_specs
 
 from jax_hopper_gemm.dispatch import H200, choose, problem_violations
-from jax_hopper_gemm.dispatch.candidates import (
-    model_specs,
-    surveyed_specs,
-    tuner_specs,
-    types_of,
-)
+from jax_hopper_gemm.dispatch.candidates import model_specs, tuner_specs, types_of
 from jax_hopper_gemm.dispatch.choice import choose_invariant
-from jax_hopper_gemm.dispatch.configs import SMALL_N_CONFIGS, Config
+from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, HALVES_CONFIGS, Config
 from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.dispatch.model import best_kernel, expected_xla_ns, xla_is_faster
+from jax_hopper_gemm.dispatch.model import best_kernel
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, read_table, write_table
-from jax_hopper_gemm.dispatch.xla import features, fit_for
 from jax_hopper_gemm.gemm import grid
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
@@ -167,12 +160,12 @@ def test_a_few_hundred_rows_lie_on_the_columns_of_a_tile(name):
     assert best and along_n and best.spec == decision.spec and best.cost.ns < along_n.cost.ns
 
 
-def test_kernels_for_a_small_side_of_d_are_those_of_16_bits():
-    configs = set(SMALL_N_CONFIGS)
+def test_kernels_for_any_width_of_tiles_are_those_of_16_bits():
+    configs = set(HALVES_CONFIGS) - set(DENSE_CONFIGS)
     for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
         kind = ProblemType(dtype, dtype, "bfloat16", "k", "k")
-        more = {Config.of(s) for s in set(model_specs(kind)) - set(surveyed_specs(kind))}
-        assert {replace(x, epi_tile_n=None) for x in more} == (configs if "16" in dtype else set())
+        found = {replace(Config.of(spec), epi_tile_n=None) for spec in model_specs(kind)}
+        assert configs & found == (configs if "16" in dtype else set())
 
 
 def test_all_kernels_that_may_be_chosen_are_legal():
@@ -184,21 +177,14 @@ def test_all_kernels_that_may_be_chosen_are_legal():
             assert violations(spec) == [] == pairing_violations(WIDE, spec)
 
 
-def test_the_time_expected_of_xla_does_not_depend_on_them():
-    """It was fitted as a ratio to the time of the best kernel of fewer."""
+def test_either_order_is_considered_for_any_extents():
     random, transposed = Random(0), 0
     for _ in range(30):
-        m, n, k = random.randint(65, 700), 8 * random.randint(100, 1000), 64 * random.randint(8, 90)
-        problem = GemmProblem.dense(m, n, k)
-        along_n, _ = best_kernel(problem, H200, surveyed_specs(ProblemType.of(problem)))
-        best, _ = best_kernel(problem, H200)
-        fit, xla_ns = fit_for(problem, H200), expected_xla_ns(problem, H200)
-        assert best and along_n and fit and xla_ns
-        ratio = fit.ratio(features(problem, along_n.cost))
-        np.testing.assert_allclose(xla_ns, ratio * along_n.cost.ns)
-        assert (xla_is_faster(problem, best.cost, H200) is None) == (best.cost.ns <= xla_ns)
+        m, n, k = (8 * random.randint(100, 1000) for _ in range(3))
+        best, _ = best_kernel(GemmProblem.dense(m, n, k), H200)
+        assert best
         transposed += best.spec.d_major == "m"
-    assert transposed > 5
+    assert 3 < transposed < 27
 
 
 def test_rows_of_the_same_bits_have_those_of_kernels_along_n():

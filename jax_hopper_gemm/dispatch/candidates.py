@@ -23,12 +23,12 @@ from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
 from .configs import (
     CONFIGS,
     CONVERTED_CONFIGS,
+    HALVES_CONFIGS,
     PARTS_CONFIGS,
     PROMOTED_CONFIGS,
     PROMOTED_K_CONFIGS,
     RASTER_ORDERS,
     SIMT_CONFIGS,
-    SMALL_N_CONFIGS,
     TRANSPOSED_CONFIGS,
     WHOLE_ROW_CONFIGS,
     Config,
@@ -48,10 +48,6 @@ MIN_SWIZZLE = 64  # bytes; narrower rows of MN-major operands cost shared-memory
 # Dtypes of operands and results. Kernels of others are built when they are first needed.
 BUILT_AHEAD = tuple(product(HALVES, RESULTS))
 
-# Elements of D's smaller side, up to which tiles' columns in steps of 16, on either side of D, make
-# a difference: three of the widest tiles.
-SMALL_SIDE = 768
-
 LARGE_TILE = 128 * 192  # elements of D: those whose CTAs must not wait for one another
 
 AXES: tuple[VarlenAxis | None, ...] = (None, "m", "k")
@@ -70,16 +66,14 @@ def model_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
 
 def types_of(problem: GemmProblem) -> list[ProblemType]:
     """Returns the types of kernels that a problem is worth: its own, and that of its transpose."""
-    sides, small = [problem], min(problem.m, problem.n) <= SMALL_SIDE
-    if small and problem.has_like_sides and not problem_violations(problem.transposed):
+    sides = [problem]
+    if problem.has_like_sides and not problem_violations(problem.transposed):
         sides.append(problem.transposed)
     return [ProblemType.of(side) for side in sides]
 
 
 def considered_specs(problem: GemmProblem) -> list[GemmSpec]:
     """Returns the kernels that the cost model chooses among for a problem."""
-    if min(problem.m, problem.n) > SMALL_SIDE:
-        return list(surveyed_specs(ProblemType.of(problem)))
     return [spec for kind in types_of(problem) for spec in model_specs(kind)]
 
 
@@ -105,18 +99,8 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
         configs += PROMOTED_K_CONFIGS if problem_type.grouped == "k" else PROMOTED_CONFIGS
         # While a warpgroup promotes its sums another one must multiply.
         return tuple(c for c in configs if c.warp_schedule != "pingpong")
-    return configs + SMALL_N_CONFIGS if _has_small_sides(problem_type) else configs
-
-
-def _has_small_sides(problem_type: ProblemType) -> bool:
-    """Whether there are kernels for a small side of D: those of 16 bits have been measured."""
-    return problem_type.grouped is None and problem_type.a_dtype in HALVES
-
-
-def surveyed_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
-    """Returns the kernels, among those of the model, beside which XLA's time was fitted."""
-    more = set(_legal(SMALL_N_CONFIGS, problem_type)) if _has_small_sides(problem_type) else set()
-    return tuple(spec for spec in model_specs(problem_type) if spec not in more)
+    dense = problem_type.grouped is None and problem_type.a_dtype in HALVES
+    return configs + HALVES_CONFIGS if dense else configs
 
 
 def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[GemmSpec, ...]:

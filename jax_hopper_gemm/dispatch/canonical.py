@@ -177,7 +177,7 @@ def with_whole_lines(gemm: Gemm, lhs_shape: Sequence[int], rhs_shape: Sequence[i
         layout, dtype = (p.a, p.a_dtype) if name == "a" else (p.b, p.b_dtype)
         line = {"m": p.m, "n": p.n, "k": p.k}[layout.major]
         nbytes = DTYPES[dtype].nbytes(line)
-        if nbytes % TMA_ALIGNMENT == 0 or DTYPES[dtype].packed > 1 or shape[-1:] != (line,):
+        if nbytes % TMA_ALIGNMENT == 0 or shape[-1:] != (line,):
             continue
         whole = line + -nbytes % TMA_ALIGNMENT // DTYPES[dtype].itemsize
         layouts[name] = MatrixLayout(

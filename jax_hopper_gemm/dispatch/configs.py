@@ -90,29 +90,45 @@ DENSE_CONFIGS = (
     Config(64, 64, split_k=True),
 )
 
-# One side of D has up to some hundred elements. It lies on the tile's columns, which come in steps
-# of 16, so that few of them are past its end.
-_SMALL_SIDE = (
+# Either side of D lies on the tile's columns, which come in steps of 16: of a small side few are
+# past its end, and waves of a large one fill better. Beside `DENSE_CONFIGS`, and where D's
+# transpose is computed.
+_EITHER_ORDER = (
+    Config(64, 16),
+    Config(64, 16, split_k=True),
+    Config(64, 32, cluster_n=2),
+    Config(64, 32, cluster_n=2, split_k=True),
+    Config(64, 48, cluster_n=2, split_k=True),
+    Config(64, 80, cluster_n=2),
+    Config(64, 96, cluster_m=2, split_k=True),
     Config(64, 192, cluster_m=2),
     Config(128, 48, cluster_n=2, split_k=True),
+    Config(128, 80, cluster_n=2),
     Config(128, 80, cluster_n=2, split_k=True),
+    Config(128, 96, cluster_n=2),
     Config(128, 96, cluster_m=2, split_k=True),
     Config(128, 144, cluster_n=2),
     Config(128, 144, cluster_n=2, split_k=True),
     Config(128, 160, cluster_m=2),
+    Config(128, 160, cluster_m=2, split_k=True),
+    Config(128, 176, cluster_n=2),
+    Config(128, 192, cluster_m=2, split_k=True),
+    Config(128, 224, cluster_m=2),
+    Config(256, 80, cluster_n=2, split_k=True),
     Config(256, 96, cluster_n=2, split_k=True),
     Config(256, 112, cluster_n=2),
+    Config(256, 144),
     Config(256, 160, cluster_m=2),
+    Config(256, 160, cluster_n=2, split_k=True),
     Config(256, 192, cluster_m=2),
 )
-# Beside `DENSE_CONFIGS`, where N is that side; and streams of B.
-SMALL_N_CONFIGS = (
+HALVES_CONFIGS = (  # for operands of 16 bits, of which these have been measured
     Config(64, 16, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b"),
+    Config(64, 16, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b", split_k=True),
     Config(64, 32, 2 * SWIZZLE_BYTES, short_boxes=True, evict_first="b", split_k=True),
-    *_SMALL_SIDE,
+    *_EITHER_ORDER,
 )
-# Where M is: D's transpose is computed.
-TRANSPOSED_CONFIGS = _SMALL_SIDE
+TRANSPOSED_CONFIGS = (*_EITHER_ORDER, Config(128, 192, cluster_m=2))
 
 
 # Rows of A are cut into groups. Pairs of CTAs share columns of B, most of what they load.

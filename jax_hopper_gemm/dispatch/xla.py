@@ -22,6 +22,10 @@ from .device import Device
 
 FITS = Path(__file__).parent / "tables"
 LINE = 64  # elements of 16 bits
+UNLIKELY = 0.15
+NUM_SMS = 132  # of the GPUs that were surveyed
+XLA_TILES = (128, 256), (256, 128), (128, 128), (64, 256), (192, 192)  # common ones of its kernels
+SHORTEST, LONGEST = 0.9, 1.28  # of its times over ours
 
 # An inner node: the feature's number, its threshold, the trees up to it and above it. A leaf: what
 # it adds to the prediction.
@@ -29,17 +33,27 @@ Tree = list | float
 
 
 @dataclass(frozen=True)
-class Fit:
+class Trees:
     """Trees whose sum is the logarithm of XLA's time over ours."""
 
     base: float
     trees: tuple[Tree, ...]
-    products: int  # that it was fitted to
-    error: float  # median, relative, of products that the fit had not seen
 
     def ratio(self, inputs: tuple[float, ...]) -> float:
-        """Returns XLA's expected time over ours; `inputs` are `features`."""
+        """Returns the ratio of the times; `inputs` are `features`."""
         return math.exp(self.base + sum(_leaf(tree, inputs) for tree in self.trees))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was fitted to one kind of GPU."""
+
+    # The mean, of ratios between `SHORTEST` and `LONGEST`: further off, how far says nothing of
+    # other products.
+    expected: Trees
+    least: Trees  # than which the ratio is lower in a share `UNLIKELY` of cases
+    products: int  # that it was fitted to
+    error: float  # median, relative, of what was expected of products that the fit had not seen
 
 
 def _leaf(tree: Tree, inputs: tuple[float, ...]) -> float:
@@ -52,17 +66,28 @@ def _leaf(tree: Tree, inputs: tuple[float, ...]) -> float:
 def features(problem: GemmProblem, best: Estimate) -> tuple[float, ...]:
     """Returns what the trees ask of a product and its best kernel's estimate."""
     p, least = problem, roofline_ns(problem)
-    extents = (p.m, p.n, p.k, p.m * p.n, p.flops / p.bytes, least, best.ns / least)
+    sizes = (p.m, p.n, p.k, min(p.m, p.n), max(p.m, p.n), p.m * p.n, p.flops / p.bytes, best.tiles)
+    times = (least, best.ns, best.ns / least)
+    filled = [_filled(p, *tile) for tile in XLA_TILES]
     return (
-        *map(math.log, extents),
+        *map(math.log, (*sizes, *times)),
         best.occupancy,
+        float(best.waves),
         float(best.splits_k),
         float(p.a.major == "k"),
         float(p.b.major == "k"),
         _alignment(p.a),
         _alignment(p.b),
         math.ceil(p.m / 64) * 64 / p.m,
+        *filled,
+        max(filled),
     )
+
+
+def _filled(problem: GemmProblem, tile_m: int, tile_n: int) -> float:
+    """Returns the share of D in what waves of tiles of this size would compute on all SMs."""
+    tiles = math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n)
+    return problem.m * problem.n / (math.ceil(tiles / NUM_SMS) * NUM_SMS * tile_m * tile_n)
 
 
 def _alignment(layout: MatrixLayout) -> float:
@@ -89,4 +114,8 @@ def read_fit(key: str) -> Fit | None:
     if not path.exists():
         return None
     document = json.loads(path.read_text(encoding="utf-8"))
-    return Fit(document["base"], tuple(document["trees"]), document["products"], document["error"])
+    expected, least = (
+        Trees(document[name]["base"], tuple(document[name]["trees"]))
+        for name in ("expected", "least")
+    )
+    return Fit(expected, least, document["products"], document["error"])

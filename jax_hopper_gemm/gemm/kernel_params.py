@@ -104,7 +104,7 @@ class KernelArgs(NamedTuple):
     # Tensor maps of A, of B, of a gated product's up; of the scales of these along K. Of a gathered
     # operand a pointer.
     tma_ab: Any
-    # A tensor map for each matrix, `Strided` where threads store it; a pointer for others
+    # A tensor map for each matrix, or `Strided` where threads store it; of other results a pointer.
     results: Any
     operands: Any  # a tensor map each; of a scalar a pointer and the elements to the next matrix's
     group_sizes: Any  # pointer to the int32 sizes of groups

@@ -231,6 +231,7 @@ def _loose_violations(t: ProblemType) -> Iterator[str]:
         "groups": t.grouped, "a nested batch": t.nested, "D stored along M": t.d_major == "m",
         "FMA units": t.simt_width, "gate and up side by side": any(r.planes > 1 for r in results),
         "results of 4 or 8 bits": any(DTYPES[r.dtype].itemsize == 1 for r in results),
+        f"operands of {t.a_dtype} and {t.b_dtype}": {t.a_dtype, t.b_dtype} - set(HALVES),
     }  # fmt: skip
     for name, there in others.items():
         if there and t.loose_d:

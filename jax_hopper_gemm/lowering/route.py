@@ -26,7 +26,7 @@ from ..fusion import Fusion, GroupedRows, NotFusable, fuse
 from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.bf16_parts import PRESETS
-from ..gemm.dtypes import DTYPES, OPERANDS, converts, multiply, short_name
+from ..gemm.dtypes import DTYPES, HALVES, OPERANDS, converts, multiply, short_name
 from ..gemm.grid import ceil_div
 from ..gemm.groups import GROUP, GroupedAxis, gate_up_letter, is_varlen_k
 from ..gemm.legality import MAX_TILE_N
@@ -235,8 +235,10 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
         gemm = replace(gemm, problem=replace(gemm.problem, promoted=True))
     if request.indexed:
         return _in_stack(gemm, request)
-    special = request.groups or request.blocks or gemm.problem.simt or gemm.problem.up_offset
-    return gemm if special else with_whole_lines(gemm, request.lhs_shape, request.rhs_shape)
+    measured = {request.lhs_dtype, request.rhs_dtype} <= set(HALVES)
+    if request.groups or gemm.problem.up_offset or not measured:
+        return gemm
+    return with_whole_lines(gemm, request.lhs_shape, request.rhs_shape)
 
 
 def _with_scales(gemm: Gemm, request: Request) -> GemmProblem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -283,7 +283,7 @@ def laid_out(spec: GemmSpec, m: int, n: int, k: int, batches: int, place) -> Gem
         spec.d_dtype,
         a=place(*a, batches, "a"),
         b=placed_b,
-        d=spaced(*d, batches, "d", gap=2, aligned=1) if spec.loose_d else place(*d, batches, "d"),
+        d=(partial(spaced, gap=2, aligned=1) if spec.loose_d else place)(*d, batches, "d"),
         epilogue=spec.epilogue,
         operands=tuple(
             _operand_layout(i, operand.kind, d, (m, n), batches)
