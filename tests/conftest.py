@@ -19,7 +19,7 @@ from jax_hopper_gemm import cubin, sharding
 from jax_hopper_gemm.dispatch import choice
 from jax_hopper_gemm.dispatch import table as tables
 from jax_hopper_gemm.dispatch.table import Table
-from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.launch import ffi_library
 
 GPU_TESTS = Path(__file__).with_name("gpu")
@@ -117,7 +117,7 @@ def chosen_values(item: pytest.Item) -> list[tuple[str, type, str]]:
 
 
 @pytest.fixture(scope="session")
-def built(request: pytest.FixtureRequest) -> dict[GemmSpec, str]:
+def built(request: pytest.FixtureRequest) -> dict[KernelSpec, str]:
     """Compiles `SPECS` of each module that asks for it, all at once; returns the failures."""
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
     modules = dict.fromkeys(test.module for test in tests if "built" in test.fixturenames)

@@ -11,10 +11,10 @@ again, alone. `.ci/run` runs each for a moment, in `test_fuzz.py` and where its 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -240,47 +240,24 @@ def programs(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
 
 def shapes(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
     """Twenty more shapes, lowered and run on the stand-in: memory grows as JAX's own does."""
-    import gc
-
-    import jax
-    import jax.numpy as jnp
-    from support.random_calls import Call
-    from test_ffi_launcher import run_launches
-
-    import jax_hopper_gemm as jhg
-
-    launcher, driver = fakes_in(folder)
-    growth = np.zeros((2, 2))  # ours and JAX's, in objects of Python and bytes
-    slack = 4096 * np.array([80, 16384])  # what bounded memories hold
-
-    def memory() -> np.ndarray:
-        jax.clear_caches()
-        gc.collect()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return np.array([len(gc.get_objects()), pages * resource.getpagesize()])
-
-    def ours(*arrays: Any) -> None:
-        def function(a: Any, b: Any) -> Any:
-            return jhg.matmul(a, b, activation="gelu", implementation="hopper")
-
-        assert run_launches(launcher, driver, Call(arguments=[*arrays], function=function), f"{m}")
-        driver.reset()
-
-    def theirs(*arrays: Any) -> None:
-        function = jax.jit(lambda a, b: jax.nn.gelu(a @ b))
-        function.trace(*arrays).lower(lowering_platforms=("cuda",))
-        function.lower(*arrays).compile()
+    patch.syspath_prepend(ROOT / "tests" / "gpu")
+    many_shapes: Any = importlib.import_module("many_shapes")
+    harness.build_fakes(folder)
+    patch.setenv("JAX_HOPPER_GEMM_LIBCUDA", str(folder / "fake_cuda.so"))
+    functions = many_shapes.ours, many_shapes.theirs
+    runs = [many_shapes.on_the_host(function, folder) for function in functions]
+    growth = np.zeros((2, 3))
+    for run in runs:
+        run(0)  # what the first one imports and loads
 
     def trial(seed: int) -> None:
-        nonlocal m
-        for which, lower in enumerate((ours, theirs)):
-            before = memory()
-            for m in range(20 * seed + 1, 20 * seed + 21):
-                lower(*(jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((8 * m, 64), (64, 128))))
-            growth[which] += memory() - before
-        assert (growth[0] < growth[1] + slack).all(), growth
+        for which, run in enumerate(runs):
+            before = many_shapes.left(free=lambda: 0)
+            for i in range(20 * seed, 20 * seed + 20):
+                run(i)
+            growth[which] += many_shapes.left(free=lambda: 0) - before
+        assert (growth[0] < growth[1] + many_shapes.SLACK).all(), growth
 
-    m = 0
     return trial
 
 

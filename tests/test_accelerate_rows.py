@@ -225,3 +225,39 @@ def test_accelerated_attention_has_the_plain_one_s_gradients(heads: int) -> None
     for x, y, z in zip(ours, plain, exact, strict=True):
         x, y, z = (np.asarray(array, np.float64) for array in (x, y, z))
         assert np.linalg.norm(x - z) <= 2 * np.linalg.norm(y - z)
+
+
+LOOKUPS = {"default": {}, "clipped": {"mode": "clip"}, "fill": {"mode": "fill", "fill_value": 0}}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_the_gradient_of_a_small_table_is_a_product(name: str) -> None:
+    """Summed in float32, where XLA adds 16-bit floats one after the other."""
+    numbers = np.random.default_rng(0)
+    indices = jnp.asarray(numbers.integers(-6, 6, (64, 64)))  # some are of no row of the table
+    factors = jnp.asarray(numbers.integers(-2, 3, (64, 64, 8)), F32)
+
+    def loss(table: Any) -> Any:
+        found = table.at[indices].get(**LOOKUPS[name])
+        return jnp.sum(jnp.nan_to_num(found.astype(F32)) * factors)
+
+    gradient, table = jax.grad(loss), jnp.ones((4, 8), BF16)
+    found = equations(gradient, table)
+    assert all("scatter" not in e.primitive.name for e in found)
+    assert sum(e.primitive.name.startswith("hopper") for e in found) == 1
+    exact = gradient(table.astype(F32)).astype(BF16)
+    np.testing.assert_array_equal(jax.jit(jhg.accelerate(gradient))(table), exact)
+    assert np.any(exact)
+    unfused = jax.make_jaxpr(jhg.accelerate(gradient, fuse=False))(table)
+    assert "scatter-add" in str(unfused)
+
+
+@pytest.mark.parametrize(
+    "rows, dtype, indices",
+    [(4, "float32", 4096), (64, "bfloat16", 4096), (2048, "bfloat16", 2048 * 256)],
+    ids=["float32", "few each", "many rows"],
+)
+def test_the_gradient_of_another_table_stays_a_scatter(rows: int, dtype: str, indices: int) -> None:
+    gradient = jax.grad(lambda table, i: table[i].astype(F32).sum())
+    found = equations(gradient, S((rows, 8), dtype), S((indices,), "int32"))
+    assert any(e.primitive.name == "scatter-add" for e in found)

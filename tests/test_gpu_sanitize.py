@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 import pytest
 from chip import families
@@ -56,5 +57,5 @@ def test_every_policy_and_arithmetic_is_run_with_all_its_inputs(sanitize, monkey
     monkeypatch.setattr(trial, "prepare", lambda gpu, problem, spec, order, buffers, sms: buffers)
     for spec in few[::3]:
         problem, order, inputs, num_sms = next(sanitize.random_runs(spec))
-        run = trial.uploaded(Memory(), problem, spec, order, inputs, num_sms)
+        run: Any = trial.uploaded(cast(Any, Memory()), problem, spec, order, inputs, num_sms)
         assert len(run.launch) == len(run.inputs) + len(run.outputs)

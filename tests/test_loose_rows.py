@@ -14,7 +14,7 @@ import jax_hopper_gemm as jhg
 from jax_hopper_gemm.dispatch import H200, problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.model import best_kernel
-from jax_hopper_gemm.gemm.kernel_params import Strided, kernel_params
+from jax_hopper_gemm.gemm.kernel_params import KernelArgs, Strided, kernel_params
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.spec import RasterOrder
@@ -44,7 +44,9 @@ def test_kernel_of_loose_rows_knows_pointer_strides_and_extents():
     problem = GemmProblem.dense(200, 333, 128, 3, b_major="k")
     best, _ = best_kernel(problem, H200)
     assert best and best.spec.loose_d and "loose" in best.spec.name
-    (d,) = kernel_params(best.spec).results
+    args = kernel_params(best.spec)
+    assert isinstance(args, KernelArgs)
+    (d,) = args.results
     assert isinstance(d, Strided)
     plan = make_plan(problem, best.spec, RasterOrder(), H200.num_sms)
     maps = [p.buffer for p in plan.params if isinstance(p, TensorMap)]

@@ -39,12 +39,14 @@ FUSED = {"llama": 31, "gemma": 18, "gpt2": 20, "t5": 41, "vit": 21, "mixtral": 1
 # The others are in attention, where heads share keys or rows are no multiples of 16 bytes, and
 # where XLA's product is measured, or expected by the fit of its time, to be faster.
 SHARES = {
-    ("llama", "small"): 0.83, ("llama", "large"): 0.80, ("gemma", "small"): 0.75,
-    ("gemma", "large"): 0.99, ("gpt2", "small"): 0.75, ("gpt2", "large"): 0.85,
-    ("t5", "small"): 0.75, ("t5", "large"): 0.91, ("vit", "small"): 0.74,
+    ("llama", "small"): 0.90, ("llama", "large"): 0.84, ("gemma", "small"): 0.76,
+    ("gemma", "large"): 0.99, ("gpt2", "small"): 0.75, ("gpt2", "large"): 0.87,
+    ("t5", "small"): 0.78, ("t5", "large"): 0.92, ("vit", "small"): 0.74,
     ("vit", "large"): 0.75, ("mixtral", "small"): 0.86, ("mixtral", "large"): 0.95,
     ("qwen3", "small"): 0.64, ("qwen3", "large"): 0.73,
 }  # fmt: skip
+# What may be left of a dense model's FLOPs that XLA is not expected to run as fast.
+LARGEST_REST = 0.05
 IN_ATTENTION = re.compile(
     r"\((attention|rotary_attend|written_out|dot_product_attention|Attention\.__call__)\)$"
 )
@@ -138,11 +140,13 @@ def test_a_training_step_in_nnx_is_as_good_as_the_plain_one(family: str, always_
     assert_as_good(changes(nn.accelerate(nnx_programs.step), model), plain, exact)
 
 
-def assert_on_kernels(report: ProductReport, share: float) -> None:
+def assert_on_kernels(report: ProductReport, share: float, dense: bool) -> None:
     assert report.kernel_share >= share, report
     others = [x for x in report.products if x.path != "hopper"]
-    left = [x for x in others if not IN_ATTENTION.search(x.line)]
-    left = [x for x in left if not BY_THE_COST_MODEL.search(x.reason)]
+    left = [x for x in others if not BY_THE_COST_MODEL.search(x.reason)]
+    if dense:
+        assert sum(x.flops for x in left) <= LARGEST_REST * report.flops, report
+    left = [x for x in left if not IN_ATTENTION.search(x.line)]
     assert sum(x.flops for x in left) <= 1e-4 * report.flops, ProductReport(tuple(left))
 
 
@@ -150,7 +154,8 @@ def assert_on_kernels(report: ProductReport, share: float) -> None:
 def test_kernels_run_all_but_attention_and_what_is_no_slower_by_xla(family: str, size: str):
     model = Model(family, FAMILIES[family].sizes[size])
     state, batch = jax.eval_shape(model.state), jax.eval_shape(model.batch)
-    assert_on_kernels(jhg.explain(model.step, state, batch), SHARES[family, size])
+    report, dense = jhg.explain(model.step, state, batch), FAMILIES[family].kind == "dense"
+    assert_on_kernels(report, SHARES[family, size], dense)
 
 
 @pytest.mark.slow
@@ -165,7 +170,7 @@ def test_kernels_run_as_much_of_nnx(family: str):
     module = nnx.eval_shape(partial(nnx_programs.module, model))
     optimizer = nnx.eval_shape(partial(nnx_programs.optimizer, model), module)
     report = nn.explain(nnx_programs.step, module, optimizer, jax.eval_shape(model.batch))
-    assert_on_kernels(report, SHARES[family, "large"])
+    assert_on_kernels(report, SHARES[family, "large"], dense=True)
 
 
 @pytest.mark.slow

@@ -44,7 +44,8 @@ class CurrentScaling:
     Attributes:
       gradients: dtype of cotangents: float8_e5m2 has the range, float8_e4m3fn the digits.
       grouped_weights: whether gradients of grouped weights, too, are products of 8 bits. Else they
-        are of the arrays as they are: on an H200 XLA's quantization takes more than kernels save.
+        are of the arrays as they are: on an H200 XLA's quantization takes more than kernels save;
+        that of blocks by a kernel has not been timed there.
     """
 
     gradients: Float8 = "float8_e5m2"

@@ -42,9 +42,10 @@ def accelerate(
 
     Each product takes along the elementwise operations around it where the cost model expects its
     kernel to be faster than XLA with them: bias, activation, residual, mask, cast, sums of columns
-    (a bias's gradient), the derivative of an activation, the update of a weight by its gradient.
-    Two products of one array that meet become one gated kernel; several readers of a product become
-    several results of its kernel. What a kernel computes is not rounded in between: it sees the
+    (a bias's gradient) and of rows, statistics of a softmax, the derivative of an activation, the
+    update of a weight by its gradient. Two products of one array that meet become one gated kernel;
+    several readers of a product become several results of its kernel. What a kernel computes is not
+    rounded in between, unless rows are reduced to statistics that meet it again: it sees the
     float32 product, and rounds results to the dtypes of the program. So results are those of the
     program or more exact. XLA computes the rest.
 

@@ -92,10 +92,14 @@ def _is_elementwise_alone(closed: Any) -> bool:
 
 
 def is_inlined(closed: Any) -> bool:
-    """Whether a jaxpr has equations alone that a kernel, or XLA, computes with those around it."""
+    """Whether a jaxpr has equations alone that a kernel, or XLA, computes with those around it.
+
+    NOTE: such calls may not hide from lowering what an operand is made of, a slice or a transpose:
+    `explain` inlines them in functions that are lowered as they are.
+    """
     return _is_open(closed) and all(
-        equation.primitive.name in FUSED_BY_XLA
-        or equation.primitive.name == "iota"
+        equation.primitive.name in (*LAYOUTS, "gather", "iota")
+        or (equation.primitive.name == "transpose" and moves_units_alone(equation))
         or _is_elementwise(equation)
         for equation in closed.jaxpr.eqns
     )

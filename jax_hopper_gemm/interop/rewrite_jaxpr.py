@@ -36,7 +36,7 @@ from ..ops.substitute import as_hopper_dot, hopper_equations
 from ..primitives.define import request_of
 from .by_algorithm import with_rounded_operands
 from .fuse_jaxpr import fused
-from .picks import with_choices
+from .scatters import with_choices, with_products
 from .weights import Marks, Weights
 
 RAGGED = "ragged_dot_general"
@@ -222,6 +222,8 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
         return reason_left(equation, transposes, rewriting.implementation) is None
 
     original, inner = inner, with_rounded_operands(inner)
+    if rewriting.fuse:
+        inner = inner.replace(eqns=with_products(inner.eqns))
     weights = Weights(inner, rewriting.weights)
 
     def recipe_of(equation: Any) -> ByRecipe | None:

@@ -177,10 +177,8 @@ def random_inputs(problem: GemmProblem) -> list[tuple[jax.Array, jax.Array]]:
 
 def input_shapes(problem: GemmProblem) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
     """Returns the shapes of `random_inputs`."""
-    a, b = (
-        jax.ShapeDtypeStruct(shapes.operand_shape(problem, x), jnp.dtype(dtype))
-        for x, dtype in (("a", problem.a_dtype), ("b", problem.b_dtype))
-    )
+    a = jax.ShapeDtypeStruct(shapes.operand_shape(problem, "a"), jnp.dtype(problem.a_dtype))
+    b = jax.ShapeDtypeStruct(shapes.operand_shape(problem, "b"), jnp.dtype(problem.b_dtype))
     nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in (a, b))
     return [(a, b)] * timing.sets_to_rotate(nbytes)
 

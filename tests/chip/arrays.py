@@ -260,6 +260,7 @@ class _Placing:
         pending = list(zip(addresses, (of for of, _ in trial.buffers), strict=True))
         factors = 2 + (p.gated and p.up_offset is None)
         which = itertools.count()
+        factor: tuple[Any, ...] = ()
         for address, places in pending[:factors]:
             for place in places:
                 factor = self._factor(place, address, next(which))

@@ -40,6 +40,7 @@ from jax_hopper_gemm.testing.lowered import specs_of
 COUNT = int(os.environ.get("JAX_HOPPER_GEMM_SHAPES", 100))
 # Memories of bounded size, XLA's pool, what an allocator keeps.
 SLACK = np.array([300_000, 64 << 20, 64 << 20])
+KEPT = 100  # programs between two times that JAX's caches are cleared
 PARAM_BYTES = {"tensor_map": 128, "int32": 4, "pointer": 8}
 
 Program = Callable[[int], object]  # compiles and runs the i-th product
@@ -123,6 +124,8 @@ def growth(run: Program, count: int, free: Callable[[], int]) -> Iterator[np.nda
     before = left(free)
     for i in range(count):
         run(i)
+        if (i + 1) % KEPT == 0:  # what is kept at once decides what the allocator holds later
+            jax.clear_caches()
         if (i + 1) % max(1, count // 10) == 0:
             yield left(free) - before
 
@@ -154,6 +157,7 @@ def main() -> int:
         for function, count in ((theirs, plain), (ours, arguments.count)):
             start = time.monotonic()
             run = on_the_host(function, folder) if arguments.host else compiled(function)
+            grown = np.zeros(3)
             for tenth, grown in enumerate(growth(run, count, free), 1):
                 objects, host, device = map(int, grown)
                 print(
