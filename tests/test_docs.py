@@ -169,7 +169,7 @@ def test_examples_of_the_choice_of_kernels_run(capsys):
     run_examples(ROOT / "docs" / "kernel_choice.md")
     said = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in said] == ["table", "model", "unsupported"]
-    assert "kernels take two operands of one dtype" in said[2]
+    assert "A and B are int16: cast them" in said[2]
 
 
 def test_every_document_with_examples_is_run_here():

@@ -130,3 +130,10 @@ def test_calls_that_are_not_one_product_are_refused():
     assert len(report.products) == 2
     with pytest.raises(TypeError, match="matmul is one product, and has no argument fuse"):
         EXPLAIN(jhg.matmul, A, B, fuse=False)
+
+
+@pytest.mark.parametrize("dtype", ["int16", "complex64"])
+def test_dtypes_that_kernels_do_not_know_are_unsupported(dtype: str):
+    a, b = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((64, 50), (50, 64)))
+    found = jhg.explain(jhg.matmul, a, b)
+    assert (found.path, found.source) == ("xla", "unsupported") and dtype in found.reason

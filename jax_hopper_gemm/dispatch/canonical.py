@@ -175,11 +175,12 @@ def with_whole_lines(gemm: Gemm, lhs_shape: Sequence[int], rhs_shape: Sequence[i
     for number, shape in enumerate((lhs_shape, rhs_shape)):
         name = "a" if (number == 0) != gemm.swap_ab else "b"
         layout, dtype = (p.a, p.a_dtype) if name == "a" else (p.b, p.b_dtype)
-        line = {"m": p.m, "n": p.n, "k": p.k}[layout.major]
-        nbytes = DTYPES[dtype].nbytes(line)
-        if nbytes % TMA_ALIGNMENT == 0 or shape[-1:] != (line,):
+        line, row = {"m": p.m, "n": p.n, "k": p.k}[layout.major], DTYPES.get(dtype)
+        if row is None or row.packed > 1 or shape[-1:] != (line,):
             continue
-        whole = line + -nbytes % TMA_ALIGNMENT // DTYPES[dtype].itemsize
+        whole = line + -row.nbytes(line) % TMA_ALIGNMENT // row.itemsize
+        if whole == line:
+            continue
         layouts[name] = MatrixLayout(
             layout.major, layout.leading_stride // line * whole,
             layout.batch_stride // line * whole,

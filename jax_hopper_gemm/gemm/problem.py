@@ -171,7 +171,8 @@ class GemmProblem:
         apart = [stride for extent, stride in self.batch_axes(self.d) if extent > 1]
         apart += [length, *([self.d.leading_stride] if lines > 1 else [])]
         dtypes = {result.dtype for result in self.graph.matrices}
-        return any(x * DTYPES[dtype].itemsize % TMA_ALIGNMENT for x in apart for dtype in dtypes)
+        sizes = [DTYPES[dtype].itemsize for dtype in dtypes if dtype in DTYPES]
+        return any(x * size % TMA_ALIGNMENT for x in apart for size in sizes)
 
     @property
     def simt_width(self) -> int:
