@@ -39,6 +39,13 @@ SPECS = [
     spec_of(E4M3, E4M3, "bfloat16", tile_n=96, promoted=True, grouped="m"),
     spec_of(E4M3, E4M3, "bfloat16", tile_n=192, promoted=True, a_block=1, b_block=128),
     spec_of(E4M3, E5M2, "float32", tile_n=128, promoted=True, a_block=1, b_block=1),
+    spec_of(E4M3, E4M3, "bfloat16", promoted=True, a_block=1, b_block=1, num_stages=4),
+    spec_of(INT8, INT8, "bfloat16", tile_n=192, promoted=True, a_block=1, b_block=1),
+    spec_of(E4M3, E4M3, "bfloat16", tile_n=192, promoted=True, a_block=1, b_block=1, grouped="k"),
+    spec_of(
+        E4M3, E4M3, "bfloat16", tile_n=192, promoted=True, a_block=1, b_block=1,
+        tile_scheduler="dynamic",
+    ),
     spec_of(INT8, INT8, "bfloat16", tile_n=160, promoted=True, a_block=128, b_block=128),
     spec_of(
         E4M3, E4M3, "bfloat16", tile_n=128, promoted=True, a_block=1, b_block=128, grouped="m",
@@ -67,7 +74,8 @@ def test_kernel_compiles_to_the_instructions_of_its_dtypes(spec, built):
     integer = DTYPES[spec.a_dtype].mma == "i8"
     kind = "IGMMA" if integer else "QGMMA"
     dtypes = f"{NAMES[spec.a_dtype]}.{NAMES[spec.b_dtype]}"
-    shape = f"64x{spec.tile_n}x32" + ("" if integer else ".F32")
+    columns = spec.sum_columns if spec.promoted else spec.tile_n
+    shape = f"64x{columns}x32" + ("" if integer else ".F32")
     found = set(re.findall(r"\b([A-Z]GMMA\.[\w.]+)", text))
     assert found == {f"{kind}.{shape}.{dtypes}" + (".SAT" if integer else "")}
     k_steps = spec.tile_k // 32 * (spec.rows_per_warpgroup // 64)
@@ -76,6 +84,8 @@ def test_kernel_compiles_to_the_instructions_of_its_dtypes(spec, built):
     sums = spec.rows_per_warpgroup * spec.tile_n // 128
     added = len(re.findall(r"\bFFMA\b" if spec.a_block else r"\bFADD\b", text))
     assert (added >= sums) == spec.promoted
+    staged = len(re.findall(r"\bUBLKCP\b", text))  # of rows' and of columns' scales
+    assert staged == (2 if spec.stages_scales else 0)
     casts = {E4M3: "F2FP.SATFINITE.E4M3", E5M2: "F2FP.SATFINITE.E5M2", INT8: "F2I"}
     if spec.d_dtype in casts:
         assert casts[spec.d_dtype] in text
