@@ -164,7 +164,7 @@ class JaxprValues:
         if value.shape != value.atom.aval.shape:
             return Step("reshape", _value(value.program, value.atom))
         program, equation = value.program.made(value.atom)
-        if equation is None:
+        if equation is None or not equation.invars:
             return None
         primitive, params = equation.primitive, equation.params
         source = _value(program, equation.invars[0])
