@@ -275,8 +275,11 @@ def test_gradients_inside_and_outside_are_those_of_jax(name: str):
     inside = jhg.accelerate(theirs)
     number = sum(products(theirs, X, W))
     plain = jhg.accelerate(theirs, fuse=False)
-    assert products(outside, X, W) == products(plain, X, W) == (number, 0)
-    assert products(inside, X, W)[1] == 0  # without those that nothing reads
+    assert products(outside, X, W) == products(plain, X, W)
+    assert sum(products(plain, X, W)) == number
+    assert "0 not replaced" in str(jhg.explain(theirs, X, W))
+    # Without those that nothing reads; dispatch leaves some small ones to XLA.
+    assert products(inside, X, W)[1] <= products(plain, X, W)[1] <= 1
     expected = jax.jit(theirs)(X, W)
     assert np.any(expected)
     same(jax.jit(outside)(X, W), expected)
@@ -534,7 +537,8 @@ def test_products_of_nnx_modules_become_ours():
         return jnp.sum(model(x).astype("float32") ** 2)
 
     ours = jhg.accelerate(loss)
-    assert products(ours, model, x) == (sum(products(loss, model, x)), 0)
+    on_kernels, on_xla = products(ours, model, x)
+    assert on_kernels + on_xla == sum(products(loss, model, x)) and on_kernels > on_xla
     same(nnx.jit(ours)(model, x), nnx.jit(loss)(model, x))
     found, expected = (nnx.jit(nnx.grad(function))(model, x) for function in (ours, loss))
     for gradients in (found, expected):  # adds one number to a query's logits: it is nothing but

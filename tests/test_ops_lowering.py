@@ -296,7 +296,7 @@ def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.delenv("JAX_HOPPER_GEMM_LIBRARY", raising=False)
     monkeypatch.setattr(ffi_library, "library", library)
     assert LAUNCH not in lowered(jhg.matmul, shape(M, K), shape(K, N))
-    found = jhg.explain(jhg.matmul, shape(M, K), shape(K, N))
+    found = jhg.explain(jhg.matmul, shape(M, K), shape(K, N), implementation="hopper")
     assert (found.path, found.reason) == ("xla", "the library is missing")
     with pytest.raises(NotImplementedError, match="the library is missing"):
         lowered(hopper("mk,kn->mn"), shape(M, K), shape(K, N))
