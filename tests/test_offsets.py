@@ -269,3 +269,8 @@ def test_groups_that_int32_cannot_count_are_refused():
     assert "runs repeat every 2147483648, over 2147483647" in problem_violations(apart)[0]
     many = replace(rows, l=MAX_LENGTH + 1)
     assert f"B has {MAX_LENGTH + 1} matrices, over {MAX_LENGTH}" in problem_violations(many)[0]
+
+
+def test_a_result_of_an_unknown_dtype_is_a_reason_and_no_exception():
+    (first, *_) = problem_violations(GemmProblem.dense(64, 64, 64, d_dtype="float64"))
+    assert first.startswith("D is float64: ask for ")

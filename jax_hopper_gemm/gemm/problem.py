@@ -170,9 +170,8 @@ class GemmProblem:
         lines, length = (self.m, self.n) if self.d.major == "n" else (self.n, self.m)
         apart = [stride for extent, stride in self.batch_axes(self.d) if extent > 1]
         apart += [length, *([self.d.leading_stride] if lines > 1 else [])]
-        dtypes = {result.dtype for result in self.graph.matrices}
-        sizes = [DTYPES[dtype].itemsize for dtype in dtypes if dtype in DTYPES]
-        return any(x * size % TMA_ALIGNMENT for x in apart for size in sizes)
+        dtypes = {r.dtype for r in self.graph.matrices} & DTYPES.keys()  # others are refused
+        return any(x * DTYPES[dtype].itemsize % TMA_ALIGNMENT for x in apart for dtype in dtypes)
 
     @property
     def simt_width(self) -> int:
