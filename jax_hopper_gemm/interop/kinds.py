@@ -46,6 +46,8 @@ def kind_of(equation: Any) -> Kind:
         return "other"
     if len({x.sharding.mesh for x in avals if not x.sharding.mesh.empty}) > 1:
         return "other"  # It leads from Auto mesh axes into Explicit ones, or back.
+    if len({(x.sharding.spec.unreduced, x.sharding.spec.reduced) for x in avals}) > 1:
+        return "other"  # It adds up over devices, or leaves that open, where each would round.
     if name in LAYOUTS or (name == "transpose" and moves_units_alone(equation)):
         return "layout" if len(equation.invars) == 1 else "other"
     if name in ("reduce_sum", "reduce_max"):

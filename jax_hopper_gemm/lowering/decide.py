@@ -71,6 +71,8 @@ def decide(
     form, chosen = forms[len(routes) - 1], routes[-1]
     if not chosen.supported:
         form, chosen = Form(request), routes[forms.index(Form(request))]
+    elif chosen.path == "xla" and form.copied:  # for no kernel
+        form = Form(request)
     reason = chosen.reason
     if len(routes) > 1 and chosen.path == "hopper":
         reason = f"{reason}; XLA {_written_first(forms[0], form)}: {routes[0].reason}"

@@ -43,8 +43,10 @@ def _multiply_ragged(product: Product, lhs: Any, right: Any, sizes: Any, *, by_x
     flat = flat.with_options(save_preactivation=True)
     if by_xla:
         flat = flat.with_options(implementation="xla")
-    if product.gate_up:  # their columns side by side
-        right = right.reshape(*right.shape[:-2], -1)
+    if product.gate_up:  # their columns side by side, in memory rows where K lies along them
+        letters = product.subscripts.rhs
+        axis = right.ndim - len(letters) + letters.index(product.gate_up)
+        right = right.reshape(*right.shape[:axis], -1, *right.shape[axis + 2 :])
     multiplied = partial(hopper_ragged_dot, product=flat)
     for _ in range(product.batch):
         multiplied = jax.vmap(multiplied, (0, None if shared else 0, 0))
