@@ -261,10 +261,10 @@ def test_products_inside_shard_map_are_fused() -> None:
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"))
     def function(x: Any, w: Any, b: Any) -> Any:
-        return jnp.tanh(x @ w + b)
+        return jnp.abs(x @ w + b)
 
     shape = S((8 * M, K), BF16)
-    assert [names for *_, names in products(function, shape, W, ROW)] == [["add", "tanh"]]
+    assert [names for *_, names in products(function, shape, W, ROW)] == [["add", "abs"]]
     x, w, b = integers((16, 8), "bfloat16"), integers((8, 8), "bfloat16"), integers((8,))
     np.testing.assert_array_equal(jhg.accelerate(function)(x, w, b), function(x, w, b))
 
@@ -303,9 +303,11 @@ def test_nothing_is_rounded_between_a_product_and_the_result() -> None:
         assert jhg.accelerate(lambda x: (x @ x - 1) * 64)(x)[0, 0] == jnp.asarray(exact, BF16)
 
 
-def test_small_products_are_left_alone() -> None:
-    """XLA keeps what the model expects to be no faster in a kernel."""
-    ((_, _, names),) = products(lambda x, y: jnp.tanh(x @ y), S((16, 16), BF16), S((16, 16), BF16))
+LONG = S((16, 65536), BF16), S((65536, 16), BF16)  # of one tile, whose K XLA splits with less loss
+
+
+def test_products_that_xla_is_faster_at_are_left_alone() -> None:
+    ((_, _, names),) = products(lambda x, y: jnp.tanh(x @ y), *LONG)
     assert names is None
 
 
@@ -434,8 +436,7 @@ def test_a_report_says_what_is_fused_and_what_not() -> None:
     assert first.fused.startswith("fused: add, tanh") and first.saved_us > 0
     assert second.fused == "" and report.kernel_share in (0.5, 1.0)
     assert report.flops == 2 * 2 * M * K * N
-    small = S((16, 16), BF16)
-    (alone,) = jhg.explain(lambda x, w: jnp.tanh(x @ w), small, small).products
+    (alone,) = jhg.explain(lambda x, w: jnp.tanh(x @ w), *LONG).products
     assert alone.fused.startswith("not fused: ")
 
 

@@ -11,15 +11,17 @@ import random
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from chip import families
 from chip.arrays import Placed
 from chip.device import Checker, build
 from chip.host import Host
-from chip.problems import Draw
+from chip.problems import Draw, Trial
 from chip.record import PORTION, Outcome, Record, status_of
 from chip.workers import Worker, supervise, try_portion
 from support.covering import ALL
+from support.grouped import spans
 from support.policies import block_specs, covering_specs, epilogue_covering_specs
 
 from jax_hopper_gemm.dispatch.candidates import model_specs
@@ -147,10 +149,19 @@ def test_wrong_products_are_found(checker, host, damage):
     assert run(checker, host, draw, [padded]) == []  # and nothing is left of it
 
 
+def is_known_at_first(trial: Trial) -> bool:
+    """Whether the first element of every result has one right value: no row of no group has."""
+    p = trial.problem
+    if p.groups is None or p.groups.axis == "k":
+        return trial.exact
+    first = next(x for x in spans(p, np.array(trial.sizes)) if x.start < x.end)
+    return trial.exact and first.matrix >= 0
+
+
 @pytest.mark.parametrize("share", ["groups", "epilogues", "split K", "block scales", "weights"])
 def test_every_result_and_operand_is_looked_at(checker, host, share):
     draw = draw_of(share, largest=1 << 19)
-    for seed in [seed for seed in range(9) if draw(seed).exact]:
+    for seed in [seed for seed in range(9) if is_known_at_first(draw(seed))]:
         for buffer in range(len(draw(seed).buffers)):
             host.after = lambda product, at=buffer: poke(product.addresses[at])
             failures = run(checker, host, draw, [seed])

@@ -45,6 +45,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             decision.spec, epilogue=problem.epilogue, num_stages=3, tile_scheduler="static",
             epi_load_stages=2 if problem.graph.loaded else 0,
             grouped=problem.groups and problem.groups.axis,
+            a_major=p.a.major, b_major=p.b.major, d_major=p.d.major,
         )  # fmt: skip
         return replace(decision, spec=spec)
 

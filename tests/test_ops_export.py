@@ -15,11 +15,11 @@ import jax_hopper_gemm as jhg
 
 pytestmark = pytest.mark.usefixtures("launcher")
 
-A, B = integers((256, 128), "bfloat16"), integers((128, 512), "bfloat16", seed=1)
+A, B = integers((256, 256), "bfloat16"), integers((256, 512), "bfloat16", seed=1)
 
 
-BIAS, WEIGHTS = integers((512,), "bfloat16"), integers((128, 2, 256), "bfloat16", seed=2)
-EXPERTS, SIZES = integers((4, 128, 512), "bfloat16", seed=3), jnp.array([100, 0, 56, 90], jnp.int32)
+BIAS, WEIGHTS = integers((512,), "bfloat16"), integers((256, 2, 256), "bfloat16", seed=2)
+EXPERTS, SIZES = integers((4, 256, 512), "bfloat16", seed=3), jnp.array([100, 0, 56, 90], jnp.int32)
 ROW_BY_ROW = (((1,), (0,)), ((), ()))
 
 
@@ -87,7 +87,7 @@ def test_an_operation_and_its_gradients_survive_a_round_trip(name, platforms):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_rows_of_a_symbolic_number_are_multiplied_by_xla(name, platforms, monkeypatch):
     ours, _, args = OPERATIONS[name]
-    symbolic = (jax.ShapeDtypeStruct(export.symbolic_shape("rows, 128"), jnp.bfloat16), *args[1:])
+    symbolic = (jax.ShapeDtypeStruct(export.symbolic_shape("rows, 256"), jnp.bfloat16), *args[1:])
     program = export.deserialize(exported(ours, platforms, symbolic).serialize(vjp_order=1))
     assert launches(program) == launches(program.vjp()) == 0
     if "cpu" in platforms:
@@ -102,7 +102,7 @@ def test_rows_of_a_symbolic_number_are_multiplied_by_xla(name, platforms, monkey
 
 
 def test_explain_tells_of_symbolic_extents():
-    rows = jax.ShapeDtypeStruct(export.symbolic_shape("rows, 128"), jnp.bfloat16)
+    rows = jax.ShapeDtypeStruct(export.symbolic_shape("rows, 256"), jnp.bfloat16)
     for found in (
         jhg.explain(jhg.matmul, rows, B),
         jhg.explain(jhg.matmul, rows, B, bias=BIAS, activation="relu"),

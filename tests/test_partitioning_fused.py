@@ -293,7 +293,7 @@ DTYPES = {"bf16": jnp.dtype("bfloat16"), "f32": jnp.dtype("float32")}
 
 
 @pytest.mark.usefixtures("launcher")
-@pytest.mark.parametrize("letter, extents", [("m", "256 N=512 K=256"), ("n", "512 N=256 K=256")])
+@pytest.mark.parametrize("letter, extents", [("m", "256 N=512 K=512"), ("n", "512 N=256 K=512")])
 def test_a_share_with_all_of_k_is_one_kernel(letter, extents):
     a, b, c = big("mk"), big("kn"), big("n")
     layer = partial(value_and_gradients, lambda a, b, c: jhg.matmul(a, b, bias=c, activation=relu))
@@ -307,7 +307,7 @@ def test_a_share_of_k_is_a_kernel_a_sum_in_16_bits_and_the_function():
     a, b, c = big("mk"), big("kn"), big("n")
     layer = partial(jhg.matmul, bias=c, activation=relu)
     (text,) = shares_for_cuda(layer, "k", a, b)
-    assert text.count(LAUNCH) == 1 and "M=512 N=512 K=128" in text
+    assert text.count(LAUNCH) == 1 and "M=512 N=512 K=256" in text
     (reduced,) = re.findall(r"all_reduce.*?tensor<512x512x(\w+)>", text, re.DOTALL)
     assert reduced == "bf16" and text.index(LAUNCH) < text.index("stablehlo.maximum")
     wide = partial(layer, preferred_element_type=jnp.float32)
@@ -337,7 +337,7 @@ def test_the_gradients_function_is_part_of_the_product_before_it():
 
 
 def big(letters: str) -> jax.Array:
-    values = integers(tuple({"m": 512, "n": 512, "k": 256}[x] for x in letters), "bfloat16")
+    values = integers(tuple({"m": 512, "n": 512, "k": 512}[x] for x in letters), "bfloat16")
     return jax.device_put(values, NamedSharding(mesh(), P()))
 
 

@@ -19,7 +19,7 @@ from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
 from jax_hopper_gemm.testing.lowered import specs_of
 
-M, N, K, S = 512, 768, 256, 4
+M, N, K, S = 512, 768, 512, 4
 X, W, INDEX = (M, K), (K, N), jax.ShapeDtypeStruct((), jnp.int32)
 XS, WS = (S, *X), (S, *W)
 GROUPED = GemmSpec("bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 256, grouped="m")
@@ -84,7 +84,7 @@ def test_an_index_of_another_type_is_not_read_by_the_kernel():
     assert found == [None]
 
 
-@pytest.mark.parametrize("lhs", ["r, 256", "4, r, 256"])
+@pytest.mark.parametrize("lhs", ["r, 512", "4, r, 512"])
 def test_a_symbolic_extent_is_left_to_xla(lhs):
     x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(lhs), jnp.bfloat16)
     ws = jax.ShapeDtypeStruct(WS, jnp.bfloat16)
