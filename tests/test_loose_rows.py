@@ -122,5 +122,13 @@ def test_a_product_of_padded_operands_is_not_taken_for_one_of_theirs():
     assert "jax_hopper_gemm.v1.launch" in lowered.as_text()
 
 
+@pytest.mark.parametrize("shapes", [((64, 136), (136, 257)), ((64, 133), (133, 264))])
+def test_xla_computes_them_unless_kernels_are_asked_for(shapes):
+    arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes]
+    for implementation, path in ((None, "xla"), ("hopper", "hopper")):
+        found = jhg.explain(jhg.matmul, *arrays, implementation=implementation)
+        assert found.path == path and ("not been timed" in found.reason) == (path == "xla")
+
+
 def test_loose_programs_have_kernels():
     assert len(loose_program_specs()) == len(LOOSE_PRODUCTS)
