@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from support.program_inspection import LAUNCH, equations, integers, lowered
+from support.program_inspection import LAUNCH, equations, integers, lowered, normal
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.testing.tolerance import error_bound, farthest
@@ -22,8 +22,8 @@ SIZES = jnp.array([M, 0], jnp.int32)
 WGRAD = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
 
 
-def normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
-    return jax.random.normal(jax.random.key(sum(shape)), shape, dtype)
+def sample(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return normal(shape, dtype)
 
 
 def by_numbers(a: Any, b: Any, **options: Any) -> Any:
@@ -64,7 +64,7 @@ def cotangents(product: Any, a: Any, b: Any, w: Any, **options: Any) -> Any:
 # On the CPU of jax 0.12 XLA adds up the contraction's bfloat16 gradient in bfloat16, if jitted.
 @pytest.mark.parametrize("name", sorted(DENSE.keys() - {"contracted"}))
 def test_gradients_are_those_of_the_rounded_cotangent(name):
-    a, b, w = normal(M, K), normal(K, N), normal(M, N, dtype=jnp.float32)
+    a, b, w = sample(M, K), sample(K, N), sample(M, N, dtype=jnp.float32)
     da, db = cotangents(DENSE[name], a, b, w, **LAST)
     exact, rounded = np.asarray(w, np.float64), np.asarray(w.astype(jnp.bfloat16), np.float64)
     x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_the_rounded_cotangent(name):
 
 
 def test_another_dtype_than_that_of_the_operands_changes_the_gradient():
-    a, b, w = normal(M, K), normal(K, N), normal(M, N, dtype=jnp.float32)
+    a, b, w = sample(M, K), sample(K, N), sample(M, N, dtype=jnp.float32)
     none, narrow = (
         cotangents(jhg.matmul, a, b, w, preferred_element_type=jnp.float32, cotangent_dtype=dtype)
         for dtype in (None, jnp.bfloat16)
@@ -160,14 +160,14 @@ def test_second_derivatives_multiply_rounded_cotangents():
     def second(a, b):
         return jax.grad(lambda a, b: sum(g.sum() for g in jax.grad(f, (0, 1))(a, b)), (0, 1))(a, b)
 
-    found = factors(second, normal(M, K), normal(K, N))
+    found = factors(second, sample(M, K), sample(K, N))
     assert len(found) > 4
     assert set(found) == {("bfloat16", "bfloat16")}
 
 
 def test_gated_products_round_what_reaches_gate_and_up():
-    x, w = normal(M, K), normal(M, N, dtype=jnp.float32)
-    weights = normal(K, N), normal(K, N) / 2
+    x, w = sample(M, K), sample(M, N, dtype=jnp.float32)
+    weights = sample(K, N), sample(K, N) / 2
     results = [
         jax.vjp(partial(jhg.gated_linear_unit, **LAST, **options), x, weights)[1](w)
         for options in ({}, {"implementation": "xla"}, {"save_preactivation": False})
@@ -202,7 +202,7 @@ def test_both_gradients_of_a_wide_result_are_launches(name):
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
 def test_programs_over_several_devices_round_too(axes):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"), axis_types=(axes,) * 2)
-    a, b, w = normal(M, K), normal(K, N), normal(M, N, dtype=jnp.float32)
+    a, b, w = sample(M, K), sample(K, N), sample(M, N, dtype=jnp.float32)
     expected = cotangents(jhg.matmul, a, b, w, **LAST)
     with jax.set_mesh(mesh):
         shards = [
@@ -242,7 +242,7 @@ def test_layers_pass_it_on():
     flax = pytest.importorskip("flax")
     from jax_hopper_gemm import nn
 
-    x, rngs = normal(M, K), flax.nnx.Rngs(0)
+    x, rngs = sample(M, K), flax.nnx.Rngs(0)
     shared = {"use_bias": False, "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": rngs}
     for layer in (nn.Linear(K, N, **shared, **LAST), nn.GatedMLP(K, N, **shared, **LAST)):
         found = factors(jax.grad(lambda x, run=layer: run(x).sum()), x)
@@ -251,7 +251,7 @@ def test_layers_pass_it_on():
 
 @pytest.mark.parametrize("wrong", ["int8", jnp.complex64, "bfloat", 16, bool])
 def test_a_wrong_dtype_is_named(wrong):
-    a, b = normal(M, K), normal(K, N)
+    a, b = sample(M, K), sample(K, N)
     calls = [
         *(partial(DENSE[name], a, b) for name in ("matmul", "dot_general", "einsum")),
         partial(ragged, a, b), partial(contracted, a, b), partial(jhg.gated_linear_unit, a, (b, b)),
@@ -266,7 +266,7 @@ def test_what_jax_runs_alone_refuses_it():
     numbers = jax.lax.RaggedDotDimensionNumbers((([0, 1], [0, 1]), ([], [])), [1], [])
     with pytest.raises(NotImplementedError, match="cotangent_dtype came, and XLA, which has none"):
         jhg.ragged_dot_general(
-            normal(2, 8, 4), normal(2, 8, 4), jnp.full((2, 1), 8), numbers,
+            sample(2, 8, 4), sample(2, 8, 4), jnp.full((2, 1), 8), numbers,
             cotangent_dtype=jnp.bfloat16,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from support.program_inspection import LAUNCH, integers, lowered, products
+from support.program_inspection import LAUNCH, integers, lowered, normal, products
 
 import jax_hopper_gemm as jhg
 
@@ -170,7 +170,7 @@ def test_values_and_gradients_are_those_of_the_layer(name: str):
     layer = LAYERS[name]
     theirs, params = layer.make(jnp.bfloat16)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    x = jax.random.normal(jax.random.key(1), X, jnp.bfloat16)
+    x = normal(X, jnp.bfloat16)
     expected = jax.jit(with_gradients(theirs))(params, x)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(expected[1][0]) if leaf.ndim > 1)
 
@@ -225,10 +225,10 @@ def test_our_functions_run_inside_modules_of_equinox_and_haiku():
 
 @pytest.mark.slow
 def test_an_optax_loop_trains_alike_on_our_products():
-    x = jax.random.normal(jax.random.key(0), (64, 8))
+    x = normal((64, 8))
     y = jnp.sin(x).sum(axis=1, keepdims=True)
     weights = {"up": (8, 32), "bias": (32,), "down": (32, 1)}
-    params = {key: jax.random.normal(jax.random.key(1), s) / 4 for key, s in weights.items()}
+    params = {key: normal(s) / 4 for key, s in weights.items()}
     optimizer = optax.adamw(1e-2)
 
     def trained(matmul: Callable[..., Any]) -> list[float]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from model_programs import FAMILIES, Model, Size
 from support.covering import ALL
+from support.program_inspection import normal
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.interop import fuse_jaxpr
@@ -41,8 +42,8 @@ FUSED = {"llama": 31, "gemma": 18, "gpt2": 20, "t5": 41, "vit": 21, "mixtral": 1
 SHARES = {
     ("llama", "small"): 0.76, ("llama", "large"): 0.78, ("gemma", "small"): 0.75,
     ("gemma", "large"): 0.75, ("gpt2", "small"): 0.67, ("gpt2", "large"): 0.84,
-    ("t5", "small"): 0.56, ("t5", "large"): 0.73, ("vit", "small"): 0.62,
-    ("vit", "large"): 0.62, ("mixtral", "small"): 0.93, ("mixtral", "large"): 0.89,
+    ("t5", "small"): 0.56, ("t5", "large"): 0.73, ("vit", "small"): 0.58,
+    ("vit", "large"): 0.59, ("mixtral", "small"): 0.93, ("mixtral", "large"): 0.89,
     ("qwen3", "small"): 0.67, ("qwen3", "large"): 0.83,
 }  # fmt: skip
 # What may be left of a dense model's FLOPs that XLA is not expected to run as fast.
@@ -187,7 +188,7 @@ def test_models_are_what_their_names_say():
         [0, 0, 0, 0], [1, 0, 0, 0], [2, 1, 0, 0], [3, 2, 1, 0],
     ]  # fmt: skip
     assert model_programs.relative_buckets(3, both_ways=True)[0].tolist() == [0, 17, 18]
-    x = jax.random.normal(jax.random.key(0), (1, 4, 1, 8))
+    x = normal((1, 4, 1, 8))
     turned = model_programs.rotated(x)
     np.testing.assert_allclose(jnp.sum(turned**2, -1), jnp.sum(x**2, -1), rtol=1e-5)
     turned = model_programs.rotated(jnp.broadcast_to(x[:, :1], x.shape))[0, :, 0]

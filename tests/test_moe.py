@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.moe_reference import assert_close, dense, looped, weights_of
-from support.program_inspection import integers
+from support.program_inspection import integers, normal
 
 from jax_hopper_gemm import moe
 from jax_hopper_gemm.moe import expert_parallel
@@ -131,7 +131,7 @@ def test_ties_go_to_the_lower_expert():
 
 
 def test_renormalised_weights_are_the_softmax_of_the_chosen_logits():
-    logits = jax.random.normal(jax.random.key(0), (9, 8))
+    logits = normal((9, 8))
     best, experts = lax.top_k(logits, 3)
     routing = routed(3, scale=2.5)(logits)
     np.testing.assert_array_equal(routing.experts, experts)
@@ -180,7 +180,7 @@ def test_a_choice_of_no_expert_leaves_all_others_alone(none, options):
 
 
 def test_a_selection_bias_chooses_and_does_not_weigh():
-    logits = jax.random.normal(jax.random.key(0), (9, 8))
+    logits = normal((9, 8))
     bias = jnp.zeros(8).at[5].set(2.0)
     routing = routed(2, score="sigmoid", selection_bias=bias, normalize=False)(logits)
     np.testing.assert_array_equal(routing.experts[:, 0], 5)
@@ -191,7 +191,7 @@ def test_a_selection_bias_chooses_and_does_not_weigh():
 
 
 def test_statistics_and_losses_are_those_of_their_definitions():
-    logits = jax.random.normal(jax.random.key(1), (10, 4))
+    logits = normal((10, 4), seed=1)
     routing = routed(2)(logits)
     load = np.bincount(np.asarray(routing.experts).reshape(-1), minlength=4) / 20
     exponentials = np.exp(np.asarray(logits, np.float64))
@@ -214,7 +214,7 @@ def test_statistics_and_losses_are_those_of_their_definitions():
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [8, 300])  # 300 do not fit the router's kernel
 def test_router_routes_by_its_product(experts):
-    x, kernel = integers((12, 16)), jax.random.normal(jax.random.key(0), (16, experts))
+    x, kernel = integers((12, 16)), normal((16, experts))
 
     def weights(router, x, kernel):
         return loss(lambda *args: router(*args).weights, x, kernel)
@@ -233,8 +233,7 @@ def test_router_routes_by_its_product(experts):
 
 def test_the_router_kernel_chooses_from_what_gradients_see():
     """With bfloat16 operands, too, no gradient chooses again from rounded logits."""
-    x, kernel = (jax.random.normal(jax.random.key(i), s).astype(jnp.bfloat16)
-                 for i, s in enumerate([(64, 32), (32, 16)]))  # fmt: skip
+    x, kernel = (normal(shape, "bfloat16") for shape in ((64, 32), (32, 16)))
     program = str(jax.make_jaxpr(jax.grad(
         lambda x: moe.route_tokens(x, kernel, 4).weights.var()))(x))  # fmt: skip
     assert len(re.findall(r"= top_k\b", program)) == 1
@@ -244,7 +243,7 @@ def test_the_router_kernel_chooses_from_what_gradients_see():
 
 @pytest.mark.slow
 def test_dispatch_and_combine_are_transposes():
-    routing = routed(3)(jax.random.normal(jax.random.key(0), (11, 6)))
+    routing = routed(3)(normal((11, 6)))
     x, rows = integers((11, 4)), integers((33, 4), seed=1)
     np.testing.assert_array_equal(moe.dispatch_rows(x, routing), x[routing.order // 3])
     expected = jnp.zeros_like(x).at[routing.order // 3].add(rows)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.program_inspection import integers, run_fresh
+from support.program_inspection import integers, normal, run_fresh
 
 import jax_hopper_gemm as jhg
 
@@ -196,7 +196,7 @@ def test_training_lowers_the_loss(kind):
     optax = pytest.importorskip("optax")
     model = kind(8, 32, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    x = jax.random.normal(jax.random.key(0), (64, 8))
+    x = normal((64, 8))
     y = jnp.sin(x).sum(axis=1, keepdims=True)
 
     @nnx.jit

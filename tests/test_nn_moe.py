@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.moe_reference import assert_close, looped, weights_of
+from support.program_inspection import normal
 
 from jax_hopper_gemm import moe
 
@@ -82,7 +83,7 @@ def test_dtypes_are_those_of_flax_layers():
 
 @pytest.mark.slow
 def test_router_dtype_is_that_of_the_routers_product():
-    x = jax.random.normal(jax.random.key(0), (64, 6)).astype(jnp.bfloat16)
+    x = normal((64, 6), "bfloat16")
     made = layer(dtype=jnp.bfloat16, router_dtype=jnp.float32)
     _, statistics = run(made, x, return_statistics=True)
     wide = jax.jit(lambda x, w: moe.route(x @ w, 2))(x.astype(jnp.float32), made.router[...])
@@ -135,7 +136,7 @@ def test_training_lowers_the_loss_and_balances_the_load():
     optax = pytest.importorskip("optax")
     model = nn.MoE(4, 16, num_experts=4, experts_per_token=1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    x = jax.random.normal(jax.random.key(0), (128, 4))
+    x = normal((128, 4))
     target = jnp.roll(jnp.sin(2 * x), 1, axis=1)
 
     @nnx.jit

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import nn
+from support.program_inspection import normal
 
 from jax_hopper_gemm.fusion import evaluate, fuse
 
@@ -40,11 +41,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_graph_is_the_function(name):
     function, operands = FUNCTIONS[name]
-    y = jax.random.normal(jax.random.key(0), tuple(EXTENTS.values()))
-    arrays = [
-        jax.random.normal(jax.random.key(1 + i), shape).astype(dtype)
-        for i, (shape, dtype) in enumerate(operands)
-    ]
+    y = normal(tuple(EXTENTS.values()))
+    arrays = [normal(shape, dtype, seed=1 + i) for i, (shape, dtype) in enumerate(operands)]
     traced = jax.make_jaxpr(lambda *args: jax.tree.leaves(function(*args)))(y, *arrays)
     fusion = fuse(traced, 1, "bmn", "m", "n")
     assert not fusion.uncovered
@@ -68,7 +66,7 @@ def test_a_graph_is_the_function(name):
 
 
 def test_gated_planes_are_stacked():
-    gate, up = (jax.random.normal(jax.random.key(i), (32, 64)) for i in range(2))
+    gate, up = (normal((32, 64), seed=i) for i in range(2))
 
     def function(gate: Any, up: Any) -> list[Any]:
         return [jnp.stack([gate * up, gate - up], 1)]

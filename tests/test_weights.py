@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from support.weights import BLOCKS, DTYPES, PROGRAMS, normal, quantized
+from support.program_inspection import normal
+from support.weights import BLOCKS, DTYPES, PROGRAMS, quantized
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -28,7 +29,7 @@ S = jax.ShapeDtypeStruct
 
 
 def activations(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
-    return normal(shape, 0, dtype)
+    return normal(shape, dtype)
 
 
 def weights(block: int | None = None, dtype: str = "int8", shape: Any = (K, N), axis: int = 0):
@@ -52,7 +53,7 @@ def assert_product(result: Any, expected: np.ndarray, magnitude: np.ndarray) -> 
 def test_products_are_those_of_dequantized_weights(dtype, block, half):
     x = activations(M, K, dtype=half)
     if dtype == "e5m2":
-        w = jhg.quantize(normal((K, N), 1), jnp.float8_e5m2, (BLOCKS[block], 1))
+        w = jhg.quantize(normal((K, N), seed=1), jnp.float8_e5m2, (BLOCKS[block], 1))
     else:
         w = weights(BLOCKS[block], dtype)
     assert w.shape == (K, N)
@@ -112,7 +113,7 @@ def test_a_vector_is_multiplied():
     x, w = activations(K), weights()
     expected, magnitude = float64(x) @ float64(w), np.abs(float64(x)) @ np.abs(float64(w))
     assert_product(jhg.matmul(x, w), expected, magnitude)
-    column = jhg.quantize(normal((K,), 1), jnp.int8)
+    column = jhg.quantize(normal((K,), seed=1), jnp.int8)
     result = jhg.matmul(activations(M, K), column)
     wide = float64(activations(M, K))
     assert_product(result, wide @ float64(column), np.abs(wide) @ np.abs(float64(column)))

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support.program_inspection import normal
 
 
 def weights_of(tokens: int, features: int, experts: int, hidden: int, seed: int = 0) -> Any:
     """Returns x, router, gate_up and down of a small layer, float32."""
-    keys = jax.random.split(jax.random.key(seed), 4)
     shapes = [(tokens, features), (features, experts), (experts, features, 2, hidden),
               (experts, hidden, features)]  # fmt: skip
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return [normal(shape, seed=seed) for shape in shapes]
 
 
 def looped(x: Any, router: Any, gate_up: Any, down: Any, k: int, score: str = "softmax",

@@ -26,6 +26,12 @@ def integers(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> j
     return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
 
+def normal(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> jax.Array:
+    """Returns random normal numbers; NumPy's, since XLA would compile a program for each shape."""
+    values = np.random.default_rng([seed, *shape]).standard_normal(shape)
+    return jnp.asarray(values.astype(jnp.dtype(dtype)))
+
+
 def equations(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
     """Yields all equations of a function's program, those of programs in it after what has them."""
 

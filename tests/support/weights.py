@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support.program_inspection import normal
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -20,15 +21,11 @@ DTYPES = {"int8": jnp.int8, "int4": jnp.int4, "e4m3": jnp.float8_e4m3fn, "packed
 BLOCKS = {"columns": None, "k32": 32, "k64": 64, "k128": 128}
 
 
-def normal(shape: tuple[int, ...], seed: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
 def quantized(shape: tuple[int, ...], axis: int, dtype: str, block: int | None, seed: int) -> Any:
     """Returns weights with a scale for each column, or for each `block` along `axis`."""
     blocks: list[int | None] = [1] * len(shape)
     blocks[axis] = block
-    found = jhg.quantize(normal(shape, seed) / 8, DTYPES[dtype], blocks)
+    found = jhg.quantize(normal(shape, seed=seed) / 8, DTYPES[dtype], blocks)
     return found.pack_weights() if dtype == "packed" else found
 
 
@@ -50,7 +47,7 @@ class Program:
 
     def arguments(self, dtype: str, block: str, half: Any) -> tuple[Any, Any]:
         shape, axis = self.weights
-        return normal(self.x, 0, half), quantized(shape, axis, dtype, BLOCKS[block], 1)
+        return normal(self.x, half), quantized(shape, axis, dtype, BLOCKS[block], 1)
 
     def specs(self, dtype: str, block: str, half: Any) -> list[GemmSpec]:
         return specs_of(self.function, *self.arguments(dtype, block, half))
