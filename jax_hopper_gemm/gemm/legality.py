@@ -96,10 +96,16 @@ def max_accumulators(spec: GemmSpec) -> int:
 def violations(spec: GemmSpec) -> list[str]:
     """Returns every reason why no kernel is compiled for `spec`; empty when one can be."""
     policies = _simt_violations if spec.simt_width else _policy_violations
-    reasons = [*type_violations(ProblemType.of_spec(spec)), *policies(spec)]
+    if reasons := [*type_violations(ProblemType.of_spec(spec))]:
+        return [*reasons, *policies(spec)]
+    return configuration_violations(spec)
+
+
+def configuration_violations(spec: GemmSpec) -> list[str]:
+    """Returns the same of a spec for a type of problems that some kernel runs."""
     if spec.simt_width:
-        return reasons
-    if reasons:  # what follows does arithmetic on the fields above
+        return [*_simt_violations(spec)]
+    if reasons := [*_policy_violations(spec)]:  # what follows does arithmetic on the fields
         return reasons
     checks = _register_violations, _epilogue_tile_violations, _group_violations, _memory_violations
     return [reason for check in checks for reason in check(spec)]
