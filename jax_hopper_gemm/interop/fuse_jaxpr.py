@@ -20,8 +20,9 @@ from ..lowering.route import Request, current_device, route
 from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
-from .kinds import CALLS, PRODUCTS, Along, Kind, is_inlined, kind_of
+from .kinds import CALLS, PRODUCTS, Along, is_inlined
 from .placement import in_place, updates_ordered
+from .program import Program
 from .regions import Region, Regions
 from .wide import Function, sum_dtype, widened
 
@@ -46,13 +47,13 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     if not any(equation.primitive in PRODUCTS for equation in equations):
         return list(equations), list(results)
     device = current_device()
-    equations, results = inlined(equations, results)
+    program = Program(*inlined(equations, results))
+    equations, results = program.equations, program.results
     alone: set[int] = set()
     apart: set[tuple[int, ...]] = set()
     unsummed: set[tuple[int, Along]] = set()
-    kinds: list[Kind] = [*map(kind_of, equations)]
     while True:
-        regions = Regions(equations, results, alone, apart, unsummed, kinds)
+        regions = Regions(program, alone, apart, unsummed)
         launches = {x: _launch(equations, x) for x in regions.regions if x.whole}
         refused = [x for x, launch in launches.items() if _refusal(equations, x, launch, device)]
         refused += [x for x in regions.regions if not x.whole]
@@ -209,7 +210,7 @@ def refusals(equations: Sequence[Any], results: Sequence[Any]) -> dict[int, str]
     """
     reasons: dict[int, str] = {}
     device = current_device()
-    for region in Regions(equations, results).regions:
+    for region in Regions(Program(equations, results)).regions:
         if not region.whole:
             continue
         launch = _launch(equations, region)
@@ -246,6 +247,7 @@ class _Order:
 
     def __init__(self, regions: Regions, launches: dict[Region, Any], results: Sequence[Any]):
         self._regions, self._launches = regions, launches
+        self._makers = regions.program.makers
         self._region_of = {x: region for region in launches for x in region.outputs}
         self._within = {number: region for region in launches for number in region.products}
         self._done: set[Any] = set()  # variables
@@ -271,10 +273,10 @@ class _Order:
         entered: list[Region] = []
         while pending:
             variable, ready = pending.pop()
-            if variable in self._done or variable not in self._regions.makers:
+            if variable in self._done or variable not in self._makers:
                 continue
             region = self._region_of.get(variable)
-            number = self._regions.makers[variable]
+            number = self._makers[variable]
             equation = self._launches[region] if region else self._regions.equations[number]
             if ready:
                 self._emit(equation)
