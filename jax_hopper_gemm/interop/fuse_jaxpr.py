@@ -52,10 +52,19 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     alone: set[int] = set()
     apart: set[tuple[int, ...]] = set()
     unsummed: set[tuple[int, Along]] = set()
+    known: dict[Any, tuple[Any, str | None]] = {}  # launches, and why not, of regions so far
+
+    def weighed(region: Region) -> tuple[Any, str | None]:
+        if (content := region.content) not in known:
+            launch = _launch(equations, region)
+            known[content] = launch, _refusal(equations, region, launch, device)
+        return known[content]
+
     while True:
         regions = Regions(program, alone, apart, unsummed)
-        launches = {x: _launch(equations, x) for x in regions.regions if x.whole}
-        refused = [x for x, launch in launches.items() if _refusal(equations, x, launch, device)]
+        found = {x: weighed(x) for x in regions.regions if x.whole}
+        launches = {x: launch for x, (launch, _) in found.items()}
+        refused = [x for x, (_, reason) in found.items() if reason]
         refused += [x for x in regions.regions if not x.whole]
         if not refused:
             try:

@@ -58,6 +58,12 @@ class Region:
     sums: set[Along] = field(default_factory=set)
     whole: bool = True
 
+    @property
+    def content(self) -> Any:
+        """What tells a whole region from others of the same program."""
+        lists = self.products, self.outputs, self.kept, self.equations, self.operands
+        return *map(tuple, lists), frozenset(self.last_read), frozenset(self.sums)
+
 
 @dataclass
 class _Needs:
@@ -108,7 +114,7 @@ class Regions:
         """Finds each equation's kind here, and of each variable what it depends on."""
         self.kinds: list[Kind] = []
         self._products: list[int] = []  # by bit
-        self._sources: dict[Any, set[Any]] = {}  # what a matrix without products is made of
+        self._without_products: set[Any] = set()  # matrices that kernels' kinds of equations make
         self._by_xla: set[int] = set()  # elementwise; what they compute is less to read than these
         self._depends: dict[Any, int] = {}  # on these products, in any way
         self._cone: dict[Any, int] = {}  # of these products, elementwise
@@ -141,13 +147,12 @@ class Regions:
                 cone = 0
             if kind in ("elementwise", "layout") and not cone and _is_matrix(equation.outvars[0]):
                 (variable,) = equation.outvars
-                sources = set().union(*(self._sources.get(x, {x}) for x in inputs))
                 read_twice = kind == "elementwise" and self._uses[variable] > 1
-                if read_twice and _nbytes(variable) < sum(map(_nbytes, sources)):
+                if read_twice and _nbytes(variable) < sum(map(_nbytes, self._sources(inputs))):
                     kind = "other"
                     self._by_xla.add(number)
                 else:
-                    self._sources[variable] = sources
+                    self._without_products.add(variable)
             self.kinds.append(kind)
             for variable in equation.outvars if depends else ():
                 self._depends[variable] = depends
@@ -157,6 +162,16 @@ class Regions:
                     self._statistics[variable] = self._cone[inputs[0]]
                 elif kind in ("elementwise", "layout") and statistics:
                     self._statistics[variable] = statistics
+
+    def _sources(self, made_of: Iterable[Any]) -> set[Any]:
+        """Returns what matrices without products are made of in the end."""
+        pending, seen = [*made_of], set[Any]()
+        while pending:
+            x = pending.pop()
+            if x not in seen:
+                seen.add(x)
+                pending += self._inputs(x) if x in self._without_products else ()
+        return seen - self._without_products
 
     def _kind(self, variable: Any) -> Kind:
         number = self._makers.get(variable)
