@@ -101,16 +101,17 @@ class Source:
 
 def source_of(value: Any, world: World) -> Source:
     """Returns where an operand comes from."""
-    stored, permutation = value, None
-    if (step := world.step(value)) and step.kind == "transpose":
+    stored, permutation, step = value, None, world.step(value)
+    if step and step.kind == "transpose":
         stored, permutation = step.source, step.permutation
-    if (step := world.step(stored)) and step.kind == "widen":
+        step = world.step(stored)
+    if step and step.kind == "widen":
         origin = Origin(permutation, widened=step.widened)
         return Source(origin, stored, narrow=step.source, scale=step.scale)
-    if rows := _picking(stored, world):
+    if rows := _picking(stored, step, world):
         origin = Origin(permutation, picked_of=world.shape(rows.source)[0])
         return Source(origin, stored, rows.source, rows.indices)
-    if part := _indexing(stored, world):
+    if part := _indexing(stored, step, world):
         origin = Origin(permutation, stack=world.shape(part.source)[0])
         return Source(origin, stored, part.source, part.indices)
     return Source(Origin(permutation, layout=_layout(value, world)), stored)
@@ -145,12 +146,14 @@ def _layout(value: Any, world: World) -> tuple[int, ...] | None:
     return orders[0]
 
 
-def _picking(value: Any, world: World) -> Step | None:
+def _picking(value: Any, step: Step | None, world: World) -> Step | None:
     """Returns the step that picks the rows which a value is, if it is such.
 
     `jax.vmap` may have given them further axes, and taken these away again.
     """
-    step, shape = world.step(value), world.shape(value)
+    if step is None:
+        return None
+    shape = world.shape(value)
     while step and step.kind == "reshape":
         value = step.source
         step = world.step(value)
@@ -159,9 +162,8 @@ def _picking(value: Any, world: World) -> Step | None:
     return step if step and step.kind == "rows" and world.shape(value) == shape else None
 
 
-def _indexing(value: Any, world: World) -> Step | None:
+def _indexing(value: Any, reshape: Step | None, world: World) -> Step | None:
     """Returns the step that cuts the one array that a value is out of a stack, as `stack[i]`."""
-    reshape = world.step(value)
     if reshape is None or reshape.kind != "reshape":
         return None
     part = world.step(reshape.source)
@@ -184,20 +186,21 @@ class MlirValues:
 
     def step(self, value: Any) -> Step | None:
         operation = value.owner
-        if not hasattr(operation, "attributes"):  # a block, of which the value is an argument
+        attributes = getattr(operation, "attributes", None)
+        if attributes is None:  # a block, of which the value is an argument
             return None
-        if ROWS in operation.attributes:
+        if ROWS in attributes:
             return _picked_by(operation)
-        if WIDENED in operation.attributes:
+        if WIDENED in attributes:
             return _widened_by(operation)
-        if operation.name == "stablehlo.convert":
+        name = operation.name
+        if name == "stablehlo.convert":
             return _converted_by(operation)
-        if operation.name == "stablehlo.transpose":
-            permutation = tuple(operation.attributes["permutation"])
-            return Step("transpose", operation.operands[0], permutation)
-        if operation.name == "stablehlo.reshape":
+        if name == "stablehlo.transpose":
+            return Step("transpose", operation.operands[0], tuple(attributes["permutation"]))
+        if name == "stablehlo.reshape":
             return Step("reshape", operation.operands[0])
-        if operation.name == "stablehlo.dynamic_slice":
+        if name == "stablehlo.dynamic_slice":
             return _sliced_by(operation)
         return None
 

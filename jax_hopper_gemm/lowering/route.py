@@ -167,13 +167,18 @@ def route(request: Request, device: dispatch.Device, *, kernel_only: bool = Fals
     """
     if reason := _request_violation(request):
         return Route("xla", reason, "unsupported")
-    device = device.limited_to(request.options.max_sms)
-    tables = dispatch.tables_of(replace(device, comm_overlap=False))
+    device, tables = read_for(request, device)
     invariant = request.options.batch_invariant
     read = dispatch.choose_invariant if invariant else dispatch.choose, tables
     # With block scales XLA would multiply float32 numbers.
     kernel_only = kernel_only or invariant or request.blocks is not None
     return _route(request.function, request, device, kernel_only, read)
+
+
+def read_for(request: Request, device: dispatch.Device) -> tuple[dispatch.Device, tuple[Any, ...]]:
+    """Returns the device that a product may use, and the tables that are read for it."""
+    limited = device.limited_to(request.options.max_sms)
+    return limited, dispatch.tables_of(replace(limited, comm_overlap=False))
 
 
 @memoised
