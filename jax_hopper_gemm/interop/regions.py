@@ -16,7 +16,7 @@ each row, as those of a softmax: its largest number and the sum of exp(x - large
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -385,33 +385,29 @@ class Regions:
     def _cut(self) -> None:
         """Chooses which variables of each region are stored for what others compute."""
         self._stored: set[Any] = set(self._read)
-        needs: dict[Region, _Needs] = {}
+        needs: defaultdict[Region, _Needs] = defaultdict(_Needs)
         owned: dict[Region | None, list[Any]] = {}
         for variable in (*self._read, *self._passing):
             owned.setdefault(self._owner.get(variable), []).append(variable)
-        for variable in owned.get(None, ()):
-            self._need(needs, variable, None)
+        for x in owned.get(None, ()):
+            if x not in self._stored and (region := self._last_region(x)):
+                needs[region].variables.add(x)
         for owner, wanted in owned.items():
             bits = owner.bits if owner else 0
             for number, inputs in self._slice(wanted, owner):
                 (out,) = self.equations[number].outvars
-                reader = None if self._cone.get(out, 0) & bits else number
+                by_owner = self._cone.get(out, 0) & bits
                 for x in inputs:
-                    if not self._cone.get(x, 0) & bits:
-                        self._need(needs, x, reader)
+                    cone = self._cone.get(x, 0)
+                    if cone and not cone & bits and x not in self._stored:
+                        need = needs[self._region_of[cone.bit_length() - 1]]
+                        if by_owner:
+                            need.variables.add(x)
+                        else:
+                            need.equations.add(number)
         for region in sorted(needs, key=lambda region: region.bits):
             region.kept = self._least(region, needs[region])
             self._stored.update(region.kept)
-
-    def _need(self, needs: dict[Region, _Needs], variable: Any, number: int | None) -> None:
-        """Notes that a variable of a region is needed outside: by an equation, or as it is."""
-        if variable in self._stored or (region := self._last_region(variable)) is None:
-            return
-        need = needs.setdefault(region, _Needs())
-        if number is None:
-            need.variables.add(variable)
-        else:
-            need.equations.add(number)
 
     def _last_region(self, variable: Any) -> Region | None:
         """Returns that of the last product which a variable depends on elementwise."""

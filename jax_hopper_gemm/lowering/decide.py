@@ -57,7 +57,7 @@ def decide(
       origins: of the left operand, and of the right one or of gate and up.
     """
     read = read_for(request, device)
-    return _decided(request.function, request, tuple(origins), device, kernel_only, read)
+    return _decided(request.function, request, origins, device, kernel_only, read)
 
 
 @memoised
@@ -69,7 +69,7 @@ def _decided(
     kernel_only: bool,
     read: tuple[Any, ...],
 ) -> Decision:
-    """Returns the same; `function` is the request's, `read` what it is decided from besides."""
+    """Returns the same; `function` is the request's, `read` is `read_for`."""
     forms = forms_of(request, origins)
     routes: list[Route] = []
     for form in forms:

@@ -133,15 +133,16 @@ def _layout(value: Any, world: World) -> tuple[int, ...] | None:
         if (x, order) in seen:
             continue
         seen.add((x, order))
-        step = world.step(x)
-        if step and step.kind == "transpose":
+        if sources := world.element_sources(x):
+            pending += [(source, order) for source in sources[::-1]]
+        elif (step := world.step(x)) and step.kind == "transpose":
             order = tuple(order[step.permutation.index(axis)] for axis in own)
             pending.append((step.source, order))
-        elif sources := world.element_sources(x):
-            pending += [(source, order) for source in sources[::-1]]
+        elif order == own:
+            return None
         else:
             orders.append(order)
-    if not orders or own in orders or orders[0][-1] != own[-1]:
+    if not orders or orders[0][-1] != own[-1]:
         return None
     return orders[0]
 
@@ -211,8 +212,8 @@ class MlirValues:
             return self._called(operation, ir.OpResult(value).result_number)
         if name not in _ELEMENTWISE:
             return []
-        values = list(operation.operands)[1 if name == "stablehlo.select" else 0 :]
-        alike = (x for x in values if self.shape(x) == self.shape(value))
+        values, shape = list(operation.operands), self.shape(value)
+        alike = (x for x in values[name == "stablehlo.select" :] if self.shape(x) == shape)
         return [x for x in alike if getattr(x.owner, "name", None) not in SPREAD]
 
     def _called(self, call: Any, number: int) -> list[Any]:
