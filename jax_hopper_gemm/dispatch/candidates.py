@@ -17,7 +17,13 @@ from ..gemm import simt
 from ..gemm.dtypes import DTYPES, HALVES, RESULTS, converts
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import k_split
-from ..gemm.legality import GATHERABLE, configuration_violations, type_violations, violations
+from ..gemm.legality import (
+    GATHERABLE,
+    configuration_violations,
+    memory_violations,
+    type_violations,
+    violations,
+)
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
 from .configs import (
@@ -172,11 +178,11 @@ def _filled(least: GemmSpec) -> GemmSpec:
         least_ring = min(RING_BEFORE_LOADS, spec.num_stages)
         for num_stages in (spec.num_stages, spec.num_stages - 1):
             deeper = replace(spec, num_stages=num_stages, epi_load_stages=LOAD_STAGES)
-            if num_stages >= least_ring and not configuration_violations(deeper):
+            if num_stages >= least_ring and not any(memory_violations(deeper)):
                 spec = deeper
                 break
     deeper = replace(spec, epi_stages=4)
-    return spec if not spec.graph.matrices or configuration_violations(deeper) else deeper
+    return spec if not spec.graph.matrices or any(memory_violations(deeper)) else deeper
 
 
 def worthwhile(spec: GemmSpec) -> bool:

@@ -107,7 +107,7 @@ def configuration_violations(spec: GemmSpec) -> list[str]:
         return [*_simt_violations(spec)]
     if reasons := [*_policy_violations(spec)]:  # what follows does arithmetic on the fields
         return reasons
-    checks = _register_violations, _epilogue_tile_violations, _group_violations, _memory_violations
+    checks = _register_violations, _epilogue_tile_violations, _group_violations, memory_violations
     return [reason for check in checks for reason in check(spec)]
 
 
@@ -468,7 +468,8 @@ def _gather_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"tile_m {s.tile_m}: a thread has registers for the rows of 128"
 
 
-def _memory_violations(spec: GemmSpec) -> Iterator[str]:
+def memory_violations(spec: GemmSpec) -> Iterator[str]:
+    """Yields why shared memory does not hold a kernel's stages, nor barriers for them."""
     s = spec
     if s.num_stages < 2:
         yield f"num_stages {s.num_stages} is under 2"

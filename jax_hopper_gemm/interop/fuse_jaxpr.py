@@ -112,7 +112,9 @@ def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any]
                 names.update({x: Var(x.aval) for x in outputs})
                 equation = equation.replace(source_info=within.source_info)
                 outputs = [names[x] for x in outputs]
-            new.append(equation.replace(invars=inputs, outvars=outputs))
+            if within or inputs != equation.invars:
+                equation = equation.replace(invars=inputs, outvars=outputs)
+            new.append(equation)
 
     add(equations)
     results = read(results)
