@@ -221,7 +221,7 @@ def refusals(equations: Sequence[Any], results: Sequence[Any]) -> dict[int, str]
     """
     reasons: dict[int, str] = {}
     device = current_device()
-    for region in Regions(Program(equations, results)).regions:
+    for region in Regions(Program([*equations], [*results])).regions:
         if not region.whole:
             continue
         launch = _launch(equations, region)

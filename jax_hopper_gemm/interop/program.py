@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from ..fusion.residuals import variables
@@ -24,7 +23,7 @@ class Program:
       returned: the variables among the results.
     """
 
-    def __init__(self, equations: Sequence[Any], results: Sequence[Any]):
+    def __init__(self, equations: list[Any], results: list[Any]):
         self.equations, self.results = equations, results
         self.kinds: list[Kind] = [*map(kind_of, equations)]
         self.inputs = [tuple(variables(equation.invars)) for equation in equations]
@@ -39,11 +38,6 @@ class Program:
             return ()
         met = tuple(x for x in inputs if meets(x, equation))
         return inputs if len(met) == len(inputs) else met
-
-    def maker(self, variable: Any) -> Any:
-        """Returns the equation that computes a variable; None for an argument."""
-        number = self.makers.get(variable)
-        return None if number is None else self.equations[number]
 
 
 def converts_sums(equation: Any) -> bool:

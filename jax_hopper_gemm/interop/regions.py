@@ -177,9 +177,6 @@ class Regions:
         number = self._makers.get(variable)
         return "other" if number is None else self.kinds[number]
 
-    def _name(self, number: int) -> str:
-        return self.equations[number].primitive.name
-
     def _converts_product(self, number: int) -> bool:
         """Whether an equation converts a product of integers to floats."""
         if not converts_sums(self.equations[number]):
@@ -216,7 +213,8 @@ class Regions:
                 inputs = self._not_met(number)
             elif kind == "layout":
                 inputs = [x for x in inputs if self._kind(x) != "layout"]
-            in_passing = kind == "other" and self._name(number) in FUSED_BY_XLA
+            name = self.equations[number].primitive.name
+            in_passing = kind == "other" and name in FUSED_BY_XLA
             (passing if in_passing else read).update(dict.fromkeys(inputs))
         read.update(dict.fromkeys(self.program.returned))
         self._read = self._computed(read)
@@ -344,7 +342,7 @@ class Regions:
     def _sums_exponentials(self, variable: Any) -> bool:
         """Whether a variable is a sum of exp(x - y), for which a kernel need not know y."""
         for name in ("reduce_sum", "exp", "sub"):
-            equation = self.program.maker(variable)
+            equation = self.equations[self._makers[variable]] if variable in self._makers else None
             if equation is None or equation.primitive.name != name:
                 return False
             variable = equation.invars[0]
@@ -487,7 +485,7 @@ class Regions:
         }
         needed = (x for number in numbers for x in self._inputs_of[number])
         region.whole = all(x in made or x in operands for x in needed)
-        return any(self._name(number) not in MOVES for number in numbers)
+        return any(self.equations[number].primitive.name not in MOVES for number in numbers)
 
     def _find_last_read(self) -> None:
         results = self.program.returned

@@ -88,12 +88,8 @@ def _hopper_product(params: Any, ranks: Any, permutations: Any, options: Options
     for permutation in permutations:
         subscripts = subscripts.permuted(permutation)
         sharding = permuted_sharding(sharding, permutation)
-    options = Options(
-        options.implementation, named["precision"], named["preferred_element_type"],
-        max_sms=options.max_sms, cotangent_dtype=options.cotangent_dtype,
-        batch_invariant=options.batch_invariant, recipe=options.recipe,
-    )  # fmt: skip
-    return Product(subscripts, options, sharding)
+    of_dot = {name: named[name] for name in ("precision", "preferred_element_type")}
+    return Product(subscripts, replace(options, save_preactivation=True, **of_dot), sharding)
 
 
 @dataclass(frozen=True)
