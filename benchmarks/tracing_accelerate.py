@@ -73,7 +73,9 @@ def stack_of(arrays: Any) -> jax.ShapeDtypeStruct:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warm", action="store_true", help="keep the caches of this library")
