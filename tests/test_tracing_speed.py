@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_hopper_gemm import dispatch, gated_linear_unit, matmul, ragged_dot
+from jax_hopper_gemm import accelerate, dispatch, gated_linear_unit, matmul, ragged_dot
+from jax_hopper_gemm.dispatch import model
 from jax_hopper_gemm.fusion import jaxprs, memo
+from jax_hopper_gemm.gemm.problem import GemmProblem
+from jax_hopper_gemm.interop import fuse_jaxpr, wide
 from jax_hopper_gemm.lowering import route
 from jax_hopper_gemm.ops import settled
 
@@ -50,8 +53,24 @@ def layers(count):
     return step.trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.slow
-def test_sixteen_equal_layers_are_fused_routed_and_differentiated_as_often_as_two(monkeypatch):
+def accelerated_layers(count):
+    """The same in `jnp`, by `accelerate`."""
+
+    def loss(x, up, down, bias):
+        for _ in range(count):
+            hidden = jax.nn.gelu(x @ up + bias)
+            x = x + (hidden * (jnp.tanh(x @ up) * 2)) @ down
+        return jnp.sum(x.astype(jnp.float32))
+
+    shapes = (512, 256), (256, 1024), (1024, 256), (1024,)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    step = jax.jit(accelerate(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))))
+    return step.trace(*arrays).lower(lowering_platforms=("cuda",))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Returns how often a program's lowering calls functions, by their names."""
     counts = {}
 
     def counted(module, name):
@@ -63,18 +82,56 @@ def test_sixteen_equal_layers_are_fused_routed_and_differentiated_as_often_as_tw
 
         monkeypatch.setattr(module, name, call)
 
-    counted(route, "fuse")
-    counted(route, "make_plan")
-    counted(dispatch, "choose")
-    counted(jaxprs, "traced")
-    seen = []
-    for count in (2, 16):
-        jax.clear_caches()
-        counts.clear()
-        layers(count)
-        seen.append(dict(counts))
-    assert seen[0] == seen[1]
-    assert set(seen[0]) == {"fuse", "make_plan", "choose", "traced"}
+    def of(program, functions):
+        for module, name in functions:
+            counted(module, name)
+        seen = []
+        for count in (2, 16):
+            jax.clear_caches()
+            counts.clear()
+            program(count)
+            seen.append(dict(counts))
+        return seen
+
+    return of
+
+
+@pytest.mark.slow
+def test_sixteen_equal_layers_are_fused_routed_and_differentiated_as_often_as_two(calls):
+    functions = (route, "fuse"), (route, "make_plan"), (dispatch, "choose"), (jaxprs, "traced")
+    two, sixteen = calls(layers, functions)
+    assert two == sixteen
+    assert set(two) == {"fuse", "make_plan", "choose", "traced"}
+
+
+@pytest.mark.slow
+def test_accelerate_weighs_sixteen_equal_layers_as_often_as_two(calls):
+    functions = (route, "fuse"), (route, "make_plan"), (dispatch, "choose"), (wide, "traced")
+    two, sixteen = calls(accelerated_layers, functions)
+    assert two == sixteen
+    assert set(two) == {"fuse", "make_plan", "choose", "traced"}
+
+
+def test_a_region_that_two_rounds_find_is_weighed_once(monkeypatch):
+    weighed = []
+    launch = fuse_jaxpr._launch
+    monkeypatch.setattr(
+        fuse_jaxpr, "_launch", lambda e, region: weighed.append(region.content) or launch(e, region)
+    )
+    accelerated_layers(4)
+    assert weighed and len(set(weighed)) == len(weighed)
+
+
+def test_a_kernel_is_chosen_once_for_a_problem(monkeypatch):
+    weighed = []
+    consider = model.considered_specs
+    monkeypatch.setattr(
+        model, "considered_specs", lambda problem: weighed.append(problem) or consider(problem)
+    )
+    problem = GemmProblem.dense(1032, 776, 520)
+    for kernel_only in (False, True):
+        dispatch.choose(problem, dispatch.H200, kernel_only=kernel_only)
+    assert weighed == [problem]
 
 
 @pytest.mark.parametrize(

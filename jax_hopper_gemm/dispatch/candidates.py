@@ -17,7 +17,13 @@ from ..gemm import simt
 from ..gemm.dtypes import DTYPES, HALVES, RESULTS, converts
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import k_split
-from ..gemm.legality import GATHERABLE, type_violations, violations
+from ..gemm.legality import (
+    GATHERABLE,
+    configuration_violations,
+    memory_violations,
+    type_violations,
+    violations,
+)
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
 from .configs import (
@@ -116,6 +122,8 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
     as `RING_BEFORE_LOADS` remain. What is left goes to loads first, then to two more epilogue
     stages: a store is then read while the next is written.
     """
+    if not has_kernels(problem_type):
+        return None
     tile_k = config.k_bytes // DTYPES[problem_type.a_dtype].itemsize
     if problem_type.simt_width:
         spec = GemmSpec(
@@ -123,9 +131,9 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
             cluster_m=config.cluster_m, cluster_n=config.cluster_n, num_stages=simt.NUM_STAGES,
             tile_scheduler=config.tile_scheduler, split_k=config.split_k,
         )  # fmt: skip
-        return None if violations(spec) else spec
+        return None if configuration_violations(spec) else spec
     loads = problem_type.epilogue is not None and bool(problem_type.epilogue.loaded)
-    filled = []
+    narrow = None
     for epi_tile_n in _widths(config, loads):
         least = GemmSpec(
             **vars(problem_type), tile_m=config.tile_m, tile_n=config.tile_n, tile_k=tile_k,
@@ -135,10 +143,19 @@ def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:
             num_stages=MIN_STAGES, epi_tile_n=epi_tile_n, epi_stages=2,
             epi_load_stages=2 if loads else 0, split_k=config.split_k,
         )  # fmt: skip
-        if not violations(least):
-            filled.append(_filled(least))
-    worthwhile = (s for s in filled if s.num_stages > MIN_STAGES or s.epi_tile_n >= WIDE_EPI_TILE)
-    return next(worthwhile, None) or next(iter(filled), None)
+        if configuration_violations(least):
+            continue
+        spec = _filled(least)
+        if spec.num_stages > MIN_STAGES or spec.epi_tile_n >= WIDE_EPI_TILE:
+            return spec
+        narrow = narrow or spec
+    return narrow
+
+
+@lru_cache(maxsize=1024)
+def has_kernels(problem_type: ProblemType) -> bool:
+    """Whether some kernel runs problems of a type."""
+    return not any(type_violations(problem_type))
 
 
 def _widths(config: Config, loads: bool) -> tuple[int, ...]:
@@ -158,13 +175,14 @@ def _filled(least: GemmSpec) -> GemmSpec:
     room = (SMEM_LIMIT - least.smem_bytes) // least.stage_bytes
     spec = replace(least, num_stages=min(MAX_STAGES, MIN_STAGES + room))
     if any(operand.kind == "matrix" for operand in spec.graph.operands):
+        least_ring = min(RING_BEFORE_LOADS, spec.num_stages)
         for num_stages in (spec.num_stages, spec.num_stages - 1):
             deeper = replace(spec, num_stages=num_stages, epi_load_stages=LOAD_STAGES)
-            if num_stages >= min(RING_BEFORE_LOADS, spec.num_stages) and not violations(deeper):
+            if num_stages >= least_ring and not any(memory_violations(deeper)):
                 spec = deeper
                 break
     deeper = replace(spec, epi_stages=4)
-    return spec if not spec.graph.matrices or violations(deeper) else deeper
+    return spec if not spec.graph.matrices or any(memory_violations(deeper)) else deeper
 
 
 def worthwhile(spec: GemmSpec) -> bool:
@@ -235,7 +253,7 @@ def problem_types(
     choices = product(A_MAJORS, B_MAJORS, (None, *GATHERABLE[axis]))
     types = [ProblemType(dtype, dtype, d_dtype, a, b, graph, axis, rows) for a, b, rows in choices]
     types += [replace(kind, epilogue=graph and graph.transposed, d_major="m") for kind in types]
-    return [problem_type for problem_type in types if not any(type_violations(problem_type))]
+    return [*filter(has_kernels, types)]
 
 
 def measured_specs(device: Device) -> list[GemmSpec]:

@@ -32,6 +32,8 @@ from ..gemm.spec import PART_BUFFERS, GemmSpec, RasterOrder, TmaBox
 from .configs import RASTER_ORDERS
 from .device import Device
 
+ROUGH = RASTER_ORDERS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
+
 CYCLES_PER_NS = 1.755  # the clock under load; cycles below are of this clock
 LINE_BYTES = 128  # of L2; a row of a TMA box costs every line it touches
 L2_BYTES = 50e6
@@ -94,9 +96,21 @@ def estimate(
     problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, device: Device
 ) -> Estimate:
     """Returns the expected cost of `spec`'s kernel on `problem`."""
-    p, s = problem.as_stored(spec.d_major), spec
+    memory = memory_bytes(problem, spec, raster_order, device)
+    return _estimate(problem.as_stored(spec.d_major), spec, memory, device)
+
+
+def rough_estimate(problem: GemmProblem, spec: GemmSpec, device: Device) -> Estimate:
+    """Returns the same in the better one of `ROUGH`."""
+    memory = min(memory_bytes(problem, spec, order, device) for order in ROUGH)
+    return _estimate(problem.as_stored(spec.d_major), spec, memory, device)
+
+
+def _estimate(problem: GemmProblem, spec: GemmSpec, memory: float, device: Device) -> Estimate:
+    """Returns the expected cost where device memory moves so many bytes for A, B and D."""
+    p, s = problem, spec
     if s.simt_width:
-        return _simt_estimate(p, s, raster_order, device)
+        return _simt_estimate(p, s, memory, device)
     clusters, slots = _clusters(p, s), grid.max_clusters(s, device.num_sms)
     waves = grid.num_waves(clusters, s, device.num_sms)
     active_sms = _active_sms(p, s, device)
@@ -106,7 +120,7 @@ def estimate(
     partial, live = _partial_tiles(p, s)
     k_tile = (1 - partial) * _k_tile_cycles(math, load)
     k_tile += partial * _k_tile_cycles(live * math, load)
-    memory, occupancy = memory_bytes(p, s, raster_order, device), clusters / (waves * slots)
+    occupancy = clusters / (waves * slots)
     if s.split_k:
         tape = grid.k_split(p, s, device.num_sms)
         sm_ns = _split_cycles(p, s, device, tape, k_tile) / CYCLES_PER_NS
@@ -130,9 +144,7 @@ def estimate(
     )
 
 
-def _simt_estimate(
-    problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, device: Device
-) -> Estimate:
+def _simt_estimate(problem: GemmProblem, spec: GemmSpec, memory: float, device: Device) -> Estimate:
     """Returns the expected cost of a kernel for FMA units, which has not been fitted.
 
     An SM has 128 of them, which its CTAs share. Small tiles read more vectors of shared memory from
@@ -146,7 +158,7 @@ def _simt_estimate(
     products = s.tile_m * s.tile_n * s.tile_k * grid.num_k_tiles(p, s)
     loss = 1 + SIMT_LOSS * (128 / s.tile_m + 128 / s.tile_n)
     sm_ns = (busiest * products / FMA_UNITS * loss + EPILOGUE_CYCLES) / CYCLES_PER_NS
-    memory_ns = memory_bytes(p, s, raster_order, device) / MEMORY_BYTES_PER_NS
+    memory_ns = memory / MEMORY_BYTES_PER_NS
     return Estimate(
         ns=LAUNCH_NS + max(sm_ns, memory_ns),
         bound="device memory" if memory_ns > sm_ns else "FMA units",
@@ -215,12 +227,19 @@ def expected_pieces(mean: float, piece: int) -> float:
 
 def _clusters(problem: GemmProblem, spec: GemmSpec) -> int:
     """Returns the cluster tiles of D; those to expect where its rows are grouped."""
-    p, s = equal_groups(problem), spec
-    if mean := mean_rows(problem):
-        _, clusters_n = grid.cluster_grid(p, s)
-        pieces = expected_pieces(mean, s.tile_m * s.raster_m)
-        return round(pieces * p.l) * clusters_n
-    return grid.num_cluster_tiles(p, s)
+    return _pieces(problem, spec.tile_m * spec.raster_m, spec.d_tile_n * spec.raster_n)
+
+
+def _tiles(problem: GemmProblem, spec: GemmSpec) -> int:
+    return _pieces(problem, spec.tile_m, spec.d_tile_n)
+
+
+def _pieces(problem: GemmProblem, rows: int, columns: int) -> int:
+    """Returns the pieces of so many rows and columns that D is cut into."""
+    p = equal_groups(problem)
+    mean = mean_rows(problem)
+    along_m = round(expected_pieces(mean, rows) * p.l) if mean else grid.ceil_div(p.m, rows) * p.l
+    return along_m * grid.ceil_div(p.n, columns)
 
 
 def _active_sms(problem: GemmProblem, spec: GemmSpec, device: Device) -> int:
@@ -230,10 +249,6 @@ def _active_sms(problem: GemmProblem, spec: GemmSpec, device: Device) -> int:
     clusters = _clusters(problem, spec)
     waves = grid.num_waves(clusters, spec, device.num_sms)
     return grid.ceil_div(clusters, waves) * spec.cluster_size
-
-
-def _tiles(problem: GemmProblem, spec: GemmSpec) -> int:
-    return _clusters(problem, replace(spec, cluster_m=1, cluster_n=1))
 
 
 def _k_tiles(problem: GemmProblem, spec: GemmSpec) -> float:

@@ -57,8 +57,10 @@ def limit_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> li
 
 def split_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> list[str]:
     """Returns why a kernel that splits K is not considered where nothing has been measured."""
+    if not spec.split_k:
+        return []
     tiles, clusters = num_cluster_tiles(problem, spec), max_clusters(spec, device.num_sms)
-    if not spec.split_k or is_worth_splitting(tiles, clusters):
+    if is_worth_splitting(tiles, clusters):
         return []
     return [f"{tiles} clusters of tiles for {clusters} of SMs: nothing is gained by splitting K"]
 
@@ -82,6 +84,10 @@ def problem_violations(problem: GemmProblem) -> list[str]:
 
 def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
     """Returns why the kernel of `spec` cannot run `problem`; each is taken to be legal alone."""
+    return [*_type_differences(problem, spec), *extent_violations(problem, spec)]
+
+
+def _type_differences(problem: GemmProblem, spec: GemmSpec) -> list[str]:
     p, reasons = problem.as_stored(spec.d_major), []
     compiled, needed = ProblemType.of_spec(spec), ProblemType.of(p)
     for field in (f.name for f in fields(ProblemType) if f.name != "epilogue"):
@@ -92,7 +98,13 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
         reasons.append(
             f"the kernel's epilogue is {spec.graph.label}, the problem's {p.graph.label}"
         )
-    elif p.graph.needs_whole_rows and p.n > spec.d_tile_n:
+    return reasons
+
+
+def extent_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
+    """Returns why a kernel for problems of this type cannot run `problem`."""
+    p, reasons = problem.as_stored(spec.d_major), []
+    if spec.graph.needs_whole_rows and p.n > spec.d_tile_n:
         reasons.append(f"rows of {p.n} columns do not fit the kernel's tile of {spec.d_tile_n}")
     if spec.tile_m < spec.d_tile_m and p.m > spec.tile_m:
         reasons.append(f"{p.m} rows do not fit the kernel's tile of {spec.tile_m}")
@@ -101,7 +113,7 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
         reasons.append(f"{cluster_tiles} clusters of tiles, not under {limit}: split the product")
     if spec.split_k and (tape := cluster_tiles * num_k_tiles(p, spec)) >= MAX_TAPE:
         reasons.append(f"{tape} k-tiles of all tiles, not under {MAX_TAPE}: split the product")
-    if spec.zero_fill_warp and needed.grouped == "k":
+    if p.groups_k and spec.zero_fill_warp:
         reasons += _zero_violations(p, spec)
     return reasons
 

@@ -16,22 +16,19 @@ from ..gemm.grid import ceil_div
 from ..gemm.problem import TMA_ALIGNMENT, GemmProblem, MatrixLayout
 from ..gemm.spec import GemmSpec
 from .candidates import considered_specs
-from .configs import RASTER_ORDERS
 from .cost import (
     LAUNCH_NS,
     MEMORY_BYTES_PER_NS,
     Estimate,
-    estimate,
     mean_rows,
-    memory_bytes,
     pass_ns,
     roofline_ns,
+    rough_estimate,
 )
 from .device import Device
-from .legality import limit_violations, pairing_violations, split_violations
+from .legality import extent_violations, limit_violations, split_violations
 from .xla import Fit, features, fit_for
 
-ROUGH = RASTER_ORDERS[:2]  # enough to tell kernels apart; the winner's is then chosen among all
 # Rows or columns of D, not stored along K, up to which XLA won all measurements, by 2 to 30 %. Of
 # those along K a box holds no more than there are (`GemmSpec.short_boxes`).
 THIN = 16
@@ -63,16 +60,22 @@ def best_kernel(
 ) -> tuple[Best | None, list[str]]:
     """Returns the candidate of least expected cost, or None and the reasons against the last one.
 
-    Where `candidates` is None, they are all that the model may choose.
+    Candidates are kernels of the problem's type, or that of its transpose; None: all of these that
+    the model may choose.
     """
     if candidates is None:
-        candidates = considered_specs(problem)
+        return _best_of_all(problem, device)
     legal, reasons = _legal(problem, device, candidates)
     if not legal:
         return None, reasons
     low = [s for s in legal if not (_is_too_tall(problem, s) or _is_a_stream(problem, s))]
-    costs = (Best(spec, _rough_cost(problem, spec, device)) for spec in low or legal)
+    costs = (Best(spec, rough_estimate(problem, spec, device)) for spec in low or legal)
     return min(costs, key=_doubtful_ns), reasons
+
+
+@lru_cache(maxsize=4096)
+def _best_of_all(problem: GemmProblem, device: Device) -> tuple[Best | None, list[str]]:
+    return best_kernel(problem, device, considered_specs(problem))
 
 
 def _doubtful_ns(best: Best) -> float:
@@ -87,7 +90,7 @@ def _legal(
     reasons = ["no kernel has the registers and shared memory that the epilogue needs"]
     legal = []
     for spec in candidates:
-        against = pairing_violations(problem, spec) or limit_violations(problem, spec, device)
+        against = extent_violations(problem, spec) or limit_violations(problem, spec, device)
         against = against or split_violations(problem, spec, device)
         if against:
             reasons = against
@@ -109,11 +112,6 @@ def _is_a_stream(problem: GemmProblem, spec: GemmSpec) -> bool:
     """Whether a kernel for one row or column of tiles would run several of both."""
     p = problem.as_stored(spec.d_major)
     return spec.short_boxes and p.m > spec.tile_m and p.n > spec.d_tile_n
-
-
-def _rough_cost(problem: GemmProblem, spec: GemmSpec, device: Device) -> Estimate:
-    order = min(ROUGH, key=lambda order: memory_bytes(problem, spec, order, device))
-    return estimate(problem, spec, order, device)
 
 
 def xla_is_faster(problem: GemmProblem, cost: Estimate, device: Device) -> str | None:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.extend import core
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import Literal, Var, jaxpr_as_fun
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
@@ -41,10 +41,14 @@ def traced(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
 
 
 def spliced(equation: Any, closed: ClosedJaxpr) -> list[Any]:
-    """Returns the equations of a jaxpr without constants, to stand in the place of an equation."""
+    """Returns the equations of a jaxpr without constants, to stand in the place of an equation.
+
+    Their inner variables are new: one jaxpr may stand in many places.
+    """
     jaxpr = closed.jaxpr
     assert not jaxpr.constvars
     names = dict(zip(jaxpr.invars, equation.invars, strict=True))
+    names |= {x: Var(x.aval) for step in jaxpr.eqns for x in step.outvars}
     names |= dict(zip(jaxpr.outvars, equation.outvars, strict=True))
 
     def named(atoms: Sequence[Any]) -> list[Any]:

@@ -96,12 +96,18 @@ def max_accumulators(spec: GemmSpec) -> int:
 def violations(spec: GemmSpec) -> list[str]:
     """Returns every reason why no kernel is compiled for `spec`; empty when one can be."""
     policies = _simt_violations if spec.simt_width else _policy_violations
-    reasons = [*type_violations(ProblemType.of_spec(spec)), *policies(spec)]
+    if reasons := [*type_violations(ProblemType.of_spec(spec))]:
+        return [*reasons, *policies(spec)]
+    return configuration_violations(spec)
+
+
+def configuration_violations(spec: GemmSpec) -> list[str]:
+    """Returns the same of a spec for a type of problems that some kernel runs."""
     if spec.simt_width:
+        return [*_simt_violations(spec)]
+    if reasons := [*_policy_violations(spec)]:  # what follows does arithmetic on the fields
         return reasons
-    if reasons:  # what follows does arithmetic on the fields above
-        return reasons
-    checks = _register_violations, _epilogue_tile_violations, _group_violations, _memory_violations
+    checks = _register_violations, _epilogue_tile_violations, _group_violations, memory_violations
     return [reason for check in checks for reason in check(spec)]
 
 
@@ -462,7 +468,8 @@ def _gather_violations(spec: GemmSpec) -> Iterator[str]:
         yield f"tile_m {s.tile_m}: a thread has registers for the rows of 128"
 
 
-def _memory_violations(spec: GemmSpec) -> Iterator[str]:
+def memory_violations(spec: GemmSpec) -> Iterator[str]:
+    """Yields why shared memory does not hold a kernel's stages, nor barriers for them."""
     s = spec
     if s.num_stages < 2:
         yield f"num_stages {s.num_stages} is under 2"

@@ -7,7 +7,7 @@ A `GemmProblem` is plain integers and strings. It says nothing of tiles or devic
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
@@ -133,7 +133,7 @@ class GemmProblem:
         """The epilogue; where there is none, the graph that says so."""
         return self.epilogue or plain_graph(self.d_dtype)
 
-    @property
+    @cached_property
     def transposed(self) -> GemmProblem:
         """The same product as that of its transposes, B^T A^T = D^T; no array moves."""
         assert self.has_like_sides, self
@@ -147,7 +147,7 @@ class GemmProblem:
             indexed=others.get(p.indexed),
         )  # fmt: skip
 
-    @property
+    @cached_property
     def has_like_sides(self) -> bool:
         """Whether A and B may exchange roles: not with groups, two B's, scales or reductions."""
         p = self
@@ -162,7 +162,7 @@ class GemmProblem:
         """Whether there are two B's."""
         return self.graph.accumulators == 2
 
-    @property
+    @cached_property
     def loose_d(self) -> bool:
         """As in `GemmSpec`: whether lines of D are no multiples of 16 bytes, or so far apart."""
         if self.groups or self.simt:
@@ -216,7 +216,7 @@ class GemmProblem:
         products = 1 if self.groups else self.l
         return 2 * products * self.m * self.n * self.k * self.graph.accumulators
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Fewest bytes that device memory must move: inputs once, matrices of results once."""
         axis = self.groups.axis if self.groups else None
@@ -232,7 +232,7 @@ class GemmProblem:
         elements = (1 if axis == "m" else self.l) * self.m * self.n
         return inputs + elements * self.element_bytes
 
-    @property
+    @cached_property
     def element_bytes(self) -> int:
         """Bytes that an element of D moves: those of the results' and the operands' matrices."""
         stored = sum(DTYPES[result.dtype].itemsize for result in self.graph.matrices)

@@ -13,7 +13,7 @@ from typing import Any
 from jax import lax
 from jax.extend.core import Jaxpr
 
-from ..fusion.jaxprs import spliced, traced
+from ..fusion.jaxprs import spliced, traced_once
 from ..gemm.dtypes import DTYPES, HALVES
 
 _ROUNDED = {DTYPES[name].algorithm: name for name in HALVES}
@@ -21,11 +21,13 @@ _ROUNDED = {DTYPES[name].algorithm: name for name in HALVES}
 
 def with_rounded_operands(jaxpr: Jaxpr) -> Jaxpr:
     """Returns a jaxpr whose products have the operands that their algorithms multiply."""
+    if not any(map(_rounds, jaxpr.eqns)):
+        return jaxpr
     new: list[Any] = []
     for equation in jaxpr.eqns:
         dtype = _rounds(equation)
         new += [equation] if dtype is None else _rounded(equation, dtype)
-    return jaxpr if len(new) == len(jaxpr.eqns) else jaxpr.replace(eqns=new)
+    return jaxpr.replace(eqns=new)
 
 
 def _rounds(equation: Any) -> str | None:
@@ -38,9 +40,11 @@ def _rounds(equation: Any) -> str | None:
 
 
 def _rounded(equation: Any, dtype: str) -> Sequence[Any]:
-    def product(lhs: Any, rhs: Any) -> Any:
-        lhs, rhs = (lax.convert_element_type(x, dtype) for x in (lhs, rhs))
-        return equation.primitive.bind(lhs, rhs, **equation.params)
-
+    avals = [x.aval for x in equation.invars]
     with equation.ctx.manager:  # of its mesh
-        return spliced(equation, traced(product, *(x.aval for x in equation.invars)))
+        return spliced(equation, traced_once(_product, *avals, rounded=dtype, **equation.params))
+
+
+def _product(lhs: Any, rhs: Any, *, rounded: str, **params: Any) -> Any:
+    lhs, rhs = (lax.convert_element_type(x, rounded) for x in (lhs, rhs))
+    return lax.dot_general_p.bind(lhs, rhs, **params)

@@ -20,8 +20,9 @@ from ..lowering.route import Request, current_device, route
 from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
-from .kinds import CALLS, PRODUCTS, Along, Kind, is_inlined, kind_of
+from .kinds import CALLS, PRODUCTS, Along, is_inlined
 from .placement import in_place, updates_ordered
+from .program import Program
 from .regions import Region, Regions
 from .wide import Function, sum_dtype, widened
 
@@ -46,15 +47,24 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     if not any(equation.primitive in PRODUCTS for equation in equations):
         return list(equations), list(results)
     device = current_device()
-    equations, results = inlined(equations, results)
+    program = Program(*inlined(equations, results))
+    equations, results = program.equations, program.results
     alone: set[int] = set()
     apart: set[tuple[int, ...]] = set()
     unsummed: set[tuple[int, Along]] = set()
-    kinds: list[Kind] = [*map(kind_of, equations)]
+    known: dict[Any, tuple[Any, str | None]] = {}  # launches, and why not, of regions so far
+
+    def weighed(region: Region) -> tuple[Any, str | None]:
+        if (content := region.content) not in known:
+            launch = _launch(equations, region)
+            known[content] = launch, _refusal(equations, region, launch, device)
+        return known[content]
+
     while True:
-        regions = Regions(equations, results, alone, apart, unsummed, kinds)
-        launches = {x: _launch(equations, x) for x in regions.regions if x.whole}
-        refused = [x for x, launch in launches.items() if _refusal(equations, x, launch, device)]
+        regions = Regions(program, alone, apart, unsummed)
+        found = {x: weighed(x) for x in regions.regions if x.whole}
+        launches = {x: launch for x, (launch, _) in found.items()}
+        refused = [x for x, (_, reason) in found.items() if reason]
         refused += [x for x in regions.regions if not x.whole]
         if not refused:
             try:
@@ -102,7 +112,9 @@ def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any]
                 names.update({x: Var(x.aval) for x in outputs})
                 equation = equation.replace(source_info=within.source_info)
                 outputs = [names[x] for x in outputs]
-            new.append(equation.replace(invars=inputs, outvars=outputs))
+            if within or inputs != equation.invars:
+                equation = equation.replace(invars=inputs, outvars=outputs)
+            new.append(equation)
 
     add(equations)
     results = read(results)
@@ -209,7 +221,7 @@ def refusals(equations: Sequence[Any], results: Sequence[Any]) -> dict[int, str]
     """
     reasons: dict[int, str] = {}
     device = current_device()
-    for region in Regions(equations, results).regions:
+    for region in Regions(Program([*equations], [*results])).regions:
         if not region.whole:
             continue
         launch = _launch(equations, region)
@@ -246,6 +258,7 @@ class _Order:
 
     def __init__(self, regions: Regions, launches: dict[Region, Any], results: Sequence[Any]):
         self._regions, self._launches = regions, launches
+        self._makers = regions.program.makers
         self._region_of = {x: region for region in launches for x in region.outputs}
         self._within = {number: region for region in launches for number in region.products}
         self._done: set[Any] = set()  # variables
@@ -271,10 +284,10 @@ class _Order:
         entered: list[Region] = []
         while pending:
             variable, ready = pending.pop()
-            if variable in self._done or variable not in self._regions.makers:
+            if variable in self._done or variable not in self._makers:
                 continue
             region = self._region_of.get(variable)
-            number = self._regions.makers[variable]
+            number = self._makers[variable]
             equation = self._launches[region] if region else self._regions.equations[number]
             if ready:
                 self._emit(equation)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from typing import Literal as OneOf
+
+from jax import numpy as jnp
 
 from ..fusion.op_table import covered
 from ..gemm.dtypes import EPILOGUE, QUANTIZED, RESULTS, names
@@ -30,6 +33,8 @@ FUSED_BY_XLA = frozenset(
     }
 )  # fmt: skip
 PRODUCTS = (hopper_dot_p, hopper_ragged_dot_p)
+HELD = frozenset(map(jnp.dtype, EPILOGUE))  # with which kernels compute
+CONVERTED = HELD | frozenset(map(jnp.dtype, QUANTIZED))
 SUMS = names("sum")  # integers that products are, and nothing else in a kernel
 
 
@@ -41,13 +46,9 @@ def kind_of(equation: Any) -> Kind:
     if equation.effects or len(equation.outvars) != 1:
         return "other"
     avals = [x.aval for x in (*equation.invars, *equation.outvars)]
-    held = EPILOGUE + QUANTIZED if name == "convert_element_type" else EPILOGUE
-    if not all(_is_held(aval, held) for aval in avals):
+    held = CONVERTED if name == "convert_element_type" else HELD
+    if not all(getattr(aval, "dtype", None) in held for aval in avals) or _changes_meshes(avals):
         return "other"
-    if len({x.sharding.mesh for x in avals if not x.sharding.mesh.empty}) > 1:
-        return "other"  # It leads from Auto mesh axes into Explicit ones, or back.
-    if len({(x.sharding.spec.unreduced, x.sharding.spec.reduced) for x in avals}) > 1:
-        return "other"  # It adds up over devices, or leaves that open, where each would round.
     if name in LAYOUTS or (name == "transpose" and moves_units_alone(equation)):
         return "layout" if len(equation.invars) == 1 else "other"
     if name in ("reduce_sum", "reduce_max"):
@@ -66,9 +67,14 @@ def along_of(equation: Any) -> Along | None:
     return "rows" if axes == rows and equation.primitive.name == "reduce_sum" else None
 
 
-def _is_held(aval: Any, dtypes: tuple[str, ...]) -> bool:
-    """Whether the elements of an array are of one of these dtypes, with which kernels compute."""
-    return getattr(getattr(aval, "dtype", None), "name", None) in dtypes
+def _changes_meshes(avals: Sequence[Any]) -> bool:
+    """Whether an equation of these arrays is more than one for each device."""
+    shardings = [x.sharding for x in avals]
+    meshes = {x.mesh for x in shardings if not x.mesh.empty}
+    if len(meshes) > 1:  # It leads from Auto mesh axes into Explicit ones, or back.
+        return True
+    # It adds up over devices, or leaves that open, where each would round.
+    return bool(meshes) and len({(x.spec.unreduced, x.spec.reduced) for x in shardings}) > 1
 
 
 def _is_elementwise(equation: Any) -> bool:
@@ -114,7 +120,8 @@ def _is_open(closed: Any) -> bool:
 
 def meets(x: Any, equation: Any) -> bool:
     """Whether an input of an elementwise equation has an element for each one of the result."""
-    return _without_units(x) == _without_units(equation.outvars[0])
+    out = equation.outvars[0]
+    return x.aval.shape == out.aval.shape or _without_units(x) == _without_units(out)
 
 
 def _without_units(x: Any) -> list[Any]:

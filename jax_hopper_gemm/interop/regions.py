@@ -16,25 +16,17 @@ each row, as those of a softmax: its largest number and the sum of exp(x - large
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from math import prod
 from typing import Any
 
-from ..fusion.residuals import alive_after, variables
+from ..fusion.residuals import alive_after
 from ..gemm.dtypes import QUANTIZED, RESULTS
-from .kinds import (
-    FUSED_BY_XLA,
-    MOVES,
-    SUMS,
-    Along,
-    Kind,
-    along_of,
-    kind_of,
-    meets,
-    moves_units_alone,
-)
+from .kinds import FUSED_BY_XLA, MOVES, Along, Kind, along_of, moves_units_alone
+from .program import Program, converts_sums
 
 BOOL_BYTES = 3  # of a stored predicate: XLA makes it from a matrix that a kernel writes
 
@@ -66,6 +58,12 @@ class Region:
     sums: set[Along] = field(default_factory=set)
     whole: bool = True
 
+    @property
+    def content(self) -> Any:
+        """What tells a whole region from others of the same program."""
+        lists = self.products, self.outputs, self.kept, self.equations, self.operands
+        return *map(tuple, lists), frozenset(self.last_read), frozenset(self.sums)
+
 
 @dataclass
 class _Needs:
@@ -84,27 +82,25 @@ class Regions:
     """The regions of a program.
 
     Args:
-      equations: of a jaxpr.
-      results: what it returns.
+      program: the equations and results of a jaxpr.
       alone: numbers of products that stay without a region.
       apart: pairs of products that make no gate.
       unsummed: numbers of products whose regions do not reduce along these axes.
-      kinds: of the equations, if they are known.
     """
 
     def __init__(
         self,
-        equations: Sequence[Any],
-        results: Sequence[Any],
+        program: Program,
         alone: Iterable[int] = (),
         apart: Iterable[tuple[int, ...]] = (),
         unsummed: Iterable[tuple[int, Along]] = (),
-        kinds: Sequence[Kind] | None = None,
     ):
-        self.equations, self._results = equations, results
+        self.program = program
+        self.equations, self._inputs_of = program.equations, program.inputs
+        self._makers, self._uses = program.makers, program.uses
         self._alone, self._apart, self._unsummed = set(alone), set(apart), set(unsummed)
         self._before: dict[int, int] = {}  # by bit, the products that a product depends on
-        self._follow([*map(kind_of, equations)] if kinds is None else kinds)
+        self._follow()
         self._find_read()
         self._pair()
         self._give_owners()
@@ -114,29 +110,28 @@ class Regions:
 
     # What each variable depends on.
 
-    def _follow(self, kinds: Sequence[Kind]) -> None:
+    def _follow(self) -> None:
         """Finds each equation's kind here, and of each variable what it depends on."""
         self.kinds: list[Kind] = []
-        self.makers: dict[Any, int] = {}
         self._products: list[int] = []  # by bit
-        self._sources: dict[Any, set[Any]] = {}  # what a matrix without products is made of
+        self._without_products: set[Any] = set()  # matrices that kernels' kinds of equations make
         self._by_xla: set[int] = set()  # elementwise; what they compute is less to read than these
         self._depends: dict[Any, int] = {}  # on these products, in any way
         self._cone: dict[Any, int] = {}  # of these products, elementwise
         self._statistics: dict[Any, int] = {}  # made of reductions of what depends on these
-        self._inputs_of = [list(variables(equation.invars)) for equation in self.equations]
-        self._uses = uses = Counter(x for inputs in self._inputs_of for x in inputs)
-        for number, (kind, equation) in enumerate(zip(kinds, self.equations, strict=True)):
-            if kind == "other" and self._converts_sums(equation):
+        for number, kind in enumerate(self.program.kinds):
+            equation, inputs = self.equations[number], self._inputs_of[number]
+            if kind == "other" and self._converts_product(number):
                 kind = "elementwise"
             if kind == "product" and number in self._alone:
                 kind = "other"
-            inputs = self._inputs_of[number]
             depends = cone = statistics = 0
             for x in inputs:
                 depends |= self._depends.get(x, 0)
-                statistics |= self._statistics.get(x, 0)
-                if kind != "elementwise" or meets(x, equation):
+            if depends and kind != "other":
+                for x in inputs:
+                    statistics |= self._statistics.get(x, 0)
+                for x in self.program.met[number] if kind == "elementwise" else inputs:
                     cone |= self._cone.get(x, 0)
             if kind == "layout" and any(cone or self._kind(x) == "elementwise" for x in inputs):
                 moves = moves_units_alone(equation)
@@ -152,18 +147,15 @@ class Regions:
                 cone = 0
             if kind in ("elementwise", "layout") and not cone and _is_matrix(equation.outvars[0]):
                 (variable,) = equation.outvars
-                sources = set().union(*(self._sources.get(x, {x}) for x in inputs))
-                read_twice = kind == "elementwise" and uses[variable] > 1
-                if read_twice and _nbytes(variable) < sum(map(_nbytes, sources)):
+                read_twice = kind == "elementwise" and self._uses[variable] > 1
+                if read_twice and _nbytes(variable) < sum(map(_nbytes, self._sources(inputs))):
                     kind = "other"
                     self._by_xla.add(number)
                 else:
-                    self._sources[variable] = sources
+                    self._without_products.add(variable)
             self.kinds.append(kind)
-            for variable in equation.outvars:
-                self.makers[variable] = number
-                if depends:
-                    self._depends[variable] = depends
+            for variable in equation.outvars if depends else ():
+                self._depends[variable] = depends
                 if cone:
                     self._cone[variable] = cone
                 elif kind == "reduction" and along_of(equation) == "columns":
@@ -171,19 +163,40 @@ class Regions:
                 elif kind in ("elementwise", "layout") and statistics:
                     self._statistics[variable] = statistics
 
+    def _sources(self, made_of: Iterable[Any]) -> set[Any]:
+        """Returns what matrices without products are made of in the end."""
+        pending, seen = [*made_of], set[Any]()
+        while pending:
+            x = pending.pop()
+            if x not in seen:
+                seen.add(x)
+                pending += self._inputs(x) if x in self._without_products else ()
+        return seen - self._without_products
+
     def _kind(self, variable: Any) -> Kind:
-        number = self.makers.get(variable)
+        number = self._makers.get(variable)
         return "other" if number is None else self.kinds[number]
+
+    def _converts_product(self, number: int) -> bool:
+        """Whether an equation converts a product of integers to floats."""
+        if not converts_sums(self.equations[number]):
+            return False
+        return any(self._kind(x) == "product" for x in self._inputs_of[number])
+
+    def _not_met(self, number: int) -> list[Any]:
+        """Returns what an elementwise equation reads of other shapes than its result's."""
+        inputs, met = self._inputs_of[number], self.program.met[number]
+        return [] if met is inputs else [x for x in inputs if x not in met]
 
     def _reduces(self, variable: Any) -> Along | None:
         """Returns what a variable is a reduction of; None for one that is none."""
-        number = self.makers.get(variable)
+        number = self._makers.get(variable)
         if number is None or self.kinds[number] != "reduction":
             return None
         return along_of(self.equations[number])
 
-    def _inputs(self, variable: Any) -> list[Any]:
-        return self._inputs_of[self.makers[variable]]
+    def _inputs(self, variable: Any) -> tuple[Any, ...]:
+        return self._inputs_of[self._makers[variable]]
 
     # Variables that are arrays in memory, whatever computes them.
 
@@ -191,29 +204,26 @@ class Regions:
         """Finds what is stored in any case, and what XLA computes where it reads it."""
         read: dict[Any, None] = {}
         passing: dict[Any, None] = {}
-        for number, (kind, equation) in enumerate(zip(self.kinds, self.equations, strict=True)):
-            name = equation.primitive.name
+        for number, (kind, inputs) in enumerate(zip(self.kinds, self._inputs_of, strict=True)):
             if number in self._by_xla:
                 continue
-            for x in self._inputs_of[number]:
-                if kind == "elementwise" and meets(x, equation):
-                    continue
-                if kind == "layout" and self._kind(x) == "layout":
-                    continue
-                if kind == "reduction":
-                    continue
-                target = passing if kind == "other" and name in FUSED_BY_XLA else read
-                target[x] = None
             if kind == "reduction":
-                read.update(dict.fromkeys(equation.outvars))
-        read.update(dict.fromkeys(variables(self._results)))
+                inputs = self.equations[number].outvars
+            elif kind == "elementwise":
+                inputs = self._not_met(number)
+            elif kind == "layout":
+                inputs = [x for x in inputs if self._kind(x) != "layout"]
+            name = self.equations[number].primitive.name
+            in_passing = kind == "other" and name in FUSED_BY_XLA
+            (passing if in_passing else read).update(dict.fromkeys(inputs))
+        read.update(dict.fromkeys(self.program.returned))
         self._read = self._computed(read)
         self._passing = [x for x in self._computed(passing) if x not in read]
 
     def _computed(self, found: Iterable[Any]) -> dict[Any, None]:
         """Returns the variables that equations of kernels' kinds compute, in their order."""
         computed = [x for x in found if self._kind(x) != "other"]
-        return dict.fromkeys(sorted(computed, key=self.makers.__getitem__))
+        return dict.fromkeys(sorted(computed, key=self._makers.__getitem__))
 
     # Gates, and owners.
 
@@ -221,7 +231,7 @@ class Regions:
         """Makes a gate of two products of one array that meet in a variable."""
         self._region_of: dict[int, Region] = {}  # by bit
         for variable in self._read:
-            bits = [*_bits_of(self._cone.get(variable, 0))][:2]
+            bits = [*islice(_bits_of(self._cone.get(variable, 0)), 2)]
             if len(bits) < 2 or any(bit in self._region_of for bit in bits):
                 continue
             second, first = (self._products[bit] for bit in bits)
@@ -233,15 +243,6 @@ class Regions:
                 self._region_of.update(dict.fromkeys(bits, region))
         for bit, number in enumerate(self._products):
             self._region_of.setdefault(bit, Region((number,), 1 << bit))
-
-    def _converts_sums(self, equation: Any) -> bool:
-        """Whether an equation converts a product of integers to floats."""
-        if equation.primitive.name != "convert_element_type":
-            return False
-        made = (self.makers[x] for x in variables(equation.invars) if x in self.makers)
-        of_product = any(self.kinds[maker] == "product" for maker in made)
-        before, after = (x[0].aval.dtype.name for x in (equation.invars, equation.outvars))
-        return of_product and before in SUMS and after in RESULTS
 
     def _make_a_gate(self, first: int, second: int) -> bool:
         """Whether two products differ in their right operands alone."""
@@ -284,8 +285,10 @@ class Regions:
             if self._reduces(variable) == "columns":
                 (x,) = self._inputs(variable)
                 groups.setdefault(self._cone[x].bit_length(), []).append(variable)
+        if not groups:
+            return set()
         reader = {x: number for number, xs in enumerate(self._inputs_of) for x in xs}
-        results = set(variables(self._results))
+        results = self.program.returned
 
         def meets_rows_once(x: Any) -> bool:
             while x not in self._cone:
@@ -339,7 +342,7 @@ class Regions:
     def _sums_exponentials(self, variable: Any) -> bool:
         """Whether a variable is a sum of exp(x - y), for which a kernel need not know y."""
         for name in ("reduce_sum", "exp", "sub"):
-            equation = self.equations[self.makers[variable]] if variable in self.makers else None
+            equation = self.equations[self._makers[variable]] if variable in self._makers else None
             if equation is None or equation.primitive.name != name:
                 return False
             variable = equation.invars[0]
@@ -352,55 +355,57 @@ class Regions:
 
     # Variables that are stored for others.
 
-    def _slice(self, variable: Any, region: Region | None) -> Iterator[tuple[int, list[Any]]]:
-        """Yields the equations behind a variable, each with the inputs that are computed too.
+    def _slice(
+        self, wanted: Iterable[Any], region: Region | None
+    ) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """Yields the equations behind variables, each with the inputs that are computed too.
 
-        It ends at variables that are in memory, and at the products of the region.
+        It ends at other variables that are in memory, and at the products of the region.
         """
-        pending, seen = [variable], set()
-        while pending:
-            x = pending.pop()
-            if x in seen:
-                continue
-            seen.add(x)
-            inside = region is not None and self._inside(x, region)
-            kind = self._kind(x)
-            if kind == "other" or kind == "product":
-                continue
-            if x is not variable and x in self._stored and not inside:
-                continue
-            inputs = self._inputs(x)
-            yield self.makers[x], inputs
-            pending += inputs
+        seen: set[Any] = set()
+        for variable in wanted:
+            pending = [variable]
+            while pending:
+                x = pending.pop()
+                number = self._makers.get(x)
+                if number is None or self.kinds[number] in ("other", "product"):
+                    continue
+                if x is not variable:
+                    if x in seen:
+                        continue
+                    if x in self._stored and not (region and self._inside(x, region)):
+                        continue
+                seen.add(x)
+                inputs = self._inputs_of[number]
+                yield number, inputs
+                pending += inputs
 
     def _cut(self) -> None:
         """Chooses which variables of each region are stored for what others compute."""
         self._stored: set[Any] = set(self._read)
-        needs: dict[Region, _Needs] = {}
+        needs: defaultdict[Region, _Needs] = defaultdict(_Needs)
+        owned: dict[Region | None, list[Any]] = {}
         for variable in (*self._read, *self._passing):
-            owner = self._owner.get(variable)
+            owned.setdefault(self._owner.get(variable), []).append(variable)
+        for x in owned.get(None, ()):
+            if x not in self._stored and (region := self._last_region(x)):
+                needs[region].variables.add(x)
+        for owner, wanted in owned.items():
             bits = owner.bits if owner else 0
-            if owner is None:
-                self._need(needs, variable, None)
-            for number, inputs in self._slice(variable, owner):
+            for number, inputs in self._slice(wanted, owner):
                 (out,) = self.equations[number].outvars
-                reader = None if self._cone.get(out, 0) & bits else number
+                by_owner = self._cone.get(out, 0) & bits
                 for x in inputs:
-                    if not self._cone.get(x, 0) & bits:
-                        self._need(needs, x, reader)
+                    cone = self._cone.get(x, 0)
+                    if cone and not cone & bits and x not in self._stored:
+                        need = needs[self._region_of[cone.bit_length() - 1]]
+                        if by_owner:
+                            need.variables.add(x)
+                        else:
+                            need.equations.add(number)
         for region in sorted(needs, key=lambda region: region.bits):
             region.kept = self._least(region, needs[region])
             self._stored.update(region.kept)
-
-    def _need(self, needs: dict[Region, _Needs], variable: Any, number: int | None) -> None:
-        """Notes that a variable of a region is needed outside: by an equation, or as it is."""
-        if variable in self._stored or (region := self._last_region(variable)) is None:
-            return
-        need = needs.setdefault(region, _Needs())
-        if number is None:
-            need.variables.add(variable)
-        else:
-            need.equations.add(number)
 
     def _last_region(self, variable: Any) -> Region | None:
         """Returns that of the last product which a variable depends on elementwise."""
@@ -468,13 +473,12 @@ class Regions:
         region.outputs += [x for x in region.kept if x not in region.outputs]
         numbers: dict[int, None] = {}
         operands: dict[Any, None] = {}
-        for variable in region.outputs:
-            for number, inputs in self._slice(variable, region):
-                numbers[number] = None
-                for x in inputs:
-                    in_memory = self._kind(x) == "other" or x in self._stored
-                    if in_memory and not self._inside(x, region):
-                        operands[x] = None
+        for number, inputs in self._slice(region.outputs, region):
+            numbers[number] = None
+            for x in inputs:
+                in_memory = self._kind(x) == "other" or x in self._stored
+                if in_memory and not self._inside(x, region):
+                    operands[x] = None
         region.equations, region.operands = sorted(numbers), list(operands)
         made = {
             x for number in (*region.products, *numbers) for x in self.equations[number].outvars
@@ -484,7 +488,7 @@ class Regions:
         return any(self.equations[number].primitive.name not in MOVES for number in numbers)
 
     def _find_last_read(self) -> None:
-        results = set(variables(self._results))
+        results = self.program.returned
         readers = Counter(x for region in self.regions for x in region.operands)
         for region in self.regions:
             within = Counter(x for number in region.equations for x in self._inputs_of[number])
@@ -492,7 +496,7 @@ class Regions:
             multiplied = {x for number in region.products for x in self._inputs_of[number]}
             # NOTE: a kernel reads what it multiplies until its last tile is stored.
             for x in [x for x in region.operands if x not in multiplied]:
-                last = self._uses[x] == within[x] if x in self.makers else updates
+                last = self._uses[x] == within[x] if x in self._makers else updates
                 if last and readers[x] == 1 and x not in results:
                     region.last_read.add(x)
 

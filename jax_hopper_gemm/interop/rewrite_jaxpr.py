@@ -21,7 +21,7 @@ from jax.extend import linear_util as lu
 from jax.extend.core import Jaxpr, jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from ..fusion.jaxprs import spliced, traced
+from ..fusion.jaxprs import spliced, traced_once
 from ..gemm.dtypes import HALVES, multiply, results_of
 from ..gemm.product import Options
 from ..gemm.recipes import ByRecipe
@@ -179,6 +179,8 @@ def _rows_apart(equation: Any, transposes: Sequence[Any]) -> str | None:
     A result that is smaller than an operand may have it: the larger array is not moved for it,
     which saved 5 %.
     """
+    if _shrinks(equation):
+        return None
     request = request_of(as_hopper_dot(equation, Options(), transposes))
     if request.symbolic:
         return None
@@ -187,9 +189,7 @@ def _rows_apart(equation: Any, transposes: Sequence[Any]) -> str | None:
         apart = len(subscripts.contracted) > 1
     else:
         apart = gemm.problem.l != prod(request.extents[x] for x in subscripts.batch)
-    if not apart or _shrinks(equation):
-        return None
-    return ROWS_APART
+    return ROWS_APART if apart else None
 
 
 def _shrinks(equation: Any) -> bool:
@@ -268,18 +268,17 @@ def _of_halves(equation: Any) -> bool:
 
 def _ragged(equation: Any, rewriting: Rewriting) -> list[Any]:
     """Returns the equations of our product that replace a ragged one of JAX."""
-    params = equation.params
-
-    def product(lhs: Any, rhs: Any, sizes: Any) -> jax.Array:
-        return ragged_dot_general(
-            lhs, rhs, sizes, params["ragged_dot_dimension_numbers"], params["precision"],
-            params["preferred_element_type"], out_sharding=_out_sharding(equation),
+    avals, params = [atom.aval for atom in equation.invars], equation.params
+    with equation.ctx.manager:
+        closed = traced_once(
+            ragged_dot_general, *avals,
+            ragged_dot_dimension_numbers=params["ragged_dot_dimension_numbers"],
+            precision=params["precision"], preferred_element_type=params["preferred_element_type"],
+            out_sharding=_out_sharding(equation),
             recipe=rewriting.recipe if _of_halves(equation) else None,
             implementation=rewriting.implementation,
         )  # fmt: skip
-
-    with equation.ctx.manager:
-        return spliced(equation, traced(product, *(atom.aval for atom in equation.invars)))
+        return spliced(equation, closed)
 
 
 def _entered(equation: Any, rewriting: Rewriting, weights: Weights) -> Any:

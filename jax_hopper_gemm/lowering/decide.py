@@ -11,10 +11,12 @@ from math import prod
 from typing import Any
 
 from ..dispatch import Device, pass_ns
+from ..fusion.jaxprs import ClosedJaxpr
+from ..fusion.memo import memoised
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k, weights_in_order
 from .origins import Origin
-from .route import Request, Route, reads_any_major, route
+from .route import Request, Route, read_for, reads_any_major, route
 
 MIN_ROWS_WRITTEN = 1024  # for which XLA writes weights in 16 bits, that a kernel could convert
 WRITTEN_MARGIN = 1.1  # of the expected times, which were not fitted to kernels that convert
@@ -54,6 +56,20 @@ def decide(
       request: of the operands as they are.
       origins: of the left operand, and of the right one or of gate and up.
     """
+    read = read_for(request, device)
+    return _decided(request.function, request, origins, device, kernel_only, read)
+
+
+@memoised
+def _decided(
+    function: ClosedJaxpr | None,
+    request: Request,
+    origins: Sequence[Origin],
+    device: Device,
+    kernel_only: bool,
+    read: tuple[Any, ...],
+) -> Decision:
+    """Returns the same; `function` is the request's, `read` is `read_for`."""
     forms = forms_of(request, origins)
     routes: list[Route] = []
     for form in forms:

@@ -101,16 +101,17 @@ class Source:
 
 def source_of(value: Any, world: World) -> Source:
     """Returns where an operand comes from."""
-    stored, permutation = value, None
-    if (step := world.step(value)) and step.kind == "transpose":
+    stored, permutation, step = value, None, world.step(value)
+    if step and step.kind == "transpose":
         stored, permutation = step.source, step.permutation
-    if (step := world.step(stored)) and step.kind == "widen":
+        step = world.step(stored)
+    if step and step.kind == "widen":
         origin = Origin(permutation, widened=step.widened)
         return Source(origin, stored, narrow=step.source, scale=step.scale)
-    if rows := _picking(stored, world):
+    if rows := _picking(stored, step, world):
         origin = Origin(permutation, picked_of=world.shape(rows.source)[0])
         return Source(origin, stored, rows.source, rows.indices)
-    if part := _indexing(stored, world):
+    if part := _indexing(stored, step, world):
         origin = Origin(permutation, stack=world.shape(part.source)[0])
         return Source(origin, stored, part.source, part.indices)
     return Source(Origin(permutation, layout=_layout(value, world)), stored)
@@ -132,25 +133,28 @@ def _layout(value: Any, world: World) -> tuple[int, ...] | None:
         if (x, order) in seen:
             continue
         seen.add((x, order))
-        step = world.step(x)
-        if step and step.kind == "transpose":
+        if sources := world.element_sources(x):
+            pending += [(source, order) for source in sources[::-1]]
+        elif (step := world.step(x)) and step.kind == "transpose":
             order = tuple(order[step.permutation.index(axis)] for axis in own)
             pending.append((step.source, order))
-        elif sources := world.element_sources(x):
-            pending += [(source, order) for source in sources[::-1]]
+        elif order == own:
+            return None
         else:
             orders.append(order)
-    if not orders or own in orders or orders[0][-1] != own[-1]:
+    if not orders or orders[0][-1] != own[-1]:
         return None
     return orders[0]
 
 
-def _picking(value: Any, world: World) -> Step | None:
+def _picking(value: Any, step: Step | None, world: World) -> Step | None:
     """Returns the step that picks the rows which a value is, if it is such.
 
     `jax.vmap` may have given them further axes, and taken these away again.
     """
-    step, shape = world.step(value), world.shape(value)
+    if step is None:
+        return None
+    shape = world.shape(value)
     while step and step.kind == "reshape":
         value = step.source
         step = world.step(value)
@@ -159,9 +163,8 @@ def _picking(value: Any, world: World) -> Step | None:
     return step if step and step.kind == "rows" and world.shape(value) == shape else None
 
 
-def _indexing(value: Any, world: World) -> Step | None:
+def _indexing(value: Any, reshape: Step | None, world: World) -> Step | None:
     """Returns the step that cuts the one array that a value is out of a stack, as `stack[i]`."""
-    reshape = world.step(value)
     if reshape is None or reshape.kind != "reshape":
         return None
     part = world.step(reshape.source)
@@ -184,20 +187,21 @@ class MlirValues:
 
     def step(self, value: Any) -> Step | None:
         operation = value.owner
-        if not hasattr(operation, "attributes"):  # a block, of which the value is an argument
+        attributes = getattr(operation, "attributes", None)
+        if attributes is None:  # a block, of which the value is an argument
             return None
-        if ROWS in operation.attributes:
+        if ROWS in attributes:
             return _picked_by(operation)
-        if WIDENED in operation.attributes:
+        if WIDENED in attributes:
             return _widened_by(operation)
-        if operation.name == "stablehlo.convert":
+        name = operation.name
+        if name == "stablehlo.convert":
             return _converted_by(operation)
-        if operation.name == "stablehlo.transpose":
-            permutation = tuple(operation.attributes["permutation"])
-            return Step("transpose", operation.operands[0], permutation)
-        if operation.name == "stablehlo.reshape":
+        if name == "stablehlo.transpose":
+            return Step("transpose", operation.operands[0], tuple(attributes["permutation"]))
+        if name == "stablehlo.reshape":
             return Step("reshape", operation.operands[0])
-        if operation.name == "stablehlo.dynamic_slice":
+        if name == "stablehlo.dynamic_slice":
             return _sliced_by(operation)
         return None
 
@@ -208,8 +212,8 @@ class MlirValues:
             return self._called(operation, ir.OpResult(value).result_number)
         if name not in _ELEMENTWISE:
             return []
-        values = list(operation.operands)[1 if name == "stablehlo.select" else 0 :]
-        alike = (x for x in values if self.shape(x) == self.shape(value))
+        values, shape = list(operation.operands), self.shape(value)
+        alike = (x for x in values[name == "stablehlo.select" :] if self.shape(x) == shape)
         return [x for x in alike if getattr(x.owner, "name", None) not in SPREAD]
 
     def _called(self, call: Any, number: int) -> list[Any]:

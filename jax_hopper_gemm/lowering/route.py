@@ -167,13 +167,19 @@ def route(request: Request, device: dispatch.Device, *, kernel_only: bool = Fals
     """
     if reason := _request_violation(request):
         return Route("xla", reason, "unsupported")
+    read = read_for(request, device)
     device = device.limited_to(request.options.max_sms)
-    tables = dispatch.tables_of(replace(device, comm_overlap=False))
-    invariant = request.options.batch_invariant
-    read = dispatch.choose_invariant if invariant else dispatch.choose, tables
     # With block scales XLA would multiply float32 numbers.
-    kernel_only = kernel_only or invariant or request.blocks is not None
+    kernel_only = kernel_only or request.options.batch_invariant or request.blocks is not None
     return _route(request.function, request, device, kernel_only, read)
+
+
+def read_for(request: Request, device: dispatch.Device) -> tuple[Any, ...]:
+    """Returns the function that chooses a product's kernel, and the tables that it reads."""
+    invariant = request.options.batch_invariant
+    whole = replace(device.limited_to(request.options.max_sms), comm_overlap=False)
+    choose = dispatch.choose_invariant if invariant else dispatch.choose
+    return choose, dispatch.tables_of(whole)
 
 
 @memoised
@@ -184,7 +190,7 @@ def _route(
     kernel_only: bool,
     read: tuple[Any, ...],
 ) -> Route:
-    """Returns the same; `read` is the function that chooses, and the tables that it reads."""
+    """Returns the same; `read` is `read_for`."""
     choose, _ = read
     fusion, found_roles = None, None
     try:

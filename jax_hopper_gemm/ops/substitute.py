@@ -17,6 +17,7 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
+from ..fusion.memo import memoised
 from ..gemm.product import Options, Product
 from ..gemm.recipes import ByRecipe
 from ..gemm.subscripts import Subscripts
@@ -70,14 +71,25 @@ def as_hopper_dot(equation: Any, options: Options, transposes: Sequence[Any] = (
 
     It takes implementation, dtype of cotangents and recipe from the `options`.
     """
-    final = _product(equation, transposes, *(atom.aval for atom in equation.invars))
-    options = Options(
-        options.implementation, final.precision, equation.params["preferred_element_type"],
-        cotangent_dtype=options.cotangent_dtype, recipe=options.recipe,
-    )  # fmt: skip
-    params = {"product": Product(final.subscripts, in_contexts(options), final.out_sharding)}
+    permutations = tuple(transpose.params["permutation"] for transpose in transposes)
+    ranks = tuple(atom.aval.ndim for atom in equation.invars)
+    params = tuple(equation.params.items())
+    product = _hopper_product(params, ranks, permutations, in_contexts(options))
     outvars = [equation, *transposes][-1].outvars
-    return equation.replace(primitive=hopper_dot_p, params=params, outvars=outvars)
+    return equation.replace(primitive=hopper_dot_p, params={"product": product}, outvars=outvars)
+
+
+@memoised
+def _hopper_product(params: Any, ranks: Any, permutations: Any, options: Options) -> Product:
+    """Returns the product of a `dot_general` with these parameters, and of transposes after it."""
+    named = dict(params)
+    subscripts = Subscripts.of_dot_general(named["dimension_numbers"], *ranks)
+    sharding = named["out_sharding"]
+    for permutation in permutations:
+        subscripts = subscripts.permuted(permutation)
+        sharding = permuted_sharding(sharding, permutation)
+    of_dot = {name: named[name] for name in ("precision", "preferred_element_type")}
+    return Product(subscripts, replace(options, save_preactivation=True, **of_dot), sharding)
 
 
 @dataclass(frozen=True)
