@@ -137,7 +137,7 @@ def test_a_fused_multiply_add_is_rounded_once():
         a, b, c, arithmetic.fma(a, b, c), arithmetic.fma(a, b, c, down=True), strict=True
     ):
         exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
-        others = np.nextafter(got, np.float32([-np.inf, np.inf]))
+        others = np.nextafter(got, np.array([-np.inf, np.inf], np.float32))
         error = abs(Fraction(float(got)) - exact)
         assert all(error <= abs(Fraction(float(other)) - exact) for other in others)
         assert Fraction(float(down)) <= exact < Fraction(float(np.nextafter(down, np.float32(9))))

@@ -6,7 +6,7 @@ a copy or a wgmma is done at once (a TMA store as late as it may be), and fences
 ptxas makes of the PTX is not run.
 
     python -m pytest -m gpu --ptx tests/gpu/test_loose_kernels.py -k 128x64     # tests of a GPU
-    PYTHONPATH=tests python -m support.ptx SPEC M N K                           # any kernel
+    PYTHONPATH=tests:benchmarks python -m support.ptx SPEC M N K                # any kernel
 
 `parse` reads the text, `decode` makes Python functions of it (`arithmetic`, `accesses`,
 `matrices`, `tensor`, `gates`), `machine` runs them on `lanes` and `memory`, and `gpu` takes the
