@@ -1,6 +1,9 @@
 """Tests that need a Hopper GPU. Elsewhere the whole folder is skipped, and says why.
 
 A green run writes `verified.json`: the cubins whose results it has checked.
+
+With `--ptx` the CPU runs the kernels' PTX in place of a GPU (`support.ptx`), in tests that launch
+kernels themselves; others are skipped, and nothing counts as verified.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 from support import verified
 from support.gpu import CudaError, Gpu
+from support.ptx.gpu import PtxGpu
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
@@ -31,14 +35,21 @@ def why_not() -> str | None:
     return None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ptx", action="store_true", help="run kernels' PTX on the CPU")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ours = [item for item in items if HERE in item.path.parents]
-    reason = why_not() if ours else None
+    on_ptx = config.getoption("--ptx", False)
+    reason = why_not() if ours and not on_ptx else None
     for item in ours:
         item.add_marker(pytest.mark.gpu)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+        elif on_ptx and "gpu" not in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.skip(reason="XLA runs it, on a GPU"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,13 +58,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     checked = session.config.stash[CHECKED]
-    if exitstatus == 0 and checked:
+    if exitstatus == 0 and checked and not session.config.getoption("--ptx", False):
         verified.merge(VERIFIED, checked, Gpu().name)
 
 
-@pytest.fixture(scope="session")
-def gpu() -> Gpu:
-    return Gpu()
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> Gpu | PtxGpu:
+    return PtxGpu() if request.config.getoption("--ptx", False) else Gpu()
 
 
 @pytest.fixture

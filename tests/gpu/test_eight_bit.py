@@ -44,31 +44,8 @@ def test_grouped_kernel_is_right_at_its_edges(spec, gpu, checked):
 @pytest.mark.parametrize("spec", BLOCKS, ids=lambda spec: spec.name)
 def test_block_scales_are_multiplied_in(spec, gpu, checked):
     for seed, (problem, raster_order) in enumerate(cases.edge_problems(spec, FEW_SMS)):
-        check_scaled(gpu, spec, problem, raster_order, seed)
+        outcome.check_scaled(gpu, spec, problem, raster_order, seed, FEW_SMS, repeats=3)
     checked(spec)
-
-
-def check_scaled(gpu, spec, problem, raster_order, seed, num_sms=FEW_SMS):
-    """Runs a kernel with block scales on integers and on others, and checks all that it wrote."""
-    assert problem_violations(problem) + pairing_violations(problem, spec) == []
-    for make in (cases.integer_inputs, cases.normal_inputs):
-        inputs = cases.scale_inputs(problem, make(problem, seed), seed)
-        (result,) = trial.run_all(gpu, problem, spec, raster_order, inputs, 3, num_sms)
-        a, b = reference.scaled(problem, inputs)
-        exact, magnitude = reference.product(a, b), reference.magnitude(a, b)
-        bound = tolerance.error_bound(
-            exact, magnitude, problem.k, spec.d_dtype, "promoted", spec.a_dtype
-        )
-        if make is cases.integer_inputs:
-            expected = cast(exact.astype(np.float32), spec.d_dtype)
-            wrong = np.argwhere(~same(result, expected))
-            assert wrong.size == 0, f"{len(wrong)} elements, {wrong[0]}: {spec.name} {problem}"
-        else:
-            inside = np.abs(exact) + bound < 400  # a cast to 8 bits overflows beyond
-            bounds.assert_within(
-                np.where(inside, result.astype(np.float64), 0), np.where(inside, exact, 0),
-                bound, f"{spec.name} on {problem}",
-            )  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: spec.name)
@@ -82,7 +59,7 @@ def test_kernel_splits_k_nests_batches_and_ends_boxes(spec, gpu, checked):
         problems = cases.short_problems(spec)
     for seed, (problem, raster_order) in enumerate(problems):
         if spec.a_block:
-            check_scaled(gpu, spec, problem, raster_order, seed, num_sms)
+            outcome.check_scaled(gpu, spec, problem, raster_order, seed, num_sms, repeats=3)
         else:
             outcome.check(gpu, spec, problem, raster_order, seed, num_sms, repeats=3)
     checked(spec)

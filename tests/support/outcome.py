@@ -62,6 +62,34 @@ def check(
         assert_within_bound(problem, spec, inputs, results, what)
 
 
+def check_scaled(
+    gpu: Gpu,
+    spec: GemmSpec,
+    problem: GemmProblem,
+    raster_order: RasterOrder,
+    seed: int,
+    num_sms: int | None = None,
+    repeats: int = 1,
+) -> None:
+    """The same of a kernel with block scales, on integers and on other numbers; see `check`."""
+    assert problem_violations(problem) + pairing_violations(problem, spec) == []
+    what = f"{spec.name} on {problem} along {raster_order}"
+    for make in (cases.integer_inputs, cases.normal_inputs):
+        inputs = cases.scale_inputs(problem, make(problem, seed), seed)
+        (result,) = run_all(gpu, problem, spec, raster_order, inputs, repeats, num_sms)
+        a, b = reference.scaled(problem, inputs)
+        exact, magnitude = reference.product(a, b), reference.magnitude(a, b)
+        if make is cases.integer_inputs:
+            assert_exact([result], [cast(exact.astype(np.float32), spec.d_dtype)], what)
+            continue
+        bound = tolerance.error_bound(
+            exact, magnitude, problem.k, spec.d_dtype, "promoted", spec.a_dtype
+        )
+        inside = np.abs(exact) + bound < 400  # a cast to 8 bits overflows beyond
+        found = np.where(inside, result.astype(np.float64), 0)
+        bounds.assert_within(found, np.where(inside, exact, 0), bound, what)
+
+
 def exact(problem: GemmProblem, spec: GemmSpec, inputs: Inputs) -> list[np.ndarray]:
     """Returns the one right content of each array that the kernel writes, for small integers."""
     sums = [reference.integer_product(inputs.a, b, np.dtype(np.float32)) for b in inputs.b]

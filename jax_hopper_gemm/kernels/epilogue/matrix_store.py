@@ -177,7 +177,10 @@ class LooseView(StagingView):
         left = select_(column < coords.n, coords.m - row, Int32(0))  # rows from the thread's first
         at = Int64(coords.batch) * d.batch_stride + Int64(row) * d.stride + column
         address, step = d.pointer.toint() + at * (width // 8), Int64(d.stride) * (rows * width // 8)
-        bits = cute.recast_tensor(self.sD, BITS[width])
+        # NOTE: `cute.recast_tensor` forgets how a pointer swizzles.
+        swizzle = self.matrix.staged_layout().inner
+        pointer = cute.recast_ptr(self.sD.iterator, swizzle, BITS[width])
+        bits = cute.make_tensor(pointer, self.sD.layout)
         for i in range(0, EPI_TILE_M, rows):
             gpu.store_where(left > i, address, bits[self.row + i, self.column, buffer])
             address = address + step
