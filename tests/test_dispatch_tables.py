@@ -19,9 +19,7 @@ from jax_hopper_gemm.dispatch import (
     load_table,
     table_specs,
 )
-from jax_hopper_gemm.dispatch import (
-    table as tables,
-)
+from jax_hopper_gemm.dispatch import table as tables
 from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.table import (
     Entry,

@@ -21,13 +21,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from chip import device
-from fake_driver.harness import (
-    FAKE_STREAM,
-    NAME,
-    Driver,
-    Launcher,
-    compile_library,
-)
+from fake_driver.harness import FAKE_STREAM, NAME, Driver, Launcher, compile_library
 from support.cubin_samples import SPEC
 from support.launches_on_cpu import parameter_bytes
 from support.random_calls import Call, random_calls

@@ -245,8 +245,7 @@ EACH = jnp.asarray([[2, 0, 5], [0, 1, 0], [4, 4, 4]], np.int32)
 @pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, axes, sizes, save_preactivation",
-    [(*case, i % 2 == 0) for i, case in enumerate(MAPPED)],
+    "name, axes, sizes, save_preactivation", [(*case, i % 2 == 0) for i, case in enumerate(MAPPED)]
 )
 def test_vmap_and_derivatives_commute(name, axes, sizes, save_preactivation):
     ours, _, args = model(name, {"save_preactivation": save_preactivation})

@@ -162,9 +162,6 @@ def test_scan_carries_products_and_their_gradients():
 def test_checkpoint_policies_see_our_products(policy, subscripts, products):
     extents = {"l": 2, "m": 3, "k": 4, "n": 5}
     x, y = (integers(tuple(extents[c] for c in s)) for s in subscripts.split("->")[0].split(","))
-    block = jax.checkpoint(
-        lambda x, y: jnp.sin(jhg.einsum(subscripts, x, y)).sum(),
-        policy=policy,
-    )
+    block = jax.checkpoint(lambda x, y: jnp.sin(jhg.einsum(subscripts, x, y)).sum(), policy=policy)
     program = str(jax.make_jaxpr(jax.value_and_grad(block, (0, 1)))(x, y))
     assert program.count("hopper_dot[") == products

@@ -87,11 +87,7 @@ CASES = [
         ValueError,
         "einsum: 3 operands came with an epilogue, which follows a product of two",
     ),
-    (
-        lambda: jhg.einsum("mk,nk->mn", A, B),
-        ValueError,
-        "einsum: 'k' in 'mk,nk->mn' is 64 and 32",
-    ),
+    (lambda: jhg.einsum("mk,nk->mn", A, B), ValueError, "einsum: 'k' in 'mk,nk->mn' is 64 and 32"),
     (
         lambda: jhg.einsum("lmk,kn,k->mn", A, B),
         ValueError,

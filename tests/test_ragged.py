@@ -349,10 +349,7 @@ def test_vmap_of_grad_and_grad_of_vmap_follow_a_loop(subscripts, axes):
 
     of_sum = jax.grad(lambda *args: jax.vmap(loss, axes)(*args).sum(), (0, 1))
     ours = jax.jit(lambda *args: (jax.vmap(jax.grad(loss, (0, 1)), axes)(*args), of_sum(*args)))
-    theirs = (
-        (np.stack(lhs), np.stack(rhs)),
-        (together(lhs, axes[0]), together(rhs, axes[1])),
-    )
+    theirs = ((np.stack(lhs), np.stack(rhs)), (together(lhs, axes[0]), together(rhs, axes[1])))
     jax.tree.map(np.testing.assert_array_equal, ours(*args), theirs)
 
 

@@ -112,8 +112,7 @@ def _integer_pow(x: Range, exponent: int) -> Range:
         # The power comes first, in float32; then it divides 1.
         power = Node("integer_pow", (0,), (-exponent,))
         return _quotients(
-            point(1.0),
-            widened(_integer_pow(x, -exponent), error_of(power, "accurate"), [x]),
+            point(1.0), widened(_integer_pow(x, -exponent), error_of(power, "accurate"), [x])
         )
     base = _absolute(x) if exponent % 2 == 0 else x
     return Range(*(end**exponent for end in base))
