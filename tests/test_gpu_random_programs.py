@@ -10,13 +10,11 @@ from typing import Any
 import jax
 import pytest
 
-from jax_hopper_gemm.interop import fuse_jaxpr
-
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("launcher")]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+def script(monkeypatch: pytest.MonkeyPatch, all_fused: None) -> Any:
     path = Path(__file__).parent / "gpu" / "random_programs.py"
     spec = importlib.util.spec_from_file_location("random_programs", path)
     assert spec and spec.loader
@@ -24,7 +22,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     spec.loader.exec_module(module)
-    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
     return module
 
 
