@@ -21,8 +21,9 @@ from support.graphs import EIGHT_BIT, STANDARD
 
 from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.gemm.dtypes import RESULTS
-from jax_hopper_gemm.gemm.legality import type_violations, violations
+from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType
+from jax_hopper_gemm.gemm.type_legality import type_violations
 
 # Every value of every field; A and B have one dtype, the cluster's two extents are one choice.
 # A policy that is added here is tested with all the others.
