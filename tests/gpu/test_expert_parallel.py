@@ -21,6 +21,7 @@ from moe_programs import (
     ragged_dot_specs,
     ragged_dot_step,
 )
+from repeats import assert_same_bits
 from support.bounds import assert_within_bound
 from support.grouped_programs import contraction, rows_product
 
@@ -96,10 +97,7 @@ def test_exchanged_rows_have_the_bits_of_one_gpu(program, exchange, mesh):
 def test_results_have_the_same_bits_in_20_repeats(exchange, mesh):
     given = placed(mesh, SPREAD.arguments())
     step = jax.jit(lambda *args: SPREAD.spread(mesh, exchange, *args))
-    first = [np.asarray(x).view("u2") for x in step(*given)]
-    for _ in range(20):
-        for one, other in zip(first, step(*given), strict=True):
-            assert np.array_equal(one, np.asarray(other).view("u2"))
+    assert_same_bits(step, given)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
