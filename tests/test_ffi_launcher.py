@@ -29,18 +29,11 @@ from support.random_calls import Call, random_calls
 
 from jax_hopper_gemm.dispatch import H200, choose, problem_violations
 from jax_hopper_gemm.dispatch.layout_legality import MAX_EXTENT
+from jax_hopper_gemm.gemm.group_search import SPAN_EXTENT
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch import ffi_target
-from jax_hopper_gemm.launch.plan import (
-    SPAN_EXTENT,
-    Int32,
-    LaunchPlan,
-    Pointer,
-    TensorMap,
-    Workspace,
-    make_plan,
-)
+from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap, Workspace, make_plan
 from jax_hopper_gemm.lowering.call import custom_calls
 
 OUT_OF_MEMORY, LAUNCH_FAILED, CAPTURE_INVALIDATED, UNNAMED = 2, 719, 901, 12345  # CUresult

@@ -23,21 +23,14 @@ from jax_hopper_gemm.gemm.grid import (
     persistent_clusters,
     result_shapes,
 )
-from jax_hopper_gemm.gemm.group_search import GroupRaster
+from jax_hopper_gemm.gemm.group_search import SPAN_EXTENT, GroupRaster
 from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
 from jax_hopper_gemm.gemm.kernel_params import param_list
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.raster import make_raster
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
-from jax_hopper_gemm.launch.plan import (
-    SPAN_EXTENT,
-    Int32,
-    LaunchPlan,
-    Pointer,
-    TensorMap,
-    make_plan,
-)
+from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap, make_plan
 from jax_hopper_gemm.testing.lanes import group_tiles
 
 pytestmark = pytest.mark.pure
