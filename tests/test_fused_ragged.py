@@ -168,12 +168,6 @@ def test_sizes_are_clipped():
         assert_close(ours(jnp.asarray(sizes, np.int32), *args), expected)
 
 
-@pytest.mark.slow
-def test_nothing_needs_jit():
-    ours, _, args = model("pair")
-    assert_close(TRANSFORMS["grad"](ours, args), plain_derivative("grad", "pair"))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_xla_computes_the_same_without_a_kernel(name):
     ours, _, args = model(name, {"implementation": "xla"})

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from support.program_inspection import integers
 
 from jax_hopper_gemm.gemm.groups import FORMS, VARLEN_K, VARLEN_M_KN, VARLEN_M_NK, Groups
@@ -396,21 +395,6 @@ def test_an_empty_vmap_is_empty():
     lhs, rhs = operands(VARLEN_M_KN, groups, sizes)
     args = jnp.zeros((0, *lhs.shape)), rhs, jnp.array(sizes, np.int32)
     assert jax.vmap(product(VARLEN_M_KN, groups), (0, None, None))(*args).shape == (0, T, N)
-
-
-def test_scan_carries_products_and_their_gradients():
-    groups, sizes = CASES["plain"]
-    weights, x = integers((4, G, K, K)), integers((T, K), seed=1)
-
-    def loss(function, weights, x):
-        step = jax.checkpoint(lambda x, w: (function(x, w, jnp.array(sizes, np.int32)), None))
-        return lax.scan(step, x, weights)[0].sum()
-
-    ours, theirs = (
-        jax.jit(jax.grad(partial(loss, function), (0, 1)))(weights, x)
-        for function in (product(VARLEN_M_KN, groups), dense(VARLEN_M_KN, groups, G))
-    )
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def test_it_runs_op_by_op():
