@@ -193,14 +193,9 @@ def fused(
     subscripts: str, lhs: tuple[int, ...], rhs: tuple[int, ...], epilogue: EpilogueGraph, *labels
 ) -> Gemm:
     return as_gemm(
-        Subscripts.parse(subscripts),
-        lhs,
-        rhs,
-        ("bfloat16", "bfloat16"),
-        "bfloat16",
-        epilogue,
+        Subscripts.parse(subscripts), lhs, rhs, ("bfloat16", "bfloat16"), "bfloat16", epilogue,
         labels,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

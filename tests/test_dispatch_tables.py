@@ -234,15 +234,9 @@ def test_a_failed_write_leaves_the_old_table(tmp_path, monkeypatch):
 
 def shape(spec: GemmSpec) -> tuple:
     return (
-        spec.tile_m,
-        spec.tile_n,
-        spec.tile_k,
-        spec.cluster_m,
-        spec.cluster_n,
-        spec.warp_schedule,
-        spec.split_k,
-        spec.d_major,
-    )
+        spec.tile_m, spec.tile_n, spec.tile_k, spec.cluster_m, spec.cluster_n, spec.warp_schedule,
+        spec.split_k, spec.d_major,
+    )  # fmt: skip
 
 
 def test_ranked_candidates_differ_in_shape_and_are_sorted_by_the_model():
