@@ -155,17 +155,9 @@ def _layer(tokens: int, width: int, qkv: int, heads: int, hidden: int) -> tuple[
 
 
 SUITES: dict[str, Callable[[], Iterable[GemmProblem]]] = {
-    "bars": bars,
-    "fallback": fallback,
-    "square": square,
-    "llama": llama,
-    "gemma": gemma,
-    "vit": vit,
-    "decode": decode,
-    "few_rows": few_rows,
-    "glu": glu,
-    "heldout": heldout,
-}
+    "bars": bars, "fallback": fallback, "square": square, "llama": llama, "gemma": gemma,
+    "vit": vit, "decode": decode, "few_rows": few_rows, "glu": glu, "heldout": heldout,
+}  # fmt: skip
 
 
 def suite(name: str) -> tuple[GemmProblem, ...]:

@@ -27,6 +27,14 @@ def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()[:DEVICES]), (AXIS,), axis_types=(AxisType.Auto,))
 
 
+def most_gpus() -> list[Any]:
+    """Returns the largest power of two of this machine's GPUs; skips a test where that is one."""
+    devices = jax.devices()
+    if len(devices) < 2:
+        pytest.skip("needs two GPUs")
+    return devices[: 1 << (min(len(devices), 8).bit_length() - 1)]
+
+
 def placed(program: Any, mesh: Mesh) -> list[jax.Array]:
     pairs = zip(program.arguments(), program.partition_specs(), strict=True)
     return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import most_gpus
 from moe_programs import (
     AXIS,
     CROWDED,
@@ -32,12 +33,7 @@ TARGET = 'custom_call_target="jax_hopper_gemm'
 
 @pytest.fixture
 def mesh() -> Mesh:
-    """All GPUs of this machine, the largest power of two of them."""
-    devices = jax.devices()
-    if len(devices) < 2:
-        pytest.skip("needs two GPUs")
-    count = 1 << (min(len(devices), 8).bit_length() - 1)
-    return Mesh(np.array(devices[:count]), (AXIS,), axis_types=(AxisType.Auto,))
+    return Mesh(np.array(most_gpus()), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def placed(mesh: Mesh, arguments: list[np.ndarray]) -> list[jax.Array]:
