@@ -79,7 +79,9 @@ def violations(spec: GemmSpec) -> list[str]:
     """Returns every reason why no kernel is compiled for `spec`; empty when one can be."""
     policies = _simt_violations if spec.simt_width else _policy_violations
     reasons = [*type_violations(ProblemType.of_spec(spec)), *policies(spec)]
-    if spec.simt_width or reasons:  # what follows does arithmetic on the fields above
+    if spec.simt_width:
+        return reasons
+    if reasons:  # what follows does arithmetic on the fields above
         return reasons
     checks = _register_violations, _epilogue_tile_violations, _group_violations, _memory_violations
     return [reason for check in checks for reason in check(spec)]
