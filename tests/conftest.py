@@ -20,6 +20,7 @@ from jax_hopper_gemm.dispatch import choice
 from jax_hopper_gemm.dispatch import table as tables
 from jax_hopper_gemm.dispatch.table import Table
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
+from jax_hopper_gemm.interop import fuse_jaxpr
 from jax_hopper_gemm.launch import ffi_library
 
 GPU_TESTS = Path(__file__).with_name("gpu")
@@ -123,6 +124,12 @@ def built(request: pytest.FixtureRequest) -> dict[KernelSpec, str]:
     modules = dict.fromkeys(test.module for test in tests if "built" in test.fixturenames)
     specs = [spec for module in modules if module for spec in module.SPECS]
     return cubin.build(specs, progress=False).failures
+
+
+@pytest.fixture
+def all_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `accelerate` every region is one kernel, whatever it costs."""
+    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
 
 
 @pytest.fixture

@@ -15,16 +15,9 @@ import pytest
 from support.random_programs import writer_of
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.interop import fuse_jaxpr
 
 PROGRAMS = int(os.environ.get("JAX_HOPPER_GEMM_PROGRAMS", 10))
 EPSILON = 2.0**-8  # of bfloat16
-
-
-@pytest.fixture
-def all_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every region is one kernel, whatever it costs."""
-    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
 
 
 def leaves_of(tree: Any) -> list[np.ndarray]:

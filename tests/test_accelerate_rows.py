@@ -10,30 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 from support.program_inspection import normal
+from test_accelerate_fuses import equations
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.interop import fuse_jaxpr
 
 S = jax.ShapeDtypeStruct
 BF16, F32 = jnp.bfloat16, jnp.float32
 TOKENS, WIDTH, WORDS = 4096, 1024, 8192
 X, W, LABELS = S((TOKENS, WIDTH), BF16), S((WIDTH, WORDS), BF16), S((TOKENS,), "int32")
-
-
-def equations(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Returns all equations of the accelerated function, but those in epilogues."""
-
-    def within(jaxpr: Any) -> list[Any]:
-        found = []
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            found.append(equation)
-            for inner in jaxprs_in_params(equation.params):
-                found += [] if equation.primitive.name == "hopper_fused" else within(inner)
-        return found
-
-    return within(jax.make_jaxpr(jhg.accelerate(function))(*args))
 
 
 def kernels(function: Callable[..., Any], *args: Any) -> list[tuple[list[str], set[str]]]:
@@ -55,12 +40,6 @@ def cross_entropy(x: Any, w: Any, labels: Any) -> Any:
 
 def attended(q: Any, k: Any, v: Any) -> Any:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-
-@pytest.fixture
-def all_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every region is one kernel, whatever it costs."""
-    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
 
 
 def test_logits_of_a_loss_are_stored_once_in_16_bits_with_statistics_of_rows() -> None:

@@ -104,10 +104,7 @@ def test_kernels_that_split_k_are_taken_where_nobody_asks():
 SIZES = jnp.array([100, 200, 300], jnp.int32)
 PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "matmul": (jhg.matmul, (half(256, 7168), half(7168, 1536))),
-    "epilogue": (
-        partial(jhg.matmul, activation="gelu"),
-        (half(256, 7168), half(7168, 1536)),
-    ),
+    "epilogue": (partial(jhg.matmul, activation="gelu"), (half(256, 7168), half(7168, 1536))),
     "dot_general": (
         partial(jhg.dot_general, dimension_numbers=(((1,), (1,)), ((), ()))),
         (half(256, 7168), half(1536, 7168)),

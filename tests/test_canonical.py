@@ -170,26 +170,14 @@ def test_a_matrix_times_a_vector_is_one_row():
         ("mkl,lkn->lmn", (4, 8, 2), (2, 8, 4), "last axis is a batch axis"),
         ("kml,lkn->lmn", (8, 1, 2), (2, 8, 4), "last axis is a batch axis"),
         ("amb,ban->mn", (2, 4, 8), (8, 2, 16), "contracted axes"),
-        (
-            "abcdtk,dcbask->abcdts",
-            (2, 3, 4, 5, 6, 8),
-            (5, 4, 3, 2, 7, 8),
-            "the batch axes do not lie evenly one inside the other .* but as 4, over 3",
-        ),
-        (
-            "abcdek,kn->edcban",
-            (2, 3, 2, 3, 2, 8),
-            (8, 6),
-            "axes 'e', 'c', 'b', 'a' of one operand alone .* nor to 3 batch axes",
-        ),
-        (
-            "axbcdk,xkn->xdcban",
-            (2, 3, 3, 2, 3, 8),
-            (3, 8, 6),
-            "axes 'c', 'b', 'a' .* nor with the batch axes to 3 batch axes",
-        ),
+        ("abcdtk,dcbask->abcdts", (2, 3, 4, 5, 6, 8), (5, 4, 3, 2, 7, 8),
+         "the batch axes do not lie evenly one inside the other .* but as 4, over 3"),
+        ("abcdek,kn->edcban", (2, 3, 2, 3, 2, 8), (8, 6),
+         "axes 'e', 'c', 'b', 'a' of one operand alone .* nor to 3 batch axes"),
+        ("axbcdk,xkn->xdcban", (2, 3, 3, 2, 3, 8), (3, 8, 6),
+         "axes 'c', 'b', 'a' .* nor with the batch axes to 3 batch axes"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_one_strided_batch_says_why(subscripts, lhs_shape, rhs_shape, reason):
     with pytest.raises(NotAGemm, match=reason):
         gemm(subscripts, lhs_shape, rhs_shape)
@@ -205,14 +193,9 @@ def fused(
     subscripts: str, lhs: tuple[int, ...], rhs: tuple[int, ...], epilogue: EpilogueGraph, *labels
 ) -> Gemm:
     return as_gemm(
-        Subscripts.parse(subscripts),
-        lhs,
-        rhs,
-        ("bfloat16", "bfloat16"),
-        "bfloat16",
-        epilogue,
+        Subscripts.parse(subscripts), lhs, rhs, ("bfloat16", "bfloat16"), "bfloat16", epilogue,
         labels,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,6 @@ SPECS = list(
     if ALL
     else policies.compiled_specs()
 )  # fmt: skip
-VERIFIED = Path(__file__).parent / "gpu" / "verified.json"
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,7 @@ import numpy as np
 import pytest
 from scipy import special
 from support import bounds, epilogue
-from support.activation_graphs import (
-    ACTIVATIONS,
-    GRADIENTS,
-    activation_graph,
-    gradient_graph,
-)
+from support.activation_graphs import ACTIVATIONS, GRADIENTS, activation_graph, gradient_graph
 from support.compiling import skip_without_compiler
 from support.epilogue_errors import EXPONENT_LIMIT, ULP, error_of
 from support.operations import OPERATIONS, Builder, operation_graph, parameters_of

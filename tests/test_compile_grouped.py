@@ -24,14 +24,9 @@ pytestmark = pytest.mark.compile
 def rows(tile_m: int, tile_n: int, **fields) -> GemmSpec:
     defaults: dict[str, Any] = {"a_major": "k", "b_major": "n", "num_stages": 3, "epi_stages": 2}
     return GemmSpec(
-        "bfloat16",
-        "bfloat16",
-        "bfloat16",
-        tile_m=tile_m,
-        tile_n=tile_n,
-        grouped="m",
+        "bfloat16", "bfloat16", "bfloat16", tile_m=tile_m, tile_n=tile_n, grouped="m",
         **defaults | fields,
-    )
+    )  # fmt: skip
 
 
 def contracted(tile_m: int, tile_n: int, **fields) -> GemmSpec:

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import test_compile
-import test_compile_parts
-import test_compile_sgemm
-import test_compile_tf32
+import test_compile_float32
 import test_compile_weights
 from support import verified
 from support.compiling import skip_without_compiler
@@ -19,9 +17,7 @@ skip_without_compiler()
 
 pytestmark = pytest.mark.compile
 
-MODULES = (
-    test_compile, test_compile_parts, test_compile_sgemm, test_compile_tf32, test_compile_weights,
-)  # fmt: skip
+MODULES = test_compile, test_compile_float32, test_compile_weights
 SPECS = list(dict.fromkeys(spec for module in MODULES for spec in module.SPECS))
 VERIFIED = Path(__file__).parent / "gpu" / "verified.json"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -126,16 +126,8 @@ def test_a_kernel_is_loaded_once_a_process(monkeypatch):
     fake = FakeDriver()
     monkeypatch.setattr(loader, "_driver", lambda: fake)
     monkeypatch.setattr(loader, "resolve", lambda digest, spec_json: COMPILED)
-    loaded = []
-
-    def load():
-        loaded.append(loader.load(digest_of(SPEC), SPEC.to_json()))
-
-    threads = [threading.Thread(target=load) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(loader.load, [digest_of(SPEC)] * 4, [SPEC.to_json()] * 4))
     assert [id(kernel) for kernel in loaded] == [id(loaded[0])] * 4
     assert fake.calls.count("cuLibraryLoadData") == 1
 

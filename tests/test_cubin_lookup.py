@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,11 +98,8 @@ def test_a_kernel_is_compiled_once_a_process(compiles, monkeypatch):
 
 
 def test_two_threads_compile_once(compiles):
-    threads = [threading.Thread(target=cubin.get, args=(SPEC,)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(cubin.get, [SPEC] * 4))
     assert compiles == [SPEC]
 
 

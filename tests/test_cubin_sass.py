@@ -27,16 +27,9 @@ LISTING = """
 
 def test_instructions_are_counted_with_and_without_predicates():
     assert sass.parse_sass(LISTING) == sass.SassFacts(
-        wgmma=2,
-        tma_loads=2,
-        multicast_loads=1,
-        tma_stores=1,
-        matrix_stores=1,
-        register_budgets=(40, 232),
-        local_accesses=2,
-        highest_register=201,
-        instructions=12,
-    )
+        wgmma=2, tma_loads=2, multicast_loads=1, tma_stores=1, matrix_stores=1,
+        register_budgets=(40, 232), local_accesses=2, highest_register=201, instructions=12,
+    )  # fmt: skip
 
 
 def test_no_code_has_no_facts():

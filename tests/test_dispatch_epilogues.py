@@ -20,9 +20,7 @@ from jax_hopper_gemm.dispatch import (
     problem_violations,
     table_specs,
 )
-from jax_hopper_gemm.dispatch import (
-    table as tables,
-)
+from jax_hopper_gemm.dispatch import table as tables
 from jax_hopper_gemm.dispatch.candidates import model_specs
 from jax_hopper_gemm.dispatch.cost import element_cycles, estimate, memory_bytes, roofline_ns
 from jax_hopper_gemm.dispatch.legality import pairing_violations

@@ -172,23 +172,17 @@ def test_reason_names_the_groups_that_are_assumed():
         (GemmProblem.grouped("m", MAX_LENGTH + 1, 64, 64, 2), "M, which is cut into groups, is"),
         (GemmProblem.grouped("k", 64, 64, MAX_LENGTH + 8, 2), "K, which is cut into groups, is"),
         (regrouped(ROWS, num_sizes=0), "0 sizes of groups"),
-        (
-            regrouped(ROWS, num_sizes=MAX_LENGTH + 1, period=MAX_LENGTH + 1),
-            "sizes of groups, not 1 to",
-        ),
+        (regrouped(ROWS, num_sizes=MAX_LENGTH + 1, period=MAX_LENGTH + 1),
+         "sizes of groups, not 1 to"),
         (regrouped(ROWS, first=2), "are 128 runs of every 129, the first of them number 2: there"),
         (regrouped(ROWS, first=-1), "number -1"),
         (regrouped(ROWS, count=0), "groups are 0 runs of every 129"),
         (regrouped(ROWS, step=5), "are 5 matrices, not 0 or 128"),
         (replace(ROWS, l=127), "groups need 128 matrices of B, there are 127"),
-        (
-            regrouped(ROWS, num_sizes=2 * 129, step=128),
-            "groups need 256 matrices of B, there are 128",
-        ),
-        (
-            regrouped(CONTRACTION, num_sizes=2 * 129),
-            "256 groups write 128: each must be written once",
-        ),
+        (regrouped(ROWS, num_sizes=2 * 129, step=128),
+         "groups need 256 matrices of B, there are 128"),
+        (regrouped(CONTRACTION, num_sizes=2 * 129),
+         "256 groups write 128: each must be written once"),
         (replace(CONTRACTION, l=129), "D has 129 matrices, but 128 groups write 128"),
         (replace(ROWS, a=MatrixLayout("m", 65536)), "A must be stored (M, K): copy it"),
         (replace(CONTRACTION, b=MatrixLayout("k", 65536)), "stored (K, M) and B (K, N): copy"),
@@ -200,10 +194,8 @@ def test_reason_names_the_groups_that_are_assumed():
         (GemmProblem.grouped("m", 64, 60, 64, 2, b_major="k"), "pad N from 60 to 64"),
         (GemmProblem.grouped("k", 60, 64, 64, 2), "pad M from 60 to 64"),
         (GemmProblem.grouped("m", 0, 64, 64, 2), "M is 0: an empty product"),
-        (
-            regrouped(ROWS, gathered="b", source_rows=9),
-            "no kernel gathers B by indices where groups cut M",
-        ),
+        (regrouped(ROWS, gathered="b", source_rows=9),
+         "no kernel gathers B by indices where groups cut M"),
         (regrouped(ROWS, gathered="a"), "indices pick among 0 rows"),
         (
             regrouped(
@@ -213,14 +205,10 @@ def test_reason_names_the_groups_that_are_assumed():
             ),
             "A is stored (M, K) bfloat16 and its lines along K are 120 bytes",
         ),
-        (
-            regrouped(
-                replace(CONTRACTION, b=MatrixLayout("n", 2**31)), gathered="b", source_rows=9
-            ),
-            "B's rows, picked by indices, are 4294967296 bytes apart",
-        ),
+        (regrouped(replace(CONTRACTION, b=MatrixLayout("n", 2**31)), gathered="b", source_rows=9),
+         "B's rows, picked by indices, are 4294967296 bytes apart"),
     ],
-)
+)  # fmt: skip
 def test_groups_that_no_kernel_serves_say_why(problem, words):
     reasons = problem_violations(problem)
     assert len(reasons) == 1 and words in reasons[0], reasons

@@ -9,11 +9,7 @@ import pytest
 from support.graphs import STANDARD
 
 from jax_hopper_gemm.dispatch import problem_violations
-from jax_hopper_gemm.dispatch.candidates import (
-    filled_spec,
-    model_specs,
-    tuner_specs,
-)
+from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs, tuner_specs
 from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, Config
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.dtypes import DTYPES, OPERANDS, RESULTS

@@ -19,9 +19,7 @@ from jax_hopper_gemm.dispatch import (
     load_table,
     table_specs,
 )
-from jax_hopper_gemm.dispatch import (
-    table as tables,
-)
+from jax_hopper_gemm.dispatch import table as tables
 from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.table import (
     Entry,
@@ -236,15 +234,9 @@ def test_a_failed_write_leaves_the_old_table(tmp_path, monkeypatch):
 
 def shape(spec: GemmSpec) -> tuple:
     return (
-        spec.tile_m,
-        spec.tile_n,
-        spec.tile_k,
-        spec.cluster_m,
-        spec.cluster_n,
-        spec.warp_schedule,
-        spec.split_k,
-        spec.d_major,
-    )
+        spec.tile_m, spec.tile_n, spec.tile_k, spec.cluster_m, spec.cluster_n, spec.warp_schedule,
+        spec.split_k, spec.d_major,
+    )  # fmt: skip
 
 
 def test_ranked_candidates_differ_in_shape_and_are_sorted_by_the_model():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.program_inspection import script_at
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import moe, nn
@@ -215,9 +215,6 @@ def test_every_public_name_has_an_entry_and_an_example():
 
 
 def test_pictures_are_those_of_the_tables():
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = script_at(ROOT / "docs" / "pictures.py")
     drawn = module.pictures()
     assert {path.stem: path.read_text() for path in module.FOLDER.glob("*.svg")} == drawn

@@ -10,13 +10,7 @@ from support.epilogue_errors import error_of
 from support.operations import Builder, parameters_of
 
 from jax_hopper_gemm.gemm.epilogue_arithmetic import arithmetic_of
-from jax_hopper_gemm.gemm.epilogue_graph import (
-    ARITY,
-    ROW_REDUCTIONS,
-    EpilogueGraph,
-    Node,
-    Result,
-)
+from jax_hopper_gemm.gemm.epilogue_graph import ARITY, ROW_REDUCTIONS, EpilogueGraph, Node, Result
 
 pytestmark = pytest.mark.pure
 

@@ -16,36 +16,24 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from chip import device
-from fake_driver.harness import (
-    FAKE_STREAM,
-    NAME,
-    Driver,
-    Launcher,
-    compile_library,
-)
+from fake_driver.harness import FAKE_STREAM, NAME, Driver, Launcher, compile_library
 from support.cubin_samples import SPEC
 from support.launches_on_cpu import parameter_bytes
 from support.random_calls import Call, random_calls
 
 from jax_hopper_gemm.dispatch import H200, choose, problem_violations
 from jax_hopper_gemm.dispatch.layout_legality import MAX_EXTENT
+from jax_hopper_gemm.gemm.group_search import SPAN_EXTENT
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
 from jax_hopper_gemm.launch import ffi_target
-from jax_hopper_gemm.launch.plan import (
-    SPAN_EXTENT,
-    Int32,
-    LaunchPlan,
-    Pointer,
-    TensorMap,
-    Workspace,
-    make_plan,
-)
+from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap, Workspace, make_plan
 from jax_hopper_gemm.lowering.call import custom_calls
 
 OUT_OF_MEMORY, LAUNCH_FAILED, CAPTURE_INVALIDATED, UNNAMED = 2, 719, 901, 12345  # CUresult
@@ -569,16 +557,12 @@ def test_an_address_that_tma_cannot_take_is_refused(launcher, driver, digest):
 def test_threads_share_a_program_and_keep_their_addresses_apart(launcher, driver, digest):
     program = load(launcher, PLAN.encode(), digest)
     per_thread = [(A + i, B + i) for i in range(4)]
-    outputs: list[list] = [[] for _ in per_thread]
 
-    def work(i: int) -> None:
-        outputs[i] = [jax.block_until_ready(program(*per_thread[i])) for _ in range(50)]
+    def work(operands: tuple) -> list:
+        return [jax.block_until_ready(program(*operands)) for _ in range(50)]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(per_thread))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(work, per_thread))
     launched = {
         tuple(struct.unpack("Q", bytes(param[:8]))[0] for param in [*call["params"][:3]])
         for call in driver.calls("cuLaunchKernelEx")
@@ -615,16 +599,12 @@ def test_programs_run_while_the_caches_of_jax_are_cleared(launcher, driver, dige
 
 def test_threads_load_programs_at_once(launcher, digest):
     digests = [f"{digest}_{i % 2}" for i in range(8)]
-    programs: list = [None] * len(digests)
 
-    def work(i: int) -> None:
-        programs[i] = launcher.call(PLAN.encode(), digests[i], (D, COUNTER)).lower(A, B).compile()
+    def work(digest: str) -> Any:
+        return launcher.call(PLAN.encode(), digest, (D, COUNTER)).lower(A, B).compile()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(digests))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(digests)) as pool:
+        programs = list(pool.map(work, digests))
     assert {digest for digest, _ in launcher.resolved} == set(digests)
     for program in programs:
         jax.block_until_ready(program(A, B))

@@ -91,8 +91,10 @@ MODELS = {
 }
 
 
-def model(name: str, options: dict[str, Any] | None = None, dtype: Any = "float32"):
-    ours, plain, shapes = MODELS[name]
+def model(
+    name: str, options: dict[str, Any] | None = None, dtype: Any = "float32", models: Any = MODELS
+):
+    ours, plain, shapes = models[name]
     arrays = [0.5 * normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
     return partial(ours, options or {}), plain, arrays
 

@@ -11,7 +11,7 @@ from support import fused_programs
 from support.fused_programs import FUSED_PROGRAMS
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.interop import fuse_jaxpr, rewrite_jaxpr
+from jax_hopper_gemm.interop import rewrite_jaxpr
 
 LEFT = (
     rewrite_jaxpr.ROWS_APART,
@@ -40,8 +40,7 @@ def test_their_kernels_compute_what_follows_products(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUSED_PROGRAMS)
-def test_an_accelerated_step_is_the_step(name, monkeypatch):
-    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
+def test_an_accelerated_step_is_the_step(name, monkeypatch, all_fused):
     for extent in ("TOKENS", "WIDTH", "HIDDEN"):
         monkeypatch.setattr(fused_programs, extent, getattr(fused_programs, extent) // 32)
     shapes = {

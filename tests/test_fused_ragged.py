@@ -9,7 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_fused import TRANSFORMS, assert_close, everything, gate, gelu, normal, squared
+import test_fused
+from test_fused import (
+    TRANSFORMS,
+    assert_close,
+    axes_of,
+    everything,
+    gate,
+    gelu,
+    normal,
+    squared,
+)
 
 from jax_hopper_gemm.gemm.groups import Groups
 from jax_hopper_gemm.gemm.product import Options, Product
@@ -100,10 +110,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-def model(name: str, options: dict[str, Any] | None = None, dtype: Any = "float32"):
-    ours, plain, shapes = MODELS[name]
-    arrays = [0.5 * normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
-    return partial(ours, options or {}), plain, arrays
+model = partial(test_fused.model, models=MODELS)
 
 
 def value_and_gradients(function):
@@ -161,12 +168,6 @@ def test_sizes_are_clipped():
         assert_close(ours(jnp.asarray(sizes, np.int32), *args), expected)
 
 
-@pytest.mark.slow
-def test_nothing_needs_jit():
-    ours, _, args = model("pair")
-    assert_close(TRANSFORMS["grad"](ours, args), plain_derivative("grad", "pair"))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_xla_computes_the_same_without_a_kernel(name):
     ours, _, args = model(name, {"implementation": "xla"})
@@ -220,12 +221,6 @@ def test_a_gradient_by_group_is_summed_in_float32():
     np.testing.assert_array_equal(jax.grad(loss)(b), [[rows - 3] * 2, [3] * 2])
 
 
-def axes_of(shapes, *places):
-    """Yields for each set of places the axes along which arguments are mapped."""
-    for chosen in places:
-        yield [min(len(shapes[i]), 1) if i in chosen else None for i in range(len(shapes))]
-
-
 MAPPED = [
     (name, axes, sizes)
     for name in MODELS
@@ -245,8 +240,7 @@ EACH = jnp.asarray([[2, 0, 5], [0, 1, 0], [4, 4, 4]], np.int32)
 @pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, axes, sizes, save_preactivation",
-    [(*case, i % 2 == 0) for i, case in enumerate(MAPPED)],
+    "name, axes, sizes, save_preactivation", [(*case, i % 2 == 0) for i, case in enumerate(MAPPED)]
 )
 def test_vmap_and_derivatives_commute(name, axes, sizes, save_preactivation):
     ours, _, args = model(name, {"save_preactivation": save_preactivation})

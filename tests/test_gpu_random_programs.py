@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
-
-from jax_hopper_gemm.interop import fuse_jaxpr
+from support.program_inspection import script_at
 
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("launcher")]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    path = Path(__file__).parent / "gpu" / "random_programs.py"
-    spec = importlib.util.spec_from_file_location("random_programs", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
+def script(monkeypatch: pytest.MonkeyPatch, all_fused: None) -> Any:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
-    return module
+    return script_at(Path(__file__).parent / "gpu" / "random_programs.py")
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +10,7 @@ from typing import Any, cast
 import pytest
 from chip import families
 from support import trial
+from support.program_inspection import script_at
 
 pytestmark = pytest.mark.pure
 
@@ -18,12 +18,7 @@ pytestmark = pytest.mark.pure
 @pytest.fixture
 def sanitize(monkeypatch) -> ModuleType:
     monkeypatch.setattr(sys, "path", list(sys.path))  # to which it appends
-    path = Path(__file__).with_name("gpu") / "sanitize.py"
-    spec = importlib.util.spec_from_file_location("sanitize", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script_at(Path(__file__).with_name("gpu") / "sanitize.py")
 
 
 class Memory:

@@ -6,9 +6,9 @@ import gc
 import re
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -65,22 +65,16 @@ def test_threads_that_lower_at_once_get_what_one_alone_gets(hasty):
     alone = [launches(call) for call in calls]
     assert sum(map(len, alone)) > 3
     jax.clear_caches()
-    found: list[list] = [[] for _ in range(4)]
 
     def work(thread: int) -> None:
         for i in range(len(calls)):
             at = (i + 5 * thread) % len(calls)
-            found[thread].append((at, launches(calls[at])))
+            assert launches(calls[at]) == alone[at]
             if i == 5 and thread == 0:
                 jax.clear_caches()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(found))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for each in found:
-        assert len(each) == len(calls) and all(each == alone[at] for at, each in each)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from support.covering import ALL
 from support.program_inspection import normal
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.interop import fuse_jaxpr
 from jax_hopper_gemm.reports import ProductReport
 
 # The programs are long; what of JAX `accelerate` depends on, shorter tests try in all versions.
@@ -67,12 +66,6 @@ def tiny(family: str, layers: int = 1) -> Model:
     return Model(family, size, rate=0.1 if adam else 3.0)  # changes are as large as parameters
 
 
-@pytest.fixture
-def always_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products take along whatever they can: the cost model would refuse small ones."""
-    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)
-
-
 def fused_kernels(function: Any, *args: Any) -> int:
     return str(jax.make_jaxpr(function)(*args)).count("hopper_fused[")
 
@@ -99,7 +92,7 @@ def assert_as_good(ours: Any, plain: Any, exact: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_training_step_is_as_good_as_the_plain_one(family: str, always_fused: None):
+def test_a_training_step_is_as_good_as_the_plain_one(family: str, all_fused: None):
     model = tiny(family, LAYERS.get(family, 1))
     widely = replace(model, dtype=jnp.float32)
     state, batch = jax.jit(model.state)(), model.batch()
@@ -121,7 +114,7 @@ def test_a_training_step_is_as_good_as_the_plain_one(family: str, always_fused: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", IN_NNX if ALL else ["llama", "t5"])  # gated; two stacks
-def test_a_training_step_in_nnx_is_as_good_as_the_plain_one(family: str, always_fused: None):
+def test_a_training_step_in_nnx_is_as_good_as_the_plain_one(family: str, all_fused: None):
     nnx: Any = pytest.importorskip("flax.nnx", reason="needs the extra `flax`")
     import nnx_programs
 

@@ -37,17 +37,9 @@ SUMS = EpilogueGraph(
     )
 )
 SPEC = GemmSpec(
-    "bfloat16",
-    "bfloat16",
-    "bfloat16",
-    "k",
-    "n",
-    128,
-    128,
-    num_stages=3,
-    epi_stages=2,
+    "bfloat16", "bfloat16", "bfloat16", "k", "n", 128, 128, num_stages=3, epi_stages=2,
     epilogue=SUMS,
-)
+)  # fmt: skip
 EIGHTS = MAX_EXTENT // 8 * 8
 MIB = 2**20
 

@@ -239,8 +239,7 @@ def test_the_result_takes_the_dtype_of_c():
     a, b = A.astype(jnp.bfloat16), B.astype(jnp.bfloat16)
     assert_same(jhg.matmul(a, b, c=C), C + A @ B)
     assert_same(
-        jhg.matmul(a, b, c=C, preferred_element_type=jnp.bfloat16),
-        (C + A @ B).astype(jnp.bfloat16),
+        jhg.matmul(a, b, c=C, preferred_element_type=jnp.bfloat16), (C + A @ B).astype(jnp.bfloat16)
     )
     number: Any = 1.0
     assert_same(jhg.matmul(a, b, c=number), (1 + A @ B).astype(jnp.bfloat16))

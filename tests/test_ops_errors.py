@@ -23,93 +23,47 @@ MATMUL: Any = jhg.matmul  # taken with arguments of other types than it declares
 EINSUM: Any = jhg.einsum
 
 CASES = [
-    (
-        lambda: jhg.matmul(bf16(128, 64), bf16(32, 64)),
-        ValueError,
-        "matmul: K differs: a is bf16[128,64], b is bf16[32,64]. Is b stored (N, K)? Contract it "
-        "with dot_general(a, b, (((1,), (1,)), ((), ())))",
-    ),
-    (
-        lambda: jhg.matmul(bf16(128, 64), jnp.zeros(32)),
-        ValueError,
-        "matmul: K differs: a is bf16[128,64], b is f32[32]",
-    ),
-    (
-        lambda: jhg.matmul(bf16(2, 8, 4), bf16(3, 5, 8)),
-        ValueError,
-        "matmul: K differs: a is bf16[2,8,4], b is bf16[3,5,8]; batch axes (2,) and (3,) do not "
-        "broadcast: a is bf16[2,8,4], b is bf16[3,5,8]",
-    ),
-    (
-        lambda: jhg.matmul(2.0, jnp.int32(3)),
-        ValueError,
-        "matmul: a is a scalar, f32[], expected at least one axis: scale with *; "
-        "b is a scalar, i32[], expected at least one axis: scale with *",
-    ),
-    (
-        lambda: MATMUL([[1.0]], "b"),
-        TypeError,
-        "matmul: a is a list, expected an array: convert it with jnp.asarray; "
-        "b is a str, expected an array: convert it with jnp.asarray",
-    ),
-    (
-        lambda: MATMUL(A, B, implementation="cublas"),
-        ValueError,
-        "matmul: implementation is 'cublas', expected None, 'hopper' or 'xla'",
-    ),
-    (
-        lambda: jhg.dot_general(A, B, (((1,), (1,)), NO_BATCH)),
-        ValueError,
-        "dot_general: contracting axes (1,) and (1,) have extents (64,) and (32,): "
-        "lhs is bf16[128,64], rhs is bf16[64,32]",
-    ),
-    (
-        lambda: jhg.dot_general(A, B, (((2,), (0, 0)), NO_BATCH)),
-        ValueError,
-        "dot_general: lhs axes (2,) are not all between 0 and 1: lhs is bf16[128,64]; "
-        "rhs axes (0, 0) repeat: each is contracted or batched once; "
-        "contracting axes (2,) and (0, 0) do not pair up",
-    ),
-    (
-        lambda: jhg.dot_general(bf16(2, 3, 4), bf16(5, 4, 3), (((2,), (1,)), ((0,), (0,)))),
-        ValueError,
-        "dot_general: batch axes (0,) and (0,) have extents (2,) and (5,): "
-        "lhs is bf16[2,3,4], rhs is bf16[5,4,3]",
-    ),
-    (
-        lambda: jhg.dot_general(A, B, ((1,), (0,))),
-        TypeError,
-        "dot_general: dimension_numbers is ((1,), (0,)), expected "
-        "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each a sequence of axes",
-    ),
-    (
-        lambda: jhg.einsum("mk,kn,no->mo", A, B, B.T, epilogue=jnp.tanh),
-        ValueError,
-        "einsum: 3 operands came with an epilogue, which follows a product of two",
-    ),
-    (
-        lambda: jhg.einsum("mk,nk->mn", A, B),
-        ValueError,
-        "einsum: 'k' in 'mk,nk->mn' is 64 and 32",
-    ),
-    (
-        lambda: jhg.einsum("lmk,kn,k->mn", A, B),
-        ValueError,
-        "einsum: subscripts 'lmk,kn,k->mn' name 3 operands, 2 operands came; "
-        "subscripts 'lmk' name 3 axes of an operand that is bf16[128,64]",
-    ),
-    (
-        lambda: EINSUM(A, B),
-        TypeError,
-        "einsum: subscripts is a ArrayImpl, expected a string such as 'mk,kn->mn'",
-    ),
-    (
-        lambda: jhg.matmul(A, B, implementation="hopper"),
-        NotImplementedError,
-        "implementation='hopper': the kernels run on CUDA, and this program is lowered for "
-        "another platform. With implementation=None it runs on either.",
-    ),
-]
+    (lambda: jhg.matmul(bf16(128, 64), bf16(32, 64)), ValueError,
+     "matmul: K differs: a is bf16[128,64], b is bf16[32,64]. Is b stored (N, K)? Contract it "
+     "with dot_general(a, b, (((1,), (1,)), ((), ())))"),
+    (lambda: jhg.matmul(bf16(128, 64), jnp.zeros(32)), ValueError,
+     "matmul: K differs: a is bf16[128,64], b is f32[32]"),
+    (lambda: jhg.matmul(bf16(2, 8, 4), bf16(3, 5, 8)), ValueError,
+     "matmul: K differs: a is bf16[2,8,4], b is bf16[3,5,8]; batch axes (2,) and (3,) do not "
+     "broadcast: a is bf16[2,8,4], b is bf16[3,5,8]"),
+    (lambda: jhg.matmul(2.0, jnp.int32(3)), ValueError,
+     "matmul: a is a scalar, f32[], expected at least one axis: scale with *; "
+     "b is a scalar, i32[], expected at least one axis: scale with *"),
+    (lambda: MATMUL([[1.0]], "b"), TypeError,
+     "matmul: a is a list, expected an array: convert it with jnp.asarray; "
+     "b is a str, expected an array: convert it with jnp.asarray"),
+    (lambda: MATMUL(A, B, implementation="cublas"), ValueError,
+     "matmul: implementation is 'cublas', expected None, 'hopper' or 'xla'"),
+    (lambda: jhg.dot_general(A, B, (((1,), (1,)), NO_BATCH)), ValueError,
+     "dot_general: contracting axes (1,) and (1,) have extents (64,) and (32,): "
+     "lhs is bf16[128,64], rhs is bf16[64,32]"),
+    (lambda: jhg.dot_general(A, B, (((2,), (0, 0)), NO_BATCH)), ValueError,
+     "dot_general: lhs axes (2,) are not all between 0 and 1: lhs is bf16[128,64]; "
+     "rhs axes (0, 0) repeat: each is contracted or batched once; "
+     "contracting axes (2,) and (0, 0) do not pair up"),
+    (lambda: jhg.dot_general(bf16(2, 3, 4), bf16(5, 4, 3), (((2,), (1,)), ((0,), (0,)))),
+     ValueError, "dot_general: batch axes (0,) and (0,) have extents (2,) and (5,): "
+     "lhs is bf16[2,3,4], rhs is bf16[5,4,3]"),
+    (lambda: jhg.dot_general(A, B, ((1,), (0,))), TypeError,
+     "dot_general: dimension_numbers is ((1,), (0,)), expected "
+     "((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), each a sequence of axes"),
+    (lambda: jhg.einsum("mk,kn,no->mo", A, B, B.T, epilogue=jnp.tanh), ValueError,
+     "einsum: 3 operands came with an epilogue, which follows a product of two"),
+    (lambda: jhg.einsum("mk,nk->mn", A, B), ValueError, "einsum: 'k' in 'mk,nk->mn' is 64 and 32"),
+    (lambda: jhg.einsum("lmk,kn,k->mn", A, B), ValueError,
+     "einsum: subscripts 'lmk,kn,k->mn' name 3 operands, 2 operands came; "
+     "subscripts 'lmk' name 3 axes of an operand that is bf16[128,64]"),
+    (lambda: EINSUM(A, B), TypeError,
+     "einsum: subscripts is a ArrayImpl, expected a string such as 'mk,kn->mn'"),
+    (lambda: jhg.matmul(A, B, implementation="hopper"), NotImplementedError,
+     "implementation='hopper': the kernels run on CUDA, and this program is lowered for "
+     "another platform. With implementation=None it runs on either."),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("call, error, message", CASES)

@@ -229,66 +229,34 @@ def bf16(*shape: int) -> jax.Array:
 
 X, W, S = bf16(8, 4), bf16(3, 4, 5), jnp.zeros(3, jnp.int32)
 ERRORS = [
-    (
-        lambda: RAGGED(X, W, S, bias=bf16(5)),
-        ValueError,
-        "ragged_dot: bias is bf16[5], expected (3, 5), a row for each matrix of rhs, bf16[3,4,5]. "
-        "One for all groups? Pass jnp.broadcast_to(bias, (G, N)), or add it in epilogue",
-    ),
-    (
-        lambda: RAGGED(X, W, S, bias=bf16(2, 5)),
-        ValueError,
-        "ragged_dot: bias is bf16[2,5], expected (3, 5), a row for each matrix of rhs, bf16[3,4,5]",
-    ),
-    (
-        lambda: RAGGED(X, W, S, activation=3),
-        TypeError,
-        "ragged_dot: activation is a int, expected a function",
-    ),
-    (
-        lambda: RAGGED(X, W, S, epilogue=lambda y, b: y + b, epilogue_operands=(bf16(2, 1, 5),)),
-        ValueError,
-        "ragged_dot: epilogue_operands[0] is bf16[2,1,5], expected (3, 1, N) or (3, 1, 1), an "
-        "entry for each group of bf16[3,4,5], or at most two axes, which broadcast to (M, N)",
-    ),
-    (
-        lambda: RAGGED(X, W, S, epilogue_operands=(bf16(5),)),
-        ValueError,
-        "ragged_dot: 1 epilogue_operands came without an epilogue, the function that takes them "
-        "after the product",
-    ),
-    (
-        lambda: GATED(bf16(2, 8, 4), (W, W), group_sizes=S),
-        ValueError,
-        "gated_linear_unit: x is bf16[2,8,4], expected (M, K): its rows are in groups",
-    ),
-    (
-        lambda: GATED(X, (W, W), bias=bf16(2, 5), group_sizes=S),
-        ValueError,
-        "gated_linear_unit: bias is bf16[2,5], expected (3, 2, 5)",
-    ),
-    (
-        lambda: GATED(X, W, group_sizes=S),
-        ValueError,
-        "gated_linear_unit: weights is bf16[3,4,5], expected (G, K, 2, N): stack gate and up with "
-        "jnp.stack((gate, up), 2), or pass the pair (gate, up)",
-    ),
-    (
-        lambda: GATED(X, (W, W), group_sizes=S[:2]),
-        ValueError,
-        "gated_linear_unit: G differs: weights is bf16[3,4,5], group_sizes is i32[2]",
-    ),
-    (
-        lambda: GATED(X, (W, W), group_sizes=S.astype(jnp.float32)),
-        TypeError,
-        "gated_linear_unit: group_sizes is f32[3], expected integers",
-    ),
-    (
-        lambda: GATED(X, (W[0], W[0]), group_offset=1),
-        ValueError,
-        "gated_linear_unit: group_offset came without group_sizes",
-    ),
-]
+    (lambda: RAGGED(X, W, S, bias=bf16(5)), ValueError,
+     "ragged_dot: bias is bf16[5], expected (3, 5), a row for each matrix of rhs, bf16[3,4,5]. "
+     "One for all groups? Pass jnp.broadcast_to(bias, (G, N)), or add it in epilogue"),
+    (lambda: RAGGED(X, W, S, bias=bf16(2, 5)), ValueError,
+     "ragged_dot: bias is bf16[2,5], expected (3, 5), a row for each matrix of rhs, bf16[3,4,5]"),
+    (lambda: RAGGED(X, W, S, activation=3), TypeError,
+     "ragged_dot: activation is a int, expected a function"),
+    (lambda: RAGGED(X, W, S, epilogue=lambda y, b: y + b, epilogue_operands=(bf16(2, 1, 5),)),
+     ValueError,
+     "ragged_dot: epilogue_operands[0] is bf16[2,1,5], expected (3, 1, N) or (3, 1, 1), an "
+     "entry for each group of bf16[3,4,5], or at most two axes, which broadcast to (M, N)"),
+    (lambda: RAGGED(X, W, S, epilogue_operands=(bf16(5),)), ValueError,
+     "ragged_dot: 1 epilogue_operands came without an epilogue, the function that takes them "
+     "after the product"),
+    (lambda: GATED(bf16(2, 8, 4), (W, W), group_sizes=S), ValueError,
+     "gated_linear_unit: x is bf16[2,8,4], expected (M, K): its rows are in groups"),
+    (lambda: GATED(X, (W, W), bias=bf16(2, 5), group_sizes=S), ValueError,
+     "gated_linear_unit: bias is bf16[2,5], expected (3, 2, 5)"),
+    (lambda: GATED(X, W, group_sizes=S), ValueError,
+     "gated_linear_unit: weights is bf16[3,4,5], expected (G, K, 2, N): stack gate and up with "
+     "jnp.stack((gate, up), 2), or pass the pair (gate, up)"),
+    (lambda: GATED(X, (W, W), group_sizes=S[:2]), ValueError,
+     "gated_linear_unit: G differs: weights is bf16[3,4,5], group_sizes is i32[2]"),
+    (lambda: GATED(X, (W, W), group_sizes=S.astype(jnp.float32)), TypeError,
+     "gated_linear_unit: group_sizes is f32[3], expected integers"),
+    (lambda: GATED(X, (W[0], W[0]), group_offset=1), ValueError,
+     "gated_linear_unit: group_offset came without group_sizes"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("call, error, message", ERRORS)

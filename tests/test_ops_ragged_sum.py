@@ -380,47 +380,26 @@ ROWS_NUMBERS = numbers(([1], [1]), group=[0])
 BATCH_NUMBERS = numbers(([1], [1]), ([0], [0]))
 WEIGHTS = jnp.zeros((G, K, N))
 ERRORS = [
-    (
-        lambda: GENERAL(LHS, RHS, SIZES, NUMBERS, c=C[0]),
-        ValueError,
-        "ragged_dot_general: c is f32[3,4], expected the result's shape (3, 3, 4)",
-    ),
-    (
-        lambda: GENERAL(LHS, RHS, SIZES, NUMBERS, c=jnp.swapaxes(C, 1, 2), alpha=jnp.ones(2)),
-        ValueError,
-        "ragged_dot_general: alpha is f32[2], expected a number or a scalar array; c is "
-        "f32[3,4,3], expected the result's shape (3, 3, 4)",
-    ),
-    (
-        lambda: GENERAL(LHS, RHS, SIZES, NUMBERS, beta=2.0),
-        ValueError,
-        "ragged_dot_general: beta came without c: it is the factor of c in alpha * product + "
-        "beta * c",
-    ),
-    (
-        lambda: GENERAL(LHS, RHS, SIZES, NUMBERS, c=C.astype(np.int32)),
-        ValueError,
-        "ragged_dot_general: c is i32[3,3,4], whose dtype the result takes and which cannot hold "
-        "the product of f32[12,3] and f32[12,4]: convert c, or pass preferred_element_type",
-    ),
-    (
-        lambda: GENERAL(LHS, RHS, SIZES, NUMBERS, c="gradients"),
-        TypeError,
-        "ragged_dot_general: c is a str, expected an array: convert it with jnp.asarray",
-    ),
-    (
-        lambda: GENERAL(LHS, WEIGHTS, SIZES, ROWS_NUMBERS, c=jnp.zeros((T, N)), beta=2.0),
-        ValueError,
-        "ragged_dot_general: beta, c came, and the ragged axis is a free one of lhs: call "
-        "ragged_dot with epilogue=lambda y, c: y + c, epilogue_operands=(c,)",
-    ),
-    (
-        lambda: GENERAL(LHS, LHS, SIZES, BATCH_NUMBERS, c=jnp.zeros(T)),
-        ValueError,
-        "ragged_dot_general: c came, and the ragged axis is a batch one: call dot_general, which "
-        "this product is, with an epilogue",
-    ),
-]
+    (lambda: GENERAL(LHS, RHS, SIZES, NUMBERS, c=C[0]), ValueError,
+     "ragged_dot_general: c is f32[3,4], expected the result's shape (3, 3, 4)"),
+    (lambda: GENERAL(LHS, RHS, SIZES, NUMBERS, c=jnp.swapaxes(C, 1, 2), alpha=jnp.ones(2)),
+     ValueError, "ragged_dot_general: alpha is f32[2], expected a number or a scalar array; c is "
+     "f32[3,4,3], expected the result's shape (3, 3, 4)"),
+    (lambda: GENERAL(LHS, RHS, SIZES, NUMBERS, beta=2.0), ValueError,
+     "ragged_dot_general: beta came without c: it is the factor of c in alpha * product + "
+     "beta * c"),
+    (lambda: GENERAL(LHS, RHS, SIZES, NUMBERS, c=C.astype(np.int32)), ValueError,
+     "ragged_dot_general: c is i32[3,3,4], whose dtype the result takes and which cannot hold "
+     "the product of f32[12,3] and f32[12,4]: convert c, or pass preferred_element_type"),
+    (lambda: GENERAL(LHS, RHS, SIZES, NUMBERS, c="gradients"), TypeError,
+     "ragged_dot_general: c is a str, expected an array: convert it with jnp.asarray"),
+    (lambda: GENERAL(LHS, WEIGHTS, SIZES, ROWS_NUMBERS, c=jnp.zeros((T, N)), beta=2.0), ValueError,
+     "ragged_dot_general: beta, c came, and the ragged axis is a free one of lhs: call "
+     "ragged_dot with epilogue=lambda y, c: y + c, epilogue_operands=(c,)"),
+    (lambda: GENERAL(LHS, LHS, SIZES, BATCH_NUMBERS, c=jnp.zeros(T)), ValueError,
+     "ragged_dot_general: c came, and the ragged axis is a batch one: call dot_general, which "
+     "this product is, with an epilogue"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("call, error, message", ERRORS)

@@ -6,7 +6,6 @@ import itertools
 import json
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 from support.collectives import collectives, run_counted
+from support.placed import array, mesh, name_of
 from support.program_inspection import CACHED_ON_MESH, integers, lowered, run_fresh
 
 import jax_hopper_gemm as jhg
@@ -26,24 +26,9 @@ from jax_hopper_gemm.sharding import custom_call
 from jax_hopper_gemm.sharding.choose_shards import Factors, Shard, choose_shard
 from jax_hopper_gemm.sharding.mesh import Mesh
 
-EXTENTS = {"b": 8, "m": 64, "n": 16, "k": 32}
 SINGLE = [{letter: "y"} for letter in "bmnk"]
 PAIRS = [{one: "x", other: "y"} for one, other in itertools.permutations("bmnk", 2)]
 BOTH = [{letter: ("x", "y")} for letter in "mnk"]
-
-
-def mesh(axis_type: AxisType = AxisType.Auto, shape: tuple[int, int] = (2, 4)) -> jax.sharding.Mesh:
-    return jax.make_mesh(shape, ("x", "y"), axis_types=(axis_type, axis_type))
-
-
-def array(letters: str, where: dict[str, Any], seed: int = 0) -> jax.Array:
-    values = integers(tuple(EXTENTS[x] for x in letters), seed=seed)
-    spec = P(*(where.get(x) for x in letters))
-    return jax.device_put(values, NamedSharding(mesh(), spec))
-
-
-def name_of(where: dict[str, Any]) -> str:
-    return "-".join(f"{letter}{''.join(axes)}" for letter, axes in where.items())
 
 
 @pytest.mark.usefixtures("on_cpu")

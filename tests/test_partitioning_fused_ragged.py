@@ -14,29 +14,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.collectives import collectives
+from support.placed import array, mesh, name_of
 from support.program_inspection import integers, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import moe
 
-EXTENTS = {"m": 64, "k": 32, "n": 16, "g": 8, "c": 2}
 SIZES = np.array([9, 0, 3, 7, 1, 20, 5, 3], np.int32)
 CALL = r"name\\22: \\22(\w+)"
-
-
-def mesh(axis_type: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
-    return jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type, axis_type))
-
-
-def array(letters: str, where: dict[str, Any], seed: int = 0, dtype: Any = "float32") -> jax.Array:
-    values = integers(tuple(EXTENTS[x] for x in letters), dtype, seed=seed)
-    return jax.device_put(values, NamedSharding(mesh(), P(*(where.get(x) for x in letters))))
-
-
-def name_of(where: Any) -> str | None:
-    if not isinstance(where, dict):
-        return None
-    return "-".join(f"{letter}{axis}" for letter, axis in where.items())
 
 
 def gated(x: Any, weights: Any, scale: Any, implementation: Any = None) -> jax.Array:

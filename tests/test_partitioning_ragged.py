@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import placed as places
 from support.collectives import run_counted
+from support.placed import EXTENTS, array, mesh, placed
 from support.program_inspection import integers, lowered
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.sharding import custom_call
 
-EXTENTS = {"b": 8, "m": 64, "k": 32, "n": 16, "g": 8}
 SIZES = {
     "all rows": [9, 0, 13, 7, 1, 20, 5, 9],
     "too few": [9, 0, 3, 7, 1, 2, 5, 0],
@@ -27,28 +28,15 @@ SIZES = {
 XLA = partial(jhg.ragged_dot, implementation="xla")
 
 
-def mesh(axis_type: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
-    return jax.make_mesh((2, 4), ("x", "y"), axis_types=(axis_type, axis_type))
-
-
-def placed(values: Any, *spec: Any) -> jax.Array:
-    return jax.device_put(values, NamedSharding(mesh(), P(*spec)))
-
-
-def array(letters: str, where: dict[str, Any], seed: int = 0) -> jax.Array:
-    values = integers(tuple(EXTENTS[x] for x in letters), seed=seed)
-    return placed(values, *(where.get(x) for x in letters))
-
-
 def sizes_of(name: str, *spec: Any) -> jax.Array:
     return placed(np.array(SIZES[name], np.int32), *spec)
 
 
 def name_of(where: Any) -> str | None:
     """Names a test by shardings; what else it is given says nothing new."""
-    if not isinstance(where, dict) or not where.keys() <= EXTENTS.keys():
-        return "" if isinstance(where, dict) else None
-    return "-".join(f"{letter}{''.join(axes)}" for letter, axes in where.items()) or "whole"
+    if isinstance(where, dict) and not where.keys() <= EXTENTS.keys():
+        return ""
+    return "whole" if where == {} else places.name_of(where)
 
 
 def product_and_gradients(product: Any, lhs: Any, rhs: Any, sizes: Any) -> Any:

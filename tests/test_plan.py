@@ -23,21 +23,14 @@ from jax_hopper_gemm.gemm.grid import (
     persistent_clusters,
     result_shapes,
 )
-from jax_hopper_gemm.gemm.group_search import GroupRaster
+from jax_hopper_gemm.gemm.group_search import SPAN_EXTENT, GroupRaster
 from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
 from jax_hopper_gemm.gemm.kernel_params import param_list
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.raster import make_raster
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
-from jax_hopper_gemm.launch.plan import (
-    SPAN_EXTENT,
-    Int32,
-    LaunchPlan,
-    Pointer,
-    TensorMap,
-    make_plan,
-)
+from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap, make_plan
 from jax_hopper_gemm.testing.lanes import group_tiles
 
 pytestmark = pytest.mark.pure
@@ -306,13 +299,9 @@ def test_strides_of_extents_of_one_are_legal_whatever_the_layout():
 def test_encoding_decodes_to_the_plan():
     problem = GemmProblem.dense(1000, 5000, 136, 3, a_major="m", dtype="float16")
     spec = replace(
-        LARGE,
-        a_dtype="float16",
-        b_dtype="float16",
-        d_dtype="float16",
-        a_major="m",
+        LARGE, a_dtype="float16", b_dtype="float16", d_dtype="float16", a_major="m",
         tile_scheduler="dynamic",
-    )
+    )  # fmt: skip
     plan = make_plan(problem, spec, RasterOrder("n", 16), 132)
     decoded = decode(plan.encode())
     assert decoded["version"] == 2
@@ -383,13 +372,9 @@ def epilogue_case(graph, *layouts, up_offset=None, m=328, n=512, k=64, batches=3
 
 def test_operands_of_every_kind_follow_the_results():
     problem, spec = epilogue_case(
-        KINDS,
-        MatrixLayout("n", 0, 5),
-        MatrixLayout("n", 0, 520),
-        MatrixLayout("m", 0, 0),
-        MatrixLayout("n", 528, 528 * 400),
-        MatrixLayout("n", 512, 0),
-    )
+        KINDS, MatrixLayout("n", 0, 5), MatrixLayout("n", 0, 520), MatrixLayout("m", 0, 0),
+        MatrixLayout("n", 528, 528 * 400), MatrixLayout("n", 512, 0),
+    )  # fmt: skip
     plan = make_plan(problem, spec, RasterOrder(), 132)
     a, b, d, raw, largest, scalar, step, row, column, matrix, mask = plan.params[:11]
     assert [x.buffer for x in (a, b) if isinstance(x, TensorMap)] == [0, 1]
@@ -481,14 +466,10 @@ def test_reductions_are_partial_by_tile_and_the_counter_follows_them():
         graph, m=100, n=200, tile_n=96, epi_tile_n=32, tile_scheduler="dynamic"
     )
     assert result_shapes(problem, spec) == [
-        ((3, 2, 200), "float32"),
-        ((3, 3, 100), "float32"),
-        ((3, 3, 100), "float32"),
-        ((3, 3, 2, 100), "float32"),
-        ((3, 7, 3), "float32"),
-        ((3, 100, 4), "float32"),
+        ((3, 2, 200), "float32"), ((3, 3, 100), "float32"), ((3, 3, 100), "float32"),
+        ((3, 3, 2, 100), "float32"), ((3, 7, 3), "float32"), ((3, 100, 4), "float32"),
         ((3, 100, 4), "int32"),
-    ]
+    ]  # fmt: skip
     plan = make_plan(problem, spec, RasterOrder(), 132)
     assert plan.params[2:9] == tuple(map(Pointer, range(2, 9)))
     assert plan.first_workspace == 9 and plan.params[-1] == Pointer(9)

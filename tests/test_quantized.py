@@ -118,15 +118,10 @@ def test_a_scale_multiplies_whatever_it_is(blocks, special):
         (np.ones((4, 4), np.float32), "float16", None, TypeError, "dtype is float16, expected"),
         (np.ones((4, 4), np.int32), "int8", None, TypeError, "expected floats"),
         (np.ones((4, 4), np.float32), "int8", (1,), ValueError, "expected 2 entries"),
-        (
-            np.ones((4, 4), np.float32),
-            "int8",
-            (1, 48),
-            ValueError,
-            "expected 1, 32, 64, 128 or None",
-        ),
+        (np.ones((4, 4), np.float32), "int8", (1, 48), ValueError,
+         "expected 1, 32, 64, 128 or None"),
     ],
-)
+)  # fmt: skip
 def test_quantize_says_what_is_wrong(x, dtype, block, error, text):
     with pytest.raises(error, match=text):
         jhg.quantize(x, dtype, block)
@@ -278,22 +273,12 @@ Q = jhg.quantize(normal((64, 256)), block=(1, 128))
     [
         (lambda: jhg.matmul(Q, normal((256, 64))), TypeError, "b is .* quantize it, too"),
         (lambda: jhg.matmul(jhg.Quantized(Q.values, Q.scale[0]), Q), ValueError, "K differs"),
-        (
-            lambda: jhg.dot_general(
-                jhg.Quantized(Q.values, Q.scale[0]), Q, (((1,), (1,)), ((), ()))
-            ),
-            ValueError, "expected the rank",
-        ),
-        (
-            lambda: jhg.dot_general(
-                jhg.Quantized(Q.values, Q.scale[:5]), Q, (((1,), (1,)), ((), ()))
-            ),
-            ValueError, "an axis of 64 has 64, .* 1 .* or 1",
-        ),
-        (
-            lambda: jhg.dot_general(Q, Q, (((0, 1), (0, 1)), ((), ()))),
-            NotImplementedError, "2 axes of quantized arrays are contracted",
-        ),
+        (lambda: jhg.dot_general(jhg.Quantized(Q.values, Q.scale[0]), Q, (((1,), (1,)), ((), ()))),
+         ValueError, "expected the rank"),
+        (lambda: jhg.dot_general(jhg.Quantized(Q.values, Q.scale[:5]), Q, (((1,), (1,)), ((), ()))),
+         ValueError, "an axis of 64 has 64, .* 1 .* or 1"),
+        (lambda: jhg.dot_general(Q, Q, (((0, 1), (0, 1)), ((), ()))), NotImplementedError,
+         "2 axes of quantized arrays are contracted"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(call, error, text):

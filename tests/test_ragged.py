@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from support.program_inspection import integers
 
 from jax_hopper_gemm.gemm.groups import FORMS, VARLEN_K, VARLEN_M_KN, VARLEN_M_NK, Groups
@@ -349,10 +348,7 @@ def test_vmap_of_grad_and_grad_of_vmap_follow_a_loop(subscripts, axes):
 
     of_sum = jax.grad(lambda *args: jax.vmap(loss, axes)(*args).sum(), (0, 1))
     ours = jax.jit(lambda *args: (jax.vmap(jax.grad(loss, (0, 1)), axes)(*args), of_sum(*args)))
-    theirs = (
-        (np.stack(lhs), np.stack(rhs)),
-        (together(lhs, axes[0]), together(rhs, axes[1])),
-    )
+    theirs = ((np.stack(lhs), np.stack(rhs)), (together(lhs, axes[0]), together(rhs, axes[1])))
     jax.tree.map(np.testing.assert_array_equal, ours(*args), theirs)
 
 
@@ -399,21 +395,6 @@ def test_an_empty_vmap_is_empty():
     lhs, rhs = operands(VARLEN_M_KN, groups, sizes)
     args = jnp.zeros((0, *lhs.shape)), rhs, jnp.array(sizes, np.int32)
     assert jax.vmap(product(VARLEN_M_KN, groups), (0, None, None))(*args).shape == (0, T, N)
-
-
-def test_scan_carries_products_and_their_gradients():
-    groups, sizes = CASES["plain"]
-    weights, x = integers((4, G, K, K)), integers((T, K), seed=1)
-
-    def loss(function, weights, x):
-        step = jax.checkpoint(lambda x, w: (function(x, w, jnp.array(sizes, np.int32)), None))
-        return lax.scan(step, x, weights)[0].sum()
-
-    ours, theirs = (
-        jax.jit(jax.grad(partial(loss, function), (0, 1)))(weights, x)
-        for function in (product(VARLEN_M_KN, groups), dense(VARLEN_M_KN, groups, G))
-    )
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def test_it_runs_op_by_op():

@@ -361,14 +361,9 @@ def test_the_launch_says_which_product_it_holds(monkeypatch):
     lowered(program, LHS, shape(2, N, K), sizes)
     ((request, count, sizes_shape),) = found
     assert request == Request(
-        VARLEN_M_NK,
-        (T, K),
-        "bfloat16",
-        (2, N, K),
-        "bfloat16",
-        "bfloat16",
+        VARLEN_M_NK, (T, K), "bfloat16", (2, N, K), "bfloat16", "bfloat16",
         groups=GroupedAxis("m", 3, groups),
-    )
+    )  # fmt: skip
     assert count == 2 and sizes_shape == [3]
 
 

@@ -38,20 +38,10 @@ def test_a_plain_spec_has_no_violations():
     [
         ({"a_dtype": "float64", "b_dtype": "float64"}, "A and B are float64"),
         ({"d_dtype": "bool"}, "D is bool"),
-        (
-            {
-                "a_dtype": "float32",
-                "b_dtype": "float32",
-                "b_major": "k",
-                "tile_k": 32,
-                "tile_n": 48,
-            },
-            "48 columns of float32 as it is are not 16 or a multiple of 32",
-        ),
-        (
-            {"a_dtype": "int8", "b_dtype": "int8", "b_major": "k", "tile_k": 128, "split_k": True},
-            "partial sums are float32, accumulators int32",
-        ),
+        ({"a_dtype": "float32", "b_dtype": "float32", "b_major": "k", "tile_k": 32, "tile_n": 48},
+         "48 columns of float32 as it is are not 16 or a multiple of 32"),
+        ({"a_dtype": "int8", "b_dtype": "int8", "b_major": "k", "tile_k": 128, "split_k": True},
+         "partial sums are float32, accumulators int32"),
         (
             {
                 "a_dtype": "int8",
@@ -88,7 +78,7 @@ def test_a_plain_spec_has_no_violations():
         ({"evict_first": "d"}, "L2 evicts 'd' first"),
         ({"short_boxes": True, "cluster_n": 2}, "boxes end with their matrices"),
     ],
-)
+)  # fmt: skip
 def test_each_violation_names_the_value(change, reason):
     found = violations(replace(LARGE, **change))
     assert len(found) == 1, found
@@ -100,28 +90,18 @@ def test_each_violation_names_the_value(change, reason):
     [
         ({"epilogue": EpilogueGraph()}, "epilogue: no results"),
         ({"epilogue": replace(MASKED, operands=())}, "epilogue: node 0 (select)"),
-        (
-            {"epilogue": PAIR, "d_dtype": "float32"},
-            "D is float32, the epilogue's first result bfloat16",
-        ),
+        ({"epilogue": PAIR, "d_dtype": "float32"},
+         "D is float32, the epilogue's first result bfloat16"),
         ({"epilogue": PAIR, "tile_n": 208, "epi_tile_n": 16}, "tile_n 208 does not split"),
         ({"epilogue": PAIR, "tile_n": 96, "cluster_m": 2, "epi_tile_n": 16}, "48 columns do not"),
         ({"epilogue": PAIR, "tile_n": 160}, "dividing 80 columns"),
         ({"epilogue": MASKED, "epi_tile_n": 16, "epi_load_stages": 2}, "narrow for a bool"),
         ({"epilogue": MASKED}, "epi_load_stages 0, of an epilogue that loads 1 operands"),
         ({"epilogue": MASKED, "epi_load_stages": 1}, "epi_load_stages 1"),
-        (
-            {
-                "epilogue": MASKED,
-                "epi_load_stages": 22,
-                "tile_m": 64,
-                "tile_n": 32,
-                "num_stages": 12,
-            },
-            "544 bytes of barriers; there is room for 512",
-        ),
+        ({"epilogue": MASKED, "epi_load_stages": 22, "tile_m": 64, "tile_n": 32, "num_stages": 12},
+         "544 bytes of barriers; there is room for 512"),
     ],
-)
+)  # fmt: skip
 def test_each_violation_of_an_epilogue_names_the_value(change, reason):
     found = violations(replace(LARGE, **change))
     assert any(reason in violation for violation in found), found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from support import direct
 from support.gpu import CudaError, Gpu
@@ -64,3 +66,11 @@ def test_failed_driver_calls_name_themselves():
     driver.failing = "cuLaunchKernelEx"
     with pytest.raises(CudaError, match="cuLaunchKernelEx: CUDA_ERROR_LAUNCH_FAILED: it failed"):
         launch()
+
+
+def test_a_missing_driver_is_said():
+    def missing(*args):
+        raise RuntimeError("libcuda.so.1 not found")
+
+    with pytest.raises(CudaError, match=r"no CUDA driver: libcuda\.so\.1 not found"):
+        Gpu(driver=SimpleNamespace(cuInit=missing))

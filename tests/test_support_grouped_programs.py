@@ -49,8 +49,7 @@ def test_a_wrong_result_is_found(on_xla):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["over sizes", "second derivative", "vmap of gradients (0, 0, 0)", "vmap of a sum"],
+    "name", ["over sizes", "second derivative", "vmap of gradients (0, 0, 0)", "vmap of a sum"]
 )
 def test_programs_run_grouped_kernels_alone(name, launcher):
     specs = GROUPED_PROGRAMS[name].specs()

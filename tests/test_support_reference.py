@@ -29,9 +29,7 @@ def test_view_reads_interleaved_and_shared_batches():
     interleaved = normal((3, 4, 8))  # (M, L, K)
     shared = normal((8, 5), seed=1)
     problem = dataclasses.replace(
-        GemmProblem.dense(3, 5, 8, 4),
-        a=MatrixLayout("k", 32, 8),
-        b=MatrixLayout("n", 5, 0),
+        GemmProblem.dense(3, 5, 8, 4), a=MatrixLayout("k", 32, 8), b=MatrixLayout("n", 5, 0)
     )
     a = reference.view(problem, "a", interleaved.ravel())
     b = reference.view(problem, "b", shared.ravel())

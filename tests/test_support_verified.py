@@ -16,3 +16,4 @@ def test_verified_merges_and_sorts(tmp_path):
     assert list(entries) == ["aa", "cc", "bb"]  # by name, then digest
     assert [entries[key]["device"] for key in entries] == ["H200", "H100", "H200"]
     assert verified.missing(path, ["aa", "dd"]) == ["dd"]
+    assert len(path.read_text().splitlines()) == len(entries) + 2, "an entry a line"

@@ -93,18 +93,12 @@ def test_constant_truths_are_no_nodes(op: Any, first: bool | None, second: bool 
 @pytest.mark.parametrize(
     ("given", "kind", "labels"),
     [
-        ((), "scalar", ""),
-        ((1, 1, 1), "scalar", ""),
-        ((2, 1, 1), "scalar", "b"),
-        ((16,), "row", "n"),
-        ((1, 16), "row", "n"),
-        ((2, 1, 16), "row", "bn"),
-        ((8, 1), "column", "m"),
-        ((2, 8, 1), "column", "bm"),
-        ((8, 16), "matrix", "mn"),
+        ((), "scalar", ""), ((1, 1, 1), "scalar", ""), ((2, 1, 1), "scalar", "b"),
+        ((16,), "row", "n"), ((1, 16), "row", "n"), ((2, 1, 16), "row", "bn"),
+        ((8, 1), "column", "m"), ((2, 8, 1), "column", "bm"), ((8, 16), "matrix", "mn"),
         ((2, 8, 16), "matrix", "bmn"),
     ],
-)
+)  # fmt: skip
 def test_operands_are_told_apart_by_shape(given: tuple[int, ...], kind: Any, labels: str):
     operand = jnp.asarray(np.random.default_rng(0).normal(size=given), jnp.float32)
     fusion = assert_same(lambda acc, x: acc * x, normal("bmn"), operand, out="bmn")

@@ -8,15 +8,12 @@ import pytest
 import train_accelerated as runs
 from train_recipes import Setting
 
-from jax_hopper_gemm.interop import fuse_jaxpr
-
 pytestmark = pytest.mark.pure
 SMALL = ["--width=64", "--layers=1", "--heads=2", "--length=64", "--batch=8", "--steps=30"]
 
 
 @pytest.mark.slow
-def test_losses_of_an_accelerated_run_are_within_the_spread_of_seeds(monkeypatch, capsys):
-    monkeypatch.setattr(fuse_jaxpr, "_refusal", lambda *_: None)  # every region is one kernel
+def test_losses_of_an_accelerated_run_are_within_the_spread_of_seeds(all_fused, capsys):
     assert runs.main(SMALL) == 0
     said = capsys.readouterr().out
     assert "means of 20 steps differ by 0.0" in said and "accelerate  " in said

@@ -113,9 +113,7 @@ def test_a_group_of_the_contraction_has_as_many_k_tiles_as_its_rows_need():
 
 def test_rows_of_other_devices_belong_to_no_group():
     problem = replace(
-        rows_problem(),
-        l=3,
-        groups=GroupedAxis("m", len(SIZES), Groups(len(SIZES) + 1, 3, first=2)),
+        rows_problem(), l=3, groups=GroupedAxis("m", len(SIZES), Groups(len(SIZES) + 1, 3, first=2))
     )
     tiles = viz.grouped_tiles(problem, WHOLE, ALONG[0], SIZES)
     first_rows = {tile.matrix: tile.start for tile in tiles if tile.matrix >= 0}

@@ -23,33 +23,22 @@ SMS = dispatch.H200.num_sms
 @click.command("build")
 @click.option("--out", type=Path, metavar="FOLDER", help="A folder, not the cache.")
 @click.option(
-    "--program",
-    type=Path,
-    multiple=True,
-    metavar="FILE",
+    "--program", type=Path, multiple=True, metavar="FILE",
     help="Only the kernels that these programs launch, written by jax.export's serialize().",
-)
+)  # fmt: skip
 @click.option("--jobs", type=products.POSITIVE, help="Processes [one a core].")
 @click.option(
-    "--dtype",
-    type=products.DtypeType(OPERANDS),
-    multiple=True,
-    default=HALVES,
+    "--dtype", type=products.DtypeType(OPERANDS), multiple=True, default=HALVES,
     help="Only these dtypes of A and B [bf16 and f16].",
-)
+)  # fmt: skip
 @click.option(
-    "--result-dtype",
-    type=products.DtypeType(RESULTS),
-    multiple=True,
-    default=RESULTS,
+    "--result-dtype", type=products.DtypeType(RESULTS), multiple=True, default=RESULTS,
     help="Only these dtypes of D.",
-)
+)  # fmt: skip
 @click.option(
-    "--sms",
-    type=products.POSITIVE,
-    default=SMS,
+    "--sms", type=products.POSITIVE, default=SMS,
     help=f"Of the GPU that the kernels are for [{SMS}: H200, H100 SXM].",
-)
+)  # fmt: skip
 @json_option
 def command(
     out: Path | None, program: tuple[Path, ...], jobs: int | None, dtype: tuple[str, ...],

@@ -17,15 +17,10 @@ from ..gemm import simt
 from ..gemm.dtypes import DTYPES, HALVES, RESULTS, converts
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import k_split
-from ..gemm.legality import (
-    GATHERABLE,
-    configuration_violations,
-    memory_violations,
-    type_violations,
-    violations,
-)
+from ..gemm.legality import configuration_violations, memory_violations, violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
+from ..gemm.type_legality import GATHERABLE, type_violations
 from .configs import (
     CONFIGS,
     CONVERTED_CONFIGS,

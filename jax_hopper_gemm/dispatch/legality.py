@@ -20,10 +20,11 @@ from ..gemm.group_search import MAX_LENGTH
 from ..gemm.group_search import MAX_TILES as MAX_GROUPED_TILES
 from ..gemm.groups import GroupedAxis
 from ..gemm.k_split import MAX_TAPE, is_worth_splitting
-from ..gemm.legality import MAX_TILE_N, type_violations
+from ..gemm.legality import MAX_TILE_N
 from ..gemm.problem import GemmProblem
 from ..gemm.raster import MAX_TILES
 from ..gemm.spec import GemmSpec, ProblemType
+from ..gemm.type_legality import type_violations
 from .device import Device
 from .layout_legality import MAX_EXTENT, MAX_INT32, layout_violations
 

@@ -1,33 +1,19 @@
 """Legality: every reason why a kernel cannot be compiled, as text.
 
-`type_violations` says which types of problems there are kernels for, `violations` what a kernel
-may be. Which problems a kernel can run, and where, is `dispatch.legality`'s.
+`type_legality` says which types of problems there are kernels for, `dispatch.legality` which
+problems a kernel can run, and where.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import get_args
 
 from . import simt
-from .bf16_parts import BLOCK_N, PRESETS, TILE_K
-from .dtypes import (
-    DTYPES,
-    HALVES,
-    OPERANDS,
-    QUANTIZED,
-    RESULTS,
-    converts,
-    multiply,
-    names,
-    one_of,
-    results_of,
-)
-from .epilogue_checks import epilogue_registers, graph_violations
-from .problem import VarlenAxis
+from .bf16_parts import BLOCK_N, TILE_K
+from .dtypes import DTYPES, OPERANDS, one_of
+from .epilogue_checks import epilogue_registers
 from .spec import (
-    BLOCKS,
-    K_GROUPS,
     PROMOTION_K,
     SMEM_BARRIERS,
     SMEM_LIMIT,
@@ -37,16 +23,12 @@ from .spec import (
     TileScheduler,
     WarpSchedule,
 )
+from .type_legality import type_violations
 
 MAX_TILE_N = 256  # columns of one wgmma
 TILES_M = (64, 128, 192, 256)
 CONVERTED_TILES_M = (16, 32, 64, 128, 256)  # where B is converted: columns of one wgmma
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2))
-# Operands that a kernel can gather by an array of indices, for each grouped axis.
-GATHERABLE: dict[VarlenAxis | None, tuple[Literal["a", "b"], ...]] = {
-    None: (), "m": ("a",), "k": ("a", "b"),
-}  # fmt: skip
-
 # Registers of a math thread, by number of math warpgroups: what a CTA's 65,536 leave it. All but
 # so many can be float32 accumulators, without a spill; with three warpgroups ptxas allows 96.
 MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
@@ -109,202 +91,6 @@ def configuration_violations(spec: GemmSpec) -> list[str]:
         return reasons
     checks = _register_violations, _epilogue_tile_violations, _group_violations, memory_violations
     return [reason for check in checks for reason in check(spec)]
-
-
-def type_violations(t: ProblemType) -> Iterator[str]:
-    """Yields every reason why there is no kernel for a type of problems."""
-    if t.simt_width:
-        yield from _simt_type_violations(t)
-    elif t.bf16_terms:
-        yield from _terms_violations(t)
-    elif t.a_dtype == t.b_dtype and t.a_dtype not in OPERANDS:
-        yield f"A and B are {t.a_dtype}: cast them to {one_of(OPERANDS)}"
-    elif not (multiply(t.a_dtype, t.b_dtype) or converts(t.a_dtype, t.b_dtype)):
-        yield f"A is {t.a_dtype} and B {t.b_dtype}: cast one to the other's dtype"
-    results = results_of(t.a_dtype) if t.a_dtype in OPERANDS else RESULTS
-    if t.promoted:
-        results = tuple(name for name in results if name not in names("sum"))
-    if t.d_dtype not in results + (QUANTIZED if t.epilogue else ()):
-        yield f"D is {t.d_dtype}: ask for {one_of(results)}"
-    if t.promoted and not t.a_block and t.a_dtype in OPERANDS:
-        if not DTYPES[t.a_dtype].promoted_algorithm:
-            yield f"sums of {t.a_dtype} have all digits already: promote none"
-    if t.a_block or t.b_block:
-        yield from _block_violations(t)
-    # What passes through registers on its way to the tensor cores may have any layout.
-    any_major = bool(t.bf16_terms or t.simt_width)
-    yield from _major_violations("A", "MK", t.a_dtype, t.a_major, any_major)
-    any_major |= converts(t.a_dtype, t.b_dtype)
-    yield from _major_violations("B", "NK", t.b_dtype, t.b_major, any_major)
-    yield from _conversion_violations(t)
-    broken = [*graph_violations(t.epilogue)] if t.epilogue else []
-    yield from (f"epilogue: {reason}" for reason in broken)
-    if not broken and t.epilogue and t.epilogue.matrices:
-        first = t.epilogue.matrices[0].dtype
-        if first != t.d_dtype:
-            yield f"D is {t.d_dtype}, the epilogue's first result {first}"
-        sums = {result.dtype for result in t.epilogue.matrices} & set(names("sum"))
-        for dtype in sorted(sums - {a and a.accumulator for a in (DTYPES.get(t.a_dtype),)}):
-            yield f"accumulators of {t.a_dtype} are stored as {dtype}: convert the product instead"
-    if t.grouped not in (None, "m", "k"):
-        yield f"groups cut the axis {t.grouped!r}, not 'm' or 'k'"
-        return
-    yield from _stack_violations(t)
-    yield from _loose_violations(t)
-    if t.gathered and t.gathered not in GATHERABLE[t.grouped]:
-        where = f"where groups cut {t.grouped.upper()}" if t.grouped else "without groups"
-        yield f"no kernel gathers {t.gathered.upper()} by indices {where}: gather it beforehand"
-    elif t.gathered == "b" and t.epilogue and t.epilogue.accumulators > 1:
-        yield "no kernel gathers two B's: gather them beforehand"
-    elif t.gathered and t.a_dtype in OPERANDS and DTYPES[t.a_dtype].rounding_map and not any_major:
-        yield f"no kernel rounds rows of {t.a_dtype} that it gathers: gather them beforehand"
-    if t.grouped == "m":
-        if t.a_major != "k":
-            yield "rows of A are cut into groups, so A must be stored (M, K): copy it"
-        results = t.epilogue.results if t.epilogue else ()
-        for kind in sorted({r.kind for r in results} & {"column_sum", "max"}):
-            yield f"a {kind} of rows that are cut into groups: leave it to XLA"
-    if t.d_major != "n":
-        yield from _transposed_violations(t)
-    if t.grouped == "k":
-        yield from _varlen_k_violations(t)
-
-
-def _varlen_k_violations(t: ProblemType) -> Iterator[str]:
-    """Yields why no kernel contracts groups of rows that lie as A and B have them."""
-    if t.a_dtype in OPERANDS and DTYPES[t.a_dtype].itemsize == 1:
-        if t.gathered:
-            yield f"rows of {t.a_dtype} are contracted, which lie along K: gather them beforehand"
-    elif (t.a_major, t.b_major) != ("m", "n"):
-        yield (
-            "K is cut into groups, so A must be stored (K, M) and B (K, N): copy what is stored "
-            "otherwise"
-        )
-
-
-def _terms_violations(t: ProblemType) -> Iterator[str]:
-    """Yields why no kernel multiplies bfloat16 parts of the operands."""
-    if t.bf16_terms not in PRESETS:
-        yield f"{t.bf16_terms} products of bfloat16 parts, not {one_of(tuple(map(str, PRESETS)))}"
-    if (t.a_dtype, t.b_dtype) != ("float32", "float32"):
-        yield f"A is {t.a_dtype} and B {t.b_dtype}: float32 is cut into bfloat16 parts"
-    if t.promoted or t.a_block or t.b_block:
-        yield "sums of bfloat16 parts are promoted already, and blocks of float32 have no scales"
-
-
-def _conversion_violations(t: ProblemType) -> Iterator[str]:
-    """Yields why no kernel converts B to A's dtype."""
-    if not converts(t.a_dtype, t.b_dtype):
-        if t.k_group:
-            yield f"groups along K of {t.b_dtype} have scales beside {t.a_dtype}: multiply by them"
-        return
-    if t.k_group and t.k_group not in K_GROUPS:
-        groups = one_of(tuple(map(str, K_GROUPS)))
-        yield f"scales of {t.k_group} elements of K, not {groups}: multiply by them"
-    if t.k_group and t.nested:
-        yield "groups along K have scales, and the product has a nested batch: copy it"
-    if t.grouped == "k":
-        yield f"B is {t.b_dtype}, and K is cut into groups: cast it to {t.a_dtype}"
-    if t.gathered == "b" or (t.indexed == "b" and t.k_group):
-        yield f"B is {t.b_dtype}, one of an array's rows or matrices: copy it"
-    for kind in dict.fromkeys(r.kind for r in t.epilogue.results) if t.epilogue else ():
-        if kind != "matrix":
-            yield f"a {kind} of a product whose B is converted: leave it to XLA"
-    if t.epilogue and t.epilogue.row_nodes:
-        yield "statistics of rows of a product whose B is converted: leave them to XLA"
-
-
-def _transposed_violations(t: ProblemType) -> Iterator[str]:
-    """Yields why no kernel stores D along M."""
-    if t.d_major != "m":
-        yield f"D has major {t.d_major!r}, not 'm' or 'n'"
-    others = {
-        "groups": t.grouped, "bfloat16 parts": t.bf16_terms, "FMA units": t.simt_width,
-        "promoted sums": t.promoted, "two B's": t.epilogue and t.epilogue.accumulators > 1,
-        f"operands of {t.a_dtype} and {t.b_dtype}": {t.a_dtype, t.b_dtype} - set(HALVES),
-        "reductions": t.epilogue and t.epilogue.needs_extents,
-    }  # fmt: skip
-    for name, there in others.items():
-        if there:
-            yield f"kernels that store D along M have no code for {name}"
-    arrays = [*t.epilogue.matrices, *t.epilogue.operands] if t.epilogue else []
-    for array in arrays:
-        if array.kind == "matrix" and DTYPES[array.dtype].itemsize == 1:
-            yield f"a thread has no two neighbours of {array.dtype} where D is stored along M"
-
-
-def _loose_violations(t: ProblemType) -> Iterator[str]:
-    """Yields why no kernel stores rows of D that begin and end anywhere."""
-    results = t.epilogue.matrices if t.epilogue else ()
-    others = {
-        "groups": t.grouped, "a nested batch": t.nested, "D stored along M": t.d_major == "m",
-        "FMA units": t.simt_width, "gate and up side by side": any(r.planes > 1 for r in results),
-        "results of 4 or 8 bits": any(DTYPES[r.dtype].itemsize == 1 for r in results),
-        f"operands of {t.a_dtype} and {t.b_dtype}": {t.a_dtype, t.b_dtype} - set(HALVES),
-    }  # fmt: skip
-    for name, there in others.items():
-        if there and t.loose_d:
-            yield f"rows of D that are no multiples of 16 bytes, and {name}: pad N"
-
-
-def _simt_type_violations(t: ProblemType) -> Iterator[str]:
-    """Yields why no kernel adds up the products in FMA units."""
-    if t.simt_width not in (1, simt.VECTOR):
-        yield f"vectors of FMA units have {t.simt_width} elements, not 1 or {simt.VECTOR}"
-    if (t.a_dtype, t.b_dtype, t.d_dtype) != ("float32",) * 3:
-        yield (
-            f"A is {t.a_dtype}, B {t.b_dtype} and D {t.d_dtype}: kernels for FMA units have "
-            "float32 alone"
-        )
-    others = {
-        "an epilogue": t.epilogue, "groups": t.grouped, "gathered rows": t.gathered,
-        "one matrix of a stack": t.indexed, "promoted sums": t.promoted,
-        "block scales": t.a_block or t.b_block, "a nested batch": t.nested,
-        "bfloat16 parts": t.bf16_terms,
-    }  # fmt: skip
-    for name, there in others.items():
-        if there:
-            yield f"kernels for FMA units have no code for {name}: leave the product to XLA"
-
-
-def _block_violations(t: ProblemType) -> Iterator[str]:
-    """Yields why no kernel multiplies blocks of 128 along K by scales of their own."""
-    if DTYPES[t.a_dtype].itemsize != 1:
-        yield f"blocks of {t.a_dtype} have scales: kernels scale blocks of 8-bit operands"
-    for operand, block in (("A", t.a_block), ("B", t.b_block)):
-        if block not in BLOCKS:
-            yield f"blocks of {operand} have {block} lines, not {one_of(tuple(map(str, BLOCKS)))}"
-    if not t.promoted:
-        yield "block scales are multiplied in where accumulators are promoted: promote them"
-    if t.epilogue and t.epilogue.accumulators > 1:
-        yield "a product with two B's has block scales: multiply one after the other"
-    if t.nested:
-        yield "blocks have scales, and the product has a nested batch: copy it"
-    if t.grouped == "m" and t.a_block != 1:
-        yield "groups begin within blocks of A: take blocks of one row, or copy it"
-
-
-def _major_violations(
-    operand: str, axes: str, dtype: str, major: str, any_major: bool
-) -> Iterator[str]:
-    """Yields why an operand cannot be stored with neighbours along an index in memory."""
-    if major.upper() not in axes:
-        yield f"{operand} has major {major!r}, not {' or '.join(map(repr, axes.lower()))}"
-    elif not any_major and dtype in OPERANDS and major not in DTYPES[dtype].majors:
-        yield (
-            f"{operand} is {dtype}, which tensor cores read along K alone, so it must be stored "
-            f"({axes[0]}, K): copy it"
-        )
-
-
-def _stack_violations(t: ProblemType) -> Iterator[str]:
-    if t.indexed not in (None, "a", "b"):
-        yield f"one matrix of a stack is {t.indexed!r}, not 'a' or 'b'"
-    elif t.indexed and t.grouped:
-        yield (
-            f"{t.indexed.upper()} is one matrix of a stack, and the product has groups: copy it "
-            "out of the stack"
-        )
 
 
 def _policy_violations(spec: GemmSpec) -> Iterator[str]:

@@ -7,72 +7,29 @@ that `ffi/` decodes; the format is described there and carries `PLAN_VERSION`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from ..gemm import grid
 from ..gemm.dtypes import DTYPES
-from ..gemm.group_search import SPAN_EXTENT, GroupRaster
-from ..gemm.kernel_params import BATCH_MODES, KernelSpec, ParamKind, param_list
+from ..gemm.group_search import GroupRaster
+from ..gemm.kernel_params import KernelSpec, param_list
 from ..gemm.problem import GemmProblem, MatrixLayout
 from ..gemm.raster import Raster, make_raster
-from ..gemm.spec import TMA_ALIGNMENT, GemmSpec, RasterOrder, TmaBox
+from ..gemm.spec import GemmSpec, RasterOrder, TmaBox
+from .params import (
+    Int32,
+    Param,
+    Pointer,
+    TensorMap,
+    batch_axes,
+    batch_dims,
+    shortened,
+    span_map,
+    stored,
+    tensor_map,
+)
 
 PLAN_VERSION = 2
-
-# Values of CUtensorMapSwizzle in cuda.h.
-TENSOR_MAP_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """A kernel parameter: a tiled `CUtensorMap` over one buffer, dimension 0 contiguous."""
-
-    kind: ClassVar[ParamKind] = "tensor_map"
-    buffer: int  # index among the call's operands, then results
-    dtype: str  # of an element
-    dims: tuple[int, ...]  # extents in elements
-    strides: tuple[int, ...]  # bytes between neighbours, for every dimension but the first
-    box: tuple[int, ...]  # elements one copy moves, along each dimension
-    swizzle: int  # bytes of the shared-memory swizzle: 0, 32, 64 or 128
-    offset: int = 0  # bytes from the buffer's start to the first element; a multiple of 16
-    rounds: bool = False  # whether copies round to the digits that the tensor cores read
-
-    @property
-    def data_type(self) -> int:
-        """The value of `CUtensorMapDataType` in cuda.h."""
-        row = DTYPES[self.dtype]
-        return row.rounding_map if self.rounds else row.tensor_map
-
-    def encode(self) -> list[int]:
-        return [
-            0, self.buffer, self.offset, self.data_type,
-            TENSOR_MAP_SWIZZLE[self.swizzle], len(self.dims), *self.dims, *self.strides, *self.box,
-        ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Int32:
-    """A kernel parameter: a signed 32-bit scalar."""
-
-    kind: ClassVar[ParamKind] = "int32"
-    value: int
-
-    def encode(self) -> list[int]:
-        return [1, self.value]
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """A kernel parameter: the device address of a buffer."""
-
-    kind: ClassVar[ParamKind] = "pointer"
-    buffer: int
-
-    def encode(self) -> list[int]:
-        return [2, self.buffer]
-
-
-Param = TensorMap | Int32 | Pointer
 
 
 @dataclass(frozen=True)
@@ -153,7 +110,7 @@ def make_plan(
         values["stack_matrices"] = Int32(problem.stack)
     values |= _scale_params(problem, spec)
     if spec.nested:
-        inner, middle, _ = _axes(problem, problem.d, problem.l)
+        inner, middle, _ = batch_axes(problem, problem.d, problem.l)
         values |= {"nest_inner": Int32(inner[0]), "nest_middle": Int32(middle[0])}
     if spec.needs_extents:
         values |= {"m": Int32(problem.m), "n": Int32(problem.n)}
@@ -277,9 +234,9 @@ def _group_scale_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param
     layout = MatrixLayout("n", p.n, p.n * groups if p.b.batch_stride else 0)
     box = TmaBox(spec.d_tile_n, spec.tile_k // spec.k_group, swizzle=0)
     first = grid.num_inputs(p) - grid.num_scales(p)
-    batch = _axes(p, layout, p.matrices("b"))
+    batch = batch_axes(p, layout, p.matrices("b"))
     return {
-        f"{name}_group_scales": _tensor_map(
+        f"{name}_group_scales": tensor_map(
             first + i, "float32", layout, {"n": p.n, "groups": groups}, batch, box
         )
         for i, name in enumerate(("b", "up")[: p.graph.accumulators])
@@ -290,27 +247,27 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     """Returns the tensor maps of A, B and up; of a gathered operand a pointer."""
     p = problem
     rows_a, rows_b = grid.loaded_rows(p, spec)
-    stored_b = _stored(p.b, p.b_dtype)
+    stored_b = stored(p.b, p.b_dtype)
     offset_of_up = DTYPES[p.b_dtype].nbytes(p.up_offset or 0)
 
     def a_map() -> TensorMap | Pointer:
         if spec.gathered == "a":
             return Pointer(0)
         if spec.spans_k:
-            return _span_map(0, p.a_dtype, p.a, p.m, p.k, spec.a_box)
-        box = _shortened(spec.a_box, spec.a_major, rows_a)
-        batch = _axes(p, p.a, p.matrices("a"))
-        return _tensor_map(0, p.a_dtype, p.a, {"m": p.m, "k": p.k}, batch, box)
+            return span_map(0, p.a_dtype, p.a, p.m, p.k, spec.a_box)
+        box = shortened(spec.a_box, spec.a_major, rows_a)
+        batch = batch_axes(p, p.a, p.matrices("a"))
+        return tensor_map(0, p.a_dtype, p.a, {"m": p.m, "k": p.k}, batch, box)
 
     def b_map(buffer: int, offset: int = 0) -> TensorMap | Pointer:
         if spec.gathered == "b":
             return Pointer(buffer)
         if spec.spans_k:
-            return _span_map(buffer, p.b_dtype, p.b, p.n, p.k, spec.b_box, offset)
-        extents, box = {"n": p.n, "k": p.k}, _shortened(spec.b_box, spec.b_major, rows_b)
+            return span_map(buffer, p.b_dtype, p.b, p.n, p.k, spec.b_box, offset)
+        extents, box = {"n": p.n, "k": p.k}, shortened(spec.b_box, spec.b_major, rows_b)
         extents[p.b.major] //= DTYPES[p.b_dtype].packed
-        batch = _axes(p, stored_b, p.matrices("b"))
-        return _tensor_map(buffer, p.b_dtype, stored_b, extents, batch, box, offset)
+        batch = batch_axes(p, stored_b, p.matrices("b"))
+        return tensor_map(buffer, p.b_dtype, stored_b, extents, batch, box, offset)
 
     values: dict[str, Param] = {"a": a_map(), "b": b_map(1)}
     if p.gated and p.up_offset is None:
@@ -320,22 +277,6 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
     if spec.rounds_operands:
         values = {x: replace(of, rounds=True) for x, of in values.items()}  # gathered ones are none
     return values
-
-
-def _stored(layout: MatrixLayout, dtype: str) -> MatrixLayout:
-    """Returns a layout whose strides count as one the elements that lie `packed`."""
-    packed = DTYPES[dtype].packed
-    if packed == 1:
-        return layout
-    return MatrixLayout(
-        layout.major, layout.leading_stride // packed, layout.batch_stride // packed,
-        tuple(stride // packed for stride in layout.outer_strides),
-    )  # fmt: skip
-
-
-def _shortened(box: TmaBox, major: str, rows: int) -> TmaBox:
-    """Returns the box with `rows` at most, where they lie along K."""
-    return replace(box, other=min(box.other, rows)) if major == "k" else box
 
 
 def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
@@ -354,14 +295,14 @@ def _result_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
             layout = MatrixLayout("n", planes * p.n, p.m * planes * p.n)
         offset = result.plane * p.n * DTYPES[result.dtype].itemsize
         # NOTE: TMA stores up to the next multiple of 16 bytes, past the end of a row that is not
-        # one. `dispatch/legality.py` refuses such products.
+        # one: threads store such rows (`loose_d`), or `dispatch/legality.py` refuses the product.
         box = spec.epi_box(result.dtype)
         if spec.grouped == "m":
-            values[f"d{i}"] = _span_map(buffer, result.dtype, layout, p.n, p.m, box, offset)
+            values[f"d{i}"] = span_map(buffer, result.dtype, layout, p.n, p.m, box, offset)
             continue
         extents = {"m": p.m, "n": p.n}
-        batch = _axes(p, layout, p.l)
-        values[f"d{i}"] = _tensor_map(buffer, result.dtype, layout, extents, batch, box, offset)
+        batch = batch_axes(p, layout, p.l)
+        values[f"d{i}"] = tensor_map(buffer, result.dtype, layout, extents, batch, box, offset)
     return values
 
 
@@ -378,86 +319,15 @@ def _epilogue_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
             values[f"{name}_batch_stride"] = Int32(layout.batch_stride if p.l > 1 else 0)
         elif operand.kind == "matrix":
             extents, tile = {"m": p.m, "n": p.n}, spec.epi_box(operand.dtype)
-            batch = _axes(p, layout, along_rows)
-            values[name] = _tensor_map(buffer, operand.dtype, layout, extents, batch, tile)
+            batch = batch_axes(p, layout, along_rows)
+            values[name] = tensor_map(buffer, operand.dtype, layout, extents, batch, tile)
         else:
             if operand.kind == "row":
                 extent, batches, box = p.n, p.l, spec.epi_tile_n
             else:
                 extent, batches, box = p.m, along_rows, spec.column_elements(operand.dtype)
-            dims, strides = _batch_dims(_axes(p, layout, batches), operand.dtype)
+            dims, strides = batch_dims(batch_axes(p, layout, batches), operand.dtype)
             values[name] = TensorMap(
                 buffer, operand.dtype, (extent, *dims), strides, (box, *(1,) * len(dims)), swizzle=0
             )
     return values
-
-
-def _axes(problem: GemmProblem, layout: MatrixLayout, matrices: int) -> list[tuple[int, int]]:
-    """Returns extent and stride of the axes of an array's batch, in all of `matrices`."""
-    if not problem.outer:
-        return [(matrices, layout.batch_stride)]
-    axes = problem.batch_axes(layout)
-    return axes + [(1, 0)] * (len(BATCH_MODES) - len(axes))
-
-
-def _batch_dims(axes: list[tuple[int, int]], dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the dimensions of a tensor map and its strides that count matrices."""
-    itemsize = DTYPES[dtype].itemsize
-    extents = tuple(extent for extent, _ in axes)
-    return extents, tuple(_stride_bytes(stride, extent, itemsize) for extent, stride in axes)
-
-
-def _span_map(
-    buffer: int,
-    dtype: str,
-    layout: MatrixLayout,
-    contiguous: int,
-    length: int,
-    box: TmaBox,
-    offset: int = 0,
-) -> TensorMap:
-    """Returns the map over rows of which a copy can be told where to stop.
-
-    Row r of a span of `size` rows that ends at row `end` has the coordinates (SPAN_EXTENT - size +
-    r, end, SPAN_EXTENT): so r >= size is outside of the map, which loads as zeros and is not
-    stored. The three add up to row end - size + r, modulo 2**64 bytes. There are `length` rows of
-    `contiguous` elements.
-    """
-    stride = layout.leading_stride * DTYPES[dtype].itemsize
-    return TensorMap(
-        buffer,
-        dtype,
-        dims=(contiguous, SPAN_EXTENT, length + 1, SPAN_EXTENT + 1),
-        strides=(stride, stride, grid.WRAP_BYTES - stride),
-        box=(box.contiguous, box.other, 1, 1),
-        swizzle=box.swizzle,
-        offset=offset,
-    )
-
-
-def _tensor_map(
-    buffer: int,
-    dtype: str,
-    layout: MatrixLayout,
-    extents: dict[str, int],
-    batch: list[tuple[int, int]],
-    box: TmaBox,
-    offset: int = 0,
-) -> TensorMap:
-    contiguous = extents.pop(layout.major)
-    (other,) = extents.values()
-    dims, strides = _batch_dims(batch, dtype)
-    return TensorMap(
-        buffer,
-        dtype,
-        dims=(contiguous, other, *dims),
-        strides=(_stride_bytes(layout.leading_stride, other, DTYPES[dtype].itemsize), *strides),
-        box=(box.contiguous, box.other, *(1,) * len(dims)),
-        swizzle=box.swizzle,
-        offset=offset,
-    )
-
-
-def _stride_bytes(stride: int, extent: int, itemsize: int) -> int:
-    """Returns the stride in bytes; one of a dimension of extent 1 is never used: 16 will do."""
-    return stride * itemsize if extent > 1 else TMA_ALIGNMENT

@@ -7,6 +7,7 @@ product for Flax's own layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -43,22 +44,28 @@ class Dense(nn.Dense):
     @nn.compact
     def __call__(self, inputs: Any, *, residual: Any = None) -> jax.Array:
         """Returns activation(inputs @ kernel + bias) + residual, (..., features)."""
-        refuse_dot_general("Dense", "flax.linen.Dense", vars(self))
+        return self._run(ops.matmul, inputs, lambda init: init, residual=residual)
+
+    def _run(
+        self, product: Any, inputs: Any, made_by: Callable[[Any], Any], **options: Any
+    ) -> jax.Array:
+        """Multiplies by parameters whose initialisers `made_by` returns of Flax's."""
+        refuse_dot_general(type(self).__name__, "flax.linen.Dense", vars(self))
         shape = (jnp.shape(inputs)[-1], self.features)
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        kernel = self.param("kernel", made_by(self.kernel_init), shape, self.param_dtype)
         bias = None
         if self.use_bias:
-            bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype)
+            bias = self.param("bias", made_by(self.bias_init), shape[1:], self.param_dtype)
         promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         x, kernel, bias = promoted
-        return ops.matmul(
-            x, kernel, bias=bias, activation=self.activation, residual=residual,
+        return product(
+            x, kernel, bias=bias, activation=self.activation,
             save_preactivation=self.save_preactivation, precision=self.precision,
-            recipe=self.recipe, implementation=self.implementation,
+            recipe=self.recipe, implementation=self.implementation, **options,
         )  # fmt: skip
 
 
-class GatedDense(nn.Dense):
+class GatedDense(Dense):
     """activation(x @ gate + bias[0]) * (x @ up + bias[1]), both products in one kernel.
 
     Parameters are those of two `flax.linen.Dense`, stacked: `kernel` (in, 2, features) and `bias`
@@ -70,26 +77,11 @@ class GatedDense(nn.Dense):
     """
 
     activation: Activation = "silu"
-    save_preactivation: bool = True
-    recipe: Recipe | None = None
-    implementation: Implementation = None
 
     @nn.compact
-    def __call__(self, inputs: Any) -> jax.Array:
+    def __call__(self, inputs: Any) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Maps (..., in) to (..., features)."""
-        refuse_dot_general("GatedDense", "flax.linen.Dense", vars(self))
-        shape = (jnp.shape(inputs)[-1], self.features)
-        kernel = self.param("kernel", _pair_of(self.kernel_init), shape, self.param_dtype)
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", _pair_of(self.bias_init), shape[1:], self.param_dtype)
-        promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        x, kernel, bias = promoted
-        return ops.gated_linear_unit(
-            x, kernel, activation=self.activation, bias=bias,
-            save_preactivation=self.save_preactivation, precision=self.precision,
-            recipe=self.recipe, implementation=self.implementation,
-        )  # fmt: skip
+        return self._run(ops.gated_linear_unit, inputs, _pair_of)
 
 
 class DelayedDotGeneral(fp8_ops.Fp8DirectDotGeneralOp):

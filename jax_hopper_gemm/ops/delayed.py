@@ -164,11 +164,8 @@ def run_delayed(
       options: `preferred_element_type` None is the promoted dtype of the operands.
     """
     x, w = map(jnp.asarray, arrays)
-    preferred = options.preferred_element_type
-    several = isinstance(preferred, tuple)
-    whole = jnp.result_type(x, w) if preferred is None or several else jnp.dtype(preferred)
-    dtype = whole if steps.plain else jnp.dtype("float32")
+    dtype, whole, several = steps.dtypes(options.preferred_element_type, jnp.result_type(x, w))
     options = in_contexts(replace(options, preferred_element_type=dtype))
     subscripts = Subscripts.of_dot_general(dimension_numbers, x.ndim, w.ndim)
     product = _product(x, w, state, _Rule(steps.op, subscripts, options))
-    return steps.after(product, following, whole, preferred if several else None)
+    return steps.after(product, following, whole, several)

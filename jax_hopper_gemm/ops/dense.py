@@ -20,19 +20,11 @@ from .activations import Activation, activation_function
 from .batch_invariance import takes_batch_invariant
 from .delayed import DelayedScaling, run_delayed
 from .dense_run import JaxProduct, run
-from .quantized import (
-    QArray,
-    Quantized,
-    as_quantized,
-    beside_result,
-    is_quantized,
-    is_weights,
-    run_quantized,
-    widened_pair,
-    zeros_apart,
-)
+from .quantized import QArray, Quantized, as_quantized, is_quantized
+from .quantized_products import run_quantized
 from .recipes import Recipe, as_recipe, delayed
-from .steps import OFFSET, SCALES, Results, Steps, named_in
+from .steps import OFFSET, Results, Steps, named_in
+from .weights import weights_apart, weights_of_dot
 
 
 @takes_batch_invariant
@@ -128,8 +120,8 @@ def matmul(
     """
     terms = {"alpha": alpha, "c": c, "beta": beta, "bias": bias, "residual": residual}
     given = as_quantized("matmul", "a", a), as_quantized("matmul", "b", b)
-    apart, zeros = zeros_apart("matmul", (("a", given[0]), ("b", given[1])), (-1, -2))
-    pair, scales = widened_pair("matmul", (("a", apart[0]), ("b", apart[1])), (-1, -2))
+    named = ("a", given[0]), ("b", given[1])
+    pair, scales, zeros = weights_apart("matmul", named, (-1, -2))
     a, b = (x.values if isinstance(x, Quantized) else x for x in pair)
     a, b, *arrays = checks.as_arrays("matmul", terms, a=a, b=b)
     terms = {name: x for name, x in zip(terms, arrays, strict=True) if x is not None}
@@ -196,7 +188,7 @@ def dot_general(
       NotImplementedError: `implementation="hopper"` and no kernel can run the product.
     """
     given = as_quantized("dot_general", "lhs", lhs), as_quantized("dot_general", "rhs", rhs)
-    pair, scales = _weights_of_dot("dot_general", *given, dimension_numbers)
+    pair, scales = weights_of_dot("dot_general", *given, dimension_numbers)
     lhs, rhs = (x.values if isinstance(x, Quantized) else x for x in pair)
     lhs, rhs = checks.as_arrays("dot_general", lhs=lhs, rhs=rhs)
     dimension_numbers = checks.checked_axes("dot_general", lhs, rhs, dimension_numbers)
@@ -210,32 +202,6 @@ def dot_general(
     factors = _Factors(("lhs", "rhs"), given, pair, (lhs, rhs), lambda: dimension_numbers)
     operands = tuple(scales.values())
     return _run(product, factors, steps, operands, epilogue_operands, options, recipe)
-
-
-def _weights_of_dot(
-    op: str, lhs: Any, rhs: Any, dimension_numbers: Any
-) -> tuple[tuple[Any, Any], dict[str, Any]]:
-    """Returns the operands, weights as arrays, and scales and an offset beside the result."""
-    if not (is_weights(lhs, rhs) or is_weights(rhs, lhs)):
-        return (lhs, rhs), {}
-    left, right = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
-    contracted, batch = checks.checked_axes(op, left, right, dimension_numbers)
-    if len(contracted[0]) != 1:
-        raise NotImplementedError(
-            f"{op}: {len(contracted[0])} axes of weights are contracted, expected one: reshape them"
-        )
-    axes = contracted[0][0], contracted[1][0]
-    (left, right), zeros = zeros_apart(op, (("lhs", lhs), ("rhs", rhs)), axes)
-    pair, scales = widened_pair(op, (("lhs", left), ("rhs", right)), axes)
-    free = [x.ndim - 1 - len(own) for x, own in zip((lhs, rhs), batch, strict=True)]
-    beside: dict[str, Any] = dict(
-        zip(SCALES, zip(axes, batch, (-free[1], free[0]), strict=True), strict=True)
-    )
-    found = {name: beside_result(x, *beside[name]) for name, x in scales.items()}
-    if zeros:
-        highest = lax.Precision.HIGHEST
-        found[OFFSET] = lax.dot_general(*zeros, (contracted, batch), precision=highest)
-    return pair, found
 
 
 @takes_batch_invariant

@@ -20,13 +20,14 @@ from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import in_contexts, takes_batch_invariant
 from .dense_run import INLINE
-from .quantized import Quantized, as_quantized, is_weights, widened
+from .quantized import Quantized, as_quantized
 from .ragged_run import RaggedArrays, run_with_epilogue
 from .recipes import Recipe, as_recipe
 from .replaced import check_kernel_unasked, is_replaced
 from .settled import Settled, settled
 from .steps import Gate, traced
 from .substitute import final_product
+from .weights import is_weights, widened
 
 
 @takes_batch_invariant

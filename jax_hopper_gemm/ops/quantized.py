@@ -1,34 +1,27 @@
-"""Quantized arrays: values of 8 or 4 bits with float32 scales, and their products.
+"""Quantized arrays: values of 8 or 4 bits with float32 scales.
 
-A scale is for a tensor, for each row or column, or for blocks. Where it does not change along the
-contracted axis it is multiplied by what the kernel has summed, else while it sums. Beside an array
-of 16 bits a quantized one is weights: it becomes such an array where a product reads it.
+A scale is for a tensor, for each row or column, or for blocks. `quantized_products` multiplies two
+such arrays, `weights` is about one beside an array of 16 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..gemm.dtypes import HALVES, QUANTIZED, WEIGHTS, one_of
-from ..gemm.product import Options
+from ..gemm.dtypes import WEIGHTS, one_of
 from ..gemm.spec import K_GROUPS, PROMOTION_K
 from ..lowering.emit import pack
 from ..primitives.quantize import quantized, quantized_between
-from ..primitives.scaled_dot import hopper_scaled_dot
-from ..primitives.widen import hopper_widen, unpack
+from ..primitives.widen import unpack
 from . import checks
-from .batch_invariance import in_contexts
-from .dense_run import JaxProduct, run
-from .steps import SCALES, Steps
 
 BLOCK, BLOCKS = PROMOTION_K, K_GROUPS
 
@@ -66,13 +59,11 @@ class Quantized:
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """Returns `(values - zero) * scale`, computed in float32."""
-        scale, zero = self.scale, self.zero
-        for axis, block in enumerate(_blocks("dequantize", "self", self)):
-            scale = _each(scale, axis, block, self.shape[axis])
-            zero = None if zero is None else _each(zero, axis, block, self.shape[axis])
+        blocks = blocks_of("dequantize", "self", self)
         wide = (unpack(self.values) if self.packed else self.values).astype(jnp.float32)
-        wide = wide if zero is None else wide - zero.astype(jnp.float32)
-        return (wide * scale).astype(dtype)
+        if self.zero is not None:
+            wide = wide - spread(self.zero, blocks, self.shape).astype(jnp.float32)
+        return (wide * spread(self.scale, blocks, self.shape)).astype(dtype)
 
     def pack_weights(self) -> Quantized:
         """Returns int4 values as kernels read them: two neighbours along the last axis in a byte.
@@ -178,7 +169,7 @@ def is_quantized(*operands: Any) -> bool:
     return any(isinstance(x, Quantized) for x in operands)
 
 
-def _blocks(op: str, name: str, x: Quantized) -> tuple[int, ...]:
+def blocks_of(op: str, name: str, x: Quantized) -> tuple[int, ...]:
     """Returns for each axis how many elements share a scale: 1, a block, or 0 for all of them."""
     values, scale = x.values, x.scale
     if x.zero is not None and jnp.shape(x.zero) != jnp.shape(scale):
@@ -205,242 +196,14 @@ def _blocks(op: str, name: str, x: Quantized) -> tuple[int, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class Operand:
-    """A quantized operand of a product, its axes in the order batch, free, contracted."""
-
-    values: jax.Array
-    scale: jax.Array
-    blocks: tuple[int, ...]
-    batch: int  # how many axes of each kind; one is contracted
-    free: int
-
-    @property
-    def constant(self) -> bool:
-        """Whether no scale changes along the contracted axis."""
-        return self.blocks[-1] == 0
-
-    def flat(self) -> tuple[jax.Array, jax.Array]:
-        """Returns matrices (B, rows, K) or (rows, K), and their block scales."""
-        batch, free = self.batch, self.free
-        values, scale, blocks = self.values, self.scale, list(self.blocks)
-        if free != 1 or blocks[batch] == 0:  # one for each row
-            for axis in range(batch, batch + free):
-                scale = _each(scale, axis, blocks[axis], values.shape[axis])
-            wide = (*scale.shape[:batch], *values.shape[batch:-1], scale.shape[-1])
-            scale = jnp.broadcast_to(scale, wide)
-        for axis in range(batch):
-            scale = _each(scale, axis, blocks[axis], values.shape[axis])
-        along_k = -(-values.shape[-1] // BLOCK)
-        if blocks[-1] == 1 and values.shape[-1] != along_k:
-            raise NotImplementedError("a scale for each element of the contracted axis")
-        rows = int(np.prod(scale.shape[batch : batch + free], dtype=int))
-        scale = jnp.broadcast_to(scale, (*values.shape[:batch], *scale.shape[batch:-1], along_k))
-        lead = (int(np.prod(values.shape[:batch], dtype=int)),) if batch else ()
-        return values.reshape(*lead, -1, values.shape[-1]), scale.reshape(*lead, rows, along_k)
-
-
-def run_quantized(
-    operands: tuple[tuple[str, Any], ...],
-    dimension_numbers: Any,
-    steps: Steps,
-    following: tuple[Any, ...],
-    options: Options,
-) -> Any:
-    """Returns a product of quantized arrays and what follows it.
+def spread(scale: jax.Array, blocks: Sequence[int], shape: Sequence[int]) -> jax.Array:
+    """Returns scales of blocks along the first axes as those of elements, of an array's shape.
 
     Args:
-      operands: two, each one's name, for messages, and itself.
-      dimension_numbers: as in `dot_general`; one axis is contracted.
-      steps: what follows; `following` are its operands, checked.
-      options: `preferred_element_type` None is float32.
+      blocks: for each of these axes as `blocks_of`; 0 and 1 leave the scales as they are.
     """
-    op = steps.op
-    for name, x in operands:
-        if not isinstance(x, Quantized):
-            raise TypeError(
-                f"{op}: {name} is {checks.describe(x)} beside a quantized array: quantize it, too"
-            )
-        if x.zero is not None:
-            raise NotImplementedError(
-                f"{op}: {name} has zero points beside a quantized array; kernels multiply "
-                "symmetric ones: quantize it without, or pass the other one in 16 bits"
-            )
-        if x.packed or x.values.dtype.name not in QUANTIZED:
-            raise TypeError(
-                f"{op}: {name} is of int4 beside a quantized array: pass the other one in 16 bits"
-            )
-    (lhs_k, rhs_k), (lhs_batch, rhs_batch) = dimension_numbers
-    if len(lhs_k) != 1:
-        raise NotImplementedError(
-            f"{op}: {len(lhs_k)} axes of quantized arrays are contracted, expected one: reshape "
-            "them"
-        )
-    axes = (lhs_k, lhs_batch), (rhs_k, rhs_batch)
-    lhs, rhs = (_arranged(op, *x, *own) for x, own in zip(operands, axes, strict=True))
-    preferred = options.preferred_element_type
-    single = jnp.float32 if preferred is None else preferred
-    if lhs.constant and rhs.constant:
-        scales = (_broadcast(lhs, rhs.free, 0), _broadcast(rhs, 0, lhs.free))
-        scaled = replace(steps, named=(*SCALES, *steps.named))
-        numbers = ("dimension_numbers", dimension_numbers), ("out_sharding", None)
-        values = tuple(x.values for _, x in operands)
-        options = replace(options, preferred_element_type=single)
-        return run(
-            JaxProduct(lax.dot_general, numbers), values, scaled, (*scales, *following), options
-        )
-    (l_values, l_scale), (r_values, r_scale) = lhs.flat(), rhs.flat()
-    dtype = jnp.dtype(single if steps.plain else jnp.float32)
-    options = in_contexts(replace(options, preferred_element_type=dtype))
-    product = hopper_scaled_dot(l_values, r_values, l_scale, r_scale, options)
-    shape = (
-        *lhs.values.shape[: lhs.batch], *lhs.values.shape[lhs.batch : -1],
-        *rhs.values.shape[rhs.batch : -1],
-    )  # fmt: skip
-    product = product.reshape(shape)
-    if isinstance(preferred, tuple):
-        return steps.after(product, following, jnp.dtype("float32"), preferred)
-    return steps.after(product, following, jnp.dtype(single), None)
-
-
-def _each(scale: jax.Array, axis: int, block: int, extent: int) -> jax.Array:
-    """Returns scales of blocks along an axis as those of its elements; others unchanged."""
-    if block not in BLOCKS:
-        return scale
-    return lax.slice_in_dim(jnp.repeat(scale, block, axis), 0, extent, axis=axis)
-
-
-def is_weights(x: Any, other: Any) -> bool:
-    """Whether a quantized array is multiplied by one of 16 bits."""
-    dtype = getattr(other, "dtype", None)
-    return isinstance(x, Quantized) and dtype is not None and jnp.dtype(dtype).name in HALVES
-
-
-def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[jax.Array, Any]:
-    """Returns weights as an array of 16 bits, and what its products are multiplied by.
-
-    Inside `jax.jit` nobody writes this array where a kernel reads the numbers that it is made of.
-    That of weights with zero points is written; see `zeros_apart`.
-
-    Args:
-      axis: the contracted one; -2 of a vector is its own.
-
-    Returns:
-      The array; float32 scales of its rank, one along `axis`, or None where scales change along it:
-      the array is then multiplied by them.
-    """
-    blocks, scale = _blocks(op, name, x), jnp.asarray(x.scale, jnp.float32)
-    if x.zero is not None:
-        return x.dequantize(dtype), None
-    axis = max(axis, -x.ndim) % x.ndim
-    for i, block in enumerate(blocks):
-        scale = scale if i == axis else _each(scale, i, block, x.shape[i])
-    if blocks[axis] == 0:
-        return hopper_widen(x.values, dtype, packed=x.packed), scale
-    group = {"axis": axis - x.ndim, "group": blocks[axis], "packed": x.packed}
-    return hopper_widen(x.values, dtype, scale, **group), None
-
-
-def zeros_apart(
-    op: str, operands: tuple[tuple[str, Any], tuple[str, Any]], axes: tuple[int, int]
-) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
-    """Returns the operands without zero points, and the operands of a product to subtract.
-
-        x @ ((v - z) * s)  =  x @ (v * s)  -  (sums of x along the groups of K) @ (z * s)
-
-    Its contracted axes, where the others have theirs, are as long as there are groups.
-
-    Args:
-      axes: the contracted one of each operand.
-    """
-    pair: list[Any] = [x for _, x in operands]
-    for i, (name, x) in enumerate(operands):
-        other = pair[1 - i]
-        if not is_weights(x, other) or x.zero is None:
-            continue
-        axis, along = max(axes[i], -x.ndim) % x.ndim, max(axes[1 - i], -other.ndim) % other.ndim
-        blocks, extent = _blocks(op, name, x), x.shape[axis]
-        if blocks[axis] == 1:  # a zero point for each element of K: as many products as of x
-            continue
-        zeros = jnp.asarray(x.scale, jnp.float32) * jnp.asarray(x.zero).astype(jnp.float32)
-        for other_axis, block in enumerate(blocks):
-            if other_axis != axis:
-                zeros = _each(zeros, other_axis, block, x.shape[other_axis])
-        groups, group = zeros.shape[axis], blocks[axis] or extent
-        shape = [groups if i == axis else n for i, n in enumerate(x.shape)]
-        padding = [(0, groups * group - extent if i == along else 0) for i in range(other.ndim)]
-        wide = jnp.pad(jnp.asarray(other).astype(jnp.float32), padding)
-        sums = wide.reshape(*wide.shape[:along], groups, group, *wide.shape[along + 1 :])
-        apart = [jnp.broadcast_to(zeros, shape), jnp.sum(sums, along + 1)]
-        pair[i] = replace(x, zero=None)
-        return (pair[0], pair[1]), (apart[i], apart[1 - i])
-    return (pair[0], pair[1]), None
-
-
-def widened_pair(
-    op: str, operands: tuple[tuple[str, Any], tuple[str, Any]], axes: tuple[int, int]
-) -> tuple[tuple[Any, Any], dict[str, Any]]:
-    """Returns the operands of a product, weights as arrays; and scales of its result.
-
-    These have the rank and the name in `SCALES` of their operand.
-    """
-    arrays, scales = [], {}
-    (_, lhs), (_, rhs) = operands
-    for (name, x), other, axis, of in zip(operands, (rhs, lhs), axes, SCALES, strict=True):
-        if is_weights(x, other):
-            x, scale = widened(op, name, x, axis, other.dtype)
-            if scale is not None:
-                scales[of] = scale
-        arrays.append(x)
-    return (arrays[0], arrays[1]), scales
-
-
-def beside_result(
-    scale: jax.Array, contracted: int, batch: Sequence[int], others: int
-) -> jax.Array:
-    """Returns the scales of an operand of `dot_general` as they broadcast against its result.
-
-    Args:
-      contracted, batch: these axes of the operand.
-      others: how many free axes of the other one lie before its own; if negative, so many behind.
-    """
-    free = [i for i in range(scale.ndim) if i not in (contracted, *batch)]
-    shape = [scale.shape[i] for i in (*batch, *free)]
-    shape[len(batch) : len(batch)] = [1] * max(others, 0)
-    return lax.transpose(scale, (*batch, *free, contracted)).reshape(*shape, *[1] * max(-others, 0))
-
-
-def _arranged(
-    op: str, name: str, x: Quantized, contracted: Sequence[int], batch: Sequence[int]
-) -> Operand:
-    blocks, scale = list(_blocks(op, name, x)), x.scale
     for axis, block in enumerate(blocks):
-        if block not in BLOCKS or block == BLOCK:
-            continue
-        if axis in contracted:
-            raise NotImplementedError(
-                f"{op}: {name} has a scale for each {block} of the contracted axis; beside a "
-                f"quantized array kernels take one for each {BLOCK}: pass the other in 16 bits"
-            )
-        scale, blocks[axis] = _each(scale, axis, block, x.shape[axis]), 1
-    free = [axis for axis in range(x.ndim) if axis not in (*contracted, *batch)]
-    order = (*batch, *free, *contracted)
-    return Operand(
-        lax.transpose(x.values, order), lax.transpose(scale, order),
-        tuple(blocks[axis] for axis in order), len(batch), len(free),
-    )  # fmt: skip
-
-
-def _broadcast(x: Operand, behind: int, before: int) -> jax.Array:
-    """Returns scales that are constant along K as they broadcast against the result.
-
-    Args:
-      behind, before: how many free axes of the other operand follow or precede.
-    """
-    scale = lax.squeeze(x.scale, (x.scale.ndim - 1,))
-    for axis, block in enumerate(x.blocks[:-1]):
-        scale = _each(scale, axis, block, x.values.shape[axis])
-    if scale.size == 1:
-        return scale.reshape(())
-    batch, own = scale.shape[: x.batch], scale.shape[x.batch :]
-    return scale.reshape(*batch, *(1,) * before, *own, *(1,) * behind)
+        if block in BLOCKS:
+            each = jnp.repeat(scale, block, axis)
+            scale = lax.slice_in_dim(each, 0, shape[axis], axis=axis)
+    return scale

@@ -14,10 +14,11 @@ from ..gemm.product import Implementation, Options
 from . import checks
 from .activations import Activation, activation_function
 from .batch_invariance import in_contexts, takes_batch_invariant
-from .quantized import Quantized, as_quantized, widened_pair
+from .quantized import Quantized, as_quantized
 from .ragged_run import BASIC, RaggedArrays, run_product, run_scaled_sum, run_with_epilogue
 from .recipes import Recipe, as_recipe
 from .steps import Results, Steps, named_in
+from .weights import widened_pair
 
 
 @takes_batch_invariant

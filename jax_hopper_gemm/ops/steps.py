@@ -53,6 +53,16 @@ class Steps:
             return product
         return traced(self.op, self, (product,), operands, dtype, dtypes).apply(product)
 
+    def dtypes(self, preferred: Any, default: Any) -> tuple[Any, Any, Any]:
+        """Returns the dtypes of a product, of what follows it, and of several results or None.
+
+        Args:
+          preferred: the user's dtype, or one for each result; None: the default.
+        """
+        several = preferred if isinstance(preferred, tuple) else None
+        whole = jnp.dtype(default if preferred is None or several else preferred)
+        return whole if self.plain else jnp.dtype("float32"), whole, several
+
     def __call__(self, product: jax.Array, *operands: jax.Array) -> Any:
         split = len(self.named)
         terms = {

@@ -94,10 +94,7 @@ def dequantized(values: Any, scale: Any, contracted: int = 1) -> jax.Array:
 
 
 def _reference(
-    *args: Any,
-    product: Product,
-    jaxpr: ClosedJaxpr | None,
-    in_place: tuple[int | None, ...],
+    *args: Any, product: Product, jaxpr: ClosedJaxpr | None, in_place: tuple[int | None, ...]
 ) -> list[Any]:
     """The results as XLA computes them."""
     del in_place

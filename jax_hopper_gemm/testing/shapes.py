@@ -20,18 +20,10 @@ DimensionNumbers = tuple[
 ]
 
 _BARS = (
-    (1024, 1024, 1024),
-    (2048, 2048, 2048),
-    (4096, 4096, 4096),
-    (8192, 8192, 8192),
-    (4096, 11008, 4096),
-    (8192, 28672, 8192),
-    (8192, 8192, 28672),
-    (3000, 5000, 4104),
-    (4096, 14336, 4096),
-    (8192, 1024, 8192),
-    (2048, 8192, 1024),
-)
+    (1024, 1024, 1024), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192),
+    (4096, 11008, 4096), (8192, 28672, 8192), (8192, 8192, 28672), (3000, 5000, 4104),
+    (4096, 14336, 4096), (8192, 1024, 8192), (2048, 8192, 1024),
+)  # fmt: skip
 
 
 def bars() -> Iterable[GemmProblem]:
@@ -163,17 +155,9 @@ def _layer(tokens: int, width: int, qkv: int, heads: int, hidden: int) -> tuple[
 
 
 SUITES: dict[str, Callable[[], Iterable[GemmProblem]]] = {
-    "bars": bars,
-    "fallback": fallback,
-    "square": square,
-    "llama": llama,
-    "gemma": gemma,
-    "vit": vit,
-    "decode": decode,
-    "few_rows": few_rows,
-    "glu": glu,
-    "heldout": heldout,
-}
+    "bars": bars, "fallback": fallback, "square": square, "llama": llama, "gemma": gemma,
+    "vit": vit, "decode": decode, "few_rows": few_rows, "glu": glu, "heldout": heldout,
+}  # fmt: skip
 
 
 def suite(name: str) -> tuple[GemmProblem, ...]:

@@ -16,25 +16,7 @@ from typing import Any
 import numpy as np
 from support import cases, graphs, grouped, random_grouped, sgemm
 from support.places import Place, result_places
-from support.policies import (
-    block_specs,
-    chosen_epilogue_specs,
-    converted_specs,
-    converted_variants,
-    covering_specs,
-    eight_bit_specs,
-    eight_bit_variants,
-    epilogue_covering_specs,
-    grouped_covering_specs,
-    loose_specs,
-    nested_specs,
-    parts_specs,
-    short_box_specs,
-    split_specs,
-    stacked_specs,
-    tf32_specs,
-    transposed_specs,
-)
+from support.policies import all_specs
 from support.reference import input_places
 
 from chip import families
@@ -123,13 +105,7 @@ def kernels(tables: str) -> list[GemmSpec]:
     """
     pairs = {"bf16": [("bfloat16", "bfloat16")], "all": None, "none": []}[tables]
     chosen = [] if pairs == [] else table_specs(H200, pairs)
-    found = [
-        *covering_specs(), *stacked_specs(), *short_box_specs(), *nested_specs(), *split_specs(),
-        *epilogue_covering_specs(), *grouped_covering_specs(), *eight_bit_specs(),
-        *eight_bit_variants(), *block_specs(), *chosen_epilogue_specs(), *transposed_specs(),
-        *parts_specs(), *tf32_specs(), *converted_specs(), *converted_variants(), *loose_specs(),
-        *sgemm.kernels(), *chosen,
-    ]  # fmt: skip
+    found = [*all_specs(), *sgemm.kernels(), *chosen]
     return list(dict.fromkeys([*found, *families.chosen_specs(found)]))
 
 

@@ -1,6 +1,6 @@
 """Builds the kernels that the GPU tests run, on a machine that needs no GPU.
 
-    python tests/gpu/build.py FOLDER
+    python tests/gpu/build.py FOLDER                   # --only PART: those of some tests
     JAX_HOPPER_GEMM_CUBINS=FOLDER python -m pytest -m gpu tests/gpu
 
 So the machine with the GPU needs no nvidia-cutlass-dsl.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,22 +47,16 @@ from support.loose import loose_program_specs
 from support.mesh_programs import mesh_specs
 from support.operations import operation_specs
 from support.policies import (
+    all_specs,
     along_n,
     block_specs,
-    chosen_epilogue_specs,
     converted_specs,
     converted_variants,
-    covering_specs,
     eight_bit_specs,
     eight_bit_variants,
-    epilogue_covering_specs,
-    grouped_covering_specs,
     loose_specs,
-    nested_specs,
     parts_specs,
-    short_box_specs,
     split_specs,
-    stacked_specs,
     tf32_specs,
     transposed_specs,
 )
@@ -82,125 +77,76 @@ def main() -> int:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jobs", type=int, default=None, help="processes [one a core]")
-    parser.add_argument(
-        "--moe",
-        action="store_true",
-        help="only those of mixtures of experts, on one GPU and several",
-    )
-    parser.add_argument("--eight-bit", action="store_true", help="only those of operands of 8 bits")
-    parser.add_argument(
-        "--quantization", action="store_true", help="only those of test_quantization.py"
-    )
-    parser.add_argument("--recipes", action="store_true", help="only those of test_recipes.py")
-    parser.add_argument(
-        "--overlap", action="store_true", help="only those of collective products, on several GPUs"
-    )
-    parser.add_argument(
-        "--split", action="store_true", help="only those that split K, without a traced epilogue"
-    )
-    parser.add_argument(
-        "--transposed", action="store_true", help="only those of test_transposed_kernels.py"
-    )
-    parser.add_argument("--loose", action="store_true", help="only those of test_loose_kernels.py")
-    parser.add_argument("--weights", action="store_true", help="only those that convert weights")
-    parser.add_argument("--invariant", action="store_true", help="only those of test_row_bits.py")
-    parser.add_argument("--float32", action="store_true", help="only those of float32 operands")
-    parser.add_argument("--sgemm", action="store_true", help="of these only those for FMA units")
+    parser.add_argument("--only", choices=PARTS, help="only some [all]")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)  # over which XLA partitions programs
-    if arguments.moe:
-        specs = moe_specs()
-    elif arguments.overlap:
-        specs = overlap_specs()
-    elif arguments.invariant:
-        specs = list(dict.fromkeys(invariant_specs()))
-    elif arguments.weights:
-        specs = list(dict.fromkeys(converted()))
-    elif arguments.split:
-        specs = [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
-    elif arguments.transposed:
-        twins = (along_n(spec) for spec in transposed_specs())
-        specs = [
-            *transposed_specs(), *(spec for spec in twins if spec),
-            *(spec for spec in table_specs(H200) if spec.d_major == "m"),
-        ]  # fmt: skip
-    elif arguments.loose:
-        specs = [*loose_specs(), *loose_program_specs()]
-    elif arguments.sgemm:
-        specs = sgemm.specs()
-    elif arguments.float32:
-        specs = float32_specs()
-    elif arguments.eight_bit:
-        specs = [
-            *eight_bit_specs(), *block_specs(), *eight_bit_variants(), *eight_bit.specs(),
-            *recipe_specs(), *quantization.specs(),
-        ]  # fmt: skip
-    elif arguments.quantization:
-        specs = quantization.specs()
-    elif arguments.recipes:
-        specs = recipe_specs()
-    else:
-        specs = all_specs()
-    report = cubin.build(specs, arguments.jobs, folder=arguments.folder)
+    specs = dict.fromkeys(PARTS[arguments.only]() if arguments.only else everything())
+    report = cubin.build(list(specs), arguments.jobs, folder=arguments.folder)
     print(report)
     return 1 if report.failures else 0
 
 
-def recipe_specs() -> list[KernelSpec]:
+def recipes() -> list[KernelSpec]:
     small = train_recipes.Setting(128, 2, 4, 128, 8, steps=100)
-    trained = train_recipes.specs(small, list(train_recipes.RECIPES))
-    return list(dict.fromkeys([*recipe_programs.specs(), *trained]))
+    return [*recipe_programs.specs(), *train_recipes.specs(small, list(train_recipes.RECIPES))]
 
 
-def float32_specs() -> list[GemmSpec]:
+def of_float32() -> list[GemmSpec]:
     return [*parts_specs(), *tf32_specs(), *float32.specs(), *sgemm.specs()]
 
 
-def all_specs() -> list[KernelSpec]:
-    return list(
-        dict.fromkeys(
-            (
-                *covering_specs(),
-                *stacked_specs(),
-                *short_box_specs(),
-                *nested_specs(),
-                *split_specs(),
-                *transposed_specs(),
-                *(spec for spec in map(along_n, transposed_specs()) if spec),
-                *epilogue_covering_specs(),
-                *chosen_epilogue_specs(),
-                *grouped_covering_specs(),
-                *table_specs(H200),
-                *table_specs(replace(H200, comm_overlap=True)),
-                *operation_specs().values(),
-                *(spec for program in PROGRAMS.values() for spec in program.specs()),
-                *random_products.specs(),
-                *random_grouped.specs(),
-                *(spec for program in GROUPED_PROGRAMS.values() for spec in program.specs()),
-                *moe_specs(),
-                *mesh_specs(),
-                *training_step.specs(),
-                *fused_specs(),
-                *nnx_step.specs(),
-                *(spec for axis in notebook_block.MESHES for spec in notebook_block.specs(axis)),
-                *transformation_specs(),
-                *invariant_specs(),
-                *overlap_specs(),
-                *many_shapes.specs(),
-                *eight_bit_specs(),
-                *block_specs(),
-                *eight_bit.specs(),
-                *converted(),
-                *recipe_specs(),
-                *quantization.specs(),
-                *float32_specs(),
-            )
-        )
-    )
+def of_8_bits() -> list[KernelSpec]:
+    return [
+        *eight_bit_specs(), *block_specs(), *eight_bit_variants(), *eight_bit.specs(), *recipes(),
+        *quantization.specs(),
+    ]  # fmt: skip
 
 
-def converted() -> list[GemmSpec]:
+def weights() -> list[GemmSpec]:
     return [*converted_specs(), *converted_variants(), *number_specs(), *weight_specs()]
+
+
+def split() -> list[GemmSpec]:
+    return [*split_specs(), *(spec for spec in table_specs(H200) if spec.split_k)]
+
+
+def transposed() -> list[GemmSpec]:
+    chosen = (spec for spec in table_specs(H200) if spec.d_major == "m")
+    return [*transposed_specs(), *filter(None, map(along_n, transposed_specs())), *chosen]
+
+
+PARTS: dict[str, Callable[[], Iterable[KernelSpec]]] = {
+    "moe": moe_specs,  # on one GPU and several
+    "eight-bit": of_8_bits,
+    "quantization": quantization.specs,
+    "recipes": recipes,
+    "overlap": overlap_specs,  # of collective products, on several GPUs
+    "split": split,
+    "transposed": transposed,
+    "loose": lambda: [*loose_specs(), *loose_program_specs()],
+    "weights": weights,
+    "invariant": invariant_specs,  # of test_row_bits.py
+    "float32": of_float32,
+    "sgemm": sgemm.specs,
+}
+
+
+def everything() -> Iterator[KernelSpec]:
+    for part in PARTS.values():
+        yield from part()
+    yield from all_specs()
+    yield from table_specs(H200)
+    yield from table_specs(replace(H200, comm_overlap=True))
+    yield from operation_specs().values()
+    for program in (*PROGRAMS.values(), *GROUPED_PROGRAMS.values()):
+        yield from program.specs()
+    for axis in notebook_block.MESHES:
+        yield from notebook_block.specs(axis)
+    for module in (random_products, random_grouped, training_step, nnx_step, many_shapes):
+        yield from module.specs()
+    yield from mesh_specs()
+    yield from fused_specs()
+    yield from transformation_specs()
 
 
 if __name__ == "__main__":

@@ -33,11 +33,7 @@ FEW_SMS = 16  # so that a persistent grid wraps around on problems that are quic
 @pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.name)
 def test_grouped_kernel_is_right_at_its_edges(spec, gpu, checked):
     for case in grouped.edge_cases(spec, FEW_SMS, exact=True):
-        found = problem_violations(case.problem) + pairing_violations(case.problem, spec)
-        assert found == []
-        inputs = case.inputs()
-        results = trial.run_all(gpu, case.problem, spec, case.raster_order, inputs, num_sms=FEW_SMS)
-        case.check(inputs, results)
+        case.run(gpu, FEW_SMS)
     checked(spec)
 
 
@@ -50,13 +46,7 @@ def test_block_scales_are_multiplied_in(spec, gpu, checked):
 
 @pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: spec.name)
 def test_kernel_splits_k_nests_batches_and_ends_boxes(spec, gpu, checked):
-    num_sms = 36 if spec.split_k else FEW_SMS
-    if spec.split_k:
-        problems = cases.split_problems(spec, num_sms)
-    elif spec.nested:
-        problems = cases.nested_problems(spec)
-    else:
-        problems = cases.short_problems(spec)
+    problems, num_sms = cases.variant_problems(spec)
     for seed, (problem, raster_order) in enumerate(problems):
         if spec.a_block:
             outcome.check_scaled(gpu, spec, problem, raster_order, seed, num_sms, repeats=3)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import most_gpus
 from moe_programs import (
     AXIS,
     CROWDED,
@@ -21,6 +22,7 @@ from moe_programs import (
     ragged_dot_specs,
     ragged_dot_step,
 )
+from repeats import assert_same_bits
 from support.bounds import assert_within_bound
 from support.grouped_programs import contraction, rows_product
 
@@ -31,12 +33,7 @@ TARGET = 'custom_call_target="jax_hopper_gemm'
 
 @pytest.fixture
 def mesh() -> Mesh:
-    """All GPUs of this machine, the largest power of two of them."""
-    devices = jax.devices()
-    if len(devices) < 2:
-        pytest.skip("needs two GPUs")
-    count = 1 << (min(len(devices), 8).bit_length() - 1)
-    return Mesh(np.array(devices[:count]), (AXIS,), axis_types=(AxisType.Auto,))
+    return Mesh(np.array(most_gpus()), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def placed(mesh: Mesh, arguments: list[np.ndarray]) -> list[jax.Array]:
@@ -96,10 +93,7 @@ def test_exchanged_rows_have_the_bits_of_one_gpu(program, exchange, mesh):
 def test_results_have_the_same_bits_in_20_repeats(exchange, mesh):
     given = placed(mesh, SPREAD.arguments())
     step = jax.jit(lambda *args: SPREAD.spread(mesh, exchange, *args))
-    first = [np.asarray(x).view("u2") for x in step(*given)]
-    for _ in range(20):
-        for one, other in zip(first, step(*given), strict=True):
-            assert np.array_equal(one, np.asarray(other).view("u2"))
+    assert_same_bits(step, given)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

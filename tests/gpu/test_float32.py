@@ -14,8 +14,6 @@ from support import bounds, cases, float32, graphs, grouped, outcome, reference,
 from support.float32 import NORMS, PROGRAMS
 from support.policies import parts_specs, tf32_specs
 
-from jax_hopper_gemm.dispatch import problem_violations
-from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.spec import RasterOrder
 from jax_hopper_gemm.testing import tolerance
 
@@ -38,11 +36,7 @@ def test_kernel_splits_k(spec, gpu, checked):
 def test_grouped_kernel_is_right_at_its_edges(spec, gpu, checked):
     for case in grouped.edge_cases(spec, FEW_SMS, exact=True):
         problem = replace(case.problem, bf16_terms=spec.bf16_terms)
-        case = replace(case, problem=problem)
-        assert problem_violations(problem) + pairing_violations(problem, spec) == []
-        inputs = case.inputs()
-        results = trial.run_all(gpu, problem, spec, case.raster_order, inputs, num_sms=FEW_SMS)
-        case.check(inputs, results)
+        replace(case, problem=problem).run(gpu, FEW_SMS)
     checked(spec)
 
 

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import direct, graphs, random_grouped, reference, trial
-from support.grouped import Case, Layout, assert_exact, edge_cases, integer_inputs, problem_of
+from support.grouped import Layout, assert_exact, edge_cases, integer_inputs, problem_of
 from support.places import result_places
 from support.policies import grouped_covering_specs
 
-from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
-from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.gemm.dtypes import HALVES
 from jax_hopper_gemm.gemm.spec import RasterOrder
 
@@ -27,39 +26,29 @@ CHOSEN = [spec for spec in table_specs(H200) if spec.grouped and spec not in SPE
 FEW_SMS = 8  # so that a persistent grid wraps around on problems that are quickly checked
 
 
-def check(gpu, case: Case, num_sms=None, repeats=1):
-    """Runs the kernel and checks all that it wrote, and that it wrote nothing else."""
-    assert problem_violations(case.problem) + pairing_violations(case.problem, case.spec) == []
-    inputs = case.inputs()
-    results = trial.run_all(
-        gpu, case.problem, case.spec, case.raster_order, inputs, repeats, num_sms
-    )
-    case.check(inputs, results)
-
-
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_grouped_kernel_is_right_at_its_edges_and_writes_only_its_results(spec, gpu, checked):
     for case in edge_cases(spec, FEW_SMS, exact=graphs.is_exact(spec.graph)):
-        check(gpu, case, FEW_SMS)
+        case.run(gpu, FEW_SMS)
     checked(spec)
 
 
 @pytest.mark.parametrize("spec", CHOSEN, ids=lambda spec: spec.name)
 def test_kernel_that_dispatch_chooses_is_right(spec, gpu, checked):
     for case in edge_cases(spec, FEW_SMS, exact=True)[:4]:
-        check(gpu, case, FEW_SMS)
+        case.run(gpu, FEW_SMS)
     checked(spec)
 
 
 @pytest.mark.parametrize("spec", SPECS[::3], ids=lambda spec: spec.name)
 def test_grouped_kernel_is_right_on_a_full_gpu(spec, gpu):
     case = edge_cases(spec, gpu.device.num_sms, exact=graphs.is_exact(spec.graph))[2]
-    check(gpu, case)
+    case.run(gpu)
 
 
 @pytest.mark.parametrize("spec", [*SPECS, *CHOSEN[::5]], ids=lambda spec: spec.name)
 def test_grouped_kernel_gives_the_same_bits_in_20_repeats(spec, gpu):
-    check(gpu, edge_cases(spec, FEW_SMS, exact=False)[1], repeats=20)
+    edge_cases(spec, FEW_SMS, exact=False)[1].run(gpu, repeats=20)
 
 
 @pytest.mark.parametrize("spec", SPECS[::7], ids=lambda spec: spec.name)
@@ -77,7 +66,7 @@ def test_bits_do_not_depend_on_how_many_sms_there_are(spec, gpu):
 
 @pytest.mark.parametrize("seed", range(random_grouped.COUNT))
 def test_random_grouped_product_is_right(seed, gpu):
-    check(gpu, random_grouped.case(seed))
+    random_grouped.case(seed).run(gpu)
 
 
 def test_random_products_cover_what_they_should():

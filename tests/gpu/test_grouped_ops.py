@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from processes import assert_graphs_change_nothing
+from repeats import assert_same_bits
 from support.grouped_programs import GROUPED_PROGRAMS, ragged_dot, training
 
 from jax_hopper_gemm import ops
@@ -29,11 +30,7 @@ def test_program_is_right(name, checked):
 @pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek", "decode", "over sizes"])
 def test_results_have_the_same_bits_in_20_repeats(name):
     program = GROUPED_PROGRAMS[name]
-    run, arguments = jax.jit(program.run), program.arguments()
-    first = [np.asarray(x).view("u2") for x in run(*arguments)]
-    for _ in range(20):
-        for one, other in zip(first, run(*arguments), strict=True):
-            assert np.array_equal(one, np.asarray(other).view("u2"))
+    assert_same_bits(jax.jit(program.run), program.arguments())
 
 
 def test_only_kernels_of_ours_run_in_a_step_of_training():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from moe_programs import COPYING, MOE_PROGRAMS, MoeProgram, rows_written
+from repeats import assert_same_bits
 
 from jax_hopper_gemm import moe
 
@@ -48,12 +49,7 @@ def test_layer_and_gradients_are_as_good_as_arrays_of_16_bits_allow(name, checke
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "decode"])
 def test_results_have_the_same_bits_in_20_repeats(name):
     program = MOE_PROGRAMS[name]
-    run, arguments = jax.jit(program.step), program.arguments()
-    first = [np.asarray(x).view("u2") for x in run(*arguments)]
-    assert all(np.any(x) for x in first)
-    for _ in range(20):
-        for one, other in zip(first, run(*arguments), strict=True):
-            assert np.array_equal(one, np.asarray(other).view("u2"))
+    assert_same_bits(jax.jit(program.step), program.arguments())
 
 
 def test_a_step_runs_no_products_but_kernels_of_ours():

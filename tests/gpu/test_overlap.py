@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
+from meshes import most_gpus
 from support.lowered import grids_of
 from tensor_parallel_programs import RINGS, TESTED, TESTED_LIMITS, Ring, mesh_of
 
@@ -22,11 +23,7 @@ PEER = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 
 @pytest.fixture
 def mesh() -> Mesh:
-    """All GPUs of this machine, the largest power of two of them."""
-    devices = jax.devices()
-    if len(devices) < 2:
-        pytest.skip("needs two GPUs")
-    return mesh_of(1 << (min(len(devices), 8).bit_length() - 1))
+    return mesh_of(len(most_gpus()))
 
 
 def compiled(ring: Ring, mesh: Mesh, max_sms: int | None, options: dict[str, Any]) -> Any:

@@ -65,13 +65,7 @@ def test_kernel_is_right_at_its_edges(spec, gpu, checked):
 
 @pytest.mark.parametrize("spec", converted_variants(), ids=lambda spec: spec.name)
 def test_kernel_splits_k_nests_batches_and_ends_boxes(spec, gpu, checked):
-    num_sms = 36 if spec.split_k else FEW_SMS
-    if spec.split_k:
-        problems = cases.split_problems(spec, num_sms)
-    elif spec.nested:
-        problems = cases.nested_problems(spec)
-    else:
-        problems = cases.short_problems(spec)
+    problems, num_sms = cases.variant_problems(spec)
     for seed, (problem, raster_order) in enumerate(problems):
         check(gpu, spec, problem, raster_order, seed, num_sms)
     checked(spec)

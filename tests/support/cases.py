@@ -128,6 +128,16 @@ def stacked_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, Ra
     return found
 
 
+def variant_problems(spec: GemmSpec) -> tuple[list[tuple[GemmProblem, RasterOrder]], int]:
+    """Returns problems for a kernel that splits K, or has a nested batch or short boxes.
+
+    And how many SMs run them: few, so that a persistent grid wraps around.
+    """
+    if spec.split_k:
+        return split_problems(spec, 36), 36
+    return (nested_problems if spec.nested else short_problems)(spec), 16
+
+
 def split_problems(spec: GemmSpec, num_sms: int) -> list[tuple[GemmProblem, RasterOrder]]:
     """Returns problems of which clusters share tiles, each with an order of tiles.
 

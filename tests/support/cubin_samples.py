@@ -78,10 +78,7 @@ def sample_cubin(
     sections = [(".nv.info", of_module, 0)]
     for index in range(kernels):
         name = entry if index == 0 else f"{entry}{index}"
-        sections += [
-            (f".nv.info.{name}", of_kernel, 0),
-            (f".text.{name}", code, 8 << 24 | symbol),
-        ]
+        sections += [(f".nv.info.{name}", of_kernel, 0), (f".text.{name}", code, 8 << 24 | symbol)]
     return _elf(sections, abi_version, sm if abi_version < 8 else sm << 8)
 
 

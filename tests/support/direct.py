@@ -24,14 +24,8 @@ from jax_hopper_gemm.cubin import digest_of, load
 from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
-from jax_hopper_gemm.launch.plan import (
-    TENSOR_MAP_SWIZZLE,
-    LaunchPlan,
-    Param,
-    Pointer,
-    TensorMap,
-    make_plan,
-)
+from jax_hopper_gemm.launch.params import TENSOR_MAP_SWIZZLE
+from jax_hopper_gemm.launch.plan import LaunchPlan, Param, Pointer, TensorMap, make_plan
 
 TENSOR_MAP_BYTES = PARAM_BYTES["tensor_map"]
 TENSOR_MAP_ALIGNMENT = 64

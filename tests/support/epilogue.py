@@ -21,14 +21,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from support.epilogue_errors import (
-    EXPONENT_LIMIT,
-    ROUNDING,
-    SUBNORMAL,
-    ULP,
-    Error,
-    error_of,
-)
+from support.epilogue_errors import EXPONENT_LIMIT, ROUNDING, SUBNORMAL, ULP, Error, error_of
 from support.ranges import (
     Range,
     as_float32,

@@ -246,31 +246,17 @@ def _softmax(build: Builder) -> tuple[int, int, int]:
 
 
 STANDARD: dict[str, EpilogueGraph] = {
-    "bias": bias(),
-    "bias_gelu": bias_gelu(),
-    "bias_gelu_saved": bias_gelu(saved=True),
-    "bias_silu": bias_silu(),
-    "residual": residual(),
-    "residual_float32": residual("float32", "float32"),
-    "alpha_beta": alpha_beta(),
-    "scaled_rows": scaled_rows(),
-    "masked": masked(),
-    "masked_vectors": masked_vectors(),
-    "two_matrices": two_matrices(),
-    "planes": planes(),
-    "gated_silu": gated_silu(),
-    "silu_gradient": silu_gradient(),
-    "column_sum": reduced("column_sum"),
-    "row_sum": reduced("row_sum"),
-    "row_max": reduced("row_max"),
-    "row_sumexp": reduced("row_sumexp", "float32"),
-    "amax": largest_magnitude(),
-    "sums_alone": sums_alone(),
-    "softmax": softmax(),
-    "router": router(),
-    "top_k": top_k(),
+    "bias": bias(), "bias_gelu": bias_gelu(), "bias_gelu_saved": bias_gelu(saved=True),
+    "bias_silu": bias_silu(), "residual": residual(),
+    "residual_float32": residual("float32", "float32"), "alpha_beta": alpha_beta(),
+    "scaled_rows": scaled_rows(), "masked": masked(), "masked_vectors": masked_vectors(),
+    "two_matrices": two_matrices(), "planes": planes(), "gated_silu": gated_silu(),
+    "silu_gradient": silu_gradient(), "column_sum": reduced("column_sum"),
+    "row_sum": reduced("row_sum"), "row_max": reduced("row_max"),
+    "row_sumexp": reduced("row_sumexp", "float32"), "amax": largest_magnitude(),
+    "sums_alone": sums_alone(), "softmax": softmax(), "router": router(), "top_k": top_k(),
     "everything": everything(),
-}
+}  # fmt: skip
 
 
 def scaled(*kinds: OperandKind, dtype: str = "bfloat16", rounded: bool = False) -> EpilogueGraph:

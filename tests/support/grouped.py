@@ -16,9 +16,12 @@ import group_sizes
 import jax.numpy as jnp
 import numpy as np
 from support import bounds, cases, outcome, reference
+from support.gpu import Gpu
 from support.places import shape_of
-from support.trial import Inputs
+from support.trial import Inputs, run_all
 
+from jax_hopper_gemm.dispatch import problem_violations
+from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.grid import ceil_div
 from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups, VarlenAxis
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
@@ -93,6 +96,13 @@ class Case:
     def inputs(self) -> Inputs:
         make = integer_inputs if self.exact else normal_inputs
         return make(self.problem, np.array(self.sizes, np.int32), self.seed)
+
+    def run(self, gpu: Gpu, num_sms: int | None = None, repeats: int = 1) -> None:
+        """Runs the kernel and checks all that it wrote, and that it wrote nothing else."""
+        assert problem_violations(self.problem) + pairing_violations(self.problem, self.spec) == []
+        inputs = self.inputs()
+        results = run_all(gpu, self.problem, self.spec, self.raster_order, inputs, repeats, num_sms)
+        self.check(inputs, results)
 
     def check(self, inputs: Inputs, results: list[np.ndarray]) -> None:
         """Checks what `trial.run_all` returns.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from functools import cache
@@ -20,8 +21,9 @@ from support.graphs import EIGHT_BIT, STANDARD
 
 from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.gemm.dtypes import RESULTS
-from jax_hopper_gemm.gemm.legality import type_violations, violations
+from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType
+from jax_hopper_gemm.gemm.type_legality import type_violations
 
 # Every value of every field; A and B have one dtype, the cluster's two extents are one choice.
 # A policy that is added here is tested with all the others.
@@ -180,29 +182,30 @@ CONVERTED_CHOICES: tuple[dict[str, tuple], ...] = (
         **_CONVERTED,
         "k_group": (0,),
         "epilogue": (
-            "bias",
-            "bias_gelu_saved",
-            "residual",
-            "residual_float32",
-            "alpha_beta",
-            "scaled_rows",
-            "masked",
-            "masked_vectors",
-            "two_matrices",
-            "planes",
-            "gated_silu",
+            "bias", "bias_gelu_saved", "residual", "residual_float32", "alpha_beta", "scaled_rows",
+            "masked", "masked_vectors", "two_matrices", "planes", "gated_silu",
         ),
     },
-)
+)  # fmt: skip
 
 _ATTEMPTS = 400  # random completions tried before a pair counts as impossible
 _TYPE_FIELDS = {"ab_dtype", *(field.name for field in fields_of(ProblemType))}
 
+Specs = Callable[[], tuple[GemmSpec, ...]]
 
-@cache
-def covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
-    """Returns legal specs in which each pair of choices that any legal plain spec has occurs."""
-    return _covering(CHOICES, seed)
+
+def _covering_set(*choices: dict[str, tuple]) -> Specs:
+    """Returns a function: the legal specs in which each pair of choices that any has occurs."""
+    return cache(lambda: _covering(*choices))
+
+
+covering_specs = _covering_set(CHOICES)
+epilogue_covering_specs = _covering_set(EPILOGUE_CHOICES)
+grouped_covering_specs = _covering_set(*GROUPED_CHOICES)
+eight_bit_specs = _covering_set(*EIGHT_BIT_CHOICES)
+block_specs = _covering_set(*BLOCK_CHOICES)
+parts_specs = _covering_set(*PARTS_CHOICES)
+converted_specs = _covering_set(*CONVERTED_CHOICES)
 
 
 @cache
@@ -217,11 +220,7 @@ def stacked_specs() -> tuple[GemmSpec, ...]:
 def nested_specs() -> tuple[GemmSpec, ...]:
     """Returns some of the covering specs, plain and with epilogues, with a nested batch."""
     dense = (*covering_specs()[1::8], *epilogue_covering_specs()[1::6])
-    return tuple(
-        replace(spec, nested=True)
-        for spec in dense
-        if all(result.planes == 1 for result in spec.graph.results)
-    )
+    return tuple(replace(spec, nested=True) for spec in _of_one_plane(dense))
 
 
 @cache
@@ -241,14 +240,14 @@ def split_specs() -> tuple[GemmSpec, ...]:
     """Returns some of `covering_specs` and of those with epilogues, with K split."""
     some = (*covering_specs()[::3], *epilogue_covering_specs()[::4])
     split = (replace(spec, tile_scheduler="static", split_k=True) for spec in some)
-    return tuple(dict.fromkeys(spec for spec in split if not violations(spec)))
+    return _legal(split)
 
 
 @cache
-def transposed_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+def transposed_specs() -> tuple[GemmSpec, ...]:
     """Returns legal specs that store D along M in which each pair that any such spec has occurs,
     and of some of them twins that split K, or have nested batches or short boxes."""
-    covering = [spec for choices in TRANSPOSED_CHOICES for spec in _covering(choices, seed)]
+    covering = _covering(*TRANSPOSED_CHOICES)
     alone = [s for s in covering if s.cluster_size == 1 and "k" in (s.a_major, s.b_major)]
     found = (
         *covering,
@@ -257,7 +256,7 @@ def transposed_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
         *(replace(s, short_boxes=True, evict_first="a") for s in alone[::2]),
         *(replace(s, indexed="b" if i % 2 else "a") for i, s in enumerate(covering[::9])),
     )
-    return tuple(dict.fromkeys(spec for spec in found if not violations(spec)))
+    return _legal(found)
 
 
 @cache
@@ -270,7 +269,7 @@ def loose_specs() -> tuple[GemmSpec, ...]:
         for spec in some
         if spec.graph.matrices and all(o.kind != "matrix" for o in spec.graph.operands)
     )
-    return tuple(dict.fromkeys(spec for spec in loose if not violations(spec)))
+    return _legal(loose)
 
 
 def along_n(spec: GemmSpec) -> GemmSpec | None:
@@ -288,74 +287,46 @@ def along_n(spec: GemmSpec) -> GemmSpec | None:
 
 
 @cache
-def epilogue_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
-    """Returns legal specs with epilogues in which each pair that any such spec has occurs."""
-    return _covering(EPILOGUE_CHOICES, seed)
-
-
-@cache
-def grouped_covering_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
-    """Returns legal grouped specs in which each pair of choices that any such spec has occurs."""
-    return tuple(spec for choices in GROUPED_CHOICES for spec in _covering(choices, seed))
-
-
-@cache
-def eight_bit_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
-    """Returns legal specs of 8-bit operands in which each pair that any such spec has occurs."""
-    return tuple(spec for choices in EIGHT_BIT_CHOICES for spec in _covering(choices, seed))
-
-
-@cache
 def eight_bit_variants() -> tuple[GemmSpec, ...]:
     """Returns some of `eight_bit_specs` and `block_specs`: split K, nested batches, short boxes."""
     dense = [s for s in (*eight_bit_specs(), *block_specs()[::4]) if not s.grouped]
-    whole = [s for s in dense if all(result.planes == 1 for result in s.graph.results)]
+    return _variants(dense[::4], _of_one_plane(dense)[1::8], dense[::2])
+
+
+def _variants(
+    split: Iterable[GemmSpec], nested: Iterable[GemmSpec], short: Iterable[GemmSpec]
+) -> tuple[GemmSpec, ...]:
+    """Returns legal ones of kernels with K split, with a nested batch, with short boxes."""
     found = (
-        *(replace(s, tile_scheduler="static", split_k=True) for s in dense[::4]),
-        *(replace(s, nested=True) for s in whole[1::8]),
-        *(replace(s, short_boxes=True, evict_first="b") for s in dense[::2]),
+        *(replace(s, tile_scheduler="static", split_k=True) for s in split),
+        *(replace(s, nested=True) for s in nested),
+        *(replace(s, short_boxes=True, evict_first="b") for s in short),
     )
-    return tuple(dict.fromkeys(spec for spec in found if not violations(spec)))
+    return _legal(found)
+
+
+def _of_one_plane(specs: Iterable[GemmSpec]) -> list[GemmSpec]:
+    return [s for s in specs if all(result.planes == 1 for result in s.graph.results)]
+
+
+def _legal(specs: Iterable[GemmSpec]) -> tuple[GemmSpec, ...]:
+    return tuple(dict.fromkeys(spec for spec in specs if not violations(spec)))
 
 
 @cache
-def block_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
-    """Returns the same of operands whose blocks have scales."""
-    return tuple(spec for choices in BLOCK_CHOICES for spec in _covering(choices, seed))
-
-
-@cache
-def parts_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
-    """Returns the same of float32 operands that are cut into bfloat16 parts."""
-    return tuple(spec for choices in PARTS_CHOICES for spec in _covering(choices, seed))
-
-
-@cache
-def tf32_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
+def tf32_specs() -> tuple[GemmSpec, ...]:
     """Returns the same of float32 operands that are multiplied in TF32, some with K split."""
-    whole = tuple(spec for choices in TF32_CHOICES for spec in _covering(choices, seed))
+    whole = _covering(*TF32_CHOICES)
     split = (replace(s, tile_scheduler="static", split_k=True) for s in whole[::6])
-    return tuple(dict.fromkeys((*whole, *(s for s in split if not violations(s)))))
-
-
-@cache
-def converted_specs(seed: int = 0) -> tuple[GemmSpec, ...]:
-    """Returns legal specs that convert B in which each pair that any such spec has occurs."""
-    return tuple(spec for choices in CONVERTED_CHOICES for spec in _covering(choices, seed))
+    return _legal((*whole, *split))
 
 
 @cache
 def converted_variants() -> tuple[GemmSpec, ...]:
-    """Returns some of `converted_specs`: split K, nested batches, short boxes, gated."""
+    """Returns some of `converted_specs`: split K, nested batches, short boxes."""
     dense = [s for s in converted_specs() if not s.grouped]
-    whole = [s for s in dense if all(result.planes == 1 for result in s.graph.results)]
-    streams = (replace(s, short_boxes=True, evict_first="b") for s in dense)
-    found = (
-        *(replace(s, tile_scheduler="static", split_k=True) for s in dense[::2]),
-        *(replace(s, nested=True) for s in whole[1::4] if s.tile_m >= 64),
-        *streams,
-    )
-    return tuple(dict.fromkeys(spec for spec in found if not violations(spec)))
+    nested = (s for s in _of_one_plane(dense)[1::4] if s.tile_m >= 64)
+    return _variants(dense[::2], nested, dense)
 
 
 @cache
@@ -366,6 +337,18 @@ def chosen_epilogue_specs() -> tuple[GemmSpec, ...]:
         for i, graph in enumerate(STANDARD.values())
         for spec in epilogue_specs(H200, [graph], ["bfloat16"])[i % 9 :: 27]
     )
+
+
+@cache
+def all_specs() -> tuple[GemmSpec, ...]:
+    """Returns the kernels of all sets, each once."""
+    sets = (
+        covering_specs, stacked_specs, short_box_specs, nested_specs, split_specs,
+        epilogue_covering_specs, grouped_covering_specs, eight_bit_specs, eight_bit_variants,
+        block_specs, chosen_epilogue_specs, transposed_specs, parts_specs, tf32_specs,
+        converted_specs, converted_variants, loose_specs,
+    )  # fmt: skip
+    return tuple(dict.fromkeys(spec for specs in sets for spec in specs()))
 
 
 @cache
@@ -420,13 +403,18 @@ def traits_of(spec: GemmSpec) -> list[tuple[str, object]]:
     ]
 
 
-def _covering(choices: dict[str, tuple], seed: int) -> tuple[GemmSpec, ...]:
+def _covering(*several: dict[str, tuple]) -> tuple[GemmSpec, ...]:
+    """Returns sets that cover all pairs of legal choices, one set after the other."""
+    return tuple(spec for choices in several for spec in _covering_one(choices))
+
+
+def _covering_one(choices: dict[str, tuple]) -> tuple[GemmSpec, ...]:
     """Returns a set that covers all pairs of legal choices.
 
     Greedy: take a pair that is still missing, complete it at random, keep the completion that
     adds the most missing pairs. The same on every machine.
     """
-    rng = random.Random(seed)
+    rng = random.Random(0)
     missing = {
         frozenset(pair)
         for (f, fs), (g, gs) in itertools.combinations(choices.items(), 2)

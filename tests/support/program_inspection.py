@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +20,15 @@ from jax.extend.core import jaxprs_in_params
 LAUNCH = "stablehlo.custom_call @jax_hopper_gemm.v1.launch"
 THEIRS = {"dot_general", "ragged_dot_general"}
 OURS = {"hopper_dot", "hopper_ragged_dot", "hopper_fused"}
+
+
+def script_at(path: Path) -> Any:
+    """Returns the module that a script is, whatever its folder."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def integers(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> jax.Array:

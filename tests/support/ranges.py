@@ -112,8 +112,7 @@ def _integer_pow(x: Range, exponent: int) -> Range:
         # The power comes first, in float32; then it divides 1.
         power = Node("integer_pow", (0,), (-exponent,))
         return _quotients(
-            point(1.0),
-            widened(_integer_pow(x, -exponent), error_of(power, "accurate"), [x]),
+            point(1.0), widened(_integer_pow(x, -exponent), error_of(power, "accurate"), [x])
         )
     base = _absolute(x) if exponent % 2 == 0 else x
     return Range(*(end**exponent for end in base))
@@ -189,30 +188,16 @@ def _select(predicate: Range, x: Range, y: Range) -> Range:
 _less, _less_equal, _equal = _compare(True, False), _compare(True, True), _compare(False, True)
 
 GENERAL: dict[str, Callable[..., Range]] = {
-    "abs": _absolute,
-    "square": lambda x: _integer_pow(x, 2),
-    "sin": _wave(np.sin),
-    "cos": _wave(np.cos),
-    "add": _sums,
-    "sub": lambda x, y: Range(x.value - y.value, x.low - y.high, x.high - y.low),
-    "mul": _products,
-    "div": _quotients,
-    "max": lambda x, y: Range(*map(np.maximum, x, y)),
-    "min": lambda x, y: Range(*map(np.minimum, x, y)),
-    "pow": _pow,
-    "eq": _equal,
-    "ne": lambda x, y: _not(_equal(x, y)),
-    "lt": _less,
-    "le": _less_equal,
-    "gt": lambda x, y: _less(y, x),
-    "ge": lambda x, y: _less_equal(y, x),
-    "is_finite": _is_finite,
-    "and": _and,
-    "or": _or,
-    "xor": lambda x, y: _or(_and(x, _not(y)), _and(_not(x), y)),
-    "not": _not,
-    "select": _select,
-}
+    "abs": _absolute, "square": lambda x: _integer_pow(x, 2), "sin": _wave(np.sin),
+    "cos": _wave(np.cos), "add": _sums,
+    "sub": lambda x, y: Range(x.value - y.value, x.low - y.high, x.high - y.low), "mul": _products,
+    "div": _quotients, "max": lambda x, y: Range(*map(np.maximum, x, y)),
+    "min": lambda x, y: Range(*map(np.minimum, x, y)), "pow": _pow, "eq": _equal,
+    "ne": lambda x, y: _not(_equal(x, y)), "lt": _less, "le": _less_equal,
+    "gt": lambda x, y: _less(y, x), "ge": lambda x, y: _less_equal(y, x), "is_finite": _is_finite,
+    "and": _and, "or": _or, "xor": lambda x, y: _or(_and(x, _not(y)), _and(_not(x), y)),
+    "not": _not, "select": _select,
+}  # fmt: skip
 
 
 def point(x: np.ndarray | np.floating | float) -> Range:

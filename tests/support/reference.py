@@ -43,9 +43,7 @@ def view(problem: GemmProblem, operand: Operand, flat: np.ndarray) -> np.ndarray
     if flat.ndim != 1 or flat.size < need:
         raise ValueError(f"{operand} spans {need} elements; the buffer has shape {flat.shape}")
     return strided(
-        flat,
-        shape_of(problem, operand),
-        [s * flat.itemsize for s in strides_of(problem, operand)],
+        flat, shape_of(problem, operand), [s * flat.itemsize for s in strides_of(problem, operand)]
     )
 
 

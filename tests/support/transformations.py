@@ -120,9 +120,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 _CONTRACTED = "contracted axes that are no neighbours in the larger operand: a kernel reads one K"
-LEFT_TO_XLA: dict[tuple[str, str], str] = {
-    ("jacrev of jacfwd", "einsum"): _CONTRACTED,
-}
+LEFT_TO_XLA: dict[tuple[str, str], str] = {("jacrev of jacfwd", "einsum"): _CONTRACTED}
 """Why XLA runs some product of a transformation's program for CUDA."""
 
 

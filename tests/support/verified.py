@@ -1,4 +1,4 @@
-"""The record of kernels that passed on a GPU: a JSON object keyed by the cubin's sha256.
+"""The record of kernels that passed on a GPU: a JSON object, an entry a line, by a cubin's sha256.
 
 The key is the machine code itself, so a changed comment changes nothing and a changed
 instruction asks for a new run.
@@ -30,7 +30,8 @@ def merge(path: Path, kernels: Mapping[str, str], device: str) -> None:
     for sha256, kernel in kernels.items():
         entries[sha256] = {"kernel": kernel, "device": device, "date": date}
     by_name = sorted(entries.items(), key=lambda item: (item[1]["kernel"], item[0]))
-    path.write_text(json.dumps(dict(by_name), indent=1) + "\n")
+    lines = (f" {json.dumps(sha256)}: {json.dumps(entry)}" for sha256, entry in by_name)
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def missing(path: Path, sha256s: Iterable[str]) -> list[str]:

@@ -1,0 +1,150 @@
+"""Products of two quantized arrays.
+
+Scales that do not change along the contracted axis are multiplied by what the kernel has summed,
+others while it sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..gemm.dtypes import QUANTIZED
+from ..gemm.product import Options
+from ..primitives.scaled_dot import hopper_scaled_dot
+from . import checks
+from .batch_invariance import in_contexts
+from .dense_run import JaxProduct, run
+from .quantized import BLOCK, BLOCKS, Quantized, blocks_of, spread
+from .steps import SCALES, Steps
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A quantized operand of a product, its axes in the order batch, free, contracted."""
+
+    values: jax.Array
+    scale: jax.Array
+    blocks: tuple[int, ...]
+    batch: int  # how many axes of each kind; one is contracted
+    free: int
+
+    @property
+    def constant(self) -> bool:
+        """Whether no scale changes along the contracted axis."""
+        return self.blocks[-1] == 0
+
+    def flat(self) -> tuple[jax.Array, jax.Array]:
+        """Returns matrices (B, rows, K) or (rows, K), and their block scales."""
+        batch, values, blocks = self.batch, self.values, self.blocks
+        for_rows = self.free != 1 or blocks[batch] == 0  # one for each row
+        scale = spread(self.scale, blocks[: -1 if for_rows else batch], values.shape)
+        if for_rows:
+            wide = (*scale.shape[:batch], *values.shape[batch:-1], scale.shape[-1])
+            scale = jnp.broadcast_to(scale, wide)
+        along_k = -(-values.shape[-1] // BLOCK)
+        if blocks[-1] == 1 and values.shape[-1] != along_k:
+            raise NotImplementedError("a scale for each element of the contracted axis")
+        rows = int(np.prod(scale.shape[batch:-1], dtype=int))
+        scale = jnp.broadcast_to(scale, (*values.shape[:batch], *scale.shape[batch:-1], along_k))
+        lead = (int(np.prod(values.shape[:batch], dtype=int)),) if batch else ()
+        return values.reshape(*lead, -1, values.shape[-1]), scale.reshape(*lead, rows, along_k)
+
+
+def run_quantized(
+    operands: tuple[tuple[str, Any], ...],
+    dimension_numbers: Any,
+    steps: Steps,
+    following: tuple[Any, ...],
+    options: Options,
+) -> Any:
+    """Returns a product of quantized arrays and what follows it.
+
+    Args:
+      operands: two, each one's name, for messages, and itself.
+      dimension_numbers: as in `dot_general`; one axis is contracted.
+      steps: what follows; `following` are its operands, checked.
+      options: `preferred_element_type` None is float32.
+    """
+    op = steps.op
+    for name, x in operands:
+        if not isinstance(x, Quantized):
+            raise TypeError(
+                f"{op}: {name} is {checks.describe(x)} beside a quantized array: quantize it, too"
+            )
+        if x.zero is not None:
+            raise NotImplementedError(
+                f"{op}: {name} has zero points beside a quantized array; kernels multiply "
+                "symmetric ones: quantize it without, or pass the other one in 16 bits"
+            )
+        if x.packed or x.values.dtype.name not in QUANTIZED:
+            raise TypeError(
+                f"{op}: {name} is of int4 beside a quantized array: pass the other one in 16 bits"
+            )
+    (lhs_k, rhs_k), (lhs_batch, rhs_batch) = dimension_numbers
+    if len(lhs_k) != 1:
+        raise NotImplementedError(
+            f"{op}: {len(lhs_k)} axes of quantized arrays are contracted, expected one: reshape "
+            "them"
+        )
+    axes = (lhs_k, lhs_batch), (rhs_k, rhs_batch)
+    lhs, rhs = (_arranged(op, *x, *own) for x, own in zip(operands, axes, strict=True))
+    preferred = options.preferred_element_type
+    if lhs.constant and rhs.constant:
+        scales = (_broadcast(lhs, rhs.free, 0), _broadcast(rhs, 0, lhs.free))
+        scaled = replace(steps, named=(*SCALES, *steps.named))
+        numbers = ("dimension_numbers", dimension_numbers), ("out_sharding", None)
+        values = tuple(x.values for _, x in operands)
+        options = replace(options, preferred_element_type=preferred or jnp.float32)
+        product = JaxProduct(lax.dot_general, numbers)
+        return run(product, values, scaled, (*scales, *following), options)
+    (l_values, l_scale), (r_values, r_scale) = lhs.flat(), rhs.flat()
+    dtype, whole, several = steps.dtypes(preferred, jnp.float32)
+    options = in_contexts(replace(options, preferred_element_type=dtype))
+    product = hopper_scaled_dot(l_values, r_values, l_scale, r_scale, options)
+    shape = (
+        *lhs.values.shape[: lhs.batch], *lhs.values.shape[lhs.batch : -1],
+        *rhs.values.shape[rhs.batch : -1],
+    )  # fmt: skip
+    return steps.after(product.reshape(shape), following, whole, several)
+
+
+def _arranged(
+    op: str, name: str, x: Quantized, contracted: Sequence[int], batch: Sequence[int]
+) -> Operand:
+    blocks, scale = list(blocks_of(op, name, x)), x.scale
+    for axis, block in enumerate(blocks):
+        if block not in BLOCKS or block == BLOCK:
+            continue
+        if axis in contracted:
+            raise NotImplementedError(
+                f"{op}: {name} has a scale for each {block} of the contracted axis; beside a "
+                f"quantized array kernels take one for each {BLOCK}: pass the other in 16 bits"
+            )
+        scale, blocks[axis] = spread(scale, (*(0,) * axis, block), x.shape), 1
+    free = [axis for axis in range(x.ndim) if axis not in (*contracted, *batch)]
+    order = (*batch, *free, *contracted)
+    return Operand(
+        lax.transpose(x.values, order), lax.transpose(scale, order),
+        tuple(blocks[axis] for axis in order), len(batch), len(free),
+    )  # fmt: skip
+
+
+def _broadcast(x: Operand, behind: int, before: int) -> jax.Array:
+    """Returns scales that are constant along K as they broadcast against the result.
+
+    Args:
+      behind, before: how many free axes of the other operand follow or precede.
+    """
+    scale = lax.squeeze(x.scale, (x.scale.ndim - 1,))
+    scale = spread(scale, x.blocks[:-1], x.values.shape)
+    if scale.size == 1:
+        return scale.reshape(())
+    batch, own = scale.shape[: x.batch], scale.shape[x.batch :]
+    return scale.reshape(*batch, *(1,) * before, *own, *(1,) * behind)

@@ -1,0 +1,149 @@
+"""Weights: a quantized array beside one of 16 bits becomes such an array where it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..gemm.dtypes import HALVES
+from ..primitives.widen import hopper_widen
+from . import checks
+from .quantized import Quantized, blocks_of, spread
+from .steps import OFFSET, SCALES
+
+
+def is_weights(x: Any, other: Any) -> bool:
+    """Whether a quantized array is multiplied by one of 16 bits."""
+    dtype = getattr(other, "dtype", None)
+    return isinstance(x, Quantized) and dtype is not None and jnp.dtype(dtype).name in HALVES
+
+
+def weights_of_dot(
+    op: str, lhs: Any, rhs: Any, dimension_numbers: Any
+) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """Returns the operands, weights as arrays, and scales and an offset beside the result."""
+    if not (is_weights(lhs, rhs) or is_weights(rhs, lhs)):
+        return (lhs, rhs), {}
+    left, right = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
+    contracted, batch = checks.checked_axes(op, left, right, dimension_numbers)
+    if len(contracted[0]) != 1:
+        raise NotImplementedError(
+            f"{op}: {len(contracted[0])} axes of weights are contracted, expected one: reshape them"
+        )
+    axes = contracted[0][0], contracted[1][0]
+    pair, scales, zeros = weights_apart(op, (("lhs", lhs), ("rhs", rhs)), axes)
+    free = [x.ndim - 1 - len(own) for x, own in zip((lhs, rhs), batch, strict=True)]
+    places = zip(axes, batch, (-free[1], free[0]), strict=True)
+    beside: dict[str, Any] = dict(zip(SCALES, places, strict=True))
+    found = {name: _beside_result(x, *beside[name]) for name, x in scales.items()}
+    if zeros:
+        highest = lax.Precision.HIGHEST
+        found[OFFSET] = lax.dot_general(*zeros, (contracted, batch), precision=highest)
+    return pair, found
+
+
+def weights_apart(
+    op: str, operands: tuple[tuple[str, Any], tuple[str, Any]], axes: tuple[int, int]
+) -> tuple[tuple[Any, Any], dict[str, Any], tuple[Any, Any] | None]:
+    """Returns what `widened_pair` does, with what `zeros_apart` returns of zero points."""
+    (lhs, _), (rhs, _) = operands
+    (left, right), zeros = zeros_apart(op, operands, axes)
+    return *widened_pair(op, ((lhs, left), (rhs, right)), axes), zeros
+
+
+def widened(op: str, name: str, x: Quantized, axis: int, dtype: Any) -> tuple[jax.Array, Any]:
+    """Returns weights as an array of 16 bits, and what its products are multiplied by.
+
+    Inside `jax.jit` nobody writes this array where a kernel reads the numbers that it is made of.
+    That of weights with zero points is written; see `zeros_apart`.
+
+    Args:
+      axis: the contracted one; -2 of a vector is its own.
+
+    Returns:
+      The array; float32 scales of its rank, one along `axis`, or None where scales change along it:
+      the array is then multiplied by them.
+    """
+    blocks, scale = blocks_of(op, name, x), jnp.asarray(x.scale, jnp.float32)
+    if x.zero is not None:
+        return x.dequantize(dtype), None
+    axis = max(axis, -x.ndim) % x.ndim
+    others = [0 if i == axis else block for i, block in enumerate(blocks)]
+    scale = spread(scale, others, x.shape)
+    if blocks[axis] == 0:
+        return hopper_widen(x.values, dtype, packed=x.packed), scale
+    group = {"axis": axis - x.ndim, "group": blocks[axis], "packed": x.packed}
+    return hopper_widen(x.values, dtype, scale, **group), None
+
+
+def zeros_apart(
+    op: str, operands: tuple[tuple[str, Any], tuple[str, Any]], axes: tuple[int, int]
+) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
+    """Returns the operands without zero points, and the operands of a product to subtract.
+
+        x @ ((v - z) * s)  =  x @ (v * s)  -  (sums of x along the groups of K) @ (z * s)
+
+    Its contracted axes, where the others have theirs, are as long as there are groups.
+
+    Args:
+      axes: the contracted one of each operand.
+    """
+    pair: list[Any] = [x for _, x in operands]
+    for i, (name, x) in enumerate(operands):
+        other = pair[1 - i]
+        if not is_weights(x, other) or x.zero is None:
+            continue
+        axis, along = max(axes[i], -x.ndim) % x.ndim, max(axes[1 - i], -other.ndim) % other.ndim
+        blocks, extent = blocks_of(op, name, x), x.shape[axis]
+        if blocks[axis] == 1:  # a zero point for each element of K: as many products as of x
+            continue
+        zeros = jnp.asarray(x.scale, jnp.float32) * jnp.asarray(x.zero).astype(jnp.float32)
+        others = [0 if i == axis else block for i, block in enumerate(blocks)]
+        zeros = spread(zeros, others, x.shape)
+        groups, group = zeros.shape[axis], blocks[axis] or extent
+        shape = [groups if i == axis else n for i, n in enumerate(x.shape)]
+        padding = [(0, groups * group - extent if i == along else 0) for i in range(other.ndim)]
+        wide = jnp.pad(jnp.asarray(other).astype(jnp.float32), padding)
+        sums = wide.reshape(*wide.shape[:along], groups, group, *wide.shape[along + 1 :])
+        apart = [jnp.broadcast_to(zeros, shape), jnp.sum(sums, along + 1)]
+        pair[i] = replace(x, zero=None)
+        return (pair[0], pair[1]), (apart[i], apart[1 - i])
+    return (pair[0], pair[1]), None
+
+
+def widened_pair(
+    op: str, operands: tuple[tuple[str, Any], tuple[str, Any]], axes: tuple[int, int]
+) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """Returns the operands of a product, weights as arrays; and scales of its result.
+
+    These have the rank and the name in `SCALES` of their operand.
+    """
+    arrays, scales = [], {}
+    (_, lhs), (_, rhs) = operands
+    for (name, x), other, axis, of in zip(operands, (rhs, lhs), axes, SCALES, strict=True):
+        if is_weights(x, other):
+            x, scale = widened(op, name, x, axis, other.dtype)
+            if scale is not None:
+                scales[of] = scale
+        arrays.append(x)
+    return (arrays[0], arrays[1]), scales
+
+
+def _beside_result(
+    scale: jax.Array, contracted: int, batch: Sequence[int], others: int
+) -> jax.Array:
+    """Returns the scales of an operand of `dot_general` as they broadcast against its result.
+
+    Args:
+      contracted, batch: these axes of the operand.
+      others: how many free axes of the other one lie before its own; if negative, so many behind.
+    """
+    free = [i for i in range(scale.ndim) if i not in (contracted, *batch)]
+    shape = [scale.shape[i] for i in (*batch, *free)]
+    shape[len(batch) : len(batch)] = [1] * max(others, 0)
+    return lax.transpose(scale, (*batch, *free, contracted)).reshape(*shape, *[1] * max(-others, 0))

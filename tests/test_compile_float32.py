@@ -1,0 +1,58 @@
+"""Kernels of float32 operands compile without a spill, to the instructions of their arithmetic."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support import float32, sgemm
+from support.compiling import code_of, skip_without_compiler
+from support.policies import parts_specs, tf32_specs
+
+from jax_hopper_gemm.dispatch import H200, choose
+from jax_hopper_gemm.gemm import simt
+from jax_hopper_gemm.gemm.problem import GemmProblem
+
+skip_without_compiler()
+
+pytestmark = pytest.mark.compile
+
+LARGE = [spec for spec, _ in float32.long_cases() if spec.bf16_terms < 9]
+PARTS = [*LARGE, *parts_specs()[:: len(parts_specs()) // 9]]
+PLAIN = GemmProblem.dense(4096, 4096, 4096, b_major="k", dtype="float32")
+TF32 = [choose(PLAIN, H200, kernel_only=True).spec, *tf32_specs()[:: len(tf32_specs()) // 8]]
+SGEMM = sgemm.kernels()[:8] + sgemm.kernels()[-3:]
+SPECS = [*PARTS, *TF32, *SGEMM]
+
+
+@pytest.mark.parametrize("spec", PARTS, ids=lambda spec: spec.name)
+def test_kernel_compiles_to_products_of_parts_of_a_in_registers(spec, built):
+    _, facts, text = code_of(spec, built)
+    products = re.findall(r"HGMMA\.(\S+) R\d+, R\d+, gdesc", text)
+    assert set(products) == {f"64x{spec.tile_n}x16.F32.BF16"}
+    assert len(products) == facts.wgmma == 2 * spec.bf16_terms
+    assert not re.search(r"\bF2F\.BF16", text), "numbers are rounded one by one"
+    loads = set(re.findall(r"\bLDS\.?(\d*)", text))
+    assert "128" in loads
+
+
+@pytest.mark.parametrize("spec", TF32, ids=lambda spec: spec.name)
+def test_kernel_compiles_to_tf32(spec, built):
+    *_, text = code_of(spec, built)
+    assert set(re.findall(r"HGMMA\.(\S+) ", text)) == {f"64x{spec.tile_n}x8.F32.TF32"}
+
+
+@pytest.mark.parametrize("spec", SGEMM, ids=lambda spec: spec.name)
+def test_kernel_compiles_to_chains_of_fused_multiply_adds_and_asynchronous_copies(spec, built):
+    *_, text = code_of(spec, built)
+    accumulators = simt.THREAD_M * simt.THREAD_N
+    assert len(re.findall(r"\bFFMA\b(?!\.FTZ)", text)) == accumulators * spec.tile_k
+    assert not re.search(r"\b(FMUL|FADD)\b|\.FTZ", text), "a product is rounded, or underflows"
+    vectors = len(re.findall(r"\bLDS\.128", text))
+    assert vectors == (spec.tile_k + 1) * (simt.THREAD_M + simt.THREAD_N) // simt.VECTOR
+    wide = spec.simt_width == simt.VECTOR
+    assert bool(re.search(r"STG\.E\.128", text)) == wide
+    across = "k" != spec.a_major or "k" != spec.b_major
+    assert bool(re.search(r"LDGSTS\.E\.BYPASS\.128", text)) == (wide and across)
+    along = not wide or "k" in spec.a_major + spec.b_major
+    assert bool(re.search(r"LDGSTS\.E \[", text)) == along
