@@ -4,8 +4,7 @@
 
 SPEC is a `GemmSpec` as JSON, or part of the name of a kernel of `support.policies`. Extents along
 lines are raised to what the kernel needs. A grouped kernel has as many groups as --batch says, of
-random sizes. Kernels whose groups have scales are run by `pytest --ptx tests/gpu/test_weights.py`
-and `test_eight_bit.py` alone.
+random sizes. Kernels of stacks, and those whose groups have scales, only tests of `tests/gpu` run.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def check(gpu: Any, spec: GemmSpec, extents: list[int], batch: int, seed: int, s
     """Runs the kernel on inputs of a seed; raises an AssertionError or PtxError if it is wrong."""
     m, n, k = extents
     order = RasterOrder()
-    if spec.k_group or (spec.a_block and spec.grouped):
+    if spec.k_group or spec.indexed or (spec.a_block and spec.grouped):
         sys.exit("run this kernel with pytest --ptx tests/gpu")
     if not spec.grouped:
         problem = cases.padded(spec, m, n, k, batch)
