@@ -297,8 +297,8 @@ def test_definitions_outside_of_kernels_take_effect_by_name_alone():
 
 
 PLAIN_DECORATORS = {
-    "classmethod", "dataclass", "functools.cache", "functools.lru_cache", "lru_cache", "property",
-    "staticmethod",
+    "cached_property", "classmethod", "dataclass", "functools.cache", "functools.lru_cache",
+    "lru_cache", "property", "staticmethod",
 }  # fmt: skip
 
 

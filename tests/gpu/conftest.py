@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from support import verified
@@ -62,7 +63,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         verified.merge(VERIFIED, checked, Gpu().name)
 
 
-@pytest.fixture
+def _lifetime(fixture_name: str, config: pytest.Config) -> Literal["session", "function"]:
+    """The interpreter keeps all memory that was ever its own, so each test has one."""
+    return "function" if config.getoption("--ptx", False) else "session"
+
+
+@pytest.fixture(scope=_lifetime)
 def gpu(request: pytest.FixtureRequest) -> Gpu | PtxGpu:
     return PtxGpu() if request.config.getoption("--ptx", False) else Gpu()
 
