@@ -16,7 +16,7 @@ from support.random_programs import writer_of
 
 import jax_hopper_gemm as jhg
 
-PROGRAMS = int(os.environ.get("JAX_HOPPER_GEMM_PROGRAMS", 10))
+PROGRAMS = int(os.environ.get("JAX_HOPPER_GEMM_PROGRAMS", 6))
 EPSILON = 2.0**-8  # of bfloat16
 
 
