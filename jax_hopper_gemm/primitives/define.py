@@ -25,7 +25,7 @@ from jax.interpreters import partial_eval as pe
 from ..fusion.jaxprs import traced_once
 from ..lowering.register import Lowering, register_lowering
 from ..lowering.route import Request
-from .experimental import Known, LatePrimitive, add_late_rules
+from .experimental import HopperPrimitive
 from .remat import add_remat_rule
 
 Rule = Callable[..., Any]
@@ -85,15 +85,14 @@ def define_primitive(
       apart: of a product: gives from the parameters the JAX function of the operands that is
         lowered where no kernel is launched, if it has products of its own; else None.
     """
-    primitive = LatePrimitive(name)
+    rules = rules or Rules()
+    primitive = HopperPrimitive(name, reference, rules.linear_in, request_of)
     primitive.multiple_results = multiple_results
     abstract = abstract or partial(_abstract_eval, reference, multiple_results)
     primitive.def_impl(partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract)
-    _register_rules(primitive, rules or Rules())
+    _register_rules(primitive, rules)
     register_lowering(primitive, abstract, reference, lowering or Lowering())
-    known = Known(rules.linear_in if rules else (), request_of)
-    add_late_rules(primitive, reference, known)
     if request_of:
         PRODUCTS[primitive] = _ProductRules(request_of, apart)
         add_remat_rule(primitive)

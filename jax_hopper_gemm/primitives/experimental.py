@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,15 +18,7 @@ from jax.extend.core import Primitive
 from ..gemm.groups import GROUP
 from ..lowering.route import Request
 
-Reference = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Known:
-    """What rules need to know of a primitive: two fields of `define_primitive`."""
-
-    linear_in: tuple[int, ...]
-    request_of: Callable[..., Request] | None
+Function = Callable[..., Any]
 
 
 def flops_of(request: Request) -> int:
@@ -40,9 +31,9 @@ def flops_of(request: Request) -> int:
     return 2 * prod(extents.values()) * request.num_b
 
 
-def _for_jet(jet: Any, primitive: Primitive, reference: Reference, known: Known) -> None:
+def _for_jet(jet: Any, primitive: HopperPrimitive) -> None:
     def rule(primals: Sequence[Any], series: Sequence[Any], **params: Any) -> Any:
-        function = partial(reference, **params)
+        function = partial(primitive.reference, **params)
         return jet.jet(function, tuple(primals), tuple(series), factorial_scaled=False)
 
     def bilinear(primals: Sequence[Any], series: Sequence[Any], **params: Any) -> Any:
@@ -54,23 +45,23 @@ def _for_jet(jet: Any, primitive: Primitive, reference: Reference, known: Known)
         ]
         return terms[0], terms[1:]
 
-    jet.jet_rules[primitive] = bilinear if known.linear_in[:2] == (0, 1) else rule
+    jet.jet_rules[primitive] = bilinear if primitive.linear_in[:2] == (0, 1) else rule
 
 
-def _for_checkify(checkify: Any, primitive: Primitive, reference: Reference, known: Known) -> None:
+def _for_checkify(checkify: Any, primitive: HopperPrimitive) -> None:
     checkify.error_checks[primitive] = partial(checkify.nan_error_check, primitive)
 
 
-def _for_sparsify(transform: Any, primitive: Primitive, reference: Reference, known: Known) -> None:
+def _for_sparsify(transform: Any, primitive: HopperPrimitive) -> None:
     def rule(spenv: Any, *values: Any, **params: Any) -> Any:
-        return transform.sparsify_raw(partial(reference, **params))(spenv, *values)[0]
+        return transform.sparsify_raw(partial(primitive.reference, **params))(spenv, *values)[0]
 
     transform.sparse_rules_bcoo[primitive] = rule
 
 
-def _for_roofline(roofline: Any, primitive: Primitive, reference: Reference, known: Known) -> None:
+def _for_roofline(roofline: Any, primitive: HopperPrimitive) -> None:
     """Counts a product's own operations: those that follow it are in its kernel."""
-    if (request_of := known.request_of) is None:
+    if (request_of := primitive.request_of) is None:
         return
 
     def rule(context: Any, *_: Any, **params: Any) -> Any:
@@ -91,26 +82,34 @@ _MAKERS = {
     "jax.experimental.sparse.transform": _for_sparsify,
     "jax.experimental.roofline": _for_roofline,
 }
-_waiting: dict[str, list[tuple[Primitive, Reference, Known]]] = {name: [] for name in _MAKERS}
+_waiting: dict[str, list[HopperPrimitive]] = {name: [] for name in _MAKERS}
 
 
-class LatePrimitive(Primitive):
-    """A primitive that gives rules to the modules imported by the time it is bound."""
+class HopperPrimitive(Primitive):
+    """A primitive that gives rules to the modules imported by the time it is bound.
+
+    Attributes:
+      reference: the JAX function of operands and parameters that it stands for.
+      linear_in: the operands in each of which it is linear.
+      request_of: of a product, what it asks for; see `define_primitive`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reference: Function,
+        linear_in: tuple[int, ...],
+        request_of: Callable[..., Request] | None,
+    ):
+        super().__init__(name)
+        self.reference, self.linear_in, self.request_of = reference, linear_in, request_of
+        for waiting in _waiting.values():
+            waiting.append(self)
 
     def bind(self, *args: Any, **params: Any) -> Any:
         for name in _waiting:
             if name in sys.modules and _waiting[name]:
-                rows, _waiting[name] = _waiting[name], []
-                for row in rows:
-                    _MAKERS[name](sys.modules[name], *row)
+                waiting, _waiting[name] = _waiting[name], []
+                for primitive in waiting:
+                    _MAKERS[name](sys.modules[name], primitive)
         return super().bind(*args, **params)
-
-
-def add_late_rules(primitive: Primitive, reference: Reference, known: Known) -> None:
-    """Registers a primitive for all of these modules.
-
-    Args:
-      reference: the JAX function that it stands for.
-    """
-    for rows in _waiting.values():
-        rows.append((primitive, reference, known))
