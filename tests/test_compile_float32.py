@@ -7,7 +7,8 @@ import re
 import pytest
 from support import float32, sgemm
 from support.compiling import code_of, skip_without_compiler
-from support.policies import parts_specs, tf32_specs
+from support.covering import ALL, covering_subset
+from support.policies import parts_specs, shown_by_code, tf32_specs, traits_of
 
 from jax_hopper_gemm.dispatch import H200, choose
 from jax_hopper_gemm.gemm import simt
@@ -17,10 +18,12 @@ skip_without_compiler()
 
 pytestmark = pytest.mark.compile
 
+shown = shown_by_code if ALL else traits_of
 LARGE = [spec for spec, _ in float32.long_cases() if spec.bf16_terms < 9]
-PARTS = [*LARGE, *parts_specs()[:: len(parts_specs()) // 9]]
+PARTS = list(dict.fromkeys((*LARGE[::3], *covering_subset([*LARGE, *parts_specs()], shown))))
 PLAIN = GemmProblem.dense(4096, 4096, 4096, b_major="k", dtype="float32")
-TF32 = [choose(PLAIN, H200, kernel_only=True).spec, *tf32_specs()[:: len(tf32_specs()) // 8]]
+CHOSEN = choose(PLAIN, H200, kernel_only=True).spec
+TF32 = list(dict.fromkeys((CHOSEN, *covering_subset(tf32_specs(), shown))))
 SGEMM = sgemm.kernels()[:8] + sgemm.kernels()[-3:]
 SPECS = [*PARTS, *TF32, *SGEMM]
 

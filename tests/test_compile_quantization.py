@@ -7,6 +7,8 @@ import re
 import pytest
 from support import quantization
 from support.compiling import skip_without_compiler
+from support.covering import ALL, covering_subset
+from support.policies import pairs_of
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.cubin.sass import disassemble, parse_sass
@@ -16,7 +18,8 @@ skip_without_compiler()
 
 pytestmark = pytest.mark.compile
 
-SPECS = [x for x in quantization.specs() if isinstance(x, QuantizeSpec)]
+ALL_SPECS = [x for x in quantization.specs() if isinstance(x, QuantizeSpec)]
+SPECS = ALL_SPECS if ALL else covering_subset(ALL_SPECS, lambda spec: pairs_of(vars(spec)))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)

@@ -366,9 +366,9 @@ def compiled_specs() -> tuple[GemmSpec, ...]:
 
 @cache
 def compiled_weights() -> tuple[GemmSpec, ...]:
-    """Returns the same of kernels that convert B."""
+    """Returns as many of kernels that convert B as show every trait; if `ALL`, every pair."""
     pool = dict.fromkeys((*converted_specs(), *converted_variants()))
-    return tuple(covering_subset(pool, shown_by_code))
+    return tuple(covering_subset(pool, shown_by_code if ALL else traits_of))
 
 
 def shown_by_code(spec: GemmSpec) -> set[frozenset]:
