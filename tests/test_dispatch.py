@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from support.buildable import epilogue_specs
 from support.covering import ALL
+from support.graphs import STANDARD
 
 from jax_hopper_gemm.dispatch import (
     H200,
@@ -53,6 +55,16 @@ def random_problem(random: Random) -> GemmProblem:
         a_major=random.choice(A_MAJORS), b_major=random.choice(B_MAJORS),
         dtype=dtype, d_dtype=random.choice([dtype, dtype, "float32"]),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("axis", [None, "m", "k"])
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("int8", "bfloat16")])
+def test_kernels_of_all_majors_are_filled_as_by_themselves(dtypes: tuple[str, str], axis: Any):
+    for graph in (None, STANDARD["residual"], STANDARD["gated_silu"]):
+        assert (kinds := candidates.problem_types(*dtypes, graph, axis))
+        for kind in kinds:
+            alone = (filled_spec(config, kind) for config in candidates._configs(kind))
+            assert list(model_specs(kind)) == [x for x in alone if x and candidates.worthwhile(x)]
 
 
 @pytest.mark.slow

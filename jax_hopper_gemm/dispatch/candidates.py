@@ -105,8 +105,23 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
 
 
 def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[GemmSpec, ...]:
-    specs = (filled_spec(config, problem_type) for config in considered)
-    return tuple(spec for spec in specs if spec is not None and worthwhile(spec))
+    """Returns the kernels of configurations that are legal and `worthwhile`.
+
+    Shared memory is filled alike whichever axis operands lie along, and so it is filled once.
+    """
+    majors = {"a_major": problem_type.a_major, "b_major": problem_type.b_major}
+    alike = replace(problem_type, a_major="k", b_major="k")
+    if problem_type.grouped == "k" or not has_kernels(alike):
+        alike, majors = problem_type, {}
+    specs = _filled_specs(tuple(considered), alike)
+    return tuple(filter(worthwhile, (replace(spec, **majors) for spec in specs)))
+
+
+@lru_cache(maxsize=1024)
+def _filled_specs(
+    considered: tuple[Config, ...], problem_type: ProblemType
+) -> tuple[GemmSpec, ...]:
+    return tuple(filter(None, (filled_spec(config, problem_type) for config in considered)))
 
 
 def filled_spec(config: Config, problem_type: ProblemType) -> GemmSpec | None:

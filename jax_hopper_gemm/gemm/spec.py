@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Literal
 
 from . import simt
@@ -119,7 +120,7 @@ class GemmSpec:
     # on to the next multiple of 16 bytes.
     loose_d: bool = False
 
-    @property
+    @cached_property
     def graph(self) -> EpilogueGraph:
         """The epilogue; where there is none, the graph that says so."""
         return self.epilogue or plain_graph(self.d_dtype)
@@ -139,7 +140,7 @@ class GemmSpec:
         """Whether the kernel must know M and N, which else tensor maps alone know."""
         return self.loose_d or self.graph.needs_extents
 
-    @property
+    @cached_property
     def d_tile_n(self) -> int:
         """Columns of D that a tile covers."""
         return self.tile_n // self.graph.accumulators
@@ -152,14 +153,14 @@ class GemmSpec:
     def dynamic(self) -> bool:
         return SCHEDULING[self.tile_scheduler].dynamic
 
-    @property
+    @cached_property
     def math_warpgroups(self) -> int:
         """Math warpgroups of a CTA; one more loads."""
         if self.warp_schedule == "pingpong" or self.converts_b:
             return 2
         return {64: 1, 128: 2, 192: 3, 256: 2}[self.tile_m]
 
-    @property
+    @cached_property
     def rows_per_warpgroup(self) -> int:
         """Rows of a tile that one math warpgroup accumulates."""
         if self.converts_b:
@@ -167,7 +168,7 @@ class GemmSpec:
         share = 1 if self.warp_schedule == "pingpong" else self.math_warpgroups
         return self.tile_m // share
 
-    @property
+    @cached_property
     def converts_b(self) -> bool:
         """Whether B has fewer bits than A: it passes through registers, and becomes A's dtype."""
         return converts(self.a_dtype, self.b_dtype)
@@ -292,7 +293,7 @@ class GemmSpec:
         part = self.tile_n * self.tile_k * DTYPES["bfloat16"].itemsize
         return PART_BUFFERS * num_parts(self.bf16_terms) * part
 
-    @property
+    @cached_property
     def stage_bytes(self) -> int:
         """Bytes of one A/B stage."""
         if self.simt_width:
@@ -324,7 +325,7 @@ class GemmSpec:
         packed = DTYPES[self.b_dtype].packed
         return (columns, k // packed) if self.b_major == "k" else (columns // packed, k)
 
-    @property
+    @cached_property
     def epi_stage_bytes(self) -> int:
         """Bytes of one staged epilogue tile of one math warpgroup, of all results together."""
         elements = EPI_TILE_M * self.epi_tile_n
@@ -375,11 +376,11 @@ class GemmSpec:
         mailbox = SCHEDULING[self.tile_scheduler].mailbox_bytes
         return 16 * rings + (GROUPED_MAILBOX_BYTES if self.grouped else mailbox)
 
-    @property
+    @cached_property
     def a_box(self) -> TmaBox:
         return _box(self.a_major == "k", self.tile_m, self.tile_k, self.cluster_n, self.a_dtype)
 
-    @property
+    @cached_property
     def b_box(self) -> TmaBox:
         """The box of B, or of each of a gated product's B's."""
         columns, k = self.stored_b(self.d_tile_n, self.tile_k)

@@ -7,6 +7,7 @@ operations.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -121,20 +122,21 @@ def _layout(value: Any, world: World) -> tuple[int, ...] | None:
     """Returns the axes of a value in the order in which what it is computed from has them.
 
     XLA writes the value in that order, too, where nothing asks for another one. None where one of
-    these arrays has the value's own order, or the rows themselves would be transposed.
+    these arrays has the value's own order, or the rows themselves would be transposed. Arrays that
+    are fewer operations away are asked first: a sum over all layers is not followed to the first.
     """
     own: tuple[int, ...] = tuple(range(len(world.shape(value))))
     if not own[2:]:
         return None
     orders: list[tuple[int, ...]] = []
-    pending, seen = [(x, own) for x in world.element_sources(value)[::-1]], set[Any]()
+    pending, seen = deque((x, own) for x in world.element_sources(value)), set[Any]()
     while pending and len(seen) < MOST_STEPS:
-        x, order = pending.pop()
+        x, order = pending.popleft()
         if (x, order) in seen:
             continue
         seen.add((x, order))
         if sources := world.element_sources(x):
-            pending += [(source, order) for source in sources[::-1]]
+            pending += [(source, order) for source in sources]
         elif (step := world.step(x)) and step.kind == "transpose":
             order = tuple(order[step.permutation.index(axis)] for axis in own)
             pending.append((step.source, order))
