@@ -271,6 +271,24 @@ def test_an_operand_without_a_derivative_costs_no_product():
     assert products(jax.grad(partial(squared, layer), (0, 1, 2)), x, w, b) == 3
 
 
+def test_no_gradient_is_taken_of_a_result_without_a_derivative():
+    x, w, v, wrt = normal(3, 4), normal(4, 5), normal(5, 6), (0, 1, 2)
+
+    def rounded(acc):
+        return acc, jnp.sign(acc), acc + jax.lax.stop_gradient(jnp.round(acc) - acc)
+
+    def loss(layer, number, x, w, v):
+        return squared(partial(fused, lambda acc: acc), layer(x, w)[number], v)
+
+    for number, count in enumerate((2 + 4, 2 + 1, 2 + 4)):  # forwards, and gradients
+        ours, theirs = (
+            jax.grad(partial(loss, layer, number), wrt)
+            for layer in (partial(fused, rounded), lambda x, w: rounded(x @ w))
+        )
+        assert_close(ours(x, w, v), theirs(x, w, v))
+        assert products(ours, x, w, v) == count
+
+
 def test_a_stacked_operand_has_one_product_for_each_gradient():
     ours, _, args = model("stacked")
     assert products(jax.grad(partial(squared, ours), (0, 1)), *args) == 3

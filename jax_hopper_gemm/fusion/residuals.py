@@ -32,13 +32,15 @@ class Tangent:
     """The derivative of an epilogue.
 
     Attributes:
+      moving: which of the epilogue's outputs have a tangent: of others it is zero, as of a sign.
       jaxpr: of the residuals, the operands that it needs, and tangents, in which it is linear. Its
-        outputs are the tangents of the inexact outputs.
+        outputs are the tangents of the `moving` outputs.
       residuals: computes the residuals from the epilogue's inputs.
       accumulators: for each residual, the number of the accumulator that it is, or None.
       operands: which of the epilogue's operands it needs.
     """
 
+    moving: tuple[bool, ...]
     jaxpr: ClosedJaxpr
     residuals: ClosedJaxpr
     accumulators: tuple[int | None, ...]
@@ -72,6 +74,8 @@ def tangent(
 
     whole = traced(derivative, *avals, *(avals[i] for i in wrt))
     whole = traced(lambda *args: evaluated(whole, args), *whole.in_avals)
+    moves = _reached(whole, len(avals))
+    whole, _ = pruned(whole, moves, [True] * len(whole.in_avals))
     cut = _Cut(whole, len(avals), count, np.dtype(dtype))
     values = cut.accumulators() if recompute else cut.least()
     dtypes = cut.dtypes(values)
@@ -93,12 +97,23 @@ def tangent(
 
     operands = after.in_avals[len(values) : len(after.in_avals) - len(wrt)]
     moving = [avals[i].update(dtype=moving_dtype or dtype) if i < count else avals[i] for i in wrt]
+    numbers = {i for i, move in zip(inexact, moves, strict=True) if move}
     return Tangent(
+        tuple(i in numbers for i in range(len(closed.out_avals))),
         traced(of_residuals, *residuals, *operands, *moving),
         traced(residuals_of, *avals),
         tuple(cut.inputs.index(x) if x in cut.inputs else None for x in values),
         tuple(used[count:]),
     )
+
+
+def _reached(closed: ClosedJaxpr, first: int) -> list[bool]:
+    """Returns which outputs depend on inputs from the number `first` on."""
+    reached = set(closed.jaxpr.invars[first:])
+    for equation in closed.jaxpr.eqns:
+        if not reached.isdisjoint(variables(equation.invars)):
+            reached.update(equation.outvars)
+    return [not reached.isdisjoint(variables([x])) for x in closed.jaxpr.outvars]
 
 
 class _Cut:
@@ -111,7 +126,6 @@ class _Cut:
     """
 
     def __init__(self, closed: ClosedJaxpr, num_inputs: int, count: int, dtype: np.dtype):
-        closed, _ = pruned(closed, [True] * len(closed.out_avals), [True] * len(closed.in_avals))
         self._closed, self._count, self._dtype = closed, count, dtype
         self._equations = closed.jaxpr.eqns
         self.inputs: list[Any] = closed.jaxpr.invars[:num_inputs]

@@ -126,15 +126,16 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     else:
         outputs, kept = _with_residuals(primals, derivative, params)
         residuals = [*kept, *needed_operands]
-    tangents_out = iter(
-        epilogue_tangent_p.bind(
+    found: list[Any] = []
+    if any(derivative.moving):
+        found = epilogue_tangent_p.bind(
             *residuals, *linear, jaxpr=derivative.jaxpr, residuals=len(residuals),
             plane_axis=plane_axis, recompute=recompute, products=len(moved),
-        )
-    )  # fmt: skip
+        )  # fmt: skip
+    tangents_out = iter(found)
     return outputs, [
-        next(tangents_out) if is_inexact(x) else ad.Zero(jax.typeof(x).to_tangent_aval())
-        for x in outputs
+        next(tangents_out) if moves else ad.Zero(jax.typeof(x).to_tangent_aval())
+        for x, moves in zip(outputs, derivative.moving, strict=True)
     ]
 
 
