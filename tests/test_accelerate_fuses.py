@@ -343,6 +343,18 @@ def test_the_sum_of_two_ragged_products_is_fused_and_keeps_zeros() -> None:
     assert not jnp.any(sums(x, w, v, sizes)[10:])
 
 
+def test_calls_without_results_are_left_out() -> None:
+    nothing = jax.jit(lambda y: None)
+
+    @jax.jit
+    def activated(y: Any) -> Any:
+        nothing(y)
+        return jax.nn.relu(y)
+
+    found = products(lambda x, w: activated(x @ w), X, W)
+    assert found == [(1, ("bfloat16",), ["custom_jvp_call"])]
+
+
 def test_effects_without_results_stay() -> None:
     """Such an equation has no variable, and stays where it is."""
     seen: list[float] = []

@@ -18,9 +18,9 @@ from support.stepwise import run_stepwise
 
 import jax_hopper_gemm as jhg
 
-PROGRAMS = range(*map(int, os.environ.get("JAX_HOPPER_GEMM_PROGRAMS", "0:40").split(":")))
+PROGRAMS = range(*map(int, os.environ.get("JAX_HOPPER_GEMM_PROGRAMS", "0:30").split(":")))
 CACHED = 1000  # programs whose traces JAX and this library keep
-EPSILON = 2.0**-8  # of bfloat16
+EPSILON, EPSILON_WIDE = 2.0**-8, 2.0**-24  # of bfloat16 and float32
 
 
 def leaves_of(tree: Any) -> list[np.ndarray]:
@@ -32,22 +32,30 @@ def outcome(function: Any, arguments: Any) -> list[np.ndarray]:
 
 
 def assert_alike(ours: Any, theirs: Any, exact: Any) -> None:
-    """Asserts equal bits where the program rounds nothing, and no larger errors where it does."""
+    """Asserts errors no larger than the program's.
+
+    Where it rounds nothing, a sum of gradients in another order may round: half an ulp of a partial
+    sum of up to twice the largest number.
+    """
     for x, y, z in zip(ours, theirs, exact, strict=True):
-        if np.array_equal(y, z):
-            np.testing.assert_array_equal(x, z)
-        else:
-            allowed = 4 * np.abs(y - z).max() + 8 * EPSILON * np.abs(z).max()
-            assert np.abs(x - z).max() <= allowed
+        largest = np.abs(z).max()
+        rounded = 4 * np.abs(y - z).max() + 8 * EPSILON * largest
+        allowed = EPSILON * largest if np.array_equal(y, z) else rounded
+        assert np.abs(x - z).max() <= allowed
 
 
 def check_random_program(seed: int) -> None:
-    """Checks results and derivatives of a random program under `accelerate`."""
+    """Checks results and derivatives of a random program under `accelerate`.
+
+    In float32 all but derivatives of maxima that several numbers share are exact.
+    """
     program, arguments = writer_of(seed)
     narrow, exact = arguments(jnp.bfloat16), arguments(jnp.float32)
     step = jax.value_and_grad(program)
     theirs, reference = outcome(step, narrow), outcome(step, exact)
     for ours in (jax.value_and_grad(jhg.accelerate(program)), jhg.accelerate(step)):
+        for x, z in zip(outcome(ours, exact), reference, strict=True):
+            assert np.abs(x - z).max() <= 16 * EPSILON_WIDE * np.abs(z).max()
         assert_alike(outcome(ours, narrow), theirs, reference)
 
 

@@ -244,6 +244,22 @@ def test_structure_tells_numbers_by_type_and_bits():
 
 
 @pytest.mark.slow
+def test_structure_tells_what_an_equation_reads():
+    def reading(number):
+        def function(*inputs):
+            known = [*inputs, -inputs[0]]
+            known += [jnp.sin(known[-1]), *jnp.frexp(known[-1])]
+            return 2 * known[number]
+
+        return function
+
+    for count in range(1, 5):
+        inputs = [np.float32(i) for i in range(count)]
+        functions = [reading(number) for number in range(count + 3)]
+        structures = {memo.structure(jax.make_jaxpr(f)(*inputs)) for f in functions}
+        assert len(structures) == len(functions)
+
+
 def test_memory_is_bounded_forgets_with_jax_and_heeds_its_settings(monkeypatch):
     monkeypatch.setattr(memo, "ENTRIES", 2)
     calls = []

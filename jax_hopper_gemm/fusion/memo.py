@@ -119,7 +119,8 @@ class _Structure:
         numbers: dict[Any, int] = {}
 
         def defined(variables: Any) -> tuple[Any, ...]:
-            numbers.update((variable, len(numbers) + i) for i, variable in enumerate(variables))
+            first = len(numbers)  # which grows with each one
+            numbers.update((variable, first + i) for i, variable in enumerate(variables))
             return tuple(variable.aval for variable in variables)
 
         def read(atom: Any) -> Any:

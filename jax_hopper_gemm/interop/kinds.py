@@ -81,6 +81,8 @@ def _is_elementwise(equation: Any) -> bool:
     """Whether each element of the results depends on those of the inputs at the same place."""
     if (parameter := CALLS.get(equation.primitive.name)) is None:
         return covered(equation.primitive.name)
+    if not equation.outvars:  # what was left of it when a derivative needed none of its results
+        return not equation.effects
     closed, shape = equation.params[parameter], equation.outvars[0].aval.shape
     moved = (e for e in closed.jaxpr.eqns if e.primitive.name in LAYOUTS)
     return (
