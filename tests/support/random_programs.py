@@ -34,10 +34,37 @@ UNARY: tuple[Callable[[Array], Array], ...] = (
     lambda x: x.reshape(2, SIZE // 2, SIZE).reshape(x.shape),
     lambda x: x + x.sum(0, keepdims=True).clip(-1, 1),
     lambda x: x - x.max(-1, keepdims=True),
+    lambda x: x[(x.sum(1) > 0).astype(jnp.int32)],
+    lambda x: x + jnp.take_along_axis(x, jnp.argmax(x, 1, keepdims=True), 1),
+    lambda x: clipped(x).astype(jnp.int32).astype(x.dtype),
+    lambda x: clipped(x).astype(jnp.float16).astype(x.dtype) + 1,
+    lambda x: jnp.where(jnp.arange(SIZE)[:, None] > 2, x, 0), jnp.sign,
+    jax.vmap(lambda row: jnp.maximum(row, row[::-1])),
 )  # fmt: skip
 BINARY: tuple[Callable[[Array, Array], Array], ...] = (
     jnp.add, jnp.subtract, jnp.maximum, lambda x, y: clipped(x) * clipped(y),
     lambda x, y: jnp.where(y > 0, x, y), lambda x, y: jax.nn.relu(x) * clipped(y),
+)  # fmt: skip
+
+
+def halves(x: Array) -> Array:
+    return x.reshape(2, SIZE // 2, SIZE)
+
+
+def updated(x: Array, w: Array) -> Array:
+    """Returns weights after a step of descent."""
+    gradient = jax.grad(lambda w: (x @ clipped(w)).astype(jnp.float32).sum())(w)
+    return w - clipped(gradient) / 2
+
+
+# Of a matrix and weights.
+PRODUCTS: tuple[Callable[[Array, Array], Array], ...] = (
+    *[lambda x, w: x @ w] * 4, *[lambda x, w: w.T @ x] * 2, updated,
+    lambda x, w: (halves(x) @ w).reshape(x.shape),
+    lambda x, w: jax.vmap(lambda x: x @ w)(halves(x)).reshape(x.shape),
+    lambda x, w: jnp.einsum("aij,akj->aik", halves(x), jnp.stack([w, -w])).reshape(x.shape),
+    lambda x, w: lax.ragged_dot(x, jnp.stack([w, w.T]), jnp.asarray([3, SIZE - 3])),
+    lambda x, w: lax.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype),
 )  # fmt: skip
 
 
@@ -82,11 +109,11 @@ class Writer:
 
         kind = random.random()
         if kind < 0.35:
-            swapped = random.random() < 0.3
+            product = random.choice(PRODUCTS)
 
             def multiply(values: list[Array], arguments: list[Array]) -> Array:
                 x, w = clipped(at(values, 0)), arguments[int(pick[1] * self.matrices)]
-                return w.T @ x if swapped else x @ w
+                return product(x, w)
 
             return multiply
         if kind < 0.42:
