@@ -60,6 +60,7 @@ class Stored:
         It ends at other variables that are in memory, and at the products of the region.
         """
         makers, kinds = self._dependences.makers, self._dependences.kinds
+        inside = self._dependences.inside
         seen: set[Any] = set()
         for variable in wanted:
             pending = [variable]
@@ -71,9 +72,8 @@ class Stored:
                 if x is not variable:
                     if x in seen:
                         continue
-                    if x in self.variables:
-                        if not (region and self._dependences.inside(x, region.bits)):
-                            continue
+                    if x in self.variables and not (region and inside(x, region.bits)):
+                        continue
                 seen.add(x)
                 inputs = self._inputs[number]
                 yield number, inputs
@@ -81,7 +81,8 @@ class Stored:
 
     def _needs(self, owners: dict[Any, Region]) -> dict[Region, _Needs]:
         """Returns, by region, what others compute of its variables that are not stored yet."""
-        cones = self._dependences.cone
+        cones, regions = self._dependences.cone, self._regions
+        unstored = {x: cone for x, cone in cones.items() if x not in self.variables}
         needs: defaultdict[Region, _Needs] = defaultdict(_Needs)
         owned: dict[Region | None, list[Any]] = {}
         for variable in self._dependences.read:
@@ -95,9 +96,8 @@ class Stored:
             for number, inputs in self.slice(wanted, owner):
                 by_owner = cones.get(self._equations[number].outvars[0], 0) & bits
                 for x in inputs:
-                    cone = cones.get(x, 0)
-                    if cone and not cone & bits and x not in self.variables:
-                        need = needs[self._regions[cone.bit_length() - 1]]
+                    if x in unstored and not (cone := unstored[x]) & bits:
+                        need = needs[regions[cone.bit_length() - 1]]
                         if by_owner:
                             need.variables.add(x)
                         else:
