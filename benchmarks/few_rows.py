@@ -21,7 +21,7 @@ import command_line
 from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.dispatch.candidates import filled_spec
 from jax_hopper_gemm.dispatch.configs import Config
-from jax_hopper_gemm.dispatch.cost import best_raster_order
+from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType, TileScheduler
 from jax_hopper_gemm.testing import benchmark, shapes, timing

@@ -26,8 +26,8 @@ from jax import lax
 
 from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.dispatch.candidates import model_specs
-from jax_hopper_gemm.dispatch.cost import best_raster_order
 from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.gemm.bf16_parts import PRESETS
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major
 from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
-from jax_hopper_gemm.dispatch.canonical import as_gemm, with_whole_lines
+from jax_hopper_gemm.dispatch.canonical import ShapedProduct, as_gemm, with_whole_lines
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.testing import benchmark, timing
 
@@ -67,8 +67,9 @@ def shapes_of(case: Case) -> list[tuple[int, ...]]:
 
 def decision_of(case: Case) -> dispatch.Decision:
     lhs, rhs = shapes_of(case)
-    gemm = as_gemm(Subscripts.parse(case[0]), lhs, rhs, ("bfloat16", "bfloat16"), "bfloat16")
-    gemm = with_whole_lines(gemm, lhs, rhs)
+    subscripts = Subscripts.parse(case[0])
+    product = ShapedProduct(subscripts, lhs, "bfloat16", rhs, "bfloat16", "bfloat16")
+    gemm = with_whole_lines(as_gemm(product), product)
     return dispatch.choose(gemm.problem, dispatch.H200, kernel_only=True)
 
 

@@ -18,7 +18,8 @@ import command_line
 from jax_hopper_gemm.dispatch import H200, choose
 from jax_hopper_gemm.dispatch.candidates import filled_spec
 from jax_hopper_gemm.dispatch.configs import Config
-from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate
+from jax_hopper_gemm.dispatch.cost import estimate
+from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType, RasterOrder
 

@@ -33,8 +33,9 @@ from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, Device, choose
 from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs, worthwhile
 from jax_hopper_gemm.dispatch.configs import Config
-from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate
+from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
+from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.dispatch.tuner import Candidate
 from jax_hopper_gemm.gemm.grid import k_split
 from jax_hopper_gemm.gemm.problem import GemmProblem

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm import dispatch
 from jax_hopper_gemm.dispatch.candidates import model_specs
-from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate
+from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
+from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType
 from jax_hopper_gemm.testing import benchmark, timing

@@ -24,7 +24,7 @@ from jax_hopper_gemm.dispatch.invariance import reduces_rows
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Result
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.lowering.emit import finish_partials
+from jax_hopper_gemm.lowering.finish import finish_partials
 from jax_hopper_gemm.testing.lowered import specs_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("launcher")]

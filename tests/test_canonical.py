@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from jax_hopper_gemm.dispatch.canonical import Gemm, NotAGemm, Roles, as_gemm, roles
+from jax_hopper_gemm.dispatch.canonical import Gemm, NotAGemm, Roles, ShapedProduct, as_gemm, roles
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Operand, Result
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.subscripts import Subscripts
@@ -15,10 +15,13 @@ from jax_hopper_gemm.gemm.subscripts import Subscripts
 pytestmark = pytest.mark.pure
 
 
+def product(subscripts: str, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> ShapedProduct:
+    parsed = Subscripts.parse(subscripts)
+    return ShapedProduct(parsed, lhs, "bfloat16", rhs, "bfloat16", "bfloat16")
+
+
 def gemm(subscripts: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Gemm:
-    return as_gemm(
-        Subscripts.parse(subscripts), lhs_shape, rhs_shape, ("bfloat16", "bfloat16"), "bfloat16"
-    )
+    return as_gemm(product(subscripts, lhs_shape, rhs_shape))
 
 
 def matrices(
@@ -147,7 +150,7 @@ def test_a_vector_of_the_epilogue_varies_along_any_axes_of_a_nested_batch():
     of_heads, of_batch = problem.operands
     assert (of_heads.batch_stride, of_heads.outer_strides) == (24, (0,))
     assert (of_batch.batch_stride, of_batch.outer_strides) == (0, (24,))
-    assert roles(Subscripts.parse("bthd,bshd->bhts"), *shapes).batch == "bh"
+    assert roles(product("bthd,bshd->bhts", *shapes)).batch == "bh"
 
 
 def test_operands_swap_when_the_result_ends_with_the_left_operands_axis():
@@ -192,10 +195,7 @@ def graph(*kinds: str, accumulators: int = 1, planes: int = 1) -> EpilogueGraph:
 def fused(
     subscripts: str, lhs: tuple[int, ...], rhs: tuple[int, ...], epilogue: EpilogueGraph, *labels
 ) -> Gemm:
-    return as_gemm(
-        Subscripts.parse(subscripts), lhs, rhs, ("bfloat16", "bfloat16"), "bfloat16", epilogue,
-        labels,
-    )  # fmt: skip
+    return as_gemm(product(subscripts, lhs, rhs), epilogue, labels)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def fused(
     ],
 )
 def test_operands_decide_which_axes_are_rows(subscripts, lhs_shape, rhs_shape, labels, expected):
-    assert roles(Subscripts.parse(subscripts), lhs_shape, rhs_shape, labels) == expected
+    assert roles(product(subscripts, lhs_shape, rhs_shape), labels) == expected
 
 
 def test_operands_of_an_epilogue_are_read_as_they_lie():

@@ -24,9 +24,10 @@ from jax_hopper_gemm.dispatch import (
 )
 from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs
 from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, RASTER_ORDERS
-from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate, memory_bytes, roofline_ns
+from jax_hopper_gemm.dispatch.cost import estimate, roofline_ns
 from jax_hopper_gemm.dispatch.layout_legality import MAX_EXTENT
 from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
+from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order, memory_bytes
 from jax_hopper_gemm.dispatch.model import best_kernel
 from jax_hopper_gemm.gemm.dtypes import HALVES
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result

@@ -22,8 +22,10 @@ from jax_hopper_gemm.dispatch import (
 )
 from jax_hopper_gemm.dispatch import table as tables
 from jax_hopper_gemm.dispatch.candidates import model_specs
-from jax_hopper_gemm.dispatch.cost import element_cycles, estimate, memory_bytes, roofline_ns
+from jax_hopper_gemm.dispatch.cost import estimate, roofline_ns
+from jax_hopper_gemm.dispatch.epilogue_cycles import element_cycles
 from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.dispatch.memory_traffic import memory_bytes
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, packaged_table, write_table
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout, plain_graph

@@ -24,16 +24,10 @@ from jax_hopper_gemm.dispatch import (
 )
 from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs
 from jax_hopper_gemm.dispatch.configs import GROUPED_K_CONFIGS, GROUPED_M_CONFIGS
-from jax_hopper_gemm.dispatch.cost import (
-    best_raster_order,
-    equal_groups,
-    estimate,
-    expected_pieces,
-    memory_bytes,
-    roofline_ns,
-    tile_cycles,
-)
+from jax_hopper_gemm.dispatch.cost import estimate, roofline_ns, tile_cycles
+from jax_hopper_gemm.dispatch.expected_tiles import equal_groups, expected_pieces
 from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order, memory_bytes
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, read_table, write_table
 from jax_hopper_gemm.gemm.dtypes import HALVES, RESULTS
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Result

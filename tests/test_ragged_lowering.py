@@ -30,7 +30,7 @@ from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.lowering import fallback
 from jax_hopper_gemm.lowering.call import product_at
-from jax_hopper_gemm.lowering.emit import finished_results
+from jax_hopper_gemm.lowering.finish import finished_results
 from jax_hopper_gemm.lowering.route import Request, route
 from jax_hopper_gemm.primitives import fused_grad
 from jax_hopper_gemm.primitives.fused_grad import epilogue_p

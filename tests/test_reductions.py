@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_hopper_gemm.gemm.epilogue_graph import Result, ResultKind
-from jax_hopper_gemm.lowering.emit import finish_partials
+from jax_hopper_gemm.lowering.finish import finish_partials
 
 L, M, N = 3, 200, 150
 TILES = (16, 64, 150, 256)

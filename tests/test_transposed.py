@@ -15,8 +15,9 @@ from jax_hopper_gemm.dispatch import H200, choose, problem_violations
 from jax_hopper_gemm.dispatch.candidates import model_specs, tuner_specs, types_of
 from jax_hopper_gemm.dispatch.choice import choose_invariant
 from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, HALVES_CONFIGS, Config
-from jax_hopper_gemm.dispatch.cost import best_raster_order, estimate
+from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations
+from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.dispatch.model import best_kernel
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, read_table, write_table
 from jax_hopper_gemm.gemm import grid

@@ -11,7 +11,7 @@ matter of strides: nothing is transposed in memory. What does not come down to t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ..gemm.dtypes import DTYPES
@@ -23,6 +23,50 @@ from ..gemm.subscripts import Subscripts
 
 class NotAGemm(ValueError):
     """The product is not one strided batch of matrix products; the message says why."""
+
+
+@dataclass(frozen=True)
+class ShapedProduct:
+    """A product of two arrays of known extents.
+
+    Its subscripts are "mk,kn->mn", one letter an axis. No letter repeats within an array and each
+    stands in at least two of the three; but one of extent 2, in the right operand alone, tells gate
+    from up in a product with two right operands ("mk,kcn->mn"). A ragged product has one of the
+    forms in `gemm.groups`; the axes of its weights may be in another order.
+    """
+
+    subscripts: Subscripts
+    lhs_shape: tuple[int, ...]
+    lhs_dtype: str
+    rhs_shape: tuple[int, ...]
+    rhs_dtype: str
+    out_dtype: str  # of the result; with an epilogue, of its first one
+    # Of a ragged product, how its rows are cut into groups.
+    groups: GroupedAxis | None = field(default=None, kw_only=True)
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """The extent of each letter."""
+        extents = self.subscripts.extents(self.lhs_shape, self.rhs_shape)
+        return {GROUP: self.groups.matrices} | extents if self.groups else extents
+
+    @property
+    def gate_up(self) -> str:
+        """The letter that tells gate from up in a right operand that holds both, or ""."""
+        return gate_up_letter(self.subscripts) if self.groups else self.subscripts.gate_up
+
+    @property
+    def up_offset(self) -> int | None:
+        """How far up lies behind gate in a right operand that holds both; None elsewhere."""
+        if not (letter := self.gate_up):
+            return None
+        return prod(self.rhs_shape[self.subscripts.rhs.index(letter) + 1 :])
+
+    def d_dtype(self, epilogue: EpilogueGraph | None) -> str:
+        """Returns the dtype of D in a `GemmProblem`."""
+        if epilogue is None:
+            return self.out_dtype
+        return epilogue.matrices[0].dtype if epilogue.matrices else self.lhs_dtype
 
 
 @dataclass(frozen=True)
@@ -89,14 +133,13 @@ class _Indices:
         return self.m.along(array), self.n.along(array), batch
 
 
-def roles(
-    subscripts: Subscripts,
-    lhs_shape: Sequence[int],
-    rhs_shape: Sequence[int],
-    operands: Sequence[str] = (),
-) -> Roles:
+def roles(product: ShapedProduct, labels: Sequence[str] = ()) -> Roles:
     """Returns the roles of the result's axes; arguments and errors as of `as_gemm`."""
-    i = _indices(subscripts, lhs_shape, rhs_shape, operands)
+    subscripts = product.subscripts
+    if product.groups:
+        rows, batch = ("k", GROUP) if is_varlen_k(subscripts) else ("m", "")
+        return Roles(m=rows, n="n", batch=batch, swap_ab=False)
+    i = _indices(product, labels)
     ordered, out = subscripts.swapped() if i.swap_ab else subscripts, subscripts.out
     batch = "".join(axis.letters for axis in i.batch)
     merged = i.m.letters + i.n.letters + batch
@@ -114,46 +157,38 @@ def roles(
 
 
 def as_gemm(
-    subscripts: Subscripts,
-    lhs_shape: Sequence[int],
-    rhs_shape: Sequence[int],
-    dtypes: tuple[str, str],
-    d_dtype: str,
-    epilogue: EpilogueGraph | None = None,
-    operands: Sequence[str] = (),
+    product: ShapedProduct, epilogue: EpilogueGraph | None = None, labels: Sequence[str] = ()
 ) -> Gemm:
     """Returns the canonical form of a product.
 
     Args:
-      subscripts: "mk,kn->mn", one letter an axis. No letter repeats within an array and each
-        stands in at least two of the three; but one of extent 2, in the right operand alone,
-        tells gate from up in a product with two right operands ("mk,kcn->mn").
-      lhs_shape, rhs_shape: extents, by the letters of the operands.
-      dtypes: those of the operands.
-      d_dtype, epilogue: as in `GemmProblem`.
-      operands: for each operand of the epilogue, the letters of the result that it varies along,
-        in the order of its axes.
+      labels: for each operand of the epilogue, the letters of the result that it varies along, in
+        the order of its axes. Those of a ragged product are letters of "gmn" (rows) or "gkn"; "g"
+        alone or before "n" is an entry a group.
 
     Raises:
       NotAGemm: an extent is zero, the axes of a role do not merge, or an operand of the epilogue
         does not lie as a kernel reads it.
     """
-    i = _indices(subscripts, lhs_shape, rhs_shape, operands)
+    if product.groups:
+        return _as_grouped_gemm(product, product.groups, epilogue, labels)
+    i = _indices(product, labels)
     graph_operands = epilogue.operands if epilogue else ()
     layouts = tuple(
         operand_layout(operand.kind, *i.layouts(FIRST_OPERAND + j))
         for j, operand in enumerate(graph_operands)
     )
+    dtypes = product.lhs_dtype, product.rhs_dtype
     a_dtype, b_dtype = dtypes[::-1] if i.swap_ab else dtypes
     problem = GemmProblem(
         i.m.extent, i.n.extent, i.k.extent, prod(axis.extent for axis in i.batch),
-        a_dtype, b_dtype, d_dtype,
+        a_dtype, b_dtype, product.d_dtype(epilogue),
         a=strided_layout("m", i.m.along(A), i.k.along(A), [x.along(A) for x in i.batch]),
         b=strided_layout("n", i.n.along(B), i.k.along(B), [x.along(B) for x in i.batch]),
         d=strided_layout("n", i.n.along(D), i.m.along(D), [x.along(D) for x in i.batch]),
         epilogue=epilogue,
         operands=layouts,
-        up_offset=up_offset(subscripts, rhs_shape, subscripts.gate_up),
+        up_offset=product.up_offset,
         outer=tuple(axis.extent for axis in i.batch[:-1]),
     )  # fmt: skip
     if problem.gated and i.swap_ab:
@@ -164,7 +199,7 @@ def as_gemm(
     return Gemm(problem, i.swap_ab)
 
 
-def with_whole_lines(gemm: Gemm, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> Gemm:
+def with_whole_lines(gemm: Gemm, product: ShapedProduct) -> Gemm:
     """Returns the same product of copies whose lines are padded to multiples of 16 bytes.
 
     TMA reads no others. XLA pads operands for its own kernels, too. An operand stays as it is where
@@ -172,7 +207,7 @@ def with_whole_lines(gemm: Gemm, lhs_shape: Sequence[int], rhs_shape: Sequence[i
     """
     p, padded = gemm.problem, []
     layouts = {}
-    for number, shape in enumerate((lhs_shape, rhs_shape)):
+    for number, shape in enumerate((product.lhs_shape, product.rhs_shape)):
         name = "a" if (number == 0) != gemm.swap_ab else "b"
         layout, dtype = (p.a, p.a_dtype) if name == "a" else (p.b, p.b_dtype)
         line, row = {"m": p.m, "n": p.n, "k": p.k}[layout.major], DTYPES.get(dtype)
@@ -190,17 +225,12 @@ def with_whole_lines(gemm: Gemm, lhs_shape: Sequence[int], rhs_shape: Sequence[i
     return replace(gemm, problem=replace(p, **layouts), padded=tuple(padded)) if padded else gemm
 
 
-def _indices(
-    subscripts: Subscripts,
-    lhs_shape: Sequence[int],
-    rhs_shape: Sequence[int],
-    operands: Sequence[str],
-) -> _Indices:
+def _indices(product: ShapedProduct, labels: Sequence[str]) -> _Indices:
     """Returns M, N, K and the batch.
 
     Axes of M that do not merge are batch axes along which B stands still; likewise for N.
     """
-    extents = subscripts.extents(lhs_shape, rhs_shape)
+    subscripts, extents = product.subscripts, product.extents
     if 0 in extents.values():
         raise NotAGemm("an extent is 0")
     out = subscripts.out
@@ -210,7 +240,7 @@ def _indices(
         raise NotAGemm("the result's last axis is a batch axis, so no matrix of it is row-major")
     ordered = subscripts.swapped() if swap_ab else subscripts
     a, b = ordered.lhs, ordered.rhs
-    strides = [compact_strides(labels, extents) for labels in (a, b, out, *operands)]
+    strides = [compact_strides(letters, extents) for letters in (a, b, out, *labels)]
     unit = Axis("", 1, (0,) * len(strides))
     axes: dict[tuple[bool, bool], list[Axis]] = {}
     for label in dict.fromkeys(out + subscripts.lhs):
@@ -227,7 +257,7 @@ def _indices(
     shared, spilled = axes.get((True, True), []), [*spilled_m, *spilled_n]
     batch = _merged([*shared, *spilled], D)
     if len(batch) > MAX_BATCH_AXES:
-        others = ", the result and what the epilogue reads" if operands else " and the result"
+        others = ", the result and what the epilogue reads" if labels else " and the result"
         if not spilled:
             raise NotAGemm(
                 f"the batch {uneven}{others}, but as {len(batch)}, over {MAX_BATCH_AXES}"
@@ -243,11 +273,6 @@ def _indices(
 
 def compact_strides(labels: str, extents: dict[str, int]) -> dict[str, int]:
     return {label: prod(extents[x] for x in labels[i + 1 :]) for i, label in enumerate(labels)}
-
-
-def up_offset(subscripts: Subscripts, rhs_shape: Sequence[int], letter: str) -> int | None:
-    """Returns how far up lies behind gate, told apart by `letter`; None where that is ""."""
-    return prod(rhs_shape[subscripts.rhs.index(letter) + 1 :]) if letter else None
 
 
 def _matrix_axis(axes: list[Axis], array: int, unit: Axis) -> tuple[Axis, list[Axis]]:
@@ -327,44 +352,15 @@ def strided_layout(
     return MatrixLayout(major, leading_stride, *_batch_strides(batch, own_extent * other_extent))
 
 
-def ragged_roles(subscripts: Subscripts) -> Roles:
-    """Returns the roles of the result's axes."""
-    if is_varlen_k(subscripts):
-        return Roles(m="k", n="n", batch="g", swap_ab=False)
-    return Roles(m="m", n="n", batch="", swap_ab=False)
-
-
-def ragged_extents(
-    subscripts: Subscripts, lhs_shape: Sequence[int], rhs_shape: Sequence[int], groups: GroupedAxis
-) -> dict[str, int]:
-    """Returns the extent of each letter."""
-    return {GROUP: groups.matrices} | subscripts.extents(lhs_shape, rhs_shape)
-
-
-def as_grouped_gemm(
-    subscripts: Subscripts,
-    lhs_shape: Sequence[int],
-    rhs_shape: Sequence[int],
-    dtypes: tuple[str, str],
-    d_dtype: str,
+def _as_grouped_gemm(
+    product: ShapedProduct,
     groups: GroupedAxis,
-    epilogue: EpilogueGraph | None = None,
-    operands: Sequence[str] = (),
+    epilogue: EpilogueGraph | None,
+    labels: Sequence[str],
 ) -> Gemm:
-    """Returns the canonical form of a ragged product.
-
-    Args:
-      subscripts: one of the forms; the axes of weights may be in another order.
-      lhs_shape, rhs_shape, dtypes, d_dtype, epilogue: as in `as_gemm`.
-      groups: the grouped axis, that of the form.
-      operands: for each operand of the epilogue, the letters of "gmn" (rows) or "gkn" that it
-        varies along, in the order of its axes; "g" alone or before "n" is an entry a group.
-
-    Raises:
-      NotAGemm: an extent is zero, or an operand of the epilogue does not lie as a kernel reads it.
-    """
+    """Returns the canonical form of a ragged product; `groups` are the product's."""
+    subscripts, extents = product.subscripts, product.extents
     assert groups.axis == ("k" if is_varlen_k(subscripts) else "m"), (subscripts, groups)
-    extents = ragged_extents(subscripts, lhs_shape, rhs_shape, groups)
     if 0 in extents.values():
         raise NotAGemm("an extent is 0")
     count, length, n, k = (extents[letter] for letter in "gmnk")
@@ -379,18 +375,19 @@ def as_grouped_gemm(
         a, d = MatrixLayout("k", k), MatrixLayout("n", n)
         b = strided_layout("n", (n, stride["n"]), (k, stride["k"]), [(count, stride["g"])])
     layouts = []
-    for operand, labels in zip(epilogue.operands if epilogue else (), operands, strict=True):
-        stride = compact_strides(labels, extents)
+    for operand, letters in zip(epilogue.operands if epilogue else (), labels, strict=True):
+        stride = compact_strides(letters, extents)
         axes = (rows, letter_of_rows), (n, "n"), (count, "g")
         m, columns, groups_of = ((extent, stride.get(letter, 0)) for extent, letter in axes)
         layouts.append(operand_layout(operand.kind, m, columns, [groups_of]))
-        if operand.kind in ("matrix", "column") and groups.axis == "m" and "g" in labels:
+        if operand.kind in ("matrix", "column") and groups.axis == "m" and "g" in letters:
             raise NotAGemm(f"a {operand.kind} that the epilogue reads has an entry for each group")
     problem = GemmProblem(
-        rows, n, contracted, count, *dtypes, d_dtype, a, b, d,
+        rows, n, contracted, count, product.lhs_dtype, product.rhs_dtype,
+        product.d_dtype(epilogue), a, b, d,
         epilogue=epilogue,
         operands=tuple(layouts),
-        up_offset=up_offset(subscripts, rhs_shape, gate_up_letter(subscripts)),
+        up_offset=product.up_offset,
         groups=groups,
     )  # fmt: skip
     return Gemm(problem, swap_ab=False)

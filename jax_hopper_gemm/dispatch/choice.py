@@ -24,10 +24,12 @@ from ..gemm.dtypes import DTYPES
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, ProblemType, RasterOrder
 from .candidates import dynamic_spec, has_large_shares, model_specs, refilled_spec
-from .cost import MEMORY_BYTES_PER_NS, Estimate, best_raster_order, equal_groups, estimate
-from .device import Device
+from .cost import Estimate, estimate
+from .device import MEMORY_BYTES_PER_NS, Device
+from .expected_tiles import equal_groups
 from .invariance import invariant_specs, is_invariant, reduces_rows
 from .legality import device_violations, pairing_violations, problem_violations
+from .memory_traffic import best_raster_order
 from .model import beside_xla, best_kernel, not_measured, xla_is_faster
 from .table import Key, Source, Table, tables_of
 

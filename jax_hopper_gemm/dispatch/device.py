@@ -28,3 +28,13 @@ class Device:
 
 
 H200 = Device((9, 0), 132)  # and H100 SXM: same SMs, less memory bandwidth
+
+# Rates that the model of time (`cost`) counts with.
+CYCLES_PER_NS = 1.755  # the clock under load; cycles are of this clock
+LINE_BYTES = 128  # of L2; a row of a TMA box costs every line it touches
+L2_BYTES = 50e6
+MEMORY_BYTES_PER_NS = 4300.0  # measured; 4800 on the datasheet
+SM_BYTES_PER_CYCLE = 77.0  # fitted: what an SM takes in, its own loads and multicasts
+L2_BYTES_PER_CYCLE = 7700.0  # fitted: the lines that all SMs ask of L2
+FMA_UNITS = 128  # of an SM, for float32
+ISSUE_CYCLES = 1.3  # assumed: of an instruction of one warp, stalls included

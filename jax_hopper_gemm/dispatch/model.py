@@ -16,16 +16,9 @@ from ..gemm.grid import ceil_div
 from ..gemm.problem import TMA_ALIGNMENT, GemmProblem, MatrixLayout
 from ..gemm.spec import GemmSpec
 from .candidates import considered_specs
-from .cost import (
-    LAUNCH_NS,
-    MEMORY_BYTES_PER_NS,
-    Estimate,
-    mean_rows,
-    pass_ns,
-    roofline_ns,
-    rough_estimate,
-)
-from .device import Device
+from .cost import LAUNCH_NS, Estimate, pass_ns, roofline_ns, rough_estimate
+from .device import MEMORY_BYTES_PER_NS, Device
+from .expected_tiles import mean_rows
 from .legality import extent_violations, limit_violations, split_violations
 from .xla import Fit, features, fit_for
 

@@ -17,8 +17,9 @@ from statistics import median
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
 from .candidates import legal_specs
-from .cost import best_raster_order, estimate
+from .cost import estimate
 from .device import Device
+from .memory_traffic import best_raster_order
 from .table import Entry, Key, Table
 
 Candidate = tuple[GemmSpec, RasterOrder]

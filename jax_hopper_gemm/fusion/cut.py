@@ -35,10 +35,10 @@ class Fusion:
     """A function of a product, cut in two."""
 
     graph: EpilogueGraph  # what the kernel computes
-    operands: tuple[int, ...]  # for each operand of the graph, the number of the function's
+    # For each operand of the graph, the number of the function's, which XLA converts to its dtype.
+    operands: tuple[int, ...]
     # For each, the letters of the result that it varies along, by its axes of extent over 1.
     labels: tuple[str, ...]
-    casts: tuple[str | None, ...]  # for each, the dtype that XLA converts it to before the kernel
     # For each result of the graph, the letters of the finished array: all of the result's for a
     # matrix; without those of N for row_*, of M for column_sum, none for max; a "?" is the axis of
     # top_k, or of the two planes of one array, which have an entry each.
@@ -142,7 +142,6 @@ class _Cut:
             graph,
             operands=tuple(leaf.index for leaf in leaves),
             labels=tuple(leaf.labels for leaf in leaves),
-            casts=tuple(leaf.cast for leaf in leaves),
             results=tuple(map(self._labels, kept)),
             uncovered=self._uncovered(),
             finish=finish_by(

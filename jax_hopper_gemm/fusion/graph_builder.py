@@ -23,7 +23,6 @@ class Leaf:
     index: int  # number of the accumulator, or of the function's operand
     labels: str  # the letters that it varies along, in the order of its axes
     operand: Operand | None = None  # None for an accumulator
-    cast: str | None = None  # the dtype that the array is converted to before the kernel reads it
 
 
 class Builder:

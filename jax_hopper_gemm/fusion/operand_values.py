@@ -148,11 +148,10 @@ class FreeVariables:
         if read not in op_table.HELD or (cast and kind == "matrix"):
             raise Uncovered("convert_element_type" if cast else f"{dtype} operand")
         if kind != "scalar":
-            return self._builder.operand(Leaf(index, labels, Operand(kind, read), cast))
+            return self._builder.operand(Leaf(index, labels, Operand(kind, read)))
         if cast and cast != "float32":  # it would be rounded twice
             raise Uncovered("convert_element_type")
-        before = None if dtype == "float32" else "float32"
-        value = self._builder.operand(Leaf(index, labels, Operand(kind, "float32"), before))
+        value = self._builder.operand(Leaf(index, labels, Operand(kind, "float32")))
         if dtype == "bool":
             return self._builder.node("ne", value, self._builder.constant(0.0))
         return value

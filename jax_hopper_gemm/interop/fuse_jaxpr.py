@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -20,10 +21,12 @@ from ..lowering.route import Request, current_device, route
 from ..primitives.define import request_of
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
+from .dependences import Dependences
 from .kinds import CALLS, PRODUCTS, Along, is_inlined
 from .placement import in_place, updates_ordered
 from .program import Program
-from .regions import Region, Regions
+from .region import Region
+from .regions import Regions
 from .wide import Function, sum_dtype, widened
 
 
@@ -52,6 +55,7 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     alone: set[int] = set()
     apart: set[tuple[int, ...]] = set()
     unsummed: set[tuple[int, Along]] = set()
+    follow = lru_cache(maxsize=1)(partial(Dependences, program))
     known: dict[Any, tuple[Any, str | None]] = {}  # launches, and why not, of regions so far
 
     def weighed(region: Region) -> tuple[Any, str | None]:
@@ -61,14 +65,15 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
         return known[content]
 
     while True:
-        regions = Regions(program, alone, apart, unsummed)
-        found = {x: weighed(x) for x in regions.regions if x.whole}
+        dependences = follow(frozenset(alone))
+        regions = Regions(dependences, apart, unsummed).regions
+        found = {x: weighed(x) for x in regions if x.whole}
         launches = {x: launch for x, (launch, _) in found.items()}
         refused = [x for x, (_, reason) in found.items() if reason]
-        refused += [x for x in regions.regions if not x.whole]
+        refused += [x for x in regions if not x.whole]
         if not refused:
             try:
-                ordered = _Order(regions, launches, results).equations
+                ordered = _Order(dependences, launches, results).equations
                 return updates_ordered(ordered, results), results
             except _Cycle as cycle:
                 refused = [cycle.region]
@@ -221,7 +226,7 @@ def refusals(equations: Sequence[Any], results: Sequence[Any]) -> dict[int, str]
     """
     reasons: dict[int, str] = {}
     device = current_device()
-    for region in Regions(Program([*equations], [*results])).regions:
+    for region in Regions(Dependences(Program([*equations], [*results]))).regions:
         if not region.whole:
             continue
         launch = _launch(equations, region)
@@ -256,21 +261,23 @@ class _Order:
       _Cycle: a region reads what is computed from its own outputs.
     """
 
-    def __init__(self, regions: Regions, launches: dict[Region, Any], results: Sequence[Any]):
-        self._regions, self._launches = regions, launches
-        self._makers = regions.program.makers
+    def __init__(
+        self, dependences: Dependences, launches: dict[Region, Any], results: Sequence[Any]
+    ):
+        self._kinds, self._launches = dependences.kinds, launches
+        self._program, self._makers = dependences.program, dependences.program.makers
         self._region_of = {x: region for region in launches for x in region.outputs}
         self._within = {number: region for region in launches for number in region.products}
         self._done: set[Any] = set()  # variables
         self.equations: list[Any] = []
         ends = {max(*x.products, *x.equations): x for x in launches}
-        for number, equation in enumerate(regions.equations):
-            if regions.kinds[number] == "other":
+        for number, equation in enumerate(self._program.equations):
+            if self._kinds[number] == "other":
                 self._require(variables(equation.invars))
                 self._emit(equation)
             elif region := ends.get(number):
                 self._require(region.outputs)
-            elif regions.kinds[number] == "product" and number not in self._within:
+            elif self._kinds[number] == "product" and number not in self._within:
                 self._require(equation.outvars)
         self._require(variables(results))
 
@@ -288,13 +295,13 @@ class _Order:
                 continue
             region = self._region_of.get(variable)
             number = self._makers[variable]
-            equation = self._launches[region] if region else self._regions.equations[number]
+            equation = self._launches[region] if region else self._program.equations[number]
             if ready:
                 self._emit(equation)
                 continue
             if region is None and number in self._within:  # not stored
                 raise _Cycle(self._within[number])
-            if region in entered or self._regions.kinds[number] == "other":  # it comes later
+            if region in entered or self._kinds[number] == "other":  # it comes later
                 raise _Cycle(next(x for x in entered[::-1] if x.outputs[0] not in self._done))
             if region:
                 entered.append(region)

@@ -12,7 +12,7 @@ from ..fusion.residuals import variables
 from ..primitives.dot import hopper_dot_p
 from ..primitives.fused_dot import hopper_fused_p
 from ..primitives.ragged_dot import hopper_ragged_dot_p
-from .regions import Region
+from .region import Region
 
 LAUNCHED = (hopper_dot_p, hopper_ragged_dot_p, hopper_fused_p)
 

@@ -15,10 +15,8 @@ from ..dispatch.canonical import (
     Gemm,
     NotAGemm,
     Roles,
+    ShapedProduct,
     as_gemm,
-    as_grouped_gemm,
-    ragged_extents,
-    ragged_roles,
     roles,
     with_whole_lines,
 )
@@ -28,12 +26,11 @@ from ..fusion.memo import memoised
 from ..gemm.bf16_parts import PRESETS
 from ..gemm.dtypes import DTYPES, HALVES, OPERANDS, converts, multiply, short_name
 from ..gemm.grid import ceil_div
-from ..gemm.groups import GROUP, GroupedAxis, gate_up_letter, is_varlen_k
+from ..gemm.groups import GROUP, is_varlen_k
 from ..gemm.legality import MAX_TILE_N
 from ..gemm.problem import BlockScales, GemmProblem
 from ..gemm.product import Options
 from ..gemm.spec import PROMOTION_K, GemmSpec, RasterOrder
-from ..gemm.subscripts import Subscripts
 from ..launch.plan import LaunchPlan, make_plan
 
 # Axes in front of the rows of a ragged product, and of its groups.
@@ -41,23 +38,16 @@ ROW_LETTERS, GROUP_LETTERS = "ABCDEFGH", "STUVWXYZ"
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(ShapedProduct):
     """What is asked of one product of arrays of known extents."""
 
-    subscripts: Subscripts  # of a ragged product one of the forms in `gemm.groups`
-    lhs_shape: tuple[int, ...]
-    lhs_dtype: str
-    rhs_shape: tuple[int, ...]
-    rhs_dtype: str
-    out_dtype: str  # of the result; with an epilogue, of its first one
     options: Options = Options()
     num_b: int = 1  # 2 for a gate and an up operand in two arrays of one shape
     # The epilogue, over the accumulators and its operands, or None. Of a ragged product of rows it
     # knows groups by the segment primitives. Where `vmap` added axes, its accumulators have the
     # rows in several, those of a contraction the groups.
     function: ClosedJaxpr | None = None
-    groups: GroupedAxis | None = None  # of a ragged product, how its rows are cut into groups
-    # Operand of the function that is these sizes, before `vmap` put them behind one another.
+    # Operand of the function that is the groups' sizes, before `vmap` put them behind one another.
     sizes_operand: int | None = None
     indexed: Literal["a", "b"] | None = None  # operand that is one array of a stack
     stack: int = 1  # of so many
@@ -75,21 +65,12 @@ class Request:
 
     @property
     def accumulators(self) -> int:
-        letter = gate_up_letter(self.subscripts) if self.groups else self.subscripts.gate_up
-        return 2 if self.num_b == 2 or letter else 1
+        return 2 if self.num_b == 2 or self.gate_up else 1
 
     @property
     def symbolic(self) -> bool:
         """Whether an extent is known only when an exported program runs."""
         return not all(isinstance(x, int) for x in self.lhs_shape + self.rhs_shape)
-
-    @property
-    def extents(self) -> dict[str, int]:
-        """The extent of each letter."""
-        shapes = self.lhs_shape, self.rhs_shape
-        if self.groups:
-            return ragged_extents(self.subscripts, *shapes, self.groups)
-        return self.subscripts.extents(*shapes)
 
     def __str__(self) -> str:
         lhs = array_text(self.lhs_shape, self.lhs_dtype)
@@ -221,16 +202,7 @@ def _route(
 
 
 def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] = ()) -> Gemm:
-    d_dtype, graph = request.out_dtype, None
-    if fusion:
-        graph = fusion.graph
-        d_dtype = graph.matrices[0].dtype if graph.matrices else request.lhs_dtype
-    dtypes = request.lhs_dtype, request.rhs_dtype
-    operands = request.lhs_shape, request.rhs_shape, dtypes, d_dtype
-    if request.groups:
-        gemm = as_grouped_gemm(request.subscripts, *operands, request.groups, graph, labels)
-    else:
-        gemm = as_gemm(request.subscripts, *operands, graph, labels)
+    gemm = as_gemm(request, fusion.graph if fusion else None, labels)
     if request.k_group:
         scale_letters(request, gemm.problem)  # raises where scales do not lie as B does
         gemm = replace(gemm, problem=replace(gemm.problem, k_group=request.k_group))
@@ -247,7 +219,7 @@ def _gemm(request: Request, fusion: Fusion | None = None, labels: Sequence[str] 
     measured = {request.lhs_dtype, request.rhs_dtype} <= set(HALVES)
     if request.groups or gemm.problem.up_offset or not measured:
         return gemm
-    return with_whole_lines(gemm, request.lhs_shape, request.rhs_shape)
+    return with_whole_lines(gemm, request)
 
 
 def _with_scales(gemm: Gemm, request: Request) -> GemmProblem:
@@ -315,17 +287,16 @@ def _fused(request: Request, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles
     """
     if request.groups:
         return _fused_ragged(request, function)
-    shapes = request.subscripts, request.lhs_shape, request.rhs_shape
     out = request.subscripts.out
     avals: Any = function.in_avals[request.accumulators :]
     expected = [_broadcast_label(aval.shape, out) for aval in avals]
     try:
-        found = roles(*shapes, expected)
+        found = roles(request, expected)
     except NotAGemm:
-        found = roles(*shapes)
+        found = roles(request)
     for _ in range(3):
         fusion = fuse(function, request.accumulators, out, found.m, found.n)
-        needed = roles(*shapes, fusion.labels)
+        needed = roles(request, fusion.labels)
         if needed == found:
             return _gemm(request, fusion, fusion.labels), fusion, found
         found = needed
@@ -334,7 +305,7 @@ def _fused(request: Request, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles
 
 def _fused_ragged(request: Request, function: ClosedJaxpr) -> tuple[Gemm, Fusion, Roles]:
     """Returns the canonical form of a ragged product with an epilogue; raises as `_fused`."""
-    found, axis = ragged_roles(request.subscripts), request.groups
+    found, axis = roles(request), request.groups
     out = request.subscripts.out
     rows, merged = None, {}
     aval: Any = function.in_avals[0]
@@ -362,7 +333,7 @@ def _fused_ragged(request: Request, function: ClosedJaxpr) -> tuple[Gemm, Fusion
         labels = [x.replace(long, short) for x in labels]
     if any(x in ROW_LETTERS + GROUP_LETTERS for x in "".join(labels)):
         raise NotAGemm("an operand of the epilogue varies along some axes of the rows, not all")
-    return _gemm(request, fusion, labels), fusion, ragged_roles(request.subscripts)
+    return _gemm(request, fusion, labels), fusion, roles(request)
 
 
 def _broadcast_label(shape: Sequence[int], out: str) -> str:

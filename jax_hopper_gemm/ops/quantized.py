@@ -18,7 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..gemm.dtypes import WEIGHTS, one_of
 from ..gemm.spec import K_GROUPS, PROMOTION_K
-from ..lowering.emit import pack
+from ..lowering.launch_operands import pack
 from ..primitives.quantize import quantized, quantized_between
 from ..primitives.widen import unpack
 from . import checks

@@ -30,7 +30,7 @@ def hopper_widen(
     """Returns an array in a 16-bit dtype.
 
     Args:
-      values: of 8 or 4 bits; or `packed`, as `lowering.emit.pack` returns it.
+      values: of 8 or 4 bits; or `packed`, as `lowering.launch_operands.pack` returns it.
       scale: float32, of the rank of the values: along `axis`, counted from the end, one for each
         `group` of them.
     """
@@ -39,7 +39,7 @@ def hopper_widen(
 
 
 def unpack(packed: jax.Array) -> jax.Array:
-    """Returns the int8 numbers that `lowering.emit.pack` was given as int4."""
+    """Returns the int8 numbers that `lowering.launch_operands.pack` was given as int4."""
     both = lax.bitcast_convert_type(jnp.stack([packed << 4, packed], -1), jnp.int8) >> 4
     return both.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 

@@ -241,9 +241,9 @@ def interpret(
 def placed_operands(fusion: Fusion, operands: Sequence[Any], out: str) -> list[np.ndarray]:
     """Returns each operand of the graph with an axis for each letter of `out`."""
     placed = []
-    for index, labels, cast in zip(fusion.operands, fusion.labels, fusion.casts, strict=True):
-        array = np.asarray(operands[index])
-        array = array.astype(jnp.dtype(cast)) if cast else array
+    read = zip(fusion.operands, fusion.labels, fusion.graph.operands, strict=True)
+    for index, labels, operand in read:
+        array = np.asarray(operands[index]).astype(jnp.dtype(operand.dtype))
         array = array.reshape([extent for extent in array.shape if extent > 1])
         order = [labels.index(x) for x in out if x in labels]
         array = array.transpose(order)

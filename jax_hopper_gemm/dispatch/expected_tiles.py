@@ -1,0 +1,101 @@
+"""The tiles of a launch, and the SMs that work on them at the same time.
+
+Sizes of groups are not known. A grouped product is taken for a batch of equal groups, but for the
+tiles that they fill in part, which are counted as if sizes were spread (`expected_pieces`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp
+
+from ..gemm import grid
+from ..gemm.problem import GemmProblem
+from ..gemm.spec import GemmSpec
+from .device import Device
+
+
+def equal_groups(problem: GemmProblem) -> GemmProblem:
+    """Returns the dense problem of the same work, were all groups equal; a dense one itself.
+
+    Where there are fewer rows than groups, only as many groups count.
+    """
+    p, g = problem, problem.groups
+    if g is None:
+        return p
+    length = p.m if g.axis == "m" else p.k
+    groups = max(1, min(g.total, length) if g.axis == "m" else g.total)
+    mean = grid.ceil_div(length, groups)
+    layouts = {"a": replace(p.a, batch_stride=1), "d": replace(p.d, batch_stride=1)}
+    if g.axis == "m":
+        return replace(p, m=mean, l=groups, groups=None, **layouts)
+    layouts["b"] = replace(p.b, batch_stride=1)
+    return replace(p, k=mean, l=groups, groups=None, **layouts)
+
+
+def mean_rows(problem: GemmProblem) -> float | None:
+    """Returns the rows of a group that has some, where rows are grouped."""
+    if problem.groups and problem.groups.axis == "m":
+        return problem.m / equal_groups(problem).l
+    return None
+
+
+def expected_pieces(mean: float, piece: int) -> float:
+    """Returns how many pieces a group of `mean` elements is cut into, the last one smaller.
+
+    Sizes are taken to be spread as a gamma distribution of shape 2 (shares of a Dirichlet
+    distribution of 2): the sum over j of the probability that a size exceeds j pieces. Of many
+    pieces, half of one is lost; of few, there is at least one.
+    """
+    a = 2 * piece / mean
+    q = exp(-a)
+    return 1 / (1 - q) + a * q / (1 - q) ** 2
+
+
+def expected_tiles(problem: GemmProblem, spec: GemmSpec) -> int:
+    """Returns the tiles of D; those to expect where its rows are grouped."""
+    return _pieces(problem, spec.tile_m, spec.d_tile_n)
+
+
+def expected_cluster_tiles(problem: GemmProblem, spec: GemmSpec) -> int:
+    """Returns the same of tiles that a cluster computes together."""
+    return _pieces(problem, spec.tile_m * spec.raster_m, spec.d_tile_n * spec.raster_n)
+
+
+def _pieces(problem: GemmProblem, rows: int, columns: int) -> int:
+    """Returns the pieces of so many rows and columns that D is cut into."""
+    p = equal_groups(problem)
+    mean = mean_rows(problem)
+    along_m = round(expected_pieces(mean, rows) * p.l) if mean else grid.ceil_div(p.m, rows) * p.l
+    return along_m * grid.ceil_div(p.n, columns)
+
+
+def expected_k_tiles(problem: GemmProblem, spec: GemmSpec) -> float:
+    """Returns the k-tiles of a tile; those to expect where K is grouped."""
+    if problem.groups and problem.groups.axis == "k":
+        return expected_pieces(problem.k / equal_groups(problem).l, spec.tile_k)
+    return grid.num_k_tiles(problem, spec)
+
+
+def partial_tiles(problem: GemmProblem, spec: GemmSpec) -> tuple[float, float]:
+    """Returns which share of the tiles hold a group's last rows, and of these how much is computed.
+
+    Their blocks of 64 rows without any are loaded, but not multiplied.
+    """
+    mean = mean_rows(problem)
+    if mean is None:
+        return 0.0, 1.0
+    tiles, blocks = expected_pieces(mean, spec.tile_m), expected_pieces(mean, 64)
+    blocks_of_tile = spec.tile_m // 64
+    if spec.converts_b:  # warpgroups share columns, and multiply all rows of a tile
+        return 1 / tiles, 1.0
+    return 1 / tiles, (blocks - (tiles - 1) * blocks_of_tile) / blocks_of_tile
+
+
+def active_sms(problem: GemmProblem, spec: GemmSpec, device: Device) -> int:
+    """Returns how many SMs load at the same time."""
+    if spec.split_k:
+        return grid.launched_clusters(problem, spec, device.num_sms) * spec.cluster_size
+    clusters = expected_cluster_tiles(problem, spec)
+    waves = grid.num_waves(clusters, spec, device.num_sms)
+    return grid.ceil_div(clusters, waves) * spec.cluster_size

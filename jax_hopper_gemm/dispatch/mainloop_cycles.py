@@ -1,0 +1,148 @@
+"""The cycles of a k-tile: loading A and B, converting B, multiplying.
+
+Constants marked "fitted" as in `cost`.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+from ..gemm import grid
+from ..gemm.dtypes import DTYPES, MMA_BYTES
+from ..gemm.problem import GemmProblem, MatrixLayout
+from ..gemm.spec import PART_BUFFERS, GemmSpec, TmaBox
+from .device import ISSUE_CYCLES, L2_BYTES_PER_CYCLE, LINE_BYTES, SM_BYTES_PER_CYCLE
+from .expected_tiles import equal_groups
+
+LEAK = 0.14  # fitted: of the faster of math and loads, that does not hide behind the slower
+
+CLIPPED_LINE_CYCLES = 6.0  # measured with M = 1 and 16: lines outside a matrix are slow zeros
+# Measured: of a loader warp, for 16 bytes a thread; along K before indices were loaded ahead.
+GATHER_CYCLES = {"m": 40.0, "k": 62.0}
+CLUSTER_WAIT = 0.13  # fitted: of a load; see `load_cycles`
+# Fitted over 352 kernels of 27 products with epilogues: from asking for a stage of operands to the
+# end of its multiplication, on a busy chip. A ring of n stages takes in no more than n of them in
+# that time.
+RING_CYCLES = 2400.0
+
+CONVERSION_INSTRUCTIONS = 2.5  # counted, of an element: of int8 stored along N
+INT4_INSTRUCTIONS = {1: 2.8, 2: 2.1}  # by the blocks of 64 columns that share what is loaded
+CONVERSION_LEAK = 0.3  # assumed: of the faster of conversion and multiplication
+# Measured on 9 products of up to 64 rows: the same of so few, what an instruction takes whose other
+# operand is in registers, and what it takes to begin a k-tile.
+FEW_ROWS_LEAK = 0.6
+LEAST_MMA_CYCLES = 16.0
+BEGIN_CYCLES = 80.0
+SCALING_CYCLES = 100.0  # assumed: until the sums of a group are there, beside the other warpgroup
+
+
+def k_tile_cycles(math: float, load: float) -> float:
+    return max(math, load) + LEAK * min(math, load)
+
+
+def math_cycles(spec: GemmSpec) -> float:
+    """Returns the tensor cores' cycles for one k-tile.
+
+    An instruction multiplies 64 rows of A by N columns of B, 32 bytes of K each, for N / 2 cycles,
+    and no faster than it reads these from shared memory, at 128 bytes a cycle. A gated product
+    takes two.
+    """
+    if spec.converts_b:
+        return _converting_cycles(spec)
+    columns = spec.d_tile_n
+    read = (64 + columns) * MMA_BYTES / 128
+    k_steps = spec.tile_k / spec.mma_k
+    if spec.bf16_terms:
+        return _parts_cycles(spec)
+    instructions = spec.graph.accumulators * (spec.tile_m / 64) * k_steps
+    return max(columns / 2, read) * instructions
+
+
+def _parts_cycles(spec: GemmSpec) -> float:
+    """Returns the cycles in which one k-tile of float32 operands is multiplied by bfloat16 parts.
+
+    The tensor cores', or those of shared memory: TMA writes A and B, warps read both and write B's
+    parts, and each instruction reads a part's columns. Estimated, not fitted.
+    """
+    instructions = spec.bf16_terms * (spec.tile_m / 64) * (spec.tile_k / spec.mma_k)
+    parts = spec.parts_bytes / PART_BUFFERS
+    moved = 2 * spec.stage_bytes + parts + instructions * spec.tile_n * MMA_BYTES
+    return max(instructions * spec.tile_n / 2, moved / 128)
+
+
+def _converting_cycles(spec: GemmSpec) -> float:
+    """Returns the same where B is converted: 64 of its columns are multiplied by all rows of A.
+
+    Where groups along K have scales, the tensor cores wait for their sums to be scaled.
+    """
+    s = spec
+    instructions = s.tile_n / 64 * s.tile_k / s.mma_k
+    multiplied = instructions * max(s.tile_m / 2, s.tile_m * MMA_BYTES / 128, LEAST_MMA_CYCLES)
+    of_element = CONVERSION_INSTRUCTIONS
+    if DTYPES[s.b_dtype].bits == 4:
+        blocks = s.columns_per_warpgroup // s.graph.accumulators // 64
+        of_element = INT4_INSTRUCTIONS[1 if blocks % 2 or s.b_major == "k" else 2]
+    converted = s.tile_n * s.tile_k * of_element * ISSUE_CYCLES / 128
+    leak = FEW_ROWS_LEAK if s.tile_m <= 64 else CONVERSION_LEAK
+    cycles = max(multiplied, converted) + leak * min(multiplied, converted) + BEGIN_CYCLES
+    if s.k_group:
+        scaled = s.tile_m * s.tile_n * ISSUE_CYCLES / 128 + SCALING_CYCLES
+        cycles += s.tile_k / s.k_group * scaled
+    return cycles
+
+
+def load_cycles(problem: GemmProblem, spec: GemmSpec, active_sms: int) -> float:
+    """Returns the cycles in which one k-tile of A and B arrives.
+
+    Limits: what a CTA takes in, what all CTAs ask of L2, which multicast lowers, and the ring's
+    depth. CTAs that share A wait for each other's B. B is the later, the more of the input it makes
+    up and so the more of it comes from memory: sharing the larger operand is the better choice.
+    """
+    p, s = problem, spec
+    clusters_m, clusters_n = grid.cluster_grid(p, s)
+    rows_a, rows_b = grid.loaded_rows(p, s)
+    clipped = rows_a * (1 - p.m / (clusters_m * s.raster_m * rows_a))
+    clipped += p.graph.accumulators * rows_b * (1 - p.n / (clusters_n * s.raster_n * rows_b))
+    taken = grid.loaded_bytes(p, s) / SM_BYTES_PER_CYCLE
+    taken += clipped * (s.tile_k * s.a_itemsize / LINE_BYTES) * CLIPPED_LINE_CYCLES
+    elements_b = p.graph.accumulators * rows_b * s.tile_k // DTYPES[s.b_dtype].packed
+    lines = _lines(p.a, s.a_box, rows_a * s.tile_k, s.a_itemsize) / s.cluster_n
+    lines += _lines(p.b, s.b_box, elements_b, s.b_itemsize) / s.cluster_m * _line_fraction(s)
+    requested = lines * LINE_BYTES * active_sms / L2_BYTES_PER_CYCLE
+    columns = p.n * p.graph.accumulators
+    rows = equal_groups(p).m
+    late_a = rows / (rows + columns) if s.cluster_m > 1 else 0.0
+    late_b = columns / (rows + columns) if s.cluster_n > 1 else 0.0
+    arriving = max(taken, requested) * (1 + CLUSTER_WAIT * (late_a + late_b))
+    return max(arriving, _gather_cycles(s), RING_CYCLES / s.num_stages)
+
+
+def _lines(layout: MatrixLayout, box: TmaBox, elements: int, itemsize: int) -> float:
+    """Returns the lines of L2 that a tile of `elements` touches, row of a box by row.
+
+    Rows start at multiples of `step` bytes, so that one of `width` bytes crosses into a second
+    line in (width - step) of `LINE_BYTES` cases: never where strides are multiples of the line.
+    """
+    width = box.contiguous * itemsize
+    step = gcd(layout.leading_stride * itemsize, width)
+    return elements / box.contiguous * (1 + (width - step) / LINE_BYTES)
+
+
+def _line_fraction(spec: GemmSpec) -> float:
+    """Returns what a row of B's box costs of a line.
+
+    Measured with 64 bytes a row: all of it in large products, half in streams of B, whose
+    neighbours read the other half from memory at the same time.
+    """
+    row = spec.b_box.contiguous * spec.b_itemsize
+    return min(1.0, row / LINE_BYTES) if spec.short_boxes else 1.0
+
+
+def _gather_cycles(spec: GemmSpec) -> float:
+    """Returns the cycles in which two warps gather the rows of one k-tile."""
+    if spec.gathered is None or spec.grouped is None:
+        return 0.0
+    of_a = spec.gathered == "a"
+    row = spec.tile_k * (spec.a_itemsize if of_a else spec.b_itemsize)
+    nbytes = (spec.tile_m if of_a else spec.d_tile_n) * row
+    return nbytes / (16 * 64) * GATHER_CYCLES[spec.grouped]

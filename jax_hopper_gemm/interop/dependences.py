@@ -1,0 +1,162 @@
+"""What each variable of a program depends on: products, elementwise or in any way.
+
+Products are bits of masks, in the program's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+from .kinds import FUSED_BY_XLA, Along, Kind, along_of, moves_units_alone
+from .program import Program, converts_sums
+
+
+class Dependences:
+    """The dependences of a program's variables on its products.
+
+    Args:
+      program: the equations and results of a jaxpr.
+      alone: numbers of products that stay without a region.
+
+    Attributes:
+      kinds: of the equations; "other" are those that no region computes.
+      makers: by variable that a region may compute, the number of its equation.
+      products: numbers of the equations that are products, by bit.
+      before: by bit, the products that a product depends on.
+      of: by variable, the products that it depends on in any way.
+      cone: by variable, those that it depends on elementwise.
+      statistics: by variable without a cone, those whose rows' statistics it is made of.
+      read: variables of regions that are arrays in memory, whatever computes them; in order.
+      passing: others that XLA reads, but computes where it reads them.
+    """
+
+    def __init__(self, program: Program, alone: Iterable[int] = ()):
+        self.program, self._alone = program, frozenset(alone)
+        self.kinds: list[Kind] = []
+        self.makers: dict[Any, int] = {}
+        self.products: list[int] = []
+        self.before: list[int] = []
+        self.of: dict[Any, int] = {}
+        self.cone: dict[Any, int] = {}
+        self.statistics: dict[Any, int] = {}
+        self._without_products: set[Any] = set()  # matrices that a region may compute
+        self._by_xla: set[int] = set()  # elementwise; what they compute is less to read than these
+        for number, kind in enumerate(program.kinds):
+            self._follow(number, kind)
+        self._find_read()
+
+    def _follow(self, number: int, kind: Kind) -> None:
+        """Finds an equation's kind here, and what it computes depends on."""
+        equation, inputs = self.program.equations[number], self.program.inputs[number]
+        if kind == "other" and self._converts_product(number):
+            kind = "elementwise"
+        if kind == "product" and number in self._alone:
+            kind = "other"
+        depends = cone = statistics = 0
+        for x in inputs:
+            depends |= self.of.get(x, 0)
+        if depends and kind != "other":
+            for x in inputs:
+                statistics |= self.statistics.get(x, 0)
+            for x in self.program.met[number] if kind == "elementwise" else inputs:
+                cone |= self.cone.get(x, 0)
+        if kind == "layout" and (cone or any(self.kind(x) == "elementwise" for x in inputs)):
+            moves = moves_units_alone(equation)
+            kind = "elementwise" if moves else "other" if cone else "layout"
+        if kind == "reduction" and not cone:
+            kind = "other"
+        if kind == "product":
+            cone = 1 << len(self.products)
+            self.products.append(number)
+            self.before.append(depends)
+            depends |= cone
+        elif kind != "elementwise":
+            cone = 0
+        if not cone and kind in ("elementwise", "layout") and _is_matrix(equation.outvars[0]):
+            (variable,) = equation.outvars
+            read_twice = kind == "elementwise" and self.program.uses[variable] > 1
+            if read_twice and _nbytes(variable) < sum(map(_nbytes, self._sources(inputs))):
+                kind = "other"
+                self._by_xla.add(number)
+            else:
+                self._without_products.add(variable)
+        self.kinds.append(kind)
+        if kind != "other":
+            self.makers[equation.outvars[0]] = number
+        for variable in equation.outvars if depends else ():
+            self.of[variable] = depends
+            if cone:
+                self.cone[variable] = cone
+            elif kind == "reduction" and along_of(equation) == "columns":
+                self.statistics[variable] = self.cone[inputs[0]]
+            elif kind in ("elementwise", "layout") and statistics:
+                self.statistics[variable] = statistics
+
+    def _sources(self, made_of: Iterable[Any]) -> set[Any]:
+        """Returns what matrices without products are made of in the end."""
+        pending, seen = [*made_of], set[Any]()
+        while pending:
+            x = pending.pop()
+            if x not in seen:
+                seen.add(x)
+                pending += self.inputs(x) if x in self._without_products else ()
+        return seen - self._without_products
+
+    def _converts_product(self, number: int) -> bool:
+        """Whether an equation converts a product of integers to floats."""
+        if not converts_sums(self.program.equations[number]):
+            return False
+        return any(self.kind(x) == "product" for x in self.program.inputs[number])
+
+    def _find_read(self) -> None:
+        """Finds what is stored in any case, and what XLA computes where it reads it."""
+        read, passing = set[Any](), set[Any]()
+        for number, kind in enumerate(self.kinds):
+            equation, inputs = self.program.equations[number], self.program.inputs[number]
+            if kind == "elementwise":
+                met = self.program.met[number]
+                if met is not inputs:
+                    read.update(x for x in inputs if x not in met)
+            elif kind == "layout":
+                read.update(x for x in inputs if self.kind(x) != "layout")
+            elif kind == "reduction":
+                read.update(equation.outvars)
+            elif kind == "other" and equation.primitive.name in FUSED_BY_XLA:
+                passing.update(() if number in self._by_xla else inputs)
+            elif number not in self._by_xla:
+                read.update(inputs)
+        read |= self.program.returned
+        self.read, self.passing = self._in_order(read), self._in_order(passing - read)
+
+    def _in_order(self, found: set[Any]) -> list[Any]:
+        """Returns the variables that regions may compute, in the order of their equations."""
+        return sorted(self.makers.keys() & found, key=self.makers.__getitem__)
+
+    def kind(self, variable: Any) -> Kind:
+        """Returns the kind of the equation that computes a variable."""
+        number = self.makers.get(variable)
+        return "other" if number is None else self.kinds[number]
+
+    def inputs(self, variable: Any) -> tuple[Any, ...]:
+        """Returns what the equation of a variable reads."""
+        return self.program.inputs[self.makers[variable]]
+
+    def reduces(self, variable: Any) -> Along | None:
+        """Returns along which axes a variable is a reduction; None for one that is none."""
+        if self.kind(variable) != "reduction":
+            return None
+        return along_of(self.program.equations[self.makers[variable]])
+
+    def inside(self, variable: Any, bits: int) -> bool:
+        """Whether a variable is computed of these products, or of statistics of their rows."""
+        return bool((self.cone.get(variable, 0) | self.statistics.get(variable, 0)) & bits)
+
+
+def _is_matrix(variable: Any) -> bool:
+    return sum(extent > 1 for extent in variable.aval.shape) > 1
+
+
+def _nbytes(variable: Any) -> int:
+    return prod(variable.aval.shape) * variable.aval.dtype.itemsize

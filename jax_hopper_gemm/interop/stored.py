@@ -1,0 +1,164 @@
+"""What regions store for others: the least from which these compute what they need anew."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..fusion.residuals import alive_after
+from .dependences import Dependences
+from .region import Region
+
+BOOL_BYTES = 3  # of a stored predicate: XLA makes it from a matrix that a kernel writes
+
+
+@dataclass
+class _Needs:
+    """What is computed outside of a region from its variables.
+
+    Attributes:
+      equations: numbers of those that read one.
+      variables: that XLA reads, or the kernel of another region.
+    """
+
+    equations: set[int] = field(default_factory=set)
+    variables: set[Any] = field(default_factory=set)
+
+
+class Stored:
+    """The variables of a program that are in memory.
+
+    Args:
+      dependences: of the program.
+      regions: by bit of a product.
+      owners: by variable, the region that stores it; XLA computes the others.
+
+    Attributes:
+      variables: those that are stored, whatever computes them.
+      kept: by region, those of its variables that are stored for what others compute.
+    """
+
+    def __init__(
+        self, dependences: Dependences, regions: dict[int, Region], owners: dict[Any, Region]
+    ):
+        self._dependences, self._regions = dependences, regions
+        self._equations, self._inputs = dependences.program.equations, dependences.program.inputs
+        self.variables: set[Any] = set(dependences.read)
+        self.kept: dict[Region, list[Any]] = {}
+        needs = self._needs(owners)
+        for region in sorted(needs, key=lambda region: region.bits):
+            self.kept[region] = self._least(region, needs[region])
+            self.variables.update(self.kept[region])
+
+    def slice(
+        self, wanted: Iterable[Any], region: Region | None
+    ) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """Yields the equations behind variables, each with the inputs that are computed too.
+
+        It ends at other variables that are in memory, and at the products of the region.
+        """
+        makers, kinds = self._dependences.makers, self._dependences.kinds
+        inside = self._dependences.inside
+        seen: set[Any] = set()
+        for variable in wanted:
+            pending = [variable]
+            while pending:
+                x = pending.pop()
+                number = makers.get(x)
+                if number is None or kinds[number] == "product":
+                    continue
+                if x is not variable:
+                    if x in seen:
+                        continue
+                    if x in self.variables and not (region and inside(x, region.bits)):
+                        continue
+                seen.add(x)
+                inputs = self._inputs[number]
+                yield number, inputs
+                pending += inputs
+
+    def _needs(self, owners: dict[Any, Region]) -> dict[Region, _Needs]:
+        """Returns, by region, what others compute of its variables that are not stored yet."""
+        cones, regions = self._dependences.cone, self._regions
+        unstored = {x: cone for x, cone in cones.items() if x not in self.variables}
+        needs: defaultdict[Region, _Needs] = defaultdict(_Needs)
+        owned: dict[Region | None, list[Any]] = {}
+        for variable in self._dependences.read:
+            owned.setdefault(owners.get(variable), []).append(variable)
+        for variable in self._dependences.passing:
+            owned.setdefault(None, []).append(variable)
+            if region := self._last_region(variable):
+                needs[region].variables.add(variable)
+        for owner, wanted in owned.items():
+            bits = owner.bits if owner else 0
+            for number, inputs in self.slice(wanted, owner):
+                by_owner = cones.get(self._equations[number].outvars[0], 0) & bits
+                for x in inputs:
+                    if x in unstored and not (cone := unstored[x]) & bits:
+                        need = needs[regions[cone.bit_length() - 1]]
+                        if by_owner:
+                            need.variables.add(x)
+                        else:
+                            need.equations.add(number)
+        return needs
+
+    def _last_region(self, variable: Any) -> Region | None:
+        """Returns that of the last product which a variable depends on elementwise."""
+        cone = self._dependences.cone.get(variable, 0)
+        return self._regions[cone.bit_length() - 1] if cone else None
+
+    def _least(self, region: Region, need: _Needs) -> list[Any]:
+        """Returns the fewest bytes of variables from which all that is needed can be computed.
+
+        Of equal ones the last: a rounded argument of an activation has the sign of the exact one,
+        the product before its bias may not.
+        """
+        outs = [self._equations[number].outvars[0] for number in region.products]
+        own = set(outs)  # what a kernel can compute
+        steps: dict[int, Any] = {}  # its equations among these, by number
+        numbers = sorted(need.equations)
+        for number in numbers:
+            equation = self._equations[number]
+            if (
+                self._dependences.kinds[number] == "elementwise"
+                and self._last_region(equation.outvars[0]) is region
+                and all(x in own or self._is_operand(x, region) for x in self._inputs[number])
+            ):
+                own.update(equation.outvars)
+                steps[number] = equation
+        end = len(self._equations)
+        last = dict.fromkeys(need.variables & own, end)  # by variable, the last that reads it
+        for number in numbers:
+            for x in self._inputs[number]:
+                if x in own and x not in self.variables:
+                    last[x] = max(last.get(x, -1), number if number in steps else end)
+        best: list[Any] = [x for x in outs if x in last]
+        for alive in alive_after(best, steps, last):
+            if _bytes_of(alive) <= _bytes_of(best):
+                best = alive
+        return best
+
+    def _is_operand(self, x: Any, region: Region) -> bool:
+        """Whether a kernel can read a variable, or compute it from what it reads.
+
+        It is stored, or made of what is, and none of the region's products comes before it.
+        """
+        if self._dependences.of.get(x, 0) & region.bits:
+            return False
+        pending, seen = [x], set()
+        while pending:
+            x = pending.pop()
+            kind = self._dependences.kind(x)
+            if x in seen or kind == "other" or x in self.variables:
+                continue
+            if kind not in ("elementwise", "layout"):
+                return False
+            seen.add(x)
+            pending += self._dependences.inputs(x)
+        return True
+
+
+def _bytes_of(stored: Iterable[Any]) -> int:
+    return sum(BOOL_BYTES if x.aval.dtype == bool else x.aval.dtype.itemsize for x in stored)

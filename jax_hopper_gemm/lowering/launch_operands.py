@@ -1,0 +1,203 @@
+"""The operands of a launch: the arrays of a product as its kernel reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+
+from ..fusion.jaxprs import traced
+from ..gemm.dtypes import DTYPES
+from ..gemm.problem import GemmProblem
+from ..gemm.spec import TMA_ALIGNMENT
+from .call import Call
+from .devices import lowers_shard
+from .route import Request, Route, scale_letters, scale_shape
+
+
+def factors(
+    ctx: mlir.LoweringRuleContext, call: Call, route: Route
+) -> list[tuple[Any, ShapedArray]]:
+    """Returns the arrays that are multiplied, in the kernel's order."""
+    request, groups = call.request, call.request.groups
+    shapes = [(request.lhs_shape, request.lhs_dtype)]
+    shapes += [(request.rhs_shape, request.rhs_dtype)] * request.num_b
+    if groups and (operand := groups.gathered):
+        (_, *row), dtype = shapes["ab".index(operand)]
+        shapes["ab".index(operand)] = ((groups.source_rows, *row), dtype)
+    if operand := request.indexed:
+        shape, dtype = shapes["ab".index(operand)]
+        shapes["ab".index(operand)] = ((request.stack, *shape), dtype)
+    assert route.gemm
+    inputs = [_stored(ctx, v, *s) for v, s in zip(call.values, shapes, strict=True)]
+    inputs = [
+        _with_whole_line(ctx, *x) if min(i, 1) in route.gemm.padded else x
+        for i, x in enumerate(inputs)
+    ]
+    return inputs[::-1] if route.gemm.swap_ab else inputs
+
+
+def _with_whole_line(
+    ctx: mlir.LoweringRuleContext, value: Any, aval: ShapedArray
+) -> tuple[Any, ShapedArray]:
+    """Returns an operand whose lines XLA pads with zeros to multiples of 16 bytes."""
+    missing = -aval.shape[-1] % (TMA_ALIGNMENT // aval.dtype.itemsize)
+    out = ShapedArray((*aval.shape[:-1], aval.shape[-1] + missing), aval.dtype)
+    padding = [(0, 0)] * (aval.ndim - 1) + [(0, missing)]
+    lower = mlir.lower_fun(lambda x: jnp.pad(x, padding), multiple_results=False)
+    (padded,) = lower(ctx.replace(avals_in=[aval], avals_out=[out]), value)
+    return padded, out
+
+
+def _stored(
+    ctx: mlir.LoweringRuleContext, value: Any, shape: tuple[int, ...], dtype: str
+) -> tuple[Any, ShapedArray]:
+    """Returns an operand as a kernel reads it: int4 packed in uint8, by XLA if it is not yet."""
+    if (packed := DTYPES[dtype].packed) == 1:
+        return value, ShapedArray(shape, dtype)
+    stored = ShapedArray((*shape[:-1], shape[-1] // packed), np.dtype(np.uint8))
+    if str(value.type.element_type) == DTYPES[dtype].mlir:
+        lower = mlir.lower_fun(pack, multiple_results=False)
+        given = ShapedArray(shape, np.dtype(jnp.int4))
+        (value,) = lower(ctx.replace(avals_in=[given], avals_out=[stored]), value)
+    return value, stored
+
+
+def epilogue_operands(
+    ctx: mlir.LoweringRuleContext, call: Call, route: Route
+) -> list[tuple[Any, ShapedArray]]:
+    """Returns what the epilogue reads, in the kernel's dtypes."""
+    assert route.fusion
+    inputs = []
+    for index, operand in zip(route.fusion.operands, route.fusion.graph.operands, strict=True):
+        value, aval, dtype = call.operands[index], call.avals[index], operand.dtype
+        if aval.dtype.name != dtype:
+            convert = mlir.lower_fun(lambda x, to=dtype: x.astype(to), multiple_results=False)
+            converted = ShapedArray(aval.shape, np.dtype(jnp.dtype(dtype)))
+            (value,) = convert(ctx.replace(avals_in=[aval], avals_out=[converted]), value)
+            aval = converted
+        inputs.append((value, aval))
+    return inputs
+
+
+def overwritten_results(call: Call, route: Route, results: Sequence[ShapedArray]) -> dict[int, int]:
+    """Returns for operands of the epilogue the number of the result that takes their memory.
+
+    XLA copies an operand that is read later, also what the caller of the program keeps. So nothing
+    of the caller's is taken that is not donated, nor what is multiplied: tiles read it to the end.
+    """
+    assert route.fusion
+    overwritten: dict[int, int] = {}
+    pairs = zip(route.fusion.operands, route.fusion.graph.operands, strict=True)
+    for place, (index, operand) in enumerate(pairs):
+        value = call.operands[index]
+        if index not in call.in_place or _kept(value) or any(value == x for x in call.values):
+            continue
+        number = call.in_place.index(index)
+        if operand.kind == "matrix" and number < len(results):
+            aval, result = call.avals[index], results[number]
+            if (aval.shape, aval.dtype) == (result.shape, result.dtype):
+                overwritten[place] = number
+    return overwritten
+
+
+def _kept(value: ir.Value) -> bool:
+    """Whether a value is an argument of the whole program that the caller does not donate.
+
+    A shard's program is no caller's: XLA puts it in the place of a call.
+    """
+    if lowers_shard() or not isinstance(value.owner, ir.Block):
+        return False
+    function = value.owner.owner
+    names = function.attributes
+    if "sym_name" not in names or ir.StringAttr(names["sym_name"]).value != "main":
+        return False
+    attributes = ir.ArrayAttr(names["arg_attrs"])[ir.BlockArgument(value).arg_number]
+    donated = ("tf.aliasing_output", "jax.buffer_donor")
+    return not any(name in ir.DictAttr(attributes) for name in donated)
+
+
+def integers(call: Call) -> list[tuple[Any, ShapedArray]]:
+    """Returns sizes of groups, indices of rows, the index of a matrix: those that there are."""
+    arrays = (call.sizes, call.rows, call.index)
+    return [
+        (x, ShapedArray(tuple(x.type.shape), np.dtype("int32"))) for x in arrays if x is not None
+    ]
+
+
+def scales(
+    ctx: mlir.LoweringRuleContext, call: Call, route: Route
+) -> list[tuple[Any, ShapedArray]]:
+    """Returns scales of blocks or along K, if there are any, in the kernel's order."""
+    if call.request.k_group:
+        return _group_scales(ctx, call, route)
+    return _block_scales(ctx, call, route) if call.request.blocks else []
+
+
+def _block_scales(
+    ctx: mlir.LoweringRuleContext, call: Call, route: Route
+) -> list[tuple[Any, ShapedArray]]:
+    """Returns the block scales, in the kernel's order and as it reads them."""
+    assert route.gemm
+    p, inputs = route.gemm.problem, []
+    values = call.scales[::-1] if route.gemm.swap_ab else call.scales
+    for value, scales, lines in zip(values, (p.a_scales, p.b_scales), (p.m, p.n), strict=True):
+        assert scales
+        aval = ShapedArray(tuple(value.type.shape), np.dtype(np.float32))
+        shape = (*aval.shape[:-2], *scale_shape(scales.block, lines, p.k))
+        arranged = partial(_as_read, length=shape[-1])
+        lower = mlir.lower_fun(arranged, multiple_results=False)
+        out = ShapedArray(shape, aval.dtype)
+        (value,) = lower(ctx.replace(avals_in=[aval], avals_out=[out]), value)
+        inputs.append((value, out))
+    return inputs
+
+
+def _group_scales(
+    ctx: mlir.LoweringRuleContext, call: Call, route: Route
+) -> list[tuple[Any, ShapedArray]]:
+    """Returns the scales along K of each right operand, (L, blocks along K, N)."""
+    assert route.gemm
+    request, problem = call.request, route.gemm.problem
+    arranged = partial(_by_groups, request=request, problem=problem)
+    inputs = []
+    for value in call.scales:
+        aval = ShapedArray(tuple(value.type.shape), np.dtype(np.float32))
+        outs = traced(arranged, aval).out_avals
+        lower = mlir.lower_fun(arranged, multiple_results=True)
+        found = lower(ctx.replace(avals_in=[aval], avals_out=outs), value)
+        inputs += zip(found, outs, strict=True)
+    return inputs
+
+
+def _by_groups(scale: jax.Array, *, request: Request, problem: GemmProblem) -> list[jax.Array]:
+    """Returns scales that broadcast against the right operand as its matrices and columns lie."""
+    subscripts, extents = request.subscripts, request.extents
+    batch, columns = scale_letters(request, problem)
+    up, letters = request.gate_up, subscripts.rhs
+    groups = scale.shape[letters.index(subscripts.contracted)]
+    shape = [groups if x in subscripts.contracted else extents[x] for x in letters]
+    order = [letters.index(x) for x in up + batch + subscripts.contracted + columns]
+    each = jnp.transpose(jnp.broadcast_to(scale, shape), order)
+    return list(each.reshape(2 if up else 1, -1, groups, problem.n))
+
+
+def pack(values: jax.Array) -> jax.Array:
+    """Returns int4 as uint8: two neighbours along the last axis each, the first in the low bits."""
+    bits = lax.bitcast_convert_type(values.astype(jnp.int8), jnp.uint8) & 15
+    return bits[..., ::2] | (bits[..., 1::2] << 4)
+
+
+def _as_read(scale: jax.Array, length: int) -> jax.Array:
+    """Returns scales by blocks of K first, then by lines, with zeros up to `length`."""
+    across = jnp.swapaxes(scale, -1, -2)
+    padding = [(0, 0)] * (scale.ndim - 1) + [(0, length - across.shape[-1])]
+    return jnp.pad(across, padding)
