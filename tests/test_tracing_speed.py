@@ -243,7 +243,6 @@ def test_structure_tells_numbers_by_type_and_bits():
     assert len(set(once)) == len(functions)
 
 
-@pytest.mark.slow
 def test_structure_tells_what_an_equation_reads():
     def reading(number):
         def function(*inputs):
@@ -260,6 +259,7 @@ def test_structure_tells_what_an_equation_reads():
         assert len(structures) == len(functions)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_forgets_with_jax_and_heeds_its_settings(monkeypatch):
     monkeypatch.setattr(memo, "ENTRIES", 2)
     calls = []

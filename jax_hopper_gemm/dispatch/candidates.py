@@ -117,7 +117,7 @@ def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[Gem
     return tuple(filter(worthwhile, (replace(spec, **majors) for spec in specs)))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)  # of the tuner's configurations it holds thousands
 def _filled_specs(
     considered: tuple[Config, ...], problem_type: ProblemType
 ) -> tuple[GemmSpec, ...]:

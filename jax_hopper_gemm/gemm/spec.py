@@ -74,6 +74,8 @@ class GemmSpec:
     A tile is the block of D that one CTA (cooperative) or one math warpgroup (pingpong) computes.
     That of a gated product has `tile_n` accumulator columns, the first half of gate, the second of
     up, and so `tile_n / 2` columns of D. CTAs of a cluster share loads by multicast.
+
+    Cached are the properties that choosing a kernel reads many times of each candidate.
     """
 
     a_dtype: str

@@ -128,9 +128,12 @@ class Dependences:
             elif number not in self._by_xla:
                 read.update(inputs)
         read |= self.program.returned
-        self.read, self.passing = self._in_order(read), self._in_order(passing - read)
+        self.read, self.passing = (
+            self._sorted_by_equation(read),
+            self._sorted_by_equation(passing - read),
+        )
 
-    def _in_order(self, found: set[Any]) -> list[Any]:
+    def _sorted_by_equation(self, found: set[Any]) -> list[Any]:
         """Returns the variables that regions may compute, in the order of their equations."""
         return sorted(self.makers.keys() & found, key=self.makers.__getitem__)
 

@@ -13,12 +13,12 @@ import jax
 from jax.extend.core import Literal
 
 from jax_hopper_gemm.fusion.jaxprs import ClosedJaxpr, traced_once
+from jax_hopper_gemm.interop import kinds
 from jax_hopper_gemm.primitives.experimental import HopperPrimitive
 
 # Primitives that call a program, and the parameter that holds it.
-CALLS = {
-    "jit": "jaxpr", "pjit": "jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr",
-    "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
+CALLS = kinds.CALLS | {
+    "checkpoint": "jaxpr", "remat2": "jaxpr", "custom_vjp_call": "call_jaxpr",
 }  # fmt: skip
 
 
