@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax_hopper_gemm import accelerate, dispatch, gated_linear_unit, matmul, rag
 from jax_hopper_gemm.dispatch import model
 from jax_hopper_gemm.fusion import jaxprs, memo
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.interop import fuse_jaxpr, wide
+from jax_hopper_gemm.interop import fuse_jaxpr, rewrite_jaxpr, wide
 from jax_hopper_gemm.lowering import route
 from jax_hopper_gemm.ops import settled
 
@@ -110,6 +111,30 @@ def test_accelerate_weighs_sixteen_equal_layers_as_often_as_two(calls):
     two, sixteen = calls(accelerated_layers, functions)
     assert two == sixteen
     assert set(two) == {"fuse", "make_plan", "choose", "traced"}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("raises", [False, True])
+def test_accelerate_pauses_the_garbage_collector_while_jax_traces(monkeypatch, enabled, raises):
+    found = []
+
+    def rewritten(program, rewriting):
+        found.append(gc.isenabled())
+        if raises:
+            raise ValueError("no")
+        return program
+
+    monkeypatch.setattr(rewrite_jaxpr, "rewritten", rewritten)
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        for call in (jax.jit(accelerate(jnp.matmul)), accelerate(jnp.matmul)):
+            with pytest.raises(ValueError, match="no") if raises else nullcontext():
+                call(A, B)
+            assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert found == [False, enabled]  # a call outside of `jax.jit` computes: it may take long
 
 
 def test_a_region_that_two_rounds_find_is_weighed_once(monkeypatch):

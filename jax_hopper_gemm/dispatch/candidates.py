@@ -17,7 +17,7 @@ from ..gemm import simt
 from ..gemm.dtypes import DTYPES, HALVES, RESULTS, converts
 from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import k_split
-from ..gemm.legality import configuration_violations, memory_violations, violations
+from ..gemm.legality import configuration_violations, violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
 from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
 from ..gemm.type_legality import GATHERABLE, type_violations
@@ -182,17 +182,21 @@ def _widths(config: Config, loads: bool) -> tuple[int, ...]:
 
 
 def _filled(least: GemmSpec) -> GemmSpec:
-    room = (SMEM_LIMIT - least.smem_bytes) // least.stage_bytes
-    spec = replace(least, num_stages=min(MAX_STAGES, MIN_STAGES + room))
-    if any(operand.kind == "matrix" for operand in spec.graph.operands):
-        least_ring = min(RING_BEFORE_LOADS, spec.num_stages)
-        for num_stages in (spec.num_stages, spec.num_stages - 1):
-            deeper = replace(spec, num_stages=num_stages, epi_load_stages=LOAD_STAGES)
-            if num_stages >= least_ring and not any(memory_violations(deeper)):
-                spec = deeper
+    s, warpgroups = least, least.math_warpgroups
+    free = SMEM_LIMIT - s.smem_bytes
+    stages = min(MAX_STAGES, s.num_stages + free // s.stage_bytes)
+    free -= (stages - s.num_stages) * s.stage_bytes
+    load_stages, epi_stages = s.epi_load_stages, s.epi_stages
+    if any(operand.kind == "matrix" for operand in s.graph.operands):
+        of_loads = (LOAD_STAGES - load_stages) * warpgroups * s.load_stage_bytes
+        for given in (0, 1):
+            room = free + given * s.stage_bytes - of_loads
+            if room >= 0 and stages - given >= min(RING_BEFORE_LOADS, stages):
+                stages, load_stages, free = stages - given, LOAD_STAGES, room
                 break
-    deeper = replace(spec, epi_stages=4)
-    return spec if not spec.graph.matrices or any(memory_violations(deeper)) else deeper
+    if s.graph.matrices and 2 * warpgroups * s.epi_stage_bytes <= free:
+        epi_stages += 2
+    return replace(s, num_stages=stages, epi_load_stages=load_stages, epi_stages=epi_stages)
 
 
 def worthwhile(spec: GemmSpec) -> bool:

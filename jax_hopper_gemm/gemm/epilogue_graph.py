@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 # How an operand varies over a matrix of D: not at all, along N, along M, or along both.
@@ -113,17 +114,17 @@ class EpilogueGraph:
         operand = self.operand(value)
         return operand is not None and operand.dtype == "bool"
 
-    @property
+    @cached_property
     def matrices(self) -> tuple[Result, ...]:
         """The results that are stored element by element."""
         return tuple(result for result in self.results if result.kind == "matrix")
 
-    @property
+    @cached_property
     def reductions(self) -> tuple[Result, ...]:
         """The other results."""
         return tuple(result for result in self.results if result.kind != "matrix")
 
-    @property
+    @cached_property
     def loaded(self) -> tuple[Operand, ...]:
         """The operands that arrive in shared memory: all but scalars."""
         return tuple(operand for operand in self.operands if operand.kind != "scalar")

@@ -333,6 +333,11 @@ class GemmSpec:
         elements = EPI_TILE_M * self.epi_tile_n
         return elements * sum(DTYPES[result.dtype].itemsize for result in self.graph.matrices)
 
+    @cached_property
+    def load_stage_bytes(self) -> int:
+        """Bytes of one epilogue tile of one math warpgroup of all operands that are loaded."""
+        return sum(map(self.loaded_bytes, self.graph.loaded))
+
     def loaded_bytes(self, operand: Operand) -> int:
         """Returns the bytes that one epilogue tile of an operand takes in shared memory."""
         if operand.kind == "matrix":
@@ -349,7 +354,7 @@ class GemmSpec:
         """
         return EPI_TILE_M + (TMA_ALIGNMENT // DTYPES[dtype].itemsize if self.grouped == "m" else 0)
 
-    @property
+    @cached_property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a launch, its parts in this order.
 
@@ -361,8 +366,7 @@ class GemmSpec:
         if self.simt_width:
             return ring
         staged = self.math_warpgroups * self.epi_stages * self.epi_stage_bytes
-        buffers = self.math_warpgroups * self.epi_load_stages
-        loaded = buffers * sum(map(self.loaded_bytes, self.graph.loaded))
+        loaded = self.math_warpgroups * self.epi_load_stages * self.load_stage_bytes
         return ring + self.exchange_bytes + staged + loaded + self.scratch_bytes + SMEM_BARRIERS
 
     @property

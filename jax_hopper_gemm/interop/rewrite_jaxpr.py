@@ -7,8 +7,10 @@ lines. Then `fuse_jaxpr` lets products take along equations around them, if it i
 
 from __future__ import annotations
 
+import gc
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -101,8 +103,28 @@ def run_with_our_products(
     program, arrays, result = traced_call(function, args, kwargs)
     if rewriting.recipe:
         rewriting = rewriting._replace(weights=(True,) * len(arrays))
-    # Not cached: nothing else holds this program, and it may contain tracers.
-    return result(jaxpr_as_fun(rewritten(program, rewriting))(*arrays))
+    traces = any(isinstance(x, Tracer) for x in arrays)
+    with paused_collector() if traces else nullcontext():
+        # Not cached: nothing else holds this program, and it may contain tracers.
+        outputs = jaxpr_as_fun(rewritten(program, rewriting))(*arrays)
+    return result(outputs)
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Pauses Python's garbage collector, if it runs.
+
+    Rewriting and tracing make many objects that stay, and few cycles of them; each pass of the
+    collector would look through all programs that were traced before. Threads may pause it at the
+    same time: the one that found it running starts it again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def traced_call(
