@@ -189,7 +189,7 @@ def _filled(least: GemmSpec) -> GemmSpec:
     load_stages, epi_stages = s.epi_load_stages, s.epi_stages
     if any(operand.kind == "matrix" for operand in s.graph.operands):
         of_loads = (LOAD_STAGES - load_stages) * warpgroups * s.load_stage_bytes
-        for given in (0, 1):
+        for given in (0, 1):  # operand stages that make room
             room = free + given * s.stage_bytes - of_loads
             if room >= 0 and stages - given >= min(RING_BEFORE_LOADS, stages):
                 stages, load_stages, free = stages - given, LOAD_STAGES, room

@@ -72,11 +72,8 @@ def ragged_dot(
       lhs: (M, K), rows sorted by group; with `row_indices` (S, K), in any order.
       rhs: (G, K, N), one matrix a group; `Quantized` beside `lhs` of 16 bits.
       group_sizes: (G,) integers, on the GPU; zeros are fine.
-      precision, preferred_element_type, implementation: as in `matmul`. "xla" computes what
-        `jax.lax.ragged_dot` does.
-      batch_invariant: as in `matmul`.
-      precision, preferred_element_type, cotangent_dtype, implementation: as in `matmul`. "xla"
-        computes what `jax.lax.ragged_dot` does.
+      precision, preferred_element_type, cotangent_dtype, batch_invariant, implementation: as in
+        `matmul`. `implementation="xla"` computes what `jax.lax.ragged_dot` does.
       group_offset: the number of the first group in `rhs`, () or (1,), for devices that hold the
         matrices of some groups; `group_sizes` are those of all groups. Rows of other groups come
         back as zeros, so that a `jax.lax.psum` over the devices completes the product.
