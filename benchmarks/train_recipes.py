@@ -4,12 +4,12 @@
     python benchmarks/train_recipes.py --recipes bfloat16 blocks --steps 4000
     python benchmarks/train_recipes.py --build-only FOLDER   # on a machine with a compiler, no GPU
 
-The text is that of this repository's docs, byte by byte; the last tenth of it is held out. All runs
-have the same initial parameters and batches. Linear layers run by the recipe; attention, embedding
-and the layer that reads out stay in bfloat16, as in DeepSeek-V3. Parameters, Adam's moments and the
-update are float32. Prints for each run the mean loss of its last steps and that of the held out
-text, in nats a character, and how much they differ from bfloat16's; exits with 1 if the training
-loss of "current" or "blocks" does by more than 1 %.
+The text is this repository's docs and sources, byte by byte, file by file in a random order; the
+last tenth of it is held out. All runs have the same initial parameters and batches. Linear layers
+run by the recipe; attention, embedding and the layer that reads out stay in bfloat16, as in
+DeepSeek-V3. Parameters, Adam's moments and the update are float32. Prints for each run the mean
+loss of its last steps and that of the held out text, in nats a character, and how much they differ
+from bfloat16's; exits with 1 if the training loss of "current" or "blocks" does by more than 1 %.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import command_line
@@ -34,7 +35,8 @@ from jax_hopper_gemm import recipes
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.testing.lowered import all_specs_of
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+FILES = "docs/*.md", "jax_hopper_gemm/**/*.py", "ffi/src/*"
 BYTES = 128  # characters of other codes become one
 PLAIN = "bfloat16"
 RECIPES: dict[str, Any] = {
@@ -59,7 +61,7 @@ class Setting:
     layers: int = 4
     heads: int = 8
     length: int = 256  # of a sequence
-    batch: int = 8  # sequences in a step; of 32 the model soon knows the text by heart
+    batch: int = 8  # sequences in a step
     steps: int = 2000
     rate: float = 1e-3  # the highest; warmed up in a twentieth of the steps, then a cosine to 0
     averaged: int = 100  # of the last steps, whose mean loss is compared
@@ -68,8 +70,10 @@ class Setting:
 
 
 def text() -> np.ndarray:
-    """Returns the docs as bytes under `BYTES`."""
-    whole = b"".join(path.read_bytes() for path in sorted(DOCS.glob("*.md")))
+    """Returns the docs and sources as bytes under `BYTES`."""
+    paths = sorted(path for files in FILES for path in ROOT.glob(files))
+    Random(0).shuffle(paths)
+    whole = b"".join(path.read_bytes() for path in paths)
     codes = np.frombuffer(whole, np.uint8)
     return np.where(codes < BYTES, codes, 0).astype(np.int32)
 

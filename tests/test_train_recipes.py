@@ -21,4 +21,4 @@ def test_kernels_are_those_of_the_recipes():
 
 def test_the_text_is_characters():
     text = runs.text()
-    assert 50_000 < len(text) and 0 <= text.min() and text.max() < runs.BYTES
+    assert 1_000_000 < len(text) and 0 <= text.min() and text.max() < runs.BYTES

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import numpy as np
 import pytest
@@ -25,13 +23,16 @@ def error(got, exact):
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_a_product_and_its_gradients_are_xlas(name, recipe, checked):
     program = PROGRAMS[name]
-    arrays = program.arguments()
-    run = partial(program.run, recipe)
-    ours, xlas = (jax.jit(partial(run, by))(*arrays) for by in ("hopper", "xla"))
-    errors = [error(*pair) for pair in zip(*map(jax.tree.leaves, (ours, xlas)), strict=True)]
+    ours, xlas = (program.leaves(recipe, by) for by in ("hopper", "xla"))
+    errors = list(map(error, ours, xlas))
     print(f"{name}, {recipe}:", *(f"{x:.2e}" for x in errors))
     first = 0.03 if name == "scan" else recipe_programs.PLAIN  # layers quantize anew, too
-    assert errors[0] < first and max(errors) < program.rough
+    assert errors[0] < first
+    if program.rough is None:
+        noise = map(error, program.leaves(None, "xla"), xlas)
+        assert all(x < y for x, y in zip(errors, noise, strict=True))
+    else:
+        assert max(errors) < program.rough
     for spec in program.specs(recipe):
         checked(spec)
 
