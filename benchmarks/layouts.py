@@ -6,15 +6,18 @@
 Scores and values of attention, with heads of their own and with shared ones, and experts of equal
 capacity. Their batch axes do not lie evenly one inside the other: XLA copies operands into order.
 With `--loose` products of which some rows are no multiples of 16 bytes: vocabularies of published
-models, images of 197 patches. Burst regime, CUPTI; a call's time is that of all its kernels.
+models, images of 197 patches; with `--random` so many of random extents. Burst regime, CUPTI; a
+call's time is that of all its kernels.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from random import Random
 
 import command_line
 import jax
@@ -27,6 +30,7 @@ from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.testing import benchmark, timing
 
 Case = tuple[str, dict[str, int]]
+LARGEST = 2**39  # m * n * k of random products
 
 
 def cases() -> Iterator[Case]:
@@ -59,6 +63,26 @@ def loose_cases() -> Iterator[Case]:
     yield "bqk,bkd->bqd", patches
 
 
+def random_loose_cases(count: int, seed: int) -> Iterator[Case]:
+    """Yields matrix products of which a row of some operand is no multiple of 16 bytes."""
+    rng = Random(seed)
+
+    def extent(least: int, most: int) -> int:
+        """Returns one that is a multiple of 1, 2, 4 or 8 elements, and of no higher power of 2."""
+        unit = 2 ** rng.randrange(4)
+        x = round(math.exp(rng.uniform(math.log(least), math.log(most))))
+        return x // unit // 2 * 2 * unit + unit
+
+    while count:
+        m, n, k = extent(128, 16384), extent(128, 65536), extent(128, 8192)
+        a, b = rng.choice(("mk", "km")), rng.choice(("kn", "nk"))
+        extents = {"m": m, "n": n, "k": k}
+        if all(extents[labels[-1]] % 8 == 0 for labels in (a, b)) or m * n * k > LARGEST:
+            continue
+        yield f"{a},{b}->mn", extents
+        count -= 1
+
+
 def shapes_of(case: Case) -> list[tuple[int, ...]]:
     subscripts, extents = case
     operands = subscripts.split("->")[0].split(",")
@@ -76,8 +100,12 @@ def decision_of(case: Case) -> dispatch.Decision:
 def main() -> int:
     parser = command_line.parser(__doc__, rounds=3)
     parser.add_argument("--loose", action="store_true", help="rows that end anywhere")
+    parser.add_argument("--random", type=int, help="so many random products of that kind instead")
+    parser.add_argument("--seed", type=int, default=0, help="that draws them [0]")
     arguments = parser.parse_args()
     chosen = list(loose_cases() if arguments.loose else cases())
+    if arguments.random:
+        chosen = list(random_loose_cases(arguments.random, arguments.seed))
     if arguments.build:
         return command_line.build((decision_of(case).spec for case in chosen), arguments.build)
     benchmark.this_device()

@@ -94,7 +94,7 @@ PICTURES: dict[str, tuple[str, Callable[[], Bars]]] = {
     "few_rows": ("Few rows, burst: XLA's time / ours; B stored (K, N)", few_rows),
     "epilogues": ("Epilogues, 8192 x 14336 x 4096, burst: XLA's time / ours", epilogues),
     "grouped": ("Grouped GEMM, uneven sizes, burst: their time / ours", grouped),
-    "models": ("Training steps by accelerate: XLA's time / ours", models),
+    "models": ("Models by accelerate: XLA's time / ours", models),
 }
 
 

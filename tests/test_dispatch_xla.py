@@ -11,8 +11,14 @@ import pytest
 
 from jax_hopper_gemm.dispatch import H200, choose
 from jax_hopper_gemm.dispatch.candidates import considered_specs
-from jax_hopper_gemm.dispatch.cost import pass_ns
-from jax_hopper_gemm.dispatch.model import LEAD, best_kernel, xla_is_faster, xla_time
+from jax_hopper_gemm.dispatch.device import MEMORY_BYTES_PER_NS
+from jax_hopper_gemm.dispatch.model import (
+    LEAD,
+    LOOSE_STORES,
+    best_kernel,
+    xla_is_faster,
+    xla_time,
+)
 from jax_hopper_gemm.dispatch.xla import LONGEST, SHORTEST, Trees, features, fit_for, read_fit
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
 from jax_hopper_gemm.gemm.problem import GemmProblem
@@ -96,12 +102,17 @@ def test_a_kernel_runs_where_it_is_expected_to_lead_and_the_reason_gives_the_err
     assert chosen == {True, False}
 
 
-def test_xla_is_expected_to_copy_what_it_stores_into_loose_rows():
-    loose, whole = (GemmProblem.dense(8192, n, 768, b_major="k") for n in (50257, 50264))
+def test_xla_is_expected_to_be_slower_where_lines_are_no_multiples_of_16_bytes():
+    loose, whole = (GemmProblem.dense(4096, n, 1024, b_major="k") for n in (30522, 30528))
     expected, of_whole = xla_time(loose, H200), xla_time(whole, H200)
     assert expected and of_whole
-    assert expected.ns == pytest.approx(of_whole.ns + pass_ns(2 * 2 * 8192 * 50257))
+    stores = LOOSE_STORES * 2 * 4096 * 30522 / MEMORY_BYTES_PER_NS
+    assert expected.ns == pytest.approx(of_whole.ns + stores)
     assert choose(loose, H200).spec is not None
+    for line, slower in ((4097, 1.8), (4098, 1.15), (4100, 1.0)):
+        copied = replace(whole, a=replace(whole.a, copied_line=line))
+        found = xla_time(copied, H200)
+        assert found and found.ns == pytest.approx(slower * of_whole.ns)
 
 
 def test_an_epilogue_is_weighed_against_the_time_that_xla_is_expected_to_take():

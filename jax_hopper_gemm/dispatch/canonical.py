@@ -219,7 +219,7 @@ def with_whole_lines(gemm: Gemm, product: ShapedProduct) -> Gemm:
         layouts[name] = MatrixLayout(
             layout.major, layout.leading_stride // line * whole,
             layout.batch_stride // line * whole,
-            tuple(stride // line * whole for stride in layout.outer_strides),
+            tuple(stride // line * whole for stride in layout.outer_strides), line,
         )  # fmt: skip
         padded.append(number)
     return replace(gemm, problem=replace(p, **layouts), padded=tuple(padded)) if padded else gemm

@@ -24,7 +24,7 @@ from ..gemm.dtypes import DTYPES
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, ProblemType, RasterOrder
 from .candidates import dynamic_spec, has_large_shares, model_specs, refilled_spec
-from .cost import Estimate, estimate
+from .cost import Estimate, copying_ns, estimate
 from .device import MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import equal_groups
 from .invariance import invariant_specs, is_invariant, reduces_rows
@@ -200,6 +200,8 @@ def _expectation(problem: GemmProblem, spec: GemmSpec, cost: Estimate, device: D
         f"expected {cost.ns / 1e3:.1f} us, bound by {cost.bound}: {cost.tiles} tiles of "
         f"{spec.tile_m}x{spec.d_tile_n}{transposed} {waves}"
     )
+    if copies := copying_ns(problem):
+        reason += f"; {copies / 1e3:.1f} us more to copy operands into lines of whole 16 bytes"
     if xla := beside_xla(problem, cost, device):
         reason += f"; {xla}"
     if problem.groups:

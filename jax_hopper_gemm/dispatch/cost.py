@@ -26,7 +26,7 @@ from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec, RasterOrder
 from .configs import RASTER_ORDERS
 from .device import CYCLES_PER_NS, FMA_UNITS, MEMORY_BYTES_PER_NS, SM_BYTES_PER_CYCLE, Device
-from .epilogue_cycles import EPILOGUE_CYCLES, computing_cycles, epilogue_cycles
+from .epilogue_cycles import EPILOGUE_CYCLES, computing_cycles, epilogue_cycles, loose_cycles
 from .expected_tiles import (
     active_sms,
     expected_cluster_tiles,
@@ -47,6 +47,7 @@ DYNAMIC_CYCLES = 900.0  # fitted: to fetch a tile from the counter
 PARTIAL_CYCLES = 1100.0  # fitted: from asking for a partial sum to its arrival, once for each
 HANDOVER_CYCLES = 1500.0  # fitted: from the first store of a partial sum until others may read it
 SHARED_WAVE = 1.025  # fitted: of the time where a last wave is shared; no SM rests, the clock drops
+COPY_PASSES = 2.6  # measured: as many bytes moved for each byte of lines that begin anywhere
 SIMT_LOSS = 0.05  # assumed: of their cycles, to copies for each side of a tile of 128x128
 
 
@@ -99,6 +100,7 @@ def _estimate(problem: GemmProblem, spec: GemmSpec, memory: float, device: Devic
     else:
         sm_ns = _sm_cycles(s, waves, expected_k_tiles(p, s) * k_tile) / CYCLES_PER_NS
 
+    sm_ns += waves * loose_cycles(s) / CYCLES_PER_NS
     memory_ns = memory / MEMORY_BYTES_PER_NS
     if s.evict_first == ("b" if p.n > p.m else "a"):
         memory_ns *= EVICTED
@@ -207,9 +209,19 @@ def tile_cycles(problem: GemmProblem, spec: GemmSpec, device: Device) -> TileCyc
     )
 
 
-def pass_ns(nbytes: int) -> float:
+def pass_ns(nbytes: float) -> float:
     """Returns the expected time of an elementwise kernel that moves so many bytes."""
     return LAUNCH_NS + nbytes / MEMORY_BYTES_PER_NS
+
+
+def copying_ns(problem: GemmProblem) -> float:
+    """Returns the expected time to copy operands into whole lines (`MatrixLayout.copied_line`)."""
+    p = problem
+    return sum(
+        pass_ns(COPY_PASSES * extent * p.k * (p.l if layout.batch_stride else 1) * row.itemsize)
+        for extent, layout, row in ((p.m, p.a, DTYPES[p.a_dtype]), (p.n, p.b, DTYPES[p.b_dtype]))
+        if layout.copied_line
+    )
 
 
 def roofline_ns(problem: GemmProblem) -> float:

@@ -28,6 +28,8 @@ class MatrixLayout:
     leading_stride: int  # between neighbours along the matrix's other index
     batch_stride: int = 0  # between matrices of the batch; 0 when all share one matrix
     outer_strides: tuple[int, ...] = ()  # of a nested batch, along its `GemmProblem.outer` axes
+    # Elements of a line of the array of which this is a copy with whole lines; 0 if it is none.
+    copied_line: int = 0
 
     @property
     def transposed(self) -> MatrixLayout:

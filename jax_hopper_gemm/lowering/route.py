@@ -186,8 +186,6 @@ def _route(
         return Route("xla", reason, "unsupported", gemm, fusion=fusion, roles=found_roles)
     decision = choose(gemm.problem, device, kernel_only=kernel_only)
     reason = _read_again(fusion) if fusion and not request.groups else None
-    if decision.spec:
-        reason = reason or _untimed(gemm)
     if reason and not kernel_only:
         return Route("xla", reason, "model", gemm, fusion=fusion, roles=found_roles)
     if decision.spec is None or decision.raster_order is None:
@@ -342,16 +340,6 @@ def _broadcast_label(shape: Sequence[int], out: str) -> str:
         return ""
     aligned = zip(out[len(out) - len(shape) :], shape, strict=True)
     return "".join(letter for letter, extent in aligned if extent != 1)
-
-
-def _untimed(gemm: Gemm) -> str | None:
-    """Returns why XLA should compute a product whose kernels have not been timed beside it."""
-    if not gemm.padded and not gemm.problem.loose_d:
-        return None
-    return (
-        "rows are no multiples of 16 bytes, and kernels for such rows have not been timed: pass "
-        'implementation="hopper" to have them'
-    )
 
 
 def _read_again(fusion: Fusion) -> str | None:

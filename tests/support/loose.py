@@ -22,12 +22,13 @@ LOOSE_PRODUCTS = (
 
 
 def loose_route(
-    subscripts: str, lhs: tuple[int, ...], rhs: tuple[int, ...], dtype: str = "bfloat16"
+    subscripts: str, lhs: tuple[int, ...], rhs: tuple[int, ...], *, kernel_only: bool = True
 ) -> Route:
-    """Returns how a product runs on an H200 that is to run on a kernel."""
-    parsed = Subscripts.parse(subscripts)
-    request = Request(parsed, lhs, dtype, rhs, dtype, dtype, Options(implementation="hopper"))
-    return route(request, H200, kernel_only=True)
+    """Returns how a bfloat16 product runs on an H200."""
+    parsed, dtype = Subscripts.parse(subscripts), "bfloat16"
+    options = Options(implementation="hopper" if kernel_only else None)
+    request = Request(parsed, lhs, dtype, rhs, dtype, dtype, options)
+    return route(request, H200, kernel_only=kernel_only)
 
 
 def loose_program_specs() -> list[GemmSpec]:
