@@ -201,15 +201,15 @@ def test_memory_moves_at_least_each_matrix_once():
         spec = filled_spec(spec, ProblemType.of(problem))
         assert spec is not None
         for raster_order in RASTER_ORDERS:
-            assert memory_bytes(problem, spec, raster_order, H200) >= problem.bytes
+            assert memory_bytes(problem, spec, [raster_order], H200) >= problem.bytes
 
 
 def test_best_raster_order_moves_the_fewest_bytes():
     problem = GemmProblem.dense(512, 65536, 8192)
     spec = filled_spec(DENSE_CONFIGS[0], ProblemType.of(problem))
     assert spec is not None
-    best = memory_bytes(problem, spec, best_raster_order(problem, spec, H200), H200)
-    others = [memory_bytes(problem, spec, raster_order, H200) for raster_order in RASTER_ORDERS]
+    best = memory_bytes(problem, spec, [best_raster_order(problem, spec, H200)], H200)
+    others = [memory_bytes(problem, spec, [raster_order], H200) for raster_order in RASTER_ORDERS]
     assert best == min(others) < max(others)
 
 

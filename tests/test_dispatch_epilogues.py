@@ -215,7 +215,7 @@ def test_matrices_of_operands_and_results_are_bytes_that_memory_moves():
     for name in ("residual", "bias_gelu_saved", "alpha_beta", "gated_silu"):
         problem = problem_of(name, 8192, 14336, 4096)
         (spec, *_) = model_specs(ProblemType.of(problem))
-        assert memory_bytes(problem, spec, RasterOrder(), H200) >= problem.bytes
+        assert memory_bytes(problem, spec, [RasterOrder()], H200) >= problem.bytes
     plain = GemmProblem.dense(8192, 14336, 4096)
     assert problem_of("residual", 8192, 14336).bytes - plain.bytes == 8192 * 14336 * 2
 

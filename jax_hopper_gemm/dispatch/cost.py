@@ -67,13 +67,13 @@ def estimate(
     problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, device: Device
 ) -> Estimate:
     """Returns the expected cost of `spec`'s kernel on `problem`."""
-    memory = memory_bytes(problem, spec, raster_order, device)
+    memory = memory_bytes(problem, spec, (raster_order,), device)
     return _estimate(problem.as_stored(spec.d_major), spec, memory, device)
 
 
 def rough_estimate(problem: GemmProblem, spec: GemmSpec, device: Device) -> Estimate:
     """Returns the same in the better one of `ROUGH`."""
-    memory = min(memory_bytes(problem, spec, order, device) for order in ROUGH)
+    memory = memory_bytes(problem, spec, ROUGH, device)
     return _estimate(problem.as_stored(spec.d_major), spec, memory, device)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 
 from ..gemm import grid
@@ -14,9 +15,9 @@ from .expected_tiles import equal_groups
 
 
 def memory_bytes(
-    problem: GemmProblem, spec: GemmSpec, raster_order: RasterOrder, device: Device
+    problem: GemmProblem, spec: GemmSpec, orders: Iterable[RasterOrder], device: Device
 ) -> float:
-    """Returns the bytes that device memory moves.
+    """Returns the bytes that device memory moves, in the best of some orders of tiles.
 
     Where A and B fit in L2, each is read once; else every wave reads its rows and columns
     again, but for an operand small enough to stay.
@@ -27,11 +28,13 @@ def memory_bytes(
     a_bytes, b_bytes = p.m * row_a, p.n * row_b
     if a_bytes + b_bytes <= 0.8 * L2_BYTES:
         return p.bytes
-    rows, columns = _in_flight(p, s, raster_order, device)
     waves = grid.num_waves(prod(grid.cluster_grid(p, s)), s, device.num_sms)
-    inputs = sum(
-        whole if whole <= 0.4 * L2_BYTES else max(whole, waves * lines * row)
-        for whole, lines, row in ((a_bytes, rows, row_a), (b_bytes, columns, row_b))
+    inputs = min(
+        sum(
+            whole if whole <= 0.4 * L2_BYTES else max(whole, waves * lines * row)
+            for whole, lines, row in ((a_bytes, rows, row_a), (b_bytes, columns, row_b))
+        )
+        for rows, columns in (_in_flight(p, s, order, device) for order in orders)
     )
     return max(float(p.bytes), p.l * (inputs + p.m * p.n * p.element_bytes))
 

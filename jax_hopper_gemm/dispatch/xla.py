@@ -41,7 +41,13 @@ class Trees:
 
     def ratio(self, inputs: tuple[float, ...]) -> float:
         """Returns the ratio of the times; `inputs` are `features`."""
-        return math.exp(self.base + sum(_leaf(tree, inputs) for tree in self.trees))
+        total = 0
+        for tree in self.trees:
+            while isinstance(tree, list):
+                feature, threshold, low, high = tree
+                tree = low if inputs[feature] <= threshold else high
+            total += tree
+        return math.exp(self.base + total)
 
 
 @dataclass(frozen=True)
@@ -54,13 +60,6 @@ class Fit:
     least: Trees  # than which the ratio is lower in a share `UNLIKELY` of cases
     products: int  # that it was fitted to
     error: float  # median, relative, of what was expected of products that the fit had not seen
-
-
-def _leaf(tree: Tree, inputs: tuple[float, ...]) -> float:
-    while isinstance(tree, list):
-        feature, threshold, low, high = tree
-        tree = low if inputs[feature] <= threshold else high
-    return tree
 
 
 def features(problem: GemmProblem, best: Estimate) -> tuple[float, ...]:

@@ -129,7 +129,7 @@ class EpilogueGraph:
         """The operands that arrive in shared memory: all but scalars."""
         return tuple(operand for operand in self.operands if operand.kind != "scalar")
 
-    @property
+    @cached_property
     def needs_whole_rows(self) -> bool:
         """Whether a row of D must fit one tile."""
         return any(node.op in ROW_REDUCTIONS for node in self.nodes) or any(

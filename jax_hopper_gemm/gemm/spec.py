@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from . import simt
@@ -238,7 +238,7 @@ class GemmSpec:
             return simt.num_threads(self.tile_m, self.tile_n)
         return 128 * (self.math_warpgroups + 1)
 
-    @property
+    @cached_property
     def cluster_size(self) -> int:
         return self.cluster_m * self.cluster_n
 
@@ -248,12 +248,12 @@ class GemmSpec:
         no second (see `group_search.tile_in_pair`)."""
         return self.grouped == "m" and self.cluster_m == 2
 
-    @property
+    @cached_property
     def raster_m(self) -> int:
         """Tiles along M in a step of the walk over cluster tiles."""
         return 1 if self.paired else self.cluster_m
 
-    @property
+    @cached_property
     def raster_n(self) -> int:
         """Tiles along N in a step of the walk over cluster tiles."""
         return 2 if self.paired else self.cluster_n
@@ -452,6 +452,7 @@ class GemmSpec:
         return cls(**named)
 
 
+@lru_cache(maxsize=1024)
 def _box(second_is_contiguous: bool, first: int, second: int, shares: int, dtype: str) -> TmaBox:
     contiguous, other = (second, first) if second_is_contiguous else (first, second)
     itemsize = DTYPES[dtype].itemsize

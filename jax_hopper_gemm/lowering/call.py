@@ -22,7 +22,7 @@ from ..gemm.groups import GroupedAxis, Groups
 from ..gemm.product import Options
 from ..gemm.subscripts import Subscripts
 from ..launch import ffi_target
-from .decide import Decision, Form, decide, forms_of
+from .decide import Decision, Form, decide, forms_of, reads_in_order
 from .devices import lowers_shard
 from .origins import MlirValues, Origin, Source, source_of
 from .route import Request, Route, current_device, route
@@ -66,7 +66,7 @@ class Call:
 
     def decided(self, ctx: mlir.LoweringRuleContext) -> tuple[Call, Decision]:
         """Returns the decision how the product runs, and the call of its form."""
-        sources = self._sources()
+        sources = self._sources(ordered=reads_in_order(self.request))
         origins = [source.origin for source in sources]
         decision = decide(self.request, origins, device_of(ctx), kernel_only=self.insists)
         return self._in_form(decision.form, sources), decision
@@ -76,14 +76,14 @@ class Call:
 
         Or of the operands themselves, where a kernel runs the product of these alone.
         """
-        sources = self._sources()
+        sources = self._sources(ordered=False)
         origins = [Origin(source.origin.permutation) for source in sources]
         decision = decide(self.request, origins, device_of(ctx), kernel_only=self.insists)
         form = decision.form if decision.route.supported else forms_of(self.request, origins)[0]
         return self._in_form(form, sources)
 
-    def _sources(self) -> list[Source]:
-        return [source_of(value, MlirValues()) for value in self.values]
+    def _sources(self, *, ordered: bool) -> list[Source]:
+        return [source_of(value, MlirValues(), ordered=ordered) for value in self.values]
 
     def _in_form(self, form: Form, sources: Sequence[Source]) -> Call:
         """Returns the call of a form of the product, whose operands come from `sources`."""

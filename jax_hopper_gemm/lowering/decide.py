@@ -262,13 +262,18 @@ def _ordered(form: Form, origins: Sequence[Origin]) -> Form | None:
     XLA then writes them like that: for the products of attention the probabilities lie as the
     logits. None where nothing would change.
     """
-    request = form.request
-    if request.groups or request.indexed or request.num_b > 1 or not request.subscripts.batch:
+    if not reads_in_order(form.request):
         return None
     for i, origin in enumerate(origins):
         if origin.layout is not None and i not in form.stored:
             form = _transposed(form, i, origin.layout)
     return form if form.copied else None
+
+
+def reads_in_order(request: Request) -> bool:
+    """Whether the order matters in which axes of an operand's sources lie: `Origin.layout`."""
+    others = request.groups or request.indexed or request.num_b > 1
+    return bool(request.subscripts.batch) and not others
 
 
 def _joined(form: Form) -> Form | None:

@@ -100,8 +100,12 @@ class Source:
     scale: Any = None  # by which it is multiplied; or None
 
 
-def source_of(value: Any, world: World) -> Source:
-    """Returns where an operand comes from."""
+def source_of(value: Any, world: World, *, ordered: bool) -> Source:
+    """Returns where an operand comes from.
+
+    Args:
+      ordered: whether to look for its `Origin.layout`, which is a long way back.
+    """
     stored, permutation, step = value, None, world.step(value)
     if step and step.kind == "transpose":
         stored, permutation = step.source, step.permutation
@@ -115,7 +119,7 @@ def source_of(value: Any, world: World) -> Source:
     if part := _indexing(stored, step, world):
         origin = Origin(permutation, stack=world.shape(part.source)[0])
         return Source(origin, stored, part.source, part.indices)
-    return Source(Origin(permutation, layout=_layout(value, world)), stored)
+    return Source(Origin(permutation, layout=_layout(value, world) if ordered else None), stored)
 
 
 def _layout(value: Any, world: World) -> tuple[int, ...] | None:

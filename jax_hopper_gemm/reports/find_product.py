@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from ..gemm.dtypes import converts
+from ..lowering.decide import reads_in_order
 from ..lowering.origins import ELEMENTWISE, Origin, Step, Widened, source_of
 from ..lowering.register import EXPANDED
 from ..lowering.route import Request
@@ -43,8 +44,9 @@ class TracedProduct:
         """Returns what the operands are made of, as in `decide`."""
         request = self.request
         shapes = (request.lhs_shape, *[request.rhs_shape] * request.num_b)
+        world, ordered = JaxprValues(), reads_in_order(request)
         return tuple(
-            source_of(Value(self.program, atom, shape), JaxprValues()).origin
+            source_of(Value(self.program, atom, shape), world, ordered=ordered).origin
             for atom, shape in zip(self.equation.invars, shapes, strict=False)
         )
 
