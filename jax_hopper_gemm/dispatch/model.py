@@ -34,9 +34,11 @@ SPLIT_K_LOST = 16384
 # had not seen kernels from 0.97, 1.00, 1.015, 1.03 were slower than 0.97 of XLA's speed in 4.0,
 # 1.9, 1.2, 1.1 of 100; the mean speed, XLA's own where it ran, was 1.125, 1.101, 1.092, 1.085.
 LEAD = 1.015
-# Times as long as with whole lines that XLA takes where an operand's line is a multiple of 1 or 2
-# elements of 16 bits, no more. Measured: 1.6 once and 2.6 to 3.7 six times; 1.3, 1.4 and 2.8.
-LOOSE_LINES = {1: 1.8, 2: 1.15}
+# Times as long as with whole lines that XLA takes, but for a latency, where an operand's line is a
+# multiple of 1, 2 or 4 elements of 16 bits, no more: the expected ratio, and one that most exceed.
+# Fitted to 18, 7 and 4 products that took 1.6 to 4.8, 1.3 to 3.4 and 3.0 to 3.5 times as long.
+LOOSE_LINES = {1: (3.2, 2.0), 2: (2.1, 1.3), 4: (3.0, 2.3)}
+LOOSE_LATENCY_NS = 3000.0  # of XLA's time, the part that is the same for such lines
 LOOSE_STORES = 1.2  # passes over D that it takes longer where D's rows are so; measured 1.2 to 2.1
 WAITING_K = 4096  # K from which SMs without a tile cost more than XLA loses by splitting it
 WAITING_RATIO = 1.8  # times the roofline
@@ -169,17 +171,23 @@ def xla_time(problem: GemmProblem, device: Device) -> XlaTime | None:
     if whole != problem:
         d_bytes = problem.m * problem.n * problem.element_bytes
         stores = LOOSE_STORES * d_bytes / MEMORY_BYTES_PER_NS
-    lines = [x.copied_line for x in (problem.a, problem.b) if x.copied_line]
-    slower = max((LOOSE_LINES.get(line & -line, 1.0) for line in lines), default=1.0)
     fit = fit_for(whole, device)
     best, _ = best_kernel(whole, device) if fit else (None, [])
     if not fit or not best:
         return None
+    lines = [x.copied_line for x in (problem.a, problem.b) if x.copied_line]
+    unit = min((line & -line for line in lines), default=None)  # the power of 2 that divides all
+    slower = LOOSE_LINES[unit] if unit else (1.0, 1.0)
     inputs = features(whole, best.cost)
     ns, least_ns = (
-        trees.ratio(inputs) * best.cost.ns * slower + stores for trees in (fit.expected, fit.least)
+        _on_loose_lines(trees.ratio(inputs) * best.cost.ns, times) + stores
+        for trees, times in zip((fit.expected, fit.least), slower, strict=True)
     )
     return XlaTime(fit, ns, least_ns)
+
+
+def _on_loose_lines(ns: float, times: float) -> float:
+    return ns + (times - 1) * max(0.0, ns - LOOSE_LATENCY_NS)
 
 
 def with_whole_rows(problem: GemmProblem) -> GemmProblem:
