@@ -23,13 +23,17 @@ def error(got, exact):
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_a_product_and_its_gradients_are_xlas(name, recipe, checked):
     program = PROGRAMS[name]
-    ours, xlas = (program.leaves(recipe, by) for by in ("hopper", "xla"))
+    ours = program.leaves(recipe, "hopper")
+    # Of a scan of `BlockScaling` XLA leaves out conversions to 8 bits and back, on a GPU alone.
+    with jax.default_device(jax.devices("cpu" if program.rough is None else None)[0]):
+        xlas = program.leaves(recipe, "xla")
+        plain = program.leaves(None, "xla")
     errors = list(map(error, ours, xlas))
     print(f"{name}, {recipe}:", *(f"{x:.2e}" for x in errors))
     first = 0.03 if name == "scan" else recipe_programs.PLAIN  # layers quantize anew, too
     assert errors[0] < first
     if program.rough is None:
-        noise = map(error, program.leaves(None, "xla"), xlas)
+        noise = map(error, plain, xlas)
         assert all(x < y for x, y in zip(errors, noise, strict=True))
     else:
         assert max(errors) < program.rough
