@@ -31,7 +31,14 @@ import jax
 
 from jax_hopper_gemm import cubin
 from jax_hopper_gemm.dispatch import H200, Device, choose
-from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs, worthwhile
+from jax_hopper_gemm.dispatch.candidates import (
+    WIDE_EPI_TILE,
+    considered_specs,
+    filled_spec,
+    model_specs,
+    types_of,
+    worthwhile,
+)
 from jax_hopper_gemm.dispatch.configs import Config
 from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
@@ -62,10 +69,12 @@ WIDE = (
 )
 
 
-def products(count: int, seed: int) -> list[GemmProblem]:
+def products(count: int, seed: int, split_sectors: bool) -> list[GemmProblem]:
     """Returns random products, every second one of those that more is to be learnt of."""
     held_out = set(shapes.suite("heldout"))
     drawn = [p for p in shapes.random_products(3 * count, seed) if p not in held_out]
+    if split_sectors:
+        return [p for p in drawn if p.splits_sectors][:count]
     usual, hard = iter(drawn), filter(_is_hard, drawn[count:])
     turns = chain.from_iterable(zip(usual, hard, strict=False))
     return list(islice(dict.fromkeys(turns), count))
@@ -84,12 +93,11 @@ def wide_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
 
 
 def ranked(
-    problem: GemmProblem, device: Device, specs: Callable[[ProblemType], Iterable[GemmSpec]]
+    problem: GemmProblem, device: Device, specs: Iterable[GemmSpec]
 ) -> list[tuple[float, GemmSpec]]:
-    """Returns expected times and kernels of both orders of A and B, the fastest first."""
-    kinds = [ProblemType.of(side) for side in (problem, problem.transposed)]
+    """Returns expected times and kernels, the fastest first."""
     found = []
-    for spec in chain.from_iterable(map(specs, kinds)):
+    for spec in specs:
         against = pairing_violations(problem, spec) + split_violations(problem, spec, device)
         if against or spec.split_k and not k_split(problem, spec, device.num_sms).ranges:
             continue
@@ -98,12 +106,18 @@ def ranked(
     return sorted(found, key=lambda pair: pair[0])
 
 
+def _stores_narrow(spec: GemmSpec) -> bool:
+    return spec.d_major == "n" and spec.epi_tile_n < WIDE_EPI_TILE
+
+
 def candidates(problem: GemmProblem, device: Device, count: int) -> list[Candidate]:
     """Returns the kernels to time; no two have one name, by which a profile tells them apart."""
     chosen = choose(problem, device, kernel_only=True).spec
-    known = ranked(problem, device, model_specs)
-    wide = ranked(problem, device, wide_specs)
+    known = ranked(problem, device, considered_specs(problem))
+    wide = ranked(problem, device, chain.from_iterable(map(wide_specs, types_of(problem))))
     leaders = [spec for _, spec in known[:LEADERS]]
+    if problem.splits_sectors:
+        leaders = [next(spec for _, spec in known if _stores_narrow(spec)), *leaders]
     limit = HOPELESS * known[0][0] if known else 0.0
 
     def best_of_kinds(pairs: Iterable[tuple[float, GemmSpec]]) -> Iterator[GemmSpec]:
@@ -115,7 +129,10 @@ def candidates(problem: GemmProblem, device: Device, count: int) -> list[Candida
                 yield spec
 
     usual = dict.fromkeys([*([chosen] if chosen else []), *leaders, *best_of_kinds(known)])
-    found = [*islice(usual, max(1, count - WIDE_COUNT)), *islice(best_of_kinds(wide), WIDE_COUNT)]
+    found = [
+        *islice(usual, max(LEADERS, count - WIDE_COUNT)),
+        *islice(best_of_kinds(wide), WIDE_COUNT),
+    ]
     by_name = {spec.name: spec for spec in reversed(found[:count])}
     return [(s, best_raster_order(problem, s, device)) for s in reversed(by_name.values())]
 
@@ -238,6 +255,10 @@ def main() -> int:
     )
     parser.add_argument("--count", type=int, default=400, help="products [400]")
     parser.add_argument("--seed", type=int, default=5, help="that draws them [5]")
+    parser.add_argument(
+        "--split-sectors", action="store_true",
+        help="only products whose rows of D begin within a sector of memory",
+    )  # fmt: skip
     parser.add_argument("--heldout", action="store_true", help="the suite of that name instead")
     parser.add_argument("--candidates", type=int, default=6, help="kernels a product [6]")
     parser.add_argument("--rounds", type=int, default=5, help="launches of each [5]")
@@ -245,7 +266,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="build the kernels")
     arguments = parser.parse_args()
-    problems = products(arguments.count, arguments.seed)
+    problems = products(arguments.count, arguments.seed, arguments.split_sectors)
     if arguments.heldout:
         problems = list(shapes.suite("heldout"))
     if arguments.build:

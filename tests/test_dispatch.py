@@ -23,11 +23,15 @@ from jax_hopper_gemm.dispatch import (
     table_specs,
 )
 from jax_hopper_gemm.dispatch.candidates import filled_spec, model_specs
-from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, RASTER_ORDERS
+from jax_hopper_gemm.dispatch.configs import DENSE_CONFIGS, RASTER_ORDERS, Config
 from jax_hopper_gemm.dispatch.cost import estimate, roofline_ns
 from jax_hopper_gemm.dispatch.layout_legality import MAX_EXTENT
 from jax_hopper_gemm.dispatch.legality import pairing_violations, split_violations
-from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order, memory_bytes
+from jax_hopper_gemm.dispatch.memory_traffic import (
+    SPLIT_SECTOR_BYTES,
+    best_raster_order,
+    memory_bytes,
+)
 from jax_hopper_gemm.dispatch.model import best_kernel
 from jax_hopper_gemm.gemm.dtypes import HALVES
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
@@ -298,6 +302,43 @@ def test_clusters_of_four_that_cannot_all_be_resident_cost_a_second_round():
 )
 def test_neighbours_in_time_lie_along_the_edge_that_measurements_preferred(changes, along):
     assert best_raster_order(SQUARE, replace(BASE, **changes), H200).along == along
+
+
+def test_tiles_follow_lines_of_d_where_storing_it_takes_longest():
+    short = GemmProblem.dense(20000, 3424, 128, b_major="k")
+    for problem in (short, replace(short, l=3)):
+        for spec in (BASE, replace(BASE, cluster_n=2), replace(BASE, d_major="m")):
+            order = best_raster_order(problem, spec, H200)
+            assert (order.along, order.swizzle) == (spec.d_major, 1)
+    for other in (GemmProblem.dense(20000, 3424, 1024), GemmProblem.dense(2000, 3424, 128)):
+        assert best_raster_order(other, replace(BASE, cluster_n=2), H200).along == "m"
+
+
+@pytest.mark.parametrize(("n", "columns"), [(25000, 64), (24992, 32)])
+def test_boxes_are_wide_where_lines_of_d_begin_within_a_sector(n, columns):
+    problem = GemmProblem.dense(8192, n, 256)
+    assert problem.splits_sectors == problem.transposed.splits_sectors == (columns == 64)
+    spec = choose(problem, H200, kernel_only=True).spec
+    assert spec and spec.epi_tile_n == columns
+    assert spec in table_specs(H200)
+    narrow, wide = (
+        filled_spec(Config(128, 256, epi_tile_n=x), ProblemType.of(problem)) for x in (32, 64)
+    )
+    assert narrow and wide
+    moved = [memory_bytes(problem, s, [RasterOrder()], H200) for s in (narrow, wide)]
+    assert moved[0] - moved[1] == pytest.approx(
+        8192 * n / 64 * SPLIT_SECTOR_BYTES if columns == 64 else 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("d_dtype", "n", "splits"),
+    [("bfloat16", 1000, True), ("bfloat16", 1008, False), ("float32", 1004, True),
+     ("float32", 1008, False), ("bfloat16", 1001, False)],
+)  # fmt: skip
+def test_lines_of_d_split_sectors_at_odd_multiples_of_16_bytes(d_dtype, n, splits):
+    """Those that are no multiples of 16 bytes TMA does not store."""
+    assert GemmProblem.dense(256, n, 64, d_dtype=d_dtype).splits_sectors == splits
 
 
 @pytest.mark.parametrize("m", [8, 16])

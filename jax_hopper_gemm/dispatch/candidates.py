@@ -32,6 +32,7 @@ from .configs import (
     SIMT_CONFIGS,
     TRANSPOSED_CONFIGS,
     WHOLE_ROW_CONFIGS,
+    WIDE_STORE_CONFIGS,
     Config,
     tuner_configs,
 )
@@ -65,6 +66,14 @@ def model_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     return _legal(considered, problem_type)
 
 
+@lru_cache(maxsize=1024)
+def wide_store_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
+    """Returns kernels of a type that store wider lines, for D with `splits_sectors`."""
+    narrow = DTYPES[problem_type.d_dtype].itemsize < 4 and problem_type.d_major == "n"
+    plain = problem_type.grouped is None and problem_type.a_dtype in HALVES
+    return _legal(WIDE_STORE_CONFIGS, problem_type) if narrow and plain else ()
+
+
 def types_of(problem: GemmProblem) -> list[ProblemType]:
     """Returns the types of kernels that a problem is worth: its own, and that of its transpose."""
     sides = [problem]
@@ -75,7 +84,11 @@ def types_of(problem: GemmProblem) -> list[ProblemType]:
 
 def considered_specs(problem: GemmProblem) -> list[GemmSpec]:
     """Returns the kernels that the cost model chooses among for a problem."""
-    return [spec for kind in types_of(problem) for spec in model_specs(kind)]
+    kinds = types_of(problem)
+    specs = [spec for kind in kinds for spec in model_specs(kind)]
+    if problem.splits_sectors:
+        specs += [spec for kind in kinds for spec in wide_store_specs(kind)]
+    return specs
 
 
 @lru_cache(maxsize=64)
@@ -250,7 +263,7 @@ def table_specs(device: Device, dtypes: Iterable[tuple[str, str]] | None = None)
     specs: dict[GemmSpec, None] = {}
     for axis, (dtype, d_dtype) in product(AXES, pairs):
         for problem_type in problem_types(dtype, d_dtype, None, axis):
-            specs |= dict.fromkeys(model_specs(problem_type))
+            specs |= dict.fromkeys((*model_specs(problem_type), *wide_store_specs(problem_type)))
     for measured in measured_specs(device):
         if (measured.a_dtype, measured.d_dtype) in pairs:
             plain = ProblemType.of_spec(measured)

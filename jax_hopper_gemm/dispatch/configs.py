@@ -177,6 +177,14 @@ GATHERED_K_CONFIGS = (  # those whose clusters lie the wrong way are left out
     Config(64, 64),
 )
 
+# Where lines of D begin and end within sectors of memory, each line of a box that is stored costs
+# two sectors that are written in parts: the wider the box, the fewer.
+WIDE_STORE_CONFIGS = tuple(
+    replace(config, epi_tile_n=64)
+    for config in DENSE_CONFIGS
+    if config.tile_m * config.tile_n >= 128 * 128 and not config.split_k
+)
+
 # Rows that must fit a tile, with fewer accumulators than the widest tiles have.
 WHOLE_ROW_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     None: (Config(64, 192), Config(128, 192, cluster_m=2)),

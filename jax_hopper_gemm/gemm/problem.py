@@ -17,6 +17,7 @@ from .epilogue_graph import EpilogueGraph, Result
 from .groups import GroupedAxis, Groups, VarlenAxis
 
 Major = Literal["k", "m", "n"]
+SECTOR_BYTES = 32  # of memory, that is read or written at once
 TMA_ALIGNMENT = 16  # bytes: addresses and strides that a tensor map takes are multiples
 
 
@@ -174,6 +175,14 @@ class GemmProblem:
         apart += [length, *([self.d.leading_stride] if lines > 1 else [])]
         dtypes = {r.dtype for r in self.graph.matrices} & DTYPES.keys()  # others are refused
         return any(x * DTYPES[dtype].itemsize % TMA_ALIGNMENT for x in apart for dtype in dtypes)
+
+    @cached_property
+    def splits_sectors(self) -> bool:
+        """Whether lines of D begin and end within sectors of memory, in multiples of 16 bytes."""
+        if self.loose_d or self.simt:
+            return False
+        dtypes = {r.dtype for r in self.graph.matrices} & DTYPES.keys()
+        return any(self.d.leading_stride * DTYPES[x].itemsize % SECTOR_BYTES for x in dtypes)
 
     @property
     def simt_width(self) -> int:
