@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from functools import cached_property
 
 import pytest
 from support.cubin_samples import OTHER_VALUES, SPEC
 
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.legality import MAX_ACC_REGISTERS, max_accumulators, violations
-from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, TmaBox
+from jax_hopper_gemm.gemm.spec import CACHED_OF, SMEM_LIMIT, GemmSpec, TmaBox
 
 pytestmark = pytest.mark.pure
 
@@ -27,6 +28,24 @@ BUSY = EpilogueGraph(
 )
 PAIR = EpilogueGraph(2, nodes=(Node("mul", (0, 1)),), results=(Result("matrix", 2, "bfloat16"),))
 MASKED = EpilogueGraph(operands=(MASK,), nodes=(Node("select", (1, 0, 0)),), results=(STORED,))
+
+
+@pytest.mark.parametrize("field", CACHED_OF)
+@pytest.mark.parametrize(
+    "spec",
+    [LARGE, replace(LARGE, epilogue=BUSY, epi_load_stages=2), replace(LARGE, b_dtype="int4")],
+    ids=["plain", "busy", "converting"],
+)
+def test_a_varied_spec_keeps_no_stale_property(spec, field):
+    cached = [x for x, value in vars(GemmSpec).items() if isinstance(value, cached_property)]
+    value = {"a_major": "m", "b_major": "k"}.get(field) or getattr(spec, field) + 1
+    before = {name: getattr(spec, name) for name in cached}  # and so it is cached
+    varied, fresh = spec.varied(**{field: value}), replace(spec, **{field: value})
+    assert varied == fresh and spec != fresh
+    assert {name: getattr(varied, name) for name in cached} == {
+        name: getattr(fresh, name) for name in cached
+    }
+    assert {name for name in cached if getattr(fresh, name) != before[name]} <= {CACHED_OF[field]}
 
 
 def test_a_plain_spec_has_no_violations():

@@ -122,12 +122,13 @@ def _legal(considered: Iterable[Config], problem_type: ProblemType) -> tuple[Gem
 
     Shared memory is filled alike whichever axis operands lie along, and so it is filled once.
     """
-    majors = {"a_major": problem_type.a_major, "b_major": problem_type.b_major}
     alike = replace(problem_type, a_major="k", b_major="k")
     if problem_type.grouped == "k" or not has_kernels(alike):
-        alike, majors = problem_type, {}
+        alike = problem_type
     specs = _filled_specs(tuple(considered), alike)
-    return tuple(filter(worthwhile, (replace(spec, **majors) for spec in specs)))
+    a_major, b_major = problem_type.a_major, problem_type.b_major
+    stored = (spec.varied(a_major=a_major, b_major=b_major) for spec in specs)
+    return tuple(filter(worthwhile, stored))
 
 
 @lru_cache(maxsize=64)  # of the tuner's configurations it holds thousands
@@ -209,7 +210,7 @@ def _filled(least: GemmSpec) -> GemmSpec:
                 break
     if s.graph.matrices and 2 * warpgroups * s.epi_stage_bytes <= free:
         epi_stages += 2
-    return replace(s, num_stages=stages, epi_load_stages=load_stages, epi_stages=epi_stages)
+    return s.varied(num_stages=stages, epi_load_stages=load_stages, epi_stages=epi_stages)
 
 
 def worthwhile(spec: GemmSpec) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from ..gemm import grid, simt
 from ..gemm.dtypes import DTYPES
@@ -28,10 +29,10 @@ from .configs import RASTER_ORDERS
 from .device import CYCLES_PER_NS, FMA_UNITS, MEMORY_BYTES_PER_NS, SM_BYTES_PER_CYCLE, Device
 from .epilogue_cycles import EPILOGUE_CYCLES, computing_cycles, epilogue_cycles, loose_cycles
 from .expected_tiles import (
-    active_sms,
-    expected_cluster_tiles,
+    Waves,
     expected_k_tiles,
     expected_tiles,
+    expected_waves,
     partial_tiles,
 )
 from .mainloop_cycles import k_tile_cycles, load_cycles, math_cycles
@@ -51,8 +52,7 @@ COPY_PASSES = 2.6  # measured: as many bytes moved for each byte of lines that b
 SIMT_LOSS = 0.05  # assumed: of their cycles, to copies for each side of a tile of 128x128
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """What a launch is expected to cost."""
 
     ns: float  # time of the kernel
@@ -82,25 +82,22 @@ def _estimate(problem: GemmProblem, spec: GemmSpec, memory: float, device: Devic
     p, s = problem, spec
     if s.simt_width:
         return _simt_estimate(p, s, memory, device)
-    clusters, slots = expected_cluster_tiles(p, s), grid.max_clusters(s, device.num_sms)
-    waves = grid.num_waves(clusters, s, device.num_sms)
-    active = active_sms(p, s, device)
+    waves = expected_waves(p, s, device)
 
-    math, load = math_cycles(s), load_cycles(p, s, active)
+    math, load = math_cycles(s), load_cycles(p, s, waves.active_sms)
     partial, live = partial_tiles(p, s)
     k_tile = (1 - partial) * k_tile_cycles(math, load)
     k_tile += partial * k_tile_cycles(live * math, load)
-    occupancy = clusters / (waves * slots)
-    if s.split_k:
-        tape = grid.k_split(p, s, device.num_sms)
-        sm_ns = _split_cycles(p, s, device, tape, k_tile) / CYCLES_PER_NS
-        sm_ns *= SHARED_WAVE if waves > 1 else 1.0
-        memory += tape.ranges * s.cluster_size * _partial_bytes(s)  # written back from L2
-        occupancy = active / (slots * s.cluster_size)
+    occupancy = waves.tiles / (waves.number * waves.resident)
+    if waves.tape:
+        sm_ns = _split_cycles(p, s, waves, waves.tape, k_tile) / CYCLES_PER_NS
+        sm_ns *= SHARED_WAVE if waves.number > 1 else 1.0
+        memory += waves.tape.ranges * s.cluster_size * _partial_bytes(s)  # written back from L2
+        occupancy = waves.active_sms / (waves.resident * s.cluster_size)
     else:
-        sm_ns = _sm_cycles(s, waves, expected_k_tiles(p, s) * k_tile) / CYCLES_PER_NS
+        sm_ns = _sm_cycles(s, waves.number, expected_k_tiles(p, s) * k_tile) / CYCLES_PER_NS
 
-    sm_ns += waves * loose_cycles(s) / CYCLES_PER_NS
+    sm_ns += waves.number * loose_cycles(s) / CYCLES_PER_NS
     memory_ns = memory / MEMORY_BYTES_PER_NS
     if s.evict_first == ("b" if p.n > p.m else "a"):
         memory_ns *= EVICTED
@@ -109,7 +106,7 @@ def _estimate(problem: GemmProblem, spec: GemmSpec, memory: float, device: Devic
         ns=LAUNCH_NS + max(sm_ns, memory_ns) + MEMORY_LEAK * min(sm_ns, memory_ns),
         bound=bound,
         tiles=expected_tiles(p, s),
-        waves=waves,
+        waves=waves.number,
         occupancy=occupancy,
         splits_k=s.split_k,
     )
@@ -137,16 +134,16 @@ def _sm_cycles(spec: GemmSpec, waves: int, mainloop: float) -> float:
 
 
 def _split_cycles(
-    problem: GemmProblem, spec: GemmSpec, device: Device, tape: KSplit, k_tile: float
+    problem: GemmProblem, spec: GemmSpec, waves: Waves, tape: KSplit, k_tile: float
 ) -> float:
     """Returns the busiest CTA's cycles where clusters share tiles.
 
     It multiplies a range and whole tiles, stores its share of the tiles, leaves one partial sum and
     adds those of the others that work on its tile.
     """
-    tiles, k_tiles = expected_cluster_tiles(problem, spec), grid.num_k_tiles(problem, spec)
+    tiles, k_tiles = waves.tiles, grid.num_k_tiles(problem, spec)
     whole = tape.items - tape.ranges
-    clusters = grid.launched_clusters(problem, spec, device.num_sms)
+    clusters = waves.active_sms // spec.cluster_size
     length = whole // clusters * k_tiles
     exchange = 0.0
     if tape.ranges:
@@ -204,7 +201,7 @@ def tile_cycles(problem: GemmProblem, spec: GemmSpec, device: Device) -> TileCyc
     return TileCycles(
         k_tiles=ceil(expected_k_tiles(problem, spec)),
         multiply=math_cycles(spec),
-        load=load_cycles(problem, spec, active_sms(problem, spec, device)),
+        load=load_cycles(problem, spec, expected_waves(problem, spec, device).active_sms),
         epilogue=epilogue_cycles(spec),
     )
 

@@ -62,8 +62,10 @@ def loose_cycles(spec: GemmSpec) -> float:
 
 def computing_cycles(spec: GemmSpec) -> float:
     """Returns the cycles in which one warpgroup computes the epilogue of its rows of a tile."""
+    if spec.epilogue is None:
+        return 0.0
     columns = spec.d_tile_n / spec.warpgroups_n
-    return spec.rows_per_warpgroup * columns / 128 * element_cycles(spec.graph)
+    return spec.rows_per_warpgroup * columns / 128 * element_cycles(spec.epilogue)
 
 
 @lru_cache(maxsize=256)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import exp
+from typing import NamedTuple
 
 from ..gemm import grid
+from ..gemm.k_split import KSplit
 from ..gemm.problem import GemmProblem
 from ..gemm.spec import GemmSpec
 from .device import Device
@@ -92,10 +94,21 @@ def partial_tiles(problem: GemmProblem, spec: GemmSpec) -> tuple[float, float]:
     return 1 / tiles, (blocks - (tiles - 1) * blocks_of_tile) / blocks_of_tile
 
 
-def active_sms(problem: GemmProblem, spec: GemmSpec, device: Device) -> int:
-    """Returns how many SMs load at the same time."""
+class Waves(NamedTuple):
+    """The tiles that clusters compute together, and how these take turns."""
+
+    tiles: int
+    resident: int  # clusters, at most
+    number: int  # tiles that one cluster computes at most
+    active_sms: int  # that load at the same time
+    tape: KSplit | None = None  # where clusters share k-tiles
+
+
+def expected_waves(problem: GemmProblem, spec: GemmSpec, device: Device) -> Waves:
+    tiles, resident = expected_cluster_tiles(problem, spec), grid.max_clusters(spec, device.num_sms)
+    number, tape = grid.ceil_div(tiles, resident), None
+    active = grid.ceil_div(tiles, number)
     if spec.split_k:
-        return grid.launched_clusters(problem, spec, device.num_sms) * spec.cluster_size
-    clusters = expected_cluster_tiles(problem, spec)
-    waves = grid.num_waves(clusters, spec, device.num_sms)
-    return grid.ceil_div(clusters, waves) * spec.cluster_size
+        tape = grid.k_split(problem, spec, device.num_sms)
+        active = min(tape.items, resident)
+    return Waves(tiles, resident, number, active * spec.cluster_size, tape)

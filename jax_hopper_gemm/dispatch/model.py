@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..gemm.dtypes import DTYPES
 from ..gemm.epilogue_graph import ROW_REDUCTIONS
@@ -46,8 +47,7 @@ WAITING_RATIO = 1.8  # times the roofline
 XlaRule = Callable[[GemmProblem, Estimate, Device], str | None]
 
 
-@dataclass(frozen=True)
-class Best:
+class Best(NamedTuple):
     """The kernel of least expected cost."""
 
     spec: GemmSpec

@@ -69,7 +69,12 @@ def traced_once(function: Callable[..., Any], *avals: Any, **params: Any) -> Clo
 
 @memoised
 def _traced_once(function: Any, avals: Any, names: Any, *values: Any) -> ClosedJaxpr:
-    return traced(partial(function, **dict(zip(names, values, strict=True))), *avals)
+    return _jitted(function, names).trace(*avals, **dict(zip(names, values, strict=True))).jaxpr
+
+
+@memoised
+def _jitted(function: Any, names: Any) -> Any:
+    return jax.jit(function, static_argnames=names)
 
 
 def abstract(function: Callable[..., Any], *args: Any) -> Any:

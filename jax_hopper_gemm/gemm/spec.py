@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from . import simt
 from .bf16_parts import accumulator_sets, num_parts
@@ -65,6 +65,13 @@ class TmaBox:
     contiguous: int
     other: int
     swizzle: int
+
+
+# By field, the one cached property of a `GemmSpec` that depends on it.
+CACHED_OF = {
+    "a_major": "a_box", "b_major": "b_box",
+    **dict.fromkeys(("num_stages", "epi_stages", "epi_load_stages"), "smem_bytes"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -395,6 +402,17 @@ class GemmSpec:
     def epi_box(self, dtype: str) -> TmaBox:
         """Returns the box of an epilogue tile: D's, another result's, an operand's."""
         return _box(self.d_major == "n", EPI_TILE_M, self.epi_tile_n, 1, dtype)
+
+    def varied(self, **fields: Any) -> GemmSpec:
+        """Returns the kernel with other values of some of `CACHED_OF`'s fields.
+
+        As `replace`, in a tenth of its time: what is cached stays cached where it is still right.
+        """
+        spec = object.__new__(GemmSpec)
+        vars(spec).update(vars(self), **fields)
+        for field in fields:
+            vars(spec).pop(CACHED_OF[field], None)
+        return spec
 
     @property
     def name(self) -> str:

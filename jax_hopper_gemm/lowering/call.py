@@ -87,6 +87,8 @@ class Call:
 
     def _in_form(self, form: Form, sources: Sequence[Source]) -> Call:
         """Returns the call of a form of the product, whose operands come from `sources`."""
+        if form == Form(self.request):
+            return self
         request, values = form.request, list(self.values)
         for i in form.stored:
             values[i] = sources[i].stored
@@ -121,7 +123,8 @@ class Call:
 def device_of(ctx: mlir.LoweringRuleContext) -> Device:
     """Returns the kind of GPU that the program is for, and what else runs on it."""
     assigned = getattr(ctx.module_context.axis_context, "device_assignment", None) or ()
-    return replace(current_device(assigned), comm_overlap=lowers_shard())
+    device = current_device(assigned)
+    return replace(device, comm_overlap=True) if lowers_shard() else device
 
 
 # Read from a program.

@@ -425,11 +425,12 @@ def current_device(candidates: Sequence[Any] = ()) -> dispatch.Device:
     return dispatch.H200
 
 
-def _local_cuda_devices() -> list[Any]:
+@memoised
+def _local_cuda_devices() -> Sequence[Any]:
     try:
         return jax.local_devices(backend="cuda")
     except RuntimeError:  # no CUDA backend here
-        return []
+        return ()
 
 
 def array_text(shape: Sequence[int], dtype: str) -> str:

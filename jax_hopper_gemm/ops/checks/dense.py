@@ -28,15 +28,14 @@ def check_matmul(a: Any, b: Any, terms: Mapping[str, Any], activation: Any, pref
 
 
 def _matmul_problems(a: Any, b: Any) -> list[str]:
-    problems = [
+    scalars = [
         f"{name} is a scalar, {describe(x)}, expected at least one axis: scale with *"
         for name, x in (("a", a), ("b", b))
         if np.ndim(x) == 0
     ]
-    if problems:
-        return problems
-    a_shape, b_shape = np.shape(a), np.shape(b)
-    operands = f"a is {describe(a)}, b is {describe(b)}"
+    if scalars:
+        return scalars
+    a_shape, b_shape, problems = np.shape(a), np.shape(b), []
     k_a, k_b = a_shape[-1], b_shape[max(len(b_shape) - 2, 0)]
     if differ(k_a, k_b):
         hint = ""
@@ -44,13 +43,13 @@ def _matmul_problems(a: Any, b: Any) -> list[str]:
             hint = (
                 ". Is b stored (N, K)? Contract it with dot_general(a, b, (((1,), (1,)), ((), ())))"
             )
-        problems.append(f"K differs: {operands}{hint}")
-    for x, y in zip(reversed(a_shape[:-2]), reversed(b_shape[:-2]), strict=False):
-        if differ(x, y) and 1 not in (x, y):
-            problems.append(
-                f"batch axes {a_shape[:-2]} and {b_shape[:-2]} do not broadcast: {operands}"
-            )
-            break
+        problems.append(f"K differs: a is {describe(a)}, b is {describe(b)}{hint}")
+    batches = zip(reversed(a_shape[:-2]), reversed(b_shape[:-2]), strict=False)
+    if any(differ(x, y) and 1 not in (x, y) for x, y in batches):
+        problems.append(
+            f"batch axes {a_shape[:-2]} and {b_shape[:-2]} do not broadcast: a is {describe(a)}, "
+            f"b is {describe(b)}"
+        )
     return problems
 
 
