@@ -157,7 +157,7 @@ def clear_caches() -> None:
         if name.startswith(f"{jhg.__name__}.dispatch."):
             for cached in vars(module).values():
                 clear = getattr(cached, "cache_clear", None)
-                if clear and cached.__name__ != "packaged_table":
+                if clear and cached.__name__ not in ("packaged_table", "read_fit"):
                     clear()
 
 

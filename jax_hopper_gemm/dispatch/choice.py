@@ -15,7 +15,7 @@ Nothing is timed here; the same problem, device and tables give the same answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -48,6 +48,11 @@ class Decision:
     source: Source  # what decided; "model" stands for rules and estimates
 
     @classmethod
+    def unsupported(cls, reasons: Sequence[str]) -> Decision:
+        """Returns the decision of a problem that no kernel of ours can run."""
+        return cls(None, None, "; ".join(reasons), "unsupported")
+
+    @classmethod
     def xla(cls, reason: str, source: Source = "model") -> Decision:
         """Returns the decision that XLA computes the product."""
         return cls(None, None, reason, source)
@@ -62,7 +67,7 @@ def choose(problem: GemmProblem, device: Device, *, kernel_only: bool = False) -
       TableError: the table that JAX_HOPPER_GEMM_TABLE names cannot be used.
     """
     if problem.indexed and (reasons := problem_violations(problem)):
-        return Decision.xla("; ".join(reasons))
+        return Decision.unsupported(reasons)
     whole = replace(problem, indexed=None, stack=1)
     alone = replace(device, comm_overlap=False)
     decision = _choose(whole, alone, kernel_only, tables_of(alone))
@@ -86,7 +91,7 @@ def choose_invariant(problem: GemmProblem, device: Device, *, kernel_only: bool 
     run the kernels of one GPU, since the devices that share the rows must not matter either.
     """
     if reasons := device_violations(device) + problem_violations(problem):
-        return Decision.xla("; ".join(reasons))
+        return Decision.unsupported(reasons)
     whole = replace(problem, indexed=None, stack=1)
     alone = replace(device, comm_overlap=False)
     decision = _choose_invariant(whole, alone, tables_of(alone))
@@ -107,7 +112,7 @@ def _choose(
     problem: GemmProblem, device: Device, kernel_only: bool, tables: tuple[Table, ...]
 ) -> Decision:
     if reasons := device_violations(device) + problem_violations(problem):
-        return Decision.xla("; ".join(reasons))
+        return Decision.unsupported(reasons)
     key = Key.of(problem)
     table = next((table for table in tables if key in table.entries), None)
     other = problem.bf16_terms > 0 or problem.simt  # than the arithmetic that tables are of
@@ -140,15 +145,18 @@ def _refilled(
     p, entry = problem, table.entries[Key.of(problem)]
     times = f"{_us(entry.kernel_us)}, XLA {_us(entry.xla_us)} ({table.origin})"
     plain = f"the plain product measured {times}"
+    spec = refilled_spec(entry.spec, ProblemType.of(p.as_stored(entry.spec.d_major)))
+    if spec is not None and pairing_violations(p, spec):
+        spec = None
     if entry.prefer == "xla" and not kernel_only:
         matrices = 1 if p.groups and p.groups.axis == "m" else p.l
         d_bytes = matrices * p.m * p.n * DTYPES[p.d_dtype].itemsize
         pass_us = d_bytes / MEMORY_BYTES_PER_NS / 1e3
         lost_us = (entry.kernel_us or 0.0) - (entry.xla_us or 0.0)
-        if lost_us >= pass_us or not entry.kernel_us or not entry.xla_us:
+        costs_more = lost_us >= pass_us or not entry.kernel_us or not entry.xla_us
+        if costs_more and (spec or best_kernel(problem, device)[0]):
             return Decision.xla(f"XLA is faster, and runs the epilogue: {plain}", table.source)
-    spec = refilled_spec(entry.spec, ProblemType.of(p.as_stored(entry.spec.d_major)))
-    if spec is None or pairing_violations(p, spec):
+    if spec is None:
         return None
     loads_matrix = any(operand.kind == "matrix" for operand in p.graph.operands)
     if not loads_matrix and not p.gated and _is_slow(p, spec, table, device):
@@ -181,7 +189,7 @@ def _modelled(
 ) -> Decision:
     best, reasons = best_kernel(problem, device, candidates)
     if best is None:
-        return Decision.xla("; ".join(reasons))
+        return Decision.unsupported(reasons)
     if not kernel_only:
         of_xla = xla_is_faster if problem.groups is None else not_measured
         if reason := of_xla(problem, best.cost, device):

@@ -42,7 +42,8 @@ PACKAGED = Path(__file__).parent / "tables"
 TABLE_VARIABLE = "JAX_HOPPER_GEMM_TABLE"
 
 
-Source = Literal["table", "model", "user table"]  # what decided a choice
+# What decided a choice; "unsupported": no kernel of ours can run the problem.
+Source = Literal["table", "model", "user table", "unsupported"]
 
 
 class TableError(ValueError):

@@ -189,9 +189,9 @@ def _route(
     if reason and not kernel_only:
         return Route("xla", reason, "model", gemm, fusion=fusion, roles=found_roles)
     if decision.spec is None or decision.raster_order is None:
-        runs = not kernel_only and choose(gemm.problem, device, kernel_only=True).spec
-        source = decision.source if runs else "unsupported"
-        return Route("xla", decision.reason, source, gemm, fusion=fusion, roles=found_roles)
+        return Route(
+            "xla", decision.reason, decision.source, gemm, fusion=fusion, roles=found_roles
+        )
     plan = make_plan(gemm.problem, decision.spec, decision.raster_order, device.num_sms)
     return Route(
         "hopper", decision.reason, decision.source, gemm, decision.spec, decision.raster_order,
