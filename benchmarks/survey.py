@@ -9,7 +9,7 @@ Every second one has a small side and a long K, or A stored (K, M): there most i
 
 Of each product these kernels are timed, in one program with XLA's own product, so that all share
 clock and temperature: the one that dispatch would run, those of least expected cost, the best of
-each kind, and the best two of `WIDE`, which dispatch does not know. The time of a kernel is
+each kind, and the best two of `UNTRIED`, which dispatch does not know. The time of a kernel is
 CUPTI's, the median over the rounds; every launch reads another set of inputs.
 """
 
@@ -52,10 +52,10 @@ from jax_hopper_gemm.testing import benchmark, shapes, timing
 RATE = 5e14  # FLOP/s that a pause between rounds is reckoned with
 SMALL_SIDE, LONG_K = 700, 1024  # of D, and of products that more is to be learnt of
 LEADERS = 2  # kernels of least expected cost, before one of each kind
-WIDE_COUNT = 2
+UNTRIED_COUNT = 2
 HOPELESS = 1.5  # times the least expected cost: not timed
 BATCH = 64  # products that are compiled at once
-WIDE = (
+UNTRIED = (
     *(
         Config(tile_m, tile_n, cluster_m=m, cluster_n=n, split_k=split_k)
         for tile_m, tile_n, (m, n), split_k in product(
@@ -86,8 +86,8 @@ def _is_hard(problem: GemmProblem) -> bool:
 
 
 @lru_cache
-def wide_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
-    specs = (filled_spec(config, problem_type) for config in WIDE)
+def untried_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
+    specs = (filled_spec(config, problem_type) for config in UNTRIED)
     known = set(model_specs(problem_type))
     return tuple(s for s in specs if s and worthwhile(s) and s not in known)
 
@@ -114,7 +114,7 @@ def candidates(problem: GemmProblem, device: Device, count: int) -> list[Candida
     """Returns the kernels to time; no two have one name, by which a profile tells them apart."""
     chosen = choose(problem, device, kernel_only=True).spec
     known = ranked(problem, device, considered_specs(problem))
-    wide = ranked(problem, device, chain.from_iterable(map(wide_specs, types_of(problem))))
+    untried = ranked(problem, device, chain.from_iterable(map(untried_specs, types_of(problem))))
     leaders = [spec for _, spec in known[:LEADERS]]
     if problem.splits_sectors:
         leaders = [next(spec for _, spec in known if _stores_narrow(spec)), *leaders]
@@ -130,8 +130,8 @@ def candidates(problem: GemmProblem, device: Device, count: int) -> list[Candida
 
     usual = dict.fromkeys([*([chosen] if chosen else []), *leaders, *best_of_kinds(known)])
     found = [
-        *islice(usual, max(LEADERS, count - WIDE_COUNT)),
-        *islice(best_of_kinds(wide), WIDE_COUNT),
+        *islice(usual, max(LEADERS, count - UNTRIED_COUNT)),
+        *islice(best_of_kinds(untried), UNTRIED_COUNT),
     ]
     by_name = {spec.name: spec for spec in reversed(found[:count])}
     return [(s, best_raster_order(problem, s, device)) for s in reversed(by_name.values())]
