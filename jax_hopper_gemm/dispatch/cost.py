@@ -45,7 +45,9 @@ EVICTED = 0.99  # measured, up to 64 rows: where what is read once leaves L2 fir
 MEMORY_LEAK = 0.1  # fitted: of the faster of SMs and device memory, as `mainloop_cycles.LEAK`
 EXPOSED = 0.6  # fitted: of an epilogue, in spite of the other warpgroup's multiplication
 DYNAMIC_CYCLES = 900.0  # fitted: to fetch a tile from the counter
-PARTIAL_CYCLES = 1100.0  # fitted: from asking for a partial sum to its arrival, once for each
+# Fitted: from asking for a partial sum to its arrival, once for each: of tiles of so many elements of
+# D, or more; of smaller ones in proportion.
+PARTIAL_CYCLES, PARTIAL_ELEMENTS = 1100.0, 8192
 HANDOVER_CYCLES = 1500.0  # fitted: from the first store of a partial sum until others may read it
 SHARED_WAVE = 1.025  # fitted: of the time where a last wave is shared; no SM rests, the clock drops
 COPY_PASSES = 2.6  # measured: as many bytes moved for each byte of lines that begin anywhere
@@ -149,10 +151,12 @@ def _split_cycles(
     if tape.ranges:
         split = tiles - whole
         length += grid.ceil_div(split * k_tiles, tape.ranges)
-        taken = _partial_bytes(spec) / SM_BYTES_PER_CYCLE
+        nbytes = _partial_bytes(spec)
+        taken = nbytes / SM_BYTES_PER_CYCLE
+        arrival = PARTIAL_CYCLES * min(1.0, nbytes / (4 * PARTIAL_ELEMENTS))
         added = grid.ceil_div(tape.ranges, split) - (tape.ranges % split == 0)
         left = HANDOVER_CYCLES + taken if added else 0.0
-        exchange = left + added * (PARTIAL_CYCLES + taken)
+        exchange = left + added * (arrival + taken)
     stored = grid.ceil_div(tiles, clusters)
     return _sm_cycles(spec, stored, length * k_tile / stored) + exchange
 
