@@ -5,7 +5,7 @@
 
 A step of a transformer, its layers unrolled: loss and gradients by all weights. Programs take
 turns in one process; each round traces new functions with the caches of JAX and of this library
-cleared, as the first call of a process does. What a process does once (reading the table, the
+cleared, as the first call of a process does. What a process does once (reading the tables, the
 digest of the kernels' sources) comes before the clock starts. Neither a GPU nor XLA's compiler is
 needed.
 

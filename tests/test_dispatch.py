@@ -84,6 +84,8 @@ def test_choices_are_legal_buildable_and_the_same_again():
         assert choose(problem, H200) == decision
         reasons = problem_violations(problem)
         assert (strict.spec is None) == bool(reasons)
+        assert (decision.source == "unsupported") == (strict.source == "unsupported")
+        assert (strict.source == "unsupported") == (strict.spec is None)
         if reasons:
             assert decision.spec is None and decision.reason == "; ".join(reasons)
             continue

@@ -133,6 +133,21 @@ def test_xla_keeps_a_plain_product_that_it_wins_by_more_than_a_pass_over_d(
     assert choose(problem, H200, kernel_only=True).spec is not None
 
 
+def test_what_a_table_leaves_to_xla_is_unsupported_where_no_kernel_could_run_it(tmp_path):
+    found = set()
+    for name in STANDARD:
+        problem = problem_of(name)
+        plain = replace(problem, epilogue=None, operands=())
+        if problem_violations(plain):
+            continue
+        use(tmp_path, entry(plain, prefer="xla", kernel_us=900.0, xla_us=100.0, tile_n=128))
+        decision, strict = (choose(problem, H200, kernel_only=x) for x in (False, True))
+        assert (decision.source == "unsupported") == (strict.spec is None), name
+        assert (strict.source == "unsupported") == (strict.spec is None), name
+        found.add((decision.spec is None, strict.spec is None))
+    assert {(True, True), (True, False)} <= found
+
+
 def test_rules_for_xla_hold_for_epilogues_and_say_so():
     decision = choose(problem_of("bias", n=8, batches=2), H200)
     assert decision.spec is None

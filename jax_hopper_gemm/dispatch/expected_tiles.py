@@ -105,6 +105,7 @@ class Waves(NamedTuple):
 
 
 def expected_waves(problem: GemmProblem, spec: GemmSpec, device: Device) -> Waves:
+    """Returns the waves of a launch; those to expect where its rows are grouped."""
     tiles, resident = expected_cluster_tiles(problem, spec), grid.max_clusters(spec, device.num_sms)
     number, tape = grid.ceil_div(tiles, resident), None
     active = grid.ceil_div(tiles, number)

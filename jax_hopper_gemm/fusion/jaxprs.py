@@ -74,6 +74,7 @@ def _traced_once(function: Any, avals: Any, names: Any, *values: Any) -> ClosedJ
 
 @memoised
 def _jitted(function: Any, names: Any) -> Any:
+    """Returns what `jax.make_jaxpr` would make anew for each trace."""
     return jax.jit(function, static_argnames=names)
 
 

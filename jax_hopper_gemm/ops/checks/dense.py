@@ -36,6 +36,10 @@ def _matmul_problems(a: Any, b: Any) -> list[str]:
     if scalars:
         return scalars
     a_shape, b_shape, problems = np.shape(a), np.shape(b), []
+
+    def operands() -> str:
+        return f"a is {describe(a)}, b is {describe(b)}"
+
     k_a, k_b = a_shape[-1], b_shape[max(len(b_shape) - 2, 0)]
     if differ(k_a, k_b):
         hint = ""
@@ -43,12 +47,11 @@ def _matmul_problems(a: Any, b: Any) -> list[str]:
             hint = (
                 ". Is b stored (N, K)? Contract it with dot_general(a, b, (((1,), (1,)), ((), ())))"
             )
-        problems.append(f"K differs: a is {describe(a)}, b is {describe(b)}{hint}")
+        problems.append(f"K differs: {operands()}{hint}")
     batches = zip(reversed(a_shape[:-2]), reversed(b_shape[:-2]), strict=False)
     if any(differ(x, y) and 1 not in (x, y) for x, y in batches):
         problems.append(
-            f"batch axes {a_shape[:-2]} and {b_shape[:-2]} do not broadcast: a is {describe(a)}, "
-            f"b is {describe(b)}"
+            f"batch axes {a_shape[:-2]} and {b_shape[:-2]} do not broadcast: {operands()}"
         )
     return problems
 
