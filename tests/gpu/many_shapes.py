@@ -69,7 +69,7 @@ def compiled(function: Callable[..., Any]) -> Program:
     """Returns a function that compiles and runs the i-th product of `function`."""
 
     def run(i: int) -> None:
-        operands = [jnp.ones(x.shape, x.dtype) for x in shapes(i)]
+        operands = [jax.device_put(np.ones(x.shape, x.dtype)) for x in shapes(i)]
         jax.block_until_ready(jax.jit(function)(*operands))
 
     return run
