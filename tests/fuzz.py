@@ -185,8 +185,8 @@ def dispatch(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
 
 def calls(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
     """Random calls of the public functions, lowered for CUDA; launches keep to their buffers."""
+    from support.launches import run_launches
     from support.random_calls import random_calls
-    from test_ffi_launcher import run_launches
 
     launcher, driver = fakes_in(folder)
 

@@ -9,7 +9,7 @@ import pytest
 from fuzz_files import damaged, tampered
 
 pytestmark = pytest.mark.pure
-# Of these, test_chip.py, test_ffi_launcher.py, test_tracing.py, test_accelerate_random.py and
+# Of these, test_chip.py, ffi/test_launch_checks.py, test_tracing.py, test_accelerate_random.py and
 # test_many_shapes.py run what is in the first trials.
 ELSEWHERE = {"products", "calls", "epilogues", "programs", "shapes"}
 
