@@ -25,7 +25,8 @@ from jax import lax
 import jax_hopper_gemm as jhg
 from jax_hopper_gemm.dispatch import H200, estimate, legal_specs
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, timing
 from jax_hopper_gemm.testing.lowered import specs_of
 

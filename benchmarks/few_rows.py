@@ -23,7 +23,8 @@ from jax_hopper_gemm.dispatch.candidates import filled_spec
 from jax_hopper_gemm.dispatch.configs import Config
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType, TileScheduler
+from jax_hopper_gemm.gemm.problem_type import ProblemType
+from jax_hopper_gemm.gemm.spec import GemmSpec, TileScheduler
 from jax_hopper_gemm.testing import benchmark, shapes, timing
 
 TILES_N = (32, 64, 128)

@@ -30,7 +30,8 @@ from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.gemm.bf16_parts import PRESETS
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major
-from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType
+from jax_hopper_gemm.gemm.problem_type import ProblemType
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, shapes, timing
 
 SIZES = (2048, 4096, 8192)

@@ -21,7 +21,9 @@ from jax_hopper_gemm.dispatch.configs import Config
 from jax_hopper_gemm.dispatch.cost import estimate
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType, RasterOrder
+from jax_hopper_gemm.gemm.problem_type import ProblemType
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 # M, N, K, L and how A is stored.
 SHAPES = (

@@ -110,8 +110,9 @@ def sanitized(folder: Path, sanitizer: str, threads: int) -> Trial:
         for _ in range(STARTS):
             done = subprocess.run(command, capture_output=True, text=True)
             if not re.search(NO_START, done.stderr):
-                break
-        assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+                assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+                return
+        raise AssertionError(f"{STARTS} times no start")
 
     return trial
 

@@ -13,7 +13,8 @@ from support.grouped import Layout, problem_of
 
 from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES, Gather
 from jax_hopper_gemm.gemm.legality import violations
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import make_plan
 
 skip_without_compiler()

@@ -38,7 +38,9 @@ from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Result
 from jax_hopper_gemm.gemm.k_split import is_worth_splitting
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major
-from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
+from jax_hopper_gemm.gemm.problem_type import ProblemType
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.testing import shapes
 

@@ -29,7 +29,9 @@ from jax_hopper_gemm.dispatch.memory_traffic import memory_bytes
 from jax_hopper_gemm.dispatch.table import Entry, Key, Table, packaged_table, write_table
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout, plain_graph
-from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType, RasterOrder
+from jax_hopper_gemm.gemm.problem_type import ProblemType
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import make_plan
 
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("no_tables")]

@@ -35,7 +35,9 @@ from jax_hopper_gemm.gemm.group_search import MAX_LENGTH
 from jax_hopper_gemm.gemm.groups import VarlenAxis
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
+from jax_hopper_gemm.gemm.problem_type import ProblemType
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec
 from jax_hopper_gemm.launch.plan import make_plan
 
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("no_tables")]

@@ -16,7 +16,9 @@ from jax_hopper_gemm.gemm.dtypes import DTYPES, OPERANDS, RESULTS
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major, MatrixLayout
-from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
+from jax_hopper_gemm.gemm.problem_type import ProblemType
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import SMEM_LIMIT, GemmSpec
 from jax_hopper_gemm.launch.plan import TensorMap, make_plan
 
 pytestmark = pytest.mark.pure

@@ -37,7 +37,8 @@ from jax_hopper_gemm.dispatch.tuner import (
     variants,
 )
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 SQUARE = GemmProblem.dense(4096, 4096, 4096)
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("no_tables")]

@@ -19,7 +19,8 @@ import jax_hopper_gemm as jhg
 from jax_hopper_gemm import cubin, dispatch
 from jax_hopper_gemm.cubin import CubinError, compiler, digest, lookup
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import LaunchPlan
 from jax_hopper_gemm.sharding.export import launches_of, stored_programs
 from jax_hopper_gemm.testing import benchmark, lowered, shapes

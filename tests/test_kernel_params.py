@@ -12,8 +12,8 @@ from support.policies import (
 
 from jax_hopper_gemm.gemm.kernel_params import KernelArgs, kernel_params, map_args, param_list
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.raster import Raster
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import Raster, RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch import plan
 
 pytestmark = pytest.mark.pure

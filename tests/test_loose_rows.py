@@ -18,7 +18,7 @@ from jax_hopper_gemm.dispatch.model import best_kernel
 from jax_hopper_gemm.gemm.kernel_params import KernelArgs, Strided, kernel_params
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.gemm.spec import RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
 
 

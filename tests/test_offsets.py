@@ -21,7 +21,9 @@ from jax_hopper_gemm.gemm.group_search import MAX_LENGTH, Part
 from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
 from jax_hopper_gemm.gemm.offsets import ZeroRows, element_offset, row_address, vectors_of_part
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType, RasterOrder
+from jax_hopper_gemm.gemm.problem_type import ProblemType
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import Int32 as Int32Parameter
 from jax_hopper_gemm.launch.plan import make_plan
 

@@ -22,8 +22,7 @@ from jax_hopper_gemm.gemm.grid import (
 from jax_hopper_gemm.gemm.kernel_params import param_list
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.gemm.raster import make_raster
-from jax_hopper_gemm.gemm.spec import RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder, make_raster
 from jax_hopper_gemm.launch.plan import Int32, LaunchPlan, Pointer, TensorMap, make_plan
 
 pytestmark = pytest.mark.pure

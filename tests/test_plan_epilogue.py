@@ -10,8 +10,7 @@ from support.plans import LARGE, PAIR, decode, epilogue_case, tensor_maps
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph, Node, Operand, Result
 from jax_hopper_gemm.gemm.grid import num_inputs, result_shapes
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.gemm.raster import make_raster
-from jax_hopper_gemm.gemm.spec import RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder, make_raster
 from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
 
 pytestmark = pytest.mark.pure

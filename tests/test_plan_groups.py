@@ -15,7 +15,7 @@ from jax_hopper_gemm.gemm.grid import WRAP_BYTES, group_raster, num_inputs, resu
 from jax_hopper_gemm.gemm.group_search import SPAN_EXTENT, GroupRaster
 from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
 from jax_hopper_gemm.gemm.problem import MatrixLayout
-from jax_hopper_gemm.gemm.spec import RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.launch.plan import Int32, Pointer, TensorMap, make_plan
 from jax_hopper_gemm.testing.lanes import group_tiles
 

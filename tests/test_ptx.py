@@ -17,7 +17,8 @@ from support.ptx.memory import GlobalMemory
 from support.ptx.parse import PtxError
 from support.quantization import Case
 
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 skip_without_compiler()
 

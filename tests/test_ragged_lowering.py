@@ -25,7 +25,8 @@ from jax_hopper_gemm.gemm.grid import num_inputs
 from jax_hopper_gemm.gemm.groups import VARLEN_K, VARLEN_M_KN, VARLEN_M_NK, GroupedAxis, Groups
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
 from jax_hopper_gemm.gemm.product import Options, Product
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.gemm.subscripts import Subscripts
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.lowering import fallback

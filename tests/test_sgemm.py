@@ -21,7 +21,7 @@ from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm import simt
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.gemm.spec import RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.launch.plan import Int32, Pointer, make_plan
 from jax_hopper_gemm.testing.lowered import specs_of
 

@@ -10,7 +10,8 @@ import pytest
 
 from jax_hopper_gemm.dispatch import H200, choose
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.testing import benchmark, shapes, timing
 from jax_hopper_gemm.testing.lowered import launches_of

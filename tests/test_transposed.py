@@ -23,7 +23,9 @@ from jax_hopper_gemm.dispatch.table import Entry, Key, Table, read_table, write_
 from jax_hopper_gemm.gemm import grid
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType, RasterOrder
+from jax_hopper_gemm.gemm.problem_type import ProblemType
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import Int32, TensorMap, make_plan
 from jax_hopper_gemm.testing.shapes import Operand
 

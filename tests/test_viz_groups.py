@@ -13,7 +13,8 @@ from jax_hopper_gemm import moe, viz
 from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import make_plan
 from jax_hopper_gemm.viz.groups import OF_NO_GROUP
 

@@ -15,7 +15,8 @@ import click
 from .. import cubin, dispatch
 from ..dispatch import table, tuner
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, RasterOrder
+from ..gemm.raster import RasterOrder
+from ..gemm.spec import GemmSpec
 from ..launch import ffi_library
 from . import products
 from .report import CommandError, built, check_file, json_option, make_folder, say

@@ -19,7 +19,9 @@ from ..gemm.epilogue_graph import EpilogueGraph
 from ..gemm.grid import k_split
 from ..gemm.legality import configuration_violations, violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
-from ..gemm.spec import SMEM_LIMIT, GemmSpec, ProblemType, RasterOrder
+from ..gemm.problem_type import ProblemType
+from ..gemm.raster import RasterOrder
+from ..gemm.spec import SMEM_LIMIT, GemmSpec
 from ..gemm.type_legality import GATHERABLE, type_violations
 from .configs import (
     CONFIGS,

@@ -22,7 +22,9 @@ from functools import lru_cache
 from ..gemm import grid
 from ..gemm.dtypes import DTYPES
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, ProblemType, RasterOrder
+from ..gemm.problem_type import ProblemType
+from ..gemm.raster import RasterOrder
+from ..gemm.spec import GemmSpec
 from .candidates import dynamic_spec, has_large_shares, model_specs, refilled_spec
 from .cost import Estimate, copying_ns, estimate
 from .device import MEMORY_BYTES_PER_NS, Device

@@ -14,7 +14,8 @@ from typing import Literal, get_args
 
 from ..gemm.legality import CLUSTERS
 from ..gemm.problem import VarlenAxis
-from ..gemm.spec import SWIZZLE_BYTES, GemmSpec, RasterOrder, TileScheduler, WarpSchedule
+from ..gemm.raster import RasterOrder
+from ..gemm.spec import SWIZZLE_BYTES, GemmSpec, TileScheduler, WarpSchedule
 
 RASTER_ORDERS = tuple(RasterOrder(along, s) for s in (8, 4, 16, 2, 1) for along in ("m", "n"))
 

@@ -24,7 +24,8 @@ from ..gemm import grid, simt
 from ..gemm.dtypes import DTYPES
 from ..gemm.k_split import KSplit
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, RasterOrder
+from ..gemm.raster import RasterOrder
+from ..gemm.spec import GemmSpec
 from .configs import RASTER_ORDERS
 from .device import CYCLES_PER_NS, FMA_UNITS, MEMORY_BYTES_PER_NS, SM_BYTES_PER_CYCLE, Device
 from .epilogue_cycles import EPILOGUE_CYCLES, computing_cycles, epilogue_cycles, loose_cycles

@@ -22,8 +22,9 @@ from ..gemm.groups import GroupedAxis
 from ..gemm.k_split import MAX_TAPE, is_worth_splitting
 from ..gemm.legality import MAX_TILE_N
 from ..gemm.problem import GemmProblem
+from ..gemm.problem_type import ProblemType
 from ..gemm.raster import MAX_TILES
-from ..gemm.spec import GemmSpec, ProblemType
+from ..gemm.spec import GemmSpec
 from ..gemm.type_legality import type_violations
 from .device import Device
 from .layout_legality import MAX_EXTENT, MAX_INT32, layout_violations

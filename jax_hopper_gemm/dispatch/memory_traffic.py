@@ -8,7 +8,8 @@ from math import prod
 from ..gemm import grid
 from ..gemm.dtypes import DTYPES
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, RasterOrder
+from ..gemm.raster import RasterOrder
+from ..gemm.spec import GemmSpec
 from .configs import RASTER_ORDERS
 from .device import L2_BYTES, Device
 from .expected_tiles import equal_groups

@@ -33,7 +33,9 @@ from typing import Any, Literal, cast
 
 from ..gemm.legality import violations
 from ..gemm.problem import GemmProblem, Major, VarlenAxis
-from ..gemm.spec import GemmSpec, ProblemType, RasterOrder
+from ..gemm.problem_type import ProblemType
+from ..gemm.raster import RasterOrder
+from ..gemm.spec import GemmSpec
 from .device import Device
 from .legality import pairing_violations
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, RasterOrder
+from ..gemm.raster import RasterOrder
+from ..gemm.spec import GemmSpec
 from .candidates import legal_specs
 from .cost import estimate
 from .device import Device

@@ -11,7 +11,8 @@ from .group_search import GroupRaster
 from .k_split import KSplit, make_k_split, split_of
 from .offsets import ZeroRows
 from .problem import GemmProblem
-from .spec import EPI_TILE_M, TMA_ALIGNMENT, GemmSpec, RasterOrder
+from .raster import RasterOrder
+from .spec import EPI_TILE_M, TMA_ALIGNMENT, GemmSpec
 
 STRANDED_SMS = 12  # that clusters of four cannot use
 

@@ -13,13 +13,13 @@ from . import simt
 from .bf16_parts import BLOCK_N, TILE_K
 from .dtypes import DTYPES, OPERANDS, one_of
 from .epilogue_checks import epilogue_registers
+from .problem_type import ProblemType
 from .spec import (
     PROMOTION_K,
     SMEM_BARRIERS,
     SMEM_LIMIT,
     SWIZZLE_BYTES,
     GemmSpec,
-    ProblemType,
     TileScheduler,
     WarpSchedule,
 )

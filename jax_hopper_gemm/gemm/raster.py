@@ -8,9 +8,18 @@ tests prove on the CPU what the GPU will do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 MAX_TILES = 2**30  # `tile_at` is exact below
+
+
+@dataclass(frozen=True)
+class RasterOrder:
+    """The order in which tiles are visited, chosen at launch; it compiles nothing."""
+
+    along: Literal["m", "n"] = "m"  # the direction it advances in
+    swizzle: int = 8  # tiles side by side across that direction before it advances, 1 to 16
 
 
 class Raster(NamedTuple):

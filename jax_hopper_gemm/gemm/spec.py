@@ -1,13 +1,13 @@
-"""The choices of how a GEMM runs: those compiled into a kernel, and those made at launch.
+"""What is compiled into a kernel: `GemmSpec` names one cubin.
 
-`GemmSpec` names one cubin: equal specs share it, whatever the extents. `RasterOrder` is what a
-launch may still choose. What kernels can do is in `legality`.
+Equal specs share it, whatever the extents. What a launch may still choose is a
+`raster.RasterOrder`. What kernels can do is in `legality`.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from .bf16_parts import accumulator_sets, num_parts
 from .dtypes import DTYPES, converts
 from .epilogue_graph import EpilogueGraph, Operand
 from .problem import TMA_ALIGNMENT as TMA_ALIGNMENT
-from .problem import GemmProblem, Major, VarlenAxis, plain_graph
+from .problem import Major, VarlenAxis, plain_graph
 
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory a CTA may use on sm_90
 SWIZZLE_BYTES = 128  # of the widest swizzle: a row of operands along K
@@ -476,60 +476,3 @@ def _box(second_is_contiguous: bool, first: int, second: int, shares: int, dtype
     itemsize = DTYPES[dtype].itemsize
     swizzle = next(width for width in (SWIZZLE_BYTES, 64, 32) if contiguous * itemsize % width == 0)
     return TmaBox(swizzle // itemsize, other // shares, swizzle)
-
-
-@dataclass(frozen=True)
-class ProblemType:
-    """The type of a problem: the fields that it and its kernel have in common."""
-
-    a_dtype: str
-    b_dtype: str
-    d_dtype: str
-    a_major: Major
-    b_major: Major
-    epilogue: EpilogueGraph | None = None
-    grouped: VarlenAxis | None = None
-    gathered: Literal["a", "b"] | None = None
-    indexed: Literal["a", "b"] | None = None
-    promoted: bool = False
-    a_block: int = 0
-    b_block: int = 0
-    nested: bool = False
-    bf16_terms: int = 0
-    k_group: int = 0
-    simt_width: int = 0
-    d_major: Major = "n"
-    loose_d: bool = False
-
-    @classmethod
-    def of(cls, problem: GemmProblem) -> ProblemType:
-        """Returns the type of a problem."""
-        p = problem
-        grouped, gathered = (p.groups.axis, p.groups.gathered) if p.groups else (None, None)
-        return cls(
-            p.a_dtype, p.b_dtype, p.d_dtype, p.a.major, p.b.major, p.epilogue, grouped, gathered,
-            p.indexed, p.promoted, p.a_scales.block if p.a_scales else 0,
-            p.b_scales.block if p.b_scales else 0, bool(p.outer), p.bf16_terms, p.k_group,
-            p.simt_width, p.d.major, p.loose_d,
-        )  # fmt: skip
-
-    @classmethod
-    def of_spec(cls, spec: GemmSpec) -> ProblemType:
-        """Returns the type of the problems that a kernel runs."""
-        return cls(*(getattr(spec, field.name) for field in fields(cls)))
-
-    @property
-    def plain(self) -> ProblemType:
-        """The same of the product that a measured table holds."""
-        return replace(
-            self, epilogue=None, gathered=None, indexed=None, nested=False, promoted=False,
-            a_block=0, b_block=0, bf16_terms=0, k_group=0, simt_width=0, loose_d=False,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RasterOrder:
-    """The order in which tiles are visited, chosen at launch; it compiles nothing."""
-
-    along: Literal["m", "n"] = "m"  # the direction it advances in
-    swizzle: int = 8  # tiles side by side across that direction before it advances, 1 to 16

@@ -21,7 +21,8 @@ from .dtypes import (
 )
 from .epilogue_checks import graph_violations
 from .problem import VarlenAxis
-from .spec import BLOCKS, K_GROUPS, ProblemType
+from .problem_type import ProblemType
+from .spec import BLOCKS, K_GROUPS
 
 # Operands that a kernel can gather by an array of indices, for each grouped axis.
 GATHERABLE: dict[VarlenAxis | None, tuple[Literal["a", "b"], ...]] = {

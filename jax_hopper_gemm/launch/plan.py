@@ -14,8 +14,8 @@ from ..gemm.dtypes import DTYPES
 from ..gemm.group_search import GroupRaster
 from ..gemm.kernel_params import KernelSpec, param_list
 from ..gemm.problem import GemmProblem, MatrixLayout
-from ..gemm.raster import Raster, make_raster
-from ..gemm.spec import GemmSpec, RasterOrder, TmaBox
+from ..gemm.raster import Raster, RasterOrder, make_raster
+from ..gemm.spec import GemmSpec, TmaBox
 from .params import (
     Int32,
     Param,

@@ -30,7 +30,8 @@ from ..gemm.groups import GROUP, is_varlen_k
 from ..gemm.legality import MAX_TILE_N
 from ..gemm.problem import BlockScales, GemmProblem
 from ..gemm.product import Options
-from ..gemm.spec import PROMOTION_K, GemmSpec, RasterOrder
+from ..gemm.raster import RasterOrder
+from ..gemm.spec import PROMOTION_K, GemmSpec
 from ..launch.plan import LaunchPlan, make_plan
 
 # Axes in front of the rows of a ragged product, and of its groups.

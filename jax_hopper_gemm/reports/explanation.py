@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from .. import dispatch
 from ..dispatch.cost import estimate
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, RasterOrder
+from ..gemm.raster import RasterOrder
+from ..gemm.spec import GemmSpec
 from ..launch.ffi_target import launcher_violation
 from ..lowering.decide import decide
 from ..lowering.route import current_device

@@ -19,7 +19,8 @@ from .. import dispatch, ops
 from ..dispatch import Device
 from ..gemm.grid import result_shapes
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, RasterOrder
+from ..gemm.raster import RasterOrder
+from ..gemm.spec import GemmSpec
 from ..launch.ffi_target import TARGET
 from ..launch.plan import make_plan
 from ..lowering.emit import product_attributes

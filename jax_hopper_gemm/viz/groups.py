@@ -10,7 +10,8 @@ from typing import Any
 from ..gemm.grid import ceil_div, group_raster, num_k_tiles, tiles_n
 from ..gemm.group_search import GroupRaster, tile_in_pair
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, RasterOrder
+from ..gemm.raster import RasterOrder
+from ..gemm.spec import GemmSpec
 from ..launch.plan import make_plan
 from ..testing.lanes import WARP, group_tiles
 from .canvas import cell, frame, plain_colour, subplots

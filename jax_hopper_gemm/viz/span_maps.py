@@ -8,7 +8,8 @@ from typing import Any
 
 from ..gemm.group_search import SPAN_EXTENT
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec, RasterOrder
+from ..gemm.raster import RasterOrder
+from ..gemm.spec import GemmSpec
 from ..launch.plan import TensorMap, make_plan
 from .canvas import subplots
 

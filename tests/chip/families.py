@@ -18,7 +18,8 @@ from jax_hopper_gemm.dispatch.candidates import A_MAJORS, AXES, B_MAJORS, model_
 from jax_hopper_gemm.gemm.bf16_parts import PRESETS
 from jax_hopper_gemm.gemm.dtypes import DTYPES, HALVES, OPERANDS, WEIGHTS, multiply, results_of
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph
-from jax_hopper_gemm.gemm.spec import BLOCKS, K_GROUPS, GemmSpec, ProblemType
+from jax_hopper_gemm.gemm.problem_type import ProblemType
+from jax_hopper_gemm.gemm.spec import BLOCKS, K_GROUPS, GemmSpec
 from jax_hopper_gemm.gemm.type_legality import GATHERABLE, type_violations
 
 # Epilogues of every kind of operand and of result, each alone in one.

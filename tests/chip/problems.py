@@ -24,7 +24,8 @@ from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major, MatrixLayout
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 ITEMSIZE = {name: row.itemsize for name, row in DTYPES.items()}
 PAST_INT32 = 2**31 + 2**20  # elements

@@ -18,7 +18,8 @@ from support.cubin_samples import SPEC
 from support.launches import COUNTER, CPU, PLAN, A, B, D, address, load
 
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import TensorMap, Workspace, make_plan
 
 

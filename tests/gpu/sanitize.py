@@ -46,7 +46,8 @@ from support.policies import (
 
 from jax_hopper_gemm.dispatch import table_specs
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 PRODUCTS, LARGEST = 3, 1 << 21  # of each kernel, and the bytes of all arrays of one
 FEW_SMS = 8  # so that a persistent grid wraps around on small problems

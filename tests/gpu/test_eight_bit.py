@@ -20,7 +20,7 @@ from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.dtypes import QUANTIZED
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.testing import tolerance
 
 GROUPED = [spec for spec in eight_bit_specs() if spec.grouped]

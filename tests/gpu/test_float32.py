@@ -14,7 +14,7 @@ from support import bounds, cases, float32, graphs, grouped, outcome, reference,
 from support.float32 import NORMS, PROGRAMS
 from support.policies import parts_specs, tf32_specs
 
-from jax_hopper_gemm.gemm.spec import RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.testing import tolerance
 
 ALL = (*parts_specs(), *tf32_specs())

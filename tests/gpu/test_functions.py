@@ -8,7 +8,7 @@ from support import bounds, epilogue
 from support.direct import prepare
 from support.operations import factors_of, operation_specs, problem_of
 
-from jax_hopper_gemm.gemm.spec import RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
 
 SPECS = operation_specs()
 M, N = 16384, 64

@@ -19,7 +19,7 @@ from support.policies import grouped_covering_specs
 
 from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.gemm.dtypes import HALVES
-from jax_hopper_gemm.gemm.spec import RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
 
 SPECS = grouped_covering_specs()
 CHOSEN = [spec for spec in table_specs(H200) if spec.grouped and spec not in SPECS]

@@ -25,7 +25,8 @@ from support.policies import (
 )
 
 from jax_hopper_gemm.dispatch import H200, problem_violations, table_specs
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 ALONE = [s for s in dict.fromkeys((*covering_specs(), *table_specs(H200))) if not s.grouped]
 ON_SEVERAL = table_specs(replace(H200, comm_overlap=True))

@@ -12,7 +12,7 @@ from support import bounds, cases, outcome, reference, sgemm, trial
 
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
-from jax_hopper_gemm.gemm.spec import RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.testing import tolerance
 
 KERNELS = sgemm.kernels()

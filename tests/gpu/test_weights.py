@@ -14,7 +14,7 @@ from support.weights import CASES, PROGRAMS, number_specs
 from jax_hopper_gemm.dispatch import problem_violations
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.testing import tolerance
 
 SPECS = [spec for spec in converted_specs() if not spec.grouped]

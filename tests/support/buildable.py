@@ -17,7 +17,8 @@ from jax_hopper_gemm.dispatch.legality import device_violations
 from jax_hopper_gemm.gemm.dtypes import HALVES
 from jax_hopper_gemm.gemm.epilogue_graph import EpilogueGraph
 from jax_hopper_gemm.gemm.problem import VarlenAxis
-from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType
+from jax_hopper_gemm.gemm.problem_type import ProblemType
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 
 def epilogue_specs(

@@ -16,7 +16,8 @@ from support.trial import Inputs
 from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.grid import ceil_div, max_clusters
 from jax_hopper_gemm.gemm.problem import BlockScales, GemmProblem, Major, MatrixLayout
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.lowering.route import scale_shape
 
 MAX_EXTENT = 9000

@@ -23,7 +23,8 @@ from support.gpu import Buffer, CudaError, Gpu, Part
 from jax_hopper_gemm.cubin import digest_of, load
 from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.params import TENSOR_MAP_SWIZZLE
 from jax_hopper_gemm.launch.plan import LaunchPlan, Param, Pointer, TensorMap, make_plan
 

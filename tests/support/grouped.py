@@ -25,7 +25,8 @@ from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.gemm.grid import ceil_div
 from jax_hopper_gemm.gemm.groups import GroupedAxis, Groups, VarlenAxis
 from jax_hopper_gemm.gemm.problem import GemmProblem, MatrixLayout
-from jax_hopper_gemm.gemm.spec import PROMOTION_K, GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import PROMOTION_K, GemmSpec
 from jax_hopper_gemm.testing import tolerance
 
 GAP = 8  # elements after lines and matrices of `problem_of`

@@ -12,7 +12,7 @@ from support.places import result_places
 from support.recording_driver import SPEC
 
 from jax_hopper_gemm.dispatch import H200
-from jax_hopper_gemm.gemm.spec import RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
 
 EPILOGUE_SPECS = policies.epilogue_covering_specs()
 BY_NAME = {policies.name_of(spec): spec for spec in EPILOGUE_SPECS}

@@ -22,7 +22,8 @@ from support.graphs import EIGHT_BIT, STANDARD
 from jax_hopper_gemm.dispatch import H200, table_specs
 from jax_hopper_gemm.gemm.dtypes import RESULTS
 from jax_hopper_gemm.gemm.legality import violations
-from jax_hopper_gemm.gemm.spec import GemmSpec, ProblemType
+from jax_hopper_gemm.gemm.problem_type import ProblemType
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.gemm.type_legality import type_violations
 
 # Every value of every field; A and B have one dtype, the cluster's two extents are one choice.

@@ -16,7 +16,8 @@ from support import graphs
 from support.grouped import Case, Layout, of_batch, problem_of
 from support.policies import grouped_covering_specs
 
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 COUNT = 360
 _MAX_ELEMENTS = 1 << 24  # of all weights

@@ -20,7 +20,8 @@ from support.reference import input_places
 
 from jax_hopper_gemm.gemm.dtypes import DTYPES
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 GUARD = 1024  # elements before and after each array
 POISON = 0xFF  # a byte; all ones are a NaN in every float, true as bool, -1 as int32

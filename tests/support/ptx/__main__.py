@@ -21,7 +21,8 @@ from support import cases, grouped, outcome, policies, trial
 from support.ptx.gpu import PtxGpu, ptx_of
 from support.ptx.parse import PtxError
 
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 
 FAMILIES = (
     "covering", "stacked", "nested", "short_box", "split", "transposed", "loose",

@@ -24,7 +24,8 @@ from support.ptx.tensor import Map
 from jax_hopper_gemm.dispatch import H200
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.spec import GemmSpec, RasterOrder
+from jax_hopper_gemm.gemm.raster import RasterOrder
+from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.launch.plan import LaunchPlan, Pointer, TensorMap, make_plan
 
 PARAMS = 0x1000_0000  # address of a kernel's first parameter
