@@ -116,3 +116,8 @@ mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(auto, auto))
 sharded = lambda shape, *spec: jax.ShapeDtypeStruct(
     shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
 """
+
+
+def same(found: Any, expected: Any) -> None:
+    """Asserts that two trees hold equal arrays."""
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
