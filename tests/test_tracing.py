@@ -335,6 +335,18 @@ def test_effects_are_kept():
     np.testing.assert_allclose(seen[0], np.tanh(x), rtol=1e-6)
 
 
+def test_what_a_kernel_reduced_is_compared_with_what_it_stored():
+    """In the bits of what XLA computes again, no element may be the least, and 1 / 0 follows."""
+
+    def function(x: Any, scale: Any) -> Any:
+        y = x / scale
+        return x, y == jnp.min(y)
+
+    fusion = assert_same(function, normal("mn"), jnp.float32(3))
+    assert [result.kind for result in fusion.graph.results].count("matrix") == 2
+    assert "div" not in fusion.uncovered
+
+
 def test_finish_can_be_traced():
     x = normal("mn")
     fusion = fused(lambda x: jax.nn.softmax(x, -1), x, tile_limit=8)

@@ -28,6 +28,8 @@ _FREE = {
     *op_table.SAME,
 }  # fmt: skip
 _KNOWN = {*REDUCTIONS, "transpose"}  # to kernels, besides operations on elements
+_EXACT = {*_FREE, "abs", "convert_element_type", "neg", "transpose"}  # the same bits anywhere
+_COMPARISONS = {"eq", "ne", "ge", "gt", "le", "lt"}
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,16 @@ def fuse(
     if not any(map(tracker.depends, program.outputs)):
         raise NotFusable("no output of the function depends on the product")
     cuts = [_Cut(program, tracker, num_accumulators, late) for late in (False, True)]
-    return min(cuts, key=lambda cut: cut.stored_bytes).fusion()
+    return min(cuts, key=lambda cut: (cut.compares_other_bits, cut.stored_bytes)).fusion()
 
 
 class _Cut:
     """One way to cut a program: which values the kernel stores, and the steps that follow.
 
     Intermediate matrices that XLA needs are stored as late as possible, or recomputed from the
-    accumulators (`from_accumulators`), whichever stores less.
+    accumulators (`from_accumulators`), whichever stores less. But what XLA recomputes may differ
+    from the kernel's in the last bit: it should not be compared with the kernel's reductions, as
+    the derivative of a maximum compares each element.
     """
 
     def __init__(
@@ -119,6 +123,23 @@ class _Cut:
         for equation in program.equations:
             if equation.kept:
                 self._evaluate(equation)
+
+    @property
+    def compares_other_bits(self) -> bool:
+        """Whether XLA compares what it recomputes with a reduction that the kernel computed."""
+        tracker = self._tracker
+        reduced: set[Atom] = {*tracker.reductions, *tracker.sums_of_exp, *tracker.top_k}
+        recomputed: set[Atom] = set()
+        for equation in self._program.equations:
+            if equation not in self._run:
+                continue
+            if not reduced.isdisjoint(equation.inputs):
+                if equation.name in _COMPARISONS and not recomputed.isdisjoint(equation.inputs):
+                    return True
+                reduced.update(equation.outputs)
+            elif equation.name not in _EXACT or not recomputed.isdisjoint(equation.inputs):
+                recomputed.update(x for x in equation.outputs if tracker.depends(x))
+        return False
 
     @property
     def stored_bytes(self) -> int:
