@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.extend import core
-from jax.extend.core import Literal, Var, jaxpr_as_fun
+from jax.extend.core import DropVar, Literal, Var, jaxpr_as_fun
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
@@ -40,23 +40,29 @@ def traced(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(function)(*avals)
 
 
-def spliced(equation: Any, closed: ClosedJaxpr) -> list[Any]:
+def spliced(equation: Any, closed: ClosedJaxpr, source: bool = True) -> list[Any]:
     """Returns the equations of a jaxpr without constants, to stand in the place of an equation.
 
-    Their inner variables are new: one jaxpr may stand in many places.
+    Their inner variables are new: one jaxpr may stand in many places. With `source` they are said
+    to come from the line that the equation comes from.
     """
     jaxpr = closed.jaxpr
     assert not jaxpr.constvars
     names = dict(zip(jaxpr.invars, equation.invars, strict=True))
     names |= {x: Var(x.aval) for step in jaxpr.eqns for x in step.outvars}
-    names |= dict(zip(jaxpr.outvars, equation.outvars, strict=True))
+    pairs = zip(jaxpr.outvars, equation.outvars, strict=True)
+    names |= {x: out for x, out in pairs if not isinstance(out, DropVar)}
 
     def named(atoms: Sequence[Any]) -> list[Any]:
         return [x if isinstance(x, Literal) else names.get(x, x) for x in atoms]
 
+    def source_of(step: Any) -> Any:
+        outer, own = equation.source_info, step.source_info
+        return outer if source else own.replace(name_stack=outer.name_stack + own.name_stack)
+
     return [
         step.replace(
-            invars=named(step.invars), outvars=named(step.outvars), source_info=equation.source_info
+            invars=named(step.invars), outvars=named(step.outvars), source_info=source_of(step)
         )
         for step in jaxpr.eqns
     ]

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend import linear_util as lu
-from jax.extend.core import Jaxpr, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from ..fusion.jaxprs import spliced, traced_once
@@ -35,6 +35,7 @@ from ..ops.ragged_run import left_to_lax
 from ..ops.recipes import Recipe
 from ..ops.sm_limit import current_max_sms
 from ..ops.substitute import as_hopper_dot, hopper_equations
+from ..primitives.accelerated import run_accelerated, with_equations_of_accelerated
 from ..primitives.define import request_of
 from .by_algorithm import with_rounded_operands
 from .fuse_jaxpr import fused
@@ -106,7 +107,7 @@ def run_with_our_products(
     traces = any(isinstance(x, Tracer) for x in arrays)
     with paused_collector() if traces else nullcontext():
         # Not cached: nothing else holds this program, and it may contain tracers.
-        outputs = jaxpr_as_fun(rewritten(program, rewriting))(*arrays)
+        outputs = run_accelerated(rewritten(program, rewriting), arrays)
     return result(outputs)
 
 
@@ -243,7 +244,7 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
     def chosen(equation: Any, transposes: Sequence[Any] = ()) -> bool:
         return reason_left(equation, transposes, rewriting.implementation) is None
 
-    original, inner = inner, with_rounded_operands(inner)
+    original, inner = inner, with_rounded_operands(with_equations_of_accelerated(inner))
     if rewriting.fuse:
         inner = inner.replace(eqns=with_products(inner.eqns))
     weights = Weights(inner, rewriting.weights)

@@ -49,7 +49,13 @@ def _for_jet(jet: Any, primitive: HopperPrimitive) -> None:
 
 
 def _for_checkify(checkify: Any, primitive: HopperPrimitive) -> None:
-    checkify.error_checks[primitive] = partial(checkify.nan_error_check, primitive)
+    def of_program(*args: Any, call_jaxpr: Any) -> Any:
+        count = len(args) - len(call_jaxpr.in_avals)
+        *context, error, enabled = args[:count]  # JAX 0.12 has a context
+        return checkify.checkify_jaxpr(*context, call_jaxpr, enabled, error, *args[count:])
+
+    each = of_program if primitive.is_program else partial(checkify.nan_error_check, primitive)
+    checkify.error_checks[primitive] = each
 
 
 def _for_sparsify(transform: Any, primitive: HopperPrimitive) -> None:
@@ -92,7 +98,10 @@ class HopperPrimitive(Primitive):
       reference: the JAX function of operands and parameters that it stands for.
       linear_in: the operands in each of which it is linear.
       request_of: of a product, what it asks for; see `define_primitive`.
+      is_program: whether it stands for the equations of its parameter `call_jaxpr`.
     """
+
+    is_program = False
 
     def __init__(
         self,

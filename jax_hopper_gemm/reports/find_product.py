@@ -99,10 +99,10 @@ IDENTITIES = frozenset({"copy", "name", "pvary"})
 
 CALLS = frozenset({"custom_jvp_call", "jit", "pjit"})  # of a function, by its own arguments
 
-# The one program within a program that is lowered in place. Others become functions, whose
+# The programs within a program that are lowered in place. Others become functions, whose
 # arguments hide what made them: `jit`, `scan`, `cond`, `checkpoint` and `custom_jvp_call` are such.
 # The order of axes alone is looked for through `CALLS`.
-IN_PLACE = "custom_vjp_call"
+IN_PLACE = ("accelerated", "custom_vjp_call")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Program:
 
     def inner(self, equation: Any, jaxpr: Any) -> Program:
         """Returns a program within one of its equations."""
-        in_place = equation.primitive.name == IN_PLACE
+        in_place = equation.primitive.name in IN_PLACE
         return Program(jaxpr, self, equation) if in_place else Program(jaxpr)
 
     def made(self, atom: Any) -> tuple[Program, Any]:
@@ -144,8 +144,8 @@ class Program:
         while not isinstance(atom, Literal):
             if atom in program._made:
                 equation, index = program._made[atom]
-                if equation.primitive.name == IN_PLACE:
-                    program = program.inner(equation, equation.params["call_jaxpr"])
+                if equation.primitive.name in IN_PLACE:
+                    program = program.inner(equation, next(jaxprs_in_params(equation.params)))
                     atom = program.jaxpr.outvars[index]
                 elif equation.primitive.name in IDENTITIES:
                     atom = equation.invars[0]

@@ -48,7 +48,8 @@ def equations(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
 
     def inside(jaxpr: Any) -> Iterator[Any]:
         for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            yield equation
+            if equation.primitive.name != "accelerated":  # which stands for those of its program
+                yield equation
             for inner in jaxprs_in_params(equation.params):
                 yield from inside(inner)
 
