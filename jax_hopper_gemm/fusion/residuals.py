@@ -281,6 +281,6 @@ def _size(dtype: np.dtype) -> int:
     return dtype.itemsize
 
 
-def variables(atoms: Iterable[Any]) -> Iterator[Any]:
-    """Yields those atoms that are no literals."""
-    return (x for x in atoms if not isinstance(x, Literal))
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Returns those atoms that are no literals."""
+    return [x for x in atoms if not isinstance(x, Literal)]

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from ..dispatch import Device, pass_ns
-from ..fusion.memo import memoised
+from ..fusion.memo import memoised, structure
 from ..fusion.residuals import variables
 from ..gemm.dtypes import DTYPES
 from ..gemm.groups import is_varlen_k
@@ -49,25 +49,17 @@ def fused(equations: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], 
     """
     if not any(equation.primitive in PRODUCTS for equation in equations):
         return list(equations), list(results)
-    device = current_device()
     program = Program(*inlined(equations, results))
     equations, results = program.equations, program.results
     alone: set[int] = set()
     apart: set[tuple[int, ...]] = set()
     unsummed: set[tuple[int, Along]] = set()
     follow = lru_cache(maxsize=1)(partial(Dependences, program))
-    known: dict[Any, tuple[Any, str | None]] = {}  # launches, and why not, of regions so far
-
-    def weighed(region: Region) -> tuple[Any, str | None]:
-        if (content := region.content) not in known:
-            launch = _launch(equations, region)
-            known[content] = launch, _refusal(equations, region, launch, device)
-        return known[content]
-
+    kernels = _Launches(equations)
     while True:
         dependences = follow(frozenset(alone))
         regions = Regions(dependences, apart, unsummed).regions
-        found = {x: weighed(x) for x in regions if x.whole}
+        found = {x: kernels.of(x) for x in regions if x.whole}
         launches = {x: launch for x, (launch, _) in found.items()}
         refused = [x for x, (_, reason) in found.items() if reason]
         refused += [x for x in regions if not x.whole]
@@ -131,33 +123,59 @@ def inlined(equations: Iterable[Any], results: Iterable[Any]) -> tuple[list[Any]
     return kept[::-1], results
 
 
-def _launch(equations: Sequence[Any], region: Region) -> Any:
-    """Returns the equation that stands for a region."""
-    products = [equations[number] for number in region.products]
-    first, last = products[0], products[-1]
-    lhs, _, *sizes = first.invars
+class _Launches:
+    """The equations that stand for the regions of a program, and why XLA should compute some."""
+
+    def __init__(self, equations: Sequence[Any]):
+        self._equations, self._device = equations, current_device()
+        self._known: dict[Any, tuple[Any, str | None]] = {}  # by content of a region
+        self._alike: dict[Any, tuple[dict[str, Any], str | None]] = {}  # by its structure
+
+    def of(self, region: Region) -> tuple[Any, str | None]:
+        """Returns the equation of a region, and why none should stand for it, or None."""
+        if (content := region.content) not in self._known:
+            self._known[content] = self._weighed(region)
+        return self._known[content]
+
+    def _weighed(self, region: Region) -> tuple[Any, str | None]:
+        """Returns the same; what regions of one structure have in common is found once."""
+        products = [self._equations[number] for number in region.products]
+        lhs, _, *sizes = products[0].invars
+        function = Function(
+            (*(x.outvars[0] for x in products), *sizes, *region.operands), tuple(region.outputs),
+            tuple(self._equations[number] for number in region.equations),
+        )  # fmt: skip
+        empty = tuple(_empty_rows(self._equations, region, function.invars)) if sizes else ()
+        as_stored, again = "columns" in region.sums, [x.aval for x in region.kept]
+        asked = [(id(x.params["product"]), x.ctx, *(y.aval for y in x.invars)) for x in products]
+        placed = in_place(region, self._equations, len(sizes))
+        launch = products[-1].replace(
+            primitive=hopper_fused_p,
+            invars=[lhs, *(x.invars[1] for x in products), *sizes, *region.operands],
+            outvars=region.outputs,
+        )
+        alike = (written := structure(function)) and (written, *asked, empty, as_stored, *again)
+        if alike in self._alike:
+            params, reason = self._alike[alike]
+            return launch.replace(params={**params, "in_place": placed}), reason
+        params = _params(products, function, empty, as_stored)
+        launch = launch.replace(params={**params, "in_place": placed})
+        reason = _refusal(self._equations, region, launch, self._device)
+        if alike:
+            self._alike[alike] = params, reason
+        return launch, reason
+
+
+def _params(
+    products: Sequence[Any], function: Function, empty: tuple[int, ...], as_stored: bool
+) -> dict[str, Any]:
+    """Returns parameters of the equation that stands for a region, all but `in_place`."""
+    first, count = products[0], len(products)
     dtype = sum_dtype(first.outvars[0].aval)
     product = first.params["product"].with_options(preferred_element_type=dtype)
-    function = Function(
-        (*(x.outvars[0] for x in products), *sizes, *region.operands), tuple(region.outputs),
-        tuple(equations[number] for number in region.equations),
-    )  # fmt: skip
-    empty = tuple(_empty_rows(equations, region, function.invars)) if sizes else ()
     with first.ctx.manager:  # of its mesh
-        as_stored = "columns" in region.sums
-        jaxpr = widened(function, len(products), product.groups, empty, as_stored)
-    params = {
-        "jaxpr": jaxpr,
-        "product": product,
-        "num_b": len(products),
-        "in_place": in_place(region, equations, len(sizes)),
-    }
-    return last.replace(
-        primitive=hopper_fused_p,
-        invars=[lhs, *(x.invars[1] for x in products), *sizes, *region.operands],
-        outvars=region.outputs,
-        params=params,
-    )
+        jaxpr = widened(function, count, product.groups, empty, as_stored)
+    return {"jaxpr": jaxpr, "product": product, "num_b": count}
 
 
 def _empty_rows(equations: Sequence[Any], region: Region, inputs: Sequence[Any]) -> Iterable[int]:
@@ -225,12 +243,11 @@ def refusals(equations: Sequence[Any], results: Sequence[Any]) -> dict[int, str]
     Products that nothing follows which a kernel computes are left out.
     """
     reasons: dict[int, str] = {}
-    device = current_device()
+    kernels = _Launches(equations)
     for region in Regions(Dependences(Program([*equations], [*results]))).regions:
         if not region.whole:
             continue
-        launch = _launch(equations, region)
-        reason = _refusal(equations, region, launch, device)
+        _, reason = kernels.of(region)
         reasons.update(dict.fromkeys(region.products, reason or "it would wait for what it reads"))
     return reasons
 

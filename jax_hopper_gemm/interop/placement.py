@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from jax import lax
@@ -54,27 +55,49 @@ def updates_ordered(equations: Sequence[Any], results: Sequence[Any]) -> list[An
       equations: of a jaxpr, in order.
       results: what it returns.
     """
-    readers: dict[Any, list[int]] = {}
-    depends: list[int] = []  # of each equation, a bit for each one that it depends on
+    updates = {i: found for i, x in enumerate(equations) if (found := _overwritten(x))}
+    if not updates:
+        return list(equations)
+    readers: dict[Any, list[int]] = {
+        equations[i].invars[number]: [] for i, numbers in updates.items() for number in numbers
+    }
     makers: dict[Any, int] = {}
+    inputs = [variables(equation.invars) for equation in equations]
     for i, equation in enumerate(equations):
-        bits = 0
-        for x in dict.fromkeys(variables(equation.invars)):
-            readers.setdefault(x, []).append(i)
-            if x in makers:
-                bits |= depends[makers[x]] | 1 << makers[x]
+        for x in readers.keys() & inputs[i]:
+            readers[x].append(i)
         makers.update(dict.fromkeys(equation.outvars, i))
-        depends.append(bits)
+    depends = _dependence(equations, inputs, {*updates, *chain(*readers.values())})
     waits: dict[int, dict[int, list[int]]] = {}  # by update and input, the readers to wait for
-    for i, equation in enumerate(equations):
-        for number in _overwritten(equation):
-            others = [x for x in readers[equation.invars[number]] if x != i]
+    for i, numbers in updates.items():
+        for number in numbers:
+            others = [x for x in readers[equations[i].invars[number]] if x != i]
             launched = all(equations[x].primitive in LAUNCHED for x in others)
-            if launched and not any(depends[x] >> i & 1 for x in others):
-                waits.setdefault(i, {})[number] = [x for x in others if not depends[i] >> x & 1]
+            if launched and not any(depends(x, i) for x in others):
+                waits.setdefault(i, {})[number] = [x for x in others if not depends(i, x)]
     if not any(waits.values()):
         return list(equations)
-    return _Waiting(equations, makers, waits, {*readers, *variables(results)}).ordered
+    return _Waiting(equations, makers, waits, {*chain(*inputs), *variables(results)}).ordered
+
+
+def _dependence(
+    equations: Sequence[Any], inputs: Sequence[Sequence[Any]], among: set[int]
+) -> Callable[[int, int], bool]:
+    """Returns a function that says whether an equation depends on another one of these, `among`."""
+    bits = {number: 1 << i for i, number in enumerate(sorted(among))}
+    of: dict[Any, int] = {}  # by variable
+    found: dict[int, int] = {}
+    for i, equation in enumerate(equations):
+        mask = 0
+        for x in inputs[i]:
+            if x in of:
+                mask |= of[x]
+        if i in bits:
+            found[i] = mask
+            mask |= bits[i]
+        if mask:
+            of.update(dict.fromkeys(equation.outvars, mask))
+    return lambda one, other: bool(found[one] & bits[other])
 
 
 def _overwritten(equation: Any) -> list[int]:

@@ -182,6 +182,8 @@ class Regions:
     def _complete(self, region: Region) -> bool:
         """Fills a region in; False if there is nothing but a product."""
         region.outputs += [x for x in region.kept if x not in region.outputs]
+        if not region.outputs:
+            return False
         equations, stored, depends = self._program.equations, self._stored, self.dependences
         slice_ = dict(stored.slice(region.outputs, region))
         region.equations = sorted(slice_)

@@ -241,8 +241,17 @@ def rewritten(program: Any, rewriting: Rewriting) -> Any:
         new_inner = rewritten(inner, rewriting)
         return program if new_inner is inner else program.replace(jaxpr=new_inner)
 
+    reasons: dict[Any, str | None] = {}  # of products that are alike
+
     def chosen(equation: Any, transposes: Sequence[Any] = ()) -> bool:
-        return reason_left(equation, transposes, rewriting.implementation) is None
+        if equation.primitive is not lax.dot_general_p:
+            return reason_left(equation, transposes, rewriting.implementation) is None
+        avals = (x.aval for x in (*equation.invars, *equation.outvars))
+        permutations = (x.params["permutation"] for x in transposes)
+        alike = (*equation.params.items(), *avals, *permutations)
+        if alike not in reasons:
+            reasons[alike] = reason_left(equation, transposes, rewriting.implementation)
+        return reasons[alike] is None
 
     original, inner = inner, with_rounded_operands(with_equations_of_accelerated(inner))
     if rewriting.fuse:

@@ -74,7 +74,8 @@ def is_batch_invariant() -> bool:
 
 def in_contexts(options: Options) -> Options:
     """Returns the options of a product that is traced now: with those of the contexts it is in."""
-    options = replace(options, max_sms=current_max_sms())
+    if (max_sms := current_max_sms()) != options.max_sms:
+        options = replace(options, max_sms=max_sms)
     if not is_batch_invariant():
         return options
     if options.implementation == "xla":
