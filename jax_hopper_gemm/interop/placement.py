@@ -146,7 +146,7 @@ class _Waiting:
             return
         self._waiting.pop(i, None)
         equation = self._equations[i]
-        for x in variables(equation.invars):
+        for x in variables(equation.invars) if self._waiting else ():
             if self._makers.get(x) in self._waiting:
                 self._emit(self._makers[x])
         for number, others in self._waits.get(i, {}).items():

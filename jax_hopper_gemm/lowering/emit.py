@@ -6,6 +6,7 @@ its result can take the product's place, with an epilogue (see `call.product_at`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.core import ShapedArray
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.grid import result_shapes
 from ..gemm.kernel_params import KernelSpec
@@ -84,31 +86,50 @@ def emit_launch(ctx: mlir.LoweringRuleContext, call: Call, route: Route) -> list
     assert route.gemm and route.spec and route.plan
     inputs, aliases = factors(ctx, call, route), {}
     outputs = list(ctx.avals_out)
+    function, finish = call.request.function, None
     if route.fusion:
-        outputs = _written(call.request, route)
+        outputs, finish = _written_and_finished(function, call.request, route, call.avals)
         operands = epilogue_operands(ctx, call, route)
         overwritten = overwritten_results(call, route, outputs)
         aliases = {len(inputs) + place: number for place, number in overwritten.items()}
         inputs += operands
     values, avals = zip(*inputs, *integers(call), *scales(ctx, call, route), strict=True)
-    workspaces = [ShapedArray((w.nbytes,), np.uint8) for w in route.plan.workspaces]
+    attributes, workspaces = _launch_of(route)
     results = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=aliases)(
         ctx.replace(avals_in=avals, avals_out=[*outputs, *workspaces]),
         *values,
-        **product_attributes(route.gemm.problem, route.spec, route.plan),
+        **attributes,
     )
     results = list[Any](results)[: len(outputs)]
-    if route.fusion is None:
+    if finish is None:
         if call.request.blocks or call.request.k_group or route.gemm.padded:
             return mark_options(call, results)
         problem = route.gemm.problem
         _mark_product(results[0].owner, call.request, problem, swap_ab=route.gemm.swap_ab)
         return mark_options(call, results)
-    assert call.request.function
-    varying = [_varying_like(call.request.function.in_avals[0], x) for x in outputs]
-    avals = [*varying, *call.avals]
-    finish = finishing(call.request.function, call.request, route, avals)
-    return list(lower_jaxpr(ctx.replace(avals_in=avals), finish, *results, *call.operands))
+    context = ctx.replace(avals_in=finish.in_avals)
+    return list(lower_jaxpr(context, finish, *results, *call.operands))
+
+
+@memoised
+def _launch_of(route: Route) -> tuple[dict[str, Any], list[ShapedArray]]:
+    """Returns the attributes of a route's launch, and its workspaces."""
+    assert route.gemm and route.spec and route.plan
+    attributes = product_attributes(route.gemm.problem, route.spec, route.plan)
+    return attributes, [ShapedArray((w.nbytes,), np.uint8) for w in route.plan.workspaces]
+
+
+@memoised
+def _written_and_finished(
+    function: ClosedJaxpr, request: Request, route: Route, avals: Sequence[Any]
+) -> tuple[list[ShapedArray], ClosedJaxpr]:
+    """Returns the arrays that a kernel writes, and what XLA does with them and with `avals`.
+
+    The function is the request's.
+    """
+    outputs = _written(request, route)
+    varying = [_varying_like(function.in_avals[0], x) for x in outputs]
+    return outputs, finishing(function, request, route, [*varying, *avals])
 
 
 def product_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) -> dict[str, Any]:

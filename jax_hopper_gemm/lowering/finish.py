@@ -11,12 +11,10 @@ from jax import lax
 from jax import numpy as jnp
 
 from ..fusion.jaxprs import ClosedJaxpr, traced
-from ..fusion.memo import memoised
 from ..gemm.epilogue_graph import Result
 from .route import Request, Route
 
 
-@memoised
 def finishing(
     function: ClosedJaxpr, request: Request, route: Route, avals: Sequence[Any]
 ) -> ClosedJaxpr:

@@ -59,6 +59,10 @@ class Request(ShapedProduct):
     # converts; 0: there are no such scales.
     k_group: int = 0
 
+    def __hash__(self) -> int:
+        """Is asked often: what mostly tells requests of a program apart is enough."""
+        return hash((self.lhs_shape, self.rhs_shape, self.out_dtype, self.function))
+
     @property
     def gathered(self) -> Literal["a", "b"] | None:
         """The operand whose rows the kernel gathers, if it does."""
@@ -159,7 +163,8 @@ def route(request: Request, device: dispatch.Device, *, kernel_only: bool = Fals
 def read_for(request: Request, device: dispatch.Device) -> tuple[Any, ...]:
     """Returns the function that chooses a product's kernel, and the tables that it reads."""
     invariant = request.options.batch_invariant
-    whole = replace(device.limited_to(request.options.max_sms), comm_overlap=False)
+    whole = device.limited_to(request.options.max_sms)
+    whole = replace(whole, comm_overlap=False) if whole.comm_overlap else whole
     choose = dispatch.choose_invariant if invariant else dispatch.choose
     return choose, dispatch.tables_of(whole)
 
