@@ -96,6 +96,7 @@ def test_equations_name_the_users_lines():
     def layer(x: jax.Array) -> jax.Array:
         return jhg.gated_linear_unit(jhg.matmul(x, x), (x, x))
 
-    equations = jax.make_jaxpr(jhg.accelerate(layer))(array).jaxpr.eqns
+    (whole,) = jax.make_jaxpr(jhg.accelerate(layer))(array).jaxpr.eqns
+    equations = whole.params["call_jaxpr"].jaxpr.eqns
     lines = [source_info_util.summarize(equation.source_info) for equation in equations]
     assert len(lines) == 2 and all(__file__ in line for line in lines)
