@@ -87,7 +87,7 @@ class Program:
 
     def _jnp(self, accelerated: bool) -> Call:
         wrap = self.accelerate(jhg) if accelerated else _unchanged
-        state, batch = jax.jit(self.model.state)(), jax.jit(self.model.batch)()
+        state, batch = self.model.state(), self.model.batch()
         if self.what == "forward":
             return partial(jax.jit(wrap(self.model.loss)), state["parameters"], batch)
         run = jax.jit(wrap(self.model.step), donate_argnums=0)
@@ -106,8 +106,7 @@ class Program:
         from jax_hopper_gemm import nn
 
         wrap = self.accelerate(nn) if accelerated else _unchanged
-        module = nnx.jit(lambda: programs.module(self.model))()
-        batch = jax.jit(self.model.batch)()
+        module, batch = programs.module(self.model), self.model.batch()
         if self.what == "forward":
             return partial(nnx.jit(wrap(programs.loss)), module, batch)
         optimizer = programs.optimizer(self.model, module)
