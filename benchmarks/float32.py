@@ -25,14 +25,16 @@ import numpy as np
 from jax import lax
 
 from jax_hopper_gemm import dispatch
-from jax_hopper_gemm.dispatch.candidates import model_specs
+from jax_hopper_gemm.dispatch.candidates import considered_specs
 from jax_hopper_gemm.dispatch.legality import pairing_violations
 from jax_hopper_gemm.dispatch.memory_traffic import best_raster_order
 from jax_hopper_gemm.gemm.bf16_parts import PRESETS
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.gemm.problem import GemmProblem, Major
-from jax_hopper_gemm.gemm.problem_type import ProblemType
+from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.gemm.spec import GemmSpec
 from jax_hopper_gemm.testing import benchmark, shapes, timing
+from jax_hopper_gemm.testing.lowered import all_specs_of
 
 SIZES = (2048, 4096, 8192)
 MAJORS: tuple[tuple[Major, Major], ...] = (("k", "n"), ("k", "k"), ("m", "n"), ("m", "k"))
@@ -50,20 +52,31 @@ def problems(sizes: list[int], majors: list[str]) -> Iterator[GemmProblem]:
                 )
 
 
-def kernels(problem: GemmProblem, precision: str, everything: bool) -> dict[str, GemmSpec]:
-    """Returns the kernels to time, that of dispatch first."""
+def asked(problem: GemmProblem, precision: str) -> GemmProblem:
+    """Returns the problem in a precision."""
     if precision == "HIGHEST":
-        problem = replace(problem, simt=True)
-    elif precision != "TF32":
-        problem = replace(problem, bf16_terms=int(precision.removeprefix("X")))
+        return replace(problem, simt=True)
+    terms = 0 if precision == "TF32" else int(precision.removeprefix("X"))
+    return replace(problem, bf16_terms=terms)
+
+
+def launched(problem: GemmProblem, spec: GemmSpec) -> list[KernelSpec]:
+    """Returns the kernels of the program that is timed: one that reads parts needs them cut."""
+    function = benchmark.one_kernel(problem, spec, RasterOrder(), dispatch.H200.num_sms)
+    return all_specs_of(function, *benchmark.input_shapes(problem)[0])
+
+
+def kernels(problem: GemmProblem, precision: str, everything: bool) -> dict[str, GemmSpec]:
+    """Returns the kernels of a problem `asked` for to time, that of dispatch first."""
     chosen = dispatch.choose(problem, dispatch.H200, kernel_only=True).spec
     found = {} if chosen is None else {f"{precision} chosen": chosen}
     if everything:
-        for spec in model_specs(ProblemType.of(problem)):
+        for spec in considered_specs(problem):
             large = spec.tile_m * spec.tile_n >= 128 * 64
             if large and spec not in found.values() and not pairing_violations(problem, spec):
-                tile = f"{spec.tile_m}x{spec.tile_n} {spec.cluster_m}x{spec.cluster_n}"
-                found[f"{precision} {tile}"] = spec
+                tile = f"{spec.tile_m}x{spec.d_tile_n} {spec.cluster_m}x{spec.cluster_n}"
+                way = "".join((" transposed" * (spec.d_major == "m"), " cut" * spec.reads_parts))
+                found[f"{precision} {tile}{way}"] = spec
         if chosen and problem.simt:
             for tile_m, tile_k, stages in (
                 (128, 8, 4),
@@ -106,10 +119,11 @@ def main() -> int:
     found = list(problems(arguments.sizes, arguments.majors))
     if arguments.build:
         specs = [
-            spec
+            each
             for problem in found
             for precision in arguments.precisions
-            for spec in kernels(problem, precision, arguments.all).values()
+            for spec in kernels(asked(problem, precision), precision, arguments.all).values()
+            for each in launched(asked(problem, precision), spec)
         ]
         return command_line.build(specs, arguments.build)
     return measure(found, arguments)
@@ -130,9 +144,10 @@ def measure(found: list[GemmProblem], arguments: argparse.Namespace) -> int:
             else:
                 functions[f"XLA {precision}"] = function
         for precision in arguments.precisions:
-            for name, spec in kernels(problem, precision, arguments.all).items():
-                order = best_raster_order(problem, spec, device)
-                functions[name] = benchmark.one_kernel(problem, spec, order, device.num_sms)
+            of_kernel = asked(problem, precision)
+            for name, spec in kernels(of_kernel, precision, arguments.all).items():
+                order = best_raster_order(of_kernel, spec, device)
+                functions[name] = benchmark.one_kernel(of_kernel, spec, order, device.num_sms)
         errors = {name: error_of(f, problem, inputs[0]) for name, f in functions.items()}
         bursts = {name: timing.burst(f, inputs) for name, f in functions.items()}
         pause = min(1.0, 100 * problem.flops / 5e14)

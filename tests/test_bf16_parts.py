@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support import float32
+from support import cutting, float32
+from support.program_inspection import LAUNCH, lowered
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.dispatch import H200, choose
+from jax_hopper_gemm.dispatch import H200, choose, choose_invariant
 from jax_hopper_gemm.gemm.bf16_parts import (
     LEFT_OUT,
     PRESETS,
     PROMOTED_K,
+    RUN_K,
     STEPS,
     TILE_K,
     VECTOR,
@@ -26,14 +29,19 @@ from jax_hopper_gemm.gemm.bf16_parts import (
     accumulator_sets,
     num_parts,
     products,
+    stored_k,
 )
+from jax_hopper_gemm.gemm.cutting import CutSpec, place_of
+from jax_hopper_gemm.gemm.kernel_params import param_list, spec_from_json
 from jax_hopper_gemm.gemm.legality import violations
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.product import Options
+from jax_hopper_gemm.gemm.spec import GemmSpec
+from jax_hopper_gemm.launch.pass_plans import make_cut_plan
 from jax_hopper_gemm.launch.plan import TensorMap, make_plan
 from jax_hopper_gemm.primitives.call_words import options_of_words, options_to_words
 from jax_hopper_gemm.testing import tolerance
-from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.testing.lowered import all_specs_of, specs_of
 
 TILE_M, TILE_N = 128, 192
 MAJORS = list(itertools.product("km", "nk"))
@@ -188,21 +196,101 @@ def test_no_bank_is_asked_twice(a_major, b_major):
                 assert conflicts([target[i] // 2 for target in targets], width) == 1
 
 
-def problem_of(terms: int, **given: Any) -> GemmProblem:
-    return replace(GemmProblem.dense(4096, 4096, 4096, dtype="float32", **given), bf16_terms=terms)
+def problem_of(terms: int, size: int = 4096, **given: Any) -> GemmProblem:
+    return replace(GemmProblem.dense(size, size, size, dtype="float32", **given), bf16_terms=terms)
 
 
 @pytest.mark.parametrize("terms", PRESETS)
 @pytest.mark.parametrize(("a_major", "b_major"), MAJORS)
-def test_dispatch_runs_every_layout(terms, a_major, b_major):
-    spec = choose(problem_of(terms, a_major=a_major, b_major=b_major), H200).spec
+@pytest.mark.parametrize("size", (512, 4096))
+def test_dispatch_runs_every_layout(terms, a_major, b_major, size):
+    """A large product on operands that were cut before, a small one on those that a kernel cuts."""
+    spec = choose(problem_of(terms, size, a_major=a_major, b_major=b_major), H200).spec
     assert spec and violations(spec) == []
-    assert (spec.tile_m, spec.tile_n, spec.bf16_terms) == (128, 128, terms)
+    assert (spec.bf16_terms, spec.reads_parts) == (terms, size == 4096)
+
+
+@pytest.mark.parametrize("axis", (0, 1))
+@pytest.mark.parametrize("terms", (3, 6))
+def test_parts_lie_in_runs_and_add_up_to_the_number(axis, terms):
+    length, count = RUN_K + 36, num_parts(terms)
+    x = np.random.default_rng(0).standard_normal((length, 8)).astype(np.float32)
+    cut = float32.parts_along(x if axis == 0 else x.T, axis, terms).astype(np.float64)
+    assert cut.shape[axis] == stored_k(length, terms)
+    runs = np.moveaxis(cut, axis, 0).reshape(2, count, RUN_K, 8)
+    found = runs.sum(1).reshape(-1, 8)
+    assert np.abs(found[:length] - x).max() <= 2.0 ** (-8 * count) * np.abs(x).max()
+    assert not found[length:].any()
+    assert np.array_equal(runs[:, 0].reshape(-1, 8)[:length], x.astype(jnp.bfloat16))
+    places = [[place_of(k, part, count) for k in range(length)] for part in range(count)]
+    parts = np.moveaxis(cut, axis, 0)[np.array(places)]
+    assert np.array_equal(parts.sum(0), found[:length])
+
+
+def test_operands_are_cut_along_k_before_the_launch():
+    shapes = (3, 4096, 4002), (3, 4002, 4096)
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+    def product(a: Any, b: Any) -> Any:
+        return jhg.matmul(a, b, precision=float32.preset(3), implementation="hopper")
+
+    *cuts, spec = all_specs_of(product, a, b)
+    assert cuts == [CutSpec(2, "columns", aligned=False), CutSpec(2, "rows")]
+    assert isinstance(spec, GemmSpec) and spec.reads_parts
+    stored = 2 * 63 * RUN_K
+    launches = re.findall(rf"{LAUNCH}.*", lowered(product, a, b))
+    for line, ends in zip(
+        launches, ("-> tensor<3x4096x{}xbf16>", "-> tensor<3x{}x4096xbf16>"), strict=False
+    ):
+        assert ends.format(stored) in line
+    assert f"(tensor<3x4096x{stored}xbf16>, tensor<3x{stored}x4096xbf16>)" in launches[2]
+
+
+def test_a_product_that_leaves_sms_to_others_is_cut_by_the_kernel_that_multiplies_it():
+    spec = choose(problem_of(3), H200.limited_to(100)).spec
+    assert spec and spec.cuts_operands
+
+
+@pytest.mark.parametrize("m", (1, 100, 1024, 8192))
+def test_however_many_rows_there_are_their_sums_have_one_order(m):
+    problem = replace(GemmProblem.dense(m, 4096, 4096, dtype="float32"), bf16_terms=3)
+    spec = choose_invariant(problem, H200).spec
+    assert spec and spec.cuts_operands
+
+
+def test_a_matrix_of_a_stack_is_cut_by_the_kernel_that_multiplies_it():
+    for indexed in ("a", "b"):
+        spec = choose(replace(problem_of(3), indexed=indexed, stack=4), H200).spec
+        assert spec and spec.cuts_operands and violations(spec) == []
+
+
+def test_kernels_that_cut_have_plans():
+    for case in cutting.CASES:
+        assert spec_from_json(case.spec.to_json()) == case.spec
+        plan = make_cut_plan(case.spec, *case.shape)
+        assert [p.kind for p in plan.params] == [p.kind for p in param_list(case.spec)]
+    assert make_cut_plan(CutSpec(2, "rows"), 3, 65, 136).grid == (3 * 2 * 2, 1, 1)
+    for parts, along, aligned in ((1, "rows", True), (2, "depth", True), (2, "rows", False)):
+        with pytest.raises(ValueError, match="no kernel cuts so"):
+            CutSpec(parts, along, aligned)  # type: ignore
+
+
+def test_what_kernels_that_read_parts_do_not():
+    spec = choose(problem_of(6), H200).spec
+    assert spec and spec.reads_parts
+    for reason, fields in {
+        "tile_k 32 of bfloat16 parts is not 64": {"tile_k": 32},
+        "schedule them cooperatively": {"warp_schedule": "pingpong"},
+        "do not split K": {"split_k": True},
+        "groups": {"grouped": "m"},
+        "a matrix of a stack": {"indexed": "b"},
+    }.items():
+        assert any(reason in text for text in violations(replace(spec, **fields))), reason
 
 
 def test_what_no_kernel_does():
-    spec = choose(problem_of(6), H200).spec
-    assert spec
+    spec = choose(problem_of(6, 1024), H200).spec
+    assert spec and spec.cuts_operands
     for reason, fields in {
         "tile_k 64 of bfloat16 parts is not 32": {"tile_k": 64},
         "tile_m 256 of bfloat16 parts is not 64 or 128": {"tile_m": 256},
@@ -212,7 +300,7 @@ def test_what_no_kernel_does():
         "4 products of bfloat16 parts, not 3, 6 or 9": {"bf16_terms": 4},
         "float32 is cut into bfloat16 parts": {"a_dtype": "bfloat16"},
         "promoted already": {"promoted": True},
-        "take epilogue tiles of 16 columns": {"epi_tile_n": 32},
+        "take epilogue tiles of 16 columns": {"tile_n": 128, "epi_tile_n": 32},
         "B is float32, which tensor cores read along K alone": {"bf16_terms": 0},
     }.items():
         assert any(reason in text for text in violations(replace(spec, **fields))), reason
@@ -221,8 +309,9 @@ def test_what_no_kernel_does():
 @pytest.mark.parametrize("name", float32.PROGRAMS)
 def test_products_run_on_kernels(name):
     program = float32.PROGRAMS[name]
-    specs = program.specs()
+    specs = [spec for spec in program.specs() if isinstance(spec, GemmSpec)]
     assert specs and {spec.bf16_terms for spec in specs} == {program.terms}
+    assert all(spec.reads_parts == name.startswith("cut before") for spec in specs)
 
 
 A, B = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in float32.AB)
@@ -248,16 +337,19 @@ def test_an_epilogue_is_part_of_the_kernel():
     assert spec.epilogue and spec.bf16_terms == 3
 
 
-def test_the_gradient_of_an_epilogue_is_part_of_the_product_before_it():
+@pytest.mark.parametrize("size", (1, 8))
+def test_the_gradient_of_an_epilogue_is_part_of_the_product_before_it(size):
     def loss(a: Any, b: Any, c: Any) -> Any:
         precision = float32.preset(6)
         hidden = jhg.matmul(a, b, activation="gelu", precision=precision)
         return jnp.sum(jhg.matmul(hidden, c, precision=precision))
 
-    c = jax.ShapeDtypeStruct((float32.N, 256), jnp.float32)
-    specs = specs_of(jax.grad(loss, argnums=(0, 1, 2)), A, B, c)
+    shapes = *float32.AB, (float32.N, 256)
+    arrays = (jax.ShapeDtypeStruct((size * m, size * n), jnp.float32) for m, n in shapes)
+    specs = specs_of(jax.grad(loss, argnums=(0, 1, 2)), *arrays)
     assert {spec.bf16_terms for spec in specs} == {6}
-    assert any(spec.epilogue and spec.graph.loaded for spec in specs)
+    (fused,) = (spec for spec in specs if spec.epilogue and spec.graph.loaded)
+    assert fused.reads_parts == (size > 1)
 
 
 def test_a_kernel_is_explained():

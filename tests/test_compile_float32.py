@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 
 import pytest
-from support import float32, sgemm
+from support import cutting, float32, sgemm
 from support.compiling import code_of, skip_without_compiler
 from support.covering import ALL, covering_subset
-from support.policies import parts_specs, shown_by_code, tf32_specs, traits_of
+from support.policies import (
+    parts_specs,
+    shown_by_code,
+    stored_parts_specs,
+    tf32_specs,
+    traits_of,
+)
 
+from jax_hopper_gemm import cubin
+from jax_hopper_gemm.cubin.sass import disassemble, parse_sass
 from jax_hopper_gemm.dispatch import H200, choose
 from jax_hopper_gemm.gemm import simt
+from jax_hopper_gemm.gemm.cutting import LINES
 from jax_hopper_gemm.gemm.problem import GemmProblem
 
 skip_without_compiler()
@@ -19,13 +28,17 @@ skip_without_compiler()
 pytestmark = pytest.mark.compile
 
 shown = shown_by_code if ALL else traits_of
-LARGE = [spec for spec, _ in float32.long_cases() if spec.bf16_terms < 9]
+LONG = [spec for spec, _ in float32.long_cases() if spec.bf16_terms < 9]
+LARGE = [spec for spec in LONG if spec.cuts_operands]
 PARTS = list(dict.fromkeys((*LARGE[::3], *covering_subset([*LARGE, *parts_specs()], shown))))
+STORED = [spec for spec in LONG if spec.reads_parts]
+STORED = list(dict.fromkeys((*STORED[::3], *covering_subset(stored_parts_specs(), traits_of))))
 PLAIN = GemmProblem.dense(4096, 4096, 4096, b_major="k", dtype="float32")
 CHOSEN = choose(PLAIN, H200, kernel_only=True).spec
 TF32 = list(dict.fromkeys((CHOSEN, *covering_subset(tf32_specs(), shown))))
 SGEMM = sgemm.kernels()[:8] + sgemm.kernels()[-3:]
-SPECS = [*PARTS, *TF32, *SGEMM]
+CUTS = list(dict.fromkeys(case.spec for case in cutting.CASES))
+SPECS = [*PARTS, *STORED, *CUTS, *TF32, *SGEMM]
 
 
 @pytest.mark.parametrize("spec", PARTS, ids=lambda spec: spec.name)
@@ -37,6 +50,27 @@ def test_kernel_compiles_to_products_of_parts_of_a_in_registers(spec, built):
     assert not re.search(r"\bF2F\.BF16", text), "numbers are rounded one by one"
     loads = set(re.findall(r"\bLDS\.?(\d*)", text))
     assert "128" in loads
+
+
+@pytest.mark.parametrize("spec", STORED, ids=lambda spec: spec.name)
+def test_kernel_that_reads_parts_compiles_to_products_in_shared_memory(spec, built):
+    *_, text = code_of(spec, built)
+    products = re.findall(r"HGMMA\.(\S+) R\d+, gdesc", text)
+    assert {x.removesuffix(".tnspA").removesuffix(".tnspB") for x in products} == {
+        f"64x{spec.tile_n}x16.F32.BF16"
+    }
+
+
+@pytest.mark.parametrize("spec", CUTS, ids=lambda spec: spec.name)
+def test_kernel_cuts_vectors_without_a_spill(spec, built):
+    assert spec not in built, built[spec]
+    compiled = cubin.get(spec)
+    text = disassemble(compiled.cubin)
+    assert compiled.manifest.stack_bytes == parse_sass(text).local_accesses == 0, "it spills"
+    assert compiled.manifest.registers <= 96
+    assert len(re.findall(r"\bSTG\.E\.64", text)) == LINES * spec.parts
+    assert len(re.findall(r"\bLDG\.E\.128", text)) == LINES * spec.aligned
+    assert not re.search(r"\bF(ADD|MUL|FMA)\.FTZ", text), "a small part is lost"
 
 
 @pytest.mark.parametrize("spec", TF32, ids=lambda spec: spec.name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import cases, outcome, policies
+from support import cases, cutting, outcome, policies
 from support.compiling import skip_without_compiler
 from support.ptx import arithmetic, quantization
 from support.ptx.gpu import PtxGpu, kernel_of, ptx_of
@@ -55,6 +55,11 @@ def test_scales_that_come_with_their_lines_are_multiplied_in():
 @pytest.mark.parametrize("case", [Case((32, 144)), Case((144, 16), block=128)], ids=str)
 def test_a_kernel_that_quantizes_is_numpys_bit_for_bit(case):
     quantization.check(PtxGpu(), case)
+
+
+@pytest.mark.parametrize("case", cutting.CASES, ids=str)
+def test_a_kernel_that_cuts_float32_is_numpys_bit_for_bit(case):
+    case.check(PtxGpu())
 
 
 def test_one_wrong_number_in_the_code_is_found():

@@ -132,7 +132,7 @@ def test_what_no_kernel_stores_along_m_is_named(change, words):
 )
 def test_problems_of_unlike_sides_keep_them(problem):
     assert problem.as_stored("m") is problem
-    assert types_of(problem) == [ProblemType.of(problem)]
+    assert types_of(problem) == (ProblemType.of(problem),)
     assert "the kernel has d_major 'm', the problem 'n'" in pairing_violations(problem, SPEC)
 
 

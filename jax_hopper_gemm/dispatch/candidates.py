@@ -32,6 +32,7 @@ from .configs import (
     PROMOTED_K_CONFIGS,
     RASTER_ORDERS,
     SIMT_CONFIGS,
+    STORED_PARTS_CONFIGS,
     TRANSPOSED_CONFIGS,
     WHOLE_ROW_CONFIGS,
     WIDE_STORE_CONFIGS,
@@ -76,12 +77,16 @@ def wide_store_specs(problem_type: ProblemType) -> tuple[GemmSpec, ...]:
     return _legal(WIDE_STORE_CONFIGS, problem_type) if narrow and plain else ()
 
 
-def types_of(problem: GemmProblem) -> list[ProblemType]:
-    """Returns the types of kernels that a problem is worth: its own, and that of its transpose."""
-    sides = [problem]
-    if problem.has_like_sides and not problem_violations(problem.transposed):
-        sides.append(problem.transposed)
-    return [ProblemType.of(side) for side in sides]
+@lru_cache(maxsize=4096)
+def types_of(problem: GemmProblem) -> tuple[ProblemType, ...]:
+    """Returns the types of kernels that may run a problem: its own, and that of its transpose.
+
+    Of float32 as bfloat16 parts also those that read parts from memory, but of a matrix of a stack.
+    """
+    sides = [problem, problem.transposed] if problem.has_like_sides else [problem]
+    if problem.bf16_terms and not (problem.reads_parts or problem.indexed):
+        sides += [side.in_parts for side in sides]
+    return tuple(ProblemType.of(side) for side in sides if not problem_violations(side))
 
 
 def considered_specs(problem: GemmProblem) -> list[GemmSpec]:
@@ -105,7 +110,8 @@ def _configs(problem_type: ProblemType) -> tuple[Config, ...]:
     if problem_type.simt_width:
         return SIMT_CONFIGS
     if problem_type.bf16_terms:
-        return PARTS_CONFIGS[problem_type.grouped]
+        in_memory = problem_type.a_dtype != "float32"
+        return STORED_PARTS_CONFIGS if in_memory else PARTS_CONFIGS[problem_type.grouped]
     if converts(problem_type.a_dtype, problem_type.b_dtype):
         return CONVERTED_CONFIGS
     if problem_type.d_major == "m":
@@ -246,7 +252,7 @@ def dynamic_spec(spec: GemmSpec) -> GemmSpec | None:
 
 def legal_specs(problem: GemmProblem, device: Device) -> list[tuple[GemmSpec, RasterOrder]]:
     """Returns every kernel and order of tiles that the tuner may try on `problem`."""
-    if device_violations(device) or problem_violations(problem):
+    if device_violations(device):
         return []
     specs = (spec for kind in types_of(problem) for spec in tuner_specs(kind))
     legal = (spec for spec in specs if not pairing_violations(problem, spec))

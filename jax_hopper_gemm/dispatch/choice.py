@@ -25,8 +25,8 @@ from ..gemm.problem import GemmProblem
 from ..gemm.problem_type import ProblemType
 from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec
-from .candidates import dynamic_spec, has_large_shares, model_specs, refilled_spec
-from .cost import Estimate, copying_ns, estimate
+from .candidates import dynamic_spec, has_large_shares, model_specs, refilled_spec, types_of
+from .cost import Estimate, copying_ns, cutting_ns, estimate
 from .device import MEMORY_BYTES_PER_NS, Device
 from .expected_tiles import equal_groups
 from .invariance import invariant_specs, is_invariant, reduces_rows
@@ -70,12 +70,26 @@ def choose(problem: GemmProblem, device: Device, *, kernel_only: bool = False) -
     """
     if problem.indexed and (reasons := problem_violations(problem)):
         return Decision.unsupported(reasons)
-    whole = replace(problem, indexed=None, stack=1)
+    whole = _whole(problem)
     alone = replace(device, comm_overlap=False)
     decision = _choose(whole, alone, kernel_only, tables_of(alone))
     if device.comm_overlap:
         decision = _for_overlap(whole, alone, decision)
     return _of_stack(decision, problem)
+
+
+def _refusals(problem: GemmProblem, device: Device) -> list[str]:
+    """Returns why no kernel runs `problem`, neither as it is nor transposed nor cut into parts."""
+    refused = [] if types_of(problem) else problem_violations(problem)
+    return device_violations(device) + refused
+
+
+def _whole(problem: GemmProblem) -> GemmProblem:
+    """Returns the problem of a matrix that is no part of a stack, which runs as one that is.
+
+    That of one to cut into parts does not.
+    """
+    return problem if problem.bf16_terms else replace(problem, indexed=None, stack=1)
 
 
 def _of_stack(decision: Decision, problem: GemmProblem) -> Decision:
@@ -92,9 +106,9 @@ def choose_invariant(problem: GemmProblem, device: Device, *, kernel_only: bool 
     XLA is the answer only where no kernel of ours can run it, whatever `kernel_only` says. Shards
     run the kernels of one GPU, since the devices that share the rows must not matter either.
     """
-    if reasons := device_violations(device) + problem_violations(problem):
+    if reasons := _refusals(problem, device):
         return Decision.unsupported(reasons)
-    whole = replace(problem, indexed=None, stack=1)
+    whole = _whole(problem)
     alone = replace(device, comm_overlap=False)
     decision = _choose_invariant(whole, alone, tables_of(alone))
     return _of_stack(decision, problem)
@@ -113,7 +127,7 @@ def _choose_invariant(problem: GemmProblem, device: Device, tables: tuple[Table,
 def _choose(
     problem: GemmProblem, device: Device, kernel_only: bool, tables: tuple[Table, ...]
 ) -> Decision:
-    if reasons := device_violations(device) + problem_violations(problem):
+    if reasons := _refusals(problem, device):
         return Decision.unsupported(reasons)
     key = Key.of(problem)
     table = next((table for table in tables if key in table.entries), None)
@@ -212,6 +226,8 @@ def _expectation(problem: GemmProblem, spec: GemmSpec, cost: Estimate, device: D
     )
     if copies := copying_ns(problem):
         reason += f"; {copies / 1e3:.1f} us more to copy operands into lines of whole 16 bytes"
+    if cutting := cutting_ns(problem.as_run_by(spec)):
+        reason += f"; {cutting / 1e3:.1f} us of it to cut operands into bfloat16 parts"
     if xla := beside_xla(problem, cost, device):
         reason += f"; {xla}"
     if problem.groups:

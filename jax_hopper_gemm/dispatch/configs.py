@@ -207,8 +207,22 @@ PROMOTED_K_CONFIGS = (
     Config(128, 128, cluster_m=2, tile_scheduler="dynamic"),
 )
 
-# Of bfloat16 parts, by the grouped axis: 64 rows a warpgroup, as many columns as registers hold,
-# and no pingpong.
+# Of bfloat16 parts in memory: half of the registers hold sums that are promoted to the others.
+STORED_PARTS_CONFIGS = (
+    Config(128, 208, cluster_n=2),
+    Config(128, 192, cluster_m=2),
+    Config(128, 192, cluster_n=2),
+    Config(128, 160, cluster_n=2),
+    Config(128, 128, cluster_m=2),
+    Config(128, 128, cluster_n=2),
+    Config(128, 64, cluster_n=2),
+    Config(64, 192),
+    Config(64, 128, cluster_m=2),
+    Config(64, 64),
+)
+
+# Of parts that kernels cut, by the grouped axis: 64 rows a warpgroup, as many columns as registers
+# hold, and no pingpong.
 PARTS_CONFIGS: dict[VarlenAxis | None, tuple[Config, ...]] = {
     None: (
         Config(128, 192, cluster_m=2),

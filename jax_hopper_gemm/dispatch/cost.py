@@ -17,10 +17,11 @@ was 0.2 % slower than the fastest on average and 4 % at most. None of them had a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 from ..gemm import grid, simt
+from ..gemm.bf16_parts import num_parts
 from ..gemm.dtypes import DTYPES
 from ..gemm.k_split import KSplit
 from ..gemm.problem import GemmProblem
@@ -52,6 +53,7 @@ PARTIAL_CYCLES, PARTIAL_ELEMENTS = 1100.0, 8192
 HANDOVER_CYCLES = 1500.0  # fitted: from the first store of a partial sum until others may read it
 SHARED_WAVE = 1.025  # fitted: of the time where a last wave is shared; no SM rests, the clock drops
 COPY_PASSES = 2.6  # measured: as many bytes moved for each byte of lines that begin anywhere
+CUT_PASSES = 1.2  # fitted: as many bytes moved for each that is moved to cut operands into parts
 SIMT_LOSS = 0.05  # assumed: of their cycles, to copies for each side of a tile of 128x128
 
 
@@ -71,13 +73,13 @@ def estimate(
 ) -> Estimate:
     """Returns the expected cost of `spec`'s kernel on `problem`."""
     memory = memory_bytes(problem, spec, (raster_order,), device)
-    return _estimate(problem.as_stored(spec.d_major), spec, memory, device)
+    return _estimate(problem.as_run_by(spec), spec, memory, device)
 
 
 def rough_estimate(problem: GemmProblem, spec: GemmSpec, device: Device) -> Estimate:
     """Returns the same in the better one of `ROUGH`."""
     memory = memory_bytes(problem, spec, ROUGH, device)
-    return _estimate(problem.as_stored(spec.d_major), spec, memory, device)
+    return _estimate(problem.as_run_by(spec), spec, memory, device)
 
 
 def _estimate(problem: GemmProblem, spec: GemmSpec, memory: float, device: Device) -> Estimate:
@@ -106,7 +108,7 @@ def _estimate(problem: GemmProblem, spec: GemmSpec, memory: float, device: Devic
         memory_ns *= EVICTED
     bound = "device memory" if memory_ns > sm_ns else "L2" if load > math else "tensor cores"
     return Estimate(
-        ns=LAUNCH_NS + max(sm_ns, memory_ns) + MEMORY_LEAK * min(sm_ns, memory_ns),
+        ns=LAUNCH_NS + max(sm_ns, memory_ns) + MEMORY_LEAK * min(sm_ns, memory_ns) + cutting_ns(p),
         bound=bound,
         tiles=expected_tiles(p, s),
         waves=waves.number,
@@ -202,7 +204,7 @@ class TileCycles:
 
 def tile_cycles(problem: GemmProblem, spec: GemmSpec, device: Device) -> TileCycles:
     """Returns the parts of `spec`'s expected cost on `problem`."""
-    problem = problem.as_stored(spec.d_major)
+    problem = problem.as_run_by(spec)
     return TileCycles(
         k_tiles=ceil(expected_k_tiles(problem, spec)),
         multiply=math_cycles(spec),
@@ -224,6 +226,19 @@ def copying_ns(problem: GemmProblem) -> float:
         for extent, layout, row in ((p.m, p.a, DTYPES[p.a_dtype]), (p.n, p.b, DTYPES[p.b_dtype]))
         if layout.copied_line
     )
+
+
+def cutting_ns(problem: GemmProblem) -> float:
+    """Returns the expected time to cut operands into parts, where they are read as such."""
+    p = problem
+    if not p.reads_parts:
+        return 0.0
+    moved = DTYPES["float32"].itemsize + DTYPES[p.a_dtype].itemsize * num_parts(p.bf16_terms)
+    matrices_a, matrices_b = (
+        prod(extent for extent, stride in p.batch_axes(layout) if stride) for layout in (p.a, p.b)
+    )
+    operands = [p.m * matrices_a] + [p.n * matrices_b] * p.graph.accumulators
+    return sum(pass_ns(ceil(CUT_PASSES * lines * p.k * moved)) for lines in operands)
 
 
 def roofline_ns(problem: GemmProblem) -> float:

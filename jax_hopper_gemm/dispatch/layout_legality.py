@@ -28,7 +28,7 @@ def layout_violations(problem: GemmProblem) -> list[str]:
     p = problem
     if p.simt:
         return [*_stride_violations(p)]
-    extents_a, extents_b = {"m": p.m, "k": p.k}, {"k": p.k, "n": p.n}
+    extents_a, extents_b = {"m": p.m, "k": p.stored_k}, {"k": p.stored_k, "n": p.n}
     if p.groups and p.groups.gathered:
         gathered = extents_a if p.groups.gathered == "a" else extents_b
         gathered[p.groups.axis] = p.groups.source_rows

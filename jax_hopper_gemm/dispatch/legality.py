@@ -48,6 +48,10 @@ def limit_violations(problem: GemmProblem, spec: GemmSpec, device: Device) -> li
     """Returns why `spec`'s kernel does not keep to a limit of SMs."""
     if not device.limited:
         return []
+    if spec.reads_parts:
+        return [
+            f"kernels that cut operands into bfloat16 parts take more than {device.num_sms} SMs"
+        ]
     blocks = spec.cluster_size * launched_clusters(problem, spec, device.num_sms)
     if blocks <= device.num_sms:
         return []
@@ -90,7 +94,7 @@ def pairing_violations(problem: GemmProblem, spec: GemmSpec) -> list[str]:
 
 
 def _type_differences(problem: GemmProblem, spec: GemmSpec) -> list[str]:
-    p, reasons = problem.as_stored(spec.d_major), []
+    p, reasons = problem.as_run_by(spec), []
     compiled, needed = ProblemType.of_spec(spec), ProblemType.of(p)
     for field in (f.name for f in fields(ProblemType) if f.name != "epilogue"):
         has, needs = getattr(compiled, field), getattr(needed, field)

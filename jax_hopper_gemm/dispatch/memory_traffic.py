@@ -31,9 +31,9 @@ def memory_bytes(
     again, but for an operand small enough to stay. What is stored counts as so many bytes that are
     read as take as long.
     """
-    p, s = equal_groups(problem.as_stored(spec.d_major)), spec
-    row_a = p.k * s.a_itemsize
-    row_b = DTYPES[s.b_dtype].nbytes(p.k * p.graph.accumulators)
+    p, s = equal_groups(problem.as_run_by(spec)), spec
+    row_a = p.stored_k * s.a_itemsize
+    row_b = DTYPES[s.b_dtype].nbytes(p.stored_k * p.graph.accumulators)
     a_bytes, b_bytes = p.m * row_a, p.n * row_b
     slow = _slow_bytes(p, s)
     if a_bytes + b_bytes <= FITTING * L2_BYTES:

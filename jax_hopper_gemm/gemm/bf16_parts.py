@@ -11,6 +11,12 @@ are summed:
 
 An infinity, or a number that rounds to one in bfloat16, has a NaN in its second part.
 
+Either a kernel cuts its operands up (`Cutter`), or another one did beforehand (`cutting`), and it
+reads parts from memory. There K, filled up with zeros, lies in runs of `RUN_K`, and for each run
+the parts one behind the other, the largest first: as long as `stored_k`. A stage has one part of A
+and one of B. Until they are promoted, sums get the products of the smaller parts first: so the
+tensor cores cut them off, beside the largest products, as often as if there were these alone.
+
 The functions of a thread say where its elements of a stage lie in shared memory, in the patterns
 that TMA and wgmma read and write. The device traces them; on the CPU tests run them on integers.
 """
@@ -25,6 +31,7 @@ STEPS = 2  # wgmmas along K of a stage
 STEP_K = TILE_K // STEPS
 ROW = 32  # float32 in a row of TMA's pattern, eight of which repeat
 VECTOR = 4  # float32 of 16 bytes, which the pattern exchanges
+RUN_K = 64  # elements of K of a part in memory: 128 bytes, those of a stage
 BLOCK_N = 64  # columns of B that a thread's offsets are for; next ones lie 64 * TILE_K behind
 
 # By the number of terms, the name of the `jax.lax.DotAlgorithmPreset`.
@@ -42,9 +49,14 @@ def num_parts(terms: int) -> int:
     return 2 if terms == 3 else 3
 
 
+def stored_k(k: int, terms: int) -> int:
+    """Returns the elements along K of an operand whose parts are in memory."""
+    return -(-k // RUN_K) * RUN_K * num_parts(terms)
+
+
 def accumulator_sets(terms: int) -> int:
-    """Returns how many sets of accumulators there are: promoted sums, sums of the largest products
-    and, of more than 3 terms, of the others."""
+    """Returns how many sets of accumulators there are where a kernel cuts operands up: promoted
+    sums, sums of the largest products and, of more than 3 terms, of the others."""
     return 2 if terms == 3 else 3
 
 

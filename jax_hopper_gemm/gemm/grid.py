@@ -41,8 +41,8 @@ def num_cluster_tiles(problem: GemmProblem, spec: GemmSpec) -> int:
 
 
 def num_k_tiles(problem: GemmProblem, spec: GemmSpec) -> int:
-    """Returns the k-tiles of a tile of D, as if K were not grouped."""
-    return ceil_div(problem.k, spec.tile_k)
+    """Returns the k-tiles of a tile of D, as if K were not grouped; those of all terms of parts."""
+    return ceil_div(problem.k, spec.tile_k) * (spec.bf16_terms if spec.reads_parts else 1)
 
 
 def num_waves(cluster_tiles: int, spec: GemmSpec, num_sms: int) -> int:

@@ -12,15 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from .cutting import CutSpec
 from .epilogue_graph import Operand, Result
 from .group_search import GroupRaster
 from .k_split import KSplit
 from .offsets import ZeroRows
-from .quantization import KIND, QuantizeSpec
+from .quantization import QuantizeSpec
 from .raster import Raster
 from .spec import TMA_ALIGNMENT, GemmSpec
 
-KernelSpec = GemmSpec | QuantizeSpec
+KernelSpec = GemmSpec | QuantizeSpec | CutSpec
+PASSES: dict[str, type[QuantizeSpec | CutSpec]] = {x.KIND: x for x in (QuantizeSpec, CutSpec)}
 
 ParamKind = Literal["tensor_map", "pointer", "int32"]
 PARAM_BYTES: dict[ParamKind, int] = {"tensor_map": 128, "pointer": 8, "int32": 4}
@@ -162,17 +164,30 @@ class QuantizeArgs(NamedTuple):
     source_rows: Any  # of x, where rows are picked
 
 
+class CutArgs(NamedTuple):
+    """The same of a kernel that cuts a matrix of `rows` by `columns` into parts; see `cutting`."""
+
+    x: Any
+    parts: Any
+    rows: Any
+    columns: Any
+
+
 def spec_from_json(text: str) -> KernelSpec:
     """Returns the spec whose `to_json` the text is."""
     named = json.loads(text)
-    of_quantization = isinstance(named, dict) and named.get("kind") == KIND
-    return QuantizeSpec.from_dict(named) if of_quantization else GemmSpec.from_json(text)
+    one_pass = PASSES.get(named.get("kind", "")) if isinstance(named, dict) else None
+    return one_pass.from_dict(named) if one_pass else GemmSpec.from_json(text)
 
 
-def kernel_params(spec: KernelSpec) -> KernelArgs | SimtArgs | QuantizeArgs:
+def kernel_params(spec: KernelSpec) -> KernelArgs | SimtArgs | QuantizeArgs | CutArgs:
     """Returns the parameters of `spec`'s kernel."""
     if isinstance(spec, QuantizeSpec):
         return _quantize_params(spec)
+    if isinstance(spec, CutSpec):
+        x = _pointer("x", "float32", TMA_ALIGNMENT if spec.aligned else None)
+        parts = _pointer("parts", "bfloat16", TMA_ALIGNMENT)
+        return CutArgs(x, parts, *map(_number, CutArgs._fields[2:]))
     if spec.simt_width:
         return _simt_params(spec)
     graph = spec.graph

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from . import simt
-from .bf16_parts import BLOCK_N, TILE_K
+from .bf16_parts import BLOCK_N, RUN_K, TILE_K
 from .dtypes import DTYPES, OPERANDS, one_of
 from .epilogue_checks import epilogue_registers
 from .problem_type import ProblemType
@@ -59,7 +59,7 @@ def max_accumulators(spec: GemmSpec) -> int:
         left = GATHERED_MATH_REGISTERS - OTHER_REGISTERS
     if spec.dynamic or spec.grouped:
         left -= MAILBOX_REGISTERS
-    if spec.bf16_terms:
+    if spec.cuts_operands:
         left -= PARTS_REGISTERS
     if spec.stages_scales:
         left -= STAGED_SCALE_REGISTERS[spec.sum_dtype]
@@ -151,15 +151,18 @@ def _simt_violations(spec: GemmSpec) -> Iterator[str]:
 
 
 def _parts_violations(spec: GemmSpec) -> Iterator[str]:
-    s = spec
-    if s.tile_k != TILE_K:
-        yield f"tile_k {s.tile_k} of bfloat16 parts is not {TILE_K}"
-    if s.tile_m not in (64, 128):
+    s, tile_k = spec, RUN_K if spec.reads_parts else TILE_K
+    if s.tile_k != tile_k:
+        yield f"tile_k {s.tile_k} of bfloat16 parts is not {tile_k}"
+    if s.cuts_operands and s.tile_m not in (64, 128):
         yield f"tile_m {s.tile_m} of bfloat16 parts is not 64 or 128, 64 rows a warpgroup"
-    if s.tile_n % BLOCK_N:
+    if s.cuts_operands and s.tile_n % BLOCK_N:
         yield f"tile_n {s.tile_n} of bfloat16 parts is not a multiple of {BLOCK_N}"
     if s.warp_schedule != "cooperative":
-        yield "math warpgroups cut B into bfloat16 parts together: schedule them cooperatively"
+        yield (
+            "math warpgroups cut B into bfloat16 parts together, or multiply while another one "
+            "promotes its sums: schedule them cooperatively"
+        )
     if s.split_k:
         yield "sums of bfloat16 parts leave no registers for partial sums: do not split K"
 
@@ -185,7 +188,7 @@ def _register_violations(spec: GemmSpec) -> Iterator[str]:
             f"{'this' if s.epilogue else 'no'} epilogue"
         )
     narrow = NARROW_EPILOGUE_ACC_REGISTERS
-    if s.bf16_terms > 3 and s.acc_registers >= narrow and s.epi_tile_n > 16:
+    if s.cuts_operands and s.bf16_terms > 3 and s.acc_registers >= narrow and s.epi_tile_n > 16:
         yield f"{s.acc_registers} accumulators a thread: take epilogue tiles of 16 columns"
     most = SPLIT_K_ACC_REGISTERS[s.math_warpgroups]
     if s.split_k and (s.epilogue or s.math_warpgroups == 3) and s.acc_registers > most:

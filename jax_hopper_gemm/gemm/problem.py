@@ -9,12 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from . import simt
+from .bf16_parts import stored_k
 from .dtypes import DTYPES
 from .epilogue_graph import EpilogueGraph, Result
 from .groups import GroupedAxis, Groups, VarlenAxis
+
+if TYPE_CHECKING:
+    from .spec import GemmSpec
 
 Major = Literal["k", "m", "n"]
 SECTOR_BYTES = 32  # of memory, that is read or written at once
@@ -37,6 +41,21 @@ class MatrixLayout:
         """The layout of the transposed matrices, which lie where these do."""
         names: dict[Major, Major] = {"m": "n", "n": "m", "k": "k"}
         return replace(self, major=names[self.major])
+
+    def with_k(self, k: int, other: int) -> MatrixLayout:
+        """The layout of an array without gaps once it has `other` elements along K, not `k`."""
+        along_k = self.major == "k"
+        inside = k if along_k else k * self.leading_stride  # elements that K spans
+
+        def scaled(stride: int) -> int:
+            return stride // k * other if stride >= inside else stride
+
+        return replace(
+            self,
+            leading_stride=scaled(self.leading_stride) if along_k else self.leading_stride,
+            batch_stride=scaled(self.batch_stride),
+            outer_strides=tuple(map(scaled, self.outer_strides)),
+        )
 
 
 @dataclass(frozen=True)
@@ -161,6 +180,36 @@ class GemmProblem:
         return self if self.d.major == d_major or not self.has_like_sides else self.transposed
 
     @property
+    def reads_parts(self) -> bool:
+        """As in `GemmSpec`."""
+        return self.bf16_terms > 0 and self.a_dtype != "float32"
+
+    @property
+    def stored_k(self) -> int:
+        """Elements along K that A and B have in memory: more where they are parts."""
+        return stored_k(self.k, self.bf16_terms) if self.reads_parts else self.k
+
+    @cached_property
+    def in_parts(self) -> GemmProblem:
+        """The product of float32 arrays, without gaps, once they are cut into bfloat16 parts."""
+        p, stored = self, stored_k(self.k, self.bf16_terms)
+        up_offset = p.up_offset
+        if up_offset is not None:
+            up_offset = replace(p.b, batch_stride=up_offset).with_k(p.k, stored).batch_stride
+        return replace(
+            p, a_dtype="bfloat16", b_dtype="bfloat16", a=p.a.with_k(p.k, stored),
+            b=p.b.with_k(p.k, stored), up_offset=up_offset,
+        )  # fmt: skip
+
+    def as_read_by(self, spec: GemmSpec) -> GemmProblem:
+        """Returns the problem of the arrays that a kernel reads: `in_parts` if it reads these."""
+        return self.in_parts if spec.reads_parts and not self.reads_parts else self
+
+    def as_run_by(self, spec: GemmSpec) -> GemmProblem:
+        """Returns the problem as a kernel has it: `as_stored` and `as_read_by`."""
+        return self.as_stored(spec.d_major).as_read_by(spec)
+
+    @property
     def gated(self) -> bool:
         """Whether there are two B's."""
         return self.graph.accumulators == 2
@@ -238,8 +287,8 @@ class GemmProblem:
         batches_a, batches_b = distinct
         batches_a, batches_b = 1 if axis else batches_a, 1 if axis == "k" else batches_b
         b_matrices = batches_b * self.graph.accumulators
-        inputs = DTYPES[self.a_dtype].nbytes(batches_a * self.m * self.k)
-        inputs += DTYPES[self.b_dtype].nbytes(b_matrices * self.k * self.n)
+        inputs = DTYPES[self.a_dtype].nbytes(batches_a * self.m * self.stored_k)
+        inputs += DTYPES[self.b_dtype].nbytes(b_matrices * self.stored_k * self.n)
         elements = (1 if axis == "m" else self.l) * self.m * self.n
         return inputs + elements * self.element_bytes
 

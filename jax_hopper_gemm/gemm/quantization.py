@@ -7,31 +7,29 @@ A CTA takes `TILE` x `TILE` of it. Each thread has `CELL` rows of `CELL` columns
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from .dtypes import DTYPES
+from .matrix_pass import WARPS, PassSpec
 from .spec import PROMOTION_K
 
 TILE = PROMOTION_K  # rows and columns of a CTA: elements that share a scale
 CELL = 8  # rows and columns of a thread
 CELLS = TILE // CELL
-WARPS = 8
-THREADS = 32 * WARPS
 EXTENT_MULTIPLE = 16  # of R and C, so that lines of 8 bits begin at multiples of 16 bytes
 SOURCES = ("bfloat16", "float16", "float32")
 TARGETS = ("float8_e4m3fn", "float8_e5m2")
-KIND = "quantize"  # in the JSON of a spec, which other kernels' have not
 
 
 @dataclass(frozen=True)
-class QuantizeSpec:
-    """One kernel; all fields are compile-time constants of it.
+class QuantizeSpec(PassSpec):
+    """One kernel.
 
     Raises:
       ValueError: there is no such kernel.
     """
 
+    KIND = "quantize"
     dtype: str  # of the matrix
     to: str  # of the values
     block: int = 1  # lines that share a scale: 1, or 128
@@ -44,18 +42,6 @@ class QuantizeSpec:
             raise ValueError(f"no kernel quantizes so: {self}")
         if not (self.straight or self.transposed):
             raise ValueError(f"it writes nothing: {self}")
-
-    @property
-    def threads(self) -> int:
-        return THREADS
-
-    @property
-    def cluster_m(self) -> int:
-        return 1
-
-    @property
-    def cluster_n(self) -> int:
-        return 1
 
     @property
     def smem_bytes(self) -> int:
@@ -77,12 +63,3 @@ class QuantizeSpec:
     def both_ways(self) -> QuantizeSpec:
         """Returns the kernel that writes the values transposed, too, and as they lie."""
         return replace(self, straight=True, transposed=True)
-
-    def to_json(self) -> str:
-        """Returns canonical JSON: the same text for equal specs."""
-        named = {"kind": KIND, **asdict(self)}
-        return json.dumps(named, sort_keys=True, separators=(",", ":"))
-
-    @classmethod
-    def from_dict(cls, named: dict[str, object]) -> QuantizeSpec:
-        return cls(**{name: value for name, value in named.items() if name != "kind"})  # type: ignore

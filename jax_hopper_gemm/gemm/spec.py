@@ -117,6 +117,7 @@ class GemmSpec:
     evict_first: Literal["a", "b"] | None = None  # the operand whose lines leave L2 first
     split_k: bool = False  # clusters may share the k-tiles of a tile, see `k_split`
     # Of float32 operands, how many products of their bfloat16 parts are summed, see `bf16_parts`.
+    # Operands of bfloat16 are these parts (`reads_parts`), float32 ones are cut by the kernel.
     bf16_terms: int = 0
     # Elements of K of a column of B that share a float32 scale, where B is converted; 0: no scales.
     k_group: int = 0
@@ -188,6 +189,16 @@ class GemmSpec:
         return DTYPES[self.a_dtype].rounding_map > 0 and not (self.bf16_terms or self.simt_width)
 
     @property
+    def reads_parts(self) -> bool:
+        """Whether A and B were cut into bfloat16 parts before the launch."""
+        return self.bf16_terms > 0 and self.a_dtype != "float32"
+
+    @property
+    def cuts_operands(self) -> bool:
+        """Whether the kernel cuts A and B into bfloat16 parts."""
+        return self.bf16_terms > 0 and not self.reads_parts
+
+    @property
     def warpgroups_n(self) -> int:
         """Math warpgroups that share the columns of a tile; others share its rows, or tiles."""
         return self.math_warpgroups if self.converts_b else 1
@@ -210,7 +221,9 @@ class GemmSpec:
         """
         if self.promoted:
             return self.tile_registers + EPI_TILE_M * self.sum_columns // 128
-        sets = accumulator_sets(self.bf16_terms) if self.bf16_terms else 1 + (self.k_group > 0)
+        sets = 1 + (self.k_group > 0 or self.reads_parts)
+        if self.cuts_operands:
+            sets = accumulator_sets(self.bf16_terms)
         return sets * self.tile_registers
 
     @property
@@ -296,8 +309,8 @@ class GemmSpec:
 
     @property
     def parts_bytes(self) -> int:
-        """Bytes of B's bfloat16 parts; those of A are in registers."""
-        if not self.bf16_terms:
+        """Bytes of B's bfloat16 parts where the kernel cuts it; those of A are in registers."""
+        if not self.cuts_operands:
             return 0
         part = self.tile_n * self.tile_k * DTYPES["bfloat16"].itemsize
         return PART_BUFFERS * num_parts(self.bf16_terms) * part

@@ -113,8 +113,12 @@ def _terms_violations(t: ProblemType) -> Iterator[str]:
     """Yields why no kernel multiplies bfloat16 parts of the operands."""
     if t.bf16_terms not in PRESETS:
         yield f"{t.bf16_terms} products of bfloat16 parts, not {one_of(tuple(map(str, PRESETS)))}"
-    if (t.a_dtype, t.b_dtype) != ("float32", "float32"):
+    operands = t.a_dtype, t.b_dtype
+    if operands not in (("float32", "float32"), ("bfloat16", "bfloat16")):
         yield f"A is {t.a_dtype} and B {t.b_dtype}: float32 is cut into bfloat16 parts"
+    if t.a_dtype == "bfloat16":
+        others = {"groups": t.grouped, "a matrix of a stack": t.indexed}
+        yield from _without(others, "kernels that read bfloat16 parts from memory")
     if t.promoted or t.a_block or t.b_block:
         yield "sums of bfloat16 parts are promoted already, and blocks of float32 have no scales"
 
@@ -146,7 +150,8 @@ def _transposed_violations(t: ProblemType) -> Iterator[str]:
     if t.d_major != "m":
         yield f"D has major {t.d_major!r}, not 'm' or 'n'"
     others = {
-        "groups": t.grouped, "bfloat16 parts": t.bf16_terms, "FMA units": t.simt_width,
+        "groups": t.grouped, "FMA units": t.simt_width,
+        "bfloat16 parts that they cut": t.bf16_terms and t.a_dtype not in HALVES,
         "promoted sums": t.promoted, "two B's": t.epilogue and t.epilogue.accumulators > 1,
         f"operands of {t.a_dtype} and {t.b_dtype}": {t.a_dtype, t.b_dtype} - set(HALVES),
         "reductions": t.epilogue and t.epilogue.needs_extents,

@@ -8,9 +8,11 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 import cutlass
 import cutlass.cute as cute
 
+from ..gemm.cutting import CutSpec
 from ..gemm.kernel_params import KernelParam, KernelSpec, kernel_params, map_args
 from ..gemm.quantization import QuantizeSpec
 from ..gemm.spec import TMA_ALIGNMENT
+from .cutting import CutKernel
 from .dtypes import CUTE_DTYPE
 from .quantization import QuantizeKernel
 from .simt import SimtKernel
@@ -31,6 +33,8 @@ def compile_cubin(spec: KernelSpec, workdir: Path) -> bytes:
 def _kernel_of(spec: KernelSpec):
     if isinstance(spec, QuantizeSpec):
         return QuantizeKernel
+    if isinstance(spec, CutSpec):
+        return CutKernel
     return SimtKernel if spec.simt_width else GemmKernel
 
 

@@ -14,7 +14,8 @@ from cutlass.cutlass_dsl import T, select_
 from cutlass.memory import SmemAllocator
 
 from ..gemm.dtypes import DTYPES
-from ..gemm.quantization import CELL, CELLS, THREADS, TILE, WARPS
+from ..gemm.matrix_pass import THREADS, WARPS
+from ..gemm.quantization import CELL, CELLS, TILE
 from .dtypes import CUTE_DTYPE
 from .epilogue.instructions import maximum
 from .epilogue.quantize import saturated_unit

@@ -22,7 +22,7 @@ def registers(spec):
         return 56, 224
     if spec.math_warpgroups == 3:
         return 32, 160
-    held = spec.acc_registers + (PARTS_REGISTERS if spec.bf16_terms else 0)
+    held = spec.acc_registers + (PARTS_REGISTERS if spec.cuts_operands else 0)
     return (24, 240) if held > 192 else (40, 232)
 
 

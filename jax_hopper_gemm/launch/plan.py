@@ -83,6 +83,7 @@ def make_plan(
     if problem.d.major != spec.d_major:  # the kernel computes D's transpose: its A is our B
         plan = make_plan(problem.transposed, spec, raster_order, num_sms)
         return replace(plan, params=tuple(map(_of_other_operand, plan.params)))
+    problem = problem.as_run_by(spec)
     raster: Raster | GroupRaster
     if problem.groups:
         raster = grid.group_raster(problem, spec, raster_order)
@@ -257,14 +258,14 @@ def _operand_params(problem: GemmProblem, spec: GemmSpec) -> dict[str, Param]:
             return span_map(0, p.a_dtype, p.a, p.m, p.k, spec.a_box)
         box = shortened(spec.a_box, spec.a_major, rows_a)
         batch = batch_axes(p, p.a, p.matrices("a"))
-        return tensor_map(0, p.a_dtype, p.a, {"m": p.m, "k": p.k}, batch, box)
+        return tensor_map(0, p.a_dtype, p.a, {"m": p.m, "k": p.stored_k}, batch, box)
 
     def b_map(buffer: int, offset: int = 0) -> TensorMap | Pointer:
         if spec.gathered == "b":
             return Pointer(buffer)
         if spec.spans_k:
             return span_map(buffer, p.b_dtype, p.b, p.n, p.k, spec.b_box, offset)
-        extents, box = {"n": p.n, "k": p.k}, shortened(spec.b_box, spec.b_major, rows_b)
+        extents, box = {"n": p.n, "k": p.stored_k}, shortened(spec.b_box, spec.b_major, rows_b)
         extents[p.b.major] //= DTYPES[p.b_dtype].packed
         batch = batch_axes(p, stored_b, p.matrices("b"))
         return tensor_map(buffer, p.b_dtype, stored_b, extents, batch, box, offset)

@@ -36,6 +36,7 @@ BATCH_INVARIANT = "jax_hopper_gemm.batch_invariant"  # there if the product is
 INDEXED = "jax_hopper_gemm.indexed"  # as in `GemmProblem`; the index is the call's third operand
 PROMOTED = "jax_hopper_gemm.promoted"  # there if sums have all digits of float32
 BF16_TERMS = "jax_hopper_gemm.bf16_terms"  # as in `GemmProblem`, if there are some
+CUT = "jax_hopper_gemm.cut"  # of a launch that cuts an operand of a product into bfloat16 parts
 MLIR_DTYPES = {row.mlir: row.name for row in DTYPES.values() if row.name != "bool"}
 
 
@@ -149,7 +150,7 @@ def product_at(value: Any) -> Call | None:
         precision = _precision(operation)
     else:
         return None
-    lhs, rhs, *others = list(operation.operands)
+    lhs, rhs, *others = map(_whole, operation.operands)
     indexed = operation.attributes[INDEXED].value if INDEXED in operation.attributes else None
     if (request := request_between(subscripts, lhs, rhs, value, indexed)) is None:
         return None
@@ -185,6 +186,11 @@ def request_between(
     stack, *shape = getattr(request, field)
     named: dict[str, Any] = {field: tuple(shape)}
     return replace(request, indexed=indexed, stack=stack, **named)
+
+
+def _whole(value: Any) -> Any:
+    """Returns the operand of a product, before it was cut into parts if it was."""
+    return value.owner.operands[0] if CUT in getattr(value.owner, "attributes", ()) else value
 
 
 def is_launch(value: Any) -> bool:

@@ -20,13 +20,11 @@ from jax.interpreters import mlir
 from ..fusion.jaxprs import ClosedJaxpr
 from ..fusion.memo import memoised
 from ..gemm.grid import result_shapes
-from ..gemm.kernel_params import KernelSpec
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import GemmSpec
 from ..launch import ffi_library
 from ..launch.ffi_target import TARGET, launcher_violation
-from ..launch.plan import LaunchPlan
 from . import fallback
+from .attributes import product_attributes
 from .call import (
     BATCH_INVARIANT,
     BF16_TERMS,
@@ -130,24 +128,6 @@ def _written_and_finished(
     outputs = _written(request, route)
     varying = [_varying_like(function.in_avals[0], x) for x in outputs]
     return outputs, finishing(function, request, route, [*varying, *avals])
-
-
-def product_attributes(problem: GemmProblem, spec: GemmSpec, plan: LaunchPlan) -> dict[str, Any]:
-    extents = f"M={problem.m} N={problem.n} K={problem.k} L={problem.l}"
-    return launch_attributes(spec, plan, extents)
-
-
-@memoised
-def launch_attributes(spec: KernelSpec, plan: LaunchPlan, extents: str) -> dict[str, Any]:
-    """Returns the attributes of an FFI call; errors name the kernel and the extents."""
-    from ..cubin import digest_of  # brings cuda-python with it
-
-    return {
-        "digest": digest_of(spec),
-        "spec": spec.to_json(),
-        "name": f"{spec.name} {extents}",
-        "plan": np.array(plan.encode(), np.int64),
-    }
 
 
 def _mark_product(operation: Any, request: Request, problem: GemmProblem, *, swap_ab: bool) -> None:

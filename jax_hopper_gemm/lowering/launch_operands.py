@@ -17,8 +17,9 @@ from jax.interpreters import mlir
 from ..fusion.jaxprs import traced
 from ..gemm.dtypes import DTYPES
 from ..gemm.problem import GemmProblem
-from ..gemm.spec import TMA_ALIGNMENT
-from .call import Call
+from ..gemm.spec import TMA_ALIGNMENT, GemmSpec
+from .call import CUT, Call
+from .cutting import cut_along
 from .devices import lowers_shard
 from .route import Request, Route, scale_letters, scale_shape
 
@@ -42,7 +43,31 @@ def factors(
         _with_whole_line(ctx, *x) if min(i, 1) in route.gemm.padded else x
         for i, x in enumerate(inputs)
     ]
+    if route.spec and route.spec.reads_parts:
+        letters = [request.subscripts.lhs, *[request.subscripts.rhs] * request.num_b]
+        inputs = [
+            _in_parts(ctx, *x, of=of, contracted=request.subscripts.contracted, spec=route.spec)
+            for x, of in zip(inputs, letters, strict=True)
+        ]
     return inputs[::-1] if route.gemm.swap_ab else inputs
+
+
+def _in_parts(
+    ctx: mlir.LoweringRuleContext, value: Any, aval: ShapedArray, *, of: str, contracted: str,
+    spec: GemmSpec,
+) -> tuple[Any, ShapedArray]:  # fmt: skip
+    """Returns a float32 operand as the bfloat16 parts that a kernel reads; another one cuts it.
+
+    Args:
+      of: the letters of the operand's axes; those `contracted` are neighbours.
+    """
+    first = min(map(of.index, contracted))
+    cut = partial(cut_along, first=first, end=first + len(contracted), terms=spec.bf16_terms)
+    (out,) = traced(cut, aval).out_avals
+    lower = mlir.lower_fun(cut, multiple_results=False)
+    (parts,) = lower(ctx.replace(avals_in=[aval], avals_out=[out]), value)
+    parts.owner.attributes[CUT] = ir.UnitAttr.get()
+    return parts, out
 
 
 def _with_whole_line(

@@ -23,7 +23,8 @@ from ..gemm.raster import RasterOrder
 from ..gemm.spec import GemmSpec
 from ..launch.ffi_target import TARGET
 from ..launch.plan import make_plan
-from ..lowering.emit import product_attributes
+from ..lowering.attributes import product_attributes
+from ..lowering.cutting import cut_along
 from ..lowering.route import current_device
 from . import shapes, timing
 from .results import Row
@@ -82,14 +83,26 @@ def one_kernel(
 ) -> Callable:
     """Returns the jitted product by `spec`'s kernel, whatever dispatch would choose.
 
-    It is one of (a, b), and of what else a plain kernel reads, as it is stored.
+    It is one of (a, b), and of what else a plain kernel reads, as it is stored. Float32 is cut into
+    the parts that a kernel reads.
     """
     plan = make_plan(problem, spec, raster_order, num_sms)
     results = [jax.ShapeDtypeStruct(*result) for result in result_shapes(problem, spec)]
     workspaces = [jax.ShapeDtypeStruct((w.nbytes,), "uint8") for w in plan.workspaces]
     launch = jax.ffi.ffi_call(TARGET, [*results, *workspaces])
     attributes = product_attributes(problem, spec, plan)
-    return jax.jit(lambda *inputs: launch(*inputs, **attributes)[0])
+
+    def run(*inputs: jax.Array) -> jax.Array:
+        if spec.reads_parts and not problem.reads_parts:
+            majors = problem.a.major, problem.b.major
+            ends = (x.ndim - (major != "k") for x, major in zip(inputs, majors, strict=True))
+            inputs = tuple(
+                cut_along(x, end - 1, end, spec.bf16_terms)
+                for x, end in zip(inputs, ends, strict=True)
+            )
+        return launch(*inputs, **attributes)[0]
+
+    return jax.jit(run)
 
 
 MAKERS: dict[str, Maker] = {

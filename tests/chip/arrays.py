@@ -13,6 +13,7 @@ from support.grouped import random_indices, spans
 from support.places import Place
 
 from chip.problems import ITEMSIZE, Trial
+from jax_hopper_gemm.gemm.bf16_parts import num_parts
 from jax_hopper_gemm.gemm.dtypes import DTYPES as ROWS
 from jax_hopper_gemm.gemm.spec import EPI_TILE_M, PROMOTION_K
 from jax_hopper_gemm.launch.plan import LaunchPlan, make_plan
@@ -42,6 +43,7 @@ ARRAY = np.dtype(
         ("alive", "i8", 3), ("shift_rows", "i4", 3), ("shift_columns", "i4", 3),
         ("problem", "i4"), ("role", "i4"), ("dtype", "i4"), ("which", "i4"),
         ("kind", "i4"), ("block_m", "i4"), ("block_n", "i4"), ("packed", "i4"),
+        ("parts", "i4"),
     ],
     align=True,
 )  # fmt: skip
@@ -178,6 +180,7 @@ class _Placing:
         self.number = len(batch.problems)
         self.groups = trial.problem.groups
         self.direct = trial.problem.a_scales is not None
+        self.parts = num_parts(trial.spec.bf16_terms) if trial.spec.reads_parts else 0
         self.indices: np.ndarray | None = None
         self.index = -1
         self.tables: dict[str, int] = {}
@@ -224,6 +227,7 @@ class _Placing:
             fields.get("shift_rows", (0, 0, 0)), fields.get("shift_columns", (0, 0, 0)),
             self.number, ROLES.index(role), DTYPES.index(dtype), fields.get("which", 0),
             kind, fields.get("block_m", 0), fields.get("block_n", 0), fields.get("packed", 0),
+            fields.get("parts", 0),
         )  # fmt: skip
 
     def _group_tables(self) -> None:
@@ -326,7 +330,7 @@ class _Placing:
             stride = tuple(s if i == packed else s // 2 for i, s in enumerate(stride))
         return self._array(
             "factor", place.dtype, address + row.nbytes(place.offset), extent, stride,
-            which=which, alive=tuple(alive), packed=packed, **{name: shift},
+            which=which, alive=tuple(alive), packed=packed, parts=self.parts, **{name: shift},
         )  # fmt: skip
 
     def _operand(self, place: Place, address: int, index: int) -> tuple:
@@ -428,7 +432,7 @@ class _Placing:
     def _lines(self, a: tuple, b: tuple) -> tuple[int, int]:
         """Returns how many distinct rows of A and columns of B there are."""
         found = []
-        for which, (_, extent, _, _, _, rows, columns, *_, packed) in enumerate((a, b)):
+        for which, (_, extent, _, _, _, rows, columns, *_, packed, _) in enumerate((a, b)):
             shift, lines = (rows, extent[3]) if which == 0 else (columns, extent[4])
             most = lines * (2 if packed == 4 else 1) + sum(
                 by * (count - 1) for by, count in zip(shift, extent[:3], strict=True)

@@ -42,7 +42,7 @@ enum Op {
   kMaximum, kMinimum, kEq, kNe, kLt, kLe, kGt, kGe, kAnd, kOr, kXor, kNot, kIsFinite, kSelect
 };
 // clang-format on
-constexpr int kMaxValues = 48;
+constexpr int kMaxValues = 48, kRun = 64;
 
 struct Node {
   int32_t op, args[3], dtype;
@@ -61,6 +61,7 @@ struct Array {
   // a line of B, not of a block of lines.
   int32_t kind, block_m, block_n;
   int32_t packed;  // the axis along which an element is a byte of two, the first in its low bits
+  int32_t parts;   // of a factor how many of each number lie along K, in runs of `kRun`; 0: it is whole
 };
 
 struct Problem {  // tables that it does not need are null
@@ -254,14 +255,25 @@ ON_DEVICE static bool Alive(const Array& array, const int64_t* at) {
          in(array.alive_columns, at[4]);
 }
 
+// Returns what a factor of parts holds at a place along K.
+ON_DEVICE static float Part(const Problem& p, const Array& array, int64_t line, int64_t place) {
+  const int64_t k = place / (kRun * array.parts) * kRun + place % kRun;
+  float rest = k < p.k ? FactorValue(p, array.which, line, k) : 0;
+  for (int part = place / kRun % array.parts; part > 0; --part)
+    rest -= Quantized(rest, array.dtype);
+  return Quantized(rest, array.dtype);
+}
+
 // Returns what an array holds at a row and a column, as bits.
 ON_DEVICE static uint32_t GivenAt(const Array& array, const Problem& p, int64_t row,
                                   int64_t column) {
   if (array.role == kOperand)
     return Encoded(Integer(p.seed + 101 + array.which, row, column, 3), array.dtype);
-  const float x = array.which == 0 ? FactorValue(p, 0, Modulo(row, p.lines[0]), column)
-                                   : FactorValue(p, array.which, Modulo(column, p.lines[1]), row);
-  return Encoded(x, array.dtype);
+  const bool of_a = array.which == 0;
+  const int64_t line = of_a ? Modulo(row, p.lines[0]) : Modulo(column, p.lines[1]);
+  const int64_t k = of_a ? column : row;
+  if (array.parts) return Encoded(Part(p, array, line, k), array.dtype);
+  return Encoded(FactorValue(p, array.which, line, k), array.dtype);
 }
 
 // Returns what an input holds at `at`, as bits.

@@ -70,8 +70,9 @@ def _plain_types() -> Iterator[ProblemType]:
 def _arithmetics(a: str, b: str) -> Iterator[dict]:
     """Yields the fields that say how operands of two dtypes are multiplied."""
     yield {}
-    if a == "float32":
+    if a == b and a in ("float32", "bfloat16"):
         yield from ({"bf16_terms": terms} for terms in PRESETS)
+    if a == "float32":
         yield from ({"simt_width": width} for width in (1, 4))
     if DTYPES[a].itemsize == 1:
         yield {"promoted": True}
@@ -88,7 +89,8 @@ def arithmetic_of(kind: ProblemType | GemmSpec) -> str:
     if kind.simt_width:
         return f"FMA units, {kind.simt_width}"
     if kind.bf16_terms:
-        return f"{kind.bf16_terms} products of parts"
+        stored = ", in memory" if kind.a_dtype != "float32" else ""
+        return f"{kind.bf16_terms} products of parts{stored}"
     if kind.a_block:
         return f"blocks of {kind.a_block} and {kind.b_block}"
     narrow = "8-bit floats" if kind.a_dtype.startswith("float8") else kind.a_dtype

@@ -10,12 +10,13 @@ import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 from fake_driver import harness
-from support import grouped, outcome, reference
+from support import float32, grouped, outcome, reference
 from support.places import result_places
 from support.trial import Inputs
 
@@ -77,6 +78,9 @@ def write_results(product: Placed) -> None:
     count, accumulators = len(p.graph.operands), p.graph.accumulators
     inputs = Inputs(values[0], tuple(values[1 : 1 + accumulators]),
                     tuple(values[1 + accumulators : 1 + accumulators + count]))  # fmt: skip
+    if trial.spec.reads_parts:
+        joined = partial(float32.of_parts, k=p.k, terms=p.bf16_terms)
+        inputs = replace(inputs, a=joined(inputs.a, 2), b=tuple(joined(b, 1) for b in inputs.b))
     rest = values[1 + accumulators + count :]
     places = result_places(p, trial.spec)
     if not trial.exact:

@@ -60,7 +60,7 @@ class Trial:
     @cached_property
     def buffers(self) -> list[tuple[tuple[Place, ...], int]]:
         """What lies in each buffer of the call but workspaces, and its bytes; operands first."""
-        places = [*input_places(self.problem)]
+        places = [*input_places(self.problem.as_read_by(self.spec))]
         places += [(place,) for place in result_places(self.problem, self.spec)]
         return [(of, max(DTYPES[at.dtype].nbytes(at.end) for at in of)) for of in places]
 
@@ -134,8 +134,8 @@ class Draw:
         spec = self.specs[seed // self.run % len(self.specs)]
         for _ in range(100):
             found = self._draw(rng, seed, spec)
-            p = found.problem
-            if problem_violations(p) or pairing_violations(p, found.spec):
+            p = found.problem.as_read_by(spec)
+            if problem_violations(p) or pairing_violations(p, spec):
                 continue
             if sum(nbytes for _, nbytes in found.buffers) <= self.largest:
                 return found
@@ -205,8 +205,10 @@ def _arithmetic(spec: GemmSpec) -> list[str]:
         return [f"weights of {'4' if spec.b_dtype == 'int4' else '8'} bits"]
     if ITEMSIZE[spec.a_dtype] == 1:
         return ["8 bits", *["block scales"] * bool(spec.a_block)]
+    if spec.bf16_terms:
+        return ["parts in memory" if spec.reads_parts else "parts"]
     if spec.a_dtype == "float32":
-        return ["FMA units" if spec.simt_width else "parts" if spec.bf16_terms else "TF32"]
+        return ["FMA units" if spec.simt_width else "TF32"]
     return []
 
 

@@ -31,6 +31,7 @@ import notebook_block
 import train_recipes
 from moe_programs import moe_specs
 from support import (
+    cutting,
     eight_bit,
     float32,
     quantization,
@@ -57,6 +58,7 @@ from support.policies import (
     loose_specs,
     parts_specs,
     split_specs,
+    stored_parts_specs,
     tf32_specs,
     transposed_specs,
 )
@@ -91,8 +93,11 @@ def recipes() -> list[KernelSpec]:
     return [*recipe_programs.specs(), *train_recipes.specs(small, list(train_recipes.RECIPES))]
 
 
-def of_float32() -> list[GemmSpec]:
-    return [*parts_specs(), *tf32_specs(), *float32.specs(), *sgemm.specs()]
+def of_float32() -> list[KernelSpec]:
+    return [
+        *parts_specs(), *stored_parts_specs(), *tf32_specs(), *float32.specs(), *sgemm.specs(),
+        *(case.spec for case in (*cutting.CASES, cutting.LARGE)),
+    ]  # fmt: skip
 
 
 def of_8_bits() -> list[KernelSpec]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from support import bounds, cases, float32, graphs, grouped, outcome, reference, trial
+from support import bounds, cases, cutting, float32, graphs, grouped, outcome, reference, trial
 from support.float32 import NORMS, PROGRAMS
 from support.policies import parts_specs, tf32_specs
 
@@ -74,6 +74,12 @@ def test_what_users_call_is_within_the_bound(name, checked):
         assert error <= NORMS[program.terms], name
     for spec in program.specs():
         checked(spec)
+
+
+@pytest.mark.parametrize("case", [*cutting.CASES, cutting.LARGE], ids=str)
+def test_kernels_cut_float32_as_numpy_does(case, gpu, checked):
+    case.check(gpu)
+    checked(case.spec)
 
 
 def test_special_values(gpu):

@@ -21,6 +21,7 @@ from support.policies import (
     parts_specs,
     short_box_specs,
     stacked_specs,
+    stored_parts_specs,
     tf32_specs,
 )
 
@@ -62,6 +63,7 @@ FAMILIES = {
     "float32": Family.every_third(
         [s for s in (*parts_specs(), *tf32_specs()) if not (s.grouped or s.split_k)], 100
     ),
+    "parts": Family.every_third([*stored_parts_specs()], 60),
 }
 
 

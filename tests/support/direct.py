@@ -21,7 +21,7 @@ from typing import Any
 from support.gpu import Buffer, CudaError, Gpu, Part
 
 from jax_hopper_gemm.cubin import digest_of, load
-from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES
+from jax_hopper_gemm.gemm.kernel_params import PARAM_BYTES, KernelSpec
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.raster import RasterOrder
 from jax_hopper_gemm.gemm.spec import GemmSpec
@@ -52,11 +52,21 @@ def prepare(
         D of a plain product.
       num_sms: SMs that a persistent grid fills; None for all that the GPU has.
     """
-    if stand_in := getattr(gpu, "prepare", None):  # `support.ptx` runs kernels itself
-        return stand_in(problem, spec, raster_order, buffers, num_sms)
-    kernel = load(digest_of(spec), spec.to_json())
     plan = make_plan(problem, spec, raster_order, num_sms or gpu.device.num_sms)
-    return Launch(gpu, kernel.handle, plan, buffers)
+    return planned(gpu, spec, plan, buffers)
+
+
+def planned(
+    gpu: Gpu, spec: KernelSpec, plan: LaunchPlan, buffers: Sequence[Buffer | Part]
+) -> Launch:
+    """Returns a launch of `spec`'s kernel; it is built if need be.
+
+    Args:
+      buffers: those of the plan without workspaces.
+    """
+    if stand_in := getattr(gpu, "launch", None):  # `support.ptx` runs kernels itself
+        return stand_in(spec, plan, buffers)
+    return Launch(gpu, load(digest_of(spec), spec.to_json()).handle, plan, buffers)
 
 
 class Launch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,11 @@ import numpy as np
 from jax import lax
 
 import jax_hopper_gemm as jhg
-from jax_hopper_gemm.gemm.bf16_parts import PRESETS
+from jax_hopper_gemm.gemm.bf16_parts import PRESETS, RUN_K, num_parts
+from jax_hopper_gemm.gemm.kernel_params import KernelSpec
 from jax_hopper_gemm.gemm.problem import GemmProblem
 from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.testing.lowered import specs_of
+from jax_hopper_gemm.testing.lowered import all_specs_of
 
 M, N, K, BATCH, GROUPS = 520, 336, 400, 3, 4
 # The largest error in norm, relative to the product, of normal random numbers, by terms.
@@ -42,8 +43,8 @@ class Program:
         rng = np.random.default_rng(seed)
         return [rng.standard_normal(shape).astype(np.float32) for shape in self.shapes]
 
-    def specs(self) -> list[GemmSpec]:
-        return specs_of(self.function, *self.arguments())
+    def specs(self) -> list[KernelSpec]:
+        return all_specs_of(self.function, *self.arguments())
 
 
 def _matmul(terms: int, a: Any, b: Any) -> Any:
@@ -53,6 +54,11 @@ def _matmul(terms: int, a: Any, b: Any) -> Any:
 def _default(a: Any, b: Any) -> Any:
     with jax.default_matmul_precision(PRESETS[6]):
         return jhg.matmul(a, b, implementation="hopper")
+
+
+def _batched_layer(a: Any, b: Any, bias: Any) -> Any:
+    options: Any = {"precision": preset(6), "implementation": "hopper"}
+    return jhg.matmul(a, b, bias=bias, activation="relu", **options)
 
 
 def _accelerated(a: Any, b: Any, bias: Any) -> Any:
@@ -82,6 +88,8 @@ def _ragged_exact(x: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 AB = (M, K), (K, N)
+CUT_K = 2501
+CUT_AB = (2040, CUT_K), (CUT_K, 2056)
 PROGRAMS: dict[str, Program] = {
     **{f"matmul, {t} terms": Program(partial(_matmul, t), np.matmul, AB, t) for t in (3, 6, 9)},
     "a batch": Program(partial(_matmul, 6), np.matmul, ((BATCH, M, K), (BATCH, K, N)), 6),
@@ -91,6 +99,16 @@ PROGRAMS: dict[str, Program] = {
     ),
     "gradients": Program(
         partial(_gradients, 3), lambda a, b, c: (c @ b.T, a.T @ c), (*AB, (M, N)), 3, depth=M
+    ),
+    **{f"cut before, {t} terms": Program(partial(_matmul, t), np.matmul, CUT_AB, t, CUT_K)
+       for t in (3, 6, 9)},
+    "cut before, a batch with an epilogue": Program(
+        _batched_layer, lambda a, b, bias: np.maximum(a @ b + bias, 0),
+        ((2, 1536, CUT_K), (2, CUT_K, 1536), (1536,)), 6, CUT_K,
+    ),
+    "cut before, gradients": Program(
+        partial(_gradients, 3), lambda a, b, c: (c @ b.T, a.T @ c),
+        ((2048, 2304), (2304, 2200), (2048, 2200)), 3, depth=2200,
     ),
     "ragged": Program(partial(_ragged, 6), _ragged_exact, ((M, K), (GROUPS, K, N)), 6),
 }  # fmt: skip
@@ -111,10 +129,35 @@ def long_cases() -> list[tuple[GemmSpec, GemmProblem]]:
                     512, 384, LONG_K, a_major=a_major, b_major=b_major, dtype="float32"
                 )
                 found.append((spec, problem))
+                reads = replace(
+                    spec, a_dtype="bfloat16", b_dtype="bfloat16", tile_n=192, tile_k=64,
+                    num_stages=4, epi_tile_n=32,
+                )  # fmt: skip
+                found.append((reads, problem))
     return found
 
 
-def specs() -> list[GemmSpec]:
+def parts_along(x: np.ndarray, axis: int, terms: int) -> np.ndarray:
+    """Returns the bfloat16 parts of float32, stored as `gemm.bf16_parts` describes."""
+    padding = [(0, -extent % RUN_K if i == axis else 0) for i, extent in enumerate(x.shape)]
+    rest = np.pad(x, padding)
+    outer, inner = rest.shape[:axis], rest.shape[axis + 1 :]
+    rest, parts = rest.reshape(*outer, -1, 1, RUN_K, *inner), []
+    for _ in range(num_parts(terms)):
+        parts.append(rest.astype(jnp.bfloat16))
+        with np.errstate(invalid="ignore"):  # of infinities
+            rest = rest - parts[-1].astype(np.float32)
+    return np.concatenate(parts, axis + 1).reshape(*outer, -1, *inner)
+
+
+def of_parts(stored: np.ndarray, axis: int, k: int, terms: int) -> np.ndarray:
+    """Returns the float32 numbers, `k` along an axis, whose parts lie so."""
+    outer, inner = stored.shape[:axis], stored.shape[axis + 1 :]
+    runs = stored.astype(np.float32).reshape(*outer, -1, num_parts(terms), RUN_K, *inner)
+    return runs.sum(axis + 1).reshape(*outer, -1, *inner).take(range(k), axis)
+
+
+def specs() -> list[KernelSpec]:
     """Returns the kernels of `PROGRAMS` and of `long_cases`."""
     programs = (spec for program in PROGRAMS.values() for spec in program.specs())
     return list(dict.fromkeys((*programs, *(spec for spec, _ in long_cases()))))

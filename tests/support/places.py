@@ -22,7 +22,8 @@ def shape_of(problem: GemmProblem, operand: Operand) -> tuple[int, int, int]:
     L is 1 of an operand whose rows or columns are grouped; gathered, it has as many of them as
     its source. Of one matrix of a stack it is that of the stack.
     """
-    groups, extents = problem.groups, [getattr(problem, index) for index in INDICES[operand]]
+    names = ["stored_k" if index == "k" else index for index in INDICES[operand]]
+    groups, extents = problem.groups, [getattr(problem, name) for name in names]
     if groups is None or groups.axis not in INDICES[operand]:
         matrices = problem.stack if problem.indexed == operand else problem.l
         return matrices, extents[0], extents[1]

@@ -153,6 +153,16 @@ PARTS_CHOICES: tuple[dict[str, tuple], ...] = (
     {**CHOICES, **_OF_ROWS, **_OF_PARTS},
     {**CHOICES, **_OF_CONTRACTION, **_OF_PARTS},
 )
+# The same where the parts are in memory.
+_OF_STORED_PARTS = {
+    "ab_dtype": ("bfloat16",), "bf16_terms": (3, 6, 9), "tile_m": (64, 128, 192), "tile_k": (64,),
+    "tile_n": (64, 128, 160, 192, 208), "warp_schedule": ("cooperative",), "num_stages": (3, 5),
+    "epi_stages": (2,),
+}  # fmt: skip
+STORED_PARTS_CHOICES: tuple[dict[str, tuple], ...] = (
+    {**CHOICES, **_OF_STORED_PARTS},
+    {**EPILOGUE_CHOICES, **_OF_STORED_PARTS},
+)
 
 # The same as they are, in TF32.
 _OF_TF32 = {
@@ -206,6 +216,7 @@ grouped_covering_specs = _covering_set(*GROUPED_CHOICES)
 eight_bit_specs = _covering_set(*EIGHT_BIT_CHOICES)
 block_specs = _covering_set(*BLOCK_CHOICES)
 parts_specs = _covering_set(*PARTS_CHOICES)
+stored_parts_specs = _covering_set(*STORED_PARTS_CHOICES)
 converted_specs = _covering_set(*CONVERTED_CHOICES)
 
 
@@ -346,8 +357,8 @@ def all_specs() -> tuple[GemmSpec, ...]:
     sets = (
         covering_specs, stacked_specs, short_box_specs, nested_specs, split_specs,
         epilogue_covering_specs, grouped_covering_specs, eight_bit_specs, eight_bit_variants,
-        block_specs, chosen_epilogue_specs, transposed_specs, parts_specs, tf32_specs,
-        converted_specs, converted_variants, loose_specs,
+        block_specs, chosen_epilogue_specs, transposed_specs, parts_specs, stored_parts_specs,
+        tf32_specs, converted_specs, converted_variants, loose_specs,
     )  # fmt: skip
     return tuple(dict.fromkeys(spec for specs in sets for spec in specs()))
 

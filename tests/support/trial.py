@@ -9,10 +9,11 @@ outside is found; so is what is written to an input or around it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
+from support import float32
 from support.direct import WORKSPACE_GUARD, Launch, prepare
 from support.gpu import Buffer, Gpu
 from support.places import Place, result_places
@@ -153,13 +154,15 @@ def uploaded(
     num_sms: int | None = None,
 ) -> OnGpu:
     """Returns `spec`'s kernel ready to launch, on guarded inputs; see `run_all`."""
+    if spec.reads_parts:
+        inputs = in_parts(inputs, spec)
     pending = [inputs.a, *inputs.b, *inputs.operands]
     pending += [
         array for array in (inputs.sizes, inputs.indices, inputs.index) if array is not None
     ]
     pending += inputs.scales
     given, buffers = [], []
-    for places in input_places(problem):
+    for places in input_places(problem.as_read_by(spec)):
         values = [pending.pop(0) for _ in places]
         flat = guarded(places, values)
         given.append((flat, gpu.upload(flat)))
@@ -173,6 +176,12 @@ def uploaded(
         buffers.append(output.part(GUARD * jnp.dtype(place.dtype).itemsize))
     launch = prepare(gpu, problem, spec, raster_order, buffers, num_sms)
     return OnGpu(launch, given, outputs)
+
+
+def in_parts(inputs: Inputs, spec: GemmSpec) -> Inputs:
+    """Returns inputs with the operands as the kernel reads them: cut into bfloat16 parts."""
+    b = (float32.parts_along(x, 1, spec.bf16_terms) for x in inputs.b)
+    return replace(inputs, a=float32.parts_along(inputs.a, 2, spec.bf16_terms), b=tuple(b))
 
 
 def guarded(places: Sequence[Place], values: Sequence[np.ndarray]) -> np.ndarray:

@@ -97,7 +97,7 @@ class RowBlocks:
 
     def __init__(self, spec):
         self.grouped_rows = spec.grouped == "m"
-        self.act_together = spec.bf16_terms > 0  # warpgroups, with rows or without
+        self.act_together = spec.cuts_operands  # warpgroups, with rows or without
         self.count = spec.rows_per_warpgroup // EPI_TILE_M  # of a tile, of one warpgroup
         self.shares_tile = spec.warp_schedule == "cooperative"
         self.shares_rows = self.shares_tile and spec.warpgroups_n == 1

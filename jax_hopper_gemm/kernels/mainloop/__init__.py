@@ -31,6 +31,7 @@ from .promoted import PromotedConsumer, ScaledConsumer
 from .rs import RegisterConsumer
 from .ss import SharedConsumer
 from .staged_scales import StagedConsumer, StagingProducer
+from .stored_parts import StoredPartsConsumer, StoredPartsProducer
 from .tma import PairedB, ScalesOfB, TmaOperand, TmaProducer, Together
 
 
@@ -55,13 +56,16 @@ CONSUMERS = {
 def make_producer(spec):
     if spec.stages_scales:
         return StagingProducer(spec)
+    if spec.reads_parts:
+        return StoredPartsProducer(spec, TmaOperand(spec, "a"), _b(spec))
     return PRODUCERS[spec.gathered](spec)
 
 
 def make_consumer(spec, producer, atom_layout_m):
     """Returns the consumer of the stages; `atom_layout_m` warpgroups share a tile's rows."""
     if spec.bf16_terms:
-        return PartsConsumer(spec, atom_layout_m, producer.before_read)
+        kind = StoredPartsConsumer if spec.reads_parts else PartsConsumer
+        return kind(spec, atom_layout_m, producer.before_read)
     if spec.stages_scales:
         return StagedConsumer(spec, atom_layout_m, producer.before_read)
     if spec.converts_b:

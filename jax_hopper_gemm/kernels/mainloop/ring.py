@@ -55,7 +55,7 @@ def allocate_stages(spec, memory):
         s.graph.accumulators,
     )  # fmt: skip
     stages = Stages(memory.tensor(a_dtype, a_layout), memory.tensor(b_dtype, b_layout))
-    if s.bf16_terms:
+    if s.cuts_operands:
         count = PART_BUFFERS * num_parts(s.bf16_terms)
         layout = operand_smem_layout(BFloat16, s.b_major == "k", s.tile_n, s.tile_k, count)
         return replace(stages, parts=memory.tensor(BFloat16, layout))

@@ -23,10 +23,7 @@ from support.ptx.tensor import Map
 
 from jax_hopper_gemm.dispatch import H200
 from jax_hopper_gemm.gemm.kernel_params import KernelSpec
-from jax_hopper_gemm.gemm.problem import GemmProblem
-from jax_hopper_gemm.gemm.raster import RasterOrder
-from jax_hopper_gemm.gemm.spec import GemmSpec
-from jax_hopper_gemm.launch.plan import LaunchPlan, Pointer, TensorMap, make_plan
+from jax_hopper_gemm.launch.plan import LaunchPlan, Pointer, TensorMap
 
 PARAMS = 0x1000_0000  # address of a kernel's first parameter
 
@@ -105,18 +102,6 @@ class PtxGpu:
 
     def synchronize(self) -> None:
         pass
-
-    def prepare(
-        self,
-        problem: GemmProblem,
-        spec: GemmSpec,
-        raster_order: RasterOrder,
-        buffers: Sequence[Any],
-        num_sms: int | None = None,
-    ) -> PtxLaunch:
-        """Returns the launch that `direct.prepare` describes."""
-        plan = make_plan(problem, spec, raster_order, num_sms or self.device.num_sms)
-        return self.launch(spec, plan, buffers)
 
     def launch(self, spec: KernelSpec, plan: LaunchPlan, buffers: Sequence[Any]) -> PtxLaunch:
         """Returns the launch of `spec`'s kernel by `plan`, whose buffers but workspaces these are.
