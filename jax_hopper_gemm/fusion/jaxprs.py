@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -99,10 +100,16 @@ def pruned(
 ) -> tuple[ClosedJaxpr, list[bool]]:
     """Returns the part that computes some outputs, and for each input whether it has it.
 
-    Inputs that are `kept` stay though nothing reads them; None: none stays.
+    That is the function itself if it computes nothing else. Inputs that are `kept` stay though
+    nothing reads them; None: none stays.
     """
     kept = list(kept or [False] * len(closed.in_avals))
     jaxpr, used = pe.dce_jaxpr(closed.jaxpr, list(outputs), kept)
+    same = len(jaxpr.eqns) == len(closed.jaxpr.eqns) and all(
+        map(operator.is_, jaxpr.eqns, closed.jaxpr.eqns)
+    )
+    if same and all(outputs) and all(used):
+        return closed, used
     closed = core.ClosedJaxpr(jaxpr, closed.consts)  # pyright: ignore[reportPrivateImportUsage]
     return closed, used
 
