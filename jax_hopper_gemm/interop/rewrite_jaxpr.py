@@ -101,11 +101,11 @@ def run_with_our_products(
 
     Arrays go through the program; other arguments and results are passed on unchanged.
     """
-    program, arrays, result = traced_call(function, args, kwargs)
-    if rewriting.recipe:
-        rewriting = rewriting._replace(weights=(True,) * len(arrays))
-    traces = any(isinstance(x, Tracer) for x in arrays)
+    traces = any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
     with paused_collector() if traces else nullcontext():
+        program, arrays, result = traced_call(function, args, kwargs)
+        if rewriting.recipe:
+            rewriting = rewriting._replace(weights=(True,) * len(arrays))
         # Not cached: nothing else holds this program, and it may contain tracers.
         outputs = run_accelerated(rewritten(program, rewriting), arrays)
     return result(outputs)
@@ -115,7 +115,7 @@ def run_with_our_products(
 def paused_collector() -> Iterator[None]:
     """Pauses Python's garbage collector, if it runs.
 
-    Rewriting and tracing make many objects that stay, and few cycles of them; each pass of the
+    Tracing and rewriting make many objects that stay, and few cycles of them; each pass of the
     collector would look through all programs that were traced before. Threads may pause it at the
     same time: the one that found it running starts it again.
     """
