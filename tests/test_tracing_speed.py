@@ -118,6 +118,10 @@ def test_accelerate_weighs_sixteen_equal_layers_as_often_as_two(calls):
 def test_accelerate_pauses_the_garbage_collector_while_jax_traces(monkeypatch, enabled, raises):
     found = []
 
+    def product(a, b):
+        found.append(gc.isenabled())
+        return a @ b
+
     def rewritten(program, rewriting):
         found.append(gc.isenabled())
         if raises:
@@ -128,13 +132,22 @@ def test_accelerate_pauses_the_garbage_collector_while_jax_traces(monkeypatch, e
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-        for call in (jax.jit(accelerate(jnp.matmul)), accelerate(jnp.matmul)):
+        for call in (jax.jit(accelerate(product)), accelerate(product)):
             with pytest.raises(ValueError, match="no") if raises else nullcontext():
                 call(A, B)
             assert gc.isenabled() == enabled
     finally:
         (gc.enable if before else gc.disable)()
-    assert found == [False, enabled]  # a call outside of `jax.jit` computes: it may take long
+    # A call outside of `jax.jit` computes: it may take long.
+    assert found == [False, False, enabled, enabled]
+
+
+def test_a_function_that_is_needed_whole_stays_the_same_object():
+    closed = jaxprs.traced(lambda x, y: [x * y, jnp.tanh(x)], A, A)
+    assert jaxprs.pruned(closed, [True, True])[0] is closed
+    part, used = jaxprs.pruned(closed, [False, True])
+    assert used == [True, False]
+    assert len(part.jaxpr.eqns) == 1
 
 
 def test_a_region_that_two_rounds_find_is_weighed_once(monkeypatch):
