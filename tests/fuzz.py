@@ -176,12 +176,16 @@ def dispatch(folder: Path, patch: pytest.MonkeyPatch) -> Trial:
     def trial(seed: int) -> None:
         rng = random.Random(seed)
         problem = rng.choice((test_dispatch, test_dispatch_grouped)).random_problem(rng)
+        if rng.random() < 0.2:
+            named: Any = dict.fromkeys(("a_dtype", "b_dtype", "d_dtype"), "float32")
+            problem = replace(problem, bf16_terms=rng.choice((3, 6, 9)), **named)
         decision = choose(problem, H200, kernel_only=rng.random() < 0.5)
         if decision.spec is None:
             assert decision.reason, problem
             return
         assert decision.raster_order
-        wrong = (violations(decision.spec), problem_violations(problem),
+        read = problem.as_run_by(decision.spec)
+        wrong = (violations(decision.spec), problem_violations(read),
                  pairing_violations(problem, decision.spec))  # fmt: skip
         assert not any(wrong), (problem, wrong)
         host.plan = make_plan(problem, decision.spec, decision.raster_order, H200.num_sms)

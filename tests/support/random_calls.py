@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from support import float32
 
 import jax_hopper_gemm as jhg
+from jax_hopper_gemm.gemm.bf16_parts import PRESETS
 from jax_hopper_gemm.primitives.rows import pick_rows, sum_rows
 
 Function = Callable[..., Any]
@@ -134,6 +136,8 @@ class Draw:
                     lambda y: jnp.exp(y) + 1,
                 ]
             )
+        if self.dtype == "float32" and self.rng.random() < 0.7:
+            fixed["precision"] = self.rng.choice([float32.preset(terms) for terms in PRESETS])
         self.note(" ".join((*named, *fixed)) or "no epilogue")
         return lambda *args: fixed | {name: get(*args) for name, get in named.items()}
 
