@@ -9,7 +9,6 @@ wait for registers that loads' addresses are in.
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64
 from cutlass.cutlass_dsl import min as smaller
@@ -49,24 +48,9 @@ class StagingProducer(TmaProducer):
         view = super().partition_for_load(args, stages, tma_coords, cta)
         return *view, (args.scales, stages.scales)
 
-    @cute.jit
-    def load(self, view, ring, state, coords):
-        a_view, b_view, (scales, target) = view
-        a_slices = self.a.partition(a_view, coords)
-        b_slices = self.b.partition(b_view, coords)
-        sources = self.sources(scales, coords)
-        for i in cutlass.range(coords.k_tiles, unroll=1):
-            ring.producer_acquire(state)
-            full = ring.producer_get_barrier(state)
-            k_tile = coords.k_first + i
-            self.b.load(b_view, b_slices, k_tile, state.index, full, coords)
-            self.a.load(a_view, a_slices, k_tile, state.index, full, coords)
-            self.load_scales(sources, target, i, state.index, full)
-            state.advance()
-        return state
-
-    def sources(self, scales, coords):
-        s, sources = self.spec, []
+    def partition(self, view, coords):
+        slices = super().partition(view, coords)
+        s, (scales, _), sources = self.spec, view[2], []
         firsts = (coords.m * s.tile_m, s.tile_m), (coords.n * s.tile_n, s.tile_n)
         for of, (first, lines) in zip(scales, firsts, strict=True):
             # NOTE: behind the last line is as much padding as a tile has lines, and no more.
@@ -74,13 +58,13 @@ class StagingProducer(TmaProducer):
             at = Int64(coords.batch) * of.batch_stride + Int64(coords.k_first) * of.k_stride
             address = (of.scales + (at + first)).toint()
             sources.append(Source(address, Int64(of.k_stride) * 4, 4 * lines))
-        return sources
+        return *slices, sources
 
     @cute.jit
-    def load_scales(self, sources, target, i, stage, full):
-        at = target.toint() + stage * self.spec.scale_stage_bytes
+    def load_beside(self, view, slices, i, stage, full):
+        at = view[2][1].toint() + stage * self.spec.scale_stage_bytes
         with cute.arch.elect_one():
-            for source in sources:
+            for source in slices[2]:
                 cute.arch.inline_ptx(
                     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
                     f" [{{$r0}}], [{{$r1}}], {source.nbytes}, [{{$r2}}];",

@@ -33,20 +33,15 @@ class StoredPartsProducer(TmaProducer):
     def load(self, view, ring, state, coords):
         terms = self.spec.bf16_terms
         parts, interval = num_parts(terms), interval_of(self.spec)
-        a_view, b_view = view
-        a_slices = self.a.partition(a_view, coords)
-        b_slices = self.b.partition(b_view, coords)
+        slices = self.partition(view, coords)
         runs = coords.k_tiles // terms
         for first in cutlass.range(0, runs, interval, unroll=1):
             end = smaller(first + interval, runs)
             for term in cutlass.range_constexpr(terms):
                 a_part, b_part = products(terms)[term]
                 for run in cutlass.range(first, end, unroll=1):
-                    ring.producer_acquire(state)
-                    full = ring.producer_get_barrier(state)
                     of_a, of_b = run * parts + a_part, run * parts + b_part
-                    self.b.load(b_view, b_slices, of_b, state.index, full, coords)
-                    self.a.load(a_view, a_slices, of_a, state.index, full, coords)
+                    self.load_stage(view, slices, of_a, of_b, ring, state, coords)
                     state.advance()
         return state
 

@@ -232,19 +232,31 @@ class TmaProducer:
         of_a = self.a.view(args.tma_ab[:1], stages, tma_coords, cta)
         return of_a, self.b.view(args.tma_ab[1:], stages, tma_coords, cta)
 
+    def partition(self, view, coords):
+        """Returns what is loaded of a tile: A's slices, then B's."""
+        of_a, of_b, *_ = view
+        return self.a.partition(of_a, coords), self.b.partition(of_b, coords)
+
     @cute.jit
     def load(self, view, ring, state, coords):
-        a_view, b_view = view
-        a_slices = self.a.partition(a_view, coords)
-        b_slices = self.b.partition(b_view, coords)
+        slices = self.partition(view, coords)
         for i in cutlass.range(coords.k_tiles, unroll=1):
-            ring.producer_acquire(state)
-            full = ring.producer_get_barrier(state)
             k_tile = coords.k_first + i
-            self.b.load(b_view, b_slices, k_tile, state.index, full, coords)
-            self.a.load(a_view, a_slices, k_tile, state.index, full, coords)
+            full = self.load_stage(view, slices, k_tile, k_tile, ring, state, coords)
+            self.load_beside(view, slices, i, state.index, full)
             state.advance()
         return state
+
+    def load_stage(self, view, slices, of_a, of_b, ring, state, coords):
+        """Loads a k-tile of A and one of B into the next stage; returns its barrier."""
+        ring.producer_acquire(state)
+        full = ring.producer_get_barrier(state)
+        self.b.load(view[1], slices[1], of_b, state.index, full, coords)
+        self.a.load(view[0], slices[0], of_a, state.index, full, coords)
+        return full
+
+    def load_beside(self, view, slices, i, stage, full):
+        """Loads what else a stage holds of the tile's k-tile `i`; here there is nothing."""
 
     def before_read(self):
         """Nothing: TMA writes by the proxy that wgmma reads by."""
